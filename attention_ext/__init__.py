@@ -1,0 +1,172 @@
+"""Five implementations of attention behind one door.
+
+PARTS is the table that the command line, the tests and the benchmarks iterate over; attention() runs
+one of its rows. torch is imported, and the extension compiled, on first use: `gpt.py --help` needs
+neither.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, overload
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+__version__ = "0.1.0"
+
+
+class BuildError(RuntimeError):
+    """The extension could not be compiled or loaded; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One implementation: its name, the lab's title, a summary, its operator, whether it takes tiles."""
+
+    name: str
+    title: str
+    summary: str
+    operator: str | None = None  # in torch.ops.attention_ext; None is PyTorch itself
+    tiled: bool = False
+
+
+PARTS = {
+    part.name: part
+    for part in (
+        Part("part0", "PYTORCH ATTENTION", "matmul, softmax, matmul in PyTorch"),
+        Part("part1", "NAIVE ATTENTION", "the textbook's three passes", "part1_naive"),
+        Part(
+            "part2",
+            "BLOCKED MATMUL + UNFUSED SOFTMAX",
+            "three passes, both products blocked to the cache",
+            "part2_blocked",
+        ),
+        Part("part3", "FUSED ATTENTION", "one row of scores at a time, all threads", "part3_fused"),
+        Part("part4", "FLASH ATTENTION", "tiles with an online softmax", "part4_flash", tiled=True),
+    )
+}
+
+# Part 4's tile where none is asked for: the fastest of a sweep over powers of two at d = 32, N = 1024.
+DEFAULT_BR, DEFAULT_BC = 64, 256
+
+
+@overload
+def attention(
+    part: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    br: int | None = ...,
+    bc: int | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    part: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    br: int | None = ...,
+    bc: int | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(
+    part: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    br: int | None = None,
+    bc: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T) v by one of PARTS.
+
+    part: 'part0' to 'part4'. q: (B, H, Nq, d). k, v: (B, H, Nk, d). All float32 on the CPU, with any
+    strides and no empty dimension.
+    causal: query i sees the keys j <= i + (Nk - Nq); Nq must be at most Nk.
+    scale: multiplies the scores; 1/sqrt(d) unless given.
+    br, bc: part4's tile, in queries and keys, of at least 1; the other parts have none and ignore them.
+    Gives the output, (B, H, Nq, d), contiguous; with return_lse also the logarithm of each row's
+    normaliser, m + log(l), (B, H, Nq), from which results over parts of the keys can be merged.
+
+    A NaN reaches the rows that see it and no others. Parts 1 to 4 compute no gradients.
+    Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, and
+    BuildError where the extension cannot be compiled; each names what was wrong.
+    """
+    _check(part, q, k, v, causal, scale, br, bc)
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    if PARTS[part].operator is None:
+        from attention_ext import reference
+
+        return reference.attention(q, k, v, causal=causal, scale=scale, return_lse=return_lse)
+    tile = (br or DEFAULT_BR, bc or DEFAULT_BC) if PARTS[part].tiled else ()
+    out, lse = operator(part)(q, k, v, causal, scale, return_lse, *tile)
+    return (out, lse) if return_lse else out
+
+
+def operator(part: str) -> Callable:
+    """The PyTorch operator of one of parts 1 to 4; compiles the extension on first use."""
+    import torch
+
+    from attention_ext import build
+
+    build.load()
+    return getattr(torch.ops.attention_ext, str(PARTS[part].operator))
+
+
+def _check(part, q, k, v, causal, scale, br, bc) -> None:
+    import torch
+
+    if part not in PARTS:
+        raise ValueError(f"part is {part!r}; it must be one of {', '.join(PARTS)}")
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name} is a {type(t).__name__}; it must be a tensor")
+        if t.dtype != torch.float32:
+            raise TypeError(f"{name} is {t.dtype}; it must be torch.float32")
+        if t.device.type != "cpu":
+            raise ValueError(f"{name} is on {t.device}; it must be on the CPU")
+        if t.ndim != 4 or 0 in t.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(t.shape)}; it must be (B, H, N, d), no dimension empty"
+            )
+    B, H, Nq, d = q.shape
+    Nk = k.shape[2]
+    if k.shape != (B, H, Nk, d):
+        raise ValueError(
+            f"k has shape {tuple(k.shape)}; it must be ({B}, {H}, Nk, {d}), as q is {tuple(q.shape)}"
+        )
+    if v.shape != k.shape:
+        raise ValueError(f"v has shape {tuple(v.shape)}; it must be k's, {tuple(k.shape)}")
+    if causal and Nq > Nk:
+        raise ValueError(f"q has Nq={Nq} rows; with causal=True it must have at most Nk={Nk}")
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise TypeError(f"scale is a {type(scale).__name__}; it must be a number")
+    for name, size in (("br", br), ("bc", bc)):
+        if size is None:
+            continue
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{name} is a {type(size).__name__}; it must be a whole number")
+        if size < 1:
+            raise ValueError(f"{name} is {size}; it must be at least 1")
+    if PARTS[part].operator and torch.is_grad_enabled():
+        for name, t in (("q", q), ("k", k), ("v", v)):
+            if t.requires_grad:
+                raise ValueError(f"{name} requires a gradient; {part} computes none, only part0 does")

@@ -1,0 +1,81 @@
+// The one shape contract of every part, and their signatures. No torch header: the kernels build alone.
+//
+//   out = softmax(scale * q k^T) v        per batch and head, float32
+//
+// q (B, H, Nq, d); k, v (B, H, Nk, d): strided, but their last dimension is contiguous.
+// out (B, H, Nq, d), lse (B, H, Nq) or null: contiguous.
+// causal: query i sees the keys j <= i + (Nk - Nq); Nq <= Nk.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <limits>
+
+#include "simd.h"
+
+struct Matrices {  // one (N, d) matrix per batch and head; strides in floats
+    const float* data;
+    int64_t batch_stride, head_stride, row_stride;
+
+    const float* at(int64_t b, int64_t h) const { return data + b * batch_stride + h * head_stride; }
+};
+
+struct Attention {
+    int64_t B, H, Nq, Nk, d;
+    Matrices q, k, v;
+    float* out;
+    float* lse;
+    bool causal;
+    float scale;
+    int64_t Br, Bc;  // part 4's tile, at most Nq and Nk
+    int threads;
+
+    // Number of keys that query i sees: they are 0 .. visible(i) - 1.
+    int64_t visible(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
+
+    float* out_at(int64_t b, int64_t h) const { return out + (b * H + h) * Nq * d; }
+    float* lse_at(int64_t b, int64_t h) const { return lse ? lse + (b * H + h) * Nq : nullptr; }
+};
+
+// Each part: how many floats of scratch it needs, and the kernel.
+int64_t naive_scratch(const Attention&);
+int64_t blocked_scratch(const Attention&);
+int64_t fused_scratch(const Attention&);
+int64_t flash_scratch(const Attention&);
+void naive_attention(const Attention&, float* scratch);
+void blocked_attention(const Attention&, float* scratch);
+void fused_attention(const Attention&, float* scratch);
+void flash_attention(const Attention&, float* scratch);
+
+// Runs body(thread) for thread = 0 .. threads - 1, at the same time where the pool allows it. Whoever
+// links the kernels defines it; bindings.cpp with PyTorch's own pool.
+void on_threads(int threads, const std::function<void(int)>& body);
+
+// body(item, thread) for each item of 0 .. items - 1, handed out in order to whichever thread is free.
+template <class Body>
+void for_each_item(int64_t items, int threads, const Body& body) {
+    std::atomic<int64_t> next{0};
+    on_threads(static_cast<int>(std::min<int64_t>(items, threads)), [&](int thread) {
+        for (int64_t item = next++; item < items; item = next++) body(item, thread);
+    });
+}
+
+// What exp subtracts: the row's maximum, or 0 where every score was -inf (-inf - -inf would be NaN).
+inline float finite_max(float m) { return m == -std::numeric_limits<float>::infinity() ? 0.0f : m; }
+
+// O[r] <- O[r] + sum_j P[r][j] * V[j], over the keys of the tile (i0.., j0..) that query i0 + r sees.
+// A hidden value is not multiplied by 0 but left out, so that NaN or inf in it does no harm.
+inline void add_visible(const Attention& a, int64_t i0, int64_t rows, int64_t j0, int64_t cols, float* O,
+                        const float* P, int64_t ldP, const float* V) {
+    const int64_t d = a.d, ldV = a.v.row_stride;
+    if (a.visible(i0) >= j0 + cols) {  // the whole tile lies below the diagonal
+        simd::multiply_add(O, d, P, ldP, V, ldV, rows, d, cols);
+        return;
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t n = std::min(cols, a.visible(i0 + r) - j0);
+        if (n > 0) simd::multiply_add(O + r * d, d, P + r * ldP, ldP, V, ldV, 1, d, n);
+    }
+}

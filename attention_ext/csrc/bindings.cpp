@@ -1,0 +1,125 @@
+// Argument checks and registration with PyTorch, through its stable C interface: these headers compile
+// in seconds, and no C++ ABI is shared with libtorch. The only file that knows torch.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <string>
+#include <tuple>
+
+#include "attention.h"
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+void on_threads(int threads, const std::function<void(int)>& body) {
+    torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t thread = begin; thread < end; thread++) body(static_cast<int>(thread));
+    });
+}
+
+namespace {
+
+std::string shape(const Tensor& t) {
+    std::string text = "(";
+    for (int64_t i = 0; i < t.dim(); i++) text += (i ? ", " : "") + std::to_string(t.size(i));
+    return text + ")";
+}
+
+// A tensor of the contract with a contiguous last dimension: itself, or a copy.
+Tensor checked(const Tensor& t, const char* name) {
+    STD_TORCH_CHECK(t.is_cpu(), name, " is on another device; it must be on the CPU");
+    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float, name, " has another type; it must be float32");
+    STD_TORCH_CHECK(t.dim() == 4, name, " has shape ", shape(t), "; it must have four dimensions (B, H, N, d)");
+    for (int64_t i = 0; i < 4; i++)
+        STD_TORCH_CHECK(t.size(i) >= 1, name, " has shape ", shape(t), "; no dimension may be empty");
+    return t.stride(3) == 1 || t.size(3) == 1 ? t : torch::stable::contiguous(t);
+}
+
+Matrices matrices(const Tensor& t) {
+    return {static_cast<const float*>(t.const_data_ptr()), t.stride(0), t.stride(1), t.stride(2)};
+}
+
+Tensor new_floats(torch::headeronly::IntHeaderOnlyArrayRef size) {
+    return torch::stable::empty(size, ScalarType::Float);
+}
+
+using Scratch = int64_t (*)(const Attention&);
+using Kernel = void (*)(const Attention&, float*);
+
+std::tuple<Tensor, Tensor> run(Scratch scratch, Kernel kernel, const Tensor& q_, const Tensor& k_,
+                               const Tensor& v_, bool causal, double scale, bool return_lse, int64_t br,
+                               int64_t bc) {
+    const Tensor q = checked(q_, "q"), k = checked(k_, "k"), v = checked(v_, "v");
+    const int64_t B = q.size(0), H = q.size(1), Nq = q.size(2), Nk = k.size(2), d = q.size(3);
+    STD_TORCH_CHECK(k.size(0) == B && k.size(1) == H && k.size(3) == d, "k has shape ", shape(k),
+                    "; it must be (B, H, Nk, d) like q, which has shape ", shape(q));
+    STD_TORCH_CHECK(v.size(0) == B && v.size(1) == H && v.size(2) == Nk && v.size(3) == d, "v has shape ",
+                    shape(v), "; it must have the shape of k, ", shape(k));
+    STD_TORCH_CHECK(!causal || Nq <= Nk, "q has Nq=", Nq, "; with causal it must be at most Nk=", Nk);
+    STD_TORCH_CHECK(br >= 1, "br is ", br, "; it must be at least 1");
+    STD_TORCH_CHECK(bc >= 1, "bc is ", bc, "; it must be at least 1");
+
+    const Tensor out = new_floats({B, H, Nq, d});
+    const Tensor lse = return_lse ? new_floats({B, H, Nq}) : new_floats({0});
+    Attention a{B, H, Nq, Nk, d, matrices(q), matrices(k), matrices(v),
+                static_cast<float*>(out.mutable_data_ptr()),
+                return_lse ? static_cast<float*>(lse.mutable_data_ptr()) : nullptr,
+                causal, static_cast<float>(scale), std::min(br, Nq), std::min(bc, Nk),
+                static_cast<int>(torch::stable::get_num_threads())};
+    const Tensor buffer = new_floats({scratch(a)});
+    kernel(a, static_cast<float*>(buffer.mutable_data_ptr()));
+    return {out, lse};
+}
+
+template <Scratch scratch, Kernel kernel>
+std::tuple<Tensor, Tensor> untiled(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double scale,
+                                   bool return_lse) {
+    return run(scratch, kernel, q, k, v, causal, scale, return_lse, 1, 1);
+}
+
+std::tuple<Tensor, Tensor> flash(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double scale,
+                                 bool return_lse, int64_t br, int64_t bc) {
+    return run(flash_scratch, flash_attention, q, k, v, causal, scale, return_lse, br, bc);
+}
+
+// t[i][j][k][l] by the strides, as the lab's accessor reads a 4-D tensor that is one run of floats.
+double read_4d(const Tensor& t, int64_t i, int64_t j, int64_t k, int64_t l) {
+    STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == ScalarType::Float && t.dim() == 4,
+                    "t must be a float32 CPU tensor with four dimensions");
+    const int64_t index[4] = {i, j, k, l};
+    int64_t offset = 0;
+    for (int n = 0; n < 4; n++) {
+        STD_TORCH_CHECK(index[n] >= 0 && index[n] < t.size(n), "index ", index[n], " of dimension ", n,
+                        " is outside 0 .. ", t.size(n) - 1);
+        offset += index[n] * t.stride(n);
+    }
+    return static_cast<const float*>(t.const_data_ptr())[offset];
+}
+
+std::string simd_name() { return simd::name(); }
+
+}  // namespace
+
+#define QKV "(Tensor q, Tensor k, Tensor v, bool causal, float scale, bool return_lse"
+
+STABLE_TORCH_LIBRARY(attention_ext, m) {
+    m.def("part1_naive" QKV ") -> (Tensor, Tensor)");
+    m.def("part2_blocked" QKV ") -> (Tensor, Tensor)");
+    m.def("part3_fused" QKV ") -> (Tensor, Tensor)");
+    m.def("part4_flash" QKV ", SymInt br, SymInt bc) -> (Tensor, Tensor)");
+    m.def("read_4d(Tensor t, SymInt i, SymInt j, SymInt k, SymInt l) -> float");
+    m.def("simd_name() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(attention_ext, CPU, m) {
+    m.impl("part1_naive", TORCH_BOX(&(untiled<naive_scratch, naive_attention>)));
+    m.impl("part2_blocked", TORCH_BOX(&(untiled<blocked_scratch, blocked_attention>)));
+    m.impl("part3_fused", TORCH_BOX(&(untiled<fused_scratch, fused_attention>)));
+    m.impl("part4_flash", TORCH_BOX(&flash));
+    m.impl("read_4d", TORCH_BOX(&read_4d));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(attention_ext, CompositeExplicitAutograd, m) {
+    m.impl("simd_name", TORCH_BOX(&simd_name));
+}

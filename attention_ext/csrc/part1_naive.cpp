@@ -1,0 +1,54 @@
+// Part 1, naive: S = scale Q K^T, P = softmax(S), O = P V as three plain passes per head.
+//
+//   for each batch, head:
+//       for i, j, c:  S[i][j] += Q[i][c] * K[j][c]      Nq x Nk x d
+//       for i:        S[i] <- softmax(S[i])
+//       for i, c, j:  O[i][c] += S[i][j] * V[j][c]      V is walked down its columns
+//
+// Scratch: Nq x Nk floats, reused by every head. Threads: 1. The textbook's loops in the textbook's
+// order, one multiplication at a time; only the softmax of a row goes through the SIMD helpers.
+#include <cmath>
+
+#include "attention.h"
+#include "simd.h"
+
+int64_t naive_scratch(const Attention& a) { return /* S */ a.Nq * a.Nk; }
+
+void naive_attention(const Attention& a, float* S) {
+    const int64_t Nq = a.Nq, Nk = a.Nk, d = a.d;
+    const int64_t ldQ = a.q.row_stride, ldK = a.k.row_stride, ldV = a.v.row_stride;
+
+    for (int64_t b = 0; b < a.B; b++) {
+        for (int64_t h = 0; h < a.H; h++) {
+            const float *Q = a.q.at(b, h), *K = a.k.at(b, h), *V = a.v.at(b, h);
+            float *O = a.out_at(b, h), *lse = a.lse_at(b, h);
+
+            for (int64_t i = 0; i < Nq; i++) {
+                const int64_t n = a.visible(i);
+                for (int64_t j = 0; j < n; j++) {
+                    float s = 0;
+                    for (int64_t c = 0; c < d; c++) s += Q[i * ldQ + c] * K[j * ldK + c];
+                    S[i * Nk + j] = a.scale * s;
+                }
+            }
+
+            for (int64_t i = 0; i < Nq; i++) {
+                float* row = S + i * Nk;
+                const int64_t n = a.visible(i);
+                const float m = simd::row_max(row, n, -std::numeric_limits<float>::infinity());
+                const float l = simd::exp_sum(row, n, finite_max(m));
+                simd::scale_row(row, n, 1 / l);
+                if (lse) lse[i] = m + std::log(l);
+            }
+
+            for (int64_t i = 0; i < Nq; i++) {
+                const int64_t n = a.visible(i);
+                for (int64_t c = 0; c < d; c++) {
+                    float o = 0;
+                    for (int64_t j = 0; j < n; j++) o += S[i * Nk + j] * V[j * ldV + c];
+                    O[i * d + c] = o;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,79 @@
+"""Attention in plain PyTorch: part0, and the text that part4 is read against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, return_lse: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Part 0: softmax(scale * q k^T) v, all heads at once.
+
+    q: (B, H, Nq, d). k, v: (B, H, Nk, d). Any float type. Gives (B, H, Nq, d) and, if asked for,
+    the rows' logsumexp (B, H, Nq). causal: query i sees the keys j <= i + (Nk - Nq).
+    """
+    s = (scale * q) @ k.mT  # (B, H, Nq, Nk)
+    if causal:
+        s = s.masked_fill(~visible(q.shape[2], k.shape[2], s.device), -torch.inf)
+    p = torch.softmax(s, dim=-1)
+    out = p @ v if not causal or torch.isfinite(v.sum()) else _without_hidden_values(p, v)
+    return (out, torch.logsumexp(s, dim=-1)) if return_lse else out
+
+
+def visible(Nq: int, Nk: int, device: torch.device | None = None) -> Tensor:
+    """The causal mask: (Nq, Nk), True where query i sees key j."""
+    return torch.ones(Nq, Nk, dtype=torch.bool, device=device).tril(Nk - Nq)
+
+
+def _without_hidden_values(p: Tensor, v: Tensor) -> Tensor:
+    """p @ v, row by row: a hidden NaN or inf in v, times a weight of 0, would be NaN."""
+    hidden = v.shape[2] - p.shape[2]
+    rows = [p[:, :, i, None, : i + 1 + hidden] @ v[:, :, : i + 1 + hidden] for i in range(p.shape[2])]
+    return torch.cat(rows, dim=2)
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    br: int = 64,
+    bc: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """FlashAttention-2's forward pass, tile by tile: output (B, H, Nq, d) and logsumexp (B, H, Nq).
+
+    q: (B, H, Nq, d). k, v: (B, H, Nk, d). Any float type. scale: 1/sqrt(d) unless given.
+    Dao 2023, arXiv:2307.08691, Algorithm 1, whose lines are named; the loop over batches and heads is
+    PyTorch's. It is here to be read: part4_flash.cpp is this loop nest, over threads.
+    """
+    B, H, Nq, d = q.shape
+    Nk = k.shape[2]
+    scale = d**-0.5 if scale is None else scale
+    mask = visible(Nq, Nk, q.device) if causal else None
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_empty(B, H, Nq)
+    for i0 in range(0, Nq, br):  # line 3
+        Qi = q[:, :, i0 : i0 + br]  # line 4
+        Oi = torch.zeros_like(Qi)  # line 5
+        l = q.new_zeros(*Qi.shape[:3], 1)  # noqa: E741
+        m = q.new_full(l.shape, -torch.inf)
+        keys = Nk if mask is None else min(Nk, i0 + Qi.shape[2] + Nk - Nq)
+        for j0 in range(0, keys, bc):  # line 6; tiles above the diagonal are skipped
+            Kj, Vj = k[:, :, j0 : j0 + bc], v[:, :, j0 : j0 + bc]  # line 7
+            Sij = scale * (Qi @ Kj.mT)  # line 8
+            if mask is not None:
+                Sij = Sij.masked_fill(~mask[i0 : i0 + br, j0 : j0 + bc], -torch.inf)
+            m_new = torch.maximum(m, Sij.amax(-1, keepdim=True))  # line 9
+            m_safe = m_new.masked_fill(m_new == -torch.inf, 0)
+            Pij = torch.exp(Sij - m_safe)
+            correction = torch.exp(m - m_safe)
+            l = correction * l + Pij.sum(-1, keepdim=True)  # noqa: E741
+            Oi = correction * Oi + Pij @ Vj  # line 10
+            m = m_new
+        out[:, :, i0 : i0 + br] = Oi / l  # line 12
+        lse[:, :, i0 : i0 + br] = (m + torch.log(l)).squeeze(-1)  # line 13
+    return out, lse
