@@ -1,0 +1,183 @@
+"""From a name or a path to a model and its vocabulary, and back to disk.
+
+A checkpoint is a directory with model.safetensors and config.json, or a nanoGPT ckpt.pt. Nothing that
+is read is trusted: no pickle can call anything, and every tensor is held against the configuration
+before the model is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from model.gpt import GPT, Attend, GPTConfig
+from model.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+SHIPPED = ("shakes128", "shakes256", "shakes1024", "shakes2048")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing or malformed; the message names the file and what is wrong."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model in evaluation mode, its vocabulary, and the name or path it was asked for by."""
+
+    name: str
+    model: GPT
+    tokenizer: Tokenizer
+
+
+def load(name: str, attend: Attend) -> Checkpoint:
+    """Load a shipped checkpoint, a directory like one, or any nanoGPT ckpt.pt.
+
+    name: one of SHIPPED, or a path. attend: the model's attention, see model.gpt.GPT.
+    Raises CheckpointError or tokenizer.VocabularyError, each naming the file and what is wrong.
+    """
+    path = ROOT / "checkpoints" / name if name in SHIPPED else Path(name)
+    if path.is_dir():
+        args, weights, dataset = _read_directory(path)
+    elif path.is_file():
+        args, weights, dataset = _read_nanogpt(path)
+        path = path.parent
+    else:
+        raise CheckpointError(
+            f"model {name!r} was not found; it must be one of {', '.join(SHIPPED)}, "
+            "a directory with model.safetensors and config.json, or a nanoGPT ckpt.pt"
+        )
+    try:
+        config = GPTConfig(**args)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{name}: the configuration is wrong: {error}") from None
+    model = _assemble(name, config, weights, attend)
+    tokenizer = _find_vocabulary(path, dataset, config.vocab_size)
+    if len(tokenizer) != config.vocab_size:
+        raise CheckpointError(
+            f"{name}: the vocabulary {tokenizer.source} has {len(tokenizer)} tokens; "
+            f"it must have vocab_size={config.vocab_size}"
+        )
+    return Checkpoint(name, model, tokenizer)
+
+
+def save(directory: Path, model: GPT, tokenizer: CharTokenizer, record: dict) -> None:
+    """Write a checkpoint directory: weights, configuration, vocabulary and training record."""
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name: tensor.detach().cpu().contiguous()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"  # tied to transformer.wte.weight
+    }
+    safetensors.torch.save_file(weights, directory / "model.safetensors")
+    config: dict[str, Any] = asdict(model.config) | {"dropout": 0.0}
+    shipped = CharTokenizer.from_meta_json(ROOT / "data" / "shakespeare_char" / "meta.json")
+    if shipped.characters == tokenizer.characters:
+        config["dataset"] = "shakespeare_char"
+    else:
+        tokenizer.write_meta_json(directory / "meta.json")
+    _write_json(directory / "config.json", config)
+    _write_json(directory / "training.json", record)
+
+
+def _write_json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def _read_directory(path: Path) -> tuple[dict, dict[str, Tensor], str | None]:
+    config_file, weights_file = path / "config.json", path / "model.safetensors"
+    for file in (config_file, weights_file):
+        if not file.is_file():
+            raise CheckpointError(f"{path} has no {file.name}; a checkpoint directory must have one")
+    try:
+        args = json.loads(config_file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{config_file} is not JSON: {error}") from None
+    if not isinstance(args, dict):
+        raise CheckpointError(f"{config_file} holds a {type(args).__name__}; it must be an object")
+    try:
+        weights = safetensors.torch.load_file(weights_file)
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{weights_file} cannot be read: {error}") from None
+    return args, weights, args.pop("dataset", None)
+
+
+def _read_nanogpt(path: Path) -> tuple[dict, dict[str, Tensor], str | None]:
+    """A ckpt.pt's model_args, weights with torch.compile's prefix removed, and data set."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"{path} is refused: it is no plain PyTorch checkpoint ({reason})") from None
+    for key in ("model", "model_args"):
+        if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(key), dict):
+            raise CheckpointError(f"{path} has no dict {key!r}; a nanoGPT checkpoint must have one")
+    weights = {
+        str(name).removeprefix("_orig_mod."): tensor
+        for name, tensor in checkpoint["model"].items()
+        if not str(name).endswith((".attn.bias", ".attn.masked_bias"))  # causal masks, no parameters
+    }
+    embedding = weights.get("transformer.wte.weight")
+    head = weights.pop("lm_head.weight", None)
+    if isinstance(head, Tensor) and isinstance(embedding, Tensor) and not torch.equal(head, embedding):
+        raise CheckpointError(f"{path}: lm_head.weight must be transformer.wte.weight, but differs from it")
+    config = checkpoint.get("config")
+    return checkpoint["model_args"], weights, config.get("dataset") if isinstance(config, dict) else None
+
+
+def _assemble(name: str, config: GPTConfig, weights: dict[str, Tensor], attend: Attend) -> GPT:
+    """The model of these weights, each checked first; a wrong configuration allocates nothing."""
+    if config.n_layer > len(weights):
+        raise CheckpointError(f"{name}: n_layer is {config.n_layer}, but there are {len(weights)} tensors")
+    config = dataclasses.replace(config, dropout=0.0)
+    try:
+        with torch.device("meta"):
+            model = GPT(config, attend)
+    except RuntimeError as error:  # sizes whose product overflows
+        raise CheckpointError(f"{name}: the configuration is wrong: {error}") from None
+    expected = {n: t.shape for n, t in model.state_dict().items() if n != "lm_head.weight"}
+    if missing := sorted(expected.keys() - weights.keys()):
+        raise CheckpointError(f"{name}: {len(missing)} tensors are missing, the first is {missing[0]}")
+    if surplus := sorted(weights.keys() - expected.keys()):
+        raise CheckpointError(f"{name}: {len(surplus)} tensors are too many, the first is {surplus[0]}")
+    for tensor_name, shape in expected.items():
+        tensor = weights[tensor_name]
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            raise CheckpointError(f"{name}: {tensor_name} must be a tensor of floats")
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{name}: {tensor_name} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}"
+            )
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{name}: {tensor_name} holds NaN or infinity")
+    weights = {n: t.float() for n, t in weights.items()}
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    model.load_state_dict(weights, assign=True)
+    model.tie_head()
+    return model.eval()
+
+
+def _find_vocabulary(directory: Path, dataset: str | None, vocab_size: int) -> Tokenizer:
+    """meta.json or meta.pkl beside the checkpoint, else its data set's, else GPT-2's."""
+    places = [directory]
+    if isinstance(dataset, str) and dataset.replace("_", "").replace("-", "").isalnum():
+        places.append(ROOT / "data" / dataset)
+        places.append(directory.parent / "data" / dataset)  # as they lie in a nanoGPT checkout
+    for place in places:
+        if (place / "meta.json").is_file():
+            return CharTokenizer.from_meta_json(place / "meta.json")
+        if (place / "meta.pkl").is_file():
+            return CharTokenizer.from_meta_pickle(place / "meta.pkl")
+    if vocab_size in (50257, 50304):
+        return GPT2Tokenizer(vocab_size)
+    looked = ", ".join(str(place) for place in places)
+    raise CheckpointError(f"no vocabulary (meta.json or meta.pkl) was found in {looked}")

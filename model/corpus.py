@@ -1,0 +1,51 @@
+"""Tiny Shakespeare: where it comes from, what it counts and how it is divided."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+DIRECTORY = Path(__file__).resolve().parent.parent / "data" / "shakespeare_char"
+INPUT = DIRECTORY / "input.txt"
+
+Ids = TypeVar("Ids", bound=Sequence)
+
+
+def split(ids: Ids) -> tuple[Ids, Ids]:
+    """The first 90 % for training and the last 10 % for validation, as nanoGPT divides it."""
+    cut = int(0.9 * len(ids))
+    return ids[:cut], ids[cut:]  # type: ignore[return-value]
+
+
+def read(path: Path) -> str:
+    """A text file's characters, line ends as they are. Raises ValueError if it is not UTF-8."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 at byte {error.start}; it must be a text file") from None
+
+
+def is_tiny_shakespeare(text: str) -> bool:
+    """Whether this is the text that the shipped checkpoints learnt."""
+    return hashlib.sha256(text.encode()).hexdigest() == SHA256
+
+
+def download(directory: Path = DIRECTORY) -> Path:
+    """Fetch Tiny Shakespeare to directory/input.txt, unless it is there; give its path.
+
+    Raises ConnectionError without a network, ValueError if the checksum is wrong.
+    """
+    import pooch
+    import requests
+
+    try:
+        fetched = pooch.retrieve(
+            URL, known_hash=f"sha256:{SHA256}", fname="input.txt", path=directory, progressbar=True
+        )
+    except requests.RequestException as error:
+        raise ConnectionError(f"{URL} could not be downloaded; --corpus takes a file ({error})") from None
+    return Path(fetched)

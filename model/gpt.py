@@ -1,0 +1,179 @@
+"""nanoGPT's architecture: GPTConfig -> CausalSelfAttention -> MLP -> Block -> GPT.
+
+Field and parameter names are nanoGPT's, so its checkpoints load as they are. The one difference is
+the attention layer: it is handed a callable and knows nothing about where that came from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from model.kv_cache import KVCache
+
+# (B, H, Nq, d), (B, H, Nk, d), (B, H, Nk, d) -> (B, H, Nq, d); causal and scaled by 1/sqrt(d)
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a model.
+
+    block_size: the longest context, in tokens.  vocab_size: V.  n_layer: L.  n_head: H.
+    n_embd: C, a multiple of n_head.  dropout: probability, used while training only.
+    bias: whether Linear and LayerNorm layers have one.
+    Raises ValueError naming the first field that is out of range.
+    """
+
+    block_size: int = 1024
+    vocab_size: int = 50304
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{field} is {value!r}; it must be a whole number of at least 1")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd is {self.n_embd}; it must be a multiple of n_head={self.n_head}")
+        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout!r}; it must be at least 0 and less than 1")
+        if not isinstance(self.bias, bool):
+            raise ValueError(f"bias is {self.bias!r}; it must be true or false")
+
+    @property
+    def head_dim(self) -> int:
+        """d, the width of one head."""
+        return self.n_embd // self.n_head
+
+
+class CausalSelfAttention(nn.Module):
+    """Fused QKV projection, the given attention, output projection: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config: GPTConfig, attend: Attend) -> None:
+        super().__init__()
+        self.n_head = config.n_head
+        self.attend = attend
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.resid_dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = (
+            part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, d)
+            for part in self.c_attn(x).split(C, dim=2)
+        )
+        if cache is not None:
+            k, v = cache.update(k, v)  # (B, H, Nk, d): everything so far
+        y = self.attend(q, k, v)  # (B, H, T, d)
+        y = y.transpose(1, 2).reshape(B, T, C)
+        return self.resid_dropout(self.c_proj(y))
+
+
+class MLP(nn.Module):
+    """Two linear layers around an exact (erf) GELU, four times as wide inside."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.c_proj(F.gelu(self.c_fc(x))))
+
+
+class Block(nn.Module):
+    """Pre-LayerNorm residual block: x + attention(LN(x)), then x + MLP(LN(x))."""
+
+    def __init__(self, config: GPTConfig, attend: Attend) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = CausalSelfAttention(config, attend)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class Transformer(nn.Module):
+    """Embeddings, blocks and final norm, under nanoGPT's names."""
+
+    def __init__(self, config: GPTConfig, attend: Attend) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList(Block(config, attend) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer whose attention is the callable `attend`.
+
+    attend takes q (B, H, Nq, d) and k, v (B, H, Nk, d) and returns (B, H, Nq, d), scaled by
+    1/sqrt(d) and causal in the sense that query i sees keys j <= i + (Nk - Nq).
+    """
+
+    def __init__(self, config: GPTConfig, attend: Attend) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Transformer(config, attend)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.tie_head()
+        self.apply(self._init_weights)
+        for name, parameter in self.named_parameters():
+            if name.endswith("c_proj.weight"):  # residual branches, scaled as GPT-2 does
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer))
+
+    @staticmethod
+    def _init_weights(module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def tie_head(self) -> None:
+        """Make the head's weight the token embedding (Press & Wolf 2016, arXiv:1608.05859)."""
+        self.lm_head.weight = self.transformer.wte.weight
+
+    def num_params(self) -> int:
+        """Number of parameters without the position embeddings, as nanoGPT counts them."""
+        return sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
+
+    def forward(
+        self, ids: Tensor, caches: Sequence[KVCache] | None = None, last_only: bool = False
+    ) -> Tensor:
+        """Logits (B, T, V) of the token after each of `ids` (B, T).
+
+        caches: one per layer; ids then continue what they hold.
+        last_only: give only the last position's logits, (B, 1, V).
+        Raises ValueError if the context would exceed the block size.
+        """
+        T = ids.shape[1]
+        start = caches[0].length if caches else 0
+        if start + T > self.config.block_size:
+            raise ValueError(
+                f"ids has {T} tokens after {start} in the cache; "
+                f"together they must be at most block_size={self.config.block_size}"
+            )
+        positions = torch.arange(start, start + T, device=ids.device)
+        t = self.transformer
+        x = t.drop(t.wte(ids) + t.wpe(positions))  # (B, T, C)
+        for layer, block in enumerate(t.h):
+            x = block(x, caches[layer] if caches else None)
+        if last_only:
+            x = x[:, -1:]
+        return self.lm_head(t.ln_f(x))

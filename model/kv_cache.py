@@ -1,0 +1,34 @@
+"""Keys and values of the tokens so far, kept so that a new token costs one position."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """One layer's keys and values in two preallocated float32 buffers (B, H, T_max, d).
+
+    batch: B.  n_head: H.  length_max: T_max.  head_dim: d.
+    """
+
+    def __init__(self, batch: int, n_head: int, length_max: int, head_dim: int) -> None:
+        self.k = torch.empty(batch, n_head, length_max, head_dim)
+        self.v = torch.empty_like(self.k)
+        self.length = 0
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append k and v, (B, H, T, d); give views of everything so far, (B, H, length, d).
+
+        Raises ValueError when the buffers are too short.
+        """
+        start, end = self.length, self.length + k.shape[2]
+        if end > self.k.shape[2]:
+            raise ValueError(
+                f"k has {k.shape[2]} positions after {start} in the cache; "
+                f"together they must be at most {self.k.shape[2]}"
+            )
+        self.k[:, :, start:end] = k
+        self.v[:, :, start:end] = v
+        self.length = end
+        return self.k[:, :, :end], self.v[:, :, :end]

@@ -1,0 +1,138 @@
+"""Text to token ids and back: characters (meta.json, nanoGPT's meta.pkl) or GPT-2's byte pairs."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+
+class VocabularyError(ValueError):
+    """A vocabulary is missing or malformed; the message names the file and what is wrong."""
+
+
+class Tokenizer(Protocol):
+    """What generation needs of a vocabulary."""
+
+    source: str  # where it came from, for people to read
+
+    def __len__(self) -> int: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Iterable[int]) -> Iterator[str]: ...
+
+
+class CharTokenizer:
+    """One token per character.
+
+    characters: token i is characters[i]; all different, of one character each.
+    Raises VocabularyError if they are not.
+    """
+
+    def __init__(self, characters: Sequence[str], source: str = "the text") -> None:
+        for i, c in enumerate(characters):
+            if not isinstance(c, str) or len(c) != 1:
+                raise VocabularyError(f"{source}: token {i} is {c!r}; it must be one character")
+        self.characters = list(characters)
+        self.source = source
+        self._ids = {c: i for i, c in enumerate(self.characters)}
+        if not self._ids or len(self._ids) != len(self.characters):
+            raise VocabularyError(f"{source}: the characters must be at least one and all different")
+
+    @classmethod
+    def from_text(cls, text: str) -> CharTokenizer:
+        """The sorted characters of a text, as nanoGPT's prepare.py has them."""
+        return cls(sorted(set(text)))
+
+    @classmethod
+    def from_meta_json(cls, path: Path) -> CharTokenizer:
+        """From {"characters": ["\\n", " ", ...]}."""
+        try:
+            characters = json.loads(path.read_text(encoding="utf-8"))["characters"]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise VocabularyError(f"{path}: it must be JSON with a list 'characters' ({error!r})") from None
+        if not isinstance(characters, list):
+            raise VocabularyError(f"{path}: 'characters' is {type(characters).__name__}; it must be a list")
+        return cls(characters, str(path))
+
+    @classmethod
+    def from_meta_pickle(cls, path: Path) -> CharTokenizer:
+        """From nanoGPT's meta.pkl, {'itos': {0: '\\n', ...}, ...}; unpickles built-in values only."""
+        try:
+            with open(path, "rb") as file:
+                itos = _PlainUnpickler(file).load()["itos"]
+            characters = [itos[i] for i in range(len(itos))]
+        except OSError:
+            raise
+        except Exception as error:  # a damaged pickle can raise nearly anything
+            raise VocabularyError(f"{path}: it must be a nanoGPT meta.pkl ({error})") from None
+        return cls(characters, str(path))
+
+    def write_meta_json(self, path: Path) -> None:
+        """Write what from_meta_json reads."""
+        text = json.dumps({"characters": self.characters}, ensure_ascii=False)
+        path.write_text(text + "\n", encoding="utf-8")
+
+    def __len__(self) -> int:
+        return len(self.characters)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text's characters. Raises ValueError naming the characters it does not know."""
+        unknown = sorted(set(text) - self._ids.keys())
+        if unknown:
+            shown = " ".join(map(repr, unknown[:10])) + (" ..." if len(unknown) > 10 else "")
+            raise ValueError(f"the model does not know {len(unknown)} of the text's characters: {shown}")
+        return [self._ids[c] for c in text]
+
+    def decode(self, ids: Iterable[int]) -> Iterator[str]:
+        """The text of each id, as it comes."""
+        return (self.characters[i] for i in ids)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Admits numbers, strings, lists, dicts; refuses every global, so nothing can be called."""
+
+    def find_class(self, module: str, name: str):
+        raise VocabularyError(f"it names {module}.{name}; only built-in values are admitted")
+
+
+class GPT2Tokenizer:
+    """GPT-2's byte pairs, through tiktoken, which fetches them once and keeps them.
+
+    vocab_size: the model's, which may be padded beyond the 50257 tokens, as nanoGPT pads it to 50304.
+    Raises VocabularyError without tiktoken, or without the network on its first use.
+    """
+
+    source = "GPT-2 encodings (tiktoken)"
+
+    def __init__(self, vocab_size: int) -> None:
+        try:
+            import tiktoken
+        except ImportError:
+            raise VocabularyError(
+                "the model has GPT-2's vocabulary, which needs tiktoken: pip install tiktoken"
+            ) from None
+        try:
+            self._encoding = tiktoken.get_encoding("gpt2")
+        except Exception as error:  # whatever tiktoken's download raises
+            raise VocabularyError(f"tiktoken could not load GPT-2's vocabulary: {error}") from None
+        self._vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return self._vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text; '<|endoftext|>' is the special token, as in nanoGPT."""
+        return self._encoding.encode(text, allowed_special={"<|endoftext|>"})
+
+    def decode(self, ids: Iterable[int]) -> Iterator[str]:
+        """The text of the ids, each character as soon as its last byte is there."""
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        for i in ids:
+            known = i < self._encoding.n_vocab
+            yield utf8.decode(self._encoding.decode_single_token_bytes(i) if known else b"\xff")
+        yield utf8.decode(b"", final=True)
