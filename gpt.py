@@ -1,0 +1,292 @@
+"""The command line: parse, call, print; no maths. torch is imported by the commands that need it."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import click
+
+from attention_ext import PARTS, BuildError
+
+# Kineto writes a line to stderr at each start and stop of the profiler unless told not to.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+LAB_TILE = 256
+SEPARATOR = "-" * 15
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+def cli() -> None:
+    """Write Shakespeare with a small GPT whose attention you choose, and measure each choice.
+
+    part0 is PyTorch, part1 naive, part2 blocked, part3 fused, part4 flash.
+    """
+
+
+def notice(text: str) -> None:
+    """One line for the person at the terminal, never into a pipe."""
+    click.echo(text, err=True)
+
+
+def set_threads(threads: int | None) -> None:
+    """Fix PyTorch's threads, which are the kernels' too; None leaves its default."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+threads_option = click.option(
+    "--threads", type=click.IntRange(1, 1024), help="Threads to use.", show_default="PyTorch's"
+)
+
+
+def part_options(command: Callable) -> Callable:
+    """The options that every part's command takes."""
+    options = (
+        click.option("-N", "N", type=click.IntRange(1), default=1024, show_default=True,
+                     help="Sequence length of the test."),
+        click.option("-br", type=click.IntRange(1), help="Rows of part4's tile, in queries.",
+                     show_default=f"{LAB_TILE} in the test, tuned in --inference"),
+        click.option("-bc", type=click.IntRange(1), help="Columns of part4's tile, in keys.",
+                     show_default=f"{LAB_TILE} in the test, tuned in --inference"),
+        threads_option,
+        click.option("--causal", is_flag=True, help="Mask the test causally; the model always is."),
+        click.option("--inference", is_flag=True, help="Write text instead of running the test."),
+        click.option("-m", "--model", default="shakes128", show_default=True,
+                     help="shakes128, shakes256, shakes1024, shakes2048, a directory or a ckpt.pt."),
+        click.option("--prompt", help="Text to continue.", show_default="a line end"),
+        click.option("--prompt-file", type=click.Path(), help="File to continue, - for standard input."),
+        click.option("--max-new-tokens", type=click.IntRange(0), help="Tokens to write per sample.",
+                     show_default="the model's block size"),
+        click.option("--num-samples", type=click.IntRange(1), default=2, show_default=True,
+                     help="Samples to write; sample i has the seed SEED + i."),
+        click.option("--temperature", type=click.FloatRange(0), default=0.8, show_default=True,
+                     help="Divide the logits by this; 0 takes the likeliest token."),
+        click.option("--top-k", type=click.IntRange(1), default=200, show_default=True,
+                     help="Choose among the k likeliest tokens."),
+        click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=1337, show_default=True,
+                     help="Seed of the first sample."),
+        click.option("--no-kv-cache", is_flag=True, help="Recompute everything for each token."),
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def add_part_command(part: str) -> None:
+    """The command of one row of PARTS."""
+
+    @cli.command(part, short_help=f"{PARTS[part].title.capitalize()}: {PARTS[part].summary}.")
+    @part_options
+    def command(**options) -> None:
+        set_threads(options.pop("threads"))
+        if options.pop("inference"):
+            infer(part, **options)
+        else:
+            test(part, options["N"], options["br"] or LAB_TILE, options["bc"] or LAB_TILE, options["causal"])
+
+    command.help = (
+        f"Test {part} ({PARTS[part].summary}) against PyTorch and profile it, "
+        "or write text with it (--inference)."
+    )
+
+
+for _part in PARTS:
+    add_part_command(_part)
+
+
+def test(part: str, N: int, br: int, bc: int, causal: bool) -> None:
+    """The lab's test; exit code 1 on a mismatch."""
+    from lab import correctness
+
+    if not correctness.run(part, N, br, bc, causal, echo=click.echo):
+        sys.exit(1)
+
+
+def infer(part: str, *, model: str, br: int | None, bc: int | None, prompt: str | None,
+          prompt_file: str | None, max_new_tokens: int | None, num_samples: int, temperature: float,
+          top_k: int, seed: int, no_kv_cache: bool, **_: object) -> None:  # fmt: skip
+    """Write samples to stdout as they are made, notices to stderr."""
+    if prompt is not None and prompt_file is not None:
+        raise click.UsageError("--prompt and --prompt-file exclude each other")
+    if prompt_file is not None:
+        prompt = read_prompt(prompt_file)
+
+    from attention_ext import attention
+    from model.checkpoint import load
+    from model.generate import generate
+
+    checkpoint = load(model, partial(attention, part, causal=True, br=br, bc=bc))
+    gpt, tokenizer = checkpoint.model, checkpoint.tokenizer
+    ids = tokenizer.encode("\n" if prompt is None else prompt)
+    if PARTS[part].operator:
+        from attention_ext import build
+
+        build.load()  # now, so that the first token does not wait for it
+    notice(f"Running inference using dnn model {model}")
+    notice(f"number of parameters: {gpt.num_params() / 1e6:.2f}M")
+    notice(f"Vocabulary of {len(tokenizer)} tokens from {tokenizer.source}")
+
+    count = gpt.config.block_size if max_new_tokens is None else max_new_tokens
+    written, seconds = 0, 0.0
+
+    def timed(tokens: Iterator[int]) -> Iterator[int]:
+        nonlocal written, seconds
+        start = time.perf_counter()
+        for token in tokens:
+            written, seconds = written + 1, seconds + time.perf_counter() - start
+            yield token
+            start = time.perf_counter()
+
+    for i in range(num_samples):
+        if i:
+            click.echo(SEPARATOR)
+        click.echo(prompt or "", nl=False)
+        tokens = generate(gpt, ids, count, temperature=temperature, top_k=top_k, seed=seed + i,
+                          use_cache=not no_kv_cache)  # fmt: skip
+        for text in tokenizer.decode(timed(tokens)):
+            click.echo(text, nl=False)
+            sys.stdout.flush()
+        click.echo()
+    notice(f"{written} tokens in {seconds:.2f} s with {part}: {written / max(seconds, 1e-9):,.0f} tokens/s")
+
+
+def read_prompt(name: str) -> str:
+    """The text of a file, or of standard input for '-'."""
+    from model import corpus
+
+    if name != "-":
+        return corpus.read(Path(name))
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not UTF-8 at byte {error.start}; it must be text") from None
+
+
+@cli.command("4Daccess")
+def four_d_access() -> None:
+    """Read one element of a 4-D tensor through the extension's own accessor."""
+    from lab import correctness
+
+    if not correctness.four_d_access(echo=click.echo):
+        sys.exit(1)
+
+
+@cli.command()
+@click.option("--corpus", "corpus_file", type=click.Path(), help="Use this file instead of downloading.")
+def prepare(corpus_file: str | None) -> None:
+    """Get Tiny Shakespeare, from a file or from the network, check it and count it."""
+    from model import corpus
+    from model.tokenizer import CharTokenizer
+
+    path = Path(corpus_file) if corpus_file else corpus.download()
+    text = corpus.read(path)
+    tokenizer = CharTokenizer.from_text(text)
+    training, validation = corpus.split(tokenizer.encode(text))
+    known = "Tiny Shakespeare" if corpus.is_tiny_shakespeare(text) else "not Tiny Shakespeare"
+    click.echo(f"{path}: {known}")
+    click.echo(f"length of dataset in characters: {len(text):,}")
+    click.echo(f"vocabulary: {len(tokenizer)} characters")
+    click.echo(f"training: {len(training):,} characters, validation: {len(validation):,}")
+    if corpus_file:
+        corpus.DIRECTORY.mkdir(parents=True, exist_ok=True)
+        corpus.INPUT.write_bytes(path.read_bytes())
+    click.echo(f"{corpus.INPUT} is what train and eval read unless told otherwise")
+
+
+def read_corpus(corpus_file: str | None) -> str:
+    """The given file's text, else what `prepare` left."""
+    from model import corpus
+
+    if corpus_file is None and not corpus.INPUT.exists():
+        raise click.UsageError("there is no corpus yet; give --corpus FILE or run `gpt.py prepare` first")
+    return corpus.read(Path(corpus_file) if corpus_file else corpus.INPUT)
+
+
+@cli.command()
+@click.argument("recipe", type=click.Choice(["shakes128", "shakes256", "shakes1024", "shakes2048"]))
+@click.option("--corpus", "corpus_file", type=click.Path(), help="Text to learn.",
+              show_default="what prepare got")  # fmt: skip
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,
+              help="Device to train on.")  # fmt: skip
+@click.option("--out", type=click.Path(file_okay=False), help="Directory of the checkpoint.",
+              show_default="out/RECIPE")  # fmt: skip
+@click.option("--steps", type=click.IntRange(1), help="Train for this many steps.",
+              show_default="the recipe's")  # fmt: skip
+@threads_option
+def train(recipe: str, corpus_file: str | None, device: str, out: str | None, steps: int | None,
+          threads: int | None) -> None:  # fmt: skip
+    """Train a checkpoint by the RECIPE of a shipped one. On a CPU this takes a day or more."""
+    import dataclasses
+
+    from model import train as training
+
+    text = read_corpus(corpus_file)
+    set_threads(threads)
+    chosen = training.RECIPES[recipe]
+    if steps is not None:
+        chosen = dataclasses.replace(chosen, steps=steps)
+    directory = Path(out or Path("out") / recipe)
+    training.train(chosen, text, device, directory, report=notice)
+    click.echo(f"wrote {directory}; write text with it: python gpt.py part4 --inference -m {directory}")
+
+
+@cli.command("eval")
+@click.option("-m", "--model", default="shakes128", show_default=True, help="Name or path, as for a part.")
+@click.option("--corpus", "corpus_file", type=click.Path(), help="Text; its last 10 % are evaluated.",
+              show_default="what prepare got")  # fmt: skip
+@click.option("--part", type=click.Choice(list(PARTS)), default="part0", show_default=True,
+              help="Attention to evaluate with.")  # fmt: skip
+@threads_option
+def evaluate(model: str, corpus_file: str | None, part: str, threads: int | None) -> None:
+    """Print the loss over contiguous windows of the block size, on the last 10 % of a text."""
+    import torch
+
+    from attention_ext import attention
+    from model import corpus
+    from model.checkpoint import load
+    from model.train import evaluate as loss_of
+
+    text = read_corpus(corpus_file)
+    set_threads(threads)
+    checkpoint = load(model, partial(attention, part, causal=True))
+    _, held_out = corpus.split(text)
+    ids = checkpoint.tokenizer.encode(held_out)
+    nats = loss_of(checkpoint.model, torch.tensor(ids)) * (len(ids) - 1) / (len(held_out) - 1)
+    click.echo(f"{model}: {nats:.4f} nats = {nats / math.log(2):.4f} bits per character")
+    click.echo(f"({len(held_out):,} characters, windows of {checkpoint.model.config.block_size} tokens)")
+
+
+def main() -> None:
+    """Run the command line; what was wrong with a request is one line on stderr and exit code 2."""
+    try:
+        sys.exit(cli.main(prog_name="gpt.py", standalone_mode=False) or 0)
+    except click.ClickException as error:
+        fail(error.format_message())
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("", err=True)
+        sys.exit(130)
+    except BrokenPipeError:  # whoever read stdout has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except (ValueError, BuildError) as error:
+        fail(str(error))
+
+
+def fail(message: str) -> None:
+    """One line on stderr, exit code 2."""
+    click.echo(f"gpt.py: error: {message}", err=True)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
