@@ -130,11 +130,16 @@ def infer(part: str, *, model: str, br: int | None, bc: int | None, prompt: str 
         from attention_ext import build
 
         build.load()  # now, so that the first token does not wait for it
+    count = gpt.config.block_size if max_new_tokens is None else max_new_tokens
+    samples = [
+        generate(gpt, ids, count, temperature=temperature, top_k=top_k, seed=seed + i,
+                 use_cache=not no_kv_cache)
+        for i in range(num_samples)
+    ]  # fmt: skip
     notice(f"Running inference using dnn model {model}")
     notice(f"number of parameters: {gpt.num_params() / 1e6:.2f}M")
     notice(f"Vocabulary of {len(tokenizer)} tokens from {tokenizer.source}")
 
-    count = gpt.config.block_size if max_new_tokens is None else max_new_tokens
     written, seconds = 0, 0.0
 
     def timed(tokens: Iterator[int]) -> Iterator[int]:
@@ -145,12 +150,10 @@ def infer(part: str, *, model: str, br: int | None, bc: int | None, prompt: str 
             yield token
             start = time.perf_counter()
 
-    for i in range(num_samples):
+    for i, tokens in enumerate(samples):
         if i:
             click.echo(SEPARATOR)
         click.echo(prompt or "", nl=False)
-        tokens = generate(gpt, ids, count, temperature=temperature, top_k=top_k, seed=seed + i,
-                          use_cache=not no_kv_cache)  # fmt: skip
         for text in tokenizer.decode(timed(tokens)):
             click.echo(text, nl=False)
             sys.stdout.flush()
@@ -196,7 +199,7 @@ def prepare(corpus_file: str | None) -> None:
     click.echo(f"vocabulary: {len(tokenizer)} characters")
     click.echo(f"training: {len(training):,} characters, validation: {len(validation):,}")
     if corpus_file:
-        corpus.DIRECTORY.mkdir(parents=True, exist_ok=True)
+        corpus.INPUT.parent.mkdir(parents=True, exist_ok=True)
         corpus.INPUT.write_bytes(path.read_bytes())
     click.echo(f"{corpus.INPUT} is what train and eval read unless told otherwise")
 
@@ -267,7 +270,14 @@ def evaluate(model: str, corpus_file: str | None, part: str, threads: int | None
 def main() -> None:
     """Run the command line; what was wrong with a request is one line on stderr and exit code 2."""
     try:
-        sys.exit(cli.main(prog_name="gpt.py", standalone_mode=False) or 0)
+        with cli.make_context("gpt.py", sys.argv[1:]) as context:
+            cli.invoke(context)
+        sys.stdout.flush()
+    except click.exceptions.Exit as done:
+        sys.exit(done.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(error.exit_code)
     except click.ClickException as error:
         fail(error.format_message())
     except (click.Abort, KeyboardInterrupt):

@@ -9,8 +9,7 @@ from typing import TypeVar
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-DIRECTORY = Path(__file__).resolve().parent.parent / "data" / "shakespeare_char"
-INPUT = DIRECTORY / "input.txt"
+INPUT = Path(__file__).resolve().parent.parent / "data" / "shakespeare_char" / "input.txt"
 
 Ids = TypeVar("Ids", bound=Sequence)
 
@@ -34,8 +33,8 @@ def is_tiny_shakespeare(text: str) -> bool:
     return hashlib.sha256(text.encode()).hexdigest() == SHA256
 
 
-def download(directory: Path = DIRECTORY) -> Path:
-    """Fetch Tiny Shakespeare to directory/input.txt, unless it is there; give its path.
+def download() -> Path:
+    """Fetch Tiny Shakespeare to INPUT, unless it is there; give its path.
 
     Raises ConnectionError without a network, ValueError if the checksum is wrong.
     """
@@ -44,8 +43,9 @@ def download(directory: Path = DIRECTORY) -> Path:
 
     try:
         fetched = pooch.retrieve(
-            URL, known_hash=f"sha256:{SHA256}", fname="input.txt", path=directory, progressbar=True
+            URL, known_hash=f"sha256:{SHA256}", fname=INPUT.name, path=INPUT.parent, progressbar=True
         )
     except requests.RequestException as error:
-        raise ConnectionError(f"{URL} could not be downloaded; --corpus takes a file ({error})") from None
+        reason = type(error).__name__
+        raise ConnectionError(f"{URL} could not be downloaded ({reason}); --corpus takes a file") from None
     return Path(fetched)

@@ -130,19 +130,15 @@ def evaluate(model: GPT, ids: Tensor, batch_chars: int = 16_384) -> float:
     T = model.config.block_size
     inputs, targets = ids[:-1], ids[1:]
     whole = len(inputs) // T * T
-    batches = list(
-        zip(
-            inputs[:whole].view(-1, T).split(max(1, batch_chars // T)),
-            targets[:whole].view(-1, T).split(max(1, batch_chars // T)),
-        )
-    )
-    if whole < len(inputs):
-        batches.append((inputs[None, whole:], targets[None, whole:]))
+    rows = max(1, batch_chars // T)
+    batches = list(zip(inputs[:whole].view(-1, T).split(rows), targets[:whole].view(-1, T).split(rows)))
+    batches.append((inputs[None, whole:], targets[None, whole:]))
     was_training = model.training
     model.eval()
     total = sum(
         F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").double()
         for x, y in batches
+        if x.numel()
     )
     model.train(was_training)
     return float(total) / len(inputs)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+import gpt
 from attention_ext import PARTS, BuildError, build
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,21 +50,56 @@ def threads():
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def cli(tmp_path: Path):
-    """Run gpt.py in a process of its own; gives the finished process, its output as text."""
+@dataclass(frozen=True)
+class Done:
+    """What a finished command left."""
 
-    def run(*args: str | Path, input: str | bytes | None = None, env: dict[str, str] | None = None):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, threads):
+    """Run gpt.py's main() in an empty directory, in this process: importing torch takes seconds."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args: str | int | Path, input: str | bytes = b"") -> Done:
         data = input.encode() if isinstance(input, str) else input
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "gpt.py"), *map(str, args)],
-            input=data if data is not None else b"",
-            capture_output=True,
-            cwd=tmp_path,
-            env=os.environ | (env or {}),
-            timeout=300,
-        )
-        done.stdout, done.stderr = done.stdout.decode(), done.stderr.decode()
-        return done
+        monkeypatch.setattr(sys, "argv", ["gpt.py", *map(str, args)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        capsys.readouterr()
+        try:
+            gpt.main()
+            code = 0
+        except SystemExit as done:
+            code = int(done.code or 0)
+        out, err = capsys.readouterr()
+        return Done(code, out, err)
 
     return run
+
+
+@pytest.fixture
+def process(tmp_path: Path):
+    """Start gpt.py in a process of its own, in an empty directory; it is ended with the test."""
+    started = []
+
+    def start(*args: str | int | Path, **env: str) -> subprocess.Popen:
+        started.append(
+            subprocess.Popen(
+                [sys.executable, ROOT / "gpt.py", *map(str, args)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=tmp_path,
+                env=os.environ | env,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+        each.communicate() if not each.stdout.closed else each.stderr.close()
+        each.wait()

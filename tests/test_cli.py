@@ -1,0 +1,274 @@
+"""The command line as its users meet it: a process, its output, its exit code."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from attention_ext import PARTS, BuildError, build
+from model import corpus
+
+TEXT = "First Citizen:\nWe are accounted poor citizens.\n" * 60
+
+
+def failed(done):
+    """A request that was wrong: one line on stderr, nothing on stdout, exit code 2."""
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("gpt.py: error: ")
+    return done.stderr
+
+
+def test_help_does_not_import_torch():
+    code = (
+        "import sys; sys.argv = ['gpt.py', {!r}, '--help'][:{}]; import gpt\n"
+        "try: gpt.cli.main(standalone_mode=False)\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    for arguments in (("part4", 3), ("--help", 2), ("train", 3)):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(*arguments)], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.stdout.startswith("Usage:") and done.stdout.endswith("False\n"), done.stderr
+
+
+def test_no_command_shows_the_help(cli):
+    done = cli()
+    assert done.returncode == 2
+    assert "Usage: gpt.py" in done.stderr + done.stdout and "part4" in done.stderr + done.stdout
+
+
+def test_help_has_a_sentence_for_every_option(cli):
+    done = cli("part4", "-h")
+    assert done.returncode == 0
+    for option in ("-N", "-br", "-bc", "--threads", "--causal", "--inference", "-m", "--prompt",
+                   "--prompt-file", "--max-new-tokens", "--num-samples", "--temperature", "--top-k",
+                   "--seed", "--no-kv-cache"):  # fmt: skip
+        assert re.search(rf"^  (-m, )?{option}\b", done.stdout, re.M) or option == "-m", option
+
+
+def test_the_labs_test(cli, part):
+    done = cli(part, "-N", 128, "-br", 32, "-bc", 64, "--threads", 1)
+    assert done.returncode == 0, done.stderr
+    assert "manual attention == pytorch attention True" in done.stdout
+    assert f"REFERENCE - {PARTS[part].title} statistics" in done.stdout
+    assert f"{part.upper()} - {PARTS[part].title} statistics" in done.stdout
+    assert done.stderr == ""
+
+
+def test_a_mismatch_exits_1(extension):
+    code = (
+        "import sys; sys.argv = ['gpt.py', 'part4', '-N', '32']\n"
+        "import gpt; from lab import correctness; right = correctness.attention\n"
+        "correctness.attention = lambda part, **k: right(part, **k) + (part == 'part4')\n"
+        "gpt.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "manual attention == pytorch attention False" in done.stdout
+    assert "4096 of 4096 elements are off" in done.stdout
+
+
+def test_4d_access(cli, extension):
+    done = cli("4Daccess")
+    assert done.returncode == 0
+    values = dict(re.findall(r"^(Expected|Result): +(\S+)$", done.stdout, re.M))
+    assert values["Expected"] == values["Result"]
+    assert re.search(r"^4D Tensor Index: \(\d, \d, \d+, \d+\)$", done.stdout, re.M)
+
+
+def test_inference_notices_go_to_stderr_and_text_to_stdout(cli, part):
+    done = cli(part, "--inference", "--prompt", "ROMEO:", "--max-new-tokens", 40, "--num-samples", 3)
+    assert done.returncode == 0, done.stderr
+    notices = done.stderr.splitlines()
+    assert notices[0] == "Running inference using dnn model shakes128"
+    assert notices[1] == "number of parameters: 0.80M"
+    assert re.fullmatch(r"Vocabulary of 65 tokens from .*meta\.json", notices[2])
+    samples = done.stdout.split("\n---------------\n")
+    assert len(samples) == 3 and len(set(samples)) == 3
+    assert [len(sample) for sample in samples] == [46, 46, 47]  # the last has the final line end
+    assert all(sample.startswith("ROMEO:") for sample in samples)
+
+
+def test_the_same_seed_gives_the_same_text_in_every_part(cli, extension):
+    texts = {
+        cli(part, "--inference", "-m", "shakes256", "--seed", 5, "--num-samples", 1, *more).stdout
+        for part in PARTS
+        for more in ([], ["--no-kv-cache"])
+    }
+    assert len(texts) == 1
+    (text,) = texts
+    assert len(text) == 256 + 1
+
+
+def test_sample_i_has_the_seed_plus_i(cli):
+    common = ("part0", "--inference", "--max-new-tokens", 30)
+    two = cli(*common, "--seed", 7).stdout
+    alone = [cli(*common, "--num-samples", 1, "--seed", seed).stdout for seed in (7, 8)]
+    assert two == "---------------\n".join(alone)
+
+
+def test_defaults_are_two_samples_of_the_block_size(cli):
+    done = cli("part0", "--inference")
+    assert [len(sample) for sample in done.stdout.split("---------------\n")] == [129, 129]
+
+
+def test_temperature_zero_ignores_the_seed(cli):
+    common = ("part0", "--inference", "--temperature", 0, "--max-new-tokens", 20, "--num-samples", 1)
+    assert cli(*common, "--seed", 1).stdout == cli(*common, "--seed", 2).stdout
+
+
+def test_prompts_from_a_file_and_from_standard_input(cli, tmp_path):
+    (tmp_path / "prompt.txt").write_text("Now is\n")
+    common = ("part0", "--inference", "--max-new-tokens", 10, "--num-samples", 1)
+    outputs = {
+        cli(*common, "--prompt-file", tmp_path / "prompt.txt").stdout,
+        cli(*common, "--prompt-file", "-", input="Now is\n").stdout,
+        cli(*common, "--prompt", "Now is\n").stdout,
+    }
+    assert len(outputs) == 1 and outputs.pop().startswith("Now is\n")
+
+
+def test_a_prompt_longer_than_the_block(cli):
+    prompt = "O Romeo, Romeo! wherefore art thou Romeo? " * 5
+    done = cli("part0", "--inference", "--prompt", prompt, "--max-new-tokens", 3, "--num-samples", 1)
+    assert done.returncode == 0 and len(done.stdout) == len(prompt) + 4
+
+
+WRONG = [
+    (["part9"], "No such command 'part9'"),
+    (["4Daccess", "more"], "unexpected extra argument"),
+    (["part4", "-N", "0"], "'-N': 0 is not in the range"),
+    (["part4", "-N", "many"], "'-N': 'many' is not a valid integer"),
+    (["part4", "-br", "0"], "'-br': 0 is not in the range"),
+    (["part4", "--threads", "0"], "'--threads': 0 is not in the range"),
+    (["part4", "--colour"], "No such option"),
+    (["part4", "-N", "10000000"], "N is 10000000; the reference would need"),
+    (["part0", "--inference", "-m", "shakes512"], "model 'shakes512' was not found"),
+    (["part0", "--inference", "--prompt", "naïve 日本"], "does not know 3 of the text's characters: 'ï' '日' '本'"),
+    (["part0", "--inference", "--prompt", ""], "prompt is empty"),
+    (["part0", "--inference", "--prompt-file", "nowhere.txt"], "nowhere.txt: No such file"),
+    (["part0", "--inference", "--prompt-file", "."], "Is a directory"),
+    (["part0", "--inference", "--prompt", "a", "--prompt-file", "b"], "exclude each other"),
+    (["part0", "--inference", "--temperature", "-1"], "'--temperature': -1.0 is not in the range"),
+    (["part0", "--inference", "--temperature", "nan"], "temperature is nan"),
+    (["part0", "--inference", "--top-k", "0"], "'--top-k': 0 is not in the range"),
+    (["part0", "--inference", "--num-samples", "0"], "'--num-samples': 0 is not in the range"),
+    (["eval", "--corpus", "nowhere.txt"], "nowhere.txt: No such file"),
+    (["eval", "-m", "shakes512", "--corpus", __file__], "model 'shakes512' was not found"),
+    (["prepare", "--corpus", "nowhere.txt"], "nowhere.txt: No such file"),
+    (["train", "shakes512"], "'shakes512' is not one of"),
+    (["train", "shakes128", "--corpus", "nowhere.txt"], "nowhere.txt: No such file"),
+]
+
+
+@pytest.mark.parametrize("arguments, message", WRONG, ids=[" ".join(w[0])[:40] for w in WRONG])
+def test_what_is_wrong_is_said_in_one_line(cli, arguments, message):
+    assert message in failed(cli(*arguments))
+
+
+def test_a_file_that_is_no_text_is_named(cli, tmp_path):
+    (tmp_path / "binary").write_bytes(b"abc\xff\xfe")
+    for arguments in (["eval", "--corpus", "binary"], ["part0", "--inference", "--prompt-file", "binary"]):
+        assert "binary is not UTF-8 at byte 3" in failed(cli(*arguments))
+    done = cli("part0", "--inference", "--prompt-file", "-", input=b"\xff")
+    assert "standard input is not UTF-8 at byte 0" in failed(done)
+
+
+@pytest.mark.parametrize("arguments", [["-N", 16], ["--inference", "--max-new-tokens", 3]], ids=["test", "write"])
+def test_without_a_compiler_part0_works_and_the_others_say_what_to_install(cli, monkeypatch, arguments):
+    def no_compiler():
+        raise BuildError(build.NO_COMPILER)
+
+    monkeypatch.setattr(build, "load", no_compiler)
+    assert cli("part0", *arguments).returncode == 0
+    for part in list(PARTS)[1:]:
+        done = cli(part, *arguments)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1
+        assert "parts 1 to 4 need a C++ compiler" in done.stderr and "apt install g++" in done.stderr
+
+
+def test_a_machine_without_a_compiler(process, tmp_path):
+    """The same, from outside: nothing on PATH, an empty cache."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'ziglang' else find(name, *a)\n"
+    )
+    bare = dict(PATH=str(tmp_path), CXX="", TORCH_EXTENSIONS_DIR=str(tmp_path / "cache"), PYTHONPATH=str(tmp_path))
+    out, err = process("part4", "-N", 16, **bare).communicate(timeout=60)
+    assert err.startswith("gpt.py: error: parts 1 to 4 need a C++ compiler") and err.count("\n") == 1
+
+
+ENDLESS = ("part0", "--inference", "-m", "shakes2048", "--max-new-tokens", 1_000_000)
+
+
+def test_text_is_flushed_as_it_is_made_and_ctrl_c_keeps_it(process):
+    running = process(*ENDLESS, "--prompt", "ROMEO:")
+    start = os.read(running.stdout.fileno(), 100)  # while it still writes
+    running.send_signal(signal.SIGINT)
+    rest, errors = running.communicate(timeout=60)
+    assert start.startswith(b"ROMEO:"[: len(start)])
+    assert running.returncode == 130
+    assert "Traceback" not in errors
+
+
+def test_a_closed_pipe_ends_it_quietly(process):
+    running = process(*ENDLESS)
+    os.read(running.stdout.fileno(), 10)
+    running.stdout.close()
+    assert running.wait(timeout=60) == 0
+    errors = running.stderr.read()
+    assert "Traceback" not in errors and "Broken" not in errors and "Exception" not in errors
+
+
+def test_prepare_counts(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "INPUT", tmp_path / "data" / "input.txt")
+    (tmp_path / "text.txt").write_text(TEXT)
+    done = cli("prepare", "--corpus", "text.txt")
+    assert done.returncode == 0, done.stderr
+    assert "not Tiny Shakespeare" in done.stdout
+    assert f"length of dataset in characters: {len(TEXT):,}" in done.stdout
+    assert f"vocabulary: {len(set(TEXT))} characters" in done.stdout
+    assert (tmp_path / "data" / "input.txt").read_text() == TEXT
+    assert cli("eval").returncode == 0  # finds what prepare left
+
+
+def test_without_a_corpus_train_and_eval_say_how_to_get_one(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "INPUT", tmp_path / "input.txt")
+    for command in (["eval"], ["train", "shakes128"]):
+        assert "give --corpus FILE or run `gpt.py prepare`" in failed(cli(*command))
+
+
+def test_a_failed_download_says_what_to_do(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "URL", "http://localhost:1/input.txt")
+    monkeypatch.setattr(corpus, "INPUT", tmp_path / "input.txt")
+    done = cli("prepare")
+    assert done.returncode == 2
+    assert "could not be downloaded (ConnectionError); --corpus takes a file" in done.stderr.splitlines()[-1]
+
+
+def test_train_eval_and_write_with_an_own_checkpoint(cli, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    done = cli("train", "shakes128", "--corpus", "text.txt", "--steps", 2, "--out", "mine")
+    assert done.returncode == 0, done.stderr
+    assert "python gpt.py part4 --inference -m mine" in done.stdout
+    loss = float(re.search(r"best validation loss (\S+) nats", done.stderr)[1])
+    done = cli("eval", "-m", "mine", "--corpus", "text.txt")
+    nats, bits = map(float, re.search(r"mine: (\S+) nats = (\S+) bits per character", done.stdout).groups())
+    assert nats == pytest.approx(loss, abs=1e-3)
+    assert bits == pytest.approx(nats * 1.442695, abs=1e-3)
+    done = cli("part0", "--inference", "-m", "mine", "--max-new-tokens", 5, "--num-samples", 1)
+    assert done.returncode == 0 and len(done.stdout) == 6
+
+
+def test_eval_is_the_same_through_every_part(cli, extension, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    losses = {cli("eval", "--corpus", "text.txt", "--part", part).stdout for part in PARTS}
+    assert len(losses) == 1

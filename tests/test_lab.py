@@ -1,0 +1,102 @@
+"""The lab's test: its numbers, its memory, and that a wrong kernel is caught."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention_ext import attention
+from lab import correctness
+
+
+def lines_of(part, **change):
+    lines = []
+    arguments = dict(N=1024, br=256, bc=256, causal=False) | change
+    passed = correctness.run(part, echo=lines.append, **arguments)
+    return passed, "\n".join(lines).splitlines()
+
+
+def memory_of(lines):
+    """Bytes of the reference and of the part."""
+    return [int(line.split()[2]) for line in lines if line.startswith("mem usage:")]
+
+
+def test_the_labs_inputs_and_first_row(part):
+    q, k, v = correctness.synthetic_qkv(1024)
+    assert q.shape == k.shape == v.shape == (1, 4, 1024, 32)
+    assert q[0, 3, 100, 7].item() == pytest.approx(0.0002 * 100 + 0.0001 * 7)
+    assert k[0, 2, 100, 7].item() == pytest.approx(0.0006 * 100 + 0.0003 * 7)
+    assert v[0, 1, 100, 7].item() == pytest.approx(0.00015 * 100 + 0.0008 * 7)
+    row = attention(part, q, k, v, scale=1.0)[0, 0, 0]
+    assert [f"{x:.4f}" for x in row[:3].tolist()] == ["0.0771", "0.0779", "0.0787"]
+    assert f"{row[-1]:.4f}" == "0.1019"
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_every_part_passes(part, causal):
+    passed, lines = lines_of(part, N=200, causal=causal)
+    assert passed
+    assert "manual attention == pytorch attention True" in lines
+    headings = [line for line in lines if line.endswith("statistics")]
+    assert headings[0].startswith("REFERENCE - ") and headings[1].startswith(f"{part.upper()} - ")
+    assert headings[0].split(" - ")[1] == headings[1].split(" - ")[1]
+    assert sum(line.startswith("cpu time:  ") for line in lines) == 2
+    assert lines[-1].startswith("speed-up over PyTorch:  ")
+    table = [line.split() for line in lines if line.strip().startswith("aten::")]
+    assert table  # the profiler's, by operator
+
+
+OUTPUT = 4 * 1024 * 32 * 4
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_memory_is_what_the_algorithms_need(extension, threads, count):
+    threads(count)
+    scratch = {
+        "part1": 1024 * 1024 * 4,
+        "part2": 1024 * 1024 * 4,
+        "part3": count * 1024 * 4,
+        "part4": count * (256 * 256 + 2 * 256) * 4,
+    }
+    assert OUTPUT + scratch["part1"] == 4_718_592
+    for part, size in scratch.items():
+        assert memory_of(lines_of(part)[1])[1] == OUTPUT + size
+
+
+def test_part4s_memory_does_not_grow_with_the_length(extension):
+    sizes = []
+    for N in (512, 2048):
+        _, lines = lines_of("part4", N=N, br=64, bc=64)
+        sizes.append(memory_of(lines)[1] - 4 * N * 32 * 4)
+    assert sizes[0] == sizes[1]
+
+
+def test_a_wrong_kernel_is_caught_and_located(monkeypatch):
+    def wrong(part, q, k, v, **options):
+        out = attention("part0", q, k, v, causal=options["causal"], scale=options["scale"])
+        if part == "part4":
+            out[0, 2, 5, 7] += 0.5
+            out[0, 1, 3, 3] += 0.1
+            out[0, 0, 0, 0] = torch.nan if options["causal"] else out[0, 0, 0, 0]
+        return out
+
+    monkeypatch.setattr(correctness, "attention", wrong)
+    passed, lines = lines_of("part4", N=32)
+    assert not passed
+    assert "manual attention == pytorch attention False" in lines
+    assert lines[-1].startswith("largest difference at index (0, 2, 5, 7): expected 0.0")
+    assert lines[-1].endswith("2 of 4096 elements are off")
+    passed, lines = lines_of("part4", N=32, causal=True)
+    assert "index (0, 0, 0, 0)" in lines[-1] and "got nan; 3 of 4096" in lines[-1]
+
+
+def test_a_length_that_cannot_fit_is_refused():
+    with pytest.raises(ValueError, match="N is 10000000; the reference would need .* at most"):
+        correctness.run("part4", 10_000_000, 256, 256, False)
+
+
+def test_4d_access(extension):
+    lines = []
+    assert correctness.four_d_access(seed=5, echo=lines.append)
+    assert lines[0] == "Tensor Shape: (2, 4, 16, 32)"
+    assert lines[2].split(":")[1].split() == lines[3].split(":")[1].split()
