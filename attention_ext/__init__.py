@@ -121,14 +121,19 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+_operators: dict[str, Callable] = {}
+
+
 def operator(part: str) -> Callable:
     """The PyTorch operator of one of parts 1 to 4; compiles the extension on first use."""
-    import torch
+    if part not in _operators:  # a table, because torch.compile can follow a look-up but not a build
+        import torch
 
-    from attention_ext import build
+        from attention_ext import build
 
-    build.load()
-    return getattr(torch.ops.attention_ext, str(PARTS[part].operator))
+        build.load()
+        _operators[part] = getattr(torch.ops.attention_ext, str(PARTS[part].operator))
+    return _operators[part]
 
 
 def _check(part, q, k, v, causal, scale, br, bc) -> None:

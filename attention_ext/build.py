@@ -48,17 +48,12 @@ NO_COMPILER = (
 )
 
 
-@torch.compiler.assume_constant_result  # torch.compile runs it instead of tracing it
+@functools.cache
 def load() -> None:
     """Make torch.ops.attention_ext available, compiling it if this machine has not yet.
 
     Raises BuildError if there is no compiler, it fails, or the cache directory cannot be written.
     """
-    _load()
-
-
-@functools.cache
-def _load() -> None:
     compiler = find_compiler()
     directory = cache_directory() / f"attention_ext_{_fingerprint(compiler)}"
     library = directory / "attention_ext.so"

@@ -62,10 +62,20 @@ std::tuple<Tensor, Tensor> run(Scratch scratch, Kernel kernel, const Tensor& q_,
 
     const Tensor out = new_floats({B, H, Nq, d});
     const Tensor lse = return_lse ? new_floats({B, H, Nq}) : new_floats({0});
-    Attention a{B, H, Nq, Nk, d, matrices(q), matrices(k), matrices(v),
+    Attention a{B,
+                H,
+                Nq,
+                Nk,
+                d,
+                matrices(q),
+                matrices(k),
+                matrices(v),
                 static_cast<float*>(out.mutable_data_ptr()),
                 return_lse ? static_cast<float*>(lse.mutable_data_ptr()) : nullptr,
-                causal, static_cast<float>(scale), std::min(br, Nq), std::min(bc, Nk),
+                causal,
+                static_cast<float>(scale),
+                std::min(br, Nq),
+                std::min(bc, Nk),
                 static_cast<int>(torch::stable::get_num_threads())};
     const Tensor buffer = new_floats({scratch(a)});
     kernel(a, static_cast<float*>(buffer.mutable_data_ptr()));

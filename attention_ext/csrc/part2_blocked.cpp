@@ -35,8 +35,8 @@ void blocked_attention(const Attention& a, float* S) {
                 const int64_t keys = a.visible(i0 + rows - 1);  // tiles above the diagonal are skipped
                 for (int64_t j0 = 0; j0 < keys; j0 += T) {
                     const int64_t cols = std::min(T, keys - j0);
-                    simd::multiply_transposed(S + i0 * Nk + j0, Nk, Q + i0 * ldQ, ldQ, K + j0 * ldK, ldK,
-                                              rows, cols, d, a.scale);
+                    simd::multiply_transposed(S + i0 * Nk + j0, Nk, Q + i0 * ldQ, ldQ, K + j0 * ldK, ldK, rows,
+                                              cols, d, a.scale);
                 }
             }
 

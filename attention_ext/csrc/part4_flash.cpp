@@ -16,9 +16,7 @@
 
 #include "attention.h"
 
-int64_t flash_scratch(const Attention& a) {
-    return a.threads * (/* Sij */ a.Br * a.Bc + /* m, l */ 2 * a.Br);
-}
+int64_t flash_scratch(const Attention& a) { return a.threads * (/* Sij */ a.Br * a.Bc + /* m, l */ 2 * a.Br); }
 
 void flash_attention(const Attention& a, float* scratch) {
     const int64_t Nq = a.Nq, d = a.d, Br = a.Br, Bc = a.Bc;

@@ -13,8 +13,8 @@ void multiply_transposed(float* S, int64_t ldS, const float* A, int64_t ldA, con
                          int64_t rows, int64_t cols, int64_t depth, float scale);
 
 // C[i][c] <- C[i][c] + sum_j A[i][j] * B[j][c]         C (rows, cols), A (rows, depth), B (depth, cols)
-void multiply_add(float* C, int64_t ldC, const float* A, int64_t ldA, const float* B, int64_t ldB,
-                  int64_t rows, int64_t cols, int64_t depth);
+void multiply_add(float* C, int64_t ldC, const float* A, int64_t ldA, const float* B, int64_t ldB, int64_t rows,
+                  int64_t cols, int64_t depth);
 
 // The largest of m and x[0 .. n-1], NaN ignored.
 float row_max(const float* x, int64_t n, float m);

@@ -105,8 +105,7 @@ template <int ROWS>
 inline void dot_product_rows(float* S, int64_t ldS, const float* A, int64_t ldA, const float* B, int64_t ldB,
                              int64_t cols, int64_t depth, float scale) {
     int64_t j = 0;
-    for (; j + 4 <= cols; j += 4)
-        dot_products<ROWS, 4>(S + j, ldS, A, ldA, B + j * ldB, ldB, depth, scale);
+    for (; j + 4 <= cols; j += 4) dot_products<ROWS, 4>(S + j, ldS, A, ldA, B + j * ldB, ldB, depth, scale);
     for (; j < cols; j++) dot_products<ROWS, 1>(S + j, ldS, A, ldA, B + j * ldB, ldB, depth, scale);
 }
 
@@ -128,16 +127,15 @@ inline void outer_products(float* C, int64_t ldC, const float* A, int64_t ldA, c
 }
 
 template <int ROWS>
-inline void outer_product_rows(float* C, int64_t ldC, const float* A, int64_t ldA, const float* B,
-                               int64_t ldB, int64_t cols, int64_t depth) {
+inline void outer_product_rows(float* C, int64_t ldC, const float* A, int64_t ldA, const float* B, int64_t ldB,
+                               int64_t cols, int64_t depth) {
     int64_t c = 0;
     for (; c + 2 * W <= cols; c += 2 * W) outer_products<ROWS, 2>(C + c, ldC, A, ldA, B + c, ldB, depth);
     for (; c + W <= cols; c += W) outer_products<ROWS, 1>(C + c, ldC, A, ldA, B + c, ldB, depth);
     if (c == cols) return;
     for (int i = 0; i < ROWS; i++) {  // the last columns, less than a vector
         Vec acc = load_part(C + i * ldC + c, cols - c, 0.0f);
-        for (int64_t j = 0; j < depth; j++)
-            acc += A[i * ldA + j] * load_part(B + j * ldB + c, cols - c, 0.0f);
+        for (int64_t j = 0; j < depth; j++) acc += A[i * ldA + j] * load_part(B + j * ldB + c, cols - c, 0.0f);
         store_part(C + i * ldC + c, acc, cols - c);
     }
 }
@@ -149,12 +147,11 @@ void multiply_transposed(float* S, int64_t ldS, const float* A, int64_t ldA, con
     int64_t i = 0;
     for (; i + 4 <= rows; i += 4)
         dot_product_rows<4>(S + i * ldS, ldS, A + i * ldA, ldA, B, ldB, cols, depth, scale);
-    for (; i < rows; i++)
-        dot_product_rows<1>(S + i * ldS, ldS, A + i * ldA, ldA, B, ldB, cols, depth, scale);
+    for (; i < rows; i++) dot_product_rows<1>(S + i * ldS, ldS, A + i * ldA, ldA, B, ldB, cols, depth, scale);
 }
 
-void multiply_add(float* C, int64_t ldC, const float* A, int64_t ldA, const float* B, int64_t ldB,
-                  int64_t rows, int64_t cols, int64_t depth) {
+void multiply_add(float* C, int64_t ldC, const float* A, int64_t ldA, const float* B, int64_t ldB, int64_t rows,
+                  int64_t cols, int64_t depth) {
     int64_t i = 0;
     for (; i + 4 <= rows; i += 4)
         outer_product_rows<4>(C + i * ldC, ldC, A + i * ldA, ldA, B, ldB, cols, depth);
