@@ -1,0 +1,32 @@
+"""The README says what is so: the help it shows, the files it links, the text it prints."""
+
+from __future__ import annotations
+
+import re
+
+from click.testing import CliRunner
+from conftest import ROOT
+
+import gpt
+
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_help_is_the_commands():
+    shown = CliRunner().invoke(gpt.cli, ["part4", "--help"], prog_name="gpt.py", terminal_width=100).output
+    assert f"```text\n$ python gpt.py part4 --help\n{shown}```" in README
+
+
+def test_every_linked_file_exists():
+    links = re.findall(r"\]\(([^)#:]+)\)", README)
+    assert len(links) >= 5
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_sample_is_what_the_command_writes(cli, extension):
+    """The first characters: another CPU's rounding could change the text at some later point."""
+    prompt = re.search(r'--inference -m (\S+) --prompt "(.*)"', README)
+    assert prompt
+    done = cli("part4", "--inference", "-m", prompt[1], "--prompt", prompt[2], "--num-samples", 1,
+               "--max-new-tokens", 150)  # fmt: skip
+    assert done.stdout.rstrip("\n") in README
