@@ -158,8 +158,11 @@ def _compile(compiler: list[str], directory: Path, library: Path) -> None:
             f"cannot write the build directory {directory}: {error.strerror}; "
             "TORCH_EXTENSIONS_DIR can name another"
         ) from error
-    except RuntimeError as error:  # ninja's output, the compiler's message last
-        raise BuildError(f"compiling the extension failed ({shlex.join(compiler)}):\n{error}") from error
+    except RuntimeError as error:
+        log = directory / "build.log"
+        log.write_text(str(error))
+        reason = next((line for line in str(error).splitlines() if "error" in line), "no reason given")
+        raise BuildError(f"{shlex.join(compiler)} failed: {reason.strip()} (all it said: {log})") from None
 
 
 @contextlib.contextmanager

@@ -112,11 +112,12 @@ def test_an_unknown_compiler_is_named(monkeypatch):
 
 def test_a_compiler_that_fails_shows_its_message(extension, tmp_path):
     script = tmp_path / "broken"
-    script.write_text('#!/bin/sh\ncase "$*" in *--version*) exit 0;; esac\necho kaboom >&2; exit 1\n')
+    script.write_text('#!/bin/sh\ncase "$*" in *--version*) exit 0;; esac\necho error: kaboom >&2; exit 1\n')
     script.chmod(0o700)
     code = "from attention_ext import build, BuildError\ntry: build.load()\nexcept BuildError as e: print(e)"
     out, _ = finish(start(tmp_path / "cache", code, CXX=f"{script} -x"))
-    assert "compiling the extension failed" in out and "kaboom" in out
+    assert out.startswith(f"{script} -x failed: error: kaboom (all it said: ") and out.count("\n") == 1
+    assert "kaboom" in Path(out.split("all it said: ")[1].rstrip(")\n")).read_text()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

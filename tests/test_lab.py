@@ -56,11 +56,19 @@ def test_memory_is_what_the_algorithms_need(extension, threads, count):
         "part1": 1024 * 1024 * 4,
         "part2": 1024 * 1024 * 4,
         "part3": count * 1024 * 4,
-        "part4": count * (256 * 256 + 2 * 256) * 4,
     }
     assert OUTPUT + scratch["part1"] == 4_718_592
     for part, size in scratch.items():
         assert memory_of(lines_of(part)[1])[1] == OUTPUT + size
+
+
+def test_part4s_memory_is_one_set_of_tiles_a_thread(extension, threads):
+    scratch = []
+    for count in (1, 2, 3):
+        threads(count)
+        scratch.append(memory_of(lines_of("part4")[1])[1] - OUTPUT)
+    assert scratch == [scratch[0], 2 * scratch[0], 3 * scratch[0]]
+    assert scratch[0] < 1024 * 1024  # a quarter of the matrix of scores
 
 
 def test_part4s_memory_does_not_grow_with_the_length(extension):

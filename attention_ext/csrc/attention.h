@@ -64,18 +64,3 @@ void for_each_item(int64_t items, int threads, const Body& body) {
 
 // What exp subtracts: the row's maximum, or 0 where every score was -inf (-inf - -inf would be NaN).
 inline float finite_max(float m) { return m == -std::numeric_limits<float>::infinity() ? 0.0f : m; }
-
-// O[r] <- O[r] + sum_j P[r][j] * V[j], over the keys of the tile (i0.., j0..) that query i0 + r sees.
-// A hidden value is not multiplied by 0 but left out, so that NaN or inf in it does no harm.
-inline void add_visible(const Attention& a, int64_t i0, int64_t rows, int64_t j0, int64_t cols, float* O,
-                        const float* P, int64_t ldP, const float* V) {
-    const int64_t d = a.d, ldV = a.v.row_stride;
-    if (a.visible(i0) >= j0 + cols) {  // the whole tile lies below the diagonal
-        simd::multiply_add(O, d, P, ldP, V, ldV, rows, d, cols);
-        return;
-    }
-    for (int64_t r = 0; r < rows; r++) {
-        const int64_t n = std::min(cols, a.visible(i0 + r) - j0);
-        if (n > 0) simd::multiply_add(O + r * d, d, P + r * ldP, ldP, V, ldV, 1, d, n);
-    }
-}

@@ -33,7 +33,7 @@ void fused_attention(const Attention& a, float* scratch) {
 
         for (int64_t i = i0; i < std::min(i0 + kRows, Nq); i++) {
             const int64_t n = a.visible(i);
-            simd::multiply_transposed(S, n, Q + i * ldQ, ldQ, K, ldK, 1, n, d, a.scale);
+            simd::dot_rows(S, Q + i * ldQ, K, ldK, n, d, a.scale);
 
             const float m = simd::row_max(S, n, -std::numeric_limits<float>::infinity());
             const float l = simd::exp_sum(S, n, finite_max(m));
@@ -41,7 +41,7 @@ void fused_attention(const Attention& a, float* scratch) {
             if (lse) lse[i] = m + std::log(l);
 
             std::fill_n(O + i * d, d, 0.0f);
-            simd::multiply_add(O + i * d, d, S, n, V, ldV, 1, d, n);
+            simd::add_weighted_rows(O + i * d, S, V, ldV, n, d);
         }
     });
 }

@@ -6,66 +6,144 @@
 //       O, l, m <- 0, 0, -inf
 //       for each tile j of Bc keys:                                        line 6
 //           S   <- scale * Qi Kj^T                                         line 8
-//           m', P, l as below, O <- diag(exp(m - m')) O + P Vj             lines 9-10
+//           m', P, l, then O <- diag(exp(m - m')) O + P Vj                 lines 9-10
 //       O <- diag(1 / l) O;  lse <- m + log(l)                             lines 12-13
 //
-// Scratch: threads x (Br Bc + 2 Br) floats, whatever N is; Oi is accumulated in the output. What it
-// improves: part 3 reads K and V once per query, this once per Br queries, and the tile of scores that
-// part 2 keeps in memory never leaves the cache.
+// The lanes span queries: Qi, S, P and O are kept transposed, so that K and V are read as they lie, one
+// number broadcast to all lanes, and the softmax runs down the columns with nothing to add up across
+// lanes. Inside a tile the work goes in strips of a few vectors of queries and STEP keys, whose scores
+// stay in L1.
+//
+// Scratch: threads x (2 Br d + strip + 3 Br) floats, whatever N is. What it improves: part 3 reads K
+// and V once per query, this once per Br queries, and the scores that part 2 keeps in memory never
+// leave the cache.
 #include <cmath>
 
 #include "attention.h"
 
-int64_t flash_scratch(const Attention& a) { return a.threads * (/* Sij */ a.Br * a.Bc + /* m, l */ 2 * a.Br); }
+namespace {
+
+constexpr int64_t STEP = 128;  // keys of a strip
+constexpr int64_t FEW = 3;     // queries for which a vector of queries would be mostly padding
+constexpr float LOG2E = 1.44269504f, LN2 = 0.693147181f;  // scores, m and lse pass through powers of 2
+
+int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+// One thread's scratch; queries are padded to whole vectors.
+struct Tile {
+    int64_t R;  // Br, padded
+    float *Qt, *Ot, *St, *m, *l, *correction;
+
+    static int64_t floats(const Attention& a) {
+        const int64_t R = round_up(a.Br, simd::lanes());
+        return /* Qt, Ot */ 2 * a.d * R + /* St, a strip */ STEP * simd::panel() + /* m, l, correction */ 3 * R;
+    }
+
+    Tile(const Attention& a, float* scratch) : R(round_up(a.Br, simd::lanes())) {
+        Qt = scratch;
+        Ot = Qt + a.d * R;
+        St = Ot + a.d * R;
+        m = St + STEP * simd::panel();
+        l = m + R;
+        correction = l + R;
+    }
+};
+
+// Lines 8 to 10 for the queries r0 .. r0 + queries - 1 of a tile and `keys` keys, at most STEP; query
+// r0 + r sees the first + r first of them.
+void attend(const Attention& a, const Tile& t, int64_t r0, int64_t queries, const float* Kj, const float* Vj,
+            int64_t keys, int64_t first) {
+    const int64_t d = a.d, ldS = simd::panel();
+    float *Qt = t.Qt + r0, *Ot = t.Ot + r0;
+    // S^T <- K Q^T
+    simd::multiply(t.St, ldS, Kj, a.k.row_stride, 1, Qt, t.R, keys, queries, d);
+    // m_new <- max(m, rowmax(S)), P <- 2^(S - m_new), l <- 2^(m - m_new) * l + rowsum(P)
+    if (simd::online_softmax(t.St, ldS, keys, queries, first, t.m + r0, t.l + r0, t.correction + r0))
+        // O^T <- O^T diag(2^(m - m_new))
+        simd::scale_columns(Ot, t.R, d, queries, t.correction + r0);
+    // O^T <- O^T + V^T P^T
+    simd::multiply_add(Ot, t.R, Vj, 1, a.v.row_stride, t.St, ldS, d, queries, keys, first);
+}
+
+// The same for FEW queries or less, one at a time, the lanes spanning keys: a token that continues a long
+// text. Scratch: Bc scores.
+void flash_few(const Attention& a, float* scratch) {
+    const int64_t d = a.d, Bc = a.Bc, ldK = a.k.row_stride, ldV = a.v.row_stride;
+
+    for_each_item(a.B * a.H * a.Nq, a.threads, [&](int64_t item, int thread) {
+        const int64_t b = item / a.Nq / a.H, h = item / a.Nq % a.H, i = item % a.Nq;
+        const float *Q = a.q.at(b, h) + i * a.q.row_stride, *K = a.k.at(b, h), *V = a.v.at(b, h);
+        float *O = a.out_at(b, h) + i * d, *S = scratch + thread * Bc;
+        float m = -std::numeric_limits<float>::infinity(), l = 0;
+
+        std::fill_n(O, d, 0.0f);
+        for (int64_t j0 = 0; j0 < a.visible(i); j0 += Bc) {
+            const int64_t keys = std::min(Bc, a.visible(i) - j0);
+            simd::dot_rows(S, Q, K + j0 * ldK, ldK, keys, d, a.scale);
+            const float m_new = simd::row_max(S, keys, m);
+            const float correction = std::exp(m - finite_max(m_new));
+            l = correction * l + simd::exp_sum(S, keys, finite_max(m_new));
+            if (correction != 1) simd::scale_row(O, d, correction);
+            simd::add_weighted_rows(O, S, V + j0 * ldV, ldV, keys, d);
+            m = m_new;
+        }
+        simd::scale_row(O, d, 1 / l);
+        if (a.lse) a.lse_at(b, h)[i] = m + std::log(l);
+    });
+}
+
+}  // namespace
+
+int64_t flash_scratch(const Attention& a) { return a.threads * (a.Nq <= FEW ? a.Bc : Tile::floats(a)); }
 
 void flash_attention(const Attention& a, float* scratch) {
+    if (a.Nq <= FEW) return flash_few(a, scratch);
     const int64_t Nq = a.Nq, d = a.d, Br = a.Br, Bc = a.Bc;
     const int64_t ldQ = a.q.row_stride, ldK = a.k.row_stride, ldV = a.v.row_stride;
     const int64_t Tr = (Nq + Br - 1) / Br;
+    const int64_t W = simd::lanes(), panel = simd::panel();
 
     for_each_item(a.B * a.H * Tr, a.threads, [&](int64_t item, int thread) {
         const int64_t b = item / Tr / a.H, h = item / Tr % a.H;
         const int64_t i0 = (Tr - 1 - item % Tr) * Br;  // causal: the longest tiles first
-        const int64_t rows = std::min(Br, Nq - i0);
-        const int64_t keys = a.visible(i0 + rows - 1);  // tiles above the diagonal are skipped
+        const int64_t rows = std::min(Br, Nq - i0), padded = round_up(rows, W);
 
         const float *Qi = a.q.at(b, h) + i0 * ldQ, *K = a.k.at(b, h), *V = a.v.at(b, h);
         float *Oi = a.out_at(b, h) + i0 * d, *lse = a.lse_at(b, h);
-        float* Sij = scratch + thread * (Br * Bc + 2 * Br);
-        float *m = Sij + Br * Bc, *l = m + Br;
+        const Tile t(a, scratch + thread * Tile::floats(a));
 
-        std::fill_n(Oi, rows * d, 0.0f);
-        std::fill_n(m, rows, -std::numeric_limits<float>::infinity());
-        std::fill_n(l, rows, 0.0f);
+        std::fill_n(t.Qt, d * t.R, 0.0f);
+        std::fill_n(t.Ot, d * t.R, 0.0f);
+        std::fill_n(t.m, t.R, -std::numeric_limits<float>::infinity());
+        std::fill_n(t.l, t.R, 0.0f);
+        simd::transpose(t.Qt, t.R, Qi, ldQ, rows, d, a.scale * LOG2E);
 
-        for (int64_t j0 = 0; j0 < keys; j0 += Bc) {
-            const int64_t cols = std::min(Bc, keys - j0);
-            const float *Kj = K + j0 * ldK, *Vj = V + j0 * ldV;
-
-            // S <- scale * Qi Kj^T
-            simd::multiply_transposed(Sij, Bc, Qi, ldQ, Kj, ldK, rows, cols, d, a.scale);
-
-            for (int64_t r = 0; r < rows; r++) {
-                const int64_t n = std::min(cols, a.visible(i0 + r) - j0);
-                if (n <= 0) continue;
-                float* Pij = Sij + r * Bc;
-                // m_new <- max(m, rowmax(S)), P <- exp(S - m_new)
-                const float m_new = simd::row_max(Pij, n, m[r]);
-                const float sum = simd::exp_sum(Pij, n, finite_max(m_new));
-                // l <- exp(m - m_new) * l + rowsum(P), O <- exp(m - m_new) * O
-                const float correction = std::exp(m[r] - finite_max(m_new));
-                l[r] = correction * l[r] + sum;
-                if (correction != 1) simd::scale_row(Oi + r * d, d, correction);
-                m[r] = m_new;
+        // The keys that every query of a strip sees, tile by tile.
+        for (int64_t j0 = 0; j0 < a.visible(i0 + rows - 1); j0 += Bc) {
+            for (int64_t r0 = 0; r0 < padded; r0 += panel) {
+                const int64_t queries = std::min(panel, padded - r0);
+                const int64_t end = std::min(j0 + Bc, a.visible(i0 + r0));
+                for (int64_t j = j0; j < end; j += STEP) {
+                    const int64_t keys = std::min(STEP, end - j);
+                    attend(a, t, r0, queries, K + j * ldK, V + j * ldV, keys, keys);
+                }
             }
+        }
 
-            // O <- O + P Vj
-            add_visible(a, i0, rows, j0, cols, Oi, Sij, Bc, Vj);
+        // The diagonal: W keys at a time, for those queries of the strip that see any of them.
+        for (int64_t r0 = 0; a.causal && r0 < padded; r0 += panel) {
+            const int64_t end = std::min(a.visible(i0 + std::min(r0 + panel, rows) - 1), a.Nk);
+            for (int64_t live = r0, j = a.visible(i0 + r0); j < end; j += W, live += W) {
+                const int64_t queries = std::min(r0 + panel, padded) - live;
+                attend(a, t, live, queries, K + j * ldK, V + j * ldV, std::min(W, end - j), 0);
+            }
         }
 
         for (int64_t r = 0; r < rows; r++) {
-            simd::scale_row(Oi + r * d, d, 1 / l[r]);
-            if (lse) lse[i0 + r] = m[r] + std::log(l[r]);
+            t.correction[r] = 1 / t.l[r];
+            if (lse) lse[i0 + r] = t.m[r] * LN2 + std::log(t.l[r]);
         }
+        simd::scale_columns(t.Ot, t.R, d, rows, t.correction);
+        simd::transpose(Oi, d, t.Ot, t.R, d, rows, 1.0f);
     });
 }

@@ -1,20 +1,39 @@
 // The SIMD helpers under every part: an interface with interchangeable implementations.
 //
-// Matrices are row-major; ld* is the distance between rows, in floats. No alignment is required, no
-// element outside the given sizes is read or written, and NaN in gives NaN out.
+// Matrices are row-major unless strides are given; ld* is the distance between rows, in floats. No
+// alignment is required, no element outside the given sizes is read or written, NaN in gives NaN out.
 #pragma once
 
 #include <cstdint>
 
 namespace simd {
 
-// S[i][j] <- scale * sum_c A[i][c] * B[j][c]           S (rows, cols), A (rows, depth), B (cols, depth)
-void multiply_transposed(float* S, int64_t ldS, const float* A, int64_t ldA, const float* B, int64_t ldB,
-                         int64_t rows, int64_t cols, int64_t depth, float scale);
+// Floats in a vector, and the number of columns for which the products below are fastest, a multiple.
+int64_t lanes();
+int64_t panel();
 
-// C[i][c] <- C[i][c] + sum_j A[i][j] * B[j][c]         C (rows, cols), A (rows, depth), B (depth, cols)
-void multiply_add(float* C, int64_t ldC, const float* A, int64_t ldA, const float* B, int64_t ldB, int64_t rows,
-                  int64_t cols, int64_t depth);
+// Which implementation this is, for people to read.
+const char* name();
+
+// T[c][r] <- scale * X[r][c]                      T (cols, rows), X (rows, cols)
+void transpose(float* T, int64_t ldT, const float* X, int64_t ldX, int64_t rows, int64_t cols, float scale);
+
+// C[i][c] <- sum_k A(i, k) * B[k][c]              C (rows, cols), B (depth, cols)
+// A(i, k) is A[i * row_stride + k * depth_stride], broadcast; the lanes span the columns of B and C.
+void multiply(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride, const float* B,
+              int64_t ldB, int64_t rows, int64_t cols, int64_t depth);
+
+// C[i][c] <- C[i][c] + sum_k A(i, k) * B[k][c]    for k < first + c
+// Column c takes only the first + c first of the products, first >= 0: the staircase of a causal mask.
+// With first >= depth it takes all.
+void multiply_add(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                  const float* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth, int64_t first);
+
+// s[j] <- scale * x . B[j]                        s (rows), x (depth), B (rows, depth)
+void dot_rows(float* s, const float* x, const float* B, int64_t ldB, int64_t rows, int64_t depth, float scale);
+
+// o <- o + sum_j p[j] * B[j]                      o (cols), p (rows), B (rows, cols)
+void add_weighted_rows(float* o, const float* p, const float* B, int64_t ldB, int64_t rows, int64_t cols);
 
 // The largest of m and x[0 .. n-1], NaN ignored.
 float row_max(const float* x, int64_t n, float m);
@@ -25,7 +44,18 @@ float exp_sum(float* x, int64_t n, float m);
 // x[i] <- a * x[i]
 void scale_row(float* x, int64_t n, float a);
 
-// Which implementation this is, for people to read.
-const char* name();
+// One step of the online softmax down each column c of S (rows, cols), whose live rows are its first
+// `first + c`, at most all. Scores are in units of log(2), because a power of 2 costs less than exp.
+//   m'            <- max(m[c], S[j][c])           over the live rows j
+//   S[j][c]       <- 2^(S[j][c] - m'), or 0 in the other rows
+//   correction[c] <- 2^(m[c] - m')
+//   l[c]          <- correction[c] * l[c] + sum_j S[j][c], NaN if a live score is
+//   m[c]          <- m'
+// cols is a multiple of lanes(). Returns whether any correction is not 1.
+bool online_softmax(float* S, int64_t ldS, int64_t rows, int64_t cols, int64_t first, float* m, float* l,
+                    float* correction);
+
+// C[i][c] <- a[c] * C[i][c]                       C (rows, cols), a (cols)
+void scale_columns(float* C, int64_t ldC, int64_t rows, int64_t cols, const float* a);
 
 }  // namespace simd

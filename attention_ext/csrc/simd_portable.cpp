@@ -1,50 +1,77 @@
 // The SIMD helpers in C++ vector extensions: AVX-512, AVX2, SSE and NEON from one source.
 //
 // A vector is as wide as the widest register the compiler was told of. Loads and stores go through
-// memcpy, which compiles to one unaligned instruction.
-#include "simd.h"
-
+// memcpy, which compiles to one unaligned instruction; the columns beyond the last whole vector go
+// through a masked copy of less than a vector.
 #include <cmath>
 #include <cstring>
+#include <utility>
+
+#include "simd.h"
 
 namespace simd {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int W = 16;  // floats in a vector
+constexpr int W = 16;    // floats in a vector
+constexpr int ROWS = 8;  // rows of a register block: ROWS x VECS accumulators, VECS + 1 operands
 #elif defined(__AVX__)
 constexpr int W = 8;
+constexpr int ROWS = 4;  // 16 registers
+#elif defined(__aarch64__)
+constexpr int W = 4;
+constexpr int ROWS = 8;  // 32 registers
 #else
 constexpr int W = 4;
+constexpr int ROWS = 4;
 #endif
+constexpr int VECS = 3;  // vectors of columns in a register block
 
 typedef float Vec __attribute__((vector_size(W * sizeof(float))));
 typedef int32_t IntVec __attribute__((vector_size(W * sizeof(float))));
 
-inline Vec splat(float x) { return Vec{} + x; }
+#define INLINE inline __attribute__((always_inline))
 
-inline Vec load(const float* p) {
+INLINE Vec splat(float x) { return Vec{} + x; }
+
+INLINE Vec load(const float* p) {
     Vec v;
     std::memcpy(&v, p, sizeof v);
     return v;
 }
 
-inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 
 // The first n lanes from p, the others `rest`; n < W.
-inline Vec load_part(const float* p, int64_t n, float rest) {
-    Vec v = splat(rest);
-    std::memcpy(&v, p, n * sizeof(float));
-    return v;
+INLINE Vec load_part(const float* p, int64_t n, float rest) {
+    float lane[W];
+    for (int i = 0; i < W; i++) lane[i] = i < n ? p[i] : rest;
+    return load(lane);
 }
 
-inline void store_part(float* p, Vec v, int64_t n) { std::memcpy(p, &v, n * sizeof(float)); }
+INLINE void store_part(float* p, Vec v, int64_t n) {
+    for (int i = 0; i < W; i++)
+        if (i < n) p[i] = v[i];
+}
 
-inline Vec max(Vec a, Vec b) { return b > a ? b : a; }  // a where either is NaN
+INLINE Vec max(Vec a, Vec b) { return b > a ? b : a; }  // a where either is NaN
+
+INLINE IntVec lane_numbers() {
+    IntVec n;
+    for (int i = 0; i < W; i++) n[i] = i;
+    return n;
+}
+
+template <class To, class From>
+INLINE To bit_cast(From from) {
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
 
 // op over all lanes, as a tree.
 template <class Op>
-inline float reduce(Vec v, Op op) {
+INLINE float reduce(Vec v, Op op) {
     float lane[W];
     std::memcpy(lane, &v, sizeof v);
     for (int n = W / 2; n > 0; n /= 2)
@@ -52,110 +79,183 @@ inline float reduce(Vec v, Op op) {
     return lane[0];
 }
 
-inline float sum(Vec v) {
+INLINE float sum(Vec v) {
     return reduce(v, [](float a, float b) { return a + b; });
 }
 
-// exp(x) for x <= 0, within 2 units in the last place; 0 below -87.3, where exp leaves the normal
-// floats. x = n log 2 + f with |f| <= log(2) / 2, exp(f) by a polynomial (Cephes' expf), and 2^n added
-// to the exponent.
-inline Vec exp_nonpositive(Vec x) {
-    const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-    const Vec n = (x * 1.44269504f + magic) - magic;
-    const Vec f = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    Vec p = f * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * f + 8.3334519073e-3f;
-    p = p * f + 4.1665795894e-2f;
-    p = p * f + 1.6666665459e-1f;
-    p = p * f + 5.0000001201e-1f;
-    p = p * (f * f) + f + 1.0f;
-    const IntVec tiny = x < -87.3f;
-    const Vec in_range = tiny ? Vec{} : n;
-    const IntVec exponent = __builtin_convertvector(in_range == in_range ? in_range : Vec{}, IntVec);
-    IntVec bits;
-    std::memcpy(&bits, &p, sizeof bits);
-    bits += exponent << 23;
-    Vec result;
-    std::memcpy(&result, &bits, sizeof result);
-    result = tiny ? Vec{} : result;
-    return x == x ? result : x;
+// 2^x for x <= 0, to 2e-7 of its value; 0 from -127 down, where it leaves the normal floats.
+// x = n + f with n whole and |f| <= 1/2; 2^f by a polynomial of degree 5, minimax in relative error with
+// constant term 1; 2^n by adding n to the exponent. Adding 1.5 * 2^23 rounds to a whole number, which
+// then stands in the low bits. NaN is taken for -127: whoever adds up the results looks for it.
+INLINE Vec exp2_nonpositive(Vec x) {
+    const Vec magic = splat(12582912.0f);
+    x = max(splat(-127.0f), x);
+    const Vec z = x + magic;
+    const Vec f = x - (z - magic);
+    Vec p = f * 1.32647273e-3f + 9.67151299e-3f;
+    p = p * f + 5.55073358e-2f;
+    p = p * f + 2.40222424e-1f;
+    p = p * f + 6.93147004e-1f;
+    p = p * f + 1.0f;
+    return bit_cast<Vec>(bit_cast<IntVec>(p) + (bit_cast<IntVec>(z) << 23));
 }
 
-// ROWS x COLS dot products at once, each operand loaded once for all of them; lanes span the depth.
-template <int ROWS, int COLS>
-inline void dot_products(float* S, int64_t ldS, const float* A, int64_t ldA, const float* B, int64_t ldB,
-                         int64_t depth, float scale) {
-    Vec acc[ROWS][COLS] = {};
-    auto accumulate = [&](auto&& fetch) {
-        Vec b[COLS];
-        for (int j = 0; j < COLS; j++) b[j] = fetch(B + j * ldB);
-        for (int i = 0; i < ROWS; i++) {
-            const Vec a = fetch(A + i * ldA);
-            for (int j = 0; j < COLS; j++) acc[i][j] += a * b[j];
-        }
-    };
-    int64_t c = 0;
-    for (; c + W <= depth; c += W) accumulate([&](const float* p) { return load(p + c); });
-    if (c < depth) accumulate([&](const float* p) { return load_part(p + c, depth - c, 0.0f); });
-    for (int i = 0; i < ROWS; i++)
-        for (int j = 0; j < COLS; j++) S[i * ldS + j] = scale * sum(acc[i][j]);
-}
+// x, but NaN where `witness` is NaN.
+INLINE Vec nan_if(Vec witness, Vec x) { return witness == witness ? x : witness; }
 
-template <int ROWS>
-inline void dot_product_rows(float* S, int64_t ldS, const float* A, int64_t ldA, const float* B, int64_t ldB,
-                             int64_t cols, int64_t depth, float scale) {
-    int64_t j = 0;
-    for (; j + 4 <= cols; j += 4) dot_products<ROWS, 4>(S + j, ldS, A, ldA, B + j * ldB, ldB, depth, scale);
-    for (; j < cols; j++) dot_products<ROWS, 1>(S + j, ldS, A, ldA, B + j * ldB, ldB, depth, scale);
-}
+constexpr float LOG2E = 1.44269504f;
 
-// ROWS rows of C, VECS vectors wide, held in registers over the whole depth; lanes span C's columns.
-template <int ROWS, int VECS>
-inline void outer_products(float* C, int64_t ldC, const float* A, int64_t ldA, const float* B, int64_t ldB,
-                           int64_t depth) {
-    Vec acc[ROWS][VECS];
-    for (int i = 0; i < ROWS; i++)
-        for (int v = 0; v < VECS; v++) acc[i][v] = load(C + i * ldC + v * W);
-    for (int64_t j = 0; j < depth; j++) {
-        for (int v = 0; v < VECS; v++) {
-            const Vec b = load(B + j * ldB + v * W);
-            for (int i = 0; i < ROWS; i++) acc[i][v] += A[i * ldA + j] * b;
+// Columns [c, c + VS vectors) of R rows of C, in registers over the whole depth. With ADD they start
+// from C; with MASK (one vector only) lane r takes the products k < first + r.
+template <int R, int VS, bool ADD, bool MASK>
+INLINE void register_block(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                           const float* B, int64_t ldB, int64_t depth, int64_t first) {
+    Vec acc[R][VS];
+    for (int i = 0; i < R; i++)
+        for (int v = 0; v < VS; v++) acc[i][v] = ADD ? load(C + i * ldC + v * W) : Vec{};
+    const IntVec lane = lane_numbers();
+    for (int64_t k = 0; k < depth; k++) {
+        Vec b[VS];
+        for (int v = 0; v < VS; v++) b[v] = load(B + k * ldB + v * W);
+        for (int i = 0; i < R; i++) {
+            const float a = A[i * row_stride + k * depth_stride];
+            for (int v = 0; v < VS; v++) {
+                const Vec next = acc[i][v] + a * b[v];
+                acc[i][v] = MASK ? (lane > static_cast<int>(k - first) ? next : acc[i][v]) : next;
+            }
         }
     }
-    for (int i = 0; i < ROWS; i++)
-        for (int v = 0; v < VECS; v++) store(C + i * ldC + v * W, acc[i][v]);
+    for (int i = 0; i < R; i++)
+        for (int v = 0; v < VS; v++) store(C + i * ldC + v * W, acc[i][v]);
 }
 
-template <int ROWS>
-inline void outer_product_rows(float* C, int64_t ldC, const float* A, int64_t ldA, const float* B, int64_t ldB,
-                               int64_t cols, int64_t depth) {
+// The last columns, n < W of them: one row at a time.
+template <bool ADD>
+void last_columns(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                  const float* B, int64_t ldB, int64_t rows, int64_t n, int64_t depth, int64_t first) {
+    const IntVec lane = lane_numbers();
+    for (int64_t i = 0; i < rows; i++) {
+        Vec acc = ADD ? load_part(C + i * ldC, n, 0.0f) : Vec{};
+        for (int64_t k = 0; k < depth; k++) {
+            const Vec next = acc + A[i * row_stride + k * depth_stride] * load_part(B + k * ldB, n, 0.0f);
+            acc = lane > static_cast<int>(k - first) ? next : acc;
+        }
+        store_part(C + i * ldC, acc, n);
+    }
+}
+
+template <int VS, bool ADD, bool MASK>
+INLINE void block_column(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                         const float* B, int64_t ldB, int64_t rows, int64_t depth, int64_t first) {
+    int64_t i = 0;
+    for (; i + ROWS <= rows; i += ROWS)
+        register_block<ROWS, VS, ADD, MASK>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B,
+                                            ldB, depth, first);
+    for (; i < rows; i++)
+        register_block<1, VS, ADD, MASK>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B, ldB,
+                                         depth, first);
+}
+
+template <bool ADD>
+INLINE void product(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                    const float* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth, int64_t first) {
     int64_t c = 0;
-    for (; c + 2 * W <= cols; c += 2 * W) outer_products<ROWS, 2>(C + c, ldC, A, ldA, B + c, ldB, depth);
-    for (; c + W <= cols; c += W) outer_products<ROWS, 1>(C + c, ldC, A, ldA, B + c, ldB, depth);
-    if (c == cols) return;
-    for (int i = 0; i < ROWS; i++) {  // the last columns, less than a vector
-        Vec acc = load_part(C + i * ldC + c, cols - c, 0.0f);
-        for (int64_t j = 0; j < depth; j++) acc += A[i * ldA + j] * load_part(B + j * ldB + c, cols - c, 0.0f);
-        store_part(C + i * ldC + c, acc, cols - c);
+    for (; ADD && c + W <= cols && first + c < depth; c += W)  // columns that the mask cuts
+        block_column<1, ADD, true>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, first + c);
+    for (; c + VECS * W <= cols; c += VECS * W)
+        block_column<VECS, ADD, false>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, 0);
+    for (; c + 2 * W <= cols; c += 2 * W)
+        block_column<2, ADD, false>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, 0);
+    for (; c + W <= cols; c += W)
+        block_column<1, ADD, false>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, 0);
+    if (c < cols)
+        last_columns<ADD>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, cols - c, depth,
+                          first + c);
+}
+
+// One step towards sums(): a and b hold W / G rows each, as runs of G lanes; the result holds a's and
+// b's rows in turn, as runs of G / 2 lanes, each the sum of a run's halves.
+template <int G, size_t... I>
+INLINE Vec halve_runs(Vec a, Vec b, std::index_sequence<I...>) {
+    constexpr auto from = [](int i) { return (i % G < G / 2 ? 0 : W) + i / G * G + i % (G / 2); };
+    return __builtin_shufflevector(a, b, from(I)...) + __builtin_shufflevector(a, b, (from(I) + G / 2)...);
+}
+
+// Lane i of the result <- sum of the lanes of v[i].
+template <int G = W>
+INLINE Vec sums(Vec* v) {
+    if constexpr (G == 1) {
+        return v[0];
+    } else {
+        for (int i = 0; i < G / 2; i++) v[i] = halve_runs<G>(v[i], v[i + G / 2], std::make_index_sequence<W>());
+        return sums<G / 2>(v);
     }
 }
 
 }  // namespace
 
-void multiply_transposed(float* S, int64_t ldS, const float* A, int64_t ldA, const float* B, int64_t ldB,
-                         int64_t rows, int64_t cols, int64_t depth, float scale) {
-    int64_t i = 0;
-    for (; i + 4 <= rows; i += 4)
-        dot_product_rows<4>(S + i * ldS, ldS, A + i * ldA, ldA, B, ldB, cols, depth, scale);
-    for (; i < rows; i++) dot_product_rows<1>(S + i * ldS, ldS, A + i * ldA, ldA, B, ldB, cols, depth, scale);
+int64_t lanes() { return W; }
+
+int64_t panel() { return VECS * W; }
+
+const char* name() {
+    return W == 16 ? "portable C++, 16 floats" : W == 8 ? "portable C++, 8 floats" : "portable C++, 4 floats";
 }
 
-void multiply_add(float* C, int64_t ldC, const float* A, int64_t ldA, const float* B, int64_t ldB, int64_t rows,
-                  int64_t cols, int64_t depth) {
-    int64_t i = 0;
-    for (; i + 4 <= rows; i += 4)
-        outer_product_rows<4>(C + i * ldC, ldC, A + i * ldA, ldA, B, ldB, cols, depth);
-    for (; i < rows; i++) outer_product_rows<1>(C + i * ldC, ldC, A + i * ldA, ldA, B, ldB, cols, depth);
+void transpose(float* T, int64_t ldT, const float* X, int64_t ldX, int64_t rows, int64_t cols, float scale) {
+    for (int64_t r0 = 0; r0 < rows; r0 += W) {
+        const int64_t r1 = r0 + W < rows ? r0 + W : rows;
+        for (int64_t c = 0; c < cols; c++)
+            for (int64_t r = r0; r < r1; r++) T[c * ldT + r] = scale * X[r * ldX + c];
+    }
+}
+
+void multiply(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride, const float* B,
+              int64_t ldB, int64_t rows, int64_t cols, int64_t depth) {
+    product<false>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, depth);
+}
+
+void multiply_add(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                  const float* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth, int64_t first) {
+    product<true>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, first);
+}
+
+void dot_rows(float* s, const float* x, const float* B, int64_t ldB, int64_t rows, int64_t depth, float scale) {
+    int64_t j = 0;
+    for (; j + W <= rows; j += W) {
+        Vec acc[W] = {};
+        int64_t c = 0;
+        for (; c + W <= depth; c += W) {
+            const Vec a = load(x + c);
+            for (int i = 0; i < W; i++) acc[i] += a * load(B + (j + i) * ldB + c);
+        }
+        if (c < depth) {
+            const Vec a = load_part(x + c, depth - c, 0.0f);
+            for (int i = 0; i < W; i++) acc[i] += a * load_part(B + (j + i) * ldB + c, depth - c, 0.0f);
+        }
+        store(s + j, scale * sums(acc));
+    }
+    for (; j < rows; j++) {
+        Vec acc{};
+        int64_t c = 0;
+        for (; c + W <= depth; c += W) acc += load(x + c) * load(B + j * ldB + c);
+        if (c < depth) acc += load_part(x + c, depth - c, 0.0f) * load_part(B + j * ldB + c, depth - c, 0.0f);
+        s[j] = scale * sum(acc);
+    }
+}
+
+void add_weighted_rows(float* o, const float* p, const float* B, int64_t ldB, int64_t rows, int64_t cols) {
+    constexpr int CHAINS = 4;  // sums that do not wait for each other
+    int64_t c = 0;
+    for (; c + W <= cols; c += W) {
+        Vec acc[CHAINS] = {load(o + c)};
+        int64_t j = 0;
+        for (; j + CHAINS <= rows; j += CHAINS)
+            for (int n = 0; n < CHAINS; n++) acc[n] += p[j + n] * load(B + (j + n) * ldB + c);
+        for (; j < rows; j++) acc[0] += p[j] * load(B + j * ldB + c);
+        store(o + c, (acc[0] + acc[1]) + (acc[2] + acc[3]));
+    }
+    if (c < cols) last_columns<true>(o + c, 0, p, 0, 1, B + c, ldB, 1, cols - c, rows, rows);
 }
 
 float row_max(const float* x, int64_t n, float m) {
@@ -167,19 +267,17 @@ float row_max(const float* x, int64_t n, float m) {
 }
 
 float exp_sum(float* x, int64_t n, float m) {
-    Vec total{};
+    Vec total{}, witness{};
     int64_t i = 0;
-    for (; i + W <= n; i += W) {
-        const Vec e = exp_nonpositive(load(x + i) - m);
-        store(x + i, e);
+    const auto step = [&](Vec v) {
+        const Vec y = (v - m) * LOG2E, e = exp2_nonpositive(y);
         total += e;
-    }
-    if (i < n) {
-        const Vec e = exp_nonpositive(load_part(x + i, n - i, -INFINITY) - m);  // exp(-inf) adds 0
-        store_part(x + i, e, n - i);
-        total += e;
-    }
-    return sum(total);
+        witness += y;
+        return e;
+    };
+    for (; i + W <= n; i += W) store(x + i, step(load(x + i)));
+    if (i < n) store_part(x + i, step(load_part(x + i, n - i, -INFINITY)), n - i);  // 2^-inf adds 0
+    return sum(nan_if(witness, total));
 }
 
 void scale_row(float* x, int64_t n, float a) {
@@ -188,8 +286,56 @@ void scale_row(float* x, int64_t n, float a) {
     if (i < n) store_part(x + i, load_part(x + i, n - i, 0.0f) * a, n - i);
 }
 
-const char* name() {
-    return W == 16 ? "portable C++, 16 floats" : W == 8 ? "portable C++, 8 floats" : "portable C++, 4 floats";
+bool online_softmax(float* S, int64_t ldS, int64_t rows, int64_t cols, int64_t first, float* m, float* l,
+                    float* correction) {
+    const IntVec lane = lane_numbers();
+    const Vec low = splat(-INFINITY);
+    IntVec moved{};
+    for (int64_t c = 0; c < cols; c += W) {
+        const Vec before = load(m + c);
+        const auto strip = [&](auto live) {   // live(j, x, y): x in the lanes that see row j, else y
+            Vec even = before, odd = before;  // two chains of maxima, which do not wait for each other
+            for (int64_t j = 0; j + 1 < rows; j += 2) {
+                even = max(even, live(j, load(S + j * ldS + c), low));
+                odd = max(odd, live(j + 1, load(S + (j + 1) * ldS + c), low));
+            }
+            if (rows % 2) even = max(even, live(rows - 1, load(S + (rows - 1) * ldS + c), low));
+            const Vec after = max(even, odd);
+            const Vec subtracted = after == low ? Vec{} : after;  // -inf - -inf would be NaN
+
+            Vec total{}, witness{};
+            for (int64_t j = 0; j < rows; j++) {
+                const Vec x = live(j, load(S + j * ldS + c) - subtracted, low);
+                const Vec p = exp2_nonpositive(x);
+                store(S + j * ldS + c, p);
+                total += p;
+                witness += x;
+            }
+            const Vec a = exp2_nonpositive(before - subtracted);
+            store(m + c, after);
+            store(l + c, nan_if(witness, a * load(l + c) + total));
+            store(correction + c, a);
+            moved |= a != 1.0f;
+        };
+        if (first + c >= rows)
+            strip([](int64_t, Vec x, Vec) { return x; });
+        else
+            strip([&](int64_t j, Vec x, Vec y) { return lane > static_cast<int>(j - first - c) ? x : y; });
+    }
+    int64_t halves[sizeof moved / sizeof(int64_t)], any = 0;
+    std::memcpy(halves, &moved, sizeof moved);
+    for (const int64_t half : halves) any |= half;
+    return any != 0;
+}
+
+void scale_columns(float* C, int64_t ldC, int64_t rows, int64_t cols, const float* a) {
+    int64_t c = 0;
+    for (; c + W <= cols; c += W) {
+        const Vec factor = load(a + c);
+        for (int64_t i = 0; i < rows; i++) store(C + i * ldC + c, load(C + i * ldC + c) * factor);
+    }
+    for (; c < cols; c++)
+        for (int64_t i = 0; i < rows; i++) C[i * ldC + c] *= a[c];
 }
 
 }  // namespace simd
