@@ -50,17 +50,17 @@ threads_option = click.option(
 def part_options(command: Callable) -> Callable:
     """The options that every part's command takes."""
     options = (
-        click.option("-N", "N", type=click.IntRange(1), default=1024, show_default=True,
+        click.option("-N", "N", type=click.IntRange(1, 2**31 - 1), default=1024, show_default=True,
                      help="Sequence length of the test."),
-        click.option("-br", type=click.IntRange(1), help="Rows of part4's tile, in queries.",
+        click.option("-br", type=click.IntRange(1, 2**31 - 1), help="Rows of part4's tile, in queries.",
                      show_default=f"{LAB_TILE} in the test, tuned in --inference"),
-        click.option("-bc", type=click.IntRange(1), help="Columns of part4's tile, in keys.",
+        click.option("-bc", type=click.IntRange(1, 2**31 - 1), help="Columns of part4's tile, in keys.",
                      show_default=f"{LAB_TILE} in the test, tuned in --inference"),
         threads_option,
         click.option("--causal", is_flag=True, help="Mask the test causally; the model always is."),
         click.option("--inference", is_flag=True, help="Write text instead of running the test."),
         click.option("-m", "--model", default="shakes128", show_default=True,
-                     help="shakes128, shakes256, shakes1024, shakes2048, a directory or a ckpt.pt."),
+                     help="Checkpoint: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt."),
         click.option("--prompt", help="Text to continue.", show_default="a line end"),
         click.option("--prompt-file", type=click.Path(), help="File to continue, - for standard input."),
         click.option("--max-new-tokens", type=click.IntRange(0), help="Tokens to write per sample.",
@@ -85,12 +85,15 @@ def add_part_command(part: str) -> None:
 
     @cli.command(part, short_help=f"{PARTS[part].title.capitalize()}: {PARTS[part].summary}.")
     @part_options
-    def command(**options) -> None:
+    @click.pass_context
+    def command(context: click.Context, **options) -> None:
+        refuse_options_of_the_other_mode(context)
         set_threads(options.pop("threads"))
         if options.pop("inference"):
             infer(part, **options)
         else:
-            test(part, options["N"], options["br"] or LAB_TILE, options["bc"] or LAB_TILE, options["causal"])
+            br, bc = options["br"] or LAB_TILE, options["bc"] or LAB_TILE
+            lab_test(part, options["N"], br, bc, options["causal"])
 
     command.help = (
         f"Test {part} ({PARTS[part].summary}) against PyTorch and profile it, "
@@ -98,15 +101,39 @@ def add_part_command(part: str) -> None:
     )
 
 
+TEST_ONLY = {"N", "causal"}
+BOTH_MODES = {"br", "bc", "threads", "inference"}
+
+
+def refuse_options_of_the_other_mode(context: click.Context) -> None:
+    """Raise UsageError for an option that would be ignored: whoever gave it meant something by it."""
+    for option in context.command.params:
+        name = str(option.name)
+        if context.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE:
+            continue
+        if context.params["inference"] and name in TEST_ONLY:
+            raise click.UsageError(f"{option.opts[0]} does not go with --inference")
+        if not context.params["inference"] and name not in TEST_ONLY | BOTH_MODES:
+            raise click.UsageError(f"{option.opts[0]} goes with --inference only")
+
+
 for _part in PARTS:
     add_part_command(_part)
 
 
-def test(part: str, N: int, br: int, bc: int, causal: bool) -> None:
+def lab_test(part: str, N: int, br: int, bc: int, causal: bool) -> None:
     """The lab's test; exit code 1 on a mismatch."""
+    import signal
+
     from lab import correctness
 
-    if not correctness.run(part, N, br, bc, causal, echo=click.echo):
+    # Python's own handler of Ctrl-C would wait until a kernel returns.
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        passed = correctness.run(part, N, br, bc, causal, echo=click.echo)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if not passed:
         sys.exit(1)
 
 
@@ -131,11 +158,12 @@ def infer(part: str, *, model: str, br: int | None, bc: int | None, prompt: str 
 
         build.load()  # now, so that the first token does not wait for it
     count = gpt.config.block_size if max_new_tokens is None else max_new_tokens
-    samples = [
-        generate(gpt, ids, count, temperature=temperature, top_k=top_k, seed=seed + i,
-                 use_cache=not no_kv_cache)
-        for i in range(num_samples)
-    ]  # fmt: skip
+
+    def sample(i: int) -> Iterator[int]:
+        return generate(gpt, ids, count, temperature=temperature, top_k=top_k, seed=seed + i,
+                        use_cache=not no_kv_cache)  # fmt: skip
+
+    first = sample(0)  # checks the arguments before anything is written
     notice(f"Running inference using dnn model {model}")
     notice(f"number of parameters: {gpt.num_params() / 1e6:.2f}M")
     notice(f"Vocabulary of {len(tokenizer)} tokens from {tokenizer.source}")
@@ -150,13 +178,13 @@ def infer(part: str, *, model: str, br: int | None, bc: int | None, prompt: str 
             yield token
             start = time.perf_counter()
 
-    for i, tokens in enumerate(samples):
+    for i in range(num_samples):
         if i:
             click.echo(SEPARATOR)
+        tokens = sample(i) if i else first
         click.echo(prompt or "", nl=False)
         for text in tokenizer.decode(timed(tokens)):
-            click.echo(text, nl=False)
-            sys.stdout.flush()
+            click.echo(text, nl=False)  # which flushes
         click.echo()
     notice(f"{written} tokens in {seconds:.2f} s with {part}: {written / max(seconds, 1e-9):,.0f} tokens/s")
 
@@ -167,10 +195,9 @@ def read_prompt(name: str) -> str:
 
     if name != "-":
         return corpus.read(Path(name))
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"standard input is not UTF-8 at byte {error.start}; it must be text") from None
+    if sys.stdin is None:
+        raise click.UsageError("--prompt-file is -, but standard input is closed")
+    return corpus.decode(sys.stdin.buffer.read(), "standard input")
 
 
 @cli.command("4Daccess")
@@ -226,7 +253,7 @@ def read_corpus(corpus_file: str | None) -> str:
 @threads_option
 def train(recipe: str, corpus_file: str | None, device: str, out: str | None, steps: int | None,
           threads: int | None) -> None:  # fmt: skip
-    """Train a checkpoint by the RECIPE of a shipped one. On a CPU this takes a day or more."""
+    """Train a checkpoint by the RECIPE of a shipped one. On a CPU this takes about a day."""
     import dataclasses
 
     from model import train as training
@@ -272,7 +299,6 @@ def main() -> None:
     try:
         with cli.make_context("gpt.py", sys.argv[1:]) as context:
             cli.invoke(context)
-        sys.stdout.flush()
     except click.exceptions.Exit as done:
         sys.exit(done.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:

@@ -18,6 +18,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +36,7 @@ SOURCES = (
     "part4_flash.cpp",
     "simd_portable.cpp",
 )
+UNFINISHED = "attention_ext_unfinished"
 FLAGS = (
     "-O3",
     "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native",
@@ -48,19 +51,29 @@ NO_COMPILER = (
 )
 
 
-@functools.cache
+_loading = threading.Lock()
+
+
 def load() -> None:
     """Make torch.ops.attention_ext available, compiling it if this machine has not yet.
 
-    Raises BuildError if there is no compiler, it fails, or the cache directory cannot be written.
+    Raises BuildError if there is no compiler, it fails, or the cache directory cannot be used.
     """
+    with _loading:
+        _load()
+
+
+@functools.cache
+def _load() -> None:
     compiler = find_compiler()
     directory = cache_directory() / f"attention_ext_{_fingerprint(compiler)}"
     library = directory / "attention_ext.so"
-    if library.exists():
-        torch.ops.load_library(str(library))
-    else:
+    if not library.exists():
         _compile(compiler, directory, library)
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        raise BuildError(f"{library} cannot be loaded ({error}); delete it to compile it again") from None
     _register_fakes()
 
 
@@ -89,8 +102,8 @@ def find_compiler() -> list[str]:
     Raises BuildError if there is none.
     """
     if chosen := shlex.split(os.environ.get("CXX", "")):
-        if shutil.which(chosen[0]):
-            return chosen
+        if found := shutil.which(chosen[0]):
+            return [os.path.abspath(found), *chosen[1:]]
         raise BuildError(f"CXX is {chosen[0]!r}; it must be a C++ compiler, and no such program was found")
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
@@ -133,36 +146,44 @@ def _cpu() -> str:
 
 
 def _compile(compiler: list[str], directory: Path, library: Path) -> None:
-    """Compile under a lock, load the result, then give it the name that later processes load."""
+    """Compile under a lock, in a fresh directory, and give the finished library its name."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(directory / "building"):
             if library.exists():  # another process made it while this one waited
-                torch.ops.load_library(str(library))
                 return
             print("Compiling code into a PyTorch module...", file=sys.stderr, flush=True)
-            (directory / "lock").unlink(missing_ok=True)  # a killed build's, which torch would wait for
-            from torch.utils import cpp_extension  # slow to import, and only a build needs it
-
-            with _environment(_as_one_program(compiler, directory)):
-                cpp_extension.load(
-                    "attention_ext_unfinished",
-                    [str(CSRC / name) for name in SOURCES],
-                    extra_cflags=list(FLAGS),
-                    build_directory=str(directory),
-                    is_python_module=False,
-                )
-            (directory / "attention_ext_unfinished.so").replace(library)
+            # A killed build's compilers may still be writing where it worked, so never work there again.
+            with tempfile.TemporaryDirectory(dir=directory, ignore_cleanup_errors=True) as work:
+                _run_compiler(compiler, Path(work))
+                (Path(work) / f"{UNFINISHED}.so").replace(library)
     except OSError as error:
         raise BuildError(
             f"cannot write the build directory {directory}: {error.strerror}; "
             "TORCH_EXTENSIONS_DIR can name another"
         ) from error
-    except RuntimeError as error:
-        log = directory / "build.log"
-        log.write_text(str(error))
-        reason = next((line for line in str(error).splitlines() if "error" in line), "no reason given")
-        raise BuildError(f"{shlex.join(compiler)} failed: {reason.strip()} (all it said: {log})") from None
+
+
+def _run_compiler(compiler: list[str], work: Path) -> None:
+    """Make work/UNFINISHED.so, which torch's builder also loads; renamed, it is the same library."""
+    from torch.utils import cpp_extension  # slow to import, and only a build needs it
+
+    with _environment(_as_one_program(compiler, work)):
+        try:
+            cpp_extension.load(
+                UNFINISHED,
+                [str(CSRC / name) for name in SOURCES],
+                extra_cflags=list(FLAGS),
+                build_directory=str(work),
+                is_python_module=False,
+            )
+        except RuntimeError as error:
+            log = work.parent / "build.log"
+            log.write_text(str(error))
+            reason = next((line for line in str(error).splitlines() if "error" in line), "no reason given")
+            raise BuildError(
+                f"{shlex.join(compiler)} failed: {reason.strip()} (all it said: {log})"
+            ) from None
 
 
 @contextlib.contextmanager
@@ -174,7 +195,7 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print("Waiting for another process that compiles the extension...", file=sys.stderr, flush=True)
+            print("Waiting for another build of the extension...", file=sys.stderr, flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -18,7 +18,8 @@ def attention(
     if causal:
         s = s.masked_fill(~visible(q.shape[2], k.shape[2], s.device), -torch.inf)
     p = torch.softmax(s, dim=-1)
-    out = p @ v if not causal or torch.isfinite(v.sum()) else _without_hidden_values(p, v)
+    compiling = torch.compiler.is_compiling()  # a compiled graph cannot branch on values
+    out = p @ v if not causal or compiling or v.sum().isfinite() else _without_hidden_values(p, v)
     return (out, torch.logsumexp(s, dim=-1)) if return_lse else out
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,8 +83,9 @@ def check_memory(N: int) -> None:
     """Raise ValueError if the reference's N x N matrices would not fit this machine's memory."""
     need = 2 * 4 * B * H * N * N
     try:
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (ValueError, OSError):  # a system that does not tell
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # a system that does not tell
         return
     if need > available:
         most = int((available / (2 * 4 * B * H)) ** 0.5)

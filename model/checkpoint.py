@@ -31,20 +31,23 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model in evaluation mode, its vocabulary, and the name or path it was asked for by."""
+    """A model in evaluation mode and its vocabulary."""
 
-    name: str
     model: GPT
     tokenizer: Tokenizer
 
 
 def load(name: str, attend: Attend) -> Checkpoint:
-    """Load a shipped checkpoint, a directory like one, or any nanoGPT ckpt.pt.
+    """Load a shipped checkpoint, a directory like one, or any nanoGPT ckpt.pt or directory with one.
 
     name: one of SHIPPED, or a path. attend: the model's attention, see model.gpt.GPT.
     Raises CheckpointError or tokenizer.VocabularyError, each naming the file and what is wrong.
     """
     path = ROOT / "checkpoints" / name if name in SHIPPED else Path(name)
+    if path.name == "model.safetensors":
+        path = path.parent
+    if path.is_dir() and not (path / "config.json").is_file() and (path / "ckpt.pt").is_file():
+        path = path / "ckpt.pt"
     if path.is_dir():
         args, weights, dataset = _read_directory(path)
     elif path.is_file():
@@ -66,7 +69,7 @@ def load(name: str, attend: Attend) -> Checkpoint:
             f"{name}: the vocabulary {tokenizer.source} has {len(tokenizer)} tokens; "
             f"it must have vocab_size={config.vocab_size}"
         )
-    return Checkpoint(name, model, tokenizer)
+    return Checkpoint(model, tokenizer)
 
 
 def save(directory: Path, model: GPT, tokenizer: CharTokenizer, record: dict) -> None:
@@ -78,18 +81,10 @@ def save(directory: Path, model: GPT, tokenizer: CharTokenizer, record: dict) ->
         if name != "lm_head.weight"  # tied to transformer.wte.weight
     }
     safetensors.torch.save_file(weights, directory / "model.safetensors")
-    config: dict[str, Any] = asdict(model.config) | {"dropout": 0.0}
-    shipped = CharTokenizer.from_meta_json(ROOT / "data" / "shakespeare_char" / "meta.json")
-    if shipped.characters == tokenizer.characters:
-        config["dataset"] = "shakespeare_char"
-    else:
-        tokenizer.write_meta_json(directory / "meta.json")
-    _write_json(directory / "config.json", config)
-    _write_json(directory / "training.json", record)
-
-
-def _write_json(path: Path, value: dict) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    config = asdict(model.config) | {"dropout": 0.0}
+    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    (directory / "training.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    tokenizer.write_meta_json(directory / "meta.json")
 
 
 def _read_directory(path: Path) -> tuple[dict, dict[str, Tensor], str | None]:
@@ -125,16 +120,12 @@ def _read_nanogpt(path: Path) -> tuple[dict, dict[str, Tensor], str | None]:
         for name, tensor in checkpoint["model"].items()
         if not str(name).endswith((".attn.bias", ".attn.masked_bias"))  # causal masks, no parameters
     }
-    embedding = weights.get("transformer.wte.weight")
-    head = weights.pop("lm_head.weight", None)
-    if isinstance(head, Tensor) and isinstance(embedding, Tensor) and not torch.equal(head, embedding):
-        raise CheckpointError(f"{path}: lm_head.weight must be transformer.wte.weight, but differs from it")
     config = checkpoint.get("config")
     return checkpoint["model_args"], weights, config.get("dataset") if isinstance(config, dict) else None
 
 
 def _assemble(name: str, config: GPTConfig, weights: dict[str, Tensor], attend: Attend) -> GPT:
-    """The model of these weights, each checked first; a wrong configuration allocates nothing."""
+    """The model of these weights, by nanoGPT's names; each is checked before anything is allocated."""
     if config.n_layer > len(weights):
         raise CheckpointError(f"{name}: n_layer is {config.n_layer}, but there are {len(weights)} tensors")
     config = dataclasses.replace(config, dropout=0.0)
@@ -143,34 +134,42 @@ def _assemble(name: str, config: GPTConfig, weights: dict[str, Tensor], attend: 
             model = GPT(config, attend)
     except RuntimeError as error:  # sizes whose product overflows
         raise CheckpointError(f"{name}: the configuration is wrong: {error}") from None
-    expected = {n: t.shape for n, t in model.state_dict().items() if n != "lm_head.weight"}
-    if missing := sorted(expected.keys() - weights.keys()):
+    expected = {n: t.shape for n, t in model.state_dict().items()}
+    if missing := sorted(expected.keys() - weights.keys() - {"lm_head.weight"}):
         raise CheckpointError(f"{name}: {len(missing)} tensors are missing, the first is {missing[0]}")
     if surplus := sorted(weights.keys() - expected.keys()):
         raise CheckpointError(f"{name}: {len(surplus)} tensors are too many, the first is {surplus[0]}")
-    for tensor_name, shape in expected.items():
-        tensor = weights[tensor_name]
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            raise CheckpointError(f"{name}: {tensor_name} must be a tensor of floats")
-        if tensor.shape != shape:
-            raise CheckpointError(
-                f"{name}: {tensor_name} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}"
-            )
-        if not torch.isfinite(tensor).all():
-            raise CheckpointError(f"{name}: {tensor_name} holds NaN or infinity")
-    weights = {n: t.float() for n, t in weights.items()}
-    weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    weights.setdefault("lm_head.weight", weights["transformer.wte.weight"])
+    weights = {n: _checked(f"{name}: {n}", weights[n], shape) for n, shape in expected.items()}
+    if not torch.equal(weights["lm_head.weight"], weights["transformer.wte.weight"]):
+        raise CheckpointError(f"{name}: lm_head.weight differs from transformer.wte.weight, its twin")
     model.load_state_dict(weights, assign=True)
     model.tie_head()
     return model.eval()
 
 
+def _checked(name: str, tensor: Any, shape: torch.Size) -> Tensor:
+    """`tensor` in float32, if it is a plain one of floats with this shape, all of them finite."""
+    floats = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_nested
+    if not plain or tensor.device.type != "cpu" or tensor.dtype not in floats:
+        raise CheckpointError(f"{name} must be a dense tensor of floats")
+    if tensor.shape != shape:
+        raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}")
+    if not tensor.is_contiguous():  # a view could claim any size of a few bytes
+        raise CheckpointError(f"{name} must be contiguous")
+    tensor = tensor.float()
+    if not torch.isfinite(tensor).all():
+        raise CheckpointError(f"{name} holds NaN or infinity")
+    return tensor
+
+
 def _find_vocabulary(directory: Path, dataset: str | None, vocab_size: int) -> Tokenizer:
     """meta.json or meta.pkl beside the checkpoint, else its data set's, else GPT-2's."""
     places = [directory]
-    if isinstance(dataset, str) and dataset.replace("_", "").replace("-", "").isalnum():
+    if isinstance(dataset, str) and len(dataset) < 100 and dataset.replace("_", "").replace("-", "").isalnum():
+        places.append(directory.resolve().parent / "data" / dataset)  # as they lie in a nanoGPT checkout
         places.append(ROOT / "data" / dataset)
-        places.append(directory.parent / "data" / dataset)  # as they lie in a nanoGPT checkout
     for place in places:
         if (place / "meta.json").is_file():
             return CharTokenizer.from_meta_json(place / "meta.json")

@@ -21,11 +21,16 @@ def split(ids: Ids) -> tuple[Ids, Ids]:
 
 
 def read(path: Path) -> str:
-    """A text file's characters, line ends as they are. Raises ValueError if it is not UTF-8."""
+    """The text of a file, see decode()."""
+    return decode(path.read_bytes(), str(path))
+
+
+def decode(data: bytes, name: str) -> str:
+    """UTF-8 text, its line ends made into newlines. Raises ValueError naming `name` if it is no UTF-8."""
     try:
-        return path.read_bytes().decode("utf-8")
+        return data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 at byte {error.start}; it must be a text file") from None
+        raise ValueError(f"{name} is not UTF-8 at byte {error.start}; it must be text") from None
 
 
 def is_tiny_shakespeare(text: str) -> bool:

@@ -18,18 +18,18 @@ def sample(logits: Tensor, uniform: float, temperature: float = 1.0, top_k: int 
     uniform: in [0, 1). temperature: divides the logits; 0 takes the largest. top_k: keep the k largest
     logits, and those equal to the last of them, as nanoGPT does.
     In float64, tokens in the order of their ids, so that engines which differ by rounding agree.
-    Raises ValueError if the logits hold NaN or leave nothing to choose from.
+    Raises ValueError if the logits hold NaN.
     """
+    if logits.isnan().any():
+        raise ValueError("logits hold NaN; they must be numbers")
     if temperature == 0:
         return int(logits.argmax())
     scaled = (logits.double() - logits.max()) / temperature
     if top_k is not None and top_k < len(scaled):
         scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[-1], -math.inf)
     cumulative = torch.softmax(scaled, dim=-1).cumsum(-1)
-    total = float(cumulative[-1])
-    if not total > 0:
-        raise ValueError("logits hold NaN or infinity; they must be finite")
-    return int(torch.searchsorted(cumulative, uniform * total, right=True).clamp_(max=len(scaled) - 1))
+    point = uniform * cumulative[-1:]
+    return int(torch.searchsorted(cumulative, point, right=True).clamp_(max=len(scaled) - 1))
 
 
 def prefill(model: GPT, ids: Sequence[int], caches: list[KVCache] | None = None) -> Tensor:

@@ -95,7 +95,11 @@ class Muon(torch.optim.Optimizer):
 def _muon_direction(
     grads: list[Tensor], buffers: list[Tensor], momentum: float, rows: int, cols: int
 ) -> Tensor:
-    """Nesterov momentum, then the nearest orthogonal matrices: (matrices, rows, cols)."""
+    """Nesterov momentum, then the nearest orthogonal matrices.
+
+    grads, buffers: one tensor (n * rows, cols) per parameter, n matrices each; the buffers are updated.
+    Gives (matrices of all parameters, rows, cols).
+    """
     for g, b in zip(grads, buffers):
         b.lerp_(g, 1 - momentum)
     x = torch.cat([g.lerp(b, momentum).view(-1, rows, cols) for g, b in zip(grads, buffers)])
@@ -210,6 +214,7 @@ class Trainer:
         self.step = self._captured_step() if on_gpu else self._step
 
     def _batch_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Mean cross-entropy, a scalar, of the model on tokens x (B, T) and the next ones y (B, T)."""
         bf16 = self.device.type == "cuda"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
             logits = self.model(x)
@@ -281,11 +286,11 @@ def train(
 ) -> dict:
     """Train on the first 90 % of `text`, keep the average with the best loss on the last 10 %.
 
-    Writes a checkpoint directory to `out` at the end; gives the training record:
+    Writes a checkpoint directory to `out` at every new best; gives the training record:
     corpus hash, recipe, device, validation loss (nats per character) and the loss curve as
     [step, training loss, validation loss].
-    Raises ValueError if the device is missing or the text is shorter than a block,
-    FloatingPointError if training diverges.
+    Raises ValueError if the device is missing, the text is shorter than a block or the loss stops
+    being finite; OSError if `out` cannot be written.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda', but PyTorch finds no GPU here; it must be 'cpu'")
@@ -296,6 +301,8 @@ def train(
             f"text has {len(training)} characters for training; "
             f"it must have more than block_size={recipe.block_size}"
         )
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)  # now, not after the first thousand steps
     where = torch.device(device)
     trainer = Trainer(recipe, len(tokenizer), torch.tensor(training), where)
     held_out = torch.tensor(validation, device=where)
@@ -307,7 +314,7 @@ def train(
         "torch": torch.__version__,
         "curve": [],
     }
-    best, best_step, started = math.inf, 0, time.monotonic()
+    record["val_loss"], started = math.inf, time.monotonic()
     for step in range(recipe.steps):
         trainer.lr.fill_(learning_rate(recipe, step))
         trainer.step()
@@ -319,13 +326,10 @@ def train(
         record["curve"].append([done, round(train_loss, 4), round(loss, 4)])
         report(f"step {done}/{recipe.steps}  train {train_loss:.4f}  val {loss:.4f}  {seconds:.0f} s")
         if not math.isfinite(loss):
-            raise FloatingPointError(f"the validation loss is {loss} at step {done}")
-        if loss < best:
-            best, best_step = loss, done
-            record |= {"val_loss": loss, "best_step": done, "seconds": round(seconds)}
-            weights = {n: t.clone() for n, t in trainer.averaged.state_dict().items()}
-    trainer.averaged.load_state_dict(weights)
-    if out is not None:
-        save(out, trainer.averaged, tokenizer, record)
-    report(f"best validation loss {best:.4f} nats per character, at step {best_step}")
+            raise ValueError(f"the validation loss is {loss} at step {done}: training diverged")
+        if loss < record["val_loss"]:
+            record |= {"val_loss": loss, "best_step": done, "seconds_to_best": round(seconds)}
+            if out is not None:
+                save(out, trainer.averaged, tokenizer, record)
+    report(f"best validation loss {record['val_loss']:.4f} nats per character, at step {record['best_step']}")
     return record

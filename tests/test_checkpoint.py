@@ -39,7 +39,7 @@ def test_shipped_checkpoints_are_what_the_recipes_say(name):
     assert not loaded.model.training
     record = json.loads((checkpoint.ROOT / "checkpoints" / name / "training.json").read_text())
     assert record["recipe"] == json.loads(json.dumps(train.asdict(recipe)))
-    assert record["best_step"] in [step for step, *_ in record["curve"]]
+    assert [record["best_step"], round(record["val_loss"], 4)] in [[s, v] for s, _, v in record["curve"]]
 
 
 def test_shipped_checkpoints_have_learnt():
@@ -142,17 +142,52 @@ def test_a_checkpoint_without_its_parts_is_refused(tmp_path, key):
 
 
 def test_an_untied_head_is_refused(tmp_path):
-    model = tiny.gpt(attend)
-    state = dict(model.state_dict())
+    state = dict(tiny.gpt(attend, bias=False).state_dict())
     state["lm_head.weight"] = state["lm_head.weight"] + 1
     nanogpt_file(tmp_path / "ckpt.pt", model=state)
-    with pytest.raises(CheckpointError, match="lm_head.weight must be transformer.wte.weight"):
+    with pytest.raises(CheckpointError, match="lm_head.weight differs from transformer.wte.weight"):
         load(str(tmp_path / "ckpt.pt"), attend)
 
 
 def test_an_unknown_name_says_what_there_is():
     with pytest.raises(CheckpointError, match="model 'shakes512' was not found; it must be one of shakes128"):
         load("shakes512", attend)
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda t: t.to_sparse(), "must be a dense tensor of floats"),
+        (lambda t: t.to("meta"), "must be a dense tensor of floats"),
+        (lambda t: t.to(torch.float8_e4m3fn), "must be a dense tensor of floats"),
+        (lambda t: torch.zeros(1, 1).expand(16, 16), "must be contiguous"),
+        (lambda t: t.double() * 1e300, "holds NaN or infinity"),
+        (lambda t: 3, "must be a dense tensor of floats"),
+    ],
+)
+@pytest.mark.parametrize("name", ["transformer.wpe.weight", "lm_head.weight"])
+def test_odd_tensors_are_refused(tmp_path, name, spoil, message):
+    state = dict(tiny.gpt(attend, bias=False).state_dict())
+    state[name] = spoil(state["transformer.wpe.weight"])
+    nanogpt_file(tmp_path / "ckpt.pt", model=state)
+    with pytest.raises(CheckpointError, match=f"{name} ({message}|has shape)"):
+        load(str(tmp_path / "ckpt.pt"), attend)
+
+
+def test_a_nanogpt_directory_and_a_weights_file_load_too(tmp_path, directory):
+    nanogpt_file(tmp_path / "ckpt.pt")
+    VOCABULARY.write_meta_json(tmp_path / "meta.json")
+    assert load(str(tmp_path), attend).model.config.n_embd == 16
+    assert load(str(directory / "model.safetensors"), attend).model.config.n_embd == 16
+
+
+def test_the_users_data_set_comes_before_this_projects(tmp_path):
+    data = tmp_path / "data" / "shakespeare_char"
+    data.mkdir(parents=True)
+    VOCABULARY.write_meta_json(data / "meta.json")
+    (tmp_path / "out").mkdir()
+    nanogpt_file(tmp_path / "out" / "ckpt.pt", config={"dataset": "shakespeare_char"})
+    assert load(str(tmp_path / "out" / "ckpt.pt"), attend).tokenizer.source == str(data / "meta.json")
 
 
 def config_change(directory, **change):
@@ -187,7 +222,7 @@ DAMAGE = {
     ),
     "empty": (lambda d: (d / "model.safetensors").write_bytes(b""), "model.safetensors cannot be read"),
     "NaN": (lambda d: weights_change(d, WTE, torch.full((11, 16), torch.nan)), f"{WTE} holds NaN"),
-    "integers": (lambda d: weights_change(d, WTE, torch.zeros(11, 16).int()), f"{WTE} must be .* floats"),
+    "integers": (lambda d: weights_change(d, WTE, torch.zeros(11, 16).int()), f"{WTE} must be a dense"),
     "shape": (
         lambda d: weights_change(d, WTE, torch.zeros(11, 17)),
         rf"{WTE} has shape \(11, 17\); it must be \(11, 16\)",

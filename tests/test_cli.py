@@ -9,10 +9,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT
 
 import attention_ext
 from attention_ext import PARTS, BuildError, build
+from lab import correctness
 from model import corpus
 
 TEXT = "First Citizen:\nWe are accounted poor citizens.\n" * 60
@@ -51,7 +53,7 @@ def test_help_has_a_sentence_for_every_option(cli):
     for option in ("-N", "-br", "-bc", "--threads", "--causal", "--inference", "-m", "--prompt",
                    "--prompt-file", "--max-new-tokens", "--num-samples", "--temperature", "--top-k",
                    "--seed", "--no-kv-cache"):  # fmt: skip
-        assert re.search(rf"^  (-m, )?{option}\b", done.stdout, re.M) or option == "-m", option
+        assert re.search(rf"^  {option}[ ,].*\n?.* [A-Z][a-z]", done.stdout, re.M), option
 
 
 def test_the_labs_test(cli, part):
@@ -108,6 +110,43 @@ def test_the_same_seed_gives_the_same_text_in_every_part(cli, extension):
     assert len(text) == 256 + 1
 
 
+def test_options_reach_what_they_are_for(cli, extension, monkeypatch):
+    calls = []
+
+    def recorded(part, q, k, v, **options):
+        threads = torch.get_num_threads()
+        calls.append((part, options["br"], options["bc"], options["causal"], q.shape[2], threads))
+        return right(part, q, k, v, **options)
+
+    right = attention_ext.attention
+    monkeypatch.setattr(attention_ext, "attention", recorded)
+    common = ("part4", "--inference", "-br", 5, "-bc", 7, "--threads", 1, "--num-samples", 1, "--seed", 3)
+    cached = cli(*common, "--prompt", "abcd", "--max-new-tokens", 3)
+    assert set(calls) == {("part4", 5, 7, True, rows, 1) for rows in (4, 1)}
+    calls.clear()
+    assert cli(*common, "--prompt", "abcd", "--max-new-tokens", 3, "--no-kv-cache").stdout == cached.stdout
+    assert set(calls) == {("part4", 5, 7, True, rows, 1) for rows in (4, 5, 6)}
+    hot = (*common, "--temperature", 50, "--max-new-tokens", 40)
+    assert cli(*hot, "--top-k", 1).stdout != cli(*hot).stdout
+    assert cli(*hot, "--top-k", 1).stdout == cli(*common, "--temperature", 0, "--max-new-tokens", 40).stdout
+
+
+def test_the_tests_options_reach_the_kernels(cli, extension, monkeypatch):
+    calls = []
+
+    def recorded(part, *tensors, **options):
+        calls.append((part, options["br"], options["bc"], options["causal"], torch.get_num_threads()))
+        return right(part, *tensors, **options)
+
+    right = attention_ext.attention
+    monkeypatch.setattr(correctness, "attention", recorded)
+    assert cli("part3", "-N", 32, "-br", 5, "-bc", 7, "--causal", "--threads", 1).returncode == 0
+    assert set(calls) == {("part0", 5, 7, True, 1), ("part3", 5, 7, True, 1)}
+    calls.clear()
+    assert cli("part4", "-N", 32, "--threads", 2).returncode == 0
+    assert set(calls) == {("part0", 256, 256, False, 2), ("part4", 256, 256, False, 2)}
+
+
 def test_sample_i_has_the_seed_plus_i(cli):
     common = ("part0", "--inference", "--max-new-tokens", 30)
     two = cli(*common, "--seed", 7).stdout
@@ -122,7 +161,8 @@ def test_defaults_are_two_samples_of_the_block_size(cli):
 
 def test_temperature_zero_ignores_the_seed(cli):
     common = ("part0", "--inference", "--temperature", 0, "--max-new-tokens", 20, "--num-samples", 1)
-    assert cli(*common, "--seed", 1).stdout == cli(*common, "--seed", 2).stdout
+    texts = [cli(*common, "--seed", seed).stdout for seed in (1, 2)]
+    assert texts[0] == texts[1] and len(texts[0]) == 21
 
 
 def test_prompts_from_a_file_and_from_standard_input(cli, tmp_path):
@@ -150,6 +190,9 @@ WRONG = [
     (["part4", "-br", "0"], "'-br': 0 is not in the range"),
     (["part4", "--threads", "0"], "'--threads': 0 is not in the range"),
     (["part4", "--colour"], "No such option"),
+    (["part4", "-br", "99999999999999999999"], "'-br': 99999999999999999999 is not in the range"),
+    (["part4", "--prompt", "To be"], "--prompt goes with --inference only"),
+    (["part4", "--inference", "--causal"], "--causal does not go with --inference"),
     (["part4", "-N", "10000000"], "N is 10000000; the reference would need"),
     (["part0", "--inference", "-m", "shakes512"], "model 'shakes512' was not found"),
     (["part0", "--inference", "--prompt", "naïve 日本"], "not know 3 of the text's characters: 'ï' '日' '本'"),
@@ -274,4 +317,13 @@ def test_train_eval_and_write_with_an_own_checkpoint(cli, tmp_path):
 def test_eval_is_the_same_through_every_part(cli, extension, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     losses = {cli("eval", "--corpus", "text.txt", "--part", part).stdout for part in PARTS}
-    assert len(losses) == 1
+    assert len(losses) == 1 and "nats" in losses.pop()
+
+
+def test_eval_goes_through_the_part(cli, extension, tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text(TEXT)
+    parts = set()
+    right = attention_ext.attention
+    monkeypatch.setattr(attention_ext, "attention", lambda p, *a, **k: parts.add(p) or right(p, *a, **k))
+    assert cli("eval", "--corpus", "text.txt", "--part", "part2").returncode == 0
+    assert parts == {"part2"}

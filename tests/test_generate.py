@@ -50,8 +50,9 @@ def test_impossible_tokens_are_never_drawn():
 
 
 def test_nan_logits_are_refused():
-    with pytest.raises(ValueError, match="logits hold NaN"):
-        sample(torch.tensor([0.0, math.nan]), 0.5)
+    for temperature in (0, 1.0):
+        with pytest.raises(ValueError, match="logits hold NaN"):
+            sample(torch.tensor([0.0, math.nan]), 0.5, temperature)
 
 
 def windowed(gpt, prompt, count, seed):

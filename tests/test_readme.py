@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from click.testing import CliRunner
 from conftest import ROOT
 
 import gpt
+from model.checkpoint import SHIPPED
 
 README = (ROOT / "README.md").read_text()
 
@@ -29,4 +31,11 @@ def test_the_sample_is_what_the_command_writes(cli, extension):
     assert prompt
     done = cli("part4", "--inference", "-m", prompt[1], "--prompt", prompt[2], "--num-samples", 1,
                "--max-new-tokens", 150)  # fmt: skip
+    assert done.returncode == 0 and len(done.stdout) > 150
     assert done.stdout.rstrip("\n") in README
+
+
+def test_the_losses_are_the_records():
+    for name in SHIPPED:
+        record = json.loads((ROOT / "checkpoints" / name / "training.json").read_text())
+        assert re.search(rf"^\| {name} \| \d+ \| {record['val_loss']:.4f} \|", README, re.M)

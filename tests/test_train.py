@@ -35,6 +35,51 @@ def test_it_learns_and_what_it_saves_has_the_loss_it_records(tmp_path):
     assert train.evaluate(loaded.model, held_out) == pytest.approx(record["val_loss"], abs=1e-5)
 
 
+def test_the_best_so_far_survives_an_interruption_and_a_divergence(tmp_path, monkeypatch):
+    losses = iter([2.0, 1.5, float("nan")])
+    monkeypatch.setattr(train, "evaluate", lambda *_: next(losses))
+    with pytest.raises(ValueError, match="the validation loss is nan at step 80: training diverged"):
+        train.train(RECIPE, TEXT, out=tmp_path, report=lambda line: None)
+    record = json.loads((tmp_path / "training.json").read_text())
+    assert (record["val_loss"], record["best_step"]) == (1.5, 60)
+    load(str(tmp_path), attend)
+
+
+def test_a_directory_that_cannot_be_made_is_refused_before_training(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError):
+        train.train(RECIPE, TEXT, out=tmp_path / "file" / "out", report=pytest.fail)
+
+
+def test_a_second_training_replaces_the_vocabulary(tmp_path):
+    short = dataclasses.replace(RECIPE, steps=1)
+    for text in ("абвгдежз" * 100, TEXT):
+        train.train(short, text, out=tmp_path, report=lambda line: None)
+    assert load(str(tmp_path), attend).tokenizer.characters == list("abcdefgh")
+
+
+def test_the_ingredients_of_the_recipe():
+    trainer = train.Trainer(RECIPE, 8, torch.arange(100) % 8, torch.device("cpu"))
+    wpe = trainer.model.transformer.wpe.weight
+    torch.testing.assert_close(wpe.detach(), 0.1 * train.sinusoids(8, 16))
+    assert {m.p for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout)} == {RECIPE.dropout}
+    assert all(group["weight_decay"] == RECIPE.weight_decay for group in trainer.muon.param_groups)
+    assert all(group["weight_decay"] == RECIPE.weight_decay for group in trainer.adam.param_groups)
+    matrices = {p for group in trainer.muon.param_groups for p in group["params"]}
+    assert matrices == {p for n, p in trainer.model.named_parameters() if p.ndim == 2 and ".h." in n}
+    before = wpe.detach().clone()
+    average = trainer.averaged.transformer.wte.weight.detach().clone()
+    trainer.lr.fill_(0.5)
+    trainer.step()
+    # The first step of Adam has the size of its learning rate.
+    assert (wpe - before).abs().max().item() == pytest.approx(0.5 * RECIPE.position_lr, rel=0.1)
+    moved = trainer.averaged.transformer.wte.weight - average
+    raw = trainer.model.transformer.wte.weight - average
+    torch.testing.assert_close(moved.detach(), 0.2 * raw.detach())
+    gradients = torch.stack([p.grad.norm() for p in trainer.model.parameters()])
+    assert gradients.norm() <= 1.0001
+
+
 def test_the_same_seed_gives_the_same_curve():
     short = dataclasses.replace(RECIPE, steps=4, eval_every=2)
     curves = [train.train(short, TEXT, report=lambda line: None)["curve"] for _ in range(2)]
