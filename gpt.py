@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from attention_ext import PARTS, BuildError
+from attention_ext import PARTS, SIMD, BuildError
 
 # Kineto writes a line to stderr at each start and stop of the profiler unless told not to.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -57,10 +57,12 @@ def part_options(command: Callable) -> Callable:
         click.option("-bc", type=click.IntRange(1, 2**31 - 1), help="Columns of part4's tile, in keys.",
                      show_default=f"{LAB_TILE} in the test, tuned in --inference"),
         threads_option,
+        click.option("--simd", type=click.Choice(SIMD), default="auto", show_default=True,
+                     help="Helpers under parts 1 to 4; auto is ispc if found, else portable."),
         click.option("--causal", is_flag=True, help="Mask the test causally; the model always is."),
         click.option("--inference", is_flag=True, help="Write text instead of running the test."),
         click.option("-m", "--model", default="shakes128", show_default=True,
-                     help="Checkpoint: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt."),
+                     help="Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt."),
         click.option("--prompt", help="Text to continue.", show_default="a line end"),
         click.option("--prompt-file", type=click.Path(), help="File to continue, - for standard input."),
         click.option("--max-new-tokens", type=click.IntRange(0), help="Tokens to write per sample.",
@@ -93,7 +95,7 @@ def add_part_command(part: str) -> None:
             infer(part, **options)
         else:
             br, bc = options["br"] or LAB_TILE, options["bc"] or LAB_TILE
-            lab_test(part, options["N"], br, bc, options["causal"])
+            lab_test(part, options["N"], br, bc, options["causal"], options["simd"])
 
     command.help = (
         f"Test {part} ({PARTS[part].summary}) against PyTorch and profile it, "
@@ -102,7 +104,7 @@ def add_part_command(part: str) -> None:
 
 
 TEST_ONLY = {"N", "causal"}
-BOTH_MODES = {"br", "bc", "threads", "inference"}
+BOTH_MODES = {"br", "bc", "threads", "simd", "inference"}
 
 
 def refuse_options_of_the_other_mode(context: click.Context) -> None:
@@ -121,7 +123,7 @@ for _part in PARTS:
     add_part_command(_part)
 
 
-def lab_test(part: str, N: int, br: int, bc: int, causal: bool) -> None:
+def lab_test(part: str, N: int, br: int, bc: int, causal: bool, simd: str) -> None:
     """The lab's test; exit code 1 on a mismatch."""
     import signal
 
@@ -130,14 +132,14 @@ def lab_test(part: str, N: int, br: int, bc: int, causal: bool) -> None:
     # Python's own handler of Ctrl-C would wait until a kernel returns.
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        passed = correctness.run(part, N, br, bc, causal, echo=click.echo)
+        passed = correctness.run(part, N, br, bc, causal, simd, echo=click.echo)
     finally:
         signal.signal(signal.SIGINT, before)
     if not passed:
         sys.exit(1)
 
 
-def infer(part: str, *, model: str, br: int | None, bc: int | None, prompt: str | None,
+def infer(part: str, *, model: str, br: int | None, bc: int | None, simd: str, prompt: str | None,
           prompt_file: str | None, max_new_tokens: int | None, num_samples: int, temperature: float,
           top_k: int, seed: int, no_kv_cache: bool, **_: object) -> None:  # fmt: skip
     """Write samples to stdout as they are made, notices to stderr."""
@@ -150,13 +152,9 @@ def infer(part: str, *, model: str, br: int | None, bc: int | None, prompt: str 
     from model.checkpoint import load
     from model.generate import generate
 
-    checkpoint = load(model, partial(attention, part, causal=True, br=br, bc=bc))
+    checkpoint = load(model, partial(attention, part, causal=True, br=br, bc=bc, simd=simd))
     gpt, tokenizer = checkpoint.model, checkpoint.tokenizer
     ids = tokenizer.encode("\n" if prompt is None else prompt)
-    if PARTS[part].operator:
-        from attention_ext import build
-
-        build.load()  # now, so that the first token does not wait for it
     count = gpt.config.block_size if max_new_tokens is None else max_new_tokens
 
     def sample(i: int) -> Iterator[int]:
@@ -164,9 +162,11 @@ def infer(part: str, *, model: str, br: int | None, bc: int | None, prompt: str 
                         use_cache=not no_kv_cache)  # fmt: skip
 
     first = sample(0)  # checks the arguments before anything is written
+    kernel = describe_kernel(part, simd)  # compiles now, so that the first token does not wait for it
     notice(f"Running inference using dnn model {model}")
     notice(f"number of parameters: {gpt.num_params() / 1e6:.2f}M")
     notice(f"Vocabulary of {len(tokenizer)} tokens from {tokenizer.source}")
+    notice(kernel)
 
     written, seconds = 0, 0.0
 
@@ -187,6 +187,13 @@ def infer(part: str, *, model: str, br: int | None, bc: int | None, prompt: str 
             click.echo(text, nl=False)  # which flushes
         click.echo()
     notice(f"{written} tokens in {seconds:.2f} s with {part}: {written / max(seconds, 1e-9):,.0f} tokens/s")
+
+
+def describe_kernel(part: str, simd: str) -> str:
+    """One line on what computes the attention."""
+    from attention_ext import build
+
+    return build.describe(simd) if PARTS[part].operator else f"Attention by {PARTS[part].summary}"
 
 
 def read_prompt(name: str) -> str:

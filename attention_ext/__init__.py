@@ -50,6 +50,9 @@ PARTS = {
     )
 }
 
+# The SIMD helpers under parts 1 to 4: 'auto' is ISPC where its compiler is found, else portable C++.
+SIMD = ("auto", "ispc", "portable", "off")
+
 # Part 4's tile where none is asked for: the best or within 2 % of it in a sweep at N = 1024, d = 32, 64, 128.
 DEFAULT_BR, DEFAULT_BC = 192, 256
 
@@ -65,6 +68,7 @@ def attention(
     scale: float | None = ...,
     br: int | None = ...,
     bc: int | None = ...,
+    simd: str = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -80,6 +84,7 @@ def attention(
     scale: float | None = ...,
     br: int | None = ...,
     bc: int | None = ...,
+    simd: str = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -94,6 +99,7 @@ def attention(
     scale: float | None = None,
     br: int | None = None,
     bc: int | None = None,
+    simd: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v by one of PARTS.
@@ -103,6 +109,7 @@ def attention(
     causal: query i sees the keys j <= i + (Nk - Nq); Nq must be at most Nk.
     scale: multiplies the scores; 1/sqrt(d) unless given.
     br, bc: part4's tile, in queries and keys, of at least 1; the other parts have none and ignore them.
+    simd: one of SIMD, the helpers under the kernels; 'off' are plain loops. part0 has none.
     Gives the output, (B, H, Nq, d), contiguous; with return_lse also the logarithm of each row's
     normaliser, m + log(l), (B, H, Nq), from which results over parts of the keys can be merged.
 
@@ -110,37 +117,36 @@ def attention(
     Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, and
     BuildError where the extension cannot be compiled; each names what was wrong.
     """
-    _check(part, q, k, v, causal, scale, br, bc)
+    _check(part, q, k, v, causal, scale, br, bc, simd)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     if PARTS[part].operator is None:
         from attention_ext import reference
 
         return reference.attention(q, k, v, causal=causal, scale=scale, return_lse=return_lse)
     tile = (br or DEFAULT_BR, bc or DEFAULT_BC) if PARTS[part].tiled else ()
-    out, lse = operator(part)(q, k, v, causal, scale, return_lse, *tile)
+    out, lse = operator(part, simd)(q, k, v, causal, scale, return_lse, *tile)
     return (out, lse) if return_lse else out
 
 
-_operators: dict[str, Callable] = {}
+_operators: dict[tuple[str, str], Callable] = {}
 
 
-def operator(part: str) -> Callable:
+def operator(part: str, simd: str = "auto") -> Callable:
     """The PyTorch operator of one of parts 1 to 4; compiles the extension on first use."""
-    if part not in _operators:  # a table, because torch.compile can follow a look-up but not a build
-        import torch
-
+    if (part, simd) not in _operators:  # a table: torch.compile can follow a look-up but not a build
         from attention_ext import build
 
-        build.load()
-        _operators[part] = getattr(torch.ops.attention_ext, str(PARTS[part].operator))
-    return _operators[part]
+        _operators[part, simd] = getattr(build.load(simd), str(PARTS[part].operator))
+    return _operators[part, simd]
 
 
-def _check(part, q, k, v, causal, scale, br, bc) -> None:
+def _check(part, q, k, v, causal, scale, br, bc, simd) -> None:
     import torch
 
     if part not in PARTS:
         raise ValueError(f"part is {part!r}; it must be one of {', '.join(PARTS)}")
+    if simd not in SIMD:
+        raise ValueError(f"simd is {simd!r}; it must be one of {', '.join(SIMD)}")
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name} is a {type(t).__name__}; it must be a tensor")

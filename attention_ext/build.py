@@ -22,10 +22,11 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from attention_ext import PARTS, BuildError
+from attention_ext import PARTS, SIMD, BuildError
 
 CSRC = Path(__file__).parent / "csrc"
 SOURCES = (
@@ -34,8 +35,13 @@ SOURCES = (
     "part2_blocked.cpp",
     "part3_fused.cpp",
     "part4_flash.cpp",
-    "simd_portable.cpp",
 )
+# Each implementation of simd.h: its source, and the flags that it alone is compiled with.
+VARIANTS = {
+    "ispc": ("simd_ispc.cpp", ()),
+    "portable": ("simd_portable.cpp", ()),
+    "off": ("simd_off.cpp", ("-fno-tree-vectorize", "-fno-tree-slp-vectorize")),
+}
 UNFINISHED = "attention_ext_unfinished"
 FLAGS = (
     "-O3",
@@ -54,33 +60,44 @@ NO_COMPILER = (
 _loading = threading.Lock()
 
 
-def load() -> None:
-    """Make torch.ops.attention_ext available, compiling it if this machine has not yet.
+def load(simd: str = "auto") -> Any:
+    """The operators, torch.ops.attention_ext_<variant>, compiled first if this machine has not yet.
 
-    Raises BuildError if there is no compiler, it fails, or the cache directory cannot be used.
+    simd: one of SIMD; 'auto' is 'ispc' where its compiler is found, else 'portable'.
+    Raises ValueError for another simd, BuildError if there is no compiler, it fails, or the cache
+    directory cannot be used.
     """
     with _loading:
-        _load()
+        return _load(simd)
 
 
 @functools.cache
-def _load() -> None:
-    compiler = find_compiler()
-    directory = cache_directory() / f"attention_ext_{_fingerprint(compiler)}"
+def _load(simd: str) -> Any:
+    if simd not in SIMD:
+        raise ValueError(f"simd is {simd!r}; it must be one of {', '.join(SIMD)}")
+    compiler, ispc = find_compiler(), find_ispc()
+    variant = simd if simd != "auto" else "ispc" if ispc else "portable"
+    if variant != "ispc":
+        ispc = None
+    elif ispc is None:
+        raise BuildError("simd is 'ispc', but no ispc was found on PATH; scripts/install-ispc.sh gets it")
+    name = f"attention_ext_{variant}"
+    directory = cache_directory() / f"{name}_{_fingerprint(compiler, ispc, variant)}"
     library = directory / "attention_ext.so"
     if not library.exists():
-        _compile(compiler, directory, library)
+        _compile(compiler, ispc, variant, directory, library)
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
         raise BuildError(f"{library} cannot be loaded ({error}); delete it to compile it again") from None
-    _register_fakes()
+    _register_fakes(name)
+    return getattr(torch.ops, name)
 
 
-def simd_name() -> str:
-    """Which SIMD helpers the extension was compiled with, for people to read."""
-    load()
-    return torch.ops.attention_ext.simd_name()
+def describe(simd: str = "auto") -> str:
+    """Which SIMD helpers, instruction set and number of threads are in use, for people to read."""
+    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    return f"SIMD: {load(simd).simd_name()}, {capability}, {threads} thread{'s' * (threads > 1)}"
 
 
 def read_4d(t: torch.Tensor, index: tuple[int, int, int, int]) -> float:
@@ -92,8 +109,7 @@ def read_4d(t: torch.Tensor, index: tuple[int, int, int, int]) -> float:
         raise ValueError(f"t is {t.dtype} on {t.device} of shape {tuple(t.shape)}; it must be 4-D float32")
     if len(index) != 4 or any(not 0 <= i < n for i, n in zip(index, t.shape)):
         raise ValueError(f"index is {index}; it must be inside the shape {tuple(t.shape)}")
-    load()
-    return torch.ops.attention_ext.read_4d(t, *index)
+    return load().read_4d(t, *index)
 
 
 def find_compiler() -> list[str]:
@@ -113,6 +129,15 @@ def find_compiler() -> list[str]:
     raise BuildError(NO_COMPILER)
 
 
+def find_ispc() -> str | None:
+    """The ISPC compiler: $ISPC, else ispc on PATH; None without one. Raises BuildError for a wrong $ISPC."""
+    if chosen := os.environ.get("ISPC"):
+        if found := shutil.which(chosen):
+            return os.path.abspath(found)
+        raise BuildError(f"ISPC is {chosen!r}; it must be the ISPC compiler, and no such program was found")
+    return shutil.which("ispc")
+
+
 def cache_directory() -> Path:
     """Where builds are kept: $TORCH_EXTENSIONS_DIR, else torch_extensions in the user's cache."""
     if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
@@ -120,19 +145,26 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
 
 
-def _fingerprint(compiler: list[str]) -> str:
-    """16 hexadecimal digits of everything that decides what the compiler makes."""
-    try:
-        version = subprocess.run([*compiler, "--version"], capture_output=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise BuildError(f"the C++ compiler {shlex.join(compiler)} does not run: {error}") from None
+def _fingerprint(compiler: list[str], ispc: str | None, variant: str) -> str:
+    """16 hexadecimal digits of everything that decides what the compilers make."""
     digest = hashlib.sha256()
-    for item in (shlex.join(compiler), *FLAGS, torch.__version__, sys.version, _cpu()):
+    for item in (shlex.join(compiler), *_flags(variant), torch.__version__, sys.version, _cpu()):
         digest.update(item.encode() + b"\0")
-    digest.update(version)
+    for command in (compiler, [ispc] if ispc else []):
+        if not command:
+            continue
+        try:
+            version = subprocess.run([*command, "--version"], capture_output=True, check=True).stdout
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise BuildError(f"the compiler {shlex.join(command)} does not run: {error}") from None
+        digest.update(version)
     for source in sorted(CSRC.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+def _flags(variant: str) -> tuple[str, ...]:
+    return (*FLAGS, *VARIANTS[variant][1], f"-DATTENTION_EXT=attention_ext_{variant}")
 
 
 def _cpu() -> str:
@@ -145,7 +177,7 @@ def _cpu() -> str:
     return "\n".join(line for line in lines if line.split(":")[0].strip() in kept)
 
 
-def _compile(compiler: list[str], directory: Path, library: Path) -> None:
+def _compile(compiler: list[str], ispc: str | None, variant: str, directory: Path, library: Path) -> None:
     """Compile under a lock, in a fresh directory, and give the finished library its name."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -153,9 +185,12 @@ def _compile(compiler: list[str], directory: Path, library: Path) -> None:
             if library.exists():  # another process made it while this one waited
                 return
             print("Compiling code into a PyTorch module...", file=sys.stderr, flush=True)
+            if variant == "portable" and find_ispc() is None:
+                print("(no ispc found: the SIMD helpers are the portable ones)", file=sys.stderr, flush=True)
             # A killed build's compilers may still be writing where it worked, so never work there again.
             with tempfile.TemporaryDirectory(dir=directory, ignore_cleanup_errors=True) as work:
-                _run_compiler(compiler, Path(work))
+                objects = [_run_ispc(ispc, Path(work))] if ispc else []
+                _run_compiler(compiler, variant, objects, Path(work))
                 (Path(work) / f"{UNFINISHED}.so").replace(library)
     except OSError as error:
         raise BuildError(
@@ -164,7 +199,17 @@ def _compile(compiler: list[str], directory: Path, library: Path) -> None:
         ) from error
 
 
-def _run_compiler(compiler: list[str], work: Path) -> None:
+def _run_ispc(ispc: str, work: Path) -> str:
+    """Compile simd.ispc for this processor; gives the object file's path."""
+    made = work / "simd_ispc_kernels.o"
+    command = [ispc, str(CSRC / "simd.ispc"), "--target=host", "-O3", "--pic", "-o", str(made)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise _failure(ispc, done.stdout + done.stderr, work)
+    return str(made)
+
+
+def _run_compiler(compiler: list[str], variant: str, objects: list[str], work: Path) -> None:
     """Make work/UNFINISHED.so, which torch's builder also loads; renamed, it is the same library."""
     from torch.utils import cpp_extension  # slow to import, and only a build needs it
 
@@ -172,18 +217,22 @@ def _run_compiler(compiler: list[str], work: Path) -> None:
         try:
             cpp_extension.load(
                 UNFINISHED,
-                [str(CSRC / name) for name in SOURCES],
-                extra_cflags=list(FLAGS),
+                [str(CSRC / name) for name in (*SOURCES, VARIANTS[variant][0])],
+                extra_cflags=list(_flags(variant)),
+                extra_ldflags=objects,
                 build_directory=str(work),
                 is_python_module=False,
             )
         except RuntimeError as error:
-            log = work.parent / "build.log"
-            log.write_text(str(error))
-            reason = next((line for line in str(error).splitlines() if "error" in line), "no reason given")
-            raise BuildError(
-                f"{shlex.join(compiler)} failed: {reason.strip()} (all it said: {log})"
-            ) from None
+            raise _failure(shlex.join(compiler), str(error), work) from None
+
+
+def _failure(compiler: str, output: str, work: Path) -> BuildError:
+    """The error of a compiler that failed: its first line about an error, and where all lines are."""
+    log = work.parent / "build.log"
+    log.write_text(output)
+    reason = next((line for line in output.splitlines() if "error:" in line.lower()), "no reason given")
+    return BuildError(f"{compiler} failed: {reason.strip()} (all it said: {log})")
 
 
 @contextlib.contextmanager
@@ -230,7 +279,7 @@ def _environment(compiler: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _register_fakes() -> None:
+def _register_fakes(name: str) -> None:
     """What torch.compile and opcheck know of the operators: shapes and types."""
 
     def fake(q, k, v, causal, scale, return_lse, br=1, bc=1):
@@ -239,4 +288,4 @@ def _register_fakes() -> None:
 
     for part in PARTS.values():
         if part.operator:
-            torch.library.register_fake(f"attention_ext::{part.operator}", fake)
+            torch.library.register_fake(f"{name}::{part.operator}", fake)

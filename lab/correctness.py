@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from attention_ext import PARTS, attention
+from attention_ext import PARTS, attention, build
 
 B, H, D = 1, 4, 32  # the lab's sizes
 RTOL, ATOL = 1e-4, 1e-5  # the lab allows 1e-4 on outputs of 0.08 to 0.2; rounding is 1e-7
@@ -94,18 +94,28 @@ def check_memory(N: int) -> None:
         )
 
 
-def run(part: str, N: int, br: int, bc: int, causal: bool, echo: Callable[[str], None] = print) -> bool:
+def run(
+    part: str,
+    N: int,
+    br: int,
+    bc: int,
+    causal: bool,
+    simd: str = "auto",
+    echo: Callable[[str], None] = print,
+) -> bool:
     """The lab's test of `part` at length N, scale 1: reference, part, statistics; False on a mismatch.
 
-    br, bc: part4's tile, in queries and keys.
+    br, bc: part4's tile, in queries and keys. simd: the helpers under parts 1 to 4, one of SIMD.
     """
     title = PARTS[part].title
     check_memory(N)
     q, k, v = synthetic_qkv(N)
     echo(f"Running {part} test: {title}\n")
+    if PARTS[part].operator:
+        echo(build.describe(simd) + "\n")
 
     echo("-----RUNNING REFERENCE IMPLEMENTATION-----\n")
-    lab = partial(attention, q=q, k=k, v=v, causal=causal, scale=1.0, br=br, bc=bc)
+    lab = partial(attention, q=q, k=k, v=v, causal=causal, scale=1.0, br=br, bc=bc, simd=simd)
     reference = measure(f"REFERENCE - {title}", lambda: lab("part0"))
     echo(f"PyTorch Execution Time:  {reference.seconds:.6f} s\n")
     echo(reference.table)
@@ -130,13 +140,11 @@ def run(part: str, N: int, br: int, bc: int, causal: bool, echo: Callable[[str],
 
 def four_d_access(seed: int | None = None, echo: Callable[[str], None] = print) -> bool:
     """Read a random element of a random 4-D tensor through the extension; False if it is another."""
-    from attention_ext.build import read_4d
-
     generator = torch.Generator()
     generator.seed() if seed is None else generator.manual_seed(seed)
     t = torch.rand(2, 4, 16, 32, generator=generator)
     index = tuple(int(torch.randint(n, (), generator=generator)) for n in t.shape)
-    expected, result = t[index].item(), read_4d(t, index)  # type: ignore[arg-type]
+    expected, result = t[index].item(), build.read_4d(t, index)  # type: ignore[arg-type]
     echo(f"Tensor Shape: {tuple(t.shape)}")
     echo(f"4D Tensor Index: {index}")
     echo(f"Expected: {expected:.6f}")

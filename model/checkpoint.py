@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ def _assemble(name: str, config: GPTConfig, weights: dict[str, Tensor], attend: 
     weights.setdefault("lm_head.weight", weights["transformer.wte.weight"])
     weights = {n: _checked(f"{name}: {n}", weights[n], shape) for n, shape in expected.items()}
     if not torch.equal(weights["lm_head.weight"], weights["transformer.wte.weight"]):
-        raise CheckpointError(f"{name}: lm_head.weight differs from transformer.wte.weight, its twin")
+        raise CheckpointError(f"{name}: lm_head.weight differs from transformer.wte.weight")
     model.load_state_dict(weights, assign=True)
     model.tie_head()
     return model.eval()
@@ -167,7 +168,7 @@ def _checked(name: str, tensor: Any, shape: torch.Size) -> Tensor:
 def _find_vocabulary(directory: Path, dataset: str | None, vocab_size: int) -> Tokenizer:
     """meta.json or meta.pkl beside the checkpoint, else its data set's, else GPT-2's."""
     places = [directory]
-    if isinstance(dataset, str) and len(dataset) < 100 and dataset.replace("_", "").replace("-", "").isalnum():
+    if isinstance(dataset, str) and re.fullmatch(r"[\w-]{1,100}", dataset):
         places.append(directory.resolve().parent / "data" / dataset)  # as they lie in a nanoGPT checkout
         places.append(ROOT / "data" / dataset)
     for place in places:

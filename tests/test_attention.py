@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import oracle
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attention_ext import PARTS, attention
+import attention_ext
+from attention_ext import PARTS, SIMD, BuildError, build
+
+attention = attention_ext.attention  # with the SIMD helpers of the fixture below
 
 # (B, H, Nq, Nk, d): the awkward ones
 SHAPES = [
@@ -25,6 +29,16 @@ SHAPES = [
     (1, 1, 130, 1000, 64),
     (1, 1, 16, 16, 300),
 ]
+
+
+@pytest.fixture(params=SIMD[1:], autouse=True)
+def simd(request, extension, monkeypatch):
+    """Every test here runs over each implementation of the SIMD helpers."""
+    try:
+        build.load(request.param)
+    except BuildError as error:
+        pytest.skip(str(error))
+    monkeypatch.setitem(globals(), "attention", partial(attention_ext.attention, simd=request.param))
 
 
 def qkv(B, H, Nq, Nk, d, seed=0):
@@ -57,7 +71,12 @@ def test_any_tile(extension, br, bc, causal):
     check("part4", *qkv(1, 2, 70, 83, 20), causal, br=br, bc=bc)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the implementation stays the same
+)
 @given(
     part=st.sampled_from([name for name, part in PARTS.items() if part.operator]),
     Nq=st.integers(1, 90),
@@ -184,6 +203,7 @@ WRONG = [
     (dict(v=Q[:, :, :3]), ValueError, r"v has shape \(1, 2, 3, 8\); it must be k's, \(1, 2, 5, 8\)"),
     (dict(k=Q[:, :, :3], v=Q[:, :, :3], causal=True), ValueError, "q has Nq=5 rows; .* at most Nk=3"),
     (dict(scale="big"), TypeError, "scale is a str; it must be a number"),
+    (dict(simd="sse"), ValueError, "simd is 'sse'; it must be one of auto, ispc, portable, off"),
     (dict(br=0), ValueError, "br is 0; it must be at least 1"),
     (dict(bc=-3), ValueError, "bc is -3; it must be at least 1"),
     (dict(bc=2.5), TypeError, "bc is a float; it must be a whole number"),
@@ -191,8 +211,9 @@ WRONG = [
 ]
 
 
+@pytest.mark.parametrize("simd", ["off"], indirect=True)  # once is enough
 @pytest.mark.parametrize("change, error, message", WRONG, ids=[w[2][:30] for w in WRONG])
 def test_wrong_arguments_are_named(change, error, message):
     arguments = dict(part="part4", q=Q, k=Q, v=Q) | change
     with pytest.raises(error, match=message):
-        attention(**arguments)
+        attention_ext.attention(**arguments)

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from attention_ext import BuildError, build
+from attention_ext import SIMD, BuildError, build
 
-LOAD = "from attention_ext import build; build.load(); print(build.simd_name())"
+LOAD = "from attention_ext import build; build.load(); print(build.describe())"
 
 
 def start(cache: Path, code: str = LOAD, **env: str) -> subprocess.Popen:
@@ -68,32 +69,58 @@ def test_a_killed_build_is_taken_over(extension, tmp_path):
 
 def test_what_decides_the_outcome_decides_the_directory(monkeypatch, extension):
     compiler = build.find_compiler()
-    here = build._fingerprint(compiler)
-    assert build._fingerprint(compiler) == here
+    fingerprint = partial(build._fingerprint, compiler, None, "portable")
+    here = fingerprint()
+    assert fingerprint() == here
     for name, value in (("FLAGS", (*build.FLAGS, "-g")), ("_cpu", lambda: "another CPU")):
         with monkeypatch.context() as patch:
             patch.setattr(build, name, value)
-            assert build._fingerprint(compiler) != here
+            assert fingerprint() != here
     with monkeypatch.context() as patch:
         patch.setattr(build.torch, "__version__", "9.9")
-        assert build._fingerprint(compiler) != here
+        assert fingerprint() != here
+    assert build._fingerprint(compiler, None, "off") != here
+    assert build._fingerprint(compiler, sys.executable, "portable") != here  # another ispc's --version
 
 
 def test_a_changed_source_decides_too(monkeypatch, extension, tmp_path):
     compiler = build.find_compiler()
-    here = build._fingerprint(compiler)
+    here = build._fingerprint(compiler, None, "portable")
     for source in build.CSRC.iterdir():
         (tmp_path / source.name).write_bytes(source.read_bytes())
     monkeypatch.setattr(build, "CSRC", tmp_path)
-    assert build._fingerprint(compiler) == here
+    assert build._fingerprint(compiler, None, "portable") == here
     with open(tmp_path / "attention.h", "a") as file:
         file.write("// changed\n")
-    assert build._fingerprint(compiler) != here
+    assert build._fingerprint(compiler, None, "portable") != here
 
 
 def test_every_source_is_compiled_or_included():
     on_disk = {path.name for path in build.CSRC.glob("*.cpp")}
-    assert on_disk == set(build.SOURCES)
+    assert on_disk == {*build.SOURCES, *(source for source, _ in build.VARIANTS.values())}
+    assert {"auto", *build.VARIANTS} == set(SIMD)
+
+
+def test_ispc_is_found_by_its_variable_and_named_when_it_is_not(monkeypatch, tmp_path):
+    monkeypatch.setenv("ISPC", "no-such-ispc")
+    with pytest.raises(BuildError, match="ISPC is 'no-such-ispc'"):
+        build.find_ispc()
+    monkeypatch.setenv("ISPC", sys.executable)
+    assert build.find_ispc() == sys.executable
+    monkeypatch.delenv("ISPC")
+    monkeypatch.setattr(build.shutil, "which", lambda name: None if name == "ispc" else name)
+    build._load.cache_clear()
+    with pytest.raises(BuildError, match="no ispc was found on PATH; scripts/install-ispc.sh gets it"):
+        build.load("ispc")
+
+
+def test_an_ispc_that_fails_shows_its_message(extension, tmp_path):
+    script = tmp_path / "ispc"
+    script.write_text('#!/bin/sh\ncase "$*" in *--version*) exit 0;; esac\necho Error: kaboom >&2; exit 1\n')
+    script.chmod(0o700)
+    code = "from attention_ext import build, BuildError\ntry: build.load()\nexcept BuildError as e: print(e)"
+    out, _ = finish(start(tmp_path / "cache", code, ISPC=str(script)))
+    assert out.startswith(f"{script} failed: Error: kaboom (all it said: ") and out.count("\n") == 1
 
 
 def test_no_compiler_names_the_package(monkeypatch, tmp_path):

@@ -93,6 +93,7 @@ def test_inference_notices_go_to_stderr_and_text_to_stdout(cli, part):
     assert notices[0] == "Running inference using dnn model shakes128"
     assert notices[1] == "number of parameters: 0.80M"
     assert re.fullmatch(r"Vocabulary of 65 tokens from .*meta\.json", notices[2])
+    assert notices[3].startswith("SIMD: " if PARTS[part].operator else "Attention by matmul")
     samples = done.stdout.split("\n---------------\n")
     assert len(samples) == 3 and len(set(samples)) == 3
     assert [len(sample) for sample in samples] == [46, 46, 47]  # the last has the final line end
@@ -227,7 +228,7 @@ def test_a_file_that_is_no_text_is_named(cli, tmp_path):
 
 @pytest.mark.parametrize("arguments", [["-N", 16], ["--inference", "--max-new-tokens", 3]], ids=str)
 def test_without_a_compiler_part0_works_and_the_others_say_what_to_install(cli, monkeypatch, arguments):
-    def no_compiler():
+    def no_compiler(simd):
         raise BuildError(build.NO_COMPILER)
 
     monkeypatch.setattr(build, "load", no_compiler)

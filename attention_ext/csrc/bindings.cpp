@@ -113,7 +113,12 @@ std::string simd_name() { return simd::name(); }
 
 #define QKV "(Tensor q, Tensor k, Tensor v, bool causal, float scale, bool return_lse"
 
-STABLE_TORCH_LIBRARY(attention_ext, m) {
+// ATTENTION_EXT, given by the build, is the namespace in torch.ops: each SIMD implementation has its own,
+// so that several can be loaded at once. The detour expands it.
+#define LIBRARY(name, m) STABLE_TORCH_LIBRARY(name, m)
+#define LIBRARY_IMPL(name, key, m) STABLE_TORCH_LIBRARY_IMPL(name, key, m)
+
+LIBRARY(ATTENTION_EXT, m) {
     m.def("part1_naive" QKV ") -> (Tensor, Tensor)");
     m.def("part2_blocked" QKV ") -> (Tensor, Tensor)");
     m.def("part3_fused" QKV ") -> (Tensor, Tensor)");
@@ -122,7 +127,7 @@ STABLE_TORCH_LIBRARY(attention_ext, m) {
     m.def("simd_name() -> str");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(attention_ext, CPU, m) {
+LIBRARY_IMPL(ATTENTION_EXT, CPU, m) {
     m.impl("part1_naive", TORCH_BOX(&(untiled<naive_scratch, naive_attention>)));
     m.impl("part2_blocked", TORCH_BOX(&(untiled<blocked_scratch, blocked_attention>)));
     m.impl("part3_fused", TORCH_BOX(&(untiled<fused_scratch, fused_attention>)));
@@ -130,6 +135,4 @@ STABLE_TORCH_LIBRARY_IMPL(attention_ext, CPU, m) {
     m.impl("read_4d", TORCH_BOX(&read_4d));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(attention_ext, CompositeExplicitAutograd, m) {
-    m.impl("simd_name", TORCH_BOX(&simd_name));
-}
+LIBRARY_IMPL(ATTENTION_EXT, CompositeExplicitAutograd, m) { m.impl("simd_name", TORCH_BOX(&simd_name)); }

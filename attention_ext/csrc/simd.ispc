@@ -1,0 +1,263 @@
+// The SIMD helpers in ISPC; simd.h says what each does. A lane is one column, or one row where a dot
+// product is taken; nothing is gathered or scattered. All loads are of neighbouring floats, `uniform`
+// numbers are broadcast.
+
+#define ROWS 8  // rows of a register block
+#define VECS 3  // vectors of columns for which the products are fastest
+
+#define LOG2E 1.44269504f
+
+#define INF floatbits(0x7f800000)
+
+// 2^x for x <= 0; 0 from -127 down, NaN is taken for -127. See simd_portable.cpp.
+static inline float exp2_nonpositive(float x) {
+    const float clamped = x > -127.0f ? x : -127.0f;
+    const float z = clamped + 12582912.0f;
+    const float f = clamped - (z - 12582912.0f);
+    float p = f * 1.32647273e-3f + 9.67151299e-3f;
+    p = p * f + 5.55073358e-2f;
+    p = p * f + 2.40222424e-1f;
+    p = p * f + 6.93147004e-1f;
+    p = p * f + 1.0f;
+    return floatbits(intbits(p) + (intbits(z) << 23));
+}
+
+static inline float larger(float a, float b) { return b > a ? b : a; }  // a where either is NaN
+
+static inline float nan_if(float witness, float x) { return witness == witness ? x : witness; }
+
+export uniform int64 ispc_lanes() { return programCount; }
+
+export uniform int64 ispc_panel() { return VECS * programCount; }
+
+export void ispc_transpose(uniform float T[], uniform int64 ldT, const uniform float X[], uniform int64 ldX,
+                           uniform int64 rows, uniform int64 cols, uniform float scale) {
+    // Lanes span the columns of X; each lane writes to its own row of T.
+    for (uniform int64 r0 = 0; r0 < rows; r0 += programCount) {
+        const uniform int64 r1 = min(r0 + programCount, rows);
+        for (uniform int64 c = 0; c < cols; c++)
+            for (uniform int64 r = r0; r < r1; r++) T[c * ldT + r] = scale * X[r * ldX + c];
+    }
+}
+
+// R rows by VS vectors of C in registers over the whole depth. With MASK (one vector) the lane takes the
+// products k < first + lane. The accumulators have names, because ispc keeps an array in memory; tests of
+// R and VS are decided when this is compiled.
+#define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7)
+#define DECLARE(i) float x##i = 0.0f, y##i = 0.0f, z##i = 0.0f;
+#define LOAD(i)                                                                      \
+    if (add && i < R) {                                                              \
+        x##i = C[i * ldC + programIndex];                                            \
+        if (VS > 1) y##i = C[i * ldC + programCount + programIndex];                 \
+        if (VS > 2) z##i = C[i * ldC + 2 * programCount + programIndex];             \
+    }
+#define ADD_PRODUCT(i)                                                               \
+    if (i < R) {                                                                     \
+        const uniform float a = A[i * row_stride + k * depth_stride];                \
+        x##i = !MASK || programIndex > (uniform int)(k - first) ? x##i + a * x : x##i; \
+        if (VS > 1) y##i += a * y;                                                   \
+        if (VS > 2) z##i += a * z;                                                   \
+    }
+#define STORE(i)                                                                     \
+    if (i < R) {                                                                     \
+        C[i * ldC + programIndex] = x##i;                                            \
+        if (VS > 1) C[i * ldC + programCount + programIndex] = y##i;                 \
+        if (VS > 2) C[i * ldC + 2 * programCount + programIndex] = z##i;             \
+    }
+
+template <int R, int VS, int MASK>
+static inline void register_block(uniform float* uniform C, uniform int64 ldC, const uniform float* uniform A,
+                                  uniform int64 row_stride, uniform int64 depth_stride,
+                                  const uniform float* uniform B, uniform int64 ldB, uniform int64 depth,
+                                  uniform int64 first, uniform bool add) {
+    EACH_ROW(DECLARE)
+    EACH_ROW(LOAD)
+    for (uniform int64 k = 0; k < depth; k++) {
+        const float x = B[k * ldB + programIndex];
+        float y = 0.0f, z = 0.0f;
+        if (VS > 1) y = B[k * ldB + programCount + programIndex];
+        if (VS > 2) z = B[k * ldB + 2 * programCount + programIndex];
+        EACH_ROW(ADD_PRODUCT)
+    }
+    EACH_ROW(STORE)
+}
+
+// All rows of VS vectors of columns.
+template <int VS, int MASK>
+static inline void block_column(uniform float* uniform C, uniform int64 ldC, const uniform float* uniform A,
+                                uniform int64 row_stride, uniform int64 depth_stride,
+                                const uniform float* uniform B, uniform int64 ldB, uniform int64 rows,
+                                uniform int64 depth, uniform int64 first, uniform bool add) {
+    uniform int64 i = 0;
+    for (; i + ROWS <= rows; i += ROWS)
+        register_block<ROWS, VS, MASK>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B, ldB,
+                                       depth, first, add);
+    for (; i < rows; i++)
+        register_block<1, VS, MASK>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B, ldB, depth,
+                                    first, add);
+}
+
+static inline void product(uniform float* uniform C, uniform int64 ldC, const uniform float* uniform A,
+                           uniform int64 row_stride, uniform int64 depth_stride,
+                           const uniform float* uniform B, uniform int64 ldB, uniform int64 rows,
+                           uniform int64 cols, uniform int64 depth, uniform int64 first, uniform bool add) {
+    uniform int64 c = 0;
+    for (; c + programCount <= cols && first + c < depth; c += programCount)  // columns that the mask cuts
+        block_column<1, 1>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, first + c, add);
+    for (; c + 3 * programCount <= cols; c += 3 * programCount)
+        block_column<3, 0>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, 0, add);
+    for (; c + 2 * programCount <= cols; c += 2 * programCount)
+        block_column<2, 0>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, 0, add);
+    for (; c + programCount <= cols; c += programCount)
+        block_column<1, 0>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, 0, add);
+    if (c + programIndex < cols) {  // the last columns, less than a vector
+        for (uniform int64 i = 0; i < rows; i++) {
+            float acc = add ? C[i * ldC + c + programIndex] : 0.0f;
+            for (uniform int64 k = 0; k < depth; k++) {
+                const float next = acc + A[i * row_stride + k * depth_stride] * B[k * ldB + c + programIndex];
+                acc = programIndex > (uniform int)(k - first - c) ? next : acc;
+            }
+            C[i * ldC + c + programIndex] = acc;
+        }
+    }
+}
+
+export void ispc_multiply(uniform float C[], uniform int64 ldC, const uniform float A[],
+                          uniform int64 row_stride, uniform int64 depth_stride, const uniform float B[],
+                          uniform int64 ldB, uniform int64 rows, uniform int64 cols, uniform int64 depth) {
+    product(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, depth, false);
+}
+
+export void ispc_multiply_add(uniform float C[], uniform int64 ldC, const uniform float A[],
+                              uniform int64 row_stride, uniform int64 depth_stride, const uniform float B[],
+                              uniform int64 ldB, uniform int64 rows, uniform int64 cols,
+                              uniform int64 depth, uniform int64 first) {
+    product(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, first, true);
+}
+
+// Runs of G lanes of a and b are halved by adding, so that after log2(lanes) steps a lane holds a row.
+static inline float halve_runs(float a, float b, uniform int G) {
+    const int from = (programIndex & (G / 2) ? programCount : 0) + (programIndex & -G) + (programIndex & (G / 2 - 1));
+    return shuffle(a, b, from) + shuffle(a, b, from + G / 2);
+}
+
+export void ispc_dot_rows(uniform float s[], const uniform float x[], const uniform float B[],
+                          uniform int64 ldB, uniform int64 rows, uniform int64 depth, uniform float scale) {
+    uniform int64 j = 0;
+    for (; j + programCount <= rows; j += programCount) {
+        float acc[programCount];
+        for (uniform int i = 0; i < programCount; i++) acc[i] = 0.0f;
+        for (uniform int64 c = 0; c < depth; c += programCount) {
+            if (c + programCount <= depth) {
+                const float a = x[c + programIndex];
+                for (uniform int i = 0; i < programCount; i++)
+                    acc[i] += a * B[(j + i) * ldB + c + programIndex];
+            } else if (c + programIndex < depth) {
+                const float a = x[c + programIndex];
+                for (uniform int i = 0; i < programCount; i++)
+                    acc[i] += a * B[(j + i) * ldB + c + programIndex];
+            }
+        }
+#pragma unroll
+        for (uniform int G = programCount; G > 1; G /= 2)
+            for (uniform int i = 0; i < G / 2; i++) acc[i] = halve_runs(acc[i], acc[i + G / 2], G);
+        s[j + programIndex] = scale * acc[0];
+    }
+    for (; j < rows; j++) {
+        float acc = 0.0f;
+        foreach (c = 0 ... (uniform int)depth) acc += x[c] * B[j * ldB + c];
+        s[j] = scale * reduce_add(acc);
+    }
+}
+
+export void ispc_add_weighted_rows(uniform float o[], const uniform float p[], const uniform float B[],
+                                   uniform int64 ldB, uniform int64 rows, uniform int64 cols) {
+    for (uniform int64 c = 0; c < cols; c += programCount) {
+        if (c + programIndex < cols) {
+            float a0 = o[c + programIndex], a1 = 0.0f, a2 = 0.0f, a3 = 0.0f;  // four sums that do not wait
+            uniform int64 j = 0;
+            for (; j + 4 <= rows; j += 4) {
+                a0 += p[j] * B[j * ldB + c + programIndex];
+                a1 += p[j + 1] * B[(j + 1) * ldB + c + programIndex];
+                a2 += p[j + 2] * B[(j + 2) * ldB + c + programIndex];
+                a3 += p[j + 3] * B[(j + 3) * ldB + c + programIndex];
+            }
+            for (; j < rows; j++) a0 += p[j] * B[j * ldB + c + programIndex];
+            o[c + programIndex] = (a0 + a1) + (a2 + a3);
+        }
+    }
+}
+
+export uniform float ispc_row_max(const uniform float x[], uniform int64 n, uniform float m) {
+    float most = m;
+    for (uniform int64 i = 0; i < n; i += programCount)
+        if (i + programIndex < n) most = larger(most, x[i + programIndex]);
+    return reduce_max(most);
+}
+
+export uniform float ispc_exp_sum(uniform float x[], uniform int64 n, uniform float m) {
+    float total = 0.0f, witness = 0.0f;
+    for (uniform int64 i = 0; i < n; i += programCount)
+        if (i + programIndex < n) {
+            const float y = (x[i + programIndex] - m) * LOG2E;
+            const float e = exp2_nonpositive(y);
+            x[i + programIndex] = e;
+            total += e;
+            witness += y;
+        }
+    return reduce_add(nan_if(witness, total));
+}
+
+export void ispc_scale_row(uniform float x[], uniform int64 n, uniform float a) {
+    for (uniform int64 i = 0; i < n; i += programCount)
+        if (i + programIndex < n) x[i + programIndex] *= a;
+}
+
+export uniform bool ispc_online_softmax(uniform float S[], uniform int64 ldS, uniform int64 rows,
+                                        uniform int64 cols, uniform int64 first, uniform float m[],
+                                        uniform float l[], uniform float correction[]) {
+    bool moved = false;
+    for (uniform int64 c = 0; c < cols; c += programCount) {
+        const uniform bool all = first + c >= rows;
+        const float before = m[c + programIndex];
+        float even = before, odd = before;
+        uniform int64 j = 0;
+        if (all) {
+            for (; j + 1 < rows; j += 2) {
+                even = larger(even, S[j * ldS + c + programIndex]);
+                odd = larger(odd, S[(j + 1) * ldS + c + programIndex]);
+            }
+        }
+        for (; j < rows; j++) {
+            const float s = S[j * ldS + c + programIndex];
+            even = larger(even, all || programIndex > (uniform int)(j - first - c) ? s : -INF);
+        }
+        const float after = larger(even, odd);
+        const float subtracted = after == -INF ? 0.0f : after;  // -inf - -inf would be NaN
+
+        float total = 0.0f, witness = 0.0f;
+        for (j = 0; j < rows; j++) {
+            float x = S[j * ldS + c + programIndex] - subtracted;
+            if (!all) x = programIndex > (uniform int)(j - first - c) ? x : -INF;
+            const float p = exp2_nonpositive(x);
+            S[j * ldS + c + programIndex] = p;
+            total += p;
+            witness += x;
+        }
+        const float a = exp2_nonpositive(before - subtracted);
+        m[c + programIndex] = after;
+        l[c + programIndex] = nan_if(witness, a * l[c + programIndex] + total);
+        correction[c + programIndex] = a;
+        moved = moved || a != 1.0f;
+    }
+    return any(moved);
+}
+
+export void ispc_scale_columns(uniform float C[], uniform int64 ldC, uniform int64 rows, uniform int64 cols,
+                               const uniform float a[]) {
+    for (uniform int64 c = 0; c < cols; c += programCount)
+        if (c + programIndex < cols) {
+            const float factor = a[c + programIndex];
+            for (uniform int64 i = 0; i < rows; i++) C[i * ldC + c + programIndex] *= factor;
+        }
+}

@@ -1,0 +1,90 @@
+// The SIMD helpers as plain loops, compiled without vectorisation: what the others are measured against.
+#include <cmath>
+#include <limits>
+
+#include "simd.h"
+
+namespace simd {
+
+int64_t lanes() { return 16; }  // nothing depends on it here; the tiles are as for AVX-512
+
+int64_t panel() { return 48; }
+
+const char* name() { return "off (plain loops)"; }
+
+void transpose(float* T, int64_t ldT, const float* X, int64_t ldX, int64_t rows, int64_t cols, float scale) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < cols; c++) T[c * ldT + r] = scale * X[r * ldX + c];
+}
+
+void multiply(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride, const float* B,
+              int64_t ldB, int64_t rows, int64_t cols, int64_t depth) {
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t c = 0; c < cols; c++) C[i * ldC + c] = 0;
+    multiply_add(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, depth);
+}
+
+void multiply_add(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                  const float* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth, int64_t first) {
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t k = 0; k < depth; k++)
+            for (int64_t c = k < first ? 0 : k - first + 1; c < cols; c++)
+                C[i * ldC + c] += A[i * row_stride + k * depth_stride] * B[k * ldB + c];
+}
+
+void dot_rows(float* s, const float* x, const float* B, int64_t ldB, int64_t rows, int64_t depth, float scale) {
+    for (int64_t j = 0; j < rows; j++) {
+        float sum = 0;
+        for (int64_t c = 0; c < depth; c++) sum += x[c] * B[j * ldB + c];
+        s[j] = scale * sum;
+    }
+}
+
+void add_weighted_rows(float* o, const float* p, const float* B, int64_t ldB, int64_t rows, int64_t cols) {
+    for (int64_t j = 0; j < rows; j++)
+        for (int64_t c = 0; c < cols; c++) o[c] += p[j] * B[j * ldB + c];
+}
+
+float row_max(const float* x, int64_t n, float m) {
+    for (int64_t i = 0; i < n; i++) m = x[i] > m ? x[i] : m;
+    return m;
+}
+
+float exp_sum(float* x, int64_t n, float m) {
+    float sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += x[i] = std::exp(x[i] - m);
+    return sum;
+}
+
+void scale_row(float* x, int64_t n, float a) {
+    for (int64_t i = 0; i < n; i++) x[i] *= a;
+}
+
+bool online_softmax(float* S, int64_t ldS, int64_t rows, int64_t cols, int64_t first, float* m, float* l,
+                    float* correction) {
+    constexpr float low = -std::numeric_limits<float>::infinity();
+    bool changed = false;
+    for (int64_t c = 0; c < cols; c++) {
+        const int64_t live = first + c < rows ? first + c : rows;
+        float after = m[c], sum = 0;
+        for (int64_t j = 0; j < live; j++) after = S[j * ldS + c] > after ? S[j * ldS + c] : after;
+        const float subtracted = after == low ? 0 : after;  // -inf - -inf would be NaN
+        for (int64_t j = 0; j < rows; j++) {
+            const float p = j < live ? std::exp2(S[j * ldS + c] - subtracted) : 0;
+            S[j * ldS + c] = p;
+            sum += p;
+        }
+        correction[c] = std::exp2(m[c] - subtracted);
+        l[c] = correction[c] * l[c] + sum;
+        m[c] = after;
+        changed |= correction[c] != 1;
+    }
+    return changed;
+}
+
+void scale_columns(float* C, int64_t ldC, int64_t rows, int64_t cols, const float* a) {
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t c = 0; c < cols; c++) C[i * ldC + c] *= a[c];
+}
+
+}  // namespace simd
