@@ -35,6 +35,7 @@ SOURCES = (
     "part2_blocked.cpp",
     "part3_fused.cpp",
     "part4_flash.cpp",
+    "peak.cpp",
 )
 # Each implementation of simd.h: its source, and the flags that it alone is compiled with.
 VARIANTS = {
@@ -42,7 +43,6 @@ VARIANTS = {
     "portable": ("simd_portable.cpp", ()),
     "off": ("simd_off.cpp", ("-fno-tree-vectorize", "-fno-tree-slp-vectorize")),
 }
-UNFINISHED = "attention_ext_unfinished"
 FLAGS = (
     "-O3",
     "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native",
@@ -191,7 +191,7 @@ def _compile(compiler: list[str], ispc: str | None, variant: str, directory: Pat
             with tempfile.TemporaryDirectory(dir=directory, ignore_cleanup_errors=True) as work:
                 objects = [_run_ispc(ispc, Path(work))] if ispc else []
                 _run_compiler(compiler, variant, objects, Path(work))
-                (Path(work) / f"{UNFINISHED}.so").replace(library)
+                next(Path(work).glob("*.so")).replace(library)
     except OSError as error:
         raise BuildError(
             f"cannot write the build directory {directory}: {error.strerror}; "
@@ -210,13 +210,13 @@ def _run_ispc(ispc: str, work: Path) -> str:
 
 
 def _run_compiler(compiler: list[str], variant: str, objects: list[str], work: Path) -> None:
-    """Make work/UNFINISHED.so, which torch's builder also loads; renamed, it is the same library."""
+    """Make a library in `work`, which torch's builder also loads; renamed, it is still the same one."""
     from torch.utils import cpp_extension  # slow to import, and only a build needs it
 
     with _environment(_as_one_program(compiler, work)):
         try:
             cpp_extension.load(
-                UNFINISHED,
+                "unfinished",
                 [str(CSRC / name) for name in (*SOURCES, VARIANTS[variant][0])],
                 extra_cflags=list(_flags(variant)),
                 extra_ldflags=objects,

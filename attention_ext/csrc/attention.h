@@ -49,6 +49,9 @@ void blocked_attention(const Attention&, float* scratch);
 void fused_attention(const Attention&, float* scratch);
 void flash_attention(const Attention&, float* scratch);
 
+// The FMA peak of one thread, in floating-point operations per second.
+double fma_peak(double seconds);
+
 // Runs body(thread) for thread = 0 .. threads - 1, at the same time where the pool allows it. Whoever
 // links the kernels defines it; bindings.cpp with PyTorch's own pool.
 void on_threads(int threads, const std::function<void(int)>& body);

@@ -125,6 +125,7 @@ LIBRARY(ATTENTION_EXT, m) {
     m.def("part4_flash" QKV ", SymInt br, SymInt bc) -> (Tensor, Tensor)");
     m.def("read_4d(Tensor t, SymInt i, SymInt j, SymInt k, SymInt l) -> float");
     m.def("simd_name() -> str");
+    m.def("fma_peak(float seconds) -> float");
 }
 
 LIBRARY_IMPL(ATTENTION_EXT, CPU, m) {
@@ -135,4 +136,7 @@ LIBRARY_IMPL(ATTENTION_EXT, CPU, m) {
     m.impl("read_4d", TORCH_BOX(&read_4d));
 }
 
-LIBRARY_IMPL(ATTENTION_EXT, CompositeExplicitAutograd, m) { m.impl("simd_name", TORCH_BOX(&simd_name)); }
+LIBRARY_IMPL(ATTENTION_EXT, CompositeExplicitAutograd, m) {
+    m.impl("simd_name", TORCH_BOX(&simd_name));
+    m.impl("fma_peak", TORCH_BOX(&fma_peak));
+}

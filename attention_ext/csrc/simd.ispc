@@ -135,34 +135,53 @@ export void ispc_multiply_add(uniform float C[], uniform int64 ldC, const unifor
     product(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, first, true);
 }
 
-// Runs of G lanes of a and b are halved by adding, so that after log2(lanes) steps a lane holds a row.
-static inline float halve_runs(float a, float b, uniform int G) {
-    const int from = (programIndex & (G / 2) ? programCount : 0) + (programIndex & -G) + (programIndex & (G / 2 - 1));
-    return shuffle(a, b, from) + shuffle(a, b, from + G / 2);
+// a and b hold sums in runs of G lanes, to be added up; in the result the runs are half as long, a's in the
+// lanes whose number has not the bit G / 2, b's in those that have it.
+static inline float halve_runs(float a, float b, const uniform int G) {
+    const bool has_bit = (programIndex & (G / 2)) != 0;
+    const float stay = has_bit ? b : a;
+    const float cross = has_bit ? a : b;
+    return stay + shuffle(cross, programIndex ^ (G / 2));
+}
+
+#define EACH_LANE(DO) EACH_ROW(DO) DO(8) DO(9) DO(10) DO(11) DO(12) DO(13) DO(14) DO(15)
+#define DECLARE_DOT(i) float x##i = 0.0f;
+#define ADD_TO_DOT(i) \
+    if (i < programCount) x##i += a * b[i * ldB + c + programIndex];
+#define HALVE(G, i, k) x##i = halve_runs(x##i, x##k, G);
+
+// s[i] <- scale * x . B[i] for programCount rows, at most 16. A lane adds up its share of each product, then
+// the lanes are added up so that each holds a row.
+static inline void dot_block(uniform float* uniform s, const uniform float* uniform x,
+                             const uniform float* uniform b, uniform int64 ldB, uniform int64 depth,
+                             uniform float scale) {
+    EACH_LANE(DECLARE_DOT)
+    const uniform int64 whole = depth / programCount * programCount;
+    for (uniform int64 c = 0; c < whole; c += programCount) {
+        const float a = x[c + programIndex];
+        EACH_LANE(ADD_TO_DOT)
+    }
+    if (whole < depth) {
+        if (whole + programIndex < depth) {
+            const uniform int64 c = whole;
+            const float a = x[c + programIndex];
+            EACH_LANE(ADD_TO_DOT)
+        }
+    }
+    if (programCount == 16) {
+        HALVE(16, 0, 8) HALVE(16, 1, 9) HALVE(16, 2, 10) HALVE(16, 3, 11)
+        HALVE(16, 4, 12) HALVE(16, 5, 13) HALVE(16, 6, 14) HALVE(16, 7, 15)
+    }
+    if (programCount >= 8) { HALVE(8, 0, 4) HALVE(8, 1, 5) HALVE(8, 2, 6) HALVE(8, 3, 7) }
+    HALVE(4, 0, 2) HALVE(4, 1, 3) HALVE(2, 0, 1)
+    s[programIndex] = scale * x0;
 }
 
 export void ispc_dot_rows(uniform float s[], const uniform float x[], const uniform float B[],
                           uniform int64 ldB, uniform int64 rows, uniform int64 depth, uniform float scale) {
     uniform int64 j = 0;
-    for (; j + programCount <= rows; j += programCount) {
-        float acc[programCount];
-        for (uniform int i = 0; i < programCount; i++) acc[i] = 0.0f;
-        for (uniform int64 c = 0; c < depth; c += programCount) {
-            if (c + programCount <= depth) {
-                const float a = x[c + programIndex];
-                for (uniform int i = 0; i < programCount; i++)
-                    acc[i] += a * B[(j + i) * ldB + c + programIndex];
-            } else if (c + programIndex < depth) {
-                const float a = x[c + programIndex];
-                for (uniform int i = 0; i < programCount; i++)
-                    acc[i] += a * B[(j + i) * ldB + c + programIndex];
-            }
-        }
-#pragma unroll
-        for (uniform int G = programCount; G > 1; G /= 2)
-            for (uniform int i = 0; i < G / 2; i++) acc[i] = halve_runs(acc[i], acc[i + G / 2], G);
-        s[j + programIndex] = scale * acc[0];
-    }
+    for (; j + programCount <= rows; j += programCount)
+        dot_block((uniform float * uniform) s + j, x, B + j * ldB, ldB, depth, scale);
     for (; j < rows; j++) {
         float acc = 0.0f;
         foreach (c = 0 ... (uniform int)depth) acc += x[c] * B[j * ldB + c];

@@ -173,12 +173,14 @@ INLINE void product(float* C, int64_t ldC, const float* A, int64_t row_stride, i
                           first + c);
 }
 
-// One step towards sums(): a and b hold W / G rows each, as runs of G lanes; the result holds a's and
-// b's rows in turn, as runs of G / 2 lanes, each the sum of a run's halves.
+// One step towards sums(): a and b hold sums in runs of G lanes, to be added up; in the result the runs
+// are half as long, a's in the lanes whose number has not the bit G / 2, b's in those that have it.
 template <int G, size_t... I>
 INLINE Vec halve_runs(Vec a, Vec b, std::index_sequence<I...>) {
-    constexpr auto from = [](int i) { return (i % G < G / 2 ? 0 : W) + i / G * G + i % (G / 2); };
-    return __builtin_shufflevector(a, b, from(I)...) + __builtin_shufflevector(a, b, (from(I) + G / 2)...);
+    constexpr int half = G / 2;
+    const Vec stay = __builtin_shufflevector(a, b, (I & half ? W + I : I)...);
+    const Vec cross = __builtin_shufflevector(a, b, (I & half ? I : W + I)...);
+    return stay + __builtin_shufflevector(cross, cross, (I ^ half)...);
 }
 
 // Lane i of the result <- sum of the lanes of v[i].
@@ -192,6 +194,42 @@ INLINE Vec sums(Vec* v) {
     }
 }
 
+// The first and the second half of a0 b0 a1 b1 ...
+template <size_t... I>
+INLINE void interleave(Vec a, Vec b, Vec& low, Vec& high, std::index_sequence<I...>) {
+    low = __builtin_shufflevector(a, b, (I / 2 + I % 2 * W)...);
+    high = __builtin_shufflevector(a, b, (W / 2 + I / 2 + I % 2 * W)...);
+}
+
+// A W x W square: interleaving row i with row i + W / 2, log2(W) times over, moves every element to its
+// transposed place.
+INLINE void transpose_square(float* T, int64_t ldT, const float* X, int64_t ldX, float scale) {
+    Vec v[W], next[W];
+    for (int i = 0; i < W; i++) v[i] = scale * load(X + i * ldX);
+    for (int step = 1; step < W; step *= 2) {
+        for (int i = 0; i < W / 2; i++)
+            interleave(v[i], v[i + W / 2], next[2 * i], next[2 * i + 1], std::make_index_sequence<W>());
+        for (int i = 0; i < W; i++) v[i] = next[i];
+    }
+    for (int i = 0; i < W; i++) store(T + i * ldT, v[i]);
+}
+
+// o <- o + sum_j p[j] * B[j] for VS vectors of columns, in sums that do not wait for each other.
+template <int VS>
+INLINE void weighted_columns(float* o, const float* p, const float* B, int64_t ldB, int64_t rows) {
+    constexpr int CHAINS = 4;
+    Vec acc[CHAINS][VS] = {};
+    const auto add = [&](int64_t j, int chain) {
+        for (int v = 0; v < VS; v++) acc[chain][v] += p[j] * load(B + j * ldB + v * W);
+    };
+    int64_t j = 0;
+    for (; j + CHAINS <= rows; j += CHAINS)
+        for (int n = 0; n < CHAINS; n++) add(j + n, n);
+    for (; j < rows; j++) add(j, 0);
+    for (int v = 0; v < VS; v++)
+        store(o + v * W, load(o + v * W) + ((acc[0][v] + acc[1][v]) + (acc[2][v] + acc[3][v])));
+}
+
 }  // namespace
 
 int64_t lanes() { return W; }
@@ -203,10 +241,17 @@ const char* name() {
 }
 
 void transpose(float* T, int64_t ldT, const float* X, int64_t ldX, int64_t rows, int64_t cols, float scale) {
-    for (int64_t r0 = 0; r0 < rows; r0 += W) {
-        const int64_t r1 = r0 + W < rows ? r0 + W : rows;
-        for (int64_t c = 0; c < cols; c++)
-            for (int64_t r = r0; r < r1; r++) T[c * ldT + r] = scale * X[r * ldX + c];
+    for (int64_t r = 0; r < rows; r += W) {
+        for (int64_t c = 0; c < cols; c += W) {
+            const float* x = X + r * ldX + c;
+            float* t = T + c * ldT + r;
+            if (r + W <= rows && c + W <= cols) {
+                transpose_square(t, ldT, x, ldX, scale);
+                continue;
+            }
+            for (int64_t i = 0; i < W && r + i < rows; i++)
+                for (int64_t j = 0; j < W && c + j < cols; j++) t[j * ldT + i] = scale * x[i * ldX + j];
+        }
     }
 }
 
@@ -221,40 +266,35 @@ void multiply_add(float* C, int64_t ldC, const float* A, int64_t row_stride, int
 }
 
 void dot_rows(float* s, const float* x, const float* B, int64_t ldB, int64_t rows, int64_t depth, float scale) {
+    const int64_t whole = depth / W * W;
     int64_t j = 0;
     for (; j + W <= rows; j += W) {
-        Vec acc[W] = {};
-        int64_t c = 0;
-        for (; c + W <= depth; c += W) {
+        const float* b = B + j * ldB;
+        Vec acc[W];
+        for (int i = 0; i < W; i++) acc[i] = Vec{};
+        for (int64_t c = 0; c < whole; c += W) {
             const Vec a = load(x + c);
-            for (int i = 0; i < W; i++) acc[i] += a * load(B + (j + i) * ldB + c);
+            for (int i = 0; i < W; i++) acc[i] += a * load(b + i * ldB + c);
         }
-        if (c < depth) {
-            const Vec a = load_part(x + c, depth - c, 0.0f);
-            for (int i = 0; i < W; i++) acc[i] += a * load_part(B + (j + i) * ldB + c, depth - c, 0.0f);
-        }
-        store(s + j, scale * sums(acc));
+        Vec dots = sums(acc);
+        for (int64_t c = whole; c < depth; c++)  // the last features, one at a time
+            for (int i = 0; i < W; i++) dots[i] += x[c] * b[i * ldB + c];
+        store(s + j, scale * dots);
     }
     for (; j < rows; j++) {
         Vec acc{};
-        int64_t c = 0;
-        for (; c + W <= depth; c += W) acc += load(x + c) * load(B + j * ldB + c);
-        if (c < depth) acc += load_part(x + c, depth - c, 0.0f) * load_part(B + j * ldB + c, depth - c, 0.0f);
-        s[j] = scale * sum(acc);
+        for (int64_t c = 0; c < whole; c += W) acc += load(x + c) * load(B + j * ldB + c);
+        float dot = sum(acc);
+        for (int64_t c = whole; c < depth; c++) dot += x[c] * B[j * ldB + c];
+        s[j] = scale * dot;
     }
 }
 
 void add_weighted_rows(float* o, const float* p, const float* B, int64_t ldB, int64_t rows, int64_t cols) {
-    constexpr int CHAINS = 4;  // sums that do not wait for each other
     int64_t c = 0;
-    for (; c + W <= cols; c += W) {
-        Vec acc[CHAINS] = {load(o + c)};
-        int64_t j = 0;
-        for (; j + CHAINS <= rows; j += CHAINS)
-            for (int n = 0; n < CHAINS; n++) acc[n] += p[j + n] * load(B + (j + n) * ldB + c);
-        for (; j < rows; j++) acc[0] += p[j] * load(B + j * ldB + c);
-        store(o + c, (acc[0] + acc[1]) + (acc[2] + acc[3]));
-    }
+    for (; c + 4 * W <= cols; c += 4 * W) weighted_columns<4>(o + c, p, B + c, ldB, rows);
+    for (; c + 2 * W <= cols; c += 2 * W) weighted_columns<2>(o + c, p, B + c, ldB, rows);
+    for (; c + W <= cols; c += W) weighted_columns<1>(o + c, p, B + c, ldB, rows);
     if (c < cols) last_columns<true>(o + c, 0, p, 0, 1, B + c, ldB, 1, cols - c, rows, rows);
 }
 

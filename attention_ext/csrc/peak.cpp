@@ -1,0 +1,37 @@
+// What this processor can do at most: fused multiply-adds on numbers that stay in registers.
+#include <chrono>
+
+#include "attention.h"
+
+#if defined(__AVX512F__)
+constexpr int W = 16, CHAINS = 8;  // times 3: independent sums, more than the units' latency needs
+#elif defined(__AVX__)
+constexpr int W = 8, CHAINS = 4;
+#else
+constexpr int W = 4, CHAINS = 4;
+#endif
+
+// Floating-point operations per second of one thread, the best of several runs within `seconds`.
+double fma_peak(double seconds) {
+    typedef float Vec __attribute__((vector_size(W * sizeof(float))));
+    using Clock = std::chrono::steady_clock;
+    constexpr int64_t STEPS = 20000;
+    Vec acc[CHAINS][3], factor = Vec{} + 0.999f, term = Vec{} + 0.001f;
+    for (int i = 0; i < CHAINS; i++)  // all different, so that none is dropped
+        for (int v = 0; v < 3; v++) acc[i][v] = Vec{} + static_cast<float>(3 * i + v);
+    const auto begin = Clock::now();
+    double best = 0;
+    while (std::chrono::duration<double>(Clock::now() - begin).count() < seconds) {
+        const auto start = Clock::now();
+        for (int64_t step = 0; step < STEPS; step++)
+            for (int i = 0; i < CHAINS; i++)
+                for (int v = 0; v < 3; v++) acc[i][v] = acc[i][v] * factor + term;
+        const double elapsed = std::chrono::duration<double>(Clock::now() - start).count();
+        best = std::max(best, 2.0 * W * CHAINS * 3 * STEPS / elapsed);
+    }
+    Vec total{};
+    for (int i = 0; i < CHAINS; i++) total += acc[i][0] + acc[i][1] + acc[i][2];
+    volatile float kept = total[0];  // the results are used, so the work is done
+    (void)kept;
+    return best;
+}
