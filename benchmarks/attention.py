@@ -122,6 +122,11 @@ class Load:
         return max(0.0, busy - own) / wall
 
 
+def fma_peak(simd: str) -> float:
+    """Floating-point operations per second of one thread, at best."""
+    return build.load(simd).fma_peak(0.3)
+
+
 def measure(calls: dict[str, Contender], rounds: int, least: float = 0.01) -> dict[str, list[float]]:
     """Seconds per call, `rounds` for each contender, taken in turn; short calls are repeated to `least`."""
     repeats = {}
@@ -169,13 +174,13 @@ def main(lengths: list[int], widths: list[int], queries: int | None, threads: in
             raise click.UsageError(f"{name!r} must be one of {', '.join(known)}")
     click.echo(f"{', '.join(build.describe(s) for s in simds)}; PyTorch {torch.__version__}")
     load = Load()  # from here: the compilers are done
-    peaks = [build.load(simds[0]).fma_peak(0.3)]
+    peaks = [fma_peak(simds[0])]
     with torch.inference_mode():
         for N in lengths:
             for d in widths:
                 for causal in (False, True):
                     case(N, d, causal, queries or N, rounds, simds, chosen, threads * peaks[0])
-    peaks.append(build.load(simds[0]).fma_peak(0.3))
+    peaks.append(fma_peak(simds[0]))
     click.echo(f"\nFMA peak of one thread: {peaks[0] / 1e9:.0f} GFLOP/s before, {peaks[1] / 1e9:.0f} after")
     others = load.others()
     if max(peaks) / min(peaks) > 1 + BUSY or (others is not None and others > BUSY * threads):
@@ -193,9 +198,7 @@ def case(N: int, d: int, causal: bool, Nq: int, rounds: int, simds: list[str], p
     if causal and Nq not in (1, N):
         raise click.UsageError("PyTorch's causal mask is another one where queries and keys differ")
     q, k, v = (torch.randn(B, H, n, d) for n in (Nq, N, N))
-    exact = reference.attention(
-        q.double(), k.double(), v.double(), causal=causal, scale=d**-0.5
-    )  # (B, H, Nq, d)
+    exact, _ = reference.flash_attention(q.double(), k.double(), v.double(), causal=causal)  # (B, H, Nq, d)
     calls = contenders(q, k, v, causal, simds, parts)
     errors = {name: float((call() - exact).abs().max()) for name, call in calls.items()}
     wrong = [name for name, error in errors.items() if not error <= TOLERANCE * float(exact.abs().max())]

@@ -207,29 +207,43 @@ export void ispc_add_weighted_rows(uniform float o[], const uniform float p[], c
     }
 }
 
+// Of a row, the whole vectors and then, under a mask, the rest.
 export uniform float ispc_row_max(const uniform float x[], uniform int64 n, uniform float m) {
-    float most = m;
-    for (uniform int64 i = 0; i < n; i += programCount)
-        if (i + programIndex < n) most = larger(most, x[i + programIndex]);
-    return reduce_max(most);
+    float even = m, odd = m;
+    uniform int64 i = 0;
+    for (; i + 2 * programCount <= n; i += 2 * programCount) {
+        even = larger(even, x[i + programIndex]);
+        odd = larger(odd, x[i + programCount + programIndex]);
+    }
+    for (; i < n; i += programCount)
+        if (i + programIndex < n) even = larger(even, x[i + programIndex]);
+    return reduce_max(larger(even, odd));
 }
 
 export uniform float ispc_exp_sum(uniform float x[], uniform int64 n, uniform float m) {
     float total = 0.0f, witness = 0.0f;
-    for (uniform int64 i = 0; i < n; i += programCount)
-        if (i + programIndex < n) {
-            const float y = (x[i + programIndex] - m) * LOG2E;
-            const float e = exp2_nonpositive(y);
-            x[i + programIndex] = e;
-            total += e;
-            witness += y;
-        }
+    uniform int64 i = 0;
+    for (; i + programCount <= n; i += programCount) {
+        const float y = (x[i + programIndex] - m) * LOG2E;
+        const float e = exp2_nonpositive(y);
+        x[i + programIndex] = e;
+        total += e;
+        witness += y;
+    }
+    if (i + programIndex < n) {
+        const float y = (x[i + programIndex] - m) * LOG2E;
+        const float e = exp2_nonpositive(y);
+        x[i + programIndex] = e;
+        total += e;
+        witness += y;
+    }
     return reduce_add(nan_if(witness, total));
 }
 
 export void ispc_scale_row(uniform float x[], uniform int64 n, uniform float a) {
-    for (uniform int64 i = 0; i < n; i += programCount)
-        if (i + programIndex < n) x[i + programIndex] *= a;
+    uniform int64 i = 0;
+    for (; i + programCount <= n; i += programCount) x[i + programIndex] *= a;
+    if (i + programIndex < n) x[i + programIndex] *= a;
 }
 
 export uniform bool ispc_online_softmax(uniform float S[], uniform int64 ldS, uniform int64 rows,

@@ -299,11 +299,15 @@ void add_weighted_rows(float* o, const float* p, const float* B, int64_t ldB, in
 }
 
 float row_max(const float* x, int64_t n, float m) {
-    Vec most = splat(m);
+    Vec even = splat(m), odd = even;
     int64_t i = 0;
-    for (; i + W <= n; i += W) most = max(most, load(x + i));
-    if (i < n) most = max(most, load_part(x + i, n - i, m));
-    return reduce(most, [](float a, float b) { return b > a ? b : a; });
+    for (; i + 2 * W <= n; i += 2 * W) {
+        even = max(even, load(x + i));
+        odd = max(odd, load(x + i + W));
+    }
+    for (; i + W <= n; i += W) even = max(even, load(x + i));
+    if (i < n) odd = max(odd, load_part(x + i, n - i, m));
+    return reduce(max(even, odd), [](float a, float b) { return b > a ? b : a; });
 }
 
 float exp_sum(float* x, int64_t n, float m) {
