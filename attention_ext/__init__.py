@@ -152,9 +152,9 @@ def _check(part, q, k, v, causal, scale, br, bc, simd) -> None:
             raise TypeError(f"{name} is a {type(t).__name__}; it must be a tensor")
         if t.dtype != torch.float32:
             raise TypeError(f"{name} is {t.dtype}; it must be torch.float32")
-        if t.device.type != "cpu":
+        if not t.is_cpu:
             raise ValueError(f"{name} is on {t.device}; it must be on the CPU")
-        if t.ndim != 4 or 0 in t.shape:
+        if t.dim() != 4 or t.numel() == 0:
             raise ValueError(
                 f"{name} has shape {tuple(t.shape)}; it must be (B, H, N, d), no dimension empty"
             )
@@ -175,8 +175,8 @@ def _check(part, q, k, v, causal, scale, br, bc, simd) -> None:
             continue
         if not isinstance(size, int) or isinstance(size, bool):
             raise TypeError(f"{name} is a {type(size).__name__}; it must be a whole number")
-        if size < 1:
-            raise ValueError(f"{name} is {size}; it must be at least 1")
+        if not 1 <= size < 2**63:
+            raise ValueError(f"{name} is {size}; it must be at least 1 and fit 63 bits")
     if PARTS[part].operator and torch.is_grad_enabled():
         for name, t in (("q", q), ("k", k), ("v", v)):
             if t.requires_grad:

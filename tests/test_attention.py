@@ -206,6 +206,7 @@ WRONG = [
     (dict(simd="sse"), ValueError, "simd is 'sse'; it must be one of auto, ispc, portable, off"),
     (dict(br=0), ValueError, "br is 0; it must be at least 1"),
     (dict(bc=-3), ValueError, "bc is -3; it must be at least 1"),
+    (dict(bc=2**63), ValueError, "bc is 9223372036854775808; it must be at least 1 and fit 63 bits"),
     (dict(bc=2.5), TypeError, "bc is a float; it must be a whole number"),
     (dict(q=Q.clone().requires_grad_()), ValueError, "q requires a gradient; part4 computes none"),
 ]
