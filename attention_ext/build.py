@@ -67,19 +67,19 @@ def load(simd: str = "auto") -> Any:
     Raises ValueError for another simd, BuildError if there is no compiler, it fails, or the cache
     directory cannot be used.
     """
+    if simd not in SIMD:
+        raise ValueError(f"simd is {simd!r}; it must be one of {', '.join(SIMD)}")
+    if simd == "auto":
+        simd = "ispc" if find_ispc() else "portable"
     with _loading:
         return _load(simd)
 
 
 @functools.cache
-def _load(simd: str) -> Any:
-    if simd not in SIMD:
-        raise ValueError(f"simd is {simd!r}; it must be one of {', '.join(SIMD)}")
-    compiler, ispc = find_compiler(), find_ispc()
-    variant = simd if simd != "auto" else "ispc" if ispc else "portable"
-    if variant != "ispc":
-        ispc = None
-    elif ispc is None:
+def _load(variant: str) -> Any:
+    compiler = find_compiler()
+    ispc = find_ispc() if variant == "ispc" else None
+    if variant == "ispc" and ispc is None:
         raise BuildError("simd is 'ispc', but no ispc was found on PATH; scripts/install-ispc.sh gets it")
     name = f"attention_ext_{variant}"
     directory = cache_directory() / f"{name}_{_fingerprint(compiler, ispc, variant)}"
@@ -150,9 +150,7 @@ def _fingerprint(compiler: list[str], ispc: str | None, variant: str) -> str:
     digest = hashlib.sha256()
     for item in (shlex.join(compiler), *_flags(variant), torch.__version__, sys.version, _cpu()):
         digest.update(item.encode() + b"\0")
-    for command in (compiler, [ispc] if ispc else []):
-        if not command:
-            continue
+    for command in (compiler, *([[ispc]] if ispc else [])):
         try:
             version = subprocess.run([*command, "--version"], capture_output=True, check=True).stdout
         except (OSError, subprocess.CalledProcessError) as error:
@@ -188,6 +186,8 @@ def _compile(compiler: list[str], ispc: str | None, variant: str, directory: Pat
             if variant == "portable" and find_ispc() is None:
                 print("(no ispc found: the SIMD helpers are the portable ones)", file=sys.stderr, flush=True)
             # A killed build's compilers may still be writing where it worked, so never work there again.
+            for left in directory.glob(f"{tempfile.gettempprefix()}*"):
+                shutil.rmtree(left, ignore_errors=True)
             with tempfile.TemporaryDirectory(dir=directory, ignore_cleanup_errors=True) as work:
                 objects = [_run_ispc(ispc, Path(work))] if ispc else []
                 _run_compiler(compiler, variant, objects, Path(work))

@@ -62,9 +62,11 @@ def test_a_killed_build_is_taken_over(extension, tmp_path):
     process.communicate()
     (directory,) = tmp_path.iterdir()
     assert not (directory / "attention_ext.so").exists()
-    (directory / "lock").touch()  # torch's own, left behind; it would wait for it for ever
+    (left,) = (path for path in directory.iterdir() if path.is_dir())
+    (left / "lock").touch()  # torch's own, left behind; it would wait for it for ever
     out, err = finish(start(tmp_path))
     assert "Compiling" in err and "Waiting" not in err
+    assert sorted(path.name for path in directory.iterdir()) == ["attention_ext.so", "building"]
 
 
 def test_what_decides_the_outcome_decides_the_directory(monkeypatch, extension):
