@@ -42,6 +42,15 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
+class TileSize(click.ParamType):
+    """A whole number of at least 1, or 'auto', which leaves the choice to the kernel."""
+
+    name = "n|auto"
+
+    def convert(self, value, parameter, context) -> int | str:
+        return value if value == "auto" else click.IntRange(1, 2**31 - 1).convert(value, parameter, context)
+
+
 threads_option = click.option(
     "--threads", type=click.IntRange(1, 1024), help="Threads to use.", show_default="PyTorch's"
 )
@@ -52,10 +61,10 @@ def part_options(command: Callable) -> Callable:
     options = (
         click.option("-N", "N", type=click.IntRange(1, 2**31 - 1), default=1024, show_default=True,
                      help="Sequence length of the test."),
-        click.option("-br", type=click.IntRange(1, 2**31 - 1), help="Rows of part4's tile, in queries.",
-                     show_default=f"{LAB_TILE} in the test, tuned in --inference"),
-        click.option("-bc", type=click.IntRange(1, 2**31 - 1), help="Columns of part4's tile, in keys.",
-                     show_default=f"{LAB_TILE} in the test, tuned in --inference"),
+        click.option("-br", "--br", type=TileSize(), help="Rows of part4's tile, in queries.",
+                     show_default=f"{LAB_TILE} in the test, auto in --inference"),
+        click.option("-bc", "--bc", type=TileSize(), help="Columns of part4's tile, in keys.",
+                     show_default=f"{LAB_TILE} in the test, auto in --inference"),
         threads_option,
         click.option("--simd", type=click.Choice(SIMD), default="auto", show_default=True,
                      help="Helpers under parts 1 to 4; auto is ispc if found, else portable."),
@@ -91,11 +100,14 @@ def add_part_command(part: str) -> None:
     def command(context: click.Context, **options) -> None:
         refuse_options_of_the_other_mode(context)
         set_threads(options.pop("threads"))
-        if options.pop("inference"):
+        inference = options.pop("inference")
+        for side in ("br", "bc"):
+            size = options[side] or ("auto" if inference else LAB_TILE)
+            options[side] = None if size == "auto" else size
+        if inference:
             infer(part, **options)
         else:
-            br, bc = options["br"] or LAB_TILE, options["bc"] or LAB_TILE
-            lab_test(part, options["N"], br, bc, options["causal"], options["simd"])
+            lab_test(part, **{name: options[name] for name in ("N", "br", "bc", "causal", "simd")})
 
     command.help = (
         f"Test {part} ({PARTS[part].summary}) against PyTorch and profile it, "
@@ -123,7 +135,7 @@ for _part in PARTS:
     add_part_command(_part)
 
 
-def lab_test(part: str, N: int, br: int, bc: int, causal: bool, simd: str) -> None:
+def lab_test(part: str, *, N: int, br: int | None, bc: int | None, causal: bool, simd: str) -> None:
     """The lab's test; exit code 1 on a mismatch."""
     import signal
 

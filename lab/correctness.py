@@ -97,15 +97,16 @@ def check_memory(N: int) -> None:
 def run(
     part: str,
     N: int,
-    br: int,
-    bc: int,
+    br: int | None,
+    bc: int | None,
     causal: bool,
     simd: str = "auto",
     echo: Callable[[str], None] = print,
 ) -> bool:
     """The lab's test of `part` at length N, scale 1: reference, part, statistics; False on a mismatch.
 
-    br, bc: part4's tile, in queries and keys. simd: the helpers under parts 1 to 4, one of SIMD.
+    br, bc: part4's tile, in queries and keys; None takes tuned sizes. simd: the helpers under parts 1 to 4,
+    one of SIMD.
     """
     title = PARTS[part].title
     check_memory(N)

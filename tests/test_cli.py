@@ -146,6 +146,9 @@ def test_the_tests_options_reach_the_kernels(cli, extension, monkeypatch):
     calls.clear()
     assert cli("part4", "-N", 32, "--threads", 2).returncode == 0
     assert set(calls) == {("part0", 256, 256, False, 2), ("part4", 256, 256, False, 2)}
+    calls.clear()
+    assert cli("part4", "-N", 32, "--threads", 1, "--br", "auto", "-bc", "auto").returncode == 0
+    assert set(calls) == {("part0", None, None, False, 1), ("part4", None, None, False, 1)}
 
 
 def test_sample_i_has_the_seed_plus_i(cli):
@@ -188,10 +191,11 @@ WRONG = [
     (["4Daccess", "more"], "unexpected extra argument"),
     (["part4", "-N", "0"], "'-N': 0 is not in the range"),
     (["part4", "-N", "many"], "'-N': 'many' is not a valid integer"),
-    (["part4", "-br", "0"], "'-br': 0 is not in the range"),
+    (["part4", "-br", "0"], "0 is not in the range"),
+    (["part4", "-bc", "some"], "'some' is not a valid integer"),
     (["part4", "--threads", "0"], "'--threads': 0 is not in the range"),
     (["part4", "--colour"], "No such option"),
-    (["part4", "-br", "99999999999999999999"], "'-br': 99999999999999999999 is not in the range"),
+    (["part4", "-br", "99999999999999999999"], "99999999999999999999 is not in the range"),
     (["part4", "--prompt", "To be"], "--prompt goes with --inference only"),
     (["part4", "--inference", "--causal"], "--causal does not go with --inference"),
     (["part4", "-N", "10000000"], "N is 10000000; the reference would need"),
