@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -67,3 +68,11 @@ void for_each_item(int64_t items, int threads, const Body& body) {
 
 // What exp subtracts: the row's maximum, or 0 where every score was -inf (-inf - -inf would be NaN).
 inline float finite_max(float m) { return m == -std::numeric_limits<float>::infinity() ? 0.0f : m; }
+
+// row[0 .. n-1] <- softmax(row), the safe one; returns the logarithm of its normaliser.
+inline float softmax_row(float* row, int64_t n) {
+    const float m = simd::row_max(row, n, -std::numeric_limits<float>::infinity());
+    const float l = simd::exp_sum(row, n, finite_max(m));  // row <- exp(row - m)
+    simd::scale_row(row, n, 1 / l);
+    return m + std::log(l);
+}

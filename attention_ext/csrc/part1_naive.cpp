@@ -7,10 +7,7 @@
 //
 // Scratch: Nq x Nk floats, reused by every head. Threads: 1. The textbook's loops in the textbook's
 // order, one multiplication at a time; only the softmax of a row goes through the SIMD helpers.
-#include <cmath>
-
 #include "attention.h"
-#include "simd.h"
 
 int64_t naive_scratch(const Attention& a) { return /* S */ a.Nq * a.Nk; }
 
@@ -33,12 +30,8 @@ void naive_attention(const Attention& a, float* S) {
             }
 
             for (int64_t i = 0; i < Nq; i++) {
-                float* row = S + i * Nk;
-                const int64_t n = a.visible(i);
-                const float m = simd::row_max(row, n, -std::numeric_limits<float>::infinity());
-                const float l = simd::exp_sum(row, n, finite_max(m));
-                simd::scale_row(row, n, 1 / l);
-                if (lse) lse[i] = m + std::log(l);
+                const float log_sum = softmax_row(S + i * Nk, a.visible(i));
+                if (lse) lse[i] = log_sum;
             }
 
             for (int64_t i = 0; i < Nq; i++) {

@@ -9,8 +9,6 @@
 // of Q and T rows of K, 2 T d floats that fit L1, and uses each T times; so K and V come from beyond L1
 // Nq / T times instead of Nq times, and V is read along its rows, every cache line whole. The lanes of
 // the first product span keys, so the tile of K is transposed once, on the stack, for all queries.
-#include <cmath>
-
 #include "attention.h"
 
 namespace {
@@ -51,12 +49,8 @@ void blocked_attention(const Attention& a, float* S) {
             }
 
             for (int64_t i = 0; i < Nq; i++) {
-                float* row = S + i * Nk;
-                const int64_t n = a.visible(i);
-                const float m = simd::row_max(row, n, -std::numeric_limits<float>::infinity());
-                const float l = simd::exp_sum(row, n, finite_max(m));
-                simd::scale_row(row, n, 1 / l);
-                if (lse) lse[i] = m + std::log(l);
+                const float log_sum = softmax_row(S + i * Nk, a.visible(i));
+                if (lse) lse[i] = log_sum;
             }
 
             std::fill_n(O, Nq * d, 0.0f);

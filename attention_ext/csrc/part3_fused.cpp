@@ -8,8 +8,6 @@
 // Scratch: threads x Nk floats. What it improves: the N x N matrix of scores, written and read three
 // times in part 2, becomes a row that stays in L1, and the rows are independent, so all threads work.
 // What it gives up: K and V are read once per query instead of once per tile of queries.
-#include <cmath>
-
 #include "attention.h"
 
 namespace {
@@ -35,10 +33,8 @@ void fused_attention(const Attention& a, float* scratch) {
             const int64_t n = a.visible(i);
             simd::dot_rows(S, Q + i * ldQ, K, ldK, n, d, a.scale);
 
-            const float m = simd::row_max(S, n, -std::numeric_limits<float>::infinity());
-            const float l = simd::exp_sum(S, n, finite_max(m));
-            simd::scale_row(S, n, 1 / l);
-            if (lse) lse[i] = m + std::log(l);
+            const float log_sum = softmax_row(S, n);
+            if (lse) lse[i] = log_sum;
 
             std::fill_n(O + i * d, d, 0.0f);
             simd::add_weighted_rows(O + i * d, S, V, ldV, n, d);
