@@ -67,7 +67,7 @@ def part_options(command: Callable) -> Callable:
                      show_default=f"{LAB_TILE} in the test, auto in --inference"),
         threads_option,
         click.option("--simd", type=click.Choice(SIMD), default="auto", show_default=True,
-                     help="Helpers under parts 1 to 4; auto is ispc if found, else portable."),
+                     help="SIMD helpers under parts 1 to 4; auto is portable, off plain loops."),
         click.option("--causal", is_flag=True, help="Mask the test causally; the model always is."),
         click.option("--inference", is_flag=True, help="Write text instead of running the test."),
         click.option("-m", "--model", default="shakes128", show_default=True,

@@ -50,7 +50,8 @@ PARTS = {
     )
 }
 
-# The SIMD helpers under parts 1 to 4: 'auto' is ISPC where its compiler is found, else portable C++.
+# The SIMD helpers under parts 1 to 4. 'auto' is the faster: portable C++, level with ISPC in part 4 from
+# N = 1024 and ahead below (benchmarks/attention.py --simd ispc,portable).
 SIMD = ("auto", "ispc", "portable", "off")
 
 # Part 4's tile where none is asked for: the best or within 2 % of it in a sweep at N = 1024, d = 32, 64, 128.

@@ -63,16 +63,14 @@ _loading = threading.Lock()
 def load(simd: str = "auto") -> Any:
     """The operators, torch.ops.attention_ext_<variant>, compiled first if this machine has not yet.
 
-    simd: one of SIMD; 'auto' is 'ispc' where its compiler is found, else 'portable'.
+    simd: one of SIMD; 'auto' is 'portable'.
     Raises ValueError for another simd, BuildError if there is no compiler, it fails, or the cache
     directory cannot be used.
     """
     if simd not in SIMD:
         raise ValueError(f"simd is {simd!r}; it must be one of {', '.join(SIMD)}")
-    if simd == "auto":
-        simd = "ispc" if find_ispc() else "portable"
     with _loading:
-        return _load(simd)
+        return _load("portable" if simd == "auto" else simd)
 
 
 @functools.cache
@@ -183,8 +181,6 @@ def _compile(compiler: list[str], ispc: str | None, variant: str, directory: Pat
             if library.exists():  # another process made it while this one waited
                 return
             print("Compiling code into a PyTorch module...", file=sys.stderr, flush=True)
-            if variant == "portable" and find_ispc() is None:
-                print("(no ispc found: the SIMD helpers are the portable ones)", file=sys.stderr, flush=True)
             # A killed build's compilers may still be writing where it worked, so never work there again.
             for left in directory.glob(f"{tempfile.gettempprefix()}*"):
                 shutil.rmtree(left, ignore_errors=True)

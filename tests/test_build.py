@@ -121,6 +121,7 @@ def test_an_ispc_that_fails_shows_its_message(extension, tmp_path):
     script.write_text('#!/bin/sh\ncase "$*" in *--version*) exit 0;; esac\necho Error: kaboom >&2; exit 1\n')
     script.chmod(0o700)
     code = "from attention_ext import build, BuildError\ntry: build.load()\nexcept BuildError as e: print(e)"
+    code = code.replace("load()", "load('ispc')")
     out, _ = finish(start(tmp_path / "cache", code, ISPC=str(script)))
     assert out.startswith(f"{script} failed: Error: kaboom (all it said: ") and out.count("\n") == 1
 

