@@ -30,7 +30,7 @@ class Part:
     name: str
     title: str
     summary: str
-    operator: str | None = None  # in torch.ops.attention_ext; None is PyTorch itself
+    operator: str | None = None  # in torch.ops.attention_ext_<simd>; None is PyTorch itself
     tiled: bool = False
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import library as torch_library
 
 from attention_ext import PARTS, SIMD, BuildError
 
@@ -284,4 +285,4 @@ def _register_fakes(name: str) -> None:
 
     for part in PARTS.values():
         if part.operator:
-            torch.library.register_fake(f"{name}::{part.operator}", fake)
+            torch_library.register_fake(f"{name}::{part.operator}", fake)

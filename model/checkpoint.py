@@ -84,8 +84,13 @@ def save(directory: Path, model: GPT, tokenizer: CharTokenizer, record: dict) ->
     safetensors.torch.save_file(weights, directory / "model.safetensors")
     config = asdict(model.config) | {"dropout": 0.0}
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    (directory / "training.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
     tokenizer.write_meta_json(directory / "meta.json")
+    save_record(directory, record)
+
+
+def save_record(directory: Path, record: dict) -> None:
+    """Write a checkpoint directory's training record, training.json."""
+    (directory / "training.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
 def _read_directory(path: Path) -> tuple[dict, dict[str, Tensor], str | None]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model import corpus
-from model.checkpoint import save
+from model.checkpoint import save, save_record
 from model.gpt import GPT, GPTConfig
 from model.tokenizer import CharTokenizer
 
@@ -331,5 +331,7 @@ def train(
             record |= {"val_loss": loss, "best_step": done, "seconds_to_best": round(seconds)}
             if out is not None:
                 save(out, trainer.averaged, tokenizer, record)
+    if out is not None:
+        save_record(out, record)  # with the curve beyond the best step
     report(f"best validation loss {record['val_loss']:.4f} nats per character, at step {record['best_step']}")
     return record

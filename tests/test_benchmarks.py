@@ -6,7 +6,6 @@ import importlib.util
 import re
 
 import pytest
-import torch
 from click.testing import CliRunner
 from conftest import ROOT
 
@@ -60,13 +59,13 @@ def test_a_busy_machine_is_named(run, monkeypatch):
     assert "The machine was busy: others took 0.70 processors" in done.output
 
 
-def test_the_load_of_others_is_seen():
-    load = bench.Load()
-    total = 0
-    for i in range(2_000_000):
-        total += i
-    others = load.others()
-    assert others is None or 0 <= others < torch.get_num_threads() + 64
+def test_the_load_of_others_is_what_this_process_did_not_use(monkeypatch):
+    """Processor seconds of the machine, of this process, wall seconds: 5 - 2 by others in 4."""
+    readings = iter([(100.0, 10.0, 1000.0), (105.0, 12.0, 1004.0)])
+    monkeypatch.setattr(bench.Load, "_now", staticmethod(lambda: next(readings)))
+    assert bench.Load().others() == pytest.approx(0.75)
+    monkeypatch.setattr(bench.Load, "_now", staticmethod(lambda: None))
+    assert bench.Load().others() is None
 
 
 def test_the_peak_is_plausible(extension):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from torch import library as torch_library
 
 from attention_ext import PARTS, attention, build, operator
 
@@ -22,12 +23,12 @@ def arguments(kernel, **change):
 
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_opcheck(kernel, return_lse):
-    torch.library.opcheck(operator(kernel), arguments(kernel, return_lse=return_lse))
+    torch_library.opcheck(operator(kernel), arguments(kernel, return_lse=return_lse))
 
 
 def test_opcheck_with_transposed_inputs(kernel):
     q, k, v = (torch.randn(1, 20, 2, 8).transpose(1, 2) for _ in range(3))
-    torch.library.opcheck(operator(kernel), arguments(kernel, q=q, k=k, v=v))
+    torch_library.opcheck(operator(kernel), arguments(kernel, q=q, k=k, v=v))
 
 
 def test_compiles_without_a_graph_break(kernel):

@@ -45,6 +45,23 @@ def test_the_best_so_far_survives_an_interruption_and_a_divergence(tmp_path, mon
     load(str(tmp_path), attend)
 
 
+def test_the_record_has_the_whole_curve_and_the_weights_are_the_best(tmp_path, monkeypatch):
+    losses = iter([2.0, 1.5, 1.7])
+    seen = []
+
+    def evaluate(model, ids):
+        seen.append(model.transformer.wte.weight.detach().clone())
+        return next(losses)
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    record = train.train(RECIPE, TEXT, out=tmp_path, report=lambda line: None)
+    assert json.loads((tmp_path / "training.json").read_text()) == json.loads(json.dumps(record))
+    assert [(step, loss) for step, _, loss in record["curve"]] == [(30, 2.0), (60, 1.5), (80, 1.7)]
+    assert (record["val_loss"], record["best_step"]) == (1.5, 60)
+    assert torch.equal(load(str(tmp_path), attend).model.transformer.wte.weight, seen[1])
+    assert not torch.equal(seen[1], seen[2])
+
+
 def test_a_directory_that_cannot_be_made_is_refused_before_training(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError):
