@@ -115,6 +115,15 @@ def test_strides(part, causal):
     )
 
 
+@pytest.mark.parametrize("Nq", [1, 2, 3, 4, 40])
+@pytest.mark.parametrize("Nk", [40, 41, 300])
+def test_keys_held_transposed(part, Nq, Nk):
+    q, k, v = qkv(2, 3, Nq, Nk, 24)
+    held = torch.full((2, 3, 24, Nk + 7), math.nan)  # (B, H, d, capacity), as a cache grows
+    held[..., :Nk] = k.mT
+    check(part, q, held[..., :Nk].mT, v, causal=True, bc=64)
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_scores_of_1e4(part, causal):
     q, k, v = qkv(1, 2, 65, 65, 32)

@@ -2,7 +2,8 @@
 //
 //   out = softmax(scale * q k^T) v        per batch and head, float32
 //
-// q (B, H, Nq, d); k, v (B, H, Nk, d): strided, but their last dimension is contiguous.
+// q (B, H, Nq, d); k, v (B, H, Nk, d): strided, but their last dimension is contiguous, except that part 4
+// takes k held transposed, its keys contiguous, for up to FEW queries.
 // out (B, H, Nq, d), lse (B, H, Nq) or null: contiguous.
 // causal: query i sees the keys j <= i + (Nk - Nq); Nq <= Nk.
 #pragma once
@@ -18,7 +19,7 @@
 
 struct Matrices {  // one (N, d) matrix per batch and head; strides in floats
     const float* data;
-    int64_t batch_stride, head_stride, row_stride;
+    int64_t batch_stride, head_stride, row_stride, col_stride;
 
     const float* at(int64_t b, int64_t h) const { return data + b * batch_stride + h * head_stride; }
 };
@@ -39,6 +40,9 @@ struct Attention {
     float* out_at(int64_t b, int64_t h) const { return out + (b * H + h) * Nq * d; }
     float* lse_at(int64_t b, int64_t h) const { return lse ? lse + (b * H + h) * Nq : nullptr; }
 };
+
+// Queries for which part 4 goes one by one, the lanes spanning keys.
+constexpr int64_t FEW = 3;
 
 // Each part: how many floats of scratch it needs, and the kernel.
 int64_t naive_scratch(const Attention&);

@@ -26,18 +26,23 @@ std::string shape(const Tensor& t) {
     return text + ")";
 }
 
-// A tensor of the contract with a contiguous last dimension: itself, or a copy.
-Tensor checked(const Tensor& t, const char* name) {
+void checked(const Tensor& t, const char* name) {
     STD_TORCH_CHECK(t.is_cpu(), name, " is on another device; it must be on the CPU");
     STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float, name, " has another type; it must be float32");
     STD_TORCH_CHECK(t.dim() == 4, name, " has shape ", shape(t), "; it must have four dimensions (B, H, N, d)");
     for (int64_t i = 0; i < 4; i++)
         STD_TORCH_CHECK(t.size(i) >= 1, name, " has shape ", shape(t), "; no dimension may be empty");
-    return t.stride(3) == 1 || t.size(3) == 1 ? t : torch::stable::contiguous(t);
+}
+
+// t itself if its rows, or its columns, are contiguous, else a copy whose rows are.
+Tensor with_contiguous_rows(const Tensor& t, bool or_columns = false) {
+    const bool rows = t.stride(3) == 1 || t.size(3) == 1, columns = t.stride(2) == 1;
+    return rows || (or_columns && columns) ? t : torch::stable::contiguous(t);
 }
 
 Matrices matrices(const Tensor& t) {
-    return {static_cast<const float*>(t.const_data_ptr()), t.stride(0), t.stride(1), t.stride(2)};
+    return {static_cast<const float*>(t.const_data_ptr()), t.stride(0), t.stride(1), t.stride(2),
+            t.size(3) == 1 ? 1 : t.stride(3)};
 }
 
 Tensor new_floats(torch::headeronly::IntHeaderOnlyArrayRef size) {
@@ -49,8 +54,10 @@ using Kernel = void (*)(const Attention&, float*);
 
 std::tuple<Tensor, Tensor> run(Scratch scratch, Kernel kernel, const Tensor& q_, const Tensor& k_,
                                const Tensor& v_, bool causal, double scale, bool return_lse, int64_t br,
-                               int64_t bc) {
-    const Tensor q = checked(q_, "q"), k = checked(k_, "k"), v = checked(v_, "v");
+                               int64_t bc, int64_t few = 0) {  // queries up to which k may be transposed
+    checked(q_, "q"), checked(k_, "k"), checked(v_, "v");
+    const Tensor q = with_contiguous_rows(q_), k = with_contiguous_rows(k_, q_.size(2) <= few),
+                 v = with_contiguous_rows(v_);
     const int64_t B = q.size(0), H = q.size(1), Nq = q.size(2), Nk = k.size(2), d = q.size(3);
     STD_TORCH_CHECK(k.size(0) == B && k.size(1) == H && k.size(3) == d, "k has shape ", shape(k),
                     "; it must be (B, H, Nk, d) like q, which has shape ", shape(q));
@@ -90,7 +97,7 @@ std::tuple<Tensor, Tensor> untiled(const Tensor& q, const Tensor& k, const Tenso
 
 std::tuple<Tensor, Tensor> flash(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double scale,
                                  bool return_lse, int64_t br, int64_t bc) {
-    return run(flash_scratch, flash_attention, q, k, v, causal, scale, return_lse, br, bc);
+    return run(flash_scratch, flash_attention, q, k, v, causal, scale, return_lse, br, bc, FEW);
 }
 
 // t[i][j][k][l] by the strides, as the lab's accessor reads a 4-D tensor that is one run of floats.

@@ -23,8 +23,7 @@
 
 namespace {
 
-constexpr int64_t STEP = 128;  // keys of a strip
-constexpr int64_t FEW = 3;     // queries for which a vector of queries would be mostly padding
+constexpr int64_t STEP = 128;                             // keys of a strip
 constexpr float LOG2E = 1.44269504f, LN2 = 0.693147181f;  // scores, m and lse pass through powers of 2
 
 int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
@@ -65,10 +64,20 @@ void attend(const Attention& a, const Tile& t, int64_t r0, int64_t queries, cons
     simd::multiply_add(Ot, t.R, Vj, 1, a.v.row_stride, t.St, ldS, d, queries, keys, first);
 }
 
-// The same for FEW queries or less, one at a time, the lanes spanning keys: a token that continues a long
-// text. Scratch: Bc scores.
+// S <- scale * x K^T for the keys from j0 on. Held transposed, K is added up row by row, a feature a row, and
+// no dot product has to be added up across the lanes.
+void score(const Attention& a, float* S, const float* x, const float* K, int64_t j0, int64_t keys) {
+    if (a.k.col_stride == 1)
+        return simd::dot_rows(S, x, K + j0 * a.k.row_stride, a.k.row_stride, keys, a.d, a.scale);
+    std::fill_n(S, keys, 0.0f);
+    simd::add_weighted_rows(S, x, K + j0, a.k.col_stride, a.d, keys);
+    simd::scale_row(S, keys, a.scale);
+}
+
+// The same for FEW queries or less, for which a vector of queries would be mostly padding: one at a time, the
+// lanes spanning keys. A token that continues a long text is one query. Scratch: Bc scores.
 void flash_few(const Attention& a, float* scratch) {
-    const int64_t d = a.d, Bc = a.Bc, ldK = a.k.row_stride, ldV = a.v.row_stride;
+    const int64_t d = a.d, Bc = a.Bc, ldV = a.v.row_stride;
 
     for_each_item(a.B * a.H * a.Nq, a.threads, [&](int64_t item, int thread) {
         const int64_t b = item / a.Nq / a.H, h = item / a.Nq % a.H, i = item % a.Nq;
@@ -79,7 +88,7 @@ void flash_few(const Attention& a, float* scratch) {
         std::fill_n(O, d, 0.0f);
         for (int64_t j0 = 0; j0 < a.visible(i); j0 += Bc) {
             const int64_t keys = std::min(Bc, a.visible(i) - j0);
-            simd::dot_rows(S, Q, K + j0 * ldK, ldK, keys, d, a.scale);
+            score(a, S, Q, K, j0, keys);
             const float m_new = simd::row_max(S, keys, m);
             const float correction = std::exp(m - finite_max(m_new));
             l = correction * l + simd::exp_sum(S, keys, finite_max(m_new));
