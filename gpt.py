@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from attention_ext import PARTS, SIMD, BuildError
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 LAB_TILE = 256
-SEPARATOR = "-" * 15
+ENGINES = ("auto", "native", "torch")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -29,9 +28,7 @@ def cli() -> None:
     """
 
 
-def notice(text: str) -> None:
-    """One line for the person at the terminal, never into a pipe."""
-    click.echo(text, err=True)
+notice = partial(click.echo, err=True)  # for the person at the terminal, never into a pipe
 
 
 def set_threads(threads: int | None) -> None:
@@ -80,11 +77,24 @@ def part_options(command: Callable) -> Callable:
                      help="Samples to write; sample i has the seed SEED + i."),
         click.option("--temperature", type=click.FloatRange(0), default=0.8, show_default=True,
                      help="Divide the logits by this; 0 takes the likeliest token."),
-        click.option("--top-k", type=click.IntRange(1), default=200, show_default=True,
+        click.option("--top-k", type=click.IntRange(1, 2**63 - 1), default=200, show_default=True,
                      help="Choose among the k likeliest tokens."),
+        click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
+                     help="... among the likeliest that together have this probability."),
+        click.option("--min-p", type=click.FloatRange(0, 1), default=0.0, show_default=True,
+                     help="... among those with this share of the likeliest one's probability."),
+        click.option("--repetition-penalty", type=click.FloatRange(0, min_open=True), default=1.0,
+                     show_default=True, help="Make tokens that have occurred less likely (above 1)."),
+        click.option("--stop", multiple=True, help="End a sample before this text; may be repeated."),
         click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=1337, show_default=True,
                      help="Seed of the first sample."),
+        click.option("--context", type=click.Choice(["slide", "reset"]), default="slide", show_default=True,
+                     help="Past the block size: slide the window, or start it again from its last half."),
         click.option("--no-kv-cache", is_flag=True, help="Recompute everything for each token."),
+        click.option("--engine", type=click.Choice(ENGINES), default="auto", show_default=True,
+                     help="What runs the model; auto is native for parts 1 to 4, torch for part0."),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object per sample."),
+        click.option("--interactive", is_flag=True, help="Write in turns with you."),
     )  # fmt: skip
     for option in reversed(options):
         command = option(command)
@@ -97,15 +107,15 @@ def add_part_command(part: str) -> None:
     @cli.command(part, short_help=f"{PARTS[part].title.capitalize()}: {PARTS[part].summary}.")
     @part_options
     @click.pass_context
-    def command(context: click.Context, **options) -> None:
-        refuse_options_of_the_other_mode(context)
+    def command(given: click.Context, /, **options) -> None:
+        refuse_options_of_the_other_mode(given)
         set_threads(options.pop("threads"))
         inference = options.pop("inference")
         for side in ("br", "bc"):
             size = options[side] or ("auto" if inference else LAB_TILE)
             options[side] = None if size == "auto" else size
         if inference:
-            infer(part, **options)
+            infer(part, **{name: value for name, value in options.items() if name not in TEST_ONLY})
         else:
             lab_test(part, **{name: options[name] for name in ("N", "br", "bc", "causal", "simd")})
 
@@ -151,61 +161,31 @@ def lab_test(part: str, *, N: int, br: int | None, bc: int | None, causal: bool,
         sys.exit(1)
 
 
-def infer(part: str, *, model: str, br: int | None, bc: int | None, simd: str, prompt: str | None,
-          prompt_file: str | None, max_new_tokens: int | None, num_samples: int, temperature: float,
-          top_k: int, seed: int, no_kv_cache: bool, **_: object) -> None:  # fmt: skip
+def infer(part: str, *, prompt: str | None, prompt_file: str | None, no_kv_cache: bool, engine: str,
+          as_json: bool, interactive: bool, temperature: float, top_k: int, top_p: float, min_p: float,
+          repetition_penalty: float, **options) -> None:  # fmt: skip
     """Write samples to stdout as they are made, notices to stderr."""
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("--prompt and --prompt-file exclude each other")
+    if interactive and (as_json or prompt_file == "-"):
+        raise click.UsageError("--interactive goes with neither --json nor --prompt-file -")
     if prompt_file is not None:
         prompt = read_prompt(prompt_file)
 
-    from attention_ext import attention
-    from model.checkpoint import load
-    from model.generate import generate
+    from lab import inference
+    from model import load
+    from model.sampling import Sampling
 
-    checkpoint = load(model, partial(attention, part, causal=True, br=br, bc=bc, simd=simd))
-    gpt, tokenizer = checkpoint.model, checkpoint.tokenizer
-    ids = tokenizer.encode("\n" if prompt is None else prompt)
-    count = gpt.config.block_size if max_new_tokens is None else max_new_tokens
-
-    def sample(i: int) -> Iterator[int]:
-        return generate(gpt, ids, count, temperature=temperature, top_k=top_k, seed=seed + i,
-                        use_cache=not no_kv_cache)  # fmt: skip
-
-    first = sample(0)  # checks the arguments before anything is written
-    kernel = describe_kernel(part, simd)  # compiles now, so that the first token does not wait for it
-    notice(f"Running inference using dnn model {model}")
-    notice(f"number of parameters: {gpt.num_params() / 1e6:.2f}M")
-    notice(f"Vocabulary of {len(tokenizer)} tokens from {tokenizer.source}")
-    notice(kernel)
-
-    written, seconds = 0, 0.0
-
-    def timed(tokens: Iterator[int]) -> Iterator[int]:
-        nonlocal written, seconds
-        start = time.perf_counter()
-        for token in tokens:
-            written, seconds = written + 1, seconds + time.perf_counter() - start
-            yield token
-            start = time.perf_counter()
-
-    for i in range(num_samples):
-        if i:
-            click.echo(SEPARATOR)
-        tokens = sample(i) if i else first
-        click.echo(prompt or "", nl=False)
-        for text in tokenizer.decode(timed(tokens)):
-            click.echo(text, nl=False)  # which flushes
-        click.echo()
-    notice(f"{written} tokens in {seconds:.2f} s with {part}: {written / max(seconds, 1e-9):,.0f} tokens/s")
-
-
-def describe_kernel(part: str, simd: str) -> str:
-    """One line on what computes the attention."""
-    from attention_ext import build
-
-    return build.describe(simd) if PARTS[part].operator else f"Attention by {PARTS[part].summary}"
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    request = inference.Request(
+        part=part, prompt=prompt, engine=None if engine == "auto" else engine, use_cache=not no_kv_cache,
+        sampling=sampling, **options
+    )  # fmt: skip
+    session = inference.Session(request, load(request.model))
+    if interactive:
+        inference.converse(session, click.echo, notice)
+    else:
+        inference.write(session, click.echo, notice, as_json)
 
 
 def read_prompt(name: str) -> str:

@@ -37,7 +37,9 @@ SOURCES = (
     "part3_fused.cpp",
     "part4_flash.cpp",
     "peak.cpp",
+    "decoder.cpp",
 )
+DECODER_BINDINGS = "decoder_bindings.cpp"  # compiled where Python's own header is installed
 # Each implementation of simd.h: its source, and the flags that it alone is compiled with.
 VARIANTS = {
     "ispc": ("simd_ispc.cpp", ()),
@@ -74,6 +76,43 @@ def load(simd: str = "auto") -> Any:
         return _load("portable" if simd == "auto" else simd)
 
 
+def load_decoder(simd: str = "auto") -> Any:
+    """The class Decoder of decoder_bindings.cpp, compiled first if need be; simd as in load().
+
+    Raises ValueError and BuildError as load() does, and BuildError where Python's header is missing.
+    """
+    if not has_python_header():
+        raise BuildError(
+            f"the native engine needs Python's header, and there is no {_python_header()}; install it "
+            "(Debian, Ubuntu: apt install python3-dev), or choose the torch engine"
+        )
+    load(simd)
+    with _loading:
+        return _load_decoder("portable" if simd == "auto" else simd)
+
+
+def has_python_header() -> bool:
+    """Whether C++ that knows Python can be compiled here."""
+    return _python_header().is_file()
+
+
+def _python_header() -> Path:
+    return Path(sysconfig.get_path("include")) / "Python.h"
+
+
+@functools.cache
+def _load_decoder(variant: str) -> Any:
+    library = _libraries[variant]
+    spec = importlib.util.spec_from_file_location(f"attention_ext_{variant}", library)
+    assert spec is not None and spec.loader is not None  # the suffix is one of an extension module
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Decoder
+
+
+_libraries: dict[str, Path] = {}  # of each variant that is loaded
+
+
 @functools.cache
 def _load(variant: str) -> Any:
     compiler = find_compiler()
@@ -90,6 +129,7 @@ def _load(variant: str) -> Any:
     except OSError as error:
         raise BuildError(f"{library} cannot be loaded ({error}); delete it to compile it again") from None
     _register_fakes(name)
+    _libraries[variant] = library
     return getattr(torch.ops, name)
 
 
@@ -147,7 +187,8 @@ def cache_directory() -> Path:
 def _fingerprint(compiler: list[str], ispc: str | None, variant: str) -> str:
     """16 hexadecimal digits of everything that decides what the compilers make."""
     digest = hashlib.sha256()
-    for item in (shlex.join(compiler), *_flags(variant), torch.__version__, sys.version, _cpu()):
+    decoder = f"decoder {has_python_header()}"
+    for item in (shlex.join(compiler), *_flags(variant), torch.__version__, sys.version, _cpu(), decoder):
         digest.update(item.encode() + b"\0")
     for command in (compiler, *([[ispc]] if ispc else [])):
         try:
@@ -210,11 +251,12 @@ def _run_compiler(compiler: list[str], variant: str, objects: list[str], work: P
     """Make a library in `work`, which torch's builder also loads; renamed, it is still the same one."""
     from torch.utils import cpp_extension  # slow to import, and only a build needs it
 
+    sources = (*((DECODER_BINDINGS,) if has_python_header() else ()), *SOURCES, VARIANTS[variant][0])
     with _environment(_as_one_program(compiler, work)):
         try:
             cpp_extension.load(
                 "unfinished",
-                [str(CSRC / name) for name in (*SOURCES, VARIANTS[variant][0])],
+                [str(CSRC / name) for name in sources],
                 extra_cflags=list(_flags(variant)),
                 extra_ldflags=objects,
                 build_directory=str(work),

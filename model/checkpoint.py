@@ -11,6 +11,7 @@ import dataclasses
 import json
 import re
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from attention_ext import attention
 from model.gpt import GPT, Attend, GPTConfig
 from model.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer
 
@@ -38,10 +40,10 @@ class Checkpoint:
     tokenizer: Tokenizer
 
 
-def load(name: str, attend: Attend) -> Checkpoint:
+def load(name: str, attend: Attend | None = None) -> Checkpoint:
     """Load a shipped checkpoint, a directory like one, or any nanoGPT ckpt.pt or directory with one.
 
-    name: one of SHIPPED, or a path. attend: the model's attention, see model.gpt.GPT.
+    name: one of SHIPPED, or a path. attend: the model's attention, see model.gpt.GPT; part0 unless given.
     Raises CheckpointError or tokenizer.VocabularyError, each naming the file and what is wrong.
     """
     path = ROOT / "checkpoints" / name if name in SHIPPED else Path(name)
@@ -63,7 +65,7 @@ def load(name: str, attend: Attend) -> Checkpoint:
         config = GPTConfig(**args)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{name}: the configuration is wrong: {error}") from None
-    model = _assemble(name, config, weights, attend)
+    model = _assemble(name, config, weights, attend or partial(attention, "part0", causal=True))
     tokenizer = _find_vocabulary(path, dataset, config.vocab_size)
     if len(tokenizer) != config.vocab_size:
         raise CheckpointError(

@@ -1,93 +1,245 @@
-"""Writing text: sample(), prefill(), decode() and generate(), small free functions."""
+"""Writing text: from a prompt to tokens, samples and strings, over either engine."""
 
 from __future__ import annotations
 
-import math
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from model.gpt import GPT
-from model.kv_cache import KVCache
+from model.checkpoint import Checkpoint
+from model.engine import Engine, open_engine
+from model.sampling import Sampling
+from model.tokenizer import Tokenizer
+
+CONTEXTS = ("slide", "reset")
+AT_ONCE = 32  # samples that are decoded together
 
 
-def sample(logits: Tensor, uniform: float, temperature: float = 1.0, top_k: int | None = None) -> int:
-    """One token id from logits (V,), by the inverse of the cumulative distribution at `uniform`.
+class Uniforms:
+    """The numbers in [0, 1) that decide a text's tokens, one each, from a seed."""
 
-    uniform: in [0, 1). temperature: divides the logits; 0 takes the largest. top_k: keep the k largest
-    logits, and those equal to the last of them, as nanoGPT does.
-    In float64, tokens in the order of their ids, so that engines which differ by rounding agree.
-    Raises ValueError if the logits hold NaN.
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._drawn: list[float] = []
+
+    def __next__(self) -> float:
+        if not self._drawn:  # many at a time: a draw costs as much as a token of a small model
+            self._drawn = torch.rand(256, dtype=torch.float64, generator=self._generator).tolist()[::-1]
+        return self._drawn.pop()
+
+
+class Writer:
+    """Texts that continue one prompt, token by token, text i in slot i of an engine.
+
+    prompt: token ids, at least one; of more than the window only the last are read.
+    seeds: of each text, at most as many as the engine has slots.
+    context: what the model sees once a text is longer than the engine's capacity. 'slide': always the last
+    `capacity` tokens, at positions counted from the window's start, so every token costs a whole window, as
+    in nanoGPT. 'reset': the window starts again with its last half, at the cost of one prefill for each half
+    window.
+    use_cache: False reads the whole window anew for every token.
+    Raises ValueError naming the argument that is out of range.
     """
-    if logits.isnan().any():
-        raise ValueError("logits hold NaN; they must be numbers")
-    if temperature == 0:
-        return int(logits.argmax())
-    scaled = (logits.double() - logits.max()) / temperature
-    if top_k is not None and top_k < len(scaled):
-        scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[-1], -math.inf)
-    cumulative = torch.softmax(scaled, dim=-1).cumsum(-1)
-    point = uniform * cumulative[-1:]
-    return int(torch.searchsorted(cumulative, point, right=True).clamp_(max=len(scaled) - 1))
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Sequence[int],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        context: str = "slide",
+        use_cache: bool = True,
+    ) -> None:
+        if len(prompt) == 0:
+            raise ValueError("prompt is empty; it must have at least one token")
+        if not all(0 <= token < engine.config.vocab_size for token in prompt):
+            raise ValueError(f"prompt has a token outside 0 .. {engine.config.vocab_size - 1}")
+        if not 1 <= len(seeds) <= engine.slots:
+            raise ValueError(f"seeds are {len(seeds)}; they must be 1 to {engine.slots}, the engine's slots")
+        for seed in seeds:
+            if not 0 <= seed < 2**64:
+                raise ValueError(f"seed is {seed}; it must be at least 0 and less than 2**64")
+        if context not in CONTEXTS:
+            raise ValueError(f"context is {context!r}; it must be one of {', '.join(CONTEXTS)}")
+        self.engine, self.sampling = engine, sampling
+        self.prefill_seconds = self.decode_seconds = 0.0
+        self._uniforms = [Uniforms(seed) for seed in seeds]
+        self._window = engine.capacity
+        self._kept = max(1, self._window // 2) if context == "reset" else self._window
+        self._use_cache = use_cache
+        self._last = [deque(prompt, self._window) for _ in seeds]
+        self._held = [0] * len(seeds)  # tokens in each slot
+
+    def next(self, texts: Sequence[int]) -> list[int]:
+        """Append a token to each of these texts; gives them in the same order."""
+        start = time.perf_counter()
+        first = not self._held[texts[0]]
+        for i in texts:
+            held = self._held[i]
+            if not 0 < held <= self._window or not self._use_cache:
+                count = self._window if held == 0 else self._kept if held > self._window else held
+                ids = list(self._last[i])[-count:]
+                self.engine.prefill(i, ids, continues=held > 0)
+                self._held[i] = len(ids)
+        begin = time.perf_counter() if first else start  # what follows the prompt counts as decoding
+        tokens = self.engine.next(texts, [next(self._uniforms[i]) for i in texts], self.sampling)
+        for i, token in zip(texts, tokens):
+            self._last[i].append(token)
+            self._held[i] += 1
+        self.prefill_seconds += begin - start
+        self.decode_seconds += time.perf_counter() - begin
+        return tokens
 
 
-def prefill(model: GPT, ids: Sequence[int], caches: list[KVCache] | None = None) -> Tensor:
-    """Logits (V,) of the token after `ids`, all of them read at once; fills the caches if given."""
-    return model(torch.tensor([ids]), caches, last_only=True)[0, -1]
+class StopFilter:
+    """Passes text on until one of the stop strings appears; holds back what may become one."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        if any(not isinstance(s, str) or not s for s in stop):
+            raise ValueError(f"stop is {list(stop)!r}; it must hold strings, none of them empty")
+        self.stop, self._held = tuple(stop), ""
+        self.found: str | None = None  # the stop string that ended the text
+
+    def feed(self, text: str) -> str:
+        """What of the text so far may be shown now; sets `found` where it ends."""
+        if not self.stop:
+            return text
+        self._held += text
+        found = [(at, s) for s in self.stop if (at := self._held.find(s)) >= 0]
+        if found:
+            at, self.found = min(found)
+            return self._release(at)
+        longest = max(
+            (n for s in self.stop for n in range(1, len(s)) if self._held.endswith(s[:n])), default=0
+        )
+        return self._release(len(self._held) - longest)
+
+    def end(self) -> str:
+        """What was held back, as no stop string came of it."""
+        return "" if self.found else self._release(len(self._held))
+
+    def _release(self, length: int) -> str:
+        released, self._held = self._held[:length], self._held[length:]
+        return released
 
 
-def decode(model: GPT, token: int, caches: list[KVCache]) -> Tensor:
-    """Logits (V,) of the token after `token`, which continues what the caches hold."""
-    return model(torch.tensor([[token]]), caches, last_only=True)[0, -1]
+@dataclass
+class Completion:
+    """One finished sample: its text, without the prompt, and what it took.
+
+    finish_reason: 'length' or 'stop'. stopped_by: the stop string, which the text does not have.
+    The seconds are those of the batch it was decoded in, to its last token.
+    """
+
+    seed: int
+    text: str = ""
+    finish_reason: str = ""
+    stopped_by: str = ""
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens per second of decoding."""
+        return self.new_tokens / max(self.decode_seconds, 1e-9)
+
+
+def complete(
+    writer: Writer,
+    tokenizer: Tokenizer,
+    samples: Sequence[Completion],
+    max_new_tokens: int,
+    stop: Sequence[str] = (),
+) -> Iterator[tuple[int, str]]:
+    """Write the samples, one for each of the writer's texts; yields (sample, more of its text) as it comes.
+
+    When a sample is finished, its Completion is filled in and an empty text is yielded for it.
+    """
+    decoders = [tokenizer.decoder() for _ in samples]
+    filters = [StopFilter(stop) for _ in samples]
+    active = list(range(len(samples)))
+    for count in range(max_new_tokens + 1):
+        for i in [i for i in active if filters[i].found or count == max_new_tokens]:
+            active.remove(i)
+            sample, stopped_by = samples[i], filters[i].found or ""
+            rest = "" if stopped_by else filters[i].feed(decoders[i].end()) + filters[i].end()
+            sample.text += rest
+            sample.stopped_by, sample.finish_reason = stopped_by, "stop" if stopped_by else "length"
+            sample.new_tokens = count
+            sample.prefill_seconds, sample.decode_seconds = writer.prefill_seconds, writer.decode_seconds
+            if rest:
+                yield i, rest
+            yield i, ""
+        if not active:
+            return
+        for i, token in zip(active, writer.next(active)):
+            text = filters[i].feed(decoders[i].feed(token))
+            if text:
+                samples[i].text += text
+                yield i, text
 
 
 def generate(
-    model: GPT,
-    prompt: Sequence[int],
-    max_new_tokens: int,
+    checkpoint: Checkpoint,
+    prompt: str = "\n",
+    max_new_tokens: int | None = None,
     *,
+    part: str = "part4",
+    engine: str | Engine | None = None,
+    simd: str = "auto",
+    br: int | None = None,
+    bc: int | None = None,
+    seed: int = 1337,
     temperature: float = 0.8,
     top_k: int | None = 200,
-    seed: int = 1337,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    stop: str | Sequence[str] = (),
+    context: str = "slide",
     use_cache: bool = True,
-) -> Iterator[int]:
-    """Yield max_new_tokens token ids that continue `prompt`, each as soon as it is known.
+    stream: bool = False,
+) -> str | Iterator[str]:
+    """The text that continues `prompt`, without it; with stream=True an iterator over its pieces.
 
-    One uniform number per token decides it, from a generator seeded with `seed`: the same seed gives the
-    same tokens whatever attention the model was given. Past the block size the model sees the last
-    block_size tokens, at positions counted from the window's start, so that every token costs a whole
-    window. use_cache=False recomputes everything for every token.
-    Raises ValueError naming the argument that is out of range.
+    max_new_tokens: where to stop at the latest; the model's block size unless given.
+    part, engine, simd, br, bc: as in model.engine.open_engine; engine may also be an engine that it opened,
+    which then need not be made for every text.
+    seed: 0 to 2**64 - 1. The same seed gives the same text whatever computes it.
+    temperature, top_k, top_p, min_p, repetition_penalty: see model.sampling.Sampling.
+    stop: a string or several; the text ends before the first that appears.
+    context, use_cache: see Writer.
+    Raises ValueError or TypeError naming the argument, before anything is written, and BuildError where the
+    kernels cannot be compiled.
     """
-    config = model.config
-    if len(prompt) == 0:
-        raise ValueError("prompt is empty; it must have at least one token")
-    if not all(0 <= token < config.vocab_size for token in prompt):
-        raise ValueError(f"prompt has a token outside 0 .. {config.vocab_size - 1}")
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    ids = checkpoint.tokenizer.encode(prompt)
+    count = new_tokens(checkpoint, max_new_tokens)
+    if engine is None or isinstance(engine, str):
+        engine = open_engine(checkpoint.model, engine, part=part, simd=simd, br=br, bc=bc,
+                             capacity=capacity_for(checkpoint, len(ids), count))  # fmt: skip
+    writer = Writer(engine, ids, [seed], sampling, context, use_cache)
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    StopFilter(stops)  # checks them
+    pieces = complete(writer, checkpoint.tokenizer, [Completion(seed)], count, stops)
+    texts = (text for _, text in pieces if text)
+    return texts if stream else "".join(texts)
+
+
+def new_tokens(checkpoint: Checkpoint, max_new_tokens: int | None) -> int:
+    """How many tokens to write at most; None is the model's block size. Raises ValueError if negative."""
+    if max_new_tokens is None:
+        return checkpoint.model.config.block_size
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature is {temperature}; it must be a number of at least 0")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k is {top_k}; it must be at least 1")
-    return _generate(model, list(prompt), max_new_tokens, temperature, top_k, seed, use_cache)
+    return max_new_tokens
 
 
-@torch.inference_mode()
-def _generate(model, ids, max_new_tokens, temperature, top_k, seed, use_cache) -> Iterator[int]:
-    config = model.config
-    generator = torch.Generator().manual_seed(seed)
-    caches: list[KVCache] | None = None
-    for _ in range(max_new_tokens):
-        if not use_cache or len(ids) > config.block_size:
-            logits = prefill(model, ids[-config.block_size :])
-        elif caches is None:
-            length = min(config.block_size, len(ids) + max_new_tokens)
-            caches = [KVCache(1, config.n_head, length, config.head_dim) for _ in range(config.n_layer)]
-            logits = prefill(model, ids, caches)
-        else:
-            logits = decode(model, ids[-1], caches)
-        uniform = torch.rand((), dtype=torch.float64, generator=generator).item()
-        ids.append(sample(logits, uniform, temperature, top_k))
-        yield ids[-1]
+def capacity_for(checkpoint: Checkpoint, prompt_tokens: int, count: int) -> int:
+    """The context that a text of so many tokens needs: no more than the model's block size."""
+    return min(checkpoint.model.config.block_size, max(1, prompt_tokens + count))

@@ -145,6 +145,14 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
+    def with_attention(self, attend: Attend) -> GPT:
+        """A model of the same parameters, shared, with another attention; in evaluation mode."""
+        with torch.device("meta"):
+            other = GPT(self.config, attend)
+        other.load_state_dict(self.state_dict(), assign=True)
+        other.tie_head()
+        return other.eval()
+
     def tie_head(self) -> None:
         """Make the head's weight the token embedding (Press & Wolf 2016, arXiv:1608.05859)."""
         self.lm_head.weight = self.transformer.wte.weight

@@ -5,13 +5,24 @@ from __future__ import annotations
 import codecs
 import json
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import tiktoken
 
 
 class VocabularyError(ValueError):
     """A vocabulary is missing or malformed; the message names the file and what is wrong."""
+
+
+class Decoder(Protocol):
+    """Token ids to text, as they come."""
+
+    def feed(self, id: int) -> str: ...
+
+    def end(self) -> str: ...
 
 
 class Tokenizer(Protocol):
@@ -23,7 +34,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def decode(self, ids: Iterable[int]) -> Iterator[str]: ...
+    def decoder(self) -> Decoder: ...
 
 
 class CharTokenizer:
@@ -88,9 +99,17 @@ class CharTokenizer:
             raise ValueError(f"the model does not know {len(unknown)} of the text's characters: {shown}")
         return [self._ids[c] for c in text]
 
-    def decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """The text of each id, as it comes."""
-        return (self.characters[i] for i in ids)
+    def decoder(self) -> Decoder:
+        """The text of each id."""
+        return _CharDecoder(self.characters)
+
+
+class _CharDecoder:
+    def __init__(self, characters: Sequence[str]) -> None:
+        self.feed = characters.__getitem__
+
+    def end(self) -> str:
+        return ""
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -129,10 +148,19 @@ class GPT2Tokenizer:
         """The ids of a text; '<|endoftext|>' is the special token, as in nanoGPT."""
         return self._encoding.encode(text, allowed_special={"<|endoftext|>"})
 
-    def decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """The text of the ids, each character as soon as its last byte is there."""
-        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        for i in ids:
-            known = i < self._encoding.n_vocab
-            yield utf8.decode(self._encoding.decode_single_token_bytes(i) if known else b"\xff")
-        yield utf8.decode(b"", final=True)
+    def decoder(self) -> Decoder:
+        """The text of each id, a character as soon as its last byte is there."""
+        return _BytesDecoder(self._encoding)
+
+
+class _BytesDecoder:
+    def __init__(self, encoding: tiktoken.Encoding) -> None:
+        self._encoding = encoding
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, id: int) -> str:
+        known = id < self._encoding.n_vocab
+        return self._utf8.decode(self._encoding.decode_single_token_bytes(id) if known else b"\xff")
+
+    def end(self) -> str:
+        return self._utf8.decode(b"", final=True)

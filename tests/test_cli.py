@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ from conftest import ROOT
 import attention_ext
 from attention_ext import PARTS, BuildError, build
 from lab import correctness
-from model import corpus
+from model import corpus, engine
 
 TEXT = "First Citizen:\nWe are accounted poor citizens.\n" * 60
 
@@ -52,8 +53,9 @@ def test_help_has_a_sentence_for_every_option(cli):
     assert done.returncode == 0
     for option in ("-N", "-br", "-bc", "--threads", "--causal", "--inference", "-m", "--prompt",
                    "--prompt-file", "--max-new-tokens", "--num-samples", "--temperature", "--top-k",
-                   "--seed", "--no-kv-cache"):  # fmt: skip
-        assert re.search(rf"^  {option}[ ,].*\n?.* [A-Z][a-z]", done.stdout, re.M), option
+                   "--top-p", "--min-p", "--repetition-penalty", "--stop", "--seed", "--context",
+                   "--no-kv-cache", "--engine", "--json", "--interactive"):  # fmt: skip
+        assert re.search(rf"^  {option}[ ,].*\n?.* ([A-Z][a-z]|\.\.\. )", done.stdout, re.M), option
 
 
 def test_the_labs_test(cli, part):
@@ -120,16 +122,110 @@ def test_options_reach_what_they_are_for(cli, extension, monkeypatch):
         return right(part, q, k, v, **options)
 
     right = attention_ext.attention
-    monkeypatch.setattr(attention_ext, "attention", recorded)
+    monkeypatch.setattr(engine, "attention", recorded)
     common = ("part4", "--inference", "-br", 5, "-bc", 7, "--threads", 1, "--num-samples", 1, "--seed", 3)
-    cached = cli(*common, "--prompt", "abcd", "--max-new-tokens", 3)
+    short = (*common, "--prompt", "abcd", "--max-new-tokens", 3)
+    cached = cli(*short, "--engine", "torch")
     assert set(calls) == {("part4", 5, 7, True, rows, 1) for rows in (4, 1)}
     calls.clear()
-    assert cli(*common, "--prompt", "abcd", "--max-new-tokens", 3, "--no-kv-cache").stdout == cached.stdout
+    assert cli(*short, "--engine", "torch", "--no-kv-cache").stdout == cached.stdout
     assert set(calls) == {("part4", 5, 7, True, rows, 1) for rows in (4, 5, 6)}
-    hot = (*common, "--temperature", 50, "--max-new-tokens", 40)
-    assert cli(*hot, "--top-k", 1).stdout != cli(*hot).stdout
-    assert cli(*hot, "--top-k", 1).stdout == cli(*common, "--temperature", 0, "--max-new-tokens", 40).stdout
+    calls.clear()
+    assert cli(*short).stdout == cached.stdout
+    assert calls == []  # the native engine calls the kernels itself
+
+
+def test_the_samplings_options_reach_it_in_both_engines(cli, extension):
+    hot = ("part4", "--inference", "--num-samples", 1, "--temperature", 30, "--max-new-tokens", 60)
+    texts = {}
+    for more in [(), ("--top-k", 1), ("--top-k", 3), ("--top-p", 0.5), ("--min-p", 0.9),
+                 ("--repetition-penalty", 100), ("--seed", 3)]:  # fmt: skip
+        native, by_torch = (cli(*hot, *more, "--engine", name).stdout for name in ("native", "torch"))
+        assert native == by_torch, more
+        texts[native] = more
+    assert len(texts) == 7
+    greedy = cli(*hot, "--temperature", 0).stdout
+    assert texts[greedy] == ("--top-k", 1)
+
+
+def test_samples_end_before_a_stop_string(cli, extension):
+    common = ("part4", "--inference", "--max-new-tokens", 200, "--num-samples", 3)
+    whole = cli(*common).stdout.removesuffix("\n").split("\n---------------\n")
+    done = cli(*common, "--stop", "the", "--stop", "you")
+    ended = done.stdout.removesuffix("\n").split("\n---------------\n")
+    assert [re.split("the|you", text)[0] for text in whole] == ended
+    assert ended != whole
+
+
+def test_json_has_an_object_for_each_sample(cli, extension):
+    common = ("part4", "--inference", "--prompt", "ROMEO:", "--max-new-tokens", 50, "--threads", 1,
+              "--seed", 4)  # fmt: skip
+    done = cli(*common, "--json", "--stop", "the")
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert list(first) == ["model", "part", "engine", "simd", "threads", "seed", "prompt", "text",
+                           "prompt_tokens", "new_tokens", "prefill_seconds", "decode_seconds",
+                           "tokens_per_second", "finish_reason"]  # fmt: skip
+    expected = dict(model="shakes128", part="part4", engine="native", simd="portable", threads=1, seed=4,
+                    prompt="ROMEO:", prompt_tokens=6)  # fmt: skip
+    assert {name: first[name] for name in expected} == expected
+    assert second["seed"] == 5 and second["text"] != first["text"]
+    for sample in (first, second):
+        assert "the" not in sample["text"]
+        assert sample["finish_reason"] == ("length" if len(sample["text"]) == 50 else "stop")
+        assert sample["new_tokens"] >= len(sample["text"])
+        rate = sample["new_tokens"] / sample["decode_seconds"]
+        assert sample["tokens_per_second"] == pytest.approx(rate)
+        assert sample["prefill_seconds"] > 0
+    plain = cli(*common, "--stop", "the").stdout
+    assert plain == "---------------\n".join(f"ROMEO:{s['text']}\n" for s in (first, second))
+    part0 = json.loads(cli("part0", *common[1:], "--json").stdout.splitlines()[0])
+    assert part0["engine"] == "torch" and part0["simd"] is None
+
+
+def test_the_last_line_counts_the_tokens(cli, extension):
+    done = cli("part4", "--inference", "--max-new-tokens", 10, "--num-samples", 40)
+    assert re.fullmatch(
+        r"400 tokens in \d+\.\d\d s with part4, native engine: [\d,]+ tokens/s", done.stderr.splitlines()[-1]
+    )
+    assert len(set(done.stdout.split("\n---------------\n"))) == 40
+
+
+def test_a_batch_gives_the_texts_of_one_at_a_time(cli, extension):
+    common = ("part4", "--inference", "-m", "shakes256", "--max-new-tokens", 300)  # beyond the block
+    batch = cli(*common, "--num-samples", 5, "--seed", 20).stdout
+    alone = [cli(*common, "--num-samples", 1, "--seed", 20 + i).stdout for i in range(5)]
+    assert batch == "---------------\n".join(alone)
+
+
+def test_a_reset_context_is_another_text_past_the_block_size(cli, extension):
+    common = ("part4", "--inference", "--max-new-tokens", 200, "--num-samples", 1)
+    slide, reset = (cli(*common, "--context", c).stdout for c in ("slide", "reset"))
+    assert slide != reset and slide[:129] == reset[:129] and len(slide) == len(reset) == 201
+
+
+def test_writing_in_turns(cli, extension):
+    common = ("part4", "--inference", "--max-new-tokens", 40)
+    first = cli(*common, "--num-samples", 1, "--prompt", "ROMEO:").stdout
+    second = cli(*common, "--num-samples", 1, "--seed", 1338, "--prompt", first + "JULIET:").stdout
+    done = cli(*common, "--interactive", input="ROMEO:\nJULIET:\n/fresh\nNURSE \u00fc\n")
+    assert done.returncode == 0
+    assert done.stdout == first + second.removeprefix(first) + "\n"
+    assert "/fresh forgets the text" in done.stderr and "1 of the text's characters: 'ü'" in done.stderr
+    done = cli(*common, "--interactive", input="/quit\nROMEO:\n")
+    assert done.stdout == ""
+    again = cli(*common, "--interactive", input="ROMEO:\n/fresh\nROMEO:\n").stdout
+    other = cli(*common, "--num-samples", 1, "--seed", 1338, "--prompt", "ROMEO:").stdout
+    assert again == first + other + "\n"
+
+
+def test_without_pythons_header_the_torch_engine_writes(cli, extension, monkeypatch):
+    common = ("part4", "--inference", "--max-new-tokens", 10, "--num-samples", 1)
+    expected = cli(*common).stdout
+    monkeypatch.setattr(build, "has_python_header", lambda: False)
+    done = cli(*common)
+    assert done.stdout == expected and "torch engine" in done.stderr.splitlines()[-1]
+    message = failed(cli(*common, "--engine", "native"))
+    assert "install it (Debian, Ubuntu: apt install python3-dev)" in message
 
 
 def test_the_tests_options_reach_the_kernels(cli, extension, monkeypatch):
@@ -209,6 +305,14 @@ WRONG = [
     (["part0", "--inference", "--temperature", "nan"], "temperature is nan"),
     (["part0", "--inference", "--top-k", "0"], "'--top-k': 0 is not in the range"),
     (["part0", "--inference", "--num-samples", "0"], "'--num-samples': 0 is not in the range"),
+    (["part0", "--inference", "--top-p", "0"], "'--top-p': 0.0 is not in the range"),
+    (["part0", "--inference", "--min-p", "1.5"], "'--min-p': 1.5 is not in the range"),
+    (["part0", "--inference", "--repetition-penalty", "inf"], "repetition_penalty is inf"),
+    (["part0", "--inference", "--stop", ""], "stop is ['']"),
+    (["part0", "--inference", "--seed", str(2**63 - 1)], "seed is 9223372036854775807; the last sample's"),
+    (["part0", "--inference", "--engine", "native"], "engine is 'native'; it must be 'torch' with part0"),
+    (["part0", "--inference", "--interactive", "--json"], "--interactive goes with neither --json"),
+    (["part0", "--json"], "--json goes with --inference only"),
     (["eval", "--corpus", "nowhere.txt"], "nowhere.txt: No such file"),
     (["eval", "-m", "shakes512", "--corpus", __file__], "model 'shakes512' was not found"),
     (["prepare", "--corpus", "nowhere.txt"], "nowhere.txt: No such file"),
@@ -232,10 +336,11 @@ def test_a_file_that_is_no_text_is_named(cli, tmp_path):
 
 @pytest.mark.parametrize("arguments", [["-N", 16], ["--inference", "--max-new-tokens", 3]], ids=str)
 def test_without_a_compiler_part0_works_and_the_others_say_what_to_install(cli, monkeypatch, arguments):
-    def no_compiler(simd):
+    def no_compiler(*_):
         raise BuildError(build.NO_COMPILER)
 
     monkeypatch.setattr(build, "load", no_compiler)
+    monkeypatch.setattr(build, "load_decoder", no_compiler)
     monkeypatch.setattr(attention_ext, "_operators", {})
     assert cli("part0", *arguments).returncode == 0
     for part in list(PARTS)[1:]:

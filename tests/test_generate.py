@@ -1,112 +1,107 @@
-"""Sampling and generation: one uniform number decides a token, and neither part nor cache matters."""
+"""Writing text: neither part, engine, cache nor batch changes it; it ends where it is told to."""
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import pytest
 import tiny
 import torch
 
-from attention_ext import attention
-from model.generate import generate, sample
+from attention_ext import PARTS, attention
+from model import generate, load
+from model.engine import open_engine
+from model.generate import Completion, StopFilter, Uniforms, Writer, complete
+from model.sampling import Sampling, sample
+from model.tokenizer import CharTokenizer
+
+USUAL = Sampling(0.8, 200)
 
 
 def model(part="part0", **change):
     return tiny.gpt(partial(attention, part, causal=True, br=4, bc=8), **change)
 
 
-def test_sampling_inverts_the_cumulative_distribution():
-    logits = torch.log(torch.tensor([0.1, 0.2, 0.3, 0.4]))
-    for uniform, token in [(0, 0), (0.0999, 0), (0.1001, 1), (0.2999, 1), (0.3001, 2), (0.6001, 3)]:
-        assert sample(logits, uniform) == token
-    assert sample(logits, 1 - 2**-53) == 3
+@pytest.fixture(params=[(part, name) for part in PARTS for name in ("native", "torch") if part != "part0"]
+                + [("part0", "torch")], ids=" ".join)  # fmt: skip
+def engine(request):
+    """Every part in every engine that it has."""
+    part, name = request.param
+    if part != "part0":
+        request.getfixturevalue("extension")
+    return lambda gpt, **change: open_engine(gpt, name, part=part, br=4, bc=8, **change)
 
 
-def test_sampling_draws_the_probabilities():
-    logits = torch.tensor([0.5, -1.0, 2.0, 0.0])
-    uniforms = (torch.arange(10_000) + 0.5) / 10_000
-    counts = torch.bincount(torch.tensor([sample(logits, float(u), 0.7) for u in uniforms]), minlength=4)
-    torch.testing.assert_close(counts / 10_000, torch.softmax(logits / 0.7, 0), atol=2e-4, rtol=0)
+def tokens(engine, prompt, count, seed, **change):
+    writer = Writer(engine, prompt, [seed], USUAL, **change)
+    return [writer.next([0])[0] for _ in range(count)]
 
 
-def test_temperature_zero_is_greedy_and_small_ones_approach_it():
-    logits = torch.tensor([1.0, 3.0, 2.0])
-    for temperature in (0, 1e-300, 1e-3):
-        assert all(sample(logits, u, temperature) == 1 for u in (0.0, 0.5, 0.999))
-
-
-def test_top_k_keeps_the_k_likeliest_and_ties():
-    logits = torch.tensor([1.0, 4.0, 3.0, 3.0, 0.0])
-    uniforms = [i / 997 for i in range(997)]
-    for k, kept in [(1, {1}), (2, {1, 2, 3}), (4, {0, 1, 2, 3}), (5, {0, 1, 2, 3, 4}), (99, {0, 1, 2, 3, 4})]:
-        assert {sample(logits, u, 1.0, k) for u in uniforms} == kept
-
-
-def test_impossible_tokens_are_never_drawn():
-    logits = torch.tensor([-math.inf, 0.0, -math.inf])
-    assert {sample(logits, u) for u in (0.0, 0.5, 1 - 2**-53)} == {1}
-
-
-def test_nan_logits_are_refused():
-    for temperature in (0, 1.0):
-        with pytest.raises(ValueError, match="logits hold NaN"):
-            sample(torch.tensor([0.0, math.nan]), 0.5, temperature)
-
-
-def windowed(gpt, prompt, count, seed):
-    """nanoGPT's loop: the last block_size tokens recomputed for every token."""
+def oracle(gpt, prompt, count, seed, keep):
+    """The window recomputed for every token; past the block size its last `keep(length)` tokens."""
     ids, generator = list(prompt), torch.Generator().manual_seed(seed)
+    start = max(0, len(ids) - gpt.config.block_size)
     with torch.no_grad():
         for _ in range(count):
-            logits = gpt(torch.tensor([ids[-gpt.config.block_size :]]))[0, -1]
+            if len(ids) - start > gpt.config.block_size:
+                start = len(ids) - keep
+            logits = gpt(torch.tensor([ids[start:]]))[0, -1]
             uniform = float(torch.rand((), dtype=torch.float64, generator=generator))
-            ids.append(sample(logits, uniform, 0.8, 200))
+            ids.append(sample(logits, uniform, USUAL))
     return ids[len(prompt) :]
 
 
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
 @pytest.mark.parametrize("prompt_length", [1, 5, 16, 17, 40])
-def test_the_text_is_nanogpts_also_past_the_block_size(part, prompt_length, use_cache):
+def test_the_text_is_nanogpts_also_past_the_block_size(engine, prompt_length, use_cache):
     prompt = [i % 11 for i in range(prompt_length)]
-    expected = windowed(model(), prompt, 30, seed=3)
-    assert list(generate(model(part), prompt, 30, seed=3, use_cache=use_cache)) == expected
+    expected = oracle(model(), prompt, 30, seed=3, keep=16)
+    assert tokens(engine(model()), prompt, 30, 3, use_cache=use_cache) == expected
     assert len(set(expected)) > 3
 
 
+@pytest.mark.parametrize("prompt_length", [1, 16, 40])
+def test_a_reset_context_starts_again_from_the_last_half_window(engine, prompt_length):
+    prompt = [i % 11 for i in range(prompt_length)]
+    expected = oracle(model(), prompt, 40, seed=3, keep=8)
+    for use_cache in (True, False):
+        assert tokens(engine(model()), prompt, 40, 3, context="reset", use_cache=use_cache) == expected
+    assert expected != oracle(model(), prompt, 40, seed=3, keep=16)
+
+
+def test_uniforms_are_those_drawn_one_by_one():
+    generator = torch.Generator().manual_seed(7)
+    expected = [float(torch.rand((), dtype=torch.float64, generator=generator)) for _ in range(600)]
+    uniforms = Uniforms(7)
+    assert [next(uniforms) for _ in range(600)] == expected
+
+
 def test_another_seed_gives_another_text():
-    texts = {tuple(generate(model(), [0], 20, seed=seed)) for seed in range(5)}
+    texts = {tuple(tokens(open_engine(model(), part="part0"), [0], 20, seed)) for seed in range(5)}
     assert len(texts) == 5
 
 
-def test_a_cached_token_costs_one_position():
+def test_a_cached_token_costs_one_position(monkeypatch):
     rows = []
 
-    def counting(q, k, v):
+    def counting(part, q, k, v, **options):
         rows.append((q.shape[2], k.shape[2]))
-        return attention("part0", q, k, v, causal=True)
+        return attention(part, q, k, v, **options)
 
-    list(generate(tiny.gpt(counting, n_layer=1), [1, 2, 3], 4))
+    monkeypatch.setattr("model.engine.attention", counting)
+    gpt = model(n_layer=1)
+    tokens(open_engine(gpt, part="part0"), [1, 2, 3], 4, 0)
     assert rows == [(3, 3), (1, 4), (1, 5), (1, 6)]
     rows.clear()
-    list(generate(tiny.gpt(counting, n_layer=1), [1, 2, 3], 4, use_cache=False))
+    tokens(open_engine(gpt, part="part0"), [1, 2, 3], 4, 0, use_cache=False)
     assert rows == [(3, 3), (4, 4), (5, 5), (6, 6)]
 
 
-def test_tokens_come_one_by_one():
-    calls = 0
-
-    def counting(q, k, v):
-        nonlocal calls
-        calls += 1
-        return attention("part0", q, k, v, causal=True)
-
-    tokens = generate(tiny.gpt(counting, n_layer=1), [1], 10)
-    assert calls == 0
-    next(tokens)
-    assert calls == 1
-    assert not torch.is_inference_mode_enabled()
+def test_a_batch_writes_the_texts_of_one_at_a_time(engine):
+    alone = [tokens(engine(model()), [1, 2], 40, seed) for seed in range(5)]
+    writer = Writer(engine(model(), slots=5), [1, 2], range(5), USUAL)
+    together = [writer.next(range(5)) for _ in range(40)]
+    assert [list(text) for text in zip(*together)] == alone
 
 
 @pytest.mark.parametrize(
@@ -114,12 +109,124 @@ def test_tokens_come_one_by_one():
     [
         (dict(prompt=[]), "prompt is empty"),
         (dict(prompt=[11]), "prompt has a token outside 0 .. 10"),
-        (dict(max_new_tokens=-1), "max_new_tokens is -1"),
-        (dict(temperature=-0.1), "temperature is -0.1"),
-        (dict(temperature=math.nan), "temperature is nan"),
-        (dict(top_k=0), "top_k is 0"),
+        (dict(seeds=[]), "seeds are 0; they must be 1 to 2"),
+        (dict(seeds=[1, 2, 3]), "seeds are 3"),
+        (dict(seeds=[-1]), "seed is -1"),
+        (dict(context="forget"), "context is 'forget'; it must be one of slide, reset"),
     ],
 )
-def test_wrong_arguments_are_named(change, message):
+def test_a_writers_wrong_arguments_are_named(change, message):
+    engine = open_engine(model(), part="part0", slots=2)
     with pytest.raises(ValueError, match=message):
-        generate(model(), **(dict(prompt=[0], max_new_tokens=1) | change))
+        Writer(**dict(engine=engine, prompt=[0], seeds=[0], sampling=USUAL) | change)
+
+
+@pytest.mark.parametrize(
+    "stop, pieces, shown, found",
+    [
+        (["END"], ["abc", "E", "N", "x"], ["abc", "", "", "ENx"], None),
+        (["END"], ["abcE", "ND", "x"], ["abc", "", ""], "END"),
+        (["aab"], ["a", "a", "a", "b"], ["", "", "a", ""], "aab"),
+        (["b", "ab"], ["x", "a", "b"], ["x", "", ""], "ab"),
+        (["\n\n"], ["a\n", "b\n", "\n"], ["a", "\nb", ""], "\n\n"),
+        (["xyz", "b"], ["axy", "b"], ["a", "xy"], "b"),
+    ],
+)
+def test_a_stop_string_ends_the_text_before_it(stop, pieces, shown, found):
+    filter = StopFilter(stop)
+    assert [filter.feed(piece) for piece in pieces[: len(shown)]] == shown
+    assert filter.found == found
+    assert filter.end() == ""
+
+
+def test_what_is_held_back_comes_at_the_end():
+    filter = StopFilter(["END"])
+    assert filter.feed("abcEN") == "abc" and filter.end() == "EN"
+
+
+@pytest.mark.parametrize("stop", [[""], ["a", ""], [1]])
+def test_wrong_stop_strings_are_named(stop):
+    with pytest.raises(ValueError, match="stop is "):
+        StopFilter(stop)
+
+
+def test_completions_say_what_they_took():
+    tokenizer = CharTokenizer(tiny.CHARACTERS)
+    engine = open_engine(model(), part="part0", slots=3)
+    samples = [Completion(seed) for seed in (0, 4, 5)]
+    pieces = list(complete(Writer(engine, [1], (0, 4, 5), USUAL), tokenizer, samples, 12, ["a", "big"]))
+    for i, done in enumerate(samples):
+        assert done.text == "".join(text for n, text in pieces if n == i)
+        whole = "".join(tokenizer.characters[t] for t in tokens(engine, [1], 12, done.seed))
+        ends = {s: whole.find(s) for s in ("a", "big") if s in whole}
+        if ends:
+            first = min(ends, key=ends.__getitem__)
+            assert (done.finish_reason, done.stopped_by) == ("stop", first)
+            assert done.text == whole[: ends[first]]
+            assert done.new_tokens == ends[first] + len(first)
+        else:
+            assert (done.finish_reason, done.stopped_by) == ("length", "")
+            assert done.text == whole and done.new_tokens == 12
+        assert done.prefill_seconds > 0 and done.decode_seconds > 0
+    assert {done.finish_reason for done in samples} == {"length", "stop"}
+
+
+@pytest.fixture(scope="module")
+def shakes():
+    return load("shakes256")
+
+
+def test_generate_gives_the_text(extension, shakes):
+    text = generate(shakes, prompt="ROMEO:", max_new_tokens=200, part="part4", seed=1)
+    assert isinstance(text, str) and len(text) == 200
+    for change in (dict(part="part0"), dict(engine="torch"), dict(part="part2", br=3), dict(use_cache=False)):
+        assert generate(shakes, prompt="ROMEO:", max_new_tokens=200, seed=1, **change) == text
+    assert generate(shakes, prompt="ROMEO:", max_new_tokens=200, seed=2) != text
+    engine = open_engine(shakes.model)
+    for _ in range(2):
+        assert generate(shakes, "ROMEO:", 200, engine=engine, seed=1) == text
+    assert generate(shakes, "ROMEO:", 200, seed=1, stop="my") == text.split("my")[0]
+    assert len(generate(shakes)) == 256
+
+
+def test_generate_streams(extension, shakes):
+    pieces = generate(shakes, "ROMEO:", 30, seed=1, stream=True)
+    assert next(pieces) and len([*pieces]) == 29
+    streamed = generate(shakes, "ROMEO:", 30, seed=1, stream=True)
+    assert "".join(streamed) == generate(shakes, "ROMEO:", 30, seed=1)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(prompt=""), "prompt is empty"),
+        (dict(prompt="日"), "the model does not know 1 of the text's characters: '日'"),
+        (dict(max_new_tokens=-1), "max_new_tokens is -1"),
+        (dict(temperature=-1), "temperature is -1"),
+        (dict(part="part7"), "part is 'part7'"),
+        (dict(engine="onnx"), "engine is 'onnx'"),
+        (dict(stop=""), "stop is "),
+        (dict(context="x"), "context is 'x'"),
+        (dict(seed=-1), "seed is -1"),
+    ],
+)
+def test_generates_wrong_arguments_are_named_before_anything_is_written(shakes, change, message):
+    with pytest.raises(ValueError, match=message):
+        generate(shakes, **dict(stream=True, part="part0") | change)
+
+
+def test_tokens_come_one_by_one(shakes):
+    reads = 0
+
+    def counting(*arguments, **named):
+        nonlocal reads
+        reads += 1
+        return right(*arguments, **named)
+
+    engine = open_engine(shakes.model, part="part0")
+    right, engine.prefill = engine.prefill, counting
+    pieces = generate(shakes, "A", 10, engine=engine, stream=True, use_cache=False)
+    assert reads == 0
+    next(pieces)
+    assert reads == 1
+    assert not torch.is_inference_mode_enabled()

@@ -2,8 +2,9 @@
 //
 //   out = softmax(scale * q k^T) v        per batch and head, float32
 //
-// q (B, H, Nq, d); k, v (B, H, Nk, d): strided, but their last dimension is contiguous, except that part 4
-// takes k held transposed, its keys contiguous, for up to FEW queries.
+// q (B, H, Nq, d); k, v (B, H, Nk, d): strided, but their last dimension is contiguous, except that part 4,
+// for up to FEW queries, takes k held transposed, either whole (row_stride 1) or in panels of Bc keys, each
+// (d, Bc), one after the other (row_stride d, col_stride Bc).
 // out (B, H, Nq, d), lse (B, H, Nq) or null: contiguous.
 // causal: query i sees the keys j <= i + (Nk - Nq); Nq <= Nk.
 #pragma once
@@ -57,6 +58,9 @@ void flash_attention(const Attention&, float* scratch);
 // The FMA peak of one thread, in floating-point operations per second.
 double fma_peak(double seconds);
 
+// Bytes per second that one thread reads, over and over, from a buffer of so many.
+double read_bandwidth(int64_t bytes, double seconds);
+
 // Runs body(thread) for thread = 0 .. threads - 1, at the same time where the pool allows it. Whoever
 // links the kernels defines it; bindings.cpp with PyTorch's own pool.
 void on_threads(int threads, const std::function<void(int)>& body);
@@ -64,6 +68,10 @@ void on_threads(int threads, const std::function<void(int)>& body);
 // body(item, thread) for each item of 0 .. items - 1, handed out in order to whichever thread is free.
 template <class Body>
 void for_each_item(int64_t items, int threads, const Body& body) {
+    if (items == 1 || threads == 1) {
+        for (int64_t item = 0; item < items; item++) body(item, 0);
+        return;
+    }
     std::atomic<int64_t> next{0};
     on_threads(static_cast<int>(std::min<int64_t>(items, threads)), [&](int thread) {
         for (int64_t item = next++; item < items; item = next++) body(item, thread);

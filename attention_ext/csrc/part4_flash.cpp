@@ -64,35 +64,36 @@ void attend(const Attention& a, const Tile& t, int64_t r0, int64_t queries, cons
     simd::multiply_add(Ot, t.R, Vj, 1, a.v.row_stride, t.St, ldS, d, queries, keys, first);
 }
 
-// S <- scale * x K^T for the keys from j0 on. Held transposed, K is added up row by row, a feature a row, and
-// no dot product has to be added up across the lanes.
-void score(const Attention& a, float* S, const float* x, const float* K, int64_t j0, int64_t keys) {
-    if (a.k.col_stride == 1)
-        return simd::dot_rows(S, x, K + j0 * a.k.row_stride, a.k.row_stride, keys, a.d, a.scale);
-    std::fill_n(S, keys, 0.0f);
-    simd::add_weighted_rows(S, x, K + j0, a.k.col_stride, a.d, keys);
-    simd::scale_row(S, keys, a.scale);
-}
-
 // The same for FEW queries or less, for which a vector of queries would be mostly padding: one at a time, the
-// lanes spanning keys. A token that continues a long text is one query. Scratch: Bc scores.
+// lanes spanning keys. A token that continues a long text is one query. Held transposed, a tile of K is
+// multiplied row by row, a feature a row, and no dot product has to be added up across the lanes.
+// Scratch: threads x (Bc + d) floats.
 void flash_few(const Attention& a, float* scratch) {
-    const int64_t d = a.d, Bc = a.Bc, ldV = a.v.row_stride;
+    const int64_t d = a.d, Bc = a.Bc, ldK = a.k.row_stride, ldV = a.v.row_stride;
 
     for_each_item(a.B * a.H * a.Nq, a.threads, [&](int64_t item, int thread) {
         const int64_t b = item / a.Nq / a.H, h = item / a.Nq % a.H, i = item % a.Nq;
-        const float *Q = a.q.at(b, h) + i * a.q.row_stride, *K = a.k.at(b, h), *V = a.v.at(b, h);
-        float *O = a.out_at(b, h) + i * d, *S = scratch + thread * Bc;
+        const float *K = a.k.at(b, h), *V = a.v.at(b, h);
+        float *O = a.out_at(b, h) + i * d, *S = scratch + thread * (Bc + d), *Q = S + Bc;
         float m = -std::numeric_limits<float>::infinity(), l = 0;
 
+        std::copy_n(a.q.at(b, h) + i * a.q.row_stride, d, Q);
+        simd::scale_row(Q, d, a.scale);
         std::fill_n(O, d, 0.0f);
         for (int64_t j0 = 0; j0 < a.visible(i); j0 += Bc) {
             const int64_t keys = std::min(Bc, a.visible(i) - j0);
-            score(a, S, Q, K, j0, keys);
+            const float* Kj = K + j0 * ldK;
+            if (a.k.col_stride == 1)
+                simd::dot_rows(S, Q, Kj, ldK, keys, d, 1.0f);
+            else
+                simd::multiply(S, Bc, Q, d, 1, Kj, a.k.col_stride, 1, keys, d);
             const float m_new = simd::row_max(S, keys, m);
-            const float correction = std::exp(m - finite_max(m_new));
-            l = correction * l + simd::exp_sum(S, keys, finite_max(m_new));
-            if (correction != 1) simd::scale_row(O, d, correction);
+            if (j0 > 0 && m_new > m) {
+                const float correction = std::exp(m - m_new);
+                simd::scale_row(O, d, correction);
+                l *= correction;
+            }
+            l += simd::exp_sum(S, keys, finite_max(m_new));
             simd::add_weighted_rows(O, S, V + j0 * ldV, ldV, keys, d);
             m = m_new;
         }
@@ -103,7 +104,7 @@ void flash_few(const Attention& a, float* scratch) {
 
 }  // namespace
 
-int64_t flash_scratch(const Attention& a) { return a.threads * (a.Nq <= FEW ? a.Bc : Tile::floats(a)); }
+int64_t flash_scratch(const Attention& a) { return a.threads * (a.Nq <= FEW ? a.Bc + a.d : Tile::floats(a)); }
 
 void flash_attention(const Attention& a, float* scratch) {
     if (a.Nq <= FEW) return flash_few(a, scratch);

@@ -1,5 +1,8 @@
-// What this processor can do at most: fused multiply-adds on numbers that stay in registers.
+// What this processor can do at most: fused multiply-adds on numbers that stay in registers, and reading
+// numbers in order.
 #include <chrono>
+
+#include <vector>
 
 #include "attention.h"
 
@@ -32,6 +35,29 @@ double fma_peak(double seconds) {
     Vec total{};
     for (int i = 0; i < CHAINS; i++) total += acc[i][0] + acc[i][1] + acc[i][2];
     volatile float kept = total[0];  // the results are used, so the work is done
+    (void)kept;
+    return best;
+}
+
+// Bytes per second that one thread reads from a buffer of so many bytes again and again, the best of several
+// passes within `seconds`: cache or memory bandwidth, whichever holds it.
+double read_bandwidth(int64_t bytes, double seconds) {
+    typedef float Vec __attribute__((vector_size(W * sizeof(float))));
+    using Clock = std::chrono::steady_clock;
+    const int64_t blocks = std::max<int64_t>(1, bytes / static_cast<int64_t>(sizeof(Vec)) / CHAINS);
+    std::vector<Vec> buffer(blocks * CHAINS, Vec{} + 1.0f);
+    Vec total[CHAINS] = {};
+    const auto begin = Clock::now();
+    double best = 0;
+    while (std::chrono::duration<double>(Clock::now() - begin).count() < seconds) {
+        const auto start = Clock::now();
+        for (int64_t b = 0; b < blocks; b++)
+            for (int i = 0; i < CHAINS; i++) total[i] += buffer[b * CHAINS + i];
+        const double elapsed = std::chrono::duration<double>(Clock::now() - start).count();
+        best = std::max(best, blocks * CHAINS * sizeof(Vec) / elapsed);
+    }
+    for (int i = 1; i < CHAINS; i++) total[0] += total[i];
+    volatile float kept = total[0][0];
     (void)kept;
     return best;
 }

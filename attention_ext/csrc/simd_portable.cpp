@@ -26,6 +26,7 @@ constexpr int W = 4;
 constexpr int ROWS = 4;
 #endif
 constexpr int VECS = 3;  // vectors of columns in a register block
+constexpr int WIDE = 8;  // ... in a block of one row, enough that no sum waits for itself
 
 typedef float Vec __attribute__((vector_size(W * sizeof(float))));
 typedef int32_t IntVec __attribute__((vector_size(W * sizeof(float))));
@@ -42,16 +43,22 @@ INLINE Vec load(const float* p) {
 
 INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 
-// The first n lanes from p, the others `rest`; n < W.
+// The first n lanes from p, the others `rest`; n < W. Left rolled, the loop becomes one masked load.
 INLINE Vec load_part(const float* p, int64_t n, float rest) {
+    const int count = static_cast<int>(n);
     float lane[W];
-    for (int i = 0; i < W; i++) lane[i] = i < n ? p[i] : rest;
+#pragma GCC unroll 1
+    for (int i = 0; i < W; i++) lane[i] = i < count ? p[i] : rest;
     return load(lane);
 }
 
 INLINE void store_part(float* p, Vec v, int64_t n) {
+    const int count = static_cast<int>(n);
+    float lane[W];
+    store(lane, v);
+#pragma GCC unroll 1
     for (int i = 0; i < W; i++)
-        if (i < n) p[i] = v[i];
+        if (i < count) p[i] = lane[i];
 }
 
 INLINE Vec max(Vec a, Vec b) { return b > a ? b : a; }  // a where either is NaN
@@ -157,19 +164,36 @@ INLINE void block_column(float* C, int64_t ldC, const float* A, int64_t row_stri
                                          depth, first);
 }
 
+// One row's columns from c on, as many vectors at a time as there are, up to VS; gives where it stopped, less
+// than a vector before the end. Read like that, a matrix that is packed in such columns is one stream.
+template <int VS, bool ADD>
+INLINE int64_t one_row(float* C, const float* A, int64_t depth_stride, const float* B, int64_t ldB, int64_t c,
+                       int64_t cols, int64_t depth) {
+    for (; c + VS * W <= cols; c += VS * W)
+        register_block<1, VS, ADD, false>(C + c, 0, A, 0, depth_stride, B + c, ldB, depth, 0);
+    if constexpr (VS > 1)
+        return one_row<VS - 1, ADD>(C, A, depth_stride, B, ldB, c, cols, depth);
+    else
+        return c;
+}
+
 template <bool ADD>
 INLINE void product(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
                     const float* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth, int64_t first) {
     int64_t c = 0;
     for (; ADD && c + W <= cols && first + c < depth; c += W)  // columns that the mask cuts
         block_column<1, ADD, true>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, first + c);
+    if (rows == 1) c = one_row<WIDE, ADD>(C, A, depth_stride, B, ldB, c, cols, depth);
     for (; c + VECS * W <= cols; c += VECS * W)
         block_column<VECS, ADD, false>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, 0);
     for (; c + 2 * W <= cols; c += 2 * W)
         block_column<2, ADD, false>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, 0);
     for (; c + W <= cols; c += W)
         block_column<1, ADD, false>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, 0);
-    if (c < cols)
+    if (!ADD && c < cols && cols >= W)  // the last whole vector: some columns are computed twice
+        block_column<1, false, false>(C + cols - W, ldC, A, row_stride, depth_stride, B + cols - W, ldB, rows,
+                                      depth, 0);
+    else if (c < cols)
         last_columns<ADD>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, cols - c, depth,
                           first + c);
 }

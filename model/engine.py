@@ -1,0 +1,192 @@
+"""What computes the next token: the native decoder, or the PyTorch model. Both hold several texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attention_ext import DEFAULT_BC, DEFAULT_BR, PARTS, attention
+from model.gpt import GPT, GPTConfig
+from model.kv_cache import KVCache
+from model.sampling import Sampling, sample
+
+ENGINES = ("native", "torch")
+
+
+class Engine(Protocol):
+    """Texts in numbered slots, each with its cache, and a way to continue them."""
+
+    name: str
+    config: GPTConfig
+    slots: int  # texts that it can hold
+    capacity: int  # tokens of each, at most block_size
+
+    def prefill(self, slot: int, ids: Sequence[int], continues: bool = False) -> None:
+        """Replace what the slot holds by `ids`, 1 to `capacity` of them.
+
+        continues: they are the end of the text that it held, whose tokens still count as seen.
+        """
+
+    def next(self, slots: Sequence[int], uniforms: Sequence[float], sampling: Sampling) -> list[int]:
+        """Choose and append a token to each of these slots; the uniforms, in [0, 1), decide.
+
+        A slot that holds capacity + 1 tokens, the last one not yet read, must be prefilled again.
+        """
+
+    def push(self, slot: int, token: int) -> None:
+        """Append this token instead of a chosen one, and read it."""
+
+    def logits(self, slot: int) -> Tensor:
+        """The logits (V,) from which the slot's next token, or else its last one, was chosen."""
+
+
+def open_engine(
+    model: GPT,
+    engine: str | None = None,
+    *,
+    part: str = "part4",
+    simd: str = "auto",
+    br: int | None = None,
+    bc: int | None = None,
+    slots: int = 1,
+    capacity: int | None = None,
+) -> Engine:
+    """An engine for a model's weights, which are copied by the native one.
+
+    engine: one of ENGINES; None takes native for parts 1 to 4 where it can be compiled, torch for part0.
+    part, simd, br, bc: the attention, as attention() takes them. slots: texts at a time.
+    capacity: the longest context, in tokens; the model's block size unless given.
+    The native engine uses as many threads as PyTorch is set to when this is called.
+    Raises ValueError for an argument that is out of range, BuildError where the kernels cannot be compiled.
+    """
+    if part not in PARTS:
+        raise ValueError(f"part is {part!r}; it must be one of {', '.join(PARTS)}")
+    if engine not in (None, *ENGINES):
+        raise ValueError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
+    if engine == "native" and PARTS[part].operator is None:
+        raise ValueError(f"engine is 'native'; it must be 'torch' with {part}, which is PyTorch's attention")
+    if slots < 1:
+        raise ValueError(f"slots is {slots}; it must be at least 1")
+    longest = model.config.block_size
+    if capacity is None:
+        capacity = longest
+    if not 1 <= capacity <= longest:
+        raise ValueError(f"capacity is {capacity}; it must be from 1 to block_size={longest}")
+    for name, size in (("br", br), ("bc", bc)):
+        if size is not None and not 1 <= size < 2**63:
+            raise ValueError(f"{name} is {size}; it must be at least 1 and fit 63 bits")
+    if engine is None:
+        engine = default_engine(part)
+    if engine == "torch":
+        attend = partial(attention, part, causal=True, br=br, bc=bc, simd=simd)
+        return TorchEngine(model.with_attention(attend), slots, capacity)
+    return NativeEngine(model, part, simd, br or DEFAULT_BR, bc or DEFAULT_BC, slots, capacity)
+
+
+def default_engine(part: str) -> str:
+    """The engine that a part has unless another is asked for."""
+    if PARTS[part].operator is None:
+        return "torch"
+    from attention_ext import build
+
+    return "native" if build.has_python_header() else "torch"
+
+
+class TorchEngine:
+    """The PyTorch model as it stands, one text after the other."""
+
+    name = "torch"
+
+    def __init__(self, model: GPT, slots: int, capacity: int) -> None:
+        self.model, self.config, self.slots, self.capacity = model, model.config, slots, capacity
+        self._caches: list[list[KVCache]] = [[] for _ in range(slots)]
+        self._pending: list[int | None] = [None] * slots
+        self._seen: list[set[int]] = [set() for _ in range(slots)]
+        self._logits: list[Tensor] = [torch.empty(0)] * slots
+
+    @torch.inference_mode()
+    def prefill(self, slot: int, ids: Sequence[int], continues: bool = False) -> None:
+        if not continues:
+            self._seen[slot].clear()
+        self._seen[slot].update(ids)
+        c = self.config
+        self._caches[slot] = [KVCache(1, c.n_head, self.capacity, c.head_dim) for _ in range(c.n_layer)]
+        self._pending[slot] = None
+        self._read(slot, ids)
+
+    @torch.inference_mode()
+    def next(self, slots: Sequence[int], uniforms: Sequence[float], sampling: Sampling) -> list[int]:
+        tokens = []
+        for slot, uniform in zip(slots, uniforms):
+            pending = self._pending[slot]
+            if pending is not None:
+                self._read(slot, [pending])
+            token = sample(self._logits[slot], uniform, sampling, self._seen[slot])
+            self._pending[slot] = token
+            self._seen[slot].add(token)
+            tokens.append(token)
+        return tokens
+
+    @torch.inference_mode()
+    def push(self, slot: int, token: int) -> None:
+        pending = self._pending[slot]
+        self._read(slot, [token] if pending is None else [pending, token])
+        self._pending[slot] = None
+        self._seen[slot].add(token)
+
+    def logits(self, slot: int) -> Tensor:
+        return self._logits[slot]
+
+    def _read(self, slot: int, ids: Sequence[int]) -> None:
+        self._logits[slot] = self.model(torch.tensor([ids]), self._caches[slot], last_only=True)[0, -1]
+
+
+class NativeEngine:
+    """The decoder of attention_ext/csrc/decoder.cpp: a token is one call, without Python or PyTorch."""
+
+    name = "native"
+
+    def __init__(self, model: GPT, part: str, simd: str, br: int, bc: int, slots: int, capacity: int) -> None:
+        from attention_ext import build
+
+        self.config, self.slots, self.capacity = model.config, slots, capacity
+        tensors = {
+            name: tensor.detach().contiguous().numpy()
+            for name, tensor in model.state_dict().items()
+            if name != "lm_head.weight"  # tied to transformer.wte.weight
+        }
+        c = self.config
+        self._decoder = build.load_decoder(simd)(
+            tensors,
+            block_size=c.block_size,
+            vocab_size=c.vocab_size,
+            n_layer=c.n_layer,
+            n_head=c.n_head,
+            n_embd=c.n_embd,
+            part=int(part.removeprefix("part")),
+            br=br,
+            bc=bc,
+            slots=slots,
+            capacity=capacity,
+            threads=torch.get_num_threads(),
+        )
+        self._sampling: Sampling | None = None
+
+    def prefill(self, slot: int, ids: Sequence[int], continues: bool = False) -> None:
+        self._decoder.prefill(slot, ids, continues)
+
+    def next(self, slots: Sequence[int], uniforms: Sequence[float], sampling: Sampling) -> list[int]:
+        if sampling is not self._sampling:
+            s = self._sampling = sampling
+            self._decoder.set_sampling(s.temperature, s.top_k or 0, s.top_p, s.min_p, s.repetition_penalty)
+        return self._decoder.next(slots, uniforms)
+
+    def push(self, slot: int, token: int) -> None:
+        self._decoder.push(slot, token)
+
+    def logits(self, slot: int) -> Tensor:
+        return torch.tensor(self._decoder.logits(slot))
