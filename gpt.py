@@ -93,6 +93,8 @@ def part_options(command: Callable) -> Callable:
         click.option("--no-kv-cache", is_flag=True, help="Recompute everything for each token."),
         click.option("--engine", type=click.Choice(ENGINES), default="auto", show_default=True,
                      help="What runs the model; auto is native for parts 1 to 4, torch for part0."),
+        click.option("--weights", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True,
+                     help="Precision of the matrices; bf16 halves what is read for a token."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object per sample."),
         click.option("--interactive", is_flag=True, help="Write in turns with you."),
     )  # fmt: skip
@@ -273,8 +275,10 @@ def train(recipe: str, corpus_file: str | None, device: str, out: str | None, st
               show_default="what prepare got")  # fmt: skip
 @click.option("--part", type=click.Choice(list(PARTS)), default="part0", show_default=True,
               help="Attention to evaluate with.")  # fmt: skip
+@click.option("--weights", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True,
+              help="Precision of the matrices.")  # fmt: skip
 @threads_option
-def evaluate(model: str, corpus_file: str | None, part: str, threads: int | None) -> None:
+def evaluate(model: str, corpus_file: str | None, part: str, weights: str, threads: int | None) -> None:
     """Print the loss over contiguous windows of the block size, on the last 10 % of a text."""
     import torch
 
@@ -288,7 +292,8 @@ def evaluate(model: str, corpus_file: str | None, part: str, threads: int | None
     checkpoint = load(model, partial(attention, part, causal=True))
     _, held_out = corpus.split(text)
     ids = checkpoint.tokenizer.encode(held_out)
-    nats = loss_of(checkpoint.model, torch.tensor(ids)) * (len(ids) - 1) / (len(held_out) - 1)
+    gpt = checkpoint.model.in_bf16() if weights == "bf16" else checkpoint.model
+    nats = loss_of(gpt, torch.tensor(ids)) * (len(ids) - 1) / (len(held_out) - 1)
     click.echo(f"{model}: {nats:.4f} nats = {nats / math.log(2):.4f} bits per character")
     click.echo(f"({len(held_out):,} characters, windows of {checkpoint.model.config.block_size} tokens)")
 

@@ -31,6 +31,7 @@ class Request:
     simd: str
     br: int | None
     bc: int | None
+    weights: str
     prompt: str | None
     max_new_tokens: int | None
     num_samples: int
@@ -57,7 +58,7 @@ class Session:
         """The engine that was asked for."""
         r = self.request
         return open_engine(self.checkpoint.model, r.engine, part=r.part, simd=r.simd, br=r.br, bc=r.bc,
-                           slots=slots, capacity=capacity)  # fmt: skip
+                           weights=r.weights, slots=slots, capacity=capacity)  # fmt: skip
 
     def writer(self, engine: Engine, ids: Sequence[int], seeds: Sequence[int]) -> Writer:
         """One that continues `ids`."""
@@ -71,7 +72,7 @@ class Session:
         notice(f"number of parameters: {gpt.num_params() / 1e6:.2f}M")
         notice(f"Vocabulary of {len(tokenizer)} tokens from {tokenizer.source}")
         kernel = build.describe(r.simd) if PARTS[r.part].operator else f"Attention by {PARTS[r.part].summary}"
-        notice(f"{kernel}, {engine.name} engine")
+        notice(f"{kernel}, {engine.name} engine" + (f", weights in {r.weights}" * (r.weights != "fp32")))
 
 
 def write(session: Session, echo: Echo, notice: Echo, as_json: bool = False) -> None:

@@ -15,6 +15,7 @@ from model.kv_cache import KVCache
 from model.sampling import Sampling, sample
 
 ENGINES = ("native", "torch")
+WEIGHTS = ("fp32", "bf16")
 
 
 class Engine(Protocol):
@@ -52,6 +53,7 @@ def open_engine(
     simd: str = "auto",
     br: int | None = None,
     bc: int | None = None,
+    weights: str = "fp32",
     slots: int = 1,
     capacity: int | None = None,
 ) -> Engine:
@@ -59,6 +61,8 @@ def open_engine(
 
     engine: one of ENGINES; None takes native for parts 1 to 4 where it can be compiled, torch for part0.
     part, simd, br, bc: the attention, as attention() takes them. slots: texts at a time.
+    weights: 'bf16' rounds the matrices to bfloat16, which changes the logits; the native engine then reads
+    half as much for each token.
     capacity: the longest context, in tokens; the model's block size unless given.
     The native engine uses as many threads as PyTorch is set to when this is called.
     Raises ValueError for an argument that is out of range, BuildError where the kernels cannot be compiled.
@@ -69,6 +73,8 @@ def open_engine(
         raise ValueError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
     if engine == "native" and PARTS[part].operator is None:
         raise ValueError(f"engine is 'native'; it must be 'torch' with {part}, which is PyTorch's attention")
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights is {weights!r}; it must be one of {', '.join(WEIGHTS)}")
     if slots < 1:
         raise ValueError(f"slots is {slots}; it must be at least 1")
     longest = model.config.block_size
@@ -82,9 +88,10 @@ def open_engine(
     if engine is None:
         engine = default_engine(part)
     if engine == "torch":
-        attend = partial(attention, part, causal=True, br=br, bc=bc, simd=simd)
-        return TorchEngine(model.with_attention(attend), slots, capacity)
-    return NativeEngine(model, part, simd, br or DEFAULT_BR, bc or DEFAULT_BC, slots, capacity)
+        model = model.with_attention(partial(attention, part, causal=True, br=br, bc=bc, simd=simd))
+        return TorchEngine(model.in_bf16() if weights == "bf16" else model, slots, capacity)
+    tile = (br or DEFAULT_BR, bc or DEFAULT_BC)
+    return NativeEngine(model, part, simd, tile, weights, slots, capacity)
 
 
 def default_engine(part: str) -> str:
@@ -150,7 +157,8 @@ class NativeEngine:
 
     name = "native"
 
-    def __init__(self, model: GPT, part: str, simd: str, br: int, bc: int, slots: int, capacity: int) -> None:
+    def __init__(self, model: GPT, part: str, simd: str, tile: tuple[int, int], weights: str, slots: int,
+                 capacity: int) -> None:  # fmt: skip
         from attention_ext import build
 
         self.config, self.slots, self.capacity = model.config, slots, capacity
@@ -167,9 +175,10 @@ class NativeEngine:
             n_layer=c.n_layer,
             n_head=c.n_head,
             n_embd=c.n_embd,
+            bf16=weights == "bf16",
             part=int(part.removeprefix("part")),
-            br=br,
-            bc=bc,
+            br=tile[0],
+            bc=tile[1],
             slots=slots,
             capacity=capacity,
             threads=torch.get_num_threads(),

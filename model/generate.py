@@ -194,6 +194,7 @@ def generate(
     simd: str = "auto",
     br: int | None = None,
     bc: int | None = None,
+    weights: str = "fp32",
     seed: int = 1337,
     temperature: float = 0.8,
     top_k: int | None = 200,
@@ -208,8 +209,8 @@ def generate(
     """The text that continues `prompt`, without it; with stream=True an iterator over its pieces.
 
     max_new_tokens: where to stop at the latest; the model's block size unless given.
-    part, engine, simd, br, bc: as in model.engine.open_engine; engine may also be an engine that it opened,
-    which then need not be made for every text.
+    part, engine, simd, br, bc, weights: as in model.engine.open_engine; engine may also be one that it
+    opened, which need not be made anew for every text.
     seed: 0 to 2**64 - 1. The same seed gives the same text whatever computes it.
     temperature, top_k, top_p, min_p, repetition_penalty: see model.sampling.Sampling.
     stop: a string or several; the text ends before the first that appears.
@@ -222,7 +223,7 @@ def generate(
     count = new_tokens(checkpoint, max_new_tokens)
     if engine is None or isinstance(engine, str):
         engine = open_engine(checkpoint.model, engine, part=part, simd=simd, br=br, bc=bc,
-                             capacity=capacity_for(checkpoint, len(ids), count))  # fmt: skip
+                             weights=weights, capacity=capacity_for(checkpoint, len(ids), count))  # fmt: skip
     writer = Writer(engine, ids, [seed], sampling, context, use_cache)
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     StopFilter(stops)  # checks them

@@ -129,7 +129,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig, attend: Attend) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.attend = config, attend
         self.transformer = Transformer(config, attend)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.tie_head()
@@ -152,6 +152,17 @@ class GPT(nn.Module):
         other.load_state_dict(self.state_dict(), assign=True)
         other.tie_head()
         return other.eval()
+
+    def in_bf16(self) -> GPT:
+        """A model whose matrices, the head's among them, are rounded to bfloat16; all else is shared.
+
+        They are kept in float32, and so are the sums; the embeddings stay as they are.
+        """
+        other = self.with_attention(self.attend)
+        for module in other.modules():
+            if isinstance(module, nn.Linear):
+                module.weight = nn.Parameter(module.weight.bfloat16().float(), requires_grad=False)
+        return other
 
     def tie_head(self) -> None:
         """Make the head's weight the token embedding (Press & Wolf 2016, arXiv:1608.05859)."""

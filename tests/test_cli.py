@@ -54,7 +54,7 @@ def test_help_has_a_sentence_for_every_option(cli):
     for option in ("-N", "-br", "-bc", "--threads", "--causal", "--inference", "-m", "--prompt",
                    "--prompt-file", "--max-new-tokens", "--num-samples", "--temperature", "--top-k",
                    "--top-p", "--min-p", "--repetition-penalty", "--stop", "--seed", "--context",
-                   "--no-kv-cache", "--engine", "--json", "--interactive"):  # fmt: skip
+                   "--no-kv-cache", "--engine", "--weights", "--json", "--interactive"):  # fmt: skip
         assert re.search(rf"^  {option}[ ,].*\n?.* ([A-Z][a-z]|\.\.\. )", done.stdout, re.M), option
 
 

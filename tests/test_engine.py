@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from functools import partial
 
@@ -48,7 +49,9 @@ def ids(gpt, length, seed=0):
 @torch.inference_mode()
 def expected(gpt, tokens):
     """The logits after each of the tokens, in float64: (T, V)."""
-    exact = gpt.with_attention(partial(_exact, gpt.config.head_dim**-0.5)).double()
+    exact = copy.deepcopy(gpt).double()
+    for block in exact.transformer.h:
+        block.attn.attend = partial(_exact, gpt.config.head_dim**-0.5)
     return exact(torch.tensor([tokens]))[0]
 
 
@@ -90,6 +93,27 @@ def test_every_simd_helper_gives_the_same_logits(kernel, simd):
     for u in torch.rand(30).tolist():
         assert native.next([0], [u], Sampling()) == by_torch.next([0], [u], Sampling())
         torch.testing.assert_close(native.logits(0), by_torch.logits(0), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_bf16_weights_are_those_of_the_rounded_model(simd, config):
+    gpt = model(**config)
+    tokens = ids(gpt, gpt.config.block_size)
+    exact = expected(gpt.in_bf16(), tokens)[-1]
+    native, by_torch = (
+        open_engine(gpt, name, simd=simd, weights="bf16", slots=3) for name in ("native", "torch")
+    )
+    for engine in (native, by_torch):
+        engine.prefill(0, tokens)
+        torch.testing.assert_close(engine.logits(0).double(), exact, atol=1e-4, rtol=0)
+    if len(tokens) > 1:
+        for slot in range(3):
+            native.prefill(slot, tokens[:-1])
+        native.push(0, tokens[-1])
+        torch.testing.assert_close(native.logits(0).double(), exact, atol=1e-4, rtol=0)
+        assert len(set(native.next([0, 1, 2], [0.5] * 3, GREEDY)[1:])) == 1
+    if gpt.config.vocab_size > 1:
+        assert (exact - expected(gpt, tokens)[-1]).abs().max() > 1e-4  # rounding is not nothing
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -201,6 +225,7 @@ def test_threads_of_python_take_turns(extension):
         (dict(br=0), "br is 0"),
         (dict(bc=2**63), "bc is 9223372036854775808"),
         (dict(simd="neon"), "simd is 'neon'"),
+        (dict(weights="int8"), "weights is 'int8'; it must be one of fp32, bf16"),
     ],
 )
 def test_wrong_arguments_are_named(extension, change, message):
@@ -212,7 +237,7 @@ def test_the_decoder_checks_what_it_is_given(extension):
     """The class below NativeEngine, called wrongly."""
     gpt = model()
     sizes = dict(block_size=16, vocab_size=11, n_layer=2, n_head=2, n_embd=16)
-    rest = dict(part=4, br=16, bc=16, slots=2, capacity=16, threads=1)
+    rest = dict(bf16=False, part=4, br=16, bc=16, slots=2, capacity=16, threads=1)
     tensors = {n: t.detach().numpy() for n, t in gpt.state_dict().items()}
     Decoder = build.load_decoder()
 

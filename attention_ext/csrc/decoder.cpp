@@ -30,7 +30,8 @@
 
 namespace {
 
-constexpr int64_t ROWS = 64;  // rows that pass through a layer together in prefill: their MLP stays in L2
+constexpr int64_t PANEL = 128;  // keys of a transposed panel of the cache, at most
+constexpr int64_t ROWS = 64;    // rows that pass through a layer together in prefill: their MLP stays in L2
 
 int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -51,17 +52,20 @@ class Buffer {
     std::unique_ptr<float, Free> data;
 };
 
-// y <- x W^T + b; W (out, in) as panels of `width` outputs, the last one padded with zeros.
+// y <- x W^T + b; W (out, in) as panels of `width` outputs, the last one padded with zeros. In bfloat16 the
+// weights are rounded to its 8 bits and take half the memory; the sums are float32 all the same.
 class Linear {
   public:
     int64_t in = 0, width = 0, panels = 0;
 
     Linear() = default;
-    Linear(const float* W, const float* b, int64_t out, int64_t in, int64_t width)
-        : in(in), width(width), panels((out + width - 1) / width), weights(columns() * in) {
+    Linear(const float* W, const float* b, int64_t out, int64_t in, int64_t width, bool bf16)
+        : in(in), width(width), panels((out + width - 1) / width), bf16(bf16) {
+        Buffer packed(panels * width * in);
         for (int64_t p = 0; p < panels; p++)
-            simd::transpose(weights + p * width * in, width, W + p * width * in, in,
+            simd::transpose(packed + p * width * in, width, W + p * width * in, in,
                             std::min(width, out - p * width), in, 1.0f);
+        weights = bf16 ? in_pairs(packed) : std::move(packed);
         if (b) std::copy_n(b, out, static_cast<float*>(bias = Buffer(columns())));
     }
 
@@ -70,9 +74,8 @@ class Linear {
     // Columns p * width .. (p + 1) * width - 1 of `rows` rows.
     void set(float* y, int64_t ldY, const float* x, int64_t ldX, int64_t rows, int64_t p) const {
         y += p * width;
-        if (!bias) return simd::multiply(y, ldY, x, ldX, 1, panel(p), width, rows, width, in);
-        for (int64_t r = 0; r < rows; r++) std::copy_n(bias + p * width, width, y + r * ldY);
-        simd::multiply_add(y, ldY, x, ldX, 1, panel(p), width, rows, width, in, in);
+        for (int64_t r = 0; bias && r < rows; r++) std::copy_n(bias + p * width, width, y + r * ldY);
+        multiply(y, ldY, x, ldX, rows, p, bias != nullptr);
     }
 
     // The same, added to y.
@@ -80,12 +83,42 @@ class Linear {
         y += p * width;
         for (int64_t r = 0; bias && r < rows; r++)
             for (int64_t c = 0; c < width; c++) y[r * ldY + c] += bias[p * width + c];
-        simd::multiply_add(y, ldY, x, ldX, 1, panel(p), width, rows, width, in, in);
+        multiply(y, ldY, x, ldX, rows, p, true);
     }
 
   private:
-    const float* panel(int64_t p) const { return weights + p * width * in; }
+    void multiply(float* y, int64_t ldY, const float* x, int64_t ldX, int64_t rows, int64_t p, bool add) const {
+        const int64_t at = p * width * in;
+        if (bf16)
+            simd::multiply_bf16(y, ldY, x, ldX, pairs() + at / 2, width / 2, rows, width, in, add);
+        else if (add)
+            simd::multiply_add(y, ldY, x, ldX, 1, weights + at, width, rows, width, in, in);
+        else
+            simd::multiply(y, ldY, x, ldX, 1, weights + at, width, rows, width, in);
+    }
 
+    // The upper half of a float rounded to nearest, ties to even; x is finite.
+    static uint32_t round_to_bf16(float x) {
+        uint32_t bits;
+        std::memcpy(&bits, &x, sizeof bits);
+        return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    }
+
+    // As simd::multiply_bf16 reads them.
+    Buffer in_pairs(const float* packed) const {
+        const int64_t W = simd::lanes(), pairs = panels * in * width / 2;
+        Buffer made(pairs);
+        for (int64_t i = 0; i < pairs; i++) {
+            const float* lower = packed + i / W * 2 * W + i % W;
+            const uint32_t pair = round_to_bf16(lower[0]) | round_to_bf16(lower[W]) << 16;
+            std::memcpy(made + i, &pair, sizeof pair);
+        }
+        return made;
+    }
+
+    const uint32_t* pairs() const { return reinterpret_cast<const uint32_t*>(static_cast<float*>(weights)); }
+
+    bool bf16 = false;
     Buffer weights, bias;
 };
 
@@ -219,7 +252,7 @@ struct Decoder::State {
     Buffer x, qkv, attended, hidden, logits, normed, scratch;
     int64_t scratch_floats;
 
-    State(const ModelShape& s, const Tensors& tensors, int part_number, int64_t br, int64_t bc,
+    State(const ModelShape& s, const Tensors& tensors, bool bf16, int part_number, int64_t br, int64_t bc,
           int64_t slot_count, int64_t capacity, int threads)
         : shape(s),
           part(PARTS[part_number - 1]),
@@ -228,7 +261,7 @@ struct Decoder::State {
           br(br),
           bc(bc),
           capacity(capacity),
-          panel(round_up(std::min(bc, capacity), simd::lanes())),
+          panel(round_up(std::min({bc, capacity, PANEL}), simd::lanes())),
           threads(threads),
           layers(s.n_layer),
           slots(slot_count),
@@ -245,12 +278,12 @@ struct Decoder::State {
                              bias ? std::vector<float>(bias, bias + C) : std::vector<float>()};
         };
         const auto width = [&](int64_t out) {  // at most eight vectors, and a panel for each thread
-            const int64_t W = simd::lanes();
-            return std::min(8 * W, round_up((out + threads - 1) / threads, W));
+            const int64_t W = bf16 ? 2 * simd::lanes() : simd::lanes();
+            return std::min(8 * simd::lanes(), round_up((out + threads - 1) / threads, W));
         };
         const auto linear = [&](const std::string& name, int64_t out, int64_t in) {
             return Linear(tensors(name + ".weight", out * in), tensors(name + ".bias", out), out, in,
-                          width(out));
+                          width(out), bf16);
         };
 
         wte = copy("transformer.wte.weight", V * C);
@@ -259,14 +292,14 @@ struct Decoder::State {
             const std::string name = "transformer.h." + std::to_string(l) + ".";
             layers[l].ln_1 = layer_norm(name + "ln_1");
             layers[l].qkv = by_head(tensors(name + "attn.c_attn.weight", 3 * C * C),
-                                    tensors(name + "attn.c_attn.bias", 3 * C));
+                                    tensors(name + "attn.c_attn.bias", 3 * C), bf16);
             layers[l].proj = linear(name + "attn.c_proj", C, C);
             layers[l].ln_2 = layer_norm(name + "ln_2");
             layers[l].fc = linear(name + "mlp.c_fc", 4 * C, C);
             layers[l].out = linear(name + "mlp.c_proj", C, 4 * C);
         }
         ln_f = layer_norm("transformer.ln_f");
-        head = Linear(wte, nullptr, V, C, width(V));
+        head = Linear(wte, nullptr, V, C, width(V), bf16);
 
         for (Slot& slot : slots) {
             slot.K = Buffer(s.n_layer * s.n_head * per_head());
@@ -293,8 +326,8 @@ struct Decoder::State {
     float* V_of(const Slot& s, int64_t l, int64_t h) const { return s.V + (l * shape.n_head + h) * per_head(); }
 
     // c_attn's rows are all heads' q, then all k, then all v; here each head's q, k and v are a panel.
-    Linear by_head(const float* W, const float* b) const {
-        const int64_t C = shape.n_embd, width = round_up(3 * d, simd::lanes());
+    Linear by_head(const float* W, const float* b, bool bf16) const {
+        const int64_t C = shape.n_embd, width = round_up(3 * d, 2 * simd::lanes());
         Buffer rows(shape.n_head * width * C), bias(shape.n_head * width);
         for (int64_t h = 0; h < shape.n_head; h++) {
             for (int64_t which = 0; which < 3; which++) {
@@ -303,7 +336,7 @@ struct Decoder::State {
                 if (b) std::copy_n(b + from, d, bias + to);
             }
         }
-        return Linear(rows, b ? static_cast<float*>(bias) : nullptr, shape.n_head * width, C, width);
+        return Linear(rows, b ? static_cast<float*>(bias) : nullptr, shape.n_head * width, C, width, bf16);
     }
 
     // What all calls of the part have in common.
@@ -347,6 +380,7 @@ struct Decoder::State {
                     const Slot& slot = slots[which[begin + r]];
                     const float* q = Q + r * ldQ + h * w.qkv.width;
                     append(slot, l, h, q + d);
+                    if (r + 1 < rows) prefetch_values(slots[which[begin + r + 1]], l, h);
                     attend(slot, l, h, q, A + r * C + h * d, thread);
                 }
             });
@@ -364,6 +398,13 @@ struct Decoder::State {
             normalise(stages - 1, ln_f);
             head.set(L, ldL, N, ldN, rows, p);
         });
+    }
+
+    // The caches of a batch lie far apart, and a processor fetches ahead only inside a run; 8 % of a step
+    // of 32.
+    void prefetch_values(const Slot& slot, int64_t l, int64_t h) const {
+        const float* V = V_of(slot, l, h);
+        for (int64_t i = 0; i < slot.length * d; i += 16) __builtin_prefetch(V + i, 0, 2);
     }
 
     // One head of one text: its k and v become the last in the cache.
@@ -499,9 +540,9 @@ struct Decoder::State {
     }
 };
 
-Decoder::Decoder(const ModelShape& shape, const Tensors& tensors, int part, int64_t br, int64_t bc,
+Decoder::Decoder(const ModelShape& shape, const Tensors& tensors, bool bf16, int part, int64_t br, int64_t bc,
                  int64_t slots, int64_t capacity, int threads)
-    : state(std::make_unique<State>(shape, tensors, part, br, bc, slots, capacity, threads)) {}
+    : state(std::make_unique<State>(shape, tensors, bf16, part, br, bc, slots, capacity, threads)) {}
 
 Decoder::~Decoder() = default;
 

@@ -28,8 +28,9 @@ int64_t sample(const float* logits, const std::vector<char>& seen, double unifor
 
 class Decoder {
   public:
-    // part: 1 to 4. br, bc: part 4's tile. slots: texts that it can hold, of up to `capacity` tokens each.
-    Decoder(const ModelShape&, const Tensors&, int part, int64_t br, int64_t bc, int64_t slots,
+    // bf16: keep the matrices in bfloat16, for half the memory. part: 1 to 4. br, bc: part 4's tile. slots:
+    // texts that it can hold, of up to `capacity` tokens each.
+    Decoder(const ModelShape&, const Tensors&, bool bf16, int part, int64_t br, int64_t bc, int64_t slots,
             int64_t capacity, int threads);
     ~Decoder();
 

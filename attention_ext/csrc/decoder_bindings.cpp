@@ -26,7 +26,7 @@ constexpr int64_t MANY = int64_t{1} << 31;
 class SafeDecoder {
   public:
     SafeDecoder(std::map<std::string, py::buffer> tensors, int64_t block_size, int64_t vocab_size,
-                int64_t n_layer, int64_t n_head, int64_t n_embd, int part, int64_t br, int64_t bc,
+                int64_t n_layer, int64_t n_head, int64_t n_embd, bool bf16, int part, int64_t br, int64_t bc,
                 int64_t slots, int64_t capacity, int threads) {
         check("block_size", block_size, 1, MANY);
         check("vocab_size", vocab_size, 1, MANY);
@@ -61,7 +61,7 @@ class SafeDecoder {
             return static_cast<const float*>(view.ptr);
         };
         decoder = std::make_unique<Decoder>(ModelShape{block_size, vocab_size, n_layer, n_head, n_embd}, lookup,
-                                            part, br, bc, slots, capacity, threads);
+                                            bf16, part, br, bc, slots, capacity, threads);
     }
 
     void prefill(int64_t slot, const std::vector<int64_t>& ids, bool continues) {
@@ -129,10 +129,11 @@ class SafeDecoder {
 PYBIND11_MODULE(ATTENTION_EXT, m) {
     using py::arg;
     py::class_<SafeDecoder>(m, "Decoder", py::module_local())
-        .def(py::init<std::map<std::string, py::buffer>, int64_t, int64_t, int64_t, int64_t, int64_t, int,
+        .def(py::init<std::map<std::string, py::buffer>, int64_t, int64_t, int64_t, int64_t, int64_t, bool, int,
                       int64_t, int64_t, int64_t, int64_t, int>(),
              arg("tensors"), py::kw_only(), arg("block_size"), arg("vocab_size"), arg("n_layer"), arg("n_head"),
-             arg("n_embd"), arg("part"), arg("br"), arg("bc"), arg("slots"), arg("capacity"), arg("threads"))
+             arg("n_embd"), arg("bf16"), arg("part"), arg("br"), arg("bc"), arg("slots"), arg("capacity"),
+             arg("threads"))
         .def("prefill", &SafeDecoder::prefill, arg("slot"), arg("ids"), arg("continues") = false)
         .def("next", &SafeDecoder::next, arg("slots"), arg("uniforms"))
         .def("push", &SafeDecoder::push, arg("slot"), arg("token"))

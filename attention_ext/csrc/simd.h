@@ -29,6 +29,12 @@ void multiply(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t
 void multiply_add(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
                   const float* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth, int64_t first);
 
+// The same as multiply, or with `add` C <- C + A B, for B in bfloat16, the upper halves of floats, in pairs:
+// B[k][j] holds of row k, with W = lanes(), j = g W + i, column 2 g W + i in its lower half and column
+// (2 g + 1) W + i in its upper half. cols is a multiple of 2 W, A's features are contiguous.
+void multiply_bf16(float* C, int64_t ldC, const float* A, int64_t ldA, const uint32_t* B, int64_t ldB,
+                   int64_t rows, int64_t cols, int64_t depth, bool add);
+
 // s[j] <- scale * x . B[j]                        s (rows), x (depth), B (rows, depth)
 void dot_rows(float* s, const float* x, const float* B, int64_t ldB, int64_t rows, int64_t depth, float scale);
 

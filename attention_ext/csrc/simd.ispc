@@ -97,19 +97,59 @@ static inline void block_column(uniform float* uniform C, uniform int64 ldC, con
                                     first, add);
 }
 
-static inline void product(uniform float* uniform C, uniform int64 ldC, const uniform float* uniform A,
-                           uniform int64 row_stride, uniform int64 depth_stride,
-                           const uniform float* uniform B, uniform int64 ldB, uniform int64 rows,
-                           uniform int64 cols, uniform int64 depth, uniform int64 first, uniform bool add) {
-    uniform int64 c = 0;
-    for (; c + programCount <= cols && first + c < depth; c += programCount)  // columns that the mask cuts
-        block_column<1, 1>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, first + c, add);
+// One row of four vectors of columns, for which the rows of a block are no company: its sums do not wait for
+// each other either.
+static inline void four_columns(uniform float* uniform C, const uniform float* uniform A,
+                                uniform int64 depth_stride, const uniform float* uniform B, uniform int64 ldB,
+                                uniform int64 depth, uniform bool add) {
+    const uniform int V = programCount;
+    float w = 0.0f, x = 0.0f, y = 0.0f, z = 0.0f;
+    if (add) {
+        w = C[programIndex];
+        x = C[V + programIndex];
+        y = C[2 * V + programIndex];
+        z = C[3 * V + programIndex];
+    }
+    for (uniform int64 k = 0; k < depth; k++) {
+        const uniform float a = A[k * depth_stride];
+        const uniform float* uniform b = B + k * ldB;
+        w += a * b[programIndex];
+        x += a * b[V + programIndex];
+        y += a * b[2 * V + programIndex];
+        z += a * b[3 * V + programIndex];
+    }
+    C[programIndex] = w;
+    C[V + programIndex] = x;
+    C[2 * V + programIndex] = y;
+    C[3 * V + programIndex] = z;
+}
+
+// Whole vectors of columns from c on; gives where they end.
+static inline uniform int64 whole_columns(uniform float* uniform C, uniform int64 ldC,
+                                          const uniform float* uniform A, uniform int64 row_stride,
+                                          uniform int64 depth_stride, const uniform float* uniform B,
+                                          uniform int64 ldB, uniform int64 rows, uniform int64 c,
+                                          uniform int64 cols, uniform int64 depth, uniform bool add) {
+    for (; rows == 1 && c + 4 * programCount <= cols; c += 4 * programCount)
+        four_columns(C + c, A, depth_stride, B + c, ldB, depth, add);
     for (; c + 3 * programCount <= cols; c += 3 * programCount)
         block_column<3, 0>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, 0, add);
     for (; c + 2 * programCount <= cols; c += 2 * programCount)
         block_column<2, 0>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, 0, add);
     for (; c + programCount <= cols; c += programCount)
         block_column<1, 0>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, 0, add);
+    return c;
+}
+
+static inline void product(uniform float* uniform C, uniform int64 ldC, const uniform float* uniform A,
+                           uniform int64 row_stride, uniform int64 depth_stride,
+                           const uniform float* uniform B, uniform int64 ldB, uniform int64 rows,
+                           uniform int64 cols, uniform int64 depth, uniform int64 first, uniform bool add) {
+    uniform int64 c = 0;
+    for (; c + programCount <= cols && first + c < depth; c += programCount)  // columns that the mask cuts
+        block_column<1, 1>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, first + c,
+                                  add);
+    c = whole_columns(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, add);
     if (c + programIndex < cols) {  // the last columns, less than a vector
         for (uniform int64 i = 0; i < rows; i++) {
             float acc = add ? C[i * ldC + c + programIndex] : 0.0f;
@@ -133,6 +173,28 @@ export void ispc_multiply_add(uniform float C[], uniform int64 ldC, const unifor
                               uniform int64 ldB, uniform int64 rows, uniform int64 cols,
                               uniform int64 depth, uniform int64 first) {
     product(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, first, true);
+}
+
+// Pairs of vectors of columns; see simd.h for how B holds them.
+export void ispc_multiply_bf16(uniform float C[], uniform int64 ldC, const uniform float A[], uniform int64 ldA,
+                               const uniform unsigned int32 B[], uniform int64 ldB, uniform int64 rows,
+                               uniform int64 cols, uniform int64 depth, uniform bool add) {
+    for (uniform int64 c = 0; c < cols; c += 2 * programCount) {
+        for (uniform int64 i = 0; i < rows; i++) {
+            float x = 0.0f, y = 0.0f;
+            if (add) {
+                x = C[i * ldC + c + programIndex];
+                y = C[i * ldC + c + programCount + programIndex];
+            }
+            for (uniform int64 k = 0; k < depth; k++) {
+                const unsigned int32 pair = B[k * ldB + c / 2 + programIndex];
+                x += A[i * ldA + k] * floatbits(pair << 16);
+                y += A[i * ldA + k] * floatbits(pair & 0xffff0000);
+            }
+            C[i * ldC + c + programIndex] = x;
+            C[i * ldC + c + programCount + programIndex] = y;
+        }
+    }
 }
 
 // a and b hold sums in runs of G lanes, to be added up; in the result the runs are half as long, a's in the

@@ -9,6 +9,8 @@ void ispc_multiply(float*, int64_t, const float*, int64_t, int64_t, const float*
                    int64_t);
 void ispc_multiply_add(float*, int64_t, const float*, int64_t, int64_t, const float*, int64_t, int64_t, int64_t,
                        int64_t, int64_t);
+void ispc_multiply_bf16(float*, int64_t, const float*, int64_t, const uint32_t*, int64_t, int64_t, int64_t,
+                        int64_t, bool);
 void ispc_dot_rows(float*, const float*, const float*, int64_t, int64_t, int64_t, float);
 void ispc_add_weighted_rows(float*, const float*, const float*, int64_t, int64_t, int64_t);
 float ispc_row_max(const float*, int64_t, float);
@@ -40,6 +42,11 @@ void multiply(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t
 void multiply_add(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
                   const float* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth, int64_t first) {
     ispc_multiply_add(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, first);
+}
+
+void multiply_bf16(float* C, int64_t ldC, const float* A, int64_t ldA, const uint32_t* B, int64_t ldB,
+                   int64_t rows, int64_t cols, int64_t depth, bool add) {
+    ispc_multiply_bf16(C, ldC, A, ldA, B, ldB, rows, cols, depth, add);
 }
 
 void dot_rows(float* s, const float* x, const float* B, int64_t ldB, int64_t rows, int64_t depth, float scale) {

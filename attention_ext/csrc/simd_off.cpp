@@ -1,12 +1,15 @@
 // The SIMD helpers as plain loops, compiled without vectorisation: what the others are measured against.
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "simd.h"
 
 namespace simd {
 
-int64_t lanes() { return 16; }  // nothing depends on it here; the tiles are as for AVX-512
+constexpr int64_t W = 16;
+
+int64_t lanes() { return W; }  // nothing depends on it here; the tiles are as for AVX-512
 
 int64_t panel() { return 48; }
 
@@ -30,6 +33,23 @@ void multiply_add(float* C, int64_t ldC, const float* A, int64_t row_stride, int
         for (int64_t k = 0; k < depth; k++)
             for (int64_t c = k < first ? 0 : k - first + 1; c < cols; c++)
                 C[i * ldC + c] += A[i * row_stride + k * depth_stride] * B[k * ldB + c];
+}
+
+void multiply_bf16(float* C, int64_t ldC, const float* A, int64_t ldA, const uint32_t* B, int64_t ldB,
+                   int64_t rows, int64_t cols, int64_t depth, bool add) {
+    for (int64_t i = 0; i < rows; i++) {
+        for (int64_t c = 0; c < cols; c++) {
+            float sum = add ? C[i * ldC + c] : 0;
+            for (int64_t k = 0; k < depth; k++) {
+                const uint32_t pair = B[k * ldB + c / (2 * W) * W + c % W];
+                const uint32_t bits = c / W % 2 ? pair & 0xffff0000 : pair << 16;
+                float b;
+                std::memcpy(&b, &bits, sizeof b);
+                sum += A[i * ldA + k] * b;
+            }
+            C[i * ldC + c] = sum;
+        }
+    }
 }
 
 void dot_rows(float* s, const float* x, const float* B, int64_t ldB, int64_t rows, int64_t depth, float scale) {

@@ -5,6 +5,7 @@
 // through a masked copy of less than a vector.
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "simd.h"
@@ -40,6 +41,24 @@ INLINE Vec load(const float* p) {
     std::memcpy(&v, p, sizeof v);
     return v;
 }
+
+typedef uint32_t PairVec __attribute__((vector_size(W * sizeof(uint32_t))));
+
+// Vector v of the columns of a row of B: floats, or bfloat16 in the pairs of simd.h.
+INLINE Vec column(const float* b, int v) { return load(b + v * W); }
+
+INLINE Vec column(const uint32_t* b, int v) {
+    PairVec pair;
+    std::memcpy(&pair, b + v / 2 * W, sizeof pair);
+    const PairVec bits = v % 2 ? pair & 0xffff0000u : pair << 16;
+    Vec x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+// Where the columns from c on start.
+INLINE const float* columns(const float* b, int64_t c) { return b + c; }
+INLINE const uint32_t* columns(const uint32_t* b, int64_t c) { return b + c / 2; }
 
 INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 
@@ -114,9 +133,9 @@ constexpr float LOG2E = 1.44269504f;
 
 // Columns [c, c + VS vectors) of R rows of C, in registers over the whole depth. With ADD they start
 // from C; with MASK (one vector only) lane r takes the products k < first + r.
-template <int R, int VS, bool ADD, bool MASK>
+template <int R, int VS, bool ADD, bool MASK, class Element>
 INLINE void register_block(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
-                           const float* B, int64_t ldB, int64_t depth, int64_t first) {
+                           const Element* B, int64_t ldB, int64_t depth, int64_t first) {
     Vec acc[R][VS];
     for (int i = 0; i < R; i++)
         for (int v = 0; v < VS; v++) acc[i][v] = ADD ? load(C + i * ldC + v * W) : Vec{};
@@ -124,7 +143,7 @@ INLINE void register_block(float* C, int64_t ldC, const float* A, int64_t row_st
 #pragma GCC unroll 2  // 2 % of the whole kernel, measured
     for (int64_t k = 0; k < depth; k++) {
         Vec b[VS];
-        for (int v = 0; v < VS; v++) b[v] = load(B + k * ldB + v * W);
+        for (int v = 0; v < VS; v++) b[v] = column(B + k * ldB, v);
         for (int i = 0; i < R; i++) {
             const float a = A[i * row_stride + k * depth_stride];
             for (int v = 0; v < VS; v++) {
@@ -152,9 +171,9 @@ void last_columns(float* C, int64_t ldC, const float* A, int64_t row_stride, int
     }
 }
 
-template <int VS, bool ADD, bool MASK>
+template <int VS, bool ADD, bool MASK, class Element>
 INLINE void block_column(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
-                         const float* B, int64_t ldB, int64_t rows, int64_t depth, int64_t first) {
+                         const Element* B, int64_t ldB, int64_t rows, int64_t depth, int64_t first) {
     int64_t i = 0;
     for (; i + ROWS <= rows; i += ROWS)
         register_block<ROWS, VS, ADD, MASK>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B,
@@ -166,15 +185,34 @@ INLINE void block_column(float* C, int64_t ldC, const float* A, int64_t row_stri
 
 // One row's columns from c on, as many vectors at a time as there are, up to VS; gives where it stopped, less
 // than a vector before the end. Read like that, a matrix that is packed in such columns is one stream.
-template <int VS, bool ADD>
-INLINE int64_t one_row(float* C, const float* A, int64_t depth_stride, const float* B, int64_t ldB, int64_t c,
+template <int VS, bool ADD, class Element>
+INLINE int64_t one_row(float* C, const float* A, int64_t depth_stride, const Element* B, int64_t ldB, int64_t c,
                        int64_t cols, int64_t depth) {
     for (; c + VS * W <= cols; c += VS * W)
-        register_block<1, VS, ADD, false>(C + c, 0, A, 0, depth_stride, B + c, ldB, depth, 0);
+        register_block<1, VS, ADD, false>(C + c, 0, A, 0, depth_stride, columns(B, c), ldB, depth, 0);
     if constexpr (VS > 1)
         return one_row<VS - 1, ADD>(C, A, depth_stride, B, ldB, c, cols, depth);
     else
         return c;
+}
+
+// Whole vectors of columns from c on; gives where they end.
+template <bool ADD, class Element>
+INLINE int64_t whole_columns(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                             const Element* B, int64_t ldB, int64_t rows, int64_t c, int64_t cols,
+                             int64_t depth) {
+    if (rows == 1) c = one_row<WIDE, ADD>(C, A, depth_stride, B, ldB, c, cols, depth);
+    constexpr int MOST = std::is_same_v<Element, float> ? VECS : 2;
+    for (; c + MOST * W <= cols; c += MOST * W)
+        block_column<MOST, ADD, false>(C + c, ldC, A, row_stride, depth_stride, columns(B, c), ldB, rows, depth,
+                                       0);
+    for (; c + 2 * W <= cols; c += 2 * W)
+        block_column<2, ADD, false>(C + c, ldC, A, row_stride, depth_stride, columns(B, c), ldB, rows, depth,
+                                    0);
+    for (; c + W <= cols; c += W)
+        block_column<1, ADD, false>(C + c, ldC, A, row_stride, depth_stride, columns(B, c), ldB, rows, depth,
+                                    0);
+    return c;
 }
 
 template <bool ADD>
@@ -183,13 +221,7 @@ INLINE void product(float* C, int64_t ldC, const float* A, int64_t row_stride, i
     int64_t c = 0;
     for (; ADD && c + W <= cols && first + c < depth; c += W)  // columns that the mask cuts
         block_column<1, ADD, true>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, first + c);
-    if (rows == 1) c = one_row<WIDE, ADD>(C, A, depth_stride, B, ldB, c, cols, depth);
-    for (; c + VECS * W <= cols; c += VECS * W)
-        block_column<VECS, ADD, false>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, 0);
-    for (; c + 2 * W <= cols; c += 2 * W)
-        block_column<2, ADD, false>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, 0);
-    for (; c + W <= cols; c += W)
-        block_column<1, ADD, false>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, 0);
+    c = whole_columns<ADD>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth);
     if (!ADD && c < cols && cols >= W)  // the last whole vector: some columns are computed twice
         block_column<1, false, false>(C + cols - W, ldC, A, row_stride, depth_stride, B + cols - W, ldB, rows,
                                       depth, 0);
@@ -288,6 +320,14 @@ void multiply(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t
 void multiply_add(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
                   const float* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth, int64_t first) {
     product<true>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, first);
+}
+
+void multiply_bf16(float* C, int64_t ldC, const float* A, int64_t ldA, const uint32_t* B, int64_t ldB,
+                   int64_t rows, int64_t cols, int64_t depth, bool add) {
+    if (add)
+        whole_columns<true>(C, ldC, A, ldA, 1, B, ldB, rows, 0, cols, depth);
+    else
+        whole_columns<false>(C, ldC, A, ldA, 1, B, ldB, rows, 0, cols, depth);
 }
 
 void dot_rows(float* s, const float* x, const float* B, int64_t ldB, int64_t rows, int64_t depth, float scale) {
