@@ -9,7 +9,6 @@ this machine's, measured in the same run. Where other processes take processor t
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import time
@@ -22,12 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from attention_ext import PARTS, SIMD, attention, build, reference  # noqa: E402
+from machine import Load, end, fma_peak  # noqa: E402
 
 B, H = 1, 4
-BUSY = 0.05  # share of the measured threads' time that others may take before it is said
 TOLERANCE = 1e-4  # of the largest expected value: what is off by more is wrong, not slow
 
 Contender = Callable[[], Tensor]
@@ -96,37 +96,6 @@ def onnx_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Contender |
     return call
 
 
-class Load:
-    """How much processor time other processes take, from /proc/stat; None where there is none."""
-
-    def __init__(self) -> None:
-        self.start = self._now()
-
-    @staticmethod
-    def _now() -> tuple[float, float, float] | None:
-        try:
-            fields = [int(x) for x in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-        except OSError:
-            return None
-        user, nice, system, _, _, irq, softirq, steal = fields[:8]
-        ticks = os.sysconf("SC_CLK_TCK")
-        busy = (user + nice + system + irq + softirq + steal) / ticks
-        return busy, time.process_time(), time.monotonic()
-
-    def others(self) -> float | None:
-        """Processors taken by others, on average since this was made."""
-        now = self._now()
-        if now is None or self.start is None:
-            return None
-        busy, own, wall = (b - a for a, b in zip(self.start, now))
-        return max(0.0, busy - own) / wall
-
-
-def fma_peak(simd: str) -> float:
-    """Floating-point operations per second of one thread, at best."""
-    return build.load(simd).fma_peak(0.3)
-
-
 def measure(calls: dict[str, Contender], rounds: int, least: float = 0.01) -> dict[str, list[float]]:
     """Seconds per call, `rounds` for each contender, taken in turn; short calls are repeated to `least`."""
     repeats = {}
@@ -181,15 +150,7 @@ def main(lengths: list[int], widths: list[int], queries: int | None, threads: in
                 for causal in (False, True):
                     case(N, d, causal, queries or N, rounds, simds, chosen, threads * peaks[0])
     peaks.append(fma_peak(simds[0]))
-    click.echo(f"\nFMA peak of one thread: {peaks[0] / 1e9:.0f} GFLOP/s before, {peaks[1] / 1e9:.0f} after")
-    others = load.others()
-    if max(peaks) / min(peaks) > 1 + BUSY or (others is not None and others > BUSY * threads):
-        taken = "an unknown number of" if others is None else f"{others:.2f}"
-        click.echo(
-            f"The machine was busy: others took {taken} processors on average. These figures are not firm"
-            + (", and with several threads they mean nothing." if threads > 1 else ".")
-        )
-        sys.exit(3)
+    end(load, peaks, threads)
 
 
 def case(N: int, d: int, causal: bool, Nq: int, rounds: int, simds: list[str], parts: list[str],

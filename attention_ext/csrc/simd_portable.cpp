@@ -95,19 +95,21 @@ INLINE To bit_cast(From from) {
     return to;
 }
 
-// op over all lanes, as a tree.
-template <class Op>
-INLINE float reduce(Vec v, Op op) {
-    float lane[W];
-    std::memcpy(lane, &v, sizeof v);
-    for (int n = W / 2; n > 0; n /= 2)
-        for (int i = 0; i < n; i++) lane[i] = op(lane[i], lane[i + n]);
-    return lane[0];
+// op over all lanes, as a tree: each step combines a lane with the one `half` away.
+template <int half = W / 2, class Op, size_t... I>
+INLINE float reduce(Vec v, Op op, std::index_sequence<I...> lanes) {
+    v = op(v, __builtin_shufflevector(v, v, (I ^ half)...));
+    if constexpr (half > 1)
+        return reduce<half / 2>(v, op, lanes);
+    else
+        return v[0];
 }
 
 INLINE float sum(Vec v) {
-    return reduce(v, [](float a, float b) { return a + b; });
+    return reduce(v, [](Vec a, Vec b) { return a + b; }, std::make_index_sequence<W>());
 }
+
+INLINE float largest(Vec v) { return reduce(v, max, std::make_index_sequence<W>()); }
 
 // 2^x for x <= 0, to 2e-7 of its value; 0 from -127 down, where it leaves the normal floats.
 // x = n + f with n whole and |f| <= 1/2; 2^f by a polynomial of degree 5, minimax in relative error with
@@ -372,7 +374,7 @@ float row_max(const float* x, int64_t n, float m) {
     }
     for (; i + W <= n; i += W) even = max(even, load(x + i));
     if (i < n) odd = max(odd, load_part(x + i, n - i, m));
-    return reduce(max(even, odd), [](float a, float b) { return b > a ? b : a; });
+    return largest(max(even, odd));
 }
 
 float exp_sum(float* x, int64_t n, float m) {
