@@ -12,8 +12,8 @@
 // over `in` goes from first to last in one chain, whatever the number of rows, panels or threads: a text is
 // the same alone, in a batch, and over any number of threads.
 //
-// Threads: a batch is divided between them; a single text goes in stages, whose pieces (heads, panels) they
-// take as they come. A thread that comes late finds the work done.
+// Threads: a batch is divided between them; a single text goes in stages, whose pieces (rows, heads, panels)
+// they take as they come. The threads are a team of its own, not PyTorch's pool; team.h says why.
 #include "decoder.h"
 
 #ifdef __linux__
@@ -21,16 +21,14 @@
 #endif
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <new>
 #include <numeric>
 #include <stdexcept>
-#include <thread>
 
 #include "attention.h"
+#include "team.h"
 
 namespace {
 
@@ -182,73 +180,6 @@ void gelu(float* x, int64_t n) {
     }
 }
 
-// Stages of work that threads pass through together. Each takes pieces until none is left, then waits for
-// those still at work; a thread that never comes is not missed.
-class Team {
-  public:
-    explicit Team(int64_t stages) : stages(stages) {}
-
-    void start() {
-        for (Stage& s : stages) s.taken = 0, s.done = 0;
-    }
-
-    template <class Piece>
-    void run(int64_t stage, int64_t pieces, const Piece& piece) {
-        Stage& s = stages[stage];
-        for (int64_t i = s.taken++; i < pieces; i = s.taken++) {
-            piece(i);
-            s.done.fetch_add(1, std::memory_order_release);
-        }
-        for (int spins = 0; s.done.load(std::memory_order_acquire) < pieces; spins++)
-            if (spins > 2000) std::this_thread::yield();  // about a stage's time: the other lost its core
-    }
-
-  private:
-    struct alignas(64) Stage {
-        std::atomic<int64_t> taken{0}, done{0};
-    };
-    std::vector<Stage> stages;
-};
-
-// The team of one.
-struct Alone {
-    template <class Piece>
-    void run(int64_t, int64_t pieces, const Piece& piece) {
-        for (int64_t i = 0; i < pieces; i++) piece(i);
-    }
-};
-
-// Whether a step goes over all threads. Where another process takes a core, it then waits for a whole turn of
-// the scheduler, the time of hundreds of steps; so a step that took much longer than one alone is followed by
-// steps alone, for twenty times as long as was lost, and twice as long each time that it happens again.
-class Pace {
-  public:
-    using Clock = std::chrono::steady_clock;
-
-    bool together(int64_t rows, Clock::time_point now) const { return rows == measured && now >= alone_until; }
-
-    void took(int64_t rows, bool together, Clock::time_point start) {
-        const Clock::time_point now = Clock::now();
-        const Clock::duration elapsed = now - start;
-        if (!together) {
-            if (rows != measured || elapsed < alone) alone = elapsed;
-            measured = rows;
-        } else if (elapsed > 3 * alone) {
-            alone_until = now + 20 * patience * elapsed;
-            patience = std::min(2 * patience, 64);
-            measured = 0;  // the first step alone measures again: contexts grow
-        } else {
-            patience = 1;
-        }
-    }
-
-  private:
-    int64_t measured = 0;  // rows of the fastest step alone, `alone`
-    Clock::duration alone{};
-    Clock::time_point alone_until{};
-    int patience = 1;
-};
-
 struct Part {
     int64_t (*scratch)(const Attention&);
     void (*kernel)(const Attention&, float* scratch);
@@ -286,13 +217,14 @@ struct Decoder::State {
     Linear head;
     Sampling sampling;
     std::vector<Slot> slots;
-    Team team;
-    Pace pace;
 
     // Of a step: a row for each slot that takes part. Shared, but for `normed` and `scratch`, one a thread.
     int64_t ldX, ldN;
     Buffer x, qkv, attended, hidden, logits, normed, scratch;
     int64_t scratch_floats;
+
+    Pace pace;
+    Team team;  // the last, as its threads read the rest
 
     State(const ModelShape& s, const Tensors& tensors, bool bf16, int part_number, int64_t br, int64_t bc,
           int64_t slot_count, int64_t capacity, int threads)
@@ -307,7 +239,7 @@ struct Decoder::State {
           threads(threads),
           layers(s.n_layer),
           slots(slot_count),
-          team(4 * s.n_layer + 1) {
+          team(4 * s.n_layer + 1, threads) {
         const int64_t C = s.n_embd, V = s.vocab_size;
         const auto copy = [&](const std::string& name, int64_t floats) {
             Buffer b(floats);
@@ -421,7 +353,7 @@ struct Decoder::State {
                 for (int64_t r = 0; r < rows; r++) {
                     const Slot& slot = slots[which[begin + r]];
                     const float* q = Q + r * ldQ + h * w.qkv.width;
-                    append(slot, l, h, q + d);
+                    append(slot, l, h, slot.length, q + d);
                     if (r + 1 < rows) prefetch_values(slots[which[begin + r + 1]], l, h);
                     attend(slot, l, h, q, A + r * C + h * d, thread);
                 }
@@ -449,16 +381,14 @@ struct Decoder::State {
         for (int64_t i = 0; i < slot.length * d; i += 16) __builtin_prefetch(V + i, 0, 2);
     }
 
-    // One head of one text: its k and v become the last in the cache.
-    void append(const Slot& slot, int64_t l, int64_t h, const float* k) const {
+    // One head of one text: k, with v behind it, goes to position `at` of the cache.
+    void append(const Slot& slot, int64_t l, int64_t h, int64_t at, const float* k) const {
         float *K = K_of(slot, l, h), *V = V_of(slot, l, h);
-        const float* v = k + d;
-        const int64_t at = slot.length;
         if (transposed)
             for (int64_t c = 0; c < d; c++) K[at / panel * panel * d + c * panel + at % panel] = k[c];
         else
             std::copy_n(k, d, K + at * d);
-        std::copy_n(v, d, V + at * d);
+        std::copy_n(k + d, d, V + at * d);
     }
 
     // One head of one text: the part attends to all that is in the cache and the last.
@@ -473,60 +403,89 @@ struct Decoder::State {
     }
 
     void prefill(Slot& slot, const std::vector<int64_t>& ids) {
-        const int64_t T = static_cast<int64_t>(ids.size()), C = shape.n_embd, H = shape.n_head;
-        const int64_t ldQ = layers[0].qkv.columns(), ldH = layers[0].fc.columns();
-        const int64_t blocks = (T + ROWS - 1) / ROWS, per_thread = ROWS * (2 * C + ldH);
-        Buffer X(T * ldX), Q(T * ldQ), A(T * C), work(threads * per_thread);
-
-        for (int64_t t = 0; t < T; t++) embed(X + t * ldX, ids[t], t);
-        for (int64_t l = 0; l < shape.n_layer; l++) {
-            const Layer& w = layers[l];
-            const bool last = l + 1 == shape.n_layer;  // of which only the last token's result is used
-            for_each_item(blocks, threads, [&](int64_t block, int thread) {
-                const int64_t t0 = block * ROWS, rows = std::min(ROWS, T - t0);
-                float* N = work + thread * per_thread;
-                for (int64_t r = 0; r < rows; r++) w.ln_1(N + r * C, X + (t0 + r) * ldX);
-                for (int64_t h = 0; h < H; h++) w.qkv.set(Q + t0 * ldQ, ldQ, N, C, rows, h);
-            });
-            for_each_item(H, threads, [&](int64_t h, int) {
-                const float *k = Q + h * w.qkv.width + d, *v = k + d;
-                float *K = K_of(slot, l, h), *V = V_of(slot, l, h);
-                for (int64_t t = 0; transposed && t < T; t += panel)
-                    simd::transpose(K + t * d, panel, k + t * ldQ, ldQ, std::min(panel, T - t), d, 1.0f);
-                for (int64_t t = 0; t < T; t++) {
-                    if (!transposed) std::copy_n(k + t * ldQ, d, K + t * d);
-                    std::copy_n(v + t * ldQ, d, V + t * d);
-                }
-            });
-            const int64_t from = last ? T - 1 : 0;
-            Attention a = attention(H, T - from, T);
-            a.threads = static_cast<int>(threads);
-            a.q = {Q + from * ldQ, 0, w.qkv.width, ldQ, 1};
-            a.k = {Q + d, 0, w.qkv.width, ldQ, 1};
-            a.v = {Q + 2 * d, 0, w.qkv.width, ldQ, 1};
-            a.out = A;  // (H, Nq, d)
-            Buffer attention_scratch(part.scratch(a));
-            part.kernel(a, attention_scratch);
-
-            for_each_item((T - from + ROWS - 1) / ROWS, threads, [&](int64_t block, int thread) {
-                const int64_t t0 = from + block * ROWS, rows = std::min(ROWS, T - t0);
-                float *N = work + thread * per_thread, *heads = N + ROWS * C, *Y = heads + ROWS * C;
-                float* rows_of_X = X + t0 * ldX;
-                for (int64_t r = 0; r < rows; r++)
-                    for (int64_t h = 0; h < H; h++)
-                        std::copy_n(A + (h * a.Nq + t0 - from + r) * d, d, heads + r * C + h * d);
-                for (int64_t p = 0; p < w.proj.panels; p++) w.proj.add(rows_of_X, ldX, heads, C, rows, p);
-                for (int64_t r = 0; r < rows; r++) w.ln_2(N + r * C, rows_of_X + r * ldX);
-                for (int64_t p = 0; p < w.fc.panels; p++) w.fc.set(Y, ldH, N, C, rows, p);
-                gelu(Y, rows * ldH);
-                for (int64_t p = 0; p < w.out.panels; p++) w.out.add(rows_of_X, ldX, Y, ldH, rows, p);
+        const int64_t T = static_cast<int64_t>(ids.size());
+        const int64_t chunk = std::min(br, T);  // queries that attend together
+        Attention largest = attention(1, chunk, T);
+        Prompt prompt{part.scratch(largest), {}, {}, {}, {}, {}};
+        prompt.X = Buffer(T * ldX);
+        prompt.Q = Buffer(T * layers[0].qkv.columns());
+        prompt.A = Buffer(T * shape.n_embd);
+        prompt.rows = Buffer(threads * prompt.per_thread(*this));
+        prompt.scratch = Buffer(threads * prompt.scratch_floats);
+        for (int64_t t = 0; t < T; t++) embed(prompt.X + t * ldX, ids[t], t);
+        if (threads == 1 || T < ROWS) {
+            Alone alone;
+            read(slot, prompt, T, chunk, 0, alone);
+        } else {
+            team.take_turn([this, &slot, &prompt, T, chunk](Team::Member& member) {
+                read(slot, prompt, T, chunk, member.thread, member);
             });
         }
-        ln_f(normed, X + (T - 1) * ldX);
-        for_each_item(head.panels, threads, [&](int64_t p, int) { head.set(logits, 0, normed, 0, 1, p); });
+        ln_f(normed, prompt.X + (T - 1) * ldX);
+        for (int64_t p = 0; p < head.panels; p++) head.set(logits, 0, normed, 0, 1, p);
         std::copy_n(static_cast<const float*>(logits), shape.vocab_size, slot.logits.begin());
         slot.length = T;
         slot.pending = -1;
+    }
+
+    // What a prompt of T tokens needs beside the cache.
+    struct Prompt {
+        int64_t scratch_floats;
+        Buffer X, Q, A, rows, scratch;  // (T, ldX), (T, heads' q k v), (H, T, d); the others for each thread
+
+        static int64_t per_thread(const State& s) {
+            return ROWS * (2 * s.shape.n_embd + s.layers[0].fc.columns());
+        }
+    };
+
+    // A member's share of a prompt: through each layer in three stages. Outside of pieces nothing of the prompt
+    // is read, as it may be gone when a late member comes.
+    template <class Pieces>
+    void read(Slot& slot, Prompt& prompt, int64_t T, int64_t chunk, int64_t thread, Pieces& pieces) {
+        const int64_t C = shape.n_embd, H = shape.n_head, L = shape.n_layer;
+        for (int64_t l = 0; l < L; l++) {
+            const int64_t from = l + 1 < L ? 0 : T - 1;  // of the last layer only the last token counts
+            const int64_t queries = T - from, chunks = (queries + chunk - 1) / chunk;
+            pieces.run(3 * l, (T + ROWS - 1) / ROWS, [&](int64_t i) {
+                float* N = prompt.rows + thread * prompt.per_thread(*this);
+                const int64_t t0 = i * ROWS, rows = std::min(ROWS, T - t0);
+                const Linear& qkv = layers[l].qkv;
+                float *X = prompt.X + t0 * ldX, *Q = prompt.Q + t0 * qkv.columns();
+                for (int64_t r = 0; r < rows; r++) layers[l].ln_1(N + r * C, X + r * ldX);
+                for (int64_t h = 0; h < H; h++) {
+                    qkv.set(Q, qkv.columns(), N, C, rows, h);
+                    for (int64_t r = 0; r < rows; r++)
+                        append(slot, l, h, t0 + r, Q + r * qkv.columns() + h * qkv.width + d);
+                }
+            });
+            pieces.run(3 * l + 1, H * chunks, [&](int64_t i) {
+                const int64_t h = i % H, c = chunks - 1 - i / H;  // the longest first
+                const int64_t t0 = from + c * chunk, rows = std::min(chunk, T - t0);
+                const int64_t ldQ = layers[l].qkv.columns(), width = layers[l].qkv.width;
+                Attention a = attention(1, rows, t0 + rows);
+                const float* q = prompt.Q + h * width;
+                a.q = {q + t0 * ldQ, 0, 0, ldQ, 1};
+                a.k = {q + d, 0, 0, ldQ, 1};
+                a.v = {q + 2 * d, 0, 0, ldQ, 1};
+                a.out = prompt.A + (h * T + t0) * d;
+                part.kernel(a, prompt.scratch + thread * prompt.scratch_floats);
+            });
+            pieces.run(3 * l + 2, (queries + ROWS - 1) / ROWS, [&](int64_t i) {
+                const Layer& w = layers[l];
+                const int64_t t0 = from + i * ROWS, rows = std::min(ROWS, T - t0), ldY = w.fc.columns();
+                float *N = prompt.rows + thread * prompt.per_thread(*this), *A = N + ROWS * C,
+                      *Y = A + ROWS * C;
+                float* X = prompt.X + t0 * ldX;
+                for (int64_t r = 0; r < rows; r++)
+                    for (int64_t h = 0; h < H; h++)
+                        std::copy_n(prompt.A + (h * T + t0 + r) * d, d, A + r * C + h * d);
+                for (int64_t p = 0; p < w.proj.panels; p++) w.proj.add(X, ldX, A, C, rows, p);
+                for (int64_t r = 0; r < rows; r++) w.ln_2(N + r * C, X + r * ldX);
+                for (int64_t p = 0; p < w.fc.panels; p++) w.fc.set(Y, ldY, N, C, rows, p);
+                gelu(Y, rows * ldY);
+                for (int64_t p = 0; p < w.out.panels; p++) w.out.add(X, ldX, Y, ldY, rows, p);
+            });
+        }
     }
 
     // Reads the pending tokens of these slots.
@@ -542,13 +501,13 @@ struct Decoder::State {
         if (!together) {
             Alone alone;
             step(which, 0, rows, 0, alone);
-        } else if (rows < threads) {
-            team.start();
-            on_threads(static_cast<int>(threads), [&](int thread) { step(which, 0, rows, thread, team); });
         } else {
-            on_threads(static_cast<int>(threads), [&](int thread) {
-                Alone alone;
-                step(which, rows * thread / threads, rows * (thread + 1) / threads, thread, alone);
+            team.take_turn([this, &which, rows](Team::Member& member) {
+                if (rows < threads) return step(which, 0, rows, member.thread, member);
+                member.run(0, threads, [&](int64_t i) {
+                    Alone alone;
+                    step(which, rows * i / threads, rows * (i + 1) / threads, member.thread, alone);
+                });
             });
         }
         if (threads > 1) pace.took(rows, together, start);

@@ -1,0 +1,160 @@
+// Threads that help with a token's step, which takes some ten microseconds.
+//
+// A thread pool's parallel loop ends when every thread has come and gone. Where one must first be woken, or
+// another process has its core, that takes a turn of the scheduler: the time of hundreds of steps. Here the
+// caller never waits for a helper that has not taken a piece of the work: one that comes late finds it done.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+class Team {
+  public:
+    // Who takes part in a turn: 0 is the caller.
+    struct Member {
+        Team& team;
+        uint64_t turn;
+        int thread;
+
+        // piece(i) for each i of 0 .. pieces - 1, shared with the other members; then waits until all are done,
+        // unless the turn is over. Each stage of a turn may be run once.
+        template <class Piece>
+        void run(int64_t stage, int64_t pieces, const Piece& piece) {
+            Stage& s = team.stages[stage];
+            uint64_t taken = s.taken.load(std::memory_order_acquire);
+            while (taken >> 32 == turn && (taken & 0xffffffff) < static_cast<uint64_t>(pieces)) {
+                if (!s.taken.compare_exchange_weak(taken, taken + 1, std::memory_order_acq_rel)) continue;
+                piece(static_cast<int64_t>(taken & 0xffffffff));
+                s.done.fetch_add(1, std::memory_order_release);
+                taken = s.taken.load(std::memory_order_acquire);
+            }
+            for (int spins = 0; s.done.load(std::memory_order_acquire) < pieces; spins++) {
+                if (s.taken.load(std::memory_order_relaxed) >> 32 != turn) return;
+                if (spins > 2000) std::this_thread::yield();  // about a stage's time: a member lost its core
+            }
+        }
+    };
+    using Work = std::function<void(Member&)>;
+
+    Team(int64_t stages, int threads) : stages(stages) {
+        for (int thread = 1; thread < threads; thread++) helpers.emplace_back([this, thread] { help(thread); });
+    }
+
+    ~Team() {
+        {
+            const std::lock_guard<std::mutex> held(mutex);
+            turn = OVER;
+        }
+        called.notify_all();
+        for (std::thread& helper : helpers) helper.join();
+    }
+
+    // work(member), here and by those helpers that come in time. What a late one reads outside of its pieces
+    // must outlive the call.
+    void take_turn(const Work& work) {
+        uint64_t now;
+        bool wake;
+        {
+            const std::lock_guard<std::mutex> held(mutex);
+            now = turn.load(std::memory_order_relaxed) + 1;
+            if (now == OVER) now = 1;
+            for (Stage& s : stages) {
+                s.done.store(0, std::memory_order_relaxed);
+                s.taken.store(now << 32, std::memory_order_release);
+            }
+            current = work;
+            turn.store(now, std::memory_order_release);
+            wake = sleeping > 0;
+        }
+        if (wake) called.notify_all();
+        Member caller{*this, now, 0};
+        work(caller);
+    }
+
+  private:
+    static constexpr uint64_t OVER = 0xffffffff;
+    static constexpr auto AWAKE = std::chrono::microseconds(200);  // a helper waits so long for the next turn
+
+    // taken: the turn, and below it how many pieces were taken.
+    struct alignas(64) Stage {
+        std::atomic<uint64_t> taken{0};
+        std::atomic<int64_t> done{0};
+    };
+
+    void help(int thread) {
+        uint64_t seen = 0;
+        for (;;) {
+            const auto start = std::chrono::steady_clock::now();
+            for (int spins = 1; turn.load(std::memory_order_acquire) == seen; spins++) {
+                if (spins % 64) continue;
+                std::this_thread::yield();
+                if (std::chrono::steady_clock::now() - start > AWAKE) break;
+            }
+            Work work;
+            {
+                std::unique_lock<std::mutex> held(mutex);
+                sleeping++;
+                called.wait(held, [&] { return turn.load(std::memory_order_relaxed) != seen; });
+                sleeping--;
+                seen = turn.load(std::memory_order_relaxed);
+                if (seen == OVER) return;
+                work = current;
+            }
+            Member member{*this, seen, thread};
+            work(member);
+        }
+    }
+
+    std::vector<Stage> stages;
+    std::mutex mutex;
+    std::condition_variable called;
+    std::atomic<uint64_t> turn{0};
+    int sleeping = 0;
+    Work current;
+    std::vector<std::thread> helpers;
+};
+
+// A team of one.
+struct Alone {
+    template <class Piece>
+    void run(int64_t, int64_t pieces, const Piece& piece) {
+        for (int64_t i = 0; i < pieces; i++) piece(i);
+    }
+};
+
+// Whether a turn is worth its while. A helper that loses its core in the middle of a piece is waited for; so a
+// turn that took much longer than the same work alone is followed by work alone, for as long as was lost, and
+// four times as long each time that it happens again within a second.
+class Pace {
+  public:
+    using Clock = std::chrono::steady_clock;
+
+    bool together(int64_t rows, Clock::time_point now) const { return rows == measured && now >= alone_until; }
+
+    void took(int64_t rows, bool together, Clock::time_point start) {
+        const Clock::time_point now = Clock::now();
+        const Clock::duration elapsed = now - start;
+        if (!together) {
+            if (rows != measured || elapsed < alone) alone = elapsed;
+            measured = rows;
+        } else if (elapsed > 3 * alone) {
+            patience = now < lost + std::chrono::seconds(1) ? std::min(4 * patience, 64) : 1;
+            alone_until = now + patience * elapsed;
+            lost = now;
+            measured = 0;  // the first work alone measures again: contexts grow
+        }
+    }
+
+  private:
+    int64_t measured = 0;  // rows of the fastest work alone, `alone`
+    Clock::duration alone{};
+    Clock::time_point lost{}, alone_until{};
+    int patience = 1;
+};
