@@ -139,6 +139,8 @@ def refuse_options_of_the_other_mode(context: click.Context) -> None:
             continue
         if context.params["inference"] and name in TEST_ONLY:
             raise click.UsageError(f"{option.opts[0]} does not go with --inference")
+        if context.params["interactive"] and name in ("num_samples", "as_json"):
+            raise click.UsageError(f"{option.opts[0]} does not go with --interactive")
         if not context.params["inference"] and name not in TEST_ONLY | BOTH_MODES:
             raise click.UsageError(f"{option.opts[0]} goes with --inference only")
 
@@ -169,8 +171,8 @@ def infer(part: str, *, prompt: str | None, prompt_file: str | None, no_kv_cache
     """Write samples to stdout as they are made, notices to stderr."""
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("--prompt and --prompt-file exclude each other")
-    if interactive and (as_json or prompt_file == "-"):
-        raise click.UsageError("--interactive goes with neither --json nor --prompt-file -")
+    if interactive and prompt_file == "-":
+        raise click.UsageError("--prompt-file - does not go with --interactive, which reads standard input")
     if prompt_file is not None:
         prompt = read_prompt(prompt_file)
 

@@ -89,11 +89,12 @@ def write(session: Session, echo: Echo, notice: Echo, as_json: bool = False) -> 
         if start == 0:  # what is wrong with the request has been said by now
             session.announce(engine, notice)
         show = None if as_json else Show(start, r.prompt or "", samples, echo)
+        unprinted = list(samples)
         for i, text in complete(writer, session.checkpoint.tokenizer, samples, session.count, r.stop):
             if show:
                 show.more(i, text)
-        for sample in samples if as_json else ():
-            echo(json.dumps(record(session, engine, sample), ensure_ascii=False))
+            while as_json and unprinted and unprinted[0].finish_reason:
+                echo(json.dumps(record(session, engine, unprinted.pop(0)), ensure_ascii=False))
         tokens += sum(sample.new_tokens for sample in samples)
         seconds += writer.prefill_seconds + writer.decode_seconds
     rate = tokens / max(seconds, 1e-9)
@@ -154,6 +155,8 @@ def converse(session: Session, echo: Echo, notice: Echo) -> None:
     notice(HELP)
     tokenizer, seed = session.checkpoint.tokenizer, session.request.seed
     text = session.request.prompt or ""
+    if text:
+        echo(text)
     if sys.stdin.isatty():
         import readline  # noqa: F401  gives input() its history and line editing
     while True:

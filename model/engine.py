@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -37,6 +38,9 @@ class Engine(Protocol):
 
         A slot that holds capacity + 1 tokens, the last one not yet read, must be prefilled again.
         """
+
+    def copy(self, source: int, target: int) -> None:
+        """Make slot `target` hold what slot `source` holds."""
 
     def push(self, slot: int, token: int) -> None:
         """Append this token instead of a chosen one, and read it."""
@@ -138,6 +142,11 @@ class TorchEngine:
             tokens.append(token)
         return tokens
 
+    def copy(self, source: int, target: int) -> None:
+        self._caches[target] = copy.deepcopy(self._caches[source])
+        self._pending[target], self._logits[target] = self._pending[source], self._logits[source]
+        self._seen[target] = set(self._seen[source])
+
     @torch.inference_mode()
     def push(self, slot: int, token: int) -> None:
         pending = self._pending[slot]
@@ -193,6 +202,9 @@ class NativeEngine:
             s = self._sampling = sampling
             self._decoder.set_sampling(s.temperature, s.top_k or 0, s.top_p, s.min_p, s.repetition_penalty)
         return self._decoder.next(slots, uniforms)
+
+    def copy(self, source: int, target: int) -> None:
+        self._decoder.copy(source, target)
 
     def push(self, slot: int, token: int) -> None:
         self._decoder.push(slot, token)

@@ -34,6 +34,8 @@ class Uniforms:
 class Writer:
     """Texts that continue one prompt, token by token, text i in slot i of an engine.
 
+    All of them start in the first call of next().
+
     prompt: token ids, at least one; of more than the window only the last are read.
     seeds: of each text, at most as many as the engine has slots.
     context: what the model sees once a text is longer than the engine's capacity. 'slide': always the last
@@ -79,7 +81,10 @@ class Writer:
         first = not self._held[texts[0]]
         for i in texts:
             held = self._held[i]
-            if not 0 < held <= self._window or not self._use_cache:
+            if first and i != texts[0]:  # all continue one prompt
+                self.engine.copy(texts[0], i)
+                self._held[i] = self._held[texts[0]]
+            elif not 0 < held <= self._window or not self._use_cache:
                 count = self._window if held == 0 else self._kept if held > self._window else held
                 ids = list(self._last[i])[-count:]
                 self.engine.prefill(i, ids, continues=held > 0)
@@ -210,7 +215,7 @@ def generate(
 
     max_new_tokens: where to stop at the latest; the model's block size unless given.
     part, engine, simd, br, bc, weights: as in model.engine.open_engine; engine may also be one that it
-    opened, which need not be made anew for every text.
+    opened for this model, which need not be made anew for every text, and has settled the others.
     seed: 0 to 2**64 - 1. The same seed gives the same text whatever computes it.
     temperature, top_k, top_p, min_p, repetition_penalty: see model.sampling.Sampling.
     stop: a string or several; the text ends before the first that appears.
@@ -224,6 +229,8 @@ def generate(
     if engine is None or isinstance(engine, str):
         engine = open_engine(checkpoint.model, engine, part=part, simd=simd, br=br, bc=bc,
                              weights=weights, capacity=capacity_for(checkpoint, len(ids), count))  # fmt: skip
+    if engine.config != checkpoint.model.config:
+        raise ValueError("engine was opened for another model; it must be one for the checkpoint's")
     writer = Writer(engine, ids, [seed], sampling, context, use_cache)
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     StopFilter(stops)  # checks them

@@ -56,26 +56,27 @@ def sample(logits: Tensor, uniform: float, sampling: Sampling = Sampling(), seen
     uniform: in [0, 1). seen: the ids that have occurred, for the repetition penalty.
     In float64, tokens in the order of their ids, so that engines which differ by rounding agree; the native
     engine's sample() in attention_ext/csrc/decoder.cpp does the same.
-    Raises ValueError if the logits hold NaN or the largest is infinite.
+    Raises ValueError if the logits hold NaN, or the largest is infinite, after the penalty too.
     """
     logits = logits.double()
-    if logits.isnan().any() or logits.max().isinf():
-        raise ValueError("logits hold NaN, or the largest is infinite; they must be numbers")
     if sampling.repetition_penalty != 1:
         at = torch.tensor(sorted(set(seen)), dtype=torch.long)
         penalised = logits[at]
         penalty = sampling.repetition_penalty
         logits[at] = torch.where(penalised > 0, penalised / penalty, penalised * penalty)
+    if logits.isnan().any() or logits.max().isinf():
+        raise ValueError("logits hold NaN, or the largest is infinite; they must be numbers")
     if sampling.temperature == 0:
         return int(logits.argmax())
     weights = ((logits - logits.max()) / sampling.temperature).exp()  # the likeliest token's is 1
-    least = torch.tensor(float(sampling.min_p), dtype=torch.float64)
+    least = torch.zeros((), dtype=torch.float64)
     if sampling.top_k is not None and sampling.top_k < len(weights):
-        least = torch.maximum(least, weights.topk(sampling.top_k).values[-1])
+        least = weights.topk(sampling.top_k).values[-1]
     if sampling.top_p < 1:
         kept = weights[weights >= least].sort(descending=True).values
         enough = kept.cumsum(-1) >= sampling.top_p * kept.sum()
         least = kept[enough.nonzero()[0, 0] if enough.any() else -1]
+    least = least.clamp(min=sampling.min_p)
     cumulative = weights.where(weights >= least, 0.0).cumsum(-1)
     chosen = torch.searchsorted(cumulative, uniform * cumulative[-1:], right=True)
     return int(chosen.clamp_(max=int(weights.nonzero()[-1])))

@@ -213,6 +213,8 @@ def test_writing_in_turns(cli, extension):
     assert "/fresh forgets the text" in done.stderr and "1 of the text's characters: 'ü'" in done.stderr
     done = cli(*common, "--interactive", input="/quit\nROMEO:\n")
     assert done.stdout == ""
+    done = cli(*common, "--interactive", "--prompt", "ROMEO:", input="\n")
+    assert done.stdout == first.replace("ROMEO:", "ROMEO:\n", 1) + "\n"
     again = cli(*common, "--interactive", input="ROMEO:\n/fresh\nROMEO:\n").stdout
     other = cli(*common, "--num-samples", 1, "--seed", 1338, "--prompt", "ROMEO:").stdout
     assert again == first + other + "\n"
@@ -311,7 +313,9 @@ WRONG = [
     (["part0", "--inference", "--stop", ""], "stop is ['']"),
     (["part0", "--inference", "--seed", str(2**63 - 1)], "seed is 9223372036854775807; the last sample's"),
     (["part0", "--inference", "--engine", "native"], "engine is 'native'; it must be 'torch' with part0"),
-    (["part0", "--inference", "--interactive", "--json"], "--interactive goes with neither --json"),
+    (["part0", "--inference", "--interactive", "--json"], "--json does not go with --interactive"),
+    (["part0", "--inference", "--interactive", "--num-samples", "7"], "--num-samples does not go with"),
+    (["part0", "--inference", "--interactive", "--prompt-file", "-"], "--prompt-file - does not go with"),
     (["part0", "--json"], "--json goes with --inference only"),
     (["eval", "--corpus", "nowhere.txt"], "nowhere.txt: No such file"),
     (["eval", "-m", "shakes512", "--corpus", __file__], "model 'shakes512' was not found"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -118,8 +121,8 @@ def test_bf16_weights_are_those_of_the_rounded_model(simd, config):
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count):
-    gpt = model(block_size=60, n_embd=48, n_head=3, vocab_size=150)
-    prompts = [ids(gpt, 1 + 7 * i, seed=i) for i in range(5)]
+    gpt = model(block_size=250, n_embd=48, n_head=3, vocab_size=150)
+    prompts = [ids(gpt, 1 + 53 * i, seed=i) for i in range(5)]  # up to 213: in shares of 64
     uniforms = torch.rand(5, 20, generator=torch.Generator().manual_seed(0)).tolist()
 
     threads(1)
@@ -167,6 +170,64 @@ def test_both_engines_choose_the_same_tokens(extension, seed, **chosen):
         engine.prefill(0, text[-3:])
         texts.append(text + [engine.next([0], [u], sampling)[0] for u in uniforms])
     assert texts[0] == texts[1]
+
+
+def test_a_prompt_with_tiles_of_any_size(extension):
+    gpt = model(block_size=6500, n_embd=8, n_head=1, n_layer=1)
+    tokens = ids(gpt, 6500)
+    logits = []
+    for tile in (dict(), dict(br=4, bc=6500), dict(br=6500, bc=4), dict(br=1, bc=2**62)):
+        engine = open_engine(gpt, "native", **tile)
+        engine.prefill(0, tokens)
+        logits.append(engine.logits(0))
+        torch.testing.assert_close(logits[-1], logits[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_a_copied_slot_goes_on_as_its_source(kernel, name):
+    gpt = model(block_size=300)
+    engine = open_engine(gpt, name, part=kernel, slots=2)
+    engine.prefill(0, ids(gpt, 200))
+    engine.next([0], [0.3], Sampling())
+    engine.prefill(1, [1, 2, 3])
+    engine.copy(0, 1)
+    sampling = Sampling(repetition_penalty=1.5)
+    for u in (0.1, 0.5, 0.9):
+        first, second = engine.next([0, 1], [u, u], sampling)
+        assert first == second and torch.equal(engine.logits(0), engine.logits(1))
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_a_penalty_beyond_all_numbers_is_refused(extension, name, temperature):
+    engine = open_engine(model(), name)
+    engine.prefill(0, list(range(11)))
+    with pytest.raises(ValueError, match="the largest is infinite"):
+        engine.next([0], [0.5], Sampling(temperature, repetition_penalty=1e-320))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_can_use_and_drop_the_engine(extension, threads):
+    threads(2)
+    engine = open_engine(model(block_size=300), "native")
+    engine.prefill(0, [1] * 100)
+    expected = [engine.next([0], [i / 50], Sampling()) for i in range(50)]
+    child = os.fork()
+    if child == 0:
+        engine.prefill(0, [1] * 100)
+        same = [engine.next([0], [i / 50], Sampling()) for i in range(50)] == expected
+        engine = None
+        os._exit(0 if same else 1)
+    deadline = time.monotonic() + 30
+    while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if done[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert done == (child, 0)
+    engine.prefill(0, [1] * 100)
+    assert [engine.next([0], [i / 50], Sampling()) for i in range(50)] == expected
 
 
 @pytest.mark.parametrize("name", ["native", "torch"])
@@ -268,6 +329,8 @@ def test_the_decoder_checks_what_it_is_given(extension):
         (lambda: decoder.prefill(0, [11]), "an id is 11; it must be from 0 to 10"),
         (lambda: decoder.logits(-1), "slot is -1"),
         (lambda: decoder.push(0, 0), "slot is 0; it must be prefilled first"),
+        (lambda: decoder.copy(2, 0), "from is 2; it must be from 0 to 1"),
+        (lambda: decoder.copy(0, -1), "to is -1"),
     ]:
         with pytest.raises(ValueError, match=message):
             call()

@@ -189,6 +189,21 @@ def test_generate_gives_the_text(extension, shakes):
     assert len(generate(shakes)) == 256
 
 
+def test_an_engine_of_another_model_is_refused(shakes):
+    with pytest.raises(ValueError, match="engine was opened for another model"):
+        generate(shakes, engine=open_engine(model(), part="part0"))
+
+
+def test_a_batch_reads_its_prompt_once(monkeypatch):
+    engine = open_engine(model(), part="part0", slots=3)
+    reads = []
+    monkeypatch.setattr(engine, "prefill", lambda *a, f=engine.prefill, **k: reads.append(a[0]) or f(*a, **k))
+    writer = Writer(engine, [1, 2], range(3), USUAL)
+    for _ in range(5):
+        writer.next(range(3))
+    assert reads == [0]
+
+
 def test_generate_streams(extension, shakes):
     pieces = generate(shakes, "ROMEO:", 30, seed=1, stream=True)
     assert next(pieces) and len([*pieces]) == 29

@@ -63,6 +63,20 @@ def test_min_p_keeps_a_share_of_the_likeliest():
     assert drawn(hot, min_p=0.5) == {1} and drawn(hot, min_p=0.5, temperature=2.0) == {0, 1}
 
 
+def test_the_filters_apply_in_their_order():
+    logits = torch.tensor([1.0, 0.9] + [0.05] * 100).log()
+    assert drawn(logits, top_p=0.5, min_p=0.1) == {0, 1}  # min-p first would leave only 0 to top-p
+    assert drawn(logits, top_p=0.5, top_k=2) == {0}
+    assert drawn(logits, top_k=2, temperature=0.5, min_p=0.85) == {0}
+
+
+def test_a_penalty_beyond_all_numbers_is_refused():
+    for logits, penalty in [(torch.full((5,), -1000.0), 1e308), (torch.ones(5), 1e-320)]:
+        for temperature in (0, 0.8):
+            with pytest.raises(ValueError, match="the largest is infinite"):
+                sample(logits, 0.5, Sampling(temperature, repetition_penalty=penalty), range(5))
+
+
 def test_the_repetition_penalty_makes_what_has_occurred_less_likely():
     logits = torch.tensor([2.0, 1.5, -1.0, -1.5])
     greedy = dict(temperature=0)

@@ -224,7 +224,7 @@ struct Decoder::State {
     int64_t scratch_floats;
 
     Pace pace;
-    Team team;  // the last, as its threads read the rest
+    std::unique_ptr<Team, Team::Delete> team;  // the last, as its threads read the rest
 
     State(const ModelShape& s, const Tensors& tensors, bool bf16, int part_number, int64_t br, int64_t bc,
           int64_t slot_count, int64_t capacity, int threads)
@@ -239,7 +239,7 @@ struct Decoder::State {
           threads(threads),
           layers(s.n_layer),
           slots(slot_count),
-          team(4 * s.n_layer + 1, threads) {
+          team(new Team(4 * s.n_layer + 1, threads)) {
         const int64_t C = s.n_embd, V = s.vocab_size;
         const auto copy = [&](const std::string& name, int64_t floats) {
             Buffer b(floats);
@@ -405,19 +405,21 @@ struct Decoder::State {
     void prefill(Slot& slot, const std::vector<int64_t>& ids) {
         const int64_t T = static_cast<int64_t>(ids.size());
         const int64_t chunk = std::min(br, T);  // queries that attend together
-        Attention largest = attention(1, chunk, T);
-        Prompt prompt{part.scratch(largest), {}, {}, {}, {}, {}};
+        // The last queries may be few, for which part 4 has another way.
+        const int64_t most =
+            std::max(part.scratch(attention(1, chunk, T)), part.scratch(attention(1, std::min(FEW, T), T)));
+        Prompt prompt{round_up(most, 16), {}, {}, {}, {}, {}};
         prompt.X = Buffer(T * ldX);
         prompt.Q = Buffer(T * layers[0].qkv.columns());
         prompt.A = Buffer(T * shape.n_embd);
         prompt.rows = Buffer(threads * prompt.per_thread(*this));
         prompt.scratch = Buffer(threads * prompt.scratch_floats);
         for (int64_t t = 0; t < T; t++) embed(prompt.X + t * ldX, ids[t], t);
-        if (threads == 1 || T < ROWS) {
+        if (threads == 1 || T < ROWS || !team->ours()) {
             Alone alone;
             read(slot, prompt, T, chunk, 0, alone);
         } else {
-            team.take_turn([this, &slot, &prompt, T, chunk](Team::Member& member) {
+            team->take_turn([this, &slot, &prompt, T, chunk](Team::Member& member) {
                 read(slot, prompt, T, chunk, member.thread, member);
             });
         }
@@ -497,12 +499,12 @@ struct Decoder::State {
         }
         if (rows == 0) return;
         const auto start = Pace::Clock::now();
-        const bool together = threads > 1 && pace.together(rows, start);
+        const bool together = threads > 1 && team->ours() && pace.together(rows, start);
         if (!together) {
             Alone alone;
             step(which, 0, rows, 0, alone);
         } else {
-            team.take_turn([this, &which, rows](Team::Member& member) {
+            team->take_turn([this, &which, rows](Team::Member& member) {
                 if (rows < threads) return step(which, 0, rows, member.thread, member);
                 member.run(0, threads, [&](int64_t i) {
                     Alone alone;
@@ -547,6 +549,18 @@ std::vector<int64_t> Decoder::next(const std::vector<int64_t>& slots, const std:
     return tokens;
 }
 
+void Decoder::copy(int64_t from, int64_t to) {
+    const Slot& a = state->slots[from];
+    Slot& b = state->slots[to];
+    const int64_t heads = state->shape.n_layer * state->shape.n_head, per_head = state->per_head();
+    const int64_t used = round_up(a.length, state->panel) * state->d;
+    for (int64_t h = 0; h < heads; h++) {
+        std::copy_n(a.K + h * per_head, used, b.K + h * per_head);
+        std::copy_n(a.V + h * per_head, used, b.V + h * per_head);
+    }
+    b.length = a.length, b.pending = a.pending, b.logits = a.logits, b.seen = a.seen;
+}
+
 void Decoder::push(int64_t slot, int64_t token) {
     Slot& s = state->slots[slot];
     if (s.pending >= 0) state->advance({slot});
@@ -569,22 +583,22 @@ int64_t sample(const float* logits, const std::vector<char>& seen, double unifor
     thread_local std::vector<double> weight, sorted;
     weight.assign(logits, logits + n);
     const bool numbers = std::none_of(logits, logits + n, [](float x) { return std::isnan(x); });
-    if (!numbers || std::isinf(*std::max_element(logits, logits + n)))
-        throw std::invalid_argument("logits hold NaN, or the largest is infinite; they must be numbers");
     if (s.repetition_penalty != 1)
         for (size_t i = 0; i < n; i++)
             if (seen[i])
                 weight[i] = weight[i] > 0 ? weight[i] / s.repetition_penalty : weight[i] * s.repetition_penalty;
     const auto best = std::max_element(weight.begin(), weight.end());
+    if (!numbers || std::isinf(*best))
+        throw std::invalid_argument("logits hold NaN, or the largest is infinite; they must be numbers");
     if (s.temperature == 0) return best - weight.begin();
 
     const double highest = *best;
-    double least = s.min_p;  // weights below it are left out; the highest weight is 1
+    double least = 0;  // weights below it are left out; the highest weight is 1
     for (double& w : weight) w = std::exp((w - highest) / s.temperature);
     if (s.top_k > 0 && s.top_k < static_cast<int64_t>(n)) {
         sorted = weight;
         std::nth_element(sorted.begin(), sorted.begin() + (s.top_k - 1), sorted.end(), std::greater<>());
-        least = std::max(least, sorted[s.top_k - 1]);
+        least = sorted[s.top_k - 1];
     }
     if (s.top_p < 1) {
         sorted.clear();
@@ -596,6 +610,7 @@ int64_t sample(const float* logits, const std::vector<char>& seen, double unifor
         for (; i + 1 < sorted.size() && (rest -= sorted[i]) > 0;) i++;
         least = sorted[i];
     }
+    least = std::max(least, s.min_p);
     double total = 0;
     for (double& w : weight) total += w = w >= least ? w : 0;
     double point = uniform * total;

@@ -42,10 +42,13 @@ class Decoder {
     // last, unless prefill has, and chooses the next. None may be full.
     std::vector<int64_t> next(const std::vector<int64_t>& slots, const std::vector<double>& uniforms);
 
+    // Makes a slot hold what another one holds.
+    void copy(int64_t from, int64_t to);
+
     // Appends this token to a slot that is not full and computes the logits after it.
     void push(int64_t slot, int64_t token);
 
-    const std::vector<float>& logits(int64_t slot) const;  // of the last prefill or next, vocab_size of them
+    const std::vector<float>& logits(int64_t slot) const;  // of the last call that read, vocab_size of them
     void set_sampling(const Sampling&);
 
     const ModelShape& shape() const;

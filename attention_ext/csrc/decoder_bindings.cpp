@@ -89,6 +89,14 @@ class SafeDecoder {
         return decoder->next(slots, uniforms);
     }
 
+    void copy(int64_t from, int64_t to) {
+        const py::gil_scoped_release unlocked;
+        const std::lock_guard<std::mutex> one(mutex);
+        check("from", from, 0, decoder->slots() - 1);
+        check("to", to, 0, decoder->slots() - 1);
+        if (from != to) decoder->copy(from, to);
+    }
+
     void push(int64_t slot, int64_t token) {
         const py::gil_scoped_release unlocked;
         const std::lock_guard<std::mutex> one(mutex);
@@ -136,6 +144,7 @@ PYBIND11_MODULE(ATTENTION_EXT, m) {
              arg("threads"))
         .def("prefill", &SafeDecoder::prefill, arg("slot"), arg("ids"), arg("continues") = false)
         .def("next", &SafeDecoder::next, arg("slots"), arg("uniforms"))
+        .def("copy", &SafeDecoder::copy, arg("from"), arg("to"))
         .def("push", &SafeDecoder::push, arg("slot"), arg("token"))
         .def("logits", &SafeDecoder::logits, arg("slot"))
         .def("set_sampling", &SafeDecoder::set_sampling, arg("temperature"), arg("top_k"), arg("top_p"),

@@ -12,8 +12,11 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
+
+#include <unistd.h>
 
 class Team {
   public:
@@ -43,9 +46,27 @@ class Team {
     };
     using Work = std::function<void(Member&)>;
 
+    // With fewer helpers where the system refuses to start more: none is ever needed.
     Team(int64_t stages, int threads) : stages(stages) {
-        for (int thread = 1; thread < threads; thread++) helpers.emplace_back([this, thread] { help(thread); });
+        helpers.reserve(threads);
+        for (int thread = 1; thread < threads; thread++) {
+            try {
+                helpers.emplace_back([this, thread] { help(thread); });
+            } catch (const std::system_error&) {
+                return;
+            }
+        }
     }
+
+    // Leaves a team alone that a fork has copied without its threads.
+    struct Delete {
+        void operator()(Team* team) const {
+            if (team->ours()) delete team;
+        }
+    };
+
+    // Whether this is the process that the helpers live in; in another one nothing else may be called.
+    bool ours() const { return getpid() == process; }
 
     ~Team() {
         {
@@ -112,6 +133,7 @@ class Team {
         }
     }
 
+    const pid_t process = getpid();
     std::vector<Stage> stages;
     std::mutex mutex;
     std::condition_variable called;
