@@ -45,6 +45,7 @@ from peers import PEERS  # noqa: E402
 
 TOLERANCE = 1e-3  # of logits: what is off by more is wrong, not slow
 LOOSE = 1e-2  # llama.cpp's: its GELU is the tanh approximation in half precision
+ROUNDED = 1e-1  # of weights in bfloat16, whose error is there to be seen; tests hold it to its model
 LEAST = 0.05  # seconds that one measurement takes
 PAUSE = 0.3  # seconds in which idle threads of another process fall asleep
 Call = Callable[..., tuple[float, Any]]  # seconds and result, a list, of the Peer's method that is named
@@ -73,8 +74,9 @@ class Own:
     """One of our engines as a peer, driven by model.generate.Writer as gpt.py does."""
 
     def __init__(self, model: GPT, name: str, slots: int) -> None:
-        engine, part = name.split()
-        self.name, self.engine = name, open_engine(model, engine, part=part, slots=slots)
+        engine, part, *weights = name.split()
+        self.name = name
+        self.engine = open_engine(model, engine, part=part, weights=(weights or ["fp32"])[0], slots=slots)
 
     def logits(self, ids: list[int]) -> Tensor:
         self.engine.prefill(0, ids)
@@ -149,6 +151,11 @@ def agreement(texts: list[list[int]], expected: list[int]) -> int:
     return min(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(t, expected))) for t in texts)
 
 
+def tolerance(name: str) -> float:
+    """How far a contender's logits may be off."""
+    return LOOSE if name.startswith("llama.cpp") else ROUNDED if name.endswith("bf16") else TOLERANCE
+
+
 def run_case(title: str, calls: dict[str, Call], rounds: int) -> None:
     """Verify, time and print one case, taking the contenders in turn."""
     case = CASES[title]
@@ -164,7 +171,7 @@ def run_case(title: str, calls: dict[str, Call], rounds: int) -> None:
     errors, texts, repeats = {}, {}, {}
     for name, call in calls.items():
         errors[name] = float((torch.tensor(call("logits", ids)[1]) - exact).abs().max())
-        if errors[name] <= (LOOSE if name.startswith("llama.cpp") else TOLERANCE):
+        if errors[name] <= tolerance(name):
             first, result = call(*task)
             repeats[name] = max(1, round(LEAST / first))
             written = result if batch > 1 else [result]
@@ -210,17 +217,20 @@ def table(case: Case, seconds: dict[str, list[float]], errors: dict[str, float],
 @click.option("--engines", default=",".join(ENGINES), show_default=True, help="Our engines that take part.")
 @click.option("--parts", default="part4", show_default=True, help="Parts that take part, in each engine.")
 @click.option("--peers", "others", default=",".join(PEERS), help="Other engines.  [default: all installed]")
+@click.option("--bf16/--no-bf16", default=True, help="Time the native engine with bfloat16 too.")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of each.")
 @click.option("--rounds", type=click.IntRange(2), default=5, show_default=True, help="Times each is timed.")
 @click.option("--slow/--no-slow", help="Include what takes longer than some 20 s.  [default: no-slow]")
-def main(cases: str, engines: str, parts: str, others: str, threads: int, rounds: int, slow: bool) -> None:
+def main(cases: str, engines: str, parts: str, others: str, bf16: bool, threads: int, rounds: int,
+         slow: bool) -> None:  # fmt: skip
     """Time the writing of text, ours against other engines; prints a Markdown table for each case."""
     torch.set_num_threads(threads)
     chosen = [[name for name in text.split(",") if name] for text in (cases, engines, parts, others)]
     for names, allowed in zip(chosen, map(list[str], (CASES, ENGINES, PARTS, PEERS))):
         if wrong := [name for name in names if name not in allowed]:
             raise click.UsageError(f"{wrong[0]!r} must be one of {', '.join(allowed)}")
-    keys = [f"{e} {p}" for p in chosen[2] for e in chosen[1] if e == "torch" or PARTS[p].operator] + chosen[3]
+    keys = [f"{e} {p}" for p in chosen[2] for e in chosen[1] if e == "torch" or PARTS[p].operator]
+    keys += [f"{key} bf16" for key in keys if bf16 and key.startswith("native")] + chosen[3]
     click.echo(f"{build.describe('auto')}; PyTorch {torch.__version__}")
     watch = Load()  # from here: the compilers are done
     peaks = [fma_peak("auto")]
