@@ -18,17 +18,11 @@ CONTEXTS = ("slide", "reset")
 AT_ONCE = 32  # samples that are decoded together
 
 
-class Uniforms:
+def uniforms(seed: int) -> Iterator[float]:
     """The numbers in [0, 1) that decide a text's tokens, one each, from a seed."""
-
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-        self._drawn: list[float] = []
-
-    def __next__(self) -> float:
-        if not self._drawn:  # many at a time: a draw costs as much as a token of a small model
-            self._drawn = torch.rand(256, dtype=torch.float64, generator=self._generator).tolist()[::-1]
-        return self._drawn.pop()
+    generator = torch.Generator().manual_seed(seed)
+    while True:  # many at a time: a draw costs as much as a token of a small model
+        yield from torch.rand(256, dtype=torch.float64, generator=generator).tolist()
 
 
 class Writer:
@@ -68,7 +62,7 @@ class Writer:
             raise ValueError(f"context is {context!r}; it must be one of {', '.join(CONTEXTS)}")
         self.engine, self.sampling = engine, sampling
         self.prefill_seconds = self.decode_seconds = 0.0
-        self._uniforms = [Uniforms(seed) for seed in seeds]
+        self._uniforms = [uniforms(seed) for seed in seeds]
         self._window = engine.capacity
         self._kept = max(1, self._window // 2) if context == "reset" else self._window
         self._use_cache = use_cache
@@ -77,8 +71,21 @@ class Writer:
 
     def next(self, texts: Sequence[int]) -> list[int]:
         """Append a token to each of these texts; gives them in the same order."""
-        start = time.perf_counter()
-        first = not self._held[texts[0]]
+        start = begin = time.perf_counter()
+        if not (self._use_cache and all(0 < self._held[i] <= self._window for i in texts)):
+            first = not self._held[texts[0]]
+            self._prefill(texts, first)
+            begin = time.perf_counter() if first else start  # what follows the prompt counts as decoding
+        tokens = self.engine.next(texts, [next(self._uniforms[i]) for i in texts], self.sampling)
+        for i, token in zip(texts, tokens):
+            self._last[i].append(token)
+            self._held[i] += 1
+        self.prefill_seconds += begin - start
+        self.decode_seconds += time.perf_counter() - begin
+        return tokens
+
+    def _prefill(self, texts: Sequence[int], first: bool) -> None:
+        """Read the prompt, or the windows of those texts that are full."""
         for i in texts:
             held = self._held[i]
             if first and i != texts[0]:  # all continue one prompt
@@ -89,14 +96,6 @@ class Writer:
                 ids = list(self._last[i])[-count:]
                 self.engine.prefill(i, ids, continues=held > 0)
                 self._held[i] = len(ids)
-        begin = time.perf_counter() if first else start  # what follows the prompt counts as decoding
-        tokens = self.engine.next(texts, [next(self._uniforms[i]) for i in texts], self.sampling)
-        for i, token in zip(texts, tokens):
-            self._last[i].append(token)
-            self._held[i] += 1
-        self.prefill_seconds += begin - start
-        self.decode_seconds += time.perf_counter() - begin
-        return tokens
 
 
 class StopFilter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from attention_ext import PARTS, attention
 from model import generate, load
 from model.engine import open_engine
-from model.generate import Completion, StopFilter, Uniforms, Writer, complete
+from model.generate import Completion, StopFilter, Writer, complete, uniforms
 from model.sampling import Sampling, sample
 from model.tokenizer import CharTokenizer
 
@@ -72,8 +73,7 @@ def test_a_reset_context_starts_again_from_the_last_half_window(engine, prompt_l
 def test_uniforms_are_those_drawn_one_by_one():
     generator = torch.Generator().manual_seed(7)
     expected = [float(torch.rand((), dtype=torch.float64, generator=generator)) for _ in range(600)]
-    uniforms = Uniforms(7)
-    assert [next(uniforms) for _ in range(600)] == expected
+    assert list(itertools.islice(uniforms(7), 600)) == expected
 
 
 def test_another_seed_gives_another_text():
