@@ -69,8 +69,12 @@ def open_engine(
     half as much for each token.
     capacity: the longest context, in tokens; the model's block size unless given.
     The native engine uses as many threads as PyTorch is set to when this is called.
-    Raises ValueError for an argument that is out of range, BuildError where the kernels cannot be compiled.
+    Raises TypeError or ValueError naming an argument that is wrong, BuildError where the kernels cannot be
+    compiled.
     """
+    for name, number in (("br", br), ("bc", bc), ("slots", slots), ("capacity", capacity)):
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
+            raise TypeError(f"{name} is a {type(number).__name__}; it must be a whole number")
     if part not in PARTS:
         raise ValueError(f"part is {part!r}; it must be one of {', '.join(PARTS)}")
     if engine not in (None, *ENGINES):

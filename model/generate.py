@@ -37,7 +37,7 @@ class Writer:
     in nanoGPT. 'reset': the window starts again with its last half, at the cost of one prefill for each half
     window.
     use_cache: False reads the whole window anew for every token.
-    Raises ValueError naming the argument that is out of range.
+    Raises TypeError or ValueError naming the argument that is wrong.
     """
 
     def __init__(
@@ -56,6 +56,8 @@ class Writer:
         if not 1 <= len(seeds) <= engine.slots:
             raise ValueError(f"seeds are {len(seeds)}; they must be 1 to {engine.slots}, the engine's slots")
         for seed in seeds:
+            if not isinstance(seed, int):
+                raise TypeError(f"seed is a {type(seed).__name__}; it must be a whole number")
             if not 0 <= seed < 2**64:
                 raise ValueError(f"seed is {seed}; it must be at least 0 and less than 2**64")
         if context not in CONTEXTS:
@@ -223,6 +225,8 @@ def generate(
     kernels cannot be compiled.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    if not isinstance(prompt, str):
+        raise TypeError(f"prompt is a {type(prompt).__name__}; it must be a string")
     ids = checkpoint.tokenizer.encode(prompt)
     count = new_tokens(checkpoint, max_new_tokens)
     if engine is None or isinstance(engine, str):
@@ -239,9 +243,14 @@ def generate(
 
 
 def new_tokens(checkpoint: Checkpoint, max_new_tokens: int | None) -> int:
-    """How many tokens to write at most; None is the model's block size. Raises ValueError if negative."""
+    """How many tokens to write at most; None is the model's block size.
+
+    Raises TypeError if that is no whole number, ValueError if it is negative.
+    """
     if max_new_tokens is None:
         return checkpoint.model.config.block_size
+    if not isinstance(max_new_tokens, int):
+        raise TypeError(f"max_new_tokens is a {type(max_new_tokens).__name__}; it must be a whole number")
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
     return max_new_tokens

@@ -50,6 +50,23 @@ def threads():
     torch.set_num_threads(before)
 
 
+class Quiet:
+    """A machine on which nothing else runs."""
+
+    others = staticmethod(lambda: 0.0)
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch, extension: None, threads):
+    """Let a benchmark's module find a quiet, steady machine."""
+
+    def patch(bench) -> None:
+        monkeypatch.setattr(bench, "Load", Quiet)
+        monkeypatch.setattr(bench, "fma_peak", lambda simd: 1e11)
+
+    return patch
+
+
 @dataclass(frozen=True)
 class Done:
     """What a finished command left."""

@@ -15,17 +15,10 @@ spec.loader.exec_module(bench)
 SMALL = ["-N", "64", "-d", "16", "--rounds", "2", "--parts", "part0,part4"]
 
 
-class Quiet:
-    """A machine on which nothing else runs."""
-
-    others = staticmethod(lambda: 0.0)
-
-
 @pytest.fixture
-def run(monkeypatch, extension, threads):
+def run(quiet):
     """Run the benchmark on a quiet, steady machine."""
-    monkeypatch.setattr(bench, "Load", Quiet)
-    monkeypatch.setattr(bench, "fma_peak", lambda simd: 1e11)
+    quiet(bench)
     return lambda *arguments: CliRunner().invoke(bench.main, [*SMALL, *arguments])
 
 
@@ -53,7 +46,7 @@ def test_what_is_wrong_is_not_timed(run, monkeypatch):
 
 
 def test_a_busy_machine_is_named(run, monkeypatch):
-    monkeypatch.setattr(Quiet, "others", staticmethod(lambda: 0.7))
+    monkeypatch.setattr(bench.Load, "others", staticmethod(lambda: 0.7))
     done = run()
     assert done.exit_code == 3
     assert "The machine was busy: others took 0.70 processors" in done.output

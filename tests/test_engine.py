@@ -294,6 +294,12 @@ def test_wrong_arguments_are_named(extension, change, message):
         open_engine(model(), **change)
 
 
+@pytest.mark.parametrize("name, value", [("slots", 1.0), ("capacity", "4"), ("bc", True)])
+def test_arguments_of_a_wrong_type_are_named(name, value):
+    with pytest.raises(TypeError, match=f"{name} is a {type(value).__name__}; it must be a whole number"):
+        open_engine(model(), **{name: value})
+
+
 def test_the_decoder_checks_what_it_is_given(extension):
     """The class below NativeEngine, called wrongly."""
     gpt = model()

@@ -189,6 +189,21 @@ def test_generate_gives_the_text(extension, shakes):
     assert len(generate(shakes)) == 256
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(prompt=b"A"), "prompt is a bytes; it must be a string"),
+        (dict(max_new_tokens=2.5), "max_new_tokens is a float; it must be a whole number"),
+        (dict(seed="1"), "seed is a str"),
+        (dict(br="8"), "br is a str"),
+        (dict(temperature="1"), "temperature is a str"),
+    ],
+)
+def test_generates_arguments_of_a_wrong_type_are_named(shakes, change, message):
+    with pytest.raises(TypeError, match=message):
+        generate(shakes, **dict(part="part0") | change)
+
+
 def test_an_engine_of_another_model_is_refused(shakes):
     with pytest.raises(ValueError, match="engine was opened for another model"):
         generate(shakes, engine=open_engine(model(), part="part0"))

@@ -48,17 +48,10 @@ class Fake(bench.Own):
         return self.change(super().greedy_batch(prompts, count))
 
 
-class Quiet:
-    """A machine on which nothing else runs."""
-
-    others = staticmethod(lambda: 0.0)
-
-
 @pytest.fixture
-def run(monkeypatch, extension, threads):
+def run(monkeypatch, quiet):
     """Run small cases on a quiet, steady machine, with these other engines; gives exit code and output."""
-    monkeypatch.setattr(bench, "Load", Quiet)
-    monkeypatch.setattr(bench, "fma_peak", lambda simd: 1e11)
+    quiet(bench)
     monkeypatch.setattr(bench, "read_bandwidth", lambda size: 1e11)
     monkeypatch.setattr(bench, "CASES", bench.CASES | CASES)
     monkeypatch.setattr(bench, "LEAST", 0.0)
@@ -196,7 +189,7 @@ def test_contenders_take_turns(run):
 
 
 def test_a_busy_machine_is_named(run, monkeypatch):
-    monkeypatch.setattr(Quiet, "others", staticmethod(lambda: 0.7))
+    monkeypatch.setattr(bench.Load, "others", staticmethod(lambda: 0.7))
     code, output = run("--cases", "short")
     assert code == 3 and "The machine was busy: others took 0.70 processors" in output
 
