@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, overload
 
+from attention_ext import tiles
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -53,9 +55,7 @@ PARTS = {
 # The SIMD helpers under parts 1 to 4. 'auto' is the faster: portable C++, level with ISPC in part 4 from
 # N = 1024 and ahead below (benchmarks/attention.py --simd ispc,portable).
 SIMD = ("auto", "ispc", "portable", "off")
-
-# Part 4's tile where none is asked for: the best or within 2 % of it in a sweep at N = 1024, d = 32, 64, 128.
-DEFAULT_BR, DEFAULT_BC = 192, 256
+AUTO = "portable"
 
 
 @overload
@@ -109,7 +109,8 @@ def attention(
     strides and no empty dimension.
     causal: query i sees the keys j <= i + (Nk - Nq); Nq must be at most Nk.
     scale: multiplies the scores; 1/sqrt(d) unless given.
-    br, bc: part4's tile, in queries and keys, of at least 1; the other parts have none and ignore them.
+    br, bc: part4's tile, in queries and keys, of at least 1; None takes what `gpt.py bench --tune` found for
+    this case on this machine, else one default. The other parts have no tile and ignore them.
     simd: one of SIMD, the helpers under the kernels; 'off' are plain loops. part0 has none.
     Gives the output, (B, H, Nq, d), contiguous; with return_lse also the logarithm of each row's
     normaliser, m + log(l), (B, H, Nq), from which results over parts of the keys can be merged.
@@ -124,9 +125,22 @@ def attention(
         from attention_ext import reference
 
         return reference.attention(q, k, v, causal=causal, scale=scale, return_lse=return_lse)
-    tile = (br or DEFAULT_BR, bc or DEFAULT_BC) if PARTS[part].tiled else ()
+    tile = _tile(simd, k, causal, br, bc) if PARTS[part].tiled else ()
     out, lse = operator(part, simd)(q, k, v, causal, scale, return_lse, *tile)
     return (out, lse) if return_lse else out
+
+
+def _tile(simd: str, k: Tensor, causal: bool, br: int | None, bc: int | None) -> tuple[int, int]:
+    if br and bc:
+        return br, bc
+    import torch
+
+    if torch.compiler.is_compiling():  # a graph cannot read files
+        tuned = tiles.DEFAULT
+    else:
+        d, Nk = k.shape[3], k.shape[2]
+        tuned = tiles.tile(AUTO if simd == "auto" else simd, torch.get_num_threads(), d, Nk, causal)
+    return br or tuned[0], bc or tuned[1]
 
 
 _operators: dict[tuple[str, str], Callable] = {}

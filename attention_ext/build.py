@@ -20,25 +20,20 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import library as torch_library
 
-from attention_ext import PARTS, SIMD, BuildError
+from attention_ext import AUTO, PARTS, SIMD, BuildError
 
 CSRC = Path(__file__).parent / "csrc"
-SOURCES = (
-    "bindings.cpp",
-    "part1_naive.cpp",
-    "part2_blocked.cpp",
-    "part3_fused.cpp",
-    "part4_flash.cpp",
-    "peak.cpp",
-    "decoder.cpp",
-)
+KERNELS = ("part1_naive.cpp", "part2_blocked.cpp", "part3_fused.cpp", "part4_flash.cpp")
+SOURCES = ("bindings.cpp", *KERNELS, "peak.cpp", "decoder.cpp")
+LOCK = "building"  # in a build's directory, locked while a process compiles there
+ALONE = "alone.cpp"  # with KERNELS, a program
 DECODER_BINDINGS = "decoder_bindings.cpp"  # compiled where Python's own header is installed
 # Each implementation of simd.h: its source, and the flags that it alone is compiled with.
 VARIANTS = {
@@ -46,9 +41,10 @@ VARIANTS = {
     "portable": ("simd_portable.cpp", ()),
     "off": ("simd_off.cpp", ("-fno-tree-vectorize", "-fno-tree-slp-vectorize")),
 }
+NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = (
     "-O3",
-    "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native",
+    NATIVE,
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fvisibility=hidden",
@@ -66,14 +62,14 @@ _loading = threading.Lock()
 def load(simd: str = "auto") -> Any:
     """The operators, torch.ops.attention_ext_<variant>, compiled first if this machine has not yet.
 
-    simd: one of SIMD; 'auto' is 'portable'.
+    simd: one of SIMD; 'auto' is AUTO.
     Raises ValueError for another simd, BuildError if there is no compiler, it fails, or the cache
     directory cannot be used.
     """
     if simd not in SIMD:
         raise ValueError(f"simd is {simd!r}; it must be one of {', '.join(SIMD)}")
     with _loading:
-        return _load("portable" if simd == "auto" else simd)
+        return _load(AUTO if simd == "auto" else simd)
 
 
 def load_decoder(simd: str = "auto") -> Any:
@@ -83,20 +79,21 @@ def load_decoder(simd: str = "auto") -> Any:
     """
     if not has_python_header():
         raise BuildError(
-            f"the native engine needs Python's header, and there is no {_python_header()}; install it "
+            f"the native engine needs Python's header, and there is no {python_header()}; install it "
             "(Debian, Ubuntu: apt install python3-dev), or choose the torch engine"
         )
     load(simd)
     with _loading:
-        return _load_decoder("portable" if simd == "auto" else simd)
+        return _load_decoder(AUTO if simd == "auto" else simd)
 
 
 def has_python_header() -> bool:
     """Whether C++ that knows Python can be compiled here."""
-    return _python_header().is_file()
+    return python_header().is_file()
 
 
-def _python_header() -> Path:
+def python_header() -> Path:
+    """Where Python's own header is, or would be."""
     return Path(sysconfig.get_path("include")) / "Python.h"
 
 
@@ -115,15 +112,12 @@ _libraries: dict[str, Path] = {}  # of each variant that is loaded
 
 @functools.cache
 def _load(variant: str) -> Any:
-    compiler = find_compiler()
-    ispc = find_ispc() if variant == "ispc" else None
-    if variant == "ispc" and ispc is None:
-        raise BuildError("simd is 'ispc', but no ispc was found on PATH; scripts/install-ispc.sh gets it")
-    name = f"attention_ext_{variant}"
-    directory = cache_directory() / f"{name}_{_fingerprint(compiler, ispc, variant)}"
-    library = directory / "attention_ext.so"
+    compiler, ispc = _compilers(variant)
+    name, library = f"attention_ext_{variant}", _library_path(compiler, ispc, variant)
     if not library.exists():
-        _compile(compiler, ispc, variant, directory, library)
+        _make(
+            library, "code into a PyTorch module", lambda work: _make_library(compiler, ispc, variant, work)
+        )
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
@@ -131,6 +125,51 @@ def _load(variant: str) -> Any:
     _register_fakes(name)
     _libraries[variant] = library
     return getattr(torch.ops, name)
+
+
+def library_path(simd: str = "auto") -> Path:
+    """Where load() finds the library, or puts it: its directory has build.log where compiling it failed.
+
+    simd: one of SIMD. Raises BuildError without a compiler.
+    """
+    variant = AUTO if simd == "auto" else simd
+    return _library_path(*_compilers(variant), variant)
+
+
+def _library_path(compiler: list[str], ispc: str | None, variant: str) -> Path:
+    name = f"attention_ext_{variant}_{_fingerprint(compiler, ispc, variant)}"
+    return cache_directory() / name / "attention_ext.so"
+
+
+def _compilers(variant: str) -> tuple[list[str], str | None]:
+    """The C++ compiler's command, and the ISPC compiler where the variant needs it."""
+    compiler = find_compiler()
+    ispc = find_ispc() if variant == "ispc" else None
+    if variant == "ispc" and ispc is None:
+        raise BuildError("simd is 'ispc', but no ispc was found on PATH; scripts/install-ispc.sh gets it")
+    return compiler, ispc
+
+
+def program(simd: str = "auto", march: str = "native") -> Path:
+    """The program of alone.cpp, one part without Python or PyTorch, compiled first if need be.
+
+    simd: 'portable', 'off', or 'auto', which is AUTO. march: the processor to compile for, as the compiler's
+    -march names it.
+    Raises ValueError for another simd, BuildError as load() does.
+    """
+    variant = AUTO if simd == "auto" else simd
+    if variant not in ("portable", "off"):
+        raise ValueError(f"simd is {simd!r}; the program's must be auto, portable or off")
+    compiler = find_compiler()
+    name = f"attention_ext_alone_{variant}_{_fingerprint(compiler, None, variant, march)}"
+    made = cache_directory() / name / "alone"
+    if not made.exists():
+        _make(
+            made,
+            "a program of the kernels alone",
+            lambda work: _make_program(compiler, variant, march, work),
+        )
+    return made
 
 
 def describe(simd: str = "auto") -> str:
@@ -184,11 +223,11 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
 
 
-def _fingerprint(compiler: list[str], ispc: str | None, variant: str) -> str:
+def _fingerprint(compiler: list[str], ispc: str | None, variant: str, march: str = "native") -> str:
     """16 hexadecimal digits of everything that decides what the compilers make."""
     digest = hashlib.sha256()
-    decoder = f"decoder {has_python_header()}"
-    for item in (shlex.join(compiler), *_flags(variant), torch.__version__, sys.version, _cpu(), decoder):
+    flags, decoder = _flags(variant, march), f"decoder {has_python_header()}"
+    for item in (shlex.join(compiler), *flags, torch.__version__, sys.version, _cpu(), decoder):
         digest.update(item.encode() + b"\0")
     for command in (compiler, *([[ispc]] if ispc else [])):
         try:
@@ -201,8 +240,9 @@ def _fingerprint(compiler: list[str], ispc: str | None, variant: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _flags(variant: str) -> tuple[str, ...]:
-    return (*FLAGS, *VARIANTS[variant][1], f"-DATTENTION_EXT=attention_ext_{variant}")
+def _flags(variant: str, march: str = "native") -> tuple[str, ...]:
+    flags = (f"-march={march}" if flag == NATIVE and march != "native" else flag for flag in FLAGS)
+    return (*flags, *VARIANTS[variant][1], f"-DATTENTION_EXT=attention_ext_{variant}")
 
 
 def _cpu() -> str:
@@ -215,21 +255,20 @@ def _cpu() -> str:
     return "\n".join(line for line in lines if line.split(":")[0].strip() in kept)
 
 
-def _compile(compiler: list[str], ispc: str | None, variant: str, directory: Path, library: Path) -> None:
-    """Compile under a lock, in a fresh directory, and give the finished library its name."""
+def _make(made: Path, what: str, make: Callable[[Path], Path]) -> None:
+    """Let make(directory) write a file into a fresh one, under a lock; finished, it gets the name `made`."""
+    directory = made.parent
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(directory / "building"):
-            if library.exists():  # another process made it while this one waited
+        with _locked(directory / LOCK):
+            if made.exists():  # another process made it while this one waited
                 return
-            print("Compiling code into a PyTorch module...", file=sys.stderr, flush=True)
+            print(f"Compiling {what}...", file=sys.stderr, flush=True)
             # A killed build's compilers may still be writing where it worked, so never work there again.
             for left in directory.glob(f"{tempfile.gettempprefix()}*"):
                 shutil.rmtree(left, ignore_errors=True)
             with tempfile.TemporaryDirectory(dir=directory, ignore_cleanup_errors=True) as work:
-                objects = [_run_ispc(ispc, Path(work))] if ispc else []
-                _run_compiler(compiler, variant, objects, Path(work))
-                next(Path(work).glob("*.so")).replace(library)
+                make(Path(work)).replace(made)
     except OSError as error:
         raise BuildError(
             f"cannot write the build directory {directory}: {error.strerror}; "
@@ -247,10 +286,11 @@ def _run_ispc(ispc: str, work: Path) -> str:
     return str(made)
 
 
-def _run_compiler(compiler: list[str], variant: str, objects: list[str], work: Path) -> None:
+def _make_library(compiler: list[str], ispc: str | None, variant: str, work: Path) -> Path:
     """Make a library in `work`, which torch's builder also loads; renamed, it is still the same one."""
     from torch.utils import cpp_extension  # slow to import, and only a build needs it
 
+    objects = [_run_ispc(ispc, work)] if ispc else []
     sources = (*((DECODER_BINDINGS,) if has_python_header() else ()), *SOURCES, VARIANTS[variant][0])
     with _environment(_as_one_program(compiler, work)):
         try:
@@ -264,6 +304,18 @@ def _run_compiler(compiler: list[str], variant: str, objects: list[str], work: P
             )
         except RuntimeError as error:
             raise _failure(shlex.join(compiler), str(error), work) from None
+    return next(work.glob("*.so"))
+
+
+def _make_program(compiler: list[str], variant: str, march: str, work: Path) -> Path:
+    """Make the program in `work`; debuggers and profilers find the lines of its sources."""
+    made = work / "alone"
+    sources = [str(CSRC / name) for name in (ALONE, *KERNELS, VARIANTS[variant][0])]
+    command = [*compiler, "-std=c++17", "-g", *_flags(variant, march), *sources, "-o", str(made)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise _failure(shlex.join(compiler), done.stdout + done.stderr, work)
+    return made
 
 
 def _failure(compiler: str, output: str, work: Path) -> BuildError:
@@ -272,6 +324,22 @@ def _failure(compiler: str, output: str, work: Path) -> BuildError:
     log.write_text(output)
     reason = next((line for line in output.splitlines() if "error:" in line.lower()), "no reason given")
     return BuildError(f"{compiler} failed: {reason.strip()} (all it said: {log})")
+
+
+def running_builds() -> list[Path]:
+    """The build directories in which a process is compiling now."""
+    import fcntl
+
+    running = []
+    for path in sorted(cache_directory().glob(f"attention_ext_*/{LOCK}")):
+        try:
+            with open(path) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            running.append(path.parent)
+        except OSError:  # another user's, or removed meanwhile
+            continue
+    return running
 
 
 @contextlib.contextmanager
@@ -283,7 +351,7 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print("Waiting for another build of the extension...", file=sys.stderr, flush=True)
+            print("Waiting for another build...", file=sys.stderr, flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attention_ext import PARTS, build
+from attention_ext import AUTO, PARTS, build
 from model.checkpoint import Checkpoint
 from model.engine import Engine, open_engine
 from model.generate import AT_ONCE, Completion, StopFilter, Writer, capacity_for, complete, new_tokens
@@ -129,7 +129,7 @@ class Show:
 def record(session: Session, engine: Engine, sample: Completion) -> dict:
     """What --json prints of a sample."""
     r = session.request
-    simd = None if PARTS[r.part].operator is None else "portable" if r.simd == "auto" else r.simd
+    simd = None if PARTS[r.part].operator is None else AUTO if r.simd == "auto" else r.simd
     return {
         "model": r.model,
         "part": r.part,

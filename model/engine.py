@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from attention_ext import DEFAULT_BC, DEFAULT_BR, PARTS, attention
+from attention_ext import AUTO, PARTS, attention, tiles
 from model.gpt import GPT, GPTConfig
 from model.kv_cache import KVCache
 from model.sampling import Sampling, sample
@@ -98,7 +98,9 @@ def open_engine(
     if engine == "torch":
         model = model.with_attention(partial(attention, part, causal=True, br=br, bc=bc, simd=simd))
         return TorchEngine(model.in_bf16() if weights == "bf16" else model, slots, capacity)
-    tile = (br or DEFAULT_BR, bc or DEFAULT_BC)
+    # Each of its threads runs the kernel alone.
+    tuned = tiles.tile(AUTO if simd == "auto" else simd, 1, model.config.head_dim, capacity, causal=True)
+    tile = (br or tuned[0], bc or tuned[1])
     return NativeEngine(model, part, simd, tile, weights, slots, capacity)
 
 
@@ -122,6 +124,7 @@ class TorchEngine:
         self._pending: list[int | None] = [None] * slots
         self._seen: list[set[int]] = [set() for _ in range(slots)]
         self._logits: list[Tensor] = [torch.empty(0)] * slots
+        self.choose: Callable[..., int] = sample  # lab/profile.py puts a clock around it
 
     @torch.inference_mode()
     def prefill(self, slot: int, ids: Sequence[int], continues: bool = False) -> None:
@@ -140,7 +143,7 @@ class TorchEngine:
             pending = self._pending[slot]
             if pending is not None:
                 self._read(slot, [pending])
-            token = sample(self._logits[slot], uniform, sampling, self._seen[slot])
+            token = self.choose(self._logits[slot], uniform, sampling, self._seen[slot])
             self._pending[slot] = token
             self._seen[slot].add(token)
             tokens.append(token)
@@ -215,3 +218,14 @@ class NativeEngine:
 
     def logits(self, slot: int) -> Tensor:
         return torch.tensor(self._decoder.logits(slot))
+
+    def record(self, on: bool) -> None:
+        """Whether what follows leaves spans; not at first."""
+        self._decoder.record(on)
+
+    def spans(self) -> list[tuple[str, int, int, int]]:
+        """What the threads did since the last call, as (kind, thread, begin, end), thread by thread.
+
+        begin, end: nanoseconds of time.monotonic_ns(). Thread 0 is the caller.
+        """
+        return self._decoder.spans()

@@ -13,9 +13,18 @@ import pytest
 import torch
 
 import gpt
-from attention_ext import PARTS, BuildError, build
+from attention_ext import PARTS, BuildError, build, tiles
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def own_tiles(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
+    """No test sees what was tuned on this machine, nor keeps anything."""
+    monkeypatch.setenv("ATTENTION_TILES", str(tmp_path_factory.mktemp("tiles") / "tiles.json"))
+    tiles._fitting.cache_clear()
+    yield
+    tiles._fitting.cache_clear()
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +71,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch, extension: None, threads):
 
     def patch(bench) -> None:
         monkeypatch.setattr(bench, "Load", Quiet)
-        monkeypatch.setattr(bench, "fma_peak", lambda simd: 1e11)
+        monkeypatch.setattr(bench, "fma_peak", lambda simd="auto", threads=1: 1e11)
 
     return patch
 

@@ -100,8 +100,21 @@ def test_a_changed_source_decides_too(monkeypatch, extension, tmp_path):
 def test_every_source_is_compiled_or_included():
     on_disk = {path.name for path in build.CSRC.glob("*.cpp")}
     variants = {source for source, _ in build.VARIANTS.values()}
-    assert on_disk == {build.DECODER_BINDINGS, *build.SOURCES, *variants}
+    assert on_disk == {build.DECODER_BINDINGS, build.ALONE, *build.SOURCES, *variants}
     assert {"auto", *build.VARIANTS} == set(SIMD)
+
+
+def test_the_program_is_compiled_once_for_each_processor(extension, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    made = build.program("off")
+    assert "Compiling a program of the kernels alone..." in capsys.readouterr().err
+    assert build.program("off") == made
+    assert capsys.readouterr().err == ""
+    assert sorted(path.name for path in made.parent.iterdir()) == ["alone", "building"]
+    with pytest.raises(BuildError, match="failed: .*no-such-processor"):
+        build.program("off", "no-such-processor")
+    with pytest.raises(ValueError, match="simd is 'ispc'; the program's must be auto, portable or off"):
+        build.program("ispc")
 
 
 def test_ispc_is_found_by_its_variable_and_named_when_it_is_not(monkeypatch, tmp_path):

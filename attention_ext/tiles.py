@@ -1,0 +1,125 @@
+"""Part 4's tile where none is asked for: what `gpt.py bench --tune` found on this machine, else one default.
+
+What is found is kept in a JSON file, a list of entries for each processor, so that a home directory which
+several machines share serves them all.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import platform
+import tempfile
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+# The best or within 2 % of it in a sweep at N = 1024, d = 32, 64, 128 (gpt.py bench part4 -br ... -bc ...).
+DEFAULT = (192, 256)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The best tile found, (br, bc), for the SIMD helpers, threads, head width, length and mask it was for.
+
+    seconds: its median; default_seconds: that of DEFAULT in the same run.
+    """
+
+    simd: str
+    threads: int
+    d: int
+    N: int
+    causal: bool
+    br: int
+    bc: int
+    seconds: float
+    default_seconds: float
+
+
+def tile(simd: str, threads: int, d: int, N: int, causal: bool) -> tuple[int, int]:
+    """(br, bc) for N keys: tuned for this simd, threads, d and mask at the nearest length, else DEFAULT."""
+    fitting = _fitting(simd, threads, d, causal)
+    if not fitting:
+        return DEFAULT
+    nearest = min(fitting, key=lambda tuned: abs(math.log(tuned.N / N)))
+    return nearest.br, nearest.bc
+
+
+@functools.cache
+def _fitting(simd: str, threads: int, d: int, causal: bool) -> tuple[Tuned, ...]:
+    try:
+        entries = read()
+    except (OSError, ValueError):  # gpt.py doctor says so; a lost file costs a few percent of speed
+        return ()
+    return tuple(t for t in entries if (t.simd, t.threads, t.d, t.causal) == (simd, threads, d, causal))
+
+
+def path() -> Path:
+    """The file: $ATTENTION_TILES, else shakespeare_attention/tiles.json in the user's cache."""
+    if chosen := os.environ.get("ATTENTION_TILES"):
+        return Path(chosen)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "shakespeare_attention" / "tiles.json"
+
+
+def read() -> list[Tuned]:
+    """What was found for this processor. Raises ValueError if the file is not what write() makes."""
+    return [tuned for tuned in _read_all().get(processor(), [])]
+
+
+def write(found: list[Tuned]) -> None:
+    """Add these to what is kept for this processor; what was found for the same case before is replaced."""
+    try:
+        everything = _read_all()
+    except ValueError:  # broken: start again
+        everything = {}
+    kept = {_case(tuned): tuned for tuned in [*everything.get(processor(), []), *found]}
+    everything[processor()] = list(kept.values())
+    file = path()
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    text = json.dumps({cpu: [asdict(t) for t in entries] for cpu, entries in everything.items()}, indent=1)
+    handle, unfinished = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+    with open(handle, "w") as out:
+        out.write(text)
+    os.replace(unfinished, file)
+    _fitting.cache_clear()
+
+
+def _case(t: Tuned) -> tuple:
+    return t.simd, t.threads, t.d, t.N, t.causal
+
+
+def _read_all() -> dict[str, list[Tuned]]:
+    file = path()
+    if not file.exists():
+        return {}
+    try:
+        content = json.loads(file.read_text())
+        return {cpu: [_checked(entry) for entry in entries] for cpu, entries in content.items()}
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ValueError(f"{file} is not a file of tile sizes ({error}); delete it") from None
+
+
+def _checked(entry: dict) -> Tuned:
+    tuned = Tuned(**{field.name: entry[field.name] for field in fields(Tuned)})
+    for name in ("threads", "d", "N", "br", "bc"):
+        size = getattr(tuned, name)
+        if not isinstance(size, int) or not 1 <= size < 2**63:
+            raise ValueError(f"{name} is {size!r}")
+    return tuned
+
+
+@functools.cache
+def processor() -> str:
+    """This processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        lines = []
+    values = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    if "model name" in values:
+        return "{model name}, family {cpu family}, model {model}".format_map(values)
+    if "CPU part" in values:  # ARM
+        return "ARM implementer {CPU implementer}, part {CPU part}".format_map(values)
+    return f"{platform.machine()} {platform.processor()}".strip()
