@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -46,6 +48,37 @@ class TileSize(click.ParamType):
 
     def convert(self, value, parameter, context) -> int | str:
         return value if value == "auto" else click.IntRange(1, 2**31 - 1).convert(value, parameter, context)
+
+
+class Numbers(click.ParamType):
+    """Whole numbers of at least 1: '32,64', '1:8' (by 1), '1:9+2', '256:4096*2'; 'auto' where allowed."""
+
+    name = "list"
+
+    def __init__(self, auto: bool = False) -> None:
+        self.auto = auto
+
+    def convert(self, value, parameter, context) -> tuple[int | None, ...]:
+        if isinstance(value, tuple):
+            return value
+        numbers: list[int | None] = []
+        for item in value.split(","):
+            if self.auto and item == "auto":
+                numbers.append(None)
+                continue
+            form = re.fullmatch(r"(\d{1,9})(?::(\d{1,9})(?:([*+])(\d{1,9}))?)?", item, re.ASCII)
+            if not form or int(form[1]) < 1 or (form[3] and int(form[4]) < (2 if form[3] == "*" else 1)):
+                auto = " or auto" * self.auto
+                self.fail(f"{item!r} must be a number of at least 1, a range as 256:4096*2 or 1:9+2{auto}")
+            number, last = int(form[1]), int(form[2] or form[1])
+            if number > last:
+                self.fail(f"{item!r} goes down; it must go up")
+            while number <= last and len(numbers) <= 1000:
+                numbers.append(number)
+                number = number * int(form[4]) if form[3] == "*" else number + int(form[4] or 1)
+        if len(numbers) > 1000:
+            self.fail(f"{value!r} has more than 1000 numbers")
+        return tuple(dict.fromkeys(numbers))
 
 
 threads_option = click.option(
@@ -300,6 +333,126 @@ def evaluate(model: str, corpus_file: str | None, part: str, weights: str, threa
     click.echo(f"({len(held_out):,} characters, windows of {checkpoint.model.config.block_size} tokens)")
 
 
+class Names(click.ParamType):
+    """Names separated by commas."""
+
+    name = "list"
+
+    def convert(self, value, parameter, context) -> tuple[str, ...]:
+        return value if isinstance(value, tuple) else tuple(value.split(","))
+
+
+@cli.command()
+@click.argument("contenders", type=Names(), required=False, metavar="[CONTENDERS]")
+@click.option("-N", "lengths", type=Numbers(), default="1024", show_default=True, help="Keys.")
+@click.option("-d", "widths", type=Numbers(), default="32", show_default=True, help="Head widths.")
+@click.option("-br", "--br", type=Numbers(auto=True), default="auto", show_default=True,
+              help="Rows of part4's tiles, in queries.")
+@click.option("-bc", "--bc", type=Numbers(auto=True), default="auto", show_default=True,
+              help="Columns of part4's tiles, in keys.")
+@click.option("-t", "--threads", type=Numbers(), default="1", show_default=True, help="Threads.")
+@click.option("--simd", "simds", type=Names(), default="auto", show_default=True,
+              help=f"SIMD helpers under parts 1 to 4, of {', '.join(SIMD)}.")
+@click.option("--mask", "masks", type=Names(), default="none", show_default=True, help="Of none, causal.")
+@click.option("--causal", is_flag=True, help="The same as --mask causal.")
+@click.option("--queries", type=click.IntRange(1, 2**31 - 1), show_default="as many as keys",
+              help="Queries.")
+@click.option("--heads", type=click.IntRange(1, 2**16), default=4, show_default=True, help="Heads.")
+@click.option("--batch", type=click.IntRange(1, 2**16), default=1, show_default=True, help="Batch.")
+@click.option("-r", "--rounds", type=click.IntRange(2, 10**6), default=10, show_default=True,
+              help="Times that each is timed.")
+@click.option("--min-time", type=click.FloatRange(0, 3600), default=0.2, show_default=True,
+              help="Seconds that each is timed in all, at least.")
+@click.option("-o", "--output", "form", type=click.Choice(["md", "csv", "json", "jsonl"]), default="md",
+              show_default=True, help="Form of the results.")
+@click.option("--dry-run", is_flag=True, help="Print what would be measured.")
+@click.option("--save", type=click.Path(dir_okay=False), help="Keep the run in this file.")
+@click.option("--load", "saved", type=click.Path(exists=True, dir_okay=False),
+              help="Measure nothing; take the run from this file.")
+@click.option("--compare", type=click.Path(exists=True, dir_okay=False),
+              help="Show what differs from the run in this file by more than chance.")
+@click.option("--threshold", type=click.FloatRange(0, 100), default=5, show_default=True,
+              help="... and by more than so many percent.")
+@click.option("--fail-on-regression", is_flag=True, help="Exit with 1 if --compare finds one that is slower.")
+@click.option("--plot", type=click.Path(file_okay=False), help="Draw the results into this directory.")
+@click.option("--tune", is_flag=True, help="Find part4's best tiles and keep them for auto.")
+@click.option("--budget", type=click.FloatRange(0, 86400, min_open=True), default=60, show_default=True,
+              help="Seconds that --tune takes, for all cases together.")
+@click.option("--show", is_flag=True, help="With --tune: measure nothing, print what is kept.")
+@click.pass_context
+def bench(given: click.Context, /, **options) -> None:
+    """Time CONTENDERS over a sweep: part0 to part4, sdpa (PyTorch's), onnx (ONNX Runtime's).
+
+    Lists are 32,64 and ranges 1:9+2 or 256:4096*2. Each result is held against float64 before it is timed;
+    the contenders of a case are timed in turn. Without CONTENDERS all parts and sdpa take part.
+    """
+    refuse_options_that_do_nothing(given)
+    if options.pop("causal"):
+        options["masks"] = ("causal",)
+    measure_attention(**options)
+
+
+def measure_attention(
+    *, contenders: tuple[str, ...] | None, br: tuple[int | None, ...], bc: tuple[int | None, ...],
+    masks: tuple[str, ...], rounds: int, min_time: float, form: str, dry_run: bool, save: str | None,
+    saved: str | None, compare: str | None, threshold: float, fail_on_regression: bool, plot: str | None,
+    tune: bool, budget: float, show: bool, **sizes,
+) -> None:  # fmt: skip
+    """What bench does, by its options."""
+    from lab import report, sweep
+    from lab.bench import plan
+
+    if show:
+        click.echo(sweep.tuned_text())
+        return
+    if not set(masks) <= {"none", "causal"}:
+        raise click.UsageError(f"--mask is {','.join(masks)!r}; it must be of none, causal")
+    tiles = {"br": (None,), "bc": (None,)} if tune else {"br": br, "bc": bc}
+    names = ("part4",) if tune else contenders or (*PARTS, "sdpa")
+    cells = [] if saved else plan(names, masks=[mask == "causal" for mask in masks], **tiles, **sizes)
+    if dry_run:
+        click.echo(sweep.plan_text(cells, rounds))
+    elif tune:
+        sweep.find_tiles(cells, budget, [n for n in br if n], [n for n in bc if n], click.echo)
+    else:
+        out = sweep.Output(form, save, compare, threshold / 100, plot)  # says what is wrong before the work
+        run, stopped = (report.load(Path(saved)), False) if saved else sweep.measure(cells, rounds, min_time)
+        slower = out.show(run, click.echo, notice)
+        if stopped:
+            raise KeyboardInterrupt
+        if slower and fail_on_regression:
+            sys.exit(1)
+
+
+# Of bench: options that only one other one gives a meaning, and those that another one leaves without any.
+ONLY_WITH = {"show": "tune", "budget": "tune", "fail_on_regression": "compare", "threshold": "compare"}
+SIZES = (
+    "contenders", "lengths", "widths", "br", "bc", "threads", "simds", "masks", "causal", "queries", "heads",
+    "batch",
+)  # fmt: skip
+NOT_WITH = {
+    "causal": ("masks",),
+    "saved": (*SIZES, "rounds", "min_time", "save", "dry_run", "tune"),
+    "tune": ("contenders", "queries", "rounds", "min_time", "form", "save", "compare", "plot"),
+}
+
+
+def refuse_options_that_do_nothing(context: click.Context) -> None:
+    """Raise UsageError for an option of bench that would be ignored."""
+    given = {
+        str(p.name): p.opts[0] if isinstance(p, click.Option) else "CONTENDERS"
+        for p in context.command.params
+        if context.get_parameter_source(str(p.name)) is click.core.ParameterSource.COMMANDLINE
+    }
+    for name, needed in ONLY_WITH.items():
+        if name in given and needed not in given:
+            raise click.UsageError(f"{given[name]} goes with --{needed} only")
+    for name, useless in NOT_WITH.items():
+        for other in useless:
+            if name in given and other in given:
+                raise click.UsageError(f"{given[other]} does not go with {given[name]}")
+
+
 def main() -> None:
     """Run the command line; what was wrong with a request is one line on stderr and exit code 2."""
     try:
@@ -326,6 +479,7 @@ def main() -> None:
 
 def fail(message: str) -> None:
     """One line on stderr, exit code 2."""
+    message = message.replace("\n\t", " ").rstrip()  # click lists a missing argument's choices in lines
     click.echo(f"gpt.py: error: {message}", err=True)
     sys.exit(2)
 

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 sys.path[:0] = [str(directory) for directory in Path(__file__).resolve().parents[:2]]
 
 from attention_ext import PARTS, build  # noqa: E402
-from machine import Load, end, fma_peak, read_bandwidth  # noqa: E402
+from lab.machine import Load, end, fma_peak, read_bandwidth  # noqa: E402
 from model import load  # noqa: E402
 from model.engine import ENGINES, open_engine  # noqa: E402
 from model.generate import Writer  # noqa: E402

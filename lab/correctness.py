@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from attention_ext import PARTS, attention, build
+from lab import machine
 
 B, H, D = 1, 4, 32  # the lab's sizes
 RTOL, ATOL = 1e-4, 1e-5  # the lab allows 1e-4 on outputs of 0.08 to 0.2; rounding is 1e-7
@@ -66,6 +66,13 @@ def _peak_memory(profiler: profile) -> int:
     return peak
 
 
+def allocated(function: Callable[[], Tensor]) -> tuple[Tensor, int]:
+    """What `function` gives, and the most bytes that PyTorch's allocator had given out at once meanwhile."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        out = function()
+    return out, _peak_memory(profiler)
+
+
 def mismatch(expected: Tensor, got: Tensor) -> str | None:
     """Where two results (B, H, N, d) differ most, in one line; None if they agree."""
     off = ~torch.isclose(got, expected, rtol=RTOL, atol=ATOL)
@@ -82,12 +89,8 @@ def mismatch(expected: Tensor, got: Tensor) -> str | None:
 def check_memory(N: int) -> None:
     """Raise ValueError if the reference's N x N matrices would not fit this machine's memory."""
     need = 2 * 4 * B * H * N * N
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):  # a system that does not tell
-        return
-    if need > available:
+    available = machine.available_memory()
+    if available is not None and need > available:
         most = int((available / (2 * 4 * B * H)) ** 0.5)
         raise ValueError(
             f"N is {N}; the reference would need {need / 2**30:.0f} GiB, so it must be at most {most} here"

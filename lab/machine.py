@@ -1,17 +1,25 @@
-"""What the benchmarks ask of the machine: what it can do at most, and whether it was theirs."""
+"""The machine that a measurement is made on: what it is, what it can do at most, whether it was all ours."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
+import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
+import torch
 
-from attention_ext import build
+from attention_ext import AUTO, __version__, build, tiles
 
 BUSY = 0.05  # share of the measured threads' time that others may take before it is said
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 class Load:
@@ -45,24 +53,147 @@ class Load:
         return max(0.0, busy - own) / wall
 
 
-def fma_peak(simd: str) -> float:
-    """Floating-point operations per second of one thread, at best."""
-    return build.load(simd).fma_peak(0.3)
+def fma_peak(simd: str = "auto", threads: int = 1) -> float:
+    """Floating-point operations per second of so many threads at once, at best."""
+    operators = build.load(simd)
+    return _on(threads, lambda: operators.fma_peak(0.3))
 
 
-def read_bandwidth(size: int) -> float:
-    """Bytes per second that one thread reads, at best, from `size` bytes that it has read before."""
-    return build.load().read_bandwidth(size, 0.3)
+def read_bandwidth(size: int, threads: int = 1) -> float:
+    """Bytes per second that so many threads read at once, each from `size` bytes that it has read before."""
+    operators = build.load()
+    return _on(threads, lambda: operators.read_bandwidth(size, 0.3))
+
+
+def _on(threads: int, work: Callable[[], float]) -> float:
+    """The sum of work() on so many threads at the same time; operators release the GIL."""
+    with ThreadPoolExecutor(threads) as pool:
+        return sum(pool.map(lambda _: work(), range(threads)))
+
+
+def busy(load: Load, peaks: list[float], threads: int) -> str | None:
+    """Why figures taken since `load` was made are not firm; None if nothing speaks against them.
+
+    peaks: the FMA peak, before and after.
+    """
+    others = load.others()
+    reasons = []
+    if others is not None and others > BUSY * threads:
+        reasons.append(f"others took {others:.2f} processors on average")
+    if max(peaks) / min(peaks) > 1 + BUSY:
+        reasons.append(f"the FMA peak went from {peaks[0] / 1e9:.0f} to {peaks[-1] / 1e9:.0f} GFLOP/s")
+    if not reasons:
+        return None
+    firm = "with several threads they mean nothing" if threads > 1 else "these figures are not firm"
+    return f"The machine was busy: {' and '.join(reasons)}; {firm}."
 
 
 def end(load: Load, peaks: list[float], threads: int) -> None:
     """Say what the peak was; if the machine was busy, say that too and exit with 3."""
     click.echo(f"\nFMA peak of one thread: {peaks[0] / 1e9:.0f} GFLOP/s before, {peaks[1] / 1e9:.0f} after")
-    others = load.others()
-    if max(peaks) / min(peaks) > 1 + BUSY or (others is not None and others > BUSY * threads):
-        taken = "an unknown number of" if others is None else f"{others:.2f}"
-        click.echo(
-            f"The machine was busy: others took {taken} processors on average. These figures are not firm"
-            + (", and with several threads they mean nothing." if threads > 1 else ".")
-        )
+    if reason := busy(load, peaks, threads):
+        click.echo(reason)
         sys.exit(3)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A data cache of one processor; bytes, ways and the bytes of a line."""
+
+    level: int
+    size: int
+    ways: int
+    line: int
+
+
+# Where the system does not tell: a common processor's.
+ASSUMED = (Cache(1, 32 << 10, 8, 64), Cache(2, 1 << 20, 16, 64), Cache(3, 32 << 20, 16, 64))
+
+
+def caches() -> tuple[Cache, ...]:
+    """This processor's data caches, the smallest first; ASSUMED where the system does not tell."""
+    found = {}
+    for index in sorted(CACHES.glob("index*")):
+        try:
+            if (index / "type").read_text().strip() == "Instruction":
+                continue
+            level = int((index / "level").read_text())
+            size = _bytes((index / "size").read_text().strip())
+            ways = int((index / "ways_of_associativity").read_text())
+            line = int((index / "coherency_line_size").read_text())
+        except (OSError, ValueError):
+            continue
+        if min(size, ways, line) > 0:
+            found[level] = Cache(level, size, ways, line)
+    return tuple(found[level] for level in sorted(found)) or ASSUMED
+
+
+def _bytes(text: str) -> int:
+    """'1024K' as bytes."""
+    unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
+    return int(text.rstrip("KM")) * unit
+
+
+def available_memory() -> int | None:
+    """Bytes that programs can still have without others being paged out; None where it is not told."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed, up to 32 MB a block; elsewhere nothing is done.
+
+    Whether it gives a large block back at once, whose pages are then cleared anew at the next call, otherwise
+    depends on all that was allocated before: one run of part0 took 1.8 times as long as another.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        trim_threshold, mmap_threshold = -1, -3  # from malloc.h
+        mallopt(trim_threshold, 1 << 30)
+        mallopt(mmap_threshold, 32 << 20)
+
+
+def describe() -> dict:
+    """What stands at the head of a table of figures: processor, caches, SIMD, versions, commit, date."""
+    return {
+        "cpu": tiles.processor(),
+        "cores": os.cpu_count(),
+        "caches": [asdict(cache) for cache in caches()],
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "simd": AUTO,
+        "os": platform.platform(terse=True),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "version": __version__,
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+    }
+
+
+def commit() -> str | None:
+    """The commit that this code is, with a + where files differ from it; None outside a git checkout."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(root), *words]
+        return subprocess.run(command, capture_output=True, check=True, text=True).stdout
+
+    try:
+        name, changed = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "-uno")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return name.strip() + "+" * bool(changed.strip())
+
+
+def size_text(size: float) -> str:
+    """Bytes for people: 4718592 as '4.5 MiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"

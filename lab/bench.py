@@ -1,0 +1,343 @@
+"""gpt.py bench: attention timed over a sweep of sizes, contenders in turn, each result verified first.
+
+A cell is one contender at one size, tile and number of threads. The cells of one size and number of threads
+are a group: they get the same inputs, are held against one float64 result, and are timed in turn, round by
+round, so that whatever else the machine does meets all of them alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attention_ext import AUTO, PARTS, SIMD, attention, build, reference, tiles
+from lab import costs, machine
+from lab.correctness import allocated
+
+TOLERANCE = 1e-4  # of the largest expected value: what is off by more is wrong, not slow
+ROUNDS, MIN_TIME = 10, 0.2
+SHORT = 0.05  # seconds; before shorter calls an untimed one clears the caches of what the last one left
+
+Call = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One contender at one case: q is (batch, heads, queries, d), k and v are (batch, heads, N, d).
+
+    simd, br, bc: None where the contender has none.
+    """
+
+    contender: str
+    simd: str | None
+    N: int
+    queries: int
+    d: int
+    batch: int
+    heads: int
+    causal: bool
+    br: int | None
+    bc: int | None
+    threads: int
+
+    @property
+    def group(self) -> tuple:
+        """Equal for cells that are timed together."""
+        return self.N, self.queries, self.d, self.batch, self.heads, self.causal, self.threads
+
+    @property
+    def flops(self) -> float:
+        """Useful floating-point operations of one call."""
+        return costs.flops(self.queries, self.N, self.d, self.batch * self.heads, self.causal)
+
+    def traffic(self, cache: int) -> float | None:
+        """Bytes that a cache takes in, by the part's own count; None for what is not a part."""
+        if self.contender not in PARTS:
+            return None
+        tile = {"br": self.br, "bc": self.bc} if self.br and self.bc else {}
+        return costs.costs(
+            self.contender, self.queries, self.N, self.d, heads=self.batch * self.heads, causal=self.causal,
+            threads=self.threads, **tile,
+        ).traffic(cache)  # fmt: skip
+
+
+@dataclass
+class Result:
+    """What became of a cell. status: 'ok', 'wrong' or 'skipped', which `note` explains.
+
+    error: the largest difference from float64, at index error_at. scratch: the most bytes that PyTorch's
+    allocator gave out beyond the output; None for what allocates by itself. seconds: of each round.
+    """
+
+    cell: Cell
+    status: str = "ok"
+    note: str | None = None
+    error: float | None = None
+    error_at: tuple[int, ...] | None = None
+    scratch: int | None = None
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float | None:
+        """Seconds of a call."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+
+@dataclass
+class Run:
+    """A sweep's results and what they were measured on.
+
+    peaks: floating-point operations per second, bandwidths: bytes per second read from beyond the cache of
+    `cache` bytes, the last that is a core's own; both by number of threads. busy: why the figures are not
+    firm. complete: False if it was stopped.
+    """
+
+    machine: dict
+    rounds: int
+    min_time: float
+    cache: int
+    peaks: dict[int, float] = field(default_factory=dict)
+    bandwidths: dict[int, float] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
+    busy: str | None = None
+    complete: bool = False
+
+
+def contenders() -> dict[str, Callable[..., Call]]:
+    """Who can take part: name -> a function of a cell and its q, k, v that gives the call to time."""
+    return {part: _part for part in PARTS} | {"sdpa": _sdpa, "onnx": _onnx}
+
+
+def plan(
+    names: Sequence[str], *, lengths: Sequence[int] = (1024,), widths: Sequence[int] = (32,),
+    queries: int | None = None, batch: int = 1, heads: int = 4, masks: Sequence[bool] = (False,),
+    br: Sequence[int | None] = (None,), bc: Sequence[int | None] = (None,), threads: Sequence[int] = (1,),
+    simds: Sequence[str] = ("auto",),
+) -> list[Cell]:  # fmt: skip
+    """The cells of a sweep: every contender at every length, width, mask and number of threads.
+
+    queries: as many as keys unless given. br, bc: part 4's tiles, None for the tuned one. simds: of SIMD.
+    Raises ValueError naming the argument that is wrong.
+    """
+    for what, chosen, known in (("contender", names, contenders()), ("simd", simds, SIMD)):
+        for name in chosen:
+            if name not in known:
+                raise ValueError(f"{what} is {name!r}; it must be one of {', '.join(known)}")
+        if len(set(chosen)) < len(chosen) or not chosen:
+            raise ValueError(f"{what} is {','.join(chosen)!r}; it must name one or more, each once")
+    cells = []
+    for N, d, causal, count in itertools.product(lengths, widths, masks, threads):
+        if causal and queries not in (None, 1, N):
+            raise ValueError(
+                f"queries is {queries}; with a causal mask it must be 1 or N={N}: PyTorch's is another"
+            )
+        causal = causal and queries != 1  # one query sees all keys
+        for name in names:
+            part = PARTS.get(name)
+            for simd in simds if part and part.operator else (None,):
+                tile_sizes = itertools.product(br, bc) if part and part.tiled else ((None, None),)
+                for rows, columns in tile_sizes:
+                    if part and part.tiled:
+                        variant = AUTO if simd == "auto" else str(simd)
+                        tuned = tiles.tile(variant, count, d, N, causal)
+                        rows, columns = rows or tuned[0], columns or tuned[1]
+                    cells.append(
+                        Cell(name, simd, N, queries or N, d, batch, heads, causal, rows, columns, count)
+                    )
+    return list(dict.fromkeys(cells))
+
+
+class Bench:
+    """A sweep that can be stopped: what run() has measured so far is in `run`."""
+
+    def __init__(self, cells: Sequence[Cell], rounds: int = ROUNDS, min_time: float = MIN_TIME) -> None:
+        if rounds < 2:
+            raise ValueError(f"rounds is {rounds}; it must be at least 2")
+        self.cells = list(cells)
+        core = machine.caches()[:2][-1]  # the second level is a core's own nearly everywhere
+        self.done = Run(machine.describe(), rounds, min_time, core.size)
+        self._exact: tuple[tuple, tuple[Tensor, ...]] | None = None
+
+    def run(self) -> Generator[tuple[Cell, float], None, None]:
+        """Measure; gives each cell with the seconds that were just spent on it.
+
+        A KeyboardInterrupt stops it; the rounds that every cell of the group has had are kept.
+        """
+        before = torch.get_num_threads()
+        machine.keep_freed_memory()
+        load = None
+        try:
+            with torch.inference_mode():
+                for threads in dict.fromkeys(cell.threads for cell in self.cells):
+                    torch.set_num_threads(threads)
+                    self._limits(threads)
+                load = machine.Load()  # from here: the compilers are done
+                for _, group in itertools.groupby(self.cells, key=lambda cell: cell.group):
+                    yield from self._group(list(group))
+            self.done.complete = True
+        finally:
+            torch.set_num_threads(before)
+            if load and self.done.complete:
+                threads = max(self.done.peaks)
+                peaks = [self.done.peaks[threads], machine.fma_peak(threads=threads)]
+                self.done.busy = machine.busy(load, peaks, threads)
+
+    def _limits(self, threads: int) -> None:
+        """What so many threads can do at most."""
+        self.done.machine["simd_name"] = build.load().simd_name()
+        self.done.peaks[threads] = machine.fma_peak(threads=threads)
+        self.done.bandwidths[threads] = machine.read_bandwidth(4 * self.done.cache, threads)
+
+    def _group(self, cells: list[Cell]) -> Iterator[tuple[Cell, float]]:
+        torch.set_num_threads(cells[0].threads)
+        q, k, v, exact = self._inputs(cells[0])
+        running: list[tuple[Result, Call, bool, int]] = []
+        for cell in cells:
+            start = time.perf_counter()
+            result, call = verify(cell, q, k, v, exact)
+            self.done.results.append(result)
+            if call:
+                call()
+                once = time.perf_counter()
+                call()
+                once = time.perf_counter() - once
+                repeats = max(1, round(self.done.min_time / self.done.rounds / once))
+                running.append((result, call, once < SHORT, repeats))
+            yield cell, time.perf_counter() - start
+        try:
+            for _ in range(self.done.rounds):
+                for result, call, short, repeats in running:
+                    if short:
+                        call()
+                    start = time.perf_counter()
+                    for _ in range(repeats):
+                        call()
+                    spent = time.perf_counter() - start
+                    result.seconds.append(spent / repeats)
+                    yield result.cell, spent
+        finally:  # stopped in the middle of a round: all keep as many rounds
+            rounds = min((len(result.seconds) for result, *_ in running), default=0)
+            for result, *_ in running:
+                del result.seconds[rounds:]
+
+    def _inputs(self, cell: Cell) -> tuple[Tensor, ...]:
+        """q, k, v and the exact output; the last ones are kept, as other threads take the same."""
+        case = cell.group[:-1]
+        if self._exact is None or self._exact[0] != case:
+            generator = torch.Generator().manual_seed(0)
+            q, k, v = (
+                torch.randn(cell.batch, cell.heads, n, cell.d, generator=generator)
+                for n in (cell.queries, cell.N, cell.N)
+            )
+            exact, _ = reference.flash_attention(
+                q.double(), k.double(), v.double(), causal=cell.causal, br=512, bc=512
+            )
+            self._exact = case, (q, k, v, exact)
+        return self._exact[1]
+
+
+def verify(
+    cell: Cell, q: Tensor, k: Tensor, v: Tensor, exact: Tensor
+) -> tuple[Result, Call | None]:  # fmt: skip
+    """Hold a cell against the exact output (B, H, Nq, d); gives the call to time, if there is one."""
+    need = 3 * 4 * cell.batch * cell.heads * cell.queries * cell.N if cell.contender == "part0" else 0
+    available = machine.available_memory()
+    if available is not None and need > available:
+        note = f"needs {machine.size_text(need)}, and {machine.size_text(available)} are free"
+        return Result(cell, "skipped", note), None
+    call = contenders()[cell.contender](cell, q, k, v)
+    out, memory = allocated(call)
+    error = (out - exact).abs().nan_to_num(nan=torch.inf)  # (B, H, Nq, d)
+    worst = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    result = Result(cell, error=float(error[worst]), error_at=worst)
+    if cell.contender != "onnx":
+        result.scratch = max(0, memory - out.numel() * out.element_size())
+    if not error[worst] <= TOLERANCE * float(exact.abs().max()):
+        result.status = "wrong"
+        result.note = f"at {worst}: expected {float(exact[worst]):.6g}, got {float(out[worst]):.6g}"
+        return result, None
+    return result, call
+
+
+def _part(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    simd = cell.simd or "auto"
+    return partial(attention, cell.contender, q, k, v, causal=cell.causal, br=cell.br, bc=cell.bc, simd=simd)
+
+
+def _sdpa(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    """PyTorch's scaled_dot_product_attention on contiguous inputs."""
+    return partial(F.scaled_dot_product_attention, q, k, v, is_causal=cell.causal)
+
+
+def _onnx(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    """ONNX Runtime's MultiHeadAttention on inputs (B, N, H d), its own layout."""
+    try:
+        import onnxruntime
+        from onnx import TensorProto, helper
+    except ImportError:
+        raise ValueError(
+            "contender 'onnx' needs ONNX Runtime: pip install -c constraints.txt -e '.[bench]'"
+        ) from None
+    B, H, d = cell.batch, cell.heads, cell.d
+    node = helper.make_node(
+        "MultiHeadAttention", ["q", "k", "v"], ["o"], domain="com.microsoft",
+        num_heads=H, scale=d**-0.5, unidirectional=int(cell.causal),
+    )  # fmt: skip
+    value = [
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, [B, t.shape[2], H * d])
+        for n, t in (("q", q), ("k", k), ("v", v), ("o", q))
+    ]
+    graph = helper.make_graph([node], "attention", value[:3], value[3:])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = cell.threads
+    options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+    feed = {n: t.transpose(1, 2).reshape(B, -1, H * d).numpy() for n, t in (("q", q), ("k", k), ("v", v))}
+
+    def call() -> Tensor:
+        out = torch.from_numpy(session.run(None, feed)[0])
+        return out.view(B, -1, H, d).transpose(1, 2)
+
+    return call
+
+
+def row(run: Run, result: Result) -> dict:
+    """A result as a flat row of figures; None where there is none.
+
+    ms, iqr_ms: median and interquartile range. gbps: bytes that come into the last of a core's own caches, by
+    the part's own count. over_part0, over_sdpa: how many times as fast as they are in the same group.
+    """
+    cell, median = result.cell, result.median
+    named = asdict(cell) | {"status": result.status, "note": result.note, "error": result.error}
+    figures: dict[str, float | None] = dict.fromkeys(
+        ("ms", "iqr_ms", "gflops", "gbps", "peak_share", "bandwidth_share", "over_part0", "over_sdpa")
+    )
+    if median is not None:
+        low, _, high = statistics.quantiles(result.seconds, n=4) if len(result.seconds) > 1 else (median,) * 3
+        figures |= {"ms": 1e3 * median, "iqr_ms": 1e3 * (high - low), "gflops": cell.flops / median / 1e9}
+        figures["peak_share"] = cell.flops / median / run.peaks[cell.threads]
+        traffic = cell.traffic(run.cache)
+        if traffic is not None:
+            figures["gbps"] = traffic / median / 1e9
+            figures["bandwidth_share"] = traffic / median / run.bandwidths[cell.threads]
+        for name in ("part0", "sdpa"):
+            other = _median_of(run, name, cell.group)
+            figures[f"over_{name}"] = None if other is None else other / median
+    return named | figures | {"scratch": result.scratch}
+
+
+def _median_of(run: Run, contender: str, group: tuple) -> float | None:
+    for result in run.results:
+        if result.cell.contender == contender and result.cell.group == group:
+            return result.median
+    return None

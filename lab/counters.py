@@ -1,0 +1,221 @@
+"""Bytes that one call of a part brings into the caches, counted by the processor or by a simulator.
+
+Both run build.program(), one part on one thread without Python, twice: the second run makes more calls. The
+difference, divided by these calls, is one call's; what the program does besides cancels.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from attention_ext import PARTS, BuildError, build
+from lab.machine import Cache, available_memory
+from lab.machine import caches as caches_of_this_machine
+
+MOST = 2**20  # of N, d and heads, in alone.cpp
+BEYOND_CACHES = 256 << 20  # bytes; perf's cold calls follow so many that are written
+# Valgrind knows no AVX-512. 'haswell' is x86-64-v3 by a name that every compiler of build.py takes.
+SIMULATED = {"x86_64": "haswell", "aarch64": "armv8-a"}.get(platform.machine(), "native")
+# Missed reads and missed writes of the first level, and of the last.
+EVENTS = {
+    "perf": (
+        ("L1-dcache-load-misses", "L1-dcache-store-misses"),
+        ("LLC-load-misses", "LLC-store-misses"),
+    ),
+    "cachegrind": (("D1mr", "D1mw"), ("DLmr", "DLmw")),
+}
+
+
+@dataclass(frozen=True)
+class Misses:
+    """Bytes that one call brings into the first level and into the last: lines missed, read or written.
+
+    source: 'perf' or 'cachegrind'. l1, last: None where they were not counted. note: what is missing and
+    why, '' if nothing is. Lines written back are not counted.
+    """
+
+    source: str
+    l1: float | None
+    last: float | None
+    note: str = ""
+
+
+class Refused(Exception):
+    """perf may not count here; the message says why."""
+
+
+def misses(
+    part: str,
+    N: int,
+    d: int,
+    *,
+    heads: int = 1,
+    br: int,
+    bc: int,
+    causal: bool = False,
+    simd: str = "auto",
+    caches: tuple[Cache, Cache] | None = None,
+    state: str = "cold",
+    timeout: float = 120,
+) -> Misses:
+    """What one call of a part on (1, heads, N, d) brings into the caches.
+
+    part: 'part1' to 'part4'. br, bc: part4's tile. simd: 'auto', 'portable' or 'off'.
+    caches: None asks the processor, by perf, whose last level is what its LLC events mean and which counts
+    some of what is fetched ahead. A pair has them simulated by cachegrind, some fifty times slower than the
+    call: the first level and any one further level, both with least recently used lines replaced; on x86
+    the part is compiled for AVX2 then.
+    state: 'cold' is the first call, all caches emptied before it, so that what must come in at least is
+    counted once, as a count by the algorithm does. 'warm' is a call after another on the same matrices; what
+    fits the cache then costs nothing.
+    timeout: seconds that one of the runs may take.
+    Raises ValueError for wrong arguments and for what would take too long or too much memory, BuildError
+    if the program cannot be compiled or does not run.
+    """
+    _check(part, N, d, heads, br, bc, caches, state)
+    source, name = ("perf", "perf") if caches is None else ("cachegrind", "valgrind")
+    tool = shutil.which(name)
+    if tool is None:
+        return Misses(source, None, None, f"{name} was not found on PATH")
+    swept = 0 if state == "warm" else BEYOND_CACHES if caches is None else 2 * max(c.size for c in caches)
+    _check_memory(part, N, d, heads, swept)
+    program = build.program(simd, "native" if caches is None else SIMULATED)
+
+    first = 1 if state == "warm" else 0
+    more = 20 if caches is None and state == "warm" else 1  # cachegrind's counts do not vary
+    counts = []
+    for calls in (first, first + more):
+        case = [part.removeprefix("part"), N, d, br, bc, int(causal), heads, calls, swept]
+        command = [str(program), *map(str, case)]
+        try:
+            counts.append(_by_perf(tool, command, timeout) if caches is None
+                          else _by_cachegrind(tool, command, caches, timeout))  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise ValueError(
+                f"N is {N}; {source} takes more than {timeout:g} s for it, so it must be smaller"
+            ) from None
+        except Refused as error:
+            return Misses(source, None, None, str(error))
+
+    lines = [cache.line for cache in caches or (caches_of_this_machine()[0],) * 2]
+    counted = [event for event in counts[0] if event in counts[1]]
+    l1, last = (
+        line * sum(counts[1][event] - counts[0][event] for event in events if event in counted) / more
+        if events[0] in counted else None
+        for line, events in zip(lines, EVENTS[source])
+    )  # fmt: skip
+    missing = [event for events in EVENTS[source] for event in events if event not in counted]
+    return Misses(source, l1, last, f"{source} does not count {', '.join(missing)} here" if missing else "")
+
+
+def _check(part, N, d, heads, br, bc, caches, state) -> None:
+    counted = [name for name, row in PARTS.items() if row.operator]
+    if part not in counted:
+        raise ValueError(f"part is {part!r}; it must be one of {', '.join(counted)}")
+    sizes = (("N", N, MOST), ("d", d, MOST), ("heads", heads, MOST), ("br", br, 2**31), ("bc", bc, 2**31))
+    for name, size, most in sizes:
+        if not 1 <= size <= most:
+            raise ValueError(f"{name} is {size}; it must be from 1 to {most}")
+    if state not in ("cold", "warm"):
+        raise ValueError(f"state is {state!r}; it must be cold or warm")
+    for cache in caches or ():
+        sets, rest = divmod(cache.size, cache.ways * cache.line)
+        if rest or not _power_of_two(sets) or not _power_of_two(cache.line) or cache.line < 16:
+            raise ValueError(
+                f"caches' level {cache.level} is {cache.size} B in {cache.ways} ways of {cache.line} B "
+                "lines; for cachegrind lines, of 16 B or more, and the number of sets must be powers of two"
+            )
+
+
+def _power_of_two(n: int) -> bool:
+    return n >= 1 and n & (n - 1) == 0
+
+
+def _check_memory(part: str, N: int, d: int, heads: int, swept: int) -> None:
+    """Raise ValueError if the program would not fit this machine's memory."""
+    scores = N * N if part in ("part1", "part2") else 0
+    need, available = 4 * (4 * heads * N * d + scores) + swept, available_memory()
+    if available is not None and need > available:
+        raise ValueError(
+            f"N is {N}; counting would need {need / 2**30:.1f} GiB and {available / 2**30:.1f} GiB are free, "
+            "so it must be smaller"
+        )
+
+
+def _by_perf(perf: str, command: Sequence[str], timeout: float) -> dict[str, float]:
+    """Counts by event, the mean of five runs. Raises Refused."""
+    events = ",".join(f"{event}:u" for pair in EVENTS["perf"] for event in pair)
+    code, output = _run([perf, "stat", "-x,", "-r5", "-e", events, "--", *command], timeout)
+    if code != 0:
+        said = (line for line in output.splitlines() if line.strip() not in ("", "Error:"))
+        raise Refused(f"perf stat failed: {next(said, f'it ended with {code}').strip()}")
+    return parse_perf(output)
+
+
+def parse_perf(output: str) -> dict[str, float]:
+    """Counts by event in what `perf stat -x,` prints; without those <not supported> or <not counted>.
+
+    A processor with two kinds of core has a line for each, as cpu_core/EVENT/u; they are added up.
+    """
+    counts: dict[str, float] = {}
+    for line in output.splitlines():
+        fields = line.split(",")
+        if len(fields) < 3 or fields[0].startswith("<"):
+            continue
+        name = next((e for pair in EVENTS["perf"] for e in pair if e in fields[2]), None)
+        if name:
+            counts[name] = counts.get(name, 0) + float(fields[0])
+    return counts
+
+
+def _by_cachegrind(
+    valgrind: str, command: Sequence[str], caches: tuple[Cache, Cache], timeout: float
+) -> dict[str, float]:
+    """Counts by event. Raises BuildError if valgrind fails."""
+    D1, LL = (f"{cache.size},{cache.ways},{cache.line}" for cache in caches)
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "out"
+        # Instructions go through the last level too: their first is given, for the same counts everywhere.
+        options = ["--tool=cachegrind", "--cache-sim=yes", f"--D1={D1}", "--I1=32768,8,64", f"--LL={LL}"]
+        options.append(f"--cachegrind-out-file={out}")
+        code, output = _run([valgrind, *options, *command], timeout)
+        if code != 0 or not out.exists():
+            said = (line for line in output.splitlines() if line and not line.startswith(("==", "--")))
+            raise BuildError(f"valgrind cannot run {command[0]}: {next(said, f'it ended with {code}')}")
+        return parse_cachegrind(out.read_text())
+
+
+def parse_cachegrind(text: str) -> dict[str, float]:
+    """Counts by event, of the whole program, in what cachegrind leaves in its file."""
+    rows = dict(line.split(": ", 1) for line in text.splitlines() if line.startswith(("events:", "summary:")))
+    counts = dict(zip(rows.get("events", "").split(), map(float, rows.get("summary", "").split())))
+    if missing := [event for pair in EVENTS["cachegrind"] for event in pair if event not in counts]:
+        raise BuildError(f"cachegrind's file has no {', '.join(missing)}")
+    return counts
+
+
+def _run(command: Sequence[str], timeout: float) -> tuple[int, str]:
+    """The exit code and standard error of a command that is ended with all it has started."""
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"LC_ALL": "C"},
+        start_new_session=True,
+    )
+    with process:
+        try:
+            _, output = process.communicate(timeout=timeout)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, output

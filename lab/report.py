@@ -1,0 +1,161 @@
+"""What gpt.py bench prints and keeps of a run: Markdown, CSV, JSON, JSON lines, and a file to read again."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import tempfile
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from lab.bench import Cell, Result, Run, row
+from lab.machine import size_text
+
+FORMAT = 1  # of the file
+FORMATS = ("md", "csv", "json", "jsonl")
+# Repeated in each row of CSV and JSON lines.
+MACHINE_COLUMNS = ("cpu", "isa", "simd_name", "torch", "commit", "date")
+
+# Columns that say what a cell is; in Markdown those that are the same in all rows stand above the table.
+CASE = {
+    "simd": "SIMD", "N": "N", "queries": "queries", "d": "d", "batch": "batch", "heads": "heads",
+    "causal": "mask", "br": "Br", "bc": "Bc", "threads": "threads",
+}  # fmt: skip
+FIGURES = {
+    "ms": "ms", "iqr_ms": "IQR, ms", "gflops": "GFLOP/s", "peak_share": "of peak", "gbps": "GB/s",
+    "bandwidth_share": "of bandwidth", "scratch": "scratch", "over_part0": "over part0",
+    "over_sdpa": "over SDPA", "error": "error",
+}  # fmt: skip
+
+
+def text(run: Run, form: str) -> str:
+    """The run in one of FORMATS, without a line end."""
+    rows = [row(run, result) for result in run.results]
+    if form == "json":
+        return json.dumps(as_json(run) | {"rows": rows}, indent=1)
+    facts = {name: run.machine.get(name) for name in MACHINE_COLUMNS}
+    if form == "jsonl":
+        return "\n".join(json.dumps(figures | facts) for figures in rows)
+    if form == "csv":
+        out = io.StringIO()
+        writer = csv.DictWriter(out, [*(rows[0] if rows else ()), *facts], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(figures | facts for figures in rows)
+        return out.getvalue().rstrip("\n")
+    return "\n".join([header(run), "", table(rows)])
+
+
+def header(run: Run) -> str:
+    """What the figures were measured on, in Markdown."""
+    m = run.machine
+    caches = ", ".join(f"L{cache['level']} {size_text(cache['size'])}" for cache in m["caches"])
+    lines = [
+        f"{m['cpu']}, {m['cores']} cores, {caches}; {m['isa']}, SIMD: {m.get('simd_name', m['simd'])}",
+        f"{m['os']}, Python {m['python']}, PyTorch {m['torch']}, commit {m['commit']}, {m['date']} UTC",
+    ]
+    for threads, peak in sorted(run.peaks.items()):
+        lines.append(
+            f"{threads} thread{'s' * (threads > 1)}: FMA peak {peak / 1e9:.0f} GFLOP/s, "
+            f"{run.bandwidths[threads] / 1e9:.0f} GB/s from beyond {size_text(run.cache)} of cache"
+        )
+    if not run.complete:
+        lines.append("Stopped before the end.")
+    if run.busy:
+        lines.append(run.busy)
+    return "  \n".join(lines)
+
+
+def table(rows: list[dict]) -> str:
+    """Rows of lab.bench.row() as a Markdown table, what is the same in all of them above it."""
+    if not rows:
+        return "Nothing was measured."
+    varying = [name for name in CASE if len({r[name] for r in rows if r[name] is not None}) > 1]
+    if all(r["queries"] == r["N"] for r in rows):
+        varying = [name for name in varying if name != "queries"]
+    same = [
+        f"{title} {case_text(name, values.pop())}"
+        for name, title in CASE.items()
+        if name not in varying and (values := {r[name] for r in rows if r[name] is not None})
+    ]
+    shown = [name for name in FIGURES if any(r[name] is not None for r in rows)]
+    titles = ["contender", *(CASE[name] for name in varying), *(FIGURES[name] for name in shown)]
+    lines = [", ".join(same), "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for r in rows:
+        cells = [r["contender"], *(case_text(name, r[name]) for name in varying)]
+        if r["status"] == "ok":
+            cells += [_figure(name, r[name]) for name in shown]
+        else:
+            cells += [f"{r['status']}: {r['note']}", *[""] * (len(shown) - 2)]
+            cells.append(_figure("error", r["error"]) if "error" in shown else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def case_text(name: str, value) -> str:
+    """A cell's field as a table shows it."""
+    if name == "causal":
+        return "causal" if value else "none"
+    return "" if value is None else str(value)
+
+
+def _figure(name: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    if name in ("peak_share", "bandwidth_share"):
+        return f"{100 * value:.0f} %"
+    if name == "scratch":
+        return f"{value:,}"
+    if name == "error":
+        return f"{value:.0e}"
+    return f"{value:.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
+
+
+def as_json(run: Run) -> dict:
+    """All that load() needs to have the run again."""
+    return {"format": FORMAT} | asdict(run)
+
+
+def save(run: Run, file: Path) -> None:
+    """Keep a run; the file is either as it was or whole."""
+    file = file.resolve()
+    handle, unfinished = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+    try:
+        with open(handle, "w") as out:
+            json.dump(as_json(run), out, indent=1)
+        os.chmod(unfinished, 0o666 & ~_umask())
+        os.replace(unfinished, file)
+    except BaseException:
+        os.unlink(unfinished)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def load(file: Path) -> Run:
+    """A run that save() kept. Raises ValueError if the file is anything else."""
+    try:
+        content = json.loads(file.read_text())
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']!r}, not {FORMAT}")
+        known = {f.name for f in fields(Run)}
+        run = Run(**{name: value for name, value in content.items() if name in known})
+        run.peaks = {int(threads): float(peak) for threads, peak in run.peaks.items()}
+        run.bandwidths = {int(threads): float(rate) for threads, rate in run.bandwidths.items()}
+        run.results = [_result(entry) for entry in content["results"]]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{file} is not a run that bench saved: {error}") from None
+    return run
+
+
+def _result(entry: dict) -> Result:
+    result = Result(**(entry | {"cell": Cell(**entry["cell"])}))
+    result.error_at = None if result.error_at is None else tuple(result.error_at)
+    if any(not isinstance(s, (int, float)) or s <= 0 for s in result.seconds):
+        raise ValueError("a time is no positive number")
+    return result

@@ -1,0 +1,123 @@
+"""gpt.py bench as the terminal sees it: the plan, progress, what is printed, kept, drawn and compared."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from attention_ext import tiles
+from lab import compare, report, tune
+from lab.bench import Bench, Cell, Run
+from lab.report import CASE, case_text
+
+Echo = Callable[..., None]  # click.echo's signature
+
+
+def plan_text(cells: Sequence[Cell], rounds: int) -> str:
+    """What a sweep would measure, a line for each cell."""
+    lines = [f"{len(cells)} cells, {rounds} rounds each"]
+    for cell in cells:
+        case = [f"{title} {case_text(n, getattr(cell, n))}" for n, title in CASE.items()
+                if getattr(cell, n) is not None]  # fmt: skip
+        lines.append(f"{cell.contender}: {', '.join(case)}; {cell.flops / 1e9:.3g} GFLOP")
+    return "\n".join(lines)
+
+
+def measure(cells: Sequence[Cell], rounds: int, min_time: float) -> tuple[Run, bool]:
+    """Measure a sweep, with a bar on stderr if that is a terminal; gives the run and if Ctrl-C stopped it."""
+    bench = Bench(cells, rounds, min_time)
+    # What a cell will take is not known before; its operations are, and the least time that was asked for.
+    weight = {cell: max(min_time, rounds * cell.flops / 5e10) / rounds for cell in cells}
+    try:
+        with progress(sum(weight.values()) * (rounds + 1), "measuring") as advance:
+            with contextlib.closing(bench.run()) as measured:
+                for cell, _ in measured:
+                    advance(weight[cell], cell.contender)
+    except KeyboardInterrupt:
+        return bench.done, True
+    return bench.done, False
+
+
+def find_tiles(
+    cells: Sequence[Cell], budget: float, br: Sequence[int], bc: Sequence[int], echo: Echo
+) -> None:  # fmt: skip
+    """Tune part 4 for each cell within `budget` seconds and keep what is found; br, bc: sides to try."""
+    found = []
+    try:
+        with progress(budget, "tuning") as advance:
+            for cell in cells:
+                best, start = None, time.perf_counter()
+                for best in tune.tune(cell, budget / len(cells), tune.candidates(cell.N, br, bc)):
+                    advance(time.perf_counter() - start, f"N={cell.N}, d={cell.d}: {best.br} x {best.bc}")
+                    start = time.perf_counter()
+                if best:
+                    found.append(best)
+    finally:  # Ctrl-C keeps what is finished
+        if found:
+            tiles.write(found)
+            echo(tune.text(found))
+            echo(f"\nKept in {tiles.path()} for part4's auto tiles on this processor.")
+
+
+def tuned_text() -> str:
+    """What is kept for this processor."""
+    found = tiles.read()
+    if not found:
+        return f"Nothing is kept for this processor in {tiles.path()}."
+    return f"{tune.text(found)}\n\nFrom {tiles.path()}, for {tiles.processor()}."
+
+
+@contextlib.contextmanager
+def progress(total: float, doing: str) -> Iterator[Callable[[float, str], None]]:
+    """A bar with the time left, on stderr if that is a terminal; gives what moves it on."""
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(doing, total=total)
+        yield lambda amount, what: bar.update(task, advance=amount, description=f"{doing} {what}")
+
+
+class Output:
+    """Where a run goes. Raises ValueError and OSError for what is wrong with it before anything is measured.
+
+    form: one of report.FORMATS. save: a file to keep it in. compare: the file of a run to compare it with, by
+    `threshold`, as a share. plot: a directory to draw it into.
+    """
+
+    def __init__(
+        self, form: str, save: str | None, compare: str | None, threshold: float, plot: str | None
+    ) -> None:
+        self.form, self.threshold = form, threshold
+        self.save = Path(save) if save else None
+        if self.save and not self.save.resolve().parent.is_dir():
+            raise ValueError(f"save is {save!r}; it must be a file in a directory that exists")
+        self.before = report.load(Path(compare)) if compare else None
+        self.plot = Path(plot) if plot else None
+        if self.plot:
+            from lab import plots  # noqa: F401  raises ValueError without matplotlib
+
+            self.plot.mkdir(parents=True, exist_ok=True)
+
+    def show(self, run: Run, echo: Echo, notice: Echo) -> bool:
+        """Keep, print, compare and draw; gives whether anything is slower than in the other run."""
+        if self.save:
+            report.save(run, self.save)
+        found: list[compare.Difference] = []
+        if self.before:
+            found, cells = compare.differences(self.before, run, self.threshold)
+            echo(compare.text(found, cells, self.before, run, self.threshold))
+        else:
+            echo(report.text(run, self.form))
+        if run.busy:
+            notice(run.busy)
+        if self.plot:
+            from lab import plots
+
+            for file in plots.draw(run, self.plot):
+                notice(f"wrote {file}")
+        return any(each.change > 0 for each in found)

@@ -1,0 +1,349 @@
+"""gpt.py bench: it verifies before it times, sweeps what it is asked for, and judges differences."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+from attention_ext import PARTS
+from lab import bench, compare, machine, plots, report
+
+SMALL = ["-N", "64", "-d", "16", "-r", "2", "--min-time", "0"]
+
+
+@pytest.fixture
+def run(quiet, cli, monkeypatch):
+    """Run `gpt.py bench` over small cases on a quiet, steady machine."""
+    quiet(bench.machine)
+    monkeypatch.setattr(bench.machine, "read_bandwidth", lambda size, threads=1: 1e10)
+    return lambda *arguments: cli("bench", *arguments)
+
+
+def rows(done):
+    """The Markdown table as dictionaries."""
+    assert done.returncode == 0, done.stderr
+    lines = [line.strip("|").split("|") for line in done.stdout.splitlines() if line.startswith("|")]
+    return [dict(zip(map(str.strip, lines[0]), map(str.strip, line))) for line in lines[2:]]
+
+
+def made(change=1.0, rounds=10, **fields):
+    """A run with figures that are known: 1 ms with a little spread, times `change`."""
+    done = bench.Run({"cpu": "a", "date": "today", "caches": [], "cores": 1} | dict.fromkeys(
+        ("isa", "simd", "os", "python", "torch", "commit"), "x"), rounds, 0.1, 1 << 20)  # fmt: skip
+    done.peaks, done.bandwidths, done.complete = {1: 1e11, 2: 2e11}, {1: 1e10, 2: 2e10}, True
+    sizes = dict(lengths=(64, 128), widths=(16,), threads=(1, 2)) | fields
+    for cell in bench.plan(["part0", "part4", "sdpa"], **sizes):
+        factor = change if cell.contender == "part4" else 1
+        seconds = [1e-3 * cell.N / 64 * factor * (1 + 0.001 * i) for i in range(rounds)]
+        result = bench.Result(cell, error=1e-7, error_at=(0, 0, 0, 0), scratch=1000, seconds=seconds)
+        done.results.append(result)
+    return done
+
+
+def test_a_plan_is_every_contender_at_every_case():
+    cells = bench.plan(["part0", "part4", "sdpa"], lengths=(8, 16), widths=(4,), masks=(False, True),
+                       br=(2, None), bc=(3,), threads=(1, 2), simds=("portable", "off"))  # fmt: skip
+    assert len(cells) == 2 * 2 * 2 * (1 + 4 + 1)
+    assert len({cell.group for cell in cells}) == 8
+    assert {(cell.br, cell.bc) for cell in cells} == {(None, None), (2, 3), (bench.tiles.DEFAULT[0], 3)}
+    assert {cell.simd for cell in cells if cell.contender != "part4"} == {None}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(names=["part7"]), "contender is 'part7'; it must be one of part0,"),
+        (dict(names=["part0", "part0"]), "contender is 'part0,part0'; it must name one or more, each once"),
+        (dict(names=[]), "it must name one or more"),
+        (dict(names=["part1"], simds=["sse"]), "simd is 'sse'; it must be one of auto,"),
+        (dict(names=["part1"], queries=5, masks=[True]), "queries is 5; with a causal mask it must be 1 or"),
+    ],
+)
+def test_a_wrong_plan(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        bench.plan(**arguments)
+
+
+def test_the_flops_and_bytes_of_a_cell():
+    part2, sdpa = bench.plan(["part2", "sdpa"], lengths=[64], widths=[16], batch=2, heads=3)
+    assert part2.flops == sdpa.flops == 4 * 6 * 64 * 64 * 16
+    assert part2.traffic(1 << 30) >= 6 * 4 * 64 * 16 * 4 and sdpa.traffic(1 << 30) is None
+
+
+def test_a_table_of_figures_that_agree(run):
+    table = rows(run("part0,part4,sdpa", *SMALL, "-r", "3", "-t", "1,2", "-br", "16,32", "-bc", "16"))
+    assert [row["contender"] for row in table] == ["part0", "part4", "part4", "sdpa"] * 2
+    for row in table:
+        ms, gflops = float(row["ms"]), float(row["GFLOP/s"])
+        assert gflops == pytest.approx(4 * 4 * 64 * 64 * 16 / ms / 1e6, rel=0.02)
+        assert float(row["of peak"].split()[0]) == pytest.approx(gflops, abs=0.51)  # it is 100 GFLOP/s
+        assert float(row["error"]) < 1e-5
+        same = next(r for r in table if r["contender"] == "sdpa" and r["threads"] == row["threads"])
+        assert float(row["over SDPA"]) == pytest.approx(float(same["ms"]) / ms, rel=0.02)
+        assert bool(row["GB/s"]) == (row["contender"] != "sdpa")
+    assert {row["Br"] for row in table} == {"", "16", "32"}
+
+
+def test_what_is_the_same_everywhere_stands_above(run):
+    done = run("part0,sdpa", *SMALL, "--causal")
+    assert "N 64, queries 64, d 16, batch 1, heads 4, mask causal, threads 1" in done.stdout
+    assert list(rows(done)[0])[:2] == ["contender", "ms"]
+    assert "1 thread: FMA peak 100 GFLOP/s, 10 GB/s from beyond" in done.stdout
+
+
+def test_one_query_and_onnx(run):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    for mask in ("none", "causal"):
+        table = rows(run("part3,part4,sdpa,onnx", *SMALL, "--mask", mask))
+        assert [row["contender"] for row in table] == ["part3", "part4", "sdpa", "onnx"]
+    assert len(rows(run("part4,sdpa", *SMALL, "--queries", 1))) == 2
+
+
+def test_what_is_wrong_is_shown_and_not_timed(run, monkeypatch):
+    right = bench.attention
+
+    def wrong(part, q, k, v, **options):
+        out = right("part0", q, k, v, causal=options["causal"])
+        if part == "part4":
+            out[0, 1, 2, 3] += 0.01
+        return out
+
+    monkeypatch.setattr(bench, "attention", wrong)
+    done = run("part0,part4", *SMALL, "-o", "json")
+    part0, part4 = json.loads(done.stdout)["rows"]
+    assert part0["status"] == "ok" and part4["status"] == "wrong" and part4["ms"] is None
+    assert part4["error"] == pytest.approx(0.01, rel=1e-3)
+    assert part4["note"].startswith("at (0, 1, 2, 3): expected ")
+    assert "| part4 | wrong: at (0, 1, 2, 3): expected" in run("part0,part4", *SMALL).stdout
+
+
+def test_a_nan_is_wrong(run, monkeypatch):
+    monkeypatch.setattr(bench, "attention", lambda part, q, k, v, **options: torch.full_like(q, torch.nan))
+    assert "wrong: at (0, 0, 0, 0)" in run("part1", *SMALL).stdout
+
+
+def test_what_does_not_fit_is_skipped(run, monkeypatch):
+    monkeypatch.setattr(bench.machine, "available_memory", lambda: 1000)
+    done = run("part0,sdpa", *SMALL)
+    assert [row["ms"][:20] for row in rows(done)][0] == "skipped: needs 192 K"
+    assert rows(done)[1]["ms"]
+
+
+def test_a_busy_machine_is_named(run, monkeypatch):
+    monkeypatch.setattr(bench.machine.Load, "others", staticmethod(lambda: 0.7))
+    done = run("sdpa", *SMALL)
+    assert done.returncode == 0
+    for text in (done.stdout, done.stderr):
+        assert "The machine was busy: others took 0.70 processors on average; these figures are" in text
+
+
+def test_a_changing_peak_is_named():
+    class Alone:
+        others = staticmethod(lambda: 0.0)
+
+    assert machine.busy(Alone, [1e11, 1.02e11], 1) is None
+    assert "the FMA peak went from 100 to 80 GFLOP/s" in machine.busy(Alone, [1e11, 0.8e11], 1)
+
+
+def test_the_load_of_others_is_what_this_process_did_not_use(monkeypatch):
+    """Processor seconds of the machine, of this process, wall seconds: 5 - 2 by others in 4."""
+    readings = iter([(100.0, 10.0, 1000.0), (105.0, 12.0, 1004.0)])
+    monkeypatch.setattr(machine.Load, "_now", staticmethod(lambda: next(readings)))
+    assert machine.Load().others() == pytest.approx(0.75)
+    monkeypatch.setattr(machine.Load, "_now", staticmethod(lambda: None))
+    assert machine.Load().others() is None
+
+
+def test_the_limits_are_plausible(extension):
+    assert 1e9 < machine.fma_peak() < 1e12
+    assert 1e8 < machine.read_bandwidth(1 << 20) < 1e13
+    sizes = [cache.size for cache in machine.caches()]
+    assert sizes == sorted(sizes) and len(sizes) >= 2
+
+
+def test_a_dry_run_prints_the_plan_alone(cli):
+    done = cli("bench", "part0,part4,sdpa", "-N", "256:4096*2", "-d", "32,64", "-br", "32,64,128", "-bc",
+               "64,256", "-t", "1,2", "--dry-run")  # fmt: skip
+    assert done.returncode == 0
+    assert done.stdout.startswith("160 cells, 10 rounds each\n") and done.stdout.count("\n") == 161
+    assert "part4: simd" not in done.stdout and "Br 128, Bc 256" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["part9"], "contender is 'part9'"),
+        (["-N", "0"], "'0' must be a number of at least 1"),
+        (["-N", "8:4"], "'8:4' goes down"),
+        (["-N", "1:9*1"], "must be a number"),
+        (["-N", "1:5000"], "more than 1000 numbers"),
+        (["-N", "auto"], "must be a number"),
+        (["-br", "x"], "a range as 256:4096*2 or 1:9+2 or auto"),
+        (["--mask", "both"], "--mask is 'both'"),
+        (["-r", "1"], "1 is not in the range"),
+        (["--show"], "--show goes with --tune only"),
+        (["--fail-on-regression"], "--fail-on-regression goes with --compare only"),
+        (["--tune", "part4"], "CONTENDERS does not go with --tune"),
+        (["--compare", "nowhere.json"], "nowhere.json"),
+        (["--save", "nowhere/run.json", "sdpa"], "save is 'nowhere/run.json'"),
+    ],
+)
+def test_wrong_arguments(cli, arguments, message):
+    done = cli("bench", *arguments)
+    assert done.returncode == 2 and message in done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_ranges():
+    from gpt import Numbers
+
+    def numbers(text):
+        return Numbers(auto=True).convert(text, None, None)
+
+    assert numbers("32,64") == (32, 64)
+    assert numbers("256:4096*2") == (256, 512, 1024, 2048, 4096)
+    assert numbers("1:9+3,5") == (1, 4, 7, 5)
+    assert numbers("2:4,auto") == (2, 3, 4, None)
+    assert numbers("100:150*2") == (100,)
+
+
+def test_every_form_holds_the_same_figures(run, tmp_path):
+    assert run("part0,part4", *SMALL, "--save", "run.json").returncode == 0
+    whole = json.loads(run("--load", "run.json", "-o", "json").stdout)
+    assert [result["cell"]["contender"] for result in whole["results"]] == ["part0", "part4"]
+    lines = run("--load", "run.json", "-o", "jsonl").stdout.splitlines()
+    table = list(csv.DictReader(io.StringIO(run("--load", "run.json", "-o", "csv").stdout)))
+    for row, line, record in zip(whole["rows"], map(json.loads, lines), table, strict=True):
+        assert row.items() <= line.items() and line["torch"] == torch.__version__
+        assert float(record["ms"]) == row["ms"] and record["contender"] == row["contender"]
+    assert len(rows(run("--load", "run.json"))) == 2
+
+
+def test_a_saved_run_is_read_as_it_was(tmp_path):
+    done = made()
+    report.save(done, tmp_path / "run.json")
+    assert report.load(tmp_path / "run.json") == done
+    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
+
+
+OTHER = ["", "[]", "{}", '{"format": 99}', '{"format": 1, "results": [1]}', "cell", "time"]
+
+
+@pytest.mark.parametrize("content", OTHER)
+def test_another_file_is_refused(tmp_path, content, cli):
+    file = tmp_path / "run.json"
+    report.save(made(), file)
+    if content == "cell":
+        content = file.read_text().replace('"heads"', '"hands"')
+    elif content == "time":
+        content = file.read_text().replace('"seconds": [', '"seconds": [-1,')
+    file.write_text(content)
+    done = cli("bench", "--load", file)
+    assert done.returncode == 2 and "run.json is not a run that bench saved" in done.stderr
+
+
+def test_a_run_compared_with_itself_reports_nothing(tmp_path, cli):
+    pytest.importorskip("scipy")
+    report.save(made(), tmp_path / "run.json")
+    done = cli("bench", "--load", "run.json", "--compare", "run.json", "--fail-on-regression")
+    assert done.returncode == 0
+    assert done.stdout == "No difference above 5 % and above chance in 12 cells.\n"
+
+
+@pytest.mark.parametrize("change, code, word", [(1.2, 1, "+20.0 % slower"), (0.8, 0, "-20.0 % faster")])
+def test_a_real_difference_is_reported(tmp_path, cli, change, code, word):
+    pytest.importorskip("scipy")
+    report.save(made(), tmp_path / "old.json")
+    report.save(made(change), tmp_path / "new.json")
+    done = cli("bench", "--load", "new.json", "--compare", "old.json", "--fail-on-regression")
+    assert done.returncode == code
+    assert done.stdout.count(word) == 4 and "4 of 12 cells differ" in done.stdout
+    assert cli("bench", "--load", "new.json", "--compare", "old.json").returncode == 0
+    done = cli("bench", "--load", "new.json", "--compare", "old.json", "--threshold", 30)
+    assert done.stdout.startswith("No difference above 30 %")
+
+
+def test_chance_is_not_reported(tmp_path):
+    """The same distribution, wide apart: medians differ by more than 5 % by chance alone."""
+    pytest.importorskip("scipy")
+    before, now = made(), made()
+    generator = torch.Generator().manual_seed(0)
+    for run_ in (before, now):
+        for result in run_.results:
+            result.seconds = (1e-3 * (1 + torch.rand(10, generator=generator))).tolist()
+    medians = [abs(a.median / b.median - 1) for a, b in zip(before.results, now.results)]
+    assert max(medians) > compare.THRESHOLD
+    assert compare.differences(before, now) == ([], 12)
+
+
+def test_runs_without_a_common_cell(tmp_path):
+    pytest.importorskip("scipy")
+    with pytest.raises(ValueError, match="no cell was timed in both runs"):
+        compare.differences(made(), made(widths=(8,)))
+
+
+def test_pictures(tmp_path, cli):
+    pytest.importorskip("matplotlib")
+    report.save(made(br=(16, 32), bc=(16, 32)), tmp_path / "run.json")
+    done = cli("bench", "--load", "run.json", "--plot", "pictures")
+    names = {file.name for file in (tmp_path / "pictures").iterdir()}
+    expected = ("time", "tiles", "roofline", "threads", "memory")
+    assert names == {f"{name}.{form}" for name in expected for form in ("svg", "png")}
+    assert done.stderr.count("wrote ") == 10
+    svg = (tmp_path / "pictures" / "time.svg").read_text()
+    assert svg.startswith("<?xml")
+    cli("bench", "--load", "run.json", "--plot", "again")
+    assert (tmp_path / "again" / "time.svg").read_text() == svg
+
+
+def test_pictures_show_the_runs_figures():
+    pytest.importorskip("matplotlib")
+    figure = plots.time(made())
+    assert len(figure.axes) == 2  # 1 and 2 threads
+    lines = {line.get_label(): line for line in figure.axes[0].lines}
+    assert set(lines) == {"part0", "part4", "PyTorch SDPA"}
+    assert lines["part4"].get_xdata().tolist() == [64, 128]
+    assert lines["part4"].get_ydata() == pytest.approx([1.0045, 2.009])
+    looks = {(line.get_marker(), line.get_linestyle()) for line in lines.values()}
+    assert len(looks) == 3  # legible without colour
+    assert plots.tiles(made()) is None and plots.scaling(made(threads=(1,))) is None
+    assert set(plots.LOOK) == set(bench.contenders())
+
+
+def test_ctrl_c_keeps_what_was_measured(run, monkeypatch, tmp_path):
+    """Three calls of each verify and warm up, two of each are the first round, the next is the second's."""
+    right, calls = bench.attention, []
+
+    def interrupted(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 3 + 3 + 4 + 1:
+            raise KeyboardInterrupt
+        return right(*arguments, **options)
+
+    monkeypatch.setattr(bench, "attention", interrupted)
+    done = run("part3,part4", "-N", "64,128", "-d", "16", "-r", "5", "--min-time", "0", "--save", "run.json")
+    assert done.returncode == 130
+    assert "Stopped before the end." in done.stdout and "| part3 |" in done.stdout
+    assert "Traceback" not in done.stderr
+    kept = report.load(tmp_path / "run.json")
+    assert not kept.complete and [len(result.seconds) for result in kept.results] == [1, 1]
+
+
+def test_the_preset_is_bench(tmp_path):
+    """benchmarks/attention.py hands its arguments on; of an option that is given twice the last counts."""
+    script = ROOT / "benchmarks" / "attention.py"
+    command = [sys.executable, str(script)]
+    given = [*command, "part4,sdpa", "-N", "64", "--dry-run"]
+    done = subprocess.run(given, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("12 cells, 15 rounds each\n")
+    everything = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, cwd=tmp_path)
+    assert all(f"\n{name}: " in everything.stdout for name in [*PARTS, "sdpa"])

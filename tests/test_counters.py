@@ -1,0 +1,211 @@
+"""The counting of cache misses: what the tools print, what is subtracted, and who brings in more."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import time
+
+import pytest
+
+from attention_ext import BuildError, build
+from lab import counters
+from lab.machine import Cache
+
+L1, L2 = Cache(1, 32 << 10, 8, 64), Cache(2, 1 << 20, 8, 64)
+TINY = Cache(1, 4 << 10, 4, 64)
+
+PERF = """\
+12345,,L1-dcache-load-misses:u,0.67%,448616,100.00,1.52,of all L1-dcache accesses
+<not supported>,,L1-dcache-store-misses:u,0.00%,0,100.00,,
+678,,LLC-load-misses:u,1.20%,448616,75.00,,
+<not counted>,,LLC-store-misses:u,0.00%,0,0.00,,
+"""
+PERF_TWO_KINDS_OF_CORE = """\
+<not counted>,,cpu_atom/L1-dcache-load-misses/u,0,0.00,,
+900,,cpu_core/L1-dcache-load-misses/u,448616,100.00,,
+30,,cpu_atom/LLC-load-misses/u,448616,100.00,,
+4,,cpu_core/LLC-load-misses/u,448616,100.00,,
+"""
+PERF_ON_A_VIRTUAL_MACHINE = """\
+<not supported>,,L1-dcache-load-misses:u,0.00%,0,100.00,,
+<not supported>,,L1-dcache-store-misses:u,0.00%,0,100.00,,
+<not supported>,,LLC-load-misses:u,0.00%,0,100.00,,
+<not supported>,,LLC-store-misses:u,0.00%,0,100.00,,
+"""
+CACHEGRIND = """\
+desc: I1 cache:         32768 B, 64 B, 8-way associative
+desc: D1 cache:         32768 B, 64 B, 8-way associative
+desc: LL cache:         1048576 B, 64 B, 8-way associative
+cmd: ./alone 1 256 32 256 256 0 1 1 2097152
+events: Ir I1mr ILmr Dr D1mr DLmr Dw D1mw DLmw \n\
+fl=./elf/dl-load.c
+fn=_dl_process_pt_note
+1 2 3 4 5 6 7 8 9
+summary: 20721049 1673 1646 4078929 752158 9442 2824595 123037 110326
+"""
+
+# A perf that runs what it is given and has counted 1000 of each event and 10 * REPEATS more, store misses
+# in the last level aside.
+FAKE_PERF = """\
+#!/bin/sh
+while [ "$1" != -- ]; do shift; done
+"$2" "$3" "$4" "$5" "$6" "$7" "$8" "$9" "${10}" "${11}" || exit
+n=$((1000 + 10 * ${10}))
+echo "$n,,L1-dcache-load-misses:u,0.67%,448616,100.00,," >&2
+echo "$n,,L1-dcache-store-misses:u,0.67%,448616,100.00,," >&2
+echo "$n,,LLC-load-misses:u,0.67%,448616,100.00,," >&2
+echo "<not supported>,,LLC-store-misses:u,0.00%,0,100.00,," >&2
+"""
+
+
+@pytest.fixture
+def fake_perf(extension, tmp_path, monkeypatch):
+    """Put a script on PATH as perf."""
+
+    def write(script: str) -> None:
+        path = tmp_path / "perf"
+        path.write_text(script)
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(counters, "BEYOND_CACHES", 1 << 20)
+    monkeypatch.setattr(counters, "caches_of_this_machine", lambda: (L1, L2))
+    return write
+
+
+@pytest.fixture
+def cachegrind(extension):
+    """valgrind; without it, tests of it are skipped."""
+    if shutil.which("valgrind") is None:
+        pytest.skip("valgrind was not found on PATH")
+
+
+def count(part="part4", N=64, d=16, **change):
+    return counters.misses(part, N, d, **dict(br=32, bc=32, simd="off") | change)
+
+
+def test_what_perf_prints():
+    assert counters.parse_perf(PERF) == {"L1-dcache-load-misses": 12345, "LLC-load-misses": 678}
+    two = counters.parse_perf(PERF_TWO_KINDS_OF_CORE)
+    assert two == {"L1-dcache-load-misses": 900, "LLC-load-misses": 34}
+    assert counters.parse_perf(PERF_ON_A_VIRTUAL_MACHINE) == {}
+
+
+def test_what_cachegrind_leaves():
+    counts = counters.parse_cachegrind(CACHEGRIND)
+    assert (counts["D1mr"], counts["D1mw"], counts["DLmr"], counts["DLmw"]) == (752158, 123037, 9442, 110326)
+    with pytest.raises(BuildError, match="cachegrind's file has no D1mr, D1mw, DLmr, DLmw"):
+        counters.parse_cachegrind("events: Ir\nsummary: 1\n")
+
+
+@pytest.mark.parametrize("state", ["cold", "warm"])
+def test_perf_counts_what_one_call_adds(fake_perf, state):
+    fake_perf(FAKE_PERF)
+    assert count(state=state) == counters.Misses(
+        "perf", l1=64 * (10 + 10), last=64 * 10, note="perf does not count LLC-store-misses here"
+    )
+
+
+def test_a_processor_that_counts_nothing_is_said(fake_perf):
+    fake_perf("#!/bin/sh\ncat >&2 <<END\n" + PERF_ON_A_VIRTUAL_MACHINE + "END\n")
+    counted = count()
+    assert (counted.l1, counted.last) == (None, None)
+    assert counted.note.startswith("perf does not count L1-dcache-load-misses, L1-dcache-store-misses, LLC")
+
+
+def test_a_perf_that_is_not_permitted_is_said(fake_perf):
+    fake_perf("#!/bin/sh\necho Error: >&2\necho 'Access is limited.' >&2\nexit 255\n")
+    assert count() == counters.Misses("perf", None, None, "perf stat failed: Access is limited.")
+
+
+@pytest.mark.parametrize("tool, caches", [("perf", None), ("valgrind", (L1, L2))])
+def test_a_tool_that_is_missing_is_said(monkeypatch, tool, caches):
+    monkeypatch.setattr(counters.shutil, "which", lambda name: None)
+    counted = count(caches=caches)
+    assert (counted.l1, counted.last, counted.note) == (None, None, f"{tool} was not found on PATH")
+
+
+def test_a_count_that_takes_too_long_is_ended_with_what_it_started(fake_perf, tmp_path):
+    fake_perf(f"#!/bin/sh\n(sleep 1; touch {tmp_path}/late) &\nwait\n")
+    with pytest.raises(ValueError, match="N is 64; perf takes more than 0.4 s for it, so it must be smaller"):
+        count(timeout=0.4)
+    time.sleep(1)
+    assert not (tmp_path / "late").exists()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"part": "part0"}, "part is 'part0'; it must be one of part1, part2, part3, part4"),
+        ({"N": 0}, "N is 0; it must be from 1 to 1048576"),
+        ({"bc": 0}, "bc is 0; it must be from 1"),
+        ({"state": "hot"}, "state is 'hot'; it must be cold or warm"),
+        ({"part": "part1", "N": 2**20}, "N is 1048576; counting would need 4096.5 GiB and 16.0 GiB are free"),
+        ({"caches": (L1, Cache(2, 3 << 20, 16, 64))}, "caches' level 2 is 3145728 B in 16 ways of 64 B"),
+        ({"caches": (Cache(1, 32768, 8, 48), L2)}, "caches' level 1 is 32768 B in 8 ways of 48 B lines"),
+    ],
+)
+def test_wrong_arguments_are_named(monkeypatch, change, message):
+    monkeypatch.setattr(counters, "available_memory", lambda: 2**34)
+    monkeypatch.setattr(counters.shutil, "which", lambda name: name)
+    with pytest.raises(ValueError, match=message):
+        count(**change)
+
+
+def test_twelve_ways_of_48_kib_are_64_sets():
+    counters._check("part1", 1, 1, 1, 1, 1, (Cache(1, 48 << 10, 12, 64), L2), "cold")
+
+
+@pytest.fixture
+def alone(extension, tmp_path):
+    """Run the program; gives its exit code, its sum and what it complains of."""
+    program = build.program("off")
+
+    def run(*words):
+        done = counters.subprocess.run([program, *map(str, words)], capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+def test_the_parts_agree_and_a_call_leaves_nothing_for_the_next(alone):
+    sums = {float(alone(part, 70, 24, 32, 16, 1, 3, calls)[1]) for part in (1, 2, 3, 4) for calls in (1, 2)}
+    assert max(sums) - min(sums) < 1e-3 and min(map(abs, sums)) > 1
+    assert alone(4, 70, 24, 32, 16, 1, 3, 0) == (0, "0.000000\n", "")
+    assert alone(4, 70, 24, 32, 16, 1, 3, 1, 1 << 20) == alone(4, 70, 24, 32, 16, 1, 3, 1)
+
+
+def test_the_program_refuses_what_it_does_not_understand(alone):
+    code, _, said = alone(5, 70, 24, 32, 16, 0, 1, 1)
+    assert (code, said) == (2, "alone: PART is 5; it must be a whole number from 1 to 4\n")
+    assert alone(4, "7x", 24, 32, 16, 0, 1, 1)[0] == 2
+    assert alone(4, 70)[2].startswith("usage: alone PART N d BR BC CAUSAL HEADS REPEATS")
+
+
+def test_part1_brings_more_into_a_tiny_cache_than_part2(cachegrind):
+    first, second = (count(part, 256, 32, caches=(TINY, L2)) for part in ("part1", "part2"))
+    assert first.source == "cachegrind" and first.note == second.note == ""
+    assert first.l1 > 2 * second.l1 > 0
+
+
+def test_a_cold_call_brings_in_what_it_must_and_a_warm_one_nothing(cachegrind):
+    must = 4 * (4 * 64 * 16 + 64 * 64)  # q, k, v, out and the matrix of scores fit L2
+    cold, warm = (count("part1", state=state, caches=(L1, L2)) for state in ("cold", "warm"))
+    assert must <= cold.last < must + 16384  # and some of the code and of the stack
+    assert warm.last == 0
+
+
+def test_a_cold_call_on_two_heads_brings_in_both(cachegrind):
+    one, two = (count("part3", heads=heads, caches=(L1, L2)).last for heads in (1, 2))
+    assert two - one == 4 * 4 * 64 * 16
+
+
+def test_a_program_that_valgrind_cannot_run_is_said(cachegrind, tmp_path, monkeypatch):
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho no such instruction >&2\nexit 3\n")
+    broken.chmod(0o700)
+    monkeypatch.setattr(counters.build, "program", lambda simd, march: broken)
+    with pytest.raises(BuildError, match="valgrind cannot run .*broken: no such instruction"):
+        count(caches=(L1, L2))
