@@ -453,6 +453,39 @@ def refuse_options_that_do_nothing(context: click.Context) -> None:
                 raise click.UsageError(f"{given[other]} does not go with {given[name]}")
 
 
+@cli.command()
+@click.argument("part", type=click.Choice(list(PARTS)), metavar="PART")
+@click.option("-N", "N", type=click.IntRange(1, 2**31 - 1), default=1024, show_default=True,
+              help="Keys, and queries.")  # fmt: skip
+@click.option("-d", "d", type=click.IntRange(1, 2**20), default=32, show_default=True, help="Head width.")
+@click.option("-br", "--br", type=TileSize(), default="auto", show_default=True,
+              help="Rows of part4's tile, in queries.")  # fmt: skip
+@click.option("-bc", "--bc", type=TileSize(), default="auto", show_default=True,
+              help="Columns of part4's tile, in keys.")  # fmt: skip
+@click.option("--causal", is_flag=True, help="With a causal mask.")
+@click.option("--heads", type=click.IntRange(1, 2**16), default=4, show_default=True, help="Heads.")
+@click.option("-t", "--threads", type=click.IntRange(1, 1024), default=1, show_default=True,
+              help="Threads to use.")  # fmt: skip
+@click.option("--simd", type=click.Choice(SIMD), default="auto", show_default=True,
+              help="SIMD helpers under parts 1 to 4.")  # fmt: skip
+@click.option("--cachegrind", is_flag=True,
+              help="Simulate the caches too, by valgrind, in some fifty times the time.")  # fmt: skip
+def explain(part: str, N: int, d: int, br: int | str, bc: int | str, causal: bool, heads: int, threads: int,
+            simd: str, cachegrind: bool) -> None:  # fmt: skip
+    """Show what PART costs and why: arithmetic, scratch, bytes into each cache, what bounds it, its time.
+
+    The bytes are the algorithm's own count. Where Linux's perf may count cache misses, or with --cachegrind,
+    those of one head stand beside it.
+    """
+    from lab import bench
+    from lab.explain import explain as explained
+
+    rows, columns = (size if isinstance(size, int) else None for size in (br, bc))
+    cells = bench.plan([part], lengths=[N], widths=[d], masks=[causal], heads=heads, br=[rows], bc=[columns],
+                       threads=[threads], simds=[simd])  # fmt: skip
+    explained(cells[0], click.echo, cachegrind)
+
+
 def main() -> None:
     """Run the command line; what was wrong with a request is one line on stderr and exit code 2."""
     try:

@@ -1,0 +1,53 @@
+"""gpt.py explain: the figures that it prints are those of the count and of this machine."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from attention_ext import PARTS
+from lab import counters
+from lab.costs import costs
+from lab.machine import caches, size_text
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_is_explained(cli, extension, part):
+    done = cli("explain", part, "-N", 96, "-d", 24, "-br", 32, "-bc", 48, "--causal")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{part}, {PARTS[part].summary}: 4 heads of N = 96, d = 24")
+    assert ("Br = 32, Bc = 48" in done.stdout) == (part == "part4")
+    pairs = 96 * 97 / 2
+    assert f"arithmetic  {4 * 4 * 24 * pairs / 1e6:.3g} MFLOP" in done.stdout
+    first = caches()[0]
+    total = re.search(r"^  all +(\S+ \S+)", done.stdout, re.M)[1]
+    counted = costs(part, 96, 96, 24, heads=4, causal=True, br=32, bc=48)
+    if part != "part4":  # its strips depend on the processor's vectors
+        assert total == size_text(counted.traffic(first.size))
+    limits = {name: float(ms) for ms, name in re.findall(r"([\d.e-]+) ms for (.+) \(", done.stdout)}
+    assert len(limits) == 1 + len(caches())
+    assert re.search(r"^bound by    (.+)$", done.stdout, re.M)[1] == max(limits, key=limits.get)
+    measured = float(re.search(r"^measured    ([\d.]+) ms", done.stdout, re.M)[1])
+    assert measured > 0.9 * max(limits.values())  # no part is faster than its own bound
+    assert ("misses " in done.stdout) == (PARTS[part].operator is not None)
+
+
+def test_simulated_misses_stand_beside_the_count(cli, extension, monkeypatch):
+    found = counters.Misses("cachegrind", 3 << 20, 5 << 10)
+    monkeypatch.setattr(counters, "misses", lambda *arguments, **options: found)
+    done = cli("explain", "part2", "-N", 64, "--cachegrind")
+    assert "misses      of one head, simulated by cachegrind" in done.stdout
+    assert "3 MiB into L1, by the count" in done.stdout and "5 KiB into L2, by the count" in done.stdout
+
+
+def test_why_nothing_was_counted(cli, extension, monkeypatch):
+    monkeypatch.setattr(counters.shutil, "which", lambda name: None)
+    done = cli("explain", "part1", "-N", 64)
+    assert "misses      not counted: perf was not found on PATH; --cachegrind simulates them" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["part7"], ["part1", "-N", "0"], ["part4", "-br", "none"], []])
+def test_wrong_arguments(cli, arguments):
+    done = cli("explain", *arguments)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
