@@ -486,6 +486,46 @@ def explain(part: str, N: int, d: int, br: int | str, bc: int | str, causal: boo
     explained(cells[0], click.echo, cachegrind)
 
 
+@cli.command("profile")
+@click.argument("part", type=click.Choice(list(PARTS)), metavar="PART")
+@click.option("-m", "--model", default="shakes128", show_default=True, help="Name or path, as for a part.")
+@click.option("--engine", type=click.Choice(ENGINES), default="auto", show_default=True,
+              help="What runs the model; auto is native for parts 1 to 4, torch for part0.")  # fmt: skip
+@click.option("--simd", type=click.Choice(SIMD), default="auto", show_default=True,
+              help="SIMD helpers under parts 1 to 4.")  # fmt: skip
+@click.option("-br", "--br", type=TileSize(), default="auto", show_default=True,
+              help="Rows of part4's tile, in queries.")  # fmt: skip
+@click.option("-bc", "--bc", type=TileSize(), default="auto", show_default=True,
+              help="Columns of part4's tile, in keys.")  # fmt: skip
+@click.option("--weights", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True,
+              help="Precision of the matrices.")  # fmt: skip
+@click.option("--prompt-tokens", type=click.IntRange(1), show_default="half of the block size",
+              help="Tokens of the prompt, the model's own text.")  # fmt: skip
+@click.option("--tokens", type=click.IntRange(1), show_default="200, or what the block size leaves",
+              help="Tokens to write after it.")  # fmt: skip
+@click.option("--trace", "trace_file", type=click.Path(path_type=Path), metavar="FILE",
+              help="Write a trace for ui.perfetto.dev or chrome://tracing.")  # fmt: skip
+@click.option("-o", "--output", "form", type=click.Choice(["md", "json"]), default="md", show_default=True,
+              help="Form of the table.")  # fmt: skip
+@threads_option
+def profile_part(model: str, engine: str, br: int | str, bc: int | str, form: str, threads: int | None,
+                 **options) -> None:  # fmt: skip
+    """Show where a token's time goes with PART: embedding, QKV, attention, MLP, sampling and so on.
+
+    The prefill of a prompt and the decoding after it are apart. Recording takes time itself; the last lines
+    say how much.
+    """
+    from lab import profile
+    from model import load
+
+    set_threads(threads)
+    measured = profile.run(
+        load(model), model=model, engine=None if engine == "auto" else engine,
+        br=None if br == "auto" else int(br), bc=None if bc == "auto" else int(bc), **options
+    )  # fmt: skip
+    click.echo(profile.table(measured) if form == "md" else json.dumps(profile.figures(measured)))
+
+
 def main() -> None:
     """Run the command line; what was wrong with a request is one line on stderr and exit code 2."""
     try:

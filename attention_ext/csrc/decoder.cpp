@@ -21,6 +21,7 @@
 #endif
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <new>
@@ -223,6 +224,13 @@ struct Decoder::State {
     Buffer x, qkv, attended, hidden, logits, normed, scratch;
     int64_t scratch_floats;
 
+    // A thread's spans, added inside of its pieces only: the caller reads them when all pieces are done.
+    struct alignas(64) Track {
+        std::vector<Span> spans;
+    };
+    bool recording = false;
+    std::vector<Track> tracks;
+
     Pace pace;
     std::unique_ptr<Team, Team::Delete> team;  // the last, as its threads read the rest
 
@@ -239,6 +247,7 @@ struct Decoder::State {
           threads(threads),
           layers(s.n_layer),
           slots(slot_count),
+          tracks(threads),
           team(new Team(4 * s.n_layer + 1, threads)) {
         const int64_t C = s.n_embd, V = s.vocab_size;
         const auto copy = [&](const std::string& name, int64_t floats) {
@@ -329,6 +338,36 @@ struct Decoder::State {
         for (int64_t i = 0; i < C; i++) to[i] = wte[token * C + i] + wpe[position * C + i];
     }
 
+    // body(), and a span of it while they are recorded.
+    template <class Body>
+    void timed(const char* kind, int64_t thread, const Body& body) {
+        const int64_t begin = recording ? now() : 0;
+        body();
+        if (recording) tracks[thread].spans.push_back({kind, static_cast<int>(thread), begin, now()});
+    }
+
+    static int64_t now() {
+        const auto since = std::chrono::steady_clock::now().time_since_epoch();
+        return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+    }
+
+    // A member of the team; the caller's waiting for the others at the end of a stage is a span too. A helper's
+    // may outlast the call, so it is left to the gaps between its spans.
+    struct Recorded {
+        State& state;
+        Team::Member& member;
+
+        template <class Piece>
+        void run(int64_t stage, int64_t pieces, const Piece& piece) {
+            if (member.thread > 0 || !state.recording) return member.run(stage, pieces, piece);
+            int64_t begin = now();
+            member.run(stage, pieces, piece);
+            std::vector<Span>& spans = state.tracks[0].spans;
+            if (!spans.empty()) begin = std::max(begin, spans.back().end);
+            spans.push_back({"waiting", 0, begin, now()});
+        }
+    };
+
     // A step of the rows begin .. end - 1, row r being slots[which[r]] with its pending token.
     template <class Pieces>
     void step(const std::vector<int64_t>& which, int64_t begin, int64_t end, int64_t thread, Pieces& pieces) {
@@ -342,35 +381,46 @@ struct Decoder::State {
         // Each thread normalises for itself, if it gets a piece that needs it.
         int64_t normed_for = -1;
         const auto normalise = [&](int64_t stage, const LayerNorm& norm) {
-            for (int64_t r = 0; normed_for != stage && r < rows; r++) norm(N + r * ldN, X + r * ldX);
+            if (normed_for == stage) return;
+            timed("norm", thread, [&] {
+                for (int64_t r = 0; r < rows; r++) norm(N + r * ldN, X + r * ldX);
+            });
             normed_for = stage;
         };
         for (int64_t l = 0, stage = 0; stage + 1 < stages; l++) {
             const Layer& w = layers[l];
             pieces.run(stage, H, [&](int64_t h) {
                 normalise(stage, w.ln_1);
-                w.qkv.set(Q, ldQ, N, ldN, rows, h);
-                for (int64_t r = 0; r < rows; r++) {
-                    const Slot& slot = slots[which[begin + r]];
-                    const float* q = Q + r * ldQ + h * w.qkv.width;
-                    append(slot, l, h, slot.length, q + d);
-                    if (r + 1 < rows) prefetch_values(slots[which[begin + r + 1]], l, h);
-                    attend(slot, l, h, q, A + r * C + h * d, thread);
-                }
+                timed("QKV", thread, [&] { w.qkv.set(Q, ldQ, N, ldN, rows, h); });
+                timed("attention", thread, [&] {
+                    for (int64_t r = 0; r < rows; r++) {
+                        const Slot& slot = slots[which[begin + r]];
+                        const float* q = Q + r * ldQ + h * w.qkv.width;
+                        append(slot, l, h, slot.length, q + d);
+                        if (r + 1 < rows) prefetch_values(slots[which[begin + r + 1]], l, h);
+                        attend(slot, l, h, q, A + r * C + h * d, thread);
+                    }
+                });
             });
             stage++;
-            pieces.run(stage++, w.proj.panels, [&](int64_t p) { w.proj.add(X, ldX, A, C, rows, p); });
+            pieces.run(stage++, w.proj.panels, [&](int64_t p) {
+                timed("projection", thread, [&] { w.proj.add(X, ldX, A, C, rows, p); });
+            });
             pieces.run(stage, w.fc.panels, [&](int64_t p) {
                 normalise(stage, w.ln_2);
-                w.fc.set(Y, ldH, N, ldN, rows, p);
-                for (int64_t r = 0; r < rows; r++) gelu(Y + r * ldH + p * w.fc.width, w.fc.width);
+                timed("MLP up", thread, [&] { w.fc.set(Y, ldH, N, ldN, rows, p); });
+                timed("MLP GELU", thread, [&] {
+                    for (int64_t r = 0; r < rows; r++) gelu(Y + r * ldH + p * w.fc.width, w.fc.width);
+                });
             });
             stage++;
-            pieces.run(stage++, w.out.panels, [&](int64_t p) { w.out.add(X, ldX, Y, ldH, rows, p); });
+            pieces.run(stage++, w.out.panels, [&](int64_t p) {
+                timed("MLP down", thread, [&] { w.out.add(X, ldX, Y, ldH, rows, p); });
+            });
         }
         pieces.run(stages - 1, head.panels, [&](int64_t p) {
             normalise(stages - 1, ln_f);
-            head.set(L, ldL, N, ldN, rows, p);
+            timed("head", thread, [&] { head.set(L, ldL, N, ldN, rows, p); });
         });
     }
 
@@ -414,17 +464,22 @@ struct Decoder::State {
         prompt.A = Buffer(T * shape.n_embd);
         prompt.rows = Buffer(threads * prompt.per_thread(*this));
         prompt.scratch = Buffer(threads * prompt.scratch_floats);
-        for (int64_t t = 0; t < T; t++) embed(prompt.X + t * ldX, ids[t], t);
+        timed("embedding", 0, [&] {
+            for (int64_t t = 0; t < T; t++) embed(prompt.X + t * ldX, ids[t], t);
+        });
         if (threads == 1 || T < ROWS || !team->ours()) {
             Alone alone;
             read(slot, prompt, T, chunk, 0, alone);
         } else {
             team->take_turn([this, &slot, &prompt, T, chunk](Team::Member& member) {
-                read(slot, prompt, T, chunk, member.thread, member);
+                Recorded pieces{*this, member};
+                read(slot, prompt, T, chunk, member.thread, pieces);
             });
         }
-        ln_f(normed, prompt.X + (T - 1) * ldX);
-        for (int64_t p = 0; p < head.panels; p++) head.set(logits, 0, normed, 0, 1, p);
+        timed("norm", 0, [&] { ln_f(normed, prompt.X + (T - 1) * ldX); });
+        timed("head", 0, [&] {
+            for (int64_t p = 0; p < head.panels; p++) head.set(logits, 0, normed, 0, 1, p);
+        });
         std::copy_n(static_cast<const float*>(logits), shape.vocab_size, slot.logits.begin());
         slot.length = T;
         slot.pending = -1;
@@ -453,11 +508,15 @@ struct Decoder::State {
                 const int64_t t0 = i * ROWS, rows = std::min(ROWS, T - t0);
                 const Linear& qkv = layers[l].qkv;
                 float *X = prompt.X + t0 * ldX, *Q = prompt.Q + t0 * qkv.columns();
-                for (int64_t r = 0; r < rows; r++) layers[l].ln_1(N + r * C, X + r * ldX);
+                timed("norm", thread, [&] {
+                    for (int64_t r = 0; r < rows; r++) layers[l].ln_1(N + r * C, X + r * ldX);
+                });
                 for (int64_t h = 0; h < H; h++) {
-                    qkv.set(Q, qkv.columns(), N, C, rows, h);
-                    for (int64_t r = 0; r < rows; r++)
-                        append(slot, l, h, t0 + r, Q + r * qkv.columns() + h * qkv.width + d);
+                    timed("QKV", thread, [&] { qkv.set(Q, qkv.columns(), N, C, rows, h); });
+                    timed("attention", thread, [&] {
+                        for (int64_t r = 0; r < rows; r++)
+                            append(slot, l, h, t0 + r, Q + r * qkv.columns() + h * qkv.width + d);
+                    });
                 }
             });
             pieces.run(3 * l + 1, H * chunks, [&](int64_t i) {
@@ -470,7 +529,8 @@ struct Decoder::State {
                 a.k = {q + d, 0, 0, ldQ, 1};
                 a.v = {q + 2 * d, 0, 0, ldQ, 1};
                 a.out = prompt.A + (h * T + t0) * d;
-                part.kernel(a, prompt.scratch + thread * prompt.scratch_floats);
+                timed("attention", thread,
+                      [&] { part.kernel(a, prompt.scratch + thread * prompt.scratch_floats); });
             });
             pieces.run(3 * l + 2, (queries + ROWS - 1) / ROWS, [&](int64_t i) {
                 const Layer& w = layers[l];
@@ -478,14 +538,24 @@ struct Decoder::State {
                 float *N = prompt.rows + thread * prompt.per_thread(*this), *A = N + ROWS * C,
                       *Y = A + ROWS * C;
                 float* X = prompt.X + t0 * ldX;
-                for (int64_t r = 0; r < rows; r++)
-                    for (int64_t h = 0; h < H; h++)
-                        std::copy_n(prompt.A + (h * T + t0 + r) * d, d, A + r * C + h * d);
-                for (int64_t p = 0; p < w.proj.panels; p++) w.proj.add(X, ldX, A, C, rows, p);
-                for (int64_t r = 0; r < rows; r++) w.ln_2(N + r * C, X + r * ldX);
-                for (int64_t p = 0; p < w.fc.panels; p++) w.fc.set(Y, ldY, N, C, rows, p);
-                gelu(Y, rows * ldY);
-                for (int64_t p = 0; p < w.out.panels; p++) w.out.add(X, ldX, Y, ldY, rows, p);
+                timed("attention", thread, [&] {
+                    for (int64_t r = 0; r < rows; r++)
+                        for (int64_t h = 0; h < H; h++)
+                            std::copy_n(prompt.A + (h * T + t0 + r) * d, d, A + r * C + h * d);
+                });
+                timed("projection", thread, [&] {
+                    for (int64_t p = 0; p < w.proj.panels; p++) w.proj.add(X, ldX, A, C, rows, p);
+                });
+                timed("norm", thread, [&] {
+                    for (int64_t r = 0; r < rows; r++) w.ln_2(N + r * C, X + r * ldX);
+                });
+                timed("MLP up", thread, [&] {
+                    for (int64_t p = 0; p < w.fc.panels; p++) w.fc.set(Y, ldY, N, C, rows, p);
+                });
+                timed("MLP GELU", thread, [&] { gelu(Y, rows * ldY); });
+                timed("MLP down", thread, [&] {
+                    for (int64_t p = 0; p < w.out.panels; p++) w.out.add(X, ldX, Y, ldY, rows, p);
+                });
             });
         }
     }
@@ -493,11 +563,13 @@ struct Decoder::State {
     // Reads the pending tokens of these slots.
     void advance(const std::vector<int64_t>& which) {
         const int64_t rows = static_cast<int64_t>(which.size());
-        for (int64_t r = 0; r < rows; r++) {
-            const Slot& slot = slots[which[r]];
-            embed(x + r * ldX, slot.pending, slot.length);
-        }
         if (rows == 0) return;
+        timed("embedding", 0, [&] {
+            for (int64_t r = 0; r < rows; r++) {
+                const Slot& slot = slots[which[r]];
+                embed(x + r * ldX, slot.pending, slot.length);
+            }
+        });
         const auto start = Pace::Clock::now();
         const bool together = threads > 1 && team->ours() && pace.together(rows, start);
         if (!together) {
@@ -505,8 +577,9 @@ struct Decoder::State {
             step(which, 0, rows, 0, alone);
         } else {
             team->take_turn([this, &which, rows](Team::Member& member) {
-                if (rows < threads) return step(which, 0, rows, member.thread, member);
-                member.run(0, threads, [&](int64_t i) {
+                Recorded pieces{*this, member};
+                if (rows < threads) return step(which, 0, rows, member.thread, pieces);
+                pieces.run(0, threads, [&](int64_t i) {
                     Alone alone;
                     step(which, rows * i / threads, rows * (i + 1) / threads, member.thread, alone);
                 });
@@ -542,7 +615,9 @@ std::vector<int64_t> Decoder::next(const std::vector<int64_t>& slots, const std:
     state->advance(behind);
     for (size_t i = 0; i < slots.size(); i++) {
         Slot& slot = state->slots[slots[i]];
-        slot.pending = sample(slot.logits.data(), slot.seen, uniforms[i], state->sampling);
+        state->timed("sampling", 0, [&] {
+            slot.pending = sample(slot.logits.data(), slot.seen, uniforms[i], state->sampling);
+        });
         slot.seen[slot.pending] = 1;
         tokens.push_back(slot.pending);
     }
@@ -571,6 +646,21 @@ void Decoder::push(int64_t slot, int64_t token) {
 
 const std::vector<float>& Decoder::logits(int64_t slot) const { return state->slots[slot].logits; }
 void Decoder::set_sampling(const Sampling& sampling) { state->sampling = sampling; }
+
+void Decoder::record(bool on) {
+    for (State::Track& track : state->tracks) track.spans.reserve(on ? 1 << 16 : 0);
+    state->recording = on;
+}
+
+std::vector<Span> Decoder::spans() {
+    std::vector<Span> all;
+    for (State::Track& track : state->tracks) {
+        all.insert(all.end(), track.spans.begin(), track.spans.end());
+        track.spans.clear();
+    }
+    return all;
+}
+
 const ModelShape& Decoder::shape() const { return state->shape; }
 int64_t Decoder::slots() const { return static_cast<int64_t>(state->slots.size()); }
 int64_t Decoder::capacity() const { return state->capacity; }

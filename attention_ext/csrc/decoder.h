@@ -23,6 +23,14 @@ struct Sampling {
     double top_p = 1, min_p = 0, repetition_penalty = 1;
 };
 
+// What a thread did, from begin to end in the steady clock's nanoseconds. Thread 0 is the caller; only it has
+// spans of the kind `waiting`, for the others.
+struct Span {
+    const char* kind;
+    int thread;
+    int64_t begin, end;
+};
+
 // The token that `uniform`, in [0, 1), falls on; seen[i] is not 0 where token i has occurred.
 int64_t sample(const float* logits, const std::vector<char>& seen, double uniform, const Sampling&);
 
@@ -50,6 +58,9 @@ class Decoder {
 
     const std::vector<float>& logits(int64_t slot) const;  // of the last call that read, vocab_size of them
     void set_sampling(const Sampling&);
+
+    void record(bool on);       // whether what follows leaves spans; not at first
+    std::vector<Span> spans();  // those left since the last call, thread by thread, each in order
 
     const ModelShape& shape() const;
     int64_t slots() const;

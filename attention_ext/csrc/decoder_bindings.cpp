@@ -5,6 +5,7 @@
 
 #include <map>
 #include <mutex>
+#include <tuple>
 
 #include "decoder.h"
 
@@ -119,6 +120,20 @@ class SafeDecoder {
         decoder->set_sampling({temperature, top_k, top_p, min_p, repetition_penalty});
     }
 
+    void record(bool on) {
+        const py::gil_scoped_release unlocked;
+        const std::lock_guard<std::mutex> one(mutex);
+        decoder->record(on);
+    }
+
+    std::vector<std::tuple<const char*, int, int64_t, int64_t>> spans() {
+        const py::gil_scoped_release unlocked;
+        const std::lock_guard<std::mutex> one(mutex);
+        std::vector<std::tuple<const char*, int, int64_t, int64_t>> made;
+        for (const Span& s : decoder->spans()) made.emplace_back(s.kind, s.thread, s.begin, s.end);
+        return made;
+    }
+
   private:
     void check_room(int64_t slot, int64_t most) const {
         check("slot", slot, 0, decoder->slots() - 1);
@@ -148,5 +163,7 @@ PYBIND11_MODULE(ATTENTION_EXT, m) {
         .def("push", &SafeDecoder::push, arg("slot"), arg("token"))
         .def("logits", &SafeDecoder::logits, arg("slot"))
         .def("set_sampling", &SafeDecoder::set_sampling, arg("temperature"), arg("top_k"), arg("top_p"),
-             arg("min_p"), arg("repetition_penalty"));
+             arg("min_p"), arg("repetition_penalty"))
+        .def("record", &SafeDecoder::record, arg("on"))
+        .def("spans", &SafeDecoder::spans);
 }

@@ -1,0 +1,381 @@
+"""Where a token's time goes: spans of what an engine does, added up in a table and laid out in a trace.
+
+The native engine records its spans itself (attention_ext/csrc/decoder.h). The PyTorch model gets hooks on its
+modules, which are not changed.
+
+attention: from the queries, keys and values to the heads side by side, so appending to the cache and changes
+of layout are in it.
+projection, MLP down: with the residual sums in the native engine; PyTorch's are in `other`.
+waiting: for other threads of the native engine; PyTorch's are inside of its operators.
+other: what is in no span, which is Python, the calls, waking the threads, and reading the clock.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from bisect import bisect
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic_ns
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from attention_ext import AUTO, PARTS
+from lab.machine import BUSY, Load
+from model.checkpoint import Checkpoint
+from model.engine import Engine, NativeEngine, TorchEngine, open_engine
+from model.generate import Writer
+from model.sampling import Sampling
+
+KINDS = (
+    "embedding",
+    "norm",
+    "QKV",
+    "attention",
+    "projection",
+    "MLP up",
+    "MLP GELU",
+    "MLP down",
+    "head",
+    "sampling",
+    "waiting",
+)
+TOKENS = 200
+REPETITIONS = 9  # with and without recording each; odd, so that one is the median
+SEED = 1337
+
+
+class Span(NamedTuple):
+    """What a thread did, from begin to end in nanoseconds of monotonic_ns(); thread 0 is the caller."""
+
+    kind: str
+    thread: int
+    begin: int
+    end: int
+
+
+class Hooks:
+    """The spans of a PyTorch engine, all of the calling thread's, by hooks on the model's modules."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self._engine, self._choose = engine, engine.choose
+        self._spans: list[Span] = []
+        self._handles: list[Any] = []
+        self._begun = 0
+
+    def record(self, on: bool) -> None:
+        """Whether what follows leaves spans; not at first."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._engine.choose = self._choose
+        if not on:
+            return
+        self._engine.choose = self._timed_choice
+        gpt = self._engine.model
+        t: Any = gpt.transformer  # whose modules PyTorch does not type
+        self._between("embedding", t.wte.register_forward_pre_hook, t.drop.register_forward_hook)
+        for block in t.h:
+            qkv, projection, up, down = block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
+            self._around("norm", block.ln_1)
+            self._around("QKV", qkv)
+            self._between("attention", qkv.register_forward_hook, projection.register_forward_pre_hook)
+            self._around("projection", projection)
+            self._around("norm", block.ln_2)
+            self._around("MLP up", up)
+            self._between("MLP GELU", up.register_forward_hook, down.register_forward_pre_hook)
+            self._around("MLP down", down)
+        self._around("norm", t.ln_f)
+        self._around("head", gpt.lm_head)
+
+    def spans(self) -> list[Span]:
+        """Those left since the last call."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def _around(self, kind: str, module: nn.Module) -> None:
+        self._between(kind, module.register_forward_pre_hook, module.register_forward_hook)
+
+    def _between(self, kind: str, register_begin: Callable, register_end: Callable) -> None:
+        """Let a span go from one hook to another, each given by what registers it.
+
+        Hooks of one place are called as they were registered: a span ends there before the next begins.
+        """
+
+        def begin(*_) -> None:
+            self._begun = monotonic_ns()
+
+        def end(*_) -> None:
+            self._spans.append(Span(kind, 0, self._begun, monotonic_ns()))
+
+        self._handles += [register_begin(begin), register_end(end)]
+
+    def _timed_choice(self, *arguments) -> int:
+        begin = monotonic_ns()
+        token = self._choose(*arguments)
+        self._spans.append(Span("sampling", 0, begin, monotonic_ns()))
+        return token
+
+
+def recorder(engine: Engine) -> NativeEngine | Hooks:
+    """What records an engine's spans: it has record(on) and spans()."""
+    return engine if isinstance(engine, NativeEngine) else Hooks(engine)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A prefill, or the tokens after it: the calls, as (begin, end) in order, and the spans inside of them.
+
+    threads: those that have spans, or could have had.
+    """
+
+    calls: list[tuple[int, int]]
+    spans: list[Span]
+    threads: int
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the calls."""
+        return 1e-9 * sum(end - begin for begin, end in self.calls)
+
+    def shares(self) -> dict[str, float]:
+        """How much of the threads' time during the calls went to each of KINDS and to 'other'; they add to 1.
+
+        A helper's time without a span is waiting: for work, for the others, or for the next call.
+        """
+        wall = sum(end - begin for begin, end in self.calls)
+        took = dict.fromkeys((*KINDS, "other"), 0)
+        rest = [wall] * self.threads  # of each thread
+        for kind, thread, begin, end in self.spans:
+            took[kind] += end - begin
+            rest[thread] -= end - begin
+        took["other"] += rest[0]
+        took["waiting"] += sum(rest[1:])
+        return {kind: ns / (wall * self.threads) for kind, ns in took.items()}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was run, its prefill and its decoding.
+
+    Of either there are REPETITIONS with spans and as many without; those with spans whose wall time is the
+    median are here. plain: the median seconds of those without, of the prefill and of the decoding.
+    others: processors that other processes took, on average; None where the system does not tell.
+    """
+
+    settings: dict[str, Any]
+    prefill: Phase
+    decode: Phase
+    plain: tuple[float, float]
+    others: float | None
+
+
+def run(
+    checkpoint: Checkpoint,
+    *,
+    model: str,
+    part: str = "part4",
+    engine: str | None = None,
+    simd: str = "auto",
+    br: int | None = None,
+    bc: int | None = None,
+    weights: str = "fp32",
+    prompt_tokens: int | None = None,
+    tokens: int | None = None,
+    trace_file: Path | None = None,
+) -> Profile:
+    """Profile the reading of a prompt, and the writing of `tokens` tokens after it, by model.generate.Writer.
+
+    The prompt is the model's own text after token 0. The first token that follows needs no reading and is not
+    measured; each later one is, with the reading of the token before it.
+
+    model: its name, for people. part, engine, simd, br, bc, weights: as in model.engine.open_engine.
+    prompt_tokens: half of the block size unless given. tokens: TOKENS, or what the block size leaves.
+    trace_file: gets the trace, as JSON.
+    Raises TypeError or ValueError naming an argument that is wrong, OSError where trace_file cannot be
+    written, and BuildError where the kernels cannot be compiled.
+    """
+    longest = checkpoint.model.config.block_size
+    if prompt_tokens is None:
+        prompt_tokens = max(1, longest // 2)
+    if tokens is None:
+        tokens = max(1, min(TOKENS, longest - prompt_tokens))
+    for name, number in (("prompt_tokens", prompt_tokens), ("tokens", tokens)):
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TypeError(f"{name} is a {type(number).__name__}; it must be a whole number")
+        if number < 1:
+            raise ValueError(f"{name} is {number}; it must be at least 1")
+    if prompt_tokens + tokens > longest:
+        raise ValueError(
+            f"prompt_tokens is {prompt_tokens} and tokens is {tokens}; "
+            f"together they must be at most block_size={longest}"
+        )
+    opened = open_engine(checkpoint.model, engine, part=part, simd=simd, br=br, bc=bc, weights=weights,
+                         capacity=prompt_tokens + tokens)  # fmt: skip
+    settings = {
+        "model": model,
+        "part": part,
+        "engine": opened.name,
+        "simd": None if PARTS[part].operator is None else AUTO if simd == "auto" else simd,
+        "weights": weights,
+        "threads": torch.get_num_threads(),
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": tokens,
+        "repetitions": REPETITIONS,
+    }
+    with open(trace_file, "w") if trace_file else nullcontext() as file:  # before it takes time
+        load = Load()
+        profile = Profile(settings, *_measure(opened, prompt_tokens, tokens), load.others())
+        if file:
+            json.dump(trace(profile), file)
+    return profile
+
+
+def _measure(engine: Engine, prompt_tokens: int, tokens: int) -> tuple[Phase, Phase, tuple[float, float]]:
+    """A Profile's prefill, decode and plain."""
+    writer = Writer(engine, [0], [SEED], Sampling())
+    ids = [0] + [writer.next([0])[0] for _ in range(prompt_tokens - 1)]
+    spans_of = recorder(engine)
+    phases: dict[bool, list[tuple[Phase, Phase]]] = {False: [], True: []}
+    for repetition in range(-1, REPETITIONS):
+        order = (False, True) if repetition % 2 else (True, False)
+        for recorded in order:
+            pair = _repetition(engine, spans_of, recorded, ids, tokens)
+            if repetition >= 0:  # the one before warms up
+                phases[recorded].append(pair)
+    prefill, decode = (sorted(of, key=lambda phase: phase.seconds) for of in zip(*phases[True]))
+    plain = [statistics.median(phase.seconds for phase in of) for of in zip(*phases[False])]
+    return prefill[REPETITIONS // 2], decode[REPETITIONS // 2], (plain[0], plain[1])
+
+
+def _repetition(engine: Engine, spans_of: NativeEngine | Hooks, recorded: bool, ids: Sequence[int],
+                tokens: int) -> tuple[Phase, Phase]:  # fmt: skip
+    """One prefill, and the decoding of one text after it."""
+    threads = torch.get_num_threads() if isinstance(engine, NativeEngine) else 1
+
+    def phase(call: Callable[[], object], count: int) -> Phase:
+        spans_of.record(recorded)
+        calls = []
+        for _ in range(count):
+            begin = monotonic_ns()
+            call()
+            calls.append((begin, monotonic_ns()))
+        spans_of.record(False)
+        return Phase(calls, [Span(*span) for span in spans_of.spans()], threads)
+
+    engine.prefill(0, ids)  # the first one after spans were taken has to fault its memory in again
+    prefill = phase(lambda: engine.prefill(0, ids), 1)
+    writer = Writer(engine, ids, [SEED], Sampling())
+    writer.next([0])  # reads the prompt again
+    return prefill, phase(lambda: writer.next([0]), tokens)
+
+
+def figures(profile: Profile) -> dict:
+    """What -o json prints: the settings, a row for each kind, and what recording costs."""
+    prefill, decode, new_tokens = profile.prefill, profile.decode, profile.settings["new_tokens"]
+    shares = {"prefill": prefill.shares(), "decode": decode.shares()}
+    ms, us = 1e3 * prefill.seconds, 1e6 * decode.seconds / new_tokens
+    return profile.settings | {
+        "rows": [
+            {
+                "kind": kind,
+                "prefill_ms": ms * shares["prefill"][kind],
+                "prefill_percent": 100 * shares["prefill"][kind],
+                "decode_us_per_token": us * shares["decode"][kind],
+                "decode_percent": 100 * shares["decode"][kind],
+            }
+            for kind in (*KINDS, "other")
+        ],
+        "recorded": {
+            "prefill_ms": ms,
+            "decode_us_per_token": us,
+            "tokens_per_second": new_tokens / decode.seconds,
+        },
+        "not_recorded": {
+            "prefill_ms": 1e3 * profile.plain[0],
+            "decode_us_per_token": 1e6 * profile.plain[1] / new_tokens,
+            "tokens_per_second": new_tokens / profile.plain[1],
+        },
+        "processors_taken_by_others": profile.others,
+    }
+
+
+def table(profile: Profile) -> str:
+    """The figures as a Markdown table; above it what was run, below it what recording costs."""
+    f = figures(profile)
+    threads = f"{f['threads']} thread{'s' * (f['threads'] > 1)}"
+    helpers = "" if f["simd"] is None else f", {f['simd']} helpers"
+    recorded, plain = f["recorded"], f["not_recorded"]
+    lines = [
+        f"{f['model']}: {f['part']}{helpers}, {f['engine']} engine, weights in {f['weights']}, {threads}; "
+        f"a prompt of {f['prompt_tokens']} tokens, then {f['new_tokens']} more",
+        "",
+        "| | prefill, ms | share | decode, µs per token | share |",
+        "|---" * 5 + "|",
+    ]
+    for row in f["rows"]:
+        if row["prefill_ms"] == row["decode_us_per_token"] == 0:
+            continue
+        cells = (
+            f"{row['prefill_ms']:.3f} | {row['prefill_percent']:.1f} %" if row["prefill_ms"] else " | ",
+            f"{row['decode_us_per_token']:.2f} | {row['decode_percent']:.1f} %",
+        )
+        lines.append(f"| {row['kind']} | {' | '.join(cells)} |")
+    ms, us = recorded["prefill_ms"], recorded["decode_us_per_token"]
+    lines.append(f"| wall time | {ms:.3f} | 100.0 % | {us:.2f} | 100.0 % |\n")
+    if profile.decode.threads > 1:
+        lines.append(f"Rows are the means of {threads}, so they add up to the wall time.")
+    for name, of in (("Recording", recorded), ("Not recording", plain)):
+        lines.append(
+            f"{name}: {of['prefill_ms']:.3f} ms, {of['decode_us_per_token']:.2f} µs per token, "
+            f"{of['tokens_per_second']:,.0f} tokens/s"
+        )
+    lines.append(f"Medians of {REPETITIONS} repetitions of each, in turn")
+    if profile.others is not None and profile.others > BUSY * f["threads"]:
+        lines.append(f"The machine was busy: others took {profile.others:.2f} processors on average.")
+    return "\n".join(lines)
+
+
+def trace(profile: Profile) -> dict:
+    """A trace for ui.perfetto.dev and chrome://tracing, in microseconds from the beginning of the prefill.
+
+    Prefill and decoding are of two repetitions, so the tokens are moved to where the prefill ends. A token is
+    named by its number, from 0; its position is that of the token which it reads.
+    """
+    s = profile.settings
+    name = f"{s['model']} {s['part']}, {s['engine']} engine"
+    events: list[dict] = [_metadata("process_name", 0, name)]
+    threads = profile.decode.threads
+    events += [
+        _metadata("thread_name", i, f"helper {i}" if i else "calling thread") for i in range(threads)
+    ]
+    (begin, end), first = profile.prefill.calls[0], profile.decode.calls[0][0]
+    prompt = {"tokens": s["prompt_tokens"]}
+    positions = [{"position": s["prompt_tokens"] + i} for i in range(s["new_tokens"])]
+    spans = _events(profile.prefill, begin, ["prefill"], [prompt])
+    spans += _events(
+        profile.decode, first - (end - begin), [f"token {i}" for i in range(s["new_tokens"])], positions
+    )
+    spans.sort(key=lambda event: (event["ts"], -event["dur"]))  # a call before what is in it
+    return {"traceEvents": events + spans, "displayTimeUnit": "ns", "otherData": s}
+
+
+def _metadata(name: str, thread: int, value: str) -> dict:
+    return {"name": name, "ph": "M", "ts": 0, "pid": 1, "tid": thread, "args": {"name": value}}
+
+
+def _events(phase: Phase, zero: int, names: Sequence[str], arguments: Sequence[dict]) -> list[dict]:
+    """The calls of a phase, each with a name and arguments, and its spans; times from `zero`."""
+
+    def event(name: str, thread: int, begin: int, end: int, args: dict) -> dict:
+        return {"name": name, "ph": "X", "ts": (begin - zero) / 1e3, "dur": (end - begin) / 1e3, "pid": 1,
+                "tid": thread, "args": args}  # fmt: skip
+
+    begins = [begin for begin, _ in phase.calls]
+    calls = [event(name, 0, *call, args) for name, call, args in zip(names, phase.calls, arguments)]
+    return calls + [event(*span, arguments[bisect(begins, span.begin) - 1]) for span in phase.spans]
