@@ -333,6 +333,48 @@ def evaluate(model: str, corpus_file: str | None, part: str, weights: str, threa
     click.echo(f"({len(held_out):,} characters, windows of {checkpoint.model.config.block_size} tokens)")
 
 
+@cli.command()
+@click.argument("parts", default=",".join(PARTS))
+@click.option("-m", "--model", default="shakes128", show_default=True, help="Name or path, as for a part.")
+@click.option("--prompt", default="\n", help="Text to continue.", show_default="a line end")
+@click.option("--max-new-tokens", type=click.IntRange(1), help="Tokens that each part writes.",
+              show_default="200, or the block size if that is less")  # fmt: skip
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=1337, show_default=True,
+              help="Seed of the text.")  # fmt: skip
+@click.option("--temperature", type=click.FloatRange(0), default=0.8, show_default=True,
+              help="Divide the logits by this; 0 takes the likeliest token.")  # fmt: skip
+@click.option("--top-k", type=click.IntRange(1, 2**63 - 1), default=200, show_default=True,
+              help="Choose among the k likeliest tokens.")  # fmt: skip
+@click.option("--no-kv-cache", is_flag=True, help="Recompute the whole window for each token.")
+@click.option("--engine", type=click.Choice(ENGINES), default="torch", show_default=True,
+              help="What runs the model: with torch nothing but attention differs; auto is native for parts "
+              "1 to 4, torch for part0, which has no other.")  # fmt: skip
+@click.option("--simd", type=click.Choice(SIMD), default="auto", show_default=True,
+              help="SIMD helpers under parts 1 to 4.")  # fmt: skip
+@threads_option
+def race(parts: str, model: str, prompt: str, engine: str, no_kv_cache: bool, simd: str, temperature: float,
+         top_k: int, threads: int | None, **options) -> None:  # fmt: skip
+    """Let PARTS, all or some with commas between them, write the same text, each timed alone.
+
+    On a terminal the texts grow in columns at their true relative speeds. Then a table says who wrote how
+    fast, and the last line whether the texts are identical; if not, the exit code is 1. With a KV cache a
+    token reads one row of attention and the parts are close; --no-kv-cache shows them apart.
+    """
+    from lab import race as racing
+    from model import load
+    from model.sampling import Sampling
+
+    names = racing.parse_parts(parts)
+    set_threads(threads)
+    runners = racing.line_up(
+        load(model), names, prompt=prompt, engine=None if engine == "auto" else engine, simd=simd,
+        use_cache=not no_kv_cache, sampling=Sampling(temperature, top_k), **options
+    )  # fmt: skip
+    notice(f"{model}, {racing.describe(runners, simd, not no_kv_cache)}")
+    if not racing.run(runners, prompt, click.echo):
+        sys.exit(1)
+
+
 class Names(click.ParamType):
     """Names separated by commas."""
 
@@ -524,6 +566,18 @@ def profile_part(model: str, engine: str, br: int | str, bc: int | str, form: st
         br=None if br == "auto" else int(br), bc=None if bc == "auto" else int(bc), **options
     )  # fmt: skip
     click.echo(profile.table(measured) if form == "md" else json.dumps(profile.figures(measured)))
+
+
+@cli.command()
+def doctor() -> None:
+    """Say what this machine has of what the parts need, and what to do where something is missing.
+
+    A line that begins with -- is about something optional. The exit code is 1 if anything is broken.
+    """
+    from lab import doctor as examination
+
+    if not examination.run(click.echo):
+        sys.exit(1)
 
 
 def main() -> None:

@@ -1,0 +1,363 @@
+"""doctor: what the parts need of this machine, line by line, and the one thing to do where it is missing.
+
+Nothing is compiled or changed here, and torch is first tried in a process of its own: a broken one can take
+its process with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+OK, ABSENT, BROKEN = "ok", "--", "FAIL"
+
+OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 10)
+# Other packages that the commands import: distribution names.
+PACKAGES = ("click", "numpy", "pooch", "requests", "rich", "safetensors", "setuptools", "tqdm")
+# Packages that something optional needs: setup.cfg's extra, and what for.
+OPTIONAL = {
+    "tiktoken": ("bpe", "GPT-2's vocabulary"),
+    "matplotlib": ("lab", "plots"),
+    "scipy": ("lab", "statistics of comparisons"),
+    "onnxruntime": ("bench", "comparisons with other engines"),
+}
+INSTALL = "pip install -c constraints.txt -e ."
+ELSEWHERE = "TORCH_EXTENSIONS_DIR can name another directory"
+
+VERSION_SECONDS, TORCH_SECONDS = 10, 120  # a cold disk reads torch for long
+ROOM = 16 << 20  # bytes; a build writes some 2 MB
+
+TORCH = """
+import json, torch
+found = torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+print(json.dumps(found))
+"""
+EXTENSION = """
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+print(getattr(torch.ops, sys.argv[2]).simd_name())
+"""
+
+
+class Missing(Exception):
+    """Something optional is not there; the message says what it would bring and how."""
+
+
+class Broken(Exception):
+    """Something does not work; the message says what, and the one thing to do."""
+
+
+class Check(NamedTuple):
+    """A line: what it is about, what says how that is, and the lines without which it cannot be said.
+
+    look: gives what was found. Raises Missing, or anything else for what is broken.
+    """
+
+    name: str
+    look: Callable[[], str]
+    needs: tuple[str, ...] = ()
+
+
+def run(echo: Callable[[str], None]) -> bool:
+    """Echo a line for each check; False if something is broken."""
+    fine = True
+    for name, state, text in examine():
+        echo(f"{state:4}  {name:13} {text}")
+        fine = fine and state != BROKEN
+    return fine
+
+
+def examine() -> Iterator[tuple[str, str, str]]:
+    """(name, OK or ABSENT or BROKEN, one line of text) of each check; no exception but Ctrl-C leaves it."""
+    unknown = set()
+    _torch.cache_clear()
+    for check in CHECKS:
+        if lacking := [name for name in check.needs if name in unknown]:
+            state, text = ABSENT, f"not looked at without {lacking[0]}"
+        else:
+            try:
+                state, text = OK, check.look()
+            except Missing as error:
+                state, text = ABSENT, str(error)
+            except Exception as error:
+                state, text = BROKEN, _reason(error)
+        if state == BROKEN or lacking:
+            unknown.add(check.name)
+        yield check.name, state, "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
+
+def _reason(error: Exception) -> str:
+    """What the error says; its type too where it was not made for people."""
+    from attention_ext import BuildError
+
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    told = isinstance(error, (Broken, BuildError, ValueError)) and str(error)
+    return str(error) if told else f"{type(error).__name__}: {error}"
+
+
+def _output(command: list[str], seconds: float) -> str:
+    """What a program writes to stdout, or else to stderr. Raises Broken if it fails or takes longer.
+
+    Its output goes through files: a pipe would be waited for as long as any of its children had it open.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=ROOT, start_new_session=True
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise Broken(f"has not answered in {seconds} s") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace").strip())
+    if code:
+        how = f"failed with exit code {code}" if code > 0 else f"was ended: {signal.strsignal(-code)}"
+        last = texts[1].splitlines()[-1:]
+        raise Broken(": ".join([how, *last]))
+    return texts[0] or texts[1]
+
+
+def _version(command: list[str], remedy: str) -> str:
+    """The first line that a program says of itself, and its path. Raises Broken, with the remedy."""
+    path = shutil.which(command[0]) or command[0]
+    try:
+        said = _output([*command, "--version"], VERSION_SECONDS)
+    except (Broken, OSError) as error:
+        raise Broken(f"{shlex.join(command)} --version {_reason(error)}; {remedy}") from None
+    return f"{said.splitlines()[0] if said else 'no version'} ({shlex.join([path, *command[1:]])})"
+
+
+def _python() -> str:
+    if sys.version_info < OLDEST_PYTHON:
+        raise Broken(f"{platform.python_version()}; it must be at least {_dotted(OLDEST_PYTHON)}")
+    return f"{platform.python_version()} ({sys.executable})"
+
+
+def _packages() -> str:
+    missing = [name for name in PACKAGES if _installed(name) is None]
+    if missing:
+        raise Broken(f"{', '.join(missing)} not installed; {INSTALL}")
+    return ", ".join(f"{name} {_installed(name)}" for name in PACKAGES)
+
+
+def _installed(package: str) -> str | None:
+    """A package's version; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def _torch() -> tuple[str, str, int]:
+    """torch's version, its instruction set and threads, as a process of its own finds them."""
+    try:
+        said = _output([sys.executable, "-c", TORCH], TORCH_SECONDS)
+    except Broken as error:
+        raise Broken(f"its import {error}; {INSTALL}") from None
+    version, capability, threads = json.loads(said.splitlines()[-1])
+    return version, capability, threads
+
+
+def _torch_version() -> str:
+    version = _torch()[0]
+    release = tuple(int(number) for number in version.split("+")[0].split(".")[:2])
+    if release < OLDEST_TORCH:
+        raise Broken(f"{version}; it must be at least {_dotted(OLDEST_TORCH)}: {INSTALL}")
+    return version
+
+
+def _dotted(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
+
+
+def _instructions() -> str:
+    return f"{_torch()[1]} (as PyTorch sees it), {platform.machine()}"
+
+
+def _threads() -> str:
+    cores, threads = os.cpu_count() or 1, _torch()[2]
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    text = f"{threads} of {cores} cores, OMP_NUM_THREADS {'is ' + chosen if chosen else 'not set'}"
+    return text + ("; more threads than cores wait for each other" if threads > cores else "")
+
+
+def _compiler() -> str:
+    from attention_ext import build
+
+    return _version(build.find_compiler(), "let CXX name a C++ compiler that works")
+
+
+def _ninja() -> str:
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])  # as build.py looks
+    found = shutil.which("ninja", path=path)
+    if found is None:
+        raise Broken("not found; pip install ninja")
+    return _version([found], "pip install ninja")
+
+
+def _python_header() -> str:
+    from attention_ext import build
+
+    if not build.has_python_header():
+        raise Missing(f"no {build.python_header()}, so no native engine; apt install python3-dev")
+    return str(build.python_header())
+
+
+def _ispc() -> str:
+    from attention_ext import build
+
+    found = build.find_ispc()
+    if found is None:
+        raise Missing("not found (--simd auto does without); scripts/install-ispc.sh gets it on Debian 12")
+    return _version([found], "let ISPC name an ISPC compiler that works, or unset it")
+
+
+def _cache() -> str:
+    from attention_ext import build
+
+    try:
+        directory = build.cache_directory().absolute()
+    except RuntimeError as error:  # no home directory
+        raise Broken(f"{error}; {ELSEWHERE}") from None
+    there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise Broken(f"{there} is no directory; {ELSEWHERE}")
+    made = there == directory
+    try:
+        with tempfile.TemporaryDirectory(prefix="doctor", dir=there):  # root may write where it cannot
+            pass
+    except OSError as error:
+        how = "written" if made else "made"
+        raise Broken(f"{directory} cannot be {how}: {error.strerror}; {ELSEWHERE}") from None
+    if made:
+        _check_owner(directory)
+    if os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0):
+        raise Broken(f"{directory} is mounted noexec, so nothing can be loaded from it; {ELSEWHERE}")
+    free = shutil.disk_usage(there).free
+    if free < ROOM:
+        raise Broken(f"{directory} has room for {free >> 20} MiB; a build needs {ROOM >> 20}: {ELSEWHERE}")
+    return f"{directory}, {free / 2**30:.1f} GiB free" + ("" if made else " (the first build makes it)")
+
+
+def _check_owner(directory: Path) -> None:
+    """Raise Broken if somebody else could put a library where one is loaded from."""
+    status = directory.stat()
+    if status.st_uid not in (0, os.geteuid()):
+        raise Broken(f"{directory} belongs to user {status.st_uid}, whose library would be run; {ELSEWHERE}")
+    if status.st_mode & stat.S_IWOTH:
+        shared = status.st_mode & stat.S_ISVTX  # /tmp and its like, which are meant to be
+        remedy = ELSEWHERE if shared else f"chmod o-w {shlex.quote(str(directory))}"
+        raise Broken(f"{directory} can be written by everybody, whose library would be run; {remedy}")
+
+
+def _builds() -> str:
+    from attention_ext import build
+
+    running = ", ".join(str(path) for path in build.running_builds())
+    return f"one is running, which others wait for, in {running}" if running else "none is running"
+
+
+def _extension() -> str:
+    from attention_ext import AUTO, build
+
+    library = build.library_path().absolute()
+    if not library.exists():
+        log = library.with_name("build.log")
+        if log.exists() and library.parent not in build.running_builds():
+            raise Broken(f"its last build failed; {log} says why")
+        raise Missing("not compiled yet; the first use of parts 1 to 4 does it")
+    try:
+        load = [sys.executable, "-c", EXTENSION, str(library), f"attention_ext_{AUTO}"]
+        name = _output(load, TORCH_SECONDS)
+    except Broken as error:
+        raise Broken(f"loading {library} {error}; delete it to compile it again") from None
+    return f"{library} ({name})"
+
+
+def _tiles() -> str:
+    from attention_ext import tiles
+
+    found = tiles.read()
+    if not found:
+        raise Missing("none tuned for this processor (one default serves); gpt.py bench --tune finds them")
+    return f"{len(found)} tuned for this processor ({tiles.path()})"
+
+
+def _checkpoint(name: str) -> str:
+    from model.checkpoint import load
+
+    try:
+        checkpoint = load(name)
+    except ValueError as error:
+        raise Broken(f"{error}; git restore checkpoints/{name}") from None
+    block = checkpoint.model.config.block_size
+    return f"block size {block}, {len(checkpoint.tokenizer)} characters"
+
+
+def _corpus() -> str:
+    from model import corpus
+
+    if not corpus.INPUT.exists():
+        raise Missing("none (train and eval need it); gpt.py prepare gets it")
+    try:
+        text = corpus.read(corpus.INPUT)
+    except ValueError as error:
+        raise Broken(f"{error}; gpt.py prepare gets it anew") from None
+    known = "Tiny Shakespeare" if corpus.is_tiny_shakespeare(text) else "not Tiny Shakespeare"
+    return f"{known}, {len(text):,} characters ({corpus.INPUT})"
+
+
+def _optional(package: str) -> str:
+    extra, purpose = OPTIONAL[package]
+    version = _installed(package)
+    if version is None:
+        raise Missing(f"not installed ({purpose}); {INSTALL[:-1]}'.[{extra}]'")
+    return f"{version} ({purpose})"
+
+
+CHECKS = (
+    Check("Python", _python),
+    Check("packages", _packages),
+    Check("torch", _torch_version),
+    Check("instructions", _instructions, ("torch",)),
+    Check("threads", _threads, ("torch",)),
+    Check("compiler", _compiler, ("torch",)),
+    Check("ninja", _ninja),
+    Check("Python header", _python_header, ("torch",)),
+    Check("ispc", _ispc, ("torch",)),
+    Check("cache", _cache, ("torch",)),
+    Check("builds", _builds, ("torch", "cache")),
+    Check("extension", _extension, ("torch", "compiler", "cache")),
+    Check("tiles", _tiles),
+    *(
+        Check(name, functools.partial(_checkpoint, name), ("packages", "torch"))
+        for name in ("shakes128", "shakes256", "shakes1024", "shakes2048")
+    ),
+    Check("corpus", _corpus, ("packages", "torch")),
+    *(Check(name, functools.partial(_optional, name)) for name in OPTIONAL),
+)

@@ -1,0 +1,261 @@
+"""race: several parts write the same text side by side, each timed alone."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, islice
+
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from attention_ext import PARTS, build
+from model.checkpoint import Checkpoint
+from model.engine import Engine, open_engine
+from model.generate import Writer, capacity_for, new_tokens
+from model.sampling import Sampling
+from model.tokenizer import Tokenizer
+
+TOKENS = 200  # that each part writes unless told otherwise
+# Seconds that a part writes before another may: after every single token, caches would be another part's and
+# the native engine's helpers asleep, or those of another part still awake.
+TURN = 0.01
+FRAME = 1 / 15  # seconds between two pictures, at least
+ROWS, WIDTH = 20, 60  # of a column's text, at most
+
+Echo = Callable[..., None]  # click.echo's signature
+
+
+class Runner:
+    """One part's text as it grows, without the prompt, and the seconds that writing it has taken."""
+
+    def __init__(self, part: str, engine: Engine, writer: Writer, tokenizer: Tokenizer, count: int) -> None:
+        self.part, self.engine, self.count = part, engine, count
+        self.tokens: list[int] = []
+        self.text = ""
+        self._writer, self._decoder = writer, tokenizer.decoder()
+
+    @property
+    def seconds(self) -> float:
+        return self._writer.prefill_seconds + self._writer.decode_seconds
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, the reading of the prompt included."""
+        return len(self.tokens) / max(self.seconds, 1e-9)
+
+    @property
+    def done(self) -> bool:
+        return len(self.tokens) == self.count
+
+    def turn(self) -> None:
+        """Write for TURN seconds, or one token if that takes longer."""
+        end = self.seconds + TURN
+        while not self.done and self.seconds < end:
+            (token,) = self._writer.next([0])
+            self.tokens.append(token)
+            self.text += self._decoder.feed(token)
+        if self.done:
+            self.text += self._decoder.end()
+
+
+def parse_parts(names: str) -> list[str]:
+    """'part0,part4' as a list. Raises ValueError unless it names two of PARTS or more, each once."""
+    parts = [name.strip() for name in names.split(",")]
+    for name in parts:
+        if name not in PARTS:
+            raise ValueError(f"parts has {name!r}; it must hold names of {', '.join(PARTS)}, with commas")
+        if parts.count(name) > 1:
+            raise ValueError(f"parts has {name} more than once; each must be there once")
+    if len(parts) < 2:
+        raise ValueError(f"parts is {names!r}; a race needs two parts or more")
+    return parts
+
+
+def line_up(
+    checkpoint: Checkpoint,
+    parts: Sequence[str],
+    *,
+    prompt: str,
+    max_new_tokens: int | None,
+    seed: int,
+    sampling: Sampling,
+    engine: str | None,
+    simd: str,
+    use_cache: bool,
+) -> list[Runner]:
+    """A runner for each part, its engine warm: kernels compiled, memory touched, threads started.
+
+    max_new_tokens: what each writes; the block size or TOKENS, whichever is less, unless given.
+    The other arguments are generate()'s, as are the errors.
+    """
+    tokenizer = checkpoint.tokenizer
+    ids = tokenizer.encode(prompt)
+    count = min(TOKENS, new_tokens(checkpoint, None)) if max_new_tokens is None else max_new_tokens
+    count = new_tokens(checkpoint, count)
+    capacity = capacity_for(checkpoint, len(ids), count)
+    runners = []
+    for part in parts:
+        opened = open_engine(checkpoint.model, engine, part=part, simd=simd, capacity=capacity)
+        writer = Writer(opened, ids, [seed], sampling, use_cache=use_cache)
+        _warm_up(opened, ids, sampling, use_cache)
+        runners.append(Runner(part, opened, writer, tokenizer, count))
+    return runners
+
+
+def _warm_up(engine: Engine, ids: Sequence[int], sampling: Sampling, use_cache: bool) -> None:
+    """Write two tokens at the end of the longest context."""
+    longest = list(islice(cycle(ids), max(1, engine.capacity - 1)))
+    writer = Writer(engine, longest, [0], sampling, use_cache=use_cache)
+    for _ in range(2):
+        writer.next([0])
+
+
+def describe(runners: Sequence[Runner], simd: str, use_cache: bool) -> str:
+    """What is about to race, for people to read; says so where more than attention differs."""
+    lines = [f"{runners[0].count} tokens each, {'with' if use_cache else 'without'} a KV cache"]
+    if any(PARTS[r.part].operator for r in runners):
+        lines.append(build.describe(simd))
+    native = [r.part for r in runners if r.engine.name == "native"]
+    if 0 < len(native) < len(runners):
+        lines.append(f"Engines differ, not attention alone: native for {', '.join(native)}")
+    return "\n".join(lines)
+
+
+def run(runners: Sequence[Runner], prompt: str, echo: Echo) -> bool:
+    """Race, on a terminal in live columns on stderr, and echo who won; False if the texts differ.
+
+    After Ctrl-C what there is is echoed, then KeyboardInterrupt raised again.
+    """
+    seen = all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
+    try:
+        if seen:
+            _watch(runners, prompt)
+        else:
+            for _ in race(runners):
+                pass
+    except KeyboardInterrupt:
+        report(runners, prompt, echo, harmless if seen else str)
+        raise
+    return report(runners, prompt, echo, harmless if seen else str)
+
+
+def race(runners: Sequence[Runner]) -> Iterator[None]:
+    """Let all write, one at a time, always the one that has used the least time; yields after each turn."""
+    while writing := [runner for runner in runners if not runner.done]:
+        min(writing, key=lambda runner: runner.seconds).turn()
+        yield
+
+
+def places(runners: Sequence[Runner]) -> dict[str, int]:
+    """The places of the parts that have finished and that none can overtake."""
+    finished = sorted((r for r in runners if r.done), key=lambda r: r.seconds)
+    least = min((r.seconds for r in runners if not r.done), default=math.inf)
+    return {r.part: place for place, r in enumerate(finished, 1) if r.seconds <= least}
+
+
+def _watch(runners: Sequence[Runner], prompt: str) -> None:
+    console = Console(stderr=True)
+    drawn = -math.inf
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        try:
+            for _ in race(runners):
+                if time.monotonic() - drawn >= FRAME:
+                    live.update(columns(runners, prompt, console), refresh=True)
+                    drawn = time.monotonic()
+        finally:
+            live.update(columns(runners, prompt, console), refresh=True)
+
+
+def columns(runners: Sequence[Runner], prompt: str, console: Console) -> Group:
+    """A picture of the race that fits the console: a column for each runner, with the end of its text."""
+    between = len(runners) - 1
+    width = max(1, min(WIDTH, (console.width - between) // len(runners)))
+    height = max(1, min(ROWS, console.height - 5))  # the head has four lines, and the cursor has its own
+    place = places(runners)
+    table = Table(box=box.SQUARE, show_edge=False, padding=0)
+    for r in runners:
+        state = f"{len(r.tokens)} of {r.count}"
+        if r.part in place:
+            state = f"{ordinal(place[r.part])} in {r.seconds:.2f} s"
+        head = f"{r.part} {r.engine.name}\n{r.rate:,.0f} tokens/s\n{state}"
+        table.add_column(Text(head, no_wrap=True, overflow="crop"), width=width)
+    table.add_row(*(tail(prompt + r.text, width, height, console) for r in runners))
+    # The cursor's line is empty: the ^C that a terminal shows on a full one would move the picture.
+    return Group(table, "")
+
+
+def ordinal(place: int) -> str:
+    """1 as '1st', for 1 to 20."""
+    return f"{place}" + {1: "st", 2: "nd", 3: "rd"}.get(place, "th")
+
+
+def tail(text: str, width: int, height: int, console: Console) -> Text:
+    """The last lines of a text, as many of this width as fit the height, markup left as it is."""
+    lines: list[Text] = []
+    for paragraph in reversed(text.split("\n")):
+        lines[:0] = Text(harmless(paragraph)).wrap(console, width, overflow="fold") or [Text()]
+        if len(lines) >= height:
+            break
+    return Text("\n").join(lines[-height:])
+
+
+def harmless(text: str) -> str:
+    """The text without characters that a terminal would obey: other white space is a space, the rest '?'."""
+    return "".join(c if c == "\n" or c.isprintable() else " " if c.isspace() else "?" for c in text)
+
+
+def report(runners: Sequence[Runner], prompt: str, echo: Echo, shown: Callable[[str], str] = str) -> bool:
+    """Echo the table, the text, once if all are the same, and as the last line whether they are.
+
+    shown: makes a text fit to be seen.
+    """
+    for line in table_lines(runners):
+        echo(line)
+    first = next((r for r in runners if r.part == "part0"), runners[0])
+    differing = {r.part: at for r in runners if (at := parting(first.tokens, r.tokens)) is not None}
+    texts = runners if differing else [max(runners, key=lambda r: len(r.tokens))]
+    for r in texts:
+        echo()
+        if differing:
+            at = differing.get(r.part)
+            echo(f"{r.part}, another text from token {at} on:" if at else f"{r.part}:")
+        echo(shown(prompt + r.text))
+    echo()
+    complete = all(r.done for r in runners)
+    stopped = "" if complete else "stopped; "
+    if differing:
+        which = ", ".join(f"{part} differs from {first.part} at token {at}" for part, at in differing.items())
+        echo(f"{stopped}not identical: {which}")
+    elif complete:
+        echo(f"identical: all {len(runners)} texts of {first.count} tokens are the same")
+    else:
+        common = min(len(r.tokens) for r in runners)
+        echo(f"{stopped}identical so far: all {len(runners)} texts begin with the same {common} tokens")
+    return not differing
+
+
+def table_lines(runners: Sequence[Runner]) -> list[str]:
+    """Who wrote how fast, the winner first."""
+    slowest = min(runners, key=lambda r: r.rate)
+    base = next((r for r in runners if r.part == "part0"), slowest)
+    place = places(runners)
+    head = f"{'place':6}{'part':7}{'engine':8}{'tokens':>6}{'seconds':>10}{'tokens/s':>10}"
+    lines = [f"{head}{f'over {base.part}':>12}"]
+    for r in sorted(runners, key=lambda r: (place.get(r.part, math.inf), -r.rate)):
+        over = f"{r.rate / base.rate:.2f}" if base.rate else "-"
+        lines.append(
+            f"{place.get(r.part, '-'):<6}{r.part:7}{r.engine.name:8}{len(r.tokens):6}{r.seconds:10.3f}"
+            f"{r.rate:10,.0f}{over:>12}"
+        )
+    return lines
+
+
+def parting(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """The number, from 1, of the first token that differs; None if the shorter is the longer's beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b), 1) if x != y), None)
