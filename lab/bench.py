@@ -176,6 +176,9 @@ class Bench:
         load = None
         try:
             with torch.inference_mode():
+                simds = dict.fromkeys(cell.simd for cell in self.cells if cell.simd)
+                names = [build.load(simd).simd_name() for simd in simds or ("auto",)]
+                self.done.machine["simd_name"] = "; ".join(names)
                 for threads in dict.fromkeys(cell.threads for cell in self.cells):
                     torch.set_num_threads(threads)
                     self._limits(threads)
@@ -192,7 +195,6 @@ class Bench:
 
     def _limits(self, threads: int) -> None:
         """What so many threads can do at most."""
-        self.done.machine["simd_name"] = build.load().simd_name()
         self.done.peaks[threads] = machine.fma_peak(threads=threads)
         self.done.bandwidths[threads] = machine.read_bandwidth(4 * self.done.cache, threads)
 

@@ -25,6 +25,8 @@ T, DEPTH = 96, 64
 STEP = 128
 VECTORS, ROWS = 3, 8
 
+AHEAD = 128  # multiply-adds of the next sum that a processor may begin meanwhile, at most
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -50,10 +52,12 @@ class Stream:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one call: floating-point operations (useful ones: exp and what is masked do not count), bytes of
-    scratch, and the streams of all heads together."""
+    """Of one call: floating-point operations (useful ones: neither exp nor what is masked), multiply-adds that
+    wait for the one before, bytes of scratch, and the streams of all heads together.
+    """
 
     flops: float
+    chained: float
     scratch: float
     streams: tuple[Stream, ...]
 
@@ -94,7 +98,10 @@ def costs(
         "part3": threads * Nk,
         "part4": threads * _tile_floats(Nq, d, *tile, panel),
     }
-    return Costs(flops(Nq, Nk, d, heads, causal), F * scratch[part], all_heads)
+    # Part 1 adds up each number of the output by itself, and a processor sees only some of what comes after a
+    # sum. Its scores are short sums, of which several go on at a time; the other parts have many in hand.
+    chained = heads * Nq * max(0, n - AHEAD) * d if part == "part1" else 0
+    return Costs(flops(Nq, Nk, d, heads, causal), chained, F * scratch[part], all_heads)
 
 
 def _visible(Nq: int, Nk: int, causal: bool) -> float:

@@ -113,7 +113,8 @@ def misses(
         for line, events in zip(lines, EVENTS[source])
     )  # fmt: skip
     missing = [event for events in EVENTS[source] for event in events if event not in counted]
-    return Misses(source, l1, last, f"{source} does not count {', '.join(missing)} here" if missing else "")
+    which = ", ".join(missing) if counted else "cache misses"
+    return Misses(source, l1, last, f"{source} does not count {which} here" if missing else "")
 
 
 def _check(part, N, d, heads, br, bc, caches, state) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,8 +17,9 @@ from lab.machine import Cache, size_text
 REASONS = {
     "part0": "PyTorch multiplies, normalises and multiplies again; each step writes N x N numbers for every "
     "head and the next one reads them.",
-    "part1": "Each query passes all of K, and each number of the output walks down a column of V: one number "
-    "of every cache line is used, and the line has gone before the next one is wanted.",
+    "part1": "Each query passes all of K, and each number of the output is a sum down a column of V: one "
+    "number of every cache line is used, the line has gone before the next one is wanted, and each addition "
+    "waits for the one before it.",
     "part2": "The same three passes, but a tile of K or V serves 96 queries before it goes, and V is read "
     "along its rows. What is left is the N x N matrix of scores, written once and read twice.",
     "part3": "One row of scores at a time: it never leaves the cache, and the N x N matrix is gone. The "
@@ -61,10 +63,11 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
     part = PARTS[cell.contender]
     tile = f", Br = {cell.br}, Bc = {cell.bc}" if part.tiled else ""
     mask, threads = "causal" if cell.causal else "no mask", f"{cell.threads} thread{'s' * (cell.threads > 1)}"
-    heads = f"{cell.batch * cell.heads} heads of N = {cell.N}, d = {cell.d}"
+    count = cell.batch * cell.heads
+    heads = f"{count} head{'s' * (count > 1)} of N = {cell.N}, d = {cell.d}"
     echo(f"{part.name}, {part.summary}: {heads}{tile}, {mask}, {threads}")
     echo(machine.describe()["cpu"] + "\n")
-    echo(REASONS[part.name] + "\n")
+    echo(textwrap.fill(REASONS[part.name], 100) + "\n")
     echo(f"arithmetic  {_count(counted.flops)}FLOP: 2 d for each query and key, for scores and for output")
     echo(f"scratch     {size_text(counted.scratch)}")
     bounds = levels(counted, cell.threads)
@@ -115,7 +118,8 @@ def misses_text(cell: Cell, cachegrind: bool) -> str:
     if missed.l1 is None and missed.last is None:
         return f"misses      not counted: {missed.note}" + "; --cachegrind simulates them" * (not cachegrind)
     simulated = cachegrind and counters.SIMULATED == "haswell"
-    expected = costs_of(cell, 1, 1, 8 if simulated else lanes(cell.simd))
+    avx2 = simulated and simd != "off"  # whose plain loops have the tiles of 16 lanes everywhere
+    expected = costs_of(cell, 1, 1, 8 if avx2 else lanes(cell.simd))
     levels = (first, missed.l1), (own if cachegrind else caches[-1], missed.last)
     texts = [
         f"{size_text(found)} into L{cache.level}, by the count {size_text(expected.traffic(cache.size))}"
@@ -141,6 +145,10 @@ def traffic_table(counted: Costs, bounds: list[Level]) -> str:
 def bound_text(counted: Costs, bounds: list[Level], peak: float) -> str:
     """The least time that each limit allows, and which is the longest."""
     limits = [("the FMA peak", f"{peak / 1e9:.0f} GFLOP/s", counted.flops / peak)]
+    if counted.chained:
+        latency = machine.fma_latency()
+        each = f"{1e9 * latency:.2f} ns each"
+        limits.append(("sums, one addition at a time", each, counted.chained * latency))
     limits += [
         (f"filling L{b.cache.level}", f"{b.bandwidth / 1e9:.0f} GB/s", b.traffic / b.bandwidth)
         for b in bounds

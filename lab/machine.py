@@ -59,6 +59,11 @@ def fma_peak(simd: str = "auto", threads: int = 1) -> float:
     return _on(threads, lambda: operators.fma_peak(0.3))
 
 
+def fma_latency() -> float:
+    """Seconds of a multiply-add that waits for the one before it, at best."""
+    return build.load().fma_latency(0.1)
+
+
 def read_bandwidth(size: int, threads: int = 1) -> float:
     """Bytes per second that so many threads read at once, each from `size` bytes that it has read before."""
     operators = build.load()
@@ -164,7 +169,7 @@ def describe() -> dict:
         "caches": [asdict(cache) for cache in caches()],
         "isa": torch.backends.cpu.get_cpu_capability(),
         "simd": AUTO,
-        "os": platform.platform(terse=True),
+        "os": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "version": __version__,

@@ -194,7 +194,8 @@ def _panels(run: Run, title: str, panel: Callable[[Axes, list[Result]], None], f
         groups = {key: rs for key, rs in groups.items() if len({r.cell.N for r in rs}) >= least}
     if not groups:
         return None
-    across = len({key[2] for key in groups}) if by_threads else min(2, len(groups))
+    counts = len({key[2] for key in groups})
+    across = counts if counts > 1 else min(3, len(groups))
     down = -(-len(groups) // across)
     figure = Figure(figsize=(5.2 * across + (1.6 if legend else 0), 3.9 * down + 0.5), layout="constrained")
     tiles_of_one = any(len({(r.cell.br, r.cell.bc) for r in rs if r.cell.N == rs[0].cell.N and r.cell.br}) > 1

@@ -52,7 +52,7 @@ def header(run: Run) -> str:
     m = run.machine
     caches = ", ".join(f"L{cache['level']} {size_text(cache['size'])}" for cache in m["caches"])
     lines = [
-        f"{m['cpu']}, {m['cores']} cores, {caches}; {m['isa']}, SIMD: {m.get('simd_name', m['simd'])}",
+        f"{m['cpu']}, {m['cores']} cores, {caches}; {m['isa']}; SIMD: {m.get('simd_name', m['simd'])}",
         f"{m['os']}, Python {m['python']}, PyTorch {m['torch']}, commit {m['commit']}, {m['date']} UTC",
     ]
     for threads, peak in sorted(run.peaks.items()):
@@ -71,12 +71,11 @@ def table(rows: list[dict]) -> str:
     """Rows of lab.bench.row() as a Markdown table, what is the same in all of them above it."""
     if not rows:
         return "Nothing was measured."
-    varying = [name for name in CASE if len({r[name] for r in rows if r[name] is not None}) > 1]
-    if all(r["queries"] == r["N"] for r in rows):
-        varying = [name for name in varying if name != "queries"]
+    case = [name for name in CASE if name != "queries" or any(r["queries"] != r["N"] for r in rows)]
+    varying = [name for name in case if len({r[name] for r in rows if r[name] is not None}) > 1]
     same = [
-        f"{title} {case_text(name, values.pop())}"
-        for name, title in CASE.items()
+        f"{CASE[name]} {case_text(name, values.pop())}"
+        for name in case
         if name not in varying and (values := {r[name] for r in rows if r[name] is not None})
     ]
     shown = [name for name in FIGURES if any(r[name] is not None for r in rows)]

@@ -93,7 +93,7 @@ def test_a_table_of_figures_that_agree(run):
 
 def test_what_is_the_same_everywhere_stands_above(run):
     done = run("part0,sdpa", *SMALL, "--causal")
-    assert "N 64, queries 64, d 16, batch 1, heads 4, mask causal, threads 1" in done.stdout
+    assert "N 64, d 16, batch 1, heads 4, mask causal, threads 1" in done.stdout
     assert list(rows(done)[0])[:2] == ["contender", "ms"]
     assert "1 thread: FMA peak 100 GFLOP/s, 10 GB/s from beyond" in done.stdout
 
@@ -165,6 +165,8 @@ def test_the_load_of_others_is_what_this_process_did_not_use(monkeypatch):
 def test_the_limits_are_plausible(extension):
     assert 1e9 < machine.fma_peak() < 1e12
     assert 1e8 < machine.read_bandwidth(1 << 20) < 1e13
+    assert 1e-10 < machine.fma_latency() < 1e-7
+    assert machine.fma_peak() * machine.fma_latency() > 4  # two operations of more than two at a time
     sizes = [cache.size for cache in machine.caches()]
     assert sizes == sorted(sizes) and len(sizes) >= 2
 

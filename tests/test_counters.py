@@ -112,7 +112,7 @@ def test_a_processor_that_counts_nothing_is_said(fake_perf):
     fake_perf("#!/bin/sh\ncat >&2 <<END\n" + PERF_ON_A_VIRTUAL_MACHINE + "END\n")
     counted = count()
     assert (counted.l1, counted.last) == (None, None)
-    assert counted.note.startswith("perf does not count L1-dcache-load-misses, L1-dcache-store-misses, LLC")
+    assert counted.note == "perf does not count cache misses here"
 
 
 def test_a_perf_that_is_not_permitted_is_said(fake_perf):

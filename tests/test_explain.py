@@ -51,3 +51,11 @@ def test_why_nothing_was_counted(cli, extension, monkeypatch):
 def test_wrong_arguments(cli, arguments):
     done = cli("explain", *arguments)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
+
+
+def test_part1_waits_for_its_sums(cli, extension):
+    """One number of the output is a chain of additions, of which the processor sees a part ahead."""
+    assert costs("part1", 1000, 1000, 8, heads=3).chained == 3 * 8 * 1000 * (1000 - 128)
+    assert costs("part1", 100, 100, 8).chained == costs("part2", 1000, 1000, 8).chained == 0
+    done = cli("explain", "part1", "-N", 600, "-d", 8, "--heads", 1)
+    assert re.search(r" ms for sums, one addition at a time \([\d.]+ ns each\)", done.stdout)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 
+import pytest
 from click.testing import CliRunner
 from conftest import ROOT
 
@@ -39,3 +41,24 @@ def test_the_losses_are_the_records():
     for name in SHIPPED:
         record = json.loads((ROOT / "checkpoints" / name / "training.json").read_text())
         assert re.search(rf"^\| {name} \| \d+ \| {record['val_loss']:.4f} \|", README, re.M)
+
+
+DOCUMENTS = ("README.md", "docs/attention.md")
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_shown_command_is_understood(name):
+    """By its options: what it prints is its own tests' matter."""
+    text = (ROOT / name).read_text()
+    shown = re.findall(r"python (?:\.\./)?gpt\.py ([^\n|;`]+)", text)
+    assert len(shown) >= 5
+    for command in shown:
+        words = shlex.split(command.replace("$part", "part1").replace("$n", "128"), comments=True)
+        if words[-1:] != ["--help"]:
+            gpt.cli.commands[words[0]].make_context("gpt.py", words[1:])
+
+
+def test_every_file_that_the_walk_links_exists():
+    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "docs/attention.md").read_text())
+    assert len(links) >= 9
+    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []

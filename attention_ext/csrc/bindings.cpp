@@ -133,6 +133,7 @@ LIBRARY(ATTENTION_EXT, m) {
     m.def("read_4d(Tensor t, SymInt i, SymInt j, SymInt k, SymInt l) -> float");
     m.def("simd_name() -> str");
     m.def("fma_peak(float seconds) -> float");
+    m.def("fma_latency(float seconds) -> float");
     m.def("read_bandwidth(SymInt bytes, float seconds) -> float");
 }
 
@@ -147,5 +148,6 @@ LIBRARY_IMPL(ATTENTION_EXT, CPU, m) {
 LIBRARY_IMPL(ATTENTION_EXT, CompositeExplicitAutograd, m) {
     m.impl("simd_name", TORCH_BOX(&simd_name));
     m.impl("fma_peak", TORCH_BOX(&fma_peak));
+    m.impl("fma_latency", TORCH_BOX(&fma_latency));
     m.impl("read_bandwidth", TORCH_BOX(&read_bandwidth));
 }

@@ -1,5 +1,5 @@
-// What this processor can do at most: fused multiply-adds on numbers that stay in registers, and reading
-// numbers in order.
+// What this processor can do at most: fused multiply-adds on numbers that stay in registers, many at once and
+// one after the other, and reading numbers in order.
 #include <chrono>
 
 #include <vector>
@@ -36,6 +36,24 @@ double fma_peak(double seconds) {
     for (int i = 0; i < CHAINS; i++) total += acc[i][0] + acc[i][1] + acc[i][2];
     volatile float kept = total[0];  // the results are used, so the work is done
     (void)kept;
+    return best;
+}
+
+// Seconds of a multiply-add that waits for the one before it, the best of several runs within `seconds`.
+double fma_latency(double seconds) {
+    using Clock = std::chrono::steady_clock;
+    constexpr int64_t STEPS = 100000;
+    volatile float given = 0.999f;
+    const float factor = given;
+    float sum = 1;
+    const auto begin = Clock::now();
+    double best = std::numeric_limits<double>::infinity();
+    while (std::chrono::duration<double>(Clock::now() - begin).count() < seconds) {
+        const auto start = Clock::now();
+        for (int64_t step = 0; step < STEPS; step++) sum = sum * factor + 0.001f;
+        best = std::min(best, std::chrono::duration<double>(Clock::now() - start).count() / STEPS);
+        given = sum;  // the result is used, so the work is done
+    }
     return best;
 }
 
