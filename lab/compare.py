@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ def differences(before: Run, now: Run, threshold: float = THRESHOLD) -> tuple[li
     Also gives the number of cells that both runs timed. By chance is judged by the Mann-Whitney U test on the
     rounds, corrected for the number of cells (Benjamini & Hochberg 1995) at LEVEL. The rounds of a run share
     its machine's state, which no test of them can see: that is what the threshold is for.
-    Raises ValueError if SciPy is missing, or no cell is in both runs.
+    Raises ValueError if SciPy is missing, no cell is in both runs, or there are too few rounds to tell.
     """
     try:
         from scipy import stats
@@ -44,6 +45,12 @@ def differences(before: Run, now: Run, threshold: float = THRESHOLD) -> tuple[li
     both = [(result.cell, old[result.cell], result.seconds) for result in timed if result.cell in old]
     if not both:
         raise ValueError("no cell was timed in both runs; they can only be compared where they do the same")
+    least = max(2 / math.comb(len(a) + len(b), len(a)) for _, a, b in both)  # p of rounds that all differ
+    if least > LEVEL:
+        raise ValueError(
+            f"the runs have {len(both[0][1])} and {len(both[0][2])} rounds, from which no difference can be told "
+            "from chance; measure with -r 10"
+        )
     p = [float(stats.mannwhitneyu(a, b).pvalue) for _, a, b in both]
     corrected = stats.false_discovery_control(p)
     found = [

@@ -52,8 +52,8 @@ class Stream:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one call: floating-point operations (useful ones: neither exp nor what is masked), multiply-adds that
-    wait for the one before, bytes of scratch, and the streams of all heads together.
+    """Of one call: floating-point operations (useful ones: neither exp nor what is masked), multiply-adds
+    that wait for the one before, bytes of scratch, and the streams of all heads together.
     """
 
     flops: float

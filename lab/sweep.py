@@ -16,6 +16,7 @@ from lab.bench import Bench, Cell, Run
 from lab.report import CASE, case_text
 
 Echo = Callable[..., None]  # click.echo's signature
+FRAME = 0.2  # seconds between two pictures of the progress bar, at least
 
 
 def plan_text(cells: Sequence[Cell], rounds: int) -> str:
@@ -74,12 +75,24 @@ def tuned_text() -> str:
 
 @contextlib.contextmanager
 def progress(total: float, doing: str) -> Iterator[Callable[[float, str], None]]:
-    """A bar with the time left, on stderr if that is a terminal; gives what moves it on."""
+    """A bar with the time left, on stderr if that is a terminal; gives what moves it on.
+
+    It is drawn between measurements, never by a thread beside them.
+    """
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(doing, total=total)
-        yield lambda amount, what: bar.update(task, advance=amount, description=f"{doing} {what}")
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=False) as bar:
+        task, drawn = bar.add_task(doing, total=total), 0.0
+
+        def advance(amount: float, what: str) -> None:
+            nonlocal drawn
+            bar.update(task, advance=amount, description=f"{doing} {what}")
+            if time.monotonic() - drawn > FRAME:
+                bar.refresh()
+                drawn = time.monotonic()
+
+        yield advance
 
 
 class Output:

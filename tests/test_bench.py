@@ -292,6 +292,13 @@ def test_runs_without_a_common_cell(tmp_path):
         compare.differences(made(), made(widths=(8,)))
 
 
+def test_too_few_rounds_to_tell(tmp_path):
+    pytest.importorskip("scipy")
+    with pytest.raises(ValueError, match="the runs have 4 and 4 rounds, from which no difference can be told"):
+        compare.differences(made(rounds=4), made(2.0, rounds=4))
+    assert len(compare.differences(made(rounds=6), made(2.0, rounds=6))[0]) == 4
+
+
 def test_pictures(tmp_path, cli):
     pytest.importorskip("matplotlib")
     report.save(made(br=(16, 32), bc=(16, 32)), tmp_path / "run.json")
