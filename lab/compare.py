@@ -48,7 +48,7 @@ def differences(before: Run, now: Run, threshold: float = THRESHOLD) -> tuple[li
     least = max(2 / math.comb(len(a) + len(b), len(a)) for _, a, b in both)  # p of rounds that all differ
     if least > LEVEL:
         raise ValueError(
-            f"the runs have {len(both[0][1])} and {len(both[0][2])} rounds, from which no difference can be told "
+            f"the runs have {len(both[0][1])} and {len(both[0][2])} rounds, too few to tell a difference "
             "from chance; measure with -r 10"
         )
     p = [float(stats.mannwhitneyu(a, b).pvalue) for _, a, b in both]

@@ -294,7 +294,7 @@ def test_runs_without_a_common_cell(tmp_path):
 
 def test_too_few_rounds_to_tell(tmp_path):
     pytest.importorskip("scipy")
-    with pytest.raises(ValueError, match="the runs have 4 and 4 rounds, from which no difference can be told"):
+    with pytest.raises(ValueError, match="the runs have 4 and 4 rounds, too few to tell a difference"):
         compare.differences(made(rounds=4), made(2.0, rounds=4))
     assert len(compare.differences(made(rounds=6), made(2.0, rounds=6))[0]) == 4
 
