@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -51,12 +52,12 @@ class TileSize(click.ParamType):
 
 
 class Numbers(click.ParamType):
-    """Whole numbers of at least 1: '32,64', '1:8' (by 1), '1:9+2', '256:4096*2'; 'auto' where allowed."""
+    """Whole numbers from 1 to `most`: '32,64', '1:8' (by 1), '1:9+2', '256:4096*2'; 'auto' where allowed."""
 
     name = "list"
 
-    def __init__(self, auto: bool = False) -> None:
-        self.auto = auto
+    def __init__(self, most: int = 2**31 - 1, auto: bool = False) -> None:
+        self.most, self.auto = most, auto
 
     def convert(self, value, parameter, context) -> tuple[int | None, ...]:
         if isinstance(value, tuple):
@@ -66,13 +67,15 @@ class Numbers(click.ParamType):
             if self.auto and item == "auto":
                 numbers.append(None)
                 continue
-            form = re.fullmatch(r"(\d{1,9})(?::(\d{1,9})(?:([*+])(\d{1,9}))?)?", item, re.ASCII)
+            form = re.fullmatch(r"(\d{1,10})(?::(\d{1,10})(?:([*+])(\d{1,10}))?)?", item, re.ASCII)
             if not form or int(form[1]) < 1 or (form[3] and int(form[4]) < (2 if form[3] == "*" else 1)):
                 auto = " or auto" * self.auto
                 self.fail(f"{item!r} must be a number of at least 1, a range as 256:4096*2 or 1:9+2{auto}")
             number, last = int(form[1]), int(form[2] or form[1])
             if number > last:
                 self.fail(f"{item!r} goes down; it must go up")
+            if last > self.most:
+                self.fail(f"{item!r} has {last}; it must be at most {self.most}")
             while number <= last and len(numbers) <= 1000:
                 numbers.append(number)
                 number = number * int(form[4]) if form[3] == "*" else number + int(form[4] or 1)
@@ -387,12 +390,12 @@ class Names(click.ParamType):
 @cli.command()
 @click.argument("contenders", type=Names(), required=False, metavar="[CONTENDERS]")
 @click.option("-N", "lengths", type=Numbers(), default="1024", show_default=True, help="Keys.")
-@click.option("-d", "widths", type=Numbers(), default="32", show_default=True, help="Head widths.")
+@click.option("-d", "widths", type=Numbers(2**20), default="32", show_default=True, help="Head widths.")
 @click.option("-br", "--br", type=Numbers(auto=True), default="auto", show_default=True,
               help="Rows of part4's tiles, in queries.")
 @click.option("-bc", "--bc", type=Numbers(auto=True), default="auto", show_default=True,
               help="Columns of part4's tiles, in keys.")
-@click.option("-t", "--threads", type=Numbers(), default="1", show_default=True, help="Threads.")
+@click.option("-t", "--threads", type=Numbers(1024), default="1", show_default=True, help="Threads.")
 @click.option("--simd", "simds", type=Names(), default="auto", show_default=True,
               help=f"SIMD helpers under parts 1 to 4, of {', '.join(SIMD)}.")
 @click.option("--mask", "masks", type=Names(), default="none", show_default=True, help="Of none, causal.")
@@ -451,14 +454,21 @@ def measure_attention(
         raise click.UsageError(f"--mask is {','.join(masks)!r}; it must be of none, causal")
     tiles = {"br": (None,), "bc": (None,)} if tune else {"br": br, "bc": bc}
     names = ("part4",) if tune else contenders or (*PARTS, "sdpa")
+    tiled = any(name in PARTS and PARTS[name].tiled for name in names)
+    if not (saved or tiled or (*br, *bc) == (None, None)):
+        raise click.UsageError("-br and -bc go with part4 only, which has tiles")
     cells = [] if saved else plan(names, masks=[mask == "causal" for mask in masks], **tiles, **sizes)
     if dry_run:
         click.echo(sweep.plan_text(cells, rounds))
     elif tune:
         sweep.find_tiles(cells, budget, [n for n in br if n], [n for n in bc if n], click.echo)
     else:
-        out = sweep.Output(form, save, compare, threshold / 100, plot)  # says what is wrong before the work
-        run, stopped = (report.load(Path(saved)), False) if saved else sweep.measure(cells, rounds, min_time)
+        old = report.load(Path(saved)) if saved else None
+        if old:
+            cells, rounds = [result.cell for result in old.results], old.rounds
+        # What is wrong is said before anything is measured.
+        out = sweep.Output(cells, rounds, form, save, compare, threshold / 100, plot)
+        run, stopped = (old, False) if old else sweep.measure(cells, rounds, min_time)
         slower = out.show(run, click.echo, notice)
         if stopped:
             raise KeyboardInterrupt
@@ -473,6 +483,8 @@ SIZES = (
     "batch",
 )  # fmt: skip
 NOT_WITH = {
+    "compare": ("form", "dry_run"),
+    "dry_run": ("save", "plot", "form", "tune"),
     "causal": ("masks",),
     "saved": (*SIZES, "rounds", "min_time", "save", "dry_run", "tune"),
     "tune": ("contenders", "queries", "rounds", "min_time", "form", "save", "compare", "plot"),
@@ -582,6 +594,7 @@ def doctor() -> None:
 
 def main() -> None:
     """Run the command line; what was wrong with a request is one line on stderr and exit code 2."""
+    warnings.showwarning = say_warning  # type: ignore[assignment]  # which needs not all that it is given
     try:
         with cli.make_context("gpt.py", sys.argv[1:]) as context:
             cli.invoke(context)
@@ -606,9 +619,19 @@ def main() -> None:
 
 def fail(message: str) -> None:
     """One line on stderr, exit code 2."""
-    message = message.replace("\n\t", " ").rstrip()  # click lists a missing argument's choices in lines
-    click.echo(f"gpt.py: error: {message}", err=True)
+    notice(f"gpt.py: error: {one_line(message)}")
     sys.exit(2)
+
+
+def say_warning(message: Warning | str, *_) -> None:
+    """One line on stderr, as Python's own two name a line of this code that tells its user nothing."""
+    notice(f"gpt.py: warning: {one_line(str(message))}")
+
+
+def one_line(text: str) -> str:
+    """The text as a terminal can show it: names of files and what is in them may hold anything."""
+    text = text.replace("\n\t", " ").rstrip()  # click lists a missing argument's choices in lines
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,11 @@ class Tuned:
 
 
 def tile(simd: str, threads: int, d: int, N: int, causal: bool) -> tuple[int, int]:
-    """(br, bc) for N keys: tuned for this simd, threads, d and mask at the nearest length, else DEFAULT."""
-    fitting = _fitting(simd, threads, d, causal)
+    """(br, bc) for N keys: tuned for this simd, threads, d and mask at the nearest length, else DEFAULT.
+
+    What was tuned for less than half or more than twice the length does not count.
+    """
+    fitting = [tuned for tuned in _fitting(simd, threads, d, causal) if N <= 2 * tuned.N <= 4 * N]
     if not fitting:
         return DEFAULT
     nearest = min(fitting, key=lambda tuned: abs(math.log(tuned.N / N)))
@@ -97,17 +100,18 @@ def _read_all() -> dict[str, list[Tuned]]:
     try:
         content = json.loads(file.read_text())
         return {cpu: [_checked(entry) for entry in entries] for cpu, entries in content.items()}
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise ValueError(f"{file} is not a file of tile sizes ({error}); delete it") from None
 
 
 def _checked(entry: dict) -> Tuned:
-    tuned = Tuned(**{field.name: entry[field.name] for field in fields(Tuned)})
-    for name in ("threads", "d", "N", "br", "bc"):
-        size = getattr(tuned, name)
-        if not isinstance(size, int) or not 1 <= size < 2**63:
-            raise ValueError(f"{name} is {size!r}")
-    return tuned
+    for field in fields(Tuned):
+        value = entry[field.name]
+        if type(value).__name__ != field.type:  # as JSON has it, so that 1 is no float and true no int
+            raise ValueError(f"{field.name} is {value!r}")
+        if field.type in ("int", "float") and not 0 < value < 2**63:
+            raise ValueError(f"{field.name} is {value!r}")
+    return Tuned(**{field.name: entry[field.name] for field in fields(Tuned)})
 
 
 @functools.cache

@@ -8,6 +8,7 @@ round, so that whatever else the machine does meets all of them alike.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -57,6 +58,12 @@ class Cell:
     def flops(self) -> float:
         """Useful floating-point operations of one call."""
         return costs.flops(self.queries, self.N, self.d, self.batch * self.heads, self.causal)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of q, k, v, the output, and what verifying it takes in float64."""
+        B, H, Nq, Nk, d = self.batch, self.heads, self.queries, self.N, self.d
+        return B * H * d * (Nq * (2 * 4 + 4 * 8) + Nk * (2 * 4 + 2 * 8))
 
     def traffic(self, cache: int) -> float | None:
         """Bytes that a cache takes in, by the part's own count; None for what is not a part."""
@@ -155,12 +162,24 @@ def plan(
     return list(dict.fromkeys(cells))
 
 
+def check_memory(cells: Sequence[Cell]) -> None:
+    """Raise ValueError if a cell's inputs and outputs alone are more than this machine has free."""
+    available = machine.available_memory()
+    for cell in cells:
+        if available is not None and cell.memory > available:
+            raise ValueError(
+                f"N={cell.N}, queries={cell.queries}, d={cell.d}, heads={cell.heads}, batch={cell.batch} "
+                f"need {machine.size_text(cell.memory)}, and {machine.size_text(available)} are free"
+            )
+
+
 class Bench:
     """A sweep that can be stopped: what run() has measured so far is in `run`."""
 
     def __init__(self, cells: Sequence[Cell], rounds: int = ROUNDS, min_time: float = MIN_TIME) -> None:
         if rounds < 2:
             raise ValueError(f"rounds is {rounds}; it must be at least 2")
+        check_memory(cells)
         self.cells = list(cells)
         core = machine.caches()[:2][-1]  # the second level is a core's own nearly everywhere
         self.done = Run(machine.describe(), rounds, min_time, core.size)
@@ -211,7 +230,7 @@ class Bench:
                 once = time.perf_counter()
                 call()
                 once = time.perf_counter() - once
-                repeats = max(1, round(self.done.min_time / self.done.rounds / once))
+                repeats = max(1, math.ceil(self.done.min_time / self.done.rounds / once))
                 running.append((result, call, once < SHORT, repeats))
             yield cell, time.perf_counter() - start
         try:
@@ -250,7 +269,8 @@ def verify(
     cell: Cell, q: Tensor, k: Tensor, v: Tensor, exact: Tensor
 ) -> tuple[Result, Call | None]:  # fmt: skip
     """Hold a cell against the exact output (B, H, Nq, d); gives the call to time, if there is one."""
-    need = 3 * 4 * cell.batch * cell.heads * cell.queries * cell.N if cell.contender == "part0" else 0
+    scores = cell.queries * cell.N * 4
+    need = {"part0": 3 * cell.batch * cell.heads, "part1": 1, "part2": 1}.get(cell.contender, 0) * scores
     available = machine.available_memory()
     if available is not None and need > available:
         note = f"needs {machine.size_text(need)}, and {machine.size_text(available)} are free"
@@ -325,7 +345,7 @@ def row(run: Run, result: Result) -> dict:
         ("ms", "iqr_ms", "gflops", "gbps", "peak_share", "bandwidth_share", "over_part0", "over_sdpa")
     )
     if median is not None:
-        low, _, high = statistics.quantiles(result.seconds, n=4) if len(result.seconds) > 1 else (median,) * 3
+        low, high = quartiles(result.seconds)
         figures |= {"ms": 1e3 * median, "iqr_ms": 1e3 * (high - low), "gflops": cell.flops / median / 1e9}
         figures["peak_share"] = cell.flops / median / run.peaks[cell.threads]
         traffic = cell.traffic(run.cache)
@@ -336,6 +356,14 @@ def row(run: Run, result: Result) -> dict:
             other = _median_of(run, name, cell.group)
             figures[f"over_{name}"] = None if other is None else other / median
     return named | figures | {"scratch": result.scratch}
+
+
+def quartiles(seconds: Sequence[float]) -> tuple[float, float]:
+    """The first and the third one, of one number or more."""
+    if len(seconds) == 1:
+        return seconds[0], seconds[0]
+    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return low, high
 
 
 def _median_of(run: Run, contender: str, group: tuple) -> float | None:

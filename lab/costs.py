@@ -117,13 +117,14 @@ def _tile_floats(Nq: int, d: int, br: int, bc: int, panel: int) -> int:
     return 2 * d * row + STEP * panel + 3 * row
 
 
-def _walk(rows: float, d: int) -> float:
-    """Cache that a walk down a column of (rows, d) needs: a line for each row.
+def _walk(rows: float, d: int, columns: int = 1) -> float:
+    """Cache that a walk down so many columns of (rows, d) needs: some lines for each row.
 
-    Lines that lie 2^k apart share one of every 2^k sets of a cache, so they need 2^k times as much of it.
+    Rows that lie 2^k lines apart share one of every 2^k sets of a cache: they need 2^k times as much of it.
     """
-    lines = F * d // LINE if F * d % LINE == 0 else 1
-    return LINE * rows * (lines & -lines)
+    stride = F * d // LINE if F * d % LINE == 0 else 1
+    apart, lines = stride & -stride, -(-F * min(columns, d) // LINE)
+    return LINE * rows * max(lines, apart)
 
 
 def _part0(Nq, Nk, n, d, heads, br, bc, threads, panel) -> Iterator[Stream]:
@@ -139,13 +140,13 @@ def _part0(Nq, Nk, n, d, heads, br, bc, threads, panel) -> Iterator[Stream]:
 
 def _part1(Nq, Nk, n, d, heads, br, bc, threads, panel) -> Iterator[Stream]:
     """Each query passes all of K; each output number passes a column of V and a row of S."""
-    K = V = F * n * d
-    S, row, column = F * Nq * n, F * n, _walk(n, d)
+    K = V = F * Nk * d
+    S, row, column = F * Nq * n, F * Nk, _walk(Nk, d)
     yield Stream("Q", F * Nq * d)
-    yield Stream("K", F * Nk * d, ((K, Nq * K),))
+    yield Stream("K", K, ((K, Nq * F * n * d),))
     # written, normalised, and read for V: as a row for each of d columns
     yield Stream("S", S, ((S + K, 3 * S), (row + column, (2 + d) * S), (row, (4 + d) * S)), True)
-    yield Stream("V", F * Nk * d, ((V + row, Nq * V), (row + column, Nq * n * d * min(LINE, F * d))))
+    yield Stream("V", V, ((V + row, Nq * F * n * d), (row + column, Nq * n * d * min(LINE, F * d))))
     yield Stream("O", F * Nq * d)
 
 
@@ -164,19 +165,23 @@ def _part2(Nq, Nk, n, d, heads, br, bc, threads, panel) -> Iterator[Stream]:
     passes, panels = 1 + chunks, -(-d // panel)
     yield Stream("S", S, ((F * Nq * (T + depth), chunks * S), (S + V, (passes + 1) * S),
                           (tile + thin, (passes + panels) * S)), True)  # fmt: skip
-    yield Stream("V", F * Nk * d, ((V + F * T * n, max(1, Nq / T) * V),))
+    # for each T queries; walked down a panel of columns for each ROWS of them
+    walk = _walk(T, d, panel) + F * ROWS * T
+    yield Stream("V", F * Nk * d, ((V + F * T * n, max(1, Nq / T) * V), (walk, Nq / ROWS * V)))
     yield Stream("O", O, ((2 * F * T * d + tile, max(1, n / T) * O),))
 
 
 def _part3(Nq, Nk, n, d, heads, br, bc, threads, panel) -> Iterator[Stream]:
     """Each query passes all of K, then all of V; its row of S lies between them."""
-    K = F * n * d
-    row = F * n
+    K, row = F * Nk * d, F * Nk
+    again = ((2 * K + row, Nq * F * n * d),)
+    least = threads * K  # each thread has a cache of its own
     yield Stream("Q", F * Nq * d)
-    yield Stream("K", F * Nk * d, ((2 * K + row, Nq * K),))
+    yield Stream("K", least, again)
     # written behind K, normalised in three passes, read beside V
-    yield Stream("S", threads * row, ((K + row, 3 * Nq * row), (row, 5 * Nq * row)), True)
-    yield Stream("V", F * Nk * d, ((2 * K + row, Nq * K),))
+    S = F * Nq * n
+    yield Stream("S", threads * row, ((K + row, 3 * S), (row, 5 * S)), True)
+    yield Stream("V", least, again)
     yield Stream("O", F * Nq * d)
 
 

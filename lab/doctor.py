@@ -14,7 +14,6 @@ import platform
 import shlex
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import sysconfig
@@ -37,7 +36,6 @@ OPTIONAL = {
     "onnxruntime": ("bench", "comparisons with other engines"),
 }
 INSTALL = "pip install -c constraints.txt -e ."
-ELSEWHERE = "TORCH_EXTENSIONS_DIR can name another directory"
 
 VERSION_SECONDS, TORCH_SECONDS = 10, 120  # a cold disk reads torch for long
 ROOM = 16 << 20  # bytes; a build writes some 2 MB
@@ -240,39 +238,25 @@ def _ispc() -> str:
 def _cache() -> str:
     from attention_ext import build
 
-    try:
-        directory = build.cache_directory().absolute()
-    except RuntimeError as error:  # no home directory
-        raise Broken(f"{error}; {ELSEWHERE}") from None
+    directory = build.cache_directory().absolute()
     there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if not there.is_dir():
-        raise Broken(f"{there} is no directory; {ELSEWHERE}")
+        raise Broken(f"{there} is no directory; {build.ELSEWHERE}")
     made = there == directory
     try:
         with tempfile.TemporaryDirectory(prefix="doctor", dir=there):  # root may write where it cannot
             pass
     except OSError as error:
         how = "written" if made else "made"
-        raise Broken(f"{directory} cannot be {how}: {error.strerror}; {ELSEWHERE}") from None
-    if made:
-        _check_owner(directory)
+        raise Broken(f"{directory} cannot be {how}: {error.strerror}; {build.ELSEWHERE}") from None
+    build.check_owner(directory)
     if os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0):
-        raise Broken(f"{directory} is mounted noexec, so nothing can be loaded from it; {ELSEWHERE}")
+        raise Broken(f"{directory} is mounted noexec, so nothing can be loaded from it; {build.ELSEWHERE}")
     free = shutil.disk_usage(there).free
     if free < ROOM:
-        raise Broken(f"{directory} has room for {free >> 20} MiB; a build needs {ROOM >> 20}: {ELSEWHERE}")
+        room = f"{directory} has room for {free >> 20} MiB; a build needs {ROOM >> 20}"
+        raise Broken(f"{room}; {build.ELSEWHERE}")
     return f"{directory}, {free / 2**30:.1f} GiB free" + ("" if made else " (the first build makes it)")
-
-
-def _check_owner(directory: Path) -> None:
-    """Raise Broken if somebody else could put a library where one is loaded from."""
-    status = directory.stat()
-    if status.st_uid not in (0, os.geteuid()):
-        raise Broken(f"{directory} belongs to user {status.st_uid}, whose library would be run; {ELSEWHERE}")
-    if status.st_mode & stat.S_IWOTH:
-        shared = status.st_mode & stat.S_ISVTX  # /tmp and its like, which are meant to be
-        remedy = ELSEWHERE if shared else f"chmod o-w {shlex.quote(str(directory))}"
-        raise Broken(f"{directory} can be written by everybody, whose library would be run; {remedy}")
 
 
 def _builds() -> str:
@@ -291,6 +275,7 @@ def _extension() -> str:
         if log.exists() and library.parent not in build.running_builds():
             raise Broken(f"its last build failed; {log} says why")
         raise Missing("not compiled yet; the first use of parts 1 to 4 does it")
+    build.check_owner(library.parent)
     try:
         load = [sys.executable, "-c", EXTENSION, str(library), f"attention_ext_{AUTO}"]
         name = _output(load, TORCH_SECONDS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from attention_ext import PARTS, build
 from lab import counters, machine
-from lab.bench import Bench, Cell
+from lab.bench import Bench, Cell, quartiles
 from lab.costs import Costs, costs
 from lab.machine import Cache, size_text
 
@@ -18,38 +18,49 @@ REASONS = {
     "part0": "PyTorch multiplies, normalises and multiplies again; each step writes N x N numbers for every "
     "head and the next one reads them.",
     "part1": "Each query passes all of K, and each number of the output is a sum down a column of V: one "
-    "number of every cache line is used, the line has gone before the next one is wanted, and each addition "
-    "waits for the one before it.",
+    "number of every cache line is used, and the line has gone before the next one is wanted if V does not "
+    "fit; each addition waits for the one before it; and only one lane of a vector works.",
     "part2": "The same three passes, but a tile of K or V serves 96 queries before it goes, and V is read "
     "along its rows. What is left is the N x N matrix of scores, written once and read twice.",
     "part3": "One row of scores at a time: it never leaves the cache, and the N x N matrix is gone. The "
     "price is that every query passes all of K and V again.",
-    "part4": "A tile of Br queries shares each pass over K and V, and of the scores only a strip exists. "
-    "Nothing but Q, K, V and the output has to cross the memory bus, once.",
+    "part4": "A tile of Br queries shares each pass over K and V, and of the scores only a strip exists, "
+    "which stays in the nearest caches. Nothing but Q, K, V and the output has to come from memory.",
 }
 
 
 @dataclass(frozen=True)
 class Level:
-    """A cache, the bytes that it takes in, and the bytes per second that it can take in."""
+    """A cache, what comes into it, and the bytes per second that it can take in."""
 
     cache: Cache
-    traffic: float
+    counted: Costs
     bandwidth: float
 
+    @property
+    def traffic(self) -> float:
+        """Bytes that come in."""
+        return self.counted.traffic(self.cache.size)
 
-def levels(counted: Costs, threads: int) -> list[Level]:
+    @property
+    def keeps_all(self) -> bool:
+        """Whether a second call would find all that it needs here."""
+        return self.counted.traffic(math.inf) <= self.cache.size
+
+
+def levels(counted: Costs, shared: Costs, threads: int) -> list[Level]:
     """Each cache of this machine with the bytes that come into it, and how fast they can.
 
-    A level's bandwidth is what is read from a buffer that fits the next level but not this one, by so many
-    threads at once.
+    counted, shared: the costs for the caches that each thread has and for those, from the third level on,
+    that all share. A level's bandwidth is what is read from a buffer that fits the next level but not this
+    one, by so many threads at once.
     """
     caches = machine.caches()
     found = []
     for cache, beyond in [*pairwise(caches), (caches[-1], None)]:
         size = min(beyond.size // 2, 8 * cache.size) if beyond else 4 * cache.size
         bandwidth = machine.read_bandwidth(size, threads)
-        found.append(Level(cache, counted.traffic(cache.size), bandwidth))
+        found.append(Level(cache, counted if cache.level < 3 else shared, bandwidth))
     return found
 
 
@@ -59,18 +70,22 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
     cachegrind: simulate its cache misses too; else perf counts them, where it may.
     Raises ValueError where the part does not fit this machine, and as counters.misses() does.
     """
-    counted = costs_of(cell, cell.batch * cell.heads, cell.threads, lanes(cell.simd))
+    if cachegrind and PARTS[cell.contender].operator is None:
+        raise ValueError("--cachegrind goes with parts 1 to 4; PyTorch's kernels are not simulated")
+    heads, width = cell.batch * cell.heads, lanes(cell.simd)
+    # parts 1 and 2 have one thread, whatever there is
+    threads = 1 if cell.contender in ("part1", "part2") else cell.threads
+    counted = costs_of(cell, heads, threads, width)
     part = PARTS[cell.contender]
     tile = f", Br = {cell.br}, Bc = {cell.bc}" if part.tiled else ""
-    mask, threads = "causal" if cell.causal else "no mask", f"{cell.threads} thread{'s' * (cell.threads > 1)}"
-    count = cell.batch * cell.heads
-    heads = f"{count} head{'s' * (count > 1)} of N = {cell.N}, d = {cell.d}"
-    echo(f"{part.name}, {part.summary}: {heads}{tile}, {mask}, {threads}")
+    mask, number = "causal" if cell.causal else "no mask", f"{cell.threads} thread{'s' * (cell.threads > 1)}"
+    what = f"{heads} head{'s' * (heads > 1)} of N = {cell.N}, d = {cell.d}"
+    echo(f"{part.name}, {part.summary}: {what}{tile}, {mask}, {number}")
     echo(machine.describe()["cpu"] + "\n")
     echo(textwrap.fill(REASONS[part.name], 100) + "\n")
     echo(f"arithmetic  {_count(counted.flops)}FLOP: 2 d for each query and key, for scores and for output")
     echo(f"scratch     {size_text(counted.scratch)}")
-    bounds = levels(counted, cell.threads)
+    bounds = levels(counted, costs_of(cell, heads, 1, width), threads)
     echo("\n" + traffic_table(counted, bounds))
 
     bench = Bench([cell])
@@ -79,9 +94,10 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
     run, result = bench.done, bench.done.results[0]
     if result.median is None:
         raise ValueError(f"{part.name} was not timed: {result.status}, {result.note}")
-    peak = run.peaks[cell.threads]
-    echo("\n" + bound_text(counted, bounds, peak))
-    q1, _, q3 = statistics.quantiles(result.seconds, n=4)
+    peak = run.peaks[cell.threads] * threads / cell.threads
+    scalar = cell.contender == "part1" or cell.simd == "off"
+    echo("\n" + bound_text(counted, bounds, peak, lanes("auto") if scalar else 1))
+    q1, q3 = quartiles(result.seconds)
     rate = counted.flops / result.median
     echo(
         f"measured    {1e3 * result.median:.3g} ms (IQR {1e3 * (q3 - q1):.2g}), {rate / 1e9:.3g} GFLOP/s = "
@@ -134,17 +150,25 @@ def traffic_table(counted: Costs, bounds: list[Level]) -> str:
     """Bytes of each matrix that come into each cache."""
     titles = [f"into L{b.cache.level} ({size_text(b.cache.size)})" for b in bounds]
     lines = ["moved       " + "".join(f"{title:>20}" for title in titles)]
-    for stream in counted.streams:
-        sizes = [size_text(stream.traffic(b.cache.size)) for b in bounds]
-        lines.append(f"  {stream.name:10}" + "".join(f"{size:>20}" for size in sizes))
+    streams = [b.counted.streams for b in bounds]
+    for i in range(len(counted.streams)):
+        sizes = [size_text(by_level[i].traffic(b.cache.size)) for b, by_level in zip(bounds, streams)]
+        lines.append(f"  {counted.streams[i].name:10}" + "".join(f"{size:>20}" for size in sizes))
     lines.append("  all       " + "".join(f"{size_text(b.traffic):>20}" for b in bounds))
     lines.append("FLOP / byte " + "".join(f"{counted.flops / b.traffic:>20.3g}" for b in bounds))
     return "\n".join(lines)
 
 
-def bound_text(counted: Costs, bounds: list[Level], peak: float) -> str:
-    """The least time that each limit allows, and which is the longest."""
+def bound_text(counted: Costs, bounds: list[Level], peak: float, unused: int) -> str:
+    """The least time that each limit allows, and which is the longest.
+
+    unused: of so many lanes of a vector only one is used. A cache that keeps all of a call's matrices limits
+    only the first call, which is not timed.
+    """
     limits = [("the FMA peak", f"{peak / 1e9:.0f} GFLOP/s", counted.flops / peak)]
+    if unused > 1:
+        scalar = peak / unused
+        limits.append((f"one lane of {unused}", f"{scalar / 1e9:.1f} GFLOP/s", counted.flops / scalar))
     if counted.chained:
         latency = machine.fma_latency()
         each = f"{1e9 * latency:.2f} ns each"
@@ -152,6 +176,7 @@ def bound_text(counted: Costs, bounds: list[Level], peak: float) -> str:
     limits += [
         (f"filling L{b.cache.level}", f"{b.bandwidth / 1e9:.0f} GB/s", b.traffic / b.bandwidth)
         for b in bounds
+        if not b.keeps_all
     ]
     slowest = max(limits, key=lambda limit: limit[2])
     lines = [

@@ -113,12 +113,14 @@ class Show:
         """Sample i has grown by `text`; an empty one says that it is finished."""
         if i == self.shown and text:
             self.echo(text, nl=False)  # which flushes
+            self.samples[i].pieces.clear()
         while self.shown < len(self.samples) and self.samples[self.shown].finish_reason:
             self.echo()
             self.shown += 1
             if self.shown < len(self.samples):
                 self._begin()
                 self.echo(self.samples[self.shown].text, nl=False)
+                self.samples[self.shown].pieces.clear()
 
     def _begin(self) -> None:
         if self.number + self.shown:

@@ -71,9 +71,18 @@ def read_bandwidth(size: int, threads: int = 1) -> float:
 
 
 def _on(threads: int, work: Callable[[], float]) -> float:
-    """The sum of work() on so many threads at the same time; operators release the GIL."""
+    """The sum of work() on so many threads, as far as there are cores, at the same time.
+
+    Operators release the GIL.
+    """
+    threads = min(threads, cores())
     with ThreadPoolExecutor(threads) as pool:
         return sum(pool.map(lambda _: work(), range(threads)))
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def busy(load: Load, peaks: list[float], threads: int) -> str | None:
@@ -83,7 +92,7 @@ def busy(load: Load, peaks: list[float], threads: int) -> str | None:
     """
     others = load.others()
     reasons = []
-    if others is not None and others > BUSY * threads:
+    if others is not None and others > BUSY * min(threads, cores()):
         reasons.append(f"others took {others:.2f} processors on average")
     if max(peaks) / min(peaks) > 1 + BUSY:
         reasons.append(f"the FMA peak went from {peaks[0] / 1e9:.0f} to {peaks[-1] / 1e9:.0f} GFLOP/s")
@@ -165,7 +174,7 @@ def describe() -> dict:
     """What stands at the head of a table of figures: processor, caches, SIMD, versions, commit, date."""
     return {
         "cpu": tiles.processor(),
-        "cores": os.cpu_count(),
+        "cores": cores(),
         "caches": [asdict(cache) for cache in caches()],
         "isa": torch.backends.cpu.get_cpu_capability(),
         "simd": AUTO,

@@ -10,7 +10,8 @@ import tempfile
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from lab.bench import Cell, Result, Run, row
+from attention_ext import SIMD
+from lab.bench import Cell, Result, Run, contenders, row
 from lab.machine import size_text
 
 FORMAT = 1  # of the file
@@ -78,7 +79,7 @@ def table(rows: list[dict]) -> str:
         for name in case
         if name not in varying and (values := {r[name] for r in rows if r[name] is not None})
     ]
-    shown = [name for name in FIGURES if any(r[name] is not None for r in rows)]
+    shown = [name for name in FIGURES if name == "ms" or any(r[name] is not None for r in rows)]
     titles = ["contender", *(CASE[name] for name in varying), *(FIGURES[name] for name in shown)]
     lines = [", ".join(same), "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for r in rows:
@@ -86,8 +87,8 @@ def table(rows: list[dict]) -> str:
         if r["status"] == "ok":
             cells += [_figure(name, r[name]) for name in shown]
         else:
-            cells += [f"{r['status']}: {r['note']}", *[""] * (len(shown) - 2)]
-            cells.append(_figure("error", r["error"]) if "error" in shown else "")
+            figures = [_figure(name, r[name]) if name == "error" else "" for name in shown]
+            cells += [f"{r['status']}: {r['note']}", *figures[1:]]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -144,17 +145,49 @@ def load(file: Path) -> Run:
             raise ValueError(f"its format is {content['format']!r}, not {FORMAT}")
         known = {f.name for f in fields(Run)}
         run = Run(**{name: value for name, value in content.items() if name in known})
-        run.peaks = {int(threads): float(peak) for threads, peak in run.peaks.items()}
-        run.bandwidths = {int(threads): float(rate) for threads, rate in run.bandwidths.items()}
+        run.peaks = {int(threads): peak for threads, peak in run.peaks.items()}
+        run.bandwidths = {int(threads): rate for threads, rate in run.bandwidths.items()}
         run.results = [_result(entry) for entry in content["results"]]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{file} is not a run that bench saved: {error}") from None
+        _check_run(run)
+        header(run)  # names what the machine lacks
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{file} is not a run that bench saved: {reason}") from None
     return run
 
 
 def _result(entry: dict) -> Result:
-    result = Result(**(entry | {"cell": Cell(**entry["cell"])}))
+    cell, result = Cell(**entry["cell"]), Result(**entry)
+    result.cell = cell
+    _check("contender", cell.contender, cell.contender in contenders())
+    _check("simd", cell.simd, cell.simd is None or cell.simd in SIMD)
+    _check("causal", cell.causal, isinstance(cell.causal, bool))
+    for name in ("N", "queries", "d", "batch", "heads", "br", "bc", "threads"):
+        size = getattr(cell, name)
+        _check(name, size, size is None and name in ("br", "bc") or type(size) is int and 0 < size < 2**31)
+    _check("status", result.status, result.status in ("ok", "wrong", "skipped"))
+    _check("note", result.note, isinstance(result.note, str | None))
+    _check("error", result.error, result.error is None or _is_number(result.error))
+    _check("scratch", result.scratch, result.scratch is None or type(result.scratch) is int)
+    _check("seconds", result.seconds, all(_is_number(s) and s > 0 for s in result.seconds))
     result.error_at = None if result.error_at is None else tuple(result.error_at)
-    if any(not isinstance(s, (int, float)) or s <= 0 for s in result.seconds):
-        raise ValueError("a time is no positive number")
     return result
+
+
+def _check_run(run: Run) -> None:
+    threads = {result.cell.threads for result in run.results}
+    for name in ("peaks", "bandwidths"):
+        rates = getattr(run, name)
+        _check(name, rates, all(_is_number(rate) and rate > 0 for rate in rates.values()))
+        _check(name, rates, threads <= rates.keys() and run.peaks.keys() <= rates.keys())
+    _check("cache", run.cache, type(run.cache) is int and run.cache > 0)
+    _check("busy", run.busy, isinstance(run.busy, str | None))
+
+
+def _check(name: str, value, holds: bool) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {value!r}")
+
+
+def _is_number(value) -> bool:
+    return type(value) in (int, float) and -1e18 < value < 1e18  # no machine measures more

@@ -12,8 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from attention_ext import tiles
 from lab import compare, report, tune
-from lab.bench import Bench, Cell, Run
-from lab.report import CASE, case_text
+from lab.bench import Bench, Cell, Run, check_memory
 
 Echo = Callable[..., None]  # click.echo's signature
 FRAME = 0.2  # seconds between two pictures of the progress bar, at least
@@ -23,9 +22,7 @@ def plan_text(cells: Sequence[Cell], rounds: int) -> str:
     """What a sweep would measure, a line for each cell."""
     lines = [f"{len(cells)} cells, {rounds} rounds each"]
     for cell in cells:
-        case = [f"{title} {case_text(n, getattr(cell, n))}" for n, title in CASE.items()
-                if getattr(cell, n) is not None]  # fmt: skip
-        lines.append(f"{cell.contender}: {', '.join(case)}; {cell.flops / 1e9:.3g} GFLOP")
+        lines.append(f"{compare.case(cell)}; {cell.flops / 1e9:.3g} GFLOP")
     return "\n".join(lines)
 
 
@@ -48,6 +45,7 @@ def find_tiles(
     cells: Sequence[Cell], budget: float, br: Sequence[int], bc: Sequence[int], echo: Echo
 ) -> None:  # fmt: skip
     """Tune part 4 for each cell within `budget` seconds and keep what is found; br, bc: sides to try."""
+    check_memory(cells)
     found = []
     try:
         with progress(budget, "tuning") as advance:
@@ -60,8 +58,8 @@ def find_tiles(
                     found.append(best)
     finally:  # Ctrl-C keeps what is finished
         if found:
-            tiles.write(found)
             echo(tune.text(found))
+            tiles.write(found)
             echo(f"\nKept in {tiles.path()} for part4's auto tiles on this processor.")
 
 
@@ -98,18 +96,23 @@ def progress(total: float, doing: str) -> Iterator[Callable[[float, str], None]]
 class Output:
     """Where a run goes. Raises ValueError and OSError for what is wrong with it before anything is measured.
 
-    form: one of report.FORMATS. save: a file to keep it in. compare: the file of a run to compare it with, by
-    `threshold`, as a share. plot: a directory to draw it into.
+    cells, rounds: of the run. form: one of report.FORMATS. save: a file to keep it in. old: the file of a run
+    to compare it with, by `threshold`, as a share. plot: a directory to draw it into.
     """
 
     def __init__(
-        self, form: str, save: str | None, compare: str | None, threshold: float, plot: str | None
-    ) -> None:
+        self, cells: Sequence[Cell], rounds: int, form: str, save: str | None, old: str | None,
+        threshold: float, plot: str | None,
+    ) -> None:  # fmt: skip
         self.form, self.threshold = form, threshold
         self.save = Path(save) if save else None
         if self.save and not self.save.resolve().parent.is_dir():
             raise ValueError(f"save is {save!r}; it must be a file in a directory that exists")
-        self.before = report.load(Path(compare)) if compare else None
+        if self.save and self.save.exists() and not self.save.is_file():
+            raise ValueError(f"save is {save!r}; it must be a file, and this is something else")
+        self.before = report.load(Path(old)) if old else None
+        if self.before:
+            compare.check(self.before, list(cells), rounds)
         self.plot = Path(plot) if plot else None
         if self.plot:
             from lab import plots  # noqa: F401  raises ValueError without matplotlib
@@ -117,15 +120,18 @@ class Output:
             self.plot.mkdir(parents=True, exist_ok=True)
 
     def show(self, run: Run, echo: Echo, notice: Echo) -> bool:
-        """Keep, print, compare and draw; gives whether anything is slower than in the other run."""
-        if self.save:
+        """Keep, print, compare and draw; gives whether anything is slower than in the other run, or wrong.
+
+        A run that was stopped before anything was timed is not kept: there may be another one in the file.
+        """
+        if self.save and any(result.seconds for result in run.results):
             report.save(run, self.save)
-        found: list[compare.Difference] = []
+        echo(report.text(run, self.form))
+        worse = False
         if self.before:
-            found, cells = compare.differences(self.before, run, self.threshold)
-            echo(compare.text(found, cells, self.before, run, self.threshold))
-        else:
-            echo(report.text(run, self.form))
+            compared = compare.compare(self.before, run, self.threshold)
+            echo("\n" + compare.text(compared, self.before, run, self.threshold))
+            worse = compared.worse
         if run.busy:
             notice(run.busy)
         if self.plot:
@@ -133,4 +139,4 @@ class Output:
 
             for file in plots.draw(run, self.plot):
                 notice(f"wrote {file}")
-        return any(each.change > 0 for each in found)
+        return worse

@@ -131,10 +131,18 @@ def test_a_nan_is_wrong(run, monkeypatch):
 
 
 def test_what_does_not_fit_is_skipped(run, monkeypatch):
-    monkeypatch.setattr(bench.machine, "available_memory", lambda: 1000)
-    done = run("part0,sdpa", *SMALL)
-    assert [row["ms"][:20] for row in rows(done)][0] == "skipped: needs 192 K"
+    monkeypatch.setattr(bench.machine, "available_memory", lambda: 10 << 20)
+    done = run("part0,sdpa", "-N", 1024, "-d", 16, *SMALL[4:])
+    assert [row["ms"][:20] for row in rows(done)][0] == "skipped: needs 48 Mi"
     assert rows(done)[1]["ms"]
+
+
+def test_inputs_that_do_not_fit_are_refused(run, monkeypatch):
+    monkeypatch.setattr(bench.machine, "available_memory", lambda: 1000)
+    for arguments in (["part0", *SMALL], ["--tune", *SMALL[:4]]):
+        done = run(*arguments)
+        assert done.returncode == 2
+        assert "N=64, queries=64, d=16, heads=4, batch=1 need 256 KiB, and 1000 B are free" in done.stderr
 
 
 def test_a_busy_machine_is_named(run, monkeypatch):
@@ -176,7 +184,8 @@ def test_a_dry_run_prints_the_plan_alone(cli):
                "64,256", "-t", "1,2", "--dry-run")  # fmt: skip
     assert done.returncode == 0
     assert done.stdout.startswith("160 cells, 10 rounds each\n") and done.stdout.count("\n") == 161
-    assert "part4: simd" not in done.stdout and "Br 128, Bc 256" in done.stdout
+    assert "part4, SIMD auto, N 256, queries 256, d 32, batch 1" in done.stdout
+    assert "Br 128, Bc 256" in done.stdout and "sdpa, N 256" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -192,6 +201,8 @@ def test_a_dry_run_prints_the_plan_alone(cli):
         (["--mask", "both"], "--mask is 'both'"),
         (["-r", "1"], "1 is not in the range"),
         (["--show"], "--show goes with --tune only"),
+        (["part1,sdpa", "-br", "64"], "-br and -bc go with part4 only"),
+        (["sdpa", "--dry-run", "--save", "x.json"], "--save does not go with --dry-run"),
         (["--fail-on-regression"], "--fail-on-regression goes with --compare only"),
         (["--tune", "part4"], "CONTENDERS does not go with --tune"),
         (["--compare", "nowhere.json"], "nowhere.json"),
@@ -257,7 +268,7 @@ def test_a_run_compared_with_itself_reports_nothing(tmp_path, cli):
     report.save(made(), tmp_path / "run.json")
     done = cli("bench", "--load", "run.json", "--compare", "run.json", "--fail-on-regression")
     assert done.returncode == 0
-    assert done.stdout == "No difference above 5 % and above chance in 12 cells.\n"
+    assert done.stdout.endswith("|\n\nNo difference above 5 % and above chance in 12 cells.\n")
 
 
 @pytest.mark.parametrize("change, code, word", [(1.2, 1, "+20.0 % slower"), (0.8, 0, "-20.0 % faster")])
@@ -270,7 +281,7 @@ def test_a_real_difference_is_reported(tmp_path, cli, change, code, word):
     assert done.stdout.count(word) == 4 and "4 of 12 cells differ" in done.stdout
     assert cli("bench", "--load", "new.json", "--compare", "old.json").returncode == 0
     done = cli("bench", "--load", "new.json", "--compare", "old.json", "--threshold", 30)
-    assert done.stdout.startswith("No difference above 30 %")
+    assert "\nNo difference above 30 %" in done.stdout
 
 
 def test_chance_is_not_reported(tmp_path):
@@ -283,20 +294,64 @@ def test_chance_is_not_reported(tmp_path):
             result.seconds = (1e-3 * (1 + torch.rand(10, generator=generator))).tolist()
     medians = [abs(a.median / b.median - 1) for a, b in zip(before.results, now.results)]
     assert max(medians) > compare.THRESHOLD
-    assert compare.differences(before, now) == ([], 12)
+    compared = compare.compare(before, now)
+    assert (compared.cells, compared.differences, compared.worse) == (12, [], False)
 
 
-def test_runs_without_a_common_cell(tmp_path):
+def test_one_slow_cell_of_many_is_found():
+    """Among as many cells as a sweep has, with the rounds that it has."""
     pytest.importorskip("scipy")
-    with pytest.raises(ValueError, match="no cell was timed in both runs"):
-        compare.differences(made(), made(widths=(8,)))
+    lengths = range(1, 28)
+    before, now = made(lengths=lengths), made(lengths=lengths)
+    assert len(now.results) == 162
+    compare.check(before, [result.cell for result in now.results], 10)
+    now.results[70].seconds = [2 * s for s in now.results[70].seconds]
+    (found,) = compare.compare(before, now).differences
+    assert found.cell == now.results[70].cell and found.change == pytest.approx(1.0)
 
 
-def test_too_few_rounds_to_tell(tmp_path):
+def test_what_is_wrong_now_is_worse(tmp_path, cli):
     pytest.importorskip("scipy")
-    with pytest.raises(ValueError, match="the runs have 4 and 4 rounds, too few to tell a difference"):
-        compare.differences(made(rounds=4), made(2.0, rounds=4))
-    assert len(compare.differences(made(rounds=6), made(2.0, rounds=6))[0]) == 4
+    report.save(made(), tmp_path / "old.json")
+    now = made()
+    now.results[1].status, now.results[1].note, now.results[1].seconds = "wrong", "at (0, 0, 0, 0): ...", []
+    report.save(now, tmp_path / "new.json")
+    done = cli("bench", "--load", "new.json", "--compare", "old.json", "--fail-on-regression")
+    assert done.returncode == 1
+    assert "Right before, wrong now: part4, SIMD auto, N 64" in done.stdout
+
+
+def test_cells_without_a_partner_are_counted(tmp_path, cli):
+    pytest.importorskip("scipy")
+    compared = compare.compare(made(lengths=(64, 128)), made(lengths=(64, 128, 256, 512)))
+    assert (compared.cells, compared.alone) == (12, (0, 12))
+    assert "0 cells of before and 12 of now" in compare.text(compared, made(), made(), 0.05)
+
+
+def test_runs_that_cannot_be_compared(tmp_path, cli):
+    """It is said before anything is measured."""
+    pytest.importorskip("scipy")
+    report.save(made(), tmp_path / "run.json")
+    done = cli("bench", "part4", "-N", "32", "-d", "8", "--compare", "run.json")
+    assert done.returncode == 2 and "no cell was timed in both runs" in done.stderr
+    done = cli("bench", "part0,sdpa", "-N", "64,128", "-d", "16", "-r", "3", "--compare", "run.json")
+    assert done.returncode == 2 and "the runs have 10 and 3 rounds, too few to tell" in done.stderr
+
+
+def test_a_run_is_kept_in_files_alone(tmp_path, cli, run, monkeypatch):
+    done = cli("bench", "sdpa", "-N", "8", "--save", tmp_path)
+    assert done.returncode == 2
+    done = cli("bench", "sdpa", "-N", "8", "--save", "/dev/null")
+    assert done.returncode == 2 and "save is '/dev/null'; it must be a file" in done.stderr
+    report.save(made(), tmp_path / "run.json")
+    kept = (tmp_path / "run.json").read_text()
+
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "attention", interrupted)
+    assert run("part4", *SMALL, "--save", "run.json").returncode == 130
+    assert (tmp_path / "run.json").read_text() == kept
 
 
 def test_pictures(tmp_path, cli):
@@ -355,4 +410,4 @@ def test_the_preset_is_bench(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("12 cells, 15 rounds each\n")
     everything = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, cwd=tmp_path)
-    assert all(f"\n{name}: " in everything.stdout for name in [*PARTS, "sdpa"])
+    assert all(f"\n{name}, " in everything.stdout for name in [*PARTS, "sdpa"])

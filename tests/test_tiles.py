@@ -26,8 +26,8 @@ def test_what_is_written_is_read_and_replaced():
     longer = Tuned("portable", 1, 16, 4000, False, br=128, bc=512, seconds=9.0, default_seconds=9.5)
     tiles.write([better, longer])
     assert tiles.read() == [better, longer]
-    taken = [tiles.tile("portable", 1, 16, N, False) for N in (1, 1999, 2001, 10**6)]
-    assert taken == [(64, 96), (64, 96), (128, 512), (128, 512)]
+    taken = [tiles.tile("portable", 1, 16, N, False) for N in (499, 500, 1999, 2001, 8000, 8001)]
+    assert taken == [DEFAULT, (64, 96), (64, 96), (128, 512), (128, 512), DEFAULT]
 
 
 OTHERS = [
