@@ -2,7 +2,8 @@
 
 The build directory is named by a hash of everything that decides the outcome: sources, flags, torch,
 compiler and CPU. A lock that the kernel releases with its process guards it, so a build in progress is
-waited for, aloud, and a killed one is taken over. Only a finished library has the name that is loaded.
+waited for, aloud, and a killed one is taken over. Only a finished library has the name that is loaded, and
+only from where nobody else can put one (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import os
 import platform
 import shlex
 import shutil
+import signal
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -33,6 +36,10 @@ CSRC = Path(__file__).parent / "csrc"
 KERNELS = ("part1_naive.cpp", "part2_blocked.cpp", "part3_fused.cpp", "part4_flash.cpp")
 SOURCES = ("bindings.cpp", *KERNELS, "peak.cpp", "decoder.cpp")
 LOCK = "building"  # in a build's directory, locked while a process compiles there
+ELSEWHERE = "TORCH_EXTENSIONS_DIR can name another directory"
+# What the line has that says why a compiler failed, the surest first; a crash is told by the shell.
+REASONS = ("no space left on device", "error:", "segmentation fault", "killed", "aborted")
+VERSION_SECONDS = 60  # what a compiler is given to tell its version
 ALONE = "alone.cpp"  # with KERNELS, a program
 DECODER_BINDINGS = "decoder_bindings.cpp"  # compiled where Python's own header is installed
 # Each implementation of simd.h: its source, and the flags that it alone is compiled with.
@@ -64,7 +71,7 @@ def load(simd: str = "auto") -> Any:
 
     simd: one of SIMD; 'auto' is AUTO.
     Raises ValueError for another simd, BuildError if there is no compiler, it fails, or the cache
-    directory cannot be used.
+    directory cannot be used or can be written by others.
     """
     if simd not in SIMD:
         raise ValueError(f"simd is {simd!r}; it must be one of {', '.join(SIMD)}")
@@ -114,14 +121,12 @@ _libraries: dict[str, Path] = {}  # of each variant that is loaded
 def _load(variant: str) -> Any:
     compiler, ispc = _compilers(variant)
     name, library = f"attention_ext_{variant}", _library_path(compiler, ispc, variant)
-    if not library.exists():
-        _make(
-            library, "code into a PyTorch module", lambda work: _make_library(compiler, ispc, variant, work)
-        )
+    _make(library, "code into a PyTorch module", lambda work: _make_library(compiler, ispc, variant, work))
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
-        raise BuildError(f"{library} cannot be loaded ({error}); delete it to compile it again") from None
+        reason = error.__cause__ or error  # torch's own names the library only
+        raise BuildError(f"{library} cannot be loaded ({reason}); delete it to compile it again") from None
     _register_fakes(name)
     _libraries[variant] = library
     return getattr(torch.ops, name)
@@ -138,7 +143,7 @@ def library_path(simd: str = "auto") -> Path:
 
 def _library_path(compiler: list[str], ispc: str | None, variant: str) -> Path:
     name = f"attention_ext_{variant}_{_fingerprint(compiler, ispc, variant)}"
-    return cache_directory() / name / "attention_ext.so"
+    return _real(cache_directory()) / name / "attention_ext.so"
 
 
 def _compilers(variant: str) -> tuple[list[str], str | None]:
@@ -162,13 +167,8 @@ def program(simd: str = "auto", march: str = "native") -> Path:
         raise ValueError(f"simd is {simd!r}; the program's must be auto, portable or off")
     compiler = find_compiler()
     name = f"attention_ext_alone_{variant}_{_fingerprint(compiler, None, variant, march)}"
-    made = cache_directory() / name / "alone"
-    if not made.exists():
-        _make(
-            made,
-            "a program of the kernels alone",
-            lambda work: _make_program(compiler, variant, march, work),
-        )
+    made = _real(cache_directory()) / name / "alone"
+    _make(made, "a program of the kernels alone", lambda work: _make_program(compiler, variant, march, work))
     return made
 
 
@@ -195,7 +195,11 @@ def find_compiler() -> list[str]:
 
     Raises BuildError if there is none.
     """
-    if chosen := shlex.split(os.environ.get("CXX", "")):
+    try:
+        chosen = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise BuildError(f"CXX is {os.environ['CXX']!r}; it must be a compiler's command: {error}") from None
+    if chosen:
         if found := shutil.which(chosen[0]):
             return [os.path.abspath(found), *chosen[1:]]
         raise BuildError(f"CXX is {chosen[0]!r}; it must be a C++ compiler, and no such program was found")
@@ -217,10 +221,67 @@ def find_ispc() -> str | None:
 
 
 def cache_directory() -> Path:
-    """Where builds are kept: $TORCH_EXTENSIONS_DIR, else torch_extensions in the user's cache."""
+    """Where builds are kept: $TORCH_EXTENSIONS_DIR, else torch_extensions in the user's cache.
+
+    Raises BuildError for a user without a home.
+    """
     if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise BuildError(f"{error} {ELSEWHERE}") from None
+    return Path(cache) / "torch_extensions"
+
+
+def check_owner(directory: Path) -> None:
+    """Raise BuildError if somebody else could put a library into a directory, or replace the directory.
+
+    Those above it may be everybody's if they have the sticky bit, as /tmp has: it keeps what is one user's
+    from the others. What does not exist yet is passed over.
+    """
+    directory = _real(directory)
+    trusted = (0, os.geteuid(), os.stat("/").st_uid)  # root may have another number in a container
+    for path in (directory, *directory.parents):
+        if not path.exists():
+            continue
+        status = path.stat()
+        if status.st_uid not in trusted:
+            raise BuildError(
+                f"{path} belongs to user {status.st_uid}, whose library would be run; {ELSEWHERE}"
+            )
+        shared = bool(status.st_mode & stat.S_ISVTX)
+        if shared and path != directory:
+            continue
+        if status.st_mode & stat.S_IWOTH:
+            who, change = "everybody", "o-w"
+        elif status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid):
+            who, change = f"group {status.st_gid}", "g-w"
+        else:
+            continue
+        ours = status.st_uid == os.geteuid() and not shared
+        remedy = f"chmod {change} {shlex.quote(str(path))}" if ours else ELSEWHERE
+        raise BuildError(f"{path} can be written by {who}, whose library would be run; {remedy}")
+
+
+def _is_private(group: int) -> bool:
+    """Whether a group is root's, or has the user's name and no other members.
+
+    Many systems give each user such a group, and let it write what the user makes.
+    """
+    import grp
+    import pwd
+
+    try:
+        found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return group == 0
+    return group == 0 or (found.gr_name == user and set(found.gr_mem) <= {user})
+
+
+def _real(directory: Path) -> Path:
+    """The path without symbolic links: who may change one of those decides what is loaded, too."""
+    return Path(os.path.realpath(directory))
 
 
 def _fingerprint(compiler: list[str], ispc: str | None, variant: str, march: str = "native") -> str:
@@ -231,8 +292,14 @@ def _fingerprint(compiler: list[str], ispc: str | None, variant: str, march: str
         digest.update(item.encode() + b"\0")
     for command in (compiler, *([[ispc]] if ispc else [])):
         try:
-            version = subprocess.run([*command, "--version"], capture_output=True, check=True).stdout
-        except (OSError, subprocess.CalledProcessError) as error:
+            version = subprocess.run(
+                [*command, "--version"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                check=True,
+                timeout=VERSION_SECONDS,
+            ).stdout
+        except (OSError, subprocess.SubprocessError) as error:
             raise BuildError(f"the compiler {shlex.join(command)} does not run: {error}") from None
         digest.update(version)
     for source in sorted(CSRC.iterdir()):
@@ -256,10 +323,18 @@ def _cpu() -> str:
 
 
 def _make(made: Path, what: str, make: Callable[[Path], Path]) -> None:
-    """Let make(directory) write a file into a fresh one, under a lock; finished, it gets the name `made`."""
+    """Let make(directory) write a file into a fresh one, under a lock; finished, it gets the name `made`.
+
+    Nothing is done if the file is there. Raises BuildError where somebody else could have put it.
+    """
     directory = made.parent
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in (*reversed(directory.parents), directory):
+            path.mkdir(mode=0o700, exist_ok=True)
+        for path in (directory.parent, directory):
+            check_owner(path)
+        if made.exists():
+            return
         with _locked(directory / LOCK):
             if made.exists():  # another process made it while this one waited
                 return
@@ -271,18 +346,14 @@ def _make(made: Path, what: str, make: Callable[[Path], Path]) -> None:
                 make(Path(work)).replace(made)
     except OSError as error:
         raise BuildError(
-            f"cannot write the build directory {directory}: {error.strerror}; "
-            "TORCH_EXTENSIONS_DIR can name another"
+            f"cannot write the build directory {directory}: {error.strerror}; {ELSEWHERE}"
         ) from error
 
 
 def _run_ispc(ispc: str, work: Path) -> str:
     """Compile simd.ispc for this processor; gives the object file's path."""
     made = work / "simd_ispc_kernels.o"
-    command = [ispc, str(CSRC / "simd.ispc"), "--target=host", "-O3", "--pic", "-o", str(made)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise _failure(ispc, done.stdout + done.stderr, work)
+    _run([ispc], [str(CSRC / "simd.ispc"), "--target=host", "-O3", "--pic", "-o", str(made)], work)
     return str(made)
 
 
@@ -303,7 +374,14 @@ def _make_library(compiler: list[str], ispc: str | None, variant: str, work: Pat
                 is_python_module=False,
             )
         except RuntimeError as error:
-            raise _failure(shlex.join(compiler), str(error), work) from None
+            raise _failure(compiler, str(error), work) from None
+        except UnicodeDecodeError as error:  # of a compiler that failed and said it in another encoding
+            raise _failure(compiler, error.object.decode(errors="replace"), work) from None
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            made = f"{shlex.join(compiler)} made a library that cannot be loaded"
+            raise BuildError(f"{made} ({error.__cause__ or error})") from None
     return next(work.glob("*.so"))
 
 
@@ -311,19 +389,28 @@ def _make_program(compiler: list[str], variant: str, march: str, work: Path) -> 
     """Make the program in `work`; debuggers and profilers find the lines of its sources."""
     made = work / "alone"
     sources = [str(CSRC / name) for name in (ALONE, *KERNELS, VARIANTS[variant][0])]
-    command = [*compiler, "-std=c++17", "-g", *_flags(variant, march), *sources, "-o", str(made)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise _failure(shlex.join(compiler), done.stdout + done.stderr, work)
+    _run(compiler, ["-std=c++17", "-g", *_flags(variant, march), *sources, "-o", str(made)], work)
     return made
 
 
-def _failure(compiler: str, output: str, work: Path) -> BuildError:
-    """The error of a compiler that failed: its first line about an error, and where all lines are."""
+def _run(compiler: list[str], arguments: list[str], work: Path) -> None:
+    """Run a compiler. Raises BuildError if it fails."""
+    done = subprocess.run(
+        [*compiler, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+    )
+    if done.returncode != 0:
+        code = done.returncode
+        ended = f"error: it was ended: {signal.strsignal(-code)}\n" if code < 0 else ""
+        raise _failure(compiler, done.stdout + done.stderr + ended, work)
+
+
+def _failure(compiler: list[str], output: str, work: Path) -> BuildError:
+    """The error of a compiler that failed: the line that says most, and where all lines are."""
     log = work.parent / "build.log"
-    log.write_text(output)
-    reason = next((line for line in output.splitlines() if "error:" in line.lower()), "no reason given")
-    return BuildError(f"{compiler} failed: {reason.strip()} (all it said: {log})")
+    log.write_text(output, errors="replace")
+    told = ((sign, line) for sign in REASONS for line in output.splitlines())
+    reason = next((line for sign, line in told if sign in line.lower()), "no reason given")
+    return BuildError(f"{shlex.join(compiler)} failed: {reason.strip()} (all it said: {log})")
 
 
 def running_builds() -> list[Path]:

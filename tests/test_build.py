@@ -50,7 +50,7 @@ def test_processes_that_start_together_compile_once(extension, tmp_path):
     results = [finish(p) for p in [start(tmp_path) for _ in range(3)]]
     errors = "".join(err for _, err in results)
     assert errors.count("Compiling code") == 1
-    assert errors.count("Waiting for another process") <= 2
+    assert errors.count("Waiting for another build") <= 2
     assert len({out for out, _ in results}) == 1
 
 

@@ -1,0 +1,150 @@
+"""A build that takes a second, in a process of its own: build.py's steps, over sources of one line each.
+
+    small_build.py SOURCES [VARIANT]        print what the library answers, or the error as gpt.py would
+    small_build.py SOURCES --kill COUNT     kill a first build at so many points; each time, build again
+    small_build.py SOURCES --try VARIANT NAME PATH...
+                                            build with each compiler, by $CXX or $ISPC; what each gives
+
+The cache directory is TORCH_EXTENSIONS_DIR; --kill uses fresh ones inside it. --kill and --try print JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.utils import cpp_extension  # noqa: F401  its import takes longer than the build
+
+from attention_ext import BuildError, build
+
+ANSWER = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
+# What Python does to files and processes: a kill can fall before each.
+STEPS = ("os.", "shutil.", "tempfile.", "open", "subprocess.Popen", "fcntl.flock")
+
+
+def write_sources(directory: Path) -> Path:
+    """The sources that answer() is made of."""
+    directory.mkdir()
+    (directory / "answer.cpp").write_text(ANSWER)
+    (directory / "other.cpp").write_text("int other = 1;\n")
+    (directory / "simd.ispc").write_text("export uniform int answer_of_ispc() { return 42; }\n")
+    return directory
+
+
+def answer(sources: Path, variant: str = "portable") -> int:
+    """Let build.py build these sources instead of its own, and ask the library."""
+    build.CSRC, build.KERNELS, build.SOURCES = sources, (), ("answer.cpp",)
+    build.VARIANTS[variant] = ("other.cpp", ())
+    build.has_python_header = lambda: False
+    build._register_fakes = lambda name: None
+    build.load(variant)
+    return ctypes.CDLL(str(build._libraries[variant])).answer()
+
+
+def in_child(act: Callable[[], int | str]) -> str | None:
+    """act() in a fork of this process, in a group of its own, as text; None if it was killed."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setsid()
+            os.write(write, str(act()).encode())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(write)
+    _, status = os.waitpid(child, 0)
+    with open(read) as pipe:  # a compiler that outlives its build has it closed
+        said = pipe.read()
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+        return None
+    if status or not said:
+        raise SystemExit(f"a build ended with status {status}")
+    return said
+
+
+def answer_or_error(sources: Path, variant: str) -> int | str:
+    try:
+        return answer(sources, variant)
+    except BuildError as error:
+        return f"Error: {error}"
+
+
+def watched(sources: Path, at: int | None, after: float | None, group: bool) -> int:
+    """answer(), killed at its step `at`, or `after` seconds of compiling; with all its compilers if `group`.
+
+    Otherwise the number of steps.
+    """
+    steps = 0
+
+    def die() -> None:
+        os.killpg(0, signal.SIGKILL) if group else os.kill(os.getpid(), signal.SIGKILL)
+
+    def hook(event: str, args: tuple) -> None:
+        nonlocal steps
+        if not event.startswith(STEPS):
+            return
+        steps += 1  # before os.kill, which is a step too
+        if steps == at:
+            die()
+        if event == "subprocess.Popen" and "ninja" in args[1] and "-v" in args[1] and after is not None:
+            threading.Timer(after, die).start()
+
+    sys.addaudithook(hook)
+    answer(sources)
+    return steps
+
+
+def kill_everywhere(sources: Path, cache: Path, count: int) -> dict:
+    """Kill builds at points spread over all steps and over the time of compiling, half and half."""
+
+    def use(name: str) -> Path:
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(cache / name)
+        return cache / name
+
+    use("whole")
+    start = time.monotonic()
+    steps = int(in_child(lambda: watched(sources, None, None, False)) or 0)
+    seconds = time.monotonic() - start
+    at_steps = count // 2
+    points: list[tuple[int | None, float | None]] = [
+        *((1 + steps * i // at_steps, None) for i in range(at_steps)),
+        *((None, seconds * (i + 0.5) / (count - at_steps)) for i in range(count - at_steps)),
+    ]
+    killed, wrong = 0, []
+    for i, (at, after) in enumerate(points):
+        directory = use(str(i))
+        killed += in_child(lambda: watched(sources, at, after, i % 2 == 0)) is None
+        got = in_child(lambda: answer(sources))
+        left = sorted(path.name for path in directory.glob("*/*") if not path.name.startswith("tmp"))
+        if got != "42" or left != ["attention_ext.so", "building"]:
+            wrong.append([at, after, got, left])
+    return {"steps": steps, "seconds": seconds, "points": len(points), "killed": killed, "wrong": wrong}
+
+
+if __name__ == "__main__":
+    try:
+        if "--kill" in sys.argv:
+            cache = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+            print(json.dumps(kill_everywhere(Path(sys.argv[1]), cache, int(sys.argv[3]))))
+        elif "--try" in sys.argv:
+            variant, name, *paths = sys.argv[3:]
+            tried = {}
+            for path in paths:
+                os.environ[name] = path
+                tried[path] = in_child(lambda: answer_or_error(Path(sys.argv[1]), variant))
+            print(json.dumps(tried))
+        else:
+            print(answer(Path(sys.argv[1]), *sys.argv[2:]))
+    except BuildError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -1,0 +1,419 @@
+"""The just-in-time build where things go wrong: kills, crowds, full disks, broken compilers, other people.
+
+Most of it builds sources of one line (small_build.py), whose steps are those of the extension's own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from robustness import small_build
+
+from attention_ext import BuildError, build
+
+SCRIPT = Path(__file__).with_name("small_build.py")
+REAL = "from attention_ext import build; build.load(); print(build.describe())"
+VERSION = 'case "$*" in *--version*) exit 0;; esac'
+OTHER = 54321  # a user's number that is neither ours nor root's
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler():
+    try:
+        build.find_compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def sources(tmp_path):
+    return small_build.write_sources(tmp_path / "sources")
+
+
+def start(cache, *command, prefix=(), **env) -> subprocess.Popen:
+    """A new process of Python with `cache` as its cache directory."""
+    return subprocess.Popen(
+        [*prefix, sys.executable, *map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"TORCH_EXTENSIONS_DIR": str(cache), "PYTHONPATH": str(ROOT)} | env,
+        start_new_session=True,
+    )
+
+
+def finish(process) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def small(cache, sources, *args, **env) -> tuple[int, str, str]:
+    return finish(start(cache, SCRIPT, sources, *args, **env))
+
+
+def error_of(result) -> str:
+    """The one line that a process ended with, besides that it compiles."""
+    code, out, err = result
+    lines = [line for line in err.splitlines() if not line.startswith("Compiling ")]
+    assert code == 2 and out == "" and len(lines) == 1, err
+    assert lines[0].startswith("Error: ")
+    return lines[0]
+
+
+def libraries(cache):
+    return sorted(path.name for path in cache.glob("*/*") if path.suffix == ".so")
+
+
+def test_a_build_killed_anywhere_is_taken_over(full, tmp_path, sources):
+    code, out, err = small(tmp_path / "caches", sources, "--kill", 100 if full else 25)
+    assert code == 0, err
+    done = json.loads(out)
+    assert done["wrong"] == []
+    assert done["killed"] >= done["points"] * 0.7, done  # a build can end before the last points in time
+
+
+def test_a_real_build_killed_while_it_compiles_is_taken_over(full, tmp_path, extension):
+    if not full:
+        pytest.skip("takes minutes; ROBUSTNESS=full")
+    began = time.monotonic()
+    assert finish(start(tmp_path / "whole", "-c", REAL))[0] == 0
+    seconds = time.monotonic() - began
+    for i in range(5):
+        process = start(tmp_path / str(i), "-c", REAL)
+        assert "Compiling" in process.stderr.readline()
+        time.sleep(seconds * (0.05 + 0.15 * i))
+        process.kill() if i % 2 else os.killpg(process.pid, signal.SIGKILL)
+        process.stdout.close(), process.stderr.close(), process.wait()
+        code, out, err = finish(start(tmp_path / str(i), "-c", REAL))
+        assert code == 0 and "floats" in out and "Waiting" not in err, err
+        assert libraries(tmp_path / str(i)) == ["attention_ext.so"]
+
+
+def test_eight_processes_compile_once(full, tmp_path, sources):
+    commands = [(SCRIPT, sources)] + ([("-c", REAL)] if full else [])
+    for command in commands:
+        cache = tmp_path / str(command[0] == "-c")
+        results = [finish(p) for p in [start(cache, *command) for _ in range(8)]]
+        assert [code for code, _, _ in results] == [0] * 8, results
+        assert len({out for _, out, _ in results}) == 1
+        said = [err for _, _, err in results]
+        assert sum(err.count("Compiling code") for err in said) == 1
+        assert {*"".join(said).splitlines()} <= {"Compiling code into a PyTorch module...",
+                                                 "Waiting for another build..."}  # fmt: skip
+        assert libraries(cache) == ["attention_ext.so"]
+
+
+def test_who_waits_says_so_at_once(tmp_path, sources, monkeypatch):
+    assert small(tmp_path / "cache", sources)[0] == 0
+    (library,) = (tmp_path / "cache").glob("*/*.so")
+    library.unlink()
+    with open(library.with_name(build.LOCK)) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = start(tmp_path / "cache", SCRIPT, sources)
+        assert process.stderr.readline() == "Waiting for another build...\n"
+        assert process.poll() is None
+    assert finish(process) == (0, "42\n", "Compiling code into a PyTorch module...\n")
+
+
+@pytest.fixture(scope="module")
+def namespace(tmp_path_factory):
+    """What lets a command mount, in a namespace that ends with it: (mount what, command ...)."""
+    trial = tmp_path_factory.mktemp("mount")
+
+    def prefix(mounts: str) -> list[str]:
+        return ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec", f'{mounts}; exec "$@"', "sh"]
+
+    try:
+        subprocess.run([*prefix(f"mount -t tmpfs none {trial}"), "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"nothing can be mounted here: {error}")
+    return prefix
+
+
+def test_a_read_only_cache_serves_what_it_has_and_says_what_it_cannot(tmp_path, sources, namespace):
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    prefix = namespace(f"mount --bind {cache} {cache}; mount -o remount,bind,ro {cache}")
+    message = "/attention_ext_portable_.*: Read-only file system; TORCH_EXTENSIONS_DIR can name another"
+    assert re.search(message, error_of(finish(start(cache, SCRIPT, sources, prefix=prefix))))
+    assert list(cache.iterdir()) == []
+    assert small(cache, sources)[0] == 0
+    assert finish(start(cache, SCRIPT, sources, prefix=prefix)) == (0, "42\n", "")
+
+
+def test_a_full_disk_is_said_and_leaves_nothing_that_harms(full, tmp_path, sources, namespace):
+    cache, ended = tmp_path / "cache", set()
+    cache.mkdir()
+    for pages in range(1, 17) if full else (1, 8):
+        mounts = f"""mount -t tmpfs -o mode=700,size={pages * 4096} none {cache}
+            if "$@"; then exit 42; fi
+            ! find {cache} -name '*.so' | grep .
+            mount -o remount,size=16m {cache}"""  # room is made; then the same again
+        code, out, err = finish(start(cache, SCRIPT, sources, prefix=namespace(mounts)))
+        if code == 42:
+            assert out == "42\n"
+            ended.add("room enough")
+            continue
+        first = [line for line in err.splitlines() if not line.startswith("Compiling ")]
+        assert (code, out, len(first)) == (0, "42\n", 1), err
+        assert first[0].startswith("Error: ") and "no space left on device" in first[0].lower()
+        ended.add("said")
+    assert "said" in ended
+
+
+def test_a_disk_without_leave_to_run_is_said(tmp_path, sources, namespace):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    prefix = namespace(f"mount -t tmpfs -o mode=700,noexec none {cache}")
+    assert "cannot be loaded" in error_of(finish(start(cache, SCRIPT, sources, prefix=prefix)))
+
+
+OLD = "cc1plus: error: unrecognized command line option '-std=c++20'"
+COMPILERS = {
+    "too old": (f'{VERSION}\ncase "$*" in *-std=*) echo "{OLD}" >&2; exit 1;; esac', re.escape(OLD)),
+    "unfit": (
+        f'{VERSION}\ncase "$*" in *native*) echo "error: bad value for -march" >&2; exit 1;; esac',
+        "failed: error: bad value",
+    ),
+    "crashing": (f"{VERSION}\nkill -SEGV $$", "failed: Segmentation fault"),
+    "silent": (f"{VERSION}\nexit 1", r"failed: no reason given \(all it said: .*build.log\)"),
+    "idle": (f"{VERSION}\nexit 0", "made a library that cannot be loaded"),
+    "wrong": (
+        f'{VERSION}\nwhile [ $# -gt 0 ]; do [ "$1" != -o ] || echo junk > "$2"; shift; done',
+        r"made a library that cannot be loaded \(.*: file too short\)",
+    ),
+    "in Latin 1": (f"{VERSION}\nprintf 'error: \\377 kaboom\\n' >&2; exit 1", "failed: error: . kaboom"),
+    "without version": ("exit 3", r"does not run: .* returned non-zero exit status 3"),
+    "killed at its version": ("kill -KILL $$", r"does not run: .* died with <Signals.SIGKILL: 9>"),
+}
+
+
+def attempts(tmp_path, sources, variant, variable, texts) -> dict[str, tuple[str, str]]:
+    """What building with each of these scripts gives: (its path, the library's answer or the error)."""
+    paths = {kind: fake(tmp_path / kind.replace(" ", "-"), text) for kind, text in texts.items()}
+    code, out, err = small(tmp_path / "cache", sources, "--try", variant, variable, *paths.values())
+    assert code == 0 and {*err.splitlines()} <= {"Compiling code into a PyTorch module..."}, err
+    return {kind: (path, json.loads(out)[path]) for kind, path in paths.items()}
+
+
+def test_a_compiler_that_cannot_do_it_is_one_line(tmp_path, sources):
+    texts = {kind: text for kind, (text, _) in COMPILERS.items()}
+    for kind, (path, said) in attempts(tmp_path, sources, "portable", "CXX", texts).items():
+        assert said.startswith((f"Error: {path} ", f"Error: the compiler {path} ")), (kind, said)
+        assert re.search(COMPILERS[kind][1], said) and "\n" not in said, (kind, said)
+    assert libraries(tmp_path / "cache") == []
+
+
+def fake(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o700)
+    return str(path)
+
+
+def test_a_compiler_that_was_mended_is_used(tmp_path, sources):
+    broken = tmp_path / "broken"
+    broken.touch()
+    compiler = shlex.join(build.find_compiler())
+    script = fake(tmp_path / "cxx", f'{VERSION}\n[ ! -e {broken} ] || exit 1\nexec {compiler} "$@"')
+    assert "failed" in error_of(small(tmp_path / "cache", sources, CXX=script))
+    broken.unlink()
+    assert small(tmp_path / "cache", sources, CXX=script)[:2] == (0, "42\n")
+
+
+def test_an_ispc_that_cannot_do_it_is_one_line(tmp_path, sources):
+    texts = {"crashing": f"{VERSION}\nkill -SEGV $$", "idle": f"{VERSION}\nexit 0"}
+    said = attempts(tmp_path, sources, "ispc", "ISPC", texts)
+    path, crashed = said["crashing"]
+    assert crashed.startswith(f"Error: {path} failed: error: it was ended: Segmentation fault (all it said: ")
+    assert "failed: " in said["idle"][1] and "\n" not in said["idle"][1]
+    assert libraries(tmp_path / "cache") == []
+
+
+def test_a_compiler_that_never_tells_its_version_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "VERSION_SECONDS", 0.5)
+    script = fake(tmp_path / "cxx", "exec sleep 1000")
+    began = time.monotonic()
+    with pytest.raises(BuildError, match=r"cxx does not run: .* timed out after 0.5 seconds$"):
+        build._fingerprint([script], None, "portable")
+    assert time.monotonic() - began < 10
+
+
+def test_a_compilers_command_that_no_shell_could_read_is_named(monkeypatch):
+    monkeypatch.setenv("CXX", "'c++")
+    with pytest.raises(BuildError, match="""^CXX is "'c\\+\\+"; it must be a compiler's command: No"""):
+        build.find_compiler()
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: OTHER)
+    with pytest.raises(BuildError, match="home directory. TORCH_EXTENSIONS_DIR can name another directory"):
+        build.cache_directory()
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch, capsys):
+    """Build the program of a one-line source, in this process; gives (its path, whether it was compiled)."""
+    directory = tmp_path / "sources"
+    directory.mkdir()
+    for name, text in {"main.cpp": "int main() { return 42; }\n", "other.cpp": "", "a.h": ""}.items():
+        (directory / name).write_text(text)
+    monkeypatch.setattr(build, "CSRC", directory)
+    monkeypatch.setattr(build, "KERNELS", ())
+    monkeypatch.setattr(build, "ALONE", "main.cpp")
+    monkeypatch.setitem(build.VARIANTS, "portable", ("other.cpp", ()))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "new" / "cache"))
+
+    def make():
+        capsys.readouterr()
+        made = build.program("portable")
+        assert subprocess.run([made]).returncode == 42
+        return made, "Compiling" in capsys.readouterr().err
+
+    return make
+
+
+CHANGES = {
+    "flag": lambda patch: patch.setattr(build, "FLAGS", (*build.FLAGS, "-g0")),
+    "torch": lambda patch: patch.setattr(build.torch, "__version__", "9.9.9"),
+    "Python": lambda patch: patch.setattr(build.sys, "version", "9.9.9"),
+    "CPU": lambda patch: patch.setattr(build, "_cpu", lambda: "another CPU"),
+    "header": lambda patch: (build.CSRC / "a.h").write_text("// changed\n"),
+    "source": lambda patch: (build.CSRC / "main.cpp").write_text("int main() { return 6 * 7; }\n"),
+    "new source": lambda patch: (build.CSRC / "b.h").write_text(""),
+    "compiler": lambda patch: patch.setenv("CXX", f"{build.find_compiler()[0]} -O1"),
+    "Python's header": lambda patch: patch.setattr(build, "has_python_header", lambda: "another"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_compiles_anew_and_its_absence_does_not(program, change):
+    before, compiled = program()
+    assert compiled and program() == (before, False)
+    kept = before.stat()
+    files = {path: path.read_text() for path in build.CSRC.iterdir()}
+    with pytest.MonkeyPatch.context() as patch:
+        CHANGES[change](patch)
+        after, compiled = program()
+        assert compiled and after != before
+        assert program() == (after, False)
+    for path in build.CSRC.iterdir():
+        path.write_text(files[path]) if path in files else path.unlink()
+    assert program() == (before, False)  # as it was: neither made again nor touched
+    assert before.stat().st_mtime_ns == kept.st_mtime_ns and before.stat().st_ino == kept.st_ino
+
+
+def test_what_is_made_is_the_users_alone(program, tmp_path):
+    mask = os.umask(0)
+    try:
+        made, _ = program()
+    finally:
+        os.umask(mask)
+    for directory in (tmp_path / "new", tmp_path / "new" / "cache", made.parent):
+        assert directory.stat().st_mode & 0o777 == 0o700
+
+
+def refusal(program) -> str:
+    with pytest.raises(BuildError) as caught:
+        program()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["cache", "build"])
+def test_a_directory_that_others_can_write_is_refused(program, monkeypatch, place):
+    made, _ = program()
+    directory = made.parent if place == "build" else made.parent.parent
+    for mode in (0o777, 0o702):
+        directory.chmod(mode)
+        assert refusal(program) == (
+            f"{directory} can be written by everybody, whose library would be run; chmod o-w {directory}"
+        )
+    directory.chmod(0o1777)
+    assert refusal(program).endswith("TORCH_EXTENSIONS_DIR can name another directory")
+    directory.chmod(0o770)
+    monkeypatch.setattr(build, "_is_private", lambda group: False)
+    assert refusal(program) == (
+        f"{directory} can be written by group {directory.stat().st_gid}, whose library would be run; "
+        f"chmod g-w {directory}"
+    )
+    monkeypatch.setattr(build, "_is_private", lambda group: True)
+    assert program() == (made, False)
+
+
+def test_a_directory_above_is_refused_only_where_others_could_replace_what_is_in_it(program, tmp_path):
+    made, _ = program()
+    above = tmp_path / "new"
+    above.chmod(0o1777)  # as /tmp is
+    assert program() == (made, False)
+    above.chmod(0o777)
+    assert refusal(program).startswith(f"{above} can be written by everybody")
+    above.chmod(0o755)
+    assert program() == (made, False)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+@pytest.mark.parametrize("place", ["above", "cache", "build"])
+def test_a_directory_of_another_user_is_refused(program, tmp_path, place):
+    made, _ = program()
+    directory = {"above": tmp_path / "new", "cache": made.parent.parent, "build": made.parent}[place]
+    os.chown(directory, OTHER, -1)
+    assert refusal(program) == (
+        f"{directory} belongs to user {OTHER}, whose library would be run; "
+        "TORCH_EXTENSIONS_DIR can name another directory"
+    )
+
+
+def test_a_link_is_followed_once_and_what_it_names_is_held_to_the_same(program, tmp_path, monkeypatch):
+    made, _ = program()
+    (tmp_path / "link").symlink_to(made.parent.parent)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "link"))
+    assert program() == (made, False)
+    made.parent.parent.chmod(0o777)
+    assert refusal(program).startswith(f"{made.parent.parent} can be written by everybody")
+
+
+def test_a_library_that_another_could_have_planted_is_not_run(tmp_path, sources):
+    cache = tmp_path / "cache"
+    assert small(cache, sources)[:2] == (0, "42\n")
+    (library,) = cache.glob("*/*.so")
+    ran = tmp_path / "ran"
+    planted = tmp_path / "planted.cpp"
+    planted.write_text(
+        f'#include <cstdio>\nstruct Ran {{ Ran() {{ std::fclose(std::fopen("{ran}", "w")); }} }} ran;\n'
+        + small_build.ANSWER
+    )
+    subprocess.run([*build.find_compiler(), "-shared", "-fPIC", planted, "-o", library], check=True)
+    library.parent.chmod(0o777)
+    assert "can be written by everybody" in error_of(small(cache, sources))
+    assert not ran.exists()
+    library.parent.chmod(0o700)
+    assert small(cache, sources) == (0, "42\n", "") and ran.exists()  # so it would have been
+
+
+def test_a_private_group_is_the_users_or_roots(monkeypatch):
+    import grp
+    import pwd
+    from types import SimpleNamespace
+
+    monkeypatch.setattr(pwd, "getpwuid", lambda user: SimpleNamespace(pw_name="will"))
+    groups = {
+        0: ("root", []), 1: ("will", []), 2: ("will", ["will"]), 3: ("will", ["will", "kit"]), 4: ("men", [])
+    }  # fmt: skip
+    monkeypatch.setattr(
+        grp, "getgrgid", lambda group: SimpleNamespace(gr_name=groups[group][0], gr_mem=groups[group][1])
+    )
+    assert [group for group in range(6) if build._is_private(group)] == [0, 1, 2]  # there is no 5
