@@ -1,0 +1,117 @@
+// Generated models for the native decoder, of all shapes, each read and continued by one thread and by several.
+//
+//   decoder SEED COUNT
+//
+// runs the models of the seeds SEED .. SEED + COUNT - 1; one that goes wrong, or ends the program, prints its
+// seed and its shape. Threads must change no bit, and prefill and steps must agree as float32 can.
+#include "decoder.h"
+
+#include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <random>
+
+#include "attention.h"
+#include "running.h"
+
+void on_threads(int, const std::function<void(int)>&) { std::abort(); }  // the decoder has threads of its own
+
+namespace {
+
+const char* attempt(uint64_t seed) {
+    std::mt19937_64 random(seed);
+    const auto from = [&](int64_t least, int64_t most) {
+        return least + static_cast<int64_t>(random() % static_cast<uint64_t>(most - least + 1));
+    };
+    const auto any = [&](std::initializer_list<int64_t> of) { return of.begin()[random() % of.size()]; };
+    const int64_t H = any({1, 2, 3, 5}), d = any({1, 3, 8, 15, 16, 17, 24, 33, 64}),
+                  V = any({1, 2, 15, 65, 200});
+    const int64_t T = any({1, 2, 3, 5, 17, 63, 64, 65, 129, 200});
+    const ModelShape shape{T, V, from(1, 3), H, H * d};
+    const bool bias = from(0, 1), bf16 = from(0, 1), recorded = from(0, 1);
+    const int part = static_cast<int>(from(1, 4)), threads = static_cast<int>(any({2, 3, 5, 16}));
+    const int64_t tiles[] = {1, 2, 3, 4, 5, 16, 17, 31, 64, 100, 1 << 20};
+    const int64_t br = tiles[random() % 11], bc = tiles[random() % 11];
+    const int64_t slots = from(1, 4), capacity = from(1, T);
+    std::snprintf(running, sizeof running,
+                  "seed %" PRIu64
+                  ": H %d, d %d, V %d, layers %d, T %d, bias %d, bf16 %d, part%d, tile %d x %d, "
+                  "slots %d, capacity %d, threads %d\n",
+                  seed, static_cast<int>(H), static_cast<int>(d), static_cast<int>(V),
+                  static_cast<int>(shape.n_layer), static_cast<int>(T), bias, bf16, part, static_cast<int>(br),
+                  static_cast<int>(bc), static_cast<int>(slots), static_cast<int>(capacity), threads);
+
+    std::map<std::string, std::vector<float>> weights;
+    std::uniform_real_distribution<float> noise(-0.5f, 0.5f);
+    const Tensors tensors = [&](const std::string& name, int64_t floats) -> const float* {
+        if (!bias && name.size() > 5 && name.compare(name.size() - 5, 5, ".bias") == 0) return nullptr;
+        std::vector<float>& w = weights[name];
+        if (w.empty())
+            for (int64_t i = 0; i < floats; i++) w.push_back(noise(random));
+        return w.data();
+    };
+    Decoder many(shape, tensors, bf16, part, br, bc, slots, capacity, threads);
+    Decoder one(shape, tensors, bf16, part, br, bc, slots, capacity, 1);
+    Decoder steps(shape, tensors, bf16, part, br, bc, 1, capacity, 1);
+    many.record(recorded);
+    const double temperatures[] = {0, 0.01, 0.8, 5}, shares[] = {1, 0.9, 0.01}, penalties[] = {1, 1.1, 0.5};
+    const Sampling sampling{temperatures[random() % 4], any({0, 1, 3, 1000}), shares[random() % 3],
+                            from(0, 1) ? 0 : 0.05, penalties[random() % 3]};
+    many.set_sampling(sampling), one.set_sampling(sampling);
+
+    for (int64_t slot = 0; slot < slots; slot++) {
+        std::vector<int64_t> ids(static_cast<size_t>(from(1, capacity)));
+        for (int64_t& id : ids) id = from(0, V - 1);
+        const bool continues = from(0, 1);
+        many.prefill(slot, ids, continues), one.prefill(slot, ids, continues);
+        if (many.logits(slot) != one.logits(slot)) return "threads change what a prompt gives";
+        steps.prefill(0, {ids[0]}, false);
+        for (size_t i = 1; i < ids.size(); i++) steps.push(0, ids[i]);
+        for (int64_t i = 0; i < V; i++) {
+            const float a = steps.logits(0)[i], b = one.logits(slot)[i];
+            if (!(std::fabs(a - b) <= 2e-4f * (1 + std::fabs(a)))) return "steps give what prefill does not";
+        }
+    }
+    for (int turn = 0; turn < 40; turn++) {
+        std::vector<int64_t> some;
+        std::vector<double> uniforms;
+        for (int64_t slot = 0; slot < slots; slot++)
+            if (many.length(slot) <= capacity && from(0, 3)) {  // the token chosen last may be one more
+                some.push_back(slot);
+                uniforms.push_back(static_cast<double>(from(0, 999)) / 1000);
+            }
+        if (many.next(some, uniforms) != one.next(some, uniforms)) return "threads change what is chosen";
+        const int64_t slot = from(0, slots - 1), other = from(0, slots - 1);
+        if (from(0, 9) == 0 && slot != other) many.copy(slot, other), one.copy(slot, other);
+        if (from(0, 9) == 0 && many.length(slot) < capacity) {
+            const int64_t token = from(0, V - 1);
+            many.push(slot, token), one.push(slot, token);
+        }
+        for (int64_t s = 0; s < slots; s++)
+            if (many.logits(s) != one.logits(s)) return "threads change what a step gives";
+        if (recorded && from(0, 9) == 0 && many.spans().empty() && !some.empty()) return "nothing was recorded";
+    }
+    return nullptr;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    if (argc != 3) {
+        std::fputs("usage: decoder SEED COUNT\n", stderr);
+        return 2;
+    }
+    const uint64_t seed = std::strtoull(argv[1], nullptr, 10), count = std::strtoull(argv[2], nullptr, 10);
+    print_at_the_end();
+    uint64_t wrong = 0;
+    for (uint64_t n = seed; n < seed + count && wrong < 10; n++) {
+        const char* what = attempt(n);
+        if (!what) continue;
+        wrong++;
+        print_running();
+        std::fprintf(stderr, "    %s\n", what);
+    }
+    std::printf("%" PRIu64 " models, %" PRIu64 " wrong\n", count, wrong);
+    return wrong != 0;
+}

@@ -1,0 +1,449 @@
+// Generated cases for the kernels, each in memory between pages that nobody may touch, held against float64.
+//
+//   kernels SEED COUNT [THREADS]
+//
+// runs the cases of the seeds SEED .. SEED + COUNT - 1, over at most THREADS threads, 1 unless given. A case
+// that goes wrong, or ends the program, prints its seed and what it is: `kernels SEED 1 THREADS` is that case
+// alone. The bar is that of tests/oracle.py: at most twice the error of a plain float32 computation, plus 1e-6.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "attention.h"
+#include "running.h"
+
+// Threads that are born and end here have nothing in common but what the kernels give them.
+void on_threads(int threads, const std::function<void(int)>& body) {
+    std::vector<std::thread> others;
+    for (int thread = 1; thread < threads; thread++) others.emplace_back(body, thread);
+    body(0);
+    for (std::thread& other : others) other.join();
+}
+
+namespace {
+
+constexpr struct {
+    int64_t (*scratch)(const Attention&);
+    void (*kernel)(const Attention&, float*);
+} PARTS[] = {
+    {naive_scratch, naive_attention},
+    {blocked_scratch, blocked_attention},
+    {fused_scratch, fused_attention},
+    {flash_scratch, flash_attention},
+};
+
+// Edges of vectors, panels, strips and tiles.
+constexpr int64_t EDGES[] = {1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256};
+constexpr int64_t MOST = 300;
+
+class Random {  // splitmix64: the same numbers with every compiler and library
+  public:
+    explicit Random(uint64_t seed) : state(seed) {}
+
+    uint64_t bits() {
+        uint64_t z = state += 0x9e3779b97f4a7c15;
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+        return z ^ (z >> 31);
+    }
+    int64_t from(int64_t least, int64_t most) {
+        return least + static_cast<int64_t>(bits() % static_cast<uint64_t>(most - least + 1));
+    }
+    bool one_in(int64_t n) { return from(1, n) == 1; }
+    template <class T, size_t N>
+    T any(const T (&of)[N]) {
+        return of[bits() % N];
+    }
+    double uniform() { return static_cast<double>(bits() >> 11) * 0x1p-53; }
+    float normal() {
+        double sum = -6;
+        for (int i = 0; i < 12; i++) sum += uniform();
+        return static_cast<float>(sum);
+    }
+    // An edge or beside it, or any.
+    int64_t size(int64_t most) {
+        const int64_t n = one_in(4) ? from(1, most) : any(EDGES) + from(-1, 1);
+        return std::min(std::max<int64_t>(n, 1), most);
+    }
+
+  private:
+    uint64_t state;
+};
+
+// n floats between two pages without access: directly behind the first one, directly before the second, or some
+// floats from the first. They, and what is between them and the pages, hold a NaN that is its own.
+class Guarded {
+  public:
+    Guarded(int64_t n, Random& random) : n(n) {
+        const int64_t page = sysconf(_SC_PAGESIZE), floats = page / static_cast<int64_t>(sizeof(float));
+        const int64_t at = random.from(0, 2), shift = at == 2 ? random.from(1, 17) : 0;
+        inner = (n + shift + floats - 1) / floats * floats;
+        bytes = static_cast<size_t>(inner * static_cast<int64_t>(sizeof(float)) + 2 * page);
+        base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+        if (base == MAP_FAILED) {
+            std::perror("mmap");
+            std::exit(3);
+        }
+        first = reinterpret_cast<float*>(static_cast<char*>(base) + page);
+        for (int64_t i = 0; i < inner; i++) std::memcpy(first + i, &OURS, sizeof OURS);
+        data = at == 0 ? first + inner - n : first + shift;
+        protect(base, page, PROT_NONE), protect(first + inner, page, PROT_NONE);
+    }
+    Guarded(const Guarded&) = delete;
+    ~Guarded() { munmap(base, bytes); }
+
+    float* data;
+    const int64_t n;
+
+    void let(int access) { protect(first, inner * static_cast<int64_t>(sizeof(float)), access); }
+
+    // Whether nothing was written beside the floats.
+    bool whole() const {
+        for (int64_t i = 0; i < inner; i++)
+            if ((first + i < data || first + i >= data + n) && std::memcmp(first + i, &OURS, sizeof OURS) != 0)
+                return false;
+        return true;
+    }
+
+  private:
+    static constexpr uint32_t OURS = 0x7fc5a5a5;
+    void* base;
+    float* first;
+    int64_t inner;
+    size_t bytes;
+
+    static void protect(void* at, int64_t length, int access) {
+        if (mprotect(at, static_cast<size_t>(length), access) == 0) return;
+        std::perror("mprotect");
+        std::exit(3);
+    }
+};
+
+// Where a (B, H, N, d) tensor has its elements.
+struct Layout {
+    const char* name;
+    int64_t batch, head, row, column, panel;  // panel: keys of one, or 0 where K is not held in panels
+
+    int64_t at(int64_t b, int64_t h, int64_t i, int64_t c) const {
+        const int64_t before = b * batch + h * head + c * column;
+        return panel ? before + i / panel * panel * row + i % panel : before + i * row;
+    }
+};
+
+Layout draw_layout(Random& random, int64_t H, int64_t N, int64_t d) {
+    const int64_t gap = random.from(1, 20), row = d + gap, head = N * row + random.from(0, 20);
+    const int64_t several = random.from(1, 3);
+    const Layout all[] = {
+        {"contiguous", H * N * d, N * d, d, 1, 0},
+        {"gaps", H * head + gap, head, row, 1, 0},
+        {"heads in rows", N * several * H * d, d, several * H * d, 1, 0},
+        {"one head", 0, 0, d, 1, 0},
+        {"one row", H * d, d, 0, 1, 0},
+    };
+    return random.one_in(3) ? all[0] : all[random.from(1, random.one_in(10) ? 4 : 3)];
+}
+
+// K as part 4 takes it for few queries: whole, or in panels.
+Layout draw_transposed(Random& random, int64_t H, int64_t Nk, int64_t d, int64_t panel) {
+    const int64_t ld = Nk + (random.one_in(2) ? random.from(1, 40) : 0);
+    const int64_t padded = (Nk + panel - 1) / panel * panel;
+    if (random.one_in(2)) return {"transposed", H * d * ld, d * ld, 1, ld, 0};
+    return {"panels", H * padded * d, padded * d, d, panel, panel};
+}
+
+enum Kind { PLAIN, LARGE, DENORMAL, EQUAL, BAD };
+constexpr const char* KINDS[] = {"plain", "scores of 1e4", "denormals", "equal keys", "bad values"};
+
+struct Case {
+    uint64_t seed;
+    int64_t part, B, H, Nq, Nk, d, Br, Bc;
+    int threads;
+    bool causal, lse;
+    Kind kind;
+    float scale;
+    Layout layouts[3];  // of q, k, v
+
+    int64_t rows(int which) const { return which == 0 ? Nq : Nk; }
+    int64_t visible(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
+    int64_t floats(int which) const {
+        int64_t last = 0;
+        for (int64_t i = 0; i < rows(which); i++)  // in panels the last key need not be the farthest
+            last = std::max(last, layouts[which].at(B - 1, H - 1, i, d - 1));
+        return last + 1;
+    }
+};
+
+Case draw(uint64_t seed, Random& random, int threads) {
+    Case c{};
+    c.seed = seed;
+    c.part = random.one_in(2) ? 4 : random.from(1, 3);
+    c.causal = random.one_in(2);
+    c.lse = random.one_in(2);
+    const int64_t work = random.one_in(40) ? 20'000'000 : 1'000'000;
+    do {
+        c.B = random.from(1, 2), c.H = random.from(1, 3);
+        c.Nq = random.one_in(4) ? random.from(1, FEW + 1) : random.size(MOST);
+        c.Nk = random.one_in(2) ? c.Nq : random.size(MOST);
+        if (c.causal && c.Nk < c.Nq) std::swap(c.Nq, c.Nk);
+        c.d = random.size(random.one_in(10) ? MOST : 130);
+    } while (c.B * c.H * c.Nq * c.Nk * c.d > work);
+    const int64_t Br = random.one_in(8) ? 1 << 20 : random.size(MOST);
+    const int64_t Bc = random.one_in(8) ? 1 << 20 : random.size(MOST);
+    c.Br = std::min(Br, c.Nq), c.Bc = std::min(Bc, c.Nk);
+    c.threads = threads == 1 ? 1 : static_cast<int>(random.from(1, threads));
+    c.kind = random.one_in(2) ? PLAIN : static_cast<Kind>(random.from(LARGE, BAD));
+    const float usual = 1 / std::sqrt(static_cast<float>(c.d)), scales[] = {usual, usual, usual, 0, -usual};
+    c.scale = random.any(scales);
+    for (int which = 0; which < 3; which++) c.layouts[which] = draw_layout(random, c.H, c.rows(which), c.d);
+    if (c.part == 4 && c.Nq <= FEW && random.one_in(2)) {
+        // The decoder's panel may be larger than its keys are many.
+        if (random.one_in(2)) c.Bc = random.size(MOST);
+        c.layouts[1] = draw_transposed(random, c.H, c.Nk, c.d, c.Bc);
+        if (!c.layouts[1].panel) c.Bc = std::min(c.Bc, c.Nk);
+    }
+    return c;
+}
+
+void describe(const Case& c) {
+    std::snprintf(running, sizeof running,
+                  "seed %" PRIu64
+                  ": part%d, B %d, H %d, Nq %d, Nk %d, d %d, %s, tile %d x %d, threads %d, %s%s, "
+                  "scale %g; q: %s, k: %s, v: %s\n",
+                  c.seed, static_cast<int>(c.part), static_cast<int>(c.B), static_cast<int>(c.H),
+                  static_cast<int>(c.Nq), static_cast<int>(c.Nk), static_cast<int>(c.d),
+                  c.causal ? "causal" : "full", static_cast<int>(c.Br), static_cast<int>(c.Bc), c.threads,
+                  KINDS[c.kind], c.lse ? ", lse" : "", static_cast<double>(c.scale), c.layouts[0].name,
+                  c.layouts[1].name, c.layouts[2].name);
+}
+
+float draw_value(Random& random, Kind kind) {
+    const float x = random.normal();
+    return kind == DENORMAL && random.one_in(2) ? x * 1e-40f : x;
+}
+
+template <class T>
+struct Result {
+    std::vector<T> out, lse;
+    double largest_score = 0;  // in magnitude, of those that are numbers
+    double largest_terms = 0;  // the same with each product's magnitude
+};
+
+// As it is defined, a query at a time, in T: with double what is right, with float what float32 is good for.
+template <class T>
+Result<T> attend(const Case& c, const float* q, const float* k, const float* v) {
+    Result<T> result;
+    std::vector<T> p(static_cast<size_t>(c.Nk));
+    for (int64_t b = 0; b < c.B; b++)
+        for (int64_t h = 0; h < c.H; h++)
+            for (int64_t i = 0; i < c.Nq; i++) {
+                const int64_t n = c.visible(i);
+                T m = -std::numeric_limits<T>::infinity(), l = 0;
+                for (int64_t j = 0; j < n; j++) {
+                    T s = 0, terms = 0;
+                    const float *x = q + c.layouts[0].at(b, h, i, 0), *y = k + c.layouts[1].at(b, h, j, 0);
+                    for (int64_t e = 0; e < c.d; e++) {
+                        const T term = static_cast<T>(x[e]) * static_cast<T>(y[e * c.layouts[1].column]);
+                        s += term, terms += std::fabs(term);
+                    }
+                    p[j] = static_cast<T>(c.scale) * s;
+                    m = p[j] > m ? p[j] : m;
+                    if (!std::isfinite(p[j])) continue;
+                    const double score = std::fabs(static_cast<double>(p[j]));
+                    result.largest_score = std::max(result.largest_score, score);
+                    result.largest_terms =
+                        std::max(result.largest_terms,
+                                 std::fabs(static_cast<double>(c.scale)) * static_cast<double>(terms));
+                }
+                for (int64_t j = 0; j < n; j++) l += p[j] = std::exp(p[j] - m);
+                for (int64_t e = 0; e < c.d; e++) {
+                    T o = 0;
+                    for (int64_t j = 0; j < n; j++)
+                        o += p[j] / l * static_cast<T>(v[c.layouts[2].at(b, h, j, 0) + e]);
+                    result.out.push_back(o);
+                }
+                result.lse.push_back(m + std::log(l));
+            }
+    return result;
+}
+
+Result<float> run(const Case& c, Random& random, const float* q, const float* k, const float* v,
+                  std::string& wrong) {
+    const auto matrices = [&](int which, const float* data) {
+        const Layout& l = c.layouts[which];
+        return Matrices{data, l.batch, l.head, l.row, l.column};
+    };
+    Guarded out(c.B * c.H * c.Nq * c.d, random), lse(c.B * c.H * c.Nq, random);
+    const Attention a{c.B,
+                      c.H,
+                      c.Nq,
+                      c.Nk,
+                      c.d,
+                      matrices(0, q),
+                      matrices(1, k),
+                      matrices(2, v),
+                      out.data,
+                      c.lse ? lse.data : nullptr,
+                      c.causal,
+                      c.scale,
+                      c.Br,
+                      c.Bc,
+                      c.threads};
+    Guarded scratch(PARTS[c.part - 1].scratch(a), random);
+    if (!c.lse) lse.let(PROT_NONE);
+    PARTS[c.part - 1].kernel(a, scratch.data);
+    if (!c.lse) lse.let(PROT_READ);
+    if (!out.whole()) wrong += "; wrote beside out";
+    if (!lse.whole()) wrong += "; wrote beside lse";
+    if (!scratch.whole()) wrong += "; wrote beside its scratch";
+    Result<float> result;
+    result.out.assign(out.data, out.data + out.n);
+    if (c.lse) result.lse.assign(lse.data, lse.data + lse.n);
+    return result;
+}
+
+// Adds to `wrong` where got is farther from right than it may be. rounding: what rounding alone changes,
+// relative to the largest; it is more than 1e-6 for scores of 1e4.
+void hold(const char* name, const std::vector<float>& got, const std::vector<double>& right,
+          const std::vector<float>& plain, double rounding, bool same_infinity, std::string& wrong) {
+    double allowed = 0, largest = 1;
+    for (size_t i = 0; i < right.size(); i++) {
+        if (!std::isfinite(right[i])) continue;
+        largest = std::max(largest, std::fabs(right[i]));
+        if (std::isfinite(plain[i]))
+            allowed = std::max(allowed, std::fabs(static_cast<double>(plain[i]) - right[i]));
+    }
+    allowed = 2 * allowed + std::max(1e-6, rounding) * largest;
+    for (size_t i = 0; i < right.size(); i++) {
+        const double x = static_cast<double>(got[i]);
+        const bool good = std::isfinite(right[i])                 ? std::fabs(x - right[i]) <= allowed
+                          : same_infinity && std::isinf(right[i]) ? x == right[i]
+                          : same_infinity                         ? std::isnan(x)
+                                                                  : !std::isfinite(x);
+        if (good) continue;
+        char text[160];
+        std::snprintf(text, sizeof text, "; %s[%zu] is %.9g, right is %.9g, allowed %.3g", name, i, x, right[i],
+                      allowed);
+        wrong += text;
+        return;
+    }
+}
+
+bool same(float a, float b) { return std::memcmp(&a, &b, sizeof a) == 0 || (std::isnan(a) && std::isnan(b)); }
+
+bool same(const std::vector<float>& a, const std::vector<float>& b) {
+    for (size_t i = 0; i < a.size(); i++)
+        if (!same(a[i], b[i])) return false;
+    return true;
+}
+
+// What is wrong about this case; nothing if it is empty.
+std::string attempt(const Case& drawn, Random& random) {
+    Case c = drawn;
+    std::string wrong;
+    Guarded q(c.floats(0), random), k(c.floats(1), random), v(c.floats(2), random);
+    Guarded* const tensors[] = {&q, &k, &v};
+    const auto each = [&](int which, auto visit) {
+        for (int64_t b = 0; b < c.B; b++)
+            for (int64_t h = 0; h < c.H; h++)
+                for (int64_t i = 0; i < c.rows(which); i++)
+                    for (int64_t e = 0; e < c.d; e++)
+                        visit(tensors[which]->data[c.layouts[which].at(b, h, i, e)], b, h, i, e);
+    };
+    for (int which = 0; which < 3; which++)
+        each(which, [&](float& x, int64_t, int64_t, int64_t, int64_t) { x = draw_value(random, c.kind); });
+    if (c.kind == EQUAL || (c.kind == LARGE && random.one_in(4)))
+        each(1, [&](float& x, int64_t b, int64_t h, int64_t, int64_t e) {
+            x = k.data[c.layouts[1].at(b, h, 0, e)];
+        });
+    if (c.kind == LARGE) {
+        c.scale = random.one_in(2) ? 1.0f : -1.0f;
+        const double most = attend<double>(c, q.data, k.data, v.data).largest_score;
+        if (most > 0) c.scale *= static_cast<float>(1e4 / most);
+        describe(c);
+    }
+    const auto read_only = [&](bool only) {
+        for (Guarded* t : tensors) t->let(only ? PROT_READ : PROT_READ | PROT_WRITE);
+    };
+
+    read_only(true);
+    Result<float> got = run(c, random, q.data, k.data, v.data, wrong);
+    if (c.threads > 1 || random.one_in(4)) {
+        Case other = c;
+        other.threads = 1, other.lse = !c.lse;
+        const Result<float> again = run(other, random, q.data, k.data, v.data, wrong);
+        if (!same(got.out, again.out)) wrong += "; out depends on the threads, or on whether lse is wanted";
+    }
+    if (c.kind == BAD) {
+        const Result<float> clean = got;
+        read_only(false);
+        constexpr float INF = std::numeric_limits<float>::infinity();
+        const float values[] = {std::numeric_limits<float>::quiet_NaN(), INF, -INF};
+        for (int64_t n = random.from(1, 3); n > 0; n--) {
+            const int which = static_cast<int>(random.from(0, 2));
+            const int64_t b = random.from(0, c.B - 1), h = random.from(0, c.H - 1);
+            const int64_t i = random.from(0, c.rows(which) - 1), e = random.from(0, c.d - 1);
+            tensors[which]->data[c.layouts[which].at(b, h, i, e)] = random.any(values);
+        }
+        read_only(true);
+        got = run(c, random, q.data, k.data, v.data, wrong);
+        std::vector<char> sees(clean.out.size() / static_cast<size_t>(c.d));
+        for (int which = 0; which < 3; which++)
+            each(which, [&](float& x, int64_t b, int64_t h, int64_t i, int64_t) {
+                if (std::isfinite(x)) return;
+                for (int64_t r = 0; r < c.Nq; r++)
+                    if (which == 0 ? r == i : i < c.visible(r)) sees[(b * c.H + h) * c.Nq + r] = 1;
+            });
+        for (size_t n = 0; n < clean.out.size(); n++)
+            if (!sees[n / static_cast<size_t>(c.d)] && !same(clean.out[n], got.out[n])) {
+                wrong += "; a bad value reached a row that does not see it";
+                break;
+            }
+    }
+    const Result<double> right = attend<double>(c, q.data, k.data, v.data);
+    const Result<float> plain = attend<float>(c, q.data, k.data, v.data);
+    // What rounding one factor of each product changes a score by, and so the logarithm of its weight. One
+    // plain computation may be lucky, more so the fewer scores there are.
+    const double rounding = 0x1p-24 * right.largest_terms;
+    hold("out", got.out, right.out, plain.out, rounding, true, wrong);
+    if (c.lse)
+        hold("lse", got.lse, right.lse, plain.lse, rounding / std::max(1.0, right.largest_score), false, wrong);
+    for (const Guarded* t : tensors)
+        if (!t->whole()) wrong += "; wrote beside an input";
+    return wrong;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    if (argc != 3 && argc != 4) {
+        std::fputs("usage: kernels SEED COUNT [THREADS]\n", stderr);
+        return 2;
+    }
+    const uint64_t seed = std::strtoull(argv[1], nullptr, 10), count = std::strtoull(argv[2], nullptr, 10);
+    const int threads = argc == 4 ? std::atoi(argv[3]) : 1;
+    print_at_the_end();
+    uint64_t wrong = 0, parts[4] = {}, kinds[5] = {}, transposed = 0;
+    for (uint64_t n = seed; n < seed + count && wrong < 10; n++) {
+        Random random(n);
+        const Case c = draw(n, random, threads);
+        describe(c);
+        const std::string what = attempt(c, random);
+        parts[c.part - 1]++, kinds[c.kind]++, transposed += c.layouts[1].column != 1;
+        if (what.empty()) continue;
+        wrong++;
+        print_running();
+        std::fprintf(stderr, "    %s\n", what.c_str() + 2);
+    }
+    std::printf("%" PRIu64 " cases, %" PRIu64 " wrong; %s;", count, wrong, simd::name());
+    for (int i = 0; i < 4; i++) std::printf(" part%d %" PRIu64 ",", i + 1, parts[i]);
+    for (int i = 0; i < 5; i++) std::printf(" %s %" PRIu64 ",", KINDS[i], kinds[i]);
+    std::printf(" transposed %" PRIu64 "\n", transposed);
+    return wrong != 0;
+}

@@ -1,0 +1,223 @@
+"""The kernels and the decoder without Python: generated cases under sanitizers, for other processors too.
+
+Each program prints the seed of a case that fails, and repeats it: `kernels SEED 1 THREADS`, `decoder SEED 1`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from attention_ext import BuildError, build
+
+HERE = Path(__file__).parent
+ARM = platform.machine() in ("arm64", "aarch64")
+# What decides the code, without the processor and what only bindings.cpp reads.
+FLAGS = [flag for flag in build.FLAGS if flag != build.NATIVE and not flag.startswith(("-O", "-D"))]
+CHECKED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+RACES = ["-fsanitize=thread"]
+TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]  # needs no library
+PARTS = [build.CSRC / name for name in build.KERNELS]
+PORTABLE = [HERE / "kernels.cpp", *PARTS, build.CSRC / "simd_portable.cpp"]
+# Most of the time goes into what is right, which needs no checking.
+OF_A_SOURCE = {
+    HERE / "kernels.cpp": ("-O2", "-fno-sanitize=address,undefined"),
+    build.CSRC / "simd_off.cpp": build.VARIANTS["off"][1],
+}
+DECODER = [HERE / "decoder.cpp", build.CSRC / "decoder.cpp", *PORTABLE[1:]]
+
+
+def found(*command: str) -> list[str]:
+    """This command; the test is skipped where there is no such program."""
+    if not shutil.which(command[0]):
+        pytest.skip(f"there is no {command[0]}")
+    return list(command)
+
+
+def run(*command: str | Path, seconds: float = 1200) -> str:
+    """What the command printed; the test fails, with all of it, where the command does."""
+    env = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}  # so that the case that raced is the last
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env)
+    assert done.returncode == 0, f"{' '.join(map(str, command))}:\n{done.stdout}{done.stderr[-6000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def link(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Compile sources, each once for the same command, and link them: link(command, sources, *objects)."""
+    directory = tmp_path_factory.mktemp("programs")
+    made: dict[tuple[str | Path, ...], Path] = {}
+    numbers = itertools.count()
+
+    def compiled(key: tuple[str | Path, ...]) -> None:
+        extra = OF_A_SOURCE.get(Path(key[-1]), ())
+        run(*key[:-1], f"-I{build.CSRC}", *extra, "-c", key[-1], "-o", made[key])
+
+    def link(command: list[str], sources: list[Path], *objects: Path) -> Path:
+        command = [*command, "-std=c++17", "-g1", *FLAGS]
+        keys: list[tuple[str | Path, ...]] = [(*command, source) for source in sources]
+        left = [key for key in keys if key not in made]
+        for key in left:
+            made[key] = directory / f"{next(numbers)}.o"
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(compiled, left))
+        program = directory / f"{next(numbers)}-{sources[0].stem}"
+        run(*command, *(made[key] for key in keys), *objects, "-pthread", "-o", program)
+        return program
+
+    return link
+
+
+def sanitized(command: list[str], flags: list[str], tmp_path: Path) -> list[str]:
+    """The command with the sanitizers' flags; skips where programs with them cannot be made or started."""
+    source, program = tmp_path / "empty.cpp", tmp_path / "empty"
+    source.write_text("int main() { return 0; }\n")
+    for attempt in ([*command, *flags, str(source), "-o", str(program)], [str(program)]):
+        done = subprocess.run(attempt, capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.skip(f"{' '.join(command)} has no {' '.join(flags)} here: {done.stderr.strip()[:200]}")
+    return [*command, *flags]
+
+
+def hold(count: int, *command: str | Path) -> None:
+    """Run a program of cases, and see that it says it tried so many."""
+    out = run(*command)
+    assert re.match(rf"{count} (cases|models), 0 wrong", out), out
+
+
+def processor_has(flag: str) -> bool:
+    """Whether Linux names this among what the processor can do."""
+    try:
+        return flag in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+def processors() -> list[str]:
+    """What -march may name here: one for each width of the portable vectors."""
+    wider = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}
+    return [name for name, flag in wider.items() if processor_has(flag)] or ["native"]
+
+
+@pytest.fixture
+def native() -> list[str]:
+    """The compiler that builds the extension, for this processor, with little optimisation."""
+    try:
+        return [*build.find_compiler(), build.NATIVE, "-O1"]
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("simd", ["portable", "off"])
+def test_no_case_is_wrong_or_out_of_bounds(simd, native, link, full, tmp_path):
+    command = sanitized(native, CHECKED, tmp_path)
+    count = 20000 if full else 500
+    program = link(command, [HERE / "kernels.cpp", *PARTS, build.CSRC / f"simd_{simd}.cpp"])
+    hold(count, program, "0", str(count))
+
+
+@pytest.mark.parametrize("target", ["host", "sse4-i32x4", "avx2-i32x8"])
+def test_ispc(target, native, link, full, tmp_path):
+    if target != "host" and not (full and processor_has("sse4_1" if "sse4" in target else "avx2")):
+        pytest.skip("only in the full set, on a processor that has it")
+    ispc = build.find_ispc()
+    if ispc is None:
+        pytest.skip("there is no ispc")
+    made = tmp_path / "simd.o"
+    run(ispc, build.CSRC / "simd.ispc", f"--target={target}", "-O3", "--pic", "-o", made)
+    command = sanitized(native, CHECKED, tmp_path)
+    count = 20000 if full else 500
+    program = link(command, [HERE / "kernels.cpp", *PARTS, build.CSRC / "simd_ispc.cpp"], made)
+    hold(count, program, "100000", str(count))
+
+
+@pytest.mark.parametrize("march", processors())
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_the_code_that_is_shipped(compiler, march, link, full):
+    """As it is built, without sanitizers: other instructions; the pages around the arrays tell as much."""
+    if not full:
+        pytest.skip("only in the full set")
+    program = link([*found(compiler), "-O3", f"-march={march}"], PORTABLE)
+    hold(20000, program, "200000", "20000")
+
+
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_threads_do_not_race(compiler, link, full, tmp_path):
+    if compiler == "clang++" and not full:
+        pytest.skip("only in the full set")
+    command = sanitized([*found(compiler), build.NATIVE, "-O1"], RACES, tmp_path)
+    count = 3000 if full else 50
+    hold(count, link(command, PORTABLE), "300000", str(count), "16")
+
+
+@pytest.mark.parametrize("flags", [CHECKED, RACES], ids=["memory", "races"])
+def test_the_decoder(flags, native, link, full, tmp_path):
+    command = sanitized(native, flags, tmp_path)
+    count = (1000 if flags == CHECKED else 300) if full else 20
+    hold(count, link(command, DECODER), "0", str(count))
+
+
+@pytest.mark.parametrize("compiler", ["gcc", "clang for the Apple M1"])
+def test_aarch64(compiler, link, full):
+    if ARM:
+        pytest.skip("this processor is one, so the other tests are about it")
+    if compiler != "gcc" and not full:
+        pytest.skip("only in the full set")
+    emulator = found("qemu-aarch64")
+    cross = found("aarch64-linux-gnu-g++")  # brings the libraries that clang uses as well
+    if compiler == "gcc":
+        command = [*cross, "-march=armv8-a", *TRAPS]
+    else:
+        command = [*found("clang++"), "--target=aarch64-linux-gnu", "-mcpu=apple-m1"]
+    command += ["-O3", "-static"]
+    program = link(command, PORTABLE)
+    count = 2000 if full else 60
+    hold(count, *emulator, program, "400000", str(count))
+    hold(count // 10, *emulator, program, "500000", str(count // 10), "16")
+    if full:
+        hold(100, *emulator, link(command, DECODER), "600000", "100")
+
+
+def test_the_flags_are_for_every_compiler():
+    for flags in (build.FLAGS, *(flags for _, flags in build.VARIANTS.values())):
+        assert not [flag for flag in flags if "openmp" in flag or flag.startswith(("-Wl,", "-std=gnu"))]
+        assert "-ffast-math" not in flags  # NaN and infinity keep their meaning
+    for source in build.CSRC.iterdir():
+        assert "omp.h" not in source.read_text() and "#pragma omp" not in source.read_text()
+
+
+@pytest.mark.parametrize("variant", build.VARIANTS)
+def test_clang_takes_every_flag_for_a_mac(variant, tmp_path):
+    """As far as Linux can tell: no header of macOS is here, but its compiler's flags and instructions are."""
+    flags = [flag for flag in (*build.FLAGS, *build.VARIANTS[variant][1]) if flag != build.NATIVE]
+    source = tmp_path / "one.cpp"
+    source.write_text("void twice(float* f) { for (int i = 0; i < 8; i++) f[i] *= 2; }\n")
+    command = [*found("clang++"), "--target=arm64-apple-macos12", "-mcpu=apple-m1", "-stdlib=libc++"]
+    run(*command, "-Wall", "-Werror", "-std=c++17", *flags, "-c", source, "-o", tmp_path / "one.o")
+
+
+@pytest.mark.parametrize("compiler", ["g++", "clang++", "clang++ -stdlib=libc++"])
+def test_no_compiler_warns(compiler, full, tmp_path):
+    """Of what knows neither torch nor Python; libc++ is the library that macOS has."""
+    command = found(*compiler.split())
+    if compiler == "clang++" and not full:
+        pytest.skip("only in the full set")
+    probe = tmp_path / "probe.cpp"
+    probe.write_text("#include <vector>\n")
+    if subprocess.run([*command, "-fsyntax-only", probe], capture_output=True).returncode != 0:
+        pytest.skip(f"{compiler} finds no library")
+    sources = [path for path in build.CSRC.glob("*.cpp") if "bindings" not in path.name]
+    sources += [HERE / "kernels.cpp", HERE / "decoder.cpp"]
+    warnings = ["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", f"-I{build.CSRC}"]
+    command += ["-std=c++17", build.NATIVE, *FLAGS, *warnings]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda source: run(*command, source), sources))
