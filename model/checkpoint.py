@@ -2,14 +2,16 @@
 
 A checkpoint is a directory with model.safetensors and config.json, or a nanoGPT ckpt.pt. Nothing that
 is read is trusted: no pickle can call anything, and every tensor is held against the configuration
-before the model is made.
+before the model is made. SHA256SUMS, where it is there, says whether the files are those that were saved.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
+import warnings
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,8 @@ from model.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ("shakes128", "shakes256", "shakes1024", "shakes2048")
+SUMS = "SHA256SUMS"  # in a checkpoint's directory, for sha256sum -c
+SUMMED = ("config.json", "meta.json", "model.safetensors")  # all that a model and its vocabulary are made of
 
 
 class CheckpointError(ValueError):
@@ -44,7 +48,8 @@ def load(name: str, attend: Attend | None = None) -> Checkpoint:
     """Load a shipped checkpoint, a directory like one, or any nanoGPT ckpt.pt or directory with one.
 
     name: one of SHIPPED, or a path. attend: the model's attention, see model.gpt.GPT; part0 unless given.
-    Raises CheckpointError or tokenizer.VocabularyError, each naming the file and what is wrong.
+    Raises CheckpointError or tokenizer.VocabularyError, each naming the file and what is wrong; warns of
+    files that are well-formed but not those that were saved.
     """
     path = ROOT / "checkpoints" / name if name in SHIPPED else Path(name)
     if path.name == "model.safetensors":
@@ -72,6 +77,9 @@ def load(name: str, attend: Attend | None = None) -> Checkpoint:
             f"{name}: the vocabulary {tokenizer.source} has {len(tokenizer)} tokens; "
             f"it must have vocab_size={config.vocab_size}"
         )
+    if changed := _changed(path):
+        what = " and ".join(changed) + (" is" if len(changed) == 1 else " are")
+        warnings.warn(f"{path}: {what} not what {SUMS} says; the text may be garbage", stacklevel=2)
     return Checkpoint(model, tokenizer)
 
 
@@ -87,12 +95,28 @@ def save(directory: Path, model: GPT, tokenizer: CharTokenizer, record: dict) ->
     config = asdict(model.config) | {"dropout": 0.0}
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     tokenizer.write_meta_json(directory / "meta.json")
+    (directory / SUMS).write_text("".join(f"{_sum_line(directory / name)}\n" for name in SUMMED))
     save_record(directory, record)
 
 
 def save_record(directory: Path, record: dict) -> None:
     """Write a checkpoint directory's training record, training.json."""
     (directory / "training.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+
+def _changed(directory: Path) -> list[str]:
+    """Those of SUMMED that are not as the directory's SHA256SUMS says; none if there is no such file."""
+    if not (directory / SUMS).is_file():
+        return []
+    lines = (directory / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
+    files = [directory / name for name in SUMMED]
+    return [file.name for file in files if not file.is_file() or _sum_line(file) not in lines]
+
+
+def _sum_line(path: Path) -> str:
+    """What sha256sum prints of a file."""
+    with open(path, "rb") as file:
+        return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}"
 
 
 def _read_directory(path: Path) -> tuple[dict, dict[str, Tensor], str | None]:
@@ -107,7 +131,7 @@ def _read_directory(path: Path) -> tuple[dict, dict[str, Tensor], str | None]:
     if not isinstance(args, dict):
         raise CheckpointError(f"{config_file} holds a {type(args).__name__}; it must be an object")
     try:
-        weights = safetensors.torch.load_file(weights_file)
+        weights = safetensors.torch.load(weights_file.read_bytes())  # load_file leaks two kilobytes a call
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{weights_file} cannot be read: {error}") from None
     return args, weights, args.pop("dataset", None)
@@ -140,8 +164,9 @@ def _assemble(name: str, config: GPTConfig, weights: dict[str, Tensor], attend: 
     try:
         with torch.device("meta"):
             model = GPT(config, attend)
-    except RuntimeError as error:  # sizes whose product overflows
-        raise CheckpointError(f"{name}: the configuration is wrong: {error}") from None
+    except (RuntimeError, TypeError) as error:  # sizes that overflow, or whose product does
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"{name}: the configuration is wrong: {reason}") from None
     expected = {n: t.shape for n, t in model.state_dict().items()}
     if missing := sorted(expected.keys() - weights.keys() - {"lm_head.weight"}):
         raise CheckpointError(f"{name}: {len(missing)} tensors are missing, the first is {missing[0]}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -136,18 +136,24 @@ class StopFilter:
 class Completion:
     """One finished sample: its text, without the prompt, and what it took.
 
+    pieces: of the text; whoever shows them as they come clears them, so that an endless text takes no memory.
     finish_reason: 'length' or 'stop'. stopped_by: the stop string, which the text does not have.
     The seconds are those of the batch it was decoded in, to its last token.
     """
 
     seed: int
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
     finish_reason: str = ""
     stopped_by: str = ""
     prompt_tokens: int = 0
     new_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """All of it, or what has come since its pieces were cleared."""
+        return "".join(self.pieces)
 
     @property
     def tokens_per_second(self) -> float:
@@ -174,11 +180,11 @@ def complete(
             active.remove(i)
             sample, stopped_by = samples[i], filters[i].found or ""
             rest = "" if stopped_by else filters[i].feed(decoders[i].end()) + filters[i].end()
-            sample.text += rest
             sample.stopped_by, sample.finish_reason = stopped_by, "stop" if stopped_by else "length"
             sample.new_tokens = count
             sample.prefill_seconds, sample.decode_seconds = writer.prefill_seconds, writer.decode_seconds
             if rest:
+                sample.pieces.append(rest)
                 yield i, rest
             yield i, ""
         if not active:
@@ -186,7 +192,7 @@ def complete(
         for i, token in zip(active, writer.next(active)):
             text = filters[i].feed(decoders[i].feed(token))
             if text:
-                samples[i].text += text
+                samples[i].pieces.append(text)
                 yield i, text
 
 
@@ -237,9 +243,16 @@ def generate(
     writer = Writer(engine, ids, [seed], sampling, context, use_cache)
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     StopFilter(stops)  # checks them
-    pieces = complete(writer, checkpoint.tokenizer, [Completion(seed)], count, stops)
-    texts = (text for _, text in pieces if text)
+    texts = _text(writer, checkpoint.tokenizer, Completion(seed), count, stops)
     return texts if stream else "".join(texts)
+
+
+def _text(writer: Writer, tokenizer: Tokenizer, sample: Completion, *end) -> Iterator[str]:
+    """The pieces of one sample, which does not keep them; end: complete()'s last arguments."""
+    for _, text in complete(writer, tokenizer, [sample], *end):
+        sample.pieces.clear()
+        if text:
+            yield text
 
 
 def new_tokens(checkpoint: Checkpoint, max_new_tokens: int | None) -> int:

@@ -233,6 +233,14 @@ DAMAGE = {
 }
 
 
+@pytest.mark.parametrize("number", [2**62, 2**63, 10**30, 10**400], ids=["2**62", "2**63", "1e30", "1e400"])
+@pytest.mark.parametrize("field", ["block_size", "vocab_size", "n_embd"])
+def test_a_size_beyond_63_bits_is_refused_in_one_line(directory, field, number):
+    config_change(directory, **{field: number})
+    with pytest.raises(CheckpointError, match="the configuration is wrong: .*$"):
+        load(str(directory), attend)
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_named(directory, damage):
     spoil, message = DAMAGE[damage]
@@ -243,5 +251,6 @@ def test_damage_is_named(directory, damage):
 
 def test_half_precision_weights_become_float32(directory):
     weights_change(directory, WTE, torch.full((11, 16), 0.5, dtype=torch.bfloat16))
+    (directory / checkpoint.SUMS).unlink()  # it would warn: they are not what was saved
     model = load(str(directory), attend).model
     assert {p.dtype for p in model.parameters()} == {torch.float32}

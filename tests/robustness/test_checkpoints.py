@@ -1,0 +1,365 @@
+"""Files cut short or changed by a byte: an error that names them or a warning, never silent garbage."""
+
+from __future__ import annotations
+
+import collections
+import copyreg
+import itertools
+import json
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import test_bench
+import tiny
+import torch
+from conftest import ROOT
+from test_checkpoint import VOCABULARY, nanogpt_file
+from test_tokenizer import Hostile
+
+from attention_ext import attention, tiles
+from attention_ext.tiles import DEFAULT, Tuned
+from lab import report
+from model import checkpoint
+from model.checkpoint import CheckpointError, load, save
+from model.tokenizer import VocabularyError
+
+attend = partial(attention, "part0", causal=True)
+REFUSED = (CheckpointError, VocabularyError)
+
+
+def truncated(whole: bytes, count: int, rng: random.Random):
+    """`count` beginnings of it, the empty one and all but its last byte among them."""
+    yield from (whole[:0], whole[:-1])
+    for _ in range(count - 2):
+        yield whole[: rng.randrange(len(whole))]
+
+
+def changed(whole: bytes, count: int, rng: random.Random):
+    """`count` copies with another byte each: any other one, or one of the same kind, which looks right."""
+    kinds = [b"0123456789", b"abcdefghijklmnopqrstuvwxyz", b' ,:"[]{}.-\\', bytes(range(256))]
+    for number in range(count):
+        at = rng.randrange(len(whole) if number % 2 else min(len(whole), 4000))  # what has a header starts so
+        alike = kinds[-1] if number % 3 == 0 else next(kind for kind in kinds if whole[at] in kind)
+        other = rng.choice([c for c in alike if c != whole[at]])
+        yield whole[:at] + bytes([other]) + whole[at + 1 :]
+
+
+@pytest.fixture
+def damaged(full):
+    """What a file's damaged contents are: 100 truncated and 200 changed in full, a tenth of them in quick."""
+
+    def contents(whole: bytes):
+        rng = random.Random(7)
+        share = 1 if full else 10
+        return itertools.chain(truncated(whole, 100 // share, rng), changed(whole, 200 // share, rng))
+
+    return contents
+
+
+def outcome(path: Path) -> str:
+    """What becomes of a load: 'fine', 'warned' or 'refused'; anything else is an exception."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            load(str(path), attend)
+        except REFUSED as error:
+            assert str(path) in str(error)
+            return "refused"
+    return "warned" if said else "fine"
+
+
+@pytest.mark.parametrize("file", checkpoint.SUMMED)
+@pytest.mark.parametrize("name", checkpoint.SHIPPED)
+def test_a_damaged_checkpoint_is_refused_or_warned_of(tmp_path, damaged, name, file):
+    directory = tmp_path / name
+    shutil.copytree(checkpoint.ROOT / "checkpoints" / name, directory)
+    assert outcome(directory) == "fine"
+    whole = (directory / file).read_bytes()
+    outcomes: collections.Counter = collections.Counter()
+    for content in damaged(whole):
+        (directory / file).write_bytes(content)
+        outcomes[outcome(directory)] += 1
+    assert set(outcomes) == {"refused", "warned"}
+
+
+def test_a_damaged_list_of_checksums_is_warned_of(tmp_path, damaged):
+    save(tmp_path / "saved", tiny.gpt(attend), VOCABULARY, {})
+    sums = tmp_path / "saved" / checkpoint.SUMS
+    whole = sums.read_bytes()
+    for content in damaged(whole):
+        sums.write_bytes(content)
+        assert outcome(tmp_path / "saved") == ("fine" if content == whole[:-1] else "warned")
+
+
+def test_the_checksums_are_what_sha256sum_reads(tmp_path):
+    if not shutil.which("sha256sum"):
+        pytest.skip("sha256sum is missing")
+    for name in checkpoint.SHIPPED:
+        directory = checkpoint.ROOT / "checkpoints" / name
+        done = subprocess.run(["sha256sum", "-c", checkpoint.SUMS], cwd=directory, capture_output=True)
+        assert done.returncode == 0 and done.stdout.count(b": OK") == 3, done
+
+
+@pytest.mark.filterwarnings("always")
+def test_the_command_line_warns_in_one_line_and_writes(cli, tmp_path):
+    """Half as many heads are as well-formed as all of them, and write nonsense."""
+    save(tmp_path / "tiny", tiny.gpt(attend), VOCABULARY, {})
+    common = ("part0", "--inference", "-m", "tiny", "--max-new-tokens", 5, "--num-samples", 1)
+    assert "warning" not in cli(*common).stderr
+    config = tmp_path / "tiny" / "config.json"
+    config.write_text(config.read_text().replace('"n_head": 2', '"n_head": 1'))
+    done = cli(*common)
+    assert done.returncode == 0 and len(done.stdout) == 6
+    message = "gpt.py: warning: tiny: config.json is not what SHA256SUMS says; the text may be garbage"
+    assert done.stderr.splitlines()[0] == message
+
+
+def test_every_tensor_that_is_wrong_is_named(tmp_path):
+    """NaN, infinity and another shape, each in each of a shipped checkpoint's tensors."""
+    directory = tmp_path / "shakes128"
+    shutil.copytree(checkpoint.ROOT / "checkpoints" / "shakes128", directory)
+    weights = safetensors.torch.load_file(directory / "model.safetensors")
+    for name, tensor in weights.items():
+        last = tensor.clone()
+        last.view(-1)[-1] = torch.inf
+        longer, flat = torch.cat([tensor, tensor[:1]]), tensor[None]
+        found = f"has shape {tuple(longer.shape)}; it must be {tuple(tensor.shape)}"
+        cases = (torch.full_like(tensor, torch.nan), "holds NaN"), (last, "or infinity"), (longer, found)
+        for spoilt, message in (*cases, (flat, f"it must be {tuple(tensor.shape)}")):
+            safetensors.torch.save_file(weights | {name: spoilt}, directory / "model.safetensors")
+            with pytest.raises(CheckpointError) as error:
+                load(str(directory), attend)
+            assert f"{name} " in str(error.value) and message in str(error.value)
+
+
+TERA = """
+import json, resource, sys
+from pathlib import Path
+from model.checkpoint import CheckpointError, load
+
+path, sizes = Path(sys.argv[1]), json.loads(sys.argv[2])
+config = json.loads((path / "config.json").read_text())
+load(str(path))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for size in sizes:
+    (path / "config.json").write_text(json.dumps(config | size))
+    try:
+        load(str(path))
+    except CheckpointError as error:
+        print(error)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_a_trillion_parameters_are_refused_before_anything_is_allocated(tmp_path):
+    save(tmp_path / "tiny", tiny.gpt(attend), VOCABULARY, {})
+    sizes = [
+        {"n_embd": 10**6, "n_head": 1},
+        {"vocab_size": 10**12 // 16},
+        {"block_size": 10**12 // 16},
+        {"n_layer": 10**12 // 3072},
+        {"n_embd": 10**5, "vocab_size": 10**7, "n_layer": 2},
+    ]
+    arguments = [str(tmp_path / "tiny"), json.dumps(sizes)]
+    done = subprocess.run([sys.executable, "-c", TERA, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *errors, kibibytes = done.stdout.splitlines()
+    assert len(errors) == len(sizes) and all("it must be" in e or "but there are" in e for e in errors)
+    assert int(kibibytes) < 8 << 10
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_a_damaged_nanogpt_checkpoint_is_refused(tmp_path, damaged, zipped):
+    """Unless the change is in bytes that nothing reads, or in a number: that format has no checksum."""
+    path = tmp_path / "ckpt.pt"
+    nanogpt_file(path)
+    VOCABULARY.write_meta_json(tmp_path / "meta.json")
+    torch.save(torch.load(path), path, _use_new_zipfile_serialization=zipped)
+    assert outcome(path) == "fine"
+    whole = path.read_bytes()
+    outcomes = [outcome(path) for content in damaged(whole) if path.write_bytes(content)]
+    assert outcomes.count("refused") > len(outcomes) // 3
+
+
+def test_a_damaged_pickled_vocabulary_is_refused(tmp_path, damaged):
+    save(tmp_path / "saved", tiny.gpt(attend), VOCABULARY, {})
+    (tmp_path / "saved" / "meta.json").unlink()
+    (tmp_path / "saved" / checkpoint.SUMS).unlink()
+    path = tmp_path / "saved" / "meta.pkl"
+    whole = pickle.dumps({"itos": dict(enumerate(tiny.CHARACTERS)), "vocab_size": len(tiny.CHARACTERS)})
+    for content in damaged(whole):
+        path.write_bytes(content)
+        outcome(path.parent)
+
+
+class Built(Hostile):
+    """Runs its command when its state is set."""
+
+    def __reduce__(self):
+        return Hostile, ("true",), {"a": 1}, None, iter([(Hostile(self.command), 1)])
+
+
+def hostile_pickles(command: str) -> dict[str, bytes]:
+    """Every way by which a pickle calls something, as the opcodes that do it."""
+    text = command.encode()
+    argument = b"X" + len(text).to_bytes(4, "little") + text
+    copyreg.add_extension("os", "system", 0xA5)
+    try:
+        extension = b"\x82\xa5" + argument + b"\x85R."  # EXT1, TUPLE1, REDUCE
+    finally:
+        copyreg.remove_extension("os", "system", 0xA5)
+    return {
+        "GLOBAL": b"cos\nsystem\n" + argument + b"\x85R.",
+        "STACK_GLOBAL": b"\x80\x04\x8c\x02os\x8c\x06system\x93" + argument + b"\x85R.",
+        "INST": b"(" + argument + b"ios\nsystem\n.",
+        "OBJ": b"(cos\nsystem\n" + argument + b"o.",
+        "NEWOBJ": b"\x80\x02cos\nsystem\n" + argument + b"\x85\x81.",
+        "EXT1": extension,
+        "PERSID": b"Pos.system\n.",
+        "eval": b"cbuiltins\neval\nX\x01\x00\x00\x001\x85R.",
+        "getattr": b"cbuiltins\ngetattr\ncos\nsystem\n\x85R.",
+        "dotted": b"\x80\x04\x8c\x05model\x8c\x0fcheckpoint.torch.load\x93.",
+        "newline": b"\x80\x04\x8c\x09os\n\x1b[31mrm\x8c\x06system\x93.",
+        "object": pickle.dumps(Hostile(command)),
+        "built": pickle.dumps(Built(command)),
+    }
+
+
+@pytest.mark.parametrize("form", hostile_pickles("true"))
+def test_a_hostile_vocabulary_is_refused_unexecuted(cli, tmp_path, form):
+    """Beside the checkpoint and in its data set; nothing runs, and the command line says so in one line."""
+    proof = tmp_path / "executed"
+    content = hostile_pickles(f"touch {proof}")[form]
+    out, data = tmp_path / "out", tmp_path / "data" / "letters"
+    out.mkdir()
+    data.mkdir(parents=True)
+    nanogpt_file(out / "ckpt.pt")
+    for place in (out, data):
+        (place / "meta.pkl").write_bytes(content)
+        with pytest.raises(VocabularyError, match="meta.pkl"):
+            load(str(out / "ckpt.pt"), attend)
+        done = cli("part0", "--inference", "-m", out / "ckpt.pt")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.strip().isprintable()
+        (place / "meta.pkl").unlink()
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize("form", hostile_pickles("true"))
+def test_a_pickle_in_the_place_of_a_checkpoint_is_refused_unexecuted(cli, tmp_path, form):
+    proof, path = tmp_path / "executed", tmp_path / "ckpt.pt"
+    path.write_bytes(hostile_pickles(f"touch {proof}")[form])
+    done = cli("part0", "--inference", "-m", path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "ckpt.pt is refused" in done.stderr
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("place", ["file", "model", "tensor", "model_args", "config", "optimizer"])
+def test_hostile_objects_anywhere_in_a_checkpoint_are_refused_unexecuted(tmp_path, place, zipped):
+    proof, path = tmp_path / "executed", tmp_path / "ckpt.pt"
+    nanogpt_file(path)
+    content, hostile = torch.load(path), Hostile(f"touch {proof}")
+    if place == "file":
+        content = hostile
+    elif place == "tensor":
+        content["model"]["transformer.wte.weight"] = hostile
+    else:
+        content[place] = content[place] | {"extra": hostile} if place == "model_args" else hostile
+    torch.save(content, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match="ckpt.pt is refused"):
+        load(str(path), attend)
+    assert not proof.exists()
+
+
+def test_a_torchscript_archive_is_refused(tmp_path):
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.zeros(1, 2)), tmp_path / "ckpt.pt")
+    with pytest.raises(CheckpointError, match="ckpt.pt is refused"):
+        load(str(tmp_path / "ckpt.pt"), attend)
+
+
+def in_order(done, file: str) -> bool:
+    """Whether a command worked; else it must have named the file in one line."""
+    if done.returncode == 0:
+        return True
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert file in done.stderr
+    return False
+
+
+def test_a_damaged_file_of_tiles_is_named_and_costs_nothing_else(cli, damaged):
+    found = [Tuned("portable", 1, 16, 1000, mask, 48, 96, 1e-3, 1.5) for mask in (False, True)]
+    tiles.write(found)
+    whole = tiles.path().read_bytes()
+    for content in (*damaged(whole), b"[" * 100_000, whole.replace(b"48", b"true"), b"\xff"):
+        tiles.path().write_bytes(content)
+        tiles._fitting.cache_clear()
+        if not in_order(cli("bench", "--tune", "--show"), "tiles.json"):
+            assert tiles.tile("portable", 1, 16, 1000, False) == DEFAULT
+
+
+OTHER_VALUES = (None, True, -1, 0, 1.5, 10**30, 1e308, float("nan"), float("inf"), "x", [], {}, [[]])
+
+
+def leaves(tree, path=()):
+    """The places of everything in a JSON document that holds nothing else, and of what does."""
+    yield path
+    if isinstance(tree, dict | list):
+        for key in tree if isinstance(tree, dict) else range(min(2, len(tree))):
+            yield from leaves(tree[key], (*path, key))
+
+
+@pytest.fixture
+def run_file(cli, tmp_path):
+    """A file that bench saved; calling it tries --load, --compare and all forms on other contents."""
+    report.save(test_bench.made(), tmp_path / "run.json")
+
+    def read(content: bytes) -> bool:
+        (tmp_path / "bad.json").write_bytes(content)
+        form = ("md", "csv", "json", "jsonl")[len(content) % 4]
+        good = in_order(cli("bench", "--load", "bad.json", "-o", form), "bad.json")
+        compared = cli("bench", "--load", "run.json", "--compare", "bad.json")
+        in_order(compared, "error" if good else "bad.json")  # such as no cell in common, or too few rounds
+        return good
+
+    read.whole = (tmp_path / "run.json").read_bytes()
+    return read
+
+
+def test_a_damaged_run_is_named(run_file, damaged):
+    assert run_file(run_file.whole)
+    good = [run_file(content) for content in damaged(run_file.whole)]
+    assert not all(good)
+    assert not run_file(b"[" * 100_000) and not run_file(b"\xff")
+
+
+def test_a_run_with_another_value_in_any_place_is_named_or_shown(run_file, full):
+    tree = json.loads(run_file.whole)
+    tree["results"] = tree["results"][:2]
+    places = list(leaves(tree))
+    for number, (place, value) in enumerate(itertools.product(places, OTHER_VALUES)):
+        if full or number % 10 == 0:
+            copy = json.loads(json.dumps(tree))
+            if place:
+                at = copy
+                for key in place[:-1]:
+                    at = at[key]
+                at[place[-1]] = value
+            run_file(json.dumps(copy if place else value).encode())
+
+
+@pytest.mark.parametrize("content", [b"", b"a", b"\xff\xfe", b"\x00" * 50, b"[" * 10_000, b"abc\n" * 2])
+def test_odd_texts_as_a_corpus(cli, tmp_path, monkeypatch, content):
+    monkeypatch.setattr("model.corpus.INPUT", tmp_path / "data" / "input.txt")
+    save(tmp_path / "tiny", tiny.gpt(attend), VOCABULARY, {})
+    (tmp_path / "text.txt").write_bytes(content)
+    for command in (["prepare"], ["eval", "-m", "tiny"], ["train", "shakes128", "--steps", 1]):
+        done = cli(*command, "--corpus", "text.txt")
+        assert done.returncode == 0 or done.stderr.count("\n") == 1 and done.returncode == 2, done.stderr

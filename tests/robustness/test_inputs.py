@@ -1,0 +1,218 @@
+"""Prompts of every size and script, and every option of every command at and beyond its bounds."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+
+import click
+import pytest
+import tiny
+from conftest import Done
+
+import gpt
+from attention_ext import attention
+from lab import machine
+from model.checkpoint import save
+from model.tokenizer import CharTokenizer
+
+BLOCK = 16
+SEPARATOR = "\n---------------\n"
+# A character of each of Unicode's planes, and some that a terminal or a decoder may take amiss.
+PLANES = [chr(plane << 16 | 0x61) for plane in range(17)]
+ODD = ["\n", "\r", "\x00", "\x1b", "\u0301", "\u2028", "\u202e", "\ufeff", "\ufffd", "\uffff"]
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """A checkpoint directory of the tiny model, whose vocabulary is all of these."""
+    gpt = tiny.gpt(partial(attention, "part0", causal=True), vocab_size=len(PLANES + ODD))
+    save(tmp_path / "model", gpt, CharTokenizer(PLANES + ODD), {})
+    return tmp_path / "model"
+
+
+def refused(done: Done) -> str:
+    """What was said of a request that was wrong: one line that a terminal shows as it is."""
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, (done.returncode, done.stderr[-1000:])
+    assert done.stderr.startswith("gpt.py: error: ") and done.stderr[:-1].isprintable()
+    return done.stderr
+
+
+@pytest.fixture(params=["--prompt", "--prompt-file", "stdin"])
+def written(request, cli, tmp_path, model):
+    """Run --inference with a prompt that comes in one of three ways; bytes in two of them."""
+
+    def run(prompt: str | bytes, *arguments) -> Done:
+        common = ("part4", "--inference", "-m", model, "--max-new-tokens", 3, *arguments)
+        if request.param == "--prompt":
+            return cli(*common, "--prompt", prompt)
+        data = prompt.encode() if isinstance(prompt, str) else prompt
+        if request.param == "stdin":
+            return cli(*common, "--prompt-file", "-", input=data)
+        (tmp_path / "prompt.txt").write_bytes(data)
+        return cli(*common, "--prompt-file", "prompt.txt")
+
+    run.way = request.param
+    return run
+
+
+@pytest.fixture(params=["native", "torch"])
+def engine(request, extension) -> str:
+    return request.param
+
+
+def test_prompts_of_every_size_and_plane(written, engine):
+    sizes = ["a" * n for n in (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 1000)]
+    for prompt in (*PLANES, *ODD, "".join(PLANES + ODD), *sizes):
+        done = written(prompt, "--engine", engine, "--num-samples", 1)
+        assert done.returncode == 0, (prompt, done.stderr)
+        assert done.stdout.startswith(prompt) and len(done.stdout) == len(prompt) + 4, prompt
+    assert "prompt is empty" in refused(written("", "--engine", engine))
+
+
+def test_a_prompt_of_ten_million_characters(written, engine, full):
+    prompt = "a" * (10_000_000 if full else 1_000_000)
+    texts = written(prompt, "--engine", engine).stdout[:-1].split(SEPARATOR)
+    window = written(prompt[:BLOCK], "--engine", engine).stdout[:-1].split(SEPARATOR)
+    assert [text[len(prompt) :] for text in texts] == [text[BLOCK:] for text in window]
+    assert len(texts) == 2 and all(text.startswith(prompt) for text in texts)
+
+
+def test_unknown_characters_of_every_plane_are_named(written):
+    unknown = [chr(plane << 16 | 0x62) for plane in range(17)]
+    for character in (*unknown, "\x07", "\u0300", "\ue000", "\U0010ffff"):
+        message = refused(written(f"a{character}a"))
+        assert f"does not know 1 of the text's characters: {character!r}" in message
+    many = "".join(chr(0x1000 + i) for i in range(50_000))
+    assert len(refused(written(many))) < 200
+
+
+def test_line_ends_of_windows_are_newlines_in_files_and_input(written):
+    expected = "a\r\na" if written.way == "--prompt" else "a\na"
+    assert written("a\r\na", "--num-samples", 1).stdout.startswith(expected)
+
+
+INVALID = {
+    "a continuation": b"\x80",
+    "no such byte": b"\xff",
+    "cut short": b"\xe2\x82",
+    "overlong": b"\xc0\xaf",
+    "surrogate": b"\xed\xa0\x80",
+    "beyond the last plane": b"\xf4\x90\x80\x80",
+    "Latin-1": "\xe9a".encode("latin-1"),
+    "UTF-16": "aa".encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("invalid", INVALID)
+def test_invalid_utf8_is_named_at_its_byte(written, invalid):
+    data = INVALID[invalid]
+    if written.way == "--prompt":  # as Python makes such an argument a string
+        message = refused(written("aa" + data.decode(errors="surrogateescape")))
+        assert "of the text's characters: '\\udc" in message or "'\\x00'" in message
+    else:
+        assert "is not UTF-8 at byte 2; it must be text" in refused(written(b"aa" + data))
+
+
+def test_an_argument_of_invalid_utf8_in_a_process_of_its_own(process):
+    running = process("part0", "--inference", "--prompt", b"a\xff\xfe".decode(errors="surrogateescape"))
+    out, errors = running.communicate(timeout=60)
+    assert running.returncode == 2 and errors.count("\n") == 1 and r"'\udcfe' '\udcff'" in errors
+
+
+@pytest.mark.parametrize("data", [b"\xff\n", b"a\xc3", b"\xed\xa0\x80\n"])
+def test_invalid_utf8_in_turns(cli, model, data):
+    done = cli("part0", "--inference", "-m", model, "--interactive", input=data)
+    assert done.returncode == 2 and "codec can't decode" in done.stderr.splitlines()[-1]
+
+
+# For each command, arguments that make it quick; the option under test comes after them and wins.
+WRITES = ("--inference", "-m", "model", "--max-new-tokens", 1, "--num-samples", 1, "--prompt", "a")
+COMMANDS = {
+    "part0": [("-N", 8), WRITES],
+    "part4": [("-N", 8), WRITES],
+    "eval": [("-m", "model", "--corpus", "text.txt")],
+    "race": [("part0,part4", "-m", "model", "--max-new-tokens", 1, "--prompt", "a")],
+    "bench": [
+        ("part4", "-N", 8, "-d", 8, "-r", 2, "--min-time", 0),
+        ("part4", "-N", 8, "-d", 8, "--dry-run"),
+        ("--tune", "-N", 8, "-d", 8, "--budget", 0.01),
+    ],
+    "explain": [("part4", "-N", 8, "-d", 8)],
+    "profile": [("part4", "-m", "model", "--prompt-tokens", 1, "--tokens", 1)],
+    "prepare": [()],
+}
+SKIPPED = {"train": "it trains", "4Daccess": "it has no options", "doctor": "it has no options"}
+
+NO_NUMBERS = ("", " ", "text", "nan", "inf", "-inf", "1e3", "1.5", "0x10", "\u0663", "--", "1,", "\x1b[31m")
+LISTS = ("2,1", "1:5", "5:1", "1:9+0", "1:9*1", "1:999999999", "1:2:3", "1,,2", ":", "\xb2", "auto")
+TEXTS = ("", " ", "\n", "text", "a" * 5000, "\u65e5", "\udcff", "\x1b[31m", "-", ".", "/")
+# What is no more than asked for, but for days: tokens and samples have no upper bound.
+ENDLESS = {"--max-new-tokens", "--num-samples"}
+LONG = {"1024", "1:5", "1:999999999"}  # threads
+# Where something is measured, only sizes are tried, which memory bounds; the rest is parsed as in a dry run.
+SIZES = {"-N", "-d", "-br", "-bc", "--queries"}
+
+
+def values(option: click.Parameter) -> list[str]:
+    """Values of an option: at its bounds, beyond them, and of other kinds."""
+    kind = option.type
+    if isinstance(kind, click.FloatRange):
+        low, high = kind.min, math.inf if kind.max is None else kind.max
+        numbers = [low, math.nextafter(low, -1), math.nextafter(low, 1), high, math.nextafter(high, math.inf),
+                   5e-324, 1e308, -1e308, "1e400"]  # fmt: skip
+        return [*map(str, numbers), *NO_NUMBERS]
+    if isinstance(kind, click.IntRange | gpt.TileSize | gpt.Numbers):
+        low = kind.min if isinstance(kind, click.IntRange) else 1
+        high = {gpt.TileSize: 2**31 - 1, gpt.Numbers: getattr(kind, "most", None)}.get(type(kind)) or kind.max
+        numbers = [low - 1, low, low + 1, -(10**30)]
+        if high is not None:
+            numbers += [high, high + 1, 2**63, 10**30]
+        elif option.opts[0] not in ENDLESS:
+            numbers += [2**31, 2**63, 10**30]
+        lists = LISTS if isinstance(kind, gpt.Numbers) else ()
+        return [*map(str, numbers), *NO_NUMBERS, *lists]
+    if isinstance(kind, click.Choice):
+        return [*kind.choices, "", "text", "\x1b[31m"]
+    return [] if getattr(option, "is_flag", False) else list(TEXTS)
+
+
+def test_every_command_is_tried():
+    assert COMMANDS.keys() | SKIPPED.keys() | {"part1", "part2", "part3"} == gpt.cli.commands.keys()
+
+
+CASES = [(name, base) for name, bases in COMMANDS.items() for base in bases]
+
+
+@pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize("name, base", CASES, ids=[f"{n} {' '.join(map(str, b[:2]))}" for n, b in CASES])
+def test_options_at_and_beyond_their_bounds(
+    cli, extension, model, tmp_path, monkeypatch, threads, name, base, full
+):  # fmt: skip
+    """Each is either fine or refused in one line; an option that belongs to another mode is refused."""
+    monkeypatch.setattr(machine, "fma_peak", lambda simd="auto", threads=1: 1e11)
+    monkeypatch.setattr(machine, "read_bandwidth", lambda size, threads=1: 1e10)
+    monkeypatch.setattr("model.corpus.INPUT", tmp_path / "data" / "input.txt")
+    (tmp_path / "text.txt").write_text("aaa\n" * 50)
+    measures = name in ("bench", "explain") and "--dry-run" not in base
+    outcomes = set()
+    for option in gpt.cli.commands[name].params:
+        if not isinstance(option, click.Option):
+            continue
+        flag = option.opts[0]
+        for value in values(option):
+            if option.name == "threads" and value in LONG:
+                continue
+            if measures and not (flag in SIZES and value.isdecimal()):
+                continue
+            if name == "explain" and not full and not (flag == "-N" and int(value) > 2**30):  # seconds each
+                continue
+            threads(1)
+            done = cli(name, *base, flag, value)
+            if done.returncode:
+                assert done.returncode == 2, (flag, value, done)
+                assert done.stderr.splitlines()[-1].startswith("gpt.py: error: "), (flag, value, done)
+                assert "Traceback" not in done.stderr
+            outcomes.add(done.returncode)
+    assert 2 in outcomes

@@ -1,0 +1,114 @@
+"""Texts of millions of characters and models loaded a thousand times: the memory stays what it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import tiny
+from conftest import ROOT
+
+from attention_ext import attention
+from lab import inference
+from model import generate
+from model.checkpoint import load, save
+from model.generate import Completion
+from model.tokenizer import CharTokenizer
+
+# Characters, in full and in seconds. The native engine writes ten million in minutes; PyTorch's would need
+# hours, and so would a window that slides.
+LENGTHS = {
+    ("native", "reset"): (10_000_000, 200_000),
+    ("native", "slide"): (500_000, 20_000),
+    ("torch", "reset"): (300_000, 5_000),
+}
+CYCLES = (1_000, 50)
+# Bytes: the allocators take 2 MiB at a time, once in a while; one cycle's model of shakes128 is 3.2 MB.
+GROWTH = 3 << 20
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """A checkpoint directory of the tiny model."""
+    attend = partial(attention, "part0", causal=True)
+    save(tmp_path / "tiny", tiny.gpt(attend, block_size=64), CharTokenizer(tiny.CHARACTERS), {})
+    return tmp_path / "tiny"
+
+
+def resident(process: int | str) -> int:
+    """Bytes of a process that are in memory."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("engine, context", LENGTHS)
+def test_a_long_text_takes_no_more_memory_than_its_first_tenth(
+    process, extension, model, full, engine, context
+):  # fmt: skip
+    count = LENGTHS[engine, context][0 if full else 1]
+    running = process("part4", "--inference", "-m", model, "--engine", engine, "--context", context,
+                      "--threads", 1, "--num-samples", 1, "--max-new-tokens", count)  # fmt: skip
+    written, sizes = 0, []
+    while chunk := os.read(running.stdout.fileno(), 1 << 16):
+        written += len(chunk)
+        if written >= count // 10:
+            sizes.append(resident(running.pid))
+    assert running.wait() == 0
+    assert written == count + 1  # with the line end
+    assert sizes[0] > 50 << 20 and max(sizes) <= 1.05 * sizes[0]
+
+
+def test_what_has_been_shown_is_not_kept(cli, model, monkeypatch):
+    """A piece for each token would take 80 MB in ten million, too little in a test of seconds."""
+    samples = []
+
+    def made(*arguments, **named):
+        samples.append(Completion(*arguments, **named))
+        return samples[-1]
+
+    for module in (sys.modules["model.generate"], inference):
+        monkeypatch.setattr(module, "Completion", made)
+    common = ("part0", "--inference", "-m", model, "--max-new-tokens", 30, "--num-samples", 3)
+    texts = cli(*common).stdout
+    streamed = generate(load(str(model)), max_new_tokens=30, part="part0", stream=True)
+    assert "".join(streamed) == texts.split("---------------\n")[0][:-1]
+    assert len(samples) == 4 and not any(sample.pieces for sample in samples)
+    whole = [json.loads(line)["text"] for line in cli(*common, "--json").stdout.splitlines()]
+    assert "---------------\n".join(text + "\n" for text in whole) == texts
+
+
+LOAD_AND_FREE = """
+import os, sys
+from model import generate, load
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+name, engine, cycles = sys.argv[1], sys.argv[2], int(sys.argv[3])
+for cycle in range(cycles + 1):
+    if cycle == cycles // 5:
+        early = resident()
+    text = generate(load(name), "a", 5, engine=engine)
+print(early, resident(), len(text))
+"""
+
+
+@pytest.mark.parametrize("name", ["tiny", "shakes128"])
+@pytest.mark.parametrize("engine", ["native", "torch"])
+def test_loading_writing_and_freeing_again_and_again_leaves_nothing(extension, model, full, engine, name):
+    cycles = CYCLES[0 if full else 1]
+    arguments = [str(model) if name == "tiny" else name, engine, str(cycles)]
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD_AND_FREE, *arguments], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "2" if engine == "native" else "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    early, late, length = map(int, done.stdout.split())
+    assert length == 5
+    assert late - early < GROWTH
