@@ -120,7 +120,7 @@ _libraries: dict[str, Path] = {}  # of each variant that is loaded
 @functools.cache
 def _load(variant: str) -> Any:
     compiler, ispc = _compilers(variant)
-    name, library = f"attention_ext_{variant}", _library_path(compiler, ispc, variant)
+    name, library = f"attention_ext_{variant}", _extension_path(compiler, ispc, variant)
     _make(library, "code into a PyTorch module", lambda work: _make_library(compiler, ispc, variant, work))
     try:
         torch.ops.load_library(str(library))
@@ -132,16 +132,16 @@ def _load(variant: str) -> Any:
     return getattr(torch.ops, name)
 
 
-def library_path(simd: str = "auto") -> Path:
+def extension_path(simd: str = "auto") -> Path:
     """Where load() finds the library, or puts it: its directory has build.log where compiling it failed.
 
     simd: one of SIMD. Raises BuildError without a compiler.
     """
     variant = AUTO if simd == "auto" else simd
-    return _library_path(*_compilers(variant), variant)
+    return _extension_path(*_compilers(variant), variant)
 
 
-def _library_path(compiler: list[str], ispc: str | None, variant: str) -> Path:
+def _extension_path(compiler: list[str], ispc: str | None, variant: str) -> Path:
     name = f"attention_ext_{variant}_{_fingerprint(compiler, ispc, variant)}"
     return _real(cache_directory()) / name / "attention_ext.so"
 

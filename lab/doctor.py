@@ -269,7 +269,7 @@ def _builds() -> str:
 def _extension() -> str:
     from attention_ext import AUTO, build
 
-    library = build.library_path().absolute()
+    library = build.extension_path().absolute()
     if not library.exists():
         log = library.with_name("build.log")
         if log.exists() and library.parent not in build.running_builds():

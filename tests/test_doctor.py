@@ -258,9 +258,9 @@ def test_a_build_that_is_running_is_seen_and_not_disturbed(cache):
 
 def test_the_library_is_where_load_finds_it(extension):
     build.load()
-    assert build.library_path() == build.library_path("portable") == build._libraries["portable"]
-    assert build.library_path("off") != build.library_path()
-    assert look("extension") == ("ok", f"{build.library_path()} ({build.load().simd_name()})")
+    assert build.extension_path() == build.extension_path("portable") == build._libraries["portable"]
+    assert build.extension_path("off") != build.extension_path()
+    assert look("extension") == ("ok", f"{build.extension_path()} ({build.load().simd_name()})")
 
 
 def test_an_extension_that_is_not_compiled_is_not_compiled_here(extension, cache):
@@ -270,7 +270,7 @@ def test_an_extension_that_is_not_compiled_is_not_compiled_here(extension, cache
 
 
 def test_an_extension_whose_build_failed_says_where_to_read(extension, cache):
-    library = build.library_path()
+    library = build.extension_path()
     library.parent.mkdir()
     log = library.with_name("build.log")
     log.write_text("kaboom")
@@ -282,8 +282,8 @@ def test_an_extension_whose_build_failed_says_where_to_read(extension, cache):
 def test_an_extension_that_cannot_be_loaded_is_to_be_deleted(extension, cache, monkeypatch):
     with monkeypatch.context() as patch:
         patch.delenv("TORCH_EXTENSIONS_DIR")
-        whole = build.library_path().read_bytes()
-    library = build.library_path()
+        whole = build.extension_path().read_bytes()
+    library = build.extension_path()
     library.parent.mkdir()
     for part in (whole[: len(whole) // 2], b""):
         library.write_bytes(part)
