@@ -83,9 +83,13 @@ def write(found: list[Tuned]) -> None:
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     text = json.dumps({cpu: [asdict(t) for t in entries] for cpu, entries in everything.items()}, indent=1)
     handle, unfinished = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-    with open(handle, "w") as out:
-        out.write(text)
-    os.replace(unfinished, file)
+    try:
+        with open(handle, "w") as out:
+            out.write(text)
+        os.replace(unfinished, file)
+    except BaseException:
+        os.unlink(unfinished)
+        raise
     _fitting.cache_clear()
 
 

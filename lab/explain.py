@@ -11,7 +11,7 @@ from itertools import pairwise
 from attention_ext import PARTS, build
 from lab import counters, machine
 from lab.bench import Bench, Cell, quartiles
-from lab.costs import Costs, costs
+from lab.costs import Costs
 from lab.machine import Cache, size_text
 
 REASONS = {
@@ -75,7 +75,7 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
     heads, width = cell.batch * cell.heads, lanes(cell.simd)
     # parts 1 and 2 have one thread, whatever there is
     threads = 1 if cell.contender in ("part1", "part2") else cell.threads
-    counted = costs_of(cell, heads, threads, width)
+    counted = cell.costs(heads, threads, width)
     part = PARTS[cell.contender]
     tile = f", Br = {cell.br}, Bc = {cell.bc}" if part.tiled else ""
     mask, number = "causal" if cell.causal else "no mask", f"{cell.threads} thread{'s' * (cell.threads > 1)}"
@@ -85,7 +85,7 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
     echo(textwrap.fill(REASONS[part.name], 100) + "\n")
     echo(f"arithmetic  {_count(counted.flops)}FLOP: 2 d for each query and key, for scores and for output")
     echo(f"scratch     {size_text(counted.scratch)}")
-    bounds = levels(counted, costs_of(cell, heads, 1, width), threads)
+    bounds = levels(counted, cell.costs(heads, 1, width), threads)
     echo("\n" + traffic_table(counted, bounds))
 
     bench = Bench([cell])
@@ -109,13 +109,6 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
         echo(run.busy)
 
 
-def costs_of(cell: Cell, heads: int, threads: int, lanes: int) -> Costs:
-    """What so many heads of a cell cost."""
-    tile = {"br": cell.br, "bc": cell.bc} if cell.br and cell.bc else {}
-    return costs(cell.contender, cell.queries, cell.N, cell.d, heads=heads, causal=cell.causal,
-                 threads=threads, lanes=lanes, **tile)  # fmt: skip
-
-
 def lanes(simd: str | None) -> int:
     """Floats of a vector, as the helpers say; the plain loops' tiles are as for 16."""
     name = build.load(simd or "auto").simd_name()
@@ -135,7 +128,7 @@ def misses_text(cell: Cell, cachegrind: bool) -> str:
         return f"misses      not counted: {missed.note}" + "; --cachegrind simulates them" * (not cachegrind)
     simulated = cachegrind and counters.SIMULATED == "haswell"
     avx2 = simulated and simd != "off"  # whose plain loops have the tiles of 16 lanes everywhere
-    expected = costs_of(cell, 1, 1, 8 if avx2 else lanes(cell.simd))
+    expected = cell.costs(1, 1, 8 if avx2 else lanes(cell.simd))
     levels = (first, missed.l1), (own if cachegrind else caches[-1], missed.last)
     texts = [
         f"{size_text(found)} into L{cache.level}, by the count {size_text(expected.traffic(cache.size))}"
