@@ -31,6 +31,27 @@ def torch_float32(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
     return out, torch.logsumexp(s if mask is None else s.masked_fill(~mask, -math.inf), -1)
 
 
+def torch_float32_in_orders(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, orders: int = 8
+) -> tuple[Tensor, Tensor]:
+    """The same with the sums taken in several orders, (orders, B, H, Nq, d) and (orders, B, H, Nq).
+
+    In a case of a few rows one order may err by next to nothing, and twice that is no measure.
+    """
+    generator = torch.Generator().manual_seed(0)
+    results = [torch_float32(q, k, v, causal, scale)]
+    always = k.shape[2] - q.shape[2] + 1 if causal else k.shape[2]  # keys that every query sees
+    for _ in range(orders - 1):
+        terms = torch.randperm(q.shape[3], generator=generator)
+        keys = torch.arange(k.shape[2])
+        keys[:always] = torch.randperm(always, generator=generator)
+        results.append(
+            torch_float32(q[..., terms], k[:, :, keys][..., terms], v[:, :, keys], causal, scale)
+        )
+    outs, lses = zip(*results)
+    return torch.stack(outs), torch.stack(lses)
+
+
 def score_rounding(q: Tensor, k: Tensor, scale: float) -> float:
     """What rounding the largest score to float32 can change it by, half a unit in its last place.
 
@@ -41,7 +62,10 @@ def score_rounding(q: Tensor, k: Tensor, scale: float) -> float:
 
 
 def assert_close(got: Tensor, expected: Tensor, peer: Tensor, floor: float = 1e-6) -> None:
-    """`got` errs at most twice as much as `peer`, plus `floor` of the largest expected value."""
+    """`got` errs at most twice as much as `peer`, plus `floor` of the largest expected value.
+
+    peer may be several results stacked: the one that errs most counts.
+    """
     assert got.shape == expected.shape
     assert got.dtype == torch.float32
     assert got.is_contiguous()

@@ -12,8 +12,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
@@ -42,6 +44,7 @@ constexpr struct {
 // Edges of vectors, panels, strips and tiles.
 constexpr int64_t EDGES[] = {1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256};
 constexpr int64_t MOST = 300;
+constexpr int ORDERS = 8;  // of sums, in which a plain computation may be tried
 
 class Random {  // splitmix64: the same numbers with every compiler and library
   public:
@@ -232,40 +235,45 @@ template <class T>
 struct Result {
     std::vector<T> out, lse;
     double largest_score = 0;  // in magnitude, of those that are numbers
-    double largest_terms = 0;  // the same with each product's magnitude
 };
 
+// 0 to n - 1; if `random` is given, in an order that it draws.
+std::vector<int64_t> order(int64_t n, Random* random) {
+    std::vector<int64_t> numbers(static_cast<size_t>(n));
+    std::iota(numbers.begin(), numbers.end(), 0);
+    for (int64_t i = n - 1; random && i > 0; i--) std::swap(numbers[i], numbers[random->from(0, i)]);
+    return numbers;
+}
+
 // As it is defined, a query at a time, in T: with double what is right, with float what float32 is good for.
+// The sums are taken in the order of their terms, or in one that `random` draws.
 template <class T>
-Result<T> attend(const Case& c, const float* q, const float* k, const float* v) {
+Result<T> attend(const Case& c, const float* q, const float* k, const float* v, Random* random = nullptr) {
     Result<T> result;
     std::vector<T> p(static_cast<size_t>(c.Nk));
+    const std::vector<int64_t> elements = order(c.d, random), keys = order(c.Nk, random);
     for (int64_t b = 0; b < c.B; b++)
         for (int64_t h = 0; h < c.H; h++)
             for (int64_t i = 0; i < c.Nq; i++) {
                 const int64_t n = c.visible(i);
                 T m = -std::numeric_limits<T>::infinity(), l = 0;
                 for (int64_t j = 0; j < n; j++) {
-                    T s = 0, terms = 0;
+                    T s = 0;
                     const float *x = q + c.layouts[0].at(b, h, i, 0), *y = k + c.layouts[1].at(b, h, j, 0);
-                    for (int64_t e = 0; e < c.d; e++) {
-                        const T term = static_cast<T>(x[e]) * static_cast<T>(y[e * c.layouts[1].column]);
-                        s += term, terms += std::fabs(term);
-                    }
+                    for (int64_t e : elements)
+                        s += static_cast<T>(x[e]) * static_cast<T>(y[e * c.layouts[1].column]);
                     p[j] = static_cast<T>(c.scale) * s;
                     m = p[j] > m ? p[j] : m;
                     if (!std::isfinite(p[j])) continue;
                     const double score = std::fabs(static_cast<double>(p[j]));
                     result.largest_score = std::max(result.largest_score, score);
-                    result.largest_terms =
-                        std::max(result.largest_terms,
-                                 std::fabs(static_cast<double>(c.scale)) * static_cast<double>(terms));
                 }
-                for (int64_t j = 0; j < n; j++) l += p[j] = std::exp(p[j] - m);
+                for (int64_t j : keys)
+                    if (j < n) l += p[j] = std::exp(p[j] - m);
                 for (int64_t e = 0; e < c.d; e++) {
                     T o = 0;
-                    for (int64_t j = 0; j < n; j++)
-                        o += p[j] / l * static_cast<T>(v[c.layouts[2].at(b, h, j, 0) + e]);
+                    for (int64_t j : keys)
+                        if (j < n) o += p[j] / l * static_cast<T>(v[c.layouts[2].at(b, h, j, 0) + e]);
                     result.out.push_back(o);
                 }
                 result.lse.push_back(m + std::log(l));
@@ -308,18 +316,24 @@ Result<float> run(const Case& c, Random& random, const float* q, const float* k,
     return result;
 }
 
-// Adds to `wrong` where got is farther from right than it may be. rounding: what rounding alone changes,
-// relative to the largest; it is more than 1e-6 for scores of 1e4.
-void hold(const char* name, const std::vector<float>& got, const std::vector<double>& right,
-          const std::vector<float>& plain, double rounding, bool same_infinity, std::string& wrong) {
-    double allowed = 0, largest = 1;
+// How far from right a float32 result may be: twice as far as the farthest of `plain` is, and 1e-6 of the
+// largest; for scores of 1e4 more than that, half a unit in the last place of one, by which its weight changes.
+double allowance(const std::vector<double>& right, const std::vector<std::vector<float>>& plain,
+                 double rounding) {
+    double error = 0, largest = 1;
     for (size_t i = 0; i < right.size(); i++) {
         if (!std::isfinite(right[i])) continue;
         largest = std::max(largest, std::fabs(right[i]));
-        if (std::isfinite(plain[i]))
-            allowed = std::max(allowed, std::fabs(static_cast<double>(plain[i]) - right[i]));
+        for (const std::vector<float>& one : plain)
+            if (std::isfinite(one[i]))
+                error = std::max(error, std::fabs(static_cast<double>(one[i]) - right[i]));
     }
-    allowed = 2 * allowed + std::max(1e-6, rounding) * largest;
+    return 2 * error + std::max(1e-6, rounding) * largest;
+}
+
+// What is wrong with `got`; nothing if it is empty.
+std::string compare(const char* name, const std::vector<float>& got, const std::vector<double>& right,
+                    double allowed, bool same_infinity) {
     for (size_t i = 0; i < right.size(); i++) {
         const double x = static_cast<double>(got[i]);
         const bool good = std::isfinite(right[i])                 ? std::fabs(x - right[i]) <= allowed
@@ -330,9 +344,27 @@ void hold(const char* name, const std::vector<float>& got, const std::vector<dou
         char text[160];
         std::snprintf(text, sizeof text, "; %s[%zu] is %.9g, right is %.9g, allowed %.3g", name, i, x, right[i],
                       allowed);
-        wrong += text;
-        return;
+        return text;
     }
+    return "";
+}
+
+// What is wrong with a case's results; nothing if it is empty.
+std::string hold(const Case& c, const Result<float>& got, const float* q, const float* k, const float* v) {
+    const Result<double> right = attend<double>(c, q, k, v);
+    const double rounding = 0x1p-24 * right.largest_score;
+    Random random(c.seed);
+    std::vector<std::vector<float>> outs, lses;
+    std::string wrong;
+    // In a case of few scores one order of the sums may err by next to nothing: then others are tried too.
+    for (int tried = 0; tried < ORDERS && (tried == 0 || !wrong.empty()); tried++) {
+        Result<float> plain = attend<float>(c, q, k, v, tried ? &random : nullptr);
+        outs.push_back(std::move(plain.out));
+        lses.push_back(std::move(plain.lse));
+        wrong = compare("out", got.out, right.out, allowance(right.out, outs, rounding), true);
+        if (c.lse) wrong += compare("lse", got.lse, right.lse, allowance(right.lse, lses, 0), false);
+    }
+    return wrong;
 }
 
 bool same(float a, float b) { return std::memcmp(&a, &b, sizeof a) == 0 || (std::isnan(a) && std::isnan(b)); }
@@ -406,14 +438,7 @@ std::string attempt(const Case& drawn, Random& random) {
                 break;
             }
     }
-    const Result<double> right = attend<double>(c, q.data, k.data, v.data);
-    const Result<float> plain = attend<float>(c, q.data, k.data, v.data);
-    // What rounding one factor of each product changes a score by, and so the logarithm of its weight. One
-    // plain computation may be lucky, more so the fewer scores there are.
-    const double rounding = 0x1p-24 * right.largest_terms;
-    hold("out", got.out, right.out, plain.out, rounding, true, wrong);
-    if (c.lse)
-        hold("lse", got.lse, right.lse, plain.lse, rounding / std::max(1.0, right.largest_score), false, wrong);
+    wrong += hold(c, got, q.data, k.data, v.data);
     for (const Guarded* t : tensors)
         if (!t->whole()) wrong += "; wrote beside an input";
     return wrong;
