@@ -115,11 +115,11 @@ class Hooks:
 
         self._handles += [register_begin(begin), register_end(end)]
 
-    def _timed_choice(self, *arguments) -> int:
+    def _timed_choice(self, *arguments) -> list[int]:
         begin = monotonic_ns()
-        token = self._choose(*arguments)
+        tokens = self._choose(*arguments)
         self._spans.append(Span("sampling", 0, begin, monotonic_ns()))
-        return token
+        return tokens
 
 
 def recorder(engine: Engine) -> NativeEngine | Hooks:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,12 @@ class KVCache:
         self.k = torch.empty(batch, n_head, length_max, head_dim)
         self.v = torch.empty_like(self.k)
         self.length = 0
+
+    def of(self, start: int, end: int, length: int) -> KVCache:
+        """The cache of texts start .. end - 1 alone, which hold `length` tokens each, in the same memory."""
+        part = copy.copy(self)
+        part.k, part.v, part.length = self.k[start:end], self.v[start:end], length
+        return part
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k and v, (B, H, T, d); give views of everything so far, (B, H, length, d).

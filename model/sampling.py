@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,33 +50,42 @@ class Sampling:
         check("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a number greater than 0")
 
 
-def sample(logits: Tensor, uniform: float, sampling: Sampling = Sampling(), seen: Iterable[int] = ()) -> int:
-    """One token id from logits (V,), by the inverse of the cumulative distribution at `uniform`.
+def sample(
+    logits: Tensor,
+    uniforms: Sequence[float],
+    sampling: Sampling = Sampling(),
+    seen: Sequence[Collection[int]] | None = None,
+) -> list[int]:
+    """A token id for each row of logits (B, V), by the inverse of its cumulative distribution.
 
-    uniform: in [0, 1). seen: the ids that have occurred, for the repetition penalty.
+    uniforms: a number in [0, 1) for each row, which decides. seen: the ids that have occurred in each, for
+    the repetition penalty.
     In float64, tokens in the order of their ids, so that engines which differ by rounding agree; the native
     engine's sample() in attention_ext/csrc/decoder.cpp does the same.
     Raises ValueError if the logits hold NaN, or the largest is infinite, after the penalty too.
     """
     logits = logits.double()
     if sampling.repetition_penalty != 1:
-        at = torch.tensor(sorted(set(seen)), dtype=torch.long)
-        penalised = logits[at]
+        occurred = torch.zeros(logits.shape, dtype=torch.bool)
+        for row, ids in zip(occurred, seen or ()):
+            row[list(ids)] = True
         penalty = sampling.repetition_penalty
-        logits[at] = torch.where(penalised > 0, penalised / penalty, penalised * penalty)
-    if logits.isnan().any() or logits.max().isinf():
+        logits = logits.where(~occurred, torch.where(logits > 0, logits / penalty, logits * penalty))
+    largest = logits.amax(-1, keepdim=True)
+    if not largest.isfinite().all():
         raise ValueError("logits hold NaN, or the largest is infinite; they must be numbers")
     if sampling.temperature == 0:
-        return int(logits.argmax())
-    weights = ((logits - logits.max()) / sampling.temperature).exp()  # the likeliest token's is 1
-    least = torch.zeros((), dtype=torch.float64)
-    if sampling.top_k is not None and sampling.top_k < len(weights):
-        least = weights.topk(sampling.top_k).values[-1]
+        return logits.argmax(-1).tolist()
+    weights = ((logits - largest) / sampling.temperature).exp()  # the likeliest token's is 1
+    least = torch.zeros(len(logits), 1, dtype=torch.float64)  # weights below it are left out
+    if sampling.top_k is not None and sampling.top_k < logits.shape[1]:
+        least = weights.topk(sampling.top_k).values[:, -1:]
     if sampling.top_p < 1:
-        kept = weights[weights >= least].sort(descending=True).values
-        enough = kept.cumsum(-1) >= sampling.top_p * kept.sum()
-        least = kept[enough.nonzero()[0, 0] if enough.any() else -1]
+        kept = weights.where(weights >= least, 0.0).sort(-1, descending=True).values
+        sums = kept.cumsum(-1)
+        enough = sums >= sampling.top_p * sums[:, -1:]
+        least = kept.gather(-1, enough.int().argmax(-1, keepdim=True))  # the first that is
     least = least.clamp(min=sampling.min_p)
     cumulative = weights.where(weights >= least, 0.0).cumsum(-1)
-    chosen = torch.searchsorted(cumulative, uniform * cumulative[-1:], right=True)
-    return int(chosen.clamp_(max=int(weights.nonzero()[-1])))
+    points = torch.tensor(uniforms, dtype=torch.float64)[:, None] * cumulative[:, -1:]  # below the last
+    return torch.searchsorted(cumulative, points, right=True)[:, 0].tolist()

@@ -197,6 +197,28 @@ def test_a_copied_slot_goes_on_as_its_source(kernel, name):
         assert first == second and torch.equal(engine.logits(0), engine.logits(1))
 
 
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_slots_of_any_length_go_on_as_if_alone(kernel, name):
+    gpt = model(block_size=60)
+    lengths = [9, 9, 20, 20, 9, 9, 1]
+    uniforms = torch.rand(7, 12, generator=torch.Generator().manual_seed(1)).tolist()
+    together = open_engine(gpt, name, part=kernel, slots=7)
+    for slot, length in enumerate(lengths):
+        together.prefill(slot, ids(gpt, length, slot))
+    texts = {slot: [] for slot in range(7)}
+    for step in range(12):
+        slots = [5, 0, 1, 2, 4, 6] if step % 3 else [6, 4, 3]  # in any order, some at a time
+        tokens = together.next(slots, [uniforms[slot][step] for slot in slots], Sampling())
+        for slot, token in zip(slots, tokens):
+            texts[slot].append((step, token))
+    for slot, length in enumerate(lengths):
+        alone = open_engine(gpt, name, part=kernel)
+        alone.prefill(0, ids(gpt, length, slot))
+        for step, token in texts[slot]:
+            assert alone.next([0], [uniforms[slot][step]], Sampling()) == [token]
+        torch.testing.assert_close(together.logits(slot), alone.logits(0))
+
+
 @pytest.mark.parametrize("temperature", [0, 0.8])
 @pytest.mark.parametrize("name", ["native", "torch"])
 def test_a_penalty_beyond_all_numbers_is_refused(extension, name, temperature):

@@ -46,9 +46,9 @@ def oracle(gpt, prompt, count, seed, keep):
         for _ in range(count):
             if len(ids) - start > gpt.config.block_size:
                 start = len(ids) - keep
-            logits = gpt(torch.tensor([ids[start:]]))[0, -1]
+            logits = gpt(torch.tensor([ids[start:]]))[:, -1]
             uniform = float(torch.rand((), dtype=torch.float64, generator=generator))
-            ids.append(sample(logits, uniform, USUAL))
+            ids += sample(logits, [uniform], USUAL)
     return ids[len(prompt) :]
 
 

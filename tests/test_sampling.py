@@ -15,21 +15,20 @@ UNIFORMS = [i / 997 for i in range(997)]
 
 def drawn(logits, seen=(), **settings):
     """The tokens that can be drawn."""
-    sampling = Sampling(**PLAIN | settings)
-    return {sample(logits, u, sampling, seen) for u in UNIFORMS}
+    rows = logits.expand(len(UNIFORMS), -1)
+    return set(sample(rows, UNIFORMS, Sampling(**PLAIN | settings), [seen] * len(UNIFORMS)))
 
 
 def test_sampling_inverts_the_cumulative_distribution():
     logits = torch.log(torch.tensor([0.1, 0.2, 0.3, 0.4]))
-    for uniform, token in [(0, 0), (0.0999, 0), (0.1001, 1), (0.2999, 1), (0.3001, 2), (0.6001, 3)]:
-        assert sample(logits, uniform, Sampling(**PLAIN)) == token
-    assert sample(logits, 1 - 2**-53, Sampling(**PLAIN)) == 3
+    uniforms = [0, 0.0999, 0.1001, 0.2999, 0.3001, 0.6001, 1 - 2**-53]
+    assert sample(logits.expand(7, -1), uniforms, Sampling(**PLAIN)) == [0, 0, 1, 1, 2, 3, 3]
 
 
 def test_sampling_draws_the_probabilities():
     logits = torch.tensor([0.5, -1.0, 2.0, 0.0])
     uniforms = (torch.arange(10_000) + 0.5) / 10_000
-    tokens = [sample(logits, float(u), Sampling(0.7, None)) for u in uniforms]
+    tokens = sample(logits.expand(10_000, -1), uniforms.tolist(), Sampling(0.7, None))
     counts = torch.bincount(torch.tensor(tokens), minlength=4)
     torch.testing.assert_close(counts / 10_000, torch.softmax(logits / 0.7, 0), atol=2e-4, rtol=0)
 
@@ -74,7 +73,7 @@ def test_a_penalty_beyond_all_numbers_is_refused():
     for logits, penalty in [(torch.full((5,), -1000.0), 1e308), (torch.ones(5), 1e-320)]:
         for temperature in (0, 0.8):
             with pytest.raises(ValueError, match="the largest is infinite"):
-                sample(logits, 0.5, Sampling(temperature, repetition_penalty=penalty), range(5))
+                sample(logits[None], [0.5], Sampling(temperature, repetition_penalty=penalty), [range(5)])
 
 
 def test_the_repetition_penalty_makes_what_has_occurred_less_likely():
@@ -90,16 +89,26 @@ def test_the_repetition_penalty_makes_what_has_occurred_less_likely():
 
 def test_impossible_tokens_are_never_drawn():
     logits = torch.tensor([-math.inf, 0.0, -math.inf])
-    assert {sample(logits, u, Sampling(**PLAIN)) for u in (0.0, 0.5, 1 - 2**-53)} == {1}
+    assert sample(logits.expand(3, -1), [0.0, 0.5, 1 - 2**-53], Sampling(**PLAIN)) == [1, 1, 1]
+
+
+def test_each_row_is_chosen_as_if_alone():
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(40, 30, generator=generator)
+    uniforms = torch.rand(40, generator=generator, dtype=torch.float64).tolist()
+    seen = [set(torch.randint(30, (i,), generator=generator).tolist()) for i in range(40)]
+    for sampling in (Sampling(), Sampling(0), Sampling(2.0, 7, 0.9, 0.05, 1.3), Sampling(1.5, None, 0.5)):
+        alone = [sample(row[None], [u], sampling, [ids])[0] for row, u, ids in zip(logits, uniforms, seen)]
+        assert sample(logits, uniforms, sampling, seen) == alone
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_no_numbers_are_refused(bad):
     for temperature in (0, 1.0):
         with pytest.raises(ValueError, match="logits hold NaN, or the largest is infinite"):
-            sample(torch.tensor([0.0, bad]), 0.5, Sampling(temperature))
+            sample(torch.tensor([[0.0, 1.0], [0.0, bad]]), [0.5, 0.5], Sampling(temperature))
     with pytest.raises(ValueError, match="the largest is infinite"):
-        sample(torch.tensor([-math.inf, -math.inf]), 0.5)
+        sample(torch.tensor([[-math.inf, -math.inf]]), [0.5])
 
 
 @pytest.mark.parametrize(
