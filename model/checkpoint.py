@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import warnings
+import zipfile
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -60,6 +61,9 @@ def load(name: str, attend: Attend | None = None) -> Checkpoint:
         args, weights, dataset = _read_directory(path)
     elif path.is_file():
         args, weights, dataset = _read_nanogpt(path)
+        if damaged := _damaged_member(path):
+            what = f"{damaged} is not what its checksum says"
+            warnings.warn(f"{path}: {what}; the text may be garbage", stacklevel=2)
         path = path.parent
     else:
         raise CheckpointError(
@@ -154,6 +158,19 @@ def _read_nanogpt(path: Path) -> tuple[dict, dict[str, Tensor], str | None]:
     }
     config = checkpoint.get("config")
     return checkpoint["model_args"], weights, config.get("dataset") if isinstance(config, dict) else None
+
+
+def _damaged_member(path: Path) -> str | None:
+    """The first file in a ckpt.pt whose checksum is wrong; None also for the format that has no checksums."""
+    if not zipfile.is_zipfile(path):
+        return None
+    with zipfile.ZipFile(path) as archive:
+        if sum(member.file_size for member in archive.infolist()) > path.stat().st_size:
+            return None  # packed, as torch.save does not, and it may unpack to any size
+        try:
+            return archive.testzip()
+        except (zipfile.BadZipFile, OSError, ValueError, RuntimeError):  # a header is damaged
+            return "a part"
 
 
 def _assemble(name: str, config: GPTConfig, weights: dict[str, Tensor], attend: Attend) -> GPT:

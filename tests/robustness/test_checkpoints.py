@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+import zipfile
 from functools import partial
 from pathlib import Path
 
@@ -178,7 +179,7 @@ def test_a_trillion_parameters_are_refused_before_anything_is_allocated(tmp_path
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 def test_a_damaged_nanogpt_checkpoint_is_refused(tmp_path, damaged, zipped):
-    """Unless the change is in bytes that nothing reads, or in a number: that format has no checksum."""
+    """Or warned of, unless the change is in bytes that nothing reads. The legacy format has no checksums."""
     path = tmp_path / "ckpt.pt"
     nanogpt_file(path)
     VOCABULARY.write_meta_json(tmp_path / "meta.json")
@@ -187,6 +188,26 @@ def test_a_damaged_nanogpt_checkpoint_is_refused(tmp_path, damaged, zipped):
     whole = path.read_bytes()
     outcomes = [outcome(path) for content in damaged(whole) if path.write_bytes(content)]
     assert outcomes.count("refused") > len(outcomes) // 3
+    if zipped:
+        path.write_bytes(whole)
+        with zipfile.ZipFile(path) as archive:
+            contents = [archive.read(name) for name in archive.namelist()]
+        for content in filter(None, contents):
+            at = whole.index(content) + len(content) // 2
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            assert outcome(path) in ("refused", "warned")
+
+
+def test_a_checkpoint_that_would_unpack_to_any_size_is_not_unpacked(tmp_path, monkeypatch):
+    unpacked = []
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda archive: unpacked.append(archive))
+    nanogpt_file(tmp_path / "ckpt.pt")
+    VOCABULARY.write_meta_json(tmp_path / "meta.json")
+    assert outcome(tmp_path / "ckpt.pt") == "fine" and len(unpacked) == 1
+    with zipfile.ZipFile(tmp_path / "ckpt.pt", "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/bomb", bytes(200 << 20))
+    outcome(tmp_path / "ckpt.pt")
+    assert len(unpacked) == 1
 
 
 def test_a_damaged_pickled_vocabulary_is_refused(tmp_path, damaged):
