@@ -88,7 +88,10 @@ class Own:
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         texts = range(len(prompts))  # of equal prompts
         writer = Writer(self.engine, prompts[0], texts, Sampling(temperature=0))
-        return [list(text) for text in zip(*(writer.next(texts) for _ in range(count)))]
+        steps: list[list[int]] = []
+        while len(steps) < count:
+            steps += writer.write(texts, count - len(steps))
+        return [list(text) for text in zip(*steps)]
 
     def prefill(self, ids: list[int]) -> None:
         self.greedy(ids, 1)

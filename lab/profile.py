@@ -7,7 +7,8 @@ attention: from the queries, keys and values to the heads side by side, so appen
 of layout are in it.
 projection, MLP down: with the residual sums in the native engine; PyTorch's are in `other`.
 waiting: for other threads of the native engine; PyTorch's are inside of its operators.
-other: what is in no span, which is Python, the calls, waking the threads, and reading the clock.
+other: what is in no span, which is Python, the calls, waking the threads, and reading the clock. Each token
+is a call here, so that each has its place; gpt.py --inference asks for some ten in one.
 """
 
 from __future__ import annotations

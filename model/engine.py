@@ -16,6 +16,7 @@ from model.kv_cache import KVCache
 from model.sampling import Sampling, sample
 
 ENGINES = ("native", "torch")
+PATIENCE = 5e-4  # seconds after which Engine.write begins no other token, so that Ctrl-C is obeyed
 WEIGHTS = ("fp32", "bf16")
 
 
@@ -37,6 +38,14 @@ class Engine(Protocol):
         """Choose and append a token to each of these slots; the uniforms, in [0, 1), decide.
 
         A slot that holds capacity + 1 tokens, the last one not yet read, must be prefilled again.
+        """
+
+    def write(
+        self, slots: Sequence[int], uniforms: Sequence[Sequence[float]], sampling: Sampling
+    ) -> list[list[int]]:
+        """What next() gives for each row of uniforms in turn; after PATIENCE the rest is left.
+
+        At least the first row is used; none beyond the room in the slots.
         """
 
     def copy(self, source: int, target: int) -> None:
@@ -149,6 +158,11 @@ class TorchEngine:
             self._seen[slot].add(token)
         return tokens
 
+    def write(
+        self, slots: Sequence[int], uniforms: Sequence[Sequence[float]], sampling: Sampling
+    ) -> list[list[int]]:
+        return [self.next(slots, uniforms[0], sampling)]  # which takes about as long
+
     @torch.inference_mode()
     def copy(self, source: int, target: int) -> None:
         length = self._lengths[target] = self._lengths[source]
@@ -178,7 +192,7 @@ class TorchEngine:
 
 
 class NativeEngine:
-    """The decoder of attention_ext/csrc/decoder.cpp: a token is one call, without Python or PyTorch."""
+    """The decoder of attention_ext/csrc/decoder.cpp: tokens are made without Python or PyTorch."""
 
     name = "native"
 
@@ -214,10 +228,15 @@ class NativeEngine:
         self._decoder.prefill(slot, ids, continues)
 
     def next(self, slots: Sequence[int], uniforms: Sequence[float], sampling: Sampling) -> list[int]:
+        return self.write(slots, [uniforms], sampling)[0]
+
+    def write(
+        self, slots: Sequence[int], uniforms: Sequence[Sequence[float]], sampling: Sampling
+    ) -> list[list[int]]:
         if sampling is not self._sampling:
             s = self._sampling = sampling
             self._decoder.set_sampling(s.temperature, s.top_k or 0, s.top_p, s.min_p, s.repetition_penalty)
-        return self._decoder.next(slots, uniforms)
+        return self._decoder.write(slots, uniforms, PATIENCE)
 
     def copy(self, source: int, target: int) -> None:
         self._decoder.copy(source, target)

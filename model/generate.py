@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from model.tokenizer import Tokenizer
 
 CONTEXTS = ("slide", "reset")
 AT_ONCE = 32  # samples that are decoded together
+AHEAD = 32  # tokens of each that an engine is asked for at a time
 
 
 def uniforms(seed: int) -> Iterator[float]:
@@ -65,6 +67,7 @@ class Writer:
         self.engine, self.sampling = engine, sampling
         self.prefill_seconds = self.decode_seconds = 0.0
         self._uniforms = [uniforms(seed) for seed in seeds]
+        self._drawn: list[deque[float]] = [deque() for _ in seeds]  # and not yet used
         self._window = engine.capacity
         self._kept = max(1, self._window // 2) if context == "reset" else self._window
         self._use_cache = use_cache
@@ -73,18 +76,36 @@ class Writer:
 
     def next(self, texts: Sequence[int]) -> list[int]:
         """Append a token to each of these texts; gives them in the same order."""
+        return self.write(texts, 1)[0]
+
+    def write(self, texts: Sequence[int], most: int) -> list[list[int]]:
+        """Append 1 to `most` tokens to each of these texts, as many as the engine makes in one go.
+
+        Gives a list for each step, of the texts' tokens in the same order.
+        """
         start = begin = time.perf_counter()
         if not (self._use_cache and all(0 < self._held[i] <= self._window for i in texts)):
             first = not self._held[texts[0]]
             self._prefill(texts, first)
             begin = time.perf_counter() if first else start  # what follows the prompt counts as decoding
-        tokens = self.engine.next(texts, [next(self._uniforms[i]) for i in texts], self.sampling)
-        for i, token in zip(texts, tokens):
-            self._last[i].append(token)
-            self._held[i] += 1
+        room = self._window + 1 - max(self._held[i] for i in texts) if self._use_cache else 1
+        numbers = zip(*(self._draw(i, min(most, room, AHEAD)) for i in texts))
+        steps = self.engine.write(texts, list(numbers), self.sampling)
+        for i, tokens in zip(texts, zip(*steps)):
+            self._last[i].extend(tokens)
+            self._held[i] += len(tokens)
+            for _ in tokens:
+                self._drawn[i].popleft()
         self.prefill_seconds += begin - start
         self.decode_seconds += time.perf_counter() - begin
-        return tokens
+        return steps
+
+    def _draw(self, i: int, count: int) -> list[float]:
+        """The next numbers of text i, which are taken from `drawn` when they have been used."""
+        drawn = self._drawn[i]
+        while len(drawn) < count:
+            drawn.append(next(self._uniforms[i]))
+        return list(itertools.islice(drawn, count))
 
     def _prefill(self, texts: Sequence[int], first: bool) -> None:
         """Read the prompt, or the windows of those texts that are full."""
@@ -175,6 +196,7 @@ def complete(
     decoders = [tokenizer.decoder() for _ in samples]
     filters = [StopFilter(stop) for _ in samples]
     active = list(range(len(samples)))
+    writing, steps = active, deque[list[int]]()  # the samples that were asked for more, and what has come
     for count in range(max_new_tokens + 1):
         for i in [i for i in active if filters[i].found or count == max_new_tokens]:
             active.remove(i)
@@ -189,7 +211,12 @@ def complete(
             yield i, ""
         if not active:
             return
-        for i, token in zip(active, writer.next(active)):
+        if not steps:
+            writing = list(active)
+            steps.extend(writer.write(writing, max_new_tokens - count))
+        for i, token in zip(writing, steps.popleft()):
+            if samples[i].finish_reason:  # by now
+                continue
             text = filters[i].feed(decoders[i].feed(token))
             if text:
                 samples[i].pieces.append(text)

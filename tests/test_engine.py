@@ -266,6 +266,34 @@ def test_a_slot_ends_with_its_capacity(extension, name):
     engine.prefill(0, [1] * 4)
 
 
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_several_tokens_at_once_are_those_of_one_at_a_time(kernel, name, monkeypatch):
+    gpt = model(block_size=50)
+    rows = torch.rand(60, 2, generator=torch.Generator().manual_seed(0)).tolist()
+    sampling = Sampling(repetition_penalty=1.2)
+    alone, together = (open_engine(gpt, name, part=kernel, slots=2) for _ in range(2))
+    for engine in (alone, together):
+        engine.prefill(0, [1, 2])
+        engine.prefill(1, [3, 4, 5])
+    expected = [alone.next([0, 1], row, sampling) for row in rows[:48]]  # then slot 1 is full
+    monkeypatch.setattr("model.engine.PATIENCE", 0)
+    written = together.write([0, 1], rows, sampling)
+    assert len(written) == 1
+    monkeypatch.setattr("model.engine.PATIENCE", 60)
+    while len(written) < 48:
+        written += together.write([0, 1], rows[len(written) :], sampling)
+    assert written == expected
+    with pytest.raises(ValueError):
+        together.write([0, 1], rows, sampling)
+
+
+def test_no_more_tokens_are_begun_than_patience_has_time_for(extension):
+    engine = open_engine(load("shakes2048").model, "native", capacity=2048)
+    engine.prefill(0, [1] * 1500)
+    made = engine.write([0], [[0.5]] * 500, Sampling())  # each takes tens of microseconds at least
+    assert 1 <= len(made) < 100
+
+
 def test_the_weights_are_the_engines_own(extension):
     gpt = model()
     engine = open_engine(gpt, "native")
@@ -350,7 +378,7 @@ def test_the_decoder_checks_what_it_is_given(extension):
 
     decoder = Decoder(tensors, **sizes | rest)
     for call, message in [
-        (lambda: decoder.next([0], [0.5]), "slot is 0; it must be prefilled first"),
+        (lambda: decoder.write([0], [[0.5]], 0), "slot is 0; it must be prefilled first"),
         (lambda: decoder.prefill(2, [0]), "slot is 2; it must be from 0 to 1"),
         (lambda: decoder.prefill(0, []), "the number of ids is 0; it must be from 1 to 16"),
         (lambda: decoder.prefill(0, [0] * 17), "the number of ids is 17"),
@@ -363,21 +391,21 @@ def test_the_decoder_checks_what_it_is_given(extension):
         with pytest.raises(ValueError, match=message):
             call()
     decoder.prefill(0, [0] * 16)
-    assert len(decoder.next([0], [0.5])) == 1
+    assert len(decoder.write([0], [[0.5]], 0)) == 1
     for slots, uniforms, message in [
         ([0], [0.5], "slot is 0; it must be prefilled again: it is full"),
         ([5], [0.5], "slot is 5"),
         ([0, 1], [0.5], "the number of uniforms is 1; it must be the number of slots, 2"),
-        ([1], [1.0], "slot is 1; it must be prefilled first"),
+        ([1], [0.5], "slot is 1; it must be prefilled first"),
     ]:
         with pytest.raises(ValueError, match=message):
-            decoder.next(slots, uniforms)
+            decoder.write(slots, [uniforms], 0)
     decoder.prefill(1, [0])
     with pytest.raises(ValueError, match="token is 11; it must be from 0 to 10"):
         decoder.push(1, 11)
     for uniform in (1.0, -0.1, float("nan")):
         with pytest.raises(ValueError, match="a uniform is outside"):
-            decoder.next([1], [uniform])
+            decoder.write([1], [[0.5], [uniform]], 0)
     with pytest.raises(ValueError, match="slot is 1; it must be named once"):
-        decoder.next([1, 1], [0.5, 0.5])
-    assert decoder.next([], []) == []
+        decoder.write([1, 1], [[0.5, 0.5]], 0)
+    assert decoder.write([], [[]], 0) == [[]]

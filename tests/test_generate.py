@@ -209,6 +209,38 @@ def test_an_engine_of_another_model_is_refused(shakes):
         generate(shakes, engine=open_engine(model(), part="part0"))
 
 
+@pytest.mark.parametrize("context", ["slide", "reset"])
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
+def test_writing_several_tokens_at_a_time_changes_nothing(engine, context, use_cache):
+    one, several = (
+        Writer(engine(model(), slots=2), [1, 2], (0, 1), USUAL, context, use_cache) for _ in range(2)
+    )
+    expected = [one.next([0, 1]) for _ in range(50)]
+    steps, most = [], 0
+    while len(steps) < 50:
+        most = most % 7 + 1
+        made = several.write([0, 1], min(most, 50 - len(steps)))
+        assert 1 <= len(made) <= most
+        steps += made
+    assert steps == expected
+
+
+def test_samples_that_stop_in_the_middle_of_a_step_of_several(extension):
+    """The engine is ahead of the stop string; neither that text nor the others have more for it."""
+    tokenizer = CharTokenizer(tiny.CHARACTERS)
+    seeds = range(6)
+
+    def written(chosen):
+        samples = [Completion(seed) for seed in chosen]
+        writer = Writer(open_engine(model(), "native", slots=6), [1], list(chosen), USUAL)
+        list(complete(writer, tokenizer, samples, 60, ["a", "big"]))
+        return [(sample.text, sample.finish_reason, sample.new_tokens) for sample in samples]
+
+    together = written(seeds)
+    assert together == [written([seed])[0] for seed in seeds]
+    assert len({count for *_, count in together}) > 2
+
+
 def test_a_batch_reads_its_prompt_once(monkeypatch):
     engine = open_engine(model(), part="part0", slots=3)
     reads = []

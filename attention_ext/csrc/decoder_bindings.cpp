@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <chrono>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -74,20 +76,34 @@ class SafeDecoder {
         decoder->prefill(slot, ids, continues);
     }
 
-    std::vector<int64_t> next(const std::vector<int64_t>& slots, const std::vector<double>& uniforms) {
+    // A token for each slot by each row of uniforms in turn, until a slot is full or `patience` seconds are
+    // over; at least by the first row.
+    std::vector<std::vector<int64_t>> write(const std::vector<int64_t>& slots,
+                                            const std::vector<std::vector<double>>& uniforms, double patience) {
         const py::gil_scoped_release unlocked;
         const std::lock_guard<std::mutex> one(mutex);
-        if (uniforms.size() != slots.size())
-            refuse("the number of uniforms", static_cast<int64_t>(uniforms.size()),
-                   "the number of slots, " + std::to_string(slots.size()));
+        const auto start = std::chrono::steady_clock::now();
+        for (const std::vector<double>& row : uniforms) {
+            if (row.size() != slots.size())
+                refuse("the number of uniforms", static_cast<int64_t>(row.size()),
+                       "the number of slots, " + std::to_string(slots.size()));
+            for (const double u : row)
+                if (!(u >= 0 && u < 1)) throw py::value_error("a uniform is outside [0, 1)");
+        }
         std::vector<char> taken(decoder->slots());
+        int64_t room = decoder->capacity();
         for (const int64_t slot : slots) {
             check_room(slot, decoder->capacity());
             if (taken[slot]++) refuse("slot", slot, "named once");
+            room = std::min(room, decoder->capacity() + 1 - decoder->length(slot));
         }
-        for (const double u : uniforms)
-            if (!(u >= 0 && u < 1)) throw py::value_error("a uniform is outside [0, 1)");
-        return decoder->next(slots, uniforms);
+        std::vector<std::vector<int64_t>> rows;
+        for (const std::vector<double>& row : uniforms) {
+            const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
+            if (!rows.empty() && (static_cast<int64_t>(rows.size()) >= room || spent.count() > patience)) break;
+            rows.push_back(decoder->next(slots, row));
+        }
+        return rows;
     }
 
     void copy(int64_t from, int64_t to) {
@@ -158,7 +174,7 @@ PYBIND11_MODULE(ATTENTION_EXT, m) {
              arg("n_embd"), arg("bf16"), arg("part"), arg("br"), arg("bc"), arg("slots"), arg("capacity"),
              arg("threads"))
         .def("prefill", &SafeDecoder::prefill, arg("slot"), arg("ids"), arg("continues") = false)
-        .def("next", &SafeDecoder::next, arg("slots"), arg("uniforms"))
+        .def("write", &SafeDecoder::write, arg("slots"), arg("uniforms"), arg("patience"))
         .def("copy", &SafeDecoder::copy, arg("from"), arg("to"))
         .def("push", &SafeDecoder::push, arg("slot"), arg("token"))
         .def("logits", &SafeDecoder::logits, arg("slot"))
