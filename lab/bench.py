@@ -2,7 +2,9 @@
 
 A cell is one contender at one size, tile and number of threads. The cells of one size and number of threads
 are a group: they get the same inputs, are held against one float64 result, and are timed in turn, round by
-round, so that whatever else the machine does meets all of them alike.
+round, so that whatever else the machine does meets all of them alike. The rounds are spread over passes
+through the whole sweep: neighbours slow a machine for seconds at a time, and within a pass a matrix has the
+same pages of memory in every round.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
@@ -25,9 +27,12 @@ from lab.correctness import allocated
 
 TOLERANCE = 1e-4  # of the largest expected value: what is off by more is wrong, not slow
 ROUNDS, MIN_TIME = 10, 0.2
+PASSES = 5  # through the sweep, among which the rounds are divided
+SURE = 0.95  # how sure a median's interval is, at least
 SHORT = 0.05  # seconds; before shorter calls an untimed one clears the caches of what the last one left
 
 Call = Callable[[], Tensor]
+Spent = Generator[tuple["Cell", float], None, None]  # a cell with the seconds that were just spent on it
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,8 @@ class Result:
     """What became of a cell. status: 'ok', 'wrong' or 'skipped', which `note` explains.
 
     error: the largest difference from float64, at index error_at. scratch: the most bytes that PyTorch's
-    allocator gave out beyond the output; None for what allocates by itself. seconds: of each round.
+    allocator gave out beyond the output; None for what allocates by itself. seconds: of each round, those of
+    the first pass first.
     """
 
     cell: Cell
@@ -185,12 +191,12 @@ class Bench:
         self.cells = list(cells)
         core = machine.caches()[:2][-1]  # the second level is a core's own nearly everywhere
         self.done = Run(machine.describe(), rounds, min_time, core.size)
-        self._exact: tuple[tuple, tuple[Tensor, ...]] | None = None
+        self._exact: tuple[tuple, Tensor] | None = None
 
-    def run(self) -> Generator[tuple[Cell, float], None, None]:
+    def run(self) -> Spent:
         """Measure; gives each cell with the seconds that were just spent on it.
 
-        A KeyboardInterrupt stops it; the rounds that every cell of the group has had are kept.
+        A KeyboardInterrupt stops it; the rounds that every cell of a group has had are kept.
         """
         before = torch.get_num_threads()
         machine.keep_freed_memory()
@@ -204,8 +210,18 @@ class Bench:
                     torch.set_num_threads(threads)
                     self._limits(threads)
                 load = machine.Load()  # from here: the compilers are done
+                first, *later = spread(self.done.rounds)
+                right = []
                 for _, group in itertools.groupby(self.cells, key=lambda cell: cell.group):
-                    yield from self._group(list(group))
+                    verified = yield from self._verify(list(group))
+                    if verified:
+                        right.append(verified)
+                        yield from self._time(verified, first)
+                self._exact = None
+                for rounds in later:
+                    machine.return_freed_memory()
+                    for verified in right:
+                        yield from self._time(verified, rounds)
             self.done.complete = True
         finally:
             torch.set_num_threads(before)
@@ -219,11 +235,13 @@ class Bench:
         self.done.peaks[threads] = machine.fma_peak(threads=threads)
         self.done.bandwidths[threads] = machine.read_bandwidth(4 * self.done.cache, threads)
 
-    def _group(self, cells: list[Cell]) -> Iterator[tuple[Cell, float]]:
-        torch.set_num_threads(cells[0].threads)
-        q, k, v, exact = self._inputs(cells[0])
-        running: list[tuple[Result, Call, bool, int]] = []
-        for cell in cells:
+    def _verify(self, group: list[Cell]) -> Generator[tuple[Cell, float], None, list[tuple[Result, float]]]:
+        """Add the group's results; gives those that are right, with the seconds of a call."""
+        torch.set_num_threads(group[0].threads)
+        q, k, v = inputs(group[0])
+        exact = self._expected(group[0], q, k, v)
+        right = []
+        for cell in group:
             start = time.perf_counter()
             result, call = verify(cell, q, k, v, exact)
             self.done.results.append(result)
@@ -231,12 +249,25 @@ class Bench:
                 call()
                 once = time.perf_counter()
                 call()
-                once = time.perf_counter() - once
-                repeats = max(1, math.ceil(self.done.min_time / self.done.rounds / once))
-                running.append((result, call, once < SHORT, repeats))
+                right.append((result, time.perf_counter() - once))
             yield cell, time.perf_counter() - start
+        return right
+
+    def _time(self, group: list[tuple[Result, float]], rounds: int) -> Spent:
+        """Time what _verify() gave for so many rounds, on inputs made anew."""
+        cell = group[0][0].cell
+        torch.set_num_threads(cell.threads)
+        q, k, v = inputs(cell)
+        running: list[tuple[Result, Call, bool, int]] = []
+        for result, once in group:
+            start = time.perf_counter()
+            call = contenders()[result.cell.contender](result.cell, q, k, v)
+            call()
+            repeats = max(1, math.ceil(self.done.min_time / self.done.rounds / once))
+            running.append((result, call, once < SHORT, repeats))
+            yield result.cell, time.perf_counter() - start
         try:
-            for _ in range(self.done.rounds):
+            for _ in range(rounds):
                 for result, call, short, repeats in running:
                     if short:
                         call()
@@ -247,24 +278,34 @@ class Bench:
                     result.seconds.append(spent / repeats)
                     yield result.cell, spent
         finally:  # stopped in the middle of a round: all keep as many rounds
-            rounds = min((len(result.seconds) for result, *_ in running), default=0)
+            fewest = min(len(result.seconds) for result, *_ in running)
             for result, *_ in running:
-                del result.seconds[rounds:]
+                del result.seconds[fewest:]
 
-    def _inputs(self, cell: Cell) -> tuple[Tensor, ...]:
-        """q, k, v and the exact output; the last ones are kept, as other threads take the same."""
+    def _expected(self, cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The exact output (B, H, Nq, d) in float64; the last one is kept, as other threads take the same."""
         case = cell.group[:-1]
         if self._exact is None or self._exact[0] != case:
-            generator = torch.Generator().manual_seed(0)
-            q, k, v = (
-                torch.randn(cell.batch, cell.heads, n, cell.d, generator=generator)
-                for n in (cell.queries, cell.N, cell.N)
-            )
             exact, _ = reference.flash_attention(
                 q.double(), k.double(), v.double(), causal=cell.causal, br=512, bc=512
             )
-            self._exact = case, (q, k, v, exact)
+            self._exact = case, exact
         return self._exact[1]
+
+
+def spread(rounds: int) -> list[int]:
+    """How many of them each pass has, as evenly as they divide, the first ones more; never none."""
+    passes = min(PASSES, rounds)
+    return [rounds // passes + (i < rounds % passes) for i in range(passes)]
+
+
+def inputs(cell: Cell) -> list[Tensor]:
+    """q (B, H, Nq, d), k and v (B, H, N, d): random, the same for all cells of a group."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(cell.batch, cell.heads, n, cell.d, generator=generator)
+        for n in (cell.queries, cell.N, cell.N)
+    ]
 
 
 def verify(
@@ -338,17 +379,22 @@ def _onnx(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
 def row(run: Run, result: Result) -> dict:
     """A result as a flat row of figures; None where there is none.
 
-    ms, iqr_ms: median and interquartile range. gbps: bytes that come into the last of a core's own caches, by
-    the part's own count. over_part0, over_sdpa: how many times as fast as they are in the same group.
+    ms, iqr_ms: median and interquartile range. low_ms, high_ms: the median's interval(); margin: half its
+    width, as a share of the median. gbps: bytes that come into the last of a core's own caches, by the part's
+    own count. over_part0, over_sdpa: how many times as fast as they are in the same group.
     """
     cell, median = result.cell, result.median
     named = asdict(cell) | {"status": result.status, "note": result.note, "error": result.error}
-    figures: dict[str, float | None] = dict.fromkeys(
-        ("ms", "iqr_ms", "gflops", "gbps", "peak_share", "bandwidth_share", "over_part0", "over_sdpa")
-    )
+    figures: dict[str, float | None] = dict.fromkeys((
+        "ms", "iqr_ms", "low_ms", "high_ms", "margin", "gflops", "gbps", "peak_share", "bandwidth_share",
+        "over_part0", "over_sdpa",
+    ))  # fmt: skip
     if median is not None:
-        low, high = quartiles(result.seconds)
-        figures |= {"ms": 1e3 * median, "iqr_ms": 1e3 * (high - low), "gflops": cell.flops / median / 1e9}
+        first, third = quartiles(result.seconds)
+        low, high = interval(result.seconds)
+        figures |= {"ms": 1e3 * median, "iqr_ms": 1e3 * (third - first)}
+        figures |= {"low_ms": 1e3 * low, "high_ms": 1e3 * high, "margin": (high - low) / 2 / median}
+        figures["gflops"] = cell.flops / median / 1e9
         figures["peak_share"] = cell.flops / median / run.peaks[cell.threads]
         traffic = cell.traffic(run.cache)
         if traffic is not None:
@@ -366,6 +412,23 @@ def quartiles(seconds: Sequence[float]) -> tuple[float, float]:
         return seconds[0], seconds[0]
     low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
     return low, high
+
+
+def interval(seconds: Sequence[float]) -> tuple[float, float]:
+    """Bounds of the median of what the numbers are drawn from, of which one can be SURE, in their unit.
+
+    They are the k-th number from below and from above. A number is as likely below that median as above it,
+    so it is out of bounds with the chance 2 P(Binomial(n, 1/2) < k), whatever the distribution; k is the
+    largest that is sure enough. Of fewer than six numbers they are the least and the greatest, and less sure.
+    """
+    n = len(seconds)
+    chances = (
+        math.exp(math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) - n * math.log(2))
+        for i in range(n // 2)
+    )
+    k = sum(2 * below <= 1 - SURE for below in itertools.accumulate(chances)) or 1
+    ordered = sorted(seconds)
+    return ordered[k - 1], ordered[-k]
 
 
 def _median_of(run: Run, contender: str, group: tuple) -> float | None:

@@ -74,8 +74,8 @@ def compare(before: Run, now: Run, threshold: float = THRESHOLD) -> Comparison:
     """Cells whose medians differ by more than `threshold`, as a share, and by more than chance.
 
     By chance is judged by the Mann-Whitney U test on the rounds, corrected for the number of cells (Benjamini
-    & Hochberg 1995) at LEVEL. The rounds of a run share its machine's state, which no test of them can see:
-    that is what the threshold is for. check() says what two runs must have.
+    & Hochberg 1995) at LEVEL. The rounds come from all over a run, yet all of them share its machine's state,
+    which no test of them can see: that is what the threshold is for. check() says what two runs must have.
     """
     from scipy import stats
 

@@ -16,6 +16,8 @@ from lab.machine import size_text
 
 FORMAT = 1  # of the file
 FORMATS = ("md", "csv", "json", "jsonl")
+FIRM = 0.05  # a median's interval that is wider than this either way is spoken of
+NAMED = 3  # cells at most that are named then
 # Repeated in each row of CSV and JSON lines.
 MACHINE_COLUMNS = ("cpu", "isa", "simd_name", "torch", "commit", "date")
 
@@ -25,8 +27,8 @@ CASE = {
     "causal": "mask", "br": "Br", "bc": "Bc", "threads": "threads",
 }  # fmt: skip
 FIGURES = {
-    "ms": "ms", "iqr_ms": "IQR, ms", "gflops": "GFLOP/s", "peak_share": "of peak", "gbps": "GB/s",
-    "bandwidth_share": "of bandwidth", "scratch": "scratch", "over_part0": "over part0",
+    "ms": "ms", "iqr_ms": "IQR, ms", "margin": "± %", "gflops": "GFLOP/s", "peak_share": "of peak",
+    "gbps": "GB/s", "bandwidth_share": "of bandwidth", "scratch": "scratch", "over_part0": "over part0",
     "over_sdpa": "over SDPA", "error": "error",
 }  # fmt: skip
 
@@ -72,12 +74,11 @@ def table(rows: list[dict]) -> str:
     """Rows of lab.bench.row() as a Markdown table, what is the same in all of them above it."""
     if not rows:
         return "Nothing was measured."
-    case = [name for name in CASE if name != "queries" or any(r["queries"] != r["N"] for r in rows)]
-    varying = [name for name in case if len({r[name] for r in rows if r[name] is not None}) > 1]
+    varying, alike = _case(rows)
     same = [
         f"{CASE[name]} {case_text(name, values.pop())}"
-        for name in case
-        if name not in varying and (values := {r[name] for r in rows if r[name] is not None})
+        for name in alike
+        if (values := {r[name] for r in rows if r[name] is not None})
     ]
     shown = [name for name in FIGURES if name == "ms" or any(r[name] is not None for r in rows)]
     titles = ["contender", *(CASE[name] for name in varying), *(FIGURES[name] for name in shown)]
@@ -93,6 +94,32 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def infirm(run: Run) -> str | None:
+    """Which medians are not firm, the least firm ones by name; None if all are."""
+    rows = [row(run, result) for result in run.results]
+    loose = [r for r in rows if r["margin"] is not None and r["margin"] > FIRM]
+    if not loose:
+        return None
+    loose.sort(key=lambda r: -r["margin"])
+    varying, _ = _case(rows)
+    names = [
+        " ".join([r["contender"], *(f"{CASE[n]}={case_text(n, r[n])}" for n in varying if r[n] is not None)])
+        for r in loose[:NAMED]
+    ]
+    more = ["..."] * (len(loose) > NAMED)
+    return (
+        f"Not firm: in {len(loose)} of {len(rows)} cells the median's interval is wider than "
+        f"{100 * FIRM:g} % either way ({', '.join(names + more)})."
+    )
+
+
+def _case(rows: list[dict]) -> tuple[list[str], list[str]]:
+    """CASE's names, those that differ between rows and those that do not; queries only if they are not N."""
+    case = [name for name in CASE if name != "queries" or any(r["queries"] != r["N"] for r in rows)]
+    varying = [name for name in case if len({r[name] for r in rows if r[name] is not None}) > 1]
+    return varying, [name for name in case if name not in varying]
+
+
 def case_text(name: str, value) -> str:
     """A cell's field as a table shows it."""
     if name == "causal":
@@ -105,6 +132,8 @@ def _figure(name: str, value: float | None) -> str:
         return ""
     if name in ("peak_share", "bandwidth_share"):
         return f"{100 * value:.0f} %"
+    if name == "margin":
+        return f"{100 * value:.1f}"
     if name == "scratch":
         return f"{value:,}"
     if name == "error":

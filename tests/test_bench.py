@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
+import itertools
 import json
+import math
+import os
+import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT
 
 from attention_ext import PARTS
-from lab import bench, compare, machine, plots, report
+from lab import bench, compare, machine, plots, report, sweep
 
 SMALL = ["-N", "64", "-d", "16", "-r", "2", "--min-time", "0"]
 
 
 @pytest.fixture
-def run(quiet, cli, monkeypatch):
-    """Run `gpt.py bench` over small cases on a quiet, steady machine."""
+def steady(quiet, monkeypatch):
+    """A quiet, steady machine."""
     quiet(bench.machine)
     monkeypatch.setattr(bench.machine, "read_bandwidth", lambda size, threads=1: 1e10)
+
+
+@pytest.fixture
+def run(steady, cli):
+    """Run `gpt.py bench` over small cases on a quiet, steady machine."""
     return lambda *arguments: cli("bench", *arguments)
 
 
@@ -382,23 +393,144 @@ def test_pictures_show_the_runs_figures():
     assert set(plots.LOOK) == set(bench.contenders())
 
 
-def test_ctrl_c_keeps_what_was_measured(run, monkeypatch, tmp_path):
-    """Three calls of each verify and warm up, two of each are the first round, the next is the second's."""
-    right, calls = bench.attention, []
+@pytest.mark.parametrize(
+    "rounds, passes", [(2, [1, 1]), (5, [1] * 5), (7, [2, 2, 1, 1, 1]), (10, [2] * 5), (13, [3, 3, 3, 2, 2])]
+)
+def test_rounds_are_divided_among_the_passes(rounds, passes):
+    assert bench.spread(rounds) == passes
+
+
+def test_every_group_is_timed_in_every_pass(steady, monkeypatch):
+    """Memory is returned between the passes, not before the first; what is wrong is in the first alone."""
+    monkeypatch.setattr(bench.machine, "return_freed_memory", lambda: passes.append([]))
+    right, passes = bench.attention, [[]]
+
+    def seen(part, q, k, v, **options):
+        passes[-1].append((part, q.shape[2]))
+        out = right(part, q, k, v, **options)
+        return out + 1 if part == "part3" else out
+
+    monkeypatch.setattr(bench, "attention", seen)
+    cells = bench.plan(["part0", "part3", "part4"], lengths=(32, 64), widths=(8,))
+    measured = bench.Bench(cells, rounds=7, min_time=0)
+    counts = []
+    for _ in measured.run():
+        counts.append([len(result.seconds) for result in measured.done.results])
+    assert measured.done.complete
+    assert [result.cell for result in measured.done.results] == cells
+    assert [len(result.seconds) for result in measured.done.results] == [7, 0, 7] * 2
+    for number, (calls, rounds) in enumerate(zip(passes, [2, 2, 1, 1, 1], strict=True)):
+        each = 1 + 2 * rounds + 3 * (number == 0)  # untimed; a round and what clears the caches; verified
+        assert [N for N, _ in itertools.groupby(N for _, N in calls)] == [32, 64]
+        assert [calls.count((part, N)) for part in ("part0", "part4") for N in (32, 64)] == [each] * 4
+        assert [part for part, _ in calls].count("part3") == 2 * (number == 0)
+    for shown in ([2, 0, 2, 2, 0, 2], [4, 0, 4, 2, 0, 2], [4, 0, 4, 4, 0, 4], [5, 0, 5, 4, 0, 4]):
+        assert shown in counts
+
+
+def test_freed_memory_is_returned():
+    """Pages that were freed and kept are the process's until then."""
+    status = Path("/proc/self/statm")
+    if not status.exists() or platform.libc_ver()[0] != "glibc":
+        pytest.skip("needs Linux and glibc")
+    machine.keep_freed_memory()
+    resident = []
+    block = torch.ones(64 << 20, dtype=torch.uint8)
+    above = torch.ones(1 << 10)  # keeps the block from being the heap's end
+    del block
+    for _ in range(2):
+        resident.append(int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+        machine.return_freed_memory()
+    assert resident[0] - resident[1] > 60 << 20 and above.sum() == 1 << 10
+
+
+@pytest.mark.parametrize(
+    "rounds, k", [(1, 1), (2, 1), (5, 1), (6, 1), (8, 1), (9, 2), (10, 2), (12, 3), (15, 4), (100, 40)]
+)
+def test_the_interval_of_a_median(rounds, k):
+    """Of 10 the 2nd and the 9th, which cover it with 97.9 %; the next ones would with less than 95 %."""
+    seconds = torch.randperm(rounds, generator=torch.Generator().manual_seed(0)).tolist()
+    assert bench.interval(seconds) == (k - 1, rounds - k)
+
+    def coverage(k):
+        return 1 - 2 * sum(math.comb(rounds, i) for i in range(k)) / 2**rounds
+
+    assert coverage(k + 1) < 0.95 and (coverage(k) >= 0.95 or rounds < 6)
+    assert rounds != 10 or coverage(k) == pytest.approx(0.979, abs=5e-4)
+
+
+def test_an_interval_covers_the_median_as_often_as_it_says():
+    drawn = torch.randn(2000, 10, generator=torch.Generator().manual_seed(0)).exp().tolist()
+    hits = sum(low <= 1 <= high for low, high in map(bench.interval, drawn))
+    assert hits / 2000 == pytest.approx(0.979, abs=0.01)
+
+
+def test_the_interval_is_in_the_figures(tmp_path, cli):
+    done = made()
+    figures = bench.row(done, done.results[0])
+    assert (figures["low_ms"], figures["high_ms"]) == pytest.approx((1.001, 1.008))
+    assert figures["margin"] == pytest.approx(0.0035 / 1.0045)
+    report.save(done, tmp_path / "run.json")
+    shown = cli("bench", "--load", "run.json")
+    (first, *_) = table = rows(shown)
+    assert list(first)[3:6] == ["ms", "IQR, ms", "± %"] and {row["± %"] for row in table} == {"0.3"}
+    assert shown.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "loose, named",
+    [(1, "part0 threads=1"), (5, "part0 threads=2, sdpa threads=1, part4 Br=32 threads=1, ...")],
+)
+def test_medians_that_are_not_firm_are_named(tmp_path, cli, loose, named):
+    """The least firm first."""
+    done = made(lengths=(64,), br=(16, 32))
+    for i, result in enumerate(done.results[:loose]):
+        result.seconds[:3] = [1e-3 * (0.89 - 0.05 * i)] * 3
+    report.save(done, tmp_path / "run.json")
+    assert cli("bench", "--load", "run.json").stderr == (
+        f"Not firm: in {loose} of 8 cells the median's interval is wider than 5 % either way ({named}).\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "calls, rounds",
+    [
+        (8 + 4 + 3, [1, 1]),  # in the second round
+        (16 + 3, [2, 2]),  # while the second group is verified
+        (32 + 2 + 4 + 3, [3, 3, 2, 2]),  # in a round of the second pass
+        (32 + 10 + 1, [4, 4, 2, 2]),  # before the second group's
+    ],
+)
+def test_ctrl_c_keeps_what_was_measured(run, monkeypatch, tmp_path, calls, rounds):
+    """Three calls of a cell verify it, one begins a pass, two are a round, of which each pass has two."""
+    right, counted = bench.attention, itertools.count(1)
 
     def interrupted(*arguments, **options):
-        calls.append(1)
-        if len(calls) == 3 + 3 + 4 + 1:
+        if next(counted) == calls:
             raise KeyboardInterrupt
         return right(*arguments, **options)
 
     monkeypatch.setattr(bench, "attention", interrupted)
-    done = run("part3,part4", "-N", "64,128", "-d", "16", "-r", "5", "--min-time", "0", "--save", "run.json")
+    done = run("part3,part4", "-N", "64,128", "-d", "16", "--min-time", "0", "--save", "run.json")
     assert done.returncode == 130
     assert "Stopped before the end." in done.stdout and "| part3 |" in done.stdout
     assert "Traceback" not in done.stderr
     kept = report.load(tmp_path / "run.json")
-    assert not kept.complete and [len(result.seconds) for result in kept.results] == [1, 1]
+    assert not kept.complete and [len(result.seconds) for result in kept.results][: len(rounds)] == rounds
+    assert not any(result.seconds for result in kept.results[len(rounds) :])
+
+
+def test_the_bar_ends_where_the_run_does(steady, monkeypatch):
+    totals, steps = [], []
+
+    @contextlib.contextmanager
+    def progress(total, doing):
+        totals.append(total)
+        yield lambda amount, what: steps.append(amount)
+
+    monkeypatch.setattr(sweep, "progress", progress)
+    sweep.measure(bench.plan(["part3", "sdpa"], lengths=(32, 64)), 7, 0)
+    assert sum(steps) == pytest.approx(totals[0])
 
 
 def test_the_preset_is_bench(tmp_path):
