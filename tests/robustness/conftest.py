@@ -6,7 +6,13 @@ import os
 
 import pytest
 
-FULL = os.environ.get("ROBUSTNESS") == "full"
+CHOSEN = os.environ.get("ROBUSTNESS", "")
+FULL = CHOSEN == "full"
+
+
+def pytest_configure() -> None:
+    if CHOSEN not in ("", "full"):
+        raise pytest.UsageError(f"ROBUSTNESS is {CHOSEN!r}; it must be 'full' or not set")
 
 
 @pytest.fixture(scope="session")
