@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -177,3 +178,15 @@ def test_a_cache_directory_that_is_a_file_is_named(extension, tmp_path):
     code = "from attention_ext import build, BuildError\ntry: build.load()\nexcept BuildError as e: print(e)"
     out, _ = finish(start(tmp_path / "cache", code))
     assert "cannot write the build directory" in out and "TORCH_EXTENSIONS_DIR" in out
+
+
+def test_the_peak_counts_what_the_processor_does(extension, tmp_path):
+    """A chain that the compiler can work out beforehand would be counted and not done."""
+    made = tmp_path / "peak.s"
+    flags = [*build.FLAGS, "-std=c++17", "-S", "-o", str(made)]
+    subprocess.run([*build.find_compiler(), *flags, str(build.CSRC / "peak.cpp")], check=True)
+    (peak,) = re.findall(r"^_?_Z8fma_peakd:.*?$(.*?)\.cfi_endproc", made.read_text(), re.M | re.S)
+    done = len(re.findall(r"^\s*(?:vfmadd\w+ps|fmla)\s", peak, re.M))
+    if not done:
+        pytest.skip("this compiler's target has no fused multiply-add")
+    assert done % 12 == 0  # 3 CHAINS of them, 12 or 24, as often as the loop is unrolled

@@ -19,7 +19,9 @@ double fma_peak(double seconds) {
     typedef float Vec __attribute__((vector_size(W * sizeof(float))));
     using Clock = std::chrono::steady_clock;
     constexpr int64_t STEPS = 20000;
-    Vec acc[CHAINS][3], factor = Vec{} + 0.999f, term = Vec{} + 0.001f;
+    // volatile: the compiler must not see that 1 * 0.999 + 0.001 is 1, or it drops that chain.
+    volatile float given[2] = {0.999f, 0.001f};
+    Vec acc[CHAINS][3], factor = Vec{} + given[0], term = Vec{} + given[1];
     for (int i = 0; i < CHAINS; i++)  // all different, so that none is dropped
         for (int v = 0; v < 3; v++) acc[i][v] = Vec{} + static_cast<float>(3 * i + v);
     const auto begin = Clock::now();
