@@ -70,11 +70,11 @@ class Cell:
         B, H, Nq, Nk, d = self.batch, self.heads, self.queries, self.N, self.d
         return B * H * d * (Nq * (2 * 4 + 4 * 8) + Nk * (2 * 4 + 2 * 8))
 
-    def costs(self, heads: int, threads: int, lanes: int = 16) -> costs.Costs:
+    def costs(self, heads: int, threads: int, block: costs.Block = costs.Block()) -> costs.Costs:
         """What so many of its heads cost a part by its own count; see lab.costs.costs()."""
         tile = {"br": self.br, "bc": self.bc} if self.br and self.bc else {}
         return costs.costs(self.contender, self.queries, self.N, self.d, heads=heads, causal=self.causal,
-                           threads=threads, lanes=lanes, **tile)  # fmt: skip
+                           threads=threads, block=block, **tile)  # fmt: skip
 
     def traffic(self, cache: int) -> float | None:
         """Bytes that a cache takes in, by the part's own count; None for what is not a part."""

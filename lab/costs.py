@@ -19,13 +19,23 @@ F = 4  # bytes of a float
 LINE = 64  # bytes of a cache line
 WAYS = 8  # lines of a set, in most caches
 
-# As the kernels have them: part2_blocked.cpp's tile, part4_flash.cpp's strip of keys, and the vectors of
-# columns and the rows that simd.h's product takes at a time.
+# As the kernels have them: part2_blocked.cpp's tile and part4_flash.cpp's strip of keys.
 T, DEPTH = 96, 64
 STEP = 128
-VECTORS, ROWS = 3, 8
 
 AHEAD = 128  # multiply-adds of the next sum that a processor may begin meanwhile, at most
+
+
+@dataclass(frozen=True)
+class Block:
+    """What simd.h's product takes at a time: a panel of columns, a few vectors of so many lanes, and rows."""
+
+    lanes: int = 16
+    panel: int = 48
+    rows: int = 8
+
+
+AVX2 = Block(8, 24, 4)  # simd_portable.cpp's, where a simulator knows no wider vectors
 
 
 @dataclass(frozen=True)
@@ -73,9 +83,9 @@ def flops(Nq: int, Nk: int, d: int, heads: int, causal: bool) -> float:
 
 def costs(
     part: str, Nq: int, Nk: int, d: int, *, heads: int = 1, causal: bool = False,
-    br: int = 256, bc: int = 256, threads: int = 1, lanes: int = 16,
+    br: int = 256, bc: int = 256, threads: int = 1, block: Block = Block(),
 ) -> Costs:  # fmt: skip
-    """What a part costs; the arguments are attention()'s, heads = B H, lanes the floats of a vector.
+    """What a part costs; the arguments are attention()'s, heads = B H.
 
     Raises ValueError for another part.
     """
@@ -84,8 +94,7 @@ def costs(
     n = _visible(Nq, Nk, causal)
     make = {"part0": _part0, "part1": _part1, "part2": _part2, "part3": _part3, "part4": _part4}[part]
     tile = min(br, Nq), min(bc, Nk)
-    panel = VECTORS * lanes
-    streams = tuple(make(Nq, Nk, n, d, heads, *tile, threads, panel))
+    streams = tuple(make(Nq, Nk, n, d, heads, *tile, threads, block))
     all_heads = tuple(  # fmt: skip
         Stream(s.name, s.least if s.scratch else heads * s.least,
                tuple((size, heads * moved) for size, moved in s.again), s.scratch)
@@ -96,7 +105,7 @@ def costs(
         "part1": Nq * Nk,
         "part2": Nq * Nk,
         "part3": threads * Nk,
-        "part4": threads * _tile_floats(Nq, d, *tile, panel),
+        "part4": threads * _tile_floats(Nq, d, *tile, block.panel),
     }
     # Part 1 adds up each number of the output by itself, and a processor sees only some of what comes after a
     # sum. Its scores are short sums, of which several go on at a time; the other parts have many in hand.
@@ -114,7 +123,7 @@ def _tile_floats(Nq: int, d: int, br: int, bc: int, panel: int) -> int:
     if Nq <= 3:  # flash_few
         return bc + d
     row = -(-br // 16) * 16 | 16
-    return 2 * d * row + STEP * panel + 3 * row
+    return 2 * d * row + (STEP + panel) * panel + 3 * row
 
 
 def _walk(rows: float, d: int, columns: int = 1) -> float:
@@ -127,7 +136,7 @@ def _walk(rows: float, d: int, columns: int = 1) -> float:
     return LINE * rows * max(lines, apart)
 
 
-def _part0(Nq, Nk, n, d, heads, br, bc, threads, panel) -> Iterator[Stream]:
+def _part0(Nq, Nk, n, d, heads, br, bc, threads, block) -> Iterator[Stream]:
     """Three calls of PyTorch over all heads; inside them nothing is counted, as they are not ours."""
     S = F * Nq * Nk  # masked or not
     yield Stream("Q", F * Nq * d)
@@ -138,7 +147,7 @@ def _part0(Nq, Nk, n, d, heads, br, bc, threads, panel) -> Iterator[Stream]:
     yield Stream("O", F * Nq * d)
 
 
-def _part1(Nq, Nk, n, d, heads, br, bc, threads, panel) -> Iterator[Stream]:
+def _part1(Nq, Nk, n, d, heads, br, bc, threads, block) -> Iterator[Stream]:
     """Each query passes all of K; each output number passes a column of V and a row of S."""
     K = V = F * Nk * d
     S, row, column = F * Nq * n, F * Nk, _walk(Nk, d)
@@ -150,11 +159,11 @@ def _part1(Nq, Nk, n, d, heads, br, bc, threads, panel) -> Iterator[Stream]:
     yield Stream("O", F * Nq * d)
 
 
-def _part2(Nq, Nk, n, d, heads, br, bc, threads, panel) -> Iterator[Stream]:
+def _part2(Nq, Nk, n, d, heads, br, bc, threads, block) -> Iterator[Stream]:
     """S in tiles of T keys, K's transposed once; then O in tiles of T queries, V passing each."""
     Q = O = F * Nq * d  # noqa: E741
     V, S = F * n * d, F * Nq * n
-    depth = min(d, DEPTH)
+    depth, panel = min(d, DEPTH), block.panel
     chunks = -(-d // DEPTH)
     tile, thin = F * T * T, F * T * depth  # of S; of Q or K
     yield Stream("Q", Q, ((Q + F * Nq * T, n / T * Q), (thin + F * panel * (depth + T), n / panel * Q)))
@@ -165,13 +174,13 @@ def _part2(Nq, Nk, n, d, heads, br, bc, threads, panel) -> Iterator[Stream]:
     passes, panels = 1 + chunks, -(-d // panel)
     yield Stream("S", S, ((F * Nq * (T + depth), chunks * S), (S + V, (passes + 1) * S),
                           (tile + thin, (passes + panels) * S)), True)  # fmt: skip
-    # for each T queries; walked down a panel of columns for each ROWS of them
-    walk = _walk(T, d, panel) + F * ROWS * T
-    yield Stream("V", F * Nk * d, ((V + F * T * n, max(1, Nq / T) * V), (walk, Nq / ROWS * V)))
+    # for each T queries; walked down a panel of columns for a few of them
+    walk = _walk(T, d, panel) + F * block.rows * T
+    yield Stream("V", F * Nk * d, ((V + F * T * n, max(1, Nq / T) * V), (walk, Nq / block.rows * V)))
     yield Stream("O", O, ((2 * F * T * d + tile, max(1, n / T) * O),))
 
 
-def _part3(Nq, Nk, n, d, heads, br, bc, threads, panel) -> Iterator[Stream]:
+def _part3(Nq, Nk, n, d, heads, br, bc, threads, block) -> Iterator[Stream]:
     """Each query passes all of K, then all of V; its row of S lies between them."""
     K, row = F * Nk * d, F * Nk
     again = ((2 * K + row, Nq * F * n * d),)
@@ -185,23 +194,24 @@ def _part3(Nq, Nk, n, d, heads, br, bc, threads, panel) -> Iterator[Stream]:
     yield Stream("O", F * Nq * d)
 
 
-def _part4(Nq, Nk, n, d, heads, br, bc, threads, panel) -> Iterator[Stream]:
+def _part4(Nq, Nk, n, d, heads, br, bc, threads, block) -> Iterator[Stream]:
     """Each tile of Br queries passes all of K and V, in tiles of Bc keys that all its strips share."""
     K, Q, S = F * n * d, F * Nq * d, F * Nq * n
+    panel, rows = block.panel, block.rows
     Tr, strips = math.ceil(Nq / br), math.ceil(br / panel)
     state = F * 2 * br * d  # Qt and Ot
     St, thin = F * STEP * panel, F * min(STEP, bc) * d
     strip = F * 2 * min(br, panel) * d + St  # of all three
     walk = St + _walk(min(STEP, bc), d)
-    # passed by each tile, in each tile by each strip; V is walked down ROWS columns at a time, half a line
+    # passed by each tile, in it by each strip; V is walked down a few columns at a time, part of a line
     tile, each_strip = (2 * K + state, Tr * K), (2 * F * bc * d + strip, Tr * strips * K)
     least = min(threads, Tr) * F * Nk * d  # each thread has a cache of its own
     yield Stream("Q", Q)
     yield Stream("K", least, (tile, each_strip))
-    yield Stream("V", least, (tile, each_strip, (walk, Tr * strips * K * LINE / (F * ROWS))))
+    yield Stream("V", least, (tile, each_strip, (walk, Tr * strips * K * LINE / (F * rows))))
     # for each STEP keys Qt is read, Ot read and written
     again = ((state + 2 * F * bc * d, 2 * Q * max(1, n / bc)), (strip + 2 * thin, 2 * Q * max(1, n / STEP)))
     yield Stream("Qt, Ot", threads * state, again, True)
-    # written, normalised, and read for each ROWS features
-    yield Stream("S", threads * St, ((strip + thin, 2 * S), (walk, (2 + d / ROWS) * S)), True)
+    # written, normalised, and read for each few features
+    yield Stream("S", threads * St, ((strip + thin, 2 * S), (walk, (2 + d / rows) * S)), True)
     yield Stream("O", Q)

@@ -11,7 +11,7 @@ from itertools import pairwise
 from attention_ext import PARTS, build
 from lab import counters, machine
 from lab.bench import Bench, Cell, quartiles
-from lab.costs import Costs
+from lab.costs import AVX2, Block, Costs
 from lab.machine import Cache, size_text
 
 REASONS = {
@@ -72,10 +72,10 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
     """
     if cachegrind and PARTS[cell.contender].operator is None:
         raise ValueError("--cachegrind goes with parts 1 to 4; PyTorch's kernels are not simulated")
-    heads, width = cell.batch * cell.heads, lanes(cell.simd)
+    heads, its_block = cell.batch * cell.heads, block(cell.simd)
     # parts 1 and 2 have one thread, whatever there is
     threads = 1 if cell.contender in ("part1", "part2") else cell.threads
-    counted = cell.costs(heads, threads, width)
+    counted = cell.costs(heads, threads, its_block)
     part = PARTS[cell.contender]
     tile = f", Br = {cell.br}, Bc = {cell.bc}" if part.tiled else ""
     mask, number = "causal" if cell.causal else "no mask", f"{cell.threads} thread{'s' * (cell.threads > 1)}"
@@ -85,7 +85,7 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
     echo(textwrap.fill(REASONS[part.name], 100) + "\n")
     echo(f"arithmetic  {_count(counted.flops)}FLOP: 2 d for each query and key, for scores and for output")
     echo(f"scratch     {size_text(counted.scratch)}")
-    bounds = levels(counted, cell.costs(heads, 1, width), threads)
+    bounds = levels(counted, cell.costs(heads, 1, its_block), threads)
     echo("\n" + traffic_table(counted, bounds))
 
     bench = Bench([cell])
@@ -96,7 +96,7 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
         raise ValueError(f"{part.name} was not timed: {result.status}, {result.note}")
     peak = run.peaks[cell.threads] * threads / cell.threads
     scalar = cell.contender == "part1" or cell.simd == "off"
-    echo("\n" + bound_text(counted, bounds, peak, lanes("auto") if scalar else 1))
+    echo("\n" + bound_text(counted, bounds, peak, block("auto").lanes if scalar else 1))
     q1, q3 = quartiles(result.seconds)
     rate = counted.flops / result.median
     echo(
@@ -109,10 +109,10 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
         echo(run.busy)
 
 
-def lanes(simd: str | None) -> int:
-    """Floats of a vector, as the helpers say; the plain loops' tiles are as for 16."""
-    name = build.load(simd or "auto").simd_name()
-    return next((n for n in (16, 8, 4) if f"{n} floats" in name), 16)
+def block(simd: str | None) -> Block:
+    """What the helpers' product takes at a time, as they say."""
+    helpers = build.load(simd or "auto")
+    return Block(helpers.simd_lanes(), helpers.simd_panel(), helpers.simd_rows())
 
 
 def misses_text(cell: Cell, cachegrind: bool) -> str:
@@ -128,7 +128,7 @@ def misses_text(cell: Cell, cachegrind: bool) -> str:
         return f"misses      not counted: {missed.note}" + "; --cachegrind simulates them" * (not cachegrind)
     simulated = cachegrind and counters.SIMULATED == "haswell"
     avx2 = simulated and simd != "off"  # whose plain loops have the tiles of 16 lanes everywhere
-    expected = cell.costs(1, 1, 8 if avx2 else lanes(cell.simd))
+    expected = cell.costs(1, 1, AVX2 if avx2 else block(cell.simd))
     levels = (first, missed.l1), (own if cachegrind else caches[-1], missed.last)
     texts = [
         f"{size_text(found)} into L{cache.level}, by the count {size_text(expected.traffic(cache.size))}"

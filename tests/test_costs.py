@@ -6,7 +6,7 @@ import pytest
 
 from attention_ext import PARTS, attention
 from lab import correctness, counters
-from lab.costs import costs, flops
+from lab.costs import AVX2, Block, costs, flops
 from lab.machine import Cache
 
 SMALL, LARGE = 32 << 10, 1 << 40
@@ -37,12 +37,12 @@ def test_a_smaller_cache_takes_in_no_less(part):
 @pytest.mark.parametrize("threads_used", [1, 3])
 def test_the_scratch_is_what_is_allocated(kernel, threads, threads_used):
     """A kernel's own sum; part 4's strip depends on the processor's vectors."""
-    from lab.explain import lanes
+    from lab.explain import block
 
     threads(threads_used)
     q, k, v = correctness.synthetic_qkv(300)
     out, memory = correctness.allocated(lambda: attention(kernel, q, k, v, br=96, bc=64))
-    counted = costs(kernel, 300, 300, 32, heads=4, br=96, bc=64, threads=threads_used, lanes=lanes("auto"))
+    counted = costs(kernel, 300, 300, 32, heads=4, br=96, bc=64, threads=threads_used, block=block("auto"))
     assert memory - out.numel() * 4 == counted.scratch
 
 
@@ -56,13 +56,13 @@ def test_the_count_is_what_a_simulated_cache_takes_in(extension, N, d, causal):
     Close to where a matrix just fits a cache, a count without sets and ways can be further off.
     """
     caches = Cache(1, SMALL, 8, 64), Cache(2, 256 << 10, 8, 64)
-    lanes = 8 if counters.SIMULATED == "haswell" else 4
+    block = AVX2 if counters.SIMULATED == "haswell" else Block(4, 12, 4)
     found = {}
     for part in ("part1", "part2", "part3", "part4"):
         missed = counters.misses(part, N, d, br=192, bc=256, caches=caches, causal=causal)
         if missed.l1 is None:
             pytest.skip(missed.note)
-        counted = costs(part, N, N, d, br=192, bc=256, lanes=lanes, causal=causal)
+        counted = costs(part, N, N, d, br=192, bc=256, block=block, causal=causal)
         for cache, bytes_ in zip(caches, (missed.l1, missed.last)):
             assert 0.5 < counted.traffic(cache.size) / bytes_ < 2, (part, cache)
         found[part] = missed.l1, counted.traffic(SMALL)

@@ -132,6 +132,9 @@ LIBRARY(ATTENTION_EXT, m) {
     m.def("part4_flash" QKV ", SymInt br, SymInt bc) -> (Tensor, Tensor)");
     m.def("read_4d(Tensor t, SymInt i, SymInt j, SymInt k, SymInt l) -> float");
     m.def("simd_name() -> str");
+    m.def("simd_lanes() -> int");
+    m.def("simd_panel() -> int");
+    m.def("simd_rows() -> int");
     m.def("fma_peak(float seconds) -> float");
     m.def("fma_latency(float seconds) -> float");
     m.def("read_bandwidth(SymInt bytes, float seconds) -> float");
@@ -147,6 +150,9 @@ LIBRARY_IMPL(ATTENTION_EXT, CPU, m) {
 
 LIBRARY_IMPL(ATTENTION_EXT, CompositeExplicitAutograd, m) {
     m.impl("simd_name", TORCH_BOX(&simd_name));
+    m.impl("simd_lanes", TORCH_BOX(&simd::lanes));
+    m.impl("simd_panel", TORCH_BOX(&simd::panel));
+    m.impl("simd_rows", TORCH_BOX(&simd::rows));
     m.impl("fma_peak", TORCH_BOX(&fma_peak));
     m.impl("fma_latency", TORCH_BOX(&fma_latency));
     m.impl("read_bandwidth", TORCH_BOX(&read_bandwidth));

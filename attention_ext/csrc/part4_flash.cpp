@@ -11,8 +11,9 @@
 //
 // The lanes span queries: Qi, S, P and O are kept transposed, so that K and V are read as they lie, one
 // number broadcast to all lanes, and the softmax runs down the columns with nothing to add up across
-// lanes. Inside a tile the work goes in strips of a few vectors of queries and STEP keys, whose scores
-// stay in L1.
+// lanes. Inside a tile the work goes in strips of a panel of queries and STEP keys, whose scores stay in
+// the nearest caches. Under a causal mask the last step of each strip takes its part of the diagonal along.
+// m' may lag behind the maximum a little (simd::online_softmax), so that O is seldom corrected.
 //
 // Scratch: threads x (2 Br d + strip + 3 Br) floats, whatever N is. What it improves: part 3 reads K
 // and V once per query, this once per Br queries, and the scores that part 2 keeps in memory never
@@ -23,7 +24,7 @@
 
 namespace {
 
-constexpr int64_t STEP = 128;                             // keys of a strip
+constexpr int64_t STEP = 128;                             // keys of a strip, but for a diagonal
 constexpr int64_t LINE = 16;                              // floats of a cache line, at least the lanes
 constexpr float LOG2E = 1.44269504f, LN2 = 0.693147181f;  // scores, m and lse pass through powers of 2
 
@@ -37,7 +38,8 @@ struct Tile {
 
     static int64_t floats(const Attention& a) {
         const int64_t R = row(a);
-        return /* Qt, Ot */ 2 * a.d * R + /* St, a strip */ STEP * simd::panel() + /* m, l, correction */ 3 * R;
+        return /* Qt, Ot */ 2 * a.d * R + /* St */ (STEP + simd::panel()) * simd::panel() +
+               /* m, l, correction */ 3 * R;
     }
 
     static int64_t row(const Attention& a) { return round_up(a.Br, LINE) | LINE; }
@@ -46,20 +48,25 @@ struct Tile {
         Qt = scratch;
         Ot = Qt + a.d * R;
         St = Ot + a.d * R;
-        m = St + STEP * simd::panel();
+        m = St + (STEP + simd::panel()) * simd::panel();
         l = m + R;
         correction = l + R;
     }
 };
 
-// Lines 8 to 10 for the queries r0 .. r0 + queries - 1 of a tile and `keys` keys, at most STEP; query
-// r0 + r sees the first + r first of them.
+// Lines 8 to 10 for the queries r0 .. r0 + queries - 1 of a tile and `keys` keys; query r0 + r sees the first
+// `first + r` of them.
 void attend(const Attention& a, const Tile& t, int64_t r0, int64_t queries, const float* Kj, const float* Vj,
             int64_t keys, int64_t first) {
-    const int64_t d = a.d, ldS = simd::panel();
+    const int64_t d = a.d, ldS = simd::panel(), W = simd::lanes();
     float *Qt = t.Qt + r0, *Ot = t.Ot + r0;
-    // S^T <- K Q^T
-    simd::multiply(t.St, ldS, Kj, a.k.row_stride, 1, Qt, t.R, keys, queries, d);
+    // S^T <- K Q^T, whole down to the staircase, whose last vectors of queries alone see the last keys
+    const auto scores = [&](int64_t j, int64_t r, int64_t n) {
+        simd::multiply(t.St + j * ldS + r, ldS, Kj + j * a.k.row_stride, a.k.row_stride, 1, Qt + r, t.R, n,
+                       queries - r, d);
+    };
+    scores(0, 0, std::min(keys, first + W));
+    for (int64_t r = W; first + r < keys; r += W) scores(first + r, r, std::min(W, keys - first - r));
     // m_new <- max(m, rowmax(S)), P <- 2^(S - m_new), l <- 2^(m - m_new) * l + rowsum(P)
     if (simd::online_softmax(t.St, ldS, keys, queries, first, t.m + r0, t.l + r0, t.correction + r0))
         // O^T <- O^T diag(2^(m - m_new))
@@ -132,25 +139,28 @@ void flash_attention(const Attention& a, float* scratch) {
         std::fill_n(t.l, t.R, 0.0f);
         simd::transpose(t.Qt, t.R, Qi, ldQ, rows, d, a.scale * LOG2E);
 
-        // The keys that every query of a strip sees, tile by tile.
+        // Where the last step of strip r0 begins: with a key that all of its queries see, less than a panel and
+        // a step before the last one that any of them sees.
+        const int64_t step = std::min(STEP, Bc);
+        const auto last_step = [&](int64_t r0) {
+            return a.causal ? (a.visible(i0 + r0) - 1) / step * step : a.Nk;
+        };
+
         for (int64_t j0 = 0; j0 < a.visible(i0 + rows - 1); j0 += Bc) {
             for (int64_t r0 = 0; r0 < padded; r0 += panel) {
-                const int64_t queries = std::min(panel, padded - r0);
-                const int64_t end = std::min(j0 + Bc, a.visible(i0 + r0));
-                for (int64_t j = j0; j < end; j += STEP) {
-                    const int64_t keys = std::min(STEP, end - j);
-                    attend(a, t, r0, queries, K + j * ldK, V + j * ldV, keys, keys);
+                const int64_t end = std::min(j0 + Bc, last_step(r0));
+                for (int64_t j = j0; j < end; j += step) {
+                    const int64_t keys = std::min(step, end - j);
+                    attend(a, t, r0, std::min(panel, padded - r0), K + j * ldK, V + j * ldV, keys, keys);
                 }
             }
         }
 
-        // The diagonal: W keys at a time, for those queries of the strip that see any of them.
+        // The last steps, each with its strip's part of the diagonal.
         for (int64_t r0 = 0; a.causal && r0 < padded; r0 += panel) {
-            const int64_t end = std::min(a.visible(i0 + std::min(r0 + panel, rows) - 1), a.Nk);
-            for (int64_t live = r0, j = a.visible(i0 + r0); j < end; j += W, live += W) {
-                const int64_t queries = std::min(r0 + panel, padded) - live;
-                attend(a, t, live, queries, K + j * ldK, V + j * ldV, std::min(W, end - j), 0);
-            }
+            const int64_t j = last_step(r0), last = i0 + std::min(r0 + panel, rows) - 1;
+            attend(a, t, r0, std::min(panel, padded - r0), K + j * ldK, V + j * ldV, a.visible(last) - j,
+                   a.visible(i0 + r0) - j);
         }
 
         for (int64_t r = 0; r < rows; r++) {

@@ -8,9 +8,10 @@
 
 namespace simd {
 
-// Floats in a vector, and the number of columns for which the products below are fastest, a multiple.
+// Floats in a vector; the number of columns, a multiple, and of rows that the products below take at a time.
 int64_t lanes();
 int64_t panel();
+int64_t rows();
 
 // Which implementation this is, for people to read.
 const char* name();
@@ -18,7 +19,7 @@ const char* name();
 // T[c][r] <- scale * X[r][c]                      T (cols, rows), X (rows, cols)
 void transpose(float* T, int64_t ldT, const float* X, int64_t ldX, int64_t rows, int64_t cols, float scale);
 
-// C[i][c] <- sum_k A(i, k) * B[k][c]              C (rows, cols), B (depth, cols)
+// C[i][c] <- sum_k A(i, k) * B[k][c]              C (rows, cols), B (depth, cols), none of them empty
 // A(i, k) is A[i * row_stride + k * depth_stride], broadcast; the lanes span the columns of B and C.
 void multiply(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride, const float* B,
               int64_t ldB, int64_t rows, int64_t cols, int64_t depth);
@@ -51,13 +52,16 @@ float exp_sum(float* x, int64_t n, float m);
 void scale_row(float* x, int64_t n, float a);
 
 // One step of the online softmax down each column c of S (rows, cols), whose live rows are its first
-// `first + c`, at most all. Scores are in units of log(2), because a power of 2 costs less than exp.
-//   m'            <- max(m[c], S[j][c])           over the live rows j
-//   S[j][c]       <- 2^(S[j][c] - m'), or 0 in the other rows
+// `first + c`, at most all; the others are not read, and left or set to 0. Scores are in units of log(2),
+// because a power of 2 costs less than exp.
+//   m'            <- max(m[c], S[j][c]) over the live rows j, or m[c] where that is at most 8 less
+//   S[j][c]       <- 2^(S[j][c] - m')
 //   correction[c] <- 2^(m[c] - m')
 //   l[c]          <- correction[c] * l[c] + sum_j S[j][c], NaN if a live score is
 //   m[c]          <- m'
-// cols is a multiple of lanes(). Returns whether any correction is not 1.
+// A maximum that lags leaves a factor, at most 2^8, in S and l; it cancels in S / l, and m moves, with all that
+// was scaled by it, a few times instead of almost always. cols is a multiple of lanes().
+// Returns whether any correction is not 1.
 bool online_softmax(float* S, int64_t ldS, int64_t rows, int64_t cols, int64_t first, float* m, float* l,
                     float* correction);
 

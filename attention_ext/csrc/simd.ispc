@@ -6,12 +6,13 @@
 #define VECS 3  // vectors of columns for which the products are fastest
 
 #define LOG2E 1.44269504f
+#define BEHIND 8.0f  // what the online softmax lets its maximum lag
 
 #define INF floatbits(0x7f800000)
 
-// 2^x for x <= 0; 0 from -127 down, NaN is taken for -127. See simd_portable.cpp.
-static inline float exp2_nonpositive(float x) {
-    const float clamped = x > -127.0f ? x : -127.0f;
+// 2^x for x <= 8; 0 from -127 down, anything for NaN. See simd_portable.cpp.
+static inline float exp2_bounded(float x) {
+    const float clamped = floatbits(min((unsigned int32)intbits(x), (uniform unsigned int32)intbits(-127.0f)));
     const float z = clamped + 12582912.0f;
     const float f = clamped - (z - 12582912.0f);
     float p = f * 1.32647273e-3f + 9.67151299e-3f;
@@ -30,6 +31,8 @@ export uniform int64 ispc_lanes() { return programCount; }
 
 export uniform int64 ispc_panel() { return VECS * programCount; }
 
+export uniform int64 ispc_rows() { return ROWS; }
+
 export void ispc_transpose(uniform float T[], uniform int64 ldT, const uniform float X[], uniform int64 ldX,
                            uniform int64 rows, uniform int64 cols, uniform float scale) {
     // Lanes span the columns of X; each lane writes to its own row of T.
@@ -40,9 +43,9 @@ export void ispc_transpose(uniform float T[], uniform int64 ldT, const uniform f
     }
 }
 
-// R rows by VS vectors of C in registers over the whole depth. With MASK (one vector) the lane takes the
-// products k < first + lane. The accumulators have names, because ispc keeps an array in memory; tests of
-// R and VS are decided when this is compiled.
+// R rows by VS vectors of C in registers over the whole depth; with STAIRS column c takes the products
+// k < first + c. The accumulators have names, because ispc keeps an array in memory; tests of R, VS and STAIRS
+// are decided when this is compiled.
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7)
 #define DECLARE(i) float x##i = 0.0f, y##i = 0.0f, z##i = 0.0f;
 #define LOAD(i)                                                                      \
@@ -51,12 +54,31 @@ export void ispc_transpose(uniform float T[], uniform int64 ldT, const uniform f
         if (VS > 1) y##i = C[i * ldC + programCount + programIndex];                 \
         if (VS > 2) z##i = C[i * ldC + 2 * programCount + programIndex];             \
     }
-#define ADD_PRODUCT(i)                                                               \
-    if (i < R) {                                                                     \
-        const uniform float a = A[i * row_stride + k * depth_stride];                \
-        x##i = !MASK || programIndex > (uniform int)(k - first) ? x##i + a * x : x##i; \
-        if (VS > 1) y##i += a * y;                                                   \
-        if (VS > 2) z##i += a * z;                                                   \
+#define ADD_PRODUCT(i)                                        \
+    if (i < R) {                                              \
+        const uniform float a = A[i * row_stride + k * depth_stride]; \
+        x##i += a * x;                                        \
+        if (VS > 1) y##i += a * y;                            \
+        if (VS > 2) z##i += a * z;                            \
+    }
+// The same on the stairs: the vectors before the first, second or third are done, that one sees some.
+#define ADD_FROM_FIRST(i)                                     \
+    if (i < R) {                                              \
+        const uniform float a = A[i * row_stride + k * depth_stride]; \
+        x##i = seen ? x##i + a * x : x##i;                    \
+        if (VS > 1) y##i += a * y;                            \
+        if (VS > 2) z##i += a * z;                            \
+    }
+#define ADD_FROM_SECOND(i)                                    \
+    if (i < R) {                                              \
+        const uniform float a = A[i * row_stride + k * depth_stride]; \
+        y##i = seen ? y##i + a * y : y##i;                    \
+        if (VS > 2) z##i += a * z;                            \
+    }
+#define ADD_TO_THIRD(i)                                       \
+    if (i < R) {                                              \
+        const uniform float a = A[i * row_stride + k * depth_stride]; \
+        z##i = seen ? z##i + a * z : z##i;                    \
     }
 #define STORE(i)                                                                     \
     if (i < R) {                                                                     \
@@ -65,35 +87,64 @@ export void ispc_transpose(uniform float T[], uniform int64 ldT, const uniform f
         if (VS > 2) C[i * ldC + 2 * programCount + programIndex] = z##i;             \
     }
 
-template <int R, int VS, int MASK>
+template <int R, int VS, int STAIRS>
 static inline void register_block(uniform float* uniform C, uniform int64 ldC, const uniform float* uniform A,
                                   uniform int64 row_stride, uniform int64 depth_stride,
                                   const uniform float* uniform B, uniform int64 ldB, uniform int64 depth,
                                   uniform int64 first, uniform bool add) {
+    const uniform int V = programCount;
     EACH_ROW(DECLARE)
     EACH_ROW(LOAD)
-    for (uniform int64 k = 0; k < depth; k++) {
+    uniform int64 k = 0;
+    const uniform int64 all = STAIRS ? min(first, depth) : depth;
+    for (; k < all; k++) {
         const float x = B[k * ldB + programIndex];
         float y = 0.0f, z = 0.0f;
-        if (VS > 1) y = B[k * ldB + programCount + programIndex];
-        if (VS > 2) z = B[k * ldB + 2 * programCount + programIndex];
+        if (VS > 1) y = B[k * ldB + V + programIndex];
+        if (VS > 2) z = B[k * ldB + 2 * V + programIndex];
         EACH_ROW(ADD_PRODUCT)
+    }
+    if (STAIRS) {
+        for (; k < min(depth, first + V); k++) {
+            const bool seen = programIndex > (uniform int)(k - first);
+            const float x = B[k * ldB + programIndex];
+            float y = 0.0f, z = 0.0f;
+            if (VS > 1) y = B[k * ldB + V + programIndex];
+            if (VS > 2) z = B[k * ldB + 2 * V + programIndex];
+            EACH_ROW(ADD_FROM_FIRST)
+        }
+    }
+    if (STAIRS && VS > 1) {
+        for (; k < min(depth, first + 2 * V); k++) {
+            const bool seen = programIndex > (uniform int)(k - first - V);
+            const float y = B[k * ldB + V + programIndex];
+            float z = 0.0f;
+            if (VS > 2) z = B[k * ldB + 2 * V + programIndex];
+            EACH_ROW(ADD_FROM_SECOND)
+        }
+    }
+    if (STAIRS && VS > 2) {
+        for (; k < min(depth, first + 3 * V); k++) {
+            const bool seen = programIndex > (uniform int)(k - first - 2 * V);
+            const float z = B[k * ldB + 2 * V + programIndex];
+            EACH_ROW(ADD_TO_THIRD)
+        }
     }
     EACH_ROW(STORE)
 }
 
 // All rows of VS vectors of columns.
-template <int VS, int MASK>
+template <int VS, int STAIRS>
 static inline void block_column(uniform float* uniform C, uniform int64 ldC, const uniform float* uniform A,
                                 uniform int64 row_stride, uniform int64 depth_stride,
                                 const uniform float* uniform B, uniform int64 ldB, uniform int64 rows,
                                 uniform int64 depth, uniform int64 first, uniform bool add) {
     uniform int64 i = 0;
     for (; i + ROWS <= rows; i += ROWS)
-        register_block<ROWS, VS, MASK>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B, ldB,
+        register_block<ROWS, VS, STAIRS>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B, ldB,
                                        depth, first, add);
     for (; i < rows; i++)
-        register_block<1, VS, MASK>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B, ldB, depth,
+        register_block<1, VS, STAIRS>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B, ldB, depth,
                                     first, add);
 }
 
@@ -124,20 +175,18 @@ static inline void four_columns(uniform float* uniform C, const uniform float* u
     C[3 * V + programIndex] = z;
 }
 
-// Whole vectors of columns from c on; gives where they end.
-static inline uniform int64 whole_columns(uniform float* uniform C, uniform int64 ldC,
+// Whole vectors of columns from c on, VS at a time; gives where they end.
+template <int VS>
+static inline uniform int64 block_columns(uniform float* uniform C, uniform int64 ldC,
                                           const uniform float* uniform A, uniform int64 row_stride,
                                           uniform int64 depth_stride, const uniform float* uniform B,
                                           uniform int64 ldB, uniform int64 rows, uniform int64 c,
-                                          uniform int64 cols, uniform int64 depth, uniform bool add) {
-    for (; rows == 1 && c + 4 * programCount <= cols; c += 4 * programCount)
-        four_columns(C + c, A, depth_stride, B + c, ldB, depth, add);
-    for (; c + 3 * programCount <= cols; c += 3 * programCount)
-        block_column<3, 0>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, 0, add);
-    for (; c + 2 * programCount <= cols; c += 2 * programCount)
-        block_column<2, 0>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, 0, add);
-    for (; c + programCount <= cols; c += programCount)
-        block_column<1, 0>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, 0, add);
+                                          uniform int64 cols, uniform int64 depth, uniform int64 first,
+                                          uniform bool add) {
+    for (; c + VS * programCount <= cols && first + c < depth; c += VS * programCount)
+        block_column<VS, 1>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, first + c, add);
+    for (; c + VS * programCount <= cols; c += VS * programCount)
+        block_column<VS, 0>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, 0, add);
     return c;
 }
 
@@ -146,10 +195,11 @@ static inline void product(uniform float* uniform C, uniform int64 ldC, const un
                            const uniform float* uniform B, uniform int64 ldB, uniform int64 rows,
                            uniform int64 cols, uniform int64 depth, uniform int64 first, uniform bool add) {
     uniform int64 c = 0;
-    for (; c + programCount <= cols && first + c < depth; c += programCount)  // columns that the mask cuts
-        block_column<1, 1>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, first + c,
-                                  add);
-    c = whole_columns(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, add);
+    for (; rows == 1 && first >= depth && c + 4 * programCount <= cols; c += 4 * programCount)
+        four_columns(C + c, A, depth_stride, B + c, ldB, depth, add);
+    c = block_columns<3>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first, add);
+    c = block_columns<2>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first, add);
+    c = block_columns<1>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first, add);
     if (c + programIndex < cols) {  // the last columns, less than a vector
         for (uniform int64 i = 0; i < rows; i++) {
             float acc = add ? C[i * ldC + c + programIndex] : 0.0f;
@@ -287,14 +337,14 @@ export uniform float ispc_exp_sum(uniform float x[], uniform int64 n, uniform fl
     uniform int64 i = 0;
     for (; i + programCount <= n; i += programCount) {
         const float y = (x[i + programIndex] - m) * LOG2E;
-        const float e = exp2_nonpositive(y);
+        const float e = exp2_bounded(y);
         x[i + programIndex] = e;
         total += e;
         witness += y;
     }
     if (i + programIndex < n) {
         const float y = (x[i + programIndex] - m) * LOG2E;
-        const float e = exp2_nonpositive(y);
+        const float e = exp2_bounded(y);
         x[i + programIndex] = e;
         total += e;
         witness += y;
@@ -313,33 +363,32 @@ export uniform bool ispc_online_softmax(uniform float S[], uniform int64 ldS, un
                                         uniform float l[], uniform float correction[]) {
     bool moved = false;
     for (uniform int64 c = 0; c < cols; c += programCount) {
-        const uniform bool all = first + c >= rows;
+        const uniform int64 all = min(rows, first + c), some = min(rows, first + c + programCount);
         const float before = m[c + programIndex];
         float even = before, odd = before;
         uniform int64 j = 0;
-        if (all) {
-            for (; j + 1 < rows; j += 2) {
-                even = larger(even, S[j * ldS + c + programIndex]);
-                odd = larger(odd, S[(j + 1) * ldS + c + programIndex]);
-            }
+        for (; j + 1 < all; j += 2) {
+            even = larger(even, S[j * ldS + c + programIndex]);
+            odd = larger(odd, S[(j + 1) * ldS + c + programIndex]);
         }
-        for (; j < rows; j++) {
+        for (; j < some; j++) {
             const float s = S[j * ldS + c + programIndex];
-            even = larger(even, all || programIndex > (uniform int)(j - first - c) ? s : -INF);
+            even = larger(even, programIndex > (uniform int)(j - first - c) ? s : -INF);
         }
-        const float after = larger(even, odd);
+        const float most = larger(even, odd);
+        const float after = most > before + BEHIND ? most : before;
         const float subtracted = after == -INF ? 0.0f : after;  // -inf - -inf would be NaN
 
         float total = 0.0f, witness = 0.0f;
-        for (j = 0; j < rows; j++) {
+        for (j = 0; j < some; j++) {
             float x = S[j * ldS + c + programIndex] - subtracted;
-            if (!all) x = programIndex > (uniform int)(j - first - c) ? x : -INF;
-            const float p = exp2_nonpositive(x);
+            if (j >= all) x = programIndex > (uniform int)(j - first - c) ? x : -INF;
+            const float p = exp2_bounded(x);
             S[j * ldS + c + programIndex] = p;
             total += p;
             witness += x;
         }
-        const float a = exp2_nonpositive(before - subtracted);
+        const float a = exp2_bounded(before - subtracted);
         m[c + programIndex] = after;
         l[c + programIndex] = nan_if(witness, a * l[c + programIndex] + total);
         correction[c + programIndex] = a;

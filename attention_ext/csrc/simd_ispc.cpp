@@ -4,6 +4,7 @@
 extern "C" {
 int64_t ispc_lanes();
 int64_t ispc_panel();
+int64_t ispc_rows();
 void ispc_transpose(float*, int64_t, const float*, int64_t, int64_t, int64_t, float);
 void ispc_multiply(float*, int64_t, const float*, int64_t, int64_t, const float*, int64_t, int64_t, int64_t,
                    int64_t);
@@ -25,6 +26,8 @@ namespace simd {
 int64_t lanes() { return ispc_lanes(); }
 
 int64_t panel() { return ispc_panel(); }
+
+int64_t rows() { return ispc_rows(); }
 
 const char* name() {
     return lanes() == 16 ? "ISPC, 16 floats" : lanes() == 8 ? "ISPC, 8 floats" : "ISPC, 4 floats";

@@ -8,10 +8,13 @@
 namespace simd {
 
 constexpr int64_t W = 16;
+constexpr float BEHIND = 8;  // what the online softmax lets its maximum lag
 
 int64_t lanes() { return W; }  // nothing depends on it here; the tiles are as for AVX-512
 
 int64_t panel() { return 48; }
+
+int64_t rows() { return 1; }
 
 const char* name() { return "off (plain loops)"; }
 
@@ -86,14 +89,11 @@ bool online_softmax(float* S, int64_t ldS, int64_t rows, int64_t cols, int64_t f
     bool changed = false;
     for (int64_t c = 0; c < cols; c++) {
         const int64_t live = first + c < rows ? first + c : rows;
-        float after = m[c], sum = 0;
-        for (int64_t j = 0; j < live; j++) after = S[j * ldS + c] > after ? S[j * ldS + c] : after;
+        float most = m[c], sum = 0;
+        for (int64_t j = 0; j < live; j++) most = S[j * ldS + c] > most ? S[j * ldS + c] : most;
+        const float after = most > m[c] + BEHIND ? most : m[c];
         const float subtracted = after == low ? 0 : after;  // -inf - -inf would be NaN
-        for (int64_t j = 0; j < rows; j++) {
-            const float p = j < live ? std::exp2(S[j * ldS + c] - subtracted) : 0;
-            S[j * ldS + c] = p;
-            sum += p;
-        }
+        for (int64_t j = 0; j < live; j++) sum += S[j * ldS + c] = std::exp2(S[j * ldS + c] - subtracted);
         correction[c] = std::exp2(m[c] - subtracted);
         l[c] = correction[c] * l[c] + sum;
         m[c] = after;

@@ -3,6 +3,7 @@
 // A vector is as wide as the widest register the compiler was told of. Loads and stores go through
 // memcpy, which compiles to one unaligned instruction; the columns beyond the last whole vector go
 // through a masked copy of less than a vector.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <type_traits>
@@ -13,24 +14,24 @@
 namespace simd {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int W = 16;    // floats in a vector
-constexpr int ROWS = 8;  // rows of a register block: ROWS x VECS accumulators, VECS + 1 operands
+// W: floats in a vector. A register block has ROWS rows of VECS vectors: as many accumulators, and VECS + 1
+// more registers for the operands.
+#if defined(__AVX512F__) && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__))
+constexpr int W = 16, ROWS = 4, VECS = 4;  // Zen 4, also where the compiler is older: 2 % faster than 8 x 3
+#elif defined(__AVX512F__)
+constexpr int W = 16, ROWS = 8, VECS = 3;
 #elif defined(__AVX__)
-constexpr int W = 8;
-constexpr int ROWS = 4;  // 16 registers
+constexpr int W = 8, ROWS = 4, VECS = 3;  // 16 registers
 #elif defined(__aarch64__)
-constexpr int W = 4;
-constexpr int ROWS = 8;  // 32 registers
+constexpr int W = 4, ROWS = 8, VECS = 3;  // 32 registers
 #else
-constexpr int W = 4;
-constexpr int ROWS = 4;
+constexpr int W = 4, ROWS = 4, VECS = 3;
 #endif
-constexpr int VECS = 3;  // vectors of columns in a register block
-constexpr int WIDE = 8;  // ... in a block of one row, enough that no sum waits for itself
+constexpr int WIDE = 8;  // vectors in a block of one row, enough that no sum waits for itself
 
 typedef float Vec __attribute__((vector_size(W * sizeof(float))));
 typedef int32_t IntVec __attribute__((vector_size(W * sizeof(float))));
+typedef uint32_t UintVec __attribute__((vector_size(W * sizeof(float))));
 
 #define INLINE inline __attribute__((always_inline))
 
@@ -42,15 +43,13 @@ INLINE Vec load(const float* p) {
     return v;
 }
 
-typedef uint32_t PairVec __attribute__((vector_size(W * sizeof(uint32_t))));
-
 // Vector v of the columns of a row of B: floats, or bfloat16 in the pairs of simd.h.
 INLINE Vec column(const float* b, int v) { return load(b + v * W); }
 
 INLINE Vec column(const uint32_t* b, int v) {
-    PairVec pair;
+    UintVec pair;
     std::memcpy(&pair, b + v / 2 * W, sizeof pair);
-    const PairVec bits = v % 2 ? pair & 0xffff0000u : pair << 16;
+    const UintVec bits = v % 2 ? pair & 0xffff0000u : pair << 16;
     Vec x;
     std::memcpy(&x, &bits, sizeof x);
     return x;
@@ -82,6 +81,8 @@ INLINE void store_part(float* p, Vec v, int64_t n) {
 
 INLINE Vec max(Vec a, Vec b) { return b > a ? b : a; }  // a where either is NaN
 
+INLINE UintVec min(UintVec a, UintVec b) { return a < b ? a : b; }
+
 INLINE IntVec lane_numbers() {
     IntVec n;
     for (int i = 0; i < W; i++) n[i] = i;
@@ -111,13 +112,15 @@ INLINE float sum(Vec v) {
 
 INLINE float largest(Vec v) { return reduce(v, max, std::make_index_sequence<W>()); }
 
-// 2^x for x <= 0, to 2e-7 of its value; 0 from -127 down, where it leaves the normal floats.
+// 2^x for x <= 8, to 2e-7 of its value; 0 from -127 down, where it leaves the normal floats.
 // x = n + f with n whole and |f| <= 1/2; 2^f by a polynomial of degree 5, minimax in relative error with
 // constant term 1; 2^n by adding n to the exponent. Adding 1.5 * 2^23 rounds to a whole number, which
-// then stands in the low bits. NaN is taken for -127: whoever adds up the results looks for it.
-INLINE Vec exp2_nonpositive(Vec x) {
+// then stands in the low bits. Taken as whole numbers without sign, the bits of negative floats are in reverse
+// order and above those of the others, so one minimum bounds x; what it makes of NaN depends on the sign of the
+// NaN: whoever adds up the results looks for it.
+INLINE Vec exp2_bounded(Vec x) {
     const Vec magic = splat(12582912.0f);
-    x = max(splat(-127.0f), x);
+    x = bit_cast<Vec>(min(bit_cast<UintVec>(x), bit_cast<UintVec>(splat(-127.0f))));
     const Vec z = x + magic;
     const Vec f = x - (z - magic);
     Vec p = f * 1.32647273e-3f + 9.67151299e-3f;
@@ -132,28 +135,48 @@ INLINE Vec exp2_nonpositive(Vec x) {
 INLINE Vec nan_if(Vec witness, Vec x) { return witness == witness ? x : witness; }
 
 constexpr float LOG2E = 1.44269504f;
+constexpr float BEHIND = 8;  // what the online softmax lets its maximum lag
 
-// Columns [c, c + VS vectors) of R rows of C, in registers over the whole depth. With ADD they start
-// from C; with MASK (one vector only) lane r takes the products k < first + r.
-template <int R, int VS, bool ADD, bool MASK, class Element>
+// acc[i][v] <- acc[i][v] + A(i, k) * B[k] in the vectors v from G on; if G is CUT, there only in the lanes
+// after `hidden`.
+template <int G, bool CUT, int R, int VS, class Element>
+INLINE void add_products(Vec (&acc)[R][VS], const float* a, int64_t row_stride, const Element* b,
+                         int64_t hidden) {
+    const IntVec lane = lane_numbers();
+    Vec x[VS];
+    for (int v = G; v < VS; v++) x[v] = column(b, v);
+    for (int i = 0; i < R; i++) {
+        for (int v = G; v < VS; v++) {
+            const Vec next = acc[i][v] + a[i * row_stride] * x[v];
+            acc[i][v] = CUT && v == G ? (lane > static_cast<int>(hidden) ? next : acc[i][v]) : next;
+        }
+    }
+}
+
+// The products from k on of which vector G, starting with column `first` of the staircase, sees less than all.
+template <int G, int R, int VS, class Element>
+INLINE void descend(Vec (&acc)[R][VS], const float* A, int64_t row_stride, int64_t depth_stride,
+                    const Element* B, int64_t ldB, int64_t k, int64_t depth, int64_t first) {
+    const int64_t end = std::min(depth, first + W);
+    for (; k < end; k++) add_products<G, true>(acc, A + k * depth_stride, row_stride, B + k * ldB, k - first);
+    if constexpr (G + 1 < VS) descend<G + 1>(acc, A, row_stride, depth_stride, B, ldB, k, depth, first + W);
+}
+
+// Columns [c, c + VS vectors) of R rows of C, in registers over the whole depth, which is not 0. With ADD they
+// start from C; with STAIRS column c takes the products k < first + c.
+template <int R, int VS, bool ADD, bool STAIRS, class Element>
 INLINE void register_block(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
                            const Element* B, int64_t ldB, int64_t depth, int64_t first) {
     Vec acc[R][VS];
     for (int i = 0; i < R; i++)
         for (int v = 0; v < VS; v++) acc[i][v] = ADD ? load(C + i * ldC + v * W) : Vec{};
-    const IntVec lane = lane_numbers();
+    if (!STAIRS && depth <= 0)
+        __builtin_unreachable();  // else GCC keeps a copy of C for that case, on the stack
+    const int64_t all = STAIRS ? std::min(first, depth) : depth;
 #pragma GCC unroll 2  // 2 % of the whole kernel, measured
-    for (int64_t k = 0; k < depth; k++) {
-        Vec b[VS];
-        for (int v = 0; v < VS; v++) b[v] = column(B + k * ldB, v);
-        for (int i = 0; i < R; i++) {
-            const float a = A[i * row_stride + k * depth_stride];
-            for (int v = 0; v < VS; v++) {
-                const Vec next = acc[i][v] + a * b[v];
-                acc[i][v] = MASK ? (lane > static_cast<int>(k - first) ? next : acc[i][v]) : next;
-            }
-        }
-    }
+    for (int64_t k = 0; k < all; k++)
+        add_products<0, false>(acc, A + k * depth_stride, row_stride, B + k * ldB, 0);
+    if constexpr (STAIRS) descend<0>(acc, A, row_stride, depth_stride, B, ldB, all, depth, first);
     for (int i = 0; i < R; i++)
         for (int v = 0; v < VS; v++) store(C + i * ldC + v * W, acc[i][v]);
 }
@@ -173,16 +196,16 @@ void last_columns(float* C, int64_t ldC, const float* A, int64_t row_stride, int
     }
 }
 
-template <int VS, bool ADD, bool MASK, class Element>
+template <int VS, bool ADD, bool STAIRS, class Element>
 INLINE void block_column(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
                          const Element* B, int64_t ldB, int64_t rows, int64_t depth, int64_t first) {
     int64_t i = 0;
     for (; i + ROWS <= rows; i += ROWS)
-        register_block<ROWS, VS, ADD, MASK>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B,
-                                            ldB, depth, first);
+        register_block<ROWS, VS, ADD, STAIRS>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B,
+                                              ldB, depth, first);
     for (; i < rows; i++)
-        register_block<1, VS, ADD, MASK>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B, ldB,
-                                         depth, first);
+        register_block<1, VS, ADD, STAIRS>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B,
+                                           ldB, depth, first);
 }
 
 // One row's columns from c on, as many vectors at a time as there are, up to VS; gives where it stopped, less
@@ -198,32 +221,38 @@ INLINE int64_t one_row(float* C, const float* A, int64_t depth_stride, const Ele
         return c;
 }
 
-// Whole vectors of columns from c on; gives where they end.
+// Whole vectors of columns from c on, VS at a time; gives where they end.
+template <int VS, bool ADD, class Element>
+INLINE int64_t block_columns(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                             const Element* B, int64_t ldB, int64_t rows, int64_t c, int64_t cols,
+                             int64_t depth, int64_t first) {
+    if constexpr (ADD && std::is_same_v<Element, float>)
+        for (; c + VS * W <= cols && first + c < depth; c += VS * W)
+            block_column<VS, ADD, true>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth,
+                                        first + c);
+    for (; c + VS * W <= cols; c += VS * W)
+        block_column<VS, ADD, false>(C + c, ldC, A, row_stride, depth_stride, columns(B, c), ldB, rows, depth,
+                                     0);
+    return c;
+}
+
+// The same, as many at a time as there are; a matrix of bfloat16 has them in pairs.
 template <bool ADD, class Element>
 INLINE int64_t whole_columns(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
-                             const Element* B, int64_t ldB, int64_t rows, int64_t c, int64_t cols,
-                             int64_t depth) {
-    if (rows == 1) c = one_row<WIDE, ADD>(C, A, depth_stride, B, ldB, c, cols, depth);
+                             const Element* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth,
+                             int64_t first) {
     constexpr int MOST = std::is_same_v<Element, float> ? VECS : 2;
-    for (; c + MOST * W <= cols; c += MOST * W)
-        block_column<MOST, ADD, false>(C + c, ldC, A, row_stride, depth_stride, columns(B, c), ldB, rows, depth,
-                                       0);
-    for (; c + 2 * W <= cols; c += 2 * W)
-        block_column<2, ADD, false>(C + c, ldC, A, row_stride, depth_stride, columns(B, c), ldB, rows, depth,
-                                    0);
-    for (; c + W <= cols; c += W)
-        block_column<1, ADD, false>(C + c, ldC, A, row_stride, depth_stride, columns(B, c), ldB, rows, depth,
-                                    0);
-    return c;
+    int64_t c = 0;
+    if (rows == 1 && first >= depth) c = one_row<WIDE, ADD>(C, A, depth_stride, B, ldB, c, cols, depth);
+    c = block_columns<MOST, ADD>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first);
+    c = block_columns<2, ADD>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first);
+    return block_columns<1, ADD>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first);
 }
 
 template <bool ADD>
 INLINE void product(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
                     const float* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth, int64_t first) {
-    int64_t c = 0;
-    for (; ADD && c + W <= cols && first + c < depth; c += W)  // columns that the mask cuts
-        block_column<1, ADD, true>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, first + c);
-    c = whole_columns<ADD>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth);
+    const int64_t c = whole_columns<ADD>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, first);
     if (!ADD && c < cols && cols >= W)  // the last whole vector: some columns are computed twice
         block_column<1, false, false>(C + cols - W, ldC, A, row_stride, depth_stride, B + cols - W, ldB, rows,
                                       depth, 0);
@@ -295,6 +324,8 @@ int64_t lanes() { return W; }
 
 int64_t panel() { return VECS * W; }
 
+int64_t rows() { return ROWS; }
+
 const char* name() {
     return W == 16 ? "portable C++, 16 floats" : W == 8 ? "portable C++, 8 floats" : "portable C++, 4 floats";
 }
@@ -327,9 +358,9 @@ void multiply_add(float* C, int64_t ldC, const float* A, int64_t row_stride, int
 void multiply_bf16(float* C, int64_t ldC, const float* A, int64_t ldA, const uint32_t* B, int64_t ldB,
                    int64_t rows, int64_t cols, int64_t depth, bool add) {
     if (add)
-        whole_columns<true>(C, ldC, A, ldA, 1, B, ldB, rows, 0, cols, depth);
+        whole_columns<true>(C, ldC, A, ldA, 1, B, ldB, rows, cols, depth, depth);
     else
-        whole_columns<false>(C, ldC, A, ldA, 1, B, ldB, rows, 0, cols, depth);
+        whole_columns<false>(C, ldC, A, ldA, 1, B, ldB, rows, cols, depth, depth);
 }
 
 void dot_rows(float* s, const float* x, const float* B, int64_t ldB, int64_t rows, int64_t depth, float scale) {
@@ -381,7 +412,7 @@ float exp_sum(float* x, int64_t n, float m) {
     Vec total{}, witness{};
     int64_t i = 0;
     const auto step = [&](Vec v) {
-        const Vec y = (v - m) * LOG2E, e = exp2_nonpositive(y);
+        const Vec y = (v - m) * LOG2E, e = exp2_bounded(y);
         total += e;
         witness += y;
         return e;
@@ -403,35 +434,36 @@ bool online_softmax(float* S, int64_t ldS, int64_t rows, int64_t cols, int64_t f
     const Vec low = splat(-INFINITY);
     IntVec moved{};
     for (int64_t c = 0; c < cols; c += W) {
-        const Vec before = load(m + c);
-        const auto strip = [&](auto live) {   // live(j, x, y): x in the lanes that see row j, else y
-            Vec even = before, odd = before;  // two chains of maxima, which do not wait for each other
-            for (int64_t j = 0; j + 1 < rows; j += 2) {
-                even = max(even, live(j, load(S + j * ldS + c), low));
-                odd = max(odd, live(j + 1, load(S + (j + 1) * ldS + c), low));
-            }
-            if (rows % 2) even = max(even, live(rows - 1, load(S + (rows - 1) * ldS + c), low));
-            const Vec after = max(even, odd);
-            const Vec subtracted = after == low ? Vec{} : after;  // -inf - -inf would be NaN
-
-            Vec total{}, witness{};
-            for (int64_t j = 0; j < rows; j++) {
-                const Vec x = live(j, load(S + j * ldS + c) - subtracted, low);
-                const Vec p = exp2_nonpositive(x);
-                store(S + j * ldS + c, p);
-                total += p;
-                witness += x;
-            }
-            const Vec a = exp2_nonpositive(before - subtracted);
-            store(m + c, after);
-            store(l + c, nan_if(witness, a * load(l + c) + total));
-            store(correction + c, a);
-            moved |= a != 1.0f;
+        const int64_t all = std::min(rows, first + c), some = std::min(rows, first + c + W);
+        const auto live = [&](int64_t j, Vec x) {  // in the lanes that see row j
+            return lane > static_cast<int>(j - first - c) ? x : low;
         };
-        if (first + c >= rows)
-            strip([](int64_t, Vec x, Vec) { return x; });
-        else
-            strip([&](int64_t j, Vec x, Vec y) { return lane > static_cast<int>(j - first - c) ? x : y; });
+        const Vec before = load(m + c);
+        Vec even = before, odd = before;  // two chains of maxima, which do not wait for each other
+        int64_t j = 0;
+        for (; j + 1 < all; j += 2) {
+            even = max(even, load(S + j * ldS + c));
+            odd = max(odd, load(S + (j + 1) * ldS + c));
+        }
+        for (; j < some; j++) even = max(even, live(j, load(S + j * ldS + c)));
+        const Vec most = max(even, odd);
+        const Vec after = most > before + BEHIND ? most : before;
+        const Vec subtracted = after == low ? Vec{} : after;  // -inf - -inf would be NaN
+
+        Vec total{}, witness{};
+        const auto exponentiate = [&](int64_t j, Vec x) {
+            const Vec p = exp2_bounded(x);
+            store(S + j * ldS + c, p);
+            total += p;
+            witness += x;
+        };
+        for (j = 0; j < all; j++) exponentiate(j, load(S + j * ldS + c) - subtracted);
+        for (; j < some; j++) exponentiate(j, live(j, load(S + j * ldS + c) - subtracted));
+        const Vec a = exp2_bounded(before - subtracted);
+        store(m + c, after);
+        store(l + c, nan_if(witness, a * load(l + c) + total));
+        store(correction + c, a);
+        moved |= a != 1.0f;
     }
     int64_t halves[sizeof moved / sizeof(int64_t)], any = 0;
     std::memcpy(halves, &moved, sizeof moved);
