@@ -276,15 +276,36 @@ def test_several_tokens_at_once_are_those_of_one_at_a_time(kernel, name, monkeyp
         engine.prefill(0, [1, 2])
         engine.prefill(1, [3, 4, 5])
     expected = [alone.next([0, 1], row, sampling) for row in rows[:48]]  # then slot 1 is full
-    monkeypatch.setattr("model.engine.PATIENCE", 0)
+    monkeypatch.setattr("model.engine.BATCH_PATIENCE", 0)
     written = together.write([0, 1], rows, sampling)
     assert len(written) == 1
-    monkeypatch.setattr("model.engine.PATIENCE", 60)
+    monkeypatch.setattr("model.engine.BATCH_PATIENCE", 60)
     while len(written) < 48:
         written += together.write([0, 1], rows[len(written) :], sampling)
     assert written == expected
     with pytest.raises(ValueError):
         together.write([0, 1], rows, sampling)
+
+
+@pytest.mark.parametrize("threads_used", [1, 2])
+def test_a_batch_too_large_for_the_caches_is_written_as_each_text_alone(
+    extension, threads, threads_used, monkeypatch
+):
+    """Its slots go in groups; here of 10, as 400 tokens take 400 KB."""
+    threads(threads_used)
+    monkeypatch.setattr("model.engine.BATCH_PATIENCE", 60)
+    gpt = model(n_embd=64, block_size=500)
+    texts, steps = 25, 6
+    rows = torch.rand(steps, texts, generator=torch.Generator().manual_seed(0)).tolist()
+    batch, alone = open_engine(gpt, "native", slots=texts), open_engine(gpt, "native")
+    for i in range(texts):
+        batch.prefill(i, ids(gpt, 380 + i, seed=i))
+    order = [*range(1, texts), 0]
+    written = batch.write(order, rows, Sampling())
+    assert len(written) == steps and all(len(row) == texts for row in written)
+    for i, slot in enumerate(order):
+        alone.prefill(0, ids(gpt, 380 + slot, seed=slot))
+        assert [alone.next([0], [row[i]], Sampling())[0] for row in rows] == [row[i] for row in written]
 
 
 def test_no_more_tokens_are_begun_than_patience_has_time_for(extension):

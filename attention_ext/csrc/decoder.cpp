@@ -33,8 +33,9 @@
 
 namespace {
 
-constexpr int64_t PANEL = 128;  // keys of a transposed panel of the cache, at most
-constexpr int64_t ROWS = 64;    // rows that pass through a layer together in prefill: their MLP stays in L2
+constexpr int64_t PANEL = 128;     // keys of a transposed panel of the cache, at most
+constexpr int64_t NEAR = 4 << 20;  // bytes of caches, of a level that is shared with others
+constexpr int64_t ROWS = 64;       // rows that pass through a layer together in prefill: their MLP stays in L2
 
 int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -622,6 +623,13 @@ std::vector<int64_t> Decoder::next(const std::vector<int64_t>& slots, const std:
         tokens.push_back(slot.pending);
     }
     return tokens;
+}
+
+int64_t Decoder::near(const std::vector<int64_t>& slots) const {
+    int64_t longest = 1;
+    for (const int64_t slot : slots) longest = std::max(longest, length(slot));
+    const int64_t bytes = 2 * state->shape.n_layer * state->shape.n_embd * longest * sizeof(float);
+    return std::max<int64_t>(state->threads, NEAR / bytes);
 }
 
 void Decoder::copy(int64_t from, int64_t to) {

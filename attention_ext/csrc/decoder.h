@@ -50,6 +50,9 @@ class Decoder {
     // last, unless prefill has, and chooses the next. None may be full.
     std::vector<int64_t> next(const std::vector<int64_t>& slots, const std::vector<double>& uniforms);
 
+    // How many of these slots have caches that stay near the processor together, at least 1.
+    int64_t near(const std::vector<int64_t>& slots) const;
+
     // Makes a slot hold what another one holds.
     void copy(int64_t from, int64_t to);
 

@@ -143,6 +143,9 @@ static inline void block_column(uniform float* uniform C, uniform int64 ldC, con
     for (; i + ROWS <= rows; i += ROWS)
         register_block<ROWS, VS, STAIRS>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B, ldB,
                                        depth, first, add);
+    for (; i + 2 <= rows; i += 2)
+        register_block<2, VS, STAIRS>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B, ldB, depth,
+                                      first, add);
     for (; i < rows; i++)
         register_block<1, VS, STAIRS>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B, ldB, depth,
                                     first, add);

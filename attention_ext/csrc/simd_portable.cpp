@@ -196,16 +196,17 @@ void last_columns(float* C, int64_t ldC, const float* A, int64_t row_stride, int
     }
 }
 
-template <int VS, bool ADD, bool STAIRS, class Element>
+// VS vectors of columns of all rows, R rows at a time and then the rest.
+template <int R, int VS, bool ADD, bool STAIRS, class Element>
 INLINE void block_column(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
                          const Element* B, int64_t ldB, int64_t rows, int64_t depth, int64_t first) {
     int64_t i = 0;
-    for (; i + ROWS <= rows; i += ROWS)
-        register_block<ROWS, VS, ADD, STAIRS>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B,
-                                              ldB, depth, first);
-    for (; i < rows; i++)
-        register_block<1, VS, ADD, STAIRS>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B,
+    for (; i + R <= rows; i += R)
+        register_block<R, VS, ADD, STAIRS>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B,
                                            ldB, depth, first);
+    if constexpr (R > 1)
+        block_column<R / 2, VS, ADD, STAIRS>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B,
+                                             ldB, rows - i, depth, first);
 }
 
 // One row's columns from c on, as many vectors at a time as there are, up to VS; gives where it stopped, less
@@ -228,11 +229,11 @@ INLINE int64_t block_columns(float* C, int64_t ldC, const float* A, int64_t row_
                              int64_t depth, int64_t first) {
     if constexpr (ADD && std::is_same_v<Element, float>)
         for (; c + VS * W <= cols && first + c < depth; c += VS * W)
-            block_column<VS, ADD, true>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth,
-                                        first + c);
+            block_column<ROWS, VS, ADD, true>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth,
+                                              first + c);
     for (; c + VS * W <= cols; c += VS * W)
-        block_column<VS, ADD, false>(C + c, ldC, A, row_stride, depth_stride, columns(B, c), ldB, rows, depth,
-                                     0);
+        block_column<ROWS, VS, ADD, false>(C + c, ldC, A, row_stride, depth_stride, columns(B, c), ldB, rows,
+                                           depth, 0);
     return c;
 }
 
@@ -254,8 +255,8 @@ INLINE void product(float* C, int64_t ldC, const float* A, int64_t row_stride, i
                     const float* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth, int64_t first) {
     const int64_t c = whole_columns<ADD>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, first);
     if (!ADD && c < cols && cols >= W)  // the last whole vector: some columns are computed twice
-        block_column<1, false, false>(C + cols - W, ldC, A, row_stride, depth_stride, B + cols - W, ldB, rows,
-                                      depth, 0);
+        block_column<ROWS, 1, false, false>(C + cols - W, ldC, A, row_stride, depth_stride, B + cols - W, ldB,
+                                            rows, depth, 0);
     else if (c < cols)
         last_columns<ADD>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, cols - c, depth,
                           first + c);
