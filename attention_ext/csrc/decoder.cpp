@@ -83,11 +83,12 @@ class Linear {
 
     int64_t columns() const { return panels * width; }
 
-    // Columns p * width .. (p + 1) * width - 1 of `rows` rows.
-    void set(float* y, int64_t ldY, const float* x, int64_t ldX, int64_t rows, int64_t p) const {
+    // Columns p * width .. (p + 1) * width - 1 of `rows` rows, or at least those from the `first` of these on.
+    void set(float* y, int64_t ldY, const float* x, int64_t ldX, int64_t rows, int64_t p,
+             int64_t first = 0) const {
         y += p * width;
         for (int64_t r = 0; bias && r < rows; r++) std::copy_n(bias + p * width, width, y + r * ldY);
-        multiply(y, ldY, x, ldX, rows, p, bias != nullptr);
+        multiply(y, ldY, x, ldX, rows, p, bf16 ? 0 : first, bias != nullptr);
     }
 
     // The same, added to y.
@@ -95,18 +96,19 @@ class Linear {
         y += p * width;
         for (int64_t r = 0; bias && r < rows; r++)
             for (int64_t c = 0; c < width; c++) y[r * ldY + c] += bias[p * width + c];
-        multiply(y, ldY, x, ldX, rows, p, true);
+        multiply(y, ldY, x, ldX, rows, p, 0, true);
     }
 
   private:
-    void multiply(float* y, int64_t ldY, const float* x, int64_t ldX, int64_t rows, int64_t p, bool add) const {
-        const int64_t at = p * width * in;
+    void multiply(float* y, int64_t ldY, const float* x, int64_t ldX, int64_t rows, int64_t p, int64_t first,
+                  bool add) const {
+        const int64_t at = p * width * in, n = width - first;
         if (bf16)
             simd::multiply_bf16(y, ldY, x, ldX, pairs() + at / 2, width / 2, rows, width, in, add);
         else if (add)
-            simd::multiply_add(y, ldY, x, ldX, 1, weights + at, width, rows, width, in, in);
+            simd::multiply_add(y + first, ldY, x, ldX, 1, weights + at + first, width, rows, n, in, in);
         else
-            simd::multiply(y, ldY, x, ldX, 1, weights + at, width, rows, width, in);
+            simd::multiply(y + first, ldY, x, ldX, 1, weights + at + first, width, rows, n, in);
     }
 
     // The upper half of a float rounded to nearest, ties to even; x is finite.
@@ -397,7 +399,7 @@ struct Decoder::State {
                     for (int64_t r = 0; r < rows; r++) {
                         const Slot& slot = slots[which[begin + r]];
                         const float* q = Q + r * ldQ + h * w.qkv.width;
-                        append(slot, l, h, slot.length, q + d);
+                        append(slot, l, h, slot.length, q + d, 0, 1);
                         if (r + 1 < rows) prefetch_values(slots[which[begin + r + 1]], l, h);
                         attend(slot, l, h, q, A + r * C + h * d, thread);
                     }
@@ -432,14 +434,20 @@ struct Decoder::State {
         for (int64_t i = 0; i < slot.length * d; i += 16) __builtin_prefetch(V + i, 0, 2);
     }
 
-    // One head of one text: k, with v behind it, goes to position `at` of the cache.
-    void append(const Slot& slot, int64_t l, int64_t h, int64_t at, const float* k) const {
+    // One head of one text: rows of k, each with its v behind it, go to the positions of the cache from `at`
+    // on.
+    void append(const Slot& slot, int64_t l, int64_t h, int64_t at, const float* k, int64_t ldK,
+                int64_t rows) const {
         float *K = K_of(slot, l, h), *V = V_of(slot, l, h);
-        if (transposed)
-            for (int64_t c = 0; c < d; c++) K[at / panel * panel * d + c * panel + at % panel] = k[c];
-        else
-            std::copy_n(k, d, K + at * d);
-        std::copy_n(k + d, d, V + at * d);
+        for (int64_t r = 0, n; r < rows; r += n, at += n, k += n * ldK) {
+            const int64_t in_panel = at % panel;
+            n = std::min(rows - r, panel - in_panel);
+            for (int64_t i = 0; i < n; i++) std::copy_n(k + i * ldK + d, d, V + (at + i) * d);
+            if (transposed)
+                simd::transpose(K + (at - in_panel) * d + in_panel, panel, k, ldK, n, d, 1.0f);
+            else
+                for (int64_t i = 0; i < n; i++) std::copy_n(k + i * ldK, d, K + (at + i) * d);
+        }
     }
 
     // One head of one text: the part attends to all that is in the cache and the last.
@@ -512,12 +520,11 @@ struct Decoder::State {
                 timed("norm", thread, [&] {
                     for (int64_t r = 0; r < rows; r++) layers[l].ln_1(N + r * C, X + r * ldX);
                 });
+                const int64_t first = t0 + rows > from ? 0 : d;  // q only where it is asked
                 for (int64_t h = 0; h < H; h++) {
-                    timed("QKV", thread, [&] { qkv.set(Q, qkv.columns(), N, C, rows, h); });
-                    timed("attention", thread, [&] {
-                        for (int64_t r = 0; r < rows; r++)
-                            append(slot, l, h, t0 + r, Q + r * qkv.columns() + h * qkv.width + d);
-                    });
+                    timed("QKV", thread, [&] { qkv.set(Q, qkv.columns(), N, C, rows, h, first); });
+                    timed("attention", thread,
+                          [&] { append(slot, l, h, t0, Q + h * qkv.width + d, qkv.columns(), rows); });
                 }
             });
             pieces.run(3 * l + 1, H * chunks, [&](int64_t i) {
