@@ -54,31 +54,25 @@ export void ispc_transpose(uniform float T[], uniform int64 ldT, const uniform f
         if (VS > 1) y##i = C[i * ldC + programCount + programIndex];                 \
         if (VS > 2) z##i = C[i * ldC + 2 * programCount + programIndex];             \
     }
-#define ADD_PRODUCT(i)                                        \
-    if (i < R) {                                              \
-        const uniform float a = A[i * row_stride + k * depth_stride]; \
-        x##i += a * x;                                        \
-        if (VS > 1) y##i += a * y;                            \
-        if (VS > 2) z##i += a * z;                            \
+#define ADD_PRODUCT(i)                                                               \
+    if (i < R) {                                                                     \
+        const uniform float a = A[i * row_stride + k * depth_stride];                \
+        if (done < 1) x##i = seen ? x##i + a * x : x##i;                             \
+        if (VS > 1 && done == 1) y##i = seen ? y##i + a * y : y##i;                  \
+        if (VS > 1 && done < 1) y##i += a * y;                                       \
+        if (VS > 2 && done == 2) z##i = seen ? z##i + a * z : z##i;                  \
+        if (VS > 2 && done < 2) z##i += a * z;                                       \
     }
-// The same on the stairs: the vectors before the first, second or third are done, that one sees some.
-#define ADD_FROM_FIRST(i)                                     \
-    if (i < R) {                                              \
-        const uniform float a = A[i * row_stride + k * depth_stride]; \
-        x##i = seen ? x##i + a * x : x##i;                    \
-        if (VS > 1) y##i += a * y;                            \
-        if (VS > 2) z##i += a * z;                            \
-    }
-#define ADD_FROM_SECOND(i)                                    \
-    if (i < R) {                                              \
-        const uniform float a = A[i * row_stride + k * depth_stride]; \
-        y##i = seen ? y##i + a * y : y##i;                    \
-        if (VS > 2) z##i += a * z;                            \
-    }
-#define ADD_TO_THIRD(i)                                       \
-    if (i < R) {                                              \
-        const uniform float a = A[i * row_stride + k * depth_stride]; \
-        z##i = seen ? z##i + a * z : z##i;                    \
+// Products k to END: DONE vectors of each row have all of theirs, and the next takes those that its lanes have SEEN.
+#define ADD_PRODUCTS(DONE, SEEN, END)                                                \
+    for (; k < END; k++) {                                                           \
+        const uniform int done = DONE;                                               \
+        const bool seen = SEEN;                                                      \
+        const float x = B[k * ldB + programIndex];                                   \
+        float y = 0.0f, z = 0.0f;                                                    \
+        if (VS > 1) y = B[k * ldB + V + programIndex];                               \
+        if (VS > 2) z = B[k * ldB + 2 * V + programIndex];                           \
+        EACH_ROW(ADD_PRODUCT)                                                        \
     }
 #define STORE(i)                                                                     \
     if (i < R) {                                                                     \
@@ -97,38 +91,11 @@ static inline void register_block(uniform float* uniform C, uniform int64 ldC, c
     EACH_ROW(LOAD)
     uniform int64 k = 0;
     const uniform int64 all = STAIRS ? min(first, depth) : depth;
-    for (; k < all; k++) {
-        const float x = B[k * ldB + programIndex];
-        float y = 0.0f, z = 0.0f;
-        if (VS > 1) y = B[k * ldB + V + programIndex];
-        if (VS > 2) z = B[k * ldB + 2 * V + programIndex];
-        EACH_ROW(ADD_PRODUCT)
-    }
+    ADD_PRODUCTS(0, true, all)
     if (STAIRS) {
-        for (; k < min(depth, first + V); k++) {
-            const bool seen = programIndex > (uniform int)(k - first);
-            const float x = B[k * ldB + programIndex];
-            float y = 0.0f, z = 0.0f;
-            if (VS > 1) y = B[k * ldB + V + programIndex];
-            if (VS > 2) z = B[k * ldB + 2 * V + programIndex];
-            EACH_ROW(ADD_FROM_FIRST)
-        }
-    }
-    if (STAIRS && VS > 1) {
-        for (; k < min(depth, first + 2 * V); k++) {
-            const bool seen = programIndex > (uniform int)(k - first - V);
-            const float y = B[k * ldB + V + programIndex];
-            float z = 0.0f;
-            if (VS > 2) z = B[k * ldB + 2 * V + programIndex];
-            EACH_ROW(ADD_FROM_SECOND)
-        }
-    }
-    if (STAIRS && VS > 2) {
-        for (; k < min(depth, first + 3 * V); k++) {
-            const bool seen = programIndex > (uniform int)(k - first - 2 * V);
-            const float z = B[k * ldB + 2 * V + programIndex];
-            EACH_ROW(ADD_TO_THIRD)
-        }
+        ADD_PRODUCTS(0, programIndex > (uniform int)(k - first), min(depth, first + V))
+        if (VS > 1) { ADD_PRODUCTS(1, programIndex > (uniform int)(k - first - V), min(depth, first + 2 * V)) }
+        if (VS > 2) { ADD_PRODUCTS(2, programIndex > (uniform int)(k - first - 2 * V), min(depth, first + 3 * V)) }
     }
     EACH_ROW(STORE)
 }
