@@ -17,7 +17,7 @@ from model.sampling import Sampling, sample
 
 ENGINES = ("native", "torch")
 PATIENCE = 5e-4  # seconds after which Engine.write begins no other token, so that Ctrl-C is obeyed
-BATCH_PATIENCE = 8e-3  # the same for several texts, for each group of them that the native engine takes
+BATCH_PATIENCE = 8e-3  # the same for several texts: for the first group of them that the native engine takes
 WEIGHTS = ("fp32", "bf16")
 
 

@@ -50,7 +50,7 @@ class Decoder {
     // last, unless prefill has, and chooses the next. None may be full.
     std::vector<int64_t> next(const std::vector<int64_t>& slots, const std::vector<double>& uniforms);
 
-    // How many of these slots have caches that stay near the processor together, at least 1.
+    // How many of these slots have caches that stay near the processor together, at least one for each thread.
     int64_t near(const std::vector<int64_t>& slots) const;
 
     // Makes a slot hold what another one holds.
