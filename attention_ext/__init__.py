@@ -119,18 +119,41 @@ def attention(
     Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, and
     BuildError where the extension cannot be compiled; each names what was wrong.
     """
-    _check(part, q, k, v, causal, scale, br, bc, simd)
-    scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    import torch
+
+    _check_options(part, scale, br, bc, simd)
     if PARTS[part].operator is None:
         from attention_ext import reference
 
+        _check_tensors(part, q, k, v, causal)
+        scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
         return reference.attention(q, k, v, causal=causal, scale=scale, return_lse=return_lse)
-    tile = _tile(simd, k, causal, br, bc) if PARTS[part].tiled else ()
+    if torch.compiler.is_compiling():  # the operator is not called yet
+        _check_tensors(part, q, k, v, causal)
+        return _call(part, q, k, v, causal, scale, br, bc, simd, return_lse)
+    try:
+        return _call(part, q, k, v, causal, scale, br, bc, simd, return_lse)
+    except Exception as refused:  # the operator checks the tensors, in a tenth of the time of _check_tensors,
+        error = refused  # which names what was refused
+    _check_tensors(part, q, k, v, causal)
+    raise error
+
+
+def _call(part, q, k, v, causal, scale, br, bc, simd, return_lse):
+    import torch
+
+    if not (q.is_cpu and k.is_cpu and v.is_cpu):  # PyTorch would not come to the operator
+        raise ValueError("q, k or v is on another device; they must be on the CPU")
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError(f"q, k or v requires a gradient; {part} computes none, only part0 does")
+    _, _, Nk, d = k.shape
+    scale = 1 / math.sqrt(d) if scale is None else float(scale)
+    tile = _tile(simd, d, Nk, causal, br, bc) if PARTS[part].tiled else ()
     out, lse = operator(part, simd)(q, k, v, causal, scale, return_lse, *tile)
     return (out, lse) if return_lse else out
 
 
-def _tile(simd: str, k: Tensor, causal: bool, br: int | None, bc: int | None) -> tuple[int, int]:
+def _tile(simd: str, d: int, Nk: int, causal: bool, br: int | None, bc: int | None) -> tuple[int, int]:
     if br and bc:
         return br, bc
     import torch
@@ -138,7 +161,6 @@ def _tile(simd: str, k: Tensor, causal: bool, br: int | None, bc: int | None) ->
     if torch.compiler.is_compiling():  # a graph cannot read files
         tuned = tiles.DEFAULT
     else:
-        d, Nk = k.shape[3], k.shape[2]
         tuned = tiles.tile(AUTO if simd == "auto" else simd, torch.get_num_threads(), d, Nk, causal)
     return br or tuned[0], bc or tuned[1]
 
@@ -151,17 +173,29 @@ def operator(part: str, simd: str = "auto") -> Callable:
     if (part, simd) not in _operators:  # a table: torch.compile can follow a look-up but not a build
         from attention_ext import build
 
-        _operators[part, simd] = getattr(build.load(simd), str(PARTS[part].operator))
+        _operators[part, simd] = getattr(build.load(simd), str(PARTS[part].operator)).default
     return _operators[part, simd]
 
 
-def _check(part, q, k, v, causal, scale, br, bc, simd) -> None:
-    import torch
-
+def _check_options(part, scale, br, bc, simd) -> None:
     if part not in PARTS:
         raise ValueError(f"part is {part!r}; it must be one of {', '.join(PARTS)}")
     if simd not in SIMD:
         raise ValueError(f"simd is {simd!r}; it must be one of {', '.join(SIMD)}")
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise TypeError(f"scale is a {type(scale).__name__}; it must be a number")
+    for name, size in (("br", br), ("bc", bc)):
+        if size is None:
+            continue
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{name} is a {type(size).__name__}; it must be a whole number")
+        if not 1 <= size < 2**63:
+            raise ValueError(f"{name} is {size}; it must be at least 1 and fit 63 bits")
+
+
+def _check_tensors(part, q, k, v, causal) -> None:
+    import torch
+
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name} is a {type(t).__name__}; it must be a tensor")
@@ -183,15 +217,6 @@ def _check(part, q, k, v, causal, scale, br, bc, simd) -> None:
         raise ValueError(f"v has shape {tuple(v.shape)}; it must be k's, {tuple(k.shape)}")
     if causal and Nq > Nk:
         raise ValueError(f"q has Nq={Nq} rows; with causal=True it must have at most Nk={Nk}")
-    if scale is not None and not isinstance(scale, (int, float)):
-        raise TypeError(f"scale is a {type(scale).__name__}; it must be a number")
-    for name, size in (("br", br), ("bc", bc)):
-        if size is None:
-            continue
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{name} is a {type(size).__name__}; it must be a whole number")
-        if not 1 <= size < 2**63:
-            raise ValueError(f"{name} is {size}; it must be at least 1 and fit 63 bits")
     if PARTS[part].operator and torch.is_grad_enabled():
         for name, t in (("q", q), ("k", k), ("v", v)):
             if t.requires_grad:

@@ -187,9 +187,8 @@ def _part3(Nq, Nk, n, d, heads, br, bc, threads, block) -> Iterator[Stream]:
     least = threads * K  # each thread has a cache of its own
     yield Stream("Q", F * Nq * d)
     yield Stream("K", least, again)
-    # written behind K, normalised in three passes, read beside V
-    S = F * Nq * n
-    yield Stream("S", threads * row, ((K + row, 3 * S), (row, 5 * S)), True)
+    # written behind K, read for the maximum, and beside V
+    yield Stream("S", threads * row, ((K + row, 3 * F * Nq * n),), True)
     yield Stream("V", least, again)
     yield Stream("O", F * Nq * d)
 

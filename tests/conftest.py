@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pooch  # noqa: F401  (else its log goes to the closed stream of the first test that needs it)
 import pytest
 import torch
 

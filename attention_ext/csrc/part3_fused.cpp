@@ -2,17 +2,20 @@
 //
 //   for each batch, head, query i, over all threads:
 //       S[j] <- scale * Q[i] . K[j]        for the keys that i sees
-//       S    <- softmax(S)
-//       O[i] <- S V
+//       S    <- exp(S - max(S)), l <- sum(S)
+//       O[i] <- S V / l
 //
 // Scratch: threads x Nk floats. What it improves: the N x N matrix of scores, written and read three
 // times in part 2, becomes a row that stays in L1, and the rows are independent, so all threads work.
-// What it gives up: K and V are read once per query instead of once per tile of queries.
+// What it gives up: K and V are read once per query instead of once per tile of queries, into L1 if they are
+// long. So exp and the product with V take turns, KEYS at a time: a processor that works ahead fetches the next
+// rows of V meanwhile.
 #include "attention.h"
 
 namespace {
 
 constexpr int64_t kRows = 16;  // queries handed to a thread at a time
+constexpr int64_t KEYS = 96;   // scores that exp and then the product with V take at a time
 
 }  // namespace
 
@@ -33,11 +36,16 @@ void fused_attention(const Attention& a, float* scratch) {
             const int64_t n = a.visible(i);
             simd::dot_rows(S, Q + i * ldQ, K, ldK, n, d, a.scale);
 
-            const float log_sum = softmax_row(S, n);
-            if (lse) lse[i] = log_sum;
-
+            const float m = simd::row_max(S, n, -std::numeric_limits<float>::infinity());
+            float l = 0;
             std::fill_n(O + i * d, d, 0.0f);
-            simd::add_weighted_rows(O + i * d, S, V, ldV, n, d);
+            for (int64_t j = 0; j < n; j += KEYS) {
+                const int64_t keys = std::min(KEYS, n - j);
+                l += simd::exp_sum(S + j, keys, finite_max(m));
+                simd::add_weighted_rows(O + i * d, S + j, V + j * ldV, ldV, keys, d);
+            }
+            simd::scale_row(O + i * d, d, 1 / l);
+            if (lse) lse[i] = m + std::log(l);
         }
     });
 }

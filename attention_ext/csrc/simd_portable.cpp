@@ -262,24 +262,29 @@ INLINE void product(float* C, int64_t ldC, const float* A, int64_t row_stride, i
                           first + c);
 }
 
-// One step towards sums(): a and b hold sums in runs of G lanes, to be added up; in the result the runs
-// are half as long, a's in the lanes whose number has not the bit G / 2, b's in those that have it.
-template <int G, size_t... I>
-INLINE Vec halve_runs(Vec a, Vec b, std::index_sequence<I...>) {
-    constexpr int half = G / 2;
-    const Vec stay = __builtin_shufflevector(a, b, (I & half ? W + I : I)...);
-    const Vec cross = __builtin_shufflevector(a, b, (I & half ? I : W + I)...);
-    return stay + __builtin_shufflevector(cross, cross, (I ^ half)...);
+// One step towards sums(): neighbours, chunks of C lanes, are added; of each block of lanes a's sums fill the
+// first half, b's the second.
+template <int C, int BLOCK, size_t... I>
+INLINE Vec pairwise(Vec a, Vec b, std::index_sequence<I...>) {
+    constexpr auto source = [](int lane, int odd) {
+        const int of_b = lane % BLOCK / (BLOCK / 2), i = lane % (BLOCK / 2);
+        return of_b * W + lane / BLOCK * BLOCK + (2 * (i / C) + odd) * C + i % C;
+    };
+    return __builtin_shufflevector(a, b, source(I, 0)...) + __builtin_shufflevector(a, b, source(I, 1)...);
 }
 
-// Lane i of the result <- sum of the lanes of v[i].
-template <int G = W>
+// Lane i of the result <- sum of the lanes of v[i]. First the lanes of each 128 bits are added up, then those
+// sums, four at a time: within 128 bits, or whole, two registers take one instruction to shuffle.
+template <int N = W>
 INLINE Vec sums(Vec* v) {
-    if constexpr (G == 1) {
+    if constexpr (N == 1) {
         return v[0];
     } else {
-        for (int i = 0; i < G / 2; i++) v[i] = halve_runs<G>(v[i], v[i + G / 2], std::make_index_sequence<W>());
-        return sums<G / 2>(v);
+        constexpr bool within = 4 * N > W;
+        for (int i = 0; i < N / 2; i++)
+            v[i] =
+                pairwise<within ? 1 : 4, within ? 4 : W>(v[2 * i], v[2 * i + 1], std::make_index_sequence<W>());
+        return sums<N / 2>(v);
     }
 }
 
@@ -373,7 +378,8 @@ void dot_rows(float* s, const float* x, const float* B, int64_t ldB, int64_t row
         for (int i = 0; i < W; i++) acc[i] = Vec{};
         for (int64_t c = 0; c < whole; c += W) {
             const Vec a = load(x + c);
-            for (int i = 0; i < W; i++) acc[i] += a * load(b + i * ldB + c);
+            const float* p = b + c;
+            for (int i = 0; i < W; i++, p += ldB) acc[i] += a * load(p);
         }
         Vec dots = sums(acc);
         for (int64_t c = whole; c < depth; c++)  // the last features, one at a time
