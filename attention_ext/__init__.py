@@ -217,6 +217,8 @@ def _check_tensors(part, q, k, v, causal) -> None:
         raise ValueError(f"v has shape {tuple(v.shape)}; it must be k's, {tuple(k.shape)}")
     if causal and Nq > Nk:
         raise ValueError(f"q has Nq={Nq} rows; with causal=True it must have at most Nk={Nk}")
+    if Nq * Nk >= 2**60:  # expanded tensors
+        raise ValueError(f"q has Nq={Nq} and k Nk={Nk} rows; their product must be below 2^60")
     if PARTS[part].operator and torch.is_grad_enabled():
         for name, t in (("q", q), ("k", k), ("v", v)):
             if t.requires_grad:

@@ -200,6 +200,7 @@ def test_inputs_are_left_alone(part):
 
 
 Q = torch.zeros(1, 2, 5, 8)
+MANY = torch.zeros(1).expand(1, 1, 2**32, 1)  # four bytes of memory
 WRONG = [
     (dict(part="part9"), ValueError, r"part is 'part9'; it must be one of part0, part1"),
     (dict(q=[1.0]), TypeError, "q is a list; it must be a tensor"),
@@ -211,6 +212,7 @@ WRONG = [
     (dict(k=Q[..., :4], v=Q[..., :4]), ValueError, r"k has shape \(1, 2, 5, 4\)"),
     (dict(v=Q[:, :, :3]), ValueError, r"v has shape \(1, 2, 3, 8\); it must be k's, \(1, 2, 5, 8\)"),
     (dict(k=Q[:, :, :3], v=Q[:, :, :3], causal=True), ValueError, "q has Nq=5 rows; .* at most Nk=3"),
+    (dict(q=MANY, k=MANY, v=MANY), ValueError, "Nq=4294967296 .* their product must be below 2\\^60"),
     (dict(scale="big"), TypeError, "scale is a str; it must be a number"),
     (dict(simd="sse"), ValueError, "simd is 'sse'; it must be one of auto, ispc, portable, off"),
     (dict(br=0), ValueError, "br is 0; it must be at least 1"),

@@ -51,11 +51,19 @@ def test_compiles_without_a_graph_break(kernel):
         (dict(v=torch.zeros(1, 2, 29, 8)), r"v has shape \(1, 2, 29, 8\); it must have the shape of k"),
         (dict(k=torch.zeros(1, 1, 30, 8)), r"k has shape \(1, 1, 30, 8\); it must be \(B, H, Nk, d\)"),
         (dict(q=torch.zeros(1, 2, 31, 8)), "q has Nq=31; with causal it must be at most Nk=30"),
+        (dict.fromkeys("qkv", torch.zeros(1).expand(1, 1, 2**32, 1)), r"their product must be below 2\^60"),
+        (dict.fromkeys("qkv", torch.zeros(1).expand(1, 1, 2**59, 1)), r"their product must be below 2\^60"),
     ],
 )
 def test_an_operator_called_directly_checks_too(kernel, change, message):
     with pytest.raises(RuntimeError, match=message):
         operator(kernel)(*arguments(kernel, **change))
+
+
+def test_too_little_memory_is_said(extension):
+    q = torch.zeros(1).expand(1, 1, 2**25, 1)  # the scores take 4 PiB
+    with pytest.raises(RuntimeError, match="there is not enough memory for 1125899906842624 floats"):
+        attention("part1", q, q, q)
 
 
 def test_a_tile_of_zero_is_refused(extension):

@@ -53,10 +53,14 @@ Tensor new_floats(const int64_t (&size)[n]) {
     stride[n - 1] = 1;
     for (size_t i = n - 1; i > 0; i--) stride[i - 1] = stride[i] * size[i];
     AtenTensorHandle handle = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(n, size, stride, aoti_torch_dtype_float32(),
-                                                           aoti_torch_device_type_cpu(), 0, &handle));
+    const AOTITorchError error = aoti_torch_empty_strided(n, size, stride, aoti_torch_dtype_float32(),
+                                                          aoti_torch_device_type_cpu(), 0, &handle);
+    STD_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "there is not enough memory for ", size[0] * stride[0],
+                    " floats");
     return Tensor(handle);
 }
+
+constexpr int64_t MOST_SCORES = int64_t(1) << 60;  // an expanded tensor may have more; their bytes fit 63 bits
 
 using Scratch = int64_t (*)(const Attention&);
 using Kernel = void (*)(const Attention&, float*);
@@ -73,6 +77,8 @@ std::tuple<Tensor, Tensor> run(Scratch scratch, Kernel kernel, const Tensor& q_,
     STD_TORCH_CHECK(v.size(0) == B && v.size(1) == H && v.size(2) == Nk && v.size(3) == d, "v has shape ",
                     shape(v), "; it must have the shape of k, ", shape(k));
     STD_TORCH_CHECK(!causal || Nq <= Nk, "q has Nq=", Nq, "; with causal it must be at most Nk=", Nk);
+    STD_TORCH_CHECK(Nq < MOST_SCORES / Nk, "q has Nq=", Nq, " and k has Nk=", Nk,
+                    "; their product must be below 2^60");
     STD_TORCH_CHECK(br >= 1, "br is ", br, "; it must be at least 1");
     STD_TORCH_CHECK(bc >= 1, "bc is ", bc, "; it must be at least 1");
 
