@@ -34,7 +34,7 @@
 namespace {
 
 constexpr int64_t PANEL = 128;     // keys of a transposed panel of the cache, at most
-constexpr int64_t NEAR = 4 << 20;  // bytes of caches, of a level that is shared with others
+constexpr int64_t NEAR = 4 << 20;  // bytes of weights, and of caches, of a level that is shared with others
 constexpr int64_t ROWS = 64;       // rows that pass through a layer together in prefill: their MLP stays in L2
 
 int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
@@ -215,6 +215,7 @@ struct Decoder::State {
     Part part;
     bool transposed;  // K is
     int64_t d, br, bc, capacity, panel, threads;
+    int64_t weights;  // bytes of the matrices
     Buffer wte, wpe;
     std::vector<Layer> layers;
     LayerNorm ln_f;
@@ -248,6 +249,7 @@ struct Decoder::State {
           capacity(capacity),
           panel(round_up(std::min({bc, capacity, PANEL}), simd::lanes())),
           threads(threads),
+          weights((12 * s.n_layer * s.n_embd + s.vocab_size) * s.n_embd * (bf16 ? 2 : 4)),
           layers(s.n_layer),
           slots(slot_count),
           tracks(threads),
@@ -633,10 +635,12 @@ std::vector<int64_t> Decoder::next(const std::vector<int64_t>& slots, const std:
 }
 
 int64_t Decoder::near(const std::vector<int64_t>& slots) const {
+    const State& s = *state;
+    if (s.weights > NEAR) return static_cast<int64_t>(slots.size());
     int64_t longest = 1;
     for (const int64_t slot : slots) longest = std::max(longest, length(slot));
-    const int64_t bytes = 2 * state->shape.n_layer * state->shape.n_embd * longest * sizeof(float);
-    return std::max<int64_t>(state->threads, NEAR / bytes);
+    const int64_t bytes = 2 * s.shape.n_layer * s.shape.n_embd * longest * sizeof(float);
+    return std::clamp(NEAR / bytes, s.threads, simd::rows() * s.threads);
 }
 
 void Decoder::copy(int64_t from, int64_t to) {
