@@ -4,7 +4,7 @@ A cell is one contender at one size, tile and number of threads. The cells of on
 are a group: they get the same inputs, are held against one float64 result, and are timed in turn, round by
 round, so that whatever else the machine does meets all of them alike. The rounds are spread over passes
 through the whole sweep: neighbours slow a machine for seconds at a time, and within a pass a matrix has the
-same pages of memory in every round.
+same pages of memory in every round. Cells whose medians are not firm after them are timed in further passes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from lab.correctness import allocated
 TOLERANCE = 1e-4  # of the largest expected value: what is off by more is wrong, not slow
 ROUNDS, MIN_TIME = 10, 0.2
 PASSES = 5  # through the sweep, among which the rounds are divided
+FURTHER, SHARE = 8, 0.2  # passes through what is not firm, at most, and their share of the time so far
 SURE = 0.95  # how sure a median's interval is, at least
+FIRM = 0.05  # a median whose interval is wider than this either way is not
 SHORT = 0.05  # seconds; before shorter calls an untimed one clears the caches of what the last one left
 
 Call = Callable[[], Tensor]
@@ -104,6 +106,14 @@ class Result:
     def median(self) -> float | None:
         """Seconds of a call."""
         return statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def margin(self) -> float | None:
+        """Half the width of the median's interval(), as a share of the median."""
+        if not self.seconds:
+            return None
+        low, high = interval(self.seconds)
+        return (high - low) / 2 / statistics.median(self.seconds)
 
 
 @dataclass
@@ -182,7 +192,7 @@ def check_memory(cells: Sequence[Cell]) -> None:
 
 
 class Bench:
-    """A sweep that can be stopped: what run() has measured so far is in `run`."""
+    """A sweep that can be stopped: `done` is what run() has measured; `again`, if in further passes."""
 
     def __init__(self, cells: Sequence[Cell], rounds: int = ROUNDS, min_time: float = MIN_TIME) -> None:
         if rounds < 2:
@@ -191,6 +201,7 @@ class Bench:
         self.cells = list(cells)
         core = machine.caches()[:2][-1]  # the second level is a core's own nearly everywhere
         self.done = Run(machine.describe(), rounds, min_time, core.size)
+        self.again = False
         self._exact: tuple[tuple, Tensor] | None = None
 
     def run(self) -> Spent:
@@ -209,7 +220,7 @@ class Bench:
                 for threads in dict.fromkeys(cell.threads for cell in self.cells):
                     torch.set_num_threads(threads)
                     self._limits(threads)
-                load = machine.Load()  # from here: the compilers are done
+                load, start = machine.Load(), time.perf_counter()  # from here: the compilers are done
                 first, *later = spread(self.done.rounds)
                 right = []
                 for _, group in itertools.groupby(self.cells, key=lambda cell: cell.group):
@@ -222,6 +233,7 @@ class Bench:
                     machine.return_freed_memory()
                     for verified in right:
                         yield from self._time(verified, rounds)
+                yield from self._go_on(right, SHARE * (time.perf_counter() - start))
             self.done.complete = True
         finally:
             torch.set_num_threads(before)
@@ -253,11 +265,26 @@ class Bench:
             yield cell, time.perf_counter() - start
         return right
 
+    def _go_on(self, groups: list[list[tuple[Result, float]]], seconds: float) -> Spent:
+        """Further passes through the cells of _verify() that are not firm, for so long; few threads first."""
+        end, self.again = time.perf_counter() + seconds, True
+        groups = sorted(groups, key=lambda group: group[0][0].cell.threads)
+        for _ in range(FURTHER):
+            loose = [[each for each in group if (each[0].margin or 0) > FIRM] for group in groups]
+            if not any(loose):
+                return
+            machine.return_freed_memory()
+            for group in filter(None, loose):
+                if time.perf_counter() > end:
+                    return
+                yield from self._time(group, spread(self.done.rounds)[0])
+
     def _time(self, group: list[tuple[Result, float]], rounds: int) -> Spent:
         """Time what _verify() gave for so many rounds, on inputs made anew."""
         cell = group[0][0].cell
         torch.set_num_threads(cell.threads)
         q, k, v = inputs(cell)
+        before = [len(result.seconds) for result, _ in group]
         running: list[tuple[Result, Call, bool, int]] = []
         for result, once in group:
             start = time.perf_counter()
@@ -277,10 +304,10 @@ class Bench:
                     spent = time.perf_counter() - start
                     result.seconds.append(spent / repeats)
                     yield result.cell, spent
-        finally:  # stopped in the middle of a round: all keep as many rounds
-            fewest = min(len(result.seconds) for result, *_ in running)
-            for result, *_ in running:
-                del result.seconds[fewest:]
+        finally:  # stopped in the middle of a round: all keep as many of these rounds
+            fewest = min(len(result.seconds) - had for (result, *_), had in zip(running, before))
+            for (result, *_), had in zip(running, before):
+                del result.seconds[had + fewest :]
 
     def _expected(self, cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The exact output (B, H, Nq, d) in float64; the last one is kept, as other threads take the same."""
@@ -393,7 +420,7 @@ def row(run: Run, result: Result) -> dict:
         first, third = quartiles(result.seconds)
         low, high = interval(result.seconds)
         figures |= {"ms": 1e3 * median, "iqr_ms": 1e3 * (third - first)}
-        figures |= {"low_ms": 1e3 * low, "high_ms": 1e3 * high, "margin": (high - low) / 2 / median}
+        figures |= {"low_ms": 1e3 * low, "high_ms": 1e3 * high, "margin": result.margin}
         figures["gflops"] = cell.flops / median / 1e9
         figures["peak_share"] = cell.flops / median / run.peaks[cell.threads]
         traffic = cell.traffic(run.cache)

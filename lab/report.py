@@ -11,12 +11,11 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from attention_ext import SIMD
-from lab.bench import Cell, Result, Run, contenders, row
+from lab.bench import FIRM, Cell, Result, Run, contenders, row
 from lab.machine import size_text
 
 FORMAT = 1  # of the file
 FORMATS = ("md", "csv", "json", "jsonl")
-FIRM = 0.05  # a median's interval that is wider than this either way is spoken of
 NAMED = 3  # cells at most that are named then
 # Repeated in each row of CSV and JSON lines.
 MACHINE_COLUMNS = ("cpu", "isa", "simd_name", "torch", "commit", "date")

@@ -36,7 +36,7 @@ def measure(cells: Sequence[Cell], rounds: int, min_time: float) -> tuple[Run, b
         with progress(sum(weight.values()) * steps, "measuring") as advance:
             with contextlib.closing(bench.run()) as measured:
                 for cell, _ in measured:
-                    advance(weight[cell], cell.contender)
+                    advance(0 if bench.again else weight[cell], cell.contender + " again" * bench.again)
     except KeyboardInterrupt:
         return bench.done, True
     return bench.done, False

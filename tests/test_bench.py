@@ -402,6 +402,7 @@ def test_rounds_are_divided_among_the_passes(rounds, passes):
 def test_every_group_is_timed_in_every_pass(steady, monkeypatch):
     """Memory is returned between the passes, not before the first; what is wrong is in the first alone."""
     monkeypatch.setattr(bench.machine, "return_freed_memory", lambda: passes.append([]))
+    monkeypatch.setattr(bench, "FURTHER", 0)
     right, passes = bench.attention, [[]]
 
     def seen(part, q, k, v, **options):
@@ -425,6 +426,30 @@ def test_every_group_is_timed_in_every_pass(steady, monkeypatch):
         assert [part for part, _ in calls].count("part3") == 2 * (number == 0)
     for shown in ([2, 0, 2, 2, 0, 2], [4, 0, 4, 2, 0, 2], [4, 0, 4, 4, 0, 4], [5, 0, 5, 4, 0, 4]):
         assert shown in counts
+
+
+def test_what_is_not_firm_is_timed_in_further_passes(steady, monkeypatch):
+    """Few threads first, 2 rounds a pass, until it is firm or the time is over."""
+    cells = bench.plan(["part0", "part4"], lengths=(32, 64), widths=(8,), threads=(2, 1))
+    wanted = {("part4", 32, 2): 13, ("part4", 64, 1): 15}
+
+    def margin(result):
+        cell = result.cell
+        return len(result.seconds) < wanted.get((cell.contender, cell.N, cell.threads), 0)
+
+    def rounds(share):
+        monkeypatch.setattr(bench, "SHARE", share)
+        measured = bench.Bench(cells, rounds=10, min_time=0)
+        again = [(cell.contender, cell.N, cell.threads) for cell, _ in measured.run() if measured.again]
+        assert measured.done.complete
+        return [len(result.seconds) for result in measured.done.results], list(dict.fromkeys(again))
+
+    monkeypatch.setattr(bench.Result, "margin", property(margin))
+    order = [("part4", 64, 1), ("part4", 32, 2)]
+    assert rounds(share=100) == ([10, 14, 10, 10, 10, 10, 10, 16], order)
+    assert rounds(share=0) == ([10] * 8, [])
+    monkeypatch.setattr(bench, "FURTHER", 1)
+    assert rounds(share=100) == ([10, 12, 10, 10, 10, 10, 10, 12], order)
 
 
 FREED = """
