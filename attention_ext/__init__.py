@@ -128,8 +128,9 @@ def attention(
         _check_tensors(part, q, k, v, causal)
         scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
         return reference.attention(q, k, v, causal=causal, scale=scale, return_lse=return_lse)
-    if torch.compiler.is_compiling():  # the operator is not called yet
+    if torch.compiler.is_compiling():  # the operator is not called yet, and a graph cannot read files
         _check_tensors(part, q, k, v, causal)
+        br, bc = br or tiles.DEFAULT[0], bc or tiles.DEFAULT[1]
         return _call(part, q, k, v, causal, scale, br, bc, simd, return_lse)
     try:
         return _call(part, q, k, v, causal, scale, br, bc, simd, return_lse)
@@ -148,21 +149,13 @@ def _call(part, q, k, v, causal, scale, br, bc, simd, return_lse):
         raise ValueError(f"q, k or v requires a gradient; {part} computes none, only part0 does")
     _, _, Nk, d = k.shape
     scale = 1 / math.sqrt(d) if scale is None else float(scale)
-    tile = _tile(simd, d, Nk, causal, br, bc) if PARTS[part].tiled else ()
+    tile: tuple[int, ...] = ()
+    if PARTS[part].tiled:
+        if not (br and bc):
+            tuned = tiles.tile(AUTO if simd == "auto" else simd, torch.get_num_threads(), d, Nk, causal)
+        tile = (br or tuned[0], bc or tuned[1])
     out, lse = operator(part, simd)(q, k, v, causal, scale, return_lse, *tile)
     return (out, lse) if return_lse else out
-
-
-def _tile(simd: str, d: int, Nk: int, causal: bool, br: int | None, bc: int | None) -> tuple[int, int]:
-    if br and bc:
-        return br, bc
-    import torch
-
-    if torch.compiler.is_compiling():  # a graph cannot read files
-        tuned = tiles.DEFAULT
-    else:
-        tuned = tiles.tile(AUTO if simd == "auto" else simd, torch.get_num_threads(), d, Nk, causal)
-    return br or tuned[0], bc or tuned[1]
 
 
 _operators: dict[tuple[str, str], Callable] = {}

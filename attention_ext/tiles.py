@@ -37,6 +37,7 @@ class Tuned:
     default_seconds: float
 
 
+@functools.lru_cache(4096)
 def tile(simd: str, threads: int, d: int, N: int, causal: bool) -> tuple[int, int]:
     """(br, bc) for N keys: tuned for this simd, threads, d and mask at the nearest length, else DEFAULT.
 
@@ -90,6 +91,12 @@ def write(found: list[Tuned]) -> None:
     except BaseException:
         os.unlink(unfinished)
         raise
+    forget()
+
+
+def forget() -> None:
+    """Read the file again when the next tile is asked for."""
+    tile.cache_clear()
     _fitting.cache_clear()
 
 

@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 def own_tiles(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
     """No test sees what was tuned on this machine, nor keeps anything."""
     monkeypatch.setenv("ATTENTION_TILES", str(tmp_path_factory.mktemp("tiles") / "tiles.json"))
-    tiles._fitting.cache_clear()
+    tiles.forget()
     yield
-    tiles._fitting.cache_clear()
+    tiles.forget()
 
 
 @pytest.fixture(scope="session")

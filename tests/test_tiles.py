@@ -47,7 +47,7 @@ def test_another_case_takes_the_default(other):
 def test_another_processor_takes_the_default(monkeypatch):
     tiles.write([FOUND])
     monkeypatch.setattr(tiles, "processor", lambda: "another one")
-    tiles._fitting.cache_clear()
+    tiles.forget()
     assert tiles.tile("portable", 1, 16, 1000, False) == DEFAULT
     tiles.write([FOUND])
     assert len(json.loads(tiles.path().read_text())) == 2
@@ -62,7 +62,7 @@ def test_a_broken_file_is_refused_and_does_no_harm(content):
     if content == "changed":
         content = tiles.path().read_text().replace('"br": 48', '"br": -1')
     tiles.path().write_text(content)
-    tiles._fitting.cache_clear()
+    tiles.forget()
     with pytest.raises(ValueError, match="is not a file of tile sizes"):
         tiles.read()
     assert tiles.tile("portable", 1, 16, 1000, False) == DEFAULT

@@ -321,7 +321,7 @@ def test_a_damaged_file_of_tiles_is_named_and_costs_nothing_else(cli, damaged):
     whole = tiles.path().read_bytes()
     for content in (*damaged(whole), b"[" * 100_000, whole.replace(b"48", b"true"), b"\xff"):
         tiles.path().write_bytes(content)
-        tiles._fitting.cache_clear()
+        tiles.forget()
         if not in_order(cli("bench", "--tune", "--show"), "tiles.json"):
             assert tiles.tile("portable", 1, 16, 1000, False) == DEFAULT
 
