@@ -52,12 +52,12 @@ PARTS = {
     )
 }
 
-# The SIMD helpers under parts 1 to 4. 'auto' is the faster: portable C++, some percent ahead of ISPC in parts 3
-# and 4 (benchmarks/attention.py --simd ispc,portable).
+# The SIMD helpers under parts 1 to 4. 'auto' is the faster: portable C++, some percent ahead of ISPC in parts
+# 3 and 4 (benchmarks/attention.py --simd ispc,portable).
 SIMD = ("auto", "ispc", "portable", "off")
 AUTO = "portable"
 
-MOST_SCORES = 2**60  # of a head, so that their bytes can be counted
+MOST_SCORES = 2**50  # of a head, so that scratch for them can be counted; expanded tensors may ask for more
 
 
 @overload
@@ -109,7 +109,7 @@ def attention(
 
     part: 'part0' to 'part4'. q: (B, H, Nq, d). k, v: (B, H, Nk, d). All float32 on the CPU, with any
     strides and no empty dimension.
-    causal: query i sees the keys j <= i + (Nk - Nq); Nq must be at most Nk.
+    causal: query i sees the keys j <= i + (Nk - Nq); Nq must be at most Nk. Nq Nk must be below 2^50.
     scale: multiplies the scores; 1/sqrt(d) unless given.
     br, bc: part4's tile, in queries and keys, of at least 1; None takes what `gpt.py bench --tune` found for
     this case on this machine, else one default. The other parts have no tile and ignore them.
@@ -178,7 +178,8 @@ def _sound(q, k, v, causal) -> bool:
     try:
         (B, H, Nq, d), (_, _, Nk, _) = q.shape, k.shape
         return bool(
-            q.dtype is k.dtype is v.dtype is torch.float32
+            type(q) is type(k) is type(v) is torch.Tensor
+            and q.dtype is k.dtype is v.dtype is torch.float32
             and q.is_cpu and k.is_cpu and v.is_cpu
             and k.shape == (B, H, Nk, d) == v.shape
             and 0 < B * H * d * Nq * Nk and Nq * Nk < MOST_SCORES
@@ -213,8 +214,8 @@ def _check_tensors(part, q, k, v, causal) -> None:
         raise ValueError(f"v has shape {tuple(v.shape)}; it must be k's, {tuple(k.shape)}")
     if causal and Nq > Nk:
         raise ValueError(f"q has Nq={Nq} rows; with causal=True it must have at most Nk={Nk}")
-    if Nq * Nk >= MOST_SCORES:  # expanded tensors
-        raise ValueError(f"q has Nq={Nq} and k Nk={Nk} rows; their product must be below 2^60")
+    if Nq * Nk >= MOST_SCORES:
+        raise ValueError(f"q has Nq={Nq} and k Nk={Nk} rows; their product must be below 2^50")
     if PARTS[part].operator and torch.is_grad_enabled():
         for name, t in (("q", q), ("k", k), ("v", v)):
             if t.requires_grad:

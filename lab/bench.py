@@ -4,7 +4,8 @@ A cell is one contender at one size, tile and number of threads. The cells of on
 are a group: they get the same inputs, are held against one float64 result, and are timed in turn, round by
 round, so that whatever else the machine does meets all of them alike. The rounds are spread over passes
 through the whole sweep: neighbours slow a machine for seconds at a time, and within a pass a matrix has the
-same pages of memory in every round. Cells whose medians are not firm after them are timed in further passes.
+same pages of memory in every round. Cells whose medians are not firm after them are timed in further passes,
+alone. They end when a median looks firm, so its interval is a little less sure than it says.
 """
 
 from __future__ import annotations
@@ -233,8 +234,8 @@ class Bench:
                     machine.return_freed_memory()
                     for verified in right:
                         yield from self._time(verified, rounds)
+                self.done.complete = True
                 yield from self._go_on(right, SHARE * (time.perf_counter() - start))
-            self.done.complete = True
         finally:
             torch.set_num_threads(before)
             if load and self.done.complete:
@@ -268,6 +269,7 @@ class Bench:
     def _go_on(self, groups: list[list[tuple[Result, float]]], seconds: float) -> Spent:
         """Further passes through the cells of _verify() that are not firm, for so long; few threads first."""
         end, self.again = time.perf_counter() + seconds, True
+        rounds, least = spread(self.done.rounds)[0], self.done.min_time / self.done.rounds
         groups = sorted(groups, key=lambda group: group[0][0].cell.threads)
         for _ in range(FURTHER):
             loose = [[each for each in group if (each[0].margin or 0) > FIRM] for group in groups]
@@ -275,9 +277,9 @@ class Bench:
                 return
             machine.return_freed_memory()
             for group in filter(None, loose):
-                if time.perf_counter() > end:
-                    return
-                yield from self._time(group, spread(self.done.rounds)[0])
+                will_take = (rounds + 1) * sum(max(once, least) for _, once in group)
+                if time.perf_counter() + will_take < end:
+                    yield from self._time(group, rounds)
 
     def _time(self, group: list[tuple[Result, float]], rounds: int) -> Spent:
         """Time what _verify() gave for so many rounds, on inputs made anew."""

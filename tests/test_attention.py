@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import oracle
 import pytest
@@ -138,6 +139,15 @@ def test_equal_scores_of_minus_1e4(part):
     torch.testing.assert_close(lse, torch.full((1, 1, 3), -1e4 + math.log(40)))
 
 
+@pytest.mark.parametrize("Nq", [1, 20])
+def test_equal_keys_have_equal_scores(kernel, Nq):
+    """To the last bit, wherever they stand: at 1e4 a bit is a thousandth of a weight."""
+    q, k, v = qkv(1, 2, Nq, 39, 33)
+    k = k[:, :, :1].expand_as(k)
+    out = attention(kernel, q, k, v, scale=1e4 / float((q @ k.mT).abs().max()))
+    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("at", [0, 20, 39])
@@ -200,10 +210,13 @@ def test_inputs_are_left_alone(part):
 
 
 Q = torch.zeros(1, 2, 5, 8)
+PLAIN = ("shape", "dtype", "is_cpu", "requires_grad")
 MANY = torch.zeros(1).expand(1, 1, 2**32, 1)  # four bytes of memory
 WRONG = [
     (dict(part="part9"), ValueError, r"part is 'part9'; it must be one of part0, part1"),
     (dict(q=[1.0]), TypeError, "q is a list; it must be a tensor"),
+    (dict.fromkeys("qkv", SimpleNamespace(**{name: getattr(Q, name) for name in PLAIN})), TypeError,
+     "q is a SimpleNamespace; it must be a tensor"),
     (dict(k=Q.double()), TypeError, "k is torch.float64; it must be torch.float32"),
     (dict(v=Q.to("meta")), ValueError, "v is on meta; it must be on the CPU"),
     (dict(q=Q[0]), ValueError, r"q has shape \(2, 5, 8\); it must be \(B, H, N, d\)"),
@@ -212,7 +225,7 @@ WRONG = [
     (dict(k=Q[..., :4], v=Q[..., :4]), ValueError, r"k has shape \(1, 2, 5, 4\)"),
     (dict(v=Q[:, :, :3]), ValueError, r"v has shape \(1, 2, 3, 8\); it must be k's, \(1, 2, 5, 8\)"),
     (dict(k=Q[:, :, :3], v=Q[:, :, :3], causal=True), ValueError, "q has Nq=5 rows; .* at most Nk=3"),
-    (dict(q=MANY, k=MANY, v=MANY), ValueError, "Nq=4294967296 .* their product must be below 2\\^60"),
+    (dict(q=MANY, k=MANY, v=MANY), ValueError, "Nq=4294967296 .* their product must be below 2\\^50"),
     (dict(scale="big"), TypeError, "scale is a str; it must be a number"),
     (dict(simd="sse"), ValueError, "simd is 'sse'; it must be one of auto, ispc, portable, off"),
     (dict(br=0), ValueError, "br is 0; it must be at least 1"),

@@ -452,6 +452,26 @@ def test_what_is_not_firm_is_timed_in_further_passes(steady, monkeypatch):
     assert rounds(share=100) == ([10, 12, 10, 10, 10, 10, 10, 12], order)
 
 
+def test_further_passes_keep_the_rounds_that_there_were(steady, monkeypatch):
+    """Here part 0 is loose once part 4 has had a pass more; stopped in a round, neither keeps that one."""
+    measured = bench.Bench(bench.plan(["part0", "part4"], lengths=(32,), widths=(8,)), rounds=10, min_time=0)
+
+    def counts():
+        return [len(result.seconds) for result in measured.done.results]
+
+    def margin(result):
+        part0, part4 = counts()
+        return part4 >= 12 > part0 if result.cell.contender == "part0" else part4 < 14
+
+    monkeypatch.setattr(bench.Result, "margin", property(margin))
+    monkeypatch.setattr(bench, "SHARE", 100)
+    assert all(measured.run()) and counts() == [12, 14]
+    measured.done.results.clear()
+    with contextlib.closing(measured.run()) as run:
+        next(each for each in run if counts() == [11, 12])
+    assert counts() == [10, 12] and measured.done.complete
+
+
 FREED = """
 import os, torch
 from lab import machine

@@ -287,14 +287,15 @@ def test_several_tokens_at_once_are_those_of_one_at_a_time(kernel, name, monkeyp
         together.write([0, 1], rows, sampling)
 
 
+@pytest.mark.parametrize("n_embd", [64, 256], ids=["groups", "all, as the weights are many"])
 @pytest.mark.parametrize("threads_used", [1, 2])
 def test_a_batch_too_large_for_the_caches_is_written_as_each_text_alone(
-    extension, threads, threads_used, monkeypatch
+    extension, threads, threads_used, n_embd, monkeypatch
 ):
-    """Its slots go in groups; here of 10, as 400 tokens take 400 KB."""
+    """Its slots go in groups, of a register block's rows for each thread at most."""
     threads(threads_used)
     monkeypatch.setattr("model.engine.BATCH_PATIENCE", 60)
-    gpt = model(n_embd=64, block_size=500)
+    gpt = model(n_embd=n_embd, block_size=500)
     texts, steps = 25, 6
     rows = torch.rand(steps, texts, generator=torch.Generator().manual_seed(0)).tolist()
     batch, alone = open_engine(gpt, "native", slots=texts), open_engine(gpt, "native")
@@ -430,3 +431,5 @@ def test_the_decoder_checks_what_it_is_given(extension):
     with pytest.raises(ValueError, match="slot is 1; it must be named once"):
         decoder.write([1, 1], [[0.5, 0.5]], 0)
     assert decoder.write([], [[]], 0) == [[]]
+    large = open_engine(model(n_embd=256, n_layer=2), "native")  # whose weights are beyond a group's
+    assert large.write([], [[], []], Sampling()) == [[], []]

@@ -51,8 +51,8 @@ def test_compiles_without_a_graph_break(kernel):
         (dict(v=torch.zeros(1, 2, 29, 8)), r"v has shape \(1, 2, 29, 8\); it must have the shape of k"),
         (dict(k=torch.zeros(1, 1, 30, 8)), r"k has shape \(1, 1, 30, 8\); it must be \(B, H, Nk, d\)"),
         (dict(q=torch.zeros(1, 2, 31, 8)), "q has Nq=31; with causal it must be at most Nk=30"),
-        (dict.fromkeys("qkv", torch.zeros(1).expand(1, 1, 2**32, 1)), r"their product must be below 2\^60"),
-        (dict.fromkeys("qkv", torch.zeros(1).expand(1, 1, 2**59, 1)), r"their product must be below 2\^60"),
+        (dict.fromkeys("qkv", torch.zeros(1).expand(1, 1, 2**32, 1)), r"their product must be below 2\^50"),
+        (dict.fromkeys("qkv", torch.zeros(1).expand(1, 1, 2**59, 1)), r"their product must be below 2\^50"),
     ],
 )
 def test_an_operator_called_directly_checks_too(kernel, change, message):
@@ -60,9 +60,18 @@ def test_an_operator_called_directly_checks_too(kernel, change, message):
         operator(kernel)(*arguments(kernel, **change))
 
 
+@pytest.mark.parametrize("part", ["part3", "part4"])
+def test_scratch_for_many_threads_is_counted(extension, threads, part):
+    """A row of 2^49 scores for each of 2^12 threads; 2^63 bytes would be less than none."""
+    threads(2**12)
+    k = torch.zeros(1).expand(1, 1, 2**49, 1)
+    with pytest.raises(RuntimeError, match="there is not enough memory for 57646075230342"):
+        attention(part, k[:, :, :1], k, k, bc=2**49)
+
+
 def test_too_little_memory_is_said(extension):
-    q = torch.zeros(1).expand(1, 1, 2**25, 1)  # the scores take 4 PiB
-    with pytest.raises(RuntimeError, match="there is not enough memory for 1125899906842624 floats"):
+    q = torch.zeros(1).expand(1, 1, 2**24, 1)  # the scores take 1 PiB
+    with pytest.raises(RuntimeError, match="there is not enough memory for 281474976710656 floats"):
         attention("part1", q, q, q)
 
 

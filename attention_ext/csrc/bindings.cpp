@@ -60,7 +60,9 @@ Tensor new_floats(const int64_t (&size)[n]) {
     return Tensor(handle);
 }
 
-constexpr int64_t MOST_SCORES = int64_t(1) << 60;  // an expanded tensor may have more; their bytes fit 63 bits
+// So many, and their scratch can be counted in 63 bits; an expanded tensor may have more rows than memory has
+// bytes.
+constexpr int64_t MOST_SCORES = int64_t(1) << 50, MOST_THREADS = 1024;
 
 using Scratch = int64_t (*)(const Attention&);
 using Kernel = void (*)(const Attention&, float*);
@@ -77,8 +79,8 @@ std::tuple<Tensor, Tensor> run(Scratch scratch, Kernel kernel, const Tensor& q_,
     STD_TORCH_CHECK(v.size(0) == B && v.size(1) == H && v.size(2) == Nk && v.size(3) == d, "v has shape ",
                     shape(v), "; it must have the shape of k, ", shape(k));
     STD_TORCH_CHECK(!causal || Nq <= Nk, "q has Nq=", Nq, "; with causal it must be at most Nk=", Nk);
-    STD_TORCH_CHECK(Nq < MOST_SCORES / Nk, "q has Nq=", Nq, " and k has Nk=", Nk,
-                    "; their product must be below 2^60");
+    STD_TORCH_CHECK(Nq <= (MOST_SCORES - 1) / Nk, "q has Nq=", Nq, " and k has Nk=", Nk,
+                    "; their product must be below 2^50");
     STD_TORCH_CHECK(br >= 1, "br is ", br, "; it must be at least 1");
     STD_TORCH_CHECK(bc >= 1, "bc is ", bc, "; it must be at least 1");
 
@@ -98,7 +100,7 @@ std::tuple<Tensor, Tensor> run(Scratch scratch, Kernel kernel, const Tensor& q_,
                 static_cast<float>(scale),
                 std::min(br, Nq),
                 std::min(bc, Nk),
-                static_cast<int>(torch::stable::get_num_threads())};
+                static_cast<int>(std::min<int64_t>(torch::stable::get_num_threads(), MOST_THREADS))};
     const Tensor buffer = new_floats({scratch(a)});
     kernel(a, static_cast<float*>(buffer.mutable_data_ptr()));
     return {out, lse};

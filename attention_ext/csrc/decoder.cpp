@@ -215,7 +215,7 @@ struct Decoder::State {
     Part part;
     bool transposed;  // K is
     int64_t d, br, bc, capacity, panel, threads;
-    int64_t weights;  // bytes of the matrices
+    double weights;  // bytes of the matrices
     Buffer wte, wpe;
     std::vector<Layer> layers;
     LayerNorm ln_f;
@@ -249,7 +249,7 @@ struct Decoder::State {
           capacity(capacity),
           panel(round_up(std::min({bc, capacity, PANEL}), simd::lanes())),
           threads(threads),
-          weights((12 * s.n_layer * s.n_embd + s.vocab_size) * s.n_embd * (bf16 ? 2 : 4)),
+          weights((12.0 * s.n_layer * s.n_embd + s.vocab_size) * s.n_embd * (bf16 ? 2 : 4)),
           layers(s.n_layer),
           slots(slot_count),
           tracks(threads),
@@ -636,7 +636,7 @@ std::vector<int64_t> Decoder::next(const std::vector<int64_t>& slots, const std:
 
 int64_t Decoder::near(const std::vector<int64_t>& slots) const {
     const State& s = *state;
-    if (s.weights > NEAR) return static_cast<int64_t>(slots.size());
+    if (s.weights > NEAR) return std::max<int64_t>(1, slots.size());
     int64_t longest = 1;
     for (const int64_t slot : slots) longest = std::max(longest, length(slot));
     const int64_t bytes = 2 * s.shape.n_layer * s.shape.n_embd * longest * sizeof(float);

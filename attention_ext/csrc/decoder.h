@@ -50,9 +50,9 @@ class Decoder {
     // last, unless prefill has, and chooses the next. None may be full.
     std::vector<int64_t> next(const std::vector<int64_t>& slots, const std::vector<double>& uniforms);
 
-    // How many of these slots to take through several tokens before the next are. Where the weights stay near
-    // the processor anyway: as many as their caches do too, but one a thread at least, and no more than their
-    // products need. Else all, so that the weights are fetched seldom.
+    // How many of these slots to take through several tokens before the next are, at least one. Where the
+    // weights stay near the processor anyway: as many as their caches do too, but one a thread at least, and no
+    // more than their products need. Else all, so that the weights are fetched seldom.
     int64_t near(const std::vector<int64_t>& slots) const;
 
     // Makes a slot hold what another one holds.

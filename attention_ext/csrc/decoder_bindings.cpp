@@ -77,9 +77,9 @@ class SafeDecoder {
     }
 
     // A token for each slot by each row of uniforms in turn, until a slot is full or `patience` seconds are
-    // over; at least by the first row. Where there are several rows, slots whose caches stay near the processor
-    // together go through all of them before the next do. The patience is the first group's; the others then
-    // take as many rows. A batch of 32 is half as fast again as with all slots row by row.
+    // over; at least by the first row. Where there are several rows, groups of slots, as Decoder::near() has
+    // it, go through all of them in turn. The patience is the first group's; the others then take as many rows.
+    // A batch of 32 of a small model is half as fast again as with all slots row by row.
     std::vector<std::vector<int64_t>> write(const std::vector<int64_t>& slots,
                                             const std::vector<std::vector<double>>& uniforms, double patience) {
         const py::gil_scoped_release unlocked;
@@ -99,7 +99,8 @@ class SafeDecoder {
             room = std::min(room, decoder->capacity() + 1 - decoder->length(slot));
         }
         const int64_t all = static_cast<int64_t>(slots.size()), most = static_cast<int64_t>(uniforms.size());
-        const int64_t groups = most > 1 ? (all + decoder->near(slots) - 1) / decoder->near(slots) : 1;
+        const int64_t near = most > 1 ? decoder->near(slots) : all;
+        const int64_t groups = all > near ? (all + near - 1) / near : 1;
         std::vector<std::vector<int64_t>> rows;
         const auto start = std::chrono::steady_clock::now();
         for (int64_t g = 0; g < groups; g++) {

@@ -1,4 +1,4 @@
-// Part 3, fused: one row of scores at a time, scored, normalised and multiplied by V before the next.
+// Part 3, fused: one row of scores at a time, through softmax and the product with V before the next.
 //
 //   for each batch, head, query i, over all threads:
 //       S[j] <- scale * Q[i] . K[j]        for the keys that i sees

@@ -267,7 +267,10 @@ export void ispc_dot_rows(uniform float s[], const uniform float x[], const unif
     for (; j < rows; j++) {
         float acc = 0.0f;
         foreach (c = 0 ... (uniform int)depth) acc += x[c] * B[j * ldB + c];
-        s[j] = scale * reduce_add(acc);
+        // in the order of dot_block, so that equal rows have equal sums
+        for (uniform int half = programCount / 2; half > 0; half /= 2)
+            acc += shuffle(acc, programIndex ^ half);
+        s[j] = scale * extract(acc, 0);
     }
 }
 

@@ -96,12 +96,12 @@ INLINE To bit_cast(From from) {
     return to;
 }
 
-// op over all lanes, as a tree: each step combines a lane with the one `half` away.
-template <int half = W / 2, class Op, size_t... I>
+// op over all lanes, as a tree: neighbours first, then each step combines a lane with the one `away` from it.
+template <int away = 1, class Op, size_t... I>
 INLINE float reduce(Vec v, Op op, std::index_sequence<I...> lanes) {
-    v = op(v, __builtin_shufflevector(v, v, (I ^ half)...));
-    if constexpr (half > 1)
-        return reduce<half / 2>(v, op, lanes);
+    v = op(v, __builtin_shufflevector(v, v, (I ^ away)...));
+    if constexpr (2 * away < W)
+        return reduce<2 * away>(v, op, lanes);
     else
         return v[0];
 }
@@ -273,8 +273,8 @@ INLINE Vec pairwise(Vec a, Vec b, std::index_sequence<I...>) {
     return __builtin_shufflevector(a, b, source(I, 0)...) + __builtin_shufflevector(a, b, source(I, 1)...);
 }
 
-// Lane i of the result <- sum of the lanes of v[i]. First the lanes of each 128 bits are added up, then those
-// sums, four at a time: within 128 bits, or whole, two registers take one instruction to shuffle.
+// Lane i of the result <- sum(v[i]), in the same order, so that equal rows have equal sums. First the lanes of
+// each 128 bits are added up, then those sums, for both of which an instruction shuffles two registers.
 template <int N = W>
 INLINE Vec sums(Vec* v) {
     if constexpr (N == 1) {
