@@ -4,8 +4,9 @@ A cell is one contender at one size, tile and number of threads. The cells of on
 are a group: they get the same inputs, are held against one float64 result, and are timed in turn, round by
 round, so that whatever else the machine does meets all of them alike. The rounds are spread over passes
 through the whole sweep: neighbours slow a machine for seconds at a time, and within a pass a matrix has the
-same pages of memory in every round. Cells whose medians are not firm after them are timed in further passes,
-alone. They end when a median looks firm, so its interval is a little less sure than it says.
+same pages of memory in every round. A round in which the system handed out pages anew is measured again:
+clearing them can take half as long as attention. Cells whose medians are not firm after all passes are timed
+in further ones, alone. They end when a median looks firm, so its interval is a little less sure than it says.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ PASSES = 5  # through the sweep, among which the rounds are divided
 FURTHER, SHARE = 8, 0.2  # passes through what is not firm, at most, and their share of the time so far
 SURE = 0.95  # how sure a median's interval is, at least
 FIRM = 0.05  # a median whose interval is wider than this either way is not
+FAULT, PAGES = 1e-6, 0.01  # seconds of a page fault, about; their share of a round that is measured again
 SHORT = 0.05  # seconds; before shorter calls an untimed one clears the caches of what the last one left
 
 Call = Callable[[], Tensor]
@@ -288,6 +290,7 @@ class Bench:
         q, k, v = inputs(cell)
         before = [len(result.seconds) for result, _ in group]
         running: list[tuple[Result, Call, bool, int]] = []
+        faulting = set()  # cells that get new pages in every call
         for result, once in group:
             start = time.perf_counter()
             call = contenders()[result.cell.contender](result.cell, q, k, v)
@@ -300,12 +303,16 @@ class Bench:
                 for result, call, short, repeats in running:
                     if short:
                         call()
-                    start = time.perf_counter()
-                    for _ in range(repeats):
-                        call()
-                    spent = time.perf_counter() - start
+                    spent, pages = clock(call, repeats)
+                    lost = 0.0
+                    if pages * FAULT > PAGES * spent and result.cell not in faulting:
+                        # The allocator chose memory that this pass had not used before: now its pages stay.
+                        lost = spent
+                        spent, pages = clock(call, repeats)
+                        if pages * FAULT > PAGES * spent:
+                            faulting.add(result.cell)
                     result.seconds.append(spent / repeats)
-                    yield result.cell, spent
+                    yield result.cell, lost + spent
         finally:  # stopped in the middle of a round: all keep as many of these rounds
             fewest = min(len(result.seconds) - had for (result, *_), had in zip(running, before))
             for (result, *_), had in zip(running, before):
@@ -320,6 +327,14 @@ class Bench:
             )
             self._exact = case, exact
         return self._exact[1]
+
+
+def clock(call: Call, repeats: int) -> tuple[float, int]:
+    """Seconds of so many calls, and the pages of memory that the system handed out for them."""
+    pages, start = machine.page_faults(), time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return time.perf_counter() - start, machine.page_faults() - pages
 
 
 def spread(rounds: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import resource
 import subprocess
 import sys
 import time
@@ -179,6 +180,11 @@ def return_freed_memory() -> None:
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(ctypes.c_size_t(0))
+
+
+def page_faults() -> int:
+    """How many pages of memory the system has handed out to this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def describe() -> dict:

@@ -11,6 +11,7 @@ import math
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ SMALL = ["-N", "64", "-d", "16", "-r", "2", "--min-time", "0"]
 def steady(quiet, monkeypatch):
     """A quiet, steady machine."""
     quiet(bench.machine)
+    monkeypatch.setattr(bench.machine, "page_faults", lambda: 0)
     monkeypatch.setattr(bench.machine, "read_bandwidth", lambda size, threads=1: 1e10)
 
 
@@ -450,6 +452,35 @@ def test_what_is_not_firm_is_timed_in_further_passes(steady, monkeypatch):
     assert rounds(share=0) == ([10] * 8, [])
     monkeypatch.setattr(bench, "FURTHER", 1)
     assert rounds(share=100) == ([10, 12, 10, 10, 10, 10, 10, 12], order)
+
+
+def test_a_round_with_new_pages_is_measured_again(steady, monkeypatch):
+    """Once; what gets new pages in every call, once in each pass."""
+    right, pages, calls = bench.attention, [0], {"part0": 0, "part3": 0, "part4": 0}
+
+    def faulting(part, q, k, v, **options):
+        calls[part] += 1
+        # Part 3: 3 calls verify it, 1 begins the pass, 1 is untimed.
+        if part == "part0" or (part, calls[part]) == ("part3", 6):
+            pages[0] += 10**6
+            time.sleep(0.1 * (part == "part3"))
+        return right(part, q, k, v, **options)
+
+    monkeypatch.setattr(bench, "attention", faulting)
+    monkeypatch.setattr(bench, "FURTHER", 0)
+    monkeypatch.setattr(bench.machine, "page_faults", lambda: pages[0])
+    measured = bench.Bench(bench.plan([*calls], lengths=(32,), widths=(8,)), rounds=10, min_time=0)
+    assert all(measured.run())
+    assert [len(result.seconds) for result in measured.done.results] == [10] * 3
+    usual = 3 + 5 * (1 + 2 * 2)
+    assert calls == {"part0": usual + 5, "part3": usual + 1, "part4": usual}
+    assert max(measured.done.results[1].seconds) < 0.1
+
+
+def test_page_faults_are_counted():
+    before = bench.machine.page_faults()
+    torch.zeros(4 << 20)  # 16 MiB, more than the C library keeps
+    assert bench.machine.page_faults() - before >= 8  # of huge pages; 4096 of small ones
 
 
 def test_further_passes_keep_the_rounds_that_there_were(steady, monkeypatch):
