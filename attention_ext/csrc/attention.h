@@ -4,7 +4,7 @@
 //
 // q (B, H, Nq, d); k, v (B, H, Nk, d): strided, but their last dimension is contiguous, except that part 4,
 // for up to FEW queries, takes k held transposed, either whole (row_stride 1) or in panels of Bc keys, each
-// (d, Bc), one after the other (row_stride d, col_stride Bc).
+// (d, Bc) and whole, one after the other (row_stride d, col_stride Bc).
 // out (B, H, Nq, d), lse (B, H, Nq) or null: contiguous.
 // causal: query i sees the keys j <= i + (Nk - Nq); Nq <= Nk.
 #pragma once

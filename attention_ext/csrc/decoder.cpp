@@ -136,53 +136,14 @@ class Linear {
     Buffer weights, bias;
 };
 
-// term(0) + ... + term(n - 1), as 16 sums side by side that a compiler can keep in a vector.
-template <class Term>
-float sum(int64_t n, const Term& term) {
-    float part[16] = {};
-    int64_t i = 0;
-    for (; i + 16 <= n; i += 16)
-        for (int64_t lane = 0; lane < 16; lane++) part[lane] += term(i + lane);
-    for (int64_t lane = 0; i + lane < n; lane++) part[lane] += term(i + lane);
-    for (int64_t half = 8; half > 0; half /= 2)
-        for (int64_t lane = 0; lane < half; lane++) part[lane] += part[lane + half];
-    return part[0];
-}
-
 // Ba, Kiros & Hinton 2016 (arXiv:1607.06450), with PyTorch's epsilon.
 struct LayerNorm {
     std::vector<float> weight, bias;  // bias may be empty
 
     void operator()(float* y, const float* x) const {
-        const int64_t n = static_cast<int64_t>(weight.size());
-        const float mean = sum(n, [&](int64_t i) { return x[i]; }) / n;
-        const float variance = sum(n, [&](int64_t i) { return (x[i] - mean) * (x[i] - mean); }) / n;
-        const float factor = 1 / std::sqrt(variance + 1e-5f);
-        for (int64_t i = 0; i < n; i++) y[i] = (x[i] - mean) * factor * weight[i];
-        for (size_t i = 0; i < bias.size(); i++) y[i] += bias[i];
+        simd::layer_norm(y, x, weight.data(), bias.empty() ? nullptr : bias.data(), weight.size());
     }
 };
-
-// x <- x Phi(x), the exact GELU: Phi(-|x|) = P(t) exp(-x^2 / 2) / 2 with t = 1 / (1 + p |x| / sqrt(2)), to
-// 1e-7 (Abramowitz & Stegun 1964, formula 7.1.26).
-void gelu(float* x, int64_t n) {
-    constexpr int64_t AT_ONCE = 128;
-    float e[AT_ONCE];
-    for (int64_t i0 = 0; i0 < n; i0 += AT_ONCE, x += AT_ONCE) {
-        const int64_t count = std::min(AT_ONCE, n - i0);
-        for (int64_t i = 0; i < count; i++) e[i] = -0.5f * x[i] * x[i];
-        simd::exp_sum(e, count, 0.0f);
-        for (int64_t i = 0; i < count; i++) {
-            const float t = 1 / (1 + 0.3275911f * 0.707106781f * std::fabs(x[i]));
-            float p = t * 1.061405429f - 1.453152027f;
-            p = p * t + 1.421413741f;
-            p = p * t - 0.284496736f;
-            p = p * t + 0.254829592f;
-            const float tail = 0.5f * p * t * e[i];
-            x[i] *= x[i] > 0 ? 1 - tail : tail;
-        }
-    }
-}
 
 struct Part {
     int64_t (*scratch)(const Attention&);
@@ -415,7 +376,7 @@ struct Decoder::State {
                 normalise(stage, w.ln_2);
                 timed("MLP up", thread, [&] { w.fc.set(Y, ldH, N, ldN, rows, p); });
                 timed("MLP GELU", thread, [&] {
-                    for (int64_t r = 0; r < rows; r++) gelu(Y + r * ldH + p * w.fc.width, w.fc.width);
+                    for (int64_t r = 0; r < rows; r++) simd::gelu(Y + r * ldH + p * w.fc.width, w.fc.width);
                 });
             });
             stage++;
@@ -445,7 +406,9 @@ struct Decoder::State {
             const int64_t in_panel = at % panel;
             n = std::min(rows - r, panel - in_panel);
             for (int64_t i = 0; i < n; i++) std::copy_n(k + i * ldK + d, d, V + (at + i) * d);
-            if (transposed)
+            if (transposed && n == 1)  // a token: twice as fast as what handles any shape
+                for (int64_t f = 0; f < d; f++) K[(at - in_panel) * d + f * panel + in_panel] = k[f];
+            else if (transposed)
                 simd::transpose(K + (at - in_panel) * d + in_panel, panel, k, ldK, n, d, 1.0f);
             else
                 for (int64_t i = 0; i < n; i++) std::copy_n(k + i * ldK, d, K + (at + i) * d);
@@ -562,7 +525,7 @@ struct Decoder::State {
                 timed("MLP up", thread, [&] {
                     for (int64_t p = 0; p < w.fc.panels; p++) w.fc.set(Y, ldY, N, C, rows, p);
                 });
-                timed("MLP GELU", thread, [&] { gelu(Y, rows * ldY); });
+                timed("MLP GELU", thread, [&] { simd::gelu(Y, rows * ldY); });
                 timed("MLP down", thread, [&] {
                     for (int64_t p = 0; p < w.out.panels; p++) w.out.add(X, ldX, Y, ldY, rows, p);
                 });

@@ -94,10 +94,12 @@ void flash_few(const Attention& a, float* scratch) {
         for (int64_t j0 = 0; j0 < a.visible(i); j0 += Bc) {
             const int64_t keys = std::min(Bc, a.visible(i) - j0);
             const float* Kj = K + j0 * ldK;
-            if (a.k.col_stride == 1)
+            if (a.k.col_stride == 1) {
                 simd::dot_rows(S, Q, Kj, ldK, keys, d, 1.0f);
-            else
-                simd::multiply(S, Bc, Q, d, 1, Kj, a.k.col_stride, 1, keys, d);
+            } else {  // of a panel, which is whole, whole vectors: what is left over goes slowly
+                const int64_t whole = a.k.col_stride == Bc ? std::min(Bc, round_up(keys, simd::lanes())) : keys;
+                simd::multiply(S, Bc, Q, d, 1, Kj, a.k.col_stride, 1, whole, d);
+            }
             const float m_new = simd::row_max(S, keys, m);
             if (j0 > 0 && m_new > m) {
                 const float correction = std::exp(m - m_new);

@@ -48,6 +48,12 @@ float row_max(const float* x, int64_t n, float m);
 // x[i] <- exp(x[i] - m), where x[i] <= m; returns their sum.
 float exp_sum(float* x, int64_t n, float m);
 
+// y[i] <- (x[i] - mean) / sqrt(variance + 1e-5) * weight[i] + bias[i]; n > 0, bias may be null
+void layer_norm(float* y, const float* x, const float* weight, const float* bias, int64_t n);
+
+// x[i] <- x[i] Phi(x[i]), the exact GELU; Phi is the normal distribution function.
+void gelu(float* x, int64_t n);
+
 // x[i] <- a * x[i]
 void scale_row(float* x, int64_t n, float a);
 

@@ -325,6 +325,41 @@ export uniform float ispc_exp_sum(uniform float x[], uniform int64 n, uniform fl
     return reduce_add(nan_if(witness, total));
 }
 
+export void ispc_layer_norm(uniform float y[], const uniform float x[], const uniform float weight[],
+                            const uniform float bias[], uniform int64 n) {
+    float part = 0.0f;
+    foreach (i = 0 ... (uniform int)n) part += x[i];
+    const uniform float mean = reduce_add(part) / (uniform float)n;
+    part = 0.0f;
+    foreach (i = 0 ... (uniform int)n) part += (x[i] - mean) * (x[i] - mean);
+    const uniform float factor = 1.0f / sqrt(reduce_add(part) / (uniform float)n + 1e-5f);
+    foreach (i = 0 ... (uniform int)n) {
+        const float v = (x[i] - mean) * factor * weight[i];
+        y[i] = bias ? v + bias[i] : v;
+    }
+}
+
+// The polynomial of simd_portable.cpp.
+static inline float gelu(float x) {
+    const float size = abs(x);
+    float q = size * -1.90206663e-6f + 2.80569584e-5f;
+    q = q * size - 1.31473338e-4f;
+    q = q * size - 2.72075355e-4f;
+    q = q * size + 7.24542048e-3f;
+    q = q * size - 5.26276119e-2f;
+    q = q * size - 4.59162146e-1f;
+    q = q * size - 1.15111101f;
+    q = q * size - 1.0f;
+    const float tail = exp2_bounded(q);
+    return x * (x > 0 ? 1.0f - tail : tail);
+}
+
+export void ispc_gelu(uniform float x[], uniform int64 n) {
+    uniform int64 i = 0;
+    for (; i + programCount <= n; i += programCount) x[i + programIndex] = gelu(x[i + programIndex]);
+    if (i + programIndex < n) x[i + programIndex] = gelu(x[i + programIndex]);
+}
+
 export void ispc_scale_row(uniform float x[], uniform int64 n, uniform float a) {
     uniform int64 i = 0;
     for (; i + programCount <= n; i += programCount) x[i + programIndex] *= a;

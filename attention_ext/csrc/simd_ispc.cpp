@@ -16,6 +16,8 @@ void ispc_dot_rows(float*, const float*, const float*, int64_t, int64_t, int64_t
 void ispc_add_weighted_rows(float*, const float*, const float*, int64_t, int64_t, int64_t);
 float ispc_row_max(const float*, int64_t, float);
 float ispc_exp_sum(float*, int64_t, float);
+void ispc_layer_norm(float*, const float*, const float*, const float*, int64_t);
+void ispc_gelu(float*, int64_t);
 void ispc_scale_row(float*, int64_t, float);
 bool ispc_online_softmax(float*, int64_t, int64_t, int64_t, int64_t, float*, float*, float*);
 void ispc_scale_columns(float*, int64_t, int64_t, int64_t, const float*);
@@ -63,6 +65,12 @@ void add_weighted_rows(float* o, const float* p, const float* B, int64_t ldB, in
 float row_max(const float* x, int64_t n, float m) { return ispc_row_max(x, n, m); }
 
 float exp_sum(float* x, int64_t n, float m) { return ispc_exp_sum(x, n, m); }
+
+void layer_norm(float* y, const float* x, const float* weight, const float* bias, int64_t n) {
+    ispc_layer_norm(y, x, weight, bias, n);
+}
+
+void gelu(float* x, int64_t n) { ispc_gelu(x, n); }
 
 void scale_row(float* x, int64_t n, float a) { ispc_scale_row(x, n, a); }
 

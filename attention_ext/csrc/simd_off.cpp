@@ -79,6 +79,18 @@ float exp_sum(float* x, int64_t n, float m) {
     return sum;
 }
 
+void layer_norm(float* y, const float* x, const float* weight, const float* bias, int64_t n) {
+    float mean = 0, variance = 0;
+    for (int64_t i = 0; i < n; i++) mean += x[i] / n;
+    for (int64_t i = 0; i < n; i++) variance += (x[i] - mean) * (x[i] - mean) / n;
+    for (int64_t i = 0; i < n; i++)
+        y[i] = (x[i] - mean) / std::sqrt(variance + 1e-5f) * weight[i] + (bias ? bias[i] : 0.0f);
+}
+
+void gelu(float* x, int64_t n) {
+    for (int64_t i = 0; i < n; i++) x[i] *= 0.5f * std::erfc(-0.707106781f * x[i]);
+}
+
 void scale_row(float* x, int64_t n, float a) {
     for (int64_t i = 0; i < n; i++) x[i] *= a;
 }

@@ -131,6 +131,22 @@ INLINE Vec exp2_bounded(Vec x) {
     return bit_cast<Vec>(bit_cast<IntVec>(p) + (bit_cast<IntVec>(z) << 23));
 }
 
+// x Phi(x) by Phi(-|x|) = 2^q, q a polynomial of degree 8 in |x| with constant term -1, minimax in x 2^q: to
+// 4e-8, where rounding x may cost more. q falls with |x|, without end.
+INLINE Vec gelu(Vec x) {
+    const Vec size = bit_cast<Vec>(bit_cast<IntVec>(x) & 0x7fffffff);
+    Vec q = size * -1.90206663e-6f + 2.80569584e-5f;
+    q = q * size - 1.31473338e-4f;
+    q = q * size - 2.72075355e-4f;
+    q = q * size + 7.24542048e-3f;
+    q = q * size - 5.26276119e-2f;
+    q = q * size - 4.59162146e-1f;
+    q = q * size - 1.15111101f;
+    q = q * size - 1.0f;
+    const Vec tail = exp2_bounded(q);
+    return x * (x > 0 ? 1.0f - tail : tail);
+}
+
 // x, but NaN where `witness` is NaN.
 INLINE Vec nan_if(Vec witness, Vec x) { return witness == witness ? x : witness; }
 
@@ -433,6 +449,35 @@ void scale_row(float* x, int64_t n, float a) {
     int64_t i = 0;
     for (; i + W <= n; i += W) store(x + i, load(x + i) * a);
     if (i < n) store_part(x + i, load_part(x + i, n - i, 0.0f) * a, n - i);
+}
+
+void layer_norm(float* y, const float* x, const float* weight, const float* bias, int64_t n) {
+    const auto sum_of = [&](auto term, float nothing) {  // term(nothing) is 0
+        Vec even{}, odd{};
+        int64_t i = 0;
+        for (; i + 2 * W <= n; i += 2 * W) {
+            even += term(load(x + i));
+            odd += term(load(x + i + W));
+        }
+        for (; i + W <= n; i += W) even += term(load(x + i));
+        if (i < n) odd += term(load_part(x + i, n - i, nothing));
+        return sum(even + odd);
+    };
+    const float mean = sum_of([](Vec v) { return v; }, 0.0f) / n;
+    const float variance = sum_of([mean](Vec v) { return (v - mean) * (v - mean); }, mean) / n;
+    const float factor = 1 / std::sqrt(variance + 1e-5f);
+    int64_t i = 0;
+    for (; i + W <= n; i += W) {
+        const Vec v = (load(x + i) - mean) * factor * load(weight + i);
+        store(y + i, bias ? v + load(bias + i) : v);
+    }
+    for (; i < n; i++) y[i] = (x[i] - mean) * factor * weight[i] + (bias ? bias[i] : 0.0f);
+}
+
+void gelu(float* x, int64_t n) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(x + i, gelu(load(x + i)));
+    if (i < n) store_part(x + i, gelu(load_part(x + i, n - i, 0.0f)), n - i);
 }
 
 bool online_softmax(float* S, int64_t ldS, int64_t rows, int64_t cols, int64_t first, float* m, float* l,
