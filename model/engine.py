@@ -16,7 +16,7 @@ from model.kv_cache import KVCache
 from model.sampling import Sampling, sample
 
 ENGINES = ("native", "torch")
-PATIENCE = 5e-4  # seconds after which Engine.write begins no other token, so that Ctrl-C is obeyed
+PATIENCE = 2e-3  # seconds after which Engine.write begins no other token, so that Ctrl-C is obeyed
 BATCH_PATIENCE = 8e-3  # the same for several texts: for the first group of them that the native engine takes
 WEIGHTS = ("fp32", "bf16")
 
