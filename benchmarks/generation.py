@@ -6,7 +6,8 @@ Before it is timed, each contender's logits are held against float64, and its gr
 our PyTorch engine: where two tokens are level either may come, so the text is only reported. Times are of
 whole texts, with the prompt and each engine's Python loop. With one thread all run in this process. With
 several each has a process of its own, as idle threads of one engine would disturb the others; these stay
-alive, and still take turns, with a pause before each.
+alive, and still take turns, with a pause and a text that does not count before each, as threads that have
+slept need some milliseconds until each is on a core of its own.
 
 The memory limit is what one thread reads in order and again and again, measured in the same run on as many
 bytes as a token needs: all weights but the position table, and the keys and values so far.
@@ -120,7 +121,6 @@ def remote(key: str, case: str, threads: int, stack: ExitStack) -> tuple[str, Ca
     pool = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
 
     def call(*task: Any) -> tuple[float, Any]:
-        time.sleep(PAUSE)
         return pool.submit(answer, key, case, threads, *task).result()
 
     return pool.submit(answer, key, case, threads).result(), call
@@ -159,8 +159,8 @@ def tolerance(name: str) -> float:
     return LOOSE if name.startswith("llama.cpp") else ROUNDED if name.endswith("bf16") else TOLERANCE
 
 
-def run_case(title: str, calls: dict[str, Call], rounds: int) -> None:
-    """Verify, time and print one case, taking the contenders in turn."""
+def run_case(title: str, calls: dict[str, Call], rounds: int, apart: bool = False) -> None:
+    """Verify, time and print one case, taking the contenders in turn; apart: each has its process."""
     case = CASES[title]
     model, batch, count = load(case.model).model, case.batch, case.count
     torch.manual_seed(0)
@@ -184,6 +184,9 @@ def run_case(title: str, calls: dict[str, Call], rounds: int) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in repeats}
     for _ in range(rounds):
         for name, times in seconds.items():
+            if apart:
+                time.sleep(PAUSE)
+                calls[name](*task)
             times.append(sum(calls[name](*task)[0] for _ in range(repeats[name])) / repeats[name])
     needed = bytes_per_token(model, case)
     bandwidth = read_bandwidth(int(needed)) if batch == 1 < count else 0.0
@@ -250,7 +253,7 @@ def main(cases: str, engines: str, parts: str, others: str, bf16: bool, threads:
                 else:
                     keys.remove(key)
                     click.echo(f"{key} is not installed")
-            run_case(name, calls, rounds)
+            run_case(name, calls, rounds, threads > 1)
     peaks.append(fma_peak("auto"))
     end(watch, peaks, threads)
 

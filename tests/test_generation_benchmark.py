@@ -202,8 +202,7 @@ def test_wrong_arguments(run, arguments):
     assert code == 2 and ("'x' must be one of" in output or "--rounds" in output)
 
 
-def test_a_contender_in_a_process_of_its_own(monkeypatch, extension, threads):
-    monkeypatch.setattr(bench, "PAUSE", 0.0)
+def test_a_contender_in_a_process_of_its_own(extension, threads):
     ids = [3, 1, 4, 1, 5]
     with ExitStack() as stack:
         name, call = bench.remote("torch part4", "batch1", 2, stack)
