@@ -48,6 +48,7 @@ TOLERANCE = 1e-3  # of logits: what is off by more is wrong, not slow
 LOOSE = 1e-2  # llama.cpp's: its GELU is the tanh approximation in half precision
 ROUNDED = 1e-1  # of weights in bfloat16, whose error is there to be seen; tests hold it to its model
 LEAST = 0.05  # seconds that one measurement takes
+SAMPLED = 4 << 20  # bytes, as many as a token of the first case reads
 PAUSE = 0.3  # seconds in which idle threads of another process fall asleep
 Call = Callable[..., tuple[float, Any]]  # seconds and result, a list, of the Peer's method that is named
 
@@ -159,7 +160,7 @@ def tolerance(name: str) -> float:
     return LOOSE if name.startswith("llama.cpp") else ROUNDED if name.endswith("bf16") else TOLERANCE
 
 
-def run_case(title: str, calls: dict[str, Call], rounds: int, apart: bool = False) -> None:
+def run_case(title: str, calls: dict[str, Call], rounds: int, watch: Load, apart: bool) -> None:
     """Verify, time and print one case, taking the contenders in turn; apart: each has its process."""
     case = CASES[title]
     model, batch, count = load(case.model).model, case.batch, case.count
@@ -188,6 +189,7 @@ def run_case(title: str, calls: dict[str, Call], rounds: int, apart: bool = Fals
                 time.sleep(PAUSE)
                 calls[name](*task)
             times.append(sum(calls[name](*task)[0] for _ in range(repeats[name])) / repeats[name])
+            watch.sample(SAMPLED)
     needed = bytes_per_token(model, case)
     bandwidth = read_bandwidth(int(needed)) if batch == 1 < count else 0.0
     click.echo(f"\n{title}: {case.model}, {case.prompt} + {count} tokens, batch {batch}\n")
@@ -253,7 +255,7 @@ def main(cases: str, engines: str, parts: str, others: str, bf16: bool, threads:
                 else:
                     keys.remove(key)
                     click.echo(f"{key} is not installed")
-            run_case(name, calls, rounds, threads > 1)
+            run_case(name, calls, rounds, watch, threads > 1)
     peaks.append(fma_peak("auto"))
     end(watch, peaks, threads)
 

@@ -207,6 +207,7 @@ class Bench:
         self.done = Run(machine.describe(), rounds, min_time, core.size)
         self.again = False
         self._exact: tuple[tuple, Tensor] | None = None
+        self._load = machine.Load()
 
     def run(self) -> Spent:
         """Measure; gives each cell with the seconds that were just spent on it.
@@ -215,7 +216,6 @@ class Bench:
         """
         before = torch.get_num_threads()
         machine.keep_freed_memory()
-        load = None
         try:
             with torch.inference_mode():
                 simds = dict.fromkeys(cell.simd for cell in self.cells if cell.simd)
@@ -224,7 +224,7 @@ class Bench:
                 for threads in dict.fromkeys(cell.threads for cell in self.cells):
                     torch.set_num_threads(threads)
                     self._limits(threads)
-                load, start = machine.Load(), time.perf_counter()  # from here: the compilers are done
+                self._load, start = machine.Load(), time.perf_counter()  # from here: the compilers are done
                 first, *later = spread(self.done.rounds)
                 right = []
                 for _, group in itertools.groupby(self.cells, key=lambda cell: cell.group):
@@ -241,10 +241,10 @@ class Bench:
                 yield from self._go_on(right, SHARE * (time.perf_counter() - start))
         finally:
             torch.set_num_threads(before)
-            if load and self.done.complete:
+            if self.done.complete:
                 threads = max(self.done.peaks)
                 peaks = [self.done.peaks[threads], machine.fma_peak(threads=threads)]
-                self.done.busy = machine.busy(load, peaks, threads)
+                self.done.busy = machine.busy(self._load, peaks, threads)
 
     def _limits(self, threads: int) -> None:
         """What so many threads can do at most."""
@@ -314,6 +314,7 @@ class Bench:
                             faulting.add(result.cell)
                     result.seconds.append(spent / repeats)
                     yield result.cell, lost + spent
+                self._load.sample(4 * self.done.cache)
         finally:  # stopped in the middle of a round: all keep as many of these rounds
             fewest = min(len(result.seconds) - had for (result, *_), had in zip(running, before))
             for (result, *_), had in zip(running, before):

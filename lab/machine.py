@@ -20,17 +20,21 @@ import torch
 from attention_ext import AUTO, __version__, build, tiles
 
 BUSY = 0.05  # share of the measured threads' time that others may take before it is said
+SAMPLE = 5e-4  # seconds
+SLOWED, OFTEN = 0.95, 0.1  # a sample below that share of the fastest is slowed; how many may be
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 class Load:
-    """How much processor time other processes take, from /proc/stat; None where there is none.
+    """What others take: processor time, and the bandwidth of the cache and memory that are shared with them.
 
-    Child processes that have ended and been waited for are no others.
+    The time is that of /proc/stat, None where there is none; child processes that have ended and been waited
+    for are no others. Who has another core, or another virtual machine, shows in the bandwidth alone.
     """
 
     def __init__(self) -> None:
         self.start = self._now()
+        self._samples: list[float] = []  # bytes per second
 
     @staticmethod
     def _now() -> tuple[float, float, float] | None:
@@ -52,6 +56,15 @@ class Load:
             return None
         busy, own, wall = (b - a for a, b in zip(self.start, now))
         return max(0.0, busy - own) / wall
+
+    def sample(self, size: int) -> None:
+        """Note how fast this thread reads `size` bytes now, more than the caches of its core hold."""
+        self._samples.append(build.load().read_bandwidth(size, SAMPLE))
+
+    def slowed(self) -> float:
+        """The share of samples that were slowed."""
+        fastest = max(self._samples, default=0)
+        return sum(sample < SLOWED * fastest for sample in self._samples) / max(1, len(self._samples))
 
 
 def fma_peak(simd: str = "auto", threads: int = 1) -> float:
@@ -95,6 +108,8 @@ def busy(load: Load, peaks: list[float], threads: int) -> str | None:
     reasons = []
     if others is not None and others > BUSY * min(threads, cores()):
         reasons.append(f"others took {others:.2f} processors on average")
+    if (slowed := load.slowed()) > OFTEN:
+        reasons.append(f"others slowed the shared cache in {100 * slowed:.0f} % of samples")
     if max(peaks) / min(peaks) > 1 + BUSY:
         reasons.append(f"the FMA peak went from {peaks[0] / 1e9:.0f} to {peaks[-1] / 1e9:.0f} GFLOP/s")
     if not reasons:

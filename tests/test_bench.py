@@ -13,6 +13,7 @@ import platform
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -166,12 +167,34 @@ def test_a_busy_machine_is_named(run, monkeypatch):
         assert "The machine was busy: others took 0.70 processors on average; these figures are" in text
 
 
-def test_a_changing_peak_is_named():
-    class Alone:
-        others = staticmethod(lambda: 0.0)
+def test_a_changing_peak_is_named(monkeypatch):
+    load = machine.Load()
+    monkeypatch.setattr(load, "others", lambda: 0.0)
+    assert machine.busy(load, [1e11, 1.02e11], 1) is None
+    assert "the FMA peak went from 100 to 80 GFLOP/s" in machine.busy(load, [1e11, 0.8e11], 1)
 
-    assert machine.busy(Alone, [1e11, 1.02e11], 1) is None
-    assert "the FMA peak went from 100 to 80 GFLOP/s" in machine.busy(Alone, [1e11, 0.8e11], 1)
+
+@pytest.mark.parametrize("rates, slowed", [([1e11, 9.7e10, 9e10, 1e11], 25), ([9e10, 8.8e10], 0), ([], 0)])
+def test_slowed_reading_is_named(rates, slowed, monkeypatch):
+    """As by who shares the last cache with this core but not its time."""
+    reads = iter(rates)
+    fake = types.SimpleNamespace(read_bandwidth=lambda size, seconds: next(reads))
+    monkeypatch.setattr(machine.build, "load", lambda: fake)
+    load = machine.Load()
+    monkeypatch.setattr(load, "others", lambda: 0.0)
+    for _ in rates:
+        load.sample(1 << 20)
+    assert load.slowed() == slowed / 100
+    said = machine.busy(load, [1e11, 1e11], 1)
+    assert (f"in {slowed} % of samples; these figures are not firm" in said) if slowed else said is None
+
+
+def test_a_sweep_samples_its_machine(run, monkeypatch):
+    sizes: list[int] = []
+    monkeypatch.setattr(bench.machine.Load, "sample", sizes.append)
+    monkeypatch.setattr(bench.machine.Load, "slowed", staticmethod(lambda: 0.5))
+    assert "others slowed the shared cache in 50 % of samples" in run("sdpa", *SMALL, "-r", "4").stdout
+    assert sizes == [4 * machine.caches()[:2][-1].size] * 4
 
 
 def test_the_load_of_others_is_what_this_process_did_not_use(monkeypatch):
