@@ -2,11 +2,12 @@
 
 A cell is one contender at one size, tile and number of threads. The cells of one size and number of threads
 are a group: they get the same inputs, are held against one float64 result, and are timed in turn, round by
-round, so that whatever else the machine does meets all of them alike. The rounds are spread over passes
-through the whole sweep: neighbours slow a machine for seconds at a time, and within a pass a matrix has the
-same pages of memory in every round. A round in which the system handed out pages anew is measured again:
-clearing them can take half as long as attention. Cells whose medians are not firm after all passes are timed
-in further ones, alone. They end when a median looks firm, so its interval is a little less sure than it says.
+round, so that whatever else the machine does meets all of them alike. A round's time is that of its middle
+call, as disturbances may last some milliseconds only. The rounds are spread over passes through the whole
+sweep: neighbours slow a machine for seconds at a time, and within a pass a matrix has the same pages of
+memory in every round. A round in which the system handed out pages anew is measured again: clearing them can
+take half as long as attention. Cells whose medians are not firm after all passes are timed in further ones,
+alone. They end when a median looks firm, so its interval is a little less sure than it says.
 """
 
 from __future__ import annotations
@@ -304,15 +305,15 @@ class Bench:
                 for result, call, short, repeats in running:
                     if short:
                         call()
-                    spent, pages = clock(call, repeats)
+                    spent, middle, pages = clock(call, repeats)
                     lost, tries = 0.0, 1
                     while pages * FAULT > PAGES * spent and result.cell not in faulting:
                         # The allocator chose memory that this pass had not used before: now its pages stay.
                         lost, tries = lost + spent, tries + 1
-                        spent, pages = clock(call, repeats)
+                        spent, middle, pages = clock(call, repeats)
                         if tries == TRIES:
                             faulting.add(result.cell)
-                    result.seconds.append(spent / repeats)
+                    result.seconds.append(middle)
                     yield result.cell, lost + spent
                 self._load.sample(4 * self.done.cache)
         finally:  # stopped in the middle of a round: all keep as many of these rounds
@@ -331,12 +332,14 @@ class Bench:
         return self._exact[1]
 
 
-def clock(call: Call, repeats: int) -> tuple[float, int]:
-    """Seconds of so many calls, and the pages of memory that the system handed out for them."""
-    pages, start = machine.page_faults(), time.perf_counter()
+def clock(call: Call, repeats: int) -> tuple[float, float, int]:
+    """Seconds of so many calls and of the middle one; the pages of memory that were handed out for them."""
+    pages, times = machine.page_faults(), [time.perf_counter()]
     for _ in range(repeats):
         call()
-    return time.perf_counter() - start, machine.page_faults() - pages
+        times.append(time.perf_counter())
+    each = [end - start for start, end in itertools.pairwise(times)]
+    return times[-1] - times[0], statistics.median(each), machine.page_faults() - pages
 
 
 def spread(rounds: int) -> list[int]:
