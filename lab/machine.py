@@ -109,7 +109,7 @@ def busy(load: Load, peaks: list[float], threads: int) -> str | None:
     if others is not None and others > BUSY * min(threads, cores()):
         reasons.append(f"others took {others:.2f} processors on average")
     if (slowed := load.slowed()) > OFTEN:
-        reasons.append(f"others slowed the shared cache in {100 * slowed:.0f} % of samples")
+        reasons.append(f"the shared cache was slow in {100 * slowed:.0f} % of samples")
     if max(peaks) / min(peaks) > 1 + BUSY:
         reasons.append(f"the FMA peak went from {peaks[0] / 1e9:.0f} to {peaks[-1] / 1e9:.0f} GFLOP/s")
     if not reasons:
