@@ -2,12 +2,12 @@
 
 A cell is one contender at one size, tile and number of threads. The cells of one size and number of threads
 are a group: they get the same inputs, are held against one float64 result, and are timed in turn, round by
-round, so that whatever else the machine does meets all of them alike. A round's time is that of its middle
-call, as disturbances may last some milliseconds only. The rounds are spread over passes through the whole
-sweep: neighbours slow a machine for seconds at a time, and within a pass a matrix has the same pages of
-memory in every round. A round in which the system handed out pages anew is measured again: clearing them can
-take half as long as attention. Cells whose medians are not firm after all passes are timed in further ones,
-alone. They end when a median looks firm, so its interval is a little less sure than it says.
+round, so that whatever else the machine does meets all of them alike. lab.timing says what a round is. The
+rounds are spread over passes through the whole sweep: neighbours slow a machine for seconds at a time, and
+within a pass a matrix has the same pages of memory in every round. A round in which the system handed out
+pages anew is measured again: clearing them can take half as long as attention. Cells whose medians are not
+firm after all passes, or of which too few rounds were undisturbed, are timed in further ones, alone. They end
+when a median looks firm, so its interval is a little less sure than it says.
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ from torch.nn import functional as F
 from attention_ext import AUTO, PARTS, SIMD, attention, build, reference, tiles
 from lab import costs, machine
 from lab.correctness import allocated
+from lab.timing import calm, clock, interval, quartiles, spread
 
 TOLERANCE = 1e-4  # of the largest expected value: what is off by more is wrong, not slow
 ROUNDS, MIN_TIME = 10, 0.2
 PASSES = 5  # through the sweep, among which the rounds are divided
-FURTHER, SHARE = 8, 0.2  # passes through what is not firm, at most, and their share of the time so far
-SURE = 0.95  # how sure a median's interval is, at least
+FURTHER, SHARE = 8, 0.25  # passes through what is not firm, at most, and their share of the time so far
 FIRM = 0.05  # a median whose interval is wider than this either way is not
 FAULT, PAGES = 1e-6, 0.01  # seconds of a page fault, about; their share of a round that is measured again
 TRIES = 4  # of such a round at most, and then no more in this pass
-SHORT = 0.05  # seconds; before shorter calls an untimed one clears the caches of what the last one left
+SHORT = 0.02  # seconds; before shorter calls an untimed one clears the caches of what the last one left
+BURST = 0.005  # seconds between two samples of the bandwidth, about; others come and go in some 10 ms
+PATIENCE, WAITING = 0.01, 0.1  # seconds to wait for a fast sample, and their share of the time, at most
+PRIMED = 20  # samples before the first round, by which it is known what is fast
+LEAST = 6  # rounds that count, however disturbed; of fewer no interval() is sure
 
 Call = Callable[[], Tensor]
 Spent = Generator[tuple["Cell", float], None, None]  # a cell with the seconds that were just spent on it
@@ -96,7 +100,7 @@ class Result:
 
     error: the largest difference from float64, at index error_at. scratch: the most bytes that PyTorch's
     allocator gave out beyond the output; None for what allocates by itself. seconds: of each round, those of
-    the first pass first.
+    the first pass first. paces: of each round too, the bandwidth beside it as a share of the fastest.
     """
 
     cell: Cell
@@ -106,19 +110,25 @@ class Result:
     error_at: tuple[int, ...] | None = None
     scratch: int | None = None
     seconds: list[float] = field(default_factory=list)
+    paces: list[float] = field(default_factory=list)
+
+    @property
+    def counted(self) -> list[float]:
+        """Seconds of the rounds that nobody slowed, LEAST of them at least."""
+        return calm(self.seconds, self.paces, LEAST)
 
     @property
     def median(self) -> float | None:
         """Seconds of a call."""
-        return statistics.median(self.seconds) if self.seconds else None
+        return statistics.median(self.counted) if self.seconds else None
 
     @property
     def margin(self) -> float | None:
         """Half the width of the median's interval(), as a share of the median."""
         if not self.seconds:
             return None
-        low, high = interval(self.seconds)
-        return (high - low) / 2 / statistics.median(self.seconds)
+        low, high = interval(self.counted)
+        return (high - low) / 2 / statistics.median(self.counted)
 
 
 @dataclass
@@ -208,7 +218,7 @@ class Bench:
         self.done = Run(machine.describe(), rounds, min_time, core.size)
         self.again = False
         self._exact: tuple[tuple, Tensor] | None = None
-        self._load = machine.Load()
+        self._load, self._start, self._waited = machine.Load(), time.perf_counter(), 0.0
 
     def run(self) -> Spent:
         """Measure; gives each cell with the seconds that were just spent on it.
@@ -225,8 +235,10 @@ class Bench:
                 for threads in dict.fromkeys(cell.threads for cell in self.cells):
                     torch.set_num_threads(threads)
                     self._limits(threads)
-                self._load, start = machine.Load(), time.perf_counter()  # from here: the compilers are done
-                first, *later = spread(self.done.rounds)
+                self._load, self._start = machine.Load(), time.perf_counter()  # the compilers are done
+                for _ in range(PRIMED):
+                    self._pace()
+                first, *later = spread(self.done.rounds, PASSES)
                 right = []
                 for _, group in itertools.groupby(self.cells, key=lambda cell: cell.group):
                     verified = yield from self._verify(list(group))
@@ -239,7 +251,7 @@ class Bench:
                     for verified in right:
                         yield from self._time(verified, rounds)
                 self.done.complete = True
-                yield from self._go_on(right, SHARE * (time.perf_counter() - start))
+                yield from self._go_on(right, SHARE * (time.perf_counter() - self._start))
         finally:
             torch.set_num_threads(before)
             if self.done.complete:
@@ -252,6 +264,17 @@ class Bench:
         self.done.peaks[threads] = machine.fma_peak(threads=threads)
         self.done.bandwidths[threads] = machine.read_bandwidth(4 * self.done.cache, threads)
 
+    def _pace(self, wait: bool = False) -> float:
+        """The bandwidth beyond a core's own caches, as a share of the fastest so far.
+
+        wait: until that is fast, for PATIENCE at most, and for WAITING of the time since the first sample.
+        """
+        start = time.perf_counter()
+        patient = wait and self._waited < WAITING * (start - self._start)
+        pace = self._load.sample(4 * self.done.cache, PATIENCE if patient else 0.0)
+        self._waited += (time.perf_counter() - start) * wait
+        return pace
+
     def _verify(self, group: list[Cell]) -> Generator[tuple[Cell, float], None, list[tuple[Result, float]]]:
         """Add the group's results; gives those that are right, with the seconds of a call."""
         torch.set_num_threads(group[0].threads)
@@ -263,7 +286,6 @@ class Bench:
             result, call = verify(cell, q, k, v, exact)
             self.done.results.append(result)
             if call:
-                call()
                 once = time.perf_counter()
                 call()
                 right.append((result, time.perf_counter() - once))
@@ -273,17 +295,23 @@ class Bench:
     def _go_on(self, groups: list[list[tuple[Result, float]]], seconds: float) -> Spent:
         """Further passes through the cells of _verify() that are not firm, for so long; few threads first."""
         end, self.again = time.perf_counter() + seconds, True
-        rounds, least = spread(self.done.rounds)[0], self.done.min_time / self.done.rounds
-        groups = sorted(groups, key=lambda group: group[0][0].cell.threads)
-        for _ in range(FURTHER):
-            loose = [[each for each in group if (each[0].margin or 0) > FIRM] for group in groups]
-            if not any(loose):
-                return
-            machine.return_freed_memory()
-            for group in filter(None, loose):
-                will_take = (rounds + 1) * sum(max(once, least) for _, once in group)
-                if time.perf_counter() + will_take < end:
-                    yield from self._time(group, rounds)
+        rounds, least = spread(self.done.rounds, PASSES)[0], self.done.min_time / self.done.rounds
+
+        def loose(result: Result) -> bool:
+            fast = sum(pace >= machine.SLOWED for pace in result.paces)
+            return (result.margin or 0) > FIRM or fast < min(LEAST, self.done.rounds)
+
+        for threads in sorted({group[0][0].cell.threads for group in groups}):
+            alike = [group for group in groups if group[0][0].cell.threads == threads]
+            for _ in range(FURTHER):
+                again = [[each for each in group if loose(each[0])] for group in alike]
+                if not any(again):
+                    break
+                machine.return_freed_memory()
+                for group in filter(None, again):
+                    will_take = (rounds + 1) * sum(max(once, least) for _, once in group)
+                    if time.perf_counter() + will_take < end:
+                        yield from self._time(group, rounds)
 
     def _time(self, group: list[tuple[Result, float]], rounds: int) -> Spent:
         """Time what _verify() gave for so many rounds, on inputs made anew."""
@@ -291,35 +319,33 @@ class Bench:
         torch.set_num_threads(cell.threads)
         q, k, v = inputs(cell)
         before = [len(result.seconds) for result, _ in group]
-        running: list[tuple[Result, Call, bool, int]] = []
+        running: list[tuple[Result, Call, bool, list[int]]] = []
         faulting = set()  # cells that get new pages in every call
         for result, once in group:
-            start = time.perf_counter()
             call = contenders()[result.cell.contender](result.cell, q, k, v)
-            call()
             repeats = max(1, math.ceil(self.done.min_time / self.done.rounds / once))
-            running.append((result, call, once < SHORT, repeats))
-            yield result.cell, time.perf_counter() - start
+            bursts = spread(repeats, max(1, round(repeats * once / BURST)))
+            running.append((result, call, once < SHORT, bursts))
         try:
             for _ in range(rounds):
-                for result, call, short, repeats in running:
+                for result, call, short, bursts in running:
                     if short:
                         call()
-                    spent, middle, pages = clock(call, repeats)
+                    timed = clock(call, bursts, self._pace)
                     lost, tries = 0.0, 1
-                    while pages * FAULT > PAGES * spent and result.cell not in faulting:
+                    while timed.pages * FAULT > PAGES * timed.spent and result.cell not in faulting:
                         # The allocator chose memory that this pass had not used before: now its pages stay.
-                        lost, tries = lost + spent, tries + 1
-                        spent, middle, pages = clock(call, repeats)
+                        lost, tries = lost + timed.spent, tries + 1
+                        timed = clock(call, bursts, self._pace)
                         if tries == TRIES:
                             faulting.add(result.cell)
-                    result.seconds.append(middle)
-                    yield result.cell, lost + spent
-                self._load.sample(4 * self.done.cache)
+                    result.seconds.append(timed.seconds)
+                    result.paces.append(timed.pace)
+                    yield result.cell, lost + timed.spent
         finally:  # stopped in the middle of a round: all keep as many of these rounds
             fewest = min(len(result.seconds) - had for (result, *_), had in zip(running, before))
             for (result, *_), had in zip(running, before):
-                del result.seconds[had + fewest :]
+                del result.seconds[had + fewest :], result.paces[had + fewest :]
 
     def _expected(self, cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The exact output (B, H, Nq, d) in float64; the last one is kept, as other threads take the same."""
@@ -330,22 +356,6 @@ class Bench:
             )
             self._exact = case, exact
         return self._exact[1]
-
-
-def clock(call: Call, repeats: int) -> tuple[float, float, int]:
-    """Seconds of so many calls and of the middle one; the pages of memory that were handed out for them."""
-    pages, times = machine.page_faults(), [time.perf_counter()]
-    for _ in range(repeats):
-        call()
-        times.append(time.perf_counter())
-    each = [end - start for start, end in itertools.pairwise(times)]
-    return times[-1] - times[0], statistics.median(each), machine.page_faults() - pages
-
-
-def spread(rounds: int) -> list[int]:
-    """How many of them each pass has, as evenly as they divide, the first ones more; never none."""
-    passes = min(PASSES, rounds)
-    return [rounds // passes + (i < rounds % passes) for i in range(passes)]
 
 
 def inputs(cell: Cell) -> list[Tensor]:
@@ -429,20 +439,22 @@ def row(run: Run, result: Result) -> dict:
     """A result as a flat row of figures; None where there is none.
 
     ms, iqr_ms: median and interquartile range. low_ms, high_ms: the median's interval(); margin: half its
-    width, as a share of the median. gbps: bytes that come into the last of a core's own caches, by the part's
-    own count. over_part0, over_sdpa: how many times as fast as they are in the same group.
+    width, as a share of the median. left_out: rounds that do not count, as others slowed them. gbps: bytes
+    that come into the last of a core's own caches, by the part's own count. over_part0, over_sdpa: how many
+    times as fast as they are in the same group.
     """
     cell, median = result.cell, result.median
     named = asdict(cell) | {"status": result.status, "note": result.note, "error": result.error}
     figures: dict[str, float | None] = dict.fromkeys((
-        "ms", "iqr_ms", "low_ms", "high_ms", "margin", "gflops", "gbps", "peak_share", "bandwidth_share",
-        "over_part0", "over_sdpa",
+        "ms", "iqr_ms", "low_ms", "high_ms", "margin", "left_out", "gflops", "gbps", "peak_share",
+        "bandwidth_share", "over_part0", "over_sdpa",
     ))  # fmt: skip
     if median is not None:
-        first, third = quartiles(result.seconds)
-        low, high = interval(result.seconds)
+        first, third = quartiles(result.counted)
+        low, high = interval(result.counted)
         figures |= {"ms": 1e3 * median, "iqr_ms": 1e3 * (third - first)}
         figures |= {"low_ms": 1e3 * low, "high_ms": 1e3 * high, "margin": result.margin}
+        figures["left_out"] = len(result.seconds) - len(result.counted)
         figures["gflops"] = cell.flops / median / 1e9
         figures["peak_share"] = cell.flops / median / run.peaks[cell.threads]
         traffic = cell.traffic(run.cache)
@@ -453,31 +465,6 @@ def row(run: Run, result: Result) -> dict:
             other = _median_of(run, name, cell.group)
             figures[f"over_{name}"] = None if other is None else other / median
     return named | figures | {"scratch": result.scratch}
-
-
-def quartiles(seconds: Sequence[float]) -> tuple[float, float]:
-    """The first and the third one, of one number or more."""
-    if len(seconds) == 1:
-        return seconds[0], seconds[0]
-    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return low, high
-
-
-def interval(seconds: Sequence[float]) -> tuple[float, float]:
-    """Bounds of the median of what the numbers are drawn from, of which one can be SURE, in their unit.
-
-    They are the k-th number from below and from above. A number is as likely below that median as above it,
-    so it is out of bounds with the chance 2 P(Binomial(n, 1/2) < k), whatever the distribution; k is the
-    largest that is sure enough. Of fewer than six numbers they are the least and the greatest, and less sure.
-    """
-    n = len(seconds)
-    chances = (
-        math.exp(math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) - n * math.log(2))
-        for i in range(n // 2)
-    )
-    k = sum(2 * below <= 1 - SURE for below in itertools.accumulate(chances)) or 1
-    ordered = sorted(seconds)
-    return ordered[k - 1], ordered[-k]
 
 
 def _median_of(run: Run, contender: str, group: tuple) -> float | None:

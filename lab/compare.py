@@ -73,15 +73,16 @@ def check(before: Run, cells: list[Cell], rounds: int) -> None:
 def compare(before: Run, now: Run, threshold: float = THRESHOLD) -> Comparison:
     """Cells whose medians differ by more than `threshold`, as a share, and by more than chance.
 
-    By chance is judged by the Mann-Whitney U test on the rounds, corrected for the number of cells (Benjamini
-    & Hochberg 1995) at LEVEL. The rounds come from all over a run, yet all of them share its machine's state,
-    which no test of them can see: that is what the threshold is for. check() says what two runs must have.
+    By chance is judged by the Mann-Whitney U test on the rounds that count, corrected for the number of cells
+    (Benjamini & Hochberg 1995) at LEVEL. The rounds come from all over a run, yet all of them share its
+    machine's state, which no test of them can see: that is what the threshold is for. check() says what two
+    runs must have; where others slowed many rounds, fewer differences can be told from chance.
     """
     from scipy import stats
 
     old = {result.cell: result for result in before.results}
     new = {result.cell for result in now.results}
-    both = [(r.cell, old[r.cell].seconds, r.seconds) for r in now.results if r.cell in old]
+    both = [(r.cell, old[r.cell].counted, r.counted) for r in now.results if r.cell in old]
     both = [(cell, a, b) for cell, a, b in both if a and b]
     methods = ["exact" if max(len(a), len(b)) <= EXACT else "asymptotic" for _, a, b in both]
     p = [float(stats.mannwhitneyu(a, b, method=how).pvalue) for how, (_, a, b) in zip(methods, both)]

@@ -10,9 +10,10 @@ from itertools import pairwise
 
 from attention_ext import PARTS, build
 from lab import counters, machine
-from lab.bench import Bench, Cell, quartiles
+from lab.bench import Bench, Cell
 from lab.costs import AVX2, Block, Costs
 from lab.machine import Cache, size_text
+from lab.timing import quartiles
 
 REASONS = {
     "part0": "PyTorch multiplies, normalises and multiplies again; each step writes N x N numbers for every "
@@ -97,7 +98,7 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
     peak = run.peaks[cell.threads] * threads / cell.threads
     scalar = cell.contender == "part1" or cell.simd == "off"
     echo("\n" + bound_text(counted, bounds, peak, block("auto").lanes if scalar else 1))
-    q1, q3 = quartiles(result.seconds)
+    q1, q3 = quartiles(result.counted)
     rate = counted.flops / result.median
     echo(
         f"measured    {1e3 * result.median:.3g} ms (IQR {1e3 * (q3 - q1):.2g}), {rate / 1e9:.3g} GFLOP/s = "

@@ -20,7 +20,7 @@ import torch
 from attention_ext import AUTO, __version__, build, tiles
 
 BUSY = 0.05  # share of the measured threads' time that others may take before it is said
-SAMPLE = 5e-4  # seconds
+SAMPLE = 2e-4  # seconds
 SLOWED, OFTEN = 0.95, 0.1  # a sample below that share of the fastest is slowed; how many may be
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
@@ -35,6 +35,7 @@ class Load:
     def __init__(self) -> None:
         self.start = self._now()
         self._samples: list[float] = []  # bytes per second
+        self._fastest = 0.0
 
     @staticmethod
     def _now() -> tuple[float, float, float] | None:
@@ -57,14 +58,21 @@ class Load:
         busy, own, wall = (b - a for a, b in zip(self.start, now))
         return max(0.0, busy - own) / wall
 
-    def sample(self, size: int) -> None:
-        """Note how fast this thread reads `size` bytes now, more than the caches of its core hold."""
-        self._samples.append(build.load().read_bandwidth(size, SAMPLE))
+    def sample(self, size: int, patience: float = 0.0) -> float:
+        """How fast this thread reads `size` bytes now, more than its core's caches hold; 1: as fast as ever.
+
+        patience: seconds to wait at most until it is not slowed. Only the first sample is kept.
+        """
+        operators, end = build.load(), time.perf_counter() + patience
+        self._samples.append(operators.read_bandwidth(size, SAMPLE))
+        rate, self._fastest = self._samples[-1], max(self._samples[-1], self._fastest)
+        while rate < SLOWED * self._fastest and time.perf_counter() < end:
+            rate = operators.read_bandwidth(size, SAMPLE)
+        return min(1.0, rate / self._fastest)
 
     def slowed(self) -> float:
         """The share of samples that were slowed."""
-        fastest = max(self._samples, default=0)
-        return sum(sample < SLOWED * fastest for sample in self._samples) / max(1, len(self._samples))
+        return sum(rate < SLOWED * self._fastest for rate in self._samples) / max(1, len(self._samples))
 
 
 def fma_peak(simd: str = "auto", threads: int = 1) -> float:

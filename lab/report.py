@@ -14,7 +14,7 @@ from attention_ext import SIMD
 from lab.bench import FIRM, Cell, Result, Run, contenders, row
 from lab.machine import size_text
 
-FORMAT = 1  # of the file
+FORMAT = 2  # of the file
 FORMATS = ("md", "csv", "json", "jsonl")
 NAMED = 3  # cells at most that are named then
 # Repeated in each row of CSV and JSON lines.
@@ -26,9 +26,9 @@ CASE = {
     "causal": "mask", "br": "Br", "bc": "Bc", "threads": "threads",
 }  # fmt: skip
 FIGURES = {
-    "ms": "ms", "iqr_ms": "IQR, ms", "margin": "± %", "gflops": "GFLOP/s", "peak_share": "of peak",
-    "gbps": "GB/s", "bandwidth_share": "of bandwidth", "scratch": "scratch", "over_part0": "over part0",
-    "over_sdpa": "over SDPA", "error": "error",
+    "ms": "ms", "iqr_ms": "IQR, ms", "margin": "± %", "left_out": "left out", "gflops": "GFLOP/s",
+    "peak_share": "of peak", "gbps": "GB/s", "bandwidth_share": "of bandwidth", "scratch": "scratch",
+    "over_part0": "over part0", "over_sdpa": "over SDPA", "error": "error",
 }  # fmt: skip
 
 
@@ -80,6 +80,8 @@ def table(rows: list[dict]) -> str:
         if (values := {r[name] for r in rows if r[name] is not None})
     ]
     shown = [name for name in FIGURES if name == "ms" or any(r[name] is not None for r in rows)]
+    if not any(r["left_out"] for r in rows):
+        shown = [name for name in shown if name != "left_out"]
     titles = ["contender", *(CASE[name] for name in varying), *(FIGURES[name] for name in shown)]
     lines = [", ".join(same), "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for r in rows:
@@ -133,7 +135,7 @@ def _figure(name: str, value: float | None) -> str:
         return f"{100 * value:.0f} %"
     if name == "margin":
         return f"{100 * value:.1f}"
-    if name == "scratch":
+    if name in ("scratch", "left_out"):
         return f"{value:,}"
     if name == "error":
         return f"{value:.0e}"
@@ -198,6 +200,8 @@ def _result(entry: dict) -> Result:
     _check("error", result.error, result.error is None or _is_number(result.error))
     _check("scratch", result.scratch, result.scratch is None or type(result.scratch) is int)
     _check("seconds", result.seconds, all(_is_number(s) and s > 0 for s in result.seconds))
+    _check("paces", result.paces, all(_is_number(pace) and 0 < pace <= 1 for pace in result.paces))
+    _check("paces", result.paces, len(result.paces) == len(result.seconds))
     result.error_at = None if result.error_at is None else tuple(result.error_at)
     return result
 

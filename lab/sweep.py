@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from attention_ext import tiles
 from lab import compare, report, tune
-from lab.bench import Bench, Cell, Run, check_memory, spread
+from lab.bench import Bench, Cell, Run, check_memory
 
 Echo = Callable[..., None]  # click.echo's signature
 FRAME = 0.2  # seconds between two pictures of the progress bar, at least
@@ -31,7 +31,7 @@ def measure(cells: Sequence[Cell], rounds: int, min_time: float) -> tuple[Run, b
     bench = Bench(cells, rounds, min_time)
     # What a cell will take is not known before; its operations are, and the least time that was asked for.
     weight = {cell: max(min_time, rounds * cell.flops / 5e10) / rounds for cell in cells}
-    steps = 1 + len(spread(rounds)) + rounds  # verified, called in each pass before it is timed, timed
+    steps = 1 + rounds  # verified, timed
     try:
         with progress(sum(weight.values()) * steps, "measuring") as advance:
             with contextlib.closing(bench.run()) as measured:

@@ -21,7 +21,7 @@ import torch
 from conftest import ROOT
 
 from attention_ext import PARTS
-from lab import bench, compare, machine, plots, report, sweep
+from lab import bench, compare, machine, plots, report, sweep, timing
 
 SMALL = ["-N", "64", "-d", "16", "-r", "2", "--min-time", "0"]
 
@@ -57,6 +57,7 @@ def made(change=1.0, rounds=10, **fields):
         factor = change if cell.contender == "part4" else 1
         seconds = [1e-3 * cell.N / 64 * factor * (1 + 0.001 * i) for i in range(rounds)]
         result = bench.Result(cell, error=1e-7, error_at=(0, 0, 0, 0), scratch=1000, seconds=seconds)
+        result.paces = [1.0] * rounds
         done.results.append(result)
     return done
 
@@ -182,20 +183,106 @@ def test_slowed_reading_is_named(rates, slowed, monkeypatch):
     monkeypatch.setattr(machine.build, "load", lambda: fake)
     load = machine.Load()
     monkeypatch.setattr(load, "others", lambda: 0.0)
-    for _ in rates:
-        load.sample(1 << 20)
+    fastest = 0.0
+    for rate in rates:
+        fastest = max(fastest, rate)
+        assert load.sample(1 << 20) == rate / fastest
     assert load.slowed() == slowed / 100
     said = machine.busy(load, [1e11, 1e11], 1)
     assert (f"in {slowed} % of samples; these figures are not firm" in said) if slowed else said is None
 
 
+def test_a_sample_waits_until_reading_is_fast(monkeypatch):
+    """For so long at most; only what it found first tells how often reading was slow."""
+    rates = iter([100.0, 90.0, 94.0, 95.0, 80.0])
+    fake = types.SimpleNamespace(read_bandwidth=lambda size, seconds: next(rates, 50.0))
+    monkeypatch.setattr(machine.build, "load", lambda: fake)
+    load = machine.Load()
+    assert load.sample(1 << 20, patience=9) == 1
+    assert load.sample(1 << 20, patience=9) == 0.95 and load.slowed() == 1 / 2
+    assert load.sample(1 << 20) == 0.8
+    assert load.sample(1 << 20, patience=0.01) == 0.5 and load.slowed() == 3 / 4
+
+
 def test_a_sweep_samples_its_machine(run, monkeypatch):
     sizes: list[int] = []
+
+    def sample(size, patience=0.0):
+        sizes.append(size)
+        return 0.9
+
     monkeypatch.setattr(bench, "FURTHER", 0)  # passes through what is not firm
-    monkeypatch.setattr(bench.machine.Load, "sample", sizes.append)
+    monkeypatch.setattr(bench.machine.Load, "sample", staticmethod(sample))
     monkeypatch.setattr(bench.machine.Load, "slowed", staticmethod(lambda: 0.5))
     assert "the shared cache was slow in 50 % of samples" in run("sdpa", *SMALL, "-r", "4").stdout
-    assert sizes == [4 * machine.caches()[:2][-1].size] * 4
+    assert sizes == [4 * machine.caches()[:2][-1].size] * (bench.PRIMED + 2 * 4)
+
+
+def test_what_was_not_slowed_counts():
+    """By its pace alone, at the limit too; `least` at least, the fastest by their paces."""
+    assert timing.calm("abcd", [1.0, 0.949, 0.95, 0.2], 1) == ["a", "c"]
+    assert timing.calm("abcd", [0.5, 0.949, 0.3, 0.2], 1) == ["b"]
+    assert timing.calm("abcd", [0.5, 0.96, 0.3, 0.2], 3) == ["a", "b", "c"]
+    assert timing.calm("abcd", [0.5, 0.96, 0.3, 0.2], 6) == ["a", "b", "c", "d"]
+    assert timing.calm([], [], 6) == []
+
+
+def test_a_round_is_what_its_fast_bursts_took(monkeypatch):
+    """Three bursts of two calls; the second is beside a slow moment, so that the pace is awaited after it."""
+    paces = iter([1.0, 1.0, 0.5, 0.97, 0.96])
+    waits, now = [], [0.0]
+    takes = iter([1.0, 2.0, 100.0, 100.0, 3.0, 4.0])
+
+    def pace(wait):
+        waits.append(wait)
+        now[0] += 1000  # is no call's time
+        return next(paces)
+
+    def call():
+        now[0] += next(takes)
+
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
+    timed = timing.clock(call, [2, 2, 2], pace)
+    assert timed == (2.5, 1.0, 210.0, timed.pages)
+    assert waits == [True, False, False, True, False]
+    paces, takes = iter([0.4, 0.6, 0.6, 0.5]), iter([1.0, 2.0])
+    assert timing.clock(call, [1, 1], lambda wait: next(paces))[:3] == (2.0, 0.5, 3.0)
+
+
+def test_waiting_takes_a_tenth_of_the_time(steady, monkeypatch):
+    patiences, now = [], [0.0]
+    measured = bench.Bench(bench.plan(["sdpa"]))
+
+    def sample(size, patience=0.0):
+        patiences.append(patience)
+        now[0] += patience
+        return 0.5
+
+    monkeypatch.setattr(measured._load, "sample", sample)
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
+    measured._start = now[0] - 1.0
+    assert [measured._pace(wait=True) for _ in range(100)] == [0.5] * 100
+    assert 0.1 <= sum(patiences) < 0.15 and max(patiences) == bench.PATIENCE
+    patiences.clear()
+    measured._start -= 9
+    measured._pace()
+    assert patiences == [0.0]
+
+
+def test_slowed_rounds_are_left_out(tmp_path, cli):
+    """Of ten rounds: three that were slowed; then five, of which one counts lest there be fewer than six."""
+    done = made(lengths=(64,), threads=(1,))
+    for result, slowed in zip(done.results, (0, 3, 5)):
+        result.seconds[:slowed] = [1e-3 * (2 + i) for i in range(slowed)]
+        result.paces[:slowed] = [0.9 + 0.01 * i for i in range(slowed)]
+    report.save(done, tmp_path / "run.json")
+    assert report.load(tmp_path / "run.json") == done
+    table = rows(cli("bench", "--load", "run.json"))
+    assert [row["left out"] for row in table] == ["0", "3", "4"]
+    assert [result.median for result in done.results] == pytest.approx([1.0045e-3, 1.006e-3, 1.0075e-3])
+    assert max(done.results[2].counted) == 6e-3 and len(done.results[2].seconds) == 10
+    report.save(made(), tmp_path / "run.json")
+    assert "left out" not in rows(cli("bench", "--load", "run.json"))[0]
 
 
 def test_the_load_of_others_is_what_this_process_did_not_use(monkeypatch):
@@ -284,7 +371,7 @@ def test_a_saved_run_is_read_as_it_was(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
 
 
-OTHER = ["", "[]", "{}", '{"format": 99}', '{"format": 1, "results": [1]}', "cell", "time"]
+OTHER = ["", "[]", "{}", '{"format": 99}', '{"format": 2, "results": [1]}', "cell", "time", "pace", "paces"]
 
 
 @pytest.mark.parametrize("content", OTHER)
@@ -295,6 +382,10 @@ def test_another_file_is_refused(tmp_path, content, cli):
         content = file.read_text().replace('"heads"', '"hands"')
     elif content == "time":
         content = file.read_text().replace('"seconds": [', '"seconds": [-1,')
+    elif content == "pace":
+        content = file.read_text().replace("1.0\n", "1.5\n")
+    elif content == "paces":
+        content = file.read_text().replace('"paces": [', '"paces": [1.0,')
     file.write_text(content)
     done = cli("bench", "--load", file)
     assert done.returncode == 2 and "run.json is not a run that bench saved" in done.stderr
@@ -351,7 +442,8 @@ def test_what_is_wrong_now_is_worse(tmp_path, cli):
     pytest.importorskip("scipy")
     report.save(made(), tmp_path / "old.json")
     now = made()
-    now.results[1].status, now.results[1].note, now.results[1].seconds = "wrong", "at (0, 0, 0, 0): ...", []
+    now.results[1].status, now.results[1].note = "wrong", "at (0, 0, 0, 0): ..."
+    now.results[1].seconds, now.results[1].paces = [], []
     report.save(now, tmp_path / "new.json")
     done = cli("bench", "--load", "new.json", "--compare", "old.json", "--fail-on-regression")
     assert done.returncode == 1
@@ -423,7 +515,7 @@ def test_pictures_show_the_runs_figures():
     "rounds, passes", [(2, [1, 1]), (5, [1] * 5), (7, [2, 2, 1, 1, 1]), (10, [2] * 5), (13, [3, 3, 3, 2, 2])]
 )
 def test_rounds_are_divided_among_the_passes(rounds, passes):
-    assert bench.spread(rounds) == passes
+    assert timing.spread(rounds, bench.PASSES) == passes
 
 
 def test_every_group_is_timed_in_every_pass(steady, monkeypatch):
@@ -447,7 +539,7 @@ def test_every_group_is_timed_in_every_pass(steady, monkeypatch):
     assert [result.cell for result in measured.done.results] == cells
     assert [len(result.seconds) for result in measured.done.results] == [7, 0, 7] * 2
     for number, (calls, rounds) in enumerate(zip(passes, [2, 2, 1, 1, 1], strict=True)):
-        each = 1 + 2 * rounds + 3 * (number == 0)  # untimed; a round and what clears the caches; verified
+        each = 2 * rounds + 2 * (number == 0)  # a round and what clears the caches; verified
         assert [N for N, _ in itertools.groupby(N for _, N in calls)] == [32, 64]
         assert [calls.count((part, N)) for part in ("part0", "part4") for N in (32, 64)] == [each] * 4
         assert [part for part, _ in calls].count("part3") == 2 * (number == 0)
@@ -479,14 +571,27 @@ def test_what_is_not_firm_is_timed_in_further_passes(steady, monkeypatch):
     assert rounds(share=100) == ([10, 12, 10, 10, 10, 10, 10, 12], order)
 
 
+@pytest.mark.parametrize("asked, taken", [(10, 16), (4, 10)])
+def test_what_was_slowed_is_timed_in_further_passes(steady, monkeypatch, asked, taken):
+    """Until six rounds, or as many as were asked for, were between fast samples: here each third one."""
+    paces = itertools.cycle([1.0, 0.5, 0.5])
+    monkeypatch.setattr(bench, "clock", lambda call, bursts, pace: timing.Round(1e-3, next(paces), 1e-3, 0))
+    monkeypatch.setattr(bench, "SHARE", 1e6)
+    measured = bench.Bench(bench.plan(["sdpa"], lengths=(32,), widths=(8,)), rounds=asked, min_time=0)
+    assert all(measured.run())
+    (result,) = measured.done.results
+    assert len(result.seconds) == len(result.paces) == taken
+    assert asked == 4 or len(result.counted) == 6
+
+
 def test_a_round_with_new_pages_is_measured_again(steady, monkeypatch):
     """Up to four times; what gets new pages in every call, once in each pass."""
     right, pages, calls = bench.attention, [0], {"part0": 0, "part3": 0, "part4": 0}
 
     def faulting(part, q, k, v, **options):
         calls[part] += 1
-        # Part 3: 3 calls verify it, 1 begins the pass, 1 is untimed.
-        if part == "part0" or (part, calls[part]) == ("part3", 6):
+        # Part 3: 2 calls verify it, 1 is untimed.
+        if part == "part0" or (part, calls[part]) == ("part3", 4):
             pages[0] += 10**6
             time.sleep(0.1 * (part == "part3"))
         return right(part, q, k, v, **options)
@@ -497,7 +602,7 @@ def test_a_round_with_new_pages_is_measured_again(steady, monkeypatch):
     measured = bench.Bench(bench.plan([*calls], lengths=(32,), widths=(8,)), rounds=10, min_time=0)
     assert all(measured.run())
     assert [len(result.seconds) for result in measured.done.results] == [10] * 3
-    usual = 3 + 5 * (1 + 2 * 2)
+    usual = 2 + 5 * 2 * 2
     assert calls == {"part0": usual + 5 * 3, "part3": usual + 1, "part4": usual}
     assert max(measured.done.results[1].seconds) < 0.1
 
@@ -562,7 +667,7 @@ def test_freed_memory_is_returned():
 def test_the_interval_of_a_median(rounds, k):
     """Of 10 the 2nd and the 9th, which cover it with 97.9 %; the next ones would with less than 95 %."""
     seconds = torch.randperm(rounds, generator=torch.Generator().manual_seed(0)).tolist()
-    assert bench.interval(seconds) == (k - 1, rounds - k)
+    assert timing.interval(seconds) == (k - 1, rounds - k)
 
     def coverage(k):
         return 1 - 2 * sum(math.comb(rounds, i) for i in range(k)) / 2**rounds
@@ -573,7 +678,7 @@ def test_the_interval_of_a_median(rounds, k):
 
 def test_an_interval_covers_the_median_as_often_as_it_says():
     drawn = torch.randn(2000, 10, generator=torch.Generator().manual_seed(0)).exp().tolist()
-    hits = sum(low <= 1 <= high for low, high in map(bench.interval, drawn))
+    hits = sum(low <= 1 <= high for low, high in map(timing.interval, drawn))
     assert hits / 2000 == pytest.approx(0.979, abs=0.01)
 
 
@@ -607,14 +712,14 @@ def test_medians_that_are_not_firm_are_named(tmp_path, cli, loose, named):
 @pytest.mark.parametrize(
     "calls, rounds",
     [
-        (8 + 4 + 3, [1, 1]),  # in the second round
-        (16 + 3, [2, 2]),  # while the second group is verified
-        (32 + 2 + 4 + 3, [3, 3, 2, 2]),  # in a round of the second pass
-        (32 + 10 + 1, [4, 4, 2, 2]),  # before the second group's
+        (4 + 4 + 3, [1, 1]),  # in the second round
+        (12 + 3, [2, 2]),  # while the second group is verified
+        (24 + 4 + 3, [3, 3, 2, 2]),  # in a round of the second pass
+        (24 + 8 + 1, [4, 4, 2, 2]),  # before the second group's
     ],
 )
 def test_ctrl_c_keeps_what_was_measured(run, monkeypatch, tmp_path, calls, rounds):
-    """Three calls of a cell verify it, one begins a pass, two are a round, of which each pass has two."""
+    """Two calls of a cell verify it, two are a round, of which each pass has two."""
     right, counted = bench.attention, itertools.count(1)
 
     def interrupted(*arguments, **options):
