@@ -49,6 +49,7 @@ KINDS = (
 TOKENS = 200
 REPETITIONS = 9  # with and without recording each; odd, so that one is the median
 SEED = 1337
+PROCESS = 1  # the number that a trace gives it
 
 
 class Span(NamedTuple):
@@ -346,7 +347,9 @@ def trace(profile: Profile) -> dict:
     """A trace for ui.perfetto.dev and chrome://tracing, in microseconds from the beginning of the prefill.
 
     Prefill and decoding are of two repetitions, so the tokens are moved to where the prefill ends. A token is
-    named by its number, from 0; its position is that of the token which it reads.
+    named by its number, from 0; its position is that of the token which it reads. The calling thread has the
+    number of the process, PROCESS, which makes it the main thread; the helpers have those that follow. There
+    is no thread 0: Perfetto puts its spans among those of the main thread.
     """
     s = profile.settings
     name = f"{s['model']} {s['part']}, {s['engine']} engine"
@@ -367,15 +370,16 @@ def trace(profile: Profile) -> dict:
 
 
 def _metadata(name: str, thread: int, value: str) -> dict:
-    return {"name": name, "ph": "M", "ts": 0, "pid": 1, "tid": thread, "args": {"name": value}}
+    args = {"name": value}
+    return {"name": name, "ph": "M", "ts": 0, "pid": PROCESS, "tid": PROCESS + thread, "args": args}
 
 
 def _events(phase: Phase, zero: int, names: Sequence[str], arguments: Sequence[dict]) -> list[dict]:
     """The calls of a phase, each with a name and arguments, and its spans; times from `zero`."""
 
     def event(name: str, thread: int, begin: int, end: int, args: dict) -> dict:
-        return {"name": name, "ph": "X", "ts": (begin - zero) / 1e3, "dur": (end - begin) / 1e3, "pid": 1,
-                "tid": thread, "args": args}  # fmt: skip
+        return {"name": name, "ph": "X", "ts": (begin - zero) / 1e3, "dur": (end - begin) / 1e3,
+                "pid": PROCESS, "tid": PROCESS + thread, "args": args}  # fmt: skip
 
     begins = [begin for begin, _ in phase.calls]
     calls = [event(name, 0, *call, args) for name, call, args in zip(names, phase.calls, arguments)]

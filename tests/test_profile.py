@@ -155,18 +155,22 @@ def test_the_table():
 
 
 def test_the_trace_of_known_times():
+    """Perfetto would show a thread 0 as the thread whose number is the process's."""
     events = profile.trace(made())["traceEvents"]
+    assert {e["pid"] for e in events} == {1}
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {1: "calling thread", 2: "helper 1"}
     spans = [(e["name"], e["tid"], e["ts"], e["dur"], e["args"]) for e in events if e["ph"] == "X"]
     prompt, first, second = {"tokens": 7}, {"position": 7}, {"position": 8}
     assert spans == [
-        ("prefill", 0, 0, 4000, prompt),
-        ("QKV", 0, 500, 2000, prompt),
-        ("QKV", 1, 1000, 1000, prompt),
-        ("waiting", 0, 2500, 1000, prompt),
-        ("token 0", 0, 4000, 10, first),
-        ("head", 0, 4000, 8, first),
-        ("token 1", 0, 4020, 30, second),
-        ("sampling", 0, 4030, 20, second),
+        ("prefill", 1, 0, 4000, prompt),
+        ("QKV", 1, 500, 2000, prompt),
+        ("QKV", 2, 1000, 1000, prompt),
+        ("waiting", 1, 2500, 1000, prompt),
+        ("token 0", 1, 4000, 10, first),
+        ("head", 1, 4000, 8, first),
+        ("token 1", 1, 4020, 30, second),
+        ("sampling", 1, 4030, 20, second),
     ]
 
 
