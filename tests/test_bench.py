@@ -705,7 +705,7 @@ def test_medians_that_are_not_firm_are_named(tmp_path, cli, loose, named):
         result.seconds[:3] = [1e-3 * (0.89 - 0.05 * i)] * 3
     report.save(done, tmp_path / "run.json")
     assert cli("bench", "--load", "run.json").stderr == (
-        f"Not firm: in {loose} of 8 cells the median's interval is wider than 5 % either way ({named}).\n"
+        f"Not firm: in {loose} of 8 cells the median's interval is wider than 2.5 % either way ({named}).\n"
     )
 
 
