@@ -343,7 +343,7 @@ class Bench:
                     result.paces.append(timed.pace)
                     yield result.cell, lost + timed.spent
         finally:  # stopped in the middle of a round: all keep as many of these rounds
-            fewest = min(len(result.seconds) - had for (result, *_), had in zip(running, before))
+            fewest = min(len(result.paces) - had for (result, *_), had in zip(running, before))
             for (result, *_), had in zip(running, before):
                 del result.seconds[had + fewest :], result.paces[had + fewest :]
 
