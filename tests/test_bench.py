@@ -20,7 +20,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from attention_ext import PARTS
+from attention_ext import PARTS, build
 from lab import bench, compare, machine, plots, report, sweep, timing
 
 SMALL = ["-N", "64", "-d", "16", "-r", "2", "--min-time", "0"]
@@ -297,6 +297,7 @@ def test_the_load_of_others_is_what_this_process_did_not_use(monkeypatch):
 def test_the_limits_are_plausible(extension):
     assert 1e9 < machine.fma_peak() < 1e12
     assert 1e8 < machine.read_bandwidth(1 << 20) < 1e13
+    assert 1e8 < build.load().read_bandwidth(1 << 20, 0.0) < 1e13  # it reads once however short the time
     assert 1e-10 < machine.fma_latency() < 1e-7
     assert machine.fma_peak() * machine.fma_latency() > 4  # two operations of more than two at a time
     sizes = [cache.size for cache in machine.caches()]

@@ -69,13 +69,13 @@ double read_bandwidth(int64_t bytes, double seconds) {
     Vec total[CHAINS] = {};
     const auto begin = Clock::now();
     double best = 0;
-    while (std::chrono::duration<double>(Clock::now() - begin).count() < seconds) {
+    do {  // once at least, should the thread lose its core here for longer
         const auto start = Clock::now();
         for (int64_t b = 0; b < blocks; b++)
             for (int i = 0; i < CHAINS; i++) total[i] += buffer[b * CHAINS + i];
         const double elapsed = std::chrono::duration<double>(Clock::now() - start).count();
         best = std::max(best, blocks * CHAINS * sizeof(Vec) / elapsed);
-    }
+    } while (std::chrono::duration<double>(Clock::now() - begin).count() < seconds);
     for (int i = 1; i < CHAINS; i++) total[0] += total[i];
     volatile float kept = total[0][0];
     (void)kept;
