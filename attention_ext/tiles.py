@@ -10,10 +10,11 @@ import functools
 import json
 import math
 import os
-import platform
 import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+
+from attention_ext import processor
 
 # The best or within 2 % of it in a sweep at N = 1024, d = 32, 64, 128 (gpt.py bench part4 -br ... -bc ...).
 DEFAULT = (192, 256)
@@ -59,6 +60,17 @@ def _fitting(simd: str, threads: int, d: int, causal: bool) -> tuple[Tuned, ...]
     return tuple(t for t in entries if (t.simd, t.threads, t.d, t.causal) == (simd, threads, d, causal))
 
 
+def check_sides(br: int | None, bc: int | None) -> None:
+    """Raise TypeError or ValueError for a tile side that is neither None nor a whole number from 1 on."""
+    for name, size in (("br", br), ("bc", bc)):
+        if size is None:
+            continue
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{name} is a {type(size).__name__}; it must be a whole number")
+        if not 1 <= size < 2**63:
+            raise ValueError(f"{name} is {size}; it must be at least 1 and fit 63 bits")
+
+
 def path() -> Path:
     """The file: $ATTENTION_TILES, else shakespeare_attention/tiles.json in the user's cache."""
     if chosen := os.environ.get("ATTENTION_TILES"):
@@ -69,7 +81,7 @@ def path() -> Path:
 
 def read() -> list[Tuned]:
     """What was found for this processor. Raises ValueError if the file is not what write() makes."""
-    return [tuned for tuned in _read_all().get(processor(), [])]
+    return [tuned for tuned in _read_all().get(processor.name(), [])]
 
 
 def write(found: list[Tuned]) -> None:
@@ -78,8 +90,8 @@ def write(found: list[Tuned]) -> None:
         everything = _read_all()
     except ValueError:  # broken: start again
         everything = {}
-    kept = {_case(tuned): tuned for tuned in [*everything.get(processor(), []), *found]}
-    everything[processor()] = list(kept.values())
+    kept = {_case(tuned): tuned for tuned in [*everything.get(processor.name(), []), *found]}
+    everything[processor.name()] = list(kept.values())
     file = path()
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     text = json.dumps({cpu: [asdict(t) for t in entries] for cpu, entries in everything.items()}, indent=1)
@@ -123,18 +135,3 @@ def _checked(entry: dict) -> Tuned:
         if field.type in ("int", "float") and not 0 < value < 2**63:
             raise ValueError(f"{field.name} is {value!r}")
     return Tuned(**{field.name: entry[field.name] for field in fields(Tuned)})
-
-
-@functools.cache
-def processor() -> str:
-    """This processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        lines = []
-    values = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    if "model name" in values:
-        return "{model name}, family {cpu family}, model {model}".format_map(values)
-    if "CPU part" in values:  # ARM
-        return "ARM implementer {CPU implementer}, part {CPU part}".format_map(values)
-    return f"{platform.machine()} {platform.processor()}".strip()

@@ -35,14 +35,15 @@ from torch.nn import functional as F
 
 sys.path[:0] = [str(directory) for directory in Path(__file__).resolve().parents[:2]]
 
-from attention_ext import PARTS, build  # noqa: E402
+from peers import PEERS  # noqa: E402
+
+from attention_ext import PARTS, extension  # noqa: E402
+from generation.engine import ENGINES, open_engine  # noqa: E402
+from generation.generate import Writer  # noqa: E402
+from generation.sampling import Sampling  # noqa: E402
 from lab.machine import Load, end, fma_peak, read_bandwidth  # noqa: E402
 from model import load  # noqa: E402
-from model.engine import ENGINES, open_engine  # noqa: E402
-from model.generate import Writer  # noqa: E402
 from model.gpt import GPT  # noqa: E402
-from model.sampling import Sampling  # noqa: E402
-from peers import PEERS  # noqa: E402
 
 TOLERANCE = 1e-3  # of logits: what is off by more is wrong, not slow
 LOOSE = 1e-2  # llama.cpp's: its GELU is the tanh approximation in half precision
@@ -198,8 +199,13 @@ def run_case(title: str, calls: dict[str, Call], rounds: int, watch: Load, apart
         click.echo(f"\nA token needs {needed / 1e6:.2f} MB, read by one thread at {bandwidth / 1e9:.0f} GB/s")
 
 
-def table(case: Case, seconds: dict[str, list[float]], errors: dict[str, float], texts: dict[str, str],
-          limit: float | None) -> None:  # fmt: skip
+def table(
+    case: Case,
+    seconds: dict[str, list[float]],
+    errors: dict[str, float],
+    texts: dict[str, str],
+    limit: float | None,
+) -> None:
     """Print the figures; limit, in seconds, is the memory's. The first contender that was timed is 1."""
     middle = {name: statistics.median(times) for name, times in seconds.items()}
     one, unit = next(iter(middle), "none"), "tokens/s" if case.count > 1 else "ms"
@@ -229,8 +235,9 @@ def table(case: Case, seconds: dict[str, list[float]], errors: dict[str, float],
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of each.")
 @click.option("--rounds", type=click.IntRange(2), default=5, show_default=True, help="Times each is timed.")
 @click.option("--slow/--no-slow", help="Include what takes longer than some 20 s.  [default: no-slow]")
-def main(cases: str, engines: str, parts: str, others: str, bf16: bool, threads: int, rounds: int,
-         slow: bool) -> None:  # fmt: skip
+def main(
+    cases: str, engines: str, parts: str, others: str, bf16: bool, threads: int, rounds: int, slow: bool
+) -> None:
     """Time the writing of text, ours against other engines; prints a Markdown table for each case."""
     torch.set_num_threads(threads)
     chosen = [[name for name in text.split(",") if name] for text in (cases, engines, parts, others)]
@@ -239,7 +246,7 @@ def main(cases: str, engines: str, parts: str, others: str, bf16: bool, threads:
             raise click.UsageError(f"{wrong[0]!r} must be one of {', '.join(allowed)}")
     keys = [f"{e} {p}" for p in chosen[2] for e in chosen[1] if e == "torch" or PARTS[p].operator]
     keys += [f"{key} bf16" for key in keys if bf16 and key.startswith("native")] + chosen[3]
-    click.echo(f"{build.describe('auto')}; PyTorch {torch.__version__}")
+    click.echo(f"{extension.describe('auto')}; PyTorch {torch.__version__}")
     watch = Load()  # from here: the compilers are done
     peaks = [fma_peak("auto")]
     for name in chosen[0]:

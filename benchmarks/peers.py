@@ -180,10 +180,16 @@ class Transformers:
         torch.set_num_threads(threads)
         c = model.config
         config = transformers.GPT2Config(
-            vocab_size=c.vocab_size, n_positions=c.block_size, n_embd=c.n_embd, n_layer=c.n_layer,
-            n_head=c.n_head, activation_function="gelu",
-            bos_token_id=None, eos_token_id=None, pad_token_id=None,
-        )  # fmt: skip
+            vocab_size=c.vocab_size,
+            n_positions=c.block_size,
+            n_embd=c.n_embd,
+            n_layer=c.n_layer,
+            n_head=c.n_head,
+            activation_function="gelu",
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
         self.gpt = transformers.GPT2LMHeadModel(config).eval()
         weights = named_weights(model)
         layers = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
@@ -279,8 +285,10 @@ class CTranslate2:
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         results = self.generator.generate_batch(
             [[str(token) for token in prompt] for prompt in prompts],
-            max_length=count, end_token=[], include_prompt_in_result=False,
-        )  # fmt: skip
+            max_length=count,
+            end_token=[],
+            include_prompt_in_result=False,
+        )
         return [result.sequences_ids[0] for result in results]
 
     def prefill(self, ids: list[int]) -> None:
@@ -436,8 +444,9 @@ def onnx_decoder(model: GPT) -> bytes:
             "GroupQueryAttention",
             [qkv, "", "", f"past_key_{i}", f"past_value_{i}", "seqlens_k", "total_sequence_length"],
             [f"{h}.attn.out", f"present_key_{i}", f"present_value_{i}"],
-            num_heads=c.n_head, kv_num_heads=c.n_head,
-        )  # fmt: skip
+            num_heads=c.n_head,
+            kv_num_heads=c.n_head,
+        )
         y = linear(y, f"{h}.attn.c_proj")
         normed, x = norm_of_sum(x, y, f"{h}.ln_2")
         y = linear(node("Gelu", [linear(normed, f"{h}.mlp.c_fc")], [f"{h}.mlp.gelu"]), f"{h}.mlp.c_proj")
@@ -464,9 +473,7 @@ def onnx_decoder(model: GPT) -> bytes:
         value("token", TensorProto.INT64, "batch", 1),
         value("logits", TensorProto.FLOAT, "batch", 1, c.vocab_size),
     ]
-    graph = helper.make_graph(
-        nodes, "decoder", inputs + cache("past"), outputs + cache("present"), constants
-    )
+    graph = helper.make_graph(nodes, "decoder", inputs + cache("past"), outputs + cache("present"), constants)
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=9).SerializeToString()
 
@@ -520,9 +527,7 @@ class LlamaCpp:
             self.contexts[B, flash] = context, batch
         return self.contexts[B, flash]
 
-    def run(
-        self, prompts: list[list[int]], count: int, flash: bool = False
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def run(self, prompts: list[list[int]], count: int, flash: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """The `count` tokens (B, count) after the prompts, and the logits (B, V) of the last of them."""
         api, (B, T) = self.api, (len(prompts), len(prompts[0]))
         context, batch = self.context(B, flash)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from attention_ext import PARTS, attention, build
+from attention_ext import PARTS, attention, extension
 from lab import machine
 
 B, H, D = 1, 4, 32  # the lab's sizes
@@ -116,7 +116,7 @@ def run(
     q, k, v = synthetic_qkv(N)
     echo(f"Running {part} test: {title}\n")
     if PARTS[part].operator:
-        echo(build.describe(simd) + "\n")
+        echo(extension.describe(simd) + "\n")
 
     echo("-----RUNNING REFERENCE IMPLEMENTATION-----\n")
     lab = partial(attention, q=q, k=k, v=v, causal=causal, scale=1.0, br=br, bc=bc, simd=simd)
@@ -148,7 +148,7 @@ def four_d_access(seed: int | None = None, echo: Callable[[str], None] = print) 
     generator.seed() if seed is None else generator.manual_seed(seed)
     t = torch.rand(2, 4, 16, 32, generator=generator)
     index = tuple(int(torch.randint(n, (), generator=generator)) for n in t.shape)
-    expected, result = t[index].item(), build.read_4d(t, index)  # type: ignore[arg-type]
+    expected, result = t[index].item(), extension.read_4d(t, index)  # type: ignore[arg-type]
     echo(f"Tensor Shape: {tuple(t.shape)}")
     echo(f"4D Tensor Index: {index}")
     echo(f"Expected: {expected:.6f}")

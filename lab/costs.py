@@ -82,9 +82,18 @@ def flops(Nq: int, Nk: int, d: int, heads: int, causal: bool) -> float:
 
 
 def costs(
-    part: str, Nq: int, Nk: int, d: int, *, heads: int = 1, causal: bool = False,
-    br: int = 256, bc: int = 256, threads: int = 1, block: Block = Block(),
-) -> Costs:  # fmt: skip
+    part: str,
+    Nq: int,
+    Nk: int,
+    d: int,
+    *,
+    heads: int = 1,
+    causal: bool = False,
+    br: int = 256,
+    bc: int = 256,
+    threads: int = 1,
+    block: Block = Block(),
+) -> Costs:
     """What a part costs; the arguments are attention()'s, heads = B H.
 
     Raises ValueError for another part.
@@ -95,9 +104,13 @@ def costs(
     make = {"part0": _part0, "part1": _part1, "part2": _part2, "part3": _part3, "part4": _part4}[part]
     tile = min(br, Nq), min(bc, Nk)
     streams = tuple(make(Nq, Nk, n, d, heads, *tile, threads, block))
-    all_heads = tuple(  # fmt: skip
-        Stream(s.name, s.least if s.scratch else heads * s.least,
-               tuple((size, heads * moved) for size, moved in s.again), s.scratch)
+    all_heads = tuple(
+        Stream(
+            s.name,
+            s.least if s.scratch else heads * s.least,
+            tuple((size, heads * moved) for size, moved in s.again),
+            s.scratch,
+        )
         for s in streams
     )
     scratch = {
@@ -172,8 +185,12 @@ def _part2(Nq, Nk, n, d, heads, br, bc, threads, block) -> Iterator[Stream]:
     yield Stream("Kt", thin, ((2 * thin + tile, Nq / T * V),), True)
     # written, again for each further chunk of d; normalised; read for V, for each panel of it
     passes, panels = 1 + chunks, -(-d // panel)
-    yield Stream("S", S, ((F * Nq * (T + depth), chunks * S), (S + V, (passes + 1) * S),
-                          (tile + thin, (passes + panels) * S)), True)  # fmt: skip
+    yield Stream(
+        "S",
+        S,
+        ((F * Nq * (T + depth), chunks * S), (S + V, (passes + 1) * S), (tile + thin, (passes + panels) * S)),
+        True,
+    )
     # for each T queries; walked down a panel of columns for a few of them
     walk = _walk(T, d, panel) + F * block.rows * T
     yield Stream("V", F * Nk * d, ((V + F * T * n, max(1, Nq / T) * V), (walk, Nq / block.rows * V)))

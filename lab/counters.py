@@ -1,6 +1,7 @@
 """Bytes that one call of a part brings into the caches, counted by the processor or by a simulator.
 
-Both run build.program(), one part on one thread without Python, twice: the second run makes more calls. The
+Both run the program of build/recipes.py, one part on one thread without Python, twice: the second run makes
+more calls. The
 difference, divided by these calls, is one call's; what the program does besides cancels.
 """
 
@@ -16,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from attention_ext import PARTS, BuildError, build
+from attention_ext import PARTS, BuildError
+from attention_ext.build import recipes
 from lab.machine import Cache, available_memory
 from lab.machine import caches as caches_of_this_machine
 
@@ -87,17 +89,20 @@ def misses(
         return Misses(source, None, None, f"{name} was not found on PATH")
     swept = 0 if state == "warm" else BEYOND_CACHES if caches is None else 2 * max(c.size for c in caches)
     _check_memory(part, N, d, heads, swept)
-    program = build.program(simd, "native" if caches is None else SIMULATED)
+    program = recipes.program(simd, "native" if caches is None else SIMULATED).make()
 
     first = 1 if state == "warm" else 0
     more = 20 if caches is None and state == "warm" else 1  # cachegrind's counts do not vary
     counts = []
     for calls in (first, first + more):
-        case = [part.removeprefix("part"), N, d, br, bc, int(causal), heads, calls, swept]
+        case = [PARTS[part].operator, N, d, br, bc, int(causal), heads, calls, swept]
         command = [str(program), *map(str, case)]
         try:
-            counts.append(_by_perf(tool, command, timeout) if caches is None
-                          else _by_cachegrind(tool, command, caches, timeout))  # fmt: skip
+            counts.append(
+                _by_perf(tool, command, timeout)
+                if caches is None
+                else _by_cachegrind(tool, command, caches, timeout)
+            )
         except subprocess.TimeoutExpired:
             raise ValueError(
                 f"N is {N}; {source} takes more than {timeout:g} s for it, so it must be smaller"
@@ -109,9 +114,10 @@ def misses(
     counted = [event for event in counts[0] if event in counts[1]]
     l1, last = (
         line * sum(counts[1][event] - counts[0][event] for event in events if event in counted) / more
-        if events[0] in counted else None
+        if events[0] in counted
+        else None
         for line, events in zip(lines, EVENTS[source])
-    )  # fmt: skip
+    )
     missing = [event for events in EVENTS[source] for event in events if event not in counted]
     which = ", ".join(missing) if counted else "cache misses"
     return Misses(source, l1, last, f"{source} does not count {which} here" if missing else "")

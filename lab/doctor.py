@@ -205,13 +205,13 @@ def _threads() -> str:
 
 
 def _compiler() -> str:
-    from attention_ext import build
+    from attention_ext.build import toolchain
 
-    return _version(build.find_compiler(), "let CXX name a C++ compiler that works")
+    return _version(toolchain.find_compiler(), "let CXX name a C++ compiler that works")
 
 
 def _ninja() -> str:
-    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])  # as build.py looks
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])  # as the build looks
     found = shutil.which("ninja", path=path)
     if found is None:
         raise Broken("not found; pip install ninja")
@@ -219,63 +219,64 @@ def _ninja() -> str:
 
 
 def _python_header() -> str:
-    from attention_ext import build
+    from attention_ext.build import toolchain
 
-    if not build.has_python_header():
-        raise Missing(f"no {build.python_header()}, so no native engine; apt install python3-dev")
-    return str(build.python_header())
+    if not toolchain.has_python_header():
+        raise Missing(f"no {toolchain.python_header()}, so no native engine; apt install python3-dev")
+    return str(toolchain.python_header())
 
 
 def _ispc() -> str:
-    from attention_ext import build
+    from attention_ext.build import toolchain
 
-    found = build.find_ispc()
+    found = toolchain.find_ispc()
     if found is None:
         raise Missing("not found (--simd auto does without); scripts/install-ispc.sh gets it on Debian 12")
     return _version([found], "let ISPC name an ISPC compiler that works, or unset it")
 
 
 def _cache() -> str:
-    from attention_ext import build
+    from attention_ext.build import cache
 
-    directory = build.cache_directory().absolute()
+    directory = cache.directory().absolute()
     there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if not there.is_dir():
-        raise Broken(f"{there} is no directory; {build.ELSEWHERE}")
+        raise Broken(f"{there} is no directory; {cache.ELSEWHERE}")
     made = there == directory
     try:
         with tempfile.TemporaryDirectory(prefix="doctor", dir=there):  # root may write where it cannot
             pass
     except OSError as error:
         how = "written" if made else "made"
-        raise Broken(f"{directory} cannot be {how}: {error.strerror}; {build.ELSEWHERE}") from None
-    build.check_owner(directory)
+        raise Broken(f"{directory} cannot be {how}: {error.strerror}; {cache.ELSEWHERE}") from None
+    cache.check_owner(directory)
     if os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0):
-        raise Broken(f"{directory} is mounted noexec, so nothing can be loaded from it; {build.ELSEWHERE}")
+        raise Broken(f"{directory} is mounted noexec, so nothing can be loaded from it; {cache.ELSEWHERE}")
     free = shutil.disk_usage(there).free
     if free < ROOM:
         room = f"{directory} has room for {free >> 20} MiB; a build needs {ROOM >> 20}"
-        raise Broken(f"{room}; {build.ELSEWHERE}")
+        raise Broken(f"{room}; {cache.ELSEWHERE}")
     return f"{directory}, {free / 2**30:.1f} GiB free" + ("" if made else " (the first build makes it)")
 
 
 def _builds() -> str:
-    from attention_ext import build
+    from attention_ext.build import cache
 
-    running = ", ".join(str(path) for path in build.running_builds())
+    running = ", ".join(str(path) for path in cache.running())
     return f"one is running, which others wait for, in {running}" if running else "none is running"
 
 
 def _extension() -> str:
-    from attention_ext import AUTO, build
+    from attention_ext import AUTO
+    from attention_ext.build import cache, recipes
 
-    library = build.extension_path().absolute()
+    library = recipes.library().path().absolute()
     if not library.exists():
         log = library.with_name("build.log")
-        if log.exists() and library.parent not in build.running_builds():
+        if log.exists() and library.parent not in cache.running():
             raise Broken(f"its last build failed; {log} says why")
         raise Missing("not compiled yet; the first use of parts 1 to 4 does it")
-    build.check_owner(library.parent)
+    cache.check_owner(library.parent)
     try:
         load = [sys.executable, "-c", EXTENSION, str(library), f"attention_ext_{AUTO}"]
         name = _output(load, TORCH_SECONDS)

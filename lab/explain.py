@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from attention_ext import PARTS, build
+from attention_ext import PARTS, extension
 from lab import counters, machine
-from lab.bench import Bench, Cell
+from lab.bench.measure import Bench, Cell
 from lab.costs import AVX2, Block, Costs
 from lab.machine import Cache, size_text
 from lab.timing import quartiles
@@ -112,8 +112,7 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
 
 def block(simd: str | None) -> Block:
     """What the helpers' product takes at a time, as they say."""
-    helpers = build.load(simd or "auto")
-    return Block(helpers.simd_lanes(), helpers.simd_panel(), helpers.simd_rows())
+    return Block(*(extension.size(name, simd or "auto") for name in ("lanes", "panel", "rows")))
 
 
 def misses_text(cell: Cell, cachegrind: bool) -> str:
@@ -122,9 +121,16 @@ def misses_text(cell: Cell, cachegrind: bool) -> str:
     first, own = caches[0], caches[:2][-1]
     simd = "auto" if cell.simd == "ispc" else cell.simd or "auto"
     missed = counters.misses(
-        cell.contender, cell.N, cell.d, br=cell.br or 1, bc=cell.bc or 1, causal=cell.causal, simd=simd,
-        caches=(first, own) if cachegrind else None, timeout=600,
-    )  # fmt: skip
+        cell.contender,
+        cell.N,
+        cell.d,
+        br=cell.br or 1,
+        bc=cell.bc or 1,
+        causal=cell.causal,
+        simd=simd,
+        caches=(first, own) if cachegrind else None,
+        timeout=600,
+    )
     if missed.l1 is None and missed.last is None:
         return f"misses      not counted: {missed.note}" + "; --cachegrind simulates them" * (not cachegrind)
     simulated = cachegrind and counters.SIMULATED == "haswell"

@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 import torch
 
-from attention_ext import AUTO, __version__, build, tiles
+from attention_ext import AUTO, __version__, extension, processor
 
 BUSY = 0.05  # share of the measured threads' time that others may take before it is said
 SAMPLE = 2e-4  # seconds
@@ -63,7 +63,7 @@ class Load:
 
         patience: seconds to wait at most until it is not slowed. Only the first sample is kept.
         """
-        operators, end = build.load(), time.perf_counter() + patience
+        operators, end = extension.load(), time.perf_counter() + patience
         self._samples.append(operators.read_bandwidth(size, SAMPLE))
         rate, self._fastest = self._samples[-1], max(self._samples[-1], self._fastest)
         while rate < SLOWED * self._fastest and time.perf_counter() < end:
@@ -77,18 +77,18 @@ class Load:
 
 def fma_peak(simd: str = "auto", threads: int = 1) -> float:
     """Floating-point operations per second of so many threads at once, at best."""
-    operators = build.load(simd)
+    operators = extension.load(simd)
     return _on(threads, lambda: operators.fma_peak(0.3))
 
 
 def fma_latency() -> float:
     """Seconds of a multiply-add that waits for the one before it, at best."""
-    return build.load().fma_latency(0.1)
+    return extension.load().fma_latency(0.1)
 
 
 def read_bandwidth(size: int, threads: int = 1) -> float:
     """Bytes per second that so many threads read at once, each from `size` bytes that it has read before."""
-    operators = build.load()
+    operators = extension.load()
     return _on(threads, lambda: operators.read_bandwidth(size, 0.3))
 
 
@@ -97,14 +97,9 @@ def _on(threads: int, work: Callable[[], float]) -> float:
 
     Operators release the GIL.
     """
-    threads = min(threads, cores())
+    threads = min(threads, processor.cores())
     with ThreadPoolExecutor(threads) as pool:
         return sum(pool.map(lambda _: work(), range(threads)))
-
-
-def cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def busy(load: Load, peaks: list[float], threads: int) -> str | None:
@@ -114,7 +109,7 @@ def busy(load: Load, peaks: list[float], threads: int) -> str | None:
     """
     others = load.others()
     reasons = []
-    if others is not None and others > BUSY * min(threads, cores()):
+    if others is not None and others > BUSY * min(threads, processor.cores()):
         reasons.append(f"others took {others:.2f} processors on average")
     if (slowed := load.slowed()) > OFTEN:
         reasons.append(f"the shared cache was slow in {100 * slowed:.0f} % of samples")
@@ -213,8 +208,8 @@ def page_faults() -> int:
 def describe() -> dict:
     """What stands at the head of a table of figures: processor, caches, SIMD, versions, commit, date."""
     return {
-        "cpu": tiles.processor(),
-        "cores": cores(),
+        "cpu": processor.name(),
+        "cores": processor.cores(),
         "caches": [asdict(cache) for cache in caches()],
         "isa": torch.backends.cpu.get_cpu_capability(),
         "simd": AUTO,

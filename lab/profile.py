@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from attention_ext import AUTO, PARTS
+from attention_ext.parts import helpers_of
+from generation.engine import Engine, NativeEngine, TorchEngine, open_engine
+from generation.generate import Writer
+from generation.sampling import Sampling
 from lab.machine import BUSY, Load
 from model.checkpoint import Checkpoint
-from model.engine import Engine, NativeEngine, TorchEngine, open_engine
-from model.generate import Writer
-from model.sampling import Sampling
 
 KINDS = (
     "embedding",
@@ -217,13 +217,21 @@ def run(
             f"prompt_tokens is {prompt_tokens} and tokens is {tokens}; "
             f"together they must be at most block_size={longest}"
         )
-    opened = open_engine(checkpoint.model, engine, part=part, simd=simd, br=br, bc=bc, weights=weights,
-                         capacity=prompt_tokens + tokens)  # fmt: skip
+    opened = open_engine(
+        checkpoint.model,
+        engine,
+        part=part,
+        simd=simd,
+        br=br,
+        bc=bc,
+        weights=weights,
+        capacity=prompt_tokens + tokens,
+    )
     settings = {
         "model": model,
         "part": part,
         "engine": opened.name,
-        "simd": None if PARTS[part].operator is None else AUTO if simd == "auto" else simd,
+        "simd": helpers_of(part, simd),
         "weights": weights,
         "threads": torch.get_num_threads(),
         "prompt_tokens": prompt_tokens,
@@ -255,8 +263,9 @@ def _measure(engine: Engine, prompt_tokens: int, tokens: int) -> tuple[Phase, Ph
     return prefill[REPETITIONS // 2], decode[REPETITIONS // 2], (plain[0], plain[1])
 
 
-def _repetition(engine: Engine, spans_of: NativeEngine | Hooks, recorded: bool, ids: Sequence[int],
-                tokens: int) -> tuple[Phase, Phase]:  # fmt: skip
+def _repetition(
+    engine: Engine, spans_of: NativeEngine | Hooks, recorded: bool, ids: Sequence[int], tokens: int
+) -> tuple[Phase, Phase]:
     """One prefill, and the decoding of one text after it."""
     threads = torch.get_num_threads() if isinstance(engine, NativeEngine) else 1
 
@@ -355,9 +364,7 @@ def trace(profile: Profile) -> dict:
     name = f"{s['model']} {s['part']}, {s['engine']} engine"
     events: list[dict] = [_metadata("process_name", 0, name)]
     threads = profile.decode.threads
-    events += [
-        _metadata("thread_name", i, f"helper {i}" if i else "calling thread") for i in range(threads)
-    ]
+    events += [_metadata("thread_name", i, f"helper {i}" if i else "calling thread") for i in range(threads)]
     (begin, end), first = profile.prefill.calls[0], profile.decode.calls[0][0]
     prompt = {"tokens": s["prompt_tokens"]}
     positions = [{"position": s["prompt_tokens"] + i} for i in range(s["new_tokens"])]
@@ -378,8 +385,15 @@ def _events(phase: Phase, zero: int, names: Sequence[str], arguments: Sequence[d
     """The calls of a phase, each with a name and arguments, and its spans; times from `zero`."""
 
     def event(name: str, thread: int, begin: int, end: int, args: dict) -> dict:
-        return {"name": name, "ph": "X", "ts": (begin - zero) / 1e3, "dur": (end - begin) / 1e3,
-                "pid": PROCESS, "tid": PROCESS + thread, "args": args}  # fmt: skip
+        return {
+            "name": name,
+            "ph": "X",
+            "ts": (begin - zero) / 1e3,
+            "dur": (end - begin) / 1e3,
+            "pid": PROCESS,
+            "tid": PROCESS + thread,
+            "args": args,
+        }
 
     begins = [begin for begin, _ in phase.calls]
     calls = [event(name, 0, *call, args) for name, call, args in zip(names, phase.calls, arguments)]

@@ -14,11 +14,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from attention_ext import PARTS, build
+from attention_ext import PARTS, extension
+from generation.engine import Engine, open_engine
+from generation.generate import Writer, capacity_for, new_tokens
+from generation.sampling import Sampling
 from model.checkpoint import Checkpoint
-from model.engine import Engine, open_engine
-from model.generate import Writer, capacity_for, new_tokens
-from model.sampling import Sampling
 from model.tokenizer import Tokenizer
 
 TOKENS = 200  # that each part writes unless told otherwise
@@ -120,7 +120,7 @@ def describe(runners: Sequence[Runner], simd: str, use_cache: bool) -> str:
     """What is about to race, for people to read; says so where more than attention differs."""
     lines = [f"{runners[0].count} tokens each, {'with' if use_cache else 'without'} a KV cache"]
     if any(PARTS[r.part].operator for r in runners):
-        lines.append(build.describe(simd))
+        lines.append(extension.describe(simd))
     native = [r.part for r in runners if r.engine.name == "native"]
     if 0 < len(native) < len(runners):
         lines.append(f"Engines differ, not attention alone: native for {', '.join(native)}")

@@ -14,7 +14,6 @@ import re
 import warnings
 import zipfile
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from attention_ext import attention
 from model.gpt import GPT, Attend, GPTConfig
 from model.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer
 
@@ -45,10 +44,19 @@ class Checkpoint:
     tokenizer: Tokenizer
 
 
-def load(name: str, attend: Attend | None = None) -> Checkpoint:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """PyTorch's own causal attention: q (B, H, Nq, d), k and v (B, H, Nk, d) -> (B, H, Nq, d)."""
+    Nq, Nk = q.shape[2], k.shape[2]
+    if Nq in (1, Nk):  # one query sees all keys
+        return F.scaled_dot_product_attention(q, k, v, is_causal=Nq > 1)
+    seen = torch.ones(Nq, Nk, dtype=torch.bool, device=q.device).tril(Nk - Nq)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def load(name: str, attend: Attend = causal_attention) -> Checkpoint:
     """Load a shipped checkpoint, a directory like one, or any nanoGPT ckpt.pt or directory with one.
 
-    name: one of SHIPPED, or a path. attend: the model's attention, see model.gpt.GPT; part0 unless given.
+    name: one of SHIPPED, or a path. attend: the model's attention, see model.gpt.GPT; PyTorch's unless given.
     Raises CheckpointError or tokenizer.VocabularyError, each naming the file and what is wrong; warns of
     files that are well-formed but not those that were saved.
     """
@@ -74,7 +82,7 @@ def load(name: str, attend: Attend | None = None) -> Checkpoint:
         config = GPTConfig(**args)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{name}: the configuration is wrong: {error}") from None
-    model = _assemble(name, config, weights, attend or partial(attention, "part0", causal=True))
+    model = _assemble(name, config, weights, attend)
     tokenizer = _find_vocabulary(path, dataset, config.vocab_size)
     if len(tokenizer) != config.vocab_size:
         raise CheckpointError(

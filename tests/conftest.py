@@ -7,17 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pooch  # noqa: F401  (else its log goes to the closed stream of the first test that needs it)
 import pytest
 import torch
+from support import ROOT, Done
 
-import gpt
-from attention_ext import PARTS, BuildError, build, tiles
-
-ROOT = Path(__file__).resolve().parent.parent
+from app import cli as command_line
+from attention_ext import PARTS, BuildError, extension, tiles
+from attention_ext.build import toolchain
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +28,14 @@ def own_tiles(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     tiles.forget()
 
 
-@pytest.fixture(scope="session")
-def extension() -> None:
+@pytest.fixture(scope="session", name="extension")
+def compiled_extension() -> None:
     """The compiled extension; without a compiler, tests of it are skipped."""
     try:
-        build.find_compiler()
+        toolchain.find_compiler()
     except BuildError as error:
         pytest.skip(str(error))
-    build.load()
+    extension.load()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -86,15 +85,6 @@ def quiet(monkeypatch: pytest.MonkeyPatch, extension: None, threads):
     return patch
 
 
-@dataclass(frozen=True)
-class Done:
-    """What a finished command left."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, threads):
     """Run gpt.py's main() in an empty directory, in this process: importing torch takes seconds."""
@@ -106,7 +96,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
         capsys.readouterr()
         try:
-            gpt.main()
+            command_line.main()
             code = 0
         except SystemExit as done:
             code = int(done.code or 0)

@@ -45,9 +45,7 @@ def torch_float32_in_orders(
         terms = torch.randperm(q.shape[3], generator=generator)
         keys = torch.arange(k.shape[2])
         keys[:always] = torch.randperm(always, generator=generator)
-        results.append(
-            torch_float32(q[..., terms], k[:, :, keys][..., terms], v[:, :, keys], causal, scale)
-        )
+        results.append(torch_float32(q[..., terms], k[:, :, keys][..., terms], v[:, :, keys], causal, scale))
     outs, lses = zip(*results)
     return torch.stack(outs), torch.stack(lses)
 

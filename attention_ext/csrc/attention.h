@@ -1,4 +1,4 @@
-// The one shape contract of every part, and their signatures. No torch header: the kernels build alone.
+// The shape contract of every part, and what kernels share. No torch header: the kernels build alone.
 //
 //   out = softmax(scale * q k^T) v        per batch and head, float32
 //
@@ -10,13 +10,12 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
-#include <functional>
 #include <limits>
 
-#include "simd.h"
+#include "simd/simd.h"
+#include "threads.h"
 
 struct Matrices {  // one (N, d) matrix per batch and head; strides in floats
     const float* data;
@@ -45,41 +44,8 @@ struct Attention {
 // Queries for which part 4 goes one by one, the lanes spanning keys.
 constexpr int64_t FEW = 3;
 
-// Each part: how many floats of scratch it needs, and the kernel.
-int64_t naive_scratch(const Attention&);
-int64_t blocked_scratch(const Attention&);
-int64_t fused_scratch(const Attention&);
-int64_t flash_scratch(const Attention&);
-void naive_attention(const Attention&, float* scratch);
-void blocked_attention(const Attention&, float* scratch);
-void fused_attention(const Attention&, float* scratch);
-void flash_attention(const Attention&, float* scratch);
-
-// The FMA peak of one thread, in floating-point operations per second.
-double fma_peak(double seconds);
-
-// Seconds of a multiply-add that waits for the one before it.
-double fma_latency(double seconds);
-
-// Bytes per second that one thread reads, over and over, from a buffer of so many.
-double read_bandwidth(int64_t bytes, double seconds);
-
-// Runs body(thread) for thread = 0 .. threads - 1, at the same time where the pool allows it. Whoever
-// links the kernels defines it; bindings.cpp with PyTorch's own pool.
-void on_threads(int threads, const std::function<void(int)>& body);
-
-// body(item, thread) for each item of 0 .. items - 1, handed out in order to whichever thread is free.
-template <class Body>
-void for_each_item(int64_t items, int threads, const Body& body) {
-    if (items == 1 || threads == 1) {
-        for (int64_t item = 0; item < items; item++) body(item, 0);
-        return;
-    }
-    std::atomic<int64_t> next{0};
-    on_threads(static_cast<int>(std::min<int64_t>(items, threads)), [&](int thread) {
-        for (int64_t item = next++; item < items; item = next++) body(item, thread);
-    });
-}
+// n rounded up to a multiple of `unit`.
+constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 // What exp subtracts: the row's maximum, or 0 where every score was -inf (-inf - -inf would be NaN).
 inline float finite_max(float m) { return m == -std::numeric_limits<float>::infinity() ? 0.0f : m; }

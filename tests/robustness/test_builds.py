@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
-from robustness import small_build
+from support import ROOT
 
 from attention_ext import BuildError, build
+from robustness import small_build
 
 SCRIPT = Path(__file__).with_name("small_build.py")
 REAL = "from attention_ext import build; build.load(); print(build.describe())"
@@ -110,8 +110,10 @@ def test_eight_processes_compile_once(full, tmp_path, sources):
         assert len({out for _, out, _ in results}) == 1
         said = [err for _, _, err in results]
         assert sum(err.count("Compiling code") for err in said) == 1
-        assert {*"".join(said).splitlines()} <= {"Compiling code into a PyTorch module...",
-                                                 "Waiting for another build..."}  # fmt: skip
+        assert {*"".join(said).splitlines()} <= {
+            "Compiling code into a PyTorch module...",
+            "Waiting for another build...",
+        }
         assert libraries(cache) == ["attention_ext.so"]
 
 
@@ -411,8 +413,12 @@ def test_a_private_group_is_the_users_or_roots(monkeypatch):
 
     monkeypatch.setattr(pwd, "getpwuid", lambda user: SimpleNamespace(pw_name="will"))
     groups = {
-        0: ("root", []), 1: ("will", []), 2: ("will", ["will"]), 3: ("will", ["will", "kit"]), 4: ("men", [])
-    }  # fmt: skip
+        0: ("root", []),
+        1: ("will", []),
+        2: ("will", ["will"]),
+        3: ("will", ["will", "kit"]),
+        4: ("men", []),
+    }
     monkeypatch.setattr(
         grp, "getgrgid", lambda group: SimpleNamespace(gr_name=groups[group][0], gr_mem=groups[group][1])
     )

@@ -21,9 +21,8 @@ import safetensors.torch
 import test_bench
 import tiny
 import torch
-from conftest import ROOT
+from support import ROOT, Hostile
 from test_checkpoint import VOCABULARY, nanogpt_file
-from test_tokenizer import Hostile
 
 from attention_ext import attention, tiles
 from attention_ext.tiles import DEFAULT, Tuned

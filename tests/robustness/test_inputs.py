@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 import tiny
-from conftest import Done
+from support import Done
 
 import gpt
 from attention_ext import attention
@@ -160,8 +160,17 @@ def values(option: click.Parameter) -> list[str]:
     kind = option.type
     if isinstance(kind, click.FloatRange):
         low, high = kind.min, math.inf if kind.max is None else kind.max
-        numbers = [low, math.nextafter(low, -1), math.nextafter(low, 1), high, math.nextafter(high, math.inf),
-                   5e-324, 1e308, -1e308, "1e400"]  # fmt: skip
+        numbers = [
+            low,
+            math.nextafter(low, -1),
+            math.nextafter(low, 1),
+            high,
+            math.nextafter(high, math.inf),
+            5e-324,
+            1e308,
+            -1e308,
+            "1e400",
+        ]
         return [*map(str, numbers), *NO_NUMBERS]
     if isinstance(kind, click.IntRange | gpt.TileSize | gpt.Numbers):
         low = kind.min if isinstance(kind, click.IntRange) else 1
@@ -189,7 +198,7 @@ CASES = [(name, base) for name, bases in COMMANDS.items() for base in bases]
 @pytest.mark.parametrize("name, base", CASES, ids=[f"{n} {' '.join(map(str, b[:2]))}" for n, b in CASES])
 def test_options_at_and_beyond_their_bounds(
     cli, extension, model, tmp_path, monkeypatch, threads, name, base, full
-):  # fmt: skip
+):
     """Each is either fine or refused in one line; an option that belongs to another mode is refused."""
     monkeypatch.setattr(machine, "fma_peak", lambda simd="auto", threads=1: 1e11)
     monkeypatch.setattr(machine, "read_bandwidth", lambda size, threads=1: 1e10)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import tiny
-from conftest import ROOT
+from support import ROOT
 
 from attention_ext import attention
+from generation.generate import Completion
 from lab import inference
 from model import generate
 from model.checkpoint import load, save
-from model.generate import Completion
 from model.tokenizer import CharTokenizer
 
 # Texts and the characters of each, in full and in seconds: ten million by either engine. PyTorch's would need
@@ -51,10 +51,24 @@ def resident(process: int | str) -> int:
 @pytest.mark.parametrize("engine, context", LENGTHS)
 def test_a_long_text_takes_no_more_memory_than_its_first_tenth(
     process, extension, model, full, engine, context
-):  # fmt: skip
+):
     texts, length = LENGTHS[engine, context][0 if full else 1]
-    running = process("part4", "--inference", "-m", model, "--engine", engine, "--context", context,
-                      "--threads", 1, "--num-samples", texts, "--max-new-tokens", length)  # fmt: skip
+    running = process(
+        "part4",
+        "--inference",
+        "-m",
+        model,
+        "--engine",
+        engine,
+        "--context",
+        context,
+        "--threads",
+        1,
+        "--num-samples",
+        texts,
+        "--max-new-tokens",
+        length,
+    )
     written, sizes = 0, []
     while chunk := os.read(running.stdout.fileno(), 1 << 16):
         written += len(chunk)
@@ -73,7 +87,7 @@ def test_what_has_been_shown_is_not_kept(cli, model, monkeypatch):
         samples.append(Completion(*arguments, **named))
         return samples[-1]
 
-    for module in (sys.modules["model.generate"], inference):
+    for module in (sys.modules["generation.generate"], inference):
         monkeypatch.setattr(module, "Completion", made)
     common = ("part0", "--inference", "-m", model, "--max-new-tokens", 30, "--num-samples", 3)
     texts = cli(*common).stdout
@@ -106,9 +120,12 @@ def test_loading_writing_and_freeing_again_and_again_leaves_nothing(extension, m
     cycles = CYCLES[0 if full else 1]
     arguments = [str(model) if name == "tiny" else name, engine, str(cycles)]
     done = subprocess.run(
-        [sys.executable, "-c", LOAD_AND_FREE, *arguments], cwd=ROOT, capture_output=True, text=True,
+        [sys.executable, "-c", LOAD_AND_FREE, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
         env=os.environ | {"OMP_NUM_THREADS": "2" if engine == "native" else "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     early, late, length = map(int, done.stdout.split())
     assert length == 5

@@ -15,10 +15,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from robustness.conftest import FULL
 from torch import Tensor
 
 from attention_ext import PARTS, SIMD, BuildError, attention, build
+from robustness.conftest import FULL
 
 EXAMPLES = settings(max_examples=300 if FULL else 15, deadline=None, derandomize=True)
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

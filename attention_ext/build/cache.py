@@ -1,0 +1,156 @@
+"""Where builds are kept, who may write there, and that one process at a time makes each.
+
+A build's directory is named by a hash of everything that decides the outcome. A lock that the kernel releases
+with its process guards it: a build in progress is waited for, aloud, and a killed one is taken over. Only a
+finished file has the name that is loaded, and only from where nobody else can put one (SECURITY.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shlex
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from attention_ext.parts import BuildError
+
+LOCK = "building"  # in a build's directory, locked while a process compiles there
+ELSEWHERE = "TORCH_EXTENSIONS_DIR can name another directory"
+
+
+def fingerprint(facts: Iterable[str | bytes], sources: Path) -> str:
+    """16 hexadecimal digits of these facts and of every file below `sources`."""
+    digest = hashlib.sha256()
+    for fact in facts:
+        digest.update((fact.encode() if isinstance(fact, str) else fact) + b"\0")
+    for file in sorted(path for path in sources.rglob("*") if path.is_file()):
+        digest.update(file.relative_to(sources).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def directory() -> Path:
+    """Where builds are kept: $TORCH_EXTENSIONS_DIR, else torch_extensions in the user's cache.
+
+    Raises BuildError for a user without a home.
+    """
+    if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(chosen)
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise BuildError(f"{error} {ELSEWHERE}") from None
+    return Path(cache) / "torch_extensions"
+
+
+def check_owner(directory: Path) -> None:
+    """Raise BuildError if somebody else could put a library into a directory, or replace the directory.
+
+    Those above it may be everybody's if they have the sticky bit, as /tmp has: it keeps what is one user's
+    from the others. What does not exist yet is passed over.
+    """
+    directory = real(directory)
+    trusted = (0, os.geteuid(), os.stat("/").st_uid)  # root may have another number in a container
+    for path in (directory, *directory.parents):
+        if not path.exists():
+            continue
+        status = path.stat()
+        if status.st_uid not in trusted:
+            raise BuildError(
+                f"{path} belongs to user {status.st_uid}, whose library would be run; {ELSEWHERE}"
+            )
+        shared = bool(status.st_mode & stat.S_ISVTX)
+        if shared and path != directory:
+            continue
+        if status.st_mode & stat.S_IWOTH:
+            who, change = "everybody", "o-w"
+        elif status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid):
+            who, change = f"group {status.st_gid}", "g-w"
+        else:
+            continue
+        ours = status.st_uid == os.geteuid() and not shared
+        remedy = f"chmod {change} {shlex.quote(str(path))}" if ours else ELSEWHERE
+        raise BuildError(f"{path} can be written by {who}, whose library would be run; {remedy}")
+
+
+def _is_private(group: int) -> bool:
+    """Whether a group is root's, or has the user's name and no other members.
+
+    Many systems give each user such a group, and let it write what the user makes.
+    """
+    import grp
+    import pwd
+
+    try:
+        found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return group == 0
+    return group == 0 or (found.gr_name == user and set(found.gr_mem) <= {user})
+
+
+def real(directory: Path) -> Path:
+    """The path without symbolic links: who may change one of those decides what is loaded, too."""
+    return Path(os.path.realpath(directory))
+
+
+def running() -> list[Path]:
+    """The build directories in which a process is compiling now."""
+    import fcntl
+
+    found = []
+    for path in sorted(directory().glob(f"attention_ext_*/{LOCK}")):
+        try:
+            with open(path) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            found.append(path.parent)
+        except OSError:  # another user's, or removed meanwhile
+            continue
+    return found
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on path; say so when another process has it."""
+    import fcntl
+
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("Waiting for another build...", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def make(made: Path, what: str, write: Callable[[Path], Path]) -> None:
+    """Let write(folder) make a file in a fresh folder, under a lock; finished, it gets the name `made`.
+
+    Nothing is done if the file is there. Raises BuildError where somebody else could have put it.
+    """
+    directory = made.parent
+    try:
+        for path in (*reversed(directory.parents), directory):
+            path.mkdir(mode=0o700, exist_ok=True)
+        for path in (directory.parent, directory):
+            check_owner(path)
+        if made.exists():
+            return
+        with _locked(directory / LOCK):
+            if made.exists():  # another process made it while this one waited
+                return
+            print(f"Compiling {what}...", file=sys.stderr, flush=True)
+            # A killed build's compilers may still be writing where it worked, so never work there again.
+            for left in directory.glob(f"{tempfile.gettempprefix()}*"):
+                shutil.rmtree(left, ignore_errors=True)
+            with tempfile.TemporaryDirectory(dir=directory, ignore_cleanup_errors=True) as work:
+                write(Path(work)).replace(made)
+    except OSError as error:
+        raise BuildError(
+            f"cannot write the build directory {directory}: {error.strerror}; {ELSEWHERE}"
+        ) from error

@@ -1,0 +1,168 @@
+"""What is compiled: the library of operators for each SIMD helper, and a program of the kernels alone.
+
+The sources are found by their folder in csrc/: a new kernel, or a new precision, is a new file.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from attention_ext import processor
+from attention_ext.build import cache, toolchain
+from attention_ext.parts import BuildError, resolve_simd
+
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+# Each implementation of simd/simd.h: its source, and the flags that it alone is compiled with.
+HELPERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "ispc": ("simd/ispc.cpp", ()),
+    "portable": ("simd/portable.cpp", ()),
+    "off": ("simd/off.cpp", ("-fno-tree-vectorize", "-fno-tree-slp-vectorize")),
+}
+ISPC_SOURCE = "simd/simd.ispc"
+KERNELS = "cpu/*.cpp"
+LIBRARY = (KERNELS, "matmul/*.cpp", "decoder/*.cpp", "tools/limits.cpp", "bindings/operators.cpp")
+DECODER_MODULE = "bindings/decoder_module.cpp"  # compiled where Python's own header is installed
+PROGRAM = (KERNELS, "tools/alone.cpp")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A file that compilers make, and all that decides what it is.
+
+    name: of its directory, before the fingerprint. file: its name there. what: it is, for people.
+    csrc: the folder whose every file decides the fingerprint. ispc: the compiler of ISPC_SOURCE, if it is
+    needed. compile: makes the file in a folder and gives its path.
+    """
+
+    name: str
+    file: str
+    what: str
+    csrc: Path
+    sources: tuple[Path, ...]
+    flags: tuple[str, ...]
+    compiler: tuple[str, ...]
+    ispc: str | None
+    compile: Callable[[Recipe, Path], Path]
+
+    def path(self) -> Path:
+        """Where the file is, or will be. Raises BuildError where a compiler does not run."""
+        versions = [toolchain.version(self.compiler), toolchain.version([self.ispc]) if self.ispc else b""]
+        decoder = f"decoder {toolchain.has_python_header()}"
+        facts = (shlex.join(self.compiler), *self.flags, torch.__version__, sys.version)
+        named = cache.fingerprint([*facts, processor.capabilities(), decoder, *versions], self.csrc)
+        return cache.real(cache.directory()) / f"{self.name}_{named}" / self.file
+
+    def make(self) -> Path:
+        """The file, compiled first if need be. Raises BuildError as cache.make() and the compilers do."""
+        made = self.path()
+        cache.make(made, self.what, lambda work: self.compile(self, work))
+        return made
+
+
+def library(simd: str = "auto", csrc: Path = CSRC) -> Recipe:
+    """The library of the operators and the decoder over one of SIMD.
+
+    Raises ValueError for another simd, BuildError without the compilers that it needs.
+    """
+    helpers = resolve_simd(simd)
+    compiler = toolchain.find_compiler()
+    ispc = toolchain.find_ispc() if helpers == "ispc" else None
+    if helpers == "ispc" and ispc is None:
+        raise BuildError("simd is 'ispc', but no ispc was found on PATH; scripts/install-ispc.sh gets it")
+    source, flags = HELPERS[helpers]
+    name = f"attention_ext_{helpers}"
+    decoder = (DECODER_MODULE,) if toolchain.has_python_header() else ()
+    return Recipe(
+        name=name,
+        file="attention_ext.so",
+        what="code into a PyTorch module",
+        csrc=csrc,
+        sources=found(csrc, (*decoder, *LIBRARY, source)),
+        flags=(*toolchain.FLAGS, *flags, f"-DATTENTION_EXT={name}"),
+        compiler=tuple(compiler),
+        ispc=ispc,
+        compile=make_library,
+    )
+
+
+def program(simd: str = "auto", march: str = "native", csrc: Path = CSRC) -> Recipe:
+    """The program of tools/alone.cpp: one part, without Python or PyTorch.
+
+    simd: 'portable', 'off', or 'auto', which is AUTO. march: the processor to compile for, as the compiler's
+    -march names it.
+    Raises ValueError for another simd, BuildError without a compiler.
+    """
+    helpers = resolve_simd(simd)
+    if helpers == "ispc":
+        raise ValueError(f"simd is {simd!r}; the program's must be auto, portable or off")
+    source, flags = HELPERS[helpers]
+    native = toolchain.NATIVE if march == "native" else f"-march={march}"
+    general = (native if flag == toolchain.NATIVE else flag for flag in toolchain.FLAGS)
+    return Recipe(
+        name=f"attention_ext_alone_{helpers}",
+        file="alone",
+        what="a program of the kernels alone",
+        csrc=csrc,
+        sources=found(csrc, (*PROGRAM, source)),
+        flags=(*general, *flags),
+        compiler=tuple(toolchain.find_compiler()),
+        ispc=None,
+        compile=make_program,
+    )
+
+
+def found(csrc: Path, patterns: tuple[str, ...]) -> tuple[Path, ...]:
+    """The files below csrc that match these patterns, in their order."""
+    return tuple(path for pattern in patterns for path in sorted(csrc.glob(pattern)))
+
+
+def make_library(recipe: Recipe, work: Path) -> Path:
+    """Make a library in `work`, which torch's builder also loads; renamed, it is still the same one."""
+    from torch.utils import cpp_extension  # slow to import, and only a build needs it
+
+    objects = [_run_ispc(recipe, recipe.ispc, work)] if recipe.ispc else []
+    compiler = list(recipe.compiler)
+    with toolchain.environment(compiler, work):
+        try:
+            cpp_extension.load(
+                "unfinished",
+                [str(source) for source in recipe.sources],
+                extra_cflags=list(recipe.flags),
+                extra_include_paths=[str(recipe.csrc)],
+                extra_ldflags=objects,
+                build_directory=str(work),
+                is_python_module=False,
+            )
+        except RuntimeError as error:
+            raise toolchain.failure(compiler, str(error), work) from None
+        except UnicodeDecodeError as error:  # of a compiler that failed and said it in another encoding
+            raise toolchain.failure(compiler, error.object.decode(errors="replace"), work) from None
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            made = f"{shlex.join(compiler)} made a library that cannot be loaded"
+            raise BuildError(f"{made} ({error.__cause__ or error})") from None
+    return next(work.glob("*.so"))
+
+
+def make_program(recipe: Recipe, work: Path) -> Path:
+    """Make a program in `work`; debuggers and profilers find the lines of its sources."""
+    made = work / recipe.file
+    sources = [str(source) for source in recipe.sources]
+    arguments = ["-std=c++17", "-g", *recipe.flags, f"-I{recipe.csrc}", *sources, "-o", str(made)]
+    toolchain.run(list(recipe.compiler), arguments, work)
+    return made
+
+
+def _run_ispc(recipe: Recipe, ispc: str, work: Path) -> str:
+    """Compile ISPC_SOURCE for this processor; gives the object file's path."""
+    made = work / "simd_ispc_kernels.o"
+    arguments = [str(recipe.csrc / ISPC_SOURCE), "--target=host", "-O3", "--pic", "-o", str(made)]
+    toolchain.run([ispc], arguments, work)
+    return str(made)

@@ -1,0 +1,201 @@
+// The decoder as a Python class: argument checks, one call at a time, the GIL released while it works. The
+// only file that knows Python.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "decoder/decoder.h"
+
+namespace py = pybind11;
+
+namespace {
+
+[[noreturn]] void refuse(const std::string& what, int64_t value, const std::string& must) {
+    throw py::value_error(what + " is " + std::to_string(value) + "; it must be " + must);
+}
+
+void check(const std::string& what, int64_t value, int64_t low, int64_t high) {
+    if (value < low || value > high)
+        refuse(what, value, "from " + std::to_string(low) + " to " + std::to_string(high));
+}
+
+constexpr int64_t MANY = int64_t{1} << 31;
+
+class SafeDecoder {
+  public:
+    SafeDecoder(std::map<std::string, py::buffer> tensors, int64_t block_size, int64_t vocab_size,
+                int64_t n_layer, int64_t n_head, int64_t n_embd, bool bf16, const std::string& part, int64_t br,
+                int64_t bc, int64_t slots, int64_t capacity, int threads) {
+        check("block_size", block_size, 1, MANY);
+        check("vocab_size", vocab_size, 1, MANY);
+        check("n_layer", n_layer, 1, MANY);
+        check("n_head", n_head, 1, MANY);
+        check("n_embd", n_embd, 1, MANY);
+        if (n_embd % n_head) refuse("n_embd", n_embd, "a multiple of n_head=" + std::to_string(n_head));
+        const Part* row = find_part(part);
+        if (!row) throw py::value_error("part is " + part + "; it must be a part's operator");
+        check("br", br, 1, INT64_MAX);
+        check("bc", bc, 1, INT64_MAX);
+        check("slots", slots, 1, MANY);
+        check("capacity", capacity, 1, block_size);
+        check("threads", threads, 1, 1024);
+
+        std::map<std::string, py::buffer_info> views;
+        for (const auto& [name, tensor] : tensors) views.emplace(name, tensor.request());
+        const py::gil_scoped_release unlocked;
+        const Tensors lookup = [&](const std::string& name, int64_t floats) -> const float* {
+            const auto found = views.find(name);
+            if (found == views.end()) {
+                if (name.size() > 5 && name.compare(name.size() - 5, 5, ".bias") == 0) return nullptr;
+                throw py::value_error("tensors has no " + name);
+            }
+            const py::buffer_info& view = found->second;
+            if (view.format != py::format_descriptor<float>::format())
+                throw py::value_error(name + " has another type; it must be float32");
+            int64_t contiguous = sizeof(float);
+            for (int64_t i = view.ndim - 1; i >= 0; contiguous *= view.shape[i--])
+                if (view.shape[i] != 1 && view.strides[i] != contiguous)
+                    throw py::value_error(name + " has gaps; it must be contiguous");
+            if (view.size != floats) refuse("the size of " + name, view.size, std::to_string(floats));
+            return static_cast<const float*>(view.ptr);
+        };
+        decoder = std::make_unique<Decoder>(ModelShape{block_size, vocab_size, n_layer, n_head, n_embd}, lookup,
+                                            bf16, *row, br, bc, slots, capacity, threads);
+    }
+
+    void prefill(int64_t slot, const std::vector<int64_t>& ids, bool continues) {
+        const py::gil_scoped_release unlocked;
+        const std::lock_guard<std::mutex> one(mutex);
+        check("slot", slot, 0, decoder->slots() - 1);
+        check("the number of ids", static_cast<int64_t>(ids.size()), 1, decoder->capacity());
+        for (const int64_t id : ids) check("an id", id, 0, decoder->shape().vocab_size - 1);
+        decoder->prefill(slot, ids, continues);
+    }
+
+    // A token for each slot by each row of uniforms in turn, until a slot is full or `patience` seconds are
+    // over; at least by the first row. Where there are several rows, groups of slots, as Decoder::near() has
+    // it, go through all of them in turn. The patience is the first group's; the others then take as many rows.
+    // A batch of 32 of a small model is half as fast again as with all slots row by row.
+    std::vector<std::vector<int64_t>> write(const std::vector<int64_t>& slots,
+                                            const std::vector<std::vector<double>>& uniforms, double patience) {
+        const py::gil_scoped_release unlocked;
+        const std::lock_guard<std::mutex> one(mutex);
+        for (const std::vector<double>& row : uniforms) {
+            if (row.size() != slots.size())
+                refuse("the number of uniforms", static_cast<int64_t>(row.size()),
+                       "the number of slots, " + std::to_string(slots.size()));
+            for (const double u : row)
+                if (!(u >= 0 && u < 1)) throw py::value_error("a uniform is outside [0, 1)");
+        }
+        std::vector<char> taken(decoder->slots());
+        int64_t room = decoder->capacity();
+        for (const int64_t slot : slots) {
+            check_room(slot, decoder->capacity());
+            if (taken[slot]++) refuse("slot", slot, "named once");
+            room = std::min(room, decoder->capacity() + 1 - decoder->length(slot));
+        }
+        const int64_t all = static_cast<int64_t>(slots.size()), most = static_cast<int64_t>(uniforms.size());
+        const int64_t near = most > 1 ? decoder->near(slots) : all;
+        const int64_t groups = all > near ? (all + near - 1) / near : 1;
+        std::vector<std::vector<int64_t>> rows;
+        const auto start = std::chrono::steady_clock::now();
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t from = all * g / groups, to = all * (g + 1) / groups;
+            const std::vector<int64_t> group(slots.begin() + from, slots.begin() + to);
+            for (int64_t i = 0; i < most; i++) {
+                if (g > 0 && i == static_cast<int64_t>(rows.size())) break;  // as many as the first group
+                if (g == 0) {
+                    const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
+                    if (i > 0 && (i >= room || spent.count() > patience)) break;
+                    rows.emplace_back(all);
+                }
+                const double* u = uniforms[i].data();
+                const std::vector<int64_t> tokens = decoder->next(group, {u + from, u + to});
+                std::copy(tokens.begin(), tokens.end(), rows[i].begin() + from);
+            }
+        }
+        return rows;
+    }
+
+    void copy(int64_t from, int64_t to) {
+        const py::gil_scoped_release unlocked;
+        const std::lock_guard<std::mutex> one(mutex);
+        check("from", from, 0, decoder->slots() - 1);
+        check("to", to, 0, decoder->slots() - 1);
+        if (from != to) decoder->copy(from, to);
+    }
+
+    void push(int64_t slot, int64_t token) {
+        const py::gil_scoped_release unlocked;
+        const std::lock_guard<std::mutex> one(mutex);
+        check_room(slot, decoder->capacity() - 1);
+        check("token", token, 0, decoder->shape().vocab_size - 1);
+        decoder->push(slot, token);
+    }
+
+    std::vector<float> logits(int64_t slot) {
+        const py::gil_scoped_release unlocked;
+        const std::lock_guard<std::mutex> one(mutex);
+        check("slot", slot, 0, decoder->slots() - 1);
+        return decoder->logits(slot);
+    }
+
+    void set_sampling(double temperature, int64_t top_k, double top_p, double min_p,
+                      double repetition_penalty) {
+        const py::gil_scoped_release unlocked;
+        const std::lock_guard<std::mutex> one(mutex);
+        decoder->set_sampling({temperature, top_k, top_p, min_p, repetition_penalty});
+    }
+
+    void record(bool on) {
+        const py::gil_scoped_release unlocked;
+        const std::lock_guard<std::mutex> one(mutex);
+        decoder->record(on);
+    }
+
+    std::vector<std::tuple<const char*, int, int64_t, int64_t>> spans() {
+        const py::gil_scoped_release unlocked;
+        const std::lock_guard<std::mutex> one(mutex);
+        std::vector<std::tuple<const char*, int, int64_t, int64_t>> made;
+        for (const Span& s : decoder->spans()) made.emplace_back(s.kind, s.thread, s.begin, s.end);
+        return made;
+    }
+
+  private:
+    void check_room(int64_t slot, int64_t most) const {
+        check("slot", slot, 0, decoder->slots() - 1);
+        const int64_t length = decoder->length(slot);
+        if (length == 0) refuse("slot", slot, "prefilled first");
+        if (length > most) refuse("slot", slot, "prefilled again: it is full");
+    }
+
+    std::unique_ptr<Decoder> decoder;
+    std::mutex mutex;
+};
+
+}  // namespace
+
+// ATTENTION_EXT, given by the build, is the module's name: each SIMD implementation has its own.
+PYBIND11_MODULE(ATTENTION_EXT, m) {
+    using py::arg;
+    py::class_<SafeDecoder>(m, "Decoder", py::module_local())
+        .def(py::init<std::map<std::string, py::buffer>, int64_t, int64_t, int64_t, int64_t, int64_t, bool,
+                      std::string, int64_t, int64_t, int64_t, int64_t, int>(),
+             arg("tensors"), py::kw_only(), arg("block_size"), arg("vocab_size"), arg("n_layer"), arg("n_head"),
+             arg("n_embd"), arg("bf16"), arg("part"), arg("br"), arg("bc"), arg("slots"), arg("capacity"),
+             arg("threads"))
+        .def("prefill", &SafeDecoder::prefill, arg("slot"), arg("ids"), arg("continues") = false)
+        .def("write", &SafeDecoder::write, arg("slots"), arg("uniforms"), arg("patience"))
+        .def("copy", &SafeDecoder::copy, arg("from"), arg("to"))
+        .def("push", &SafeDecoder::push, arg("slot"), arg("token"))
+        .def("logits", &SafeDecoder::logits, arg("slot"))
+        .def("set_sampling", &SafeDecoder::set_sampling, arg("temperature"), arg("top_k"), arg("top_p"),
+             arg("min_p"), arg("repetition_penalty"))
+        .def("record", &SafeDecoder::record, arg("on"))
+        .def("spans", &SafeDecoder::spans);
+}

@@ -1,0 +1,205 @@
+// Argument checks and registration with PyTorch, through its stable C interface: these headers compile
+// in seconds, and no C++ ABI is shared with libtorch. The only file that knows torch.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <iterator>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "cpu/sizes.h"
+#include "parts.h"
+#include "tools/limits.h"
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+void on_threads(int threads, const std::function<void(int)>& body) {
+    torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t thread = begin; thread < end; thread++) body(static_cast<int>(thread));
+    });
+}
+
+namespace {
+
+std::string shape(const Tensor& t) {
+    std::string text = "(";
+    for (int64_t i = 0; i < t.dim(); i++) text += (i ? ", " : "") + std::to_string(t.size(i));
+    return text + ")";
+}
+
+void checked(const Tensor& t, const char* name) {
+    STD_TORCH_CHECK(t.is_cpu(), name, " is on another device; it must be on the CPU");
+    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float, name, " has another type; it must be float32");
+    STD_TORCH_CHECK(t.dim() == 4, name, " has shape ", shape(t), "; it must have four dimensions (B, H, N, d)");
+    for (int64_t i = 0; i < 4; i++)
+        STD_TORCH_CHECK(t.size(i) >= 1, name, " has shape ", shape(t), "; no dimension may be empty");
+}
+
+// t itself if its rows, or its columns, are contiguous, else a copy whose rows are.
+Tensor with_contiguous_rows(const Tensor& t, bool or_columns = false) {
+    const bool rows = t.stride(3) == 1 || t.size(3) == 1, columns = t.stride(2) == 1;
+    return rows || (or_columns && columns) ? t : torch::stable::contiguous(t);
+}
+
+Matrices matrices(const Tensor& t) {
+    return {static_cast<const float*>(t.const_data_ptr()), t.stride(0), t.stride(1), t.stride(2),
+            t.size(3) == 1 ? 1 : t.stride(3)};
+}
+
+// An empty contiguous tensor, through the C interface itself: torch::stable::empty looks its operator up by
+// name each time, a microsecond, and a token that continues a text takes few.
+template <size_t n>
+Tensor new_floats(const int64_t (&size)[n]) {
+    int64_t stride[n];
+    stride[n - 1] = 1;
+    for (size_t i = n - 1; i > 0; i--) stride[i - 1] = stride[i] * size[i];
+    AtenTensorHandle handle = nullptr;
+    const AOTITorchError error = aoti_torch_empty_strided(n, size, stride, aoti_torch_dtype_float32(),
+                                                          aoti_torch_device_type_cpu(), 0, &handle);
+    STD_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "there is not enough memory for ", size[0] * stride[0],
+                    " floats");
+    return Tensor(handle);
+}
+
+// So many, and their scratch can be counted in 63 bits; an expanded tensor may have more rows than memory has
+// bytes.
+constexpr int64_t MOST_SCORES = int64_t(1) << 50, MOST_THREADS = 1024;
+
+std::tuple<Tensor, Tensor> run(const Part& part, const Tensor& q_, const Tensor& k_, const Tensor& v_,
+                               bool causal, double scale, bool return_lse, int64_t br, int64_t bc) {
+    checked(q_, "q"), checked(k_, "k"), checked(v_, "v");
+    const Tensor q = with_contiguous_rows(q_), k = with_contiguous_rows(k_, q_.size(2) <= part.transposed),
+                 v = with_contiguous_rows(v_);
+    const int64_t B = q.size(0), H = q.size(1), Nq = q.size(2), Nk = k.size(2), d = q.size(3);
+    STD_TORCH_CHECK(k.size(0) == B && k.size(1) == H && k.size(3) == d, "k has shape ", shape(k),
+                    "; it must be (B, H, Nk, d) like q, which has shape ", shape(q));
+    STD_TORCH_CHECK(v.size(0) == B && v.size(1) == H && v.size(2) == Nk && v.size(3) == d, "v has shape ",
+                    shape(v), "; it must have the shape of k, ", shape(k));
+    STD_TORCH_CHECK(!causal || Nq <= Nk, "q has Nq=", Nq, "; with causal it must be at most Nk=", Nk);
+    STD_TORCH_CHECK(Nq <= (MOST_SCORES - 1) / Nk, "q has Nq=", Nq, " and k has Nk=", Nk,
+                    "; their product must be below 2^50");
+    STD_TORCH_CHECK(br >= 1, "br is ", br, "; it must be at least 1");
+    STD_TORCH_CHECK(bc >= 1, "bc is ", bc, "; it must be at least 1");
+
+    const Tensor out = new_floats({B, H, Nq, d});
+    const Tensor lse = return_lse ? new_floats({B, H, Nq}) : new_floats({0});
+    Attention a{};
+    a.B = B, a.H = H, a.Nq = Nq, a.Nk = Nk, a.d = d;
+    a.q = matrices(q), a.k = matrices(k), a.v = matrices(v);
+    a.out = static_cast<float*>(out.mutable_data_ptr());
+    a.lse = return_lse ? static_cast<float*>(lse.mutable_data_ptr()) : nullptr;
+    a.causal = causal, a.scale = static_cast<float>(scale);
+    a.Br = std::min(br, Nq), a.Bc = std::min(bc, Nk);
+    a.threads = static_cast<int>(std::min<int64_t>(torch::stable::get_num_threads(), MOST_THREADS));
+    const Tensor buffer = new_floats({part.scratch(a)});
+    part.kernel(a, static_cast<float*>(buffer.mutable_data_ptr()));
+    return {out, lse};
+}
+
+template <size_t part>
+std::tuple<Tensor, Tensor> untiled(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double scale,
+                                   bool return_lse) {
+    return run(PARTS[part], q, k, v, causal, scale, return_lse, 1, 1);
+}
+
+template <size_t part>
+std::tuple<Tensor, Tensor> tiled(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double scale,
+                                 bool return_lse, int64_t br, int64_t bc) {
+    return run(PARTS[part], q, k, v, causal, scale, return_lse, br, bc);
+}
+
+const Part& named(const std::string& part) {
+    const Part* found = find_part(part);
+    STD_TORCH_CHECK(found, "part is ", part, "; it must be a part's operator");
+    return *found;
+}
+
+// Floats of scratch that a part takes for a call of these sizes.
+int64_t scratch(const std::string& part, int64_t B, int64_t H, int64_t Nq, int64_t Nk, int64_t d, int64_t br,
+                int64_t bc, int64_t threads) {
+    Attention a{};
+    a.B = B, a.H = H, a.Nq = Nq, a.Nk = Nk, a.d = d;
+    a.Br = std::min(br, Nq), a.Bc = std::min(bc, Nk);
+    a.threads = static_cast<int>(threads);
+    return named(part).scratch(a);
+}
+
+// A size that the kernels or the SIMD helpers are compiled with.
+int64_t size(const std::string& name) {
+    const std::pair<const char*, int64_t> sizes[] = {
+        {"lanes", simd::lanes()},     {"panel", simd::panel()},      {"rows", simd::rows()},
+        {"part2.T", part2::T},        {"part2.DEPTH", part2::DEPTH}, {"part4.STEP", part4::STEP},
+        {"MOST_SCORES", MOST_SCORES},
+    };
+    for (const auto& [known, value] : sizes)
+        if (name == known) return value;
+    STD_TORCH_CHECK(false, "name is ", name, "; it must be the name of a size");
+}
+
+// t[i][j][k][l] by the strides, as the lab's accessor reads a 4-D tensor that is one run of floats.
+double read_4d(const Tensor& t, int64_t i, int64_t j, int64_t k, int64_t l) {
+    STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == ScalarType::Float && t.dim() == 4,
+                    "t must be a float32 CPU tensor with four dimensions");
+    const int64_t index[4] = {i, j, k, l};
+    int64_t offset = 0;
+    for (int n = 0; n < 4; n++) {
+        STD_TORCH_CHECK(index[n] >= 0 && index[n] < t.size(n), "index ", index[n], " of dimension ", n,
+                        " is outside 0 .. ", t.size(n) - 1);
+        offset += index[n] * t.stride(n);
+    }
+    return static_cast<const float*>(t.const_data_ptr())[offset];
+}
+
+std::string simd_name() { return simd::name(); }
+
+const std::string QKV = "(Tensor q, Tensor k, Tensor v, bool causal, float scale, bool return_lse";
+
+template <size_t part>
+void implement(torch::stable::detail::StableLibrary& m) {
+    if constexpr (PARTS[part].tiled)
+        m.impl(PARTS[part].name, TORCH_BOX(&tiled<part>));
+    else
+        m.impl(PARTS[part].name, TORCH_BOX(&untiled<part>));
+}
+
+template <size_t... part>
+void implement_all(torch::stable::detail::StableLibrary& m, std::index_sequence<part...>) {
+    (implement<part>(m), ...);
+}
+
+}  // namespace
+
+// ATTENTION_EXT, given by the build, is the namespace in torch.ops: each SIMD implementation has its own,
+// so that several can be loaded at once. The detour expands it.
+#define LIBRARY(name, m) STABLE_TORCH_LIBRARY(name, m)
+#define LIBRARY_IMPL(name, key, m) STABLE_TORCH_LIBRARY_IMPL(name, key, m)
+
+LIBRARY(ATTENTION_EXT, m) {
+    for (const Part& part : PARTS)
+        m.def(
+            (part.name + QKV + (part.tiled ? ", SymInt br, SymInt bc" : "") + ") -> (Tensor, Tensor)").c_str());
+    m.def("scratch(str part, int B, int H, int Nq, int Nk, int d, int br, int bc, int threads) -> int");
+    m.def("size(str name) -> int");
+    m.def("read_4d(Tensor t, SymInt i, SymInt j, SymInt k, SymInt l) -> float");
+    m.def("simd_name() -> str");
+    m.def("fma_peak(float seconds) -> float");
+    m.def("fma_latency(float seconds) -> float");
+    m.def("read_bandwidth(SymInt bytes, float seconds) -> float");
+}
+
+LIBRARY_IMPL(ATTENTION_EXT, CPU, m) {
+    implement_all(m, std::make_index_sequence<std::size(PARTS)>());
+    m.impl("read_4d", TORCH_BOX(&read_4d));
+}
+
+LIBRARY_IMPL(ATTENTION_EXT, CompositeExplicitAutograd, m) {
+    m.impl("scratch", TORCH_BOX(&scratch));
+    m.impl("size", TORCH_BOX(&size));
+    m.impl("simd_name", TORCH_BOX(&simd_name));
+    m.impl("fma_peak", TORCH_BOX(&fma_peak));
+    m.impl("fma_latency", TORCH_BOX(&fma_latency));
+    m.impl("read_bandwidth", TORCH_BOX(&read_bandwidth));
+}

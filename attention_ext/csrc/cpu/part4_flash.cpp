@@ -1,0 +1,175 @@
+// Part 4, flash: Br x Bc tiles with an online softmax, so that no row of scores is ever whole.
+//
+// FlashAttention-2 (Dao 2023, arXiv:2307.08691), Algorithm 1; the line numbers below are its own.
+//
+//   for each batch, head, tile i of Br queries, over all threads:          lines 3-5
+//       O, l, m <- 0, 0, -inf
+//       for each tile j of Bc keys:                                        line 6
+//           S   <- scale * Qi Kj^T                                         line 8
+//           m', P, l, then O <- diag(exp(m - m')) O + P Vj                 lines 9-10
+//       O <- diag(1 / l) O;  lse <- m + log(l)                             lines 12-13
+//
+// The lanes span queries: Qi, S, P and O are kept transposed, so that K and V are read as they lie, one
+// number broadcast to all lanes, and the softmax runs down the columns with nothing to add up across
+// lanes. Inside a tile the work goes in strips of a panel of queries and STEP keys, whose scores stay in
+// the nearest caches. Under a causal mask the last step of each strip takes its part of the diagonal along.
+// m' may lag behind the maximum a little (simd::online_softmax), so that O is seldom corrected.
+//
+// Scratch: threads x (2 Br d + strip + 3 Br) floats, whatever N is. What it improves: part 3 reads K
+// and V once per query, this once per Br queries, and the scores that part 2 keeps in memory never
+// leave the cache.
+#include <cmath>
+
+#include "attention.h"
+#include "cpu/sizes.h"
+
+using part4::STEP;
+
+namespace {
+
+constexpr int64_t LINE = 16;                              // floats of a cache line, at least the lanes
+constexpr float LOG2E = 1.44269504f, LN2 = 0.693147181f;  // scores, m and lse pass through powers of 2
+
+// One thread's scratch. A row of queries is an odd number of cache lines long: the rows of a strip would share
+// few sets of L1 if it were a power of two, 2 to 4 % of the time at Br = 256.
+struct Tile {
+    int64_t R;
+    float *Qt, *Ot, *St, *m, *l, *correction;
+
+    static int64_t floats(const Attention& a) {
+        const int64_t R = row(a);
+        return /* Qt, Ot */ 2 * a.d * R + /* St */ (STEP + simd::panel()) * simd::panel() +
+               /* m, l, correction */ 3 * R;
+    }
+
+    static int64_t row(const Attention& a) { return round_up(a.Br, LINE) | LINE; }
+
+    Tile(const Attention& a, float* scratch) : R(row(a)) {
+        Qt = scratch;
+        Ot = Qt + a.d * R;
+        St = Ot + a.d * R;
+        m = St + (STEP + simd::panel()) * simd::panel();
+        l = m + R;
+        correction = l + R;
+    }
+};
+
+// Lines 8 to 10 for the queries r0 .. r0 + queries - 1 of a tile and `keys` keys; query r0 + r sees the first
+// `first + r` of them.
+void attend(const Attention& a, const Tile& t, int64_t r0, int64_t queries, const float* Kj, const float* Vj,
+            int64_t keys, int64_t first) {
+    const int64_t d = a.d, ldS = simd::panel(), W = simd::lanes();
+    float *Qt = t.Qt + r0, *Ot = t.Ot + r0;
+    // S^T <- K Q^T, whole down to the staircase, whose last vectors of queries alone see the last keys
+    const auto scores = [&](int64_t j, int64_t r, int64_t n) {
+        simd::multiply(t.St + j * ldS + r, ldS, Kj + j * a.k.row_stride, a.k.row_stride, 1, Qt + r, t.R, n,
+                       queries - r, d);
+    };
+    scores(0, 0, std::min(keys, first + W));
+    for (int64_t r = W; first + r < keys; r += W) scores(first + r, r, std::min(W, keys - first - r));
+    // m_new <- max(m, rowmax(S)), P <- 2^(S - m_new), l <- 2^(m - m_new) * l + rowsum(P)
+    if (simd::online_softmax(t.St, ldS, keys, queries, first, t.m + r0, t.l + r0, t.correction + r0))
+        // O^T <- O^T diag(2^(m - m_new))
+        simd::scale_columns(Ot, t.R, d, queries, t.correction + r0);
+    // O^T <- O^T + V^T P^T
+    simd::multiply_add(Ot, t.R, Vj, 1, a.v.row_stride, t.St, ldS, d, queries, keys, first);
+}
+
+// The same for FEW queries or less, for which a vector of queries would be mostly padding: one at a time, the
+// lanes spanning keys. A token that continues a long text is one query. Held transposed, a tile of K is
+// multiplied row by row, a feature a row, and no dot product has to be added up across the lanes.
+// Scratch: threads x (Bc + d) floats.
+void flash_few(const Attention& a, float* scratch) {
+    const int64_t d = a.d, Bc = a.Bc, ldK = a.k.row_stride, ldV = a.v.row_stride;
+
+    for_each_item(a.B * a.H * a.Nq, a.threads, [&](int64_t item, int thread) {
+        const int64_t b = item / a.Nq / a.H, h = item / a.Nq % a.H, i = item % a.Nq;
+        const float *K = a.k.at(b, h), *V = a.v.at(b, h);
+        float *O = a.out_at(b, h) + i * d, *S = scratch + thread * (Bc + d), *Q = S + Bc;
+        float m = -std::numeric_limits<float>::infinity(), l = 0;
+
+        std::copy_n(a.q.at(b, h) + i * a.q.row_stride, d, Q);
+        simd::scale_row(Q, d, a.scale);
+        std::fill_n(O, d, 0.0f);
+        for (int64_t j0 = 0; j0 < a.visible(i); j0 += Bc) {
+            const int64_t keys = std::min(Bc, a.visible(i) - j0);
+            const float* Kj = K + j0 * ldK;
+            if (a.k.col_stride == 1) {
+                simd::dot_rows(S, Q, Kj, ldK, keys, d, 1.0f);
+            } else {  // of a panel, which is whole, whole vectors: what is left over goes slowly
+                const int64_t whole = a.k.col_stride == Bc ? std::min(Bc, round_up(keys, simd::lanes())) : keys;
+                simd::multiply(S, Bc, Q, d, 1, Kj, a.k.col_stride, 1, whole, d);
+            }
+            const float m_new = simd::row_max(S, keys, m);
+            if (j0 > 0 && m_new > m) {
+                const float correction = std::exp(m - m_new);
+                simd::scale_row(O, d, correction);
+                l *= correction;
+            }
+            l += simd::exp_sum(S, keys, finite_max(m_new));
+            simd::add_weighted_rows(O, S, V + j0 * ldV, ldV, keys, d);
+            m = m_new;
+        }
+        simd::scale_row(O, d, 1 / l);
+        if (a.lse) a.lse_at(b, h)[i] = m + std::log(l);
+    });
+}
+
+}  // namespace
+
+int64_t flash_scratch(const Attention& a) { return a.threads * (a.Nq <= FEW ? a.Bc + a.d : Tile::floats(a)); }
+
+void flash_attention(const Attention& a, float* scratch) {
+    if (a.Nq <= FEW) return flash_few(a, scratch);
+    const int64_t Nq = a.Nq, d = a.d, Br = a.Br, Bc = a.Bc;
+    const int64_t ldQ = a.q.row_stride, ldK = a.k.row_stride, ldV = a.v.row_stride;
+    const int64_t Tr = (Nq + Br - 1) / Br;
+    const int64_t W = simd::lanes(), panel = simd::panel();
+
+    for_each_item(a.B * a.H * Tr, a.threads, [&](int64_t item, int thread) {
+        const int64_t b = item / Tr / a.H, h = item / Tr % a.H;
+        const int64_t i0 = (Tr - 1 - item % Tr) * Br;  // causal: the longest tiles first
+        const int64_t rows = std::min(Br, Nq - i0), padded = round_up(rows, W);
+
+        const float *Qi = a.q.at(b, h) + i0 * ldQ, *K = a.k.at(b, h), *V = a.v.at(b, h);
+        float *Oi = a.out_at(b, h) + i0 * d, *lse = a.lse_at(b, h);
+        const Tile t(a, scratch + thread * Tile::floats(a));
+
+        std::fill_n(t.Qt, d * t.R, 0.0f);
+        std::fill_n(t.Ot, d * t.R, 0.0f);
+        std::fill_n(t.m, t.R, -std::numeric_limits<float>::infinity());
+        std::fill_n(t.l, t.R, 0.0f);
+        simd::transpose(t.Qt, t.R, Qi, ldQ, rows, d, a.scale * LOG2E);
+
+        // Where the last step of strip r0 begins: with a key that all of its queries see, less than a panel and
+        // a step before the last one that any of them sees.
+        const int64_t step = std::min(STEP, Bc);
+        const auto last_step = [&](int64_t r0) {
+            return a.causal ? (a.visible(i0 + r0) - 1) / step * step : a.Nk;
+        };
+
+        for (int64_t j0 = 0; j0 < a.visible(i0 + rows - 1); j0 += Bc) {
+            for (int64_t r0 = 0; r0 < padded; r0 += panel) {
+                const int64_t end = std::min(j0 + Bc, last_step(r0));
+                for (int64_t j = j0; j < end; j += step) {
+                    const int64_t keys = std::min(step, end - j);
+                    attend(a, t, r0, std::min(panel, padded - r0), K + j * ldK, V + j * ldV, keys, keys);
+                }
+            }
+        }
+
+        // The last steps, each with its strip's part of the diagonal.
+        for (int64_t r0 = 0; a.causal && r0 < padded; r0 += panel) {
+            const int64_t j = last_step(r0), last = i0 + std::min(r0 + panel, rows) - 1;
+            attend(a, t, r0, std::min(panel, padded - r0), K + j * ldK, V + j * ldV, a.visible(last) - j,
+                   a.visible(i0 + r0) - j);
+        }
+
+        for (int64_t r = 0; r < rows; r++) {
+            t.correction[r] = 1 / t.l[r];
+            if (lse) lse[i0 + r] = t.m[r] * LN2 + std::log(t.l[r]);
+        }
+        simd::scale_columns(t.Ot, t.R, d, rows, t.correction);
+        simd::transpose(Oi, d, t.Ot, t.R, d, rows, 1.0f);
+    });
+}

@@ -1,0 +1,13 @@
+// Sizes that kernels are compiled with and that those who count a kernel's costs need too.
+#pragma once
+
+#include <cstdint>
+
+namespace part2 {
+constexpr int64_t T = 96;      // edge of a tile of scores: six cache lines of floats
+constexpr int64_t DEPTH = 64;  // features of K transposed at a time: 24 KB
+}  // namespace part2
+
+namespace part4 {
+constexpr int64_t STEP = 128;  // keys of a strip, but for a diagonal
+}  // namespace part4

@@ -1,0 +1,536 @@
+// The SIMD helpers in C++ vector extensions: AVX-512, AVX2, SSE and NEON from one source.
+//
+// A vector is as wide as the widest register the compiler was told of. Loads and stores go through
+// memcpy, which compiles to one unaligned instruction; the columns beyond the last whole vector go
+// through a masked copy of less than a vector.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "simd/simd.h"
+
+namespace simd {
+namespace {
+
+// W: floats in a vector. A register block has ROWS rows of VECS vectors: as many accumulators, and VECS + 1
+// more registers for the operands.
+#if defined(__AVX512F__) && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__))
+constexpr int W = 16, ROWS = 4, VECS = 4;  // Zen 4, also where the compiler is older: 2 % faster than 8 x 3
+#elif defined(__AVX512F__)
+constexpr int W = 16, ROWS = 8, VECS = 3;
+#elif defined(__AVX__)
+constexpr int W = 8, ROWS = 4, VECS = 3;  // 16 registers
+#elif defined(__aarch64__)
+constexpr int W = 4, ROWS = 8, VECS = 3;  // 32 registers
+#else
+constexpr int W = 4, ROWS = 4, VECS = 3;
+#endif
+constexpr int WIDE = 8;  // vectors in a block of one row, enough that no sum waits for itself
+
+typedef float Vec __attribute__((vector_size(W * sizeof(float))));
+typedef int32_t IntVec __attribute__((vector_size(W * sizeof(float))));
+typedef uint32_t UintVec __attribute__((vector_size(W * sizeof(float))));
+
+#define INLINE inline __attribute__((always_inline))
+
+INLINE Vec splat(float x) { return Vec{} + x; }
+
+INLINE Vec load(const float* p) {
+    Vec v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+// Vector v of the columns of a row of B: floats, or bfloat16 in the pairs of simd.h.
+INLINE Vec column(const float* b, int v) { return load(b + v * W); }
+
+INLINE Vec column(const uint32_t* b, int v) {
+    UintVec pair;
+    std::memcpy(&pair, b + v / 2 * W, sizeof pair);
+    const UintVec bits = v % 2 ? pair & 0xffff0000u : pair << 16;
+    Vec x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+// Where the columns from c on start.
+INLINE const float* columns(const float* b, int64_t c) { return b + c; }
+INLINE const uint32_t* columns(const uint32_t* b, int64_t c) { return b + c / 2; }
+
+INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+
+// The first n lanes from p, the others `rest`; n < W. Left rolled, the loop becomes one masked load.
+INLINE Vec load_part(const float* p, int64_t n, float rest) {
+    const int count = static_cast<int>(n);
+    float lane[W];
+#pragma GCC unroll 1
+    for (int i = 0; i < W; i++) lane[i] = i < count ? p[i] : rest;
+    return load(lane);
+}
+
+INLINE void store_part(float* p, Vec v, int64_t n) {
+    const int count = static_cast<int>(n);
+    float lane[W];
+    store(lane, v);
+#pragma GCC unroll 1
+    for (int i = 0; i < W; i++)
+        if (i < count) p[i] = lane[i];
+}
+
+INLINE Vec max(Vec a, Vec b) { return b > a ? b : a; }  // a where either is NaN
+
+INLINE UintVec min(UintVec a, UintVec b) { return a < b ? a : b; }
+
+INLINE IntVec lane_numbers() {
+    IntVec n;
+    for (int i = 0; i < W; i++) n[i] = i;
+    return n;
+}
+
+template <class To, class From>
+INLINE To bit_cast(From from) {
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+// op over all lanes, as a tree: neighbours first, then each step combines a lane with the one `away` from it.
+template <int away = 1, class Op, size_t... I>
+INLINE float reduce(Vec v, Op op, std::index_sequence<I...> lanes) {
+    v = op(v, __builtin_shufflevector(v, v, (I ^ away)...));
+    if constexpr (2 * away < W)
+        return reduce<2 * away>(v, op, lanes);
+    else
+        return v[0];
+}
+
+INLINE float sum(Vec v) {
+    return reduce(v, [](Vec a, Vec b) { return a + b; }, std::make_index_sequence<W>());
+}
+
+INLINE float largest(Vec v) { return reduce(v, max, std::make_index_sequence<W>()); }
+
+// 2^x for x <= 8, to 2e-7 of its value; 0 from -127 down, where it leaves the normal floats.
+// x = n + f with n whole and |f| <= 1/2; 2^f by a polynomial of degree 5, minimax in relative error with
+// constant term 1; 2^n by adding n to the exponent. Adding 1.5 * 2^23 rounds to a whole number, which
+// then stands in the low bits. Taken as whole numbers without sign, the bits of negative floats are in reverse
+// order and above those of the others, so one minimum bounds x; what it makes of NaN depends on the sign of the
+// NaN: whoever adds up the results looks for it.
+INLINE Vec exp2_bounded(Vec x) {
+    const Vec magic = splat(12582912.0f);
+    x = bit_cast<Vec>(min(bit_cast<UintVec>(x), bit_cast<UintVec>(splat(-127.0f))));
+    const Vec z = x + magic;
+    const Vec f = x - (z - magic);
+    Vec p = f * 1.32647273e-3f + 9.67151299e-3f;
+    p = p * f + 5.55073358e-2f;
+    p = p * f + 2.40222424e-1f;
+    p = p * f + 6.93147004e-1f;
+    p = p * f + 1.0f;
+    return bit_cast<Vec>(bit_cast<IntVec>(p) + (bit_cast<IntVec>(z) << 23));
+}
+
+// x Phi(x) by Phi(-|x|) = 2^q, q a polynomial of degree 8 in |x| with constant term -1, minimax in x 2^q: to
+// 4e-8, where rounding x may cost more. q falls with |x|, without end.
+INLINE Vec gelu(Vec x) {
+    const Vec size = bit_cast<Vec>(bit_cast<IntVec>(x) & 0x7fffffff);
+    Vec q = size * -1.90206663e-6f + 2.80569584e-5f;
+    q = q * size - 1.31473338e-4f;
+    q = q * size - 2.72075355e-4f;
+    q = q * size + 7.24542048e-3f;
+    q = q * size - 5.26276119e-2f;
+    q = q * size - 4.59162146e-1f;
+    q = q * size - 1.15111101f;
+    q = q * size - 1.0f;
+    const Vec tail = exp2_bounded(q);
+    return x * (x > 0 ? 1.0f - tail : tail);
+}
+
+// x, but NaN where `witness` is NaN.
+INLINE Vec nan_if(Vec witness, Vec x) { return witness == witness ? x : witness; }
+
+constexpr float LOG2E = 1.44269504f;
+constexpr float BEHIND = 8;  // what the online softmax lets its maximum lag
+
+// acc[i][v] <- acc[i][v] + A(i, k) * B[k] in the vectors v from G on; if G is CUT, there only in the lanes
+// after `hidden`.
+template <int G, bool CUT, int R, int VS, class Element>
+INLINE void add_products(Vec (&acc)[R][VS], const float* a, int64_t row_stride, const Element* b,
+                         int64_t hidden) {
+    const IntVec lane = lane_numbers();
+    Vec x[VS];
+    for (int v = G; v < VS; v++) x[v] = column(b, v);
+    for (int i = 0; i < R; i++) {
+        for (int v = G; v < VS; v++) {
+            const Vec next = acc[i][v] + a[i * row_stride] * x[v];
+            acc[i][v] = CUT && v == G ? (lane > static_cast<int>(hidden) ? next : acc[i][v]) : next;
+        }
+    }
+}
+
+// The products from k on of which vector G, starting with column `first` of the staircase, sees less than all.
+template <int G, int R, int VS, class Element>
+INLINE void descend(Vec (&acc)[R][VS], const float* A, int64_t row_stride, int64_t depth_stride,
+                    const Element* B, int64_t ldB, int64_t k, int64_t depth, int64_t first) {
+    const int64_t end = std::min(depth, first + W);
+    for (; k < end; k++) add_products<G, true>(acc, A + k * depth_stride, row_stride, B + k * ldB, k - first);
+    if constexpr (G + 1 < VS) descend<G + 1>(acc, A, row_stride, depth_stride, B, ldB, k, depth, first + W);
+}
+
+// Columns [c, c + VS vectors) of R rows of C, in registers over the whole depth, which is not 0. With ADD they
+// start from C; with STAIRS column c takes the products k < first + c.
+template <int R, int VS, bool ADD, bool STAIRS, class Element>
+INLINE void register_block(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                           const Element* B, int64_t ldB, int64_t depth, int64_t first) {
+    Vec acc[R][VS];
+    for (int i = 0; i < R; i++)
+        for (int v = 0; v < VS; v++) acc[i][v] = ADD ? load(C + i * ldC + v * W) : Vec{};
+    if (!STAIRS && depth <= 0)
+        __builtin_unreachable();  // else GCC keeps a copy of C for that case, on the stack
+    const int64_t all = STAIRS ? std::min(first, depth) : depth;
+#pragma GCC unroll 2  // 2 % of the whole kernel, measured
+    for (int64_t k = 0; k < all; k++)
+        add_products<0, false>(acc, A + k * depth_stride, row_stride, B + k * ldB, 0);
+    if constexpr (STAIRS) descend<0>(acc, A, row_stride, depth_stride, B, ldB, all, depth, first);
+    for (int i = 0; i < R; i++)
+        for (int v = 0; v < VS; v++) store(C + i * ldC + v * W, acc[i][v]);
+}
+
+// The last columns, n < W of them: one row at a time.
+template <bool ADD>
+void last_columns(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                  const float* B, int64_t ldB, int64_t rows, int64_t n, int64_t depth, int64_t first) {
+    const IntVec lane = lane_numbers();
+    for (int64_t i = 0; i < rows; i++) {
+        Vec acc = ADD ? load_part(C + i * ldC, n, 0.0f) : Vec{};
+        for (int64_t k = 0; k < depth; k++) {
+            const Vec next = acc + A[i * row_stride + k * depth_stride] * load_part(B + k * ldB, n, 0.0f);
+            acc = lane > static_cast<int>(k - first) ? next : acc;
+        }
+        store_part(C + i * ldC, acc, n);
+    }
+}
+
+// VS vectors of columns of all rows, R rows at a time and then the rest.
+template <int R, int VS, bool ADD, bool STAIRS, class Element>
+INLINE void block_column(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                         const Element* B, int64_t ldB, int64_t rows, int64_t depth, int64_t first) {
+    int64_t i = 0;
+    for (; i + R <= rows; i += R)
+        register_block<R, VS, ADD, STAIRS>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B,
+                                           ldB, depth, first);
+    if constexpr (R > 1)
+        block_column<R / 2, VS, ADD, STAIRS>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B,
+                                             ldB, rows - i, depth, first);
+}
+
+// One row's columns from c on, as many vectors at a time as there are, up to VS; gives where it stopped, less
+// than a vector before the end. Read like that, a matrix that is packed in such columns is one stream.
+template <int VS, bool ADD, class Element>
+INLINE int64_t one_row(float* C, const float* A, int64_t depth_stride, const Element* B, int64_t ldB, int64_t c,
+                       int64_t cols, int64_t depth) {
+    for (; c + VS * W <= cols; c += VS * W)
+        register_block<1, VS, ADD, false>(C + c, 0, A, 0, depth_stride, columns(B, c), ldB, depth, 0);
+    if constexpr (VS > 1)
+        return one_row<VS - 1, ADD>(C, A, depth_stride, B, ldB, c, cols, depth);
+    else
+        return c;
+}
+
+// Whole vectors of columns from c on, VS at a time; gives where they end.
+template <int VS, bool ADD, class Element>
+INLINE int64_t block_columns(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                             const Element* B, int64_t ldB, int64_t rows, int64_t c, int64_t cols,
+                             int64_t depth, int64_t first) {
+    if constexpr (ADD && std::is_same_v<Element, float>)
+        for (; c + VS * W <= cols && first + c < depth; c += VS * W)
+            block_column<ROWS, VS, ADD, true>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth,
+                                              first + c);
+    for (; c + VS * W <= cols; c += VS * W)
+        block_column<ROWS, VS, ADD, false>(C + c, ldC, A, row_stride, depth_stride, columns(B, c), ldB, rows,
+                                           depth, 0);
+    return c;
+}
+
+// The same, as many at a time as there are; a matrix of bfloat16 has them in pairs.
+template <bool ADD, class Element>
+INLINE int64_t whole_columns(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                             const Element* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth,
+                             int64_t first) {
+    constexpr int MOST = std::is_same_v<Element, float> ? VECS : 2;
+    int64_t c = 0;
+    if (rows == 1 && first >= depth) c = one_row<WIDE, ADD>(C, A, depth_stride, B, ldB, c, cols, depth);
+    c = block_columns<MOST, ADD>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first);
+    c = block_columns<2, ADD>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first);
+    return block_columns<1, ADD>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first);
+}
+
+template <bool ADD>
+INLINE void product(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                    const float* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth, int64_t first) {
+    const int64_t c = whole_columns<ADD>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, first);
+    if (!ADD && c < cols && cols >= W)  // the last whole vector: some columns are computed twice
+        block_column<ROWS, 1, false, false>(C + cols - W, ldC, A, row_stride, depth_stride, B + cols - W, ldB,
+                                            rows, depth, 0);
+    else if (c < cols)
+        last_columns<ADD>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, cols - c, depth,
+                          first + c);
+}
+
+// One step towards sums(): neighbours, chunks of C lanes, are added; of each block of lanes a's sums fill the
+// first half, b's the second.
+template <int C, int BLOCK, size_t... I>
+INLINE Vec pairwise(Vec a, Vec b, std::index_sequence<I...>) {
+    constexpr auto source = [](int lane, int odd) {
+        const int of_b = lane % BLOCK / (BLOCK / 2), i = lane % (BLOCK / 2);
+        return of_b * W + lane / BLOCK * BLOCK + (2 * (i / C) + odd) * C + i % C;
+    };
+    return __builtin_shufflevector(a, b, source(I, 0)...) + __builtin_shufflevector(a, b, source(I, 1)...);
+}
+
+// Lane i of the result <- sum(v[i]), in the same order, so that equal rows have equal sums. First the lanes of
+// each 128 bits are added up, then those sums, for both of which an instruction shuffles two registers.
+template <int N = W>
+INLINE Vec sums(Vec* v) {
+    if constexpr (N == 1) {
+        return v[0];
+    } else {
+        constexpr bool within = 4 * N > W;
+        for (int i = 0; i < N / 2; i++)
+            v[i] =
+                pairwise<within ? 1 : 4, within ? 4 : W>(v[2 * i], v[2 * i + 1], std::make_index_sequence<W>());
+        return sums<N / 2>(v);
+    }
+}
+
+// The first and the second half of a0 b0 a1 b1 ...
+template <size_t... I>
+INLINE void interleave(Vec a, Vec b, Vec& low, Vec& high, std::index_sequence<I...>) {
+    low = __builtin_shufflevector(a, b, (I / 2 + I % 2 * W)...);
+    high = __builtin_shufflevector(a, b, (W / 2 + I / 2 + I % 2 * W)...);
+}
+
+// A W x W square: interleaving row i with row i + W / 2, log2(W) times over, moves every element to its
+// transposed place.
+INLINE void transpose_square(float* T, int64_t ldT, const float* X, int64_t ldX, float scale) {
+    Vec v[W], next[W];
+    for (int i = 0; i < W; i++) v[i] = scale * load(X + i * ldX);
+    for (int step = 1; step < W; step *= 2) {
+        for (int i = 0; i < W / 2; i++)
+            interleave(v[i], v[i + W / 2], next[2 * i], next[2 * i + 1], std::make_index_sequence<W>());
+        for (int i = 0; i < W; i++) v[i] = next[i];
+    }
+    for (int i = 0; i < W; i++) store(T + i * ldT, v[i]);
+}
+
+// o <- o + sum_j p[j] * B[j] for VS vectors of columns, in sums that do not wait for each other.
+template <int VS>
+INLINE void weighted_columns(float* o, const float* p, const float* B, int64_t ldB, int64_t rows) {
+    constexpr int CHAINS = 4;
+    Vec acc[CHAINS][VS] = {};
+    const auto add = [&](int64_t j, int chain) {
+        for (int v = 0; v < VS; v++) acc[chain][v] += p[j] * load(B + j * ldB + v * W);
+    };
+    int64_t j = 0;
+    for (; j + CHAINS <= rows; j += CHAINS)
+        for (int n = 0; n < CHAINS; n++) add(j + n, n);
+    for (; j < rows; j++) add(j, 0);
+    for (int v = 0; v < VS; v++)
+        store(o + v * W, load(o + v * W) + ((acc[0][v] + acc[1][v]) + (acc[2][v] + acc[3][v])));
+}
+
+}  // namespace
+
+int64_t lanes() { return W; }
+
+int64_t panel() { return VECS * W; }
+
+int64_t rows() { return ROWS; }
+
+const char* name() {
+    return W == 16 ? "portable C++, 16 floats" : W == 8 ? "portable C++, 8 floats" : "portable C++, 4 floats";
+}
+
+void transpose(float* T, int64_t ldT, const float* X, int64_t ldX, int64_t rows, int64_t cols, float scale) {
+    for (int64_t r = 0; r < rows; r += W) {
+        for (int64_t c = 0; c < cols; c += W) {
+            const float* x = X + r * ldX + c;
+            float* t = T + c * ldT + r;
+            if (r + W <= rows && c + W <= cols) {
+                transpose_square(t, ldT, x, ldX, scale);
+                continue;
+            }
+            for (int64_t i = 0; i < W && r + i < rows; i++)
+                for (int64_t j = 0; j < W && c + j < cols; j++) t[j * ldT + i] = scale * x[i * ldX + j];
+        }
+    }
+}
+
+void multiply(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride, const float* B,
+              int64_t ldB, int64_t rows, int64_t cols, int64_t depth) {
+    product<false>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, depth);
+}
+
+void multiply_add(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                  const float* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth, int64_t first) {
+    product<true>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, first);
+}
+
+void multiply_bf16(float* C, int64_t ldC, const float* A, int64_t ldA, const uint32_t* B, int64_t ldB,
+                   int64_t rows, int64_t cols, int64_t depth, bool add) {
+    if (add)
+        whole_columns<true>(C, ldC, A, ldA, 1, B, ldB, rows, cols, depth, depth);
+    else
+        whole_columns<false>(C, ldC, A, ldA, 1, B, ldB, rows, cols, depth, depth);
+}
+
+void dot_rows(float* s, const float* x, const float* B, int64_t ldB, int64_t rows, int64_t depth, float scale) {
+    const int64_t whole = depth / W * W;
+    int64_t j = 0;
+    for (; j + W <= rows; j += W) {
+        const float* b = B + j * ldB;
+        Vec acc[W];
+        for (int i = 0; i < W; i++) acc[i] = Vec{};
+        for (int64_t c = 0; c < whole; c += W) {
+            const Vec a = load(x + c);
+            const float* p = b + c;
+            for (int i = 0; i < W; i++, p += ldB) acc[i] += a * load(p);
+        }
+        Vec dots = sums(acc);
+        for (int64_t c = whole; c < depth; c++)  // the last features, one at a time
+            for (int i = 0; i < W; i++) dots[i] += x[c] * b[i * ldB + c];
+        store(s + j, scale * dots);
+    }
+    for (; j < rows; j++) {
+        Vec acc{};
+        for (int64_t c = 0; c < whole; c += W) acc += load(x + c) * load(B + j * ldB + c);
+        float dot = sum(acc);
+        for (int64_t c = whole; c < depth; c++) dot += x[c] * B[j * ldB + c];
+        s[j] = scale * dot;
+    }
+}
+
+void add_weighted_rows(float* o, const float* p, const float* B, int64_t ldB, int64_t rows, int64_t cols) {
+    int64_t c = 0;
+    for (; c + 4 * W <= cols; c += 4 * W) weighted_columns<4>(o + c, p, B + c, ldB, rows);
+    for (; c + 2 * W <= cols; c += 2 * W) weighted_columns<2>(o + c, p, B + c, ldB, rows);
+    for (; c + W <= cols; c += W) weighted_columns<1>(o + c, p, B + c, ldB, rows);
+    if (c < cols) last_columns<true>(o + c, 0, p, 0, 1, B + c, ldB, 1, cols - c, rows, rows);
+}
+
+float row_max(const float* x, int64_t n, float m) {
+    Vec even = splat(m), odd = even;
+    int64_t i = 0;
+    for (; i + 2 * W <= n; i += 2 * W) {
+        even = max(even, load(x + i));
+        odd = max(odd, load(x + i + W));
+    }
+    for (; i + W <= n; i += W) even = max(even, load(x + i));
+    if (i < n) odd = max(odd, load_part(x + i, n - i, m));
+    return largest(max(even, odd));
+}
+
+float exp_sum(float* x, int64_t n, float m) {
+    Vec total{}, witness{};
+    int64_t i = 0;
+    const auto step = [&](Vec v) {
+        const Vec y = (v - m) * LOG2E, e = exp2_bounded(y);
+        total += e;
+        witness += y;
+        return e;
+    };
+    for (; i + W <= n; i += W) store(x + i, step(load(x + i)));
+    if (i < n) store_part(x + i, step(load_part(x + i, n - i, -INFINITY)), n - i);  // 2^-inf adds 0
+    return sum(nan_if(witness, total));
+}
+
+void scale_row(float* x, int64_t n, float a) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(x + i, load(x + i) * a);
+    if (i < n) store_part(x + i, load_part(x + i, n - i, 0.0f) * a, n - i);
+}
+
+void layer_norm(float* y, const float* x, const float* weight, const float* bias, int64_t n) {
+    const auto sum_of = [&](auto term, float nothing) {  // term(nothing) is 0
+        Vec even{}, odd{};
+        int64_t i = 0;
+        for (; i + 2 * W <= n; i += 2 * W) {
+            even += term(load(x + i));
+            odd += term(load(x + i + W));
+        }
+        for (; i + W <= n; i += W) even += term(load(x + i));
+        if (i < n) odd += term(load_part(x + i, n - i, nothing));
+        return sum(even + odd);
+    };
+    const float mean = sum_of([](Vec v) { return v; }, 0.0f) / n;
+    const float variance = sum_of([mean](Vec v) { return (v - mean) * (v - mean); }, mean) / n;
+    const float factor = 1 / std::sqrt(variance + 1e-5f);
+    int64_t i = 0;
+    for (; i + W <= n; i += W) {
+        const Vec v = (load(x + i) - mean) * factor * load(weight + i);
+        store(y + i, bias ? v + load(bias + i) : v);
+    }
+    for (; i < n; i++) y[i] = (x[i] - mean) * factor * weight[i] + (bias ? bias[i] : 0.0f);
+}
+
+void gelu(float* x, int64_t n) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(x + i, gelu(load(x + i)));
+    if (i < n) store_part(x + i, gelu(load_part(x + i, n - i, 0.0f)), n - i);
+}
+
+bool online_softmax(float* S, int64_t ldS, int64_t rows, int64_t cols, int64_t first, float* m, float* l,
+                    float* correction) {
+    const IntVec lane = lane_numbers();
+    const Vec low = splat(-INFINITY);
+    IntVec moved{};
+    for (int64_t c = 0; c < cols; c += W) {
+        const int64_t all = std::min(rows, first + c), some = std::min(rows, first + c + W);
+        const auto live = [&](int64_t j, Vec x) {  // in the lanes that see row j
+            return lane > static_cast<int>(j - first - c) ? x : low;
+        };
+        const Vec before = load(m + c);
+        Vec even = before, odd = before;  // two chains of maxima, which do not wait for each other
+        int64_t j = 0;
+        for (; j + 1 < all; j += 2) {
+            even = max(even, load(S + j * ldS + c));
+            odd = max(odd, load(S + (j + 1) * ldS + c));
+        }
+        for (; j < some; j++) even = max(even, live(j, load(S + j * ldS + c)));
+        const Vec most = max(even, odd);
+        const Vec after = most > before + BEHIND ? most : before;
+        const Vec subtracted = after == low ? Vec{} : after;  // -inf - -inf would be NaN
+
+        Vec total{}, witness{};
+        const auto exponentiate = [&](int64_t j, Vec x) {
+            const Vec p = exp2_bounded(x);
+            store(S + j * ldS + c, p);
+            total += p;
+            witness += x;
+        };
+        for (j = 0; j < all; j++) exponentiate(j, load(S + j * ldS + c) - subtracted);
+        for (; j < some; j++) exponentiate(j, live(j, load(S + j * ldS + c) - subtracted));
+        const Vec a = exp2_bounded(before - subtracted);
+        store(m + c, after);
+        store(l + c, nan_if(witness, a * load(l + c) + total));
+        store(correction + c, a);
+        moved |= a != 1.0f;
+    }
+    int64_t halves[sizeof moved / sizeof(int64_t)], any = 0;
+    std::memcpy(halves, &moved, sizeof moved);
+    for (const int64_t half : halves) any |= half;
+    return any != 0;
+}
+
+void scale_columns(float* C, int64_t ldC, int64_t rows, int64_t cols, const float* a) {
+    int64_t c = 0;
+    for (; c + W <= cols; c += W) {
+        const Vec factor = load(a + c);
+        for (int64_t i = 0; i < rows; i++) store(C + i * ldC + c, load(C + i * ldC + c) * factor);
+    }
+    for (; c < cols; c++)
+        for (int64_t i = 0; i < rows; i++) C[i * ldC + c] *= a[c];
+}
+
+}  // namespace simd

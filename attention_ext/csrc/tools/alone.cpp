@@ -1,0 +1,106 @@
+// One kernel in a process of its own, without Python or PyTorch: for a cache simulator (lab/counters.py),
+// `perf record` or a debugger.
+//
+//   alone PART N d BR BC CAUSAL HEADS REPEATS [SWEEP]
+//
+// calls PART, a part's operator, REPEATS times on one thread and prints the sum of its output. q, k, v and out
+// are (1, HEADS, N, d), BR and BC part 4's tile, CAUSAL 0 or 1; REPEATS may be 0. Everything is allocated
+// before the first call, so two runs differ by the calls that one makes more. SWEEP bytes are written before
+// the first call and after the last one. In caches of at most that size the first call finds nothing, and what
+// the sum reads is not there either, however many calls there were.
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+
+#include "parts.h"
+
+void on_threads(int threads, const std::function<void(int)>& body) {
+    for (int thread = 0; thread < threads; thread++) body(thread);
+}
+
+namespace {
+
+constexpr int64_t LINE = 64;  // bytes of a cache line, and the alignment that PyTorch gives its tensors
+
+// An argument between least and most; ends the program otherwise.
+int64_t number(const char* name, const char* text, int64_t least, int64_t most) {
+    char* end;
+    errno = 0;
+    const long long n = std::strtoll(text, &end, 10);
+    if (errno == 0 && end != text && *end == '\0' && least <= n && n <= most) return n;
+    std::fprintf(stderr, "alone: %s is %s; it must be a whole number from %lld to %lld\n", name, text,
+                 static_cast<long long>(least), static_cast<long long>(most));
+    std::exit(2);
+}
+
+// n zeros that live until the program ends.
+float* zeros(int64_t n) {
+    const int64_t lines = (n * static_cast<int64_t>(sizeof(float)) + LINE - 1) / LINE;
+    const int64_t bytes = std::max<int64_t>(lines, 1) * LINE;
+    float* p = static_cast<float*>(std::aligned_alloc(LINE, bytes));
+    if (!p) {
+        std::fprintf(stderr, "alone: no memory for %lld bytes\n", static_cast<long long>(bytes));
+        std::exit(1);
+    }
+    std::fill_n(p, n, 0.0f);
+    return p;
+}
+
+// n numbers from -1 to 1, another sequence for each seed.
+float* noise(int64_t n, uint32_t seed) {
+    float* p = zeros(n);
+    for (int64_t i = 0; i < n; i++) {
+        seed = 1664525 * seed + 1013904223;
+        p[i] = static_cast<float>(static_cast<int32_t>(seed)) * 0x1p-31f;
+    }
+    return p;
+}
+
+void write_lines(volatile float* p, int64_t bytes) {
+    for (int64_t i = 0; i < bytes / static_cast<int64_t>(sizeof(float)); i += LINE / sizeof(float)) p[i] = 1;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    if (argc != 9 && argc != 10) {
+        std::fputs("usage: alone PART N d BR BC CAUSAL HEADS REPEATS [SWEEP]\n", stderr);
+        return 2;
+    }
+    constexpr int64_t MOST = int64_t{1} << 20, TILE = int64_t{1} << 31;
+    const Part* part = find_part(argv[1]);
+    if (!part) {
+        std::fprintf(stderr, "alone: PART is %s; it must be one of", argv[1]);
+        for (const Part& each : PARTS) std::fprintf(stderr, " %s", each.name);
+        std::fputs("\n", stderr);
+        return 2;
+    }
+    const int64_t N = number("N", argv[2], 1, MOST), d = number("d", argv[3], 1, MOST);
+    const int64_t Br = number("BR", argv[4], 1, TILE), Bc = number("BC", argv[5], 1, TILE);
+    const bool causal = number("CAUSAL", argv[6], 0, 1);
+    const int64_t H = number("HEADS", argv[7], 1, MOST), repeats = number("REPEATS", argv[8], 0, MOST);
+    const int64_t sweep = argc == 10 ? number("SWEEP", argv[9], 0, int64_t{1} << 40) : 0;
+
+    const int64_t size = H * N * d;
+    const auto matrices = [&](const float* data) { return Matrices{data, size, N * d, d, 1}; };
+    const float *q = noise(size, 1), *k = noise(size, 2), *v = noise(size, 3);
+    float* out = zeros(size);
+    const float scale = 1 / std::sqrt(static_cast<float>(d));
+    Attention a{};
+    a.B = 1, a.H = H, a.Nq = a.Nk = N, a.d = d;
+    a.q = matrices(q), a.k = matrices(k), a.v = matrices(v);
+    a.out = out;
+    a.causal = causal, a.scale = scale;
+    a.Br = std::min(Br, N), a.Bc = std::min(Bc, N);
+    a.threads = 1;
+    float *scratch = zeros(part->scratch(a)), *other = zeros(sweep / sizeof(float));
+
+    write_lines(other, sweep);
+    for (int64_t i = 0; i < repeats; i++) part->kernel(a, scratch);
+    write_lines(other, sweep);
+
+    double sum = 0;
+    for (int64_t i = 0; i < size; i++) sum += out[i];
+    std::printf("%.6f\n", sum);
+    return 0;
+}

@@ -1,0 +1,84 @@
+// What this processor can do at most: fused multiply-adds on numbers that stay in registers, many at once and
+// one after the other, and reading numbers in order.
+#include "tools/limits.h"
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <vector>
+
+#if defined(__AVX512F__)
+constexpr int W = 16, CHAINS = 8;  // times 3: independent sums, more than the units' latency needs
+#elif defined(__AVX__)
+constexpr int W = 8, CHAINS = 4;
+#else
+constexpr int W = 4, CHAINS = 4;
+#endif
+
+// Floating-point operations per second of one thread, the best of several runs within `seconds`.
+double fma_peak(double seconds) {
+    typedef float Vec __attribute__((vector_size(W * sizeof(float))));
+    using Clock = std::chrono::steady_clock;
+    constexpr int64_t STEPS = 20000;
+    // volatile: the compiler must not see that 1 * 0.999 + 0.001 is 1, or it drops that chain.
+    volatile float given[2] = {0.999f, 0.001f};
+    Vec acc[CHAINS][3], factor = Vec{} + given[0], term = Vec{} + given[1];
+    for (int i = 0; i < CHAINS; i++)  // all different, so that none is dropped
+        for (int v = 0; v < 3; v++) acc[i][v] = Vec{} + static_cast<float>(3 * i + v);
+    const auto begin = Clock::now();
+    double best = 0;
+    while (std::chrono::duration<double>(Clock::now() - begin).count() < seconds) {
+        const auto start = Clock::now();
+        for (int64_t step = 0; step < STEPS; step++)
+            for (int i = 0; i < CHAINS; i++)
+                for (int v = 0; v < 3; v++) acc[i][v] = acc[i][v] * factor + term;
+        const double elapsed = std::chrono::duration<double>(Clock::now() - start).count();
+        best = std::max(best, 2.0 * W * CHAINS * 3 * STEPS / elapsed);
+    }
+    Vec total{};
+    for (int i = 0; i < CHAINS; i++) total += acc[i][0] + acc[i][1] + acc[i][2];
+    volatile float kept = total[0];  // the results are used, so the work is done
+    (void)kept;
+    return best;
+}
+
+// Seconds of a multiply-add that waits for the one before it, the best of several runs within `seconds`.
+double fma_latency(double seconds) {
+    using Clock = std::chrono::steady_clock;
+    constexpr int64_t STEPS = 100000;
+    volatile float given = 0.999f;
+    const float factor = given;
+    float sum = 1;
+    const auto begin = Clock::now();
+    double best = std::numeric_limits<double>::infinity();
+    while (std::chrono::duration<double>(Clock::now() - begin).count() < seconds) {
+        const auto start = Clock::now();
+        for (int64_t step = 0; step < STEPS; step++) sum = sum * factor + 0.001f;
+        best = std::min(best, std::chrono::duration<double>(Clock::now() - start).count() / STEPS);
+        given = sum;  // the result is used, so the work is done
+    }
+    return best;
+}
+
+// Bytes per second that one thread reads from a buffer of so many bytes again and again, the best of several
+// passes within `seconds`: cache or memory bandwidth, whichever holds it.
+double read_bandwidth(int64_t bytes, double seconds) {
+    typedef float Vec __attribute__((vector_size(W * sizeof(float))));
+    using Clock = std::chrono::steady_clock;
+    const int64_t blocks = std::max<int64_t>(1, bytes / static_cast<int64_t>(sizeof(Vec)) / CHAINS);
+    std::vector<Vec> buffer(blocks * CHAINS, Vec{} + 1.0f);
+    Vec total[CHAINS] = {};
+    const auto begin = Clock::now();
+    double best = 0;
+    do {  // once at least, should the thread lose its core here for longer
+        const auto start = Clock::now();
+        for (int64_t b = 0; b < blocks; b++)
+            for (int i = 0; i < CHAINS; i++) total[i] += buffer[b * CHAINS + i];
+        const double elapsed = std::chrono::duration<double>(Clock::now() - start).count();
+        best = std::max(best, blocks * CHAINS * sizeof(Vec) / elapsed);
+    } while (std::chrono::duration<double>(Clock::now() - begin).count() < seconds);
+    for (int i = 1; i < CHAINS; i++) total[0] += total[i];
+    volatile float kept = total[0][0];
+    (void)kept;
+    return best;
+}

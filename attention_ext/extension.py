@@ -1,0 +1,131 @@
+"""The compiled extension, loaded: its operators in torch.ops, and the decoder's class."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import library as torch_library
+
+from attention_ext.build import recipes, toolchain
+from attention_ext.parts import PARTS, BuildError, check_part, resolve_simd
+
+_loading = threading.Lock()
+_libraries: dict[str, Path] = {}  # of each of the SIMD helpers that is loaded
+
+
+def load(simd: str = "auto") -> Any:
+    """The operators over one of SIMD, torch.ops.attention_ext_<helpers>, compiled first if need be.
+
+    Raises ValueError for another simd, BuildError if there is no compiler, it fails, or the cache
+    directory cannot be used or can be written by others.
+    """
+    helpers = resolve_simd(simd)
+    with _loading:
+        return _load(helpers)
+
+
+@functools.cache
+def _load(helpers: str) -> Any:
+    recipe = recipes.library(helpers)
+    library = recipe.make()
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        reason = error.__cause__ or error  # torch's own names the library only
+        raise BuildError(f"{library} cannot be loaded ({reason}); delete it to compile it again") from None
+    _register_fakes(recipe.name)
+    _libraries[helpers] = library
+    return getattr(torch.ops, recipe.name)
+
+
+def _register_fakes(name: str) -> None:
+    """What torch.compile and opcheck know of the operators: shapes and types."""
+
+    def fake(q, k, v, causal, scale, return_lse, br=1, bc=1):
+        B, H, Nq, d = q.shape
+        return q.new_empty(B, H, Nq, d), q.new_empty((B, H, Nq) if return_lse else (0,))
+
+    for part in PARTS.values():
+        if part.operator:
+            torch_library.register_fake(f"{name}::{part.operator}", fake)
+
+
+def operator(part: str, simd: str = "auto") -> Callable:
+    """The PyTorch operator of one of parts 1 to 4.
+
+    Raises ValueError for another part, and as load() does.
+    """
+    name = check_part(part).operator
+    if name is None:
+        raise ValueError(f"part is {part!r}; it must be one with an operator, which {part} has not")
+    return getattr(load(simd), name).default
+
+
+def load_decoder(simd: str = "auto") -> Any:
+    """The class Decoder of csrc/bindings/decoder_module.cpp, compiled first if need be.
+
+    Raises ValueError and BuildError as load() does, and BuildError where Python's header is missing.
+    """
+    if not toolchain.has_python_header():
+        raise BuildError(
+            f"the native engine needs Python's header, and there is no {toolchain.python_header()}; install "
+            "it (Debian, Ubuntu: apt install python3-dev), or choose the torch engine"
+        )
+    load(simd)
+    with _loading:
+        return _load_decoder(resolve_simd(simd))
+
+
+@functools.cache
+def _load_decoder(helpers: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"attention_ext_{helpers}", _libraries[helpers])
+    assert spec is not None and spec.loader is not None  # the suffix is one of an extension module
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Decoder
+
+
+def describe(simd: str = "auto") -> str:
+    """Which SIMD helpers, instruction set and number of threads are in use, for people to read."""
+    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    return f"SIMD: {load(simd).simd_name()}, {capability}, {threads} thread{'s' * (threads > 1)}"
+
+
+def scratch(
+    part: str,
+    B: int,
+    H: int,
+    Nq: int,
+    Nk: int,
+    d: int,
+    *,
+    br: int = 1,
+    bc: int = 1,
+    threads: int = 1,
+    simd: str = "auto",
+) -> int:
+    """Bytes of scratch that one of parts 1 to 4 takes for a call, as its kernel counts them."""
+    return 4 * load(simd).scratch(check_part(part).operator, B, H, Nq, Nk, d, br, bc, threads)
+
+
+def size(name: str, simd: str = "auto") -> int:
+    """A size that the kernels are compiled with, by its name in csrc/parts.h or of a SIMD helper's block."""
+    return load(simd).size(name)
+
+
+def read_4d(t: torch.Tensor, index: tuple[int, int, int, int]) -> float:
+    """t[index] as the extension reads it, by strides; t is a float32 CPU tensor (B, H, N, d).
+
+    Raises ValueError if t or index is anything else.
+    """
+    if t.dtype != torch.float32 or t.device.type != "cpu" or t.ndim != 4:
+        raise ValueError(f"t is {t.dtype} on {t.device} of shape {tuple(t.shape)}; it must be 4-D float32")
+    if len(index) != 4 or any(not 0 <= i < n for i, n in zip(index, t.shape)):
+        raise ValueError(f"index is {index}; it must be inside the shape {tuple(t.shape)}")
+    return load().read_4d(t, *index)

@@ -1,0 +1,110 @@
+"""The one table of implementations. Everything that needs a part iterates over PARTS.
+
+Its C++ side is csrc/parts.h. torch is not imported here: `gpt.py --help` needs the table alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class BuildError(RuntimeError):
+    """The extension could not be compiled or loaded; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One implementation of attention.
+
+    title: the lab's name of it. summary: what it does, in a few words. why: what its cost comes from.
+    operator: the name of its row in csrc/parts.h, of its file in csrc/cpu/ and of its PyTorch operator;
+    None is PyTorch itself.
+    tiled: takes br and bc. threaded: uses all threads. quadratic: keeps Nq x Nk scores.
+    devices, dtypes: what its tensors may be on, and of.
+    """
+
+    name: str
+    title: str
+    summary: str
+    why: str = ""
+    operator: str | None = None
+    tiled: bool = False
+    threaded: bool = True
+    devices: tuple[str, ...] = ("cpu",)
+    dtypes: tuple[str, ...] = ("float32",)
+
+
+PARTS = {
+    part.name: part
+    for part in (
+        Part(
+            "part0",
+            "PYTORCH ATTENTION",
+            "matmul, softmax, matmul in PyTorch",
+            "PyTorch multiplies, normalises and multiplies again; each step writes N x N numbers for every "
+            "head and the next one reads them.",
+        ),
+        Part(
+            "part1",
+            "NAIVE ATTENTION",
+            "the textbook's three passes",
+            "Each query passes all of K, and each number of the output is a sum down a column of V: one "
+            "number of every cache line is used, and the line has gone before the next one is wanted if V "
+            "does not fit; each addition waits for the one before it; and only one lane of a vector works.",
+            operator="part1_naive",
+            threaded=False,
+        ),
+        Part(
+            "part2",
+            "BLOCKED MATMUL + UNFUSED SOFTMAX",
+            "three passes, both products blocked to the cache",
+            "The same three passes, but a tile of K or V serves 96 queries before it goes, and V is read "
+            "along its rows. What is left is the N x N matrix of scores, written once and read twice.",
+            operator="part2_blocked",
+            threaded=False,
+        ),
+        Part(
+            "part3",
+            "FUSED ATTENTION",
+            "one row of scores at a time, all threads",
+            "One row of scores at a time: it never leaves the cache, and the N x N matrix is gone. The "
+            "price is that every query passes all of K and V again.",
+            operator="part3_fused",
+        ),
+        Part(
+            "part4",
+            "FLASH ATTENTION",
+            "tiles with an online softmax",
+            "A tile of Br queries shares each pass over K and V, and of the scores only a strip exists, "
+            "which stays in the nearest caches. Nothing but Q, K, V and the output has to come from memory.",
+            operator="part4_flash",
+            tiled=True,
+        ),
+    )
+}
+
+# The SIMD helpers under the kernels. 'auto' is the faster: portable C++, some percent ahead of ISPC in parts
+# 3 and 4 (gpt.py bench part3,part4 --simd ispc,portable).
+SIMD = ("auto", "ispc", "portable", "off")
+AUTO = "portable"
+
+
+def check_part(part: str) -> Part:
+    """The row of a part. Raises ValueError naming PARTS for another name."""
+    if part not in PARTS:
+        raise ValueError(f"part is {part!r}; it must be one of {', '.join(PARTS)}")
+    return PARTS[part]
+
+
+def resolve_simd(simd: str | None) -> str:
+    """Which helpers `simd`, one of SIMD, stands for; None is 'auto'. Raises ValueError for another name."""
+    if simd in (None, "auto"):
+        return AUTO
+    if simd not in SIMD:
+        raise ValueError(f"simd is {simd!r}; it must be one of {', '.join(SIMD)}")
+    return str(simd)
+
+
+def helpers_of(part: str, simd: str | None) -> str | None:
+    """Which SIMD helpers a part runs over; None for part0, which has none of ours."""
+    return None if check_part(part).operator is None else resolve_simd(simd)

@@ -1,0 +1,1 @@
+"""gpt.py bench: attention timed over a sweep of sizes."""

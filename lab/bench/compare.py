@@ -1,0 +1,138 @@
+"""gpt.py bench --compare: two runs side by side, and which differences are more than chance."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from lab.bench.measure import Cell, Result, Run
+from lab.bench.report import CASE, case_text
+
+LEVEL = 0.01  # share of the reported differences that may be chance
+THRESHOLD = 0.05  # two runs of the same code on a quiet machine differ by less
+EXACT = 20  # rounds up to which the test counts all orders, which is fast enough; beyond, it need not
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A cell's medians in two runs, in seconds, and p, the chance of such a difference if there is none."""
+
+    cell: Cell
+    before: float
+    now: float
+    p: float
+
+    @property
+    def change(self) -> float:
+        """+0.1 where it takes 10 % longer now."""
+        return self.now / self.before - 1
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two runs have in common and where they differ.
+
+    cells: how many both have timed. differences: those above chance and above the threshold, the slowest
+    change first. broken: results that were right before and are not now. alone: cells of the run before, and
+    of the run now, that the other has not.
+    """
+
+    cells: int
+    differences: list[Difference]
+    broken: list[Result]
+    alone: tuple[int, int]
+
+    @property
+    def worse(self) -> bool:
+        """Whether anything is slower now, or wrong."""
+        return bool(self.broken) or any(each.change > 0 for each in self.differences)
+
+
+def check(before: Run, cells: list[Cell], rounds: int) -> None:
+    """Raise ValueError if a run of these cells could not be compared with the one before.
+
+    That is if SciPy is missing, no cell is in both, or there are too few rounds to tell a difference.
+    """
+    try:
+        import scipy  # noqa: F401
+    except ImportError:
+        raise ValueError("--compare needs SciPy: pip install -c constraints.txt -e '.[lab]'") from None
+    old = {result.cell: len(result.seconds) for result in before.results if result.seconds}
+    both = [cell for cell in cells if cell in old]
+    if not both:
+        raise ValueError("no cell was timed in both runs; they can only be compared where they do the same")
+    fewest = min(old[cell] for cell in both)
+    if 2 / math.comb(fewest + rounds, rounds) * len(both) > LEVEL:  # p of rounds that all differ, corrected
+        raise ValueError(
+            f"the runs have {fewest} and {rounds} rounds, too few to tell a difference in {len(both)} "
+            f"cell{'s' * (len(both) > 1)} from chance; measure with -r 10 or more"
+        )
+
+
+def compare(before: Run, now: Run, threshold: float = THRESHOLD) -> Comparison:
+    """Cells whose medians differ by more than `threshold`, as a share, and by more than chance.
+
+    By chance is judged by the Mann-Whitney U test on the rounds that count, corrected for the number of cells
+    (Benjamini & Hochberg 1995) at LEVEL. The rounds come from all over a run, yet all of them share its
+    machine's state, which no test of them can see: that is what the threshold is for. check() says what two
+    runs must have; where others slowed many rounds, fewer differences can be told from chance.
+    """
+    from scipy import stats
+
+    old = {result.cell: result for result in before.results}
+    new = {result.cell for result in now.results}
+    both = [(r.cell, old[r.cell].counted, r.counted) for r in now.results if r.cell in old]
+    both = [(cell, a, b) for cell, a, b in both if a and b]
+    methods = ["exact" if max(len(a), len(b)) <= EXACT else "asymptotic" for _, a, b in both]
+    p = [float(stats.mannwhitneyu(a, b, method=how).pvalue) for how, (_, a, b) in zip(methods, both)]
+    corrected = stats.false_discovery_control(p) if p else []
+    found = [
+        Difference(cell, statistics.median(a), statistics.median(b), float(chance))
+        for (cell, a, b), chance in zip(both, corrected)
+    ]
+    found = [each for each in found if each.p < LEVEL and abs(each.change) > threshold]
+    found.sort(key=lambda each: -each.change)
+    broken = [r for r in now.results if r.status == "wrong" and r.cell in old and old[r.cell].status == "ok"]
+    alone = sum(cell not in new for cell in old), sum(cell not in old for cell in new)
+    return Comparison(len(both), found, broken, alone)
+
+
+def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
+    """The comparison for people: a Markdown table of the differences, or that there is none."""
+    lines = []
+    if before.machine.get("cpu") != now.machine.get("cpu"):
+        lines.append(f"Before it was another processor: {before.machine.get('cpu')}.")
+    lines += [f"In the run of {run.machine.get('date')}: {run.busy}" for run in (before, now) if run.busy]
+    if any(compared.alone):
+        lines.append(
+            f"Not compared: {compared.alone[0]} cells of before and {compared.alone[1]} of now, "
+            "which the other run has not."
+        )
+    for result in compared.broken:
+        lines.append(f"Right before, wrong now: {case(result.cell)}; {result.note}")
+    cells = f"{compared.cells} cell{'s' * (compared.cells != 1)}"
+    if not compared.differences:
+        lines.append(f"No difference above {100 * threshold:g} % and above chance in {cells}.")
+        return "\n".join(lines)
+    found = compared.differences
+    names = [name for name in CASE if any(getattr(each.cell, name) is not None for each in found)]
+    titles = ["contender", *(CASE[name] for name in names), "before, ms", "now, ms", "change", "by chance"]
+    lines.append(f"{len(found)} of {cells} differ by more than {100 * threshold:g} % and than chance:")
+    lines += ["", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for each in found:
+        values = [each.cell.contender, *(case_text(name, getattr(each.cell, name)) for name in names)]
+        word = "slower" if each.change > 0 else "faster"
+        figures = [f"{1e3 * each.before:.4g}", f"{1e3 * each.now:.4g}", f"{100 * each.change:+.1f} % {word}"]
+        lines.append(f"| {' | '.join([*values, *figures, f'{each.p:.0e}'])} |")
+    return "\n".join(lines)
+
+
+def case(cell: Cell) -> str:
+    """A cell in one line."""
+    fields = [
+        f"{title} {case_text(name, getattr(cell, name))}"
+        for name, title in CASE.items()
+        if getattr(cell, name) is not None
+    ]
+    return f"{cell.contender}, {', '.join(fields)}"

@@ -1,0 +1,242 @@
+"""What gpt.py bench prints and keeps of a run: Markdown, CSV, JSON, JSON lines, and a file to read again."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import tempfile
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from attention_ext import SIMD
+from lab.bench.measure import FIRM, Cell, Result, Run, contenders, row
+from lab.machine import size_text
+
+FORMAT = 2  # of the file
+FORMATS = ("md", "csv", "json", "jsonl")
+NAMED = 3  # cells at most that are named then
+# Repeated in each row of CSV and JSON lines.
+MACHINE_COLUMNS = ("cpu", "isa", "simd_name", "torch", "commit", "date")
+
+# Columns that say what a cell is; in Markdown those that are the same in all rows stand above the table.
+CASE = {
+    "simd": "SIMD",
+    "N": "N",
+    "queries": "queries",
+    "d": "d",
+    "batch": "batch",
+    "heads": "heads",
+    "causal": "mask",
+    "br": "Br",
+    "bc": "Bc",
+    "threads": "threads",
+}
+FIGURES = {
+    "ms": "ms",
+    "iqr_ms": "IQR, ms",
+    "margin": "± %",
+    "left_out": "left out",
+    "gflops": "GFLOP/s",
+    "peak_share": "of peak",
+    "gbps": "GB/s",
+    "bandwidth_share": "of bandwidth",
+    "scratch": "scratch",
+    "over_part0": "over part0",
+    "over_sdpa": "over SDPA",
+    "error": "error",
+}
+
+
+def text(run: Run, form: str) -> str:
+    """The run in one of FORMATS, without a line end."""
+    rows = [row(run, result) for result in run.results]
+    if form == "json":
+        return json.dumps(as_json(run) | {"rows": rows}, indent=1)
+    facts = {name: run.machine.get(name) for name in MACHINE_COLUMNS}
+    if form == "jsonl":
+        return "\n".join(json.dumps(figures | facts) for figures in rows)
+    if form == "csv":
+        out = io.StringIO()
+        writer = csv.DictWriter(out, [*(rows[0] if rows else ()), *facts], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(figures | facts for figures in rows)
+        return out.getvalue().rstrip("\n")
+    return "\n".join([header(run), "", table(rows)])
+
+
+def header(run: Run) -> str:
+    """What the figures were measured on, in Markdown."""
+    m = run.machine
+    caches = ", ".join(f"L{cache['level']} {size_text(cache['size'])}" for cache in m["caches"])
+    lines = [
+        f"{m['cpu']}, {m['cores']} cores, {caches}; {m['isa']}; SIMD: {m.get('simd_name', m['simd'])}",
+        f"{m['os']}, Python {m['python']}, PyTorch {m['torch']}, commit {m['commit']}, {m['date']} UTC",
+    ]
+    for threads, peak in sorted(run.peaks.items()):
+        lines.append(
+            f"{threads} thread{'s' * (threads > 1)}: FMA peak {peak / 1e9:.0f} GFLOP/s, "
+            f"{run.bandwidths[threads] / 1e9:.0f} GB/s from beyond {size_text(run.cache)} of cache"
+        )
+    if not run.complete:
+        lines.append("Stopped before the end.")
+    if run.busy:
+        lines.append(run.busy)
+    return "  \n".join(lines)
+
+
+def table(rows: list[dict]) -> str:
+    """Rows of lab.bench.row() as a Markdown table, what is the same in all of them above it."""
+    if not rows:
+        return "Nothing was measured."
+    varying, alike = _case(rows)
+    same = [
+        f"{CASE[name]} {case_text(name, values.pop())}"
+        for name in alike
+        if (values := {r[name] for r in rows if r[name] is not None})
+    ]
+    shown = [name for name in FIGURES if name == "ms" or any(r[name] is not None for r in rows)]
+    if not any(r["left_out"] for r in rows):
+        shown = [name for name in shown if name != "left_out"]
+    titles = ["contender", *(CASE[name] for name in varying), *(FIGURES[name] for name in shown)]
+    lines = [", ".join(same), "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for r in rows:
+        cells = [r["contender"], *(case_text(name, r[name]) for name in varying)]
+        if r["status"] == "ok":
+            cells += [_figure(name, r[name]) for name in shown]
+        else:
+            figures = [_figure(name, r[name]) if name == "error" else "" for name in shown]
+            cells += [f"{r['status']}: {r['note']}", *figures[1:]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def infirm(run: Run) -> str | None:
+    """Which medians are not firm, the least firm ones by name; None if all are."""
+    rows = [row(run, result) for result in run.results]
+    loose = [r for r in rows if r["margin"] is not None and r["margin"] > FIRM]
+    if not loose:
+        return None
+    loose.sort(key=lambda r: -r["margin"])
+    varying, _ = _case(rows)
+    names = [
+        " ".join([r["contender"], *(f"{CASE[n]}={case_text(n, r[n])}" for n in varying if r[n] is not None)])
+        for r in loose[:NAMED]
+    ]
+    more = ["..."] * (len(loose) > NAMED)
+    return (
+        f"Not firm: in {len(loose)} of {len(rows)} cells the median's interval is wider than "
+        f"{100 * FIRM:g} % either way ({', '.join(names + more)})."
+    )
+
+
+def _case(rows: list[dict]) -> tuple[list[str], list[str]]:
+    """CASE's names, those that differ between rows and those that do not; queries only if they are not N."""
+    case = [name for name in CASE if name != "queries" or any(r["queries"] != r["N"] for r in rows)]
+    varying = [name for name in case if len({r[name] for r in rows if r[name] is not None}) > 1]
+    return varying, [name for name in case if name not in varying]
+
+
+def case_text(name: str, value) -> str:
+    """A cell's field as a table shows it."""
+    if name == "causal":
+        return "causal" if value else "none"
+    return "" if value is None else str(value)
+
+
+def _figure(name: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    if name in ("peak_share", "bandwidth_share"):
+        return f"{100 * value:.0f} %"
+    if name == "margin":
+        return f"{100 * value:.1f}"
+    if name in ("scratch", "left_out"):
+        return f"{value:,}"
+    if name == "error":
+        return f"{value:.0e}"
+    return f"{value:.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
+
+
+def as_json(run: Run) -> dict:
+    """All that load() needs to have the run again."""
+    return {"format": FORMAT} | asdict(run)
+
+
+def save(run: Run, file: Path) -> None:
+    """Keep a run; the file is either as it was or whole."""
+    file = file.resolve()
+    handle, unfinished = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+    try:
+        with open(handle, "w") as out:
+            json.dump(as_json(run), out, indent=1)
+        os.chmod(unfinished, 0o666 & ~_umask())
+        os.replace(unfinished, file)
+    except BaseException:
+        os.unlink(unfinished)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def load(file: Path) -> Run:
+    """A run that save() kept. Raises ValueError if the file is anything else."""
+    try:
+        content = json.loads(file.read_text())
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']!r}, not {FORMAT}")
+        known = {f.name for f in fields(Run)}
+        run = Run(**{name: value for name, value in content.items() if name in known})
+        run.peaks = {int(threads): peak for threads, peak in run.peaks.items()}
+        run.bandwidths = {int(threads): rate for threads, rate in run.bandwidths.items()}
+        run.results = [_result(entry) for entry in content["results"]]
+        _check_run(run)
+        header(run)  # names what the machine lacks
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{file} is not a run that bench saved: {reason}") from None
+    return run
+
+
+def _result(entry: dict) -> Result:
+    cell, result = Cell(**entry["cell"]), Result(**entry)
+    result.cell = cell
+    _check("contender", cell.contender, cell.contender in contenders())
+    _check("simd", cell.simd, cell.simd is None or cell.simd in SIMD)
+    _check("causal", cell.causal, isinstance(cell.causal, bool))
+    for name in ("N", "queries", "d", "batch", "heads", "br", "bc", "threads"):
+        size = getattr(cell, name)
+        _check(name, size, size is None and name in ("br", "bc") or type(size) is int and 0 < size < 2**31)
+    _check("status", result.status, result.status in ("ok", "wrong", "skipped"))
+    _check("note", result.note, isinstance(result.note, str | None))
+    _check("error", result.error, result.error is None or _is_number(result.error))
+    _check("scratch", result.scratch, result.scratch is None or type(result.scratch) is int)
+    _check("seconds", result.seconds, all(_is_number(s) and s > 0 for s in result.seconds))
+    _check("paces", result.paces, all(_is_number(pace) and 0 < pace <= 1 for pace in result.paces))
+    _check("paces", result.paces, len(result.paces) == len(result.seconds))
+    result.error_at = None if result.error_at is None else tuple(result.error_at)
+    return result
+
+
+def _check_run(run: Run) -> None:
+    threads = {result.cell.threads for result in run.results}
+    for name in ("peaks", "bandwidths"):
+        rates = getattr(run, name)
+        _check(name, rates, all(_is_number(rate) and rate > 0 for rate in rates.values()))
+        _check(name, rates, threads <= rates.keys() and run.peaks.keys() <= rates.keys())
+    _check("cache", run.cache, type(run.cache) is int and run.cache > 0)
+    _check("busy", run.busy, isinstance(run.busy, str | None))
+
+
+def _check(name: str, value, holds: bool) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {value!r}")
+
+
+def _is_number(value) -> bool:
+    return type(value) in (int, float) and -1e18 < value < 1e18  # no machine measures more

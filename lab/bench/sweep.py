@@ -1,0 +1,151 @@
+"""gpt.py bench as the terminal sees it: the plan, progress, what is printed, kept, drawn and compared."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from attention_ext import processor, tiles
+from lab.bench import compare, report, tune
+from lab.bench.measure import Bench, Cell, Run, check_memory
+
+Echo = Callable[..., None]  # click.echo's signature
+FRAME = 0.2  # seconds between two pictures of the progress bar, at least
+
+
+def plan_text(cells: Sequence[Cell], rounds: int) -> str:
+    """What a sweep would measure, a line for each cell."""
+    lines = [f"{len(cells)} cells, {rounds} rounds each"]
+    for cell in cells:
+        lines.append(f"{compare.case(cell)}; {cell.flops / 1e9:.3g} GFLOP")
+    return "\n".join(lines)
+
+
+def measure(cells: Sequence[Cell], rounds: int, min_time: float) -> tuple[Run, bool]:
+    """Measure a sweep, with a bar on stderr if that is a terminal; gives the run and if Ctrl-C stopped it."""
+    bench = Bench(cells, rounds, min_time)
+    # What a cell will take is not known before; its operations are, and the least time that was asked for.
+    weight = {cell: max(min_time, rounds * cell.flops / 5e10) / rounds for cell in cells}
+    steps = 1 + rounds  # verified, timed
+    try:
+        with progress(sum(weight.values()) * steps, "measuring") as advance:
+            with contextlib.closing(bench.run()) as measured:
+                for cell, _ in measured:
+                    advance(0 if bench.again else weight[cell], cell.contender + " again" * bench.again)
+    except KeyboardInterrupt:
+        return bench.done, True
+    return bench.done, False
+
+
+def find_tiles(
+    cells: Sequence[Cell], budget: float, br: Sequence[int], bc: Sequence[int], echo: Echo
+) -> None:
+    """Tune part 4 for each cell within `budget` seconds and keep what is found; br, bc: sides to try."""
+    check_memory(cells)
+    found = []
+    try:
+        with progress(budget, "tuning") as advance:
+            for cell in cells:
+                best, start = None, time.perf_counter()
+                for best in tune.tune(cell, budget / len(cells), tune.candidates(cell.N, br, bc)):
+                    advance(time.perf_counter() - start, f"N={cell.N}, d={cell.d}: {best.br} x {best.bc}")
+                    start = time.perf_counter()
+                if best:
+                    found.append(best)
+    finally:  # Ctrl-C keeps what is finished
+        if found:
+            echo(tune.text(found))
+            tiles.write(found)
+            echo(f"\nKept in {tiles.path()} for part4's auto tiles on this processor.")
+
+
+def tuned_text() -> str:
+    """What is kept for this processor."""
+    found = tiles.read()
+    if not found:
+        return f"Nothing is kept for this processor in {tiles.path()}."
+    return f"{tune.text(found)}\n\nFrom {tiles.path()}, for {processor.name()}."
+
+
+@contextlib.contextmanager
+def progress(total: float, doing: str) -> Iterator[Callable[[float, str], None]]:
+    """A bar with the time left, on stderr if that is a terminal; gives what moves it on.
+
+    It is drawn between measurements, never by a thread beside them.
+    """
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=False) as bar:
+        task, drawn = bar.add_task(doing, total=total), 0.0
+
+        def advance(amount: float, what: str) -> None:
+            nonlocal drawn
+            bar.update(task, advance=amount, description=f"{doing} {what}")
+            if time.monotonic() - drawn > FRAME:
+                bar.refresh()
+                drawn = time.monotonic()
+
+        yield advance
+
+
+class Output:
+    """Where a run goes. Raises ValueError and OSError for what is wrong with it before anything is measured.
+
+    cells, rounds: of the run. form: one of report.FORMATS. save: a file to keep it in. old: the file of a run
+    to compare it with, by `threshold`, as a share. plot: a directory to draw it into.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        rounds: int,
+        form: str,
+        save: str | None,
+        old: str | None,
+        threshold: float,
+        plot: str | None,
+    ) -> None:
+        self.form, self.threshold = form, threshold
+        self.save = Path(save) if save else None
+        if self.save and not self.save.resolve().parent.is_dir():
+            raise ValueError(f"save is {save!r}; it must be a file in a directory that exists")
+        if self.save and self.save.exists() and not self.save.is_file():
+            raise ValueError(f"save is {save!r}; it must be a file, and this is something else")
+        self.before = report.load(Path(old)) if old else None
+        if self.before:
+            compare.check(self.before, list(cells), rounds)
+        self.plot = Path(plot) if plot else None
+        if self.plot:
+            from lab.bench import plots  # noqa: F401  raises ValueError without matplotlib
+
+            self.plot.mkdir(parents=True, exist_ok=True)
+
+    def show(self, run: Run, echo: Echo, notice: Echo) -> bool:
+        """Keep, print, compare and draw; gives whether anything is slower than in the other run, or wrong.
+
+        A run that was stopped before anything was timed is not kept: there may be another one in the file.
+        """
+        if self.save and any(result.seconds for result in run.results):
+            report.save(run, self.save)
+        echo(report.text(run, self.form))
+        worse = False
+        if self.before:
+            compared = compare.compare(self.before, run, self.threshold)
+            echo("\n" + compare.text(compared, self.before, run, self.threshold))
+            worse = compared.worse
+        if run.busy:
+            notice(run.busy)
+        if infirm := report.infirm(run):
+            notice(infirm)
+        if self.plot:
+            from lab.bench import plots
+
+            for file in plots.draw(run, self.plot):
+                notice(f"wrote {file}")
+        return worse

@@ -1,0 +1,93 @@
+"""gpt.py bench --tune: part 4's best tile for this processor, by successive halving.
+
+All tiles are timed a few times, the slower half is dropped, the rest are timed more often, and so on: most of
+the time goes to those that are close to each other (Jamieson & Talwalkar 2016, arXiv:1502.07943).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from attention_ext import attention
+from attention_ext.parts import resolve_simd
+from attention_ext.tiles import DEFAULT, Tuned
+from lab.bench.measure import Cell
+
+SIDES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
+GAIN = 0.01  # a tile must be faster than the default one by this much to take its place
+
+
+def candidates(N: int, br: Sequence[int] = (), bc: Sequence[int] = ()) -> list[tuple[int, int]]:
+    """The tiles to try at N queries and keys: those given, else SIDES up to N; the default comes first."""
+    sides = [side for side in SIDES if side < N] + [N]
+    tried = itertools.product(br or sides, bc or [side for side in sides if side >= min(N, 32)])
+    default = min(DEFAULT[0], N), min(DEFAULT[1], N)
+    return list(dict.fromkeys([default, *tried]))
+
+
+def tune(cell: Cell, budget: float, tried: Sequence[tuple[int, int]] | None = None) -> Iterator[Tuned]:
+    """The best tile for a cell of part 4 so far, each time that the slower half has been dropped.
+
+    budget: seconds to take; tiles that it does not reach are not tried. tried: tiles (br, bc), the default
+    first; candidates() unless given. Raises ValueError if the budget is not above 0.
+    """
+    if not budget > 0:
+        raise ValueError(f"budget is {budget}; it must be more than 0 seconds")
+    simd = resolve_simd(cell.simd)
+    remaining = list(tried or candidates(cell.N))
+    default = remaining[0]
+    seconds: dict[tuple[int, int], list[float]] = {tile: [] for tile in remaining}
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(cell.batch, cell.heads, cell.N, cell.d, generator=generator) for _ in range(3))
+
+    def once(tile: tuple[int, int], repeats: int) -> None:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            attention("part4", q, k, v, causal=cell.causal, br=tile[0], bc=tile[1], simd=simd)
+        seconds[tile].append((time.perf_counter() - start) / repeats)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(cell.threads)
+    try:
+        once(default, 1)  # compiles, and wakes the threads
+        once(default, 1)
+        repeats = max(1, math.ceil(2e-3 / seconds.pop(default)[-1]))  # a clock's tick is nothing beside 2 ms
+        seconds[default] = []
+        end, halvings = time.perf_counter() + budget, max(1, math.ceil(math.log2(len(remaining))))
+        for halving in range(halvings):
+            share = time.perf_counter() + (end - time.perf_counter()) / (halvings - halving)
+            while not seconds[default] or time.perf_counter() < share:
+                for tile in remaining:
+                    if not seconds[default] or time.perf_counter() < share:
+                        once(tile, repeats)
+            timed = [tile for tile in remaining if seconds[tile]]
+            remaining = sorted(timed, key=lambda tile: statistics.median(seconds[tile]))
+            remaining = remaining[: max(1, math.ceil(len(remaining) / 2))]
+            best, standard = remaining[0], statistics.median(seconds[default])
+            fastest = statistics.median(seconds[best])
+            if fastest > (1 - GAIN) * standard:
+                best, fastest = default, standard
+            remaining = list(dict.fromkeys([*remaining, default]))  # always in the race, at the same time
+            yield Tuned(simd, cell.threads, cell.d, cell.N, cell.causal, *best, fastest, standard)
+    finally:
+        torch.set_num_threads(before)
+
+
+def text(found: Sequence[Tuned]) -> str:
+    """What was found as a Markdown table."""
+    default = f"{DEFAULT[0]} x {DEFAULT[1]}, ms"
+    titles = ("SIMD", "threads", "d", "N", "mask", "Br", "Bc", "ms", default, "gain")
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for t in found:
+        gain = f"{100 * (t.default_seconds / t.seconds - 1):.1f} %"
+        mask = "causal" if t.causal else "none"
+        times = (f"{1e3 * seconds:.4g}" for seconds in (t.seconds, t.default_seconds))
+        values = (t.simd, t.threads, t.d, t.N, mask, t.br, t.bc, *times, gain)
+        lines.append(f"| {' | '.join(map(str, values))} |")
+    return "\n".join(lines)

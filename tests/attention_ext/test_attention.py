@@ -1,0 +1,247 @@
+"""Every part against the float64 oracle, to the contract of attention()."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import oracle
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import attention_ext
+from attention_ext import PARTS, SIMD, BuildError, build
+
+attention = attention_ext.attention  # with the SIMD helpers of the fixture below
+
+# (B, H, Nq, Nk, d): the awkward ones
+SHAPES = [
+    (1, 1, 1, 1, 1),
+    (1, 1, 1, 1, 32),
+    (2, 3, 63, 63, 24),
+    (1, 2, 123, 123, 80),
+    (1, 4, 257, 257, 32),
+    (1, 1, 1025, 1025, 16),
+    (1, 2, 1, 300, 32),
+    (2, 1, 7, 40, 33),
+    (1, 1, 130, 1000, 64),
+    (1, 1, 16, 16, 300),
+]
+
+
+@pytest.fixture(params=SIMD[1:], autouse=True)
+def simd(request, extension, monkeypatch):
+    """Every test here runs over each implementation of the SIMD helpers."""
+    try:
+        build.load(request.param)
+    except BuildError as error:
+        pytest.skip(str(error))
+    monkeypatch.setitem(globals(), "attention", partial(attention_ext.attention, simd=request.param))
+
+
+def qkv(B, H, Nq, Nk, d, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(B, H, n, d, generator=generator) for n in (Nq, Nk, Nk))
+
+
+def check(part, q, k, v, causal=False, scale=None, **tile):
+    """Output and logsumexp of a part, held against the oracle."""
+    out, lse = attention(part, q, k, v, causal=causal, scale=scale, return_lse=True, **tile)
+    applied = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    expected = oracle.attention(q, k, v, causal, applied)
+    peer = oracle.torch_float32(q, k, v, causal, applied)
+    floor = max(1e-6, oracle.score_rounding(q, k, applied))
+    oracle.assert_close(out, expected[0], peer[0], floor)
+    oracle.assert_close(lse, expected[1], peer[1])
+    assert torch.equal(out, attention(part, q, k, v, causal=causal, scale=scale, **tile))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_awkward_shapes(part, shape, causal):
+    check(part, *qkv(*shape), causal)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("bc", [1, 5, 16, 64, 4096])
+@pytest.mark.parametrize("br", [1, 3, 16, 100, 4096])
+def test_any_tile(extension, br, bc, causal):
+    check("part4", *qkv(1, 2, 70, 83, 20), causal, br=br, bc=bc)
+
+
+@settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the implementation stays the same
+)
+@given(
+    part=st.sampled_from([name for name, part in PARTS.items() if part.operator]),
+    Nq=st.integers(1, 90),
+    more=st.integers(0, 90),
+    d=st.integers(1, 70),
+    br=st.integers(1, 100),
+    bc=st.integers(1, 100),
+    causal=st.booleans(),
+    scale=st.sampled_from([None, 0.0, 1.0, -0.5]),
+)
+def test_any_size(extension, part, Nq, more, d, br, bc, causal, scale):
+    check(part, *qkv(1, 2, Nq, Nq + more, d), causal, scale, br=br, bc=bc)
+
+
+def test_more_queries_than_keys_without_mask(part):
+    check(part, *qkv(1, 2, 50, 9, 16))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_strides(part, causal):
+    q, k, v = qkv(2, 3, 33, 33, 24)
+    expected = attention(part, q, k, v, causal=causal)
+    fused = torch.cat([t.transpose(1, 2).flatten(2) for t in (q, k, v)], dim=2)  # (B, N, 3 H d)
+    views = [t.view(2, 33, 3, 24).transpose(1, 2) for t in fused.split(72, dim=2)]
+    assert not views[0].is_contiguous()
+    assert torch.equal(attention(part, *views, causal=causal), expected)
+    columns = [t.mT.contiguous().mT for t in (q, k, v)]  # the last dimension is strided
+    assert columns[0].stride(3) != 1
+    torch.testing.assert_close(attention(part, *columns, causal=causal), expected)
+    every_other = [torch.stack([t, -t], dim=-1)[..., 0] for t in (q, k, v)]
+    assert torch.equal(attention(part, *every_other, causal=causal), expected)
+    one_head = [t[:, :1].expand(2, 3, 33, 24) for t in (q, k, v)]  # stride 0
+    assert torch.equal(
+        attention(part, *one_head, causal=causal),
+        attention(part, *[t.contiguous() for t in one_head], causal=causal),
+    )
+
+
+@pytest.mark.parametrize("Nq", [1, 2, 3, 4, 40])
+@pytest.mark.parametrize("Nk", [40, 41, 300])
+def test_keys_held_transposed(part, Nq, Nk):
+    q, k, v = qkv(2, 3, Nq, Nk, 24)
+    held = torch.full((2, 3, 24, Nk + 7), math.nan)  # (B, H, d, capacity), as a cache grows
+    held[..., :Nk] = k.mT
+    check(part, q, held[..., :Nk].mT, v, causal=True, bc=64)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_scores_of_1e4(part, causal):
+    q, k, v = qkv(1, 2, 65, 65, 32)
+    s = q @ k.mT
+    check(part, q * (1e4 / s.abs().max()), k, v, causal, scale=1.0)
+
+
+def test_equal_scores_of_minus_1e4(part):
+    q, k, v = torch.ones(1, 1, 3, 4), torch.full((1, 1, 40, 4), -2500.0), qkv(1, 1, 1, 40, 4)[2]
+    out, lse = attention(part, q, k, v, scale=1.0, return_lse=True)
+    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
+    torch.testing.assert_close(lse, torch.full((1, 1, 3), -1e4 + math.log(40)))
+
+
+@pytest.mark.parametrize("Nq", [1, 20])
+def test_equal_keys_have_equal_scores(kernel, Nq):
+    """To the last bit, wherever they stand: at 1e4 a bit is a thousandth of a weight."""
+    q, k, v = qkv(1, 2, Nq, 39, 33)
+    k = k[:, :, :1].expand_as(k)
+    out = attention(kernel, q, k, v, scale=1e4 / float((q @ k.mT).abs().max()))
+    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("at", [0, 20, 39])
+def test_a_bad_value_reaches_only_the_rows_that_see_it(part, which, value, at):
+    tensors = dict(zip("qkv", qkv(1, 2, 40, 40, 8)))
+    clean = attention(part, *tensors.values(), causal=True, br=16, bc=8)
+    tensors[which][0, 1, at, 3] = value
+    out = attention(part, *tensors.values(), causal=True, br=16, bc=8)
+    expected, _ = oracle.attention(*tensors.values(), True, 8**-0.5)
+    touched = torch.zeros(1, 2, 40, 1, dtype=torch.bool)
+    touched[0, 1, at if which == "q" else slice(at, None)] = True
+    if which == "q":
+        touched[0, 1, at + 1 :] = False
+    assert torch.equal(out.masked_select(~touched), clean.masked_select(~touched))
+    torch.testing.assert_close(out.double(), expected, equal_nan=True, rtol=1e-5, atol=1e-5)
+    if math.isnan(value):
+        rows = out.isnan().any(-1, keepdim=True)
+        assert torch.equal(rows, touched)
+
+
+def test_a_row_whose_scores_are_all_minus_infinity_at_first(kernel):
+    q, k, v = torch.ones(1, 1, 2, 1), torch.zeros(1, 1, 8, 1), qkv(1, 1, 1, 8, 1)[2]
+    k[0, 0, :4] = -math.inf
+    out = attention(kernel, q, k, v, scale=1.0, br=2, bc=2)
+    torch.testing.assert_close(out, v[:, :, 4:].mean(2, keepdim=True).expand_as(out))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_halves_of_the_keys_merge_by_logsumexp(part, causal):
+    q, k, v = qkv(1, 2, 20, 100, 16)
+    whole, lse = attention(part, q, k, v, causal=causal, return_lse=True)
+    cut = 60  # all queries see the first 60 keys
+    o1, l1 = attention(part, q, k[:, :, :cut], v[:, :, :cut], return_lse=True)
+    o2, l2 = attention(part, q, k[:, :, cut:], v[:, :, cut:], causal=causal, return_lse=True)
+    merged = torch.logaddexp(l1, l2)
+    torch.testing.assert_close(merged, lse)
+    weighted = o1 * (l1 - merged).exp()[..., None] + o2 * (l2 - merged).exp()[..., None]
+    torch.testing.assert_close(weighted, whole)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 16])
+def test_threads_change_nothing(kernel, threads, count):
+    q, k, v = qkv(2, 3, 50, 50, 16)
+    threads(1)
+    expected = attention(kernel, q, k, v, causal=True, br=16, bc=16)
+    threads(count)
+    assert torch.equal(attention(kernel, q, k, v, causal=True, br=16, bc=16), expected)
+
+
+def test_a_single_query_sees_the_whole_cache(part):
+    q, k, v = qkv(1, 4, 1, 77, 32)
+    torch.testing.assert_close(attention(part, q, k, v, causal=True), attention(part, q, k, v))
+
+
+def test_inputs_are_left_alone(part):
+    q, k, v = qkv(1, 2, 30, 30, 16)
+    copies = [t.clone() for t in (q, k, v)]
+    attention(part, q, k, v, causal=True)
+    assert all(torch.equal(a, b) for a, b in zip((q, k, v), copies))
+
+
+Q = torch.zeros(1, 2, 5, 8)
+PLAIN = ("shape", "dtype", "is_cpu", "requires_grad")
+MANY = torch.zeros(1).expand(1, 1, 2**32, 1)  # four bytes of memory
+WRONG = [
+    (dict(part="part9"), ValueError, r"part is 'part9'; it must be one of part0, part1"),
+    (dict(q=[1.0]), TypeError, "q is a list; it must be a tensor"),
+    (
+        dict.fromkeys("qkv", SimpleNamespace(**{name: getattr(Q, name) for name in PLAIN})),
+        TypeError,
+        "q is a SimpleNamespace; it must be a tensor",
+    ),
+    (dict(k=Q.double()), TypeError, "k is torch.float64; it must be torch.float32"),
+    (dict(v=Q.to("meta")), ValueError, "v is on meta; it must be on the CPU"),
+    (dict(q=Q[0]), ValueError, r"q has shape \(2, 5, 8\); it must be \(B, H, N, d\)"),
+    (dict(q=Q[:, :, :0]), ValueError, r"q has shape \(1, 2, 0, 8\)"),
+    (dict(k=Q[:, :1]), ValueError, r"k has shape \(1, 1, 5, 8\); it must be \(1, 2, Nk, 8\)"),
+    (dict(k=Q[..., :4], v=Q[..., :4]), ValueError, r"k has shape \(1, 2, 5, 4\)"),
+    (dict(v=Q[:, :, :3]), ValueError, r"v has shape \(1, 2, 3, 8\); it must be k's, \(1, 2, 5, 8\)"),
+    (dict(k=Q[:, :, :3], v=Q[:, :, :3], causal=True), ValueError, "q has Nq=5 rows; .* at most Nk=3"),
+    (dict(q=MANY, k=MANY, v=MANY), ValueError, "Nq=4294967296 .* their product must be below 2\\^50"),
+    (dict(scale="big"), TypeError, "scale is a str; it must be a number"),
+    (dict(simd="sse"), ValueError, "simd is 'sse'; it must be one of auto, ispc, portable, off"),
+    (dict(br=0), ValueError, "br is 0; it must be at least 1"),
+    (dict(bc=-3), ValueError, "bc is -3; it must be at least 1"),
+    (dict(bc=2**63), ValueError, "bc is 9223372036854775808; it must be at least 1 and fit 63 bits"),
+    (dict(bc=2.5), TypeError, "bc is a float; it must be a whole number"),
+    (dict(q=Q.clone().requires_grad_()), ValueError, "q requires a gradient; part4 computes none"),
+]
+
+
+@pytest.mark.parametrize("simd", ["off"], indirect=True)  # once is enough
+@pytest.mark.parametrize("change, error, message", WRONG, ids=[w[2][:30] for w in WRONG])
+def test_wrong_arguments_are_named(change, error, message):
+    arguments = dict(part="part4", q=Q, k=Q, v=Q) | change
+    with pytest.raises(error, match=message):
+        attention_ext.attention(**arguments)

@@ -1,0 +1,113 @@
+"""The operators as PyTorch sees them: schemas, fakes, compilation, checks, memory, the GIL."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import library as torch_library
+
+from attention_ext import PARTS, attention, build, operator
+
+
+def arguments(kernel, **change):
+    q = torch.randn(1, 2, 20, 8)
+    values = dict(
+        q=q, k=torch.randn(1, 2, 30, 8), v=torch.randn(1, 2, 30, 8), causal=True, scale=0.3, return_lse=True
+    )
+    if PARTS[kernel].tiled:
+        values |= dict(br=8, bc=16)
+    return tuple((values | change).values())
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_opcheck(kernel, return_lse):
+    torch_library.opcheck(operator(kernel), arguments(kernel, return_lse=return_lse))
+
+
+def test_opcheck_with_transposed_inputs(kernel):
+    q, k, v = (torch.randn(1, 20, 2, 8).transpose(1, 2) for _ in range(3))
+    torch_library.opcheck(operator(kernel), arguments(kernel, q=q, k=k, v=v))
+
+
+def test_compiles_without_a_graph_break(kernel):
+    q, k, v = (torch.randn(1, 2, 20, 8) for _ in range(3))
+
+    def layer(q, k, v):
+        return attention(kernel, q * 2, k, v, causal=True) + 1
+
+    expected = layer(q, k, v)  # compiles the extension, which torch.compile could not
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), expected)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(q=torch.zeros(1, 2, 20)), r"q has shape \(1, 2, 20\); it must have four dimensions"),
+        (dict(k=torch.zeros(1, 2, 30, 8).double()), "k has another type; it must be float32"),
+        (dict(v=torch.zeros(1, 2, 0, 8)), r"v has shape \(1, 2, 0, 8\); no dimension may be empty"),
+        (dict(v=torch.zeros(1, 2, 29, 8)), r"v has shape \(1, 2, 29, 8\); it must have the shape of k"),
+        (dict(k=torch.zeros(1, 1, 30, 8)), r"k has shape \(1, 1, 30, 8\); it must be \(B, H, Nk, d\)"),
+        (dict(q=torch.zeros(1, 2, 31, 8)), "q has Nq=31; with causal it must be at most Nk=30"),
+        (dict.fromkeys("qkv", torch.zeros(1).expand(1, 1, 2**32, 1)), r"their product must be below 2\^50"),
+        (dict.fromkeys("qkv", torch.zeros(1).expand(1, 1, 2**59, 1)), r"their product must be below 2\^50"),
+    ],
+)
+def test_an_operator_called_directly_checks_too(kernel, change, message):
+    with pytest.raises(RuntimeError, match=message):
+        operator(kernel)(*arguments(kernel, **change))
+
+
+@pytest.mark.parametrize("part", ["part3", "part4"])
+def test_scratch_for_many_threads_is_counted(extension, threads, part):
+    """A row of 2^49 scores for each of 2^12 threads; 2^63 bytes would be less than none."""
+    threads(2**12)
+    k = torch.zeros(1).expand(1, 1, 2**49, 1)
+    with pytest.raises(RuntimeError, match="there is not enough memory for 57646075230342"):
+        attention(part, k[:, :, :1], k, k, bc=2**49)
+
+
+def test_too_little_memory_is_said(extension):
+    q = torch.zeros(1).expand(1, 1, 2**24, 1)  # the scores take 1 PiB
+    with pytest.raises(RuntimeError, match="there is not enough memory for 281474976710656 floats"):
+        attention("part1", q, q, q)
+
+
+def test_a_tile_of_zero_is_refused(extension):
+    with pytest.raises(RuntimeError, match="bc is 0; it must be at least 1"):
+        operator("part4")(*arguments("part4", bc=0))
+
+
+def test_the_gil_is_released(extension, threads):
+    threads(1)
+    q = torch.randn(1, 2, 1024, 64)
+    stamps, stop = [], threading.Event()
+
+    def tick():
+        while not stop.is_set():
+            stamps.append(time.perf_counter())
+            time.sleep(0.001)
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    start = time.perf_counter()
+    attention("part1", q, q, q)  # tens of milliseconds
+    end = time.perf_counter()
+    stop.set()
+    ticking.join()
+    assert sum(start < stamp < end for stamp in stamps) > 3
+
+
+def test_read_4d(extension):
+    t = torch.randn(2, 3, 4, 5).transpose(1, 3)
+    assert build.read_4d(t, (1, 4, 2, 0)) == t[1, 4, 2, 0].item()
+    for index in ((2, 0, 0, 0), (0, -1, 0, 0), (0, 0, 0)):
+        with pytest.raises(ValueError, match="index is"):
+            build.read_4d(t, index)
+    with pytest.raises(ValueError, match="it must be 4-D float32"):
+        build.read_4d(t.double(), (0, 0, 0, 0))
+    with pytest.raises(RuntimeError, match="index 9 of dimension 2 is outside 0 .. 3"):
+        build.load().read_4d(t, 0, 0, 9, 0)

@@ -1,0 +1,439 @@
+"""The native engine against the PyTorch model, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import threading
+import time
+from functools import partial
+
+import pytest
+import tiny
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from attention_ext import SIMD, BuildError, attention, build
+from generation.engine import open_engine
+from generation.sampling import Sampling
+from model import load
+
+GREEDY = Sampling(temperature=0)
+
+# What nanoGPT can express, at its edges: biases, one head, odd widths, vocabularies of 1 and of thousands
+CONFIGS = [
+    dict(bias=False),
+    dict(bias=True),
+    dict(n_head=1, n_layer=1, block_size=1),
+    dict(n_head=5, n_embd=15, vocab_size=1),
+    dict(n_head=3, n_embd=99, vocab_size=300, block_size=70),
+    dict(n_head=8, n_embd=8, n_layer=3),
+    dict(n_head=12, n_embd=768, vocab_size=5000, n_layer=1, block_size=40),  # GPT-2's shapes
+]
+
+
+def model(**change):
+    """A model whose logits are a few units large, as those of real ones are."""
+    made = tiny.gpt(partial(attention, "part0", causal=True), **change)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if parameter.dim() == 2:
+                parameter *= min(1, 4 / parameter.shape[1] ** 0.5)
+    return made
+
+
+def ids(gpt, length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(gpt.config.vocab_size, (length,), generator=generator).tolist()
+
+
+@torch.inference_mode()
+def expected(gpt, tokens):
+    """The logits after each of the tokens, in float64: (T, V)."""
+    exact = copy.deepcopy(gpt).double()
+    for block in exact.transformer.h:
+        block.attn.attend = partial(_exact, gpt.config.head_dim**-0.5)
+    return exact(torch.tensor([tokens]))[0]
+
+
+def _exact(scale, q, k, v):
+    scores = (scale * q @ k.mT).masked_fill(torch.ones(q.shape[2], k.shape[2]).triu(1) == 1, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+@pytest.fixture(params=SIMD[1:])
+def simd(request, extension):
+    try:
+        build.load(request.param)
+    except BuildError as error:
+        pytest.skip(str(error))
+    return request.param
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_the_logits_are_the_models(kernel, config):
+    gpt = model(**config)
+    tokens = ids(gpt, gpt.config.block_size)
+    exact = expected(gpt, tokens)
+    engine = open_engine(gpt, "native", part=kernel, bc=16)
+    for prompt in {1, 2, 3, 4, 5, len(tokens) - 1, len(tokens)} & set(range(1, len(tokens) + 1)):
+        engine.prefill(0, tokens[:prompt])
+        for i in range(prompt, len(tokens)):
+            torch.testing.assert_close(engine.logits(0).double(), exact[i - 1], atol=1e-4, rtol=0)
+            engine.push(0, tokens[i])
+        torch.testing.assert_close(engine.logits(0).double(), exact[-1], atol=1e-4, rtol=0)
+
+
+def test_every_simd_helper_gives_the_same_logits(kernel, simd):
+    gpt = load("shakes256").model
+    tokens = ids(gpt, 200)
+    native, by_torch = (open_engine(gpt, name, part=kernel, simd=simd) for name in ("native", "torch"))
+    for engine in (native, by_torch):
+        engine.prefill(0, tokens)
+    torch.testing.assert_close(native.logits(0), by_torch.logits(0), atol=1e-4, rtol=0)
+    for u in torch.rand(30).tolist():
+        assert native.next([0], [u], Sampling()) == by_torch.next([0], [u], Sampling())
+        torch.testing.assert_close(native.logits(0), by_torch.logits(0), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_bf16_weights_are_those_of_the_rounded_model(simd, config):
+    gpt = model(**config)
+    tokens = ids(gpt, gpt.config.block_size)
+    exact = expected(gpt.in_bf16(), tokens)[-1]
+    native, by_torch = (
+        open_engine(gpt, name, simd=simd, weights="bf16", slots=3) for name in ("native", "torch")
+    )
+    for engine in (native, by_torch):
+        engine.prefill(0, tokens)
+        torch.testing.assert_close(engine.logits(0).double(), exact, atol=1e-4, rtol=0)
+    if len(tokens) > 1:
+        for slot in range(3):
+            native.prefill(slot, tokens[:-1])
+        native.push(0, tokens[-1])
+        torch.testing.assert_close(native.logits(0).double(), exact, atol=1e-4, rtol=0)
+        assert len(set(native.next([0, 1, 2], [0.5] * 3, GREEDY)[1:])) == 1
+    if gpt.config.vocab_size > 1:
+        assert (exact - expected(gpt, tokens)[-1]).abs().max() > 1e-4  # rounding is not nothing
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count):
+    gpt = model(block_size=250, n_embd=48, n_head=3, vocab_size=150)
+    prompts = [ids(gpt, 1 + 53 * i, seed=i) for i in range(5)]  # up to 213: in shares of 64
+    uniforms = torch.rand(5, 20, generator=torch.Generator().manual_seed(0)).tolist()
+
+    threads(1)
+    alone = []
+    for prompt, numbers in zip(prompts, uniforms):
+        engine = open_engine(gpt, "native", part=kernel)
+        engine.prefill(0, prompt)
+        alone.append([(engine.next([0], [u], Sampling()), engine.logits(0)) for u in numbers])
+
+    threads(count)
+    for together in (1, 2, 5):  # fewer texts than threads are shared out in another way than more
+        engine = open_engine(gpt, "native", part=kernel, slots=5)
+        for slot, prompt in enumerate(prompts):
+            engine.prefill(slot, prompt)
+        for step in range(20):
+            for start in range(0, 5, together):
+                slots = list(range(start, min(start + together, 5)))
+                tokens = engine.next(slots, [uniforms[s][step] for s in slots], Sampling())
+                for slot, token in zip(slots, tokens):
+                    assert [token] == alone[slot][step][0]
+                    assert torch.equal(engine.logits(slot), alone[slot][step][1])
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    temperature=st.sampled_from([0.0, 1e-3, 0.5, 1.0, 30.0]),
+    top_k=st.sampled_from([None, 1, 2, 7, 300, 2**62]),
+    top_p=st.sampled_from([1e-9, 0.3, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.1, 1.0]),
+    repetition_penalty=st.sampled_from([0.5, 1.0, 1.3, 1e6]),
+    seed=st.integers(0, 2**32),
+)
+def test_both_engines_choose_the_same_tokens(extension, seed, **chosen):
+    gpt, sampling = model(vocab_size=50), Sampling(**chosen)
+    native, by_torch = (open_engine(gpt, name) for name in ("native", "torch"))
+    uniforms = torch.rand(10, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).tolist()
+    prompt = ids(gpt, 5, seed)
+    texts = []
+    for engine in (native, by_torch):
+        engine.prefill(0, prompt)
+        text = [engine.next([0], [u], sampling)[0] for u in uniforms]
+        engine.prefill(0, text[-3:], continues=True)  # what had occurred before still counts
+        text += [engine.next([0], [u], sampling)[0] for u in uniforms]
+        engine.prefill(0, text[-3:])
+        texts.append(text + [engine.next([0], [u], sampling)[0] for u in uniforms])
+    assert texts[0] == texts[1]
+
+
+def test_a_prompt_with_tiles_of_any_size(extension):
+    gpt = model(block_size=6500, n_embd=8, n_head=1, n_layer=1)
+    tokens = ids(gpt, 6500)
+    logits = []
+    for tile in (dict(), dict(br=4, bc=6500), dict(br=6500, bc=4), dict(br=1, bc=2**62)):
+        engine = open_engine(gpt, "native", **tile)
+        engine.prefill(0, tokens)
+        logits.append(engine.logits(0))
+        torch.testing.assert_close(logits[-1], logits[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_a_copied_slot_goes_on_as_its_source(kernel, name):
+    gpt = model(block_size=300)
+    engine = open_engine(gpt, name, part=kernel, slots=2)
+    engine.prefill(0, ids(gpt, 200))
+    engine.next([0], [0.3], Sampling())
+    engine.prefill(1, [1, 2, 3])
+    engine.copy(0, 1)
+    sampling = Sampling(repetition_penalty=1.5)
+    for u in (0.1, 0.5, 0.9):
+        first, second = engine.next([0, 1], [u, u], sampling)
+        assert first == second and torch.equal(engine.logits(0), engine.logits(1))
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_slots_of_any_length_go_on_as_if_alone(kernel, name):
+    gpt = model(block_size=60)
+    lengths = [9, 9, 20, 20, 9, 9, 1]
+    uniforms = torch.rand(7, 12, generator=torch.Generator().manual_seed(1)).tolist()
+    together = open_engine(gpt, name, part=kernel, slots=7)
+    for slot, length in enumerate(lengths):
+        together.prefill(slot, ids(gpt, length, slot))
+    texts = {slot: [] for slot in range(7)}
+    for step in range(12):
+        slots = [5, 0, 1, 2, 4, 6] if step % 3 else [6, 4, 3]  # in any order, some at a time
+        tokens = together.next(slots, [uniforms[slot][step] for slot in slots], Sampling())
+        for slot, token in zip(slots, tokens):
+            texts[slot].append((step, token))
+    for slot, length in enumerate(lengths):
+        alone = open_engine(gpt, name, part=kernel)
+        alone.prefill(0, ids(gpt, length, slot))
+        for step, token in texts[slot]:
+            assert alone.next([0], [uniforms[slot][step]], Sampling()) == [token]
+        torch.testing.assert_close(together.logits(slot), alone.logits(0))
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_a_penalty_beyond_all_numbers_is_refused(extension, name, temperature):
+    engine = open_engine(model(), name)
+    engine.prefill(0, list(range(11)))
+    with pytest.raises(ValueError, match="the largest is infinite"):
+        engine.next([0], [0.5], Sampling(temperature, repetition_penalty=1e-320))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_can_use_and_drop_the_engine(extension, threads):
+    threads(2)
+    engine = open_engine(model(block_size=300), "native")
+    engine.prefill(0, [1] * 100)
+    expected = [engine.next([0], [i / 50], Sampling()) for i in range(50)]
+    child = os.fork()
+    if child == 0:
+        engine.prefill(0, [1] * 100)
+        same = [engine.next([0], [i / 50], Sampling()) for i in range(50)] == expected
+        engine = None
+        os._exit(0 if same else 1)
+    deadline = time.monotonic() + 30
+    while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if done[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert done == (child, 0)
+    engine.prefill(0, [1] * 100)
+    assert [engine.next([0], [i / 50], Sampling()) for i in range(50)] == expected
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_a_slot_ends_with_its_capacity(extension, name):
+    gpt = model()
+    engine = open_engine(gpt, name, capacity=4)
+    engine.prefill(0, [1, 2])
+    for _ in range(3):  # two are read, the third is only chosen
+        engine.next([0], [0.5], GREEDY)
+    with pytest.raises(ValueError):
+        engine.next([0], [0.5], GREEDY)
+    with pytest.raises(ValueError):
+        engine.prefill(0, [1] * 5)
+    engine.prefill(0, [1] * 4)
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_several_tokens_at_once_are_those_of_one_at_a_time(kernel, name, monkeypatch):
+    gpt = model(block_size=50)
+    rows = torch.rand(60, 2, generator=torch.Generator().manual_seed(0)).tolist()
+    sampling = Sampling(repetition_penalty=1.2)
+    alone, together = (open_engine(gpt, name, part=kernel, slots=2) for _ in range(2))
+    for engine in (alone, together):
+        engine.prefill(0, [1, 2])
+        engine.prefill(1, [3, 4, 5])
+    expected = [alone.next([0, 1], row, sampling) for row in rows[:48]]  # then slot 1 is full
+    monkeypatch.setattr("generation.engine.BATCH_PATIENCE", 0)
+    written = together.write([0, 1], rows, sampling)
+    assert len(written) == 1
+    monkeypatch.setattr("generation.engine.BATCH_PATIENCE", 60)
+    while len(written) < 48:
+        written += together.write([0, 1], rows[len(written) :], sampling)
+    assert written == expected
+    with pytest.raises(ValueError):
+        together.write([0, 1], rows, sampling)
+
+
+@pytest.mark.parametrize("n_embd", [64, 256], ids=["groups", "all, as the weights are many"])
+@pytest.mark.parametrize("threads_used", [1, 2])
+def test_a_batch_too_large_for_the_caches_is_written_as_each_text_alone(
+    extension, threads, threads_used, n_embd, monkeypatch
+):
+    """Its slots go in groups, of a register block's rows for each thread at most."""
+    threads(threads_used)
+    monkeypatch.setattr("generation.engine.BATCH_PATIENCE", 60)
+    gpt = model(n_embd=n_embd, block_size=500)
+    texts, steps = 25, 6
+    rows = torch.rand(steps, texts, generator=torch.Generator().manual_seed(0)).tolist()
+    batch, alone = open_engine(gpt, "native", slots=texts), open_engine(gpt, "native")
+    for i in range(texts):
+        batch.prefill(i, ids(gpt, 380 + i, seed=i))
+    order = [*range(1, texts), 0]
+    written = batch.write(order, rows, Sampling())
+    assert len(written) == steps and all(len(row) == texts for row in written)
+    for i, slot in enumerate(order):
+        alone.prefill(0, ids(gpt, 380 + slot, seed=slot))
+        assert [alone.next([0], [row[i]], Sampling())[0] for row in rows] == [row[i] for row in written]
+
+
+def test_no_more_tokens_are_begun_than_patience_has_time_for(extension):
+    engine = open_engine(load("shakes2048").model, "native", capacity=2048)
+    engine.prefill(0, [1] * 1500)
+    made = engine.write([0], [[0.5]] * 500, Sampling())  # each takes tens of microseconds at least
+    assert 1 <= len(made) < 100
+
+
+def test_the_weights_are_the_engines_own(extension):
+    gpt = model()
+    engine = open_engine(gpt, "native")
+    engine.prefill(0, [1, 2, 3])
+    before = engine.logits(0)
+    with torch.no_grad():
+        for parameter in gpt.parameters():
+            parameter.zero_()
+    engine.prefill(0, [1, 2, 3])
+    assert torch.equal(engine.logits(0), before) and before.abs().max() > 0
+
+
+def test_threads_of_python_take_turns(extension):
+    gpt = model(block_size=400)
+    engine = open_engine(gpt, "native", slots=2)
+    texts = [[], []]
+
+    def write(slot):
+        engine.prefill(slot, [1])
+        texts[slot] = [engine.next([slot], [i / 300], Sampling())[0] for i in range(300)]
+
+    for _ in range(3):
+        running = [threading.Thread(target=write, args=(slot,)) for slot in range(2)]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+        assert texts[0] == texts[1] and len(set(texts[0])) > 3
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(part="part5"), "part is 'part5'"),
+        (dict(engine="numpy"), "engine is 'numpy'"),
+        (dict(engine="native", part="part0"), "engine is 'native'; it must be 'torch' with part0"),
+        (dict(slots=0), "slots is 0"),
+        (dict(capacity=0), "capacity is 0; it must be from 1 to block_size=16"),
+        (dict(capacity=17), "capacity is 17"),
+        (dict(br=0), "br is 0"),
+        (dict(bc=2**63), "bc is 9223372036854775808"),
+        (dict(simd="neon"), "simd is 'neon'"),
+        (dict(weights="int8"), "weights is 'int8'; it must be one of fp32, bf16"),
+    ],
+)
+def test_wrong_arguments_are_named(extension, change, message):
+    with pytest.raises(ValueError, match=message):
+        open_engine(model(), **change)
+
+
+@pytest.mark.parametrize("name, value", [("slots", 1.0), ("capacity", "4"), ("bc", True)])
+def test_arguments_of_a_wrong_type_are_named(name, value):
+    with pytest.raises(TypeError, match=f"{name} is a {type(value).__name__}; it must be a whole number"):
+        open_engine(model(), **{name: value})
+
+
+def test_the_decoder_checks_what_it_is_given(extension):
+    """The class below NativeEngine, called wrongly."""
+    gpt = model()
+    sizes = dict(block_size=16, vocab_size=11, n_layer=2, n_head=2, n_embd=16)
+    rest = dict(bf16=False, part=4, br=16, bc=16, slots=2, capacity=16, threads=1)
+    tensors = {n: t.detach().numpy() for n, t in gpt.state_dict().items()}
+    Decoder = build.load_decoder()
+
+    def refused(message, **change):
+        weights = tensors | change.pop("tensors", {})
+        with pytest.raises(ValueError, match=message):
+            Decoder({n: t for n, t in weights.items() if t is not None}, **sizes | rest | change)
+
+    refused("n_head is 0", n_head=0)
+    refused("n_embd is 16; it must be a multiple of n_head=3", n_head=3)
+    refused("the size of transformer.wte.weight is 176; it must be 192", vocab_size=12)
+    refused("part is 5; it must be from 1 to 4", part=5)
+    refused("slots is 0", slots=0)
+    refused("capacity is 17; it must be from 1 to 16", capacity=17)
+    refused("threads is 0", threads=0)
+    refused("bc is 0", bc=0)
+    wte = tensors["transformer.wte.weight"]
+    refused("tensors has no transformer.wte.weight", tensors={"transformer.wte.weight": None})
+    refused("transformer.wte.weight has another type", tensors={"transformer.wte.weight": wte.astype("f8")})
+    refused("transformer.wte.weight has gaps", tensors={"transformer.wte.weight": wte.T})
+
+    decoder = Decoder(tensors, **sizes | rest)
+    for call, message in [
+        (lambda: decoder.write([0], [[0.5]], 0), "slot is 0; it must be prefilled first"),
+        (lambda: decoder.prefill(2, [0]), "slot is 2; it must be from 0 to 1"),
+        (lambda: decoder.prefill(0, []), "the number of ids is 0; it must be from 1 to 16"),
+        (lambda: decoder.prefill(0, [0] * 17), "the number of ids is 17"),
+        (lambda: decoder.prefill(0, [11]), "an id is 11; it must be from 0 to 10"),
+        (lambda: decoder.logits(-1), "slot is -1"),
+        (lambda: decoder.push(0, 0), "slot is 0; it must be prefilled first"),
+        (lambda: decoder.copy(2, 0), "from is 2; it must be from 0 to 1"),
+        (lambda: decoder.copy(0, -1), "to is -1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+    decoder.prefill(0, [0] * 16)
+    assert len(decoder.write([0], [[0.5]], 0)) == 1
+    for slots, uniforms, message in [
+        ([0], [0.5], "slot is 0; it must be prefilled again: it is full"),
+        ([5], [0.5], "slot is 5"),
+        ([0, 1], [0.5], "the number of uniforms is 1; it must be the number of slots, 2"),
+        ([1], [0.5], "slot is 1; it must be prefilled first"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            decoder.write(slots, [uniforms], 0)
+    decoder.prefill(1, [0])
+    with pytest.raises(ValueError, match="token is 11; it must be from 0 to 10"):
+        decoder.push(1, 11)
+    for uniform in (1.0, -0.1, float("nan")):
+        with pytest.raises(ValueError, match="a uniform is outside"):
+            decoder.write([1], [[0.5], [uniform]], 0)
+    with pytest.raises(ValueError, match="slot is 1; it must be named once"):
+        decoder.write([1, 1], [[0.5, 0.5]], 0)
+    assert decoder.write([], [[]], 0) == [[]]
+    large = open_engine(model(n_embd=256, n_layer=2), "native")  # whose weights are beyond a group's
+    assert large.write([], [[], []], Sampling()) == [[], []]

@@ -1,0 +1,133 @@
+"""Sampling: one uniform number decides a token, after the filters."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from generation.sampling import Sampling, sample
+
+PLAIN = dict(temperature=1.0, top_k=None)
+UNIFORMS = [i / 997 for i in range(997)]
+
+
+def drawn(logits, seen=(), **settings):
+    """The tokens that can be drawn."""
+    rows = logits.expand(len(UNIFORMS), -1)
+    return set(sample(rows, UNIFORMS, Sampling(**PLAIN | settings), [seen] * len(UNIFORMS)))
+
+
+def test_sampling_inverts_the_cumulative_distribution():
+    logits = torch.log(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    uniforms = [0, 0.0999, 0.1001, 0.2999, 0.3001, 0.6001, 1 - 2**-53]
+    assert sample(logits.expand(7, -1), uniforms, Sampling(**PLAIN)) == [0, 0, 1, 1, 2, 3, 3]
+
+
+def test_sampling_draws_the_probabilities():
+    logits = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    uniforms = (torch.arange(10_000) + 0.5) / 10_000
+    tokens = sample(logits.expand(10_000, -1), uniforms.tolist(), Sampling(0.7, None))
+    counts = torch.bincount(torch.tensor(tokens), minlength=4)
+    torch.testing.assert_close(counts / 10_000, torch.softmax(logits / 0.7, 0), atol=2e-4, rtol=0)
+
+
+def test_temperature_zero_is_greedy_and_small_ones_approach_it():
+    logits = torch.tensor([1.0, 3.0, 2.0])
+    for temperature in (0, 1e-300, 1e-3):
+        assert drawn(logits, temperature=temperature) == {1}
+
+
+def test_top_k_keeps_the_k_likeliest_and_ties():
+    logits = torch.tensor([1.0, 4.0, 3.0, 3.0, 0.0])
+    for k, kept in [(1, {1}), (2, {1, 2, 3}), (4, {0, 1, 2, 3}), (5, {0, 1, 2, 3, 4}), (99, {0, 1, 2, 3, 4})]:
+        assert drawn(logits, top_k=k) == kept
+
+
+def test_top_p_keeps_the_likeliest_that_add_up_to_it():
+    logits = torch.log(torch.tensor([0.1, 0.4, 0.3, 0.2]))
+    cases = [(0.01, {1}), (0.39, {1}), (0.41, {1, 2}), (0.69, {1, 2}), (0.71, {1, 2, 3}), (1, {0, 1, 2, 3})]
+    for p, kept in cases:
+        assert drawn(logits, top_p=p) == kept
+    assert drawn(logits, top_p=0.5, top_k=2) == {1}  # 0.4 / 0.7 is enough
+    assert drawn(torch.zeros(3), top_p=0.3) == {0, 1, 2}  # ties
+
+
+def test_min_p_keeps_a_share_of_the_likeliest():
+    logits = torch.log(torch.tensor([0.1, 0.4, 0.3, 0.2]))
+    for p, kept in [(0, {0, 1, 2, 3}), (0.24, {0, 1, 2, 3}), (0.26, {1, 2, 3}), (0.6, {1, 2}), (1, {1})]:
+        assert drawn(logits, min_p=p) == kept
+    hot = torch.tensor([0.0, 1.0])
+    assert drawn(hot, min_p=0.5) == {1} and drawn(hot, min_p=0.5, temperature=2.0) == {0, 1}
+
+
+def test_the_filters_apply_in_their_order():
+    logits = torch.tensor([1.0, 0.9] + [0.05] * 100).log()
+    assert drawn(logits, top_p=0.5, min_p=0.1) == {0, 1}  # min-p first would leave only 0 to top-p
+    assert drawn(logits, top_p=0.5, top_k=2) == {0}
+    assert drawn(logits, top_k=2, temperature=0.5, min_p=0.85) == {0}
+
+
+def test_a_penalty_beyond_all_numbers_is_refused():
+    for logits, penalty in [(torch.full((5,), -1000.0), 1e308), (torch.ones(5), 1e-320)]:
+        for temperature in (0, 0.8):
+            with pytest.raises(ValueError, match="the largest is infinite"):
+                sample(logits[None], [0.5], Sampling(temperature, repetition_penalty=penalty), [range(5)])
+
+
+def test_the_repetition_penalty_makes_what_has_occurred_less_likely():
+    logits = torch.tensor([2.0, 1.5, -1.0, -1.5])
+    greedy = dict(temperature=0)
+    assert drawn(logits, **greedy, repetition_penalty=2.0) == {0}
+    assert drawn(logits, {0}, **greedy, repetition_penalty=2.0) == {1}
+    assert drawn(logits, {0, 1}, **greedy, repetition_penalty=100.0) == {0}  # still positive
+    assert drawn(-logits, {3}, **greedy, repetition_penalty=2.0) == {2}
+    assert drawn(torch.tensor([-1.0, -1.5]), {0}, **greedy, repetition_penalty=2.0) == {1}
+    assert drawn(logits, {0}, **greedy, repetition_penalty=0.5) == {0}
+
+
+def test_impossible_tokens_are_never_drawn():
+    logits = torch.tensor([-math.inf, 0.0, -math.inf])
+    assert sample(logits.expand(3, -1), [0.0, 0.5, 1 - 2**-53], Sampling(**PLAIN)) == [1, 1, 1]
+
+
+def test_each_row_is_chosen_as_if_alone():
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(40, 30, generator=generator)
+    uniforms = torch.rand(40, generator=generator, dtype=torch.float64).tolist()
+    seen = [set(torch.randint(30, (i,), generator=generator).tolist()) for i in range(40)]
+    for sampling in (Sampling(), Sampling(0), Sampling(2.0, 7, 0.9, 0.05, 1.3), Sampling(1.5, None, 0.5)):
+        alone = [sample(row[None], [u], sampling, [ids])[0] for row, u, ids in zip(logits, uniforms, seen)]
+        assert sample(logits, uniforms, sampling, seen) == alone
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_are_refused(bad):
+    for temperature in (0, 1.0):
+        with pytest.raises(ValueError, match="logits hold NaN, or the largest is infinite"):
+            sample(torch.tensor([[0.0, 1.0], [0.0, bad]]), [0.5, 0.5], Sampling(temperature))
+    with pytest.raises(ValueError, match="the largest is infinite"):
+        sample(torch.tensor([[-math.inf, -math.inf]]), [0.5])
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (dict(temperature=-0.1), ValueError, "temperature is -0.1"),
+        (dict(temperature=math.nan), ValueError, "temperature is nan"),
+        (dict(temperature=math.inf), ValueError, "temperature is inf"),
+        (dict(temperature="1"), TypeError, "temperature is a str"),
+        (dict(top_k=0), ValueError, "top_k is 0"),
+        (dict(top_k=1.5), TypeError, "top_k is a float"),
+        (dict(top_p=0), ValueError, "top_p is 0"),
+        (dict(top_p=1.1), ValueError, "top_p is 1.1"),
+        (dict(min_p=-0.1), ValueError, "min_p is -0.1"),
+        (dict(min_p=math.nan), ValueError, "min_p is nan"),
+        (dict(repetition_penalty=0), ValueError, "repetition_penalty is 0"),
+        (dict(repetition_penalty=True), TypeError, "repetition_penalty is a bool"),
+    ],
+)
+def test_wrong_settings_are_named(change, error, message):
+    with pytest.raises(error, match=message):
+        Sampling(**change)

@@ -1,0 +1,358 @@
+"""doctor: each line, what breaks it, and that nothing is compiled, left behind or waited for."""
+
+from __future__ import annotations
+
+import configparser
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from support import ROOT
+
+from attention_ext import build, tiles
+from lab import doctor
+from model import checkpoint, corpus
+
+SETUP = configparser.ConfigParser()
+SETUP.read(ROOT / "setup.cfg")
+
+
+def look(name):
+    """(state, text) of one line."""
+    (check,) = [check for check in doctor.CHECKS if check.name == name]
+    ((_, state, text),) = examined(check._replace(needs=()))
+    return state, text
+
+
+def examined(*checks):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor, "CHECKS", checks)
+        return list(doctor.examine())
+
+
+def script(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o700)
+    return str(path)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty directory for builds."""
+    directory = tmp_path / "cache"
+    directory.mkdir()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(directory))
+    return directory
+
+
+def test_what_the_tests_run_on_is_fit_for_them(cli, extension):
+    done = cli("doctor")
+    lines = re.findall(r"^(ok  |--  |FAIL)  (.{13}) (.+)$", done.stdout, re.M)
+    assert [name.strip() for _, name, _ in lines] == [check.name for check in doctor.CHECKS]
+    assert len(lines) == done.stdout.count("\n")
+    states = {name.strip(): state.strip() for state, name, _ in lines}
+    for name in (
+        "Python",
+        "packages",
+        "torch",
+        "instructions",
+        "threads",
+        "compiler",
+        "ninja",
+        "extension",
+        *checkpoint.SHIPPED,
+    ):
+        assert states[name] == "ok", done.stdout
+    assert done.returncode == ("FAIL" in states.values()) and done.stderr == ""
+
+
+def test_a_broken_compiler_exits_1_and_the_rest_is_still_said(cli, monkeypatch):
+    kept = ("compiler", "extension", "shakes128", "corpus")
+    monkeypatch.setattr(doctor, "CHECKS", [check for check in doctor.CHECKS if check.name in kept])
+    monkeypatch.setenv("CXX", "/bin/false")
+    done = cli("doctor")
+    assert done.returncode == 1
+    assert [line[:4] for line in done.stdout.splitlines()][:3] == ["FAIL", "--  ", "ok  "]
+    assert "extension     not looked at without compiler\n" in done.stdout
+
+
+def test_it_starts_without_torch():
+    code = "import sys, lab.doctor; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_no_check_can_end_the_others():
+    def fails():
+        raise ZeroDivisionError("what was\nnot \x1b[31mforeseen")
+
+    checks = [
+        doctor.Check("one", fails),
+        doctor.Check("two", lambda: "fine"),
+        doctor.Check("three", lambda: "", ("one",)),
+        doctor.Check("four", lambda: "", ("three",)),
+    ]
+    assert examined(*checks) == [
+        ("one", "FAIL", "ZeroDivisionError: what was not ?[31mforeseen"),
+        ("two", "ok", "fine"),
+        ("three", "--", "not looked at without one"),
+        ("four", "--", "not looked at without three"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        ("raise ImportError('libgomp: kaboom')", "its import failed with exit code 1: ImportError: libgomp"),
+        ("import os; os.kill(os.getpid(), 4)", "its import was ended: Illegal instruction; pip install -c"),
+        ('print(\'["2.9.1+cpu", "AVX2", 4]\')', "2.9.1+cpu; it must be at least 2.10: pip install"),
+        ("", "IndexError"),
+    ],
+)
+def test_a_broken_torch(monkeypatch, code, message):
+    monkeypatch.setattr(doctor, "TORCH", code)
+    state, text = look("torch")
+    assert state == "FAIL" and message in text
+
+
+def test_threads_that_are_too_many_are_said(monkeypatch):
+    monkeypatch.setattr(doctor, "TORCH", 'print(\'["2.13.0", "AVX2", 9999]\')')
+    monkeypatch.setenv("OMP_NUM_THREADS", "9999")
+    state, text = look("threads")
+    assert state == "ok" and "OMP_NUM_THREADS is 9999; more threads than cores wait" in text
+
+
+COMPILERS = [
+    ("/bin/false", "/bin/false --version failed with exit code 1; let CXX name a C++ compiler that works"),
+    ("no-such-compiler", "CXX is 'no-such-compiler'; it must be a C++ compiler"),
+    ("/bin/sh -c 'echo kaboom >&2; exit 3'", "failed with exit code 3: kaboom; let CXX"),
+]
+
+
+@pytest.mark.parametrize("chosen, message", COMPILERS, ids=[c[0] for c in COMPILERS])
+def test_a_wrong_compiler(monkeypatch, chosen, message):
+    monkeypatch.setenv("CXX", chosen)
+    state, text = look("compiler")
+    assert state == "FAIL" and message in text
+
+
+def test_a_compiler_that_never_answers_is_ended_with_its_children(monkeypatch, tmp_path):
+    child = tmp_path / "child"
+    monkeypatch.setenv("CXX", script(tmp_path / "slow", f"sleep 1000 & echo $! > {child}; wait"))
+    monkeypatch.setattr(doctor, "VERSION_SECONDS", 0.5)
+    start = time.monotonic()
+    state, text = look("compiler")
+    assert time.monotonic() - start < 10
+    assert state == "FAIL" and "has not answered in 0.5 s" in text
+    for _ in range(100):
+        if not running(int(child.read_text())):
+            break
+        time.sleep(0.1)
+    assert not running(int(child.read_text()))
+
+
+def running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_compilers_name_for_itself_is_one_harmless_line(monkeypatch, tmp_path):
+    path = script(tmp_path / "mine", "printf 'mine \\033[31m1.2\\nmore\\n'")
+    monkeypatch.setenv("CXX", f"{path} -O1")
+    assert look("compiler") == ("ok", f"mine ?[31m1.2 ({path} -O1)")
+
+
+def test_no_compiler_names_the_package(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    state, text = look("compiler")
+    assert state == "FAIL" and "apt install g++" in text
+
+
+def test_without_ninja(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert look("ninja") == ("FAIL", "not found; pip install ninja")
+
+
+def test_without_pythons_header(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "python_header", lambda: tmp_path / "Python.h")
+    state, text = look("Python header")
+    assert state == "--" and text.startswith(f"no {tmp_path}/Python.h") and "python3-dev" in text
+
+
+def test_ispc_is_optional_but_not_a_wrong_one(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("ISPC", raising=False)
+    state, text = look("ispc")
+    assert state == "--" and "scripts/install-ispc.sh gets it" in text
+    monkeypatch.setenv("ISPC", "no-such-ispc")
+    assert look("ispc")[0] == "FAIL" and "ISPC is 'no-such-ispc'" in look("ispc")[1]
+    monkeypatch.setenv("ISPC", script(tmp_path / "ispc", "exit 1"))
+    assert look("ispc")[0] == "FAIL" and "unset it" in look("ispc")[1]
+
+
+def test_the_cache_is_tried_and_left_as_it_was(monkeypatch, tmp_path, cache):
+    state, text = look("cache")
+    assert state == "ok" and re.fullmatch(rf"{cache}, [\d.]+ GiB free", text)
+    assert list(cache.iterdir()) == []
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "not" / "yet"))
+    state, text = look("cache")
+    assert state == "ok" and text.endswith("(the first build makes it)")
+    assert not (tmp_path / "not").exists()
+
+
+def test_a_cache_that_cannot_be_used(monkeypatch, tmp_path, cache):
+    (tmp_path / "file").touch()
+    (tmp_path / "nowhere").symlink_to(tmp_path / "not" / "there")
+    for place, message in (
+        ("/proc/x", "/proc/x cannot be made: "),
+        (tmp_path / "file", f"{tmp_path}/file is no directory"),
+        (tmp_path / "file" / "x", f"{tmp_path}/file is no directory"),
+        (tmp_path / "nowhere", f"{tmp_path}/nowhere is no directory"),
+    ):
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(place))
+        state, text = look("cache")
+        assert state == "FAIL" and message in text
+        assert text.endswith("; TORCH_EXTENSIONS_DIR can name another directory")
+
+
+def test_a_cache_that_others_could_fill(monkeypatch, cache):
+    cache.chmod(0o777)
+    assert look("cache") == (
+        "FAIL",
+        f"{cache} can be written by everybody, whose library would be run; chmod o-w {cache}",
+    )
+    cache.chmod(0o1777)  # as /tmp is, which nobody should change
+    assert look("cache")[0] == "FAIL" and "chmod" not in look("cache")[1]
+    cache.chmod(0o700)
+    assert look("cache")[0] == "ok"
+    monkeypatch.setattr(doctor.os, "geteuid", lambda: 54321)
+    if os.getuid() == 0:  # root's own directory is anybody's to use
+        assert look("cache")[0] == "ok"
+        os.chown(cache, 12345, -1)
+    assert look("cache")[0] == "FAIL" and f"belongs to user {cache.stat().st_uid}" in look("cache")[1]
+
+
+def test_a_cache_without_room_or_without_leave_to_run(monkeypatch, cache):
+    with monkeypatch.context() as patch:
+        patch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=3 << 20))
+        assert look("cache")[0] == "FAIL" and "has room for 3 MiB; a build needs 16" in look("cache")[1]
+    monkeypatch.setattr(doctor.os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    assert look("cache")[0] == "FAIL" and "is mounted noexec" in look("cache")[1]
+
+
+def test_a_build_that_is_running_is_seen_and_not_disturbed(cache):
+    assert look("builds") == ("ok", "none is running")
+    for name in ("attention_ext_portable_1", "attention_ext_off_2", "another_extension"):
+        (cache / name).mkdir()
+    directory = cache / "attention_ext_off_2"
+    (cache / "attention_ext_portable_1" / build.LOCK).touch()
+    with build._locked(directory / build.LOCK), build._locked(cache / "another_extension" / build.LOCK):
+        assert build.running_builds() == [directory]
+        assert look("builds") == ("ok", f"one is running, which others wait for, in {directory}")
+    assert build.running_builds() == []
+    with open(directory / build.LOCK, "w") as file:  # nothing holds it now
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_the_library_is_where_load_finds_it(extension):
+    build.load()
+    assert build.extension_path() == build.extension_path("portable") == build._libraries["portable"]
+    assert build.extension_path("off") != build.extension_path()
+    assert look("extension") == ("ok", f"{build.extension_path()} ({build.load().simd_name()})")
+
+
+def test_an_extension_that_is_not_compiled_is_not_compiled_here(extension, cache):
+    state, text = look("extension")
+    assert state == "--" and "the first use of parts 1 to 4 does it" in text
+    assert list(cache.iterdir()) == []
+
+
+def test_an_extension_whose_build_failed_says_where_to_read(extension, cache):
+    library = build.extension_path()
+    library.parent.mkdir()
+    log = library.with_name("build.log")
+    log.write_text("kaboom")
+    assert look("extension") == ("FAIL", f"its last build failed; {log} says why")
+    with build._locked(library.with_name(build.LOCK)):  # tried again at this moment
+        assert look("extension")[0] == "--"
+
+
+def test_an_extension_that_cannot_be_loaded_is_to_be_deleted(extension, cache, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.delenv("TORCH_EXTENSIONS_DIR")
+        whole = build.extension_path().read_bytes()
+    library = build.extension_path()
+    library.parent.mkdir()
+    for part in (whole[: len(whole) // 2], b""):
+        library.write_bytes(part)
+        state, text = look("extension")
+        assert state == "FAIL" and text.startswith(f"loading {library} ")
+        assert text.endswith("; delete it to compile it again")
+
+
+def test_broken_tiles(monkeypatch, tmp_path):
+    monkeypatch.setenv("ATTENTION_TILES", str(tmp_path / "tiles.json"))
+    assert look("tiles")[0] == "--" and "gpt.py bench --tune" in look("tiles")[1]
+    tiles.write([tiles.Tuned("portable", 1, 16, 1000, False, 48, 96, 1.0, 1.5)])
+    assert look("tiles") == ("ok", f"1 tuned for this processor ({tmp_path}/tiles.json)")
+    (tmp_path / "tiles.json").write_text("[")
+    assert look("tiles")[0] == "FAIL" and look("tiles")[1].endswith("; delete it")
+
+
+def test_a_truncated_checkpoint(monkeypatch, tmp_path):
+    for name in ("shakes128", "shakes256"):
+        shutil.copytree(checkpoint.ROOT / "checkpoints" / name, tmp_path / "checkpoints" / name)
+    weights = tmp_path / "checkpoints" / "shakes128" / "model.safetensors"
+    with open(weights, "r+b") as file:
+        file.truncate(weights.stat().st_size // 2)
+    monkeypatch.setattr(checkpoint, "ROOT", tmp_path)
+    state, text = look("shakes128")
+    assert state == "FAIL" and f"{weights} cannot be read" in text
+    assert text.endswith("; git restore checkpoints/shakes128")
+    assert look("shakes256") == ("ok", "block size 256, 65 characters")
+    assert look("shakes1024")[0] == "FAIL"  # not there
+
+
+def test_every_shipped_checkpoint_is_looked_at():
+    assert {check.name for check in doctor.CHECKS} >= set(checkpoint.SHIPPED)
+
+
+def test_the_corpus_is_optional_but_not_a_broken_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(corpus, "INPUT", tmp_path / "input.txt")
+    assert look("corpus")[0] == "--" and "gpt.py prepare gets it" in look("corpus")[1]
+    corpus.INPUT.write_text("To be\n")
+    assert look("corpus") == ("ok", f"not Tiny Shakespeare, 6 characters ({corpus.INPUT})")
+    corpus.INPUT.write_bytes(b"abc\xff")
+    assert look("corpus")[0] == "FAIL" and "input.txt is not UTF-8 at byte 3" in look("corpus")[1]
+
+
+def names(requirements):
+    return {re.match(r"[\w-]+", line)[0] for line in requirements.splitlines() if line and line[0] != "#"}
+
+
+def test_the_packages_are_those_of_setup_cfg(monkeypatch):
+    assert names(SETUP["options"]["install_requires"]) == {*doctor.PACKAGES, "torch", "ninja"}
+    installed = doctor._installed
+    monkeypatch.setattr(doctor, "_installed", lambda name: None if name == "numpy" else installed(name))
+    assert look("packages") == ("FAIL", "numpy not installed; pip install -c constraints.txt -e .")
+
+
+@pytest.mark.parametrize("package", doctor.OPTIONAL)
+def test_an_optional_packages_command_brings_it(monkeypatch, package):
+    monkeypatch.setattr(doctor, "_installed", lambda name: None)
+    state, text = look(package)
+    assert state == "--"
+    (extra,) = re.findall(r"; pip install -c constraints.txt -e '\.\[(\w+)\]'$", text)
+    assert package in names(SETUP["options.extras_require"][extra])

@@ -1,0 +1,313 @@
+"""race: the order of turns, the picture, what is said of the texts, and Ctrl-C."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from support import ROOT
+
+import attention_ext
+from attention_ext import PARTS
+from generation.sampling import Sampling
+from lab import race
+from model import engine, load
+from model.tokenizer import CharTokenizer
+
+ROW = re.compile(r"^(\d|-) +(part\d) +(torch|native) +(\d+) +([\d.]+) +([\d,]+) +([\d.]+|-)$", re.M)
+LETTERS = CharTokenizer(list("\n abcdefghijklmnopqrstuvwxyz[]/\x1b日"))
+
+
+class Clockwork:
+    """A writer that gives a text's tokens, each of which takes `cost` seconds."""
+
+    def __init__(self, text, cost):
+        self.tokens, self.cost = iter(LETTERS.encode(text)), cost
+        self.prefill_seconds = self.decode_seconds = 0.0
+
+    def next(self, texts):
+        self.decode_seconds += self.cost
+        return [next(self.tokens)]
+
+
+def runner(part, cost=1.0, text="abcdefghij"):
+    return race.Runner(part, SimpleNamespace(name="torch"), Clockwork(text, cost), LETTERS, len(text))
+
+
+def reported(runners, prompt=""):
+    lines = []
+    same = race.report(runners, prompt, lambda text="": lines.append(text))
+    return same, lines
+
+
+def drawn(runners, prompt="", width=80, height=24):
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
+    console.print(race.columns(runners, prompt, console))
+    return console.file.getvalue().splitlines()
+
+
+def test_the_turn_is_always_that_of_the_least_time():
+    runners = [runner("part0", 2.0), runner("part1", 5.0), runner("part4", 1.0)]
+    for _ in race.race(runners):
+        writing = [r for r in runners if not r.done]
+        most = max((r.seconds for r in writing), default=0.0)
+        assert most - min((r.seconds for r in writing), default=0.0) <= 5.0
+    assert [r.seconds for r in runners] == [20.0, 50.0, 10.0]
+    assert [r.text for r in runners] == ["abcdefghij"] * 3
+
+
+def test_a_turn_takes_as_many_tokens_as_fit_its_time():
+    quick = runner("part4", race.TURN / 4)
+    quick.turn()
+    assert len(quick.tokens) == 4
+    slow = runner("part1", 100 * race.TURN)
+    slow.turn()
+    assert slow.text == "a"
+
+
+def test_a_place_is_given_when_none_can_overtake():
+    first, second = runner("part0", 1.0), runner("part4", 3.0)
+    for _ in range(10):
+        first.turn()
+    assert first.done and race.places([first, second]) == {}  # the other has used no time yet
+    for _ in range(3):
+        second.turn()
+    assert race.places([first, second]) == {}
+    second.turn()
+    assert race.places([first, second]) == {"part0": 1}
+    while not second.done:
+        second.turn()
+    assert race.places([second, first]) == {"part0": 1, "part4": 2}
+
+
+def test_the_same_texts_are_shown_once_below_who_won():
+    runners = [runner("part0", 2.0), runner("part1", 4.0), runner("part4", 1.0)]
+    for _ in race.race(runners):
+        pass
+    same, lines = reported(runners, "a prompt: ")
+    assert same
+    rows = [ROW.match(line).groups() for line in lines[1:4]]
+    assert lines[0].split()[-2:] == ["over", "part0"]
+    assert rows == [
+        ("1", "part4", "torch", "10", "10.000", "1", "2.00"),
+        ("2", "part0", "torch", "10", "20.000", "0", "1.00"),
+        ("3", "part1", "torch", "10", "40.000", "0", "0.50"),
+    ]
+    assert lines[4:] == ["", "a prompt: abcdefghij", "", "identical: all 3 texts of 10 tokens are the same"]
+
+
+def test_without_part0_the_slowest_is_the_measure():
+    runners = [runner("part1", 4.0), runner("part4", 1.0)]
+    for _ in race.race(runners):
+        pass
+    lines = reported(runners)[1]
+    assert lines[0].endswith("over part1") and lines[1].endswith(" 4.00") and lines[2].endswith(" 1.00")
+
+
+def test_texts_that_differ_are_all_shown_and_where():
+    texts = {"part1": "abcx", "part0": "abcd", "part4": "zbcd"}
+    runners = [runner(part, text=text) for part, text in texts.items()]
+    for _ in race.race(runners):
+        pass
+    same, lines = reported(runners)
+    assert not same
+    assert lines[4:] == [
+        *("", "part1, another text from token 4 on:", "abcx"),
+        *("", "part0:", "abcd"),
+        *("", "part4, another text from token 1 on:", "zbcd"),
+        *("", "not identical: part1 differs from part0 at token 4, part4 differs from part0 at token 1"),
+    ]
+
+
+def test_a_race_that_was_stopped_is_compared_as_far_as_it_went():
+    runners = [runner("part0", 1.0), runner("part4", 2.0)]
+    assert reported(runners)[1][1].endswith(" -")  # before the first token
+    turns = race.race(runners)
+    for _ in range(4):
+        next(turns)
+    same, lines = reported(runners)
+    assert same and lines[-3:-1] == ["abc", ""]
+    assert lines[-1] == "stopped; identical so far: all 2 texts begin with the same 1 tokens"
+    assert ROW.match(lines[1])[1] == "-"
+    runners[1].tokens[0] += 1
+    assert reported(runners)[1][-1] == "stopped; not identical: part4 differs from part0 at token 1"
+
+
+@pytest.mark.parametrize("width, height", [(80, 24), (200, 60), (30, 8), (9, 3)], ids=str)
+def test_the_picture_fits_the_terminal(width, height):
+    text = "the words of a line and the next\n" * 30 + "the end"
+    runners = [runner(part, cost, text) for cost, part in enumerate(PARTS, 1)]
+    assert max(map(len, drawn(runners, "", width, height))) <= width  # before the first token
+    for _ in race.race(runners):
+        pass
+    lines = drawn(runners, "", width, height)
+    assert len(lines) <= max(height, 6) and max(map(len, lines)) <= width
+    if width >= 80:
+        assert lines[0].split("│")[0].split() == ["part0", "torch"]
+        assert [column.split()[0] for column in lines[2].split("│")] == ["1st", "2nd", "3rd", "4th", "5th"]
+        assert lines[-2].count("the end") == 5 and lines[-1] == ""
+
+
+def test_markup_and_control_characters_are_shown_not_obeyed():
+    text = "[bold]a[/] \x1b[cyan]日"
+    runners = [runner("part0", text=text), runner("part4", text=text)]
+    for _ in race.race(runners):
+        pass
+    lines = drawn(runners, "[red]\t\r\x07")
+    assert "\x1b" not in "".join(lines)
+    assert lines[4].split("│")[0].strip() == "[red]  ?[bold]a[/] ?[cyan]日"
+    assert race.harmless("a\tb\u2028c\x9bd\u202ee\n") == "a b c?d?e\n"
+
+
+def test_the_last_lines_are_kept_whole_where_they_fit():
+    console = Console(file=io.StringIO(), width=80, height=24)
+    assert race.tail("one\n\ntwo three four\nfive", 9, 4, console).plain == "\ntwo three\nfour\nfive"
+    assert race.tail("a" * 25, 10, 2, console).plain == "a" * 10 + "\n" + "a" * 5
+    assert race.tail("", 10, 2, console).plain == ""
+    assert race.tail("日本日本", 5, 9, console).plain == "日本\n日本"
+
+
+SHORT = ("--threads", 1, "--max-new-tokens", 20)
+
+
+def test_all_parts_write_the_same_text(cli, extension):
+    asked = ("--prompt", "ROMEO:\n", "--seed", 7, *SHORT)
+    done = cli("race", *asked)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[0] == "shakes128, 20 tokens each, with a KV cache"
+    rows = ROW.findall(done.stdout)
+    assert {row[1] for row in rows} == set(PARTS) and {row[2] for row in rows} == {"torch"}
+    assert [row[0] for row in rows] == list("12345") and {row[3] for row in rows} == {"20"}
+    assert done.stdout.endswith("\n\nidentical: all 5 texts of 20 tokens are the same\n")
+    alone = cli("part4", "--inference", "--num-samples", 1, *asked).stdout
+    assert f"\n\n{alone}\n" in done.stdout
+    recomputed = cli("race", "--no-kv-cache", *asked)
+    assert "without a KV cache" in recomputed.stderr and alone in recomputed.stdout
+    assert alone not in cli("race", "part0,part4", "--temperature", 9, *asked).stdout
+
+
+def test_the_engines_are_named_where_they_differ(cli, extension):
+    done = cli("race", "part0,part4", "--engine", "auto", *SHORT)
+    rows = {row[1]: row[2] for row in ROW.findall(done.stdout)}
+    assert rows == {"part0": "torch", "part4": "native"}
+    assert done.stderr.endswith("Engines differ, not attention alone: native for part4\n")
+    done = cli("race", "part1, part4", "--engine", "native", "--simd", "off", *SHORT)
+    assert "Engines differ" not in done.stderr and "plain" in done.stderr
+
+
+def test_the_default_length_is_that_of_the_block_or_200(cli):
+    for model, count in (("shakes128", 128), ("shakes256", 200)):
+        runners = race.line_up(
+            load(model),
+            ["part0"],
+            prompt="\n",
+            max_new_tokens=None,
+            seed=1,
+            sampling=Sampling(),
+            engine="torch",
+            simd="auto",
+            use_cache=True,
+        )
+        assert runners[0].count == count and runners[0].tokens == [] and runners[0].seconds == 0
+
+
+def test_a_part_that_errs_is_found_and_exits_1(cli, extension, monkeypatch):
+    def wrong(part, q, k, v, **options):
+        out = right(part, q, k, v, **options)
+        return out + (part == "part2" and k.shape[2] > 10) * torch.randn(out.shape)
+
+    right = attention_ext.attention
+    monkeypatch.setattr(engine, "attention", wrong)
+    done = cli("race", "part0,part2,part4", "--prompt", "ROMEO:\n", *SHORT)
+    assert done.returncode == 1
+    last = done.stdout.splitlines()[-1]
+    assert re.fullmatch(r"not identical: part2 differs from part0 at token \d+", last)
+    assert int(last.split()[-1]) > 3
+    assert "\npart0:\nROMEO:\n" in done.stdout and "\npart4:\nROMEO:\n" in done.stdout
+
+
+WRONG = [
+    (["part0,part9"], "parts has 'part9'; it must hold names of part0, part1"),
+    (["part0,"], "parts has ''"),
+    (["part0,part0"], "parts has part0 more than once"),
+    (["part4"], "parts is 'part4'; a race needs two parts or more"),
+    (["--engine", "native"], "engine is 'native'; it must be 'torch' with part0"),
+    (["--prompt", ""], "prompt is empty"),
+    (["--prompt", "日"], "does not know 1 of the text's characters"),
+    (["--max-new-tokens", "0"], "0 is not in the range"),
+    (["-m", "shakes512"], "model 'shakes512' was not found"),
+]
+
+
+@pytest.mark.parametrize("arguments, message", WRONG, ids=[" ".join(w[0])[:40] for w in WRONG])
+def test_what_is_wrong_is_said_in_one_line(cli, arguments, message):
+    done = cli("race", *arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and message in done.stderr
+
+
+ENDLESS = ("race", "part0,part4", "-m", "shakes1024", "--max-new-tokens", "1000000", "--threads", "1")
+
+
+def test_ctrl_c_shows_what_there_is(process, extension):
+    running = process(*ENDLESS)
+    while not running.stderr.readline().startswith("SIMD"):  # the last before it starts
+        pass
+    time.sleep(0.5)
+    running.send_signal(signal.SIGINT)
+    out, errors = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "Traceback" not in errors
+    assert len(ROW.findall(out)) == 2
+    assert out.splitlines()[-1].startswith("stopped; identical so far: all 2 texts begin with the same")
+
+
+def test_on_a_terminal_it_is_seen_as_it_goes(extension, tmp_path):
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    hidden = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+    env = {name: value for name, value in os.environ.items() if name not in hidden} | {"TERM": "xterm"}
+    running = subprocess.Popen(
+        [sys.executable, ROOT / "gpt.py", *ENDLESS],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=env,
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    os.close(terminal)
+    seen = b""
+    try:
+        while seen.count(b"part0 torch") < 3:  # the third picture
+            seen += os.read(master, 65536)
+        running.send_signal(signal.SIGINT)
+        try:
+            while more := os.read(master, 65536):
+                seen += more
+        except OSError:  # Linux's end of a terminal that nobody has open
+            pass
+        assert running.wait(timeout=60) == 130
+    finally:
+        running.kill()
+        running.wait()
+        os.close(master)
+    text = seen.decode(errors="replace")
+    assert "Traceback" not in text
+    assert re.search(r"part0 torch.*│.*part4 torch", text) and re.search(r"\d tokens/s", text)
+    after = text[text.rindex("\x1b[?25h") :]  # the cursor is shown again
+    assert len(ROW.findall(after.replace("\r", ""))) == 2
+    assert "stopped; identical so far" in after

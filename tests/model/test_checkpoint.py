@@ -1,0 +1,262 @@
+"""Checkpoints: the shipped ones, a round trip, nanoGPT's format, and files that are not what they say."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from functools import partial
+
+import pytest
+import safetensors.torch
+import tiny
+import torch
+from support import Hostile
+
+from attention_ext import attention
+from model import checkpoint, train
+from model.checkpoint import CheckpointError, load, save
+from model.tokenizer import CharTokenizer, VocabularyError
+
+attend = partial(attention, "part0", causal=True)
+VOCABULARY = CharTokenizer(tiny.CHARACTERS)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A checkpoint directory of the tiny model."""
+    save(tmp_path / "saved", tiny.gpt(attend), VOCABULARY, {"steps": 0})
+    return tmp_path / "saved"
+
+
+@pytest.mark.parametrize("name", checkpoint.SHIPPED)
+def test_shipped_checkpoints_are_what_the_recipes_say(name):
+    loaded = load(name, attend)
+    config, recipe = loaded.model.config, train.RECIPES[name]
+    assert (config.n_layer, config.n_head, config.n_embd, config.vocab_size) == (4, 4, 128, 65)
+    assert config.block_size == int(name.removeprefix("shakes")) == recipe.block_size
+    assert f"{loaded.model.num_params() / 1e6:.2f}M" == "0.80M"
+    assert len(loaded.tokenizer) == 65
+    assert not loaded.model.training
+    record = json.loads((checkpoint.ROOT / "checkpoints" / name / "training.json").read_text())
+    assert record["recipe"] == json.loads(json.dumps(train.asdict(recipe)))
+    assert [record["best_step"], round(record["val_loss"], 4)] in [[s, v] for s, _, v in record["curve"]]
+
+
+def test_shipped_checkpoints_have_learnt():
+    """The opening of Hamlet's monologue, which is not in Tiny Shakespeare's training part as such."""
+    text = "To be, or not to be, that is the question:\nWhether 'tis nobler in the mind to suffer\n"
+    for name in checkpoint.SHIPPED:
+        loaded = load(name, attend)
+        loss = train.evaluate(loaded.model, torch.tensor(loaded.tokenizer.encode(text)))
+        assert loss < 2.2  # guessing among 65 characters costs 4.2
+
+
+def test_round_trip(directory):
+    loaded = load(str(directory), attend)
+    expected = tiny.gpt(attend)
+    assert loaded.model.config == expected.config
+    assert loaded.tokenizer.source == str(directory / "meta.json")
+    for (name, a), (_, b) in zip(loaded.model.state_dict().items(), expected.state_dict().items()):
+        assert torch.equal(a, b), name
+    assert loaded.model.lm_head.weight is loaded.model.transformer.wte.weight
+
+
+def nanogpt_file(path, *, prefix="", config=None, **change):
+    """A ckpt.pt as nanoGPT's train.py writes it."""
+    model = tiny.gpt(attend, bias=change.pop("bias", False))
+    args = {n: getattr(model.config, n) for n in ("n_layer", "n_head", "n_embd", "block_size", "bias")}
+    args |= dict(vocab_size=model.config.vocab_size, dropout=0.2)
+    state = {prefix + name: tensor for name, tensor in model.state_dict().items()}
+    state[prefix + "transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16)  # nanoGPT's causal mask
+    values = dict(
+        model=state,
+        model_args=args,
+        optimizer={"state": {}},
+        iter_num=5,
+        best_val_loss=torch.tensor(1.5),
+        config=config or {"dataset": "letters"},
+    )
+    torch.save(values | change, path)
+    return model
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_nanogpts_checkpoint_with_meta_pickle(tmp_path, prefix, bias):
+    out, data = tmp_path / "out", tmp_path / "data" / "letters"
+    out.mkdir()
+    data.mkdir(parents=True)
+    (data / "meta.pkl").write_bytes(pickle.dumps({"itos": dict(enumerate(tiny.CHARACTERS))}))
+    expected = nanogpt_file(out / "ckpt.pt", prefix=prefix, bias=bias)
+    loaded = load(str(out / "ckpt.pt"), attend)
+    ids = torch.randint(11, (1, 16))
+    with torch.no_grad():
+        assert torch.equal(loaded.model(ids), expected(ids))
+    assert loaded.tokenizer.characters == tiny.CHARACTERS
+    assert loaded.model.config.dropout == 0
+
+
+def test_a_vocabulary_beside_the_checkpoint_comes_first(tmp_path):
+    nanogpt_file(tmp_path / "ckpt.pt", config={"dataset": "shakespeare_char"})
+    with pytest.raises(CheckpointError, match="has 65 tokens; it must have vocab_size=11"):
+        load(str(tmp_path / "ckpt.pt"), attend)
+    VOCABULARY.write_meta_json(tmp_path / "meta.json")
+    assert len(load(str(tmp_path / "ckpt.pt"), attend).tokenizer) == 11
+
+
+def test_a_dataset_name_cannot_leave_the_data_directory(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    VOCABULARY.write_meta_json(tmp_path / "elsewhere" / "meta.json")
+    (tmp_path / "out").mkdir()
+    nanogpt_file(tmp_path / "out" / "ckpt.pt", config={"dataset": "../elsewhere"})
+    with pytest.raises(CheckpointError, match="no vocabulary"):
+        load(str(tmp_path / "out" / "ckpt.pt"), attend)
+
+
+def test_a_hostile_checkpoint_is_refused_unexecuted(tmp_path):
+    proof, path = tmp_path / "executed", tmp_path / "ckpt.pt"
+    nanogpt_file(path, extra=Hostile(f"touch {proof}"))
+    with pytest.raises(CheckpointError, match="ckpt.pt is refused"):
+        load(str(path), attend)
+    assert not proof.exists()
+    torch.load(path, weights_only=False)  # an unsafe load does run it: the test can fail
+    assert proof.exists()
+
+
+def test_a_hostile_vocabulary_beside_a_checkpoint_is_refused(tmp_path):
+    nanogpt_file(tmp_path / "ckpt.pt")
+    proof = tmp_path / "executed"
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": Hostile(f"touch {proof}")}))
+    with pytest.raises(VocabularyError):
+        load(str(tmp_path / "ckpt.pt"), attend)
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"hello", b"PK\x03\x04", pickle.dumps({"model": {}})])
+def test_what_is_no_checkpoint_is_refused(tmp_path, data):
+    path = tmp_path / "ckpt.pt"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="ckpt.pt"):
+        load(str(path), attend)
+
+
+@pytest.mark.parametrize("key", ["model", "model_args"])
+def test_a_checkpoint_without_its_parts_is_refused(tmp_path, key):
+    nanogpt_file(tmp_path / "ckpt.pt", **{key: 3})
+    with pytest.raises(CheckpointError, match=f"has no dict '{key}'"):
+        load(str(tmp_path / "ckpt.pt"), attend)
+
+
+def test_an_untied_head_is_refused(tmp_path):
+    state = dict(tiny.gpt(attend, bias=False).state_dict())
+    state["lm_head.weight"] = state["lm_head.weight"] + 1
+    nanogpt_file(tmp_path / "ckpt.pt", model=state)
+    with pytest.raises(CheckpointError, match="lm_head.weight differs from transformer.wte.weight"):
+        load(str(tmp_path / "ckpt.pt"), attend)
+
+
+def test_an_unknown_name_says_what_there_is():
+    with pytest.raises(CheckpointError, match="model 'shakes512' was not found; it must be one of shakes128"):
+        load("shakes512", attend)
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda t: t.to_sparse(), "must be a dense tensor of floats"),
+        (lambda t: t.to("meta"), "must be a dense tensor of floats"),
+        (lambda t: t.to(torch.float8_e4m3fn), "must be a dense tensor of floats"),
+        (lambda t: torch.zeros(1, 1).expand(16, 16), "must be contiguous"),
+        (lambda t: t.double() * 1e300, "holds NaN or infinity"),
+        (lambda t: 3, "must be a dense tensor of floats"),
+    ],
+)
+@pytest.mark.parametrize("name", ["transformer.wpe.weight", "lm_head.weight"])
+def test_odd_tensors_are_refused(tmp_path, name, spoil, message):
+    state = dict(tiny.gpt(attend, bias=False).state_dict())
+    state[name] = spoil(state["transformer.wpe.weight"])
+    nanogpt_file(tmp_path / "ckpt.pt", model=state)
+    with pytest.raises(CheckpointError, match=f"{name} ({message}|has shape)"):
+        load(str(tmp_path / "ckpt.pt"), attend)
+
+
+def test_a_nanogpt_directory_and_a_weights_file_load_too(tmp_path, directory):
+    nanogpt_file(tmp_path / "ckpt.pt")
+    VOCABULARY.write_meta_json(tmp_path / "meta.json")
+    assert load(str(tmp_path), attend).model.config.n_embd == 16
+    assert load(str(directory / "model.safetensors"), attend).model.config.n_embd == 16
+
+
+def test_the_users_data_set_comes_before_this_projects(tmp_path):
+    data = tmp_path / "data" / "shakespeare_char"
+    data.mkdir(parents=True)
+    VOCABULARY.write_meta_json(data / "meta.json")
+    (tmp_path / "out").mkdir()
+    nanogpt_file(tmp_path / "out" / "ckpt.pt", config={"dataset": "shakespeare_char"})
+    assert load(str(tmp_path / "out" / "ckpt.pt"), attend).tokenizer.source == str(data / "meta.json")
+
+
+def config_change(directory, **change):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
+def weights_change(directory, name, value):
+    path = directory / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    weights[name] = value
+    safetensors.torch.save_file({n: t for n, t in weights.items() if t is not None}, path)
+
+
+WTE = "transformer.wte.weight"
+DAMAGE = {
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "has no model.safetensors"),
+    "no config": (lambda d: (d / "config.json").unlink(), "has no config.json"),
+    "config is no JSON": (lambda d: (d / "config.json").write_text("{"), "config.json is not JSON"),
+    "config is a list": (lambda d: (d / "config.json").write_text("[]"), "a list; it must be an object"),
+    "unknown field": (lambda d: config_change(d, n_heads=2), "n_heads"),
+    "wrong field": (lambda d: config_change(d, n_head=3), "n_embd is 16; it must be a multiple of n_head=3"),
+    "another width": (lambda d: config_change(d, n_embd=32), r"shape \(\d+, 16\); it must be \(\d+, 32\)"),
+    "too deep": (lambda d: config_change(d, n_layer=10**12), "n_layer is 1000000000000, but there are"),
+    "too wide": (lambda d: config_change(d, n_embd=10**12), "has shape|is wrong"),
+    "too long": (lambda d: config_change(d, block_size=10**18), "has shape|is wrong"),
+    "fewer layers": (lambda d: config_change(d, n_layer=1), "tensors are too many, .*h.1"),
+    "more layers": (lambda d: config_change(d, n_layer=3), "tensors are missing, .*h.2"),
+    "truncated": (
+        lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-9]),
+        "model.safetensors cannot be read",
+    ),
+    "empty": (lambda d: (d / "model.safetensors").write_bytes(b""), "model.safetensors cannot be read"),
+    "NaN": (lambda d: weights_change(d, WTE, torch.full((11, 16), torch.nan)), f"{WTE} holds NaN"),
+    "integers": (lambda d: weights_change(d, WTE, torch.zeros(11, 16).int()), f"{WTE} must be a dense"),
+    "shape": (
+        lambda d: weights_change(d, WTE, torch.zeros(11, 17)),
+        rf"{WTE} has shape \(11, 17\); it must be \(11, 16\)",
+    ),
+    "missing": (lambda d: weights_change(d, WTE, None), f"1 tensors are missing, the first is {WTE}"),
+    "surplus": (lambda d: weights_change(d, "more", torch.zeros(1)), "1 tensors are too many, .* more"),
+    "no vocabulary": (lambda d: (d / "meta.json").unlink(), "no vocabulary .* was found in"),
+}
+
+
+@pytest.mark.parametrize("number", [2**62, 2**63, 10**30, 10**400], ids=["2**62", "2**63", "1e30", "1e400"])
+@pytest.mark.parametrize("field", ["block_size", "vocab_size", "n_embd"])
+def test_a_size_beyond_63_bits_is_refused_in_one_line(directory, field, number):
+    config_change(directory, **{field: number})
+    with pytest.raises(CheckpointError, match="the configuration is wrong: .*$"):
+        load(str(directory), attend)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named(directory, damage):
+    spoil, message = DAMAGE[damage]
+    spoil(directory)
+    with pytest.raises(CheckpointError, match=message):
+        load(str(directory), attend)
+
+
+def test_half_precision_weights_become_float32(directory):
+    weights_change(directory, WTE, torch.full((11, 16), 0.5, dtype=torch.bfloat16))
+    (directory / checkpoint.SUMS).unlink()  # it would warn: they are not what was saved
+    model = load(str(directory), attend).model
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
