@@ -22,13 +22,13 @@
 
 #include "attention.h"
 #include "cpu/sizes.h"
+#include "simd/constants.h"
 
 using part4::STEP;
 
 namespace {
 
-constexpr int64_t LINE = 16;                              // floats of a cache line, at least the lanes
-constexpr float LOG2E = 1.44269504f, LN2 = 0.693147181f;  // scores, m and lse pass through powers of 2
+constexpr int64_t LINE = 16;  // floats of a cache line, at least the lanes
 
 // One thread's scratch. A row of queries is an odd number of cache lines long: the rows of a strip would share
 // few sets of L1 if it were a power of two, 2 to 4 % of the time at Br = 256.
@@ -139,7 +139,8 @@ void flash_attention(const Attention& a, float* scratch) {
         std::fill_n(t.Ot, d * t.R, 0.0f);
         std::fill_n(t.m, t.R, -std::numeric_limits<float>::infinity());
         std::fill_n(t.l, t.R, 0.0f);
-        simd::transpose(t.Qt, t.R, Qi, ldQ, rows, d, a.scale * LOG2E);
+        // Scores and m are in units of log(2), so that softmax takes powers of 2.
+        simd::transpose(t.Qt, t.R, Qi, ldQ, rows, d, a.scale * SIMD_LOG2E);
 
         // Where the last step of strip r0 begins: with a key that all of its queries see, less than a panel and
         // a step before the last one that any of them sees.
@@ -167,7 +168,7 @@ void flash_attention(const Attention& a, float* scratch) {
 
         for (int64_t r = 0; r < rows; r++) {
             t.correction[r] = 1 / t.l[r];
-            if (lse) lse[i0 + r] = t.m[r] * LN2 + std::log(t.l[r]);
+            if (lse) lse[i0 + r] = t.m[r] * SIMD_LN2 + std::log(t.l[r]);
         }
         simd::scale_columns(t.Ot, t.R, d, rows, t.correction);
         simd::transpose(Oi, d, t.Ot, t.R, d, rows, 1.0f);

@@ -3,12 +3,12 @@
 #include <cstring>
 #include <limits>
 
+#include "simd/constants.h"
 #include "simd/simd.h"
 
 namespace simd {
 
 constexpr int64_t W = 16;
-constexpr float BEHIND = 8;  // what the online softmax lets its maximum lag
 
 int64_t lanes() { return W; }  // nothing depends on it here; the tiles are as for AVX-512
 
@@ -84,7 +84,8 @@ void layer_norm(float* y, const float* x, const float* weight, const float* bias
     for (int64_t i = 0; i < n; i++) mean += x[i] / n;
     for (int64_t i = 0; i < n; i++) variance += (x[i] - mean) * (x[i] - mean) / n;
     for (int64_t i = 0; i < n; i++)
-        y[i] = (x[i] - mean) / std::sqrt(variance + 1e-5f) * weight[i] + (bias ? bias[i] : 0.0f);
+        y[i] =
+            (x[i] - mean) / std::sqrt(variance + SIMD_LAYER_NORM_EPSILON) * weight[i] + (bias ? bias[i] : 0.0f);
 }
 
 void gelu(float* x, int64_t n) {
@@ -103,7 +104,7 @@ bool online_softmax(float* S, int64_t ldS, int64_t rows, int64_t cols, int64_t f
         const int64_t live = first + c < rows ? first + c : rows;
         float most = m[c], sum = 0;
         for (int64_t j = 0; j < live; j++) most = S[j * ldS + c] > most ? S[j * ldS + c] : most;
-        const float after = most > m[c] + BEHIND ? most : m[c];
+        const float after = most > m[c] + SIMD_MAX_LAG ? most : m[c];
         const float subtracted = after == low ? 0 : after;  // -inf - -inf would be NaN
         for (int64_t j = 0; j < live; j++) sum += S[j * ldS + c] = std::exp2(S[j * ldS + c] - subtracted);
         correction[c] = std::exp2(m[c] - subtracted);

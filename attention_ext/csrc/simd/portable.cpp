@@ -9,6 +9,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "simd/constants.h"
 #include "simd/simd.h"
 
 namespace simd {
@@ -112,46 +113,39 @@ INLINE float sum(Vec v) {
 
 INLINE float largest(Vec v) { return reduce(v, max, std::make_index_sequence<W>()); }
 
-// 2^x for x <= 8, to 2e-7 of its value; 0 from -127 down, where it leaves the normal floats.
-// x = n + f with n whole and |f| <= 1/2; 2^f by a polynomial of degree 5, minimax in relative error with
-// constant term 1; 2^n by adding n to the exponent. Adding 1.5 * 2^23 rounds to a whole number, which
-// then stands in the low bits. Taken as whole numbers without sign, the bits of negative floats are in reverse
-// order and above those of the others, so one minimum bounds x; what it makes of NaN depends on the sign of the
-// NaN: whoever adds up the results looks for it.
+// 2^x for x <= 8, as constants.h describes. As unsigned integers the bits of negative floats are in reverse
+// order and above those of all others, so one integer minimum bounds x from below. The result for NaN depends
+// on the NaN's sign; callers test their inputs for NaN.
 INLINE Vec exp2_bounded(Vec x) {
-    const Vec magic = splat(12582912.0f);
-    x = bit_cast<Vec>(min(bit_cast<UintVec>(x), bit_cast<UintVec>(splat(-127.0f))));
-    const Vec z = x + magic;
-    const Vec f = x - (z - magic);
-    Vec p = f * 1.32647273e-3f + 9.67151299e-3f;
-    p = p * f + 5.55073358e-2f;
-    p = p * f + 2.40222424e-1f;
-    p = p * f + 6.93147004e-1f;
-    p = p * f + 1.0f;
+    const Vec round = splat(SIMD_ROUND);
+    x = bit_cast<Vec>(min(bit_cast<UintVec>(x), bit_cast<UintVec>(splat(SIMD_EXP2_LEAST))));
+    const Vec z = x + round;
+    const Vec f = x - (z - round);
+    Vec p = f * SIMD_EXP2_C5 + SIMD_EXP2_C4;
+    p = p * f + SIMD_EXP2_C3;
+    p = p * f + SIMD_EXP2_C2;
+    p = p * f + SIMD_EXP2_C1;
+    p = p * f + SIMD_EXP2_C0;
     return bit_cast<Vec>(bit_cast<IntVec>(p) + (bit_cast<IntVec>(z) << 23));
 }
 
-// x Phi(x) by Phi(-|x|) = 2^q, q a polynomial of degree 8 in |x| with constant term -1, minimax in x 2^q: to
-// 4e-8, where rounding x may cost more. q falls with |x|, without end.
+// x Phi(x), with Phi(-|x|) = 2^q(|x|)
 INLINE Vec gelu(Vec x) {
-    const Vec size = bit_cast<Vec>(bit_cast<IntVec>(x) & 0x7fffffff);
-    Vec q = size * -1.90206663e-6f + 2.80569584e-5f;
-    q = q * size - 1.31473338e-4f;
-    q = q * size - 2.72075355e-4f;
-    q = q * size + 7.24542048e-3f;
-    q = q * size - 5.26276119e-2f;
-    q = q * size - 4.59162146e-1f;
-    q = q * size - 1.15111101f;
-    q = q * size - 1.0f;
+    const Vec magnitude = bit_cast<Vec>(bit_cast<IntVec>(x) & 0x7fffffff);
+    Vec q = magnitude * SIMD_GELU_C8 + SIMD_GELU_C7;
+    q = q * magnitude + SIMD_GELU_C6;
+    q = q * magnitude + SIMD_GELU_C5;
+    q = q * magnitude + SIMD_GELU_C4;
+    q = q * magnitude + SIMD_GELU_C3;
+    q = q * magnitude + SIMD_GELU_C2;
+    q = q * magnitude + SIMD_GELU_C1;
+    q = q * magnitude + SIMD_GELU_C0;
     const Vec tail = exp2_bounded(q);
     return x * (x > 0 ? 1.0f - tail : tail);
 }
 
 // x, but NaN where `witness` is NaN.
 INLINE Vec nan_if(Vec witness, Vec x) { return witness == witness ? x : witness; }
-
-constexpr float LOG2E = 1.44269504f;
-constexpr float BEHIND = 8;  // what the online softmax lets its maximum lag
 
 // acc[i][v] <- acc[i][v] + A(i, k) * B[k] in the vectors v from G on; if G is CUT, there only in the lanes
 // after `hidden`.
@@ -435,7 +429,7 @@ float exp_sum(float* x, int64_t n, float m) {
     Vec total{}, witness{};
     int64_t i = 0;
     const auto step = [&](Vec v) {
-        const Vec y = (v - m) * LOG2E, e = exp2_bounded(y);
+        const Vec y = (v - m) * SIMD_LOG2E, e = exp2_bounded(y);
         total += e;
         witness += y;
         return e;
@@ -465,7 +459,7 @@ void layer_norm(float* y, const float* x, const float* weight, const float* bias
     };
     const float mean = sum_of([](Vec v) { return v; }, 0.0f) / n;
     const float variance = sum_of([mean](Vec v) { return (v - mean) * (v - mean); }, mean) / n;
-    const float factor = 1 / std::sqrt(variance + 1e-5f);
+    const float factor = 1 / std::sqrt(variance + SIMD_LAYER_NORM_EPSILON);
     int64_t i = 0;
     for (; i + W <= n; i += W) {
         const Vec v = (load(x + i) - mean) * factor * load(weight + i);
@@ -499,7 +493,7 @@ bool online_softmax(float* S, int64_t ldS, int64_t rows, int64_t cols, int64_t f
         }
         for (; j < some; j++) even = max(even, live(j, load(S + j * ldS + c)));
         const Vec most = max(even, odd);
-        const Vec after = most > before + BEHIND ? most : before;
+        const Vec after = most > before + SIMD_MAX_LAG ? most : before;
         const Vec subtracted = after == low ? Vec{} : after;  // -inf - -inf would be NaN
 
         Vec total{}, witness{};

@@ -2,24 +2,24 @@
 // product is taken; nothing is gathered or scattered. All loads are of neighbouring floats, `uniform`
 // numbers are broadcast.
 
+#include "constants.h"
+
 #define ROWS 8  // rows of a register block
 #define VECS 3  // vectors of columns for which the products are fastest
 
-#define LOG2E 1.44269504f
-#define BEHIND 8.0f  // what the online softmax lets its maximum lag
-
 #define INF floatbits(0x7f800000)
 
-// 2^x for x <= 8; 0 from -127 down, anything for NaN. See simd_portable.cpp.
+// 2^x for x <= 8, as constants.h describes; any number for NaN.
 static inline float exp2_bounded(float x) {
-    const float clamped = floatbits(min((unsigned int32)intbits(x), (uniform unsigned int32)intbits(-127.0f)));
-    const float z = clamped + 12582912.0f;
-    const float f = clamped - (z - 12582912.0f);
-    float p = f * 1.32647273e-3f + 9.67151299e-3f;
-    p = p * f + 5.55073358e-2f;
-    p = p * f + 2.40222424e-1f;
-    p = p * f + 6.93147004e-1f;
-    p = p * f + 1.0f;
+    const float bounded =
+        floatbits(min((unsigned int32)intbits(x), (uniform unsigned int32)intbits(SIMD_EXP2_LEAST)));
+    const float z = bounded + SIMD_ROUND;
+    const float f = bounded - (z - SIMD_ROUND);
+    float p = f * SIMD_EXP2_C5 + SIMD_EXP2_C4;
+    p = p * f + SIMD_EXP2_C3;
+    p = p * f + SIMD_EXP2_C2;
+    p = p * f + SIMD_EXP2_C1;
+    p = p * f + SIMD_EXP2_C0;
     return floatbits(intbits(p) + (intbits(z) << 23));
 }
 
@@ -309,14 +309,14 @@ export uniform float ispc_exp_sum(uniform float x[], uniform int64 n, uniform fl
     float total = 0.0f, witness = 0.0f;
     uniform int64 i = 0;
     for (; i + programCount <= n; i += programCount) {
-        const float y = (x[i + programIndex] - m) * LOG2E;
+        const float y = (x[i + programIndex] - m) * SIMD_LOG2E;
         const float e = exp2_bounded(y);
         x[i + programIndex] = e;
         total += e;
         witness += y;
     }
     if (i + programIndex < n) {
-        const float y = (x[i + programIndex] - m) * LOG2E;
+        const float y = (x[i + programIndex] - m) * SIMD_LOG2E;
         const float e = exp2_bounded(y);
         x[i + programIndex] = e;
         total += e;
@@ -332,24 +332,24 @@ export void ispc_layer_norm(uniform float y[], const uniform float x[], const un
     const uniform float mean = reduce_add(part) / (uniform float)n;
     part = 0.0f;
     foreach (i = 0 ... (uniform int)n) part += (x[i] - mean) * (x[i] - mean);
-    const uniform float factor = 1.0f / sqrt(reduce_add(part) / (uniform float)n + 1e-5f);
+    const uniform float factor = 1.0f / sqrt(reduce_add(part) / (uniform float)n + SIMD_LAYER_NORM_EPSILON);
     foreach (i = 0 ... (uniform int)n) {
         const float v = (x[i] - mean) * factor * weight[i];
         y[i] = bias ? v + bias[i] : v;
     }
 }
 
-// The polynomial of simd_portable.cpp.
+// x Phi(x), with Phi(-|x|) = 2^q(|x|)
 static inline float gelu(float x) {
-    const float size = abs(x);
-    float q = size * -1.90206663e-6f + 2.80569584e-5f;
-    q = q * size - 1.31473338e-4f;
-    q = q * size - 2.72075355e-4f;
-    q = q * size + 7.24542048e-3f;
-    q = q * size - 5.26276119e-2f;
-    q = q * size - 4.59162146e-1f;
-    q = q * size - 1.15111101f;
-    q = q * size - 1.0f;
+    const float magnitude = abs(x);
+    float q = magnitude * SIMD_GELU_C8 + SIMD_GELU_C7;
+    q = q * magnitude + SIMD_GELU_C6;
+    q = q * magnitude + SIMD_GELU_C5;
+    q = q * magnitude + SIMD_GELU_C4;
+    q = q * magnitude + SIMD_GELU_C3;
+    q = q * magnitude + SIMD_GELU_C2;
+    q = q * magnitude + SIMD_GELU_C1;
+    q = q * magnitude + SIMD_GELU_C0;
     const float tail = exp2_bounded(q);
     return x * (x > 0 ? 1.0f - tail : tail);
 }
@@ -384,7 +384,7 @@ export uniform bool ispc_online_softmax(uniform float S[], uniform int64 ldS, un
             even = larger(even, programIndex > (uniform int)(j - first - c) ? s : -INF);
         }
         const float most = larger(even, odd);
-        const float after = most > before + BEHIND ? most : before;
+        const float after = most > before + SIMD_MAX_LAG ? most : before;
         const float subtracted = after == -INF ? 0.0f : after;  // -inf - -inf would be NaN
 
         float total = 0.0f, witness = 0.0f;
