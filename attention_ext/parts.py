@@ -5,6 +5,7 @@ Its C++ side is csrc/parts.h. torch is not imported here: `gpt.py --help` needs 
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 
@@ -87,6 +88,13 @@ PARTS = {
 # 3 and 4 (gpt.py bench part3,part4 --simd ispc,portable).
 SIMD = ("auto", "ispc", "portable", "off")
 AUTO = "portable"
+
+
+class Precision(enum.StrEnum):
+    """What the decoder keeps a model's matrices in; the rows of csrc/matmul/precision.h."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
 
 
 def check_part(part: str) -> Part:

@@ -61,7 +61,7 @@ def sample(
     uniforms: a number in [0, 1) for each row, which decides. seen: the ids that have occurred in each, for
     the repetition penalty.
     In float64, tokens in the order of their ids, so that engines which differ by rounding agree; the native
-    engine's sample() in attention_ext/csrc/decoder.cpp does the same.
+    engine's sample() in attention_ext/csrc/decoder/sampling.cpp does the same.
     Raises ValueError if the logits hold NaN, or the largest is infinite, after the penalty too.
     """
     logits = logits.double()
@@ -89,3 +89,18 @@ def sample(
     cumulative = weights.where(weights >= least, 0.0).cumsum(-1)
     points = torch.tensor(uniforms, dtype=torch.float64)[:, None] * cumulative[:, -1:]  # below the last
     return torch.searchsorted(cumulative, points, right=True)[:, 0].tolist()
+
+
+def choose(
+    logits: Tensor,
+    uniforms: Sequence[float],
+    samplings: Sequence[Sampling],
+    seen: Sequence[Collection[int]],
+) -> list[int]:
+    """A token id for each row of logits (B, V), each by its own sampling; see sample() for the rest."""
+    if all(sampling == samplings[0] for sampling in samplings):
+        return sample(logits, uniforms, *samplings[:1], seen=seen)
+    return [
+        sample(row[None], [uniform], sampling, [occurred])[0]
+        for row, uniform, sampling, occurred in zip(logits, uniforms, samplings, seen)
+    ]

@@ -1,0 +1,98 @@
+"""The engine that runs the decoder of attention_ext/csrc/decoder: tokens without Python or PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attention_ext import extension
+from attention_ext.parts import PARTS, Precision
+from generation.sampling import Sampling
+from model.gpt import GPT
+
+# Seconds after which a call begins no other token, so that Ctrl-C is obeyed: for one text, and for several,
+# of which it is the time of the first group that the decoder takes.
+ONE_TEXT_SECONDS, BATCH_SECONDS = 2e-3, 8e-3
+
+
+class NativeEngine:
+    """A model's weights, packed once, and the caches of its slots, all in the decoder.
+
+    tile: (br, bc) of a tiled part. The decoder has as many threads as PyTorch is set to.
+    """
+
+    name = "native"
+
+    def __init__(
+        self,
+        model: GPT,
+        part: str,
+        simd: str,
+        tile: tuple[int, int],
+        weights: Precision,
+        slots: int,
+        capacity: int,
+    ) -> None:
+        self.config, self.slots, self.capacity = model.config, slots, capacity
+        tensors = {
+            name: tensor.detach().contiguous().numpy()
+            for name, tensor in model.state_dict().items()
+            if name != "lm_head.weight"  # tied to transformer.wte.weight
+        }
+        c = self.config
+        Decoder = extension.load_decoder(simd)
+        self._old = "bf16: " in (Decoder.__init__.__doc__ or "")
+        self._decoder = Decoder(
+            tensors,
+            block_size=c.block_size,
+            vocab_size=c.vocab_size,
+            n_layer=c.n_layer,
+            n_head=c.n_head,
+            n_embd=c.n_embd,
+            **(dict(bf16=weights == "bf16") if self._old else dict(precision=str(weights))),
+            part=PARTS[part].operator,
+            br=tile[0],
+            bc=tile[1],
+            slots=slots,
+            capacity=capacity,
+            threads=torch.get_num_threads(),
+        )
+        for slot in range(slots):
+            self.set_sampling(slot, Sampling())
+
+    def set_sampling(self, slot: int, sampling: Sampling) -> None:
+        s = sampling
+        settings = s.temperature, s.top_k or 0, s.top_p, s.min_p, s.repetition_penalty
+        self._decoder.set_sampling(*(() if self._old else (slot,)), *settings)
+
+    def prefill(self, slot: int, ids: Sequence[int], continues: bool = False) -> None:
+        self._decoder.prefill(slot, ids, continues)
+
+    def next(self, slots: Sequence[int], uniforms: Sequence[float]) -> list[int]:
+        return self.write(slots, [uniforms])[0]
+
+    def write(self, slots: Sequence[int], uniforms: Sequence[Sequence[float]]) -> list[list[int]]:
+        seconds = ONE_TEXT_SECONDS if len(slots) == 1 else BATCH_SECONDS
+        return self._decoder.write(slots, uniforms, seconds)
+
+    def copy(self, source: int, target: int) -> None:
+        self._decoder.copy(source, target)
+
+    def push(self, slot: int, token: int) -> None:
+        self._decoder.push(slot, token)
+
+    def logits(self, slot: int) -> Tensor:
+        return torch.tensor(self._decoder.logits(slot))
+
+    def record(self, on: bool) -> None:
+        """Whether what follows leaves spans; not at first."""
+        self._decoder.record(on)
+
+    def spans(self) -> list[tuple[str, int, int, int]]:
+        """What the threads did since the last call, as (kind, thread, begin, end), thread by thread.
+
+        begin, end: nanoseconds of time.monotonic_ns(). Thread 0 is the caller.
+        """
+        return self._decoder.spans()

@@ -1,0 +1,86 @@
+"""The engine that runs the PyTorch model as it stands, whatever its attention."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from generation import sampling
+from generation.sampling import Sampling
+from model.gpt import GPT
+from model.kv_cache import KVCache
+
+
+class TorchEngine:
+    """The PyTorch model as it stands. Neighbouring slots that hold equally many tokens are read together."""
+
+    name = "torch"
+
+    def __init__(self, model: GPT, slots: int, capacity: int) -> None:
+        self.model, self.config, self.slots, self.capacity = model, model.config, slots, capacity
+        c = model.config
+        self._caches = [KVCache(slots, c.n_head, capacity, c.head_dim) for _ in range(c.n_layer)]
+        self._lengths = [0] * slots  # tokens in the cache
+        self._pending = [-1] * slots  # the token that is chosen but not yet read; -1 for none
+        self._seen: list[set[int]] = [set() for _ in range(slots)]
+        self._samplings = [Sampling()] * slots
+        self._logits = torch.empty(slots, c.vocab_size)
+        self.choose: Callable[..., list[int]] = sampling.choose  # lab/profile.py puts a clock around it
+
+    def set_sampling(self, slot: int, sampling: Sampling) -> None:
+        self._samplings[slot] = sampling
+
+    @torch.inference_mode()
+    def prefill(self, slot: int, ids: Sequence[int], continues: bool = False) -> None:
+        if not continues:
+            self._seen[slot].clear()
+        self._seen[slot].update(ids)
+        self._lengths[slot] = 0
+        self._read(slot, [ids])
+
+    @torch.inference_mode()
+    def next(self, slots: Sequence[int], uniforms: Sequence[float]) -> list[int]:
+        waiting = [slot for slot in sorted(slots) if self._pending[slot] >= 0]
+        for _, run in itertools.groupby(enumerate(waiting), lambda it: (it[1] - it[0], self._lengths[it[1]])):
+            together = [slot for _, slot in run]
+            self._read(together[0], [[self._pending[slot]] for slot in together])
+        at = list(slots)
+        samplings, seen = [self._samplings[slot] for slot in at], [self._seen[slot] for slot in at]
+        tokens = self.choose(self._logits[at], uniforms, samplings, seen)
+        for slot, token in zip(at, tokens):
+            self._pending[slot] = token
+            self._seen[slot].add(token)
+        return tokens
+
+    def write(self, slots: Sequence[int], uniforms: Sequence[Sequence[float]]) -> list[list[int]]:
+        return [self.next(slots, uniforms[0])]  # which takes about as long
+
+    @torch.inference_mode()
+    def copy(self, source: int, target: int) -> None:
+        length = self._lengths[target] = self._lengths[source]
+        for cache in self._caches:
+            cache.k[target, :, :length] = cache.k[source, :, :length]
+            cache.v[target, :, :length] = cache.v[source, :, :length]
+        self._pending[target] = self._pending[source]
+        self._logits[target] = self._logits[source]
+        self._seen[target] = set(self._seen[source])
+
+    @torch.inference_mode()
+    def push(self, slot: int, token: int) -> None:
+        pending = self._pending[slot]
+        self._read(slot, [[token] if pending < 0 else [pending, token]])
+        self._seen[slot].add(token)
+
+    def logits(self, slot: int) -> Tensor:
+        return self._logits[slot].clone()
+
+    def _read(self, first: int, ids: Sequence[Sequence[int]]) -> None:
+        """Append a row of ids to each slot from the first on; all of these hold equally many tokens."""
+        end, length = first + len(ids), self._lengths[first]
+        caches = [cache.of(first, end, length) for cache in self._caches]
+        self._logits[first:end] = self.model(torch.tensor(ids), caches, last_only=True)[:, -1]
+        self._lengths[first:end] = [length + len(ids[0])] * len(ids)
+        self._pending[first:end] = [-1] * len(ids)

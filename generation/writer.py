@@ -1,0 +1,233 @@
+"""The texts of a batch: they join and leave an engine at any step, each with all that decides it.
+
+A text is decided by (weights, precision, prompt, sampling, seed). It is the same alone, in a batch, and with
+neighbours that come and go.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from generation.engine import Engine
+from generation.sampling import Sampling
+
+CONTEXTS = ("slide", "reset")
+TOKENS_AT_ONCE = 32  # of each text that an engine is asked for in one step, at most
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text that is to be written.
+
+    ids: the prompt's tokens, at least one; of more than the engine's capacity only the last are read.
+    seed: 0 to 2**64 - 1. max_new_tokens: where to end at the latest; None is nowhere.
+    stop: strings; the text ends before the first that appears. The Writer, which knows no strings, leaves
+    that to generation.generate.complete().
+    context: what the model sees once a text is longer than the engine's capacity. 'slide': always the last
+    `capacity` tokens, at positions counted from the window's start, so every token costs a whole window, as
+    in nanoGPT. 'reset': the window starts again with its last half, at the cost of one prefill for each half
+    window.
+    use_cache: False reads the whole window anew for every token.
+    Raises TypeError or ValueError naming what is wrong.
+    """
+
+    ids: Sequence[int]
+    seed: int = 1337
+    sampling: Sampling = Sampling()
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    context: str = "slide"
+    use_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.ids) == 0:
+            raise ValueError("prompt is empty; it must have at least one token")
+        for name, number in (("seed", self.seed), ("max_new_tokens", self.max_new_tokens)):
+            if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
+                raise TypeError(f"{name} is a {type(number).__name__}; it must be a whole number")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed is {self.seed}; it must be at least 0 and less than 2**64")
+        if self.max_new_tokens is not None and self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 0")
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise ValueError(f"stop is {list(self.stop)!r}; it must hold strings, none of them empty")
+        if self.context not in CONTEXTS:
+            raise ValueError(f"context is {self.context!r}; it must be one of {', '.join(CONTEXTS)}")
+
+
+class Text:
+    """A text in a slot of an engine, as it grows.
+
+    new_tokens: how many it has beyond its prompt. prefill_seconds: in which its prompt was read.
+    decode_seconds: in which it was written since, with what its neighbours took meanwhile.
+    """
+
+    def __init__(self, request: Request, slot: int, capacity: int) -> None:
+        self.request, self.slot = request, slot
+        self.new_tokens = 0
+        self.prefill_seconds = self.decode_seconds = 0.0
+        self._capacity = capacity
+        self.prompt = tuple(request.ids[-capacity:])  # what of it is read
+        self._last = deque(self.prompt, capacity)
+        self._held = 0  # tokens in the engine's slot; 0 before the prompt is read
+        self._uniforms = uniforms(request.seed)
+        self._drawn: deque[float] = deque()  # and not yet used
+
+    @property
+    def remaining(self) -> float:
+        """Tokens that it may still have."""
+        most = self.request.max_new_tokens
+        return float("inf") if most is None else most - self.new_tokens
+
+    @property
+    def is_new(self) -> bool:
+        """Whether its prompt has not been read yet."""
+        return self._held == 0
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether its window must be read anew before the next token."""
+        return not self.request.use_cache and self.new_tokens > 0 or self._held > self._capacity
+
+    @property
+    def room(self) -> int:
+        """Tokens that its slot can take before its window must be read anew."""
+        return self._capacity + 1 - self._held if self.request.use_cache else 1
+
+    def read(self, engine: Engine) -> None:
+        """Read the prompt, or the window anew."""
+        count = self._capacity
+        if self._held > self._capacity and self.request.context == "reset":
+            count = max(1, self._capacity // 2)
+        elif 0 < self._held <= self._capacity:
+            count = self._held
+        ids = list(self._last)[-count:]
+        engine.prefill(self.slot, ids, continues=not self.is_new)
+        self._held = len(ids)
+
+    def hold_prompt(self) -> None:
+        """Note that the engine's slot holds the prompt, which was copied there."""
+        self._held = len(self.prompt)
+
+    def draw(self, count: int) -> list[float]:
+        """The next uniform numbers; append() says how many of them were used."""
+        while len(self._drawn) < count:
+            self._drawn.append(next(self._uniforms))
+        return list(itertools.islice(self._drawn, count))
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Note the tokens that the engine has appended, one for each of the numbers drawn."""
+        for _ in tokens:
+            self._drawn.popleft()
+        self._last.extend(tokens)
+        self._held += len(tokens)
+        self.new_tokens += len(tokens)
+
+
+class Writer:
+    """The texts that an engine writes together, one in each of its slots.
+
+    texts: how many at once, at most; as many as the engine has slots unless given. If there are fewer texts
+    than slots, the last slot keeps the prompt that was read last, and a text that continues the same prompt
+    copies it from there.
+    """
+
+    def __init__(self, engine: Engine, texts: int | None = None) -> None:
+        texts = engine.slots if texts is None else texts
+        if not 1 <= texts <= engine.slots:
+            raise ValueError(f"texts is {texts}; it must be from 1 to {engine.slots}, the engine's slots")
+        self.engine = engine
+        self.seconds = 0.0  # in all steps
+        self._free = list(range(texts))
+        self._texts: list[Text] = []
+        self._keeper = engine.slots - 1 if texts < engine.slots else None
+        self._kept: tuple[int, ...] = ()  # the prompt in the keeper's slot
+
+    @property
+    def free(self) -> int:
+        """How many texts can join now."""
+        return len(self._free)
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError if a request's prompt has a token that the engine's model does not know."""
+        vocab_size = self.engine.config.vocab_size
+        if not all(0 <= token < vocab_size for token in request.ids):
+            raise ValueError(f"prompt has a token outside 0 .. {vocab_size - 1}")
+
+    def join(self, request: Request) -> Text:
+        """Begin a text; its prompt is read in the next step.
+
+        Raises ValueError as check() does, and where no slot is free.
+        """
+        self.check(request)
+        if not self._free:
+            raise ValueError("the writer has no free slot; a text must leave before another can join")
+        text = Text(request, self._free.pop(0), self.engine.capacity)
+        self.engine.set_sampling(text.slot, request.sampling)
+        self._texts.append(text)
+        return text
+
+    def leave(self, text: Text) -> None:
+        """End a text; another can have its slot. Raises ValueError if it has left before."""
+        self._texts.remove(text)
+        self._free.append(text.slot)
+
+    def step(self, most: int = TOKENS_AT_ONCE) -> list[tuple[Text, list[int]]]:
+        """Append 1 to `most` tokens to each text that may have more, as many as the engine makes in one go.
+
+        Gives these texts in the order in which they joined, each with its new tokens.
+        """
+        start = time.perf_counter()
+        writing = [text for text in self._texts if text.remaining > 0]
+        if not writing:
+            return []
+        new = [text for text in writing if text.is_new]
+        for text in writing:
+            if text.is_new:
+                self._read_prompt(text, [other for other in new if not other.is_new])
+            elif text.is_stale:
+                text.read(self.engine)
+        read = time.perf_counter()
+        count = int(min(most, TOKENS_AT_ONCE, *(min(text.room, text.remaining) for text in writing)))
+        rows = list(zip(*(text.draw(count) for text in writing)))
+        steps = self.engine.write([text.slot for text in writing], rows)
+        written = [list(tokens) for tokens in zip(*steps)]
+        for text, tokens in zip(writing, written):
+            text.append(tokens)
+        end = time.perf_counter()
+        self.seconds += end - start
+        for text in writing:
+            text.decode_seconds += end - start
+        for text in new:  # what follows the prompt counts as decoding
+            text.prefill_seconds = read - start
+            text.decode_seconds = end - read
+        return list(zip(writing, written))
+
+    def _read_prompt(self, text: Text, others: Sequence[Text]) -> None:
+        """Read a text's prompt, or copy it from one of the others, which hold no more than theirs."""
+        prompt, source = text.prompt, None
+        if prompt == self._kept:
+            source = self._keeper
+        else:
+            source = next((other.slot for other in others if other.prompt == prompt), None)
+        if source is None:
+            text.read(self.engine)
+        else:
+            self.engine.copy(source, text.slot)
+            text.hold_prompt()
+        if self._keeper is not None and prompt != self._kept:
+            self.engine.copy(text.slot, self._keeper)
+            self._kept = prompt
+
+
+def uniforms(seed: int) -> Iterator[float]:
+    """The numbers in [0, 1) that decide a text's tokens, one each, from a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:  # many at a time: a draw costs as much as a token of a small model
+        yield from torch.rand(256, dtype=torch.float64, generator=generator).tolist()
