@@ -30,16 +30,16 @@ void blocked_attention(const Attention& a, float* S) {
                 const int64_t cols = std::min(T, Nk - j0);
                 for (int64_t c0 = 0; c0 < d; c0 += DEPTH) {
                     const int64_t depth = std::min(DEPTH, d - c0);
-                    simd::transpose(Kt, T, K + j0 * ldK + c0, ldK, cols, depth, a.scale);
+                    simd::transpose({Kt, T}, {K + j0 * ldK + c0, ldK}, cols, depth, a.scale);
                     for (int64_t i0 = 0; i0 < Nq; i0 += T) {
                         const int64_t rows = std::min(T, Nq - i0);
                         if (j0 >= a.visible(i0 + rows - 1)) continue;  // the tile lies above the diagonal
                         float* Sij = S + i0 * Nk + j0;
                         const float* Qi = Q + i0 * ldQ + c0;
                         if (c0 == 0)
-                            simd::multiply(Sij, Nk, Qi, ldQ, 1, Kt, T, rows, cols, depth);
+                            simd::multiply({Sij, Nk}, {Qi, ldQ, 1}, {Kt, T}, rows, cols, depth);
                         else
-                            simd::multiply_add(Sij, Nk, Qi, ldQ, 1, Kt, T, rows, cols, depth, depth);
+                            simd::multiply_add({Sij, Nk}, {Qi, ldQ, 1}, {Kt, T}, rows, cols, depth, depth);
                     }
                 }
             }
@@ -55,14 +55,14 @@ void blocked_attention(const Attention& a, float* S) {
                 const int64_t all = a.visible(i0), some = a.visible(i0 + rows - 1);
                 for (int64_t j0 = 0; j0 < all; j0 += T) {
                     const int64_t keys = std::min(T, all - j0);
-                    simd::multiply_add(O + i0 * d, d, S + i0 * Nk + j0, Nk, 1, V + j0 * ldV, ldV, rows, d, keys,
-                                       keys);
+                    simd::multiply_add({O + i0 * d, d}, {S + i0 * Nk + j0, Nk, 1}, {V + j0 * ldV, ldV}, rows, d,
+                                       keys, keys);
                 }
                 // On the diagonal each query takes its own number of keys: a hidden value is left out,
                 // not multiplied by 0, so that NaN in it does no harm.
                 for (int64_t i = i0; all < some && i < i0 + rows; i++)
-                    simd::add_weighted_rows(O + i * d, S + i * Nk + all, V + all * ldV, ldV, a.visible(i) - all,
-                                            d);
+                    simd::add_weighted_rows(O + i * d, S + i * Nk + all, {V + all * ldV, ldV},
+                                            a.visible(i) - all, d);
             }
         }
     }

@@ -34,7 +34,7 @@ void fused_attention(const Attention& a, float* scratch) {
 
         for (int64_t i = i0; i < std::min(i0 + kRows, Nq); i++) {
             const int64_t n = a.visible(i);
-            simd::dot_rows(S, Q + i * ldQ, K, ldK, n, d, a.scale);
+            simd::dot_rows(S, Q + i * ldQ, {K, ldK}, n, d, a.scale);
 
             const float m = simd::row_max(S, n, -std::numeric_limits<float>::infinity());
             float l = 0;
@@ -42,7 +42,7 @@ void fused_attention(const Attention& a, float* scratch) {
             for (int64_t j = 0; j < n; j += KEYS) {
                 const int64_t keys = std::min(KEYS, n - j);
                 l += simd::exp_sum(S + j, keys, finite_max(m));
-                simd::add_weighted_rows(O + i * d, S + j, V + j * ldV, ldV, keys, d);
+                simd::add_weighted_rows(O + i * d, S + j, {V + j * ldV, ldV}, keys, d);
             }
             simd::scale_row(O + i * d, d, 1 / l);
             if (lse) lse[i] = m + std::log(l);

@@ -58,21 +58,20 @@ struct Tile {
 // `first + r` of them.
 void attend(const Attention& a, const Tile& t, int64_t r0, int64_t queries, const float* Kj, const float* Vj,
             int64_t keys, int64_t first) {
-    const int64_t d = a.d, ldS = simd::panel(), W = simd::lanes();
+    const int64_t d = a.d, ldK = a.k.row_stride, ldV = a.v.row_stride, ldS = simd::panel(), W = simd::lanes();
     float *Qt = t.Qt + r0, *Ot = t.Ot + r0;
     // S^T <- K Q^T, whole down to the staircase, whose last vectors of queries alone see the last keys
     const auto scores = [&](int64_t j, int64_t r, int64_t n) {
-        simd::multiply(t.St + j * ldS + r, ldS, Kj + j * a.k.row_stride, a.k.row_stride, 1, Qt + r, t.R, n,
-                       queries - r, d);
+        simd::multiply({t.St + j * ldS + r, ldS}, {Kj + j * ldK, ldK, 1}, {Qt + r, t.R}, n, queries - r, d);
     };
     scores(0, 0, std::min(keys, first + W));
     for (int64_t r = W; first + r < keys; r += W) scores(first + r, r, std::min(W, keys - first - r));
     // m_new <- max(m, rowmax(S)), P <- 2^(S - m_new), l <- 2^(m - m_new) * l + rowsum(P)
-    if (simd::online_softmax(t.St, ldS, keys, queries, first, t.m + r0, t.l + r0, t.correction + r0))
+    if (simd::online_softmax({t.St, ldS}, keys, queries, first, t.m + r0, t.l + r0, t.correction + r0))
         // O^T <- O^T diag(2^(m - m_new))
-        simd::scale_columns(Ot, t.R, d, queries, t.correction + r0);
+        simd::scale_columns({Ot, t.R}, d, queries, t.correction + r0);
     // O^T <- O^T + V^T P^T
-    simd::multiply_add(Ot, t.R, Vj, 1, a.v.row_stride, t.St, ldS, d, queries, keys, first);
+    simd::multiply_add({Ot, t.R}, {Vj, 1, ldV}, {t.St, ldS}, d, queries, keys, first);
 }
 
 // The same for FEW queries or less, for which a vector of queries would be mostly padding: one at a time, the
@@ -95,10 +94,10 @@ void flash_few(const Attention& a, float* scratch) {
             const int64_t keys = std::min(Bc, a.visible(i) - j0);
             const float* Kj = K + j0 * ldK;
             if (a.k.col_stride == 1) {
-                simd::dot_rows(S, Q, Kj, ldK, keys, d, 1.0f);
+                simd::dot_rows(S, Q, {Kj, ldK}, keys, d, 1.0f);
             } else {  // of a panel, which is whole, whole vectors: what is left over goes slowly
                 const int64_t whole = a.k.col_stride == Bc ? std::min(Bc, round_up(keys, simd::lanes())) : keys;
-                simd::multiply(S, Bc, Q, d, 1, Kj, a.k.col_stride, 1, whole, d);
+                simd::multiply({S, Bc}, {Q, d, 1}, {Kj, a.k.col_stride}, 1, whole, d);
             }
             const float m_new = simd::row_max(S, keys, m);
             if (j0 > 0 && m_new > m) {
@@ -107,7 +106,7 @@ void flash_few(const Attention& a, float* scratch) {
                 l *= correction;
             }
             l += simd::exp_sum(S, keys, finite_max(m_new));
-            simd::add_weighted_rows(O, S, V + j0 * ldV, ldV, keys, d);
+            simd::add_weighted_rows(O, S, {V + j0 * ldV, ldV}, keys, d);
             m = m_new;
         }
         simd::scale_row(O, d, 1 / l);
@@ -140,7 +139,7 @@ void flash_attention(const Attention& a, float* scratch) {
         std::fill_n(t.m, t.R, -std::numeric_limits<float>::infinity());
         std::fill_n(t.l, t.R, 0.0f);
         // Scores and m are in units of log(2), so that softmax takes powers of 2.
-        simd::transpose(t.Qt, t.R, Qi, ldQ, rows, d, a.scale * SIMD_LOG2E);
+        simd::transpose({t.Qt, t.R}, {Qi, ldQ}, rows, d, a.scale * SIMD_LOG2E);
 
         // Where the last step of strip r0 begins: with a key that all of its queries see, less than a panel and
         // a step before the last one that any of them sees.
@@ -170,7 +169,7 @@ void flash_attention(const Attention& a, float* scratch) {
             t.correction[r] = 1 / t.l[r];
             if (lse) lse[i0 + r] = t.m[r] * SIMD_LN2 + std::log(t.l[r]);
         }
-        simd::scale_columns(t.Ot, t.R, d, rows, t.correction);
-        simd::transpose(Oi, d, t.Ot, t.R, d, rows, 1.0f);
+        simd::scale_columns({t.Ot, t.R}, d, rows, t.correction);
+        simd::transpose({Oi, d}, {t.Ot, t.R}, d, rows, 1.0f);
     });
 }

@@ -73,7 +73,7 @@ class Linear {
         : in(in), width(width), panels((out + width - 1) / width), bf16(bf16) {
         Buffer packed(panels * width * in);
         for (int64_t p = 0; p < panels; p++)
-            simd::transpose(packed + p * width * in, width, W + p * width * in, in,
+            simd::transpose({packed + p * width * in, width}, {W + p * width * in, in},
                             std::min(width, out - p * width), in, 1.0f);
         weights = bf16 ? in_pairs(packed) : std::move(packed);
         if (b) std::copy_n(b, out, static_cast<float*>(bias = Buffer(columns())));
@@ -102,11 +102,11 @@ class Linear {
                   bool add) const {
         const int64_t at = p * width * in, n = width - first;
         if (bf16)
-            simd::multiply_bf16(y, ldY, x, ldX, pairs() + at / 2, width / 2, rows, width, in, add);
+            simd::multiply_bf16({y, ldY}, {x, ldX}, {pairs() + at / 2, width / 2}, rows, width, in, add);
         else if (add)
-            simd::multiply_add(y + first, ldY, x, ldX, 1, weights + at + first, width, rows, n, in, in);
+            simd::multiply_add({y + first, ldY}, {x, ldX, 1}, {weights + at + first, width}, rows, n, in, in);
         else
-            simd::multiply(y + first, ldY, x, ldX, 1, weights + at + first, width, rows, n, in);
+            simd::multiply({y + first, ldY}, {x, ldX, 1}, {weights + at + first, width}, rows, n, in);
     }
 
     // The upper half of a float rounded to nearest, ties to even; x is finite.
@@ -397,7 +397,7 @@ struct Decoder::State {
             if (transposed && n == 1)  // a token: twice as fast as what handles any shape
                 for (int64_t f = 0; f < d; f++) K[(at - in_panel) * d + f * panel + in_panel] = k[f];
             else if (transposed)
-                simd::transpose(K + (at - in_panel) * d + in_panel, panel, k, ldK, n, d, 1.0f);
+                simd::transpose({K + (at - in_panel) * d + in_panel, panel}, {k, ldK}, n, d, 1.0f);
             else
                 for (int64_t i = 0; i < n; i++) std::copy_n(k + i * ldK, d, K + (at + i) * d);
         }

@@ -35,31 +35,30 @@ const char* name() {
     return lanes() == 16 ? "ISPC, 16 floats" : lanes() == 8 ? "ISPC, 8 floats" : "ISPC, 4 floats";
 }
 
-void transpose(float* T, int64_t ldT, const float* X, int64_t ldX, int64_t rows, int64_t cols, float scale) {
-    ispc_transpose(T, ldT, X, ldX, rows, cols, scale);
+void transpose(Matrix T, ConstMatrix X, int64_t rows, int64_t cols, float scale) {
+    ispc_transpose(T.data, T.ld, X.data, X.ld, rows, cols, scale);
 }
 
-void multiply(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride, const float* B,
-              int64_t ldB, int64_t rows, int64_t cols, int64_t depth) {
-    ispc_multiply(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth);
+void multiply(Matrix C, Strided A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth) {
+    ispc_multiply(C.data, C.ld, A.data, A.row_stride, A.depth_stride, B.data, B.ld, rows, cols, depth);
 }
 
-void multiply_add(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
-                  const float* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth, int64_t first) {
-    ispc_multiply_add(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, first);
+void multiply_add(Matrix C, Strided A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth,
+                  int64_t first) {
+    ispc_multiply_add(C.data, C.ld, A.data, A.row_stride, A.depth_stride, B.data, B.ld, rows, cols, depth,
+                      first);
 }
 
-void multiply_bf16(float* C, int64_t ldC, const float* A, int64_t ldA, const uint32_t* B, int64_t ldB,
-                   int64_t rows, int64_t cols, int64_t depth, bool add) {
-    ispc_multiply_bf16(C, ldC, A, ldA, B, ldB, rows, cols, depth, add);
+void multiply_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth, bool add) {
+    ispc_multiply_bf16(C.data, C.ld, A.data, A.ld, B.data, B.ld, rows, cols, depth, add);
 }
 
-void dot_rows(float* s, const float* x, const float* B, int64_t ldB, int64_t rows, int64_t depth, float scale) {
-    ispc_dot_rows(s, x, B, ldB, rows, depth, scale);
+void dot_rows(float* s, const float* x, ConstMatrix B, int64_t rows, int64_t depth, float scale) {
+    ispc_dot_rows(s, x, B.data, B.ld, rows, depth, scale);
 }
 
-void add_weighted_rows(float* o, const float* p, const float* B, int64_t ldB, int64_t rows, int64_t cols) {
-    ispc_add_weighted_rows(o, p, B, ldB, rows, cols);
+void add_weighted_rows(float* o, const float* p, ConstMatrix B, int64_t rows, int64_t cols) {
+    ispc_add_weighted_rows(o, p, B.data, B.ld, rows, cols);
 }
 
 float row_max(const float* x, int64_t n, float m) { return ispc_row_max(x, n, m); }
@@ -74,13 +73,13 @@ void gelu(float* x, int64_t n) { ispc_gelu(x, n); }
 
 void scale_row(float* x, int64_t n, float a) { ispc_scale_row(x, n, a); }
 
-bool online_softmax(float* S, int64_t ldS, int64_t rows, int64_t cols, int64_t first, float* m, float* l,
+bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* m, float* l,
                     float* correction) {
-    return ispc_online_softmax(S, ldS, rows, cols, first, m, l, correction);
+    return ispc_online_softmax(S.data, S.ld, rows, cols, first, m, l, correction);
 }
 
-void scale_columns(float* C, int64_t ldC, int64_t rows, int64_t cols, const float* a) {
-    ispc_scale_columns(C, ldC, rows, cols, a);
+void scale_columns(Matrix C, int64_t rows, int64_t cols, const float* a) {
+    ispc_scale_columns(C.data, C.ld, rows, cols, a);
 }
 
 }  // namespace simd

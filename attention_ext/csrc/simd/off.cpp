@@ -18,54 +18,52 @@ int64_t rows() { return 1; }
 
 const char* name() { return "off (plain loops)"; }
 
-void transpose(float* T, int64_t ldT, const float* X, int64_t ldX, int64_t rows, int64_t cols, float scale) {
+void transpose(Matrix T, ConstMatrix X, int64_t rows, int64_t cols, float scale) {
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < cols; c++) T[c * ldT + r] = scale * X[r * ldX + c];
+        for (int64_t c = 0; c < cols; c++) T.data[c * T.ld + r] = scale * X.data[r * X.ld + c];
 }
 
-void multiply(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride, const float* B,
-              int64_t ldB, int64_t rows, int64_t cols, int64_t depth) {
+void multiply(Matrix C, Strided A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth) {
     for (int64_t i = 0; i < rows; i++)
-        for (int64_t c = 0; c < cols; c++) C[i * ldC + c] = 0;
-    multiply_add(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, depth);
+        for (int64_t c = 0; c < cols; c++) C.data[i * C.ld + c] = 0;
+    multiply_add(C, A, B, rows, cols, depth, depth);
 }
 
-void multiply_add(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
-                  const float* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth, int64_t first) {
+void multiply_add(Matrix C, Strided A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth,
+                  int64_t first) {
     for (int64_t i = 0; i < rows; i++)
         for (int64_t k = 0; k < depth; k++)
             for (int64_t c = k < first ? 0 : k - first + 1; c < cols; c++)
-                C[i * ldC + c] += A[i * row_stride + k * depth_stride] * B[k * ldB + c];
+                C.data[i * C.ld + c] += A.data[i * A.row_stride + k * A.depth_stride] * B.data[k * B.ld + c];
 }
 
-void multiply_bf16(float* C, int64_t ldC, const float* A, int64_t ldA, const uint32_t* B, int64_t ldB,
-                   int64_t rows, int64_t cols, int64_t depth, bool add) {
+void multiply_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth, bool add) {
     for (int64_t i = 0; i < rows; i++) {
         for (int64_t c = 0; c < cols; c++) {
-            float sum = add ? C[i * ldC + c] : 0;
+            float sum = add ? C.data[i * C.ld + c] : 0;
             for (int64_t k = 0; k < depth; k++) {
-                const uint32_t pair = B[k * ldB + c / (2 * W) * W + c % W];
+                const uint32_t pair = B.data[k * B.ld + c / (2 * W) * W + c % W];
                 const uint32_t bits = c / W % 2 ? pair & 0xffff0000 : pair << 16;
                 float b;
                 std::memcpy(&b, &bits, sizeof b);
-                sum += A[i * ldA + k] * b;
+                sum += A.data[i * A.ld + k] * b;
             }
-            C[i * ldC + c] = sum;
+            C.data[i * C.ld + c] = sum;
         }
     }
 }
 
-void dot_rows(float* s, const float* x, const float* B, int64_t ldB, int64_t rows, int64_t depth, float scale) {
+void dot_rows(float* s, const float* x, ConstMatrix B, int64_t rows, int64_t depth, float scale) {
     for (int64_t j = 0; j < rows; j++) {
         float sum = 0;
-        for (int64_t c = 0; c < depth; c++) sum += x[c] * B[j * ldB + c];
+        for (int64_t c = 0; c < depth; c++) sum += x[c] * B.data[j * B.ld + c];
         s[j] = scale * sum;
     }
 }
 
-void add_weighted_rows(float* o, const float* p, const float* B, int64_t ldB, int64_t rows, int64_t cols) {
+void add_weighted_rows(float* o, const float* p, ConstMatrix B, int64_t rows, int64_t cols) {
     for (int64_t j = 0; j < rows; j++)
-        for (int64_t c = 0; c < cols; c++) o[c] += p[j] * B[j * ldB + c];
+        for (int64_t c = 0; c < cols; c++) o[c] += p[j] * B.data[j * B.ld + c];
 }
 
 float row_max(const float* x, int64_t n, float m) {
@@ -96,17 +94,18 @@ void scale_row(float* x, int64_t n, float a) {
     for (int64_t i = 0; i < n; i++) x[i] *= a;
 }
 
-bool online_softmax(float* S, int64_t ldS, int64_t rows, int64_t cols, int64_t first, float* m, float* l,
+bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* m, float* l,
                     float* correction) {
     constexpr float low = -std::numeric_limits<float>::infinity();
     bool changed = false;
     for (int64_t c = 0; c < cols; c++) {
         const int64_t live = first + c < rows ? first + c : rows;
+        float* const s = S.data + c;
         float most = m[c], sum = 0;
-        for (int64_t j = 0; j < live; j++) most = S[j * ldS + c] > most ? S[j * ldS + c] : most;
+        for (int64_t j = 0; j < live; j++) most = s[j * S.ld] > most ? s[j * S.ld] : most;
         const float after = most > m[c] + SIMD_MAX_LAG ? most : m[c];
         const float subtracted = after == low ? 0 : after;  // -inf - -inf would be NaN
-        for (int64_t j = 0; j < live; j++) sum += S[j * ldS + c] = std::exp2(S[j * ldS + c] - subtracted);
+        for (int64_t j = 0; j < live; j++) sum += s[j * S.ld] = std::exp2(s[j * S.ld] - subtracted);
         correction[c] = std::exp2(m[c] - subtracted);
         l[c] = correction[c] * l[c] + sum;
         m[c] = after;
@@ -115,9 +114,9 @@ bool online_softmax(float* S, int64_t ldS, int64_t rows, int64_t cols, int64_t f
     return changed;
 }
 
-void scale_columns(float* C, int64_t ldC, int64_t rows, int64_t cols, const float* a) {
+void scale_columns(Matrix C, int64_t rows, int64_t cols, const float* a) {
     for (int64_t i = 0; i < rows; i++)
-        for (int64_t c = 0; c < cols; c++) C[i * ldC + c] *= a[c];
+        for (int64_t c = 0; c < cols; c++) C.data[i * C.ld + c] *= a[c];
 }
 
 }  // namespace simd

@@ -147,6 +147,9 @@ INLINE Vec gelu(Vec x) {
 // x, but NaN where `witness` is NaN.
 INLINE Vec nan_if(Vec witness, Vec x) { return witness == witness ? x : witness; }
 
+// The functions below are inlined into loops that were tuned with them, so they take plain pointers and
+// strides, not the structs of simd.h.
+
 // acc[i][v] <- acc[i][v] + A(i, k) * B[k] in the vectors v from G on; if G is CUT, there only in the lanes
 // after `hidden`.
 template <int G, bool CUT, int R, int VS, class Element>
@@ -346,71 +349,70 @@ const char* name() {
     return W == 16 ? "portable C++, 16 floats" : W == 8 ? "portable C++, 8 floats" : "portable C++, 4 floats";
 }
 
-void transpose(float* T, int64_t ldT, const float* X, int64_t ldX, int64_t rows, int64_t cols, float scale) {
+void transpose(Matrix T, ConstMatrix X, int64_t rows, int64_t cols, float scale) {
     for (int64_t r = 0; r < rows; r += W) {
         for (int64_t c = 0; c < cols; c += W) {
-            const float* x = X + r * ldX + c;
-            float* t = T + c * ldT + r;
+            const float* x = X.data + r * X.ld + c;
+            float* t = T.data + c * T.ld + r;
             if (r + W <= rows && c + W <= cols) {
-                transpose_square(t, ldT, x, ldX, scale);
+                transpose_square(t, T.ld, x, X.ld, scale);
                 continue;
             }
             for (int64_t i = 0; i < W && r + i < rows; i++)
-                for (int64_t j = 0; j < W && c + j < cols; j++) t[j * ldT + i] = scale * x[i * ldX + j];
+                for (int64_t j = 0; j < W && c + j < cols; j++) t[j * T.ld + i] = scale * x[i * X.ld + j];
         }
     }
 }
 
-void multiply(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride, const float* B,
-              int64_t ldB, int64_t rows, int64_t cols, int64_t depth) {
-    product<false>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, depth);
+void multiply(Matrix C, Strided A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth) {
+    product<false>(C.data, C.ld, A.data, A.row_stride, A.depth_stride, B.data, B.ld, rows, cols, depth, depth);
 }
 
-void multiply_add(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
-                  const float* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth, int64_t first) {
-    product<true>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, first);
+void multiply_add(Matrix C, Strided A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth,
+                  int64_t first) {
+    product<true>(C.data, C.ld, A.data, A.row_stride, A.depth_stride, B.data, B.ld, rows, cols, depth, first);
 }
 
-void multiply_bf16(float* C, int64_t ldC, const float* A, int64_t ldA, const uint32_t* B, int64_t ldB,
-                   int64_t rows, int64_t cols, int64_t depth, bool add) {
+void multiply_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth, bool add) {
     if (add)
-        whole_columns<true>(C, ldC, A, ldA, 1, B, ldB, rows, cols, depth, depth);
+        whole_columns<true>(C.data, C.ld, A.data, A.ld, 1, B.data, B.ld, rows, cols, depth, depth);
     else
-        whole_columns<false>(C, ldC, A, ldA, 1, B, ldB, rows, cols, depth, depth);
+        whole_columns<false>(C.data, C.ld, A.data, A.ld, 1, B.data, B.ld, rows, cols, depth, depth);
 }
 
-void dot_rows(float* s, const float* x, const float* B, int64_t ldB, int64_t rows, int64_t depth, float scale) {
+void dot_rows(float* s, const float* x, ConstMatrix B, int64_t rows, int64_t depth, float scale) {
     const int64_t whole = depth / W * W;
     int64_t j = 0;
     for (; j + W <= rows; j += W) {
-        const float* b = B + j * ldB;
+        const float* b = B.data + j * B.ld;
         Vec acc[W];
         for (int i = 0; i < W; i++) acc[i] = Vec{};
         for (int64_t c = 0; c < whole; c += W) {
             const Vec a = load(x + c);
             const float* p = b + c;
-            for (int i = 0; i < W; i++, p += ldB) acc[i] += a * load(p);
+            for (int i = 0; i < W; i++, p += B.ld) acc[i] += a * load(p);
         }
         Vec dots = sums(acc);
         for (int64_t c = whole; c < depth; c++)  // the last features, one at a time
-            for (int i = 0; i < W; i++) dots[i] += x[c] * b[i * ldB + c];
+            for (int i = 0; i < W; i++) dots[i] += x[c] * b[i * B.ld + c];
         store(s + j, scale * dots);
     }
     for (; j < rows; j++) {
+        const float* b = B.data + j * B.ld;
         Vec acc{};
-        for (int64_t c = 0; c < whole; c += W) acc += load(x + c) * load(B + j * ldB + c);
+        for (int64_t c = 0; c < whole; c += W) acc += load(x + c) * load(b + c);
         float dot = sum(acc);
-        for (int64_t c = whole; c < depth; c++) dot += x[c] * B[j * ldB + c];
+        for (int64_t c = whole; c < depth; c++) dot += x[c] * b[c];
         s[j] = scale * dot;
     }
 }
 
-void add_weighted_rows(float* o, const float* p, const float* B, int64_t ldB, int64_t rows, int64_t cols) {
+void add_weighted_rows(float* o, const float* p, ConstMatrix B, int64_t rows, int64_t cols) {
     int64_t c = 0;
-    for (; c + 4 * W <= cols; c += 4 * W) weighted_columns<4>(o + c, p, B + c, ldB, rows);
-    for (; c + 2 * W <= cols; c += 2 * W) weighted_columns<2>(o + c, p, B + c, ldB, rows);
-    for (; c + W <= cols; c += W) weighted_columns<1>(o + c, p, B + c, ldB, rows);
-    if (c < cols) last_columns<true>(o + c, 0, p, 0, 1, B + c, ldB, 1, cols - c, rows, rows);
+    for (; c + 4 * W <= cols; c += 4 * W) weighted_columns<4>(o + c, p, B.data + c, B.ld, rows);
+    for (; c + 2 * W <= cols; c += 2 * W) weighted_columns<2>(o + c, p, B.data + c, B.ld, rows);
+    for (; c + W <= cols; c += W) weighted_columns<1>(o + c, p, B.data + c, B.ld, rows);
+    if (c < cols) last_columns<true>(o + c, 0, p, 0, 1, B.data + c, B.ld, 1, cols - c, rows, rows);
 }
 
 float row_max(const float* x, int64_t n, float m) {
@@ -474,8 +476,9 @@ void gelu(float* x, int64_t n) {
     if (i < n) store_part(x + i, gelu(load_part(x + i, n - i, 0.0f)), n - i);
 }
 
-bool online_softmax(float* S, int64_t ldS, int64_t rows, int64_t cols, int64_t first, float* m, float* l,
+bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* m, float* l,
                     float* correction) {
+    const int64_t ldS = S.ld;
     const IntVec lane = lane_numbers();
     const Vec low = splat(-INFINITY);
     IntVec moved{};
@@ -488,10 +491,10 @@ bool online_softmax(float* S, int64_t ldS, int64_t rows, int64_t cols, int64_t f
         Vec even = before, odd = before;  // two chains of maxima, which do not wait for each other
         int64_t j = 0;
         for (; j + 1 < all; j += 2) {
-            even = max(even, load(S + j * ldS + c));
-            odd = max(odd, load(S + (j + 1) * ldS + c));
+            even = max(even, load(S.data + j * ldS + c));
+            odd = max(odd, load(S.data + (j + 1) * ldS + c));
         }
-        for (; j < some; j++) even = max(even, live(j, load(S + j * ldS + c)));
+        for (; j < some; j++) even = max(even, live(j, load(S.data + j * ldS + c)));
         const Vec most = max(even, odd);
         const Vec after = most > before + SIMD_MAX_LAG ? most : before;
         const Vec subtracted = after == low ? Vec{} : after;  // -inf - -inf would be NaN
@@ -499,12 +502,12 @@ bool online_softmax(float* S, int64_t ldS, int64_t rows, int64_t cols, int64_t f
         Vec total{}, witness{};
         const auto exponentiate = [&](int64_t j, Vec x) {
             const Vec p = exp2_bounded(x);
-            store(S + j * ldS + c, p);
+            store(S.data + j * ldS + c, p);
             total += p;
             witness += x;
         };
-        for (j = 0; j < all; j++) exponentiate(j, load(S + j * ldS + c) - subtracted);
-        for (; j < some; j++) exponentiate(j, live(j, load(S + j * ldS + c) - subtracted));
+        for (j = 0; j < all; j++) exponentiate(j, load(S.data + j * ldS + c) - subtracted);
+        for (; j < some; j++) exponentiate(j, live(j, load(S.data + j * ldS + c) - subtracted));
         const Vec a = exp2_bounded(before - subtracted);
         store(m + c, after);
         store(l + c, nan_if(witness, a * load(l + c) + total));
@@ -517,14 +520,14 @@ bool online_softmax(float* S, int64_t ldS, int64_t rows, int64_t cols, int64_t f
     return any != 0;
 }
 
-void scale_columns(float* C, int64_t ldC, int64_t rows, int64_t cols, const float* a) {
+void scale_columns(Matrix C, int64_t rows, int64_t cols, const float* a) {
     int64_t c = 0;
     for (; c + W <= cols; c += W) {
         const Vec factor = load(a + c);
-        for (int64_t i = 0; i < rows; i++) store(C + i * ldC + c, load(C + i * ldC + c) * factor);
+        for (int64_t i = 0; i < rows; i++) store(C.data + i * C.ld + c, load(C.data + i * C.ld + c) * factor);
     }
     for (; c < cols; c++)
-        for (int64_t i = 0; i < rows; i++) C[i * ldC + c] *= a[c];
+        for (int64_t i = 0; i < rows; i++) C.data[i * C.ld + c] *= a[c];
 }
 
 }  // namespace simd
