@@ -13,13 +13,14 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <numeric>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "attention.h"
+#include "parts.h"
 #include "running.h"
 
 // Threads that are born and end here have nothing in common but what the kernels give them.
@@ -31,16 +32,6 @@ void on_threads(int threads, const std::function<void(int)>& body) {
 }
 
 namespace {
-
-constexpr struct {
-    int64_t (*scratch)(const Attention&);
-    void (*kernel)(const Attention&, float*);
-} PARTS[] = {
-    {naive_scratch, naive_attention},
-    {blocked_scratch, blocked_attention},
-    {fused_scratch, fused_attention},
-    {flash_scratch, flash_attention},
-};
 
 // Edges of vectors, panels, strips and tiles.
 constexpr int64_t EDGES[] = {1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256};
@@ -167,7 +158,8 @@ constexpr const char* KINDS[] = {"plain", "scores of 1e4", "denormals", "equal k
 
 struct Case {
     uint64_t seed;
-    int64_t part, B, H, Nq, Nk, d, Br, Bc;
+    const Part* part;
+    int64_t B, H, Nq, Nk, d, Br, Bc;
     int threads;
     bool causal, lse;
     Kind kind;
@@ -185,7 +177,9 @@ struct Case {
 Case draw(uint64_t seed, Random& random, int threads) {
     Case c{};
     c.seed = seed;
-    c.part = random.one_in(2) ? 4 : random.from(1, 3);
+    do {
+        c.part = &PARTS[random.from(0, std::size(PARTS) - 1)];
+    } while (!c.part->tiled && !random.one_in(3));  // tiled parts have more cases: half of all are theirs
     c.causal = random.one_in(2);
     c.lse = random.one_in(2);
     const int64_t work = random.one_in(40) ? 20'000'000 : 1'000'000;
@@ -204,7 +198,7 @@ Case draw(uint64_t seed, Random& random, int threads) {
     const float usual = 1 / std::sqrt(static_cast<float>(c.d)), scales[] = {usual, usual, usual, 0, -usual};
     c.scale = random.any(scales);
     for (int which = 0; which < 3; which++) c.layouts[which] = draw_layout(random, c.H, c.rows(which), c.d);
-    if (c.part == 4 && c.Nq <= FEW && random.one_in(2)) {
+    if (c.Nq <= c.part->transposed && random.one_in(2)) {
         // The decoder's panel may be larger than its keys are many.
         if (random.one_in(2)) c.Bc = random.size(MOST);
         c.layouts[1] = draw_transposed(random, c.H, c.Nk, c.d, c.Bc);
@@ -216,13 +210,13 @@ Case draw(uint64_t seed, Random& random, int threads) {
 void describe(const Case& c) {
     std::snprintf(running, sizeof running,
                   "seed %" PRIu64
-                  ": part%d, B %d, H %d, Nq %d, Nk %d, d %d, %s, tile %d x %d, threads %d, %s%s, "
+                  ": %s, B %d, H %d, Nq %d, Nk %d, d %d, %s, tile %d x %d, threads %d, %s%s, "
                   "scale %g; q: %s, k: %s, v: %s\n",
-                  c.seed, static_cast<int>(c.part), static_cast<int>(c.B), static_cast<int>(c.H),
-                  static_cast<int>(c.Nq), static_cast<int>(c.Nk), static_cast<int>(c.d),
-                  c.causal ? "causal" : "full", static_cast<int>(c.Br), static_cast<int>(c.Bc), c.threads,
-                  KINDS[c.kind], c.lse ? ", lse" : "", static_cast<double>(c.scale), c.layouts[0].name,
-                  c.layouts[1].name, c.layouts[2].name);
+                  c.seed, c.part->name, static_cast<int>(c.B), static_cast<int>(c.H), static_cast<int>(c.Nq),
+                  static_cast<int>(c.Nk), static_cast<int>(c.d), c.causal ? "causal" : "full",
+                  static_cast<int>(c.Br), static_cast<int>(c.Bc), c.threads, KINDS[c.kind],
+                  c.lse ? ", lse" : "", static_cast<double>(c.scale), c.layouts[0].name, c.layouts[1].name,
+                  c.layouts[2].name);
 }
 
 float draw_value(Random& random, Kind kind) {
@@ -287,24 +281,17 @@ Result<float> run(const Case& c, Random& random, const float* q, const float* k,
         return Matrices{data, l.batch, l.head, l.row, l.column};
     };
     Guarded out(c.B * c.H * c.Nq * c.d, random), lse(c.B * c.H * c.Nq, random);
-    const Attention a{c.B,
-                      c.H,
-                      c.Nq,
-                      c.Nk,
-                      c.d,
-                      matrices(0, q),
-                      matrices(1, k),
-                      matrices(2, v),
-                      out.data,
-                      c.lse ? lse.data : nullptr,
-                      c.causal,
-                      c.scale,
-                      c.Br,
-                      c.Bc,
-                      c.threads};
-    Guarded scratch(PARTS[c.part - 1].scratch(a), random);
+    Attention a{};
+    a.B = c.B, a.H = c.H, a.Nq = c.Nq, a.Nk = c.Nk, a.d = c.d;
+    a.q = matrices(0, q), a.k = matrices(1, k), a.v = matrices(2, v);
+    a.out = out.data;
+    a.lse = c.lse ? lse.data : nullptr;
+    a.causal = c.causal, a.scale = c.scale;
+    a.Br = c.Br, a.Bc = c.Bc;
+    a.threads = c.threads;
+    Guarded scratch(c.part->scratch(a), random);
     if (!c.lse) lse.let(PROT_NONE);
-    PARTS[c.part - 1].kernel(a, scratch.data);
+    c.part->kernel(a, scratch.data);
     if (!c.lse) lse.let(PROT_READ);
     if (!out.whole()) wrong += "; wrote beside out";
     if (!lse.whole()) wrong += "; wrote beside lse";
@@ -497,20 +484,20 @@ int main(int argc, char** argv) {
     const uint64_t seed = std::strtoull(argv[1], nullptr, 10), count = std::strtoull(argv[2], nullptr, 10);
     const int threads = argc == 4 ? std::atoi(argv[3]) : 1;
     print_at_the_end();
-    uint64_t wrong = 0, parts[4] = {}, kinds[5] = {}, transposed = 0;
+    uint64_t wrong = 0, parts[std::size(PARTS)] = {}, kinds[5] = {}, transposed = 0;
     for (uint64_t n = seed; n < seed + count && wrong < 10; n++) {
         Random random(n);
         const Case c = draw(n, random, threads);
         describe(c);
         const std::string what = attempt(c, random) + attempt_rows(random);
-        parts[c.part - 1]++, kinds[c.kind]++, transposed += c.layouts[1].column != 1;
+        parts[c.part - PARTS]++, kinds[c.kind]++, transposed += c.layouts[1].column != 1;
         if (what.empty()) continue;
         wrong++;
         print_running();
         std::fprintf(stderr, "    %s\n", what.c_str() + 2);
     }
     std::printf("%" PRIu64 " cases, %" PRIu64 " wrong; %s;", count, wrong, simd::name());
-    for (int i = 0; i < 4; i++) std::printf(" part%d %" PRIu64 ",", i + 1, parts[i]);
+    for (size_t i = 0; i < std::size(PARTS); i++) std::printf(" %s %" PRIu64 ",", PARTS[i].name, parts[i]);
     for (int i = 0; i < 5; i++) std::printf(" %s %" PRIu64 ",", KINDS[i], kinds[i]);
     std::printf(" transposed %" PRIu64 "\n", transposed);
     return wrong != 0;
