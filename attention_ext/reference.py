@@ -35,6 +35,26 @@ def _without_hidden_values(p: Tensor, v: Tensor) -> Tensor:
     return torch.cat(rows, dim=2)
 
 
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys, from the results over each; exact up to rounding.
+
+    out_a, out_b: (B, H, Nq, d). lse_a, lse_b: (B, H, Nq), each row's logsumexp m + log(l), as
+    attention(..., return_lse=True) gives them. Gives both for all keys together, of the same shapes.
+    A row with lse = -inf has seen no key: the other set's result is taken, whatever its output holds; where
+    neither set has a key the output is 0. NaN stays in its row.
+    Rabe & Staats 2021, arXiv:2112.05682.
+    """
+    m = torch.maximum(lse_a, lse_b)
+    m = m.masked_fill(m == -torch.inf, 0)  # -inf - -inf would be NaN
+    weight_a, weight_b = (lse_a - m).exp(), (lse_b - m).exp()
+    l = weight_a + weight_b
+    nothing = torch.zeros((), dtype=out_a.dtype, device=out_a.device)
+    seen_a, seen_b = (lse_a != -torch.inf)[..., None], (lse_b != -torch.inf)[..., None]
+    out = torch.where(seen_a, weight_a[..., None] * out_a, nothing)
+    out = out + torch.where(seen_b, weight_b[..., None] * out_b, nothing)
+    return torch.where(seen_a | seen_b, out / l[..., None], nothing), m + l.log()
+
+
 def flash_attention(
     q: Tensor,
     k: Tensor,

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import library as torch_library
 
-from attention_ext import PARTS, attention, build, operator
+from attention_ext import PARTS, attention, operator
+from attention_ext.extension import describe, load, read_4d, scratch, size
+from lab.correctness import allocated
 
 
 def arguments(kernel, **change):
@@ -103,11 +105,32 @@ def test_the_gil_is_released(extension, threads):
 
 def test_read_4d(extension):
     t = torch.randn(2, 3, 4, 5).transpose(1, 3)
-    assert build.read_4d(t, (1, 4, 2, 0)) == t[1, 4, 2, 0].item()
+    assert read_4d(t, (1, 4, 2, 0)) == t[1, 4, 2, 0].item()
     for index in ((2, 0, 0, 0), (0, -1, 0, 0), (0, 0, 0)):
         with pytest.raises(ValueError, match="index is"):
-            build.read_4d(t, index)
+            read_4d(t, index)
     with pytest.raises(ValueError, match="it must be 4-D float32"):
-        build.read_4d(t.double(), (0, 0, 0, 0))
+        read_4d(t.double(), (0, 0, 0, 0))
     with pytest.raises(RuntimeError, match="index 9 of dimension 2 is outside 0 .. 3"):
-        build.load().read_4d(t, 0, 0, 9, 0)
+        load().read_4d(t, 0, 0, 9, 0)
+
+
+@pytest.mark.parametrize("threads_used", [1, 3])
+def test_scratch_is_what_a_call_takes(kernel, threads, threads_used):
+    threads(threads_used)
+    q = torch.randn(2, 3, 50, 8)
+    made = scratch(kernel, 2, 3, 50, 50, 8, br=16, bc=32, threads=threads_used)
+    out, taken = allocated(lambda: attention(kernel, q, q, q, br=16, bc=32))
+    assert taken - 4 * out.numel() == made > 0
+
+
+def test_the_sizes_of_the_kernels_are_told(extension):
+    lanes = size("lanes")
+    assert lanes in (4, 8, 16) and size("panel") % lanes == 0 and size("rows") >= 1
+    assert size("part2.T") > 0 and size("part2.DEPTH") > 0 and size("part4.STEP") > 0
+    assert size("rows", "off") == 1 and "plain" in load("off").simd_name()
+    with pytest.raises(RuntimeError, match="name is part9.T; it must be the name of a size"):
+        size("part9.T")
+    with pytest.raises(RuntimeError, match="part is part9; it must be a part's operator"):
+        load().scratch("part9", 1, 1, 1, 1, 1, 1, 1, 1)
+    assert describe().startswith("SIMD: portable C++")

@@ -1,12 +1,19 @@
-"""FlashAttention-2 in plain PyTorch, the text that part4 is read against."""
+"""Part 0's neighbours in plain PyTorch: FlashAttention-2 tile by tile, and merging over sets of keys."""
 
 from __future__ import annotations
+
+import math
 
 import oracle
 import pytest
 import torch
 
 from attention_ext import attention, reference
+
+
+def qkv(Nq, Nk, d=16, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(2, 3, n, d, generator=generator, dtype=dtype) for n in (Nq, Nk, Nk))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -25,3 +32,52 @@ def test_part4_follows_it(extension):
     expected, expected_lse = reference.flash_attention(q, k, v, causal=True, br=16, bc=32)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3, -1e3])
+@pytest.mark.parametrize("cut", [1, 30, 99])
+def test_two_sets_of_keys_merge_exactly_in_float64(cut, scale):
+    q, k, v = qkv(20, 100, dtype=torch.float64)
+    whole = reference.attention(q, k, v, causal=False, scale=scale, return_lse=True)
+    halves = [
+        reference.attention(q, k[:, :, keys], v[:, :, keys], causal=False, scale=scale, return_lse=True)
+        for keys in (slice(cut), slice(cut, None))
+    ]
+    for a, b in (halves, halves[::-1]):
+        out, lse = reference.merge(*a, *b)
+        torch.testing.assert_close(out, whole[0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(lse, whole[1], rtol=1e-12, atol=1e-12)
+
+
+def test_rows_that_saw_no_key_take_the_others_result():
+    """Their output is 0 / 0 in most implementations, and counts for nothing."""
+    q, k, v = qkv(5, 30)
+    out, lse = reference.attention(q, k, v, causal=False, scale=0.25, return_lse=True)
+    none, empty = torch.full_like(out, math.nan), torch.full_like(lse, -math.inf)
+    for merged in (reference.merge(out, lse, none, empty), reference.merge(none, empty, out, lse)):
+        torch.testing.assert_close(merged, (out, lse))
+    nothing, still_empty = reference.merge(none, empty, none, empty)
+    assert torch.equal(nothing, torch.zeros_like(out)) and torch.equal(still_empty, empty)
+
+
+def test_a_set_of_keys_that_counts_for_nothing_changes_nothing():
+    q, k, v = qkv(5, 30)
+    out, lse = reference.attention(q, k, v, causal=False, scale=0.25, return_lse=True)
+    merged, merged_lse = reference.merge(out, lse, torch.ones_like(out), torch.full_like(lse, -1e30))
+    torch.testing.assert_close(merged, out)
+    torch.testing.assert_close(merged_lse, lse)
+
+
+def test_nan_stays_in_its_row():
+    q, k, v = qkv(5, 30)
+    out, lse = reference.attention(q, k, v, causal=False, scale=0.25, return_lse=True)
+    bad_out, bad_lse = out.clone(), lse.clone()
+    bad_out[0, 1, 2], bad_lse[0, 1, 2] = math.nan, math.nan
+    for merged, merged_lse in (
+        reference.merge(bad_out, bad_lse, out, lse),
+        reference.merge(out, lse, bad_out, bad_lse),
+    ):
+        expected = torch.zeros(2, 3, 5, dtype=torch.bool)
+        expected[0, 1, 2] = True
+        assert torch.equal(merged.isnan().all(-1), expected) and torch.equal(merged_lse.isnan(), expected)
+        assert torch.equal(merged.isnan().any(-1), expected)

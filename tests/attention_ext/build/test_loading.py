@@ -1,0 +1,105 @@
+"""Loading the extension in a process of its own: what leads to a build, and that nothing waits in silence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LOAD = "from attention_ext import extension; extension.load(); print(extension.describe())"
+TRY = """
+from attention_ext import extension, BuildError
+try: extension.load({!r})
+except BuildError as e: print(e)
+"""
+
+
+def start(cache: Path, code: str = LOAD, **env: str) -> subprocess.Popen:
+    """A new process that loads the extension with `cache` as its cache directory."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TORCH_EXTENSIONS_DIR": str(cache)} | env,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen) -> tuple[str, str]:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out, err
+
+
+def test_compiles_once_then_loads(extension, tmp_path):
+    out, err = finish(start(tmp_path))
+    assert "Compiling code into a PyTorch module..." in err
+    assert "floats" in out
+    (directory,) = tmp_path.iterdir()
+    assert directory.stat().st_mode & 0o777 == 0o700
+    out, err = finish(start(tmp_path))
+    assert err == ""
+    assert list(tmp_path.iterdir()) == [directory]
+
+
+def test_processes_that_start_together_compile_once(extension, tmp_path):
+    results = [finish(p) for p in [start(tmp_path) for _ in range(3)]]
+    errors = "".join(err for _, err in results)
+    assert errors.count("Compiling code") == 1
+    assert errors.count("Waiting for another build") <= 2
+    assert len({out for out, _ in results}) == 1
+
+
+def test_a_killed_build_is_taken_over(extension, tmp_path):
+    process = start(tmp_path)
+    assert process.stderr is not None and "Compiling" in process.stderr.readline()
+    time.sleep(1)  # the compiler is at work by now
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    (directory,) = tmp_path.iterdir()
+    assert not (directory / "attention_ext.so").exists()
+    (left,) = (path for path in directory.iterdir() if path.is_dir())
+    (left / "lock").touch()  # torch's own, left behind; it would wait for it for ever
+    out, err = finish(start(tmp_path))
+    assert "Compiling" in err and "Waiting" not in err
+    assert sorted(path.name for path in directory.iterdir()) == ["attention_ext.so", "building"]
+
+
+def test_an_ispc_that_fails_shows_its_message(extension, tmp_path):
+    script = tmp_path / "ispc"
+    script.write_text('#!/bin/sh\ncase "$*" in *--version*) exit 0;; esac\necho Error: kaboom >&2; exit 1\n')
+    script.chmod(0o700)
+    code = TRY.format("ispc")
+    out, _ = finish(start(tmp_path / "cache", code, ISPC=str(script)))
+    assert out.startswith(f"{script} failed: Error: kaboom (all it said: ") and out.count("\n") == 1
+
+
+def test_a_compiler_that_fails_shows_its_message(extension, tmp_path):
+    script = tmp_path / "broken"
+    script.write_text('#!/bin/sh\ncase "$*" in *--version*) exit 0;; esac\necho error: kaboom >&2; exit 1\n')
+    script.chmod(0o700)
+    code = TRY.format("auto")
+    out, _ = finish(start(tmp_path / "cache", code, CXX=f"{script} -x"))
+    assert out.startswith(f"{script} -x failed: error: kaboom (all it said: ") and out.count("\n") == 1
+    assert "kaboom" in Path(out.split("all it said: ")[1].rstrip(")\n")).read_text()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_cannot_be_written_is_named(extension, tmp_path):
+    tmp_path.chmod(0o500)
+    code = TRY.format("auto")
+    out, _ = finish(start(tmp_path / "cache", code))
+    assert "cannot write the build directory" in out and "TORCH_EXTENSIONS_DIR" in out
+
+
+def test_a_cache_directory_that_is_a_file_is_named(extension, tmp_path):
+    (tmp_path / "cache").touch()
+    code = TRY.format("auto")
+    out, _ = finish(start(tmp_path / "cache", code))
+    assert "cannot write the build directory" in out and "TORCH_EXTENSIONS_DIR" in out

@@ -1,0 +1,95 @@
+"""What is compiled: the sources, what decides where the result is kept, and the program of the kernels alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from attention_ext import PARTS, SIMD, BuildError, processor
+from attention_ext.build import recipes, toolchain
+
+
+@pytest.fixture
+def csrc(tmp_path, extension):
+    """A copy of the sources."""
+    return shutil.copytree(recipes.CSRC, tmp_path / "csrc")
+
+
+def test_what_decides_the_outcome_decides_the_directory(monkeypatch, extension):
+    recipe = recipes.library()
+    here = recipe.path()
+    assert recipes.library().path() == here == recipes.library("portable").path()
+    changes = [dict(flags=(*recipe.flags, "-g")), dict(ispc=sys.executable)]  # another ispc's --version
+    assert here not in [dataclasses.replace(recipe, **change).path() for change in changes]
+    assert recipes.library("off").path() != here
+    for place, name, value in (
+        (torch, "__version__", "9.9"),
+        (processor, "capabilities", lambda: "another CPU"),
+        (toolchain, "has_python_header", lambda: "another"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, value)
+            assert recipe.path() != here
+
+
+def test_a_changed_source_decides_too(csrc):
+    here = recipes.library().path()
+    assert recipes.library(csrc=csrc).path() == here
+    with open(csrc / "cpu" / "sizes.h", "a") as file:
+        file.write("// changed\n")
+    changed = recipes.library(csrc=csrc).path()
+    (csrc / "cpu" / "new.h").touch()
+    assert len({here, changed, recipes.library(csrc=csrc).path()}) == 3
+
+
+def test_every_source_is_compiled():
+    on_disk = {path for path in recipes.CSRC.rglob("*.cpp")}
+    compiled = {*recipes.library("portable").sources, *recipes.program("off").sources}
+    compiled |= {recipes.CSRC / source for source, _ in recipes.HELPERS.values()}
+    assert on_disk == compiled | {recipes.CSRC / recipes.DECODER_MODULE}
+    assert {"auto", *recipes.HELPERS} == set(SIMD)
+
+
+def test_no_two_sources_have_one_name():
+    """Their objects lie in one folder."""
+    names = [path.stem for path in recipes.CSRC.rglob("*.cpp")]
+    assert len(set(names)) == len(names)
+
+
+def test_every_part_has_a_file_and_a_row():
+    operators = {part.operator for part in PARTS.values() if part.operator}
+    assert {path.stem for path in recipes.CSRC.glob(recipes.KERNELS)} == operators
+    rows = re.findall(r"^ +PART\((\w+), (\w+), ", (recipes.CSRC / "parts.h").read_text(), re.M)
+    assert {"_".join(row) for row in rows} == operators
+
+
+def test_the_program_is_compiled_once_for_each_processor(extension, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    made = recipes.program("off").make()
+    assert "Compiling a program of the kernels alone..." in capsys.readouterr().err
+    assert recipes.program("off").make() == made
+    assert capsys.readouterr().err == ""
+    assert sorted(path.name for path in made.parent.iterdir()) == ["alone", "building"]
+    with pytest.raises(BuildError, match="failed: .*no-such-processor"):
+        recipes.program("off", "no-such-processor").make()
+    with pytest.raises(ValueError, match="simd is 'ispc'; the program's must be auto, portable or off"):
+        recipes.program("ispc")
+
+
+def test_the_peak_counts_what_the_processor_does(extension, tmp_path):
+    """A chain that the compiler can work out beforehand would be counted and not done."""
+    made = tmp_path / "limits.s"
+    flags = [*toolchain.FLAGS, "-std=c++17", f"-I{recipes.CSRC}", "-S", "-o", str(made)]
+    source = recipes.CSRC / "tools" / "limits.cpp"
+    subprocess.run([*toolchain.find_compiler(), *flags, str(source)], check=True)
+    (peak,) = re.findall(r"^_?_Z8fma_peakd:.*?$(.*?)\.cfi_endproc", made.read_text(), re.M | re.S)
+    done = len(re.findall(r"^\s*(?:vfmadd\w+ps|fmla)\s", peak, re.M))
+    if not done:
+        pytest.skip("this compiler's target has no fused multiply-add")
+    assert done % 12 == 0  # 3 CHAINS of them, 12 or 24, as often as the loop is unrolled

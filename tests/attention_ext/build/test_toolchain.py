@@ -1,0 +1,43 @@
+"""The compilers: how they are found, and what is said where they are not."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from attention_ext import BuildError
+from attention_ext.build import recipes, toolchain
+
+
+def test_ispc_is_found_by_its_variable_and_named_when_it_is_not(monkeypatch, extension):
+    monkeypatch.setenv("ISPC", "no-such-ispc")
+    with pytest.raises(BuildError, match="ISPC is 'no-such-ispc'"):
+        toolchain.find_ispc()
+    monkeypatch.setenv("ISPC", sys.executable)
+    assert toolchain.find_ispc() == sys.executable
+    monkeypatch.delenv("ISPC")
+    monkeypatch.setattr(toolchain, "find_ispc", lambda: None)
+    with pytest.raises(BuildError, match="no ispc was found on PATH; scripts/install-ispc.sh gets it"):
+        recipes.library("ispc")
+
+
+def test_no_compiler_names_the_package(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BuildError, match="need a C\\+\\+ compiler .* apt install g\\+\\+"):
+        toolchain.find_compiler()
+
+
+@pytest.mark.parametrize(
+    "command, message",
+    [
+        ("no-such-compiler -O1", "^CXX is 'no-such-compiler'"),
+        ("'c++", """^CXX is "'c\\+\\+"; it must be a compiler's command: No"""),
+    ],
+)
+def test_a_wrong_compiler_is_named(monkeypatch, command, message):
+    monkeypatch.setenv("CXX", command)
+    with pytest.raises(BuildError, match=message):
+        toolchain.find_compiler()
