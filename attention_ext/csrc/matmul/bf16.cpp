@@ -1,0 +1,35 @@
+// Weights in bfloat16, rounded to its 8 significant bits: half the memory. The sums are float32.
+#include <cstring>
+
+#include "matmul/precision.h"
+
+namespace {
+
+// The upper half of a float rounded to nearest, ties to even; x is finite.
+uint32_t round_to_bf16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+}  // namespace
+
+// Two weights share 32 bits, as simd::Bf16Pairs describes.
+Buffer bf16_pack(const float* W, int64_t out, const Panels& s) {
+    const Buffer floats = fp32_pack(W, out, s);
+    const int64_t lanes = simd::lanes();
+    Buffer packed(s.size() / 2);
+    for (int64_t i = 0; i < s.size() / 2; i++) {
+        const float* lower = floats + i / lanes * 2 * lanes + i % lanes;
+        const uint32_t pair = round_to_bf16(lower[0]) | round_to_bf16(lower[lanes]) << 16;
+        std::memcpy(packed + i, &pair, sizeof pair);
+    }
+    return packed;
+}
+
+// All columns are computed: a pair cannot be split.
+void bf16_multiply(simd::Matrix y, simd::ConstMatrix x, const Buffer& packed, const Panels& s, int64_t p,
+                   int64_t rows, int64_t, bool add) {
+    const auto* pairs = reinterpret_cast<const uint32_t*>(static_cast<float*>(packed));
+    simd::multiply_bf16(y, x, {pairs + p * s.width * s.in / 2, s.width / 2}, rows, s.width, s.in, add);
+}

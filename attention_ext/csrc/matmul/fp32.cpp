@@ -1,0 +1,25 @@
+// Weights in float32: the panels as they are.
+#include <algorithm>
+
+#include "matmul/precision.h"
+
+Buffer fp32_pack(const float* W, int64_t out, const Panels& s) {
+    Buffer packed(s.size());
+    for (int64_t p = 0; p < s.panels; p++) {
+        const int64_t at = p * s.width * s.in;
+        simd::transpose({packed + at, s.width}, {W + at, s.in}, std::min(s.width, out - p * s.width), s.in,
+                        1.0f);
+    }
+    return packed;
+}
+
+void fp32_multiply(simd::Matrix y, simd::ConstMatrix x, const Buffer& packed, const Panels& s, int64_t p,
+                   int64_t rows, int64_t first, bool add) {
+    const simd::Matrix C{y.data + first, y.ld};
+    const simd::Strided A{x.data, x.ld, 1};
+    const simd::ConstMatrix B{packed + p * s.width * s.in + first, s.width};
+    if (add)
+        simd::multiply_add(C, A, B, rows, s.width - first, s.in, s.in);
+    else
+        simd::multiply(C, A, B, rows, s.width - first, s.in);
+}

@@ -1,0 +1,29 @@
+// A linear layer with packed weights.
+#pragma once
+
+#include "matmul/precision.h"
+
+// y <- x W^T + b; W (out, in) in panels of `width` outputs, the last one padded with zeros. Every sum over `in`
+// goes from first to last in one chain, so a result does not depend on the number of rows or panels.
+class Linear {
+  public:
+    Linear() = default;
+    // b (out) may be null. width: a multiple of row_of(precision).vectors vectors.
+    Linear(const float* W, const float* b, int64_t out, int64_t in, int64_t width, Precision precision);
+
+    int64_t width() const { return shape.width; }
+    int64_t panels() const { return shape.panels; }
+    int64_t columns() const { return shape.panels * shape.width; }
+
+    // Columns p * width() .. (p + 1) * width() - 1 of y (rows, columns()); those before the `first` of them
+    // need not be set.
+    void set(simd::Matrix y, simd::ConstMatrix x, int64_t rows, int64_t p, int64_t first = 0) const;
+
+    // The same columns, added to y.
+    void add(simd::Matrix y, simd::ConstMatrix x, int64_t rows, int64_t p) const;
+
+  private:
+    Panels shape{};
+    const PrecisionRow* precision = nullptr;
+    Buffer weights, bias;
+};

@@ -1,0 +1,63 @@
+// The table of the precisions that weights can be kept in. Another precision is a row here and a file
+// matmul/name.cpp.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "matmul/buffer.h"
+#include "simd/simd.h"
+
+// A matrix of (panels * width) rows in `panels` panels: panel p, (in, width), is the transpose of the rows
+// p * width .. (p + 1) * width - 1. A product reads each panel from its start to its end.
+struct Panels {
+    int64_t in, width, panels;
+
+    int64_t size() const { return panels * width * in; }
+};
+
+// A row for each precision `name`, with the functions
+//   name_pack       W (out, in) as Panels, whose rows from `out` on are 0
+//   name_multiply   y (rows, width) <- x (rows, in) times panel p, or with `add` y <- y + that product. The
+//   columns
+//                   of y before `first`, less than width, need not be computed.
+// bytes: of a weight. vectors: the width of a panel is a multiple of so many vectors of simd::lanes().
+//
+//              name, bytes, vectors
+#define EACH_PRECISION(PRECISION) \
+    PRECISION(fp32, 4, 1)         \
+    PRECISION(bf16, 2, 2)
+
+#define DECLARE_PRECISION(name, bytes, vectors)                                                               \
+    Buffer name##_pack(const float* W, int64_t out, const Panels&);                                           \
+    void name##_multiply(simd::Matrix y, simd::ConstMatrix x, const Buffer& packed, const Panels&, int64_t p, \
+                         int64_t rows, int64_t first, bool add);
+EACH_PRECISION(DECLARE_PRECISION)
+#undef DECLARE_PRECISION
+
+#define PRECISION_NAME(name, bytes, vectors) name,
+enum class Precision { EACH_PRECISION(PRECISION_NAME) };
+#undef PRECISION_NAME
+
+struct PrecisionRow {
+    Precision precision;
+    const char* name;
+    int64_t bytes, vectors;
+    Buffer (*pack)(const float* W, int64_t out, const Panels&);
+    void (*multiply)(simd::Matrix y, simd::ConstMatrix x, const Buffer& packed, const Panels&, int64_t p,
+                     int64_t rows, int64_t first, bool add);
+};
+
+#define PRECISION_ROW(name, bytes, vectors) \
+    {Precision::name, #name, bytes, vectors, name##_pack, name##_multiply},
+inline constexpr PrecisionRow PRECISIONS[] = {EACH_PRECISION(PRECISION_ROW)};
+#undef PRECISION_ROW
+
+inline const PrecisionRow& row_of(Precision precision) { return PRECISIONS[static_cast<int>(precision)]; }
+
+// The precision of this name; null if there is none.
+inline const PrecisionRow* find_precision(const std::string& name) {
+    for (const PrecisionRow& row : PRECISIONS)
+        if (name == row.name) return &row;
+    return nullptr;
+}
