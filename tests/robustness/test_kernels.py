@@ -17,23 +17,31 @@ from pathlib import Path
 
 import pytest
 
-from attention_ext import BuildError, build
+from attention_ext.build import recipes, toolchain
+from attention_ext.build.recipes import CSRC
+from attention_ext.parts import BuildError
 
 HERE = Path(__file__).parent
 ARM = platform.machine() in ("arm64", "aarch64")
-# What decides the code, without the processor and what only bindings.cpp reads.
-FLAGS = [flag for flag in build.FLAGS if flag != build.NATIVE and not flag.startswith(("-O", "-D"))]
+# The flags that decide the code, without the processor and the definitions that only bindings/ reads.
+FLAGS = [flag for flag in toolchain.FLAGS if flag != toolchain.NATIVE and not flag.startswith(("-O", "-D"))]
 CHECKED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 RACES = ["-fsanitize=thread"]
 TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]  # needs no library
-PARTS = [build.CSRC / name for name in build.KERNELS]
-PORTABLE = [HERE / "kernels.cpp", *PARTS, build.CSRC / "simd_portable.cpp"]
-# Most of the time goes into what is right, which needs no checking.
+HELPERS = {name: CSRC / source for name, (source, _) in recipes.HELPERS.items()}
+PARTS = recipes.found(CSRC, (recipes.KERNELS,))
+PORTABLE = [HERE / "kernels.cpp", *PARTS, HELPERS["portable"]]
+# The float64 reference takes most of the time and needs no sanitizer.
 OF_A_SOURCE = {
     HERE / "kernels.cpp": ("-O2", "-fno-sanitize=address,undefined"),
-    build.CSRC / "simd_off.cpp": build.VARIANTS["off"][1],
+    HELPERS["off"]: recipes.HELPERS["off"][1],
 }
-DECODER = [HERE / "decoder.cpp", build.CSRC / "decoder.cpp", *PORTABLE[1:]]
+DECODER = [
+    HERE / "decoder.cpp",
+    *recipes.found(CSRC, ("decoder/*.cpp", "matmul/*.cpp")),
+    *PARTS,
+    HELPERS["portable"],
+]
 
 
 def found(*command: str) -> list[str]:
@@ -60,7 +68,7 @@ def link(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     def compiled(key: tuple[str | Path, ...]) -> None:
         extra = OF_A_SOURCE.get(Path(key[-1]), ())
-        run(*key[:-1], f"-I{build.CSRC}", *extra, "-c", key[-1], "-o", made[key])
+        run(*key[:-1], f"-I{CSRC}", *extra, "-c", key[-1], "-o", made[key])
 
     def link(command: list[str], sources: list[Path], *objects: Path) -> Path:
         command = [*command, "-std=c++17", "-g1", *FLAGS]
@@ -112,7 +120,7 @@ def processors() -> list[str]:
 def native() -> list[str]:
     """The compiler that builds the extension, for this processor, with little optimisation."""
     try:
-        return [*build.find_compiler(), build.NATIVE, "-O1"]
+        return [*toolchain.find_compiler(), toolchain.NATIVE, "-O1"]
     except BuildError as error:
         pytest.skip(str(error))
 
@@ -121,7 +129,7 @@ def native() -> list[str]:
 def test_no_case_is_wrong_or_out_of_bounds(simd, native, link, full, tmp_path):
     command = sanitized(native, CHECKED, tmp_path)
     count = 20000 if full else 500
-    program = link(command, [HERE / "kernels.cpp", *PARTS, build.CSRC / f"simd_{simd}.cpp"])
+    program = link(command, [HERE / "kernels.cpp", *PARTS, HELPERS[simd]])
     hold(count, program, "0", str(count))
 
 
@@ -129,14 +137,14 @@ def test_no_case_is_wrong_or_out_of_bounds(simd, native, link, full, tmp_path):
 def test_ispc(target, native, link, full, tmp_path):
     if target != "host" and not (full and processor_has("sse4_1" if "sse4" in target else "avx2")):
         pytest.skip("only in the full set, on a processor that has it")
-    ispc = build.find_ispc()
+    ispc = toolchain.find_ispc()
     if ispc is None:
         pytest.skip("there is no ispc")
     made = tmp_path / "simd.o"
-    run(ispc, build.CSRC / "simd.ispc", f"--target={target}", "-O3", "--pic", "-o", made)
+    run(ispc, CSRC / recipes.ISPC_SOURCE, f"--target={target}", "-O3", "--pic", "-o", made)
     command = sanitized(native, CHECKED, tmp_path)
     count = 20000 if full else 500
-    program = link(command, [HERE / "kernels.cpp", *PARTS, build.CSRC / "simd_ispc.cpp"], made)
+    program = link(command, [HERE / "kernels.cpp", *PARTS, HELPERS["ispc"]], made)
     hold(count, program, "100000", str(count))
 
 
@@ -154,7 +162,7 @@ def test_the_code_that_is_shipped(compiler, march, link, full):
 def test_threads_do_not_race(compiler, link, full, tmp_path):
     if compiler == "clang++" and not full:
         pytest.skip("only in the full set")
-    command = sanitized([*found(compiler), build.NATIVE, "-O1"], RACES, tmp_path)
+    command = sanitized([*found(compiler), toolchain.NATIVE, "-O1"], RACES, tmp_path)
     count = 3000 if full else 50
     hold(count, link(command, PORTABLE), "300000", str(count), "16")
 
@@ -188,17 +196,17 @@ def test_aarch64(compiler, link, full):
 
 
 def test_the_flags_are_for_every_compiler():
-    for flags in (build.FLAGS, *(flags for _, flags in build.VARIANTS.values())):
+    for flags in (toolchain.FLAGS, *(flags for _, flags in recipes.HELPERS.values())):
         assert not [flag for flag in flags if "openmp" in flag or flag.startswith(("-Wl,", "-std=gnu"))]
         assert "-ffast-math" not in flags  # NaN and infinity keep their meaning
-    for source in build.CSRC.iterdir():
+    for source in filter(Path.is_file, CSRC.rglob("*")):
         assert "omp.h" not in source.read_text() and "#pragma omp" not in source.read_text()
 
 
-@pytest.mark.parametrize("variant", build.VARIANTS)
-def test_clang_takes_every_flag_for_a_mac(variant, tmp_path):
+@pytest.mark.parametrize("helpers", recipes.HELPERS)
+def test_clang_takes_every_flag_for_a_mac(helpers, tmp_path):
     """As far as Linux can tell: no header of macOS is here, but its compiler's flags and instructions are."""
-    flags = [flag for flag in (*build.FLAGS, *build.VARIANTS[variant][1]) if flag != build.NATIVE]
+    flags = [flag for flag in (*toolchain.FLAGS, *recipes.HELPERS[helpers][1]) if flag != toolchain.NATIVE]
     source = tmp_path / "one.cpp"
     source.write_text("void twice(float* f) { for (int i = 0; i < 8; i++) f[i] *= 2; }\n")
     command = [*found("clang++"), "--target=arm64-apple-macos12", "-mcpu=apple-m1", "-stdlib=libc++"]
@@ -215,9 +223,9 @@ def test_no_compiler_warns(compiler, full, tmp_path):
     probe.write_text("#include <vector>\n")
     if subprocess.run([*command, "-fsyntax-only", probe], capture_output=True).returncode != 0:
         pytest.skip(f"{compiler} finds no library")
-    sources = [path for path in build.CSRC.glob("*.cpp") if "bindings" not in path.name]
+    sources = [path for path in CSRC.rglob("*.cpp") if path.parent.name != "bindings"]
     sources += [HERE / "kernels.cpp", HERE / "decoder.cpp"]
-    warnings = ["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", f"-I{build.CSRC}"]
-    command += ["-std=c++17", build.NATIVE, *FLAGS, *warnings]
+    warnings = ["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", f"-I{CSRC}"]
+    command += ["-std=c++17", toolchain.NATIVE, *FLAGS, *warnings]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda source: run(*command, source), sources))

@@ -1,13 +1,12 @@
-// The decoder as a Python class: argument checks, one call at a time, the GIL released while it works. The
-// only file that knows Python.
+// The decoder as a Python class. It checks arguments, admits one call at a time, and releases the GIL
+// meanwhile. The only file that knows Python.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
-#include <chrono>
 #include <map>
 #include <mutex>
 #include <tuple>
+#include <vector>
 
 #include "decoder/decoder.h"
 
@@ -24,24 +23,31 @@ void check(const std::string& what, int64_t value, int64_t low, int64_t high) {
         refuse(what, value, "from " + std::to_string(low) + " to " + std::to_string(high));
 }
 
-constexpr int64_t MANY = int64_t{1} << 31;
+constexpr int64_t MAX_SIZE = int64_t{1} << 31;
 
 class SafeDecoder {
   public:
     SafeDecoder(std::map<std::string, py::buffer> tensors, int64_t block_size, int64_t vocab_size,
-                int64_t n_layer, int64_t n_head, int64_t n_embd, bool bf16, const std::string& part, int64_t br,
-                int64_t bc, int64_t slots, int64_t capacity, int threads) {
-        check("block_size", block_size, 1, MANY);
-        check("vocab_size", vocab_size, 1, MANY);
-        check("n_layer", n_layer, 1, MANY);
-        check("n_head", n_head, 1, MANY);
-        check("n_embd", n_embd, 1, MANY);
+                int64_t n_layer, int64_t n_head, int64_t n_embd, const std::string& precision,
+                const std::string& part, int64_t br, int64_t bc, int64_t slots, int64_t capacity, int threads) {
+        check("block_size", block_size, 1, MAX_SIZE);
+        check("vocab_size", vocab_size, 1, MAX_SIZE);
+        check("n_layer", n_layer, 1, MAX_SIZE);
+        check("n_head", n_head, 1, MAX_SIZE);
+        check("n_embd", n_embd, 1, MAX_SIZE);
         if (n_embd % n_head) refuse("n_embd", n_embd, "a multiple of n_head=" + std::to_string(n_head));
-        const Part* row = find_part(part);
-        if (!row) throw py::value_error("part is " + part + "; it must be a part's operator");
+        const PrecisionRow* weights = find_precision(precision);
+        if (!weights) {
+            std::string names;
+            for (const PrecisionRow& row : PRECISIONS)
+                names += (names.empty() ? "" : ", ") + std::string(row.name);
+            throw py::value_error("precision is '" + precision + "'; it must be one of " + names);
+        }
+        const Part* kernel = find_part(part);
+        if (!kernel) throw py::value_error("part is " + part + "; it must be a part's operator");
         check("br", br, 1, INT64_MAX);
         check("bc", bc, 1, INT64_MAX);
-        check("slots", slots, 1, MANY);
+        check("slots", slots, 1, MAX_SIZE);
         check("capacity", capacity, 1, block_size);
         check("threads", threads, 1, 1024);
 
@@ -65,7 +71,7 @@ class SafeDecoder {
             return static_cast<const float*>(view.ptr);
         };
         decoder = std::make_unique<Decoder>(ModelShape{block_size, vocab_size, n_layer, n_head, n_embd}, lookup,
-                                            bf16, *row, br, bc, slots, capacity, threads);
+                                            weights->precision, *kernel, br, bc, slots, capacity, threads);
     }
 
     void prefill(int64_t slot, const std::vector<int64_t>& ids, bool continues) {
@@ -77,10 +83,6 @@ class SafeDecoder {
         decoder->prefill(slot, ids, continues);
     }
 
-    // A token for each slot by each row of uniforms in turn, until a slot is full or `patience` seconds are
-    // over; at least by the first row. Where there are several rows, groups of slots, as Decoder::near() has
-    // it, go through all of them in turn. The patience is the first group's; the others then take as many rows.
-    // A batch of 32 of a small model is half as fast again as with all slots row by row.
     std::vector<std::vector<int64_t>> write(const std::vector<int64_t>& slots,
                                             const std::vector<std::vector<double>>& uniforms, double patience) {
         const py::gil_scoped_release unlocked;
@@ -93,33 +95,11 @@ class SafeDecoder {
                 if (!(u >= 0 && u < 1)) throw py::value_error("a uniform is outside [0, 1)");
         }
         std::vector<char> taken(decoder->slots());
-        int64_t room = decoder->capacity();
         for (const int64_t slot : slots) {
             check_room(slot, decoder->capacity());
             if (taken[slot]++) refuse("slot", slot, "named once");
-            room = std::min(room, decoder->capacity() + 1 - decoder->length(slot));
         }
-        const int64_t all = static_cast<int64_t>(slots.size()), most = static_cast<int64_t>(uniforms.size());
-        const int64_t near = most > 1 ? decoder->near(slots) : all;
-        const int64_t groups = all > near ? (all + near - 1) / near : 1;
-        std::vector<std::vector<int64_t>> rows;
-        const auto start = std::chrono::steady_clock::now();
-        for (int64_t g = 0; g < groups; g++) {
-            const int64_t from = all * g / groups, to = all * (g + 1) / groups;
-            const std::vector<int64_t> group(slots.begin() + from, slots.begin() + to);
-            for (int64_t i = 0; i < most; i++) {
-                if (g > 0 && i == static_cast<int64_t>(rows.size())) break;  // as many as the first group
-                if (g == 0) {
-                    const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
-                    if (i > 0 && (i >= room || spent.count() > patience)) break;
-                    rows.emplace_back(all);
-                }
-                const double* u = uniforms[i].data();
-                const std::vector<int64_t> tokens = decoder->next(group, {u + from, u + to});
-                std::copy(tokens.begin(), tokens.end(), rows[i].begin() + from);
-            }
-        }
-        return rows;
+        return decoder->write(slots, uniforms, patience);
     }
 
     void copy(int64_t from, int64_t to) {
@@ -145,11 +125,12 @@ class SafeDecoder {
         return decoder->logits(slot);
     }
 
-    void set_sampling(double temperature, int64_t top_k, double top_p, double min_p,
+    void set_sampling(int64_t slot, double temperature, int64_t top_k, double top_p, double min_p,
                       double repetition_penalty) {
         const py::gil_scoped_release unlocked;
         const std::lock_guard<std::mutex> one(mutex);
-        decoder->set_sampling({temperature, top_k, top_p, min_p, repetition_penalty});
+        check("slot", slot, 0, decoder->slots() - 1);
+        decoder->set_sampling(slot, {temperature, top_k, top_p, min_p, repetition_penalty});
     }
 
     void record(bool on) {
@@ -184,18 +165,18 @@ class SafeDecoder {
 PYBIND11_MODULE(ATTENTION_EXT, m) {
     using py::arg;
     py::class_<SafeDecoder>(m, "Decoder", py::module_local())
-        .def(py::init<std::map<std::string, py::buffer>, int64_t, int64_t, int64_t, int64_t, int64_t, bool,
-                      std::string, int64_t, int64_t, int64_t, int64_t, int>(),
+        .def(py::init<std::map<std::string, py::buffer>, int64_t, int64_t, int64_t, int64_t, int64_t,
+                      std::string, std::string, int64_t, int64_t, int64_t, int64_t, int>(),
              arg("tensors"), py::kw_only(), arg("block_size"), arg("vocab_size"), arg("n_layer"), arg("n_head"),
-             arg("n_embd"), arg("bf16"), arg("part"), arg("br"), arg("bc"), arg("slots"), arg("capacity"),
+             arg("n_embd"), arg("precision"), arg("part"), arg("br"), arg("bc"), arg("slots"), arg("capacity"),
              arg("threads"))
         .def("prefill", &SafeDecoder::prefill, arg("slot"), arg("ids"), arg("continues") = false)
         .def("write", &SafeDecoder::write, arg("slots"), arg("uniforms"), arg("patience"))
         .def("copy", &SafeDecoder::copy, arg("from"), arg("to"))
         .def("push", &SafeDecoder::push, arg("slot"), arg("token"))
         .def("logits", &SafeDecoder::logits, arg("slot"))
-        .def("set_sampling", &SafeDecoder::set_sampling, arg("temperature"), arg("top_k"), arg("top_p"),
-             arg("min_p"), arg("repetition_penalty"))
+        .def("set_sampling", &SafeDecoder::set_sampling, arg("slot"), arg("temperature"), arg("top_k"),
+             arg("top_p"), arg("min_p"), arg("repetition_penalty"))
         .def("record", &SafeDecoder::record, arg("on"))
         .def("spans", &SafeDecoder::spans);
 }

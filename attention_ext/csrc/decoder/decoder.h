@@ -1,5 +1,8 @@
-// The native decoder: nanoGPT's model in fp32 with its own packed weights and caches, over the SIMD helpers
-// and a chosen part. No torch and no Python here.
+// The native decoder: nanoGPT's model with its own packed weights and caches, over the SIMD helpers and a
+// chosen part. No torch and no Python here.
+//
+// Threads are a team of the decoder's own, not PyTorch's pool; team.h says why. A text is the same alone, in a
+// batch, and over any number of threads.
 #pragma once
 
 #include <cstdint>
@@ -8,71 +11,55 @@
 #include <string>
 #include <vector>
 
+#include "decoder/sampling.h"
+#include "decoder/trace.h"
+#include "matmul/precision.h"
 #include "parts.h"
 
 struct ModelShape {
     int64_t block_size, vocab_size, n_layer, n_head, n_embd;
 };
 
-// A checkpoint's tensor by nanoGPT's name; null for a bias that the model has not. Called with the number of
-// floats that it must have.
+// A checkpoint's tensor by nanoGPT's name; null for a bias that the model does not have. `floats` is the size
+// that the tensor must have.
 using Tensors = std::function<const float*(const std::string& name, int64_t floats)>;
-
-// How a token is chosen; model/sampling.py says what each does.
-struct Sampling {
-    double temperature = 1;
-    int64_t top_k = 0;  // 0 keeps all
-    double top_p = 1, min_p = 0, repetition_penalty = 1;
-};
-
-// What a thread did, from begin to end in the steady clock's nanoseconds. Thread 0 is the caller; only it has
-// spans of the kind `waiting`, for the others.
-struct Span {
-    const char* kind;
-    int thread;
-    int64_t begin, end;
-};
-
-// The token that `uniform`, in [0, 1), falls on; seen[i] is not 0 where token i has occurred.
-int64_t sample(const float* logits, const std::vector<char>& seen, double uniform, const Sampling&);
 
 class Decoder {
   public:
-    // bf16: keep the matrices in bfloat16, for half the memory. br, bc: a tiled part's tile. slots:
-    // texts that it can hold, of up to `capacity` tokens each.
-    Decoder(const ModelShape&, const Tensors&, bool bf16, const Part& part, int64_t br, int64_t bc,
+    // precision: of the matrices. br, bc: a tiled part's tile. slots: the number of texts that it can hold, of
+    // up to `capacity` tokens each.
+    Decoder(const ModelShape&, const Tensors&, Precision precision, const Part& part, int64_t br, int64_t bc,
             int64_t slots, int64_t capacity, int threads);
     ~Decoder();
 
-    // Replaces what a slot holds by these tokens, 1 to capacity of them, and computes the logits after the
-    // last. `continues`: the slot's text goes on, and what has occurred in it is kept.
+    // Replaces a slot's text by these tokens, 1 to capacity of them, and computes the logits after the last.
+    // `continues`: the text goes on, and the repetition penalty still counts its earlier tokens.
     void prefill(int64_t slot, const std::vector<int64_t>& ids, bool continues);
 
-    // For each of these different slots, which have been prefilled: computes the logits after the token chosen
-    // last, unless prefill has, and chooses the next. None may be full.
-    std::vector<int64_t> next(const std::vector<int64_t>& slots, const std::vector<double>& uniforms);
+    // A token for each slot from each row of uniforms, in turn; returns the rows of tokens. The slots are
+    // different, prefilled and not full; uniforms[i] has a number in [0, 1) for each. Stops early, but not
+    // before the first row, when a slot is full or `patience` seconds are over. With several rows, groups of
+    // slots go through all of them in turn: the caches of a group stay near the processor, and a batch of 32 of
+    // a small model takes 2/3 of the time. The patience is the first group's; the others take as many rows.
+    std::vector<std::vector<int64_t>> write(const std::vector<int64_t>& slots,
+                                            const std::vector<std::vector<double>>& uniforms, double patience);
 
-    // How many of these slots to take through several tokens before the next are, at least one. Where the
-    // weights stay near the processor anyway: as many as their caches do too, but one a thread at least, and no
-    // more than their products need. Else all, so that the weights are fetched seldom.
-    int64_t near(const std::vector<int64_t>& slots) const;
-
-    // Makes a slot hold what another one holds.
+    // Copies a slot's text to another slot: cache, logits, seen tokens and pending token, but not the sampling.
     void copy(int64_t from, int64_t to);
 
     // Appends this token to a slot that is not full and computes the logits after it.
     void push(int64_t slot, int64_t token);
 
-    const std::vector<float>& logits(int64_t slot) const;  // of the last call that read, vocab_size of them
-    void set_sampling(const Sampling&);
+    const std::vector<float>& logits(int64_t slot) const;  // after the last token read, (vocab_size)
+    void set_sampling(int64_t slot, const Sampling&);
 
-    void record(bool on);       // whether what follows leaves spans; not at first
-    std::vector<Span> spans();  // those left since the last call, thread by thread, each in order
+    void record(bool on);       // whether threads record their spans; off at first
+    std::vector<Span> spans();  // the spans since the last call, thread by thread, each in order
 
     const ModelShape& shape() const;
     int64_t slots() const;
     int64_t capacity() const;
-    int64_t length(int64_t slot) const;  // tokens in the cache, and the one chosen last if there is one
+    int64_t length(int64_t slot) const;  // tokens in the cache, and the one chosen last if it is not there yet
 
   private:
     struct State;

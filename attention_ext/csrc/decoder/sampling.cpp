@@ -1,0 +1,55 @@
+#include "decoder/sampling.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <iterator>
+#include <numeric>
+#include <stdexcept>
+
+int64_t sample(const float* logits, const std::vector<char>& seen, double uniform, const Sampling& s) {
+    const size_t n = seen.size();
+    thread_local std::vector<double> weight, sorted;
+    weight.assign(logits, logits + n);
+    const bool numbers = std::none_of(logits, logits + n, [](float x) { return std::isnan(x); });
+    if (s.repetition_penalty != 1)
+        for (size_t i = 0; i < n; i++)
+            if (seen[i])
+                weight[i] = weight[i] > 0 ? weight[i] / s.repetition_penalty : weight[i] * s.repetition_penalty;
+    const auto best = std::max_element(weight.begin(), weight.end());
+    if (!numbers || std::isinf(*best))
+        throw std::invalid_argument("logits hold NaN, or the largest is infinite; they must be numbers");
+    if (s.temperature == 0) return best - weight.begin();
+
+    // weight <- exp((logit - max) / temperature), so the largest weight is 1
+    const double highest = *best;
+    for (double& w : weight) w = std::exp((w - highest) / s.temperature);
+
+    double least = 0;  // smaller weights are dropped
+    if (s.top_k > 0 && s.top_k < static_cast<int64_t>(n)) {
+        sorted = weight;
+        std::nth_element(sorted.begin(), sorted.begin() + (s.top_k - 1), sorted.end(), std::greater<>());
+        least = sorted[s.top_k - 1];
+    }
+    if (s.top_p < 1) {
+        sorted.clear();
+        std::copy_if(weight.begin(), weight.end(), std::back_inserter(sorted),
+                     [&](double w) { return w >= least; });
+        std::sort(sorted.begin(), sorted.end(), std::greater<>());
+        double rest = s.top_p * std::accumulate(sorted.begin(), sorted.end(), 0.0);
+        size_t i = 0;
+        for (; i + 1 < sorted.size() && (rest -= sorted[i]) > 0;) i++;
+        least = sorted[i];
+    }
+    least = std::max(least, s.min_p);
+
+    double total = 0;
+    for (double& w : weight) total += w = w >= least ? w : 0;
+    double point = uniform * total;
+    int64_t chosen = 0;
+    for (size_t i = 0; i < n; i++) {
+        if (weight[i] > 0) chosen = static_cast<int64_t>(i);  // the last one, should rounding leave a rest
+        if ((point -= weight[i]) < 0) break;
+    }
+    return chosen;
+}

@@ -1,0 +1,82 @@
+// The decoder's private state, and the work on it: step.cpp, prefill.cpp, decoder.cpp.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "decoder/cache.h"
+#include "decoder/decoder.h"
+#include "decoder/team.h"
+#include "decoder/weights.h"
+
+struct Slot {
+    Cache cache;
+    int64_t length = 0;    // tokens in the cache
+    int64_t pending = -1;  // the token chosen last, if it is not in the cache yet
+    std::vector<float> logits;
+    std::vector<char> seen;
+    Sampling sampling;
+};
+
+struct Decoder::State {
+    ModelShape shape;
+    const Part& part;
+    int64_t d, br, bc, capacity, panel, threads;  // panel: keys of a transposed panel of the cache
+    Weights weights;
+    std::vector<Slot> slots;
+
+    // Activations of a step, a row for each slot that takes part. Each thread has its own `normed` and
+    // `scratch`.
+    int64_t ldX, ldN;  // row strides of x and normed
+    Buffer x, qkv, attended, hidden, logits, normed, scratch;
+    int64_t scratch_floats;
+
+    Trace trace;
+    Pace pace;
+    std::unique_ptr<Team, Team::Delete> team;  // the last member: its threads read the others
+
+    State(const ModelShape&, const Tensors&, Precision, const Part&, int64_t br, int64_t bc, int64_t slot_count,
+          int64_t capacity, int threads);
+
+    // A call of the part, without its tensors.
+    Attention attention(int64_t heads, int64_t Nq, int64_t Nk) const;
+
+    // to (n_embd) <- wte[token] + wpe[position]
+    void embed(float* to, int64_t token, int64_t position) const;
+
+    // Computes the logits after ids, and keeps their K and V.
+    void prefill(Slot& slot, const std::vector<int64_t>& ids);
+
+    // Reads the pending tokens of these slots.
+    void advance(const std::vector<int64_t>& which);
+
+    // A token for each of these slots, after their pending ones are read.
+    std::vector<int64_t> next(const std::vector<int64_t>& which, const double* uniforms);
+
+    // Tokens in the cache, and the pending one.
+    int64_t length(int64_t slot) const { return slots[slot].length + (slots[slot].pending >= 0); }
+
+    // How many of these slots to take through several tokens before the others, at least one.
+    int64_t group_size(const std::vector<int64_t>& which) const;
+
+  private:
+    struct Prompt;
+    template <class Pieces>
+    void read(Slot& slot, Prompt& prompt, int64_t T, int64_t chunk, int64_t thread, Pieces& pieces);
+    template <class Pieces>
+    void step(const std::vector<int64_t>& which, int64_t begin, int64_t end, int64_t thread, Pieces& pieces);
+    void attend(const Slot& slot, int64_t layer, int64_t head, const float* q, float* to, int64_t thread) const;
+};
+
+// A member of the team. The caller's waiting at the end of a stage is traced too. A helper's may outlast the
+// call, so it is not traced: it is the gaps between the helper's spans.
+struct Recorded {
+    Trace& trace;
+    Team::Member& member;
+
+    template <class Piece>
+    void run(int64_t stage, int64_t pieces, const Piece& piece) {
+        if (member.thread > 0 || !trace.on()) return member.run(stage, pieces, piece);
+        trace.timed_waiting([&] { member.run(stage, pieces, piece); });
+    }
+};

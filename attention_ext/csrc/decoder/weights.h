@@ -1,0 +1,36 @@
+// A model's weights, packed for a step.
+//
+// A small model's step is bound by reading its weights. They are packed once, in the order in which they are
+// read, so that a step is one sequential stream through them.
+#pragma once
+
+#include <vector>
+
+#include "decoder/decoder.h"
+#include "matmul/linear.h"
+
+// Ba, Kiros & Hinton 2016 (arXiv:1607.06450), with PyTorch's epsilon.
+struct LayerNorm {
+    std::vector<float> weight, bias;  // bias may be empty
+
+    void operator()(float* y, const float* x) const {
+        simd::layer_norm(y, x, weight.data(), bias.empty() ? nullptr : bias.data(), weight.size());
+    }
+};
+
+struct Layer {
+    LayerNorm ln_1, ln_2;
+    Linear qkv;  // a panel is one head's q, k and v
+    Linear proj, fc, out;
+};
+
+struct Weights {
+    Buffer wte, wpe;  // (vocab_size, n_embd), (block_size, n_embd)
+    std::vector<Layer> layers;
+    LayerNorm ln_f;
+    Linear head;
+    double matrix_bytes;
+
+    // threads: how many share a step; a matrix has a panel for each where it is large enough.
+    Weights(const ModelShape&, const Tensors&, Precision, int threads);
+};
