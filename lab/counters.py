@@ -1,8 +1,8 @@
 """Bytes that one call of a part brings into the caches, counted by the processor or by a simulator.
 
-Both run the program of build/recipes.py, one part on one thread without Python, twice: the second run makes
-more calls. The
-difference, divided by these calls, is one call's; what the program does besides cancels.
+Both run a program of the kernels alone, one part on one thread without Python; attention_ext/build/recipes.py
+compiles it. It runs twice, with more calls in the second run. The difference divided by these calls is one
+call's count; everything else that the program does cancels.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attention_ext import PARTS, BuildError
 from attention_ext.build import recipes
+from lab import costs
 from lab.machine import Cache, available_memory
 from lab.machine import caches as caches_of_this_machine
 
-MOST = 2**20  # of N, d and heads, in alone.cpp
-BEYOND_CACHES = 256 << 20  # bytes; perf's cold calls follow so many that are written
-# Valgrind knows no AVX-512. 'haswell' is x86-64-v3 by a name that every compiler of build.py takes.
+MOST_SIZE = 2**20  # of N, d and heads, in alone.cpp
+MOST_TILE_SIDE = 2**31
+SWEPT_BYTES = 256 << 20  # written before each cold call under perf, to empty all caches
+WARM_CALLS = 20  # under perf, whose counts vary
+# Valgrind knows no AVX-512. 'haswell' is x86-64-v3 by a name that every supported compiler takes.
 SIMULATED = {"x86_64": "haswell", "aarch64": "armv8-a"}.get(platform.machine(), "native")
 # Missed reads and missed writes of the first level, and of the last.
 EVENTS = {
@@ -54,49 +57,87 @@ class Refused(Exception):
     """perf may not count here; the message says why."""
 
 
-def misses(
-    part: str,
-    N: int,
-    d: int,
-    *,
-    heads: int = 1,
-    br: int,
-    bc: int,
-    causal: bool = False,
-    simd: str = "auto",
-    caches: tuple[Cache, Cache] | None = None,
-    state: str = "cold",
-    timeout: float = 120,
-) -> Misses:
-    """What one call of a part on (1, heads, N, d) brings into the caches.
+@dataclass(frozen=True)
+class Call:
+    """One call of a part that is a kernel, on (1, heads, N, d).
 
-    part: 'part1' to 'part4'. br, bc: part4's tile. simd: 'auto', 'portable' or 'off'.
-    caches: None asks the processor, by perf, whose last level is what its LLC events mean and which counts
-    some of what is fetched ahead. A pair has them simulated by cachegrind, some fifty times slower than the
-    call: the first level and any one further level, both with least recently used lines replaced; on x86
-    the part is compiled for AVX2 then.
-    state: 'cold' is the first call, all caches emptied before it, so that what must come in at least is
-    counted once, as a count by the algorithm does. 'warm' is a call after another on the same matrices; what
-    fits the cache then costs nothing.
-    timeout: seconds that one of the runs may take.
-    Raises ValueError for wrong arguments and for what would take too long or too much memory, BuildError
-    if the program cannot be compiled or does not run.
+    br, bc: the tile of a tiled part. simd: 'auto', 'portable' or 'off'.
+    state: 'cold' is the first call, with all caches emptied before it. Each byte that must come in is then
+    counted, as lab.costs counts it. 'warm' is a call after another one on the same matrices; what fits the
+    cache then costs nothing.
     """
-    _check(part, N, d, heads, br, bc, caches, state)
+
+    part: str
+    N: int
+    d: int
+    heads: int = 1
+    br: int = 1
+    bc: int = 1
+    causal: bool = False
+    simd: str = "auto"
+    state: str = "cold"
+
+    def check(self) -> None:
+        """Raise ValueError naming the field that is wrong."""
+        counted = [name for name, row in PARTS.items() if row.operator]
+        if self.part not in counted:
+            raise ValueError(f"part is {self.part!r}; it must be one of {', '.join(counted)}")
+        for name in ("N", "d", "heads", "br", "bc"):
+            size, most = getattr(self, name), MOST_TILE_SIDE if name in ("br", "bc") else MOST_SIZE
+            if not 1 <= size <= most:
+                raise ValueError(f"{name} is {size}; it must be from 1 to {most}")
+        if self.state not in ("cold", "warm"):
+            raise ValueError(f"state is {self.state!r}; it must be cold or warm")
+
+    def check_memory(self, swept: int) -> None:
+        """Raise ValueError if the program would not fit this machine's memory.
+
+        swept: bytes that it sweeps.
+        """
+        case = costs.Case(self.N, self.N, self.d, heads=self.heads, br=self.br, bc=self.bc)
+        scratch = costs.scratch(self.part, case, self.simd)
+        need = 4 * 4 * self.heads * self.N * self.d + scratch + swept
+        available = available_memory()
+        if available is not None and need > available:
+            raise ValueError(
+                f"N is {self.N}; counting would need {need / 2**30:.1f} GiB and {available / 2**30:.1f} GiB "
+                "are free, so it must be smaller"
+            )
+
+    def arguments(self, repeats: int, swept: int) -> list[str]:
+        """The arguments of tools/alone.cpp for so many calls, each after a sweep of so many bytes."""
+        sizes = [self.N, self.d, self.br, self.bc, int(self.causal), self.heads, repeats, swept]
+        return [str(PARTS[self.part].operator), *map(str, sizes)]
+
+
+def misses(call: Call, caches: tuple[Cache, Cache] | None = None, timeout: float = 120) -> Misses:
+    """What one call brings into the caches.
+
+    caches: None lets the processor count, through perf. Its last level is what its LLC events mean, and it
+    counts some of the prefetched lines. A pair has the caches simulated by cachegrind, fifty times slower
+    than the call: the first level and any one further level, both with least recently used lines replaced. On
+    x86 the part is then compiled for AVX2.
+    timeout: seconds that one run may take.
+    Raises ValueError for wrong arguments and for what would take too long or too much memory, BuildError if
+    the program cannot be compiled or does not run.
+    """
+    call.check()
+    for cache in caches or ():
+        check_cache(cache)
     source, name = ("perf", "perf") if caches is None else ("cachegrind", "valgrind")
     tool = shutil.which(name)
     if tool is None:
         return Misses(source, None, None, f"{name} was not found on PATH")
-    swept = 0 if state == "warm" else BEYOND_CACHES if caches is None else 2 * max(c.size for c in caches)
-    _check_memory(part, N, d, heads, swept)
-    program = recipes.program(simd, "native" if caches is None else SIMULATED).make()
+    emptying = SWEPT_BYTES if caches is None else 2 * max(c.size for c in caches)
+    swept = emptying if call.state == "cold" else 0
+    call.check_memory(swept)
+    program = recipes.program(call.simd, "native" if caches is None else SIMULATED).make()
 
-    first = 1 if state == "warm" else 0
-    more = 20 if caches is None and state == "warm" else 1  # cachegrind's counts do not vary
+    first = 1 if call.state == "warm" else 0
+    more = WARM_CALLS if caches is None and call.state == "warm" else 1  # cachegrind's counts do not vary
     counts = []
-    for calls in (first, first + more):
-        case = [PARTS[part].operator, N, d, br, bc, int(causal), heads, calls, swept]
-        command = [str(program), *map(str, case)]
+    for repeats in (first, first + more):
+        command = [str(program), *call.arguments(repeats, swept)]
         try:
             counts.append(
                 _by_perf(tool, command, timeout)
@@ -105,7 +146,7 @@ def misses(
             )
         except subprocess.TimeoutExpired:
             raise ValueError(
-                f"N is {N}; {source} takes more than {timeout:g} s for it, so it must be smaller"
+                f"N is {call.N}; {source} takes more than {timeout:g} s for it, so it must be smaller"
             ) from None
         except Refused as error:
             return Misses(source, None, None, str(error))
@@ -123,38 +164,23 @@ def misses(
     return Misses(source, l1, last, f"{source} does not count {which} here" if missing else "")
 
 
-def _check(part, N, d, heads, br, bc, caches, state) -> None:
-    counted = [name for name, row in PARTS.items() if row.operator]
-    if part not in counted:
-        raise ValueError(f"part is {part!r}; it must be one of {', '.join(counted)}")
-    sizes = (("N", N, MOST), ("d", d, MOST), ("heads", heads, MOST), ("br", br, 2**31), ("bc", bc, 2**31))
-    for name, size, most in sizes:
-        if not 1 <= size <= most:
-            raise ValueError(f"{name} is {size}; it must be from 1 to {most}")
-    if state not in ("cold", "warm"):
-        raise ValueError(f"state is {state!r}; it must be cold or warm")
-    for cache in caches or ():
-        sets, rest = divmod(cache.size, cache.ways * cache.line)
-        if rest or not _power_of_two(sets) or not _power_of_two(cache.line) or cache.line < 16:
-            raise ValueError(
-                f"caches' level {cache.level} is {cache.size} B in {cache.ways} ways of {cache.line} B "
-                "lines; for cachegrind lines, of 16 B or more, and the number of sets must be powers of two"
-            )
+def simulated_block(block: costs.Block) -> costs.Block:
+    """The sizes of a kernel that is compiled for AVX2, where the simulator knows no wider vectors."""
+    return replace(block, lanes=8, panel=24, rows=4)
+
+
+def check_cache(cache: Cache) -> None:
+    """Raise ValueError for a cache that cachegrind cannot simulate."""
+    sets, rest = divmod(cache.size, cache.ways * cache.line)
+    if rest or not _power_of_two(sets) or not _power_of_two(cache.line) or cache.line < 16:
+        raise ValueError(
+            f"caches' level {cache.level} is {cache.size} B in {cache.ways} ways of {cache.line} B "
+            "lines; for cachegrind lines, of 16 B or more, and the number of sets must be powers of two"
+        )
 
 
 def _power_of_two(n: int) -> bool:
     return n >= 1 and n & (n - 1) == 0
-
-
-def _check_memory(part: str, N: int, d: int, heads: int, swept: int) -> None:
-    """Raise ValueError if the program would not fit this machine's memory."""
-    scores = N * N if part in ("part1", "part2") else 0
-    need, available = 4 * (4 * heads * N * d + scores) + swept, available_memory()
-    if available is not None and need > available:
-        raise ValueError(
-            f"N is {N}; counting would need {need / 2**30:.1f} GiB and {available / 2**30:.1f} GiB are free, "
-            "so it must be smaller"
-        )
 
 
 def _by_perf(perf: str, command: Sequence[str], timeout: float) -> dict[str, float]:

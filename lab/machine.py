@@ -1,4 +1,4 @@
-"""The machine that a measurement is made on: what it is, what it can do at most, whether it was all ours."""
+"""The machine that a measurement runs on: its description, its limits, and the load of other programs."""
 
 from __future__ import annotations
 
@@ -7,93 +7,118 @@ import os
 import platform
 import resource
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-import click
 import torch
 
 from attention_ext import AUTO, __version__, extension, processor
 
-BUSY = 0.05  # share of the measured threads' time that others may take before it is said
-SAMPLE = 2e-4  # seconds
-SLOWED, OFTEN = 0.95, 0.1  # a sample below that share of the fastest is slowed; how many may be
+BUSY_SHARE = 0.05  # of the measured threads' time: on a busy machine others take more
+SAMPLE_SECONDS = 2e-4
+SLOWED_BELOW = 0.95  # a sample below this share of the fastest is slowed
+MOST_SLOWED_SHARE = 0.1  # of the samples; on a busy machine more are slowed
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
-class Load:
-    """What others take: processor time, and the bandwidth of the cache and memory that are shared with them.
+class Times(NamedTuple):
+    """Seconds: processor time of the machine, processor time of this process, wall time."""
 
-    The time is that of /proc/stat, None where there is none; child processes that have ended and been waited
-    for are no others. Who has another core, or another virtual machine, shows in the bandwidth alone.
+    busy: float
+    own: float
+    wall: float
+
+
+def processor_times() -> Times | None:
+    """The times by /proc/stat; None where there is none.
+
+    Child processes count as this process once they have ended and been waited for.
+    """
+    try:
+        fields = [int(x) for x in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    except OSError:
+        return None
+    user, nice, system, _, _, irq, softirq, steal = fields[:8]
+    ticks = os.sysconf("SC_CLK_TCK")
+    busy = (user + nice + system + irq + softirq + steal) / ticks
+    times = os.times()
+    own = time.process_time() + times.children_user + times.children_system
+    return Times(busy, own, time.monotonic())
+
+
+def read_rate(size: int, seconds: float) -> float:
+    """Bytes per second at which this thread reads `size` bytes again and again, for so long."""
+    return extension.load().read_bandwidth(size, seconds)
+
+
+class Load:
+    """What other programs take: processor time, and the bandwidth of the shared cache and memory.
+
+    A program on another core, or in another virtual machine, shows in the bandwidth alone.
+    times: gives the processor times so far, or None. read: gives bytes per second for a size and a duration.
+    now: a clock in seconds.
     """
 
-    def __init__(self) -> None:
-        self.start = self._now()
+    def __init__(
+        self,
+        times: Callable[[], Times | None] = processor_times,
+        read: Callable[[int, float], float] = read_rate,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._times, self._read, self._now = times, read, now
+        self._start = times()
         self._samples: list[float] = []  # bytes per second
         self._fastest = 0.0
 
-    @staticmethod
-    def _now() -> tuple[float, float, float] | None:
-        try:
-            fields = [int(x) for x in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-        except OSError:
-            return None
-        user, nice, system, _, _, irq, softirq, steal = fields[:8]
-        ticks = os.sysconf("SC_CLK_TCK")
-        busy = (user + nice + system + irq + softirq + steal) / ticks
-        times = os.times()
-        own = time.process_time() + times.children_user + times.children_system
-        return busy, own, time.monotonic()
-
     def others(self) -> float | None:
-        """Processors taken by others, on average since this was made."""
-        now = self._now()
-        if now is None or self.start is None:
+        """Processors that other programs took, on average since this was made; None if unknown."""
+        now = self._times()
+        if now is None or self._start is None:
             return None
-        busy, own, wall = (b - a for a, b in zip(self.start, now))
+        busy, own, wall = (b - a for a, b in zip(self._start, now))
         return max(0.0, busy - own) / wall
 
     def sample(self, size: int, patience: float = 0.0) -> float:
-        """How fast this thread reads `size` bytes now, more than its core's caches hold; 1: as fast as ever.
+        """The speed at which this thread reads `size` bytes now, as a share of the fastest so far.
 
-        patience: seconds to wait at most until it is not slowed. Only the first sample is kept.
+        size: more than the core's own caches hold. patience: seconds to wait for a fast sample, at most. Only
+        the first sample of a call is kept.
         """
-        operators, end = extension.load(), time.perf_counter() + patience
-        self._samples.append(operators.read_bandwidth(size, SAMPLE))
+        end = self._now() + patience
+        self._samples.append(self._read(size, SAMPLE_SECONDS))
         rate, self._fastest = self._samples[-1], max(self._samples[-1], self._fastest)
-        while rate < SLOWED * self._fastest and time.perf_counter() < end:
-            rate = operators.read_bandwidth(size, SAMPLE)
+        while rate < SLOWED_BELOW * self._fastest and self._now() < end:
+            rate = self._read(size, SAMPLE_SECONDS)
         return min(1.0, rate / self._fastest)
 
     def slowed(self) -> float:
         """The share of samples that were slowed."""
-        return sum(rate < SLOWED * self._fastest for rate in self._samples) / max(1, len(self._samples))
+        return sum(rate < SLOWED_BELOW * self._fastest for rate in self._samples) / max(1, len(self._samples))
 
 
 def fma_peak(simd: str = "auto", threads: int = 1) -> float:
-    """Floating-point operations per second of so many threads at once, at best."""
+    """The highest rate of floating-point operations per second of so many threads together."""
     operators = extension.load(simd)
     return _on(threads, lambda: operators.fma_peak(0.3))
 
 
 def fma_latency() -> float:
-    """Seconds of a multiply-add that waits for the one before it, at best."""
+    """The lowest latency of a multiply-add, in seconds: each waits for the one before it."""
     return extension.load().fma_latency(0.1)
 
 
 def read_bandwidth(size: int, threads: int = 1) -> float:
-    """Bytes per second that so many threads read at once, each from `size` bytes that it has read before."""
+    """Bytes per second that so many threads read together, each from `size` bytes that it has read before."""
     operators = extension.load()
     return _on(threads, lambda: operators.read_bandwidth(size, 0.3))
 
 
 def _on(threads: int, work: Callable[[], float]) -> float:
-    """The sum of work() on so many threads, as far as there are cores, at the same time.
+    """The sum of work() on so many threads at the same time, on as many as there are cores at most.
 
     Operators release the GIL.
     """
@@ -103,17 +128,17 @@ def _on(threads: int, work: Callable[[], float]) -> float:
 
 
 def busy(load: Load, peaks: list[float], threads: int) -> str | None:
-    """Why figures taken since `load` was made are not firm; None if nothing speaks against them.
+    """Why the figures taken since `load` was made are not firm; None if they are.
 
     peaks: the FMA peak, before and after.
     """
     others = load.others()
     reasons = []
-    if others is not None and others > BUSY * min(threads, processor.cores()):
+    if others is not None and others > BUSY_SHARE * min(threads, processor.cores()):
         reasons.append(f"others took {others:.2f} processors on average")
-    if (slowed := load.slowed()) > OFTEN:
+    if (slowed := load.slowed()) > MOST_SLOWED_SHARE:
         reasons.append(f"the shared cache was slow in {100 * slowed:.0f} % of samples")
-    if max(peaks) / min(peaks) > 1 + BUSY:
+    if max(peaks) / min(peaks) > 1 + BUSY_SHARE:
         reasons.append(f"the FMA peak went from {peaks[0] / 1e9:.0f} to {peaks[-1] / 1e9:.0f} GFLOP/s")
     if not reasons:
         return None
@@ -121,12 +146,14 @@ def busy(load: Load, peaks: list[float], threads: int) -> str | None:
     return f"The machine was busy: {' and '.join(reasons)}; {firm}."
 
 
-def end(load: Load, peaks: list[float], threads: int) -> None:
-    """Say what the peak was; if the machine was busy, say that too and exit with 3."""
-    click.echo(f"\nFMA peak of one thread: {peaks[0] / 1e9:.0f} GFLOP/s before, {peaks[1] / 1e9:.0f} after")
-    if reason := busy(load, peaks, threads):
-        click.echo(reason)
-        sys.exit(3)
+def closing_text(load: Load, peaks: list[float], threads: int) -> tuple[str, bool]:
+    """The last lines of a benchmark: the FMA peak before and after, and why the machine was busy.
+
+    Also gives whether it was busy.
+    """
+    text = f"FMA peak of one thread: {peaks[0] / 1e9:.0f} GFLOP/s before, {peaks[-1] / 1e9:.0f} after"
+    reason = busy(load, peaks, threads)
+    return (f"{text}\n{reason}", True) if reason else (text, False)
 
 
 @dataclass(frozen=True)
@@ -139,12 +166,12 @@ class Cache:
     line: int
 
 
-# Where the system does not tell: a common processor's.
+# Where the system does not report them: those of a common processor.
 ASSUMED = (Cache(1, 32 << 10, 8, 64), Cache(2, 1 << 20, 16, 64), Cache(3, 32 << 20, 16, 64))
 
 
 def caches() -> tuple[Cache, ...]:
-    """This processor's data caches, the smallest first; ASSUMED where the system does not tell."""
+    """This processor's data caches, the smallest first; ASSUMED where the system does not report them."""
     found = {}
     for index in sorted(CACHES.glob("index*")):
         try:
@@ -168,7 +195,7 @@ def _bytes(text: str) -> int:
 
 
 def available_memory() -> int | None:
-    """Bytes that programs can still have without others being paged out; None where it is not told."""
+    """Bytes that programs can still allocate without swapping; None where the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
@@ -177,10 +204,10 @@ def available_memory() -> int | None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed, up to 2 GB in all; elsewhere nothing is done.
+    """Let glibc keep freed memory, up to 2 GB in all; elsewhere nothing is done.
 
-    Whether it gives a large block back at once, whose pages are then cleared anew at the next call, otherwise
-    depends on all that was allocated before: one run of part0 took 1.8 times as long as another.
+    By default glibc may return a large block at once, and the pages of the next one are cleared anew. Whether
+    it does depends on all earlier allocations: one run of part0 took 1.8 times as long as another.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -190,10 +217,10 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Let glibc give what is freed back to the system; elsewhere nothing is done.
+    """Let glibc return freed memory to the system; elsewhere nothing is done.
 
-    A large block otherwise gets the pages of the one before it, and where in memory they lie is worth up to
-    7 % of the time where matrices live in the shared cache.
+    Otherwise a large block gets the pages of the one before it. Where those lie in memory changes the time by
+    up to 7 % where matrices stay in the shared cache.
     """
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
@@ -201,12 +228,12 @@ def return_freed_memory() -> None:
 
 
 def page_faults() -> int:
-    """How many pages of memory the system has handed out to this process so far."""
+    """Pages of memory that the system has handed out to this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def describe() -> dict:
-    """What stands at the head of a table of figures: processor, caches, SIMD, versions, commit, date."""
+    """The head of a table of figures: processor, caches, SIMD, versions, commit, date."""
     return {
         "cpu": processor.name(),
         "cores": processor.cores(),
@@ -223,7 +250,7 @@ def describe() -> dict:
 
 
 def commit() -> str | None:
-    """The commit that this code is, with a + where files differ from it; None outside a git checkout."""
+    """The commit of this code, with a + where files differ from it; None outside a git checkout."""
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None

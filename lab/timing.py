@@ -1,9 +1,9 @@
 """How a call is timed on a machine that others use too.
 
-They slow the cache and memory that they share with us for milliseconds at a time, which no system tells. So a
-round is made of short bursts of calls, with a sample of the bandwidth before and after each, and its time is
-that of the middle call between fast samples. What counts is chosen by the samples alone, never by the calls'
-own times; see calm().
+Other programs slow the shared cache and memory for milliseconds at a time, and no system counter shows it. So
+a round is made of short bursts of calls, with a sample of the bandwidth before and after each burst. The
+round's time is that of the median call between fast samples. The samples alone decide what counts, never the
+calls' own times; see calm().
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import NamedTuple, TypeVar
 
 from lab import machine
 
-SURE = 0.95  # how sure a median's interval is, at least
+CONFIDENCE = 0.95  # of a median's interval, at least
 
 T = TypeVar("T")
 
 
 class Round(NamedTuple):
-    """What clock() gives.
+    """What time_round() gives.
 
-    seconds: of the middle call in calm() bursts; pace: of the calmest. spent: seconds of all calls. pages: of
-    memory that were handed out for them.
+    seconds: of the median call in calm() bursts. pace: of the calmest burst. spent: seconds of all calls.
+    pages: of memory that the system handed out for them.
     """
 
     seconds: float
@@ -35,43 +35,48 @@ class Round(NamedTuple):
     pages: int
 
 
-def clock(call: Callable[[], object], bursts: Sequence[int], pace: Callable[[bool], float]) -> Round:
+def time_round(
+    call: Callable[[], object],
+    bursts: Sequence[int],
+    pace: Callable[[bool], float],
+    clock: Callable[[], float] = time.perf_counter,
+) -> Round:
     """Time bursts of so many calls.
 
-    pace(wait) tells how fast the machine is, 1 at best; wait: it may do so when the machine is fast again. A
-    burst's pace is the slower one of those before and after it.
+    pace(wait) gives the machine's speed, 1 at best; wait: it may wait until the machine is fast again. A
+    burst's pace is the slower one of the samples before and after it. clock: gives seconds.
     """
     times, paces, pages, before = [], [], 0, 0.0
     for repeats in bursts:
-        if before < machine.SLOWED:
+        if before < machine.SLOWED_BELOW:
             before = pace(True)
-        faults, ticks = machine.page_faults(), [time.perf_counter()]
+        faults, ticks = machine.page_faults(), [clock()]
         for _ in range(repeats):
             call()
-            ticks.append(time.perf_counter())
+            ticks.append(clock())
         pages += machine.page_faults() - faults
         after = pace(False)
         times.append([end - start for start, end in itertools.pairwise(ticks)])
         paces.append(min(before, after))
         before = after
-    middle = statistics.median(itertools.chain(*calm(times, paces, 1)))
-    return Round(middle, max(paces), sum(map(sum, times)), pages)
+    median = statistics.median(itertools.chain(*calm(times, paces, 1)))
+    return Round(median, max(paces), sum(map(sum, times)), pages)
 
 
 def calm(timed: list[T], paces: Sequence[float], least: int) -> list[T]:
-    """Those of what was timed that nobody slowed; lest they be fewer than `least`, the next calmest too."""
-    enough = min([machine.SLOWED, *sorted(paces, reverse=True)[:least]])
+    """Those that were timed undisturbed; if they are fewer than `least`, the next calmest too."""
+    enough = min([machine.SLOWED_BELOW, *sorted(paces, reverse=True)[:least]])
     return [each for each, pace in zip(timed, paces) if pace >= enough]
 
 
 def spread(count: int, parts: int) -> list[int]:
-    """How many of them each part has, as evenly as they divide, the first ones more; never none."""
+    """The sizes of `parts` nearly equal parts of `count`, the larger ones first, none of them 0."""
     parts = min(parts, count)
     return [count // parts + (i < count % parts) for i in range(parts)]
 
 
 def quartiles(seconds: Sequence[float]) -> tuple[float, float]:
-    """The first and the third one, of one number or more."""
+    """The first and the third quartile of one number or more."""
     if len(seconds) == 1:
         return seconds[0], seconds[0]
     low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
@@ -79,17 +84,18 @@ def quartiles(seconds: Sequence[float]) -> tuple[float, float]:
 
 
 def interval(seconds: Sequence[float]) -> tuple[float, float]:
-    """Bounds of the median of what the numbers are drawn from, of which one can be SURE, in their unit.
+    """The CONFIDENCE interval of the median of the distribution that the numbers are drawn from.
 
-    They are the k-th number from below and from above. A number is as likely below that median as above it,
-    so it is out of bounds with the chance 2 P(Binomial(n, 1/2) < k), whatever the distribution; k is the
-    largest that is sure enough. Of fewer than six numbers they are the least and the greatest, and less sure.
+    Its bounds are the k-th number from below and from above. A number is as likely below the median as above
+    it, so the median is out of bounds with probability 2 P(Binomial(n, 1/2) < k), whatever the distribution.
+    k is the largest that is sure enough. Of fewer than six numbers the bounds are the least and the greatest,
+    and less sure.
     """
     n = len(seconds)
     chances = (
         math.exp(math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) - n * math.log(2))
         for i in range(n // 2)
     )
-    k = sum(2 * below <= 1 - SURE for below in itertools.accumulate(chances)) or 1
+    k = sum(2 * below <= 1 - CONFIDENCE for below in itertools.accumulate(chances)) or 1
     ordered = sorted(seconds)
     return ordered[k - 1], ordered[-k]

@@ -1,4 +1,4 @@
-"""gpt.py bench --compare: two runs side by side, and which differences are more than chance."""
+"""gpt.py bench --compare: the differences between two runs that are more than chance."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from lab.bench.measure import Cell, Result, Run
+from lab.bench.cases import Cell
 from lab.bench.report import CASE, case_text
+from lab.bench.results import Result, Run
 
-LEVEL = 0.01  # share of the reported differences that may be chance
-THRESHOLD = 0.05  # two runs of the same code on a quiet machine differ by less
-EXACT = 20  # rounds up to which the test counts all orders, which is fast enough; beyond, it need not
+FALSE_DISCOVERY_RATE = 0.01  # share of the reported differences that may be chance
+THRESHOLD = 0.05  # of the time; two runs of the same code on a quiet machine differ by less
+MOST_EXACT_ROUNDS = 20  # up to which the test counts all orders; with more it uses the normal approximation
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A cell's medians in two runs, in seconds, and p, the chance of such a difference if there is none."""
+    """A cell's medians in two runs, in seconds. p: the probability of such a difference by chance."""
 
     cell: Cell
     before: float
@@ -25,7 +26,7 @@ class Difference:
 
     @property
     def change(self) -> float:
-        """+0.1 where it takes 10 % longer now."""
+        """+0.1 where a call takes 10 % longer now."""
         return self.now / self.before - 1
 
 
@@ -33,9 +34,9 @@ class Difference:
 class Comparison:
     """What two runs have in common and where they differ.
 
-    cells: how many both have timed. differences: those above chance and above the threshold, the slowest
-    change first. broken: results that were right before and are not now. alone: cells of the run before, and
-    of the run now, that the other has not.
+    cells: number of cells that both have timed. differences: those above chance and above the threshold, the
+    largest slowdown first. broken: results that were right before and are wrong now. alone: numbers of cells
+    that only the run before has, and only the run now.
     """
 
     cells: int
@@ -52,7 +53,7 @@ class Comparison:
 def check(before: Run, cells: list[Cell], rounds: int) -> None:
     """Raise ValueError if a run of these cells could not be compared with the one before.
 
-    That is if SciPy is missing, no cell is in both, or there are too few rounds to tell a difference.
+    Reasons: SciPy is missing, no cell is in both runs, or the rounds are too few to tell a difference.
     """
     try:
         import scipy  # noqa: F401
@@ -61,9 +62,10 @@ def check(before: Run, cells: list[Cell], rounds: int) -> None:
     old = {result.cell: len(result.seconds) for result in before.results if result.seconds}
     both = [cell for cell in cells if cell in old]
     if not both:
-        raise ValueError("no cell was timed in both runs; they can only be compared where they do the same")
+        raise ValueError("no cell was timed in both runs, so there is nothing to compare")
     fewest = min(old[cell] for cell in both)
-    if 2 / math.comb(fewest + rounds, rounds) * len(both) > LEVEL:  # p of rounds that all differ, corrected
+    least_p = 2 / math.comb(fewest + rounds, rounds)  # where all rounds of one run are faster
+    if least_p * len(both) > FALSE_DISCOVERY_RATE:
         raise ValueError(
             f"the runs have {fewest} and {rounds} rounds, too few to tell a difference in {len(both)} "
             f"cell{'s' * (len(both) > 1)} from chance; measure with -r 10 or more"
@@ -71,12 +73,12 @@ def check(before: Run, cells: list[Cell], rounds: int) -> None:
 
 
 def compare(before: Run, now: Run, threshold: float = THRESHOLD) -> Comparison:
-    """Cells whose medians differ by more than `threshold`, as a share, and by more than chance.
+    """The cells whose medians differ by more than `threshold`, as a share, and by more than chance.
 
-    By chance is judged by the Mann-Whitney U test on the rounds that count, corrected for the number of cells
-    (Benjamini & Hochberg 1995) at LEVEL. The rounds come from all over a run, yet all of them share its
-    machine's state, which no test of them can see: that is what the threshold is for. check() says what two
-    runs must have; where others slowed many rounds, fewer differences can be told from chance.
+    Chance is judged by the Mann-Whitney U test on the rounds that count, corrected for the number of cells
+    (Benjamini & Hochberg 1995) at FALSE_DISCOVERY_RATE. All rounds of a run share the machine's state, which
+    no test on them can see; the threshold is for that. check() raises where two runs cannot be compared.
+    Where many rounds were slowed, fewer differences can be told from chance.
     """
     from scipy import stats
 
@@ -84,14 +86,14 @@ def compare(before: Run, now: Run, threshold: float = THRESHOLD) -> Comparison:
     new = {result.cell for result in now.results}
     both = [(r.cell, old[r.cell].counted, r.counted) for r in now.results if r.cell in old]
     both = [(cell, a, b) for cell, a, b in both if a and b]
-    methods = ["exact" if max(len(a), len(b)) <= EXACT else "asymptotic" for _, a, b in both]
+    methods = ["exact" if max(len(a), len(b)) <= MOST_EXACT_ROUNDS else "asymptotic" for _, a, b in both]
     p = [float(stats.mannwhitneyu(a, b, method=how).pvalue) for how, (_, a, b) in zip(methods, both)]
     corrected = stats.false_discovery_control(p) if p else []
     found = [
         Difference(cell, statistics.median(a), statistics.median(b), float(chance))
         for (cell, a, b), chance in zip(both, corrected)
     ]
-    found = [each for each in found if each.p < LEVEL and abs(each.change) > threshold]
+    found = [each for each in found if each.p < FALSE_DISCOVERY_RATE and abs(each.change) > threshold]
     found.sort(key=lambda each: -each.change)
     broken = [r for r in now.results if r.status == "wrong" and r.cell in old and old[r.cell].status == "ok"]
     alone = sum(cell not in new for cell in old), sum(cell not in old for cell in new)
@@ -99,15 +101,15 @@ def compare(before: Run, now: Run, threshold: float = THRESHOLD) -> Comparison:
 
 
 def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
-    """The comparison for people: a Markdown table of the differences, or that there is none."""
+    """The comparison for people: a Markdown table of the differences, or a line that there is none."""
     lines = []
     if before.machine.get("cpu") != now.machine.get("cpu"):
-        lines.append(f"Before it was another processor: {before.machine.get('cpu')}.")
+        lines.append(f"The earlier run was on another processor: {before.machine.get('cpu')}.")
     lines += [f"In the run of {run.machine.get('date')}: {run.busy}" for run in (before, now) if run.busy]
     if any(compared.alone):
         lines.append(
-            f"Not compared: {compared.alone[0]} cells of before and {compared.alone[1]} of now, "
-            "which the other run has not."
+            f"Not compared: {compared.alone[0]} cells of the earlier run and {compared.alone[1]} of this, "
+            "as the other run lacks them."
         )
     for result in compared.broken:
         lines.append(f"Right before, wrong now: {case(result.cell)}; {result.note}")
@@ -118,7 +120,9 @@ def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
     found = compared.differences
     names = [name for name in CASE if any(getattr(each.cell, name) is not None for each in found)]
     titles = ["contender", *(CASE[name] for name in names), "before, ms", "now, ms", "change", "by chance"]
-    lines.append(f"{len(found)} of {cells} differ by more than {100 * threshold:g} % and than chance:")
+    lines.append(
+        f"{len(found)} of {cells} differ by more than {100 * threshold:g} % and by more than chance:"
+    )
     lines += ["", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for each in found:
         values = [each.cell.contender, *(case_text(name, getattr(each.cell, name)) for name in names)]

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from lab.bench.measure import Result, Run
+from attention_ext import PARTS
+from lab.bench.contenders import contenders
+from lab.bench.results import Result, Run
 from lab.machine import size_text
 
 try:
@@ -20,17 +22,12 @@ try:
 except ImportError:
     raise ValueError("--plot needs Matplotlib: pip install -c constraints.txt -e '.[lab]'") from None
 
-# Contender: colour, marker, line.
-LOOK = {
-    "part0": ("#000000", "s", "-"),
-    "part1": ("#D55E00", "v", "--"),
-    "part2": ("#E69F00", "^", "-."),
-    "part3": ("#009E73", "D", ":"),
-    "part4": ("#0072B2", "o", "-"),
-    "sdpa": ("#CC79A7", "X", "--"),
-    "onnx": ("#56B4E9", "P", "-."),
-}
-NAMES = {"sdpa": "PyTorch SDPA", "onnx": "ONNX Runtime"}
+# Colour, marker and line of the contenders that are no parts.
+OTHER_LOOKS = {"sdpa": ("#CC79A7", "X", "--"), "onnx": ("#56B4E9", "P", "-.")}
+# The parts take these in the order of PARTS; of different lengths, so that no look soon comes again.
+COLOURS = ("#000000", "#D55E00", "#E69F00", "#009E73", "#0072B2")
+MARKERS = ("s", "v", "^", "D", "o", "<", ">")
+LINES = ("-", "--", "-.", ":")
 SETTINGS = {
     "font.size": 11,
     "axes.grid": True,
@@ -41,8 +38,16 @@ SETTINGS = {
 }
 
 
+def look(contender: str) -> tuple[str, str, str]:
+    """A contender's colour, marker and line."""
+    if contender in OTHER_LOOKS:
+        return OTHER_LOOKS[contender]
+    number = list(PARTS).index(contender)
+    return COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)], LINES[number % len(LINES)]
+
+
 def draw(run: Run, directory: Path) -> list[Path]:
-    """Draw what the run has figures for; gives the files that were written."""
+    """Draw every picture that the run has figures for; gives the files that were written."""
     pictures: dict[str, Callable[[Run], Figure | None]] = {
         "time": time,
         "tiles": tiles,
@@ -86,12 +91,12 @@ def memory(run: Run) -> Figure | None:
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: size_text(size)))
 
-    title, largest = "Memory beyond the output by length", "; part4 with its largest tile"
+    title, largest = "Memory beyond the output by length", "; with the largest tile"
     return _panels(run, title, panel, lambda r: bool(r.scratch), 2, tiled=largest)
 
 
 def scaling(run: Run) -> Figure | None:
-    """How many times as fast as with the fewest threads, at the longest N; a panel for each head width."""
+    """Speed-up over the fewest threads, at the longest N; a panel for each head width."""
     counts = sorted({r.cell.threads for r in run.results if r.seconds})
     if len(counts) < 2:
         return None
@@ -112,12 +117,12 @@ def scaling(run: Run) -> Figure | None:
 
 
 def tiles(run: Run) -> Figure | None:
-    """Part 4's speed by tile, as a share of the best, at the longest N."""
-    timed = [r for r in run.results if r.cell.contender == "part4" and r.seconds]
+    """Speed by tile, as a share of the best tile's, of the first tiled part at the longest N."""
+    timed = [r for r in run.results if r.cell.br and r.seconds]
     if not timed:
         return None
-    longest = max(r.cell.N for r in timed)
-    timed = [r for r in timed if r.cell.N == longest]
+    name, longest = timed[0].cell.contender, max(r.cell.N for r in timed)
+    timed = [r for r in timed if r.cell.contender == name and r.cell.N == longest]
     rows, columns = (sorted({getattr(r.cell, side) for r in timed}) for side in ("br", "bc"))
     if len(rows) * len(columns) < 2:
         return None
@@ -142,7 +147,7 @@ def tiles(run: Run) -> Figure | None:
         axes.set_xlabel("Bc, keys")
         axes.set_ylabel("Br, queries")
 
-    title = f"Part 4's speed by tile, N = {longest}, in % of the best"
+    title = f"Speed of {name} by tile, N = {longest}, in % of the best"
     keep = {id(r) for r in timed}
     return _panels(run, title, panel, lambda r: id(r) in keep, 2, legend=False, tiled="")
 
@@ -153,7 +158,7 @@ def roofline(run: Run) -> Figure | None:
     Williams, Waterman & Patterson 2009 (doi:10.1145/1498765.1498785). Bytes are the part's own count of what
     comes into the last of a core's own caches.
     """
-    counted = [r for r in run.results if r.seconds and r.cell.traffic(run.cache)]
+    counted = [r for r in run.results if r.seconds and r.traffic]
     if not counted:
         return None
     longest = max(r.cell.N for r in counted)
@@ -167,8 +172,9 @@ def roofline(run: Run) -> Figure | None:
             if r.median and fastest.median and r.median < fastest.median:
                 best[r.cell.contender] = r
         points = {
-            name: (r.cell.flops / r.cell.traffic(run.cache), r.cell.flops / r.median / 1e9)  # type: ignore
+            name: (r.cell.flops / r.traffic, r.cell.flops / r.median / 1e9)
             for name, r in best.items()
+            if r.traffic and r.median
         }
         ridge = peak / bandwidth
         left = min([ridge, *(x for x, _ in points.values())]) / 2
@@ -186,8 +192,16 @@ def roofline(run: Run) -> Figure | None:
             f"{bandwidth:.0f} GB/s", (left, left * bandwidth), (14, 2), textcoords="offset points", fontsize=9
         )
         for name, (x, y) in points.items():
-            colour, marker, _ = LOOK[name]
-            axes.plot([x], [y], color=colour, marker=marker, markersize=9, linestyle="", label=_name(name))
+            colour, marker, _ = look(name)
+            axes.plot(
+                [x],
+                [y],
+                color=colour,
+                marker=marker,
+                markersize=9,
+                linestyle="",
+                label=contenders()[name].title,
+            )
         _log_log(axes, "", "GFLOP/s")
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(FuncFormatter(_plain))
@@ -207,11 +221,12 @@ def _panels(
     least: int,
     by_threads: bool = True,
     legend: bool = True,
-    tiled: str = "; part4 with its best tile",
+    tiled: str = "; with the best tile",
 ) -> Figure | None:
-    """A figure with a panel for each head width and mask (and number of threads), of those results that fit.
+    """A figure with a panel for each head width and mask (and number of threads), of the results that fit.
 
-    None if no panel has results of `least` different lengths or, with least 1, any.
+    least: different lengths that a panel needs. tiled: added to the title where several tiles were timed.
+    None if no panel is left.
     """
     groups: dict[tuple, list[Result]] = {}
     for r in run.results:
@@ -254,7 +269,7 @@ def _by_contender(
     choose: Callable,
     along: Callable[[Result], int] = lambda r: r.cell.N,
 ) -> dict[str, dict[int, float]]:
-    """Contender -> N -> value; of several tiles or SIMD helpers the one that `choose` takes."""
+    """Contender -> N -> value; `choose` picks from several tiles or SIMD helpers."""
     found: dict[str, dict[int, float]] = {}
     for r in results:
         number = value(r)
@@ -265,13 +280,16 @@ def _by_contender(
 
 
 def _line(axes: Axes, name: str, points: dict[int, float]) -> None:
-    colour, marker, line = LOOK[name]
+    colour, marker, line = look(name)
     xs = sorted(points)
-    axes.plot(xs, [points[x] for x in xs], color=colour, marker=marker, linestyle=line, label=_name(name))
-
-
-def _name(contender: str) -> str:
-    return NAMES.get(contender, contender)
+    axes.plot(
+        xs,
+        [points[x] for x in xs],
+        color=colour,
+        marker=marker,
+        linestyle=line,
+        label=contenders()[name].title,
+    )
 
 
 def _log_log(axes: Axes, x: str, y: str) -> None:

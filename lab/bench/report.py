@@ -1,4 +1,4 @@
-"""What gpt.py bench prints and keeps of a run: Markdown, CSV, JSON, JSON lines, and a file to read again."""
+"""The forms of a run: Markdown, CSV, JSON, JSON lines, and a file that load() reads again."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from attention_ext import SIMD
-from lab.bench.measure import FIRM, Cell, Result, Run, contenders, row
+from lab.bench.cases import Cell
+from lab.bench.contenders import contenders
+from lab.bench.results import FIRM_MARGIN, Result, Run
 from lab.machine import size_text
+from lab.timing import interval, quartiles
 
-FORMAT = 2  # of the file
+FORMAT = 3  # of the file
+READABLE = (2, 3)  # format 2 has no traffic
 FORMATS = ("md", "csv", "json", "jsonl")
-NAMED = 3  # cells at most that are named then
+MOST_NAMED = 3  # cells that infirm() names
+BASELINES = ("part0", "sdpa")
 # Repeated in each row of CSV and JSON lines.
 MACHINE_COLUMNS = ("cpu", "isa", "simd_name", "torch", "commit", "date")
 
-# Columns that say what a cell is; in Markdown those that are the same in all rows stand above the table.
+# Columns that identify a cell. In Markdown the columns that are the same in all rows stand above the table.
 CASE = {
     "simd": "SIMD",
     "N": "N",
@@ -33,6 +38,20 @@ CASE = {
     "bc": "Bc",
     "threads": "threads",
 }
+ROW_FIGURES = (
+    "ms",
+    "iqr_ms",
+    "low_ms",
+    "high_ms",
+    "margin",
+    "left_out",
+    "gflops",
+    "gbps",
+    "peak_share",
+    "bandwidth_share",
+    *(f"over_{name}" for name in BASELINES),
+)
+# Columns of the Markdown table.
 FIGURES = {
     "ms": "ms",
     "iqr_ms": "IQR, ms",
@@ -47,6 +66,41 @@ FIGURES = {
     "over_sdpa": "over SDPA",
     "error": "error",
 }
+
+
+def row(run: Run, result: Result) -> dict:
+    """A result as a flat row of figures; None where there is none.
+
+    ms, iqr_ms: median and interquartile range. low_ms, high_ms: the median's interval(); margin: half its
+    width, as a share of the median. left_out: rounds that were slowed and do not count. gbps: 10^9 bytes
+    per second into the last of a core's own caches, by the part's own count. over_part0, over_sdpa: how many
+    times as fast as that contender in the same group.
+    """
+    cell, median = result.cell, result.median
+    named = asdict(cell) | {"status": result.status, "note": result.note, "error": result.error}
+    figures: dict[str, float | None] = dict.fromkeys(ROW_FIGURES)
+    if median is not None:
+        first, third = quartiles(result.counted)
+        low, high = interval(result.counted)
+        figures |= {"ms": 1e3 * median, "iqr_ms": 1e3 * (third - first)}
+        figures |= {"low_ms": 1e3 * low, "high_ms": 1e3 * high, "margin": result.margin}
+        figures["left_out"] = len(result.seconds) - len(result.counted)
+        figures["gflops"] = cell.flops / median / 1e9
+        figures["peak_share"] = cell.flops / median / run.peaks[cell.threads]
+        if result.traffic is not None:
+            figures["gbps"] = result.traffic / median / 1e9
+            figures["bandwidth_share"] = result.traffic / median / run.bandwidths[cell.threads]
+        for name in BASELINES:
+            other = _median_of(run, name, cell.group)
+            figures[f"over_{name}"] = None if other is None else other / median
+    return named | figures | {"scratch": result.scratch}
+
+
+def _median_of(run: Run, contender: str, group: tuple) -> float | None:
+    for result in run.results:
+        if result.cell.contender == contender and result.cell.group == group:
+            return result.median
+    return None
 
 
 def text(run: Run, form: str) -> str:
@@ -67,7 +121,7 @@ def text(run: Run, form: str) -> str:
 
 
 def header(run: Run) -> str:
-    """What the figures were measured on, in Markdown."""
+    """The machine that the figures were measured on, in Markdown."""
     m = run.machine
     caches = ", ".join(f"L{cache['level']} {size_text(cache['size'])}" for cache in m["caches"])
     lines = [
@@ -87,7 +141,7 @@ def header(run: Run) -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """Rows of lab.bench.row() as a Markdown table, what is the same in all of them above it."""
+    """Rows of row() as a Markdown table; above it what is the same in all rows."""
     if not rows:
         return "Nothing was measured."
     varying, alike = _case(rows)
@@ -113,26 +167,26 @@ def table(rows: list[dict]) -> str:
 
 
 def infirm(run: Run) -> str | None:
-    """Which medians are not firm, the least firm ones by name; None if all are."""
+    """A sentence on the medians that are not firm, which names the least firm ones; None if all are firm."""
     rows = [row(run, result) for result in run.results]
-    loose = [r for r in rows if r["margin"] is not None and r["margin"] > FIRM]
+    loose = [r for r in rows if r["margin"] is not None and r["margin"] > FIRM_MARGIN]
     if not loose:
         return None
     loose.sort(key=lambda r: -r["margin"])
     varying, _ = _case(rows)
     names = [
         " ".join([r["contender"], *(f"{CASE[n]}={case_text(n, r[n])}" for n in varying if r[n] is not None)])
-        for r in loose[:NAMED]
+        for r in loose[:MOST_NAMED]
     ]
-    more = ["..."] * (len(loose) > NAMED)
+    more = ["..."] * (len(loose) > MOST_NAMED)
     return (
         f"Not firm: in {len(loose)} of {len(rows)} cells the median's interval is wider than "
-        f"{100 * FIRM:g} % either way ({', '.join(names + more)})."
+        f"{100 * FIRM_MARGIN:g} % either way ({', '.join(names + more)})."
     )
 
 
 def _case(rows: list[dict]) -> tuple[list[str], list[str]]:
-    """CASE's names, those that differ between rows and those that do not; queries only if they are not N."""
+    """The names of CASE that differ between rows, and the others; queries only where they are not N."""
     case = [name for name in CASE if name != "queries" or any(r["queries"] != r["N"] for r in rows)]
     varying = [name for name in case if len({r[name] for r in rows if r[name] is not None}) > 1]
     return varying, [name for name in case if name not in varying]
@@ -160,12 +214,12 @@ def _figure(name: str, value: float | None) -> str:
 
 
 def as_json(run: Run) -> dict:
-    """All that load() needs to have the run again."""
+    """The run as load() reads it."""
     return {"format": FORMAT} | asdict(run)
 
 
 def save(run: Run, file: Path) -> None:
-    """Keep a run; the file is either as it was or whole."""
+    """Write a run to a file, which is replaced as a whole."""
     file = file.resolve()
     handle, unfinished = tempfile.mkstemp(dir=file.parent, prefix=file.name)
     try:
@@ -185,18 +239,18 @@ def _umask() -> int:
 
 
 def load(file: Path) -> Run:
-    """A run that save() kept. Raises ValueError if the file is anything else."""
+    """A run that save() wrote. Raises ValueError if the file is anything else."""
     try:
         content = json.loads(file.read_text())
-        if content["format"] != FORMAT:
-            raise ValueError(f"its format is {content['format']!r}, not {FORMAT}")
+        if content["format"] not in READABLE:
+            raise ValueError(f"its format is {content['format']!r}, not one of {READABLE}")
         known = {f.name for f in fields(Run)}
         run = Run(**{name: value for name, value in content.items() if name in known})
         run.peaks = {int(threads): peak for threads, peak in run.peaks.items()}
         run.bandwidths = {int(threads): rate for threads, rate in run.bandwidths.items()}
         run.results = [_result(entry) for entry in content["results"]]
         _check_run(run)
-        header(run)  # names what the machine lacks
+        header(run)  # raises KeyError for what the machine lacks
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{file} is not a run that bench saved: {reason}") from None
@@ -219,6 +273,8 @@ def _result(entry: dict) -> Result:
     _check("seconds", result.seconds, all(_is_number(s) and s > 0 for s in result.seconds))
     _check("paces", result.paces, all(_is_number(pace) and 0 < pace <= 1 for pace in result.paces))
     _check("paces", result.paces, len(result.paces) == len(result.seconds))
+    bytes_ = result.traffic
+    _check("traffic", bytes_, bytes_ is None or _is_number(bytes_) and bytes_ > 0)
     result.error_at = None if result.error_at is None else tuple(result.error_at)
     return result
 

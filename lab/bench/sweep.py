@@ -1,10 +1,11 @@
-"""gpt.py bench as the terminal sees it: the plan, progress, what is printed, kept, drawn and compared."""
+"""gpt.py bench in the terminal: the plan, the progress bar, and the output of a run."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -12,10 +13,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from attention_ext import processor, tiles
 from lab.bench import compare, report, tune
-from lab.bench.measure import Bench, Cell, Run, check_memory
+from lab.bench.cases import Cell, check_memory
+from lab.bench.measure import Bench
+from lab.bench.results import Run
 
 Echo = Callable[..., None]  # click.echo's signature
-FRAME = 0.2  # seconds between two pictures of the progress bar, at least
+REFRESH_SECONDS = 0.2  # between two pictures of the progress bar, at least
+ASSUMED_FLOPS = 5e10  # operations per second, to weigh the cells of the progress bar
 
 
 def plan_text(cells: Sequence[Cell], rounds: int) -> str:
@@ -27,10 +31,10 @@ def plan_text(cells: Sequence[Cell], rounds: int) -> str:
 
 
 def measure(cells: Sequence[Cell], rounds: int, min_time: float) -> tuple[Run, bool]:
-    """Measure a sweep, with a bar on stderr if that is a terminal; gives the run and if Ctrl-C stopped it."""
+    """Measure a sweep, with a progress bar on a terminal; gives the run, and whether Ctrl-C stopped it."""
     bench = Bench(cells, rounds, min_time)
-    # What a cell will take is not known before; its operations are, and the least time that was asked for.
-    weight = {cell: max(min_time, rounds * cell.flops / 5e10) / rounds for cell in cells}
+    # A cell's time is unknown; its operations and the least time that was asked for are known.
+    weight = {cell: max(min_time, rounds * cell.flops / ASSUMED_FLOPS) / rounds for cell in cells}
     steps = 1 + rounds  # verified, timed
     try:
         with progress(sum(weight.values()) * steps, "measuring") as advance:
@@ -45,7 +49,10 @@ def measure(cells: Sequence[Cell], rounds: int, min_time: float) -> tuple[Run, b
 def find_tiles(
     cells: Sequence[Cell], budget: float, br: Sequence[int], bc: Sequence[int], echo: Echo
 ) -> None:
-    """Tune part 4 for each cell within `budget` seconds and keep what is found; br, bc: sides to try."""
+    """Tune the tile for each cell, within `budget` seconds in all, and keep what is found.
+
+    br, bc: sides to try; empty for all.
+    """
     check_memory(cells)
     found = []
     try:
@@ -57,7 +64,7 @@ def find_tiles(
                     start = time.perf_counter()
                 if best:
                     found.append(best)
-    finally:  # Ctrl-C keeps what is finished
+    finally:  # Ctrl-C keeps the finished cells
         if found:
             echo(tune.text(found))
             tiles.write(found)
@@ -65,7 +72,7 @@ def find_tiles(
 
 
 def tuned_text() -> str:
-    """What is kept for this processor."""
+    """The tiles that are kept for this processor."""
     found = tiles.read()
     if not found:
         return f"Nothing is kept for this processor in {tiles.path()}."
@@ -74,9 +81,9 @@ def tuned_text() -> str:
 
 @contextlib.contextmanager
 def progress(total: float, doing: str) -> Iterator[Callable[[float, str], None]]:
-    """A bar with the time left, on stderr if that is a terminal; gives what moves it on.
+    """A bar with the time left, on stderr if that is a terminal; gives the function that advances it.
 
-    It is drawn between measurements, never by a thread beside them.
+    The bar is drawn between measurements, never by a thread beside them.
     """
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
@@ -87,52 +94,50 @@ def progress(total: float, doing: str) -> Iterator[Callable[[float, str], None]]
         def advance(amount: float, what: str) -> None:
             nonlocal drawn
             bar.update(task, advance=amount, description=f"{doing} {what}")
-            if time.monotonic() - drawn > FRAME:
+            if time.monotonic() - drawn > REFRESH_SECONDS:
                 bar.refresh()
                 drawn = time.monotonic()
 
         yield advance
 
 
+@dataclass
 class Output:
-    """Where a run goes. Raises ValueError and OSError for what is wrong with it before anything is measured.
+    """Where a run goes.
 
-    cells, rounds: of the run. form: one of report.FORMATS. save: a file to keep it in. old: the file of a run
-    to compare it with, by `threshold`, as a share. plot: a directory to draw it into.
+    cells, rounds: of the run. form: one of report.FORMATS. save: a file to keep the run in. old: the file of
+    a run to compare with, by `threshold`, as a share of the time. plot: a directory to draw into.
+    Raises ValueError and OSError for what is wrong before anything is measured.
     """
 
-    def __init__(
-        self,
-        cells: Sequence[Cell],
-        rounds: int,
-        form: str,
-        save: str | None,
-        old: str | None,
-        threshold: float,
-        plot: str | None,
-    ) -> None:
-        self.form, self.threshold = form, threshold
-        self.save = Path(save) if save else None
-        if self.save and not self.save.resolve().parent.is_dir():
-            raise ValueError(f"save is {save!r}; it must be a file in a directory that exists")
-        if self.save and self.save.exists() and not self.save.is_file():
-            raise ValueError(f"save is {save!r}; it must be a file, and this is something else")
-        self.before = report.load(Path(old)) if old else None
-        if self.before:
-            compare.check(self.before, list(cells), rounds)
-        self.plot = Path(plot) if plot else None
-        if self.plot:
-            from lab.bench import plots  # noqa: F401  raises ValueError without matplotlib
+    cells: Sequence[Cell]
+    rounds: int
+    form: str = "md"
+    save: str | None = None
+    old: str | None = None
+    threshold: float = compare.THRESHOLD
+    plot: str | None = None
 
-            self.plot.mkdir(parents=True, exist_ok=True)
+    def __post_init__(self) -> None:
+        if self.save and not Path(self.save).resolve().parent.is_dir():
+            raise ValueError(f"save is {self.save!r}; it must be a file in a directory that exists")
+        if self.save and Path(self.save).exists() and not Path(self.save).is_file():
+            raise ValueError(f"save is {self.save!r}; it must be a file, and this is something else")
+        self.before = report.load(Path(self.old)) if self.old else None
+        if self.before:
+            compare.check(self.before, list(self.cells), self.rounds)
+        if self.plot:
+            from lab.bench import plots  # noqa: F401  raises ValueError without Matplotlib
+
+            Path(self.plot).mkdir(parents=True, exist_ok=True)
 
     def show(self, run: Run, echo: Echo, notice: Echo) -> bool:
-        """Keep, print, compare and draw; gives whether anything is slower than in the other run, or wrong.
+        """Save, print, compare and draw a run; gives whether anything is slower than before, or wrong.
 
-        A run that was stopped before anything was timed is not kept: there may be another one in the file.
+        A run that was stopped before anything was timed is not saved: the file may hold another one.
         """
         if self.save and any(result.seconds for result in run.results):
-            report.save(run, self.save)
+            report.save(run, Path(self.save))
         echo(report.text(run, self.form))
         worse = False
         if self.before:
@@ -146,6 +151,6 @@ class Output:
         if self.plot:
             from lab.bench import plots
 
-            for file in plots.draw(run, self.plot):
+            for file in plots.draw(run, Path(self.plot)):
                 notice(f"wrote {file}")
         return worse

@@ -1,7 +1,7 @@
 """gpt.py bench --tune: part 4's best tile for this processor, by successive halving.
 
-All tiles are timed a few times, the slower half is dropped, the rest are timed more often, and so on: most of
-the time goes to those that are close to each other (Jamieson & Talwalkar 2016, arXiv:1502.07943).
+All tiles are timed a few times, the slower half is dropped, the rest are timed more often, and so on. Most of
+the time goes to tiles of similar speed (Jamieson & Talwalkar 2016, arXiv:1502.07943).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import torch
 from attention_ext import attention
 from attention_ext.parts import resolve_simd
 from attention_ext.tiles import DEFAULT, Tuned
-from lab.bench.measure import Cell
+from lab.bench.cases import Cell
 
 SIDES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
-GAIN = 0.01  # a tile must be faster than the default one by this much to take its place
+LEAST_GAIN = 0.01  # share of the time that a tile must save to replace the default one
+LEAST_SECONDS = 2e-3  # of one measurement; a clock tick is nothing beside it
 
 
 def candidates(N: int, br: Sequence[int] = (), bc: Sequence[int] = ()) -> list[tuple[int, int]]:
@@ -32,10 +33,10 @@ def candidates(N: int, br: Sequence[int] = (), bc: Sequence[int] = ()) -> list[t
 
 
 def tune(cell: Cell, budget: float, tried: Sequence[tuple[int, int]] | None = None) -> Iterator[Tuned]:
-    """The best tile for a cell of part 4 so far, each time that the slower half has been dropped.
+    """Gives the best tile for a cell so far, each time that the slower half has been dropped.
 
-    budget: seconds to take; tiles that it does not reach are not tried. tried: tiles (br, bc), the default
-    first; candidates() unless given. Raises ValueError if the budget is not above 0.
+    cell: of a tiled part. budget: seconds to take; tiles beyond it are not tried. tried: tiles (br, bc), the
+    default first; candidates() unless given. Raises ValueError if the budget is not above 0.
     """
     if not budget > 0:
         raise ValueError(f"budget is {budget}; it must be more than 0 seconds")
@@ -49,7 +50,7 @@ def tune(cell: Cell, budget: float, tried: Sequence[tuple[int, int]] | None = No
     def once(tile: tuple[int, int], repeats: int) -> None:
         start = time.perf_counter()
         for _ in range(repeats):
-            attention("part4", q, k, v, causal=cell.causal, br=tile[0], bc=tile[1], simd=simd)
+            attention(cell.contender, q, k, v, causal=cell.causal, br=tile[0], bc=tile[1], simd=simd)
         seconds[tile].append((time.perf_counter() - start) / repeats)
 
     before = torch.get_num_threads()
@@ -57,7 +58,7 @@ def tune(cell: Cell, budget: float, tried: Sequence[tuple[int, int]] | None = No
     try:
         once(default, 1)  # compiles, and wakes the threads
         once(default, 1)
-        repeats = max(1, math.ceil(2e-3 / seconds.pop(default)[-1]))  # a clock's tick is nothing beside 2 ms
+        repeats = max(1, math.ceil(LEAST_SECONDS / seconds.pop(default)[-1]))
         seconds[default] = []
         end, halvings = time.perf_counter() + budget, max(1, math.ceil(math.log2(len(remaining))))
         for halving in range(halvings):
@@ -71,16 +72,16 @@ def tune(cell: Cell, budget: float, tried: Sequence[tuple[int, int]] | None = No
             remaining = remaining[: max(1, math.ceil(len(remaining) / 2))]
             best, standard = remaining[0], statistics.median(seconds[default])
             fastest = statistics.median(seconds[best])
-            if fastest > (1 - GAIN) * standard:
+            if fastest > (1 - LEAST_GAIN) * standard:
                 best, fastest = default, standard
-            remaining = list(dict.fromkeys([*remaining, default]))  # always in the race, at the same time
+            remaining = list(dict.fromkeys([*remaining, default]))  # the default is timed to the end
             yield Tuned(simd, cell.threads, cell.d, cell.N, cell.causal, *best, fastest, standard)
     finally:
         torch.set_num_threads(before)
 
 
 def text(found: Sequence[Tuned]) -> str:
-    """What was found as a Markdown table."""
+    """The tiles that were found as a Markdown table."""
     default = f"{DEFAULT[0]} x {DEFAULT[1]}, ms"
     titles = ("SIMD", "threads", "d", "N", "mask", "Br", "Bc", "ms", default, "gain")
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]

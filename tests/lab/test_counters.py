@@ -6,13 +6,16 @@ import os
 import shutil
 import stat
 import time
+import types
 
 import pytest
 
-from attention_ext import BuildError, build
+from attention_ext import PARTS, BuildError
+from attention_ext.build import recipes
 from lab import counters
 from lab.machine import Cache
 
+KERNELS = [part.operator for part in PARTS.values() if part.operator]
 L1, L2 = Cache(1, 32 << 10, 8, 64), Cache(2, 1 << 20, 8, 64)
 TINY = Cache(1, 4 << 10, 4, 64)
 
@@ -70,7 +73,7 @@ def fake_perf(extension, tmp_path, monkeypatch):
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(counters, "BEYOND_CACHES", 1 << 20)
+    monkeypatch.setattr(counters, "SWEPT_BYTES", 1 << 20)
     monkeypatch.setattr(counters, "caches_of_this_machine", lambda: (L1, L2))
     return write
 
@@ -82,8 +85,9 @@ def cachegrind(extension):
         pytest.skip("valgrind was not found on PATH")
 
 
-def count(part="part4", N=64, d=16, **change):
-    return counters.misses(part, N, d, **dict(br=32, bc=32, simd="off") | change)
+def count(part="part4", N=64, d=16, caches=None, timeout=120, **change):
+    call = counters.Call(part, N, d, **dict(br=32, bc=32, simd="off") | change)
+    return counters.misses(call, caches, timeout)
 
 
 def test_what_perf_prints():
@@ -147,7 +151,7 @@ def test_a_count_that_takes_too_long_is_ended_with_what_it_started(fake_perf, tm
         ({"caches": (Cache(1, 32768, 8, 48), L2)}, "caches' level 1 is 32768 B in 8 ways of 48 B lines"),
     ],
 )
-def test_wrong_arguments_are_named(monkeypatch, change, message):
+def test_wrong_arguments_are_named(extension, monkeypatch, change, message):
     monkeypatch.setattr(counters, "available_memory", lambda: 2**34)
     monkeypatch.setattr(counters.shutil, "which", lambda name: name)
     with pytest.raises(ValueError, match=message):
@@ -155,13 +159,13 @@ def test_wrong_arguments_are_named(monkeypatch, change, message):
 
 
 def test_twelve_ways_of_48_kib_are_64_sets():
-    counters._check("part1", 1, 1, 1, 1, 1, (Cache(1, 48 << 10, 12, 64), L2), "cold")
+    counters.check_cache(Cache(1, 48 << 10, 12, 64))
 
 
 @pytest.fixture
 def alone(extension, tmp_path):
     """Run the program; gives its exit code, its sum and what it complains of."""
-    program = build.program("off")
+    program = recipes.program("off").make()
 
     def run(*words):
         done = counters.subprocess.run([program, *map(str, words)], capture_output=True, text=True)
@@ -171,17 +175,19 @@ def alone(extension, tmp_path):
 
 
 def test_the_parts_agree_and_a_call_leaves_nothing_for_the_next(alone):
-    sums = {float(alone(part, 70, 24, 32, 16, 1, 3, calls)[1]) for part in (1, 2, 3, 4) for calls in (1, 2)}
+    sums = {float(alone(part, 70, 24, 32, 16, 1, 3, calls)[1]) for part in KERNELS for calls in (1, 2)}
     assert max(sums) - min(sums) < 1e-3 and min(map(abs, sums)) > 1
-    assert alone(4, 70, 24, 32, 16, 1, 3, 0) == (0, "0.000000\n", "")
-    assert alone(4, 70, 24, 32, 16, 1, 3, 1, 1 << 20) == alone(4, 70, 24, 32, 16, 1, 3, 1)
+    assert alone("part4_flash", 70, 24, 32, 16, 1, 3, 0) == (0, "0.000000\n", "")
+    assert alone("part4_flash", 70, 24, 32, 16, 1, 3, 1, 1 << 20) == alone(
+        "part4_flash", 70, 24, 32, 16, 1, 3, 1
+    )
 
 
 def test_the_program_refuses_what_it_does_not_understand(alone):
-    code, _, said = alone(5, 70, 24, 32, 16, 0, 1, 1)
-    assert (code, said) == (2, "alone: PART is 5; it must be a whole number from 1 to 4\n")
-    assert alone(4, "7x", 24, 32, 16, 0, 1, 1)[0] == 2
-    assert alone(4, 70)[2].startswith("usage: alone PART N d BR BC CAUSAL HEADS REPEATS")
+    code, _, said = alone("part5_none", 70, 24, 32, 16, 0, 1, 1)
+    assert (code, said) == (2, f"alone: PART is part5_none; it must be one of {' '.join(KERNELS)}\n")
+    assert alone("part4_flash", "7x", 24, 32, 16, 0, 1, 1)[0] == 2
+    assert alone("part4_flash", 70)[2].startswith("usage: alone PART N d BR BC CAUSAL HEADS REPEATS")
 
 
 def test_part1_brings_more_into_a_tiny_cache_than_part2(cachegrind):
@@ -206,6 +212,6 @@ def test_a_program_that_valgrind_cannot_run_is_said(cachegrind, tmp_path, monkey
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho no such instruction >&2\nexit 3\n")
     broken.chmod(0o700)
-    monkeypatch.setattr(counters.build, "program", lambda simd, march: broken)
+    monkeypatch.setattr(recipes, "program", lambda simd, march: types.SimpleNamespace(make=lambda: broken))
     with pytest.raises(BuildError, match="valgrind cannot run .*broken: no such instruction"):
         count(caches=(L1, L2))

@@ -8,7 +8,7 @@ import pytest
 
 from attention_ext import PARTS
 from lab import counters
-from lab.costs import costs
+from lab.costs import Block, Case, costs
 from lab.machine import caches, size_text
 
 
@@ -22,9 +22,9 @@ def test_each_part_is_explained(cli, extension, part):
     assert f"arithmetic  {4 * 4 * 24 * pairs / 1e6:.3g} MFLOP" in done.stdout
     first = caches()[0]
     total = re.search(r"^  all +(\S+ \S+)", done.stdout, re.M)[1]
-    counted = costs(part, 96, 96, 24, heads=4, causal=True, br=32, bc=48)
-    if part != "part4":  # its strips depend on the processor's vectors
-        assert total == size_text(counted.traffic(first.size))
+    case = Case(96, 96, 24, heads=4, causal=True, br=32, bc=48)
+    counted = costs(part, case, Block.of("auto"))
+    assert total == size_text(counted.traffic(first.size))
     limits = {name: float(ms) for ms, name in re.findall(r"([\d.e-]+) ms for (.+) \(", done.stdout)}
     assert "the FMA peak" in limits and ("one lane of 16" in limits or "one lane of 8" in limits) == (
         part == "part1"
@@ -58,7 +58,8 @@ def test_wrong_arguments(cli, arguments):
 
 def test_part1_waits_for_its_sums(cli, extension):
     """One number of the output is a chain of additions, of which the processor sees a part ahead."""
-    assert costs("part1", 1000, 1000, 8, heads=3).chained == 3 * 8 * 1000 * (1000 - 128)
-    assert costs("part1", 100, 100, 8).chained == costs("part2", 1000, 1000, 8).chained == 0
+    block, long = Block.of("auto"), Case(1000, 1000, 8, heads=3)
+    assert costs("part1", long, block).chained == 3 * 8 * 1000 * (1000 - 128)
+    assert costs("part1", Case(100, 100, 8), block).chained == costs("part2", long, block).chained == 0
     done = cli("explain", "part1", "-N", 600, "-d", 8, "--heads", 1)
     assert re.search(r" ms for sums, one addition at a time \([\d.]+ ns each\)", done.stdout)

@@ -1,0 +1,71 @@
+"""What a sweep has measured: a result for each cell, and the run that holds them."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+from lab.bench.cases import Cell
+from lab.timing import calm, interval
+
+FIRM_MARGIN = 0.025  # of a firm median, at most: the medians of two runs can then differ by twice as much
+FEWEST_COUNTED_ROUNDS = 6  # however disturbed; interval() is not sure of fewer
+
+
+@dataclass
+class Result:
+    """What a cell gave. status: 'ok', 'wrong' or 'skipped', which `note` explains.
+
+    error: the largest difference from float64, at index error_at. scratch: the most bytes that PyTorch's
+    allocator gave out beyond the output; None for what allocates by itself. seconds: of each round, those of
+    the first pass first. paces: the bandwidth beside each round, as a share of the fastest. traffic: bytes
+    that come into Run.cache in one call, by the part's own count; None where they are not counted.
+    """
+
+    cell: Cell
+    status: str = "ok"
+    note: str | None = None
+    error: float | None = None
+    error_at: tuple[int, ...] | None = None
+    scratch: int | None = None
+    seconds: list[float] = field(default_factory=list)
+    paces: list[float] = field(default_factory=list)
+    traffic: float | None = None
+
+    @property
+    def counted(self) -> list[float]:
+        """Seconds of the undisturbed rounds, of FEWEST_COUNTED_ROUNDS at least."""
+        return calm(self.seconds, self.paces, FEWEST_COUNTED_ROUNDS)
+
+    @property
+    def median(self) -> float | None:
+        """Seconds of a call."""
+        return statistics.median(self.counted) if self.seconds else None
+
+    @property
+    def margin(self) -> float | None:
+        """Half the width of the median's interval(), as a share of the median."""
+        if not self.seconds:
+            return None
+        low, high = interval(self.counted)
+        return (high - low) / 2 / statistics.median(self.counted)
+
+
+@dataclass
+class Run:
+    """A sweep's results and what they were measured on.
+
+    peaks: floating-point operations per second, bandwidths: bytes per second read from beyond the cache of
+    `cache` bytes, the last one that belongs to a core alone; both by number of threads. busy: why the figures
+    are not firm. complete: False if the run was stopped.
+    """
+
+    machine: dict
+    rounds: int
+    min_time: float
+    cache: int
+    peaks: dict[int, float] = field(default_factory=dict)
+    bandwidths: dict[int, float] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
+    busy: str | None = None
+    complete: bool = False

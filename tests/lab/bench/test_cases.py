@@ -1,0 +1,68 @@
+"""The cells of a sweep, and the contenders."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from attention_ext import PARTS, tiles
+from lab.bench import measure
+from lab.bench.cases import plan
+from lab.explain import explain
+
+
+def test_a_plan_is_every_contender_at_every_case():
+    cells = plan(
+        ["part0", "part4", "sdpa"],
+        lengths=(8, 16),
+        widths=(4,),
+        masks=(False, True),
+        br=(2, None),
+        bc=(3,),
+        threads=(1, 2),
+        simds=("portable", "off"),
+    )
+    assert len(cells) == 2 * 2 * 2 * (1 + 4 + 1)
+    assert len({cell.group for cell in cells}) == 8
+    assert {(cell.br, cell.bc) for cell in cells} == {(None, None), (2, 3), (tiles.DEFAULT[0], 3)}
+    assert {cell.simd for cell in cells if cell.contender != "part4"} == {None}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(names=["part7"]), "contender is 'part7'; it must be one of part0,"),
+        (dict(names=["part0", "part0"]), "contender is 'part0,part0'; it must name one or more, each once"),
+        (dict(names=[]), "it must name one or more"),
+        (dict(names=["part1"], simds=["sse"]), "simd is 'sse'; it must be one of auto,"),
+        (dict(names=["part1"], queries=5, masks=[True]), "queries is 5; with a causal mask it must be 1 or"),
+    ],
+)
+def test_a_wrong_plan(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plan(**arguments)
+
+
+def test_the_flops_and_bytes_of_a_cell(extension):
+    part2, sdpa = plan(["part2", "sdpa"], lengths=[64], widths=[16], batch=2, heads=3)
+    assert part2.flops == sdpa.flops == 4 * 6 * 64 * 64 * 16
+    assert measure.traffic(part2, 1 << 30) >= 6 * 4 * 64 * 16 * 4 and measure.traffic(sdpa, 1 << 30) is None
+
+
+def test_a_part_without_a_count_takes_part_everywhere(cli, steady, monkeypatch, tmp_path):
+    """A part that is added has a row in PARTS, and none in the table of traffic counts."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setitem(PARTS, "part5", dataclasses.replace(PARTS["part4"], name="part5"))
+    small = ["-N", "64,128", "-d", "16", "-r", "2", "--min-time", "0"]
+    done = cli("bench", "part4,part5,sdpa", *small, "--save", "run.json", "--plot", "pictures")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "pictures" / "roofline.svg").exists()
+    rows = json.loads(cli("bench", "--load", "run.json", "-o", "json").stdout)["rows"]
+    for row in rows:
+        assert row["ms"] and row["scratch"] and (row["gbps"] is None) == (row["contender"] != "part4")
+    lines = []
+    explain(plan(["part5"], lengths=[64])[0], lines.append)
+    explained = "\n".join(lines)
+    assert "moved       not counted for part5\n" in explained and "bound by    the FMA peak" in explained

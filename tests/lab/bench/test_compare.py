@@ -1,0 +1,86 @@
+"""Two runs compared: real differences are reported, and chance is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lab.bench import compare, report
+
+
+def test_a_run_compared_with_itself_reports_nothing(tmp_path, cli, made):
+    pytest.importorskip("scipy")
+    report.save(made(), tmp_path / "run.json")
+    done = cli("bench", "--load", "run.json", "--compare", "run.json", "--fail-on-regression")
+    assert done.returncode == 0
+    assert done.stdout.endswith("|\n\nNo difference above 5 % and above chance in 12 cells.\n")
+
+
+@pytest.mark.parametrize("change, code, word", [(1.2, 1, "+20.0 % slower"), (0.8, 0, "-20.0 % faster")])
+def test_a_real_difference_is_reported(tmp_path, cli, change, code, word, made):
+    pytest.importorskip("scipy")
+    report.save(made(), tmp_path / "old.json")
+    report.save(made(change), tmp_path / "new.json")
+    done = cli("bench", "--load", "new.json", "--compare", "old.json", "--fail-on-regression")
+    assert done.returncode == code
+    assert done.stdout.count(word) == 4 and "4 of 12 cells differ" in done.stdout
+    assert cli("bench", "--load", "new.json", "--compare", "old.json").returncode == 0
+    done = cli("bench", "--load", "new.json", "--compare", "old.json", "--threshold", 30)
+    assert "\nNo difference above 30 %" in done.stdout
+
+
+def test_chance_is_not_reported(tmp_path, made):
+    """The same distribution, wide apart: medians differ by more than 5 % by chance alone."""
+    pytest.importorskip("scipy")
+    before, now = made(), made()
+    generator = torch.Generator().manual_seed(0)
+    for run_ in (before, now):
+        for result in run_.results:
+            result.seconds = (1e-3 * (1 + torch.rand(10, generator=generator))).tolist()
+    medians = [abs(a.median / b.median - 1) for a, b in zip(before.results, now.results)]
+    assert max(medians) > compare.THRESHOLD
+    compared = compare.compare(before, now)
+    assert (compared.cells, compared.differences, compared.worse) == (12, [], False)
+
+
+def test_one_slow_cell_of_many_is_found(made):
+    """Among as many cells as a sweep has, with the rounds that it has."""
+    pytest.importorskip("scipy")
+    lengths = range(1, 28)
+    before, now = made(lengths=lengths), made(lengths=lengths)
+    assert len(now.results) == 162
+    compare.check(before, [result.cell for result in now.results], 10)
+    now.results[70].seconds = [2 * s for s in now.results[70].seconds]
+    (found,) = compare.compare(before, now).differences
+    assert found.cell == now.results[70].cell and found.change == pytest.approx(1.0)
+
+
+def test_what_is_wrong_now_is_worse(tmp_path, cli, made):
+    pytest.importorskip("scipy")
+    report.save(made(), tmp_path / "old.json")
+    now = made()
+    now.results[1].status, now.results[1].note = "wrong", "at (0, 0, 0, 0): ..."
+    now.results[1].seconds, now.results[1].paces = [], []
+    report.save(now, tmp_path / "new.json")
+    done = cli("bench", "--load", "new.json", "--compare", "old.json", "--fail-on-regression")
+    assert done.returncode == 1
+    assert "Right before, wrong now: part4, SIMD auto, N 64" in done.stdout
+
+
+def test_cells_without_a_partner_are_counted(made):
+    pytest.importorskip("scipy")
+    compared = compare.compare(made(lengths=(64, 128)), made(lengths=(64, 128, 256, 512)))
+    assert (compared.cells, compared.alone) == (12, (0, 12))
+    assert "0 cells of the earlier run and 12 of this, as the other run lacks them" in compare.text(
+        compared, made(), made(), 0.05
+    )
+
+
+def test_runs_that_cannot_be_compared(tmp_path, cli, made):
+    """It is said before anything is measured."""
+    pytest.importorskip("scipy")
+    report.save(made(), tmp_path / "run.json")
+    done = cli("bench", "part4", "-N", "32", "-d", "8", "--compare", "run.json")
+    assert done.returncode == 2 and "no cell was timed in both runs" in done.stderr
+    done = cli("bench", "part0,sdpa", "-N", "64,128", "-d", "16", "-r", "3", "--compare", "run.json")
+    assert done.returncode == 2 and "the runs have 10 and 3 rounds, too few to tell" in done.stderr

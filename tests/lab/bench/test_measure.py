@@ -1,0 +1,263 @@
+"""The sweep: it verifies before it times, spreads its rounds, and can be stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import time
+
+import pytest
+import torch
+
+from lab import machine, timing
+from lab.bench import contenders, measure, report
+from lab.bench.cases import plan
+from lab.bench.measure import Bench, Pace, Passes
+from lab.bench.results import Result
+
+SMALL = ["-N", "64", "-d", "16", "-r", "2", "--min-time", "0"]
+
+
+def test_a_table_of_figures_that_agree(run, rows):
+    table = rows(run("part0,part4,sdpa", *SMALL, "-r", "3", "-t", "1,2", "-br", "16,32", "-bc", "16"))
+    assert [row["contender"] for row in table] == ["part0", "part4", "part4", "sdpa"] * 2
+    for row in table:
+        ms, gflops = float(row["ms"]), float(row["GFLOP/s"])
+        assert gflops == pytest.approx(4 * 4 * 64 * 64 * 16 / ms / 1e6, rel=0.02)
+        assert float(row["of peak"].split()[0]) == pytest.approx(gflops, abs=0.51)  # it is 100 GFLOP/s
+        assert float(row["error"]) < 1e-5
+        same = next(r for r in table if r["contender"] == "sdpa" and r["threads"] == row["threads"])
+        assert float(row["over SDPA"]) == pytest.approx(float(same["ms"]) / ms, rel=0.02)
+        assert bool(row["GB/s"]) == (row["contender"] != "sdpa")
+    assert {row["Br"] for row in table} == {"", "16", "32"}
+
+
+def test_one_query_and_onnx(run, rows):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    for mask in ("none", "causal"):
+        table = rows(run("part3,part4,sdpa,onnx", *SMALL, "--mask", mask))
+        assert [row["contender"] for row in table] == ["part3", "part4", "sdpa", "onnx"]
+    assert len(rows(run("part4,sdpa", *SMALL, "--queries", 1))) == 2
+
+
+def test_what_is_wrong_is_shown_and_not_timed(run, monkeypatch):
+    right = contenders.attention
+
+    def wrong(part, q, k, v, **options):
+        out = right("part0", q, k, v, causal=options["causal"])
+        if part == "part4":
+            out[0, 1, 2, 3] += 0.01
+        return out
+
+    monkeypatch.setattr(contenders, "attention", wrong)
+    done = run("part0,part4", *SMALL, "-o", "json")
+    part0, part4 = json.loads(done.stdout)["rows"]
+    assert part0["status"] == "ok" and part4["status"] == "wrong" and part4["ms"] is None
+    assert part4["error"] == pytest.approx(0.01, rel=1e-3)
+    assert part4["note"].startswith("at (0, 1, 2, 3): expected ")
+    assert "| part4 | wrong: at (0, 1, 2, 3): expected" in run("part0,part4", *SMALL).stdout
+
+
+def test_a_nan_is_wrong(run, monkeypatch):
+    monkeypatch.setattr(
+        contenders, "attention", lambda part, q, k, v, **options: torch.full_like(q, torch.nan)
+    )
+    assert "wrong: at (0, 0, 0, 0)" in run("part1", *SMALL).stdout
+
+
+def test_what_does_not_fit_is_skipped(run, monkeypatch, rows):
+    monkeypatch.setattr(machine, "available_memory", lambda: 10 << 20)
+    done = run("part0,sdpa", "-N", 1024, "-d", 16, *SMALL[4:])
+    assert [row["ms"][:20] for row in rows(done)][0] == "skipped: needs 32 Mi"
+    assert rows(done)[1]["ms"]
+
+
+def test_inputs_that_do_not_fit_are_refused(run, monkeypatch):
+    monkeypatch.setattr(machine, "available_memory", lambda: 1000)
+    for arguments in (["part0", *SMALL], ["--tune", *SMALL[:4]]):
+        done = run(*arguments)
+        assert done.returncode == 2
+        assert "N=64, queries=64, d=16, heads=4, batch=1 need 256 KiB, and 1000 B are free" in done.stderr
+
+
+def test_a_busy_machine_is_named(run, monkeypatch):
+    monkeypatch.setattr(machine.Load, "others", staticmethod(lambda: 0.7))
+    done = run("sdpa", *SMALL)
+    assert done.returncode == 0
+    for text in (done.stdout, done.stderr):
+        assert "The machine was busy: others took 0.70 processors on average; these figures are" in text
+
+
+def test_a_sweep_samples_its_machine(steady):
+    sizes: list[int] = []
+
+    class Slow(machine.Load):
+        def sample(self, size, patience=0.0):
+            sizes.append(size)
+            return 0.9
+
+        def slowed(self):
+            return 0.5
+
+    passes = Passes(further=0, warm_up_samples=3)
+    measured = Bench(
+        plan(["sdpa"], lengths=(64,), widths=(16,)), rounds=4, min_time=0, passes=passes, load=Slow
+    )
+    assert all(measured.run())
+    assert "the shared cache was slow in 50 % of samples" in measured.done.busy
+    assert sizes == [4 * machine.caches()[:2][-1].size] * (3 + 2 * 4)
+
+
+def test_waiting_takes_a_tenth_of_the_time():
+    patiences, now = [], [0.0]
+
+    class Slow(machine.Load):
+        def sample(self, size, patience=0.0):
+            patiences.append(patience)
+            now[0] += patience
+            return 0.5
+
+    pace = Pace(Slow(times=lambda: None), 1 << 20, Passes(wait_seconds=0.01, wait_share=0.1), lambda: now[0])
+    now[0] += 1
+    assert [pace(wait=True) for _ in range(100)] == [0.5] * 100
+    assert 0.1 <= sum(patiences) < 0.15 and max(patiences) == 0.01
+    patiences.clear()
+    now[0] += 9
+    pace()
+    assert patiences == [0.0]
+
+
+def test_every_group_is_timed_in_every_pass(steady, monkeypatch):
+    """Memory is returned between the passes, not before the first; what is wrong is in the first alone."""
+    monkeypatch.setattr(machine, "return_freed_memory", lambda: passes.append([]))
+    right, passes = contenders.attention, [[]]
+
+    def seen(part, q, k, v, **options):
+        passes[-1].append((part, q.shape[2]))
+        out = right(part, q, k, v, **options)
+        return out + 1 if part == "part3" else out
+
+    monkeypatch.setattr(contenders, "attention", seen)
+    cells = plan(["part0", "part3", "part4"], lengths=(32, 64), widths=(8,))
+    measured = Bench(cells, rounds=7, min_time=0, passes=Passes(further=0))
+    counts = []
+    for _ in measured.run():
+        counts.append([len(result.seconds) for result in measured.done.results])
+    assert measured.done.complete
+    assert [result.cell for result in measured.done.results] == cells
+    assert [len(result.seconds) for result in measured.done.results] == [7, 0, 7] * 2
+    for number, (calls, rounds) in enumerate(zip(passes, [2, 2, 1, 1, 1], strict=True)):
+        each = 2 * rounds + 2 * (number == 0)  # a round and what clears the caches; verified
+        assert [N for N, _ in itertools.groupby(N for _, N in calls)] == [32, 64]
+        assert [calls.count((part, N)) for part in ("part0", "part4") for N in (32, 64)] == [each] * 4
+        assert [part for part, _ in calls].count("part3") == 2 * (number == 0)
+    for shown in ([2, 0, 2, 2, 0, 2], [4, 0, 4, 2, 0, 2], [4, 0, 4, 4, 0, 4], [5, 0, 5, 4, 0, 4]):
+        assert shown in counts
+
+
+def test_what_is_not_firm_is_timed_in_further_passes(steady, monkeypatch):
+    """Few threads first, 2 rounds a pass, until it is firm or the time is over."""
+    cells = plan(["part0", "part4"], lengths=(32, 64), widths=(8,), threads=(2, 1))
+    wanted = {("part4", 32, 2): 13, ("part4", 64, 1): 15}
+
+    def margin(result):
+        cell = result.cell
+        return len(result.seconds) < wanted.get((cell.contender, cell.N, cell.threads), 0)
+
+    def rounds(**passes):
+        measured = Bench(cells, rounds=10, min_time=0, passes=Passes(**passes))
+        again = [(cell.contender, cell.N, cell.threads) for cell, _ in measured.run() if measured.again]
+        assert measured.done.complete
+        return [len(result.seconds) for result in measured.done.results], list(dict.fromkeys(again))
+
+    monkeypatch.setattr(Result, "margin", property(margin))
+    order = [("part4", 64, 1), ("part4", 32, 2)]
+    assert rounds(further_share=100) == ([10, 14, 10, 10, 10, 10, 10, 16], order)
+    assert rounds(further_share=0) == ([10] * 8, [])
+    assert rounds(further_share=100, further=1) == ([10, 12, 10, 10, 10, 10, 10, 12], order)
+
+
+@pytest.mark.parametrize("asked, taken", [(10, 16), (4, 10)])
+def test_what_was_slowed_is_timed_in_further_passes(steady, monkeypatch, asked, taken):
+    """Until six rounds, or as many as were asked for, were between fast samples: here each third one."""
+    paces = itertools.cycle([1.0, 0.5, 0.5])
+    monkeypatch.setattr(measure, "time_round", lambda *arguments: timing.Round(1e-3, next(paces), 1e-3, 0))
+    passes = Passes(further_share=1e6)
+    measured = Bench(plan(["sdpa"], lengths=(32,), widths=(8,)), rounds=asked, min_time=0, passes=passes)
+    assert all(measured.run())
+    (result,) = measured.done.results
+    assert len(result.seconds) == len(result.paces) == taken
+    assert asked == 4 or len(result.counted) == 6
+
+
+def test_a_round_with_new_pages_is_measured_again(steady, monkeypatch):
+    """Up to four times; what gets new pages in every call, once in each pass."""
+    right, pages, calls = contenders.attention, [0], {"part0": 0, "part3": 0, "part4": 0}
+
+    def faulting(part, q, k, v, **options):
+        calls[part] += 1
+        # Part 3: 2 calls verify it, 1 is untimed.
+        if part == "part0" or (part, calls[part]) == ("part3", 4):
+            pages[0] += 10**6
+            time.sleep(0.1 * (part == "part3"))
+        return right(part, q, k, v, **options)
+
+    monkeypatch.setattr(contenders, "attention", faulting)
+    monkeypatch.setattr(machine, "page_faults", lambda: pages[0])
+    cells = plan([*calls], lengths=(32,), widths=(8,))
+    measured = Bench(cells, rounds=10, min_time=0, passes=Passes(further=0))
+    assert all(measured.run())
+    assert [len(result.seconds) for result in measured.done.results] == [10] * 3
+    usual = 2 + 5 * 2 * 2
+    assert calls == {"part0": usual + 5 * 3, "part3": usual + 1, "part4": usual}
+    assert max(measured.done.results[1].seconds) < 0.1
+
+
+def test_further_passes_keep_the_rounds_that_there_were(steady, monkeypatch):
+    """Here part 0 is loose once part 4 has had a pass more; stopped in a round, neither keeps that one."""
+    cells = plan(["part0", "part4"], lengths=(32,), widths=(8,))
+    measured = Bench(cells, rounds=10, min_time=0, passes=Passes(further_share=100))
+
+    def counts():
+        return [len(result.seconds) for result in measured.done.results]
+
+    def margin(result):
+        part0, part4 = counts()
+        return part4 >= 12 > part0 if result.cell.contender == "part0" else part4 < 14
+
+    monkeypatch.setattr(Result, "margin", property(margin))
+    assert all(measured.run()) and counts() == [12, 14]
+    measured.done.results.clear()
+    with contextlib.closing(measured.run()) as run:
+        next(each for each in run if counts() == [11, 12])
+    assert counts() == [10, 12] and measured.done.complete
+
+
+@pytest.mark.parametrize(
+    "calls, rounds",
+    [
+        (4 + 4 + 3, [1, 1]),  # in the second round
+        (12 + 3, [2, 2]),  # while the second group is verified
+        (24 + 4 + 3, [3, 3, 2, 2]),  # in a round of the second pass
+        (24 + 8 + 1, [4, 4, 2, 2]),  # before the second group's
+    ],
+)
+def test_ctrl_c_keeps_what_was_measured(run, monkeypatch, tmp_path, calls, rounds):
+    """Two calls of a cell verify it, two are a round, of which each pass has two."""
+    right, counted = contenders.attention, itertools.count(1)
+
+    def interrupted(*arguments, **options):
+        if next(counted) == calls:
+            raise KeyboardInterrupt
+        return right(*arguments, **options)
+
+    monkeypatch.setattr(contenders, "attention", interrupted)
+    done = run("part3,part4", "-N", "64,128", "-d", "16", "--min-time", "0", "--save", "run.json")
+    assert done.returncode == 130
+    assert "Stopped before the end." in done.stdout and "| part3 |" in done.stdout
+    assert "Traceback" not in done.stderr
+    kept = report.load(tmp_path / "run.json")
+    assert not kept.complete and [len(result.seconds) for result in kept.results][: len(rounds)] == rounds
+    assert not any(result.seconds for result in kept.results[len(rounds) :])

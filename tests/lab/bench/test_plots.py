@@ -1,0 +1,38 @@
+"""The pictures of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from attention_ext import PARTS
+from lab.bench import contenders, report
+
+plots = pytest.importorskip("lab.bench.plots", exc_type=ValueError)
+
+
+def test_pictures(tmp_path, cli, made):
+    pytest.importorskip("matplotlib")
+    report.save(made(br=(16, 32), bc=(16, 32)), tmp_path / "run.json")
+    done = cli("bench", "--load", "run.json", "--plot", "pictures")
+    names = {file.name for file in (tmp_path / "pictures").iterdir()}
+    expected = ("time", "tiles", "roofline", "threads", "memory")
+    assert names == {f"{name}.{form}" for name in expected for form in ("svg", "png")}
+    assert done.stderr.count("wrote ") == 10
+    svg = (tmp_path / "pictures" / "time.svg").read_text()
+    assert svg.startswith("<?xml")
+    cli("bench", "--load", "run.json", "--plot", "again")
+    assert (tmp_path / "again" / "time.svg").read_text() == svg
+
+
+def test_pictures_show_the_runs_figures(made):
+    pytest.importorskip("matplotlib")
+    figure = plots.time(made())
+    assert len(figure.axes) == 2  # 1 and 2 threads
+    lines = {line.get_label(): line for line in figure.axes[0].lines}
+    assert set(lines) == {"part0", "part4", "PyTorch SDPA"}
+    assert lines["part4"].get_xdata().tolist() == [64, 128]
+    assert lines["part4"].get_ydata() == pytest.approx([1.0045, 2.009])
+    looks = {(line.get_marker(), line.get_linestyle()) for line in lines.values()}
+    assert len(looks) == 3  # legible without colour
+    assert plots.tiles(made()) is None and plots.scaling(made(threads=(1,))) is None
+    assert len({plots.look(name) for name in contenders.contenders()}) == len(PARTS) + 2

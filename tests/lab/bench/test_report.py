@@ -1,0 +1,149 @@
+"""The forms of a run, and the file that keeps it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import pytest
+import torch
+
+from lab.bench import contenders, report
+
+SMALL = ["-N", "64", "-d", "16", "-r", "2", "--min-time", "0"]
+
+
+def test_what_is_the_same_everywhere_stands_above(run, rows):
+    done = run("part0,sdpa", *SMALL, "--causal")
+    assert "N 64, d 16, batch 1, heads 4, mask causal, threads 1" in done.stdout
+    assert list(rows(done)[0])[:2] == ["contender", "ms"]
+    assert "1 thread: FMA peak 100 GFLOP/s, 10 GB/s from beyond" in done.stdout
+
+
+def test_slowed_rounds_are_left_out(tmp_path, cli, made, rows):
+    """Of ten rounds: three that were slowed; then five, of which one counts lest there be fewer than six."""
+    done = made(lengths=(64,), threads=(1,))
+    for result, slowed in zip(done.results, (0, 3, 5)):
+        result.seconds[:slowed] = [1e-3 * (2 + i) for i in range(slowed)]
+        result.paces[:slowed] = [0.9 + 0.01 * i for i in range(slowed)]
+    report.save(done, tmp_path / "run.json")
+    assert report.load(tmp_path / "run.json") == done
+    table = rows(cli("bench", "--load", "run.json"))
+    assert [row["left out"] for row in table] == ["0", "3", "4"]
+    assert [result.median for result in done.results] == pytest.approx([1.0045e-3, 1.006e-3, 1.0075e-3])
+    assert max(done.results[2].counted) == 6e-3 and len(done.results[2].seconds) == 10
+    report.save(made(), tmp_path / "run.json")
+    assert "left out" not in rows(cli("bench", "--load", "run.json"))[0]
+
+
+def test_every_form_holds_the_same_figures(run, tmp_path, rows):
+    assert run("part0,part4", *SMALL, "--save", "run.json").returncode == 0
+    whole = json.loads(run("--load", "run.json", "-o", "json").stdout)
+    assert [result["cell"]["contender"] for result in whole["results"]] == ["part0", "part4"]
+    lines = run("--load", "run.json", "-o", "jsonl").stdout.splitlines()
+    table = list(csv.DictReader(io.StringIO(run("--load", "run.json", "-o", "csv").stdout)))
+    for row, line, record in zip(whole["rows"], map(json.loads, lines), table, strict=True):
+        assert row.items() <= line.items() and line["torch"] == torch.__version__
+        assert float(record["ms"]) == row["ms"] and record["contender"] == row["contender"]
+    assert len(rows(run("--load", "run.json"))) == 2
+
+
+def test_a_saved_run_is_read_as_it_was(tmp_path, made):
+    done = made()
+    report.save(done, tmp_path / "run.json")
+    assert report.load(tmp_path / "run.json") == done
+    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_file_without_traffic_is_read(tmp_path, made, monkeypatch):
+    """As format 2 was; neither it nor this one needs a compiler to be shown."""
+    monkeypatch.setenv("CXX", "/bin/false")
+    file = tmp_path / "run.json"
+    report.save(made(), file)
+    content = json.loads(file.read_text())
+    content["format"] = 2
+    for entry in content["results"]:
+        del entry["traffic"]
+    file.write_text(json.dumps(content))
+    run = report.load(file)
+    assert {result.traffic for result in run.results} == {None}
+    assert "| GB/s |" in report.text(made(), "md")
+    assert "| GB/s |" not in report.text(run, "md")
+
+
+OTHER = [
+    "",
+    "[]",
+    "{}",
+    '{"format": 99}',
+    '{"format": 3, "results": [1]}',
+    "cell",
+    "time",
+    "pace",
+    "paces",
+    "traffic",
+]
+
+
+@pytest.mark.parametrize("content", OTHER)
+def test_another_file_is_refused(tmp_path, content, cli, made):
+    file = tmp_path / "run.json"
+    report.save(made(), file)
+    if content == "cell":
+        content = file.read_text().replace('"heads"', '"hands"')
+    elif content == "time":
+        content = file.read_text().replace('"seconds": [', '"seconds": [-1,')
+    elif content == "pace":
+        content = file.read_text().replace("1.0\n", "1.5\n")
+    elif content == "paces":
+        content = file.read_text().replace('"paces": [', '"paces": [1.0,')
+    elif content == "traffic":
+        content = file.read_text().replace('"traffic": 1000.0', '"traffic": -1')
+        assert content != file.read_text()
+    file.write_text(content)
+    done = cli("bench", "--load", file)
+    assert done.returncode == 2 and "run.json is not a run that bench saved" in done.stderr
+
+
+def test_a_run_is_kept_in_files_alone(tmp_path, cli, run, monkeypatch, made):
+    done = cli("bench", "sdpa", "-N", "8", "--save", tmp_path)
+    assert done.returncode == 2
+    done = cli("bench", "sdpa", "-N", "8", "--save", "/dev/null")
+    assert done.returncode == 2 and "save is '/dev/null'; it must be a file" in done.stderr
+    report.save(made(), tmp_path / "run.json")
+    kept = (tmp_path / "run.json").read_text()
+
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(contenders, "attention", interrupted)
+    assert run("part4", *SMALL, "--save", "run.json").returncode == 130
+    assert (tmp_path / "run.json").read_text() == kept
+
+
+def test_the_interval_is_in_the_figures(tmp_path, cli, made, rows):
+    done = made()
+    figures = report.row(done, done.results[0])
+    assert (figures["low_ms"], figures["high_ms"]) == pytest.approx((1.001, 1.008))
+    assert figures["margin"] == pytest.approx(0.0035 / 1.0045)
+    report.save(done, tmp_path / "run.json")
+    shown = cli("bench", "--load", "run.json")
+    (first, *_) = table = rows(shown)
+    assert list(first)[3:6] == ["ms", "IQR, ms", "± %"] and {row["± %"] for row in table} == {"0.3"}
+    assert shown.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "loose, named",
+    [(1, "part0 threads=1"), (5, "part0 threads=2, sdpa threads=1, part4 Br=32 threads=1, ...")],
+)
+def test_medians_that_are_not_firm_are_named(tmp_path, cli, loose, named, made):
+    """The least firm first."""
+    done = made(lengths=(64,), br=(16, 32))
+    for i, result in enumerate(done.results[:loose]):
+        result.seconds[:3] = [1e-3 * (0.89 - 0.05 * i)] * 3
+    report.save(done, tmp_path / "run.json")
+    assert cli("bench", "--load", "run.json").stderr == (
+        f"Not firm: in {loose} of 8 cells the median's interval is wider than 2.5 % either way ({named}).\n"
+    )

@@ -1,0 +1,85 @@
+"""gpt.py bench in the terminal: its arguments, the plan and the progress bar."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from lab.bench import sweep
+from lab.bench.cases import plan
+
+
+def test_a_dry_run_prints_the_plan_alone(cli):
+    done = cli(
+        "bench",
+        "part0,part4,sdpa",
+        "-N",
+        "256:4096*2",
+        "-d",
+        "32,64",
+        "-br",
+        "32,64,128",
+        "-bc",
+        "64,256",
+        "-t",
+        "1,2",
+        "--dry-run",
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("160 cells, 10 rounds each\n") and done.stdout.count("\n") == 161
+    assert "part4, SIMD auto, N 256, queries 256, d 32, batch 1" in done.stdout
+    assert "Br 128, Bc 256" in done.stdout and "sdpa, N 256" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["part9"], "contender is 'part9'"),
+        (["-N", "0"], "'0' must be a number of at least 1"),
+        (["-N", "8:4"], "'8:4' goes down"),
+        (["-N", "1:9*1"], "must be a number"),
+        (["-N", "1:5000"], "more than 1000 numbers"),
+        (["-N", "auto"], "must be a number"),
+        (["-br", "x"], "a range as 256:4096*2 or 1:9+2 or auto"),
+        (["--mask", "both"], "--mask is 'both'"),
+        (["-r", "1"], "1 is not in the range"),
+        (["--show"], "--show goes with --tune only"),
+        (["part1,sdpa", "-br", "64"], "-br and -bc go with part4 only"),
+        (["sdpa", "--dry-run", "--save", "x.json"], "--save does not go with --dry-run"),
+        (["--fail-on-regression"], "--fail-on-regression goes with --compare only"),
+        (["--tune", "part4"], "CONTENDERS does not go with --tune"),
+        (["--compare", "nowhere.json"], "nowhere.json"),
+        (["--save", "nowhere/run.json", "sdpa"], "save is 'nowhere/run.json'"),
+    ],
+)
+def test_wrong_arguments(cli, arguments, message):
+    done = cli("bench", *arguments)
+    assert done.returncode == 2 and message in done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_ranges():
+    from app.cli.options import Numbers
+
+    def numbers(text):
+        return Numbers(auto=True).convert(text, None, None)
+
+    assert numbers("32,64") == (32, 64)
+    assert numbers("256:4096*2") == (256, 512, 1024, 2048, 4096)
+    assert numbers("1:9+3,5") == (1, 4, 7, 5)
+    assert numbers("2:4,auto") == (2, 3, 4, None)
+    assert numbers("100:150*2") == (100,)
+
+
+def test_the_bar_ends_where_the_run_does(steady, monkeypatch):
+    totals, steps = [], []
+
+    @contextlib.contextmanager
+    def progress(total, doing):
+        totals.append(total)
+        yield lambda amount, what: steps.append(amount)
+
+    monkeypatch.setattr(sweep, "progress", progress)
+    sweep.measure(plan(["part3", "sdpa"], lengths=(32, 64)), 7, 0)
+    assert sum(steps) == pytest.approx(totals[0])

@@ -1,0 +1,119 @@
+"""The machine: its limits, its memory, and the load of other programs."""
+
+from __future__ import annotations
+
+import mmap
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import ROOT
+
+from lab import machine
+
+
+def test_a_changing_peak_is_named():
+    load = machine.Load(times=lambda: None)
+    assert machine.busy(load, [1e11, 1.02e11], 1) is None
+    assert "the FMA peak went from 100 to 80 GFLOP/s" in machine.busy(load, [1e11, 0.8e11], 1)
+
+
+def test_the_closing_text_says_whether_the_machine_was_busy():
+    load = machine.Load(times=lambda: None)
+    text, busy = machine.closing_text(load, [1e11, 1.02e11], 1)
+    assert (text, busy) == ("FMA peak of one thread: 100 GFLOP/s before, 102 after", False)
+    text, busy = machine.closing_text(load, [1e11, 0.8e11], 1)
+    assert "\nThe machine was busy: the FMA peak went from 100 to 80 GFLOP/s" in text and busy
+
+
+@pytest.mark.parametrize("rates, slowed", [([1e11, 9.7e10, 9e10, 1e11], 25), ([9e10, 8.8e10], 0), ([], 0)])
+def test_slowed_reading_is_named(rates, slowed):
+    """As by a program that shares the last cache with this core but not its time."""
+    reads = iter(rates)
+    load = machine.Load(times=lambda: None, read=lambda size, seconds: next(reads))
+    fastest = 0.0
+    for rate in rates:
+        fastest = max(fastest, rate)
+        assert load.sample(1 << 20) == rate / fastest
+    assert load.slowed() == slowed / 100
+    reason = machine.busy(load, [1e11, 1e11], 1)
+    assert (f"in {slowed} % of samples; these figures are not firm" in reason) if slowed else reason is None
+
+
+def test_a_sample_waits_until_reading_is_fast():
+    """For `patience` seconds at most; only the first reading counts as slowed or not."""
+    rates, now = iter([100.0, 90.0, 94.0, 95.0, 80.0]), [0.0]
+
+    def read(size, seconds):
+        now[0] += 0.004
+        return next(rates, 50.0)
+
+    load = machine.Load(read=read, now=lambda: now[0])
+    assert load.sample(1 << 20, patience=9) == 1
+    assert load.sample(1 << 20, patience=9) == 0.95 and load.slowed() == 1 / 2
+    assert load.sample(1 << 20) == 0.8
+    before = now[0]
+    assert load.sample(1 << 20, patience=0.01) == 0.5 and load.slowed() == 3 / 4
+    assert now[0] - before == pytest.approx(0.012)
+
+
+def test_the_load_of_others_is_what_this_process_did_not_use():
+    """Processor seconds of the machine, of this process, wall seconds: 5 - 2 by others in 4."""
+    times = iter([machine.Times(100.0, 10.0, 1000.0), machine.Times(105.0, 12.0, 1004.0)])
+    assert machine.Load(times=lambda: next(times)).others() == pytest.approx(0.75)
+    assert machine.Load(times=lambda: None).others() is None
+
+
+def test_ended_child_processes_are_no_others():
+    before = machine.processor_times()
+    if before is None:
+        pytest.skip("no /proc/stat")
+    burn = "import time\nwhile time.process_time() < 0.3: pass"
+    subprocess.run([sys.executable, "-c", burn], check=True)
+    assert machine.processor_times().own - before.own > 0.25
+
+
+def test_the_limits_are_plausible(extension):
+    assert 1e9 < machine.fma_peak() < 1e12
+    assert 1e8 < machine.read_bandwidth(1 << 20) < 1e13
+    assert 1e8 < machine.read_rate(1 << 20, 0.0) < 1e13  # it reads once however short the time
+    assert 1e-10 < machine.fma_latency() < 1e-7
+    assert machine.fma_peak() * machine.fma_latency() > 4  # two operations of more than two at a time
+    sizes = [cache.size for cache in machine.caches()]
+    assert sizes == sorted(sizes) and len(sizes) >= 2
+
+
+def test_page_faults_are_counted():
+    with mmap.mmap(-1, 64 * mmap.PAGESIZE) as memory:  # the heap may have pages from before
+        before = machine.page_faults()
+        memory.write(b"x" * len(memory))
+        assert machine.page_faults() > before
+
+
+FREED = """
+import os, torch
+from lab import machine
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+machine.keep_freed_memory()
+block = torch.ones(64 << 20, dtype=torch.uint8)
+above = torch.ones(1 << 10)  # keeps the block from being the heap's end
+del block
+kept = resident()
+machine.return_freed_memory()
+print(kept - resident(), int(above.sum()))
+"""
+
+
+def test_freed_memory_is_returned():
+    """In a process of its own: where a block lies depends on all that was allocated before."""
+    if not Path("/proc/self/statm").exists() or platform.libc_ver()[0] != "glibc":
+        pytest.skip("needs Linux and glibc")
+    done = subprocess.run([sys.executable, "-c", FREED], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    returned, total = map(int, done.stdout.split())
+    assert returned > 60 << 20 and total == 1 << 10
