@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import fcntl
 import os
 import re
@@ -10,12 +11,17 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support import ROOT
 
-from attention_ext import build, tiles
+from attention_ext import extension as compiled
+from attention_ext import tiles
+from attention_ext.build import cache as builds
+from attention_ext.build import recipes, toolchain
 from lab import doctor
 from model import checkpoint, corpus
 
@@ -174,7 +180,7 @@ def test_a_compilers_name_for_itself_is_one_harmless_line(monkeypatch, tmp_path)
 def test_no_compiler_names_the_package(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
     state, text = look("compiler")
     assert state == "FAIL" and "apt install g++" in text
 
@@ -186,7 +192,7 @@ def test_without_ninja(monkeypatch, tmp_path):
 
 
 def test_without_pythons_header(monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "python_header", lambda: tmp_path / "Python.h")
+    monkeypatch.setattr(toolchain, "python_header", lambda: tmp_path / "Python.h")
     state, text = look("Python header")
     assert state == "--" and text.startswith(f"no {tmp_path}/Python.h") and "python3-dev" in text
 
@@ -252,25 +258,33 @@ def test_a_cache_without_room_or_without_leave_to_run(monkeypatch, cache):
     assert look("cache")[0] == "FAIL" and "is mounted noexec" in look("cache")[1]
 
 
+@contextlib.contextmanager
+def locked(path):
+    """Hold a lock as a process that compiles does."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
 def test_a_build_that_is_running_is_seen_and_not_disturbed(cache):
     assert look("builds") == ("ok", "none is running")
     for name in ("attention_ext_portable_1", "attention_ext_off_2", "another_extension"):
         (cache / name).mkdir()
     directory = cache / "attention_ext_off_2"
-    (cache / "attention_ext_portable_1" / build.LOCK).touch()
-    with build._locked(directory / build.LOCK), build._locked(cache / "another_extension" / build.LOCK):
-        assert build.running_builds() == [directory]
+    (cache / "attention_ext_portable_1" / builds.LOCK).touch()
+    with locked(directory / builds.LOCK), locked(cache / "another_extension" / builds.LOCK):
+        assert builds.running() == [directory]
         assert look("builds") == ("ok", f"one is running, which others wait for, in {directory}")
-    assert build.running_builds() == []
-    with open(directory / build.LOCK, "w") as file:  # nothing holds it now
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert builds.running() == []
+    with locked(directory / builds.LOCK):  # nothing holds it now
+        pass
 
 
 def test_the_library_is_where_load_finds_it(extension):
-    build.load()
-    assert build.extension_path() == build.extension_path("portable") == build._libraries["portable"]
-    assert build.extension_path("off") != build.extension_path()
-    assert look("extension") == ("ok", f"{build.extension_path()} ({build.load().simd_name()})")
+    operators, library = compiled.load(), recipes.library().path()
+    assert library == recipes.library("portable").path() and str(library) in torch.ops.loaded_libraries
+    assert recipes.library("off").path() != library
+    assert look("extension") == ("ok", f"{library} ({operators.simd_name()})")
 
 
 def test_an_extension_that_is_not_compiled_is_not_compiled_here(extension, cache):
@@ -280,20 +294,19 @@ def test_an_extension_that_is_not_compiled_is_not_compiled_here(extension, cache
 
 
 def test_an_extension_whose_build_failed_says_where_to_read(extension, cache):
-    library = build.extension_path()
+    library = recipes.library().path()
     library.parent.mkdir()
     log = library.with_name("build.log")
     log.write_text("kaboom")
     assert look("extension") == ("FAIL", f"its last build failed; {log} says why")
-    with build._locked(library.with_name(build.LOCK)):  # tried again at this moment
+    with locked(library.with_name(builds.LOCK)):  # tried again at this moment
         assert look("extension")[0] == "--"
 
 
-def test_an_extension_that_cannot_be_loaded_is_to_be_deleted(extension, cache, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.delenv("TORCH_EXTENSIONS_DIR")
-        whole = build.extension_path().read_bytes()
-    library = build.extension_path()
+def test_an_extension_that_cannot_be_loaded_is_to_be_deleted(extension, cache):
+    (loaded,) = (path for path in torch.ops.loaded_libraries if "attention_ext_portable" in path)
+    whole = Path(loaded).read_bytes()
+    library = recipes.library().path()
     library.parent.mkdir()
     for part in (whole[: len(whole) // 2], b""):
         library.write_bytes(part)
@@ -338,20 +351,27 @@ def test_the_corpus_is_optional_but_not_a_broken_one(monkeypatch, tmp_path):
     assert look("corpus")[0] == "FAIL" and "input.txt is not UTF-8 at byte 3" in look("corpus")[1]
 
 
+def absent(package):
+    """importlib.metadata.version() of a package that is not installed."""
+    raise doctor.importlib.metadata.PackageNotFoundError(package)
+
+
 def names(requirements):
     return {re.match(r"[\w-]+", line)[0] for line in requirements.splitlines() if line and line[0] != "#"}
 
 
 def test_the_packages_are_those_of_setup_cfg(monkeypatch):
     assert names(SETUP["options"]["install_requires"]) == {*doctor.PACKAGES, "torch", "ninja"}
-    installed = doctor._installed
-    monkeypatch.setattr(doctor, "_installed", lambda name: None if name == "numpy" else installed(name))
+    version = doctor.importlib.metadata.version
+    monkeypatch.setattr(
+        doctor.importlib.metadata, "version", lambda name: absent(name) if name == "numpy" else version(name)
+    )
     assert look("packages") == ("FAIL", "numpy not installed; pip install -c constraints.txt -e .")
 
 
 @pytest.mark.parametrize("package", doctor.OPTIONAL)
 def test_an_optional_packages_command_brings_it(monkeypatch, package):
-    monkeypatch.setattr(doctor, "_installed", lambda name: None)
+    monkeypatch.setattr(doctor.importlib.metadata, "version", absent)
     state, text = look(package)
     assert state == "--"
     (extra,) = re.findall(r"; pip install -c constraints.txt -e '\.\[(\w+)\]'$", text)
