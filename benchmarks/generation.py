@@ -2,15 +2,16 @@
 
     python benchmarks/generation.py [--cases batch1,long] [--threads 1] [--peers CTranslate2]
 
-Before it is timed, each contender's logits are held against float64, and its greedy text against that of
-our PyTorch engine: where two tokens are level either may come, so the text is only reported. Times are of
-whole texts, with the prompt and each engine's Python loop. With one thread all run in this process. With
-several each has a process of its own, as idle threads of one engine would disturb the others; these stay
-alive, and still take turns, with a pause and a text that does not count before each, as threads that have
-slept need some milliseconds until each is on a core of its own.
+Before a contender is timed, its logits are compared with float64, and its greedy text with that of our
+PyTorch engine. Either of two equally likely tokens may come, so the text is only reported. Times are of whole
+texts, with the prompt and each engine's Python loop. With one thread all contenders run in this process. With
+several threads each has a process of its own, because idle threads of one engine would disturb the others.
+The processes stay alive and take turns. Before each turn come a pause and a text that does not count: threads
+that have slept need some milliseconds until each is on a core of its own.
 
-The memory limit is what one thread reads in order and again and again, measured in the same run on as many
-bytes as a token needs: all weights but the position table, and the keys and values so far.
+The memory limit is the bandwidth of one thread that reads in order, again and again. It is measured in the
+same run, on as many bytes as a token needs: all weights but the position table, and the keys and values so
+far.
 """
 
 from __future__ import annotations
@@ -33,36 +34,39 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-sys.path[:0] = [str(directory) for directory in Path(__file__).resolve().parents[:2]]
-
-from peers import PEERS  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
+# A script's own folder comes first, where this file would hide the package `generation`.
+sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "benchmarks"))]
 
 from attention_ext import PARTS, extension  # noqa: E402
+from benchmarks.peers import PEERS  # noqa: E402
 from generation.engine import ENGINES, open_engine  # noqa: E402
-from generation.generate import Writer  # noqa: E402
 from generation.sampling import Sampling  # noqa: E402
-from lab.machine import Load, end, fma_peak, read_bandwidth  # noqa: E402
+from generation.writer import Request, Writer  # noqa: E402
+from lab.machine import Load, closing_text, fma_peak, read_bandwidth  # noqa: E402
 from model import load  # noqa: E402
 from model.gpt import GPT  # noqa: E402
 
-TOLERANCE = 1e-3  # of logits: what is off by more is wrong, not slow
-LOOSE = 1e-2  # llama.cpp's: its GELU is the tanh approximation in half precision
-ROUNDED = 1e-1  # of weights in bfloat16, whose error is there to be seen; tests hold it to its model
-LEAST = 0.05  # seconds that one measurement takes
-SAMPLED = 4 << 20  # bytes, as many as a token of the first case reads
-PAUSE = 0.3  # seconds in which idle threads of another process fall asleep
-Call = Callable[..., tuple[float, Any]]  # seconds and result, a list, of the Peer's method that is named
+# Largest errors of logits; a contender with a larger one is wrong and not timed.
+MOST_ERROR = 1e-3
+MOST_ERROR_LLAMA_CPP = 1e-2  # its GELU is the tanh approximation in half precision
+MOST_ERROR_BF16 = 1e-1  # the table shows the rounding of the weights; tests check it more closely
+LEAST_SECONDS = 0.05  # of one measurement
+SAMPLE_BYTES = 4 << 20  # of the bandwidth; as many as a token of the first case reads
+PAUSE_SECONDS = 0.3  # in which idle threads of another process fall asleep
+BUSY_EXIT_CODE = 3
+Call = Callable[..., tuple[float, Any]]  # the named method of a Peer: its seconds and its result, a list
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed: `count` tokens after a prompt of `prompt`, in each of `batch` texts."""
+    """`count` tokens after a prompt of `prompt` tokens, in each of `batch` texts."""
 
     model: str
     batch: int
     prompt: int
     count: int
-    slow_without_cache: bool = False  # longer than some 20 s
+    slow_without_cache: bool = False  # takes longer than some 20 s
 
 
 CASES = {
@@ -74,7 +78,7 @@ CASES = {
 
 
 class Own:
-    """One of our engines as a peer, driven by model.generate.Writer as gpt.py does."""
+    """One of our engines as a peer, driven by generation.writer.Writer as gpt.py does."""
 
     def __init__(self, model: GPT, name: str, slots: int) -> None:
         engine, part, *weights = name.split()
@@ -89,19 +93,23 @@ class Own:
         return self.greedy_batch([prompt], count)[0]
 
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        texts = range(len(prompts))  # of equal prompts
-        writer = Writer(self.engine, prompts[0], texts, Sampling(temperature=0))
-        steps: list[list[int]] = []
-        while len(steps) < count:
-            steps += writer.write(texts, count - len(steps))
-        return [list(text) for text in zip(*steps)]
+        writer = Writer(self.engine, len(prompts))
+        greedy = Sampling(temperature=0)
+        texts = {
+            writer.join(Request(prompt, sampling=greedy, max_new_tokens=count)): list[int]()
+            for prompt in prompts
+        }
+        while written := writer.step():
+            for text, tokens in written:
+                texts[text] += tokens
+        return list(texts.values())
 
     def prefill(self, ids: list[int]) -> None:
         self.greedy(ids, 1)
 
 
 def local(key: str, case: str, threads: int) -> tuple[str, Call]:
-    """Name and call of a contender in this process; the name is empty where it is not installed."""
+    """The name and the call of a contender in this process; the name is empty where it is not installed."""
     torch.set_num_threads(threads)
     model = load(CASES[case].model).model
     try:
@@ -132,7 +140,7 @@ opened = cache(local)
 
 
 def answer(key: str, case: str, threads: int, *task: Any) -> Any:
-    """Do in its process what remote() is asked: a call, or to tell its name."""
+    """Answer remote() in the contender's process: a call's result, or the name."""
     name, call = opened(key, case, threads)
     return call(*task) if task else name
 
@@ -146,23 +154,25 @@ def exact_logits(model: GPT, ids: list[int]) -> Tensor:
 
 
 def bytes_per_token(model: GPT, case: Case) -> float:
-    """What one token of a single text must read: weights, and K and V of the context, on average."""
+    """Bytes that one token of a single text must read, on average: weights, and K and V of the context."""
     context = case.prompt + (case.count - 1) / 2  # the last token sees all others
     return 4 * model.num_params() + 4 * 2 * model.config.n_layer * model.config.n_embd * context
 
 
 def agreement(texts: list[list[int]], expected: list[int]) -> int:
-    """How many tokens of the least like text are as expected before the first that is not."""
+    """Tokens before the first unexpected one, in the text that differs first."""
     return min(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(t, expected))) for t in texts)
 
 
-def tolerance(name: str) -> float:
-    """How far a contender's logits may be off."""
-    return LOOSE if name.startswith("llama.cpp") else ROUNDED if name.endswith("bf16") else TOLERANCE
+def most_error(name: str) -> float:
+    """The largest error that a contender's logits may have."""
+    if name.startswith("llama.cpp"):
+        return MOST_ERROR_LLAMA_CPP
+    return MOST_ERROR_BF16 if name.endswith("bf16") else MOST_ERROR
 
 
 def run_case(title: str, calls: dict[str, Call], rounds: int, watch: Load, apart: bool) -> None:
-    """Verify, time and print one case, taking the contenders in turn; apart: each has its process."""
+    """Verify, time and print one case, the contenders in turn; apart: each has a process of its own."""
     case = CASES[title]
     model, batch, count = load(case.model).model, case.batch, case.count
     torch.manual_seed(0)
@@ -176,9 +186,9 @@ def run_case(title: str, calls: dict[str, Call], rounds: int, watch: Load, apart
     errors, texts, repeats = {}, {}, {}
     for name, call in calls.items():
         errors[name] = float((torch.tensor(call("logits", ids)[1]) - exact).abs().max())
-        if errors[name] <= tolerance(name):
+        if errors[name] <= most_error(name):
             first, result = call(*task)
-            repeats[name] = max(1, round(LEAST / first))
+            repeats[name] = max(1, round(LEAST_SECONDS / first))
             written = result if batch > 1 else [result]
             texts[name] = f"{agreement(written, expected)} of {count}" if count > 1 else ""
             if batch > 1 and (same := agreement(written, call("greedy", prompt, count)[1])) < count:
@@ -187,10 +197,10 @@ def run_case(title: str, calls: dict[str, Call], rounds: int, watch: Load, apart
     for _ in range(rounds):
         for name, times in seconds.items():
             if apart:
-                time.sleep(PAUSE)
+                time.sleep(PAUSE_SECONDS)
                 calls[name](*task)
             times.append(sum(calls[name](*task)[0] for _ in range(repeats[name])) / repeats[name])
-            watch.sample(SAMPLED)
+            watch.sample(SAMPLE_BYTES)
     needed = bytes_per_token(model, case)
     bandwidth = read_bandwidth(int(needed)) if batch == 1 < count else 0.0
     click.echo(f"\n{title}: {case.model}, {case.prompt} + {count} tokens, batch {batch}\n")
@@ -206,7 +216,7 @@ def table(
     texts: dict[str, str],
     limit: float | None,
 ) -> None:
-    """Print the figures; limit, in seconds, is the memory's. The first contender that was timed is 1."""
+    """Print the figures. limit: the memory's, in seconds. The first contender that was timed is 1."""
     middle = {name: statistics.median(times) for name, times in seconds.items()}
     one, unit = next(iter(middle), "none"), "tokens/s" if case.count > 1 else "ms"
     click.echo(f"| contender | {unit} | spread | of memory limit | {one} = 1 | logit error | greedy text |")
@@ -234,11 +244,13 @@ def table(
 @click.option("--bf16/--no-bf16", default=True, help="Time the native engine with bfloat16 too.")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of each.")
 @click.option("--rounds", type=click.IntRange(2), default=5, show_default=True, help="Times each is timed.")
-@click.option("--slow/--no-slow", help="Include what takes longer than some 20 s.  [default: no-slow]")
+@click.option(
+    "--slow/--no-slow", help="Include contenders that take longer than some 20 s.  [default: no-slow]"
+)
 def main(
     cases: str, engines: str, parts: str, others: str, bf16: bool, threads: int, rounds: int, slow: bool
 ) -> None:
-    """Time the writing of text, ours against other engines; prints a Markdown table for each case."""
+    """Time text generation, our engines against others; print a Markdown table for each case."""
     torch.set_num_threads(threads)
     chosen = [[name for name in text.split(",") if name] for text in (cases, engines, parts, others)]
     for names, allowed in zip(chosen, map(list[str], (CASES, ENGINES, PARTS, PEERS))):
@@ -264,7 +276,10 @@ def main(
                     click.echo(f"{key} is not installed")
             run_case(name, calls, rounds, watch, threads > 1)
     peaks.append(fma_peak("auto"))
-    end(watch, peaks, threads)
+    text, busy = closing_text(watch, peaks, threads)
+    click.echo(f"\n{text}")
+    if busy:
+        sys.exit(BUSY_EXIT_CODE)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""This repository against other engines."""
