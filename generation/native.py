@@ -42,16 +42,14 @@ class NativeEngine:
             if name != "lm_head.weight"  # tied to transformer.wte.weight
         }
         c = self.config
-        Decoder = extension.load_decoder(simd)
-        self._old = "bf16: " in (Decoder.__init__.__doc__ or "")
-        self._decoder = Decoder(
+        self._decoder = extension.load_decoder(simd)(
             tensors,
             block_size=c.block_size,
             vocab_size=c.vocab_size,
             n_layer=c.n_layer,
             n_head=c.n_head,
             n_embd=c.n_embd,
-            **(dict(bf16=weights == "bf16") if self._old else dict(precision=str(weights))),
+            precision=str(weights),
             part=PARTS[part].operator,
             br=tile[0],
             bc=tile[1],
@@ -64,8 +62,7 @@ class NativeEngine:
 
     def set_sampling(self, slot: int, sampling: Sampling) -> None:
         s = sampling
-        settings = s.temperature, s.top_k or 0, s.top_p, s.min_p, s.repetition_penalty
-        self._decoder.set_sampling(*(() if self._old else (slot,)), *settings)
+        self._decoder.set_sampling(slot, s.temperature, s.top_k or 0, s.top_p, s.min_p, s.repetition_penalty)
 
     def prefill(self, slot: int, ids: Sequence[int], continues: bool = False) -> None:
         self._decoder.prefill(slot, ids, continues)

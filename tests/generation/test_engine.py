@@ -15,7 +15,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attention_ext import SIMD, BuildError, attention, build
+from attention_ext import SIMD, BuildError, attention
+from attention_ext.extension import load as load_extension
+from attention_ext.extension import load_decoder
 from generation.engine import open_engine
 from generation.sampling import Sampling
 from model import load
@@ -66,7 +68,7 @@ def _exact(scale, q, k, v):
 @pytest.fixture(params=SIMD[1:])
 def simd(request, extension):
     try:
-        build.load(request.param)
+        load_extension(request.param)
     except BuildError as error:
         pytest.skip(str(error))
     return request.param
@@ -94,7 +96,7 @@ def test_every_simd_helper_gives_the_same_logits(kernel, simd):
         engine.prefill(0, tokens)
     torch.testing.assert_close(native.logits(0), by_torch.logits(0), atol=1e-4, rtol=0)
     for u in torch.rand(30).tolist():
-        assert native.next([0], [u], Sampling()) == by_torch.next([0], [u], Sampling())
+        assert native.next([0], [u]) == by_torch.next([0], [u])
         torch.testing.assert_close(native.logits(0), by_torch.logits(0), atol=1e-4, rtol=0)
 
 
@@ -114,7 +116,9 @@ def test_bf16_weights_are_those_of_the_rounded_model(simd, config):
             native.prefill(slot, tokens[:-1])
         native.push(0, tokens[-1])
         torch.testing.assert_close(native.logits(0).double(), exact, atol=1e-4, rtol=0)
-        assert len(set(native.next([0, 1, 2], [0.5] * 3, GREEDY)[1:])) == 1
+        for slot in range(3):
+            native.set_sampling(slot, GREEDY)
+        assert len(set(native.next([0, 1, 2], [0.5] * 3)[1:])) == 1
     if gpt.config.vocab_size > 1:
         assert (exact - expected(gpt, tokens)[-1]).abs().max() > 1e-4  # rounding is not nothing
 
@@ -130,7 +134,7 @@ def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count):
     for prompt, numbers in zip(prompts, uniforms):
         engine = open_engine(gpt, "native", part=kernel)
         engine.prefill(0, prompt)
-        alone.append([(engine.next([0], [u], Sampling()), engine.logits(0)) for u in numbers])
+        alone.append([(engine.next([0], [u]), engine.logits(0)) for u in numbers])
 
     threads(count)
     for together in (1, 2, 5):  # fewer texts than threads are shared out in another way than more
@@ -140,7 +144,7 @@ def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count):
         for step in range(20):
             for start in range(0, 5, together):
                 slots = list(range(start, min(start + together, 5)))
-                tokens = engine.next(slots, [uniforms[s][step] for s in slots], Sampling())
+                tokens = engine.next(slots, [uniforms[s][step] for s in slots])
                 for slot, token in zip(slots, tokens):
                     assert [token] == alone[slot][step][0]
                     assert torch.equal(engine.logits(slot), alone[slot][step][1])
@@ -167,12 +171,13 @@ def test_both_engines_choose_the_same_tokens(extension, seed, **chosen):
     prompt = ids(gpt, 5, seed)
     texts = []
     for engine in (native, by_torch):
+        engine.set_sampling(0, sampling)
         engine.prefill(0, prompt)
-        text = [engine.next([0], [u], sampling)[0] for u in uniforms]
+        text = [engine.next([0], [u])[0] for u in uniforms]
         engine.prefill(0, text[-3:], continues=True)  # what had occurred before still counts
-        text += [engine.next([0], [u], sampling)[0] for u in uniforms]
+        text += [engine.next([0], [u])[0] for u in uniforms]
         engine.prefill(0, text[-3:])
-        texts.append(text + [engine.next([0], [u], sampling)[0] for u in uniforms])
+        texts.append(text + [engine.next([0], [u])[0] for u in uniforms])
     assert texts[0] == texts[1]
 
 
@@ -192,12 +197,13 @@ def test_a_copied_slot_goes_on_as_its_source(kernel, name):
     gpt = model(block_size=300)
     engine = open_engine(gpt, name, part=kernel, slots=2)
     engine.prefill(0, ids(gpt, 200))
-    engine.next([0], [0.3], Sampling())
+    engine.next([0], [0.3])
     engine.prefill(1, [1, 2, 3])
     engine.copy(0, 1)
-    sampling = Sampling(repetition_penalty=1.5)
+    for slot in range(2):
+        engine.set_sampling(slot, Sampling(repetition_penalty=1.5))
     for u in (0.1, 0.5, 0.9):
-        first, second = engine.next([0, 1], [u, u], sampling)
+        first, second = engine.next([0, 1], [u, u])
         assert first == second and torch.equal(engine.logits(0), engine.logits(1))
 
 
@@ -212,14 +218,14 @@ def test_slots_of_any_length_go_on_as_if_alone(kernel, name):
     texts = {slot: [] for slot in range(7)}
     for step in range(12):
         slots = [5, 0, 1, 2, 4, 6] if step % 3 else [6, 4, 3]  # in any order, some at a time
-        tokens = together.next(slots, [uniforms[slot][step] for slot in slots], Sampling())
+        tokens = together.next(slots, [uniforms[slot][step] for slot in slots])
         for slot, token in zip(slots, tokens):
             texts[slot].append((step, token))
     for slot, length in enumerate(lengths):
         alone = open_engine(gpt, name, part=kernel)
         alone.prefill(0, ids(gpt, length, slot))
         for step, token in texts[slot]:
-            assert alone.next([0], [uniforms[slot][step]], Sampling()) == [token]
+            assert alone.next([0], [uniforms[slot][step]]) == [token]
         torch.testing.assert_close(together.logits(slot), alone.logits(0))
 
 
@@ -227,9 +233,31 @@ def test_slots_of_any_length_go_on_as_if_alone(kernel, name):
 @pytest.mark.parametrize("name", ["native", "torch"])
 def test_a_penalty_beyond_all_numbers_is_refused(extension, name, temperature):
     engine = open_engine(model(), name)
+    engine.set_sampling(0, Sampling(temperature, repetition_penalty=1e-320))
     engine.prefill(0, list(range(11)))
     with pytest.raises(ValueError, match="the largest is infinite"):
-        engine.next([0], [0.5], Sampling(temperature, repetition_penalty=1e-320))
+        engine.next([0], [0.5])
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_each_slot_has_its_own_sampling(kernel, name):
+    """As if alone, whatever the neighbours' settings are; a copy has those of the slot that it comes to."""
+    gpt = model(block_size=80)
+    samplings = [Sampling(), GREEDY, Sampling(30.0, top_k=None), Sampling(0.8, 5, 0.9, 0.01, 1.3)]
+    rows = torch.rand(60, 4, generator=torch.Generator().manual_seed(0)).tolist()
+    together = open_engine(gpt, name, part=kernel, slots=4)
+    for slot, sampling in enumerate(samplings):
+        together.set_sampling(slot, sampling)
+    together.prefill(0, ids(gpt, 10))
+    for slot in range(1, 4):
+        together.copy(0, slot)
+    texts = list(zip(*(together.next(range(4), row) for row in rows)))
+    assert len(set(texts)) == 4
+    for slot, sampling in enumerate(samplings):
+        alone = open_engine(gpt, name, part=kernel)
+        alone.set_sampling(0, sampling)
+        alone.prefill(0, ids(gpt, 10))
+        assert tuple(alone.next([0], [row[slot]])[0] for row in rows) == texts[slot]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -238,11 +266,11 @@ def test_a_fork_can_use_and_drop_the_engine(extension, threads):
     threads(2)
     engine = open_engine(model(block_size=300), "native")
     engine.prefill(0, [1] * 100)
-    expected = [engine.next([0], [i / 50], Sampling()) for i in range(50)]
+    expected = [engine.next([0], [i / 50]) for i in range(50)]
     child = os.fork()
     if child == 0:
         engine.prefill(0, [1] * 100)
-        same = [engine.next([0], [i / 50], Sampling()) for i in range(50)] == expected
+        same = [engine.next([0], [i / 50]) for i in range(50)] == expected
         engine = None
         os._exit(0 if same else 1)
     deadline = time.monotonic() + 30
@@ -253,18 +281,19 @@ def test_a_fork_can_use_and_drop_the_engine(extension, threads):
         os.waitpid(child, 0)
     assert done == (child, 0)
     engine.prefill(0, [1] * 100)
-    assert [engine.next([0], [i / 50], Sampling()) for i in range(50)] == expected
+    assert [engine.next([0], [i / 50]) for i in range(50)] == expected
 
 
 @pytest.mark.parametrize("name", ["native", "torch"])
 def test_a_slot_ends_with_its_capacity(extension, name):
     gpt = model()
     engine = open_engine(gpt, name, capacity=4)
+    engine.set_sampling(0, GREEDY)
     engine.prefill(0, [1, 2])
     for _ in range(3):  # two are read, the third is only chosen
-        engine.next([0], [0.5], GREEDY)
+        engine.next([0], [0.5])
     with pytest.raises(ValueError):
-        engine.next([0], [0.5], GREEDY)
+        engine.next([0], [0.5])
     with pytest.raises(ValueError):
         engine.prefill(0, [1] * 5)
     engine.prefill(0, [1] * 4)
@@ -277,18 +306,20 @@ def test_several_tokens_at_once_are_those_of_one_at_a_time(kernel, name, monkeyp
     sampling = Sampling(repetition_penalty=1.2)
     alone, together = (open_engine(gpt, name, part=kernel, slots=2) for _ in range(2))
     for engine in (alone, together):
+        for slot in range(2):
+            engine.set_sampling(slot, sampling)
         engine.prefill(0, [1, 2])
         engine.prefill(1, [3, 4, 5])
-    expected = [alone.next([0, 1], row, sampling) for row in rows[:48]]  # then slot 1 is full
-    monkeypatch.setattr("generation.engine.BATCH_PATIENCE", 0)
-    written = together.write([0, 1], rows, sampling)
+    expected = [alone.next([0, 1], row) for row in rows[:48]]  # then slot 1 is full
+    monkeypatch.setattr("generation.native.BATCH_SECONDS", 0)
+    written = together.write([0, 1], rows)
     assert len(written) == 1
-    monkeypatch.setattr("generation.engine.BATCH_PATIENCE", 60)
+    monkeypatch.setattr("generation.native.BATCH_SECONDS", 60)
     while len(written) < 48:
-        written += together.write([0, 1], rows[len(written) :], sampling)
+        written += together.write([0, 1], rows[len(written) :])
     assert written == expected
     with pytest.raises(ValueError):
-        together.write([0, 1], rows, sampling)
+        together.write([0, 1], rows)
 
 
 @pytest.mark.parametrize("n_embd", [64, 256], ids=["groups", "all, as the weights are many"])
@@ -298,7 +329,7 @@ def test_a_batch_too_large_for_the_caches_is_written_as_each_text_alone(
 ):
     """Its slots go in groups, of a register block's rows for each thread at most."""
     threads(threads_used)
-    monkeypatch.setattr("generation.engine.BATCH_PATIENCE", 60)
+    monkeypatch.setattr("generation.native.BATCH_SECONDS", 60)
     gpt = model(n_embd=n_embd, block_size=500)
     texts, steps = 25, 6
     rows = torch.rand(steps, texts, generator=torch.Generator().manual_seed(0)).tolist()
@@ -306,17 +337,17 @@ def test_a_batch_too_large_for_the_caches_is_written_as_each_text_alone(
     for i in range(texts):
         batch.prefill(i, ids(gpt, 380 + i, seed=i))
     order = [*range(1, texts), 0]
-    written = batch.write(order, rows, Sampling())
+    written = batch.write(order, rows)
     assert len(written) == steps and all(len(row) == texts for row in written)
     for i, slot in enumerate(order):
         alone.prefill(0, ids(gpt, 380 + slot, seed=slot))
-        assert [alone.next([0], [row[i]], Sampling())[0] for row in rows] == [row[i] for row in written]
+        assert [alone.next([0], [row[i]])[0] for row in rows] == [row[i] for row in written]
 
 
 def test_no_more_tokens_are_begun_than_patience_has_time_for(extension):
     engine = open_engine(load("shakes2048").model, "native", capacity=2048)
     engine.prefill(0, [1] * 1500)
-    made = engine.write([0], [[0.5]] * 500, Sampling())  # each takes tens of microseconds at least
+    made = engine.write([0], [[0.5]] * 500)  # each takes tens of microseconds at least
     assert 1 <= len(made) < 100
 
 
@@ -339,7 +370,7 @@ def test_threads_of_python_take_turns(extension):
 
     def write(slot):
         engine.prefill(slot, [1])
-        texts[slot] = [engine.next([slot], [i / 300], Sampling())[0] for i in range(300)]
+        texts[slot] = [engine.next([slot], [i / 300])[0] for i in range(300)]
 
     for _ in range(3):
         running = [threading.Thread(target=write, args=(slot,)) for slot in range(2)]
@@ -380,9 +411,9 @@ def test_the_decoder_checks_what_it_is_given(extension):
     """The class below NativeEngine, called wrongly."""
     gpt = model()
     sizes = dict(block_size=16, vocab_size=11, n_layer=2, n_head=2, n_embd=16)
-    rest = dict(bf16=False, part=4, br=16, bc=16, slots=2, capacity=16, threads=1)
+    rest = dict(precision="fp32", part="part4_flash", br=16, bc=16, slots=2, capacity=16, threads=1)
     tensors = {n: t.detach().numpy() for n, t in gpt.state_dict().items()}
-    Decoder = build.load_decoder()
+    Decoder = load_decoder()
 
     def refused(message, **change):
         weights = tensors | change.pop("tensors", {})
@@ -392,7 +423,8 @@ def test_the_decoder_checks_what_it_is_given(extension):
     refused("n_head is 0", n_head=0)
     refused("n_embd is 16; it must be a multiple of n_head=3", n_head=3)
     refused("the size of transformer.wte.weight is 176; it must be 192", vocab_size=12)
-    refused("part is 5; it must be from 1 to 4", part=5)
+    refused("part is part5; it must be a part's operator", part="part5")
+    refused("precision is 'int8'; it must be one of fp32, bf16", precision="int8")
     refused("slots is 0", slots=0)
     refused("capacity is 17; it must be from 1 to 16", capacity=17)
     refused("threads is 0", threads=0)
@@ -436,4 +468,4 @@ def test_the_decoder_checks_what_it_is_given(extension):
         decoder.write([1, 1], [[0.5, 0.5]], 0)
     assert decoder.write([], [[]], 0) == [[]]
     large = open_engine(model(n_embd=256, n_layer=2), "native")  # whose weights are beyond a group's
-    assert large.write([], [[], []], Sampling()) == [[], []]
+    assert large.write([], [[], []]) == [[], []]

@@ -1,127 +1,36 @@
-"""Writing text: neither part, engine, cache nor batch changes it; it ends where it is told to."""
+"""Strings: they end where they are told to, come as they are made, and are the same alone or among others."""
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 
 import pytest
 import tiny
 import torch
 
-from attention_ext import PARTS, attention
+from attention_ext import attention
+from generation import generate, load
 from generation.engine import open_engine
-from generation.generate import Completion, StopFilter, Writer, complete, uniforms
-from generation.sampling import Sampling, sample
-from model import generate, load
+from generation.generate import StopFilter, complete, slots_for
+from generation.sampling import Sampling
+from generation.writer import Request, Writer
 from model.tokenizer import CharTokenizer
 
 USUAL = Sampling(0.8, 200)
+LETTERS = CharTokenizer(tiny.CHARACTERS)
 
 
-def model(part="part0", **change):
-    return tiny.gpt(partial(attention, part, causal=True, br=4, bc=8), **change)
+def model(**change):
+    return tiny.gpt(partial(attention, "part0", causal=True), **change)
 
 
-@pytest.fixture(
-    params=[(part, name) for part in PARTS for name in ("native", "torch") if part != "part0"]
-    + [("part0", "torch")],
-    ids=" ".join,
-)
-def engine(request):
-    """Every part in every engine that it has."""
-    part, name = request.param
-    if part != "part0":
-        request.getfixturevalue("extension")
-    return lambda gpt, **change: open_engine(gpt, name, part=part, br=4, bc=8, **change)
-
-
-def tokens(engine, prompt, count, seed, **change):
-    writer = Writer(engine, prompt, [seed], USUAL, **change)
-    return [writer.next([0])[0] for _ in range(count)]
-
-
-def oracle(gpt, prompt, count, seed, keep):
-    """The window recomputed for every token; past the block size its last `keep(length)` tokens."""
-    ids, generator = list(prompt), torch.Generator().manual_seed(seed)
-    start = max(0, len(ids) - gpt.config.block_size)
-    with torch.no_grad():
-        for _ in range(count):
-            if len(ids) - start > gpt.config.block_size:
-                start = len(ids) - keep
-            logits = gpt(torch.tensor([ids[start:]]))[:, -1]
-            uniform = float(torch.rand((), dtype=torch.float64, generator=generator))
-            ids += sample(logits, [uniform], USUAL)
-    return ids[len(prompt) :]
-
-
-@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
-@pytest.mark.parametrize("prompt_length", [1, 5, 16, 17, 40])
-def test_the_text_is_nanogpts_also_past_the_block_size(engine, prompt_length, use_cache):
-    prompt = [i % 11 for i in range(prompt_length)]
-    expected = oracle(model(), prompt, 30, seed=3, keep=16)
-    assert tokens(engine(model()), prompt, 30, 3, use_cache=use_cache) == expected
-    assert len(set(expected)) > 3
-
-
-@pytest.mark.parametrize("prompt_length", [1, 16, 40])
-def test_a_reset_context_starts_again_from_the_last_half_window(engine, prompt_length):
-    prompt = [i % 11 for i in range(prompt_length)]
-    expected = oracle(model(), prompt, 40, seed=3, keep=8)
-    for use_cache in (True, False):
-        assert tokens(engine(model()), prompt, 40, 3, context="reset", use_cache=use_cache) == expected
-    assert expected != oracle(model(), prompt, 40, seed=3, keep=16)
-
-
-def test_uniforms_are_those_drawn_one_by_one():
-    generator = torch.Generator().manual_seed(7)
-    expected = [float(torch.rand((), dtype=torch.float64, generator=generator)) for _ in range(600)]
-    assert list(itertools.islice(uniforms(7), 600)) == expected
-
-
-def test_another_seed_gives_another_text():
-    texts = {tuple(tokens(open_engine(model(), part="part0"), [0], 20, seed)) for seed in range(5)}
-    assert len(texts) == 5
-
-
-def test_a_cached_token_costs_one_position(monkeypatch):
-    rows = []
-
-    def counting(part, q, k, v, **options):
-        rows.append((q.shape[2], k.shape[2]))
-        return attention(part, q, k, v, **options)
-
-    monkeypatch.setattr("generation.engine.attention", counting)
-    gpt = model(n_layer=1)
-    tokens(open_engine(gpt, part="part0"), [1, 2, 3], 4, 0)
-    assert rows == [(3, 3), (1, 4), (1, 5), (1, 6)]
-    rows.clear()
-    tokens(open_engine(gpt, part="part0"), [1, 2, 3], 4, 0, use_cache=False)
-    assert rows == [(3, 3), (4, 4), (5, 5), (6, 6)]
-
-
-def test_a_batch_writes_the_texts_of_one_at_a_time(engine):
-    alone = [tokens(engine(model()), [1, 2], 40, seed) for seed in range(5)]
-    writer = Writer(engine(model(), slots=5), [1, 2], range(5), USUAL)
-    together = [writer.next(range(5)) for _ in range(40)]
-    assert [list(text) for text in zip(*together)] == alone
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(prompt=[]), "prompt is empty"),
-        (dict(prompt=[11]), "prompt has a token outside 0 .. 10"),
-        (dict(seeds=[]), "seeds are 0; they must be 1 to 2"),
-        (dict(seeds=[1, 2, 3]), "seeds are 3"),
-        (dict(seeds=[-1]), "seed is -1"),
-        (dict(context="forget"), "context is 'forget'; it must be one of slide, reset"),
-    ],
-)
-def test_a_writers_wrong_arguments_are_named(change, message):
-    engine = open_engine(model(), part="part0", slots=2)
-    with pytest.raises(ValueError, match=message):
-        Writer(**dict(engine=engine, prompt=[0], seeds=[0], sampling=USUAL) | change)
+def completed(engine, requests, texts=None):
+    """The finished completions, in the order of their requests."""
+    done = []
+    for completion, piece in complete(Writer(engine, texts), LETTERS, requests):
+        if not piece and completion.finish_reason:
+            done.append(completion)
+    return sorted(done, key=lambda completion: completion.number)
 
 
 @pytest.mark.parametrize(
@@ -147,20 +56,17 @@ def test_what_is_held_back_comes_at_the_end():
     assert filter.feed("abcEN") == "abc" and filter.end() == "EN"
 
 
-@pytest.mark.parametrize("stop", [[""], ["a", ""], [1]])
-def test_wrong_stop_strings_are_named(stop):
-    with pytest.raises(ValueError, match="stop is "):
-        StopFilter(stop)
-
-
 def test_completions_say_what_they_took():
-    tokenizer = CharTokenizer(tiny.CHARACTERS)
     engine = open_engine(model(), part="part0", slots=3)
-    samples = [Completion(seed) for seed in (0, 4, 5)]
-    pieces = list(complete(Writer(engine, [1], (0, 4, 5), USUAL), tokenizer, samples, 12, ["a", "big"]))
-    for i, done in enumerate(samples):
-        assert done.text == "".join(text for n, text in pieces if n == i)
-        whole = "".join(tokenizer.characters[t] for t in tokens(engine, [1], 12, done.seed))
+    seeds = (0, 4, 5)
+    plain = completed(engine, [Request([1], seed, USUAL, 12) for seed in seeds])
+    pieces = list(
+        complete(Writer(engine), LETTERS, [Request([1], s, USUAL, 12, ("a", "big")) for s in seeds])
+    )
+    samples = {completion.number: completion for completion, _ in pieces}
+    for i, done in samples.items():
+        assert done.text == "".join(text for completion, text in pieces if completion is done)
+        whole = plain[i].text
         ends = {s: whole.find(s) for s in ("a", "big") if s in whole}
         if ends:
             first = min(ends, key=ends.__getitem__)
@@ -170,8 +76,8 @@ def test_completions_say_what_they_took():
         else:
             assert (done.finish_reason, done.stopped_by) == ("length", "")
             assert done.text == whole and done.new_tokens == 12
-        assert done.prefill_seconds > 0 and done.decode_seconds > 0
-    assert {done.finish_reason for done in samples} == {"length", "stop"}
+        assert done.prefill_seconds > 0 and done.decode_seconds > 0 and done.request.seed == seeds[i]
+    assert {done.finish_reason for done in samples.values()} == {"length", "stop"}
 
 
 @pytest.fixture(scope="module")
@@ -212,46 +118,46 @@ def test_an_engine_of_another_model_is_refused(shakes):
         generate(shakes, engine=open_engine(model(), part="part0"))
 
 
-@pytest.mark.parametrize("context", ["slide", "reset"])
-@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
-def test_writing_several_tokens_at_a_time_changes_nothing(engine, context, use_cache):
-    one, several = (
-        Writer(engine(model(), slots=2), [1, 2], (0, 1), USUAL, context, use_cache) for _ in range(2)
-    )
-    expected = [one.next([0, 1]) for _ in range(50)]
-    steps, most = [], 0
-    while len(steps) < 50:
-        most = most % 7 + 1
-        made = several.write([0, 1], min(most, 50 - len(steps)))
-        assert 1 <= len(made) <= most
-        steps += made
-    assert steps == expected
-
-
 def test_samples_that_stop_in_the_middle_of_a_step_of_several(extension):
     """The engine is ahead of the stop string; neither that text nor the others have more for it."""
-    tokenizer = CharTokenizer(tiny.CHARACTERS)
-    seeds = range(6)
+    requests = [Request([1], seed, USUAL, 60, ("a", "big")) for seed in range(6)]
 
     def written(chosen):
-        samples = [Completion(seed) for seed in chosen]
-        writer = Writer(open_engine(model(), "native", slots=6), [1], list(chosen), USUAL)
-        list(complete(writer, tokenizer, samples, 60, ["a", "big"]))
-        return [(sample.text, sample.finish_reason, sample.new_tokens) for sample in samples]
+        engine = open_engine(model(), "native", slots=6)
+        return [(done.text, done.finish_reason, done.new_tokens) for done in completed(engine, chosen)]
 
-    together = written(seeds)
-    assert together == [written([seed])[0] for seed in seeds]
+    together = written(requests)
+    assert together == [written([request])[0] for request in requests]
     assert len({count for *_, count in together}) > 2
 
 
-def test_a_batch_reads_its_prompt_once(monkeypatch):
-    engine = open_engine(model(), part="part0", slots=3)
-    reads = []
-    monkeypatch.setattr(engine, "prefill", lambda *a, f=engine.prefill, **k: reads.append(a[0]) or f(*a, **k))
-    writer = Writer(engine, [1, 2], range(3), USUAL)
-    for _ in range(5):
-        writer.next(range(3))
-    assert reads == [0]
+def test_more_requests_than_slots_join_as_texts_leave(extension):
+    """Each has its own prompt, seed, sampling, stop and length, is the same as alone, and waits for no other."""
+    requests = [
+        Request(
+            LETTERS.encode("abc"[: 1 + i % 3]), i, Sampling(0.5 + 0.1 * i), 5 + 7 * (i % 5), ("b",) * (i % 2)
+        )
+        for i in range(17)
+    ]
+    engine = open_engine(model(), "native", slots=4)
+    together = completed(engine, requests, texts=3)
+    assert [done.number for done in together] == list(range(17))
+    for request, done in zip(requests, together):
+        (alone,) = completed(open_engine(model(), "native"), [request])
+        assert (done.text, done.finish_reason) == (alone.text, alone.finish_reason)
+    order = [done.number for done, piece in complete(Writer(engine), LETTERS, requests) if not piece]
+    assert order != sorted(order)
+
+
+def test_a_text_of_no_tokens_is_finished_at_once():
+    engine = open_engine(model(), part="part0")
+    (none, some) = completed(engine, [Request([1], 0, USUAL, 0), Request([1], 0, USUAL, 2)])
+    assert (none.text, none.finish_reason, none.new_tokens) == ("", "length", 0) and len(some.text) == 2
+
+
+@pytest.mark.parametrize("texts, expected", [(1, (1, 1)), (32, (32, 32)), (33, (32, 33)), (1000, (32, 33))])
+def test_slots(texts, expected):
+    assert slots_for(texts) == expected
 
 
 def test_generate_streams(extension, shakes):
