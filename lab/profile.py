@@ -1,6 +1,6 @@
 """Where a token's time goes: spans of what an engine does, added up in a table and laid out in a trace.
 
-The native engine records its spans itself (attention_ext/csrc/decoder.h). The PyTorch model gets hooks on its
+The native engine records its spans itself (attention_ext/csrc/decoder/). The PyTorch model gets hooks on its
 modules, which are not changed.
 
 attention: from the queries, keys and values to the heads side by side, so appending to the cache and changes
@@ -27,10 +27,11 @@ import torch
 from torch import nn
 
 from attention_ext.parts import helpers_of
-from generation.engine import Engine, NativeEngine, TorchEngine, open_engine
-from generation.generate import Writer
-from generation.sampling import Sampling
-from lab.machine import BUSY, Load
+from generation.engine import Engine, open_engine
+from generation.native import NativeEngine
+from generation.pytorch import TorchEngine
+from generation.writer import Request, Writer
+from lab.machine import BUSY_SHARE, Load
 from model.checkpoint import Checkpoint
 
 KINDS = (
@@ -191,12 +192,12 @@ def run(
     tokens: int | None = None,
     trace_file: Path | None = None,
 ) -> Profile:
-    """Profile the reading of a prompt, and the writing of `tokens` tokens after it, by model.generate.Writer.
+    """Profile the reading of a prompt, and the writing of `tokens` tokens after it, by generation.writer.
 
     The prompt is the model's own text after token 0. The first token that follows needs no reading and is not
     measured; each later one is, with the reading of the token before it.
 
-    model: its name, for people. part, engine, simd, br, bc, weights: as in model.engine.open_engine.
+    model: its name, for people. part, engine, simd, br, bc, weights: as in generation.engine.open_engine.
     prompt_tokens: half of the block size unless given. tokens: TOKENS, or what the block size leaves.
     trace_file: gets the trace, as JSON.
     Raises TypeError or ValueError naming an argument that is wrong, OSError where trace_file cannot be
@@ -248,8 +249,8 @@ def run(
 
 def _measure(engine: Engine, prompt_tokens: int, tokens: int) -> tuple[Phase, Phase, tuple[float, float]]:
     """A Profile's prefill, decode and plain."""
-    writer = Writer(engine, [0], [SEED], Sampling())
-    ids = [0] + [writer.next([0])[0] for _ in range(prompt_tokens - 1)]
+    writer = _writer(engine, [0])
+    ids = [0] + [token for _ in range(prompt_tokens - 1) for _, tokens in writer.step(1) for token in tokens]
     spans_of = recorder(engine)
     phases: dict[bool, list[tuple[Phase, Phase]]] = {False: [], True: []}
     for repetition in range(-1, REPETITIONS):
@@ -281,9 +282,16 @@ def _repetition(
 
     engine.prefill(0, ids)  # the first one after spans were taken has to fault its memory in again
     prefill = phase(lambda: engine.prefill(0, ids), 1)
-    writer = Writer(engine, ids, [SEED], Sampling())
-    writer.next([0])  # reads the prompt again
-    return prefill, phase(lambda: writer.next([0]), tokens)
+    writer = _writer(engine, ids)
+    writer.step(1)  # reads the prompt again
+    return prefill, phase(lambda: writer.step(1), tokens)
+
+
+def _writer(engine: Engine, ids: Sequence[int]) -> Writer:
+    """A writer with one text, which continues these tokens."""
+    writer = Writer(engine)
+    writer.join(Request(ids, SEED))
+    return writer
 
 
 def figures(profile: Profile) -> dict:
@@ -347,7 +355,7 @@ def table(profile: Profile) -> str:
             f"{of['tokens_per_second']:,.0f} tokens/s"
         )
     lines.append(f"Medians of {REPETITIONS} repetitions of each, in turn")
-    if profile.others is not None and profile.others > BUSY * f["threads"]:
+    if profile.others is not None and profile.others > BUSY_SHARE * f["threads"]:
         lines.append(f"The machine was busy: others took {profile.others:.2f} processors on average.")
     return "\n".join(lines)
 

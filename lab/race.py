@@ -1,4 +1,4 @@
-"""race: several parts write the same text side by side, each timed alone."""
+"""gpt.py race: several parts write the same text side by side, each timed alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import cycle, islice
 
 from rich import box
@@ -16,33 +17,38 @@ from rich.text import Text
 
 from attention_ext import PARTS, extension
 from generation.engine import Engine, open_engine
-from generation.generate import Writer, capacity_for, new_tokens
+from generation.generate import capacity_for
 from generation.sampling import Sampling
+from generation.writer import Request, Writer
 from model.checkpoint import Checkpoint
 from model.tokenizer import Tokenizer
 
-TOKENS = 200  # that each part writes unless told otherwise
-# Seconds that a part writes before another may: after every single token, caches would be another part's and
-# the native engine's helpers asleep, or those of another part still awake.
-TURN = 0.01
-FRAME = 1 / 15  # seconds between two pictures, at least
-ROWS, WIDTH = 20, 60  # of a column's text, at most
+DEFAULT_TOKENS = 200  # that each part writes, where the block size allows it
+# Seconds that a part writes before another does. After turns of a single token the caches would hold another
+# part's data, and helper threads would sleep, or compete with another part's.
+TURN_SECONDS = 0.01
+REDRAW_SECONDS = 1 / 15  # between two pictures, at least
+MOST_ROWS, WIDEST_COLUMN = 20, 60  # of a column's text
 
 Echo = Callable[..., None]  # click.echo's signature
 
 
 class Runner:
-    """One part's text as it grows, without the prompt, and the seconds that writing it has taken."""
+    """One part's text as it grows, without the prompt, and the seconds that writing it has taken.
 
-    def __init__(self, part: str, engine: Engine, writer: Writer, tokenizer: Tokenizer, count: int) -> None:
-        self.part, self.engine, self.count = part, engine, count
+    writer: of one text, which has joined. count: tokens to write.
+    """
+
+    def __init__(self, part: str, writer: Writer, tokenizer: Tokenizer, count: int) -> None:
+        self.part, self.engine, self.count = part, writer.engine, count
         self.tokens: list[int] = []
         self.text = ""
         self._writer, self._decoder = writer, tokenizer.decoder()
 
     @property
     def seconds(self) -> float:
-        return self._writer.prefill_seconds + self._writer.decode_seconds
+        """Seconds of writing, the reading of the prompt included."""
+        return self._writer.seconds
 
     @property
     def rate(self) -> float:
@@ -54,10 +60,10 @@ class Runner:
         return len(self.tokens) == self.count
 
     def turn(self) -> None:
-        """Write for TURN seconds, or one token if that takes longer."""
-        end = self.seconds + TURN
+        """Write for TURN_SECONDS, or one token if that takes longer."""
+        end = self.seconds + TURN_SECONDS
         while not self.done and self.seconds < end:
-            (token,) = self._writer.next([0])
+            ((_, (token,)),) = self._writer.step(1)
             self.tokens.append(token)
             self.text += self._decoder.feed(token)
         if self.done:
@@ -81,43 +87,46 @@ def line_up(
     checkpoint: Checkpoint,
     parts: Sequence[str],
     *,
-    prompt: str,
-    max_new_tokens: int | None,
-    seed: int,
-    sampling: Sampling,
-    engine: str | None,
-    simd: str,
-    use_cache: bool,
+    prompt: str = "\n",
+    max_new_tokens: int | None = None,
+    seed: int = 1337,
+    sampling: Sampling = Sampling(),
+    engine: str | None = None,
+    simd: str = "auto",
+    use_cache: bool = True,
 ) -> list[Runner]:
     """A runner for each part, its engine warm: kernels compiled, memory touched, threads started.
 
-    max_new_tokens: what each writes; the block size or TOKENS, whichever is less, unless given.
-    The other arguments are generate()'s, as are the errors.
+    max_new_tokens: what each writes; by default DEFAULT_TOKENS, at most the block size.
+    The other arguments, and the errors, are those of generate().
     """
     tokenizer = checkpoint.tokenizer
-    ids = tokenizer.encode(prompt)
-    count = min(TOKENS, new_tokens(checkpoint, None)) if max_new_tokens is None else max_new_tokens
-    count = new_tokens(checkpoint, count)
-    capacity = capacity_for(checkpoint, len(ids), count)
+    count = max_new_tokens
+    if count is None:
+        count = min(DEFAULT_TOKENS, checkpoint.model.config.block_size)
+    request = Request(tokenizer.encode(prompt), seed, sampling, count, use_cache=use_cache)
+    capacity = capacity_for(checkpoint, request)
     runners = []
     for part in parts:
-        opened = open_engine(checkpoint.model, engine, part=part, simd=simd, capacity=capacity)
-        writer = Writer(opened, ids, [seed], sampling, use_cache=use_cache)
-        _warm_up(opened, ids, sampling, use_cache)
-        runners.append(Runner(part, opened, writer, tokenizer, count))
+        writer = Writer(open_engine(checkpoint.model, engine, part=part, simd=simd, capacity=capacity))
+        writer.check(request)
+        _warm_up(writer.engine, request)
+        writer.join(request)
+        runners.append(Runner(part, writer, tokenizer, count))
     return runners
 
 
-def _warm_up(engine: Engine, ids: Sequence[int], sampling: Sampling, use_cache: bool) -> None:
+def _warm_up(engine: Engine, request: Request) -> None:
     """Write two tokens at the end of the longest context."""
-    longest = list(islice(cycle(ids), max(1, engine.capacity - 1)))
-    writer = Writer(engine, longest, [0], sampling, use_cache=use_cache)
+    longest = list(islice(cycle(request.ids), max(1, engine.capacity - 1)))
+    writer = Writer(engine)
+    writer.join(replace(request, ids=longest, seed=0, max_new_tokens=2))
     for _ in range(2):
-        writer.next([0])
+        writer.step(1)
 
 
 def describe(runners: Sequence[Runner], simd: str, use_cache: bool) -> str:
-    """What is about to race, for people to read; says so where more than attention differs."""
+    """What is about to race, for people to read; engines that differ are named."""
     lines = [f"{runners[0].count} tokens each, {'with' if use_cache else 'without'} a KV cache"]
     if any(PARTS[r.part].operator for r in runners):
         lines.append(extension.describe(simd))
@@ -128,9 +137,10 @@ def describe(runners: Sequence[Runner], simd: str, use_cache: bool) -> str:
 
 
 def run(runners: Sequence[Runner], prompt: str, echo: Echo) -> bool:
-    """Race, on a terminal in live columns on stderr, and echo who won; False if the texts differ.
+    """Race, and echo the table, the texts and whether they are the same; False if they differ.
 
-    After Ctrl-C what there is is echoed, then KeyboardInterrupt raised again.
+    On a terminal the texts grow in columns on stderr. After Ctrl-C the race so far is echoed, then
+    KeyboardInterrupt is raised again.
     """
     seen = all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
     try:
@@ -146,14 +156,14 @@ def run(runners: Sequence[Runner], prompt: str, echo: Echo) -> bool:
 
 
 def race(runners: Sequence[Runner]) -> Iterator[None]:
-    """Let all write, one at a time, always the one that has used the least time; yields after each turn."""
+    """Let all write in turns, always the one that has used the least time; yields after each turn."""
     while writing := [runner for runner in runners if not runner.done]:
         min(writing, key=lambda runner: runner.seconds).turn()
         yield
 
 
 def places(runners: Sequence[Runner]) -> dict[str, int]:
-    """The places of the parts that have finished and that none can overtake."""
+    """The places of the finished parts that no other part can still overtake."""
     finished = sorted((r for r in runners if r.done), key=lambda r: r.seconds)
     least = min((r.seconds for r in runners if not r.done), default=math.inf)
     return {r.part: place for place, r in enumerate(finished, 1) if r.seconds <= least}
@@ -165,7 +175,7 @@ def _watch(runners: Sequence[Runner], prompt: str) -> None:
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         try:
             for _ in race(runners):
-                if time.monotonic() - drawn >= FRAME:
+                if time.monotonic() - drawn >= REDRAW_SECONDS:
                     live.update(columns(runners, prompt, console), refresh=True)
                     drawn = time.monotonic()
         finally:
@@ -173,10 +183,10 @@ def _watch(runners: Sequence[Runner], prompt: str) -> None:
 
 
 def columns(runners: Sequence[Runner], prompt: str, console: Console) -> Group:
-    """A picture of the race that fits the console: a column for each runner, with the end of its text."""
+    """The race so far, fitted to the console: a column for each runner, with the end of its text."""
     between = len(runners) - 1
-    width = max(1, min(WIDTH, (console.width - between) // len(runners)))
-    height = max(1, min(ROWS, console.height - 5))  # the head has four lines, and the cursor has its own
+    width = max(1, min(WIDEST_COLUMN, (console.width - between) // len(runners)))
+    height = max(1, min(MOST_ROWS, console.height - 5))  # the head has four lines, and the cursor has its own
     place = places(runners)
     table = Table(box=box.SQUARE, show_edge=False, padding=0)
     for r in runners:
@@ -186,7 +196,7 @@ def columns(runners: Sequence[Runner], prompt: str, console: Console) -> Group:
         head = f"{r.part} {r.engine.name}\n{r.rate:,.0f} tokens/s\n{state}"
         table.add_column(Text(head, no_wrap=True, overflow="crop"), width=width)
     table.add_row(*(tail(prompt + r.text, width, height, console) for r in runners))
-    # The cursor's line is empty: the ^C that a terminal shows on a full one would move the picture.
+    # The cursor's line stays empty: a terminal echoes ^C there, which would move the picture.
     return Group(table, "")
 
 
@@ -206,14 +216,14 @@ def tail(text: str, width: int, height: int, console: Console) -> Text:
 
 
 def harmless(text: str) -> str:
-    """The text without characters that a terminal would obey: other white space is a space, the rest '?'."""
+    """The text without control characters: white space becomes a space, others '?'; line ends stay."""
     return "".join(c if c == "\n" or c.isprintable() else " " if c.isspace() else "?" for c in text)
 
 
 def report(runners: Sequence[Runner], prompt: str, echo: Echo, shown: Callable[[str], str] = str) -> bool:
-    """Echo the table, the text, once if all are the same, and as the last line whether they are.
+    """Echo the table, the text (once if all are the same) and, as the last line, whether they are.
 
-    shown: makes a text fit to be seen.
+    shown: applied to each text before it is echoed.
     """
     for line in table_lines(runners):
         echo(line)
@@ -241,7 +251,7 @@ def report(runners: Sequence[Runner], prompt: str, echo: Echo, shown: Callable[[
 
 
 def table_lines(runners: Sequence[Runner]) -> list[str]:
-    """Who wrote how fast, the winner first."""
+    """The table of speeds, the winner first."""
     slowest = min(runners, key=lambda r: r.rate)
     base = next((r for r in runners if r.part == "part0"), slowest)
     place = places(runners)
@@ -257,5 +267,5 @@ def table_lines(runners: Sequence[Runner]) -> list[str]:
 
 
 def parting(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The number, from 1, of the first token that differs; None if the shorter is the longer's beginning."""
+    """The number, from 1, of the first token that differs; None if one is the beginning of the other."""
     return next((i for i, (x, y) in enumerate(zip(a, b), 1) if x != y), None)

@@ -1,174 +1,180 @@
-"""--inference: samples to standard output as they are made, as JSON lines, or a text written in turns."""
+"""The terminal side of --inference: samples as they grow, as JSON lines, or a text written in turns."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import islice
 
 import torch
 
+from app.cli.options import EngineOptions
+from app.cli.writing import TextOptions
 from attention_ext import PARTS, extension
 from attention_ext.parts import helpers_of
 from generation.engine import Engine, open_engine
-from generation.generate import AT_ONCE, Completion, StopFilter, Writer, capacity_for, complete, new_tokens
+from generation.generate import Completion, capacity_for, complete, slots_for
 from generation.sampling import Sampling
+from generation.writer import Request, Writer
 from model.checkpoint import Checkpoint
 
 SEPARATOR = "-" * 15
-HELP = "Write on with an empty line; /fresh forgets the text, /quit or Ctrl-D ends, Ctrl-C stops a text."
+HELP = (
+    "An empty line writes on, /fresh forgets the text, /quit or Ctrl-D ends, Ctrl-C stops the current text."
+)
 
 Echo = Callable[..., None]  # click.echo's signature
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is to be written, and by what."""
-
-    model: str
-    part: str
-    engine: str | None
-    simd: str
-    br: int | None
-    bc: int | None
-    weights: str
-    prompt: str | None
-    max_new_tokens: int | None
-    num_samples: int
-    seed: int
-    sampling: Sampling
-    stop: tuple[str, ...]
-    context: str
-    use_cache: bool
-
-
 class Session:
-    """A request and the checkpoint it is made of. Raises ValueError for what is wrong with it."""
+    """What is written, by which engine. Raises ValueError for what is wrong with the options.
 
-    def __init__(self, request: Request, checkpoint: Checkpoint) -> None:
-        self.request, self.checkpoint = request, checkpoint
-        self.prompt = "\n" if request.prompt is None else request.prompt
-        self.ids = checkpoint.tokenizer.encode(self.prompt)
-        self.count = new_tokens(checkpoint, request.max_new_tokens)
-        StopFilter(request.stop)  # checks them
-        if request.seed + request.num_samples > 2**63:
-            raise ValueError(f"seed is {request.seed}; the last sample's must be less than 2**63")
+    prompt: the text to continue; None is a line end that is not shown.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        part: str,
+        engine: EngineOptions,
+        texts: TextOptions,
+        prompt: str | None,
+    ) -> None:
+        self.checkpoint, self.part, self.engine, self.texts = checkpoint, part, engine, texts
+        self.shown_prompt = prompt or ""
+        self.prompt = "\n" if prompt is None else prompt
+        block_size = checkpoint.model.config.block_size
+        self.max_new_tokens = block_size if texts.max_new_tokens is None else texts.max_new_tokens
+        self.sampling = Sampling(
+            texts.temperature, texts.top_k, texts.top_p, texts.min_p, texts.repetition_penalty
+        )
+        if texts.seed + texts.num_samples > 2**63:
+            raise ValueError(f"seed is {texts.seed}; the last sample's must be less than 2**63")
+
+    def request(self, ids: Sequence[int], seed: int) -> Request:
+        """A text that continues these tokens."""
+        t = self.texts
+        return Request(ids, seed, self.sampling, self.max_new_tokens, t.stop, t.context, not t.no_kv_cache)
+
+    def requests(self) -> Iterator[Request]:
+        """The samples; sample i has the seed SEED + i."""
+        ids = self.checkpoint.tokenizer.encode(self.prompt)
+        for i in range(self.texts.num_samples):
+            yield self.request(ids, self.texts.seed + i)
 
     def open(self, slots: int, capacity: int) -> Engine:
         """The engine that was asked for."""
-        r = self.request
         return open_engine(
-            self.checkpoint.model,
-            r.engine,
-            part=r.part,
-            simd=r.simd,
-            br=r.br,
-            bc=r.bc,
-            weights=r.weights,
-            slots=slots,
-            capacity=capacity,
+            self.checkpoint.model, part=self.part, slots=slots, capacity=capacity, **asdict(self.engine)
         )
-
-    def writer(self, engine: Engine, ids: Sequence[int], seeds: Sequence[int]) -> Writer:
-        """One that continues `ids`."""
-        r = self.request
-        return Writer(engine, ids, seeds, r.sampling, r.context, r.use_cache)
 
     def announce(self, engine: Engine, notice: Echo) -> None:
-        """Say what is about to write."""
-        gpt, tokenizer, r = self.checkpoint.model, self.checkpoint.tokenizer, self.request
-        notice(f"Running inference using dnn model {r.model}")
+        """Describe the model, the kernel and the engine."""
+        gpt, tokenizer, weights = self.checkpoint.model, self.checkpoint.tokenizer, self.engine.weights
+        notice(f"Running inference using dnn model {self.texts.model}")
         notice(f"number of parameters: {gpt.num_params() / 1e6:.2f}M")
         notice(f"Vocabulary of {len(tokenizer)} tokens from {tokenizer.source}")
-        kernel = (
-            extension.describe(r.simd) if PARTS[r.part].operator else f"Attention by {PARTS[r.part].summary}"
-        )
-        notice(f"{kernel}, {engine.name} engine" + (f", weights in {r.weights}" * (r.weights != "fp32")))
+        part = PARTS[self.part]
+        kernel = extension.describe(self.engine.simd) if part.operator else f"Attention by {part.summary}"
+        notice(f"{kernel}, {engine.name} engine" + (f", weights in {weights}" * (weights != "fp32")))
 
 
 def write(session: Session, echo: Echo, notice: Echo, as_json: bool = False) -> None:
-    """Write all samples to `echo`, in order; the first that is unfinished is shown as it grows."""
-    r = session.request
-    engine = session.open(
-        min(r.num_samples, AT_ONCE), capacity_for(session.checkpoint, len(session.ids), session.count)
+    """Write all samples to `echo`, in the order of their seeds."""
+    count = session.texts.num_samples
+    (first,) = islice(session.requests(), 1)
+    at_once, slots = slots_for(count)
+    engine = session.open(slots, capacity_for(session.checkpoint, first))
+    writer = Writer(engine, at_once)
+    writer.check(first)
+    session.announce(engine, notice)
+    output = JsonLines(session, engine, echo) if as_json else Samples(session.shown_prompt, count, echo)
+    tokens = 0
+    for completion, piece in complete(writer, session.checkpoint.tokenizer, session.requests()):
+        output.more(completion, piece)
+        if not piece:
+            tokens += completion.new_tokens
+    rate = tokens / max(writer.seconds, 1e-9)
+    notice(
+        f"{tokens} tokens in {writer.seconds:.2f} s with {session.part}, {engine.name} engine: "
+        f"{rate:,.0f} tokens/s"
     )
-    tokens, seconds = 0, 0.0
-    for start in range(0, r.num_samples, AT_ONCE):
-        seeds = range(r.seed + start, r.seed + min(start + AT_ONCE, r.num_samples))
-        samples = [Completion(seed, prompt_tokens=len(session.ids)) for seed in seeds]
-        writer = session.writer(engine, session.ids, seeds)
-        if start == 0:  # what is wrong with the request has been said by now
-            session.announce(engine, notice)
-        show = None if as_json else Show(start, r.prompt or "", samples, echo)
-        unprinted = list(samples)
-        for i, text in complete(writer, session.checkpoint.tokenizer, samples, session.count, r.stop):
-            if show:
-                show.more(i, text)
-            while as_json and unprinted and unprinted[0].finish_reason:
-                echo(json.dumps(record(session, engine, unprinted.pop(0)), ensure_ascii=False))
-        tokens += sum(sample.new_tokens for sample in samples)
-        seconds += writer.prefill_seconds + writer.decode_seconds
-    rate = tokens / max(seconds, 1e-9)
-    notice(f"{tokens} tokens in {seconds:.2f} s with {r.part}, {engine.name} engine: {rate:,.0f} tokens/s")
 
 
-class Show:
-    """Samples that grow together, shown one after the other."""
+class Samples:
+    """Samples that grow together, shown one after the other: the first unfinished one as it grows."""
 
-    def __init__(self, number: int, prompt: str, samples: Sequence[Completion], echo: Echo) -> None:
-        self.number, self.prompt, self.samples, self.echo = number, prompt, samples, echo
-        self.shown = 0  # samples that are complete on the screen
-        self._begin()
+    def __init__(self, prompt: str, count: int, echo: Echo) -> None:
+        self.prompt, self.count, self.echo = prompt, count, echo
+        self.number = 0  # of the sample that is shown now
+        self.waiting: dict[int, Completion] = {}  # those that have begun, from that one on
+        echo(prompt, nl=False)
 
-    def more(self, i: int, text: str) -> None:
-        """Sample i has grown by `text`; an empty one says that it is finished."""
-        if i == self.shown and text:
-            self.echo(text, nl=False)  # which flushes
-            self.samples[i].pieces.clear()
-        while self.shown < len(self.samples) and self.samples[self.shown].finish_reason:
+    def more(self, completion: Completion, piece: str) -> None:
+        """Take what complete() yields."""
+        if completion.number < self.number:  # finished and shown
+            return
+        self.waiting[completion.number] = completion
+        while current := self.waiting.get(self.number):
+            if text := current.text:
+                self.echo(text, nl=False)  # which flushes
+                current.pieces.clear()
+            if not current.finish_reason:
+                return
             self.echo()
-            self.shown += 1
-            if self.shown < len(self.samples):
-                self._begin()
-                self.echo(self.samples[self.shown].text, nl=False)
-                self.samples[self.shown].pieces.clear()
-
-    def _begin(self) -> None:
-        if self.number + self.shown:
-            self.echo(SEPARATOR)
-        self.echo(self.prompt, nl=False)
+            del self.waiting[self.number]
+            self.number += 1
+            if self.number < self.count:
+                self.echo(f"{SEPARATOR}\n{self.prompt}", nl=False)
 
 
-def record(session: Session, engine: Engine, sample: Completion) -> dict:
+class JsonLines:
+    """Finished samples, each as a line of JSON, in the order of their seeds."""
+
+    def __init__(self, session: Session, engine: Engine, echo: Echo) -> None:
+        self.session, self.engine, self.echo = session, engine, echo
+        self.number = 0  # of the sample that is printed next
+        self.finished: dict[int, Completion] = {}
+
+    def more(self, completion: Completion, piece: str) -> None:
+        """Take what complete() yields."""
+        if piece:
+            return
+        self.finished[completion.number] = completion
+        while completed := self.finished.pop(self.number, None):
+            self.echo(json.dumps(record(self.session, self.engine, completed), ensure_ascii=False))
+            self.number += 1
+
+
+def record(session: Session, engine: Engine, completion: Completion) -> dict:
     """What --json prints of a sample."""
-    r = session.request
-    simd = helpers_of(r.part, r.simd)
     return {
-        "model": r.model,
-        "part": r.part,
+        "model": session.texts.model,
+        "part": session.part,
         "engine": engine.name,
-        "simd": simd,
+        "simd": helpers_of(session.part, session.engine.simd),
         "threads": torch.get_num_threads(),
-        "seed": sample.seed,
+        "seed": completion.request.seed,
         "prompt": session.prompt,
-        "text": sample.text,
-        "prompt_tokens": sample.prompt_tokens,
-        "new_tokens": sample.new_tokens,
-        "prefill_seconds": sample.prefill_seconds,
-        "decode_seconds": sample.decode_seconds,
-        "tokens_per_second": sample.tokens_per_second,
-        "finish_reason": sample.finish_reason,
+        "text": completion.text,
+        "prompt_tokens": len(completion.request.ids),
+        "new_tokens": completion.new_tokens,
+        "prefill_seconds": completion.prefill_seconds,
+        "decode_seconds": completion.decode_seconds,
+        "tokens_per_second": completion.tokens_per_second,
+        "finish_reason": completion.finish_reason,
     }
 
 
 def converse(session: Session, echo: Echo, notice: Echo) -> None:
-    """Lines from the terminal and text of the model in turns; each line continues all that stands above."""
+    """Write in turns: each line from standard input, and the model's text, continue all the text before."""
     engine = session.open(1, session.checkpoint.model.config.block_size)
     session.announce(engine, notice)
     notice(HELP)
-    tokenizer, seed = session.checkpoint.tokenizer, session.request.seed
-    text = session.request.prompt or ""
+    tokenizer, seed = session.checkpoint.tokenizer, session.texts.seed
+    text = session.shown_prompt
     if text:
         echo(text)
     if sys.stdin.isatty():
@@ -191,14 +197,17 @@ def converse(session: Session, echo: Echo, notice: Echo) -> None:
             notice(str(error))
             continue
         text += addition
-        writer, sample = session.writer(engine, ids, [seed]), Completion(seed)
+        request = session.request(ids, seed)
         seed += 1
         if not sys.stdin.isatty():
             echo(line, nl=False)
+        completion = None
         try:
-            for _, piece in complete(writer, tokenizer, [sample], session.count, session.request.stop):
+            # A new Writer: after Ctrl-C the old one still holds its text.
+            for completion, piece in complete(Writer(engine), tokenizer, [request]):
                 echo(piece, nl=False)
         except KeyboardInterrupt:
             notice("\n(stopped)", nl=False)
-        text += sample.text + sample.stopped_by
+        if completion:
+            text += completion.text + completion.stopped_by
         echo()

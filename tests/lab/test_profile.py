@@ -13,9 +13,9 @@ import pytest
 import tiny
 import torch
 
-from attention_ext import attention, build
+from attention_ext import attention
+from attention_ext.build import toolchain
 from generation.engine import open_engine
-from generation.sampling import Sampling
 from lab import profile
 from lab.profile import KINDS, Phase, Profile, Span
 from model import load
@@ -36,7 +36,7 @@ def once(monkeypatch):
 def case(request, extension, threads):
     """An engine's name and a number of threads, which is set."""
     name, count = request.param
-    if name == "native" and not build.has_python_header():
+    if name == "native" and not toolchain.has_python_header():
         pytest.skip("no Python.h, so no native engine")
     threads(count)
     return name, count
@@ -227,7 +227,7 @@ def test_recording_changes_no_bit(case):
         engine.copy(0, 2)
         run = []
         for u in uniforms:
-            tokens = engine.next([0], [u], Sampling()) + engine.next([1, 2], [u, 1 - u], Sampling())
+            tokens = engine.next([0], [u]) + engine.next([1, 2], [u, 1 - u])
             run.append((tokens, [engine.logits(slot).tolist() for slot in range(3)]))
         runs.append(run)
         assert bool(spans_of.spans()) is recorded
@@ -242,7 +242,7 @@ def test_a_recorder_that_is_off_records_nothing(case):
 
     def spans() -> list:
         engine.prefill(0, [1, 2, 3])
-        engine.next([0], [0.5], Sampling())
+        engine.next([0], [0.5])
         return spans_of.spans()
 
     assert spans() == []

@@ -1,4 +1,4 @@
-"""race: the order of turns, the picture, what is said of the texts, and Ctrl-C."""
+"""race: the order of turns, the picture, the report on the texts, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from support import ROOT
 
 import attention_ext
 from attention_ext import PARTS
-from generation.sampling import Sampling
+from generation import engine
 from lab import race
-from model import engine, load
+from model import load
 from model.tokenizer import CharTokenizer
 
 ROW = re.compile(r"^(\d|-) +(part\d) +(torch|native) +(\d+) +([\d.]+) +([\d,]+) +([\d.]+|-)$", re.M)
@@ -32,19 +32,20 @@ LETTERS = CharTokenizer(list("\n abcdefghijklmnopqrstuvwxyz[]/\x1b日"))
 
 
 class Clockwork:
-    """A writer that gives a text's tokens, each of which takes `cost` seconds."""
+    """A writer of one text, whose tokens take `cost` seconds each."""
+
+    engine = SimpleNamespace(name="torch")
 
     def __init__(self, text, cost):
-        self.tokens, self.cost = iter(LETTERS.encode(text)), cost
-        self.prefill_seconds = self.decode_seconds = 0.0
+        self.tokens, self.cost, self.seconds = iter(LETTERS.encode(text)), cost, 0.0
 
-    def next(self, texts):
-        self.decode_seconds += self.cost
-        return [next(self.tokens)]
+    def step(self, most):
+        self.seconds += self.cost
+        return [(self, [next(self.tokens)])]
 
 
 def runner(part, cost=1.0, text="abcdefghij"):
-    return race.Runner(part, SimpleNamespace(name="torch"), Clockwork(text, cost), LETTERS, len(text))
+    return race.Runner(part, Clockwork(text, cost), LETTERS, len(text))
 
 
 def reported(runners, prompt=""):
@@ -70,10 +71,10 @@ def test_the_turn_is_always_that_of_the_least_time():
 
 
 def test_a_turn_takes_as_many_tokens_as_fit_its_time():
-    quick = runner("part4", race.TURN / 4)
+    quick = runner("part4", race.TURN_SECONDS / 4)
     quick.turn()
     assert len(quick.tokens) == 4
-    slow = runner("part1", 100 * race.TURN)
+    slow = runner("part1", 100 * race.TURN_SECONDS)
     slow.turn()
     assert slow.text == "a"
 
@@ -180,7 +181,7 @@ def test_the_last_lines_are_kept_whole_where_they_fit():
     assert race.tail("日本日本", 5, 9, console).plain == "日本\n日本"
 
 
-SHORT = ("--threads", 1, "--max-new-tokens", 20)
+SHORT = ("--max-new-tokens", 20)
 
 
 def test_all_parts_write_the_same_text(cli, extension):
@@ -188,8 +189,10 @@ def test_all_parts_write_the_same_text(cli, extension):
     done = cli("race", *asked)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[0] == "shakes128, 20 tokens each, with a KV cache"
+    assert ", 1 thread\n" in done.stderr
     rows = ROW.findall(done.stdout)
-    assert {row[1] for row in rows} == set(PARTS) and {row[2] for row in rows} == {"torch"}
+    engines = {part: "native" if PARTS[part].operator else "torch" for part in PARTS}
+    assert {row[1]: row[2] for row in rows} == engines
     assert [row[0] for row in rows] == list("12345") and {row[3] for row in rows} == {"20"}
     assert done.stdout.endswith("\n\nidentical: all 5 texts of 20 tokens are the same\n")
     alone = cli("part4", "--inference", "--num-samples", 1, *asked).stdout
@@ -200,27 +203,19 @@ def test_all_parts_write_the_same_text(cli, extension):
 
 
 def test_the_engines_are_named_where_they_differ(cli, extension):
-    done = cli("race", "part0,part4", "--engine", "auto", *SHORT)
+    done = cli("race", "part0,part4", *SHORT)
     rows = {row[1]: row[2] for row in ROW.findall(done.stdout)}
     assert rows == {"part0": "torch", "part4": "native"}
     assert done.stderr.endswith("Engines differ, not attention alone: native for part4\n")
+    done = cli("race", "part0,part4", "--engine", "torch", *SHORT)
+    assert "Engines differ" not in done.stderr
     done = cli("race", "part1, part4", "--engine", "native", "--simd", "off", *SHORT)
     assert "Engines differ" not in done.stderr and "plain" in done.stderr
 
 
 def test_the_default_length_is_that_of_the_block_or_200(cli):
     for model, count in (("shakes128", 128), ("shakes256", 200)):
-        runners = race.line_up(
-            load(model),
-            ["part0"],
-            prompt="\n",
-            max_new_tokens=None,
-            seed=1,
-            sampling=Sampling(),
-            engine="torch",
-            simd="auto",
-            use_cache=True,
-        )
+        runners = race.line_up(load(model), ["part0"])
         assert runners[0].count == count and runners[0].tokens == [] and runners[0].seconds == 0
 
 
@@ -231,7 +226,7 @@ def test_a_part_that_errs_is_found_and_exits_1(cli, extension, monkeypatch):
 
     right = attention_ext.attention
     monkeypatch.setattr(engine, "attention", wrong)
-    done = cli("race", "part0,part2,part4", "--prompt", "ROMEO:\n", *SHORT)
+    done = cli("race", "part0,part2,part4", "--engine", "torch", "--prompt", "ROMEO:\n", *SHORT)
     assert done.returncode == 1
     last = done.stdout.splitlines()[-1]
     assert re.fullmatch(r"not identical: part2 differs from part0 at token \d+", last)
@@ -259,12 +254,12 @@ def test_what_is_wrong_is_said_in_one_line(cli, arguments, message):
     assert done.stderr.count("\n") == 1 and message in done.stderr
 
 
-ENDLESS = ("race", "part0,part4", "-m", "shakes1024", "--max-new-tokens", "1000000", "--threads", "1")
+ENDLESS = ("race", "part0,part4", "-m", "shakes1024", "--max-new-tokens", "1000000")
 
 
 def test_ctrl_c_shows_what_there_is(process, extension):
     running = process(*ENDLESS)
-    while not running.stderr.readline().startswith("SIMD"):  # the last before it starts
+    while not running.stderr.readline().startswith("Engines differ"):  # the last line before the race
         pass
     time.sleep(0.5)
     running.send_signal(signal.SIGINT)
@@ -307,7 +302,7 @@ def test_on_a_terminal_it_is_seen_as_it_goes(extension, tmp_path):
         os.close(master)
     text = seen.decode(errors="replace")
     assert "Traceback" not in text
-    assert re.search(r"part0 torch.*│.*part4 torch", text) and re.search(r"\d tokens/s", text)
+    assert re.search(r"part0 torch.*│.*part4 native", text) and re.search(r"\d tokens/s", text)
     after = text[text.rindex("\x1b[?25h") :]  # the cursor is shown again
     assert len(ROW.findall(after.replace("\r", ""))) == 2
     assert "stopped; identical so far" in after

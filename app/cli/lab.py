@@ -1,0 +1,41 @@
+"""The lab's exercises: the test of a part, and one element of a 4-D tensor."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from app.cli.options import size_option
+
+TILE = 256  # the lab's tile, in queries and in keys
+
+length_option = size_option("-N", "N", default=1024, help="Sequence length of the test.")
+causal_option = click.option(
+    "--causal", is_flag=True, help="Use a causal mask in the test; the model always uses one."
+)
+
+
+def run_test(part: str, *, N: int, br: int | None, bc: int | None, causal: bool, simd: str) -> None:
+    """Run the lab's test of a part; exit code 1 on a mismatch."""
+    import signal
+
+    from lab import correctness
+
+    # Python's own handler of Ctrl-C would wait until a kernel returns.
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        passed = correctness.run(part, N, br, bc, causal, simd, echo=click.echo)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if not passed:
+        sys.exit(1)
+
+
+@click.command("4Daccess")
+def four_d_access() -> None:
+    """Read one element of a 4-D tensor through the extension's own accessor."""
+    from lab import correctness
+
+    if not correctness.four_d_access(echo=click.echo):
+        sys.exit(1)

@@ -1,0 +1,184 @@
+"""What several commands share: types of values, options, and what is set before a command starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, TypeVar
+
+import click
+
+from attention_ext import PARTS, SIMD
+
+LARGEST_SIZE = 2**31 - 1
+MOST_THREADS = 1024
+MOST_NUMBERS = 1000  # in a list, so that a typing error does not fill the memory
+
+notice = partial(click.echo, err=True)  # for the person at the terminal, never into a pipe
+
+Options = TypeVar("Options")
+Decorator = Callable[[Callable], Callable]
+
+
+class TileSize(click.ParamType):
+    """A whole number of at least 1, or 'auto', which leaves the choice to the kernel."""
+
+    name = "n|auto"
+
+    def convert(self, value, parameter, context) -> int | str:
+        return (
+            value if value == "auto" else click.IntRange(1, LARGEST_SIZE).convert(value, parameter, context)
+        )
+
+
+class Numbers(click.ParamType):
+    """Whole numbers from 1 to `most`: '32,64', '1:8' (by 1), '1:9+2', '256:4096*2'; 'auto' where allowed."""
+
+    name = "list"
+
+    def __init__(self, most: int = LARGEST_SIZE, auto: bool = False) -> None:
+        self.most, self.auto = most, auto
+
+    def convert(self, value, parameter, context) -> tuple[int | None, ...]:
+        if isinstance(value, tuple):
+            return value
+        numbers: list[int | None] = []
+        for item in value.split(","):
+            if self.auto and item == "auto":
+                numbers.append(None)
+                continue
+            form = re.fullmatch(r"(\d{1,10})(?::(\d{1,10})(?:([*+])(\d{1,10}))?)?", item, re.ASCII)
+            if not form or int(form[1]) < 1 or (form[3] and int(form[4]) < (2 if form[3] == "*" else 1)):
+                auto = " or auto" * self.auto
+                self.fail(f"{item!r} must be a number of at least 1, a range as 256:4096*2 or 1:9+2{auto}")
+            number, last = int(form[1]), int(form[2] or form[1])
+            if number > last:
+                self.fail(f"{item!r} goes down; it must go up")
+            if last > self.most:
+                self.fail(f"{item!r} has {last}; it must be at most {self.most}")
+            while number <= last and len(numbers) <= MOST_NUMBERS:
+                numbers.append(number)
+                number = number * int(form[4]) if form[3] == "*" else number + int(form[4] or 1)
+        if len(numbers) > MOST_NUMBERS:
+            self.fail(f"{value!r} has more than {MOST_NUMBERS} numbers")
+        return tuple(dict.fromkeys(numbers))
+
+
+class Names(click.ParamType):
+    """Names separated by commas."""
+
+    name = "list"
+
+    def convert(self, value, parameter, context) -> tuple[str, ...]:
+        return value if isinstance(value, tuple) else tuple(value.split(","))
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What runs the model, as generation.engine.open_engine takes it; None leaves the choice to it."""
+
+    engine: str | None
+    simd: str
+    br: int | None
+    bc: int | None
+    weights: str
+
+
+def take(kind: type[Options], options: dict[str, Any]) -> Options:
+    """An object of a dataclass; its fields are removed from the options that click gives."""
+    return kind(**{field.name: options.pop(field.name) for field in fields(kind)})  # type: ignore[arg-type]
+
+
+def none_if_auto(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """A callback of options: 'auto' is None in Python."""
+    return None if value == "auto" else value
+
+
+def all_of(*options: Decorator) -> Decorator:
+    """One decorator that adds these options in this order."""
+
+    def add(command: Callable) -> Callable:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+def size_option(*names: str, default: int | None = None, most: int = LARGEST_SIZE, **settings) -> Decorator:
+    """A whole number from 1 to `most`; its default is shown."""
+    settings = {"show_default": True} | settings
+    return click.option(*names, type=click.IntRange(1, most), default=default, **settings)
+
+
+def tile_options(shown: str | None = None) -> Decorator:
+    """-br and -bc. 'auto' is None; with `shown`, the description of a default, None is 'not given'."""
+    settings: dict[str, Any] = {"type": TileSize()}
+    settings |= {"show_default": shown or True}
+    if shown is None:
+        settings |= {"default": "auto", "callback": none_if_auto}
+    return all_of(
+        click.option("-br", "--br", help="Rows of part4's tile, in queries.", **settings),
+        click.option("-bc", "--bc", help="Columns of part4's tile, in keys.", **settings),
+    )
+
+
+threads_option = size_option("--threads", most=MOST_THREADS, help="Threads to use.", show_default="PyTorch's")
+one_thread_option = size_option("-t", "--threads", default=1, most=MOST_THREADS, help="Threads to use.")
+simd_option = click.option(
+    "--simd",
+    type=click.Choice(SIMD),
+    default="auto",
+    show_default=True,
+    help="SIMD helpers of parts 1 to 4: auto is portable, off is scalar loops.",
+)
+weights_option = click.option(
+    "--weights",
+    type=click.Choice(["fp32", "bf16"]),
+    default="fp32",
+    show_default=True,
+    help="Precision of the matrices; bf16 halves the bytes read for a token.",
+)
+engine_option = click.option(
+    "--engine",
+    type=click.Choice(["auto", "native", "torch"]),
+    default="auto",
+    show_default=True,
+    callback=none_if_auto,
+    help="What runs the model; auto is native for parts 1 to 4, and torch for part0, which has no other.",
+)
+model_option = click.option(
+    "-m",
+    "--model",
+    default="shakes128",
+    show_default=True,
+    help="Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt.",
+)
+temperature_option = click.option(
+    "--temperature",
+    type=click.FloatRange(0),
+    default=0.8,
+    show_default=True,
+    help="Divide the logits by this; 0 takes the likeliest token.",
+)
+top_k_option = size_option(
+    "--top-k", default=200, most=2**63 - 1, help="Choose among the k likeliest tokens."
+)
+seed_option = click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=1337,
+    show_default=True,
+    help="Seed of the random numbers.",
+)
+part_argument = click.argument("part", type=click.Choice(list(PARTS)), metavar="PART")
+
+
+def set_threads(threads: int | None) -> None:
+    """Set PyTorch's threads, which are the kernels' too; None leaves its default."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)

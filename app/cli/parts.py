@@ -1,0 +1,78 @@
+"""The command of each part: --inference writes text, without it the lab's test runs."""
+
+from __future__ import annotations
+
+import click
+
+from app.cli import lab, writing
+from app.cli.options import (
+    EngineOptions,
+    all_of,
+    engine_option,
+    set_threads,
+    simd_option,
+    take,
+    threads_option,
+    tile_options,
+    weights_option,
+)
+from attention_ext import PARTS
+
+BOTH_MODES = {"br", "bc", "threads", "simd", "inference"}
+TEST_ONLY = {"N", "causal"}
+
+part_options = all_of(
+    lab.length_option,
+    tile_options(shown=f"{lab.TILE} in the test, auto in --inference"),
+    threads_option,
+    simd_option,
+    lab.causal_option,
+    click.option("--inference", is_flag=True, help="Write text instead of running the test."),
+    writing.text_options,
+    engine_option,
+    weights_option,
+    writing.output_options,
+)
+
+
+def command_of(part: str) -> click.Command:
+    """The command of one row of PARTS."""
+
+    @click.command(part, short_help=f"Test {part} against PyTorch and profile it.")
+    @part_options
+    @click.pass_context
+    def command(given: click.Context, /, **options) -> None:
+        refuse_options_of_the_other_mode(given)
+        for side in ("br", "bc"):
+            size = options[side] or ("auto" if options["inference"] else lab.TILE)
+            options[side] = None if size == "auto" else size
+        threads = options["threads"]
+        if options["inference"]:
+            engine, texts = take(EngineOptions, options), take(writing.TextOptions, options)
+            writing.write(part, threads, engine, texts, options["as_json"], options["interactive"])
+        else:
+            set_threads(threads)
+            lab.run_test(part, **{name: options[name] for name in ("N", "br", "bc", "causal", "simd")})
+
+    command.help = (
+        f"Test {part} ({PARTS[part].summary}) against PyTorch and profile it, "
+        "or write text with it (--inference)."
+    )
+    return command
+
+
+def refuse_options_of_the_other_mode(context: click.Context) -> None:
+    """Raise UsageError for an option that would be ignored."""
+    for option in context.command.params:
+        name = str(option.name)
+        if context.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE:
+            continue
+        if context.params["inference"] and name in TEST_ONLY:
+            raise click.UsageError(f"{option.opts[0]} does not go with --inference")
+        if context.params["interactive"] and name in ("num_samples", "as_json"):
+            raise click.UsageError(f"{option.opts[0]} does not go with --interactive")
+        if not context.params["inference"] and name not in TEST_ONLY | BOTH_MODES:
+            raise click.UsageError(f"{option.opts[0]} goes with --inference only")
+
+
+COMMANDS = tuple(command_of(part) for part in PARTS)

@@ -1,0 +1,137 @@
+"""What is wrong is one line on stderr and exit code 2; Ctrl-C and a closed pipe end quietly."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from support import ROOT
+
+from attention_ext import PARTS
+
+WRONG = [
+    (["part9"], "No such command 'part9'"),
+    (["4Daccess", "more"], "unexpected extra argument"),
+    (["part4", "-N", "0"], "'-N': 0 is not in the range"),
+    (["part4", "-N", "many"], "'-N': 'many' is not a valid integer"),
+    (["part4", "-br", "0"], "0 is not in the range"),
+    (["part4", "-bc", "some"], "'some' is not a valid integer"),
+    (["part4", "--threads", "0"], "'--threads': 0 is not in the range"),
+    (["part4", "--colour"], "No such option"),
+    (["part4", "-br", "99999999999999999999"], "99999999999999999999 is not in the range"),
+    (["part4", "--prompt", "To be"], "--prompt goes with --inference only"),
+    (["part4", "--inference", "--causal"], "--causal does not go with --inference"),
+    (["part4", "-N", "10000000"], "N is 10000000; the reference would need"),
+    (["part0", "--inference", "-m", "shakes512"], "model 'shakes512' was not found"),
+    (
+        ["part0", "--inference", "--prompt", "naïve 日本"],
+        "not know 3 of the text's characters: 'ï' '日' '本'",
+    ),
+    (["part0", "--inference", "--prompt", ""], "prompt is empty"),
+    (["part0", "--inference", "--prompt-file", "nowhere.txt"], "nowhere.txt: No such file"),
+    (["part0", "--inference", "--prompt-file", "."], "Is a directory"),
+    (["part0", "--inference", "--prompt", "a", "--prompt-file", "b"], "exclude each other"),
+    (["part0", "--inference", "--temperature", "-1"], "'--temperature': -1.0 is not in the range"),
+    (["part0", "--inference", "--temperature", "nan"], "temperature is nan"),
+    (["part0", "--inference", "--top-k", "0"], "'--top-k': 0 is not in the range"),
+    (["part0", "--inference", "--num-samples", "0"], "'--num-samples': 0 is not in the range"),
+    (["part0", "--inference", "--top-p", "0"], "'--top-p': 0.0 is not in the range"),
+    (["part0", "--inference", "--min-p", "1.5"], "'--min-p': 1.5 is not in the range"),
+    (["part0", "--inference", "--repetition-penalty", "inf"], "repetition_penalty is inf"),
+    (["part0", "--inference", "--stop", ""], "stop is ['']"),
+    (["part0", "--inference", "--seed", str(2**63 - 1)], "seed is 9223372036854775807; the last sample's"),
+    (["part0", "--inference", "--engine", "native"], "engine is 'native'; it must be 'torch' with part0"),
+    (["part0", "--inference", "--interactive", "--json"], "--json does not go with --interactive"),
+    (["part0", "--inference", "--interactive", "--num-samples", "7"], "--num-samples does not go with"),
+    (["part0", "--inference", "--interactive", "--prompt-file", "-"], "--prompt-file - does not go with"),
+    (["part0", "--json"], "--json goes with --inference only"),
+    (["eval", "--corpus", "nowhere.txt"], "nowhere.txt: No such file"),
+    (["eval", "-m", "shakes512", "--corpus", __file__], "model 'shakes512' was not found"),
+    (["prepare", "--corpus", "nowhere.txt"], "nowhere.txt: No such file"),
+    (["train", "shakes512"], "'shakes512' is not one of"),
+    (["train", "shakes128", "--corpus", "nowhere.txt"], "nowhere.txt: No such file"),
+]
+
+
+@pytest.mark.parametrize("arguments, message", WRONG, ids=[" ".join(w[0])[:40] for w in WRONG])
+def test_what_is_wrong_is_said_in_one_line(failed, arguments, message):
+    assert message in failed(*arguments)
+
+
+def test_a_file_that_is_no_text_is_named(failed, tmp_path):
+    (tmp_path / "binary").write_bytes(b"abc\xff\xfe")
+    for arguments in (["eval", "--corpus", "binary"], ["part0", "--inference", "--prompt-file", "binary"]):
+        assert "binary is not UTF-8 at byte 3" in failed(*arguments)
+    message = failed("part0", "--inference", "--prompt-file", "-", input=b"\xff")
+    assert "standard input is not UTF-8 at byte 0" in message
+
+
+EVERY_PART = """
+import contextlib, io, json
+from app.cli import main
+from attention_ext import PARTS
+
+done = []
+for part in PARTS:
+    for arguments in (["-N", "16"], ["--inference", "--max-new-tokens", "3"]):
+        code = 0
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
+            try:
+                main([part, *arguments])
+            except SystemExit as end:
+                code = end.code
+        done.append([part, code, errors.getvalue()])
+print(json.dumps(done))
+"""
+
+
+def test_without_a_compiler_part0_works_and_the_others_say_what_to_install(tmp_path):
+    """A process with nothing on PATH and an empty cache."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'ziglang' else find(name, *a)\n"
+    )
+    here = str(tmp_path)
+    bare = dict(PATH=here, CXX="", TORCH_EXTENSIONS_DIR=here, PYTHONPATH=f"{here}{os.pathsep}{ROOT}")
+    ran = subprocess.run(
+        [sys.executable, "-c", EVERY_PART],
+        env=os.environ | bare,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    for part, code, errors in json.loads(ran.stdout):
+        if PARTS[part].operator:
+            assert code == 2 and errors.count("\n") == 1
+            assert errors.startswith("gpt.py: error: parts 1 to 4 need a C++ compiler")
+            assert "apt install g++" in errors
+        else:
+            assert code == 0, errors
+
+
+ENDLESS = ("part0", "--inference", "-m", "shakes2048", "--max-new-tokens", 1_000_000)
+
+
+def test_text_is_flushed_as_it_is_made_and_ctrl_c_keeps_it(process):
+    running = process(*ENDLESS, "--prompt", "ROMEO:")
+    start = os.read(running.stdout.fileno(), 100)  # while it still writes
+    running.send_signal(signal.SIGINT)
+    rest, errors = running.communicate(timeout=60)
+    assert start.startswith(b"ROMEO:"[: len(start)])
+    assert running.returncode == 130
+    assert "Traceback" not in errors
+
+
+def test_a_closed_pipe_ends_it_quietly(process):
+    running = process(*ENDLESS)
+    os.read(running.stdout.fileno(), 10)
+    running.stdout.close()
+    assert running.wait(timeout=60) == 0
+    errors = running.stderr.read()
+    assert "Traceback" not in errors and "Broken" not in errors and "Exception" not in errors

@@ -1,0 +1,84 @@
+"""The help: complete, in sections, and quick, as it does not import torch."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+from support import ROOT
+
+from app.cli import cli as commands
+from app.cli import first_sentence
+from attention_ext import PARTS
+
+
+def test_help_does_not_import_torch():
+    code = (
+        "import sys; from app.cli import main\n"
+        "try: main({!r})\n"
+        "except SystemExit: pass\n"
+        "print('torch' in sys.modules)"
+    )
+    for arguments in (["--help"], ["part4", "--help"], ["train", "-h"], ["bench", "-h"], ["race", "-h"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(arguments)], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.stdout.startswith("Usage:") and done.stdout.endswith("False\n"), done.stderr
+
+
+def test_commands_are_listed_in_sections(cli):
+    lines = cli("--help").stdout.splitlines()
+    headings = [line for line in lines if re.fullmatch(r"[A-Z].*:", line)]
+    assert headings == ["Options:", "Write:", "Lab test:", "Measure:", "Train:"]
+    names = [line[2:].split("  ")[0] for line in lines[lines.index("Write:") :] if re.match(r"  \w", line)]
+    assert names == [*(f"{part} --inference" for part in PARTS), *commands.commands]
+
+
+def test_no_sentence_is_cut(cli, monkeypatch):
+    for columns in ("60", "80", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        shown = " ".join(cli("--help").stdout.split())
+        assert "..." not in shown.removeprefix("Usage: gpt.py [OPTIONS] COMMAND [ARGS]...")
+        for command in commands.commands.values():
+            assert " ".join(first_sentence(command).split()) in shown
+        for name, part in PARTS.items():
+            assert f"Write text with {name}: {part.summary}." in shown
+
+
+def test_no_command_shows_the_help(cli):
+    done = cli()
+    assert done.returncode == 2
+    assert "Usage: gpt.py" in done.stderr + done.stdout and "part4" in done.stderr + done.stdout
+
+
+def test_help_has_a_sentence_for_every_option(cli):
+    done = cli("part4", "-h")
+    assert done.returncode == 0
+    for option in (
+        "-N",
+        "-br",
+        "-bc",
+        "--threads",
+        "--causal",
+        "--inference",
+        "-m",
+        "--prompt",
+        "--prompt-file",
+        "--max-new-tokens",
+        "--num-samples",
+        "--temperature",
+        "--top-k",
+        "--top-p",
+        "--min-p",
+        "--repetition-penalty",
+        "--stop",
+        "--seed",
+        "--context",
+        "--no-kv-cache",
+        "--engine",
+        "--weights",
+        "--json",
+        "--interactive",
+    ):
+        assert re.search(rf"^  {option}[ ,].*\n?.* ([A-Z][a-z]|\.\.\. )", done.stdout, re.M), option

@@ -1,0 +1,56 @@
+"""The lab's test of a part, and 4Daccess."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+import attention_ext
+from attention_ext import PARTS
+from lab import correctness
+
+
+def test_the_labs_test(cli, part):
+    done = cli(part, "-N", 128, "-br", 32, "-bc", 64, "--threads", 1)
+    assert done.returncode == 0, done.stderr
+    assert "manual attention == pytorch attention True" in done.stdout
+    assert f"REFERENCE - {PARTS[part].title} statistics" in done.stdout
+    assert f"{part.upper()} - {PARTS[part].title} statistics" in done.stdout
+    assert done.stderr == ""
+
+
+def test_a_mismatch_exits_1(cli, extension, monkeypatch):
+    right = correctness.attention
+    monkeypatch.setattr(correctness, "attention", lambda part, **k: right(part, **k) + (part == "part4"))
+    done = cli("part4", "-N", 32)
+    assert done.returncode == 1
+    assert "manual attention == pytorch attention False" in done.stdout
+    assert "4096 of 4096 elements are off" in done.stdout
+
+
+def test_4d_access(cli, extension):
+    done = cli("4Daccess")
+    assert done.returncode == 0
+    values = dict(re.findall(r"^(Expected|Result): +(\S+)$", done.stdout, re.M))
+    assert values["Expected"] == values["Result"]
+    assert re.search(r"^4D Tensor Index: \(\d, \d, \d+, \d+\)$", done.stdout, re.M)
+
+
+def test_the_tests_options_reach_the_kernels(cli, extension, monkeypatch):
+    calls = []
+
+    def recorded(part, *tensors, **options):
+        calls.append((part, options["br"], options["bc"], options["causal"], torch.get_num_threads()))
+        return right(part, *tensors, **options)
+
+    right = attention_ext.attention
+    monkeypatch.setattr(correctness, "attention", recorded)
+    assert cli("part3", "-N", 32, "-br", 5, "-bc", 7, "--causal", "--threads", 1).returncode == 0
+    assert set(calls) == {("part0", 5, 7, True, 1), ("part3", 5, 7, True, 1)}
+    calls.clear()
+    assert cli("part4", "-N", 32, "--threads", 2).returncode == 0
+    assert set(calls) == {("part0", 256, 256, False, 2), ("part4", 256, 256, False, 2)}
+    calls.clear()
+    assert cli("part4", "-N", 32, "--threads", 1, "--br", "auto", "-bc", "auto").returncode == 0
+    assert set(calls) == {("part0", None, None, False, 1), ("part4", None, None, False, 1)}

@@ -1,0 +1,229 @@
+"""--inference: what is written, where it goes, and that each option reaches what it is for."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+import attention_ext
+from attention_ext import PARTS
+from attention_ext.build import toolchain
+from generation import engine
+
+
+def test_inference_notices_go_to_stderr_and_text_to_stdout(cli, part):
+    done = cli(part, "--inference", "--prompt", "ROMEO:", "--max-new-tokens", 40, "--num-samples", 3)
+    assert done.returncode == 0, done.stderr
+    notices = done.stderr.splitlines()
+    assert notices[0] == "Running inference using dnn model shakes128"
+    assert notices[1] == "number of parameters: 0.80M"
+    assert re.fullmatch(r"Vocabulary of 65 tokens from .*meta\.json", notices[2])
+    assert notices[3].startswith("SIMD: " if PARTS[part].operator else "Attention by matmul")
+    samples = done.stdout.split("\n---------------\n")
+    assert len(samples) == 3 and len(set(samples)) == 3
+    assert [len(sample) for sample in samples] == [46, 46, 47]  # the last has the final line end
+    assert all(sample.startswith("ROMEO:") for sample in samples)
+
+
+def test_the_same_seed_gives_the_same_text_in_every_part(cli, extension):
+    texts = {
+        cli(part, "--inference", "-m", "shakes256", "--seed", 5, "--num-samples", 1, *more).stdout
+        for part in PARTS
+        for more in ([], ["--no-kv-cache"])
+    }
+    assert len(texts) == 1
+    (text,) = texts
+    assert len(text) == 256 + 1
+
+
+def test_options_reach_what_they_are_for(cli, extension, monkeypatch):
+    calls = []
+
+    def recorded(part, q, k, v, **options):
+        threads = torch.get_num_threads()
+        calls.append((part, options["br"], options["bc"], options["causal"], q.shape[2], threads))
+        return right(part, q, k, v, **options)
+
+    right = attention_ext.attention
+    monkeypatch.setattr(engine, "attention", recorded)
+    common = ("part4", "--inference", "-br", 5, "-bc", 7, "--threads", 1, "--num-samples", 1, "--seed", 3)
+    short = (*common, "--prompt", "abcd", "--max-new-tokens", 3)
+    cached = cli(*short, "--engine", "torch")
+    assert set(calls) == {("part4", 5, 7, True, rows, 1) for rows in (4, 1)}
+    calls.clear()
+    assert cli(*short, "--engine", "torch", "--no-kv-cache").stdout == cached.stdout
+    assert set(calls) == {("part4", 5, 7, True, rows, 1) for rows in (4, 5, 6)}
+    calls.clear()
+    assert cli(*short).stdout == cached.stdout
+    assert calls == []  # the native engine calls the kernels itself
+
+
+def test_the_samplings_options_reach_it_in_both_engines(cli, extension):
+    hot = ("part4", "--inference", "--num-samples", 1, "--temperature", 30, "--max-new-tokens", 60)
+    texts = {}
+    for more in [
+        (),
+        ("--top-k", 1),
+        ("--top-k", 3),
+        ("--top-p", 0.5),
+        ("--min-p", 0.9),
+        ("--repetition-penalty", 100),
+        ("--seed", 3),
+    ]:
+        native, by_torch = (cli(*hot, *more, "--engine", name).stdout for name in ("native", "torch"))
+        assert native == by_torch, more
+        texts[native] = more
+    assert len(texts) == 7
+    greedy = cli(*hot, "--temperature", 0).stdout
+    assert texts[greedy] == ("--top-k", 1)
+
+
+def test_samples_end_before_a_stop_string(cli, extension):
+    common = ("part4", "--inference", "--max-new-tokens", 200, "--num-samples", 3)
+    whole = cli(*common).stdout.removesuffix("\n").split("\n---------------\n")
+    done = cli(*common, "--stop", "the", "--stop", "you")
+    ended = done.stdout.removesuffix("\n").split("\n---------------\n")
+    assert [re.split("the|you", text)[0] for text in whole] == ended
+    assert ended != whole
+
+
+def test_json_has_an_object_for_each_sample(cli, extension):
+    common = (
+        "part4",
+        "--inference",
+        "--prompt",
+        "ROMEO:",
+        "--max-new-tokens",
+        50,
+        "--threads",
+        1,
+        "--seed",
+        4,
+    )
+    done = cli(*common, "--json", "--stop", "the")
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert list(first) == [
+        "model",
+        "part",
+        "engine",
+        "simd",
+        "threads",
+        "seed",
+        "prompt",
+        "text",
+        "prompt_tokens",
+        "new_tokens",
+        "prefill_seconds",
+        "decode_seconds",
+        "tokens_per_second",
+        "finish_reason",
+    ]
+    expected = dict(
+        model="shakes128",
+        part="part4",
+        engine="native",
+        simd="portable",
+        threads=1,
+        seed=4,
+        prompt="ROMEO:",
+        prompt_tokens=6,
+    )
+    assert {name: first[name] for name in expected} == expected
+    assert second["seed"] == 5 and second["text"] != first["text"]
+    for sample in (first, second):
+        assert "the" not in sample["text"]
+        assert sample["finish_reason"] == ("length" if len(sample["text"]) == 50 else "stop")
+        assert sample["new_tokens"] >= len(sample["text"])
+        rate = sample["new_tokens"] / sample["decode_seconds"]
+        assert sample["tokens_per_second"] == pytest.approx(rate)
+        assert sample["prefill_seconds"] > 0
+    plain = cli(*common, "--stop", "the").stdout
+    assert plain == "---------------\n".join(f"ROMEO:{s['text']}\n" for s in (first, second))
+    part0 = json.loads(cli("part0", *common[1:], "--json").stdout.splitlines()[0])
+    assert part0["engine"] == "torch" and part0["simd"] is None
+
+
+def test_the_last_line_counts_the_tokens(cli, extension):
+    done = cli("part4", "--inference", "--max-new-tokens", 10, "--num-samples", 40)
+    assert re.fullmatch(
+        r"400 tokens in \d+\.\d\d s with part4, native engine: [\d,]+ tokens/s", done.stderr.splitlines()[-1]
+    )
+    assert len(set(done.stdout.split("\n---------------\n"))) == 40
+
+
+def test_a_batch_gives_the_texts_of_one_at_a_time(cli, extension):
+    common = ("part4", "--inference", "-m", "shakes256", "--max-new-tokens", 300)  # beyond the block
+    batch = cli(*common, "--num-samples", 5, "--seed", 20).stdout
+    alone = [cli(*common, "--num-samples", 1, "--seed", 20 + i).stdout for i in range(5)]
+    assert batch == "---------------\n".join(alone)
+
+
+def test_a_reset_context_is_another_text_past_the_block_size(cli, extension):
+    common = ("part4", "--inference", "--max-new-tokens", 200, "--num-samples", 1)
+    slide, reset = (cli(*common, "--context", c).stdout for c in ("slide", "reset"))
+    assert slide != reset and slide[:129] == reset[:129] and len(slide) == len(reset) == 201
+
+
+def test_writing_in_turns(cli, extension):
+    common = ("part4", "--inference", "--max-new-tokens", 40)
+    first = cli(*common, "--num-samples", 1, "--prompt", "ROMEO:").stdout
+    second = cli(*common, "--num-samples", 1, "--seed", 1338, "--prompt", first + "JULIET:").stdout
+    done = cli(*common, "--interactive", input="ROMEO:\nJULIET:\n/fresh\nNURSE \u00fc\n")
+    assert done.returncode == 0
+    assert done.stdout == first + second.removeprefix(first) + "\n"
+    assert "/fresh forgets the text" in done.stderr and "1 of the text's characters: 'ü'" in done.stderr
+    done = cli(*common, "--interactive", input="/quit\nROMEO:\n")
+    assert done.stdout == ""
+    done = cli(*common, "--interactive", "--prompt", "ROMEO:", input="\n")
+    assert done.stdout == first.replace("ROMEO:", "ROMEO:\n", 1) + "\n"
+    again = cli(*common, "--interactive", input="ROMEO:\n/fresh\nROMEO:\n").stdout
+    other = cli(*common, "--num-samples", 1, "--seed", 1338, "--prompt", "ROMEO:").stdout
+    assert again == first + other + "\n"
+
+
+def test_without_pythons_header_the_torch_engine_writes(cli, extension, monkeypatch, failed):
+    common = ("part4", "--inference", "--max-new-tokens", 10, "--num-samples", 1)
+    expected = cli(*common).stdout
+    monkeypatch.setattr(toolchain, "has_python_header", lambda: False)
+    done = cli(*common)
+    assert done.stdout == expected and "torch engine" in done.stderr.splitlines()[-1]
+    message = failed(*common, "--engine", "native")
+    assert "install it (Debian, Ubuntu: apt install python3-dev)" in message
+
+
+def test_sample_i_has_the_seed_plus_i(cli):
+    common = ("part0", "--inference", "--max-new-tokens", 30)
+    two = cli(*common, "--seed", 7).stdout
+    alone = [cli(*common, "--num-samples", 1, "--seed", seed).stdout for seed in (7, 8)]
+    assert two == "---------------\n".join(alone)
+
+
+def test_defaults_are_two_samples_of_the_block_size(cli):
+    done = cli("part0", "--inference")
+    assert [len(sample) for sample in done.stdout.split("---------------\n")] == [129, 129]
+
+
+def test_temperature_zero_ignores_the_seed(cli):
+    common = ("part0", "--inference", "--temperature", 0, "--max-new-tokens", 20, "--num-samples", 1)
+    texts = [cli(*common, "--seed", seed).stdout for seed in (1, 2)]
+    assert texts[0] == texts[1] and len(texts[0]) == 21
+
+
+def test_prompts_from_a_file_and_from_standard_input(cli, tmp_path):
+    (tmp_path / "prompt.txt").write_text("Now is\n")
+    common = ("part0", "--inference", "--max-new-tokens", 10, "--num-samples", 1)
+    outputs = {
+        cli(*common, "--prompt-file", tmp_path / "prompt.txt").stdout,
+        cli(*common, "--prompt-file", "-", input="Now is\n").stdout,
+        cli(*common, "--prompt", "Now is\n").stdout,
+    }
+    assert len(outputs) == 1 and outputs.pop().startswith("Now is\n")
+
+
+def test_a_prompt_longer_than_the_block(cli):
+    prompt = "O Romeo, Romeo! wherefore art thou Romeo? " * 5
+    done = cli("part0", "--inference", "--prompt", prompt, "--max-new-tokens", 3, "--num-samples", 1)
+    assert done.returncode == 0 and len(done.stdout) == len(prompt) + 4
