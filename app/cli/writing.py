@@ -11,6 +11,7 @@ import click
 from app.cli.options import (
     EngineOptions,
     all_of,
+    let_waiting_threads_sleep,
     model_option,
     notice,
     seed_option,
@@ -112,6 +113,7 @@ def write(
         raise click.UsageError("--prompt-file - does not go with --interactive, which reads standard input")
     prompt = texts.prompt if texts.prompt_file is None else read_prompt(texts.prompt_file)
 
+    let_waiting_threads_sleep()
     set_threads(threads)
     from app.cli import inference
     from model import load
