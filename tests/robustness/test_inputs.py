@@ -11,7 +11,8 @@ import pytest
 import tiny
 from support import Done
 
-import gpt
+from app.cli import cli as commands
+from app.cli.options import Numbers, TileSize
 from attention_ext import attention
 from lab import machine
 from model.checkpoint import save
@@ -172,15 +173,15 @@ def values(option: click.Parameter) -> list[str]:
             "1e400",
         ]
         return [*map(str, numbers), *NO_NUMBERS]
-    if isinstance(kind, click.IntRange | gpt.TileSize | gpt.Numbers):
+    if isinstance(kind, click.IntRange | TileSize | Numbers):
         low = kind.min if isinstance(kind, click.IntRange) else 1
-        high = {gpt.TileSize: 2**31 - 1, gpt.Numbers: getattr(kind, "most", None)}.get(type(kind)) or kind.max
+        high = {TileSize: 2**31 - 1, Numbers: getattr(kind, "most", None)}.get(type(kind)) or kind.max
         numbers = [low - 1, low, low + 1, -(10**30)]
         if high is not None:
             numbers += [high, high + 1, 2**63, 10**30]
         elif option.opts[0] not in ENDLESS:
             numbers += [2**31, 2**63, 10**30]
-        lists = LISTS if isinstance(kind, gpt.Numbers) else ()
+        lists = LISTS if isinstance(kind, Numbers) else ()
         return [*map(str, numbers), *NO_NUMBERS, *lists]
     if isinstance(kind, click.Choice):
         return [*kind.choices, "", "text", "\x1b[31m"]
@@ -188,7 +189,7 @@ def values(option: click.Parameter) -> list[str]:
 
 
 def test_every_command_is_tried():
-    assert COMMANDS.keys() | SKIPPED.keys() | {"part1", "part2", "part3"} == gpt.cli.commands.keys()
+    assert COMMANDS.keys() | SKIPPED.keys() | {"part1", "part2", "part3"} == commands.commands.keys()
 
 
 CASES = [(name, base) for name, bases in COMMANDS.items() for base in bases]
@@ -206,7 +207,7 @@ def test_options_at_and_beyond_their_bounds(
     (tmp_path / "text.txt").write_text("aaa\n" * 50)
     measures = name in ("bench", "explain") and "--dry-run" not in base
     outcomes = set()
-    for option in gpt.cli.commands[name].params:
+    for option in commands.commands[name].params:
         if not isinstance(option, click.Option):
             continue
         flag = option.opts[0]
