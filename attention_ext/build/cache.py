@@ -69,7 +69,7 @@ def check_owner(directory: Path) -> None:
             continue
         if status.st_mode & stat.S_IWOTH:
             who, change = "everybody", "o-w"
-        elif status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid):
+        elif status.st_mode & stat.S_IWGRP and not is_private(status.st_gid):
             who, change = f"group {status.st_gid}", "g-w"
         else:
             continue
@@ -78,7 +78,7 @@ def check_owner(directory: Path) -> None:
         raise BuildError(f"{path} can be written by {who}, whose library would be run; {remedy}")
 
 
-def _is_private(group: int) -> bool:
+def is_private(group: int) -> bool:
     """Whether a group is root's, or has the user's name and no other members.
 
     Many systems give each user such a group, and let it write what the user makes.

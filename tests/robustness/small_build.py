@@ -1,4 +1,4 @@
-"""A build that takes a second, in a process of its own: build.py's steps, over sources of one line each.
+"""A build that takes a second, in a process of its own: a recipe of the build over sources of one line each.
 
     small_build.py SOURCES [VARIANT]        print what the library answers, or the error as gpt.py would
     small_build.py SOURCES --kill COUNT     kill a first build at so many points; each time, build again
@@ -11,6 +11,7 @@ The cache directory is TORCH_EXTENSIONS_DIR; --kill uses fresh ones inside it. -
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import json
 import os
 import signal
@@ -23,7 +24,8 @@ from pathlib import Path
 
 from torch.utils import cpp_extension  # noqa: F401  its import takes longer than the build
 
-from attention_ext import BuildError, build
+from attention_ext import BuildError
+from attention_ext.build import recipes
 
 ANSWER = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
 # What Python does to files and processes: a kill can fall before each.
@@ -32,21 +34,19 @@ STEPS = ("os.", "shutil.", "tempfile.", "open", "subprocess.Popen", "fcntl.flock
 
 def write_sources(directory: Path) -> Path:
     """The sources that answer() is made of."""
-    directory.mkdir()
+    (directory / "simd").mkdir(parents=True)
     (directory / "answer.cpp").write_text(ANSWER)
     (directory / "other.cpp").write_text("int other = 1;\n")
-    (directory / "simd.ispc").write_text("export uniform int answer_of_ispc() { return 42; }\n")
+    (directory / recipes.ISPC_SOURCE).write_text("export uniform int answer_of_ispc() { return 42; }\n")
     return directory
 
 
 def answer(sources: Path, variant: str = "portable") -> int:
-    """Let build.py build these sources instead of its own, and ask the library."""
-    build.CSRC, build.KERNELS, build.SOURCES = sources, (), ("answer.cpp",)
-    build.VARIANTS[variant] = ("other.cpp", ())
-    build.has_python_header = lambda: False
-    build._register_fakes = lambda name: None
-    build.load(variant)
-    return ctypes.CDLL(str(build._libraries[variant])).answer()
+    """Make these sources by the recipe of a library instead of its own, and ask the result."""
+    recipe = dataclasses.replace(
+        recipes.library(variant, sources), sources=(sources / "answer.cpp", sources / "other.cpp")
+    )
+    return ctypes.CDLL(str(recipe.make())).answer()
 
 
 def in_child(act: Callable[[], int | str]) -> str | None:
