@@ -16,13 +16,14 @@ far.
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from itertools import takewhile
 from multiprocessing import get_context
@@ -43,7 +44,7 @@ from benchmarks.peers import PEERS  # noqa: E402
 from generation.engine import ENGINES, open_engine  # noqa: E402
 from generation.sampling import Sampling  # noqa: E402
 from generation.writer import Request, Writer  # noqa: E402
-from lab.machine import Load, closing_text, fma_peak, read_bandwidth  # noqa: E402
+from lab.machine import Load, closing_text, describe, fma_peak, read_bandwidth  # noqa: E402
 from model import load  # noqa: E402
 from model.gpt import GPT  # noqa: E402
 
@@ -171,69 +172,97 @@ def most_error(name: str) -> float:
     return MOST_ERROR_BF16 if name.endswith("bf16") else MOST_ERROR
 
 
-def run_case(title: str, calls: dict[str, Call], rounds: int, watch: Load, apart: bool) -> None:
+@dataclass
+class Figures:
+    """One contender's figures.
+
+    error: the largest of its logits. agreement: how much of its greedy text is as expected. seconds: of each
+    round; empty where it was wrong and not timed.
+    """
+
+    error: float
+    agreement: str = ""
+    seconds: list[float] = field(default_factory=list)
+
+
+def run_case(title: str, calls: dict[str, Call], rounds: int, watch: Load, apart: bool) -> dict[str, Figures]:
     """Verify, time and print one case, the contenders in turn; apart: each has a process of its own."""
     case = CASES[title]
-    model, batch, count = load(case.model).model, case.batch, case.count
+    model = load(case.model).model
     torch.manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (max(100, case.prompt),)).tolist()
-    exact = exact_logits(model, ids)
     prompt = ids if case.prompt > 1 else [0]  # a line end
-    task: tuple[Any, ...] = ("greedy", prompt, count) if count > 1 else ("prefill", prompt)
-    if batch > 1:
-        task = ("greedy_batch", [prompt] * batch, count)
-    expected = Own(model, "torch part4", 1).greedy(prompt, count)
-    errors, texts, repeats = {}, {}, {}
-    for name, call in calls.items():
-        errors[name] = float((torch.tensor(call("logits", ids)[1]) - exact).abs().max())
-        if errors[name] <= most_error(name):
-            first, result = call(*task)
-            repeats[name] = max(1, round(LEAST_SECONDS / first))
-            written = result if batch > 1 else [result]
-            texts[name] = f"{agreement(written, expected)} of {count}" if count > 1 else ""
-            if batch > 1 and (same := agreement(written, call("greedy", prompt, count)[1])) < count:
-                texts[name] += f", {same} as when alone"
-    seconds: dict[str, list[float]] = {name: [] for name in repeats}
+    figures, first = verify(case, model, calls, ids, prompt)
+    repeats = {name: max(1, round(LEAST_SECONDS / seconds)) for name, seconds in first.items()}
     for _ in range(rounds):
-        for name, times in seconds.items():
+        for name, count in repeats.items():
             if apart:
                 time.sleep(PAUSE_SECONDS)
-                calls[name](*task)
-            times.append(sum(calls[name](*task)[0] for _ in range(repeats[name])) / repeats[name])
+                calls[name](*task(case, prompt))
+            spent = sum(calls[name](*task(case, prompt))[0] for _ in range(count))
+            figures[name].seconds.append(spent / count)
             watch.sample(SAMPLE_BYTES)
     needed = bytes_per_token(model, case)
-    bandwidth = read_bandwidth(int(needed)) if batch == 1 < count else 0.0
-    click.echo(f"\n{title}: {case.model}, {case.prompt} + {count} tokens, batch {batch}\n")
-    table(case, seconds, errors, texts, count * needed / bandwidth if bandwidth else None)
+    bandwidth = read_bandwidth(int(needed)) if case.batch == 1 < case.count else 0.0
+    click.echo(f"\n{title}: {case.model}, {case.prompt} + {case.count} tokens, batch {case.batch}\n")
+    table(case, figures, case.count * needed / bandwidth if bandwidth else None)
     if bandwidth:
         click.echo(f"\nA token needs {needed / 1e6:.2f} MB, read by one thread at {bandwidth / 1e9:.0f} GB/s")
+    return figures
 
 
-def table(
-    case: Case,
-    seconds: dict[str, list[float]],
-    errors: dict[str, float],
-    texts: dict[str, str],
-    limit: float | None,
-) -> None:
+def task(case: Case, prompt: list[int]) -> tuple[Any, ...]:
+    """The method of a Peer that a case times, and its arguments."""
+    if case.batch > 1:
+        return "greedy_batch", [prompt] * case.batch, case.count
+    return ("greedy", prompt, case.count) if case.count > 1 else ("prefill", prompt)
+
+
+def verify(
+    case: Case, model: GPT, calls: dict[str, Call], ids: list[int], prompt: list[int]
+) -> tuple[dict[str, Figures], dict[str, float]]:
+    """Each contender's figures before it is timed, and the seconds of one call of those that are right.
+
+    ids: tokens after which logits are compared. prompt: that the case's texts begin with.
+    """
+    exact = exact_logits(model, ids)
+    expected = Own(model, "torch part4", 1).greedy(prompt, case.count)
+    figures, seconds = {}, {}
+    for name, call in calls.items():
+        figures[name] = Figures(float((torch.tensor(call("logits", ids)[1]) - exact).abs().max()))
+        if not figures[name].error <= most_error(name):
+            continue
+        seconds[name], result = call(*task(case, prompt))
+        if case.count == 1:
+            continue
+        written = result if case.batch > 1 else [result]
+        figures[name].agreement = f"{agreement(written, expected)} of {case.count}"
+        if case.batch > 1:
+            alone = agreement(written, call("greedy", prompt, case.count)[1])
+            if alone < case.count:
+                figures[name].agreement += f", {alone} as when alone"
+    return figures, seconds
+
+
+def table(case: Case, figures: dict[str, Figures], limit: float | None) -> None:
     """Print the figures. limit: the memory's, in seconds. The first contender that was timed is 1."""
-    middle = {name: statistics.median(times) for name, times in seconds.items()}
-    one, unit = next(iter(middle), "none"), "tokens/s" if case.count > 1 else "ms"
+    median = {name: statistics.median(each.seconds) for name, each in figures.items() if each.seconds}
+    one, unit = next(iter(median), "none"), "tokens/s" if case.count > 1 else "ms"
     click.echo(f"| contender | {unit} | spread | of memory limit | {one} = 1 | logit error | greedy text |")
     click.echo("|---" * 7 + "|")
-    for name, error in errors.items():
-        if name not in seconds:
-            click.echo(f"| {name} | wrong, so not timed | | | | {error:.0e} | |")
+    for name, each in figures.items():
+        if name not in median:
+            click.echo(f"| {name} | wrong, so not timed | | | | {each.error:.0e} | |")
             continue
-        time, (low, _, high) = middle[name], statistics.quantiles(seconds[name], n=4)
+        time, (low, _, high) = median[name], statistics.quantiles(each.seconds, n=4)
         figure = f"{case.batch * case.count / time:.0f}" if case.count > 1 else f"{1e3 * time:.2f}"
         share = f"{100 * limit / time:.0f} %" if limit else ""
         click.echo(
             f"| {name} | {figure} | {100 * (high - low) / time:.0f} % | {share} "
-            f"| {time / middle[one]:.2f} | {error:.0e} | {texts[name]} |"
+            f"| {time / median[one]:.2f} | {each.error:.0e} | {each.agreement} |"
         )
-    if limit and middle:
-        click.echo(f"| memory limit | {case.count / limit:.0f} | | 100 % | {limit / middle[one]:.2f} | | |")
+    if limit and median:
+        click.echo(f"| memory limit | {case.count / limit:.0f} | | 100 % | {limit / median[one]:.2f} | | |")
 
 
 @click.command()
@@ -243,12 +272,21 @@ def table(
 @click.option("--peers", "others", default=",".join(PEERS), help="Other engines.  [default: all installed]")
 @click.option("--bf16/--no-bf16", default=True, help="Time the native engine with bfloat16 too.")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of each.")
-@click.option("--rounds", type=click.IntRange(2), default=5, show_default=True, help="Times each is timed.")
+@click.option("--rounds", type=click.IntRange(2), default=5, show_default=True, help="Rounds of each.")
+@click.option("--save", type=click.Path(dir_okay=False), help="Keep the figures in this file, as JSON.")
 @click.option(
     "--slow/--no-slow", help="Include contenders that take longer than some 20 s.  [default: no-slow]"
 )
 def main(
-    cases: str, engines: str, parts: str, others: str, bf16: bool, threads: int, rounds: int, slow: bool
+    cases: str,
+    engines: str,
+    parts: str,
+    others: str,
+    bf16: bool,
+    threads: int,
+    rounds: int,
+    save: str | None,
+    slow: bool,
 ) -> None:
     """Time text generation, our engines against others; print a Markdown table for each case."""
     torch.set_num_threads(threads)
@@ -261,6 +299,7 @@ def main(
     click.echo(f"{extension.describe('auto')}; PyTorch {torch.__version__}")
     watch = Load()  # from here: the compilers are done
     peaks = [fma_peak("auto")]
+    results: dict[str, dict[str, Figures]] = {}
     for name in chosen[0]:
         calls: dict[str, Call] = {}
         with ExitStack() as stack:
@@ -274,8 +313,12 @@ def main(
                 else:
                     keys.remove(key)
                     click.echo(f"{key} is not installed")
-            run_case(name, calls, rounds, watch, threads > 1)
+            results[name] = run_case(name, calls, rounds, watch, threads > 1)
     peaks.append(fma_peak("auto"))
+    if save:
+        kept = {name: {who: asdict(each) for who, each in case.items()} for name, case in results.items()}
+        content = {"machine": describe(), "threads": threads, "cases": kept}
+        Path(save).write_text(json.dumps(content, indent=1))
     text, busy = closing_text(watch, peaks, threads)
     click.echo(f"\n{text}")
     if busy:

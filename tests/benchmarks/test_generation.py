@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import ExitStack
 
@@ -73,7 +74,8 @@ def rows(output):
 def test_the_figures_follow_from_the_times(capsys):
     case = bench.Case("shakes128", 1, 1, 100)
     seconds = {"ours": [0.1, 0.1, 0.1], "other": [0.3, 0.2, 0.1]}
-    bench.table(case, seconds, dict.fromkeys(seconds, 2e-6), dict.fromkeys(seconds, "100 of 100"), 0.05)
+    figures = {name: bench.Figures(2e-6, "100 of 100", times) for name, times in seconds.items()}
+    bench.table(case, figures, 0.05)
     table = rows(capsys.readouterr().out)
     assert table["ours"] == ["1000", "0 %", "50 %", "1.00", "2e-06", "100 of 100"]
     assert table["other"] == ["500", "100 %", "25 %", "2.00", "2e-06", "100 of 100"]
@@ -92,7 +94,7 @@ def test_a_batch_counts_all_texts_and_a_prompt_is_in_milliseconds(
     capsys, batch, prompt, count, unit, expected
 ):
     case = bench.Case("shakes128", batch, prompt, count)
-    bench.table(case, {"ours": [0.1, 0.1]}, {"ours": 0.0}, {"ours": ""}, None)
+    bench.table(case, {"ours": bench.Figures(0.0, "", [0.1, 0.1])}, None)
     table = rows(capsys.readouterr().out)
     assert table["ours"] == expected and table["contender"][0] == unit and "memory limit" not in table
 
@@ -186,6 +188,15 @@ def test_contenders_take_turns(run):
 
     run("--cases", "short", "--rounds", "3", A=Fake("a", change=note("a")), B=Fake("b", change=note("b")))
     assert order == ["a", "b"] + 3 * ["a", "b"]
+
+
+def test_the_figures_are_kept(run, tmp_path):
+    file = tmp_path / "figures.json"
+    assert run("--cases", "short", "--save", str(file), Other=Fake("wrong", 0.005))[0] == 0
+    kept = json.loads(file.read_text())
+    ours, wrong = kept["cases"]["short"]["torch part4"], kept["cases"]["short"]["wrong"]
+    assert len(ours["seconds"]) == 2 and ours["agreement"] == "4 of 4" and ours["error"] < 1e-4
+    assert wrong["seconds"] == [] and kept["threads"] == 1 and kept["machine"]["torch"] == torch.__version__
 
 
 def test_a_busy_machine_is_named(run, monkeypatch):
