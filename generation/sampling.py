@@ -98,8 +98,8 @@ def choose(
     seen: Sequence[Collection[int]],
 ) -> list[int]:
     """A token id for each row of logits (B, V), each by its own sampling; see sample() for the rest."""
-    if all(sampling == samplings[0] for sampling in samplings):
-        return sample(logits, uniforms, *samplings[:1], seen=seen)
+    if samplings and all(sampling == samplings[0] for sampling in samplings):
+        return sample(logits, uniforms, samplings[0], seen)
     return [
         sample(row[None], [uniform], sampling, [occurred])[0]
         for row, uniform, sampling, occurred in zip(logits, uniforms, samplings, seen)

@@ -1,0 +1,42 @@
+# What people do here. `make` lists it.
+.DEFAULT_GOAL := help
+python := .venv/bin/python
+cpp := $(shell git ls-files '*.cpp' '*.h' 2>/dev/null)
+
+.PHONY: help setup test robustness lint format bench figures docs ci
+
+help:  ## List these tasks
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+setup:  ## Make .venv with all that the tests need
+	python3 -m venv .venv
+	.venv/bin/pip install -c constraints.txt -e '.[test]'
+
+test:  ## Run the tests, some minutes
+	$(python) -m pytest
+
+robustness:  ## Run the stress tests in full, most of an hour
+	ROBUSTNESS=full $(python) -m pytest tests/robustness
+
+lint:  ## Check format, style and types
+	.venv/bin/ruff format --check
+	.venv/bin/ruff check
+	.venv/bin/mypy
+	.venv/bin/clang-format --dry-run -Werror $(cpp)
+
+format:  ## Put all sources into the project's format
+	.venv/bin/ruff check --fix
+	.venv/bin/ruff format
+	.venv/bin/clang-format -i $(cpp)
+
+bench:  ## Time the parts against PyTorch, as the README shows them
+	$(python) gpt.py bench part0,part1,part2,part3,part4,sdpa
+
+figures:  ## Remake the figures and the blocks of output in docs/, some six minutes
+	docs/make_figures.sh $(python)
+
+docs:  ## Rewrite the help texts in docs/cli.md
+	$(python) scripts/make-cli-docs.py
+
+ci:  ## Run what decides whether a change lands, in a fresh clone of the last commit
+	bash .ci/run

@@ -1,0 +1,119 @@
+"""Adding a part means adding one file and one row per language: a sixth part in a copy of this repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from support import ROOT
+
+KERNEL = """
+// Part 5 of a test: each query by itself, in plain loops. Scratch: Nk floats. Threads: 1.
+#include "attention.h"
+
+int64_t plain_scratch(const Attention& a) { return /* S, one row */ a.Nk; }
+
+void plain_attention(const Attention& a, float* S) {
+    for (int64_t b = 0; b < a.B; b++)
+        for (int64_t h = 0; h < a.H; h++)
+            for (int64_t i = 0; i < a.Nq; i++) {
+                const float *Q = a.q.at(b, h) + i * a.q.row_stride, *K = a.k.at(b, h), *V = a.v.at(b, h);
+                float* O = a.out_at(b, h) + i * a.d;
+                const int64_t n = a.visible(i);
+                for (int64_t j = 0; j < n; j++) {
+                    S[j] = 0;
+                    for (int64_t c = 0; c < a.d; c++) S[j] += Q[c] * K[j * a.k.row_stride + c];
+                    S[j] *= a.scale;
+                }
+                const float lse = softmax_row(S, n);
+                for (int64_t c = 0; c < a.d; c++) {
+                    O[c] = 0;
+                    for (int64_t j = 0; j < n; j++) O[c] += S[j] * V[j * a.v.row_stride + c];
+                }
+                if (a.lse) a.lse_at(b, h)[i] = lse;
+            }
+}
+"""
+CPP_ROW = "    PART(part5, plain, false, 0)"
+PYTHON_ROW = """        Part("part5", "PLAIN ATTENTION", "a part that a test adds", operator="part5_plain", threaded=False),
+"""
+
+
+def insert(file, before, text):
+    """Put text before the one place in a file where a regular expression matches."""
+    content = file.read_text()
+    (match,) = re.finditer(before, content, re.M)
+    file.write_text(content[: match.start()] + text + content[match.start() :])
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory, extension):
+    """The repository with a sixth part."""
+    made = tmp_path_factory.mktemp("copy")
+    leave = shutil.ignore_patterns(
+        ".*", "*.egg-info", "__pycache__", "out", "shakes[1-2]*[46]*", "shakes2048"
+    )
+    shutil.copytree(ROOT, made, dirs_exist_ok=True, ignore=leave)
+    csrc = made / "attention_ext" / "csrc"
+    (csrc / "cpu" / "part5_plain.cpp").write_text(KERNEL)
+    rows = (csrc / "parts.h").read_text()
+    (last,) = re.findall(r"^ *PART\(part4, flash, true, FEW\)", rows, re.M)
+    (csrc / "parts.h").write_text(rows.replace(last, f"{last} \\\n{CPP_ROW}"))
+    insert(made / "attention_ext" / "parts.py", r"^    \)\n\}$", PYTHON_ROW)
+    return made
+
+
+@pytest.fixture
+def run(copy, tmp_path_factory):
+    """Run Python in the copy; gives what it printed."""
+    cache = copy.parent / "sixth-part-builds"
+
+    def run(*arguments):
+        env = os.environ | {"TORCH_EXTENSIONS_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+        env.pop("PYTHONPATH", None)
+        done = subprocess.run(
+            [sys.executable, *map(str, arguments)], cwd=copy, env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    return run
+
+
+def test_the_command_line_has_it(run):
+    assert re.search(r"^ +part5 +.*a part that a test adds", run("gpt.py", "--help"), re.M)
+    assert "manual attention == pytorch attention True" in run("gpt.py", "part5", "-N", 64)
+
+
+def test_bench_measures_it_and_explain_tells_what_it_takes(run, copy):
+    sizes = ("-N", "32,64", "-d", 16, "-r", 2, "--min-time", 0)
+    measured = json.loads(run("gpt.py", "bench", "part4,part5", *sizes, "-o", "json", "--save", "run.json"))
+    rows = [row for row in measured["rows"] if row["contender"] == "part5"]
+    assert [(row["status"], row["N"], row["scratch"]) for row in rows] == [("ok", 32, 128), ("ok", 64, 256)]
+    assert "part5" in run("gpt.py", "bench", "--dry-run")
+    assert run("gpt.py", "explain", "part5", "-N", 64).startswith("part5, a part that a test adds: 4 heads")
+    pytest.importorskip("matplotlib")
+    run("gpt.py", "bench", "--load", "run.json", "--plot", "pictures")
+    assert "part5" in (copy / "pictures" / "time.svg").read_text()
+
+
+def test_it_writes_the_text(run):
+    common = ("--inference", "-m", "shakes128", "--num-samples", 1, "--max-new-tokens", 60)
+    texts = {run("gpt.py", part, *common, "--engine", engine)
+             for part in ("part4", "part5") for engine in ("native", "torch")}  # fmt: skip
+    assert len(texts) == 1 and len(texts.pop()) == 62
+    assert "part5" in run("gpt.py", "race", "part4,part5", "--max-new-tokens", 20)
+
+
+def test_the_tests_of_correctness_try_it(run):
+    chosen = "part5 and portable and (awkward_shapes or bad_value or strides)"
+    told = run(
+        "-m", "pytest", "-q", "tests/attention_ext/test_attention.py", "-k", chosen, "-p", "no:cacheprovider"
+    )
+    passed = re.search(r"(\d+) passed", told)
+    assert passed and int(passed[1]) >= 40
