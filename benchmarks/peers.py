@@ -1,7 +1,7 @@
 """Other engines that run a checkpoint's own weights in float32 on the CPU, behind one small interface.
 
-Each is one class: its docstring says which path of the engine it takes and why. An engine whose
-package is not installed takes no part. What an engine cannot be asked raises NotImplementedError.
+Each is one class, whose docstring names the path of the engine that it takes, and the reason. An engine whose
+package is not installed takes no part. What an engine cannot do raises NotImplementedError.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class CachedPyTorch:
     """A plain decoding loop: functions on bare tensors, SDPA over a slice of a preallocated cache.
 
     Without modules, since at batch 1 the calls cost more than the arithmetic; the cache is sliced, not
-    masked, so that a step reads what there is and no more. Eager, as no compiler is needed at run time.
+    masked, so that a step reads only the keys that exist. Eager, as no compiler is needed at run time.
     """
 
     name = f"PyTorch {torch.__version__}, cached"

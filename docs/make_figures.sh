@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Remakes every figure and every block of output in docs/: some six minutes on a machine that does nothing else.
+# Remakes every figure and every block of output in docs/, in some six minutes on an idle machine.
 #
 #     docs/make_figures.sh [PYTHON]
 set -euo pipefail

@@ -1,4 +1,4 @@
-"""Run each command that stands after `$ ` at the head of a block of text, and put what it prints below it."""
+"""Run the command after `$ ` at the head of each text block, and replace the block's output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCK = re.compile(r"(```text\n\$ python )([^\n]+)\n.*?```", re.DOTALL)
 
 
 def rerun(document: str) -> str:
-    """The document with every block's output as it is now."""
+    """The document with the current output in every block."""
 
     def run(block: re.Match) -> str:
         command = [sys.executable, *shlex.split(block[2])]

@@ -1,4 +1,4 @@
-"""The lab's test of one part: the same result as PyTorch, and what it costs in time and memory."""
+"""The lab's test of one part: compares its result with PyTorch's, and prints its time and memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def measure(name: str, function: Callable[[], Tensor]) -> Run:
 
 def _peak_memory(profiler: profile) -> int:
     """The highest sum of the allocations and releases that the profiler recorded, in bytes."""
-    recorded: Any = profiler.profiler  # PyTorch's public averages give sums, not what was held at once
+    recorded: Any = profiler.profiler  # PyTorch's public averages give sums, not the peak
     events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
     peak = held = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
@@ -67,7 +67,7 @@ def _peak_memory(profiler: profile) -> int:
 
 
 def allocated(function: Callable[[], Tensor]) -> tuple[Tensor, int]:
-    """What `function` gives, and the most bytes that PyTorch's allocator had given out at once meanwhile."""
+    """The result of `function`, and the peak of the bytes that PyTorch's allocator gave out meanwhile."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         out = function()
     return out, _peak_memory(profiler)
@@ -106,7 +106,7 @@ def run(
     simd: str = "auto",
     echo: Callable[[str], None] = print,
 ) -> bool:
-    """The lab's test of `part` at length N, scale 1: reference, part, statistics; False on a mismatch.
+    """Run the lab's test of `part` at length N, scale 1: reference, part, statistics; False on a mismatch.
 
     br, bc: part4's tile, in queries and keys; None takes tuned sizes. simd: the helpers under parts 1 to 4,
     one of SIMD.
@@ -143,7 +143,7 @@ def run(
 
 
 def four_d_access(seed: int | None = None, echo: Callable[[str], None] = print) -> bool:
-    """Read a random element of a random 4-D tensor through the extension; False if it is another."""
+    """Read a random element of a random 4-D tensor through the extension; False if it is the wrong one."""
     generator = torch.Generator()
     generator.seed() if seed is None else generator.manual_seed(seed)
     t = torch.rand(2, 4, 16, 32, generator=generator)

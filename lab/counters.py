@@ -41,10 +41,10 @@ EVENTS = {
 
 @dataclass(frozen=True)
 class Misses:
-    """Bytes that one call brings into the first level and into the last: lines missed, read or written.
+    """Bytes that one call brings into the first level and into the last, by missed reads and writes.
 
-    source: 'perf' or 'cachegrind'. l1, last: None where they were not counted. note: what is missing and
-    why, '' if nothing is. Lines written back are not counted.
+    source: 'perf' or 'cachegrind'. l1, last: None where they were not counted. note: the missing counts and
+    the reason, '' if none is missing. Lines that are written back are not counted.
     """
 
     source: str
@@ -54,7 +54,7 @@ class Misses:
 
 
 class Refused(Exception):
-    """perf may not count here; the message says why."""
+    """perf may not count here; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Call:
 
 
 def misses(call: Call, caches: tuple[Cache, Cache] | None = None, timeout: float = 120) -> Misses:
-    """What one call brings into the caches.
+    """The bytes that one call brings into the caches.
 
     caches: None lets the processor count, through perf. Its last level is what its LLC events mean, and it
     counts some of the prefetched lines. A pair has the caches simulated by cachegrind, fifty times slower
@@ -188,15 +188,15 @@ def _by_perf(perf: str, command: Sequence[str], timeout: float) -> dict[str, flo
     events = ",".join(f"{event}:u" for pair in EVENTS["perf"] for event in pair)
     code, output = _run([perf, "stat", "-x,", "-r5", "-e", events, "--", *command], timeout)
     if code != 0:
-        said = (line for line in output.splitlines() if line.strip() not in ("", "Error:"))
-        raise Refused(f"perf stat failed: {next(said, f'it ended with {code}').strip()}")
+        complaints = (line for line in output.splitlines() if line.strip() not in ("", "Error:"))
+        raise Refused(f"perf stat failed: {next(complaints, f'it ended with {code}').strip()}")
     return parse_perf(output)
 
 
 def parse_perf(output: str) -> dict[str, float]:
-    """Counts by event in what `perf stat -x,` prints; without those <not supported> or <not counted>.
+    """Counts by event from the output of `perf stat -x,`, without those <not supported> or <not counted>.
 
-    A processor with two kinds of core has a line for each, as cpu_core/EVENT/u; they are added up.
+    A processor with two kinds of core has a line for each kind, as cpu_core/EVENT/u; they are added.
     """
     counts: dict[str, float] = {}
     for line in output.splitlines():
@@ -221,13 +221,13 @@ def _by_cachegrind(
         options.append(f"--cachegrind-out-file={out}")
         code, output = _run([valgrind, *options, *command], timeout)
         if code != 0 or not out.exists():
-            said = (line for line in output.splitlines() if line and not line.startswith(("==", "--")))
-            raise BuildError(f"valgrind cannot run {command[0]}: {next(said, f'it ended with {code}')}")
+            complaints = (line for line in output.splitlines() if line and not line.startswith(("==", "--")))
+            raise BuildError(f"valgrind cannot run {command[0]}: {next(complaints, f'it ended with {code}')}")
         return parse_cachegrind(out.read_text())
 
 
 def parse_cachegrind(text: str) -> dict[str, float]:
-    """Counts by event, of the whole program, in what cachegrind leaves in its file."""
+    """Counts by event, of the whole program, from the file that cachegrind writes."""
     rows = dict(line.split(": ", 1) for line in text.splitlines() if line.startswith(("events:", "summary:")))
     counts = dict(zip(rows.get("events", "").split(), map(float, rows.get("summary", "").split())))
     if missing := [event for pair in EVENTS["cachegrind"] for event in pair if event not in counts]:
@@ -236,7 +236,7 @@ def parse_cachegrind(text: str) -> dict[str, float]:
 
 
 def _run(command: Sequence[str], timeout: float) -> tuple[int, str]:
-    """The exit code and standard error of a command that is ended with all it has started."""
+    """The exit code and standard error of a command, killed with its children after `timeout` seconds."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,

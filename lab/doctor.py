@@ -1,7 +1,7 @@
-"""doctor: what the parts need of this machine, line by line, and the one thing to do where it is missing.
+"""doctor: checks what the parts need of this machine, a line each, with the one remedy where it is missing.
 
-Nothing is compiled or changed here, and torch is first tried in a process of its own: a broken one can take
-its process with it.
+Nothing is compiled or changed here. torch is first imported in a process of its own, which a broken torch may
+end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OK, ABSENT, BROKEN = "ok", "--", "FAIL"
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 10)
 # Other packages that the commands import: distribution names.
 PACKAGES = ("click", "numpy", "pooch", "requests", "rich", "safetensors", "setuptools", "tqdm")
-# Packages that something optional needs: setup.cfg's extra, and what for.
+# Packages of optional features: the extra of setup.cfg that brings each, and its purpose.
 OPTIONAL = {
     "tiktoken": ("bpe", "GPT-2's vocabulary"),
     "matplotlib": ("lab", "plots"),
@@ -37,8 +37,8 @@ OPTIONAL = {
 }
 INSTALL = "pip install -c constraints.txt -e ."
 
-VERSION_SECONDS, TORCH_SECONDS = 10, 120  # a cold disk reads torch for long
-ROOM = 16 << 20  # bytes; a build writes some 2 MB
+VERSION_SECONDS, TORCH_SECONDS = 10, 120  # torch takes long to read from a cold disk
+BUILD_BYTES = 16 << 20  # free space that a build needs; it writes some 2 MB
 
 TORCH = """
 import json, torch
@@ -53,17 +53,17 @@ print(getattr(torch.ops, sys.argv[2]).simd_name())
 
 
 class Missing(Exception):
-    """Something optional is not there; the message says what it would bring and how."""
+    """Something optional is missing; the message names what it is for and how to get it."""
 
 
 class Broken(Exception):
-    """Something does not work; the message says what, and the one thing to do."""
+    """Something does not work; the message names it and the one remedy."""
 
 
 class Check(NamedTuple):
-    """A line: what it is about, what says how that is, and the lines without which it cannot be said.
+    """A line of the report: its name, its check, and the names of the lines that it needs.
 
-    look: gives what was found. Raises Missing, or anything else for what is broken.
+    look: gives what was found. Raises Missing for an optional thing, any other error for a broken one.
     """
 
     name: str
@@ -81,12 +81,12 @@ def run(echo: Callable[[str], None]) -> bool:
 
 
 def examine() -> Iterator[tuple[str, str, str]]:
-    """(name, OK or ABSENT or BROKEN, one line of text) of each check; no exception but Ctrl-C leaves it."""
+    """(name, OK or ABSENT or BROKEN, one line of text) of each check. Only Ctrl-C stops it early."""
     unknown = set()
     _torch.cache_clear()
     for check in CHECKS:
         if lacking := [name for name in check.needs if name in unknown]:
-            state, text = ABSENT, f"not looked at without {lacking[0]}"
+            state, text = ABSENT, f"not checked without {lacking[0]}"
         else:
             try:
                 state, text = OK, check.look()
@@ -100,7 +100,7 @@ def examine() -> Iterator[tuple[str, str, str]]:
 
 
 def _reason(error: Exception) -> str:
-    """What the error says; its type too where it was not made for people."""
+    """The error's message, with its type unless the message was written for people."""
     from attention_ext import BuildError
 
     if isinstance(error, OSError) and error.filename:
@@ -110,9 +110,9 @@ def _reason(error: Exception) -> str:
 
 
 def _output(command: list[str], seconds: float) -> str:
-    """What a program writes to stdout, or else to stderr. Raises Broken if it fails or takes longer.
+    """The text that a program writes to stdout, or else to stderr. Raises Broken if it fails or takes longer.
 
-    Its output goes through files: a pipe would be waited for as long as any of its children had it open.
+    Its output goes through files: a pipe stays open as long as any of its children has it.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
@@ -121,7 +121,7 @@ def _output(command: list[str], seconds: float) -> str:
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise Broken(f"has not answered in {seconds} s") from None
+            raise Broken(f"did not answer within {seconds} s") from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -138,13 +138,13 @@ def _output(command: list[str], seconds: float) -> str:
 
 
 def _version(command: list[str], remedy: str) -> str:
-    """The first line that a program says of itself, and its path. Raises Broken, with the remedy."""
+    """The first line of a program's --version, and its path. Raises Broken, with the remedy."""
     path = shutil.which(command[0]) or command[0]
     try:
-        said = _output([*command, "--version"], VERSION_SECONDS)
+        output = _output([*command, "--version"], VERSION_SECONDS)
     except (Broken, OSError) as error:
         raise Broken(f"{shlex.join(command)} --version {_reason(error)}; {remedy}") from None
-    return f"{said.splitlines()[0] if said else 'no version'} ({shlex.join([path, *command[1:]])})"
+    return f"{output.splitlines()[0] if output else 'no version'} ({shlex.join([path, *command[1:]])})"
 
 
 def _python() -> str:
@@ -170,12 +170,12 @@ def _installed(package: str) -> str | None:
 
 @functools.cache
 def _torch() -> tuple[str, str, int]:
-    """torch's version, its instruction set and threads, as a process of its own finds them."""
+    """torch's version, its instruction set and threads, found in a process of its own."""
     try:
-        said = _output([sys.executable, "-c", TORCH], TORCH_SECONDS)
+        output = _output([sys.executable, "-c", TORCH], TORCH_SECONDS)
     except Broken as error:
         raise Broken(f"its import {error}; {INSTALL}") from None
-    version, capability, threads = json.loads(said.splitlines()[-1])
+    version, capability, threads = json.loads(output.splitlines()[-1])
     return version, capability, threads
 
 
@@ -231,7 +231,9 @@ def _ispc() -> str:
 
     found = toolchain.find_ispc()
     if found is None:
-        raise Missing("not found (--simd auto does without); scripts/install-ispc.sh gets it on Debian 12")
+        raise Missing(
+            "not found (--simd auto works without it); scripts/install-ispc.sh gets it on Debian 12"
+        )
     return _version([found], "let ISPC name an ISPC compiler that works, or unset it")
 
 
@@ -253,8 +255,8 @@ def _cache() -> str:
     if os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0):
         raise Broken(f"{directory} is mounted noexec, so nothing can be loaded from it; {cache.ELSEWHERE}")
     free = shutil.disk_usage(there).free
-    if free < ROOM:
-        room = f"{directory} has room for {free >> 20} MiB; a build needs {ROOM >> 20}"
+    if free < BUILD_BYTES:
+        room = f"{directory} has room for {free >> 20} MiB; a build needs {BUILD_BYTES >> 20}"
         raise Broken(f"{room}; {cache.ELSEWHERE}")
     return f"{directory}, {free / 2**30:.1f} GiB free" + ("" if made else " (the first build makes it)")
 
@@ -263,7 +265,7 @@ def _builds() -> str:
     from attention_ext.build import cache
 
     running = ", ".join(str(path) for path in cache.running())
-    return f"one is running, which others wait for, in {running}" if running else "none is running"
+    return f"one is running, and others wait for it, in {running}" if running else "none is running"
 
 
 def _extension() -> str:
@@ -274,8 +276,8 @@ def _extension() -> str:
     if not library.exists():
         log = library.with_name("build.log")
         if log.exists() and library.parent not in cache.running():
-            raise Broken(f"its last build failed; {log} says why")
-        raise Missing("not compiled yet; the first use of parts 1 to 4 does it")
+            raise Broken(f"its last build failed; {log} has the reason")
+        raise Missing("not compiled yet; the first use of parts 1 to 4 compiles it")
     cache.check_owner(library.parent)
     try:
         load = [sys.executable, "-c", EXTENSION, str(library), f"attention_ext_{AUTO}"]

@@ -2,7 +2,7 @@
 
 A cell is one contender at one size, tile and number of threads. The cells of one size and number of threads
 are a group: they share their inputs and one float64 result, and are timed in turn, round by round, so that
-disturbances meet all of them alike. lab.timing says what a round is. The rounds are spread over passes
+disturbances meet all of them alike. lab.timing defines a round. The rounds are spread over passes
 through the whole sweep, for two reasons: other programs slow a machine for seconds at a time, and within a
 pass a matrix has the same pages of memory in every round. A round in which the system handed out new pages is
 measured again: clearing them can take half as long as attention. Further passes time the cells whose medians

@@ -1,4 +1,4 @@
-"""The counting of cache misses: what the tools print, what is subtracted, and who brings in more."""
+"""The counts of cache misses: the tools' output, the difference of two runs, and parts compared."""
 
 from __future__ import annotations
 
@@ -112,20 +112,20 @@ def test_perf_counts_what_one_call_adds(fake_perf, state):
     )
 
 
-def test_a_processor_that_counts_nothing_is_said(fake_perf):
+def test_a_processor_that_counts_nothing_is_reported(fake_perf):
     fake_perf("#!/bin/sh\ncat >&2 <<END\n" + PERF_ON_A_VIRTUAL_MACHINE + "END\n")
     counted = count()
     assert (counted.l1, counted.last) == (None, None)
     assert counted.note == "perf does not count cache misses here"
 
 
-def test_a_perf_that_is_not_permitted_is_said(fake_perf):
+def test_a_perf_that_is_not_permitted_is_reported(fake_perf):
     fake_perf("#!/bin/sh\necho Error: >&2\necho 'Access is limited.' >&2\nexit 255\n")
     assert count() == counters.Misses("perf", None, None, "perf stat failed: Access is limited.")
 
 
 @pytest.mark.parametrize("tool, caches", [("perf", None), ("valgrind", (L1, L2))])
-def test_a_tool_that_is_missing_is_said(monkeypatch, tool, caches):
+def test_a_missing_tool_is_reported(monkeypatch, tool, caches):
     monkeypatch.setattr(counters.shutil, "which", lambda name: None)
     counted = count(caches=caches)
     assert (counted.l1, counted.last, counted.note) == (None, None, f"{tool} was not found on PATH")
@@ -208,7 +208,7 @@ def test_a_cold_call_on_two_heads_brings_in_both(cachegrind):
     assert two - one == 4 * 4 * 64 * 16
 
 
-def test_a_program_that_valgrind_cannot_run_is_said(cachegrind, tmp_path, monkeypatch):
+def test_a_program_that_valgrind_cannot_run_is_reported(cachegrind, tmp_path, monkeypatch):
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho no such instruction >&2\nexit 3\n")
     broken.chmod(0o700)

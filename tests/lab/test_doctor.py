@@ -1,4 +1,4 @@
-"""doctor: each line, what breaks it, and that nothing is compiled, left behind or waited for."""
+"""doctor: each line, what breaks it, and that nothing is compiled or left behind."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def test_what_the_tests_run_on_is_fit_for_them(cli, extension):
     assert done.returncode == ("FAIL" in states.values()) and done.stderr == ""
 
 
-def test_a_broken_compiler_exits_1_and_the_rest_is_still_said(cli, monkeypatch):
+def test_a_broken_compiler_exits_1_and_the_rest_is_still_checked(cli, monkeypatch):
     kept = ("compiler", "extension", "shakes128", "corpus")
     monkeypatch.setattr(doctor, "CHECKS", [check for check in doctor.CHECKS if check.name in kept])
     monkeypatch.setenv("CXX", "/bin/false")
     done = cli("doctor")
     assert done.returncode == 1
     assert [line[:4] for line in done.stdout.splitlines()][:3] == ["FAIL", "--  ", "ok  "]
-    assert "extension     not looked at without compiler\n" in done.stdout
+    assert "extension     not checked without compiler\n" in done.stdout
 
 
 def test_it_starts_without_torch():
@@ -107,8 +107,8 @@ def test_no_check_can_end_the_others():
     assert examined(*checks) == [
         ("one", "FAIL", "ZeroDivisionError: what was not ?[31mforeseen"),
         ("two", "ok", "fine"),
-        ("three", "--", "not looked at without one"),
-        ("four", "--", "not looked at without three"),
+        ("three", "--", "not checked without one"),
+        ("four", "--", "not checked without three"),
     ]
 
 
@@ -127,7 +127,7 @@ def test_a_broken_torch(monkeypatch, code, message):
     assert state == "FAIL" and message in text
 
 
-def test_threads_that_are_too_many_are_said(monkeypatch):
+def test_more_threads_than_cores_are_reported(monkeypatch):
     monkeypatch.setattr(doctor, "TORCH", 'print(\'["2.13.0", "AVX2", 9999]\')')
     monkeypatch.setenv("OMP_NUM_THREADS", "9999")
     state, text = look("threads")
@@ -155,7 +155,7 @@ def test_a_compiler_that_never_answers_is_ended_with_its_children(monkeypatch, t
     start = time.monotonic()
     state, text = look("compiler")
     assert time.monotonic() - start < 10
-    assert state == "FAIL" and "has not answered in 0.5 s" in text
+    assert state == "FAIL" and "did not answer within 0.5 s" in text
     for _ in range(100):
         if not running(int(child.read_text())):
             break
@@ -274,7 +274,7 @@ def test_a_build_that_is_running_is_seen_and_not_disturbed(cache):
     (cache / "attention_ext_portable_1" / builds.LOCK).touch()
     with locked(directory / builds.LOCK), locked(cache / "another_extension" / builds.LOCK):
         assert builds.running() == [directory]
-        assert look("builds") == ("ok", f"one is running, which others wait for, in {directory}")
+        assert look("builds") == ("ok", f"one is running, and others wait for it, in {directory}")
     assert builds.running() == []
     with locked(directory / builds.LOCK):  # nothing holds it now
         pass
@@ -289,16 +289,16 @@ def test_the_library_is_where_load_finds_it(extension):
 
 def test_an_extension_that_is_not_compiled_is_not_compiled_here(extension, cache):
     state, text = look("extension")
-    assert state == "--" and "the first use of parts 1 to 4 does it" in text
+    assert state == "--" and "the first use of parts 1 to 4 compiles it" in text
     assert list(cache.iterdir()) == []
 
 
-def test_an_extension_whose_build_failed_says_where_to_read(extension, cache):
+def test_a_failed_build_names_its_log(extension, cache):
     library = recipes.library().path()
     library.parent.mkdir()
     log = library.with_name("build.log")
     log.write_text("kaboom")
-    assert look("extension") == ("FAIL", f"its last build failed; {log} says why")
+    assert look("extension") == ("FAIL", f"its last build failed; {log} has the reason")
     with locked(library.with_name(builds.LOCK)):  # tried again at this moment
         assert look("extension")[0] == "--"
 
@@ -338,7 +338,7 @@ def test_a_truncated_checkpoint(monkeypatch, tmp_path):
     assert look("shakes1024")[0] == "FAIL"  # not there
 
 
-def test_every_shipped_checkpoint_is_looked_at():
+def test_every_shipped_checkpoint_is_checked():
     assert {check.name for check in doctor.CHECKS} >= set(checkpoint.SHIPPED)
 
 

@@ -77,7 +77,7 @@ def test_cells_without_a_partner_are_counted(made):
 
 
 def test_runs_that_cannot_be_compared(tmp_path, cli, made):
-    """It is said before anything is measured."""
+    """The reason is reported before anything is measured."""
     pytest.importorskip("scipy")
     report.save(made(), tmp_path / "run.json")
     done = cli("bench", "part4", "-N", "32", "-d", "8", "--compare", "run.json")
