@@ -1,14 +1,14 @@
-"""Where a token's time goes: spans of what an engine does, added up in a table and laid out in a trace.
+"""gpt.py profile: where a token's time goes. Spans of an engine's work make a table and a trace.
 
 The native engine records its spans itself (attention_ext/csrc/decoder/). The PyTorch model gets hooks on its
 modules, which are not changed.
 
-attention: from the queries, keys and values to the heads side by side, so appending to the cache and changes
-of layout are in it.
-projection, MLP down: with the residual sums in the native engine; PyTorch's are in `other`.
-waiting: for other threads of the native engine; PyTorch's are inside of its operators.
-other: what is in no span, which is Python, the calls, waking the threads, and reading the clock. Each token
-is a call here, so that each has its place; gpt.py --inference asks for some ten in one.
+attention: from queries, keys and values to the joined heads, with appending to the cache and changes of
+layout.
+projection, MLP down: the native engine's include the residual sums; PyTorch's sums are in `other`.
+waiting: of the native engine's threads for each other; PyTorch's is inside its operators.
+other: the time outside all spans: Python, the calls, waking the threads, reading the clock. Here each token
+is a call of its own, so that each has its place; gpt.py --inference asks for about ten tokens in a call.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ KINDS = (
     "sampling",
     "waiting",
 )
-TOKENS = 200
+DEFAULT_TOKENS = 200  # to write, where the block size allows it
 REPETITIONS = 9  # with and without recording each; odd, so that one is the median
 SEED = 1337
-PROCESS = 1  # the number that a trace gives it
+PROCESS = 1  # its number in a trace
 
 
 class Span(NamedTuple):
-    """What a thread did, from begin to end in nanoseconds of monotonic_ns(); thread 0 is the caller."""
+    """Work of a thread, from begin to end in nanoseconds of monotonic_ns(); thread 0 is the caller."""
 
     kind: str
     thread: int
@@ -72,7 +72,7 @@ class Hooks:
         self._begun = 0
 
     def record(self, on: bool) -> None:
-        """Whether what follows leaves spans; not at first."""
+        """Switch recording on or off; it is off at first."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -97,7 +97,7 @@ class Hooks:
         self._around("head", gpt.lm_head)
 
     def spans(self) -> list[Span]:
-        """Those left since the last call."""
+        """The spans since the last call."""
         spans, self._spans = self._spans, []
         return spans
 
@@ -198,7 +198,7 @@ def run(
     measured; each later one is, with the reading of the token before it.
 
     model: its name, for people. part, engine, simd, br, bc, weights: as in generation.engine.open_engine.
-    prompt_tokens: half of the block size unless given. tokens: TOKENS, or what the block size leaves.
+    prompt_tokens: half of the block size unless given. tokens: DEFAULT_TOKENS, or what the block size leaves.
     trace_file: gets the trace, as JSON.
     Raises TypeError or ValueError naming an argument that is wrong, OSError where trace_file cannot be
     written, and BuildError where the kernels cannot be compiled.
@@ -207,7 +207,7 @@ def run(
     if prompt_tokens is None:
         prompt_tokens = max(1, longest // 2)
     if tokens is None:
-        tokens = max(1, min(TOKENS, longest - prompt_tokens))
+        tokens = max(1, min(DEFAULT_TOKENS, longest - prompt_tokens))
     for name, number in (("prompt_tokens", prompt_tokens), ("tokens", tokens)):
         if not isinstance(number, int) or isinstance(number, bool):
             raise TypeError(f"{name} is a {type(number).__name__}; it must be a whole number")

@@ -20,7 +20,7 @@ from model.tokenizer import CharTokenizer
 
 BLOCK = 16
 SEPARATOR = "\n---------------\n"
-# A character of each of Unicode's planes, and some that a terminal or a decoder may take amiss.
+# A character of each Unicode plane, and some that terminals or decoders treat specially.
 PLANES = [chr(plane << 16 | 0x61) for plane in range(17)]
 ODD = ["\n", "\r", "\x00", "\x1b", "\u0301", "\u2028", "\u202e", "\ufeff", "\ufffd", "\uffff"]
 
@@ -34,7 +34,7 @@ def model(tmp_path) -> Path:
 
 
 def refused(done: Done) -> str:
-    """What was said of a request that was wrong: one line that a terminal shows as it is."""
+    """The error message of a wrong request: one printable line."""
     assert done.returncode == 2 and done.stderr.count("\n") == 1, (done.returncode, done.stderr[-1000:])
     assert done.stderr.startswith("gpt.py: error: ") and done.stderr[:-1].isprintable()
     return done.stderr
@@ -149,10 +149,10 @@ SKIPPED = {"train": "it trains", "4Daccess": "it has no options", "doctor": "it 
 NO_NUMBERS = ("", " ", "text", "nan", "inf", "-inf", "1e3", "1.5", "0x10", "\u0663", "--", "1,", "\x1b[31m")
 LISTS = ("2,1", "1:5", "5:1", "1:9+0", "1:9*1", "1:999999999", "1:2:3", "1,,2", ":", "\xb2", "auto")
 TEXTS = ("", " ", "\n", "text", "a" * 5000, "\u65e5", "\udcff", "\x1b[31m", "-", ".", "/")
-# What is no more than asked for, but for days: tokens and samples have no upper bound.
+# Tokens and samples have no upper bound; large values would run for days.
 ENDLESS = {"--max-new-tokens", "--num-samples"}
 LONG = {"1024", "1:5", "1:999999999"}  # threads
-# Where something is measured, only sizes are tried, which memory bounds; the rest is parsed as in a dry run.
+# Of commands that measure only the sizes are tried; a dry run parses the other options in the same way.
 SIZES = {"-N", "-d", "-br", "-bc", "--queries"}
 
 
@@ -200,7 +200,7 @@ CASES = [(name, base) for name, bases in COMMANDS.items() for base in bases]
 def test_options_at_and_beyond_their_bounds(
     cli, extension, model, tmp_path, monkeypatch, threads, name, base, full
 ):
-    """Each is either fine or refused in one line; an option that belongs to another mode is refused."""
+    """Each value is accepted or refused in one line; an option of another mode is refused."""
     monkeypatch.setattr(machine, "fma_peak", lambda simd="auto", threads=1: 1e11)
     monkeypatch.setattr(machine, "read_bandwidth", lambda size, threads=1: 1e10)
     monkeypatch.setattr("model.corpus.INPUT", tmp_path / "data" / "input.txt")
