@@ -9,6 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+# Before torch is imported: where another program has a core, threads that spin make the tests slow.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pooch  # noqa: F401  (else its log goes to the closed stream of the first test that needs it)
 import pytest
 import torch
@@ -92,11 +95,10 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
     def run(*args: str | int | Path, input: str | bytes = b"") -> Done:
         data = input.encode() if isinstance(input, str) else input
-        monkeypatch.setattr(sys, "argv", ["gpt.py", *map(str, args)])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
         capsys.readouterr()
         try:
-            command_line.main()
+            command_line.main([*map(str, args)])
             code = 0
         except SystemExit as done:
             code = int(done.code or 0)
