@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 
 #include "decoder/state.h"
 
@@ -45,16 +44,6 @@ Decoder::State::State(const ModelShape& s, const Tensors& tensors, Precision pre
     one.Bc = std::max(one.Bc, panel);
     scratch_floats = round_up(part.scratch(one), 16);
     scratch = Buffer(threads * scratch_floats);
-}
-
-Attention Decoder::State::attention(int64_t heads, int64_t Nq, int64_t Nk) const {
-    Attention a{};
-    a.B = 1, a.H = heads, a.Nq = Nq, a.Nk = Nk, a.d = d;
-    a.causal = true;
-    a.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(d)));
-    a.Br = std::min(br, Nq), a.Bc = std::min(bc, Nk);
-    a.threads = 1;
-    return a;
 }
 
 void Decoder::State::embed(float* to, int64_t token, int64_t position) const {

@@ -1,6 +1,8 @@
 // The decoder's private state, and the work on it: step.cpp, prefill.cpp, decoder.cpp.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <memory>
 #include <vector>
 
@@ -38,8 +40,17 @@ struct Decoder::State {
     State(const ModelShape&, const Tensors&, Precision, const Part&, int64_t br, int64_t bc, int64_t slot_count,
           int64_t capacity, int threads);
 
-    // A call of the part, without its tensors.
-    Attention attention(int64_t heads, int64_t Nq, int64_t Nk) const;
+    // A call of the part, without its tensors. Inlined into a step, which calls the part for each head and
+    // text.
+    Attention attention(int64_t heads, int64_t Nq, int64_t Nk) const {
+        Attention a{};
+        a.B = 1, a.H = heads, a.Nq = Nq, a.Nk = Nk, a.d = d;
+        a.causal = true;
+        a.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(d)));
+        a.Br = std::min(br, Nq), a.Bc = std::min(bc, Nk);
+        a.threads = 1;
+        return a;
+    }
 
     // to (n_embd) <- wte[token] + wpe[position]
     void embed(float* to, int64_t token, int64_t position) const;

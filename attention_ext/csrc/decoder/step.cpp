@@ -13,6 +13,19 @@
 
 #include "decoder/state.h"
 
+// One head of one text: q attends to the cache, whose last token is at slot.length.
+inline void Decoder::State::attend(const Slot& slot, int64_t layer, int64_t head, const float* q, float* to,
+                                   int64_t thread) const {
+    const bool transposed = part.transposed > 0;
+    Attention a = attention(1, 1, slot.length + 1);
+    a.q = {q, 0, 0, d, 1};
+    a.k = {slot.cache.K(layer, head), 0, 0, d, transposed ? panel : 1};
+    if (transposed) a.Bc = panel;
+    a.v = {slot.cache.V(layer, head), 0, 0, d, 1};
+    a.out = to;
+    part.kernel(a, scratch + thread * scratch_floats);
+}
+
 // The rows begin .. end - 1 of a step; row r is the pending token of slots[which[r]].
 template <class Pieces>
 void Decoder::State::step(const std::vector<int64_t>& which, int64_t begin, int64_t end, int64_t thread,
@@ -73,19 +86,6 @@ void Decoder::State::step(const std::vector<int64_t>& which, int64_t begin, int6
         normalise(stages - 1, weights.ln_f);
         trace.timed("head", thread, [&] { head.set({L, ldL}, {N, ldN}, rows, p); });
     });
-}
-
-// One head of one text: q attends to the cache, whose last token is at slot.length.
-void Decoder::State::attend(const Slot& slot, int64_t layer, int64_t head, const float* q, float* to,
-                            int64_t thread) const {
-    const bool transposed = part.transposed > 0;
-    Attention a = attention(1, 1, slot.length + 1);
-    a.q = {q, 0, 0, d, 1};
-    a.k = {slot.cache.K(layer, head), 0, 0, d, transposed ? panel : 1};
-    if (transposed) a.Bc = panel;
-    a.v = {slot.cache.V(layer, head), 0, 0, d, 1};
-    a.out = to;
-    part.kernel(a, scratch + thread * scratch_floats);
 }
 
 void Decoder::State::advance(const std::vector<int64_t>& which) {

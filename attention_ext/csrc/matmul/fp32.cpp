@@ -15,11 +15,10 @@ Buffer fp32_pack(const float* W, int64_t out, const Panels& s) {
 
 void fp32_multiply(simd::Matrix y, simd::ConstMatrix x, const Buffer& packed, const Panels& s, int64_t p,
                    int64_t rows, int64_t first, bool add) {
-    const simd::Matrix C{y.data + first, y.ld};
-    const simd::Strided A{x.data, x.ld, 1};
-    const simd::ConstMatrix B{packed + p * s.width * s.in + first, s.width};
+    y.data += first;
+    const float* W = packed + p * s.width * s.in + first;
     if (add)
-        simd::multiply_add(C, A, B, rows, s.width - first, s.in, s.in);
+        simd::multiply_add(y, {x.data, x.ld, 1}, {W, s.width}, rows, s.width - first, s.in, s.in);
     else
-        simd::multiply(C, A, B, rows, s.width - first, s.in);
+        simd::multiply(y, {x.data, x.ld, 1}, {W, s.width}, rows, s.width - first, s.in);
 }

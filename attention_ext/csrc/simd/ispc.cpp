@@ -39,11 +39,11 @@ void transpose(Matrix T, ConstMatrix X, int64_t rows, int64_t cols, float scale)
     ispc_transpose(T.data, T.ld, X.data, X.ld, rows, cols, scale);
 }
 
-void multiply(Matrix C, Strided A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth) {
+void multiply(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth) {
     ispc_multiply(C.data, C.ld, A.data, A.row_stride, A.depth_stride, B.data, B.ld, rows, cols, depth);
 }
 
-void multiply_add(Matrix C, Strided A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth,
+void multiply_add(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth,
                   int64_t first) {
     ispc_multiply_add(C.data, C.ld, A.data, A.row_stride, A.depth_stride, B.data, B.ld, rows, cols, depth,
                       first);

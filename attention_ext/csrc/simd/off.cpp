@@ -23,13 +23,13 @@ void transpose(Matrix T, ConstMatrix X, int64_t rows, int64_t cols, float scale)
         for (int64_t c = 0; c < cols; c++) T.data[c * T.ld + r] = scale * X.data[r * X.ld + c];
 }
 
-void multiply(Matrix C, Strided A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth) {
+void multiply(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth) {
     for (int64_t i = 0; i < rows; i++)
         for (int64_t c = 0; c < cols; c++) C.data[i * C.ld + c] = 0;
     multiply_add(C, A, B, rows, cols, depth, depth);
 }
 
-void multiply_add(Matrix C, Strided A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth,
+void multiply_add(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth,
                   int64_t first) {
     for (int64_t i = 0; i < rows; i++)
         for (int64_t k = 0; k < depth; k++)

@@ -364,11 +364,11 @@ void transpose(Matrix T, ConstMatrix X, int64_t rows, int64_t cols, float scale)
     }
 }
 
-void multiply(Matrix C, Strided A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth) {
+void multiply(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth) {
     product<false>(C.data, C.ld, A.data, A.row_stride, A.depth_stride, B.data, B.ld, rows, cols, depth, depth);
 }
 
-void multiply_add(Matrix C, Strided A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth,
+void multiply_add(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth,
                   int64_t first) {
     product<true>(C.data, C.ld, A.data, A.row_stride, A.depth_stride, B.data, B.ld, rows, cols, depth, first);
 }
