@@ -132,7 +132,7 @@ def test_samples_that_stop_in_the_middle_of_a_step_of_several(extension):
 
 
 def test_more_requests_than_slots_join_as_texts_leave(extension):
-    """Each has its own prompt, seed, sampling, stop and length, is the same as alone, and waits for no other."""
+    """Each has its own prompt, seed, sampling, stop and length, and waits for no other; none is changed."""
     requests = [
         Request(
             LETTERS.encode("abc"[: 1 + i % 3]), i, Sampling(0.5 + 0.1 * i), 5 + 7 * (i % 5), ("b",) * (i % 2)
