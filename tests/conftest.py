@@ -9,8 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from attention_ext import processor
+
 # Before torch is imported: where another program has a core, threads that spin make the tests slow.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+processor.let_waiting_threads_sleep()
 
 import pooch  # noqa: F401  (else its log goes to the closed stream of the first test that needs it)
 import pytest

@@ -10,8 +10,7 @@ from itertools import islice
 
 import torch
 
-from app.cli.options import EngineOptions
-from app.cli.writing import TextOptions
+from app.cli.options import EngineOptions, TextOptions
 from attention_ext import PARTS, extension
 from attention_ext.parts import helpers_of
 from generation.engine import Engine, open_engine

@@ -16,7 +16,6 @@ from app.cli.options import (
     Numbers,
     all_of,
     engine_option,
-    let_waiting_threads_sleep,
     model_option,
     notice,
     one_thread_option,
@@ -32,7 +31,7 @@ from app.cli.options import (
     top_k_option,
     weights_option,
 )
-from attention_ext import PARTS, SIMD
+from attention_ext import PARTS, SIMD, processor
 
 WIDEST_HEAD = 2**20
 MOST_HEADS = 2**16  # and texts in a batch
@@ -380,7 +379,7 @@ def profile(model: str, form: str, threads: int | None, **options) -> None:
     The prefill of a prompt and the decoding after it are measured separately. The last lines show what the
     recording itself costs.
     """
-    let_waiting_threads_sleep()
+    processor.let_waiting_threads_sleep()
     set_threads(threads)
     from lab import profile as profiling
     from model import load
@@ -424,7 +423,7 @@ def race(
     alone: with --engine torch the parts differ in attention only. With a KV cache a token takes one row of
     attention and the parts are close; --no-kv-cache shows the differences.
     """
-    let_waiting_threads_sleep()
+    processor.let_waiting_threads_sleep()
     set_threads(threads)
     from generation.sampling import Sampling
     from lab import race as racing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -85,6 +84,26 @@ class EngineOptions:
     br: int | None
     bc: int | None
     weights: str
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """What is written: the model, the prompt, and how tokens are chosen."""
+
+    model: str
+    prompt: str | None
+    prompt_file: str | None
+    max_new_tokens: int | None
+    num_samples: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    stop: tuple[str, ...]
+    seed: int
+    context: str
+    no_kv_cache: bool
 
 
 def take(kind: type[Options], options: dict[str, Any]) -> Options:
@@ -183,12 +202,3 @@ def set_threads(threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(threads)
-
-
-def let_waiting_threads_sleep() -> None:
-    """Let OpenMP's threads sleep while they wait; works only before torch is imported.
-
-    By default they spin. A process that takes one of two processors then slows PyTorch by 2 to 5 times, and
-    more load by 20 times and more; sleeping threads keep it below 2.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -7,6 +7,7 @@ import click
 from app.cli import lab, writing
 from app.cli.options import (
     EngineOptions,
+    TextOptions,
     all_of,
     engine_option,
     set_threads,
@@ -48,7 +49,7 @@ def command_of(part: str) -> click.Command:
             options[side] = None if size == "auto" else size
         threads = options["threads"]
         if options["inference"]:
-            engine, texts = take(EngineOptions, options), take(writing.TextOptions, options)
+            engine, texts = take(EngineOptions, options), take(TextOptions, options)
             writing.write(part, threads, engine, texts, options["as_json"], options["interactive"])
         else:
             set_threads(threads)

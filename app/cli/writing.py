@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from app.cli.options import (
     EngineOptions,
+    TextOptions,
     all_of,
-    let_waiting_threads_sleep,
     model_option,
     notice,
     seed_option,
@@ -19,27 +18,7 @@ from app.cli.options import (
     temperature_option,
     top_k_option,
 )
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """What is written: the model, the prompt, and how tokens are chosen."""
-
-    model: str
-    prompt: str | None
-    prompt_file: str | None
-    max_new_tokens: int | None
-    num_samples: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    stop: tuple[str, ...]
-    seed: int
-    context: str
-    no_kv_cache: bool
-
+from attention_ext import processor
 
 text_options = all_of(
     model_option,
@@ -113,7 +92,7 @@ def write(
         raise click.UsageError("--prompt-file - does not go with --interactive, which reads standard input")
     prompt = texts.prompt if texts.prompt_file is None else read_prompt(texts.prompt_file)
 
-    let_waiting_threads_sleep()
+    processor.let_waiting_threads_sleep()
     set_threads(threads)
     from app.cli import inference
     from model import load

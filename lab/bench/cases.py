@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from attention_ext import PARTS, SIMD, tiles
 from attention_ext.parts import resolve_simd
 from lab import costs, machine
-from lab.bench.contenders import contenders
+
+# What can be timed: the parts, PyTorch's SDPA, and ONNX Runtime. lab.bench.contenders says how.
+CONTENDERS = (*PARTS, "sdpa", "onnx")
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def plan(
     queries: as many as keys unless given. br, bc: tiles of parts that have them, None for the tuned one.
     simds: of SIMD. Raises ValueError naming the argument that is wrong.
     """
-    for what, chosen, known in (("contender", names, contenders()), ("simd", simds, SIMD)):
+    for what, chosen, known in (("contender", names, CONTENDERS), ("simd", simds, SIMD)):
         for name in chosen:
             if name not in known:
                 raise ValueError(f"{what} is {name!r}; it must be one of {', '.join(known)}")

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from attention_ext import PARTS, attention
-
-if TYPE_CHECKING:
-    from lab.bench.cases import Cell
+from lab.bench.cases import Cell
 
 Call = Callable[[], Tensor]
 

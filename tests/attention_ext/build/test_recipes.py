@@ -1,4 +1,4 @@
-"""What is compiled: the sources, what decides where the result is kept, and the program of the kernels alone."""
+"""What is compiled: the sources, what decides where the result is kept, and the program without Python."""
 
 from __future__ import annotations
 
