@@ -9,7 +9,8 @@
 
 // A row for each part. Part `number` with the kernel `name` has the functions name_scratch and name_attention,
 // the file cpu/number_name.cpp and the operator number_name.
-// tiled: takes Br and Bc. transposed: up to so many queries it takes K held transposed, as attention.h says.
+// tiled: takes Br and Bc. transposed: for up to so many queries it also takes K transposed, as attention.h
+// describes.
 //
 //         number, name, tiled, transposed
 #define EACH_PART(PART)            \

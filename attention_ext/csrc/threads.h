@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <functional>
 
-// Runs body(thread) for thread = 0 .. threads - 1, at the same time where the pool allows it. Whoever
-// links the kernels defines it; bindings/operators.cpp with PyTorch's own pool.
+// Runs body(thread) for thread = 0 .. threads - 1, concurrently where the pool allows it. Each program that
+// links the kernels defines it; bindings/operators.cpp does with PyTorch's pool.
 void on_threads(int threads, const std::function<void(int)>& body);
 
 // body(item, thread) for each item of 0 .. items - 1, handed out in order to whichever thread is free.

@@ -49,8 +49,8 @@ Matrices matrices(const Tensor& t) {
             t.size(3) == 1 ? 1 : t.stride(3)};
 }
 
-// An empty contiguous tensor, through the C interface itself: torch::stable::empty looks its operator up by
-// name each time, a microsecond, and a token that continues a text takes few.
+// An empty contiguous tensor, through the C interface: torch::stable::empty looks up its operator by name,
+// which takes a microsecond, and a call for one token takes only a few.
 template <size_t n>
 Tensor new_floats(const int64_t (&size)[n]) {
     int64_t stride[n];
@@ -64,8 +64,7 @@ Tensor new_floats(const int64_t (&size)[n]) {
     return Tensor(handle);
 }
 
-// So many, and their scratch can be counted in 63 bits; an expanded tensor may have more rows than memory has
-// bytes.
+// The size of the scratch then fits 63 bits. An expanded tensor may have more rows than memory has bytes.
 constexpr int64_t MOST_SCORES = int64_t(1) << 50, MOST_THREADS = 1024;
 
 std::tuple<Tensor, Tensor> run(const Part& part, const Tensor& q_, const Tensor& k_, const Tensor& v_,
@@ -173,7 +172,7 @@ void implement_all(torch::stable::detail::StableLibrary& m, std::index_sequence<
 }  // namespace
 
 // ATTENTION_EXT, given by the build, is the namespace in torch.ops: each SIMD implementation has its own,
-// so that several can be loaded at once. The detour expands it.
+// so that several can be loaded at once. The macros below expand it.
 #define LIBRARY(name, m) STABLE_TORCH_LIBRARY(name, m)
 #define LIBRARY_IMPL(name, key, m) STABLE_TORCH_LIBRARY_IMPL(name, key, m)
 

@@ -7,15 +7,15 @@
 //
 // Scratch: threads x Nk floats. What it improves: the N x N matrix of scores, written and read three
 // times in part 2, becomes a row that stays in L1, and the rows are independent, so all threads work.
-// What it gives up: K and V are read once per query instead of once per tile of queries, into L1 if they are
-// long. So exp and the product with V take turns, KEYS at a time: a processor that works ahead fetches the next
-// rows of V meanwhile.
+// What it gives up: K and V are read once per query instead of once per tile of queries, from beyond L1 if they
+// are long. So exp and the product with V alternate, KEYS at a time: out-of-order execution then fetches the
+// next rows of V during exp.
 #include "attention.h"
 
 namespace {
 
-constexpr int64_t kRows = 16;  // queries handed to a thread at a time
-constexpr int64_t KEYS = 96;   // scores that exp and then the product with V take at a time
+constexpr int64_t QUERIES = 16;  // queries handed to a thread at a time
+constexpr int64_t KEYS = 96;     // scores that exp and the product with V take at a time
 
 }  // namespace
 
@@ -24,15 +24,15 @@ int64_t fused_scratch(const Attention& a) { return a.threads * /* S, one row */ 
 void fused_attention(const Attention& a, float* scratch) {
     const int64_t Nq = a.Nq, d = a.d;
     const int64_t ldQ = a.q.row_stride, ldK = a.k.row_stride, ldV = a.v.row_stride;
-    const int64_t groups = (Nq + kRows - 1) / kRows;
+    const int64_t groups = (Nq + QUERIES - 1) / QUERIES;
 
     for_each_item(a.B * a.H * groups, a.threads, [&](int64_t item, int thread) {
         const int64_t b = item / groups / a.H, h = item / groups % a.H;
-        const int64_t i0 = (groups - 1 - item % groups) * kRows;  // causal: the longest rows first
+        const int64_t i0 = (groups - 1 - item % groups) * QUERIES;  // causal: the longest rows first
         const float *Q = a.q.at(b, h), *K = a.k.at(b, h), *V = a.v.at(b, h);
         float *O = a.out_at(b, h), *lse = a.lse_at(b, h), *S = scratch + thread * a.Nk;
 
-        for (int64_t i = i0; i < std::min(i0 + kRows, Nq); i++) {
+        for (int64_t i = i0; i < std::min(i0 + QUERIES, Nq); i++) {
             const int64_t n = a.visible(i);
             simd::dot_rows(S, Q + i * ldQ, {K, ldK}, n, d, a.scale);
 

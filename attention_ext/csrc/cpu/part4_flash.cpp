@@ -1,4 +1,4 @@
-// Part 4, flash: Br x Bc tiles with an online softmax, so that no row of scores is ever whole.
+// Part 4, flash: Br x Bc tiles with an online softmax, so that no row of scores is ever complete.
 //
 // FlashAttention-2 (Dao 2023, arXiv:2307.08691), Algorithm 1; the line numbers below are its own.
 //
@@ -9,10 +9,10 @@
 //           m', P, l, then O <- diag(exp(m - m')) O + P Vj                 lines 9-10
 //       O <- diag(1 / l) O;  lse <- m + log(l)                             lines 12-13
 //
-// The lanes span queries: Qi, S, P and O are kept transposed, so that K and V are read as they lie, one
-// number broadcast to all lanes, and the softmax runs down the columns with nothing to add up across
-// lanes. Inside a tile the work goes in strips of a panel of queries and STEP keys, whose scores stay in
-// the nearest caches. Under a causal mask the last step of each strip takes its part of the diagonal along.
+// The lanes span queries: Qi, S, P and O are kept transposed, so that K and V are read in their own layout, one
+// number broadcast to all lanes, and the softmax runs down the columns without sums across lanes. A tile is
+// processed in strips of a panel of queries and STEP keys, whose scores stay in the nearest caches. Under
+// a causal mask the last step of each strip includes its part of the diagonal.
 // m' may lag behind the maximum a little (simd::online_softmax), so that O is seldom corrected.
 //
 // Scratch: threads x (2 Br d + strip + 3 Br) floats, whatever N is. What it improves: part 3 reads K
@@ -31,7 +31,7 @@ namespace {
 constexpr int64_t LINE = 16;  // floats of a cache line, at least the lanes
 
 // One thread's scratch. A row of queries is an odd number of cache lines long: the rows of a strip would share
-// few sets of L1 if it were a power of two, 2 to 4 % of the time at Br = 256.
+// few sets of L1 if it were a power of two, which costs 2 to 4 % at Br = 256.
 struct Tile {
     int64_t R;
     float *Qt, *Ot, *St, *m, *l, *correction;
@@ -60,7 +60,7 @@ void attend(const Attention& a, const Tile& t, int64_t r0, int64_t queries, cons
             int64_t keys, int64_t first) {
     const int64_t d = a.d, ldK = a.k.row_stride, ldV = a.v.row_stride, ldS = simd::panel(), W = simd::lanes();
     float *Qt = t.Qt + r0, *Ot = t.Ot + r0;
-    // S^T <- K Q^T, whole down to the staircase, whose last vectors of queries alone see the last keys
+    // S^T <- K Q^T: all queries for the keys before the staircase, then fewer queries with every W keys
     const auto scores = [&](int64_t j, int64_t r, int64_t n) {
         simd::multiply({t.St + j * ldS + r, ldS}, {Kj + j * ldK, ldK, 1}, {Qt + r, t.R}, n, queries - r, d);
     };
@@ -74,9 +74,9 @@ void attend(const Attention& a, const Tile& t, int64_t r0, int64_t queries, cons
     simd::multiply_add({Ot, t.R}, {Vj, 1, ldV}, {t.St, ldS}, d, queries, keys, first);
 }
 
-// The same for FEW queries or less, for which a vector of queries would be mostly padding: one at a time, the
-// lanes spanning keys. A token that continues a long text is one query. Held transposed, a tile of K is
-// multiplied row by row, a feature a row, and no dot product has to be added up across the lanes.
+// Part 4 for at most FEW queries, for which a vector of queries would be mostly padding: one query at a time,
+// the lanes span keys. A token that continues a long text is one query. A tile of K that is held transposed is
+// multiplied row by row, a feature a row, without sums across lanes.
 // Scratch: threads x (Bc + d) floats.
 void flash_few(const Attention& a, float* scratch) {
     const int64_t d = a.d, Bc = a.Bc, ldK = a.k.row_stride, ldV = a.v.row_stride;
@@ -95,7 +95,7 @@ void flash_few(const Attention& a, float* scratch) {
             const float* Kj = K + j0 * ldK;
             if (a.k.col_stride == 1) {
                 simd::dot_rows(S, Q, {Kj, ldK}, keys, d, 1.0f);
-            } else {  // of a panel, which is whole, whole vectors: what is left over goes slowly
+            } else {  // a panel is padded, so whole vectors are taken: a remainder is slow
                 const int64_t whole = a.k.col_stride == Bc ? std::min(Bc, round_up(keys, simd::lanes())) : keys;
                 simd::multiply({S, Bc}, {Q, d, 1}, {Kj, a.k.col_stride}, 1, whole, d);
             }

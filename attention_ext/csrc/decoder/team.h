@@ -1,8 +1,8 @@
 // Threads that help with a token's step, which takes some ten microseconds.
 //
-// A thread pool's parallel loop ends when every thread has come and gone. Where one must first be woken, or
-// another process has its core, that takes a turn of the scheduler: the time of hundreds of steps. Here the
-// caller never waits for a helper that has not taken a piece of the work: one that comes late finds it done.
+// A thread pool's parallel loop ends when every thread has joined and finished. A thread that sleeps, or whose
+// core is taken, delays that by a turn of the scheduler: the time of hundreds of steps. Here the caller never
+// waits for a helper that has not taken a piece of the work. A late helper finds the work done.
 #pragma once
 
 #include <algorithm>
@@ -46,7 +46,7 @@ class Team {
     };
     using Work = std::function<void(Member&)>;
 
-    // With fewer helpers where the system refuses to start more: none is ever needed.
+    // Has fewer helpers where the system refuses to start more. The caller alone can do all work.
     Team(int64_t stages, int threads) : stages(stages) {
         helpers.reserve(threads);
         for (int thread = 1; thread < threads; thread++) {
@@ -58,14 +58,14 @@ class Team {
         }
     }
 
-    // Leaves a team alone that a fork has copied without its threads.
+    // Does not delete a team in a forked process, which has the team's memory but not its threads.
     struct Delete {
         void operator()(Team* team) const {
             if (team->ours()) delete team;
         }
     };
 
-    // Whether this is the process that the helpers live in; in another one nothing else may be called.
+    // Whether this is the process of the helpers. In a fork no other function may be called.
     bool ours() const { return getpid() == process; }
 
     ~Team() {
@@ -77,8 +77,8 @@ class Team {
         for (std::thread& helper : helpers) helper.join();
     }
 
-    // work(member), here and by those helpers that come in time. What a late one reads outside of its pieces
-    // must outlive the call.
+    // Runs work(member) here and on those helpers that join in time. What `work` reads outside of its pieces
+    // must outlive the call, because a late helper reads it too.
     void take_turn(const Work& work) {
         uint64_t now;
         bool wake;
@@ -101,9 +101,9 @@ class Team {
 
   private:
     static constexpr uint64_t OVER = 0xffffffff;
-    static constexpr auto AWAKE = std::chrono::microseconds(200);  // a helper waits so long for the next turn
+    static constexpr auto AWAKE = std::chrono::microseconds(200);  // how long a helper spins before it sleeps
 
-    // taken: the turn, and below it how many pieces were taken.
+    // taken: the turn in the upper 32 bits, the number of pieces taken in the lower.
     struct alignas(64) Stage {
         std::atomic<uint64_t> taken{0};
         std::atomic<int64_t> done{0};
@@ -151,9 +151,9 @@ struct Alone {
     }
 };
 
-// Whether a turn is worth its while. A helper that loses its core in the middle of a piece is waited for; so a
-// turn that took much longer than the same work alone is followed by work alone, for as long as was lost, and
-// four times as long each time that it happens again within a second.
+// Decides whether the team shares a step. The caller waits for a helper that loses its core in the middle of a
+// piece. So after a turn that took much longer than the same work alone, the caller works alone for as long as
+// the turn took, and four times as long each time that this happens again within a second.
 class Pace {
   public:
     using Clock = std::chrono::steady_clock;
@@ -170,7 +170,7 @@ class Pace {
             patience = now < lost + std::chrono::seconds(1) ? std::min(4 * patience, 64) : 1;
             alone_until = now + patience * elapsed;
             lost = now;
-            measured = 0;  // the first work alone measures again: contexts grow
+            measured = 0;  // measure the work alone again: contexts grow
         }
     }
 

@@ -18,9 +18,8 @@ struct Panels {
 
 // A row for each precision `name`, with the functions
 //   name_pack       W (out, in) as Panels, whose rows from `out` on are 0
-//   name_multiply   y (rows, width) <- x (rows, in) times panel p, or with `add` y <- y + that product. The
-//   columns
-//                   of y before `first`, less than width, need not be computed.
+//   name_multiply   y (rows, width) <- x (rows, in) times panel p; with `add` the product is added to y. The
+//                   columns of y before `first`, which is less than width, need not be computed.
 // bytes: of a weight. vectors: the width of a panel is a multiple of so many vectors of simd::lanes().
 //
 //              name, bytes, vectors

@@ -1,4 +1,4 @@
-// The SIMD helpers as plain loops, compiled without vectorisation: what the others are measured against.
+// The SIMD helpers as scalar loops, compiled without vectorisation: the baseline of the others.
 #include <cmath>
 #include <cstring>
 #include <limits>

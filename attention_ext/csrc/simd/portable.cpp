@@ -1,6 +1,6 @@
 // The SIMD helpers in C++ vector extensions: AVX-512, AVX2, SSE and NEON from one source.
 //
-// A vector is as wide as the widest register the compiler was told of. Loads and stores go through
+// A vector is as wide as the widest register that the compiler may use. Loads and stores go through
 // memcpy, which compiles to one unaligned instruction; the columns beyond the last whole vector go
 // through a masked copy of less than a vector.
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace {
 // W: floats in a vector. A register block has ROWS rows of VECS vectors: as many accumulators, and VECS + 1
 // more registers for the operands.
 #if defined(__AVX512F__) && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__))
-constexpr int W = 16, ROWS = 4, VECS = 4;  // Zen 4, also where the compiler is older: 2 % faster than 8 x 3
+constexpr int W = 16, ROWS = 4, VECS = 4;  // Zen 4 (older compilers call it znver3): 2 % faster than 8 x 3
 #elif defined(__AVX512F__)
 constexpr int W = 16, ROWS = 8, VECS = 3;
 #elif defined(__AVX__)
@@ -28,7 +28,7 @@ constexpr int W = 4, ROWS = 8, VECS = 3;  // 32 registers
 #else
 constexpr int W = 4, ROWS = 4, VECS = 3;
 #endif
-constexpr int WIDE = 8;  // vectors in a block of one row, enough that no sum waits for itself
+constexpr int WIDE = 8;  // vectors in a block of one row: enough independent sums to hide an addition's latency
 
 typedef float Vec __attribute__((vector_size(W * sizeof(float))));
 typedef int32_t IntVec __attribute__((vector_size(W * sizeof(float))));
@@ -56,13 +56,13 @@ INLINE Vec column(const uint32_t* b, int v) {
     return x;
 }
 
-// Where the columns from c on start.
+// The address of column c.
 INLINE const float* columns(const float* b, int64_t c) { return b + c; }
 INLINE const uint32_t* columns(const uint32_t* b, int64_t c) { return b + c / 2; }
 
 INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 
-// The first n lanes from p, the others `rest`; n < W. Left rolled, the loop becomes one masked load.
+// The first n lanes from p, the others `rest`; n < W. Not unrolled, the loop becomes one masked load.
 INLINE Vec load_part(const float* p, int64_t n, float rest) {
     const int count = static_cast<int>(n);
     float lane[W];
@@ -97,7 +97,7 @@ INLINE To bit_cast(From from) {
     return to;
 }
 
-// op over all lanes, as a tree: neighbours first, then each step combines a lane with the one `away` from it.
+// Reduces all lanes by op, as a tree: each step combines a lane with the lane `away` from it.
 template <int away = 1, class Op, size_t... I>
 INLINE float reduce(Vec v, Op op, std::index_sequence<I...> lanes) {
     v = op(v, __builtin_shufflevector(v, v, (I ^ away)...));
@@ -166,7 +166,8 @@ INLINE void add_products(Vec (&acc)[R][VS], const float* a, int64_t row_stride, 
     }
 }
 
-// The products from k on of which vector G, starting with column `first` of the staircase, sees less than all.
+// The products from k on that only some lanes of vector G take. The vector's first column takes `first`
+// products.
 template <int G, int R, int VS, class Element>
 INLINE void descend(Vec (&acc)[R][VS], const float* A, int64_t row_stride, int64_t depth_stride,
                     const Element* B, int64_t ldB, int64_t k, int64_t depth, int64_t first) {
@@ -184,9 +185,9 @@ INLINE void register_block(float* C, int64_t ldC, const float* A, int64_t row_st
     for (int i = 0; i < R; i++)
         for (int v = 0; v < VS; v++) acc[i][v] = ADD ? load(C + i * ldC + v * W) : Vec{};
     if (!STAIRS && depth <= 0)
-        __builtin_unreachable();  // else GCC keeps a copy of C for that case, on the stack
+        __builtin_unreachable();  // otherwise GCC keeps a copy of C on the stack for that case
     const int64_t all = STAIRS ? std::min(first, depth) : depth;
-#pragma GCC unroll 2  // 2 % of the whole kernel, measured
+#pragma GCC unroll 2  // 2 % of the whole kernel
     for (int64_t k = 0; k < all; k++)
         add_products<0, false>(acc, A + k * depth_stride, row_stride, B + k * ldB, 0);
     if constexpr (STAIRS) descend<0>(acc, A, row_stride, depth_stride, B, ldB, all, depth, first);
@@ -222,8 +223,8 @@ INLINE void block_column(float* C, int64_t ldC, const float* A, int64_t row_stri
                                              ldB, rows - i, depth, first);
 }
 
-// One row's columns from c on, as many vectors at a time as there are, up to VS; gives where it stopped, less
-// than a vector before the end. Read like that, a matrix that is packed in such columns is one stream.
+// One row's columns from c on, up to VS vectors at a time; returns where the last whole vector ends. A matrix
+// that is packed in panels of that width is read as one stream.
 template <int VS, bool ADD, class Element>
 INLINE int64_t one_row(float* C, const float* A, int64_t depth_stride, const Element* B, int64_t ldB, int64_t c,
                        int64_t cols, int64_t depth) {
@@ -235,7 +236,7 @@ INLINE int64_t one_row(float* C, const float* A, int64_t depth_stride, const Ele
         return c;
 }
 
-// Whole vectors of columns from c on, VS at a time; gives where they end.
+// Whole vectors of columns from c on, VS at a time; returns where they end.
 template <int VS, bool ADD, class Element>
 INLINE int64_t block_columns(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
                              const Element* B, int64_t ldB, int64_t rows, int64_t c, int64_t cols,
@@ -250,7 +251,7 @@ INLINE int64_t block_columns(float* C, int64_t ldC, const float* A, int64_t row_
     return c;
 }
 
-// The same, as many at a time as there are; a matrix of bfloat16 has them in pairs.
+// All whole vectors of columns, the widest blocks first; bfloat16 has its vectors in pairs.
 template <bool ADD, class Element>
 INLINE int64_t whole_columns(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
                              const Element* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth,
@@ -275,8 +276,8 @@ INLINE void product(float* C, int64_t ldC, const float* A, int64_t row_stride, i
                           first + c);
 }
 
-// One step towards sums(): neighbours, chunks of C lanes, are added; of each block of lanes a's sums fill the
-// first half, b's the second.
+// One step of sums(): adds neighbouring chunks of C lanes. Of each block of lanes the sums of a fill the first
+// half, those of b the second.
 template <int C, int BLOCK, size_t... I>
 INLINE Vec pairwise(Vec a, Vec b, std::index_sequence<I...>) {
     constexpr auto source = [](int lane, int odd) {
@@ -286,8 +287,9 @@ INLINE Vec pairwise(Vec a, Vec b, std::index_sequence<I...>) {
     return __builtin_shufflevector(a, b, source(I, 0)...) + __builtin_shufflevector(a, b, source(I, 1)...);
 }
 
-// Lane i of the result <- sum(v[i]), in the same order, so that equal rows have equal sums. First the lanes of
-// each 128 bits are added up, then those sums, for both of which an instruction shuffles two registers.
+// Lane i of the result <- sum(v[i]), each in the same order, so that equal rows have equal sums. First the
+// lanes of each 128 bits are added, then those sums: both steps have an instruction that shuffles two
+// registers.
 template <int N = W>
 INLINE Vec sums(Vec* v) {
     if constexpr (N == 1) {
@@ -321,7 +323,7 @@ INLINE void transpose_square(float* T, int64_t ldT, const float* X, int64_t ldX,
     for (int i = 0; i < W; i++) store(T + i * ldT, v[i]);
 }
 
-// o <- o + sum_j p[j] * B[j] for VS vectors of columns, in sums that do not wait for each other.
+// o <- o + sum_j p[j] * B[j] for VS vectors of columns, in independent sums.
 template <int VS>
 INLINE void weighted_columns(float* o, const float* p, const float* B, int64_t ldB, int64_t rows) {
     constexpr int CHAINS = 4;
@@ -488,7 +490,7 @@ bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* 
             return lane > static_cast<int>(j - first - c) ? x : low;
         };
         const Vec before = load(m + c);
-        Vec even = before, odd = before;  // two chains of maxima, which do not wait for each other
+        Vec even = before, odd = before;  // two independent chains of maxima
         int64_t j = 0;
         for (; j + 1 < all; j += 2) {
             even = max(even, load(S.data + j * ldS + c));

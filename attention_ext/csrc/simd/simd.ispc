@@ -44,8 +44,8 @@ export void ispc_transpose(uniform float T[], uniform int64 ldT, const uniform f
 }
 
 // R rows by VS vectors of C in registers over the whole depth; with STAIRS column c takes the products
-// k < first + c. The accumulators have names, because ispc keeps an array in memory; tests of R, VS and STAIRS
-// are decided when this is compiled.
+// k < first + c. The accumulators have names, because ispc keeps an array in memory. Conditions on R, VS and
+// STAIRS are constant at compile time.
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7)
 #define DECLARE(i) float x##i = 0.0f, y##i = 0.0f, z##i = 0.0f;
 #define LOAD(i)                                                                      \
@@ -63,7 +63,7 @@ export void ispc_transpose(uniform float T[], uniform int64 ldT, const uniform f
         if (VS > 2 && done == 2) z##i = seen ? z##i + a * z : z##i;                  \
         if (VS > 2 && done < 2) z##i += a * z;                                       \
     }
-// Products k to END: DONE vectors of each row have all of theirs, and the next takes those that its lanes have SEEN.
+// Products k to END: the first DONE vectors of a row are complete; the next takes products only in lanes with SEEN.
 #define ADD_PRODUCTS(DONE, SEEN, END)                                                \
     for (; k < END; k++) {                                                           \
         const uniform int done = DONE;                                               \
@@ -118,8 +118,7 @@ static inline void block_column(uniform float* uniform C, uniform int64 ldC, con
                                     first, add);
 }
 
-// One row of four vectors of columns, for which the rows of a block are no company: its sums do not wait for
-// each other either.
+// One row of four vectors of columns: a single row needs more vectors for enough independent sums.
 static inline void four_columns(uniform float* uniform C, const uniform float* uniform A,
                                 uniform int64 depth_stride, const uniform float* uniform B, uniform int64 ldB,
                                 uniform int64 depth, uniform bool add) {
@@ -145,7 +144,7 @@ static inline void four_columns(uniform float* uniform C, const uniform float* u
     C[3 * V + programIndex] = z;
 }
 
-// Whole vectors of columns from c on, VS at a time; gives where they end.
+// Whole vectors of columns from c on, VS at a time; returns where they end.
 template <int VS>
 static inline uniform int64 block_columns(uniform float* uniform C, uniform int64 ldC,
                                           const uniform float* uniform A, uniform int64 row_stride,
@@ -217,8 +216,8 @@ export void ispc_multiply_bf16(uniform float C[], uniform int64 ldC, const unifo
     }
 }
 
-// a and b hold sums in runs of G lanes, to be added up; in the result the runs are half as long, a's in the
-// lanes whose number has not the bit G / 2, b's in those that have it.
+// a and b hold partial sums in runs of G lanes. In the result the runs are half as long: those of a are in the lanes
+// whose number lacks the bit G / 2, those of b in the lanes that have it.
 static inline float halve_runs(float a, float b, const uniform int G) {
     const bool has_bit = (programIndex & (G / 2)) != 0;
     const float stay = has_bit ? b : a;
@@ -278,7 +277,7 @@ export void ispc_add_weighted_rows(uniform float o[], const uniform float p[], c
                                    uniform int64 ldB, uniform int64 rows, uniform int64 cols) {
     for (uniform int64 c = 0; c < cols; c += programCount) {
         if (c + programIndex < cols) {
-            float a0 = o[c + programIndex], a1 = 0.0f, a2 = 0.0f, a3 = 0.0f;  // four sums that do not wait
+            float a0 = o[c + programIndex], a1 = 0.0f, a2 = 0.0f, a3 = 0.0f;  // four independent sums
             uniform int64 j = 0;
             for (; j + 4 <= rows; j += 4) {
                 a0 += p[j] * B[j * ldB + c + programIndex];
@@ -292,7 +291,7 @@ export void ispc_add_weighted_rows(uniform float o[], const uniform float p[], c
     }
 }
 
-// Of a row, the whole vectors and then, under a mask, the rest.
+// The whole vectors of a row, then the rest under a mask.
 export uniform float ispc_row_max(const uniform float x[], uniform int64 n, uniform float m) {
     float even = m, odd = m;
     uniform int64 i = 0;

@@ -5,9 +5,8 @@
 //
 // calls PART, a part's operator, REPEATS times on one thread and prints the sum of its output. q, k, v and out
 // are (1, HEADS, N, d), BR and BC part 4's tile, CAUSAL 0 or 1; REPEATS may be 0. Everything is allocated
-// before the first call, so two runs differ by the calls that one makes more. SWEEP bytes are written before
-// the first call and after the last one. In caches of at most that size the first call finds nothing, and what
-// the sum reads is not there either, however many calls there were.
+// before the first call, so two runs differ only by their calls. SWEEP bytes are written before the first call
+// and after the last one: caches of at most that size are cold for the first call and for the sum.
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>

@@ -1,5 +1,5 @@
-// What this processor can do at most: fused multiply-adds on numbers that stay in registers, many at once and
-// one after the other, and reading numbers in order.
+// The limits of this processor: throughput and latency of fused multiply-adds in registers, and the bandwidth
+// of sequential reads.
 #include "tools/limits.h"
 
 #include <algorithm>
@@ -42,7 +42,7 @@ double fma_peak(double seconds) {
     return best;
 }
 
-// Seconds of a multiply-add that waits for the one before it, the best of several runs within `seconds`.
+// Seconds of a multiply-add that depends on the one before it, the best of several runs within `seconds`.
 double fma_latency(double seconds) {
     using Clock = std::chrono::steady_clock;
     constexpr int64_t STEPS = 100000;
@@ -60,8 +60,8 @@ double fma_latency(double seconds) {
     return best;
 }
 
-// Bytes per second that one thread reads from a buffer of so many bytes again and again, the best of several
-// passes within `seconds`: cache or memory bandwidth, whichever holds it.
+// Bytes per second that one thread reads from a buffer of `bytes`, the best of several passes within `seconds`:
+// the bandwidth of the cache level, or memory, that holds it.
 double read_bandwidth(int64_t bytes, double seconds) {
     typedef float Vec __attribute__((vector_size(W * sizeof(float))));
     using Clock = std::chrono::steady_clock;
@@ -70,7 +70,7 @@ double read_bandwidth(int64_t bytes, double seconds) {
     Vec total[CHAINS] = {};
     const auto begin = Clock::now();
     double best = 0;
-    do {  // once at least, should the thread lose its core here for longer
+    do {  // at least once, even if the thread loses its core for longer
         const auto start = Clock::now();
         for (int64_t b = 0; b < blocks; b++)
             for (int i = 0; i < CHAINS; i++) total[i] += buffer[b * CHAINS + i];

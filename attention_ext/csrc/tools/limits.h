@@ -1,4 +1,4 @@
-// What this processor can do at most, measured.
+// The limits of this processor, measured.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,8 @@
 // The FMA peak of one thread, in floating-point operations per second.
 double fma_peak(double seconds);
 
-// Seconds of a multiply-add that waits for the one before it.
+// Seconds of a multiply-add that depends on the one before it.
 double fma_latency(double seconds);
 
-// Bytes per second that one thread reads, over and over, from a buffer of so many.
+// Bytes per second that one thread reads repeatedly from a buffer of `bytes`.
 double read_bandwidth(int64_t bytes, double seconds);
