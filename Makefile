@@ -34,6 +34,7 @@ bench:  ## Time the parts against PyTorch, as the README shows them
 
 figures:  ## Remake the figures and the blocks of output in docs/, some six minutes
 	docs/make_figures.sh $(python)
+	$(python) scripts/make-race-svg.py
 
 docs:  ## Rewrite the help texts in docs/cli.md
 	$(python) scripts/make-cli-docs.py
