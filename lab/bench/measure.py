@@ -34,9 +34,8 @@ ROUNDS, MIN_TIME_SECONDS = 10, 0.2
 PAGE_FAULT_SECONDS = 1e-6  # about
 MOST_FAULT_SHARE = 0.01  # of a round's time; with more, the round is measured again
 MOST_TRIES = 4  # of such a round, and then no more in this pass
-SHORT_CALL_SECONDS = (
-    0.02  # before shorter calls, an untimed one clears the caches of the last contender's data
-)
+# Before shorter calls, an untimed one clears the caches of the last contender's data.
+SHORT_CALL_SECONDS = 0.02
 BURST_SECONDS = 0.005  # between two samples of the bandwidth, about; disturbances take some 10 ms
 BUFFER_CACHES = 4  # a sample of the bandwidth reads so many times the core's last own cache
 
