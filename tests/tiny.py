@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from attention_ext import attention
 from model.gpt import GPT, Attend, GPTConfig
+from model.tokenizer import CharTokenizer
 
 CHARACTERS = list("\n abcdefghi")
+VOCABULARY = CharTokenizer(CHARACTERS)
 
 
 def gpt(attend: Attend, **change) -> GPT:
@@ -18,3 +23,22 @@ def gpt(attend: Attend, **change) -> GPT:
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn(parameter.shape)
     return model.eval()
+
+
+def nanogpt_file(path, *, prefix="", config=None, **change):
+    """A ckpt.pt as nanoGPT's train.py writes it."""
+    model = gpt(partial(attention, "part0", causal=True), bias=change.pop("bias", False))
+    args = {n: getattr(model.config, n) for n in ("n_layer", "n_head", "n_embd", "block_size", "bias")}
+    args |= dict(vocab_size=model.config.vocab_size, dropout=0.2)
+    state = {prefix + name: tensor for name, tensor in model.state_dict().items()}
+    state[prefix + "transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16)  # nanoGPT's causal mask
+    values = dict(
+        model=state,
+        model_args=args,
+        optimizer={"state": {}},
+        iter_num=5,
+        best_val_loss=torch.tensor(1.5),
+        config=config or {"dataset": "letters"},
+    )
+    torch.save(values | change, path)
+    return model

@@ -10,8 +10,7 @@ from attention_ext import PARTS, SIMD, tiles
 from attention_ext.parts import resolve_simd
 from lab import costs, machine
 
-# What can be timed: the parts, PyTorch's SDPA, and ONNX Runtime. lab.bench.contenders says how.
-CONTENDERS = (*PARTS, "sdpa", "onnx")
+OTHERS = ("sdpa", "onnx")  # what can be timed beside the parts; lab.bench.contenders says how
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def plan(
     queries: as many as keys unless given. br, bc: tiles of parts that have them, None for the tuned one.
     simds: of SIMD. Raises ValueError naming the argument that is wrong.
     """
-    for what, chosen, known in (("contender", names, CONTENDERS), ("simd", simds, SIMD)):
+    for what, chosen, known in (("contender", names, (*PARTS, *OTHERS)), ("simd", simds, SIMD)):
         for name in chosen:
             if name not in known:
                 raise ValueError(f"{what} is {name!r}; it must be one of {', '.join(known)}")

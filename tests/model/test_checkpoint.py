@@ -15,10 +15,10 @@ from support import Hostile
 from attention_ext import attention
 from model import checkpoint, train
 from model.checkpoint import CheckpointError, load, save
-from model.tokenizer import CharTokenizer, VocabularyError
+from model.tokenizer import VocabularyError
 
 attend = partial(attention, "part0", causal=True)
-VOCABULARY = CharTokenizer(tiny.CHARACTERS)
+VOCABULARY, nanogpt_file = tiny.VOCABULARY, tiny.nanogpt_file
 
 
 @pytest.fixture
@@ -59,25 +59,6 @@ def test_round_trip(directory):
     for (name, a), (_, b) in zip(loaded.model.state_dict().items(), expected.state_dict().items()):
         assert torch.equal(a, b), name
     assert loaded.model.lm_head.weight is loaded.model.transformer.wte.weight
-
-
-def nanogpt_file(path, *, prefix="", config=None, **change):
-    """A ckpt.pt as nanoGPT's train.py writes it."""
-    model = tiny.gpt(attend, bias=change.pop("bias", False))
-    args = {n: getattr(model.config, n) for n in ("n_layer", "n_head", "n_embd", "block_size", "bias")}
-    args |= dict(vocab_size=model.config.vocab_size, dropout=0.2)
-    state = {prefix + name: tensor for name, tensor in model.state_dict().items()}
-    state[prefix + "transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16)  # nanoGPT's causal mask
-    values = dict(
-        model=state,
-        model_args=args,
-        optimizer={"state": {}},
-        iter_num=5,
-        best_val_loss=torch.tensor(1.5),
-        config=config or {"dataset": "letters"},
-    )
-    torch.save(values | change, path)
-    return model
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -18,15 +18,14 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-import test_bench
 import tiny
 import torch
-from support import ROOT, Hostile
-from test_checkpoint import VOCABULARY, nanogpt_file
+from support import ROOT, Hostile, bench_run
+from tiny import VOCABULARY, nanogpt_file
 
 from attention_ext import attention, tiles
 from attention_ext.tiles import DEFAULT, Tuned
-from lab import report
+from lab.bench import report
 from model import checkpoint
 from model.checkpoint import CheckpointError, load, save
 from model.tokenizer import VocabularyError
@@ -339,7 +338,7 @@ def leaves(tree, path=()):
 @pytest.fixture
 def run_file(cli, tmp_path):
     """A file that bench saved; calling it tries --load, --compare and all forms on other contents."""
-    report.save(test_bench.made(), tmp_path / "run.json")
+    report.save(bench_run(), tmp_path / "run.json")
 
     def read(content: bytes) -> bool:
         (tmp_path / "bad.json").write_bytes(content)

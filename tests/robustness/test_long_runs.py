@@ -14,9 +14,8 @@ import tiny
 from support import ROOT
 
 from attention_ext import attention
+from generation import generate
 from generation.generate import Completion
-from lab import inference
-from model import generate
 from model.checkpoint import load, save
 from model.tokenizer import CharTokenizer
 
@@ -87,8 +86,7 @@ def test_what_has_been_shown_is_not_kept(cli, model, monkeypatch):
         samples.append(Completion(*arguments, **named))
         return samples[-1]
 
-    for module in (sys.modules["generation.generate"], inference):
-        monkeypatch.setattr(module, "Completion", made)
+    monkeypatch.setattr(sys.modules["generation.generate"], "Completion", made)
     common = ("part0", "--inference", "-m", model, "--max-new-tokens", 30, "--num-samples", 3)
     texts = cli(*common).stdout
     streamed = generate(load(str(model)), max_new_tokens=30, part="part0", stream=True)
@@ -100,7 +98,7 @@ def test_what_has_been_shown_is_not_kept(cli, model, monkeypatch):
 
 LOAD_AND_FREE = """
 import os, sys
-from model import generate, load
+from generation import generate, load
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
