@@ -1,4 +1,4 @@
-"""The GPT, its checkpoints, its vocabularies and its training. It knows no part: attention is handed in."""
+"""The GPT, its checkpoints, vocabularies and training. It imports no part: attention is an argument."""
 
 from model.checkpoint import load
 

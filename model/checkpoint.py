@@ -1,8 +1,8 @@
-"""From a name or a path to a model and its vocabulary, and back to disk.
+"""Load and save checkpoints: a model with its vocabulary.
 
-A checkpoint is a directory with model.safetensors and config.json, or a nanoGPT ckpt.pt. Nothing that
-is read is trusted: no pickle can call anything, and every tensor is held against the configuration
-before the model is made. SHA256SUMS, where it is there, says whether the files are those that were saved.
+A checkpoint is a directory with model.safetensors and config.json, or a nanoGPT ckpt.pt. The files are
+not trusted: a pickle cannot call anything, and every tensor is checked against the configuration before
+the model is made. SHA256SUMS, if present, shows whether the files have changed since they were saved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from model.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ("shakes128", "shakes256", "shakes1024", "shakes2048")
 SUMS = "SHA256SUMS"  # in a checkpoint's directory, for sha256sum -c
-SUMMED = ("config.json", "meta.json", "model.safetensors")  # all that a model and its vocabulary are made of
+SUMMED = ("config.json", "meta.json", "model.safetensors")  # all files that a model and its vocabulary need
 
 
 class CheckpointError(ValueError):
@@ -54,11 +54,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def load(name: str, attend: Attend = causal_attention) -> Checkpoint:
-    """Load a shipped checkpoint, a directory like one, or any nanoGPT ckpt.pt or directory with one.
+    """Load a shipped checkpoint, a checkpoint directory, a nanoGPT ckpt.pt or a directory with one.
 
-    name: one of SHIPPED, or a path. attend: the model's attention, see model.gpt.GPT; PyTorch's unless given.
-    Raises CheckpointError or tokenizer.VocabularyError, each naming the file and what is wrong; warns of
-    files that are well-formed but not those that were saved.
+    name: one of SHIPPED, or a path. attend: the model's attention, see model.gpt.GPT; PyTorch's by default.
+    Raises CheckpointError or tokenizer.VocabularyError, each naming the file and what is wrong. Warns of
+    well-formed files with a wrong checksum.
     """
     path = ROOT / "checkpoints" / name if name in SHIPPED else Path(name)
     if path.name == "model.safetensors":
@@ -70,7 +70,7 @@ def load(name: str, attend: Attend = causal_attention) -> Checkpoint:
     elif path.is_file():
         args, weights, dataset = _read_nanogpt(path)
         if damaged := _damaged_member(path):
-            what = f"{damaged} is not what its checksum says"
+            what = f"{damaged} does not match its checksum"
             warnings.warn(f"{path}: {what}; the text may be garbage", stacklevel=2)
         path = path.parent
     else:
@@ -90,8 +90,8 @@ def load(name: str, attend: Attend = causal_attention) -> Checkpoint:
             f"it must have vocab_size={config.vocab_size}"
         )
     if changed := _changed(path):
-        what = " and ".join(changed) + (" is" if len(changed) == 1 else " are")
-        warnings.warn(f"{path}: {what} not what {SUMS} says; the text may be garbage", stacklevel=2)
+        what = " and ".join(changed) + (" does" if len(changed) == 1 else " do")
+        warnings.warn(f"{path}: {what} not match {SUMS}; the text may be garbage", stacklevel=2)
     return Checkpoint(model, tokenizer)
 
 
@@ -117,7 +117,7 @@ def save_record(directory: Path, record: dict) -> None:
 
 
 def _changed(directory: Path) -> list[str]:
-    """Those of SUMMED that are not as the directory's SHA256SUMS says; none if there is no such file."""
+    """The files of SUMMED that do not match the directory's SHA256SUMS; none without SHA256SUMS."""
     if not (directory / SUMS).is_file():
         return []
     lines = (directory / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -126,7 +126,7 @@ def _changed(directory: Path) -> list[str]:
 
 
 def _sum_line(path: Path) -> str:
-    """What sha256sum prints of a file."""
+    """The line that sha256sum prints for a file."""
     with open(path, "rb") as file:
         return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}"
 
@@ -155,26 +155,26 @@ def _read_nanogpt(path: Path) -> tuple[dict, dict[str, Tensor], str | None]:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can raise nearly anything
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{path} is refused: it is no plain PyTorch checkpoint ({reason})") from None
+        raise CheckpointError(f"{path} is refused: it is not a plain PyTorch checkpoint ({reason})") from None
     for key in ("model", "model_args"):
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(key), dict):
             raise CheckpointError(f"{path} has no dict {key!r}; a nanoGPT checkpoint must have one")
     weights = {
         str(name).removeprefix("_orig_mod."): tensor
         for name, tensor in checkpoint["model"].items()
-        if not str(name).endswith((".attn.bias", ".attn.masked_bias"))  # causal masks, no parameters
+        if not str(name).endswith((".attn.bias", ".attn.masked_bias"))  # causal masks, not parameters
     }
     config = checkpoint.get("config")
     return checkpoint["model_args"], weights, config.get("dataset") if isinstance(config, dict) else None
 
 
 def _damaged_member(path: Path) -> str | None:
-    """The first file in a ckpt.pt whose checksum is wrong; None also for the format that has no checksums."""
+    """The first file in a ckpt.pt whose checksum is wrong; None too for the old format without checksums."""
     if not zipfile.is_zipfile(path):
         return None
     with zipfile.ZipFile(path) as archive:
         if sum(member.file_size for member in archive.infolist()) > path.stat().st_size:
-            return None  # packed, as torch.save does not, and it may unpack to any size
+            return None  # compressed, unlike torch.save's; it could expand to any size
         try:
             return archive.testzip()
         except (zipfile.BadZipFile, OSError, ValueError, RuntimeError):  # a header is damaged
@@ -182,7 +182,7 @@ def _damaged_member(path: Path) -> str | None:
 
 
 def _assemble(name: str, config: GPTConfig, weights: dict[str, Tensor], attend: Attend) -> GPT:
-    """The model of these weights, by nanoGPT's names; each is checked before anything is allocated."""
+    """Build a model from weights by nanoGPT's names; each is checked before anything is allocated."""
     if config.n_layer > len(weights):
         raise CheckpointError(f"{name}: n_layer is {config.n_layer}, but there are {len(weights)} tensors")
     config = dataclasses.replace(config, dropout=0.0)
@@ -196,7 +196,7 @@ def _assemble(name: str, config: GPTConfig, weights: dict[str, Tensor], attend: 
     if missing := sorted(expected.keys() - weights.keys() - {"lm_head.weight"}):
         raise CheckpointError(f"{name}: {len(missing)} tensors are missing, the first is {missing[0]}")
     if surplus := sorted(weights.keys() - expected.keys()):
-        raise CheckpointError(f"{name}: {len(surplus)} tensors are too many, the first is {surplus[0]}")
+        raise CheckpointError(f"{name}: {len(surplus)} tensors are unexpected, the first is {surplus[0]}")
     weights.setdefault("lm_head.weight", weights["transformer.wte.weight"])
     weights = {n: _checked(f"{name}: {n}", weights[n], shape) for n, shape in expected.items()}
     if not torch.equal(weights["lm_head.weight"], weights["transformer.wte.weight"]):
@@ -207,14 +207,14 @@ def _assemble(name: str, config: GPTConfig, weights: dict[str, Tensor], attend: 
 
 
 def _checked(name: str, tensor: Any, shape: torch.Size) -> Tensor:
-    """`tensor` in float32, if it is a plain one of floats with this shape, all of them finite."""
+    """`tensor` in float32. Raises CheckpointError unless it is dense, of floats, of this shape and finite."""
     floats = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
     plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_nested
     if not plain or tensor.device.type != "cpu" or tensor.dtype not in floats:
         raise CheckpointError(f"{name} must be a dense tensor of floats")
     if tensor.shape != shape:
         raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}")
-    if not tensor.is_contiguous():  # a view could claim any size of a few bytes
+    if not tensor.is_contiguous():  # a view of a few bytes could claim any size
         raise CheckpointError(f"{name} must be contiguous")
     tensor = tensor.float()
     if not torch.isfinite(tensor).all():
@@ -223,10 +223,10 @@ def _checked(name: str, tensor: Any, shape: torch.Size) -> Tensor:
 
 
 def _find_vocabulary(directory: Path, dataset: str | None, vocab_size: int) -> Tokenizer:
-    """meta.json or meta.pkl beside the checkpoint, else its data set's, else GPT-2's."""
+    """The vocabulary beside the checkpoint (meta.json or meta.pkl), else its data set's, else GPT-2's."""
     places = [directory]
     if isinstance(dataset, str) and re.fullmatch(r"[\w-]{1,100}", dataset):
-        places.append(directory.resolve().parent / "data" / dataset)  # as they lie in a nanoGPT checkout
+        places.append(directory.resolve().parent / "data" / dataset)  # as in a nanoGPT checkout
         places.append(ROOT / "data" / dataset)
     for place in places:
         if (place / "meta.json").is_file():

@@ -1,4 +1,4 @@
-"""Tiny Shakespeare: where it comes from, what it counts and how it is divided."""
+"""Tiny Shakespeare: its download, its checksum, and the split for training and validation."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Ids = TypeVar("Ids", bound=Sequence)
 
 
 def split(ids: Ids) -> tuple[Ids, Ids]:
-    """The first 90 % for training and the last 10 % for validation, as nanoGPT divides it."""
+    """The first 90 % for training and the last 10 % for validation, as in nanoGPT."""
     cut = int(0.9 * len(ids))
     return ids[:cut], ids[cut:]  # type: ignore[return-value]
 
 
 def read(path: Path) -> str:
-    """The text of a file, see decode()."""
+    """Read a file's text, see decode()."""
     return decode(path.read_bytes(), str(path))
 
 
 def decode(data: bytes, name: str) -> str:
-    """UTF-8 text, its line ends made into newlines. Raises ValueError naming `name` if it is no UTF-8."""
+    """Decode UTF-8 and turn CRLF into newlines. Raises ValueError naming `name` if it is not UTF-8."""
     try:
         return data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
@@ -34,12 +34,12 @@ def decode(data: bytes, name: str) -> str:
 
 
 def is_tiny_shakespeare(text: str) -> bool:
-    """Whether this is the text that the shipped checkpoints learnt."""
+    """Whether this is the text that the shipped checkpoints were trained on."""
     return hashlib.sha256(text.encode()).hexdigest() == SHA256
 
 
 def download() -> Path:
-    """Fetch Tiny Shakespeare to INPUT, unless it is there; give its path.
+    """Download Tiny Shakespeare to INPUT unless it is there; return its path.
 
     Raises ConnectionError without a network, ValueError if the checksum is wrong.
     """

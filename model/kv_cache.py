@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far, kept so that a new token costs one position."""
+"""The KV cache: keys and values of earlier tokens, so that a new token costs one position."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class KVCache:
         self.length = 0
 
     def of(self, start: int, end: int, length: int) -> KVCache:
-        """The cache of texts start .. end - 1 alone, which hold `length` tokens each, in the same memory."""
+        """The cache of texts start .. end - 1, with `length` tokens each; it shares this cache's memory."""
         part = copy.copy(self)
         part.k, part.v, part.length = self.k[start:end], self.v[start:end], length
         return part
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v, (B, H, T, d); give views of everything so far, (B, H, length, d).
+        """Append k and v, (B, H, T, d); return views of all keys and values so far, (B, H, length, d).
 
-        Raises ValueError when the buffers are too short.
+        Raises ValueError if the buffers are too short.
         """
         start, end = self.length, self.length + k.shape[2]
         if end > self.k.shape[2]:

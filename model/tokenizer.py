@@ -1,4 +1,4 @@
-"""Text to token ids and back: characters (meta.json, nanoGPT's meta.pkl) or GPT-2's byte pairs."""
+"""Text to token ids and back: characters (meta.json, nanoGPT's meta.pkl) or GPT-2's byte pair encoding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class VocabularyError(ValueError):
 
 
 class Decoder(Protocol):
-    """Token ids to text, as they come."""
+    """Turns token ids into text, one at a time."""
 
     def feed(self, id: int) -> str: ...
 
@@ -26,9 +26,9 @@ class Decoder(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What generation needs of a vocabulary."""
+    """A vocabulary, as generation uses it."""
 
-    source: str  # where it came from, for people to read
+    source: str  # where it came from, for messages
 
     def __len__(self) -> int: ...
 
@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
 class CharTokenizer:
     """One token per character.
 
-    characters: token i is characters[i]; all different, of one character each.
+    characters: token i is characters[i], a single character; all must be different.
     Raises VocabularyError if they are not.
     """
 
@@ -52,16 +52,16 @@ class CharTokenizer:
         self.source = source
         self._ids = {c: i for i, c in enumerate(self.characters)}
         if not self._ids or len(self._ids) != len(self.characters):
-            raise VocabularyError(f"{source}: the characters must be at least one and all different")
+            raise VocabularyError(f"{source}: there must be at least one character, all different")
 
     @classmethod
     def from_text(cls, text: str) -> CharTokenizer:
-        """The sorted characters of a text, as nanoGPT's prepare.py has them."""
+        """The sorted characters of a text, as in nanoGPT's prepare.py."""
         return cls(sorted(set(text)))
 
     @classmethod
     def from_meta_json(cls, path: Path) -> CharTokenizer:
-        """From {"characters": ["\\n", " ", ...]}."""
+        """Read {"characters": ["\\n", " ", ...]}. Raises VocabularyError."""
         try:
             characters = json.loads(path.read_text(encoding="utf-8"))["characters"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -72,7 +72,10 @@ class CharTokenizer:
 
     @classmethod
     def from_meta_pickle(cls, path: Path) -> CharTokenizer:
-        """From nanoGPT's meta.pkl, {'itos': {0: '\\n', ...}, ...}; unpickles built-in values only."""
+        """Read nanoGPT's meta.pkl, {'itos': {0: '\\n', ...}, ...}; unpickles built-in values only.
+
+        Raises VocabularyError.
+        """
         try:
             with open(path, "rb") as file:
                 itos = _PlainUnpickler(file).load()["itos"]
@@ -100,7 +103,7 @@ class CharTokenizer:
         return [self._ids[c] for c in text]
 
     def decoder(self) -> Decoder:
-        """The text of each id."""
+        """A decoder from ids to text."""
         return _CharDecoder(self.characters)
 
 
@@ -113,14 +116,14 @@ class _CharDecoder:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Admits numbers, strings, lists, dicts; refuses every global, so nothing can be called."""
+    """Admits numbers, strings, lists and dicts; refuses every global, so that nothing can be called."""
 
     def find_class(self, module: str, name: str):
         raise VocabularyError(f"it names {module}.{name}; only built-in values are admitted")
 
 
 class GPT2Tokenizer:
-    """GPT-2's byte pairs, through tiktoken, which fetches them once and keeps them.
+    """GPT-2's byte pair encoding, through tiktoken, which downloads it once and caches it.
 
     vocab_size: the model's, which may be padded beyond the 50257 tokens, as nanoGPT pads it to 50304.
     Raises VocabularyError without tiktoken, or without the network on its first use.
@@ -149,7 +152,7 @@ class GPT2Tokenizer:
         return self._encoding.encode(text, allowed_special={"<|endoftext|>"})
 
     def decoder(self) -> Decoder:
-        """The text of each id, a character as soon as its last byte is there."""
+        """A decoder from ids to text; it emits a character once its last byte has come."""
         return _BytesDecoder(self._encoding)
 
 

@@ -1,9 +1,9 @@
-"""The recipe that made the shipped checkpoints: Muon and AdamW, and an average of the weights.
+"""The training recipe of the shipped checkpoints: Muon, AdamW and an average of the weights.
 
 Hidden matrices are trained with Muon (K. Jordan et al. 2024, kellerjordan.github.io/posts/muon),
-embeddings and norms with AdamW. What is saved is an exponential moving average of the weights at
-its best validation loss. On a GPU the whole step is one CUDA graph around a compiled model, because
-at this size a step is bound by kernel launches; on a CPU the same code runs step by step, slowly.
+embeddings and norms with AdamW. The saved weights are an exponential moving average, taken
+at its best validation loss. On a GPU the whole step is one CUDA graph around a compiled model, because
+kernel launches bound a step at this size. On a CPU the same code runs without a graph, slowly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from model.tokenizer import CharTokenizer
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides a training run, besides the corpus and the device.
+    """All settings of a training run, except the corpus and the device.
 
     block_size in characters; batch_chars is batch size times block size.
     average: decay of the exponential moving average of the weights, per step.
@@ -67,7 +67,7 @@ class Muon(torch.optim.Optimizer):
     Each parameter group holds tensors whose trailing shape (rows, cols), given as `shape`, is the
     matrix to orthogonalise: a fused QKV weight (3C, C) with shape (C, C) counts as three. All
     matrices of a group go through one batched iteration. `lr` is a 0-d tensor, so that a captured
-    CUDA graph reads its present value (torch.optim.Muon takes a Python number, which a graph would
+    CUDA graph reads its current value (torch.optim.Muon takes a Python number, which a graph would
     freeze, and orthogonalises a fused QKV weight as one).
     """
 
@@ -98,7 +98,7 @@ def _muon_direction(
     """Nesterov momentum, then the nearest orthogonal matrices.
 
     grads, buffers: one tensor (n * rows, cols) per parameter, n matrices each; the buffers are updated.
-    Gives (matrices of all parameters, rows, cols).
+    Returns (matrices of all parameters, rows, cols).
     """
     for g, b in zip(grads, buffers):
         b.lerp_(g, 1 - momentum)
@@ -108,7 +108,7 @@ def _muon_direction(
     if x.is_cuda:
         x = x.bfloat16()
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(5):  # quintic whose slope at 0 is steep: Jordan's coefficients
+    for _ in range(5):  # a quintic with a steep slope at 0; Jordan's coefficients
         a = x @ x.mT
         x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
     return (x.mT if rows > cols else x).float()
@@ -126,8 +126,8 @@ def sinusoids(length: int, width: int) -> Tensor:
 def evaluate(model: GPT, ids: Tensor, batch_chars: int = 16_384) -> float:
     """Mean loss in nats per token over contiguous windows of the block size.
 
-    ids: (N,), N >= 2. Windows do not overlap; the last one may be shorter; each token but the first
-    is predicted once, from what precedes it in its window. Raises ValueError if N < 2.
+    ids: (N,), N >= 2. Windows do not overlap; the last one may be shorter. Each token but the first
+    is predicted once, from the tokens before it in its window. Raises ValueError if N < 2.
     """
     if len(ids) < 2:
         raise ValueError(f"ids has {len(ids)} tokens; it must have at least 2")
@@ -221,7 +221,7 @@ class Trainer:
         return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
 
     def _update(self) -> None:
-        """Both optimizers' steps and the average, from the gradients in place."""
+        """Step both optimizers and update the average; the gradients are already there."""
         self.muon_lr.copy_(self.recipe.muon_lr * self.lr)
         for group, peak in zip(self.adam.param_groups, (self.recipe.adam_lr, self.recipe.position_lr)):
             group["lr"].copy_(peak * self.lr)
@@ -232,7 +232,7 @@ class Trainer:
                 a.lerp_(p, 1 - self.recipe.average)
 
     def _step(self) -> None:
-        """One step on a fresh random batch; self.loss holds its loss."""
+        """One step on a fresh random batch; stores the loss in self.loss."""
         T = self.recipe.block_size
         batch = max(1, self.recipe.batch_chars // T)
         starts = torch.randint(len(self.ids) - T, (batch, 1), device=self.device)
@@ -246,7 +246,7 @@ class Trainer:
         self.loss.copy_(loss.detach())
 
     def _captured_step(self) -> Callable[[], None]:
-        """The step as a CUDA graph; the warm-up leaves the model, optimizers and average as new."""
+        """The step as a CUDA graph; model, optimizers and average are reset after the warm-up."""
         start = copy.deepcopy(self.model.state_dict())
         self._batch_loss = torch.compile(self._batch_loss)  # type: ignore[method-assign]
         self.muon.step = torch.compile(self.muon.step)  # type: ignore[method-assign]
@@ -286,11 +286,11 @@ def train(
 ) -> dict:
     """Train on the first 90 % of `text`, keep the average with the best loss on the last 10 %.
 
-    Writes a checkpoint directory to `out` at every new best; gives the training record:
-    corpus hash, recipe, device, validation loss (nats per character) and the loss curve as
+    Writes a checkpoint directory to `out` at every new best. Returns the training record: corpus
+    hash, recipe, device, validation loss (nats per character) and the loss curve as
     [step, training loss, validation loss].
-    Raises ValueError if the device is missing, the text is shorter than a block or the loss stops
-    being finite; OSError if `out` cannot be written.
+    Raises ValueError if the device is missing, the text is shorter than a block or the loss becomes
+    infinite or NaN; OSError if `out` cannot be written.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda', but PyTorch finds no GPU here; it must be 'cpu'")
@@ -302,7 +302,7 @@ def train(
             f"it must have more than block_size={recipe.block_size}"
         )
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)  # now, not after the first thousand steps
+        out.mkdir(parents=True, exist_ok=True)  # a bad path fails now, not after hundreds of steps
     where = torch.device(device)
     trainer = Trainer(recipe, len(tokenizer), torch.tensor(training), where)
     held_out = torch.tensor(validation, device=where)
@@ -332,6 +332,6 @@ def train(
             if out is not None:
                 save(out, trainer.averaged, tokenizer, record)
     if out is not None:
-        save_record(out, record)  # with the curve beyond the best step
+        save_record(out, record)  # with the whole curve, past the best step
     report(f"best validation loss {record['val_loss']:.4f} nats per character, at step {record['best_step']}")
     return record

@@ -201,7 +201,7 @@ DAMAGE = {
     "too deep": (lambda d: config_change(d, n_layer=10**12), "n_layer is 1000000000000, but there are"),
     "too wide": (lambda d: config_change(d, n_embd=10**12), "has shape|is wrong"),
     "too long": (lambda d: config_change(d, block_size=10**18), "has shape|is wrong"),
-    "fewer layers": (lambda d: config_change(d, n_layer=1), "tensors are too many, .*h.1"),
+    "fewer layers": (lambda d: config_change(d, n_layer=1), "tensors are unexpected, .*h.1"),
     "more layers": (lambda d: config_change(d, n_layer=3), "tensors are missing, .*h.2"),
     "truncated": (
         lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-9]),
@@ -215,7 +215,7 @@ DAMAGE = {
         rf"{WTE} has shape \(11, 17\); it must be \(11, 16\)",
     ),
     "missing": (lambda d: weights_change(d, WTE, None), f"1 tensors are missing, the first is {WTE}"),
-    "surplus": (lambda d: weights_change(d, "more", torch.zeros(1)), "1 tensors are too many, .* more"),
+    "surplus": (lambda d: weights_change(d, "more", torch.zeros(1)), "1 tensors are unexpected, .* more"),
     "no vocabulary": (lambda d: (d / "meta.json").unlink(), "no vocabulary .* was found in"),
 }
 
@@ -238,6 +238,6 @@ def test_damage_is_named(directory, damage):
 
 def test_half_precision_weights_become_float32(directory):
     weights_change(directory, WTE, torch.full((11, 16), 0.5, dtype=torch.bfloat16))
-    (directory / checkpoint.SUMS).unlink()  # it would warn: they are not what was saved
+    (directory / checkpoint.SUMS).unlink()  # it would warn: the files have changed
     model = load(str(directory), attend).model
     assert {p.dtype for p in model.parameters()} == {torch.float32}

@@ -82,8 +82,8 @@ def test_a_damaged_meta_pickle_is_named(tmp_path, data):
         ({"characters": "abc"}, "'characters' is str; it must be a list"),
         ({"characters": ["a", "bc"]}, "token 1 is 'bc'; it must be one character"),
         ({"characters": ["a", 5]}, "token 1 is 5; it must be one character"),
-        ({"characters": ["a", "a"]}, "at least one and all different"),
-        ({"characters": []}, "at least one and all different"),
+        ({"characters": ["a", "a"]}, "at least one character, all different"),
+        ({"characters": []}, "at least one character, all different"),
     ],
 )
 def test_a_damaged_meta_json_is_named(tmp_path, value, message):

@@ -117,7 +117,7 @@ def test_the_command_line_warns_in_one_line_and_writes(cli, tmp_path):
     config.write_text(config.read_text().replace('"n_head": 2', '"n_head": 1'))
     done = cli(*common)
     assert done.returncode == 0 and len(done.stdout) == 6
-    message = "gpt.py: warning: tiny: config.json is not what SHA256SUMS says; the text may be garbage"
+    message = "gpt.py: warning: tiny: config.json does not match SHA256SUMS; the text may be garbage"
     assert done.stderr.splitlines()[0] == message
 
 
