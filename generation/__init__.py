@@ -1,9 +1,9 @@
-"""Texts from a model:
+"""Generate text from a model:
 
 from generation import generate, load
 print(generate(load("shakes256"), prompt="ROMEO:", max_new_tokens=200, part="part4", seed=1))
 
-Import it before torch: then a program that takes a core does not stop PyTorch's threads.
+Import it before torch: PyTorch's threads then sleep while they wait, so a busy core does not stall them.
 """
 
 from attention_ext import processor

@@ -1,4 +1,4 @@
-"""What computes the next token of several texts: the protocol of an engine, and open_engine()."""
+"""The Engine protocol, which computes the next tokens of several texts, and open_engine()."""
 
 from __future__ import annotations
 
@@ -17,45 +17,46 @@ ENGINES = ("native", "torch")
 
 
 class Engine(Protocol):
-    """Texts in numbered slots, each with its cache and its sampling, and a way to continue them.
+    """Holds texts in numbered slots, each with its own cache and sampling, and continues them.
 
-    What a slot gives depends on nothing that other slots hold.
+    A slot's tokens do not depend on what other slots hold.
     """
 
     name: str
     config: GPTConfig
-    slots: int  # texts that it can hold
-    capacity: int  # tokens of each, at most block_size
+    slots: int  # the most texts that it holds
+    capacity: int  # tokens of context of each text, at most block_size
 
     def set_sampling(self, slot: int, sampling: Sampling) -> None:
-        """How the slot's tokens are chosen from now on; Sampling() at first."""
+        """Set how the slot's tokens are chosen from now on; the default is Sampling()."""
 
     def prefill(self, slot: int, ids: Sequence[int], continues: bool = False) -> None:
-        """Replace what the slot holds by `ids`, 1 to `capacity` of them.
+        """Replace the slot's tokens by `ids`, 1 to `capacity` of them.
 
-        continues: they are the end of the text that it held, whose tokens still count as seen.
+        continues: the slot's text goes on, and the repetition penalty still counts its earlier tokens.
         """
 
     def next(self, slots: Sequence[int], uniforms: Sequence[float]) -> list[int]:
-        """Choose and append a token to each of these slots; the uniforms, in [0, 1), decide.
+        """Choose a token for each of these slots and append it; return the tokens.
 
-        A slot that holds capacity + 1 tokens, the last one not yet read, must be prefilled again.
+        uniforms: a number in [0, 1) for each slot, which decides the choice.
+        A slot that holds capacity + 1 tokens, the last one not yet read, must be prefilled first.
         """
 
     def write(self, slots: Sequence[int], uniforms: Sequence[Sequence[float]]) -> list[list[int]]:
-        """What next() gives for each row of uniforms in turn, as many rows as the engine takes in one go.
+        """Do next() for the rows of uniforms in turn; return the rows of tokens.
 
-        That is at least the first, and none beyond the room in the slots.
+        The engine may stop early, but not before the first row. It stops when a slot is full.
         """
 
     def copy(self, source: int, target: int) -> None:
-        """Make slot `target` hold what slot `source` holds; each keeps its own sampling."""
+        """Copy the text of slot `source` to slot `target`; each keeps its own sampling."""
 
     def push(self, slot: int, token: int) -> None:
-        """Append this token instead of a chosen one, and read it."""
+        """Append this token, instead of choosing one, and read it."""
 
     def logits(self, slot: int) -> Tensor:
-        """The logits (V,) from which the slot's next token, or else its last one, was chosen."""
+        """The slot's latest logits (V,): its last token was chosen from them, or its next one will be."""
 
 
 def open_engine(
@@ -70,16 +71,15 @@ def open_engine(
     slots: int = 1,
     capacity: int | None = None,
 ) -> Engine:
-    """An engine for a model's weights, which are copied by the native one.
+    """Open an engine for a model; the native engine copies the weights.
 
-    engine: one of ENGINES; None takes native for parts 1 to 4 where it can be compiled, torch for part0.
-    part, simd, br, bc: the attention, as attention() takes them. slots: texts at a time.
-    weights: a Precision or its name; 'bf16' rounds the matrices to bfloat16, which changes the logits; the
-    native engine then reads half as much for each token.
-    capacity: the longest context, in tokens; the model's block size unless given.
-    The native engine uses as many threads as PyTorch is set to when this is called.
-    Raises TypeError or ValueError naming an argument that is wrong, BuildError where the kernels cannot be
-    compiled.
+    engine: one of ENGINES; None takes native for parts 1 to 4 where it can be compiled, else torch.
+    part, simd, br, bc: as in attention(). slots: the most texts at a time.
+    weights: a Precision or its name. 'bf16' rounds the matrices to bfloat16, which changes the logits; the
+    native engine then reads half as many bytes of weights for each token.
+    capacity: the longest context, in tokens; the model's block size by default.
+    The native engine uses torch.get_num_threads() threads, as set when this is called.
+    Raises TypeError or ValueError naming the wrong argument, BuildError if the kernels cannot be compiled.
     """
     for name, number in (("slots", slots), ("capacity", capacity)):
         if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
@@ -109,14 +109,14 @@ def open_engine(
         return TorchEngine(model.in_bf16() if precision is Precision.BF16 else model, slots, capacity)
     from generation.native import NativeEngine
 
-    # Each of its threads runs the kernel alone.
+    # Each decoder thread calls the kernel by itself, so the tile is that of one thread.
     tuned = tiles.tile(helpers, 1, model.config.head_dim, capacity, causal=True)
     tile = (br or tuned[0], bc or tuned[1])
     return NativeEngine(model, part, helpers, tile, precision, slots, capacity)
 
 
 def default_engine(part: str) -> str:
-    """The engine that a part has unless another is asked for."""
+    """The name of the engine that a part uses by default."""
     if check_part(part).operator is None:
         return "torch"
     from attention_ext.build import toolchain

@@ -1,4 +1,4 @@
-"""Strings from a model: generate() for one, complete() for many, over the texts of a Writer."""
+"""Text from a model: generate() writes one text, complete() writes many through a Writer."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from generation.writer import Request, Text, Writer
 from model.checkpoint import Checkpoint
 from model.tokenizer import Decoder, Tokenizer
 
-AT_ONCE = 32  # texts that are written together
+AT_ONCE = 32  # the most texts that are written together
 
 
 def slots_for(texts: int) -> tuple[int, int]:
-    """(texts at once, slots of the engine) for so many texts of one prompt.
+    """(texts at once, slots of the engine) for this number of texts with one prompt.
 
-    Where they are more than AT_ONCE, a slot more keeps the prompt for those that join later.
+    With more than AT_ONCE texts, one more slot keeps the prompt for texts that join later.
     """
     at_once = min(texts, AT_ONCE)
     return at_once, at_once + (texts > at_once)
 
 
 class StopFilter:
-    """Passes text on until one of the stop strings appears; holds back what may become one.
+    """Passes text on until a stop string appears; holds back text that may be the start of one.
 
-    stop: strings, none of them empty, as Request checks them.
+    stop: non-empty strings; Request checks them.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -35,7 +35,7 @@ class StopFilter:
         self.found: str | None = None  # the stop string that ended the text
 
     def feed(self, text: str) -> str:
-        """What of the text so far may be shown now; sets `found` where it ends."""
+        """Take more text; return what may be shown now. Sets `found` at a stop string."""
         if not self.stop:
             return text
         self._held += text
@@ -49,7 +49,7 @@ class StopFilter:
         return self._release(len(self._held) - longest)
 
     def end(self) -> str:
-        """What was held back, as no stop string came of it."""
+        """Return the text held back, as no stop string follows; empty after a stop string."""
         return "" if self.found else self._release(len(self._held))
 
     def _release(self, length: int) -> str:
@@ -59,11 +59,11 @@ class StopFilter:
 
 @dataclass
 class Completion:
-    """The text of a request, without the prompt, and what it took.
+    """The text of a request, without the prompt, with its number of tokens and its times.
 
-    number: of the request, from 0. pieces: of the text; whoever shows them as they come clears them, so that
-    an endless text takes no memory. finish_reason: 'length' or 'stop', '' while it grows. stopped_by: the
-    stop string, which the text does not have. The seconds are those of writer.Text.
+    number: the request's, from 0. pieces: of the text; a caller that streams them clears the list, so that
+    an endless text takes no memory. finish_reason: 'length' or 'stop'; '' while the text grows. stopped_by:
+    the stop string that ended the text; the text ends before it. The seconds are those of writer.Text.
     """
 
     request: Request
@@ -77,7 +77,7 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """All of it, or what has come since its pieces were cleared."""
+        """The whole text, or the part since `pieces` was cleared."""
         return "".join(self.pieces)
 
     @property
@@ -88,27 +88,27 @@ class Completion:
 
 @dataclass
 class Growing:
-    """A completion that is being written: what makes its tokens a text, and what may end it."""
+    """A completion in progress, with its token decoder and its stop filter."""
 
     completion: Completion
     decoder: Decoder
     filter: StopFilter
 
     def add(self, token: int) -> str:
-        """Append a token; gives what may be shown now."""
+        """Append a token; return the text that may be shown now."""
         self.completion.new_tokens += 1
         return self._show(self.filter.feed(self.decoder.feed(token)))
 
     @property
     def ended(self) -> bool:
-        """Whether a stop string has come, or the last token."""
+        """Whether a stop string was found or max_new_tokens is reached."""
         return bool(self.filter.found) or self.completion.new_tokens == self.completion.request.max_new_tokens
 
     def finish(self) -> str:
-        """Fill in the completion; gives what had been held back."""
+        """Fill in the completion; return the text that was held back."""
         done, found = self.completion, self.filter.found
         rest = "" if found else self.filter.feed(self.decoder.end()) + self.filter.end()
-        # The decoder's last characters may be those that a stop string lacked.
+        # The decoder's last characters may complete a stop string.
         found = found or self.filter.found
         done.finish_reason, done.stopped_by = ("stop", found) if found else ("length", "")
         return self._show(rest)
@@ -122,10 +122,10 @@ class Growing:
 def complete(
     writer: Writer, tokenizer: Tokenizer, requests: Iterable[Request]
 ) -> Iterator[tuple[Completion, str]]:
-    """Write all requests, as many at once as the writer has slots; yields more of a text as it comes.
+    """Write all requests, as many at once as the writer has slots; yield each completion with its new text.
 
-    A request joins as soon as a text has left. The completions grow in turns; when one is finished, it is
-    filled in and yielded with an empty text.
+    A request joins as soon as a slot is free. Pieces of different completions alternate. A finished
+    completion is filled in and yielded once more, with an empty text.
     """
     waiting = enumerate(requests)
     growing: dict[Text, Growing] = {}
@@ -145,7 +145,7 @@ def complete(
             growing[text] = Growing(
                 Completion(request, number), tokenizer.decoder(), StopFilter(request.stop)
             )
-            if growing[text].ended:  # no token is wanted
+            if growing[text].ended:  # max_new_tokens is 0
                 yield from finish(growing.pop(text), text)
         if not growing:
             return
@@ -160,7 +160,7 @@ def complete(
 
 
 class Options(TypedDict, total=False):
-    """What generate() hands on: open_engine()'s arguments and Sampling's."""
+    """The arguments that generate() passes to open_engine() and to Sampling."""
 
     part: str
     simd: str
@@ -187,18 +187,18 @@ def generate(
     stream: bool = False,
     **options: Unpack[Options],
 ) -> str | Iterator[str]:
-    """The text that continues `prompt`, without it; with stream=True an iterator over its pieces.
+    """The text that continues `prompt`, without the prompt; with stream=True an iterator over its pieces.
 
-    max_new_tokens: where to stop at the latest; the model's block size unless given.
-    engine: a name, or an engine that open_engine() opened for this model; such a one need not be made anew
-    for every text, and has settled part, simd, br, bc and weights.
-    seed: 0 to 2**64 - 1. The same seed gives the same text whatever computes it.
-    stop: a string or several; the text ends before the first that appears.
+    max_new_tokens: the most tokens to write; the model's block size by default.
+    engine: a name, or an engine that open_engine() opened for this model. An open engine serves many texts;
+    its part, simd, br, bc and weights are those it was opened with.
+    seed: 0 to 2**64 - 1. The same seed gives the same text with every part and engine.
+    stop: a string or several; the text ends before the first one that appears.
     context, use_cache: see writer.Request.
     options: part, simd, br, bc, weights as in open_engine(); temperature, top_k, top_p, min_p,
     repetition_penalty as in Sampling.
-    Raises ValueError or TypeError naming the argument, before anything is written, and BuildError where the
-    kernels cannot be compiled.
+    Raises ValueError or TypeError naming the wrong argument, before anything is written, and BuildError if
+    the kernels cannot be compiled.
     """
     chosen = dict(options)
     sampling = Sampling(**{f.name: chosen.pop(f.name) for f in fields(Sampling) if f.name in chosen})  # type: ignore
@@ -221,7 +221,7 @@ def generate(
 
 
 def _pieces(writer: Writer, tokenizer: Tokenizer, request: Request) -> Iterator[str]:
-    """The pieces of one text, which are not kept."""
+    """Yield the pieces of one text and keep none."""
     for completion, piece in complete(writer, tokenizer, [request]):
         completion.pieces.clear()
         if piece:
@@ -229,7 +229,7 @@ def _pieces(writer: Writer, tokenizer: Tokenizer, request: Request) -> Iterator[
 
 
 def capacity_for(checkpoint: Checkpoint, request: Request) -> int:
-    """The context that a request needs: no more than the model's block size."""
+    """Tokens of context that a request needs, at most the model's block size."""
     longest = checkpoint.model.config.block_size
     most = longest if request.max_new_tokens is None else request.max_new_tokens
     return min(longest, max(1, len(request.ids) + most))

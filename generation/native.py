@@ -1,4 +1,4 @@
-"""The engine that runs the decoder of attention_ext/csrc/decoder: tokens without Python or PyTorch."""
+"""The native engine: the decoder of attention_ext/csrc/decoder, which runs without Python or PyTorch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from attention_ext.parts import PARTS, Precision
 from generation.sampling import Sampling
 from model.gpt import GPT
 
-# Seconds after which a call begins no other token, so that Ctrl-C is obeyed: for one text, and for several,
-# of which it is the time of the first group that the decoder takes.
+# Seconds after which a call starts no further token, so that Ctrl-C takes effect soon. In a batch, the limit
+# is for the first group of texts that the decoder writes; the other groups write as many tokens.
 ONE_TEXT_SECONDS, BATCH_SECONDS = 2e-3, 8e-3
 
 
 class NativeEngine:
-    """A model's weights, packed once, and the caches of its slots, all in the decoder.
+    """Runs the decoder, which holds the model's weights, packed once, and the slots' caches.
 
-    tile: (br, bc) of a tiled part. The decoder has as many threads as PyTorch is set to.
+    tile: (br, bc) of a tiled part. The decoder uses torch.get_num_threads() threads.
     """
 
     name = "native"
@@ -84,11 +84,11 @@ class NativeEngine:
         return torch.tensor(self._decoder.logits(slot))
 
     def record(self, on: bool) -> None:
-        """Whether what follows leaves spans; not at first."""
+        """Start or stop recording spans; off at first."""
         self._decoder.record(on)
 
     def spans(self) -> list[tuple[str, int, int, int]]:
-        """What the threads did since the last call, as (kind, thread, begin, end), thread by thread.
+        """The spans recorded since the last call, as (kind, thread, begin, end), thread by thread.
 
         begin, end: nanoseconds of time.monotonic_ns(). Thread 0 is the caller.
         """

@@ -1,4 +1,4 @@
-"""The engine that runs the PyTorch model as it stands, whatever its attention."""
+"""The torch engine: the PyTorch model, with any attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from model.kv_cache import KVCache
 
 
 class TorchEngine:
-    """The PyTorch model as it stands. Neighbouring slots that hold equally many tokens are read together."""
+    """Runs the PyTorch model. Neighbouring slots with equally many tokens are read together."""
 
     name = "torch"
 
@@ -28,7 +28,7 @@ class TorchEngine:
         self._seen: list[set[int]] = [set() for _ in range(slots)]
         self._samplings = [Sampling()] * slots
         self._logits = torch.empty(slots, c.vocab_size)
-        self.choose: Callable[..., list[int]] = sampling.choose  # lab/profile.py puts a clock around it
+        self.choose: Callable[..., list[int]] = sampling.choose  # lab/profile.py wraps it in a timer
 
     def set_sampling(self, slot: int, sampling: Sampling) -> None:
         self._samplings[slot] = sampling
@@ -56,7 +56,7 @@ class TorchEngine:
         return tokens
 
     def write(self, slots: Sequence[int], uniforms: Sequence[Sequence[float]]) -> list[list[int]]:
-        return [self.next(slots, uniforms[0])]  # which takes about as long
+        return [self.next(slots, uniforms[0])]  # one step takes about as long as a native call
 
     @torch.inference_mode()
     def copy(self, source: int, target: int) -> None:
@@ -78,7 +78,7 @@ class TorchEngine:
         return self._logits[slot].clone()
 
     def _read(self, first: int, ids: Sequence[Sequence[int]]) -> None:
-        """Append a row of ids to each slot from the first on; all of these hold equally many tokens."""
+        """Append a row of ids to each slot from `first` on; these slots must hold equally many tokens."""
         end, length = first + len(ids), self._lengths[first]
         caches = [cache.of(first, end, length) for cache in self._caches]
         self._logits[first:end] = self.model(torch.tensor(ids), caches, last_only=True)[:, -1]

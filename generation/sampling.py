@@ -1,4 +1,4 @@
-"""How the next token is chosen from the logits: the usual filters, then one uniform number."""
+"""Choose the next token from the logits: the usual filters, then a draw by one uniform number."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of the choice, applied in this order.
+    """Sampling settings, applied in this order.
 
     repetition_penalty: logits of tokens that have occurred are divided by this where they are positive and
     multiplied where they are negative (Keskar et al. 2019, arXiv:1909.05858); 1 changes nothing.
-    temperature: divides the logits; 0 takes the largest, whatever follows.
+    temperature: divides the logits; 0 takes the largest and ignores the filters.
     top_k: keep the k likeliest tokens (Fan et al. 2018, arXiv:1805.04833); None keeps all.
     top_p: keep the likeliest tokens until their probabilities, among those kept so far, add up to this
     (Holtzman et al. 2019, arXiv:1904.09751); 1 keeps all.
-    min_p: keep the tokens with at least this share of the likeliest one's probability (Nguyen et al. 2024,
+    min_p: keep the tokens with at least this share of the largest probability (Nguyen et al. 2024,
     arXiv:2407.01082); 0 keeps all.
-    Tokens as likely as the last one that is kept are kept too.
+    Tokens as likely as the last one kept are kept too.
     Raises ValueError or TypeError naming the first setting that is out of range.
     """
 
@@ -56,13 +56,13 @@ def sample(
     sampling: Sampling = Sampling(),
     seen: Sequence[Collection[int]] | None = None,
 ) -> list[int]:
-    """A token id for each row of logits (B, V), by the inverse of its cumulative distribution.
+    """A token id for each row of logits (B, V), by inverse transform sampling.
 
-    uniforms: a number in [0, 1) for each row, which decides. seen: the ids that have occurred in each, for
-    the repetition penalty.
-    In float64, tokens in the order of their ids, so that engines which differ by rounding agree; the native
-    engine's sample() in attention_ext/csrc/decoder/sampling.cpp does the same.
-    Raises ValueError if the logits hold NaN, or the largest is infinite, after the penalty too.
+    uniforms: a number in [0, 1) for each row. seen: the ids that have occurred in each row, for the
+    repetition penalty.
+    Sums are in float64 and in the order of the ids, so that engines which differ by rounding agree. The
+    native engine's sample() in attention_ext/csrc/decoder/sampling.cpp does the same.
+    Raises ValueError if the logits hold NaN or the largest is infinite, the penalty applied.
     """
     logits = logits.double()
     if sampling.repetition_penalty != 1:
@@ -76,18 +76,18 @@ def sample(
         raise ValueError("logits hold NaN, or the largest is infinite; they must be numbers")
     if sampling.temperature == 0:
         return logits.argmax(-1).tolist()
-    weights = ((logits - largest) / sampling.temperature).exp()  # the likeliest token's is 1
-    least = torch.zeros(len(logits), 1, dtype=torch.float64)  # weights below it are left out
+    weights = ((logits - largest) / sampling.temperature).exp()  # the likeliest token's weight is 1
+    least = torch.zeros(len(logits), 1, dtype=torch.float64)  # smaller weights are left out
     if sampling.top_k is not None and sampling.top_k < logits.shape[1]:
         least = weights.topk(sampling.top_k).values[:, -1:]
     if sampling.top_p < 1:
         kept = weights.where(weights >= least, 0.0).sort(-1, descending=True).values
         sums = kept.cumsum(-1)
         enough = sums >= sampling.top_p * sums[:, -1:]
-        least = kept.gather(-1, enough.int().argmax(-1, keepdim=True))  # the first that is
+        least = kept.gather(-1, enough.int().argmax(-1, keepdim=True))  # where the sum first reaches top_p
     least = least.clamp(min=sampling.min_p)
     cumulative = weights.where(weights >= least, 0.0).cumsum(-1)
-    points = torch.tensor(uniforms, dtype=torch.float64)[:, None] * cumulative[:, -1:]  # below the last
+    points = torch.tensor(uniforms, dtype=torch.float64)[:, None] * cumulative[:, -1:]  # below the last sum
     return torch.searchsorted(cumulative, points, right=True)[:, 0].tolist()
 
 
@@ -97,7 +97,7 @@ def choose(
     samplings: Sequence[Sampling],
     seen: Sequence[Collection[int]],
 ) -> list[int]:
-    """A token id for each row of logits (B, V), each by its own sampling; see sample() for the rest."""
+    """A token id for each row of logits (B, V), each with its own sampling; see sample() for the rest."""
     if samplings and all(sampling == samplings[0] for sampling in samplings):
         return sample(logits, uniforms, samplings[0], seen)
     return [

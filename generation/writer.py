@@ -1,7 +1,7 @@
-"""The texts of a batch: they join and leave an engine at any step, each with all that decides it.
+"""The Writer: texts join and leave a batch at any step, each with its own settings.
 
-A text is decided by (weights, precision, prompt, sampling, seed). It is the same alone, in a batch, and with
-neighbours that come and go.
+Weights, precision, prompt, sampling and seed decide a text. It is the same alone, in a batch, and while
+neighbours join and leave.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from generation.engine import Engine
 from generation.sampling import Sampling
 
 CONTEXTS = ("slide", "reset")
-TOKENS_AT_ONCE = 32  # of each text that an engine is asked for in one step, at most
+TOKENS_AT_ONCE = 32  # the most tokens of each text that one step asks an engine for
 
 
 @dataclass(frozen=True)
 class Request:
-    """A text that is to be written.
+    """A text to be written.
 
-    ids: the prompt's tokens, at least one; of more than the engine's capacity only the last are read.
-    seed: 0 to 2**64 - 1. max_new_tokens: where to end at the latest; None is nowhere.
-    stop: strings; the text ends before the first that appears. The Writer, which knows no strings, leaves
-    that to generation.generate.complete().
-    context: what the model sees once a text is longer than the engine's capacity. 'slide': always the last
-    `capacity` tokens, at positions counted from the window's start, so every token costs a whole window, as
-    in nanoGPT. 'reset': the window starts again with its last half, at the cost of one prefill for each half
+    ids: the prompt's tokens, at least one. Only as many as the engine's capacity, the last ones, are read.
+    seed: 0 to 2**64 - 1. max_new_tokens: the most tokens to write; None sets no limit.
+    stop: strings; the text ends before the first one that appears. generation.generate.complete() applies
+    them, because the Writer handles tokens only.
+    context: what the model sees once a text is longer than the engine's capacity. 'slide': the last
+    `capacity` tokens, at positions counted from the window's start, so each token costs a whole window, as
+    in nanoGPT. 'reset': the window restarts with its last half, which costs one prefill for each half
     window.
-    use_cache: False reads the whole window anew for every token.
+    use_cache: False reads the whole window again for every token.
     Raises TypeError or ValueError naming what is wrong.
     """
 
@@ -64,8 +64,8 @@ class Request:
 class Text:
     """A text in a slot of an engine, as it grows.
 
-    new_tokens: how many it has beyond its prompt. prefill_seconds: in which its prompt was read.
-    decode_seconds: in which it was written since, with what its neighbours took meanwhile.
+    new_tokens: the number of tokens after the prompt. prefill_seconds: the time of reading the prompt.
+    decode_seconds: the time of writing since then, including the work for its neighbours.
     """
 
     def __init__(self, request: Request, slot: int, capacity: int) -> None:
@@ -73,15 +73,15 @@ class Text:
         self.new_tokens = 0
         self.prefill_seconds = self.decode_seconds = 0.0
         self._capacity = capacity
-        self.prompt = tuple(request.ids[-capacity:])  # what of it is read
+        self.prompt = tuple(request.ids[-capacity:])  # the part that is read
         self._last = deque(self.prompt, capacity)
         self._held = 0  # tokens in the engine's slot; 0 before the prompt is read
         self._uniforms = uniforms(request.seed)
-        self._drawn: deque[float] = deque()  # and not yet used
+        self._drawn: deque[float] = deque()  # drawn and not yet used
 
     @property
     def remaining(self) -> float:
-        """Tokens that it may still have."""
+        """Tokens that may still be written."""
         most = self.request.max_new_tokens
         return float("inf") if most is None else most - self.new_tokens
 
@@ -92,16 +92,16 @@ class Text:
 
     @property
     def is_stale(self) -> bool:
-        """Whether its window must be read anew before the next token."""
+        """Whether its window must be read again before the next token."""
         return not self.request.use_cache and self.new_tokens > 0 or self._held > self._capacity
 
     @property
     def room(self) -> int:
-        """Tokens that its slot can take before its window must be read anew."""
+        """Tokens that its slot can take before its window must be read again."""
         return self._capacity + 1 - self._held if self.request.use_cache else 1
 
     def read(self, engine: Engine) -> None:
-        """Read the prompt, or the window anew."""
+        """Read the prompt, or read the window again."""
         count = self._capacity
         if self._held > self._capacity and self.request.context == "reset":
             count = max(1, self._capacity // 2)
@@ -112,17 +112,17 @@ class Text:
         self._held = len(ids)
 
     def hold_prompt(self) -> None:
-        """Note that the engine's slot holds the prompt, which was copied there."""
+        """Record that the prompt was copied to the engine's slot."""
         self._held = len(self.prompt)
 
     def draw(self, count: int) -> list[float]:
-        """The next uniform numbers; append() says how many of them were used."""
+        """The next `count` uniform numbers; append() removes those that were used."""
         while len(self._drawn) < count:
             self._drawn.append(next(self._uniforms))
         return list(itertools.islice(self._drawn, count))
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Note the tokens that the engine has appended, one for each of the numbers drawn."""
+        """Record the tokens that the engine has appended; each used one of the numbers drawn."""
         for _ in tokens:
             self._drawn.popleft()
         self._last.extend(tokens)
@@ -131,11 +131,11 @@ class Text:
 
 
 class Writer:
-    """The texts that an engine writes together, one in each of its slots.
+    """The texts that an engine writes together, one in each slot.
 
-    texts: how many at once, at most; as many as the engine has slots unless given. If there are fewer texts
-    than slots, the last slot keeps the prompt that was read last, and a text that continues the same prompt
-    copies it from there.
+    texts: the most at once; the engine's number of slots by default. If there are fewer texts than slots,
+    the last slot keeps the prompt that was read last, and a text with the same prompt copies it from there.
+    Raises ValueError if texts is not from 1 to the engine's number of slots.
     """
 
     def __init__(self, engine: Engine, texts: int | None = None) -> None:
@@ -143,7 +143,7 @@ class Writer:
         if not 1 <= texts <= engine.slots:
             raise ValueError(f"texts is {texts}; it must be from 1 to {engine.slots}, the engine's slots")
         self.engine = engine
-        self.seconds = 0.0  # in all steps
+        self.seconds = 0.0  # of all steps
         self._free = list(range(texts))
         self._texts: list[Text] = []
         self._keeper = engine.slots - 1 if texts < engine.slots else None
@@ -151,11 +151,11 @@ class Writer:
 
     @property
     def free(self) -> int:
-        """How many texts can join now."""
+        """The number of texts that can join now."""
         return len(self._free)
 
     def check(self, request: Request) -> None:
-        """Raise ValueError if a request's prompt has a token that the engine's model does not know."""
+        """Raise ValueError if a request's prompt has a token outside the model's vocabulary."""
         vocab_size = self.engine.config.vocab_size
         if not all(0 <= token < vocab_size for token in request.ids):
             raise ValueError(f"prompt has a token outside 0 .. {vocab_size - 1}")
@@ -163,7 +163,7 @@ class Writer:
     def join(self, request: Request) -> Text:
         """Begin a text; its prompt is read in the next step.
 
-        Raises ValueError as check() does, and where no slot is free.
+        Raises ValueError as check() does, and if no slot is free.
         """
         self.check(request)
         if not self._free:
@@ -174,14 +174,14 @@ class Writer:
         return text
 
     def leave(self, text: Text) -> None:
-        """End a text; another can have its slot. Raises ValueError if it has left before."""
+        """End a text and free its slot. Raises ValueError if it has left before."""
         self._texts.remove(text)
         self._free.append(text.slot)
 
     def step(self, most: int = TOKENS_AT_ONCE) -> list[tuple[Text, list[int]]]:
-        """Append 1 to `most` tokens to each text that may have more, as many as the engine makes in one go.
+        """Append 1 to `most` tokens to each unfinished text, as many as the engine writes in one call.
 
-        Gives these texts in the order in which they joined, each with its new tokens.
+        Returns these texts in the order in which they joined, each with its new tokens.
         """
         start = time.perf_counter()
         writing = [text for text in self._texts if text.remaining > 0]
@@ -204,13 +204,13 @@ class Writer:
         self.seconds += end - start
         for text in writing:
             text.decode_seconds += end - start
-        for text in new:  # what follows the prompt counts as decoding
+        for text in new:  # the time after reading the prompt is decoding
             text.prefill_seconds = read - start
             text.decode_seconds = end - read
         return list(zip(writing, written))
 
     def _read_prompt(self, text: Text, others: Sequence[Text]) -> None:
-        """Read a text's prompt, or copy it from one of the others, which hold no more than theirs."""
+        """Read a text's prompt, or copy it from the last slot or from `others`, which hold prompts only."""
         prompt, source = text.prompt, None
         if prompt == self._kept:
             source = self._keeper
@@ -227,7 +227,7 @@ class Writer:
 
 
 def uniforms(seed: int) -> Iterator[float]:
-    """The numbers in [0, 1) that decide a text's tokens, one each, from a seed."""
+    """The uniform numbers in [0, 1) that a seed gives, one for each token of its text."""
     generator = torch.Generator().manual_seed(seed)
-    while True:  # many at a time: a draw costs as much as a token of a small model
+    while True:  # 256 at a time, as one draw costs as much as a small model's token
         yield from torch.rand(256, dtype=torch.float64, generator=generator).tolist()
