@@ -11,10 +11,10 @@ from pathlib import Path
 
 from attention_ext import processor
 
-# Before torch is imported: where another program has a core, threads that spin make the tests slow.
+# Before torch is imported: on a busy machine, threads that spin make the tests slow.
 processor.let_waiting_threads_sleep()
 
-import pooch  # noqa: F401  (else its log goes to the closed stream of the first test that needs it)
+import pooch  # noqa: F401  (its log keeps the stream of its import, which a test would close)
 import pytest
 import torch
 from support import ROOT, Done
@@ -26,7 +26,7 @@ from attention_ext.build import toolchain
 
 @pytest.fixture(autouse=True)
 def own_tiles(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
-    """No test sees what was tuned on this machine, nor keeps anything."""
+    """Give each test an empty file of tuned tiles instead of this machine's."""
     monkeypatch.setenv("ATTENTION_TILES", str(tmp_path_factory.mktemp("tiles") / "tiles.json"))
     tiles.forget()
     yield
@@ -35,7 +35,7 @@ def own_tiles(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="session", name="extension")
 def compiled_extension() -> None:
-    """The compiled extension; without a compiler, tests of it are skipped."""
+    """Load the compiled extension; skip the test if there is no compiler."""
     try:
         toolchain.find_compiler()
     except BuildError as error:
@@ -45,14 +45,14 @@ def compiled_extension() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def interruptible() -> None:
-    """Let Ctrl-C reach what the tests start; a shell that runs them in the background has it ignored."""
+    """Let the tests' processes receive Ctrl-C, which a shell ignores for background jobs."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=PARTS)
 def part(request: pytest.FixtureRequest) -> str:
-    """Each part in turn."""
+    """Run the test for each part."""
     if PARTS[request.param].operator:
         request.getfixturevalue("extension")
     return request.param
@@ -60,7 +60,7 @@ def part(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[name for name, part in PARTS.items() if part.operator])
 def kernel(request: pytest.FixtureRequest, extension: None) -> str:
-    """Each part that is a kernel of this repository, in turn."""
+    """Run the test for each part that is a kernel of this repository."""
     return request.param
 
 
@@ -73,7 +73,7 @@ def threads():
 
 
 class Quiet:
-    """A machine on which nothing else runs."""
+    """The Load of a machine on which nothing else runs."""
 
     others = slowed = staticmethod(lambda: 0.0)
     sample = staticmethod(lambda size, patience=0.0: 1.0)
@@ -81,7 +81,7 @@ class Quiet:
 
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch, extension: None, threads):
-    """Let a benchmark's module find a quiet, steady machine."""
+    """Return a function that gives a benchmark's module a quiet, steady machine."""
 
     def patch(bench) -> None:
         monkeypatch.setattr(bench, "Load", Quiet)
@@ -92,7 +92,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch, extension: None, threads):
 
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, threads):
-    """Run gpt.py's main() in an empty directory, in this process: importing torch takes seconds."""
+    """Run gpt.py's main() in an empty directory. It runs in this process: importing torch takes seconds."""
     monkeypatch.chdir(tmp_path)
 
     def run(*args: str | int | Path, input: str | bytes = b"") -> Done:
@@ -112,7 +112,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 @pytest.fixture
 def process(tmp_path: Path):
-    """Start gpt.py in a process of its own, in an empty directory; it is ended with the test."""
+    """Start gpt.py in its own process, in an empty directory. The process is killed after the test."""
     started = []
 
     def start(*args: str | int | Path, **env: str) -> subprocess.Popen:

@@ -1,4 +1,4 @@
-"""The float64 oracle that every kernel is held against, and how far from it a float32 result may be."""
+"""The float64 oracle for every kernel, and the error that a float32 result may have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Output (B, H, Nq, d) and logsumexp (B, H, Nq) in float64, one query at a time, as defined."""
+    """Output (B, H, Nq, d) and logsumexp (B, H, Nq) in float64, by the definition, one query at a time."""
     q, k, v = q.double(), k.double(), v.double()
     Nq, Nk = q.shape[2], k.shape[2]
     outs, lses = [], []
@@ -23,7 +23,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tu
 
 
 def torch_float32(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """PyTorch's own float32 results: what the field takes for good."""
+    """PyTorch's own float32 results. Their error is the measure for the kernels'."""
     Nq, Nk = q.shape[2], k.shape[2]
     mask = torch.ones(Nq, Nk, dtype=torch.bool).tril(Nk - Nq) if causal else None
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
@@ -34,9 +34,9 @@ def torch_float32(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
 def torch_float32_in_orders(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, orders: int = 8
 ) -> tuple[Tensor, Tensor]:
-    """The same with the sums taken in several orders, (orders, B, H, Nq, d) and (orders, B, H, Nq).
+    """torch_float32() in several orders of summation: (orders, B, H, Nq, d) and (orders, B, H, Nq).
 
-    In a case of a few rows one order may err by next to nothing, and twice that is no measure.
+    In a case of a few rows, a single order may have almost no error. Twice that is no useful bound.
     """
     generator = torch.Generator().manual_seed(0)
     results = [torch_float32(q, k, v, causal, scale)]
@@ -51,18 +51,18 @@ def torch_float32_in_orders(
 
 
 def score_rounding(q: Tensor, k: Tensor, scale: float) -> float:
-    """What rounding the largest score to float32 can change it by, half a unit in its last place.
+    """The largest change of a score by rounding to float32: half a unit in the last place of the largest.
 
-    A weight exp(s) changes by this factor, so no float32 result can be sure of more; for scores of
-    some units it is below the floor of 1e-6, for scores of 1e4 it is 5e-4.
+    It is the relative error of a weight exp(s), so no float32 result can be expected to err less. For scores
+    of a few units it is below the floor of 1e-6; for scores of 1e4 it is 5e-4.
     """
     return 2.0**-24 * float((scale * q.double() @ k.double().mT).abs().max())
 
 
 def assert_close(got: Tensor, expected: Tensor, peer: Tensor, floor: float = 1e-6) -> None:
-    """`got` errs at most twice as much as `peer`, plus `floor` of the largest expected value.
+    """Check that `got` errs at most twice as much as `peer`, plus `floor` times the largest expected value.
 
-    peer may be several results stacked: the one that errs most counts.
+    peer may be a stack of results; the largest error among them counts.
     """
     assert got.shape == expected.shape
     assert got.dtype == torch.float32

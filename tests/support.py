@@ -1,4 +1,4 @@
-"""What several tests need that is no fixture."""
+"""Helpers of several tests that are not fixtures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Done:
-    """What a finished command left."""
+    """The exit code and the output of a finished command."""
 
     returncode: int
     stdout: str
@@ -23,7 +23,7 @@ class Done:
 
 
 class Hostile:
-    """Unpickling it runs a command."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, command):
         self.command = command

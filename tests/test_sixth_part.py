@@ -1,4 +1,4 @@
-"""Adding a part means adding one file and one row per language: a sixth part in a copy of this repository."""
+"""A new part needs one file and one row per language: a sixth part in a copy of this repository."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from support import ROOT
 
 KERNEL = """
-// Part 5 of a test: each query by itself, in plain loops. Scratch: Nk floats. Threads: 1.
+// Part 5, from a test: plain loops, one query at a time. Scratch: Nk floats. Threads: 1.
 #include "attention.h"
 
 int64_t plain_scratch(const Attention& a) { return /* S, one row */ a.Nk; }
@@ -46,7 +46,7 @@ PYTHON_ROW = """\
 
 
 def insert(file, before, text):
-    """Put text before the one place in a file where a regular expression matches."""
+    """Insert text before the only match of a regular expression in a file."""
     content = file.read_text()
     (match,) = re.finditer(before, content, re.M)
     file.write_text(content[: match.start()] + text + content[match.start() :])
@@ -54,7 +54,7 @@ def insert(file, before, text):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory, extension):
-    """The repository with a sixth part."""
+    """A copy of the repository with a sixth part."""
     made = tmp_path_factory.mktemp("copy")
     leave = shutil.ignore_patterns(
         ".*", "*.egg-info", "__pycache__", "out", "shakes[1-2]*[46]*", "shakes2048"
@@ -71,7 +71,7 @@ def copy(tmp_path_factory, extension):
 
 @pytest.fixture
 def run(copy, tmp_path_factory):
-    """Run Python in the copy; gives what it printed."""
+    """Run Python in the copy; return its stdout."""
     cache = copy.parent / "sixth-part-builds"
 
     def run(*arguments):

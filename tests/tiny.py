@@ -1,4 +1,4 @@
-"""A model small enough for tests, with weights large enough that its choices are its own."""
+"""A model small enough for tests. Its weights are large, so that its logits differ clearly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VOCABULARY = CharTokenizer(CHARACTERS)
 
 
 def gpt(attend: Attend, **change) -> GPT:
-    """A GPT of two layers with random weights, the same each time, in evaluation mode."""
+    """A GPT of two layers in evaluation mode, with the same random weights each time."""
     fields = dict(block_size=16, vocab_size=len(CHARACTERS), n_layer=2, n_head=2, n_embd=16) | change
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)

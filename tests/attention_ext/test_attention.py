@@ -1,4 +1,4 @@
-"""Every part against the float64 oracle, to the contract of attention()."""
+"""Every part against the float64 oracle, and the rest of the contract of attention()."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attention_ext import PARTS, SIMD, BuildError, extension, reference
 
 attention = attention_ext.attention  # with the SIMD helpers of the fixture below
 
-# (B, H, Nq, Nk, d): the awkward ones
+# Awkward shapes: (B, H, Nq, Nk, d)
 SHAPES = [
     (1, 1, 1, 1, 1),
     (1, 1, 1, 1, 32),
@@ -49,7 +49,7 @@ def qkv(B, H, Nq, Nk, d, seed=0):
 
 
 def check(part, q, k, v, causal=False, scale=None, **tile):
-    """Output and logsumexp of a part, held against the oracle."""
+    """Compare the output and the logsumexp of a part with the oracle's."""
     out, lse = attention(part, q, k, v, causal=causal, scale=scale, return_lse=True, **tile)
     applied = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     expected = oracle.attention(q, k, v, causal, applied)
@@ -121,7 +121,7 @@ def test_strides(part, causal):
 @pytest.mark.parametrize("Nk", [40, 41, 300])
 def test_keys_held_transposed(part, Nq, Nk):
     q, k, v = qkv(2, 3, Nq, Nk, 24)
-    held = torch.full((2, 3, 24, Nk + 7), math.nan)  # (B, H, d, capacity), as a cache grows
+    held = torch.full((2, 3, 24, Nk + 7), math.nan)  # (B, H, d, capacity), as in a growing cache
     held[..., :Nk] = k.mT
     check(part, q, held[..., :Nk].mT, v, causal=True, bc=64)
 
@@ -142,7 +142,7 @@ def test_equal_scores_of_minus_1e4(part):
 
 @pytest.mark.parametrize("Nq", [1, 20])
 def test_equal_keys_have_equal_scores(kernel, Nq):
-    """To the last bit, wherever they stand: at 1e4 a bit is a thousandth of a weight."""
+    """To the last bit, at any position: for a score of 1e4, a bit changes the weight by a thousandth."""
     q, k, v = qkv(1, 2, Nq, 39, 33)
     k = k[:, :, :1].expand_as(k)
     out = attention(kernel, q, k, v, scale=1e4 / float((q @ k.mT).abs().max()))
@@ -210,7 +210,7 @@ def test_inputs_are_left_alone(part):
 
 Q = torch.zeros(1, 2, 5, 8)
 PLAIN = ("shape", "dtype", "is_cpu", "requires_grad")
-MANY = torch.zeros(1).expand(1, 1, 2**32, 1)  # four bytes of memory
+MANY = torch.zeros(1).expand(1, 1, 2**32, 1)  # it takes four bytes of memory
 WRONG = [
     (dict(part="part9"), ValueError, r"part is 'part9'; it must be one of part0, part1"),
     (dict(q=[1.0]), TypeError, "q is a list; it must be a tensor"),

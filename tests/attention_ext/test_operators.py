@@ -1,4 +1,4 @@
-"""The operators as PyTorch sees them: schemas, fakes, compilation, checks, memory, the GIL."""
+"""The operators in PyTorch: schemas, fake implementations, compilation, checks, memory, the GIL."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_compiles_without_a_graph_break(kernel):
     def layer(q, k, v):
         return attention(kernel, q * 2, k, v, causal=True) + 1
 
-    expected = layer(q, k, v)  # compiles the extension, which torch.compile could not
+    expected = layer(q, k, v)  # builds the extension, which torch.compile cannot do
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, v), expected)
 
@@ -65,14 +65,14 @@ def test_an_operator_called_directly_checks_too(kernel, change, message):
 
 @pytest.mark.parametrize("part", ["part3", "part4"])
 def test_scratch_for_many_threads_is_counted(extension, threads, part):
-    """A row of 2^49 scores for each of 2^12 threads; 2^63 bytes would be less than none."""
+    """A row of 2^49 scores for each of 2^12 threads: 2^63 bytes, which a signed 64-bit size cannot hold."""
     threads(2**12)
     k = torch.zeros(1).expand(1, 1, 2**49, 1)
     with pytest.raises(RuntimeError, match="there is not enough memory for 57646075230342"):
         attention(part, k[:, :, :1], k, k, bc=2**49)
 
 
-def test_too_little_memory_is_said(extension):
+def test_too_little_memory_is_reported(extension):
     q = torch.zeros(1).expand(1, 1, 2**24, 1)  # the scores take 1 PiB
     with pytest.raises(RuntimeError, match="there is not enough memory for 281474976710656 floats"):
         attention("part1", q, q, q)
@@ -96,7 +96,7 @@ def test_the_gil_is_released(extension, threads):
     ticking = threading.Thread(target=tick)
     ticking.start()
     start = time.perf_counter()
-    attention("part1", q, q, q)  # tens of milliseconds
+    attention("part1", q, q, q)  # it takes tens of milliseconds
     end = time.perf_counter()
     stop.set()
     ticking.join()
@@ -124,7 +124,7 @@ def test_scratch_is_what_a_call_takes(kernel, threads, threads_used):
     assert taken - 4 * out.numel() == made > 0
 
 
-def test_the_sizes_of_the_kernels_are_told(extension):
+def test_the_sizes_of_the_kernels(extension):
     lanes = size("lanes")
     assert lanes in (4, 8, 16) and size("panel") % lanes == 0 and size("rows") >= 1
     assert size("part2.T") > 0 and size("part2.DEPTH") > 0 and size("part4.STEP") > 0

@@ -1,4 +1,4 @@
-"""Part 0's neighbours in plain PyTorch: FlashAttention-2 tile by tile, and merging over sets of keys."""
+"""FlashAttention-2 in plain PyTorch, and merging results over sets of keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_flash_attention_is_exact_in_float64(br, bc, causal):
     torch.testing.assert_close(lse, expected_lse, rtol=1e-12, atol=1e-12)
 
 
-def test_part4_follows_it(extension):
+def test_part4_equals_flash_attention(extension):
     q, k, v = (torch.randn(1, 2, 70, 16) for _ in range(3))
     out, lse = attention("part4", q, k, v, causal=True, br=16, bc=32, return_lse=True)
     expected, expected_lse = reference.flash_attention(q, k, v, causal=True, br=16, bc=32)
@@ -49,8 +49,8 @@ def test_two_sets_of_keys_merge_exactly_in_float64(cut, scale):
         torch.testing.assert_close(lse, whole[1], rtol=1e-12, atol=1e-12)
 
 
-def test_rows_that_saw_no_key_take_the_others_result():
-    """Their output is 0 / 0 in most implementations, and counts for nothing."""
+def test_rows_without_keys_take_the_other_result():
+    """The output of such a row is 0 / 0 in most implementations. It is ignored."""
     q, k, v = qkv(5, 30)
     out, lse = reference.attention(q, k, v, causal=False, scale=0.25, return_lse=True)
     none, empty = torch.full_like(out, math.nan), torch.full_like(lse, -math.inf)
@@ -60,7 +60,7 @@ def test_rows_that_saw_no_key_take_the_others_result():
     assert torch.equal(nothing, torch.zeros_like(out)) and torch.equal(still_empty, empty)
 
 
-def test_a_set_of_keys_that_counts_for_nothing_changes_nothing():
+def test_a_set_of_keys_with_negligible_weight_changes_nothing():
     q, k, v = qkv(5, 30)
     out, lse = reference.attention(q, k, v, causal=False, scale=0.25, return_lse=True)
     merged, merged_lse = reference.merge(out, lse, torch.ones_like(out), torch.full_like(lse, -1e30))

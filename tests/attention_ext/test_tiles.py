@@ -1,4 +1,4 @@
-"""Tuned tiles: what is kept, that part 4 takes it, and that a broken file does no harm."""
+"""Tuned tiles: their file, their use by part 4, and broken files, which do no harm."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_broken_file_is_refused_and_does_no_harm(content):
     assert tiles.read() == [FOUND]
 
 
-def test_part4_takes_it(monkeypatch, threads):
+def test_part4_takes_the_tuned_tile(monkeypatch, threads):
     threads(1)
     taken = []
 

@@ -1,4 +1,4 @@
-"""The preset of gpt.py bench against other engines."""
+"""benchmarks/attention.py, a preset of gpt.py bench against other engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attention_ext import PARTS
 
 
 def test_the_preset_is_bench(tmp_path):
-    """benchmarks/attention.py hands its arguments on; of an option that is given twice the last counts."""
+    """The preset passes its arguments on. If an option is given twice, the last one counts."""
     script = ROOT / "benchmarks" / "attention.py"
     command = [sys.executable, str(script)]
     given = [*command, "part4,sdpa", "-N", "64", "--dry-run"]

@@ -1,4 +1,4 @@
-"""The benchmark of writing text: what it verifies, what it leaves out, and how its figures are made."""
+"""The text benchmark: verification, contenders that are left out, and figures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASES = {
 
 
 class Fake(bench.Own):
-    """Another engine: ours under a name, its logits off by a figure, its tokens changed by a function."""
+    """This project's engine under another name, with an error in its logits and with changed tokens."""
 
     def __init__(self, name, off=0.0, change=lambda texts: texts):
         self.made, self.off, self.change = name, off, change
@@ -49,7 +49,7 @@ class Fake(bench.Own):
 
 @pytest.fixture
 def run(monkeypatch, quiet):
-    """Run small cases on a quiet, steady machine, with these other engines; gives exit code and output."""
+    """Run small cases with other engines, as on a quiet, steady machine; return exit code and output."""
     quiet(bench)
     monkeypatch.setattr(bench, "read_bandwidth", lambda size: 1e11)
     monkeypatch.setattr(bench, "CASES", bench.CASES | CASES)
@@ -66,7 +66,7 @@ def run(monkeypatch, quiet):
 
 
 def rows(output):
-    """The cells of the table's rows, by their first."""
+    """The table's rows: the first cell gives the others."""
     lines = [line for line in output.splitlines() if line.startswith("| ")]
     return {cells[0]: cells[1:] for cells in ([c.strip() for c in line.split("|")[1:-1]] for line in lines)}
 
@@ -100,7 +100,7 @@ def test_a_batch_counts_all_texts_and_a_prompt_is_in_milliseconds(
 
 
 def test_the_bytes_of_a_token():
-    """Contexts of 1, 2 and 3 tokens, on average 2; for each, K and V of 128 floats in 4 layers."""
+    """Contexts have 1, 2 and 3 tokens, 2 on average. Each has K and V of 128 floats in 4 layers."""
     model = load("shakes128").model
     read = sum(t.numel() for n, t in model.named_parameters() if n != "transformer.wpe.weight") * 4
     assert bench.bytes_per_token(model, bench.Case("shakes128", 1, 1, 3)) == read + 2 * (2 * 128 * 4 * 4)
@@ -113,7 +113,7 @@ def test_a_table_for_each_case(run):
     assert titles == [("short", "1", "4", "1"), ("pair", "1", "4", "2"), ("read", "8", "1", "1")]
     texts = re.findall(r"^\| torch part4 \|.*\| ([^|]*) \|$", output, re.M)
     assert texts == ["4 of 4", "4 of 4", ""]
-    assert output.count("| memory limit |") == 1  # of the single text
+    assert output.count("| memory limit |") == 1  # only for the single text
 
 
 @needs_header
@@ -121,8 +121,8 @@ def test_the_native_engine_writes_the_same(run):
     code, output = run("--cases", "pair", "--engines", "native", "--parts", "part0,part4")
     assert code == 0
     table = rows(output)
-    assert list(table) == ["contender", "native part4", "native part4 bf16"]  # part0 is PyTorch's
-    assert 1e-4 < float(table["native part4 bf16"][4]) < 0.1  # its rounding shows
+    assert list(table) == ["contender", "native part4", "native part4 bf16"]  # part0 has no native engine
+    assert 1e-4 < float(table["native part4 bf16"][4]) < 0.1  # the rounding is visible
     assert table["native part4"][-1] == "4 of 4" and float(table["native part4"][4]) < 1e-4
 
 
@@ -180,7 +180,7 @@ def test_what_is_slow_is_left_out_unless_asked_for(run):
 
 
 def test_contenders_take_turns(run):
-    """Each is warmed up first, then come the rounds."""
+    """The warm-up of each comes first, then the rounds."""
     order = []
 
     def note(name):

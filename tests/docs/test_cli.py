@@ -1,4 +1,4 @@
-"""docs/cli.md is the help of every command."""
+"""docs/cli.md has the help of every command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_the_file_is_what_the_script_writes():
 
 
 def test_the_help_is_the_commands(process):
-    """As a wide terminal shows it."""
+    """In the form that a wide terminal shows."""
     for name in ("part4", "bench"):
         shown, _ = process(name, "--help", COLUMNS="120").communicate(timeout=60)
         assert f"```text\n$ python gpt.py {name} --help\n{shown}```" in TEXT

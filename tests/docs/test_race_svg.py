@@ -1,4 +1,4 @@
-"""docs/figures/race.svg: what scripts/make-race-svg.py writes has the texts and the times of the race."""
+"""docs/figures/race.svg: scripts/make-race-svg.py shows the texts and the times of a race."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT = "First words,\nthen a line that is longer than a column is wide & <more>,
 
 
 class Picture:
-    """A parsed picture: elements of a part, and when they appear in the loop."""
+    """A parsed picture: the elements of a part, and the times at which they appear."""
 
     def __init__(self, text: str) -> None:
         self.root = ElementTree.fromstring(text)
@@ -32,7 +32,7 @@ class Picture:
         return next(group for group in self.root.iter(f"{SVG}g") if group.get("id") == part)
 
     def appears(self, element: ElementTree.Element) -> float:
-        """Seconds from the start of the race, as played; negative: it is there from the beginning."""
+        """Seconds from the start of the race, as played; negative for an element that is always there."""
         name = re.search(r"animation-name:(\w+)", element.get("style", ""))
         if not name:
             return -START
@@ -45,14 +45,14 @@ class Picture:
         ]
 
     def finish(self, part: str) -> tuple[str, float]:
-        """The place and the seconds as they are written, and when they appear."""
+        """The text of place and seconds, and the time at which it appears."""
         texts = self.column(part).findall(f"{SVG}text")
         place = next(text for text in texts if "place" in text.get("class", "").split())
         return place.text, self.appears(place)
 
 
 def column(part: str, place: str, seconds: float) -> Column:
-    """A part that writes a token of one character at a time, at a steady speed."""
+    """A part that writes one character a token, at a steady speed."""
     count = len(TEXT)
     marks = [Mark(seconds * n / count, n, n) for n in range(1, count + 1)]
     return Column(part, "torch", place, TEXT, marks)
@@ -97,7 +97,7 @@ def test_lines_are_wrapped_between_words_and_long_words_are_cut():
 
 
 def test_the_last_lines_are_in_the_window():
-    """At the end, and so without animations; the beginning has scrolled out of it."""
+    """Without animations the end is shown: the first lines have scrolled out of the window."""
     window = draw(5.0).column("part0").find(f"{SVG}svg")
     group = window.find(f"{SVG}g")
     shift = int(re.fullmatch(r"translate\(0 (-\d+)\)", group.get("transform"))[1])

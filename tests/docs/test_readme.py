@@ -1,4 +1,4 @@
-"""What README.md and docs/*.md show is true: files exist, commands are understood, texts are written."""
+"""README.md and docs/*.md are right: linked files exist, commands are valid, samples are reproduced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_linked_file_exists(name):
 
 
 def test_the_sample_is_what_the_command_writes(cli, extension):
-    """Its first characters; rounding on another CPU may change the text later."""
+    """Only its beginning: rounding on another CPU may change the rest."""
     prompt = re.search(r'--inference -m (\S+) --prompt "(.*)"', README)
     assert prompt
     done = cli(
@@ -50,8 +50,8 @@ def test_the_losses_are_the_records():
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_every_shown_command_is_understood(name):
-    """Its options are parsed; other tests check what it prints."""
+def test_every_shown_command_is_valid(name):
+    """The options are parsed; other tests check the output."""
     text = (ROOT / name).read_text()
     for command in re.findall(r"python (?:\.\./)?gpt\.py ([^\n|;`]+)", text):
         words = shlex.split(command.replace("$part", "part1").replace("$n", "128"), comments=True)

@@ -1,4 +1,4 @@
-"""The native engine against the PyTorch model, and what it refuses."""
+"""The native engine against the PyTorch model, and the arguments that it refuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from model import load
 
 GREEDY = Sampling(temperature=0)
 
-# What nanoGPT can express, at its edges: biases, one head, odd widths, vocabularies of 1 and of thousands
+# Extreme nanoGPT configurations: biases, one head, odd widths, vocabularies of 1 and of thousands
 CONFIGS = [
     dict(bias=False),
     dict(bias=True),
@@ -37,7 +37,7 @@ CONFIGS = [
 
 
 def model(**change):
-    """A model whose logits are a few units large, as those of real ones are."""
+    """A model whose logits are a few units large, like those of trained models."""
     made = tiny.gpt(partial(attention, "part0", causal=True), **change)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -53,7 +53,7 @@ def ids(gpt, length, seed=0):
 
 @torch.inference_mode()
 def expected(gpt, tokens):
-    """The logits after each of the tokens, in float64: (T, V)."""
+    """The logits after each token, in float64: (T, V)."""
     exact = copy.deepcopy(gpt).double()
     for block in exact.transformer.h:
         block.attn.attend = partial(_exact, gpt.config.head_dim**-0.5)
@@ -120,13 +120,13 @@ def test_bf16_weights_are_those_of_the_rounded_model(simd, config):
             native.set_sampling(slot, GREEDY)
         assert len(set(native.next([0, 1, 2], [0.5] * 3)[1:])) == 1
     if gpt.config.vocab_size > 1:
-        assert (exact - expected(gpt, tokens)[-1]).abs().max() > 1e-4  # rounding is not nothing
+        assert (exact - expected(gpt, tokens)[-1]).abs().max() > 1e-4  # the rounding has an effect
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count):
     gpt = model(block_size=250, n_embd=48, n_head=3, vocab_size=150)
-    prompts = [ids(gpt, 1 + 53 * i, seed=i) for i in range(5)]  # up to 213: in shares of 64
+    prompts = [ids(gpt, 1 + 53 * i, seed=i) for i in range(5)]  # up to 213 tokens, read 64 at a time
     uniforms = torch.rand(5, 20, generator=torch.Generator().manual_seed(0)).tolist()
 
     threads(1)
@@ -137,7 +137,7 @@ def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count):
         alone.append([(engine.next([0], [u]), engine.logits(0)) for u in numbers])
 
     threads(count)
-    for together in (1, 2, 5):  # fewer texts than threads are shared out in another way than more
+    for together in (1, 2, 5):  # work is divided differently if there are fewer texts than threads
         engine = open_engine(gpt, "native", part=kernel, slots=5)
         for slot, prompt in enumerate(prompts):
             engine.prefill(slot, prompt)
@@ -174,7 +174,7 @@ def test_both_engines_choose_the_same_tokens(extension, seed, **chosen):
         engine.set_sampling(0, sampling)
         engine.prefill(0, prompt)
         text = [engine.next([0], [u])[0] for u in uniforms]
-        engine.prefill(0, text[-3:], continues=True)  # what had occurred before still counts
+        engine.prefill(0, text[-3:], continues=True)  # earlier tokens still count for the penalty
         text += [engine.next([0], [u])[0] for u in uniforms]
         engine.prefill(0, text[-3:])
         texts.append(text + [engine.next([0], [u])[0] for u in uniforms])
@@ -217,7 +217,7 @@ def test_slots_of_any_length_go_on_as_if_alone(kernel, name):
         together.prefill(slot, ids(gpt, length, slot))
     texts = {slot: [] for slot in range(7)}
     for step in range(12):
-        slots = [5, 0, 1, 2, 4, 6] if step % 3 else [6, 4, 3]  # in any order, some at a time
+        slots = [5, 0, 1, 2, 4, 6] if step % 3 else [6, 4, 3]  # in any order, not always all
         tokens = together.next(slots, [uniforms[slot][step] for slot in slots])
         for slot, token in zip(slots, tokens):
             texts[slot].append((step, token))
@@ -231,7 +231,7 @@ def test_slots_of_any_length_go_on_as_if_alone(kernel, name):
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
 @pytest.mark.parametrize("name", ["native", "torch"])
-def test_a_penalty_beyond_all_numbers_is_refused(extension, name, temperature):
+def test_a_penalty_that_overflows_is_refused(extension, name, temperature):
     engine = open_engine(model(), name)
     engine.set_sampling(0, Sampling(temperature, repetition_penalty=1e-320))
     engine.prefill(0, list(range(11)))
@@ -241,7 +241,7 @@ def test_a_penalty_beyond_all_numbers_is_refused(extension, name, temperature):
 
 @pytest.mark.parametrize("name", ["native", "torch"])
 def test_each_slot_has_its_own_sampling(kernel, name):
-    """As if alone, whatever the neighbours' settings are; a copy has those of the slot that it comes to."""
+    """Neighbours' settings have no effect. A copied text takes the settings of its new slot."""
     gpt = model(block_size=80)
     samplings = [Sampling(), GREEDY, Sampling(30.0, top_k=None), Sampling(0.8, 5, 0.9, 0.01, 1.3)]
     rows = torch.rand(60, 4, generator=torch.Generator().manual_seed(0)).tolist()
@@ -290,7 +290,7 @@ def test_a_slot_ends_with_its_capacity(extension, name):
     engine = open_engine(gpt, name, capacity=4)
     engine.set_sampling(0, GREEDY)
     engine.prefill(0, [1, 2])
-    for _ in range(3):  # two are read, the third is only chosen
+    for _ in range(3):  # two enter the cache, the third is only chosen
         engine.next([0], [0.5])
     with pytest.raises(ValueError):
         engine.next([0], [0.5])
@@ -310,7 +310,7 @@ def test_several_tokens_at_once_are_those_of_one_at_a_time(kernel, name, monkeyp
             engine.set_sampling(slot, sampling)
         engine.prefill(0, [1, 2])
         engine.prefill(1, [3, 4, 5])
-    expected = [alone.next([0, 1], row) for row in rows[:48]]  # then slot 1 is full
+    expected = [alone.next([0, 1], row) for row in rows[:48]]  # slot 1 is full after these
     monkeypatch.setattr("generation.native.BATCH_SECONDS", 0)
     written = together.write([0, 1], rows)
     assert len(written) == 1
@@ -327,7 +327,7 @@ def test_several_tokens_at_once_are_those_of_one_at_a_time(kernel, name, monkeyp
 def test_a_batch_too_large_for_the_caches_is_written_as_each_text_alone(
     extension, threads, threads_used, n_embd, monkeypatch
 ):
-    """Its slots go in groups, of a register block's rows for each thread at most."""
+    """Its slots are stepped in groups. A group has at most a register block's rows for each thread."""
     threads(threads_used)
     monkeypatch.setattr("generation.native.BATCH_SECONDS", 60)
     gpt = model(n_embd=n_embd, block_size=500)
@@ -344,10 +344,10 @@ def test_a_batch_too_large_for_the_caches_is_written_as_each_text_alone(
         assert [alone.next([0], [row[i]])[0] for row in rows] == [row[i] for row in written]
 
 
-def test_no_more_tokens_are_begun_than_patience_has_time_for(extension):
+def test_write_returns_when_its_time_is_over(extension):
     engine = open_engine(load("shakes2048").model, "native", capacity=2048)
     engine.prefill(0, [1] * 1500)
-    made = engine.write([0], [[0.5]] * 500)  # each takes tens of microseconds at least
+    made = engine.write([0], [[0.5]] * 500)  # each takes at least tens of microseconds
     assert 1 <= len(made) < 100
 
 
@@ -408,7 +408,7 @@ def test_arguments_of_a_wrong_type_are_named(name, value):
 
 
 def test_the_decoder_checks_what_it_is_given(extension):
-    """The class below NativeEngine, called wrongly."""
+    """Wrong calls of the class below NativeEngine."""
     gpt = model()
     sizes = dict(block_size=16, vocab_size=11, n_layer=2, n_head=2, n_embd=16)
     rest = dict(precision="fp32", part="part4_flash", br=16, bc=16, slots=2, capacity=16, threads=1)
@@ -467,5 +467,5 @@ def test_the_decoder_checks_what_it_is_given(extension):
     with pytest.raises(ValueError, match="slot is 1; it must be named once"):
         decoder.write([1, 1], [[0.5, 0.5]], 0)
     assert decoder.write([], [[]], 0) == [[]]
-    large = open_engine(model(n_embd=256, n_layer=2), "native")  # whose weights are beyond a group's
+    large = open_engine(model(n_embd=256, n_layer=2), "native")  # its weights are too large for groups
     assert large.write([], [[], []]) == [[], []]

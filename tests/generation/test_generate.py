@@ -1,4 +1,4 @@
-"""Strings: they end where they are told to, come as they are made, and are the same alone or among others."""
+"""Generated strings: stop strings, streaming, and the same text alone or in a batch."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_an_engine_of_another_model_is_refused(shakes):
 
 
 def test_samples_that_stop_in_the_middle_of_a_step_of_several(extension):
-    """The engine is ahead of the stop string; neither that text nor the others have more for it."""
+    """The engine has written past the stop string. The surplus appears in no text."""
     requests = [Request([1], seed, USUAL, 60, ("a", "big")) for seed in range(6)]
 
     def written(chosen):
@@ -132,7 +132,7 @@ def test_samples_that_stop_in_the_middle_of_a_step_of_several(extension):
 
 
 def test_more_requests_than_slots_join_as_texts_leave(extension):
-    """Each has its own prompt, seed, sampling, stop and length, and waits for no other; none is changed."""
+    """Requests differ in prompt, seed, sampling, stop and length. None waits for another or changes it."""
     requests = [
         Request(
             LETTERS.encode("abc"[: 1 + i % 3]), i, Sampling(0.5 + 0.1 * i), 5 + 7 * (i % 5), ("b",) * (i % 2)

@@ -1,4 +1,4 @@
-"""Sampling: one uniform number decides a token, after the filters."""
+"""Sampling: the filters, then one uniform number that decides the token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNIFORMS = [i / 997 for i in range(997)]
 
 
 def drawn(logits, seen=(), **settings):
-    """The tokens that can be drawn."""
+    """All tokens that can be drawn."""
     rows = logits.expand(len(UNIFORMS), -1)
     return set(sample(rows, UNIFORMS, Sampling(**PLAIN | settings), [seen] * len(UNIFORMS)))
 
@@ -50,8 +50,8 @@ def test_top_p_keeps_the_likeliest_that_add_up_to_it():
     cases = [(0.01, {1}), (0.39, {1}), (0.41, {1, 2}), (0.69, {1, 2}), (0.71, {1, 2, 3}), (1, {0, 1, 2, 3})]
     for p, kept in cases:
         assert drawn(logits, top_p=p) == kept
-    assert drawn(logits, top_p=0.5, top_k=2) == {1}  # 0.4 / 0.7 is enough
-    assert drawn(torch.zeros(3), top_p=0.3) == {0, 1, 2}  # ties
+    assert drawn(logits, top_p=0.5, top_k=2) == {1}  # after top-k its probability is 0.4 / 0.7
+    assert drawn(torch.zeros(3), top_p=0.3) == {0, 1, 2}  # ties are kept
 
 
 def test_min_p_keeps_a_share_of_the_likeliest():
@@ -64,12 +64,12 @@ def test_min_p_keeps_a_share_of_the_likeliest():
 
 def test_the_filters_apply_in_their_order():
     logits = torch.tensor([1.0, 0.9] + [0.05] * 100).log()
-    assert drawn(logits, top_p=0.5, min_p=0.1) == {0, 1}  # min-p first would leave only 0 to top-p
+    assert drawn(logits, top_p=0.5, min_p=0.1) == {0, 1}  # with min-p first, top-p would keep 0 alone
     assert drawn(logits, top_p=0.5, top_k=2) == {0}
     assert drawn(logits, top_k=2, temperature=0.5, min_p=0.85) == {0}
 
 
-def test_a_penalty_beyond_all_numbers_is_refused():
+def test_a_penalty_that_overflows_is_refused():
     for logits, penalty in [(torch.full((5,), -1000.0), 1e308), (torch.ones(5), 1e-320)]:
         for temperature in (0, 0.8):
             with pytest.raises(ValueError, match="the largest is infinite"):
@@ -81,7 +81,7 @@ def test_the_repetition_penalty_makes_what_has_occurred_less_likely():
     greedy = dict(temperature=0)
     assert drawn(logits, **greedy, repetition_penalty=2.0) == {0}
     assert drawn(logits, {0}, **greedy, repetition_penalty=2.0) == {1}
-    assert drawn(logits, {0, 1}, **greedy, repetition_penalty=100.0) == {0}  # still positive
+    assert drawn(logits, {0, 1}, **greedy, repetition_penalty=100.0) == {0}  # 0.02 is still the largest
     assert drawn(-logits, {3}, **greedy, repetition_penalty=2.0) == {2}
     assert drawn(torch.tensor([-1.0, -1.5]), {0}, **greedy, repetition_penalty=2.0) == {1}
     assert drawn(logits, {0}, **greedy, repetition_penalty=0.5) == {0}
@@ -103,7 +103,7 @@ def test_each_row_is_chosen_as_if_alone():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_no_numbers_are_refused(bad):
+def test_logits_with_nan_or_infinity_are_refused(bad):
     for temperature in (0, 1.0):
         with pytest.raises(ValueError, match="logits hold NaN, or the largest is infinite"):
             sample(torch.tensor([[0.0, 1.0], [0.0, bad]]), [0.5, 0.5], Sampling(temperature))

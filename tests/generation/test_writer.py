@@ -1,4 +1,4 @@
-"""The texts of a batch: neither part, engine, cache nor neighbours change one, whenever these come and go."""
+"""The texts of a batch: no part, engine, cache or neighbour that joins or leaves changes a text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(part="part0", **change):
     ids=" ".join,
 )
 def engine(request):
-    """Every part in every engine that it has."""
+    """Run the test for each part in each of its engines; opens an engine of a model."""
     part, name = request.param
     if PARTS[part].operator:
         request.getfixturevalue("extension")
@@ -38,7 +38,7 @@ def engine(request):
 
 
 def written(writer, *requests, most=32):
-    """The tokens of these requests, which join together."""
+    """The tokens of requests that join together."""
     texts = {writer.join(request): [] for request in requests}
     while step := writer.step(most):
         for text, tokens in step:
@@ -54,7 +54,7 @@ def tokens(engine, prompt, count, seed, **change):
 
 
 def oracle(gpt, prompt, count, seed, keep):
-    """The window recomputed for every token; past the block size its last `keep` tokens."""
+    """A text by recomputing the window for each token. A window that is full keeps its last `keep` tokens."""
     ids, generator = list(prompt), torch.Generator().manual_seed(seed)
     start = max(0, len(ids) - gpt.config.block_size)
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_writing_several_tokens_at_a_time_changes_nothing(engine, context, use_c
 
 
 def varied(count):
-    """Requests that differ in all that a request has, with the tokens of each."""
+    """Requests that differ in every field."""
     draw = random.Random(0)
     for seed in range(count):
         yield Request(
@@ -141,7 +141,7 @@ def varied(count):
 
 
 def test_neighbours_that_come_and_go_change_nothing(engine):
-    """Texts join as soon as there is room, and some leave before their end."""
+    """Texts join when a slot is free, and some leave before their end."""
     requests = list(varied(24))
     alone = [written(Writer(engine(model())), request)[0] for request in requests]
     draw, writer, waiting = random.Random(1), Writer(engine(model(), slots=4)), list(enumerate(requests))
@@ -170,7 +170,7 @@ def test_texts_have_lengths_of_their_own():
 
 @pytest.mark.parametrize("kept", [False, True], ids=["all slots", "one keeps the prompt"])
 def test_a_prompt_that_texts_share_is_read_once(monkeypatch, kept):
-    """By those that join together; with a slot to keep it, also by those that join later."""
+    """Once for texts that join together; if a slot keeps the prompt, also for texts that join later."""
     engine = open_engine(model(), part="part0", slots=3)
     reads = []
     monkeypatch.setattr(engine, "prefill", lambda *a, f=engine.prefill, **k: reads.append(a[1]) or f(*a, **k))

@@ -1,4 +1,4 @@
-"""The lab's test: its numbers, its memory, and that a wrong kernel is caught."""
+"""The lab's test: its numbers, its memory column, and wrong kernels, which it detects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def lines_of(part, **change):
 
 
 def memory_of(lines):
-    """Bytes of the reference and of the part."""
+    """Bytes that the reference and the part took."""
     return [int(line.split()[2]) for line in lines if line.startswith("mem usage:")]
 
 
@@ -43,7 +43,7 @@ def test_every_part_passes(part, causal):
     assert sum(line.startswith("cpu time:  ") for line in lines) == 2
     assert lines[-1].startswith("speed-up over PyTorch:  ")
     table = [line.split() for line in lines if line.strip().startswith("aten::")]
-    assert table  # the profiler's, by operator
+    assert table  # the profiler's, a row for each operator
 
 
 OUTPUT = 4 * 1024 * 32 * 4
@@ -68,7 +68,7 @@ def test_part4s_memory_is_one_set_of_tiles_a_thread(extension, threads):
         threads(count)
         scratch.append(memory_of(lines_of("part4")[1])[1] - OUTPUT)
     assert scratch == [scratch[0], 2 * scratch[0], 3 * scratch[0]]
-    assert scratch[0] < 1024 * 1024  # a quarter of the matrix of scores
+    assert scratch[0] < 1024 * 1024  # a quarter of the score matrix
 
 
 def test_part4s_memory_does_not_grow_with_the_length(extension):

@@ -1,4 +1,4 @@
-"""The algorithms' own counts: against simple sums, and against what a cache simulator sees."""
+"""The algorithms' counts of work and traffic, against simple sums and a cache simulator."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_the_scratch_is_what_is_allocated(part, extension, threads, threads_used
     [(128, 64, False), (256, 32, False), (300, 40, False), (100, 24, False), (512, 32, True)],
 )
 def test_the_count_is_what_a_simulated_cache_takes_in(block, N, d, causal):
-    """Within a factor of two, each part and part 2 against part 1; the caches are as small as the cases.
+    """Within a factor of two, for each part and for the ratio of parts 1 and 2. Cases and caches are small.
 
-    Close to where a matrix just fits a cache, a count without sets and ways can be further off.
+    The count knows no sets and ways: where a matrix just fits a cache, it can be further off.
     """
     caches = Cache(1, SMALL, 8, 64), Cache(2, 256 << 10, 8, 64)
     if counters.SIMULATED == "haswell":

@@ -1,4 +1,4 @@
-"""The counts of cache misses: the tools' output, the difference of two runs, and parts compared."""
+"""Counting cache misses: the tools' output, the difference of two runs, and a comparison of parts."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ fn=_dl_process_pt_note
 summary: 20721049 1673 1646 4078929 752158 9442 2824595 123037 110326
 """
 
-# A perf that runs what it is given and has counted 1000 of each event and 10 * REPEATS more, store misses
-# in the last level aside.
+# A perf that runs its command and reports 1000 + 10 * REPEATS of each event. It does not support store misses
+# in the last level.
 FAKE_PERF = """\
 #!/bin/sh
 while [ "$1" != -- ]; do shift; done
@@ -65,7 +65,7 @@ echo "<not supported>,,LLC-store-misses:u,0.00%,0,100.00,," >&2
 
 @pytest.fixture
 def fake_perf(extension, tmp_path, monkeypatch):
-    """Put a script on PATH as perf."""
+    """Put a script named perf on PATH."""
 
     def write(script: str) -> None:
         path = tmp_path / "perf"
@@ -80,7 +80,7 @@ def fake_perf(extension, tmp_path, monkeypatch):
 
 @pytest.fixture
 def cachegrind(extension):
-    """valgrind; without it, tests of it are skipped."""
+    """Skip the test if there is no valgrind."""
     if shutil.which("valgrind") is None:
         pytest.skip("valgrind was not found on PATH")
 
@@ -164,7 +164,7 @@ def test_twelve_ways_of_48_kib_are_64_sets():
 
 @pytest.fixture
 def alone(extension, tmp_path):
-    """Run the program; gives its exit code, its sum and what it complains of."""
+    """Run the program of the kernels; return its exit code, stdout (a sum) and stderr."""
     program = recipes.program("off").make()
 
     def run(*words):
@@ -197,9 +197,9 @@ def test_part1_brings_more_into_a_tiny_cache_than_part2(cachegrind):
 
 
 def test_a_cold_call_brings_in_what_it_must_and_a_warm_one_nothing(cachegrind):
-    must = 4 * (4 * 64 * 16 + 64 * 64)  # q, k, v, out and the matrix of scores fit L2
+    must = 4 * (4 * 64 * 16 + 64 * 64)  # q, k, v, out and the score matrix, which fit L2
     cold, warm = (count("part1", state=state, caches=(L1, L2)) for state in ("cold", "warm"))
-    assert must <= cold.last < must + 16384  # and some of the code and of the stack
+    assert must <= cold.last < must + 16384  # plus some code and stack
     assert warm.last == 0
 
 

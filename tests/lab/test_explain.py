@@ -1,4 +1,4 @@
-"""gpt.py explain: the figures that it prints are those of the count and of this machine."""
+"""gpt.py explain: its figures are those of the count and of this machine."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def test_each_part_is_explained(cli, extension, part):
     assert "the FMA peak" in limits and ("one lane of 16" in limits or "one lane of 8" in limits) == (
         part == "part1"
     )
-    assert f"filling L{caches()[-1].level}" not in limits  # all of it stays there
+    assert f"filling L{caches()[-1].level}" not in limits  # all data stays there
     assert re.search(r"^bound by    (.+)$", done.stdout, re.M)[1] == max(limits, key=limits.get)
     measured = float(re.search(r"^measured    ([\d.]+) ms", done.stdout, re.M)[1])
-    assert measured > 0.9 * max(limits.values())  # no part is faster than its own bounds
+    assert measured > 0.9 * max(limits.values())  # no part is faster than its bounds
     assert ("misses " in done.stdout) == (PARTS[part].operator is not None)
 
 
@@ -57,7 +57,7 @@ def test_wrong_arguments(cli, arguments):
 
 
 def test_part1_waits_for_its_sums(cli, extension):
-    """One number of the output is a chain of additions, of which the processor sees a part ahead."""
+    """Each number of the output is a chain of additions. A processor overlaps only a part with the next."""
     block, long = Block.of("auto"), Case(1000, 1000, 8, heads=3)
     assert costs("part1", long, block).chained == 3 * 8 * 1000 * (1000 - 128)
     assert costs("part1", Case(100, 100, 8), block).chained == costs("part2", long, block).chained == 0

@@ -1,4 +1,4 @@
-"""The machine: its limits, its memory, and the load of other programs."""
+"""The machine: its limits, its memory, and the load by other programs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_closing_text_says_whether_the_machine_was_busy():
 
 @pytest.mark.parametrize("rates, slowed", [([1e11, 9.7e10, 9e10, 1e11], 25), ([9e10, 8.8e10], 0), ([], 0)])
 def test_slowed_reading_is_named(rates, slowed):
-    """As by a program that shares the last cache with this core but not its time."""
+    """The cause may be a program on another core that shares the last cache."""
     reads = iter(rates)
     load = machine.Load(times=lambda: None, read=lambda size, seconds: next(reads))
     fastest = 0.0
@@ -43,7 +43,7 @@ def test_slowed_reading_is_named(rates, slowed):
 
 
 def test_a_sample_waits_until_reading_is_fast():
-    """For `patience` seconds at most; only the first reading counts as slowed or not."""
+    """It waits `patience` seconds at most. Only the first reading decides whether the sample was slowed."""
     rates, now = iter([100.0, 90.0, 94.0, 95.0, 80.0]), [0.0]
 
     def read(size, seconds):
@@ -60,7 +60,7 @@ def test_a_sample_waits_until_reading_is_fast():
 
 
 def test_the_load_of_others_is_what_this_process_did_not_use():
-    """Processor seconds of the machine, of this process, wall seconds: 5 - 2 by others in 4."""
+    """Processor seconds: 5 of the machine, 2 of this process, so 3 of others, in 4 seconds of wall time."""
     times = iter([machine.Times(100.0, 10.0, 1000.0), machine.Times(105.0, 12.0, 1004.0)])
     assert machine.Load(times=lambda: next(times)).others() == pytest.approx(0.75)
     assert machine.Load(times=lambda: None).others() is None
@@ -78,15 +78,15 @@ def test_ended_child_processes_are_no_others():
 def test_the_limits_are_plausible(extension):
     assert 1e9 < machine.fma_peak() < 1e12
     assert 1e8 < machine.read_bandwidth(1 << 20) < 1e13
-    assert 1e8 < machine.read_rate(1 << 20, 0.0) < 1e13  # it reads once however short the time
+    assert 1e8 < machine.read_rate(1 << 20, 0.0) < 1e13  # it reads at least once
     assert 1e-10 < machine.fma_latency() < 1e-7
-    assert machine.fma_peak() * machine.fma_latency() > 4  # two operations of more than two at a time
+    assert machine.fma_peak() * machine.fma_latency() > 4  # an FMA is two operations, on several lanes
     sizes = [cache.size for cache in machine.caches()]
     assert sizes == sorted(sizes) and len(sizes) >= 2
 
 
 def test_page_faults_are_counted():
-    with mmap.mmap(-1, 64 * mmap.PAGESIZE) as memory:  # the heap may have pages from before
+    with mmap.mmap(-1, 64 * mmap.PAGESIZE) as memory:  # new pages; the heap's may be used already
         before = machine.page_faults()
         memory.write(b"x" * len(memory))
         assert machine.page_faults() > before
@@ -110,7 +110,7 @@ print(kept - resident(), int(above.sum()))
 
 
 def test_freed_memory_is_returned():
-    """In a process of its own: where a block lies depends on all that was allocated before."""
+    """In a new process: where a block lies depends on all earlier allocations."""
     if not Path("/proc/self/statm").exists() or platform.libc_ver()[0] != "glibc":
         pytest.skip("needs Linux and glibc")
     done = subprocess.run([sys.executable, "-c", FREED], cwd=ROOT, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Where a token's time goes: spans that are whole, apart, add up and change nothing."""
+"""Profiles: spans do not overlap and add up to the wall time. Recording changes no result."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from lab.profile import KINDS, Phase, Profile, Span
 from model import load
 
 CASES = [("native", 1), ("native", 2), ("torch", 1), ("torch", 2)]
-PROMPT = dict(native=100, torch=10)  # what is longer than 64 the native engine's threads share
+PROMPT = dict(native=100, torch=10)  # the native engine's threads share prompts above 64 tokens
 TOKENS, LAYERS = 5, 4
 
 
 @pytest.fixture(autouse=True)
 def once(monkeypatch):
-    """One repetition instead of several, and no other process that takes processors."""
+    """Repeat nothing, and see no load by other processes."""
     monkeypatch.setattr(profile, "REPETITIONS", 1)
     monkeypatch.setattr(profile.Load, "others", lambda self: 0.0)
 
 
 @pytest.fixture(params=CASES, ids=str)
 def case(request, extension, threads):
-    """An engine's name and a number of threads, which is set."""
+    """Run the test for each engine with one and two threads; the number is set."""
     name, count = request.param
     if name == "native" and not toolchain.has_python_header():
         pytest.skip("no Python.h, so no native engine")
@@ -44,7 +44,7 @@ def case(request, extension, threads):
 
 @functools.cache
 def run(name: str, count: int) -> tuple[Profile, dict]:
-    """A profile, and the trace that is written with it; count is the number of threads that is set."""
+    """A profile and its trace. The caller has set `count` threads."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "trace.json"
         made = profile.run(
@@ -64,7 +64,7 @@ def measured(case) -> Profile:
 
 
 def made(**change) -> Profile:
-    """One of known times: a helper that worked for a quarter of a prefill of 4 ms, then two tokens."""
+    """A profile of known times: a prefill of 4 ms, in which a helper works for 1 ms, then two tokens."""
     prefill = Phase(
         [(1_000_000, 5_000_000)],
         [
@@ -94,7 +94,7 @@ def made(**change) -> Profile:
     return Profile(**fields | change)
 
 
-def test_spans_are_inside_of_the_calls_and_apart(measured, case):
+def test_spans_are_within_calls_and_do_not_overlap(measured, case):
     for phase in (measured.prefill, measured.decode):
         assert phase.threads == (case[1] if case[0] == "native" else 1)
         for thread in range(phase.threads):
@@ -135,7 +135,7 @@ def test_shares_add_up(measured):
 def test_the_figures_follow_from_the_times():
     shares = made().prefill.shares()
     assert {kind: share for kind, share in shares.items() if share} == pytest.approx(
-        {"QKV": 3 / 8, "waiting": (1 + 3) / 8, "other": 1 / 8}  # the helper's 3 ms without a span among them
+        {"QKV": 3 / 8, "waiting": (1 + 3) / 8, "other": 1 / 8}  # waiting has the helper's 3 ms without a span
     )
     shares = made().decode.shares()
     assert {kind: share for kind, share in shares.items() if share} == pytest.approx(
@@ -173,7 +173,7 @@ def test_the_table():
 
 
 def test_the_trace_of_known_times():
-    """Perfetto would show a thread 0 as the thread whose number is the process's."""
+    """Threads are counted from 1: Perfetto takes a thread 0 for the one with the process's number."""
     events = profile.trace(made())["traceEvents"]
     assert {e["pid"] for e in events} == {1}
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -231,7 +231,7 @@ def test_recording_changes_no_bit(case):
             run.append((tokens, [engine.logits(slot).tolist() for slot in range(3)]))
         runs.append(run)
         assert bool(spans_of.spans()) is recorded
-        assert spans_of.spans() == []  # they were taken
+        assert spans_of.spans() == []  # the call before took them
     assert runs[0] == runs[1]
 
 
@@ -248,7 +248,7 @@ def test_a_recorder_that_is_off_records_nothing(case):
     assert spans() == []
     spans_of.record(True)
     assert {kind for kind, *_ in spans()} - {"waiting"} == set(KINDS) - {"waiting"}
-    spans_of.record(True)  # again: not everything twice
+    spans_of.record(True)  # a second time: spans are not recorded twice
     assert Counter(kind for kind, *_ in spans())["sampling"] == 1
     spans_of.record(False)
     assert spans() == []
@@ -343,7 +343,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("arguments, message", WRONG, ids=[" ".join(w[0]) for w in WRONG])
-def test_what_is_wrong_is_said_in_one_line(cli, arguments, message, tmp_path):
+def test_an_error_is_one_line(cli, arguments, message, tmp_path):
     done = cli("profile", *arguments)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("gpt.py: error: ") and done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""race: the order of turns, the picture, the report on the texts, and Ctrl-C."""
+"""race: the order of turns, the picture, the report of the texts, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LETTERS = CharTokenizer(list("\n abcdefghijklmnopqrstuvwxyz[]/\x1b日"))
 
 
 class Clockwork:
-    """A writer of one text, whose tokens take `cost` seconds each."""
+    """A writer of one text. Each token takes `cost` seconds."""
 
     engine = SimpleNamespace(name="torch")
 
@@ -83,7 +83,7 @@ def test_a_place_is_given_when_none_can_overtake():
     first, second = runner("part0", 1.0), runner("part4", 3.0)
     for _ in range(10):
         first.turn()
-    assert first.done and race.places([first, second]) == {}  # the other has used no time yet
+    assert first.done and race.places([first, second]) == {}  # part4 has used no time yet
     for _ in range(3):
         second.turn()
     assert race.places([first, second]) == {}
@@ -248,7 +248,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("arguments, message", WRONG, ids=[" ".join(w[0])[:40] for w in WRONG])
-def test_what_is_wrong_is_said_in_one_line(cli, arguments, message):
+def test_an_error_is_one_line(cli, arguments, message):
     done = cli("race", *arguments)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and message in done.stderr
@@ -270,7 +270,7 @@ def test_ctrl_c_shows_what_there_is(process, extension):
     assert out.splitlines()[-1].startswith("stopped; identical so far: all 2 texts begin with the same")
 
 
-def test_on_a_terminal_it_is_seen_as_it_goes(extension, tmp_path):
+def test_a_terminal_shows_the_race_as_it_runs(extension, tmp_path):
     master, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     hidden = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
@@ -287,13 +287,13 @@ def test_on_a_terminal_it_is_seen_as_it_goes(extension, tmp_path):
     os.close(terminal)
     seen = b""
     try:
-        while seen.count(b"part0 torch") < 3:  # the third picture
+        while seen.count(b"part0 torch") < 3:  # wait for the third picture
             seen += os.read(master, 65536)
         running.send_signal(signal.SIGINT)
         try:
             while more := os.read(master, 65536):
                 seen += more
-        except OSError:  # Linux's end of a terminal that nobody has open
+        except OSError:  # Linux reports a closed terminal in this way
             pass
         assert running.wait(timeout=60) == 130
     finally:
@@ -303,6 +303,6 @@ def test_on_a_terminal_it_is_seen_as_it_goes(extension, tmp_path):
     text = seen.decode(errors="replace")
     assert "Traceback" not in text
     assert re.search(r"part0 torch.*│.*part4 native", text) and re.search(r"\d tokens/s", text)
-    after = text[text.rindex("\x1b[?25h") :]  # the cursor is shown again
+    after = text[text.rindex("\x1b[?25h") :]  # from where the cursor is shown again
     assert len(ROW.findall(after.replace("\r", ""))) == 2
     assert "stopped; identical so far" in after

@@ -1,4 +1,4 @@
-"""What a round is, which rounds count, and the interval of a median."""
+"""Timing: what a round is, which rounds count, and the interval of a median."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from lab import timing
 
 
-def test_what_was_not_slowed_counts():
-    """By its pace alone, at the limit too; `least` at least, the fastest by their paces."""
+def test_rounds_that_were_not_slowed_count():
+    """Rounds whose pace is at least the limit; if fewer than `least`, the rounds with the highest paces."""
     assert timing.calm("abcd", [1.0, 0.949, 0.95, 0.2], 1) == ["a", "c"]
     assert timing.calm("abcd", [0.5, 0.949, 0.3, 0.2], 1) == ["b"]
     assert timing.calm("abcd", [0.5, 0.96, 0.3, 0.2], 3) == ["a", "b", "c"]
@@ -20,14 +20,14 @@ def test_what_was_not_slowed_counts():
 
 
 def test_a_round_is_what_its_fast_bursts_took():
-    """Three bursts of two calls; the second is beside a slow moment, so that the pace is awaited after it."""
+    """Three bursts of two calls. The second was slowed, so a fast pace is awaited after it."""
     paces = iter([1.0, 1.0, 0.5, 0.97, 0.96])
     waits, now = [], [0.0]
     takes = iter([1.0, 2.0, 100.0, 100.0, 3.0, 4.0])
 
     def pace(wait):
         waits.append(wait)
-        now[0] += 1000  # is no call's time
+        now[0] += 1000  # it must not count as a call's time
         return next(paces)
 
     def call():
@@ -55,7 +55,7 @@ def test_rounds_are_divided_among_the_passes(rounds, passes):
     "rounds, k", [(1, 1), (2, 1), (5, 1), (6, 1), (8, 1), (9, 2), (10, 2), (12, 3), (15, 4), (100, 40)]
 )
 def test_the_interval_of_a_median(rounds, k):
-    """Of 10 the 2nd and the 9th, which cover it with 97.9 %; the next ones would with less than 95 %."""
+    """Of 10 the 2nd and 9th: they cover the median with 97.9 %, the 3rd and 8th with less than 95 %."""
     seconds = torch.randperm(rounds, generator=torch.Generator().manual_seed(0)).tolist()
     assert timing.interval(seconds) == (k - 1, rounds - k)
 

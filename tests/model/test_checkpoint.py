@@ -1,4 +1,4 @@
-"""Checkpoints: the shipped ones, a round trip, nanoGPT's format, and files that are not what they say."""
+"""Checkpoints: the shipped ones, a round trip, nanoGPT's format, and files that are wrong or hostile."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_shipped_checkpoints_are_what_the_recipes_say(name):
 
 
 def test_shipped_checkpoints_have_learnt():
-    """The opening of Hamlet's monologue, which is not in Tiny Shakespeare's training part as such."""
+    """They predict the opening of Hamlet's monologue, which the training text does not contain as such."""
     text = "To be, or not to be, that is the question:\nWhether 'tis nobler in the mind to suffer\n"
     for name in checkpoint.SHIPPED:
         loaded = load(name, attend)
         loss = train.evaluate(loaded.model, torch.tensor(loaded.tokenizer.encode(text)))
-        assert loss < 2.2  # guessing among 65 characters costs 4.2
+        assert loss < 2.2  # nats; guessing among 65 characters costs 4.2
 
 
 def test_round_trip(directory):
@@ -100,7 +100,7 @@ def test_a_hostile_checkpoint_is_refused_unexecuted(tmp_path):
     with pytest.raises(CheckpointError, match="ckpt.pt is refused"):
         load(str(path), attend)
     assert not proof.exists()
-    torch.load(path, weights_only=False)  # an unsafe load does run it: the test can fail
+    torch.load(path, weights_only=False)  # an unsafe load runs it, so this test can fail
     assert proof.exists()
 
 

@@ -1,4 +1,4 @@
-"""The architecture: nanoGPT's names and numbers, the cache, every part inside."""
+"""The architecture: nanoGPT's parameters, the KV cache, and every part as its attention."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_parameters_have_nanogpts_names_and_number():
     names = set(dict(model.named_parameters()))
     assert "transformer.h.1.attn.c_attn.bias" in names
     assert {"transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight"} <= names
-    assert "lm_head.weight" not in names  # tied
+    assert "lm_head.weight" not in names  # it is tied to wte
     C, L, V = 16, 2, 11
     per_block = 12 * C * C + 9 * C + 4 * C  # matrices, their biases, two norms
     assert model.num_params() == L * per_block + V * C + 2 * C

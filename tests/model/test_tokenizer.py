@@ -1,4 +1,4 @@
-"""Vocabularies: characters from JSON and pickle, GPT-2's byte pairs, and files that mean harm."""
+"""Vocabularies: characters from JSON and pickle, GPT-2's byte pairs, and damaged or hostile files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_hostile_meta_pickle_is_refused_unexecuted(tmp_path):
     with pytest.raises(VocabularyError, match="meta.pkl.*names .*system; only built-in values"):
         CharTokenizer.from_meta_pickle(path)
     assert not proof.exists()
-    pickle.loads(path.read_bytes())  # an ordinary unpickler does run it: the test can fail
+    pickle.loads(path.read_bytes())  # an ordinary unpickler runs it, so this test can fail
     assert proof.exists()
 
 
@@ -94,7 +94,7 @@ def test_a_damaged_meta_json_is_named(tmp_path, value, message):
 
 
 class Bytes:
-    """A stand-in for tiktoken's encoding: tokens are bytes."""
+    """A stand-in for tiktoken's encoding. Each byte is a token."""
 
     n_vocab = 256
 

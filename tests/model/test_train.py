@@ -1,4 +1,4 @@
-"""The recipe, on a text of a few characters: it learns, it records, it measures what it says."""
+"""Training on a text of a few characters: the model learns, and the recorded losses are right."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_ingredients_of_the_recipe():
     average = trainer.averaged.transformer.wte.weight.detach().clone()
     trainer.lr.fill_(0.5)
     trainer.step()
-    # The first step of Adam has the size of its learning rate.
+    # Adam's first step has the size of its learning rate.
     assert (wpe - before).abs().max().item() == pytest.approx(0.5 * RECIPE.position_lr, rel=0.1)
     moved = trainer.averaged.transformer.wte.weight - average
     raw = trainer.model.transformer.wte.weight - average

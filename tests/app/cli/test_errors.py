@@ -1,4 +1,4 @@
-"""What is wrong is one line on stderr and exit code 2; Ctrl-C and a closed pipe end quietly."""
+"""Errors are one line on stderr and exit code 2. Ctrl-C and a closed pipe end the program quietly."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("arguments, message", WRONG, ids=[" ".join(w[0])[:40] for w in WRONG])
-def test_what_is_wrong_is_said_in_one_line(failed, arguments, message):
+def test_an_error_is_one_line(failed, arguments, message):
     assert message in failed(*arguments)
 
 
@@ -90,7 +90,7 @@ print(json.dumps(done))
 
 
 def test_without_a_compiler_part0_works_and_the_others_say_what_to_install(tmp_path):
-    """A process with nothing on PATH and an empty cache."""
+    """In a process with nothing on PATH and an empty build cache."""
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util as u; find = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'ziglang' else find(name, *a)\n"
@@ -120,7 +120,7 @@ ENDLESS = ("part0", "--inference", "-m", "shakes2048", "--max-new-tokens", 1_000
 
 def test_text_is_flushed_as_it_is_made_and_ctrl_c_keeps_it(process):
     running = process(*ENDLESS, "--prompt", "ROMEO:")
-    start = os.read(running.stdout.fileno(), 100)  # while it still writes
+    start = os.read(running.stdout.fileno(), 100)  # it is still writing
     running.send_signal(signal.SIGINT)
     rest, errors = running.communicate(timeout=60)
     assert start.startswith(b"ROMEO:"[: len(start)])

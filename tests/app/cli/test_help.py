@@ -1,4 +1,4 @@
-"""The help: complete, in sections, and quick, as it does not import torch."""
+"""The help is complete and has sections. It is quick, as it does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lab's test of a part, and 4Daccess."""
+"""The lab's test of a part, and the command 4Daccess."""
 
 from __future__ import annotations
 

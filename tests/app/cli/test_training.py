@@ -1,4 +1,4 @@
-"""prepare, train and eval."""
+"""The commands prepare, train and eval."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_prepare_counts(cli, tmp_path, monkeypatch):
     assert f"length of dataset in characters: {len(TEXT):,}" in done.stdout
     assert f"vocabulary: {len(set(TEXT))} characters" in done.stdout
     assert (tmp_path / "data" / "input.txt").read_text() == TEXT
-    assert cli("eval").returncode == 0  # finds what prepare left
+    assert cli("eval").returncode == 0  # it finds the file that prepare saved
 
 
 def test_without_a_corpus_train_and_eval_say_how_to_get_one(failed, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""--inference: what is written, where it goes, and that each option reaches what it is for."""
+"""--inference: what it writes to stdout and stderr, and that each option takes effect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_inference_notices_go_to_stderr_and_text_to_stdout(cli, part):
     assert notices[3].startswith("SIMD: " if PARTS[part].operator else "Attention by matmul")
     samples = done.stdout.split("\n---------------\n")
     assert len(samples) == 3 and len(set(samples)) == 3
-    assert [len(sample) for sample in samples] == [46, 46, 47]  # the last has the final line end
+    assert [len(sample) for sample in samples] == [46, 46, 47]  # the last one has the final newline
     assert all(sample.startswith("ROMEO:") for sample in samples)
 
 
@@ -155,7 +155,7 @@ def test_the_last_line_counts_the_tokens(cli, extension):
 
 
 def test_a_batch_gives_the_texts_of_one_at_a_time(cli, extension):
-    common = ("part4", "--inference", "-m", "shakes256", "--max-new-tokens", 300)  # beyond the block
+    common = ("part4", "--inference", "-m", "shakes256", "--max-new-tokens", 300)  # more than the block size
     batch = cli(*common, "--num-samples", 5, "--seed", 20).stdout
     alone = [cli(*common, "--num-samples", 1, "--seed", 20 + i).stdout for i in range(5)]
     assert batch == "---------------\n".join(alone)

@@ -1,4 +1,4 @@
-"""The compilers: how they are found, and what is said where they are not."""
+"""The compilers: how they are found, and the errors if they are not."""
 
 from __future__ import annotations
 

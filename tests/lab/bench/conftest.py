@@ -1,4 +1,4 @@
-"""A quiet machine, and a run whose figures are known."""
+"""Fixtures for the tests of bench: a quiet machine, and a run with known figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lab import machine
 
 @pytest.fixture
 def steady(quiet, monkeypatch):
-    """A quiet, steady machine."""
+    """Make the machine look quiet and steady."""
     quiet(machine)
     monkeypatch.setattr(machine, "page_faults", lambda: 0)
     monkeypatch.setattr(machine, "read_bandwidth", lambda size, threads=1: 1e10)
@@ -20,13 +20,13 @@ def steady(quiet, monkeypatch):
 
 @pytest.fixture
 def run(steady, cli):
-    """Run `gpt.py bench` over small cases on a quiet, steady machine."""
+    """Run `gpt.py bench`, as on a quiet, steady machine."""
     return lambda *arguments: cli("bench", *arguments)
 
 
 @pytest.fixture
 def rows() -> Callable:
-    """Read the Markdown table that a command printed, as dictionaries."""
+    """Read the Markdown table that a command printed; each row is a dictionary."""
 
     def read(done):
         assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The cells of a sweep, and the contenders."""
+"""The cells of a sweep, and its contenders."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_flops_and_bytes_of_a_cell(extension):
 
 
 def test_a_part_without_a_count_takes_part_everywhere(cli, steady, monkeypatch, tmp_path):
-    """A part that is added has a row in PARTS, and none in the table of traffic counts."""
+    """A new part has a row in PARTS and none in the table of traffic counts."""
     pytest.importorskip("matplotlib")
     monkeypatch.setitem(PARTS, "part5", dataclasses.replace(PARTS["part4"], name="part5"))
     small = ["-N", "64,128", "-d", "16", "-r", "2", "--min-time", "0"]

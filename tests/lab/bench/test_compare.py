@@ -1,4 +1,4 @@
-"""Two runs compared: real differences are reported, and chance is not."""
+"""Comparing two runs: real differences are reported, and chance is not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_real_difference_is_reported(tmp_path, cli, change, code, word, made):
 
 
 def test_chance_is_not_reported(tmp_path, made):
-    """The same distribution, wide apart: medians differ by more than 5 % by chance alone."""
+    """Times of one wide distribution: medians differ by more than 5 % by chance alone."""
     pytest.importorskip("scipy")
     before, now = made(), made()
     generator = torch.Generator().manual_seed(0)
@@ -44,7 +44,7 @@ def test_chance_is_not_reported(tmp_path, made):
 
 
 def test_one_slow_cell_of_many_is_found(made):
-    """Among as many cells as a sweep has, with the rounds that it has."""
+    """With as many cells and rounds as a whole sweep has."""
     pytest.importorskip("scipy")
     lengths = range(1, 28)
     before, now = made(lengths=lengths), made(lengths=lengths)

@@ -1,4 +1,4 @@
-"""The sweep: it verifies before it times, spreads its rounds, and can be stopped."""
+"""The sweep: it verifies before it times, spreads its rounds over passes, and can be stopped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_table_of_figures_that_agree(run, rows):
     for row in table:
         ms, gflops = float(row["ms"]), float(row["GFLOP/s"])
         assert gflops == pytest.approx(4 * 4 * 64 * 64 * 16 / ms / 1e6, rel=0.02)
-        assert float(row["of peak"].split()[0]) == pytest.approx(gflops, abs=0.51)  # it is 100 GFLOP/s
+        assert float(row["of peak"].split()[0]) == pytest.approx(gflops, abs=0.51)  # the peak is 100 GFLOP/s
         assert float(row["error"]) < 1e-5
         same = next(r for r in table if r["contender"] == "sdpa" and r["threads"] == row["threads"])
         assert float(row["over SDPA"]) == pytest.approx(float(same["ms"]) / ms, rel=0.02)
@@ -130,7 +130,7 @@ def test_waiting_takes_a_tenth_of_the_time():
 
 
 def test_every_group_is_timed_in_every_pass(steady, monkeypatch):
-    """Memory is returned between the passes, not before the first; what is wrong is in the first alone."""
+    """Memory is returned between passes. A wrong contender runs in the first pass only."""
     monkeypatch.setattr(machine, "return_freed_memory", lambda: passes.append([]))
     right, passes = contenders.attention, [[]]
 
@@ -149,7 +149,7 @@ def test_every_group_is_timed_in_every_pass(steady, monkeypatch):
     assert [result.cell for result in measured.done.results] == cells
     assert [len(result.seconds) for result in measured.done.results] == [7, 0, 7] * 2
     for number, (calls, rounds) in enumerate(zip(passes, [2, 2, 1, 1, 1], strict=True)):
-        each = 2 * rounds + 2 * (number == 0)  # a round and what clears the caches; verified
+        each = 2 * rounds + 2 * (number == 0)  # calls: untimed and timed; the first pass also verifies
         assert [N for N, _ in itertools.groupby(N for _, N in calls)] == [32, 64]
         assert [calls.count((part, N)) for part in ("part0", "part4") for N in (32, 64)] == [each] * 4
         assert [part for part, _ in calls].count("part3") == 2 * (number == 0)
@@ -158,7 +158,7 @@ def test_every_group_is_timed_in_every_pass(steady, monkeypatch):
 
 
 def test_what_is_not_firm_is_timed_in_further_passes(steady, monkeypatch):
-    """Few threads first, 2 rounds a pass, until it is firm or the time is over."""
+    """Few threads come first. A pass adds 2 rounds, until the median is firm or the time is over."""
     cells = plan(["part0", "part4"], lengths=(32, 64), widths=(8,), threads=(2, 1))
     wanted = {("part4", 32, 2): 13, ("part4", 64, 1): 15}
 
@@ -181,7 +181,7 @@ def test_what_is_not_firm_is_timed_in_further_passes(steady, monkeypatch):
 
 @pytest.mark.parametrize("asked, taken", [(10, 16), (4, 10)])
 def test_what_was_slowed_is_timed_in_further_passes(steady, monkeypatch, asked, taken):
-    """Until six rounds, or as many as were asked for, were between fast samples: here each third one."""
+    """Until six rounds, or as many as were asked for, were not slowed. Here every third one is not."""
     paces = itertools.cycle([1.0, 0.5, 0.5])
     monkeypatch.setattr(measure, "time_round", lambda *arguments: timing.Round(1e-3, next(paces), 1e-3, 0))
     passes = Passes(further_share=1e6)
@@ -193,12 +193,12 @@ def test_what_was_slowed_is_timed_in_further_passes(steady, monkeypatch, asked, 
 
 
 def test_a_round_with_new_pages_is_measured_again(steady, monkeypatch):
-    """Up to four times; what gets new pages in every call, once in each pass."""
+    """A round takes up to four attempts. If every call gets new pages, one round of a pass does."""
     right, pages, calls = contenders.attention, [0], {"part0": 0, "part3": 0, "part4": 0}
 
     def faulting(part, q, k, v, **options):
         calls[part] += 1
-        # Part 3: 2 calls verify it, 1 is untimed.
+        # Part 3's fourth call: 2 verify it, 1 is untimed.
         if part == "part0" or (part, calls[part]) == ("part3", 4):
             pages[0] += 10**6
             time.sleep(0.1 * (part == "part3"))
@@ -216,7 +216,7 @@ def test_a_round_with_new_pages_is_measured_again(steady, monkeypatch):
 
 
 def test_further_passes_keep_the_rounds_that_there_were(steady, monkeypatch):
-    """Here part 0 is loose once part 4 has had a pass more; stopped in a round, neither keeps that one."""
+    """Here part 0 needs a pass after one of part 4. A pass that is stopped in a round drops that round."""
     cells = plan(["part0", "part4"], lengths=(32,), widths=(8,))
     measured = Bench(cells, rounds=10, min_time=0, passes=Passes(further_share=100))
 
@@ -241,11 +241,11 @@ def test_further_passes_keep_the_rounds_that_there_were(steady, monkeypatch):
         (4 + 4 + 3, [1, 1]),  # in the second round
         (12 + 3, [2, 2]),  # while the second group is verified
         (24 + 4 + 3, [3, 3, 2, 2]),  # in a round of the second pass
-        (24 + 8 + 1, [4, 4, 2, 2]),  # before the second group's
+        (24 + 8 + 1, [4, 4, 2, 2]),  # in that pass, before the second group's round
     ],
 )
 def test_ctrl_c_keeps_what_was_measured(run, monkeypatch, tmp_path, calls, rounds):
-    """Two calls of a cell verify it, two are a round, of which each pass has two."""
+    """Verifying a cell takes two calls, and so does a round. A pass has two rounds."""
     right, counted = contenders.attention, itertools.count(1)
 
     def interrupted(*arguments, **options):

@@ -33,6 +33,6 @@ def test_pictures_show_the_runs_figures(made):
     assert lines["part4"].get_xdata().tolist() == [64, 128]
     assert lines["part4"].get_ydata() == pytest.approx([1.0045, 2.009])
     looks = {(line.get_marker(), line.get_linestyle()) for line in lines.values()}
-    assert len(looks) == 3  # legible without colour
+    assert len(looks) == 3  # the lines can be told apart without colour
     assert plots.tiles(made()) is None and plots.scaling(made(threads=(1,))) is None
     assert len({plots.look(name) for name in contenders.contenders()}) == len(PARTS) + 2

@@ -1,4 +1,4 @@
-"""The forms of a run, and the file that keeps it."""
+"""The output formats of a run, and the file that keeps it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_what_is_the_same_everywhere_stands_above(run, rows):
 
 
 def test_slowed_rounds_are_left_out(tmp_path, cli, made, rows):
-    """Of ten rounds: three that were slowed; then five, of which one counts lest there be fewer than six."""
+    """Of ten rounds, three were slowed; then five, of which one still counts: six rounds must remain."""
     done = made(lengths=(64,), threads=(1,))
     for result, slowed in zip(done.results, (0, 3, 5)):
         result.seconds[:slowed] = [1e-3 * (2 + i) for i in range(slowed)]
@@ -57,7 +57,7 @@ def test_a_saved_run_is_read_as_it_was(tmp_path, made):
 
 
 def test_a_file_without_traffic_is_read(tmp_path, made, monkeypatch):
-    """As format 2 was; neither it nor this one needs a compiler to be shown."""
+    """Format 2 had no traffic. Showing a file of either format needs no compiler."""
     monkeypatch.setenv("CXX", "/bin/false")
     file = tmp_path / "run.json"
     report.save(made(), file)
@@ -139,7 +139,7 @@ def test_the_interval_is_in_the_figures(tmp_path, cli, made, rows):
     [(1, "part0 threads=1"), (5, "part0 threads=2, sdpa threads=1, part4 Br=32 threads=1, ...")],
 )
 def test_medians_that_are_not_firm_are_named(tmp_path, cli, loose, named, made):
-    """The least firm first."""
+    """The least firm one comes first."""
     done = made(lengths=(64,), br=(16, 32))
     for i, result in enumerate(done.results[:loose]):
         result.seconds[:3] = [1e-3 * (0.89 - 0.05 * i)] * 3

@@ -1,4 +1,4 @@
-"""gpt.py bench --tune: the best tile is found, within the budget, and kept."""
+"""gpt.py bench --tune: it finds the best tile within the budget and keeps it."""
 
 from __future__ import annotations
 
