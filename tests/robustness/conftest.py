@@ -1,4 +1,4 @@
-"""How much the tests here try: a part that takes seconds, or with ROBUSTNESS=full all of it."""
+"""The size of the stress tests: a share that takes seconds, or with ROBUSTNESS=full all of them."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session")
 def full() -> bool:
-    """Whether this run is to try everything."""
+    """Whether to run the stress tests in full."""
     return FULL

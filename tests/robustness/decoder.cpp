@@ -1,9 +1,9 @@
-// Generated models for the native decoder, of all shapes, each read and continued by one thread and by several.
+// Generated models of all shapes for the native decoder. One thread and several read a prompt and continue it.
 //
 //   decoder SEED COUNT
 //
-// runs the models of the seeds SEED .. SEED + COUNT - 1. A model that fails, or ends the program, prints its
-// seed and its shape. Threads must change no bit. Prefill and steps must agree to float32's precision.
+// runs the models of the seeds SEED .. SEED + COUNT - 1. It prints the seed and the shape of a model that fails
+// or ends the program. Threads must change no bit. Prefill and steps must agree to float32's precision.
 #include "decoder/decoder.h"
 
 #include <cinttypes>
@@ -16,7 +16,7 @@
 
 #include "running.h"
 
-void on_threads(int, const std::function<void(int)>&) { std::abort(); }  // the decoder has threads of its own
+void on_threads(int, const std::function<void(int)>&) { std::abort(); }  // the decoder has its own threads
 
 namespace {
 
@@ -81,12 +81,12 @@ const char* attempt(uint64_t seed) {
     }
     for (int turn = 0; turn < 40; turn++) {
         std::vector<int64_t> some;
-        for (int64_t slot = 0; slot < slots; slot++)  // the token chosen last need not be in the cache
+        for (int64_t slot = 0; slot < slots; slot++)  // the last token need not fit the cache
             if (many.length(slot) <= capacity && from(0, 3)) some.push_back(slot);
         std::vector<std::vector<double>> uniforms(static_cast<size_t>(from(1, 3)));
         for (std::vector<double>& row : uniforms)
             for (size_t i = 0; i < some.size(); i++) row.push_back(static_cast<double>(from(0, 999)) / 1000);
-        constexpr double PATIENCE_SECONDS = 1e6;  // as many tokens in both, however busy the machine is
+        constexpr double PATIENCE_SECONDS = 1e6;  // on a busy machine both still write the same number
         if (many.write(some, uniforms, PATIENCE_SECONDS) != one.write(some, uniforms, PATIENCE_SECONDS))
             return "threads change what is chosen";
         const int64_t slot = from(0, slots - 1), other = from(0, slots - 1);

@@ -1,10 +1,11 @@
-// Generated cases for the kernels, each in memory between pages that nobody may touch, held against float64.
+// Generated cases for the kernels, in memory between guard pages, compared with float64.
 //
 //   kernels SEED COUNT [THREADS]
 //
-// runs the cases of the seeds SEED .. SEED + COUNT - 1, over at most THREADS threads, 1 unless given. A case
-// that goes wrong, or ends the program, prints its seed and what it is: `kernels SEED 1 THREADS` is that case
-// alone. The bar is that of tests/oracle.py: at most twice the error of a plain float32 computation, plus 1e-6.
+// runs the cases of the seeds SEED .. SEED + COUNT - 1 with at most THREADS threads, by default 1. It prints
+// the seed and the description of a case that fails or ends the program; `kernels SEED 1 THREADS` repeats the
+// case. The bound is that of tests/oracle.py: at most twice the error of a plain float32 computation, plus
+// 1e-6.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -23,7 +24,7 @@
 #include "parts.h"
 #include "running.h"
 
-// Threads that are born and end here have nothing in common but what the kernels give them.
+// New threads for each call: they share only what the kernels pass to them.
 void on_threads(int threads, const std::function<void(int)>& body) {
     std::vector<std::thread> others;
     for (int thread = 1; thread < threads; thread++) others.emplace_back(body, thread);
@@ -33,10 +34,10 @@ void on_threads(int threads, const std::function<void(int)>& body) {
 
 namespace {
 
-// Edges of vectors, panels, strips and tiles.
+// Sizes of vectors, panels, strips and tiles.
 constexpr int64_t EDGES[] = {1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256};
 constexpr int64_t MOST = 300;
-constexpr int ORDERS = 8;  // of sums, in which a plain computation may be tried
+constexpr int ORDERS = 8;  // orders of summation that a plain computation may try
 
 class Random {  // splitmix64: the same numbers with every compiler and library
   public:
@@ -62,7 +63,7 @@ class Random {  // splitmix64: the same numbers with every compiler and library
         for (int i = 0; i < 12; i++) sum += uniform();
         return static_cast<float>(sum);
     }
-    // An edge or beside it, or any.
+    // One of EDGES, a neighbour of one, or any size.
     int64_t size(int64_t most) {
         const int64_t n = one_in(4) ? from(1, most) : any(EDGES) + from(-1, 1);
         return std::min(std::max<int64_t>(n, 1), most);
@@ -72,8 +73,8 @@ class Random {  // splitmix64: the same numbers with every compiler and library
     uint64_t state;
 };
 
-// n floats between two pages without access: directly behind the first one, directly before the second, or some
-// floats from the first. They, and what is between them and the pages, hold a NaN that is its own.
+// n floats between two guard pages: directly after the first page, directly before the second, or some floats
+// after the first. The floats and the gaps beside them are filled with a NaN of fixed bits.
 class Guarded {
   public:
     Guarded(int64_t n, Random& random) : n(n) {
@@ -99,7 +100,7 @@ class Guarded {
 
     void let(int access) { protect(first, inner * static_cast<int64_t>(sizeof(float)), access); }
 
-    // Whether nothing was written beside the floats.
+    // Whether the gaps beside the floats are unchanged.
     bool whole() const {
         for (int64_t i = 0; i < inner; i++)
             if ((first + i < data || first + i >= data + n) && std::memcmp(first + i, &OURS, sizeof OURS) != 0)
@@ -121,10 +122,10 @@ class Guarded {
     }
 };
 
-// Where a (B, H, N, d) tensor has its elements.
+// The memory layout of a (B, H, N, d) tensor.
 struct Layout {
     const char* name;
-    int64_t batch, head, row, column, panel;  // panel: keys of one, or 0 where K is not held in panels
+    int64_t batch, head, row, column, panel;  // panel: keys in a panel of K, 0 without panels
 
     int64_t at(int64_t b, int64_t h, int64_t i, int64_t c) const {
         const int64_t before = b * batch + h * head + c * column;
@@ -145,7 +146,7 @@ Layout draw_layout(Random& random, int64_t H, int64_t N, int64_t d) {
     return random.one_in(3) ? all[0] : all[random.from(1, random.one_in(10) ? 4 : 3)];
 }
 
-// K as part 4 takes it for few queries: whole, or in panels.
+// The transposed K that part 4 takes for few queries: whole, or in panels.
 Layout draw_transposed(Random& random, int64_t H, int64_t Nk, int64_t d, int64_t panel) {
     const int64_t ld = Nk + (random.one_in(2) ? random.from(1, 40) : 0);
     const int64_t padded = (Nk + panel - 1) / panel * panel;
@@ -169,7 +170,7 @@ struct Case {
     int64_t rows(int which) const { return which == 0 ? Nq : Nk; }
     int64_t visible(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
     int64_t floats(int which) const {
-        if (layouts[which].panel) return B * layouts[which].batch;  // the last panel is whole too
+        if (layouts[which].panel) return B * layouts[which].batch;  // the last panel is padded
         return layouts[which].at(B - 1, H - 1, rows(which) - 1, d - 1) + 1;
     }
 };
@@ -179,7 +180,7 @@ Case draw(uint64_t seed, Random& random, int threads) {
     c.seed = seed;
     do {
         c.part = &PARTS[random.from(0, std::size(PARTS) - 1)];
-    } while (!c.part->tiled && !random.one_in(3));  // tiled parts have more cases: half of all are theirs
+    } while (!c.part->tiled && !random.one_in(3));  // tiled parts have more cases to try: they get half of all
     c.causal = random.one_in(2);
     c.lse = random.one_in(2);
     const int64_t work = random.one_in(40) ? 20'000'000 : 1'000'000;
@@ -199,7 +200,7 @@ Case draw(uint64_t seed, Random& random, int threads) {
     c.scale = random.any(scales);
     for (int which = 0; which < 3; which++) c.layouts[which] = draw_layout(random, c.H, c.rows(which), c.d);
     if (c.Nq <= c.part->transposed && random.one_in(2)) {
-        // The decoder's panel may be larger than its keys are many.
+        // In the decoder a panel may be larger than the number of keys.
         if (random.one_in(2)) c.Bc = random.size(MOST);
         c.layouts[1] = draw_transposed(random, c.H, c.Nk, c.d, c.Bc);
         if (!c.layouts[1].panel) c.Bc = std::min(c.Bc, c.Nk);
@@ -227,10 +228,10 @@ float draw_value(Random& random, Kind kind) {
 template <class T>
 struct Result {
     std::vector<T> out, lse;
-    double largest_score = 0;  // in magnitude, of those that are numbers
+    double largest_score = 0;  // the largest magnitude of the finite scores
 };
 
-// 0 to n - 1; if `random` is given, in an order that it draws.
+// 0 to n - 1, shuffled if `random` is given.
 std::vector<int64_t> order(int64_t n, Random* random) {
     std::vector<int64_t> numbers(static_cast<size_t>(n));
     std::iota(numbers.begin(), numbers.end(), 0);
@@ -238,8 +239,8 @@ std::vector<int64_t> order(int64_t n, Random* random) {
     return numbers;
 }
 
-// As it is defined, a query at a time, in T: with double what is right, with float what float32 is good for.
-// The sums are taken in the order of their terms, or in one that `random` draws.
+// Attention by its definition, one query at a time, in T: double gives the reference, float the error that is
+// normal for float32. Sums run in the order of their terms, or in a random order if `random` is given.
 template <class T>
 Result<T> attend(const Case& c, const float* q, const float* k, const float* v, Random* random = nullptr) {
     Result<T> result;
@@ -302,8 +303,9 @@ Result<float> run(const Case& c, Random& random, const float* q, const float* k,
     return result;
 }
 
-// How far from right a float32 result may be: twice as far as the farthest of `plain` is, and 1e-6 of the
-// largest; for scores of 1e4 more than that, half a unit in the last place of one, by which its weight changes.
+// The error that a float32 result may have: twice the largest error in `plain`, plus 1e-6 of the largest value.
+// For scores of 1e4, rounding a score by half a unit in the last place changes its weight by more than 1e-6:
+// then `rounding` takes the place of 1e-6.
 double allowance(const std::vector<double>& right, const std::vector<std::vector<float>>& plain,
                  double rounding) {
     double error = 0, largest = 1;
@@ -317,7 +319,7 @@ double allowance(const std::vector<double>& right, const std::vector<std::vector
     return 2 * error + std::max(1e-6, rounding) * largest;
 }
 
-// What is wrong with `got`; nothing if it is empty.
+// Describes what is wrong with `got`; empty if nothing is.
 std::string compare(const char* name, const std::vector<float>& got, const std::vector<double>& right,
                     double allowed, bool same_infinity) {
     for (size_t i = 0; i < right.size(); i++) {
@@ -335,14 +337,14 @@ std::string compare(const char* name, const std::vector<float>& got, const std::
     return "";
 }
 
-// What is wrong with a case's results; nothing if it is empty.
+// Describes what is wrong with the results of a case; empty if nothing is.
 std::string hold(const Case& c, const Result<float>& got, const float* q, const float* k, const float* v) {
     const Result<double> right = attend<double>(c, q, k, v);
     const double rounding = 0x1p-24 * right.largest_score;
     Random random(c.seed);
     std::vector<std::vector<float>> outs, lses;
     std::string wrong;
-    // In a case of few scores one order of the sums may err by next to nothing: then others are tried too.
+    // In a case of few scores, one order of summation may have almost no error: then others are tried too.
     for (int tried = 0; tried < ORDERS && (tried == 0 || !wrong.empty()); tried++) {
         Result<float> plain = attend<float>(c, q, k, v, tried ? &random : nullptr);
         outs.push_back(std::move(plain.out));
@@ -361,7 +363,7 @@ bool same(const std::vector<float>& a, const std::vector<float>& b) {
     return true;
 }
 
-// What is wrong about this case; nothing if it is empty.
+// Runs a case and describes what is wrong; empty if nothing is.
 std::string attempt(const Case& drawn, Random& random) {
     Case c = drawn;
     std::string wrong;
@@ -430,7 +432,8 @@ std::string attempt(const Case& drawn, Random& random) {
     return wrong;
 }
 
-// The helpers that only the decoder uses, whose logits tests hold to PyTorch's: awkward sizes and bad values.
+// Tries the helpers that only the decoder uses, with awkward sizes and bad values. Other tests compare its
+// logits with PyTorch's.
 std::string attempt_rows(Random& random) {
     const int64_t n = random.size(MOST), bad = random.one_in(4) ? random.from(0, n - 1) : -1;
     const bool biased = random.one_in(2);

@@ -1,5 +1,5 @@
-// What a program of generated cases is at, printed when it ends badly: by a sanitizer, or by a page that nobody
-// may touch.
+// The case that a program of generated cases is running. It is printed if a sanitizer or a guard page ends the
+// program.
 #pragma once
 
 #include <unistd.h>
@@ -7,7 +7,7 @@
 #include <csignal>
 #include <cstring>
 
-#ifdef __linux__  // elsewhere a sanitizer's end is silent about the case
+#ifdef __linux__  // elsewhere a sanitizer does not print the case
 extern "C" void __sanitizer_set_death_callback(void (*)()) __attribute__((weak));
 #endif
 
@@ -17,7 +17,7 @@ inline void print_running() {
     if (write(STDERR_FILENO, running, std::strlen(running)) < 0) _exit(3);
 }
 
-// Prints, then lets the access fail again, under the handler that was there before.
+// Prints, then restores the earlier handler, under which the access fails again.
 inline struct sigaction handlers[NSIG];
 inline void on_signal(int number) {
     print_running();

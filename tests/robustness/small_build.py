@@ -1,11 +1,12 @@
-"""A build that takes a second, in a process of its own: a recipe of the build over sources of one line each.
+"""A build that takes a second: the extension's recipe over sources of one line each, in its own process.
 
-    small_build.py SOURCES [VARIANT]        print what the library answers, or the error as gpt.py would
-    small_build.py SOURCES --kill COUNT     kill a first build at so many points; each time, build again
+    small_build.py SOURCES [VARIANT]        print the library's answer, or the error like gpt.py
+    small_build.py SOURCES --kill COUNT     kill a build at COUNT points; build again after each
     small_build.py SOURCES --try VARIANT NAME PATH...
-                                            build with each compiler, by $CXX or $ISPC; what each gives
+                                            build with each compiler PATH in the variable NAME, CXX or ISPC
 
-The cache directory is TORCH_EXTENSIONS_DIR; --kill uses fresh ones inside it. --kill and --try print JSON.
+The cache directory is TORCH_EXTENSIONS_DIR. --kill makes a new one inside it for each point. --kill and --try
+print JSON.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from torch.utils import cpp_extension  # noqa: F401  its import takes longer than the build
+from torch.utils import cpp_extension  # noqa: F401  (forks share the import, which is slower than the build)
 
 from attention_ext import BuildError
 from attention_ext.build import recipes
 
 ANSWER = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
-# What Python does to files and processes: a kill can fall before each.
+# Python's audit events for files and processes. A build can be killed before each.
 STEPS = ("os.", "shutil.", "tempfile.", "open", "subprocess.Popen", "fcntl.flock")
 
 
 def write_sources(directory: Path) -> Path:
-    """The sources that answer() is made of."""
+    """Write the sources of the library that answer() builds."""
     (directory / "simd").mkdir(parents=True)
     (directory / "answer.cpp").write_text(ANSWER)
     (directory / "other.cpp").write_text("int other = 1;\n")
@@ -42,7 +43,7 @@ def write_sources(directory: Path) -> Path:
 
 
 def answer(sources: Path, variant: str = "portable") -> int:
-    """Make these sources by the recipe of a library instead of its own, and ask the result."""
+    """Build these sources by the library's recipe, and return the built library's answer."""
     recipe = dataclasses.replace(
         recipes.library(variant, sources), sources=(sources / "answer.cpp", sources / "other.cpp")
     )
@@ -50,7 +51,7 @@ def answer(sources: Path, variant: str = "portable") -> int:
 
 
 def in_child(act: Callable[[], int | str]) -> str | None:
-    """act() in a fork of this process, in a group of its own, as text; None if it was killed."""
+    """Call act() in a fork with its own process group. Returns its result as text, None if it was killed."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -63,7 +64,7 @@ def in_child(act: Callable[[], int | str]) -> str | None:
             os._exit(0)
     os.close(write)
     _, status = os.waitpid(child, 0)
-    with open(read) as pipe:  # a compiler that outlives its build has it closed
+    with open(read) as pipe:  # compilers that outlive the build do not hold it open
         said = pipe.read()
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
         return None
@@ -80,9 +81,9 @@ def answer_or_error(sources: Path, variant: str) -> int | str:
 
 
 def watched(sources: Path, at: int | None, after: float | None, group: bool) -> int:
-    """answer(), killed at its step `at`, or `after` seconds of compiling; with all its compilers if `group`.
+    """Call answer(); kill this process at step number `at`, or `after` seconds of compiling.
 
-    Otherwise the number of steps.
+    group: kill the compilers too. Returns the number of steps if nothing was killed.
     """
     steps = 0
 
@@ -93,7 +94,7 @@ def watched(sources: Path, at: int | None, after: float | None, group: bool) -> 
         nonlocal steps
         if not event.startswith(STEPS):
             return
-        steps += 1  # before os.kill, which is a step too
+        steps += 1  # counted first, as os.kill is a step too
         if steps == at:
             die()
         if event == "subprocess.Popen" and "ninja" in args[1] and "-v" in args[1] and after is not None:
@@ -105,7 +106,7 @@ def watched(sources: Path, at: int | None, after: float | None, group: bool) -> 
 
 
 def kill_everywhere(sources: Path, cache: Path, count: int) -> dict:
-    """Kill builds at points spread over all steps and over the time of compiling, half and half."""
+    """Kill builds at `count` points: half are spread over the steps, half over the time of compiling."""
 
     def use(name: str) -> Path:
         os.environ["TORCH_EXTENSIONS_DIR"] = str(cache / name)

@@ -1,4 +1,4 @@
-"""Files cut short or changed by a byte: an error that names them or a warning, never silent garbage."""
+"""Truncated and changed files: an error that names the file or a warning, never silent garbage."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ REFUSED = (CheckpointError, VocabularyError)
 
 
 def truncated(whole: bytes, count: int, rng: random.Random):
-    """`count` beginnings of it, the empty one and all but its last byte among them."""
+    """`count` beginnings of a file, among them the empty one and the one that lacks the last byte."""
     yield from (whole[:0], whole[:-1])
     for _ in range(count - 2):
         yield whole[: rng.randrange(len(whole))]
 
 
 def changed(whole: bytes, count: int, rng: random.Random):
-    """`count` copies with another byte each: any other one, or one of the same kind, which looks right."""
+    """`count` copies with one byte changed, to any value or to one of the same kind, which looks right."""
     kinds = [b"0123456789", b"abcdefghijklmnopqrstuvwxyz", b' ,:"[]{}.-\\', bytes(range(256))]
     for number in range(count):
-        at = rng.randrange(len(whole) if number % 2 else min(len(whole), 4000))  # what has a header starts so
+        at = rng.randrange(len(whole) if number % 2 else min(len(whole), 4000))  # headers come first
         alike = kinds[-1] if number % 3 == 0 else next(kind for kind in kinds if whole[at] in kind)
         other = rng.choice([c for c in alike if c != whole[at]])
         yield whole[:at] + bytes([other]) + whole[at + 1 :]
@@ -53,7 +53,7 @@ def changed(whole: bytes, count: int, rng: random.Random):
 
 @pytest.fixture
 def damaged(full):
-    """What a file's damaged contents are: 100 truncated and 200 changed in full, a tenth of them in quick."""
+    """Damage a file's contents: 100 truncated and 200 changed copies in full, else a tenth of them."""
 
     def contents(whole: bytes):
         rng = random.Random(7)
@@ -64,7 +64,7 @@ def damaged(full):
 
 
 def outcome(path: Path) -> str:
-    """What becomes of a load: 'fine', 'warned' or 'refused'; anything else is an exception."""
+    """The outcome of a load: 'fine', 'warned' or 'refused'. Other exceptions are raised."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -109,7 +109,7 @@ def test_the_checksums_are_what_sha256sum_reads(tmp_path):
 
 @pytest.mark.filterwarnings("always")
 def test_the_command_line_warns_in_one_line_and_writes(cli, tmp_path):
-    """Half as many heads are as well-formed as all of them, and write nonsense."""
+    """A model with half as many heads is well-formed, and writes nonsense."""
     save(tmp_path / "tiny", tiny.gpt(attend), VOCABULARY, {})
     common = ("part0", "--inference", "-m", "tiny", "--max-new-tokens", 5, "--num-samples", 1)
     assert "warning" not in cli(*common).stderr
@@ -122,7 +122,7 @@ def test_the_command_line_warns_in_one_line_and_writes(cli, tmp_path):
 
 
 def test_every_tensor_that_is_wrong_is_named(tmp_path):
-    """NaN, infinity and another shape, each in each of a shipped checkpoint's tensors."""
+    """NaN, infinity and a wrong shape, in every tensor of a shipped checkpoint."""
     directory = tmp_path / "shakes128"
     shutil.copytree(checkpoint.ROOT / "checkpoints" / "shakes128", directory)
     weights = safetensors.torch.load_file(directory / "model.safetensors")
@@ -177,7 +177,7 @@ def test_a_trillion_parameters_are_refused_before_anything_is_allocated(tmp_path
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 def test_a_damaged_nanogpt_checkpoint_is_refused(tmp_path, damaged, zipped):
-    """Or warned of, unless the change is in bytes that nothing reads. The legacy format has no checksums."""
+    """Or a warning is given, unless nothing reads the changed bytes. The legacy format has no checksums."""
     path = tmp_path / "ckpt.pt"
     nanogpt_file(path)
     VOCABULARY.write_meta_json(tmp_path / "meta.json")
@@ -220,14 +220,14 @@ def test_a_damaged_pickled_vocabulary_is_refused(tmp_path, damaged):
 
 
 class Built(Hostile):
-    """Runs its command when its state is set."""
+    """An object that runs its command when its state is set."""
 
     def __reduce__(self):
         return Hostile, ("true",), {"a": 1}, None, iter([(Hostile(self.command), 1)])
 
 
 def hostile_pickles(command: str) -> dict[str, bytes]:
-    """Every way by which a pickle calls something, as the opcodes that do it."""
+    """Pickles that run a command: one for each opcode that can call something, and other disguises."""
     text = command.encode()
     argument = b"X" + len(text).to_bytes(4, "little") + text
     copyreg.add_extension("os", "system", 0xA5)
@@ -254,7 +254,7 @@ def hostile_pickles(command: str) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("form", hostile_pickles("true"))
 def test_a_hostile_vocabulary_is_refused_unexecuted(cli, tmp_path, form):
-    """Beside the checkpoint and in its data set; nothing runs, and the command line says so in one line."""
+    """Beside the checkpoint and in its data set. Nothing runs, and the error is one line."""
     proof = tmp_path / "executed"
     content = hostile_pickles(f"touch {proof}")[form]
     out, data = tmp_path / "out", tmp_path / "data" / "letters"
@@ -305,7 +305,7 @@ def test_a_torchscript_archive_is_refused(tmp_path):
 
 
 def in_order(done, file: str) -> bool:
-    """Whether a command worked; else it must have named the file in one line."""
+    """Whether a command succeeded. If it failed, the error must name the file in one line."""
     if done.returncode == 0:
         return True
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
@@ -327,17 +327,17 @@ def test_a_damaged_file_of_tiles_is_named_and_costs_nothing_else(cli, damaged):
 OTHER_VALUES = (None, True, -1, 0, 1.5, 10**30, 1e308, float("nan"), float("inf"), "x", [], {}, [[]])
 
 
-def leaves(tree, path=()):
-    """The places of everything in a JSON document that holds nothing else, and of what does."""
+def paths(tree, path=()):
+    """The paths of all values in a JSON document, containers included; two entries of each list."""
     yield path
     if isinstance(tree, dict | list):
         for key in tree if isinstance(tree, dict) else range(min(2, len(tree))):
-            yield from leaves(tree[key], (*path, key))
+            yield from paths(tree[key], (*path, key))
 
 
 @pytest.fixture
 def run_file(cli, tmp_path):
-    """A file that bench saved; calling it tries --load, --compare and all forms on other contents."""
+    """Try --load and --compare on the contents of a file; `whole` has those of a run that bench saved."""
     report.save(bench_run(), tmp_path / "run.json")
 
     def read(content: bytes) -> bool:
@@ -345,7 +345,7 @@ def run_file(cli, tmp_path):
         form = ("md", "csv", "json", "jsonl")[len(content) % 4]
         good = in_order(cli("bench", "--load", "bad.json", "-o", form), "bad.json")
         compared = cli("bench", "--load", "run.json", "--compare", "bad.json")
-        in_order(compared, "error" if good else "bad.json")  # such as no cell in common, or too few rounds
+        in_order(compared, "error" if good else "bad.json")  # it may lack common cells or have too few rounds
         return good
 
     read.whole = (tmp_path / "run.json").read_bytes()
@@ -362,7 +362,7 @@ def test_a_damaged_run_is_named(run_file, damaged):
 def test_a_run_with_another_value_in_any_place_is_named_or_shown(run_file, full):
     tree = json.loads(run_file.whole)
     tree["results"] = tree["results"][:2]
-    places = list(leaves(tree))
+    places = list(paths(tree))
     for number, (place, value) in enumerate(itertools.product(places, OTHER_VALUES)):
         if full or number % 10 == 0:
             copy = json.loads(json.dumps(tree))

@@ -1,4 +1,4 @@
-"""Prompts of every size and script, and every option of every command at and beyond its bounds."""
+"""Prompts of every size and script, and every option of every command at its bounds and beyond."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from model.tokenizer import CharTokenizer
 
 BLOCK = 16
 SEPARATOR = "\n---------------\n"
-# A character of each Unicode plane, and some that terminals or decoders treat specially.
+# A character of each Unicode plane, and characters that terminals or decoders treat specially.
 PLANES = [chr(plane << 16 | 0x61) for plane in range(17)]
 ODD = ["\n", "\r", "\x00", "\x1b", "\u0301", "\u2028", "\u202e", "\ufeff", "\ufffd", "\uffff"]
 
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    """A checkpoint directory of the tiny model, whose vocabulary is all of these."""
+    """A checkpoint directory of the tiny model, with these characters as its vocabulary."""
     gpt = tiny.gpt(partial(attention, "part0", causal=True), vocab_size=len(PLANES + ODD))
     save(tmp_path / "model", gpt, CharTokenizer(PLANES + ODD), {})
     return tmp_path / "model"
 
 
 def refused(done: Done) -> str:
-    """The error message of a wrong request: one printable line."""
+    """The error message of a wrong command: one printable line."""
     assert done.returncode == 2 and done.stderr.count("\n") == 1, (done.returncode, done.stderr[-1000:])
     assert done.stderr.startswith("gpt.py: error: ") and done.stderr[:-1].isprintable()
     return done.stderr
@@ -42,7 +42,7 @@ def refused(done: Done) -> str:
 
 @pytest.fixture(params=["--prompt", "--prompt-file", "stdin"])
 def written(request, cli, tmp_path, model):
-    """Run --inference with a prompt that comes in one of three ways; bytes in two of them."""
+    """Run --inference with a prompt, given in each of three ways. Two of them also take bytes."""
 
     def run(prompt: str | bytes, *arguments) -> Done:
         common = ("part4", "--inference", "-m", model, "--max-new-tokens", 3, *arguments)
@@ -109,7 +109,7 @@ INVALID = {
 @pytest.mark.parametrize("invalid", INVALID)
 def test_invalid_utf8_is_named_at_its_byte(written, invalid):
     data = INVALID[invalid]
-    if written.way == "--prompt":  # as Python makes such an argument a string
+    if written.way == "--prompt":  # Python decodes arguments in this way
         message = refused(written("aa" + data.decode(errors="surrogateescape")))
         assert "of the text's characters: '\\udc" in message or "'\\x00'" in message
     else:
@@ -128,7 +128,7 @@ def test_invalid_utf8_in_turns(cli, model, data):
     assert done.returncode == 2 and "codec can't decode" in done.stderr.splitlines()[-1]
 
 
-# For each command, arguments that make it quick; the option under test comes after them and wins.
+# Arguments that make each command quick. The option under test comes after them and so counts.
 WRITES = ("--inference", "-m", "model", "--max-new-tokens", 1, "--num-samples", 1, "--prompt", "a")
 COMMANDS = {
     "part0": [("-N", 8), WRITES],
@@ -149,15 +149,15 @@ SKIPPED = {"train": "it trains", "4Daccess": "it has no options", "doctor": "it 
 NO_NUMBERS = ("", " ", "text", "nan", "inf", "-inf", "1e3", "1.5", "0x10", "\u0663", "--", "1,", "\x1b[31m")
 LISTS = ("2,1", "1:5", "5:1", "1:9+0", "1:9*1", "1:999999999", "1:2:3", "1,,2", ":", "\xb2", "auto")
 TEXTS = ("", " ", "\n", "text", "a" * 5000, "\u65e5", "\udcff", "\x1b[31m", "-", ".", "/")
-# Tokens and samples have no upper bound; large values would run for days.
+# Tokens and samples have no upper bound. Large values would run for days.
 ENDLESS = {"--max-new-tokens", "--num-samples"}
-LONG = {"1024", "1:5", "1:999999999"}  # threads
-# Of commands that measure only the sizes are tried; a dry run parses the other options in the same way.
+LONG = {"1024", "1:5", "1:999999999"}  # numbers of threads that take long
+# Only the sizes of commands that measure are tried. A dry run parses the other options in the same way.
 SIZES = {"-N", "-d", "-br", "-bc", "--queries"}
 
 
 def values(option: click.Parameter) -> list[str]:
-    """Values of an option: at its bounds, beyond them, and of other kinds."""
+    """Values for an option: at its bounds, beyond them, and of other types."""
     kind = option.type
     if isinstance(kind, click.FloatRange):
         low, high = kind.min, math.inf if kind.max is None else kind.max
@@ -200,7 +200,7 @@ CASES = [(name, base) for name, bases in COMMANDS.items() for base in bases]
 def test_options_at_and_beyond_their_bounds(
     cli, extension, model, tmp_path, monkeypatch, threads, name, base, full
 ):
-    """Each value is accepted or refused in one line; an option of another mode is refused."""
+    """Each value is accepted, or refused in one line. Options of another mode are refused."""
     monkeypatch.setattr(machine, "fma_peak", lambda simd="auto", threads=1: 1e11)
     monkeypatch.setattr(machine, "read_bandwidth", lambda size, threads=1: 1e10)
     monkeypatch.setattr("model.corpus.INPUT", tmp_path / "data" / "input.txt")
@@ -216,7 +216,7 @@ def test_options_at_and_beyond_their_bounds(
                 continue
             if measures and not (flag in SIZES and value.isdecimal()):
                 continue
-            if name == "explain" and not full and not (flag == "-N" and int(value) > 2**30):  # seconds each
+            if name == "explain" and not full and not (flag == "-N" and int(value) > 2**30):  # takes seconds
                 continue
             threads(1)
             done = cli(name, *base, flag, value)

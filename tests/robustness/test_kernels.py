@@ -1,6 +1,6 @@
-"""The kernels and the decoder without Python: generated cases under sanitizers, for other processors too.
+"""The kernels and the decoder without Python: generated cases under sanitizers, also for other processors.
 
-Each program prints the seed of a case that fails, and repeats it: `kernels SEED 1 THREADS`, `decoder SEED 1`.
+A program prints the seed of a case that fails. `kernels SEED 1 THREADS` or `decoder SEED 1` repeats the case.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from attention_ext.parts import BuildError
 
 HERE = Path(__file__).parent
 ARM = platform.machine() in ("arm64", "aarch64")
-# The flags that decide the code, without the processor and the definitions that only bindings/ reads.
+# The flags that decide the code, except the processor and the definitions that only bindings/ reads.
 FLAGS = [flag for flag in toolchain.FLAGS if flag != toolchain.NATIVE and not flag.startswith(("-O", "-D"))]
 CHECKED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 RACES = ["-fsanitize=thread"]
-TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]  # needs no library
+TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]  # they need no runtime library
 HELPERS = {name: CSRC / source for name, (source, _) in recipes.HELPERS.items()}
 PARTS = recipes.found(CSRC, (recipes.KERNELS,))
 PORTABLE = [HERE / "kernels.cpp", *PARTS, HELPERS["portable"]]
-# The float64 reference takes most of the time and needs no sanitizer.
+# The float64 reference takes most of the time: it is optimised, and not sanitized.
 OF_A_SOURCE = {
     HERE / "kernels.cpp": ("-O2", "-fno-sanitize=address,undefined"),
     HELPERS["off"]: recipes.HELPERS["off"][1],
@@ -45,15 +45,15 @@ DECODER = [
 
 
 def found(*command: str) -> list[str]:
-    """This command; the test is skipped where there is no such program."""
+    """The command as a list. Skips the test if its program is missing."""
     if not shutil.which(command[0]):
         pytest.skip(f"there is no {command[0]}")
     return list(command)
 
 
 def run(*command: str | Path, seconds: float = 1200) -> str:
-    """What the command printed; the test fails, with all of it, where the command does."""
-    env = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}  # so that the case that raced is the last
+    """Run a command and return its stdout. If the command fails, the test fails and shows all output."""
+    env = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}  # the racing case is then the last one printed
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env)
     assert done.returncode == 0, f"{' '.join(map(str, command))}:\n{done.stdout}{done.stderr[-6000:]}"
     return done.stdout
@@ -61,7 +61,7 @@ def run(*command: str | Path, seconds: float = 1200) -> str:
 
 @pytest.fixture(scope="session")
 def link(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Compile sources, each once for the same command, and link them: link(command, sources, *objects)."""
+    """Compile and link: link(command, sources, *objects). A source is compiled once for each command."""
     directory = tmp_path_factory.mktemp("programs")
     made: dict[tuple[str | Path, ...], Path] = {}
     numbers = itertools.count()
@@ -86,7 +86,7 @@ def link(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def sanitized(command: list[str], flags: list[str], tmp_path: Path) -> list[str]:
-    """The command with the sanitizers' flags; skips where programs with them cannot be made or started."""
+    """The command with the sanitizers' flags. Skips the test if such programs cannot be built or run."""
     source, program = tmp_path / "empty.cpp", tmp_path / "empty"
     source.write_text("int main() { return 0; }\n")
     for attempt in ([*command, *flags, str(source), "-o", str(program)], [str(program)]):
@@ -97,13 +97,13 @@ def sanitized(command: list[str], flags: list[str], tmp_path: Path) -> list[str]
 
 
 def hold(count: int, *command: str | Path) -> None:
-    """Run a program of cases, and see that it says it tried so many."""
+    """Run a program of cases, and check that it tried `count` cases and found none wrong."""
     out = run(*command)
     assert re.match(rf"{count} (cases|models), 0 wrong", out), out
 
 
 def processor_has(flag: str) -> bool:
-    """Whether Linux names this among what the processor can do."""
+    """Whether Linux lists this feature of the processor."""
     try:
         return flag in Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -111,14 +111,14 @@ def processor_has(flag: str) -> bool:
 
 
 def processors() -> list[str]:
-    """What -march may name here: one for each width of the portable vectors."""
+    """Values of -march that this machine runs, one for each width of the portable vectors."""
     wider = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}
     return [name for name, flag in wider.items() if processor_has(flag)] or ["native"]
 
 
 @pytest.fixture
 def native() -> list[str]:
-    """The compiler that builds the extension, for this processor, with little optimisation."""
+    """The extension's compiler, for this processor, with little optimisation."""
     try:
         return [*toolchain.find_compiler(), toolchain.NATIVE, "-O1"]
     except BuildError as error:
@@ -151,7 +151,7 @@ def test_ispc(target, native, link, full, tmp_path):
 @pytest.mark.parametrize("march", processors())
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
 def test_the_code_that_is_shipped(compiler, march, link, full):
-    """As it is built, without sanitizers: other instructions; the pages around the arrays tell as much."""
+    """Without sanitizers the instructions are others. The guard pages still detect accesses out of bounds."""
     if not full:
         pytest.skip("only in the full set")
     program = link([*found(compiler), "-O3", f"-march={march}"], PORTABLE)
@@ -181,7 +181,7 @@ def test_aarch64(compiler, link, full):
     if compiler != "gcc" and not full:
         pytest.skip("only in the full set")
     emulator = found("qemu-aarch64")
-    cross = found("aarch64-linux-gnu-g++")  # brings the libraries that clang uses as well
+    cross = found("aarch64-linux-gnu-g++")  # its package has the libraries that clang needs too
     if compiler == "gcc":
         command = [*cross, "-march=armv8-a", *TRAPS]
     else:
@@ -198,14 +198,14 @@ def test_aarch64(compiler, link, full):
 def test_the_flags_are_for_every_compiler():
     for flags in (toolchain.FLAGS, *(flags for _, flags in recipes.HELPERS.values())):
         assert not [flag for flag in flags if "openmp" in flag or flag.startswith(("-Wl,", "-std=gnu"))]
-        assert "-ffast-math" not in flags  # NaN and infinity keep their meaning
+        assert "-ffast-math" not in flags  # it would break NaN and infinity
     for source in filter(Path.is_file, CSRC.rglob("*")):
         assert "omp.h" not in source.read_text() and "#pragma omp" not in source.read_text()
 
 
 @pytest.mark.parametrize("helpers", recipes.HELPERS)
 def test_clang_takes_every_flag_for_a_mac(helpers, tmp_path):
-    """As far as Linux can tell: no header of macOS is here, but its compiler's flags and instructions are."""
+    """This tests the flags and the instructions. Linux has no macOS headers to test with."""
     flags = [flag for flag in (*toolchain.FLAGS, *recipes.HELPERS[helpers][1]) if flag != toolchain.NATIVE]
     source = tmp_path / "one.cpp"
     source.write_text("void twice(float* f) { for (int i = 0; i < 8; i++) f[i] *= 2; }\n")
@@ -215,7 +215,7 @@ def test_clang_takes_every_flag_for_a_mac(helpers, tmp_path):
 
 @pytest.mark.parametrize("compiler", ["g++", "clang++", "clang++ -stdlib=libc++"])
 def test_no_compiler_warns(compiler, full, tmp_path):
-    """Of what knows neither torch nor Python; libc++ is the library that macOS has."""
+    """For all sources without torch and Python. libc++ is the library of macOS."""
     command = found(*compiler.split())
     if compiler == "clang++" and not full:
         pytest.skip("only in the full set")

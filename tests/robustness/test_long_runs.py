@@ -1,4 +1,4 @@
-"""Texts of millions of characters and models loaded a thousand times: the memory stays what it was."""
+"""Memory does not grow with texts of millions of characters or models loaded a thousand times."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from generation.generate import Completion
 from model.checkpoint import load, save
 from model.tokenizer import CharTokenizer
 
-# Texts and the characters of each, in full and in seconds: ten million by either engine. PyTorch's would need
-# hours for one such text, and so would a window that slides.
+# Numbers of texts and the characters of each: in full, ten million by either engine; else what takes seconds.
+# The torch engine would take hours for one such text, and so would a window that slides.
 LENGTHS = {
     ("native", "reset"): ((1, 10_000_000), (1, 200_000)),
     ("native", "slide"): ((1, 500_000), (1, 20_000)),
@@ -28,7 +28,7 @@ LENGTHS = {
 }
 SEPARATOR = "---------------\n"
 CYCLES = (1_000, 50)
-# Bytes: the allocators take 2 MiB at a time, once in a while; one cycle's model of shakes128 is 3.2 MB.
+# Bytes. Allocators take 2 MiB at a time now and then. The model of one cycle, shakes128, takes 3.2 MB.
 GROWTH = 3 << 20
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
@@ -43,7 +43,7 @@ def model(tmp_path) -> Path:
 
 
 def resident(process: int | str) -> int:
-    """Bytes of a process that are in memory."""
+    """The resident memory of a process in bytes."""
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -74,12 +74,12 @@ def test_a_long_text_takes_no_more_memory_than_its_first_tenth(
         if written >= texts * length // 10:
             sizes.append(resident(running.pid))
     assert running.wait() == 0
-    assert written == texts * (length + 1) + (texts - 1) * len(SEPARATOR)  # with the line ends
+    assert written == texts * (length + 1) + (texts - 1) * len(SEPARATOR)  # with the newlines
     assert sizes[0] > 50 << 20 and max(sizes) <= 1.05 * sizes[0]
 
 
-def test_what_has_been_shown_is_not_kept(cli, model, monkeypatch):
-    """A piece for each token would take 80 MB in ten million, too little in a test of seconds."""
+def test_shown_text_is_not_kept(cli, model, monkeypatch):
+    """A kept piece for each token takes 80 MB in ten million tokens. A test of seconds would not see it."""
     samples = []
 
     def made(*arguments, **named):

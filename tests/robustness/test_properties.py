@@ -1,7 +1,6 @@
-"""What is true of attention whatever its numbers: by every part and every SIMD helper, against float64.
+"""Properties of attention that hold for any numbers, in every part and SIMD helper, against float64.
 
-Each example goes through all of them; each result may err as oracle.assert_close says, from the exact result
-of the case that it must equal.
+Each example runs through all of them. A result may differ from the exact one as oracle.assert_close allows.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.fixture(scope="module")
 def contenders(extension) -> list[tuple[str, str]]:
-    """Every part over every SIMD helper that can be had here."""
+    """Every part with every SIMD helper that is available here."""
     found = []
     for simd in SIMD[1:]:
         try:
             load(simd)
-        except BuildError:  # no ispc
+        except BuildError:  # there is no ispc
             continue
         found += [(part, simd) for part in PARTS if PARTS[part].operator]
     return [("part0", "auto"), *found]
@@ -54,7 +53,7 @@ def threads():
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes, numbers and how they are held; br, bc: part4's tile."""
+    """Sizes, numbers and memory layout; br, bc: part4's tile."""
 
     B: int
     H: int
@@ -109,7 +108,7 @@ def cases(draw, causal=st.booleans()) -> Case:
 
 
 class Exact:
-    """The exact result of a case, and what PyTorch's float32 makes of the same numbers."""
+    """The exact result of a case, and PyTorch's float32 results for the same numbers."""
 
     def __init__(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.out, self.lse = oracle.attention(q, k, v, case.causal, case.scale)
@@ -178,7 +177,7 @@ def test_causal_equals_full_on_the_keys_that_a_query_sees(contenders, case, rows
     i = rows.draw(st.integers(0, case.Nq - 1))
     seen = case.Nk - case.Nq + i + 1
     row, keys, values = q[:, :, i : i + 1], k[:, :, :seen], v[:, :, :seen]
-    exact = Exact(case, row, keys, values)  # one query, which is the last: with or without a mask
+    exact = Exact(case, row, keys, values)  # one query, the last one: a mask changes nothing
     for contender in contenders:
         exact.holds(*case.by(contender, row, keys, values, False))
         exact.holds(*case.by(contender, row, keys, values, True))
@@ -191,7 +190,7 @@ def test_causal_equals_full_on_the_keys_that_a_query_sees(contenders, case, rows
 def test_results_over_sets_of_keys_merge(contenders, case, cuts):
     q, k, v = case.qkv()
     exact = Exact(case, q, k, v)
-    seen_by_all = case.Nk - case.Nq if case.causal else case.Nk  # the last piece has the mask
+    seen_by_all = case.Nk - case.Nq if case.causal else case.Nk  # only the last piece is masked
     places = sorted({0, *(int(cut * (seen_by_all + 1)) for cut in cuts), case.Nk})
     for contender in contenders:
         pieces = []
@@ -200,6 +199,6 @@ def test_results_over_sets_of_keys_merge(contenders, case, cuts):
             pieces.append(case.by(contender, q, k[:, :, a:b], v[:, :, a:b], masked))
         doubles = ((out.double(), lse.double()) for out, lse in pieces)
         out, lse = functools.reduce(lambda a, b: merge(*a, *b), doubles)
-        # A weight errs by what its logsumexp does, which is rounded to float32.
+        # A weight has the error of its logsumexp, which is rounded to float32.
         exact.floor = max(exact.floor, *(2.0**-23 * float(lse.abs().max()) for _, lse in pieces))
         exact.holds(out.float(), lse.float())
