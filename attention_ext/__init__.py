@@ -1,8 +1,8 @@
-"""Five implementations of attention behind one door.
+"""Five implementations of attention behind one function.
 
 parts.PARTS is the table that the command line, the tests and the benchmarks iterate over; attention() runs
-one of its rows. torch is imported, and the extension compiled, on first use: `gpt.py --help` needs
-neither.
+one of its rows. torch is imported, and the extension compiled, on first use, because `gpt.py --help`
+needs neither.
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ def attention(
     """softmax(scale * q k^T) v by one of PARTS.
 
     part: 'part0' to 'part4'. q: (B, H, Nq, d). k, v: (B, H, Nk, d). All float32 on the CPU, with any
-    strides and no empty dimension; in parts 1 to 4 Nq Nk must be below 2^50.
+    strides and no empty dimension; in parts 1 to 4 Nq * Nk must be below 2^50.
     causal: query i sees the keys j <= i + (Nk - Nq); Nq must be at most Nk.
-    scale: multiplies the scores; 1/sqrt(d) unless given.
-    br, bc: part4's tile, in queries and keys, of at least 1; None takes what `gpt.py bench --tune` found for
-    this case on this machine, else one default. The other parts have no tile and ignore them.
-    simd: one of SIMD, the helpers under the kernels; 'off' are plain loops. part0 has none.
-    Gives the output, (B, H, Nq, d), contiguous; with return_lse also the logarithm of each row's
-    normaliser, m + log(l), (B, H, Nq), by which reference.merge() combines results over parts of the keys.
+    scale: multiplies the scores; 1/sqrt(d) by default.
+    br, bc: part4's tile, in queries and keys, each at least 1. None takes the tile that `gpt.py bench --tune`
+    found for this case on this machine, else a default. The other parts ignore br and bc.
+    simd: one of SIMD, the helpers under the kernels; 'off' uses scalar loops. part0 ignores it.
+    Returns the output, (B, H, Nq, d), contiguous; with return_lse also the logsumexp of each row,
+    m + log(l), (B, H, Nq), with which reference.merge() combines results over disjoint sets of keys.
 
-    A NaN reaches the rows that see it and no others. Parts 1 to 4 compute no gradients.
-    Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, and
-    BuildError where the extension cannot be compiled; each names what was wrong.
+    A NaN affects only the rows that see it. Parts 1 to 4 compute no gradients.
+    Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, each naming the
+    argument, and BuildError if the extension cannot be compiled.
     """
     import torch
 
@@ -100,7 +100,7 @@ def attention(
     tile: tuple[int, ...] = ()
     if row.tiled:
         tuned = tiles.DEFAULT
-        if not (br and bc or compiling):  # a graph cannot read files
+        if not (br and bc or compiling):  # a compiled graph cannot read files
             tuned = tiles.tile(helpers, torch.get_num_threads(), d, Nk, causal)
         tile = (br or tuned[0], bc or tuned[1])
     run = operator(part, helpers)
@@ -109,7 +109,7 @@ def attention(
     else:
         try:
             out, lse = run(q, k, v, causal, scale, return_lse, *tile)
-        except RuntimeError:  # the operator's own checks; ours say whose argument was wrong, by its type
+        except RuntimeError:  # the operator's own checks failed; ours also tell wrong types apart
             _check_tensors(row, q, k, v, causal)
             raise
     return (out, lse) if return_lse else out
@@ -120,7 +120,7 @@ _operators: dict[tuple[str, str], Callable] = {}
 
 def operator(part: str, simd: str = "auto") -> Callable:
     """The PyTorch operator of one of parts 1 to 4; compiles the extension on first use."""
-    if (part, simd) not in _operators:  # a table: torch.compile can follow a look-up but not a build
+    if (part, simd) not in _operators:  # torch.compile can trace a look-up in a table but not a build
         from attention_ext import extension
 
         _operators[part, simd] = extension.operator(part, simd)
@@ -128,7 +128,7 @@ def operator(part: str, simd: str = "auto") -> Callable:
 
 
 def _plain(q, k, v) -> bool:
-    """Whether these are tensors that an operator of ours can be asked to check, quickly told."""
+    """A quick test whether these are tensors that the operator itself can check."""
     import torch
 
     return (
@@ -142,7 +142,7 @@ def _plain(q, k, v) -> bool:
 
 
 def _check_tensors(part: Part, q, k, v, causal: bool) -> None:
-    """Raise TypeError or ValueError for what is wrong with the tensors, by the argument's name."""
+    """Raise TypeError or ValueError, naming the argument, if a tensor is wrong."""
     import torch
 
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -155,7 +155,7 @@ def _check_tensors(part: Part, q, k, v, causal: bool) -> None:
             raise ValueError(f"{name} is on {t.device}; it must be on {where}")
         if t.dim() != 4 or t.numel() == 0:
             raise ValueError(
-                f"{name} has shape {tuple(t.shape)}; it must be (B, H, N, d), no dimension empty"
+                f"{name} has shape {tuple(t.shape)}; it must be (B, H, N, d) with no empty dimension"
             )
     B, H, Nq, d = q.shape
     Nk = k.shape[2]

@@ -1,4 +1,4 @@
-"""The compiled extension, loaded: its operators in torch.ops, and the decoder's class."""
+"""Loads the compiled extension: its operators in torch.ops, and the class Decoder."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from attention_ext.build import recipes, toolchain
 from attention_ext.parts import PARTS, BuildError, check_part, resolve_simd
 
 _loading = threading.Lock()
-_libraries: dict[str, Path] = {}  # of each of the SIMD helpers that is loaded
+_libraries: dict[str, Path] = {}  # the loaded library of each SIMD helper
 
 
 def load(simd: str = "auto") -> Any:
     """The operators over one of SIMD, torch.ops.attention_ext_<helpers>, compiled first if need be.
 
-    Raises ValueError for another simd, BuildError if there is no compiler, it fails, or the cache
-    directory cannot be used or can be written by others.
+    Raises ValueError if simd is not one of SIMD; BuildError if the compiler is missing or fails, or the
+    cache directory cannot be used or other users can write to it.
     """
     helpers = resolve_simd(simd)
     with _loading:
@@ -37,7 +37,7 @@ def _load(helpers: str) -> Any:
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
-        reason = error.__cause__ or error  # torch's own names the library only
+        reason = error.__cause__ or error  # torch's own message names only the library
         raise BuildError(f"{library} cannot be loaded ({reason}); delete it to compile it again") from None
     _register_fakes(recipe.name)
     _libraries[helpers] = library
@@ -45,7 +45,7 @@ def _load(helpers: str) -> Any:
 
 
 def _register_fakes(name: str) -> None:
-    """What torch.compile and opcheck know of the operators: shapes and types."""
+    """Register the operators' output shapes and types, for torch.compile and opcheck."""
 
     def fake(q, k, v, causal, scale, return_lse, br=1, bc=1):
         B, H, Nq, d = q.shape
@@ -59,22 +59,22 @@ def _register_fakes(name: str) -> None:
 def operator(part: str, simd: str = "auto") -> Callable:
     """The PyTorch operator of one of parts 1 to 4.
 
-    Raises ValueError for another part, and as load() does.
+    Raises ValueError for a part without an operator, and errors as load() does.
     """
     name = check_part(part).operator
     if name is None:
-        raise ValueError(f"part is {part!r}; it must be one with an operator, which {part} has not")
+        raise ValueError(f"part is {part!r}; it must be one with an operator; {part} has none")
     return getattr(load(simd), name).default
 
 
 def load_decoder(simd: str = "auto") -> Any:
     """The class Decoder of csrc/bindings/decoder_module.cpp, compiled first if need be.
 
-    Raises ValueError and BuildError as load() does, and BuildError where Python's header is missing.
+    Raises ValueError and BuildError as load() does, and BuildError if Python's header is missing.
     """
     if not toolchain.has_python_header():
         raise BuildError(
-            f"the native engine needs Python's header, and there is no {toolchain.python_header()}; install "
+            f"the native engine needs Python's header, and {toolchain.python_header()} is missing; install "
             "it (Debian, Ubuntu: apt install python3-dev), or choose the torch engine"
         )
     load(simd)
@@ -85,14 +85,14 @@ def load_decoder(simd: str = "auto") -> Any:
 @functools.cache
 def _load_decoder(helpers: str) -> Any:
     spec = importlib.util.spec_from_file_location(f"attention_ext_{helpers}", _libraries[helpers])
-    assert spec is not None and spec.loader is not None  # the suffix is one of an extension module
+    assert spec is not None and spec.loader is not None  # .so is an extension module's suffix
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.Decoder
 
 
 def describe(simd: str = "auto") -> str:
-    """Which SIMD helpers, instruction set and number of threads are in use, for people to read."""
+    """One line for people: the SIMD helpers, instruction set and number of threads in use."""
     capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
     return f"SIMD: {load(simd).simd_name()}, {capability}, {threads} thread{'s' * (threads > 1)}"
 
@@ -110,12 +110,12 @@ def scratch(
     threads: int = 1,
     simd: str = "auto",
 ) -> int:
-    """Bytes of scratch that one of parts 1 to 4 takes for a call, as its kernel counts them."""
+    """Bytes of scratch for a call of one of parts 1 to 4, as computed by its kernel."""
     return 4 * load(simd).scratch(check_part(part).operator, B, H, Nq, Nk, d, br, bc, threads)
 
 
 def size(name: str, simd: str = "auto") -> int:
-    """A size that the kernels are compiled with, by its name in csrc/parts.h or of a SIMD helper's block."""
+    """A constant that the kernels are compiled with, by its name in csrc/bindings/operators.cpp."""
     return load(simd).size(name)
 
 

@@ -1,6 +1,6 @@
-"""The one table of implementations. Everything that needs a part iterates over PARTS.
+"""The table of implementations. Everything that needs a part iterates over PARTS.
 
-Its C++ side is csrc/parts.h. torch is not imported here: `gpt.py --help` needs the table alone.
+Its C++ side is csrc/parts.h. torch is not imported here, because `gpt.py --help` needs only the table.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class BuildError(RuntimeError):
 class Part:
     """One implementation of attention.
 
-    title: the lab's name of it. summary: what it does, in a few words. why: what its cost comes from.
+    title: its name in the lab. summary: the algorithm in a few words. why: the reasons for its cost.
     operator: the name of its row in csrc/parts.h, of its file in csrc/cpu/ and of its PyTorch operator;
-    None is PyTorch itself.
-    tiled: takes br and bc. threaded: uses all threads. quadratic: keeps Nq x Nk scores.
-    devices, dtypes: what its tensors may be on, and of.
+    None for PyTorch itself.
+    tiled: takes br and bc. threaded: uses all threads.
+    devices, dtypes: those that its tensors may have.
     """
 
     name: str
@@ -84,28 +84,28 @@ PARTS = {
     )
 }
 
-# The SIMD helpers under the kernels. 'auto' is the faster: portable C++, some percent ahead of ISPC in parts
-# 3 and 4 (gpt.py bench part3,part4 --simd ispc,portable).
+# The SIMD helpers under the kernels. 'auto' is portable C++, some percent faster than ISPC in parts 3 and 4
+# (gpt.py bench part3,part4 --simd ispc,portable).
 SIMD = ("auto", "ispc", "portable", "off")
 AUTO = "portable"
 
 
 class Precision(enum.StrEnum):
-    """What the decoder keeps a model's matrices in; the rows of csrc/matmul/precision.h."""
+    """The format of the decoder's weight matrices; the rows of csrc/matmul/precision.h."""
 
     FP32 = "fp32"
     BF16 = "bf16"
 
 
 def check_part(part: str) -> Part:
-    """The row of a part. Raises ValueError naming PARTS for another name."""
+    """The row of a part. Raises ValueError for a name that is not in PARTS."""
     if part not in PARTS:
         raise ValueError(f"part is {part!r}; it must be one of {', '.join(PARTS)}")
     return PARTS[part]
 
 
 def resolve_simd(simd: str | None) -> str:
-    """Which helpers `simd`, one of SIMD, stands for; None is 'auto'. Raises ValueError for another name."""
+    """The helpers that `simd` stands for; None is 'auto'. Raises ValueError if it is not one of SIMD."""
     if simd in (None, "auto"):
         return AUTO
     if simd not in SIMD:
@@ -114,5 +114,5 @@ def resolve_simd(simd: str | None) -> str:
 
 
 def helpers_of(part: str, simd: str | None) -> str | None:
-    """Which SIMD helpers a part runs over; None for part0, which has none of ours."""
+    """The SIMD helpers that a part uses; None for part0, which uses none."""
     return None if check_part(part).operator is None else resolve_simd(simd)

@@ -1,4 +1,4 @@
-"""The processor that this runs on, as the system describes it."""
+"""The processor of this machine, as the system describes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 @functools.cache
 def name() -> str:
-    """The processor's name, for people and for what is kept by processor."""
+    """The processor's name, for people and as a key of saved results."""
     values = dict(_fields())
     if "model name" in values:
         return "{model name}, family {cpu family}, model {model}".format_map(values)
@@ -22,7 +22,7 @@ def name() -> str:
 
 
 def capabilities() -> str:
-    """All that the compiler's -march=native depends on."""
+    """The processor's features that decide what the compiler's -march=native means."""
     kept = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU part")
     return "\n".join(f"{field}: {value}" for field, value in _fields() if field in kept) or _fallback()
 
@@ -33,16 +33,16 @@ def cores() -> int:
 
 
 def let_waiting_threads_sleep() -> None:
-    """Let OpenMP's threads sleep while they wait; it works only before torch is imported.
+    """Make OpenMP's threads sleep while they wait. Works only before torch is imported.
 
-    By default they spin. A process that takes one of two processors then slows PyTorch by 2 to 5 times, and
-    more load by 20 times and more; sleeping threads keep it below 2.
+    By default they spin. A process that takes one of two cores then makes PyTorch 2 to 5 times slower, and
+    a higher load 20 times or more. With sleeping threads the factor stays below 2.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _fields() -> list[tuple[str, str]]:
-    """What Linux says of the first core; nothing elsewhere."""
+    """The fields of the first core in Linux's /proc/cpuinfo; none on other systems."""
     try:
         lines = CPUINFO.read_text().split("\n\n")[0].splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch: part0, and the text that part4 is read against."""
+"""Attention in plain PyTorch: part0, merge(), and part4's algorithm for reading."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Part 0: softmax(scale * q k^T) v, all heads at once.
 
-    q: (B, H, Nq, d). k, v: (B, H, Nk, d). Any float type. Gives (B, H, Nq, d) and, if asked for,
-    the rows' logsumexp (B, H, Nq). causal: query i sees the keys j <= i + (Nk - Nq).
+    q: (B, H, Nq, d). k, v: (B, H, Nk, d). Any float type. Returns (B, H, Nq, d) and, with
+    return_lse, the rows' logsumexp (B, H, Nq). causal: query i sees the keys j <= i + (Nk - Nq).
     """
     s = (scale * q) @ k.mT  # (B, H, Nq, Nk)
     if causal:
@@ -39,9 +39,9 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     """Attention over two disjoint sets of keys, from the results over each; exact up to rounding.
 
     out_a, out_b: (B, H, Nq, d). lse_a, lse_b: (B, H, Nq), each row's logsumexp m + log(l), as
-    attention(..., return_lse=True) gives them. Gives both for all keys together, of the same shapes.
-    A row with lse = -inf has seen no key: the other set's result is taken, whatever its output holds; where
-    neither set has a key the output is 0. NaN stays in its row.
+    attention(..., return_lse=True) returns them. Returns both for all keys together, in the same shapes.
+    A row with lse = -inf has seen no key: its output is ignored and the other set's result taken. If neither
+    set has a key, the output is 0. A NaN stays in its row.
     Rabe & Staats 2021, arXiv:2112.05682.
     """
     m = torch.maximum(lse_a, lse_b)

@@ -1,7 +1,6 @@
-"""Part 4's tile where none is asked for: what `gpt.py bench --tune` found on this machine, else one default.
+"""Part 4's tile by default: the best that `gpt.py bench --tune` found on this machine, else DEFAULT.
 
-What is found is kept in a JSON file, a list of entries for each processor, so that a home directory which
-several machines share serves them all.
+Results are kept in a JSON file, with a list for each processor, so that machines can share a home directory.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from pathlib import Path
 
 from attention_ext import processor
 
-# The best or within 2 % of it in a sweep at N = 1024, d = 32, 64, 128 (gpt.py bench part4 -br ... -bc ...).
+# Within 2 % of the best tile in a sweep at N = 1024, d = 32, 64, 128 (gpt.py bench part4 -br ... -bc ...).
 DEFAULT = (192, 256)
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """The best tile found, (br, bc), for the SIMD helpers, threads, head width, length and mask it was for.
+    """The best tile found, (br, bc), for these SIMD helpers, threads, head width, length and mask.
 
-    seconds: its median; default_seconds: that of DEFAULT in the same run.
+    seconds: the median time of its calls; default_seconds: that of DEFAULT in the same run.
     """
 
     simd: str
@@ -42,7 +41,7 @@ class Tuned:
 def tile(simd: str, threads: int, d: int, N: int, causal: bool) -> tuple[int, int]:
     """(br, bc) for N keys: tuned for this simd, threads, d and mask at the nearest length, else DEFAULT.
 
-    What was tuned for less than half or more than twice the length does not count.
+    Results for less than half or more than twice the length are ignored.
     """
     fitting = [tuned for tuned in _fitting(simd, threads, d, causal) if N <= 2 * tuned.N <= 4 * N]
     if not fitting:
@@ -55,13 +54,13 @@ def tile(simd: str, threads: int, d: int, N: int, causal: bool) -> tuple[int, in
 def _fitting(simd: str, threads: int, d: int, causal: bool) -> tuple[Tuned, ...]:
     try:
         entries = read()
-    except (OSError, ValueError):  # gpt.py doctor says so; a lost file costs a few percent of speed
+    except (OSError, ValueError):  # gpt.py doctor reports it; without the file part4 is a few percent slower
         return ()
     return tuple(t for t in entries if (t.simd, t.threads, t.d, t.causal) == (simd, threads, d, causal))
 
 
 def check_sides(br: int | None, bc: int | None) -> None:
-    """Raise TypeError or ValueError for a tile side that is neither None nor a whole number from 1 on."""
+    """Raise TypeError or ValueError unless each side is None or a whole number of at least 1."""
     for name, size in (("br", br), ("bc", bc)):
         if size is None:
             continue
@@ -80,15 +79,15 @@ def path() -> Path:
 
 
 def read() -> list[Tuned]:
-    """What was found for this processor. Raises ValueError if the file is not what write() makes."""
+    """The results for this processor. Raises ValueError if the file is not in write()'s format."""
     return [tuned for tuned in _read_all().get(processor.name(), [])]
 
 
 def write(found: list[Tuned]) -> None:
-    """Add these to what is kept for this processor; what was found for the same case before is replaced."""
+    """Add these to the results for this processor; an earlier result for the same case is replaced."""
     try:
         everything = _read_all()
-    except ValueError:  # broken: start again
+    except ValueError:  # a broken file is replaced
         everything = {}
     kept = {_case(tuned): tuned for tuned in [*everything.get(processor.name(), []), *found]}
     everything[processor.name()] = list(kept.values())
@@ -107,7 +106,7 @@ def write(found: list[Tuned]) -> None:
 
 
 def forget() -> None:
-    """Read the file again when the next tile is asked for."""
+    """Clear the cache, so that the next tile() reads the file again."""
     tile.cache_clear()
     _fitting.cache_clear()
 
@@ -130,7 +129,7 @@ def _read_all() -> dict[str, list[Tuned]]:
 def _checked(entry: dict) -> Tuned:
     for field in fields(Tuned):
         value = entry[field.name]
-        if type(value).__name__ != field.type:  # as JSON has it, so that 1 is no float and true no int
+        if type(value).__name__ != field.type:  # the exact type: 1 is not a float and true is not an int
             raise ValueError(f"{field.name} is {value!r}")
         if field.type in ("int", "float") and not 0 < value < 2**63:
             raise ValueError(f"{field.name} is {value!r}")

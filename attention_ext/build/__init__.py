@@ -1,5 +1,5 @@
-"""Compiles the extension once, just in time.
+"""Compiles the extension on first use.
 
-toolchain: the compilers and how they are called. cache: where what they make is kept, for whom, and who makes
-it. recipes: what is compiled, from which sources, with which flags.
+toolchain: finds and runs the compilers. cache: where builds are kept, who may write there, one build at a
+time. recipes: what is compiled, from which sources, with which flags.
 """

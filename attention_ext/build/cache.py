@@ -1,8 +1,9 @@
-"""Where builds are kept, who may write there, and that one process at a time makes each.
+"""The build cache: where builds are kept, who may write there, and one build at a time.
 
-A build's directory is named by a hash of everything that decides the outcome. A lock that the kernel releases
-with its process guards it: a build in progress is waited for, aloud, and a killed one is taken over. Only a
-finished file has the name that is loaded, and only from where nobody else can put one (SECURITY.md).
+A build's directory is named by a hash of everything that decides the result. A file lock guards it, which the
+kernel releases when the process ends. A second process prints a notice and waits; if the first is killed, the
+second builds. Only a finished file gets the name that is loaded. Directories that others can write to are
+refused (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from pathlib import Path
 
 from attention_ext.parts import BuildError
 
-LOCK = "building"  # in a build's directory, locked while a process compiles there
+LOCK = "building"  # this file in a build's directory is locked while a process compiles there
 ELSEWHERE = "TORCH_EXTENSIONS_DIR can name another directory"
 
 
 def fingerprint(facts: Iterable[str | bytes], sources: Path) -> str:
-    """16 hexadecimal digits of these facts and of every file below `sources`."""
+    """A hash, 16 hexadecimal digits, of these facts and of every file below `sources`."""
     digest = hashlib.sha256()
     for fact in facts:
         digest.update((fact.encode() if isinstance(fact, str) else fact) + b"\0")
@@ -37,7 +38,7 @@ def fingerprint(facts: Iterable[str | bytes], sources: Path) -> str:
 def directory() -> Path:
     """Where builds are kept: $TORCH_EXTENSIONS_DIR, else torch_extensions in the user's cache.
 
-    Raises BuildError for a user without a home.
+    Raises BuildError if the user has no home directory.
     """
     if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(chosen)
@@ -49,20 +50,20 @@ def directory() -> Path:
 
 
 def check_owner(directory: Path) -> None:
-    """Raise BuildError if somebody else could put a library into a directory, or replace the directory.
+    """Raise BuildError if another user could put a library into a directory, or replace the directory.
 
-    Those above it may be everybody's if they have the sticky bit, as /tmp has: it keeps what is one user's
-    from the others. What does not exist yet is passed over.
+    Everybody may write to the directories above it if they have the sticky bit, as /tmp has: it stops users
+    from replacing each other's files. Directories that do not exist yet are skipped.
     """
     directory = real(directory)
-    trusted = (0, os.geteuid(), os.stat("/").st_uid)  # root may have another number in a container
+    trusted = (0, os.geteuid(), os.stat("/").st_uid)  # root may have another id in a container
     for path in (directory, *directory.parents):
         if not path.exists():
             continue
         status = path.stat()
         if status.st_uid not in trusted:
             raise BuildError(
-                f"{path} belongs to user {status.st_uid}, whose library would be run; {ELSEWHERE}"
+                f"{path} belongs to user {status.st_uid}, so its files are not trusted; {ELSEWHERE}"
             )
         shared = bool(status.st_mode & stat.S_ISVTX)
         if shared and path != directory:
@@ -75,13 +76,13 @@ def check_owner(directory: Path) -> None:
             continue
         ours = status.st_uid == os.geteuid() and not shared
         remedy = f"chmod {change} {shlex.quote(str(path))}" if ours else ELSEWHERE
-        raise BuildError(f"{path} can be written by {who}, whose library would be run; {remedy}")
+        raise BuildError(f"{path} can be written by {who}, so its files are not trusted; {remedy}")
 
 
 def is_private(group: int) -> bool:
     """Whether a group is root's, or has the user's name and no other members.
 
-    Many systems give each user such a group, and let it write what the user makes.
+    Many systems give each user such a group, and let it write to the user's files.
     """
     import grp
     import pwd
@@ -94,12 +95,12 @@ def is_private(group: int) -> bool:
 
 
 def real(directory: Path) -> Path:
-    """The path without symbolic links: who may change one of those decides what is loaded, too."""
+    """The path with symbolic links resolved, because whoever can change a link decides what is loaded."""
     return Path(os.path.realpath(directory))
 
 
 def running() -> list[Path]:
-    """The build directories in which a process is compiling now."""
+    """The build directories in which a process is compiling."""
     import fcntl
 
     found = []
@@ -109,14 +110,14 @@ def running() -> list[Path]:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             found.append(path.parent)
-        except OSError:  # another user's, or removed meanwhile
+        except OSError:  # it is another user's, or was removed meanwhile
             continue
     return found
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on path; say so when another process has it."""
+    """Hold an exclusive lock on path; print a notice if another process holds it."""
     import fcntl
 
     with open(path, "w") as file:
@@ -129,9 +130,10 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def make(made: Path, what: str, write: Callable[[Path], Path]) -> None:
-    """Let write(folder) make a file in a fresh folder, under a lock; finished, it gets the name `made`.
+    """Make the file `made`: write(folder) makes it in a fresh folder, under a lock, and it is then renamed.
 
-    Nothing is done if the file is there. Raises BuildError where somebody else could have put it.
+    Does nothing if the file exists. Raises BuildError if another user could have put it there, or the
+    directory cannot be written.
     """
     directory = made.parent
     try:
@@ -145,7 +147,7 @@ def make(made: Path, what: str, write: Callable[[Path], Path]) -> None:
             if made.exists():  # another process made it while this one waited
                 return
             print(f"Compiling {what}...", file=sys.stderr, flush=True)
-            # A killed build's compilers may still be writing where it worked, so never work there again.
+            # A killed build's compilers may still be writing to its folder, so it is never used again.
             for left in directory.glob(f"{tempfile.gettempprefix()}*"):
                 shutil.rmtree(left, ignore_errors=True)
             with tempfile.TemporaryDirectory(dir=directory, ignore_cleanup_errors=True) as work:

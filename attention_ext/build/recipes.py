@@ -1,6 +1,6 @@
-"""What is compiled: the library of operators for each SIMD helper, and a program of the kernels alone.
+"""What is compiled: the library of operators for each SIMD helper, and a standalone program of the kernels.
 
-The sources are found by their folder in csrc/: a new kernel, or a new precision, is a new file.
+Sources are found by folder in csrc/, so a new kernel or a new precision is a new file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attention_ext.build import cache, toolchain
 from attention_ext.parts import BuildError, resolve_simd
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
-# Each implementation of simd/simd.h: its source, and the flags that it alone is compiled with.
+# Each implementation of simd/simd.h: its source, and the extra flags of its library and program.
 HELPERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ispc": ("simd/ispc.cpp", ()),
     "portable": ("simd/portable.cpp", ()),
@@ -27,17 +27,17 @@ HELPERS: dict[str, tuple[str, tuple[str, ...]]] = {
 ISPC_SOURCE = "simd/simd.ispc"
 KERNELS = "cpu/*.cpp"
 LIBRARY = (KERNELS, "matmul/*.cpp", "decoder/*.cpp", "tools/limits.cpp", "bindings/operators.cpp")
-DECODER_MODULE = "bindings/decoder_module.cpp"  # compiled where Python's own header is installed
+DECODER_MODULE = "bindings/decoder_module.cpp"  # compiled only where Python's header is installed
 PROGRAM = (KERNELS, "tools/alone.cpp")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A file that compilers make, and all that decides what it is.
+    """A file to compile, and everything that decides its content.
 
-    name: of its directory, before the fingerprint. file: its name there. what: it is, for people.
-    csrc: the folder whose every file decides the fingerprint. ispc: the compiler of ISPC_SOURCE, if it is
-    needed. compile: makes the file in a folder and gives its path.
+    name: of its directory, before the fingerprint. file: its name there. what: a description for messages.
+    csrc: the source folder; every file in it enters the fingerprint. ispc: the compiler of ISPC_SOURCE, if
+    one is needed. compile: makes the file in a folder and returns its path.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Recipe:
     compile: Callable[[Recipe, Path], Path]
 
     def path(self) -> Path:
-        """Where the file is, or will be. Raises BuildError where a compiler does not run."""
+        """The file's path, before and after it is made. Raises BuildError if a compiler does not run."""
         versions = [toolchain.version(self.compiler), toolchain.version([self.ispc]) if self.ispc else b""]
         decoder = f"decoder {toolchain.has_python_header()}"
         facts = (shlex.join(self.compiler), *self.flags, torch.__version__, sys.version)
@@ -59,7 +59,7 @@ class Recipe:
         return cache.real(cache.directory()) / f"{self.name}_{named}" / self.file
 
     def make(self) -> Path:
-        """The file, compiled first if need be. Raises BuildError as cache.make() and the compilers do."""
+        """The file, compiled if need be. Raises BuildError as cache.make() does, or if compiling fails."""
         made = self.path()
         cache.make(made, self.what, lambda work: self.compile(self, work))
         return made
@@ -68,7 +68,7 @@ class Recipe:
 def library(simd: str = "auto", csrc: Path = CSRC) -> Recipe:
     """The library of the operators and the decoder over one of SIMD.
 
-    Raises ValueError for another simd, BuildError without the compilers that it needs.
+    Raises ValueError if simd is not one of SIMD, BuildError if a compiler is missing.
     """
     helpers = resolve_simd(simd)
     compiler = toolchain.find_compiler()
@@ -92,11 +92,11 @@ def library(simd: str = "auto", csrc: Path = CSRC) -> Recipe:
 
 
 def program(simd: str = "auto", march: str = "native", csrc: Path = CSRC) -> Recipe:
-    """The program of tools/alone.cpp: one part, without Python or PyTorch.
+    """The standalone program of tools/alone.cpp, which runs one part without Python or PyTorch.
 
     simd: 'portable', 'off', or 'auto', which is AUTO. march: the processor to compile for, as the compiler's
     -march names it.
-    Raises ValueError for another simd, BuildError without a compiler.
+    Raises ValueError for another simd, BuildError if there is no compiler.
     """
     helpers = resolve_simd(simd)
     if helpers == "ispc":
@@ -107,7 +107,7 @@ def program(simd: str = "auto", march: str = "native", csrc: Path = CSRC) -> Rec
     return Recipe(
         name=f"attention_ext_alone_{helpers}",
         file="alone",
-        what="a program of the kernels alone",
+        what="a standalone program of the kernels",
         csrc=csrc,
         sources=found(csrc, (*PROGRAM, source)),
         flags=(*general, *flags),
@@ -123,7 +123,7 @@ def found(csrc: Path, patterns: tuple[str, ...]) -> tuple[Path, ...]:
 
 
 def make_library(recipe: Recipe, work: Path) -> Path:
-    """Make a library in `work`, which torch's builder also loads; renamed, it is still the same one."""
+    """Make a library in `work`. torch's builder also loads it; after its rename it is not loaded twice."""
     from torch.utils import cpp_extension  # slow to import, and only a build needs it
 
     objects = [_run_ispc(recipe, recipe.ispc, work)] if recipe.ispc else []
@@ -141,7 +141,7 @@ def make_library(recipe: Recipe, work: Path) -> Path:
             )
         except RuntimeError as error:
             raise toolchain.failure(compiler, str(error), work) from None
-        except UnicodeDecodeError as error:  # of a compiler that failed and said it in another encoding
+        except UnicodeDecodeError as error:  # the message of a failed compiler, in another encoding
             raise toolchain.failure(compiler, error.object.decode(errors="replace"), work) from None
         except OSError as error:
             if error.errno is not None:
@@ -152,7 +152,7 @@ def make_library(recipe: Recipe, work: Path) -> Path:
 
 
 def make_program(recipe: Recipe, work: Path) -> Path:
-    """Make a program in `work`; debuggers and profilers find the lines of its sources."""
+    """Make a program in `work`, with line numbers for debuggers and profilers."""
     made = work / recipe.file
     sources = [str(source) for source in recipe.sources]
     arguments = ["-std=c++17", "-g", *recipe.flags, f"-I{recipe.csrc}", *sources, "-o", str(made)]
@@ -161,7 +161,7 @@ def make_program(recipe: Recipe, work: Path) -> Path:
 
 
 def _run_ispc(recipe: Recipe, ispc: str, work: Path) -> str:
-    """Compile ISPC_SOURCE for this processor; gives the object file's path."""
+    """Compile ISPC_SOURCE for this processor; returns the object file's path."""
     made = work / "simd_ispc_kernels.o"
     arguments = [str(recipe.csrc / ISPC_SOURCE), "--target=host", "-O3", "--pic", "-o", str(made)]
     toolchain.run([ispc], arguments, work)

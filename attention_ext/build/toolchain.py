@@ -1,4 +1,4 @@
-"""The compilers of this machine: which there are, how they are called, and why one failed."""
+"""Finds the compilers of this machine, runs them, and reports why one failed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from attention_ext.parts import BuildError
 
-VERSION_SECONDS = 60  # what a compiler is given to tell its version
-# What the line has that says why a compiler failed, the surest first; the shell reports a crash.
+VERSION_SECONDS = 60  # the time limit of a compiler's --version
+# Signs of the line that says why a compiler failed, the most reliable first; the shell reports a crash.
 REASONS = ("no space left on device", "error:", "segmentation fault", "killed", "aborted")
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = (
@@ -27,7 +27,7 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fvisibility=hidden",
-    "-DTORCH_TARGET_VERSION=0x020a000000000000",  # PyTorch 2.10, the oldest with what operators.cpp uses
+    "-DTORCH_TARGET_VERSION=0x020a000000000000",  # PyTorch 2.10, the oldest with all that operators.cpp uses
 )
 NO_COMPILER = (
     "parts 1 to 4 need a C++ compiler and none was found; install one "
@@ -66,17 +66,17 @@ def find_ispc() -> str | None:
 
 
 def python_header() -> Path:
-    """Where Python's own header is, or would be."""
+    """The path of Python.h, which may be missing."""
     return Path(sysconfig.get_path("include")) / "Python.h"
 
 
 def has_python_header() -> bool:
-    """Whether C++ that knows Python can be compiled here."""
+    """Whether C++ that includes Python.h can be compiled here."""
     return python_header().is_file()
 
 
 def version(command: Sequence[str]) -> bytes:
-    """What a compiler says of its version. Raises BuildError if it does not run."""
+    """A compiler's output for --version. Raises BuildError if it does not run."""
     try:
         return subprocess.run(
             [*command, "--version"],
@@ -90,28 +90,28 @@ def version(command: Sequence[str]) -> bytes:
 
 
 def run(command: list[str], arguments: list[str], work: Path) -> None:
-    """Run a compiler for what is made in `work`. Raises BuildError if it fails."""
+    """Run a compiler whose output goes to `work`. Raises BuildError if it fails."""
     done = subprocess.run(
         [*command, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
     )
     if done.returncode != 0:
         code = done.returncode
-        ended = f"error: it was ended: {signal.strsignal(-code)}\n" if code < 0 else ""
+        ended = f"error: ended by a signal: {signal.strsignal(-code)}\n" if code < 0 else ""
         raise failure(command, done.stdout + done.stderr + ended, work)
 
 
 def failure(command: list[str], output: str, work: Path) -> BuildError:
-    """The error of a compiler that failed: the line that says most, and the file beside `work` with all."""
+    """The error of a failed compiler: the line with the reason, and a log of all output beside `work`."""
     log = work.parent / "build.log"
     log.write_text(output, errors="replace")
     told = ((sign, line) for sign in REASONS for line in output.splitlines())
     reason = next((line for sign, line in told if sign in line.lower()), "no reason given")
-    return BuildError(f"{shlex.join(command)} failed: {reason.strip()} (all it said: {log})")
+    return BuildError(f"{shlex.join(command)} failed: {reason.strip()} (full output: {log})")
 
 
 @contextlib.contextmanager
 def environment(compiler: list[str], work: Path) -> Iterator[None]:
-    """The environment that torch's builder wants; ninja may lie beside a Python that is not on PATH."""
+    """Set the environment for torch's builder; ninja may be beside a Python that is not on PATH."""
     changes = {
         "CXX": _as_one_program(compiler, work),
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]),
@@ -130,7 +130,7 @@ def environment(compiler: list[str], work: Path) -> Iterator[None]:
 
 
 def _as_one_program(compiler: list[str], directory: Path) -> str:
-    """The path of the compiler, or of a script for a command of several words, which torch would quote."""
+    """The compiler's path; for a command of several words, which torch would quote, a script's path."""
     if len(compiler) == 1:
         return compiler[0]
     script = directory / "c++"

@@ -237,7 +237,7 @@ def test_a_cache_that_others_could_fill(monkeypatch, cache):
     cache.chmod(0o777)
     assert look("cache") == (
         "FAIL",
-        f"{cache} can be written by everybody, whose library would be run; chmod o-w {cache}",
+        f"{cache} can be written by everybody, so its files are not trusted; chmod o-w {cache}",
     )
     cache.chmod(0o1777)  # as /tmp is, which nobody should change
     assert look("cache")[0] == "FAIL" and "chmod" not in look("cache")[1]

@@ -195,7 +195,7 @@ COMPILERS = {
         "failed: error: bad value",
     ),
     "crashing": (f"{VERSION}\nkill -SEGV $$", "failed: Segmentation fault"),
-    "silent": (f"{VERSION}\nexit 1", r"failed: no reason given \(all it said: .*build.log\)"),
+    "silent": (f"{VERSION}\nexit 1", r"failed: no reason given \(full output: .*build.log\)"),
     "idle": (f"{VERSION}\nexit 0", "made a library that cannot be loaded"),
     "wrong": (
         f'{VERSION}\nwhile [ $# -gt 0 ]; do [ "$1" != -o ] || echo junk > "$2"; shift; done',
@@ -243,7 +243,9 @@ def test_an_ispc_that_cannot_do_it_is_one_line(tmp_path, sources):
     texts = {"crashing": f"{VERSION}\nkill -SEGV $$", "idle": f"{VERSION}\nexit 0"}
     said = attempts(tmp_path, sources, "ispc", "ISPC", texts)
     path, crashed = said["crashing"]
-    assert crashed.startswith(f"Error: {path} failed: error: it was ended: Segmentation fault (all it said: ")
+    assert crashed.startswith(
+        f"Error: {path} failed: error: ended by a signal: Segmentation fault (full output: "
+    )
     assert "failed: " in said["idle"][1] and "\n" not in said["idle"][1]
     assert libraries(tmp_path / "cache") == []
 
@@ -340,14 +342,14 @@ def test_a_directory_that_others_can_write_is_refused(program, monkeypatch, plac
     for mode in (0o777, 0o702):
         directory.chmod(mode)
         assert refusal(program) == (
-            f"{directory} can be written by everybody, whose library would be run; chmod o-w {directory}"
+            f"{directory} can be written by everybody, so its files are not trusted; chmod o-w {directory}"
         )
     directory.chmod(0o1777)
     assert refusal(program).endswith("TORCH_EXTENSIONS_DIR can name another directory")
     directory.chmod(0o770)
     monkeypatch.setattr(cache_of_builds, "is_private", lambda group: False)
     assert refusal(program) == (
-        f"{directory} can be written by group {directory.stat().st_gid}, whose library would be run; "
+        f"{directory} can be written by group {directory.stat().st_gid}, so its files are not trusted; "
         f"chmod g-w {directory}"
     )
     monkeypatch.setattr(cache_of_builds, "is_private", lambda group: True)
@@ -372,7 +374,7 @@ def test_a_directory_of_another_user_is_refused(program, tmp_path, place):
     directory = {"above": tmp_path / "new", "cache": made.parent.parent, "build": made.parent}[place]
     os.chown(directory, OTHER, -1)
     assert refusal(program) == (
-        f"{directory} belongs to user {OTHER}, whose library would be run; "
+        f"{directory} belongs to user {OTHER}, so its files are not trusted; "
         "TORCH_EXTENSIONS_DIR can name another directory"
     )
 

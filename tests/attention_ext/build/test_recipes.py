@@ -72,7 +72,7 @@ def test_every_part_has_a_file_and_a_row():
 def test_the_program_is_compiled_once_for_each_processor(extension, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     made = recipes.program("off").make()
-    assert "Compiling a program of the kernels alone..." in capsys.readouterr().err
+    assert "Compiling a standalone program of the kernels..." in capsys.readouterr().err
     assert recipes.program("off").make() == made
     assert capsys.readouterr().err == ""
     assert sorted(path.name for path in made.parent.iterdir()) == ["alone", "building"]
