@@ -1,4 +1,4 @@
-"""doctor: each line, what breaks it, and that nothing is compiled or left behind."""
+"""doctor: each line and what breaks it. Nothing is compiled or left behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETUP.read(ROOT / "setup.cfg")
 
 
 def look(name):
-    """(state, text) of one line."""
+    """The state and the text of one check."""
     (check,) = [check for check in doctor.CHECKS if check.name == name]
     ((_, state, text),) = examined(check._replace(needs=()))
     return state, text
@@ -57,7 +57,7 @@ def cache(tmp_path, monkeypatch):
     return directory
 
 
-def test_what_the_tests_run_on_is_fit_for_them(cli, extension):
+def test_this_machine_passes(cli, extension):
     done = cli("doctor")
     lines = re.findall(r"^(ok  |--  |FAIL)  (.{13}) (.+)$", done.stdout, re.M)
     assert [name.strip() for _, name, _ in lines] == [check.name for check in doctor.CHECKS]
@@ -239,12 +239,12 @@ def test_a_cache_that_others_could_fill(monkeypatch, cache):
         "FAIL",
         f"{cache} can be written by everybody, so its files are not trusted; chmod o-w {cache}",
     )
-    cache.chmod(0o1777)  # as /tmp is, which nobody should change
+    cache.chmod(0o1777)  # like /tmp, whose mode nobody should change
     assert look("cache")[0] == "FAIL" and "chmod" not in look("cache")[1]
     cache.chmod(0o700)
     assert look("cache")[0] == "ok"
     monkeypatch.setattr(doctor.os, "geteuid", lambda: 54321)
-    if os.getuid() == 0:  # root's own directory is anybody's to use
+    if os.getuid() == 0:  # any user may use a directory of root's
         assert look("cache")[0] == "ok"
         os.chown(cache, 12345, -1)
     assert look("cache")[0] == "FAIL" and f"belongs to user {cache.stat().st_uid}" in look("cache")[1]
@@ -260,7 +260,7 @@ def test_a_cache_without_room_or_without_leave_to_run(monkeypatch, cache):
 
 @contextlib.contextmanager
 def locked(path):
-    """Hold a lock as a process that compiles does."""
+    """Hold a lock, like a process that compiles."""
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -276,7 +276,7 @@ def test_a_build_that_is_running_is_seen_and_not_disturbed(cache):
         assert builds.running() == [directory]
         assert look("builds") == ("ok", f"one is running, and others wait for it, in {directory}")
     assert builds.running() == []
-    with locked(directory / builds.LOCK):  # nothing holds it now
+    with locked(directory / builds.LOCK):  # this fails if anything holds it
         pass
 
 
@@ -299,7 +299,7 @@ def test_a_failed_build_names_its_log(extension, cache):
     log = library.with_name("build.log")
     log.write_text("kaboom")
     assert look("extension") == ("FAIL", f"its last build failed; {log} has the reason")
-    with locked(library.with_name(builds.LOCK)):  # tried again at this moment
+    with locked(library.with_name(builds.LOCK)):  # another process is building it again
         assert look("extension")[0] == "--"
 
 
@@ -335,7 +335,7 @@ def test_a_truncated_checkpoint(monkeypatch, tmp_path):
     assert state == "FAIL" and f"{weights} cannot be read" in text
     assert text.endswith("; git restore checkpoints/shakes128")
     assert look("shakes256") == ("ok", "block size 256, 65 characters")
-    assert look("shakes1024")[0] == "FAIL"  # not there
+    assert look("shakes1024")[0] == "FAIL"  # it is missing
 
 
 def test_every_shipped_checkpoint_is_checked():

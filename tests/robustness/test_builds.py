@@ -1,6 +1,6 @@
-"""The just-in-time build where things go wrong: kills, crowds, full disks, broken compilers, other people.
+"""The just-in-time build under stress: kills, many processes, full disks, broken compilers, other users.
 
-Most of it builds sources of one line (small_build.py), whose steps are those of the extension's own.
+Most tests build sources of one line (small_build.py), in the same steps as the extension.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from robustness import small_build
 SCRIPT = Path(__file__).with_name("small_build.py")
 REAL = "from attention_ext import extension; extension.load(); print(extension.describe())"
 VERSION = 'case "$*" in *--version*) exit 0;; esac'
-OTHER = 54321  # a user's number that is neither ours nor root's
+OTHER = 54321  # the number of a user who is neither this one nor root
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,7 +68,7 @@ def small(cache, sources, *args, **env) -> tuple[int, str, str]:
 
 
 def error_of(result) -> str:
-    """The one line that a process ended with, besides that it compiles."""
+    """The one line of error of a process; lines that report compiling are left out."""
     code, out, err = result
     lines = [line for line in err.splitlines() if not line.startswith("Compiling ")]
     assert code == 2 and out == "" and len(lines) == 1, err
@@ -85,7 +85,7 @@ def test_a_build_killed_anywhere_is_taken_over(full, tmp_path, sources):
     assert code == 0, err
     done = json.loads(out)
     assert done["wrong"] == []
-    # Those at its steps all are; a fast build can end before a point in time.
+    # Every kill at a step takes place. A fast build can end before a point in time.
     assert done["points"] // 2 <= done["killed"] <= done["points"], done
 
 
@@ -122,7 +122,7 @@ def test_eight_processes_compile_once(full, tmp_path, sources):
         assert libraries(cache) == ["attention_ext.so"]
 
 
-def test_who_waits_says_so_at_once(tmp_path, sources, monkeypatch):
+def test_waiting_is_reported_at_once(tmp_path, sources, monkeypatch):
     assert small(tmp_path / "cache", sources)[0] == 0
     (library,) = (tmp_path / "cache").glob("*/*.so")
     library.unlink()
@@ -136,7 +136,7 @@ def test_who_waits_says_so_at_once(tmp_path, sources, monkeypatch):
 
 @pytest.fixture(scope="module")
 def namespace(tmp_path_factory):
-    """What lets a command mount, in a namespace that ends with it: (mount what, command ...)."""
+    """Make a command's prefix that first mounts something, in a namespace that ends with the command."""
     trial = tmp_path_factory.mktemp("mount")
 
     def prefix(mounts: str) -> list[str]:
@@ -149,7 +149,7 @@ def namespace(tmp_path_factory):
     return prefix
 
 
-def test_a_read_only_cache_serves_what_it_has_and_says_what_it_cannot(tmp_path, sources, namespace):
+def test_a_read_only_cache_is_read_and_a_build_in_it_is_an_error(tmp_path, sources, namespace):
     cache = tmp_path / "cache"
     cache.mkdir(mode=0o700)
     prefix = namespace(f"mount --bind {cache} {cache}; mount -o remount,bind,ro {cache}")
@@ -160,14 +160,14 @@ def test_a_read_only_cache_serves_what_it_has_and_says_what_it_cannot(tmp_path, 
     assert finish(start(cache, SCRIPT, sources, prefix=prefix)) == (0, "42\n", "")
 
 
-def test_a_full_disk_is_said_and_leaves_nothing_that_harms(full, tmp_path, sources, namespace):
+def test_a_full_disk_is_reported_and_leaves_nothing_harmful(full, tmp_path, sources, namespace):
     cache, ended = tmp_path / "cache", set()
     cache.mkdir()
     for pages in range(1, 17) if full else (1, 8):
         mounts = f"""mount -t tmpfs -o mode=700,size={pages * 4096} none {cache}
             if "$@"; then exit 42; fi
             ! find {cache} -name '*.so' | grep .
-            mount -o remount,size=16m {cache}"""  # room is made; then the same again
+            mount -o remount,size=16m {cache}"""  # make room; the second attempt follows
         code, out, err = finish(start(cache, SCRIPT, sources, prefix=namespace(mounts)))
         if code == 42:
             assert out == "42\n"
@@ -176,11 +176,11 @@ def test_a_full_disk_is_said_and_leaves_nothing_that_harms(full, tmp_path, sourc
         first = [line for line in err.splitlines() if not line.startswith("Compiling ")]
         assert (code, out, len(first)) == (0, "42\n", 1), err
         assert first[0].startswith("Error: ") and "no space left on device" in first[0].lower()
-        ended.add("said")
-    assert "said" in ended
+        ended.add("reported")
+    assert "reported" in ended
 
 
-def test_a_disk_without_leave_to_run_is_said(tmp_path, sources, namespace):
+def test_a_disk_mounted_noexec_is_reported(tmp_path, sources, namespace):
     cache = tmp_path / "cache"
     cache.mkdir()
     prefix = namespace(f"mount -t tmpfs -o mode=700,noexec none {cache}")
@@ -208,7 +208,7 @@ COMPILERS = {
 
 
 def attempts(tmp_path, sources, variant, variable, texts) -> dict[str, tuple[str, str]]:
-    """What building with each of these scripts gives: (its path, the library's answer or the error)."""
+    """Build with each script as the compiler; return its path, and the library's answer or the error."""
     paths = {kind: fake(tmp_path / kind.replace(" ", "-"), text) for kind, text in texts.items()}
     code, out, err = small(tmp_path / "cache", sources, "--try", variant, variable, *paths.values())
     assert code == 0 and {*err.splitlines()} <= {"Compiling code into a PyTorch module..."}, err
@@ -269,7 +269,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
 
 @pytest.fixture
 def program(tmp_path, monkeypatch, capsys):
-    """Build the program of a one-line source, in this process; gives (its path, whether it was compiled)."""
+    """Build a program of one line in this process; return its path, and whether it was compiled."""
     directory = tmp_path / "sources"
     directory.mkdir()
     for name, text in {"main.cpp": "int main() { return 42; }\n", "other.cpp": "", "a.h": ""}.items():
@@ -314,7 +314,7 @@ def test_a_change_compiles_anew_and_its_absence_does_not(program, change, tmp_pa
         assert program() == (after, False)
     for path in csrc.iterdir():
         path.write_text(files[path]) if path in files else path.unlink()
-    assert program() == (before, False)  # as it was: neither made again nor touched
+    assert program() == (before, False)  # the first build is still there, untouched
     assert before.stat().st_mtime_ns == kept.st_mtime_ns and before.stat().st_ino == kept.st_ino
 
 
@@ -359,7 +359,7 @@ def test_a_directory_that_others_can_write_is_refused(program, monkeypatch, plac
 def test_a_directory_above_is_refused_only_where_others_could_replace_what_is_in_it(program, tmp_path):
     made, _ = program()
     above = tmp_path / "new"
-    above.chmod(0o1777)  # as /tmp is
+    above.chmod(0o1777)  # like /tmp
     assert program() == (made, False)
     above.chmod(0o777)
     assert refusal(program).startswith(f"{above} can be written by everybody")
@@ -379,7 +379,7 @@ def test_a_directory_of_another_user_is_refused(program, tmp_path, place):
     )
 
 
-def test_a_link_is_followed_once_and_what_it_names_is_held_to_the_same(program, tmp_path, monkeypatch):
+def test_a_link_is_followed_and_its_target_is_checked(program, tmp_path, monkeypatch):
     made, _ = program()
     (tmp_path / "link").symlink_to(made.parent.parent)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "link"))
@@ -402,8 +402,8 @@ def test_a_library_that_another_could_have_planted_is_not_run(tmp_path, sources)
     library.parent.chmod(0o777)
     assert "can be written by everybody" in error_of(small(cache, sources))
     assert not ran.exists()
-    library.parent.chmod(0o700)
-    assert small(cache, sources) == (0, "42\n", "") and ran.exists()  # so it would have been
+    library.parent.chmod(0o700)  # now it runs, so this test can fail
+    assert small(cache, sources) == (0, "42\n", "") and ran.exists()
 
 
 def test_a_private_group_is_the_users_or_roots(monkeypatch):
@@ -422,4 +422,4 @@ def test_a_private_group_is_the_users_or_roots(monkeypatch):
     monkeypatch.setattr(
         grp, "getgrgid", lambda group: SimpleNamespace(gr_name=groups[group][0], gr_mem=groups[group][1])
     )
-    assert [group for group in range(6) if cache_of_builds.is_private(group)] == [0, 1, 2]  # there is no 5
+    assert [group for group in range(6) if cache_of_builds.is_private(group)] == [0, 1, 2]  # 5 is no group

@@ -1,4 +1,4 @@
-"""Loading the extension in a process of its own: what leads to a build, and that nothing waits in silence."""
+"""Loading the extension in a new process: when it is built, and what is reported."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_processes_that_start_together_compile_once(extension, tmp_path):
 def test_a_killed_build_is_taken_over(extension, tmp_path):
     process = start(tmp_path)
     assert process.stderr is not None and "Compiling" in process.stderr.readline()
-    time.sleep(1)  # the compiler is at work by now
+    time.sleep(1)  # now the compiler is running
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     (directory,) = tmp_path.iterdir()
     assert not (directory / "attention_ext.so").exists()
     (left,) = (path for path in directory.iterdir() if path.is_dir())
-    (left / "lock").touch()  # torch's own, left behind; it would wait for it for ever
+    (left / "lock").touch()  # torch's own lock: torch would wait for it for ever
     out, err = finish(start(tmp_path))
     assert "Compiling" in err and "Waiting" not in err
     assert sorted(path.name for path in directory.iterdir()) == ["attention_ext.so", "building"]

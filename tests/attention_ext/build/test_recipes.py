@@ -1,4 +1,4 @@
-"""What is compiled: the sources, what decides where the result is kept, and the program without Python."""
+"""Build recipes: the sources, what decides the path of the result, and the program without Python."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_what_decides_the_outcome_decides_the_directory(monkeypatch, extension):
     recipe = recipes.library()
     here = recipe.path()
     assert recipes.library().path() == here == recipes.library("portable").path()
-    changes = [dict(flags=(*recipe.flags, "-g")), dict(ispc=sys.executable)]  # another ispc's --version
+    changes = [dict(flags=(*recipe.flags, "-g")), dict(ispc=sys.executable)]  # its --version differs
     assert here not in [dataclasses.replace(recipe, **change).path() for change in changes]
     assert recipes.library("off").path() != here
     for place, name, value in (
@@ -57,7 +57,7 @@ def test_every_source_is_compiled():
 
 
 def test_no_two_sources_have_one_name():
-    """Their objects lie in one folder."""
+    """Their object files share a folder."""
     names = [path.stem for path in recipes.CSRC.rglob("*.cpp")]
     assert len(set(names)) == len(names)
 
@@ -83,7 +83,7 @@ def test_the_program_is_compiled_once_for_each_processor(extension, tmp_path, mo
 
 
 def test_the_peak_counts_what_the_processor_does(extension, tmp_path):
-    """A chain that the compiler can work out beforehand would be counted and not done."""
+    """A chain that the compiler evaluates in advance would be counted and not executed."""
     made = tmp_path / "limits.s"
     flags = [*toolchain.FLAGS, "-std=c++17", f"-I{recipes.CSRC}", "-S", "-o", str(made)]
     source = recipes.CSRC / "tools" / "limits.cpp"
@@ -92,4 +92,4 @@ def test_the_peak_counts_what_the_processor_does(extension, tmp_path):
     done = len(re.findall(r"^\s*(?:vfmadd\w+ps|fmla)\s", peak, re.M))
     if not done:
         pytest.skip("this compiler's target has no fused multiply-add")
-    assert done % 12 == 0  # 3 CHAINS of them, 12 or 24, as often as the loop is unrolled
+    assert done % 12 == 0  # 3 * CHAINS is 12 or 24; the loop may be unrolled
