@@ -12,9 +12,10 @@ from model.tokenizer import CharTokenizer
 
 CHARACTERS = list("\n abcdefghi")
 VOCABULARY = CharTokenizer(CHARACTERS)
+attend: Attend = partial(attention, "part0", causal=True)
 
 
-def gpt(attend: Attend, **change) -> GPT:
+def gpt(attend: Attend = attend, **change) -> GPT:
     """A GPT of two layers in evaluation mode, with the same random weights each time."""
     fields = dict(block_size=16, vocab_size=len(CHARACTERS), n_layer=2, n_head=2, n_embd=16) | change
     with torch.random.fork_rng(), torch.no_grad():
@@ -27,7 +28,7 @@ def gpt(attend: Attend, **change) -> GPT:
 
 def nanogpt_file(path, *, prefix="", config=None, **change):
     """A ckpt.pt as nanoGPT's train.py writes it."""
-    model = gpt(partial(attention, "part0", causal=True), bias=change.pop("bias", False))
+    model = gpt(bias=change.pop("bias", False))
     args = {n: getattr(model.config, n) for n in ("n_layer", "n_head", "n_embd", "block_size", "bias")}
     args |= dict(vocab_size=model.config.vocab_size, dropout=0.2)
     state = {prefix + name: tensor for name, tensor in model.state_dict().items()}

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import tiny
 import torch
 
-from attention_ext import attention
 from generation import generate, load
 from generation.engine import open_engine
 from generation.generate import StopFilter, complete, slots_for
 from generation.sampling import Sampling
 from generation.writer import Request, Writer
-from model.tokenizer import CharTokenizer
 
 USUAL = Sampling(0.8, 200)
-LETTERS = CharTokenizer(tiny.CHARACTERS)
+LETTERS = tiny.VOCABULARY
 
 
 def model(**change):
-    return tiny.gpt(partial(attention, "part0", causal=True), **change)
+    return tiny.gpt(**change)
 
 
 def completed(engine, requests, texts=None):

@@ -6,14 +6,12 @@ import functools
 import json
 import tempfile
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
 
-from attention_ext import attention
 from attention_ext.build import toolchain
 from generation.engine import open_engine
 from lab import profile
@@ -215,7 +213,7 @@ def test_the_trace_is_what_viewers_read(case):
 
 
 def test_recording_changes_no_bit(case):
-    gpt = tiny.gpt(partial(attention, "part0", causal=True), block_size=150, n_embd=48, n_head=3)
+    gpt = tiny.gpt(block_size=150, n_embd=48, n_head=3)
     uniforms = torch.rand(20, generator=torch.Generator().manual_seed(0)).tolist()
     runs = []
     for recorded in (False, True):
@@ -236,7 +234,7 @@ def test_recording_changes_no_bit(case):
 
 
 def test_a_recorder_that_is_off_records_nothing(case):
-    gpt = tiny.gpt(partial(attention, "part0", causal=True))
+    gpt = tiny.gpt()
     engine = open_engine(gpt, case[0])
     spans_of = profile.recorder(engine)
 
@@ -255,7 +253,7 @@ def test_a_recorder_that_is_off_records_nothing(case):
 
 
 def test_hooks_stay_off_the_model():
-    gpt = tiny.gpt(partial(attention, "part0", causal=True))
+    gpt = tiny.gpt()
     engine = open_engine(gpt, "torch", part="part0")
     hooks = profile.Hooks(engine)
     hooks.record(True)

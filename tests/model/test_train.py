@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from functools import partial
 
 import pytest
 import tiny
 import torch
 from torch.nn import functional as F
 
-from attention_ext import attention
 from model import corpus, train
 from model.checkpoint import load
 
-attend = partial(attention, "part0", causal=True)
 TEXT = "abcdefgh" * 100
 RECIPE = train.Recipe(
     block_size=8,
@@ -38,7 +35,7 @@ def test_it_learns_and_what_it_saves_has_the_loss_it_records(tmp_path):
     assert record["val_loss"] < 1.0 < record["curve"][0][2]
     assert len(lines) == 4 and lines[-1].startswith("best validation loss")
     assert json.loads((tmp_path / "training.json").read_text()) == json.loads(json.dumps(record))
-    loaded = load(str(tmp_path), attend)
+    loaded = load(str(tmp_path), tiny.attend)
     held_out = torch.tensor(loaded.tokenizer.encode(corpus.split(TEXT)[1]))
     assert train.evaluate(loaded.model, held_out) == pytest.approx(record["val_loss"], abs=1e-5)
 
@@ -50,7 +47,7 @@ def test_the_best_so_far_survives_an_interruption_and_a_divergence(tmp_path, mon
         train.train(RECIPE, TEXT, out=tmp_path, report=lambda line: None)
     record = json.loads((tmp_path / "training.json").read_text())
     assert (record["val_loss"], record["best_step"]) == (1.5, 60)
-    load(str(tmp_path), attend)
+    load(str(tmp_path), tiny.attend)
 
 
 def test_the_record_has_the_whole_curve_and_the_weights_are_the_best(tmp_path, monkeypatch):
@@ -66,7 +63,7 @@ def test_the_record_has_the_whole_curve_and_the_weights_are_the_best(tmp_path, m
     assert json.loads((tmp_path / "training.json").read_text()) == json.loads(json.dumps(record))
     assert [(step, loss) for step, _, loss in record["curve"]] == [(30, 2.0), (60, 1.5), (80, 1.7)]
     assert (record["val_loss"], record["best_step"]) == (1.5, 60)
-    assert torch.equal(load(str(tmp_path), attend).model.transformer.wte.weight, seen[1])
+    assert torch.equal(load(str(tmp_path), tiny.attend).model.transformer.wte.weight, seen[1])
     assert not torch.equal(seen[1], seen[2])
 
 
@@ -80,7 +77,7 @@ def test_a_second_training_replaces_the_vocabulary(tmp_path):
     short = dataclasses.replace(RECIPE, steps=1)
     for text in ("абвгдежз" * 100, TEXT):
         train.train(short, text, out=tmp_path, report=lambda line: None)
-    assert load(str(tmp_path), attend).tokenizer.characters == list("abcdefgh")
+    assert load(str(tmp_path), tiny.attend).tokenizer.characters == list("abcdefgh")
 
 
 def test_the_ingredients_of_the_recipe():
@@ -115,7 +112,7 @@ def test_the_same_seed_gives_the_same_curve():
 
 @pytest.mark.parametrize("length", [2, 16, 17, 18, 100])
 def test_evaluation_is_over_contiguous_windows(length):
-    model = tiny.gpt(attend)
+    model = tiny.gpt()
     ids = torch.randint(11, (length,))
     total = 0.0
     with torch.no_grad():
@@ -127,7 +124,7 @@ def test_evaluation_is_over_contiguous_windows(length):
 
 def test_evaluation_refuses_a_single_token():
     with pytest.raises(ValueError, match="ids has 1 tokens; it must have at least 2"):
-        train.evaluate(tiny.gpt(attend), torch.tensor([0]))
+        train.evaluate(tiny.gpt(), torch.tensor([0]))
 
 
 def test_muon_orthogonalises_q_k_and_v_apart():

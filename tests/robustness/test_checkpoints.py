@@ -13,7 +13,6 @@ import subprocess
 import sys
 import warnings
 import zipfile
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,14 +22,13 @@ import torch
 from support import ROOT, Hostile, bench_run
 from tiny import VOCABULARY, nanogpt_file
 
-from attention_ext import attention, tiles
+from attention_ext import tiles
 from attention_ext.tiles import DEFAULT, Tuned
 from lab.bench import report
 from model import checkpoint
 from model.checkpoint import CheckpointError, load, save
 from model.tokenizer import VocabularyError
 
-attend = partial(attention, "part0", causal=True)
 REFUSED = (CheckpointError, VocabularyError)
 
 
@@ -68,7 +66,7 @@ def outcome(path: Path) -> str:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            load(str(path), attend)
+            load(str(path), tiny.attend)
         except REFUSED as error:
             assert str(path) in str(error)
             return "refused"
@@ -90,7 +88,7 @@ def test_a_damaged_checkpoint_is_refused_or_warned_of(tmp_path, damaged, name, f
 
 
 def test_a_damaged_list_of_checksums_is_warned_of(tmp_path, damaged):
-    save(tmp_path / "saved", tiny.gpt(attend), VOCABULARY, {})
+    save(tmp_path / "saved", tiny.gpt(), VOCABULARY, {})
     sums = tmp_path / "saved" / checkpoint.SUMS
     whole = sums.read_bytes()
     for content in damaged(whole):
@@ -110,7 +108,7 @@ def test_the_checksums_are_what_sha256sum_reads(tmp_path):
 @pytest.mark.filterwarnings("always")
 def test_the_command_line_warns_in_one_line_and_writes(cli, tmp_path):
     """A model with half as many heads is well-formed, and writes nonsense."""
-    save(tmp_path / "tiny", tiny.gpt(attend), VOCABULARY, {})
+    save(tmp_path / "tiny", tiny.gpt(), VOCABULARY, {})
     common = ("part0", "--inference", "-m", "tiny", "--max-new-tokens", 5, "--num-samples", 1)
     assert "warning" not in cli(*common).stderr
     config = tmp_path / "tiny" / "config.json"
@@ -135,7 +133,7 @@ def test_every_tensor_that_is_wrong_is_named(tmp_path):
         for spoilt, message in (*cases, (flat, f"it must be {tuple(tensor.shape)}")):
             safetensors.torch.save_file(weights | {name: spoilt}, directory / "model.safetensors")
             with pytest.raises(CheckpointError) as error:
-                load(str(directory), attend)
+                load(str(directory), tiny.attend)
             assert f"{name} " in str(error.value) and message in str(error.value)
 
 
@@ -159,7 +157,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_a_trillion_parameters_are_refused_before_anything_is_allocated(tmp_path):
-    save(tmp_path / "tiny", tiny.gpt(attend), VOCABULARY, {})
+    save(tmp_path / "tiny", tiny.gpt(), VOCABULARY, {})
     sizes = [
         {"n_embd": 10**6, "n_head": 1},
         {"vocab_size": 10**12 // 16},
@@ -209,7 +207,7 @@ def test_a_checkpoint_that_would_unpack_to_any_size_is_not_unpacked(tmp_path, mo
 
 
 def test_a_damaged_pickled_vocabulary_is_refused(tmp_path, damaged):
-    save(tmp_path / "saved", tiny.gpt(attend), VOCABULARY, {})
+    save(tmp_path / "saved", tiny.gpt(), VOCABULARY, {})
     (tmp_path / "saved" / "meta.json").unlink()
     (tmp_path / "saved" / checkpoint.SUMS).unlink()
     path = tmp_path / "saved" / "meta.pkl"
@@ -264,7 +262,7 @@ def test_a_hostile_vocabulary_is_refused_unexecuted(cli, tmp_path, form):
     for place in (out, data):
         (place / "meta.pkl").write_bytes(content)
         with pytest.raises(VocabularyError, match="meta.pkl"):
-            load(str(out / "ckpt.pt"), attend)
+            load(str(out / "ckpt.pt"), tiny.attend)
         done = cli("part0", "--inference", "-m", out / "ckpt.pt")
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.strip().isprintable()
         (place / "meta.pkl").unlink()
@@ -294,14 +292,14 @@ def test_hostile_objects_anywhere_in_a_checkpoint_are_refused_unexecuted(tmp_pat
         content[place] = content[place] | {"extra": hostile} if place == "model_args" else hostile
     torch.save(content, path, _use_new_zipfile_serialization=zipped)
     with pytest.raises(CheckpointError, match="ckpt.pt is refused"):
-        load(str(path), attend)
+        load(str(path), tiny.attend)
     assert not proof.exists()
 
 
 def test_a_torchscript_archive_is_refused(tmp_path):
     torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.zeros(1, 2)), tmp_path / "ckpt.pt")
     with pytest.raises(CheckpointError, match="ckpt.pt is refused"):
-        load(str(tmp_path / "ckpt.pt"), attend)
+        load(str(tmp_path / "ckpt.pt"), tiny.attend)
 
 
 def in_order(done, file: str) -> bool:
@@ -377,7 +375,7 @@ def test_a_run_with_another_value_in_any_place_is_named_or_shown(run_file, full)
 @pytest.mark.parametrize("content", [b"", b"a", b"\xff\xfe", b"\x00" * 50, b"[" * 10_000, b"abc\n" * 2])
 def test_odd_texts_as_a_corpus(cli, tmp_path, monkeypatch, content):
     monkeypatch.setattr("model.corpus.INPUT", tmp_path / "data" / "input.txt")
-    save(tmp_path / "tiny", tiny.gpt(attend), VOCABULARY, {})
+    save(tmp_path / "tiny", tiny.gpt(), VOCABULARY, {})
     (tmp_path / "text.txt").write_bytes(content)
     for command in (["prepare"], ["eval", "-m", "tiny"], ["train", "shakes128", "--steps", 1]):
         done = cli(*command, "--corpus", "text.txt")

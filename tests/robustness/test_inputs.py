@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 
 import click
@@ -13,7 +12,6 @@ from support import Done
 
 from app.cli import cli as commands
 from app.cli.options import Numbers, TileSize
-from attention_ext import attention
 from lab import machine
 from model.checkpoint import save
 from model.tokenizer import CharTokenizer
@@ -28,7 +26,7 @@ ODD = ["\n", "\r", "\x00", "\x1b", "\u0301", "\u2028", "\u202e", "\ufeff", "\uff
 @pytest.fixture
 def model(tmp_path) -> Path:
     """A checkpoint directory of the tiny model, with these characters as its vocabulary."""
-    gpt = tiny.gpt(partial(attention, "part0", causal=True), vocab_size=len(PLANES + ODD))
+    gpt = tiny.gpt(vocab_size=len(PLANES + ODD))
     save(tmp_path / "model", gpt, CharTokenizer(PLANES + ODD), {})
     return tmp_path / "model"
 

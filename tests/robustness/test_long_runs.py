@@ -6,18 +6,15 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 import tiny
 from support import ROOT
 
-from attention_ext import attention
 from generation import generate
 from generation.generate import Completion
 from model.checkpoint import load, save
-from model.tokenizer import CharTokenizer
 
 # Numbers of texts and the characters of each: in full, ten million by either engine; else what takes seconds.
 # The torch engine would take hours for one such text, and so would a window that slides.
@@ -37,8 +34,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="n
 @pytest.fixture
 def model(tmp_path) -> Path:
     """A checkpoint directory of the tiny model."""
-    attend = partial(attention, "part0", causal=True)
-    save(tmp_path / "tiny", tiny.gpt(attend, block_size=64), CharTokenizer(tiny.CHARACTERS), {})
+    save(tmp_path / "tiny", tiny.gpt(block_size=64), tiny.VOCABULARY, {})
     return tmp_path / "tiny"
 
 
