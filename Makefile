@@ -1,4 +1,4 @@
-# What people do here. `make` lists it.
+# The project's tasks. `make` lists them.
 .DEFAULT_GOAL := help
 python := .venv/bin/python
 cpp := $(shell git ls-files '*.cpp' '*.h' 2>/dev/null)
@@ -24,7 +24,7 @@ lint:  ## Check format, style and types
 	.venv/bin/mypy
 	.venv/bin/clang-format --dry-run -Werror $(cpp)
 
-format:  ## Put all sources into the project's format
+format:  ## Format all sources
 	.venv/bin/ruff check --fix
 	.venv/bin/ruff format
 	.venv/bin/clang-format -i $(cpp)
@@ -39,5 +39,5 @@ figures:  ## Remake the figures and the blocks of output in docs/, some six minu
 docs:  ## Rewrite the help texts in docs/cli.md
 	$(python) scripts/make-cli-docs.py
 
-ci:  ## Run what decides whether a change lands, in a fresh clone of the last commit
+ci:  ## Run the checks that a change must pass, in a fresh clone of the last commit
 	bash .ci/run

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Unpack the ISPC compiler into PREFIX (default ~/.local/ispc) on Debian 12, which has no package of it: the
-# packages of Debian 13 are fetched from the mirror that apt already uses, with their signatures checked by
-# apt, and nothing outside PREFIX is changed. Elsewhere, take your distribution's ispc or Intel's release.
+# Unpack the ISPC compiler into PREFIX (default ~/.local/ispc) on Debian 12, which has no package of it. apt
+# fetches the packages of Debian 13 from the mirror that it already uses and checks their signatures. Nothing
+# outside PREFIX is changed. On other systems, take your distribution's ispc or Intel's release.
 # usage: scripts/install-ispc.sh [PREFIX]; then put PREFIX on PATH, or set ISPC=PREFIX/ispc
 set -eu
 
@@ -12,7 +12,7 @@ if [ -x "$prefix/ispc" ] && "$prefix/ispc" --version 2>/dev/null; then exit 0; f
 
 fail() { echo "install-ispc: $1" >&2; exit 1; }
 command -v apt-get >/dev/null || fail "this needs apt-get; on other systems install ispc from your distribution"
-[ "$(dpkg --print-architecture)" = amd64 ] || fail "this is for amd64; here it is $(dpkg --print-architecture)"
+[ "$(dpkg --print-architecture)" = amd64 ] || fail "this needs amd64; this machine is $(dpkg --print-architecture)"
 lists() { apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages'; }
 mirror=$(lists | grep -v security | head -n 1)
 if [ -z "$mirror" ]; then
