@@ -3,11 +3,11 @@
     python benchmarks/generation.py [--cases batch1,long] [--threads 1] [--peers CTranslate2]
 
 Before a contender is timed, its logits are compared with float64, and its greedy text with that of our
-PyTorch engine. Either of two equally likely tokens may come, so the text is only reported. Times are of whole
-texts, with the prompt and each engine's Python loop. With one thread all contenders run in this process. With
-several threads each has a process of its own, because idle threads of one engine would disturb the others.
-The processes stay alive and take turns. Before each turn come a pause and a text that does not count: threads
-that have slept need some milliseconds until each is on a core of its own.
+PyTorch engine. Of two equally likely tokens either may be chosen, so a different text is only reported. Times
+are of whole texts, with the prompt and each engine's Python loop. With one thread all contenders run in this
+process. With several threads each has its own process, because idle threads of one engine would disturb the
+others. The processes stay alive and take turns. Before each turn come a pause and a text that does not count,
+because threads that have slept need some milliseconds until each is on a core of its own.
 
 The memory limit is the bandwidth of one thread that reads in order, again and again. It is measured in the
 same run, on as many bytes as a token needs: all weights but the position table, and the keys and values so
@@ -56,7 +56,7 @@ LEAST_SECONDS = 0.05  # of one measurement
 SAMPLE_BYTES = 4 << 20  # of the bandwidth; as many as a token of the first case reads
 PAUSE_SECONDS = 0.3  # in which idle threads of another process fall asleep
 BUSY_EXIT_CODE = 3
-Call = Callable[..., tuple[float, Any]]  # the named method of a Peer: its seconds and its result, a list
+Call = Callable[..., tuple[float, Any]]  # runs the named method of a Peer: (seconds, result as a list)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Own:
 
 
 def local(key: str, case: str, threads: int) -> tuple[str, Call]:
-    """The name and the call of a contender in this process; the name is empty where it is not installed."""
+    """The name and the call of a contender in this process; the name is empty if it is not installed."""
     torch.set_num_threads(threads)
     model = load(CASES[case].model).model
     try:
@@ -128,7 +128,7 @@ def local(key: str, case: str, threads: int) -> tuple[str, Call]:
 
 
 def remote(key: str, case: str, threads: int, stack: ExitStack) -> tuple[str, Call]:
-    """The same in a process of its own, which lives until the stack is closed."""
+    """The same in its own process, which lives until the stack is closed."""
     pool = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
 
     def call(*task: Any) -> tuple[float, Any]:
@@ -161,7 +161,7 @@ def bytes_per_token(model: GPT, case: Case) -> float:
 
 
 def agreement(texts: list[list[int]], expected: list[int]) -> int:
-    """Tokens before the first unexpected one, in the text that differs first."""
+    """The number of tokens before the first difference, in the text that differs first."""
     return min(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(t, expected))) for t in texts)
 
 
@@ -176,8 +176,8 @@ def most_error(name: str) -> float:
 class Figures:
     """One contender's figures.
 
-    error: the largest of its logits. agreement: how much of its greedy text is as expected. seconds: of each
-    round; empty where it was wrong and not timed.
+    error: the largest error of its logits. agreement: how much of its greedy text is as expected. seconds: of
+    each round; empty if it was wrong and not timed.
     """
 
     error: float
@@ -223,7 +223,7 @@ def verify(
 ) -> tuple[dict[str, Figures], dict[str, float]]:
     """Each contender's figures before it is timed, and the seconds of one call of those that are right.
 
-    ids: tokens after which logits are compared. prompt: that the case's texts begin with.
+    ids: tokens after which logits are compared. prompt: the start of the case's texts.
     """
     exact = exact_logits(model, ids)
     expected = Own(model, "torch part4", 1).greedy(prompt, case.count)
@@ -245,7 +245,7 @@ def verify(
 
 
 def table(case: Case, figures: dict[str, Figures], limit: float | None) -> None:
-    """Print the figures. limit: the memory's, in seconds. The first contender that was timed is 1."""
+    """Print the figures, relative to the first contender timed. limit: the memory limit, in seconds."""
     median = {name: statistics.median(each.seconds) for name, each in figures.items() if each.seconds}
     one, unit = next(iter(median), "none"), "tokens/s" if case.count > 1 else "ms"
     click.echo(f"| contender | {unit} | spread | of memory limit | {one} = 1 | logit error | greedy text |")

@@ -1,7 +1,7 @@
 """Other engines that run a checkpoint's own weights in float32 on the CPU, behind one small interface.
 
-Each is one class, whose docstring names the path of the engine that it takes, and the reason. An engine whose
-package is not installed takes no part. What an engine cannot do raises NotImplementedError.
+Each engine is one class. Its docstring names the path through the engine that is taken, and the reason. An
+engine whose package is not installed is left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Peer(Protocol):
     """An engine that holds a model's weights; the first call with a batch size may allocate its buffers.
 
     Prompts have at least one token, and prompt and count together at most block_size + 1: the last
-    token is given, not read.
+    token is returned but not read.
     """
 
     @property
@@ -41,7 +41,7 @@ class Peer(Protocol):
         """The `count` likeliest tokens that follow `prompt`, each given those before it."""
 
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        """The same for prompts of equal length, all at once."""
+        """The same for several prompts of equal length at once."""
 
     def prefill(self, ids: list[int]) -> None:
         """Read `ids` at once and find the first token that follows."""
@@ -64,7 +64,7 @@ def bias_or_zeros(weights: Weights, layer: str) -> Tensor:
 class UncachedPyTorch:
     """nanoGPT's generate(): the whole window through the module for each token, here with SDPA.
 
-    What nanoGPT's users run: it keeps no keys and values, and applies the head to the last position only.
+    This is what nanoGPT's users run. It keeps no cache, and applies the head to the last position only.
     """
 
     name = f"PyTorch {torch.__version__}, no cache"
@@ -100,8 +100,8 @@ class UncachedPyTorch:
 class CachedPyTorch:
     """A plain decoding loop: functions on bare tensors, SDPA over a slice of a preallocated cache.
 
-    Without modules, since at batch 1 the calls cost more than the arithmetic; the cache is sliced, not
-    masked, so that a step reads only the keys that exist. Eager, as no compiler is needed at run time.
+    It uses no modules, because at batch 1 their calls cost more than the arithmetic. The cache is sliced, not
+    masked, so that a step reads only the keys that exist. It runs eagerly and needs no compiler.
     """
 
     name = f"PyTorch {torch.__version__}, cached"
@@ -169,8 +169,8 @@ class CachedPyTorch:
 class Transformers:
     """transformers' GPT2LMHeadModel and its generate(), with their defaults: a growing cache, and SDPA.
 
-    The library's one path for this architecture; its static cache was slower here. The linear layers are
-    (in, out) and have biases, which are zero here; "gelu" is the exact one.
+    This is the library's one path for this architecture; its static cache was slower here. Its linear layers
+    are (in, out) and have biases, which are zero here; its "gelu" is exact.
     """
 
     def __init__(self, model: GPT, threads: int) -> None:
@@ -225,8 +225,8 @@ class Transformers:
 class CTranslate2:
     """CTranslate2's Generator.generate_batch: the decoding loop is C++, one call writes the whole text.
 
-    The prompt is read at once (include_prompt_in_result=False), greedily, with no token that ends a text.
-    Token i is called "i".
+    The prompt is read at once (include_prompt_in_result=False). Decoding is greedy, and no token ends a text.
+    Token i is named "i".
     """
 
     def __init__(self, model: GPT, threads: int) -> None:
@@ -296,12 +296,12 @@ class CTranslate2:
 
 
 class OnnxRuntime:
-    """ONNX Runtime on a graph of its own fused operators, as its generative models are exported.
+    """ONNX Runtime on a graph of its own fused operators, like its exported generative models.
 
     GroupQueryAttention appends to its cache in place, as past and present are bound to one buffer;
-    SkipLayerNormalization adds the residual. IO binding on fixed buffers leaves one call for each token:
-    ArgMax, in the graph, writes the next one into the buffer that the next call reads. Its flash attention
-    is switched off, being slower for a model this narrow; ORT_GQA_DISABLE_FLASH_ATTENTION=0 keeps it on.
+    SkipLayerNormalization adds the residual. With IO binding on fixed buffers, a token is one call: ArgMax,
+    in the graph, writes the token into the buffer that the next call reads. Its flash attention is switched
+    off, because it is slower for so narrow a model; ORT_GQA_DISABLE_FLASH_ATTENTION=0 keeps it on.
     """
 
     def __init__(self, model: GPT, threads: int) -> None:
@@ -319,7 +319,7 @@ class OnnxRuntime:
         self.buffers: dict[int, dict[str, Tensor]] = {}
 
     def buffer(self, B: int) -> dict[str, Tensor]:
-        """What one batch size reads and writes, by the graph's names."""
+        """The tensors that one batch size reads and writes, by the graph's names."""
         if B not in self.buffers:
             c = self.config
             shape = (B, c.n_head, c.block_size, c.head_dim)
@@ -353,7 +353,7 @@ class OnnxRuntime:
         return binding
 
     def read(self, prompts: list[list[int]]) -> dict[str, Tensor]:
-        """The buffers after the prompts were read at once."""
+        """Read the prompts at once; return the buffers."""
         ids = torch.tensor(prompts)  # (B, T)
         B, T = ids.shape
         buffer = self.buffer(B)
@@ -372,7 +372,7 @@ class OnnxRuntime:
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         buffer = self.read(prompts)
         binding = self.bind(buffer, buffer["token"], buffer["positions"])
-        # Views of the same memory: NumPy's assignments are quicker than PyTorch's
+        # views of the same memory, because NumPy assigns faster than PyTorch
         token, position, last, total = (
             buffer[name].numpy() for name in ("token", "positions", "seqlens_k", "total_sequence_length")
         )
@@ -479,12 +479,12 @@ def onnx_decoder(model: GPT) -> bytes:
 
 
 class LlamaCpp:
-    """llama.cpp through llama-cpp-python's C interface, as Llama.generate() copies logits for each token.
+    """llama.cpp through llama-cpp-python's C interface; Llama.generate() would copy logits for each token.
 
     Weights, keys and values are F32. Flash attention reads the prompt of prefill() and is off elsewhere:
     on this CPU path it takes a third of the time over a long prompt, and several times as much for one
     token. The gpt2 graph has the tanh approximation of GELU, from a table in F16: the logits differ by
-    some thousandths, and the text may. Its biases are zeros here.
+    some thousandths, and the text may differ too. Its biases are zeros here.
     """
 
     def __init__(self, model: GPT, threads: int) -> None:
