@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +23,28 @@ class Done:
     returncode: int
     stdout: str
     stderr: str
+
+
+def script(path: Path, text: str) -> str:
+    """Write an executable shell script; return its path."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o700)
+    return str(path)
+
+
+def start_python(
+    cache: Path, *arguments: str | Path, prefix: Sequence[str] = (), **env: str
+) -> subprocess.Popen:
+    """Start Python, in its own process group, with `cache` as its cache directory of builds."""
+    return subprocess.Popen(
+        [*prefix, sys.executable, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"TORCH_EXTENSIONS_DIR": str(cache), "PYTHONPATH": str(ROOT)} | env,
+        start_new_session=True,
+    )
 
 
 class Hostile:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 import time
 import types
 
 import pytest
+from support import script
 
 from attention_ext import PARTS, BuildError
 from attention_ext.build import recipes
@@ -52,7 +52,6 @@ summary: 20721049 1673 1646 4078929 752158 9442 2824595 123037 110326
 # A perf that runs its command and reports 1000 + 10 * REPEATS of each event. It does not support store misses
 # in the last level.
 FAKE_PERF = """\
-#!/bin/sh
 while [ "$1" != -- ]; do shift; done
 "$2" "$3" "$4" "$5" "$6" "$7" "$8" "$9" "${10}" "${11}" || exit
 n=$((1000 + 10 * ${10}))
@@ -67,15 +66,10 @@ echo "<not supported>,,LLC-store-misses:u,0.00%,0,100.00,," >&2
 def fake_perf(extension, tmp_path, monkeypatch):
     """Put a script named perf on PATH."""
 
-    def write(script: str) -> None:
-        path = tmp_path / "perf"
-        path.write_text(script)
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
-
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(counters, "SWEPT_BYTES", 1 << 20)
     monkeypatch.setattr(counters, "caches_of_this_machine", lambda: (L1, L2))
-    return write
+    return lambda text: script(tmp_path / "perf", text)
 
 
 @pytest.fixture
@@ -113,14 +107,14 @@ def test_perf_counts_what_one_call_adds(fake_perf, state):
 
 
 def test_a_processor_that_counts_nothing_is_reported(fake_perf):
-    fake_perf("#!/bin/sh\ncat >&2 <<END\n" + PERF_ON_A_VIRTUAL_MACHINE + "END\n")
+    fake_perf("cat >&2 <<END\n" + PERF_ON_A_VIRTUAL_MACHINE + "END\n")
     counted = count()
     assert (counted.l1, counted.last) == (None, None)
     assert counted.note == "perf does not count cache misses here"
 
 
 def test_a_perf_that_is_not_permitted_is_reported(fake_perf):
-    fake_perf("#!/bin/sh\necho Error: >&2\necho 'Access is limited.' >&2\nexit 255\n")
+    fake_perf("echo Error: >&2\necho 'Access is limited.' >&2\nexit 255\n")
     assert count() == counters.Misses("perf", None, None, "perf stat failed: Access is limited.")
 
 
@@ -132,7 +126,7 @@ def test_a_missing_tool_is_reported(monkeypatch, tool, caches):
 
 
 def test_a_count_that_takes_too_long_is_ended_with_what_it_started(fake_perf, tmp_path):
-    fake_perf(f"#!/bin/sh\n(sleep 1; touch {tmp_path}/late) &\nwait\n")
+    fake_perf(f"(sleep 1; touch {tmp_path}/late) &\nwait\n")
     with pytest.raises(ValueError, match="N is 64; perf takes more than 0.4 s for it, so it must be smaller"):
         count(timeout=0.4)
     time.sleep(1)
@@ -209,9 +203,7 @@ def test_a_cold_call_on_two_heads_brings_in_both(cachegrind):
 
 
 def test_a_program_that_valgrind_cannot_run_is_reported(cachegrind, tmp_path, monkeypatch):
-    broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\necho no such instruction >&2\nexit 3\n")
-    broken.chmod(0o700)
+    broken = script(tmp_path / "broken", "echo no such instruction >&2\nexit 3")
     monkeypatch.setattr(recipes, "program", lambda simd, march: types.SimpleNamespace(make=lambda: broken))
     with pytest.raises(BuildError, match="valgrind cannot run .*broken: no such instruction"):
         count(caches=(L1, L2))

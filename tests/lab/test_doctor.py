@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import ROOT
+from support import ROOT, script
 
 from attention_ext import extension as compiled
 from attention_ext import tiles
@@ -40,12 +40,6 @@ def examined(*checks):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doctor, "CHECKS", checks)
         return list(doctor.examine())
-
-
-def script(path, text):
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o700)
-    return str(path)
 
 
 @pytest.fixture

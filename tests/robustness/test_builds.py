@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import ROOT
+from support import script, start_python
 
 from attention_ext import BuildError, processor
 from attention_ext.build import cache as cache_of_builds
@@ -45,26 +45,13 @@ def sources(tmp_path):
     return small_build.write_sources(tmp_path / "sources")
 
 
-def start(cache, *command, prefix=(), **env) -> subprocess.Popen:
-    """A new process of Python with `cache` as its cache directory."""
-    return subprocess.Popen(
-        [*prefix, sys.executable, *map(str, command)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"TORCH_EXTENSIONS_DIR": str(cache), "PYTHONPATH": str(ROOT)} | env,
-        start_new_session=True,
-    )
-
-
 def finish(process) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 
 def small(cache, sources, *args, **env) -> tuple[int, str, str]:
-    return finish(start(cache, SCRIPT, sources, *args, **env))
+    return finish(start_python(cache, SCRIPT, sources, *args, **env))
 
 
 def error_of(result) -> str:
@@ -93,15 +80,15 @@ def test_a_real_build_killed_while_it_compiles_is_taken_over(full, tmp_path, ext
     if not full:
         pytest.skip("takes minutes; ROBUSTNESS=full")
     began = time.monotonic()
-    assert finish(start(tmp_path / "whole", "-c", REAL))[0] == 0
+    assert finish(start_python(tmp_path / "whole", "-c", REAL))[0] == 0
     seconds = time.monotonic() - began
     for i in range(5):
-        process = start(tmp_path / str(i), "-c", REAL)
+        process = start_python(tmp_path / str(i), "-c", REAL)
         assert "Compiling" in process.stderr.readline()
         time.sleep(seconds * (0.05 + 0.15 * i))
         process.kill() if i % 2 else os.killpg(process.pid, signal.SIGKILL)
         process.stdout.close(), process.stderr.close(), process.wait()
-        code, out, err = finish(start(tmp_path / str(i), "-c", REAL))
+        code, out, err = finish(start_python(tmp_path / str(i), "-c", REAL))
         assert code == 0 and "floats" in out and "Waiting" not in err, err
         assert libraries(tmp_path / str(i)) == ["attention_ext.so"]
 
@@ -110,7 +97,7 @@ def test_eight_processes_compile_once(full, tmp_path, sources):
     commands = [(SCRIPT, sources)] + ([("-c", REAL)] if full else [])
     for command in commands:
         cache = tmp_path / str(command[0] == "-c")
-        results = [finish(p) for p in [start(cache, *command) for _ in range(8)]]
+        results = [finish(p) for p in [start_python(cache, *command) for _ in range(8)]]
         assert [code for code, _, _ in results] == [0] * 8, results
         assert len({out for _, out, _ in results}) == 1
         said = [err for _, _, err in results]
@@ -128,7 +115,7 @@ def test_waiting_is_reported_at_once(tmp_path, sources, monkeypatch):
     library.unlink()
     with open(library.with_name(cache_of_builds.LOCK)) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        process = start(tmp_path / "cache", SCRIPT, sources)
+        process = start_python(tmp_path / "cache", SCRIPT, sources)
         assert process.stderr.readline() == "Waiting for another build...\n"
         assert process.poll() is None
     assert finish(process) == (0, "42\n", "Compiling code into a PyTorch module...\n")
@@ -154,10 +141,10 @@ def test_a_read_only_cache_is_read_and_a_build_in_it_is_an_error(tmp_path, sourc
     cache.mkdir(mode=0o700)
     prefix = namespace(f"mount --bind {cache} {cache}; mount -o remount,bind,ro {cache}")
     message = "/attention_ext_portable_.*: Read-only file system; TORCH_EXTENSIONS_DIR can name another"
-    assert re.search(message, error_of(finish(start(cache, SCRIPT, sources, prefix=prefix))))
+    assert re.search(message, error_of(finish(start_python(cache, SCRIPT, sources, prefix=prefix))))
     assert list(cache.iterdir()) == []
     assert small(cache, sources)[0] == 0
-    assert finish(start(cache, SCRIPT, sources, prefix=prefix)) == (0, "42\n", "")
+    assert finish(start_python(cache, SCRIPT, sources, prefix=prefix)) == (0, "42\n", "")
 
 
 def test_a_full_disk_is_reported_and_leaves_nothing_harmful(full, tmp_path, sources, namespace):
@@ -168,7 +155,7 @@ def test_a_full_disk_is_reported_and_leaves_nothing_harmful(full, tmp_path, sour
             if "$@"; then exit 42; fi
             ! find {cache} -name '*.so' | grep .
             mount -o remount,size=16m {cache}"""  # make room; the second attempt follows
-        code, out, err = finish(start(cache, SCRIPT, sources, prefix=namespace(mounts)))
+        code, out, err = finish(start_python(cache, SCRIPT, sources, prefix=namespace(mounts)))
         if code == 42:
             assert out == "42\n"
             ended.add("room enough")
@@ -184,7 +171,7 @@ def test_a_disk_mounted_noexec_is_reported(tmp_path, sources, namespace):
     cache = tmp_path / "cache"
     cache.mkdir()
     prefix = namespace(f"mount -t tmpfs -o mode=700,noexec none {cache}")
-    assert "cannot be loaded" in error_of(finish(start(cache, SCRIPT, sources, prefix=prefix)))
+    assert "cannot be loaded" in error_of(finish(start_python(cache, SCRIPT, sources, prefix=prefix)))
 
 
 OLD = "cc1plus: error: unrecognized command line option '-std=c++20'"
@@ -209,7 +196,7 @@ COMPILERS = {
 
 def attempts(tmp_path, sources, variant, variable, texts) -> dict[str, tuple[str, str]]:
     """Build with each script as the compiler; return its path, and the library's answer or the error."""
-    paths = {kind: fake(tmp_path / kind.replace(" ", "-"), text) for kind, text in texts.items()}
+    paths = {kind: script(tmp_path / kind.replace(" ", "-"), text) for kind, text in texts.items()}
     code, out, err = small(tmp_path / "cache", sources, "--try", variant, variable, *paths.values())
     assert code == 0 and {*err.splitlines()} <= {"Compiling code into a PyTorch module..."}, err
     return {kind: (path, json.loads(out)[path]) for kind, path in paths.items()}
@@ -223,20 +210,14 @@ def test_a_compiler_that_cannot_do_it_is_one_line(tmp_path, sources):
     assert libraries(tmp_path / "cache") == []
 
 
-def fake(path, text):
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o700)
-    return str(path)
-
-
 def test_a_compiler_that_was_mended_is_used(tmp_path, sources):
     broken = tmp_path / "broken"
     broken.touch()
-    compiler = shlex.join(toolchain.find_compiler())
-    script = fake(tmp_path / "cxx", f'{VERSION}\n[ ! -e {broken} ] || exit 1\nexec {compiler} "$@"')
-    assert "failed" in error_of(small(tmp_path / "cache", sources, CXX=script))
+    whole = shlex.join(toolchain.find_compiler())
+    compiler = script(tmp_path / "cxx", f'{VERSION}\n[ ! -e {broken} ] || exit 1\nexec {whole} "$@"')
+    assert "failed" in error_of(small(tmp_path / "cache", sources, CXX=compiler))
     broken.unlink()
-    assert small(tmp_path / "cache", sources, CXX=script)[:2] == (0, "42\n")
+    assert small(tmp_path / "cache", sources, CXX=compiler)[:2] == (0, "42\n")
 
 
 def test_an_ispc_that_cannot_do_it_is_one_line(tmp_path, sources):
@@ -252,10 +233,10 @@ def test_an_ispc_that_cannot_do_it_is_one_line(tmp_path, sources):
 
 def test_a_compiler_that_never_tells_its_version_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(toolchain, "VERSION_SECONDS", 0.5)
-    script = fake(tmp_path / "cxx", "exec sleep 1000")
+    compiler = script(tmp_path / "cxx", "exec sleep 1000")
     began = time.monotonic()
     with pytest.raises(BuildError, match=r"cxx does not run: .* timed out after 0.5 seconds$"):
-        toolchain.version([script])
+        toolchain.version([compiler])
     assert time.monotonic() - began < 10
 
 

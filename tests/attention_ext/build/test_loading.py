@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from support import script, start_python
 
 LOAD = "from attention_ext import extension; extension.load(); print(extension.describe())"
+VERSION = 'case "$*" in *--version*) exit 0;; esac'
 TRY = """
 from attention_ext import extension, BuildError
 try: extension.load({!r})
@@ -20,15 +21,8 @@ except BuildError as e: print(e)
 
 
 def start(cache: Path, code: str = LOAD, **env: str) -> subprocess.Popen:
-    """A new process that loads the extension with `cache` as its cache directory."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"TORCH_EXTENSIONS_DIR": str(cache)} | env,
-        start_new_session=True,
-    )
+    """Start a process that loads the extension, with `cache` as its cache directory."""
+    return start_python(cache, "-c", code, **env)
 
 
 def finish(process: subprocess.Popen) -> tuple[str, str]:
@@ -72,21 +66,17 @@ def test_a_killed_build_is_taken_over(extension, tmp_path):
 
 
 def test_an_ispc_that_fails_shows_its_message(extension, tmp_path):
-    script = tmp_path / "ispc"
-    script.write_text('#!/bin/sh\ncase "$*" in *--version*) exit 0;; esac\necho Error: kaboom >&2; exit 1\n')
-    script.chmod(0o700)
+    ispc = script(tmp_path / "ispc", f"{VERSION}\necho Error: kaboom >&2; exit 1")
     code = TRY.format("ispc")
-    out, _ = finish(start(tmp_path / "cache", code, ISPC=str(script)))
-    assert out.startswith(f"{script} failed: Error: kaboom (full output: ") and out.count("\n") == 1
+    out, _ = finish(start(tmp_path / "cache", code, ISPC=ispc))
+    assert out.startswith(f"{ispc} failed: Error: kaboom (full output: ") and out.count("\n") == 1
 
 
 def test_a_compiler_that_fails_shows_its_message(extension, tmp_path):
-    script = tmp_path / "broken"
-    script.write_text('#!/bin/sh\ncase "$*" in *--version*) exit 0;; esac\necho error: kaboom >&2; exit 1\n')
-    script.chmod(0o700)
+    compiler = script(tmp_path / "broken", f"{VERSION}\necho error: kaboom >&2; exit 1")
     code = TRY.format("auto")
-    out, _ = finish(start(tmp_path / "cache", code, CXX=f"{script} -x"))
-    assert out.startswith(f"{script} -x failed: error: kaboom (full output: ") and out.count("\n") == 1
+    out, _ = finish(start(tmp_path / "cache", code, CXX=f"{compiler} -x"))
+    assert out.startswith(f"{compiler} -x failed: error: kaboom (full output: ") and out.count("\n") == 1
     assert "kaboom" in Path(out.split("full output: ")[1].rstrip(")\n")).read_text()
 
 
