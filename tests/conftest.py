@@ -111,6 +111,20 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 @pytest.fixture
+def failed(cli):
+    """Run a wrong command; return its one line on stderr."""
+
+    def run(*arguments, **settings) -> str:
+        done = cli(*arguments, **settings)
+        assert done.returncode == 2, done.stderr
+        assert done.stdout == ""
+        assert done.stderr.count("\n") == 1 and done.stderr.startswith("gpt.py: error: ")
+        return done.stderr
+
+    return run
+
+
+@pytest.fixture
 def process(tmp_path: Path):
     """Start gpt.py in its own process, in an empty directory. The process is killed after the test."""
     started = []

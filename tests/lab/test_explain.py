@@ -51,9 +51,8 @@ def test_why_nothing_was_counted(cli, extension, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", [["part7"], ["part1", "-N", "0"], ["part4", "-br", "none"], []])
-def test_wrong_arguments(cli, arguments):
-    done = cli("explain", *arguments)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
+def test_wrong_arguments(failed, arguments):
+    assert failed("explain", *arguments)
 
 
 def test_part1_waits_for_its_sums(cli, extension):

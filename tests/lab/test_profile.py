@@ -341,11 +341,8 @@ WRONG = [
 
 
 @pytest.mark.parametrize("arguments, message", WRONG, ids=[" ".join(w[0]) for w in WRONG])
-def test_an_error_is_one_line(cli, arguments, message, tmp_path):
-    done = cli("profile", *arguments)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("gpt.py: error: ") and done.stderr.count("\n") == 1
-    assert message in done.stderr
+def test_an_error_is_one_line(failed, arguments, message, tmp_path):
+    assert message in failed("profile", *arguments)
     assert list(tmp_path.iterdir()) == []
 
 
