@@ -116,8 +116,8 @@ def test_it_writes_the_text(run):
 
 def test_the_tests_of_correctness_try_it(run):
     chosen = "part5 and portable and (awkward_shapes or bad_value or strides)"
-    told = run(
+    output = run(
         "-m", "pytest", "-q", "tests/attention_ext/test_attention.py", "-k", chosen, "-p", "no:cacheprovider"
     )
-    passed = re.search(r"(\d+) passed", told)
+    passed = re.search(r"(\d+) passed", output)
     assert passed and int(passed[1]) >= 40

@@ -96,7 +96,7 @@ def sanitized(command: list[str], flags: list[str], tmp_path: Path) -> list[str]
     return [*command, *flags]
 
 
-def hold(count: int, *command: str | Path) -> None:
+def run_cases(count: int, *command: str | Path) -> None:
     """Run a program of cases, and check that it tried `count` cases and found none wrong."""
     out = run(*command)
     assert re.match(rf"{count} (cases|models), 0 wrong", out), out
@@ -130,7 +130,7 @@ def test_no_case_is_wrong_or_out_of_bounds(simd, native, link, full, tmp_path):
     command = sanitized(native, CHECKED, tmp_path)
     count = 20000 if full else 500
     program = link(command, [HERE / "kernels.cpp", *PARTS, HELPERS[simd]])
-    hold(count, program, "0", str(count))
+    run_cases(count, program, "0", str(count))
 
 
 @pytest.mark.parametrize("target", ["host", "sse4-i32x4", "avx2-i32x8"])
@@ -145,7 +145,7 @@ def test_ispc(target, native, link, full, tmp_path):
     command = sanitized(native, CHECKED, tmp_path)
     count = 20000 if full else 500
     program = link(command, [HERE / "kernels.cpp", *PARTS, HELPERS["ispc"]], made)
-    hold(count, program, "100000", str(count))
+    run_cases(count, program, "100000", str(count))
 
 
 @pytest.mark.parametrize("march", processors())
@@ -155,7 +155,7 @@ def test_the_code_that_is_shipped(compiler, march, link, full):
     if not full:
         pytest.skip("only in the full set")
     program = link([*found(compiler), "-O3", f"-march={march}"], PORTABLE)
-    hold(20000, program, "200000", "20000")
+    run_cases(20000, program, "200000", "20000")
 
 
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
@@ -164,14 +164,14 @@ def test_threads_do_not_race(compiler, link, full, tmp_path):
         pytest.skip("only in the full set")
     command = sanitized([*found(compiler), toolchain.NATIVE, "-O1"], RACES, tmp_path)
     count = 3000 if full else 50
-    hold(count, link(command, PORTABLE), "300000", str(count), "16")
+    run_cases(count, link(command, PORTABLE), "300000", str(count), "16")
 
 
 @pytest.mark.parametrize("flags", [CHECKED, RACES], ids=["memory", "races"])
 def test_the_decoder(flags, native, link, full, tmp_path):
     command = sanitized(native, flags, tmp_path)
     count = (1000 if flags == CHECKED else 300) if full else 20
-    hold(count, link(command, DECODER), "0", str(count))
+    run_cases(count, link(command, DECODER), "0", str(count))
 
 
 @pytest.mark.parametrize("compiler", ["gcc", "clang for the Apple M1"])
@@ -189,10 +189,10 @@ def test_aarch64(compiler, link, full):
     command += ["-O3", "-static"]
     program = link(command, PORTABLE)
     count = 2000 if full else 60
-    hold(count, *emulator, program, "400000", str(count))
-    hold(count // 10, *emulator, program, "500000", str(count // 10), "16")
+    run_cases(count, *emulator, program, "400000", str(count))
+    run_cases(count // 10, *emulator, program, "500000", str(count // 10), "16")
     if full:
-        hold(100, *emulator, link(command, DECODER), "600000", "100")
+        run_cases(100, *emulator, link(command, DECODER), "600000", "100")
 
 
 def test_the_flags_are_for_every_compiler():
