@@ -101,7 +101,7 @@ void flash_few(const Attention& a, float* scratch) {
             }
             const float m_new = simd::row_max(S, keys, m);
             if (j0 > 0 && m_new > m) {
-                const float correction = std::exp(m - m_new);
+                const float correction = simd::exp_or_zero(m - m_new);
                 simd::scale_row(O, d, correction);
                 l *= correction;
             }

@@ -10,11 +10,16 @@
 // PyTorch's epsilon, added to the variance.
 #define SIMD_LAYER_NORM_EPSILON 1e-5f
 
-// 2^x for x <= 8 with a relative error of 2e-7; 0 for x <= -127, below which results would be denormal.
+// 2^x for x <= 8 with a relative error of 2e-7; 0 for x < SIMD_EXP2_LEAST, where results would be denormal: a
+// multiply-add with a denormal number takes over a hundred cycles on many processors.
 // x = n + f with n whole and |f| <= 1/2. 2^n is an addition to the exponent bits.
 // Adding SIMD_ROUND = 1.5 * 2^23 rounds x to n, which is then in the low bits of the sum.
-#define SIMD_EXP2_LEAST (-127.0f)
+#define SIMD_EXP2_LEAST (-126.0f)
 #define SIMD_ROUND 12582912.0f
+
+// e^x is below the smallest normal float for x below this.
+#define SIMD_EXP_LEAST (-87.3365402f)
+#define SIMD_LEAST_NORMAL 1.17549435e-38f
 
 // 2^f for |f| <= 1/2: a polynomial of degree 5, minimax in relative error, with constant term 1.
 #define SIMD_EXP2_C5 1.32647273e-3f

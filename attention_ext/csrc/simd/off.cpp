@@ -10,6 +10,9 @@ namespace simd {
 
 constexpr int64_t W = 16;
 
+// 2^x, or 0 where that would be denormal.
+static float exp2_or_zero(float x) { return x < SIMD_EXP2_LEAST ? 0.0f : std::exp2(x); }
+
 int64_t lanes() { return W; }  // nothing depends on it here; the tiles are as for AVX-512
 
 int64_t panel() { return 48; }
@@ -73,7 +76,7 @@ float row_max(const float* x, int64_t n, float m) {
 
 float exp_sum(float* x, int64_t n, float m) {
     float sum = 0;
-    for (int64_t i = 0; i < n; i++) sum += x[i] = std::exp(x[i] - m);
+    for (int64_t i = 0; i < n; i++) sum += x[i] = exp_or_zero(x[i] - m);
     return sum;
 }
 
@@ -87,11 +90,15 @@ void layer_norm(float* y, const float* x, const float* weight, const float* bias
 }
 
 void gelu(float* x, int64_t n) {
-    for (int64_t i = 0; i < n; i++) x[i] *= 0.5f * std::erfc(-0.707106781f * x[i]);
+    for (int64_t i = 0; i < n; i++) {
+        const float tail = 0.5f * std::erfc(-0.707106781f * x[i]);
+        x[i] *= tail < SIMD_LEAST_NORMAL ? 0.0f : tail;
+    }
 }
 
 void scale_row(float* x, int64_t n, float a) {
-    for (int64_t i = 0; i < n; i++) x[i] *= a;
+    const float least = SIMD_LEAST_NORMAL / std::fabs(a);
+    for (int64_t i = 0; i < n; i++) x[i] = (std::fabs(x[i]) < least ? 0.0f : x[i]) * a;
 }
 
 bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* m, float* l,
@@ -105,8 +112,8 @@ bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* 
         for (int64_t j = 0; j < live; j++) most = s[j * S.ld] > most ? s[j * S.ld] : most;
         const float after = most > m[c] + SIMD_MAX_LAG ? most : m[c];
         const float subtracted = after == low ? 0 : after;  // -inf - -inf would be NaN
-        for (int64_t j = 0; j < live; j++) sum += s[j * S.ld] = std::exp2(s[j * S.ld] - subtracted);
-        correction[c] = std::exp2(m[c] - subtracted);
+        for (int64_t j = 0; j < live; j++) sum += s[j * S.ld] = exp2_or_zero(s[j * S.ld] - subtracted);
+        correction[c] = exp2_or_zero(m[c] - subtracted);
         l[c] = correction[c] * l[c] + sum;
         m[c] = after;
         changed |= correction[c] != 1;

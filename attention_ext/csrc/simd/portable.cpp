@@ -82,8 +82,6 @@ INLINE void store_part(float* p, Vec v, int64_t n) {
 
 INLINE Vec max(Vec a, Vec b) { return b > a ? b : a; }  // a where either is NaN
 
-INLINE UintVec min(UintVec a, UintVec b) { return a < b ? a : b; }
-
 INLINE IntVec lane_numbers() {
     IntVec n;
     for (int i = 0; i < W; i++) n[i] = i;
@@ -113,12 +111,9 @@ INLINE float sum(Vec v) {
 
 INLINE float largest(Vec v) { return reduce(v, max, std::make_index_sequence<W>()); }
 
-// 2^x for x <= 8, as constants.h describes. As unsigned integers the bits of negative floats are in reverse
-// order and above those of all others, so one integer minimum bounds x from below. The result for NaN depends
-// on the NaN's sign; callers test their inputs for NaN.
+// 2^x for x <= 8, as constants.h describes. The result for NaN is 0; callers test their inputs for NaN.
 INLINE Vec exp2_bounded(Vec x) {
     const Vec round = splat(SIMD_ROUND);
-    x = bit_cast<Vec>(min(bit_cast<UintVec>(x), bit_cast<UintVec>(splat(SIMD_EXP2_LEAST))));
     const Vec z = x + round;
     const Vec f = x - (z - round);
     Vec p = f * SIMD_EXP2_C5 + SIMD_EXP2_C4;
@@ -126,7 +121,8 @@ INLINE Vec exp2_bounded(Vec x) {
     p = p * f + SIMD_EXP2_C2;
     p = p * f + SIMD_EXP2_C1;
     p = p * f + SIMD_EXP2_C0;
-    return bit_cast<Vec>(bit_cast<IntVec>(p) + (bit_cast<IntVec>(z) << 23));
+    const UintVec bits = bit_cast<UintVec>(p) + (bit_cast<UintVec>(z) << 23);  // far below the least they wrap
+    return bit_cast<Vec>(bits & bit_cast<UintVec>(x >= SIMD_EXP2_LEAST));
 }
 
 // x Phi(x), with Phi(-|x|) = 2^q(|x|)
@@ -444,9 +440,14 @@ float exp_sum(float* x, int64_t n, float m) {
 }
 
 void scale_row(float* x, int64_t n, float a) {
+    const float least = SIMD_LEAST_NORMAL / std::fabs(a);
+    const auto scaled = [&](Vec v) {
+        const Vec magnitude = bit_cast<Vec>(bit_cast<IntVec>(v) & 0x7fffffff);
+        return (magnitude < least ? Vec{} : v) * a;
+    };
     int64_t i = 0;
-    for (; i + W <= n; i += W) store(x + i, load(x + i) * a);
-    if (i < n) store_part(x + i, load_part(x + i, n - i, 0.0f) * a, n - i);
+    for (; i + W <= n; i += W) store(x + i, scaled(load(x + i)));
+    if (i < n) store_part(x + i, scaled(load_part(x + i, n - i, 0.0f)), n - i);
 }
 
 void layer_norm(float* y, const float* x, const float* weight, const float* bias, int64_t n) {

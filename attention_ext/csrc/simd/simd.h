@@ -4,7 +4,10 @@
 // NaN in gives NaN out.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
+
+#include "simd/constants.h"
 
 namespace simd {
 
@@ -66,7 +69,7 @@ void add_weighted_rows(float* o, const float* p, ConstMatrix B, int64_t rows, in
 // The largest of m and x[0 .. n-1]; NaN is ignored.
 float row_max(const float* x, int64_t n, float m);
 
-// x[i] <- exp(x[i] - m), where x[i] <= m; returns their sum.
+// x[i] <- exp(x[i] - m), or 0 where that would be denormal, where x[i] <= m; returns their sum.
 float exp_sum(float* x, int64_t n, float m);
 
 // y[i] <- (x[i] - mean) / sqrt(variance + SIMD_LAYER_NORM_EPSILON) * weight[i] + bias[i]; n > 0, bias may be
@@ -76,7 +79,7 @@ void layer_norm(float* y, const float* x, const float* weight, const float* bias
 // x[i] <- x[i] Phi(x[i]), the exact GELU; Phi is the normal distribution function.
 void gelu(float* x, int64_t n);
 
-// x[i] <- a * x[i]
+// x[i] <- a * x[i], or 0 where that would be denormal
 void scale_row(float* x, int64_t n, float a);
 
 // One step of the online softmax down each column c of S (rows, cols). The live rows of column c are its first
@@ -94,5 +97,8 @@ bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* 
 
 // C[i][c] <- a[c] * C[i][c]                       C (rows, cols), a (cols)
 void scale_columns(Matrix C, int64_t rows, int64_t cols, const float* a);
+
+// e^x, or 0 where that would be denormal.
+inline float exp_or_zero(float x) { return x < SIMD_EXP_LEAST ? 0.0f : std::exp(x); }
 
 }  // namespace simd

@@ -9,18 +9,16 @@
 
 #define INF floatbits(0x7f800000)
 
-// 2^x for x <= 8, as constants.h describes; any number for NaN.
+// 2^x for x <= 8, as constants.h describes; 0 for NaN.
 static inline float exp2_bounded(float x) {
-    const float bounded =
-        floatbits(min((unsigned int32)intbits(x), (uniform unsigned int32)intbits(SIMD_EXP2_LEAST)));
-    const float z = bounded + SIMD_ROUND;
-    const float f = bounded - (z - SIMD_ROUND);
+    const float z = x + SIMD_ROUND;
+    const float f = x - (z - SIMD_ROUND);
     float p = f * SIMD_EXP2_C5 + SIMD_EXP2_C4;
     p = p * f + SIMD_EXP2_C3;
     p = p * f + SIMD_EXP2_C2;
     p = p * f + SIMD_EXP2_C1;
     p = p * f + SIMD_EXP2_C0;
-    return floatbits(intbits(p) + (intbits(z) << 23));
+    return x >= SIMD_EXP2_LEAST ? floatbits(intbits(p) + (intbits(z) << 23)) : 0.0f;
 }
 
 static inline float larger(float a, float b) { return b > a ? b : a; }  // a where either is NaN
@@ -360,9 +358,16 @@ export void ispc_gelu(uniform float x[], uniform int64 n) {
 }
 
 export void ispc_scale_row(uniform float x[], uniform int64 n, uniform float a) {
+    const uniform float least = SIMD_LEAST_NORMAL / abs(a);
     uniform int64 i = 0;
-    for (; i + programCount <= n; i += programCount) x[i + programIndex] *= a;
-    if (i + programIndex < n) x[i + programIndex] *= a;
+    for (; i + programCount <= n; i += programCount) {
+        const float v = x[i + programIndex];
+        x[i + programIndex] = (abs(v) < least ? 0.0f : v) * a;
+    }
+    if (i + programIndex < n) {
+        const float v = x[i + programIndex];
+        x[i + programIndex] = (abs(v) < least ? 0.0f : v) * a;
+    }
 }
 
 export uniform bool ispc_online_softmax(uniform float S[], uniform int64 ldS, uniform int64 rows,
