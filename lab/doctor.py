@@ -27,10 +27,20 @@ OK, ABSENT, BROKEN = "ok", "--", "FAIL"
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 10)
 # Other packages that the commands import: distribution names.
-PACKAGES = ("click", "numpy", "pooch", "requests", "rich", "safetensors", "setuptools", "tqdm")
+PACKAGES = (
+    "click",
+    "numpy",
+    "pooch",
+    "pybind11",
+    "requests",
+    "rich",
+    "safetensors",
+    "setuptools",
+    "tiktoken",
+    "tqdm",
+)
 # Packages of optional features: the extra of setup.cfg that brings each, and its purpose.
 OPTIONAL = {
-    "tiktoken": ("bpe", "GPT-2's vocabulary"),
     "matplotlib": ("lab", "plots"),
     "scipy": ("lab", "statistics of comparisons"),
     "onnxruntime": ("bench", "comparisons with other engines"),

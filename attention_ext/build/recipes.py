@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pybind11
 import torch
 
 from attention_ext import processor
@@ -36,8 +37,8 @@ class Recipe:
     """A file to compile, and everything that decides its content.
 
     name: of its directory, before the fingerprint. file: its name there. what: a description for messages.
-    csrc: the source folder; every file in it enters the fingerprint. ispc: the compiler of ISPC_SOURCE, if
-    one is needed. compile: makes the file in a folder and returns its path.
+    csrc: the source folder; every file in it enters the fingerprint. includes: folders of headers.
+    ispc: the compiler of ISPC_SOURCE, if one is needed. compile: makes the file in a folder, gives its path.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Recipe:
     what: str
     csrc: Path
     sources: tuple[Path, ...]
+    includes: tuple[str, ...]
     flags: tuple[str, ...]
     compiler: tuple[str, ...]
     ispc: str | None
@@ -54,7 +56,8 @@ class Recipe:
         """The file's path, before and after it is made. Raises BuildError if a compiler does not run."""
         versions = [toolchain.version(self.compiler), toolchain.version([self.ispc]) if self.ispc else b""]
         decoder = f"decoder {toolchain.has_python_header()}"
-        facts = (shlex.join(self.compiler), *self.flags, torch.__version__, sys.version)
+        versions_of = (torch.__version__, pybind11.__version__, sys.version)
+        facts = (shlex.join(self.compiler), *self.flags, *versions_of)
         named = cache.fingerprint([*facts, processor.capabilities(), decoder, *versions], self.csrc)
         return cache.real(cache.directory()) / f"{self.name}_{named}" / self.file
 
@@ -84,6 +87,7 @@ def library(simd: str = "auto", csrc: Path = CSRC) -> Recipe:
         what="code into a PyTorch module",
         csrc=csrc,
         sources=found(csrc, (*decoder, *LIBRARY, source)),
+        includes=(pybind11.get_include(), str(csrc)),  # PyTorch adds its own after these
         flags=(*toolchain.FLAGS, *flags, f"-DATTENTION_EXT={name}"),
         compiler=tuple(compiler),
         ispc=ispc,
@@ -110,6 +114,7 @@ def program(simd: str = "auto", march: str = "native", csrc: Path = CSRC) -> Rec
         what="a standalone program of the kernels",
         csrc=csrc,
         sources=found(csrc, (*PROGRAM, source)),
+        includes=(str(csrc),),
         flags=(*general, *flags),
         compiler=tuple(toolchain.find_compiler()),
         ispc=None,
@@ -134,7 +139,7 @@ def make_library(recipe: Recipe, work: Path) -> Path:
                 "unfinished",
                 [str(source) for source in recipe.sources],
                 extra_cflags=list(recipe.flags),
-                extra_include_paths=[str(recipe.csrc)],
+                extra_include_paths=list(recipe.includes),
                 extra_ldflags=objects,
                 build_directory=str(work),
                 is_python_module=False,
@@ -155,7 +160,15 @@ def make_program(recipe: Recipe, work: Path) -> Path:
     """Make a program in `work`, with line numbers for debuggers and profilers."""
     made = work / recipe.file
     sources = [str(source) for source in recipe.sources]
-    arguments = ["-std=c++17", "-g", *recipe.flags, f"-I{recipe.csrc}", *sources, "-o", str(made)]
+    arguments = [
+        "-std=c++17",
+        "-g",
+        *recipe.flags,
+        *(f"-I{path}" for path in recipe.includes),
+        *sources,
+        "-o",
+        str(made),
+    ]
     toolchain.run(list(recipe.compiler), arguments, work)
     return made
 
