@@ -101,7 +101,8 @@ def attention(
     if row.tiled:
         tuned = tiles.DEFAULT
         if not (br and bc or compiling):  # a compiled graph cannot read files
-            tuned = tiles.tile(helpers, torch.get_num_threads(), d, Nk, causal)
+            queries = q.shape[0] * q.shape[1] * q.shape[2]
+            tuned = tiles.tile(helpers, torch.get_num_threads(), d, Nk, causal, queries)
         tile = (br or tuned[0], bc or tuned[1])
     run = operator(part, helpers)
     if compiling:

@@ -17,6 +17,8 @@ from attention_ext import processor
 
 # Within 2 % of the best tile in a sweep at N = 1024, d = 32, 64, 128 (gpt.py bench part4 -br ... -bc ...).
 DEFAULT = (192, 256)
+# With fewer, threads wait for the last tile: up to a tile's time in so many.
+TILES_PER_THREAD = 8
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,31 @@ class Tuned:
 
 
 @functools.lru_cache(4096)
-def tile(simd: str, threads: int, d: int, N: int, causal: bool) -> tuple[int, int]:
+def tile(
+    simd: str, threads: int, d: int, N: int, causal: bool, queries: int | None = None
+) -> tuple[int, int]:
     """(br, bc) for N keys: tuned for this simd, threads, d and mask at the nearest length, else DEFAULT.
 
     Results for less than half or more than twice the length are ignored.
+    queries: B H Nq, of all heads; DEFAULT is made smaller where several threads would have too few tiles.
     """
     fitting = [tuned for tuned in _fitting(simd, threads, d, causal) if N <= 2 * tuned.N <= 4 * N]
     if not fitting:
-        return DEFAULT
+        return DEFAULT if threads == 1 or queries is None else (_shared(simd, threads, queries), DEFAULT[1])
     nearest = min(fitting, key=lambda tuned: abs(math.log(tuned.N / N)))
     return nearest.br, nearest.bc
+
+
+def _shared(simd: str, threads: int, queries: int) -> int:
+    """Rows of a tile by which each thread has TILES_PER_THREAD, as far as tiles of a panel allow.
+
+    A panel is what the kernel multiplies at a time. A multiple of it cuts the queries into the same strips,
+    so the number of threads changes no bit of the result.
+    """
+    from attention_ext import extension
+
+    panel = extension.size("panel", simd)
+    return max(panel, min(DEFAULT[0], queries // (TILES_PER_THREAD * threads) // panel * panel))
 
 
 @functools.cache

@@ -67,7 +67,7 @@ def bench_run(change=1.0, rounds=10, names=("part0", "part4", "sdpa"), **fields)
         1 << 20,
     )
     done.peaks, done.bandwidths, done.complete = {1: 1e11, 2: 2e11}, {1: 1e10, 2: 2e10}, True
-    sizes = dict(lengths=(64, 128), widths=(16,), threads=(1, 2)) | fields
+    sizes = dict(lengths=(64, 128), widths=(16,), threads=(1, 2), br=(192,), bc=(256,)) | fields
     for cell in plan(names, **sizes):
         factor = change if cell.contender == "part4" else 1
         seconds = [1e-3 * cell.N / 64 * factor * (1 + 0.001 * i) for i in range(rounds)]

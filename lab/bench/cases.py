@@ -100,7 +100,8 @@ def plan(
                 tile_sizes = itertools.product(br, bc) if part and part.tiled else ((None, None),)
                 for rows, columns in tile_sizes:
                     if part and part.tiled:
-                        tuned = tiles.tile(resolve_simd(simd), count, d, N, causal)
+                        rows_of_all = batch * heads * (queries or N)
+                        tuned = tiles.tile(resolve_simd(simd), count, d, N, causal, rows_of_all)
                         rows, columns = rows or tuned[0], columns or tuned[1]
                     cells.append(
                         Cell(name, simd, N, queries or N, d, batch, heads, causal, rows, columns, count)

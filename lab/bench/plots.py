@@ -124,7 +124,10 @@ def tiles(run: Run) -> Figure | None:
     name, longest = timed[0].cell.contender, max(r.cell.N for r in timed)
     timed = [r for r in timed if r.cell.contender == name and r.cell.N == longest]
     rows, columns = (sorted({getattr(r.cell, side) for r in timed}) for side in ("br", "bc"))
-    if len(rows) * len(columns) < 2:
+    by_threads: dict[int, set] = {}  # whose number may decide the tile that is taken unless one is asked for
+    for r in timed:
+        by_threads.setdefault(r.cell.threads, set()).add((r.cell.br, r.cell.bc))
+    if max(len(tried) for tried in by_threads.values()) < 2:
         return None
 
     def panel(axes: Axes, results: list[Result]) -> None:

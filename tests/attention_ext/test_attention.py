@@ -48,6 +48,14 @@ def qkv(B, H, Nq, Nk, d, seed=0):
     return tuple(torch.randn(B, H, n, d, generator=generator) for n in (Nq, Nk, Nk))
 
 
+def assert_same(part, got, expected):
+    """Equal to the last bit for our kernels; PyTorch's sums may depend on shapes and alignment."""
+    if PARTS[part].operator:
+        assert torch.equal(got, expected)
+    else:
+        torch.testing.assert_close(got, expected, equal_nan=True)
+
+
 def check(part, q, k, v, causal=False, scale=None, **tile):
     """Compare the output and the logsumexp of a part with the oracle's."""
     out, lse = attention(part, q, k, v, causal=causal, scale=scale, return_lse=True, **tile)
@@ -57,7 +65,7 @@ def check(part, q, k, v, causal=False, scale=None, **tile):
     floor = max(1e-6, oracle.score_rounding(q, k, applied))
     oracle.assert_close(out, expected[0], peer[0], floor)
     oracle.assert_close(lse, expected[1], peer[1])
-    assert torch.equal(out, attention(part, q, k, v, causal=causal, scale=scale, **tile))
+    assert_same(part, out, attention(part, q, k, v, causal=causal, scale=scale, **tile))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -104,17 +112,15 @@ def test_strides(part, causal):
     fused = torch.cat([t.transpose(1, 2).flatten(2) for t in (q, k, v)], dim=2)  # (B, N, 3 H d)
     views = [t.view(2, 33, 3, 24).transpose(1, 2) for t in fused.split(72, dim=2)]
     assert not views[0].is_contiguous()
-    assert torch.equal(attention(part, *views, causal=causal), expected)
+    assert_same(part, attention(part, *views, causal=causal), expected)
     columns = [t.mT.contiguous().mT for t in (q, k, v)]  # the last dimension is strided
     assert columns[0].stride(3) != 1
     torch.testing.assert_close(attention(part, *columns, causal=causal), expected)
     every_other = [torch.stack([t, -t], dim=-1)[..., 0] for t in (q, k, v)]
-    assert torch.equal(attention(part, *every_other, causal=causal), expected)
+    assert_same(part, attention(part, *every_other, causal=causal), expected)
     one_head = [t[:, :1].expand(2, 3, 33, 24) for t in (q, k, v)]  # stride 0
-    assert torch.equal(
-        attention(part, *one_head, causal=causal),
-        attention(part, *[t.contiguous() for t in one_head], causal=causal),
-    )
+    held = [t.contiguous() for t in one_head]
+    assert_same(part, attention(part, *one_head, causal=causal), attention(part, *held, causal=causal))
 
 
 @pytest.mark.parametrize("Nq", [1, 2, 3, 4, 40])
@@ -162,7 +168,7 @@ def test_a_bad_value_reaches_only_the_rows_that_see_it(part, which, value, at):
     touched[0, 1, at if which == "q" else slice(at, None)] = True
     if which == "q":
         touched[0, 1, at + 1 :] = False
-    assert torch.equal(out.masked_select(~touched), clean.masked_select(~touched))
+    assert_same(part, out.masked_select(~touched), clean.masked_select(~touched))
     torch.testing.assert_close(out.double(), expected, equal_nan=True, rtol=1e-5, atol=1e-5)
     if math.isnan(value):
         rows = out.isnan().any(-1, keepdim=True)
@@ -194,6 +200,17 @@ def test_threads_change_nothing(kernel, threads, count):
     expected = attention(kernel, q, k, v, causal=True, br=16, bc=16)
     threads(count)
     assert torch.equal(attention(kernel, q, k, v, causal=True, br=16, bc=16), expected)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_threads_change_the_default_tile_and_nothing_else(extension, threads, causal):
+    """More threads take smaller tiles, which cut the queries into the same strips."""
+    q, k, v = qkv(1, 2, 700, 700, 16)
+    threads(1)
+    expected = attention("part4", q, k, v, causal=causal)
+    for count in (2, 3, 5, 16):
+        threads(count)
+        assert torch.equal(attention("part4", q, k, v, causal=causal), expected)
 
 
 def test_a_single_query_sees_the_whole_cache(part):

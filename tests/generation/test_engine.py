@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attention_ext import SIMD, BuildError, attention
+from attention_ext import SIMD, BuildError
 from attention_ext.extension import load as load_extension
 from attention_ext.extension import load_decoder
 from generation.engine import open_engine
@@ -23,6 +23,7 @@ from generation.sampling import Sampling
 from model import load
 
 GREEDY = Sampling(temperature=0)
+EXACT = dict(rtol=0, atol=0)  # of our own engine; PyTorch's sums may depend on the row
 
 # Extreme nanoGPT configurations: biases, one head, odd widths, vocabularies of 1 and of thousands
 CONFIGS = [
@@ -38,7 +39,7 @@ CONFIGS = [
 
 def model(**change):
     """A model whose logits are a few units large, like those of trained models."""
-    made = tiny.gpt(partial(attention, "part0", causal=True), **change)
+    made = tiny.gpt(**change)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if parameter.dim() == 2:
@@ -204,7 +205,8 @@ def test_a_copied_slot_goes_on_as_its_source(kernel, name):
         engine.set_sampling(slot, Sampling(repetition_penalty=1.5))
     for u in (0.1, 0.5, 0.9):
         first, second = engine.next([0, 1], [u, u])
-        assert first == second and torch.equal(engine.logits(0), engine.logits(1))
+        assert first == second
+        torch.testing.assert_close(engine.logits(0), engine.logits(1), **EXACT if name == "native" else {})
 
 
 @pytest.mark.parametrize("name", ["native", "torch"])

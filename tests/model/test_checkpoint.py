@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from functools import partial
 
 import pytest
 import safetensors.torch
@@ -12,25 +11,23 @@ import tiny
 import torch
 from support import Hostile
 
-from attention_ext import attention
 from model import checkpoint, train
 from model.checkpoint import CheckpointError, load, save
 from model.tokenizer import VocabularyError
 
-attend = partial(attention, "part0", causal=True)
 VOCABULARY, nanogpt_file = tiny.VOCABULARY, tiny.nanogpt_file
 
 
 @pytest.fixture
 def directory(tmp_path):
     """A checkpoint directory of the tiny model."""
-    save(tmp_path / "saved", tiny.gpt(attend), VOCABULARY, {"steps": 0})
+    save(tmp_path / "saved", tiny.gpt(), VOCABULARY, {"steps": 0})
     return tmp_path / "saved"
 
 
 @pytest.mark.parametrize("name", checkpoint.SHIPPED)
 def test_shipped_checkpoints_are_what_the_recipes_say(name):
-    loaded = load(name, attend)
+    loaded = load(name, tiny.attend)
     config, recipe = loaded.model.config, train.RECIPES[name]
     assert (config.n_layer, config.n_head, config.n_embd, config.vocab_size) == (4, 4, 128, 65)
     assert config.block_size == int(name.removeprefix("shakes")) == recipe.block_size
@@ -46,14 +43,14 @@ def test_shipped_checkpoints_have_learnt():
     """They predict the opening of Hamlet's monologue, which the training text does not contain as such."""
     text = "To be, or not to be, that is the question:\nWhether 'tis nobler in the mind to suffer\n"
     for name in checkpoint.SHIPPED:
-        loaded = load(name, attend)
+        loaded = load(name, tiny.attend)
         loss = train.evaluate(loaded.model, torch.tensor(loaded.tokenizer.encode(text)))
         assert loss < 2.2  # nats; guessing among 65 characters costs 4.2
 
 
 def test_round_trip(directory):
-    loaded = load(str(directory), attend)
-    expected = tiny.gpt(attend)
+    loaded = load(str(directory), tiny.attend)
+    expected = tiny.gpt()
     assert loaded.model.config == expected.config
     assert loaded.tokenizer.source == str(directory / "meta.json")
     for (name, a), (_, b) in zip(loaded.model.state_dict().items(), expected.state_dict().items()):
@@ -69,10 +66,10 @@ def test_nanogpts_checkpoint_with_meta_pickle(tmp_path, prefix, bias):
     data.mkdir(parents=True)
     (data / "meta.pkl").write_bytes(pickle.dumps({"itos": dict(enumerate(tiny.CHARACTERS))}))
     expected = nanogpt_file(out / "ckpt.pt", prefix=prefix, bias=bias)
-    loaded = load(str(out / "ckpt.pt"), attend)
+    loaded = load(str(out / "ckpt.pt"), tiny.attend)
     ids = torch.randint(11, (1, 16))
     with torch.no_grad():
-        assert torch.equal(loaded.model(ids), expected(ids))
+        torch.testing.assert_close(loaded.model(ids), expected(ids))
     assert loaded.tokenizer.characters == tiny.CHARACTERS
     assert loaded.model.config.dropout == 0
 
@@ -80,9 +77,9 @@ def test_nanogpts_checkpoint_with_meta_pickle(tmp_path, prefix, bias):
 def test_a_vocabulary_beside_the_checkpoint_comes_first(tmp_path):
     nanogpt_file(tmp_path / "ckpt.pt", config={"dataset": "shakespeare_char"})
     with pytest.raises(CheckpointError, match="has 65 tokens; it must have vocab_size=11"):
-        load(str(tmp_path / "ckpt.pt"), attend)
+        load(str(tmp_path / "ckpt.pt"), tiny.attend)
     VOCABULARY.write_meta_json(tmp_path / "meta.json")
-    assert len(load(str(tmp_path / "ckpt.pt"), attend).tokenizer) == 11
+    assert len(load(str(tmp_path / "ckpt.pt"), tiny.attend).tokenizer) == 11
 
 
 def test_a_dataset_name_cannot_leave_the_data_directory(tmp_path):
@@ -91,14 +88,14 @@ def test_a_dataset_name_cannot_leave_the_data_directory(tmp_path):
     (tmp_path / "out").mkdir()
     nanogpt_file(tmp_path / "out" / "ckpt.pt", config={"dataset": "../elsewhere"})
     with pytest.raises(CheckpointError, match="no vocabulary"):
-        load(str(tmp_path / "out" / "ckpt.pt"), attend)
+        load(str(tmp_path / "out" / "ckpt.pt"), tiny.attend)
 
 
 def test_a_hostile_checkpoint_is_refused_unexecuted(tmp_path):
     proof, path = tmp_path / "executed", tmp_path / "ckpt.pt"
     nanogpt_file(path, extra=Hostile(f"touch {proof}"))
     with pytest.raises(CheckpointError, match="ckpt.pt is refused"):
-        load(str(path), attend)
+        load(str(path), tiny.attend)
     assert not proof.exists()
     torch.load(path, weights_only=False)  # an unsafe load runs it, so this test can fail
     assert proof.exists()
@@ -109,7 +106,7 @@ def test_a_hostile_vocabulary_beside_a_checkpoint_is_refused(tmp_path):
     proof = tmp_path / "executed"
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": Hostile(f"touch {proof}")}))
     with pytest.raises(VocabularyError):
-        load(str(tmp_path / "ckpt.pt"), attend)
+        load(str(tmp_path / "ckpt.pt"), tiny.attend)
     assert not proof.exists()
 
 
@@ -118,27 +115,27 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, data):
     path = tmp_path / "ckpt.pt"
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="ckpt.pt"):
-        load(str(path), attend)
+        load(str(path), tiny.attend)
 
 
 @pytest.mark.parametrize("key", ["model", "model_args"])
 def test_a_checkpoint_without_its_parts_is_refused(tmp_path, key):
     nanogpt_file(tmp_path / "ckpt.pt", **{key: 3})
     with pytest.raises(CheckpointError, match=f"has no dict '{key}'"):
-        load(str(tmp_path / "ckpt.pt"), attend)
+        load(str(tmp_path / "ckpt.pt"), tiny.attend)
 
 
 def test_an_untied_head_is_refused(tmp_path):
-    state = dict(tiny.gpt(attend, bias=False).state_dict())
+    state = dict(tiny.gpt(bias=False).state_dict())
     state["lm_head.weight"] = state["lm_head.weight"] + 1
     nanogpt_file(tmp_path / "ckpt.pt", model=state)
     with pytest.raises(CheckpointError, match="lm_head.weight differs from transformer.wte.weight"):
-        load(str(tmp_path / "ckpt.pt"), attend)
+        load(str(tmp_path / "ckpt.pt"), tiny.attend)
 
 
 def test_an_unknown_name_says_what_there_is():
     with pytest.raises(CheckpointError, match="model 'shakes512' was not found; it must be one of shakes128"):
-        load("shakes512", attend)
+        load("shakes512", tiny.attend)
 
 
 @pytest.mark.parametrize(
@@ -154,18 +151,18 @@ def test_an_unknown_name_says_what_there_is():
 )
 @pytest.mark.parametrize("name", ["transformer.wpe.weight", "lm_head.weight"])
 def test_odd_tensors_are_refused(tmp_path, name, spoil, message):
-    state = dict(tiny.gpt(attend, bias=False).state_dict())
+    state = dict(tiny.gpt(bias=False).state_dict())
     state[name] = spoil(state["transformer.wpe.weight"])
     nanogpt_file(tmp_path / "ckpt.pt", model=state)
     with pytest.raises(CheckpointError, match=f"{name} ({message}|has shape)"):
-        load(str(tmp_path / "ckpt.pt"), attend)
+        load(str(tmp_path / "ckpt.pt"), tiny.attend)
 
 
 def test_a_nanogpt_directory_and_a_weights_file_load_too(tmp_path, directory):
     nanogpt_file(tmp_path / "ckpt.pt")
     VOCABULARY.write_meta_json(tmp_path / "meta.json")
-    assert load(str(tmp_path), attend).model.config.n_embd == 16
-    assert load(str(directory / "model.safetensors"), attend).model.config.n_embd == 16
+    assert load(str(tmp_path), tiny.attend).model.config.n_embd == 16
+    assert load(str(directory / "model.safetensors"), tiny.attend).model.config.n_embd == 16
 
 
 def test_the_users_data_set_comes_before_this_projects(tmp_path):
@@ -174,7 +171,7 @@ def test_the_users_data_set_comes_before_this_projects(tmp_path):
     VOCABULARY.write_meta_json(data / "meta.json")
     (tmp_path / "out").mkdir()
     nanogpt_file(tmp_path / "out" / "ckpt.pt", config={"dataset": "shakespeare_char"})
-    assert load(str(tmp_path / "out" / "ckpt.pt"), attend).tokenizer.source == str(data / "meta.json")
+    assert load(str(tmp_path / "out" / "ckpt.pt"), tiny.attend).tokenizer.source == str(data / "meta.json")
 
 
 def config_change(directory, **change):
@@ -225,7 +222,7 @@ DAMAGE = {
 def test_a_size_beyond_63_bits_is_refused_in_one_line(directory, field, number):
     config_change(directory, **{field: number})
     with pytest.raises(CheckpointError, match="the configuration is wrong: .*$"):
-        load(str(directory), attend)
+        load(str(directory), tiny.attend)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -233,11 +230,11 @@ def test_damage_is_named(directory, damage):
     spoil, message = DAMAGE[damage]
     spoil(directory)
     with pytest.raises(CheckpointError, match=message):
-        load(str(directory), attend)
+        load(str(directory), tiny.attend)
 
 
 def test_half_precision_weights_become_float32(directory):
     weights_change(directory, WTE, torch.full((11, 16), 0.5, dtype=torch.bfloat16))
     (directory / checkpoint.SUMS).unlink()  # it would warn: the files have changed
-    model = load(str(directory), attend).model
+    model = load(str(directory), tiny.attend).model
     assert {p.dtype for p in model.parameters()} == {torch.float32}

@@ -13,7 +13,7 @@ from lab.bench.cases import plan
 from lab.explain import explain
 
 
-def test_a_plan_is_every_contender_at_every_case():
+def test_a_plan_is_every_contender_at_every_case(extension):
     cells = plan(
         ["part0", "part4", "sdpa"],
         lengths=(8, 16),
@@ -26,7 +26,15 @@ def test_a_plan_is_every_contender_at_every_case():
     )
     assert len(cells) == 2 * 2 * 2 * (1 + 4 + 1)
     assert len({cell.group for cell in cells}) == 8
-    assert {(cell.br, cell.bc) for cell in cells} == {(None, None), (2, 3), (tiles.DEFAULT[0], 3)}
+    chosen = {
+        tiles.tile(simd, threads, 4, N, causal, 4 * N)[0]
+        for simd in ("portable", "off")
+        for threads in (1, 2)
+        for N in (8, 16)
+        for causal in (False, True)
+    }
+    assert tiles.DEFAULT[0] in chosen
+    assert {(cell.br, cell.bc) for cell in cells} == {(None, None), (2, 3), *((br, 3) for br in chosen)}
     assert {cell.simd for cell in cells if cell.contender != "part4"} == {None}
 
 
