@@ -12,7 +12,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, overload
 
 from attention_ext import tiles
-from attention_ext.parts import AUTO, PARTS, SIMD, BuildError, Part, check_part, resolve_simd
+from attention_ext.parts import (
+    AUTO,
+    MOST_SCORES,
+    PARTS,
+    SIMD,
+    BuildError,
+    Part,
+    check_part,
+    resolve_simd,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +98,9 @@ def attention(
         raise TypeError(f"scale is a {type(scale).__name__}; it must be a number")
     tiles.check_sides(br, bc)
     compiling = torch.compiler.is_compiling()
-    if compiling or row.operator is None or not _plain(q, k, v):
+    if (
+        compiling or (part, helpers) not in _operators or not _plain(q, k, v)
+    ):  # wrong arguments compile nothing
         _check_tensors(row, q, k, v, causal)
     _, _, Nk, d = k.shape
     scale = 1 / math.sqrt(d) if scale is None else float(scale)
@@ -137,7 +148,7 @@ def _plain(q, k, v) -> bool:
         and q.is_cpu
         and k.is_cpu
         and v.is_cpu
-        and k.dim() == 4
+        and q.dim() == k.dim() == 4
         and not (q.requires_grad or k.requires_grad or v.requires_grad)
     )
 
@@ -168,11 +179,8 @@ def _check_tensors(part: Part, q, k, v, causal: bool) -> None:
         raise ValueError(f"v has shape {tuple(v.shape)}; it must be k's, {tuple(k.shape)}")
     if causal and Nq > Nk:
         raise ValueError(f"q has Nq={Nq} rows; with causal=True it must have at most Nk={Nk}")
-    if part.operator and not torch.compiler.is_compiling():
-        from attention_ext import extension
-
-        if Nq * Nk >= extension.size("MOST_SCORES"):
-            raise ValueError(f"q has Nq={Nq} and k Nk={Nk} rows; their product must be below 2^50")
+    if Nq * Nk >= MOST_SCORES:
+        raise ValueError(f"q has Nq={Nq} and k Nk={Nk} rows; their product must be below 2^50")
     if part.operator and torch.is_grad_enabled():
         for name, t in (("q", q), ("k", k), ("v", v)):
             if t.requires_grad:

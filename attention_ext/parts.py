@@ -89,6 +89,9 @@ PARTS = {
 SIMD = ("auto", "ispc", "portable", "off")
 AUTO = "portable"
 
+# Of a head, as csrc/bindings/operators.cpp has it, so that the kernels' scratch can be counted.
+MOST_SCORES = 2**50
+
 
 class Precision(enum.StrEnum):
     """The format of the decoder's weight matrices; the rows of csrc/matmul/precision.h."""
@@ -104,15 +107,13 @@ def check_part(part: str) -> Part:
     return PARTS[part]
 
 
-def resolve_simd(simd: str | None) -> str:
-    """The helpers that `simd` stands for; None is 'auto'. Raises ValueError if it is not one of SIMD."""
-    if simd in (None, "auto"):
-        return AUTO
+def resolve_simd(simd: str) -> str:
+    """The helpers that `simd`, one of SIMD, stands for. Raises ValueError for another name."""
     if simd not in SIMD:
         raise ValueError(f"simd is {simd!r}; it must be one of {', '.join(SIMD)}")
-    return str(simd)
+    return AUTO if simd == "auto" else simd
 
 
-def helpers_of(part: str, simd: str | None) -> str | None:
+def helpers_of(part: str, simd: str) -> str | None:
     """The SIMD helpers that a part uses; None for part0, which uses none."""
     return None if check_part(part).operator is None else resolve_simd(simd)

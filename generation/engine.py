@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -14,6 +14,11 @@ from generation.sampling import Sampling
 from model.gpt import GPT, GPTConfig
 
 ENGINES = ("native", "torch")
+# What rounding a model's matrices to a precision makes of it, in float32.
+ROUNDINGS: dict[Precision, Callable[[GPT], GPT]] = {
+    Precision.FP32: lambda model: model,
+    Precision.BF16: GPT.in_bf16,
+}
 
 
 class Engine(Protocol):
@@ -26,6 +31,7 @@ class Engine(Protocol):
     config: GPTConfig
     slots: int  # the most texts that it holds
     capacity: int  # tokens of context of each text, at most block_size
+    fast_in_step: bool  # texts of equal lengths in neighbouring slots are written faster than others
 
     def set_sampling(self, slot: int, sampling: Sampling) -> None:
         """Set how the slot's tokens are chosen from now on; the default is Sampling()."""
@@ -90,8 +96,7 @@ def open_engine(
         raise ValueError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
     if engine == "native" and row.operator is None:
         raise ValueError(f"engine is 'native'; it must be 'torch' with {part}, which is PyTorch's attention")
-    if weights not in list(Precision):
-        raise ValueError(f"weights is {weights!r}; it must be one of {', '.join(Precision)}")
+    check_precision(weights)
     precision = Precision(weights)
     if slots < 1:
         raise ValueError(f"slots is {slots}; it must be at least 1")
@@ -106,13 +111,28 @@ def open_engine(
         from generation.pytorch import TorchEngine
 
         model = model.with_attention(partial(attention, part, causal=True, br=br, bc=bc, simd=helpers))
-        return TorchEngine(model.in_bf16() if precision is Precision.BF16 else model, slots, capacity)
+        return TorchEngine(rounded(model, precision), slots, capacity)
     from generation.native import NativeEngine
 
     # Each decoder thread calls the kernel by itself, so the tile is that of one thread.
     tuned = tiles.tile(helpers, 1, model.config.head_dim, capacity, causal=True)
     tile = (br or tuned[0], bc or tuned[1])
     return NativeEngine(model, part, helpers, tile, precision, slots, capacity)
+
+
+def rounded(model: GPT, weights: str) -> GPT:
+    """The model with its matrices rounded to a Precision, or its name; kept in float32.
+
+    Raises ValueError for another name.
+    """
+    check_precision(weights)
+    return ROUNDINGS[Precision(weights)](model)
+
+
+def check_precision(weights: str) -> None:
+    """Raise ValueError unless `weights` is a Precision or the name of one."""
+    if weights not in list(Precision):
+        raise ValueError(f"weights is {weights!r}; it must be one of {', '.join(Precision)}")
 
 
 def default_engine(part: str) -> str:

@@ -124,9 +124,13 @@ def complete(
 ) -> Iterator[tuple[Completion, str]]:
     """Write all requests, as many at once as the writer has slots; yield each completion with its new text.
 
-    A request joins as soon as a slot is free. Pieces of different completions alternate. A finished
-    completion is filled in and yielded once more, with an empty text.
+    A request joins as soon as a slot is free, or all are with an engine that is `fast_in_step`. Pieces of
+    different completions alternate. A finished completion is filled in and yielded once more, with an empty
+    text. The writer holds no text when this ends, however it ends.
+    Raises ValueError if the writer holds other texts, and as Writer.join() does.
     """
+    if writer.texts:
+        raise ValueError(f"writer holds {len(writer.texts)} texts; it must hold none")
     waiting = enumerate(requests)
     growing: dict[Text, Growing] = {}
 
@@ -138,25 +142,30 @@ def complete(
         writer.leave(text)
         yield done, ""
 
-    while True:
-        while writer.free and (following := next(waiting, None)):
-            number, request = following
-            text = writer.join(request)
-            growing[text] = Growing(
-                Completion(request, number), tokenizer.decoder(), StopFilter(request.stop)
-            )
-            if growing[text].ended:  # max_new_tokens is 0
-                yield from finish(growing.pop(text), text)
-        if not growing:
-            return
-        for text, tokens in writer.step():
-            each = growing[text]
-            for token in tokens:
-                if piece := each.add(token):
-                    yield each.completion, piece
-                if each.ended:
+    try:
+        while True:
+            may_join = not (growing and writer.engine.fast_in_step)
+            while may_join and writer.free and (following := next(waiting, None)):
+                number, request = following
+                text = writer.join(request)
+                growing[text] = Growing(
+                    Completion(request, number), tokenizer.decoder(), StopFilter(request.stop)
+                )
+                if growing[text].ended:  # max_new_tokens is 0
                     yield from finish(growing.pop(text), text)
-                    break
+            if not growing:
+                return
+            for text, tokens in writer.step():
+                each = growing[text]
+                for token in tokens:
+                    if piece := each.add(token):
+                        yield each.completion, piece
+                    if each.ended:
+                        yield from finish(growing.pop(text), text)
+                        break
+    finally:
+        for text in list(writer.texts):
+            writer.leave(text)
 
 
 class Options(TypedDict, total=False):
@@ -200,6 +209,8 @@ def generate(
     Raises ValueError or TypeError naming the wrong argument, before anything is written, and BuildError if
     the kernels cannot be compiled.
     """
+    if unknown := [name for name in options if name not in Options.__annotations__]:
+        raise TypeError(f"generate() got an unexpected keyword argument {unknown[0]!r}")
     chosen = dict(options)
     sampling = Sampling(**{f.name: chosen.pop(f.name) for f in fields(Sampling) if f.name in chosen})  # type: ignore
     if not isinstance(prompt, str):

@@ -24,6 +24,7 @@ class NativeEngine:
     """
 
     name = "native"
+    fast_in_step = False
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ class TorchEngine:
     """Runs the PyTorch model. Neighbouring slots with equally many tokens are read together."""
 
     name = "torch"
+    fast_in_step = True
 
     def __init__(self, model: GPT, slots: int, capacity: int) -> None:
         self.model, self.config, self.slots, self.capacity = model, model.config, slots, capacity

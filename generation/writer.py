@@ -145,7 +145,7 @@ class Writer:
         self.engine = engine
         self.seconds = 0.0  # of all steps
         self._free = list(range(texts))
-        self._texts: list[Text] = []
+        self.texts: list[Text] = []
         self._keeper = engine.slots - 1 if texts < engine.slots else None
         self._kept: tuple[int, ...] = ()  # the prompt in the keeper's slot
 
@@ -157,7 +157,8 @@ class Writer:
     def check(self, request: Request) -> None:
         """Raise ValueError if a request's prompt has a token outside the model's vocabulary."""
         vocab_size = self.engine.config.vocab_size
-        if not all(0 <= token < vocab_size for token in request.ids):
+        read = request.ids[-self.engine.capacity :]
+        if not all(0 <= token < vocab_size for token in read):
             raise ValueError(f"prompt has a token outside 0 .. {vocab_size - 1}")
 
     def join(self, request: Request) -> Text:
@@ -170,12 +171,12 @@ class Writer:
             raise ValueError("the writer has no free slot; a text must leave before another can join")
         text = Text(request, self._free.pop(0), self.engine.capacity)
         self.engine.set_sampling(text.slot, request.sampling)
-        self._texts.append(text)
+        self.texts.append(text)
         return text
 
     def leave(self, text: Text) -> None:
         """End a text and free its slot. Raises ValueError if it has left before."""
-        self._texts.remove(text)
+        self.texts.remove(text)
         self._free.append(text.slot)
 
     def step(self, most: int = TOKENS_AT_ONCE) -> list[tuple[Text, list[int]]]:
@@ -184,7 +185,7 @@ class Writer:
         Returns these texts in the order in which they joined, each with its new tokens.
         """
         start = time.perf_counter()
-        writing = [text for text in self._texts if text.remaining > 0]
+        writing = [text for text in self.texts if text.remaining > 0]
         if not writing:
             return []
         new = [text for text in writing if text.is_new]

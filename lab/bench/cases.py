@@ -101,7 +101,7 @@ def plan(
                 for rows, columns in tile_sizes:
                     if part and part.tiled:
                         rows_of_all = batch * heads * (queries or N)
-                        tuned = tiles.tile(resolve_simd(simd), count, d, N, causal, rows_of_all)
+                        tuned = tiles.tile(resolve_simd(simd or "auto"), count, d, N, causal, rows_of_all)
                         rows, columns = rows or tuned[0], columns or tuned[1]
                     cells.append(
                         Cell(name, simd, N, queries or N, d, batch, heads, causal, rows, columns, count)

@@ -40,7 +40,7 @@ def tune(cell: Cell, budget: float, tried: Sequence[tuple[int, int]] | None = No
     """
     if not budget > 0:
         raise ValueError(f"budget is {budget}; it must be more than 0 seconds")
-    simd = resolve_simd(cell.simd)
+    simd = resolve_simd(cell.simd or "auto")
     remaining = list(tried or candidates(cell.N))
     default = remaining[0]
     seconds: dict[tuple[int, int], list[float]] = {tile: [] for tile in remaining}

@@ -247,6 +247,7 @@ WRONG = [
     (dict(q=MANY, k=MANY, v=MANY), ValueError, "Nq=4294967296 .* their product must be below 2\\^50"),
     (dict(scale="big"), TypeError, "scale is a str; it must be a number"),
     (dict(simd="sse"), ValueError, "simd is 'sse'; it must be one of auto, ispc, portable, off"),
+    (dict(simd=None), ValueError, "simd is None; it must be one of auto, ispc, portable, off"),
     (dict(br=0), ValueError, "br is 0; it must be at least 1"),
     (dict(bc=-3), ValueError, "bc is -3; it must be at least 1"),
     (dict(bc=2**63), ValueError, "bc is 9223372036854775808; it must be at least 1 and fit 63 bits"),
@@ -261,3 +262,15 @@ def test_wrong_arguments_are_named(change, error, message):
     arguments = dict(part="part4", q=Q, k=Q, v=Q) | change
     with pytest.raises(error, match=message):
         attention_ext.attention(**arguments)
+
+
+@pytest.mark.parametrize("simd", ["off"], indirect=True)
+@pytest.mark.parametrize("part", ["part0", "part4"])
+def test_wrong_tensors_compile_nothing(part, monkeypatch):
+    """They are named before a kernel is built, by part0 in the same words."""
+    monkeypatch.setattr(attention_ext, "operator", None)
+    monkeypatch.setattr(attention_ext, "_operators", {})
+    for change, error, message in WRONG:
+        if "part" not in change and "part4" not in message:
+            with pytest.raises(error, match=message):
+                attention_ext.attention(**dict(part=part, q=Q, k=Q, v=Q) | change)

@@ -11,6 +11,7 @@ from torch import library as torch_library
 
 from attention_ext import PARTS, attention, operator
 from attention_ext.extension import describe, load, read_4d, scratch, size
+from attention_ext.parts import MOST_SCORES
 from lab.correctness import allocated
 
 
@@ -128,6 +129,7 @@ def test_the_sizes_of_the_kernels(extension):
     lanes = size("lanes")
     assert lanes in (4, 8, 16) and size("panel") % lanes == 0 and size("rows") >= 1
     assert size("part2.T") > 0 and size("part2.DEPTH") > 0 and size("part4.STEP") > 0
+    assert size("MOST_SCORES") == MOST_SCORES
     assert size("rows", "off") == 1 and "plain" in load("off").simd_name()
     with pytest.raises(RuntimeError, match="name is part9.T; it must be the name of a size"):
         size("part9.T")

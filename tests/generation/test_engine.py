@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from attention_ext import SIMD, BuildError
 from attention_ext.extension import load as load_extension
 from attention_ext.extension import load_decoder
-from generation.engine import open_engine
+from attention_ext.parts import Precision
+from generation.engine import ROUNDINGS, open_engine, rounded
 from generation.sampling import Sampling
 from model import load
 
@@ -401,6 +402,14 @@ def test_threads_of_python_take_turns(extension):
 def test_wrong_arguments_are_named(extension, change, message):
     with pytest.raises(ValueError, match=message):
         open_engine(model(), **change)
+
+
+def test_every_precision_has_its_rounding():
+    gpt = model()
+    assert rounded(gpt, "fp32") is gpt and rounded(gpt, Precision.BF16) is not gpt
+    assert set(ROUNDINGS) == set(Precision)
+    with pytest.raises(ValueError, match="weights is 'int8'; it must be one of fp32, bf16"):
+        rounded(gpt, "int8")
 
 
 @pytest.mark.parametrize("name, value", [("slots", 1.0), ("capacity", "4"), ("bc", True)])

@@ -101,6 +101,8 @@ def test_generate_gives_the_text(extension, shakes):
         (dict(max_new_tokens=2.5), "max_new_tokens is a float; it must be a whole number"),
         (dict(seed="1"), "seed is a str"),
         (dict(br="8"), "br is a str"),
+        (dict(temprature=1.0), "generate\\(\\) got an unexpected keyword argument 'temprature'"),
+        (dict(capacity=4), "generate\\(\\) got an unexpected keyword argument 'capacity'"),
         (dict(temperature="1"), "temperature is a str"),
     ],
 )
@@ -143,6 +145,25 @@ def test_more_requests_than_slots_join_as_texts_leave(extension):
         assert (done.text, done.finish_reason) == (alone.text, alone.finish_reason)
     order = [done.number for done, piece in complete(Writer(engine), LETTERS, requests) if not piece]
     assert order != sorted(order)
+
+
+@pytest.mark.parametrize("engine", ["native", "torch"])
+def test_an_engine_that_is_fast_in_step_writes_in_waves(extension, engine):
+    """The texts of PyTorch's engine are read together only where they are equally long."""
+    opened = open_engine(model(), engine, slots=2)
+    requests = [Request([1], seed, USUAL, 3 + 20 * (seed == 0)) for seed in range(3)]
+    order = [done.number for done, piece in complete(Writer(opened), LETTERS, requests) if not piece]
+    assert order == ([1, 0, 2] if opened.fast_in_step else [1, 2, 0])
+
+
+def test_the_writer_is_empty_however_it_ends():
+    writer = Writer(open_engine(model(), part="part0", slots=2))
+    first = complete(writer, LETTERS, [Request([1], 0, USUAL, 9)])
+    next(first)
+    with pytest.raises(ValueError, match="writer holds 1 texts; it must hold none"):
+        next(complete(writer, LETTERS, [Request([1])]))
+    first.close()
+    assert writer.free == 2 and len(list(complete(writer, LETTERS, [Request([1], 0, USUAL, 2)]))) == 3
 
 
 def test_a_text_of_no_tokens_is_finished_at_once():

@@ -40,8 +40,10 @@ def engine(request):
 def written(writer, *requests, most=32):
     """The tokens of requests that join together."""
     texts = {writer.join(request): [] for request in requests}
-    while step := writer.step(most):
+    steps = itertools.cycle(range(1, most + 1))
+    while step := writer.step(limit := next(steps)):
         for text, tokens in step:
+            assert 1 <= len(tokens) <= limit
             texts[text] += tokens
     for text in texts:
         writer.leave(text)
