@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
-from itertools import islice
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 
 import torch
 
@@ -45,23 +44,22 @@ class Session:
         self.shown_prompt = prompt or ""
         self.prompt = "\n" if prompt is None else prompt
         block_size = checkpoint.model.config.block_size
-        self.max_new_tokens = block_size if texts.max_new_tokens is None else texts.max_new_tokens
-        self.sampling = Sampling(
-            texts.temperature, texts.top_k, texts.top_p, texts.min_p, texts.repetition_penalty
+        self.request = Request(  # the first sample's
+            checkpoint.tokenizer.encode(self.prompt),
+            texts.seed,
+            Sampling(texts.temperature, texts.top_k, texts.top_p, texts.min_p, texts.repetition_penalty),
+            block_size if texts.max_new_tokens is None else texts.max_new_tokens,
+            texts.stop,
+            texts.context,
+            not texts.no_kv_cache,
         )
         if texts.seed + texts.num_samples > 2**63:
             raise ValueError(f"seed is {texts.seed}; the last sample's must be less than 2**63")
 
-    def request(self, ids: Sequence[int], seed: int) -> Request:
-        """A text that continues these tokens."""
-        t = self.texts
-        return Request(ids, seed, self.sampling, self.max_new_tokens, t.stop, t.context, not t.no_kv_cache)
-
     def requests(self) -> Iterator[Request]:
         """The samples; sample i has the seed SEED + i."""
-        ids = self.checkpoint.tokenizer.encode(self.prompt)
         for i in range(self.texts.num_samples):
-            yield self.request(ids, self.texts.seed + i)
+            yield replace(self.request, seed=self.texts.seed + i)
 
     def open(self, slots: int, capacity: int) -> Engine:
         """The engine that was asked for."""
@@ -83,11 +81,10 @@ class Session:
 def write(session: Session, echo: Echo, notice: Echo, as_json: bool = False) -> None:
     """Write all samples to `echo`, in the order of their seeds."""
     count = session.texts.num_samples
-    (first,) = islice(session.requests(), 1)
     at_once, slots = slots_for(count)
-    engine = session.open(slots, capacity_for(session.checkpoint, first))
+    engine = session.open(slots, capacity_for(session.checkpoint, session.request))
     writer = Writer(engine, at_once)
-    writer.check(first)
+    writer.check(session.request)
     session.announce(engine, notice)
     output = JsonLines(session, engine, echo) if as_json else Samples(session.shown_prompt, count, echo)
     tokens = 0
@@ -196,7 +193,7 @@ def converse(session: Session, echo: Echo, notice: Echo) -> None:
             notice(str(error))
             continue
         text += addition
-        request = session.request(ids, seed)
+        request = replace(session.request, ids=ids, seed=seed)
         seed += 1
         if not sys.stdin.isatty():
             echo(line, nl=False)

@@ -48,6 +48,8 @@ WRONG = [
     (["part0", "--inference", "--interactive", "--json"], "--json does not go with --interactive"),
     (["part0", "--inference", "--interactive", "--num-samples", "7"], "--num-samples does not go with"),
     (["part0", "--inference", "--interactive", "--prompt-file", "-"], "--prompt-file - does not go with"),
+    (["part0", "--inference", "--interactive", "--prompt", "é"], "not know 1 of the text's characters: 'é'"),
+    (["part0", "--inference", "--interactive", "--stop", ""], "stop is ['']"),
     (["part0", "--json"], "--json goes with --inference only"),
     (["eval", "--corpus", "nowhere.txt"], "nowhere.txt: No such file"),
     (["eval", "-m", "shakes512", "--corpus", __file__], "model 'shakes512' was not found"),
