@@ -90,9 +90,10 @@ def write(
         raise click.UsageError("--prompt and --prompt-file exclude each other")
     if interactive and texts.prompt_file == "-":
         raise click.UsageError("--prompt-file - does not go with --interactive, which reads standard input")
+    processor.let_waiting_threads_sleep()  # before read_prompt(), which imports torch
     prompt = texts.prompt if texts.prompt_file is None else read_prompt(texts.prompt_file)
-
-    processor.let_waiting_threads_sleep()
+    if interactive:
+        prompt = prompt or None  # an empty prompt is none: the first line that is typed starts the text
     set_threads(threads)
     from app.cli import inference
     from model import load

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
+from support import ROOT
 
 import attention_ext
 from attention_ext import PARTS
@@ -227,3 +231,36 @@ def test_a_prompt_longer_than_the_block(cli):
     prompt = "O Romeo, Romeo! wherefore art thou Romeo? " * 5
     done = cli("part0", "--inference", "--prompt", prompt, "--max-new-tokens", 3, "--num-samples", 1)
     assert done.returncode == 0 and len(done.stdout) == len(prompt) + 4
+
+
+WAIT_POLICY = """
+import sys
+from attention_ext import processor
+
+def note():
+    print("torch" in sys.modules, file=sys.stderr)
+
+processor.let_waiting_threads_sleep = note
+from app.cli import main
+main(["part0", "--inference", "--prompt-file", "prompt.txt", "--max-new-tokens", "1"])
+"""
+
+
+def test_the_wait_policy_is_set_before_torch_is_imported(tmp_path):
+    """In a process of its own. Reading a prompt's file imports torch."""
+    (tmp_path / "prompt.txt").write_text("Now is\n")
+    done = subprocess.run(
+        [sys.executable, "-c", WAIT_POLICY],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("False\n")
+
+
+def test_an_empty_prompt_is_none_when_writing_in_turns(cli):
+    done = cli("part0", "--inference", "--interactive", "--prompt", "", input="/quit\n")
+    assert done.returncode == 0 and done.stdout == ""
