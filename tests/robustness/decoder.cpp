@@ -30,8 +30,9 @@ const char* attempt(uint64_t seed) {
                   V = any({1, 2, 15, 65, 200});
     const int64_t T = any({1, 2, 3, 5, 17, 63, 64, 65, 129, 200});
     const ModelShape shape{T, V, from(1, 3), H, H * d};
-    const bool bias = from(0, 1), recorded = from(0, 1);
+    const bool bias = from(0, 1);
     const PrecisionRow& precision = PRECISIONS[from(0, std::size(PRECISIONS) - 1)];
+    const bool recorded = from(0, 1);
     const Part& part = PARTS[from(0, std::size(PARTS) - 1)];
     const int threads = static_cast<int>(any({2, 3, 5, 16}));
     const int64_t tiles[] = {1, 2, 3, 4, 5, 16, 17, 31, 64, 100, 1 << 20};
