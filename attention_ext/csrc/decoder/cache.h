@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "matmul/buffer.h"
+#include "buffer.h"
 #include "simd/simd.h"
 
 struct CacheShape {

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "matmul/buffer.h"
+#include "buffer.h"
 #include "simd/simd.h"
 
 // A matrix of (panels * width) rows in `panels` panels: panel p, (in, width), is the transpose of the rows
