@@ -7,9 +7,9 @@
 //
 // Scratch: threads x Nk floats. What it improves: the N x N matrix of scores, written and read three
 // times in part 2, becomes a row that stays in L1, and the rows are independent, so all threads work.
-// What it gives up: K and V are read once per query instead of once per tile of queries, from beyond L1 if they
-// are long. So exp and the product with V alternate, KEYS at a time: out-of-order execution then fetches the
-// next rows of V during exp.
+// What it gives up: K and V are read once per query instead of once per tile of queries, into L1 if they are
+// long. So exp and the product with V take turns, KEYS at a time: a processor that works ahead fetches the next
+// rows of V meanwhile.
 #include "attention.h"
 
 namespace {

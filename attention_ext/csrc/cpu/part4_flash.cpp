@@ -1,4 +1,4 @@
-// Part 4, flash: Br x Bc tiles with an online softmax, so that no row of scores is ever complete.
+// Part 4, flash: Br x Bc tiles with an online softmax, so that no row of scores is ever whole.
 //
 // FlashAttention-2 (Dao 2023, arXiv:2307.08691), Algorithm 1; the line numbers below are its own.
 //
@@ -9,10 +9,10 @@
 //           m', P, l, then O <- diag(exp(m - m')) O + P Vj                 lines 9-10
 //       O <- diag(1 / l) O;  lse <- m + log(l)                             lines 12-13
 //
-// The lanes span queries: Qi, S, P and O are kept transposed, so that K and V are read in their own layout, one
-// number broadcast to all lanes, and the softmax runs down the columns without sums across lanes. A tile is
-// processed in strips of a panel of queries and STEP keys, whose scores stay in the nearest caches. Under
-// a causal mask the last step of each strip includes its part of the diagonal.
+// The lanes span queries: Qi, S, P and O are kept transposed, so that K and V are read as they lie, one
+// number broadcast to all lanes, and the softmax runs down the columns with nothing to add up across
+// lanes. Inside a tile the work goes in strips of a panel of queries and STEP keys, whose scores stay in
+// the nearest caches. Under a causal mask the last step of each strip takes its part of the diagonal along.
 // m' may lag behind the maximum a little (simd::online_softmax), so that O is seldom corrected.
 //
 // Scratch: threads x (2 Br d + strip + 3 Br) floats, whatever N is. What it improves: part 3 reads K
