@@ -28,7 +28,7 @@ using part4::STEP;
 
 namespace {
 
-constexpr int64_t LINE = 16;  // floats of a cache line, at least the lanes
+constexpr int64_t LINE_FLOATS = 16;  // of a cache line, at least the lanes
 
 // One thread's scratch. A row of queries is an odd number of cache lines long: the rows of a strip would share
 // few sets of L1 if it were a power of two, which costs 2 to 4 % at Br = 256.
@@ -42,7 +42,7 @@ struct Tile {
                /* m, l, correction */ 3 * R;
     }
 
-    static int64_t row(const Attention& a) { return round_up(a.Br, LINE) | LINE; }
+    static int64_t row(const Attention& a) { return round_up(a.Br, LINE_FLOATS) | LINE_FLOATS; }
 
     Tile(const Attention& a, float* scratch) : R(row(a)) {
         Qt = scratch;

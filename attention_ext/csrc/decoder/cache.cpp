@@ -20,7 +20,7 @@ void Cache::copy(const Cache& other, int64_t length) const {
 }
 
 void Cache::prefetch_values(int64_t layer, int64_t head, int64_t length) const {
-    constexpr int64_t LINE = 16;  // floats of a cache line
+    constexpr int64_t LINE_FLOATS = 16;  // of a cache line
     const float* data = V(layer, head);
-    for (int64_t i = 0; i < length * shape.d; i += LINE) __builtin_prefetch(data + i, 0, 2);
+    for (int64_t i = 0; i < length * shape.d; i += LINE_FLOATS) __builtin_prefetch(data + i, 0, 2);
 }

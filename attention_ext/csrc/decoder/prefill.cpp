@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr int64_t ROWS = 64;  // tokens that pass through a layer together: their MLP stays in L2
+constexpr int64_t PREFILL_ROWS = 64;  // tokens that pass through a layer together: their MLP stays in L2
 
 }  // namespace
 
@@ -16,7 +16,7 @@ struct Decoder::State::Prompt {
     Buffer rows, scratch;  // for each thread
 
     static int64_t rows_floats(const State& s) {
-        return ROWS * (/* N, A */ 2 * s.shape.n_embd + /* Y */ s.weights.layers[0].fc.columns());
+        return PREFILL_ROWS * (/* N, A */ 2 * s.shape.n_embd + /* Y */ s.weights.layers[0].fc.columns());
     }
 };
 
@@ -35,7 +35,7 @@ void Decoder::State::prefill(Slot& slot, const std::vector<int64_t>& ids) {
     trace.timed("embedding", 0, [&] {
         for (int64_t t = 0; t < T; t++) embed(prompt.X + t * ldX, ids[t], t);
     });
-    if (threads == 1 || T < ROWS || !team->ours()) {
+    if (threads == 1 || T < PREFILL_ROWS || !team->ours()) {
         Alone alone;
         read(slot, prompt, T, chunk, 0, alone);
     } else {
@@ -63,9 +63,9 @@ void Decoder::State::read(Slot& slot, Prompt& prompt, int64_t T, int64_t chunk, 
     for (int64_t l = 0; l < L; l++) {
         const int64_t from = l + 1 < L ? 0 : T - 1;  // of the last layer only the last token counts
         const int64_t queries = T - from, chunks = (queries + chunk - 1) / chunk;
-        pieces.run(3 * l, (T + ROWS - 1) / ROWS, [&](int64_t i) {
+        pieces.run(3 * l, (T + PREFILL_ROWS - 1) / PREFILL_ROWS, [&](int64_t i) {
             float* N = prompt.rows + thread * prompt.rows_floats(*this);
-            const int64_t t0 = i * ROWS, rows = std::min(ROWS, T - t0);
+            const int64_t t0 = i * PREFILL_ROWS, rows = std::min(PREFILL_ROWS, T - t0);
             const Layer& w = weights.layers[l];
             const int64_t ldQ = w.qkv.columns();
             float *X = prompt.X + t0 * ldX, *Q = prompt.Q + t0 * ldQ;
@@ -93,11 +93,12 @@ void Decoder::State::read(Slot& slot, Prompt& prompt, int64_t T, int64_t chunk, 
             trace.timed("attention", thread,
                         [&] { part.kernel(a, prompt.scratch + thread * prompt.scratch_floats); });
         });
-        pieces.run(3 * l + 2, (queries + ROWS - 1) / ROWS, [&](int64_t i) {
+        pieces.run(3 * l + 2, (queries + PREFILL_ROWS - 1) / PREFILL_ROWS, [&](int64_t i) {
             const Layer& w = weights.layers[l];
-            const int64_t t0 = from + i * ROWS, rows = std::min(ROWS, T - t0), ldY = w.fc.columns();
-            float *N = prompt.rows + thread * prompt.rows_floats(*this), *A = N + ROWS * C, *Y = A + ROWS * C;
-            float* X = prompt.X + t0 * ldX;
+            const int64_t t0 = from + i * PREFILL_ROWS, rows = std::min(PREFILL_ROWS, T - t0);
+            const int64_t ldY = w.fc.columns();
+            float* N = prompt.rows + thread * prompt.rows_floats(*this);
+            float *A = N + PREFILL_ROWS * C, *Y = A + PREFILL_ROWS * C, *X = prompt.X + t0 * ldX;
             trace.timed("attention", thread, [&] {
                 for (int64_t r = 0; r < rows; r++)
                     for (int64_t h = 0; h < H; h++)

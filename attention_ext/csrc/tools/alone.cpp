@@ -19,7 +19,7 @@ void on_threads(int threads, const std::function<void(int)>& body) {
 
 namespace {
 
-constexpr int64_t LINE = 64;  // bytes of a cache line, and the alignment that PyTorch gives its tensors
+constexpr int64_t LINE_BYTES = 64;  // of a cache line, and the alignment that PyTorch gives its tensors
 
 // An argument between least and most; ends the program otherwise.
 int64_t number(const char* name, const char* text, int64_t least, int64_t most) {
@@ -34,9 +34,9 @@ int64_t number(const char* name, const char* text, int64_t least, int64_t most) 
 
 // n zeros that live until the program ends.
 float* zeros(int64_t n) {
-    const int64_t lines = (n * static_cast<int64_t>(sizeof(float)) + LINE - 1) / LINE;
-    const int64_t bytes = std::max<int64_t>(lines, 1) * LINE;
-    float* p = static_cast<float*>(std::aligned_alloc(LINE, bytes));
+    const int64_t lines = (n * static_cast<int64_t>(sizeof(float)) + LINE_BYTES - 1) / LINE_BYTES;
+    const int64_t bytes = std::max<int64_t>(lines, 1) * LINE_BYTES;
+    float* p = static_cast<float*>(std::aligned_alloc(LINE_BYTES, bytes));
     if (!p) {
         std::fprintf(stderr, "alone: no memory for %lld bytes\n", static_cast<long long>(bytes));
         std::exit(1);
@@ -56,7 +56,8 @@ float* noise(int64_t n, uint32_t seed) {
 }
 
 void write_lines(volatile float* p, int64_t bytes) {
-    for (int64_t i = 0; i < bytes / static_cast<int64_t>(sizeof(float)); i += LINE / sizeof(float)) p[i] = 1;
+    constexpr int64_t FLOAT_BYTES = sizeof(float);
+    for (int64_t i = 0; i < bytes / FLOAT_BYTES; i += LINE_BYTES / FLOAT_BYTES) p[i] = 1;
 }
 
 }  // namespace
@@ -66,7 +67,7 @@ int main(int argc, char** argv) {
         std::fputs("usage: alone PART N d BR BC CAUSAL HEADS REPEATS [SWEEP]\n", stderr);
         return 2;
     }
-    constexpr int64_t MOST = int64_t{1} << 20, TILE = int64_t{1} << 31;
+    constexpr int64_t MOST = int64_t{1} << 20, MOST_TILE_SIDE = int64_t{1} << 31;
     const Part* part = find_part(argv[1]);
     if (!part) {
         std::fprintf(stderr, "alone: PART is %s; it must be one of", argv[1]);
@@ -75,7 +76,7 @@ int main(int argc, char** argv) {
         return 2;
     }
     const int64_t N = number("N", argv[2], 1, MOST), d = number("d", argv[3], 1, MOST);
-    const int64_t Br = number("BR", argv[4], 1, TILE), Bc = number("BC", argv[5], 1, TILE);
+    const int64_t Br = number("BR", argv[4], 1, MOST_TILE_SIDE), Bc = number("BC", argv[5], 1, MOST_TILE_SIDE);
     const bool causal = number("CAUSAL", argv[6], 0, 1);
     const int64_t H = number("HEADS", argv[7], 1, MOST), repeats = number("REPEATS", argv[8], 0, MOST);
     const int64_t sweep = argc == 10 ? number("SWEEP", argv[9], 0, int64_t{1} << 40) : 0;
