@@ -35,6 +35,7 @@ from attention_ext import PARTS, SIMD, processor
 
 WIDEST_HEAD = 2**20
 MOST_HEADS = 2**16  # and texts in a batch
+TILED = tuple(name for name, part in PARTS.items() if part.tiled)
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,7 @@ def measure_attention(
 
 
 def plan_of(sizes: SweepOptions, tune: bool) -> list:
-    """The cells of a sweep, as lab.bench.cases.plan() gives them; to tune, part4's without a tile."""
+    """The cells of a sweep, as lab.bench.cases.plan() gives them; to tune, TILED's without a tile."""
     from lab.bench import cases
 
     if not set(sizes.masks) <= {"none", "causal"}:
@@ -266,11 +267,10 @@ def plan_of(sizes: SweepOptions, tune: bool) -> list:
     settings["masks"] = [mask == "causal" for mask in settings.pop("masks")]
     names = settings.pop("contenders") or (*PARTS, "sdpa")
     if tune:
-        names = ("part4",)
+        names = TILED
         settings |= {"br": (None,), "bc": (None,)}
-    tiled = any(name in PARTS and PARTS[name].tiled for name in names)
-    if not tiled and (*sizes.br, *sizes.bc) != (None, None):
-        raise click.UsageError("-br and -bc go with part4 only, which has tiles")
+    if not set(TILED) & set(names) and (*sizes.br, *sizes.bc) != (None, None):
+        raise click.UsageError(f"-br and -bc go with {', '.join(TILED)} only, which has tiles")
     return cases.plan(names, **settings)
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from attention_ext import PARTS, SIMD
+from attention_ext.parts import Precision
 
 LARGEST_SIZE = 2**31 - 1
 MOST_THREADS = 1024
@@ -156,8 +157,8 @@ simd_option = click.option(
 )
 weights_option = click.option(
     "--weights",
-    type=click.Choice(["fp32", "bf16"]),
-    default="fp32",
+    type=click.Choice([precision.value for precision in Precision]),
+    default=Precision.FP32.value,
     show_default=True,
     help="Precision of the matrices; bf16 halves the bytes read for a token.",
 )

@@ -1,0 +1,40 @@
+"""Choices that the command line repeats, because their modules import torch, are those of the modules."""
+
+from __future__ import annotations
+
+import re
+
+import click
+import pytest
+
+from app.cli import cli as commands
+from attention_ext.parts import Precision
+from generation.engine import ENGINES
+from generation.writer import CONTEXTS
+from model.checkpoint import SHIPPED
+from model.train import RECIPES
+
+CHOICES = {
+    "engine": ["auto", *ENGINES],
+    "context": list(CONTEXTS),
+    "weights": list(Precision),
+    "recipe": list(RECIPES),
+}
+
+
+def parameters(name: str) -> list[click.Parameter]:
+    """The options or arguments of this name, of all commands."""
+    return [p for command in commands.commands.values() for p in command.params if p.name == name]
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices_are_those_of_the_modules(name):
+    found = parameters(name)
+    assert found
+    for parameter in found:
+        assert list(parameter.type.choices) == CHOICES[name]
+
+
+def test_the_help_of_model_names_the_shipped_models():
+    for option in parameters("model"):
+        assert tuple(re.findall(r"shakes\d+", option.help)) == SHIPPED
