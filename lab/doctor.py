@@ -206,9 +206,9 @@ def _instructions() -> str:
 
 
 def _threads() -> str:
-    cores, threads = os.cpu_count() or 1, _torch()[2]
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
+    from attention_ext import processor
+
+    cores, threads = processor.cores(), _torch()[2]
     chosen = os.environ.get("OMP_NUM_THREADS")
     text = f"{threads} of {cores} cores, OMP_NUM_THREADS {'is ' + chosen if chosen else 'not set'}"
     return text + ("; more threads than cores wait for each other" if threads > cores else "")

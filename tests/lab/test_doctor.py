@@ -333,7 +333,8 @@ def test_a_truncated_checkpoint(monkeypatch, tmp_path):
 
 
 def test_every_shipped_checkpoint_is_checked():
-    assert {check.name for check in doctor.CHECKS} >= set(checkpoint.SHIPPED)
+    named = [check.name for check in doctor.CHECKS if check.name.startswith("shakes")]
+    assert named == list(checkpoint.SHIPPED)
 
 
 def test_the_corpus_is_optional_but_not_a_broken_one(monkeypatch, tmp_path):
