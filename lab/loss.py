@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from attention_ext import attention
+from generation.engine import rounded
 from model import corpus
 from model.checkpoint import load
 from model.train import evaluate
@@ -31,13 +32,13 @@ class Loss:
 def held_out(model: str, text: str, part: str = "part0", weights: str = "fp32") -> Loss:
     """The loss over contiguous windows of the block size, on the last 10 % of a text.
 
-    model: as load() takes it. part: the attention. weights: 'fp32' or 'bf16'.
+    model: as load() takes it. part: the attention. weights: a Precision or its name.
     Raises ValueError naming what is wrong, BuildError where the kernels cannot be compiled.
     """
     checkpoint = load(model, partial(attention, part, causal=True))
+    gpt = rounded(checkpoint.model, weights)
     _, held_out = corpus.split(text)
     ids = checkpoint.tokenizer.encode(held_out)
-    gpt = checkpoint.model.in_bf16() if weights == "bf16" else checkpoint.model
     # The first token is predicted by nothing, so neither it nor its character counts.
     nats = evaluate(gpt, torch.tensor(ids)) * (len(ids) - 1) / (len(held_out) - 1)
     return Loss(nats, len(held_out), checkpoint.model.config.block_size)

@@ -1,0 +1,23 @@
+"""The loss on held-out text: wrong arguments are named, and precisions differ."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from attention_ext.parts import Precision
+from lab import loss
+
+TEXT = "First Citizen:\nWe are accounted poor citizens.\n" * 60
+
+
+def test_an_unknown_precision_is_named():
+    message = re.escape(f"weights is 'int4'; it must be one of {', '.join(Precision)}")
+    with pytest.raises(ValueError, match=message):
+        loss.held_out("shakes128", TEXT, weights="int4")
+
+
+def test_bf16_changes_the_loss_a_little():
+    exact, rounded = (loss.held_out("shakes128", TEXT, weights=w).nats for w in (Precision.FP32, "bf16"))
+    assert exact != rounded and exact == pytest.approx(rounded, abs=0.01)
