@@ -12,6 +12,7 @@ from support import Done
 
 from app.cli import cli as commands
 from app.cli.options import Numbers, TileSize
+from attention_ext import PARTS
 from lab import machine
 from model.checkpoint import save
 from model.tokenizer import CharTokenizer
@@ -187,7 +188,7 @@ def values(option: click.Parameter) -> list[str]:
 
 
 def test_every_command_is_tried():
-    assert COMMANDS.keys() | SKIPPED.keys() | {"part1", "part2", "part3"} == commands.commands.keys()
+    assert COMMANDS.keys() | SKIPPED.keys() | PARTS.keys() == commands.commands.keys()
 
 
 CASES = [(name, base) for name, bases in COMMANDS.items() for base in bases]
