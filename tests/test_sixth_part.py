@@ -15,6 +15,7 @@ from support import ROOT
 KERNEL = """
 // Part 5, from a test: plain loops, one query at a time. Scratch: Nk floats. Threads: 1.
 #include "attention.h"
+#include "cpu/softmax.h"
 
 int64_t plain_scratch(const Attention& a) { return /* S, one row */ a.Nk; }
 
@@ -63,7 +64,7 @@ def copy(tmp_path_factory, extension):
     csrc = made / "attention_ext" / "csrc"
     (csrc / "cpu" / "part5_plain.cpp").write_text(KERNEL)
     rows = (csrc / "parts.h").read_text()
-    (last,) = re.findall(r"^ *PART\(part4, flash, true, FEW\)", rows, re.M)
+    (last,) = re.findall(r"^ *PART\(part4, flash, true, part4::FEW\)", rows, re.M)
     (csrc / "parts.h").write_text(rows.replace(last, f"{last} \\\n{CPP_ROW}"))
     insert(made / "attention_ext" / "parts.py", r"^    \)\n\}$", PYTHON_ROW)
     return made

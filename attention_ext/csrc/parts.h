@@ -6,6 +6,7 @@
 #include <string>
 
 #include "attention.h"
+#include "cpu/sizes.h"
 
 // A row for each part. Part `number` with the kernel `name` has the functions name_scratch and name_attention,
 // the file cpu/number_name.cpp and the operator number_name.
@@ -17,7 +18,7 @@
     PART(part1, naive, false, 0)   \
     PART(part2, blocked, false, 0) \
     PART(part3, fused, false, 0)   \
-    PART(part4, flash, true, FEW)
+    PART(part4, flash, true, part4::FEW)
 
 #define DECLARE_PART(number, name, tiled, transposed) \
     int64_t name##_scratch(const Attention&);         \

@@ -15,6 +15,7 @@
 #include <random>
 
 #include "running.h"
+#include "threads.h"
 
 void on_threads(int, const std::function<void(int)>&) { std::abort(); }  // the decoder has its own threads
 

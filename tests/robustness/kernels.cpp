@@ -9,12 +9,14 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cinttypes>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
+#include <limits>
 #include <numeric>
 #include <string>
 #include <thread>
@@ -23,6 +25,8 @@
 
 #include "parts.h"
 #include "running.h"
+#include "simd/simd.h"
+#include "threads.h"
 
 // New threads for each call: they share only what the kernels pass to them.
 void on_threads(int threads, const std::function<void(int)>& body) {
@@ -186,7 +190,7 @@ Case draw(uint64_t seed, Random& random, int threads) {
     const int64_t work = random.one_in(40) ? 20'000'000 : 1'000'000;
     do {
         c.B = random.from(1, 2), c.H = random.from(1, 3);
-        c.Nq = random.one_in(4) ? random.from(1, FEW + 1) : random.size(MOST);
+        c.Nq = random.one_in(4) ? random.from(1, part4::FEW + 1) : random.size(MOST);
         c.Nk = random.one_in(2) ? c.Nq : random.size(MOST);
         if (c.causal && c.Nk < c.Nq) std::swap(c.Nq, c.Nk);
         c.d = random.size(random.one_in(10) ? MOST : 130);

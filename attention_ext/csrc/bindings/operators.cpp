@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <iterator>
 #include <string>
 #include <tuple>
@@ -11,6 +12,8 @@
 
 #include "cpu/sizes.h"
 #include "parts.h"
+#include "simd/simd.h"
+#include "threads.h"
 #include "tools/limits.h"
 
 using torch::headeronly::ScalarType;

@@ -8,6 +8,7 @@
 // Scratch: Nq x Nk floats, reused by every head. Threads: 1. The textbook's loops in the textbook's
 // order, one multiplication at a time; only the softmax of a row goes through the SIMD helpers.
 #include "attention.h"
+#include "cpu/softmax.h"
 
 int64_t naive_scratch(const Attention& a) { return /* S */ a.Nq * a.Nk; }
 

@@ -9,8 +9,12 @@
 // of Q and T rows of K, 2 T d floats that fit L1, and uses each T times; so K and V come from beyond L1
 // Nq / T times instead of Nq times, and V is read along its rows, every cache line whole. The lanes of
 // the first product span keys, so the tile of K is transposed once, on the stack, for all queries.
+#include <algorithm>
+
 #include "attention.h"
 #include "cpu/sizes.h"
+#include "cpu/softmax.h"
+#include "simd/simd.h"
 
 using part2::DEPTH, part2::T;
 

@@ -10,7 +10,14 @@
 // What it gives up: K and V are read once per query instead of once per tile of queries, into L1 if they are
 // long. So exp and the product with V take turns, KEYS at a time: a processor that works ahead fetches the next
 // rows of V meanwhile.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
 #include "attention.h"
+#include "cpu/softmax.h"
+#include "simd/simd.h"
+#include "threads.h"
 
 namespace {
 

@@ -18,13 +18,19 @@
 // Scratch: threads x (2 Br d + strip + 3 Br) floats, whatever N is. What it improves: part 3 reads K
 // and V once per query, this once per Br queries, and the scores that part 2 keeps in memory never
 // leave the cache.
+#include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "attention.h"
 #include "cpu/sizes.h"
+#include "cpu/softmax.h"
+#include "round_up.h"
 #include "simd/constants.h"
+#include "simd/simd.h"
+#include "threads.h"
 
-using part4::STEP;
+using part4::FEW, part4::STEP;
 
 namespace {
 

@@ -9,5 +9,6 @@ constexpr int64_t DEPTH = 64;  // features of K transposed at a time: 24 KB
 }  // namespace part2
 
 namespace part4 {
+constexpr int64_t FEW = 3;     // up to so many queries are taken one at a time, with lanes that span keys
 constexpr int64_t STEP = 128;  // keys of a strip, but for a diagonal
 }  // namespace part4

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "attention.h"
-
 Cache::Cache(const CacheShape& shape)
     : shape(shape),
       keys(shape.layers * shape.heads * shape.head_floats()),

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "buffer.h"
+#include "round_up.h"
 #include "simd/simd.h"
 
 struct CacheShape {
@@ -11,7 +12,7 @@ struct CacheShape {
     bool transposed;                     // K is
     int64_t panel;                       // keys of a transposed panel of K
 
-    int64_t head_floats() const { return (capacity + panel - 1) / panel * panel * d; }
+    int64_t head_floats() const { return round_up(capacity, panel) * d; }
 };
 
 // K and V for each layer and head: V is (capacity, d). K is too, or is held in transposed panels, each (d,

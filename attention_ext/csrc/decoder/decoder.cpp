@@ -5,6 +5,7 @@
 #include <chrono>
 
 #include "decoder/state.h"
+#include "round_up.h"
 
 namespace {
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "decoder/state.h"
+#include "round_up.h"
 
 namespace {
 
@@ -23,9 +24,9 @@ struct Decoder::State::Prompt {
 void Decoder::State::prefill(Slot& slot, const std::vector<int64_t>& ids) {
     const int64_t T = static_cast<int64_t>(ids.size());
     const int64_t chunk = std::min(br, T);  // queries that attend together
-    // The last chunk may be of few queries, for which part 4 has another algorithm.
-    const int64_t most =
-        std::max(part.scratch(attention(1, chunk, T)), part.scratch(attention(1, std::min(FEW, T), T)));
+    // The last chunk may be of few queries, for which a part that takes K transposed has another algorithm.
+    const int64_t few = std::clamp<int64_t>(part.transposed, 1, T);
+    const int64_t most = std::max(part.scratch(attention(1, chunk, T)), part.scratch(attention(1, few, T)));
     Prompt prompt{round_up(most, 16), {}, {}, {}, {}, {}};
     prompt.X = Buffer(T * ldX);
     prompt.Q = Buffer(T * weights.layers[0].qkv.columns());

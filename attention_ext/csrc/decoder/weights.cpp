@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "attention.h"
+#include "round_up.h"
 
 namespace {
 

@@ -7,11 +7,14 @@
 // are (1, HEADS, N, d), BR and BC part 4's tile, CAUSAL 0 or 1; REPEATS may be 0. Everything is allocated
 // before the first call, so two runs differ only by their calls. SWEEP bytes are written before the first call
 // and after the last one: caches of at most that size are cold for the first call and for the sum.
+#include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 
 #include "parts.h"
+#include "threads.h"
 
 void on_threads(int threads, const std::function<void(int)>& body) {
     for (int thread = 0; thread < threads; thread++) body(thread);
