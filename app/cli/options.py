@@ -15,6 +15,8 @@ from attention_ext.parts import Precision
 
 LARGEST_SIZE = 2**31 - 1
 MOST_THREADS = 1024
+WIDEST_HEAD = 2**20
+MOST_HEADS = 2**16  # and texts in a batch
 MOST_NUMBERS = 1000  # in a list, so that a typing error does not fill the memory
 
 notice = partial(click.echo, err=True)  # for the person at the terminal, never into a pipe
