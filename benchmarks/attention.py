@@ -17,17 +17,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from app import cli  # noqa: E402
 from attention_ext import PARTS  # noqa: E402
 
-CASES = ["-N", "128,1024", "-d", "32,64,128", "--rounds", "15"]
+SWEEP = ["-N", "128,1024", "-d", "32,64,128", "--rounds", "15"]
 MASKS = ["--mask", "none,causal"]
 
 
 def arguments(given: list[str]) -> list[str]:
     """The arguments of gpt.py; the last of an option that is given twice counts."""
-    cases = CASES if "--causal" in given else [*CASES, *MASKS]
+    sweep = SWEEP if "--causal" in given else [*SWEEP, *MASKS]
     if given and not given[0].startswith("-"):
-        return ["bench", given[0], *cases, *given[1:]]
+        return ["bench", given[0], *sweep, *given[1:]]
     onnx = ["onnx"] if find_spec("onnx") and find_spec("onnxruntime") else []
-    return ["bench", ",".join([*PARTS, "sdpa", *onnx]), *cases, *given]
+    return ["bench", ",".join([*PARTS, "sdpa", *onnx]), *sweep, *given]
 
 
 if __name__ == "__main__":

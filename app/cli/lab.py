@@ -8,7 +8,7 @@ import click
 
 from app.cli.options import size_option
 
-TILE = 256  # the lab's tile, in queries and in keys
+LAB_TILE = 256  # the lab's tile, in queries and in keys
 
 length_option = size_option("-N", "N", default=1024, help="Sequence length of the test.")
 causal_option = click.option(

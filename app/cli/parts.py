@@ -24,7 +24,7 @@ TEST_ONLY = {"N", "causal"}
 
 part_options = all_of(
     lab.length_option,
-    tile_options(shown=f"{lab.TILE} in the test, auto in --inference"),
+    tile_options(shown=f"{lab.LAB_TILE} in the test, auto in --inference"),
     threads_option,
     simd_option,
     lab.causal_option,
@@ -45,7 +45,7 @@ def command_of(part: str) -> click.Command:
     def command(given: click.Context, /, **options) -> None:
         refuse_options_of_the_other_mode(given)
         for side in ("br", "bc"):
-            size = options[side] or ("auto" if options["inference"] else lab.TILE)
+            size = options[side] or ("auto" if options["inference"] else lab.LAB_TILE)
             options[side] = None if size == "auto" else size
         threads = options["threads"]
         if options["inference"]:
