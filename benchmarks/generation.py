@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from itertools import takewhile
 from multiprocessing import get_context
@@ -40,6 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "benchmarks"))]
 
 from attention_ext import PARTS, extension  # noqa: E402
+from attention_ext.parts import Precision  # noqa: E402
 from benchmarks.peers import PEERS  # noqa: E402
 from generation.engine import ENGINES, open_engine  # noqa: E402
 from generation.sampling import Sampling  # noqa: E402
@@ -50,8 +51,11 @@ from model.gpt import GPT  # noqa: E402
 
 # Largest errors of logits; a contender with a larger one is wrong and not timed.
 MOST_ERROR = 1e-3
-MOST_ERROR_LLAMA_CPP = 1e-2  # its GELU is the tanh approximation in half precision
-MOST_ERROR_BF16 = 1e-1  # the table shows the rounding of the weights; tests check it more closely
+MOST_ERROR_OF_PEERS = {"LlamaCpp": 1e-2}  # its GELU is the tanh approximation in half precision
+MOST_ERROR_OF_WEIGHTS = {  # the table shows the rounding of the weights; tests check it more closely
+    Precision.FP32: MOST_ERROR,
+    Precision.BF16: 1e-1,
+}
 LEAST_SECONDS = 0.05  # of one measurement
 SAMPLE_BYTES = 4 << 20  # of the bandwidth; as many as a token of the first case reads
 PAUSE_SECONDS = 0.3  # in which idle threads of another process fall asleep
@@ -78,13 +82,49 @@ CASES = {
 }
 
 
+@dataclass(frozen=True)
+class Contender:
+    """An engine that takes part, before it is opened.
+
+    engine: one of ENGINES, with a part and the precision of its weights; or, without a part, a key of PEERS.
+    """
+
+    engine: str
+    part: str | None = None
+    weights: Precision = Precision.FP32
+
+    @property
+    def name(self) -> str:
+        """Its name in the table; a peer's has a version too once it is opened."""
+        precision = None if self.weights is Precision.FP32 else self.weights
+        return " ".join(filter(None, (self.engine, self.part, precision)))
+
+    @property
+    def most_error(self) -> float:
+        """The largest error that its logits may have."""
+        if self.part is None:
+            return MOST_ERROR_OF_PEERS.get(self.engine, MOST_ERROR)
+        return MOST_ERROR_OF_WEIGHTS[self.weights]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A contender that is ready. name: in the table. call: runs a method of its Peer."""
+
+    contender: Contender
+    name: str
+    call: Call
+
+
 class Own:
     """One of our engines as a peer, driven by generation.writer.Writer as gpt.py does."""
 
-    def __init__(self, model: GPT, name: str, slots: int) -> None:
-        engine, part, *weights = name.split()
-        self.name = name
-        self.engine = open_engine(model, engine, part=part, weights=(weights or ["fp32"])[0], slots=slots)
+    def __init__(self, model: GPT, contender: Contender, slots: int) -> None:
+        assert contender.part
+        self.name = contender.name
+        self.engine = open_engine(
+            model, contender.engine, part=contender.part, weights=contender.weights, slots=slots
+        )
 
     def logits(self, ids: list[int]) -> Tensor:
         self.engine.prefill(0, ids)
@@ -109,14 +149,17 @@ class Own:
         self.greedy(ids, 1)
 
 
-def local(key: str, case: str, threads: int) -> tuple[str, Call]:
-    """The name and the call of a contender in this process; the name is empty if it is not installed."""
+def local(contender: Contender, case: str, threads: int) -> Opened | None:
+    """A contender in this process; None if it is not installed."""
     torch.set_num_threads(threads)
     model = load(CASES[case].model).model
     try:
-        peer = PEERS[key](model, threads) if key in PEERS else Own(model, key, CASES[case].batch)
+        if contender.part is None:
+            peer = PEERS[contender.engine](model, threads)
+        else:
+            peer = Own(model, contender, CASES[case].batch)
     except ImportError:
-        return "", lambda: (0.0, None)
+        return None
 
     def call(method: str, *arguments: Any) -> tuple[float, Any]:
         start = time.perf_counter()
@@ -124,26 +167,29 @@ def local(key: str, case: str, threads: int) -> tuple[str, Call]:
         seconds = time.perf_counter() - start
         return seconds, result.tolist() if isinstance(result, Tensor) else result
 
-    return peer.name, call
+    return Opened(contender, peer.name, call)
 
 
-def remote(key: str, case: str, threads: int, stack: ExitStack) -> tuple[str, Call]:
+def remote(contender: Contender, case: str, threads: int, stack: ExitStack) -> Opened | None:
     """The same in its own process, which lives until the stack is closed."""
     pool = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
 
     def call(*task: Any) -> tuple[float, Any]:
-        return pool.submit(answer, key, case, threads, *task).result()
+        return pool.submit(answer, contender, case, threads, *task).result()
 
-    return pool.submit(answer, key, case, threads).result(), call
-
-
-opened = cache(local)
+    name = pool.submit(answer, contender, case, threads).result()
+    return Opened(contender, name, call) if name else None
 
 
-def answer(key: str, case: str, threads: int, *task: Any) -> Any:
-    """Answer remote() in the contender's process: a call's result, or the name."""
-    name, call = opened(key, case, threads)
-    return call(*task) if task else name
+opened_once = cache(local)
+
+
+def answer(contender: Contender, case: str, threads: int, *task: Any) -> Any:
+    """Answer remote() in the contender's process: a call's result, or the name; None if not installed."""
+    opened = opened_once(contender, case, threads)
+    if opened is None:
+        return None
+    return opened.call(*task) if task else opened.name
 
 
 def exact_logits(model: GPT, ids: list[int]) -> Tensor:
@@ -165,13 +211,6 @@ def agreement(texts: list[list[int]], expected: list[int]) -> int:
     return min(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(t, expected))) for t in texts)
 
 
-def most_error(name: str) -> float:
-    """The largest error that a contender's logits may have."""
-    if name.startswith("llama.cpp"):
-        return MOST_ERROR_LLAMA_CPP
-    return MOST_ERROR_BF16 if name.endswith("bf16") else MOST_ERROR
-
-
 @dataclass
 class Figures:
     """One contender's figures.
@@ -185,14 +224,17 @@ class Figures:
     seconds: list[float] = field(default_factory=list)
 
 
-def run_case(title: str, calls: dict[str, Call], rounds: int, watch: Load, apart: bool) -> dict[str, Figures]:
+def run_case(
+    title: str, contenders: list[Opened], rounds: int, watch: Load, apart: bool
+) -> dict[str, Figures]:
     """Verify, time and print one case, the contenders in turn; apart: each has a process of its own."""
     case = CASES[title]
     model = load(case.model).model
     torch.manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (max(100, case.prompt),)).tolist()
     prompt = ids if case.prompt > 1 else [0]  # a line end
-    figures, first = verify(case, model, calls, ids, prompt)
+    figures, first = verify(case, model, contenders, ids, prompt)
+    calls = {opened.name: opened.call for opened in contenders}
     repeats = {name: max(1, round(LEAST_SECONDS / seconds)) for name, seconds in first.items()}
     for _ in range(rounds):
         for name, count in repeats.items():
@@ -219,18 +261,19 @@ def task(case: Case, prompt: list[int]) -> tuple[Any, ...]:
 
 
 def verify(
-    case: Case, model: GPT, calls: dict[str, Call], ids: list[int], prompt: list[int]
+    case: Case, model: GPT, contenders: list[Opened], ids: list[int], prompt: list[int]
 ) -> tuple[dict[str, Figures], dict[str, float]]:
     """Each contender's figures before it is timed, and the seconds of one call of those that are right.
 
     ids: tokens after which logits are compared. prompt: the start of the case's texts.
     """
     exact = exact_logits(model, ids)
-    expected = Own(model, "torch part4", 1).greedy(prompt, case.count)
+    expected = Own(model, Contender("torch", "part4"), 1).greedy(prompt, case.count)
     figures, seconds = {}, {}
-    for name, call in calls.items():
+    for opened in contenders:
+        name, call = opened.name, opened.call
         figures[name] = Figures(float((torch.tensor(call("logits", ids)[1]) - exact).abs().max()))
-        if not figures[name].error <= most_error(name):
+        if not figures[name].error <= opened.contender.most_error:
             continue
         seconds[name], result = call(*task(case, prompt))
         if case.count == 1:
@@ -294,29 +337,33 @@ def main(
     for names, allowed in zip(chosen, map(list[str], (CASES, ENGINES, PARTS, PEERS))):
         if wrong := [name for name in names if name not in allowed]:
             raise click.UsageError(f"{wrong[0]!r} must be one of {', '.join(allowed)}")
-    keys = [f"{e} {p}" for p in chosen[2] for e in chosen[1] if e == "torch" or PARTS[p].operator]
-    keys += [f"{key} bf16" for key in keys if bf16 and key.startswith("native")] + chosen[3]
+    contenders = [Contender(e, p) for p in chosen[2] for e in chosen[1] if e == "torch" or PARTS[p].operator]
+    if bf16:
+        contenders += [replace(c, weights=Precision.BF16) for c in contenders if c.engine == "native"]
+    contenders += map(Contender, chosen[3])
     click.echo(f"{extension.describe('auto')}; PyTorch {torch.__version__}")
     watch = Load()  # from here: the compilers are done
     peaks = [fma_peak("auto")]
     results: dict[str, dict[str, Figures]] = {}
     for name in chosen[0]:
-        calls: dict[str, Call] = {}
+        ready = []
         with ExitStack() as stack:
-            for key in list(keys):
-                if key == "UncachedPyTorch" and CASES[name].slow_without_cache and not slow:
-                    click.echo(f"\n{name}: {key} is slow and left out; --slow includes it")
+            for each in list(contenders):
+                if each.engine == "UncachedPyTorch" and CASES[name].slow_without_cache and not slow:
+                    click.echo(f"\n{name}: {each.name} is slow and left out; --slow includes it")
                     continue
-                shown, call = remote(key, name, threads, stack) if threads > 1 else local(key, name, threads)
-                if shown:
-                    calls[shown] = call
+                opened = remote(each, name, threads, stack) if threads > 1 else local(each, name, threads)
+                if opened:
+                    ready.append(opened)
                 else:
-                    keys.remove(key)
-                    click.echo(f"{key} is not installed")
-            results[name] = run_case(name, calls, rounds, watch, threads > 1)
+                    contenders.remove(each)
+                    click.echo(f"{each.name} is not installed")
+            results[name] = run_case(name, ready, rounds, watch, threads > 1)
     peaks.append(fma_peak("auto"))
     if save:
-        kept = {name: {who: asdict(each) for who, each in case.items()} for name, case in results.items()}
+        kept = {
+            name: {who: asdict(figures) for who, figures in case.items()} for name, case in results.items()
+        }
         content = {"machine": describe(), "threads": threads, "cases": kept}
         Path(save).write_text(json.dumps(content, indent=1))
     text, busy = closing_text(watch, peaks, threads)

@@ -34,7 +34,7 @@ class Fake(bench.Own):
         self.made, self.off, self.change = name, off, change
 
     def __call__(self, model, threads):
-        super().__init__(model, "torch part0", 8)
+        super().__init__(model, bench.Contender("torch", "part0"), 8)
         self.name = self.made
         return self
 
@@ -216,14 +216,24 @@ def test_wrong_arguments(run, arguments):
 def test_a_contender_in_a_process_of_its_own(extension, threads):
     ids = [3, 1, 4, 1, 5]
     with ExitStack() as stack:
-        name, call = bench.remote("torch part4", "batch1", 2, stack)
-        seconds, text = call("greedy", ids, 6)
-        _, logits = call("logits", ids)
-    _, here = bench.local("torch part4", "batch1", 1)
-    assert name == "torch part4" and seconds > 0
+        apart = bench.remote(bench.Contender("torch", "part4"), "batch1", 2, stack)
+        seconds, text = apart.call("greedy", ids, 6)
+        _, logits = apart.call("logits", ids)
+    here = bench.local(bench.Contender("torch", "part4"), "batch1", 1).call
+    assert apart.name == "torch part4" and seconds > 0
     assert text == here("greedy", ids, 6)[1]
     torch.testing.assert_close(torch.tensor(logits), torch.tensor(here("logits", ids)[1]))
 
 
 def test_the_bandwidth_is_plausible(extension):
     assert 1e8 < machine.read_rate(100_000, 0.02) < 1e13
+
+
+def test_a_contender_has_a_name_and_an_error_bound():
+    ours = bench.Contender("native", "part4")
+    rounded = bench.Contender("native", "part4", bench.Precision.BF16)
+    assert (ours.name, rounded.name) == ("native part4", "native part4 bf16")
+    llama, other = bench.Contender("LlamaCpp"), bench.Contender("CTranslate2")
+    assert rounded.most_error > llama.most_error > other.most_error == ours.most_error
+    assert bench.MOST_ERROR_OF_PEERS.keys() <= bench.PEERS.keys()
+    assert bench.MOST_ERROR_OF_WEIGHTS.keys() == set(bench.Precision)
