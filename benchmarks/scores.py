@@ -6,8 +6,9 @@ q and k are scaled by s, so the scores grow with s^2. Weights far below the maxi
 denormal numbers unless a kernel makes them 0. A multiply-add with a denormal number takes over a hundred
 cycles on many processors. In the last column q and k are denormal themselves.
 
-The sizes are timed in turn on one thread, after each result has been compared with float64. A figure is the
-median time over that at s = 1. The exit code is 1 if one of our kernels exceeds --limit at any s.
+Each s is timed in turn with s = 1, on one thread, after the result has been compared with float64. A figure is
+the median ratio of the rounds: a shared machine is slower for seconds at a time. The exit code is 1 if one of
+our kernels exceeds --limit at any s.
 """
 
 from __future__ import annotations
@@ -89,15 +90,19 @@ def main(parts: str, simds: str, N: int, d: int, rounds: int, limit: float) -> N
         start = time.perf_counter()
         call(part, simd, *cases[0])
         repeats = max(1, round(CALL_SECONDS / (time.perf_counter() - start)))
-        seconds: list[list[float]] = [[] for _ in cases]
-        for _ in range(rounds):
-            for case, taken in zip(cases, seconds):
-                start = time.perf_counter()
-                for _ in range(repeats):
-                    call(part, simd, *case)
-                taken.append((time.perf_counter() - start) / repeats)
-        first, *others = (statistics.median(taken) for taken in seconds)
-        ratios = [other / first for other in others]
+
+        def seconds(case: tuple[Tensor, Tensor, Tensor]) -> float:
+            start = time.perf_counter()
+            for _ in range(repeats):
+                call(part, simd, *case)
+            return (time.perf_counter() - start) / repeats
+
+        firsts, ratios = [], []
+        for case in cases[1:]:
+            pairs = [(seconds(cases[0]), seconds(case)) for _ in range(rounds)]
+            firsts += [first for first, _ in pairs]
+            ratios.append(statistics.median(other / first for first, other in pairs))
+        first = statistics.median(firsts)
         ours = PARTS[part].operator is not None if part in PARTS else False
         slow = slow or (ours and max(ratios[:-1]) > limit)
         shown = " | ".join(f"{ratio:.2f}" for ratio in ratios)
