@@ -87,7 +87,7 @@ def attention(
     Returns the output, (B, H, Nq, d), contiguous; with return_lse also the logsumexp of each row,
     m + log(l), (B, H, Nq), with which reference.merge() combines results over disjoint sets of keys.
 
-    A NaN affects only the rows that see it. Parts 1 to 4 compute no gradients.
+    A NaN affects only the rows that see it. Parts 1 to 4 compute no gradients, and take denormal numbers for 0.
     Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, each naming the
     argument, and BuildError if the extension cannot be compiled.
     """

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "cpu/sizes.h"
+#include "denormals.h"
 #include "parts.h"
 #include "simd/simd.h"
 #include "threads.h"
@@ -97,6 +98,7 @@ std::tuple<Tensor, Tensor> run(const Part& part, const Tensor& q_, const Tensor&
     a.Br = std::min(br, Nq), a.Bc = std::min(bc, Nk);
     a.threads = static_cast<int>(std::min<int64_t>(torch::stable::get_num_threads(), MOST_THREADS));
     const Tensor buffer = new_floats({part.scratch(a)});
+    const NoDenormals flushed;
     part.kernel(a, static_cast<float*>(buffer.mutable_data_ptr()));
     return {out, lse};
 }

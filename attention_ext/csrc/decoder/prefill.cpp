@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "decoder/state.h"
+#include "denormals.h"
 #include "round_up.h"
 
 namespace {
@@ -60,6 +61,7 @@ void Decoder::State::prefill(Slot& slot, const std::vector<int64_t>& ids) {
 template <class Pieces>
 void Decoder::State::read(Slot& slot, Prompt& prompt, int64_t T, int64_t chunk, int64_t thread,
                           Pieces& pieces) {
+    const NoDenormals flushed;
     const int64_t C = shape.n_embd, H = shape.n_head, L = shape.n_layer;
     for (int64_t l = 0; l < L; l++) {
         const int64_t from = l + 1 < L ? 0 : T - 1;  // of the last layer only the last token counts

@@ -12,6 +12,7 @@
 #include <algorithm>
 
 #include "decoder/state.h"
+#include "denormals.h"
 
 // One head of one text: q attends to the cache, whose last token is at slot.length.
 inline void Decoder::State::attend(const Slot& slot, int64_t layer, int64_t head, const float* q, float* to,
@@ -30,6 +31,7 @@ inline void Decoder::State::attend(const Slot& slot, int64_t layer, int64_t head
 template <class Pieces>
 void Decoder::State::step(const std::vector<int64_t>& which, int64_t begin, int64_t end, int64_t thread,
                           Pieces& pieces) {
+    const NoDenormals flushed;
     const int64_t rows = end - begin, C = shape.n_embd, H = shape.n_head, stages = 4 * shape.n_layer + 1;
     const Linear& head = weights.head;
     const int64_t ldQ = weights.layers[0].qkv.columns(), ldH = weights.layers[0].fc.columns(),
