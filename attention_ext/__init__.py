@@ -87,7 +87,7 @@ def attention(
     Returns the output, (B, H, Nq, d), contiguous; with return_lse also the logsumexp of each row,
     m + log(l), (B, H, Nq), with which reference.merge() combines results over disjoint sets of keys.
 
-    A NaN affects only the rows that see it. Parts 1 to 4 compute no gradients, and take denormal numbers for 0.
+    A NaN affects only the rows that see it. Parts 1 to 4 compute no gradients; denormal numbers count as 0.
     Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, each naming the
     argument, and BuildError if the extension cannot be compiled.
     """
@@ -98,9 +98,7 @@ def attention(
         raise TypeError(f"scale is a {type(scale).__name__}; it must be a number")
     tiles.check_sides(br, bc)
     compiling = torch.compiler.is_compiling()
-    if (
-        compiling or (part, helpers) not in _operators or not _plain(q, k, v)
-    ):  # wrong arguments compile nothing
+    if compiling or not _sound(q, k, v, causal):
         _check_tensors(row, q, k, v, causal)
     _, _, Nk, d = k.shape
     scale = 1 / math.sqrt(d) if scale is None else float(scale)
@@ -115,15 +113,7 @@ def attention(
             queries = q.shape[0] * q.shape[1] * q.shape[2]
             tuned = tiles.tile(helpers, torch.get_num_threads(), d, Nk, causal, queries)
         tile = (br or tuned[0], bc or tuned[1])
-    run = operator(part, helpers)
-    if compiling:
-        out, lse = run(q, k, v, causal, scale, return_lse, *tile)
-    else:
-        try:
-            out, lse = run(q, k, v, causal, scale, return_lse, *tile)
-        except RuntimeError:  # the operator's own checks failed; ours also tell wrong types apart
-            _check_tensors(row, q, k, v, causal)
-            raise
+    out, lse = operator(part, helpers)(q, k, v, causal, scale, return_lse, *tile)
     return (out, lse) if return_lse else out
 
 
@@ -139,18 +129,28 @@ def operator(part: str, simd: str = "auto") -> Callable:
     return _operators[part, simd]
 
 
-def _plain(q, k, v) -> bool:
-    """A quick test whether these are tensors that the operator itself can check."""
+def _sound(q, k, v, causal: bool) -> bool:
+    """Whether _check_tensors() finds nothing wrong, in a third of its time, which short calls notice.
+
+    The operator checks too, but an error inside it ends the process where the compiler's C++ library is not
+    PyTorch's.
+    """
     import torch
 
-    return (
-        type(q) is type(k) is type(v) is torch.Tensor
-        and q.is_cpu
-        and k.is_cpu
-        and v.is_cpu
-        and q.dim() == k.dim() == 4
-        and not (q.requires_grad or k.requires_grad or v.requires_grad)
-    )
+    try:
+        (B, H, Nq, d), (_, _, Nk, _) = q.shape, k.shape
+        return bool(
+            type(q) is type(k) is type(v) is torch.Tensor
+            and q.dtype is k.dtype is v.dtype is torch.float32
+            and (q.is_cpu and k.is_cpu and v.is_cpu)
+            and k.shape == (B, H, Nk, d) == v.shape
+            and 0 < B * H * d * Nq * Nk
+            and Nq * Nk < MOST_SCORES
+            and not (causal and Nq > Nk)
+            and not (q.requires_grad or k.requires_grad or v.requires_grad)
+        )
+    except (AttributeError, TypeError, ValueError):
+        return False
 
 
 def _check_tensors(part: Part, q, k, v, causal: bool) -> None:
