@@ -97,8 +97,7 @@ void gelu(float* x, int64_t n) {
 }
 
 void scale_row(float* x, int64_t n, float a) {
-    const float least = SIMD_LEAST_NORMAL / std::fabs(a);
-    for (int64_t i = 0; i < n; i++) x[i] = (std::fabs(x[i]) < least ? 0.0f : x[i]) * a;
+    for (int64_t i = 0; i < n; i++) x[i] *= a;
 }
 
 bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* m, float* l,

@@ -122,7 +122,7 @@ INLINE Vec exp2_bounded(Vec x) {
     p = p * f + SIMD_EXP2_C1;
     p = p * f + SIMD_EXP2_C0;
     const UintVec bits = bit_cast<UintVec>(p) + (bit_cast<UintVec>(z) << 23);  // far below the least they wrap
-    return bit_cast<Vec>(bits & bit_cast<UintVec>(x >= SIMD_EXP2_LEAST));
+    return x >= SIMD_EXP2_LEAST ? bit_cast<Vec>(bits) : Vec{};
 }
 
 // x Phi(x), with Phi(-|x|) = 2^q(|x|)
@@ -440,14 +440,9 @@ float exp_sum(float* x, int64_t n, float m) {
 }
 
 void scale_row(float* x, int64_t n, float a) {
-    const float least = SIMD_LEAST_NORMAL / std::fabs(a);
-    const auto scaled = [&](Vec v) {
-        const Vec magnitude = bit_cast<Vec>(bit_cast<IntVec>(v) & 0x7fffffff);
-        return (magnitude < least ? Vec{} : v) * a;
-    };
     int64_t i = 0;
-    for (; i + W <= n; i += W) store(x + i, scaled(load(x + i)));
-    if (i < n) store_part(x + i, scaled(load_part(x + i, n - i, 0.0f)), n - i);
+    for (; i + W <= n; i += W) store(x + i, load(x + i) * a);
+    if (i < n) store_part(x + i, load_part(x + i, n - i, 0.0f) * a, n - i);
 }
 
 void layer_norm(float* y, const float* x, const float* weight, const float* bias, int64_t n) {

@@ -79,7 +79,7 @@ void layer_norm(float* y, const float* x, const float* weight, const float* bias
 // x[i] <- x[i] Phi(x[i]), the exact GELU; Phi is the normal distribution function.
 void gelu(float* x, int64_t n);
 
-// x[i] <- a * x[i], or 0 where that would be denormal
+// x[i] <- a * x[i]
 void scale_row(float* x, int64_t n, float a);
 
 // One step of the online softmax down each column c of S (rows, cols). The live rows of column c are its first

@@ -358,16 +358,9 @@ export void ispc_gelu(uniform float x[], uniform int64 n) {
 }
 
 export void ispc_scale_row(uniform float x[], uniform int64 n, uniform float a) {
-    const uniform float least = SIMD_LEAST_NORMAL / abs(a);
     uniform int64 i = 0;
-    for (; i + programCount <= n; i += programCount) {
-        const float v = x[i + programIndex];
-        x[i + programIndex] = (abs(v) < least ? 0.0f : v) * a;
-    }
-    if (i + programIndex < n) {
-        const float v = x[i + programIndex];
-        x[i + programIndex] = (abs(v) < least ? 0.0f : v) * a;
-    }
+    for (; i + programCount <= n; i += programCount) x[i + programIndex] *= a;
+    if (i + programIndex < n) x[i + programIndex] *= a;
 }
 
 export uniform bool ispc_online_softmax(uniform float S[], uniform int64 ldS, uniform int64 rows,
