@@ -88,7 +88,7 @@ def library(simd: str = "auto", csrc: Path = CSRC) -> Recipe:
         csrc=csrc,
         sources=found(csrc, (*decoder, *LIBRARY, source)),
         includes=(pybind11.get_include(), str(csrc)),  # PyTorch adds its own after these
-        flags=(*toolchain.FLAGS, *flags, f"-DATTENTION_EXT={name}"),
+        flags=(*toolchain.flags(compiler), *flags, f"-DATTENTION_EXT={name}"),
         compiler=tuple(compiler),
         ispc=ispc,
         compile=make_library,
@@ -107,7 +107,8 @@ def program(simd: str = "auto", march: str = "native", csrc: Path = CSRC) -> Rec
         raise ValueError(f"simd is {simd!r}; the program's must be auto, portable or off")
     source, flags = HELPERS[helpers]
     native = toolchain.NATIVE if march == "native" else f"-march={march}"
-    general = (native if flag == toolchain.NATIVE else flag for flag in toolchain.FLAGS)
+    compiler = toolchain.find_compiler()
+    general = (native if flag == toolchain.NATIVE else flag for flag in toolchain.flags(compiler))
     return Recipe(
         name=f"attention_ext_alone_{helpers}",
         file="alone",
@@ -116,7 +117,7 @@ def program(simd: str = "auto", march: str = "native", csrc: Path = CSRC) -> Rec
         sources=found(csrc, (*PROGRAM, source)),
         includes=(str(csrc),),
         flags=(*general, *flags),
-        compiler=tuple(toolchain.find_compiler()),
+        compiler=tuple(compiler),
         ispc=None,
         compile=make_program,
     )

@@ -29,6 +29,8 @@ FLAGS = (
     "-fvisibility=hidden",
     "-DTORCH_TARGET_VERSION=0x020a000000000000",  # PyTorch 2.10, the oldest with all that operators.cpp uses
 )
+# GCC 13 splits multiply-adds for some processors; the bits of a row would then depend on its place in a tile.
+FLAGS_OF_GCC = ("--param=avoid-fma-max-bits=0",)
 NO_COMPILER = (
     "parts 1 to 4 need a C++ compiler and none was found; install one "
     "(Debian, Ubuntu: apt install g++; macOS: xcode-select --install; or pip install ziglang)"
@@ -87,6 +89,11 @@ def version(command: Sequence[str]) -> bytes:
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"the compiler {shlex.join(command)} does not run: {error}") from None
+
+
+def flags(command: Sequence[str]) -> tuple[str, ...]:
+    """FLAGS, and FLAGS_OF_GCC if the compiler is GCC. Raises BuildError if it does not run."""
+    return (*FLAGS, *FLAGS_OF_GCC) if b"Free Software Foundation" in version(command) else FLAGS
 
 
 def run(command: list[str], arguments: list[str], work: Path) -> None:

@@ -85,9 +85,10 @@ def test_the_program_is_compiled_once_for_each_processor(extension, tmp_path, mo
 def test_the_peak_counts_what_the_processor_does(extension, tmp_path):
     """A chain that the compiler evaluates in advance would be counted and not executed."""
     made = tmp_path / "limits.s"
-    flags = [*toolchain.FLAGS, "-std=c++17", f"-I{recipes.CSRC}", "-S", "-o", str(made)]
+    compiler = toolchain.find_compiler()
+    flags = [*toolchain.flags(compiler), "-std=c++17", f"-I{recipes.CSRC}", "-S", "-o", str(made)]
     source = recipes.CSRC / "tools" / "limits.cpp"
-    subprocess.run([*toolchain.find_compiler(), *flags, str(source)], check=True)
+    subprocess.run([*compiler, *flags, str(source)], check=True)
     (peak,) = re.findall(r"^_?_Z8fma_peakd:.*?$(.*?)\.cfi_endproc", made.read_text(), re.M | re.S)
     done = len(re.findall(r"^\s*(?:vfmadd\w+ps|fmla)\s", peak, re.M))
     if not done:

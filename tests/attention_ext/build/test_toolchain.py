@@ -41,3 +41,15 @@ def test_a_wrong_compiler_is_named(monkeypatch, command, message):
     monkeypatch.setenv("CXX", command)
     with pytest.raises(BuildError, match=message):
         toolchain.find_compiler()
+
+
+def test_only_gcc_gets_the_flags_of_gcc(tmp_path):
+    for banner, added in (
+        ("Copyright (C) Free Software Foundation, Inc.", True),
+        ("clang version 19", False),
+    ):
+        compiler = tmp_path / f"compiler{added}"
+        compiler.write_text(f"#!/bin/sh\necho '{banner}'\n")
+        compiler.chmod(0o700)
+        flags = toolchain.flags([str(compiler)])
+        assert flags == (*toolchain.FLAGS, *(toolchain.FLAGS_OF_GCC if added else ()))
