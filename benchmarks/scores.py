@@ -6,7 +6,7 @@ q and k are scaled by s, so the scores grow with s^2. Weights far below the maxi
 denormal numbers unless a kernel makes them 0. A multiply-add with a denormal number takes over a hundred
 cycles on many processors. In the last column q and k are denormal themselves.
 
-Each s is timed in turn with s = 1, on one thread, after the result has been compared with float64. A figure is
+Each s is timed in turn with s = 1 on one thread, after its result has been compared with float64. A figure is
 the median ratio of the rounds: a shared machine is slower for seconds at a time. The exit code is 1 if one of
 our kernels exceeds --limit at any s.
 """
