@@ -32,7 +32,7 @@ def load(simd: str = "auto") -> Any:
 
 @functools.cache
 def _load(helpers: str) -> Any:
-    recipe = recipes.library(helpers)
+    recipe = recipes.extension(helpers)
     library = recipe.make()
     try:
         torch.ops.load_library(str(library))

@@ -282,7 +282,7 @@ def _extension() -> str:
     from attention_ext import AUTO
     from attention_ext.build import cache, recipes
 
-    library = recipes.library().path().absolute()
+    library = recipes.extension().path().absolute()
     if not library.exists():
         log = library.with_name("build.log")
         if log.exists() and library.parent not in cache.running():

@@ -1,4 +1,4 @@
-"""What is compiled: the library of operators for each SIMD helper, and a standalone program of the kernels.
+"""What is compiled: the extension of PyTorch for each SIMD helper, and a standalone program of the kernels.
 
 Sources are found by folder in csrc/, so a new kernel or a new precision is a new file.
 """
@@ -19,7 +19,7 @@ from attention_ext.build import cache, toolchain
 from attention_ext.parts import BuildError, resolve_simd
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
-# Each implementation of simd/simd.h: its source, and the extra flags of its library and program.
+# Each implementation of simd/simd.h: its source, and the extra flags of its extension and program.
 HELPERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ispc": ("simd/ispc.cpp", ()),
     "portable": ("simd/portable.cpp", ()),
@@ -27,7 +27,7 @@ HELPERS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 ISPC_SOURCE = "simd/simd.ispc"
 KERNELS = "cpu/*.cpp"
-LIBRARY = (KERNELS, "matmul/*.cpp", "decoder/*.cpp", "tools/limits.cpp", "bindings/operators.cpp")
+EXTENSION = (KERNELS, "matmul/*.cpp", "decoder/*.cpp", "tools/limits.cpp", "bindings/operators.cpp")
 DECODER_MODULE = "bindings/decoder_module.cpp"  # compiled only where Python's header is installed
 PROGRAM = (KERNELS, "tools/alone.cpp")
 
@@ -68,8 +68,8 @@ class Recipe:
         return made
 
 
-def library(simd: str = "auto", csrc: Path = CSRC) -> Recipe:
-    """The library of the operators and the decoder over one of SIMD.
+def extension(simd: str = "auto", csrc: Path = CSRC) -> Recipe:
+    """The extension: a library of the operators and the decoder, over one of SIMD.
 
     Raises ValueError if simd is not one of SIMD, BuildError if a compiler is missing.
     """
@@ -86,12 +86,12 @@ def library(simd: str = "auto", csrc: Path = CSRC) -> Recipe:
         file="attention_ext.so",
         what="code into a PyTorch module",
         csrc=csrc,
-        sources=found(csrc, (*decoder, *LIBRARY, source)),
+        sources=found(csrc, (*decoder, *EXTENSION, source)),
         includes=(pybind11.get_include(), str(csrc)),  # PyTorch adds its own after these
         flags=(*toolchain.flags(compiler), *flags, f"-DATTENTION_EXT={name}"),
         compiler=tuple(compiler),
         ispc=ispc,
-        compile=make_library,
+        compile=make_extension,
     )
 
 
@@ -128,8 +128,8 @@ def found(csrc: Path, patterns: tuple[str, ...]) -> tuple[Path, ...]:
     return tuple(path for pattern in patterns for path in sorted(csrc.glob(pattern)))
 
 
-def make_library(recipe: Recipe, work: Path) -> Path:
-    """Make a library in `work`. torch's builder also loads it; after its rename it is not loaded twice."""
+def make_extension(recipe: Recipe, work: Path) -> Path:
+    """Make an extension in `work`. torch's builder also loads it; after its rename it is not loaded twice."""
     from torch.utils import cpp_extension  # slow to import, and only a build needs it
 
     objects = [_run_ispc(recipe, recipe.ispc, work)] if recipe.ispc else []

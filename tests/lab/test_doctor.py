@@ -275,9 +275,9 @@ def test_a_build_that_is_running_is_seen_and_not_disturbed(cache):
 
 
 def test_the_library_is_where_load_finds_it(extension):
-    operators, library = compiled.load(), recipes.library().path()
-    assert library == recipes.library("portable").path() and str(library) in torch.ops.loaded_libraries
-    assert recipes.library("off").path() != library
+    operators, library = compiled.load(), recipes.extension().path()
+    assert library == recipes.extension("portable").path() and str(library) in torch.ops.loaded_libraries
+    assert recipes.extension("off").path() != library
     assert look("extension") == ("ok", f"{library} ({operators.simd_name()})")
 
 
@@ -288,7 +288,7 @@ def test_an_extension_that_is_not_compiled_is_not_compiled_here(extension, cache
 
 
 def test_a_failed_build_names_its_log(extension, cache):
-    library = recipes.library().path()
+    library = recipes.extension().path()
     library.parent.mkdir()
     log = library.with_name("build.log")
     log.write_text("kaboom")
@@ -300,7 +300,7 @@ def test_a_failed_build_names_its_log(extension, cache):
 def test_an_extension_that_cannot_be_loaded_is_to_be_deleted(extension, cache):
     (loaded,) = (path for path in torch.ops.loaded_libraries if "attention_ext_portable" in path)
     whole = Path(loaded).read_bytes()
-    library = recipes.library().path()
+    library = recipes.extension().path()
     library.parent.mkdir()
     for part in (whole[: len(whole) // 2], b""):
         library.write_bytes(part)

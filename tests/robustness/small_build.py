@@ -45,7 +45,7 @@ def write_sources(directory: Path) -> Path:
 def answer(sources: Path, variant: str = "portable") -> int:
     """Build these sources by the library's recipe, and return the built library's answer."""
     recipe = dataclasses.replace(
-        recipes.library(variant, sources), sources=(sources / "answer.cpp", sources / "other.cpp")
+        recipes.extension(variant, sources), sources=(sources / "answer.cpp", sources / "other.cpp")
     )
     return ctypes.CDLL(str(recipe.make())).answer()
 

@@ -22,12 +22,12 @@ def csrc(tmp_path, extension):
 
 
 def test_what_decides_the_outcome_decides_the_directory(monkeypatch, extension):
-    recipe = recipes.library()
+    recipe = recipes.extension()
     here = recipe.path()
-    assert recipes.library().path() == here == recipes.library("portable").path()
+    assert recipes.extension().path() == here == recipes.extension("portable").path()
     changes = [dict(flags=(*recipe.flags, "-g")), dict(ispc=sys.executable)]  # its --version differs
     assert here not in [dataclasses.replace(recipe, **change).path() for change in changes]
-    assert recipes.library("off").path() != here
+    assert recipes.extension("off").path() != here
     for place, name, value in (
         (torch, "__version__", "9.9"),
         (processor, "capabilities", lambda: "another CPU"),
@@ -39,18 +39,18 @@ def test_what_decides_the_outcome_decides_the_directory(monkeypatch, extension):
 
 
 def test_a_changed_source_decides_too(csrc):
-    here = recipes.library().path()
-    assert recipes.library(csrc=csrc).path() == here
+    here = recipes.extension().path()
+    assert recipes.extension(csrc=csrc).path() == here
     with open(csrc / "cpu" / "sizes.h", "a") as file:
         file.write("// changed\n")
-    changed = recipes.library(csrc=csrc).path()
+    changed = recipes.extension(csrc=csrc).path()
     (csrc / "cpu" / "new.h").touch()
-    assert len({here, changed, recipes.library(csrc=csrc).path()}) == 3
+    assert len({here, changed, recipes.extension(csrc=csrc).path()}) == 3
 
 
 def test_every_source_is_compiled():
     on_disk = {path for path in recipes.CSRC.rglob("*.cpp")}
-    compiled = {*recipes.library("portable").sources, *recipes.program("off").sources}
+    compiled = {*recipes.extension("portable").sources, *recipes.program("off").sources}
     compiled |= {recipes.CSRC / source for source, _ in recipes.HELPERS.values()}
     assert on_disk == compiled | {recipes.CSRC / recipes.DECODER_MODULE}
     assert {"auto", *recipes.HELPERS} == set(SIMD)
