@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,7 +54,9 @@ def answer(sources: Path, variant: str = "portable") -> int:
 def in_child(act: Callable[[], int | str]) -> str | None:
     """Call act() in a fork with its own process group. Returns its result as text, None if it was killed."""
     read, write = os.pipe()
-    child = os.fork()
+    with warnings.catch_warnings():  # Python 3.12 warns that idle threads are not copied
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
     if child == 0:
         try:
             os.setsid()
