@@ -38,7 +38,7 @@ const char* attempt(uint64_t seed) {
     const int threads = static_cast<int>(any({2, 3, 5, 16}));
     const int64_t tiles[] = {1, 2, 3, 4, 5, 16, 17, 31, 64, 100, 1 << 20};
     const int64_t br = tiles[random() % 11], bc = tiles[random() % 11];
-    const int64_t slots = from(1, 4), capacity = from(1, T);
+    const int64_t slots = any({1, 2, 3, 4, 7, 13}), capacity = from(1, T);
     std::snprintf(running, sizeof running,
                   "seed %" PRIu64
                   ": H %d, d %d, V %d, layers %d, T %d, bias %d, %s, %s, tile %d x %d, "

@@ -2,10 +2,8 @@
 
 #include <algorithm>
 
-Cache::Cache(const CacheShape& shape)
-    : shape(shape),
-      keys(shape.layers * shape.heads * shape.head_floats()),
-      values(shape.layers * shape.heads * shape.head_floats()) {}
+Cache::Cache(const CacheShape& shape, float* memory)
+    : shape(shape), keys(memory), values(memory + shape.floats() / 2) {}
 
 void Cache::copy(const Cache& other, int64_t length) const {
     const int64_t used = round_up(length, shape.panel) * shape.d;

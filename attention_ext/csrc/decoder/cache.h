@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "buffer.h"
 #include "round_up.h"
 #include "simd/simd.h"
 
@@ -13,6 +12,7 @@ struct CacheShape {
     int64_t panel;                       // keys of a transposed panel of K
 
     int64_t head_floats() const { return round_up(capacity, panel) * d; }
+    int64_t floats() const { return /* K, V */ 2 * layers * heads * head_floats(); }
 };
 
 // K and V for each layer and head: V is (capacity, d). K is too, or is held in transposed panels, each (d,
@@ -20,7 +20,8 @@ struct CacheShape {
 class Cache {
   public:
     Cache() = default;
-    explicit Cache(const CacheShape&);
+    // memory: CacheShape::floats() floats, 0 at first.
+    Cache(const CacheShape&, float* memory);
 
     float* K(int64_t layer, int64_t head) const { return keys + at(layer, head); }
     float* V(int64_t layer, int64_t head) const { return values + at(layer, head); }
@@ -55,5 +56,5 @@ class Cache {
     int64_t at(int64_t layer, int64_t head) const { return (layer * shape.heads + head) * shape.head_floats(); }
 
     CacheShape shape{};
-    Buffer keys, values;
+    float *keys = nullptr, *values = nullptr;
 };

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 
 #include "decoder/state.h"
 #include "round_up.h"
@@ -10,7 +11,10 @@
 namespace {
 
 constexpr int64_t MAX_PANEL_KEYS = 128;        // of a transposed panel of the cache
-constexpr int64_t NEAR_CACHE_BYTES = 4 << 20;  // what weights, or K and V, may take of a shared cache level
+constexpr int64_t NEAR_CACHE_BYTES = 8 << 20;  // what weights, or K and V, may take of a shared cache level
+constexpr int64_t MOST_TOGETHER = 8;           // rows that fill the products' register blocks on all processors
+// From so many texts for each thread on, threads do best with texts of their own (Zen 5 and Intel Xeon).
+constexpr int64_t LEAST_APART = 2;
 
 }  // namespace
 
@@ -24,23 +28,27 @@ Decoder::State::State(const ModelShape& s, const Tensors& tensors, Precision pre
       capacity(capacity),
       panel(round_up(std::min({bc, capacity, MAX_PANEL_KEYS}), simd::lanes())),
       threads(threads),
-      weights(s, tensors, precision, threads),
+      weights(s, tensors, precision),
       slots(slot_count),
       trace(threads),
       team(new Team(4 * s.n_layer + 1, threads)) {
-    for (Slot& slot : slots) {
-        slot.cache = Cache({s.n_layer, s.n_head, d, capacity, part.transposed > 0, panel});
+    const CacheShape cache{s.n_layer, s.n_head, d, capacity, part.transposed > 0, panel};
+    caches = Buffer(slot_count * cache.floats());
+    for (int64_t i = 0; i < slot_count; i++) {
+        Slot& slot = slots[i];
+        slot.cache = Cache(cache, caches + i * cache.floats());
         slot.logits.resize(s.vocab_size);
         slot.seen.resize(s.vocab_size);
     }
-    ldX = weights.layers[0].proj.columns();  // at least n_embd
-    ldN = s.n_embd;
+    const Layer& w = weights.layers[0];
+    ldX = Weights::row_stride(w.proj), ldQ = w.qkv.columns();
+    ldH = Weights::row_stride(w.fc), ldL = Weights::row_stride(weights.head);
     x = Buffer(slot_count * ldX);
-    qkv = Buffer(slot_count * weights.layers[0].qkv.columns());
+    qkv = Buffer(slot_count * ldQ);
     attended = Buffer(slot_count * s.n_embd);
-    hidden = Buffer(slot_count * weights.layers[0].fc.columns());
-    logits = Buffer(slot_count * weights.head.columns());
-    normed = Buffer(threads * slot_count * ldN);
+    hidden = Buffer(slot_count * ldH);
+    logits = Buffer(slot_count * ldL);
+    normed = Buffer(threads * slot_count * s.n_embd);
     Attention one = attention(1, 1, capacity);
     one.Bc = std::max(one.Bc, panel);
     scratch_floats = round_up(part.scratch(one), 16);
@@ -52,30 +60,36 @@ void Decoder::State::embed(float* to, int64_t token, int64_t position) const {
     for (int64_t i = 0; i < C; i++) to[i] = weights.wte[token * C + i] + weights.wpe[position * C + i];
 }
 
+int64_t Decoder::State::choose(int64_t which, double uniform) {
+    Slot& slot = slots[which];
+    slot.pending = sample(slot.logits.data(), slot.seen, uniform, slot.sampling);
+    slot.seen[slot.pending] = 1;
+    return slot.pending;
+}
+
 std::vector<int64_t> Decoder::State::next(const std::vector<int64_t>& which, const double* uniforms) {
     std::vector<int64_t> behind, tokens;
     for (const int64_t slot : which)
         if (slots[slot].pending >= 0) behind.push_back(slot);
     advance(behind);
-    for (size_t i = 0; i < which.size(); i++) {
-        Slot& slot = slots[which[i]];
-        trace.timed("sampling", 0,
-                    [&] { slot.pending = sample(slot.logits.data(), slot.seen, uniforms[i], slot.sampling); });
-        slot.seen[slot.pending] = 1;
-        tokens.push_back(slot.pending);
-    }
+    trace.timed("sampling", 0, [&] {
+        for (size_t i = 0; i < which.size(); i++) tokens.push_back(choose(which[i], uniforms[i]));
+    });
     return tokens;
 }
 
-// Weights that stay in a near cache anyway leave room there for the K and V of a group: as many slots as fit,
-// at least one for each thread, and no more than the products take at a time. Other weights come from far away,
-// and all slots share a pass over them.
-int64_t Decoder::State::group_size(const std::vector<int64_t>& which) const {
-    if (weights.matrix_bytes > NEAR_CACHE_BYTES) return std::max<int64_t>(1, which.size());
-    int64_t longest = 1;
+// A group is large enough to share the reading of the weights, and small enough that its K and V stay near. If
+// the weights come from far away, each thread reads them once for all of its texts.
+int64_t Decoder::State::groups(const std::vector<int64_t>& which) const {
+    const int64_t all = static_cast<int64_t>(which.size()), share = (all + threads - 1) / threads;
+    int64_t size = share, longest = 1;
     for (const int64_t slot : which) longest = std::max(longest, length(slot));
-    const int64_t bytes = 2 * shape.n_layer * shape.n_embd * longest * sizeof(float);
-    return std::clamp(NEAR_CACHE_BYTES / bytes, threads, simd::rows() * threads);
+    if (weights.matrix_bytes <= NEAR_CACHE_BYTES) {
+        const int64_t bytes = 2 * shape.n_layer * shape.n_embd * longest * sizeof(float);
+        size = std::min(share, std::clamp<int64_t>(NEAR_CACHE_BYTES / bytes, 1, MOST_TOGETHER));
+    }
+    const int64_t turns = (share + size - 1) / size;  // groups of each thread
+    return std::min(all, turns * threads);
 }
 
 Decoder::Decoder(const ModelShape& shape, const Tensors& tensors, Precision precision, const Part& part,
@@ -98,23 +112,21 @@ std::vector<std::vector<int64_t>> Decoder::write(const std::vector<int64_t>& slo
     int64_t room = capacity();
     for (const int64_t slot : slots) room = std::min(room, capacity() + 1 - length(slot));
     const int64_t all = static_cast<int64_t>(slots.size()), most = static_cast<int64_t>(uniforms.size());
-    const int64_t size = most > 1 ? state->group_size(slots) : all;
-    const int64_t groups = all > size ? (all + size - 1) / size : 1;
     std::vector<std::vector<int64_t>> rows;
+    if (most > 1 && all >= LEAST_APART * state->threads) {
+        // How many rows fit is known from the rows before; the first one is tried alone.
+        const int64_t limit = std::min(most, room);
+        int64_t fit = 1;
+        if (state->group_seconds == 0) state->write_groups(slots, uniforms, fit, rows);
+        fit = static_cast<int64_t>(std::clamp<double>(patience / state->group_seconds, fit, limit));
+        state->write_groups(slots, uniforms, fit, rows);
+        return rows;
+    }
     const auto start = Clock::now();
-    for (int64_t g = 0; g < groups; g++) {
-        const int64_t from = all * g / groups, to = all * (g + 1) / groups;
-        const std::vector<int64_t> group(slots.begin() + from, slots.begin() + to);
-        for (int64_t i = 0; i < most; i++) {
-            if (g > 0 && i == static_cast<int64_t>(rows.size())) break;  // as many as the first group
-            if (g == 0) {
-                const std::chrono::duration<double> spent = Clock::now() - start;
-                if (i > 0 && (i >= room || spent.count() > patience)) break;
-                rows.emplace_back(all);
-            }
-            const std::vector<int64_t> tokens = state->next(group, uniforms[i].data() + from);
-            std::copy(tokens.begin(), tokens.end(), rows[i].begin() + from);
-        }
+    for (int64_t i = 0; i < most; i++) {
+        const std::chrono::duration<double> spent = Clock::now() - start;
+        if (i > 0 && (i >= room || spent.count() > patience)) break;
+        rows.push_back(state->next(slots, uniforms[i].data()));
     }
     return rows;
 }

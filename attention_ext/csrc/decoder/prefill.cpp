@@ -41,7 +41,7 @@ void Decoder::State::prefill(Slot& slot, const std::vector<int64_t>& ids) {
         Alone alone;
         read(slot, prompt, T, chunk, 0, alone);
     } else {
-        team->take_turn([this, &slot, &prompt, T, chunk](Team::Member& member) {
+        team->take_turn(threads, [this, &slot, &prompt, T, chunk](Team::Member& member) {
             Recorded pieces{trace, member};
             read(slot, prompt, T, chunk, member.thread, pieces);
         });

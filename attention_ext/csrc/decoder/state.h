@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <memory>
 #include <vector>
@@ -20,21 +21,33 @@ struct Slot {
     Sampling sampling;
 };
 
+// The team that takes a step fastest, and until when that is believed.
+struct Choice {
+    int members = 1;
+    Pace::Clock::time_point until{};
+};
+
 struct Decoder::State {
     ModelShape shape;
     const Part& part;
-    int64_t d, br, bc, capacity, panel, threads;  // panel: keys of a transposed panel of the cache
+    int64_t d, br, bc, capacity, panel;  // panel: keys of a transposed panel of the cache
+    int threads;
     Weights weights;
+    Weights shares;     // the matrices again, in panels for a team of `shared_by`
+    int shared_by = 1;  // `shares` is empty if 1
+    Buffer caches;
     std::vector<Slot> slots;
 
     // Activations of a step, a row for each slot that takes part. Each thread has its own `normed` and
     // `scratch`.
-    int64_t ldX, ldN;  // row strides of x and normed
+    int64_t ldX, ldQ, ldH, ldL;  // row strides of x, qkv, hidden, logits
     Buffer x, qkv, attended, hidden, logits, normed, scratch;
     int64_t scratch_floats;
 
     Trace trace;
     Pace pace;
+    std::array<Choice, 32> choices;            // by the binary logarithm of the rows
+    double group_seconds = 0;                  // of a row of a group, when groups last wrote
     std::unique_ptr<Team, Team::Delete> team;  // the last member: its threads read the others
 
     State(const ModelShape&, const Tensors&, Precision, const Part&, int64_t br, int64_t bc, int64_t slot_count,
@@ -58,24 +71,36 @@ struct Decoder::State {
     // Computes the logits after ids, and keeps their K and V.
     void prefill(Slot& slot, const std::vector<int64_t>& ids);
 
-    // Reads the pending tokens of these slots.
+    // Reads the pending tokens of these slots, with the help of the team.
     void advance(const std::vector<int64_t>& which);
 
     // A token for each of these slots, after their pending ones are read.
     std::vector<int64_t> next(const std::vector<int64_t>& which, const double* uniforms);
 
+    // Appends rows of tokens for these slots until there are `count`; row i comes from uniforms[i]. The slots
+    // are divided into groups, each of which goes through all new rows on one thread.
+    void write_groups(const std::vector<int64_t>& which, const std::vector<std::vector<double>>& uniforms,
+                      int64_t count, std::vector<std::vector<int64_t>>& tokens);
+
     // Tokens in the cache, and the pending one.
     int64_t length(int64_t slot) const { return slots[slot].length + (slots[slot].pending >= 0); }
-
-    // How many of these slots to take through several tokens before the others, at least one.
-    int64_t group_size(const std::vector<int64_t>& which) const;
 
   private:
     struct Prompt;
     template <class Pieces>
     void read(Slot& slot, Prompt& prompt, int64_t T, int64_t chunk, int64_t thread, Pieces& pieces);
     template <class Pieces>
-    void step(const std::vector<int64_t>& which, int64_t begin, int64_t end, int64_t thread, Pieces& pieces);
+    void step(const Weights& model, const int64_t* which, int64_t rows, int64_t row, int64_t thread,
+              Pieces& pieces);
+    void embed_rows(const int64_t* which, int64_t rows, int64_t row);
+    void finish_rows(const int64_t* which, int64_t rows, int64_t row);
+    void step_in_team(const std::vector<int64_t>& which, int members);
+    int fastest_team(const std::vector<int64_t>& which);
+    void pack_for(int members);
+    void write_group(const std::vector<int64_t>& which, int64_t from, int64_t to, int64_t thread,
+                     const double* uniforms, int64_t* tokens);
+    int64_t groups(const std::vector<int64_t>& which) const;
+    int64_t choose(int64_t slot, double uniform);
     void attend(const Slot& slot, int64_t layer, int64_t head, const float* q, float* to, int64_t thread) const;
 };
 
@@ -87,7 +112,18 @@ struct Recorded {
 
     template <class Piece>
     void run(int64_t stage, int64_t pieces, const Piece& piece) {
-        if (member.thread > 0 || !trace.on()) return member.run(stage, pieces, piece);
-        trace.timed_waiting([&] { member.run(stage, pieces, piece); });
+        traced([&] { member.run(stage, pieces, piece); });
+    }
+
+    template <class Piece>
+    void share(int64_t stage, int64_t pieces, const Piece& piece) {
+        traced([&] { member.share(stage, pieces, piece); });
+    }
+    int members() const { return member.members; }
+
+    template <class Stage>
+    void traced(const Stage& stage) {
+        if (member.thread > 0 || !trace.on()) return stage();
+        trace.timed_waiting(stage);
     }
 };

@@ -7,14 +7,19 @@
 //       x <- x + gelu(LN(x) Wfc^T) Wout^T
 //   logits <- LN(x) wte^T
 //
-// Threads: a batch is divided between them. A single text, or a few, go in stages, whose pieces (heads, panels)
-// are taken by whichever thread is free. Results do not depend on the number of texts or threads.
+// Threads: texts of a large batch are divided between them. A single text, or a few, go in stages, each of
+// which the threads share by heads and panels. Results do not depend on the number of texts or threads.
 #include <algorithm>
+#include <exception>
+#include <mutex>
 
 #include "decoder/state.h"
 #include "denormals.h"
 
 // One head of one text: q attends to the cache, whose last token is at slot.length.
+constexpr int64_t LINE_FLOATS = 16;             // of a cache line
+constexpr double MOST_PACKED_TWICE = 64 << 20;  // bytes of the matrices
+
 inline void Decoder::State::attend(const Slot& slot, int64_t layer, int64_t head, const float* q, float* to,
                                    int64_t thread) const {
     const bool transposed = part.transposed > 0;
@@ -27,41 +32,54 @@ inline void Decoder::State::attend(const Slot& slot, int64_t layer, int64_t head
     part.kernel(a, scratch + thread * scratch_floats);
 }
 
-// The rows begin .. end - 1 of a step; row r is the pending token of slots[which[r]].
+// Row r of a step, `row + r` of the buffers, is the pending token of slots[which[r]].
 template <class Pieces>
-void Decoder::State::step(const std::vector<int64_t>& which, int64_t begin, int64_t end, int64_t thread,
+void Decoder::State::step(const Weights& model, const int64_t* which, int64_t rows, int64_t row, int64_t thread,
                           Pieces& pieces) {
     const NoDenormals flushed;
-    const int64_t rows = end - begin, C = shape.n_embd, H = shape.n_head, stages = 4 * shape.n_layer + 1;
-    const Linear& head = weights.head;
-    const int64_t ldQ = weights.layers[0].qkv.columns(), ldH = weights.layers[0].fc.columns(),
-                  ldL = head.columns();
-    float *X = x + begin * ldX, *Q = qkv + begin * ldQ, *A = attended + begin * C, *Y = hidden + begin * ldH;
-    float *L = logits + begin * ldL, *N = normed + (thread * static_cast<int64_t>(slots.size()) + begin) * ldN;
+    const int64_t C = shape.n_embd, H = shape.n_head, stages = 4 * shape.n_layer + 1;
+    float *X = x + row * ldX, *Q = qkv + row * ldQ, *A = attended + row * C, *Y = hidden + row * ldH;
+    float *L = logits + row * ldL, *N = normed + (thread * static_cast<int64_t>(slots.size()) + row) * C;
 
-    // Each thread normalises for itself, when it gets a piece that needs it.
-    int64_t normed_for = -1;
-    const auto normalise = [&](int64_t stage, const LayerNorm& norm) {
-        if (normed_for == stage) return;
-        trace.timed("norm", thread, [&] {
-            for (int64_t r = 0; r < rows; r++) norm(N + r * ldN, X + r * ldX);
+    // A stage: body(p, begin, end) for each panel p. The rows are divided too where there are fewer panels than
+    // members.
+    const auto each = [&](int64_t stage, int64_t panels, const auto& body) {
+        const int64_t blocks = std::clamp<int64_t>((pieces.members() + panels - 1) / panels, 1, rows);
+        pieces.share(stage, blocks * panels, [&](int64_t i) {
+            const int64_t block = i / panels;
+            body(i % panels, rows * block / blocks, rows * (block + 1) / blocks);
         });
-        normed_for = stage;
+    };
+    // Another thread has just written most of what a piece reads: all of it is fetched at once.
+    const auto fetch = [&](const float* from, int64_t stride, int64_t floats, int64_t begin, int64_t end) {
+        for (int64_t r = begin; pieces.members() > 1 && r < end; r++)
+            for (int64_t i = 0; i < floats; i += LINE_FLOATS) __builtin_prefetch(from + r * stride + i);
+    };
+    // Each thread normalises for itself, when it gets a piece that needs it.
+    int64_t normed_for = -1, normed_from = 0;
+    const auto normalise = [&](int64_t stage, const LayerNorm& norm, int64_t begin, int64_t end) {
+        if (normed_for == stage && normed_from == begin) return;
+        fetch(X, ldX, C, begin, end);
+        trace.timed("norm", thread, [&] {
+            for (int64_t r = begin; r < end; r++) norm(N + r * C, X + r * ldX);
+        });
+        normed_for = stage, normed_from = begin;
     };
     for (int64_t l = 0, stage = 0; stage + 1 < stages; l++) {
-        const Layer& w = weights.layers[l];
-        pieces.run(stage, H, [&](int64_t h) {
-            normalise(stage, w.ln_1);
-            trace.timed("QKV", thread, [&] { w.qkv.set({Q, ldQ}, {N, ldN}, rows, h); });
+        const Layer& w = model.layers[l];
+        each(stage, H, [&](int64_t h, int64_t begin, int64_t end) {
+            normalise(stage, w.ln_1, begin, end);
+            trace.timed("QKV", thread,
+                        [&] { w.qkv.set({Q + begin * ldQ, ldQ}, {N + begin * C, C}, end - begin, h); });
             trace.timed("attention", thread, [&] {
-                for (int64_t r = 0; r < rows; r++) {
-                    const Slot& slot = slots[which[begin + r]];
+                for (int64_t r = begin; r < end; r++) {
+                    const Slot& slot = slots[which[r]];
                     const float* q = Q + r * ldQ + h * w.qkv.width();
                     slot.cache.append(l, h, slot.length, q + d, 0, 1);
-                    if (r + 1 < rows) {
+                    if (r + 1 < end) {
                         // The caches of a batch lie far apart, and the processor prefetches only inside of one:
                         // 8 % of a step of 32.
-                        const Slot& following = slots[which[begin + r + 1]];
+                        const Slot& following = slots[which[r + 1]];
                         following.cache.prefetch_values(l, h, following.length);
                     }
                     attend(slot, l, h, q, A + r * C + h * d, thread);
@@ -69,56 +87,167 @@ void Decoder::State::step(const std::vector<int64_t>& which, int64_t begin, int6
             });
         });
         stage++;
-        pieces.run(stage++, w.proj.panels(), [&](int64_t p) {
-            trace.timed("projection", thread, [&] { w.proj.add({X, ldX}, {A, C}, rows, p); });
+        each(stage++, w.proj.panels(), [&](int64_t p, int64_t begin, int64_t end) {
+            fetch(A, C, C, begin, end);
+            trace.timed("projection", thread,
+                        [&] { w.proj.add({X + begin * ldX, ldX}, {A + begin * C, C}, end - begin, p); });
         });
-        pieces.run(stage, w.fc.panels(), [&](int64_t p) {
-            normalise(stage, w.ln_2);
-            trace.timed("MLP up", thread, [&] { w.fc.set({Y, ldH}, {N, ldN}, rows, p); });
+        each(stage, w.fc.panels(), [&](int64_t p, int64_t begin, int64_t end) {
+            normalise(stage, w.ln_2, begin, end);
+            trace.timed("MLP up", thread,
+                        [&] { w.fc.set({Y + begin * ldH, ldH}, {N + begin * C, C}, end - begin, p); });
             trace.timed("MLP GELU", thread, [&] {
-                for (int64_t r = 0; r < rows; r++) simd::gelu(Y + r * ldH + p * w.fc.width(), w.fc.width());
+                for (int64_t r = begin; r < end; r++) simd::gelu(Y + r * ldH + p * w.fc.width(), w.fc.width());
             });
         });
         stage++;
-        pieces.run(stage++, w.out.panels(), [&](int64_t p) {
-            trace.timed("MLP down", thread, [&] { w.out.add({X, ldX}, {Y, ldH}, rows, p); });
+        each(stage++, w.out.panels(), [&](int64_t p, int64_t begin, int64_t end) {
+            fetch(Y, ldH, 4 * C, begin, end);
+            trace.timed("MLP down", thread,
+                        [&] { w.out.add({X + begin * ldX, ldX}, {Y + begin * ldH, ldH}, end - begin, p); });
         });
     }
-    pieces.run(stages - 1, head.panels(), [&](int64_t p) {
-        normalise(stages - 1, weights.ln_f);
-        trace.timed("head", thread, [&] { head.set({L, ldL}, {N, ldN}, rows, p); });
+    each(stages - 1, model.head.panels(), [&](int64_t p, int64_t begin, int64_t end) {
+        normalise(stages - 1, model.ln_f, begin, end);
+        trace.timed("head", thread,
+                    [&] { model.head.set({L + begin * ldL, ldL}, {N + begin * C, C}, end - begin, p); });
     });
+}
+
+void Decoder::State::embed_rows(const int64_t* which, int64_t rows, int64_t row) {
+    for (int64_t r = 0; r < rows; r++) {
+        const Slot& slot = slots[which[r]];
+        embed(x + (row + r) * ldX, slot.pending, slot.length);
+    }
+}
+
+void Decoder::State::finish_rows(const int64_t* which, int64_t rows, int64_t row) {
+    for (int64_t r = 0; r < rows; r++) {
+        Slot& slot = slots[which[r]];
+        std::copy_n(logits + (row + r) * ldL, shape.vocab_size, slot.logits.begin());
+        slot.length++;
+        slot.pending = -1;
+    }
+}
+
+void Decoder::State::step_in_team(const std::vector<int64_t>& which, int members) {
+    const int64_t rows = static_cast<int64_t>(which.size());
+    trace.timed("embedding", 0, [&] { embed_rows(which.data(), rows, 0); });
+    if (members == 1) {
+        Alone alone;
+        return step(weights, which.data(), rows, 0, 0, alone);
+    }
+    team->take_turn(members, [this, &which, rows](Team::Member& member) {
+        Recorded pieces{trace, member};
+        step(shared_by > 1 ? shares : weights, which.data(), rows, 0, member.thread, pieces);
+    });
+}
+
+void Decoder::State::pack_for(int members) {
+    if (members == shared_by || weights.matrix_bytes > MOST_PACKED_TWICE) return;
+    team->settle();
+    shares = members > 1 ? weights.shared_by(members) : Weights();
+    shared_by = members;
+}
+
+// Tries teams of 1, 2, 4 ... on the step that is to be done, which changes no result. How many threads are best
+// depends on the time of a line of cache between cores, which differs by a factor of 10 between machines and,
+// on a virtual one, between seconds.
+int Decoder::State::fastest_team(const std::vector<int64_t>& which) {
+    using Clock = Pace::Clock;
+    constexpr int LEAST_TRIES = 5;
+    constexpr auto LEAST_TIME = std::chrono::milliseconds(2);  // until all helpers are awake
+    constexpr double GAIN = 0.97, LOSS = 1.5;
+    int best = 1;
+    Clock::duration shortest = Clock::duration::max();
+    for (int members = 1;; members = std::min(2 * members, threads)) {
+        pack_for(members);
+        Clock::duration least = Clock::duration::max();
+        const Clock::time_point first = Clock::now();
+        for (int i = 0; i < LEAST_TRIES || (members > 1 && Clock::now() < first + LEAST_TIME); i++) {
+            const Clock::time_point start = Clock::now();
+            step_in_team(which, members);
+            least = std::min(least, Clock::now() - start);
+        }
+        if (members == 1 || least < GAIN * shortest) best = members, shortest = least;
+        if (members == threads || least > LOSS * shortest) break;
+    }
+    pack_for(best);
+    return best;
 }
 
 void Decoder::State::advance(const std::vector<int64_t>& which) {
     const int64_t rows = static_cast<int64_t>(which.size());
     if (rows == 0) return;
-    trace.timed("embedding", 0, [&] {
-        for (int64_t r = 0; r < rows; r++) {
-            const Slot& slot = slots[which[r]];
-            embed(x + r * ldX, slot.pending, slot.length);
+    int members = 1;
+    auto start = Pace::Clock::now();
+    if (threads > 1 && team->ours()) {
+        size_t logarithm = 0;
+        while (rows >> (logarithm + 1)) logarithm++;
+        Choice& choice = choices[logarithm];
+        if (start >= choice.until) {
+            constexpr int RARELY = 200;  // 0.5 % of the time goes into choosing
+            choice.members = fastest_team(which);
+            const auto chosen = Pace::Clock::now();
+            choice.until = chosen + RARELY * (chosen - start);
+            start = chosen;
         }
-    });
-    const auto start = Pace::Clock::now();
-    const bool together = threads > 1 && team->ours() && pace.together(rows, start);
-    if (!together) {
+        pack_for(choice.members);
+        if (pace.together(rows, start)) members = choice.members;
+    }
+    step_in_team(which, members);
+    if (threads > 1) pace.took(rows, members > 1, start);
+    finish_rows(which.data(), rows, 0);
+}
+
+// The slots from .. to - 1 of `which`: a token for each.
+void Decoder::State::write_group(const std::vector<int64_t>& which, int64_t from, int64_t to, int64_t thread,
+                                 const double* uniforms, int64_t* tokens) {
+    std::vector<int64_t> behind;
+    for (int64_t s = from; s < to; s++)
+        if (slots[which[s]].pending >= 0) behind.push_back(which[s]);
+    if (const int64_t rows = static_cast<int64_t>(behind.size())) {
+        trace.timed("embedding", thread, [&] { embed_rows(behind.data(), rows, from); });
         Alone alone;
-        step(which, 0, rows, 0, alone);
+        step(weights, behind.data(), rows, from, thread, alone);
+        finish_rows(behind.data(), rows, from);
+    }
+    trace.timed("sampling", thread, [&] {
+        for (int64_t s = from; s < to; s++) tokens[s] = choose(which[s], uniforms[s]);
+    });
+}
+
+void Decoder::State::write_groups(const std::vector<int64_t>& which,
+                                  const std::vector<std::vector<double>>& uniforms, int64_t count,
+                                  std::vector<std::vector<int64_t>>& tokens) {
+    const int64_t all = static_cast<int64_t>(which.size()), parts = groups(which);
+    const size_t begin = tokens.size(), end = static_cast<size_t>(count);
+    if (begin == end) return;
+    tokens.resize(end, std::vector<int64_t>(all));
+    std::exception_ptr failed;
+    std::mutex mutex;
+    Pace::Clock::duration longest{};
+    const auto write = [&](int64_t g, int64_t thread) {
+        const auto start = Pace::Clock::now();
+        std::exception_ptr error;
+        try {
+            for (size_t i = begin; i < end; i++)
+                write_group(which, all * g / parts, all * (g + 1) / parts, thread, uniforms[i].data(),
+                            tokens[i].data());
+        } catch (...) {  // would end the program in another thread
+            error = std::current_exception();
+        }
+        const std::lock_guard<std::mutex> held(mutex);
+        longest = std::max(longest, Pace::Clock::now() - start);
+        if (error) failed = error;
+    };
+    if (threads == 1 || !team->ours()) {
+        for (int64_t g = 0; g < parts; g++) write(g, 0);
     } else {
-        team->take_turn([this, &which, rows](Team::Member& member) {
-            Recorded pieces{trace, member};
-            if (rows < threads) return step(which, 0, rows, member.thread, pieces);
-            pieces.run(0, threads, [&](int64_t i) {
-                Alone alone;
-                step(which, rows * i / threads, rows * (i + 1) / threads, member.thread, alone);
-            });
+        team->take_turn(threads, [this, parts, &write](Team::Member& member) {
+            Recorded{trace, member}.run(0, parts, [&](int64_t g) { write(g, member.thread); });
         });
     }
-    if (threads > 1) pace.took(rows, together, start);
-    for (int64_t r = 0; r < rows; r++) {
-        Slot& slot = slots[which[r]];
-        std::copy_n(logits + r * weights.head.columns(), shape.vocab_size, slot.logits.begin());
-        slot.length++;
-        slot.pending = -1;
-    }
+    if (failed) std::rethrow_exception(failed);
+    group_seconds = std::chrono::duration<double>(longest).count() / static_cast<double>(end - begin);
 }

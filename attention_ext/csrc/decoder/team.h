@@ -3,6 +3,9 @@
 // A thread pool's parallel loop ends when every thread has joined and finished. A thread that sleeps, or whose
 // core is taken, delays that by a turn of the scheduler: the time of hundreds of steps. Here the caller never
 // waits for a helper that has not taken a piece of the work. A late helper finds the work done.
+//
+// What the members write while they wait for each other lies in a cache line of each member's own. A line that
+// several write moves between their cores, one after the other.
 #pragma once
 
 #include <algorithm>
@@ -10,44 +13,107 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <functional>
+#include <cstring>
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include <unistd.h>
 
 class Team {
+    // What different members write is so many bytes apart: two cache lines, because processors fetch them in
+    // pairs.
+    static constexpr size_t APART = 128;
+
+    // A count that belongs to a turn, which is in the upper 32 bits. Turns wrap around.
+    struct Count {
+        uint64_t bits;
+
+        Count(uint64_t bits) : bits(bits) {}
+        Count(uint32_t turn, int64_t count) : bits(uint64_t{turn} << 32 | static_cast<uint32_t>(count)) {}
+
+        int32_t turns_after(uint32_t turn) const {
+            return static_cast<int32_t>(static_cast<uint32_t>(bits >> 32) - turn);
+        }
+        // The count in this turn; 0 if it is an earlier turn's.
+        int64_t in(uint32_t turn) const { return turns_after(turn) < 0 ? 0 : static_cast<uint32_t>(bits); }
+    };
+
   public:
-    // Who takes part in a turn: 0 is the caller.
+    // Who takes part in a turn: 0 is the caller. All members run the same stages, each once, in order.
     struct Member {
         Team& team;
-        uint64_t turn;
-        int thread;
+        uint32_t turn;
+        int thread, members;
 
-        // piece(i) for each i of 0 .. pieces - 1, shared with the other members; then waits until all are done,
-        // unless the turn is over. Each stage of a turn may be run once.
+        // piece(i) for each i of 0 .. pieces - 1, by whichever member is free; then waits until all are done,
+        // unless the turn is over.
         template <class Piece>
         void run(int64_t stage, int64_t pieces, const Piece& piece) {
             Stage& s = team.stages[stage];
-            uint64_t taken = s.taken.load(std::memory_order_acquire);
-            while (taken >> 32 == turn && (taken & 0xffffffff) < static_cast<uint64_t>(pieces)) {
-                if (!s.taken.compare_exchange_weak(taken, taken + 1, std::memory_order_acq_rel)) continue;
-                piece(static_cast<int64_t>(taken & 0xffffffff));
-                s.done.fetch_add(1, std::memory_order_release);
+            Count taken = s.taken.load(std::memory_order_acquire);
+            while (taken.turns_after(turn) <= 0 && taken.in(turn) < pieces) {
+                const int64_t next = taken.in(turn);
+                if (!s.taken.compare_exchange_weak(taken.bits, Count(turn, next + 1).bits,
+                                                   std::memory_order_acq_rel))
+                    continue;
+                piece(next);
+                Count done = s.done.load(std::memory_order_relaxed);
+                while (!s.done.compare_exchange_weak(done.bits, Count(turn, done.in(turn) + 1).bits,
+                                                     std::memory_order_acq_rel)) {
+                }
                 taken = s.taken.load(std::memory_order_acquire);
             }
-            for (int spins = 0; s.done.load(std::memory_order_acquire) < pieces; spins++) {
-                if (s.taken.load(std::memory_order_relaxed) >> 32 != turn) return;
-                if (spins > 2000) std::this_thread::yield();  // about a stage's time: a member lost its core
+            for (int spins = 0;; spins++) {
+                const Count done = s.done.load(std::memory_order_acquire);
+                if (done.turns_after(turn) > 0 || done.in(turn) >= pieces) return;
+                if (Count(s.taken.load(std::memory_order_relaxed)).turns_after(turn) > 0) return;
+                if (spins > SPINS) std::this_thread::yield();
             }
         }
+
+        // The same, but each member has a fixed share of the pieces, the same in every turn: what its pieces
+        // read stays in the caches of its core. The share of a member that is late goes to another.
+        template <class Piece>
+        void share(int64_t stage, int64_t pieces, const Piece& piece) {
+            take_share(thread, stage, pieces, piece);
+            for (int i = 0; i < members; i++) {
+                const int other = (thread + i) % members;  // its own share too may have gone to another
+                const Seat& seat = team.seats[other];
+                for (int spins = 0;; spins++) {
+                    const Count done = seat.done.load(std::memory_order_acquire);
+                    if (done.turns_after(turn) > 0) return;
+                    if (done.in(turn) > stage) break;
+                    if (spins >= SPINS) {
+                        if (spins > SPINS) std::this_thread::yield();
+                        take_share(other, stage, pieces, piece);
+                    } else if (seat.late.load(std::memory_order_relaxed) == turn) {
+                        spins = SPINS - 1;
+                    }
+                }
+            }
+        }
+
+      private:
+        // The share of member m, unless it is taken.
+        template <class Piece>
+        void take_share(int m, int64_t stage, int64_t pieces, const Piece& piece) {
+            Seat& seat = team.seats[m];
+            Count taken = seat.taken.load(std::memory_order_acquire);
+            if (taken.turns_after(turn) > 0 || taken.in(turn) != stage) return;
+            if (!seat.taken.compare_exchange_strong(taken.bits, Count(turn, stage + 1).bits,
+                                                    std::memory_order_acq_rel))
+                return;
+            if (m != thread) seat.late.store(turn, std::memory_order_relaxed);
+            for (int64_t p = pieces * m / members; p < pieces * (m + 1) / members; p++) piece(p);
+            seat.done.store(Count(turn, stage + 1).bits, std::memory_order_release);
+        }
     };
-    using Work = std::function<void(Member&)>;
 
     // Has fewer helpers where the system refuses to start more. The caller alone can do all work.
-    Team(int64_t stages, int threads) : stages(stages) {
+    Team(int64_t stages, int threads) : stages(stages), seats(threads) {
         helpers.reserve(threads);
         for (int thread = 1; thread < threads; thread++) {
             try {
@@ -71,75 +137,117 @@ class Team {
     ~Team() {
         {
             const std::lock_guard<std::mutex> held(mutex);
-            turn = OVER;
+            over.store(true);
         }
-        called.notify_all();
+        woken.notify_all();
         for (std::thread& helper : helpers) helper.join();
     }
 
-    // Runs work(member) here and on those helpers that join in time. What `work` reads outside of its pieces
-    // must outlive the call, because a late helper reads it too.
-    void take_turn(const Work& work) {
-        uint64_t now;
-        bool wake;
-        {
-            const std::lock_guard<std::mutex> held(mutex);
-            now = turn.load(std::memory_order_relaxed) + 1;
-            if (now == OVER) now = 1;
-            for (Stage& s : stages) {
-                s.done.store(0, std::memory_order_relaxed);
-                s.taken.store(now << 32, std::memory_order_release);
+    // Runs work(member) here and on those of members - 1 helpers that join in time. What `work` reads outside
+    // of its pieces, other than its own members, must outlive the call, because a late helper reads it too.
+    template <class Work>
+    void take_turn(int members, const Work& work) {
+        static_assert(std::is_trivially_copyable_v<Work> && sizeof(Work) <= sizeof(uint64_t[Job::WORDS]));
+        members = std::min(members, 1 + static_cast<int>(helpers.size()));
+        turn++;
+        job.write(turn, members, work);
+        for (int m = 1; m < members; m++) seats[m].called.store(turn, std::memory_order_release);
+        std::atomic_thread_fence(std::memory_order_seq_cst);
+        bool wake = false;
+        for (int m = 1; m < members; m++) wake |= seats[m].asleep.load(std::memory_order_relaxed);
+        if (wake) {
+            {
+                const std::lock_guard<std::mutex> held(mutex);
             }
-            current = work;
-            turn.store(now, std::memory_order_release);
-            wake = sleeping > 0;
+            woken.notify_all();
         }
-        if (wake) called.notify_all();
-        Member caller{*this, now, 0};
+        Member caller{*this, turn, 0, members};
         work(caller);
     }
 
-  private:
-    static constexpr uint64_t OVER = 0xffffffff;
-    static constexpr auto AWAKE = std::chrono::microseconds(200);  // how long a helper spins before it sleeps
+    // Waits until late helpers have left the turns that they were called for.
+    void settle() const {
+        for (const Seat& seat : seats)
+            while (seat.left.load(std::memory_order_acquire) != seat.called.load(std::memory_order_relaxed))
+                std::this_thread::yield();
+    }
 
-    // taken: the turn in the upper 32 bits, the number of pieces taken in the lower.
-    struct alignas(64) Stage {
-        std::atomic<uint64_t> taken{0};
-        std::atomic<int64_t> done{0};
+  private:
+    static constexpr auto AWAKE = std::chrono::microseconds(200);  // how long a helper spins before it sleeps
+    static constexpr int SPINS = 2000;  // about a stage's time; a member that takes longer lost its core
+
+    struct alignas(APART) Stage {  // of run(): pieces
+        std::atomic<uint64_t> taken{0}, done{0};
+    };
+
+    struct Seat {
+        alignas(APART) std::atomic<uint64_t> done{0};  // stages of share(); the others wait for it
+        alignas(APART) std::atomic<uint64_t> taken{0};
+        alignas(APART) std::atomic<uint32_t> called{0};  // the last turn that it was called for
+        std::atomic<uint32_t> late{0};                   // the last turn in which another took its share
+        std::atomic<bool> asleep{false};
+        alignas(APART) std::atomic<uint32_t> left{0};  // the last turn that it has left
+    };
+
+    // The work of the latest turn. A helper may read it while the caller writes the next one, and then drops
+    // it (Boehm 2012, 'Can seqlocks get along with programming language memory models?').
+    struct alignas(APART) Job {
+        static constexpr int WORDS = 8;
+        std::atomic<uint32_t> begun{0};
+        std::atomic<int> members{0};
+        std::atomic<void (*)(const void*, Member&)> call{nullptr};
+        std::atomic<uint64_t> words[WORDS]{};
+
+        template <class Work>
+        void write(uint32_t turn, int of, const Work& work) {
+            begun.store(turn, std::memory_order_relaxed);
+            std::atomic_thread_fence(std::memory_order_release);
+            uint64_t copy[WORDS] = {};
+            std::memcpy(copy, static_cast<const void*>(&work), sizeof work);
+            members.store(of, std::memory_order_relaxed);
+            call.store([](const void* data, Member& member) { (*static_cast<const Work*>(data))(member); },
+                       std::memory_order_relaxed);
+            for (int i = 0; i < WORDS; i++) words[i].store(copy[i], std::memory_order_relaxed);
+        }
     };
 
     void help(int thread) {
-        uint64_t seen = 0;
-        for (;;) {
+        Seat& seat = seats[thread];
+        for (uint32_t seen = 0;; seat.left.store(seen, std::memory_order_release)) {
             const auto start = std::chrono::steady_clock::now();
-            for (int spins = 1; turn.load(std::memory_order_acquire) == seen; spins++) {
+            const auto idle = [&] {
+                return seat.called.load(std::memory_order_acquire) == seen &&
+                       !over.load(std::memory_order_relaxed);
+            };
+            for (int spins = 1; idle(); spins++) {
                 if (spins % 64) continue;
                 std::this_thread::yield();
-                if (std::chrono::steady_clock::now() - start > AWAKE) break;
-            }
-            Work work;
-            {
+                if (std::chrono::steady_clock::now() - start < AWAKE) continue;
                 std::unique_lock<std::mutex> held(mutex);
-                sleeping++;
-                called.wait(held, [&] { return turn.load(std::memory_order_relaxed) != seen; });
-                sleeping--;
-                seen = turn.load(std::memory_order_relaxed);
-                if (seen == OVER) return;
-                work = current;
+                seat.asleep.store(true, std::memory_order_relaxed);
+                std::atomic_thread_fence(std::memory_order_seq_cst);
+                woken.wait(held, [&] { return !idle(); });
+                seat.asleep.store(false, std::memory_order_relaxed);
             }
-            Member member{*this, seen, thread};
-            work(member);
+            if (over.load(std::memory_order_relaxed)) return;
+            seen = seat.called.load(std::memory_order_acquire);
+            alignas(16) uint64_t work[Job::WORDS];
+            Member member{*this, seen, thread, job.members.load(std::memory_order_relaxed)};
+            const auto call = job.call.load(std::memory_order_relaxed);
+            for (int i = 0; i < Job::WORDS; i++) work[i] = job.words[i].load(std::memory_order_relaxed);
+            std::atomic_thread_fence(std::memory_order_acquire);
+            if (job.begun.load(std::memory_order_relaxed) == seen) call(work, member);
         }
     }
 
     const pid_t process = getpid();
     std::vector<Stage> stages;
+    std::vector<Seat> seats;
+    Job job;
     std::mutex mutex;
-    std::condition_variable called;
-    std::atomic<uint64_t> turn{0};
-    int sleeping = 0;
-    Work current;
+    std::condition_variable woken;
+    std::atomic<bool> over{false};
+    uint32_t turn = 0;
     std::vector<std::thread> helpers;
 };
 
@@ -149,6 +257,11 @@ struct Alone {
     void run(int64_t, int64_t pieces, const Piece& piece) {
         for (int64_t i = 0; i < pieces; i++) piece(i);
     }
+    template <class Piece>
+    void share(int64_t stage, int64_t pieces, const Piece& piece) {
+        run(stage, pieces, piece);
+    }
+    int members() const { return 1; }
 };
 
 // Decides whether the team shares a step. The caller waits for a helper that loses its core in the middle of a

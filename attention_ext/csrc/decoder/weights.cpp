@@ -1,6 +1,7 @@
 #include "decoder/weights.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "round_up.h"
 
@@ -33,21 +34,22 @@ Linear by_head(const float* W, const float* b, int64_t heads, int64_t C, Precisi
     return Linear(rows, b ? static_cast<float*>(bias) : nullptr, heads * width, C, width, precision);
 }
 
+// The width of panels of `out` outputs when `members` share them.
+int64_t panel_width(int64_t out, int members, const PrecisionRow& row) {
+    const int64_t share = round_up((out + members - 1) / members, row.vectors * simd::lanes());
+    return std::min(MAX_PANEL_VECTORS * simd::lanes(), share);
+}
+
 }  // namespace
 
-Weights::Weights(const ModelShape& s, const Tensors& tensors, Precision precision, int threads)
-    : layers(s.n_layer) {
+Weights::Weights(const ModelShape& s, const Tensors& tensors, Precision precision) : layers(s.n_layer) {
     const int64_t C = s.n_embd, V = s.vocab_size;
     const PrecisionRow& row = row_of(precision);
     matrix_bytes = (12.0 * s.n_layer * s.n_embd + s.vocab_size) * s.n_embd * row.bytes;
 
-    const auto width = [&](int64_t out) {
-        const int64_t share = round_up((out + threads - 1) / threads, row.vectors * simd::lanes());
-        return std::min(MAX_PANEL_VECTORS * simd::lanes(), share);
-    };
     const auto linear = [&](const std::string& name, int64_t out, int64_t in) {
-        return Linear(tensors(name + ".weight", out * in), tensors(name + ".bias", out), out, in, width(out),
-                      precision);
+        return Linear(tensors(name + ".weight", out * in), tensors(name + ".bias", out), out, in,
+                      panel_width(out, 1, row), precision);
     };
 
     wte = copied(tensors("transformer.wte.weight", V * C), V * C);
@@ -63,5 +65,57 @@ Weights::Weights(const ModelShape& s, const Tensors& tensors, Precision precisio
         layers[l].out = linear(name + "mlp.c_proj", C, 4 * C);
     }
     ln_f = layer_norm(tensors, "transformer.ln_f", C);
-    head = Linear(wte, nullptr, V, C, width(V), precision);
+    head = Linear(wte, nullptr, V, C, panel_width(V, 1, row), precision);
+}
+
+int64_t Weights::row_stride(const Linear& w) {
+    return round_up(w.outputs(), simd::lanes()) +
+           MAX_PANEL_VECTORS * simd::lanes();  // the last panel is padded
+}
+
+Weights Weights::shared_by(int members) const {
+    struct Matrix {
+        const Linear& linear;
+        int64_t width, words, panels;
+
+        Matrix(const Linear& linear, int64_t width)
+            : linear(linear),
+              width(width),
+              words(linear.panel_words(width)),
+              panels((linear.outputs() + width - 1) / width) {}
+    };
+    std::vector<Matrix> matrices;  // in the order in which a step reads them
+    const auto divide = [&](const Linear& w) {
+        matrices.emplace_back(w, panel_width(w.outputs(), members, w.kept_in()));
+    };
+    for (const Layer& w : layers) {
+        matrices.emplace_back(w.qkv, w.qkv.width());
+        divide(w.proj), divide(w.fc), divide(w.out);
+    }
+    divide(head);
+
+    const auto owner = [&](const Matrix& w, int64_t p) { return ((p + 1) * members - 1) / w.panels; };
+    std::vector<int64_t> next(members + 1);  // where a member's next panel goes
+    for (const Matrix& w : matrices)
+        for (int64_t p = 0; p < w.panels; p++) next[owner(w, p) + 1] += w.words;
+    for (int m = 0; m < members; m++) next[m + 1] += next[m];
+    Weights shared;
+    shared.memory = Buffer(next[members]);
+    std::vector<Linear> made;
+    for (const Matrix& w : matrices) {
+        made.push_back(w.linear.with_width(w.width, [&](int64_t p) {
+            int64_t& at = next[owner(w, p)];
+            return shared.memory + std::exchange(at, at + w.words);
+        }));
+    }
+    auto taken = made.begin();
+    const auto take = [&] { return std::move(*taken++); };
+    for (const Layer& w : layers) {
+        Layer& to = shared.layers.emplace_back();
+        to.ln_1 = w.ln_1, to.ln_2 = w.ln_2;
+        to.qkv = take(), to.proj = take(), to.fc = take(), to.out = take();
+    }
+    shared.ln_f = ln_f;
+    shared.head = take();
+    return shared;
 }

@@ -29,8 +29,18 @@ struct Weights {
     std::vector<Layer> layers;
     LayerNorm ln_f;
     Linear head;
-    double matrix_bytes;
+    double matrix_bytes = 0;
 
-    // threads: how many share a step; a matrix has a panel for each where it is large enough.
-    Weights(const ModelShape&, const Tensors&, Precision, int threads);
+    Weights() = default;
+    Weights(const ModelShape&, const Tensors&, Precision);
+
+    // The floats from one row of y to the next, for y <- x W^T + b over any number of members.
+    static int64_t row_stride(const Linear& w);
+
+    // The layers and the head alone, for a step that `members` share: a matrix has a panel for each where it is
+    // large enough, and what a member reads lies together.
+    Weights shared_by(int members) const;
+
+  private:
+    Buffer memory;  // of shared panels
 };

@@ -28,8 +28,8 @@ Buffer bf16_pack(const float* W, int64_t out, const Panels& s) {
 }
 
 // All columns are computed: a pair cannot be split.
-void bf16_multiply(simd::Matrix y, simd::ConstMatrix x, const Buffer& packed, const Panels& s, int64_t p,
-                   int64_t rows, int64_t, bool add) {
-    const auto* pairs = reinterpret_cast<const uint32_t*>(static_cast<float*>(packed));
-    simd::multiply_bf16(y, x, {pairs + p * s.width * s.in / 2, s.width / 2}, rows, s.width, s.in, add);
+void bf16_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, const Panels& s, int64_t rows,
+                   int64_t, bool add) {
+    simd::multiply_bf16(y, x, {reinterpret_cast<const uint32_t*>(panel), s.width / 2}, rows, s.width, s.in,
+                        add);
 }

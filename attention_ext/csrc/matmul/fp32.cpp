@@ -13,10 +13,10 @@ Buffer fp32_pack(const float* W, int64_t out, const Panels& s) {
     return packed;
 }
 
-void fp32_multiply(simd::Matrix y, simd::ConstMatrix x, const Buffer& packed, const Panels& s, int64_t p,
-                   int64_t rows, int64_t first, bool add) {
+void fp32_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, const Panels& s, int64_t rows,
+                   int64_t first, bool add) {
     y.data += first;
-    const float* W = packed + p * s.width * s.in + first;
+    const float* W = panel + first;
     if (add)
         simd::multiply_add(y, {x.data, x.ld, 1}, {W, s.width}, rows, s.width - first, s.in, s.in);
     else

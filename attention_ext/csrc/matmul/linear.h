@@ -1,6 +1,9 @@
 // A linear layer with packed weights.
 #pragma once
 
+#include <functional>
+#include <vector>
+
 #include "matmul/precision.h"
 
 // y <- x W^T + b; W (out, in) in panels of `width` outputs, the last one padded with zeros. Every sum over `in`
@@ -11,6 +14,14 @@ class Linear {
     // b (out) may be null. width: a multiple of row_of(precision).vectors vectors.
     Linear(const float* W, const float* b, int64_t out, int64_t in, int64_t width, Precision precision);
 
+    // The same layer in panels of another width, panel p at place(p); no weight is rounded again.
+    Linear with_width(int64_t width, const std::function<float*(int64_t p)>& place) const;
+
+    // 32-bit words of a panel of this width.
+    int64_t panel_words(int64_t width) const { return width * shape.in / precision->vectors; }
+
+    const PrecisionRow& kept_in() const { return *precision; }
+    int64_t outputs() const { return out; }
     int64_t width() const { return shape.width; }
     int64_t panels() const { return shape.panels; }
     int64_t columns() const { return shape.panels * shape.width; }
@@ -23,7 +34,9 @@ class Linear {
     void add(simd::Matrix y, simd::ConstMatrix x, int64_t rows, int64_t p) const;
 
   private:
+    int64_t out = 0;
     Panels shape{};
     const PrecisionRow* precision = nullptr;
-    Buffer weights, bias;
+    Buffer weights, bias;        // weights: empty if the panels lie elsewhere
+    std::vector<float*> starts;  // of the panels
 };

@@ -18,7 +18,7 @@ struct Panels {
 
 // A row for each precision `name`, with the functions
 //   name_pack       W (out, in) as Panels, whose rows from `out` on are 0
-//   name_multiply   y (rows, width) <- x (rows, in) times panel p; with `add` the product is added to y. The
+//   name_multiply   y (rows, width) <- x (rows, in) times a panel; with `add` the product is added to y. The
 //                   columns of y before `first`, which is less than width, need not be computed.
 // bytes: of a weight. vectors: the width of a panel is a multiple of so many vectors of simd::lanes().
 //
@@ -27,10 +27,10 @@ struct Panels {
     PRECISION(fp32, 4, 1)         \
     PRECISION(bf16, 2, 2)
 
-#define DECLARE_PRECISION(name, bytes, vectors)                                                               \
-    Buffer name##_pack(const float* W, int64_t out, const Panels&);                                           \
-    void name##_multiply(simd::Matrix y, simd::ConstMatrix x, const Buffer& packed, const Panels&, int64_t p, \
-                         int64_t rows, int64_t first, bool add);
+#define DECLARE_PRECISION(name, bytes, vectors)                                                                \
+    Buffer name##_pack(const float* W, int64_t out, const Panels&);                                            \
+    void name##_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, const Panels&, int64_t rows, \
+                         int64_t first, bool add);
 EACH_PRECISION(DECLARE_PRECISION)
 #undef DECLARE_PRECISION
 
@@ -43,8 +43,8 @@ struct PrecisionRow {
     const char* name;
     int64_t bytes, vectors;
     Buffer (*pack)(const float* W, int64_t out, const Panels&);
-    void (*multiply)(simd::Matrix y, simd::ConstMatrix x, const Buffer& packed, const Panels&, int64_t p,
-                     int64_t rows, int64_t first, bool add);
+    void (*multiply)(simd::Matrix y, simd::ConstMatrix x, const float* panel, const Panels&, int64_t rows,
+                     int64_t first, bool add);
 };
 
 #define PRECISION_ROW(name, bytes, vectors) \
