@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import platform
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of each period, or "max"
 
 
 @functools.cache
@@ -28,8 +30,13 @@ def capabilities() -> str:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use, also where a container has a share of the machine's time."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = QUOTA.read_text().split()
+        return min(allowed, max(1, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # there is no limit, or another system
+        return allowed
 
 
 def let_waiting_threads_sleep() -> None:

@@ -12,15 +12,17 @@ from generation.writer import Request, Text, Writer
 from model.checkpoint import Checkpoint
 from model.tokenizer import Decoder, Tokenizer
 
-AT_ONCE = 32  # the most texts that are written together
+AT_ONCE = 32  # texts that are written together, for each thread
+MOST_CACHE_BYTES = 2**31  # of all texts together, where AT_ONCE for one thread need less
 
 
-def slots_for(texts: int) -> tuple[int, int]:
+def slots_for(texts: int, threads: int, cache_bytes: int) -> tuple[int, int]:
     """(texts at once, slots of the engine) for this number of texts with one prompt.
 
-    With more than AT_ONCE texts, one more slot keeps the prompt for texts that join later.
+    cache_bytes: of the keys and values of one text. If not all texts are written at once, one more slot keeps
+    the prompt for texts that join later.
     """
-    at_once = min(texts, AT_ONCE)
+    at_once = min(texts, AT_ONCE * threads, max(AT_ONCE, MOST_CACHE_BYTES // cache_bytes))
     return at_once, at_once + (texts > at_once)
 
 
@@ -94,10 +96,18 @@ class Growing:
     decoder: Decoder
     filter: StopFilter
 
-    def add(self, token: int) -> str:
-        """Append a token; return the text that may be shown now."""
-        self.completion.new_tokens += 1
-        return self._show(self.filter.feed(self.decoder.feed(token)))
+    def add(self, tokens: Sequence[int]) -> str:
+        """Append tokens, up to one that completes a stop string; return the text that may be shown now."""
+        if not self.filter.stop:
+            self.completion.new_tokens += len(tokens)
+            return self._show("".join(map(self.decoder.feed, tokens)))
+        shown = ""
+        for token in tokens:
+            self.completion.new_tokens += 1
+            shown += self.filter.feed(self.decoder.feed(token))
+            if self.filter.found:
+                break
+        return self._show(shown)
 
     @property
     def ended(self) -> bool:
@@ -157,8 +167,9 @@ def complete(
                 return
             for text, tokens in writer.step():
                 each = growing[text]
-                for token in tokens:
-                    if piece := each.add(token):
+                # Alone, a text is streamed token by token; in a batch that would take longer than writing it.
+                for some in (tokens,) if len(growing) > 1 else ([token] for token in tokens):
+                    if piece := each.add(some):
                         yield each.completion, piece
                     if each.ended:
                         yield from finish(growing.pop(text), text)

@@ -18,6 +18,7 @@ from generation.engine import Engine
 from generation.sampling import Sampling
 
 CONTEXTS = ("slide", "reset")
+UNIFORMS_AT_ONCE = 256  # one draw costs as much as a small model's token
 TOKENS_AT_ONCE = 32  # the most tokens of each text that one step asks an engine for
 
 
@@ -77,7 +78,8 @@ class Text:
         self._last = deque(self.prompt, capacity)
         self._held = 0  # tokens in the engine's slot; 0 before the prompt is read
         self._uniforms = uniforms(request.seed)
-        self._drawn: deque[float] = deque()  # drawn and not yet used
+        self._drawn: list[float] = []
+        self._used = 0  # of those
 
     @property
     def remaining(self) -> float:
@@ -117,14 +119,15 @@ class Text:
 
     def draw(self, count: int) -> list[float]:
         """The next `count` uniform numbers; append() removes those that were used."""
-        while len(self._drawn) < count:
-            self._drawn.append(next(self._uniforms))
-        return list(itertools.islice(self._drawn, count))
+        if len(self._drawn) < self._used + count:
+            missing = self._used + count - len(self._drawn)
+            drawn = itertools.islice(self._uniforms, max(missing, UNIFORMS_AT_ONCE))
+            self._drawn, self._used = [*self._drawn[self._used :], *drawn], 0
+        return self._drawn[self._used : self._used + count]
 
     def append(self, tokens: Sequence[int]) -> None:
         """Record the tokens that the engine has appended; each used one of the numbers drawn."""
-        for _ in tokens:
-            self._drawn.popleft()
+        self._used += len(tokens)
         self._last.extend(tokens)
         self._held += len(tokens)
         self.new_tokens += len(tokens)
@@ -230,5 +233,5 @@ class Writer:
 def uniforms(seed: int) -> Iterator[float]:
     """The uniform numbers in [0, 1) that a seed gives, one for each token of its text."""
     generator = torch.Generator().manual_seed(seed)
-    while True:  # 256 at a time, as one draw costs as much as a small model's token
-        yield from torch.rand(256, dtype=torch.float64, generator=generator).tolist()
+    while True:
+        yield from torch.rand(UNIFORMS_AT_ONCE, dtype=torch.float64, generator=generator).tolist()

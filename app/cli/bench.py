@@ -18,6 +18,7 @@ from app.cli.options import (
     notice,
     size_option,
     take,
+    warned_of_threads,
 )
 from attention_ext import PARTS, SIMD
 
@@ -101,6 +102,7 @@ sweep_options = all_of(
         default="1",
         show_default=True,
         help="Numbers of threads.",
+        callback=warned_of_threads,
     ),
     click.option(
         "--simd",

@@ -81,8 +81,11 @@ class Session:
 def write(session: Session, echo: Echo, notice: Echo, as_json: bool = False) -> None:
     """Write all samples to `echo`, in the order of their seeds."""
     count = session.texts.num_samples
-    at_once, slots = slots_for(count)
-    engine = session.open(slots, capacity_for(session.checkpoint, session.request))
+    capacity = capacity_for(session.checkpoint, session.request)
+    config = session.checkpoint.model.config
+    cache_bytes = 4 * 2 * config.n_layer * config.n_embd * capacity  # K and V in float32
+    at_once, slots = slots_for(count, torch.get_num_threads(), cache_bytes)
+    engine = session.open(slots, capacity)
     writer = Writer(engine, at_once)
     writer.check(session.request)
     session.announce(engine, notice)

@@ -148,8 +148,26 @@ def tile_options(shown: str | None = None) -> Decorator:
     )
 
 
-threads_option = size_option("--threads", most=MOST_THREADS, help="Threads to use.", show_default="PyTorch's")
-one_thread_option = size_option("-t", "--threads", default=1, most=MOST_THREADS, help="Threads to use.")
+def warned_of_threads(context, parameter, value):
+    """The value of --threads, after a line on standard error if it is more than the cores."""
+    from attention_ext.processor import cores
+
+    most = max(value) if isinstance(value, tuple) else value or 1
+    if most > cores():
+        notice(f"gpt.py: warning: --threads is {most}; this process may use {cores()} cores")
+    return value
+
+
+threads_option = size_option(
+    "--threads",
+    most=MOST_THREADS,
+    help="The most threads to use; a text takes the fastest number of them.",
+    show_default="all cores",
+    callback=warned_of_threads,
+)
+one_thread_option = size_option(
+    "-t", "--threads", default=1, most=MOST_THREADS, help="Threads to use.", callback=warned_of_threads
+)
 simd_option = click.option(
     "--simd",
     type=click.Choice(SIMD),
@@ -200,8 +218,9 @@ part_argument = click.argument("part", type=click.Choice(list(PARTS)), metavar="
 
 
 def set_threads(threads: int | None) -> None:
-    """Set PyTorch's threads, which are the kernels' too; None leaves its default."""
-    if threads is not None:
-        import torch
+    """Set PyTorch's threads, which are the kernels' too; None takes its default, at most the cores."""
+    import torch
 
-        torch.set_num_threads(threads)
+    from attention_ext import processor
+
+    torch.set_num_threads(threads or min(torch.get_num_threads(), processor.cores()))

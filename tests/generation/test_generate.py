@@ -174,7 +174,13 @@ def test_a_text_of_no_tokens_is_finished_at_once():
 
 @pytest.mark.parametrize("texts, expected", [(1, (1, 1)), (32, (32, 32)), (33, (32, 33)), (1000, (32, 33))])
 def test_slots(texts, expected):
-    assert slots_for(texts) == expected
+    assert slots_for(texts, threads=1, cache_bytes=1) == expected
+
+
+def test_each_thread_has_slots_until_the_caches_are_large():
+    assert slots_for(1000, threads=16, cache_bytes=2**20) == (512, 513)
+    assert slots_for(1000, threads=16, cache_bytes=2**25) == (64, 65)
+    assert slots_for(1000, threads=16, cache_bytes=2**30) == (32, 33)
 
 
 def test_generate_streams(extension, shakes):

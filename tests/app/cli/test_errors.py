@@ -11,7 +11,7 @@ import sys
 import pytest
 from support import ROOT
 
-from attention_ext import PARTS
+from attention_ext import PARTS, processor
 
 WRONG = [
     (["part9"], "No such command 'part9'"),
@@ -75,7 +75,7 @@ def test_a_file_that_is_no_text_is_named(failed, tmp_path):
 EVERY_PART = """
 import contextlib, io, json
 from app.cli import main
-from attention_ext import PARTS
+from attention_ext import PARTS, processor
 
 done = []
 for part in PARTS:
@@ -118,6 +118,16 @@ def test_without_a_compiler_part0_works_and_the_others_say_what_to_install(tmp_p
 
 
 ENDLESS = ("part0", "--inference", "-m", "shakes2048", "--max-new-tokens", 1_000_000)
+
+
+def test_more_threads_than_cores_are_warned_of_in_one_line(cli):
+    most = processor.cores()
+    sizes = ["part0", "-N", 8]
+    done = cli(*sizes, "--threads", most + 1)
+    assert done.returncode == 0
+    line = f"gpt.py: warning: --threads is {most + 1}; this process may use {most} cores"
+    assert done.stderr.splitlines().count(line) == 1
+    assert "warning" not in cli(*sizes, "--threads", most).stderr + cli(*sizes).stderr
 
 
 def test_text_is_flushed_as_it_is_made_and_ctrl_c_keeps_it(process):
