@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <vector>
 
 #include "denormals.h"
 
@@ -12,17 +13,29 @@
 // links the kernels defines it; bindings/operators.cpp does with PyTorch's pool.
 void on_threads(int threads, const std::function<void(int)>& body);
 
-// body(item, thread) for each item of 0 .. items - 1, handed out in order to whichever thread is free.
+// body(head, item, thread) for each of `heads` heads and each item of 0 .. items - 1. A head's items are handed
+// out in order. Threads begin with different heads, so that a head's K and V go to few cores; a thread that
+// finds no more items there helps with the others.
 template <class Body>
-void for_each_item(int64_t items, int threads, const Body& body) {
-    if (items == 1 || threads == 1) {
-        const NoDenormals flushed;
-        for (int64_t item = 0; item < items; item++) body(item, 0);
+void for_each_item(int64_t heads, int64_t items, int threads, const Body& body) {
+    const NoDenormals flushed;
+    const int64_t all = heads * items;
+    if (all == 1 || threads == 1) {
+        for (int64_t i = 0; i < all; i++) body(i / items, i % items, 0);
         return;
     }
-    std::atomic<int64_t> next{0};
-    on_threads(static_cast<int>(std::min<int64_t>(items, threads)), [&](int thread) {
-        const NoDenormals flushed;
-        for (int64_t item = next++; item < items; item = next++) body(item, thread);
+    struct alignas(128) Queue {  // two cache lines, which processors fetch together
+        std::atomic<int64_t> next{0};
+    };
+    const int64_t count = std::min<int64_t>(heads, threads);  // queue q has the heads from heads * q / count on
+    std::vector<Queue> queues(count);
+    on_threads(static_cast<int>(std::min<int64_t>(all, threads)), [&](int thread) {
+        const NoDenormals flushed_here;
+        for (int64_t n = 0; n < count; n++) {
+            const int64_t q = (count * thread / threads + n) % count;
+            const int64_t first = heads * q / count, end = (heads * (q + 1) / count - first) * items;
+            for (int64_t i = queues[q].next++; i < end; i = queues[q].next++)
+                body(first + i / items, i % items, thread);
+        }
     });
 }

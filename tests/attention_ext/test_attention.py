@@ -193,6 +193,35 @@ def test_halves_of_the_keys_merge(part, causal):
     torch.testing.assert_close(merged, (whole, lse))
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("Nq, Nk", [(1, 2049), (3, 5000), (4, 5000), (60, 3100), (2100, 2148)])
+def test_few_queries_against_many_keys(kernel, threads, Nq, Nk, causal):
+    """Part 4 divides the keys into spans of about 1,000, some of which may be smaller or empty of a query's."""
+    q, k, v = qkv(1, 2, Nq, Nk, 8)
+    check(kernel, q, k, v, causal)
+    check(kernel, q, k, v, causal, br=7, bc=1000)
+    threads(1)
+    one = attention(kernel, q, k, v, causal=causal, return_lse=True)
+    for count in (2, 3, 16):
+        threads(count)
+        assert all(map(torch.equal, attention(kernel, q, k, v, causal=causal, return_lse=True), one))
+
+
+@pytest.mark.parametrize("Nq", [1, 20])
+def test_bad_values_among_many_keys(kernel, Nq):
+    q, k, v = qkv(1, 2, Nq, 5000, 8)
+    expected, lse = attention(kernel, q[:, :, -1:], k[:, :, 3000:], v[:, :, 3000:], return_lse=True)
+    k[:, :, :3000] = math.inf * -q[:, :, -1:].sign()  # the last query's scores are -inf in two whole spans
+    out = attention(kernel, q, k, v, return_lse=True)
+    torch.testing.assert_close([t[:, :, -1:] for t in out], [expected, lse])
+    k[0, 1, 4000, 0] = math.nan
+    out, lse = attention(kernel, q, k, v, return_lse=True)
+    assert out[0, 1].isnan().all() and lse[0, 1].isnan().all() and not lse[0, 0, -1].isnan()
+    k[:] = math.inf * -q[:, :, -1:].sign()
+    out, lse = attention(kernel, q, k, v, return_lse=True)
+    assert out[:, :, -1].isnan().all() and bool((lse[:, :, -1] == -math.inf).all())
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 16])
 def test_threads_change_nothing(kernel, threads, count):
     q, k, v = qkv(2, 3, 50, 50, 16)

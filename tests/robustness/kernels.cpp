@@ -192,6 +192,7 @@ Case draw(uint64_t seed, Random& random, int threads) {
         c.B = random.from(1, 2), c.H = random.from(1, 3);
         c.Nq = random.one_in(4) ? random.from(1, part4::FEW + 1) : random.size(MOST);
         c.Nk = random.one_in(2) ? c.Nq : random.size(MOST);
+        if (random.one_in(16)) c.Nk = random.from(2040, 5000);  // part 4 divides so many between threads
         if (c.causal && c.Nk < c.Nq) std::swap(c.Nq, c.Nk);
         c.d = random.size(random.one_in(10) ? MOST : 130);
     } while (c.B * c.H * c.Nq * c.Nk * c.d > work);

@@ -33,9 +33,9 @@ void fused_attention(const Attention& a, float* scratch) {
     const int64_t ldQ = a.q.row_stride, ldK = a.k.row_stride, ldV = a.v.row_stride;
     const int64_t groups = (Nq + QUERIES - 1) / QUERIES;
 
-    for_each_item(a.B * a.H * groups, a.threads, [&](int64_t item, int thread) {
-        const int64_t b = item / groups / a.H, h = item / groups % a.H;
-        const int64_t i0 = (groups - 1 - item % groups) * QUERIES;  // causal: the longest rows first
+    for_each_item(a.B * a.H, groups, a.threads, [&](int64_t head, int64_t item, int thread) {
+        const int64_t b = head / a.H, h = head % a.H;
+        const int64_t i0 = (groups - 1 - item) * QUERIES;  // causal: the longest rows first
         const float *Q = a.q.at(b, h), *K = a.k.at(b, h), *V = a.v.at(b, h);
         float *O = a.out_at(b, h), *lse = a.lse_at(b, h), *S = scratch + thread * a.Nk;
 

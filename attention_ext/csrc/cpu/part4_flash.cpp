@@ -15,9 +15,12 @@
 // the nearest caches. Under a causal mask the last step of each strip takes its part of the diagonal along.
 // m' may lag behind the maximum a little (simd::online_softmax), so that O is seldom corrected.
 //
-// Scratch: threads x (2 Br d + strip + 3 Br) floats, whatever N is. What it improves: part 3 reads K
-// and V once per query, this once per Br queries, and the scores that part 2 keeps in memory never
-// leave the cache.
+// A few queries have few tiles, so that most threads would idle. Their keys are divided into spans, as if each
+// span were all keys, and the results are merged by lse. Spans depend on the sizes alone, not on the threads.
+//
+// Scratch: threads x (2 Br d + strip + 3 Br) floats, whatever N is; with spans also their results. What it
+// improves: part 3 reads K and V once per query, this once per Br queries, and the scores that part 2 keeps in
+// memory never leave the cache.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -35,6 +38,9 @@ using part4::FEW, part4::STEP;
 namespace {
 
 constexpr int64_t LINE_FLOATS = 16;  // of a cache line, at least the lanes
+// Fewer strips of queries than this may leave threads idle. Then more than MOST_KEYS keys are divided into
+// spans, each long enough that merging costs little.
+constexpr int64_t MOST_STRIPS = 64, MOST_KEYS = 2048, SPAN = 1024;
 
 // One thread's scratch. A row of queries is an odd number of cache lines long: the rows of a strip would share
 // few sets of L1 if it were a power of two, which costs 2 to 4 % at Br = 256.
@@ -80,102 +86,165 @@ void attend(const Attention& a, const Tile& t, int64_t r0, int64_t queries, cons
     simd::multiply_add({Ot, t.R}, {Vj, 1, ldV}, {t.St, ldS}, d, queries, keys, first);
 }
 
-// Part 4 for at most FEW queries, for which a vector of queries would be mostly padding: one query at a time,
-// the lanes span keys. A token that continues a long text is one query. A tile of K that is held transposed is
-// multiplied row by row, a feature a row, without sums across lanes.
-// Scratch: threads x (Bc + d) floats.
-void flash_few(const Attention& a, float* scratch) {
+// One query, i, of a head. For at most FEW queries a vector of them would be mostly padding, so the lanes span
+// keys. A token that continues a long text is one query. A tile of K that is held transposed is multiplied row
+// by row, a feature a row, without sums across lanes. Scratch: Bc + d floats.
+void attend_one(const Attention& a, int64_t b, int64_t h, int64_t i, float* scratch) {
     const int64_t d = a.d, Bc = a.Bc, ldK = a.k.row_stride, ldV = a.v.row_stride;
+    const float *K = a.k.at(b, h), *V = a.v.at(b, h);
+    float *O = a.out_at(b, h) + i * d, *S = scratch, *Q = S + Bc;
+    float m = -std::numeric_limits<float>::infinity(), l = 0;
 
-    for_each_item(a.B * a.H * a.Nq, a.threads, [&](int64_t item, int thread) {
-        const int64_t b = item / a.Nq / a.H, h = item / a.Nq % a.H, i = item % a.Nq;
-        const float *K = a.k.at(b, h), *V = a.v.at(b, h);
-        float *O = a.out_at(b, h) + i * d, *S = scratch + thread * (Bc + d), *Q = S + Bc;
-        float m = -std::numeric_limits<float>::infinity(), l = 0;
-
-        std::copy_n(a.q.at(b, h) + i * a.q.row_stride, d, Q);
-        simd::scale_row(Q, d, a.scale);
-        std::fill_n(O, d, 0.0f);
-        for (int64_t j0 = 0; j0 < a.visible(i); j0 += Bc) {
-            const int64_t keys = std::min(Bc, a.visible(i) - j0);
-            const float* Kj = K + j0 * ldK;
-            if (a.k.col_stride == 1) {
-                simd::dot_rows(S, Q, {Kj, ldK}, keys, d, 1.0f);
-            } else {  // a panel is padded, so whole vectors are taken: a remainder is slow
-                const int64_t whole = a.k.col_stride == Bc ? std::min(Bc, round_up(keys, simd::lanes())) : keys;
-                simd::multiply({S, Bc}, {Q, d, 1}, {Kj, a.k.col_stride}, 1, whole, d);
-            }
-            const float m_new = simd::row_max(S, keys, m);
-            if (j0 > 0 && m_new > m) {
-                const float correction = simd::exp_or_zero(m - m_new);
-                simd::scale_row(O, d, correction);
-                l *= correction;
-            }
-            l += simd::exp_sum(S, keys, finite_max(m_new));
-            simd::add_weighted_rows(O, S, {V + j0 * ldV, ldV}, keys, d);
-            m = m_new;
+    std::copy_n(a.q.at(b, h) + i * a.q.row_stride, d, Q);
+    simd::scale_row(Q, d, a.scale);
+    std::fill_n(O, d, 0.0f);
+    for (int64_t j0 = 0; j0 < a.visible(i); j0 += Bc) {
+        const int64_t keys = std::min(Bc, a.visible(i) - j0);
+        const float* Kj = K + j0 * ldK;
+        if (a.k.col_stride == 1) {
+            simd::dot_rows(S, Q, {Kj, ldK}, keys, d, 1.0f);
+        } else {  // a panel is padded, so whole vectors are taken: a remainder is slow
+            const int64_t whole = a.k.col_stride == Bc ? std::min(Bc, round_up(keys, simd::lanes())) : keys;
+            simd::multiply({S, Bc}, {Q, d, 1}, {Kj, a.k.col_stride}, 1, whole, d);
         }
-        simd::scale_row(O, d, 1 / l);
-        if (a.lse) a.lse_at(b, h)[i] = m + std::log(l);
-    });
+        const float m_new = simd::row_max(S, keys, m);
+        if (j0 > 0 && m_new > m) {
+            const float correction = simd::exp_or_zero(m - m_new);
+            simd::scale_row(O, d, correction);
+            l *= correction;
+        }
+        l += simd::exp_sum(S, keys, finite_max(m_new));
+        simd::add_weighted_rows(O, S, {V + j0 * ldV, ldV}, keys, d);
+        m = m_new;
+    }
+    simd::scale_row(O, d, 1 / l);
+    if (a.lse) a.lse_at(b, h)[i] = m + std::log(l);
 }
+
+// A tile of queries of a head, from i0 on.
+void attend_tile(const Attention& a, int64_t b, int64_t h, int64_t i0, float* scratch) {
+    const int64_t Nq = a.Nq, d = a.d, Br = a.Br, Bc = a.Bc;
+    const int64_t ldQ = a.q.row_stride, ldK = a.k.row_stride, ldV = a.v.row_stride;
+    const int64_t W = simd::lanes(), panel = simd::panel();
+    const int64_t rows = std::min(Br, Nq - i0), padded = round_up(rows, W);
+
+    const float *Qi = a.q.at(b, h) + i0 * ldQ, *K = a.k.at(b, h), *V = a.v.at(b, h);
+    float *Oi = a.out_at(b, h) + i0 * d, *lse = a.lse_at(b, h);
+    const Tile t(a, scratch);
+
+    std::fill_n(t.Qt, d * t.R, 0.0f);
+    std::fill_n(t.Ot, d * t.R, 0.0f);
+    std::fill_n(t.m, t.R, -std::numeric_limits<float>::infinity());
+    std::fill_n(t.l, t.R, 0.0f);
+    // Scores and m are in units of log(2), so that softmax takes powers of 2.
+    simd::transpose({t.Qt, t.R}, {Qi, ldQ}, rows, d, a.scale * SIMD_LOG2E);
+
+    // Where the last step of strip r0 begins: with a key that all of its queries see, less than a panel and
+    // a step before the last one that any of them sees.
+    const int64_t step = std::min(STEP, Bc);
+    const auto last_step = [&](int64_t r0) { return a.causal ? (a.visible(i0 + r0) - 1) / step * step : a.Nk; };
+
+    for (int64_t j0 = 0; j0 < a.visible(i0 + rows - 1); j0 += Bc) {
+        for (int64_t r0 = 0; r0 < padded; r0 += panel) {
+            const int64_t end = std::min(j0 + Bc, last_step(r0));
+            for (int64_t j = j0; j < end; j += step) {
+                const int64_t keys = std::min(step, end - j);
+                attend(a, t, r0, std::min(panel, padded - r0), K + j * ldK, V + j * ldV, keys, keys);
+            }
+        }
+    }
+
+    // The last steps, each with its strip's part of the diagonal.
+    for (int64_t r0 = 0; a.causal && r0 < padded; r0 += panel) {
+        const int64_t j = last_step(r0), last = i0 + std::min(r0 + panel, rows) - 1;
+        attend(a, t, r0, std::min(panel, padded - r0), K + j * ldK, V + j * ldV, a.visible(last) - j,
+               a.visible(i0 + r0) - j);
+    }
+
+    for (int64_t r = 0; r < rows; r++) {
+        t.correction[r] = 1 / t.l[r];
+        if (lse) lse[i0 + r] = t.m[r] * SIMD_LN2 + std::log(t.l[r]);
+    }
+    simd::scale_columns({t.Ot, t.R}, d, rows, t.correction);
+    simd::transpose({Oi, d}, {t.Ot, t.R}, d, rows, 1.0f);
+}
+
+// The spans of keys of a call: all but the last end before the first query's own key, so that every query sees
+// them whole.
+struct Spans {
+    int64_t count, keys;
+
+    explicit Spans(const Attention& a) : count(1), keys(a.Nk) {
+        if (a.Nk <= MOST_KEYS) return;
+        const int64_t strips = a.B * a.H * ((a.Nq + simd::panel() - 1) / simd::panel());
+        if (strips >= MOST_STRIPS) return;
+        keys = round_up(SPAN, a.Bc);
+        count = 1 + (a.causal ? a.Nk - a.Nq : a.Nk - 1) / keys;
+    }
+
+    // Of each span's result.
+    int64_t rows(const Attention& a) const { return count > 1 ? a.B * a.H * a.Nq : 0; }
+    int64_t floats(const Attention& a) const { return count * rows(a) * (/* out */ a.d + /* lse */ 1); }
+
+    // Span s as a call of its own, with its result in `results`.
+    Attention at(const Attention& a, int64_t s, float* results) const {
+        if (count == 1) return a;
+        Attention part = a;
+        const int64_t begin = s * keys;
+        part.k.data += begin * a.k.row_stride;
+        part.v.data += begin * a.v.row_stride;
+        part.Nk = s + 1 < count ? keys : a.Nk - begin;
+        part.causal = a.causal && s + 1 == count;
+        part.out = results + s * rows(a) * a.d;
+        part.lse = results + count * rows(a) * a.d + s * rows(a);
+        return part;
+    }
+
+    // out <- sum(exp(lse_s - m) out_s) / sum(exp(lse_s - m)) for the row r of all heads' queries
+    void merge(const Attention& a, int64_t r, const float* results) const {
+        const float* lses = results + count * rows(a) * a.d + r;
+        float m = -std::numeric_limits<float>::infinity(), l = 0;
+        for (int64_t s = 0; s < count; s++) {
+            const float lse = lses[s * rows(a)];
+            if (m == m && !(lse <= m)) m = lse;  // NaN stays
+        }
+        float* O = a.out + r * a.d;
+        std::fill_n(O, a.d, 0.0f);
+        for (int64_t s = 0; s < count; s++) {
+            const float lse = lses[s * rows(a)];
+            if (std::isinf(lse)) continue;  // no key of the span has a weight
+            const float weight = simd::exp_or_zero(lse - m), *from = results + (s * rows(a) + r) * a.d;
+            l += weight;
+            for (int64_t i = 0; i < a.d; i++) O[i] += weight * from[i];
+        }
+        simd::scale_row(O, a.d, 1 / l);
+        if (a.lse) a.lse[r] = m + std::log(l);
+    }
+};
+
+// Of a thread, in floats.
+int64_t thread_scratch(const Attention& a) { return a.Nq <= FEW ? a.Bc + a.d : Tile::floats(a); }
 
 }  // namespace
 
-int64_t flash_scratch(const Attention& a) { return a.threads * (a.Nq <= FEW ? a.Bc + a.d : Tile::floats(a)); }
+int64_t flash_scratch(const Attention& a) { return a.threads * thread_scratch(a) + Spans(a).floats(a); }
 
 void flash_attention(const Attention& a, float* scratch) {
-    if (a.Nq <= FEW) return flash_few(a, scratch);
-    const int64_t Nq = a.Nq, d = a.d, Br = a.Br, Bc = a.Bc;
-    const int64_t ldQ = a.q.row_stride, ldK = a.k.row_stride, ldV = a.v.row_stride;
-    const int64_t Tr = (Nq + Br - 1) / Br;
-    const int64_t W = simd::lanes(), panel = simd::panel();
+    const Spans spans(a);
+    const int64_t tiles = a.Nq <= FEW ? a.Nq : (a.Nq + a.Br - 1) / a.Br;
+    float* results = scratch + a.threads * thread_scratch(a);
 
-    for_each_item(a.B * a.H * Tr, a.threads, [&](int64_t item, int thread) {
-        const int64_t b = item / Tr / a.H, h = item / Tr % a.H;
-        const int64_t i0 = (Tr - 1 - item % Tr) * Br;  // causal: the longest tiles first
-        const int64_t rows = std::min(Br, Nq - i0), padded = round_up(rows, W);
-
-        const float *Qi = a.q.at(b, h) + i0 * ldQ, *K = a.k.at(b, h), *V = a.v.at(b, h);
-        float *Oi = a.out_at(b, h) + i0 * d, *lse = a.lse_at(b, h);
-        const Tile t(a, scratch + thread * Tile::floats(a));
-
-        std::fill_n(t.Qt, d * t.R, 0.0f);
-        std::fill_n(t.Ot, d * t.R, 0.0f);
-        std::fill_n(t.m, t.R, -std::numeric_limits<float>::infinity());
-        std::fill_n(t.l, t.R, 0.0f);
-        // Scores and m are in units of log(2), so that softmax takes powers of 2.
-        simd::transpose({t.Qt, t.R}, {Qi, ldQ}, rows, d, a.scale * SIMD_LOG2E);
-
-        // Where the last step of strip r0 begins: with a key that all of its queries see, less than a panel and
-        // a step before the last one that any of them sees.
-        const int64_t step = std::min(STEP, Bc);
-        const auto last_step = [&](int64_t r0) {
-            return a.causal ? (a.visible(i0 + r0) - 1) / step * step : a.Nk;
-        };
-
-        for (int64_t j0 = 0; j0 < a.visible(i0 + rows - 1); j0 += Bc) {
-            for (int64_t r0 = 0; r0 < padded; r0 += panel) {
-                const int64_t end = std::min(j0 + Bc, last_step(r0));
-                for (int64_t j = j0; j < end; j += step) {
-                    const int64_t keys = std::min(step, end - j);
-                    attend(a, t, r0, std::min(panel, padded - r0), K + j * ldK, V + j * ldV, keys, keys);
-                }
-            }
-        }
-
-        // The last steps, each with its strip's part of the diagonal.
-        for (int64_t r0 = 0; a.causal && r0 < padded; r0 += panel) {
-            const int64_t j = last_step(r0), last = i0 + std::min(r0 + panel, rows) - 1;
-            attend(a, t, r0, std::min(panel, padded - r0), K + j * ldK, V + j * ldV, a.visible(last) - j,
-                   a.visible(i0 + r0) - j);
-        }
-
-        for (int64_t r = 0; r < rows; r++) {
-            t.correction[r] = 1 / t.l[r];
-            if (lse) lse[i0 + r] = t.m[r] * SIMD_LN2 + std::log(t.l[r]);
-        }
-        simd::scale_columns({t.Ot, t.R}, d, rows, t.correction);
-        simd::transpose({Oi, d}, {t.Ot, t.R}, d, rows, 1.0f);
+    for_each_item(a.B * a.H, spans.count * tiles, a.threads, [&](int64_t head, int64_t item, int thread) {
+        const int64_t b = head / a.H, h = head % a.H;
+        const int64_t i = tiles - 1 - item % tiles;  // causal: the longest first
+        const Attention part = spans.at(a, item / tiles, results);
+        float* own = scratch + thread * thread_scratch(a);
+        if (a.Nq <= FEW)
+            attend_one(part, b, h, i, own);
+        else
+            attend_tile(part, b, h, i * a.Br, own);
     });
+    if (spans.count == 1) return;
+    for_each_item(a.B * a.H, a.Nq, a.threads,
+                  [&](int64_t head, int64_t i, int) { spans.merge(a, head * a.Nq + i, results); });
 }
