@@ -137,9 +137,9 @@ void Decoder::State::step_in_team(const std::vector<int64_t>& which, int members
         Alone alone;
         return step(weights, which.data(), rows, 0, 0, alone);
     }
-    team->take_turn(members, [this, &which, rows](Team::Member& member) {
+    team->take_turn(members, [this, texts = which.data(), rows](Team::Member& member) {
         Recorded pieces{trace, member};
-        step(shared_by > 1 ? shares : weights, which.data(), rows, 0, member.thread, pieces);
+        step(shared_by > 1 ? shares : weights, texts, rows, 0, member.thread, pieces);
     });
 }
 
