@@ -25,6 +25,7 @@ struct Slot {
 struct Choice {
     int members = 1;
     Pace::Clock::time_point until{};
+    int rarity = 5;  // the choice holds for so many times as long as it took
 };
 
 struct Decoder::State {

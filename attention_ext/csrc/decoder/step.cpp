@@ -186,10 +186,11 @@ void Decoder::State::advance(const std::vector<int64_t>& which) {
         while (rows >> (logarithm + 1)) logarithm++;
         Choice& choice = choices[logarithm];
         if (start >= choice.until) {
-            constexpr int RARELY = 200;  // 0.5 % of the time goes into choosing
+            constexpr int RAREST = 200;  // 0.5 % of the time goes into choosing
             choice.members = fastest_team(which);
             const auto chosen = Pace::Clock::now();
-            choice.until = chosen + RARELY * (chosen - start);
+            choice.rarity = std::min(4 * choice.rarity, RAREST);
+            choice.until = chosen + choice.rarity * (chosen - start);
             start = chosen;
         }
         pack_for(choice.members);

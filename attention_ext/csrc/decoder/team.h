@@ -265,8 +265,9 @@ struct Alone {
 };
 
 // Decides whether the team shares a step. The caller waits for a helper that loses its core in the middle of a
-// piece. So after a turn that took much longer than the same work alone, the caller works alone for as long as
-// the turn took, and four times as long each time that this happens again within a second.
+// piece. Such a turn costs the time of many steps, and may still be worth what the team has saved since the
+// last one. If it is not, the caller works alone for as long as the turn took, and four times as long each time
+// that this happens again within a second.
 class Pace {
   public:
     using Clock = std::chrono::steady_clock;
@@ -279,17 +280,23 @@ class Pace {
         if (!together) {
             if (rows != measured || elapsed < alone) alone = elapsed;
             measured = rows;
-        } else if (elapsed > 3 * alone) {
+            return;
+        }
+        saved += alone - elapsed;
+        if (elapsed < 3 * alone) return;
+        if (saved < Clock::duration::zero()) {
             patience = now < lost + std::chrono::seconds(1) ? std::min(4 * patience, 64) : 1;
             alone_until = now + patience * elapsed;
             lost = now;
             measured = 0;  // measure the work alone again: contexts grow
         }
+        saved = Clock::duration::zero();
     }
 
   private:
     int64_t measured = 0;  // rows of the fastest work alone, `alone`
     Clock::duration alone{};
+    Clock::duration saved{};  // by the team since a turn was last lost
     Clock::time_point lost{}, alone_until{};
     int patience = 1;
 };
