@@ -24,7 +24,6 @@ from attention_ext.parts import BuildError
 HERE = Path(__file__).parent
 ARM = platform.machine() in ("arm64", "aarch64")
 # The flags that decide the code, except the processor and the definitions that only bindings/ reads.
-FLAGS = [flag for flag in toolchain.FLAGS if flag != toolchain.NATIVE and not flag.startswith(("-O", "-D"))]
 CHECKED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 RACES = ["-fsanitize=thread"]
 TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]  # they need no runtime library
@@ -59,6 +58,12 @@ def run(*command: str | Path, seconds: float = 1200) -> str:
     return done.stdout
 
 
+def flags(compiler: str | Path) -> list[str]:
+    """The extension's flags but for the processor, the optimisation and PyTorch."""
+    shipped = toolchain.flags([str(compiler)])
+    return [flag for flag in shipped if flag != toolchain.NATIVE and not flag.startswith(("-O", "-D"))]
+
+
 @pytest.fixture(scope="session")
 def link(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Compile and link: link(command, sources, *objects). A source is compiled once for each command."""
@@ -71,7 +76,7 @@ def link(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         run(*key[:-1], f"-I{CSRC}", *extra, "-c", key[-1], "-o", made[key])
 
     def link(command: list[str], sources: list[Path], *objects: Path) -> Path:
-        command = [*command, "-std=c++17", "-g1", *FLAGS]
+        command = [*command, "-std=c++17", "-g1", *flags(command[0])]
         keys: list[tuple[str | Path, ...]] = [(*command, source) for source in sources]
         left = [key for key in keys if key not in made]
         for key in left:
@@ -196,9 +201,9 @@ def test_aarch64(compiler, link, full):
 
 
 def test_the_flags_are_for_every_compiler():
-    for flags in (toolchain.FLAGS, *(flags for _, flags in recipes.HELPERS.values())):
-        assert not [flag for flag in flags if "openmp" in flag or flag.startswith(("-Wl,", "-std=gnu"))]
-        assert "-ffast-math" not in flags  # it would break NaN and infinity
+    for each in (toolchain.FLAGS, toolchain.FLAGS_OF_GCC, *(some for _, some in recipes.HELPERS.values())):
+        assert not [flag for flag in each if "openmp" in flag or flag.startswith(("-Wl,", "-std=gnu"))]
+        assert "-ffast-math" not in each  # it would break NaN and infinity
     for source in filter(Path.is_file, CSRC.rglob("*")):
         assert "omp.h" not in source.read_text() and "#pragma omp" not in source.read_text()
 
@@ -206,11 +211,11 @@ def test_the_flags_are_for_every_compiler():
 @pytest.mark.parametrize("helpers", recipes.HELPERS)
 def test_clang_takes_every_flag_for_a_mac(helpers, tmp_path):
     """This tests the flags and the instructions. Linux has no macOS headers to test with."""
-    flags = [flag for flag in (*toolchain.FLAGS, *recipes.HELPERS[helpers][1]) if flag != toolchain.NATIVE]
+    portable = [flag for flag in (*toolchain.FLAGS, *recipes.HELPERS[helpers][1]) if flag != toolchain.NATIVE]
     source = tmp_path / "one.cpp"
     source.write_text("void twice(float* f) { for (int i = 0; i < 8; i++) f[i] *= 2; }\n")
     command = [*found("clang++"), "--target=arm64-apple-macos12", "-mcpu=apple-m1", "-stdlib=libc++"]
-    run(*command, "-Wall", "-Werror", "-std=c++17", *flags, "-c", source, "-o", tmp_path / "one.o")
+    run(*command, "-Wall", "-Werror", "-std=c++17", *portable, "-c", source, "-o", tmp_path / "one.o")
 
 
 @pytest.mark.parametrize("compiler", ["g++", "clang++", "clang++ -stdlib=libc++"])
@@ -226,6 +231,6 @@ def test_no_compiler_warns(compiler, full, tmp_path):
     sources = [path for path in CSRC.rglob("*.cpp") if path.parent.name != "bindings"]
     sources += [HERE / "kernels.cpp", HERE / "decoder.cpp"]
     warnings = ["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", f"-I{CSRC}"]
-    command += ["-std=c++17", toolchain.NATIVE, *FLAGS, *warnings]
+    command += ["-std=c++17", toolchain.NATIVE, *flags(command[0]), *warnings]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda source: run(*command, source), sources))
