@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -22,14 +24,27 @@ def name() -> str:
 
 
 def capabilities() -> str:
-    """The processor's features that decide what the compiler's -march=native means."""
-    kept = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU part")
+    """The processor's features that decide what -march=native means, or on ARM -mcpu=native."""
+    x86 = ("vendor_id", "cpu family", "model", "stepping", "flags")
+    kept = (*x86, "Features", "CPU implementer", "CPU variant", "CPU part")
     return "\n".join(f"{field}: {value}" for field, value in _fields() if field in kept) or _fallback()
 
 
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def sysctl(name: str) -> str:
+    """What macOS reports under this name; '' if nothing, and on other systems."""
+    if sys.platform != "darwin":
+        return ""
+    command = ["/usr/sbin/sysctl", "-n", name]
+    try:
+        return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def let_waiting_threads_sleep() -> None:
@@ -51,4 +66,6 @@ def _fields() -> list[tuple[str, str]]:
 
 
 def _fallback() -> str:
-    return f"{platform.machine()} {platform.processor()}".strip()
+    """The architecture and, as far as the system tells it, the processor: 'arm64 Apple M1'."""
+    # platform.processor() is 'arm' for all of Apple's
+    return f"{platform.machine()} {sysctl('machdep.cpu.brand_string') or platform.processor()}".strip()
