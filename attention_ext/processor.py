@@ -6,6 +6,8 @@ import functools
 import math
 import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -24,8 +26,9 @@ def name() -> str:
 
 
 def capabilities() -> str:
-    """The processor's features that decide what the compiler's -march=native means."""
-    kept = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU part")
+    """The processor's features that decide what -march=native means, or on ARM -mcpu=native."""
+    x86 = ("vendor_id", "cpu family", "model", "stepping", "flags")
+    kept = (*x86, "Features", "CPU implementer", "CPU variant", "CPU part")
     return "\n".join(f"{field}: {value}" for field, value in _fields() if field in kept) or _fallback()
 
 
@@ -37,6 +40,18 @@ def cores() -> int:
         return min(allowed, max(1, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):  # there is no limit, or another system
         return allowed
+
+
+@functools.cache
+def sysctl(name: str) -> str:
+    """What macOS reports under this name; '' if nothing, and on other systems."""
+    if sys.platform != "darwin":
+        return ""
+    command = ["/usr/sbin/sysctl", "-n", name]
+    try:
+        return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def let_waiting_threads_sleep() -> None:
@@ -58,4 +73,6 @@ def _fields() -> list[tuple[str, str]]:
 
 
 def _fallback() -> str:
-    return f"{platform.machine()} {platform.processor()}".strip()
+    """The architecture and, as far as the system tells it, the processor: 'arm64 Apple M1'."""
+    # platform.processor() is 'arm' for all of Apple's
+    return f"{platform.machine()} {sysctl('machdep.cpu.brand_string') or platform.processor()}".strip()

@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -185,7 +185,18 @@ def caches() -> tuple[Cache, ...]:
             continue
         if min(size, ways, line) > 0:
             found[level] = Cache(level, size, ways, line)
-    return tuple(found[level] for level in sorted(found)) or ASSUMED
+    return tuple(found[level] for level in sorted(found)) or _caches_of_macos() or ASSUMED
+
+
+def _caches_of_macos() -> tuple[Cache, ...]:
+    """Those of a fast core, with the ways of ASSUMED, which macOS does not report; none on other systems."""
+    line = processor.sysctl("hw.cachelinesize")
+    found = []
+    for assumed, name in zip(ASSUMED, ("l1dcachesize", "l2cachesize", "l3cachesize")):
+        size = processor.sysctl(f"hw.perflevel0.{name}") or processor.sysctl(f"hw.{name}")
+        if int(size or 0) > 0 and int(line or 0) > 0:
+            found.append(replace(assumed, size=int(size), line=int(line)))
+    return tuple(found)
 
 
 def _bytes(text: str) -> int:

@@ -1,12 +1,120 @@
-"""attention_ext/processor.py: what it reads from the system."""
+"""The processor's name and features, on x86, on ARM and on macOS."""
 
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from attention_ext import processor
+
+X86 = """processor\t: 0
+vendor_id\t: AuthenticAMD
+cpu family\t: 26
+model\t\t: 2
+model name\t: AMD EPYC
+stepping\t: 1
+cpu MHz\t\t: 2600.000
+flags\t\t: fpu sse2 avx2
+
+processor\t: 1
+vendor_id\t: AnotherOne
+"""
+ARM = """processor\t: 0
+BogoMIPS\t: 50.00
+Features\t: fp asimd asimddp
+CPU implementer\t: 0x41
+CPU architecture: 8
+CPU variant\t: 0x3
+CPU part\t: 0xd0c
+CPU revision\t: 1
+"""
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """Forget this machine's processor, and the test's afterwards."""
+    processor.name.cache_clear()
+    processor.sysctl.cache_clear()
+    yield
+    processor.name.cache_clear()
+    processor.sysctl.cache_clear()
+
+
+@pytest.fixture
+def cpuinfo(monkeypatch, tmp_path):
+    """Return a function that gives this machine another /proc/cpuinfo."""
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    return processor.CPUINFO.write_text
+
+
+@pytest.fixture
+def mac(monkeypatch, cpuinfo):
+    """Return a function that makes this machine a Mac, with this answer of sysctl."""
+
+    def be(answer):
+        monkeypatch.setattr(sys, "platform", "darwin")
+        monkeypatch.setattr(platform, "machine", lambda: "arm64")
+        monkeypatch.setattr(platform, "processor", lambda: "arm")
+        monkeypatch.setattr(processor.subprocess, "run", answer)
+
+    return be
+
+
+def test_x86_as_linux_describes_it(cpuinfo):
+    cpuinfo(X86)
+    assert processor.name() == "AMD EPYC, family 26, model 2"
+    assert processor.capabilities().splitlines() == [
+        "vendor_id: AuthenticAMD",
+        "cpu family: 26",
+        "model: 2",
+        "stepping: 1",
+        "flags: fpu sse2 avx2",
+    ]
+
+
+def test_arm_as_linux_describes_it(cpuinfo):
+    cpuinfo(ARM)
+    assert processor.name() == "ARM implementer 0x41, part 0xd0c"
+    assert processor.capabilities().splitlines() == [
+        "Features: fp asimd asimddp",
+        "CPU implementer: 0x41",
+        "CPU variant: 0x3",
+        "CPU part: 0xd0c",
+    ]
+
+
+def test_macs_with_other_processors_share_no_build(mac):
+    """Two of them may share a home directory."""
+
+    def sysctl(command, **options):
+        assert command == ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+        return SimpleNamespace(stdout="Apple M1\n")
+
+    mac(sysctl)
+    assert processor.name() == processor.capabilities() == "arm64 Apple M1"
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(), subprocess.CalledProcessError(1, "sysctl")], ids=str)
+def test_a_mac_that_does_not_tell_its_processor(mac, error):
+    def sysctl(command, **options):
+        raise error
+
+    mac(sysctl)
+    assert processor.name() == processor.capabilities() == "arm64 arm"
+
+
+def test_cores_without_affinity(monkeypatch):
+    """macOS has no sched_getaffinity."""
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    assert processor.cores() == 7
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert processor.cores() == 1
 
 
 @pytest.mark.parametrize(

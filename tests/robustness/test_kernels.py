@@ -5,12 +5,14 @@ A program prints the seed of a case that fails. `kernels SEED 1 THREADS` or `dec
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import platform
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +25,6 @@ from attention_ext.parts import BuildError
 
 HERE = Path(__file__).parent
 ARM = platform.machine() in ("arm64", "aarch64")
-# The flags that decide the code, except the processor and the definitions that only bindings/ reads.
 CHECKED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 RACES = ["-fsanitize=thread"]
 TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]  # they need no runtime library
@@ -210,12 +211,25 @@ def test_the_flags_are_for_every_compiler():
 
 @pytest.mark.parametrize("helpers", recipes.HELPERS)
 def test_clang_takes_every_flag_for_a_mac(helpers, tmp_path):
-    """This tests the flags and the instructions. Linux has no macOS headers to test with."""
+    """This tests the flags and the instructions; the test below has macOS's headers."""
     portable = [flag for flag in (*toolchain.FLAGS, *recipes.HELPERS[helpers][1]) if flag != toolchain.NATIVE]
     source = tmp_path / "one.cpp"
     source.write_text("void twice(float* f) { for (int i = 0; i < 8; i++) f[i] *= 2; }\n")
     command = [*found("clang++"), "--target=arm64-apple-macos12", "-mcpu=apple-m1", "-stdlib=libc++"]
     run(*command, "-Wall", "-Werror", "-std=c++17", *portable, "-c", source, "-o", tmp_path / "one.o")
+
+
+@pytest.mark.parametrize("target, cpu", [("aarch64-macos", "apple_m1"), ("x86_64-macos", "haswell")])
+def test_programs_for_a_mac_compile_and_link(target, cpu, link, full):
+    """With the headers and libraries of the package ziglang. Linux cannot run the programs."""
+    if importlib.util.find_spec("ziglang") is None:
+        pytest.skip("there is no ziglang")
+    if cpu != "apple_m1" and not full:
+        pytest.skip("only in the full set")
+    command = [sys.executable, "-m", "ziglang", "c++", "-target", target, f"-mcpu={cpu}"]
+    for sources in ([*recipes.found(CSRC, recipes.PROGRAM), HELPERS["off"]], PORTABLE, DECODER):
+        program = link([*command, "-O3", "-Wall", "-Wextra", "-Wpedantic", "-Werror"], sources)
+        assert program.read_bytes()[:4] == b"\xcf\xfa\xed\xfe"  # a 64-bit program of macOS
 
 
 @pytest.mark.parametrize("compiler", ["g++", "clang++", "clang++ -stdlib=libc++"])
