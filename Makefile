@@ -36,8 +36,9 @@ figures:  ## Remake the figures and the blocks of output in docs/, some six minu
 	docs/make_figures.sh $(python)
 	$(python) scripts/make-race-svg.py
 
-docs:  ## Rewrite the help texts in docs/cli.md
+docs:  ## Rewrite the help texts in docs/cli.md, and the tables of results
 	$(python) scripts/make-cli-docs.py
+	$(python) scripts/make-tables.py
 
 ci:  ## Run the checks that a change must pass, in a fresh clone of the last commit
 	bash .ci/run

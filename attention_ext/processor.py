@@ -6,12 +6,25 @@ import functools
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of each period, or "max"
+VENDORS = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}
+# (vendor, family, ranges of models, name), as Linux names them; in a cloud the model's name is often only
+# 'AMD EPYC'. The last number of a range is included.
+MICROARCHITECTURES = (
+    ("AMD", 25, ((0x00, 0x0F), (0x20, 0x5F)), "Zen 3"),
+    ("AMD", 25, ((0x10, 0x1F), (0x60, 0xAF)), "Zen 4"),
+    ("AMD", 26, ((0x00, 0x2F), (0x40, 0x4F), (0x60, 0x7F)), "Zen 5"),
+    ("Intel", 6, ((106, 106), (108, 108)), "Ice Lake"),
+    ("Intel", 6, ((143, 143),), "Sapphire Rapids"),
+    ("Intel", 6, ((207, 207),), "Emerald Rapids"),
+    ("Intel", 6, ((173, 174),), "Granite Rapids"),
+)
 
 
 @functools.cache
@@ -23,6 +36,23 @@ def name() -> str:
     if "CPU part" in values:  # ARM
         return "ARM implementer {CPU implementer}, part {CPU part}".format_map(values)
     return _fallback()
+
+
+def microarchitecture() -> str | None:
+    """The processor's design, such as 'AMD Zen 5'; None if MICROARCHITECTURES does not have it."""
+    vendor, family, model = _vendor_family_model() or ("", "", "")
+    for maker, number, ranges, title in MICROARCHITECTURES:
+        if (vendor, family) == (maker, str(number)) and model.isdecimal():
+            if any(first <= int(model) <= last for first, last in ranges):
+                return f"{maker} {title}"
+    return None
+
+
+def slug() -> str:
+    """The processor in the name of a file: 'amd-zen-5', or vendor, family and model: 'intel-6-85'."""
+    identity = _vendor_family_model()
+    text = microarchitecture() or (" ".join(identity) if identity else name())
+    return re.sub("[^a-z0-9]+", "-", text.lower()).strip("-") or "unknown"
 
 
 def capabilities() -> str:
@@ -70,6 +100,14 @@ def _fields() -> list[tuple[str, str]]:
     except OSError:
         return []
     return [(field.strip(), value.strip()) for field, _, value in (line.partition(":") for line in lines)]
+
+
+def _vendor_family_model() -> tuple[str, str, str] | None:
+    """What names an x86 processor; None for others."""
+    values = dict(_fields())
+    if not {"vendor_id", "cpu family", "model"} <= values.keys():
+        return None
+    return VENDORS.get(values["vendor_id"], values["vendor_id"]), values["cpu family"], values["model"]
 
 
 def _fallback() -> str:

@@ -3,7 +3,8 @@
     python benchmarks/attention.py [CONTENDERS] [options of gpt.py bench that go with a sweep]
 
 Each contender gets the inputs in its preferred layout. Without CONTENDERS all parts, PyTorch's SDPA and,
-if it is installed, ONNX Runtime take part.
+if it is installed, ONNX Runtime take part. --save without a file means
+benchmarks/results/attention-PROCESSOR.json.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from app import cli  # noqa: E402
 from attention_ext import PARTS  # noqa: E402
+from lab import saved  # noqa: E402
 
 SWEEP = ["-N", "128,1024", "-d", "32,64,128", "--rounds", "15"]
 MASKS = ["--mask", "none,causal"]
@@ -23,11 +25,20 @@ MASKS = ["--mask", "none,causal"]
 
 def arguments(given: list[str]) -> list[str]:
     """The arguments of gpt.py; the last of an option that is given twice counts."""
+    given = with_file(given)
     sweep = SWEEP if "--causal" in given else [*SWEEP, *MASKS]
     if given and not given[0].startswith("-"):
         return ["bench", given[0], *sweep, *given[1:]]
     onnx = ["onnx"] if find_spec("onnx") and find_spec("onnxruntime") else []
     return ["bench", ",".join([*PARTS, "sdpa", *onnx]), *sweep, *given]
+
+
+def with_file(given: list[str]) -> list[str]:
+    """The arguments with the file that --save alone means here: that of bench holds another sweep."""
+    for at, (word, after) in enumerate(zip(given, [*given[1:], "-"])):
+        if word == "--save" and after.startswith("-"):
+            return [*given[: at + 1], str(saved.default_file("attention")), *given[at + 1 :]]
+    return given
 
 
 if __name__ == "__main__":

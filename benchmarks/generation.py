@@ -1,6 +1,6 @@
 """Generating text against other engines on the same weights: verified, interleaved, medians.
 
-    python benchmarks/generation.py [--cases batch1,long] [--threads 1] [--peers CTranslate2]
+    python benchmarks/generation.py [--cases batch1,long] [--threads 1] [--peers CTranslate2] [--save [FILE]]
 
 Before a contender is timed, its logits are compared with float64, and its greedy text with that of our
 PyTorch engine. Of two equally likely tokens either may be chosen, so a different text is only reported. Times
@@ -16,7 +16,6 @@ far.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -39,12 +38,14 @@ ROOT = Path(__file__).resolve().parent.parent
 # A script's own folder comes first, where this file would hide the package `generation`.
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "benchmarks"))]
 
+from app.cli.options import save_option  # noqa: E402
 from attention_ext import PARTS, extension  # noqa: E402
 from attention_ext.parts import Precision  # noqa: E402
 from benchmarks.peers import PEERS  # noqa: E402
 from generation.engine import ENGINES, open_engine  # noqa: E402
 from generation.sampling import Sampling  # noqa: E402
 from generation.writer import Request, Writer  # noqa: E402
+from lab import saved  # noqa: E402
 from lab.machine import Load, closing_text, describe, fma_peak, read_bandwidth  # noqa: E402
 from model import load  # noqa: E402
 from model.gpt import GPT  # noqa: E402
@@ -60,6 +61,8 @@ LEAST_SECONDS = 0.05  # of one measurement
 SAMPLE_BYTES = 4 << 20  # of the bandwidth; as many as a token of the first case reads
 PAUSE_SECONDS = 0.3  # in which idle threads of another process fall asleep
 BUSY_EXIT_CODE = 3
+FORMAT = 1  # of the file that --save writes
+MEMORY_LIMIT = "memory limit"  # the last row of a table
 Call = Callable[..., tuple[float, Any]]  # runs the named method of a Peer: (seconds, result as a list)
 
 
@@ -226,8 +229,11 @@ class Figures:
 
 def run_case(
     title: str, contenders: list[Opened], rounds: int, watch: Load, apart: bool
-) -> dict[str, Figures]:
-    """Verify, time and print one case, the contenders in turn; apart: each has a process of its own."""
+) -> dict[str, dict[str, Any]]:
+    """Verify, time and print one case, the contenders in turn; gives what is saved of each.
+
+    apart: each has a process of its own.
+    """
     case = CASES[title]
     model = load(case.model).model
     torch.manual_seed(0)
@@ -247,10 +253,14 @@ def run_case(
     needed = bytes_per_token(model, case)
     bandwidth = read_bandwidth(int(needed)) if case.batch == 1 < case.count else 0.0
     click.echo(f"\n{title}: {case.model}, {case.prompt} + {case.count} tokens, batch {case.batch}\n")
-    table(case, figures, case.count * needed / bandwidth if bandwidth else None)
+    limit = case.count * needed / bandwidth if bandwidth else None
+    table(case, figures, limit)
     if bandwidth:
         click.echo(f"\nA token needs {needed / 1e6:.2f} MB, read by one thread at {bandwidth / 1e9:.0f} GB/s")
-    return figures
+    kept: dict[str, dict[str, Any]] = {name: asdict(each) for name, each in figures.items()}
+    for name, row in summary(case, figures, limit).items():
+        kept[name] = row | kept.get(name, {})
+    return kept
 
 
 def task(case: Case, prompt: list[int]) -> tuple[Any, ...]:
@@ -287,25 +297,49 @@ def verify(
     return figures, seconds
 
 
+def summary(case: Case, figures: dict[str, Figures], limit: float | None) -> dict[str, dict[str, float]]:
+    """What follows from the times, for each contender that was timed, and for MEMORY_LIMIT at the end.
+
+    tokens_per_second, or ms where a case only reads a prompt: of the median time. spread: the interquartile
+    range, as a share of the median. relative: the time, as a multiple of the first contender's.
+    limit: in seconds.
+    """
+    times = {name: each.seconds for name, each in figures.items() if each.seconds}
+    if limit and times:
+        times[MEMORY_LIMIT] = [limit]
+    result: dict[str, dict[str, float]] = {}
+    for name, seconds in times.items():
+        time, first = statistics.median(seconds), statistics.median(next(iter(times.values())))
+        rate = {"tokens_per_second": case.batch * case.count / time} if case.count > 1 else {"ms": 1e3 * time}
+        result[name] = rate | {"relative": time / first}
+        if len(seconds) > 1:
+            low, _, high = statistics.quantiles(seconds, n=4)
+            result[name]["spread"] = (high - low) / time
+    return result
+
+
 def table(case: Case, figures: dict[str, Figures], limit: float | None) -> None:
     """Print the figures, relative to the first contender timed. limit: the memory limit, in seconds."""
-    median = {name: statistics.median(each.seconds) for name, each in figures.items() if each.seconds}
-    one, unit = next(iter(median), "none"), "tokens/s" if case.count > 1 else "ms"
+    rows = summary(case, figures, limit)
+    one, unit = next(iter(rows), "none"), "tokens/s" if case.count > 1 else "ms"
+    most = rows.get(MEMORY_LIMIT)
     click.echo(f"| contender | {unit} | spread | of memory limit | {one} = 1 | logit error | greedy text |")
     click.echo("|---" * 7 + "|")
     for name, each in figures.items():
-        if name not in median:
+        if name not in rows:
             click.echo(f"| {name} | wrong, so not timed | | | | {each.error:.0e} | |")
             continue
-        time, (low, _, high) = median[name], statistics.quantiles(each.seconds, n=4)
-        figure = f"{case.batch * case.count / time:.0f}" if case.count > 1 else f"{1e3 * time:.2f}"
-        share = f"{100 * limit / time:.0f} %" if limit else ""
+        row = rows[name]
+        figure = f"{row['ms']:.2f}" if "ms" in row else f"{row['tokens_per_second']:.0f}"
+        share = f"{100 * most['relative'] / row['relative']:.0f} %" if most else ""
         click.echo(
-            f"| {name} | {figure} | {100 * (high - low) / time:.0f} % | {share} "
-            f"| {time / median[one]:.2f} | {each.error:.0e} | {each.agreement} |"
+            f"| {name} | {figure} | {100 * row['spread']:.0f} % | {share} "
+            f"| {row['relative']:.2f} | {each.error:.0e} | {each.agreement} |"
         )
-    if limit and median:
-        click.echo(f"| memory limit | {case.count / limit:.0f} | | 100 % | {limit / median[one]:.2f} | | |")
+    if most:
+        click.echo(
+            f"| {MEMORY_LIMIT} | {most['tokens_per_second']:.0f} | | 100 % | {most['relative']:.2f} | | |"
+        )
 
 
 @click.command()
@@ -316,7 +350,7 @@ def table(case: Case, figures: dict[str, Figures], limit: float | None) -> None:
 @click.option("--bf16/--no-bf16", default=True, help="Time the native engine with bfloat16 too.")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of each.")
 @click.option("--rounds", type=click.IntRange(2), default=5, show_default=True, help="Rounds of each.")
-@click.option("--save", type=click.Path(dir_okay=False), help="Keep the figures in this file, as JSON.")
+@save_option("generation", "the figures")
 @click.option(
     "--slow/--no-slow", help="Include contenders that take longer than some 20 s.  [default: no-slow]"
 )
@@ -337,6 +371,11 @@ def main(
     for names, allowed in zip(chosen, map(list[str], (CASES, ENGINES, PARTS, PEERS))):
         if wrong := [name for name in names if name not in allowed]:
             raise click.UsageError(f"{wrong[0]!r} must be one of {', '.join(allowed)}")
+    if save:
+        try:
+            saved.check_file(save)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
     contenders = [Contender(e, p) for p in chosen[2] for e in chosen[1] if e == "torch" or PARTS[p].operator]
     if bf16:
         contenders += [replace(c, weights=Precision.BF16) for c in contenders if c.engine == "native"]
@@ -344,7 +383,7 @@ def main(
     click.echo(f"{extension.describe('auto')}; PyTorch {torch.__version__}")
     watch = Load()  # from here: the compilers are done
     peaks = [fma_peak("auto")]
-    results: dict[str, dict[str, Figures]] = {}
+    results: dict[str, dict[str, dict[str, Any]]] = {}
     for name in chosen[0]:
         ready = []
         with ExitStack() as stack:
@@ -360,13 +399,15 @@ def main(
                     click.echo(f"{each.name} is not installed")
             results[name] = run_case(name, ready, rounds, watch, threads > 1)
     peaks.append(fma_peak("auto"))
-    if save:
-        kept = {
-            name: {who: asdict(figures) for who, figures in case.items()} for name, case in results.items()
-        }
-        content = {"machine": describe(), "threads": threads, "cases": kept}
-        Path(save).write_text(json.dumps(content, indent=1))
     text, busy = closing_text(watch, peaks, threads)
+    if save:
+        content = {
+            "format": FORMAT,
+            "machine": describe() | {"simd_name": extension.load().simd_name()},
+            "threads": threads,
+        }
+        content |= {"rounds": rounds, "busy": text.splitlines()[-1] if busy else None, "cases": results}
+        saved.write(content, Path(save))
     click.echo(f"\n{text}")
     if busy:
         sys.exit(BUSY_EXIT_CODE)

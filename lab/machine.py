@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from attention_ext import AUTO, __version__, extension, processor
+from attention_ext import AUTO, BuildError, __version__, extension, processor
+from attention_ext.build import toolchain
 
 BUSY_SHARE = 0.05  # of the measured threads' time: on a busy machine others take more
 SAMPLE_SECONDS = 2e-4
@@ -247,6 +248,7 @@ def describe() -> dict:
     """The head of a table of figures: processor, caches, SIMD, versions, commit, date."""
     return {
         "cpu": processor.name(),
+        "microarchitecture": processor.microarchitecture(),
         "cores": processor.cores(),
         "caches": [asdict(cache) for cache in caches()],
         "isa": torch.backends.cpu.get_cpu_capability(),
@@ -254,10 +256,20 @@ def describe() -> dict:
         "os": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "compiler": compiler(),
         "version": __version__,
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
     }
+
+
+def compiler() -> str | None:
+    """The first line of the C++ compiler's --version; None without a compiler that runs."""
+    try:
+        lines = toolchain.version(toolchain.find_compiler()).decode(errors="replace").splitlines()
+    except BuildError:
+        return None
+    return lines[0] if lines else None
 
 
 def commit() -> str | None:

@@ -22,6 +22,7 @@ from support import ROOT, Done
 from app import cli as command_line
 from attention_ext import PARTS, BuildError, extension, tiles
 from attention_ext.build import toolchain
+from lab import saved
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +71,14 @@ def threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory in place of benchmarks/results."""
+    monkeypatch.setattr(saved, "RESULTS", tmp_path / "results")
+    saved.RESULTS.mkdir()
+    return saved.RESULTS
 
 
 class Quiet:

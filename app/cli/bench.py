@@ -16,6 +16,7 @@ from app.cli.options import (
     Numbers,
     all_of,
     notice,
+    save_option,
     size_option,
     take,
     warned_of_threads,
@@ -148,7 +149,7 @@ result_options = all_of(
         help="Format of the results.",
     ),
     click.option("--dry-run", is_flag=True, help="Print what would be measured."),
-    click.option("--save", type=click.Path(dir_okay=False), help="Save the run to this file."),
+    save_option("bench", "the run"),
     click.option(
         "--load",
         "saved",
@@ -213,8 +214,12 @@ def measure_attention(
     sizes: SweepOptions, timing: RunOptions, results: ResultOptions, tuning: TuneOptions
 ) -> None:
     """Time attention, tune it, or print the plan."""
-    from lab.bench import report, sweep
+    from lab.bench import cases, report, sweep
 
+    if results.save and sizes.contenders is None and {*results.save.split(",")} <= {*PARTS, *cases.OTHERS}:
+        raise click.UsageError(
+            f"--save is {results.save!r}; it must be a file; CONTENDERS come before --save"
+        )
     cells = [] if timing.saved else plan_of(sizes, tuning.tune)
     rounds = timing.rounds
     if timing.dry_run:

@@ -12,6 +12,7 @@ import click
 
 from attention_ext import PARTS, SIMD
 from attention_ext.parts import Precision
+from lab import saved
 
 LARGEST_SIZE = 2**31 - 1
 MOST_THREADS = 1024
@@ -112,6 +113,23 @@ class TextOptions:
 def take(kind: type[Options], options: dict[str, Any]) -> Options:
     """An object of a dataclass; its fields are removed from the options that click gives."""
     return kind(**{field.name: options.pop(field.name) for field in fields(kind)})  # type: ignore[arg-type]
+
+
+def save_option(kind: str, what: str) -> Decorator:
+    """--save [FILE]; without FILE it is the file for this processor's results of a kind."""
+
+    def default(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+        return str(saved.default_file(kind)) if value == "" else value
+
+    return click.option(
+        "--save",
+        is_flag=False,
+        flag_value="",  # what --save without FILE gives to the callback
+        type=click.Path(dir_okay=False),
+        metavar="[FILE]",
+        callback=default,
+        help=f"Save {what} to FILE; without FILE, to this processor's in benchmarks/results/.",
+    )
 
 
 def none_if_auto(context: click.Context, parameter: click.Parameter, value: Any) -> Any:

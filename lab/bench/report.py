@@ -5,12 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
-import tempfile
 from dataclasses import asdict, fields
 from pathlib import Path
 
 from attention_ext import SIMD
+from lab import saved
 from lab.bench.cases import Cell
 from lab.bench.contenders import contenders
 from lab.bench.results import FIRM_MARGIN, Result, Run
@@ -220,22 +219,7 @@ def as_json(run: Run) -> dict:
 
 def save(run: Run, file: Path) -> None:
     """Write a run to a file, which is replaced as a whole."""
-    file = file.resolve()
-    handle, unfinished = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-    try:
-        with open(handle, "w") as out:
-            json.dump(as_json(run), out, indent=1)
-        os.chmod(unfinished, 0o666 & ~_umask())
-        os.replace(unfinished, file)
-    except BaseException:
-        os.unlink(unfinished)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    saved.write(as_json(run), file)
 
 
 def load(file: Path) -> Run:

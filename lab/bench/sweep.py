@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from attention_ext import processor, tiles
+from lab import saved
 from lab.bench import compare, report, tune
 from lab.bench.cases import Cell, check_memory
 from lab.bench.measure import Bench
@@ -119,10 +120,8 @@ class Output:
     plot: str | None = None
 
     def __post_init__(self) -> None:
-        if self.save and not Path(self.save).resolve().parent.is_dir():
-            raise ValueError(f"save is {self.save!r}; it must be a file in a directory that exists")
-        if self.save and Path(self.save).exists() and not Path(self.save).is_file():
-            raise ValueError(f"save is {self.save!r}; it must be a file, and this is something else")
+        if self.save:
+            saved.check_file(self.save)
         self.before = report.load(Path(self.old)) if self.old else None
         if self.before:
             compare.check(self.before, list(self.cells), self.rounds)

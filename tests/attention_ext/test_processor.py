@@ -1,4 +1,4 @@
-"""The processor's name and features, on x86, on ARM and on macOS."""
+"""The processor's name, features and cores, on x86, on ARM and on macOS, and its name in files."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ CPU variant\t: 0x3
 CPU part\t: 0xd0c
 CPU revision\t: 1
 """
+FIELDS = "processor : 0\nvendor_id : {}\ncpu family : {}\nmodel : {}\nmodel name : {}\n\nprocessor : 1\n"
+ARM_FIELDS = "processor : 0\nCPU implementer : 0x41\nCPU part : 0xd40\n"
 
 
 @pytest.fixture(autouse=True)
@@ -134,3 +136,44 @@ def test_cores_are_those_of_the_process_and_of_its_share_of_time(monkeypatch, tm
     if limit:
         processor.QUOTA.write_text(f"{limit}\n")
     assert processor.cores() == expected
+
+
+@pytest.mark.parametrize(
+    "vendor, family, model, design, slug",
+    [
+        ("AuthenticAMD", 25, 1, "AMD Zen 3", "amd-zen-3"),
+        ("AuthenticAMD", 25, 17, "AMD Zen 4", "amd-zen-4"),
+        ("AuthenticAMD", 25, 0x61, "AMD Zen 4", "amd-zen-4"),
+        ("AuthenticAMD", 26, 2, "AMD Zen 5", "amd-zen-5"),
+        ("AuthenticAMD", 26, 0x50, None, "amd-26-80"),
+        ("AuthenticAMD", 23, 49, None, "amd-23-49"),
+        ("GenuineIntel", 6, 106, "Intel Ice Lake", "intel-ice-lake"),
+        ("GenuineIntel", 6, 143, "Intel Sapphire Rapids", "intel-sapphire-rapids"),
+        ("GenuineIntel", 6, 207, "Intel Emerald Rapids", "intel-emerald-rapids"),
+        ("GenuineIntel", 6, 173, "Intel Granite Rapids", "intel-granite-rapids"),
+        ("GenuineIntel", 6, 85, None, "intel-6-85"),
+        ("HygonGenuine", 24, 1, None, "hygongenuine-24-1"),
+        ("../.. /x", 6, "?", None, "x-6"),
+    ],
+)
+def test_the_design_and_the_slug(cpuinfo, vendor, family, model, design, slug):
+    """A cloud may hide the model's name, so vendor, family and model decide."""
+    cpuinfo(FIELDS.format(vendor, family, model, "a cloud's"))
+    assert (processor.microarchitecture(), processor.slug()) == (design, slug)
+    assert processor.name() == f"a cloud's, family {family}, model {model}"
+
+
+@pytest.mark.parametrize(
+    "text, system, slug",
+    [
+        (ARM_FIELDS, ("aarch64", ""), "arm-implementer-0x41-part-0xd40"),
+        (None, ("arm64", "arm"), "arm64-arm"),
+        (None, ("", ""), "unknown"),
+    ],
+)
+def test_other_processors_have_a_slug_too(cpuinfo, monkeypatch, text, system, slug):
+    monkeypatch.setattr(processor.platform, "machine", lambda: system[0])
+    monkeypatch.setattr(processor.platform, "processor", lambda: system[1])
+    if text:
+        cpuinfo(text)
+    assert (processor.microarchitecture(), processor.slug()) == (None, slug)

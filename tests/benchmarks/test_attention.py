@@ -7,7 +7,9 @@ import sys
 
 from support import ROOT
 
-from attention_ext import PARTS
+from attention_ext import PARTS, processor
+from benchmarks import attention
+from lab import saved
 
 
 def test_the_preset_is_bench(tmp_path):
@@ -20,3 +22,13 @@ def test_the_preset_is_bench(tmp_path):
     assert done.stdout.startswith("12 cells, 15 rounds each\n")
     everything = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, cwd=tmp_path)
     assert all(f"\n{name}, " in everything.stdout for name in [*PARTS, "sdpa"])
+
+
+def test_save_alone_means_a_file_of_its_own():
+    """The file of bench holds the cases of the README."""
+    file = str(saved.RESULTS / f"attention-{processor.slug()}.json")
+    for given in (["part4", "--save"], ["part4", "--save", "-N", "64"]):
+        at = given.index("--save") + 1
+        assert attention.with_file(given) == [*given[:at], file, *given[at:]]
+    for given in (["part4", "--save", "x.json"], ["part4", "--save=x.json"], ["part4", "-N", "64"]):
+        assert attention.with_file(given) == given

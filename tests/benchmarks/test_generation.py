@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from contextlib import ExitStack
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from attention_ext import processor
 from attention_ext.build import toolchain
 from benchmarks import generation as bench
 from lab import machine
@@ -197,6 +199,28 @@ def test_the_figures_are_kept(run, tmp_path):
     ours, wrong = kept["cases"]["short"]["torch part4"], kept["cases"]["short"]["wrong"]
     assert len(ours["seconds"]) == 2 and ours["agreement"] == "4 of 4" and ours["error"] < 1e-4
     assert wrong["seconds"] == [] and kept["threads"] == 1 and kept["machine"]["torch"] == torch.__version__
+
+
+def test_save_alone_keeps_the_figures_by_processor(run, results, monkeypatch):
+    monkeypatch.setattr(bench.Load, "others", staticmethod(lambda: 0.7))
+    assert run("--cases", "short,read", "--save", Other=Fake("wrong", 0.005))[0] == 3
+    (file,) = results.iterdir()
+    assert file.name == f"generation-{processor.slug()}.json"
+    kept = json.loads(file.read_text())
+    assert (kept["format"], kept["rounds"], kept["machine"]["cpu"]) == (1, 2, processor.name())
+    assert kept["busy"].startswith("The machine was busy: others took 0.70 processors")
+    ours, limit = (kept["cases"]["short"][name] for name in ("torch part4", "memory limit"))
+    assert ours["tokens_per_second"] == pytest.approx(4 / statistics.median(ours["seconds"]))
+    assert ours["relative"] == 1 and ours["spread"] >= 0 and limit["relative"] > 0
+    assert "relative" not in kept["cases"]["short"]["wrong"]
+    assert kept["cases"]["read"]["torch part4"]["ms"] > 0 and "memory limit" not in kept["cases"]["read"]
+
+
+def test_where_figures_cannot_be_kept(run, tmp_path):
+    """It is refused before anything is measured."""
+    for file in (tmp_path / "nowhere" / "x.json", "/dev/null"):
+        code, output = run("--cases", "short", "--save", str(file))
+        assert code == 2 and "it must be a file" in output and "| contender |" not in output
 
 
 def test_a_busy_machine_is_named(run, monkeypatch):

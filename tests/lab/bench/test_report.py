@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 
+from attention_ext import processor
 from lab.bench import contenders, report
 
 SMALL = ["-N", "64", "-d", "16", "-r", "2", "--min-time", "0"]
@@ -95,7 +96,7 @@ def test_another_file_is_refused(tmp_path, content, cli, made):
     elif content == "time":
         content = file.read_text().replace('"seconds": [', '"seconds": [-1,')
     elif content == "pace":
-        content = file.read_text().replace("1.0\n", "1.5\n")
+        content = file.read_text().replace("1.0]", "1.5]")
     elif content == "paces":
         content = file.read_text().replace('"paces": [', '"paces": [1.0,')
     elif content == "traffic":
@@ -120,6 +121,17 @@ def test_a_run_is_kept_in_files_alone(tmp_path, cli, run, monkeypatch, made):
     monkeypatch.setattr(contenders, "attention", interrupted)
     assert run("part4", *SMALL, "--save", "run.json").returncode == 130
     assert (tmp_path / "run.json").read_text() == kept
+
+
+def test_save_alone_keeps_the_run_by_processor(results, run, cli):
+    """The file can be shown again and compared with."""
+    assert run("part0,sdpa", *SMALL, "--save").returncode == 0
+    (file,) = results.iterdir()
+    assert file.name == f"bench-{processor.slug()}.json"
+    machine = json.loads(file.read_text())["machine"]
+    assert machine["microarchitecture"] == processor.microarchitecture() and machine["compiler"]
+    assert "| sdpa |" in cli("bench", "--load", file).stdout
+    assert [*results.iterdir()] == [file]
 
 
 def test_the_interval_is_in_the_figures(tmp_path, cli, made, rows):

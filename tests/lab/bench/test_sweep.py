@@ -50,6 +50,7 @@ def test_a_dry_run_prints_the_plan_alone(cli):
         (["--fail-on-regression"], "--fail-on-regression goes with --compare only"),
         (["--tune", "part4"], "CONTENDERS does not go with --tune"),
         (["--compare", "nowhere.json"], "nowhere.json"),
+        (["--save", "part0,sdpa"], "--save is 'part0,sdpa'; it must be a file; CONTENDERS come before"),
         (["--save", "nowhere/run.json", "sdpa"], "save is 'nowhere/run.json'"),
     ],
 )

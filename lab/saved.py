@@ -1,0 +1,50 @@
+"""Results in files: a JSON file for each kind of measurement and each processor, and how it is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from attention_ext import processor
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+
+
+def default_file(kind: str) -> Path:
+    """The file for this processor's results of a kind, which is the name of the command that measures."""
+    return RESULTS / f"{kind}-{processor.slug()}.json"
+
+
+def check_file(save: str) -> None:
+    """Raise ValueError if results could not be written to this file."""
+    file = Path(save)
+    if not file.resolve().parent.is_dir():
+        raise ValueError(f"save is {save!r}; it must be a file in a directory that exists")
+    if file.exists() and not file.is_file():
+        raise ValueError(f"save is {save!r}; it must be a file, and this is something else")
+
+
+def write(content: dict[str, Any], file: Path) -> None:
+    """Write JSON, each list of numbers in one line, to a file, which is replaced as a whole."""
+    text = json.dumps(content, indent=1)
+    text = re.sub(r"\[\n([\d\s.,eE+-]*)\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text)
+    file = file.resolve()
+    handle, unfinished = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+    try:
+        with open(handle, "w") as out:
+            out.write(text + "\n")
+        os.chmod(unfinished, 0o666 & ~_umask())
+        os.replace(unfinished, file)
+    except BaseException:
+        os.unlink(unfinished)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
