@@ -53,8 +53,10 @@ def found(*command: str) -> list[str]:
 
 def run(*command: str | Path, seconds: float = 1200) -> str:
     """Run a command and return its stdout. If the command fails, the test fails and shows all output."""
-    # The racing case is then the last one printed. GCC 13 misaligns vectors on a stack that is kept after a return.
-    options = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_stack_use_after_return=0"}
+    options = {
+        "TSAN_OPTIONS": "halt_on_error=1",  # the racing case is then the last one printed
+        "ASAN_OPTIONS": "detect_stack_use_after_return=0",  # GCC 13 misaligns vectors on that stack
+    }
     env = os.environ | options
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env)
     assert done.returncode == 0, f"{' '.join(map(str, command))}:\n{done.stdout}{done.stderr[-6000:]}"
