@@ -77,7 +77,7 @@ class Text:
         self.prompt = tuple(request.ids[-capacity:])  # the part that is read
         self._last = deque(self.prompt, capacity)
         self._held = 0  # tokens in the engine's slot; 0 before the prompt is read
-        self._uniforms = uniforms(request.seed)
+        self._chunks = chunks_of_uniforms(request.seed)
         self._drawn: list[float] = []
         self._used = 0  # of those
 
@@ -120,9 +120,9 @@ class Text:
     def draw(self, count: int) -> list[float]:
         """The next `count` uniform numbers; append() removes those that were used."""
         if len(self._drawn) < self._used + count:
-            missing = self._used + count - len(self._drawn)
-            drawn = itertools.islice(self._uniforms, max(missing, UNIFORMS_AT_ONCE))
-            self._drawn, self._used = [*self._drawn[self._used :], *drawn], 0
+            self._drawn, self._used = self._drawn[self._used :], 0
+            while len(self._drawn) < count:
+                self._drawn += next(self._chunks)
         return self._drawn[self._used : self._used + count]
 
     def append(self, tokens: Sequence[int]) -> None:
@@ -192,9 +192,11 @@ class Writer:
         if not writing:
             return []
         new = [text for text in writing if text.is_new]
+        have_read: list[Text] = []
         for text in writing:
             if text.is_new:
-                self._read_prompt(text, [other for other in new if not other.is_new])
+                self._read_prompt(text, have_read)
+                have_read.append(text)
             elif text.is_stale:
                 text.read(self.engine)
         read = time.perf_counter()
@@ -232,6 +234,11 @@ class Writer:
 
 def uniforms(seed: int) -> Iterator[float]:
     """The uniform numbers in [0, 1) that a seed gives, one for each token of its text."""
+    return itertools.chain.from_iterable(chunks_of_uniforms(seed))
+
+
+def chunks_of_uniforms(seed: int) -> Iterator[list[float]]:
+    """The numbers of uniforms(), UNIFORMS_AT_ONCE at a time."""
     generator = torch.Generator().manual_seed(seed)
     while True:
-        yield from torch.rand(UNIFORMS_AT_ONCE, dtype=torch.float64, generator=generator).tolist()
+        yield torch.rand(UNIFORMS_AT_ONCE, dtype=torch.float64, generator=generator).tolist()
