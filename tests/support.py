@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -76,3 +77,11 @@ def bench_run(change=1.0, rounds=10, names=("part0", "part4", "sdpa"), **fields)
         result.traffic = 1000.0 if cell.contender in COUNTS else None
         done.results.append(result)
     return done
+
+
+def copy_tree(source: Path, target: Path, **options) -> Path:
+    """shutil.copytree() to files and folders that can be written, as a checkout may not be."""
+    shutil.copytree(source, target, copy_function=shutil.copyfile, dirs_exist_ok=True, **options)
+    for folder in [target, *filter(Path.is_dir, target.rglob("*"))]:
+        folder.chmod(0o755)
+    return target

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from support import ROOT
+from support import ROOT, copy_tree
 
 KERNEL = """
 // Part 5, from a test: plain loops, one query at a time. Scratch: Nk floats. Threads: 1.
@@ -60,7 +60,7 @@ def copy(tmp_path_factory, extension):
     leave = shutil.ignore_patterns(
         ".*", "*.egg-info", "__pycache__", "out", "shakes[1-2]*[46]*", "shakes2048"
     )
-    shutil.copytree(ROOT, made, dirs_exist_ok=True, ignore=leave)
+    copy_tree(ROOT, made, ignore=leave)
     csrc = made / "attention_ext" / "csrc"
     (csrc / "cpu" / "part5_plain.cpp").write_text(KERNEL)
     rows = (csrc / "parts.h").read_text()

@@ -7,7 +7,6 @@ import contextlib
 import fcntl
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import ROOT, script
+from support import ROOT, copy_tree, script
 
 from attention_ext import extension as compiled
 from attention_ext import tiles
@@ -320,7 +319,7 @@ def test_broken_tiles(monkeypatch, tmp_path):
 
 def test_a_truncated_checkpoint(monkeypatch, tmp_path):
     for name in ("shakes128", "shakes256"):
-        shutil.copytree(checkpoint.ROOT / "checkpoints" / name, tmp_path / "checkpoints" / name)
+        copy_tree(checkpoint.ROOT / "checkpoints" / name, tmp_path / "checkpoints" / name)
     weights = tmp_path / "checkpoints" / "shakes128" / "model.safetensors"
     with open(weights, "r+b") as file:
         file.truncate(weights.stat().st_size // 2)

@@ -19,7 +19,7 @@ import pytest
 import safetensors.torch
 import tiny
 import torch
-from support import ROOT, Hostile, bench_run
+from support import ROOT, Hostile, bench_run, copy_tree
 from tiny import VOCABULARY, nanogpt_file
 
 from attention_ext import tiles
@@ -77,7 +77,7 @@ def outcome(path: Path) -> str:
 @pytest.mark.parametrize("name", checkpoint.SHIPPED)
 def test_a_damaged_checkpoint_is_refused_or_warned_of(tmp_path, damaged, name, file):
     directory = tmp_path / name
-    shutil.copytree(checkpoint.ROOT / "checkpoints" / name, directory)
+    copy_tree(checkpoint.ROOT / "checkpoints" / name, directory)
     assert outcome(directory) == "fine"
     whole = (directory / file).read_bytes()
     outcomes: collections.Counter = collections.Counter()
@@ -122,7 +122,7 @@ def test_the_command_line_warns_in_one_line_and_writes(cli, tmp_path):
 def test_every_tensor_that_is_wrong_is_named(tmp_path):
     """NaN, infinity and a wrong shape, in every tensor of a shipped checkpoint."""
     directory = tmp_path / "shakes128"
-    shutil.copytree(checkpoint.ROOT / "checkpoints" / "shakes128", directory)
+    copy_tree(checkpoint.ROOT / "checkpoints" / "shakes128", directory)
     weights = safetensors.torch.load_file(directory / "model.safetensors")
     for name, tensor in weights.items():
         last = tensor.clone()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+from support import copy_tree
 
 from attention_ext import PARTS, SIMD, BuildError, processor
 from attention_ext.build import recipes, toolchain
@@ -18,7 +18,7 @@ from attention_ext.build import recipes, toolchain
 @pytest.fixture
 def csrc(tmp_path, extension):
     """A copy of the sources."""
-    return shutil.copytree(recipes.CSRC, tmp_path / "csrc")
+    return copy_tree(recipes.CSRC, tmp_path / "csrc")
 
 
 def test_what_decides_the_outcome_decides_the_directory(monkeypatch, extension):
