@@ -34,8 +34,9 @@ struct Decoder::State {
     int64_t d, br, bc, capacity, panel;  // panel: keys of a transposed panel of the cache
     int threads;
     Weights weights;
-    Weights shares;     // the matrices again, in panels for a team of `shared_by`
-    int shared_by = 1;  // `shares` is empty if 1
+    Weights shares;                          // the matrices again, in panels for a team of `shared_by`
+    int shared_by = 1;                       // `shares` is empty if 1
+    Pace::Clock::time_point packed_until{};  // not packed again before
     Buffer caches;
     std::vector<Slot> slots;
 

@@ -17,7 +17,8 @@
 #include "denormals.h"
 
 // One head of one text: q attends to the cache, whose last token is at slot.length.
-constexpr int64_t LINE_FLOATS = 16;             // of a cache line
+constexpr int64_t LINE_FLOATS = 16;  // of a cache line
+constexpr int RARELY = 200;          // 0.5 % of the time goes into choosing a team, or into packing for it
 constexpr double MOST_PACKED_TWICE = 64 << 20;  // bytes of the matrices
 
 inline void Decoder::State::attend(const Slot& slot, int64_t layer, int64_t head, const float* q, float* to,
@@ -144,10 +145,13 @@ void Decoder::State::step_in_team(const std::vector<int64_t>& which, int members
 }
 
 void Decoder::State::pack_for(int members) {
-    if (members == shared_by || weights.matrix_bytes > MOST_PACKED_TWICE) return;
+    if (members == 1 || members == shared_by || weights.matrix_bytes > MOST_PACKED_TWICE) return;
+    const auto start = Pace::Clock::now();
     team->settle();
-    shares = members > 1 ? weights.shared_by(members) : Weights();
+    shares = weights.shared_by(members);
     shared_by = members;
+    const auto packed = Pace::Clock::now();
+    packed_until = packed + RARELY * (packed - start);
 }
 
 // Tries teams of 1, 2, 4 ... on the step that is to be done, which changes no result. How many threads are best
@@ -158,6 +162,8 @@ int Decoder::State::fastest_team(const std::vector<int64_t>& which) {
     constexpr int LEAST_TRIES = 5;
     constexpr auto LEAST_TIME = std::chrono::milliseconds(2);  // until all helpers are awake
     constexpr double GAIN = 0.97, LOSS = 1.5;
+    const bool recording = trace.on();
+    trace.record(false);
     int best = 1;
     Clock::duration shortest = Clock::duration::max();
     for (int members = 1;; members = std::min(2 * members, threads)) {
@@ -173,6 +179,7 @@ int Decoder::State::fastest_team(const std::vector<int64_t>& which) {
         if (members == threads || least > LOSS * shortest) break;
     }
     pack_for(best);
+    trace.record(recording);
     return best;
 }
 
@@ -186,14 +193,13 @@ void Decoder::State::advance(const std::vector<int64_t>& which) {
         while (rows >> (logarithm + 1)) logarithm++;
         Choice& choice = choices[logarithm];
         if (start >= choice.until) {
-            constexpr int RAREST = 200;  // 0.5 % of the time goes into choosing
             choice.members = fastest_team(which);
             const auto chosen = Pace::Clock::now();
-            choice.rarity = std::min(4 * choice.rarity, RAREST);
+            choice.rarity = std::min(4 * choice.rarity, RARELY);
             choice.until = chosen + choice.rarity * (chosen - start);
             start = chosen;
         }
-        pack_for(choice.members);
+        if (start >= packed_until) pack_for(choice.members);  // panels for another team are only slower
         if (pace.together(rows, start)) members = choice.members;
     }
     step_in_team(which, members);
