@@ -74,7 +74,7 @@ inside() {
         rm -rf --one-file-system "$root.unfinished"
         "$folder/tools/usr/bin/mmdebstrap" --mode=root --arch=arm64 --variant=apt --skip=check/qemu \
             --include=ca-certificates,g++,python3,python3-dev,python3-venv \
-            "${SUITE:-bookworm}" "$root.unfinished" "${MIRROR:-http://deb.debian.org/debian}"
+            "${SUITE:-bookworm}" "$root.unfinished" ${MIRROR:+"$MIRROR"}
         mv "$root.unfinished" "$root"
     fi
     mount -t proc proc "$root/proc"
