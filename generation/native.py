@@ -12,8 +12,8 @@ from attention_ext.parts import PARTS, Precision
 from generation.sampling import Sampling
 from model.gpt import GPT
 
-# Seconds after which a call starts no further token, so that Ctrl-C takes effect soon. In a batch, the limit
-# is for the first group of texts that the decoder writes; the other groups write as many tokens.
+# Seconds after which a call starts no further token, so that Ctrl-C takes effect soon. A batch's are
+# estimated from the rows before.
 ONE_TEXT_SECONDS, BATCH_SECONDS = 2e-3, 8e-3
 
 

@@ -21,13 +21,6 @@ struct Slot {
     Sampling sampling;
 };
 
-// The team that takes a step fastest, and until when that is believed.
-struct Choice {
-    int members = 1;
-    Pace::Clock::time_point until{};
-    int rarity = 5;  // the choice holds for so many times as long as it took
-};
-
 struct Decoder::State {
     ModelShape shape;
     const Part& part;
@@ -48,7 +41,7 @@ struct Decoder::State {
 
     Trace trace;
     Pace pace;
-    std::array<Choice, 32> choices;            // by the binary logarithm of the rows
+    std::array<TeamSize, 32> sizes;            // by the binary logarithm of the rows
     double group_seconds = 0;                  // of a row of a group, when groups last wrote
     std::unique_ptr<Team, Team::Delete> team;  // the last member: its threads read the others
 
@@ -97,7 +90,6 @@ struct Decoder::State {
     void embed_rows(const int64_t* which, int64_t rows, int64_t row);
     void finish_rows(const int64_t* which, int64_t rows, int64_t row);
     void step_in_team(const std::vector<int64_t>& which, int members);
-    int fastest_team(const std::vector<int64_t>& which);
     void pack_for(int members);
     void write_group(const std::vector<int64_t>& which, int64_t from, int64_t to, int64_t thread,
                      const double* uniforms, int64_t* tokens);

@@ -16,11 +16,11 @@
 #include "decoder/state.h"
 #include "denormals.h"
 
-// One head of one text: q attends to the cache, whose last token is at slot.length.
-constexpr int64_t LINE_FLOATS = 16;  // of a cache line
-constexpr int RARELY = 200;          // 0.5 % of the time goes into choosing a team, or into packing for it
+constexpr int64_t LINE_FLOATS = 16;             // of a cache line
+constexpr int RARELY = 200;                     // 0.5 % of the time goes into packing for another team
 constexpr double MOST_PACKED_TWICE = 64 << 20;  // bytes of the matrices
 
+// One head of one text: q attends to the cache, whose last token is at slot.length.
 inline void Decoder::State::attend(const Slot& slot, int64_t layer, int64_t head, const float* q, float* to,
                                    int64_t thread) const {
     const bool transposed = part.transposed > 0;
@@ -154,56 +154,25 @@ void Decoder::State::pack_for(int members) {
     packed_until = packed + RARELY * (packed - start);
 }
 
-// Tries teams of 1, 2, 4 ... on the step that is to be done, which changes no result. How many threads are best
-// depends on the time of a line of cache between cores, which differs by a factor of 10 between machines and,
-// on a virtual one, between seconds.
-int Decoder::State::fastest_team(const std::vector<int64_t>& which) {
-    using Clock = Pace::Clock;
-    constexpr int LEAST_TRIES = 5;
-    constexpr auto LEAST_TIME = std::chrono::milliseconds(2);  // until all helpers are awake
-    constexpr double GAIN = 0.97, LOSS = 1.5;
-    const bool recording = trace.on();
-    trace.record(false);
-    int best = 1;
-    Clock::duration shortest = Clock::duration::max();
-    for (int members = 1;; members = std::min(2 * members, threads)) {
-        pack_for(members);
-        Clock::duration least = Clock::duration::max();
-        const Clock::time_point first = Clock::now();
-        for (int i = 0; i < LEAST_TRIES || (members > 1 && Clock::now() < first + LEAST_TIME); i++) {
-            const Clock::time_point start = Clock::now();
-            step_in_team(which, members);
-            least = std::min(least, Clock::now() - start);
-        }
-        if (members == 1 || least < GAIN * shortest) best = members, shortest = least;
-        if (members == threads || least > LOSS * shortest) break;
-    }
-    pack_for(best);
-    trace.record(recording);
-    return best;
-}
-
 void Decoder::State::advance(const std::vector<int64_t>& which) {
     const int64_t rows = static_cast<int64_t>(which.size());
     if (rows == 0) return;
-    int members = 1;
-    auto start = Pace::Clock::now();
-    if (threads > 1 && team->ours()) {
-        size_t logarithm = 0;
-        while (rows >> (logarithm + 1)) logarithm++;
-        Choice& choice = choices[logarithm];
-        if (start >= choice.until) {
-            choice.members = fastest_team(which);
-            const auto chosen = Pace::Clock::now();
-            choice.rarity = std::min(4 * choice.rarity, RARELY);
-            choice.until = chosen + choice.rarity * (chosen - start);
-            start = chosen;
-        }
-        if (start >= packed_until) pack_for(choice.members);  // panels for another team are only slower
-        if (pace.together(rows, start)) members = choice.members;
+    if (threads == 1 || !team->ours()) {
+        step_in_team(which, 1);
+        return finish_rows(which.data(), rows, 0);
     }
+    size_t logarithm = 0;
+    while (rows >> (logarithm + 1)) logarithm++;
+    TeamSize& size = sizes[logarithm];
+    int members = size.next(Pace::Clock::now());
+    // Panels for another team are only slower.
+    if (size.on_trial() || Pace::Clock::now() >= packed_until) pack_for(members);
+    const auto start = Pace::Clock::now();
+    if (!pace.together(rows, start)) members = 1;
     step_in_team(which, members);
-    if (threads > 1) pace.took(rows, members > 1, start);
+    const auto end = Pace::Clock::now();
+    pace.took(rows, members > 1, end - start, end);
+    size.took(members, threads, (end - start) / rows, end);
     finish_rows(which.data(), rows, 0);
 }
 
