@@ -29,10 +29,11 @@ void for_each_item(int64_t heads, int64_t items, int threads, const Body& body) 
     };
     const int64_t count = std::min<int64_t>(heads, threads);  // queue q has the heads from heads * q / count on
     std::vector<Queue> queues(count);
-    on_threads(static_cast<int>(std::min<int64_t>(all, threads)), [&](int thread) {
+    const int members = static_cast<int>(std::min<int64_t>(all, threads));
+    on_threads(members, [&](int thread) {
         const NoDenormals flushed_here;
         for (int64_t n = 0; n < count; n++) {
-            const int64_t q = (count * thread / threads + n) % count;
+            const int64_t q = (count * thread / members + n) % count;
             const int64_t first = heads * q / count, end = (heads * (q + 1) / count - first) * items;
             for (int64_t i = queues[q].next++; i < end; i = queues[q].next++)
                 body(first + i / items, i % items, thread);

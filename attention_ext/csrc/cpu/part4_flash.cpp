@@ -18,7 +18,8 @@
 // A few queries have few tiles, so that most threads would idle. Their keys are divided into spans, as if each
 // span were all keys, and the results are merged by lse. Spans depend on the sizes alone, not on the threads.
 //
-// Scratch: threads x (2 Br d + strip + 3 Br) floats, whatever N is; with spans also their results. What it
+// Scratch: threads x (2 Br d + strip + 3 Br) floats, whatever N is; with spans also their results, Nk / SPAN
+// for each of the few queries. What it
 // improves: part 3 reads K and V once per query, this once per Br queries, and the scores that part 2 keeps in
 // memory never leave the cache.
 #include <algorithm>
@@ -39,8 +40,9 @@ namespace {
 
 constexpr int64_t LINE_FLOATS = 16;  // of a cache line, at least the lanes
 // Fewer strips of queries than this may leave threads idle. Then more than MOST_KEYS keys are divided into
-// spans, each long enough that merging costs little.
-constexpr int64_t MOST_STRIPS = 64, MOST_KEYS = 2048, SPAN = 1024;
+// spans, each long enough that merging costs little, if they are so many times as many as the queries that the
+// spans' results need less memory than K.
+constexpr int64_t MOST_STRIPS = 64, MOST_KEYS = 2048, SPAN = 1024, LEAST_RATIO = 8;
 
 // One thread's scratch. A row of queries is an odd number of cache lines long: the rows of a strip would share
 // few sets of L1 if it were a power of two, which costs 2 to 4 % at Br = 256.
@@ -175,7 +177,7 @@ struct Spans {
     int64_t count, keys;
 
     explicit Spans(const Attention& a) : count(1), keys(a.Nk) {
-        if (a.Nk <= MOST_KEYS) return;
+        if (a.Nk <= MOST_KEYS || a.Nk < LEAST_RATIO * a.Nq) return;
         const int64_t strips = a.B * a.H * ((a.Nq + simd::panel() - 1) / simd::panel());
         if (strips >= MOST_STRIPS) return;
         keys = round_up(SPAN, a.Bc);
