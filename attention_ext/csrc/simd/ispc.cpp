@@ -35,6 +35,8 @@ const char* name() {
     return lanes() == 16 ? "ISPC, 16 floats" : lanes() == 8 ? "ISPC, 8 floats" : "ISPC, 4 floats";
 }
 
+bool may_use_tiles() { return false; }
+
 void transpose(Matrix T, ConstMatrix X, int64_t rows, int64_t cols, float scale) {
     ispc_transpose(T.data, T.ld, X.data, X.ld, rows, cols, scale);
 }

@@ -21,6 +21,8 @@ int64_t rows() { return 1; }
 
 const char* name() { return "off (plain loops)"; }
 
+bool may_use_tiles() { return false; }
+
 void transpose(Matrix T, ConstMatrix X, int64_t rows, int64_t cols, float scale) {
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < cols; c++) T.data[c * T.ld + r] = scale * X.data[r * X.ld + c];

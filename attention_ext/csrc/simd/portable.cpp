@@ -11,6 +11,10 @@
 
 #include "simd/constants.h"
 #include "simd/simd.h"
+#if defined(__AVX512DQ__) && !defined(__znver3__) && !defined(__znver4__) && !defined(__znver5__)
+#define INSTRUCTIONS_FOR_EXP2  // Intel's; on AMD they are not faster than the sums
+#include "simd/exp2_avx512.h"
+#endif
 
 namespace simd {
 namespace {
@@ -111,7 +115,13 @@ INLINE float sum(Vec v) {
 
 INLINE float largest(Vec v) { return reduce(v, max, std::make_index_sequence<W>()); }
 
-// 2^x for x <= 8, as constants.h describes. The result for NaN is 0; callers test their inputs for NaN.
+// 2^x for x <= 8, as constants.h describes. Unless KEEPS_NAN, the result for NaN is 0 and callers test their
+// inputs.
+#if defined(INSTRUCTIONS_FOR_EXP2)
+constexpr bool KEEPS_NAN = true;
+INLINE Vec exp2_bounded(Vec x) { return exp2_or_zero(x); }
+#else
+constexpr bool KEEPS_NAN = false;
 INLINE Vec exp2_bounded(Vec x) {
     const Vec round = splat(SIMD_ROUND);
     const Vec z = x + round;
@@ -124,6 +134,7 @@ INLINE Vec exp2_bounded(Vec x) {
     const UintVec bits = bit_cast<UintVec>(p) + (bit_cast<UintVec>(z) << 23);  // far below the least they wrap
     return x >= SIMD_EXP2_LEAST ? bit_cast<Vec>(bits) : Vec{};
 }
+#endif
 
 // x Phi(x), with Phi(-|x|) = 2^q(|x|)
 INLINE Vec gelu(Vec x) {
@@ -347,6 +358,8 @@ const char* name() {
     return W == 16 ? "portable C++, 16 floats" : W == 8 ? "portable C++, 8 floats" : "portable C++, 4 floats";
 }
 
+bool may_use_tiles() { return true; }
+
 void transpose(Matrix T, ConstMatrix X, int64_t rows, int64_t cols, float scale) {
     for (int64_t r = 0; r < rows; r += W) {
         for (int64_t c = 0; c < cols; c += W) {
@@ -431,7 +444,7 @@ float exp_sum(float* x, int64_t n, float m) {
     const auto step = [&](Vec v) {
         const Vec y = (v - m) * SIMD_LOG2E, e = exp2_bounded(y);
         total += e;
-        witness += y;
+        if (!KEEPS_NAN) witness += y;
         return e;
     };
     for (; i + W <= n; i += W) store(x + i, step(load(x + i)));
@@ -502,7 +515,7 @@ bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* 
             const Vec p = exp2_bounded(x);
             store(S.data + j * ldS + c, p);
             total += p;
-            witness += x;
+            if (!KEEPS_NAN) witness += x;
         };
         for (j = 0; j < all; j++) exponentiate(j, load(S.data + j * ldS + c) - subtracted);
         for (; j < some; j++) exponentiate(j, live(j, load(S.data + j * ldS + c) - subtracted));

@@ -44,6 +44,9 @@ int64_t rows();
 // The name of the implementation, for people.
 const char* name();
 
+// Whether the kernels may also use instructions that multiply tiles of matrices.
+bool may_use_tiles();
+
 // T[c][r] <- scale * X[r][c]                      T (cols, rows), X (rows, cols)
 void transpose(Matrix T, ConstMatrix X, int64_t rows, int64_t cols, float scale);
 
