@@ -77,15 +77,16 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v by one of PARTS.
 
-    part: 'part0' to 'part4'. q: (B, H, Nq, d). k, v: (B, H, Nk, d). All float32 on the CPU, with any
-    strides and no empty dimension; in parts 1 to 4 Nq * Nk must be below 2^50.
+    part: 'part0' to 'part4'. q: (B, H, Nq, d). k, v: (B, H, Nk, d). All float32, in part0 and part4 also all
+    bfloat16, on the CPU, with any strides and no empty dimension; in parts 1 to 4 Nq * Nk must be below 2^50.
     causal: query i sees the keys j <= i + (Nk - Nq); Nq must be at most Nk.
     scale: multiplies the scores; 1/sqrt(d) by default.
     br, bc: part4's tile, in queries and keys, each at least 1. None takes the tile that `gpt.py bench --tune`
     found for this case on this machine, else a default. The other parts ignore br and bc.
     simd: one of SIMD, the helpers under the kernels; 'off' uses scalar loops. part0 ignores it.
-    Returns the output, (B, H, Nq, d), contiguous; with return_lse also the logsumexp of each row,
-    m + log(l), (B, H, Nq), with which reference.merge() combines results over disjoint sets of keys.
+    Returns the output, (B, H, Nq, d), contiguous, in q's dtype; with return_lse also the logsumexp of each
+    row, m + log(l), (B, H, Nq), float32, with which reference.merge() combines results over disjoint sets of
+    keys. Sums and the softmax are float32. With AMX part4 rounds the weights of bfloat16 values to bfloat16.
 
     A NaN affects only the rows that see it. Parts 1 to 4 compute no gradients; denormal numbers count as 0.
     Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, each naming the
@@ -98,7 +99,7 @@ def attention(
         raise TypeError(f"scale is a {type(scale).__name__}; it must be a number")
     tiles.check_sides(br, bc)
     compiling = torch.compiler.is_compiling()
-    if compiling or not _sound(q, k, v, causal):
+    if compiling or not _sound(row, q, k, v, causal):
         _check_tensors(row, q, k, v, causal)
     _, _, Nk, d = k.shape
     scale = 1 / math.sqrt(d) if scale is None else float(scale)
@@ -129,7 +130,7 @@ def operator(part: str, simd: str = "auto") -> Callable:
     return _operators[part, simd]
 
 
-def _sound(q, k, v, causal: bool) -> bool:
+def _sound(part: Part, q, k, v, causal: bool) -> bool:
     """Whether _check_tensors() finds nothing wrong, in a third of its time, which short calls notice.
 
     The operator checks too, but an error inside it ends the process where the compiler's C++ library is not
@@ -141,7 +142,8 @@ def _sound(q, k, v, causal: bool) -> bool:
         (B, H, Nq, d), (_, _, Nk, _) = q.shape, k.shape
         return bool(
             type(q) is type(k) is type(v) is torch.Tensor
-            and q.dtype is k.dtype is v.dtype is torch.float32
+            and q.dtype is k.dtype is v.dtype
+            and (q.dtype is torch.float32 or (q.dtype is torch.bfloat16 and "bfloat16" in part.dtypes))
             and (q.is_cpu and k.is_cpu and v.is_cpu)
             and k.shape == (B, H, Nk, d) == v.shape
             and 0 < B * H * d * Nq * Nk
@@ -161,7 +163,11 @@ def _check_tensors(part: Part, q, k, v, causal: bool) -> None:
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name} is a {type(t).__name__}; it must be a tensor")
         if str(t.dtype).removeprefix("torch.") not in part.dtypes:
-            raise TypeError(f"{name} is {t.dtype}; it must be torch.{' or torch.'.join(part.dtypes)}")
+            raise TypeError(
+                f"{name} is {t.dtype}; it must be torch.{' or torch.'.join(part.dtypes)} in {part.name}"
+            )
+        if t.dtype != q.dtype:
+            raise TypeError(f"{name} is {t.dtype}; it must be q's {q.dtype}")
         if t.device.type not in part.devices:
             where = " or ".join("the CPU" if device == "cpu" else device for device in part.devices)
             raise ValueError(f"{name} is on {t.device}; it must be on {where}")

@@ -13,7 +13,7 @@ import torch
 from torch import library as torch_library
 
 from attention_ext.build import recipes, toolchain
-from attention_ext.parts import PARTS, BuildError, check_part, resolve_simd
+from attention_ext.parts import PARTS, BuildError, Dtype, check_part, resolve_simd
 
 _loading = threading.Lock()
 _libraries: dict[str, Path] = {}  # the loaded library of each SIMD helper
@@ -49,7 +49,8 @@ def _register_fakes(name: str) -> None:
 
     def fake(q, k, v, causal, scale, return_lse, br=1, bc=1):
         B, H, Nq, d = q.shape
-        return q.new_empty(B, H, Nq, d), q.new_empty((B, H, Nq) if return_lse else (0,))
+        lse = q.new_empty((B, H, Nq) if return_lse else (0,), dtype=torch.float32)
+        return q.new_empty(B, H, Nq, d), lse
 
     for part in PARTS.values():
         if part.operator:
@@ -109,9 +110,16 @@ def scratch(
     bc: int = 1,
     threads: int = 1,
     simd: str = "auto",
+    dtype: Dtype = Dtype.FP32,
 ) -> int:
     """Bytes of scratch for a call of one of parts 1 to 4, as computed by its kernel."""
-    return 4 * load(simd).scratch(check_part(part).operator, B, H, Nq, Nk, d, br, bc, threads)
+    name, bf16 = check_part(part).operator, dtype is Dtype.BF16
+    return 4 * load(simd).scratch(name, bf16, B, H, Nq, Nk, d, br, bc, threads)
+
+
+def uses_amx(queries: int, simd: str = "auto") -> bool:
+    """Whether part4 takes so many queries in bfloat16 with AMX on this machine."""
+    return load(simd).uses_amx(queries)
 
 
 def size(name: str, simd: str = "auto") -> int:

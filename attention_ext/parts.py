@@ -13,6 +13,18 @@ class BuildError(RuntimeError):
     """The extension could not be compiled or loaded; the message says what to do."""
 
 
+class Dtype(enum.StrEnum):
+    """The format of attention's inputs and output."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+    @property
+    def torch_name(self) -> str:
+        """PyTorch's name for it."""
+        return {"fp32": "float32", "bf16": "bfloat16"}[self.value]
+
+
 @dataclass(frozen=True)
 class Part:
     """One implementation of attention.
@@ -21,7 +33,7 @@ class Part:
     operator: the name of its row in csrc/parts.h, of its file in csrc/cpu/ and of its PyTorch operator;
     None for PyTorch itself.
     tiled: takes br and bc. threaded: uses all threads.
-    devices, dtypes: those that its tensors may have.
+    devices, dtypes: those that its tensors may have, by PyTorch's names.
     """
 
     name: str
@@ -44,6 +56,7 @@ PARTS = {
             "matmul, softmax, matmul in PyTorch",
             "PyTorch multiplies, normalises and multiplies again; each step writes N x N numbers for every "
             "head and the next one reads them.",
+            dtypes=("float32", "bfloat16"),
         ),
         Part(
             "part1",
@@ -80,6 +93,7 @@ PARTS = {
             "which stays in the nearest caches. Nothing but Q, K, V and the output has to come from memory.",
             operator="part4_flash",
             tiled=True,
+            dtypes=("float32", "bfloat16"),
         ),
     )
 }
@@ -105,6 +119,22 @@ def check_part(part: str) -> Part:
     if part not in PARTS:
         raise ValueError(f"part is {part!r}; it must be one of {', '.join(PARTS)}")
     return PARTS[part]
+
+
+def check_dtype(part: str, dtype: str) -> Dtype:
+    """The Dtype of this value. Raises ValueError if there is none or the part does not take it."""
+    if dtype not in list(Dtype):
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(Dtype)}")
+    found = Dtype(dtype)
+    check_part(part)
+    if part not in taking(found):
+        raise ValueError(f"dtype is {dtype!r}; {part} does not take it, only {', '.join(taking(found))}")
+    return found
+
+
+def taking(dtype: Dtype) -> tuple[str, ...]:
+    """The parts that take a dtype."""
+    return tuple(name for name, part in PARTS.items() if dtype.torch_name in part.dtypes)
 
 
 def resolve_simd(simd: str) -> str:

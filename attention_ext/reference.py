@@ -11,15 +11,20 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Part 0: softmax(scale * q k^T) v, all heads at once.
 
-    q: (B, H, Nq, d). k, v: (B, H, Nk, d). Any float type. Returns (B, H, Nq, d) and, with
-    return_lse, the rows' logsumexp (B, H, Nq). causal: query i sees the keys j <= i + (Nk - Nq).
+    q: (B, H, Nq, d). k, v: (B, H, Nk, d). Any float type; the arithmetic of those of 16 bits is float32.
+    Returns (B, H, Nq, d) in q's type and, with return_lse, the rows' logsumexp (B, H, Nq).
+    causal: query i sees the keys j <= i + (Nk - Nq).
     """
+    dtype = q.dtype
+    if dtype.itemsize < torch.float32.itemsize:
+        q, k, v = q.float(), k.float(), v.float()
     s = (scale * q) @ k.mT  # (B, H, Nq, Nk)
     if causal:
         s = s.masked_fill(~visible(q.shape[2], k.shape[2], s.device), -torch.inf)
     p = torch.softmax(s, dim=-1)
     compiling = torch.compiler.is_compiling()  # a compiled graph cannot branch on values
     out = p @ v if not causal or compiling or v.sum().isfinite() else _without_hidden_values(p, v)
+    out = out.to(dtype)
     return (out, torch.logsumexp(s, dim=-1)) if return_lse else out
 
 

@@ -13,10 +13,13 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from attention_ext import PARTS, attention, extension
+from attention_ext.parts import Dtype, check_dtype
 from lab import machine
 
 B, H, D = 1, 4, 32  # the lab's sizes
-RTOL, ATOL = 1e-4, 1e-5  # the lab allows 1e-4 on outputs of 0.08 to 0.2; rounding is 1e-7
+# Relative and absolute, of a difference. The lab allows 1e-4 on outputs of 0.08 to 0.2, and rounding is 1e-7.
+# Two right results in bfloat16 may be rounded to neighbours, 1/128 apart.
+TOLERANCES = {Dtype.FP32: (1e-4, 1e-5), Dtype.BF16: (1 / 64, 1e-4)}
 
 
 @dataclass(frozen=True)
@@ -33,14 +36,15 @@ class Run:
     table: str
 
 
-def synthetic_qkv(N: int) -> tuple[Tensor, Tensor, Tensor]:
+def synthetic_qkv(N: int, dtype: Dtype = Dtype.FP32) -> tuple[Tensor, Tensor, Tensor]:
     """The lab's inputs, each (1, 4, N, 32): planes over i, the position, and j, the feature."""
+    kind = getattr(torch, dtype.torch_name)
     i = torch.arange(N)[:, None]
     j = torch.arange(D)[None, :]
     q = 0.0002 * i + 0.0001 * j
     k = 0.0006 * i + 0.0003 * j
     v = 0.00015 * i + 0.0008 * j
-    return tuple(m.expand(B, H, N, D).contiguous() for m in (q, k, v))  # type: ignore[return-value]
+    return tuple(m.expand(B, H, N, D).to(kind).contiguous() for m in (q, k, v))  # type: ignore[return-value]
 
 
 def measure(name: str, function: Callable[[], Tensor]) -> Run:
@@ -73,9 +77,11 @@ def allocated(function: Callable[[], Tensor]) -> tuple[Tensor, int]:
     return out, _peak_memory(profiler)
 
 
-def mismatch(expected: Tensor, got: Tensor) -> str | None:
-    """Where two results (B, H, N, d) differ most, in one line; None if they agree."""
-    off = ~torch.isclose(got, expected, rtol=RTOL, atol=ATOL)
+def mismatch(expected: Tensor, got: Tensor, dtype: Dtype = Dtype.FP32) -> str | None:
+    """Where two results (B, H, N, d) in a dtype differ most, in one line; None if they agree."""
+    expected, got = expected.float(), got.float()
+    rtol, atol = TOLERANCES[dtype]
+    off = ~torch.isclose(got, expected, rtol, atol)
     if not off.any():
         return None
     error = (got - expected).abs().nan_to_num(nan=torch.inf).where(off, -torch.inf)
@@ -104,16 +110,18 @@ def run(
     bc: int | None,
     causal: bool,
     simd: str = "auto",
+    dtype: str = Dtype.FP32,
     echo: Callable[[str], None] = print,
 ) -> bool:
     """Run the lab's test of `part` at length N, scale 1: reference, part, statistics; False on a mismatch.
 
     br, bc: part4's tile, in queries and keys; None takes tuned sizes. simd: the helpers under parts 1 to 4,
-    one of SIMD.
+    one of SIMD. dtype: the inputs', a Dtype or its value. Raises ValueError if the part does not take it.
     """
+    kind = check_dtype(part, dtype)
     title = PARTS[part].title
     check_memory(N)
-    q, k, v = synthetic_qkv(N)
+    q, k, v = synthetic_qkv(N, kind)
     echo(f"Running {part} test: {title}\n")
     if PARTS[part].operator:
         echo(extension.describe(simd) + "\n")
@@ -126,7 +134,7 @@ def run(
 
     echo(f"-----RUNNING {part.upper()}-----\n")
     ours = measure(f"{part.upper()} - {title}", lambda: lab(part))
-    difference = mismatch(reference.out, ours.out)
+    difference = mismatch(reference.out, ours.out, kind)
     echo(f"manual attention == pytorch attention {difference is None}")
     if difference:
         echo(difference)

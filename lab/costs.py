@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from attention_ext import PARTS, extension
-from attention_ext.parts import check_part
+from attention_ext.parts import Dtype, check_part
 
 FLOAT_BYTES = 4
 LINE_BYTES = 64  # of a cache line
@@ -49,7 +49,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Case:
-    """One call: q is (heads, Nq, d), k and v are (heads, Nk, d), heads = B H. br, bc: the tile, if any."""
+    """One call: q is (heads, Nq, d), k and v are (heads, Nk, d), heads = B H. br, bc: the tile, if any.
+
+    Traffic is counted for float32 only.
+    """
 
     Nq: int
     Nk: int
@@ -59,6 +62,7 @@ class Case:
     br: int = 256
     bc: int = 256
     threads: int = 1
+    dtype: Dtype = Dtype.FP32
 
     @property
     def visible(self) -> float:
@@ -142,7 +146,7 @@ def costs(part: str, case: Case, block: Block) -> Costs | None:
     """
     check_part(part)
     count = COUNTS.get(part)
-    if count is None:
+    if count is None or case.dtype is not Dtype.FP32:
         return None
     streams = tuple(_of_all_heads(stream, case.heads) for stream in count.streams(case, block))
     return Costs(case.flops, count.chained(case) if count.chained else 0.0, count.scalar, streams)
@@ -157,7 +161,9 @@ def scratch(part: str, case: Case, simd: str | None = "auto") -> int:
         return FLOAT_BYTES * 2 * case.heads * case.Nq * case.Nk
     sizes = (1, case.heads, case.Nq, case.Nk, case.d)
     tile = {"br": case.Br, "bc": case.Bc} if PARTS[part].tiled else {}
-    return extension.scratch(part, *sizes, threads=case.threads, simd=simd or "auto", **tile)
+    return extension.scratch(
+        part, *sizes, threads=case.threads, simd=simd or "auto", dtype=case.dtype, **tile
+    )
 
 
 def _of_all_heads(stream: Stream, heads: int) -> Stream:

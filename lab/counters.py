@@ -154,7 +154,8 @@ def misses(call: Call, caches: tuple[Cache, Cache] | None = None, timeout: float
     lines = [cache.line for cache in caches or (caches_of_this_machine()[0],) * 2]
     counted = [event for event in counts[0] if event in counts[1]]
     l1, last = (
-        line * sum(counts[1][event] - counts[0][event] for event in events if event in counted) / more
+        # perf's counts vary: those of a short call may seem to be below 0
+        line * max(0.0, sum(counts[1][e] - counts[0][e] for e in events if e in counted) / more)
         if events[0] in counted
         else None
         for line, events in zip(lines, EVENTS[source])

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from attention_ext import PARTS, processor
+from attention_ext import PARTS, extension, processor
+from attention_ext.parts import Dtype
 from lab import counters, machine
 from lab.bench.cases import Cell
 from lab.bench.measure import Bench
@@ -64,30 +65,51 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
     part = PARTS[cell.contender]
     if cachegrind and part.operator is None:
         raise ValueError("--cachegrind goes with parts that are kernels; PyTorch's are not simulated")
+    if cachegrind and cell.dtype != Dtype.FP32:
+        raise ValueError(f"--cachegrind goes with --dtype fp32; {cell.dtype} is not simulated")
     echo(heading(cell) + "\n")
     echo(textwrap.fill(part.why, 100) + "\n")
     threads = cell.threads if part.threaded else 1
     case, block = cell.case(threads=threads), Block.of(cell.simd)
     echo(f"arithmetic  {_count(case.flops)}FLOP: 2 d for each query and key, for scores and for output")
     echo(f"scratch     {size_text(scratch(part.name, case, cell.simd))}")
+    if line := softmax_text(cell):
+        echo(line)
     counted, of_one_thread = (costs(part.name, each, block) for each in (case, replace(case, threads=1)))
     bounds = []
     if counted and of_one_thread:
         bounds = levels(counted, of_one_thread, threads)
         echo("\n" + traffic_table(counted, bounds))
     else:
-        echo(f"\nmoved       not counted for {part.name}")
+        where = "" if cell.dtype == Dtype.FP32 else f" in {cell.dtype}"
+        echo(f"\nmoved       not counted for {part.name}{where}")
 
     run, result = measured(cell)
-    peak = run.peaks[cell.threads] * threads / cell.threads
+    peak = run.peak(cell) * threads / cell.threads
     scalar = counted is not None and counted.scalar or cell.simd == "off"
     lanes = Block.of("auto").lanes if scalar else 1
     echo("\n" + bound_text(case.flops, counted.chained if counted else 0.0, bounds, peak, lanes))
     echo(measured_text(case.flops, result, peak))
-    if part.operator:
+    if part.operator and cell.dtype == Dtype.FP32:
         echo(misses_text(cell, cachegrind))
     if run.busy:
         echo(run.busy)
+
+
+def softmax_text(cell: Cell) -> str | None:
+    """The instructions of part 4's softmax and the share of the peak that they leave; None elsewhere."""
+    if cell.contender != "part4":
+        return None
+    if cell.dtype == Dtype.BF16 and extension.uses_amx(cell.queries, cell.simd or "auto"):
+        return "softmax     of vectors, while AMX multiplies: most of the time at small d"
+    size = extension.size("softmax", cell.simd or "auto")
+    if not size:
+        return None
+    products = 2 * cell.d
+    return (
+        f"softmax     {size} instructions for a vector of scores, beside 2 d = {products} multiply-adds: "
+        f"at most {100 * products / (products + size):.0f} % of the peak if they share ports, as Intel's do"
+    )
 
 
 def heading(cell: Cell) -> str:

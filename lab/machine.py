@@ -107,6 +107,12 @@ def fma_peak(simd: str = "auto", threads: int = 1) -> float:
     return _on(threads, lambda: operators.fma_peak(0.3))
 
 
+def amx_peak(threads: int = 1) -> float:
+    """The same of AMX's products in bfloat16; 0 where there is no AMX."""
+    operators = extension.load()
+    return _on(threads, lambda: operators.amx_peak(0.3))
+
+
 def fma_latency() -> float:
     """The lowest latency of a multiply-add, in seconds: each waits for the one before it."""
     return extension.load().fma_latency(0.1)

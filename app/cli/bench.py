@@ -15,6 +15,7 @@ from app.cli.options import (
     Names,
     Numbers,
     all_of,
+    dtype_option,
     notice,
     save_option,
     size_option,
@@ -22,6 +23,7 @@ from app.cli.options import (
     warned_of_threads,
 )
 from attention_ext import PARTS, SIMD
+from attention_ext.parts import Dtype, taking
 
 TILED = tuple(name for name, part in PARTS.items() if part.tiled)
 
@@ -41,6 +43,7 @@ class SweepOptions:
     queries: int | None
     heads: int
     batch: int
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ sweep_options = all_of(
     size_option("--queries", show_default="as many as keys", help="Number of queries."),
     size_option("--heads", default=4, most=MOST_HEADS, help="Number of heads."),
     size_option("--batch", default=1, most=MOST_HEADS, help="Batch size."),
+    dtype_option,
 )
 run_options = all_of(
     click.option(
@@ -196,7 +200,8 @@ def bench(given: click.Context, /, **options) -> None:
     """Time CONTENDERS over a sweep: part0 to part4, sdpa (PyTorch's), onnx (ONNX Runtime's).
 
     Lists are 32,64 and ranges 1:9+2 or 256:4096*2. Each result is checked against float64 before it is
-    timed. The contenders of a case are timed in turn. The default CONTENDERS are all parts and sdpa.
+    timed. The contenders of a case are timed in turn. The default CONTENDERS are sdpa and all
+    parts that take the dtype.
     """
     refuse_options_that_do_nothing(given)
     if options.pop("causal"):
@@ -258,7 +263,7 @@ def plan_of(sizes: SweepOptions, tune: bool) -> list:
         raise click.UsageError(f"--mask is {','.join(sizes.masks)!r}; it must be of none, causal")
     settings = asdict(sizes)
     settings["masks"] = [mask == "causal" for mask in settings.pop("masks")]
-    names = settings.pop("contenders") or (*PARTS, "sdpa")
+    names = settings.pop("contenders") or (*taking(Dtype(sizes.dtype)), "sdpa")
     if tune:
         names = TILED
         settings |= {"br": (None,), "bc": (None,)}
@@ -275,7 +280,7 @@ NOT_WITH = {
     "dry_run": ("save", "plot", "form", "tune"),
     "causal": ("masks",),
     "saved": (*SWEEP, "rounds", "min_time", "save", "dry_run", "tune"),
-    "tune": ("contenders", "queries", "rounds", "min_time", "form", "save", "compare", "plot"),
+    "tune": ("contenders", "dtype", "queries", "rounds", "min_time", "form", "save", "compare", "plot"),
 }
 
 

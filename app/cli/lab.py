@@ -16,7 +16,9 @@ causal_option = click.option(
 )
 
 
-def run_test(part: str, *, N: int, br: int | None, bc: int | None, causal: bool, simd: str) -> None:
+def run_test(
+    part: str, *, N: int, br: int | None, bc: int | None, causal: bool, simd: str, dtype: str
+) -> None:
     """Run the lab's test of a part; exit code 1 on a mismatch."""
     import signal
 
@@ -25,7 +27,7 @@ def run_test(part: str, *, N: int, br: int | None, bc: int | None, causal: bool,
     # Python's own handler of Ctrl-C would wait until a kernel returns.
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        passed = correctness.run(part, N, br, bc, causal, simd, echo=click.echo)
+        passed = correctness.run(part, N, br, bc, causal, simd, dtype, echo=click.echo)
     finally:
         signal.signal(signal.SIGINT, before)
     if not passed:

@@ -14,6 +14,7 @@ from app.cli.options import (
     MOST_HEADS,
     WIDEST_HEAD,
     EngineOptions,
+    dtype_option,
     engine_option,
     model_option,
     notice,
@@ -42,6 +43,7 @@ from attention_ext import PARTS, processor
 @size_option("--heads", default=4, most=MOST_HEADS, help="Number of heads.")
 @one_thread_option
 @simd_option
+@dtype_option
 @click.option(
     "--cachegrind", is_flag=True, help="Simulate the caches with valgrind; takes about fifty times as long."
 )
@@ -64,6 +66,7 @@ def explain(part: str, cachegrind: bool, **sizes) -> None:
         bc=[sizes["bc"]],
         threads=[sizes["threads"]],
         simds=[sizes["simd"]],
+        dtype=sizes["dtype"],
     )
     explained(cells[0], click.echo, cachegrind)
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from attention_ext import PARTS, SIMD
-from attention_ext.parts import Precision
+from attention_ext.parts import Dtype, Precision
 from lab import saved
 
 LARGEST_SIZE = 2**31 - 1
@@ -192,6 +192,13 @@ simd_option = click.option(
     default="auto",
     show_default=True,
     help="SIMD helpers of parts 1 to 4: auto is portable, off is scalar loops.",
+)
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice([dtype.value for dtype in Dtype]),
+    default=Dtype.FP32.value,
+    show_default=True,
+    help="Format of the inputs and the output.",
 )
 weights_option = click.option(
     "--weights",

@@ -9,6 +9,7 @@ from app.cli.options import (
     EngineOptions,
     TextOptions,
     all_of,
+    dtype_option,
     engine_option,
     set_threads,
     simd_option,
@@ -20,7 +21,7 @@ from app.cli.options import (
 from attention_ext import PARTS
 
 BOTH_MODES = {"br", "bc", "threads", "simd", "inference"}
-TEST_ONLY = {"N", "causal"}
+TEST_ONLY = {"N", "causal", "dtype"}
 
 part_options = all_of(
     lab.length_option,
@@ -28,6 +29,7 @@ part_options = all_of(
     threads_option,
     simd_option,
     lab.causal_option,
+    dtype_option,
     click.option("--inference", is_flag=True, help="Write text instead of running the test."),
     writing.text_options,
     engine_option,
@@ -53,7 +55,8 @@ def command_of(part: str) -> click.Command:
             writing.write(part, threads, engine, texts, options["as_json"], options["interactive"])
         else:
             set_threads(threads)
-            lab.run_test(part, **{name: options[name] for name in ("N", "br", "bc", "causal", "simd")})
+            names = ("N", "br", "bc", "causal", "simd", "dtype")
+            lab.run_test(part, **{name: options[name] for name in names})
 
     command.help = (
         f"Test {part} ({PARTS[part].summary}) against PyTorch and profile it, "

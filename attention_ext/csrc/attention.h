@@ -1,7 +1,8 @@
 // The shape contract of every part. No torch header: the kernels build alone.
 //
-//   out = softmax(scale * q k^T) v        per batch and head, float32
+//   out = softmax(scale * q k^T) v        per batch and head
 //
+// q, k, v and out are float32, for part 4 also bfloat16; lse and all arithmetic are float32.
 // q (B, H, Nq, d); k, v (B, H, Nk, d): strided, the last dimension contiguous. Exception: part 4, for up to
 // part4::FEW queries, also takes k transposed, either as one matrix (row_stride 1) or as consecutive panels of
 // Bc keys, each (d, Bc) and padded (row_stride d, col_stride Bc).
@@ -11,17 +12,23 @@
 
 #include <cstdint>
 
-struct Matrices {  // one (N, d) matrix per batch and head; strides in floats
-    const float* data;
+#include "bf16.h"
+
+template <class Element>
+struct MatricesOf {  // one (N, d) matrix per batch and head; strides in elements
+    const Element* data;
     int64_t batch_stride, head_stride, row_stride, col_stride;
 
-    const float* at(int64_t b, int64_t h) const { return data + b * batch_stride + h * head_stride; }
+    const Element* at(int64_t b, int64_t h) const { return data + b * batch_stride + h * head_stride; }
 };
 
-struct Attention {
+using Matrices = MatricesOf<float>;
+
+template <class Element>
+struct AttentionOf {
     int64_t B, H, Nq, Nk, d;
-    Matrices q, k, v;
-    float* out;
+    MatricesOf<Element> q, k, v;
+    Element* out;
     float* lse;
     bool causal;
     float scale;
@@ -31,6 +38,8 @@ struct Attention {
     // Number of keys that query i sees: they are 0 .. visible(i) - 1.
     int64_t visible(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
 
-    float* out_at(int64_t b, int64_t h) const { return out + (b * H + h) * Nq * d; }
+    Element* out_at(int64_t b, int64_t h) const { return out + (b * H + h) * Nq * d; }
     float* lse_at(int64_t b, int64_t h) const { return lse ? lse + (b * H + h) * Nq : nullptr; }
 };
+
+using Attention = AttentionOf<float>;

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attention_ext import PARTS, SIMD, tiles
-from attention_ext.parts import resolve_simd
+from attention_ext.parts import Dtype, check_dtype, resolve_simd
 from lab import costs, machine
 
 OTHERS = ("sdpa", "onnx")  # what can be timed beside the parts; lab.bench.contenders says how
@@ -31,11 +31,12 @@ class Cell:
     br: int | None
     bc: int | None
     threads: int
+    dtype: str = Dtype.FP32.value
 
     @property
     def group(self) -> tuple:
         """Equal for cells that are timed together."""
-        return self.N, self.queries, self.d, self.batch, self.heads, self.causal, self.threads
+        return self.N, self.queries, self.d, self.batch, self.heads, self.causal, self.dtype, self.threads
 
     @property
     def flops(self) -> float:
@@ -58,6 +59,7 @@ class Cell:
             heads=heads or self.batch * self.heads,
             causal=self.causal,
             threads=threads or self.threads,
+            dtype=Dtype(self.dtype),
             **tile,
         )
 
@@ -75,11 +77,12 @@ def plan(
     bc: Sequence[int | None] = (None,),
     threads: Sequence[int] = (1,),
     simds: Sequence[str] = ("auto",),
+    dtype: str = Dtype.FP32.value,
 ) -> list[Cell]:
     """The cells of a sweep: every contender at every length, width, mask and number of threads.
 
     queries: as many as keys unless given. br, bc: tiles of parts that have them, None for the tuned one.
-    simds: of SIMD. Raises ValueError naming the argument that is wrong.
+    simds: of SIMD. dtype: that of the inputs. Raises ValueError naming the argument that is wrong.
     """
     for what, chosen, known in (("contender", names, (*PARTS, *OTHERS)), ("simd", simds, SIMD)):
         for name in chosen:
@@ -87,6 +90,11 @@ def plan(
                 raise ValueError(f"{what} is {name!r}; it must be one of {', '.join(known)}")
         if len(set(chosen)) < len(chosen) or not chosen:
             raise ValueError(f"{what} is {','.join(chosen)!r}; it must name one or more, each once")
+    for name in names:
+        if name in PARTS:
+            check_dtype(name, dtype)
+        elif name == "onnx" and dtype != Dtype.FP32:
+            raise ValueError(f"dtype is {dtype!r}; contender 'onnx' takes fp32 only")
     cells = []
     for N, d, causal, count in itertools.product(lengths, widths, masks, threads):
         if causal and queries not in (None, 1, N):
@@ -103,9 +111,8 @@ def plan(
                         rows_of_all = batch * heads * (queries or N)
                         tuned = tiles.tile(resolve_simd(simd or "auto"), count, d, N, causal, rows_of_all)
                         rows, columns = rows or tuned[0], columns or tuned[1]
-                    cells.append(
-                        Cell(name, simd, N, queries or N, d, batch, heads, causal, rows, columns, count)
-                    )
+                    case = (N, queries or N, d, batch, heads, causal, rows, columns, count, dtype)
+                    cells.append(Cell(name, simd, *case))
     return list(dict.fromkeys(cells))
 
 

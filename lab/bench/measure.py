@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from attention_ext import PARTS, extension, reference
+from attention_ext.parts import Dtype
 from lab import costs, machine
 from lab.bench.cases import Cell, check_memory
 from lab.bench.contenders import Call, contenders
@@ -29,7 +30,9 @@ from lab.bench.results import FEWEST_COUNTED_ROUNDS, FIRM_MARGIN, Result, Run
 from lab.correctness import allocated
 from lab.timing import spread, time_round
 
-WRONG_ERROR = 1e-4  # of the largest expected value; a contender with a larger error is wrong
+# Of the largest expected value; a contender with a larger error is wrong. bfloat16 rounds by up to
+# 0.4 %.
+WRONG_ERROR = {Dtype.FP32: 1e-4, Dtype.BF16: 1e-2}
 ROUNDS, MIN_TIME_SECONDS = 10, 0.2
 PAGE_FAULT_SECONDS = 1e-6  # about
 MOST_FAULT_SHARE = 0.01  # of a round's time; with more, the round is measured again
@@ -137,6 +140,8 @@ class Bench:
         for threads in dict.fromkeys(cell.threads for cell in self.cells):
             torch.set_num_threads(threads)
             self._measure_limits(threads)
+            if any(cell.dtype == Dtype.BF16 for cell in self.cells) and (peak := machine.amx_peak(threads)):
+                self.done.amx_peaks[threads] = peak
         self._pace = self._new_pace()  # the compilers are done
         for _ in range(self.passes.warm_up_samples):
             self._pace()
@@ -255,8 +260,9 @@ class Bench:
 def inputs(cell: Cell) -> list[Tensor]:
     """q (B, H, Nq, d), k and v (B, H, N, d): random, the same for all cells of a group."""
     generator = torch.Generator().manual_seed(0)
+    kind = getattr(torch, Dtype(cell.dtype).torch_name)
     return [
-        torch.randn(cell.batch, cell.heads, n, cell.d, generator=generator)
+        torch.randn(cell.batch, cell.heads, n, cell.d, generator=generator).to(kind)
         for n in (cell.queries, cell.N, cell.N)
     ]
 
@@ -276,7 +282,7 @@ def verify(cell: Cell, q: Tensor, k: Tensor, v: Tensor, exact: Tensor) -> tuple[
     result = Result(cell, error=float(error[worst]), error_at=worst)
     if not contender.own_allocator:
         result.scratch = max(0, memory - out.numel() * out.element_size())
-    if not error[worst] <= WRONG_ERROR * float(exact.abs().max()):
+    if not error[worst] <= WRONG_ERROR[Dtype(cell.dtype)] * float(exact.abs().max()):
         result.status = "wrong"
         result.note = f"at {worst}: expected {float(exact[worst]):.6g}, got {float(out[worst]):.6g}"
         return result, None
@@ -285,7 +291,7 @@ def verify(cell: Cell, q: Tensor, k: Tensor, v: Tensor, exact: Tensor) -> tuple[
 
 def traffic(cell: Cell, cache: int) -> float | None:
     """Bytes that come into a cache of `cache` bytes in one call; None where they are not counted."""
-    if cell.contender not in PARTS:
+    if cell.contender not in PARTS or cell.dtype != Dtype.FP32:
         return None
     counted = costs.costs(cell.contender, cell.case(), costs.Block.of(cell.simd))
     return None if counted is None else counted.traffic(cache)

@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from attention_ext import SIMD
+from attention_ext.parts import Dtype
 from lab import saved
 from lab.bench.cases import Cell
 from lab.bench.contenders import contenders
@@ -33,6 +34,7 @@ CASE = {
     "batch": "batch",
     "heads": "heads",
     "causal": "mask",
+    "dtype": "dtype",
     "br": "Br",
     "bc": "Bc",
     "threads": "threads",
@@ -85,7 +87,7 @@ def row(run: Run, result: Result) -> dict:
         figures |= {"low_ms": 1e3 * low, "high_ms": 1e3 * high, "margin": result.margin}
         figures["left_out"] = len(result.seconds) - len(result.counted)
         figures["gflops"] = cell.flops / median / 1e9
-        figures["peak_share"] = cell.flops / median / run.peaks[cell.threads]
+        figures["peak_share"] = cell.flops / median / run.peak(cell)
         if result.traffic is not None:
             figures["gbps"] = result.traffic / median / 1e9
             figures["bandwidth_share"] = result.traffic / median / run.bandwidths[cell.threads]
@@ -131,6 +133,7 @@ def header(run: Run) -> str:
         lines.append(
             f"{threads} thread{'s' * (threads > 1)}: FMA peak {peak / 1e9:.0f} GFLOP/s, "
             f"{run.bandwidths[threads] / 1e9:.0f} GB/s from beyond {size_text(run.cache)} of cache"
+            + (f", AMX peak {run.amx_peaks[threads] / 1e9:.0f} GFLOP/s" if threads in run.amx_peaks else "")
         )
     if not run.complete:
         lines.append("Stopped before the end.")
@@ -185,8 +188,9 @@ def infirm(run: Run) -> str | None:
 
 
 def _case(rows: list[dict]) -> tuple[list[str], list[str]]:
-    """The names of CASE that differ between rows, and the others; queries only where they are not N."""
-    case = [name for name in CASE if name != "queries" or any(r["queries"] != r["N"] for r in rows)]
+    """The names of CASE that differ between rows, and the others; unusual queries and dtypes only."""
+    usual = {"queries": lambda r: r["N"], "dtype": lambda r: Dtype.FP32}
+    case = [name for name in CASE if name not in usual or any(r[name] != usual[name](r) for r in rows)]
     varying = [name for name in case if len({r[name] for r in rows if r[name] is not None}) > 1]
     return varying, [name for name in case if name not in varying]
 
@@ -232,6 +236,7 @@ def load(file: Path) -> Run:
         run = Run(**{name: value for name, value in content.items() if name in known})
         run.peaks = {int(threads): peak for threads, peak in run.peaks.items()}
         run.bandwidths = {int(threads): rate for threads, rate in run.bandwidths.items()}
+        run.amx_peaks = {int(threads): peak for threads, peak in run.amx_peaks.items()}
         run.results = [_result(entry) for entry in content["results"]]
         _check_run(run)
         header(run)  # raises KeyError for what the machine lacks
@@ -247,6 +252,7 @@ def _result(entry: dict) -> Result:
     _check("contender", cell.contender, cell.contender in contenders())
     _check("simd", cell.simd, cell.simd is None or cell.simd in SIMD)
     _check("causal", cell.causal, isinstance(cell.causal, bool))
+    _check("dtype", cell.dtype, cell.dtype in list(Dtype))
     for name in ("N", "queries", "d", "batch", "heads", "br", "bc", "threads"):
         size = getattr(cell, name)
         _check(name, size, size is None and name in ("br", "bc") or type(size) is int and 0 < size < 2**31)
@@ -269,6 +275,7 @@ def _check_run(run: Run) -> None:
         rates = getattr(run, name)
         _check(name, rates, all(_is_number(rate) and rate > 0 for rate in rates.values()))
         _check(name, rates, threads <= rates.keys() and run.peaks.keys() <= rates.keys())
+    _check("amx_peaks", run.amx_peaks, all(_is_number(rate) and rate > 0 for rate in run.amx_peaks.values()))
     _check("cache", run.cache, type(run.cache) is int and run.cache > 0)
     _check("busy", run.busy, isinstance(run.busy, str | None))
 

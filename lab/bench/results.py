@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
+from attention_ext.parts import Dtype
 from lab.bench.cases import Cell
 from lab.timing import calm, interval
 
@@ -56,8 +57,9 @@ class Run:
     """A sweep's results and what they were measured on.
 
     peaks: floating-point operations per second, bandwidths: bytes per second read from beyond the cache of
-    `cache` bytes, the last one that belongs to a core alone; both by number of threads. busy: why the figures
-    are not firm. complete: False if the run was stopped.
+    `cache` bytes, the last one that belongs to a core alone; both by number of threads. amx_peaks: of AMX's
+    products in bfloat16, where a cell has that dtype and the processor AMX. busy: why the figures are not
+    firm. complete: False if the run was stopped.
     """
 
     machine: dict
@@ -67,5 +69,11 @@ class Run:
     peaks: dict[int, float] = field(default_factory=dict)
     bandwidths: dict[int, float] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
+    amx_peaks: dict[int, float] = field(default_factory=dict)
     busy: str | None = None
     complete: bool = False
+
+    def peak(self, cell: Cell) -> float:
+        """The peak of the instructions that are fastest for a cell's dtype."""
+        amx = self.amx_peaks.get(cell.threads) if cell.dtype == Dtype.BF16 else None
+        return amx or self.peaks[cell.threads]

@@ -75,7 +75,7 @@ def test_scratch_for_many_threads_is_counted(extension, threads, part):
 
 def test_too_little_memory_is_reported(extension):
     q = torch.zeros(1).expand(1, 1, 2**24, 1)  # the scores take 1 PiB
-    with pytest.raises(RuntimeError, match="there is not enough memory for 281474976710656 floats"):
+    with pytest.raises(RuntimeError, match="there is not enough memory for 281474976710656 numbers"):
         attention("part1", q, q, q)
 
 
@@ -134,5 +134,5 @@ def test_the_sizes_of_the_kernels(extension):
     with pytest.raises(RuntimeError, match="name is part9.T; it must be the name of a size"):
         size("part9.T")
     with pytest.raises(RuntimeError, match="part is part9; it must be a part's operator"):
-        load().scratch("part9", 1, 1, 1, 1, 1, 1, 1, 1)
+        load().scratch("part9", False, 1, 1, 1, 1, 1, 1, 1, 1)
     assert describe().startswith("SIMD: portable C++")

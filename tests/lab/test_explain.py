@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from attention_ext import PARTS
+from attention_ext import PARTS, extension
 from lab import counters
 from lab.costs import Block, Case, costs
 from lab.machine import caches, size_text
@@ -34,6 +34,28 @@ def test_each_part_is_explained(cli, extension, part):
     measured = float(re.search(r"^measured    ([\d.]+) ms", done.stdout, re.M)[1])
     assert measured > 0.9 * max(limits.values())  # no part is faster than its bounds
     assert ("misses " in done.stdout) == (PARTS[part].operator is not None)
+
+
+def test_bfloat16_is_explained(cli, extension, failed):
+    done = cli("explain", "part4", "-N", 96, "--dtype", "bf16")
+    assert done.returncode == 0, done.stderr
+    assert "moved       not counted for part4 in bf16" in done.stdout and "misses" not in done.stdout
+    message = failed("explain", "part4", "--dtype", "bf16", "--cachegrind")
+    assert "--cachegrind goes with --dtype fp32" in message
+
+
+@pytest.mark.parametrize("simd", ["portable", "off"])
+def test_the_instructions_of_the_softmax(cli, simd):
+    text = cli("explain", "part4", "-N", 64, "-d", 24, "--simd", simd).stdout
+    found = re.search(
+        r"^softmax     (\d+) instructions .*2 d = 48 multiply-adds: at most (\d+) %", text, re.M
+    )
+    if simd == "off":
+        assert found is None
+    else:
+        size, share = map(int, found.groups())
+        assert share == round(100 * 48 / (48 + size)) and size == extension.size("softmax")
+    assert "softmax" not in cli("explain", "part3", "-N", 64).stdout
 
 
 def test_simulated_misses_stand_beside_the_count(cli, extension, monkeypatch):

@@ -167,7 +167,7 @@ struct Case {
     const Part* part;
     int64_t B, H, Nq, Nk, d, Br, Bc;
     int threads;
-    bool causal, lse;
+    bool causal, lse, bf16;
     Kind kind;
     float scale;
     Layout layouts[3];  // of q, k, v
@@ -210,24 +210,25 @@ Case draw(uint64_t seed, Random& random, int threads) {
         c.layouts[1] = draw_transposed(random, c.H, c.Nk, c.d, c.Bc);
         if (!c.layouts[1].panel) c.Bc = std::min(c.Bc, c.Nk);
     }
+    c.bf16 = c.part->in_bf16.attention && c.layouts[1].column == 1 && random.one_in(2);
     return c;
 }
 
 void describe(const Case& c) {
     std::snprintf(running, sizeof running,
                   "seed %" PRIu64
-                  ": %s, B %d, H %d, Nq %d, Nk %d, d %d, %s, tile %d x %d, threads %d, %s%s, "
+                  ": %s%s, B %d, H %d, Nq %d, Nk %d, d %d, %s, tile %d x %d, threads %d, %s%s, "
                   "scale %g; q: %s, k: %s, v: %s\n",
-                  c.seed, c.part->name, static_cast<int>(c.B), static_cast<int>(c.H), static_cast<int>(c.Nq),
-                  static_cast<int>(c.Nk), static_cast<int>(c.d), c.causal ? "causal" : "full",
-                  static_cast<int>(c.Br), static_cast<int>(c.Bc), c.threads, KINDS[c.kind],
-                  c.lse ? ", lse" : "", static_cast<double>(c.scale), c.layouts[0].name, c.layouts[1].name,
-                  c.layouts[2].name);
+                  c.seed, c.part->name, c.bf16 ? " in bf16" : "", static_cast<int>(c.B), static_cast<int>(c.H),
+                  static_cast<int>(c.Nq), static_cast<int>(c.Nk), static_cast<int>(c.d),
+                  c.causal ? "causal" : "full", static_cast<int>(c.Br), static_cast<int>(c.Bc), c.threads,
+                  KINDS[c.kind], c.lse ? ", lse" : "", static_cast<double>(c.scale), c.layouts[0].name,
+                  c.layouts[1].name, c.layouts[2].name);
 }
 
-float draw_value(Random& random, Kind kind) {
-    const float x = random.normal();
-    return kind == DENORMAL && random.one_in(2) ? x * 1e-40f : x;
+float draw_value(Random& random, Kind kind, bool bf16) {
+    const float normal = random.normal(), x = kind == DENORMAL && random.one_in(2) ? normal * 1e-40f : normal;
+    return bf16 ? widened(rounded(x)) : x;
 }
 
 template <class T>
@@ -280,14 +281,32 @@ Result<T> attend(const Case& c, const float* q, const float* k, const float* v, 
     return result;
 }
 
-Result<float> run(const Case& c, Random& random, const float* q, const float* k, const float* v,
-                  std::string& wrong) {
-    const auto matrices = [&](int which, const float* data) {
+// Elements between guard pages, the last one directly before a gap or a page.
+template <class Element>
+struct GuardedArray {
+    static constexpr int64_t OF_A_FLOAT = sizeof(float) / sizeof(Element);
+    Guarded memory;
+    Element* data;
+
+    GuardedArray(int64_t n, Random& random)
+        : memory((n + OF_A_FLOAT - 1) / OF_A_FLOAT, random),
+          data(reinterpret_cast<Element*>(memory.data) + memory.n * OF_A_FLOAT - n) {}
+    GuardedArray(const float* from, int64_t n, Random& random) : GuardedArray(n, random) {
+        for (int64_t i = 0; i < n; i++) convert(data + i, from + i, 1);
+        memory.let(PROT_READ);
+    }
+};
+
+template <class Element>
+Result<float> run_in(const Case& c, Random& random, const Element* q, const Element* k, const Element* v,
+                     std::string& wrong) {
+    const auto matrices = [&](int which, const Element* data) {
         const Layout& l = c.layouts[which];
-        return Matrices{data, l.batch, l.head, l.row, l.column};
+        return MatricesOf<Element>{data, l.batch, l.head, l.row, l.column};
     };
-    Guarded out(c.B * c.H * c.Nq * c.d, random), lse(c.B * c.H * c.Nq, random);
-    Attention a{};
+    GuardedArray<Element> out(c.B * c.H * c.Nq * c.d, random);
+    Guarded lse(c.B * c.H * c.Nq, random);
+    AttentionOf<Element> a{};
     a.B = c.B, a.H = c.H, a.Nq = c.Nq, a.Nk = c.Nk, a.d = c.d;
     a.q = matrices(0, q), a.k = matrices(1, k), a.v = matrices(2, v);
     a.out = out.data;
@@ -295,17 +314,26 @@ Result<float> run(const Case& c, Random& random, const float* q, const float* k,
     a.causal = c.causal, a.scale = c.scale;
     a.Br = c.Br, a.Bc = c.Bc;
     a.threads = c.threads;
-    Guarded scratch(c.part->scratch(a), random);
+    const Kernel<Element> kernel = c.part->of(Element{});
+    Guarded scratch(kernel.scratch(a), random);
     if (!c.lse) lse.let(PROT_NONE);
-    c.part->kernel(a, scratch.data);
+    kernel.attention(a, scratch.data);
     if (!c.lse) lse.let(PROT_READ);
-    if (!out.whole()) wrong += "; wrote beside out";
+    if (!out.memory.whole()) wrong += "; wrote beside out";
     if (!lse.whole()) wrong += "; wrote beside lse";
     if (!scratch.whole()) wrong += "; wrote beside its scratch";
     Result<float> result;
-    result.out.assign(out.data, out.data + out.n);
+    for (int64_t i = 0; i < c.B * c.H * c.Nq * c.d; i++) result.out.push_back(widened(out.data[i]));
     if (c.lse) result.lse.assign(lse.data, lse.data + lse.n);
     return result;
+}
+
+Result<float> run(const Case& c, Random& random, const float* q, const float* k, const float* v,
+                  std::string& wrong) {
+    if (!c.bf16) return run_in<float>(c, random, q, k, v, wrong);
+    const GuardedArray<Bf16> q16(q, c.floats(0), random), k16(k, c.floats(1), random),
+        v16(v, c.floats(2), random);
+    return run_in<Bf16>(c, random, q16.data, k16.data, v16.data, wrong);
 }
 
 // The error that a float32 result may have: twice the largest error in `plain`, plus 1e-6 of the largest value.
@@ -345,7 +373,8 @@ std::string compare(const char* name, const std::vector<float>& got, const std::
 // Describes what is wrong with the results of a case; empty if nothing is.
 std::string hold(const Case& c, const Result<float>& got, const float* q, const float* k, const float* v) {
     const Result<double> right = attend<double>(c, q, k, v);
-    const double rounding = 0x1p-24 * right.largest_score;
+    // A bfloat16 output and bfloat16 weights are rounded by up to 2^-8 each.
+    const double rounding = (c.bf16 ? 0x1p-7 : 0) + 0x1p-24 * right.largest_score;
     Random random(c.seed);
     std::vector<std::vector<float>> outs, lses;
     std::string wrong;
@@ -382,7 +411,8 @@ std::string attempt(const Case& drawn, Random& random) {
                         visit(tensors[which]->data[c.layouts[which].at(b, h, i, e)], b, h, i, e);
     };
     for (int which = 0; which < 3; which++)
-        each(which, [&](float& x, int64_t, int64_t, int64_t, int64_t) { x = draw_value(random, c.kind); });
+        each(which,
+             [&](float& x, int64_t, int64_t, int64_t, int64_t) { x = draw_value(random, c.kind, c.bf16); });
     if (c.kind == EQUAL || (c.kind == LARGE && random.one_in(4)))
         each(1, [&](float& x, int64_t b, int64_t h, int64_t, int64_t e) {
             x = k.data[c.layouts[1].at(b, h, 0, e)];
@@ -492,13 +522,13 @@ int main(int argc, char** argv) {
     const uint64_t seed = std::strtoull(argv[1], nullptr, 10), count = std::strtoull(argv[2], nullptr, 10);
     const int threads = argc == 4 ? std::atoi(argv[3]) : 1;
     print_at_the_end();
-    uint64_t wrong = 0, parts[std::size(PARTS)] = {}, kinds[5] = {}, transposed = 0;
+    uint64_t wrong = 0, parts[std::size(PARTS)] = {}, kinds[5] = {}, transposed = 0, bf16 = 0;
     for (uint64_t n = seed; n < seed + count && wrong < 10; n++) {
         Random random(n);
         const Case c = draw(n, random, threads);
         describe(c);
         const std::string what = attempt(c, random) + attempt_rows(random);
-        parts[c.part - PARTS]++, kinds[c.kind]++, transposed += c.layouts[1].column != 1;
+        parts[c.part - PARTS]++, kinds[c.kind]++, transposed += c.layouts[1].column != 1, bf16 += c.bf16;
         if (what.empty()) continue;
         wrong++;
         print_running();
@@ -507,6 +537,6 @@ int main(int argc, char** argv) {
     std::printf("%" PRIu64 " cases, %" PRIu64 " wrong; %s;", count, wrong, simd::name());
     for (size_t i = 0; i < std::size(PARTS); i++) std::printf(" %s %" PRIu64 ",", PARTS[i].name, parts[i]);
     for (int i = 0; i < 5; i++) std::printf(" %s %" PRIu64 ",", KINDS[i], kinds[i]);
-    std::printf(" transposed %" PRIu64 "\n", transposed);
+    std::printf(" transposed %" PRIu64 ", bf16 %" PRIu64 "\n", transposed, bf16);
     return wrong != 0;
 }

@@ -143,6 +143,15 @@ def test_no_case_is_wrong_or_out_of_bounds(simd, native, link, full, tmp_path):
     run_cases(count, program, "0", str(count))
 
 
+def test_amx_where_there_is_none(native, link, full, tmp_path):
+    """Tile registers in memory. A machine with AMX runs the real ones in the test above."""
+    if not processor_has("avx512_bf16"):
+        pytest.skip("the processor has no AVX-512 for bfloat16")
+    command = [*sanitized(native, CHECKED, tmp_path), "-DEMULATED_AMX"]
+    count = 20000 if full else 500
+    run_cases(count, link(command, PORTABLE), "700000", str(count), "3")
+
+
 @pytest.mark.parametrize("target", ["host", "sse4-i32x4", "avx2-i32x8"])
 def test_ispc(target, native, link, full, tmp_path):
     if target != "host" and not (full and processor_has("sse4_1" if "sse4" in target else "avx2")):

@@ -8,8 +8,10 @@
 #include <iterator>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
+#include "cpu/part4_amx.h"
 #include "cpu/sizes.h"
 #include "denormals.h"
 #include "parts.h"
@@ -34,9 +36,10 @@ std::string shape(const Tensor& t) {
     return text + ")";
 }
 
-void checked(const Tensor& t, const char* name) {
+void checked(const Tensor& t, const char* name, ScalarType type) {
     STD_TORCH_CHECK(t.is_cpu(), name, " is on another device; it must be on the CPU");
-    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float, name, " has another type; it must be float32");
+    STD_TORCH_CHECK(t.scalar_type() == type, name, " has another type; it must be ",
+                    type == ScalarType::BFloat16 ? "bfloat16, as q is" : "float32");
     STD_TORCH_CHECK(t.dim() == 4, name, " has shape ", shape(t), "; it must have four dimensions (B, H, N, d)");
     for (int64_t i = 0; i < 4; i++)
         STD_TORCH_CHECK(t.size(i) >= 1, name, " has shape ", shape(t), "; no dimension may be empty");
@@ -48,33 +51,41 @@ Tensor with_contiguous_rows(const Tensor& t, bool or_columns = false) {
     return rows || (or_columns && columns) ? t : torch::stable::contiguous(t);
 }
 
-Matrices matrices(const Tensor& t) {
-    return {static_cast<const float*>(t.const_data_ptr()), t.stride(0), t.stride(1), t.stride(2),
+template <class Element>
+MatricesOf<Element> matrices(const Tensor& t) {
+    return {static_cast<const Element*>(t.const_data_ptr()), t.stride(0), t.stride(1), t.stride(2),
             t.size(3) == 1 ? 1 : t.stride(3)};
 }
 
+template <class Element>
+constexpr bool IS_BF16 = std::is_same_v<Element, Bf16>;
+
 // An empty contiguous tensor, through the C interface: torch::stable::empty looks up its operator by name,
 // which takes a microsecond, and a call for one token takes only a few.
-template <size_t n>
-Tensor new_floats(const int64_t (&size)[n]) {
+template <class Element, size_t n>
+Tensor new_tensor(const int64_t (&size)[n]) {
+    const int32_t type = IS_BF16<Element> ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32();
     int64_t stride[n];
     stride[n - 1] = 1;
     for (size_t i = n - 1; i > 0; i--) stride[i - 1] = stride[i] * size[i];
     AtenTensorHandle handle = nullptr;
-    const AOTITorchError error = aoti_torch_empty_strided(n, size, stride, aoti_torch_dtype_float32(),
-                                                          aoti_torch_device_type_cpu(), 0, &handle);
+    const AOTITorchError error =
+        aoti_torch_empty_strided(n, size, stride, type, aoti_torch_device_type_cpu(), 0, &handle);
     STD_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "there is not enough memory for ", size[0] * stride[0],
-                    " floats");
+                    " numbers");
     return Tensor(handle);
 }
 
 // The size of the scratch then fits 63 bits. An expanded tensor may have more rows than memory has bytes.
 constexpr int64_t MOST_SCORES = int64_t(1) << 50, MOST_THREADS = 1024;
 
-std::tuple<Tensor, Tensor> run(const Part& part, const Tensor& q_, const Tensor& k_, const Tensor& v_,
-                               bool causal, double scale, bool return_lse, int64_t br, int64_t bc) {
-    checked(q_, "q"), checked(k_, "k"), checked(v_, "v");
-    const Tensor q = with_contiguous_rows(q_), k = with_contiguous_rows(k_, q_.size(2) <= part.transposed),
+template <class Element>
+std::tuple<Tensor, Tensor> run_in(const Part& part, const Tensor& q_, const Tensor& k_, const Tensor& v_,
+                                  bool causal, double scale, bool return_lse, int64_t br, int64_t bc) {
+    constexpr ScalarType type = IS_BF16<Element> ? ScalarType::BFloat16 : ScalarType::Float;
+    checked(q_, "q", type), checked(k_, "k", type), checked(v_, "v", type);
+    const bool transposed = !IS_BF16<Element> && q_.size(2) <= part.transposed;
+    const Tensor q = with_contiguous_rows(q_), k = with_contiguous_rows(k_, transposed),
                  v = with_contiguous_rows(v_);
     const int64_t B = q.size(0), H = q.size(1), Nq = q.size(2), Nk = k.size(2), d = q.size(3);
     STD_TORCH_CHECK(k.size(0) == B && k.size(1) == H && k.size(3) == d, "k has shape ", shape(k),
@@ -87,20 +98,27 @@ std::tuple<Tensor, Tensor> run(const Part& part, const Tensor& q_, const Tensor&
     STD_TORCH_CHECK(br >= 1, "br is ", br, "; it must be at least 1");
     STD_TORCH_CHECK(bc >= 1, "bc is ", bc, "; it must be at least 1");
 
-    const Tensor out = new_floats({B, H, Nq, d});
-    const Tensor lse = return_lse ? new_floats({B, H, Nq}) : new_floats({0});
-    Attention a{};
+    const Tensor out = new_tensor<Element>({B, H, Nq, d});
+    const Tensor lse = return_lse ? new_tensor<float>({B, H, Nq}) : new_tensor<float>({0});
+    AttentionOf<Element> a{};
     a.B = B, a.H = H, a.Nq = Nq, a.Nk = Nk, a.d = d;
-    a.q = matrices(q), a.k = matrices(k), a.v = matrices(v);
-    a.out = static_cast<float*>(out.mutable_data_ptr());
+    a.q = matrices<Element>(q), a.k = matrices<Element>(k), a.v = matrices<Element>(v);
+    a.out = static_cast<Element*>(out.mutable_data_ptr());
     a.lse = return_lse ? static_cast<float*>(lse.mutable_data_ptr()) : nullptr;
     a.causal = causal, a.scale = static_cast<float>(scale);
     a.Br = std::min(br, Nq), a.Bc = std::min(bc, Nk);
     a.threads = static_cast<int>(std::min<int64_t>(torch::stable::get_num_threads(), MOST_THREADS));
-    const Tensor buffer = new_floats({part.scratch(a)});
+    const Kernel<Element> kernel = part.of(Element{});
+    const Tensor buffer = new_tensor<float>({kernel.scratch(a)});
     const NoDenormals flushed;
-    part.kernel(a, static_cast<float*>(buffer.mutable_data_ptr()));
+    kernel.attention(a, static_cast<float*>(buffer.mutable_data_ptr()));
     return {out, lse};
+}
+
+std::tuple<Tensor, Tensor> run(const Part& part, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+                               double scale, bool return_lse, int64_t br, int64_t bc) {
+    const bool bf16 = q.scalar_type() == ScalarType::BFloat16 && part.in_bf16.attention;
+    return (bf16 ? run_in<Bf16> : run_in<float>)(part, q, k, v, causal, scale, return_lse, br, bc);
 }
 
 template <size_t part>
@@ -121,22 +139,38 @@ const Part& named(const std::string& part) {
     return *found;
 }
 
-// Floats of scratch that a part takes for a call of these sizes.
-int64_t scratch(const std::string& part, int64_t B, int64_t H, int64_t Nq, int64_t Nk, int64_t d, int64_t br,
-                int64_t bc, int64_t threads) {
-    Attention a{};
+template <class Element>
+int64_t scratch_in(const Part& part, int64_t B, int64_t H, int64_t Nq, int64_t Nk, int64_t d, int64_t br,
+                   int64_t bc, int64_t threads) {
+    AttentionOf<Element> a{};
     a.B = B, a.H = H, a.Nq = Nq, a.Nk = Nk, a.d = d;
     a.Br = std::min(br, Nq), a.Bc = std::min(bc, Nk);
     a.threads = static_cast<int>(threads);
-    return named(part).scratch(a);
+    return part.of(Element{}).scratch(a);
+}
+
+// Floats of scratch that a part takes for a call of these sizes, in bfloat16 or in float32.
+int64_t scratch(const std::string& part, bool bf16, int64_t B, int64_t H, int64_t Nq, int64_t Nk, int64_t d,
+                int64_t br, int64_t bc, int64_t threads) {
+    const Part& row = named(part);
+    STD_TORCH_CHECK(!bf16 || row.in_bf16.scratch, "part is ", part, "; it must be one that takes bfloat16");
+    return (bf16 ? scratch_in<Bf16> : scratch_in<float>)(row, B, H, Nq, Nk, d, br, bc, threads);
+}
+
+// How a part computes in bfloat16 here: with AMX for so many queries, or not.
+bool uses_amx(int64_t Nq) {
+    AttentionOf<Bf16> a{};
+    a.Nq = Nq;
+    return amx::takes(a);
 }
 
 // A size that the kernels or the SIMD helpers are compiled with.
 int64_t size(const std::string& name) {
     const std::pair<const char*, int64_t> sizes[] = {
-        {"lanes", simd::lanes()},     {"panel", simd::panel()},      {"rows", simd::rows()},
-        {"part2.T", part2::T},        {"part2.DEPTH", part2::DEPTH}, {"part4.STEP", part4::STEP},
-        {"MOST_SCORES", MOST_SCORES},
+        {"lanes", simd::lanes()},    {"panel", simd::panel()},
+        {"rows", simd::rows()},      {"softmax", simd::softmax_instructions()},
+        {"part2.T", part2::T},       {"part2.DEPTH", part2::DEPTH},
+        {"part4.STEP", part4::STEP}, {"MOST_SCORES", MOST_SCORES},
     };
     for (const auto& [known, value] : sizes)
         if (name == known) return value;
@@ -185,11 +219,15 @@ LIBRARY(ATTENTION_EXT, m) {
     for (const Part& part : PARTS)
         m.def(
             (part.name + QKV + (part.tiled ? ", SymInt br, SymInt bc" : "") + ") -> (Tensor, Tensor)").c_str());
-    m.def("scratch(str part, int B, int H, int Nq, int Nk, int d, int br, int bc, int threads) -> int");
+    m.def(
+        "scratch(str part, bool bf16, int B, int H, int Nq, int Nk, int d, int br, int bc, int threads) -> "
+        "int");
     m.def("size(str name) -> int");
     m.def("read_4d(Tensor t, SymInt i, SymInt j, SymInt k, SymInt l) -> float");
     m.def("simd_name() -> str");
+    m.def("uses_amx(int Nq) -> bool");
     m.def("fma_peak(float seconds) -> float");
+    m.def("amx_peak(float seconds) -> float");
     m.def("fma_latency(float seconds) -> float");
     m.def("read_bandwidth(SymInt bytes, float seconds) -> float");
 }
@@ -203,7 +241,9 @@ LIBRARY_IMPL(ATTENTION_EXT, CompositeExplicitAutograd, m) {
     m.impl("scratch", TORCH_BOX(&scratch));
     m.impl("size", TORCH_BOX(&size));
     m.impl("simd_name", TORCH_BOX(&simd_name));
+    m.impl("uses_amx", TORCH_BOX(&uses_amx));
     m.impl("fma_peak", TORCH_BOX(&fma_peak));
+    m.impl("amx_peak", TORCH_BOX(&amx_peak));
     m.impl("fma_latency", TORCH_BOX(&fma_latency));
     m.impl("read_bandwidth", TORCH_BOX(&read_bandwidth));
 }

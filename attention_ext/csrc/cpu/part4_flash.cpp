@@ -18,15 +18,18 @@
 // A few queries have few tiles, so that most threads would idle. Their keys are divided into spans, as if each
 // span were all keys, and the results are merged by lse. Spans depend on the sizes alone, not on the threads.
 //
-// Scratch: threads x (2 Br d + strip + 3 Br) floats, whatever N is; with spans also their results, Nk / SPAN
-// for each of the few queries. What it
-// improves: part 3 reads K and V once per query, this once per Br queries, and the scores that part 2 keeps in
-// memory never leave the cache.
+// bfloat16 is widened to float a tile at a time; part4_amx.cpp has a way of its own for it.
+//
+// Scratch: threads x (2 Br d + strip + 3 Br) floats, for bfloat16 another 2 Bc d, whatever N is; with spans
+// also their results, Nk / SPAN for each of the few queries. What it improves: part 3 reads K and V once per
+// query, this once per Br queries, and the scores that part 2 keeps in memory never leave the cache.
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 #include "attention.h"
+#include "cpu/part4_amx.h"
 #include "cpu/sizes.h"
 #include "cpu/softmax.h"
 #include "round_up.h"
@@ -47,36 +50,83 @@ constexpr int64_t MOST_STRIPS = 64, MOST_KEYS = 2048, SPAN = 1024, LEAST_RATIO =
 // One thread's scratch. A row of queries is an odd number of cache lines long: the rows of a strip would share
 // few sets of L1 if it were a power of two, which costs 2 to 4 % at Br = 256.
 struct Tile {
-    int64_t R;
+    int64_t d, R;
     float *Qt, *Ot, *St, *m, *l, *correction;
 
-    static int64_t floats(const Attention& a) {
-        const int64_t R = row(a);
+    template <class Element>
+    static int64_t floats(const AttentionOf<Element>& a) {
+        const int64_t R = row(a.Br);
         return /* Qt, Ot */ 2 * a.d * R + /* St */ (STEP + simd::panel()) * simd::panel() +
                /* m, l, correction */ 3 * R;
     }
 
-    static int64_t row(const Attention& a) { return round_up(a.Br, LINE_FLOATS) | LINE_FLOATS; }
+    static int64_t row(int64_t Br) { return round_up(Br, LINE_FLOATS) | LINE_FLOATS; }
 
-    Tile(const Attention& a, float* scratch) : R(row(a)) {
+    template <class Element>
+    Tile(const AttentionOf<Element>& a, float* scratch) : d(a.d), R(row(a.Br)) {
         Qt = scratch;
-        Ot = Qt + a.d * R;
-        St = Ot + a.d * R;
+        Ot = Qt + d * R;
+        St = Ot + d * R;
         m = St + (STEP + simd::panel()) * simd::panel();
         l = m + R;
         correction = l + R;
     }
 };
 
+// Some rows of K and V of a head.
+struct Rows {
+    const float* K;
+    int64_t ldK;
+    const float* V;
+    int64_t ldV;
+};
+
+// A head's K and V as floats: where they are, or those of bfloat16 in scratch, `load`ed before they are used.
+template <class Element>
+class Keys {
+  public:
+    static int64_t floats(const AttentionOf<Element>& a) { return IN_PLACE ? 0 : 2 * most(a) * a.d; }
+
+    Keys(const AttentionOf<Element>& a, int64_t b, int64_t h, float* scratch)
+        : a(a), K(a.k.at(b, h)), V(a.v.at(b, h)), space(scratch) {}
+
+    void load(int64_t j, int64_t n) {
+        if (IN_PLACE) return;
+        first = j;
+        for (int64_t i = 0; i < n; i++) convert(space + i * a.d, K + (j + i) * a.k.row_stride, a.d);
+        for (int64_t i = 0; i < n; i++) convert(values() + i * a.d, V + (j + i) * a.v.row_stride, a.d);
+    }
+
+    // Row j and those after it.
+    Rows at(int64_t j) const {
+        if constexpr (IN_PLACE)
+            return {K + j * a.k.row_stride, a.k.row_stride, V + j * a.v.row_stride, a.v.row_stride};
+        return {space + (j - first) * a.d, a.d, values() + (j - first) * a.d, a.d};
+    }
+
+    // Room for a panel of rows, while nothing is loaded.
+    float* room() const { return space; }
+
+  private:
+    static constexpr bool IN_PLACE = std::is_same_v<Element, float>;
+    static int64_t most(const AttentionOf<Element>& a) { return std::max(a.Bc, STEP + simd::panel()); }
+    float* values() const { return space + most(a) * a.d; }
+
+    const AttentionOf<Element>& a;
+    const Element *K, *V;
+    float* space;
+    int64_t first = 0;
+};
+
 // Lines 8 to 10 for the queries r0 .. r0 + queries - 1 of a tile and `keys` keys; query r0 + r sees the first
 // `first + r` of them.
-void attend(const Attention& a, const Tile& t, int64_t r0, int64_t queries, const float* Kj, const float* Vj,
-            int64_t keys, int64_t first) {
-    const int64_t d = a.d, ldK = a.k.row_stride, ldV = a.v.row_stride, ldS = simd::panel(), W = simd::lanes();
+void attend(const Tile& t, int64_t r0, int64_t queries, const Rows& j, int64_t keys, int64_t first) {
+    const int64_t d = t.d, ldS = simd::panel(), W = simd::lanes();
     float *Qt = t.Qt + r0, *Ot = t.Ot + r0;
     // S^T <- K Q^T: all queries for the keys before the staircase, then fewer queries with every W keys
-    const auto scores = [&](int64_t j, int64_t r, int64_t n) {
-        simd::multiply({t.St + j * ldS + r, ldS}, {Kj + j * ldK, ldK, 1}, {Qt + r, t.R}, n, queries - r, d);
+    const auto scores = [&](int64_t i, int64_t r, int64_t n) {
+        simd::multiply({t.St + i * ldS + r, ldS}, {j.K + i * j.ldK, j.ldK, 1}, {Qt + r, t.R}, n, queries - r,
+                       d);
     };
     scores(0, 0, std::min(keys, first + W));
     for (int64_t r = W; first + r < keys; r += W) scores(first + r, r, std::min(W, keys - first - r));
@@ -85,29 +135,44 @@ void attend(const Attention& a, const Tile& t, int64_t r0, int64_t queries, cons
         // O^T <- O^T diag(2^(m - m_new))
         simd::scale_columns({Ot, t.R}, d, queries, t.correction + r0);
     // O^T <- O^T + V^T P^T
-    simd::multiply_add({Ot, t.R}, {Vj, 1, ldV}, {t.St, ldS}, d, queries, keys, first);
+    simd::multiply_add({Ot, t.R}, {j.V, 1, j.ldV}, {t.St, ldS}, d, queries, keys, first);
 }
 
-// One query, i, of a head. For at most FEW queries a vector of them would be mostly padding, so the lanes span
-// keys. A token that continues a long text is one query. A tile of K that is held transposed is multiplied row
-// by row, a feature a row, without sums across lanes. Scratch: Bc + d floats.
-void attend_one(const Attention& a, int64_t b, int64_t h, int64_t i, float* scratch) {
-    const int64_t d = a.d, Bc = a.Bc, ldK = a.k.row_stride, ldV = a.v.row_stride;
-    const float *K = a.k.at(b, h), *V = a.v.at(b, h);
-    float *O = a.out_at(b, h) + i * d, *S = scratch, *Q = S + Bc;
+// Rows as floats: in place, or those of bfloat16 in `room`.
+float* floats_of(float* rows, float*) { return rows; }
+float* floats_of(Bf16*, float* room) { return room; }
+
+simd::ConstMatrix floats_of(const float* rows, int64_t ld, int64_t, int64_t, float*) { return {rows, ld}; }
+
+simd::ConstMatrix floats_of(const Bf16* rows, int64_t ld, int64_t n, int64_t d, float* room) {
+    for (int64_t i = 0; i < n; i++) convert(room + i * d, rows + i * ld, d);
+    return {room, d};
+}
+
+// One query of a head, whose result goes to `out` and `lse`. For at most FEW queries a vector of them would be
+// mostly padding, so the lanes span keys. A token that continues a long text is one query. A tile of K that is
+// held transposed is multiplied row by row, a feature a row, without sums across lanes. Scratch: Bc + 2 d
+// floats and that of Keys.
+template <class Element, class Out>
+void attend_one(const AttentionOf<Element>& a, int64_t b, int64_t h, int64_t i, float* scratch, Out* out,
+                float* lse) {
+    const int64_t d = a.d, Bc = a.Bc;
+    float *S = scratch, *Q = S + Bc, *O = Q + d;
+    Keys<Element> rows(a, b, h, O + d);
     float m = -std::numeric_limits<float>::infinity(), l = 0;
 
-    std::copy_n(a.q.at(b, h) + i * a.q.row_stride, d, Q);
+    convert(Q, a.q.at(b, h) + i * a.q.row_stride, d);
     simd::scale_row(Q, d, a.scale);
     std::fill_n(O, d, 0.0f);
     for (int64_t j0 = 0; j0 < a.visible(i); j0 += Bc) {
         const int64_t keys = std::min(Bc, a.visible(i) - j0);
-        const float* Kj = K + j0 * ldK;
+        rows.load(j0, keys);
+        const Rows j = rows.at(j0);
         if (a.k.col_stride == 1) {
-            simd::dot_rows(S, Q, {Kj, ldK}, keys, d, 1.0f);
+            simd::dot_rows(S, Q, {j.K, j.ldK}, keys, d, 1.0f);
         } else {  // a panel is padded, so whole vectors are taken: a remainder is slow
             const int64_t whole = a.k.col_stride == Bc ? std::min(Bc, round_up(keys, simd::lanes())) : keys;
-            simd::multiply({S, Bc}, {Q, d, 1}, {Kj, a.k.col_stride}, 1, whole, d);
+            simd::multiply({S, Bc}, {Q, d, 1}, {j.K, a.k.col_stride}, 1, whole, d);
         }
         const float m_new = simd::row_max(S, keys, m);
         if (j0 > 0 && m_new > m) {
@@ -116,30 +181,37 @@ void attend_one(const Attention& a, int64_t b, int64_t h, int64_t i, float* scra
             l *= correction;
         }
         l += simd::exp_sum(S, keys, finite_max(m_new));
-        simd::add_weighted_rows(O, S, {V + j0 * ldV, ldV}, keys, d);
+        simd::add_weighted_rows(O, S, {j.V, j.ldV}, keys, d);
         m = m_new;
     }
     simd::scale_row(O, d, 1 / l);
-    if (a.lse) a.lse_at(b, h)[i] = m + std::log(l);
+    convert(out, O, d);
+    if (lse) *lse = m + std::log(l);
 }
 
-// A tile of queries of a head, from i0 on.
-void attend_tile(const Attention& a, int64_t b, int64_t h, int64_t i0, float* scratch) {
+// A tile of queries of a head, from i0 on; the results of its queries go to `out` and `lse` on.
+template <class Element, class Out>
+void attend_tile(const AttentionOf<Element>& a, int64_t b, int64_t h, int64_t i0, float* scratch, Out* out,
+                 float* lse) {
     const int64_t Nq = a.Nq, d = a.d, Br = a.Br, Bc = a.Bc;
-    const int64_t ldQ = a.q.row_stride, ldK = a.k.row_stride, ldV = a.v.row_stride;
     const int64_t W = simd::lanes(), panel = simd::panel();
     const int64_t rows = std::min(Br, Nq - i0), padded = round_up(rows, W);
 
-    const float *Qi = a.q.at(b, h) + i0 * ldQ, *K = a.k.at(b, h), *V = a.v.at(b, h);
-    float *Oi = a.out_at(b, h) + i0 * d, *lse = a.lse_at(b, h);
+    const Element* Qi = a.q.at(b, h) + i0 * a.q.row_stride;
     const Tile t(a, scratch);
+    Keys<Element> keys_of_head(a, b, h, scratch + Tile::floats(a));
 
     std::fill_n(t.Qt, d * t.R, 0.0f);
     std::fill_n(t.Ot, d * t.R, 0.0f);
-    std::fill_n(t.m, t.R, -std::numeric_limits<float>::infinity());
-    std::fill_n(t.l, t.R, 0.0f);
-    // Scores and m are in units of log(2), so that softmax takes powers of 2.
-    simd::transpose({t.Qt, t.R}, {Qi, ldQ}, rows, d, a.scale * SIMD_LOG2E);
+    std::fill_n(t.m, padded, -std::numeric_limits<float>::infinity());
+    std::fill_n(t.l, padded, 0.0f);
+    for (int64_t r0 = 0; r0 < rows; r0 += panel) {
+        const int64_t n = std::min(panel, rows - r0);
+        const simd::ConstMatrix Q =
+            floats_of(Qi + r0 * a.q.row_stride, a.q.row_stride, n, d, keys_of_head.room());
+        // Scores and m are in units of log(2), so that softmax takes powers of 2.
+        simd::transpose({t.Qt + r0, t.R}, Q, n, d, a.scale * SIMD_LOG2E);
+    }
 
     // Where the last step of strip r0 begins: with a key that all of its queries see, less than a panel and
     // a step before the last one that any of them sees.
@@ -147,11 +219,12 @@ void attend_tile(const Attention& a, int64_t b, int64_t h, int64_t i0, float* sc
     const auto last_step = [&](int64_t r0) { return a.causal ? (a.visible(i0 + r0) - 1) / step * step : a.Nk; };
 
     for (int64_t j0 = 0; j0 < a.visible(i0 + rows - 1); j0 += Bc) {
+        keys_of_head.load(j0, std::min(Bc, a.Nk - j0));
         for (int64_t r0 = 0; r0 < padded; r0 += panel) {
             const int64_t end = std::min(j0 + Bc, last_step(r0));
             for (int64_t j = j0; j < end; j += step) {
                 const int64_t keys = std::min(step, end - j);
-                attend(a, t, r0, std::min(panel, padded - r0), K + j * ldK, V + j * ldV, keys, keys);
+                attend(t, r0, std::min(panel, padded - r0), keys_of_head.at(j), keys, keys);
             }
         }
     }
@@ -159,24 +232,31 @@ void attend_tile(const Attention& a, int64_t b, int64_t h, int64_t i0, float* sc
     // The last steps, each with its strip's part of the diagonal.
     for (int64_t r0 = 0; a.causal && r0 < padded; r0 += panel) {
         const int64_t j = last_step(r0), last = i0 + std::min(r0 + panel, rows) - 1;
-        attend(a, t, r0, std::min(panel, padded - r0), K + j * ldK, V + j * ldV, a.visible(last) - j,
+        keys_of_head.load(j, a.visible(last) - j);
+        attend(t, r0, std::min(panel, padded - r0), keys_of_head.at(j), a.visible(last) - j,
                a.visible(i0 + r0) - j);
     }
 
     for (int64_t r = 0; r < rows; r++) {
         t.correction[r] = 1 / t.l[r];
-        if (lse) lse[i0 + r] = t.m[r] * SIMD_LN2 + std::log(t.l[r]);
+        if (lse) lse[r] = t.m[r] * SIMD_LN2 + std::log(t.l[r]);
     }
     simd::scale_columns({t.Ot, t.R}, d, rows, t.correction);
-    simd::transpose({Oi, d}, {t.Ot, t.R}, d, rows, 1.0f);
+    for (int64_t r0 = 0; r0 < rows; r0 += panel) {
+        const int64_t n = std::min(panel, rows - r0);
+        float* to = floats_of(out + r0 * d, keys_of_head.room());
+        simd::transpose({to, d}, {t.Ot + r0, t.R}, d, n, 1.0f);
+        if (!std::is_same_v<Out, float>) convert(out + r0 * d, to, n * d);
+    }
 }
 
 // The spans of keys of a call: all but the last end before the first query's own key, so that every query sees
 // them whole.
+template <class Element>
 struct Spans {
     int64_t count, keys;
 
-    explicit Spans(const Attention& a) : count(1), keys(a.Nk) {
+    explicit Spans(const AttentionOf<Element>& a) : count(1), keys(a.Nk) {
         if (a.Nk <= MOST_KEYS || a.Nk < LEAST_RATIO * a.Nq) return;
         const int64_t strips = a.B * a.H * ((a.Nq + simd::panel() - 1) / simd::panel());
         if (strips >= MOST_STRIPS) return;
@@ -185,68 +265,100 @@ struct Spans {
     }
 
     // Of each span's result.
-    int64_t rows(const Attention& a) const { return count > 1 ? a.B * a.H * a.Nq : 0; }
-    int64_t floats(const Attention& a) const { return count * rows(a) * (/* out */ a.d + /* lse */ 1); }
+    int64_t rows(const AttentionOf<Element>& a) const { return count > 1 ? a.B * a.H * a.Nq : 0; }
+    int64_t floats(const AttentionOf<Element>& a) const {
+        return count * rows(a) * (/* out */ a.d + /* lse */ 1);
+    }
+    float* out(const AttentionOf<Element>& a, int64_t s, float* results) const {
+        return results + s * rows(a) * a.d;
+    }
+    float* lse(const AttentionOf<Element>& a, int64_t s, float* results) const {
+        return out(a, count, results) + s * rows(a);
+    }
 
-    // Span s as a call of its own, with its result in `results`.
-    Attention at(const Attention& a, int64_t s, float* results) const {
-        if (count == 1) return a;
-        Attention part = a;
+    // Span s as a call of its own.
+    AttentionOf<Element> at(const AttentionOf<Element>& a, int64_t s) const {
+        AttentionOf<Element> part = a;
         const int64_t begin = s * keys;
         part.k.data += begin * a.k.row_stride;
         part.v.data += begin * a.v.row_stride;
         part.Nk = s + 1 < count ? keys : a.Nk - begin;
         part.causal = a.causal && s + 1 == count;
-        part.out = results + s * rows(a) * a.d;
-        part.lse = results + count * rows(a) * a.d + s * rows(a);
         return part;
     }
 
-    // out <- sum(exp(lse_s - m) out_s) / sum(exp(lse_s - m)) for the row r of all heads' queries
-    void merge(const Attention& a, int64_t r, const float* results) const {
-        const float* lses = results + count * rows(a) * a.d + r;
+    // out <- sum(exp(lse_s - m) out_s) / sum(exp(lse_s - m)) for the row r of all heads' queries; the result of
+    // span 0 becomes the sum
+    void merge(const AttentionOf<Element>& a, int64_t r, float* results) const {
         float m = -std::numeric_limits<float>::infinity(), l = 0;
         for (int64_t s = 0; s < count; s++) {
-            const float lse = lses[s * rows(a)];
-            if (m == m && !(lse <= m)) m = lse;  // NaN stays
+            const float of_span = lse(a, s, results)[r];
+            if (m == m && !(of_span <= m)) m = of_span;  // NaN stays
         }
-        float* O = a.out + r * a.d;
-        std::fill_n(O, a.d, 0.0f);
+        float* O = out(a, 0, results) + r * a.d;
         for (int64_t s = 0; s < count; s++) {
-            const float lse = lses[s * rows(a)];
-            if (std::isinf(lse)) continue;  // no key of the span has a weight
-            const float weight = simd::exp_or_zero(lse - m), *from = results + (s * rows(a) + r) * a.d;
+            const float of_span = lse(a, s, results)[r], *from = out(a, s, results) + r * a.d;
+            const bool seen = !std::isinf(of_span);  // else no key of the span has a weight
+            const float weight = seen ? simd::exp_or_zero(of_span - m) : 0;
             l += weight;
-            for (int64_t i = 0; i < a.d; i++) O[i] += weight * from[i];
+            if (s == 0)
+                for (int64_t i = 0; i < a.d; i++) O[i] = seen ? weight * from[i] : 0;
+            else if (seen)
+                for (int64_t i = 0; i < a.d; i++) O[i] += weight * from[i];
         }
         simd::scale_row(O, a.d, 1 / l);
+        convert(a.out + r * a.d, O, a.d);
         if (a.lse) a.lse[r] = m + std::log(l);
     }
 };
 
 // Of a thread, in floats.
-int64_t thread_scratch(const Attention& a) { return a.Nq <= FEW ? a.Bc + a.d : Tile::floats(a); }
+template <class Element>
+int64_t thread_scratch(const AttentionOf<Element>& a) {
+    return Keys<Element>::floats(a) + (a.Nq <= FEW ? a.Bc + 2 * a.d : Tile::floats(a));
+}
+
+template <class Element>
+int64_t scratch_of(const AttentionOf<Element>& a) {
+    return a.threads * thread_scratch(a) + Spans(a).floats(a);
+}
+
+template <class Element>
+void flash(const AttentionOf<Element>& a, float* scratch) {
+    const Spans<Element> spans(a);
+    const int64_t heads = a.B * a.H, tiles = a.Nq <= FEW ? a.Nq : (a.Nq + a.Br - 1) / a.Br;
+    float* results = scratch + a.threads * thread_scratch(a);
+
+    for_each_item(heads, spans.count * tiles, a.threads, [&](int64_t head, int64_t item, int thread) {
+        const int64_t s = item / tiles, i = tiles - 1 - item % tiles;  // causal: the longest first
+        const int64_t i0 = a.Nq <= FEW ? i : i * a.Br, row = head * a.Nq + i0;
+        const AttentionOf<Element> part = spans.at(a, s);
+        const auto run = [&](auto* out, float* lse) {
+            const auto attend_some = a.Nq <= FEW ? attend_one<Element, std::remove_pointer_t<decltype(out)>>
+                                                 : attend_tile<Element, std::remove_pointer_t<decltype(out)>>;
+            attend_some(part, head / a.H, head % a.H, i0, scratch + thread * thread_scratch(a), out + row * a.d,
+                        lse ? lse + row : nullptr);
+        };
+        if (spans.count == 1)
+            run(a.out, a.lse);
+        else
+            run(spans.out(a, s, results), spans.lse(a, s, results));
+    });
+    if (spans.count == 1) return;
+    for_each_item(heads, a.Nq, a.threads,
+                  [&](int64_t head, int64_t i, int) { spans.merge(a, head * a.Nq + i, results); });
+}
 
 }  // namespace
 
-int64_t flash_scratch(const Attention& a) { return a.threads * thread_scratch(a) + Spans(a).floats(a); }
+int64_t flash_scratch(const Attention& a) { return scratch_of(a); }
 
-void flash_attention(const Attention& a, float* scratch) {
-    const Spans spans(a);
-    const int64_t tiles = a.Nq <= FEW ? a.Nq : (a.Nq + a.Br - 1) / a.Br;
-    float* results = scratch + a.threads * thread_scratch(a);
+void flash_attention(const Attention& a, float* scratch) { flash(a, scratch); }
 
-    for_each_item(a.B * a.H, spans.count * tiles, a.threads, [&](int64_t head, int64_t item, int thread) {
-        const int64_t b = head / a.H, h = head % a.H;
-        const int64_t i = tiles - 1 - item % tiles;  // causal: the longest first
-        const Attention part = spans.at(a, item / tiles, results);
-        float* own = scratch + thread * thread_scratch(a);
-        if (a.Nq <= FEW)
-            attend_one(part, b, h, i, own);
-        else
-            attend_tile(part, b, h, i * a.Br, own);
-    });
-    if (spans.count == 1) return;
-    for_each_item(a.B * a.H, a.Nq, a.threads,
-                  [&](int64_t head, int64_t i, int) { spans.merge(a, head * a.Nq + i, results); });
+int64_t flash_in_bf16_scratch(const AttentionOf<Bf16>& a) {
+    return amx::takes(a) ? amx::scratch(a) : scratch_of(a);
+}
+
+void flash_in_bf16_attention(const AttentionOf<Bf16>& a, float* scratch) {
+    amx::takes(a) ? amx::attention(a, scratch) : flash(a, scratch);
 }

@@ -1,18 +1,8 @@
 // Weights in bfloat16, rounded to its 8 significant bits: half the memory. The sums are float32.
 #include <cstring>
 
+#include "bf16.h"
 #include "matmul/precision.h"
-
-namespace {
-
-// The upper half of a float rounded to nearest, ties to even; x is finite.
-uint32_t round_to_bf16(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-
-}  // namespace
 
 // Two weights share 32 bits, as simd::Bf16Pairs describes.
 Buffer bf16_pack(const float* W, int64_t out, const Panels& s) {
@@ -21,7 +11,7 @@ Buffer bf16_pack(const float* W, int64_t out, const Panels& s) {
     Buffer packed(s.size() / 2);
     for (int64_t i = 0; i < s.size() / 2; i++) {
         const float* lower = floats + i / lanes * 2 * lanes + i % lanes;
-        const uint32_t pair = round_to_bf16(lower[0]) | round_to_bf16(lower[lanes]) << 16;
+        const uint32_t pair = rounded(lower[0]).bits | uint32_t{rounded(lower[lanes]).bits} << 16;
         std::memcpy(packed + i, &pair, sizeof pair);
     }
     return packed;

@@ -35,6 +35,9 @@ const char* name() {
     return lanes() == 16 ? "ISPC, 16 floats" : lanes() == 8 ? "ISPC, 8 floats" : "ISPC, 4 floats";
 }
 
+// As simd.ispc has them: the maximum, x - m, 2^x, the sum and that of the witness.
+int64_t softmax_instructions() { return lanes() == 16 ? 15 : 16; }
+
 bool may_use_tiles() { return false; }
 
 void transpose(Matrix T, ConstMatrix X, int64_t rows, int64_t cols, float scale) {

@@ -21,6 +21,8 @@ int64_t rows() { return 1; }
 
 const char* name() { return "off (plain loops)"; }
 
+int64_t softmax_instructions() { return 0; }
+
 bool may_use_tiles() { return false; }
 
 void transpose(Matrix T, ConstMatrix X, int64_t rows, int64_t cols, float scale) {

@@ -44,6 +44,10 @@ int64_t rows();
 // The name of the implementation, for people.
 const char* name();
 
+// Instructions that online_softmax takes for a vector of scores, without loads and stores; 0 if it has no
+// vectors.
+int64_t softmax_instructions();
+
 // Whether the kernels may also use instructions that multiply tiles of matrices.
 bool may_use_tiles();
 

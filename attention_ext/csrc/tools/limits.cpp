@@ -7,6 +7,8 @@
 #include <limits>
 #include <vector>
 
+#include "cpu/tiles_of_amx.h"
+
 #if defined(__AVX512F__)
 constexpr int W = 16, CHAINS = 8;  // times 3: independent sums, more than the units' latency needs
 #elif defined(__AVX__)
@@ -39,6 +41,30 @@ double fma_peak(double seconds) {
     for (int i = 0; i < CHAINS; i++) total += acc[i][0] + acc[i][1] + acc[i][2];
     volatile float kept = total[0];  // the results are used, so the work is done
     (void)kept;
+    return best;
+}
+
+// Floating-point operations per second of one thread, the best of several runs within `seconds`.
+double amx_peak([[maybe_unused]] double seconds) {
+    double best = 0;
+#if defined(TILES_OF_AMX)
+    using Clock = std::chrono::steady_clock;
+    constexpr int64_t STEPS = 2000, FLOP = 2 * 16 * 16 * 32;
+    if (!amx::available()) return 0;
+    amx::configure();
+    amx::zero<4>(), amx::zero<5>(), amx::zero<6>(), amx::zero<7>();
+    const auto begin = Clock::now();
+    while (std::chrono::duration<double>(Clock::now() - begin).count() < seconds) {
+        const auto start = Clock::now();
+        for (int64_t step = 0; step < STEPS; step++) {
+            amx::multiply_add<0, 4, 6>(), amx::multiply_add<1, 4, 7>();
+            amx::multiply_add<2, 5, 6>(), amx::multiply_add<3, 5, 7>();
+        }
+        const double elapsed = std::chrono::duration<double>(Clock::now() - start).count();
+        best = std::max(best, 4.0 * FLOP * STEPS / elapsed);
+    }
+    amx::release();
+#endif
     return best;
 }
 

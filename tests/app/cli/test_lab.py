@@ -54,3 +54,20 @@ def test_the_tests_options_reach_the_kernels(cli, extension, monkeypatch):
     calls.clear()
     assert cli("part4", "-N", 32, "--threads", 1, "--br", "auto", "-bc", "auto").returncode == 0
     assert set(calls) == {("part0", None, None, False, 1), ("part4", None, None, False, 1)}
+
+
+def test_the_test_in_bf16(cli, extension, part):
+    done = cli(part, "-N", 100, "--dtype", "bf16", "--threads", 1)
+    if part in ("part0", "part4"):
+        assert done.returncode == 0 and "manual attention == pytorch attention True" in done.stdout
+    else:
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"gpt.py: error: dtype is 'bf16'; {part} does not take it")
+
+
+def test_a_small_mismatch_in_bf16_is_one(cli, extension, monkeypatch):
+    right = correctness.attention
+    monkeypatch.setattr(
+        correctness, "attention", lambda part, **k: right(part, **k) * (1 + (part == "part4") / 32)
+    )
+    assert cli("part4", "-N", 64, "--dtype", "bf16").returncode == 1

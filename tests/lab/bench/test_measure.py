@@ -33,6 +33,17 @@ def test_a_table_of_figures_that_agree(run, rows):
     assert {row["Br"] for row in table} == {"", "16", "32"}
 
 
+def test_bfloat16(run, rows, monkeypatch):
+    monkeypatch.setattr(machine, "amx_peak", lambda threads=1: 4e11)
+    done = run("--dtype", "bf16", *SMALL, "--save", "run.json")
+    assert "AMX peak 400 GFLOP/s" in done.stdout and "dtype bf16" in done.stdout
+    table = rows(done)
+    assert [row["contender"] for row in table] == ["part0", "part4", "sdpa"]
+    for row in table:
+        assert 1e-5 < float(row["error"]) < 1e-2
+        assert float(row["of peak"].split()[0]) == pytest.approx(float(row["GFLOP/s"]) / 4, abs=0.51)
+
+
 def test_one_query_and_onnx(run, rows):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnx")

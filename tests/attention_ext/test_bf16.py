@@ -1,0 +1,175 @@
+"""attention() in bfloat16: the contract of float32, with an error of at most twice that of PyTorch's SDPA."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import oracle
+import pytest
+import torch
+from torch import library as torch_library
+from torch.nn import functional as F
+
+import attention_ext
+from attention_ext import SIMD, BuildError, extension, operator, reference
+from attention_ext.parts import Dtype, check_dtype, taking
+
+BF16_PARTS = taking(Dtype.BF16)
+# (B, H, Nq, Nk, d): with and without whole blocks of 32, few queries, many keys
+SHAPES = [
+    (1, 1, 1, 1, 1),
+    (1, 2, 1, 300, 32),
+    (2, 1, 3, 40, 33),
+    (1, 2, 31, 31, 64),
+    (1, 2, 32, 32, 32),
+    (2, 3, 63, 63, 24),
+    (1, 4, 257, 257, 32),
+    (1, 1, 130, 1000, 64),
+    (1, 2, 123, 123, 80),
+    (1, 1, 40, 64, 256),
+    (1, 1, 33, 2500, 16),
+]
+
+
+@pytest.fixture(params=SIMD[1:], autouse=True)
+def simd(request, monkeypatch):
+    """Every test here runs over each implementation of the SIMD helpers; AMX belongs to one of them."""
+    request.getfixturevalue("extension")
+    try:
+        extension.load(request.param)
+    except BuildError as error:
+        pytest.skip(str(error))
+    monkeypatch.setitem(globals(), "attention", partial(attention_ext.attention, simd=request.param))
+
+
+attention = attention_ext.attention
+
+
+def qkv(B, H, Nq, Nk, d, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(B, H, n, d, generator=generator).bfloat16() for n in (Nq, Nk, Nk))
+
+
+def check(part, q, k, v, causal=False, scale=None, **tile):
+    """Compare a part with the oracle. The output's peer is SDPA in bfloat16; the logsumexp is float32."""
+    out, lse = attention(part, q, k, v, causal=causal, scale=scale, return_lse=True, **tile)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32) and out.is_contiguous()
+    applied = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    exact, exact_lse = oracle.attention(q, k, v, causal, applied)
+    mask = reference.visible(q.shape[2], k.shape[2]) if causal else None
+    peer = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=applied)
+    # SDPA may round one number of a small case to the exact one; half a unit in the last place is the floor.
+    oracle.assert_close(out.float(), exact, peer.double(), floor=2**-9)
+    rounding = max(1e-6, oracle.score_rounding(q, k, applied))
+    oracle.assert_close(lse, exact_lse, exact_lse, floor=4 * rounding)
+    assert torch.equal(out, attention(part, q, k, v, causal=causal, scale=scale, **tile))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("part", BF16_PARTS)
+def test_the_error_is_at_most_twice_sdpas(part, shape, causal):
+    check(part, *qkv(*shape), causal)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 3.0])
+@pytest.mark.parametrize("part", BF16_PARTS)
+def test_any_scale(part, scale):
+    check(part, *qkv(1, 2, 70, 83, 32), causal=True, scale=scale)
+
+
+@pytest.mark.parametrize("br, bc", [(1, 1), (7, 33), (100, 64), (4096, 4096)])
+def test_any_tile(br, bc):
+    check("part4", *qkv(1, 2, 70, 83, 32), causal=True, br=br, bc=bc)
+
+
+@pytest.mark.parametrize("part", BF16_PARTS)
+def test_any_strides(part):
+    q, k, v = (t.transpose(1, 2) for t in qkv(1, 50, 3, 3, 32))
+    dense = [t.contiguous() for t in (q, k, v)]
+    assert torch.equal(attention(part, q, k, v, causal=True), attention(part, *dense, causal=True))
+    wide = [torch.stack([t, t], -1)[..., 0] for t in dense]  # every second number of a row
+    assert torch.equal(attention(part, *wide, causal=True), attention(part, *dense, causal=True))
+
+
+@pytest.mark.parametrize("count", [2, 3, 16])
+@pytest.mark.parametrize("shape", [(1, 3, 200, 200, 32), (1, 1, 2, 5000, 16)], ids=str)
+def test_threads_change_no_bit(threads, shape, count):
+    q, k, v = qkv(*shape)
+    threads(1)
+    one = attention("part4", q, k, v, causal=True, return_lse=True)
+    threads(count)
+    assert all(map(torch.equal, attention("part4", q, k, v, causal=True, return_lse=True), one))
+
+
+@pytest.mark.parametrize("part", BF16_PARTS)
+@pytest.mark.parametrize("tensor", "qkv")
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_bad_value_reaches_only_the_rows_that_see_it(part, tensor, value):
+    inputs = dict(zip("qkv", qkv(1, 2, 100, 100, 32)))
+    clean = attention(part, **inputs, causal=True)
+    inputs[tensor][0, 1, 60, 5] = value
+    out = attention(part, **inputs, causal=True)
+    sees = torch.zeros(1, 2, 100, dtype=torch.bool)
+    sees[0, 1, 60 : 61 if tensor == "q" else None] = True
+    if part == "part4":
+        assert torch.equal(out[~sees], clean[~sees])
+    else:  # PyTorch's sums may depend on the shapes
+        torch.testing.assert_close(out[~sees], clean[~sees])
+    if math.isnan(value):
+        # A NaN of v stays in its feature.
+        hit = out[sees][:, 5] if tensor == "v" else out[sees]
+        assert hit.isnan().all()
+
+
+def test_growing_scores():
+    """Each block of keys has a maximum far above those before, so the output is rescaled."""
+    q, k, v = qkv(1, 1, 64, 640, 32)
+    q, k = q.abs() + 1, (k.abs() * torch.linspace(0, 12, 640)[:, None]).bfloat16()
+    check("part4", q, k, v)
+    check("part4", q, k.flip(2), v)
+
+
+def test_rows_whose_first_keys_are_infinitely_far():
+    q, k, v = qkv(1, 1, 64, 200, 32)
+    k[:, :, :100] = -math.inf * q[:, :, -1:].sign()
+    out, lse = attention("part4", q, k, v, return_lse=True)
+    expected, expected_lse = attention("part4", q[:, :, -1:], k[:, :, 100:], v[:, :, 100:], return_lse=True)
+    torch.testing.assert_close(out[:, :, -1:], expected, rtol=1 / 64, atol=1e-3)
+    torch.testing.assert_close(lse[:, :, -1:], expected_lse)
+
+
+def test_results_over_parts_of_the_keys_merge():
+    q, k, v = qkv(1, 2, 64, 300, 32)
+    whole, lse = attention("part4", q, k, v, return_lse=True)
+    o1, l1 = attention("part4", q, k[:, :, :130], v[:, :, :130], return_lse=True)
+    o2, l2 = attention("part4", q, k[:, :, 130:], v[:, :, 130:], return_lse=True)
+    out, merged = reference.merge(o1.float(), l1, o2.float(), l2)
+    torch.testing.assert_close(out, whole.float(), rtol=1 / 64, atol=4e-3)
+    torch.testing.assert_close(merged, lse)
+
+
+def test_other_parts_and_mixed_types_are_refused():
+    q, k, v = qkv(1, 1, 4, 4, 8)
+    for part in ("part1", "part2", "part3"):
+        with pytest.raises(TypeError, match=f"q is torch.bfloat16; it must be torch.float32 in {part}"):
+            attention(part, q, k, v)
+        with pytest.raises(ValueError, match=f"dtype is 'bf16'; {part} does not take it, only part0, part4"):
+            check_dtype(part, "bf16")
+    with pytest.raises(TypeError, match="k is torch.float32; it must be q's torch.bfloat16"):
+        attention("part4", q, k.float(), v)
+    with pytest.raises(TypeError, match="v is torch.float16; it must be torch.float32 or torch.bfloat16"):
+        attention("part4", q, k, v.half())
+    with pytest.raises(RuntimeError, match="k has another type; it must be bfloat16, as q is"):
+        operator("part4")(q, k.float(), v, False, 1.0, False, 8, 8)
+    with pytest.raises(ValueError, match="dtype is 'fp8'; it must be one of fp32, bf16"):
+        check_dtype("part4", "fp8")
+
+
+@pytest.mark.parametrize("Nq", [1, 20, 64])
+def test_opcheck(Nq):
+    q, k, v = qkv(1, 2, Nq, 70, 32)
+    torch_library.opcheck(operator("part4"), (q, k, v, True, 0.3, True, 8, 16))
+    compiled = torch.compile(lambda *qkv: attention("part4", *qkv), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), attention("part4", q, k, v))
