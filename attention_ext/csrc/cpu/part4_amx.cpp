@@ -16,7 +16,7 @@
 //
 // Shapes: Q and K tiles (16, 32), V^T tiles (16 features, 32 keys), S and O tiles (16, 16) in float32.
 // Scratch: V of all heads; the last 32 rows of K, or all of it if d is not a multiple of 32; threads x (Q and O
-// of Br queries, S of 64 keys, P of a step). What it improves: the two products of part4_flash.cpp take a sixth
+// of Br queries, S of 32 keys, P of a step). What it improves: the two products of part4_flash.cpp take a sixth
 // of the time, so that the exponentials, which AMX does not help with, are most of what is left.
 #include "cpu/part4_amx.h"
 
@@ -67,7 +67,7 @@ struct Sizes {
     int64_t blocks() const { return keys / BLOCK; }
     int64_t of_thread(int64_t Br) const {
         const int64_t queries = round_up(Br, BLOCK);
-        return /* Q */ queries * d / 2 + /* O */ queries * d + /* S */ 2 * BLOCK * BLOCK +
+        return /* Q */ queries * d / 2 + /* O */ queries * d + /* S */ BLOCK * BLOCK +
                /* P */ step * BLOCK / 2 +
                /* m, l, exact l */ 3 * queries + /* correction */ BLOCK;
     }
@@ -161,7 +161,7 @@ struct Strip {
     float* O;            // (d, 32)
     float *m, *l, *all;  // 32 each; all: the exact sum
     // Shared by the thread's strips.
-    float *S, *correction;  // 2 x (32 keys, 32 queries); 32
+    float *S, *correction;  // (32 keys, 32 queries); 32
     uint32_t* P;            // (step / 32, 2) tiles
 
     const AttentionOf<Bf16>& a;
@@ -172,26 +172,21 @@ struct Strip {
     int64_t i0;               // the first query
     float scale;
 
-    // Keys from block `begin` to before block `end`. The next block's scores are begun before a block's
-    // exponentials, because AMX and the vector units can work at the same time.
+    // Keys from block `begin` to before block `end`.
     void attend(int64_t begin, int64_t end) const {
-        scores(begin);
         for (int64_t first = begin; first < end; first += n.step / BLOCK) {
             const int64_t last = std::min(first + n.step / BLOCK, end);
             const Sums before = sums();
             Sums now = before;
             for (int64_t block = first; block < last; block++) {
-                if (block + 1 < end) scores(block + 1);
+                scores(block);
                 if (block == 0) now.m = most(now.m, block);
                 exponentials(now, now.m, block, P + (block - first) * 2 * HALF);
             }
             const __m512 limit = _mm512_set1_ps(MOST);
             const __mmask16 low = _mm512_cmp_ps_mask(now.l.low, limit, _CMP_NLE_UQ),
                             high = _mm512_cmp_ps_mask(now.l.high, limit, _CMP_NLE_UQ);
-            if (low | high) {
-                now = with_their_maximum(before, now.m, low, high, first, last);
-                if (last < end) scores(last);
-            }
+            if (low | high) now = with_their_maximum(before, now.m, low, high, first, last);
             _mm512_storeu_ps(m, now.m.low), _mm512_storeu_ps(m + PAIRS, now.m.high);
             _mm512_storeu_ps(l, now.l.low), _mm512_storeu_ps(l + PAIRS, now.l.high);
             if (LSE) _mm512_storeu_ps(all, now.all.low), _mm512_storeu_ps(all + PAIRS, now.all.high);
@@ -216,9 +211,6 @@ struct Strip {
         return {both(m), both(l), both(all)};
     }
 
-    // The scores of a block: those of the one before stay.
-    float* S_of(int64_t block) const { return S + block % 2 * BLOCK * BLOCK; }
-
     // S <- K Q^T for a block of keys.
     INLINE void scores(int64_t block) const {
         const bool copied = !n.in_place || (block + 1) * BLOCK > a.Nk;
@@ -239,17 +231,12 @@ struct Strip {
             multiply_add<3, 5, 7>();
         }
         constexpr int64_t ld = BLOCK * FLOAT_BYTES;
-        float *s = S_of(block), *below = s + PAIRS * BLOCK;
-        store<0>(s, ld), store<1>(s + PAIRS, ld), store<2>(below, ld), store<3>(below + PAIRS, ld);
+        float* below = S + PAIRS * BLOCK;
+        store<0>(S, ld), store<1>(S + PAIRS, ld), store<2>(below, ld), store<3>(below + PAIRS, ld);
     }
 
     // Whether every query sees all keys of a block.
     bool whole(int64_t block) const { return (block + 1) * BLOCK <= seen(i0); }
-
-    // Row j of S in the lanes from `lane` on.
-    INLINE __m512 row(int64_t block, int64_t j, int64_t lane) const {
-        return _mm512_loadu_ps(S_of(block) + j * BLOCK + lane);
-    }
 
     // x, but -inf for the queries that do not see key j of a block.
     template <bool MASKED>
@@ -265,7 +252,7 @@ struct Strip {
     // max(m, scale S)
     Both most(Both m, int64_t block) const {
         const auto larger = [&](__m512 than, int64_t j, int64_t lane) {
-            const __m512 x = _mm512_mul_ps(row(block, j, lane), _mm512_set1_ps(scale));
+            const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(S + j * BLOCK + lane), _mm512_set1_ps(scale));
             return _mm512_max_ps(hidden<true>(x, block, j, lane), than);  // `than` where x is NaN
         };
         for (int64_t j = 0; j < BLOCK; j++) m = {larger(m.low, j, 0), larger(m.high, j, PAIRS)};
@@ -290,16 +277,15 @@ struct Strip {
         constexpr uint32_t ODD = 0xaaaaaaaa;
         const __m512 c = _mm512_set1_ps(scale);
         const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-        for (int64_t j = 0; j < BLOCK; j += 2) {
-            const auto exponent = [&](int64_t key) {
-                const __m512 x = _mm512_fmsub_ps(row(block, key, lane), c, m);
-                return hidden<MASKED>(x, block, key, lane);
-            };
-            const __m512 even = exponent(j), odd = exponent(j + 1);
+        const float* from = S + lane;
+        for (int64_t j = 0; j < BLOCK; j += 2, from += 2 * BLOCK, to += PAIRS) {
+            const __m512 even = hidden<MASKED>(_mm512_fmsub_ps(_mm512_loadu_ps(from), c, m), block, j, lane),
+                         odd = hidden<MASKED>(_mm512_fmsub_ps(_mm512_loadu_ps(from + BLOCK), c, m), block,
+                                              j + 1, lane);
             const __m512i lower = _mm512_srli_epi32(_mm512_castps_si512(exp2_denormal<3>(even)), 16),
                           upper = _mm512_castps_si512(exp2_denormal<3>(odd)),
                           pair = _mm512_mask_blend_epi16(ODD, lower, upper);
-            _mm512_storeu_si512(to + j / 2 * PAIRS, pair);
+            _mm512_storeu_si512(to, pair);
             l = _mm512_dpbf16_ps(l, (__m512bh)pair, ones);
             if (LSE) exact = _mm512_add_ps(exact, _mm512_add_ps(exp2_denormal<5>(even), exp2_denormal<5>(odd)));
         }
@@ -385,7 +371,7 @@ void attend_tile(const AttentionOf<Bf16>& a, const Sizes& n, const Shared& share
     uint32_t* Q = reinterpret_cast<uint32_t*>(scratch);
     float* O = scratch + queries * n.d / 2;
     float *m = O + queries * n.d, *l = m + queries, *all = l + queries;
-    float *S = all + queries, *correction = S + 2 * BLOCK * BLOCK;
+    float *S = all + queries, *correction = S + BLOCK * BLOCK;
     uint32_t* P = reinterpret_cast<uint32_t*>(correction + BLOCK);
 
     configure();
