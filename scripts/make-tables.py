@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from app.cli import one_line  # noqa: E402
 from attention_ext import PARTS  # noqa: E402
+from attention_ext.parts import Dtype  # noqa: E402
 from lab import saved  # noqa: E402
 from lab.bench import report  # noqa: E402
 
@@ -135,6 +136,8 @@ def described(content: dict) -> tuple[str, str]:
     facts = [machine["cpu"], f"PyTorch {machine['torch'].partition('+')[0]}", date, *busy]
     if peak := content.get("peaks", {}).get("1"):
         facts.append(f"FMA peak {peak / 1e9:.0f} GFLOP/s")
+    if peak := content.get("amx_peaks", {}).get("1"):
+        facts.append(f"AMX peak {peak / 1e9:.0f} GFLOP/s")
     facts += ["copied from an older table"] * ("source" in content)
     if not known:
         return head, f"{', '.join(facts)}."
@@ -153,7 +156,8 @@ def parts() -> list[str]:
     found: dict[str, list[dict | None]] = {}
     for at, results in enumerate(everything):
         for row in results.rows:
-            if all(row[name] == value for name, value in CASE.items()) and row["simd"] in SIMDS:
+            usual = row["simd"] in SIMDS and row.get("dtype", Dtype.FP32) == Dtype.FP32
+            if usual and all(row[name] == value for name, value in CASE.items()):
                 found.setdefault(row["contender"], [None] * len(everything))[at] = row
     titles = ["part", "algorithm", "threads", "scratch, bytes", *(each.head for each in everything)]
     lines = []
@@ -210,6 +214,24 @@ def attention() -> list[str]:
     return lines[1:]
 
 
+def attention_bf16() -> list[str]:
+    """part4 against SDPA in bfloat16, a table for each processor."""
+    lines = []
+    for results in read_all("attention_bf16", read_bench):
+        rows = [
+            [
+                *(str(row["N"]), str(row["heads"]), str(row["d"]), "causal" if row["causal"] else "none"),
+                *(three_digits(row[name]) for name in ("ms", "gflops")),
+                *(f"{row[name]:.2f}" if row[name] else "" for name in ("over_sdpa", "over_part0")),
+            ]
+            for row in results.rows
+            if row["contender"] == "part4" and row["ms"] is not None
+        ]
+        titles = ("N", "heads", "d", "mask", "part4, ms", "GFLOP/s", "over SDPA", "over part0")
+        lines += ["", results.facts, "", *markdown(titles, rows)]
+    return lines[1:]
+
+
 def engines() -> list[str]:
     """The README's table of engines: tokens per second of one text on each processor."""
     everything = read_all("generation", read_generation)
@@ -255,7 +277,7 @@ def engine_cell(figures: dict[str, float] | None) -> str:
     return f"{rate} ({figures['relative']:.2f})"
 
 
-TABLES = {each.__name__: each for each in (parts, bench, attention, engines, generation)}
+TABLES = {each.__name__: each for each in (parts, bench, attention, attention_bf16, engines, generation)}
 
 
 def document(text: str) -> str:

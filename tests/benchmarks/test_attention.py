@@ -24,6 +24,12 @@ def test_the_preset_is_bench(tmp_path):
     assert all(f"\n{name}, " in everything.stdout for name in [*PARTS, "sdpa"])
 
 
+def test_the_preset_in_bf16():
+    _, contenders, *rest = attention.arguments(["--dtype", "bf16", "--save"])
+    assert contenders == "part0,part4,sdpa"
+    assert str(saved.RESULTS / f"attention_bf16-{processor.slug()}.json") in rest
+
+
 def test_save_alone_means_a_file_of_its_own():
     """The file of bench holds the cases of the README."""
     file = str(saved.RESULTS / f"attention-{processor.slug()}.json")
