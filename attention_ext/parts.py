@@ -108,10 +108,14 @@ MOST_SCORES = 2**50
 
 
 class Precision(enum.StrEnum):
-    """The format of the decoder's weight matrices; the rows of csrc/matmul/precision.h."""
+    """The format of the decoder's weight matrices; the rows of csrc/matmul/precision.h.
+
+    INT8 has a float32 scale for each output and group of inputs.
+    """
 
     FP32 = "fp32"
     BF16 = "bf16"
+    INT8 = "int8"
 
 
 def check_part(part: str) -> Part:

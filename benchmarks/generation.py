@@ -1,6 +1,7 @@
 """Generating text against other engines on the same weights: verified, interleaved, medians.
 
-    python benchmarks/generation.py [--cases batch1,long] [--threads 1] [--peers CTranslate2] [--save [FILE]]
+    python benchmarks/generation.py [--cases batch1,long] [--threads 1] [--peers CTranslate2]
+        [--corpus FILE] [--save [FILE]]
 
 Before a contender is timed, its logits are compared with float64, and its greedy text with that of our
 PyTorch engine. Of two equally likely tokens either may be chosen, so a different text is only reported. Times
@@ -9,9 +10,13 @@ process. With several threads each has its own process, because idle threads of 
 others. The processes stay alive and take turns. Before each turn come a pause and a text that does not count,
 because threads that have slept need some milliseconds until each is on a core of its own.
 
+Where weights are rounded, the loss is measured too: over the first tokens of the last 10 % of a corpus, in
+windows of the block size, each token given those before it. Our native engine reads them one at a time, as it
+writes.
+
 The memory limit is the bandwidth of one thread that reads in order, again and again. It is measured in the
-same run, on as many bytes as a token needs: all weights but the position table, and the keys and values so
-far.
+same run, on as many bytes as a token needs in fp32: all weights but the position table, and the keys and
+values so far.
 """
 
 from __future__ import annotations
@@ -41,27 +46,34 @@ sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT 
 from app.cli.options import save_option  # noqa: E402
 from attention_ext import PARTS, extension  # noqa: E402
 from attention_ext.parts import Precision  # noqa: E402
-from benchmarks.peers import PEERS  # noqa: E402
+from benchmarks.peers import PEERS, ROUNDED_PEERS  # noqa: E402
 from generation.engine import ENGINES, open_engine  # noqa: E402
 from generation.sampling import Sampling  # noqa: E402
 from generation.writer import Request, Writer  # noqa: E402
 from lab import saved  # noqa: E402
 from lab.machine import Load, closing_text, describe, fma_peak, read_bandwidth  # noqa: E402
-from model import load  # noqa: E402
+from model import corpus, load  # noqa: E402
 from model.gpt import GPT  # noqa: E402
 
 # Largest errors of logits; a contender with a larger one is wrong and not timed.
 MOST_ERROR = 1e-3
-MOST_ERROR_OF_PEERS = {"LlamaCpp": 1e-2}  # its GELU is the tanh approximation in half precision
+MOST_ERROR_OF_PEERS = {
+    "LlamaCpp": 1e-2,  # its GELU is the tanh approximation in half precision
+    "LlamaCppQ8": 1.0,
+    "CTranslate2Int8": 1.0,
+}
 MOST_ERROR_OF_WEIGHTS = {  # the table shows the rounding of the weights; tests check it more closely
     Precision.FP32: MOST_ERROR,
     Precision.BF16: 1e-1,
+    Precision.INT8: 5e-1,
 }
+LOSS_TOKENS = 16_384  # over which a loss is measured
 LEAST_SECONDS = 0.05  # of one measurement
 SAMPLE_BYTES = 4 << 20  # of the bandwidth; as many as a token of the first case reads
 PAUSE_SECONDS = 0.3  # in which idle threads of another process fall asleep
 BUSY_EXIT_CODE = 3
 FORMAT = 1  # of the file that --save writes
+ROUNDED_WEIGHTS = [each.value for each in Precision if each is not Precision.FP32]
 MEMORY_LIMIT = "memory limit"  # the last row of a table
 Call = Callable[..., tuple[float, Any]]  # runs the named method of a Peer: (seconds, result as a list)
 
@@ -103,6 +115,11 @@ class Contender:
         return " ".join(filter(None, (self.engine, self.part, precision)))
 
     @property
+    def rounded(self) -> bool:
+        """Whether its weights are rounded."""
+        return self.weights is not Precision.FP32 or self.engine in ROUNDED_PEERS
+
+    @property
     def most_error(self) -> float:
         """The largest error that its logits may have."""
         if self.part is None:
@@ -132,6 +149,13 @@ class Own:
     def logits(self, ids: list[int]) -> Tensor:
         self.engine.prefill(0, ids)
         return self.engine.logits(0)
+
+    def every_logits(self, ids: list[int]) -> Tensor:
+        rows = [self.logits(ids[:1])]
+        for token in ids[1:]:
+            self.engine.push(0, token)
+            rows.append(self.engine.logits(0))
+        return torch.stack(rows)  # (T, V)
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         return self.greedy_batch([prompt], count)[0]
@@ -219,23 +243,45 @@ class Figures:
     """One contender's figures.
 
     error: the largest error of its logits. agreement: how much of its greedy text is as expected. seconds: of
-    each round; empty if it was wrong and not timed.
+    each round; empty if it was wrong and not timed. loss: nats a token; None where it was not measured.
     """
 
     error: float
     agreement: str = ""
     seconds: list[float] = field(default_factory=list)
+    loss: float | None = None
+
+
+def windows(ids: list[int], size: int) -> list[list[int]]:
+    """The first LOSS_TOKENS of ids, in windows of size + 1 that share the token between them."""
+    return [ids[at : at + size + 1] for at in range(0, min(LOSS_TOKENS, len(ids) - size), size)]
+
+
+def loss(every_logits: Callable[[list[int]], Tensor], texts: list[list[int]]) -> float:
+    """Mean loss of the tokens of each text but the first, in nats."""
+    total = sum(
+        F.cross_entropy(every_logits(ids[:-1]).double(), torch.tensor(ids[1:]), reduction="sum")
+        for ids in texts
+    )
+    return float(total) / sum(len(ids) - 1 for ids in texts)
+
+
+def exact_loss(model: GPT, texts: list[list[int]]) -> float:
+    """The same of the model's own weights, in float32."""
+    with torch.inference_mode():
+        return loss(lambda ids: model(torch.tensor([ids]))[0], texts)
 
 
 def run_case(
-    title: str, contenders: list[Opened], rounds: int, watch: Load, apart: bool
+    title: str, contenders: list[Opened], rounds: int, watch: Load, apart: bool, text: str | None
 ) -> dict[str, dict[str, Any]]:
     """Verify, time and print one case, the contenders in turn; gives what is saved of each.
 
-    apart: each has a process of its own.
+    apart: each has a process of its own. text: a corpus, for the loss of rounded weights.
     """
     case = CASES[title]
-    model = load(case.model).model
+    checkpoint = load(case.model)
+    model = checkpoint.model
     torch.manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (max(100, case.prompt),)).tolist()
     prompt = ids if case.prompt > 1 else [0]  # a line end
@@ -250,14 +296,29 @@ def run_case(
             spent = sum(calls[name](*task(case, prompt))[0] for _ in range(count))
             figures[name].seconds.append(spent / count)
             watch.sample(SAMPLE_BYTES)
+    texts = []
+    if text is not None and case.batch == 1 < case.count:
+        texts = windows(checkpoint.tokenizer.encode(corpus.split(text)[1]), model.config.block_size)
+    for opened in contenders if texts else []:
+        if opened.contender.rounded and opened.name in first:
+            figures[opened.name].loss = loss(
+                lambda ids, call=opened.call: torch.as_tensor(call("every_logits", ids)[1]),  # type: ignore[misc]
+                texts,
+            )
     needed = bytes_per_token(model, case)
     bandwidth = read_bandwidth(int(needed)) if case.batch == 1 < case.count else 0.0
     click.echo(f"\n{title}: {case.model}, {case.prompt} + {case.count} tokens, batch {case.batch}\n")
     limit = case.count * needed / bandwidth if bandwidth else None
     table(case, figures, limit)
+    if texts:
+        count = sum(len(ids) - 1 for ids in texts)
+        click.echo(f"\nOf {count:,} tokens the loss of fp32 is {exact_loss(model, texts):.4f} nats")
     if bandwidth:
         click.echo(f"\nA token needs {needed / 1e6:.2f} MB, read by one thread at {bandwidth / 1e9:.0f} GB/s")
-    kept: dict[str, dict[str, Any]] = {name: asdict(each) for name, each in figures.items()}
+    kept: dict[str, dict[str, Any]] = {
+        name: {key: value for key, value in asdict(each).items() if value is not None}
+        for name, each in figures.items()
+    }
     for name, row in summary(case, figures, limit).items():
         kept[name] = row | kept.get(name, {})
     return kept
@@ -323,22 +384,25 @@ def table(case: Case, figures: dict[str, Figures], limit: float | None) -> None:
     rows = summary(case, figures, limit)
     one, unit = next(iter(rows), "none"), "tokens/s" if case.count > 1 else "ms"
     most = rows.get(MEMORY_LIMIT)
-    click.echo(f"| contender | {unit} | spread | of memory limit | {one} = 1 | logit error | greedy text |")
-    click.echo("|---" * 7 + "|")
+    click.echo(
+        f"| contender | {unit} | spread | of memory limit | {one} = 1 | logit error | loss | greedy text |"
+    )
+    click.echo("|---" * 8 + "|")
     for name, each in figures.items():
         if name not in rows:
-            click.echo(f"| {name} | wrong, so not timed | | | | {each.error:.0e} | |")
+            click.echo(f"| {name} | wrong, so not timed | | | | {each.error:.0e} | | |")
             continue
         row = rows[name]
         figure = f"{row['ms']:.2f}" if "ms" in row else f"{row['tokens_per_second']:.0f}"
+        nats = "" if each.loss is None else f"{each.loss:.4f}"
         share = f"{100 * most['relative'] / row['relative']:.0f} %" if most else ""
         click.echo(
             f"| {name} | {figure} | {100 * row['spread']:.0f} % | {share} "
-            f"| {row['relative']:.2f} | {each.error:.0e} | {each.agreement} |"
+            f"| {row['relative']:.2f} | {each.error:.0e} | {nats} | {each.agreement} |"
         )
     if most:
         click.echo(
-            f"| {MEMORY_LIMIT} | {most['tokens_per_second']:.0f} | | 100 % | {most['relative']:.2f} | | |"
+            f"| {MEMORY_LIMIT} | {most['tokens_per_second']:.0f} | | 100 % | {most['relative']:.2f} | | | |"
         )
 
 
@@ -347,7 +411,18 @@ def table(case: Case, figures: dict[str, Figures], limit: float | None) -> None:
 @click.option("--engines", default=",".join(ENGINES), show_default=True, help="Our engines that take part.")
 @click.option("--parts", default="part4", show_default=True, help="Parts that take part, in each engine.")
 @click.option("--peers", "others", default=",".join(PEERS), help="Other engines.  [default: all installed]")
-@click.option("--bf16/--no-bf16", default=True, help="Time the native engine with bfloat16 too.")
+@click.option(
+    "--weights",
+    default=",".join(ROUNDED_WEIGHTS),
+    show_default=True,
+    help="Precisions of the native engine, beside fp32.",
+)
+@click.option(
+    "--corpus",
+    "corpus_file",
+    type=click.Path(),
+    help="Text for the loss of rounded weights.  [default: what `gpt.py prepare` got]",
+)
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of each.")
 @click.option("--rounds", type=click.IntRange(2), default=5, show_default=True, help="Rounds of each.")
 @save_option("generation", "the figures")
@@ -359,7 +434,8 @@ def main(
     engines: str,
     parts: str,
     others: str,
-    bf16: bool,
+    weights: str,
+    corpus_file: str | None,
     threads: int,
     rounds: int,
     save: str | None,
@@ -367,8 +443,9 @@ def main(
 ) -> None:
     """Time text generation, our engines against others; print a Markdown table for each case."""
     torch.set_num_threads(threads)
-    chosen = [[name for name in text.split(",") if name] for text in (cases, engines, parts, others)]
-    for names, allowed in zip(chosen, map(list[str], (CASES, ENGINES, PARTS, PEERS))):
+    given = (cases, engines, parts, others, weights)
+    chosen = [[name for name in text.split(",") if name] for text in given]
+    for names, allowed in zip(chosen, map(list[str], (CASES, ENGINES, PARTS, PEERS, ROUNDED_WEIGHTS))):
         if wrong := [name for name in names if name not in allowed]:
             raise click.UsageError(f"{wrong[0]!r} must be one of {', '.join(allowed)}")
     if save:
@@ -376,9 +453,12 @@ def main(
             saved.check_file(save)
         except ValueError as error:
             raise click.UsageError(str(error)) from None
+    text = None
+    if corpus_file or corpus.INPUT.exists():
+        text = corpus.read(Path(corpus_file) if corpus_file else corpus.INPUT)
     contenders = [Contender(e, p) for p in chosen[2] for e in chosen[1] if e == "torch" or PARTS[p].operator]
-    if bf16:
-        contenders += [replace(c, weights=Precision.BF16) for c in contenders if c.engine == "native"]
+    native = [each for each in contenders if each.engine == "native"]
+    contenders += [replace(each, weights=Precision(name)) for each in native for name in chosen[4]]
     contenders += map(Contender, chosen[3])
     click.echo(f"{extension.describe('auto')}; PyTorch {torch.__version__}")
     watch = Load()  # from here: the compilers are done
@@ -397,18 +477,18 @@ def main(
                 else:
                     contenders.remove(each)
                     click.echo(f"{each.name} is not installed")
-            results[name] = run_case(name, ready, rounds, watch, threads > 1)
+            results[name] = run_case(name, ready, rounds, watch, threads > 1, text)
     peaks.append(fma_peak("auto"))
-    text, busy = closing_text(watch, peaks, threads)
+    closing, busy = closing_text(watch, peaks, threads)
     if save:
         content = {
             "format": FORMAT,
             "machine": describe() | {"simd_name": extension.load().simd_name()},
             "threads": threads,
         }
-        content |= {"rounds": rounds, "busy": text.splitlines()[-1] if busy else None, "cases": results}
+        content |= {"rounds": rounds, "busy": closing.splitlines()[-1] if busy else None, "cases": results}
         saved.write(content, Path(save))
-    click.echo(f"\n{text}")
+    click.echo(f"\n{closing}")
     if busy:
         sys.exit(BUSY_EXIT_CODE)
 

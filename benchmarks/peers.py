@@ -1,4 +1,4 @@
-"""Other engines that run a checkpoint's own weights in float32 on the CPU, behind one small interface.
+"""Other engines that run a checkpoint's own weights on the CPU, in float32 or int8, behind one interface.
 
 Each engine is one class. Its docstring names the path through the engine that is taken, and the reason. An
 engine whose package is not installed is left out.
@@ -45,6 +45,13 @@ class Peer(Protocol):
 
     def prefill(self, ids: list[int]) -> None:
         """Read `ids` at once and find the first token that follows."""
+
+
+class RoundedPeer(Peer, Protocol):
+    """One whose weights are rounded, so that its loss is of interest."""
+
+    def every_logits(self, ids: list[int]) -> Tensor:
+        """Logits (T, V) of the token after each of `ids` (T,), given those before."""
 
 
 def named_weights(model: GPT) -> Weights:
@@ -229,18 +236,25 @@ class CTranslate2:
     Token i is named "i".
     """
 
+    precision = "float32"
+
     def __init__(self, model: GPT, threads: int) -> None:
         import ctranslate2
 
-        self.name = f"CTranslate2 {ctranslate2.__version__}"
+        rounded = "" if self.precision == "float32" else f", {self.precision}"
+        self.name = f"CTranslate2 {ctranslate2.__version__}{rounded}"
         self.ctranslate2 = ctranslate2
         with tempfile.TemporaryDirectory() as directory:
             spec = self.specification(model)
             spec.validate()
-            spec.optimize(quantization="float32")
+            spec.optimize(quantization=self.precision)
             spec.save(directory)
             self.generator = ctranslate2.Generator(
-                directory, device="cpu", compute_type="float32", inter_threads=1, intra_threads=threads
+                directory,
+                device="cpu",
+                compute_type=self.precision,
+                inter_threads=1,
+                intra_threads=threads,
             )
 
     def specification(self, model: GPT) -> Any:
@@ -277,7 +291,10 @@ class CTranslate2:
         return spec
 
     def logits(self, ids: list[int]) -> Tensor:
-        return torch.from_numpy(np.array(self.generator.forward_batch([ids])))[0, -1]
+        return self.every_logits(ids)[-1]
+
+    def every_logits(self, ids: list[int]) -> Tensor:
+        return torch.from_numpy(np.array(self.generator.forward_batch([ids])))[0]
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         return self.greedy_batch([prompt], count)[0]
@@ -293,6 +310,12 @@ class CTranslate2:
 
     def prefill(self, ids: list[int]) -> None:
         self.greedy(ids, 1)
+
+
+class CTranslate2Int8(CTranslate2):
+    """The same with int8: a scale for each output, and activations of each row rounded to 8 bits."""
+
+    precision = "int8"
 
 
 class OnnxRuntime:
@@ -487,10 +510,13 @@ class LlamaCpp:
     some thousandths, and the text may differ too. Its biases are zeros here.
     """
 
+    precision = "F32"  # of the matrices, by the names of gguf's types
+
     def __init__(self, model: GPT, threads: int) -> None:
         import llama_cpp
 
-        self.name = f"llama.cpp (llama-cpp-python {llama_cpp.__version__})"
+        rounded = "" if self.precision == "F32" else f", {self.precision}"
+        self.name = f"llama.cpp (llama-cpp-python {llama_cpp.__version__}){rounded}"
         self.api = llama_cpp
         self.config, self.threads = model.config, threads
         self.silence = llama_cpp.llama_log_callback(lambda level, text, data: None)  # must outlive its use
@@ -500,7 +526,7 @@ class LlamaCpp:
         parameters.use_mmap = False  # the file is removed
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "model.gguf"
-            write_gguf(path, model)
+            write_gguf(path, model, self.precision)
             self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
         if not self.model:
             raise RuntimeError(f"{self.name} did not load the model")
@@ -554,6 +580,17 @@ class LlamaCpp:
     def logits(self, ids: list[int]) -> Tensor:
         return torch.tensor(self.run([ids], 1)[1][0])
 
+    def every_logits(self, ids: list[int]) -> Tensor:
+        api, T = self.api, len(ids)
+        context, batch = self.context(1, False)
+        api.llama_memory_clear(api.llama_get_memory(context), False)
+        for i, token in enumerate(ids):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
+        batch.n_tokens = T
+        if status := api.llama_decode(context, batch):
+            raise RuntimeError(f"{self.name} failed with status {status}")
+        return torch.tensor(np.ctypeslib.as_array(api.llama_get_logits(context), (T, self.config.vocab_size)))
+
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         return self.greedy_batch([prompt], count)[0]
 
@@ -564,9 +601,21 @@ class LlamaCpp:
         self.run([ids], 1, flash=True)
 
 
-def write_gguf(path: Path, model: GPT) -> None:
-    """Write the weights in F32 as llama.cpp's gpt2, without a tokenizer."""
+class LlamaCppQ8(LlamaCpp):
+    """The same with Q8_0: 8 bits, and a scale in half precision for 32 weights or activations.
+
+    All matrices but that of the positions are quantised; the head is the token embedding.
+    """
+
+    precision = "Q8_0"
+
+
+def write_gguf(path: Path, model: GPT, precision: str = "F32") -> None:
+    """Write the weights as llama.cpp's gpt2, without a tokenizer; the matrices in this of gguf's types."""
     import gguf
+
+    kind = gguf.GGMLQuantizationType[precision]
+    whole = gguf.LlamaFileType.ALL_F32 if precision == "F32" else gguf.LlamaFileType[f"MOSTLY_{precision}"]
 
     c, weights = model.config, named_weights(model)
     writer = gguf.GGUFWriter(path, "gpt2")
@@ -576,10 +625,14 @@ def write_gguf(path: Path, model: GPT) -> None:
     writer.add_block_count(c.n_layer)
     writer.add_head_count(c.n_head)
     writer.add_layer_norm_eps(1e-5)
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_file_type(whole)
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(c.vocab_size)
-    writer.add_tensor("token_embd.weight", weights["wte.weight"].numpy())
+
+    def add_matrix(name: str, tensor: Tensor) -> None:
+        writer.add_tensor(name, gguf.quantize(tensor.numpy(), kind), raw_dtype=kind)
+
+    add_matrix("token_embd.weight", weights["wte.weight"])
     writer.add_tensor("position_embd.weight", weights["wpe.weight"].numpy())
     layers = {"ln_f": "output_norm"}
     for i in range(c.n_layer):
@@ -592,7 +645,10 @@ def write_gguf(path: Path, model: GPT) -> None:
             f"h.{i}.mlp.c_proj": f"blk.{i}.ffn_down",
         }
     for layer, name in layers.items():
-        writer.add_tensor(f"{name}.weight", weights[f"{layer}.weight"].numpy())
+        if "norm" in name:
+            writer.add_tensor(f"{name}.weight", weights[f"{layer}.weight"].numpy())
+        else:
+            add_matrix(f"{name}.weight", weights[f"{layer}.weight"])
         writer.add_tensor(f"{name}.bias", bias_or_zeros(weights, layer).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -602,5 +658,17 @@ def write_gguf(path: Path, model: GPT) -> None:
 
 PEERS: dict[str, Callable[[GPT, int], Peer]] = {
     engine.__name__: engine
-    for engine in (UncachedPyTorch, CachedPyTorch, Transformers, CTranslate2, OnnxRuntime, LlamaCpp)
+    for engine in (
+        UncachedPyTorch,
+        CachedPyTorch,
+        Transformers,
+        CTranslate2,
+        CTranslate2Int8,
+        OnnxRuntime,
+        LlamaCpp,
+        LlamaCppQ8,
+    )
+}
+ROUNDED_PEERS: dict[str, Callable[[GPT, int], RoundedPeer]] = {
+    engine.__name__: engine for engine in (CTranslate2Int8, LlamaCppQ8)
 }

@@ -33,6 +33,7 @@ from model.gpt import GPT  # noqa: E402
 
 LEAST_SECONDS = 0.2  # of one measurement: the distance of a virtual machine's cores changes by the second
 WEIGHTS = [each.value for each in Precision]
+WEIGHT_BYTES = {Precision.FP32: 4, Precision.BF16: 2, Precision.INT8: 1}  # without int8's scales
 
 
 def powers(most: int) -> str:
@@ -63,7 +64,7 @@ def write(engine: Engine, texts: int) -> tuple[float, list[list[int]]]:
 def memory_limit(model: GPT, weights: str, threads: int) -> float:
     """Tokens per second of one text, if reading its bytes were all that takes time."""
     c = model.config
-    matrices = (12 * c.n_layer * c.n_embd + c.vocab_size) * c.n_embd * (2 if weights == Precision.BF16 else 4)
+    matrices = (12 * c.n_layer * c.n_embd + c.vocab_size) * c.n_embd * WEIGHT_BYTES[Precision(weights)]
     keys_and_values = 4 * 2 * c.n_layer * c.n_embd * c.block_size / 2
     needed = matrices + keys_and_values
     return read_bandwidth(int(needed / threads), threads) / needed

@@ -12,12 +12,14 @@ from attention_ext import attention, tiles
 from attention_ext.parts import Precision, check_part, resolve_simd
 from generation.sampling import Sampling
 from model.gpt import GPT, GPTConfig
+from model.int8 import in_int8
 
 ENGINES = ("native", "torch")
-# What rounding a model's matrices to a precision makes of it, in float32.
+# A model as a precision has it, in float32.
 ROUNDINGS: dict[Precision, Callable[[GPT], GPT]] = {
     Precision.FP32: lambda model: model,
     Precision.BF16: GPT.in_bf16,
+    Precision.INT8: in_int8,
 }
 
 
@@ -82,7 +84,8 @@ def open_engine(
     engine: one of ENGINES; None takes native for parts 1 to 4 where it can be compiled, else torch.
     part, simd, br, bc: as in attention(). slots: the most texts at a time.
     weights: a Precision or its name. 'bf16' rounds the matrices to bfloat16, which changes the logits; the
-    native engine then reads half as many bytes of weights for each token.
+    native engine then reads half as many bytes of weights for each token. 'int8' rounds them to int8 with
+    scales, and activations to 21 bits; it reads a quarter.
     capacity: the longest context, in tokens; the model's block size by default.
     The native engine uses torch.get_num_threads() threads, as set when this is called.
     Raises TypeError or ValueError naming the wrong argument, BuildError if the kernels cannot be compiled.
@@ -121,7 +124,9 @@ def open_engine(
 
 
 def rounded(model: GPT, weights: str) -> GPT:
-    """The model with its matrices rounded to a Precision, or its name; kept in float32.
+    """The model with its matrices, and for int8 its activations, rounded to a Precision; kept in float32.
+
+    weights: a Precision or its name.
 
     Raises ValueError for another name.
     """

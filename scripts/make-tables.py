@@ -43,10 +43,12 @@ CASES = {
 ENGINES = (
     (r"native part4", "native engine, part4"),
     (r"native part4 bf16", "the same, weights in bf16"),
+    (r"native part4 int8", "the same, weights in int8"),
     (r"torch part4", "PyTorch engine, part4"),
     (r"PyTorch ([\d.]+)\S*, no cache", r"nanoGPT's loop, PyTorch \1"),
     (r"PyTorch ([\d.]+)\S*, cached", r"cached PyTorch \1"),
 )
+ROUNDED = (", int8", ", Q8_0")  # the ends of the names of other engines whose weights are rounded
 # The engines in the README, by the first words of their names.
 FOREMOST = ("native engine", "CTranslate2", "ONNX Runtime", "llama.cpp", "nanoGPT's loop")
 
@@ -113,7 +115,7 @@ def read_generation(file: Path) -> Results:
     content = json.loads(file.read_text())
     for case in content["cases"].values():
         for figures in case.values():
-            check_figures(figures, ("tokens_per_second", "ms", "relative"))
+            check_figures(figures, ("tokens_per_second", "ms", "relative", "loss"))
             if "relative" in figures and not {"ms", "tokens_per_second"} & figures.keys():
                 raise ValueError("relative stands without ms and tokens_per_second")
     return Results(*described(content), cases=content["cases"])
@@ -237,7 +239,11 @@ def engines() -> list[str]:
     everything = read_all("generation", read_generation)
     columns = [named(results, "batch1") for results in everything]
     names = dict.fromkeys(
-        name for word in FOREMOST for column in columns for name in column if name.startswith(word)
+        name
+        for word in FOREMOST
+        for column in columns
+        for name in column
+        if name.startswith(word) and not name.endswith(ROUNDED)
     )
     rows = [[name, *(engine_cell(column.get(name)) for column in columns)] for name in names]
     titles = ["engine", *(each.head for each in everything)]
@@ -268,13 +274,14 @@ def named(results: Results, case: str) -> dict[str, dict[str, float]]:
 
 
 def engine_cell(figures: dict[str, float] | None) -> str:
-    """Tokens per second or milliseconds, and how many times as long it takes as the native engine."""
+    """Tokens per second or milliseconds, how many times the native engine's time that is, and the loss."""
     if figures is None:
         return ""
     if "relative" not in figures:
         return "wrong"
     rate = f"{figures['ms']:.2f} ms" if "ms" in figures else f"{figures['tokens_per_second']:,.0f}"
-    return f"{rate} ({figures['relative']:.2f})"
+    nats = f", {figures['loss']:.4f} nats" if "loss" in figures else ""
+    return f"{rate} ({figures['relative']:.2f}){nats}"
 
 
 TABLES = {each.__name__: each for each in (parts, bench, attention, attention_bf16, engines, generation)}

@@ -14,8 +14,10 @@ from click.testing import CliRunner
 from attention_ext import processor
 from attention_ext.build import toolchain
 from benchmarks import generation as bench
+from generation.engine import rounded
 from lab import machine
 from model import load
+from model.train import evaluate
 
 needs_header = pytest.mark.skipif(
     not toolchain.has_python_header(), reason="no Python.h, so no native engine"
@@ -50,12 +52,13 @@ class Fake(bench.Own):
 
 
 @pytest.fixture
-def run(monkeypatch, quiet):
+def run(monkeypatch, quiet, tmp_path):
     """Run small cases with other engines, as on a quiet, steady machine; return exit code and output."""
     quiet(bench)
     monkeypatch.setattr(bench, "read_bandwidth", lambda size: 1e11)
     monkeypatch.setattr(bench, "CASES", bench.CASES | CASES)
     monkeypatch.setattr(bench, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(bench.corpus, "INPUT", tmp_path / "none.txt")
 
     def run(*arguments, **others):
         monkeypatch.setattr(bench, "PEERS", others)
@@ -77,19 +80,20 @@ def test_the_figures_follow_from_the_times(capsys):
     case = bench.Case("shakes128", 1, 1, 100)
     seconds = {"ours": [0.1, 0.1, 0.1], "other": [0.3, 0.2, 0.1]}
     figures = {name: bench.Figures(2e-6, "100 of 100", times) for name, times in seconds.items()}
+    figures["other"].loss = 1.23456
     bench.table(case, figures, 0.05)
     table = rows(capsys.readouterr().out)
-    assert table["ours"] == ["1000", "0 %", "50 %", "1.00", "2e-06", "100 of 100"]
-    assert table["other"] == ["500", "100 %", "25 %", "2.00", "2e-06", "100 of 100"]
-    assert table["memory limit"] == ["2000", "", "100 %", "0.50", "", ""]
+    assert table["ours"] == ["1000", "0 %", "50 %", "1.00", "2e-06", "", "100 of 100"]
+    assert table["other"] == ["500", "100 %", "25 %", "2.00", "2e-06", "1.2346", "100 of 100"]
+    assert table["memory limit"] == ["2000", "", "100 %", "0.50", "", "", ""]
     assert table["contender"][3] == "ours = 1"
 
 
 @pytest.mark.parametrize(
     "batch, prompt, count, unit, expected",
     [
-        (4, 1, 100, "tokens/s", ["4000", "0 %", "", "1.00", "0e+00", ""]),
-        (1, 64, 1, "ms", ["100.00", "0 %", "", "1.00", "0e+00", ""]),
+        (4, 1, 100, "tokens/s", ["4000", "0 %", "", "1.00", "0e+00", "", ""]),
+        (1, 64, 1, "ms", ["100.00", "0 %", "", "1.00", "0e+00", "", ""]),
     ],
 )
 def test_a_batch_counts_all_texts_and_a_prompt_is_in_milliseconds(
@@ -123,9 +127,33 @@ def test_the_native_engine_writes_the_same(run):
     code, output = run("--cases", "pair", "--engines", "native", "--parts", "part0,part4")
     assert code == 0
     table = rows(output)
-    assert list(table) == ["contender", "native part4", "native part4 bf16"]  # part0 has no native engine
-    assert 1e-4 < float(table["native part4 bf16"][4]) < 0.1  # the rounding is visible
+    ours = ["native part4", "native part4 bf16", "native part4 int8"]
+    assert list(table) == ["contender", *ours]  # part0 has no native engine
+    errors = [float(table[name][4]) for name in ours]
+    assert errors[0] < 1e-4 < errors[1] < errors[2] < 0.5  # the rounding is visible
     assert table["native part4"][-1] == "4 of 4" and float(table["native part4"][4]) < 1e-4
+
+
+@needs_header
+def test_the_loss_of_rounded_weights(run, tmp_path):
+    """The engine reads token by token what evaluate() reads at once."""
+    text = "First Citizen:\nWe are accounted poor citizens.\n" * 60
+    file = tmp_path / "text.txt"
+    file.write_text(text)
+    output = run("--cases", "short,read", "--engines", "native", "--corpus", str(file))[1]
+    table = rows(output.partition("read:")[0])
+    checkpoint = load("shakes128")
+    ids = checkpoint.tokenizer.encode(text[len(text) * 9 // 10 :])
+    size = checkpoint.model.config.block_size
+    whole = torch.tensor(ids[: (len(ids) - 1) // size * size + 1])
+    for weights in ("bf16", "int8"):
+        right = evaluate(rounded(checkpoint.model, weights), whole)
+        assert float(table[f"native part4 {weights}"][5]) == pytest.approx(right, abs=2e-4)
+    assert table["native part4"][5] == ""
+    stated = re.findall(r"^Of (\S+) tokens the loss of fp32 is (\S+) nats$", output, re.M)
+    assert len(stated) == 1  # a case that only reads has no texts
+    assert int(stated[0][0]) == len(whole) - 1
+    assert float(stated[0][1]) == pytest.approx(evaluate(checkpoint.model, whole), abs=1e-4)
 
 
 def test_what_is_wrong_is_not_timed(run):
@@ -136,14 +164,14 @@ def test_what_is_wrong_is_not_timed(run):
     code, output = run("--cases", "short", **wrong)
     assert code == 0
     table = rows(output)
-    assert table["wrong"] == ["wrong, so not timed", "", "", "", "5e-03", ""]
+    assert table["wrong"] == ["wrong, so not timed", "", "", "", "5e-03", "", ""]
     assert table["NaN"][0] == "wrong, so not timed"
     assert float(table["torch part4"][3]) == 1
 
 
 def test_llama_cpp_may_err_more(run):
     table = rows(run("--cases", "short", LlamaCpp=Fake("llama.cpp 1", 0.005))[1])
-    assert table["llama.cpp 1"][4:] == ["5e-03", "4 of 4"]
+    assert table["llama.cpp 1"][4:] == ["5e-03", "", "4 of 4"]
     table = rows(run("--cases", "short", LlamaCpp=Fake("llama.cpp 1", 0.05))[1])
     assert table["llama.cpp 1"][0] == "wrong, so not timed"
 
@@ -198,7 +226,12 @@ def test_the_figures_are_kept(run, tmp_path):
     kept = json.loads(file.read_text())
     ours, wrong = kept["cases"]["short"]["torch part4"], kept["cases"]["short"]["wrong"]
     assert len(ours["seconds"]) == 2 and ours["agreement"] == "4 of 4" and ours["error"] < 1e-4
-    assert wrong["seconds"] == [] and kept["threads"] == 1 and kept["machine"]["torch"] == torch.__version__
+    assert (
+        wrong["seconds"] == []
+        and "loss" not in wrong
+        and kept["threads"] == 1
+        and kept["machine"]["torch"] == torch.__version__
+    )
 
 
 def test_save_alone_keeps_the_figures_by_processor(run, results, monkeypatch):
@@ -230,7 +263,15 @@ def test_a_busy_machine_is_named(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--cases", "x"], ["--engines", "x"], ["--parts", "x"], ["--peers", "x"], ["--rounds", "1"]]
+    "arguments",
+    [
+        ["--cases", "x"],
+        ["--engines", "x"],
+        ["--parts", "x"],
+        ["--peers", "x"],
+        ["--weights", "x"],
+        ["--rounds", "1"],
+    ],
 )
 def test_wrong_arguments(run, arguments):
     code, output = run(*arguments)
@@ -255,9 +296,10 @@ def test_the_bandwidth_is_plausible(extension):
 
 def test_a_contender_has_a_name_and_an_error_bound():
     ours = bench.Contender("native", "part4")
-    rounded = bench.Contender("native", "part4", bench.Precision.BF16)
-    assert (ours.name, rounded.name) == ("native part4", "native part4 bf16")
+    bf16 = bench.Contender("native", "part4", bench.Precision.BF16)
+    assert (ours.name, bf16.name) == ("native part4", "native part4 bf16")
     llama, other = bench.Contender("LlamaCpp"), bench.Contender("CTranslate2")
-    assert rounded.most_error > llama.most_error > other.most_error == ours.most_error
+    assert bf16.rounded and not ours.rounded and bench.Contender("LlamaCppQ8").rounded
+    assert bf16.most_error > llama.most_error > other.most_error == ours.most_error
     assert bench.MOST_ERROR_OF_PEERS.keys() <= bench.PEERS.keys()
     assert bench.MOST_ERROR_OF_WEIGHTS.keys() == set(bench.Precision)

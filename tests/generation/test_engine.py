@@ -90,10 +90,13 @@ def test_the_logits_are_the_models(kernel, config):
         torch.testing.assert_close(engine.logits(0).double(), exact[-1], atol=1e-4, rtol=0)
 
 
-def test_every_simd_helper_gives_the_same_logits(kernel, simd):
+@pytest.mark.parametrize("weights", ["fp32", "int8"])
+def test_every_simd_helper_gives_the_same_logits(kernel, simd, weights):
     gpt = load("shakes256").model
     tokens = ids(gpt, 200)
-    native, by_torch = (open_engine(gpt, name, part=kernel, simd=simd) for name in ("native", "torch"))
+    native, by_torch = (
+        open_engine(gpt, name, part=kernel, simd=simd, weights=weights) for name in ("native", "torch")
+    )
     for engine in (native, by_torch):
         engine.prefill(0, tokens)
     torch.testing.assert_close(native.logits(0), by_torch.logits(0), atol=1e-4, rtol=0)
@@ -102,13 +105,14 @@ def test_every_simd_helper_gives_the_same_logits(kernel, simd):
         torch.testing.assert_close(native.logits(0), by_torch.logits(0), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_bf16_weights_are_those_of_the_rounded_model(simd, config):
+def test_rounded_weights_are_those_of_the_rounded_model(simd, config, weights):
     gpt = model(**config)
     tokens = ids(gpt, gpt.config.block_size)
-    exact = expected(gpt.in_bf16(), tokens)[-1]
+    exact = expected(rounded(gpt, weights), tokens)[-1]
     native, by_torch = (
-        open_engine(gpt, name, simd=simd, weights="bf16", slots=3) for name in ("native", "torch")
+        open_engine(gpt, name, simd=simd, weights=weights, slots=3) for name in ("native", "torch")
     )
     for engine in (native, by_torch):
         engine.prefill(0, tokens)
@@ -125,8 +129,8 @@ def test_bf16_weights_are_those_of_the_rounded_model(simd, config):
         assert (exact - expected(gpt, tokens)[-1]).abs().max() > 1e-4  # the rounding has an effect
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count):
+@pytest.mark.parametrize("count, weights", [(1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "int8"), (3, "int8")])
+def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count, weights):
     gpt = model(block_size=250, n_embd=48, n_head=3, vocab_size=150)
     prompts = [ids(gpt, 1 + 53 * i, seed=i) for i in range(5)]  # up to 213 tokens, read 64 at a time
     uniforms = torch.rand(5, 20, generator=torch.Generator().manual_seed(0)).tolist()
@@ -134,13 +138,13 @@ def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count):
     threads(1)
     alone = []
     for prompt, numbers in zip(prompts, uniforms):
-        engine = open_engine(gpt, "native", part=kernel)
+        engine = open_engine(gpt, "native", part=kernel, weights=weights)
         engine.prefill(0, prompt)
         alone.append([(engine.next([0], [u]), engine.logits(0)) for u in numbers])
 
     threads(count)
     for together in (1, 2, 5):  # work is divided differently if there are fewer texts than threads
-        engine = open_engine(gpt, "native", part=kernel, slots=5)
+        engine = open_engine(gpt, "native", part=kernel, weights=weights, slots=5)
         for slot, prompt in enumerate(prompts):
             engine.prefill(slot, prompt)
         for step in range(20):
@@ -396,7 +400,7 @@ def test_threads_of_python_take_turns(extension):
         (dict(br=0), "br is 0"),
         (dict(bc=2**63), "bc is 9223372036854775808"),
         (dict(simd="neon"), "simd is 'neon'"),
-        (dict(weights="int8"), "weights is 'int8'; it must be one of fp32, bf16"),
+        (dict(weights="int4"), "weights is 'int4'; it must be one of fp32, bf16, int8"),
     ],
 )
 def test_wrong_arguments_are_named(extension, change, message):
@@ -406,10 +410,11 @@ def test_wrong_arguments_are_named(extension, change, message):
 
 def test_every_precision_has_its_rounding():
     gpt = model()
-    assert rounded(gpt, "fp32") is gpt and rounded(gpt, Precision.BF16) is not gpt
+    assert rounded(gpt, "fp32") is gpt
+    assert all(rounded(gpt, weights) is not gpt for weights in Precision if weights != Precision.FP32)
     assert set(ROUNDINGS) == set(Precision)
-    with pytest.raises(ValueError, match="weights is 'int8'; it must be one of fp32, bf16"):
-        rounded(gpt, "int8")
+    with pytest.raises(ValueError, match="weights is 'int4'; it must be one of fp32, bf16, int8"):
+        rounded(gpt, "int4")
 
 
 @pytest.mark.parametrize("name, value", [("slots", 1.0), ("capacity", "4"), ("bc", True)])
@@ -435,7 +440,7 @@ def test_the_decoder_checks_what_it_is_given(extension):
     refused("n_embd is 16; it must be a multiple of n_head=3", n_head=3)
     refused("the size of transformer.wte.weight is 176; it must be 192", vocab_size=12)
     refused("part is part5; it must be a part's operator", part="part5")
-    refused("precision is 'int8'; it must be one of fp32, bf16", precision="int8")
+    refused("precision is 'int4'; it must be one of fp32, bf16, int8", precision="int4")
     refused("slots is 0", slots=0)
     refused("capacity is 17; it must be from 1 to 16", capacity=17)
     refused("threads is 0", threads=0)

@@ -18,6 +18,7 @@ def test_an_unknown_precision_is_named():
         loss.held_out("shakes128", TEXT, weights="int4")
 
 
-def test_bf16_changes_the_loss_a_little():
-    exact, rounded = (loss.held_out("shakes128", TEXT, weights=w).nats for w in (Precision.FP32, "bf16"))
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_rounding_changes_the_loss_a_little(weights):
+    exact, rounded = (loss.held_out("shakes128", TEXT, weights=w).nats for w in (Precision.FP32, weights))
     assert exact != rounded and exact == pytest.approx(rounded, abs=0.01)

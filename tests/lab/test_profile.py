@@ -264,7 +264,7 @@ def test_hooks_stay_off_the_model():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in engine.model.modules())
 
 
-@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8"])
 def test_the_command(cli, part, weights):
     done = cli(
         "profile",

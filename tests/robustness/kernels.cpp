@@ -512,6 +512,127 @@ std::string attempt_rows(Random& random) {
     return wrong;
 }
 
+// Tries the product with int8 weights: each digit and scale of its rows, and its sums against exact whole
+// numbers. A result may err by a rounding of each group's sum, of each product with a scale and of each
+// addition.
+std::string attempt_int8(Random& random) {
+    const int64_t depth = random.size(MOST), rows = random.from(1, 9), W = simd::lanes();
+    const int64_t cols = W * random.from(1, 9), ldB = cols + (random.one_in(2) ? W : 0),
+                  ldC = cols + random.from(0, 3);
+    const int64_t blocks = simd::int8_blocks(depth), words = simd::fixed_words(depth), gap = random.from(0, 3);
+    const int64_t ldA = words + gap, panel_rows = blocks + 2 * simd::int8_groups(depth);
+    const int64_t bad = random.one_in(4) ? random.from(0, rows - 1) : -1;
+    const bool add = random.one_in(2);
+    constexpr float INF = std::numeric_limits<float>::infinity();
+    const float values[] = {std::numeric_limits<float>::quiet_NaN(), INF, -INF};
+    std::string wrong;
+
+    Guarded x(rows * depth, random), a(rows * ldA - gap, random), b(panel_rows * ldB - (ldB - cols), random);
+    Guarded c((rows - 1) * ldC + cols, random);
+    std::vector<double> number(static_cast<size_t>(rows * depth));  // x as multiples of its row's scale
+    std::vector<float> scale(static_cast<size_t>(rows)), before(static_cast<size_t>(c.n));
+    for (int64_t i = 0; i < rows; i++) {
+        const float size = static_cast<float>(std::exp2(static_cast<double>(random.from(-110, 100))));
+        float* row = x.data + i * depth;
+        for (int64_t k = 0; k < depth; k++) row[k] = random.one_in(9) ? 0 : random.normal() * size;
+        if (random.one_in(4)) row[random.from(0, depth - 1)] = 16 * size * (1 - 0x1p-24f);  // rounded up to 16
+        if (i == bad) row[random.from(0, depth - 1)] = random.any(values);
+    }
+    x.let(PROT_READ);
+    uint32_t* const A = reinterpret_cast<uint32_t*>(a.data);
+    for (int64_t i = 0; i < rows; i++) {
+        const float* row = x.data + i * depth;
+        simd::to_fixed(A + i * ldA, row, depth);
+        std::memcpy(&scale[i], A + i * ldA + 3 * blocks, sizeof scale[i]);
+        if (i == bad && !std::isnan(scale[i])) wrong += "; a bad row has a scale";
+        double largest = 0;
+        for (int64_t k = 0; k < depth; k++) largest = std::max(largest, std::fabs(double{row[k]}));
+        const int bits = SIMD_INT8_BITS;
+        for (int64_t k = 0; k < depth && i != bad && wrong.empty(); k++) {
+            int64_t got = 0;
+            for (int digit = 0; digit < 3; digit++) {
+                const uint32_t byte = A[i * ldA + digit * blocks + k / 4] >> 8 * (k % 4) & 255;
+                if (byte > 127) wrong = "; a digit has more than 7 bits";
+                got = 128 * got + byte;
+            }
+            number[i * depth + k] = static_cast<double>(got - (1 << (bits - 1)));
+            if (number[i * depth + k] != std::nearbyint(row[k] / double{scale[i]}))
+                wrong = "; number " + std::to_string(k) + " is not the nearest";
+        }
+        const double most = largest / scale[i];
+        if (i != bad && (most > (1 << (bits - 1)) || (most < (1 << (bits - 3)) && scale[i] > 0x1p-126f)))
+            wrong += "; a scale does not fit its row";
+    }
+    a.let(PROT_READ);
+
+    const int64_t groups = simd::int8_groups(depth);
+    std::vector<int> weight(static_cast<size_t>(depth * cols));
+    std::vector<float> of_group(static_cast<size_t>(groups * cols));
+    for (int64_t col = 0; col < cols; col++) {
+        float* word = b.data + col;
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t first = g * SIMD_INT8_GROUP, end = std::min<int64_t>(depth, first + SIMD_INT8_GROUP);
+            const bool extreme = random.one_in(8);
+            int32_t sum = 0;
+            for (int64_t k = first; k < end; k++)
+                sum += weight[k * cols + col] = static_cast<int>(extreme ? 127 : random.from(-127, 127));
+            const int32_t start = -64 * sum;
+            std::memcpy(word, &start, sizeof start);
+            word[ldB] = of_group[g * cols + col] = random.one_in(9) ? 0 : std::fabs(random.normal());
+            word += 2 * ldB;
+            for (int64_t k = first; k < end; k += 4, word += ldB) {
+                uint32_t bytes = 0;
+                for (int64_t j = k; j < std::min(end, k + 4); j++)
+                    bytes |= (static_cast<uint32_t>(weight[j * cols + col]) & 255) << 8 * (j - k);
+                std::memcpy(word, &bytes, sizeof bytes);
+            }
+        }
+    }
+    b.let(PROT_READ);
+    for (int64_t i = 0; i < c.n; i++) {
+        if (add) c.data[i] = random.normal();
+        before[i] = c.data[i];
+    }
+    simd::multiply_int8({c.data, ldC}, {A, ldA}, {reinterpret_cast<const uint32_t*>(b.data), ldB}, rows, cols,
+                        depth, add);
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t col = 0; col < cols && wrong.empty(); col++) {
+            const float got = c.data[i * ldC + col];
+            if (i == bad) {
+                if (!std::isnan(got)) wrong = "; a bad row's product is not NaN";
+                continue;
+            }
+            double exact = add ? double{before[i * ldC + col]} : 0, size = std::fabs(exact);
+            for (int64_t g = 0; g < groups; g++) {
+                double sum = 0;  // of whole numbers below 2^53
+                for (int64_t k = g * SIMD_INT8_GROUP; k < std::min<int64_t>(depth, (g + 1) * SIMD_INT8_GROUP);
+                     k++)
+                    sum += number[i * depth + k] * weight[k * cols + col];
+                const double term = sum * double{of_group[g * cols + col]} * double{scale[i]};
+                exact += term, size += std::fabs(term);
+            }
+            // In the digits' sums numbers have an offset: 2^(SIMD_INT8_BITS - 1) a weight, which cancels
+            // exactly.
+            if (!(std::fabs(got - exact) <= 0x1p-24 * static_cast<double>(groups + 4) * size + 1e-37))
+                wrong = "; int8 gives " + std::to_string(got) + ", right is " + std::to_string(exact);
+        }
+    for (int64_t i = 0; i < rows && wrong.empty(); i++) {  // alone, each row has the same result
+        Guarded one(cols, random);
+        for (int64_t col = 0; col < cols; col++) one.data[col] = before[i * ldC + col];
+        simd::multiply_int8({one.data, cols}, {A + i * ldA, ldA},
+                            {reinterpret_cast<const uint32_t*>(b.data), ldB}, 1, cols, depth, add);
+        for (int64_t col = 0; col < cols; col++)
+            if (!same(one.data[col], c.data[i * ldC + col])) wrong = "; int8 depends on the number of rows";
+        if (!one.whole()) wrong += "; wrote beside a row";
+    }
+    for (int64_t i = 0; i < rows - 1; i++)
+        for (int64_t j = cols; j < ldC; j++)
+            if (!same(c.data[i * ldC + j], before[i * ldC + j])) wrong += "; wrote between rows";
+    for (const Guarded* t : {&x, &a, &b, &c})
+        if (!t->whole()) wrong += "; wrote beside a matrix";
+    return wrong;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -527,7 +648,7 @@ int main(int argc, char** argv) {
         Random random(n);
         const Case c = draw(n, random, threads);
         describe(c);
-        const std::string what = attempt(c, random) + attempt_rows(random);
+        const std::string what = attempt(c, random) + attempt_rows(random) + attempt_int8(random);
         parts[c.part - PARTS]++, kinds[c.kind]++, transposed += c.layouts[1].column != 1, bf16 += c.bf16;
         if (what.empty()) continue;
         wrong++;

@@ -40,6 +40,8 @@ GENERATION = {
             "memory limit": {"tokens_per_second": 27186, "relative": 0.7},
             "CTranslate2 4.8.5": {"tokens_per_second": 10421, "relative": 1.826},
             "llama.cpp 1": {"error": 0.5, "seconds": []},
+            "native part4 int8": {"tokens_per_second": 50000, "relative": 0.38, "loss": 1.26734},
+            "CTranslate2 4.8.5, int8": {"tokens_per_second": 10422, "relative": 1.826, "loss": 1.268},
         },
         "prefill": {"native part4": {"ms": 22.5, "relative": 1.0}},
     },
@@ -118,6 +120,8 @@ def test_the_engines(made):
     lines = table("generation")
     assert lines[0] == "Maker One: Maker 1, PyTorch 2.13.0, 2026-11-22, on a busy machine."
     assert lines[4] == "| native engine, part4 | 19,033 (1.00) |  |  | 22.50 ms (1.00) |"
+    assert "| the same, weights in int8 | 50,000 (0.38), 1.2673 nats |  |  |  |" in lines
+    assert "| CTranslate2 4.8.5, int8 | 10,422 (1.83), 1.2680 nats |  |  |  |" in lines
     assert lines[-1] == "| memory limit | 27,186 (0.70) |  |  |  |"
 
 

@@ -43,12 +43,14 @@ Decoder::State::State(const ModelShape& s, const Tensors& tensors, Precision pre
     const Layer& w = weights.layers[0];
     ldX = Weights::row_stride(w.proj), ldQ = w.qkv.columns();
     ldH = Weights::row_stride(w.fc), ldL = Weights::row_stride(weights.head);
+    ldO = w.out.operand_words();  // the longest row
     x = Buffer(slot_count * ldX);
     qkv = Buffer(slot_count * ldQ);
     attended = Buffer(slot_count * s.n_embd);
     hidden = Buffer(slot_count * ldH);
     logits = Buffer(slot_count * ldL);
     normed = Buffer(threads * slot_count * s.n_embd);
+    operands = Buffer(threads * slot_count * ldO);
     Attention one = attention(1, 1, capacity);
     one.Bc = std::max(one.Bc, panel);
     scratch_floats = round_up(part.scratch(one), 16);

@@ -18,7 +18,8 @@ struct Decoder::State::Prompt {
     Buffer rows, scratch;  // for each thread
 
     static int64_t rows_floats(const State& s) {
-        return PREFILL_ROWS * (/* N, A */ 2 * s.shape.n_embd + /* Y */ s.weights.layers[0].fc.columns());
+        const int64_t C = s.shape.n_embd;
+        return PREFILL_ROWS * (/* N, A */ 2 * C + /* Y */ s.weights.layers[0].fc.columns() + /* O */ s.ldO);
     }
 };
 
@@ -49,7 +50,8 @@ void Decoder::State::prefill(Slot& slot, const std::vector<int64_t>& ids) {
     const Linear& head = weights.head;
     trace.timed("norm", 0, [&] { weights.ln_f(normed, prompt.X + (T - 1) * ldX); });
     trace.timed("head", 0, [&] {
-        for (int64_t p = 0; p < head.panels(); p++) head.set({logits, 0}, {normed, 0}, 1, p);
+        const simd::ConstMatrix operand = head.operand({normed, 0}, 1, operands);
+        for (int64_t p = 0; p < head.panels(); p++) head.set({logits, 0}, operand, 1, p);
     });
     std::copy_n(static_cast<const float*>(logits), shape.vocab_size, slot.logits.begin());
     slot.length = T;
@@ -67,17 +69,19 @@ void Decoder::State::read(Slot& slot, Prompt& prompt, int64_t T, int64_t chunk, 
         const int64_t from = l + 1 < L ? 0 : T - 1;  // of the last layer only the last token counts
         const int64_t queries = T - from, chunks = (queries + chunk - 1) / chunk;
         pieces.run(3 * l, (T + PREFILL_ROWS - 1) / PREFILL_ROWS, [&](int64_t i) {
-            float* N = prompt.rows + thread * prompt.rows_floats(*this);
+            float *N = prompt.rows + thread * prompt.rows_floats(*this), *O = N + PREFILL_ROWS * C;
             const int64_t t0 = i * PREFILL_ROWS, rows = std::min(PREFILL_ROWS, T - t0);
             const Layer& w = weights.layers[l];
             const int64_t ldQ = w.qkv.columns();
             float *X = prompt.X + t0 * ldX, *Q = prompt.Q + t0 * ldQ;
+            simd::ConstMatrix operand{};
             trace.timed("norm", thread, [&] {
                 for (int64_t r = 0; r < rows; r++) w.ln_1(N + r * C, X + r * ldX);
+                operand = w.qkv.operand({N, C}, rows, O);
             });
             const int64_t first = t0 + rows > from ? 0 : d;  // q only where it is needed
             for (int64_t h = 0; h < H; h++) {
-                trace.timed("QKV", thread, [&] { w.qkv.set({Q, ldQ}, {N, C}, rows, h, first); });
+                trace.timed("QKV", thread, [&] { w.qkv.set({Q, ldQ}, operand, rows, h, first); });
                 trace.timed("attention", thread,
                             [&] { slot.cache.append(l, h, t0, Q + h * w.qkv.width() + d, ldQ, rows); });
             }
@@ -102,23 +106,27 @@ void Decoder::State::read(Slot& slot, Prompt& prompt, int64_t T, int64_t chunk, 
             const int64_t ldY = w.fc.columns();
             float* N = prompt.rows + thread * prompt.rows_floats(*this);
             float *A = N + PREFILL_ROWS * C, *Y = A + PREFILL_ROWS * C, *X = prompt.X + t0 * ldX;
+            float* O = Y + PREFILL_ROWS * ldY;
             trace.timed("attention", thread, [&] {
                 for (int64_t r = 0; r < rows; r++)
                     for (int64_t h = 0; h < H; h++)
                         std::copy_n(prompt.A + (h * T + t0 + r) * d, d, A + r * C + h * d);
             });
             trace.timed("projection", thread, [&] {
-                for (int64_t p = 0; p < w.proj.panels(); p++) w.proj.add({X, ldX}, {A, C}, rows, p);
+                const simd::ConstMatrix operand = w.proj.operand({A, C}, rows, O);
+                for (int64_t p = 0; p < w.proj.panels(); p++) w.proj.add({X, ldX}, operand, rows, p);
             });
             trace.timed("norm", thread, [&] {
                 for (int64_t r = 0; r < rows; r++) w.ln_2(N + r * C, X + r * ldX);
             });
             trace.timed("MLP up", thread, [&] {
-                for (int64_t p = 0; p < w.fc.panels(); p++) w.fc.set({Y, ldY}, {N, C}, rows, p);
+                const simd::ConstMatrix operand = w.fc.operand({N, C}, rows, O);
+                for (int64_t p = 0; p < w.fc.panels(); p++) w.fc.set({Y, ldY}, operand, rows, p);
             });
             trace.timed("MLP GELU", thread, [&] { simd::gelu(Y, rows * ldY); });
             trace.timed("MLP down", thread, [&] {
-                for (int64_t p = 0; p < w.out.panels(); p++) w.out.add({X, ldX}, {Y, ldY}, rows, p);
+                const simd::ConstMatrix operand = w.out.operand({Y, ldY}, rows, O);
+                for (int64_t p = 0; p < w.out.panels(); p++) w.out.add({X, ldX}, operand, rows, p);
             });
         });
     }

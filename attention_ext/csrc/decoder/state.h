@@ -33,10 +33,10 @@ struct Decoder::State {
     Buffer caches;
     std::vector<Slot> slots;
 
-    // Activations of a step, a row for each slot that takes part. Each thread has its own `normed` and
-    // `scratch`.
-    int64_t ldX, ldQ, ldH, ldL;  // row strides of x, qkv, hidden, logits
-    Buffer x, qkv, attended, hidden, logits, normed, scratch;
+    // Activations of a step, a row for each slot that takes part. Each thread has its own `normed`, `operands`
+    // (rows as the products take them) and `scratch`.
+    int64_t ldX, ldQ, ldH, ldL, ldO;  // row strides of x, qkv, hidden, logits, operands
+    Buffer x, qkv, attended, hidden, logits, normed, operands, scratch;
     int64_t scratch_floats;
 
     Trace trace;

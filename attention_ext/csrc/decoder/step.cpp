@@ -40,7 +40,8 @@ void Decoder::State::step(const Weights& model, const int64_t* which, int64_t ro
     const NoDenormals flushed;
     const int64_t C = shape.n_embd, H = shape.n_head, stages = 4 * shape.n_layer + 1;
     float *X = x + row * ldX, *Q = qkv + row * ldQ, *A = attended + row * C, *Y = hidden + row * ldH;
-    float *L = logits + row * ldL, *N = normed + (thread * static_cast<int64_t>(slots.size()) + row) * C;
+    const int64_t own = thread * static_cast<int64_t>(slots.size()) + row;  // this thread's rows
+    float *L = logits + row * ldL, *N = normed + own * C, *O = operands + own * ldO;
 
     // A stage: body(p, begin, end) for each panel p. The rows are divided too where there are fewer panels than
     // members.
@@ -56,22 +57,29 @@ void Decoder::State::step(const Weights& model, const int64_t* which, int64_t ro
         for (int64_t r = begin; pieces.members() > 1 && r < end; r++)
             for (int64_t i = 0; i < floats; i += LINE_FLOATS) __builtin_prefetch(from + r * stride + i);
     };
-    // Each thread normalises for itself, when it gets a piece that needs it.
-    int64_t normed_for = -1, normed_from = 0;
-    const auto normalise = [&](int64_t stage, const LayerNorm& norm, int64_t begin, int64_t end) {
-        if (normed_for == stage && normed_from == begin) return;
-        fetch(X, ldX, C, begin, end);
-        trace.timed("norm", thread, [&] {
-            for (int64_t r = begin; r < end; r++) norm(N + r * C, X + r * ldX);
+    // What the products of a stage take. Each thread makes it for itself, when it gets the first piece.
+    simd::ConstMatrix operand{};
+    int64_t made_for = -1, made_from = 0;
+    const auto once = [&](int64_t stage, int64_t begin, const auto& make) {
+        if (made_for == stage && made_from == begin) return;
+        make();
+        made_for = stage, made_from = begin;
+    };
+    const auto normalise = [&](int64_t stage, const LayerNorm& norm, const Linear& w, int64_t begin,
+                               int64_t end) {
+        once(stage, begin, [&] {
+            fetch(X, ldX, C, begin, end);
+            trace.timed("norm", thread, [&] {
+                for (int64_t r = begin; r < end; r++) norm(N + r * C, X + r * ldX);
+                operand = w.operand({N + begin * C, C}, end - begin, O + begin * ldO);
+            });
         });
-        normed_for = stage, normed_from = begin;
     };
     for (int64_t l = 0, stage = 0; stage + 1 < stages; l++) {
         const Layer& w = model.layers[l];
         each(stage, H, [&](int64_t h, int64_t begin, int64_t end) {
-            normalise(stage, w.ln_1, begin, end);
-            trace.timed("QKV", thread,
-                        [&] { w.qkv.set({Q + begin * ldQ, ldQ}, {N + begin * C, C}, end - begin, h); });
+            normalise(stage, w.ln_1, w.qkv, begin, end);
+            trace.timed("QKV", thread, [&] { w.qkv.set({Q + begin * ldQ, ldQ}, operand, end - begin, h); });
             trace.timed("attention", thread, [&] {
                 for (int64_t r = begin; r < end; r++) {
                     const Slot& slot = slots[which[r]];
@@ -88,30 +96,36 @@ void Decoder::State::step(const Weights& model, const int64_t* which, int64_t ro
             });
         });
         stage++;
-        each(stage++, w.proj.panels(), [&](int64_t p, int64_t begin, int64_t end) {
+        each(stage, w.proj.panels(), [&](int64_t p, int64_t begin, int64_t end) {
             fetch(A, C, C, begin, end);
-            trace.timed("projection", thread,
-                        [&] { w.proj.add({X + begin * ldX, ldX}, {A + begin * C, C}, end - begin, p); });
+            trace.timed("projection", thread, [&] {
+                once(stage, begin,
+                     [&] { operand = w.proj.operand({A + begin * C, C}, end - begin, O + begin * ldO); });
+                w.proj.add({X + begin * ldX, ldX}, operand, end - begin, p);
+            });
         });
+        stage++;
         each(stage, w.fc.panels(), [&](int64_t p, int64_t begin, int64_t end) {
-            normalise(stage, w.ln_2, begin, end);
-            trace.timed("MLP up", thread,
-                        [&] { w.fc.set({Y + begin * ldH, ldH}, {N + begin * C, C}, end - begin, p); });
+            normalise(stage, w.ln_2, w.fc, begin, end);
+            trace.timed("MLP up", thread, [&] { w.fc.set({Y + begin * ldH, ldH}, operand, end - begin, p); });
             trace.timed("MLP GELU", thread, [&] {
                 for (int64_t r = begin; r < end; r++) simd::gelu(Y + r * ldH + p * w.fc.width(), w.fc.width());
             });
         });
         stage++;
-        each(stage++, w.out.panels(), [&](int64_t p, int64_t begin, int64_t end) {
+        each(stage, w.out.panels(), [&](int64_t p, int64_t begin, int64_t end) {
             fetch(Y, ldH, 4 * C, begin, end);
-            trace.timed("MLP down", thread,
-                        [&] { w.out.add({X + begin * ldX, ldX}, {Y + begin * ldH, ldH}, end - begin, p); });
+            trace.timed("MLP down", thread, [&] {
+                once(stage, begin,
+                     [&] { operand = w.out.operand({Y + begin * ldH, ldH}, end - begin, O + begin * ldO); });
+                w.out.add({X + begin * ldX, ldX}, operand, end - begin, p);
+            });
         });
+        stage++;
     }
     each(stages - 1, model.head.panels(), [&](int64_t p, int64_t begin, int64_t end) {
-        normalise(stages - 1, model.ln_f, begin, end);
-        trace.timed("head", thread,
-                    [&] { model.head.set({L + begin * ldL, ldL}, {N + begin * C, C}, end - begin, p); });
+        normalise(stages - 1, model.ln_f, model.head, begin, end);
+        trace.timed("head", thread, [&] { model.head.set({L + begin * ldL, ldL}, operand, end - begin, p); });
     });
 }
 

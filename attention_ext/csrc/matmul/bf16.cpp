@@ -17,6 +17,12 @@ Buffer bf16_pack(const float* W, int64_t out, const Panels& s) {
     return packed;
 }
 
+int64_t bf16_panel_rows(int64_t in) { return in; }
+
+int64_t bf16_operand_words(int64_t) { return 0; }
+
+void bf16_operand(float*, const float*, int64_t) {}
+
 // All columns are computed: a pair cannot be split.
 void bf16_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, const Panels& s, int64_t rows,
                    int64_t, bool add) {

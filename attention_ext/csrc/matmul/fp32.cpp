@@ -13,6 +13,12 @@ Buffer fp32_pack(const float* W, int64_t out, const Panels& s) {
     return packed;
 }
 
+int64_t fp32_panel_rows(int64_t in) { return in; }
+
+int64_t fp32_operand_words(int64_t) { return 0; }
+
+void fp32_operand(float*, const float*, int64_t) {}
+
 void fp32_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, const Panels& s, int64_t rows,
                    int64_t first, bool add) {
     y.data += first;

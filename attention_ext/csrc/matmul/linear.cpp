@@ -14,7 +14,7 @@ Linear::Linear(const float* W, const float* b, int64_t out, int64_t in, int64_t 
 }
 
 Linear Linear::with_width(int64_t width, const std::function<float*(int64_t p)>& place) const {
-    // Whatever the precision, a panel holds for each input some units: vectors of 32 bits a lane.
+    // Whatever the precision, a row of a panel is some units: vectors of 32 bits a lane.
     const int64_t lanes = simd::lanes(), unit = precision->vectors * lanes;
     Linear other;
     other.out = out;
@@ -30,7 +30,8 @@ Linear Linear::with_width(int64_t width, const std::function<float*(int64_t p)>&
         return w.starts[u / units] + (k * units + u % units) * lanes;
     };
     for (int64_t u = 0; u * unit < out; u++)
-        for (int64_t k = 0; k < shape.in; k++) std::copy_n(row(*this, u, k), lanes, row(other, u, k));
+        for (int64_t k = 0; k < precision->panel_rows(shape.in); k++)
+            std::copy_n(row(*this, u, k), lanes, row(other, u, k));
     return other;
 }
 

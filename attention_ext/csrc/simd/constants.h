@@ -10,6 +10,12 @@
 // PyTorch's epsilon, added to the variance.
 #define SIMD_LAYER_NORM_EPSILON 1e-5f
 
+// Products with int8 weights: the weights of an output that share a scale, and the bits of a whole number that
+// stands for an activation. The number plus half of 2^bits is three bytes of 7 bits, which every processor's
+// dot product of bytes takes, signed or not.
+#define SIMD_INT8_GROUP 128
+#define SIMD_INT8_BITS 21
+
 // 2^x for x <= 8 with a relative error of 2e-7; 0 for x < SIMD_EXP2_LEAST, where results would be denormal: a
 // multiply-add with a denormal number takes over a hundred cycles on many processors.
 // x = n + f with n whole and |f| <= 1/2. 2^n is an addition to the exponent bits.

@@ -12,6 +12,10 @@ void ispc_multiply_add(float*, int64_t, const float*, int64_t, int64_t, const fl
                        int64_t, int64_t);
 void ispc_multiply_bf16(float*, int64_t, const float*, int64_t, const uint32_t*, int64_t, int64_t, int64_t,
                         int64_t, bool);
+void ispc_fix_row(uint32_t*, const float*, int64_t, float);
+int32_t ispc_largest_bits(const float*, int64_t);
+void ispc_multiply_int8(float*, int64_t, const uint32_t*, int64_t, const uint32_t*, int64_t, int64_t, int64_t,
+                        int64_t, bool);
 void ispc_dot_rows(float*, const float*, const float*, int64_t, int64_t, int64_t, float);
 void ispc_add_weighted_rows(float*, const float*, const float*, int64_t, int64_t, int64_t);
 float ispc_row_max(const float*, int64_t, float);
@@ -56,6 +60,19 @@ void multiply_add(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64
 
 void multiply_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth, bool add) {
     ispc_multiply_bf16(C.data, C.ld, A.data, A.ld, B.data, B.ld, rows, cols, depth, add);
+}
+
+void to_fixed(uint32_t* row, const float* x, int64_t n) {
+    const int32_t bits = ispc_largest_bits(x, n);
+    float largest;
+    std::memcpy(&largest, &bits, sizeof largest);
+    const Int8Scale scale(largest);
+    std::memcpy(row + 3 * int8_blocks(n), &scale.scale, sizeof scale.scale);
+    ispc_fix_row(row, x, n, scale.factor);
+}
+
+void multiply_int8(Matrix C, FixedRows A, Int8Panel B, int64_t rows, int64_t cols, int64_t depth, bool add) {
+    ispc_multiply_int8(C.data, C.ld, A.data, A.ld, B.data, B.ld, rows, cols, int8_blocks(depth), add);
 }
 
 void dot_rows(float* s, const float* x, ConstMatrix B, int64_t rows, int64_t depth, float scale) {

@@ -1,4 +1,5 @@
 // The SIMD helpers as scalar loops, compiled without vectorisation: the baseline of the others.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -56,6 +57,54 @@ void multiply_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t c
                 sum += A.data[i * A.ld + k] * b;
             }
             C.data[i * C.ld + c] = sum;
+        }
+    }
+}
+
+void to_fixed(uint32_t* row, const float* x, int64_t n) {
+    const int64_t blocks = int8_blocks(n);
+    float largest = 0;
+    bool finite = true;
+    for (int64_t i = 0; i < n; i++) {
+        largest = std::fabs(x[i]) > largest ? std::fabs(x[i]) : largest;
+        finite = finite && std::isfinite(x[i]);
+    }
+    const Int8Scale scale(finite ? largest : INFINITY);
+    std::fill_n(row, 3 * blocks, 0u);
+    for (int64_t i = 0; finite && i < n; i++) {
+        const int shift = static_cast<int>(8 * (i % 4));
+        const int number = static_cast<int>(std::nearbyint(x[i] * scale.factor)) + (1 << (SIMD_INT8_BITS - 1));
+        for (int64_t digit = 0; digit < 3; digit++)
+            row[digit * blocks + i / 4] |= static_cast<uint32_t>(number >> (14 - 7 * digit) & 127) << shift;
+    }
+    std::memcpy(row + 3 * blocks, &scale.scale, sizeof scale.scale);
+}
+
+void multiply_int8(Matrix C, FixedRows A, Int8Panel B, int64_t rows, int64_t cols, int64_t depth, bool add) {
+    const int64_t blocks = int8_blocks(depth);
+    const auto byte = [](uint32_t word, int j) { return static_cast<int>(word >> 8 * j & 255); };
+    for (int64_t i = 0; i < rows; i++) {
+        const uint32_t* a = A.data + i * A.ld;
+        float a_scale;
+        std::memcpy(&a_scale, a + 3 * blocks, sizeof a_scale);
+        for (int64_t c = 0; c < cols; c++) {
+            const uint32_t* b = B.data + c;
+            float total = 0;
+            for (int64_t k = 0; k < blocks;) {
+                int32_t sums[3] = {};
+                float b_scale;
+                std::memcpy(sums, b, sizeof sums[0]);
+                std::memcpy(&b_scale, b + B.ld, sizeof b_scale);
+                b += 2 * B.ld;
+                for (const int64_t end = std::min(blocks, k + SIMD_INT8_GROUP / 4); k < end; k++, b += B.ld)
+                    for (int digit = 0; digit < 3; digit++)
+                        for (int j = 0; j < 4; j++)
+                            sums[digit] += byte(a[digit * blocks + k], j) * static_cast<int8_t>(byte(*b, j));
+                const float upper = static_cast<float>(128 * sums[0] + sums[1]);
+                total += (128 * upper + static_cast<float>(sums[2])) * b_scale;
+            }
+            float& to = C.data[i * C.ld + c];
+            to = add ? to + total * a_scale : total * a_scale;
         }
     }
 }

@@ -4,8 +4,10 @@
 // NaN in gives NaN out.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "simd/constants.h"
 
@@ -35,6 +37,28 @@ struct Bf16Pairs {
     const uint32_t* data;
     int64_t ld;
 };
+
+// Rows of activations as whole numbers of SIMD_INT8_BITS bits, with a scale, a power of 2, for each row. To a
+// number 2^(SIMD_INT8_BITS - 1) is added, which makes it three digits of 7 bits. A row has int8_blocks(n) words
+// of the highest digits, as many of the middle ones and of the lowest, and the scale. Byte j of word k belongs
+// to number 4 k + j.
+struct FixedRows {
+    const uint32_t* data;
+    int64_t ld;
+};
+
+// A matrix (depth, cols) in int8, with a scale for each column and group of SIMD_INT8_GROUP rows. Of each group
+// there is a row of words for what the highest digits' sums start from, which is -64 times the sum of the
+// weights; one for the scales; and one for each four rows of the matrix, byte j of the j-th of them, 0 behind
+// the last.
+struct Int8Panel {
+    const uint32_t* data;
+    int64_t ld;
+};
+
+constexpr int64_t int8_blocks(int64_t depth) { return (depth + 3) / 4; }
+constexpr int64_t int8_groups(int64_t depth) { return (depth + SIMD_INT8_GROUP - 1) / SIMD_INT8_GROUP; }
+constexpr int64_t fixed_words(int64_t n) { return /* digits */ 3 * int8_blocks(n) + /* scale */ 1; }
 
 // Floats in a vector. The products below are fastest for a multiple of panel() columns and of rows() rows.
 int64_t lanes();
@@ -66,6 +90,14 @@ void multiply_add(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64
 
 // C[i][c] <- sum_k A[i][k] * B[k][c], or with `add` C[i][c] <- C[i][c] + that sum; cols is a multiple of 2 W.
 void multiply_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth, bool add);
+
+// row (fixed_words(n)) <- x (n), n > 0, as FixedRows describes: the nearest whole numbers, ties to even. The
+// largest has SIMD_INT8_BITS - 1 bits and a sign; with NaN or infinity in x the scale is NaN.
+void to_fixed(uint32_t* row, const float* x, int64_t n);
+
+// C[i][c] <- sum_k A[i][k] * B[k][c], or with `add` C[i][c] <- C[i][c] + that sum; cols is a multiple of W. The
+// sums within a group are exact.
+void multiply_int8(Matrix C, FixedRows A, Int8Panel B, int64_t rows, int64_t cols, int64_t depth, bool add);
 
 // s[j] <- scale * x . B[j]                        s (rows), x (depth), B (rows, depth)
 void dot_rows(float* s, const float* x, ConstMatrix B, int64_t rows, int64_t depth, float scale);
@@ -107,5 +139,25 @@ void scale_columns(Matrix C, int64_t rows, int64_t cols, const float* a);
 
 // e^x, or 0 where that would be denormal.
 inline float exp_or_zero(float x) { return x < SIMD_EXP_LEAST ? 0.0f : std::exp(x); }
+
+// A row whose largest magnitude is `largest` times `factor`, a power of 2, is whole numbers of SIMD_INT8_BITS
+// bits; `scale` is 1 / factor, or NaN if `largest` is infinite or NaN.
+struct Int8Scale {
+    float factor, scale;
+
+    explicit Int8Scale(float largest) {
+        constexpr uint32_t FRACTION = 23, INF = 0xffu << FRACTION;  // of a float: its fraction's bits
+        constexpr uint32_t KEPT = SIMD_INT8_BITS - 2;               // fraction bits of the largest number
+        uint32_t bits;
+        std::memcpy(&bits, &largest, sizeof bits);
+        // Of the largest as it is rounded, which may be up to a power of 2. A tiny row's is larger than that,
+        // so that its scale is not denormal.
+        const uint32_t exponent = std::max((bits + (1u << (FRACTION - 1 - KEPT))) >> FRACTION, KEPT + 1);
+        const uint32_t to_factor = (254 + KEPT - exponent) << FRACTION;
+        const uint32_t to_scale = bits < INF ? (exponent - KEPT) << FRACTION : INF + 1;
+        std::memcpy(&factor, &to_factor, sizeof factor);
+        std::memcpy(&scale, &to_scale, sizeof scale);
+    }
+};
 
 }  // namespace simd

@@ -214,6 +214,84 @@ export void ispc_multiply_bf16(uniform float C[], uniform int64 ldC, const unifo
     }
 }
 
+// The digits of x * factor, a number a lane, as simd.h describes. Adding SIMD_ROUND rounds. A row with NaN has no
+// numbers, but its digits have 7 bits too.
+export void ispc_fix_row(uniform unsigned int32 row[], const uniform float x[], uniform int64 n,
+                         uniform float factor) {
+    const uniform int64 bytes = (n + 3) / 4 * 4;
+    uniform unsigned int8* uniform high = (uniform unsigned int8 * uniform)row;
+    uniform unsigned int8* uniform middle = high + bytes;
+    uniform unsigned int8* uniform low = middle + bytes;
+    foreach (i = 0 ... (uniform int)bytes) {
+        const float v = i < n ? x[i] : 0.0f;
+        const unsigned int32 whole = intbits(v * factor + SIMD_ROUND) - intbits(SIMD_ROUND);
+        const unsigned int32 u = whole + (1 << (SIMD_INT8_BITS - 1));
+        high[i] = (u >> 14) & 127;
+        middle[i] = (u >> 7) & 127;
+        low[i] = u & 127;
+    }
+}
+
+// The largest of the magnitudes' bits, which are in the order of the magnitudes, NaN last.
+export uniform int32 ispc_largest_bits(const uniform float x[], uniform int64 n) {
+    int32 most = 0;
+    for (uniform int64 i = 0; i < n; i += programCount)
+        if (i + programIndex < n) most = max(most, (int32)(intbits(x[i + programIndex]) & 0x7fffffff));
+    return reduce_max(most);
+}
+
+// A lane is a column of B. Each of R rows has three sums, one for each digit, with names as in register_block().
+#define DECLARE_SUMS(i) int32 x##i, y##i, z##i; float total##i = 0.0f;
+#define START_SUMS(i) x##i = offset; y##i = 0; z##i = 0;
+#define ADD_DIGITS(i)                                                                \
+    if (i < R) {                                                                     \
+        const uniform unsigned int32* uniform a = A + i * ldA + k;                   \
+        x##i = dot4add_u8i8packed((varying unsigned int32)a[0], b, x##i);            \
+        y##i = dot4add_u8i8packed((varying unsigned int32)a[blocks], b, y##i);       \
+        z##i = dot4add_u8i8packed((varying unsigned int32)a[2 * blocks], b, z##i);   \
+    }
+#define ADD_GROUP(i)                                                                 \
+    if (i < R) total##i += ((float)(128 * x##i + y##i) * 128.0f + (float)z##i) * scale;
+#define STORE_TOTAL(i)                                                               \
+    if (i < R) {                                                                     \
+        const float product = total##i * floatbits(A[i * ldA + 3 * blocks]);         \
+        C[i * ldC + programIndex] = add ? C[i * ldC + programIndex] + product : product;\
+    }
+#define EACH_INT8_ROW(DO) DO(0) DO(1) DO(2) DO(3)
+
+template <int R>
+static inline void int8_block(uniform float* uniform C, uniform int64 ldC, const uniform unsigned int32* uniform A,
+                              uniform int64 ldA, const uniform unsigned int32* uniform B, uniform int64 ldB,
+                              uniform int64 blocks, uniform bool add) {
+    EACH_INT8_ROW(DECLARE_SUMS)
+    for (uniform int64 k = 0; k < blocks;) {
+        const uniform int64 end = min(blocks, k + SIMD_INT8_GROUP / 4);
+        const int32 offset = B[programIndex];
+        const float scale = floatbits(B[ldB + programIndex]);
+        B += 2 * ldB;
+        EACH_INT8_ROW(START_SUMS)
+        for (; k < end; k++) {
+            const unsigned int32 b = B[programIndex];
+            B += ldB;
+            EACH_INT8_ROW(ADD_DIGITS)
+        }
+        EACH_INT8_ROW(ADD_GROUP)
+    }
+    EACH_INT8_ROW(STORE_TOTAL)
+}
+
+export void ispc_multiply_int8(uniform float C[], uniform int64 ldC, const uniform unsigned int32 A[],
+                               uniform int64 ldA, const uniform unsigned int32 B[], uniform int64 ldB,
+                               uniform int64 rows, uniform int64 cols, uniform int64 blocks, uniform bool add) {
+    for (uniform int64 c = 0; c < cols; c += programCount) {
+        uniform int64 i = 0;
+        for (; i + 4 <= rows; i += 4)
+            int8_block<4>((uniform float * uniform) C + i * ldC + c, ldC, A + i * ldA, ldA, B + c, ldB, blocks, add);
+        for (; i < rows; i++)
+            int8_block<1>((uniform float * uniform) C + i * ldC + c, ldC, A + i * ldA, ldA, B + c, ldB, blocks, add);
+    }
+}
+
 // a and b hold partial sums in runs of G lanes. In the result the runs are half as long: those of a are in the lanes
 // whose number lacks the bit G / 2, those of b in the lanes that have it.
 static inline float halve_runs(float a, float b, const uniform int G) {

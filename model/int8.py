@@ -1,0 +1,61 @@
+"""Products of int8 weights and whole activations, as the native decoder has them, in PyTorch.
+
+The decoder's sums of products are exact within a group; here they are float32 over the rounded values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from model.gpt import GPT
+
+GROUP, BITS = 128, 21  # SIMD_INT8_GROUP, SIMD_INT8_BITS of attention_ext/csrc/simd/constants.h
+LEAST_EXPONENT = -107  # of the largest number of a row; a row of smaller ones has the scale of this exponent
+
+
+def round_weights(weight: Tensor) -> Tensor:
+    """Round each row of (out, in) in groups of GROUP to whole multiples of 1/127 of the group's largest."""
+    groups = F.pad(weight, (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))  # (out, groups, GROUP)
+    scale = groups.abs().amax(2, keepdim=True) / 127
+    whole = (groups / scale).nan_to_num(0).round().clamp(-127, 127)
+    return (whole * scale).flatten(1)[:, : weight.shape[1]]
+
+
+def round_activations(x: Tensor) -> Tensor:
+    """Round each row of (..., in) to whole multiples of a power of 2: the largest has BITS - 2 bits or more.
+
+    A row with NaN or infinity becomes NaN.
+    """
+    largest = x.abs().amax(-1, keepdim=True)
+    mantissa, exponent = torch.frexp(largest)  # mantissa in [1/2, 1)
+    # Just below a power of 2 the largest would be rounded up to it, which has a bit too many.
+    exponent = exponent - 1 + (mantissa >= 1 - 2.0**-BITS).int()
+    scale = torch.ldexp(torch.ones_like(largest), exponent.clamp(min=LEAST_EXPONENT) - (BITS - 2))
+    return torch.where(largest.isfinite(), (x / scale).round() * scale, torch.nan)
+
+
+class Int8Linear(nn.Linear):
+    """A linear layer of rounded weights that rounds what it reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(round_activations(x))
+
+
+def in_int8(model: GPT) -> GPT:
+    """A model whose matrices, the head's among them, are rounded, and so is what they are multiplied by.
+
+    They are kept in float32. All else is shared, and the embeddings stay as they are.
+    """
+    other = model.with_attention(model.attend)
+    for parent in list(other.modules()):
+        for name, module in parent.named_children():
+            if not isinstance(module, nn.Linear):
+                continue
+            with torch.device("meta"):
+                layer = Int8Linear(module.in_features, module.out_features, module.bias is not None)
+            layer.weight = nn.Parameter(round_weights(module.weight.detach()), requires_grad=False)
+            layer.bias = module.bias
+            setattr(parent, name, layer)
+    return other.eval()

@@ -1,0 +1,78 @@
+"""Rounding to int8 weights and whole activations, against whole numbers of Python."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import tiny
+import torch
+
+from model import int8
+
+
+def numbers(shape, seed, spread=3):
+    """Numbers whose rows differ in size by many powers of 2."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.exp2(torch.randint(-spread, spread + 1, (shape[0], 1), generator=generator).float())
+    return torch.randn(shape, generator=generator) * sizes
+
+
+@pytest.mark.parametrize("inputs", [1, 3, 127, 128, 129, 300])
+def test_weights_are_whole_multiples_of_a_scale_for_each_group(inputs):
+    weight = numbers((5, inputs), seed=inputs)
+    weight[2] = 0
+    rounded = int8.round_weights(weight)
+    assert rounded.shape == weight.shape
+    for row, made in zip(weight.tolist(), rounded.tolist()):
+        for start in range(0, inputs, int8.GROUP):
+            group, got = row[start : start + int8.GROUP], made[start : start + int8.GROUP]
+            scale = Fraction(max(map(abs, group))) / 127
+            for exact, value in zip(map(Fraction, group), map(Fraction, got)):
+                assert abs(value - exact) <= scale * Fraction(501, 1000)
+                whole = value / scale if scale else Fraction(0)
+                assert abs(whole - round(whole)) < Fraction(1, 10000) and abs(round(whole)) <= 127
+
+
+@pytest.mark.parametrize("width", [1, 2, 37, 200])
+def test_activations_are_the_nearest_multiples_of_a_power_of_2(width):
+    x = numbers((40, width), seed=width, spread=100)
+    x[1] = 0
+    x[2], x[2, 0] = 0, 2.0 - 2.0**-23  # is rounded up to 2
+    rounded = int8.round_activations(x)
+    for row, made in zip(x.tolist(), rounded.tolist()):
+        largest = max(abs(number) for number in made)
+        if largest == 0:
+            assert not any(row)
+            continue
+        # The scale is not given: it is that of the largest, unless that was rounded up to a power of 2.
+        exponent = max(math.frexp(largest)[1] - 1, int8.LEAST_EXPONENT)
+        scale = Fraction(2) ** (exponent - (int8.BITS - 2))
+        for exact, value in zip(map(Fraction, row), map(Fraction, made)):
+            assert value == round(exact / scale) * scale  # of two nearest, the even one
+            assert abs(value / scale) < 2 ** (int8.BITS - 1)
+
+
+def test_tiny_activations_do_not_make_a_denormal_scale():
+    x = torch.tensor([[2.0**-120, -(2.0**-126), 2.0**-130]])
+    assert int8.round_activations(x).tolist() == [[2.0**-120, -(2.0**-126), 0.0]]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_bad_number_spoils_its_row_alone(bad):
+    x = numbers((3, 10), seed=0)
+    clean = int8.round_activations(x)
+    x[1, 4] = bad
+    rounded = int8.round_activations(x)
+    assert rounded[1].isnan().all() and torch.equal(rounded[::2], clean[::2])
+
+
+def test_the_embeddings_stay_as_they_are():
+    gpt = tiny.gpt(bias=True)
+    made = int8.in_int8(gpt)
+    assert made.transformer.wte.weight.data_ptr() == gpt.transformer.wte.weight.data_ptr()
+    assert not torch.equal(made.lm_head.weight, gpt.lm_head.weight)
+    assert torch.equal(made.transformer.h[0].mlp.c_fc.bias, gpt.transformer.h[0].mlp.c_fc.bias)
+    linear = [m for m in gpt.modules() if isinstance(m, torch.nn.Linear)]
+    assert len([m for m in made.modules() if isinstance(m, int8.Int8Linear)]) == len(linear)
