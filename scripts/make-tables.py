@@ -158,7 +158,7 @@ def parts() -> list[str]:
     found: dict[str, list[dict | None]] = {}
     for at, results in enumerate(everything):
         for row in results.rows:
-            usual = row["simd"] in SIMDS and row.get("dtype", Dtype.FP32) == Dtype.FP32
+            usual = row["simd"] in SIMDS and row["dtype"] in (None, Dtype.FP32)
             if usual and all(row[name] == value for name, value in CASE.items()):
                 found.setdefault(row["contender"], [None] * len(everything))[at] = row
     titles = ["part", "algorithm", "threads", "scratch, bytes", *(each.head for each in everything)]

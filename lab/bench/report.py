@@ -190,7 +190,9 @@ def infirm(run: Run) -> str | None:
 def _case(rows: list[dict]) -> tuple[list[str], list[str]]:
     """The names of CASE that differ between rows, and the others; unusual queries and dtypes only."""
     usual = {"queries": lambda r: r["N"], "dtype": lambda r: Dtype.FP32}
-    case = [name for name in CASE if name not in usual or any(r[name] != usual[name](r) for r in rows)]
+    case = [
+        name for name in CASE if name not in usual or any(r[name] not in (None, usual[name](r)) for r in rows)
+    ]
     varying = [name for name in case if len({r[name] for r in rows if r[name] is not None}) > 1]
     return varying, [name for name in case if name not in varying]
 

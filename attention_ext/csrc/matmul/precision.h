@@ -21,9 +21,8 @@ struct Panels {
 //   name_panel_rows     rows of a panel; each has a word of 32 bits for every `vectors` columns
 //   name_operand_words  words of a row of x as name_multiply takes it; 0 if it takes floats
 //   name_operand        makes that row of x (in); not called if it has no words
-//   name_multiply       y (rows, width) <- x (rows, in) times a panel; with `add` the product is added to y.
-//   The
-//                       columns of y before `first`, which is less than width, need not be computed.
+//   name_multiply       y (rows, width) <- x (rows, in) times a panel, or with `add` y + that. The columns of y
+//                       before `first`, which is less than width, need not be computed.
 // bytes: of a weight. vectors: the width of a panel is a multiple of so many vectors of simd::lanes().
 //
 //              name, bytes, vectors
