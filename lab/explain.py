@@ -18,6 +18,7 @@ from lab.costs import Block, Costs, costs, scratch
 from lab.machine import Cache, size_text
 from lab.timing import quartiles
 
+AMX_SOFTMAX_INSTRUCTIONS = 7.5  # of part4_amx.cpp for a vector, without loads and stores
 MISSES_SECONDS = 600  # that one run under perf or cachegrind may take
 
 
@@ -88,7 +89,8 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
     peak = run.peak(cell) * threads / cell.threads
     scalar = counted is not None and counted.scalar or cell.simd == "off"
     lanes = Block.of("auto").lanes if scalar else 1
-    echo("\n" + bound_text(case.flops, counted.chained if counted else 0.0, bounds, peak, lanes))
+    unit = "AMX" if by_amx(cell) else "FMA"
+    echo("\n" + bound_text(case.flops, counted.chained if counted else 0.0, bounds, peak, lanes, unit))
     echo(measured_text(case.flops, result, peak))
     if part.operator and cell.dtype == Dtype.FP32:
         echo(misses_text(cell, cachegrind))
@@ -96,12 +98,27 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
         echo(run.busy)
 
 
+def by_amx(cell: Cell) -> bool:
+    """Whether AMX computes this cell."""
+    return (
+        cell.contender == "part4"
+        and cell.dtype == Dtype.BF16
+        and extension.uses_amx(cell.queries, cell.simd or "auto")
+    )
+
+
 def softmax_text(cell: Cell) -> str | None:
     """The instructions of part 4's softmax and the share of the peak that they leave; None elsewhere."""
     if cell.contender != "part4":
         return None
-    if cell.dtype == Dtype.BF16 and extension.uses_amx(cell.queries, cell.simd or "auto"):
-        return "softmax     of vectors, while AMX multiplies: most of the time at small d"
+    if by_amx(cell):
+        # two instructions in a cycle; a product of 16 x 32 by 32 x 16 takes 16 cycles
+        softmax, products = AMX_SOFTMAX_INSTRUCTIONS / 2, cell.d / 16
+        share = f"{100 * products / (products + softmax):.0f} %"
+        return (
+            f"softmax     {AMX_SOFTMAX_INSTRUCTIONS} instructions for a vector of scores, two in a cycle, beside "
+            f"d / 16 = {products:g}\n            cycles of AMX: {share} of its peak where they do not overlap"
+        )
     size = extension.size("softmax", cell.simd or "auto")
     if not size:
         return None
@@ -183,13 +200,13 @@ def traffic_table(counted: Costs, bounds: list[Level]) -> str:
     return "\n".join(lines)
 
 
-def bound_text(flops: float, chained: float, bounds: list[Level], peak: float, lanes: int) -> str:
+def bound_text(flops: float, chained: float, bounds: list[Level], peak: float, lanes: int, unit: str) -> str:
     """The least time that each limit allows, and which limit is the longest.
 
-    chained: multiply-adds that wait for the one before. lanes: of so many lanes of a vector one is used. A
-    cache that keeps all of a call's matrices limits only the first call, which is not timed.
+    chained: multiply-adds that wait for the one before. lanes: of so many lanes of a vector one is used. unit:
+    whose peak it is. A cache that keeps all of a call's matrices limits only the first call, which is not timed.
     """
-    limits = [("the FMA peak", f"{peak / 1e9:.0f} GFLOP/s", flops / peak)]
+    limits = [(f"the {unit} peak", f"{peak / 1e9:.0f} GFLOP/s", flops / peak)]
     if lanes > 1:
         scalar = peak / lanes
         limits.append((f"one lane of {lanes}", f"{scalar / 1e9:.1f} GFLOP/s", flops / scalar))
