@@ -116,8 +116,8 @@ def softmax_text(cell: Cell) -> str | None:
         softmax, products = AMX_SOFTMAX_INSTRUCTIONS / 2, cell.d / 16
         share = f"{100 * products / (products + softmax):.0f} %"
         return (
-            f"softmax     {AMX_SOFTMAX_INSTRUCTIONS} instructions for a vector of scores, two in a cycle, beside "
-            f"d / 16 = {products:g}\n            cycles of AMX: {share} of its peak where they do not overlap"
+            f"softmax     {AMX_SOFTMAX_INSTRUCTIONS} instructions for a vector of scores, two in a cycle, beside\n"
+            f"            d / 16 = {products:g} cycles of AMX: {share} of its peak where they do not overlap"
         )
     size = extension.size("softmax", cell.simd or "auto")
     if not size:
@@ -203,8 +203,9 @@ def traffic_table(counted: Costs, bounds: list[Level]) -> str:
 def bound_text(flops: float, chained: float, bounds: list[Level], peak: float, lanes: int, unit: str) -> str:
     """The least time that each limit allows, and which limit is the longest.
 
-    chained: multiply-adds that wait for the one before. lanes: of so many lanes of a vector one is used. unit:
-    whose peak it is. A cache that keeps all of a call's matrices limits only the first call, which is not timed.
+    chained: multiply-adds that wait for the one before. lanes: of so many lanes of a vector one is used.
+    unit: whose peak it is. A cache that keeps all of a call's matrices limits only the first call, which is
+    not timed.
     """
     limits = [(f"the {unit} peak", f"{peak / 1e9:.0f} GFLOP/s", flops / peak)]
     if lanes > 1:
