@@ -116,7 +116,7 @@ def softmax_text(cell: Cell) -> str | None:
         softmax, products = AMX_SOFTMAX_INSTRUCTIONS / 2, cell.d / 16
         share = f"{100 * products / (products + softmax):.0f} %"
         return (
-            f"softmax     {AMX_SOFTMAX_INSTRUCTIONS} instructions for a vector of scores, two in a cycle, beside\n"
+            f"softmax     {AMX_SOFTMAX_INSTRUCTIONS} instructions for a vector of scores, two a cycle, beside\n"
             f"            d / 16 = {products:g} cycles of AMX: {share} of its peak where they do not overlap"
         )
     size = extension.size("softmax", cell.simd or "auto")
