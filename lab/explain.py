@@ -115,9 +115,10 @@ def softmax_text(cell: Cell) -> str | None:
         # two instructions in a cycle; a product of 16 x 32 by 32 x 16 takes 16 cycles
         softmax, products = AMX_SOFTMAX_INSTRUCTIONS / 2, cell.d / 16
         share = f"{100 * products / (products + softmax):.0f} %"
+        counted = f"{AMX_SOFTMAX_INSTRUCTIONS} instructions for a vector of scores, two a cycle"
         return (
-            f"softmax     {AMX_SOFTMAX_INSTRUCTIONS} instructions for a vector of scores, two a cycle, beside\n"
-            f"            d / 16 = {products:g} cycles of AMX: {share} of its peak where they do not overlap"
+            f"softmax     {counted}, beside\n            d / 16 = {products:g} cycles of AMX: {share} of its peak "
+            "where they do not overlap"
         )
     size = extension.size("softmax", cell.simd or "auto")
     if not size:
