@@ -117,8 +117,8 @@ def softmax_text(cell: Cell) -> str | None:
         share = f"{100 * products / (products + softmax):.0f} %"
         counted = f"{AMX_SOFTMAX_INSTRUCTIONS} instructions for a vector of scores, two a cycle"
         return (
-            f"softmax     {counted}, beside\n            d / 16 = {products:g} cycles of AMX: {share} of its peak "
-            "where they do not overlap"
+            f"softmax     {counted}, beside\n"
+            f"            d / 16 = {products:g} cycles of AMX: {share} of its peak where they do not overlap"
         )
     size = extension.size("softmax", cell.simd or "auto")
     if not size:
