@@ -10,6 +10,7 @@ from app.cli.options import (
     TextOptions,
     all_of,
     engine_option,
+    kv_cache_option,
     set_threads,
     simd_option,
     take,
@@ -32,6 +33,7 @@ part_options = all_of(
     writing.text_options,
     engine_option,
     weights_option,
+    kv_cache_option,
     writing.output_options,
 )
 

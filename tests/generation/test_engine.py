@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from attention_ext import SIMD, BuildError
 from attention_ext.extension import load as load_extension
 from attention_ext.extension import load_decoder
-from attention_ext.parts import Precision
-from generation.engine import ROUNDINGS, open_engine, rounded
+from attention_ext.parts import CachePrecision, Precision
+from generation.engine import DTYPES, ROUNDINGS, open_engine, rounded, with_rounded_cache
 from generation.sampling import Sampling
 from model import load
 
@@ -54,17 +54,24 @@ def ids(gpt, length, seed=0):
 
 
 @torch.inference_mode()
-def expected(gpt, tokens):
-    """The logits after each token, in float64: (T, V)."""
+def expected(gpt, tokens, kv_cache="fp32"):
+    """The logits after each token, in float64, with keys and values as a cache keeps them: (T, V)."""
     exact = copy.deepcopy(gpt).double()
+    attend = partial(_exact, gpt.config.head_dim**-0.5)
+    if kv_cache == "bf16":
+        attend = partial(_over_bf16, attend)
     for block in exact.transformer.h:
-        block.attn.attend = partial(_exact, gpt.config.head_dim**-0.5)
+        block.attn.attend = attend
     return exact(torch.tensor([tokens]))[0]
 
 
 def _exact(scale, q, k, v):
     scores = (scale * q @ k.mT).masked_fill(torch.ones(q.shape[2], k.shape[2]).triu(1) == 1, -torch.inf)
     return scores.softmax(-1) @ v
+
+
+def _over_bf16(attend, q, k, v):
+    return attend(q, k.bfloat16().double(), v.bfloat16().double())
 
 
 @pytest.fixture(params=SIMD[1:])
@@ -125,8 +132,27 @@ def test_bf16_weights_are_those_of_the_rounded_model(simd, config):
         assert (exact - expected(gpt, tokens)[-1]).abs().max() > 1e-4  # the rounding has an effect
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_a_bf16_cache_holds_rounded_keys_and_values(kernel, simd, name, config):
+    """An error of float32 may round a number the other way: that is a small part of what rounding changes."""
+    gpt = model(**config)
+    tokens = ids(gpt, gpt.config.block_size)
+    exact, right = (expected(gpt, tokens, kv_cache) for kv_cache in ("fp32", "bf16"))
+    allowed = 1e-4 + 0.3 * (exact - right).abs().max()
+    engine = open_engine(gpt, name, part=kernel, simd=simd, bc=16, kv_cache="bf16", slots=2)
+    for prompt in {1, 2, len(tokens) - 1, len(tokens)} & set(range(1, len(tokens) + 1)):
+        engine.prefill(0, tokens[:prompt])
+        engine.copy(0, 1)
+        for i in range(prompt, len(tokens)):
+            assert (engine.logits(1) - right[i - 1]).abs().max() < allowed
+            engine.push(1, tokens[i])
+        assert (engine.logits(1) - right[-1]).abs().max() < allowed
+
+
+@pytest.mark.parametrize("kv_cache", CachePrecision)
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count):
+def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count, kv_cache):
     gpt = model(block_size=250, n_embd=48, n_head=3, vocab_size=150)
     prompts = [ids(gpt, 1 + 53 * i, seed=i) for i in range(5)]  # up to 213 tokens, read 64 at a time
     uniforms = torch.rand(5, 20, generator=torch.Generator().manual_seed(0)).tolist()
@@ -134,13 +160,13 @@ def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count):
     threads(1)
     alone = []
     for prompt, numbers in zip(prompts, uniforms):
-        engine = open_engine(gpt, "native", part=kernel)
+        engine = open_engine(gpt, "native", part=kernel, kv_cache=kv_cache)
         engine.prefill(0, prompt)
         alone.append([(engine.next([0], [u]), engine.logits(0)) for u in numbers])
 
     threads(count)
     for together in (1, 2, 5):  # work is divided differently if there are fewer texts than threads
-        engine = open_engine(gpt, "native", part=kernel, slots=5)
+        engine = open_engine(gpt, "native", part=kernel, kv_cache=kv_cache, slots=5)
         for slot, prompt in enumerate(prompts):
             engine.prefill(slot, prompt)
         for step in range(20):
@@ -397,11 +423,21 @@ def test_threads_of_python_take_turns(extension):
         (dict(bc=2**63), "bc is 9223372036854775808"),
         (dict(simd="neon"), "simd is 'neon'"),
         (dict(weights="int8"), "weights is 'int8'; it must be one of fp32, bf16"),
+        (dict(kv_cache="int8"), "kv_cache is 'int8'; it must be one of fp32, bf16"),
     ],
 )
 def test_wrong_arguments_are_named(extension, change, message):
     with pytest.raises(ValueError, match=message):
         open_engine(model(), **change)
+
+
+def test_every_cache_precision_has_its_dtype():
+    assert set(DTYPES) == set(CachePrecision)
+    assert all(DTYPES[each].itemsize == each.bytes for each in CachePrecision)
+    attend = _exact
+    assert with_rounded_cache(attend, "fp32") is attend and with_rounded_cache(attend, "bf16") is not attend
+    with pytest.raises(ValueError, match="kv_cache is 'int8'; it must be one of fp32, bf16"):
+        with_rounded_cache(attend, "int8")
 
 
 def test_every_precision_has_its_rounding():
@@ -422,7 +458,8 @@ def test_the_decoder_checks_what_it_is_given(extension):
     """Wrong calls of the class below NativeEngine."""
     gpt = model()
     sizes = dict(block_size=16, vocab_size=11, n_layer=2, n_head=2, n_embd=16)
-    rest = dict(precision="fp32", part="part4_flash", br=16, bc=16, slots=2, capacity=16, threads=1)
+    rest = dict(precision="fp32", kv_cache="fp32", part="part4_flash", br=16, bc=16, slots=2, capacity=16)
+    rest |= dict(threads=1, cache_bytes=1 << 20)
     tensors = {n: t.detach().numpy() for n, t in gpt.state_dict().items()}
     Decoder = load_decoder()
 
@@ -436,6 +473,8 @@ def test_the_decoder_checks_what_it_is_given(extension):
     refused("the size of transformer.wte.weight is 176; it must be 192", vocab_size=12)
     refused("part is part5; it must be a part's operator", part="part5")
     refused("precision is 'int8'; it must be one of fp32, bf16", precision="int8")
+    refused("kv_cache is 'int8'; it must be one of fp32, bf16", kv_cache="int8")
+    refused("cache_bytes is 0", cache_bytes=0)
     refused("slots is 0", slots=0)
     refused("capacity is 17; it must be from 1 to 16", capacity=17)
     refused("threads is 0", threads=0)

@@ -29,6 +29,7 @@
 #include "attention.h"
 #include "cpu/sizes.h"
 #include "cpu/softmax.h"
+#include "denormals.h"
 #include "round_up.h"
 #include "simd/constants.h"
 #include "simd/simd.h"
@@ -38,7 +39,8 @@ using part4::FEW, part4::STEP;
 
 namespace {
 
-constexpr int64_t LINE_FLOATS = 16;  // of a cache line, at least the lanes
+constexpr int64_t LINE_FLOATS = 16;   // of a cache line, at least the lanes
+constexpr int64_t MOST_SCORES = 512;  // of one query at a time, if Bc is not larger: they stay in L1
 // Fewer strips of queries than this may leave threads idle. Then more than MOST_KEYS keys are divided into
 // spans, each long enough that merging costs little, if they are so many times as many as the queries that the
 // spans' results need less memory than K.
@@ -88,38 +90,67 @@ void attend(const Attention& a, const Tile& t, int64_t r0, int64_t queries, cons
     simd::multiply_add({Ot, t.R}, {Vj, 1, ldV}, {t.St, ldS}, d, queries, keys, first);
 }
 
+bool in_pairs(const Attention& a) { return a.kv == CachePrecision::bf16; }
+
+// Keys whose scores are taken together: whole tiles of them.
+int64_t block_of(const Attention& a) { return a.Bc < MOST_SCORES ? MOST_SCORES / a.Bc * a.Bc : a.Bc; }
+
+// S <- Q K^T for the keys j0 .. j0 + keys - 1 of a head.
+void score(const Attention& a, const float* K, const float* Q, float* S, int64_t j0, int64_t keys) {
+    const int64_t d = a.d, Bc = a.Bc, ldK = a.k.col_stride;
+    if (ldK == 1) return simd::dot_rows(S, Q, {K + j0 * a.k.row_stride, a.k.row_stride}, keys, d, 1.0f);
+    // A panel is padded, so whole vectors are taken: a remainder is slow.
+    if (in_pairs(a)) {
+        for (int64_t j = 0; j < keys; j += Bc) {
+            const auto panel = reinterpret_cast<const uint32_t*>(K) + (j0 + j) * d / 2;
+            const int64_t n = std::min(Bc, round_up(keys - j, 2 * simd::lanes()));
+            simd::multiply_bf16({S + j, 0}, {Q, d}, {panel, ldK}, 1, n, d, false);
+        }
+    } else if (a.k.row_stride == 1) {
+        simd::multiply({S, 0}, {Q, d, 1}, {K + j0, ldK}, 1, keys, d);
+    } else {
+        for (int64_t j = 0; j < keys; j += Bc) {
+            const int64_t n = std::min(Bc, round_up(keys - j, simd::lanes()));
+            simd::multiply({S + j, 0}, {Q, d, 1}, {K + (j0 + j) * d, ldK}, 1, n, d);
+        }
+    }
+}
+
 // One query, i, of a head. For at most FEW queries a vector of them would be mostly padding, so the lanes span
 // keys. A token that continues a long text is one query. A tile of K that is held transposed is multiplied row
-// by row, a feature a row, without sums across lanes. Scratch: Bc + d floats.
+// by row, a feature a row, without sums across lanes. Scratch: one_floats().
 void attend_one(const Attention& a, int64_t b, int64_t h, int64_t i, float* scratch) {
-    const int64_t d = a.d, Bc = a.Bc, ldK = a.k.row_stride, ldV = a.v.row_stride;
-    const float *K = a.k.at(b, h), *V = a.v.at(b, h);
-    float *O = a.out_at(b, h) + i * d, *S = scratch, *Q = S + Bc;
-    float m = -std::numeric_limits<float>::infinity(), l = 0;
+    constexpr float LOW = -std::numeric_limits<float>::infinity();
+    const int64_t d = a.d, n = a.visible(i), block = block_of(a), ldV = a.v.row_stride;
+    const bool pairs = in_pairs(a);
+    const float *q = a.q.at(b, h) + i * a.q.row_stride, *K = a.k.at(b, h), *V = a.v.at(b, h);
+    float *out = a.out_at(b, h) + i * d, *Q = scratch, *S = Q + d;
+    float* const O = pairs ? S + block + simd::lanes() : out;  // as wide as the padded rows of V
+    const int64_t columns = pairs ? 2 * ldV : d;
+    float m = LOW, l = 0;
 
-    std::copy_n(a.q.at(b, h) + i * a.q.row_stride, d, Q);
-    simd::scale_row(Q, d, a.scale);
-    std::fill_n(O, d, 0.0f);
-    for (int64_t j0 = 0; j0 < a.visible(i); j0 += Bc) {
-        const int64_t keys = std::min(Bc, a.visible(i) - j0);
-        const float* Kj = K + j0 * ldK;
-        if (a.k.col_stride == 1) {
-            simd::dot_rows(S, Q, {Kj, ldK}, keys, d, 1.0f);
-        } else {  // a panel is padded, so whole vectors are taken: a remainder is slow
-            const int64_t whole = a.k.col_stride == Bc ? std::min(Bc, round_up(keys, simd::lanes())) : keys;
-            simd::multiply({S, Bc}, {Q, d, 1}, {Kj, a.k.col_stride}, 1, whole, d);
-        }
-        const float m_new = simd::row_max(S, keys, m);
+    for (int64_t c = 0; c < d; c++) Q[c] = a.scale * q[c];
+    std::fill_n(O, columns, 0.0f);
+    for (int64_t j0 = 0; j0 < n; j0 += block) {
+        const int64_t keys = std::min(block, n - j0), whole = round_up(keys, simd::lanes());
+        score(a, K, Q, S, j0, keys);
+        for (int64_t j = keys; j < whole; j++) S[j] = LOW;  // a remainder is slow in softmax too
+        const float m_new = simd::row_max(S, whole, m);
         if (j0 > 0 && m_new > m) {
             const float correction = simd::exp_or_zero(m - m_new);
-            simd::scale_row(O, d, correction);
+            simd::scale_row(O, columns, correction);
             l *= correction;
         }
-        l += simd::exp_sum(S, keys, finite_max(m_new));
-        simd::add_weighted_rows(O, S, {V + j0 * ldV, ldV}, keys, d);
+        l += simd::exp_sum(S, whole, finite_max(m_new));
+        if (pairs)
+            simd::add_weighted_rows_bf16(O, S, {reinterpret_cast<const uint32_t*>(V) + j0 * ldV, ldV}, keys,
+                                         columns);
+        else
+            simd::add_weighted_rows(O, S, {V + j0 * ldV, ldV}, keys, d);
         m = m_new;
     }
-    simd::scale_row(O, d, 1 / l);
+    const float divisor = 1 / l;
+    for (int64_t c = 0; c < d; c++) out[c] = divisor * O[c];
     if (a.lse) a.lse_at(b, h)[i] = m + std::log(l);
 }
 
@@ -193,7 +224,7 @@ struct Spans {
         if (count == 1) return a;
         Attention part = a;
         const int64_t begin = s * keys;
-        part.k.data += begin * a.k.row_stride;
+        part.k.data += begin * a.k.row_stride / (in_pairs(a) ? 2 : 1);  // two numbers of a panel share a word
         part.v.data += begin * a.v.row_stride;
         part.Nk = s + 1 < count ? keys : a.Nk - begin;
         part.causal = a.causal && s + 1 == count;
@@ -224,8 +255,14 @@ struct Spans {
     }
 };
 
+// Of a thread that takes one query at a time, in floats; S is padded to whole vectors.
+int64_t one_floats(const Attention& a) {
+    const int64_t W = simd::lanes();
+    return /* Q */ a.d + /* S */ block_of(a) + W + /* O */ (in_pairs(a) ? round_up(a.d, 2 * W) : 0);
+}
+
 // Of a thread, in floats.
-int64_t thread_scratch(const Attention& a) { return a.Nq <= FEW ? a.Bc + a.d : Tile::floats(a); }
+int64_t thread_scratch(const Attention& a) { return a.Nq <= FEW ? one_floats(a) : Tile::floats(a); }
 
 }  // namespace
 
@@ -233,6 +270,10 @@ int64_t flash_scratch(const Attention& a) { return a.threads * thread_scratch(a)
 
 void flash_attention(const Attention& a, float* scratch) {
     const Spans spans(a);
+    if (a.B * a.H * a.Nq * spans.count == 1) {  // a decoder's step: what follows takes as long as 30 keys
+        const NoDenormals flushed;
+        return attend_one(a, 0, 0, 0, scratch);
+    }
     const int64_t tiles = a.Nq <= FEW ? a.Nq : (a.Nq + a.Br - 1) / a.Br;
     float* results = scratch + a.threads * thread_scratch(a);
 

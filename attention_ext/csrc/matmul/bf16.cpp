@@ -1,18 +1,8 @@
 // Weights in bfloat16, rounded to its 8 significant bits: half the memory. The sums are float32.
 #include <cstring>
 
+#include "bf16.h"
 #include "matmul/precision.h"
-
-namespace {
-
-// The upper half of a float rounded to nearest, ties to even; x is finite.
-uint32_t round_to_bf16(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-
-}  // namespace
 
 // Two weights share 32 bits, as simd::Bf16Pairs describes.
 Buffer bf16_pack(const float* W, int64_t out, const Panels& s) {

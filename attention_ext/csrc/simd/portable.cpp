@@ -320,12 +320,12 @@ INLINE void transpose_square(float* T, int64_t ldT, const float* X, int64_t ldX,
 }
 
 // o <- o + sum_j p[j] * B[j] for VS vectors of columns, in independent sums.
-template <int VS>
-INLINE void weighted_columns(float* o, const float* p, const float* B, int64_t ldB, int64_t rows) {
+template <int VS, class Element>
+INLINE void weighted_columns(float* o, const float* p, const Element* B, int64_t ldB, int64_t rows) {
     constexpr int CHAINS = 4;
     Vec acc[CHAINS][VS] = {};
     const auto add = [&](int64_t j, int chain) {
-        for (int v = 0; v < VS; v++) acc[chain][v] += p[j] * load(B + j * ldB + v * W);
+        for (int v = 0; v < VS; v++) acc[chain][v] += p[j] * column(B + j * ldB, v);
     };
     int64_t j = 0;
     for (; j + CHAINS <= rows; j += CHAINS)
@@ -411,6 +411,12 @@ void add_weighted_rows(float* o, const float* p, ConstMatrix B, int64_t rows, in
     for (; c + 2 * W <= cols; c += 2 * W) weighted_columns<2>(o + c, p, B.data + c, B.ld, rows);
     for (; c + W <= cols; c += W) weighted_columns<1>(o + c, p, B.data + c, B.ld, rows);
     if (c < cols) last_columns<true>(o + c, 0, p, 0, 1, B.data + c, B.ld, 1, cols - c, rows, rows);
+}
+
+void add_weighted_rows_bf16(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols) {
+    int64_t c = 0;
+    for (; c + 4 * W <= cols; c += 4 * W) weighted_columns<4>(o + c, p, columns(B.data, c), B.ld, rows);
+    for (; c < cols; c += 2 * W) weighted_columns<2>(o + c, p, columns(B.data, c), B.ld, rows);
 }
 
 float row_max(const float* x, int64_t n, float m) {
