@@ -19,6 +19,7 @@ from attention_ext import SIMD, BuildError
 from attention_ext.extension import load as load_extension
 from attention_ext.extension import load_decoder
 from attention_ext.parts import CachePrecision, Precision
+from attention_ext.processor import Cache
 from generation.engine import DTYPES, ROUNDINGS, open_engine, rounded, with_rounded_cache
 from generation.sampling import Sampling
 from model import load
@@ -351,15 +352,16 @@ def test_several_tokens_at_once_are_those_of_one_at_a_time(kernel, name, monkeyp
         together.write([0, 1], rows)
 
 
-@pytest.mark.parametrize("n_embd", [64, 256], ids=["groups", "all, as the weights are many"])
+@pytest.mark.parametrize("cache_bytes", [1, 3 << 20, 6 << 20, 1 << 40])
 @pytest.mark.parametrize("threads_used", [1, 2])
-def test_a_batch_too_large_for_the_caches_is_written_as_each_text_alone(
-    extension, threads, threads_used, n_embd, monkeypatch
+def test_a_batch_in_groups_of_any_size_is_written_as_each_text_alone(
+    extension, threads, threads_used, cache_bytes, monkeypatch
 ):
-    """Its slots are stepped in groups. A group has at most a register block's rows for each thread."""
+    """The size of the processor's last cache decides how many slots are stepped together."""
     threads(threads_used)
     monkeypatch.setattr("generation.native.BATCH_SECONDS", 60)
-    gpt = model(n_embd=n_embd, block_size=500)
+    monkeypatch.setattr("attention_ext.processor.caches", lambda: (Cache(3, cache_bytes, 16, 64),))
+    gpt = model(n_embd=64, block_size=500)
     texts, steps = 25, 6
     rows = torch.rand(steps, texts, generator=torch.Generator().manual_seed(0)).tolist()
     batch, alone = open_engine(gpt, "native", slots=texts), open_engine(gpt, "native")
@@ -517,5 +519,4 @@ def test_the_decoder_checks_what_it_is_given(extension):
     with pytest.raises(ValueError, match="slot is 1; it must be named once"):
         decoder.write([1, 1], [[0.5, 0.5]], 0)
     assert decoder.write([], [[]], 0) == [[]]
-    large = open_engine(model(n_embd=256, n_layer=2), "native")  # its weights are too large for groups
-    assert large.write([], [[], []]) == [[], []]
+    assert open_engine(model(), "native").write([], [[], []]) == [[], []]
