@@ -121,18 +121,19 @@ void score(const Attention& a, const float* K, const float* Q, float* S, int64_t
 // by row, a feature a row, without sums across lanes. Scratch: one_floats().
 void attend_one(const Attention& a, int64_t b, int64_t h, int64_t i, float* scratch) {
     constexpr float LOW = -std::numeric_limits<float>::infinity();
-    const int64_t d = a.d, n = a.visible(i), block = block_of(a), ldV = a.v.row_stride;
+    const int64_t d = a.d, n = a.visible(i), ldV = a.v.row_stride, W = simd::lanes();
+    const int64_t block = n <= a.Bc ? a.Bc : block_of(a);
     const bool pairs = in_pairs(a);
     const float *q = a.q.at(b, h) + i * a.q.row_stride, *K = a.k.at(b, h), *V = a.v.at(b, h);
-    float *out = a.out_at(b, h) + i * d, *Q = scratch, *S = Q + d;
-    float* const O = pairs ? S + block + simd::lanes() : out;  // as wide as the padded rows of V
-    const int64_t columns = pairs ? 2 * ldV : d;
+    float *out = a.out_at(b, h) + i * d, *Q = scratch;
+    const int64_t columns = pairs ? 2 * ldV : d;  // of the padded rows of V
+    float *const O = pairs ? Q + d : out, *const S = pairs ? O + columns : Q + d;
     float m = LOW, l = 0;
 
     for (int64_t c = 0; c < d; c++) Q[c] = a.scale * q[c];
     std::fill_n(O, columns, 0.0f);
     for (int64_t j0 = 0; j0 < n; j0 += block) {
-        const int64_t keys = std::min(block, n - j0), whole = round_up(keys, simd::lanes());
+        const int64_t keys = std::min(block, n - j0), whole = round_up(keys, W);
         score(a, K, Q, S, j0, keys);
         for (int64_t j = keys; j < whole; j++) S[j] = LOW;  // a remainder is slow in softmax too
         const float m_new = simd::row_max(S, whole, m);
@@ -258,7 +259,7 @@ struct Spans {
 // Of a thread that takes one query at a time, in floats; S is padded to whole vectors.
 int64_t one_floats(const Attention& a) {
     const int64_t W = simd::lanes();
-    return /* Q */ a.d + /* S */ block_of(a) + W + /* O */ (in_pairs(a) ? round_up(a.d, 2 * W) : 0);
+    return /* Q */ a.d + /* O */ (in_pairs(a) ? round_up(a.d, 2 * W) : 0) + /* S */ block_of(a) + W;
 }
 
 // Of a thread, in floats.

@@ -31,6 +31,7 @@ Decoder::State::State(const ModelShape& s, const Tensors& tensors, Precision pre
       panel(round_up(std::min({bc, capacity, MAX_PANEL_KEYS}),
                      simd::lanes() * (kv == CachePrecision::bf16 ? 2 : 1))),
       cache_shape{s.n_layer, s.n_head, d, capacity, part.transposed > 0, panel, kv},
+      scale(static_cast<float>(1 / std::sqrt(static_cast<double>(d)))),
       threads(threads),
       weights(s, tensors, precision),
       slots(slot_count),

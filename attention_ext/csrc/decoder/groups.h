@@ -24,8 +24,8 @@ struct Traffic {
     }
 
   private:
-    // With these the model finds the fastest of 1, 2, 4, 8, 16 and 32 texts, or one within 3 %, at contexts of
-    // 20 to 1,900 tokens in fp32 and bf16 (AMD Zen 5, whose 32 MB are shared with other virtual machines).
+    // With these the model's size is within 5 % of the best of 1, 2, 4, 8, 12, 16 and 32 texts, at contexts of
+    // 25 to 1,900 tokens in fp32 and bf16 (AMD Zen 5, whose 32 MB are shared with other virtual machines).
     static constexpr double USABLE = 1.0 / 3;
     static constexpr double MEMORY_COST = 2.3;  // of a byte from memory, in bytes from the cache
 };

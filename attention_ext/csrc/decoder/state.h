@@ -28,6 +28,7 @@ struct Decoder::State {
     int64_t cache_bytes;
     int64_t d, br, bc, capacity, panel;  // panel: keys of a transposed panel of the cache
     CacheShape cache_shape;
+    float scale;  // of attention
     int threads;
     Weights weights;
     Weights shares;                          // the matrices again, in panels for a team of `shared_by`
@@ -57,7 +58,7 @@ struct Decoder::State {
         Attention a{};
         a.B = 1, a.H = heads, a.Nq = Nq, a.Nk = Nk, a.d = d;
         a.causal = true;
-        a.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(d)));
+        a.scale = scale;
         a.Br = std::min(br, Nq), a.Bc = std::min(bc, Nk);
         a.threads = 1;
         return a;
