@@ -29,7 +29,7 @@ const char* attempt(uint64_t seed) {
     const auto any = [&](std::initializer_list<int64_t> of) { return of.begin()[random() % of.size()]; };
     const int64_t H = any({1, 2, 3, 5}), d = any({1, 3, 8, 15, 16, 17, 24, 33, 64}),
                   V = any({1, 2, 15, 65, 200});
-    const int64_t T = any({1, 2, 3, 5, 17, 63, 64, 65, 129, 200});
+    const int64_t T = any({1, 2, 3, 5, 17, 63, 64, 65, 129, 200, 600});
     const ModelShape shape{T, V, from(1, 3), H, H * d};
     const bool bias = from(0, 1);
     const PrecisionRow& precision = PRECISIONS[from(0, std::size(PRECISIONS) - 1)];
@@ -37,9 +37,9 @@ const char* attempt(uint64_t seed) {
     const bool recorded = from(0, 1);
     const Part& part = PARTS[from(0, std::size(PARTS) - 1)];
     const int threads = static_cast<int>(any({2, 3, 5, 16}));
-    const int64_t tiles[] = {1, 2, 3, 4, 5, 16, 17, 31, 64, 100, 1 << 20};
-    const int64_t br = tiles[random() % 11], bc = tiles[random() % 11];
-    const int64_t slots = any({1, 2, 3, 4, 7, 13}), capacity = from(1, T);
+    const int64_t tiles[] = {1, 2, 3, 4, 5, 16, 17, 31, 64, 100, 300, 1 << 20};
+    const int64_t br = tiles[random() % 12], bc = from(0, 1) ? tiles[random() % 12] : from(1, 2 * T);
+    const int64_t slots = any({1, 2, 3, 4, 7, 13}), capacity = from(0, 1) ? T : from(1, T);
     std::snprintf(running, sizeof running,
                   "seed %" PRIu64
                   ": H %d, d %d, V %d, layers %d, T %d, bias %d, %s, cache %s, %s, tile %d x %d, "

@@ -54,8 +54,7 @@ Decoder::State::State(const ModelShape& s, const Tensors& tensors, Precision pre
     logits = Buffer(slot_count * ldL);
     normed = Buffer(threads * slot_count * s.n_embd);
     Attention one = attention(1, 1, capacity);
-    one.Bc = std::max(one.Bc, panel);
-    if (part.transposed > 0) one.kv = kv;
+    if (part.transposed > 0) one.Bc = panel, one.kv = kv;
     widened_floats = kv == CachePrecision::bf16 && !cache_shape.transposed ? round_up(2 * capacity * d, 16) : 0;
     scratch_floats = widened_floats + round_up(part.scratch(one), 16);
     scratch = Buffer(threads * scratch_floats);
