@@ -4,10 +4,9 @@
 //
 // q (B, H, Nq, d); k, v (B, H, Nk, d): strided, the last dimension contiguous. Exception: part 4, for up to
 // part4::FEW queries, also takes k transposed, either as one matrix (row_stride 1) or as consecutive panels of
-// Bc keys, each (d, Bc) and padded (row_stride d, col_stride Bc). Then kv may be bf16: the panels of k, with an
-// even number of vectors in a row, and the rows of v, padded to one, are simd::Bf16Pairs, and their strides
-// count words of 32 bits (k: row_stride d, col_stride Bc / 2).
-// out (B, H, Nq, d), lse (B, H, Nq) or null: contiguous.
+// Bc keys, each (d, Bc) and padded (row_stride d, col_stride Bc). With panels kv may be bf16: then the rows of
+// the panels and of v are simd::Bf16Pairs, v's padded with any numbers. All strides but k's row_stride, d,
+// count words of 32 bits (col_stride of k: Bc / 2). out (B, H, Nq, d), lse (B, H, Nq) or null: contiguous.
 // causal: query i sees the keys j <= i + (Nk - Nq); Nq <= Nk.
 #pragma once
 
@@ -31,7 +30,7 @@ struct Attention {
     float scale;
     int64_t Br, Bc;  // part 4's tile, at most Nq and Nk
     int threads;
-    CachePrecision kv;
+    CachePrecision kv;  // of k and v
 
     // Number of keys that query i sees: they are 0 .. visible(i) - 1.
     int64_t visible(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }

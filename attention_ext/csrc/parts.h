@@ -10,8 +10,8 @@
 
 // A row for each part. Part `number` with the kernel `name` has the functions name_scratch and name_attention,
 // the file cpu/number_name.cpp and the operator number_name.
-// tiled: takes Br and Bc. transposed: for up to so many queries it also takes K transposed, as attention.h
-// describes.
+// tiled: takes Br and Bc. transposed: for up to so many queries it also takes K transposed, and then K and V in
+// bf16, as attention.h describes.
 //
 //         number, name, tiled, transposed
 #define EACH_PART(PART)            \

@@ -259,7 +259,7 @@ struct Spans {
 // Of a thread that takes one query at a time, in floats; S is padded to whole vectors.
 int64_t one_floats(const Attention& a) {
     const int64_t W = simd::lanes();
-    return /* Q */ a.d + /* O */ (in_pairs(a) ? round_up(a.d, 2 * W) : 0) + /* S */ block_of(a) + W;
+    return /* Q */ a.d + /* O */ (in_pairs(a) ? round_up(a.d, 2 * W) : 0) + /* S */ round_up(block_of(a), W);
 }
 
 // Of a thread, in floats.
