@@ -9,6 +9,8 @@
 #include "simd/simd.h"
 
 struct CacheShape {
+    static constexpr int64_t LINE_WORDS = 16;  // of a cache line
+
     int64_t layers, heads, d, capacity;  // capacity: in tokens
     bool transposed;                     // K is
     int64_t panel;                       // keys of a transposed panel of K; with bf16 a multiple of 2 lanes()
@@ -25,7 +27,10 @@ struct CacheShape {
         return transposed ? (keys + panel - 1) / panel * panel_words() : keys * row_words();
     }
     int64_t V_words(int64_t keys) const { return keys * row_words(); }
-    int64_t head_words(int64_t keys) const { return K_words(keys) + V_words(keys); }
+    // Of a head, K and V each from a cache line on.
+    int64_t head_words(int64_t keys) const {
+        return round_up(K_words(keys), LINE_WORDS) + round_up(V_words(keys), LINE_WORDS);
+    }
     int64_t words() const { return layers * heads * head_words(capacity); }
 };
 

@@ -97,6 +97,7 @@ struct Decoder::State {
     void pack_for(int members);
     void write_group(const std::vector<int64_t>& which, int64_t from, int64_t to, int64_t thread,
                      const double* uniforms, int64_t* tokens);
+    // Where each group of these slots begins, and where the last one ends.
     std::vector<int64_t> groups(const std::vector<int64_t>& which) const;
     int64_t choose(int64_t slot, double uniform);
     void attend(const Slot& slot, int64_t layer, int64_t head, const float* q, float* to, int64_t thread) const;
