@@ -28,6 +28,10 @@ constexpr int W = 4, ROWS = 8, VECS = 3;  // 32 registers
 #else
 constexpr int W = 4, ROWS = 4, VECS = 3;
 #endif
+// Rows of a block of two vectors for sums of at least LONG products, where 32 registers hold it: B's columns
+// are read half as often, and more of them stay in L1. 5 % of a step of 32 texts (AMD Zen 5).
+constexpr int TALL = W == 16 ? 8 : ROWS;
+constexpr int64_t LONG = 128;
 constexpr int WIDE = 8;  // vectors in a block of one row: enough independent sums to hide an addition's latency
 
 typedef float Vec __attribute__((vector_size(W * sizeof(float))));
@@ -255,6 +259,11 @@ INLINE int64_t whole_columns(float* C, int64_t ldC, const float* A, int64_t row_
     constexpr int MOST = std::is_same_v<Element, float> ? VECS : 2;
     int64_t c = 0;
     if (rows == 1 && first >= depth) c = one_row<WIDE, ADD>(C, A, depth_stride, B, ldB, c, cols, depth);
+    if constexpr (ROWS < TALL)
+        for (; rows >= TALL && first >= depth && depth_stride == 1 && depth >= LONG && c + 2 * W <= cols;
+             c += 2 * W)
+            block_column<TALL, 2, ADD, false>(C + c, ldC, A, row_stride, depth_stride, columns(B, c), ldB, rows,
+                                              depth, 0);
     c = block_columns<MOST, ADD>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first);
     c = block_columns<2, ADD>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first);
     return block_columns<1, ADD>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first);
