@@ -118,6 +118,18 @@ class Precision(enum.StrEnum):
     INT8 = "int8"
 
 
+class CachePrecision(enum.StrEnum):
+    """The format of the cached keys and values; the rows of csrc/cache_precision.h."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of a number."""
+        return {CachePrecision.FP32: 4, CachePrecision.BF16: 2}[self]
+
+
 def check_part(part: str) -> Part:
     """The row of a part. Raises ValueError for a name that is not in PARTS."""
     if part not in PARTS:

@@ -9,9 +9,11 @@ import platform
 import re
 import subprocess
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of each period, or "max"
 VENDORS = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}
 # (vendor, family, ranges of models, name), as Linux names them; in a cloud the model's name is often only
@@ -70,6 +72,55 @@ def cores() -> int:
         return min(allowed, max(1, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):  # there is no limit, or another system
         return allowed
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A data cache of one processor; bytes, ways and the bytes of a line."""
+
+    level: int
+    size: int
+    ways: int
+    line: int
+
+
+# Where the system does not report them: those of a common processor.
+ASSUMED = (Cache(1, 32 << 10, 8, 64), Cache(2, 1 << 20, 16, 64), Cache(3, 32 << 20, 16, 64))
+
+
+def caches() -> tuple[Cache, ...]:
+    """This processor's data caches, the smallest first; ASSUMED where the system does not report them."""
+    found = {}
+    for index in sorted(CACHES.glob("index*")):
+        try:
+            if (index / "type").read_text().strip() == "Instruction":
+                continue
+            level = int((index / "level").read_text())
+            size = _bytes((index / "size").read_text().strip())
+            ways = int((index / "ways_of_associativity").read_text())
+            line = int((index / "coherency_line_size").read_text())
+        except (OSError, ValueError):
+            continue
+        if min(size, ways, line) > 0:
+            found[level] = Cache(level, size, ways, line)
+    return tuple(found[level] for level in sorted(found)) or _caches_of_macos() or ASSUMED
+
+
+def _caches_of_macos() -> tuple[Cache, ...]:
+    """Those of a fast core, with the ways of ASSUMED, which macOS does not report; none on other systems."""
+    line = sysctl("hw.cachelinesize")
+    found = []
+    for assumed, name in zip(ASSUMED, ("l1dcachesize", "l2cachesize", "l3cachesize")):
+        size = sysctl(f"hw.perflevel0.{name}") or sysctl(f"hw.{name}")
+        if int(size or 0) > 0 and int(line or 0) > 0:
+            found.append(replace(assumed, size=int(size), line=int(line)))
+    return tuple(found)
+
+
+def _bytes(text: str) -> int:
+    """'1024K' as bytes."""
+    unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
+    return int(text.rstrip("KM")) * unit
 
 
 @functools.cache

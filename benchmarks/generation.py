@@ -45,7 +45,7 @@ sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT 
 
 from app.cli.options import save_option  # noqa: E402
 from attention_ext import PARTS, extension  # noqa: E402
-from attention_ext.parts import Precision  # noqa: E402
+from attention_ext.parts import CachePrecision, Precision  # noqa: E402
 from benchmarks.peers import PEERS, ROUNDED_PEERS  # noqa: E402
 from generation.engine import ENGINES, open_engine  # noqa: E402
 from generation.sampling import Sampling  # noqa: E402
@@ -68,6 +68,7 @@ MOST_ERROR_OF_WEIGHTS = {  # the table shows the rounding of the weights; tests 
     Precision.INT8: 5e-1,
 }
 LOSS_TOKENS = 16_384  # over which a loss is measured
+MOST_ERROR_OF_CACHES = {CachePrecision.FP32: MOST_ERROR, CachePrecision.BF16: 1e-1}
 LEAST_SECONDS = 0.05  # of one measurement
 SAMPLE_BYTES = 4 << 20  # of the bandwidth; as many as a token of the first case reads
 PAUSE_SECONDS = 0.3  # in which idle threads of another process fall asleep
@@ -101,18 +102,21 @@ CASES = {
 class Contender:
     """An engine that takes part, before it is opened.
 
-    engine: one of ENGINES, with a part and the precision of its weights; or, without a part, a key of PEERS.
+    engine: one of ENGINES, with a part and the precisions of its weights and its cache; or, without a part, a
+    key of PEERS.
     """
 
     engine: str
     part: str | None = None
     weights: Precision = Precision.FP32
+    kv_cache: CachePrecision = CachePrecision.FP32
 
     @property
     def name(self) -> str:
         """Its name in the table; a peer's has a version too once it is opened."""
         precision = None if self.weights is Precision.FP32 else self.weights
-        return " ".join(filter(None, (self.engine, self.part, precision)))
+        cache = None if self.kv_cache is CachePrecision.FP32 else f"kv-{self.kv_cache}"
+        return " ".join(filter(None, (self.engine, self.part, precision, cache)))
 
     @property
     def rounded(self) -> bool:
@@ -124,7 +128,7 @@ class Contender:
         """The largest error that its logits may have."""
         if self.part is None:
             return MOST_ERROR_OF_PEERS.get(self.engine, MOST_ERROR)
-        return MOST_ERROR_OF_WEIGHTS[self.weights]
+        return max(MOST_ERROR_OF_WEIGHTS[self.weights], MOST_ERROR_OF_CACHES[self.kv_cache])
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,12 @@ class Own:
         assert contender.part
         self.name = contender.name
         self.engine = open_engine(
-            model, contender.engine, part=contender.part, weights=contender.weights, slots=slots
+            model,
+            contender.engine,
+            part=contender.part,
+            weights=contender.weights,
+            kv_cache=contender.kv_cache,
+            slots=slots,
         )
 
     def logits(self, ids: list[int]) -> Tensor:
@@ -459,6 +468,7 @@ def main(
     contenders = [Contender(e, p) for p in chosen[2] for e in chosen[1] if e == "torch" or PARTS[p].operator]
     native = [each for each in contenders if each.engine == "native"]
     contenders += [replace(each, weights=Precision(name)) for each in native for name in chosen[4]]
+    contenders += [replace(each, kv_cache=CachePrecision.BF16) for each in native]
     contenders += map(Contender, chosen[3])
     click.echo(f"{extension.describe('auto')}; PyTorch {torch.__version__}")
     watch = Load()  # from here: the compilers are done

@@ -1,6 +1,6 @@
 """Writing text with 1, 2, 4 ... threads: how much faster each number is than one thread.
 
-    python benchmarks/threads.py [--threads 1,2,4] [--weights bf16] [--texts 512]
+    python benchmarks/threads.py [--threads 1,2,4] [--weights bf16] [--kv-cache bf16] [--texts 512]
 
 The native engine, with part 4. All numbers of threads take turns, after their texts have been compared: they
 must be the same. A figure is the median of the rounds. The memory limit of one text is the rate at which so
@@ -23,7 +23,7 @@ sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT 
 
 from app.cli.options import Numbers  # noqa: E402
 from attention_ext import extension, processor  # noqa: E402
-from attention_ext.parts import Precision  # noqa: E402
+from attention_ext.parts import CachePrecision, Precision  # noqa: E402
 from generation.engine import Engine, open_engine  # noqa: E402
 from generation.writer import Request, Writer  # noqa: E402
 from lab.machine import fma_peak, read_bandwidth  # noqa: E402
@@ -41,10 +41,10 @@ def powers(most: int) -> str:
     return ",".join(map(str, sorted({most, *(2**i for i in range(most.bit_length()))})))
 
 
-def open_with(model: GPT, threads: int, weights: str, texts: int) -> Engine:
+def open_with(model: GPT, threads: int, weights: str, kv_cache: str, texts: int) -> Engine:
     """The engine for so many threads and texts."""
     torch.set_num_threads(threads)
-    return open_engine(model, "native", weights=weights, slots=texts)
+    return open_engine(model, "native", weights=weights, kv_cache=kv_cache, slots=texts)
 
 
 def write(engine: Engine, texts: int) -> tuple[float, list[list[int]]]:
@@ -61,11 +61,11 @@ def write(engine: Engine, texts: int) -> tuple[float, list[list[int]]]:
     return time.perf_counter() - start, list(made.values())
 
 
-def memory_limit(model: GPT, weights: str, threads: int) -> float:
+def memory_limit(model: GPT, weights: str, kv_cache: str, threads: int) -> float:
     """Tokens per second of one text, if reading its bytes were all that takes time."""
     c = model.config
     matrices = (12 * c.n_layer * c.n_embd + c.vocab_size) * c.n_embd * WEIGHT_BYTES[Precision(weights)]
-    keys_and_values = 4 * 2 * c.n_layer * c.n_embd * c.block_size / 2
+    keys_and_values = CachePrecision(kv_cache).bytes * 2 * c.n_layer * c.n_embd * c.block_size / 2
     needed = matrices + keys_and_values
     return read_bandwidth(int(needed / threads), threads) / needed
 
@@ -82,11 +82,17 @@ def memory_limit(model: GPT, weights: str, threads: int) -> float:
 @click.option(
     "--weights", type=click.Choice([each.value for each in Precision]), default="fp32", show_default=True
 )
+@click.option(
+    "--kv-cache",
+    type=click.Choice([each.value for each in CachePrecision]),
+    default="fp32",
+    show_default=True,
+)
 @click.option("--rounds", type=click.IntRange(2), default=9, show_default=True, help="Rounds of each.")
-def main(model: str, threads: tuple[int, ...], texts: int, weights: str, rounds: int) -> None:
+def main(model: str, threads: tuple[int, ...], texts: int, weights: str, kv_cache: str, rounds: int) -> None:
     """Print tokens per second by the number of threads."""
     gpt = load(model).model
-    engines = {count: open_with(gpt, count, weights, texts) for count in threads}
+    engines = {count: open_with(gpt, count, weights, kv_cache, texts) for count in threads}
     expected = write(engines[threads[0]], texts)[1]
     for count, engine in engines.items():
         if write(engine, texts)[1] != expected:
@@ -105,6 +111,7 @@ def main(model: str, threads: tuple[int, ...], texts: int, weights: str, rounds:
     tokens = texts * (gpt.config.block_size - 1)
     click.echo(
         f"{extension.describe('auto')}, PyTorch {torch.__version__}; {model}, weights in {weights}, "
+        f"cache in {kv_cache}, "
         f"{texts} at a time, {gpt.config.block_size - 1} tokens each\n"
     )
     click.echo("| threads | tokens/s | spread | times the first | FMA peak | of memory limit |")
@@ -112,7 +119,11 @@ def main(model: str, threads: tuple[int, ...], texts: int, weights: str, rounds:
     first = statistics.median(seconds[threads[0]])
     for count in threads:
         median, (low, _, high) = statistics.median(seconds[count]), statistics.quantiles(seconds[count], n=4)
-        share = f"{100 * tokens / median / memory_limit(gpt, weights, count):.0f} %" if texts == 1 else ""
+        share = (
+            f"{100 * tokens / median / memory_limit(gpt, weights, kv_cache, count):.0f} %"
+            if texts == 1
+            else ""
+        )
         click.echo(
             f"| {count} | {tokens / median:.0f} | {100 * (high - low) / median:.0f} % | {first / median:.2f} "
             f"| {statistics.mean(peaks[count]) / statistics.mean(peaks[threads[0]]):.2f} | {share} |"

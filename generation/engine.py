@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from attention_ext import attention, tiles
-from attention_ext.parts import Precision, check_part, resolve_simd
+from attention_ext.parts import CachePrecision, Precision, check_part, resolve_simd
 from generation.sampling import Sampling
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT, Attend, GPTConfig
 from model.int8 import in_int8
 
 ENGINES = ("native", "torch")
@@ -21,6 +22,8 @@ ROUNDINGS: dict[Precision, Callable[[GPT], GPT]] = {
     Precision.BF16: GPT.in_bf16,
     Precision.INT8: in_int8,
 }
+# What keys and values are kept in.
+DTYPES = {CachePrecision.FP32: torch.float32, CachePrecision.BF16: torch.bfloat16}
 
 
 class Engine(Protocol):
@@ -76,6 +79,7 @@ def open_engine(
     br: int | None = None,
     bc: int | None = None,
     weights: str = "fp32",
+    kv_cache: str = "fp32",
     slots: int = 1,
     capacity: int | None = None,
 ) -> Engine:
@@ -86,6 +90,8 @@ def open_engine(
     weights: a Precision or its name. 'bf16' rounds the matrices to bfloat16, which changes the logits; the
     native engine then reads half as many bytes of weights for each token. 'int8' rounds them to int8 with
     scales, and activations to 21 bits; it reads a quarter.
+    kv_cache: a CachePrecision or its name. 'bf16' rounds all keys and values to bfloat16, which changes the
+    logits; the native engine then keeps and reads half as many bytes of them.
     capacity: the longest context, in tokens; the model's block size by default.
     The native engine uses torch.get_num_threads() threads, as set when this is called.
     Raises TypeError or ValueError naming the wrong argument, BuildError if the kernels cannot be compiled.
@@ -100,7 +106,8 @@ def open_engine(
     if engine == "native" and row.operator is None:
         raise ValueError(f"engine is 'native'; it must be 'torch' with {part}, which is PyTorch's attention")
     check_precision(weights)
-    precision = Precision(weights)
+    check_cache_precision(kv_cache)
+    precision, cache = Precision(weights), CachePrecision(kv_cache)
     if slots < 1:
         raise ValueError(f"slots is {slots}; it must be at least 1")
     longest = model.config.block_size
@@ -114,13 +121,13 @@ def open_engine(
         from generation.pytorch import TorchEngine
 
         model = model.with_attention(partial(attention, part, causal=True, br=br, bc=bc, simd=helpers))
-        return TorchEngine(rounded(model, precision), slots, capacity)
+        return TorchEngine(rounded(model, precision), slots, capacity, DTYPES[cache])
     from generation.native import NativeEngine
 
     # Each decoder thread calls the kernel by itself, so the tile is that of one thread.
     tuned = tiles.tile(helpers, 1, model.config.head_dim, capacity, causal=True)
     tile = (br or tuned[0], bc or tuned[1])
-    return NativeEngine(model, part, helpers, tile, precision, slots, capacity)
+    return NativeEngine(model, part, helpers, tile, precision, cache, slots, capacity)
 
 
 def rounded(model: GPT, weights: str) -> GPT:
@@ -134,10 +141,28 @@ def rounded(model: GPT, weights: str) -> GPT:
     return ROUNDINGS[Precision(weights)](model)
 
 
+def with_rounded_cache(attend: Attend, kv_cache: str) -> Attend:
+    """The attention over keys and values rounded to a CachePrecision, or its name; kept in float32.
+
+    Raises ValueError for another name.
+    """
+    check_cache_precision(kv_cache)
+    dtype = DTYPES[CachePrecision(kv_cache)]
+    if dtype is torch.float32:
+        return attend
+    return lambda q, k, v: attend(q, k.to(dtype).float(), v.to(dtype).float())
+
+
 def check_precision(weights: str) -> None:
     """Raise ValueError unless `weights` is a Precision or the name of one."""
     if weights not in list(Precision):
         raise ValueError(f"weights is {weights!r}; it must be one of {', '.join(Precision)}")
+
+
+def check_cache_precision(kv_cache: str) -> None:
+    """Raise ValueError unless `kv_cache` is a CachePrecision or the name of one."""
+    if kv_cache not in list(CachePrecision):
+        raise ValueError(f"kv_cache is {kv_cache!r}; it must be one of {', '.join(CachePrecision)}")
 
 
 def default_engine(part: str) -> str:

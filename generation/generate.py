@@ -187,6 +187,7 @@ class Options(TypedDict, total=False):
     br: int | None
     bc: int | None
     weights: str
+    kv_cache: str
     temperature: float
     top_k: int | None
     top_p: float
@@ -211,11 +212,11 @@ def generate(
 
     max_new_tokens: the most tokens to write; the model's block size by default.
     engine: a name, or an engine that open_engine() opened for this model. An open engine serves many texts;
-    its part, simd, br, bc and weights are those it was opened with.
+    its part, simd, br, bc, weights and kv_cache are those it was opened with.
     seed: 0 to 2**64 - 1. The same seed gives the same text with every part and engine.
     stop: a string or several; the text ends before the first one that appears.
     context, use_cache: see writer.Request.
-    options: part, simd, br, bc, weights as in open_engine(); temperature, top_k, top_p, min_p,
+    options: part, simd, br, bc, weights, kv_cache as in open_engine(); temperature, top_k, top_p, min_p,
     repetition_penalty as in Sampling.
     Raises ValueError or TypeError naming the wrong argument, before anything is written, and BuildError if
     the kernels cannot be compiled.

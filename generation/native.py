@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attention_ext import extension
-from attention_ext.parts import PARTS, Precision
+from attention_ext import extension, processor
+from attention_ext.parts import PARTS, CachePrecision, Precision
 from generation.sampling import Sampling
 from model.gpt import GPT
 
@@ -33,6 +33,7 @@ class NativeEngine:
         simd: str,
         tile: tuple[int, int],
         weights: Precision,
+        kv_cache: CachePrecision,
         slots: int,
         capacity: int,
     ) -> None:
@@ -51,12 +52,14 @@ class NativeEngine:
             n_head=c.n_head,
             n_embd=c.n_embd,
             precision=str(weights),
+            kv_cache=str(kv_cache),
             part=PARTS[part].operator,
             br=tile[0],
             bc=tile[1],
             slots=slots,
             capacity=capacity,
             threads=torch.get_num_threads(),
+            cache_bytes=processor.caches()[-1].size,
         )
         for slot in range(slots):
             self.set_sampling(slot, Sampling())

@@ -15,15 +15,18 @@ from model.kv_cache import KVCache
 
 
 class TorchEngine:
-    """Runs the PyTorch model. Neighbouring slots with equally many tokens are read together."""
+    """Runs the PyTorch model. Neighbouring slots with equally many tokens are read together.
+
+    dtype: of the cached keys and values.
+    """
 
     name = "torch"
     fast_in_step = True
 
-    def __init__(self, model: GPT, slots: int, capacity: int) -> None:
+    def __init__(self, model: GPT, slots: int, capacity: int, dtype: torch.dtype) -> None:
         self.model, self.config, self.slots, self.capacity = model, model.config, slots, capacity
         c = model.config
-        self._caches = [KVCache(slots, c.n_head, capacity, c.head_dim) for _ in range(c.n_layer)]
+        self._caches = [KVCache(slots, c.n_head, capacity, c.head_dim, dtype) for _ in range(c.n_layer)]
         self._lengths = [0] * slots  # tokens in the cache
         self._pending = [-1] * slots  # the token that is chosen but not yet read; -1 for none
         self._seen: list[set[int]] = [set() for _ in range(slots)]

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attention_ext import PARTS, BuildError
+from attention_ext import PARTS, BuildError, processor
 from attention_ext.build import recipes
+from attention_ext.processor import Cache
 from lab import costs
-from lab.machine import Cache, available_memory
-from lab.machine import caches as caches_of_this_machine
+from lab.machine import available_memory
 
 MOST_SIZE = 2**20  # of N, d and heads, in alone.cpp
 MOST_TILE_SIDE = 2**31
@@ -151,7 +151,7 @@ def misses(call: Call, caches: tuple[Cache, Cache] | None = None, timeout: float
         except Refused as error:
             return Misses(source, None, None, str(error))
 
-    lines = [cache.line for cache in caches or (caches_of_this_machine()[0],) * 2]
+    lines = [cache.line for cache in caches or (processor.caches()[0],) * 2]
     counted = [event for event in counts[0] if event in counts[1]]
     l1, last = (
         # perf's counts vary: those of a short call may seem to be below 0

@@ -10,12 +10,13 @@ from itertools import pairwise
 
 from attention_ext import PARTS, extension, processor
 from attention_ext.parts import Dtype
+from attention_ext.processor import Cache
 from lab import counters, machine
 from lab.bench.cases import Cell
 from lab.bench.measure import Bench
 from lab.bench.results import Result, Run
 from lab.costs import Block, Costs, costs, scratch
-from lab.machine import Cache, size_text
+from lab.machine import size_text
 from lab.timing import quartiles
 
 AMX_SOFTMAX_INSTRUCTIONS = 7.5  # of part4_amx.cpp for a vector, without loads and stores
@@ -48,7 +49,7 @@ def levels(counted: Costs, shared: Costs, threads: int) -> list[Level]:
     third level on. A level's bandwidth is that of reads from a buffer that fits the next level but not this
     one, by so many threads together.
     """
-    caches = machine.caches()
+    caches = processor.caches()
     found = []
     for cache, beyond in [*pairwise(caches), (caches[-1], None)]:
         size = min(beyond.size // 2, 8 * cache.size) if beyond else 4 * cache.size
@@ -163,7 +164,7 @@ def measured_text(flops: float, result: Result, peak: float) -> str:
 
 def misses_text(cell: Cell, cachegrind: bool) -> str:
     """The cache misses of one head on one thread, counted by perf or simulated by cachegrind."""
-    caches = machine.caches()
+    caches = processor.caches()
     first, own = caches[0], caches[:2][-1]
     simd = "auto" if cell.simd == "ispc" else cell.simd or "auto"
     call = counters.Call(

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from attention_ext import attention
-from generation.engine import rounded
+from generation.engine import rounded, with_rounded_cache
 from model import corpus
 from model.checkpoint import load
 from model.train import evaluate
@@ -29,13 +29,16 @@ class Loss:
         return self.nats / math.log(2)
 
 
-def held_out(model: str, text: str, part: str = "part0", weights: str = "fp32") -> Loss:
+def held_out(
+    model: str, text: str, part: str = "part0", weights: str = "fp32", kv_cache: str = "fp32"
+) -> Loss:
     """The loss over contiguous windows of the block size, on the last 10 % of a text.
 
-    model: as load() takes it. part: the attention. weights: a Precision or its name.
+    model: as load() takes it. part: the attention. weights: a Precision or its name. kv_cache: a
+    CachePrecision or its name, to which the keys and values that attention sees are rounded.
     Raises ValueError naming what is wrong, BuildError where the kernels cannot be compiled.
     """
-    checkpoint = load(model, partial(attention, part, causal=True))
+    checkpoint = load(model, with_rounded_cache(partial(attention, part, causal=True), kv_cache))
     gpt = rounded(checkpoint.model, weights)
     _, held_out = corpus.split(text)
     ids = checkpoint.tokenizer.encode(held_out)

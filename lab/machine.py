@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,6 @@ BUSY_SHARE = 0.05  # of the measured threads' time: on a busy machine others tak
 SAMPLE_SECONDS = 2e-4
 SLOWED_BELOW = 0.95  # a sample below this share of the fastest is slowed
 MOST_SLOWED_SHARE = 0.1  # of the samples; on a busy machine more are slowed
-CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 class Times(NamedTuple):
@@ -163,55 +162,6 @@ def closing_text(load: Load, peaks: list[float], threads: int) -> tuple[str, boo
     return (f"{text}\n{reason}", True) if reason else (text, False)
 
 
-@dataclass(frozen=True)
-class Cache:
-    """A data cache of one processor; bytes, ways and the bytes of a line."""
-
-    level: int
-    size: int
-    ways: int
-    line: int
-
-
-# Where the system does not report them: those of a common processor.
-ASSUMED = (Cache(1, 32 << 10, 8, 64), Cache(2, 1 << 20, 16, 64), Cache(3, 32 << 20, 16, 64))
-
-
-def caches() -> tuple[Cache, ...]:
-    """This processor's data caches, the smallest first; ASSUMED where the system does not report them."""
-    found = {}
-    for index in sorted(CACHES.glob("index*")):
-        try:
-            if (index / "type").read_text().strip() == "Instruction":
-                continue
-            level = int((index / "level").read_text())
-            size = _bytes((index / "size").read_text().strip())
-            ways = int((index / "ways_of_associativity").read_text())
-            line = int((index / "coherency_line_size").read_text())
-        except (OSError, ValueError):
-            continue
-        if min(size, ways, line) > 0:
-            found[level] = Cache(level, size, ways, line)
-    return tuple(found[level] for level in sorted(found)) or _caches_of_macos() or ASSUMED
-
-
-def _caches_of_macos() -> tuple[Cache, ...]:
-    """Those of a fast core, with the ways of ASSUMED, which macOS does not report; none on other systems."""
-    line = processor.sysctl("hw.cachelinesize")
-    found = []
-    for assumed, name in zip(ASSUMED, ("l1dcachesize", "l2cachesize", "l3cachesize")):
-        size = processor.sysctl(f"hw.perflevel0.{name}") or processor.sysctl(f"hw.{name}")
-        if int(size or 0) > 0 and int(line or 0) > 0:
-            found.append(replace(assumed, size=int(size), line=int(line)))
-    return tuple(found)
-
-
-def _bytes(text: str) -> int:
-    """'1024K' as bytes."""
-    unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
-    return int(text.rstrip("KM")) * unit
-
-
 def available_memory() -> int | None:
     """Bytes that programs can still allocate without swapping; None where the system does not report it."""
     try:
@@ -256,7 +206,7 @@ def describe() -> dict:
         "cpu": processor.name(),
         "microarchitecture": processor.microarchitecture(),
         "cores": processor.cores(),
-        "caches": [asdict(cache) for cache in caches()],
+        "caches": [asdict(cache) for cache in processor.caches()],
         "isa": torch.backends.cpu.get_cpu_capability(),
         "simd": AUTO,
         "os": f"{platform.system()} {platform.machine()}",

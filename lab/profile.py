@@ -188,6 +188,7 @@ def run(
     br: int | None = None,
     bc: int | None = None,
     weights: str = "fp32",
+    kv_cache: str = "fp32",
     prompt_tokens: int | None = None,
     tokens: int | None = None,
     trace_file: Path | None = None,
@@ -197,7 +198,8 @@ def run(
     The prompt is the model's own text after token 0. The first token that follows needs no reading and is not
     measured; each later one is, with the reading of the token before it.
 
-    model: its name, for people. part, engine, simd, br, bc, weights: as in generation.engine.open_engine.
+    model: its name, for people. part, engine, simd, br, bc, weights, kv_cache: as in
+    generation.engine.open_engine.
     prompt_tokens: half of the block size unless given. tokens: DEFAULT_TOKENS, or what the block size leaves.
     trace_file: gets the trace, as JSON.
     Raises TypeError or ValueError naming an argument that is wrong, OSError where trace_file cannot be
@@ -226,6 +228,7 @@ def run(
         br=br,
         bc=bc,
         weights=weights,
+        kv_cache=kv_cache,
         capacity=prompt_tokens + tokens,
     )
     settings = {
@@ -234,6 +237,7 @@ def run(
         "engine": opened.name,
         "simd": helpers_of(part, simd),
         "weights": weights,
+        "kv_cache": kv_cache,
         "threads": torch.get_num_threads(),
         "prompt_tokens": prompt_tokens,
         "new_tokens": tokens,
@@ -331,7 +335,8 @@ def table(profile: Profile) -> str:
     helpers = "" if f["simd"] is None else f", {f['simd']} helpers"
     recorded, plain = f["recorded"], f["not_recorded"]
     lines = [
-        f"{f['model']}: {f['part']}{helpers}, {f['engine']} engine, weights in {f['weights']}, {threads}; "
+        f"{f['model']}: {f['part']}{helpers}, {f['engine']} engine, weights in {f['weights']}, "
+        f"cache in {f['kv_cache']}, {threads}; "
         f"a prompt of {f['prompt_tokens']} tokens, then {f['new_tokens']} more",
         "",
         "| | prefill, ms | share | decode, µs per token | share |",

@@ -9,13 +9,15 @@ from torch import Tensor
 
 
 class KVCache:
-    """One layer's keys and values in two preallocated float32 buffers (B, H, T_max, d).
+    """One layer's keys and values in two preallocated buffers (B, H, T_max, d).
 
-    batch: B.  n_head: H.  length_max: T_max.  head_dim: d.
+    batch: B.  n_head: H.  length_max: T_max.  head_dim: d.  dtype: keys and values are rounded to it.
     """
 
-    def __init__(self, batch: int, n_head: int, length_max: int, head_dim: int) -> None:
-        self.k = torch.empty(batch, n_head, length_max, head_dim)
+    def __init__(
+        self, batch: int, n_head: int, length_max: int, head_dim: int, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.k = torch.empty(batch, n_head, length_max, head_dim, dtype=dtype)
         self.v = torch.empty_like(self.k)
         self.length = 0
 
@@ -26,8 +28,9 @@ class KVCache:
         return part
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v, (B, H, T, d); return views of all keys and values so far, (B, H, length, d).
+        """Append k and v, (B, H, T, d); return all keys and values so far, (B, H, length, d).
 
+        They have k's and v's type, and are views where the buffers have it too.
         Raises ValueError if the buffers are too short.
         """
         start, end = self.length, self.length + k.shape[2]
@@ -39,4 +42,4 @@ class KVCache:
         self.k[:, :, start:end] = k
         self.v[:, :, start:end] = v
         self.length = end
-        return self.k[:, :, :end], self.v[:, :, :end]
+        return self.k[:, :, :end].to(k.dtype), self.v[:, :, :end].to(v.dtype)

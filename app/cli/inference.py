@@ -11,7 +11,7 @@ import torch
 
 from app.cli.options import EngineOptions, TextOptions
 from attention_ext import PARTS, extension
-from attention_ext.parts import helpers_of
+from attention_ext.parts import CachePrecision, helpers_of
 from generation.engine import Engine, open_engine
 from generation.generate import Completion, capacity_for, complete, slots_for
 from generation.sampling import Sampling
@@ -69,13 +69,15 @@ class Session:
 
     def announce(self, engine: Engine, notice: Echo) -> None:
         """Describe the model, the kernel and the engine."""
-        gpt, tokenizer, weights = self.checkpoint.model, self.checkpoint.tokenizer, self.engine.weights
+        gpt, tokenizer = self.checkpoint.model, self.checkpoint.tokenizer
         notice(f"Running inference using dnn model {self.texts.model}")
         notice(f"number of parameters: {gpt.num_params() / 1e6:.2f}M")
         notice(f"Vocabulary of {len(tokenizer)} tokens from {tokenizer.source}")
         part = PARTS[self.part]
         kernel = extension.describe(self.engine.simd) if part.operator else f"Attention by {part.summary}"
-        notice(f"{kernel}, {engine.name} engine" + (f", weights in {weights}" * (weights != "fp32")))
+        precisions = {"weights": self.engine.weights, "cache": self.engine.kv_cache}
+        rounded = "".join(f", {what} in {name}" for what, name in precisions.items() if name != "fp32")
+        notice(f"{kernel}, {engine.name} engine{rounded}")
 
 
 def write(session: Session, echo: Echo, notice: Echo, as_json: bool = False) -> None:
@@ -83,7 +85,8 @@ def write(session: Session, echo: Echo, notice: Echo, as_json: bool = False) -> 
     count = session.texts.num_samples
     capacity = capacity_for(session.checkpoint, session.request)
     config = session.checkpoint.model.config
-    cache_bytes = 4 * 2 * config.n_layer * config.n_embd * capacity  # K and V in float32
+    number_bytes = CachePrecision(session.engine.kv_cache).bytes
+    cache_bytes = number_bytes * 2 * config.n_layer * config.n_embd * capacity  # K and V
     at_once, slots = slots_for(count, torch.get_num_threads(), cache_bytes)
     engine = session.open(slots, capacity)
     writer = Writer(engine, at_once)

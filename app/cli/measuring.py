@@ -16,6 +16,7 @@ from app.cli.options import (
     EngineOptions,
     dtype_option,
     engine_option,
+    kv_cache_option,
     model_option,
     notice,
     one_thread_option,
@@ -78,6 +79,7 @@ def explain(part: str, cachegrind: bool, **sizes) -> None:
 @simd_option
 @tile_options()
 @weights_option
+@kv_cache_option
 @click.option(
     "--prompt-tokens",
     type=click.IntRange(1),

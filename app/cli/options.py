@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from attention_ext import PARTS, SIMD
-from attention_ext.parts import Dtype, Precision
+from attention_ext.parts import CachePrecision, Dtype, Precision
 from lab import saved
 
 LARGEST_SIZE = 2**31 - 1
@@ -88,6 +88,7 @@ class EngineOptions:
     br: int | None
     bc: int | None
     weights: str
+    kv_cache: str
 
 
 @dataclass(frozen=True)
@@ -206,6 +207,13 @@ weights_option = click.option(
     default=Precision.FP32.value,
     show_default=True,
     help="Precision of the matrices; bf16 halves the bytes of weights read for a token, int8 quarters them.",
+)
+kv_cache_option = click.option(
+    "--kv-cache",
+    type=click.Choice([precision.value for precision in CachePrecision]),
+    default=CachePrecision.FP32.value,
+    show_default=True,
+    help="Precision of the cached keys and values; bf16 halves their bytes.",
 )
 engine_option = click.option(
     "--engine",

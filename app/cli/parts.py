@@ -11,6 +11,7 @@ from app.cli.options import (
     all_of,
     dtype_option,
     engine_option,
+    kv_cache_option,
     set_threads,
     simd_option,
     take,
@@ -34,6 +35,7 @@ part_options = all_of(
     writing.text_options,
     engine_option,
     weights_option,
+    kv_cache_option,
     writing.output_options,
 )
 

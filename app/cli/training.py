@@ -6,7 +6,14 @@ from pathlib import Path
 
 import click
 
-from app.cli.options import model_option, notice, set_threads, threads_option, weights_option
+from app.cli.options import (
+    kv_cache_option,
+    model_option,
+    notice,
+    set_threads,
+    threads_option,
+    weights_option,
+)
 from attention_ext import PARTS
 
 
@@ -95,14 +102,17 @@ def train(
     help="Attention to evaluate with.",
 )
 @weights_option
+@kv_cache_option
 @threads_option
-def evaluate(model: str, corpus_file: str | None, part: str, weights: str, threads: int | None) -> None:
+def evaluate(
+    model: str, corpus_file: str | None, part: str, weights: str, kv_cache: str, threads: int | None
+) -> None:
     """Print the loss over contiguous windows of the block size, on the last 10 % of a text."""
     from lab import loss
 
     text = read_corpus(corpus_file)
     set_threads(threads)
-    measured = loss.held_out(model, text, part, weights)
+    measured = loss.held_out(model, text, part, weights, kv_cache)
     click.echo(f"{model}: {measured.nats:.4f} nats = {measured.bits:.4f} bits per character")
     click.echo(f"({measured.characters:,} characters, windows of {measured.window} tokens)")
 

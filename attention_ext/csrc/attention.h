@@ -5,14 +5,16 @@
 // q, k, v and out are float32, for part 4 also bfloat16; lse and all arithmetic are float32.
 // q (B, H, Nq, d); k, v (B, H, Nk, d): strided, the last dimension contiguous. Exception: part 4, for up to
 // part4::FEW queries, also takes k transposed, either as one matrix (row_stride 1) or as consecutive panels of
-// Bc keys, each (d, Bc) and padded (row_stride d, col_stride Bc).
-// out (B, H, Nq, d), lse (B, H, Nq) or null: contiguous.
+// Bc keys, each (d, Bc) and padded (row_stride d, col_stride Bc). With panels kv may be bf16: then the rows of
+// the panels and of v are simd::Bf16Pairs, v's padded with any numbers. All strides but k's row_stride, d,
+// count words of 32 bits (col_stride of k: Bc / 2). out (B, H, Nq, d), lse (B, H, Nq) or null: contiguous.
 // causal: query i sees the keys j <= i + (Nk - Nq); Nq <= Nk.
 #pragma once
 
 #include <cstdint>
 
 #include "bf16.h"
+#include "cache_precision.h"
 
 template <class Element>
 struct MatricesOf {  // one (N, d) matrix per batch and head; strides in elements
@@ -34,6 +36,7 @@ struct AttentionOf {
     float scale;
     int64_t Br, Bc;  // part 4's tile, at most Nq and Nk
     int threads;
+    CachePrecision kv;  // of k and v
 
     // Number of keys that query i sees: they are 0 .. visible(i) - 1.
     int64_t visible(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }

@@ -12,8 +12,13 @@
 class NoDenormals {
   public:
 #if defined(__SSE__)
-    NoDenormals() : before(_mm_getcsr()) { _mm_setcsr(before | FLUSH_RESULTS | FLUSH_INPUTS); }
-    ~NoDenormals() { _mm_setcsr(before); }
+    // Setting costs 8 ns (AMD Zen 5), so it is done only where it changes something.
+    NoDenormals() : before(_mm_getcsr()) {
+        if (flushed() != before) _mm_setcsr(flushed());
+    }
+    ~NoDenormals() {
+        if (flushed() != before) _mm_setcsr(before);
+    }
 #elif defined(__aarch64__)
     NoDenormals() : before(get()) { set(before | FLUSH); }
     ~NoDenormals() { set(before); }
@@ -28,6 +33,8 @@ class NoDenormals {
 #if defined(__SSE__)
     static constexpr unsigned FLUSH_RESULTS = 0x8000, FLUSH_INPUTS = 0x0040;  // of MXCSR
     unsigned before;
+
+    unsigned flushed() const { return before | FLUSH_RESULTS | FLUSH_INPUTS; }
 #elif defined(__aarch64__)
     static constexpr uint64_t FLUSH = uint64_t{1} << 24;  // of FPCR
     uint64_t before;

@@ -10,8 +10,8 @@
 
 // A row for each part. Part `number` with the kernel `name` has the functions name_scratch and name_attention,
 // the file cpu/number_name.cpp and the operator number_name.
-// tiled: takes Br and Bc. transposed: for up to so many queries it also takes K transposed, as attention.h
-// describes. in_bf16: its functions for bfloat16, or none.
+// tiled: takes Br and Bc. transposed: for up to so many queries it also takes K transposed, and then K and V in
+// bf16, as attention.h describes. in_bf16: its functions for bfloat16 tensors, or none.
 //
 //         number, name, tiled, transposed, in_bf16
 #define EACH_PART(PART)                  \

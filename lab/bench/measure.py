@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention_ext import PARTS, extension, reference
+from attention_ext import PARTS, extension, processor, reference
 from attention_ext.parts import Dtype
 from lab import costs, machine
 from lab.bench.cases import Cell, check_memory
@@ -108,7 +108,7 @@ class Bench:
             raise ValueError(f"rounds is {rounds}; it must be at least 2")
         check_memory(cells)
         self.cells = list(cells)
-        core = machine.caches()[:2][-1]  # the second level belongs to one core nearly everywhere
+        core = processor.caches()[:2][-1]  # the second level belongs to one core nearly everywhere
         self.done = Run(machine.describe(), rounds, min_time, core.size)
         self.again = False
         self.passes, self.clock = passes, clock

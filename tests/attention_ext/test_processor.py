@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import subprocess
@@ -177,3 +178,44 @@ def test_other_processors_have_a_slug_too(cpuinfo, monkeypatch, text, system, sl
     if text:
         cpuinfo(text)
     assert (processor.microarchitecture(), processor.slug()) == (None, slug)
+
+
+def test_the_caches_are_listed_the_smallest_first():
+    sizes = [cache.size for cache in processor.caches()]
+    assert sizes == sorted(sizes) and len(sizes) >= 2
+
+
+@pytest.mark.parametrize(
+    "reported, expected",
+    [
+        (  # an Apple M1, whose slow cores have other caches
+            {
+                "hw.cachelinesize": "128",
+                "hw.l1dcachesize": "65536",
+                "hw.l2cachesize": "4194304",
+                "hw.perflevel0.l1dcachesize": "131072",
+                "hw.perflevel0.l2cachesize": "12582912",
+            },
+            (processor.Cache(1, 131072, 8, 128), processor.Cache(2, 12582912, 16, 128)),
+        ),
+        (  # an Intel Core i7
+            {
+                "hw.cachelinesize": "64",
+                "hw.l1dcachesize": "32768",
+                "hw.l2cachesize": "262144",
+                "hw.l3cachesize": "12582912",
+            },
+            (
+                processor.Cache(1, 32768, 8, 64),
+                processor.Cache(2, 262144, 16, 64),
+                processor.Cache(3, 12582912, 16, 64),
+            ),
+        ),
+        ({}, processor.ASSUMED),
+    ],
+    ids=["Apple", "Intel", "nothing reported"],
+)
+def test_the_caches_of_a_mac(monkeypatch, tmp_path, reported, expected):
+    monkeypatch.setattr(processor, "CACHES", tmp_path)
+    monkeypatch.setattr(processor, "sysctl", functools.cache(lambda name: reported.get(name, "")))
+    assert processor.caches() == expected

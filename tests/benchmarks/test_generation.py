@@ -127,10 +127,11 @@ def test_the_native_engine_writes_the_same(run):
     code, output = run("--cases", "pair", "--engines", "native", "--parts", "part0,part4")
     assert code == 0
     table = rows(output)
-    ours = ["native part4", "native part4 bf16", "native part4 int8"]
+    ours = ["native part4", "native part4 bf16", "native part4 int8", "native part4 kv-bf16"]
     assert list(table) == ["contender", *ours]  # part0 has no native engine
     errors = [float(table[name][4]) for name in ours]
     assert errors[0] < 1e-4 < errors[1] < errors[2] < 0.5  # the rounding is visible
+    assert 1e-4 < errors[3] < 0.1
     assert table["native part4"][-1] == "4 of 4" and float(table["native part4"][4]) < 1e-4
 
 

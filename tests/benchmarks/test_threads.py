@@ -14,7 +14,8 @@ def run(*arguments):
 
 
 def test_each_number_of_threads_has_a_row(extension):
-    done = run("--threads", "1,3", "--texts", "7", "--rounds", "2", "--weights", "bf16")
+    done = run("--threads", "1,3", "--texts", "7", "--rounds", "2", "--weights", "bf16", "--kv-cache", "bf16")
+    assert "weights in bf16, cache in bf16" in done.stdout, done.stderr
     assert done.returncode == 0, done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
     assert rows[0][:2] == ["threads", "tokens/s"] and [row[0] for row in rows[1:]] == ["1", "3"]

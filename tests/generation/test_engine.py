@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from attention_ext import SIMD, BuildError
 from attention_ext.extension import load as load_extension
 from attention_ext.extension import load_decoder
-from attention_ext.parts import Precision
-from generation.engine import ROUNDINGS, open_engine, rounded
+from attention_ext.parts import CachePrecision, Precision
+from attention_ext.processor import Cache
+from generation.engine import DTYPES, ROUNDINGS, open_engine, rounded, with_rounded_cache
 from generation.sampling import Sampling
 from model import load
 
@@ -54,17 +55,24 @@ def ids(gpt, length, seed=0):
 
 
 @torch.inference_mode()
-def expected(gpt, tokens):
-    """The logits after each token, in float64: (T, V)."""
+def expected(gpt, tokens, kv_cache="fp32"):
+    """The logits after each token, in float64, with keys and values as a cache keeps them: (T, V)."""
     exact = copy.deepcopy(gpt).double()
+    attend = partial(_exact, gpt.config.head_dim**-0.5)
+    if kv_cache == "bf16":
+        attend = partial(_over_bf16, attend)
     for block in exact.transformer.h:
-        block.attn.attend = partial(_exact, gpt.config.head_dim**-0.5)
+        block.attn.attend = attend
     return exact(torch.tensor([tokens]))[0]
 
 
 def _exact(scale, q, k, v):
     scores = (scale * q @ k.mT).masked_fill(torch.ones(q.shape[2], k.shape[2]).triu(1) == 1, -torch.inf)
     return scores.softmax(-1) @ v
+
+
+def _over_bf16(attend, q, k, v):
+    return attend(q, k.bfloat16().double(), v.bfloat16().double())
 
 
 @pytest.fixture(params=SIMD[1:])
@@ -129,8 +137,30 @@ def test_rounded_weights_are_those_of_the_rounded_model(simd, config, weights):
         assert (exact - expected(gpt, tokens)[-1]).abs().max() > 1e-4  # the rounding has an effect
 
 
-@pytest.mark.parametrize("count, weights", [(1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "int8"), (3, "int8")])
-def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count, weights):
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_a_bf16_cache_holds_rounded_keys_and_values(kernel, simd, name, config):
+    """An error of float32 may round a number the other way: that is a small part of what rounding changes."""
+    gpt = model(**config)
+    tokens = ids(gpt, gpt.config.block_size)
+    exact, right = (expected(gpt, tokens, kv_cache) for kv_cache in ("fp32", "bf16"))
+    allowed = 1e-4 + 0.3 * (exact - right).abs().max()
+    engine = open_engine(gpt, name, part=kernel, simd=simd, bc=16, kv_cache="bf16", slots=2)
+    for prompt in {1, 2, len(tokens) - 1, len(tokens)} & set(range(1, len(tokens) + 1)):
+        engine.prefill(0, tokens[:prompt])
+        engine.copy(0, 1)
+        for i in range(prompt, len(tokens)):
+            assert (engine.logits(1) - right[i - 1]).abs().max() < allowed
+            engine.push(1, tokens[i])
+        assert (engine.logits(1) - right[-1]).abs().max() < allowed
+
+
+@pytest.mark.parametrize(
+    "weights, kv_cache", [("fp32", "fp32"), ("fp32", "bf16"), ("int8", "fp32"), ("int8", "bf16")]
+)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count, weights, kv_cache):
+    precisions = {"weights": weights, "kv_cache": kv_cache}
     gpt = model(block_size=250, n_embd=48, n_head=3, vocab_size=150)
     prompts = [ids(gpt, 1 + 53 * i, seed=i) for i in range(5)]  # up to 213 tokens, read 64 at a time
     uniforms = torch.rand(5, 20, generator=torch.Generator().manual_seed(0)).tolist()
@@ -138,13 +168,13 @@ def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count, weights)
     threads(1)
     alone = []
     for prompt, numbers in zip(prompts, uniforms):
-        engine = open_engine(gpt, "native", part=kernel, weights=weights)
+        engine = open_engine(gpt, "native", part=kernel, **precisions)
         engine.prefill(0, prompt)
         alone.append([(engine.next([0], [u]), engine.logits(0)) for u in numbers])
 
     threads(count)
     for together in (1, 2, 5):  # work is divided differently if there are fewer texts than threads
-        engine = open_engine(gpt, "native", part=kernel, weights=weights, slots=5)
+        engine = open_engine(gpt, "native", part=kernel, slots=5, **precisions)
         for slot, prompt in enumerate(prompts):
             engine.prefill(slot, prompt)
         for step in range(20):
@@ -329,15 +359,16 @@ def test_several_tokens_at_once_are_those_of_one_at_a_time(kernel, name, monkeyp
         together.write([0, 1], rows)
 
 
-@pytest.mark.parametrize("n_embd", [64, 256], ids=["groups", "all, as the weights are many"])
+@pytest.mark.parametrize("cache_bytes", [1, 3 << 20, 6 << 20, 1 << 40])
 @pytest.mark.parametrize("threads_used", [1, 2])
-def test_a_batch_too_large_for_the_caches_is_written_as_each_text_alone(
-    extension, threads, threads_used, n_embd, monkeypatch
+def test_a_batch_in_groups_of_any_size_is_written_as_each_text_alone(
+    extension, threads, threads_used, cache_bytes, monkeypatch
 ):
-    """Its slots are stepped in groups. A group has at most a register block's rows for each thread."""
+    """The size of the processor's last cache decides how many slots are stepped together."""
     threads(threads_used)
     monkeypatch.setattr("generation.native.BATCH_SECONDS", 60)
-    gpt = model(n_embd=n_embd, block_size=500)
+    monkeypatch.setattr("attention_ext.processor.caches", lambda: (Cache(3, cache_bytes, 16, 64),))
+    gpt = model(n_embd=64, block_size=500)
     texts, steps = 25, 6
     rows = torch.rand(steps, texts, generator=torch.Generator().manual_seed(0)).tolist()
     batch, alone = open_engine(gpt, "native", slots=texts), open_engine(gpt, "native")
@@ -401,11 +432,21 @@ def test_threads_of_python_take_turns(extension):
         (dict(bc=2**63), "bc is 9223372036854775808"),
         (dict(simd="neon"), "simd is 'neon'"),
         (dict(weights="int4"), "weights is 'int4'; it must be one of fp32, bf16, int8"),
+        (dict(kv_cache="int8"), "kv_cache is 'int8'; it must be one of fp32, bf16"),
     ],
 )
 def test_wrong_arguments_are_named(extension, change, message):
     with pytest.raises(ValueError, match=message):
         open_engine(model(), **change)
+
+
+def test_every_cache_precision_has_its_dtype():
+    assert set(DTYPES) == set(CachePrecision)
+    assert all(DTYPES[each].itemsize == each.bytes for each in CachePrecision)
+    attend = _exact
+    assert with_rounded_cache(attend, "fp32") is attend and with_rounded_cache(attend, "bf16") is not attend
+    with pytest.raises(ValueError, match="kv_cache is 'int8'; it must be one of fp32, bf16"):
+        with_rounded_cache(attend, "int8")
 
 
 def test_every_precision_has_its_rounding():
@@ -427,7 +468,8 @@ def test_the_decoder_checks_what_it_is_given(extension):
     """Wrong calls of the class below NativeEngine."""
     gpt = model()
     sizes = dict(block_size=16, vocab_size=11, n_layer=2, n_head=2, n_embd=16)
-    rest = dict(precision="fp32", part="part4_flash", br=16, bc=16, slots=2, capacity=16, threads=1)
+    rest = dict(precision="fp32", kv_cache="fp32", part="part4_flash", br=16, bc=16, slots=2, capacity=16)
+    rest |= dict(threads=1, cache_bytes=1 << 20)
     tensors = {n: t.detach().numpy() for n, t in gpt.state_dict().items()}
     Decoder = load_decoder()
 
@@ -441,6 +483,8 @@ def test_the_decoder_checks_what_it_is_given(extension):
     refused("the size of transformer.wte.weight is 176; it must be 192", vocab_size=12)
     refused("part is part5; it must be a part's operator", part="part5")
     refused("precision is 'int4'; it must be one of fp32, bf16, int8", precision="int4")
+    refused("kv_cache is 'int8'; it must be one of fp32, bf16", kv_cache="int8")
+    refused("cache_bytes is 0", cache_bytes=0)
     refused("slots is 0", slots=0)
     refused("capacity is 17; it must be from 1 to 16", capacity=17)
     refused("threads is 0", threads=0)
@@ -483,5 +527,4 @@ def test_the_decoder_checks_what_it_is_given(extension):
     with pytest.raises(ValueError, match="slot is 1; it must be named once"):
         decoder.write([1, 1], [[0.5, 0.5]], 0)
     assert decoder.write([], [[]], 0) == [[]]
-    large = open_engine(model(n_embd=256, n_layer=2), "native")  # its weights are too large for groups
-    assert large.write([], [[], []]) == [[], []]
+    assert open_engine(model(), "native").write([], [[], []]) == [[], []]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from attention_ext import PARTS, attention
+from attention_ext.processor import Cache
 from lab import correctness, counters
 from lab.costs import COUNTS, Block, Case, costs, scratch
-from lab.machine import Cache
 
 SMALL, LARGE = 32 << 10, 1 << 40
 

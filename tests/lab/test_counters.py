@@ -12,8 +12,8 @@ from support import script
 
 from attention_ext import PARTS, BuildError
 from attention_ext.build import recipes
+from attention_ext.processor import Cache
 from lab import counters
-from lab.machine import Cache
 
 KERNELS = [part.operator for part in PARTS.values() if part.operator]
 L1, L2 = Cache(1, 32 << 10, 8, 64), Cache(2, 1 << 20, 8, 64)
@@ -68,7 +68,7 @@ def fake_perf(extension, tmp_path, monkeypatch):
 
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(counters, "SWEPT_BYTES", 1 << 20)
-    monkeypatch.setattr(counters, "caches_of_this_machine", lambda: (L1, L2))
+    monkeypatch.setattr(counters.processor, "caches", lambda: (L1, L2))
     return lambda text: script(tmp_path / "perf", text)
 
 

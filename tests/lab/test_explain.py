@@ -7,9 +7,10 @@ import re
 import pytest
 
 from attention_ext import PARTS, extension
+from attention_ext.processor import caches
 from lab import counters
 from lab.costs import Block, Case, costs
-from lab.machine import caches, size_text
+from lab.machine import size_text
 
 
 @pytest.mark.parametrize("part", PARTS)

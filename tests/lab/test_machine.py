@@ -81,44 +81,6 @@ def test_the_limits_are_plausible(extension):
     assert 1e8 < machine.read_rate(1 << 20, 0.0) < 1e13  # it reads at least once
     assert 1e-10 < machine.fma_latency() < 1e-7
     assert machine.fma_peak() * machine.fma_latency() > 4  # an FMA is two operations, on several lanes
-    sizes = [cache.size for cache in machine.caches()]
-    assert sizes == sorted(sizes) and len(sizes) >= 2
-
-
-@pytest.mark.parametrize(
-    "reported, expected",
-    [
-        (  # an Apple M1, whose slow cores have other caches
-            {
-                "hw.cachelinesize": "128",
-                "hw.l1dcachesize": "65536",
-                "hw.l2cachesize": "4194304",
-                "hw.perflevel0.l1dcachesize": "131072",
-                "hw.perflevel0.l2cachesize": "12582912",
-            },
-            (machine.Cache(1, 131072, 8, 128), machine.Cache(2, 12582912, 16, 128)),
-        ),
-        (  # an Intel Core i7
-            {
-                "hw.cachelinesize": "64",
-                "hw.l1dcachesize": "32768",
-                "hw.l2cachesize": "262144",
-                "hw.l3cachesize": "12582912",
-            },
-            (
-                machine.Cache(1, 32768, 8, 64),
-                machine.Cache(2, 262144, 16, 64),
-                machine.Cache(3, 12582912, 16, 64),
-            ),
-        ),
-        ({}, machine.ASSUMED),
-    ],
-    ids=["Apple", "Intel", "nothing reported"],
-)
-def test_the_caches_of_a_mac(monkeypatch, tmp_path, reported, expected):
-    monkeypatch.setattr(machine, "CACHES", tmp_path)
-    monkeypatch.setattr(machine.processor, "sysctl", lambda name: reported.get(name, ""))
-    assert machine.caches() == expected
 
 
 def test_page_faults_are_counted():

@@ -83,6 +83,7 @@ def made(**change) -> Profile:
         engine="native",
         simd="off",
         weights="fp32",
+        kv_cache="bf16",
         threads=2,
         prompt_tokens=7,
         new_tokens=2,
@@ -151,7 +152,8 @@ def test_the_figures_follow_from_the_times():
 def test_the_table():
     lines = profile.table(made()).splitlines()
     assert lines[0] == (
-        "m: part4, off helpers, native engine, weights in fp32, 2 threads; a prompt of 7 tokens, then 2 more"
+        "m: part4, off helpers, native engine, weights in fp32, cache in bf16, 2 threads; "
+        "a prompt of 7 tokens, then 2 more"
     )
     assert lines[2:10] == [
         "| | prefill, ms | share | decode, µs per token | share |",
@@ -264,8 +266,8 @@ def test_hooks_stay_off_the_model():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in engine.model.modules())
 
 
-@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8"])
-def test_the_command(cli, part, weights):
+@pytest.mark.parametrize("weights, kv_cache", [("fp32", "bf16"), ("bf16", "fp32"), ("int8", "bf16")])
+def test_the_command(cli, part, weights, kv_cache):
     done = cli(
         "profile",
         "--tokens",
@@ -278,11 +280,16 @@ def test_the_command(cli, part, weights):
         1,
         "--weights",
         weights,
+        "--kv-cache",
+        kv_cache,
         part,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"shakes128: {part}, ")
-    assert f"weights in {weights}, 1 thread; a prompt of 10 tokens, then 3 more" in done.stdout
+    assert (
+        f"weights in {weights}, cache in {kv_cache}, 1 thread; a prompt of 10 tokens, then 3 more"
+        in done.stdout
+    )
     rows = [line.split(" | ")[0].removeprefix("| ") for line in done.stdout.splitlines() if line[:2] == "| "]
     assert rows[1:] == [*(kind for kind in KINDS if kind != "waiting"), "other", "wall time"]
 

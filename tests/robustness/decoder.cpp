@@ -29,23 +29,24 @@ const char* attempt(uint64_t seed) {
     const auto any = [&](std::initializer_list<int64_t> of) { return of.begin()[random() % of.size()]; };
     const int64_t H = any({1, 2, 3, 5}), d = any({1, 3, 8, 15, 16, 17, 24, 33, 64}),
                   V = any({1, 2, 15, 65, 200});
-    const int64_t T = any({1, 2, 3, 5, 17, 63, 64, 65, 129, 200});
+    const int64_t T = any({1, 2, 3, 5, 17, 63, 64, 65, 129, 200, 600});
     const ModelShape shape{T, V, from(1, 3), H, H * d};
     const bool bias = from(0, 1);
     const PrecisionRow& precision = PRECISIONS[from(0, std::size(PRECISIONS) - 1)];
+    const CachePrecisionRow& kv = CACHE_PRECISIONS[from(0, std::size(CACHE_PRECISIONS) - 1)];
     const bool recorded = from(0, 1);
     const Part& part = PARTS[from(0, std::size(PARTS) - 1)];
     const int threads = static_cast<int>(any({2, 3, 5, 16}));
-    const int64_t tiles[] = {1, 2, 3, 4, 5, 16, 17, 31, 64, 100, 1 << 20};
-    const int64_t br = tiles[random() % 11], bc = tiles[random() % 11];
-    const int64_t slots = any({1, 2, 3, 4, 7, 13}), capacity = from(1, T);
+    const int64_t tiles[] = {1, 2, 3, 4, 5, 16, 17, 31, 64, 100, 300, 1 << 20};
+    const int64_t br = tiles[random() % 12], bc = from(0, 1) ? tiles[random() % 12] : from(1, 2 * T);
+    const int64_t slots = any({1, 2, 3, 4, 7, 13}), capacity = from(0, 1) ? T : from(1, T);
     std::snprintf(running, sizeof running,
                   "seed %" PRIu64
-                  ": H %d, d %d, V %d, layers %d, T %d, bias %d, %s, %s, tile %d x %d, "
+                  ": H %d, d %d, V %d, layers %d, T %d, bias %d, %s, cache %s, %s, tile %d x %d, "
                   "slots %d, capacity %d, threads %d\n",
                   seed, static_cast<int>(H), static_cast<int>(d), static_cast<int>(V),
-                  static_cast<int>(shape.n_layer), static_cast<int>(T), bias, precision.name, part.name,
-                  static_cast<int>(br), static_cast<int>(bc), static_cast<int>(slots),
+                  static_cast<int>(shape.n_layer), static_cast<int>(T), bias, precision.name, kv.name,
+                  part.name, static_cast<int>(br), static_cast<int>(bc), static_cast<int>(slots),
                   static_cast<int>(capacity), threads);
 
     std::map<std::string, std::vector<float>> weights;
@@ -57,9 +58,13 @@ const char* attempt(uint64_t seed) {
             for (int64_t i = 0; i < floats; i++) w.push_back(noise(random));
         return w.data();
     };
-    Decoder many(shape, tensors, precision.precision, part, br, bc, slots, capacity, threads);
-    Decoder one(shape, tensors, precision.precision, part, br, bc, slots, capacity, 1);
-    Decoder steps(shape, tensors, precision.precision, part, br, bc, 1, capacity, 1);
+    // Caches of any size, so that a batch is divided into groups of any.
+    const int64_t bytes[] = {1, int64_t{1} << from(10, 25), INT64_MAX};
+    const auto decoder = [&](int64_t texts, int of) {
+        return Decoder(shape, tensors, precision.precision, kv.precision, part, br, bc, texts, capacity, of,
+                       bytes[random() % 3]);
+    };
+    Decoder many = decoder(slots, threads), one = decoder(slots, 1), steps = decoder(1, 1);
     many.record(recorded);
     const double temperatures[] = {0, 0.01, 0.8, 5}, shares[] = {1, 0.9, 0.01}, penalties[] = {1, 1.1, 0.5};
     for (int64_t slot = 0; slot < slots; slot++) {
@@ -68,6 +73,10 @@ const char* attempt(uint64_t seed) {
         many.set_sampling(slot, sampling), one.set_sampling(slot, sampling);
     }
 
+    // With a cache in bf16, an error of float32 in a layer's input may round a key or value of it the other
+    // way.
+    const bool exact = kv.precision == CachePrecision::fp32 || shape.n_layer == 1;
+    const float allowed = exact ? 2e-4f : 2e-2f;
     for (int64_t slot = 0; slot < slots; slot++) {
         std::vector<int64_t> ids(static_cast<size_t>(from(1, capacity)));
         for (int64_t& id : ids) id = from(0, V - 1);
@@ -78,7 +87,7 @@ const char* attempt(uint64_t seed) {
         for (size_t i = 1; i < ids.size(); i++) steps.push(0, ids[i]);
         for (int64_t i = 0; i < V; i++) {
             const float a = steps.logits(0)[i], b = one.logits(slot)[i];
-            if (!(std::fabs(a - b) <= 2e-4f * (1 + std::fabs(a)))) return "steps give what prefill does not";
+            if (!(std::fabs(a - b) <= allowed * (1 + std::fabs(a)))) return "steps give what prefill does not";
         }
     }
     for (int turn = 0; turn < 40; turn++) {

@@ -18,12 +18,15 @@
 #include <iterator>
 #include <limits>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "bf16.h"
 #include "parts.h"
+#include "round_up.h"
 #include "running.h"
 #include "simd/simd.h"
 #include "threads.h"
@@ -171,6 +174,7 @@ struct Case {
     Kind kind;
     float scale;
     Layout layouts[3];  // of q, k, v
+    bool pairs;         // k and v are handed over in bfloat16, k in panels of Bc keys
 
     int64_t rows(int which) const { return which == 0 ? Nq : Nk; }
     int64_t visible(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
@@ -209,8 +213,11 @@ Case draw(uint64_t seed, Random& random, int threads) {
         if (random.one_in(2)) c.Bc = random.size(MOST);
         c.layouts[1] = draw_transposed(random, c.H, c.Nk, c.d, c.Bc);
         if (!c.layouts[1].panel) c.Bc = std::min(c.Bc, c.Nk);
+    } else if (c.Nq <= c.part->transposed && random.one_in(2)) {
+        c.pairs = true;
+        c.Bc = round_up(random.size(MOST), 2 * simd::lanes());
     }
-    c.bf16 = c.part->in_bf16.attention && c.layouts[1].column == 1 && random.one_in(2);
+    c.bf16 = c.part->in_bf16.attention && c.layouts[1].column == 1 && !c.pairs && random.one_in(2);
     return c;
 }
 
@@ -218,12 +225,12 @@ void describe(const Case& c) {
     std::snprintf(running, sizeof running,
                   "seed %" PRIu64
                   ": %s%s, B %d, H %d, Nq %d, Nk %d, d %d, %s, tile %d x %d, threads %d, %s%s, "
-                  "scale %g; q: %s, k: %s, v: %s\n",
+                  "scale %g; q: %s, k: %s, v: %s%s\n",
                   c.seed, c.part->name, c.bf16 ? " in bf16" : "", static_cast<int>(c.B), static_cast<int>(c.H),
                   static_cast<int>(c.Nq), static_cast<int>(c.Nk), static_cast<int>(c.d),
                   c.causal ? "causal" : "full", static_cast<int>(c.Br), static_cast<int>(c.Bc), c.threads,
                   KINDS[c.kind], c.lse ? ", lse" : "", static_cast<double>(c.scale), c.layouts[0].name,
-                  c.layouts[1].name, c.layouts[2].name);
+                  c.layouts[1].name, c.layouts[2].name, c.pairs ? ", in pairs" : "");
 }
 
 float draw_value(Random& random, Kind kind, bool bf16) {
@@ -281,6 +288,43 @@ Result<T> attend(const Case& c, const float* q, const float* k, const float* v, 
     return result;
 }
 
+// K in panels of Bc keys, and V, both in bfloat16 pairs. What pads them is NaN.
+struct Pairs {
+    int64_t d, Bc, columns, K_head, V_head;  // of a head: in words
+    Guarded k, v;
+
+    Pairs(const Case& c, Random& random)
+        : d(c.d),
+          Bc(c.Bc),
+          columns(round_up(d, 2 * simd::lanes())),
+          K_head(round_up(c.Nk, Bc) * d / 2),
+          V_head(c.Nk * columns / 2),
+          k(c.B * c.H * K_head, random),
+          v(c.B * c.H * V_head, random) {}
+
+    void fill(const Case& c, const float* from_k, const float* from_v) {
+        for (int64_t b = 0; b < c.B; b++)
+            for (int64_t h = 0; h < c.H; h++)
+                for (int64_t j = 0; j < c.Nk; j++)
+                    for (int64_t e = 0; e < d; e++) {
+                        float* panel = k.data + (b * c.H + h) * K_head + j / Bc * Bc * d / 2;
+                        put(panel + e * Bc / 2, j % Bc, from_k[c.layouts[1].at(b, h, j, e)]);
+                        float* row = v.data + (b * c.H + h) * V_head + j * columns / 2;
+                        put(row, e, from_v[c.layouts[2].at(b, h, j, e)]);
+                    }
+        k.let(PROT_READ), v.let(PROT_READ);
+    }
+
+    static void put(float* row, int64_t column, float x) {
+        const int64_t W = simd::lanes();
+        float* word = row + column / (2 * W) * W + column % W;
+        uint32_t bits, pair;
+        std::memcpy(&bits, &x, sizeof bits), std::memcpy(&pair, word, sizeof pair);
+        pair = column / W % 2 ? (pair & 0xffff) | (bits & 0xffff0000) : (pair & 0xffff0000) | bits >> 16;
+        std::memcpy(word, &pair, sizeof pair);
+    }
+};
+
 // Elements between guard pages, the last one directly before a gap or a page.
 template <class Element>
 struct GuardedArray {
@@ -314,6 +358,15 @@ Result<float> run_in(const Case& c, Random& random, const Element* q, const Elem
     a.causal = c.causal, a.scale = c.scale;
     a.Br = c.Br, a.Bc = c.Bc;
     a.threads = c.threads;
+    [[maybe_unused]] std::optional<Pairs> pairs;
+    if constexpr (std::is_same_v<Element, float>) {
+        if (c.pairs) {
+            pairs.emplace(c, random).fill(c, k, v);
+            a.kv = CachePrecision::bf16;
+            a.k = {pairs->k.data, c.H * pairs->K_head, pairs->K_head, c.d, c.Bc / 2};
+            a.v = {pairs->v.data, c.H * pairs->V_head, pairs->V_head, pairs->columns / 2, 1};
+        }
+    }
     const Kernel<Element> kernel = c.part->of(Element{});
     Guarded scratch(kernel.scratch(a), random);
     if (!c.lse) lse.let(PROT_NONE);
@@ -417,6 +470,8 @@ std::string attempt(const Case& drawn, Random& random) {
         each(1, [&](float& x, int64_t b, int64_t h, int64_t, int64_t e) {
             x = k.data[c.layouts[1].at(b, h, 0, e)];
         });
+    for (int which = 1; c.pairs && which < 3; which++)
+        each(which, [&](float& x, int64_t, int64_t, int64_t, int64_t) { x = widened(rounded(x)); });
     if (c.kind == LARGE) {
         c.scale = random.one_in(2) ? 1.0f : -1.0f;
         const double most = attend<double>(c, q.data, k.data, v.data).largest_score;
@@ -643,13 +698,14 @@ int main(int argc, char** argv) {
     const uint64_t seed = std::strtoull(argv[1], nullptr, 10), count = std::strtoull(argv[2], nullptr, 10);
     const int threads = argc == 4 ? std::atoi(argv[3]) : 1;
     print_at_the_end();
-    uint64_t wrong = 0, parts[std::size(PARTS)] = {}, kinds[5] = {}, transposed = 0, bf16 = 0;
+    uint64_t wrong = 0, parts[std::size(PARTS)] = {}, kinds[5] = {}, transposed = 0, pairs = 0, bf16 = 0;
     for (uint64_t n = seed; n < seed + count && wrong < 10; n++) {
         Random random(n);
         const Case c = draw(n, random, threads);
         describe(c);
         const std::string what = attempt(c, random) + attempt_rows(random) + attempt_int8(random);
-        parts[c.part - PARTS]++, kinds[c.kind]++, transposed += c.layouts[1].column != 1, bf16 += c.bf16;
+        parts[c.part - PARTS]++, kinds[c.kind]++, transposed += c.layouts[1].column != 1;
+        pairs += c.pairs, bf16 += c.bf16;
         if (what.empty()) continue;
         wrong++;
         print_running();
@@ -658,6 +714,6 @@ int main(int argc, char** argv) {
     std::printf("%" PRIu64 " cases, %" PRIu64 " wrong; %s;", count, wrong, simd::name());
     for (size_t i = 0; i < std::size(PARTS); i++) std::printf(" %s %" PRIu64 ",", PARTS[i].name, parts[i]);
     for (int i = 0; i < 5; i++) std::printf(" %s %" PRIu64 ",", KINDS[i], kinds[i]);
-    std::printf(" transposed %" PRIu64 ", bf16 %" PRIu64 "\n", transposed, bf16);
+    std::printf(" transposed %" PRIu64 ", in pairs %" PRIu64 ", bf16 %" PRIu64 "\n", transposed, pairs, bf16);
     return wrong != 0;
 }

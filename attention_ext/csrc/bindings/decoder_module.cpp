@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "decoder/decoder.h"
+#include "decoder/groups.h"
 
 namespace py = pybind11;
 
@@ -23,26 +24,33 @@ void check(const std::string& what, int64_t value, int64_t low, int64_t high) {
         refuse(what, value, "from " + std::to_string(low) + " to " + std::to_string(high));
 }
 
+// The row of this name in a table of precisions.
+template <class Row, size_t N>
+const Row& find(const std::string& what, const std::string& name, const Row (&table)[N]) {
+    std::string names;
+    for (const Row& row : table) {
+        if (name == row.name) return row;
+        names += (names.empty() ? "" : ", ") + std::string(row.name);
+    }
+    throw py::value_error(what + " is '" + name + "'; it must be one of " + names);
+}
+
 constexpr int64_t MAX_SIZE = int64_t{1} << 31;
 
 class SafeDecoder {
   public:
     SafeDecoder(std::map<std::string, py::buffer> tensors, int64_t block_size, int64_t vocab_size,
                 int64_t n_layer, int64_t n_head, int64_t n_embd, const std::string& precision,
-                const std::string& part, int64_t br, int64_t bc, int64_t slots, int64_t capacity, int threads) {
+                const std::string& kv_cache, const std::string& part, int64_t br, int64_t bc, int64_t slots,
+                int64_t capacity, int threads, int64_t cache_bytes) {
         check("block_size", block_size, 1, MAX_SIZE);
         check("vocab_size", vocab_size, 1, MAX_SIZE);
         check("n_layer", n_layer, 1, MAX_SIZE);
         check("n_head", n_head, 1, MAX_SIZE);
         check("n_embd", n_embd, 1, MAX_SIZE);
         if (n_embd % n_head) refuse("n_embd", n_embd, "a multiple of n_head=" + std::to_string(n_head));
-        const PrecisionRow* weights = find_precision(precision);
-        if (!weights) {
-            std::string names;
-            for (const PrecisionRow& row : PRECISIONS)
-                names += (names.empty() ? "" : ", ") + std::string(row.name);
-            throw py::value_error("precision is '" + precision + "'; it must be one of " + names);
-        }
+        const PrecisionRow& weights = find("precision", precision, PRECISIONS);
+        const CachePrecisionRow& cache = find("kv_cache", kv_cache, CACHE_PRECISIONS);
         const Part* kernel = find_part(part);
         if (!kernel) throw py::value_error("part is " + part + "; it must be a part's operator");
         check("br", br, 1, INT64_MAX);
@@ -50,6 +58,7 @@ class SafeDecoder {
         check("slots", slots, 1, MAX_SIZE);
         check("capacity", capacity, 1, block_size);
         check("threads", threads, 1, 1024);
+        check("cache_bytes", cache_bytes, 1, INT64_MAX);
 
         std::map<std::string, py::buffer_info> views;
         for (const auto& [name, tensor] : tensors) views.emplace(name, tensor.request());
@@ -71,7 +80,8 @@ class SafeDecoder {
             return static_cast<const float*>(view.ptr);
         };
         decoder = std::make_unique<Decoder>(ModelShape{block_size, vocab_size, n_layer, n_head, n_embd}, lookup,
-                                            weights->precision, *kernel, br, bc, slots, capacity, threads);
+                                            weights.precision, cache.precision, *kernel, br, bc, slots,
+                                            capacity, threads, cache_bytes);
     }
 
     void prefill(int64_t slot, const std::vector<int64_t>& ids, bool continues) {
@@ -165,11 +175,20 @@ class SafeDecoder {
 PYBIND11_MODULE(ATTENTION_EXT, m) {
     using py::arg;
     py::class_<SafeDecoder>(m, "Decoder", py::module_local())
-        .def(py::init<std::map<std::string, py::buffer>, int64_t, int64_t, int64_t, int64_t, int64_t,
-                      std::string, std::string, int64_t, int64_t, int64_t, int64_t, int>(),
-             arg("tensors"), py::kw_only(), arg("block_size"), arg("vocab_size"), arg("n_layer"), arg("n_head"),
-             arg("n_embd"), arg("precision"), arg("part"), arg("br"), arg("bc"), arg("slots"), arg("capacity"),
-             arg("threads"))
+        .def(
+            py::init<std::map<std::string, py::buffer>, int64_t, int64_t, int64_t, int64_t, int64_t,
+                     std::string, std::string, std::string, int64_t, int64_t, int64_t, int64_t, int, int64_t>(),
+            arg("tensors"), py::kw_only(), arg("block_size"), arg("vocab_size"), arg("n_layer"), arg("n_head"),
+            arg("n_embd"), arg("precision"), arg("kv_cache"), arg("part"), arg("br"), arg("bc"), arg("slots"),
+            arg("capacity"), arg("threads"), arg("cache_bytes"))
+        .def_static(
+            "group_size",
+            [](int64_t texts, double weight_bytes, double text_bytes, double cache_bytes, int64_t threads,
+               int64_t rows) {
+                return group_size({weight_bytes, text_bytes, cache_bytes, threads}, texts, rows);
+            },
+            arg("texts"), py::kw_only(), arg("weight_bytes"), arg("text_bytes"), arg("cache_bytes"),
+            arg("threads"), arg("rows"))
         .def("prefill", &SafeDecoder::prefill, arg("slot"), arg("ids"), arg("continues") = false)
         .def("write", &SafeDecoder::write, arg("slots"), arg("uniforms"), arg("patience"))
         .def("copy", &SafeDecoder::copy, arg("from"), arg("to"))

@@ -32,6 +32,7 @@
 #include "cpu/part4_amx.h"
 #include "cpu/sizes.h"
 #include "cpu/softmax.h"
+#include "denormals.h"
 #include "round_up.h"
 #include "simd/constants.h"
 #include "simd/simd.h"
@@ -41,7 +42,8 @@ using part4::FEW, part4::STEP;
 
 namespace {
 
-constexpr int64_t LINE_FLOATS = 16;  // of a cache line, at least the lanes
+constexpr int64_t LINE_FLOATS = 16;   // of a cache line, at least the lanes
+constexpr int64_t MOST_SCORES = 512;  // of one query at a time, if Bc is not larger: they stay in L1
 // Fewer strips of queries than this may leave threads idle. Then more than MOST_KEYS keys are divided into
 // spans, each long enough that merging costs little, if they are so many times as many as the queries that the
 // spans' results need less memory than K.
@@ -149,42 +151,84 @@ simd::ConstMatrix floats_of(const Bf16* rows, int64_t ld, int64_t n, int64_t d, 
     return {room, d};
 }
 
+bool in_pairs(const Attention& a) { return a.kv == CachePrecision::bf16; }
+bool in_pairs(const AttentionOf<Bf16>&) { return false; }
+
+// Keys whose scores are taken together: whole tiles of them.
+int64_t block_of(const Attention& a) { return a.Bc < MOST_SCORES ? MOST_SCORES / a.Bc * a.Bc : a.Bc; }
+int64_t block_of(const AttentionOf<Bf16>& a) { return a.Bc; }
+
+// S <- Q K^T for the keys j0 .. j0 + keys - 1 of a head.
+void score(const Attention& a, const float* K, const float* Q, float* S, int64_t j0, int64_t keys) {
+    const int64_t d = a.d, Bc = a.Bc, ldK = a.k.col_stride;
+    if (ldK == 1) return simd::dot_rows(S, Q, {K + j0 * a.k.row_stride, a.k.row_stride}, keys, d, 1.0f);
+    // A panel is padded, so whole vectors are taken: a remainder is slow.
+    if (in_pairs(a)) {
+        for (int64_t j = 0; j < keys; j += Bc) {
+            const auto panel = reinterpret_cast<const uint32_t*>(K) + (j0 + j) * d / 2;
+            const int64_t n = std::min(Bc, round_up(keys - j, 2 * simd::lanes()));
+            simd::multiply_bf16({S + j, 0}, {Q, d}, {panel, ldK}, 1, n, d, false);
+        }
+    } else if (a.k.row_stride == 1) {
+        simd::multiply({S, 0}, {Q, d, 1}, {K + j0, ldK}, 1, keys, d);
+    } else {
+        for (int64_t j = 0; j < keys; j += Bc) {
+            const int64_t n = std::min(Bc, round_up(keys - j, simd::lanes()));
+            simd::multiply({S + j, 0}, {Q, d, 1}, {K + (j0 + j) * d, ldK}, 1, n, d);
+        }
+    }
+}
+
+// Of a thread that takes one query at a time, in floats; S is padded to whole vectors.
+template <class Element>
+int64_t one_floats(const AttentionOf<Element>& a) {
+    const int64_t W = simd::lanes();
+    return /* Q */ a.d + /* O */ round_up(a.d, 2 * W) + /* S */ round_up(block_of(a), W);
+}
+
 // One query of a head, whose result goes to `out` and `lse`. For at most FEW queries a vector of them would be
 // mostly padding, so the lanes span keys. A token that continues a long text is one query. A tile of K that is
-// held transposed is multiplied row by row, a feature a row, without sums across lanes. Scratch: Bc + 2 d
-// floats and that of Keys.
+// held transposed is multiplied row by row, a feature a row, without sums across lanes. Scratch: one_floats()
+// and that of Keys.
 template <class Element, class Out>
 void attend_one(const AttentionOf<Element>& a, int64_t b, int64_t h, int64_t i, float* scratch, Out* out,
                 float* lse) {
-    const int64_t d = a.d, Bc = a.Bc;
-    float *S = scratch, *Q = S + Bc, *O = Q + d;
-    Keys<Element> rows(a, b, h, O + d);
-    float m = -std::numeric_limits<float>::infinity(), l = 0;
+    constexpr float LOW = -std::numeric_limits<float>::infinity();
+    const int64_t d = a.d, n = a.visible(i), ldV = a.v.row_stride, W = simd::lanes();
+    const int64_t block = n <= a.Bc ? a.Bc : block_of(a);
+    const bool pairs = in_pairs(a);
+    const int64_t columns = pairs ? 2 * ldV : d;  // of the padded rows of V
+    float *const Q = scratch, *const O = Q + d, *const S = O + columns;
+    Keys<Element> keys_of_head(a, b, h, scratch + one_floats(a));
+    float m = LOW, l = 0;
 
     convert(Q, a.q.at(b, h) + i * a.q.row_stride, d);
-    simd::scale_row(Q, d, a.scale);
-    std::fill_n(O, d, 0.0f);
-    for (int64_t j0 = 0; j0 < a.visible(i); j0 += Bc) {
-        const int64_t keys = std::min(Bc, a.visible(i) - j0);
-        rows.load(j0, keys);
-        const Rows j = rows.at(j0);
-        if (a.k.col_stride == 1) {
+    for (int64_t c = 0; c < d; c++) Q[c] *= a.scale;
+    std::fill_n(O, columns, 0.0f);
+    for (int64_t j0 = 0; j0 < n; j0 += block) {
+        const int64_t keys = std::min(block, n - j0), whole = round_up(keys, W);
+        keys_of_head.load(j0, keys);
+        const Rows j = keys_of_head.at(j0);
+        if constexpr (std::is_same_v<Element, float>)
+            score(a, a.k.at(b, h), Q, S, j0, keys);
+        else
             simd::dot_rows(S, Q, {j.K, j.ldK}, keys, d, 1.0f);
-        } else {  // a panel is padded, so whole vectors are taken: a remainder is slow
-            const int64_t whole = a.k.col_stride == Bc ? std::min(Bc, round_up(keys, simd::lanes())) : keys;
-            simd::multiply({S, Bc}, {Q, d, 1}, {j.K, a.k.col_stride}, 1, whole, d);
-        }
-        const float m_new = simd::row_max(S, keys, m);
+        for (int64_t r = keys; r < whole; r++) S[r] = LOW;  // a remainder is slow in softmax too
+        const float m_new = simd::row_max(S, whole, m);
         if (j0 > 0 && m_new > m) {
             const float correction = simd::exp_or_zero(m - m_new);
-            simd::scale_row(O, d, correction);
+            simd::scale_row(O, columns, correction);
             l *= correction;
         }
-        l += simd::exp_sum(S, keys, finite_max(m_new));
-        simd::add_weighted_rows(O, S, {j.V, j.ldV}, keys, d);
+        l += simd::exp_sum(S, whole, finite_max(m_new));
+        if (pairs)
+            simd::add_weighted_rows_bf16(O, S, {reinterpret_cast<const uint32_t*>(j.V), ldV}, keys, columns);
+        else
+            simd::add_weighted_rows(O, S, {j.V, j.ldV}, keys, d);
         m = m_new;
     }
-    simd::scale_row(O, d, 1 / l);
+    const float divisor = 1 / l;
+    for (int64_t c = 0; c < d; c++) O[c] *= divisor;
     convert(out, O, d);
     if (lse) *lse = m + std::log(l);
 }
@@ -280,7 +324,7 @@ struct Spans {
     AttentionOf<Element> at(const AttentionOf<Element>& a, int64_t s) const {
         AttentionOf<Element> part = a;
         const int64_t begin = s * keys;
-        part.k.data += begin * a.k.row_stride;
+        part.k.data += begin * a.k.row_stride / (in_pairs(a) ? 2 : 1);  // two numbers of a panel share a word
         part.v.data += begin * a.v.row_stride;
         part.Nk = s + 1 < count ? keys : a.Nk - begin;
         part.causal = a.causal && s + 1 == count;
@@ -315,7 +359,7 @@ struct Spans {
 // Of a thread, in floats.
 template <class Element>
 int64_t thread_scratch(const AttentionOf<Element>& a) {
-    return Keys<Element>::floats(a) + (a.Nq <= FEW ? a.Bc + 2 * a.d : Tile::floats(a));
+    return Keys<Element>::floats(a) + (a.Nq <= FEW ? one_floats(a) : Tile::floats(a));
 }
 
 template <class Element>
@@ -326,6 +370,10 @@ int64_t scratch_of(const AttentionOf<Element>& a) {
 template <class Element>
 void flash(const AttentionOf<Element>& a, float* scratch) {
     const Spans<Element> spans(a);
+    if (a.B * a.H * a.Nq * spans.count == 1) {  // a decoder's step: what follows takes as long as 30 keys
+        const NoDenormals flushed;
+        return attend_one(a, 0, 0, 0, scratch, a.out, a.lse);
+    }
     const int64_t heads = a.B * a.H, tiles = a.Nq <= FEW ? a.Nq : (a.Nq + a.Br - 1) / a.Br;
     float* results = scratch + a.threads * thread_scratch(a);
 

@@ -2,34 +2,56 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 
+#include "cache_precision.h"
 #include "round_up.h"
 #include "simd/simd.h"
 
 struct CacheShape {
+    static constexpr int64_t LINE_WORDS = 16;  // of a cache line
+
     int64_t layers, heads, d, capacity;  // capacity: in tokens
     bool transposed;                     // K is
-    int64_t panel;                       // keys of a transposed panel of K
+    int64_t panel;                       // keys of a transposed panel of K; with bf16 a multiple of 2 lanes()
+    CachePrecision precision;
 
-    int64_t head_floats() const { return round_up(capacity, panel) * d; }
-    int64_t floats() const { return /* K, V */ 2 * layers * heads * head_floats(); }
+    bool pairs() const { return precision == CachePrecision::bf16; }
+
+    // Words of 32 bits: of a row of V, or of K that is not transposed; of a transposed panel of K, which has d
+    // rows.
+    int64_t row_words() const { return pairs() ? round_up(d, 2 * simd::lanes()) / 2 : d; }
+    int64_t panel_words() const { return panel / (pairs() ? 2 : 1) * d; }
+
+    int64_t K_words(int64_t keys) const {
+        return transposed ? (keys + panel - 1) / panel * panel_words() : keys * row_words();
+    }
+    int64_t V_words(int64_t keys) const { return keys * row_words(); }
+    // Of a head, K and V each from a cache line on.
+    int64_t head_words(int64_t keys) const {
+        return round_up(K_words(keys), LINE_WORDS) + round_up(V_words(keys), LINE_WORDS);
+    }
+    int64_t words() const { return layers * heads * head_words(capacity); }
 };
 
 // K and V for each layer and head: V is (capacity, d). K is too, or is held in transposed panels, each (d,
-// panel), where the part takes it so.
+// panel), where the part takes it so. In bf16 the rows of all of these are simd::Bf16Pairs.
 class Cache {
   public:
     Cache() = default;
-    // memory: CacheShape::floats() floats, 0 at first.
+    // memory: CacheShape::words() floats, 0 at first.
     Cache(const CacheShape&, float* memory);
 
-    float* K(int64_t layer, int64_t head) const { return keys + at(layer, head); }
-    float* V(int64_t layer, int64_t head) const { return values + at(layer, head); }
+    float* K(int64_t layer, int64_t head) const { return memory + at(layer, head); }
+    float* V(int64_t layer, int64_t head) const { return K(layer, head) + K_size; }
+
+    int64_t row_words() const { return shape.row_words(); }
 
     // Writes rows of k, each with its v behind it, ldK apart, to the positions from `position` on. Inlined into
     // a step, which calls it for each head and token.
     void append(int64_t layer, int64_t head, int64_t position, const float* k, int64_t ldK,
                 int64_t rows) const {
+        if (shape.pairs()) return append_pairs(layer, head, position, k, ldK, rows);
         const int64_t d = shape.d, panel = shape.panel;
         float *to_K = K(layer, head), *to_V = V(layer, head);
         for (int64_t r = 0, n; r < rows; r += n, position += n, k += n * ldK) {
@@ -46,15 +68,25 @@ class Cache {
         }
     }
 
+    // Rounds rows of k, each with its v behind it, as append() does.
+    void round(float* k, int64_t ldK, int64_t rows) const;
+
+    // K and V (length, d) <- a head's first `length` positions, where K is in pairs and not transposed.
+    void widen(int64_t layer, int64_t head, int64_t length, float* to_K, float* to_V) const;
+
     // Copies the first `length` positions of another cache of this shape.
     void copy(const Cache& other, int64_t length) const;
 
-    // Fetches the values of the first `length` positions into the L2 cache.
-    void prefetch_values(int64_t layer, int64_t head, int64_t length) const;
+    // Fetches the first line of each page of a head's first `length` positions into the L2 cache. The processor
+    // fetches ahead by itself, but only inside a page.
+    void prefetch(int64_t layer, int64_t head, int64_t length) const;
 
   private:
-    int64_t at(int64_t layer, int64_t head) const { return (layer * shape.heads + head) * shape.head_floats(); }
+    int64_t at(int64_t layer, int64_t head) const { return (layer * shape.heads + head) * head_size; }
+    void append_pairs(int64_t layer, int64_t head, int64_t position, const float* k, int64_t ldK,
+                      int64_t rows) const;
 
     CacheShape shape{};
-    float *keys = nullptr, *values = nullptr;
+    int64_t head_size = 0, K_size = 0;  // in words
+    float* memory = nullptr;
 };

@@ -5,38 +5,42 @@
 #include <chrono>
 #include <cmath>
 
+#include "decoder/groups.h"
 #include "decoder/state.h"
 #include "round_up.h"
 
 namespace {
 
-constexpr int64_t MAX_PANEL_KEYS = 128;        // of a transposed panel of the cache
-constexpr int64_t NEAR_CACHE_BYTES = 8 << 20;  // what weights, or K and V, may take of a shared cache level
-constexpr int64_t MOST_TOGETHER = 8;           // rows that fill the products' register blocks on all processors
+constexpr int64_t MAX_PANEL_KEYS = 128;  // of a transposed panel of the cache
 // From so many texts for each thread on, threads do best with texts of their own (Zen 5 and Intel Xeon).
 constexpr int64_t LEAST_APART = 2;
 
 }  // namespace
 
-Decoder::State::State(const ModelShape& s, const Tensors& tensors, Precision precision, const Part& part,
-                      int64_t br, int64_t bc, int64_t slot_count, int64_t capacity, int threads)
+Decoder::State::State(const ModelShape& s, const Tensors& tensors, Precision precision, CachePrecision kv,
+                      const Part& part, int64_t br, int64_t bc, int64_t slot_count, int64_t capacity,
+                      int threads, int64_t cache_bytes)
     : shape(s),
       part(part),
+      kv(kv),
+      cache_bytes(cache_bytes),
       d(s.n_embd / s.n_head),
       br(br),
       bc(bc),
       capacity(capacity),
-      panel(round_up(std::min({bc, capacity, MAX_PANEL_KEYS}), simd::lanes())),
+      panel(round_up(std::min({bc, capacity, MAX_PANEL_KEYS}),
+                     simd::lanes() * (kv == CachePrecision::bf16 ? 2 : 1))),
+      cache_shape{s.n_layer, s.n_head, d, capacity, part.transposed > 0, panel, kv},
+      scale(static_cast<float>(1 / std::sqrt(static_cast<double>(d)))),
       threads(threads),
       weights(s, tensors, precision),
       slots(slot_count),
       trace(threads),
       team(new Team(4 * s.n_layer + 1, threads)) {
-    const CacheShape cache{s.n_layer, s.n_head, d, capacity, part.transposed > 0, panel};
-    caches = Buffer(slot_count * cache.floats());
+    caches = Buffer(slot_count * cache_shape.words());
     for (int64_t i = 0; i < slot_count; i++) {
         Slot& slot = slots[i];
-        slot.cache = Cache(cache, caches + i * cache.floats());
+        slot.cache = Cache(cache_shape, caches + i * cache_shape.words());
         slot.logits.resize(s.vocab_size);
         slot.seen.resize(s.vocab_size);
     }
@@ -52,8 +56,9 @@ Decoder::State::State(const ModelShape& s, const Tensors& tensors, Precision pre
     normed = Buffer(threads * slot_count * s.n_embd);
     operands = Buffer(threads * slot_count * ldO);
     Attention one = attention(1, 1, capacity);
-    one.Bc = std::max(one.Bc, panel);
-    scratch_floats = round_up(part.scratch(one), 16);
+    if (part.transposed > 0) one.Bc = panel, one.kv = kv;
+    widened_floats = kv == CachePrecision::bf16 && !cache_shape.transposed ? round_up(2 * capacity * d, 16) : 0;
+    scratch_floats = widened_floats + round_up(part.scratch(one), 16);
     scratch = Buffer(threads * scratch_floats);
 }
 
@@ -80,23 +85,28 @@ std::vector<int64_t> Decoder::State::next(const std::vector<int64_t>& which, con
     return tokens;
 }
 
-// A group is large enough to share the reading of the weights, and small enough that its K and V stay near. If
-// the weights come from far away, each thread reads them once for all of its texts.
-int64_t Decoder::State::groups(const std::vector<int64_t>& which) const {
+std::vector<int64_t> Decoder::State::groups(const std::vector<int64_t>& which) const {
     const int64_t all = static_cast<int64_t>(which.size()), share = (all + threads - 1) / threads;
-    int64_t size = share, longest = 1;
+    int64_t longest = 1;
     for (const int64_t slot : which) longest = std::max(longest, length(slot));
-    if (weights.matrix_bytes <= NEAR_CACHE_BYTES) {
-        const int64_t bytes = 2 * shape.n_layer * shape.n_embd * longest * sizeof(float);
-        size = std::min(share, std::clamp<int64_t>(NEAR_CACHE_BYTES / bytes, 1, MOST_TOGETHER));
-    }
+    const double text = static_cast<double>(shape.n_layer * shape.n_head) *
+                        static_cast<double>(cache_shape.head_words(longest) * sizeof(float));
+    const Traffic traffic{weights.matrix_bytes, text, static_cast<double>(cache_bytes), threads};
+    const int64_t rows = simd::rows(), size = group_size(traffic, share, rows);
     const int64_t turns = (share + size - 1) / size;  // groups of each thread
-    return std::min(all, turns * threads);
+    const int64_t parts = std::min(all, turns * threads);
+    // Whole register blocks where all threads get as many.
+    const int64_t unit = size % rows || all % (rows * threads) ? 1 : rows, units = all / unit;
+    std::vector<int64_t> starts;
+    for (int64_t g = 0; g <= parts; g++) starts.push_back(units * g / parts * unit);
+    return starts;
 }
 
-Decoder::Decoder(const ModelShape& shape, const Tensors& tensors, Precision precision, const Part& part,
-                 int64_t br, int64_t bc, int64_t slots, int64_t capacity, int threads)
-    : state(std::make_unique<State>(shape, tensors, precision, part, br, bc, slots, capacity, threads)) {}
+Decoder::Decoder(const ModelShape& shape, const Tensors& tensors, Precision precision, CachePrecision kv,
+                 const Part& part, int64_t br, int64_t bc, int64_t slots, int64_t capacity, int threads,
+                 int64_t cache_bytes)
+    : state(std::make_unique<State>(shape, tensors, precision, kv, part, br, bc, slots, capacity, threads,
+                                    cache_bytes)) {}
 
 Decoder::~Decoder() = default;
 

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "cache_precision.h"
 #include "decoder/sampling.h"
 #include "decoder/trace.h"
 #include "matmul/precision.h"
@@ -26,10 +27,10 @@ using Tensors = std::function<const float*(const std::string& name, int64_t floa
 
 class Decoder {
   public:
-    // precision: of the matrices. br, bc: a tiled part's tile. slots: the number of texts that it can hold, of
-    // up to `capacity` tokens each.
-    Decoder(const ModelShape&, const Tensors&, Precision precision, const Part& part, int64_t br, int64_t bc,
-            int64_t slots, int64_t capacity, int threads);
+    // precision: of the matrices. kv: of the cache. br, bc: a tiled part's tile. slots: the number of texts
+    // that it can hold, of up to `capacity` tokens each. cache_bytes: of the processor's last cache.
+    Decoder(const ModelShape&, const Tensors&, Precision precision, CachePrecision kv, const Part& part,
+            int64_t br, int64_t bc, int64_t slots, int64_t capacity, int threads, int64_t cache_bytes);
     ~Decoder();
 
     // Replaces a slot's text by these tokens, 1 to capacity of them, and computes the logits after the last.

@@ -82,8 +82,11 @@ void Decoder::State::read(Slot& slot, Prompt& prompt, int64_t T, int64_t chunk, 
             const int64_t first = t0 + rows > from ? 0 : d;  // q only where it is needed
             for (int64_t h = 0; h < H; h++) {
                 trace.timed("QKV", thread, [&] { w.qkv.set({Q, ldQ}, operand, rows, h, first); });
-                trace.timed("attention", thread,
-                            [&] { slot.cache.append(l, h, t0, Q + h * w.qkv.width() + d, ldQ, rows); });
+                trace.timed("attention", thread, [&] {
+                    float* k = Q + h * w.qkv.width() + d;
+                    slot.cache.round(k, ldQ, rows);  // the prompt attends to what steps will
+                    slot.cache.append(l, h, t0, k, ldQ, rows);
+                });
             }
         });
         pieces.run(3 * l + 1, H * chunks, [&](int64_t i) {

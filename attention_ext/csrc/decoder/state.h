@@ -24,7 +24,11 @@ struct Slot {
 struct Decoder::State {
     ModelShape shape;
     const Part& part;
+    CachePrecision kv;
+    int64_t cache_bytes;
     int64_t d, br, bc, capacity, panel;  // panel: keys of a transposed panel of the cache
+    CacheShape cache_shape;
+    float scale;  // of attention
     int threads;
     Weights weights;
     Weights shares;                          // the matrices again, in panels for a team of `shared_by`
@@ -37,7 +41,7 @@ struct Decoder::State {
     // (rows as the products take them) and `scratch`.
     int64_t ldX, ldQ, ldH, ldL, ldO;  // row strides of x, qkv, hidden, logits, operands
     Buffer x, qkv, attended, hidden, logits, normed, operands, scratch;
-    int64_t scratch_floats;
+    int64_t scratch_floats, widened_floats;  // widened: K and V of a head, for a part that takes only fp32
 
     Trace trace;
     Pace pace;
@@ -45,8 +49,8 @@ struct Decoder::State {
     double group_seconds = 0;                  // of a row of a group, when groups last wrote
     std::unique_ptr<Team, Team::Delete> team;  // the last member: its threads read the others
 
-    State(const ModelShape&, const Tensors&, Precision, const Part&, int64_t br, int64_t bc, int64_t slot_count,
-          int64_t capacity, int threads);
+    State(const ModelShape&, const Tensors&, Precision, CachePrecision, const Part&, int64_t br, int64_t bc,
+          int64_t slot_count, int64_t capacity, int threads, int64_t cache_bytes);
 
     // A call of the part, without its tensors. Inlined into a step, which calls the part for each head and
     // text.
@@ -54,7 +58,7 @@ struct Decoder::State {
         Attention a{};
         a.B = 1, a.H = heads, a.Nq = Nq, a.Nk = Nk, a.d = d;
         a.causal = true;
-        a.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(d)));
+        a.scale = scale;
         a.Br = std::min(br, Nq), a.Bc = std::min(bc, Nk);
         a.threads = 1;
         return a;
@@ -93,7 +97,8 @@ struct Decoder::State {
     void pack_for(int members);
     void write_group(const std::vector<int64_t>& which, int64_t from, int64_t to, int64_t thread,
                      const double* uniforms, int64_t* tokens);
-    int64_t groups(const std::vector<int64_t>& which) const;
+    // Where each group of these slots begins, and where the last one ends.
+    std::vector<int64_t> groups(const std::vector<int64_t>& which) const;
     int64_t choose(int64_t slot, double uniform);
     void attend(const Slot& slot, int64_t layer, int64_t head, const float* q, float* to, int64_t thread) const;
 };

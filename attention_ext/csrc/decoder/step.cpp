@@ -23,14 +23,23 @@ constexpr double MOST_PACKED_TWICE = 64 << 20;  // bytes of the matrices
 // One head of one text: q attends to the cache, whose last token is at slot.length.
 inline void Decoder::State::attend(const Slot& slot, int64_t layer, int64_t head, const float* q, float* to,
                                    int64_t thread) const {
-    const bool transposed = part.transposed > 0;
+    float* own = scratch + thread * scratch_floats;
     Attention a = attention(1, 1, slot.length + 1);
     a.q = {q, 0, 0, d, 1};
-    a.k = {slot.cache.K(layer, head), 0, 0, d, transposed ? panel : 1};
-    if (transposed) a.Bc = panel;
-    a.v = {slot.cache.V(layer, head), 0, 0, d, 1};
     a.out = to;
-    part.kernel(a, scratch + thread * scratch_floats);
+    if (widened_floats > 0) {
+        float *K = own, *V = own + capacity * d;
+        slot.cache.widen(layer, head, slot.length + 1, K, V);
+        a.k = {K, 0, 0, d, 1}, a.v = {V, 0, 0, d, 1};
+    } else if (part.transposed > 0) {
+        const bool pairs = kv == CachePrecision::bf16;
+        a.k = {slot.cache.K(layer, head), 0, 0, d, pairs ? panel / 2 : panel};
+        a.v = {slot.cache.V(layer, head), 0, 0, slot.cache.row_words(), 1};
+        a.Bc = panel, a.kv = kv;
+    } else {
+        a.k = {slot.cache.K(layer, head), 0, 0, d, 1}, a.v = {slot.cache.V(layer, head), 0, 0, d, 1};
+    }
+    part.kernel(a, own + widened_floats);
 }
 
 // Row r of a step, `row + r` of the buffers, is the pending token of slots[which[r]].
@@ -81,17 +90,18 @@ void Decoder::State::step(const Weights& model, const int64_t* which, int64_t ro
             normalise(stage, w.ln_1, w.qkv, begin, end);
             trace.timed("QKV", thread, [&] { w.qkv.set({Q + begin * ldQ, ldQ}, operand, end - begin, h); });
             trace.timed("attention", thread, [&] {
+                const float* q = Q + h * w.qkv.width();
+                // All before the first attends: a vector that holds a number just written waits for it.
                 for (int64_t r = begin; r < end; r++) {
                     const Slot& slot = slots[which[r]];
-                    const float* q = Q + r * ldQ + h * w.qkv.width();
-                    slot.cache.append(l, h, slot.length, q + d, 0, 1);
+                    slot.cache.append(l, h, slot.length, q + r * ldQ + d, 0, 1);
+                }
+                for (int64_t r = begin; r < end; r++) {
                     if (r + 1 < end) {
-                        // The caches of a batch lie far apart, and the processor prefetches only inside of one:
-                        // 8 % of a step of 32.
                         const Slot& following = slots[which[r + 1]];
-                        following.cache.prefetch_values(l, h, following.length);
+                        following.cache.prefetch(l, h, following.length);
                     }
-                    attend(slot, l, h, q, A + r * C + h * d, thread);
+                    attend(slots[which[r]], l, h, q + r * ldQ, A + r * C + h * d, thread);
                 }
             });
         });
@@ -210,7 +220,9 @@ void Decoder::State::write_group(const std::vector<int64_t>& which, int64_t from
 void Decoder::State::write_groups(const std::vector<int64_t>& which,
                                   const std::vector<std::vector<double>>& uniforms, int64_t count,
                                   std::vector<std::vector<int64_t>>& tokens) {
-    const int64_t all = static_cast<int64_t>(which.size()), parts = groups(which);
+    const int64_t all = static_cast<int64_t>(which.size());
+    const std::vector<int64_t> starts = groups(which);
+    const int64_t parts = static_cast<int64_t>(starts.size()) - 1;
     const size_t begin = tokens.size(), end = static_cast<size_t>(count);
     if (begin == end) return;
     tokens.resize(end, std::vector<int64_t>(all));
@@ -222,8 +234,7 @@ void Decoder::State::write_groups(const std::vector<int64_t>& which,
         std::exception_ptr error;
         try {
             for (size_t i = begin; i < end; i++)
-                write_group(which, all * g / parts, all * (g + 1) / parts, thread, uniforms[i].data(),
-                            tokens[i].data());
+                write_group(which, starts[g], starts[g + 1], thread, uniforms[i].data(), tokens[i].data());
         } catch (...) {  // would end the program in another thread
             error = std::current_exception();
         }

@@ -64,10 +64,3 @@ inline constexpr PrecisionRow PRECISIONS[] = {EACH_PRECISION(PRECISION_ROW)};
 #undef PRECISION_ROW
 
 inline const PrecisionRow& row_of(Precision precision) { return PRECISIONS[static_cast<int>(precision)]; }
-
-// The precision of this name; null if there is none.
-inline const PrecisionRow* find_precision(const std::string& name) {
-    for (const PrecisionRow& row : PRECISIONS)
-        if (name == row.name) return &row;
-    return nullptr;
-}

@@ -18,6 +18,7 @@ void ispc_multiply_int8(float*, int64_t, const uint32_t*, int64_t, const uint32_
                         int64_t, bool);
 void ispc_dot_rows(float*, const float*, const float*, int64_t, int64_t, int64_t, float);
 void ispc_add_weighted_rows(float*, const float*, const float*, int64_t, int64_t, int64_t);
+void ispc_add_weighted_rows_bf16(float*, const float*, const uint32_t*, int64_t, int64_t, int64_t);
 float ispc_row_max(const float*, int64_t, float);
 float ispc_exp_sum(float*, int64_t, float);
 void ispc_layer_norm(float*, const float*, const float*, const float*, int64_t);
@@ -81,6 +82,10 @@ void dot_rows(float* s, const float* x, ConstMatrix B, int64_t rows, int64_t dep
 
 void add_weighted_rows(float* o, const float* p, ConstMatrix B, int64_t rows, int64_t cols) {
     ispc_add_weighted_rows(o, p, B.data, B.ld, rows, cols);
+}
+
+void add_weighted_rows_bf16(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols) {
+    ispc_add_weighted_rows_bf16(o, p, B.data, B.ld, rows, cols);
 }
 
 float row_max(const float* x, int64_t n, float m) { return ispc_row_max(x, n, m); }

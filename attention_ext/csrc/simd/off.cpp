@@ -45,17 +45,20 @@ void multiply_add(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64
                 C.data[i * C.ld + c] += A.data[i * A.row_stride + k * A.depth_stride] * B.data[k * B.ld + c];
 }
 
+// Column c of row k.
+static float element(Bf16Pairs B, int64_t k, int64_t c) {
+    const uint32_t pair = B.data[k * B.ld + c / (2 * W) * W + c % W];
+    const uint32_t bits = c / W % 2 ? pair & 0xffff0000 : pair << 16;
+    float b;
+    std::memcpy(&b, &bits, sizeof b);
+    return b;
+}
+
 void multiply_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth, bool add) {
     for (int64_t i = 0; i < rows; i++) {
         for (int64_t c = 0; c < cols; c++) {
             float sum = add ? C.data[i * C.ld + c] : 0;
-            for (int64_t k = 0; k < depth; k++) {
-                const uint32_t pair = B.data[k * B.ld + c / (2 * W) * W + c % W];
-                const uint32_t bits = c / W % 2 ? pair & 0xffff0000 : pair << 16;
-                float b;
-                std::memcpy(&b, &bits, sizeof b);
-                sum += A.data[i * A.ld + k] * b;
-            }
+            for (int64_t k = 0; k < depth; k++) sum += A.data[i * A.ld + k] * element(B, k, c);
             C.data[i * C.ld + c] = sum;
         }
     }
@@ -120,6 +123,11 @@ void dot_rows(float* s, const float* x, ConstMatrix B, int64_t rows, int64_t dep
 void add_weighted_rows(float* o, const float* p, ConstMatrix B, int64_t rows, int64_t cols) {
     for (int64_t j = 0; j < rows; j++)
         for (int64_t c = 0; c < cols; c++) o[c] += p[j] * B.data[j * B.ld + c];
+}
+
+void add_weighted_rows_bf16(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols) {
+    for (int64_t j = 0; j < rows; j++)
+        for (int64_t c = 0; c < cols; c++) o[c] += p[j] * element(B, j, c);
 }
 
 float row_max(const float* x, int64_t n, float m) {

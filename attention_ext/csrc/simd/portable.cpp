@@ -44,6 +44,10 @@ constexpr int INT8_ROWS = 4, INT8_VECS = 2, INT8_WIDE = 4;
 #else
 constexpr int INT8_ROWS = 2, INT8_VECS = 2, INT8_WIDE = 4;
 #endif
+// Rows of a block of two vectors for sums of at least LONG products, where 32 registers hold it: B's columns
+// are read half as often, and more of them stay in L1. 5 % of a step of 32 texts (AMD Zen 5).
+constexpr int TALL = W == 16 ? 8 : ROWS;
+constexpr int64_t LONG = 128;
 constexpr int WIDE = 8;  // vectors in a block of one row: enough independent sums to hide an addition's latency
 
 typedef float Vec __attribute__((vector_size(W * sizeof(float))));
@@ -289,6 +293,11 @@ INLINE int64_t whole_columns(float* C, int64_t ldC, const float* A, int64_t row_
     constexpr int MOST = std::is_same_v<Element, float> ? VECS : 2;
     int64_t c = 0;
     if (rows == 1 && first >= depth) c = one_row<WIDE, ADD>(C, A, depth_stride, B, ldB, c, cols, depth);
+    if constexpr (ROWS < TALL)
+        for (; rows >= TALL && first >= depth && depth_stride == 1 && depth >= LONG && c + 2 * W <= cols;
+             c += 2 * W)
+            block_column<TALL, 2, ADD, false>(C + c, ldC, A, row_stride, depth_stride, columns(B, c), ldB, rows,
+                                              depth, 0);
     c = block_columns<MOST, ADD>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first);
     c = block_columns<2, ADD>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first);
     return block_columns<1, ADD>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first);
@@ -471,12 +480,12 @@ INLINE void transpose_square(float* T, int64_t ldT, const float* X, int64_t ldX,
 }
 
 // o <- o + sum_j p[j] * B[j] for VS vectors of columns, in independent sums.
-template <int VS>
-INLINE void weighted_columns(float* o, const float* p, const float* B, int64_t ldB, int64_t rows) {
+template <int VS, class Element>
+INLINE void weighted_columns(float* o, const float* p, const Element* B, int64_t ldB, int64_t rows) {
     constexpr int CHAINS = 4;
     Vec acc[CHAINS][VS] = {};
     const auto add = [&](int64_t j, int chain) {
-        for (int v = 0; v < VS; v++) acc[chain][v] += p[j] * load(B + j * ldB + v * W);
+        for (int v = 0; v < VS; v++) acc[chain][v] += p[j] * column(B + j * ldB, v);
     };
     int64_t j = 0;
     for (; j + CHAINS <= rows; j += CHAINS)
@@ -606,6 +615,12 @@ void add_weighted_rows(float* o, const float* p, ConstMatrix B, int64_t rows, in
     for (; c + 2 * W <= cols; c += 2 * W) weighted_columns<2>(o + c, p, B.data + c, B.ld, rows);
     for (; c + W <= cols; c += W) weighted_columns<1>(o + c, p, B.data + c, B.ld, rows);
     if (c < cols) last_columns<true>(o + c, 0, p, 0, 1, B.data + c, B.ld, 1, cols - c, rows, rows);
+}
+
+void add_weighted_rows_bf16(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols) {
+    int64_t c = 0;
+    for (; c + 4 * W <= cols; c += 4 * W) weighted_columns<4>(o + c, p, columns(B.data, c), B.ld, rows);
+    for (; c < cols; c += 2 * W) weighted_columns<2>(o + c, p, columns(B.data, c), B.ld, rows);
 }
 
 float row_max(const float* x, int64_t n, float m) {

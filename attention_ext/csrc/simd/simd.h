@@ -105,6 +105,9 @@ void dot_rows(float* s, const float* x, ConstMatrix B, int64_t rows, int64_t dep
 // o <- o + sum_j p[j] * B[j]                      o (cols), p (rows), B (rows, cols)
 void add_weighted_rows(float* o, const float* p, ConstMatrix B, int64_t rows, int64_t cols);
 
+// The same; cols is a multiple of 2 W.
+void add_weighted_rows_bf16(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols);
+
 // The largest of m and x[0 .. n-1]; NaN is ignored.
 float row_max(const float* x, int64_t n, float m);
 

@@ -367,6 +367,27 @@ export void ispc_add_weighted_rows(uniform float o[], const uniform float p[], c
     }
 }
 
+#define ADD_PAIR(i)                                                                  \
+    {                                                                                \
+        const unsigned int32 pair = B[(j + i) * ldB + c / 2 + programIndex];         \
+        x##i += p[j + i] * floatbits(pair << 16);                                    \
+        y##i += p[j + i] * floatbits(pair & 0xffff0000);                             \
+    }
+
+// Pairs of vectors of columns, as above.
+export void ispc_add_weighted_rows_bf16(uniform float o[], const uniform float p[], const uniform unsigned int32 B[],
+                                        uniform int64 ldB, uniform int64 rows, uniform int64 cols) {
+    for (uniform int64 c = 0; c < cols; c += 2 * programCount) {
+        float x0 = o[c + programIndex], x1 = 0.0f, x2 = 0.0f, x3 = 0.0f;  // four independent sums
+        float y0 = o[c + programCount + programIndex], y1 = 0.0f, y2 = 0.0f, y3 = 0.0f;
+        uniform int64 j = 0;
+        for (; j + 4 <= rows; j += 4) { ADD_PAIR(0) ADD_PAIR(1) ADD_PAIR(2) ADD_PAIR(3) }
+        for (; j < rows; j++) ADD_PAIR(0)
+        o[c + programIndex] = (x0 + x1) + (x2 + x3);
+        o[c + programCount + programIndex] = (y0 + y1) + (y2 + y3);
+    }
+}
+
 // The whole vectors of a row, then the rest under a mask.
 export uniform float ispc_row_max(const uniform float x[], uniform int64 n, uniform float m) {
     float even = m, odd = m;

@@ -39,6 +39,8 @@ WRONG = [
     (["part0", "--inference", "--temperature", "nan"], "temperature is nan"),
     (["part0", "--inference", "--top-k", "0"], "'--top-k': 0 is not in the range"),
     (["part0", "--inference", "--num-samples", "0"], "'--num-samples': 0 is not in the range"),
+    (["part4", "--inference", "--kv-cache", "int8"], "'--kv-cache': 'int8' is not one of 'fp32', 'bf16'"),
+    (["eval", "--kv-cache", "int8"], "'--kv-cache': 'int8' is not one of 'fp32', 'bf16'"),
     (["part0", "--inference", "--top-p", "0"], "'--top-p': 0.0 is not in the range"),
     (["part0", "--inference", "--min-p", "1.5"], "'--min-p': 1.5 is not in the range"),
     (["part0", "--inference", "--repetition-penalty", "inf"], "repetition_penalty is inf"),

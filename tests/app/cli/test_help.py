@@ -78,6 +78,7 @@ def test_help_has_a_sentence_for_every_option(cli):
         "--no-kv-cache",
         "--engine",
         "--weights",
+        "--kv-cache",
         "--json",
         "--interactive",
     ):

@@ -8,7 +8,7 @@ import click
 import pytest
 
 from app.cli import cli as commands
-from attention_ext.parts import Precision
+from attention_ext.parts import CachePrecision, Precision
 from generation.engine import ENGINES
 from generation.writer import CONTEXTS
 from model.checkpoint import SHIPPED
@@ -18,6 +18,7 @@ CHOICES = {
     "engine": ["auto", *ENGINES],
     "context": list(CONTEXTS),
     "weights": list(Precision),
+    "kv_cache": list(CachePrecision),
     "recipe": list(RECIPES),
 }
 

@@ -13,9 +13,12 @@ import torch
 from support import ROOT
 
 import attention_ext
+from app.cli import inference
 from attention_ext import PARTS
 from attention_ext.build import toolchain
 from generation import engine
+from generation.engine import open_engine
+from generation.generate import slots_for
 
 
 def test_inference_notices_go_to_stderr_and_text_to_stdout(cli, part):
@@ -39,6 +42,25 @@ def test_the_same_seed_gives_the_same_text_in_every_part(cli, extension, weights
     assert len(texts) == 1
     (text,) = texts
     assert len(text) == 256 + 1
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_a_cache_in_bf16_takes_half_the_memory(cli, extension, monkeypatch, name):
+    counted = []
+
+    def recorded(texts, threads, cache_bytes):
+        counted.append(cache_bytes)
+        return slots_for(texts, threads, cache_bytes)
+
+    monkeypatch.setattr(inference, "slots_for", recorded)
+    opened = []
+    monkeypatch.setattr(inference, "open_engine", lambda *a, **b: opened.append(b) or open_engine(*a, **b))
+    common = ("part4", "--inference", "--max-new-tokens", 7, "--num-samples", 2, "--engine", name)
+    done = [cli(*common, "--kv-cache", kv_cache) for kv_cache in ("fp32", "bf16")]
+    assert counted == [4 * 2 * 4 * 128 * 8, 2 * 2 * 4 * 128 * 8]
+    assert [options["kv_cache"] for options in opened] == ["fp32", "bf16"]
+    exact, rounded = (each.stderr.splitlines()[3] for each in done)
+    assert exact.endswith(f"{name} engine") and rounded.endswith(f"{name} engine, cache in bf16")
 
 
 def test_options_reach_what_they_are_for(cli, extension, monkeypatch):

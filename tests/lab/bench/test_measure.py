@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from attention_ext import processor
 from lab import machine, timing
 from lab.bench import contenders, measure, report
 from lab.bench.cases import plan
@@ -118,7 +119,7 @@ def test_a_sweep_samples_its_machine(steady):
     )
     assert all(measured.run())
     assert "the shared cache was slow in 50 % of samples" in measured.done.busy
-    assert sizes == [4 * machine.caches()[:2][-1].size] * (3 + 2 * 4)
+    assert sizes == [4 * processor.caches()[:2][-1].size] * (3 + 2 * 4)
 
 
 def test_waiting_takes_a_tenth_of_the_time():
