@@ -239,14 +239,16 @@ def engines() -> list[str]:
     """The README's table of engines: tokens per second of one text on each processor."""
     everything = read_all("generation", read_generation)
     columns = [named(results, "batch1") for results in everything]
-    names = dict.fromkeys(
-        name
-        for word in FOREMOST
-        for column in columns
-        for name in column
-        if name.startswith(word) and not name.endswith(ROUNDED)
-    )
-    rows = [[name, *(engine_cell(column.get(name)) for column in columns)] for name in names]
+    rows = []
+    for word in FOREMOST:
+        found = [
+            next((n for n in column if n.startswith(word) and not n.endswith(ROUNDED)), None)
+            for column in columns
+        ]
+        cells = [engine_cell(column.get(name or "")) for name, column in zip(found, columns)]
+        versions = {name for name in found if name}
+        if versions:  # of several, each has its table in docs/decoder.md
+            rows.append([versions.pop() if len(versions) == 1 else word, *cells])
     titles = ["engine", *(each.head for each in everything)]
     return markdown(titles, rows)
 
