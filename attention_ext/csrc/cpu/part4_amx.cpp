@@ -47,7 +47,7 @@ constexpr int64_t BLOCK = 32;      // queries of a strip, and keys that are mult
 constexpr int64_t PAIRS = 16;      // of features or keys in a row of a tile, and the lanes of a vector
 constexpr int64_t HALF = 16 * 16;  // 32-bit numbers of a tile
 constexpr float MOST = 0x1p60f;    // of l, far from overflow
-constexpr int64_t FLOAT_BYTES = 4, PAIR_BYTES = 4;
+constexpr int64_t FLOAT_BYTES = 4;
 
 // The sizes of a call.
 struct Sizes {
@@ -84,7 +84,12 @@ struct Shared {
         V = reinterpret_cast<uint32_t*>(scratch);
         K = V + heads * n.values();
         strange = reinterpret_cast<float*>(K + heads * n.copied_keys());
-        rest = strange + round_up(heads * n.blocks(), PAIRS);
+        rest = scratch + floats(a, n);
+    }
+
+    static int64_t floats(const AttentionOf<Bf16>& a, const Sizes& n) {
+        const int64_t heads = a.B * a.H;
+        return heads * (n.values() + n.copied_keys()) + /* strange */ round_up(heads * n.blocks(), PAIRS);
     }
 };
 
@@ -436,7 +441,7 @@ bool takes(const AttentionOf<Bf16>& a) { return a.Nq >= BLOCK && simd::may_use_t
 
 int64_t scratch(const AttentionOf<Bf16>& a) {
     const Sizes n(a);
-    return Shared(a, n, nullptr).rest - static_cast<float*>(nullptr) + a.threads * n.of_thread(a.Br);
+    return Shared::floats(a, n) + a.threads * n.of_thread(a.Br);
 }
 
 void attention(const AttentionOf<Bf16>& a, float* scratch) {
