@@ -167,6 +167,12 @@ def test_other_parts_and_mixed_types_are_refused():
         check_dtype("part4", "fp8")
 
 
+def test_the_scratch_of_expanded_keys_is_counted():
+    """AMX would copy V: 2^69 numbers here, which a signed 64-bit size cannot hold."""
+    size = extension.scratch("part4", 2**10, 2**10, 32, 2**44, 32, br=32, bc=32, dtype=Dtype.BF16)
+    assert 0 < size < 2**40
+
+
 @pytest.mark.parametrize("Nq", [1, 20, 64])
 def test_opcheck(Nq):
     q, k, v = qkv(1, 2, Nq, 70, 32)

@@ -436,8 +436,15 @@ void attend_tile(const AttentionOf<Bf16>& a, const Sizes& n, const Shared& share
 
 }  // namespace
 
-// Fewer queries than a strip would leave most of its lanes idle.
-bool takes(const AttentionOf<Bf16>& a) { return a.Nq >= BLOCK && simd::may_use_tiles() && available(); }
+// Fewer queries than a strip would leave most of its lanes idle. A copy of an expanded V might have more
+// numbers than 63 bits count.
+bool takes(const AttentionOf<Bf16>& a) {
+    constexpr double MOST_NUMBERS = 0x1p60;
+    const Sizes n(a);
+    const double heads = static_cast<double>(a.B) * static_cast<double>(a.H);
+    const bool countable = heads * static_cast<double>(n.keys) * static_cast<double>(n.d) < MOST_NUMBERS;
+    return a.Nq >= BLOCK && countable && simd::may_use_tiles() && available();
+}
 
 int64_t scratch(const AttentionOf<Bf16>& a) {
     const Sizes n(a);
