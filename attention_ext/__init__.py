@@ -86,7 +86,8 @@ def attention(
     simd: one of SIMD, the helpers under the kernels; 'off' uses scalar loops. part0 ignores it.
     Returns the output, (B, H, Nq, d), contiguous, in q's dtype; with return_lse also the logsumexp of each
     row, m + log(l), (B, H, Nq), float32, with which reference.merge() combines results over disjoint sets of
-    keys. Sums and the softmax are float32. With AMX part4 rounds the weights of bfloat16 values to bfloat16.
+    keys. Sums and the softmax are float32. With AMX part4 cuts the softmax's weights to bfloat16, divides by
+    the sum of what is left, and copies V, so its scratch grows with N.
 
     A NaN affects only the rows that see it. Parts 1 to 4 compute no gradients; denormal numbers count as 0.
     Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, each naming the

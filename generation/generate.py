@@ -213,7 +213,8 @@ def generate(
     max_new_tokens: the most tokens to write; the model's block size by default.
     engine: a name, or an engine that open_engine() opened for this model. An open engine serves many texts;
     its part, simd, br, bc, weights and kv_cache are those it was opened with.
-    seed: 0 to 2**64 - 1. The same seed gives the same text with every part and engine.
+    seed: 0 to 2**64 - 1. The same seed gives the same text with every part and
+        engine, unless kv_cache is 'bf16', which rounds what they compute.
     stop: a string or several; the text ends before the first one that appears.
     context, use_cache: see writer.Request.
     options: part, simd, br, bc, weights, kv_cache as in open_engine(); temperature, top_k, top_p, min_p,

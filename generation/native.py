@@ -12,8 +12,8 @@ from attention_ext.parts import PARTS, CachePrecision, Precision
 from generation.sampling import Sampling
 from model.gpt import GPT
 
-# Seconds after which a call starts no further token, so that Ctrl-C takes effect soon. A batch's are
-# estimated from the rows before.
+# Seconds after which a call starts no further token, so that Ctrl-C takes effect soon. A batch's are those of
+# each group of texts that a thread takes.
 ONE_TEXT_SECONDS, BATCH_SECONDS = 2e-3, 8e-3
 
 

@@ -101,11 +101,7 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
 
 def by_amx(cell: Cell) -> bool:
     """Whether AMX computes this cell."""
-    return (
-        cell.contender == "part4"
-        and cell.dtype == Dtype.BF16
-        and extension.uses_amx(cell.queries, cell.simd or "auto")
-    )
+    return cell.contender == "part4" and cell.by_amx and extension.uses_amx(cell.queries, cell.simd or "auto")
 
 
 def softmax_text(cell: Cell) -> str | None:

@@ -42,9 +42,9 @@ CASES = {
 # (contender's name in a file, its name in tables); PyTorch's version goes on as it is.
 ENGINES = (
     (r"native part4", "native engine, part4"),
-    (r"native part4 bf16", "the same, weights in bf16"),
-    (r"native part4 int8", "the same, weights in int8"),
-    (r"native part4 kv-bf16", "the same, cache in bf16"),
+    (r"native part4 bf16", "native engine, weights in bf16"),
+    (r"native part4 int8", "native engine, weights in int8"),
+    (r"native part4 kv-bf16", "native engine, cache in bf16"),
     (r"torch part4", "PyTorch engine, part4"),
     (r"PyTorch ([\d.]+)\S*, no cache", r"nanoGPT's loop, PyTorch \1"),
     (r"PyTorch ([\d.]+)\S*, cached", r"cached PyTorch \1"),

@@ -10,6 +10,8 @@ from attention_ext import PARTS, SIMD, tiles
 from attention_ext.parts import Dtype, check_dtype, resolve_simd
 from lab import costs, machine
 
+# part4_amx.cpp takes so many queries or more, for these SIMD helpers.
+FEWEST_AMX_QUERIES, AMX_SIMDS = 32, (None, "auto", "portable")
 OTHERS = ("sdpa", "onnx")  # what can be timed beside the parts; lab.bench.contenders says how
 
 
@@ -32,6 +34,12 @@ class Cell:
     bc: int | None
     threads: int
     dtype: str = Dtype.FP32.value
+
+    @property
+    def by_amx(self) -> bool:
+        """Whether AMX computes this where the processor has it; of PyTorch's SDPA it is assumed."""
+        ours = self.contender == "part4" and self.queries >= FEWEST_AMX_QUERIES and self.simd in AMX_SIMDS
+        return self.dtype == Dtype.BF16 and (ours or self.contender == "sdpa")
 
     @property
     def group(self) -> tuple:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
-from attention_ext.parts import Dtype
 from lab.bench.cases import Cell
 from lab.timing import calm, interval
 
@@ -74,6 +73,6 @@ class Run:
     complete: bool = False
 
     def peak(self, cell: Cell) -> float:
-        """The peak of the instructions that are fastest for a cell's dtype."""
-        amx = self.amx_peaks.get(cell.threads) if cell.dtype == Dtype.BF16 else None
+        """The peak of the instructions that compute a cell."""
+        amx = self.amx_peaks.get(cell.threads) if cell.by_amx else None
         return amx or self.peaks[cell.threads]

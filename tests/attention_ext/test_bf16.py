@@ -171,6 +171,20 @@ def test_the_scratch_of_expanded_keys_is_counted():
     """AMX would copy V: 2^69 numbers here, which a signed 64-bit size cannot hold."""
     size = extension.scratch("part4", 2**10, 2**10, 32, 2**44, 32, br=32, bc=32, dtype=Dtype.BF16)
     assert 0 < size < 2**40
+    # Nor could it hold the size of a copied tile of 2^42 keys of 2^20 features.
+    size = extension.scratch("part4", 1, 1, 1, 2**42, 2**20, bc=2**42, threads=2, dtype=Dtype.BF16)
+    assert 2**20 < size < 2**40
+
+
+def test_huge_values_do_not_overflow():
+    """The maximum may lag behind the scores, but only as far as the sums of the values allow."""
+    q, k, v = qkv(1, 1, 32, 64, 32)
+    q[:] = 1
+    k[:, :, :32], k[:, :, 32:] = 0, 5
+    for size in (1e24, 1e36):
+        v[:] = size
+        out = attention("part4", q, k, v, scale=0.225)
+        torch.testing.assert_close(out.float(), v[:, :, :32].float(), rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize("Nq", [1, 20, 64])

@@ -8,7 +8,7 @@ import pytest
 
 from attention_ext import PARTS, extension
 from attention_ext.processor import caches
-from lab import counters
+from lab import counters, machine
 from lab.costs import Block, Case, costs
 from lab.machine import size_text
 
@@ -43,6 +43,18 @@ def test_bfloat16_is_explained(cli, extension, failed):
     assert "moved       not counted for part4 in bf16" in done.stdout and "misses" not in done.stdout
     message = failed("explain", "part4", "--dtype", "bf16", "--cachegrind")
     assert "--cachegrind goes with --dtype fp32" in message
+
+
+@pytest.mark.usefixtures("extension")
+def test_amx_is_explained(cli, monkeypatch):
+    monkeypatch.setattr(extension, "uses_amx", lambda queries, simd: True)
+    monkeypatch.setattr(machine, "amx_peak", lambda threads=1: 1e15)
+    text = cli("explain", "part4", "-N", 96, "-d", 64, "--dtype", "bf16").stdout
+    assert "d / 16 = 4 cycles of AMX: 52 % of its peak" in text
+    assert "for the AMX peak (1000000 GFLOP/s)" in text
+    for other in (["part0", "--dtype", "bf16"], ["part4", "--dtype", "bf16", "--simd", "off"], ["part4"]):
+        text = cli("explain", *other, "-N", 96).stdout
+        assert "AMX" not in text and "for the FMA peak (" in text and "1000000 GFLOP/s" not in text
 
 
 @pytest.mark.parametrize("simd", ["portable", "off"])

@@ -162,8 +162,9 @@ Layout draw_transposed(Random& random, int64_t H, int64_t Nk, int64_t d, int64_t
     return {"panels", H * padded * d, padded * d, d, panel, panel};
 }
 
-enum Kind { PLAIN, LARGE, DENORMAL, EQUAL, BAD };
-constexpr const char* KINDS[] = {"plain", "scores of 1e4", "denormals", "equal keys", "bad values"};
+enum Kind { PLAIN, LARGE, DENORMAL, EQUAL, HUGE_VALUES, BAD };
+constexpr const char* KINDS[] = {"plain",      "scores of 1e4",  "denormals",
+                                 "equal keys", "values of 1e34", "bad values"};
 
 struct Case {
     uint64_t seed;
@@ -472,6 +473,8 @@ std::string attempt(const Case& drawn, Random& random) {
         });
     for (int which = 1; c.pairs && which < 3; which++)
         each(which, [&](float& x, int64_t, int64_t, int64_t, int64_t) { x = widened(rounded(x)); });
+    if (c.kind == HUGE_VALUES)  // of which 300 have a sum in float32, with weights of up to 2^8
+        each(2, [&](float& x, int64_t, int64_t, int64_t, int64_t) { x *= 0x1p112f; });
     if (c.kind == LARGE) {
         c.scale = random.one_in(2) ? 1.0f : -1.0f;
         const double most = attend<double>(c, q.data, k.data, v.data).largest_score;
@@ -698,7 +701,8 @@ int main(int argc, char** argv) {
     const uint64_t seed = std::strtoull(argv[1], nullptr, 10), count = std::strtoull(argv[2], nullptr, 10);
     const int threads = argc == 4 ? std::atoi(argv[3]) : 1;
     print_at_the_end();
-    uint64_t wrong = 0, parts[std::size(PARTS)] = {}, kinds[5] = {}, transposed = 0, pairs = 0, bf16 = 0;
+    uint64_t wrong = 0, parts[std::size(PARTS)] = {}, kinds[std::size(KINDS)] = {}, transposed = 0, pairs = 0,
+             bf16 = 0;
     for (uint64_t n = seed; n < seed + count && wrong < 10; n++) {
         Random random(n);
         const Case c = draw(n, random, threads);
@@ -713,7 +717,7 @@ int main(int argc, char** argv) {
     }
     std::printf("%" PRIu64 " cases, %" PRIu64 " wrong; %s;", count, wrong, simd::name());
     for (size_t i = 0; i < std::size(PARTS); i++) std::printf(" %s %" PRIu64 ",", PARTS[i].name, parts[i]);
-    for (int i = 0; i < 5; i++) std::printf(" %s %" PRIu64 ",", KINDS[i], kinds[i]);
+    for (size_t i = 0; i < std::size(KINDS); i++) std::printf(" %s %" PRIu64 ",", KINDS[i], kinds[i]);
     std::printf(" transposed %" PRIu64 ", in pairs %" PRIu64 ", bf16 %" PRIu64 "\n", transposed, pairs, bf16);
     return wrong != 0;
 }

@@ -120,7 +120,7 @@ def test_the_engines(made):
     lines = table("generation")
     assert lines[0] == "Maker One: Maker 1, PyTorch 2.13.0, 2026-11-22, on a busy machine."
     assert lines[4] == "| native engine, part4 | 19,033 (1.00) |  |  | 22.50 ms (1.00) |"
-    assert "| the same, weights in int8 | 50,000 (0.38), 1.2673 nats |  |  |  |" in lines
+    assert "| native engine, weights in int8 | 50,000 (0.38), 1.2673 nats |  |  |  |" in lines
     assert "| CTranslate2 4.8.5, int8 | 10,422 (1.83), 1.2680 nats |  |  |  |" in lines
     assert lines[-1] == "| memory limit | 27,186 (0.70) |  |  |  |"
 

@@ -36,10 +36,9 @@ std::string shape(const Tensor& t) {
     return text + ")";
 }
 
-void checked(const Tensor& t, const char* name, ScalarType type) {
+void checked(const Tensor& t, const char* name, ScalarType type, const char* what) {
     STD_TORCH_CHECK(t.is_cpu(), name, " is on another device; it must be on the CPU");
-    STD_TORCH_CHECK(t.scalar_type() == type, name, " has another type; it must be ",
-                    type == ScalarType::BFloat16 ? "bfloat16, as q is" : "float32");
+    STD_TORCH_CHECK(t.scalar_type() == type, name, " has another type; it must be ", what);
     STD_TORCH_CHECK(t.dim() == 4, name, " has shape ", shape(t), "; it must have four dimensions (B, H, N, d)");
     for (int64_t i = 0; i < 4; i++)
         STD_TORCH_CHECK(t.size(i) >= 1, name, " has shape ", shape(t), "; no dimension may be empty");
@@ -83,7 +82,9 @@ template <class Element>
 std::tuple<Tensor, Tensor> run_in(const Part& part, const Tensor& q_, const Tensor& k_, const Tensor& v_,
                                   bool causal, double scale, bool return_lse, int64_t br, int64_t bc) {
     constexpr ScalarType type = IS_BF16<Element> ? ScalarType::BFloat16 : ScalarType::Float;
-    checked(q_, "q", type), checked(k_, "k", type), checked(v_, "v", type);
+    const char* of_q = part.in_bf16.attention ? "float32 or bfloat16" : "float32";
+    const char* of_others = IS_BF16<Element> ? "bfloat16, as q is" : "float32";
+    checked(q_, "q", type, of_q), checked(k_, "k", type, of_others), checked(v_, "v", type, of_others);
     const bool transposed = !IS_BF16<Element> && q_.size(2) <= part.transposed;
     const Tensor q = with_contiguous_rows(q_), k = with_contiguous_rows(k_, transposed),
                  v = with_contiguous_rows(v_);

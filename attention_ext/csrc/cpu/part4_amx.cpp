@@ -43,10 +43,11 @@ namespace {
 
 using simd::exp2_denormal;
 
-constexpr int64_t BLOCK = 32;      // queries of a strip, and keys that are multiplied at a time
-constexpr int64_t PAIRS = 16;      // of features or keys in a row of a tile, and the lanes of a vector
-constexpr int64_t HALF = 16 * 16;  // 32-bit numbers of a tile
-constexpr float MOST = 0x1p60f;    // of l, far from overflow
+constexpr int64_t BLOCK = 32;         // queries of a strip, and keys that are multiplied at a time
+constexpr int64_t PAIRS = 16;         // of features or keys in a row of a tile, and the lanes of a vector
+constexpr int64_t HALF = 16 * 16;     // 32-bit numbers of a tile
+constexpr float MOST = 0x1p60f;       // of l
+constexpr float MOST_SUM = 0x1p120f;  // of l times a value, so that O is far from overflow
 constexpr int64_t FLOAT_BYTES = 4;
 
 // The sizes of a call.
@@ -73,10 +74,11 @@ struct Sizes {
     }
 };
 
-// What all threads share: V^T of all heads in tiles, copies of K, and which blocks of V are not finite.
+// What all threads share: V^T of all heads in tiles, copies of K, which blocks of V are not finite, and the
+// largest finite magnitude in each.
 struct Shared {
     uint32_t *V, *K;
-    float* strange;
+    float *strange, *largest;
     float* rest;
 
     Shared(const AttentionOf<Bf16>& a, const Sizes& n, float* scratch) {
@@ -84,12 +86,14 @@ struct Shared {
         V = reinterpret_cast<uint32_t*>(scratch);
         K = V + heads * n.values();
         strange = reinterpret_cast<float*>(K + heads * n.copied_keys());
+        largest = strange + round_up(heads * n.blocks(), PAIRS);
         rest = scratch + floats(a, n);
     }
 
     static int64_t floats(const AttentionOf<Bf16>& a, const Sizes& n) {
         const int64_t heads = a.B * a.H;
-        return heads * (n.values() + n.copied_keys()) + /* strange */ round_up(heads * n.blocks(), PAIRS);
+        return heads * (n.values() + n.copied_keys()) +
+               /* strange, largest */ 2 * round_up(heads * n.blocks(), PAIRS);
     }
 };
 
@@ -116,9 +120,11 @@ INLINE __m512i some32(const Bf16* from, int64_t n) {
 }
 
 // Block `block` of V of a head: its transpose in tiles of 16 features, with 0 for what is not finite. Returns
-// whether all of it is finite.
-bool pack_values(const AttentionOf<Bf16>& a, const Sizes& n, const Bf16* V, int64_t block, uint32_t* to) {
+// whether all of it is finite; `largest` <- the largest finite magnitude.
+bool pack_values(const AttentionOf<Bf16>& a, const Sizes& n, const Bf16* V, int64_t block, uint32_t* to,
+                 float& largest) {
     const __m512i exponent = _mm512_set1_epi16(0x7f80);  // of infinities and NaN
+    __m512i most = _mm512_setzero_si512();
     bool finite = true;
     for (int64_t c = 0; c < n.d; c += 16, to += HALF) {
         const auto row = [&](int64_t j) {
@@ -131,11 +137,15 @@ bool pack_values(const AttentionOf<Bf16>& a, const Sizes& n, const Bf16* V, int6
             const __m512i pair = _mm512_or_si512(row(j), _mm512_slli_epi32(row(j + 1), 16));
             const __mmask32 strange = _mm512_cmpeq_epi16_mask(_mm512_and_si512(pair, exponent), exponent);
             v[p] = _mm512_maskz_mov_epi16(~strange, pair);
+            most = _mm512_max_epu16(most, _mm512_and_si512(v[p], _mm512_set1_epi16(0x7fff)));
             finite = finite && strange == 0;
         }
         transpose(v);
         for (int64_t r = 0; r < 16; r++) _mm512_storeu_si512(to + 16 * r, v[r]);
     }
+    uint16_t lanes[BLOCK];
+    _mm512_storeu_si512(lanes, most);
+    largest = widened(Bf16{*std::max_element(lanes, lanes + BLOCK)});
     return finite;
 }
 
@@ -176,6 +186,7 @@ struct Strip {
     const float* strange;     // of the head's blocks
     int64_t i0;               // the first query
     float scale;
+    float most_l;
 
     // Keys from block `begin` to before block `end`.
     void attend(int64_t begin, int64_t end) const {
@@ -188,7 +199,7 @@ struct Strip {
                 if (block == 0) now.m = most(now.m, block);
                 exponentials(now, now.m, block, P + (block - first) * 2 * HALF);
             }
-            const __m512 limit = _mm512_set1_ps(MOST);
+            const __m512 limit = _mm512_set1_ps(most_l);
             const __mmask16 low = _mm512_cmp_ps_mask(now.l.low, limit, _CMP_NLE_UQ),
                             high = _mm512_cmp_ps_mask(now.l.high, limit, _CMP_NLE_UQ);
             if (low | high) now = with_their_maximum(before, now.m, low, high, first, last);
@@ -379,6 +390,8 @@ void attend_tile(const AttentionOf<Bf16>& a, const Sizes& n, const Shared& share
     float *S = all + queries, *correction = S + BLOCK * BLOCK;
     uint32_t* P = reinterpret_cast<uint32_t*>(correction + BLOCK);
 
+    const float* of_blocks = shared.largest + head * n.blocks();
+    const float largest = *std::max_element(of_blocks, of_blocks + n.blocks());
     configure();
     const auto strip = [&](int64_t s) {
         const int64_t r0 = s * BLOCK;
@@ -398,7 +411,8 @@ void attend_tile(const AttentionOf<Bf16>& a, const Sizes& n, const Shared& share
                           shared.V + head * n.values(),
                           shared.strange + head * n.blocks(),
                           i0 + r0,
-                          a.scale * SIMD_LOG2E};
+                          a.scale * SIMD_LOG2E,
+                          std::min(MOST, MOST_SUM / largest)};
     };
     for (int64_t r0 = 0; r0 < queries; r0 += PAIRS)
         for (int64_t c = 0; c < n.d; c += BLOCK)
@@ -463,7 +477,8 @@ void attention(const AttentionOf<Bf16>& a, float* scratch) {
             for (int64_t block = item * TOGETHER; block < std::min((item + 1) * TOGETHER, n.blocks());
                  block++) {
                 uint32_t* V = shared.V + head * n.values() + block * BLOCK * n.d / 2;
-                shared.strange[head * n.blocks() + block] = !pack_values(a, n, a.v.at(b, h), block, V);
+                const int64_t at = head * n.blocks() + block;
+                shared.strange[at] = !pack_values(a, n, a.v.at(b, h), block, V, shared.largest[at]);
                 uint32_t* K = shared.K + head * n.copied_keys() + (n.in_place ? 0 : block * BLOCK * n.d / 2);
                 if (!n.in_place || (block + 1) * BLOCK > a.Nk) copy_keys(a, n, a.k.at(b, h), block, K);
             }

@@ -48,6 +48,7 @@ constexpr int64_t MOST_SCORES = 512;  // of one query at a time, if Bc is not la
 // spans, each long enough that merging costs little, if they are so many times as many as the queries that the
 // spans' results need less memory than K.
 constexpr int64_t MOST_STRIPS = 64, MOST_KEYS = 2048, SPAN = 1024, LEAST_RATIO = 8;
+constexpr double MOST_NUMBERS = 0x1p40;
 
 // One thread's scratch. A row of queries is an odd number of cache lines long: the rows of a strip would share
 // few sets of L1 if it were a power of two, which costs 2 to 4 % at Br = 256.
@@ -306,6 +307,10 @@ struct Spans {
         if (strips >= MOST_STRIPS) return;
         keys = round_up(SPAN, a.Bc);
         count = 1 + (a.causal ? a.Nk - a.Nq : a.Nk - 1) / keys;
+        // The results of an expanded tensor's spans might have more numbers than memory.
+        const double numbers =
+            static_cast<double>(count) * static_cast<double>(rows(a)) * static_cast<double>(a.d);
+        if (numbers > MOST_NUMBERS) count = 1, keys = a.Nk;
     }
 
     // Of each span's result.
@@ -403,10 +408,17 @@ int64_t flash_scratch(const Attention& a) { return scratch_of(a); }
 
 void flash_attention(const Attention& a, float* scratch) { flash(a, scratch); }
 
+// Tiles of K and V are copied, so they are smaller than those of an expanded tensor might be.
+static AttentionOf<Bf16> with_bounded_tiles(AttentionOf<Bf16> a) {
+    constexpr int64_t MOST_KEYS_COPIED = 1024;
+    a.Bc = std::min(a.Bc, MOST_KEYS_COPIED);
+    return a;
+}
+
 int64_t flash_in_bf16_scratch(const AttentionOf<Bf16>& a) {
-    return amx::takes(a) ? amx::scratch(a) : scratch_of(a);
+    return amx::takes(a) ? amx::scratch(a) : scratch_of(with_bounded_tiles(a));
 }
 
 void flash_in_bf16_attention(const AttentionOf<Bf16>& a, float* scratch) {
-    amx::takes(a) ? amx::attention(a, scratch) : flash(a, scratch);
+    amx::takes(a) ? amx::attention(a, scratch) : flash(with_bounded_tiles(a), scratch);
 }
