@@ -40,8 +40,9 @@ class Decoder {
     // A token for each slot from each row of uniforms, in turn; returns the rows of tokens. The slots are
     // different, prefilled and not full; uniforms[i] has a number in [0, 1) for each. Stops early, but not
     // before the first row, when a slot is full or `patience` seconds are over. With several rows, groups of
-    // slots go through all of them in turn, so that a group's caches stay near the processor. The patience is then
-    // that of each group, of which a thread may take several; how many rows fit is estimated from the rows before.
+    // slots go through all of them in turn, so that a group's caches stay near the processor. The patience is
+    // then that of each group, of which a thread may take several; how many rows fit is estimated from the rows
+    // before.
     std::vector<std::vector<int64_t>> write(const std::vector<int64_t>& slots,
                                             const std::vector<std::vector<double>>& uniforms, double patience);
 
