@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from types import SimpleNamespace
 
 import oracle
@@ -13,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import attention_ext
-from attention_ext import PARTS, SIMD, BuildError, extension, reference
+from attention_ext import PARTS, reference
 
-attention = attention_ext.attention  # with the SIMD helpers of the fixture below
+attention = attention_ext.attention  # with the SIMD helpers of the fixture
+pytestmark = pytest.mark.usefixtures("simd")
 
 # Awkward shapes: (B, H, Nq, Nk, d)
 SHAPES = [
@@ -30,17 +30,6 @@ SHAPES = [
     (1, 1, 130, 1000, 64),
     (1, 1, 16, 16, 300),
 ]
-
-
-@pytest.fixture(params=SIMD[1:], autouse=True)
-def simd(request, monkeypatch):
-    """Every test here runs over each implementation of the SIMD helpers."""
-    request.getfixturevalue("extension")
-    try:
-        extension.load(request.param)
-    except BuildError as error:
-        pytest.skip(str(error))
-    monkeypatch.setitem(globals(), "attention", partial(attention_ext.attention, simd=request.param))
 
 
 def qkv(B, H, Nq, Nk, d, seed=0):

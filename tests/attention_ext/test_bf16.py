@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import oracle
 import pytest
@@ -12,9 +11,11 @@ from torch import library as torch_library
 from torch.nn import functional as F
 
 import attention_ext
-from attention_ext import SIMD, BuildError, extension, operator, reference
+from attention_ext import extension, operator, reference
 from attention_ext.parts import Dtype, check_dtype, taking
 
+attention = attention_ext.attention  # with the SIMD helpers of the fixture; AMX belongs to one of them
+pytestmark = pytest.mark.usefixtures("simd")
 BF16_PARTS = taking(Dtype.BF16)
 # (B, H, Nq, Nk, d): with and without whole blocks of 32, few queries, many keys
 SHAPES = [
@@ -30,20 +31,6 @@ SHAPES = [
     (1, 1, 40, 64, 256),
     (1, 1, 33, 2500, 16),
 ]
-
-
-@pytest.fixture(params=SIMD[1:], autouse=True)
-def simd(request, monkeypatch):
-    """Every test here runs over each implementation of the SIMD helpers; AMX belongs to one of them."""
-    request.getfixturevalue("extension")
-    try:
-        extension.load(request.param)
-    except BuildError as error:
-        pytest.skip(str(error))
-    monkeypatch.setitem(globals(), "attention", partial(attention_ext.attention, simd=request.param))
-
-
-attention = attention_ext.attention
 
 
 def qkv(B, H, Nq, Nk, d, seed=0):

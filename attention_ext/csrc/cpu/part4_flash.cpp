@@ -48,7 +48,7 @@ constexpr int64_t MOST_SCORES = 512;  // of one query at a time, if Bc is not la
 // spans, each long enough that merging costs little, if they are so many times as many as the queries that the
 // spans' results need less memory than K.
 constexpr int64_t MOST_STRIPS = 64, MOST_KEYS = 2048, SPAN = 1024, LEAST_RATIO = 8;
-constexpr double MOST_NUMBERS = 0x1p40;
+constexpr double MOST_NUMBERS = 0x1p40;  // in the spans' results
 
 // One thread's scratch. A row of queries is an odd number of cache lines long: the rows of a strip would share
 // few sets of L1 if it were a power of two, which costs 2 to 4 % at Br = 256.
