@@ -1,0 +1,85 @@
+// What a launch of every step is given, and what the steps share. No header of CUDA is needed: NVRTC compiles
+// each file alone, with these macros:
+//   FORMAT    0, 1 or 2: q, k, v and the output are float32, bfloat16 or float16
+//   HEAD_DIM  d, a multiple of what the step's row in cuda/steps.py asks for
+#pragma once
+
+#define FP32 0
+#define BF16 1
+#define FP16 2
+
+#if FORMAT == FP32
+using Element = float;
+#else
+using Element = unsigned short;  // the bits
+#endif
+
+// Elements from one batch, head and row to the next; a row's numbers are neighbours.
+struct Strides {
+    long long batch, head, row;
+};
+
+// softmax(scale q k^T) v for every batch and head. q is (B, H, Nq, d); k and v are (B, H, Nk, d); out is
+// (B, H, Nq, d), contiguous; lse, (B, H, Nq), gets the rows' logsumexp unless it is null.
+// causal: query i sees the keys j <= i + Nk - Nq.
+// scale: of the scores, times log2(e), because the softmax takes powers of two.
+struct Call {
+    const Element *q, *k, *v;
+    Element *out;
+    float *lse;
+    Strides q_strides, k_strides, v_strides;
+    int batches, heads, Nq, Nk;
+    int causal;
+    float scale;
+};
+
+constexpr float LN2 = 0.6931471805599453f;
+#define INF __int_as_float(0x7f800000)
+
+__device__ inline float exp2_approx(float x) {  // MUFU; 2^-inf is 0
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(unsigned short bits) {
+#if FORMAT == FP16
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+#else
+    return __uint_as_float((unsigned)bits << 16);
+#endif
+}
+
+__device__ inline Element to_element(float x) {
+#if FORMAT == FP32
+    return x;
+#elif FORMAT == FP16
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+#else
+    unsigned short bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+#endif
+}
+
+#if FORMAT != FP32
+// Two numbers as the halves of a register, `low` in the lower one.
+__device__ inline unsigned pack(float low, float high) {
+    unsigned both;
+#if FORMAT == FP16
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#endif
+    return both;
+}
+#endif
+
+// The largest of these scores so far as what is subtracted: 0 for a row that has seen no key, whose weights
+// are then 2^-inf = 0 and not 2^(inf - inf).
+__device__ inline float subtrahend(float m) { return m == -INF ? 0.0f : m; }
