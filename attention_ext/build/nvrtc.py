@@ -15,7 +15,7 @@ from attention_ext.build import cache
 from attention_ext.parts import BuildError
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "cuda"
-INSTALL = "pip install cuda-core nvidia-cuda-nvrtc, or pip install -e '.[cuda]'"
+INSTALL = "pip install cuda-core cuda-bindings nvidia-cuda-nvrtc, or pip install -e '.[cuda]'"
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def parse(log: str) -> Resources:
 
 def missing(what: str) -> BuildError:
     """The error for a missing package."""
-    return BuildError(f"CUDA kernels need cuda-core and NVRTC, and {what}; {INSTALL}")
+    return BuildError(f"CUDA kernels need cuda-core, cuda-bindings and NVRTC, and {what}; {INSTALL}")
 
 
 def _core() -> Any:
