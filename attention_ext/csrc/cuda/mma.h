@@ -81,17 +81,6 @@ __device__ inline void split(float x, unsigned &high, unsigned &low) {
     low = __float_as_uint(x - __uint_as_float(high));
 }
 
-// The same with `high` rounded towards zero, an instruction less. The product that is left out, low times low, has
-// no bias as long as the other factor is rounded to nearest.
-__device__ inline void split_many(float x, unsigned &high, unsigned &low) {
-#ifdef ROUND_ALL
-    split(x, high, low);
-#else
-    high = __float_as_uint(x) & 0xffffe000u;
-    low = __float_as_uint(x - __uint_as_float(high));
-#endif
-}
-
 // c += a b, 16 x 8 += 16 x 8 8 x 8
 __device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
