@@ -28,7 +28,9 @@ __device__ inline void wait_groups() {
 
 __device__ inline uint4 load_shared(unsigned from) {
     uint4 x;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from));
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(from));
     return x;
 }
 // The same, loaded again at each use: the compiler does not keep it in registers from one use to the next.
@@ -40,7 +42,8 @@ __device__ inline uint4 reload_shared(unsigned from) {
     return x;
 }
 __device__ inline void store_shared(unsigned to, uint4 x) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
 }
 __device__ inline void store_shared(unsigned to, unsigned x) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
