@@ -1,16 +1,72 @@
-// Step 6: Hopper.
+// Step 6: Hopper. Tensor cores fed by the copy engine, and the softmax at the same time as the products
+// (FlashAttention-3).
+//
+// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), 16 bits; d a multiple of 8 up to 256; rows, heads and batches
+// start at multiples of 16 bytes. The tiles are 32, 64, 128, 192 or 256 columns wide: the copy engine fills
+// what is beyond d, and the keys beyond Nk, with zeros.
+//
+// Loops: for each query tile of this block (Br rows of one batch and head)
+//            for each key tile j: S = Qi Kj^T; P = 2^(c S - c m); O += P Vj
+//
+// Launch: grid min(query tiles, multiprocessors): a block stays and takes every gridDim-th query tile. 128
+// threads copy, and 128 for each 64 rows of Q multiply (a warpgroup):
+//      d          Br    Bc   threads   registers of those that copy, multiply
+//      to 64     192   128     512      32, 160
+//      to 128    128   176     384      24, 240
+//      to 192    128   112     384      24, 240
+//      to 256    128    80     384      24, 240
+//
+// Shared memory in bytes: 2 Br width (Q) + stages * 4 Bc width (K and V) + 16 + 32 stages (mbarriers) + 1,024
+// (to begin at a multiple of it): 46,160, 91,216, 214,096, 222,288 and 230,480 for the five widths.
+//
+// Registers of a thread that multiplies: Bc/2 (S) + Bc/4 (P) + width/2 (O) and about 30 more.
+//
+// Over step 5:
+//   - One thread copies, by TMA. No other computes addresses; mbarriers tell when a tile is full or free.
+//     The threads that copy give up registers and those that multiply take them (setmaxnreg).
+//   - wgmma reads Q, K and V from shared memory and works while its warps go on: S = Qi Kj^T and
+//     O += P V(j-1) begin together, and the search for m needs S alone.
+//   - The warpgroups take turns at beginning products, so that one has its softmax while another multiplies:
+//     d = 64, 489 TFLOP/s instead of 430 (TURNS 0).
+//   - m follows the largest score only when that is 2^8 times above it: few tiles shuffle or multiply O.
+//
+// No gain:
+//   - POLYNOMIALS sixteenths of the powers by polynomials instead of the MUFU (FlashAttention-4): d = 64,
+//     463 and 440 TFLOP/s for 2 and 4. The MUFU is busy about 60 % of the time; the added instructions cost
+//     more.
+//   - 4 warpgroups that multiply at d = 32 (291 instead of 306), 2 at d = 64 (442 instead of 489).
+//   - A block for each query tile instead of blocks that stay: d = 64, 479 instead of 489.
+//
+// Bound: at d = 128 the tensor cores; at d = 32 the MUFU, 16 powers a clock on each multiprocessor at 4 d
+// operations each, about 500 TFLOP/s. A warpgroup waits for S, seeks m and takes powers one after another, and
+// three of them do not fill each other's gaps.
+//
+//   gpt.py bench --device cuda --step 6 --dtype bf16 -B 100 -N 4096 -d 32
+//   FIGURE
+// H200, bf16, (100, 1, 4096, d), TFLOP/s; in brackets cuDNN in the same run:
+//      d          32          64         128         192 and 256, B = 50
+//      no mask    294 (241)   502 (458)  627 (601)   708 (640), 725 (663)
+//      causal     257 (215)   442 (425)  555 (516)
 #include "call.h"
 #define ROW_BYTES (HEAD_DIM <= 32 ? 64 : 128)
 #include "hopper.h"
 
-#ifndef BC
-#define BC 128
-#endif
-#ifndef STAGES
-#define STAGES 2
-#endif
-#ifndef CONSUMERS
+#ifndef CONSUMERS  // warpgroups that multiply
 #define CONSUMERS (HEAD_DIM <= 64 ? 3 : 2)
+#endif
+#ifndef BC  // a plain number: it names the instruction
+#if HEAD_DIM <= 64
+#define BC 128
+#elif HEAD_DIM <= 128
+#define BC 176
+#elif HEAD_DIM <= 192
+#define BC 112
+#else
+#define BC 80
+#endif
+#endif
+#ifndef STAGES  // tiles of K, and of V, in shared memory
+#define STAGES 2
 #endif
 #ifndef TURNS
 #define TURNS 1
@@ -18,18 +74,19 @@
 #ifndef POLYNOMIALS
 #define POLYNOMIALS 0
 #endif
-#ifndef L2_BYTES
+#ifndef L2_BYTES  // of K and V in turn, under a mask; d = 128, 8, 20 and 40 MiB: 453, 547 and 527 TFLOP/s
 #define L2_BYTES (20 << 20)
 #endif
 
 constexpr int d = HEAD_DIM;
 constexpr int width = d <= 32 ? 32 : (d + 63) / 64 * 64;  // of the tiles
 constexpr int Br = 64 * CONSUMERS, Bc = BC;
-constexpr int box = width < 64 ? width : 64;  // columns of a swizzled box
+constexpr int box_row = ROW_BYTES, box = box_row / 2;  // a tile comes in boxes of so many columns, side by side
 constexpr int boxes = width / box;
-constexpr int box_row = 2 * box;  // bytes
 constexpr int threads = 128 * (CONSUMERS + 1);
 constexpr int stages = STAGES;
+static_assert(d % 8 == 0 && d <= 256, "d");
+static_assert(Bc % 16 == 0 && CONSUMERS > 1, "tiles");
 
 // Shared memory in bytes, from a multiple of 1,024.
 constexpr int q_bytes = Br * width * 2, tile_bytes = Bc * width * 2;
@@ -39,10 +96,11 @@ constexpr int k_full = q_empty + 8, k_empty = k_full + 8 * stages;
 constexpr int v_full = k_empty + 8 * stages, v_empty = v_full + 8 * stages;
 static_assert(v_empty + 8 * stages + 1024 <= 232448, "shared memory");
 
-// The registers of 64 K that a thread of the producer keeps and that one of a consumer gets.
+// Of the block's 64 K registers, those of a thread that copies and of one that multiplies.
 constexpr int producer_registers = CONSUMERS == 3 ? 32 : 24;
-constexpr int consumer_registers = CONSUMERS == 3 ? 160 : CONSUMERS == 2 ? 240 : CONSUMERS == 4 ? 112 : 240;
+constexpr int consumer_registers = CONSUMERS == 2 ? 240 : CONSUMERS == 3 ? 160 : 112;
 
+// The stage that comes next, and the parity of its mbarriers' phase.
 struct Ring {
     unsigned stage = 0, phase = 0;
     __device__ void next() {
@@ -57,10 +115,14 @@ struct Tile {
     int i0, batch, head;
 };
 
-__device__ inline Tile query_tile(const Call &call, unsigned index) {
+// The query tiles in the order in which blocks take them. Neighbours share K and V, which stay in L2. Under a
+// mask the tiles of as many heads as fit there alternate, the rows that see the most keys first, so that all
+// blocks end at about the same time.
+__device__ inline Tile query_tile(const Call& call, unsigned index) {
     const unsigned Tr = (call.Nq + Br - 1) / Br, all = call.batches * call.heads;
     const long long head_bytes = (long long)call.Nk * (4 * width);
-    unsigned together = call.causal ? max(1LL, min(head_bytes >= L2_BYTES ? 1LL : L2_BYTES / head_bytes, (long long)all)) : 1;
+    const long long fit = min(L2_BYTES / head_bytes, (long long)all);
+    const unsigned together = call.causal && fit > 1 ? fit : 1;
     const unsigned group = index / (together * Tr), rest = index - group * together * Tr;
     const unsigned heads = min(together, all - group * together);
     const unsigned row = rest / heads, head = group * together + rest - row * heads;
@@ -72,7 +134,7 @@ __device__ inline Tile query_tile(const Call &call, unsigned index) {
 }
 
 // The keys that query i sees: 0 to this minus 1.
-__device__ inline int keys_seen(const Call &call, int i) {
+__device__ inline int keys_seen(const Call& call, int i) {
     return call.causal ? min(call.Nk, i + call.Nk - call.Nq + 1) : call.Nk;
 }
 
@@ -96,8 +158,8 @@ __device__ inline float reciprocal(float x) {
     return y;
 }
 
-// 2^x without the MUFU: x = n + f, |f| <= 1/2; 2^f by a polynomial of degree 3 (relative error 1e-4), and n is added
-// to its exponent. 0 from -127 on. Wrong for NaN and above 127.
+// 2^x without the MUFU: x = n + f, |f| <= 1/2; 2^f by a polynomial of degree 3 (relative error 1e-4), and n is
+// added to its exponent. 0 from -127 on. Wrong for NaN and above 127.
 __device__ inline float exp2_polynomial(float x) {
     constexpr float round = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number
     x = fmaxf(x, -127.0f);
@@ -109,10 +171,12 @@ __device__ inline float exp2_polynomial(float x) {
     return __int_as_float(__float_as_int(y) + (__float_as_int(n) << 23));
 }
 
+// Which powers are by polynomial. Not all of a row may be: NaN comes from the others.
 __device__ constexpr bool by_polynomial(int i) { return i * POLYNOMIALS % 16 + POLYNOMIALS >= 16; }
 
-__device__ void produce(const TensorMap &q_map, const TensorMap &k_map, const TensorMap &v_map, const Call &call,
-                        unsigned shared, unsigned tiles) {
+// The thread that copies: Q once, then K and V tile by tile into the stages as they become free.
+__device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map,
+                        const Call& call, unsigned shared, unsigned tiles) {
     Ring ring;
     unsigned q_phase = 0;
     for (unsigned index = blockIdx.x; index < tiles; index += gridDim.x) {
@@ -134,17 +198,19 @@ __device__ void produce(const TensorMap &q_map, const TensorMap &k_map, const Te
             barrier_wait(shared + k_empty + at, ring.phase ^ 1);
             barrier_expect(shared + k_full + at, tile_bytes);
             for (int b = 0; b < boxes; b++)
-                copy_box(k_tile + b * (Bc * box_row), &k_map, b * box, j * Bc, k_head, k_batch, shared + k_full + at);
+                copy_box(k_tile + b * (Bc * box_row), &k_map, b * box, j * Bc, k_head, k_batch,
+                         shared + k_full + at);
             barrier_wait(shared + v_empty + at, ring.phase ^ 1);
             barrier_expect(shared + v_full + at, tile_bytes);
             for (int b = 0; b < boxes; b++)
-                copy_box(v_tile + b * (Bc * box_row), &v_map, b * box, j * Bc, v_head, v_batch, shared + v_full + at);
+                copy_box(v_tile + b * (Bc * box_row), &v_map, b * box, j * Bc, v_head, v_batch,
+                         shared + v_full + at);
             ring.next();
         }
     }
 }
 
-// S <- Qi Kj^T, 64 rows of Q.
+// S <- Qi Kj^T, 64 rows of Q
 __device__ inline void scores(float (&S)[Bc / 2], unsigned q, unsigned k) {
     products_begin();
 #pragma unroll
@@ -167,7 +233,7 @@ struct Softmax {
     float factor[2];
     bool moved;
 
-    // S <- 2^(c S - c m), and l; moved tells whether O must be multiplied by factor first.
+    // m; l <- factor l + rowsum(P); S <- P = 2^(c S - c m). moved: O, too, must be multiplied by factor.
     __device__ inline void operator()(float (&S)[Bc / 2]) {
         float top[4] = {S[0], S[1], S[2], S[3]};
 #pragma unroll
@@ -182,7 +248,7 @@ struct Softmax {
                 float m_new = max_or_nan(m[h], top[h]);
                 m_new = max_or_nan(m_new, __shfl_xor_sync(~0u, m_new, 1));
                 m_new = max_or_nan(m_new, __shfl_xor_sync(~0u, m_new, 2));
-                if (m_new == INF) m_new = INF - INF;
+                if (m_new == INF) m_new = INF - INF;  // NaN, as softmax has it
                 factor[h] = exp2_approx((m[h] - subtrahend(m_new)) * c);
                 m[h] = m_new;
                 l[h] *= factor[h];
@@ -206,12 +272,13 @@ __device__ inline void to_weights(unsigned (&P)[Bc / 4], const float (&S)[Bc / 2
     for (int i = 0; i < Bc / 4; i++) P[i] = pack(S[2 * i], S[2 * i + 1]);
 }
 
-// Row i again, by one warp, number by number: for a row whose sum met a hidden NaN or infinity of V, as 0 * NaN.
-__device__ void row_again(const Call &call, const Tile &tile, int i, float m, float l, Element *out) {
+// Row i again, by one warp, key by key: in a product a hidden NaN or infinity of V is 0 * NaN = NaN.
+__device__ void row_again(const Call& call, const Tile& tile, int i, float m, float l, Element* out) {
     const int lane = threadIdx.x % 32;
-    const Element *q = call.q + tile.batch * call.q_strides.batch + tile.head * call.q_strides.head + i * call.q_strides.row;
-    const Element *k = call.k + tile.batch * call.k_strides.batch + tile.head * call.k_strides.head;
-    const Element *v = call.v + tile.batch * call.v_strides.batch + tile.head * call.v_strides.head;
+    const Element* q =
+        call.q + tile.batch * call.q_strides.batch + tile.head * call.q_strides.head + i * call.q_strides.row;
+    const Element* k = call.k + tile.batch * call.k_strides.batch + tile.head * call.k_strides.head;
+    const Element* v = call.v + tile.batch * call.v_strides.batch + tile.head * call.v_strides.head;
     float sum[width / 32];
 #pragma unroll
     for (int c = 0; c < width / 32; c++) sum[c] = 0.0f;
@@ -229,15 +296,16 @@ __device__ void row_again(const Call &call, const Tile &tile, int i, float m, fl
         const float p = exp2_approx(s * call.scale - less);
 #pragma unroll
         for (int c = 0; c < width / 32; c++)
-            if (lane + 32 * c < d) sum[c] = fmaf(p, to_float(v[j * call.v_strides.row + lane + 32 * c]), sum[c]);
+            if (lane + 32 * c < d)
+                sum[c] = fmaf(p, to_float(v[j * call.v_strides.row + lane + 32 * c]), sum[c]);
     }
 #pragma unroll
     for (int c = 0; c < width / 32; c++)
         if (lane + 32 * c < d) out[lane + 32 * c] = to_element(sum[c] * reciprocal(l));
 }
 
-// The four words of a thread are its pieces of four groups of 8 columns. Afterwards they are the four pieces of one
-// group, that of the thread's number in its quad.
+// The four words of a thread are its pieces of four groups of 8 columns. Afterwards they are the four pieces of
+// one group, that of the thread's number in its quad.
 __device__ inline void transpose_quad(unsigned (&word)[4]) {
     const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
 #pragma unroll
@@ -258,7 +326,9 @@ __device__ inline void transpose_quad(unsigned (&word)[4]) {
     }
 }
 
-__device__ inline void write(const Call &call, const Tile &tile, int i0, float (&O)[width / 2], Softmax &softmax) {
+// O / l and the logsumexp of 64 rows.
+__device__ inline void write(const Call& call, const Tile& tile, int i0, float (&O)[width / 2],
+                             Softmax& softmax) {
     const int lane = threadIdx.x % 32, row = i0 + threadIdx.x % 128 / 32 * 16 + lane / 4;
     const long long row0 = ((long long)tile.batch * call.heads + tile.head) * call.Nq;
 #pragma unroll
@@ -268,7 +338,7 @@ __device__ inline void write(const Call &call, const Tile &tile, int i0, float (
         l += __shfl_xor_sync(~0u, l, 1);
         l += __shfl_xor_sync(~0u, l, 2);
         const float inverse = reciprocal(l);
-        Element *out = call.out + (row0 + i) * d;
+        Element* out = call.out + (row0 + i) * d;
         float check = 0.0f;  // NaN if a number of the row is not finite
 #pragma unroll
         for (int b = 0; b < width / 32; b++) {
@@ -282,17 +352,19 @@ __device__ inline void write(const Call &call, const Tile &tile, int i0, float (
             transpose_quad(word);
             const int column = 32 * b + 8 * (lane % 4);
             if (i < call.Nq && column < d)
-                *(uint4 *)(out + column) = make_uint4(word[0], word[1], word[2], word[3]);
+                *(uint4*)(out + column) = make_uint4(word[0], word[1], word[2], word[3]);
         }
         if (call.lse && i < call.Nq && lane % 4 == 0)
-            call.lse[row0 + i] = softmax.m[h] == -INF ? -INF : (softmax.m[h] * softmax.c + log2_approx(l)) * LN2;
+            call.lse[row0 + i] =
+                softmax.m[h] == -INF ? -INF : (softmax.m[h] * softmax.c + log2_approx(l)) * LN2;
         if (call.causal) {
             unsigned bad = __ballot_sync(~0u, check != 0.0f && l - l == 0.0f && i < call.Nq);
             if (bad) {
-                __syncwarp();
+                __syncwarp();  // the rows' first version is written
 #pragma unroll 1
                 for (int r = 0; r < 8; r++) {
-                    const float m_row = __shfl_sync(~0u, softmax.m[h], 4 * r), l_row = __shfl_sync(~0u, l, 4 * r);
+                    const float m_row = __shfl_sync(~0u, softmax.m[h], 4 * r),
+                                l_row = __shfl_sync(~0u, l, 4 * r);
                     const int again = i - lane / 4 + r;
                     if (bad >> 4 * r & 15)
                         row_again(call, tile, again, m_row, l_row, call.out + (row0 + again) * d);
@@ -302,7 +374,8 @@ __device__ inline void write(const Call &call, const Tile &tile, int i0, float (
     }
 }
 
-__device__ void consume(const Call &call, unsigned shared, unsigned tiles, int group) {
+// A warpgroup that multiplies: rows 64 group to 64 group + 63 of each query tile.
+__device__ void consume(const Call& call, unsigned shared, unsigned tiles, int group) {
     const int lane = threadIdx.x % 32;
     const unsigned q = tile_at(shared + group * 64 * box_row, 0);
     const unsigned k = tile_at(shared + k_at, 0);
@@ -328,7 +401,6 @@ __device__ void consume(const Call &call, unsigned shared, unsigned tiles, int g
         const int Tc = key_tiles(keys_seen(call, min(tile.i0 + Br, call.Nq) - 1));
         const int all_see = keys_seen(call, i0);
         const int mine = i0 < call.Nq ? key_tiles(keys_seen(call, min(i0 + 64, call.Nq) - 1)) : 0;
-        const int seen[2] = {keys_seen(call, i0 + row), keys_seen(call, i0 + row + 8)};
 
         float S[Bc / 2], O[width / 2];
         unsigned P[Bc / 4];
@@ -345,6 +417,7 @@ __device__ void consume(const Call &call, unsigned shared, unsigned tiles, int g
                 for (int i = 0; i < Bc / 2; i++) S[i] *= call.scale;
             }
             if ((j + 1) * Bc > all_see) {
+                const int seen[2] = {keys_seen(call, i0 + row), keys_seen(call, i0 + row + 8)};
 #pragma unroll
                 for (int i = 0; i < Bc / 2; i++) {
                     const int column = j * Bc + i / 4 * 8 + lane % 4 * 2 + i % 2;
@@ -368,13 +441,13 @@ __device__ void consume(const Call &call, unsigned shared, unsigned tiles, int g
             softmax(S);
             to_weights(P, S);
 #pragma unroll 1
-            for (int j = 1; j < mine; j++) {
+            for (int j = 1; j < mine; j++) {  // P is that of tile j - 1
                 barrier_wait(shared + k_full + 8 * k_ring.stage, k_ring.phase);
                 turn_begins();
                 hold(S);
                 hold(O);
                 hold(P);
-                    scores(S, q, k + (k_ring.stage * tile_bytes >> 4));
+                scores(S, q, k + (k_ring.stage * tile_bytes >> 4));
                 products_commit();
                 barrier_wait(shared + v_full + 8 * v_ring.stage, v_ring.phase);
                 weighted_sum(O, P, v + (v_ring.stage * tile_bytes >> 4));
