@@ -34,8 +34,8 @@ def encodable(t: torch.Tensor) -> bool:
 def tensor_map(t: torch.Tensor, rows: int) -> driver.CUtensorMap:
     """The map of `t` (B, H, N, d) for copies of `rows` rows and `box_columns(d)` columns.
 
-    Encoding runs on the CPU alone: it neither synchronises nor touches the stream. A launch copies the map, so a
-    captured graph keeps its own.
+    Encoding runs on the CPU alone: it neither synchronises nor touches the stream. A launch copies the map, so
+    a captured graph keeps its own.
     """
     return _encode(t.data_ptr(), t.dtype, tuple(t.shape), t.stride(), rows)
 
