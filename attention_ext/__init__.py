@@ -12,8 +12,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, overload
 
 from attention_ext import tiles
+from attention_ext.cuda.steps import WIDEST, check_step
 from attention_ext.parts import (
     AUTO,
+    DEVICES,
     MOST_SCORES,
     PARTS,
     SIMD,
@@ -42,6 +44,7 @@ def attention(
     br: int | None = ...,
     bc: int | None = ...,
     simd: str = ...,
+    step: str | int | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -58,6 +61,7 @@ def attention(
     br: int | None = ...,
     bc: int | None = ...,
     simd: str = ...,
+    step: str | int | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -73,17 +77,23 @@ def attention(
     br: int | None = None,
     bc: int | None = None,
     simd: str = "auto",
+    step: str | int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v by one of PARTS.
 
     part: 'part0' to 'part4'. q: (B, H, Nq, d). k, v: (B, H, Nk, d). All float32, in part0 and part4 also all
     bfloat16, on the CPU, with any strides and no empty dimension; in parts 1 to 4 Nq * Nk must be below 2^50.
+    part0 and part4 also take tensors on one CUDA device, float32, bfloat16 or float16; part4's d is then at
+    most 256.
     causal: query i sees the keys j <= i + (Nk - Nq); Nq must be at most Nk.
     scale: multiplies the scores; 1/sqrt(d) by default.
     br, bc: part4's tile, in queries and keys, each at least 1. None takes the tile that `gpt.py bench --tune`
-    found for this case on this machine, else a default. The other parts ignore br and bc.
-    simd: one of SIMD, the helpers under the kernels; 'off' uses scalar loops. part0 ignores it.
+    found for this case on this machine, else a default. The other parts ignore br and bc. On CUDA they must
+    be None: each step has its own tile.
+    simd: one of SIMD, the helpers under the kernels; 'off' uses scalar loops. part0 and CUDA ignore it.
+    step: part4's kernel on CUDA, by its name in cuda.steps.STEPS or its number; None takes the fastest that
+    accepts the tensors. On the CPU it must be None.
     Returns the output, (B, H, Nq, d), contiguous, in q's dtype; with return_lse also the logsumexp of each
     row, m + log(l), (B, H, Nq), float32, with which reference.merge() combines results over disjoint sets of
     keys. Sums and the softmax are float32. With AMX part4 cuts the softmax's weights to bfloat16, divides by
@@ -91,7 +101,7 @@ def attention(
 
     A NaN affects only the rows that see it. Parts 1 to 4 compute no gradients; denormal numbers count as 0.
     Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, each naming the
-    argument, and BuildError if the extension cannot be compiled.
+    argument, and BuildError if the extension or a CUDA kernel cannot be compiled.
     """
     import torch
 
@@ -102,12 +112,18 @@ def attention(
     compiling = torch.compiler.is_compiling()
     if compiling or not _sound(row, q, k, v, causal):
         _check_tensors(row, q, k, v, causal)
+    if step is not None or q.is_cuda:
+        _check_step(row, q, step, br, bc)
     _, _, Nk, d = k.shape
     scale = 1 / math.sqrt(d) if scale is None else float(scale)
     if row.operator is None:
         from attention_ext import reference
 
         return reference.attention(q, k, v, causal=causal, scale=scale, return_lse=return_lse)
+    if q.is_cuda:
+        chosen = "" if step is None else str(step)
+        out, lse = operator(part, "cuda")(q, k, v, causal, scale, return_lse, chosen)
+        return (out, lse) if return_lse else out
     tile: tuple[int, ...] = ()
     if row.tiled:
         tuned = tiles.DEFAULT
@@ -123,11 +139,19 @@ _operators: dict[tuple[str, str], Callable] = {}
 
 
 def operator(part: str, simd: str = "auto") -> Callable:
-    """The PyTorch operator of one of parts 1 to 4; compiles the extension on first use."""
-    if (part, simd) not in _operators:  # torch.compile can trace a look-up in a table but not a build
-        from attention_ext import extension
+    """The PyTorch operator of one of parts 1 to 4; compiles the extension on first use.
 
-        _operators[part, simd] = extension.operator(part, simd)
+    simd: one of SIMD, or 'cuda' for part4's operator on CUDA.
+    """
+    if (part, simd) not in _operators:  # torch.compile can trace a look-up in a table but not a build
+        if simd == "cuda":
+            from attention_ext.cuda import operators
+
+            _operators[part, simd] = operators.flash
+        else:
+            from attention_ext import extension
+
+            _operators[part, simd] = extension.operator(part, simd)
     return _operators[part, simd]
 
 
@@ -144,7 +168,7 @@ def _sound(part: Part, q, k, v, causal: bool) -> bool:
         return bool(
             type(q) is type(k) is type(v) is torch.Tensor
             and q.dtype is k.dtype is v.dtype
-            and (q.dtype is torch.float32 or (q.dtype is torch.bfloat16 and "bfloat16" in part.dtypes))
+            and (q.dtype is torch.float32 or (q.dtype is torch.bfloat16 and "bfloat16" in part.dtypes["cpu"]))
             and (q.is_cpu and k.is_cpu and v.is_cpu)
             and k.shape == (B, H, Nk, d) == v.shape
             and 0 < B * H * d * Nq * Nk
@@ -163,15 +187,17 @@ def _check_tensors(part: Part, q, k, v, causal: bool) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name} is a {type(t).__name__}; it must be a tensor")
-        if str(t.dtype).removeprefix("torch.") not in part.dtypes:
-            raise TypeError(
-                f"{name} is {t.dtype}; it must be torch.{' or torch.'.join(part.dtypes)} in {part.name}"
-            )
+        if t.device.type not in part.dtypes:
+            where = " or ".join(DEVICES[device] for device in part.dtypes)
+            raise ValueError(f"{name} is on {t.device}; it must be on {where} in {part.name}")
+        if t.device != q.device:
+            raise ValueError(f"{name} is on {t.device}; it must be on q's {q.device}")
+        dtypes = part.dtypes[t.device.type]
+        if str(t.dtype).removeprefix("torch.") not in dtypes:
+            known = " or ".join(f"torch.{dtype}" for dtype in dtypes)
+            raise TypeError(f"{name} is {t.dtype}; it must be {known} in {part.name}")
         if t.dtype != q.dtype:
             raise TypeError(f"{name} is {t.dtype}; it must be q's {q.dtype}")
-        if t.device.type not in part.devices:
-            where = " or ".join("the CPU" if device == "cpu" else device for device in part.devices)
-            raise ValueError(f"{name} is on {t.device}; it must be on {where}")
         if t.dim() != 4 or t.numel() == 0:
             raise ValueError(
                 f"{name} has shape {tuple(t.shape)}; it must be (B, H, N, d) with no empty dimension"
@@ -192,3 +218,20 @@ def _check_tensors(part: Part, q, k, v, causal: bool) -> None:
         for name, t in (("q", q), ("k", k), ("v", v)):
             if t.requires_grad:
                 raise ValueError(f"{name} requires a gradient; {part.name} computes none, only part0 does")
+
+
+def _check_step(part: Part, q, step: str | int | None, br: int | None, bc: int | None) -> None:
+    """Raise TypeError or ValueError if a step, or an argument that goes with a device, is wrong."""
+    if not q.is_cuda:
+        raise ValueError(
+            f"step is {step!r}; it must be None for tensors on {q.device}: steps are CUDA kernels"
+        )
+    if part.operator is None:
+        return
+    for name, size in (("br", br), ("bc", bc)):
+        if size is not None:
+            raise ValueError(f"{name} is {size}; it must be None on CUDA, where each step has its own tile")
+    if step is not None:
+        check_step(step)
+    if q.shape[3] > WIDEST:
+        raise ValueError(f"q has d={q.shape[3]}; it must be at most {WIDEST} on CUDA in {part.name}")

@@ -6,7 +6,8 @@ Its C++ side is csrc/parts.h. torch is not imported here, because `gpt.py --help
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 class BuildError(RuntimeError):
@@ -18,11 +19,26 @@ class Dtype(enum.StrEnum):
 
     FP32 = "fp32"
     BF16 = "bf16"
+    FP16 = "fp16"
 
     @property
     def torch_name(self) -> str:
         """PyTorch's name for it."""
-        return {"fp32": "float32", "bf16": "bfloat16"}[self.value]
+        return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.value]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of a number."""
+        return 4 if self is Dtype.FP32 else 2
+
+    @staticmethod
+    def of(torch_dtype: object) -> Dtype:
+        """That of a PyTorch dtype. Raises ValueError if there is none."""
+        name = str(torch_dtype).removeprefix("torch.")
+        for dtype in Dtype:
+            if dtype.torch_name == name:
+                return dtype
+        raise ValueError(f"dtype is {torch_dtype}; it must be float32, bfloat16 or float16")
 
 
 @dataclass(frozen=True)
@@ -33,7 +49,7 @@ class Part:
     operator: the name of its row in csrc/parts.h, of its file in csrc/cpu/ and of its PyTorch operator;
     None for PyTorch itself.
     tiled: takes br and bc. threaded: uses all threads.
-    devices, dtypes: those that its tensors may have, by PyTorch's names.
+    dtypes: those that its tensors may have on each kind of device, by PyTorch's names.
     """
 
     name: str
@@ -43,10 +59,11 @@ class Part:
     operator: str | None = None
     tiled: bool = False
     threaded: bool = True
-    devices: tuple[str, ...] = ("cpu",)
-    dtypes: tuple[str, ...] = ("float32",)
+    dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"cpu": ("float32",)})
 
 
+DEVICES = {"cpu": "the CPU", "cuda": "CUDA"}  # what a tensor can be on, by PyTorch's names
+WITH_CUDA = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
 PARTS = {
     part.name: part
     for part in (
@@ -56,7 +73,7 @@ PARTS = {
             "matmul, softmax, matmul in PyTorch",
             "PyTorch multiplies, normalises and multiplies again; each step writes N x N numbers for every "
             "head and the next one reads them.",
-            dtypes=("float32", "bfloat16"),
+            dtypes=WITH_CUDA,
         ),
         Part(
             "part1",
@@ -93,7 +110,7 @@ PARTS = {
             "which stays in the nearest caches. Nothing but Q, K, V and the output has to come from memory.",
             operator="part4_flash",
             tiled=True,
-            dtypes=("float32", "bfloat16"),
+            dtypes=WITH_CUDA,
         ),
     )
 }
@@ -137,20 +154,27 @@ def check_part(part: str) -> Part:
     return PARTS[part]
 
 
-def check_dtype(part: str, dtype: str) -> Dtype:
-    """The Dtype of this value. Raises ValueError if there is none or the part does not take it."""
+def check_dtype(part: str, dtype: str, device: str = "cpu") -> Dtype:
+    """The Dtype of this value.
+
+    Raises ValueError if there is none or the part does not take it on this kind of device.
+    """
     if dtype not in list(Dtype):
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(Dtype)}")
     found = Dtype(dtype)
     check_part(part)
-    if part not in taking(found):
-        raise ValueError(f"dtype is {dtype!r}; {part} does not take it, only {', '.join(taking(found))}")
+    who = taking(found, device)
+    if not who:
+        raise ValueError(f"dtype is {dtype!r}; no part takes it on {DEVICES[device]}")
+    if part not in who:
+        where = "" if device == "cpu" else f" on {DEVICES[device]}"
+        raise ValueError(f"dtype is {dtype!r}; {part} does not take it{where}, only {', '.join(who)}")
     return found
 
 
-def taking(dtype: Dtype) -> tuple[str, ...]:
-    """The parts that take a dtype."""
-    return tuple(name for name, part in PARTS.items() if dtype.torch_name in part.dtypes)
+def taking(dtype: Dtype, device: str = "cpu") -> tuple[str, ...]:
+    """The parts that take a dtype on a kind of device, 'cpu' or 'cuda'."""
+    return tuple(name for name, part in PARTS.items() if dtype.torch_name in part.dtypes.get(device, ()))
 
 
 def resolve_simd(simd: str) -> str:

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import click
 
 from attention_ext import PARTS, SIMD
-from attention_ext.parts import CachePrecision, Dtype, Precision
+from attention_ext.cuda.steps import STEPS
+from attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision
 from lab import saved
 
 LARGEST_SIZE = 2**31 - 1
@@ -200,6 +201,18 @@ dtype_option = click.option(
     default=Dtype.FP32.value,
     show_default=True,
     help="Format of the inputs and the output.",
+)
+device_option = click.option(
+    "--device",
+    type=click.Choice(list(DEVICES)),
+    default="cpu",
+    show_default=True,
+    help="Where attention runs; cuda is a GPU of NVIDIA, for part0 and part4.",
+)
+step_option = click.option(
+    "--step",
+    type=click.Choice(list(STEPS)),
+    help="Part4's kernel on CUDA; the fastest that accepts the inputs unless given.",
 )
 weights_option = click.option(
     "--weights",

@@ -1,0 +1,139 @@
+"""Compiles CUDA kernels with NVRTC, through NVIDIA's cuda-core. Neither a GPU nor nvcc is needed."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attention_ext.build import cache
+from attention_ext.parts import BuildError
+
+SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "cuda"
+INSTALL = "pip install cuda-core cuda-bindings nvidia-cuda-nvrtc, or pip install -e '.[cuda]'"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a thread of a compiled kernel uses, by ptxas's report.
+
+    registers: of 32 bits. stack, spill_stores, spill_loads: bytes of local memory; spills go there.
+    shared: static bytes for the block.
+    """
+
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel to compile: a file of SOURCES, its macros, and the architecture, such as sm_90a."""
+
+    file: str
+    arch: str
+    macros: tuple[tuple[str, str], ...]
+
+    @staticmethod
+    def of(file: str, arch: str, macros: Mapping[str, int]) -> Source:
+        """A source with these macros, in any order."""
+        return Source(file, arch, tuple(sorted((name, str(value)) for name, value in macros.items())))
+
+    def path(self) -> Path:
+        """Where the compiled kernel is kept. Raises BuildError if NVRTC is missing."""
+        facts = (self.file, self.arch, *(f"{name}={value}" for name, value in self.macros), *versions())
+        named = cache.fingerprint(facts, SOURCES)
+        return cache.real(cache.directory()) / f"attention_ext_cuda_{named}" / f"{Path(self.file).stem}.cubin"
+
+    def make(self) -> bytes:
+        """The machine code, compiled if need be.
+
+        Raises BuildError if NVRTC is missing or refuses the source, and as cache.make() does.
+        """
+        made = self.path()
+        cache.make(made, f"{self.file} for {self.arch}", self._write)
+        return made.read_bytes()
+
+    def compile(self) -> tuple[bytes, Resources]:
+        """The machine code and its resources, always compiled anew. Raises BuildError as make() does."""
+        core = _core()
+        options = core.ProgramOptions(
+            name=self.file,
+            arch=self.arch,
+            std="c++17",
+            define_macro=list(self.macros) or None,
+            include_path=str(SOURCES),
+            ptxas_options=["-v"],
+            no_cache=True,  # the log would be empty
+        )
+        log = io.StringIO()
+        text = (SOURCES / self.file).read_text()
+        try:
+            program = core.Program(text, "c++", options)
+            code = program.compile("cubin", logs=log).code
+        except Exception as error:  # cuda-core has types of its own for each compiler
+            what = f"{self.file} for {self.arch}"
+            raise BuildError(f"NVRTC failed to compile {what}: {_reason(error)}") from None
+        return bytes(code), parse(log.getvalue())
+
+    def _write(self, work: Path) -> Path:
+        start = time.perf_counter()
+        code, _ = self.compile()
+        print(f"Compiled in {time.perf_counter() - start:.1f} s.", file=sys.stderr, flush=True)
+        made = work / "kernel.cubin"
+        made.write_bytes(code)
+        return made
+
+
+def parse(log: str) -> Resources:
+    """The resources that ptxas -v reports for a source with one kernel, or for its largest kernel."""
+
+    def most(pattern: str) -> int:
+        return max((int(number) for number in re.findall(pattern, log)), default=0)
+
+    return Resources(
+        registers=most(r"Used (\d+) registers"),
+        stack=most(r"(\d+) bytes stack frame"),
+        spill_stores=most(r"(\d+) bytes spill stores"),
+        spill_loads=most(r"(\d+) bytes spill loads"),
+        shared=most(r"(\d+) bytes smem"),
+    )
+
+
+def missing(what: str) -> BuildError:
+    """The error for a missing package."""
+    return BuildError(f"CUDA kernels need cuda-core, cuda-bindings and NVRTC, and {what}; {INSTALL}")
+
+
+def _core() -> Any:
+    """The module cuda.core. Raises BuildError if it is missing."""
+    try:
+        import cuda.core
+    except ImportError:
+        raise missing("cuda.core is missing") from None
+    return cuda.core
+
+
+def versions() -> tuple[str, ...]:
+    """The versions of what compiles. Raises BuildError if it is missing."""
+    core = _core()
+    try:
+        from cuda.bindings import nvrtc
+
+        _, major, minor = nvrtc.nvrtcVersion()
+    except Exception as error:  # cuda-pathfinder has types of its own for a missing library
+        raise missing(f"NVRTC cannot be loaded ({_reason(error)})") from None
+    return core.__version__, f"{major}.{minor}"
+
+
+def _reason(error: Exception) -> str:
+    """The line of an error that says most."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line), lines[0] if lines else type(error).__name__)

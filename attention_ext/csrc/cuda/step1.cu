@@ -1,0 +1,66 @@
+// Step 1: one launch for each tile of keys; the running state is in global memory.
+//
+// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d); tiles of TILE = 32 queries and 32 keys.
+// Loop nest: the host goes over tiles of keys, the grid over (batch, head) and tiles of queries.
+// Launch: ceil(Nk / 32) launches of B H ceil(Nq / 32) blocks of 32 x 32 threads; a thread computes one score.
+// Shared memory: Q, K, V and S as float32, (96 d + 1024) * 4 bytes; 16 KiB at d = 32. No padding: a warp's reads
+// of K are d numbers apart, so at d = 32 all of them are in one bank.
+// State: m, l and O, (d + 2) * 4 bytes a row, are read and written by every launch.
+// Improves on: the sequential loop; the scores of a tile are computed at once.
+// Source: Dao et al. 2022, arXiv:2205.14135, Algorithm 1, with its loop over keys outside.
+#include "call.h"
+
+constexpr int TILE = 32, d = HEAD_DIM;
+
+struct State {
+    float *m, *l, *o;  // (B H, Nq), (B H, Nq), (B H, Nq, d)
+};
+
+extern "C" __global__ void __launch_bounds__(TILE *TILE)
+    attention_step1(const Call call, const State state, const int first_key) {
+    extern __shared__ float shared[];
+    float *Q = shared, *K = Q + TILE * d, *V = K + TILE * d, *S = V + TILE * d;
+    const int column = threadIdx.x, row = threadIdx.y;
+    const Block block = block_of(call, TILE);
+    const int query = block.first_query + row;
+    const int seen = keys_seen(call, query) - first_key;  // keys of this tile that the query sees
+    const bool last = first_key + TILE >= call.Nk;
+    const bool hidden = keys_seen(call, block.first_query + TILE - 1) <= first_key;  // the whole tile
+    if (hidden && !last) return;
+
+    for (int c = column; c < d; c += TILE) {
+        const int key = first_key + row;
+        Q[row * d + c] = query < call.Nq ? to_float(block.q[query * call.q_strides.row + c]) : 0.0f;
+        K[row * d + c] = key < call.Nk ? to_float(block.k[key * call.k_strides.row + c]) : 0.0f;
+        V[row * d + c] = key < call.Nk ? to_float(block.v[key * call.v_strides.row + c]) : 0.0f;
+    }
+    __syncthreads();
+
+    float s = 0;
+    for (int c = 0; c < d; ++c) s += Q[row * d + c] * K[column * d + c];
+    S[row * TILE + column] = column < seen ? s * call.scale : -INF;
+    __syncthreads();
+    if (query >= call.Nq) return;
+
+    // From here on a warp works on its own row.
+    const long long at = block.head * call.Nq + query;
+    float m = first_key ? state.m[at] : -INF, l = first_key ? state.l[at] : 0;
+    float m_new = m;
+    for (int j = 0; j < TILE; ++j) m_new = fmaxf(m_new, S[row * TILE + j]);
+    const float correction = exp2_approx(m - subtrahend(m_new));
+    l *= correction;
+    for (int j = 0; j < TILE; ++j) l += exp2_approx(S[row * TILE + j] - subtrahend(m_new));
+    for (int c = column; c < d; c += TILE) {
+        float o = first_key ? state.o[at * d + c] * correction : 0;
+        for (int j = 0; j < TILE && j < seen; ++j)
+            o += exp2_approx(S[row * TILE + j] - subtrahend(m_new)) * V[j * d + c];
+        if (last)
+            call.out[at * d + c] = to_element(o / l);
+        else
+            state.o[at * d + c] = o;
+    }
+    __syncwarp();  // all of the row have read m and l
+    if (column > 0) return;
+    state.m[at] = m_new, state.l[at] = l;
+    if (last && call.lse) call.lse[at] = LN2 * subtrahend(m_new) + logf(l);
+}

@@ -1,0 +1,96 @@
+// Step 2: one launch; tiles in shared memory, 4 x 4 scores a thread.
+//
+// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d); tiles of BR queries and BC keys, 64 or 32 of each, the largest
+// that fits shared memory.
+// Loop nest: the grid goes over (batch, head) and tiles of queries; a block goes over tiles of keys.
+// Launch: B H ceil(Nq / BR) blocks of (BR / 4) (BC / 4) threads.
+// Shared memory: Q, K, V and P as float32, (BR + 2 BC) (d + 1) + BR (BC + 1) numbers; 41 KiB at d = 32. PADDING = 1
+// puts neighbouring rows of a column into neighbouring banks; with PADDING = 0 they are in one.
+// Registers: a thread has 4 x 4 scores and 4 x ceil(4 d / BC) numbers of O, so a number that is read from shared
+// memory serves four products. m and l are in registers, the same in all threads of a row.
+// Improves on step 1: the state never leaves the block, and global memory is read by neighbouring threads.
+#include "call.h"
+
+constexpr int d = HEAD_DIM, EACH = 4;
+constexpr int COLUMNS = BC / EACH, ROWS = BR / EACH, THREADS = ROWS * COLUMNS;
+constexpr int PITCH = d + PADDING, P_PITCH = BC + PADDING, WIDTH = (d + COLUMNS - 1) / COLUMNS;
+
+// Copies `rows` rows from global memory; those from `count` on are 0.
+__device__ void load(float *tile, const Element *from, long long stride, int rows, int count) {
+    for (int i = threadIdx.x; i < rows * d; i += THREADS) {
+        const int row = i / d, c = i % d;
+        tile[row * PITCH + c] = row < count ? to_float(from[row * stride + c]) : 0.0f;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) attention_step2(const Call call) {
+    extern __shared__ float shared[];
+    float *Q = shared, *K = Q + BR * PITCH, *V = K + BC * PITCH, *P = V + BC * PITCH;
+    const Block block = block_of(call, BR);
+    // A thread's rows are ROWS apart and its columns COLUMNS apart, so neighbours read neighbouring banks.
+    const int x = threadIdx.x % COLUMNS, y = threadIdx.x / COLUMNS;
+    load(Q, block.q + block.first_query * call.q_strides.row, call.q_strides.row, BR,
+         call.Nq - block.first_query);
+
+    float o[EACH][WIDTH] = {}, m[EACH], l[EACH] = {};
+    for (float &each : m) each = -INF;
+    const int keys = keys_seen(call, min(block.first_query + BR, call.Nq) - 1);
+    for (int first_key = 0; first_key < keys; first_key += BC) {
+        __syncthreads();  // all have read the tiles before
+        load(K, block.k + first_key * call.k_strides.row, call.k_strides.row, BC, call.Nk - first_key);
+        load(V, block.v + first_key * call.v_strides.row, call.v_strides.row, BC, call.Nk - first_key);
+        __syncthreads();
+
+        float s[EACH][EACH] = {};
+        for (int c = 0; c < d; ++c) {
+            float k[EACH];
+            for (int j = 0; j < EACH; ++j) k[j] = K[(x + j * COLUMNS) * PITCH + c];
+            for (int i = 0; i < EACH; ++i) {
+                const float q = Q[(y + i * ROWS) * PITCH + c];
+                for (int j = 0; j < EACH; ++j) s[i][j] += q * k[j];
+            }
+        }
+
+        int seen[EACH];
+        for (int i = 0; i < EACH; ++i) {
+            seen[i] = keys_seen(call, block.first_query + y + i * ROWS) - first_key;
+            float m_new = m[i];
+            for (int j = 0; j < EACH; ++j) {
+                s[i][j] = x + j * COLUMNS < seen[i] ? s[i][j] * call.scale : -INF;
+                m_new = fmaxf(m_new, s[i][j]);
+            }
+            for (int lane = COLUMNS / 2; lane > 0; lane /= 2)
+                m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, lane));
+            const float correction = exp2_approx(m[i] - subtrahend(m_new));
+            m[i] = m_new, l[i] *= correction;
+            for (int c = 0; c < WIDTH; ++c) o[i][c] *= correction;
+            for (int j = 0; j < EACH; ++j) {
+                const float p = exp2_approx(s[i][j] - subtrahend(m_new));
+                l[i] += p;  // of this thread's columns; added up at the end
+                P[(y + i * ROWS) * P_PITCH + x + j * COLUMNS] = p;
+            }
+        }
+        __syncwarp();  // a row's threads are in one warp
+
+        const bool masked = keys_seen(call, block.first_query) < first_key + BC;
+        for (int j = 0; j < BC; ++j) {
+            float v[WIDTH];
+            for (int c = 0; c < WIDTH; ++c) v[c] = x + c * COLUMNS < d ? V[j * PITCH + x + c * COLUMNS] : 0.0f;
+            for (int i = 0; i < EACH; ++i) {
+                if (masked && j >= seen[i]) continue;  // 0 times NaN would be NaN
+                const float p = P[(y + i * ROWS) * P_PITCH + j];
+                for (int c = 0; c < WIDTH; ++c) o[i][c] += p * v[c];
+            }
+        }
+    }
+
+    for (int i = 0; i < EACH; ++i) {
+        for (int lane = COLUMNS / 2; lane > 0; lane /= 2) l[i] += __shfl_xor_sync(~0u, l[i], lane);
+        const int query = block.first_query + y + i * ROWS;
+        if (query >= call.Nq) continue;
+        const long long at = block.head * call.Nq + query;
+        for (int c = 0; c < WIDTH; ++c)
+            if (x + c * COLUMNS < d) call.out[at * d + x + c * COLUMNS] = to_element(o[i][c] / l[i]);
+        if (x == 0 && call.lse) call.lse[at] = LN2 * subtrahend(m[i]) + logf(l[i]);
+    }
+}

@@ -1,0 +1,130 @@
+// Step 3: a row for each thread, with its state in shared memory, in local arrays that spill, or in registers.
+//
+// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d); tiles of THREADS / SHARE queries and BC keys.
+// Loop nest: the grid goes over (batch, head) and tiles of queries; a block goes over tiles of keys, a thread over
+// the tile's keys, STRIP at a time.
+// Launch: B H ceil(Nq SHARE / THREADS) blocks of THREADS threads. SHARE threads, 1 up to d = 64, then 2 and 4, have
+// a part of the columns of one row each, so that the row fits registers.
+// Shared memory: K and V as float32, 2 BC d numbers; 16 KiB at d = 32 and BC = 64. All threads of a warp read the
+// same numbers of K and V, four at a time: one access without a conflict for four products of 32 rows.
+// STATE says where a row's O is. SHARED: in shared memory, THREADS d / SHARE more numbers. REGISTERS: in registers.
+// BLOCKS are to fit a multiprocessor at a time, which limits the registers. LOCAL is REGISTERS with so many BLOCKS
+// that q and O spill to local memory.
+// Improves on step 2: 4 products for a read of shared memory instead of 2, and no exchange of P.
+#include "call.h"
+
+#define SHARED 0
+#define REGISTERS 1
+
+constexpr int d = HEAD_DIM, STRIP = 8, ROWS = THREADS / SHARE;
+constexpr int FOURS = (d + 3) / 4, MINE = (FOURS + SHARE - 1) / SHARE;  // columns by fours: of a row, of a thread
+constexpr int PITCH = 4 * MINE * SHARE;                                 // what is beyond d is 0
+
+__device__ void load(float *tile, const Element *from, long long stride, int count) {
+    for (int i = threadIdx.x; i < BC * PITCH; i += THREADS) {
+        const int row = i / PITCH, c = i % PITCH;
+        tile[i] = row < count && c < d ? to_float(from[row * stride + c]) : 0.0f;
+    }
+}
+
+// The thread's own fours are SHARE apart, so that the threads of a row read neighbouring ones.
+__device__ float4 read(const float *tile, int row, int i, int part) {
+    return reinterpret_cast<const float4 *>(tile)[row * (PITCH / 4) + i * SHARE + part];
+}
+
+__device__ float dot(float4 a, float4 b, float sum) {
+    return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, sum))));
+}
+
+__device__ void add(float4 &o, float p, float4 v) {
+    o.x = fmaf(p, v.x, o.x), o.y = fmaf(p, v.y, o.y), o.z = fmaf(p, v.z, o.z), o.w = fmaf(p, v.w, o.w);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step3(const Call call) {
+    extern __shared__ float4 aligned[];
+    float *K = reinterpret_cast<float *>(aligned), *V = K + BC * PITCH;
+    const Block block = block_of(call, ROWS);
+    const int part = threadIdx.x % SHARE, query = block.first_query + threadIdx.x / SHARE;
+    float4 q[MINE];
+#pragma unroll
+    for (int i = 0; i < MINE; ++i) {
+        float each[4] = {};
+        for (int c = 0; c < 4; ++c) {
+            const int column = 4 * (i * SHARE + part) + c;
+            if (query < call.Nq && column < d)
+                each[c] = call.scale * to_float(block.q[query * call.q_strides.row + column]);
+        }
+        q[i] = {each[0], each[1], each[2], each[3]};
+    }
+#if STATE == SHARED
+    float4 *o = aligned + 2 * BC * PITCH / 4 + threadIdx.x;  // a thread's fours are THREADS apart
+#define O(i) o[(i) * THREADS]
+#else
+    float4 o[MINE];
+#define O(i) o[i]
+#endif
+#pragma unroll
+    for (int i = 0; i < MINE; ++i) O(i) = {0, 0, 0, 0};
+    float m = -INF, l = 0;
+
+    const int seen = keys_seen(call, query), keys = keys_seen(call, min(block.first_query + ROWS, call.Nq) - 1);
+    const int unmasked = keys_seen(call, block.first_query);
+    for (int first_key = 0; first_key < keys; first_key += BC) {
+        __syncthreads();  // all have read the tiles before
+        load(K, block.k + first_key * call.k_strides.row, call.k_strides.row, call.Nk - first_key);
+        load(V, block.v + first_key * call.v_strides.row, call.v_strides.row, call.Nk - first_key);
+        __syncthreads();
+        for (int j0 = 0; j0 < BC && first_key + j0 < keys; j0 += STRIP) {
+            const int key = first_key + j0;
+            float s[STRIP] = {};
+#pragma unroll
+            for (int i = 0; i < MINE; ++i)
+#pragma unroll
+                for (int j = 0; j < STRIP; ++j) s[j] = dot(q[i], read(K, j0 + j, i, part), s[j]);
+            float m_new = m;
+#pragma unroll
+            for (int j = 0; j < STRIP; ++j) {
+                for (int lane = SHARE / 2; lane > 0; lane /= 2) s[j] += __shfl_xor_sync(~0u, s[j], lane);
+                if (key + j >= seen) s[j] = -INF;
+                m_new = fmaxf(m_new, s[j]);
+            }
+            const float correction = exp2_approx(m - subtrahend(m_new));
+            m = m_new, l *= correction;
+#pragma unroll
+            for (int i = 0; i < MINE; ++i) {
+                float4 &all = O(i);
+                all.x *= correction, all.y *= correction, all.z *= correction, all.w *= correction;
+            }
+#pragma unroll
+            for (int j = 0; j < STRIP; ++j) l += s[j] = exp2_approx(s[j] - subtrahend(m));
+            if (key + STRIP <= unmasked) {
+#pragma unroll
+                for (int i = 0; i < MINE; ++i) {
+                    float4 sum = O(i);
+#pragma unroll
+                    for (int j = 0; j < STRIP; ++j) add(sum, s[j], read(V, j0 + j, i, part));
+                    O(i) = sum;
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < MINE; ++i)
+#pragma unroll
+                    for (int j = 0; j < STRIP; ++j)
+                        if (key + j < seen) add(O(i), s[j], read(V, j0 + j, i, part));  // 0 times NaN is NaN
+            }
+        }
+    }
+
+    if (query >= call.Nq) return;
+    const long long at = block.head * call.Nq + query;
+#pragma unroll
+    for (int i = 0; i < MINE; ++i) {
+        const float4 all = O(i);
+        const float each[4] = {all.x, all.y, all.z, all.w};
+        for (int c = 0; c < 4; ++c) {
+            const int column = 4 * (i * SHARE + part) + c;
+            if (column < d) call.out[at * d + column] = to_element(each[c] / l);
+        }
+    }
+    if (part == 0 && call.lse) call.lse[at] = LN2 * subtrahend(m) + logf(l);
+}
