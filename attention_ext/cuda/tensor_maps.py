@@ -54,7 +54,7 @@ def _encode(address, dtype, shape, strides, rows):
         4,
         address,
         [integers(n) for n in (d, N, heads, batches)],
-        [integers(stride or 16) for stride in (row, head, batch)],
+        [integers(stride if n > 1 and stride else 16) for n, stride in ((N, row), (H, head), (B, batch))],
         [words(n) for n in (columns, rows, 1, 1)],
         [words(1)] * 4,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -133,11 +133,6 @@ __device__ inline Tile query_tile(const Call& call, unsigned index) {
     return tile;
 }
 
-// The keys that query i sees: 0 to this minus 1.
-__device__ inline int keys_seen(const Call& call, int i) {
-    return call.causal ? min(call.Nk, i - call.Nq + call.Nk + 1) : call.Nk;
-}
-
 __device__ inline int key_tiles(int keys) { return max(1, (keys + Bc - 1) / Bc); }
 
 __device__ inline float max_or_nan(float a, float b) {
