@@ -48,7 +48,7 @@ class Source:
 
     def path(self) -> Path:
         """Where the compiled kernel is kept. Raises BuildError if NVRTC is missing."""
-        facts = (self.file, self.arch, *(f"{name}={value}" for name, value in self.macros), *_versions())
+        facts = (self.file, self.arch, *(f"{name}={value}" for name, value in self.macros), *versions())
         named = cache.fingerprint(facts, SOURCES)
         return cache.real(cache.directory()) / f"attention_ext_cuda_{named}" / f"{Path(self.file).stem}.cubin"
 
@@ -68,7 +68,7 @@ class Source:
             name=self.file,
             arch=self.arch,
             std="c++17",
-            define_macro=list(self.macros),
+            define_macro=list(self.macros) or None,
             include_path=str(SOURCES),
             ptxas_options=["-v"],
             no_cache=True,  # the log would be empty
@@ -121,7 +121,7 @@ def _core() -> Any:
     return cuda.core
 
 
-def _versions() -> tuple[str, ...]:
+def versions() -> tuple[str, ...]:
     """The versions of what compiles. Raises BuildError if it is missing."""
     core = _core()
     try:
