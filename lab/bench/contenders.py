@@ -109,28 +109,40 @@ def why_refused(backend: Backend, warned: Sequence[str], error: Exception) -> st
     for heading, reason in zip(lines, lines[1:]):
         if heading.startswith(backend.warned) and "because" in heading:
             return " ".join(reason.split())
-    return str(error).strip().split("\n")[0]
+    return first_line(error)
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in a line."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def numba_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
-    """The kernels in Numba, with the state spilled or in registers. Raises ValueError without Numba."""
+    """The kernels in Numba, with the state spilled or in registers. Raises ValueError where they fail."""
+    state = cell.contender.removeprefix("numba-")
     try:
         from attention_ext.cuda import numba_flash  # type: ignore[attr-defined]
-    except ImportError as error:
-        raise ValueError(f"contender {cell.contender!r} needs Numba for CUDA: {error}") from None
-    state = cell.contender.removeprefix("numba-")
+
+        numba_flash.flash_attention(q, k, v, causal=cell.causal, state=state)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # Numba's own types; with a NumPy that is too new, anything
+        raise ValueError(f"Numba for CUDA: {first_line(error)}") from None
     return lambda: numba_flash.flash_attention(q, k, v, causal=cell.causal, state=state)[0]
 
 
 def flash_attn_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     """flash-attn's function on inputs (B, N, H, d), its layout. Raises ValueError where it cannot run."""
+    q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
     try:
         from flash_attn import flash_attn_func
-    except ImportError:
-        raise ValueError("contender 'flash-attn' needs the package flash-attn") from None
-    q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
-    if cell.dtype == "fp32":
-        raise ValueError("flash-attn takes fp16 and bf16 only")
+
+        flash_attn_func(q, k, v, causal=cell.causal)
+    except torch.OutOfMemoryError:
+        raise
+    except (ImportError, RuntimeError) as error:
+        raise ValueError(f"flash-attn: {first_line(error)}") from None
     return lambda: flash_attn_func(q, k, v, causal=cell.causal).transpose(1, 2)
 
 
