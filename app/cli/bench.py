@@ -131,7 +131,9 @@ sweep_options = all_of(
     click.option("--causal", is_flag=True, help="The same as --mask causal."),
     size_option("--queries", show_default="as many as keys", help="Number of queries."),
     size_option("--heads", default=4, most=MOST_HEADS, show_default="4; 1 on CUDA", help="Number of heads."),
-    size_option("--batch", default=1, most=MOST_HEADS, show_default="1; 100 on CUDA", help="Batch size."),
+    size_option(
+        "-B", "--batch", default=1, most=MOST_HEADS, show_default="1; 100 on CUDA", help="Batch size."
+    ),
     dtype_option,
     device_option,
     click.option(
