@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import EventList
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from attention_ext import PARTS, attention, extension
 from attention_ext.cuda import kernels
+from attention_ext.cuda.steps import WIDEST
 from attention_ext.parts import Dtype, check_dtype
 from lab import gpu, machine
 
@@ -69,18 +72,35 @@ def measure(name: str, function: Callable[[], Tensor]) -> Run:
 
 
 def measure_on_gpu(on: gpu.Gpu, name: str, function: Callable[[], Tensor]) -> Run:
-    """Call `function` to warm up, for its memory, for its time, and under PyTorch's profiler."""
+    """Call `function` to warm up, for its memory, for its time, and under PyTorch's profiler.
+
+    The profiler, too, is warmed up: its first buffers take milliseconds, and would count as the first call's.
+    """
     function()
     out, memory = on.allocated(function)
     _, launching = on.once(function)
     (seconds,) = on.time(function, 1, launching=launching)
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
-        with record_function(name):
-            function()
-        torch.cuda.synchronize()
-    table = profiler.key_averages().table(sort_by="cuda_time_total", row_limit=10)
-    return Run(out, seconds, memory, table)
+    once = schedule(wait=0, warmup=1, active=1, repeat=1)
+    with profile(activities=activities, profile_memory=True, acc_events=True, schedule=once) as profiler:
+        for _ in range(2):
+            with record_function(name):
+                function()
+            torch.cuda.synchronize()
+            profiler.step()
+    return Run(out, seconds, memory, table_by_cuda_time(profiler.key_averages()))
+
+
+def table_by_cuda_time(rows: EventList) -> str:
+    """The profiler's table without its own steps, and without the spans that repeat a row on the GPU."""
+    kept = (
+        row
+        for row in rows
+        if not row.key.startswith("ProfilerStep")
+        and not (row.is_user_annotation and row.device_type == DeviceType.CUDA)
+    )
+    wanted = EventList(kept, use_device="cuda", profile_memory=True)
+    return wanted.table(sort_by="cuda_time_total", row_limit=10)
 
 
 def in_slices(function: Callable[..., Tensor], count: int, tensors: Sequence[Tensor]) -> Tensor:
@@ -233,6 +253,8 @@ def describe_step(on: gpu.Gpu, step: str | None, d: int, dtype: Dtype) -> str:
 
     Raises ValueError if it does not take the inputs or this GPU, BuildError if it cannot be compiled.
     """
+    if d > WIDEST:
+        raise ValueError(f"d is {d}; it must be at most {WIDEST} on CUDA")
     index = on.device.index
     row = kernels.choose(step, d, dtype, index)
     tile = kernels.load(row, d, dtype, index).tile

@@ -23,8 +23,9 @@ from attention_ext.parts import Dtype
 FLUSH_CACHES = 4  # what clears the L2 cache is so many times its size
 MATMUL_SIDE = 8192
 MOST_COPIED = 2**31  # bytes
-BLOCKS_PER_MULTIPROCESSOR = 8
-FMAS_PER_REPEAT = 16 * 8  # CHAINS * UNROLLED of csrc/cuda/limits.cu
+READING_BLOCKS = 16  # for each multiprocessor
+COMPUTING_BLOCKS = 4  # all resident: with more, some multiprocessors would end late
+FMAS_PER_REPEAT = 16 * 16  # CHAINS * UNROLLED of csrc/cuda/limits.cu
 FMA_REPEATS = 5000  # some 5 ms
 THREADS = 256
 TIMED = 10  # calls for a limit
@@ -138,7 +139,7 @@ class Gpu:
 
     def fma_peak(self) -> float:
         """The highest rate of floating-point operations per second in float32, by chains in registers."""
-        blocks = kernels.gpu(self.device.index).multiprocessors * BLOCKS_PER_MULTIPROCESSOR
+        blocks = kernels.gpu(self.device.index).multiprocessors * COMPUTING_BLOCKS
         never = torch.zeros(1, device=self.device)
 
         def chains() -> None:
@@ -167,7 +168,7 @@ class Gpu:
         }
 
     def _read(self, numbers: Tensor) -> None:
-        blocks = kernels.gpu(self.device.index).multiprocessors * BLOCKS_PER_MULTIPROCESSOR
+        blocks = kernels.gpu(self.device.index).multiprocessors * READING_BLOCKS
         data = ctypes.c_void_p(numbers.data_ptr())
         # Zeros never add up to -1, so that nothing is written.
         self._limits.launch("read_all", blocks, data, ctypes.c_longlong(numbers.numel() // 4), data)

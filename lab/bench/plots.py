@@ -256,9 +256,7 @@ def ladder(run: Run) -> Figure | None:
     for result in run.sequential:
         if result.cell == sequential.smaller(cell) and result.median:
             scaled = sequential.seconds(cell, run.sequential)
-            title += f"\n{sequential.text(result)}"
-            if scaled != result.median:
-                title += f",\nscaled by work to {scaled:.3g} s"
+            title += f"\n{sequential.text(result)} to {scaled:.3g} s"
     figure.suptitle(title, fontsize=9)
     return figure
 

@@ -167,7 +167,7 @@ def _header_of_gpu(run: Run) -> list[str]:
         f"{m['os']}, Python {m['python']}, PyTorch {m['torch']}, CUDA {gpu['cuda']}, commit {m['commit']}, "
         f"{m['date']} UTC",
         ", ".join(limits),
-        *(f"{sequential.text(result)}; scaled by work" for result in run.sequential),
+        *(sequential.text(result) for result in run.sequential),
     ]
     return lines + _caveats(run)
 

@@ -12,9 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from attention_ext.parts import Dtype
+from attention_ext.parts import BuildError, Dtype
 from lab.bench.cases import Cell
-from lab.bench.contenders import contenders
 from lab.bench.measure import exact_output, inputs, verify
 from lab.bench.results import Result
 
@@ -45,29 +44,30 @@ def seconds(cell: Cell, results: Sequence[Result]) -> float | None:
 
 
 def measure(cell: Cell) -> Result:
-    """Verify and time smaller(cell), on one thread."""
+    """Verify and time smaller(cell), on one thread; it is skipped where it cannot be compiled."""
     small = smaller(cell)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         q, k, v = inputs(small)
-        result, _ = verify(small, q, k, v, exact_output(q, k, v, small.causal))
-        if result.status == "ok":
-            call = contenders()[small.contender].prepare(small, q, k, v)
-            for _ in range(CALLS):
-                start = time.perf_counter()
-                call()
-                result.seconds.append(time.perf_counter() - start)
-                result.paces.append(1.0)
+        result, call = verify(small, q, k, v, exact_output(q, k, v, small.causal))
+        for _ in range(CALLS if call else 0):
+            assert call is not None
+            start = time.perf_counter()
+            call()
+            result.seconds.append(time.perf_counter() - start)
+            result.paces.append(1.0)
+    except BuildError as error:
+        return Result(small, "skipped", str(error))
     finally:
         torch.set_num_threads(before)
     return result
 
 
 def text(result: Result) -> str:
-    """What was timed, in a line."""
+    """What was timed, in a line; times for larger cells are scaled by work."""
     cell = result.cell
     case = f"N {cell.N}, d {cell.d}, {cell.heads} head{'s' * (cell.heads > 1)}" + ", causal" * cell.causal
     if result.median is None:
         return f"sequential C++ ({case}): {result.status}: {result.note}"
-    return f"sequential C++ (part1, one core of the CPU, {case}): {result.median:.3g} s"
+    return f"sequential C++ (part1, one core of the CPU, {case}): {result.median:.3g} s; scaled by work"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEventAvg
 
 from attention_ext import BuildError, attention
 from attention_ext.cuda.steps import STEPS
@@ -157,6 +159,35 @@ def test_every_step_passes(on_gpu, step, dtype):
     assert sum(line.startswith("cuda time:  ") for line in lines) == 2
     assert any("CUDA total" in line for line in lines)
     assert memory_of(lines)[1] >= 3 * 4 * 300 * 32 * Dtype(dtype).bytes
+
+
+def test_slices_on_a_gpu(on_gpu, monkeypatch):
+    monkeypatch.setattr(correctness, "slices_of_reference", lambda N, count, free: 5)
+    for part in ("part0", "part4"):
+        passed, lines = lines_of(part, N=100, br=None, bc=None, batch=3, device="cuda")
+        assert passed and any("do not fit at once: 5 slices of heads" in line for line in lines)
+    with pytest.raises(ValueError, match="d is 257; it must be at most 256 on CUDA"):
+        lines_of("part4", N=100, br=None, bc=None, d=257, device="cuda")
+
+
+def test_the_profilers_own_rows_are_left_out():
+    def row(key, device, annotation=False):
+        made = FunctionEventAvg()
+        made.key, made.device_type, made.is_user_annotation, made.use_device = key, device, annotation, "cuda"
+        made.count = 1
+        return made
+
+    CPU, CUDA = DeviceType.CPU, DeviceType.CUDA
+    table = correctness.table_by_cuda_time(
+        [
+            row("ProfilerStep*", CPU, True),
+            row("PART4", CPU, True),
+            row("PART4", CUDA, True),
+            row("attention_step1", CUDA),
+        ]
+    )
+    assert "ProfilerStep" not in table
+    assert table.count("PART4") == 1 and table.count("attention_step1") == 1
 
 
 def test_4d_access(extension):

@@ -1,12 +1,12 @@
 // What a GPU can do at most, and a pause: lab/gpu.py measures with these. A grid has any number of blocks.
 
-constexpr int CHAINS = 16;   // independent multiply-adds of a thread; a warp's next one waits four cycles
-constexpr int UNROLLED = 8;  // links of each chain between two branches
-constexpr int LOADS = 4;     // of 16 bytes, in flight for each thread
+constexpr int CHAINS = 16;    // independent multiply-adds of a thread; a warp's next one waits four cycles
+constexpr int UNROLLED = 16;  // links of each chain between two branches
+constexpr int LOADS = 4;      // of 16 bytes, in flight for each thread
 
-// CHAINS * UNROLLED * repeats multiply-adds for each thread, in registers alone. The sum is written only if it is
-// a number that cannot come out, so that the compiler keeps the arithmetic and no memory is touched.
-extern "C" __global__ void __launch_bounds__(256) fma_chains(float *never, int repeats, float a, float b) {
+// CHAINS * UNROLLED * repeats multiply-adds for each thread, in registers alone. The sum is written only if it
+// is a number that cannot come out, so that the compiler keeps the arithmetic and no memory is touched.
+extern "C" __global__ void __launch_bounds__(256) fma_chains(float* never, int repeats, float a, float b) {
     float x[CHAINS];
 #pragma unroll
     for (int i = 0; i < CHAINS; ++i) x[i] = threadIdx.x + i;
@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(256) fma_chains(float *never, int r
 }
 
 // Reads `count` vectors of 16 bytes once. `never` as above.
-extern "C" __global__ void __launch_bounds__(256) read_all(const float4 *data, long long count, float *never) {
+extern "C" __global__ void __launch_bounds__(256) read_all(const float4* data, long long count, float* never) {
     const long long step = (long long)gridDim.x * blockDim.x;
     long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     float sum = 0;

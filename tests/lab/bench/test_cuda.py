@@ -249,7 +249,7 @@ def test_the_ladder(tmp_path, cli):
     )
     heights = dict(zip(steps, (bar.get_height() for bar in over_before.patches)))
     assert heights["step1"] == 0 and heights["step3"] == pytest.approx(1.5)
-    assert "2 heads): 2 s,\nscaled by work to 100 s" in figure.get_suptitle()
+    assert "2 heads): 2 s; scaled by work to 100 s" in figure.get_suptitle()
     assert "(100, 1, 4096, 32), fp32" in figure.get_suptitle()
     done.sequential = []
     assert len(plots.ladder(done).axes) == 1
