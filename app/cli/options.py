@@ -139,7 +139,7 @@ def save_option(kind: str, what: str) -> Decorator:
         type=click.Path(dir_okay=False),
         metavar="[FILE]",
         callback=default,
-        help=f"Save {what} to FILE; without FILE, to this processor's in benchmarks/results/.",
+        help=f"Save {what} to FILE; without FILE, to this processor's or GPU's in benchmarks/results/.",
     )
 
 
