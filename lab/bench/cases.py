@@ -138,27 +138,11 @@ def plan(
         elif dtype not in taken:
             raise ValueError(f"dtype is {dtype!r}; contender {name!r} takes {' and '.join(taken)} only")
     if device == "cuda":
-        cases = itertools.product(lengths, widths, masks, l2s, names)
-        on_cuda = (
-            (
-                name,
-                None,
-                N,
-                queries or N,
-                d,
-                batch,
-                heads,
-                _hides(causal, queries, N),
-                None,
-                None,
-                1,
-                dtype,
-                device,
-                l2,
-            )
-            for N, d, causal, l2, name in cases
-        )
-        return list(dict.fromkeys(Cell(*fields) for fields in on_cuda))
+        cells = []
+        for N, d, causal, l2, name in itertools.product(lengths, widths, masks, l2s, names):
+            shape = (N, queries or N, d, batch, heads, _hides(causal, queries, N))
+            cells.append(Cell(name, None, *shape, None, None, 1, dtype, device, l2))
+        return list(dict.fromkeys(cells))
     cells = []
     for N, d, causal, count in itertools.product(lengths, widths, masks, threads):
         causal = _hides(causal, queries, N)

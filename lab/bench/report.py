@@ -123,6 +123,8 @@ def text(run: Run, form: str) -> str:
     if form == "json":
         return json.dumps(as_json(run) | {"rows": rows}, indent=1)
     facts = {name: run.machine.get(name) for name in MACHINE_COLUMNS}
+    if gpu := run.machine.get("gpu"):
+        facts["gpu"] = gpu["name"]
     if form == "jsonl":
         return "\n".join(json.dumps(figures | facts) for figures in rows)
     if form == "csv":

@@ -204,6 +204,8 @@ def test_a_saved_run_of_a_gpu_is_read_as_it_was(tmp_path, cli):
     assert "sequential C++ (part1, one core of the CPU, N 4096, d 32, 2 heads): 2 s; scaled" in shown.stdout
     assert "TFLOP/s |" in shown.stdout and "GFLOP/s |" not in shown.stdout
     assert "threads" not in shown.stdout
+    for form in ("csv", "jsonl"):
+        assert "Fake GPU" in cli("bench", "--load", "run.json", "-o", form).stdout
     content = json.loads((tmp_path / "run.json").read_text())
     content["results"][0]["cell"]["device"] = "tpu"
     (tmp_path / "run.json").write_text(json.dumps(content))
