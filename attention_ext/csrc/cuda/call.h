@@ -83,3 +83,27 @@ __device__ inline unsigned pack(float low, float high) {
 // The largest of these scores so far as what is subtracted: 0 for a row that has seen no key, whose weights
 // are then 2^-inf = 0 and not 2^(inf - inf).
 __device__ inline float subtrahend(float m) { return m == -INF ? 0.0f : m; }
+
+// The tile of queries of this block, and where its head begins.
+struct Block {
+    const Element *q, *k, *v;
+    long long head;  // of all batches
+    int first_query;
+};
+
+// The grid is flat, because its other dimensions are at most 65,535. A head's tiles are neighbours, so that its
+// keys and values stay in the L2 cache; with a causal mask the tiles with most keys come first.
+__device__ inline Block block_of(const Call &call, int rows) {
+    const unsigned tiles = (call.Nq + rows - 1) / rows;
+    const unsigned tile = blockIdx.x % tiles, head = blockIdx.x / tiles;
+    const unsigned b = head / call.heads, h = head % call.heads;
+    const int first = (call.causal ? tiles - 1 - tile : tile) * rows;
+    return {call.q + b * call.q_strides.batch + h * call.q_strides.head,
+            call.k + b * call.k_strides.batch + h * call.k_strides.head,
+            call.v + b * call.v_strides.batch + h * call.v_strides.head, head, first};
+}
+
+// How many keys a query sees; they are the first ones.
+__device__ inline int keys_seen(const Call &call, int query) {
+    return call.causal ? min(query + 1 + call.Nk - call.Nq, call.Nk) : call.Nk;
+}

@@ -30,6 +30,9 @@
 #ifndef UNROLL
 #define UNROLL 4  // loads of K under way in a lane
 #endif
+#ifndef FUSED
+#define FUSED 0
+#endif
 #ifndef MERGE_THREADS
 #define MERGE_THREADS 128
 #endif
@@ -85,6 +88,51 @@ __device__ inline void widen(float to[PER * VECTOR], const Piece &piece) {
 #endif
         }
     }
+}
+
+// O, m and l of a row's spans, in order, by the threads of a block.
+template <int threads>
+__device__ inline void merge(const Call &call, const float *partial, int spans, long long row) {
+    constexpr int WIDE = power_of_two(d / 4);  // threads of a row, 4 numbers each
+    constexpr int SHARES = threads / WIDE;     // of the spans
+    static_assert(SHARES >= 1);
+    __shared__ float4 o_shared[SHARES][WIDE];
+    __shared__ float l_shared[SHARES], m_shared[threads / 32];
+    const long long all = (long long)call.batches * call.heads * call.Nq;
+    const float2 *stats = (const float2 *)(partial + all * spans * d) + row * spans;
+    const float4 *o_spans = (const float4 *)(partial + row * spans * d);
+
+    float m = -INF;
+    for (int s = threadIdx.x; s < spans; s += threads) m = fmaxf(m, stats[s].x);
+    for (int far = 1; far < 32; far *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, far));
+    if (threadIdx.x % 32 == 0) m_shared[threadIdx.x / 32] = m;
+    __syncthreads();
+    for (int w = 0; w < threads / 32; w++) m = fmaxf(m, m_shared[w]);
+
+    const int share = threadIdx.x / WIDE, place = threadIdx.x % WIDE;
+    float4 o = {0, 0, 0, 0};
+    float l = 0;
+#pragma unroll 4
+    for (int s = share; s < spans; s += SHARES) {
+        const float2 stat = stats[s];
+        const float weight = exp2_approx(stat.x - subtrahend(m));
+        l += weight * stat.y;
+        if (place < d / 4) {
+            const float4 x = o_spans[(long long)s * (d / 4) + place];
+            o.x += weight * x.x, o.y += weight * x.y, o.z += weight * x.z, o.w += weight * x.w;
+        }
+    }
+    o_shared[share][place] = o;
+    if (place == 0) l_shared[share] = l;
+    __syncthreads();
+
+    for (int c = threadIdx.x; c < d; c += threads) {
+        float x = 0, total = 0;
+        for (int n = 0; n < SHARES; n++) x += ((const float *)&o_shared[n][0])[c], total += l_shared[n];
+        call.out[row * d + c] = to_element(x / total);
+        if (call.lse && c == 0) call.lse[row] = m * LN2 + logf(total);
+    }
+    __syncthreads();
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
@@ -184,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         for (int u = 0; u < UNROLL; u++) {
             float x[PER * VECTOR];
             widen(x, V[u]);
-            if (QUERIES > 1 && masked) {  // a hidden row of V may be NaN: not even 0 times it
+            if (j0 + STEP > sees) {  // a hidden row of V may be NaN: not even 0 times it
 #pragma unroll
                 for (int i = 0; i < QUERIES; i++)
                     if (j + u * ROWS < sees + i)
@@ -246,51 +294,24 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         partial[at * d + c] = x;
         if (c == 0) *(float2 *)(partial + all * spans * d + at * 2) = {top, total};
     }
+#if FUSED
+    // The block that comes last merges.
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    unsigned *arrived = (unsigned *)(partial + all * spans * (d + 2)) + blockIdx.x / groups / spans * groups + i0 / QUERIES;
+    if (threadIdx.x == 0) last = atomicInc(arrived, spans - 1) == spans - 1;
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    for (int i = 0; i < min(QUERIES, Nq - i0); i++) merge<32 * WARPS>(call, partial, spans, (long long)bh * Nq + i0 + i);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
     attention_merge(const Call call, const float *partial, int spans) {
-    constexpr int WIDE = power_of_two(d / 4);             // threads of a row, 4 numbers each
-    constexpr int SHARES = MERGE_THREADS / WIDE;          // of the spans
-    constexpr int MERGE_WARPS = MERGE_THREADS / 32;
-    static_assert(SHARES >= 1);
-    __shared__ float4 o_shared[SHARES][WIDE];
-    __shared__ float l_shared[SHARES], m_shared[MERGE_WARPS];
-    const long long row = blockIdx.x, all = (long long)call.batches * call.heads * call.Nq;
-    const float2 *stats = (const float2 *)(partial + all * spans * d) + row * spans;
-    const float4 *o_spans = (const float4 *)(partial + row * spans * d);
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");  // for attention_split
 #endif
-
-    float m = -INF;
-    for (int s = threadIdx.x; s < spans; s += MERGE_THREADS) m = fmaxf(m, stats[s].x);
-    for (int far = 1; far < 32; far *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, far));
-    if (threadIdx.x % 32 == 0) m_shared[threadIdx.x / 32] = m;
-    __syncthreads();
-    for (int w = 0; w < MERGE_WARPS; w++) m = fmaxf(m, m_shared[w]);
-
-    const int share = threadIdx.x / WIDE, place = threadIdx.x % WIDE;
-    float4 o = {0, 0, 0, 0};
-    float l = 0;
-#pragma unroll 4
-    for (int s = share; s < spans; s += SHARES) {
-        const float2 stat = stats[s];
-        const float weight = exp2_approx(stat.x - subtrahend(m));
-        l += weight * stat.y;
-        if (place < d / 4) {
-            const float4 x = o_spans[(long long)s * (d / 4) + place];
-            o.x += weight * x.x, o.y += weight * x.y, o.z += weight * x.z, o.w += weight * x.w;
-        }
-    }
-    o_shared[share][place] = o;
-    if (place == 0) l_shared[share] = l;
-    __syncthreads();
-
-    for (int c = threadIdx.x; c < d; c += MERGE_THREADS) {
-        float x = 0, total = 0;
-        for (int n = 0; n < SHARES; n++) x += ((const float *)&o_shared[n][0])[c], total += l_shared[n];
-        call.out[row * d + c] = to_element(x / total);
-        if (call.lse && c == 0) call.lse[row] = m * LN2 + logf(total);
-    }
+    merge<MERGE_THREADS>(call, partial, spans, blockIdx.x);
 }

@@ -32,6 +32,9 @@
 #ifndef ZORDER
 #define ZORDER 1
 #endif
+#ifndef HOLD_K
+#define HOLD_K 0
+#endif
 #ifndef UNROLL_S
 #define UNROLL_S 4
 #endif
@@ -170,7 +173,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
     const int warp_row = i0 + warp * WARP_ROWS;
     const float *q_at = Q + (warp * WARP_ROWS + rg * 4) * Q_ROW;
 
-    float o[TM][TD], m[TM], l[TM];
+    const float scale = fmaxf(fabsf(call.scale), 1e-30f);  // not 0, because a hidden score is -inf
+    const float slack = SLACK / scale;
+    float o[TM][TD], m[TM], l[TM];  // m: of the scores before scale
     const int sees = call.causal ? warp_row + 4 * rg + ahead : Nk;  // row i sees the keys below this + ROW(i)
 #pragma unroll
     for (int i = 0; i < TM; i++) {
@@ -187,14 +192,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
         copy_tile<BC, DIMS, K_ROW>(memory + now, k, k_row, Nk, d);
         copies_commit();
         copies_wait();
-        // Q <- scale Q, by the thread that copied it
-#pragma unroll
-        for (int n = 0; n < BR * K_SLABS * DIMS / 4; n += THREADS) {
-            int at = n + (int)threadIdx.x, i = at / (K_SLABS * DIMS / 4), c = at % (K_SLABS * DIMS / 4) * 4;
-            if (i < BR) {
-                float4 *x = (float4 *)(Q + i * Q_ROW + c);
-                float4 y = *x;
-                *x = {y.x * call.scale, y.y * call.scale, y.z * call.scale, y.w * call.scale};
+        if (call.scale < 0) {  // Q <- -Q, by the thread that copied it: the weights take |scale|
+#pragma unroll 1
+            for (int at = threadIdx.x; at < BR * K_SLABS * DIMS / 4; at += THREADS) {
+                float4 *x = (float4 *)(Q + at / (K_SLABS * DIMS / 4) * Q_ROW + at % (K_SLABS * DIMS / 4) * 4);
+                *x = {-x->x, -x->y, -x->z, -x->w};
             }
         }
     }
@@ -222,6 +224,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
                 const float *k_at = memory + now + tx * K_ROW;
 #pragma unroll UNROLL_S
                 for (int c = 0; c < DIMS; c += 4) {
+#if HOLD_K
+                    float x[TN][4];
+#pragma unroll
+                    for (int n = 0; n < TN; n++) load4(x[n], k_at + n * TX * K_ROW + c);
+#pragma unroll
+                    for (int i = 0; i < TM; i++) {
+                        float a[4];
+                        load4(a, q_at + ROW(i) * Q_ROW + slab * DIMS + c);
+#pragma unroll
+                        for (int e = 0; e < 4; e++)
+#pragma unroll
+                            for (int n = 0; n < TN; n++) s[i][n] += a[e] * x[n][e];
+                    }
+#else
                     float a[TM][4];
 #pragma unroll
                     for (int i = 0; i < TM; i++) load4(a[i], q_at + ROW(i) * Q_ROW + slab * DIMS + c);
@@ -234,6 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
 #pragma unroll
                             for (int i = 0; i < TM; i++) s[i][n] += a[i][e] * x[e];
                     }
+#endif
                 }
             }
             int swap = now;
@@ -256,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
                 top[i] = s[i][0];
 #pragma unroll
                 for (int n = 1; n < TN; n++) top[i] = fmaxf(top[i], s[i][n]);
-                grows |= top[i] > m[i] + SLACK;
+                grows |= top[i] > m[i] + slack;
             }
             if (__any_sync(~0u, grows)) {
 #pragma unroll
@@ -265,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
                     for (int far = NEIGHBOUR; far < NEIGHBOUR * TX; far *= 2)
                         top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], far));
                     top[i] = fmaxf(top[i], m[i]);
-                    float shrink = exp2_approx(m[i] - subtrahend(top[i]));
+                    float shrink = exp2_approx((m[i] - subtrahend(top[i])) * scale);
                     m[i] = top[i];
                     l[i] *= shrink;
 #pragma unroll
@@ -286,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
                     float *to = P + (tx + n % part * TX) * P_ROW + rg * 4;
 #pragma unroll
                     for (int i = 0; i < TM; i++) {
-                        s[i][n] = exp2_approx(s[i][n] - subtrahend(m[i]));
+                        s[i][n] = exp2_approx(s[i][n] * scale - subtrahend(m[i]) * scale);
                         l[i] += s[i][n];
                     }
 #pragma unroll
@@ -341,6 +358,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
             if (c * TX + tx * 4 < d)
                 *(float4 *)(call.out + at * d + c * TX + tx * 4) = {o[i][c] * part, o[i][c + 1] * part,
                                                                    o[i][c + 2] * part, o[i][c + 3] * part};
-        if (call.lse && tx == 0) call.lse[at] = m[i] * LN2 + logf(l[i]);
+        if (call.lse && tx == 0) call.lse[at] = m[i] * scale * LN2 + logf(l[i]);
     }
 }
