@@ -1,18 +1,27 @@
-// Few queries against many keys: the keys are split among blocks, and a second kernel merges by logsumexp.
+// Few queries against many keys: the keys are split among blocks; a second kernel merges by logsumexp.
 //
-// Shapes   q (B, H, Nq, d) against k and v (B, H, Nk, d); meant for Nq from 1 to 16.
-// Why      A block per query tile leaves most of the GPU idle: one query of 8 heads is 8 blocks. The bound is the
-//          memory's bandwidth: each number of K and V is used once per query.
-// Loops    attention_split: for each step of STEP keys of the warp (keys of the block's span, the warps in turn)
-//              S <- scale q K^T, m, l and O as in every step, apart for each group of lanes
-//          then O, m and l of the groups, and of the warps, are merged, and written for the span.
-//          attention_merge: for each row, over the spans in order: O <- sum 2^(m_s - m) O_s / sum 2^(m_s - m) l_s
+// Shapes   q (B, H, Nq, d) against k and v (B, H, Nk, d); meant for Nq from 1 to 16
+// Why      A block per tile of queries leaves the GPU idle: one query of 8 heads is 8 blocks.
+// Loops    attention_split: for each STEP keys, the warps of the block in turn
+//              S <- scale q K^T; m, l and O as in every step, apart for each group of LANES lanes
+//          then the groups' and the warps' O, m and l are merged and written for the block's span of keys.
+//          attention_merge: for each row, over the spans in order
+//              O <- sum 2^(m_s - m) O_s / sum 2^(m_s - m) l_s
+// Lanes    16 bytes of a row each: LANES lanes a row, 32 / LANES rows a load. The next step's K is asked for
+//          as soon as S is done, its V as soon as O is: UNROLL to 2 * UNROLL loads are under way.
 // Launch   attention_split: B * H * spans * ceil(Nq / QUERIES) blocks of 32 * WARPS threads
 //          attention_merge: B * H * Nq blocks of MERGE_THREADS threads
-// Lanes    16 bytes of a row each: LANES lanes a row, 32 / LANES rows a load; UNROLL loads of K and as many of V are
-//          under way at any time, because the next step's K is asked for as soon as S is done, V when O is.
-// Shared   the warps' O, m and l, and q.  Registers, by ptxas: REGISTERS
+// Shared   q (QUERIES, WIDTH), then the warps' O (WARPS, QUERIES, WIDTH), m and l (WARPS, QUERIES)
 // Partial  floats in global memory: O (B, H, Nq, spans, d), then m and l (B, H, Nq, spans, 2)
+//
+//          Nq     QUERIES  WARPS  BLOCKS  UNROLL   registers at most
+//          1, 2     Nq       8      2       4          128
+//          3, 4      4       4      3       4          168
+//          more      8       8      1       4          255
+//
+// Bound    One query: the memory's bandwidth. On an H200 (4.5 TB/s by a kernel that only reads), from
+//          128 MiB of K and V on: 90 to 97 % in float32, 83 to 97 % in bfloat16. Below, the launches show:
+//          35 % at 16 MiB. More queries: shuffles and FMAs (64 % with 4, 35 % with 8; bfloat16, d = 128).
 //
 //     gpt.py bench --device cuda --step split -q 1
 //     FIGURE
@@ -30,9 +39,6 @@
 #ifndef UNROLL
 #define UNROLL 4  // loads of K under way in a lane
 #endif
-#ifndef FUSED
-#define FUSED 0
-#endif
 #ifndef MERGE_THREADS
 #define MERGE_THREADS 128
 #endif
@@ -49,16 +55,16 @@ constexpr int LANES = power_of_two(CHUNKS) < 32 ? power_of_two(CHUNKS) : 32;
 constexpr int PER = (CHUNKS + LANES - 1) / LANES;  // chunks of a lane
 constexpr int ROWS = 32 / LANES;
 constexpr int WIDTH = LANES * PER * VECTOR;  // of a row with what is not real
-constexpr int STEP = UNROLL * ROWS;  // keys
+constexpr int STEP = UNROLL * ROWS;          // keys
 extern "C" __device__ const int shared_bytes = 4 * ((1 + WARPS) * QUERIES * WIDTH + 2 * WARPS * QUERIES);
 static_assert(d % VECTOR == 0);
 
-// What a lane loads: PER * 16 bytes of a row, zeros where the row or the chunk is not real. Chunk c of the lane is
-// chunk c * LANES + its place.
+// What a lane loads: PER * 16 bytes of a row, zeros where the row or the chunk is not real. Chunk c of the lane
+// is chunk c * LANES + its place.
 struct Piece {
     uint4 words[PER];
 };
-__device__ inline Piece load(const Element *row, int place, bool real) {
+__device__ inline Piece load(const Element* row, int place, bool real) {
     Piece piece;
 #pragma unroll
     for (int c = 0; c < PER; c++) {
@@ -71,7 +77,7 @@ __device__ inline Piece load(const Element *row, int place, bool real) {
     }
     return piece;
 }
-__device__ inline void widen(float to[PER * VECTOR], const Piece &piece) {
+__device__ inline void widen(float to[PER * VECTOR], const Piece& piece) {
 #pragma unroll
     for (int c = 0; c < PER; c++) {
         const unsigned words[4] = {piece.words[c].x, piece.words[c].y, piece.words[c].z, piece.words[c].w};
@@ -90,53 +96,8 @@ __device__ inline void widen(float to[PER * VECTOR], const Piece &piece) {
     }
 }
 
-// O, m and l of a row's spans, in order, by the threads of a block.
-template <int threads>
-__device__ inline void merge(const Call &call, const float *partial, int spans, long long row) {
-    constexpr int WIDE = power_of_two(d / 4);  // threads of a row, 4 numbers each
-    constexpr int SHARES = threads / WIDE;     // of the spans
-    static_assert(SHARES >= 1);
-    __shared__ float4 o_shared[SHARES][WIDE];
-    __shared__ float l_shared[SHARES], m_shared[threads / 32];
-    const long long all = (long long)call.batches * call.heads * call.Nq;
-    const float2 *stats = (const float2 *)(partial + all * spans * d) + row * spans;
-    const float4 *o_spans = (const float4 *)(partial + row * spans * d);
-
-    float m = -INF;
-    for (int s = threadIdx.x; s < spans; s += threads) m = fmaxf(m, stats[s].x);
-    for (int far = 1; far < 32; far *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, far));
-    if (threadIdx.x % 32 == 0) m_shared[threadIdx.x / 32] = m;
-    __syncthreads();
-    for (int w = 0; w < threads / 32; w++) m = fmaxf(m, m_shared[w]);
-
-    const int share = threadIdx.x / WIDE, place = threadIdx.x % WIDE;
-    float4 o = {0, 0, 0, 0};
-    float l = 0;
-#pragma unroll 4
-    for (int s = share; s < spans; s += SHARES) {
-        const float2 stat = stats[s];
-        const float weight = exp2_approx(stat.x - subtrahend(m));
-        l += weight * stat.y;
-        if (place < d / 4) {
-            const float4 x = o_spans[(long long)s * (d / 4) + place];
-            o.x += weight * x.x, o.y += weight * x.y, o.z += weight * x.z, o.w += weight * x.w;
-        }
-    }
-    o_shared[share][place] = o;
-    if (place == 0) l_shared[share] = l;
-    __syncthreads();
-
-    for (int c = threadIdx.x; c < d; c += threads) {
-        float x = 0, total = 0;
-        for (int n = 0; n < SHARES; n++) x += ((const float *)&o_shared[n][0])[c], total += l_shared[n];
-        call.out[row * d + c] = to_element(x / total);
-        if (call.lse && c == 0) call.lse[row] = m * LN2 + logf(total);
-    }
-    __syncthreads();
-}
-
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
-    attention_split(const Call call, float *partial, int spans) {
+    attention_split(const Call call, float* partial, int spans) {
     // sizes
     const int Nq = call.Nq, Nk = call.Nk, groups = (Nq + QUERIES - 1) / QUERIES;
     const int i0 = blockIdx.x % groups * QUERIES, span = blockIdx.x / groups % spans;
@@ -145,14 +106,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     const int sees = call.causal ? i0 + Nk - Nq + 1 : Nk;  // query i0 + i sees the keys below this + i
 
     // data
-    const Element *q = call.q + b * call.q_strides.batch + h * call.q_strides.head + i0 * call.q_strides.row;
-    const Element *k = call.k + b * call.k_strides.batch + h * call.k_strides.head;
-    const Element *v = call.v + b * call.v_strides.batch + h * call.v_strides.head;
+    const Element* q = call.q + b * call.q_strides.batch + h * call.q_strides.head + i0 * call.q_strides.row;
+    const Element* k = call.k + b * call.k_strides.batch + h * call.k_strides.head;
+    const Element* v = call.v + b * call.v_strides.batch + h * call.v_strides.head;
     const long long k_row = call.k_strides.row, v_row = call.v_strides.row;
     extern __shared__ __align__(16) float memory[];
-    auto q_shared = (float(*)[WIDTH])memory;                       // (QUERIES, WIDTH)
-    auto o_shared = (float(*)[QUERIES][WIDTH])(memory + QUERIES * WIDTH);  // (WARPS, QUERIES, WIDTH)
-    auto m_shared = (float(*)[QUERIES])(memory + (1 + WARPS) * QUERIES * WIDTH), l_shared = m_shared + WARPS;
+    auto q_shared = (float (*)[WIDTH])memory;                               // (QUERIES, WIDTH)
+    auto o_shared = (float (*)[QUERIES][WIDTH])(memory + QUERIES * WIDTH);  // (WARPS, QUERIES, WIDTH)
+    auto m_shared = (float (*)[QUERIES])(memory + (1 + WARPS) * QUERIES * WIDTH), l_shared = m_shared + WARPS;
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, place = lane % LANES, group = lane / LANES;
     int j = start + warp * STEP + group;  // the lane's first key of the step
@@ -162,9 +123,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     for (int u = 0; u < UNROLL; u++) K[u] = load(k_at + u * ROWS * k_row, place, j + u * ROWS < end);
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) V[u] = load(v_at + u * ROWS * v_row, place, j + u * ROWS < end);
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");  // the merge may start; it waits for this kernel's end
-#endif
 
     for (int n = threadIdx.x; n < QUERIES * WIDTH; n += 32 * WARPS) {
         const int i = n / WIDTH, c = n % WIDTH;
@@ -192,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 #pragma unroll
                 for (int c = 0; c < PER * VECTOR; c += 4) {
                     const int at = (c / VECTOR * LANES + place) * VECTOR + c % VECTOR;
-                    const float4 y = *(const float4 *)&q_shared[i][at];
+                    const float4 y = *(const float4*)&q_shared[i][at];
                     s[i][u] += y.x * x[c] + y.y * x[c + 1] + y.z * x[c + 2] + y.w * x[c + 3];
                 }
             }
@@ -270,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         if (group == 0) {
 #pragma unroll
             for (int c = 0; c < PER * VECTOR; c += 4)
-                *(float4 *)&o_shared[warp][i][(c / VECTOR * LANES + place) * VECTOR + c % VECTOR] = {
+                *(float4*)&o_shared[warp][i][(c / VECTOR * LANES + place) * VECTOR + c % VECTOR] = {
                     o[i][c], o[i][c + 1], o[i][c + 2], o[i][c + 3]};
         }
         if (lane == 0) m_shared[warp][i] = top, l_shared[warp][i] = l[i];
@@ -292,26 +250,49 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         }
         const long long at = ((long long)bh * Nq + i0 + i) * spans + span;
         partial[at * d + c] = x;
-        if (c == 0) *(float2 *)(partial + all * spans * d + at * 2) = {top, total};
+        if (c == 0) *(float2*)(partial + all * spans * d + at * 2) = {top, total};
     }
-#if FUSED
-    // The block that comes last merges.
-    __shared__ bool last;
-    __threadfence();
-    __syncthreads();
-    unsigned *arrived = (unsigned *)(partial + all * spans * (d + 2)) + blockIdx.x / groups / spans * groups + i0 / QUERIES;
-    if (threadIdx.x == 0) last = atomicInc(arrived, spans - 1) == spans - 1;
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-    for (int i = 0; i < min(QUERIES, Nq - i0); i++) merge<32 * WARPS>(call, partial, spans, (long long)bh * Nq + i0 + i);
-#endif
 }
 
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
-    attention_merge(const Call call, const float *partial, int spans) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");  // for attention_split
-#endif
-    merge<MERGE_THREADS>(call, partial, spans, blockIdx.x);
+    attention_merge(const Call call, const float* partial, int spans) {
+    constexpr int WIDE = power_of_two(d / 4);     // threads of a row, 4 numbers each
+    constexpr int SHARES = MERGE_THREADS / WIDE;  // of the spans
+    static_assert(SHARES >= 1);
+    __shared__ float4 o_shared[SHARES][WIDE];
+    __shared__ float l_shared[SHARES], m_shared[MERGE_THREADS / 32];
+    const long long row = blockIdx.x, all = (long long)call.batches * call.heads * call.Nq;
+    const float2* stats = (const float2*)(partial + all * spans * d) + row * spans;
+    const float4* o_spans = (const float4*)(partial + row * spans * d);
+
+    float m = -INF;
+    for (int s = threadIdx.x; s < spans; s += MERGE_THREADS) m = fmaxf(m, stats[s].x);
+    for (int far = 1; far < 32; far *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, far));
+    if (threadIdx.x % 32 == 0) m_shared[threadIdx.x / 32] = m;
+    __syncthreads();
+    for (int w = 0; w < MERGE_THREADS / 32; w++) m = fmaxf(m, m_shared[w]);
+
+    const int share = threadIdx.x / WIDE, place = threadIdx.x % WIDE;
+    float4 o = {0, 0, 0, 0};
+    float l = 0;
+#pragma unroll 4
+    for (int s = share; s < spans; s += SHARES) {
+        const float2 stat = stats[s];
+        const float weight = exp2_approx(stat.x - subtrahend(m));
+        l += weight * stat.y;
+        if (place < d / 4) {
+            const float4 x = o_spans[(long long)s * (d / 4) + place];
+            o.x += weight * x.x, o.y += weight * x.y, o.z += weight * x.z, o.w += weight * x.w;
+        }
+    }
+    o_shared[share][place] = o;
+    if (place == 0) l_shared[share] = l;
+    __syncthreads();
+
+    for (int c = threadIdx.x; c < d; c += MERGE_THREADS) {
+        float x = 0, total = 0;
+        for (int n = 0; n < SHARES; n++) x += ((const float*)&o_shared[n][0])[c], total += l_shared[n];
+        call.out[row * d + c] = to_element(x / total);
+        if (call.lse && c == 0) call.lse[row] = m * LN2 + logf(total);
+    }
 }
