@@ -1,33 +1,42 @@
-"""The lab's test of one part: compares its result with PyTorch's, and prints its time and memory."""
+"""The lab's test of one part: compares its result with PyTorch's, and prints its time and memory.
+
+On a GPU the time is that between CUDA events around a call, and the memory what PyTorch's allocator gave out.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import EventList
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from attention_ext import PARTS, attention, extension
+from attention_ext.cuda import kernels
+from attention_ext.cuda.steps import WIDEST
 from attention_ext.parts import Dtype, check_dtype
-from lab import machine
+from lab import gpu, machine
 
 B, H, D = 1, 4, 32  # the lab's sizes
 # Relative and absolute, of a difference. The lab allows 1e-4 on outputs of 0.08 to 0.2, and rounding is 1e-7.
-# Two right results in bfloat16 may be rounded to neighbours, 1/128 apart.
-TOLERANCES = {Dtype.FP32: (1e-4, 1e-5), Dtype.BF16: (1 / 64, 1e-4)}
+# Two right results in bfloat16 may be rounded to neighbours, 1/128 apart; in float16, 1/1024 apart.
+TOLERANCES = {Dtype.FP32: (1e-4, 1e-5), Dtype.BF16: (1 / 64, 1e-4), Dtype.FP16: (1 / 512, 1e-4)}
+MATRICES = 2  # N x N and float32, that the reference holds for each head at once
+FREE_SHARE = 0.9  # of a GPU's free memory, that they may take
 
 
 @dataclass(frozen=True)
 class Run:
     """One implementation's output (B, H, N, d), its time and its memory.
 
-    seconds: wall time of one call. memory: the most bytes that PyTorch's allocator had given out at
-    once. table: the profiler's, by memory.
+    seconds: of one call, wall time or the GPU's. memory: the most bytes that PyTorch's allocator had given
+    out at once. table: the profiler's, by memory, on a GPU by CUDA time.
     """
 
     out: Tensor
@@ -36,15 +45,18 @@ class Run:
     table: str
 
 
-def synthetic_qkv(N: int, dtype: Dtype = Dtype.FP32) -> tuple[Tensor, Tensor, Tensor]:
-    """The lab's inputs, each (1, 4, N, 32): planes over i, the position, and j, the feature."""
+def synthetic_qkv(
+    N: int, dtype: Dtype = Dtype.FP32, batch: int = B, heads: int = H, d: int = D, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The lab's inputs, each (batch, heads, N, d): planes over i, the position, and j, the feature."""
     kind = getattr(torch, dtype.torch_name)
     i = torch.arange(N)[:, None]
-    j = torch.arange(D)[None, :]
+    j = torch.arange(d)[None, :]
     q = 0.0002 * i + 0.0001 * j
     k = 0.0006 * i + 0.0003 * j
     v = 0.00015 * i + 0.0008 * j
-    return tuple(m.expand(B, H, N, D).to(kind).contiguous() for m in (q, k, v))  # type: ignore[return-value]
+    planes = (m.to(device, kind).expand(batch, heads, N, d).contiguous() for m in (q, k, v))
+    return tuple(planes)  # type: ignore[return-value]
 
 
 def measure(name: str, function: Callable[[], Tensor]) -> Run:
@@ -57,6 +69,47 @@ def measure(name: str, function: Callable[[], Tensor]) -> Run:
             seconds = time.perf_counter() - start
     table = profiler.key_averages().table(sort_by="cpu_memory_usage", row_limit=10)
     return Run(out, seconds, _peak_memory(profiler), table)
+
+
+def measure_on_gpu(on: gpu.Gpu, name: str, function: Callable[[], Tensor]) -> Run:
+    """Call `function` to warm up, for its memory, for its time, and under PyTorch's profiler.
+
+    The profiler, too, is warmed up: its first buffers take milliseconds, and would count as the first call's.
+    """
+    function()
+    out, memory = on.allocated(function)
+    _, launching = on.once(function)
+    (seconds,) = on.time(function, 1, launching=launching)
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    once = schedule(wait=0, warmup=1, active=1, repeat=1)
+    with profile(activities=activities, profile_memory=True, acc_events=True, schedule=once) as profiler:
+        for _ in range(2):
+            with record_function(name):
+                function()
+            torch.cuda.synchronize()
+            profiler.step()
+    return Run(out, seconds, memory, table_by_cuda_time(profiler.key_averages()))
+
+
+def table_by_cuda_time(rows: EventList) -> str:
+    """The profiler's table without its own steps, and without the spans that repeat a row on the GPU."""
+    kept = (
+        row
+        for row in rows
+        if not row.key.startswith("ProfilerStep")
+        and not (row.is_user_annotation and row.device_type == DeviceType.CUDA)
+    )
+    wanted = EventList(kept, use_device="cuda", profile_memory=True)
+    return wanted.table(sort_by="cuda_time_total", row_limit=10)
+
+
+def in_slices(function: Callable[..., Tensor], count: int, tensors: Sequence[Tensor]) -> Tensor:
+    """function(q, k, v), (B, H, N, d), in so many slices of heads; all at once if it is 1."""
+    if count == 1:
+        return function(*tensors)
+    B, H, N, d = tensors[0].shape
+    slices = zip(*(t.view(1, B * H, -1, d).tensor_split(count, dim=1) for t in tensors))
+    return torch.cat([function(*each) for each in slices], dim=1).view(B, H, N, d)
 
 
 def _peak_memory(profiler: profile) -> int:
@@ -92,15 +145,33 @@ def mismatch(expected: Tensor, got: Tensor, dtype: Dtype = Dtype.FP32) -> str | 
     )
 
 
-def check_memory(N: int) -> None:
-    """Raise ValueError if the reference's N x N matrices would not fit this machine's memory."""
-    need = 2 * 4 * B * H * N * N
+def check_memory(N: int, count: int = B * H) -> None:
+    """Raise ValueError if the reference's N x N matrices of so many heads would not fit the memory."""
+    need = MATRICES * 4 * count * N * N
     available = machine.available_memory()
     if available is not None and need > available:
-        most = int((available / (2 * 4 * B * H)) ** 0.5)
+        most = int((available / (MATRICES * 4 * count)) ** 0.5)
+        heads = "" if count == B * H else f" with {count} heads"
         raise ValueError(
-            f"N is {N}; the reference would need {need / 2**30:.0f} GiB, so it must be at most {most} here"
+            f"N is {N}; the reference would need {need / 2**30:.0f} GiB, so it must be at most {most} "
+            f"here{heads}"
         )
+
+
+def slices_of_reference(N: int, count: int, free: int) -> int:
+    """In how many slices of `count` heads the reference runs on a GPU with so many bytes free.
+
+    Raises ValueError if a single head does not fit.
+    """
+    each = MATRICES * 4 * N * N
+    at_once = int(FREE_SHARE * free) // each
+    if at_once < 1:
+        most = int((FREE_SHARE * free / (MATRICES * 4)) ** 0.5)
+        raise ValueError(
+            f"N is {N}; the reference would need {each / 2**30:.0f} GiB for a head, so it must be at most "
+            f"{most} on this GPU"
+        )
+    return -(-count // at_once)
 
 
 def run(
@@ -112,28 +183,55 @@ def run(
     simd: str = "auto",
     dtype: str = Dtype.FP32,
     echo: Callable[[str], None] = print,
+    *,
+    batch: int = B,
+    heads: int = H,
+    d: int = D,
+    device: str = "cpu",
+    step: str | None = None,
 ) -> bool:
     """Run the lab's test of `part` at length N, scale 1: reference, part, statistics; False on a mismatch.
 
     br, bc: part4's tile, in queries and keys; None takes tuned sizes. simd: the helpers under parts 1 to 4,
-    one of SIMD. dtype: the inputs', a Dtype or its value. Raises ValueError if the part does not take it.
+    one of SIMD. dtype: the inputs', a Dtype or its value. device: one of parts.DEVICES. step: part4's kernel
+    on CUDA, where br and bc must be None. Raises ValueError if the part does not take them, and BuildError if
+    there is no GPU or a kernel cannot be compiled.
     """
-    kind = check_dtype(part, dtype)
-    title = PARTS[part].title
-    check_memory(N)
-    q, k, v = synthetic_qkv(N, kind)
-    echo(f"Running {part} test: {title}\n")
-    if PARTS[part].operator:
-        echo(extension.describe(simd) + "\n")
+    kind = check_dtype(part, dtype, device)
+    row = PARTS[part]
+    lines = [f"Running {part} test: {row.title}\n"]
+    timed, slices = measure, 1
+    if device == "cuda":
+        on = gpu.Gpu()
+        timed = partial(measure_on_gpu, on)
+        lines.append(f"{on.describe()['name']}")
+        if row.operator:
+            lines.append(describe_step(on, step, d, kind))
+        q, k, v = synthetic_qkv(N, kind, batch, heads, d, device)
+        slices = slices_of_reference(N, batch * heads, on.free())
+        if slices > 1:
+            lines.append(f"The reference's N x N matrices do not fit at once: {slices} slices of heads")
+        lines[-1] += "\n"
+    else:
+        check_memory(N, batch * heads)
+        q, k, v = synthetic_qkv(N, kind, batch, heads, d)
+        if row.operator:
+            lines.append(extension.describe(simd) + "\n")
+    for line in lines:
+        echo(line)
+
+    def lab(part: str) -> Tensor:
+        options: dict[str, Any] = dict(causal=causal, scale=1.0, br=br, bc=bc, simd=simd, step=step)
+        count = 1 if PARTS[part].operator else slices
+        return in_slices(lambda q, k, v: attention(part, q=q, k=k, v=v, **options), count, (q, k, v))
 
     echo("-----RUNNING REFERENCE IMPLEMENTATION-----\n")
-    lab = partial(attention, q=q, k=k, v=v, causal=causal, scale=1.0, br=br, bc=bc, simd=simd)
-    reference = measure(f"REFERENCE - {title}", lambda: lab("part0"))
+    reference = timed(f"REFERENCE - {row.title}", lambda: lab("part0"))
     echo(f"PyTorch Execution Time:  {reference.seconds:.6f} s\n")
     echo(reference.table)
 
     echo(f"-----RUNNING {part.upper()}-----\n")
-    ours = measure(f"{part.upper()} - {title}", lambda: lab(part))
+    ours = timed(f"{part.upper()} - {row.title}", lambda: lab(part))
     difference = mismatch(reference.out, ours.out, kind)
     echo(f"manual attention == pytorch attention {difference is None}")
     if difference:
@@ -143,11 +241,27 @@ def run(
     echo(ours.table)
 
     for label, result in (("REFERENCE", reference), (part.upper(), ours)):
-        echo(f"{label} - {title} statistics")
-        echo(f"cpu time:  {1e3 * result.seconds:.3f}ms")
+        echo(f"{label} - {row.title} statistics")
+        echo(f"{device} time:  {1e3 * result.seconds:.3f}ms")
         echo(f"mem usage:  {result.memory} bytes\n")
     echo(f"speed-up over PyTorch:  {reference.seconds / ours.seconds:.2f}x")
     return True
+
+
+def describe_step(on: gpu.Gpu, step: str | None, d: int, dtype: Dtype) -> str:
+    """The step that runs, in a line; it is compiled.
+
+    Raises ValueError if it does not take the inputs or this GPU, BuildError if it cannot be compiled.
+    """
+    if d > WIDEST:
+        raise ValueError(f"d is {d}; it must be at most {WIDEST} on CUDA")
+    index = on.device.index
+    row = kernels.choose(step, d, dtype, index)
+    tile = kernels.load(row, d, dtype, index).tile
+    return (
+        f"step {row.name}: {row.summary}; tiles of {tile.br} queries and {tile.bc} keys, "
+        f"{tile.threads[0] * tile.threads[1]} threads and {tile.shared} bytes of shared memory for a block"
+    )
 
 
 def four_d_access(seed: int | None = None, echo: Callable[[str], None] = print) -> bool:

@@ -14,9 +14,12 @@ from attention_ext import processor
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 
-def default_file(kind: str) -> Path:
-    """The file for this processor's results of a kind, which is the name of the command that measures."""
-    return RESULTS / f"{kind}-{processor.slug()}.json"
+def default_file(kind: str, where: str | None = None) -> Path:
+    """The file for results of a kind, which is the name of the command that measures.
+
+    where: what they were measured on, this processor unless given.
+    """
+    return RESULTS / f"{kind}-{where or processor.slug()}.json"
 
 
 def check_file(save: str) -> None:

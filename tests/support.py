@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from lab.bench import sequential
 from lab.bench.cases import plan
 from lab.bench.results import Result, Run
 from lab.costs import COUNTS
@@ -85,3 +89,63 @@ def copy_tree(source: Path, target: Path, **options) -> Path:
     for folder in [target, *filter(Path.is_dir, target.rglob("*"))]:
         folder.chmod(0o755)
     return target
+
+
+class FakeGpu:
+    """In place of lab.gpu.Gpu: a GPU on which a call takes 1 ms, twice that with a cold cache."""
+
+    device, l2 = torch.device("cpu"), 50 << 20
+
+    def __init__(self, free: int = 10**10, peaks: Sequence[float] = (5e13,)) -> None:
+        self._free, self._peaks = free, list(peaks)
+
+    def describe(self) -> dict:
+        return {
+            "name": "Fake GPU",
+            "capability": "9.0",
+            "multiprocessors": 132,
+            "memory": 80 << 30,
+            "l2": self.l2,
+            "cuda": "13.0",
+        }
+
+    def free(self) -> int:
+        return self._free
+
+    def allocated(self, function: Callable) -> tuple:
+        out = function()
+        return out, out.numel() * out.element_size() + 1000
+
+    def once(self, call: Callable) -> tuple[float, float]:
+        return 1e-3, 1e-5
+
+    def time(self, call: Callable, count: int, cold: bool = False, launching: float = 0.0) -> list[float]:
+        return [2e-3 if cold else 1e-3] * count
+
+    def fma_peak(self) -> float:
+        return self._peaks.pop(0) if len(self._peaks) > 1 else self._peaks[0]
+
+    def tensor_peak(self, dtype: str) -> float:
+        return 4e14
+
+    def bandwidths(self) -> dict[str, float]:
+        return {"read": 3e12, "copied": 2.9e12}
+
+
+def gpu_run(change: float = 1.0, rounds: int = 10) -> Run:
+    """A run on a GPU with known figures: step n takes 1/n ms with a little spread, step 3 times `change`."""
+    machine = {"gpu": FakeGpu().describe() | {"bandwidths": FakeGpu().bandwidths()}, "caches": [], "cores": 1}
+    machine |= dict.fromkeys(("cpu", "date", "isa", "simd", "os", "python", "torch", "commit"), "x")
+    done = Run(machine, rounds, 0.1, FakeGpu.l2, complete=True)
+    done.peaks, done.bandwidths = {1: 5e13}, {1: 3e12}
+    names = ("part0", "step1", "step2", "step3-spilled", "step3", "sdpa-math")
+    for cell in plan(names, lengths=(4096,), heads=1, batch=100, device="cuda"):
+        number = int(re.sub(r"\D", "", cell.contender.split("-")[0]) or 2)
+        factor = change if cell.contender == "step3" else 1
+        seconds = [1e-3 / max(1, number) * factor * (1 + 0.001 * i) for i in range(rounds)]
+        result = Result(cell, error=1e-7, error_at=(0, 0, 0, 0), scratch=1000, seconds=seconds)
+        result.paces = [1.0] * rounds
+        done.results.append(result)
+    small = sequential.smaller(done.results[0].cell)
+    done.sequential = [Result(small, error=1e-7, error_at=(0, 0, 0, 0), seconds=[2.0] * 3, paces=[1.0] * 3)]
+    return done

@@ -15,6 +15,7 @@ from app.cli.options import (
     Names,
     Numbers,
     all_of,
+    device_option,
     dtype_option,
     notice,
     save_option,
@@ -23,7 +24,6 @@ from app.cli.options import (
     warned_of_threads,
 )
 from attention_ext import PARTS, SIMD
-from attention_ext.parts import Dtype, taking
 
 TILED = tuple(name for name, part in PARTS.items() if part.tiled)
 
@@ -44,6 +44,8 @@ class SweepOptions:
     heads: int
     batch: int
     dtype: str
+    device: str
+    l2s: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,14 @@ class TuneOptions:
 
 sweep_options = all_of(
     click.argument("contenders", type=Names(), required=False, metavar="[CONTENDERS]"),
-    click.option("-N", "lengths", type=Numbers(), default="1024", show_default=True, help="Numbers of keys."),
+    click.option(
+        "-N",
+        "lengths",
+        type=Numbers(),
+        default="1024",
+        show_default="1024; 4096 on CUDA",
+        help="Numbers of keys.",
+    ),
     click.option(
         "-d", "widths", type=Numbers(WIDEST_HEAD), default="32", show_default=True, help="Head widths."
     ),
@@ -121,9 +130,20 @@ sweep_options = all_of(
     ),
     click.option("--causal", is_flag=True, help="The same as --mask causal."),
     size_option("--queries", show_default="as many as keys", help="Number of queries."),
-    size_option("--heads", default=4, most=MOST_HEADS, help="Number of heads."),
-    size_option("--batch", default=1, most=MOST_HEADS, help="Batch size."),
+    size_option("--heads", default=4, most=MOST_HEADS, show_default="4; 1 on CUDA", help="Number of heads."),
+    size_option(
+        "-B", "--batch", default=1, most=MOST_HEADS, show_default="1; 100 on CUDA", help="Batch size."
+    ),
     dtype_option,
+    device_option,
+    click.option(
+        "--l2",
+        "l2s",
+        type=Names(),
+        default="warm,cold",
+        show_default=True,
+        help="On CUDA, what the L2 cache holds before a call: what the last call left, or other data.",
+    ),
 )
 run_options = all_of(
     click.option(
@@ -202,8 +222,15 @@ def bench(given: click.Context, /, **options) -> None:
     Lists are 32,64 and ranges 1:9+2 or 256:4096*2. Each result is checked against float64 before it is
     timed. The contenders of a case are timed in turn. The default CONTENDERS are sdpa and all
     parts that take the dtype.
+
+    With --device cuda they are part0, part4 (its fastest step), step1 and the other steps (step2-unpadded,
+    ...), numba-spilled, numba-registers, sdpa-math, sdpa-efficient, sdpa-flash, sdpa-cudnn (backends of
+    PyTorch's) and flash-attn; by default all that are installed, each once. --plot then also times part1 on
+    one core of the CPU.
     """
     refuse_options_that_do_nothing(given)
+    if options["device"] == "cuda":
+        options |= {name: size for name, size in ON_CUDA.items() if not on_command_line(given, name)}
     if options.pop("causal"):
         options["masks"] = ("causal",)
     tuning, sizes = take(TuneOptions, options), take(SweepOptions, options)
@@ -221,7 +248,11 @@ def measure_attention(
     """Time attention, tune it, or print the plan."""
     from lab.bench import cases, report, sweep
 
-    if results.save and sizes.contenders is None and {*results.save.split(",")} <= {*PARTS, *cases.OTHERS}:
+    if (
+        results.save
+        and sizes.contenders is None
+        and {*results.save.split(",")} <= {*cases.known_on("cpu"), *cases.known_on("cuda")}
+    ):
         raise click.UsageError(
             f"--save is {results.save!r}; it must be a file; CONTENDERS come before --save"
         )
@@ -247,7 +278,8 @@ def measure_attention(
         threshold=results.threshold / 100,
         plot=results.plot,
     )
-    run, stopped = (old, False) if old else sweep.measure(cells, rounds, timing.min_time)
+    against_cpu = results.plot is not None
+    run, stopped = (old, False) if old else sweep.measure(cells, rounds, timing.min_time, against_cpu)
     slower = out.show(run, click.echo, notice)
     if stopped:
         raise KeyboardInterrupt
@@ -263,7 +295,7 @@ def plan_of(sizes: SweepOptions, tune: bool) -> list:
         raise click.UsageError(f"--mask is {','.join(sizes.masks)!r}; it must be of none, causal")
     settings = asdict(sizes)
     settings["masks"] = [mask == "causal" for mask in settings.pop("masks")]
-    names = settings.pop("contenders") or (*taking(Dtype(sizes.dtype)), "sdpa")
+    names = settings.pop("contenders") or cases.default_names(sizes.dtype, sizes.device)
     if tune:
         names = TILED
         settings |= {"br": (None,), "bc": (None,)}
@@ -272,6 +304,10 @@ def plan_of(sizes: SweepOptions, tune: bool) -> list:
     return cases.plan(names, **settings)
 
 
+# The homework's case.
+ON_CUDA = {"lengths": (4096,), "heads": 1, "batch": 100}
+# Each step has its own tile, and the CPU's threads only launch.
+NOT_ON_CUDA = ("br", "bc", "threads", "simds", "tune", "budget", "show")
 # Of bench: options that only one other one gives a meaning, and those that another one leaves without any.
 ONLY_WITH = {"show": "tune", "budget": "tune", "fail_on_regression": "compare", "threshold": "compare"}
 SWEEP = (*SweepOptions.__dataclass_fields__, "causal")
@@ -280,7 +316,18 @@ NOT_WITH = {
     "dry_run": ("save", "plot", "form", "tune"),
     "causal": ("masks",),
     "saved": (*SWEEP, "rounds", "min_time", "save", "dry_run", "tune"),
-    "tune": ("contenders", "dtype", "queries", "rounds", "min_time", "form", "save", "compare", "plot"),
+    "tune": (
+        "contenders",
+        "dtype",
+        "device",
+        "queries",
+        "rounds",
+        "min_time",
+        "form",
+        "save",
+        "compare",
+        "plot",
+    ),
 }
 
 
@@ -289,8 +336,14 @@ def refuse_options_that_do_nothing(context: click.Context) -> None:
     given = {
         str(p.name): p.opts[0] if isinstance(p, click.Option) else "CONTENDERS"
         for p in context.command.params
-        if context.get_parameter_source(str(p.name)) is click.core.ParameterSource.COMMANDLINE
+        if on_command_line(context, str(p.name))
     }
+    if context.params["device"] == "cuda":
+        for name in NOT_ON_CUDA:
+            if name in given:
+                raise click.UsageError(f"{given[name]} does not go with --device cuda")
+    elif "l2s" in given:
+        raise click.UsageError(f"{given['l2s']} goes with --device cuda only")
     for name, needed in ONLY_WITH.items():
         if name in given and needed not in given:
             raise click.UsageError(f"{given[name]} goes with --{needed} only")
@@ -298,3 +351,8 @@ def refuse_options_that_do_nothing(context: click.Context) -> None:
         for other in useless:
             if name in given and other in given:
                 raise click.UsageError(f"{given[other]} does not go with {given[name]}")
+
+
+def on_command_line(context: click.Context, name: str) -> bool:
+    """Whether a parameter was given by the user."""
+    return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE

@@ -6,20 +6,23 @@ import sys
 
 import click
 
-from app.cli.options import size_option
+from app.cli.options import MOST_HEADS, WIDEST_HEAD, all_of, size_option
 
 LAB_TILE = 256  # the lab's tile, in queries and in keys
 
-length_option = size_option("-N", "N", default=1024, help="Sequence length of the test.")
+shape_options = all_of(
+    size_option("-B", "--batch", default=1, most=MOST_HEADS, help="Batch size of the test."),
+    size_option("--heads", default=4, most=MOST_HEADS, help="Number of heads of the test."),
+    size_option("-N", "N", default=1024, help="Sequence length of the test."),
+    size_option("-d", "d", default=32, most=WIDEST_HEAD, help="Head width of the test."),
+)
 causal_option = click.option(
     "--causal", is_flag=True, help="Use a causal mask in the test; the model always uses one."
 )
 
 
-def run_test(
-    part: str, *, N: int, br: int | None, bc: int | None, causal: bool, simd: str, dtype: str
-) -> None:
-    """Run the lab's test of a part; exit code 1 on a mismatch."""
+def run_test(part: str, **settings) -> None:
+    """Run the lab's test of a part, with lab.correctness.run()'s settings; exit code 1 on a mismatch."""
     import signal
 
     from lab import correctness
@@ -27,7 +30,7 @@ def run_test(
     # Python's own handler of Ctrl-C would wait until a kernel returns.
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        passed = correctness.run(part, N, br, bc, causal, simd, dtype, echo=click.echo)
+        passed = correctness.run(part, **settings, echo=click.echo)
     finally:
         signal.signal(signal.SIGINT, before)
     if not passed:

@@ -118,10 +118,19 @@ def take(kind: type[Options], options: dict[str, Any]) -> Options:
 
 
 def save_option(kind: str, what: str) -> Decorator:
-    """--save [FILE]; without FILE it is the file for this processor's results of a kind."""
+    """--save [FILE]; without FILE it is the file for this processor's results of a kind.
+
+    With --device cuda it is the GPU's file.
+    """
 
     def default(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-        return str(saved.default_file(kind)) if value == "" else value
+        if value != "":
+            return value
+        if context.params.get("device") == "cuda":
+            from lab import gpu
+
+            return str(saved.default_file(f"{kind}_cuda", gpu.slug()))
+        return str(saved.default_file(kind))
 
     return click.option(
         "--save",
@@ -130,7 +139,7 @@ def save_option(kind: str, what: str) -> Decorator:
         type=click.Path(dir_okay=False),
         metavar="[FILE]",
         callback=default,
-        help=f"Save {what} to FILE; without FILE, to this processor's in benchmarks/results/.",
+        help=f"Save {what} to FILE; without FILE, to this processor's or GPU's in benchmarks/results/.",
     )
 
 
@@ -206,6 +215,7 @@ device_option = click.option(
     "--device",
     type=click.Choice(list(DEVICES)),
     default="cpu",
+    is_eager=True,  # the defaults of other options depend on it
     show_default=True,
     help="Where attention runs; cuda is a GPU of NVIDIA, for part0 and part4.",
 )

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attention_ext import PARTS, SIMD, tiles
-from attention_ext.parts import Dtype, check_dtype, resolve_simd
+from attention_ext.cuda.steps import STEPS
+from attention_ext.parts import DEVICES, Dtype, check_dtype, resolve_simd
 from lab import costs, machine
 
 # part4_amx.cpp takes so many queries or more, for these SIMD helpers.
 FEWEST_AMX_QUERIES, AMX_SIMDS = 32, (None, "auto", "portable")
 OTHERS = ("sdpa", "onnx")  # what can be timed beside the parts; lab.bench.contenders says how
+# On CUDA: each step of part4, and what it is measured against.
+OF_STEP = {f"step{name}": step for name, step in STEPS.items()}
+NUMBA = ("numba-spilled", "numba-registers")
+SDPA_BACKENDS = ("sdpa-math", "sdpa-efficient", "sdpa-flash", "sdpa-cudnn")
+ON_CUDA = (*OF_STEP, *NUMBA, "sdpa", *SDPA_BACKENDS, "flash-attn")
+L2 = ("warm", "cold")  # what the L2 cache holds before a call: what the last call left, or other data
 
 
 @dataclass(frozen=True)
 class Cell:
     """One contender at one case: q is (batch, heads, queries, d), k and v are (batch, heads, N, d).
 
-    simd, br, bc: None where the contender has none.
+    simd, br, bc: None where the contender has none. threads: of the CPU. device: one of DEVICES. l2: one of
+    L2 on CUDA, else None.
     """
 
     contender: str
@@ -34,17 +44,24 @@ class Cell:
     bc: int | None
     threads: int
     dtype: str = Dtype.FP32.value
+    device: str = "cpu"
+    l2: str | None = None
 
     @property
     def by_amx(self) -> bool:
         """Whether AMX computes this where the processor has it; of PyTorch's SDPA it is assumed."""
         ours = self.contender == "part4" and self.queries >= FEWEST_AMX_QUERIES and self.simd in AMX_SIMDS
-        return self.dtype == Dtype.BF16 and (ours or self.contender == "sdpa")
+        return self.device == "cpu" and self.dtype == Dtype.BF16 and (ours or self.contender == "sdpa")
+
+    @property
+    def inputs(self) -> tuple:
+        """Equal for cells that have the same q, k, v and mask."""
+        return self.N, self.queries, self.d, self.batch, self.heads, self.causal, self.dtype, self.device
 
     @property
     def group(self) -> tuple:
-        """Equal for cells that are timed together."""
-        return self.N, self.queries, self.d, self.batch, self.heads, self.causal, self.dtype, self.threads
+        """Equal for cells that are compared with each other."""
+        return *self.inputs, self.threads, self.l2
 
     @property
     def flops(self) -> float:
@@ -53,9 +70,19 @@ class Cell:
 
     @property
     def memory(self) -> int:
-        """Bytes of q, k, v and the output, and of their float64 copies that verify the output."""
+        """Bytes of q, k, v and the output, and of their float64 copies that verify the output.
+
+        On CUDA the copies of k and v are slices.
+        """
         B, H, Nq, Nk, d = self.batch, self.heads, self.queries, self.N, self.d
-        return B * H * d * (Nq * (2 * 4 + 4 * 8) + Nk * (2 * 4 + 2 * 8))
+        copies = 2 * 8 if self.device == "cpu" else 0
+        return B * H * d * (Nq * (2 * 4 + 4 * 8) + Nk * (2 * 4 + copies))
+
+    @property
+    def least_traffic(self) -> float:
+        """Bytes of q, k, v and the output: each has to pass the memory once."""
+        rows = 2 * self.queries + 2 * self.N
+        return float(self.batch * self.heads * self.d * rows * Dtype(self.dtype).bytes)
 
     def case(self, heads: int | None = None, threads: int | None = None) -> costs.Case:
         """The call as lab.costs counts it. heads: all of the batch's; threads: the cell's unless given."""
@@ -86,30 +113,39 @@ def plan(
     threads: Sequence[int] = (1,),
     simds: Sequence[str] = ("auto",),
     dtype: str = Dtype.FP32.value,
+    device: str = "cpu",
+    l2s: Sequence[str] = L2,
 ) -> list[Cell]:
     """The cells of a sweep: every contender at every length, width, mask and number of threads.
 
     queries: as many as keys unless given. br, bc: tiles of parts that have them, None for the tuned one.
-    simds: of SIMD. dtype: that of the inputs. Raises ValueError naming the argument that is wrong.
+    simds: of SIMD. dtype: that of the inputs. device: one of DEVICES; on CUDA there are no tiles, threads and
+    simds to choose, and every contender is timed with each of l2s, of L2. Raises ValueError naming the
+    argument that is wrong.
     """
-    for what, chosen, known in (("contender", names, (*PARTS, *OTHERS)), ("simd", simds, SIMD)):
+    choices = (("contender", names, known_on(device)), ("simd", simds, SIMD), ("l2", l2s, L2))
+    for what, chosen, known in choices:
         for name in chosen:
             if name not in known:
-                raise ValueError(f"{what} is {name!r}; it must be one of {', '.join(known)}")
+                where = "" if device == "cpu" else f"on {DEVICES[device]} "
+                raise ValueError(f"{what} is {name!r}; {where}it must be one of {', '.join(known)}")
         if len(set(chosen)) < len(chosen) or not chosen:
             raise ValueError(f"{what} is {','.join(chosen)!r}; it must name one or more, each once")
     for name in names:
+        taken = dtypes_of(name, device)
         if name in PARTS:
-            check_dtype(name, dtype)
-        elif name == "onnx" and dtype != Dtype.FP32:
-            raise ValueError(f"dtype is {dtype!r}; contender 'onnx' takes fp32 only")
+            check_dtype(name, dtype, device)
+        elif dtype not in taken:
+            raise ValueError(f"dtype is {dtype!r}; contender {name!r} takes {' and '.join(taken)} only")
+    if device == "cuda":
+        cells = []
+        for N, d, causal, l2, name in itertools.product(lengths, widths, masks, l2s, names):
+            shape = (N, queries or N, d, batch, heads, _hides(causal, queries, N))
+            cells.append(Cell(name, None, *shape, None, None, 1, dtype, device, l2))
+        return list(dict.fromkeys(cells))
     cells = []
     for N, d, causal, count in itertools.product(lengths, widths, masks, threads):
-        if causal and queries not in (None, 1, N):
-            raise ValueError(
-                f"queries is {queries}; with a causal mask it must be 1 or N={N}: PyTorch's mask differs"
-            )
-        causal = causal and queries != 1  # one query sees all keys
+        causal = _hides(causal, queries, N)
         for name in names:
             part = PARTS.get(name)
             for simd in simds if part and part.operator else (None,):
@@ -124,9 +160,68 @@ def plan(
     return list(dict.fromkeys(cells))
 
 
-def check_memory(cells: Sequence[Cell]) -> None:
-    """Raise ValueError if a cell's inputs and outputs alone need more memory than this machine has free."""
-    available = machine.available_memory()
+def _hides(causal: bool, queries: int | None, N: int) -> bool:
+    """Whether a mask hides anything. Raises ValueError where contenders would mean different masks."""
+    if causal and queries not in (None, 1, N):
+        raise ValueError(
+            f"queries is {queries}; with a causal mask it must be 1 or N={N}: PyTorch's mask differs"
+        )
+    return causal and queries != 1  # one query sees all keys
+
+
+def known_on(device: str) -> tuple[str, ...]:
+    """What can be timed on a device of DEVICES."""
+    parts = (name for name, part in PARTS.items() if device in part.dtypes)
+    return (*parts, *(OTHERS if device == "cpu" else ON_CUDA))
+
+
+def step_before(contender: str) -> str | None:
+    """The step of the number before that of a step or its variant: step3 before step4 and step4-x."""
+    form = re.fullmatch(r"step(\d+)(-.*)?", contender)
+    before = f"step{int(form[1]) - 1}" if form else None
+    return before if before in OF_STEP else None
+
+
+def dtypes_of(name: str, device: str) -> tuple[str, ...]:
+    """The dtypes that a contender of known_on(device) is timed in.
+
+    What PyTorch's backends and flash-attn take depends on their versions, so they say so when they run.
+    """
+    if name in PARTS:
+        found = PARTS[name].dtypes.get(device, ())
+        return tuple(dtype.value for dtype in Dtype if dtype.torch_name in found)
+    if name in OF_STEP:
+        return tuple(dtype.value for dtype in OF_STEP[name].dtypes)
+    if name in (*NUMBA, "onnx"):
+        return (Dtype.FP32.value,)
+    return tuple(dtype.value for dtype in Dtype if device == "cuda" or dtype != Dtype.FP16)
+
+
+def default_names(dtype: str, device: str) -> tuple[str, ...]:
+    """What is timed unless contenders are named: on CUDA all that is installed, nothing twice.
+
+    Raises ValueError if nothing takes the dtype.
+    """
+    if device == "cpu":
+        names = [*PARTS, "sdpa"]
+    else:
+        # part4 is one of the steps, and sdpa one of the backends
+        names = [name for name in known_on("cuda") if name not in ("part4", "sdpa")]
+        for package, theirs in (("numba", NUMBA), ("flash_attn", ("flash-attn",))):
+            if importlib.util.find_spec(package) is None:
+                names = [name for name in names if name not in theirs]
+    taken = tuple(name for name in names if dtype in dtypes_of(name, device))
+    if not taken:
+        raise ValueError(f"dtype is {dtype!r}; no part takes it on {DEVICES[device]}")
+    return taken
+
+
+def check_memory(cells: Sequence[Cell], available: int | None = None) -> None:
+    """Raise ValueError if a cell's inputs and outputs alone need more memory than is free.
+
+    available: bytes that are free; the machine's unless given.
+    """
+    available = machine.available_memory() if available is None else available
     for cell in cells:
         if available is not None and cell.memory > available:
             raise ValueError(

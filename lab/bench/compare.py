@@ -103,8 +103,10 @@ def compare(before: Run, now: Run, threshold: float = THRESHOLD) -> Comparison:
 def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
     """The comparison for people: a Markdown table of the differences, or a line that there is none."""
     lines = []
-    if before.machine.get("cpu") != now.machine.get("cpu"):
-        lines.append(f"The earlier run was on another processor: {before.machine.get('cpu')}.")
+    for what, where in (("processor", "cpu"), ("GPU", "gpu")):
+        earlier, later = (_name_of(run.machine.get(where)) for run in (before, now))
+        if earlier != later:
+            lines.append(f"The earlier run was on another {what}: {earlier}.")
     lines += [f"In the run of {run.machine.get('date')}: {run.busy}" for run in (before, now) if run.busy]
     if any(compared.alone):
         lines.append(
@@ -118,7 +120,9 @@ def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
         lines.append(f"No difference above {100 * threshold:g} % and above chance in {cells}.")
         return "\n".join(lines)
     found = compared.differences
+    unsaid = ("device",) if all(each.cell.device == "cpu" for each in found) else ("threads",)
     names = [name for name in CASE if any(getattr(each.cell, name) is not None for each in found)]
+    names = [name for name in names if name not in unsaid]
     titles = ["contender", *(CASE[name] for name in names), "before, ms", "now, ms", "change", "by chance"]
     lines.append(
         f"{len(found)} of {cells} differ by more than {100 * threshold:g} % and by more than chance:"
@@ -132,11 +136,16 @@ def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
     return "\n".join(lines)
 
 
+def _name_of(where: dict | str | None) -> str | None:
+    return where["name"] if isinstance(where, dict) else where
+
+
 def case(cell: Cell) -> str:
     """A cell in one line."""
+    unsaid = {"cpu": ("device",), "cuda": ("threads",)}[cell.device]
     fields = [
         f"{title} {case_text(name, getattr(cell, name))}"
         for name, title in CASE.items()
-        if getattr(cell, name) is not None
+        if getattr(cell, name) is not None and name not in unsaid
     ]
     return f"{cell.contender}, {', '.join(fields)}"

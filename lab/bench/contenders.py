@@ -1,17 +1,24 @@
-"""What can be timed: this repository's parts, PyTorch's SDPA, and ONNX Runtime's attention."""
+"""What can be timed: this repository's parts and CUDA steps, PyTorch's SDPA, and others' attention.
+
+prepare() raises ValueError, in one line, for a case that a contender does not take, as far as it can tell
+before the first call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention_ext import PARTS, attention
-from lab.bench.cases import Cell
+from lab.bench.cases import NUMBA, OF_STEP, SDPA_BACKENDS, Cell
 
 Call = Callable[[], Tensor]
 
@@ -30,10 +37,17 @@ class Contender:
 
 def contenders() -> dict[str, Contender]:
     """All that can be timed, by name: the parts first."""
-    return {name: Contender(name, part_call) for name in PARTS} | {
+    found = {name: Contender(name, part_call) for name in PARTS} | {
         "sdpa": Contender("PyTorch SDPA", sdpa_call),
         "onnx": Contender("ONNX Runtime", onnx_call, own_allocator=True),
     }
+    for name, step in OF_STEP.items():
+        found[name] = Contender(f"step {step.name}", step_call)
+    for name in NUMBA:
+        found[name] = Contender(f"Numba, state {name.removeprefix('numba-')}", numba_call)
+    for name in SDPA_BACKENDS:
+        found[name] = Contender(f"SDPA, {SDPA[name].title}", sdpa_backend_call)
+    return found | {"flash-attn": Contender("flash-attn", flash_attn_call)}
 
 
 def part_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
@@ -45,6 +59,91 @@ def part_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
 def sdpa_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     """PyTorch's scaled_dot_product_attention on contiguous inputs."""
     return partial(F.scaled_dot_product_attention, q, k, v, is_causal=cell.causal)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend of PyTorch's SDPA. warned: what its warnings call it."""
+
+    title: str
+    kind: SDPBackend
+    warned: str
+
+
+SDPA = {
+    "sdpa-math": Backend("math", SDPBackend.MATH, "Math"),
+    "sdpa-efficient": Backend("memory-efficient", SDPBackend.EFFICIENT_ATTENTION, "Memory efficient"),
+    "sdpa-flash": Backend("FlashAttention-2", SDPBackend.FLASH_ATTENTION, "Flash attention"),
+    "sdpa-cudnn": Backend("cuDNN", SDPBackend.CUDNN_ATTENTION, "CuDNN attention"),
+}
+
+
+def step_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    """attention() with one of part4's steps on CUDA."""
+    step = OF_STEP[cell.contender].name
+    return partial(attention, "part4", q, k, v, causal=cell.causal, step=step)
+
+
+def sdpa_backend_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    """SDPA by one backend alone. Raises ValueError, with PyTorch's reason, where it refuses the inputs."""
+    backend = SDPA[cell.contender]
+
+    def call() -> Tensor:
+        with sdpa_kernel(backend.kind):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=cell.causal)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            call()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ValueError(why_refused(backend, [str(w.message) for w in caught], error)) from None
+    return call
+
+
+def why_refused(backend: Backend, warned: Sequence[str], error: Exception) -> str:
+    """The reason among PyTorch's warnings, in one line: the one that follows its "... not used because:"."""
+    lines = [re.sub(r"\s*\(Triggered internally.*", "", each, flags=re.S).strip() for each in warned]
+    for heading, reason in zip(lines, lines[1:]):
+        if heading.startswith(backend.warned) and "because" in heading:
+            return " ".join(reason.split())
+    return first_line(error)
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in a line."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def numba_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    """The kernels in Numba, with the state spilled or in registers. Raises ValueError where they fail."""
+    state = cell.contender.removeprefix("numba-")
+    try:
+        from attention_ext.cuda import numba_flash  # type: ignore[attr-defined]
+
+        numba_flash.flash_attention(q, k, v, causal=cell.causal, state=state)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # Numba's own types; with a NumPy that is too new, anything
+        raise ValueError(f"Numba for CUDA: {first_line(error)}") from None
+    return lambda: numba_flash.flash_attention(q, k, v, causal=cell.causal, state=state)[0]
+
+
+def flash_attn_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    """flash-attn's function on inputs (B, N, H, d), its layout. Raises ValueError where it cannot run."""
+    q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
+    try:
+        from flash_attn import flash_attn_func
+
+        flash_attn_func(q, k, v, causal=cell.causal)
+    except torch.OutOfMemoryError:
+        raise
+    except (ImportError, RuntimeError) as error:
+        raise ValueError(f"flash-attn: {first_line(error)}") from None
+    return lambda: flash_attn_func(q, k, v, causal=cell.causal).transpose(1, 2)
 
 
 def onnx_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:

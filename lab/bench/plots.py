@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from attention_ext import PARTS
+from lab.bench import report, sequential
+from lab.bench.cases import OF_STEP
 from lab.bench.contenders import contenders
 from lab.bench.results import Result, Run
 from lab.machine import size_text
@@ -24,7 +25,7 @@ except ImportError:
 
 # Colour, marker and line of the contenders that are no parts.
 OTHER_LOOKS = {"sdpa": ("#CC79A7", "X", "--"), "onnx": ("#56B4E9", "P", "-.")}
-# The parts take these in the order of PARTS; of different lengths, so that no look soon comes again.
+# The others take these in the order of contenders(); of different lengths, so that no look soon comes again.
 COLOURS = ("#000000", "#D55E00", "#E69F00", "#009E73", "#0072B2")
 MARKERS = ("s", "v", "^", "D", "o", "<", ">")
 LINES = ("-", "--", "-.", ":")
@@ -42,7 +43,7 @@ def look(contender: str) -> tuple[str, str, str]:
     """A contender's colour, marker and line."""
     if contender in OTHER_LOOKS:
         return OTHER_LOOKS[contender]
-    number = list(PARTS).index(contender)
+    number = [name for name in contenders() if name not in OTHER_LOOKS].index(contender)
     return COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)], LINES[number % len(LINES)]
 
 
@@ -54,6 +55,7 @@ def draw(run: Run, directory: Path) -> list[Path]:
         "roofline": roofline,
         "threads": scaling,
         "memory": memory,
+        "ladder": ladder,
     }
     written = []
     with matplotlib.rc_context(SETTINGS):  # type: ignore[arg-type]
@@ -61,7 +63,8 @@ def draw(run: Run, directory: Path) -> list[Path]:
             figure = picture(run)
             if figure is None:
                 continue
-            figure.supxlabel(run.machine["cpu"], x=0.99, ha="right", fontsize=7, color="#666666")
+            where = (run.machine.get("gpu") or {}).get("name", run.machine["cpu"])
+            figure.supxlabel(where, x=0.99, ha="right", fontsize=7, color="#666666")
             for form in ("svg", "png"):
                 file = directory / f"{name}.{form}"
                 figure.savefig(file, dpi=160, metadata={"Date": None} if form == "svg" else None)
@@ -161,7 +164,7 @@ def roofline(run: Run) -> Figure | None:
     Williams, Waterman & Patterson 2009 (doi:10.1145/1498765.1498785). Bytes are the part's own count of what
     comes into the last of a core's own caches.
     """
-    counted = [r for r in run.results if r.seconds and r.traffic]
+    counted = [r for r in run.results if r.seconds and r.traffic and r.cell.device == "cpu"]
     if not counted:
         return None
     longest = max(r.cell.N for r in counted)
@@ -214,6 +217,53 @@ def roofline(run: Run) -> Figure | None:
     title = f"Roofline, N = {longest}"
     keep = {id(r) for r in counted if r.cell.N == longest}
     return _panels(run, title, panel, lambda r: id(r) in keep, 1)
+
+
+def ladder(run: Run) -> Figure | None:
+    """The homework's chart: the speed-up of each CUDA step over sequential C++ and over the step before.
+
+    Of the first case with steps; where it was timed with a warm and a cold L2 cache, of the first of them.
+    """
+    steps = [r for r in run.results if r.cell.contender in OF_STEP and r.median]
+    steps = [r for r in steps if r.cell.group == steps[0].cell.group]
+    if len(steps) < 2:
+        return None
+    rows = [report.row(run, r) for r in steps]
+    cell = steps[0].cell
+    charts = {
+        "over_sequential": "times as fast as sequential C++",
+        "over_step_before": "times as fast as the step before",
+    }
+    charts = {name: label for name, label in charts.items() if any(row[name] for row in rows)}
+    if not charts:
+        return None
+    figure = Figure(figsize=(1.6 + 0.75 * len(rows), 0.8 + 3.2 * len(charts)), layout="constrained")
+    names = [OF_STEP[row["contender"]].name for row in rows]
+    for axes, (name, label) in zip(figure.subplots(len(charts), 1, squeeze=False).flat, charts.items()):
+        values = [row[name] or 0 for row in rows]
+        # Variants, as 3-spilled, are hatched.
+        hatches = ["//" if "-" in step else "" for step in names]
+        bars = axes.bar(names, values, color=COLOURS[-1], edgecolor="white", hatch=hatches)
+        axes.bar_label(bars, [_figure_text(value) for value in values], fontsize=9)
+        axes.axhline(1, color="#666666", linewidth=1)
+        axes.grid(False, axis="x")
+        axes.margins(y=0.12)
+        axes.set_ylabel(label, fontsize=9)
+        axes.tick_params(axis="x", labelsize=9)
+    axes.set_xlabel("step")
+    shape = f"({cell.batch}, {cell.heads}, {cell.N}, {cell.d})"
+    title = f"CUDA steps at {shape}, {cell.dtype}" + ", causal" * cell.causal
+    for result in run.sequential:
+        if result.cell == sequential.smaller(cell) and result.median:
+            scaled = sequential.seconds(cell, run.sequential)
+            title += f"\n{sequential.text(result)} to {scaled:.3g} s"
+    figure.suptitle(title, fontsize=9)
+    return figure
+
+
+def _figure_text(value: float) -> str:
+    """Three digits or more, nothing for 0."""
+    return "" if not value else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _panels(

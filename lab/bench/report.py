@@ -9,19 +9,21 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from attention_ext import SIMD
-from attention_ext.parts import Dtype
+from attention_ext.parts import DEVICES, Dtype
 from lab import saved
-from lab.bench.cases import Cell
+from lab.bench import sequential
+from lab.bench.cases import L2, SDPA_BACKENDS, Cell, step_before
 from lab.bench.contenders import contenders
 from lab.bench.results import FIRM_MARGIN, Result, Run
 from lab.machine import size_text
 from lab.timing import interval, quartiles
 
-FORMAT = 3  # of the file
-READABLE = (2, 3)  # format 2 has no traffic
+FORMAT = 4  # of the file
+READABLE = (2, 3, 4)  # format 2 has no traffic, format 3 no device
 FORMATS = ("md", "csv", "json", "jsonl")
 MOST_NAMED = 3  # cells that infirm() names
-BASELINES = ("part0", "sdpa")
+# Of several the fastest one.
+BASELINES: dict[str, tuple[str, ...]] = {"part0": ("part0",), "sdpa": ("sdpa", *SDPA_BACKENDS)}
 # Repeated in each row of CSV and JSON lines.
 MACHINE_COLUMNS = ("cpu", "isa", "simd_name", "torch", "commit", "date")
 
@@ -38,6 +40,8 @@ CASE = {
     "br": "Br",
     "bc": "Bc",
     "threads": "threads",
+    "device": "device",
+    "l2": "L2",
 }
 ROW_FIGURES = (
     "ms",
@@ -47,10 +51,13 @@ ROW_FIGURES = (
     "margin",
     "left_out",
     "gflops",
+    "tflops",
     "gbps",
     "peak_share",
     "bandwidth_share",
     *(f"over_{name}" for name in BASELINES),
+    "over_step_before",
+    "over_sequential",
 )
 # Columns of the Markdown table.
 FIGURES = {
@@ -59,12 +66,15 @@ FIGURES = {
     "margin": "± %",
     "left_out": "left out",
     "gflops": "GFLOP/s",
+    "tflops": "TFLOP/s",
     "peak_share": "of peak",
     "gbps": "GB/s",
     "bandwidth_share": "of bandwidth",
     "scratch": "scratch",
     "over_part0": "over part0",
     "over_sdpa": "over SDPA",
+    "over_step_before": "over step before",
+    "over_sequential": "over C++",
     "error": "error",
 }
 
@@ -74,8 +84,10 @@ def row(run: Run, result: Result) -> dict:
 
     ms, iqr_ms: median and interquartile range. low_ms, high_ms: the median's interval(); margin: half its
     width, as a share of the median. left_out: rounds that were slowed and do not count. gbps: 10^9 bytes
-    per second into the last of a core's own caches, by the part's own count. over_part0, over_sdpa: how many
-    times as fast as that contender in the same group.
+    per second into the last of a core's own caches, by the part's own count; on a GPU of q, k, v and the
+    output, where passing them once takes longer than the arithmetic. over_part0, over_sdpa: how many times as
+    fast as that contender in the same group, of SDPA's backends as the fastest. over_step_before: as the step
+    of the number before. over_sequential: as part1 on one core, by lab.bench.sequential.
     """
     cell, median = result.cell, result.median
     named = asdict(cell) | {"status": result.status, "note": result.note, "error": result.error}
@@ -87,21 +99,22 @@ def row(run: Run, result: Result) -> dict:
         figures |= {"low_ms": 1e3 * low, "high_ms": 1e3 * high, "margin": result.margin}
         figures["left_out"] = len(result.seconds) - len(result.counted)
         figures["gflops"] = cell.flops / median / 1e9
+        figures["tflops"] = cell.flops / median / 1e12 if cell.device == "cuda" else None
         figures["peak_share"] = cell.flops / median / run.peak(cell)
         if result.traffic is not None:
             figures["gbps"] = result.traffic / median / 1e9
             figures["bandwidth_share"] = result.traffic / median / run.bandwidths[cell.threads]
-        for name in BASELINES:
-            other = _median_of(run, name, cell.group)
+        others = {name: _least_median(run, names, cell.group) for name, names in BASELINES.items()}
+        others["step_before"] = _least_median(run, (step_before(cell.contender),), cell.group)
+        others["sequential"] = sequential.seconds(cell, run.sequential)
+        for name, other in others.items():
             figures[f"over_{name}"] = None if other is None else other / median
     return named | figures | {"scratch": result.scratch}
 
 
-def _median_of(run: Run, contender: str, group: tuple) -> float | None:
-    for result in run.results:
-        if result.cell.contender == contender and result.cell.group == group:
-            return result.median
-    return None
+def _least_median(run: Run, contenders: tuple[str | None, ...], group: tuple) -> float | None:
+    medians = [r.median for r in run.results if r.cell.contender in contenders and r.cell.group == group]
+    return min((median for median in medians if median is not None), default=None)
 
 
 def text(run: Run, form: str) -> str:
@@ -110,6 +123,8 @@ def text(run: Run, form: str) -> str:
     if form == "json":
         return json.dumps(as_json(run) | {"rows": rows}, indent=1)
     facts = {name: run.machine.get(name) for name in MACHINE_COLUMNS}
+    if gpu := run.machine.get("gpu"):
+        facts["gpu"] = gpu["name"]
     if form == "jsonl":
         return "\n".join(json.dumps(figures | facts) for figures in rows)
     if form == "csv":
@@ -124,6 +139,8 @@ def text(run: Run, form: str) -> str:
 def header(run: Run) -> str:
     """The machine that the figures were measured on, in Markdown."""
     m = run.machine
+    if m.get("gpu"):
+        return "  \n".join(_header_of_gpu(run))
     caches = ", ".join(f"L{cache['level']} {size_text(cache['size'])}" for cache in m["caches"])
     lines = [
         f"{m['cpu']}, {m['cores']} cores, {caches}; {m['isa']}; SIMD: {m.get('simd_name', m['simd'])}",
@@ -135,11 +152,35 @@ def header(run: Run) -> str:
             f"{run.bandwidths[threads] / 1e9:.0f} GB/s from beyond {size_text(run.cache)} of cache"
             + (f", AMX peak {run.amx_peaks[threads] / 1e9:.0f} GFLOP/s" if threads in run.amx_peaks else "")
         )
-    if not run.complete:
-        lines.append("Stopped before the end.")
-    if run.busy:
-        lines.append(run.busy)
-    return "  \n".join(lines)
+    return "  \n".join(lines + _caveats(run))
+
+
+def _header_of_gpu(run: Run) -> list[str]:
+    m, gpu = run.machine, run.machine["gpu"]
+    limits = [f"FMA peak {_tera(run.peaks[1])}FLOP/s in fp32"]
+    limits += [
+        f"{_tera(peak)}FLOP/s in {dtype} by PyTorch's product of large random matrices"
+        for dtype, peak in run.tensor_peaks.items()
+    ]
+    limits += [f"memory {name} at {_tera(rate)}B/s" for name, rate in gpu["bandwidths"].items()]
+    lines = [
+        f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['multiprocessors']} multiprocessors, "
+        f"{size_text(gpu['memory'])}, L2 {size_text(gpu['l2'])}; host {m['cpu']}",
+        f"{m['os']}, Python {m['python']}, PyTorch {m['torch']}, CUDA {gpu['cuda']}, commit {m['commit']}, "
+        f"{m['date']} UTC",
+        ", ".join(limits),
+        *(sequential.text(result) for result in run.sequential),
+    ]
+    return lines + _caveats(run)
+
+
+def _tera(rate: float) -> str:
+    return f"{rate / 1e12:.3g} T" if rate >= 1e12 else f"{rate / 1e9:.3g} G"
+
+
+def _caveats(run: Run) -> list[str]:
+    stopped = ["Stopped before the end."] * (not run.complete)
+    return stopped + [run.busy] * bool(run.busy)  # type: ignore[list-item]
 
 
 def table(rows: list[dict]) -> str:
@@ -153,8 +194,9 @@ def table(rows: list[dict]) -> str:
         if (values := {r[name] for r in rows if r[name] is not None})
     ]
     shown = [name for name in FIGURES if name == "ms" or any(r[name] is not None for r in rows)]
-    if not any(r["left_out"] for r in rows):
-        shown = [name for name in shown if name != "left_out"]
+    unwanted = {"left_out"} if not any(r["left_out"] for r in rows) else set()
+    unwanted |= {"gflops"} if "tflops" in shown else set()
+    shown = [name for name in shown if name not in unwanted]
     titles = ["contender", *(CASE[name] for name in varying), *(FIGURES[name] for name in shown)]
     lines = [", ".join(same), "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for r in rows:
@@ -188,8 +230,13 @@ def infirm(run: Run) -> str | None:
 
 
 def _case(rows: list[dict]) -> tuple[list[str], list[str]]:
-    """The names of CASE that differ between rows, and the others; unusual queries and dtypes only."""
-    usual = {"queries": lambda r: r["N"], "dtype": lambda r: Dtype.FP32}
+    """The names of CASE that differ between rows, and the others; of some only unusual values are shown."""
+    usual = {
+        "queries": lambda r: r["N"],
+        "dtype": lambda r: Dtype.FP32,
+        "device": lambda r: "cpu",
+        "threads": lambda r: r["threads"] if r["device"] == "cuda" else None,
+    }
     case = [
         name for name in CASE if name not in usual or any(r[name] not in (None, usual[name](r)) for r in rows)
     ]
@@ -240,6 +287,7 @@ def load(file: Path) -> Run:
         run.bandwidths = {int(threads): rate for threads, rate in run.bandwidths.items()}
         run.amx_peaks = {int(threads): peak for threads, peak in run.amx_peaks.items()}
         run.results = [_result(entry) for entry in content["results"]]
+        run.sequential = [_result(entry) for entry in content.get("sequential", [])]
         _check_run(run)
         header(run)  # raises KeyError for what the machine lacks
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -255,6 +303,8 @@ def _result(entry: dict) -> Result:
     _check("simd", cell.simd, cell.simd is None or cell.simd in SIMD)
     _check("causal", cell.causal, isinstance(cell.causal, bool))
     _check("dtype", cell.dtype, cell.dtype in list(Dtype))
+    _check("device", cell.device, cell.device in DEVICES)
+    _check("l2", cell.l2, cell.l2 in (None, *L2))
     for name in ("N", "queries", "d", "batch", "heads", "br", "bc", "threads"):
         size = getattr(cell, name)
         _check(name, size, size is None and name in ("br", "bc") or type(size) is int and 0 < size < 2**31)
@@ -277,7 +327,9 @@ def _check_run(run: Run) -> None:
         rates = getattr(run, name)
         _check(name, rates, all(_is_number(rate) and rate > 0 for rate in rates.values()))
         _check(name, rates, threads <= rates.keys() and run.peaks.keys() <= rates.keys())
-    _check("amx_peaks", run.amx_peaks, all(_is_number(rate) and rate > 0 for rate in run.amx_peaks.values()))
+    for name in ("amx_peaks", "tensor_peaks"):
+        rates = getattr(run, name)
+        _check(name, rates, all(_is_number(rate) and rate > 0 for rate in rates.values()))
     _check("cache", run.cache, type(run.cache) is int and run.cache > 0)
     _check("busy", run.busy, isinstance(run.busy, str | None))
 

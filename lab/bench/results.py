@@ -59,6 +59,10 @@ class Run:
     `cache` bytes, the last one that belongs to a core alone; both by number of threads. amx_peaks: of AMX's
     products in bfloat16, where a cell has that dtype and the processor AMX. busy: why the figures are not
     firm. complete: False if the run was stopped.
+
+    On a GPU the cache is L2, and the number of threads is 1, of the host's. tensor_peaks: of a product of
+    large matrices, by dtype. sequential: part1's results on one core, for lab.bench.sequential.smaller()
+    cells.
     """
 
     machine: dict
@@ -71,8 +75,12 @@ class Run:
     amx_peaks: dict[int, float] = field(default_factory=dict)
     busy: str | None = None
     complete: bool = False
+    tensor_peaks: dict[str, float] = field(default_factory=dict)
+    sequential: list[Result] = field(default_factory=list)
 
     def peak(self, cell: Cell) -> float:
-        """The peak of the instructions that compute a cell."""
+        """The peak of the instructions that compute a cell, on a GPU of those that could."""
+        if cell.device == "cuda" and cell.dtype in self.tensor_peaks:
+            return self.tensor_peaks[cell.dtype]
         amx = self.amx_peaks.get(cell.threads) if cell.by_amx else None
         return amx or self.peaks[cell.threads]

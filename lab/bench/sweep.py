@@ -15,12 +15,14 @@ from attention_ext import processor, tiles
 from lab import saved
 from lab.bench import compare, report, tune
 from lab.bench.cases import Cell, check_memory
+from lab.bench.cuda import GpuBench
 from lab.bench.measure import Bench
 from lab.bench.results import Run
 
 Echo = Callable[..., None]  # click.echo's signature
 REFRESH_SECONDS = 0.2  # between two pictures of the progress bar, at least
-ASSUMED_FLOPS = 5e10  # operations per second, to weigh the cells of the progress bar
+# Operations per second, to weigh the cells of the progress bar.
+ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 2e13}
 
 
 def plan_text(cells: Sequence[Cell], rounds: int) -> str:
@@ -31,11 +33,22 @@ def plan_text(cells: Sequence[Cell], rounds: int) -> str:
     return "\n".join(lines)
 
 
-def measure(cells: Sequence[Cell], rounds: int, min_time: float) -> tuple[Run, bool]:
-    """Measure a sweep, with a progress bar on a terminal; gives the run, and whether Ctrl-C stopped it."""
-    bench = Bench(cells, rounds, min_time)
+def measure(
+    cells: Sequence[Cell], rounds: int, min_time: float, against_cpu: bool = False
+) -> tuple[Run, bool]:
+    """Measure a sweep, with a progress bar on a terminal; gives the run, and whether Ctrl-C stopped it.
+
+    against_cpu: with cells on a GPU, also time sequential C++.
+    """
+    bench: Bench | GpuBench
+    if cells[0].device == "cuda":
+        bench = GpuBench(cells, rounds, min_time, against_cpu=against_cpu)
+    else:
+        bench = Bench(cells, rounds, min_time)
     # A cell's time is unknown; its operations and the least time that was asked for are known.
-    weight = {cell: max(min_time, rounds * cell.flops / ASSUMED_FLOPS) / rounds for cell in cells}
+    weight = {
+        cell: max(min_time, rounds * cell.flops / ASSUMED_FLOPS[cell.device]) / rounds for cell in cells
+    }
     steps = 1 + rounds  # verified, timed
     try:
         with progress(sum(weight.values()) * steps, "measuring") as advance:

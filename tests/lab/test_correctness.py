@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEventAvg
 
-from attention_ext import attention
-from lab import correctness
+from attention_ext import BuildError, attention
+from attention_ext.cuda.steps import STEPS
+from attention_ext.parts import Dtype
+from lab import correctness, gpu
 
 
 def lines_of(part, **change):
@@ -101,6 +105,89 @@ def test_a_wrong_kernel_is_caught_and_located(monkeypatch):
 def test_a_length_that_cannot_fit_is_refused():
     with pytest.raises(ValueError, match="N is 10000000; the reference would need .* at most"):
         correctness.run("part4", 10_000_000, 256, 256, False)
+
+
+def test_other_sizes_than_the_labs(part):
+    passed, lines = lines_of(part, N=50, batch=2, heads=3, d=24)
+    assert passed and correctness.synthetic_qkv(50, batch=2, heads=3, d=24)[0].shape == (2, 3, 50, 24)
+
+
+def test_slices_of_heads_give_the_same():
+    q, k, v = (torch.randn(3, 2, 20, 8) for _ in range(3))
+    seen = []
+
+    def part0(q, k, v):
+        seen.append(q.shape[1])
+        return attention("part0", q, k, v)
+
+    whole = attention("part0", q, k, v)
+    for count, sizes in ((1, [2]), (2, [3, 3]), (4, [2, 2, 1, 1]), (6, [1] * 6)):
+        seen.clear()
+        assert torch.equal(correctness.in_slices(part0, count, (q, k, v)), whole)
+        assert seen == sizes
+
+
+def test_the_reference_takes_as_many_slices_as_a_gpu_needs():
+    """A head of 4096 has two matrices of 64 MiB."""
+    for free, slices in ((80 << 30, 1), (40 << 30, 2), (10 << 30, 6), (1 << 30, 58), (150 << 20, 400)):
+        assert correctness.slices_of_reference(4096, 400, free) == slices
+    with pytest.raises(ValueError, match="N is 4096; the reference would need 0 GiB for a head, so it must"):
+        correctness.slices_of_reference(4096, 400, 100 << 20)
+
+
+@pytest.fixture
+def on_gpu():
+    try:
+        gpu.Gpu()
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("step", [None, *STEPS])
+def test_every_step_passes(on_gpu, step, dtype):
+    if step and dtype not in STEPS[step].dtypes:
+        pytest.skip(f"step {step} does not take {dtype}")
+    arguments = dict(N=300, br=None, bc=None, dtype=dtype, step=step, batch=3, device="cuda")
+    try:
+        for causal in (False, True):
+            passed, lines = lines_of("part4", causal=causal, **arguments)
+            assert passed, lines[-1]
+    except ValueError as error:  # the GPU is too old
+        pytest.skip(str(error))
+    assert any(line.startswith(f"step {step or ''}") for line in lines)
+    assert sum(line.startswith("cuda time:  ") for line in lines) == 2
+    assert any("CUDA total" in line for line in lines)
+    assert memory_of(lines)[1] >= 3 * 4 * 300 * 32 * Dtype(dtype).bytes
+
+
+def test_slices_on_a_gpu(on_gpu, monkeypatch):
+    monkeypatch.setattr(correctness, "slices_of_reference", lambda N, count, free: 5)
+    for part in ("part0", "part4"):
+        passed, lines = lines_of(part, N=100, br=None, bc=None, batch=3, device="cuda")
+        assert passed and any("do not fit at once: 5 slices of heads" in line for line in lines)
+    with pytest.raises(ValueError, match="d is 257; it must be at most 256 on CUDA"):
+        lines_of("part4", N=100, br=None, bc=None, d=257, device="cuda")
+
+
+def test_the_profilers_own_rows_are_left_out():
+    def row(key, device, annotation=False):
+        made = FunctionEventAvg()
+        made.key, made.device_type, made.is_user_annotation, made.use_device = key, device, annotation, "cuda"
+        made.count = 1
+        return made
+
+    CPU, CUDA = DeviceType.CPU, DeviceType.CUDA
+    table = correctness.table_by_cuda_time(
+        [
+            row("ProfilerStep*", CPU, True),
+            row("PART4", CPU, True),
+            row("PART4", CUDA, True),
+            row("attention_step1", CUDA),
+        ]
+    )
+    assert "ProfilerStep" not in table
+    assert table.count("PART4") == 1 and table.count("attention_step1") == 1
 
 
 def test_4d_access(extension):

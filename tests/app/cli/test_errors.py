@@ -9,9 +9,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from support import ROOT
 
 from attention_ext import PARTS, processor
+from attention_ext.build import nvrtc
 
 WRONG = [
     (["part9"], "No such command 'part9'"),
@@ -26,6 +28,17 @@ WRONG = [
     (["part4", "--prompt", "To be"], "--prompt goes with --inference only"),
     (["part4", "--inference", "--causal"], "--causal does not go with --inference"),
     (["part4", "-N", "10000000"], "N is 10000000; the reference would need"),
+    (["part4", "-N", "1000000", "-B", "3"], "here with 12 heads"),
+    (["part4", "--dtype", "fp16"], "dtype is 'fp16'; no part takes it on the CPU"),
+    (["part4", "--inference", "-B", "3"], "-B does not go with --inference"),
+    (["part4", "--step", "1"], "--step goes with --device cuda only"),
+    (["part0", "--step", "1", "--device", "cuda"], "--step goes with part4 only"),
+    (["part4", "--step", "7", "--device", "cuda"], "'--step': '7' is not one of '1', "),
+    (["part1", "--device", "cuda"], "part1 has no CUDA kernel; --device cuda goes with part0 and part4 only"),
+    (["part2", "--device", "cuda", "--inference"], "--device does not go with --inference"),
+    (["part4", "--device", "cuda", "-br", "64"], "-br does not go with --device cuda: each step has its own"),
+    (["part4", "--device", "cuda", "--threads", "2"], "--threads does not go with --device cuda"),
+    (["part4", "--device", "cuda", "--simd", "off"], "--simd does not go with --device cuda"),
     (["part0", "--inference", "-m", "shakes512"], "model 'shakes512' was not found"),
     (
         ["part0", "--inference", "--prompt", "naïve 日本"],
@@ -72,6 +85,23 @@ def test_a_file_that_is_no_text_is_named(failed, tmp_path):
         assert "binary is not UTF-8 at byte 3" in failed(*arguments)
     message = failed("part0", "--inference", "--prompt-file", "-", input=b"\xff")
     assert "standard input is not UTF-8 at byte 0" in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("part", ["part0", "part4"])
+def test_without_a_gpu(failed, part):
+    assert "device is 'cuda', and" in failed(part, "--device", "cuda")
+
+
+def test_without_nvrtc(failed, monkeypatch):
+    """As on a machine with a GPU and without cuda-core."""
+    from lab import gpu
+
+    def missing() -> None:
+        raise nvrtc.missing("cuda.core is missing")
+
+    monkeypatch.setattr(gpu, "Gpu", missing)
+    assert "pip install cuda-core" in failed("part4", "--device", "cuda")
 
 
 EVERY_PART = """

@@ -65,6 +65,19 @@ def test_the_test_in_bf16(cli, extension, part):
         assert done.stderr.startswith(f"gpt.py: error: dtype is 'bf16'; {part} does not take it")
 
 
+def test_the_tests_shape(cli, extension, monkeypatch):
+    shapes = []
+
+    def recorded(part, q, k, v, **options):
+        shapes.append((part, tuple(q.shape)))
+        return right(part, q, k, v, **options)
+
+    right = attention_ext.attention
+    monkeypatch.setattr(correctness, "attention", recorded)
+    assert cli("part4", "-N", 32, "-B", 3, "--heads", 2, "-d", 16, "--threads", 1).returncode == 0
+    assert set(shapes) == {("part0", (3, 2, 32, 16)), ("part4", (3, 2, 32, 16))}
+
+
 def test_a_small_mismatch_in_bf16_is_one(cli, extension, monkeypatch):
     right = correctness.attention
     monkeypatch.setattr(

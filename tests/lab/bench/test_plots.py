@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from attention_ext import PARTS
 from lab.bench import contenders, report
 
 plots = pytest.importorskip("lab.bench.plots", exc_type=ValueError)
@@ -35,4 +34,4 @@ def test_pictures_show_the_runs_figures(made):
     looks = {(line.get_marker(), line.get_linestyle()) for line in lines.values()}
     assert len(looks) == 3  # the lines can be told apart without colour
     assert plots.tiles(made()) is None and plots.scaling(made(threads=(1,))) is None
-    assert len({plots.look(name) for name in contenders.contenders()}) == len(PARTS) + 2
+    assert len({plots.look(name) for name in contenders.contenders()}) == len(contenders.contenders())

@@ -1,0 +1,179 @@
+"""The GPU that a measurement runs on: its description, its limits, its memory, and how a call on it is timed.
+
+A time is the GPU's: that between two CUDA events on the stream, one before and one after a call. Launching a
+call takes the host tens of microseconds, longer than a short kernel runs. So the GPU pauses until the host
+has launched some calls, and then runs them without a gap.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_ext.cuda import kernels
+from attention_ext.cuda.steps import Step, Tile
+from attention_ext.parts import Dtype
+
+FLUSH_CACHES = 4  # what clears the L2 cache is so many times its size
+MATMUL_SIDE = 8192
+MOST_COPIED = 2**31  # bytes
+READING_BLOCKS = 16  # for each multiprocessor
+COMPUTING_BLOCKS = 4  # all resident: with more, some multiprocessors would end late
+FMAS_PER_REPEAT = 16 * 16  # CHAINS * UNROLLED of csrc/cuda/limits.cu
+FMA_REPEATS = 5000  # some 5 ms
+THREADS = 256
+TIMED = 10  # calls for a limit
+HOST_MARGIN = 1.5  # the pause is so many times as long as launching takes
+LONGEST_PAUSE = 0.05  # seconds
+
+# A row as those of steps.STEPS, so that what compiles and launches them does this too.
+LIMITS = Step(
+    "limits",
+    "limits.cu",
+    ("fma_chains", "read_all", "pause"),
+    "multiply-adds in registers; reading; a pause",
+    "",
+    lambda d, dtype: iter([Tile(1, 1, (THREADS, 1), 0)]),
+)
+
+
+def slug() -> str:
+    """The name of PyTorch's current GPU as part of a file's name. Raises BuildError if there is none."""
+    kernels.check_gpu()
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+
+
+class Gpu:
+    """PyTorch's current CUDA device.
+
+    Raises BuildError, in one line, if there is none, or no compiler for it.
+    """
+
+    def __init__(self) -> None:
+        kernels.check_gpu()
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        torch.zeros(1, device=self.device)  # makes the device's context current
+        self._limits = kernels.load(LIMITS, 1, Dtype.FP32, self.device.index)
+        self._properties: Any = torch.cuda.get_device_properties(self.device)
+        self._flush: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def l2(self) -> int:
+        """Bytes of the L2 cache."""
+        return self._properties.L2_cache_size
+
+    def describe(self) -> dict:
+        """What stands above a table of figures, beside machine.describe()."""
+        on = kernels.gpu(self.device.index)
+        return {
+            "name": on.name,
+            "capability": ".".join(map(str, on.capability)),
+            "multiprocessors": on.multiprocessors,
+            "memory": self._properties.total_memory,
+            "l2": self.l2,
+            "cuda": torch.version.cuda,
+        }
+
+    def free(self) -> int:
+        """Bytes that can still be allocated."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+
+    def allocated(self, function: Callable[[], Tensor]) -> tuple[Tensor, int]:
+        """The result of `function`, and the most bytes that PyTorch's allocator gave out at once for it."""
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        out = function()
+        torch.cuda.synchronize()
+        return out, torch.cuda.max_memory_allocated(self.device) - before
+
+    def once(self, call: Callable[[], object]) -> tuple[float, float]:
+        """Seconds of a call, and those in which the host launches it."""
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        launched = time.perf_counter() - start
+        torch.cuda.synchronize()
+        return time.perf_counter() - start, launched
+
+    def time(
+        self, call: Callable[[], object], count: int, cold: bool = False, launching: float = 0.0
+    ) -> list[float]:
+        """Seconds of each of so many calls. cold: the L2 cache is cleared before each.
+
+        launching: seconds in which the host launches one.
+        """
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        self.pause(min(LONGEST_PAUSE, HOST_MARGIN * count * launching))
+        for begin, end in events:
+            if cold:
+                self.clear_cache()
+            begin.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return [1e-3 * begin.elapsed_time(end) for begin, end in events]
+
+    def pause(self, seconds: float) -> None:
+        """Let the stream wait for so long, not the host."""
+        self._limits.launch("pause", 1, ctypes.c_ulonglong(int(1e9 * seconds)))
+
+    def clear_cache(self) -> None:
+        """Fill the L2 cache with other data: a buffer is written, and another one read.
+
+        After the writing alone the next kernel would share the memory's bandwidth with what is written back.
+        """
+        if self._flush is None:
+            numbers = FLUSH_CACHES * self.l2 // 4
+            self._flush = torch.zeros(numbers, device=self.device), torch.zeros(numbers, device=self.device)
+        written, read = self._flush
+        written.zero_()
+        self._read(read)
+
+    def fma_peak(self) -> float:
+        """The highest rate of floating-point operations per second in float32, by chains in registers."""
+        blocks = kernels.gpu(self.device.index).multiprocessors * COMPUTING_BLOCKS
+        never = torch.zeros(1, device=self.device)
+
+        def chains() -> None:
+            pointer, repeats = ctypes.c_void_p(never.data_ptr()), ctypes.c_int(FMA_REPEATS)
+            self._limits.launch(
+                "fma_chains", blocks, pointer, repeats, ctypes.c_float(0.5), ctypes.c_float(1)
+            )
+
+        return 2 * FMAS_PER_REPEAT * FMA_REPEATS * blocks * THREADS / self._best(chains)
+
+    def tensor_peak(self, dtype: Dtype) -> float:
+        """Floating-point operations per second of PyTorch's product of two large random matrices."""
+        kind = getattr(torch, dtype.torch_name)
+        a, b = (torch.randn(MATMUL_SIDE, MATMUL_SIDE, device=self.device).to(kind) for _ in range(2))
+        out = torch.empty_like(a)
+        return 2 * MATMUL_SIDE**3 / self._best(lambda: torch.mm(a, b, out=out))
+
+    def bandwidths(self) -> dict[str, float]:
+        """Bytes per second of the memory: read by a kernel, and read and written by a copy."""
+        size = min(MOST_COPIED, self.free() // 4)
+        a, b = (torch.zeros(size // 4, device=self.device) for _ in range(2))
+        size = 4 * a.numel()
+        return {
+            "read": size / self._best(lambda: self._read(a)),
+            "copied": 2 * size / self._best(lambda: b.copy_(a)),
+        }
+
+    def _read(self, numbers: Tensor) -> None:
+        blocks = kernels.gpu(self.device.index).multiprocessors * READING_BLOCKS
+        data = ctypes.c_void_p(numbers.data_ptr())
+        # Zeros never add up to -1, so that nothing is written.
+        self._limits.launch("read_all", blocks, data, ctypes.c_longlong(numbers.numel() // 4), data)
+
+    def _best(self, call: Callable[[], object]) -> float:
+        """The seconds of a call, the least of several after a warm-up."""
+        self.time(call, 3)
+        return min(self.time(call, TIMED, launching=1e-4))

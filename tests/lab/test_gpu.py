@@ -1,0 +1,85 @@
+"""A GPU's limits, and how calls on it are timed. Without a GPU nearly all of it is skipped."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+
+from attention_ext import BuildError
+from attention_ext.build import nvrtc
+from attention_ext.parts import Dtype
+from lab import gpu
+
+
+@pytest.fixture(scope="module")
+def on():
+    try:
+        return gpu.Gpu()
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_the_kernels_of_the_limits_compile(arch):
+    """The chains must be in registers."""
+    try:
+        _, used = nvrtc.Source.of(gpu.LIMITS.file, arch, {"FORMAT": 0, "HEAD_DIM": 1}).compile()
+    except BuildError as error:
+        if "failed to compile" in str(error):
+            raise
+        pytest.skip(str(error))
+    assert used.stack == used.spill_stores == used.shared == 0 and used.registers <= 64
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu():
+    for function in (gpu.Gpu, gpu.slug):
+        with pytest.raises(BuildError, match="device is 'cuda', and"):
+            function()
+
+
+def test_limits_are_plausible(on):
+    found = on.describe()
+    clocks = on.fma_peak() / (2 * found["multiprocessors"])  # times the lanes of a multiprocessor
+    assert 64 * 0.5e9 < clocks < 256 * 3e9
+    assert on.fma_peak() == pytest.approx(on.fma_peak(), rel=0.1)
+    assert on.tensor_peak(Dtype.BF16) > on.fma_peak()
+    rates = on.bandwidths()
+    assert rates["read"] == pytest.approx(rates["copied"], rel=0.35)
+    assert found["name"] == torch.cuda.get_device_name() and 0 < on.free() <= found["memory"]
+    assert gpu.slug().isascii() and " " not in gpu.slug()
+
+
+def test_a_pause_takes_its_time(on):
+    assert on.time(lambda: on.pause(0.01), 3) == pytest.approx([0.01] * 3, rel=0.05)
+
+
+def test_launching_is_hidden(on):
+    """A kernel of some microseconds, launched by a slow host."""
+    small = torch.zeros(1000, device=on.device)
+
+    def slow():
+        end = 0
+        while end < 20_000:
+            end += 1
+        small.add_(1)
+
+    _, launching = on.once(slow)
+    assert statistics.median(on.time(slow, 20, launching=launching)) < 0.2 * launching
+
+
+def test_a_cold_cache_is_slower(on):
+    data = torch.zeros(on.l2 // 16, device=on.device)  # a quarter of the cache
+    warm, cold = (statistics.median(on.time(data.sum, 20, cold, 1e-4)) for cold in (False, True))
+    assert cold > 1.1 * warm
+
+
+def test_memory_is_what_is_allocated(on):
+    def function():
+        scratch = torch.empty(3 << 20, dtype=torch.uint8, device=on.device)
+        return scratch[: 1 << 20].clone()
+
+    out, memory = on.allocated(function)
+    assert out.numel() == 1 << 20 and memory == 4 << 20
