@@ -1,7 +1,7 @@
 # The project's tasks. `make` lists them.
 .DEFAULT_GOAL := help
 python := .venv/bin/python
-cpp := $(shell git ls-files '*.cpp' '*.h' 2>/dev/null)
+cpp := $(shell git ls-files '*.cpp' '*.cu' '*.h' 2>/dev/null)
 
 .PHONY: help setup test robustness lint format bench figures docs ci
 

@@ -145,12 +145,6 @@ def _address(argument: Any) -> int:
 
 
 @functools.cache
-def tile_of(step: Step, d: int, dtype: Dtype, index: int, queries: int) -> Tile:
-    """The tile of a step on the GPU with this number. Raises ValueError if shared memory is too small."""
-    return step.tile(d, dtype, gpu(index).shared, queries)
-
-
-@functools.cache
 def load(step: Step, tile: Tile, d: int, dtype: Dtype, index: int) -> Kernel:
     """The kernel of a step for heads of width d on a GPU, compiled if need be. Its context must be current.
 
@@ -170,6 +164,16 @@ def load(step: Step, tile: Tile, d: int, dtype: Dtype, index: int) -> Kernel:
     return Kernel(step, tile, library, functions)
 
 
+@functools.cache
+def prepared(step: str, d: int, dtype: Dtype, index: int, few: bool, queries: int) -> Kernel:
+    """The kernel of a step by its name, of the fastest one if it is empty; see choose() and load().
+
+    queries: up to MOST_DISTINGUISHED, by which tiles differ.
+    """
+    row = choose(step, d, dtype, index, few)
+    return load(row, row.tile(d, dtype, gpu(index).shared, queries), d, dtype, index)
+
+
 def run(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, return_lse: bool, step: str = ""
 ) -> tuple[Tensor, Tensor]:
@@ -181,8 +185,9 @@ def run(
     dtype = Dtype.of(q.dtype)
     Nk, index = k.shape[2], q.device.index
     with torch.cuda.device(q.device):
-        row = choose(step, d, dtype, index, steps.few_queries(Nq, Nk, B * H, gpu(index).multiprocessors))
-        kernel = load(row, tile_of(row, d, dtype, index, min(Nq, MOST_DISTINGUISHED)), d, dtype, index)
+        few = steps.few_queries(Nq, Nk, B * H, gpu(index).multiprocessors)
+        kernel = prepared(step, d, dtype, index, few, min(Nq, MOST_DISTINGUISHED))
+        row = kernel.step
         q, k, v = (_laid_out(t, row) for t in (q, k, v))
         out = q.new_empty(B, H, Nq, row.padded(d))
         lse = q.new_empty((B, H, Nq) if return_lse else (0,), dtype=torch.float32)

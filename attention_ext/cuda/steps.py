@@ -207,7 +207,7 @@ def default(d: int, dtype: Dtype, capability: tuple[int, int], shared: int, few:
 
 
 def few_queries(queries: int, keys: int, heads: int, multiprocessors: int) -> bool:
-    """Whether splitting the keys is faster: tiles of queries would be nearly empty, or fewer than a GPU takes.
+    """Whether splitting the keys is faster: tiles of queries would be nearly empty, or too few.
 
     heads: of all batches. On an H200 four queries a head, or eight in fewer heads than half of its
     multiprocessors, read K and V at a third or more of the memory's bandwidth.
@@ -217,9 +217,9 @@ def few_queries(queries: int, keys: int, heads: int, multiprocessors: int) -> bo
 
 
 def spans(rows: int, keys: int, step: int, slots: int) -> int:
-    """Into how many spans the split step cuts the keys of each row of blocks, so that all slots have work.
+    """Into how many spans the split step cuts the keys, so that all of the GPU has work.
 
-    rows: blocks for one span. step: keys that a block takes at a time. slots: blocks that the GPU runs at once.
+    rows: blocks for one span. step: keys that a block takes at a time. slots: blocks that run at once.
     More waves of blocks fill the last one better, and cost more merging.
     """
     most = max(1, keys // step)

@@ -34,8 +34,8 @@ def encodable(t: torch.Tensor) -> bool:
 def tensor_map(t: torch.Tensor, rows: int) -> driver.CUtensorMap:
     """The map of `t` (B, H, N, d) for copies of `rows` rows and `box_columns(d)` columns.
 
-    Encoding runs on the CPU alone: it neither synchronises nor touches the stream. A launch copies the map, so
-    a captured graph keeps its own.
+    Encoding runs on the CPU alone: it neither synchronises nor touches the stream. A launch copies the map,
+    so a captured graph keeps its own.
     """
     return _encode(t.data_ptr(), t.dtype, tuple(t.shape), t.stride(), rows)
 
@@ -44,8 +44,8 @@ def tensor_map(t: torch.Tensor, rows: int) -> driver.CUtensorMap:
 def _encode(address, dtype, shape, strides, rows):
     B, H, N, d = shape
     batch, head, row, _ = (2 * stride for stride in strides)
-    # A dimension of stride 0 repeats the same numbers: it has one entry here, and the kernel asks for entry 0.
-    # The stride of a dimension with one entry is never used, but must be valid.
+    # A dimension of stride 0 has one entry, which the kernel asks for. The stride of a dimension with one
+    # entry is never used, but must be valid.
     batches, heads = (B if batch else 1), (H if head else 1)
     integers, words = driver.cuuint64_t, driver.cuuint32_t
     columns = box_columns(d)

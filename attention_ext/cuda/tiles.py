@@ -1,7 +1,7 @@
 """The tiles of each CUDA kernel for heads of width d: sizes, threads, shared memory, macros.
 
-A function gives the tiles for d, already padded, a dtype and a number of queries, the best first. The formulas
-of shared memory are those of the sources in csrc/cuda/.
+A function gives the tiles for d, already padded, a dtype and a number of queries, the best first. The
+formulas of shared memory are those of the sources in csrc/cuda/.
 """
 
 from __future__ import annotations
