@@ -169,8 +169,8 @@ def _sound(part: Part, q, k, v, causal: bool) -> bool:
             type(q) is type(k) is type(v) is torch.Tensor
             and q.dtype is k.dtype is v.dtype
             and (q.is_cpu and k.is_cpu and v.is_cpu or q.is_cuda and q.device == k.device == v.device)
-            and (q.dtype is torch.float32 or str(q.dtype)[6:] in part.dtypes["cpu" if q.is_cpu else "cuda"])
             and q.device.type in part.dtypes
+            and (q.dtype is torch.float32 or str(q.dtype)[6:] in part.dtypes[q.device.type])
             and k.shape == (B, H, Nk, d) == v.shape
             and 0 < B * H * d * Nq * Nk
             and Nq * Nk < MOST_SCORES
