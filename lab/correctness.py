@@ -206,7 +206,7 @@ def run(
         timed = partial(measure_on_gpu, on)
         lines.append(f"{on.describe()['name']}")
         if row.operator:
-            lines.append(describe_step(on, step, d, kind))
+            lines.append(describe_step(on, step, batch * heads, N, d, kind))
         q, k, v = synthetic_qkv(N, kind, batch, heads, d, device)
         slices = slices_of_reference(N, batch * heads, on.free())
         if slices > 1:
@@ -248,7 +248,7 @@ def run(
     return True
 
 
-def describe_step(on: gpu.Gpu, step: str | None, d: int, dtype: Dtype) -> str:
+def describe_step(on: gpu.Gpu, step: str | None, heads: int, N: int, d: int, dtype: Dtype) -> str:
     """The step that runs, in a line; it is compiled.
 
     Raises ValueError if it does not take the inputs or this GPU, BuildError if it cannot be compiled.
@@ -256,8 +256,8 @@ def describe_step(on: gpu.Gpu, step: str | None, d: int, dtype: Dtype) -> str:
     if d > WIDEST:
         raise ValueError(f"d is {d}; it must be at most {WIDEST} on CUDA")
     index = on.device.index
-    row = kernels.choose(step, d, dtype, index)
-    tile = kernels.load(row, d, dtype, index).tile
+    kernel = kernels.kernel_for(step or "", heads, N, N, d, dtype, index)
+    row, tile = kernel.step, kernel.tile
     return (
         f"step {row.name}: {row.summary}; tiles of {tile.br} queries and {tile.bc} keys, "
         f"{tile.threads[0] * tile.threads[1]} threads and {tile.shared} bytes of shared memory for a block"

@@ -32,6 +32,7 @@ TIMED = 10  # calls for a limit
 HOST_MARGIN = 1.5  # the pause is so many times as long as launching takes
 LONGEST_PAUSE = 0.05  # seconds
 
+LIMITS_TILE = Tile(1, 1, (THREADS, 1), 0)
 # A row as those of steps.STEPS, so that what compiles and launches them does this too.
 LIMITS = Step(
     "limits",
@@ -39,7 +40,7 @@ LIMITS = Step(
     ("fma_chains", "read_all", "pause"),
     "multiply-adds in registers; reading; a pause",
     "",
-    lambda d, dtype: iter([Tile(1, 1, (THREADS, 1), 0)]),
+    lambda d, dtype, queries: iter([LIMITS_TILE]),
 )
 
 
@@ -59,7 +60,7 @@ class Gpu:
         kernels.check_gpu()
         self.device = torch.device("cuda", torch.cuda.current_device())
         torch.zeros(1, device=self.device)  # makes the device's context current
-        self._limits = kernels.load(LIMITS, 1, Dtype.FP32, self.device.index)
+        self._limits = kernels.load(LIMITS, LIMITS_TILE, 1, Dtype.FP32, self.device.index)
         self._properties: Any = torch.cuda.get_device_properties(self.device)
         self._flush: tuple[Tensor, Tensor] | None = None
 

@@ -23,7 +23,7 @@ class Resources:
     """What a thread of a compiled kernel uses, by ptxas's report.
 
     registers: of 32 bits. stack, spill_stores, spill_loads: bytes of local memory; spills go there.
-    shared: static bytes for the block.
+    shared: static bytes for the block. losses: lines in which ptxas warns of a loss of speed.
     """
 
     registers: int
@@ -31,6 +31,7 @@ class Resources:
     spill_stores: int
     spill_loads: int
     shared: int
+    losses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ def parse(log: str) -> Resources:
         spill_stores=most(r"(\d+) bytes spill stores"),
         spill_loads=most(r"(\d+) bytes spill loads"),
         shared=most(r"(\d+) bytes smem"),
+        losses=tuple(line for line in log.splitlines() if "Performance Loss" in line or "C75" in line),
     )
 
 

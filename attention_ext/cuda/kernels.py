@@ -164,12 +164,17 @@ def load(step: Step, tile: Tile, d: int, dtype: Dtype, index: int) -> Kernel:
     return Kernel(step, tile, library, functions)
 
 
-@functools.cache
-def prepared(step: str, d: int, dtype: Dtype, index: int, few: bool, queries: int) -> Kernel:
-    """The kernel of a step by its name, of the fastest one if it is empty; see choose() and load().
+def kernel_for(step: str, heads: int, Nq: int, Nk: int, d: int, dtype: Dtype, index: int) -> Kernel:
+    """The kernel of a step, of the fastest one if its name is empty, for a call; heads: of all batches.
 
-    queries: up to MOST_DISTINGUISHED, by which tiles differ.
+    Raises ValueError and BuildError as choose() and load() do. The GPU's context must be current.
     """
+    few = steps.few_queries(Nq, Nk, heads, gpu(index).multiprocessors)
+    return _prepared(step, d, dtype, index, few, min(Nq, MOST_DISTINGUISHED))
+
+
+@functools.cache
+def _prepared(step: str, d: int, dtype: Dtype, index: int, few: bool, queries: int) -> Kernel:
     row = choose(step, d, dtype, index, few)
     return load(row, row.tile(d, dtype, gpu(index).shared, queries), d, dtype, index)
 
@@ -185,8 +190,7 @@ def run(
     dtype = Dtype.of(q.dtype)
     Nk, index = k.shape[2], q.device.index
     with torch.cuda.device(q.device):
-        few = steps.few_queries(Nq, Nk, B * H, gpu(index).multiprocessors)
-        kernel = prepared(step, d, dtype, index, few, min(Nq, MOST_DISTINGUISHED))
+        kernel = kernel_for(step, B * H, Nq, Nk, d, dtype, index)
         row = kernel.step
         q, k, v = (_laid_out(t, row) for t in (q, k, v))
         out = q.new_empty(B, H, Nq, row.padded(d))
