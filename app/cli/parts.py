@@ -9,11 +9,14 @@ from app.cli.options import (
     EngineOptions,
     TextOptions,
     all_of,
+    device_option,
     dtype_option,
     engine_option,
     kv_cache_option,
+    refuse_options_of_the_other_device,
     set_threads,
     simd_option,
+    step_option,
     take,
     threads_option,
     tile_options,
@@ -21,7 +24,7 @@ from app.cli.options import (
 )
 from attention_ext import PARTS
 
-BOTH_MODES = {"br", "bc", "threads", "simd", "inference"}
+BOTH_MODES = {"br", "bc", "threads", "simd", "inference", "device", "step"}
 TEST_ONLY = {"N", "causal", "dtype"}
 
 part_options = all_of(
@@ -29,6 +32,8 @@ part_options = all_of(
     tile_options(shown=f"{lab.LAB_TILE} in the test, auto in --inference"),
     threads_option,
     simd_option,
+    device_option,
+    step_option,
     lab.causal_option,
     dtype_option,
     click.option("--inference", is_flag=True, help="Write text instead of running the test."),
@@ -48,6 +53,7 @@ def command_of(part: str) -> click.Command:
     @click.pass_context
     def command(given: click.Context, /, **options) -> None:
         refuse_options_of_the_other_mode(given)
+        refuse_options_of_the_other_device()
         for side in ("br", "bc"):
             size = options[side] or ("auto" if options["inference"] else lab.LAB_TILE)
             options[side] = None if size == "auto" else size

@@ -19,7 +19,7 @@ from torch import Tensor
 from attention_ext.build import nvrtc
 from attention_ext.cuda import steps
 from attention_ext.cuda.steps import FORMATS, Step, Tile
-from attention_ext.parts import BuildError, Dtype
+from attention_ext.parts import PARTS, BuildError, Dtype
 
 ALIGNMENT = 16  # bytes of a vector load
 
@@ -71,6 +71,13 @@ def gpu(index: int) -> Gpu:
     )
 
 
+def attribute(name: str, index: int) -> int:
+    """An attribute of the GPU with this number, by the driver's name without CU_DEVICE_ATTRIBUTE."""
+    driver = _driver()
+    named = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return _check(driver.cuDeviceGetAttribute(named, _check(driver.cuDeviceGet(index))))
+
+
 def check_gpu() -> None:
     """Raise BuildError, in one line, if PyTorch cannot use a GPU here."""
     if torch.version.cuda is None:
@@ -87,7 +94,11 @@ def choose(step: str | int | None, d: int, dtype: Dtype, index: int) -> Step:
 
     Raises ValueError if there is none, or the step does not take the dtype or run on the GPU.
     """
-    on = gpu(index)
+    return choose_for(step, d, dtype, gpu(index))
+
+
+def choose_for(step: str | int | None, d: int, dtype: Dtype, on: Gpu) -> Step:
+    """choose() for a GPU that need not be here."""
     if step is None or step == "":
         return steps.default(d, dtype, on.capability, on.shared)
     row = steps.check_step(step)
@@ -130,6 +141,12 @@ class Kernel:
         shared, parameters = self.tile.shared, ctypes.addressof(pointers)
         _check(driver.cuLaunchKernel(self.functions[name], *grid, *block, shared, stream, parameters, 0))
 
+    def resident(self, name: str) -> int:
+        """The most blocks of a function that a multiprocessor holds at a time, by the driver."""
+        threads, shared = math.prod(self.tile.threads), self.tile.shared
+        most = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor
+        return _check(most(self.functions[name], threads, shared))
+
 
 @functools.cache
 def load(step: Step, d: int, dtype: Dtype, index: int) -> Kernel:
@@ -150,6 +167,26 @@ def load(step: Step, d: int, dtype: Dtype, index: int) -> Kernel:
             _check(driver.cuFuncSetAttribute(function, attribute, tile.shared))
         functions[name] = function
     return Kernel(step, tile, library, functions)
+
+
+def prepare(step: str | int | None, d: int, dtype: Dtype, index: int) -> Kernel:
+    """The kernel that run() would use for such heads on the GPU with this number, ready to launch.
+
+    Raises ValueError as choose() does, and ValueError and BuildError as load() does.
+    """
+    torch.cuda.init()
+    with torch.cuda.device(index):
+        torch.cuda.current_stream().synchronize()  # makes the GPU's context current
+        return load(choose(step, d, dtype, index), d, dtype, index)
+
+
+def describe(part: str, step: str | int | None, d: int, dtype: Dtype = Dtype.FP32) -> str:
+    """What computes a part on the current GPU, in a line for people."""
+    row, index = PARTS[part], torch.cuda.current_device()
+    if row.operator is None:
+        return f"Attention by {row.summary} on {gpu(index).name}"
+    chosen = choose(step, d, dtype, index)
+    return f"CUDA step {chosen.name}, {chosen.summary}, on {gpu(index).name}"
 
 
 def run(
