@@ -48,7 +48,7 @@ class Source:
 
     def path(self) -> Path:
         """Where the compiled kernel is kept. Raises BuildError if NVRTC is missing."""
-        facts = (self.file, self.arch, *(f"{name}={value}" for name, value in self.macros), *_versions())
+        facts = (self.file, self.arch, *(f"{name}={value}" for name, value in self.macros), *versions())
         named = cache.fingerprint(facts, SOURCES)
         return cache.real(cache.directory()) / f"attention_ext_cuda_{named}" / f"{Path(self.file).stem}.cubin"
 
@@ -121,8 +121,8 @@ def _core() -> Any:
     return cuda.core
 
 
-def _versions() -> tuple[str, ...]:
-    """The versions of what compiles. Raises BuildError if it is missing."""
+def versions() -> tuple[str, str]:
+    """The versions of cuda-core and of NVRTC. Raises BuildError if one is missing."""
     core = _core()
     try:
         from cuda.bindings import nvrtc
