@@ -1,7 +1,8 @@
-"""What each CUDA step moves by its own loop nest, read off csrc/cuda/: shared memory, global memory, exponentials.
+"""What each CUDA step moves by its own loop nest: through shared memory and through global memory.
 
-Shared memory serves a warp's access in wavefronts of 128 bytes, one number of each of 32 banks. Lanes that read
-the same number share it. Numbers of one bank at different addresses take a wavefront each: a bank conflict.
+Shared memory serves a warp's access in wavefronts of 128 bytes, one number of each of 32 banks. Lanes that
+read the same number share it. Numbers of one bank at different addresses take a wavefront each: a bank
+conflict.
 
 Global memory is counted twice: what the kernel asks for, and what must come from the GPU's memory at least,
 where what is asked for again and still lies in the L2 cache costs nothing. lab.costs.Stream has that count.
@@ -216,7 +217,7 @@ def _step1(of: Launch) -> Count:
 def _step2(of: Launch) -> Count:
     """4 x 4 scores a thread; a warp has 4 rows or 8 of 16 columns or 8."""
     d, br, bc, padding = of.d, of.tile.br, of.tile.bc, of.tile.macros["PADDING"]
-    columns, rows, warps = bc // 4, br // 4, br * bc // 16 // 32
+    columns, warps = bc // 4, br * bc // 16 // 32
     pitch, p_pitch, mine = d + padding, bc + padding, -(-d // columns)
     x, y = [lane % columns for lane in LANES], [lane // columns for lane in LANES]
     width, p_width = _vector(pitch), 1  # P's next number may be masked

@@ -1,4 +1,4 @@
-"""gpt.py explain part4 --device cuda: a step's resources, what it moves by its own count, its bound and its time."""
+"""gpt.py explain part4 --device cuda: a step's resources, its own counts, its bound and its time."""
 
 from __future__ import annotations
 
@@ -146,7 +146,8 @@ def resources_text(answer: Answer, count: Count | None) -> str:
     tile, used, fits = answer.tile, answer.resources, answer.fits
     blocks = f"{count.blocks:,} blocks" if count else "blocks"
     launches = f" in {count.launches:,} launches" if count and count.launches > 1 else ""
-    spilled = f"{used.spill_stores} B stored and {used.spill_loads} B loaded" if used.spill_stores else "none"
+    spilled = f"{used.spill_stores} B stored, {used.spill_loads} B loaded" if used.spill_stores else "none"
+    resident = f"{answer.blocks} block{'s' * (answer.blocks != 1)} a multiprocessor"
     share = f"{answer.blocks * fits.warps} of {fits.most} warps = {100 * fits.share(answer.blocks):.0f} %"
     others = ", ".join(f"{number} by {name}" for name, number in fits.limits.items())
     said = "by the driver" if answer.driver else "counted from ptxas's report"
@@ -155,9 +156,9 @@ def resources_text(answer: Answer, count: Count | None) -> str:
         (
             f"launch      {blocks}{launches} of {math.prod(tile.threads)} threads; "
             f"tiles of {tile.br} queries and {tile.bc} keys",
-            f"registers   {used.registers} a thread; spilled to local memory: {spilled}; stack {used.stack} B",
+            f"registers   {used.registers} a thread; spilled: {spilled}; stack {used.stack} B",
             f"shared      {size_text(tile.shared + used.shared)} a block",
-            f"occupancy   {answer.blocks} block{'s' * (answer.blocks != 1)} a multiprocessor ({said}), {share}{bound}",
+            f"occupancy   {resident} ({said}), {share}{bound}",
             f"            blocks that fit: {others}",
         )
     )

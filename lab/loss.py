@@ -44,7 +44,7 @@ def held_out(
     model: as load() takes it. part: the attention. weights: a Precision or its name. kv_cache: a
     CachePrecision or its name, to which the keys and values that attention sees are rounded. device, step:
     as in generation.engine.open_engine.
-    Raises ValueError naming what is wrong, BuildError where the kernels cannot be compiled or there is no GPU.
+    Raises ValueError naming what is wrong, BuildError without a GPU or what compiles the kernels.
     """
     row = check_part(part)
     checkpoint = load(model, with_rounded_cache(partial(attention, part, causal=True, step=step), kv_cache))

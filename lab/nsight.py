@@ -1,4 +1,4 @@
-"""What a GPU counts of one call, read through Nsight Compute (ncu): the homework's table of occupancy and throughput.
+"""What a GPU counts of one call, read through Nsight Compute (ncu): the homework's table.
 
 ncu runs a program of its own, which calls the step once to warm up and once to be counted.
 """

@@ -110,13 +110,11 @@ def line_up(
     capacity = capacity_for(checkpoint, request)
     runners = []
     for part in parts:
-        kernel = {
-            "part": part,
-            "simd": simd,
-            "device": device,
-            "step": step if PARTS[part].operator else None,
-        }
-        writer = Writer(open_engine(checkpoint.model, engine, capacity=capacity, **kernel))
+        own = step if PARTS[part].operator else None
+        opened = open_engine(
+            checkpoint.model, engine, part=part, simd=simd, capacity=capacity, device=device, step=own
+        )
+        writer = Writer(opened)
         writer.check(request)
         _warm_up(writer.engine, request)
         writer.join(request)
