@@ -68,7 +68,7 @@ class Source:
             name=self.file,
             arch=self.arch,
             std="c++17",
-            define_macro=list(self.macros),
+            define_macro=list(self.macros) or None,
             include_path=str(SOURCES),
             ptxas_options=["-v"],
             no_cache=True,  # the log would be empty
@@ -121,8 +121,8 @@ def _core() -> Any:
     return cuda.core
 
 
-def versions() -> tuple[str, str]:
-    """The versions of cuda-core and of NVRTC. Raises BuildError if one is missing."""
+def versions() -> tuple[str, ...]:
+    """The versions of what compiles. Raises BuildError if it is missing."""
     core = _core()
     try:
         from cuda.bindings import nvrtc

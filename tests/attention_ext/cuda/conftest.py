@@ -1,0 +1,40 @@
+"""What the tests of the CUDA kernels share. Without a GPU or the packages they skip with a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from attention_ext.build import nvrtc
+from attention_ext.cuda import kernels
+from attention_ext.cuda.steps import STEPS
+from attention_ext.parts import BuildError, Dtype
+
+ROWS = [(name, dtype) for name, step in STEPS.items() for dtype in step.dtypes]
+
+
+@pytest.fixture(scope="session", name="nvrtc")
+def nvrtc_here() -> None:
+    """Skip the test if nothing can be compiled for a GPU here."""
+    try:
+        nvrtc.versions()
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def gpu(nvrtc: None) -> kernels.Gpu:
+    """The GPU; skip the test if there is none."""
+    try:
+        kernels.check_gpu()
+    except BuildError as error:
+        pytest.skip(str(error))
+    return kernels.gpu(0)
+
+
+@pytest.fixture(params=ROWS, ids=lambda row: f"step{row[0]}-{row[1]}")
+def row(request: pytest.FixtureRequest, gpu: kernels.Gpu) -> tuple[str, Dtype]:
+    """Run the test for each step and each dtype that it takes."""
+    name, dtype = request.param
+    if not STEPS[name].runs_on(gpu.capability):
+        pytest.skip(f"step {name} does not run on {gpu.name}")
+    return name, dtype

@@ -1,0 +1,288 @@
+"""attention() on a GPU: each step in each dtype against the float64 oracle, and the rest of the contract."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import oracle
+import pytest
+import torch
+from torch import library as torch_library
+from torch.nn import functional as F
+
+from attention_ext import PARTS, attention, operator, reference
+from attention_ext.cuda import kernels, steps
+from attention_ext.parts import Dtype
+
+# (B, H, Nq, Nk, d): one row, odd widths, tiles that are not full, few queries, wide heads
+SHAPES = [
+    (1, 1, 1, 1, 1),
+    (1, 2, 1, 300, 32),
+    (2, 1, 7, 40, 33),
+    (2, 3, 63, 63, 24),
+    (1, 2, 123, 123, 80),
+    (1, 4, 257, 257, 32),
+    (1, 1, 130, 1000, 64),
+    (1, 2, 200, 333, 128),
+    (1, 1, 40, 64, 256),
+    (1, 1, 65, 129, 200),
+    (3, 2, 129, 129, 96),
+    (1, 1, 1025, 1025, 16),
+]
+# Of the largest output, beside twice the error of SDPA: half a unit in the last place for those of 16 bits.
+FLOORS = {Dtype.FP32: 1e-6, Dtype.BF16: 2**-9, Dtype.FP16: 2**-12}
+
+
+def qkv(B, H, Nq, Nk, d, dtype=Dtype.FP32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    kind = getattr(torch, dtype.torch_name)
+    return tuple(torch.randn(B, H, n, d, generator=generator).to(kind).cuda() for n in (Nq, Nk, Nk))
+
+
+def exact(q, k, v, causal, scale):
+    """Output and logsumexp in float64."""
+    return reference.attention(
+        q.double(), k.double(), v.double(), causal=causal, scale=scale, return_lse=True
+    )
+
+
+def check(row, q, k, v, causal=False, scale=None):
+    """Compare a step with float64. The output's peer is SDPA in the same dtype."""
+    step, dtype = row
+    out, lse = attention("part4", q, k, v, causal=causal, scale=scale, return_lse=True, step=step)
+    assert (out.dtype, lse.dtype) == (q.dtype, torch.float32) and out.is_contiguous()
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+    applied = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    expected, expected_lse = exact(q, k, v, causal, applied)
+    mask = reference.visible(q.shape[2], k.shape[2], q.device) if causal else None
+    peer = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=applied)
+    rounding = max(1e-6, oracle.score_rounding(q, k, applied))
+    oracle.assert_close(out.float(), expected, peer.double(), max(FLOORS[dtype], rounding))
+    oracle.assert_close(lse, expected_lse, expected_lse, 4 * rounding)
+    assert torch.equal(out, attention("part4", q, k, v, causal=causal, scale=scale, step=step))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_awkward_shapes(row, shape, causal):
+    check(row, *qkv(*shape, row[1]), causal)
+
+
+def test_random_cases(row):
+    """A hundred of each step and dtype: thousands in all. Few widths, because each is compiled."""
+    choose = random.Random(0)
+    for seed in range(100):
+        B, H, d = choose.randint(1, 3), choose.randint(1, 3), choose.choice([8, 30, 64, 104])
+        Nq = choose.choice([1, 2, 17, 64, 65, 128, choose.randint(1, 400)])
+        Nk = Nq + choose.choice([0, 1, 63, choose.randint(0, 400)])
+        scale = choose.choice([None, None, 0.0, 1.0, -0.5])
+        check(row, *qkv(B, H, Nq, Nk, d, row[1], seed), causal=choose.random() < 0.5, scale=scale)
+
+
+def test_more_queries_than_keys(row):
+    check(row, *qkv(1, 2, 150, 9, 64, row[1]))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_strides(row, causal):
+    step, dtype = row
+    q, k, v = qkv(2, 3, 70, 70, 40, dtype)
+    expected = attention("part4", q, k, v, causal=causal, step=step)
+    fused = torch.cat([t.transpose(1, 2).flatten(2) for t in (q, k, v)], dim=2)  # (B, N, 3 H d)
+    views = [t.view(2, 70, 3, 40).transpose(1, 2) for t in fused.split(120, dim=2)]
+    columns = [t.mT.contiguous().mT for t in (q, k, v)]
+    every_other = [torch.stack([t, -t], dim=-1)[..., 0] for t in (q, k, v)]
+    odd = [torch.nn.functional.pad(t, (0, 1))[..., :40] for t in (q, k, v)]  # rows begin at odd addresses
+    shifted = [torch.nn.functional.pad(t.flatten(), (1, 0))[1:].view_as(t) for t in (q, k, v)]
+    for given in (views, columns, every_other, odd, shifted):
+        assert torch.equal(attention("part4", *given, causal=causal, step=step), expected)
+    one_head = [t[:, :1].expand(2, 3, 70, 40) for t in (q, k, v)]  # stride 0
+    held = [t.contiguous() for t in one_head]
+    got, expected = (attention("part4", *given, causal=causal, step=step) for given in (one_head, held))
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_scores_of_1e4(row, causal):
+    q, k, v = qkv(1, 2, 65, 65, 32)
+    s = q @ k.mT
+    kind = getattr(torch, row[1].torch_name)
+    q = q * (1e4 / s.abs().max())
+    check(row, q.to(kind), k.to(kind), v.to(kind), causal, scale=1.0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("at", [0, 20, 139])
+def test_a_bad_value_reaches_only_the_rows_that_see_it(row, which, value, at):
+    step, dtype = row
+    tensors = dict(zip("qkv", qkv(1, 2, 140, 140, 32, dtype)))
+    clean = attention("part4", *tensors.values(), causal=True, step=step)
+    tensors[which][0, 1, at, 3] = value
+    out = attention("part4", *tensors.values(), causal=True, step=step)
+    touched = torch.zeros(1, 2, 140, 1, dtype=torch.bool, device="cuda")
+    touched[0, 1, at if which == "q" else slice(at, None)] = True
+    if which == "q":
+        touched[0, 1, at + 1 :] = False
+    assert torch.equal(out.masked_select(~touched), clean.masked_select(~touched))
+    expected, _ = oracle.attention(*(t.cpu() for t in tensors.values()), True, 32**-0.5)
+    tolerance = {Dtype.FP32: 1e-5, Dtype.BF16: 2e-2, Dtype.FP16: 2e-3}[dtype]
+    torch.testing.assert_close(out.cpu().double(), expected, equal_nan=True, rtol=tolerance, atol=tolerance)
+    if math.isnan(value):
+        assert torch.equal(out.isnan().any(-1, keepdim=True), touched)
+
+
+def test_rows_whose_scores_are_minus_infinity(row):
+    step, dtype = row
+    q, k, v = qkv(1, 1, 3, 300, 16, dtype)
+    q = torch.ones_like(q)
+    k[:, :, :200] = -math.inf
+    out, lse = attention("part4", q, k, v, return_lse=True, step=step)
+    expected, expected_lse = attention("part4", q, k[:, :, 200:], v[:, :, 200:], return_lse=True, step=step)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+    k[:] = -math.inf
+    out, lse = attention("part4", q, k, v, return_lse=True, step=step)
+    assert out.isnan().all() and bool((lse == -math.inf).all())
+
+
+def test_halves_of_the_keys_merge(row):
+    step, dtype = row
+    q, k, v = qkv(1, 2, 70, 300, 64, dtype)
+    whole = attention("part4", q, k, v, causal=True, return_lse=True, step=step)
+    cut = 160
+    o1, l1 = attention("part4", q, k[:, :, :cut], v[:, :, :cut], return_lse=True, step=step)
+    o2, l2 = attention("part4", q, k[:, :, cut:], v[:, :, cut:], causal=True, return_lse=True, step=step)
+    out, lse = reference.merge(o1.float(), l1, o2.float(), l2)
+    tolerance = {Dtype.FP32: 1e-5, Dtype.BF16: 2e-2, Dtype.FP16: 2e-3}[dtype]
+    torch.testing.assert_close(out, whole[0].float(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, whole[1], rtol=1e-5, atol=1e-5)
+
+
+def test_many_heads(row):
+    """More heads than a grid's second dimension may have."""
+    step, dtype = row
+    q, k, v = qkv(1, 1, 2, 3, 8, dtype)
+    many = [t.expand(70_000, 1, *t.shape[2:]) for t in (q, k, v)]
+    out = attention("part4", *many, step=step)
+    assert torch.equal(out, attention("part4", q, k, v, step=step).expand_as(out))
+
+
+def test_opcheck(row):
+    step, dtype = row
+    for return_lse in (False, True):
+        q, k, v = qkv(1, 2, 40, 50, 32, dtype)
+        torch_library.opcheck(operator("part4", "cuda"), (q, k, v, True, 0.3, return_lse, step))
+
+
+def test_compiles_without_a_graph_break(row):
+    step, dtype = row
+    q, k, v = qkv(1, 2, 40, 40, 32, dtype)
+
+    def layer(q, k, v):
+        return attention("part4", q * 2, k, v, causal=True, step=step) + 1
+
+    expected = layer(q, k, v)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(q, k, v), expected)
+
+
+def test_is_captured_in_a_graph(row):
+    step, dtype = row
+    q, k, v = qkv(2, 2, 130, 130, 64, dtype)
+    attention("part4", q, k, v, causal=True, step=step)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention("part4", q, k, v, causal=True, step=step)
+    others = qkv(2, 2, 130, 130, 64, dtype, seed=1)
+    for held, new in zip((q, k, v), others):
+        held.copy_(new)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, attention("part4", *others, causal=True, step=step))
+
+
+def test_uses_the_current_stream_and_does_not_wait(row):
+    step, dtype = row
+    q, k, v = qkv(1, 2, 130, 130, 64, dtype)
+    expected = attention("part4", q, k, v, step=step)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    outs = []
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)
+            copies = [t.clone() for t in (q, k, v)]  # ready only after the sleep
+            outs.append(attention("part4", *copies, step=step))
+            assert not stream.query()  # the call came back while the stream still sleeps
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out in outs)
+
+
+def test_a_second_device(row):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    step, dtype = row
+    q, k, v = qkv(1, 2, 130, 130, 64, dtype)
+    expected = attention("part4", q, k, v, step=step)
+    got = attention("part4", *(t.to("cuda:1") for t in (q, k, v)), step=step)
+    assert got.device.index == 1 and torch.equal(got.cpu(), expected.cpu())
+    with pytest.raises(ValueError, match="k is on cuda:1; it must be on q's cuda:0"):
+        attention("part4", q, k.to("cuda:1"), v)
+
+
+def test_inputs_are_left_alone(row):
+    step, dtype = row
+    q, k, v = qkv(1, 2, 60, 60, 30, dtype)
+    copies = [t.clone() for t in (q, k, v)]
+    attention("part4", q, k, v, causal=True, step=step)
+    assert all(torch.equal(a, b) for a, b in zip((q, k, v), copies))
+
+
+@pytest.mark.parametrize("dtype", Dtype, ids=str)
+@pytest.mark.parametrize("shape", [(1, 2, 130, 130, 32), (2, 2, 1, 9000, 64)], ids=str)
+def test_the_default_step_and_part0(gpu, dtype, shape):
+    q, k, v = qkv(*shape, dtype)
+    check(("part4's default" and None, dtype), q, k, v, causal=True)
+    out = attention("part0", q, k, v, causal=True)
+    tolerance = {Dtype.FP32: 1e-5, Dtype.BF16: 2e-2, Dtype.FP16: 2e-3}[dtype]
+    torch.testing.assert_close(attention("part4", q, k, v, causal=True), out, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("part", [name for name, part in PARTS.items() if "cuda" not in part.dtypes])
+def test_parts_1_to_3_are_refused(gpu, part):
+    with pytest.raises(ValueError, match=f"q is on cuda:0; it must be on the CPU in {part}"):
+        attention(part, *qkv(1, 1, 4, 4, 8))
+
+
+def test_wrong_arguments_are_named(gpu):
+    q, k, v = qkv(1, 1, 4, 4, 8)
+    wide = qkv(1, 1, 4, 4, 257)
+    for given, error, message in [
+        (dict(step="7"), ValueError, "step is '7'; it must be one of 1, 2-unpadded, 2"),
+        (dict(step=2.5), TypeError, "step is a float; it must be a name or a number"),
+        (dict(br=64), ValueError, "br is 64; it must be None on CUDA"),
+        (dict(k=k.cpu()), ValueError, "k is on cpu; it must be on q's cuda:0"),
+        (
+            dict(q=q.double(), k=k.double(), v=v.double()),
+            TypeError,
+            "q is torch.float64; it must be torch.float32",
+        ),
+        (dict(zip("qkv", wide)), ValueError, "q has d=257; it must be at most 256 on CUDA"),
+    ]:
+        with pytest.raises(error, match=message):
+            attention("part4", **dict(q=q, k=k, v=v) | given)
+
+
+def test_a_gpu_that_is_too_old_or_small_is_named(gpu, monkeypatch):
+    old = kernels.Gpu("Old GPU", (7, 0), 48 * 1024, 80)
+    monkeypatch.setattr(kernels, "gpu", lambda index: old)
+    with pytest.raises(
+        ValueError, match="step is '2'; it needs compute capability 7.5 or more; Old GPU has 7.0"
+    ):
+        kernels.choose("2", 32, Dtype.FP32, 0)
+    with pytest.raises(
+        ValueError, match="with d = 256 it needs .* bytes of shared memory, and this GPU gives"
+    ):
+        steps.STEPS["2"].tile(256, Dtype.FP32, 48 * 1024)

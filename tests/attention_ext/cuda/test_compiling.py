@@ -1,0 +1,114 @@
+"""Every step compiles with NVRTC for each architecture, without a GPU; its registers and spills are read."""
+
+from __future__ import annotations
+
+import pytest
+
+from attention_ext.build import nvrtc
+from attention_ext.cuda import kernels, steps
+from attention_ext.cuda.steps import STEPS
+from attention_ext.parts import BuildError, Dtype
+
+SHARED = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}  # bytes for a block, by NVIDIA's guide
+WIDTHS = (32, 64, 128)
+
+
+def resources(name, d, dtype, capability):
+    step = STEPS[name]
+    tile = step.tile(d, dtype, SHARED[capability])
+    return kernels.source(step, tile, d, dtype, capability).compile()[1]
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("capability", SHARED, ids=lambda c: f"sm_{c[0]}{c[1]}")
+@pytest.mark.parametrize("name", STEPS)
+def test_each_step_compiles(name, capability):
+    step = STEPS[name]
+    if not step.runs_on(capability):
+        pytest.skip(f"step {name} is not for compute capability {capability[0]}.{capability[1]}")
+    for dtype in step.dtypes:
+        for d in WIDTHS:
+            found = resources(name, d, dtype, capability)
+            assert 0 < found.registers <= 255
+            if name != "3-spilled":
+                assert found.spill_stores <= 64, f"d = {d}, {dtype}: {found}"
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("d", WIDTHS)
+def test_only_the_spilling_state_spills(d):
+    spilled, kept = (resources(name, d, Dtype.FP32, (9, 0)) for name in ("3-spilled", "3"))
+    assert spilled.spill_stores > 4 * d > 0 == kept.spill_stores
+    assert spilled.registers < kept.registers
+
+
+def test_the_source_is_kept_and_found(nvrtc, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    source = kernels.source(STEPS["2"], STEPS["2"].tile(32, Dtype.FP32, 10**6), 32, Dtype.FP32, (9, 0))
+    code = source.make()
+    assert code[:4] == b"\x7fELF"
+    told = capsys.readouterr().err
+    assert "Compiling step2.cu for sm_90..." in told and "Compiled in" in told
+    assert source.make() == code and capsys.readouterr().err == ""
+    other = kernels.source(STEPS["2"], STEPS["2"].tile(33, Dtype.FP32, 10**6), 33, Dtype.FP32, (9, 0))
+    assert other.path() != source.path()
+
+
+def test_a_directory_that_others_can_write_to_is_refused(nvrtc, tmp_path, monkeypatch):
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with pytest.raises(BuildError, match="can be written by everybody"):
+        kernels.source(STEPS["1"], STEPS["1"].tile(32, Dtype.FP32, 10**6), 32, Dtype.FP32, (9, 0)).make()
+
+
+def test_an_error_of_the_compiler_is_one_line(nvrtc, tmp_path, monkeypatch):
+    monkeypatch.setattr("attention_ext.build.nvrtc.SOURCES", tmp_path)
+    (tmp_path / "wrong.cu").write_text("not C++\n")
+    from attention_ext.build.nvrtc import Source
+
+    with pytest.raises(
+        BuildError, match=r"^NVRTC failed to compile wrong.cu for sm_90: .*error.*$"
+    ) as caught:
+        Source.of("wrong.cu", "sm_90", {}).compile()
+    assert "\n" not in str(caught.value)
+
+
+def test_ptxas_report():
+    log = """ptxas info    : Compiling entry function 'f' for 'sm_90'
+    32 bytes stack frame, 52 bytes spill stores, 44 bytes spill loads
+ptxas info    : Used 64 registers, used 1 barriers, 1024 bytes smem"""
+    assert nvrtc.parse(log) == nvrtc.Resources(64, 32, 52, 44, 1024)
+
+
+def test_a_missing_package_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "cuda.core", None)
+    with pytest.raises(
+        BuildError, match=r"^CUDA kernels need .* cuda.core is missing; pip install cuda-core .*$"
+    ):
+        nvrtc.versions()
+
+
+def test_the_table():
+    for name, step in STEPS.items():
+        assert (nvrtc.SOURCES / step.file).is_file() and name == step.name
+        for d in range(1, steps.WIDEST + 1):
+            assert d <= step.padded(d) < d + step.multiple
+            for dtype in step.dtypes:
+                tiles = list(step.tiles(step.padded(d), dtype))
+                assert tiles and all(tile.shared > 0 < tile.br for tile in tiles)
+    for dtype in Dtype:
+        assert steps.default(64, dtype, (9, 0), 227 * 1024).name == steps.FASTEST[dtype][0]
+    with pytest.raises(ValueError, match="no step takes d = 64 on this GPU, of compute capability 7.0"):
+        steps.default(64, Dtype.FP32, (7, 0), 96 * 1024)
+
+
+def test_steps_go_with_cuda(extension):
+    import torch
+
+    from attention_ext import attention
+
+    q = torch.zeros(1, 1, 4, 8)
+    with pytest.raises(
+        ValueError, match="step is 2; it must be None for tensors on cpu: steps are CUDA kernels"
+    ):
+        attention("part4", q, q, q, step=2)

@@ -1,0 +1,35 @@
+"""Calls every CUDA step in every dtype on a few small cases, for compute-sanitizer: python cuda_cases.py"""
+
+from __future__ import annotations
+
+import torch
+
+from attention_ext import attention
+from attention_ext.cuda import kernels
+from attention_ext.cuda.steps import STEPS
+
+# (B, H, Nq, Nk, d), causal: full and ragged tiles, one query, widths that are padded
+CASES = [((1, 2, 130, 200, 32), True), ((2, 1, 1, 300, 64), False), ((1, 1, 70, 70, 40), True)]
+
+
+def main() -> None:
+    """Run all of them; compute-sanitizer reports what is wrong."""
+    capability, count = kernels.gpu(0).capability, 0
+    for name, step in STEPS.items():
+        if not step.runs_on(capability):
+            continue
+        for dtype in step.dtypes:
+            for (B, H, Nq, Nk, d), causal in CASES:
+                kind = getattr(torch, dtype.torch_name)
+                q, k, v = (torch.randn(B, H, n, d).to(kind).cuda() for n in (Nq, Nk, Nk))
+                if causal:  # the last query alone sees it; the kernels take another path for it
+                    v[:, :, -1, 0] = torch.nan
+                out = attention("part4", q, k, v, causal=causal, step=name)
+                torch.cuda.synchronize()
+                assert out[:, :, : Nq - causal].isfinite().all()
+                count += 1
+    print(f"{count} calls")
+
+
+if __name__ == "__main__":
+    main()
