@@ -43,7 +43,7 @@ class Count:
     """A step's counts of one call.
 
     blocks: of all launches. exponentials: that threads compute, the same one in two threads twice.
-    tensor: the products are those of the tensor cores.
+    tensor: the tensor cores' work for each useful operation, in products of bfloat16; 0 where they have none.
     """
 
     launches: int
@@ -51,7 +51,7 @@ class Count:
     exponentials: float
     shared: tuple[Shared, ...]
     streams: tuple[Stream, ...]
-    tensor: bool = False
+    tensor: float = 0
 
     @property
     def wavefronts(self) -> float:
@@ -266,7 +266,7 @@ def _step3(of: Launch) -> Count:
 def _step4(of: Launch) -> Count:
     """TX threads share a row; a thread has TM rows, BC / TX keys and d / TX columns of O."""
     m, d = of.tile.macros, of.d
-    TX, TM, BC, WARPS = m["TX"], m["TM"], of.tile.bc, m["WARPS"]
+    TX, TM, BC, WARPS = m.get("TX", 8), m.get("TM", 8), of.tile.bc, of.tile.threads[0] // 32
     dims = m.get("DIMS", d)
     groups, deep = 32 // TX, -(-d // dims) * dims
 
@@ -299,37 +299,51 @@ def _step4(of: Launch) -> Count:
 
 
 def _step5(of: Launch) -> Count:
-    """Each warp has some rows of Q in registers and reads all of a tile of K and V with ldmatrix."""
-    warps = of.tile.threads[0] * of.tile.threads[1] // 32
-    visited = of.visits()
+    """Each warp reads all of a tile of K and V into the tensor cores' fragments; its part of Q stays there.
+
+    The rows are an odd number of 16 bytes apart, so there are no bank conflicts. float32 takes three products
+    of numbers cut to tf32, each at half the rate of bfloat16.
+    """
+    warps, macros, visited = of.tile.threads[0] // 32, of.tile.macros, of.visits()
+    halves = of.bytes == 2
+    row = _up(of.d, 16 if halves else 32) * of.bytes / WAVEFRONT
 
     def shared() -> Iterator[Shared]:
-        tile = of.tile.bc * of.d * of.bytes / WAVEFRONT
-        yield _even("Q", 2 * of.tiles * of.tile.br * of.d * of.bytes / WAVEFRONT)  # written and read once
+        if macros.get("Q_SHARED"):  # again for each CHUNK of keys, as pairs of high and low in float32
+            parts = 1 + visited / of.tiles * of.tile.bc / macros["CHUNK"]
+            yield _even("Q", of.tiles * of.tile.br * row * (1 if halves else 2) * parts)
         for name in "KV":
-            yield _even(name, visited * (1 + warps) * tile)
+            yield _even(name, visited * (1 + warps) * of.tile.bc * row)
 
     exponentials = of.case.heads * visited * float(of.tile.br * of.tile.bc)
     accesses = _together(_times(shared(), of.case.heads))
-    return Count(1, of.case.heads * of.tiles, exponentials, accesses, _once(of), tensor=True)
+    blocks = of.case.heads * of.tiles
+    return Count(1, blocks, exponentials, accesses, _once(of), tensor=1 if halves else 6)
 
 
 def _step6(of: Launch) -> Count:
-    """Each consumer, four warps, has some rows of Q; wgmma reads Q, K and V from shared memory."""
-    consumers = max(1, of.tile.threads[0] * of.tile.threads[1] // 128 - 1)
-    visited = of.visits()
+    """Each consumer, four warps with 64 rows, has wgmma read its rows of Q, and all of a tile of K and of V.
+
+    A block is resident for the whole launch and takes one tile of queries after the other. Of every 16
+    exponentials, POLYNOMIALS are computed without the unit for them.
+    """
+    consumers, visited = of.tile.br // 64, of.visits()
+    row = (32 if of.d <= 32 else _up(of.d, 64)) * of.bytes / WAVEFRONT
+    own_unit = 1 - of.tile.macros.get("POLYNOMIALS", 0) / 16
 
     def shared() -> Iterator[Shared]:
-        tile = of.tile.bc * of.d * of.bytes / WAVEFRONT
-        rows = of.tile.br * of.d * of.bytes / WAVEFRONT
-        yield _even("Q", (of.tiles + visited) * rows)
+        yield _even("Q", (of.tiles + visited) * of.tile.br * row)
         for name in "KV":
-            yield _even(name, visited * (1 + consumers) * tile)
-        yield _even("O", 2 * of.tiles * rows)
+            yield _even(name, visited * (1 + consumers) * of.tile.bc * row)
 
-    exponentials = of.case.heads * visited * float(of.tile.br * of.tile.bc)
+    exponentials = of.case.heads * visited * of.tile.br * of.tile.bc * own_unit
     accesses = _together(_times(shared(), of.case.heads))
-    return Count(1, of.case.heads * of.tiles, exponentials, accesses, _once(of), tensor=True)
+    blocks = min(of.resident, of.case.heads * of.tiles)
+    return Count(1, blocks, exponentials, accesses, _once(of), tensor=1)
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _even(name: str, wavefronts: float) -> Shared:

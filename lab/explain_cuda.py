@@ -24,10 +24,10 @@ WARM_UPS, REPEATS = 3, 20
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be explained: q, k and v are (batch, heads, N, d).
+    """What is to be explained: q is (batch, heads, queries, d), k and v are (batch, heads, N, d).
 
-    step: its name or None for the fastest. arch: a key of SHEETS; None for the GPU here, which is also
-    measured.
+    queries: as many as N unless given. step: its name or None for the fastest. arch: a key of SHEETS; None
+    for the GPU here, which is also measured.
     """
 
     N: int
@@ -36,8 +36,14 @@ class Question:
     heads: int
     causal: bool
     dtype: str
+    queries: int | None = None
     step: str | None = None
     arch: str | None = None
+
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        """The rows of q, of k and of v."""
+        return self.queries or self.N, self.N, self.N
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,10 @@ def compiled(asked: Question) -> Answer:
     for name, size, most in (("d", asked.d, WIDEST), ("N", asked.N, LONGEST)):
         if size > most:
             raise ValueError(f"{name} is {size}; it must be at most {most} on CUDA")
+    Nq, Nk, _ = asked.lengths
+    if Nq > (Nk if asked.causal else LONGEST):
+        allowed = f"N={Nk} with a causal mask" if asked.causal else str(LONGEST)
+        raise ValueError(f"queries is {Nq}; it must be at most {allowed}")
     if asked.arch is None:
         import torch
 
@@ -122,9 +132,7 @@ def compiled(asked: Question) -> Answer:
     if asked.arch is None:
         kernels.prepare(step.name, asked.d, dtype, index)
         blocks = kernels.load(step, asked.d, dtype, index).resident(step.kernels[0])
-    case = Case(
-        asked.N, asked.N, asked.d, asked.batch * asked.heads, asked.causal, tile.br, tile.bc, 1, dtype
-    )
+    case = Case(Nq, Nk, asked.d, asked.batch * asked.heads, asked.causal, tile.br, tile.bc, 1, dtype)
     return Answer(case, step, tile, on, resources, fits, blocks, asked.arch is None)
 
 
@@ -132,7 +140,8 @@ def heading(asked: Question, answer: Answer) -> str:
     """The step, the case and the GPU."""
     heads, on = asked.batch * asked.heads, answer.on
     mask = "causal" if asked.causal else "no mask"
-    what = f"{heads} head{'s' * (heads > 1)} of N = {asked.N}, d = {asked.d}, {asked.dtype}, {mask}"
+    rows = f"{asked.queries} quer{'y' if asked.queries == 1 else 'ies'} and " if asked.queries else ""
+    what = f"{heads} head{'s' * (heads > 1)} of {rows}N = {asked.N}, d = {asked.d}, {asked.dtype}, {mask}"
     source = "" if answer.driver else ", by its data sheet"
     return (
         f"part4, step {answer.step.name}, {answer.step.summary}: {what}\n"
@@ -197,11 +206,11 @@ def moved_table(count: Count, on: Device) -> str:
 
 def limits(answer: Answer, count: Count | None) -> list[tuple[str, str, float]]:
     """(name, its rate as text, least seconds) of each limit; the arithmetic's peak is the first."""
-    on = answer.on
-    tensor = count is not None and count.tensor
-    unit, peak = ("tensor", on.architecture.tensor) if tensor else ("FMA", 2 * on.architecture.fma)
-    rate = on.rate(peak)
-    found = [(f"the {unit} peak", f"{rate / 1e12:.4g} TFLOP/s", answer.case.flops / rate)]
+    on, tensor = answer.on, count.tensor if count else 0
+    rate = on.rate(on.architecture.tensor / tensor if tensor else 2 * on.architecture.fma)
+    unit = "tensor" if tensor else "FMA"
+    products = ", in three products of tf32" if tensor > 1 else ""
+    found = [(f"the {unit} peak", f"{rate / 1e12:.4g} TFLOP/s{products}", answer.case.flops / rate)]
     if count:
         shared, exponentials = on.rate(SHARED_BYTES), on.rate(EXPONENTIALS)
         found += [
@@ -236,15 +245,17 @@ def measured(asked: Question, answer: Answer) -> tuple[float, float]:
     from attention_ext import attention
 
     dtype = getattr(torch, Dtype(asked.dtype).torch_name)
-    shape = (asked.batch, asked.heads, asked.N, asked.d)
-    need = (4 * dtype.itemsize + 2 * 4) * math.prod(shape)  # step 1 has a state, others have padded copies
+    row = asked.batch * asked.heads * asked.d
+    numbers = row * (2 * asked.lengths[0] + 2 * asked.N)
+    need = numbers * (dtype.itemsize + 4)  # step 1 has a state in float32, others have padded copies
     free, _ = torch.cuda.mem_get_info()
     if need > free:
         raise ValueError(
             f"N is {asked.N}; q, k, v and the output need {size_text(need)} and {size_text(free)} are free "
             "on the GPU, so it must be smaller"
         )
-    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3))
+    shape = (asked.batch, asked.heads)
+    q, k, v = (torch.randn(*shape, rows, asked.d, device="cuda", dtype=dtype) for rows in asked.lengths)
     times = []
     for i in range(WARM_UPS + REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -261,7 +272,8 @@ def measured(asked: Question, answer: Answer) -> tuple[float, float]:
 
 def _arguments(asked: Question, answer: Answer) -> str:
     """What nsight.PROGRAM is given."""
-    shape = [asked.batch, asked.heads, asked.N, asked.d]
+    Nq, Nk, _ = asked.lengths
+    shape = [asked.batch, asked.heads, Nq, Nk, asked.d]
     return json.dumps([shape, Dtype(asked.dtype).torch_name, asked.causal, answer.step.name])
 
 

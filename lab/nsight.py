@@ -44,8 +44,8 @@ UNITS = {
 PROGRAM = """
 import json, sys, torch
 from attention_ext import attention
-shape, dtype, causal, step = json.loads(sys.argv[1])
-q, k, v = (torch.randn(shape, device="cuda", dtype=getattr(torch, dtype)) for _ in range(3))
+(B, H, Nq, Nk, d), dtype, causal, step = json.loads(sys.argv[1])
+q, k, v = (torch.randn(B, H, N, d, device="cuda", dtype=getattr(torch, dtype)) for N in (Nq, Nk, Nk))
 def call():
     attention("part4", q, k, v, causal=causal, step=step)
     torch.cuda.synchronize()

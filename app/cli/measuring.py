@@ -40,6 +40,7 @@ from lab.gpus import SHEETS
 @part_argument
 @size_option("-B", "batch", most=MOST_HEADS, help="Texts in the batch.", show_default="1, on cuda 100")
 @size_option("-N", "N", help="Number of keys and of queries.", show_default="1024, on cuda 4096")
+@size_option("--queries", "cuda_queries", help="Queries, on cuda.", show_default="as many as keys")
 @size_option("-d", "d", default=32, most=WIDEST_HEAD, help="Head width.")
 @tile_options()
 @click.option("--causal", is_flag=True, help="Use a causal mask.")
@@ -57,7 +58,15 @@ from lab.gpus import SHEETS
 @click.option(
     "--cachegrind", is_flag=True, help="Simulate the caches with valgrind; takes about fifty times as long."
 )
-def explain(part: str, device: str, step: str | None, arch: str | None, cachegrind: bool, **sizes) -> None:
+def explain(
+    part: str,
+    device: str,
+    step: str | None,
+    arch: str | None,
+    cuda_queries: int | None,
+    cachegrind: bool,
+    **sizes,
+) -> None:
     """Show what PART costs and why: arithmetic, scratch, bytes into each cache, the bound, the time.
 
     The bytes are the algorithm's own count. The cache misses of one head are shown beside them if Linux's
@@ -75,7 +84,8 @@ def explain(part: str, device: str, step: str | None, arch: str | None, cachegri
         from lab import explain_cuda
 
         asked = {name: sizes[name] for name in ("N", "d", "batch", "heads", "causal", "dtype")}
-        explain_cuda.explain(explain_cuda.Question(**asked, step=step, arch=arch), click.echo)
+        question = explain_cuda.Question(**asked, queries=cuda_queries, step=step, arch=arch)
+        explain_cuda.explain(question, click.echo)
         return
     from lab.bench import cases
     from lab.explain import explain as explained

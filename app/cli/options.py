@@ -217,7 +217,7 @@ step_option = click.option(
     help="Part4's kernel on CUDA; the fastest that accepts the inputs unless given.",
 )
 # What goes with one device only, by the names of the commands' parameters.
-ONE_DEVICE = {"cpu": ("br", "bc", "threads", "simd", "cachegrind"), "cuda": ("step", "arch")}
+ONE_DEVICE = {"cpu": ("br", "bc", "threads", "simd", "cachegrind"), "cuda": ("step", "arch", "cuda_queries")}
 weights_option = click.option(
     "--weights",
     type=click.Choice([precision.value for precision in Precision]),

@@ -82,6 +82,12 @@ def test_spills_and_conflicts_show(compiler):
     assert conflicts[0] == "1" and float(conflicts[1]) > 10
 
 
+def test_one_query_reads_its_keys_once(compiler):
+    text = explained(arch="sm_90", step="3", queries=1, N=4096)
+    assert ": 6 heads of 1 query and N = 4096, d = 32" in text
+    assert re.search(r"^  K +.* 3 MiB +3 MiB$", text, re.M)  # 6 x 4096 x 32 numbers
+
+
 def test_the_command(cli, compiler):
     done = cli("explain", "part4", "--device", "cuda", "--arch", "sm_90", "--step", "2", "--causal", "-d", 40)
     assert done.returncode == 0, done.stderr
@@ -114,6 +120,8 @@ REFUSED = [
     (["--device", "cuda", "-t", "1"], "-t goes with --device cpu only"),
     (["--step", "1"], "--step goes with --device cuda only"),
     (["--arch", "sm_90"], "--arch goes with --device cuda only"),
+    (["--queries", "1"], "--queries goes with --device cuda only"),
+    (["--device", "cuda", "--arch", "sm_90", "-N", "9", "--queries", "10", "--causal"], "at most N=9 with a"),
     (["--device", "cuda", "--arch", "sm_20"], "'sm_20' is not one of"),
     (["--device", "cuda", "--arch", "sm_90", "-d", "257"], "d is 257; it must be at most 256 on CUDA"),
     (["--device", "cuda", "--arch", "sm_90", "-N", "99999999"], "N is 99999999; it must be at most"),
