@@ -23,7 +23,7 @@ from lab.costs import Case, Stream
 
 BANKS, NUMBER = 32, 4  # of shared memory; bytes of a number in a bank
 WAVEFRONT = BANKS * NUMBER
-LANES = range(32)
+LANES, SAME = range(32), [0] * 32
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,32 @@ def access(name: str, times: float, addresses: Sequence[int], width: int = 1) ->
 
 @functools.cache
 def banked(addresses: tuple[int, ...], width: int) -> tuple[int, int]:
-    """The wavefronts of an access, and how many they would be without bank conflicts."""
-    words = {address + i for address in addresses for i in range(width)}
-    banks = [0] * BANKS
-    for word in words:
-        banks[word % BANKS] += 1
-    return max(banks), -(-len(words) // BANKS)
+    """The wavefronts of an access by 32 lanes, and how many would do if there were no bank conflicts.
+
+    Accesses of two numbers are served by halves of a warp, those of four by quarters. Two halves, or the two
+    quarters of a half, are served at once if each lane has its neighbour's address, or that of the lane after
+    the next one.
+    """
+    size = len(addresses) // width
+    groups = [addresses[i : i + size] for i in range(0, len(addresses), size)]
+    if width > 1:
+        pairs = [first + second for first, second in zip(groups[::2], groups[1::2])]
+        groups = [
+            part for pair in pairs for part in ([pair] if _paired(pair) else [pair[:size], pair[size:]])
+        ]
+    wavefronts = 0
+    for group in groups:
+        words = {address + i for address in group for i in range(width)}
+        banks = [0] * BANKS
+        for word in words:
+            banks[word % BANKS] += 1
+        wavefronts += max(banks)
+    distinct = {address + i for address in addresses for i in range(width)}
+    return wavefronts, -(-len(distinct) // BANKS)
+
+
+def _paired(addresses: tuple[int, ...]) -> bool:
+    return any(all(addresses[i] == addresses[i ^ far] for i in range(len(addresses))) for far in (1, 2))
 
 
 def _together(accesses: Iterator[Shared]) -> tuple[Shared, ...]:
@@ -190,10 +210,10 @@ def _step1(of: Launch) -> Count:
     def shared() -> Iterator[Shared]:
         for name in "QKV":
             yield access(name, chunks * warps, LANES)  # written
-        yield access("Q", d / width * warps, [0], width)
+        yield access("Q", d / width * warps, SAME, width)
         yield access("K", d / width * warps, [lane * d for lane in LANES], width)
         yield access("S", warps, LANES)
-        yield access("S", (1 + chunks) * tile / 4 * warps, [0], 4)
+        yield access("S", (1 + chunks) * tile / 4 * warps, SAME, 4)
         yield access("V", chunks * tile * warps, LANES)
 
     moved = float(case.heads * visited * tile * d * of.bytes)

@@ -174,8 +174,8 @@ def resources_text(answer: Answer, count: Count | None) -> str:
 
 
 def moved_table(count: Count, on: Device) -> str:
-    """Bytes of each matrix through shared memory, with its bank conflicts, and through global memory."""
-    titles = ("shared memory", "conflicts", "global memory", f"past L2 ({size_text(on.l2)})")
+    """Bytes of each matrix through shared memory, over the fewest possible, and through global memory."""
+    titles = ("shared memory", "over the fewest", "global memory", f"past L2 ({size_text(on.l2)})")
     lines = ["moved       " + "".join(f"{title:>20}" for title in titles)]
     shared = {each.name: each for each in count.shared}
     streams = {each.name: each for each in count.streams}
