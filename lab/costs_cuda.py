@@ -30,7 +30,7 @@ LANES, SAME = range(32), [0] * 32
 class Shared:
     """Accesses to one matrix in shared memory.
 
-    wavefronts: that they take. fewest: that they would take without bank conflicts.
+    wavefronts: that they take. fewest: that could carry the numbers, without bank conflicts.
     """
 
     name: str
@@ -59,8 +59,8 @@ class Count:
         return sum(each.wavefronts for each in self.shared)
 
     @property
-    def conflicts(self) -> float:
-        """Wavefronts over what they would be without bank conflicts; 1 is best."""
+    def over_fewest(self) -> float:
+        """Wavefronts over the fewest that could carry the numbers; 1 is best."""
         return self.wavefronts / max(1.0, sum(each.fewest for each in self.shared))
 
     @property

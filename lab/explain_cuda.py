@@ -180,10 +180,10 @@ def moved_table(count: Count, on: Device) -> str:
     shared = {each.name: each for each in count.shared}
     streams = {each.name: each for each in count.streams}
 
-    def line(name: str, wavefronts: float, conflicts: float, asked: float, memory: float) -> str:
+    def line(name: str, wavefronts: float, ratio: float, asked: float, memory: float) -> str:
         cells = [
             size_text(WAVEFRONT * wavefronts) if wavefronts else "-",
-            f"{conflicts:.3g} x" if wavefronts else "-",
+            f"{ratio:.3g} x" if wavefronts else "-",
             size_text(asked) if asked else "-",
             size_text(memory) if memory else "-",
         ]
@@ -200,7 +200,7 @@ def moved_table(count: Count, on: Device) -> str:
                 far.traffic(on.l2) if far else 0,
             )
         )
-    lines.append(line("all", count.wavefronts, count.conflicts, count.asked, count.from_memory(on.l2)))
+    lines.append(line("all", count.wavefronts, count.over_fewest, count.asked, count.from_memory(on.l2)))
     return "\n".join(lines)
 
 
@@ -215,13 +215,14 @@ def limits(answer: Answer, count: Count | None) -> list[tuple[str, str, float]]:
         shared, exponentials = on.rate(SHARED_BYTES), on.rate(EXPONENTIALS)
         found += [
             ("shared memory", f"{shared / 1e12:.3g} TB/s", WAVEFRONT * count.wavefronts / shared),
-            ("memory", f"{on.bandwidth / 1e12:.3g} TB/s", count.from_memory(on.l2) / on.bandwidth),
             (
                 "exponentials",
                 f"{_scaled(count.exponentials).strip()} of them, {exponentials / 1e12:.3g} T a second",
                 count.exponentials / exponentials,
             ),
         ]
+    if count and on.bandwidth:  # some drivers give no clock of the memory
+        found.append(("memory", f"{on.bandwidth / 1e12:.3g} TB/s", count.from_memory(on.l2) / on.bandwidth))
     return found
 
 
