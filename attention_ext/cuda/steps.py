@@ -12,6 +12,7 @@ from attention_ext.parts import Dtype
 
 WIDEST = 256  # the largest d
 MOST_ROWS = 2**31 - 1024  # of queries or keys; the kernels count them in 32 bits, up to a tile further
+STEP5_WARPS = 4
 ALL = (Dtype.FP32, Dtype.BF16, Dtype.FP16)
 HALVES = (Dtype.BF16, Dtype.FP16)
 FORMATS = {Dtype.FP32: 0, Dtype.BF16: 1, Dtype.FP16: 2}  # csrc/cuda/call.h has them too
@@ -109,6 +110,33 @@ def tiles_of_step3(state: str) -> Callable[[int, Dtype], Iterator[Tile]]:
     return tiles
 
 
+def tiles_of_step5(d: int, dtype: Dtype) -> Iterator[Tile]:
+    # d up to which a row holds; the rest are the macros of step5.cu, the fastest of a sweep on an H200
+    names = ("M_TILES", "BC", "CHUNK", "STAGES", "PIPE", "Q_SHARED", "BLOCKS", "Q_SPLIT")
+    halves = (
+        (32, 2, 64, 16, 3, 2, 0, 2, 0),
+        (64, 2, 64, 16, 3, 1, 0, 2, 0),
+        (128, 2, 32, 16, 3, 1, 1, 2, 0),
+        (192, 1, 32, 16, 3, 1, 1, 2, 0),
+        (256, 1, 32, 16, 2, 0, 1, 2, 0),
+    )
+    singles = (
+        (32, 2, 64, 32, 2, 0, 1, 2, 1),
+        (64, 2, 32, 32, 2, 0, 1, 2, 1),
+        (128, 1, 32, 32, 2, 0, 1, 2, 0),
+        (256, 1, 16, 16, 2, 0, 1, 1, 0),
+    )
+    fp32 = dtype is Dtype.FP32
+    row = next(row for row in (singles if fp32 else halves) if d <= row[0])
+    macros = dict(zip(names, row[1:])) | {"WARPS": STEP5_WARPS}
+    wide = -(-d // (32 if fp32 else 16)) * (32 if fp32 else 16)  # as the products see it
+    stride = (wide * dtype.bytes // 16 | 1) * 16
+    warp_rows = STEP5_WARPS * macros["M_TILES"]
+    fragments = wide // 8 * (8 if macros["Q_SPLIT"] else 4) if fp32 else wide // 16 * 4
+    shared = macros["STAGES"] * 2 * macros["BC"] * stride + macros["Q_SHARED"] * warp_rows * fragments * 128
+    yield Tile(16 * warp_rows, macros["BC"], (32 * STEP5_WARPS, 1), shared, macros)
+
+
 STEPS = {
     step.name: step
     for step in (
@@ -165,6 +193,18 @@ STEPS = {
             "of weights between threads.",
             tiles_of_step3("registers"),
         ),
+        Step(
+            "5",
+            "step5.cu",
+            ("attention_step5",),
+            "tensor cores with mma.sync, float32 as three products of tf32",
+            "The products take the tensor cores; the softmax, of which as much as possible runs beside them, "
+            "and shared memory are what is left.",
+            tiles_of_step5,
+            multiple=8,
+            vectors=True,
+            capability=(8, 0),
+        ),
     )
 }
 
@@ -183,9 +223,9 @@ def default(d: int, dtype: Dtype, capability: tuple[int, int], shared: int) -> S
 
     Raises ValueError if there is none.
     """
-    for name in FASTEST[dtype]:
+    for name in FASTEST:
         step = STEPS[name]
-        if not step.runs_on(capability):
+        if dtype not in step.dtypes or not step.runs_on(capability):
             continue
         try:
             step.tile(d, dtype, shared)
@@ -199,5 +239,5 @@ def default(d: int, dtype: Dtype, capability: tuple[int, int], shared: int) -> S
     )
 
 
-# The fastest first, as measured at (100, 1, 4096, d) on an H100 (gpt.py bench --device cuda).
-FASTEST = {Dtype.FP32: ("3", "2", "1"), Dtype.BF16: ("3", "2", "1"), Dtype.FP16: ("3", "2", "1")}
+# The fastest first, in every dtype at (100, 1, 4096, d) on an H200 (gpt.py bench --device cuda).
+FASTEST = ("5", "3", "2", "1")

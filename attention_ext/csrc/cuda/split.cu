@@ -1,0 +1,298 @@
+// Few queries against many keys: the keys are split among blocks; a second kernel merges by logsumexp.
+//
+// Shapes   q (B, H, Nq, d) against k and v (B, H, Nk, d); meant for Nq from 1 to 16
+// Why      A block per tile of queries leaves the GPU idle: one query of 8 heads is 8 blocks.
+// Loops    attention_split: for each STEP keys, the warps of the block in turn
+//              S <- scale q K^T; m, l and O as in every step, apart for each group of LANES lanes
+//          then the groups' and the warps' O, m and l are merged and written for the block's span of keys.
+//          attention_merge: for each row, over the spans in order
+//              O <- sum 2^(m_s - m) O_s / sum 2^(m_s - m) l_s
+// Lanes    16 bytes of a row each: LANES lanes a row, 32 / LANES rows a load. The next step's K is asked for
+//          as soon as S is done, its V as soon as O is: UNROLL to 2 * UNROLL loads are under way.
+// Launch   attention_split: B * H * spans * ceil(Nq / QUERIES) blocks of 32 * WARPS threads
+//          attention_merge: B * H * Nq blocks of MERGE_THREADS threads
+// Shared   q (QUERIES, WIDTH), then the warps' O (WARPS, QUERIES, WIDTH), m and l (WARPS, QUERIES)
+// Partial  floats in global memory: O (B, H, Nq, spans, d), then m and l (B, H, Nq, spans, 2)
+//
+//          Nq     QUERIES  WARPS  BLOCKS  UNROLL   registers at most
+//          1, 2     Nq       8      2       4          128
+//          3, 4      4       4      3       4          168
+//          more      8       8      1       4          255
+//
+// Bound    One query: the memory's bandwidth. On an H200 (4.5 TB/s by a kernel that only reads), from
+//          128 MiB of K and V on: 90 to 97 % in float32, 83 to 97 % in bfloat16. Below, the launches show:
+//          35 % at 16 MiB. More queries: shuffles and FMAs (64 % with 4, 35 % with 8; bfloat16, d = 128).
+//
+//     gpt.py bench --device cuda --step split -q 1
+//     FIGURE
+#include "call.h"
+
+#ifndef QUERIES
+#define QUERIES 1  // of a block: K and V are read once for all of them
+#endif
+#ifndef WARPS
+#define WARPS 8
+#endif
+#ifndef BLOCKS
+#define BLOCKS 2  // that a multiprocessor should hold: bounds the registers
+#endif
+#ifndef UNROLL
+#define UNROLL 4  // loads of K under way in a lane
+#endif
+#ifndef MERGE_THREADS
+#define MERGE_THREADS 128
+#endif
+
+constexpr int d = HEAD_DIM;
+constexpr int VECTOR = 16 / sizeof(Element);
+constexpr int CHUNKS = d / VECTOR;  // of a row
+__device__ constexpr int power_of_two(int n) {
+    int p = 1;
+    while (p < n) p *= 2;
+    return p;
+}
+constexpr int LANES = power_of_two(CHUNKS) < 32 ? power_of_two(CHUNKS) : 32;
+constexpr int PER = (CHUNKS + LANES - 1) / LANES;  // chunks of a lane
+constexpr int ROWS = 32 / LANES;
+constexpr int WIDTH = LANES * PER * VECTOR;  // of a row with what is not real
+constexpr int STEP = UNROLL * ROWS;          // keys
+extern "C" __device__ const int shared_bytes = 4 * ((1 + WARPS) * QUERIES * WIDTH + 2 * WARPS * QUERIES);
+static_assert(d % VECTOR == 0);
+
+// What a lane loads: PER * 16 bytes of a row, zeros where the row or the chunk is not real. Chunk c of the lane
+// is chunk c * LANES + its place.
+struct Piece {
+    uint4 words[PER];
+};
+__device__ inline Piece load(const Element* row, int place, bool real) {
+    Piece piece;
+#pragma unroll
+    for (int c = 0; c < PER; c++) {
+        piece.words[c] = {0, 0, 0, 0};
+        if (real && ((c + 1) * LANES <= CHUNKS || c * LANES + place < CHUNKS))
+            asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(piece.words[c].x), "=r"(piece.words[c].y), "=r"(piece.words[c].z),
+                           "=r"(piece.words[c].w)
+                         : "l"(row + (c * LANES + place) * VECTOR));
+    }
+    return piece;
+}
+__device__ inline void widen(float to[PER * VECTOR], const Piece& piece) {
+#pragma unroll
+    for (int c = 0; c < PER; c++) {
+        const unsigned words[4] = {piece.words[c].x, piece.words[c].y, piece.words[c].z, piece.words[c].w};
+#pragma unroll
+        for (int w = 0; w < 4; w++) {
+#if FORMAT == FP32
+            to[4 * c + w] = __uint_as_float(words[w]);
+#elif FORMAT == BF16
+            to[8 * c + 2 * w] = __uint_as_float(words[w] << 16);
+            to[8 * c + 2 * w + 1] = __uint_as_float(words[w] & 0xffff0000u);
+#else
+            to[8 * c + 2 * w] = to_float((Element)(words[w] & 0xffff));
+            to[8 * c + 2 * w + 1] = to_float((Element)(words[w] >> 16));
+#endif
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
+    attention_split(const Call call, float* partial, int spans) {
+    // sizes
+    const int Nq = call.Nq, Nk = call.Nk, groups = (Nq + QUERIES - 1) / QUERIES;
+    const int i0 = blockIdx.x % groups * QUERIES, span = blockIdx.x / groups % spans;
+    const int bh = blockIdx.x / groups / spans, b = bh / call.heads, h = bh % call.heads;
+    const int start = (long long)Nk * span / spans, end = (long long)Nk * (span + 1) / spans;
+    const int sees = call.causal ? i0 + Nk - Nq + 1 : Nk;  // query i0 + i sees the keys below this + i
+
+    // data
+    const Element* q = call.q + b * call.q_strides.batch + h * call.q_strides.head + i0 * call.q_strides.row;
+    const Element* k = call.k + b * call.k_strides.batch + h * call.k_strides.head;
+    const Element* v = call.v + b * call.v_strides.batch + h * call.v_strides.head;
+    const long long k_row = call.k_strides.row, v_row = call.v_strides.row;
+    extern __shared__ __align__(16) float memory[];
+    auto q_shared = (float (*)[WIDTH])memory;                               // (QUERIES, WIDTH)
+    auto o_shared = (float (*)[QUERIES][WIDTH])(memory + QUERIES * WIDTH);  // (WARPS, QUERIES, WIDTH)
+    auto m_shared = (float (*)[QUERIES])(memory + (1 + WARPS) * QUERIES * WIDTH), l_shared = m_shared + WARPS;
+
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, place = lane % LANES, group = lane / LANES;
+    int j = start + warp * STEP + group;  // the lane's first key of the step
+    const Element *k_at = k + j * k_row, *v_at = v + j * v_row;
+    Piece K[UNROLL], V[UNROLL];
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) K[u] = load(k_at + u * ROWS * k_row, place, j + u * ROWS < end);
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) V[u] = load(v_at + u * ROWS * v_row, place, j + u * ROWS < end);
+
+    for (int n = threadIdx.x; n < QUERIES * WIDTH; n += 32 * WARPS) {
+        const int i = n / WIDTH, c = n % WIDTH;
+        q_shared[i][c] = i0 + i < Nq && c < d ? to_float(q[i * call.q_strides.row + c]) * call.scale : 0;
+    }
+    __syncthreads();
+    float o[QUERIES][PER * VECTOR], m[QUERIES], l[QUERIES];
+#pragma unroll
+    for (int i = 0; i < QUERIES; i++) {
+        m[i] = -INF, l[i] = 0;
+#pragma unroll
+        for (int c = 0; c < PER * VECTOR; c++) o[i][c] = 0;
+    }
+
+    for (int j0 = start + warp * STEP; j0 < end; j0 += WARPS * STEP) {
+        // S <- q K^T
+        float s[QUERIES][UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            float x[PER * VECTOR];
+            widen(x, K[u]);
+#pragma unroll
+            for (int i = 0; i < QUERIES; i++) {
+                s[i][u] = 0;
+#pragma unroll
+                for (int c = 0; c < PER * VECTOR; c += 4) {
+                    const int at = (c / VECTOR * LANES + place) * VECTOR + c % VECTOR;
+                    const float4 y = *(const float4*)&q_shared[i][at];
+                    s[i][u] += y.x * x[c] + y.y * x[c + 1] + y.z * x[c + 2] + y.w * x[c + 3];
+                }
+            }
+        }
+        const int ahead = j + WARPS * STEP;
+        k_at += WARPS * STEP * k_row;
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) K[u] = load(k_at + u * ROWS * k_row, place, ahead + u * ROWS < end);
+
+        // P <- 2^(S - m), l and O as m grows
+        const bool masked = j0 + STEP > min(end, sees);
+#pragma unroll
+        for (int i = 0; i < QUERIES; i++) {
+#pragma unroll
+            for (int far = 1; far < LANES; far *= 2)
+#pragma unroll
+                for (int u = 0; u < UNROLL; u++) s[i][u] += __shfl_xor_sync(~0u, s[i][u], far);
+            if (masked) {
+#pragma unroll
+                for (int u = 0; u < UNROLL; u++)
+                    if (j + u * ROWS >= min(end, sees + i)) s[i][u] = -INF;
+            }
+            float top = m[i];
+#pragma unroll
+            for (int u = 0; u < UNROLL; u++) top = fmaxf(top, s[i][u]);
+            const float less = subtrahend(top), shrink = exp2_approx(m[i] - less);
+            m[i] = top;
+            l[i] *= shrink;
+#pragma unroll
+            for (int u = 0; u < UNROLL; u++) s[i][u] = exp2_approx(s[i][u] - less), l[i] += s[i][u];
+#pragma unroll
+            for (int c = 0; c < PER * VECTOR; c++) o[i][c] *= shrink;
+        }
+
+        // O <- O + P V
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            float x[PER * VECTOR];
+            widen(x, V[u]);
+            if (j0 + STEP > sees) {  // a hidden row of V may be NaN: not even 0 times it
+#pragma unroll
+                for (int i = 0; i < QUERIES; i++)
+                    if (j + u * ROWS < sees + i)
+#pragma unroll
+                        for (int c = 0; c < PER * VECTOR; c++) o[i][c] += s[i][u] * x[c];
+            } else {
+#pragma unroll
+                for (int i = 0; i < QUERIES; i++)
+#pragma unroll
+                    for (int c = 0; c < PER * VECTOR; c++) o[i][c] += s[i][u] * x[c];
+            }
+        }
+        v_at += WARPS * STEP * v_row;
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) V[u] = load(v_at + u * ROWS * v_row, place, ahead + u * ROWS < end);
+        j = ahead;
+    }
+
+    // The groups of a warp
+#pragma unroll
+    for (int i = 0; i < QUERIES; i++) {
+        float top = m[i];
+#pragma unroll
+        for (int far = LANES; far < 32; far *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, far));
+        const float shrink = exp2_approx(m[i] - subtrahend(top));
+        l[i] *= shrink;
+#pragma unroll
+        for (int c = 0; c < PER * VECTOR; c++) o[i][c] *= shrink;
+#pragma unroll
+        for (int far = LANES; far < 32; far *= 2) {
+            l[i] += __shfl_xor_sync(~0u, l[i], far);
+#pragma unroll
+            for (int c = 0; c < PER * VECTOR; c++) o[i][c] += __shfl_xor_sync(~0u, o[i][c], far);
+        }
+        if (group == 0) {
+#pragma unroll
+            for (int c = 0; c < PER * VECTOR; c += 4)
+                *(float4*)&o_shared[warp][i][(c / VECTOR * LANES + place) * VECTOR + c % VECTOR] = {
+                    o[i][c], o[i][c + 1], o[i][c + 2], o[i][c + 3]};
+        }
+        if (lane == 0) m_shared[warp][i] = top, l_shared[warp][i] = l[i];
+    }
+    __syncthreads();
+
+    // The warps of the block
+    const long long all = (long long)call.batches * call.heads * Nq;
+    for (int n = threadIdx.x; n < QUERIES * d; n += 32 * WARPS) {
+        const int i = n / d, c = n % d;
+        if (i0 + i >= Nq) break;
+        float top = m_shared[0][i];
+        for (int w = 1; w < WARPS; w++) top = fmaxf(top, m_shared[w][i]);
+        float x = 0, total = 0;
+        for (int w = 0; w < WARPS; w++) {
+            const float weight = exp2_approx(m_shared[w][i] - subtrahend(top));
+            x += weight * o_shared[w][i][c];
+            total += weight * l_shared[w][i];
+        }
+        const long long at = ((long long)bh * Nq + i0 + i) * spans + span;
+        partial[at * d + c] = x;
+        if (c == 0) *(float2*)(partial + all * spans * d + at * 2) = {top, total};
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
+    attention_merge(const Call call, const float* partial, int spans) {
+    constexpr int WIDE = power_of_two(d / 4);     // threads of a row, 4 numbers each
+    constexpr int SHARES = MERGE_THREADS / WIDE;  // of the spans
+    static_assert(SHARES >= 1);
+    __shared__ float4 o_shared[SHARES][WIDE];
+    __shared__ float l_shared[SHARES], m_shared[MERGE_THREADS / 32];
+    const long long row = blockIdx.x, all = (long long)call.batches * call.heads * call.Nq;
+    const float2* stats = (const float2*)(partial + all * spans * d) + row * spans;
+    const float4* o_spans = (const float4*)(partial + row * spans * d);
+
+    float m = -INF;
+    for (int s = threadIdx.x; s < spans; s += MERGE_THREADS) m = fmaxf(m, stats[s].x);
+    for (int far = 1; far < 32; far *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, far));
+    if (threadIdx.x % 32 == 0) m_shared[threadIdx.x / 32] = m;
+    __syncthreads();
+    for (int w = 0; w < MERGE_THREADS / 32; w++) m = fmaxf(m, m_shared[w]);
+
+    const int share = threadIdx.x / WIDE, place = threadIdx.x % WIDE;
+    float4 o = {0, 0, 0, 0};
+    float l = 0;
+#pragma unroll 4
+    for (int s = share; s < spans; s += SHARES) {
+        const float2 stat = stats[s];
+        const float weight = exp2_approx(stat.x - subtrahend(m));
+        l += weight * stat.y;
+        if (place < d / 4) {
+            const float4 x = o_spans[(long long)s * (d / 4) + place];
+            o.x += weight * x.x, o.y += weight * x.y, o.z += weight * x.z, o.w += weight * x.w;
+        }
+    }
+    o_shared[share][place] = o;
+    if (place == 0) l_shared[share] = l;
+    __syncthreads();
+
+    for (int c = threadIdx.x; c < d; c += MERGE_THREADS) {
+        float x = 0, total = 0;
+        for (int n = 0; n < SHARES; n++) x += ((const float*)&o_shared[n][0])[c], total += l_shared[n];
+        call.out[row * d + c] = to_element(x / total);
+        if (call.lse && c == 0) call.lse[row] = m * LN2 + logf(total);
+    }
+}

@@ -1,0 +1,368 @@
+// Step 4: float32 near the limit of the FMA units: register tiles, vector loads, asynchronous copies.
+//
+// Shapes   q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); float32; d is a multiple of 4 up to 256;
+//          pointers and strides are multiples of 16 bytes.
+// Loops    a block per (batch, head, BR queries); for each tile of BC keys
+//              S <- Q K^T, a slab of DIMS dimensions at a time, by 4 dimensions
+//              m <- max(m, rowmax(S)), only if S exceeds m by SLACK: otherwise l and O keep their scale
+//              for each slab of KEYS keys
+//                  P <- 2^(scale (S - m)), l <- l + rowsum(P), O <- O + P V
+//          then O <- O / l.
+// Threads  A warp owns TM * 32 / TX whole rows, a thread TM of them: it has TM x (BC / TX) scores and
+//          TM x (d / TX) outputs in registers. P passes through shared memory within the warp: no barrier.
+// Copies   cp.async, 16 bytes a thread, into two slabs in turn: V arrives during Q K^T, the next K during
+//          P V. One barrier a slab.
+// Loads    16 bytes; with 8 x 8 results a load serves 16 FMAs. A warp's load takes 2 clocks of its
+//          multiprocessor if every lane reads what lane ^ 1, or what lane ^ 2, reads, otherwise 4 (measured).
+//          Hence the z-order of the lanes. A row is an odd number of 16 bytes long: no bank conflicts.
+// Launch   B * H * ceil(Nq / BR) blocks of 32 * WARPS threads, BR = WARPS * TM * 32 / TX
+// Shared   Q (BR, Q_ROW), two slabs, P transposed (WARPS, KEYS, P_ROW). Registers and spilled bytes: sm_90a.
+//
+//          d up to  TX   BC  DIMS  KEYS  WARPS  BLOCKS    BR    shared memory     registers, spilled
+//             16     4   32    d    32     4      2      256     61 KiB at d =  16   254    0
+//             32     8   64    d    64     4      2      128     76 KiB at d =  32   254    0
+//             96     8   32    d    32     4      2      128     71 KiB at d =  64   244    0
+//            128    16   64    d    64     8      1      128    180 KiB at d = 128   244    0
+//            192    16   64   64    32     8      1      128    170 KiB at d = 192   255   24
+//            256    32  128   32    32     4      2       32    102 KiB at d = 256   254    0
+//
+// Better   than step 3: 8 x 8 results a thread instead of 4 x 4, and copies that overlap the products.
+// Bound    Instruction issue and shared memory. By count, one instruction in seven is no FMA (d = 64), and
+//          loads keep shared memory busy for half of the FMAs' time. Tiles of 64 keys at d = 64, H200: 41.2
+//          TFLOP/s; 44.6 without softmax; 45.0 without copies and barriers; 46.1 with neither. cuBLAS's
+//          float32 product reaches 50.8, FMAs alone 65. The last wave costs 4 % at (100, 1, 4096).
+//
+//     gpt.py bench --device cuda --step 4 -B 100 -N 4096 -d 64
+//     FIGURE
+#include "call.h"
+
+// TX       threads of a warp that share a row
+// TM       rows of a thread, a multiple of 4
+// BC       keys of a tile (Bc)
+// WARPS    warps of a block
+// BLOCKS   blocks that a multiprocessor should hold: bounds the registers
+// DIMS     dimensions of K that a slab holds, a multiple of 4
+// KEYS     keys of V that a slab holds, a multiple of TX
+#ifndef TX
+#define TX 8
+#endif
+#ifndef TM
+#define TM 8
+#endif
+#ifndef BC
+#define BC 32
+#endif
+#ifndef WARPS
+#define WARPS 4
+#endif
+#ifndef BLOCKS
+#define BLOCKS 2
+#endif
+#ifndef DIMS
+#define DIMS HEAD_DIM
+#endif
+#ifndef KEYS
+#define KEYS BC
+#endif
+#ifndef SLACK
+#define SLACK 16.0f  // weights stay below 2^SLACK
+#endif
+
+constexpr int d = HEAD_DIM;
+constexpr int THREADS = 32 * WARPS;
+constexpr int ROW_GROUPS = 32 / TX;  // of a warp
+constexpr int WARP_ROWS = TM * ROW_GROUPS;
+constexpr int BR = WARPS * WARP_ROWS;                // Br
+constexpr int TN = BC / TX;                          // keys of a thread
+constexpr int TD = (d + 4 * TX - 1) / (4 * TX) * 4;  // columns of O of a thread
+constexpr int K_SLABS = (d + DIMS - 1) / DIMS, V_SLABS = BC / KEYS;
+
+// Rows in shared memory. Eight neighbours' 16 bytes at one column lie in different banks: an odd number of 16
+// bytes.
+__device__ constexpr int odd(int numbers) { return 4 * ((numbers / 4) | 1); }
+constexpr int Q_ROW = odd(K_SLABS * DIMS), K_ROW = odd(DIMS), V_ROW = TD * TX;
+constexpr int P_ROW = WARP_ROWS + (TX == 32 ? 4 : 8);
+constexpr int SLAB = BC * K_ROW > KEYS* V_ROW ? BC * K_ROW : KEYS * V_ROW;
+// Shared memory: Q (BR, Q_ROW), two slabs, P transposed (WARPS, KEYS, P_ROW)
+constexpr int P_AT = BR * Q_ROW + 2 * SLAB;
+extern "C" __device__ const int shared_bytes = 4 * (P_AT + WARPS * KEYS * P_ROW);
+
+static_assert(TM % 4 == 0 && BC % TX == 0 && BC % KEYS == 0 && KEYS % TX == 0 && DIMS % 4 == 0 && d % 4 == 0);
+
+__device__ inline unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+// 16 bytes from global to shared memory, zeros if not `real`.
+__device__ inline void copy16(float* to, const float* from, bool real) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "r"(real ? 16 : 0));
+}
+__device__ inline void copies_commit() { asm volatile("cp.async.commit_group;"); }
+__device__ inline void copies_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+// `rows` rows of `columns` numbers. Row i of the source is real below `height`, column c below `width`.
+template <int rows, int columns, int pitch, bool whole>
+__device__ inline void copy_rows(float* to, const float* from, long long stride, int height, int width) {
+    constexpr int chunks = columns / 4;
+    if (THREADS % chunks == 0) {  // a thread copies one column
+        const int i = threadIdx.x / chunks, c = threadIdx.x % chunks * 4;
+        const float* at = from + i * stride + c;
+        const long long step = THREADS / chunks * stride;
+        to += i * pitch + c;
+#pragma unroll
+        for (int n = 0; n < rows; n += THREADS / chunks) {
+            if (rows % (THREADS / chunks) == 0 || n + i < rows)
+                copy16(to + n * pitch, at, whole || (n + i < height && c < width));
+            at += step;
+        }
+    } else {
+#pragma unroll
+        for (int n = 0; n < rows * chunks; n += THREADS) {
+            const int at = n + (int)threadIdx.x, i = at / chunks, c = at % chunks * 4;
+            if (rows * chunks % THREADS == 0 || at < rows * chunks)
+                copy16(to + i * pitch + c, from + i * stride + c, whole || (i < height && c < width));
+        }
+    }
+}
+template <int rows, int columns, int pitch>
+__device__ inline void copy_tile(float* to, const float* from, long long stride, int height, int width) {
+    if (height >= rows && width >= columns)
+        copy_rows<rows, columns, pitch, true>(to, from, stride, height, width);
+    else
+        copy_rows<rows, columns, pitch, false>(to, from, stride, height, width);
+}
+
+__device__ inline void load4(float to[4], const float* from) {
+    float4 x = *(const float4*)from;
+    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+}
+
+// Row i of the thread is row 4 * rg + ROW(i) of its warp.
+#define ROW(i) ((i) / 4 * 4 * ROW_GROUPS + (i) % 4)
+
+// S += Q K^T over a slab's dimensions
+__device__ inline void scores(float s[TM][TN], const float* q_at, const float* k_at) {
+#pragma unroll 4
+    for (int c = 0; c < DIMS; c += 4) {
+        float a[TM][4];
+#pragma unroll
+        for (int i = 0; i < TM; i++) load4(a[i], q_at + ROW(i) * Q_ROW + c);
+#pragma unroll
+        for (int n = 0; n < TN; n++) {
+            float x[4];
+            load4(x, k_at + n * TX * K_ROW + c);
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+#pragma unroll
+                for (int i = 0; i < TM; i++) s[i][n] += a[i][e] * x[e];
+        }
+    }
+}
+
+// O += P V over a slab's keys. `guarded`: the weight of a hidden key is not even multiplied, because the key's
+// V is not finite; the thread's row i sees the slab's keys below sees + ROW(i).
+template <bool guarded>
+__device__ inline void accumulate(float o[TM][TD], const float* P, const float* V, int tx, int rg, int sees) {
+    const float *p_at = P + rg * 4, *v_at = V + tx * 4;
+#pragma unroll(guarded ? 1 : 8)
+    for (int k = 0; k < KEYS; k++) {
+        float p[TM], v[TD];
+#pragma unroll
+        for (int i = 0; i < TM; i += 4) load4(p + i, p_at + k * P_ROW + i * ROW_GROUPS);
+#pragma unroll
+        for (int c = 0; c < TD; c += 4) load4(v + c, v_at + k * V_ROW + c * TX);
+#pragma unroll
+        for (int i = 0; i < TM; i++)
+#pragma unroll
+            for (int c = 0; c < TD; c++)
+                if (!guarded || k < sees + ROW(i)) o[i][c] += p[i] * v[c];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(const Call call) {
+    // sizes
+    const int Nq = call.Nq, Nk = call.Nk, heads = call.heads;
+    const int tiles = (Nq + BR - 1) / BR;
+    const int all = call.batches * heads;
+    // causal: the tiles with most keys of all heads come first
+    const int i0 = (call.causal ? tiles - 1 - (int)(blockIdx.x / all) : (int)(blockIdx.x % tiles)) * BR;
+    const int bh = call.causal ? blockIdx.x % all : blockIdx.x / tiles, b = bh / heads, h = bh % heads;
+    const int ahead = call.causal ? Nk - Nq + 1 : Nk;  // row i sees the keys below min(Nk, i + ahead)
+    const int end = call.causal ? min(Nk, min(i0 + BR, Nq) - 1 + ahead) : Nk;  // of the keys that the tile sees
+
+    // data
+    const float* q = call.q + b * call.q_strides.batch + h * call.q_strides.head + i0 * call.q_strides.row;
+    const float* k = call.k + b * call.k_strides.batch + h * call.k_strides.head;
+    const float* v = call.v + b * call.v_strides.batch + h * call.v_strides.head;
+    const long long k_row = call.k_strides.row, v_row = call.v_strides.row;
+    extern __shared__ __align__(16) float memory[];
+    float* Q = memory;
+    int now = BR * Q_ROW, next = now + SLAB;  // the slabs' places
+
+    // this thread
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int rg = TX == 32 ? 0 : lane / (2 * TX) * 2 + lane % 2, tx = TX == 32 ? lane : lane / 2 % TX;
+    constexpr int NEIGHBOUR = TX == 32 ? 1 : 2;  // the lane of tx + 1 is this much further
+    float* P = memory + P_AT + warp * (KEYS * P_ROW);
+    const int warp_row = i0 + warp * WARP_ROWS;
+    const float* q_at = Q + (warp * WARP_ROWS + rg * 4) * Q_ROW;
+
+    const float scale = fmaxf(fabsf(call.scale), 1e-30f);  // not 0, because a hidden score is -inf
+    const float slack = SLACK / scale;
+    float o[TM][TD], m[TM], l[TM];                                  // m: of the scores before scale
+    const int sees = call.causal ? warp_row + 4 * rg + ahead : Nk;  // row i sees the keys below this + ROW(i)
+#pragma unroll
+    for (int i = 0; i < TM; i++) {
+        m[i] = -INF, l[i] = 0;
+#pragma unroll
+        for (int c = 0; c < TD; c++) o[i][c] = 0;
+    }
+    const int warp_first =
+        call.causal ? min(Nk, warp_row + ahead) : Nk;  // the warp's rows all see the keys below
+    const int warp_end =
+        call.causal ? min(Nk, warp_row + WARP_ROWS - 1 + ahead) : Nk;  // none sees the keys from here
+    const int block_first = call.causal ? min(Nk, i0 + ahead) : Nk;
+
+    if (end > 0) {
+        copy_tile<BR, K_SLABS * DIMS, Q_ROW>(Q, q, call.q_strides.row, Nq - i0, d);
+        copy_tile<BC, DIMS, K_ROW>(memory + now, k, k_row, Nk, d);
+        copies_commit();
+        copies_wait();
+        if (call.scale < 0) {  // Q <- -Q, by the thread that copied it: the weights take |scale|
+#pragma unroll 1
+            for (int at = threadIdx.x; at < BR * K_SLABS * DIMS / 4; at += THREADS) {
+                float4* x = (float4*)(Q + at / (K_SLABS * DIMS / 4) * Q_ROW + at % (K_SLABS * DIMS / 4) * 4);
+                *x = {-x->x, -x->y, -x->z, -x->w};
+            }
+        }
+    }
+
+    for (int j0 = 0; j0 < end; j0 += BC) {
+        const bool active = j0 < warp_end;
+
+        // S <- Q K^T
+        float s[TM][TN];
+#pragma unroll
+        for (int i = 0; i < TM; i++)
+#pragma unroll
+            for (int n = 0; n < TN; n++) s[i][n] = 0;
+#pragma unroll 1
+        for (int slab = 0; slab < K_SLABS; slab++) {
+            copies_wait();
+            __syncthreads();  // the slab is here, and nobody reads `next`
+            if (slab + 1 < K_SLABS)
+                copy_tile<BC, DIMS, K_ROW>(memory + next, k + j0 * k_row + (slab + 1) * DIMS, k_row, Nk - j0,
+                                           d - (slab + 1) * DIMS);
+            else
+                copy_tile<KEYS, d, V_ROW>(memory + next, v + j0 * v_row, v_row, Nk - j0, d);
+            copies_commit();
+            if (active) scores(s, q_at + slab * DIMS, memory + now + tx * K_ROW);
+            int swap = now;
+            now = next, next = swap;
+        }
+
+        // m <- max(m, rowmax(S)) where it grew much; l and O follow
+        if (active) {
+            if (j0 + BC > warp_first) {
+#pragma unroll
+                for (int i = 0; i < TM; i++)
+#pragma unroll
+                    for (int n = 0; n < TN; n++)
+                        if (j0 + tx + TX * n >= min(Nk, sees + ROW(i))) s[i][n] = -INF;
+            }
+            float top[TM];
+            bool grows = false;
+#pragma unroll
+            for (int i = 0; i < TM; i++) {
+                top[i] = s[i][0];
+#pragma unroll
+                for (int n = 1; n < TN; n++) top[i] = fmaxf(top[i], s[i][n]);
+                grows |= top[i] > m[i] + slack;
+            }
+            if (__any_sync(~0u, grows)) {
+#pragma unroll
+                for (int i = 0; i < TM; i++) {
+#pragma unroll
+                    for (int far = NEIGHBOUR; far < NEIGHBOUR * TX; far *= 2)
+                        top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], far));
+                    top[i] = fmaxf(top[i], m[i]);
+                    float shrink = exp2_approx((m[i] - subtrahend(top[i])) * scale);
+                    m[i] = top[i];
+                    l[i] *= shrink;
+#pragma unroll
+                    for (int c = 0; c < TD; c++) o[i][c] *= shrink;
+                }
+            }
+        }
+
+#pragma unroll 1
+        for (int slab = 0; slab < V_SLABS; slab++) {
+            // P <- 2^(S - m), l <- l + rowsum(P)
+            if (active) {
+                if (slab > 0) __syncwarp();
+#pragma unroll
+                for (int n = 0; n < TN; n++) {
+                    constexpr int part = KEYS / TX;
+                    if (n / part != slab) continue;
+                    float* to = P + (tx + n % part * TX) * P_ROW + rg * 4;
+#pragma unroll
+                    for (int i = 0; i < TM; i++) {
+                        s[i][n] = exp2_approx(s[i][n] * scale - subtrahend(m[i]) * scale);
+                        l[i] += s[i][n];
+                    }
+#pragma unroll
+                    for (int i = 0; i < TM; i += 4)
+                        *(float4*)(to + i * ROW_GROUPS) = {s[i][n], s[i + 1][n], s[i + 2][n], s[i + 3][n]};
+                }
+            }
+            const int first = j0 + slab * KEYS;
+            copies_wait();
+            bool guarded = false;
+            if (call.causal &&
+                first + KEYS > block_first) {  // some row does not see some key: is its V finite?
+                bool bad = false;
+#pragma unroll 1
+                for (int at = threadIdx.x; at < KEYS * d / 4; at += THREADS) {
+                    float x[4];
+                    load4(x, memory + now + at / (d / 4) * V_ROW + at % (d / 4) * 4);
+                    for (int e = 0; e < 4; e++) bad |= !(fabsf(x[e]) < INF);
+                }
+                guarded = __syncthreads_or(bad);
+            } else {
+                __syncthreads();
+            }
+            if (slab + 1 < V_SLABS)
+                copy_tile<KEYS, d, V_ROW>(memory + next, v + (first + KEYS) * v_row, v_row, Nk - first - KEYS,
+                                          d);
+            else if (j0 + BC < end)
+                copy_tile<BC, DIMS, K_ROW>(memory + next, k + (j0 + BC) * k_row, k_row, Nk - j0 - BC, d);
+            copies_commit();
+
+            // O <- O + P V
+            if (active) {
+                if (guarded)
+                    accumulate<true>(o, P, memory + now, tx, rg, sees - first);
+                else
+                    accumulate<false>(o, P, memory + now, tx, rg, sees - first);
+            }
+            int swap = now;
+            now = next, next = swap;
+        }
+    }
+
+    // O <- O / l
+#pragma unroll
+    for (int i = 0; i < TM; i++) {
+#pragma unroll
+        for (int far = NEIGHBOUR; far < NEIGHBOUR * TX; far *= 2) l[i] += __shfl_xor_sync(~0u, l[i], far);
+        const int row = warp_row + 4 * rg + ROW(i);
+        if (row >= Nq) continue;
+        const long long at = (long long)bh * Nq + row;
+        const float part = 1.0f / l[i];
+#pragma unroll
+        for (int c = 0; c < TD; c += 4)
+            if (c * TX + tx * 4 < d)
+                *(float4*)(call.out + at * d + c * TX + tx * 4) = {o[i][c] * part, o[i][c + 1] * part,
+                                                                   o[i][c + 2] * part, o[i][c + 3] * part};
+        if (call.lse && tx == 0) call.lse[at] = m[i] * scale * LN2 + logf(l[i]);
+    }
+}
