@@ -13,6 +13,7 @@ COUNTS holds the counts by the name of a step. A step without a row there has no
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -61,7 +62,7 @@ class Count:
     @property
     def over_fewest(self) -> float:
         """Wavefronts over the fewest that could carry the numbers; 1 is best."""
-        return self.wavefronts / max(1.0, sum(each.fewest for each in self.shared))
+        return self.wavefronts / sum(each.fewest for each in self.shared) if self.shared else 1.0
 
     @property
     def asked(self) -> float:
@@ -329,9 +330,10 @@ def _step5(of: Launch) -> Count:
     row = _up(of.d, 16 if halves else 32) * of.bytes / WAVEFRONT
 
     def shared() -> Iterator[Shared]:
-        if macros.get("Q_SHARED"):  # again for each CHUNK of keys, as pairs of high and low in float32
+        if macros.get("Q_SHARED"):  # written once, and read again for each CHUNK of keys
             parts = 1 + visited / of.tiles * of.tile.bc / macros["CHUNK"]
-            yield _even("Q", of.tiles * of.tile.br * row * (1 if halves else 2) * parts)
+            split = 2 if macros.get("Q_SPLIT") else 1  # as pairs of high and low
+            yield _even("Q", of.tiles * of.tile.br * row * split * parts)
         for name in "KV":
             yield _even(name, visited * (1 + warps) * of.tile.bc * row)
 
@@ -362,6 +364,20 @@ def _step6(of: Launch) -> Count:
     return Count(1, blocks, exponentials, accesses, _once(of), tensor=1)
 
 
+def _split(of: Launch) -> Count:
+    """As many blocks as fit share the keys; a second launch merges their rows, which are in global memory.
+
+    A row of K is spread over the lanes of a warp, 16 bytes each, and all of them compute its weight. What
+    passes through shared memory, the warps' results, does not grow with Nk.
+    """
+    case, blocks = of.case, max(of.resident, of.case.heads * of.tiles)
+    lanes = min(32, 2 ** math.ceil(math.log2(max(1, of.d * of.bytes / 16))))
+    partial = 4.0 * blocks * of.tile.br * (of.d + 2)
+    streams = (*_once(of), Stream("m, l, O", partial, ((partial, 2 * partial),)))
+    exponentials = float(case.heads * case.Nq * case.visible * lanes)
+    return Count(2, blocks, exponentials, (), streams)
+
+
 def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
@@ -381,4 +397,5 @@ COUNTS: dict[str, Callable[[Launch], Count]] = {
     "4": _step4,
     "5": _step5,
     "6": _step6,
+    "split": _split,
 }

@@ -213,8 +213,10 @@ def limits(answer: Answer, count: Count | None) -> list[tuple[str, str, float]]:
     found = [(f"the {unit} peak", f"{rate / 1e12:.4g} TFLOP/s{products}", answer.case.flops / rate)]
     if count:
         shared, exponentials = on.rate(SHARED_BYTES), on.rate(EXPONENTIALS)
+        if count.wavefronts:
+            least = WAVEFRONT * count.wavefronts / shared
+            found.append(("shared memory", f"{shared / 1e12:.3g} TB/s", least))
         found += [
-            ("shared memory", f"{shared / 1e12:.3g} TB/s", WAVEFRONT * count.wavefronts / shared),
             (
                 "exponentials",
                 f"{_scaled(count.exponentials).strip()} of them, {exponentials / 1e12:.3g} T a second",
