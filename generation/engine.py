@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_ext import attention, tiles
-from attention_ext.cuda.steps import WIDEST, check_step
+from attention_ext.cuda.steps import FEWEST_KEYS, WIDEST, check_step
 from attention_ext.parts import (
     DEVICES,
     PARTS,
@@ -184,7 +184,9 @@ def on_device(model: GPT, device: str, part: Part, step: str | int | None) -> GP
     kernels.check_gpu()
     model = model.to(device)
     if part.operator:
-        kernels.prepare(step, model.config.head_dim, Dtype.FP32, torch.cuda.current_device())
+        kind = (step, model.config.head_dim, Dtype.FP32, torch.cuda.current_device())
+        kernels.prepare(*kind)
+        kernels.prepare(*kind, queries=1, few=model.config.block_size >= FEWEST_KEYS)  # for each new token
     return model
 
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attention_ext.cuda.steps import Step, Tile
+from attention_ext.cuda.steps import Step, spans
+from attention_ext.cuda.tiles import Tile
 from lab.costs import Case, Stream
 
 BANKS, NUMBER = 32, 4  # of shared memory; bytes of a number in a bank
@@ -365,17 +366,18 @@ def _step6(of: Launch) -> Count:
 
 
 def _split(of: Launch) -> Count:
-    """As many blocks as fit share the keys; a second launch merges their rows, which are in global memory.
+    """A block has a span of the keys; a second launch merges the spans' rows, which are in global memory.
 
     A row of K is spread over the lanes of a warp, 16 bytes each, and all of them compute its weight. What
     passes through shared memory, the warps' results, does not grow with Nk.
     """
-    case, blocks = of.case, max(of.resident, of.case.heads * of.tiles)
+    case, rows = of.case, of.case.heads * of.tiles
+    count = spans(rows, case.Nk, of.tile.bc, of.resident)
     lanes = min(32, 2 ** math.ceil(math.log2(max(1, of.d * of.bytes / 16))))
-    partial = 4.0 * blocks * of.tile.br * (of.d + 2)
+    partial = 4.0 * case.heads * case.Nq * count * (of.d + 2)
     streams = (*_once(of), Stream("m, l, O", partial, ((partial, 2 * partial),)))
     exponentials = float(case.heads * case.Nq * case.visible * lanes)
-    return Count(2, blocks, exponentials, (), streams)
+    return Count(2, rows * count + case.heads * case.Nq, exponentials, (), streams)
 
 
 def _up(number: int, multiple: int) -> int:

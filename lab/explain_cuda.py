@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from attention_ext.build.nvrtc import Resources
-from attention_ext.cuda.steps import WIDEST, Step, Tile
+from attention_ext.cuda import steps
+from attention_ext.cuda.steps import WIDEST, Step
+from attention_ext.cuda.tiles import Tile
 from attention_ext.parts import BuildError, Dtype, check_dtype
 from lab import costs_cuda, gpus, nsight
 from lab.costs import Case
@@ -123,15 +125,17 @@ def compiled(asked: Question) -> Answer:
     else:
         index, on = 0, SHEETS[asked.arch]
         gpu = kernels.Gpu(on.name, on.capability, on.architecture.block_shared, on.multiprocessors)
-    step = kernels.choose_for(asked.step, asked.d, dtype, gpu)
-    tile = step.tile(asked.d, dtype, gpu.shared)
+    few = steps.few_queries(Nq, Nk, asked.batch * asked.heads, gpu.multiprocessors)
+    step = kernels.choose_for(asked.step, asked.d, dtype, gpu, few)
+    distinguished = min(Nq, kernels.MOST_DISTINGUISHED)
+    tile = step.tile(asked.d, dtype, gpu.shared, distinguished)
     _, resources = kernels.source(step, tile, asked.d, dtype, on.capability).compile()
     shared = tile.shared + resources.shared
     fits = occupancy(on.architecture, math.prod(tile.threads), resources.registers, shared)
     blocks = fits.blocks
     if asked.arch is None:
-        kernels.prepare(step.name, asked.d, dtype, index)
-        blocks = kernels.load(step, asked.d, dtype, index).resident(step.kernels[0])
+        kernel = kernels.prepare(step.name, asked.d, dtype, index, distinguished)
+        blocks = kernel.resident(step.kernels[0])
     case = Case(Nq, Nk, asked.d, asked.batch * asked.heads, asked.causal, tile.br, tile.bc, 1, dtype)
     return Answer(case, step, tile, on, resources, fits, blocks, asked.arch is None)
 

@@ -23,6 +23,7 @@ def hide(event, arguments):
 for name in ("sched_getaffinity", "sched_setaffinity", "memfd_create", "posix_fadvise", "O_TMPFILE"):
     if hasattr(os, name):
         delattr(os, name)
+sys.modules.pop("tempfile", None)  # it remembers O_TMPFILE; numba-cuda imports it when Python starts
 
 def function(library, name, original=ctypes.CDLL.__getattr__):
     if name in ("mallopt", "malloc_trim"):

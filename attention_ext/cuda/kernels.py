@@ -22,6 +22,9 @@ from attention_ext.cuda.steps import FORMATS, Step, Tile
 from attention_ext.parts import PARTS, BuildError, Dtype
 
 ALIGNMENT = 16  # bytes of a vector load
+MERGE_THREADS = 128  # MERGE_THREADS of split.cu
+MOST_DISTINGUISHED = 16  # queries, by which tiles differ
+CTYPES = (ctypes.Structure, ctypes._SimpleCData)
 
 
 class Strides(ctypes.Structure):
@@ -89,18 +92,19 @@ def check_gpu() -> None:
         raise BuildError("device is 'cuda', and PyTorch finds no GPU and driver here (see nvidia-smi)")
 
 
-def choose(step: str | int | None, d: int, dtype: Dtype, index: int) -> Step:
+def choose(step: str | int | None, d: int, dtype: Dtype, index: int, few: bool = False) -> Step:
     """The step by its name, the fastest that takes such heads if None, on the GPU with this number.
 
+    few: whether there are so few queries that splitting the keys is faster, by steps.few_queries().
     Raises ValueError if there is none, or the step does not take the dtype or run on the GPU.
     """
-    return choose_for(step, d, dtype, gpu(index))
+    return choose_for(step, d, dtype, gpu(index), few)
 
 
-def choose_for(step: str | int | None, d: int, dtype: Dtype, on: Gpu) -> Step:
+def choose_for(step: str | int | None, d: int, dtype: Dtype, on: Gpu, few: bool = False) -> Step:
     """choose() for a GPU that need not be here."""
     if step is None or step == "":
-        return steps.default(d, dtype, on.capability, on.shared)
+        return steps.default(d, dtype, on.capability, on.shared, few)
     row = steps.check_step(step)
     if dtype not in row.dtypes:
         raise ValueError(f"step is {row.name!r}; it takes {', '.join(row.dtypes)}, not {dtype}")
@@ -132,14 +136,18 @@ class Kernel:
     library: object  # keeps the functions alive
     functions: dict[str, object]
 
-    def launch(self, name: str, blocks: int, *arguments: ctypes.Structure | ctypes._SimpleCData) -> None:
-        """Launch a function on the current stream of the current device."""
+    def launch(self, name: str, blocks: int, *arguments: Any, threads: int = 0) -> None:
+        """Launch a function on the current stream of the current device.
+
+        arguments: ctypes objects, or the driver's tensor maps. threads: of a block without shared memory; the
+        tile's unless given.
+        """
         driver = _driver()
-        grid, block = (blocks, 1, 1), (*self.tile.threads, 1)
-        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(each) for each in arguments))
-        stream = torch.cuda.current_stream().cuda_stream
-        shared, parameters = self.tile.shared, ctypes.addressof(pointers)
-        _check(driver.cuLaunchKernel(self.functions[name], *grid, *block, shared, stream, parameters, 0))
+        block, shared = ((threads, 1), 0) if threads else (self.tile.threads, self.tile.shared)
+        pointers = (ctypes.c_void_p * len(arguments))(*map(_address, arguments))
+        stream, parameters = torch.cuda.current_stream().cuda_stream, ctypes.addressof(pointers)
+        function = self.functions[name]
+        _check(driver.cuLaunchKernel(function, blocks, 1, 1, *block, 1, shared, stream, parameters, 0))
 
     def resident(self, name: str) -> int:
         """The most blocks of a function that a multiprocessor holds at a time, by the driver."""
@@ -148,14 +156,24 @@ class Kernel:
         return _check(most(self.functions[name], threads, shared))
 
 
+def _address(argument: Any) -> int:
+    """Where an argument of a launch is, from where the driver copies it."""
+    return ctypes.addressof(argument) if isinstance(argument, CTYPES) else int(argument.getPtr())
+
+
 @functools.cache
-def load(step: Step, d: int, dtype: Dtype, index: int) -> Kernel:
+def tile_of(step: Step, d: int, dtype: Dtype, index: int, queries: int) -> Tile:
+    """The tile of a step on the GPU with this number. Raises ValueError if shared memory is too small."""
+    return step.tile(d, dtype, gpu(index).shared, queries)
+
+
+@functools.cache
+def load(step: Step, tile: Tile, d: int, dtype: Dtype, index: int) -> Kernel:
     """The kernel of a step for heads of width d on a GPU, compiled if need be. Its context must be current.
 
-    Raises ValueError if shared memory is too small, BuildError if it cannot be compiled or loaded.
+    Raises BuildError if it cannot be compiled or loaded.
     """
     driver, on = _driver(), gpu(index)
-    tile = step.tile(d, dtype, on.shared)
     code = source(step, tile, d, dtype, on.capability).make()
     library = _check(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
     functions = {}
@@ -169,15 +187,23 @@ def load(step: Step, d: int, dtype: Dtype, index: int) -> Kernel:
     return Kernel(step, tile, library, functions)
 
 
-def prepare(step: str | int | None, d: int, dtype: Dtype, index: int) -> Kernel:
-    """The kernel that run() would use for such heads on the GPU with this number, ready to launch.
+def prepare(
+    step: str | int | None,
+    d: int,
+    dtype: Dtype,
+    index: int,
+    queries: int = MOST_DISTINGUISHED,
+    few: bool = False,
+) -> Kernel:
+    """The kernel that run() would use for so many queries of width d on this GPU, ready to launch.
 
-    Raises ValueError as choose() does, and ValueError and BuildError as load() does.
+    few: as in choose(). Raises ValueError as choose() does, and ValueError and BuildError as load() does.
     """
     torch.cuda.init()
     with torch.cuda.device(index):
         torch.cuda.current_stream().synchronize()  # makes the GPU's context current
-        return load(choose(step, d, dtype, index), d, dtype, index)
+        row = choose(step, d, dtype, index, few)
+        return load(row, tile_of(row, d, dtype, index, min(queries, MOST_DISTINGUISHED)), d, dtype, index)
 
 
 def describe(part: str, step: str | int | None, d: int, dtype: Dtype = Dtype.FP32) -> str:
@@ -198,9 +224,10 @@ def run(
     """
     B, H, Nq, d = q.shape
     dtype = Dtype.of(q.dtype)
+    Nk, index = k.shape[2], q.device.index
     with torch.cuda.device(q.device):
-        row = choose(step, d, dtype, q.device.index)
-        kernel = load(row, d, dtype, q.device.index)
+        row = choose(step, d, dtype, index, steps.few_queries(Nq, Nk, B * H, gpu(index).multiprocessors))
+        kernel = load(row, tile_of(row, d, dtype, index, min(Nq, MOST_DISTINGUISHED)), d, dtype, index)
         q, k, v = (_laid_out(t, row) for t in (q, k, v))
         out = q.new_empty(B, H, Nq, row.padded(d))
         lse = q.new_empty((B, H, Nq) if return_lse else (0,), dtype=torch.float32)
@@ -214,7 +241,7 @@ def run(
             B,
             H,
             Nq,
-            k.shape[2],
+            Nk,
             causal,
             scale / math.log(2),
         )
@@ -244,9 +271,34 @@ def _launch_for_each_tile_of_keys(kernel: Kernel, call: Call, q: Tensor, k: Tens
         kernel.launch(kernel.step.kernels[0], _tiles(kernel, call), call, state, ctypes.c_int(first_key))
 
 
+def _launch_resident(kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Step 6: at most a block for each multiprocessor, which takes one tile after the other."""
+    from attention_ext.cuda.tensor_maps import tensor_map
+
+    tile = kernel.tile
+    maps = tensor_map(q, tile.br), tensor_map(k, tile.bc), tensor_map(v, tile.bc)
+    blocks = min(_tiles(kernel, call), gpu(q.device.index).multiprocessors)
+    kernel.launch(kernel.step.kernels[0], blocks, *maps, call)
+
+
+def _launch_split(kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Few queries: a block for each span of keys, then one for each row, which merges the spans' results."""
+    split, merge = kernel.step.kernels
+    rows, tile = _tiles(kernel, call), kernel.tile
+    slots = gpu(q.device.index).multiprocessors * tile.macros["BLOCKS"]
+    count = steps.spans(rows, call.Nk, tile.bc, slots)
+    B, H, Nq, d = q.shape
+    partial = q.new_empty(B * H * Nq * count * (d + 2), dtype=torch.float32)
+    arguments = call, ctypes.c_void_p(partial.data_ptr()), ctypes.c_int(count)
+    kernel.launch(split, rows * count, *arguments)
+    kernel.launch(merge, B * H * Nq, *arguments, threads=MERGE_THREADS)
+
+
 # How a file's kernels are launched, where it is not once.
 LAUNCHES: dict[str, Callable[[Kernel, Call, Tensor, Tensor, Tensor], None]] = {
     "step1.cu": _launch_for_each_tile_of_keys,
+    "step6.cu": _launch_resident,
+    "split.cu": _launch_split,
 }
 
 
@@ -255,8 +307,11 @@ def _laid_out(t: Tensor, step: Step) -> Tensor:
     d, size = t.shape[3], t.element_size()
     if more := step.padded(d) - d:
         return torch.nn.functional.pad(t, (0, more))
+    strides = [stride for stride, n in zip(t.stride(), t.shape[:3]) if n > 1]
     aligned = not step.vectors or (
-        t.data_ptr() % ALIGNMENT == 0 and all(stride * size % ALIGNMENT == 0 for stride in t.stride()[:3])
+        t.data_ptr() % ALIGNMENT == 0
+        and all(stride * size % ALIGNMENT == 0 for stride in strides)
+        and (t.stride(2) > 0 or t.shape[2] == 1)  # a tensor map cannot repeat a row
     )
     if aligned and (t.stride(3) == 1 or d == 1):
         return t

@@ -5,32 +5,17 @@ Neither torch nor CUDA is imported here. The kernels are csrc/cuda/step*.cu.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from attention_ext.cuda import tiles
+from attention_ext.cuda.tiles import Tile, Tiles
 from attention_ext.parts import Dtype
 
 WIDEST = 256  # the largest d
 MOST_ROWS = 2**31 - 1024  # of queries or keys; the kernels count them in 32 bits, up to a tile further
-STEP5_WARPS = 4
 ALL = (Dtype.FP32, Dtype.BF16, Dtype.FP16)
 HALVES = (Dtype.BF16, Dtype.FP16)
 FORMATS = {Dtype.FP32: 0, Dtype.BF16: 1, Dtype.FP16: 2}  # csrc/cuda/call.h has them too
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How a kernel is compiled and launched for a d and a dtype.
-
-    br, bc: queries and keys of a tile. threads: of a block, in x and y. shared: bytes of shared memory.
-    macros: what its source is compiled with, beside FORMAT and HEAD_DIM.
-    """
-
-    br: int
-    bc: int
-    threads: tuple[int, int]
-    shared: int
-    macros: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -50,7 +35,7 @@ class Step:
     kernels: tuple[str, ...]
     summary: str
     why: str
-    tiles: Callable[[int, Dtype], Iterator[Tile]]
+    tiles: Tiles
     dtypes: tuple[Dtype, ...] = ALL
     multiple: int = 1
     vectors: bool = False
@@ -65,76 +50,19 @@ class Step:
         """The width of the heads that the kernel is compiled for."""
         return -(-d // self.multiple) * self.multiple
 
-    def tile(self, d: int, dtype: Dtype, shared: int) -> Tile:
-        """The tile for heads of width d, where a block may have so many bytes of shared memory.
+    def tile(self, d: int, dtype: Dtype, shared: int, queries: int = 1024) -> Tile:
+        """The tile for so many queries of width d, where a block may have so many bytes of shared memory.
 
         Raises ValueError if the least tile needs more.
         """
-        tiles = list(self.tiles(self.padded(d), dtype))
-        for tile in tiles:
+        fitting = list(self.tiles(self.padded(d), dtype, queries))
+        for tile in fitting:
             if tile.shared <= shared:
                 return tile
         raise ValueError(
-            f"step is {self.name!r}; with d = {d} it needs {min(t.shared for t in tiles)} bytes of shared "
+            f"step is {self.name!r}; with d = {d} it needs {min(t.shared for t in fitting)} bytes of shared "
             f"memory, and this GPU gives a block {shared}; choose another step"
         )
-
-
-def tiles_of_step1(d: int, dtype: Dtype) -> Iterator[Tile]:
-    yield Tile(32, 32, (32, 32), 4 * (3 * 32 * d + 32 * 32))
-
-
-def tiles_of_step2(padding: int) -> Callable[[int, Dtype], Iterator[Tile]]:
-    def tiles(d: int, dtype: Dtype) -> Iterator[Tile]:
-        for side in (64, 32):
-            numbers = 3 * side * (d + padding) + side * (side + padding)
-            macros = {"BR": side, "BC": side, "PADDING": padding}
-            yield Tile(side, side, (side * side // 16, 1), 4 * numbers, macros)
-
-    return tiles
-
-
-def tiles_of_step3(state: str) -> Callable[[int, Dtype], Iterator[Tile]]:
-    def tiles(d: int, dtype: Dtype) -> Iterator[Tile]:
-        threads = 128
-        share = 1 if d <= 64 else 2 if d <= 128 else 4
-        pitch = -(-d // (4 * share)) * 4 * share
-        blocks = {"shared": 1, "registers": 3 if d <= 32 else 2, "spilled": 8}[state]
-        for bc in (64, 32, 16):
-            numbers = 2 * bc * pitch + (state == "shared") * threads * pitch // share
-            macros = {"THREADS": threads, "SHARE": share, "BC": bc, "BLOCKS": blocks}
-            yield Tile(
-                threads // share, bc, (threads, 1), 4 * numbers, macros | {"STATE": int(state != "shared")}
-            )
-
-    return tiles
-
-
-def tiles_of_step5(d: int, dtype: Dtype) -> Iterator[Tile]:
-    # d up to which a row holds; the rest are the macros of step5.cu, the fastest of a sweep on an H200
-    names = ("M_TILES", "BC", "CHUNK", "STAGES", "PIPE", "Q_SHARED", "BLOCKS", "Q_SPLIT")
-    halves = (
-        (32, 2, 64, 16, 3, 2, 0, 2, 0),
-        (64, 2, 64, 16, 3, 1, 0, 2, 0),
-        (128, 2, 32, 16, 3, 1, 1, 2, 0),
-        (192, 1, 32, 16, 3, 1, 1, 2, 0),
-        (256, 1, 32, 16, 2, 0, 1, 2, 0),
-    )
-    singles = (
-        (32, 2, 64, 32, 2, 0, 1, 2, 1),
-        (64, 2, 32, 32, 2, 0, 1, 2, 1),
-        (128, 1, 32, 32, 2, 0, 1, 2, 0),
-        (256, 1, 16, 16, 2, 0, 1, 1, 0),
-    )
-    fp32 = dtype is Dtype.FP32
-    row = next(row for row in (singles if fp32 else halves) if d <= row[0])
-    macros = dict(zip(names, row[1:])) | {"WARPS": STEP5_WARPS}
-    wide = -(-d // (32 if fp32 else 16)) * (32 if fp32 else 16)  # as the products see it
-    stride = (wide * dtype.bytes // 16 | 1) * 16
-    warp_rows = STEP5_WARPS * macros["M_TILES"]
-    fragments = wide // 8 * (8 if macros["Q_SPLIT"] else 4) if fp32 else wide // 16 * 4
-    shared = macros["STAGES"] * 2 * macros["BC"] * stride + macros["Q_SHARED"] * warp_rows * fragments * 128
-    yield Tile(16 * warp_rows, macros["BC"], (32 * STEP5_WARPS, 1), shared, macros)
 
 
 STEPS = {
@@ -147,7 +75,7 @@ STEPS = {
             "one launch for each tile of keys, the state in global memory",
             "Every launch reads and writes the state of all rows, and loads the queries again; at d = 32 a "
             "warp's reads of K are all in one bank of shared memory.",
-            tiles_of_step1,
+            tiles.step1,
         ),
         Step(
             "2-unpadded",
@@ -156,7 +84,7 @@ STEPS = {
             "step 2 without padding",
             "Rows of a tile are d numbers apart, so a column of 32 rows is in few banks of shared memory, "
             "which serve one row after the other.",
-            tiles_of_step2(0),
+            tiles.step2(0),
         ),
         Step(
             "2",
@@ -165,7 +93,7 @@ STEPS = {
             "one launch, tiles in shared memory, 4 x 4 scores a thread",
             "The state stays in the block, and each number from shared memory serves four products. Shared "
             "memory still gives less than the arithmetic takes.",
-            tiles_of_step2(1),
+            tiles.step2(1),
         ),
         Step(
             "3-shared",
@@ -173,7 +101,7 @@ STEPS = {
             ("attention_step3",),
             "a row for each thread, the state in shared memory",
             "Each strip of keys reads and writes the row of O in shared memory.",
-            tiles_of_step3("shared"),
+            tiles.step3("shared"),
         ),
         Step(
             "3-spilled",
@@ -182,7 +110,7 @@ STEPS = {
             "a row for each thread, the state in local arrays that spill",
             "The source is step 3's; with few registers allowed, the arrays go to local memory, which is "
             "global memory behind the L1 cache. More blocks are resident, and they are slower.",
-            tiles_of_step3("spilled"),
+            tiles.step3("spilled"),
         ),
         Step(
             "3",
@@ -191,7 +119,20 @@ STEPS = {
             "a row for each thread, the state in registers",
             "A warp reads each number of K and V once for 32 rows, without conflicts and without an exchange "
             "of weights between threads.",
-            tiles_of_step3("registers"),
+            tiles.step3("registers"),
+        ),
+        Step(
+            "4",
+            "step4.cu",
+            ("attention_step4",),
+            "float32 by register tiles, vector loads and asynchronous copies",
+            "A thread has 8 x 8 scores, so a number from shared memory serves eight products, and the next "
+            "tiles arrive meanwhile. Most instructions are multiply-adds.",
+            tiles.step4,
+            dtypes=(Dtype.FP32,),
+            multiple=4,
+            vectors=True,
+            capability=(8, 0),
         ),
         Step(
             "5",
@@ -200,7 +141,33 @@ STEPS = {
             "tensor cores with mma.sync, float32 as three products of tf32",
             "The products take the tensor cores; the softmax, of which as much as possible runs beside them, "
             "and shared memory are what is left.",
-            tiles_of_step5,
+            tiles.step5,
+            multiple=8,
+            vectors=True,
+            capability=(8, 0),
+        ),
+        Step(
+            "6",
+            "step6.cu",
+            ("attention_step6",),
+            "Hopper: the copy engine, asynchronous products, warps of two roles",
+            "One warp has tiles copied while others multiply, and the softmax of one tile runs beside the "
+            "products of another. The tensor cores bound wide heads, the exponentials narrow ones.",
+            tiles.step6,
+            dtypes=HALVES,
+            multiple=8,
+            vectors=True,
+            capability=(9, 0),
+            only=True,
+        ),
+        Step(
+            "split",
+            "split.cu",
+            ("attention_split", "attention_merge"),
+            "few queries: the keys are split among blocks and the results merged by logsumexp",
+            "A block for each tile of queries would leave most of the GPU idle. All of it reads K and V, "
+            "once; the memory's bandwidth is the bound.",
+            tiles.split,
             multiple=8,
             vectors=True,
             capability=(8, 0),
@@ -218,12 +185,12 @@ def check_step(step: str | int) -> Step:
     return STEPS[str(step)]
 
 
-def default(d: int, dtype: Dtype, capability: tuple[int, int], shared: int) -> Step:
+def default(d: int, dtype: Dtype, capability: tuple[int, int], shared: int, few: bool = False) -> Step:
     """The fastest step for heads of width d on a GPU of this capability and shared memory for a block.
 
-    Raises ValueError if there is none.
+    few: as few_queries() finds. Raises ValueError if there is none.
     """
-    for name in FASTEST:
+    for name in ("split", *FASTEST) if few else FASTEST:
         step = STEPS[name]
         if dtype not in step.dtypes or not step.runs_on(capability):
             continue
@@ -239,5 +206,33 @@ def default(d: int, dtype: Dtype, capability: tuple[int, int], shared: int) -> S
     )
 
 
+def few_queries(queries: int, keys: int, heads: int, multiprocessors: int) -> bool:
+    """Whether splitting the keys is faster: tiles of queries would be nearly empty, or fewer than a GPU takes.
+
+    heads: of all batches. On an H200 four queries a head, or eight in fewer heads than half of its
+    multiprocessors, read K and V at a third or more of the memory's bandwidth.
+    """
+    most = 4 if 2 * heads > multiprocessors else 16
+    return queries <= most and keys >= FEWEST_KEYS
+
+
+def spans(rows: int, keys: int, step: int, slots: int) -> int:
+    """Into how many spans the split step cuts the keys of each row of blocks, so that all slots have work.
+
+    rows: blocks for one span. step: keys that a block takes at a time. slots: blocks that the GPU runs at once.
+    More waves of blocks fill the last one better, and cost more merging.
+    """
+    most = max(1, keys // step)
+    best, chosen = -1.0, 1
+    for waves in range(1, MOST_WAVES + 1):
+        count = min(most, max(1, waves * slots // rows))
+        used = rows * count / (-(-rows * count // slots) * slots) - WAVE_COST * waves
+        if used > best + 1e-9:
+            best, chosen = used, count
+    return chosen
+
+
 # The fastest first, in every dtype at (100, 1, 4096, d) on an H200 (gpt.py bench --device cuda).
-FASTEST = ("5", "3", "2", "1")
+FASTEST = ("6", "5", "4", "3", "2", "1")
+FEWEST_KEYS = 512  # with fewer, one launch is faster than two
+MOST_WAVES, WAVE_COST = 8, 0.02

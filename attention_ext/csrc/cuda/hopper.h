@@ -1,0 +1,192 @@
+// Hopper's own instructions (sm_90a), one function each: mbarriers, the bulk copy engine (TMA), the products of
+// a warpgroup (wgmma), and the named barriers and register counts of warpgroups.
+//
+// Addresses in shared memory are the 32-bit ones of shared_address().
+#pragma once
+
+// CUtensorMap, which the host encodes; a kernel takes it as a `const __grid_constant__` parameter.
+struct alignas(64) TensorMap {
+    char bytes[128];
+};
+
+__device__ inline unsigned shared_address(const void* pointer) {
+    return (unsigned)__cvta_generic_to_shared(pointer);
+}
+
+// ---- mbarriers: a phase ends when all arrivals and all announced bytes are in ----
+
+__device__ inline void barrier_init(unsigned barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Shows the initialised barriers to the copy engine; a __syncthreads() follows.
+__device__ inline void barrier_init_done() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ inline void barrier_arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and announces the bytes that copies will bring.
+__device__ inline void barrier_expect(unsigned barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+// Returns once the phase with this parity has ended. The phase before the first has parity 1.
+__device__ inline void barrier_wait(unsigned barrier, unsigned parity) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// ---- the copy engine: a box of a rank-4 tensor to shared memory ----
+
+__device__ inline void copy_box(unsigned to, const TensorMap* map, int column, int row, int head, int batch,
+                                unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
+        "%4, "
+        "%5}], [%6];" ::"r"(to),
+        "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(barrier)
+        : "memory");
+}
+
+__device__ inline void prefetch_map(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// ---- warpgroups ----
+
+template <int count>
+__device__ inline void registers_give() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+template <int count>
+__device__ inline void registers_take() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+__device__ inline void turn_wait(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ inline void turn_pass(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// ---- wgmma: the tensor cores, from shared memory, while the warps go on ----
+
+// What wgmma is told of a tile in shared memory whose rows are `row` = 128 or 64 bytes, swizzled as wide as a
+// row by the copy engine. The lower half: the address and `next`, the bytes to the next columns of a wider
+// tile; only a product that runs along the rows asks for it. Both are counted in 16 bytes, so offset / 16 moves
+// the address.
+__device__ inline unsigned tile_at(unsigned address, int next) {
+    return address >> 4 | (unsigned)(next >> 4) << 16;
+}
+// The upper half: groups of 8 rows follow each other at 8 * row bytes; the swizzle.
+constexpr unsigned SWIZZLED = (8 * ROW_BYTES >> 4) | (ROW_BYTES == 128 ? 1u : 2u) << 30;
+
+// Before the first product that uses registers written by other instructions.
+__device__ inline void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Returns once at most `pending` of the committed groups are under way.
+template <int pending>
+__device__ inline void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+// Ties the values of registers to this place in the program, because the compiler does not know when wgmma
+// reads and writes them.
+template <int n>
+__device__ inline void hold(float (&x)[n]) {
+#pragma unroll
+    for (int i = 0; i < n; i++) asm volatile("" : "+f"(x[i])::"memory");
+}
+template <int n>
+__device__ inline void hold(unsigned (&x)[n]) {
+#pragma unroll
+    for (int i = 0; i < n; i++) asm volatile("" : "+r"(x[i])::"memory");
+}
+
+#if FORMAT == FP16
+#define KIND "f16"
+#else
+#define KIND "bf16"
+#endif
+
+// The operands of inline assembly have names of decimal numbers: %0 to %9 is TEN(), %10 to %19 is TEN(1).
+#define TEN(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9"
+#define TWO(t) "%" #t "0,%" #t "1"
+#define FOUR(t) TWO(t) ",%" #t "2,%" #t "3"
+#define SIX(t) FOUR(t) ",%" #t "4,%" #t "5"
+#define EIGHT(t) SIX(t) ",%" #t "6,%" #t "7"
+#define TENS_4 TEN() "," TEN(1) "," TEN(2) "," TEN(3)
+#define TENS_7 TENS_4 "," TEN(4) "," TEN(5) "," TEN(6)
+#define F4(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
+#define F8(i) F4(i), F4(i + 4)
+#define F16(i) F8(i), F8(i + 8)
+#define F32(i) F16(i), F16(i + 16)
+#define F64(i) F32(i), F32(i + 32)
+
+// sum (64 x N) <- A (64 x 16) B (16 x N) + sum. Thread t of the warpgroup has two rows, 16 (t / 32) + t % 32 /
+// 4 and 8 below it, and of each 8 columns 8 i two, 8 i + 2 (t % 4) and the next: sum[4 i] and sum[4 i + 1] in
+// the upper row, the other two in the lower.
+//   multiply       A and B from shared memory, both with the 16 along their rows; add = 0: without the old sum
+//   multiply_from  A from registers, 4 of them, pairs as sum has them; B has 16 rows of N
+#define PRODUCT(N, NAMES, SUM, A, B, C, D, E, F)                                                          \
+    __device__ inline void multiply(float (&sum)[N / 2], unsigned a, unsigned b, int add) {               \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #C                                          \
+                     ", 0;\n"                                                                             \
+                     ".reg .b64 a, b;\nmov.b64 a, {%" #A ", %" #D "};\nmov.b64 b, {%" #B ", %" #D         \
+                     "};\n"                                                                               \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." KIND "." KIND " {" NAMES           \
+                     "}, a, b, "                                                                          \
+                     "add, 1, 1, 0, 0;\n}"                                                                \
+                     : SUM                                                                                \
+                     : "r"(a), "r"(b), "r"(add), "n"(SWIZZLED)                                            \
+                     : "memory");                                                                         \
+    }                                                                                                     \
+    __device__ inline void multiply_from(float (&sum)[N / 2], const unsigned* a, unsigned b) {            \
+        asm volatile(                                                                                     \
+            "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"                                                \
+            ".reg .b64 b;\nmov.b64 b, {%" #E ", %" #F                                                     \
+            "};\n"                                                                                        \
+            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." KIND "." KIND " {" NAMES "}, {%" #A ",%" #B \
+            ",%" #C ",%" #D "}, b, add, 1, 1, 1;\n}"                                                      \
+            : SUM                                                                                         \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(SWIZZLED)                           \
+            : "memory");                                                                                  \
+    }
+
+#define SUM_16 F16(0)
+#define SUM_32 F32(0)
+#define SUM_40 F32(0), F8(32)
+#define SUM_48 F32(0), F16(32)
+#define SUM_56 F32(0), F16(32), F8(48)
+#define SUM_64 F64(0)
+#define SUM_72 F64(0), F8(64)
+#define SUM_80 F64(0), F16(64)
+#define SUM_88 F64(0), F16(64), F8(80)
+#define SUM_96 F64(0), F32(64)
+#define SUM_128 F64(0), F64(64)
+
+PRODUCT(32, TEN() "," SIX(1), SUM_16, 16, 17, 18, 19, 20, 21)
+PRODUCT(64, TEN() "," TEN(1) "," TEN(2) "," TWO(3), SUM_32, 32, 33, 34, 35, 36, 37)
+PRODUCT(80, TENS_4, SUM_40, 40, 41, 42, 43, 44, 45)
+PRODUCT(96, TENS_4 "," EIGHT(4), SUM_48, 48, 49, 50, 51, 52, 53)
+PRODUCT(112, TENS_4 "," TEN(4) "," SIX(5), SUM_56, 56, 57, 58, 59, 60, 61)
+PRODUCT(128, TENS_4 "," TEN(4) "," TEN(5) "," FOUR(6), SUM_64, 64, 65, 66, 67, 68, 69)
+PRODUCT(144, TENS_7 "," TWO(7), SUM_72, 72, 73, 74, 75, 76, 77)
+PRODUCT(160, TENS_7 "," TEN(7), SUM_80, 80, 81, 82, 83, 84, 85)
+PRODUCT(176, TENS_7 "," TEN(7) "," EIGHT(8), SUM_88, 88, 89, 90, 91, 92, 93)
+PRODUCT(192, TENS_7 "," TEN(7) "," TEN(8) "," SIX(9), SUM_96, 96, 97, 98, 99, 100, 101)
+PRODUCT(256, TENS_7 "," TEN(7) "," TEN(8) "," TEN(9) "," TEN(10) "," TEN(11) "," EIGHT(12), SUM_128, 128, 129,
+        130, 131, 132, 133)

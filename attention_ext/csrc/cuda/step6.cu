@@ -1,0 +1,531 @@
+// Step 6: Hopper. Tensor cores fed by the copy engine, and the softmax at the same time as the products
+// (FlashAttention-3).
+//
+// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), 16 bits; d a multiple of 8 up to 256; rows, heads and batches
+// start at multiples of 16 bytes. The tiles are 32, 64, 128, 192 or 256 columns wide: the copy engine fills
+// what is beyond d, and the keys beyond Nk, with zeros.
+//
+// Loops: for each query tile of this block (Br rows of one batch and head)
+//            for each key tile j: S = Qi Kj^T; P = 2^(c S - c m); O += P Vj
+//
+// Launch: grid min(query tiles, multiprocessors): a block stays and takes every gridDim-th query tile. 128
+// threads copy, and 128 for each 64 rows of Q multiply (a warpgroup):
+//      d          Br    Bc   threads   registers of those that copy, multiply
+//      to 64     192   128     512      32, 160
+//      to 128    128   176     384      24, 240
+//      to 192    128   112     384      24, 240
+//      to 256    128    80     384      24, 240
+//
+// Shared memory in bytes: 2 Br width (Q) + stages * 4 Bc width (K and V) + 16 + 32 stages (mbarriers) + 1,024
+// (to begin at a multiple of it): 46,160, 91,216, 214,096, 222,288 and 230,480 for the five widths.
+//
+// Registers of a thread that multiplies: Bc/2 (S) + Bc/4 (P) + width/2 (O) and about 30 more.
+//
+// Over step 5:
+//   - One thread copies, by TMA. No other computes addresses; mbarriers tell when a tile is full or free.
+//     The threads that copy give up registers and those that multiply take them (setmaxnreg).
+//   - wgmma reads Q, K and V from shared memory and works while its warps go on: S = Qi Kj^T and
+//     O += P V(j-1) begin together, and the search for m needs S alone.
+//   - The warpgroups take turns at beginning products, so that one has its softmax while another multiplies:
+//     d = 64, 489 TFLOP/s instead of 430 (TURNS 0).
+//   - m follows the largest score only when that is 2^8 times above it: few tiles shuffle or multiply O.
+//
+// No gain:
+//   - POLYNOMIALS sixteenths of the powers by polynomials instead of the MUFU (FlashAttention-4): d = 64,
+//     463 and 440 TFLOP/s for 2 and 4. The MUFU is busy about 60 % of the time; the added instructions cost
+//     more.
+//   - 4 warpgroups that multiply at d = 32 (291 instead of 306), 2 at d = 64 (442 instead of 489).
+//   - A block for each query tile instead of blocks that stay: d = 64, 479 instead of 489.
+//
+// Bound: at d = 128 the tensor cores; at d = 32 the MUFU, 16 powers a clock on each multiprocessor at 4 d
+// operations each, about 500 TFLOP/s. A warpgroup waits for S, seeks m and takes powers one after another, and
+// three of them do not fill each other's gaps.
+//
+//   gpt.py bench --device cuda --step 6 --dtype bf16 -B 100 -N 4096 -d 32
+//   FIGURE
+// H200, bf16, (100, 1, 4096, d), TFLOP/s; in brackets cuDNN in the same run:
+//      d          32          64         128         192 and 256, B = 50
+//      no mask    294 (241)   502 (458)  627 (601)   708 (640), 725 (663)
+//      causal     257 (215)   442 (425)  555 (516)
+#include "call.h"
+#define ROW_BYTES (HEAD_DIM <= 32 ? 64 : 128)
+#include "hopper.h"
+
+#ifndef CONSUMERS  // warpgroups that multiply
+#define CONSUMERS (HEAD_DIM <= 64 ? 3 : 2)
+#endif
+#ifndef BC  // a plain number: it names the instruction
+#if HEAD_DIM <= 64
+#define BC 128
+#elif HEAD_DIM <= 128
+#define BC 176
+#elif HEAD_DIM <= 192
+#define BC 112
+#else
+#define BC 80
+#endif
+#endif
+#ifndef STAGES  // tiles of K, and of V, in shared memory
+#define STAGES 2
+#endif
+#ifndef TURNS
+#define TURNS 1
+#endif
+#ifndef POLYNOMIALS
+#define POLYNOMIALS 0
+#endif
+#ifndef L2_BYTES  // of K and V in turn, under a mask; d = 128, 8, 20 and 40 MiB: 453, 547 and 527 TFLOP/s
+#define L2_BYTES (20 << 20)
+#endif
+
+constexpr int d = HEAD_DIM;
+constexpr int width = d <= 32 ? 32 : (d + 63) / 64 * 64;  // of the tiles
+constexpr int Br = 64 * CONSUMERS, Bc = BC;
+constexpr int box_row = ROW_BYTES, box = box_row / 2;  // a tile comes in boxes of so many columns, side by side
+constexpr int boxes = width / box;
+constexpr int threads = 128 * (CONSUMERS + 1);
+constexpr int stages = STAGES;
+static_assert(d % 8 == 0 && d <= 256, "d");
+static_assert(Bc % 16 == 0 && CONSUMERS > 1, "tiles");
+
+// Shared memory in bytes, from a multiple of 1,024.
+constexpr int q_bytes = Br * width * 2, tile_bytes = Bc * width * 2;
+constexpr int k_at = q_bytes, v_at = k_at + stages * tile_bytes, barriers_at = v_at + stages * tile_bytes;
+constexpr int q_full = barriers_at, q_empty = q_full + 8;
+constexpr int k_full = q_empty + 8, k_empty = k_full + 8 * stages;
+constexpr int v_full = k_empty + 8 * stages, v_empty = v_full + 8 * stages;
+static_assert(v_empty + 8 * stages + 1024 <= 232448, "shared memory");
+
+// Of the block's 64 K registers, those of a thread that copies and of one that multiplies.
+constexpr int producer_registers = CONSUMERS == 3 ? 32 : 24;
+constexpr int consumer_registers = CONSUMERS == 2 ? 240 : CONSUMERS == 3 ? 160 : 112;
+
+// The stage that comes next, and the parity of its mbarriers' phase.
+struct Ring {
+    unsigned stage = 0, phase = 0;
+    __device__ void next() {
+        if (++stage == stages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+struct Tile {
+    int i0, batch, head;
+};
+
+// The query tiles in the order in which blocks take them. Neighbours share K and V, which stay in L2. Under a
+// mask the tiles of as many heads as fit there alternate, the rows that see the most keys first, so that all
+// blocks end at about the same time.
+__device__ inline Tile query_tile(const Call& call, unsigned index) {
+    const unsigned Tr = (call.Nq + Br - 1) / Br, all = call.batches * call.heads;
+    const long long head_bytes = (long long)call.Nk * (4 * width);
+    const long long fit = min(L2_BYTES / head_bytes, (long long)all);
+    const unsigned together = call.causal && fit > 1 ? fit : 1;
+    const unsigned group = index / (together * Tr), rest = index - group * together * Tr;
+    const unsigned heads = min(together, all - group * together);
+    const unsigned row = rest / heads, head = group * together + rest - row * heads;
+    Tile tile;
+    tile.i0 = (call.causal ? Tr - 1 - row : row) * Br;
+    tile.batch = head / call.heads;
+    tile.head = head - tile.batch * call.heads;
+    return tile;
+}
+
+__device__ inline int key_tiles(int keys) { return max(1, (keys + Bc - 1) / Bc); }
+
+__device__ inline float max_or_nan(float a, float b) {
+    float c;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+}
+
+__device__ inline float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ inline float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 2^x without the MUFU: x = n + f, |f| <= 1/2; 2^f by a polynomial of degree 3 (relative error 1e-4), and n is
+// added to its exponent. 0 from -127 on. Wrong for NaN and above 127.
+__device__ inline float exp2_polynomial(float x) {
+    constexpr float round = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number
+    x = fmaxf(x, -127.0f);
+    const float n = x + round;
+    const float f = x - (n - round);
+    float y = fmaf(f, 0.0550089288f, 0.2422109656f);
+    y = fmaf(y, f, 0.6932829380f);
+    y = fmaf(y, f, 1.0f);
+    return __int_as_float(__float_as_int(y) + (__float_as_int(n) << 23));
+}
+
+// Which powers are by polynomial. Not all of a row may be: NaN comes from the others.
+__device__ constexpr bool by_polynomial(int i) { return i * POLYNOMIALS % 16 + POLYNOMIALS >= 16; }
+
+// The thread that copies: Q once, then K and V tile by tile into the stages as they become free.
+__device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map,
+                        const Call& call, unsigned shared, unsigned tiles) {
+    Ring ring;
+    unsigned q_phase = 0;
+    for (unsigned index = blockIdx.x; index < tiles; index += gridDim.x) {
+        const Tile tile = query_tile(call, index);
+        const int Tc = key_tiles(keys_seen(call, min(tile.i0 + Br, call.Nq) - 1));
+        // A dimension that repeats the same numbers, of stride 0, has one entry in the map.
+        const int k_head = call.k_strides.head ? tile.head : 0, k_batch = call.k_strides.batch ? tile.batch : 0;
+        const int v_head = call.v_strides.head ? tile.head : 0, v_batch = call.v_strides.batch ? tile.batch : 0;
+        const int q_head = call.q_strides.head ? tile.head : 0, q_batch = call.q_strides.batch ? tile.batch : 0;
+        barrier_wait(shared + q_empty, q_phase ^ 1);
+        barrier_expect(shared + q_full, q_bytes);
+        for (int b = 0; b < boxes; b++)
+            copy_box(shared + b * (Br * box_row), &q_map, b * box, tile.i0, q_head, q_batch, shared + q_full);
+        q_phase ^= 1;
+        for (int j = 0; j < Tc; j++) {
+            const unsigned k_tile = shared + k_at + ring.stage * tile_bytes;
+            const unsigned v_tile = shared + v_at + ring.stage * tile_bytes;
+            const unsigned at = 8 * ring.stage;
+            barrier_wait(shared + k_empty + at, ring.phase ^ 1);
+            barrier_expect(shared + k_full + at, tile_bytes);
+            for (int b = 0; b < boxes; b++)
+                copy_box(k_tile + b * (Bc * box_row), &k_map, b * box, j * Bc, k_head, k_batch,
+                         shared + k_full + at);
+            barrier_wait(shared + v_empty + at, ring.phase ^ 1);
+            barrier_expect(shared + v_full + at, tile_bytes);
+            for (int b = 0; b < boxes; b++)
+                copy_box(v_tile + b * (Bc * box_row), &v_map, b * box, j * Bc, v_head, v_batch,
+                         shared + v_full + at);
+            ring.next();
+        }
+    }
+}
+
+// S <- Qi Kj^T, 64 rows of Q
+__device__ inline void scores(float (&S)[Bc / 2], unsigned q, unsigned k) {
+    products_begin();
+#pragma unroll
+    for (int c = 0; c < width / 16; c++) {
+        const int b = c / (box / 16), in_box = c % (box / 16) * 32;
+        multiply(S, q + ((b * (Br * box_row) + in_box) >> 4), k + ((b * (Bc * box_row) + in_box) >> 4), c > 0);
+    }
+}
+
+// O <- P Vj + O
+__device__ inline void weighted_sum(float (&O)[width / 2], const unsigned (&P)[Bc / 4], unsigned v) {
+    products_begin();
+#pragma unroll
+    for (int c = 0; c < Bc / 16; c++) multiply_from(O, P + 4 * c, v + (c * 16 * box_row >> 4));
+}
+
+struct Softmax {
+    float m[2], l[2];  // of the rows r and r + 8; l of this thread's columns alone
+    float c;           // scores times c are powers of two
+    float factor[2];
+    bool moved;
+
+    // m; l <- factor l + rowsum(P); S <- P = 2^(c S - c m). moved: O, too, must be multiplied by factor.
+    __device__ inline void operator()(float (&S)[Bc / 2]) {
+        float top[4] = {S[0], S[1], S[2], S[3]};
+#pragma unroll
+        for (int i = 4; i < Bc / 2; i++) top[i % 4] = max_or_nan(top[i % 4], S[i]);
+        top[0] = max_or_nan(top[0], top[1]);
+        top[1] = max_or_nan(top[2], top[3]);
+        // m stays until a score is 2^8 times above it: powers up to 2^8 do no harm, and O is seldom multiplied.
+        moved = __any_sync(~0u, !((top[0] - m[0]) * c <= 8.0f) | !((top[1] - m[1]) * c <= 8.0f));
+        if (moved) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float m_new = max_or_nan(m[h], top[h]);
+                m_new = max_or_nan(m_new, __shfl_xor_sync(~0u, m_new, 1));
+                m_new = max_or_nan(m_new, __shfl_xor_sync(~0u, m_new, 2));
+                if (m_new == INF) m_new = INF - INF;  // NaN, as softmax has it
+                factor[h] = exp2_approx((m[h] - subtrahend(m_new)) * c);
+                m[h] = m_new;
+                l[h] *= factor[h];
+            }
+        }
+        const float less[2] = {subtrahend(m[0]) * c, subtrahend(m[1]) * c};
+        float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int i = 0; i < Bc / 2; i++) {
+            const float x = fmaf(S[i], c, -less[i / 2 % 2]);
+            S[i] = by_polynomial(i / 4 * 2 + i % 2) ? exp2_polynomial(x) : exp2_approx(x);
+            sum[i % 4] += S[i];
+        }
+        l[0] += sum[0] + sum[1];
+        l[1] += sum[2] + sum[3];
+    }
+};
+
+__device__ inline void to_weights(unsigned (&P)[Bc / 4], const float (&S)[Bc / 2]) {
+#pragma unroll
+    for (int i = 0; i < Bc / 4; i++) P[i] = pack(S[2 * i], S[2 * i + 1]);
+}
+
+// Row i again, by one warp, key by key: in a product a hidden NaN or infinity of V is 0 * NaN = NaN.
+__device__ void row_again(const Call& call, const Tile& tile, int i, float m, float l, Element* out) {
+    const int lane = threadIdx.x % 32;
+    const Element* q =
+        call.q + tile.batch * call.q_strides.batch + tile.head * call.q_strides.head + i * call.q_strides.row;
+    const Element* k = call.k + tile.batch * call.k_strides.batch + tile.head * call.k_strides.head;
+    const Element* v = call.v + tile.batch * call.v_strides.batch + tile.head * call.v_strides.head;
+    float sum[width / 32];
+#pragma unroll
+    for (int c = 0; c < width / 32; c++) sum[c] = 0.0f;
+    const int keys = keys_seen(call, i);
+    const float less = subtrahend(m) * (call.scale > 0.0f ? call.scale : 1.0f);
+#pragma unroll 1
+    for (int j = 0; j < keys; j++) {
+        float s = 0.0f;
+#pragma unroll
+        for (int c = 0; c < width / 32; c++)
+            if (lane + 32 * c < d)
+                s = fmaf(to_float(q[lane + 32 * c]), to_float(k[j * call.k_strides.row + lane + 32 * c]), s);
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) s += __shfl_xor_sync(~0u, s, step);
+        const float p = exp2_approx(s * call.scale - less);
+#pragma unroll
+        for (int c = 0; c < width / 32; c++)
+            if (lane + 32 * c < d)
+                sum[c] = fmaf(p, to_float(v[j * call.v_strides.row + lane + 32 * c]), sum[c]);
+    }
+#pragma unroll
+    for (int c = 0; c < width / 32; c++)
+        if (lane + 32 * c < d) out[lane + 32 * c] = to_element(sum[c] * reciprocal(l));
+}
+
+// The four words of a thread are its pieces of four groups of 8 columns. Afterwards they are the four pieces of
+// one group, that of the thread's number in its quad.
+__device__ inline void transpose_quad(unsigned (&word)[4]) {
+    const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+    for (int n = 0; n < 4; n += 2) {
+        const unsigned other = __shfl_xor_sync(~0u, odd ? word[n] : word[n + 1], 1);
+        if (odd)
+            word[n] = other;
+        else
+            word[n + 1] = other;
+    }
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        const unsigned other = __shfl_xor_sync(~0u, high ? word[n] : word[n + 2], 2);
+        if (high)
+            word[n] = other;
+        else
+            word[n + 2] = other;
+    }
+}
+
+// O / l and the logsumexp of 64 rows.
+__device__ inline void write(const Call& call, const Tile& tile, int i0, float (&O)[width / 2],
+                             Softmax& softmax) {
+    const int lane = threadIdx.x % 32, row = i0 + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const long long row0 = ((long long)tile.batch * call.heads + tile.head) * call.Nq;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int i = row + 8 * h;
+        float l = softmax.l[h];
+        l += __shfl_xor_sync(~0u, l, 1);
+        l += __shfl_xor_sync(~0u, l, 2);
+        const float inverse = reciprocal(l);
+        Element* out = call.out + (row0 + i) * d;
+        float check = 0.0f;  // NaN if a number of the row is not finite
+#pragma unroll
+        for (int b = 0; b < width / 32; b++) {
+            unsigned word[4];
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                const float low = O[16 * b + 4 * n + 2 * h], high = O[16 * b + 4 * n + 2 * h + 1];
+                check = fmaf(low, 0.0f, fmaf(high, 0.0f, check));
+                word[n] = pack(low * inverse, high * inverse);
+            }
+            transpose_quad(word);
+            const int column = 32 * b + 8 * (lane % 4);
+            if (i < call.Nq && column < d)
+                *(uint4*)(out + column) = make_uint4(word[0], word[1], word[2], word[3]);
+        }
+        if (call.lse && i < call.Nq && lane % 4 == 0)
+            call.lse[row0 + i] =
+                softmax.m[h] == -INF ? -INF : (softmax.m[h] * softmax.c + log2_approx(l)) * LN2;
+        if (call.causal) {
+            unsigned bad = __ballot_sync(~0u, check != 0.0f && l - l == 0.0f && i < call.Nq);
+            if (bad) {
+                __syncwarp();  // the rows' first version is written
+#pragma unroll 1
+                for (int r = 0; r < 8; r++) {
+                    const float m_row = __shfl_sync(~0u, softmax.m[h], 4 * r),
+                                l_row = __shfl_sync(~0u, l, 4 * r);
+                    const int again = i - lane / 4 + r;
+                    if (bad >> 4 * r & 15)
+                        row_again(call, tile, again, m_row, l_row, call.out + (row0 + again) * d);
+                }
+            }
+        }
+    }
+}
+
+// A warpgroup that multiplies: rows 64 group to 64 group + 63 of each query tile.
+__device__ void consume(const Call& call, unsigned shared, unsigned tiles, int group) {
+    const int lane = threadIdx.x % 32;
+    const unsigned q = tile_at(shared + group * 64 * box_row, 0);
+    const unsigned k = tile_at(shared + k_at, 0);
+    const unsigned v = tile_at(shared + v_at, Bc * box_row);
+    const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;  // of the group's 64, and 8 below it
+    Ring k_ring, v_ring;
+    unsigned q_phase = 0;
+    bool first_turn = group == 0;
+    auto turn_begins = [&] {
+#if TURNS
+        if (!first_turn) turn_wait(1 + group, 256);
+        first_turn = false;
+#endif
+    };
+    auto turn_ends = [&] {
+#if TURNS
+        turn_pass(1 + (group + 1) % CONSUMERS, 256);
+#endif
+    };
+    for (unsigned index = blockIdx.x; index < tiles; index += gridDim.x) {
+        const Tile tile = query_tile(call, index);
+        const int i0 = tile.i0 + 64 * group;
+        const int Tc = key_tiles(keys_seen(call, min(tile.i0 + Br, call.Nq) - 1));
+        const int all_see = keys_seen(call, i0);
+        const int mine = i0 < call.Nq ? key_tiles(keys_seen(call, min(i0 + 64, call.Nq) - 1)) : 0;
+
+        float S[Bc / 2], O[width / 2];
+        unsigned P[Bc / 4];
+        Softmax softmax;
+        softmax.m[0] = softmax.m[1] = -INF;
+        softmax.l[0] = softmax.l[1] = 0.0f;
+        softmax.c = call.scale > 0.0f ? call.scale : 1.0f;
+#pragma unroll
+        for (int i = 0; i < width / 2; i++) O[i] = 0.0f;
+
+        auto special = [&](int j) {  // what few tiles need
+            if (!(call.scale > 0.0f)) {
+#pragma unroll
+                for (int i = 0; i < Bc / 2; i++) S[i] *= call.scale;
+            }
+            if ((j + 1) * Bc > all_see) {
+                const int seen[2] = {keys_seen(call, i0 + row), keys_seen(call, i0 + row + 8)};
+#pragma unroll
+                for (int i = 0; i < Bc / 2; i++) {
+                    const int column = j * Bc + i / 4 * 8 + lane % 4 * 2 + i % 2;
+                    if (column >= seen[i / 2 % 2]) S[i] = -INF;
+                }
+            }
+        };
+
+        barrier_wait(shared + q_full, q_phase);
+        q_phase ^= 1;
+        if (mine > 0) {
+            barrier_wait(shared + k_full + 8 * k_ring.stage, k_ring.phase);
+            hold(S);
+            scores(S, q, k + (k_ring.stage * tile_bytes >> 4));
+            products_commit();
+            products_wait<0>();
+            hold(S);
+            if (lane == 0) barrier_arrive(shared + k_empty + 8 * k_ring.stage);
+            k_ring.next();
+            special(0);
+            softmax(S);
+            to_weights(P, S);
+#pragma unroll 1
+            for (int j = 1; j < mine; j++) {  // P is that of tile j - 1
+                barrier_wait(shared + k_full + 8 * k_ring.stage, k_ring.phase);
+                turn_begins();
+                hold(S);
+                hold(O);
+                hold(P);
+                scores(S, q, k + (k_ring.stage * tile_bytes >> 4));
+                products_commit();
+                barrier_wait(shared + v_full + 8 * v_ring.stage, v_ring.phase);
+                weighted_sum(O, P, v + (v_ring.stage * tile_bytes >> 4));
+                products_commit();
+                turn_ends();
+                products_wait<1>();
+                hold(S);
+                if (lane == 0) barrier_arrive(shared + k_empty + 8 * k_ring.stage);
+                k_ring.next();
+                special(j);
+                softmax(S);
+                products_wait<0>();
+                hold(O);
+                hold(P);
+                if (lane == 0) barrier_arrive(shared + v_empty + 8 * v_ring.stage);
+                v_ring.next();
+                to_weights(P, S);
+                if (softmax.moved) {
+#pragma unroll
+                    for (int i = 0; i < width / 2; i++) O[i] *= softmax.factor[i / 2 % 2];
+                }
+            }
+            if (lane == 0) barrier_arrive(shared + q_empty);
+            barrier_wait(shared + v_full + 8 * v_ring.stage, v_ring.phase);
+            hold(O);
+            hold(P);
+            weighted_sum(O, P, v + (v_ring.stage * tile_bytes >> 4));
+            products_commit();
+            products_wait<0>();
+            hold(O);
+            if (lane == 0) barrier_arrive(shared + v_empty + 8 * v_ring.stage);
+            v_ring.next();
+            write(call, tile, i0, O, softmax);
+        } else if (lane == 0) {
+            barrier_arrive(shared + q_empty);
+        }
+        // The tiles that the block's other rows see.
+#pragma unroll 1
+        for (int j = mine; j < Tc; j++) {
+            barrier_wait(shared + k_full + 8 * k_ring.stage, k_ring.phase);
+            if (lane == 0) barrier_arrive(shared + k_empty + 8 * k_ring.stage);
+            k_ring.next();
+            if (j > 0) {
+                turn_begins();
+                turn_ends();
+            }
+            barrier_wait(shared + v_full + 8 * v_ring.stage, v_ring.phase);
+            if (lane == 0) barrier_arrive(shared + v_empty + 8 * v_ring.stage);
+            v_ring.next();
+        }
+    }
+#if TURNS
+    if (group == 0 && !first_turn) turn_wait(1, 256);  // the last turn that was passed on
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(threads, 1)
+    attention_step6(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+                    const __grid_constant__ TensorMap v_map, const __grid_constant__ Call call) {
+    extern __shared__ unsigned char raw[];
+    const unsigned shared = (shared_address(raw) + 1023) & ~1023u;
+    const unsigned tiles = (unsigned)((call.Nq + Br - 1) / Br) * (unsigned)(call.batches * call.heads);
+    if (threadIdx.x == 0) {
+        prefetch_map(&q_map);
+        prefetch_map(&k_map);
+        prefetch_map(&v_map);
+        barrier_init(shared + q_full, 1);
+        barrier_init(shared + q_empty, 4 * CONSUMERS);
+        for (int stage = 0; stage < stages; stage++) {
+            barrier_init(shared + k_full + 8 * stage, 1);
+            barrier_init(shared + v_full + 8 * stage, 1);
+            barrier_init(shared + k_empty + 8 * stage, 4 * CONSUMERS);
+            barrier_init(shared + v_empty + 8 * stage, 4 * CONSUMERS);
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (warpgroup == 0) {
+        registers_give<producer_registers>();
+        if (threadIdx.x == 0) produce(q_map, k_map, v_map, call, shared, tiles);
+    } else {
+        registers_take<consumer_registers>();
+        consume(call, shared, tiles, warpgroup - 1);
+    }
+}

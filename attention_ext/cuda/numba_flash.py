@@ -1,0 +1,228 @@
+"""FlashAttention-2's forward pass in Numba, with the state of the rows in global memory or in registers.
+
+Dao 2023, arXiv:2307.08691, Algorithm 1, whose lines are named. A row's state is its maximum m, its sum l and
+its row of O. One source is compiled twice:
+  "spilled"    the state is in global memory; each tile of keys reads it and writes it back
+  "registers"  the state is in local arrays, which the compiler keeps in registers
+
+Shapes: Q, O: (B*H, d, Nq), transposed, so that neighbouring threads, which have neighbouring rows, read
+neighbouring numbers. K, V: (B*H, Nk, d). lse: (B*H, Nq). float32.
+
+Launch: a block for each head and each tile of Br queries. It has Br x P threads, P = ceil(d / 32): thread
+(x, y) has row x and the W columns from y W on, so that its local arrays fit the registers for d = 256 too.
+
+Loop nest of a block, for each tile of Bc keys:
+  all threads copy Kj and Vj to shared memory, neighbouring threads neighbouring numbers
+  for each key, for each of W columns: q k, a share of the score; the P shares meet in Sij
+  for each key, for each of W columns: O += p v
+A thread visits only the keys that its row sees, so a NaN in the others reaches nothing.
+
+Shared memory: Kj and Vj, Bc x P W, padded with zeros from d on; Sij, P x Bc x Br. A warp reads one number of
+Kj or Vj for all of its rows, and neighbours in Sij, so no bank is asked for two numbers.
+
+  python gpt.py bench --device cuda -B 100 -N 4096 -d 32    FIGURE
+
+The kernels run on a GPU and, with NUMBA_ENABLE_CUDASIM=1, in Numba's simulator without one.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import cuda, float32
+from numba.cuda.core import config
+
+STATES = ("registers", "spilled")
+WIDEST = 256  # the largest d
+WIDTH = 32  # columns of a thread, at most
+THREADS = 256  # of a block
+SUMS = 4  # that make up a score: an addition waits for the one before it, and their errors add up
+SHARED = 48 << 10  # bytes that a block may have
+# Two blocks are resident, and Kj and Vj are read 16 bytes at a time. The simulator knows neither.
+OPTIONS = {} if config.ENABLE_CUDASIM else {"max_registers": 128}
+ALIGNMENT = None if config.ENABLE_CUDASIM else 16
+# with Python's own numbers the arithmetic would be float64
+INF, ZERO, LN2 = np.float32(math.inf), np.float32(0), np.float32(math.log(2))
+
+config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # of small grids, which small inputs have
+
+
+def flash_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    state: str = "registers",
+    br: int | None = None,
+    bc: int | None = None,
+) -> tuple[Any, Any]:
+    """softmax(scale * q k^T) v, (B, H, Nq, d), and the rows' logsumexp m + log(l), (B, H, Nq).
+
+    q: (B, H, Nq, d). k, v: (B, H, Nk, d), d up to 256. float32, any strides: tensors on a GPU, whose kernel
+    runs on PyTorch's current stream, or NumPy's arrays in the simulator.
+    causal: query i sees the keys j <= i + (Nk - Nq). scale: 1/sqrt(d) unless given. state: one of STATES.
+    br, bc: queries and keys of a tile; tile()'s unless given.
+    """
+    B, H, Nq, d = q.shape
+    Nk = k.shape[2]
+    if state not in STATES:
+        raise ValueError(f"state is {state!r}; it must be one of {', '.join(STATES)}")
+    if d > WIDEST:
+        raise ValueError(f"d is {d}; it must be at most {WIDEST}")
+    if causal and Nq > Nk:
+        raise ValueError(f"q has Nq={Nq} rows; with a causal mask it may have at most Nk={Nk}")
+    br, bc = (given or default for given, default in zip((br, bc), tile(d)))
+    parts = _parts(d)
+    scale = d**-0.5 if scale is None else scale
+    blocks = B * H * -(-Nq // br)
+    held = blocks * br * parts * (_width(d) + 2) if state == "spilled" else 1  # numbers
+
+    def launch(contiguous: Any, empty: Any, stream: Any) -> tuple[Any, Any]:
+        Q = contiguous(q.reshape(B * H, Nq, d).swapaxes(1, 2))
+        K, V = (contiguous(t.reshape(B * H, Nk, d)) for t in (k, v))
+        O, lse, spill = empty((B * H, d, Nq)), empty((B * H, Nq)), empty(held)
+        run = kernel(d, br, bc, state == "spilled")[blocks, (br, parts), stream]
+        # scores are in units of ln 2, because a GPU has an instruction for 2^x
+        run(Q, K, V, O, lse, spill, bool(causal), np.float32(scale * math.log2(math.e)))
+        return contiguous(O.swapaxes(1, 2)).reshape(B, H, Nq, d), lse.reshape(B, H, Nq)
+
+    if isinstance(q, np.ndarray):
+        return launch(np.ascontiguousarray, lambda shape: np.empty(shape, np.float32), 0)
+    import torch
+
+    with torch.cuda.device(q.device), cuda.gpus[q.device.index]:
+        stream = cuda.external_stream(torch.cuda.current_stream().cuda_stream)
+        return launch(torch.Tensor.contiguous, q.new_empty, stream)
+
+
+def tile(d: int) -> tuple[int, int]:
+    """Br and Bc: as many rows as give a block THREADS threads, and the keys that then fit shared memory."""
+    parts, pitch = _parts(d), _parts(d) * _width(d)
+    br = THREADS // parts // 32 * 32
+    bc = 32
+    while 4 * (2 * bc * pitch + parts * bc * br) > SHARED:
+        bc //= 2
+    return br, bc
+
+
+def global_bytes(
+    B: int,
+    H: int,
+    Nq: int,
+    Nk: int,
+    d: int,
+    state: str,
+    causal: bool = False,
+    tiles: tuple[int, int] | None = None,
+) -> int:
+    """Bytes that the kernel reads and writes in global memory, by its own loops; caches may serve some."""
+    br, bc = tiles or tile(d)
+    numbers = Nq * (2 * d + 1)  # Q, O and the logsumexp
+    for i0 in range(0, Nq, br):
+        keys = min(Nk, i0 + br + Nk - Nq) if causal else Nk
+        numbers += 2 * keys * d  # K and V
+        if state == "spilled":  # every tile writes the state, and all but the first read it
+            numbers += (2 * -(-keys // bc) - 1) * br * _parts(d) * (_width(d) + 2)
+    return 4 * B * H * numbers
+
+
+def _parts(d: int) -> int:
+    """Threads that share a row."""
+    return -(-d // WIDTH)
+
+
+def _width(d: int) -> int:
+    """Columns of a thread: a multiple of four, for loads of 16 bytes."""
+    return -(-d // (4 * _parts(d))) * 4
+
+
+@cache
+def kernel(d: int, Br: int, Bc: int, spilled: bool) -> Any:
+    """The kernel for these constants. Numba compiles it at its first call."""
+    P, W = _parts(d), _width(d)
+    T = Br * P
+
+    @cuda.jit(**OPTIONS)
+    def flash(Q, K, V, O, lse, spill, causal, scale):
+        Nq, Nk = Q.shape[2], K.shape[1]
+        tiles = (Nq + Br - 1) // Br
+        head = cuda.blockIdx.x // tiles
+        i0 = (tiles - 1 - cuda.blockIdx.x % tiles) * Br  # line 3; the last rows, which see most, come first
+        x, y = cuda.threadIdx.x, cuda.threadIdx.y
+        i = min(i0 + x, Nq - 1)
+        columns = min(W, d - y * W) if i0 + x < Nq else 0  # that this thread has
+        Qi, Oi = Q[head, y * W :, i], O[head, y * W :, i]
+        thread = y * Br + x
+        before = Nk - Nq if causal else Nk
+        seen = min(Nk, i + 1 + before)  # keys, by row i
+        last = min(Nk, i0 + Br + before)  # keys that any row of the block sees
+
+        Kj = cuda.shared.array((Bc, P, W), float32, ALIGNMENT)
+        Vj = cuda.shared.array((Bc, P, W), float32, ALIGNMENT)
+        Sij = cuda.shared.array((P, Bc, Br), float32)
+        q = cuda.local.array(W, float32)
+        o = cuda.local.array(W, float32)
+        s = cuda.local.array(SUMS, float32)
+        state = spill[cuda.blockIdx.x * (W + 2) * T + thread :]  # this thread's: each T-th number
+        mi, li = -INF, ZERO
+        for c in range(W):
+            q[c] = scale * Qi[c] if c < columns else ZERO  # line 4
+            o[c] = ZERO  # line 5
+
+        for j0 in range(0, last, Bc):  # line 6
+            cuda.syncthreads()  # no thread reads the tile before any more
+            for e in range(thread, min(Bc, last - j0) * P * W, T):  # line 7
+                j, c = e // (P * W), e % (P * W)
+                Kj[j, c // W, c % W] = K[head, j0 + j, c] if c < d else ZERO
+                Vj[j, c // W, c % W] = V[head, j0 + j, c] if c < d else ZERO
+            cuda.syncthreads()
+
+            if spilled and j0 > 0:
+                mi, li = state[W * T], state[(W + 1) * T]
+                for c in range(W):
+                    o[c] = state[c * T]
+            keys = min(Bc, seen - j0)
+            for j in range(keys):  # line 8
+                for c in range(SUMS):
+                    s[c] = ZERO
+                for c in range(W):
+                    s[c % SUMS] += q[c] * Kj[j, y, c]
+                Sij[y, j, x] = (s[0] + s[1]) + (s[2] + s[3])
+            if P > 1:
+                cuda.syncthreads()
+                for j in range(y, keys, P):
+                    for part in range(1, P):
+                        Sij[0, j, x] += Sij[part, j, x]
+                cuda.syncthreads()
+
+            m_new = mi  # line 9
+            for j in range(keys):
+                m_new = max(m_new, Sij[0, j, x])
+            m_safe = ZERO if m_new == -INF else m_new  # -inf - -inf would be NaN
+            correction = math.exp2(mi - m_safe)
+            mi = m_new
+            li *= correction
+            for c in range(W):
+                o[c] *= correction
+            for j in range(keys):
+                p = math.exp2(Sij[0, j, x] - m_safe)
+                li += p
+                for c in range(W):  # line 10
+                    o[c] += p * Vj[j, y, c]
+            if spilled:
+                state[W * T], state[(W + 1) * T] = mi, li
+                for c in range(W):
+                    state[c * T] = o[c]
+
+        for c in range(W):  # line 12; 0 / 0 = NaN if all scores are -inf
+            if c < columns:
+                Oi[c] = o[c] / li
+        if y == 0 and columns > 0:  # line 13
+            lse[head, i] = LN2 * (mi + math.log2(li)) if li != ZERO else -INF
+
+    return flash

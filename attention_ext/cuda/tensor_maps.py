@@ -1,0 +1,69 @@
+"""Tensor maps: what Hopper's copy engine is told of q, k and v (step 6)."""
+
+import functools
+
+import torch
+from cuda.bindings import driver
+
+KINDS = {
+    torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+}
+
+
+def box_columns(d: int) -> int:
+    """Columns that one copy takes: 128 bytes, or 64 where d is at most 32."""
+    return 32 if d <= 32 else 64
+
+
+def encodable(t: torch.Tensor) -> bool:
+    """Whether the copy engine can read `t` (B, H, N, d) where it is. If not, pad or copy it first.
+
+    Its address and its strides must be multiples of 16 bytes, and a row must not repeat the one before it. An
+    expanded batch or head, of stride 0, needs no copy.
+    """
+    batch, head, row, column = (stride * t.element_size() for stride in t.stride())
+    return (
+        t.data_ptr() % 16 == 0
+        and (column == t.element_size() or t.shape[3] == 1)
+        and (row > 0 or t.shape[2] == 1)
+        and all(stride % 16 == 0 and stride < 2**40 for stride in (batch, head, row))
+    )
+
+
+def tensor_map(t: torch.Tensor, rows: int) -> driver.CUtensorMap:
+    """The map of `t` (B, H, N, d) for copies of `rows` rows and `box_columns(d)` columns.
+
+    Encoding runs on the CPU alone: it neither synchronises nor touches the stream. A launch copies the map, so
+    a captured graph keeps its own.
+    """
+    return _encode(t.data_ptr(), t.dtype, tuple(t.shape), t.stride(), rows)
+
+
+@functools.lru_cache(maxsize=1024)
+def _encode(address, dtype, shape, strides, rows):
+    B, H, N, d = shape
+    batch, head, row, _ = (2 * stride for stride in strides)
+    # A dimension of stride 0 repeats the same numbers: it has one entry here, and the kernel asks for entry 0.
+    # The stride of a dimension with one entry is never used, but must be valid.
+    batches, heads = (B if batch else 1), (H if head else 1)
+    integers, words = driver.cuuint64_t, driver.cuuint32_t
+    columns = box_columns(d)
+    error, encoded = driver.cuTensorMapEncodeTiled(
+        KINDS[dtype],
+        4,
+        address,
+        [integers(n) for n in (d, N, heads, batches)],
+        [integers(stride if n > 1 and stride else 16) for n, stride in ((N, row), (H, head), (B, batch))],
+        [words(n) for n in (columns, rows, 1, 1)],
+        [words(1)] * 4,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+        if columns == 64
+        else driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cuTensorMapEncodeTiled: {error.name} for {shape} with strides {strides}")
+    return encoded

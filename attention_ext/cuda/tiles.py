@@ -1,0 +1,138 @@
+"""The tiles of each CUDA kernel for heads of width d: sizes, threads, shared memory, macros.
+
+A function gives the tiles for d, already padded, a dtype and a number of queries, the best first. The formulas
+of shared memory are those of the sources in csrc/cuda/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from attention_ext.parts import Dtype
+
+STEP5_WARPS = 4
+SPLIT_UNROLL = 4  # loads of keys that a lane has under way
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel is compiled and launched for a d and a dtype.
+
+    br, bc: queries and keys of a tile. threads: of a block, in x and y. shared: bytes of shared memory.
+    macros: what its source is compiled with, beside FORMAT and HEAD_DIM.
+    """
+
+    br: int
+    bc: int
+    threads: tuple[int, int]
+    shared: int
+    macros: Mapping[str, int] = field(default_factory=dict, hash=False)
+
+
+Tiles = Callable[[int, Dtype, int], Iterator[Tile]]
+
+
+def step1(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
+    yield Tile(32, 32, (32, 32), 4 * (3 * 32 * d + 32 * 32))
+
+
+def step2(padding: int) -> Tiles:
+    def tiles(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
+        for side in (64, 32):
+            numbers = 3 * side * (d + padding) + side * (side + padding)
+            macros = {"BR": side, "BC": side, "PADDING": padding}
+            yield Tile(side, side, (side * side // 16, 1), 4 * numbers, macros)
+
+    return tiles
+
+
+def step3(state: str) -> Tiles:
+    def tiles(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
+        threads = 128
+        share = 1 if d <= 64 else 2 if d <= 128 else 4
+        pitch = -(-d // (4 * share)) * 4 * share
+        blocks = {"shared": 1, "registers": 3 if d <= 32 else 2, "spilled": 8}[state]
+        for bc in (64, 32, 16):
+            numbers = 2 * bc * pitch + (state == "shared") * threads * pitch // share
+            macros = {"THREADS": threads, "SHARE": share, "BC": bc, "BLOCKS": blocks}
+            yield Tile(
+                threads // share, bc, (threads, 1), 4 * numbers, macros | {"STATE": int(state != "shared")}
+            )
+
+    return tiles
+
+
+def step4(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
+    """The fastest of a sweep on an H200; a row begins with the widest heads that it is for."""
+    names = ("TX", "BC", "WARPS", "BLOCKS", "DIMS", "KEYS")
+    rows = (
+        (16, (4, 32, 4, 2, d, 32)),
+        (32, (8, 64, 4, 2, d, 64)),
+        (96, (8, 32, 4, 2, d, 32)),
+        (128, (16, 64, 8, 1, d, 64), (16, 64, 4, 2, 64, 32)),
+        (192, (16, 64, 8, 1, 64, 32), (16, 64, 4, 2, 32, 16)),
+        (256, (32, 128, 4, 2, 32, 32), (32, 128, 2, 1, 32, 32)),
+    )
+    for sizes in next(row[1:] for row in rows if d <= row[0]):
+        macros = dict(zip(names, sizes)) | {"TM": 8}
+        columns, bc, warps, _, dims, keys = sizes
+        warp_rows = 8 * 32 // columns
+        br, width = warps * warp_rows, -(-d // (4 * columns)) * 4 * columns
+        slab = max(bc * _odd(dims), keys * width)
+        p_row = warp_rows + (4 if columns == 32 else 8)
+        numbers = br * _odd(-(-d // dims) * dims) + 2 * slab + warps * keys * p_row
+        yield Tile(br, bc, (32 * warps, 1), 4 * numbers, macros)
+
+
+def _odd(n: int) -> int:
+    """At least n numbers, an odd number of 16 bytes."""
+    return 4 * (n // 4 | 1)
+
+
+def step5(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
+    """The fastest of a sweep on an H200; a row begins with the widest heads that it is for."""
+    names = ("M_TILES", "BC", "CHUNK", "STAGES", "PIPE", "Q_SHARED", "BLOCKS", "Q_SPLIT")
+    halves = (
+        (32, 2, 64, 16, 3, 2, 0, 2, 0),
+        (64, 2, 64, 16, 3, 1, 0, 2, 0),
+        (128, 2, 32, 16, 3, 1, 1, 2, 0),
+        (192, 1, 32, 16, 3, 1, 1, 2, 0),
+        (256, 1, 32, 16, 2, 0, 1, 2, 0),
+    )
+    singles = (
+        (32, 2, 64, 32, 2, 0, 1, 2, 1),
+        (64, 2, 32, 32, 2, 0, 1, 2, 1),
+        (128, 1, 32, 32, 2, 0, 1, 2, 0),
+        (256, 1, 16, 16, 2, 0, 1, 1, 0),
+    )
+    fp32 = dtype is Dtype.FP32
+    row = next(row for row in (singles if fp32 else halves) if d <= row[0])
+    macros = dict(zip(names, row[1:])) | {"WARPS": STEP5_WARPS}
+    wide = -(-d // (32 if fp32 else 16)) * (32 if fp32 else 16)  # as the products see it
+    stride = (wide * dtype.bytes // 16 | 1) * 16
+    warp_rows = STEP5_WARPS * macros["M_TILES"]
+    fragments = wide // 8 * (8 if macros["Q_SPLIT"] else 4) if fp32 else wide // 16 * 4
+    shared = macros["STAGES"] * 2 * macros["BC"] * stride + macros["Q_SHARED"] * warp_rows * fragments * 128
+    yield Tile(16 * warp_rows, macros["BC"], (32 * STEP5_WARPS, 1), shared, macros)
+
+
+def step6(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
+    """The fastest of a sweep on an H200. 128 threads copy; as many for each 64 queries multiply."""
+    width = 32 if d <= 32 else -(-d // 64) * 64
+    consumers, stages = (3 if d <= 64 else 2), 2
+    bc = {32: 128, 64: 128, 128: 176, 192: 112, 256: 80}[width]
+    shared = dtype.bytes * width * (64 * consumers + 2 * stages * bc) + 16 + 32 * stages + 1024
+    macros = {"CONSUMERS": consumers, "BC": bc, "STAGES": stages}
+    yield Tile(64 * consumers, bc, (128 * (consumers + 1), 1), shared, macros)
+
+
+def split(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
+    """br: queries of a block. bc: keys of a block's step."""
+    each, warps, blocks = (queries, 8, 2) if queries <= 2 else (4, 4, 3) if queries <= 4 else (8, 8, 1)
+    vector = 16 // dtype.bytes
+    lanes = min(32, 1 << (d // vector - 1).bit_length())  # of a row
+    width = -(-d // (lanes * vector)) * lanes * vector
+    shared = 4 * ((1 + warps) * each * width + 2 * warps * each)
+    macros = {"QUERIES": each, "WARPS": warps, "BLOCKS": blocks, "UNROLL": SPLIT_UNROLL}
+    yield Tile(each, warps * SPLIT_UNROLL * 32 // lanes, (32 * warps, 1), shared, macros)
