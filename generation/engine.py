@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from attention_ext import attention, tiles
-from attention_ext.parts import CachePrecision, Precision, check_part, resolve_simd
+from attention_ext.cuda.steps import WIDEST, check_step
+from attention_ext.parts import (
+    DEVICES,
+    PARTS,
+    CachePrecision,
+    Dtype,
+    Part,
+    Precision,
+    check_part,
+    resolve_simd,
+)
 from generation.sampling import Sampling
 from model.gpt import GPT, Attend, GPTConfig
 from model.int8 import in_int8
@@ -82,8 +92,10 @@ def open_engine(
     kv_cache: str = "fp32",
     slots: int = 1,
     capacity: int | None = None,
+    device: str = "cpu",
+    step: str | int | None = None,
 ) -> Engine:
-    """Open an engine for a model; the native engine copies the weights.
+    """Open an engine for a model; the native engine and a GPU copy the weights.
 
     engine: one of ENGINES; None takes native for parts 1 to 4 where it can be compiled, else torch.
     part, simd, br, bc: as in attention(). slots: the most texts at a time.
@@ -93,8 +105,11 @@ def open_engine(
     kv_cache: a CachePrecision or its name. 'bf16' rounds all keys and values to bfloat16, which changes the
     logits; the native engine then keeps and reads half as many bytes of them.
     capacity: the longest context, in tokens; the model's block size by default.
+    device: 'cpu' or 'cuda'; a GPU has the torch engine alone, with part0 and part4, and neither simd nor a
+    tile. All arithmetic is float32. step: part4's kernel there, as in attention().
     The native engine uses torch.get_num_threads() threads, as set when this is called.
-    Raises TypeError or ValueError naming the wrong argument, BuildError if the kernels cannot be compiled.
+    Raises TypeError or ValueError naming the wrong argument, BuildError if the kernels cannot be compiled or
+    there is no GPU.
     """
     for name, number in (("slots", slots), ("capacity", capacity)):
         if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
@@ -115,19 +130,64 @@ def open_engine(
         capacity = longest
     if not 1 <= capacity <= longest:
         raise ValueError(f"capacity is {capacity}; it must be from 1 to block_size={longest}")
+    check_device(device, row, step, model.config.head_dim)
+    if device != "cpu":
+        cpu_only = (("engine", engine, "torch"), ("simd", simd, "auto"), ("br", br, None), ("bc", bc, None))
+        for name, given, only in cpu_only:
+            if given not in (None, only):
+                raise ValueError(f"{name} is {given!r}; it must be {only!r} on {DEVICES[device]}")
+        engine = "torch"
     if engine is None:
         engine = default_engine(part)
     if engine == "torch":
         from generation.pytorch import TorchEngine
 
-        model = model.with_attention(partial(attention, part, causal=True, br=br, bc=bc, simd=helpers))
-        return TorchEngine(rounded(model, precision), slots, capacity, DTYPES[cache])
+        attend = partial(attention, part, causal=True, br=br, bc=bc, simd=helpers, step=step)
+        placed = on_device(rounded(model.with_attention(attend), precision), device, row, step)
+        return TorchEngine(placed, slots, capacity, DTYPES[cache])
     from generation.native import NativeEngine
 
     # Each decoder thread calls the kernel by itself, so the tile is that of one thread.
     tuned = tiles.tile(helpers, 1, model.config.head_dim, capacity, causal=True)
     tile = (br or tuned[0], bc or tuned[1])
     return NativeEngine(model, part, helpers, tile, precision, cache, slots, capacity)
+
+
+def check_device(device: str, part: Part, step: str | int | None, head_dim: int) -> None:
+    """Raise TypeError or ValueError unless a part runs on a device, with this step, heads of this width."""
+    if device not in DEVICES:
+        raise ValueError(f"device is {device!r}; it must be one of {', '.join(DEVICES)}")
+    if device not in part.dtypes:
+        others = " and ".join(name for name, each in PARTS.items() if device in each.dtypes)
+        raise ValueError(f"device is {device!r}; {part.name} does not run there, only {others}")
+    if step is not None:
+        check_step(step)
+        if device == "cpu":
+            raise ValueError(f"step is {step!r}; it must be None on the CPU: steps are CUDA kernels")
+        if part.operator is None:
+            raise ValueError(f"step is {step!r}; it must be None with {part.name}, which is PyTorch's")
+    if device == "cuda" and part.operator and head_dim > WIDEST:
+        raise ValueError(
+            f"model has heads of d={head_dim}; d must be at most {WIDEST} on CUDA in {part.name}"
+        )
+
+
+def on_device(model: GPT, device: str, part: Part, step: str | int | None) -> GPT:
+    """The model, whose parameters are moved to a device, after its kernel there is compiled.
+
+    Raises ValueError if the GPU cannot run the step, BuildError if there is no GPU or no compiler for it.
+    """
+    if device == "cpu":
+        return model
+    from attention_ext.cuda import kernels
+
+    kernels.check_gpu()
+    model = model.to(device)
+    if part.operator:
+        c, name, index = model.config, "" if step is None else str(step), torch.cuda.current_device()
+        for queries in (c.block_size, 1):  # a prompt, and each new token
+            kernels.kernel_for(name, c.n_head, queries, c.block_size, c.head_dim, Dtype.FP32, index)
+    return model
 
 
 def rounded(model: GPT, weights: str) -> GPT:

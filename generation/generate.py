@@ -188,6 +188,8 @@ class Options(TypedDict, total=False):
     bc: int | None
     weights: str
     kv_cache: str
+    device: str
+    step: str | int | None
     temperature: float
     top_k: int | None
     top_p: float
@@ -212,13 +214,13 @@ def generate(
 
     max_new_tokens: the most tokens to write; the model's block size by default.
     engine: a name, or an engine that open_engine() opened for this model. An open engine serves many texts;
-    its part, simd, br, bc, weights and kv_cache are those it was opened with.
+    its part, simd, br, bc, weights, kv_cache, device and step are those it was opened with.
     seed: 0 to 2**64 - 1. The same seed gives the same text with every part and
-        engine, unless kv_cache is 'bf16', which rounds what they compute.
+        engine of a device, unless kv_cache is 'bf16', which rounds what they compute.
     stop: a string or several; the text ends before the first one that appears.
     context, use_cache: see writer.Request.
-    options: part, simd, br, bc, weights, kv_cache as in open_engine(); temperature, top_k, top_p, min_p,
-    repetition_penalty as in Sampling.
+    options: part, simd, br, bc, weights, kv_cache, device, step as in open_engine(); temperature, top_k,
+    top_p, min_p, repetition_penalty as in Sampling.
     Raises ValueError or TypeError naming the wrong argument, before anything is written, and BuildError if
     the kernels cannot be compiled.
     """

@@ -15,9 +15,9 @@ from model.kv_cache import KVCache
 
 
 class TorchEngine:
-    """Runs the PyTorch model. Neighbouring slots with equally many tokens are read together.
+    """Runs the PyTorch model, on its device. Neighbouring slots with equally many tokens are read together.
 
-    dtype: of the cached keys and values.
+    dtype: of the cached keys and values. Tokens are chosen on the CPU.
     """
 
     name = "torch"
@@ -25,13 +25,14 @@ class TorchEngine:
 
     def __init__(self, model: GPT, slots: int, capacity: int, dtype: torch.dtype) -> None:
         self.model, self.config, self.slots, self.capacity = model, model.config, slots, capacity
-        c = model.config
-        self._caches = [KVCache(slots, c.n_head, capacity, c.head_dim, dtype) for _ in range(c.n_layer)]
+        c, self._device = model.config, model.transformer.wte.weight.device
+        sizes = (slots, c.n_head, capacity, c.head_dim)
+        self._caches = [KVCache(*sizes, dtype, self._device) for _ in range(c.n_layer)]
         self._lengths = [0] * slots  # tokens in the cache
         self._pending = [-1] * slots  # the token that is chosen but not yet read; -1 for none
         self._seen: list[set[int]] = [set() for _ in range(slots)]
         self._samplings = [Sampling()] * slots
-        self._logits = torch.empty(slots, c.vocab_size)
+        self._logits = torch.empty(slots, c.vocab_size, device=self._device)
         self.choose: Callable[..., list[int]] = sampling.choose  # lab/profile.py wraps it in a timer
 
     def set_sampling(self, slot: int, sampling: Sampling) -> None:
@@ -44,6 +45,8 @@ class TorchEngine:
         self._seen[slot].update(ids)
         self._lengths[slot] = 0
         self._read(slot, [ids])
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # its time is the prompt's, not the next token's
 
     @torch.inference_mode()
     def next(self, slots: Sequence[int], uniforms: Sequence[float]) -> list[int]:
@@ -53,7 +56,7 @@ class TorchEngine:
             self._read(together[0], [[self._pending[slot]] for slot in together])
         at = list(slots)
         samplings, seen = [self._samplings[slot] for slot in at], [self._seen[slot] for slot in at]
-        tokens = self.choose(self._logits[at], uniforms, samplings, seen)
+        tokens = self.choose(self._logits[at].cpu(), uniforms, samplings, seen)
         for slot, token in zip(at, tokens):
             self._pending[slot] = token
             self._seen[slot].add(token)
@@ -79,12 +82,13 @@ class TorchEngine:
         self._seen[slot].add(token)
 
     def logits(self, slot: int) -> Tensor:
-        return self._logits[slot].clone()
+        return self._logits[slot].to("cpu", copy=True)
 
     def _read(self, first: int, ids: Sequence[Sequence[int]]) -> None:
         """Append a row of ids to each slot from `first` on; these slots must hold equally many tokens."""
         end, length = first + len(ids), self._lengths[first]
         caches = [cache.of(first, end, length) for cache in self._caches]
-        self._logits[first:end] = self.model(torch.tensor(ids), caches, last_only=True)[:, -1]
+        tokens = torch.tensor(ids, device=self._device)
+        self._logits[first:end] = self.model(tokens, caches, last_only=True)[:, -1]
         self._lengths[first:end] = [length + len(ids[0])] * len(ids)
         self._pending[first:end] = [-1] * len(ids)

@@ -55,6 +55,17 @@ import json, torch
 found = torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
 print(json.dumps(found))
 """
+GPU = """
+import json, torch
+gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+print(json.dumps([torch.version.cuda, [[gpu.name, gpu.major, gpu.minor] for gpu in gpus]]))
+"""
+DRIVER = Path("/proc/driver/nvidia/version")  # of NVIDIA's kernel module
+NVRTC = """
+from attention_ext.build import nvrtc
+core, found = nvrtc.versions()
+print(f"NVRTC {found}, cuda-core {core}")
+"""
 EXTENSION = """
 import sys, torch
 torch.ops.load_library(sys.argv[1])
@@ -297,6 +308,44 @@ def _extension() -> str:
     return f"{library} ({name})"
 
 
+def _gpu() -> str:
+    built, gpus = json.loads(_output([sys.executable, "-c", GPU], TORCH_SECONDS).splitlines()[-1])
+    driver = _driver()
+    if built is None:
+        there = f"NVIDIA's driver {driver} is here, but " if driver else ""
+        raise Missing(
+            f"{there}this PyTorch has no CUDA (for part4 --device cuda); pytorch.org has builds with it"
+        )
+    if not gpus:
+        why = (
+            f"none that PyTorch, for CUDA {built}, can use with driver {driver}"
+            if driver
+            else "no GPU or driver"
+        )
+        raise Missing(f"{why} (for part4 --device cuda); nvidia-smi shows what there is")
+    names = ", ".join(f"{name} ({major}.{minor})" for name, major, minor in gpus)
+    return f"{names}, driver {driver or 'unknown'}, PyTorch for CUDA {built}"
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver; None if none is loaded."""
+    try:
+        words = DRIVER.read_text().split()
+    except OSError:
+        return None
+    return next((word for word in words if word[:1].isdigit() and "." in word), None)
+
+
+def _nvrtc() -> str:
+    from attention_ext.build import nvrtc
+
+    packages = {name: _installed(name) for name in ("cuda-core", "cuda-bindings")}
+    if missing := [name for name, version in packages.items() if version is None]:
+        lacking = " and ".join(missing)
+        raise Missing(f"{lacking} not installed (CUDA kernels, for part4 --device cuda); {nvrtc.INSTALL}")
+    return _output([sys.executable, "-c", NVRTC], VERSION_SECONDS)
+
+
 def _tiles() -> str:
     from attention_ext import tiles
 
@@ -351,6 +400,8 @@ CHECKS = (
     Check("cache", _cache, ("torch",)),
     Check("builds", _builds, ("torch", "cache")),
     Check("extension", _extension, ("torch", "compiler", "cache")),
+    Check("GPU", _gpu, ("torch",)),
+    Check("NVRTC", _nvrtc),
     Check("tiles", _tiles),
     *(
         Check(name, functools.partial(_checkpoint, name), ("packages", "torch"))

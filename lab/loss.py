@@ -9,7 +9,8 @@ from functools import partial
 import torch
 
 from attention_ext import attention
-from generation.engine import rounded, with_rounded_cache
+from attention_ext.parts import check_part
+from generation.engine import check_device, on_device, rounded, with_rounded_cache
 from model import corpus
 from model.checkpoint import load
 from model.train import evaluate
@@ -30,18 +31,27 @@ class Loss:
 
 
 def held_out(
-    model: str, text: str, part: str = "part0", weights: str = "fp32", kv_cache: str = "fp32"
+    model: str,
+    text: str,
+    part: str = "part0",
+    weights: str = "fp32",
+    kv_cache: str = "fp32",
+    device: str = "cpu",
+    step: str | int | None = None,
 ) -> Loss:
     """The loss over contiguous windows of the block size, on the last 10 % of a text.
 
     model: as load() takes it. part: the attention. weights: a Precision or its name. kv_cache: a
-    CachePrecision or its name, to which the keys and values that attention sees are rounded.
-    Raises ValueError naming what is wrong, BuildError where the kernels cannot be compiled.
+    CachePrecision or its name, to which the keys and values that attention sees are rounded. device, step:
+    as in generation.engine.open_engine.
+    Raises ValueError naming what is wrong, BuildError without a GPU or what compiles the kernels.
     """
-    checkpoint = load(model, with_rounded_cache(partial(attention, part, causal=True), kv_cache))
-    gpt = rounded(checkpoint.model, weights)
+    row = check_part(part)
+    checkpoint = load(model, with_rounded_cache(partial(attention, part, causal=True, step=step), kv_cache))
+    check_device(device, row, step, checkpoint.model.config.head_dim)
+    gpt = on_device(rounded(checkpoint.model, weights), device, row, step)
     _, held_out = corpus.split(text)
     ids = checkpoint.tokenizer.encode(held_out)
     # The first token is predicted by nothing, so neither it nor its character counts.
-    nats = evaluate(gpt, torch.tensor(ids)) * (len(ids) - 1) / (len(held_out) - 1)
+    nats = evaluate(gpt, torch.tensor(ids, device=device)) * (len(ids) - 1) / (len(held_out) - 1)
     return Loss(nats, len(held_out), checkpoint.model.config.block_size)

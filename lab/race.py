@@ -93,6 +93,8 @@ def line_up(
     sampling: Sampling = Sampling(),
     engine: str | None = None,
     simd: str = "auto",
+    device: str = "cpu",
+    step: str | None = None,
     use_cache: bool = True,
 ) -> list[Runner]:
     """A runner for each part, its engine warm: kernels compiled, memory touched, threads started.
@@ -108,7 +110,11 @@ def line_up(
     capacity = capacity_for(checkpoint, request)
     runners = []
     for part in parts:
-        writer = Writer(open_engine(checkpoint.model, engine, part=part, simd=simd, capacity=capacity))
+        own = step if PARTS[part].operator else None
+        opened = open_engine(
+            checkpoint.model, engine, part=part, simd=simd, capacity=capacity, device=device, step=own
+        )
+        writer = Writer(opened)
         writer.check(request)
         _warm_up(writer.engine, request)
         writer.join(request)
@@ -125,10 +131,17 @@ def _warm_up(engine: Engine, request: Request) -> None:
         writer.step(1)
 
 
-def describe(runners: Sequence[Runner], simd: str, use_cache: bool) -> str:
+def describe(
+    runners: Sequence[Runner], simd: str, use_cache: bool, device: str = "cpu", step: str | None = None
+) -> str:
     """What is about to race, for people to read; engines that differ are named."""
     lines = [f"{runners[0].count} tokens each, {'with' if use_cache else 'without'} a KV cache"]
-    if any(PARTS[r.part].operator for r in runners):
+    if device == "cuda":
+        from attention_ext.cuda import kernels
+
+        head_dim = runners[0].engine.config.head_dim
+        lines += [kernels.describe(r.part, step, head_dim) for r in runners]
+    elif any(PARTS[r.part].operator for r in runners):
         lines.append(extension.describe(simd))
     native = [r.part for r in runners if r.engine.name == "native"]
     if 0 < len(native) < len(runners):

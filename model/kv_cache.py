@@ -12,12 +12,19 @@ class KVCache:
     """One layer's keys and values in two preallocated buffers (B, H, T_max, d).
 
     batch: B.  n_head: H.  length_max: T_max.  head_dim: d.  dtype: keys and values are rounded to it.
+    device: of the buffers.
     """
 
     def __init__(
-        self, batch: int, n_head: int, length_max: int, head_dim: int, dtype: torch.dtype = torch.float32
+        self,
+        batch: int,
+        n_head: int,
+        length_max: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
     ) -> None:
-        self.k = torch.empty(batch, n_head, length_max, head_dim, dtype=dtype)
+        self.k = torch.empty(batch, n_head, length_max, head_dim, dtype=dtype, device=device)
         self.v = torch.empty_like(self.k)
         self.length = 0
 

@@ -74,7 +74,13 @@ class Session:
         notice(f"number of parameters: {gpt.num_params() / 1e6:.2f}M")
         notice(f"Vocabulary of {len(tokenizer)} tokens from {tokenizer.source}")
         part = PARTS[self.part]
-        kernel = extension.describe(self.engine.simd) if part.operator else f"Attention by {part.summary}"
+        kernel = f"Attention by {part.summary}"
+        if self.engine.device == "cuda":
+            from attention_ext.cuda import kernels
+
+            kernel = kernels.describe(self.part, self.engine.step, gpt.config.head_dim)
+        elif part.operator:
+            kernel = extension.describe(self.engine.simd)
         precisions = {"weights": self.engine.weights, "cache": self.engine.kv_cache}
         rounded = "".join(f", {what} in {name}" for what, name in precisions.items() if name != "fp32")
         notice(f"{kernel}, {engine.name} engine{rounded}")
@@ -156,7 +162,8 @@ def record(session: Session, engine: Engine, completion: Completion) -> dict:
         "model": session.texts.model,
         "part": session.part,
         "engine": engine.name,
-        "simd": helpers_of(session.part, session.engine.simd),
+        "device": session.engine.device,
+        "simd": helpers_of(session.part, session.engine.simd) if session.engine.device == "cpu" else None,
         "threads": torch.get_num_threads(),
         "seed": completion.request.seed,
         "prompt": session.prompt,

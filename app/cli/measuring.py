@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -13,7 +12,7 @@ from app.cli.bench import bench
 from app.cli.options import (
     MOST_HEADS,
     WIDEST_HEAD,
-    EngineOptions,
+    device_option,
     dtype_option,
     engine_option,
     kv_cache_option,
@@ -21,11 +20,12 @@ from app.cli.options import (
     notice,
     one_thread_option,
     part_argument,
+    refuse_options_of_the_other_device,
     seed_option,
     set_threads,
     simd_option,
     size_option,
-    take,
+    step_option,
     temperature_option,
     threads_option,
     tile_options,
@@ -33,27 +33,60 @@ from app.cli.options import (
     weights_option,
 )
 from attention_ext import PARTS, processor
+from lab.gpus import SHEETS
 
 
 @click.command()
 @part_argument
-@size_option("-N", "N", default=1024, help="Number of keys and of queries.")
+@size_option("-B", "batch", most=MOST_HEADS, help="Texts in the batch.", show_default="1, on cuda 100")
+@size_option("-N", "N", help="Number of keys and of queries.", show_default="1024, on cuda 4096")
+@size_option("--queries", "cuda_queries", help="Queries, on cuda.", show_default="as many as keys")
 @size_option("-d", "d", default=32, most=WIDEST_HEAD, help="Head width.")
 @tile_options()
 @click.option("--causal", is_flag=True, help="Use a causal mask.")
-@size_option("--heads", default=4, most=MOST_HEADS, help="Number of heads.")
+@size_option("--heads", most=MOST_HEADS, help="Number of heads.", show_default="4, on cuda 1")
 @one_thread_option
 @simd_option
 @dtype_option
+@device_option
+@step_option
+@click.option(
+    "--arch",
+    type=click.Choice(list(SHEETS)),
+    help="Explain the step for this architecture, which needs no GPU, and do not measure it.",
+)
 @click.option(
     "--cachegrind", is_flag=True, help="Simulate the caches with valgrind; takes about fifty times as long."
 )
-def explain(part: str, cachegrind: bool, **sizes) -> None:
+def explain(
+    part: str,
+    device: str,
+    step: str | None,
+    arch: str | None,
+    cuda_queries: int | None,
+    cachegrind: bool,
+    **sizes,
+) -> None:
     """Show what PART costs and why: arithmetic, scratch, bytes into each cache, the bound, the time.
 
     The bytes are the algorithm's own count. The cache misses of one head are shown beside them if Linux's
-    perf may count them, or with --cachegrind.
+    perf may count them, or with --cachegrind. With --device cuda it is a step of part4: registers, spills,
+    occupancy, bytes through shared and global memory, the bound, the time, and what Nsight Compute counts if
+    ncu is on PATH and may count.
     """
+    refuse_options_of_the_other_device()
+    defaults = {"cpu": (1, 4, 1024), "cuda": (100, 1, 4096)}[device]
+    for name, size in zip(("batch", "heads", "N"), defaults):
+        sizes[name] = sizes[name] or size
+    if device == "cuda":
+        if part != "part4":
+            raise click.UsageError(f"PART is {part}; it must be part4 with --device cuda")
+        from lab import explain_cuda
+
+        asked = {name: sizes[name] for name in ("N", "d", "batch", "heads", "causal", "dtype")}
+        question = explain_cuda.Question(**asked, queries=cuda_queries, step=step, arch=arch)
+        explain_cuda.explain(question, click.echo)
+        return
     from lab.bench import cases
     from lab.explain import explain as explained
 
@@ -62,6 +95,7 @@ def explain(part: str, cachegrind: bool, **sizes) -> None:
         lengths=[sizes["N"]],
         widths=[sizes["d"]],
         masks=[sizes["causal"]],
+        batch=sizes["batch"],
         heads=sizes["heads"],
         br=[sizes["br"]],
         bc=[sizes["bc"]],
@@ -120,8 +154,7 @@ def profile(model: str, form: str, threads: int | None, **options) -> None:
     from lab import profile as profiling
     from model import load
 
-    engine = asdict(take(EngineOptions, options))
-    measured = profiling.run(load(model), model=model, **engine, **options)
+    measured = profiling.run(load(model), model=model, **options)
     click.echo(profiling.table(measured) if form == "md" else json.dumps(profiling.figures(measured)))
 
 
@@ -141,6 +174,8 @@ def profile(model: str, form: str, threads: int | None, **options) -> None:
 @click.option("--no-kv-cache", is_flag=True, help="Recompute the whole window for each token.")
 @engine_option
 @simd_option
+@device_option
+@step_option
 @one_thread_option
 def race(
     parts: str,
@@ -157,8 +192,10 @@ def race(
     On a terminal the texts grow in columns at their true relative speeds. A table then shows the speeds, and
     the last line whether the texts are identical; if not, the exit code is 1. part0 has the torch engine
     alone: with --engine torch the parts differ in attention only. With a KV cache a token takes one row of
-    attention and the parts are close; --no-kv-cache shows the differences.
+    attention and the parts are close; --no-kv-cache shows the differences. With --device cuda PARTS must be
+    part0,part4.
     """
+    refuse_options_of_the_other_device()
     processor.let_waiting_threads_sleep()
     set_threads(threads)
     from generation.sampling import Sampling
@@ -174,7 +211,8 @@ def race(
         use_cache=not no_kv_cache,
         **options,
     )
-    notice(f"{model}, {racing.describe(runners, options['simd'], not no_kv_cache)}")
+    where = {name: options[name] for name in ("simd", "device", "step")}
+    notice(f"{model}, {racing.describe(runners, use_cache=not no_kv_cache, **where)}")
     if not racing.run(runners, prompt, click.echo):
         sys.exit(1)
 

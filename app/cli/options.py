@@ -90,6 +90,8 @@ class EngineOptions:
     bc: int | None
     weights: str
     kv_cache: str
+    device: str
+    step: str | None
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,8 @@ step_option = click.option(
     type=click.Choice(list(STEPS)),
     help="Part4's kernel on CUDA; the fastest that accepts the inputs unless given.",
 )
+# What goes with one device only, by the names of the commands' parameters.
+ONE_DEVICE = {"cpu": ("br", "bc", "threads", "simd", "cachegrind"), "cuda": ("step", "arch", "cuda_queries")}
 weights_option = click.option(
     "--weights",
     type=click.Choice([precision.value for precision in Precision]),
@@ -271,6 +275,16 @@ seed_option = click.option(
     help="Seed of the random numbers.",
 )
 part_argument = click.argument("part", type=click.Choice(list(PARTS)), metavar="PART")
+
+
+def refuse_options_of_the_other_device() -> None:
+    """Raise UsageError if the current command was given an option that does not go with its --device."""
+    context = click.get_current_context()
+    for device, names in ONE_DEVICE.items():
+        for option in context.command.params:
+            given = context.get_parameter_source(str(option.name)) is click.core.ParameterSource.COMMANDLINE
+            if given and option.name in names and context.params["device"] != device:
+                raise click.UsageError(f"{option.opts[0]} goes with --device {device} only")
 
 
 def set_threads(threads: int | None) -> None:

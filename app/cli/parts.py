@@ -13,6 +13,7 @@ from app.cli.options import (
     dtype_option,
     engine_option,
     kv_cache_option,
+    refuse_options_of_the_other_device,
     set_threads,
     simd_option,
     step_option,
@@ -23,9 +24,8 @@ from app.cli.options import (
 )
 from attention_ext import PARTS
 
-BOTH_MODES = {"br", "bc", "threads", "simd", "inference"}
-TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype", "device", "step"}
-ON_CPU_ONLY = ("br", "bc", "threads", "simd")
+BOTH_MODES = {"br", "bc", "threads", "simd", "inference", "device", "step"}
+TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype"}
 WITH_CUDA = tuple(name for name, part in PARTS.items() if "cuda" in part.dtypes)
 WITH_STEPS = tuple(name for name in WITH_CUDA if PARTS[name].operator)
 
@@ -34,10 +34,10 @@ part_options = all_of(
     tile_options(shown=f"{lab.LAB_TILE} in the test, auto in --inference"),
     threads_option,
     simd_option,
-    lab.causal_option,
-    dtype_option,
     device_option,
     step_option,
+    lab.causal_option,
+    dtype_option,
     click.option("--inference", is_flag=True, help="Write text instead of running the test."),
     writing.text_options,
     engine_option,
@@ -55,7 +55,8 @@ def command_of(part: str) -> click.Command:
     @click.pass_context
     def command(given: click.Context, /, **options) -> None:
         refuse_options_of_the_other_mode(given)
-        refuse_options_of_the_other_device(part, given)
+        refuse_what_the_part_has_not(part, given)
+        refuse_options_of_the_other_device()
         for side in ("br", "bc"):
             auto = options["inference"] or options["device"] == "cuda"
             size = options[side] or ("auto" if auto else lab.LAB_TILE)
@@ -66,7 +67,7 @@ def command_of(part: str) -> click.Command:
             writing.write(part, threads, engine, texts, options["as_json"], options["interactive"])
         else:
             set_threads(threads)
-            names = {"br", "bc", "simd", *TEST_ONLY}
+            names = {"br", "bc", "simd", "device", "step", *TEST_ONLY}
             lab.run_test(part, **{name: options[name] for name in names})
 
     command.help = (
@@ -90,27 +91,14 @@ def refuse_options_of_the_other_mode(context: click.Context) -> None:
             raise click.UsageError(f"{option.opts[0]} goes with --inference only")
 
 
-def refuse_options_of_the_other_device(part: str, context: click.Context) -> None:
-    """Raise UsageError for a part without CUDA, and for an option that would be ignored on the device."""
-    given = {
-        str(option.name): option.opts[0]
-        for option in context.command.params
-        if context.get_parameter_source(str(option.name)) is click.core.ParameterSource.COMMANDLINE
-    }
-    if "step" in given and part not in WITH_STEPS:
+def refuse_what_the_part_has_not(part: str, context: click.Context) -> None:
+    """Raise UsageError for a device or a step that a part does not have."""
+    if context.params["step"] and part not in WITH_STEPS:
         raise click.UsageError(f"--step goes with {' and '.join(WITH_STEPS)} only")
-    if context.params["device"] == "cpu":
-        if "step" in given:
-            raise click.UsageError("--step goes with --device cuda only")
-        return
-    if part not in WITH_CUDA:
+    if context.params["device"] == "cuda" and part not in WITH_CUDA:
         raise click.UsageError(
             f"{part} has no CUDA kernel; --device cuda goes with {' and '.join(WITH_CUDA)} only"
         )
-    for name in ON_CPU_ONLY:
-        if name in given:
-            reason = ": each step has its own tile" if name in ("br", "bc") else ""
-            raise click.UsageError(f"{given[name]} does not go with --device cuda{reason}")
 
 
 COMMANDS = tuple(command_of(part) for part in PARTS)

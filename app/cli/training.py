@@ -7,10 +7,13 @@ from pathlib import Path
 import click
 
 from app.cli.options import (
+    device_option,
     kv_cache_option,
     model_option,
     notice,
+    refuse_options_of_the_other_device,
     set_threads,
+    step_option,
     threads_option,
     weights_option,
 )
@@ -103,16 +106,26 @@ def train(
 )
 @weights_option
 @kv_cache_option
+@device_option
+@step_option
 @threads_option
 def evaluate(
-    model: str, corpus_file: str | None, part: str, weights: str, kv_cache: str, threads: int | None
+    model: str,
+    corpus_file: str | None,
+    part: str,
+    weights: str,
+    kv_cache: str,
+    device: str,
+    step: str | None,
+    threads: int | None,
 ) -> None:
     """Print the loss over contiguous windows of the block size, on the last 10 % of a text."""
     from lab import loss
 
+    refuse_options_of_the_other_device()
     text = read_corpus(corpus_file)
     set_threads(threads)
-    measured = loss.held_out(model, text, part, weights, kv_cache)
+    measured = loss.held_out(model, text, part, weights, kv_cache, device, step)
     click.echo(f"{model}: {measured.nats:.4f} nats = {measured.bits:.4f} bits per character")
     click.echo(f"({measured.characters:,} characters, windows of {measured.window} tokens)")
 

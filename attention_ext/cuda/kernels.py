@@ -19,7 +19,7 @@ from torch import Tensor
 from attention_ext.build import nvrtc
 from attention_ext.cuda import steps
 from attention_ext.cuda.steps import FORMATS, Step, Tile
-from attention_ext.parts import BuildError, Dtype
+from attention_ext.parts import PARTS, BuildError, Dtype
 
 ALIGNMENT = 16  # bytes of a vector load
 MERGE_THREADS = 128  # MERGE_THREADS of split.cu
@@ -74,6 +74,13 @@ def gpu(index: int) -> Gpu:
     )
 
 
+def attribute(name: str, index: int) -> int:
+    """An attribute of the GPU with this number, by the driver's name without CU_DEVICE_ATTRIBUTE."""
+    driver = _driver()
+    named = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return _check(driver.cuDeviceGetAttribute(named, _check(driver.cuDeviceGet(index))))
+
+
 def check_gpu() -> None:
     """Raise BuildError, in one line, if PyTorch cannot use a GPU here."""
     if torch.version.cuda is None:
@@ -91,7 +98,11 @@ def choose(step: str | int | None, d: int, dtype: Dtype, index: int, few: bool =
     few: whether there are so few queries that splitting the keys is faster, by steps.few_queries().
     Raises ValueError if there is none, or the step does not take the dtype or run on the GPU.
     """
-    on = gpu(index)
+    return choose_for(step, d, dtype, gpu(index), few)
+
+
+def choose_for(step: str | int | None, d: int, dtype: Dtype, on: Gpu, few: bool = False) -> Step:
+    """choose() for a GPU that need not be here."""
     if step is None or step == "":
         return steps.default(d, dtype, on.capability, on.shared, few)
     row = steps.check_step(step)
@@ -138,6 +149,12 @@ class Kernel:
         function = self.functions[name]
         _check(driver.cuLaunchKernel(function, blocks, 1, 1, *block, 1, shared, stream, parameters, 0))
 
+    def resident(self, name: str) -> int:
+        """The most blocks of a function that a multiprocessor holds at a time, by the driver."""
+        threads, shared = math.prod(self.tile.threads), self.tile.shared
+        most = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor
+        return _check(most(self.functions[name], threads, shared))
+
 
 def _address(argument: Any) -> int:
     """Where an argument of a launch is, from where the driver copies it."""
@@ -177,6 +194,15 @@ def kernel_for(step: str, heads: int, Nq: int, Nk: int, d: int, dtype: Dtype, in
 def _prepared(step: str, d: int, dtype: Dtype, index: int, few: bool, queries: int) -> Kernel:
     row = choose(step, d, dtype, index, few)
     return load(row, row.tile(d, dtype, gpu(index).shared, queries), d, dtype, index)
+
+
+def describe(part: str, step: str | int | None, d: int, dtype: Dtype = Dtype.FP32) -> str:
+    """What computes a part on the current GPU, in a line for people."""
+    row, index = PARTS[part], torch.cuda.current_device()
+    if row.operator is None:
+        return f"Attention by {row.summary} on {gpu(index).name}"
+    chosen = choose(step, d, dtype, index)
+    return f"CUDA step {chosen.name}, {chosen.summary}, on {gpu(index).name}"
 
 
 def run(

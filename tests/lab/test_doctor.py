@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import contextlib
 import fcntl
+import json
 import os
 import re
 import subprocess
@@ -370,3 +371,38 @@ def test_an_optional_packages_command_brings_it(monkeypatch, package):
     assert state == "--"
     (extra,) = re.findall(r"; pip install -c constraints.txt -e '\.\[(\w+)\]'$", text)
     assert package in names(SETUP["options.extras_require"][extra])
+
+
+@pytest.mark.parametrize(
+    "found, driver, state, text",
+    [
+        ([None, []], None, "--", "this PyTorch has no CUDA (for part4 --device cuda); pytorch.org"),
+        ([None, []], "580.1.2", "--", "NVIDIA's driver 580.1.2 is here, but this PyTorch has no CUDA"),
+        (["13.0", []], None, "--", "no GPU or driver (for part4 --device cuda); nvidia-smi"),
+        (["13.0", []], "470.1", "--", "none that PyTorch, for CUDA 13.0, can use with driver 470.1"),
+        (["13.0", [["H100", 9, 0]]], "580.1.2", "ok", "H100 (9.0), driver 580.1.2, PyTorch for CUDA 13.0"),
+        (["13.0", [["A", 8, 0], ["B", 9, 0]]], None, "ok", "A (8.0), B (9.0), driver unknown"),
+    ],
+)
+def test_the_gpu_is_optional(monkeypatch, tmp_path, found, driver, state, text):
+    if driver:
+        line = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Mon Jan  1 00:00:00 UTC 2026"
+        (tmp_path / "version").write_text(f"{line}\nGCC version: gcc version 12.2.0\n")
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(doctor, "GPU", f"print('{json.dumps(found)}')")
+    told = look("GPU")
+    assert told[0] == state and told[1].startswith(text)
+
+
+def test_nvrtc_is_optional_but_not_a_broken_one(monkeypatch):
+    monkeypatch.setattr(doctor, "_installed", lambda name: None if name == "cuda-core" else "1.0")
+    state, text = look("NVRTC")
+    assert state == "--" and text.startswith(
+        "cuda-core not installed (CUDA kernels, for part4 --device cuda)"
+    )
+    assert "pip install cuda-core" in text
+    monkeypatch.setattr(doctor, "_installed", lambda name: "1.0")
+    monkeypatch.setattr(doctor, "NVRTC", "raise SystemExit('NVRTC cannot be loaded')")
+    assert look("NVRTC") == ("FAIL", "failed with exit code 1: NVRTC cannot be loaded")
+    monkeypatch.setattr(doctor, "NVRTC", "print('NVRTC 13.0, cuda-core 1.2')")
+    assert look("NVRTC") == ("ok", "NVRTC 13.0, cuda-core 1.2")

@@ -37,6 +37,11 @@ def test_each_part_is_explained(cli, extension, part):
     assert ("misses " in done.stdout) == (PARTS[part].operator is not None)
 
 
+def test_a_batch_multiplies_the_heads(cli, extension):
+    done = cli("explain", "part3", "-N", 64, "-B", 3)
+    assert done.stdout.startswith("part3, ") and ": 12 heads of N = 64, d = 32" in done.stdout
+
+
 def test_bfloat16_is_explained(cli, extension, failed):
     done = cli("explain", "part4", "-N", 96, "--dtype", "bf16")
     assert done.returncode == 0, done.stderr

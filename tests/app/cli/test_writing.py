@@ -133,6 +133,7 @@ def test_json_has_an_object_for_each_sample(cli, extension):
         "model",
         "part",
         "engine",
+        "device",
         "simd",
         "threads",
         "seed",

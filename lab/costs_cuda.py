@@ -1,0 +1,403 @@
+"""What each CUDA step moves by its own loop nest: through shared memory and through global memory.
+
+Shared memory serves a warp's access in wavefronts of 128 bytes, one number of each of 32 banks. Lanes that
+read the same number share it. Numbers of one bank at different addresses take a wavefront each: a bank
+conflict.
+
+Global memory is counted twice: what the kernel asks for, and what must come from the GPU's memory at least,
+where what is asked for again and still lies in the L2 cache costs nothing. lab.costs.Stream has that count.
+
+COUNTS holds the counts by the name of a step. A step without a row there has none.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from attention_ext.cuda.steps import Step, spans
+from attention_ext.cuda.tiles import Tile
+from lab.costs import Case, Stream
+
+BANKS, NUMBER = 32, 4  # of shared memory; bytes of a number in a bank
+WAVEFRONT = BANKS * NUMBER
+LANES, SAME = range(32), [0] * 32
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Accesses to one matrix in shared memory.
+
+    wavefronts: that they take. fewest: that could carry the numbers, without bank conflicts.
+    """
+
+    name: str
+    wavefronts: float
+    fewest: float
+
+
+@dataclass(frozen=True)
+class Count:
+    """A step's counts of one call.
+
+    blocks: of all launches. exponentials: that threads compute, the same one in two threads twice.
+    tensor: the tensor cores' work for each useful operation, in products of bfloat16; 0 where they have none.
+    """
+
+    launches: int
+    blocks: int
+    exponentials: float
+    shared: tuple[Shared, ...]
+    streams: tuple[Stream, ...]
+    tensor: float = 0
+
+    @property
+    def wavefronts(self) -> float:
+        """All wavefronts through shared memory."""
+        return sum(each.wavefronts for each in self.shared)
+
+    @property
+    def over_fewest(self) -> float:
+        """Wavefronts over the fewest that could carry the numbers; 1 is best."""
+        return self.wavefronts / sum(each.fewest for each in self.shared) if self.shared else 1.0
+
+    @property
+    def asked(self) -> float:
+        """Bytes that the kernel reads from global memory and writes to it."""
+        return sum(most(stream) for stream in self.streams)
+
+    def from_memory(self, l2: int) -> float:
+        """Bytes that come from the GPU's memory, or go there, past an L2 cache of so many bytes."""
+        return sum(stream.traffic(l2) for stream in self.streams)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a count is made for.
+
+    case: the call. step, tile: as steps.STEPS has them; d is padded as the step asks. resident: blocks that
+    the GPU holds at a time.
+    """
+
+    case: Case
+    step: Step
+    tile: Tile
+    resident: int
+
+    @property
+    def d(self) -> int:
+        """The width of the heads in the kernel."""
+        return self.step.padded(self.case.d)
+
+    @property
+    def bytes(self) -> int:
+        """Of a number in global memory."""
+        return self.case.dtype.bytes
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of queries of a head."""
+        return -(-self.case.Nq // self.tile.br)
+
+    @property
+    def together(self) -> int:
+        """Heads that are worked on at a time."""
+        return min(self.case.heads, -(-self.resident // self.tiles) + 1)
+
+    def visits(self, br: int = 0, bc: int = 0) -> int:
+        """How often a tile of br queries meets a tile of bc keys in a head; the step's own tiles for 0."""
+        return visits(self.case, br or self.tile.br, bc or self.tile.bc)
+
+
+def costs(launch: Launch) -> Count | None:
+    """The counts of a call; None for a step that has none."""
+    count = COUNTS.get(launch.step.name)
+    return count(launch) if count else None
+
+
+def visits(case: Case, br: int, bc: int) -> int:
+    """How often a tile of br queries meets a tile of bc keys in a head, tiles above the diagonal left out."""
+    return int((-(-seen(case, br) // bc)).sum())
+
+
+def seen(case: Case, br: int) -> np.ndarray:
+    """The keys that each tile of br queries of a head sees."""
+    queries = np.minimum(np.arange(br, case.Nq + br, br, dtype=np.int64), case.Nq)  # up to the tile's last
+    return queries + case.Nk - case.Nq if case.causal else np.full_like(queries, case.Nk)
+
+
+def most(stream: Stream) -> float:
+    """A stream's bytes without a cache."""
+    return max([stream.least, *(moved for _, moved in stream.again)])
+
+
+def access(name: str, times: float, addresses: Sequence[int], width: int = 1) -> Shared:
+    """So many accesses of a warp to these addresses, in numbers, each to `width` neighbouring numbers."""
+    wavefronts, fewest = banked(tuple(addresses), width)
+    return Shared(name, times * wavefronts, times * fewest)
+
+
+@functools.cache
+def banked(addresses: tuple[int, ...], width: int) -> tuple[int, int]:
+    """The wavefronts of an access by 32 lanes, and how many would do if there were no bank conflicts.
+
+    Accesses of two numbers are served by halves of a warp, those of four by quarters. Two halves, or the two
+    quarters of a half, are served at once if each lane has its neighbour's address, or that of the lane after
+    the next one.
+    """
+    size = len(addresses) // width
+    groups = [addresses[i : i + size] for i in range(0, len(addresses), size)]
+    if width > 1:
+        pairs = [first + second for first, second in zip(groups[::2], groups[1::2])]
+        groups = [
+            part for pair in pairs for part in ([pair] if _paired(pair) else [pair[:size], pair[size:]])
+        ]
+    wavefronts = 0
+    for group in groups:
+        words = {address + i for address in group for i in range(width)}
+        banks = [0] * BANKS
+        for word in words:
+            banks[word % BANKS] += 1
+        wavefronts += max(banks)
+    distinct = {address + i for address in addresses for i in range(width)}
+    return wavefronts, -(-len(distinct) // BANKS)
+
+
+def _paired(addresses: tuple[int, ...]) -> bool:
+    return any(all(addresses[i] == addresses[i ^ far] for i in range(len(addresses))) for far in (1, 2))
+
+
+def _together(accesses: Iterator[Shared]) -> tuple[Shared, ...]:
+    """One row for each matrix."""
+    rows: dict[str, Shared] = {}
+    for each in accesses:
+        old = rows.get(each.name, Shared(each.name, 0, 0))
+        rows[each.name] = Shared(each.name, old.wavefronts + each.wavefronts, old.fewest + each.fewest)
+    return tuple(rows.values())
+
+
+def _times(accesses: Iterator[Shared], heads: int) -> Iterator[Shared]:
+    for each in accesses:
+        yield Shared(each.name, heads * each.wavefronts, heads * each.fewest)
+
+
+def _vector(*strides: int) -> int:
+    """Numbers that the compiler reads at a time where all rows begin at multiples of so many."""
+    return next(width for width in (4, 2, 1) if all(stride % width == 0 for stride in strides))
+
+
+def _once(of: Launch) -> tuple[Stream, ...]:
+    """The global memory of a step with one launch: each tile of queries passes K and V."""
+    case, d = of.case, of.d
+    Q = O = float(of.bytes * case.heads * case.Nq * d)
+    K = float(of.bytes * case.heads * case.Nk * d)
+    passed = min(of.visits() * of.tile.bc, of.tiles * case.Nk)  # keys, by all tiles of a head
+    # between two passes over a head's K and V, those of all heads that are worked on
+    again = ((2 * K / case.heads * of.together, float(of.bytes * case.heads * passed * d)),)
+    return Stream("Q", Q), Stream("K", K, again), Stream("V", K, again), Stream("O", O)
+
+
+def _step1(of: Launch) -> Count:
+    """32 warps of a block have a row of S each; each launch passes all Q and the whole state."""
+    case, tile, d = of.case, of.tile.br, of.d
+    launches = -(-case.Nk // tile)
+    # the last launch writes the output, of rows too that see none of its keys
+    visited = of.visits() + int((seen(case, tile) <= (launches - 1) * tile).sum())
+    warps, chunks, width = tile * visited, -(-d // 32), _vector(d)
+
+    def shared() -> Iterator[Shared]:
+        for name in "QKV":
+            yield access(name, chunks * warps, LANES)  # written
+        yield access("Q", d / width * warps, SAME, width)
+        yield access("K", d / width * warps, [lane * d for lane in LANES], width)
+        yield access("S", warps, LANES)
+        yield access("S", (1 + chunks) * tile / 4 * warps, SAME, 4)
+        yield access("V", chunks * tile * warps, LANES)
+
+    moved = float(case.heads * visited * tile * d * of.bytes)
+    Q = float(case.heads * case.Nq * d * of.bytes)
+    state = float(case.heads * case.Nq * (d + 2) * 4)
+    passes = 2 * (visited - of.tiles) * tile * (d + 2) * 4  # read and written, but at the ends
+    tiles_of_keys = 2.0 * of.together * tile * d * of.bytes
+    streams = (
+        Stream("Q", Q, ((Q + state, moved),)),
+        Stream("K", Q / case.Nq * case.Nk, ((tiles_of_keys, moved),)),
+        Stream("V", Q / case.Nq * case.Nk, ((tiles_of_keys, moved),)),
+        Stream("m, l, O", state, ((Q + state, max(state, float(case.heads * passes))),)),
+        Stream("O", Q),
+    )
+    # each lane has the whole row's, for l and again for each of its columns of O
+    exponentials = case.heads * warps * 32.0 * (1 + tile + chunks * tile)
+    blocks = launches * case.heads * of.tiles
+    return Count(launches, blocks, exponentials, _together(_times(shared(), case.heads)), streams)
+
+
+def _step2(of: Launch) -> Count:
+    """4 x 4 scores a thread; a warp has 4 rows or 8 of 16 columns or 8."""
+    d, br, bc, padding = of.d, of.tile.br, of.tile.bc, of.tile.macros["PADDING"]
+    columns, warps = bc // 4, br * bc // 16 // 32
+    pitch, p_pitch, mine = d + padding, bc + padding, -(-d // columns)
+    x, y = [lane % columns for lane in LANES], [lane // columns for lane in LANES]
+    width, p_width = _vector(pitch), 1  # P's next number may be masked
+    width = min(width, 2)  # of 4 rows of Q and K; more would not fit registers
+    visited, blocks = of.visits(), of.tiles
+
+    def load(name: str, count: int, times: int) -> Iterator[Shared]:
+        for i in range(0, count * d, 32):
+            yield access(name, times, [(i + lane) // d * pitch % 32 + (i + lane) % d for lane in LANES])
+
+    def shared() -> Iterator[Shared]:
+        yield from load("Q", br, blocks)
+        for name in "KV":
+            yield from load(name, bc, visited)
+        times = visited * warps
+        yield access("Q", 4 * d / width * times, [row * pitch for row in y], width)
+        yield access("K", 4 * d / width * times, [column * pitch for column in x], width)
+        yield access("P", 16 * times, [row * p_pitch + column for row, column in zip(y, x)])
+        yield access("P", 4 * bc / p_width * times, [row * p_pitch for row in y], p_width)
+        yield access("V", mine * bc * times, x)
+
+    exponentials = of.case.heads * visited * float(br * bc + br * columns)
+    accesses = _together(_times(shared(), of.case.heads))
+    return Count(1, of.case.heads * blocks, exponentials, accesses, _once(of))
+
+
+def _step3(of: Launch) -> Count:
+    """A thread has a row, or a part of its columns; it goes over the keys by strips of 8."""
+    strip, macros = 8, of.tile.macros
+    share, bc, warps = macros["SHARE"], of.tile.bc, macros["THREADS"] // 32
+    mine = -(-of.d // (4 * share))
+    visited, strips = of.visits(), of.visits(bc=strip)
+
+    def shared() -> Iterator[Shared]:
+        for name in "KV":
+            yield access(name, visited * bc * 4 * mine * share / 32, LANES)  # written
+            yield access(name, strips * warps * strip * mine, [4 * (lane % share) for lane in LANES], 4)
+        if not macros["STATE"]:  # O: read once a strip, written corrected and with the strip's sum
+            yield access("O", 3 * strips * warps * mine, [4 * lane for lane in LANES], 4)
+
+    exponentials = of.case.heads * strips * macros["THREADS"] * (strip + 1.0)
+    accesses = _together(_times(shared(), of.case.heads))
+    return Count(1, of.case.heads * of.tiles, exponentials, accesses, _once(of))
+
+
+def _step4(of: Launch) -> Count:
+    """TX threads share a row; a thread has TM rows, BC / TX keys and d / TX columns of O."""
+    m, d = of.tile.macros, of.d
+    TX, TM, BC, WARPS = m.get("TX", 8), m.get("TM", 8), of.tile.bc, of.tile.threads[0] // 32
+    dims = m.get("DIMS", d)
+    groups, deep = 32 // TX, -(-d // dims) * dims
+
+    def odd(numbers: int) -> int:
+        return 4 * (numbers // 4 | 1)
+
+    columns = -(-d // (4 * TX)) * 4  # of O, of a thread
+    rows = TM * groups  # of a warp
+    q_row, k_row, p_row = odd(deep), odd(dims), rows + (4 if TX == 32 else 8)
+    zorder = m.get("ZORDER", 1) and TX < 32
+    rg = [lane // (2 * TX) * 2 + lane % 2 if zorder else lane // TX for lane in LANES]
+    tx = [lane // 2 % TX if zorder else lane % TX for lane in LANES]
+    visited, by_warp = of.visits(), of.visits(br=rows)
+    deepest = deep // 4  # reads of 16 bytes of a row
+
+    def shared() -> Iterator[Shared]:
+        fours = [4 * lane for lane in LANES]
+        yield access("Q", of.tiles * WARPS * rows * deepest / 32, fours, 4)
+        for name in "KV":
+            yield access(name, visited * BC * deepest / 32, fours, 4)
+        yield access("Q", by_warp * deepest * TM, [4 * row * q_row for row in rg], 4)
+        yield access("K", by_warp * deepest * BC / TX, [column * k_row for column in tx], 4)
+        yield access("P", by_warp * BC / TX * TM / 4, [c * p_row + 4 * row for c, row in zip(tx, rg)], 4)
+        yield access("P", by_warp * BC * TM / 4, [4 * row for row in rg], 4)
+        yield access("V", by_warp * BC * columns / 4, [4 * column for column in tx], 4)
+
+    exponentials = of.case.heads * by_warp * float(rows * BC)
+    accesses = _together(_times(shared(), of.case.heads))
+    return Count(1, of.case.heads * of.tiles, exponentials, accesses, _once(of))
+
+
+def _step5(of: Launch) -> Count:
+    """Each warp reads all of a tile of K and V into the tensor cores' fragments; its part of Q stays there.
+
+    The rows are an odd number of 16 bytes apart, so there are no bank conflicts. float32 takes three products
+    of numbers cut to tf32, each at half the rate of bfloat16.
+    """
+    warps, macros, visited = of.tile.threads[0] // 32, of.tile.macros, of.visits()
+    halves = of.bytes == 2
+    row = _up(of.d, 16 if halves else 32) * of.bytes / WAVEFRONT
+
+    def shared() -> Iterator[Shared]:
+        if macros.get("Q_SHARED"):  # written once, and read again for each CHUNK of keys
+            parts = 1 + visited / of.tiles * of.tile.bc / macros["CHUNK"]
+            split = 2 if macros.get("Q_SPLIT") else 1  # as pairs of high and low
+            yield _even("Q", of.tiles * of.tile.br * row * split * parts)
+        for name in "KV":
+            yield _even(name, visited * (1 + warps) * of.tile.bc * row)
+
+    exponentials = of.case.heads * visited * float(of.tile.br * of.tile.bc)
+    accesses = _together(_times(shared(), of.case.heads))
+    blocks = of.case.heads * of.tiles
+    return Count(1, blocks, exponentials, accesses, _once(of), tensor=1 if halves else 6)
+
+
+def _step6(of: Launch) -> Count:
+    """Each consumer, four warps with 64 rows, has wgmma read its rows of Q, and all of a tile of K and of V.
+
+    A block is resident for the whole launch and takes one tile of queries after the other. Of every 16
+    exponentials, POLYNOMIALS are computed without the unit for them.
+    """
+    consumers, visited = of.tile.br // 64, of.visits()
+    row = (32 if of.d <= 32 else _up(of.d, 64)) * of.bytes / WAVEFRONT
+    own_unit = 1 - of.tile.macros.get("POLYNOMIALS", 0) / 16
+
+    def shared() -> Iterator[Shared]:
+        yield _even("Q", (of.tiles + visited) * of.tile.br * row)
+        for name in "KV":
+            yield _even(name, visited * (1 + consumers) * of.tile.bc * row)
+
+    exponentials = of.case.heads * visited * of.tile.br * of.tile.bc * own_unit
+    accesses = _together(_times(shared(), of.case.heads))
+    blocks = min(of.resident, of.case.heads * of.tiles)
+    return Count(1, blocks, exponentials, accesses, _once(of), tensor=1)
+
+
+def _split(of: Launch) -> Count:
+    """A block has a span of the keys; a second launch merges the spans' rows, which are in global memory.
+
+    A row of K is spread over the lanes of a warp, 16 bytes each, and all of them compute its weight. What
+    passes through shared memory, the warps' results, does not grow with Nk.
+    """
+    case, rows = of.case, of.case.heads * of.tiles
+    count = spans(rows, case.Nk, of.tile.bc, of.resident)
+    lanes = min(32, 2 ** math.ceil(math.log2(max(1, of.d * of.bytes / 16))))
+    partial = 4.0 * case.heads * case.Nq * count * (of.d + 2)
+    streams = (*_once(of), Stream("m, l, O", partial, ((partial, 2 * partial),)))
+    exponentials = float(case.heads * case.Nq * case.visible * lanes)
+    return Count(2, rows * count + case.heads * case.Nq, exponentials, (), streams)
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _even(name: str, wavefronts: float) -> Shared:
+    """Accesses without bank conflicts."""
+    return Shared(name, wavefronts, wavefronts)
+
+
+COUNTS: dict[str, Callable[[Launch], Count]] = {
+    "1": _step1,
+    "2-unpadded": _step2,
+    "2": _step2,
+    "3-shared": _step3,
+    "3-spilled": _step3,
+    "3": _step3,
+    "4": _step4,
+    "5": _step5,
+    "6": _step6,
+    "split": _split,
+}

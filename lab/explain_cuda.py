@@ -1,0 +1,329 @@
+"""gpt.py explain part4 --device cuda: a step's resources, its own counts, its bound and its time."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from attention_ext.build.nvrtc import Resources
+from attention_ext.cuda import steps
+from attention_ext.cuda.steps import WIDEST, Step
+from attention_ext.cuda.tiles import Tile
+from attention_ext.parts import BuildError, Dtype, check_dtype
+from lab import costs_cuda, gpus, nsight
+from lab.costs import Case
+from lab.costs_cuda import WAVEFRONT, Count, Launch
+from lab.gpus import EXPONENTIALS, SHARED_BYTES, SHEETS, Device, Occupancy, occupancy
+from lab.machine import size_text
+
+LONGEST = 2**24  # N; counting goes over the tiles
+WARM_UPS, REPEATS = 3, 20
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be explained: q is (batch, heads, queries, d), k and v are (batch, heads, N, d).
+
+    queries: as many as N unless given. step: its name or None for the fastest. arch: a key of SHEETS; None
+    for the GPU here, which is also measured.
+    """
+
+    N: int
+    d: int
+    batch: int
+    heads: int
+    causal: bool
+    dtype: str
+    queries: int | None = None
+    step: str | None = None
+    arch: str | None = None
+
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        """The rows of q, of k and of v."""
+        return self.queries or self.N, self.N, self.N
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A step for a question, compiled. blocks: resident on a multiprocessor; driver: by the driver's word."""
+
+    case: Case
+    step: Step
+    tile: Tile
+    on: Device
+    resources: Resources
+    fits: Occupancy
+    blocks: int
+    driver: bool
+
+    @property
+    def count(self) -> Count | None:
+        """The step's own count; None if it has none."""
+        resident = self.blocks * self.on.multiprocessors
+        return costs_cuda.costs(Launch(self.case, self.step, self.tile, resident))
+
+
+def explain(asked: Question, echo: Callable[[str], None]) -> None:
+    """Print what a step costs on a GPU, what bounds it there, and, on the GPU here, how long it takes.
+
+    Raises ValueError where the step or the GPU does not take the question, BuildError where there is neither
+    a GPU nor an architecture, or no compiler.
+    """
+    answer = compiled(asked)
+    count = answer.count
+    echo(heading(asked, answer) + "\n")
+    echo(textwrap.fill(answer.step.why, 100) + "\n")
+    echo(
+        f"arithmetic  {_scaled(answer.case.flops)}FLOP: 2 d for each query and key, for scores and for output"
+    )
+    echo(resources_text(answer, count))
+    if count is None:
+        echo(f"\nmoved       not counted for step {answer.step.name}")
+    else:
+        echo("\n" + moved_table(count, answer.on))
+    echo("\n" + bound_text(answer, count))
+    if asked.arch is not None:
+        echo("measured    not: this is counted for an architecture, without a GPU")
+        return
+    seconds, error = measured(asked, answer)
+    peak = limits(answer, count)[0]
+    rate = answer.case.flops / seconds
+    share = f"{100 * peak[2] / seconds:.0f} % of {peak[0]}"
+    echo(f"measured    {1e3 * seconds:.3g} ms (IQR {1e3 * error:.2g}), {rate / 1e12:.3g} TFLOP/s = {share}")
+    try:
+        echo(nsight_text(nsight.count(_arguments(asked, answer)), count, answer.on))
+    except nsight.NotCounted as reason:
+        echo(f"Nsight      not counted: {reason}")
+
+
+def compiled(asked: Question) -> Answer:
+    """The step that the question means, compiled for the GPU. Raises as explain() does."""
+    from attention_ext.cuda import kernels
+
+    dtype = check_dtype("part4", asked.dtype, "cuda")
+    for name, size, most in (("d", asked.d, WIDEST), ("N", asked.N, LONGEST)):
+        if size > most:
+            raise ValueError(f"{name} is {size}; it must be at most {most} on CUDA")
+    Nq, Nk, _ = asked.lengths
+    if Nq > (Nk if asked.causal else LONGEST):
+        allowed = f"N={Nk} with a causal mask" if asked.causal else str(LONGEST)
+        raise ValueError(f"queries is {Nq}; it must be at most {allowed}")
+    if asked.arch is None:
+        import torch
+
+        try:
+            kernels.check_gpu()
+        except BuildError as error:
+            raise BuildError(f"{error}; --arch {'|'.join(SHEETS)} explains a step without a GPU") from None
+        index = torch.cuda.current_device()
+        on, gpu = gpus.here(index), kernels.gpu(index)
+    else:
+        index, on = 0, SHEETS[asked.arch]
+        gpu = kernels.Gpu(on.name, on.capability, on.architecture.block_shared, on.multiprocessors)
+    few = steps.few_queries(Nq, Nk, asked.batch * asked.heads, gpu.multiprocessors)
+    step = kernels.choose_for(asked.step, asked.d, dtype, gpu, few)
+    distinguished = min(Nq, kernels.MOST_DISTINGUISHED)
+    tile = step.tile(asked.d, dtype, gpu.shared, distinguished)
+    _, resources = kernels.source(step, tile, asked.d, dtype, on.capability).compile()
+    shared = tile.shared + resources.shared
+    fits = occupancy(on.architecture, math.prod(tile.threads), resources.registers, shared)
+    blocks = fits.blocks
+    if asked.arch is None:
+        torch.cuda.synchronize(index)  # makes the GPU's context current
+        kernel = kernels.kernel_for(step.name, asked.batch * asked.heads, Nq, Nk, asked.d, dtype, index)
+        blocks = kernel.resident(step.kernels[0])
+    case = Case(Nq, Nk, asked.d, asked.batch * asked.heads, asked.causal, tile.br, tile.bc, 1, dtype)
+    return Answer(case, step, tile, on, resources, fits, blocks, asked.arch is None)
+
+
+def heading(asked: Question, answer: Answer) -> str:
+    """The step, the case and the GPU."""
+    heads, on = asked.batch * asked.heads, answer.on
+    mask = "causal" if asked.causal else "no mask"
+    rows = f"{asked.queries} quer{'y' if asked.queries == 1 else 'ies'} and " if asked.queries else ""
+    what = f"{heads} head{'s' * (heads > 1)} of {rows}N = {asked.N}, d = {asked.d}, {asked.dtype}, {mask}"
+    source = "" if answer.driver else ", by its data sheet"
+    return (
+        f"part4, step {answer.step.name}, {answer.step.summary}: {what}\n"
+        f"{on.name}, {on.multiprocessors} multiprocessors at up to {on.hertz / 1e9:.2f} GHz, "
+        f"{on.bandwidth / 1e12:.2f} TB/s, L2 {size_text(on.l2)}{source}"
+    )
+
+
+def resources_text(answer: Answer, count: Count | None) -> str:
+    """What a launch takes: blocks, registers, spills, shared memory, occupancy."""
+    tile, used, fits = answer.tile, answer.resources, answer.fits
+    blocks = f"{count.blocks:,} blocks" if count else "blocks"
+    launches = f" in {count.launches:,} launches" if count and count.launches > 1 else ""
+    spilled = f"{used.spill_stores} B stored, {used.spill_loads} B loaded" if used.spill_stores else "none"
+    resident = f"{answer.blocks} block{'s' * (answer.blocks != 1)} a multiprocessor"
+    share = f"{answer.blocks * fits.warps} of {fits.most} warps = {100 * fits.share(answer.blocks):.0f} %"
+    others = ", ".join(f"{number} by {name}" for name, number in fits.limits.items())
+    said = "by the driver" if answer.driver else "counted from ptxas's report"
+    bound = f", limited by {' and '.join(fits.bound)}" if answer.blocks == fits.blocks else ""
+    return "\n".join(
+        (
+            f"launch      {blocks}{launches} of {math.prod(tile.threads)} threads; "
+            f"tiles of {tile.br} queries and {tile.bc} keys",
+            f"registers   {used.registers} a thread; spilled: {spilled}; stack {used.stack} B",
+            f"shared      {size_text(tile.shared + used.shared)} a block",
+            f"occupancy   {resident} ({said}), {share}{bound}",
+            f"            blocks that fit: {others}",
+        )
+    )
+
+
+def moved_table(count: Count, on: Device) -> str:
+    """Bytes of each matrix through shared memory, over the fewest possible, and through global memory."""
+    titles = ("shared memory", "over the fewest", "global memory", f"past L2 ({size_text(on.l2)})")
+    lines = ["moved       " + "".join(f"{title:>20}" for title in titles)]
+    shared = {each.name: each for each in count.shared}
+    streams = {each.name: each for each in count.streams}
+
+    def line(name: str, wavefronts: float, ratio: float, asked: float, memory: float) -> str:
+        cells = [
+            size_text(WAVEFRONT * wavefronts) if wavefronts else "-",
+            f"{ratio:.3g} x" if wavefronts else "-",
+            size_text(asked) if asked else "-",
+            size_text(memory) if memory else "-",
+        ]
+        return f"  {name:10}" + "".join(f"{cell:>20}" for cell in cells)
+
+    for name in sorted({*streams, *shared}, key=ORDER.index):
+        near, far = shared.get(name), streams.get(name)
+        lines.append(
+            line(
+                name,
+                near.wavefronts if near else 0,
+                near.wavefronts / near.fewest if near and near.fewest else 0,
+                costs_cuda.most(far) if far else 0,
+                far.traffic(on.l2) if far else 0,
+            )
+        )
+    lines.append(line("all", count.wavefronts, count.over_fewest, count.asked, count.from_memory(on.l2)))
+    return "\n".join(lines)
+
+
+def limits(answer: Answer, count: Count | None) -> list[tuple[str, str, float]]:
+    """(name, its rate as text, least seconds) of each limit; the arithmetic's peak is the first."""
+    on, tensor = answer.on, count.tensor if count else 0
+    rate = on.rate(on.architecture.tensor / tensor if tensor else 2 * on.architecture.fma)
+    unit = "tensor" if tensor else "FMA"
+    products = ", in three products of tf32" if tensor > 1 else ""
+    found = [(f"the {unit} peak", f"{rate / 1e12:.4g} TFLOP/s{products}", answer.case.flops / rate)]
+    if count:
+        shared, exponentials = on.rate(SHARED_BYTES), on.rate(EXPONENTIALS)
+        if count.wavefronts:
+            least = WAVEFRONT * count.wavefronts / shared
+            found.append(("shared memory", f"{shared / 1e12:.3g} TB/s", least))
+        found += [
+            (
+                "exponentials",
+                f"{_scaled(count.exponentials).strip()} of them, {exponentials / 1e12:.3g} T a second",
+                count.exponentials / exponentials,
+            ),
+        ]
+    if count and on.bandwidth:  # some drivers give no clock of the memory
+        found.append(("memory", f"{on.bandwidth / 1e12:.3g} TB/s", count.from_memory(on.l2) / on.bandwidth))
+    return found
+
+
+def bound_text(answer: Answer, count: Count | None) -> str:
+    """The least time that each limit allows, and the longest."""
+    found = limits(answer, count)
+    lines = [
+        f"{'at least' if i == 0 else '':12}{1e3 * seconds:.3g} ms for {name} ({rate})"
+        for i, (name, rate, seconds) in enumerate(found)
+    ]
+    return "\n".join([*lines, f"bound by    {max(found, key=lambda limit: limit[2])[0]}"])
+
+
+def measured(asked: Question, answer: Answer) -> tuple[float, float]:
+    """The median seconds of a call, by CUDA events, and their interquartile range.
+
+    Raises ValueError if the tensors do not fit the GPU's memory.
+    """
+    import torch
+
+    from attention_ext import attention
+
+    dtype = getattr(torch, Dtype(asked.dtype).torch_name)
+    row = asked.batch * asked.heads * asked.d
+    numbers = row * (2 * asked.lengths[0] + 2 * asked.N)
+    need = numbers * (dtype.itemsize + 4)  # step 1 has a state in float32, others have padded copies
+    free, _ = torch.cuda.mem_get_info()
+    if need > free:
+        raise ValueError(
+            f"N is {asked.N}; q, k, v and the output need {size_text(need)} and {size_text(free)} are free "
+            "on the GPU, so it must be smaller"
+        )
+    shape = (asked.batch, asked.heads)
+    q, k, v = (torch.randn(*shape, rows, asked.d, device="cuda", dtype=dtype) for rows in asked.lengths)
+    times = []
+    for i in range(WARM_UPS + REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        attention("part4", q, k, v, causal=asked.causal, step=answer.step.name)
+        end.record()
+        if i >= WARM_UPS:
+            times.append((start, end))
+    torch.cuda.synchronize()
+    seconds = [1e-3 * start.elapsed_time(end) for start, end in times]
+    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return median, high - low
+
+
+def _arguments(asked: Question, answer: Answer) -> str:
+    """What nsight.PROGRAM is given."""
+    Nq, Nk, _ = asked.lengths
+    shape = [asked.batch, asked.heads, Nq, Nk, asked.d]
+    return json.dumps([shape, Dtype(asked.dtype).torch_name, asked.causal, answer.step.name])
+
+
+def nsight_text(counted: nsight.Counted, count: Count | None, on: Device) -> str:
+    """The homework's table, and what was counted beside the step's own count."""
+
+    def rate(name: str) -> str:
+        found = counted.per_second(name)
+        return "not counted" if found is None else f"{found / 1e9:,.0f} GB/s"
+
+    def share(name: str) -> str:
+        return f"{counted.values[name]:.1f} %" if name in counted.values else "not counted"
+
+    rows = [
+        ("achieved occupancy", share("achieved occupancy")),
+        ("SM efficiency", share("SM efficiency")),
+        *((f"{name} throughput", rate(name)) for name in nsight.METRICS if name.split()[0] in PLACES),
+    ]
+    some = f", of {counted.launches} of its launches" if count and counted.launches < count.launches else ""
+    lines = [f"Nsight      of one call, {1e3 * counted.seconds:.3g} ms{some}"]
+    lines += [f"  {name:26}{value:>16}" for name, value in rows]
+    if count:
+        part = counted.launches / count.launches
+        own = {
+            ("shared load", "shared store"): part * WAVEFRONT * count.wavefronts,
+            ("memory read", "memory write"): part * count.from_memory(on.l2),
+        }
+        for names, expected in own.items():
+            if all(name in counted.values for name in names):
+                total = size_text(sum(counted.values[name] for name in names))
+                lines.append(
+                    f"  {names[0].split()[0]} bytes: {total}; by the step's count {size_text(expected)}"
+                )
+    return "\n".join(lines)
+
+
+ORDER = ("Q", "K", "S", "P", "V", "m, l, O", "O")  # of a table's rows
+PLACES = ("shared", "global", "local", "L2", "memory")  # whose throughput is shown
+
+
+def _scaled(number: float) -> str:
+    """537e6 as '0.537 G', with the unit's letter."""
+    if number >= 1e11:
+        return f"{number / 1e12:.3g} T"
+    return f"{number / 1e9:.3g} G" if number >= 1e8 else f"{number / 1e6:.3g} M"

@@ -1,0 +1,163 @@
+"""What a GPU counts of one call, read through Nsight Compute (ncu): the homework's table.
+
+ncu runs a program of its own, which calls the step once to warm up and once to be counted.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LAUNCHES = 16  # that are counted; step 1 has one for each tile of keys
+SECONDS = 300  # that ncu may take; it runs each launch several times
+
+# ncu's metrics by what they are called here. Those that end in .sum are added over launches; of the others,
+# percentages, the mean is taken, each launch weighted with its time.
+TIME = "gpu__time_duration.sum"
+METRICS = {
+    "time": TIME,
+    "achieved occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "SM efficiency": "smsp__cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "shared load": "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum",
+    "shared store": "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_st.sum",
+    "global load": "l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum",
+    "global store": "l1tex__t_bytes_pipe_lsu_mem_global_op_st.sum",
+    "local load": "l1tex__t_bytes_pipe_lsu_mem_local_op_ld.sum",
+    "local store": "l1tex__t_bytes_pipe_lsu_mem_local_op_st.sum",
+    "L2 read": "lts__t_sectors_srcunit_tex_op_read.sum",
+    "memory read": "dram__bytes_read.sum",
+    "memory write": "dram__bytes_write.sum",
+}
+BYTES = {"shared load": 128, "shared store": 128, "L2 read": 32}  # of a wavefront, of a sector
+UNITS = {
+    **{"nsecond": 1e-9, "usecond": 1e-6, "msecond": 1e-3, "second": 1.0},
+    **{"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0},
+    **{"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12},
+}
+
+PROGRAM = """
+import json, sys, torch
+from attention_ext import attention
+(B, H, Nq, Nk, d), dtype, causal, step = json.loads(sys.argv[1])
+q, k, v = (torch.randn(B, H, N, d, device="cuda", dtype=getattr(torch, dtype)) for N in (Nq, Nk, Nk))
+def call():
+    attention("part4", q, k, v, causal=causal, step=step)
+    torch.cuda.synchronize()
+call()
+torch.cuda.profiler.start()
+call()
+torch.cuda.profiler.stop()
+"""
+
+
+class NotCounted(Exception):
+    """Nothing was counted; the message is the reason, in a line."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What the GPU counted.
+
+    launches: of the call, at most LAUNCHES. seconds: of them. values: bytes or percent, by the names of
+    METRICS; what this GPU does not count is left out.
+    """
+
+    launches: int
+    seconds: float
+    values: dict[str, float]
+
+    def per_second(self, name: str) -> float | None:
+        """Bytes per second; None if they were not counted."""
+        value = self.values.get(name)
+        return None if value is None or not self.seconds else value / self.seconds
+
+
+def command(arguments: str) -> list[str]:
+    """How ncu runs the program. arguments: JSON, as PROGRAM reads it."""
+    tool = shutil.which("ncu")
+    if tool is None:
+        raise NotCounted("ncu (Nsight Compute) was not found on PATH")
+    return [
+        tool,
+        "--clock-control=none",  # the clocks are left as they are for others
+        "--profile-from-start=off",
+        "--kernel-name=regex:attention_",
+        f"--launch-count={LAUNCHES}",
+        "--csv",
+        f"--metrics={','.join(METRICS.values())}",
+        sys.executable,
+        "-c",
+        PROGRAM,
+        arguments,
+    ]
+
+
+def count(arguments: str) -> Counted:
+    """What the GPU counts of a call. Raises NotCounted."""
+    line = command(arguments)
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    try:
+        done = subprocess.run(
+            line,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=SECONDS,
+            env=os.environ | {"PYTHONPATH": path, "LC_ALL": "C"},
+        )
+    except subprocess.TimeoutExpired:
+        raise NotCounted(f"ncu took more than {SECONDS} s") from None
+    except OSError as error:
+        raise NotCounted(f"{line[0]}: {error.strerror}") from None
+    if done.returncode or '"Metric Name"' not in done.stdout:
+        raise NotCounted(complaint(done.stdout + done.stderr, done.returncode))
+    return parse(done.stdout)
+
+
+def complaint(output: str, code: int) -> str:
+    """Why ncu failed, in a line."""
+    if "ERR_NVGPUCTRPERM" in output:
+        return "the driver lets only root read the GPU's counters (ERR_NVGPUCTRPERM)"
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line.removeprefix("==ERROR==").strip() for line in lines if line.startswith("==ERROR==")]
+    last = lines[-1] if lines else "no output"
+    return f"ncu ended with {code}: {(errors or [last])[0]}"
+
+
+def parse(output: str) -> Counted:
+    """What ncu --csv printed, one line for each metric of each launch, between lines of its own and others'.
+
+    Raises NotCounted if it has no launch.
+    """
+    lines = output.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    launches: dict[str, dict[str, float]] = {}
+    for row in csv.DictReader(line for line in lines[start:] if line.startswith('"')):
+        values = launches.setdefault(row["ID"], {})
+        try:
+            value = float(row["Metric Value"].replace(",", ""))
+        except ValueError:  # n/a
+            continue
+        values[row["Metric Name"]] = value * UNITS.get(row["Metric Unit"], 1.0)
+    if not launches:
+        raise NotCounted("ncu saw no kernel")
+    seconds = sum(each.get(TIME, 0.0) for each in launches.values())
+    values = {}
+    for name, metric in METRICS.items():
+        found = [(each[metric], each.get(TIME, 0.0)) for each in launches.values() if metric in each]
+        if not found or name == "time":
+            continue
+        total = sum(value for value, _ in found)
+        if metric.endswith(".sum"):
+            values[name] = total * BYTES.get(name, 1)
+        else:
+            weights = sum(weight for _, weight in found)
+            values[name] = sum(v * w for v, w in found) / weights if weights else total / len(found)
+    return Counted(len(launches), seconds, values)

@@ -1,0 +1,125 @@
+"""The counts of CUDA steps: bank conflicts, meetings of tiles, and totals that can be reckoned by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from attention_ext.cuda.steps import STEPS
+from attention_ext.parts import Dtype
+from lab.costs import Case
+from lab.costs_cuda import BANKS, COUNTS, LANES, SAME, WAVEFRONT, Launch, banked, costs, most, visits
+from lab.gpus import SHEETS
+
+L2 = 50 << 20
+ROOM = SHEETS["sm_90"].architecture.block_shared
+
+
+def count(name, N=4096, d=32, heads=100, causal=False, dtype=None):
+    step = STEPS[name]
+    dtype = dtype or step.dtypes[0]
+    tile = step.tile(d, dtype, ROOM)
+    case = Case(N, N, d, heads, causal, tile.br, tile.bc, 1, dtype)
+    return costs(Launch(case, step, tile, resident=264))
+
+
+NAMES = [name for name in STEPS if name in COUNTS]
+
+
+@pytest.mark.parametrize(
+    "addresses, width, wavefronts, fewest",
+    [
+        # measured on an H200, of one number, two and four a lane
+        (range(32), 1, 1, 1),
+        (SAME, 1, 1, 1),
+        (range(0, 64, 2), 1, 2, 1),
+        (range(0, 32 * 32, 32), 1, 32, 1),
+        (range(0, 33 * 32, 33), 1, 1, 1),
+        (range(0, 64, 2), 2, 2, 2),
+        (SAME, 2, 1, 1),
+        ([lane % 16 * 32 for lane in LANES], 2, 32, 1),
+        (range(0, 32 * 32, 32), 2, 32, 2),
+        (range(0, 128, 4), 4, 4, 4),
+        (SAME, 4, 2, 1),
+        ([lane % 8 * 36 for lane in LANES], 4, 4, 1),
+        ([lane // 2 % 8 * 36 for lane in LANES], 4, 2, 1),
+        (range(0, 32 * 32, 32), 4, 32, 4),
+    ],
+)
+def test_bank_conflicts(addresses, width, wavefronts, fewest):
+    assert banked(tuple(addresses), width) == (wavefronts, fewest)
+
+
+@pytest.mark.parametrize(
+    "Nq, Nk, br, bc", [(64, 64, 16, 16), (100, 100, 32, 48), (7, 40, 3, 5), (1, 9, 64, 2)]
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_meetings_of_tiles(Nq, Nk, br, bc, causal):
+    met = 0
+    for i0 in range(0, Nq, br):
+        last = min(i0 + br, Nq) - 1
+        keys = last + 1 + Nk - Nq if causal else Nk
+        met += -(-keys // bc)
+    assert visits(Case(Nq, Nk, 8, causal=causal), br, bc) == met
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("d", [8, 32, 80, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_step_counts_at_least_what_it_must(name, d, causal):
+    found = count(name, N=300, d=d, heads=3, causal=causal)
+    assert found.over_fewest >= 1 and all(each.wavefronts >= each.fewest > 0 for each in found.shared)
+    tensors = 4 * 300 * 3 * d * STEPS[name].dtypes[0].bytes
+    assert found.asked >= found.from_memory(L2) >= tensors
+    pairs = 3 * 300 * (301 / 2 if causal else 300)
+    assert found.exponentials >= pairs / 2  # step 6 computes some of them without the unit
+    assert found.blocks >= 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_causal_mask_halves_the_traffic(name):
+    whole, half = count(name, N=8192, heads=1), count(name, N=8192, heads=1, causal=True)
+    assert half.wavefronts == pytest.approx(whole.wavefronts / 2, rel=0.1)
+    assert half.exponentials == pytest.approx(whole.exponentials / 2, rel=0.1)
+
+
+def test_step_1_is_launched_for_each_tile_of_keys():
+    found = count("1", N=4096, heads=100)
+    assert found.launches == 128 and found.blocks == 128 * 100 * 128
+    rows = {stream.name: most(stream) for stream in found.streams}
+    queries = 100 * 4096 * 32 * 4
+    assert rows["Q"] == 128 * queries and rows["O"] == queries
+    assert rows["m, l, O"] == 2 * 127 * 100 * 4096 * 34 * 4
+    one = count("1", N=32, heads=1)
+    assert one.launches == 1 and one.from_memory(L2) == one.asked
+
+
+def test_padding_removes_the_conflicts_of_k():
+    padded, unpadded = ({each.name: each for each in count(name).shared} for name in ("2", "2-unpadded"))
+    assert unpadded["K"].wavefronts / unpadded["K"].fewest > 10
+    assert padded["K"].wavefronts == padded["K"].fewest
+    # 4 reads of K, 4 of Q for 16 products of a thread; d columns, 64 x 64 scores of a tile
+    tiles, warps = 64 * 64 * 100, 8
+    stored = 64 * 32 / BANKS
+    assert padded["K"].wavefronts == tiles * (warps * 4 * 32 + stored)
+
+
+def test_step_3_reads_a_row_for_a_whole_warp():
+    found = {each.name: each for each in count("3").shared}
+    warps = 100 * 4096 / 32
+    stored = 100 * 4096 / 128 * 4096 * 32 / BANKS
+    # 8 reads of 16 bytes for each of 4096 keys; each takes a wavefront for half a warp
+    assert found["K"].wavefronts == found["V"].wavefronts == warps * 4096 * 8 * 2 + stored
+    assert "O" not in found and "O" in {each.name for each in count("3-shared").shared}
+    assert count("3").wavefronts * WAVEFRONT < count("2").wavefronts * WAVEFRONT
+
+
+def test_what_the_l2_cache_keeps_is_read_once():
+    found = count("3")
+    K = next(stream for stream in found.streams if stream.name == "K")
+    assert K.traffic(L2) == K.least == 100 * 4096 * 32 * 4 and most(K) == 32 * K.least
+    assert K.traffic(1 << 20) == most(K)
+
+
+def test_halves_move_half_the_bytes():
+    wide, narrow = count("3"), count("3", dtype=Dtype.BF16)
+    assert narrow.asked == wide.asked / 2 and narrow.wavefronts == wide.wavefronts  # float32 in shared memory

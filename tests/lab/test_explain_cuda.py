@@ -1,0 +1,210 @@
+"""gpt.py explain part4 --device cuda: by count for an architecture, and measured where there is a GPU."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+
+from attention_ext import BuildError
+from attention_ext.build import nvrtc
+from attention_ext.cuda import kernels
+from attention_ext.cuda.steps import STEPS
+from attention_ext.parts import Dtype
+from lab import explain_cuda, nsight
+from lab.costs_cuda import COUNTS
+from lab.explain_cuda import Question, compiled, explain
+from lab.gpus import SHEETS, occupancy
+
+ASKED = dict(N=256, d=32, batch=2, heads=3, causal=False, dtype="fp32")
+
+
+@pytest.fixture
+def compiler() -> None:
+    """Skip the test without NVRTC."""
+    try:
+        nvrtc.versions()
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def gpu(compiler) -> int:
+    """The number of a GPU; skip the test without one."""
+    try:
+        kernels.check_gpu()
+    except BuildError as error:
+        pytest.skip(str(error))
+    return torch.cuda.current_device()
+
+
+def explained(**change) -> str:
+    lines: list[str] = []
+    explain(Question(**ASKED | change), lines.append)
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("arch", SHEETS)
+@pytest.mark.parametrize("step", STEPS)
+def test_each_step_is_explained_without_a_gpu(compiler, arch, step):
+    row, on = STEPS[step], SHEETS[arch]
+    dtype = row.dtypes[0]
+    if not row.runs_on(on.capability):
+        with pytest.raises(ValueError, match=f"step is '{step}'; it needs compute capability"):
+            explained(arch=arch, step=step, dtype=dtype)
+        return
+    text = explained(arch=arch, step=step, dtype=dtype)
+    assert text.startswith(
+        f"part4, step {step}, {row.summary}: 6 heads of N = 256, d = 32, {dtype}, no mask\n"
+    )
+    assert f"{on.name}, {on.multiprocessors} multiprocessors" in text and "by its data sheet" in text
+    assert re.search(r"^registers   \d+ a thread; spilled: (none|\d+ B stored, \d+ B loaded);", text, re.M)
+    assert "counted from ptxas's report" in text and ", limited by " in text
+    assert text.endswith("measured    not: this is counted for an architecture, without a GPU")
+    limits = {name: float(ms) for ms, name in re.findall(r"([\d.e-]+) ms for (.+?) \(", text)}
+    assert re.search(r"^bound by    (.+)$", text, re.M)[1] == max(limits, key=limits.get)
+    if step in COUNTS:
+        assert re.search(r"^  all +(\S+ \S+ +\S+ x|- +-) +\S+ \S+ +\S+ \S+$", text, re.M), text
+        assert {"memory", "exponentials"} < set(limits)
+        assert ("shared memory" in limits) == (step != "split")
+    else:
+        assert f"moved       not counted for step {step}" in text
+
+
+def test_spills_and_conflicts_show(compiler):
+    assert "spilled: none" in explained(arch="sm_90", step="3")
+    assert re.search(r"spilled: [1-9]\d* B stored, [1-9]\d* B", explained(arch="sm_90", step="3-spilled"))
+    conflicts = [
+        re.search(r"^  K +\S+ \S+ +(\S+) x", explained(arch="sm_90", step=s), re.M)[1]
+        for s in ("2", "2-unpadded")
+    ]
+    assert conflicts[0] == "1" and float(conflicts[1]) > 10
+
+
+def test_one_query_reads_its_keys_once(compiler):
+    text = explained(arch="sm_90", step="3", queries=1, N=4096)
+    assert ": 6 heads of 1 query and N = 4096, d = 32" in text
+    assert re.search(r"^  K +.* 3 MiB +3 MiB$", text, re.M)  # 6 x 4096 x 32 numbers
+
+
+def test_the_command(cli, compiler):
+    done = cli("explain", "part4", "--device", "cuda", "--arch", "sm_90", "--step", "2", "--causal", "-d", 40)
+    assert done.returncode == 0, done.stderr
+    assert "100 heads of N = 4096, d = 40, fp32, causal" in done.stdout
+    pairs = 4096 * 4097 / 2
+    assert f"arithmetic  {4 * 100 * 40 * pairs / 1e12:.3g} TFLOP" in done.stdout
+    done = cli(
+        "explain",
+        "part4",
+        "--device",
+        "cuda",
+        "--arch",
+        "sm_80",
+        "-B",
+        2,
+        "--heads",
+        3,
+        "-N",
+        100,
+        "--dtype",
+        "fp16",
+    )
+    assert "6 heads of N = 100, d = 32, fp16, no mask" in done.stdout
+
+
+REFUSED = [
+    (["--device", "cuda", "--simd", "off"], "--simd goes with --device cpu only"),
+    (["--device", "cuda", "-br", "64"], "-br goes with --device cpu only"),
+    (["--device", "cuda", "--cachegrind"], "--cachegrind goes with --device cpu only"),
+    (["--device", "cuda", "-t", "1"], "-t goes with --device cpu only"),
+    (["--step", "1"], "--step goes with --device cuda only"),
+    (["--arch", "sm_90"], "--arch goes with --device cuda only"),
+    (["--queries", "1"], "--queries goes with --device cuda only"),
+    (["--device", "cuda", "--arch", "sm_90", "-N", "9", "--queries", "10", "--causal"], "at most N=9 with a"),
+    (["--device", "cuda", "--arch", "sm_20"], "'sm_20' is not one of"),
+    (["--device", "cuda", "--arch", "sm_90", "-d", "257"], "d is 257; it must be at most 256 on CUDA"),
+    (["--device", "cuda", "--arch", "sm_90", "-N", "99999999"], "N is 99999999; it must be at most"),
+]
+
+
+@pytest.mark.parametrize(
+    "arguments, message", REFUSED, ids=lambda value: " ".join(value) * isinstance(value, list)
+)
+def test_wrong_options(failed, arguments, message):
+    assert message in failed("explain", "part4", *arguments)
+
+
+def test_parts_without_a_kernel_there(failed):
+    for part in ("part0", "part3"):
+        assert f"PART is {part}; it must be part4" in failed("explain", part, "--device", "cuda")
+
+
+def test_without_a_gpu_the_remedy_is_named(failed, monkeypatch):
+    def check_gpu() -> None:
+        raise BuildError("there is no GPU")
+
+    monkeypatch.setattr(kernels, "check_gpu", check_gpu)
+    message = failed("explain", "part4", "--device", "cuda")
+    assert "there is no GPU; --arch sm_80|sm_90|sm_100 explains a step without a GPU" in message
+
+
+def test_without_a_compiler_one_line_says_so(failed, monkeypatch):
+    def core():
+        raise nvrtc.missing("cuda.core is missing")
+
+    monkeypatch.setattr(nvrtc, "_core", core)
+    message = failed("explain", "part4", "--device", "cuda", "--arch", "sm_90")
+    assert "cuda.core is missing; pip install cuda-core" in message
+
+
+def test_a_step_without_a_count(compiler, monkeypatch):
+    monkeypatch.delitem(COUNTS, "3")
+    text = explained(arch="sm_90", step="3")
+    assert "moved       not counted for step 3" in text and "bound by    the FMA peak" in text
+
+
+def test_what_nsight_counted_stands_beside_the_count(compiler):
+    answer = compiled(Question(**ASKED, step="1", arch="sm_90"))
+    values = {
+        "achieved occupancy": 48.26,
+        "shared load": 3e9,
+        "shared store": 1e9,
+        "memory read": 1e6,
+        "memory write": 1e6,
+    }
+    text = explain_cuda.nsight_text(nsight.Counted(4, 1e-3, values), answer.count, answer.on)
+    assert "of one call, 1 ms, of 4 of its launches" in text
+    assert re.search(r"achieved occupancy +48.3 %", text) and re.search(r"SM efficiency +not counted", text)
+    assert re.search(r"shared load throughput +3,000 GB/s", text)
+    half = answer.count.wavefronts * 128 / 2
+    assert f"shared bytes: 3.73 GiB; by the step's count {explain_cuda.size_text(half)}" in text
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("d", [32, 128])
+def test_the_driver_counts_the_same_blocks(gpu, step, d):
+    row, on = STEPS[step], kernels.gpu(gpu)
+    dtype = row.dtypes[0]
+    if not row.runs_on(on.capability):
+        pytest.skip(f"{on.name} cannot run step {step}")
+    answer = compiled(Question(**ASKED | dict(d=d, dtype=dtype), step=step))
+    assert answer.driver and answer.blocks == answer.fits.blocks
+    tile = row.tile(d, Dtype(dtype), on.shared)
+    own = occupancy(answer.on.architecture, math.prod(tile.threads), answer.resources.registers, tile.shared)
+    assert own.blocks == answer.blocks
+
+
+def test_it_is_measured_on_a_gpu(gpu, monkeypatch):
+    monkeypatch.setattr(nsight.shutil, "which", lambda name: None)
+    text = explained(N=2048, batch=20)
+    assert "Nsight      not counted: ncu (Nsight Compute) was not found on PATH" in text
+    limits = [float(ms) for ms in re.findall(r"([\d.e-]+) ms for ", text)]
+    measured = float(re.search(r"^measured    ([\d.]+) ms", text, re.M)[1])
+    assert measured > 0.9 * max(limits)  # no step is faster than its bounds
+
+
+def test_a_length_that_does_not_fit_the_gpu_is_named(gpu):
+    with pytest.raises(ValueError, match="N is 16777216; q, k, v and the output need"):
+        explained(N=2**24, batch=100)

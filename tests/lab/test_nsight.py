@@ -1,0 +1,112 @@
+"""What ncu prints is read; where it is missing or may not count, one line says so."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support import script
+
+from lab import nsight
+
+HEAD = (
+    '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size",'
+    '"Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"'
+)
+
+
+def line(launch, metric, unit, value):
+    return (
+        f'"{launch}","321","python3","127.0.0.1","attention_step1","1","7","(32, 32, 1)","(256, 1, 1)","0",'
+        f'"9.0","Command line profiler metrics","{metric}","{unit}","{value}"'
+    )
+
+
+OUTPUT = "\n".join(
+    [
+        "==PROF== Connected to process 321 (/usr/bin/python3.12)",
+        '==PROF== Profiling "attention_step1": 0%....50%....100% - 4 passes',
+        "==PROF== Disconnected from process 321",
+        HEAD,
+        line(0, "gpu__time_duration.sum", "us", "10"),
+        line(0, nsight.METRICS["achieved occupancy"], "%", "40"),
+        line(0, nsight.METRICS["shared load"], "", "1,000,000"),
+        line(0, nsight.METRICS["memory read"], "Mbyte", "2.5"),
+        line(0, nsight.METRICS["SM efficiency"], "%", "n/a"),
+        line(1, "gpu__time_duration.sum", "nsecond", "30,000"),
+        line(1, nsight.METRICS["achieved occupancy"], "%", "80"),
+        line(1, nsight.METRICS["shared load"], "", "500000"),
+        line(1, nsight.METRICS["memory read"], "byte", "500,000"),
+        line(1, nsight.METRICS["SM efficiency"], "%", "n/a"),
+    ]
+)
+
+
+def test_launches_are_added_and_percentages_weighted():
+    found = nsight.parse(OUTPUT)
+    assert found.launches == 2 and found.seconds == pytest.approx(40e-6)
+    assert found.values["achieved occupancy"] == pytest.approx((40 * 10 + 80 * 30) / 40)
+    assert found.values["shared load"] == 1_500_000 * 128
+    assert found.values["memory read"] == pytest.approx(3e6)
+    assert found.per_second("memory read") == pytest.approx(3e6 / 40e-6)
+    assert "SM efficiency" not in found.values and found.per_second("global load") is None
+
+
+@pytest.mark.parametrize("output", ["", HEAD, "==PROF== Connected\nno kernels were profiled"])
+def test_no_kernel(output):
+    with pytest.raises(nsight.NotCounted, match="ncu saw no kernel"):
+        nsight.parse(output)
+
+
+def test_without_ncu(monkeypatch):
+    monkeypatch.setattr(nsight.shutil, "which", lambda name: None)
+    with pytest.raises(nsight.NotCounted, match="was not found on PATH"):
+        nsight.count("[]")
+
+
+@pytest.fixture
+def ncu(tmp_path, monkeypatch):
+    """Put a shell script in the place of ncu."""
+
+    def put(text: str) -> None:
+        script(tmp_path / "ncu", text)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    return put
+
+
+def test_what_ncu_is_told(ncu, tmp_path):
+    (tmp_path / "output").write_text(OUTPUT)
+    ncu(f'printf "%s\\n" "$@" > {tmp_path}/told; cat {tmp_path}/output')
+    arguments = json.dumps([[1, 1, 8, 4], "float32", False, "1"])
+    assert nsight.count(arguments).launches == 2
+    told = (tmp_path / "told").read_text()
+    assert "--clock-control=none" in told and arguments in told and nsight.TIME in told
+    compile(nsight.PROGRAM, "program", "exec")
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        (
+            "echo '==ERROR== ERR_NVGPUCTRPERM - The user does not have permission'; exit 1",
+            "lets only root read",
+        ),
+        ("echo '==ERROR== Failed to find metric x'; exit 1", "ncu ended with 1: Failed to find metric x"),
+        ("echo noise >&2; exit 3", "ncu ended with 3: noise"),
+        ("exit 9", "ncu ended with 9: no output"),
+        ("echo '==WARNING== No kernels were profiled.'", "No kernels were profiled"),
+    ],
+)
+def test_why_nothing_was_counted(ncu, text, reason):
+    ncu(text)
+    with pytest.raises(nsight.NotCounted) as error:
+        nsight.count("[]")
+    assert reason in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_slow_ncu_is_given_up(ncu, monkeypatch):
+    monkeypatch.setattr(nsight, "SECONDS", 0.2)
+    ncu("exec sleep 30")
+    with pytest.raises(nsight.NotCounted, match="more than 0.2 s"):
+        nsight.count("[]")
