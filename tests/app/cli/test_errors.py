@@ -35,7 +35,7 @@ WRONG = [
     (["part0", "--step", "1", "--device", "cuda"], "--step goes with part4 only"),
     (["part4", "--step", "7", "--device", "cuda"], "'--step': '7' is not one of '1', "),
     (["part1", "--device", "cuda"], "part1 has no CUDA kernel; --device cuda goes with part0 and part4 only"),
-    (["part2", "--device", "cuda", "--inference"], "--device does not go with --inference"),
+    (["part2", "--device", "cuda", "--inference"], "part2 has no CUDA kernel"),
     (["part4", "--device", "cuda", "-br", "64"], "-br does not go with --device cuda: each step has its own"),
     (["part4", "--device", "cuda", "--threads", "2"], "--threads does not go with --device cuda"),
     (["part4", "--device", "cuda", "--simd", "off"], "--simd does not go with --device cuda"),
