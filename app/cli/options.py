@@ -283,8 +283,12 @@ def refuse_options_of_the_other_device() -> None:
     for device, names in ONE_DEVICE.items():
         for option in context.command.params:
             given = context.get_parameter_source(str(option.name)) is click.core.ParameterSource.COMMANDLINE
-            if given and option.name in names and context.params["device"] != device:
-                raise click.UsageError(f"{option.opts[0]} goes with --device {device} only")
+            if not given or option.name not in names or context.params["device"] == device:
+                continue
+            if device == "cuda":
+                raise click.UsageError(f"{option.opts[0]} goes with --device cuda only")
+            reason = ": each step has its own tile" if option.name in ("br", "bc") else ""
+            raise click.UsageError(f"{option.opts[0]} does not go with --device cuda{reason}")
 
 
 def set_threads(threads: int | None) -> None:

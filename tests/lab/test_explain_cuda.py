@@ -115,10 +115,10 @@ def test_the_command(cli, compiler):
 
 
 REFUSED = [
-    (["--device", "cuda", "--simd", "off"], "--simd goes with --device cpu only"),
-    (["--device", "cuda", "-br", "64"], "-br goes with --device cpu only"),
-    (["--device", "cuda", "--cachegrind"], "--cachegrind goes with --device cpu only"),
-    (["--device", "cuda", "-t", "1"], "-t goes with --device cpu only"),
+    (["--device", "cuda", "--simd", "off"], "--simd does not go with --device cuda"),
+    (["--device", "cuda", "-br", "64"], "-br does not go with --device cuda"),
+    (["--device", "cuda", "--cachegrind"], "--cachegrind does not go with --device cuda"),
+    (["--device", "cuda", "-t", "1"], "-t does not go with --device cuda"),
     (["--step", "1"], "--step goes with --device cuda only"),
     (["--arch", "sm_90"], "--arch goes with --device cuda only"),
     (["--queries", "1"], "--queries goes with --device cuda only"),
