@@ -171,9 +171,10 @@ def test_scores_of_minus_infinity(flash, state):
     ],
 )
 def test_wrong_arguments_are_named(flash, change, message):
-    tensors = qkv(*change.pop("shape", (1, 1, 2, 2, 4)))
+    options = dict(change)
+    tensors = qkv(*options.pop("shape", (1, 1, 2, 2, 4)))
     with pytest.raises(ValueError, match=message):
-        flash(*tensors, **change)
+        flash(*tensors, **options)
 
 
 @pytest.mark.parametrize("state", STATES)
