@@ -295,7 +295,7 @@ def plan_of(sizes: SweepOptions, tune: bool) -> list:
         raise click.UsageError(f"--mask is {','.join(sizes.masks)!r}; it must be of none, causal")
     settings = asdict(sizes)
     settings["masks"] = [mask == "causal" for mask in settings.pop("masks")]
-    names = settings.pop("contenders") or cases.default_names(sizes.dtype, sizes.device)
+    names = settings.pop("contenders") or cases.default_names(sizes.dtype, sizes.device, sizes.queries)
     if tune:
         names = TILED
         settings |= {"br": (None,), "bc": (None,)}

@@ -212,7 +212,7 @@ def few_queries(queries: int, keys: int, heads: int, multiprocessors: int) -> bo
     heads: of all batches. On an H200 four queries a head, or eight in fewer heads than half of its
     multiprocessors, read K and V at a third or more of the memory's bandwidth.
     """
-    most = 4 if 2 * heads > multiprocessors else 16
+    most = 4 if 2 * heads > multiprocessors else MOST_SPLIT
     return queries <= most and keys >= FEWEST_KEYS
 
 
@@ -234,5 +234,6 @@ def spans(rows: int, keys: int, step: int, slots: int) -> int:
 
 # The fastest first, in every dtype at (100, 1, 4096, d) on an H200 (gpt.py bench --device cuda).
 FASTEST = ("6", "5", "4", "3", "2", "1")
+MOST_SPLIT = 16  # queries that the split step takes by default
 FEWEST_KEYS = 512  # with fewer, one launch is faster than two
 MOST_WAVES, WAVE_COST = 8, 0.02

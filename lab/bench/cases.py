@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attention_ext import PARTS, SIMD, tiles
-from attention_ext.cuda.steps import STEPS
+from attention_ext.cuda.steps import MOST_SPLIT, STEPS
 from attention_ext.parts import DEVICES, Dtype, check_dtype, resolve_simd
 from lab import costs, machine
 
@@ -17,7 +17,8 @@ from lab import costs, machine
 FEWEST_AMX_QUERIES, AMX_SIMDS = 32, (None, "auto", "portable")
 OTHERS = ("sdpa", "onnx")  # what can be timed beside the parts; lab.bench.contenders says how
 # On CUDA: each step of part4, and what it is measured against.
-OF_STEP = {f"step{name}": step for name, step in STEPS.items()}
+SPLIT = "split"  # the step for few queries, which has no number
+OF_STEP = {name if name == SPLIT else f"step{name}": step for name, step in STEPS.items()}
 NUMBA = ("numba-spilled", "numba-registers")
 SDPA_BACKENDS = ("sdpa-math", "sdpa-efficient", "sdpa-flash", "sdpa-cudnn")
 ON_CUDA = (*OF_STEP, *NUMBA, "sdpa", *SDPA_BACKENDS, "flash-attn")
@@ -197,16 +198,17 @@ def dtypes_of(name: str, device: str) -> tuple[str, ...]:
     return tuple(dtype.value for dtype in Dtype if device == "cuda" or dtype != Dtype.FP16)
 
 
-def default_names(dtype: str, device: str) -> tuple[str, ...]:
+def default_names(dtype: str, device: str, queries: int | None = None) -> tuple[str, ...]:
     """What is timed unless contenders are named: on CUDA all that is installed, nothing twice.
 
-    Raises ValueError if nothing takes the dtype.
+    queries: as in plan(); SPLIT is for few.     Raises ValueError if nothing takes the dtype.
     """
     if device == "cpu":
         names = [*PARTS, "sdpa"]
     else:
         # part4 is one of the steps, and sdpa one of the backends
-        names = [name for name in known_on("cuda") if name not in ("part4", "sdpa")]
+        without = {"part4", "sdpa"} if (queries or MOST_SPLIT + 1) <= MOST_SPLIT else {"part4", "sdpa", SPLIT}
+        names = [name for name in known_on("cuda") if name not in without]
         for package, theirs in (("numba", NUMBA), ("flash_attn", ("flash-attn",))):
             if importlib.util.find_spec(package) is None:
                 names = [name for name in names if name not in theirs]

@@ -63,7 +63,8 @@ def test_a_wrong_plan(arguments, message):
 def test_the_default_contenders():
     names = cases.default_names("fp32", "cuda")
     assert names[0] == "part0" and "part4" not in names and "sdpa" not in names
-    takes = [f"step{name}" for name, step in STEPS.items() if "fp32" in step.dtypes]
+    takes = [f"step{name}" for name, step in STEPS.items() if "fp32" in step.dtypes and name != "split"]
+    assert "split" not in names and "split" in cases.default_names("fp32", "cuda", queries=1)
     assert [name for name in names if name.startswith("step")] == takes
     assert cases.default_names("bf16", "cpu") == ("part0", "part4", "sdpa")
     with pytest.raises(ValueError, match="dtype is 'fp16'; no part takes it on the CPU"):
