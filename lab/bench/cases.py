@@ -201,7 +201,7 @@ def dtypes_of(name: str, device: str) -> tuple[str, ...]:
 def default_names(dtype: str, device: str, queries: int | None = None) -> tuple[str, ...]:
     """What is timed unless contenders are named: on CUDA all that is installed, nothing twice.
 
-    queries: as in plan(); SPLIT is for few.     Raises ValueError if nothing takes the dtype.
+    queries: as in plan(); SPLIT is for few. Raises ValueError if nothing takes the dtype.
     """
     if device == "cpu":
         names = [*PARTS, "sdpa"]

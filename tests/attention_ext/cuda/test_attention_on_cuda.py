@@ -177,6 +177,28 @@ def test_many_heads(row):
     assert torch.equal(out, attention("part4", q, k, v, step=step).expand_as(out))
 
 
+def test_more_than_2_31_numbers(row):
+    """Keys whose batches are 2^31 numbers apart, and more rows of queries than that."""
+    step, dtype = row
+    kind, far, d = getattr(torch, dtype.torch_name), 2**31 + 64, 64
+    if torch.cuda.mem_get_info()[0] < 5 * far * dtype.bytes:
+        pytest.skip("the GPU has too little free memory")
+    held = torch.empty(far + 2**16, dtype=kind, device="cuda")
+    k = held.as_strided((2, 1, 300, d), (far, 0, d, 1))
+    v = held.as_strided((2, 1, 300, d), (far, 0, d, 1), 2**15)
+    q, new_k, new_v = qkv(2, 1, 5, 300, d, dtype)
+    k.copy_(new_k), v.copy_(new_v)
+    assert torch.equal(attention("part4", q, k, v, step=step), attention("part4", q, new_k, new_v, step=step))
+    del held, k, v
+    rows = far // d // 2
+    q = torch.zeros(2, 1, rows, d, dtype=kind, device="cuda")
+    last = qkv(2, 1, 200, 7, d, dtype)
+    q[:, :, -200:] = last[0]
+    out = attention("part4", q, *last[1:], step=step)
+    expected = attention("part4", *last, step=step)
+    torch.testing.assert_close(out[:, :, -200:], expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
 def test_opcheck(row):
     step, dtype = row
     for return_lse in (False, True):
