@@ -22,6 +22,7 @@ DOCUMENTS = {
     "docs/benchmarking.md": (2, 3),
     "docs/cli.md": (0, len(commands.commands)),
     "docs/decoder.md": (3, 3),
+    "docs/gpu.md": (7, 10),
     "tests/robustness/README.md": (1, 0),
 }
 
