@@ -1,16 +1,28 @@
 // Step 3: a row for each thread, with its state in shared memory, in local arrays that spill, or in registers.
 //
-// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d); tiles of THREADS / SHARE queries and BC keys.
-// Loop nest: the grid goes over (batch, head) and tiles of queries; a block goes over tiles of keys, a thread over
-// the tile's keys, STRIP at a time.
-// Launch: B H ceil(Nq SHARE / THREADS) blocks of THREADS threads. SHARE threads, 1 up to d = 64, then 2 and 4, have
-// a part of the columns of one row each, so that the row fits registers.
-// Shared memory: K and V as float32, 2 BC d numbers; 16 KiB at d = 32 and BC = 64. All threads of a warp read the
-// same numbers of K and V, four at a time: one access without a conflict for four products of 32 rows.
-// STATE says where a row's O is. SHARED: in shared memory, THREADS d / SHARE more numbers. REGISTERS: in registers.
-// BLOCKS are to fit a multiprocessor at a time, which limits the registers. LOCAL is REGISTERS with so many BLOCKS
-// that q and O spill to local memory.
-// Improves on step 2: 4 products for a read of shared memory instead of 2, and no exchange of P.
+// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); every dtype; d up to 256. Tiles of THREADS
+//     / SHARE queries and BC keys.
+// Loop nest: the grid goes over (batch, head) and tiles of queries, a block over tiles of keys, a thread over
+//     the tile's keys, STRIP at a time. SHARE threads have a part of the columns of one row each, so that the
+//     row fits their registers: 1 thread up to d = 64, 2 up to 128, 4 up to 256.
+// Launch: B H ceil(Nq SHARE / THREADS) blocks of THREADS = 128 threads.
+// Shared memory: K and V as float32, 2 BC d numbers; 16 KiB at d = 32 and BC = 64. With STATE = SHARED also O,
+//     THREADS d / SHARE numbers; 32 KiB in all.
+// Registers: __launch_bounds__ makes BLOCKS blocks fit a multiprocessor, which limits the registers of a
+//     thread. At d = 32 in fp32: 167 (3, STATE = REGISTERS); 64, with 196 bytes spilled (3-spilled, which is
+//     REGISTERS with BLOCKS = 8).
+// Improves on step 2: the weights stay in their thread. P needs no shared memory, and O += P V moves 102 GiB
+//     through shared memory instead of 165 at d = 32. Q K^T moves 102 GiB instead of 103: a warp reads the same
+//     four numbers of K for 32 rows, and such a 16-byte load of one address takes two wavefronts, not one.
+//     3-shared and 3-spilled are slower than step 2 at d = 64. 3-shared reads and writes O for every 8 keys:
+//     556 GiB instead of 425. 3-spilled keeps q and O, 128 numbers, in 64 registers and spills 784 bytes a
+//     thread. At d = 128 step 3 moves more than step 2 as well, 825 GiB instead of 738: there a thread of step
+//     2 has 8 columns of O.
+// Bound: shared memory, 6.52 of the 8.53 ms by the count of `explain`. 3-spilled also waits for local memory.
+// Command: python gpt.py bench step3-shared,step3-spilled,step3 --device cuda -d 32,64,128 --l2 warm -r 5
+// Measured: NVIDIA H200, fp32, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 3-shared 21.3, 19.8,
+//     17.8; 3-spilled 21.7, 15.7, 9.71; 3 25.2, 23.0, 20.1. At d = 32 they are 1.11, 1.13 and 1.31 times step
+//     2; step 3 takes 8.53 ms.
 #include "call.h"
 
 #define SHARED 0

@@ -1,22 +1,18 @@
 // Step 4: float32 near the limit of the FMA units: register tiles, vector loads, asynchronous copies.
 //
-// Shapes   q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); float32; d is a multiple of 4 up to 256;
-//          pointers and strides are multiples of 16 bytes.
-// Loops    a block per (batch, head, BR queries); for each tile of BC keys
-//              S <- Q K^T, a slab of DIMS dimensions at a time, by 4 dimensions
-//              m <- max(m, rowmax(S)), only if S exceeds m by SLACK: otherwise l and O keep their scale
-//              for each slab of KEYS keys
-//                  P <- 2^(scale (S - m)), l <- l + rowsum(P), O <- O + P V
-//          then O <- O / l.
-// Threads  A warp owns TM * 32 / TX whole rows, a thread TM of them: it has TM x (BC / TX) scores and
-//          TM x (d / TX) outputs in registers. P passes through shared memory within the warp: no barrier.
-// Copies   cp.async, 16 bytes a thread, into two slabs in turn: V arrives during Q K^T, the next K during
-//          P V. One barrier a slab.
-// Loads    16 bytes; with 8 x 8 results a load serves 16 FMAs. A warp's load takes 2 clocks of its
-//          multiprocessor if every lane reads what lane ^ 1, or what lane ^ 2, reads, otherwise 4 (measured).
-//          Hence the z-order of the lanes. A row is an odd number of 16 bytes long: no bank conflicts.
-// Launch   B * H * ceil(Nq / BR) blocks of 32 * WARPS threads, BR = WARPS * TM * 32 / TX
-// Shared   Q (BR, Q_ROW), two slabs, P transposed (WARPS, KEYS, P_ROW). Registers and spilled bytes: sm_90a.
+// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); float32; d is a multiple of 4 up to 256;
+//     pointers and strides are multiples of 16 bytes. Tiles of BR queries and BC keys.
+// Loop nest: the grid goes over (batch, head) and tiles of queries, a block over tiles of keys:
+//         S <- Q K^T, a slab of DIMS dimensions at a time, by 4 dimensions
+//         m <- max(m, rowmax(S)), only if S exceeds m by SLACK: otherwise l and O keep their scale
+//         for each slab of KEYS keys
+//             P <- 2^(scale (S - m)), l <- l + rowsum(P), O <- O + P V
+//     then O <- O / l. A warp owns TM * 32 / TX whole rows, a thread TM of them: it has TM x (BC / TX) scores
+//     and TM x (d / TX) outputs. P passes through shared memory within the warp, so it needs no barrier.
+// Launch: B H ceil(Nq / BR) blocks of 32 WARPS threads, BR = WARPS * TM * 32 / TX.
+// Shared memory: Q (BR, Q_ROW), two slabs of K or V, P transposed (WARPS, KEYS, P_ROW), float32. A row is an
+//     odd number of 16 bytes long, against bank conflicts.
+// Registers: bytes spilled in the last column; sm_90. At d = 80 and 96, 255 registers and 8 and 12 bytes.
 //
 //          d up to  TX   BC  DIMS  KEYS  WARPS  BLOCKS    BR    shared memory     registers, spilled
 //             16     4   32    d    32     4      2      256     61 KiB at d =  16   254    0
@@ -25,15 +21,23 @@
 //            128    16   64    d    64     8      1      128    180 KiB at d = 128   244    0
 //            192    16   64   64    32     8      1      128    170 KiB at d = 192   255   24
 //            256    32  128   32    32     4      2       32    102 KiB at d = 256   254    0
+//     These tiles are the fastest of a sweep on an H200.
 //
-// Better   than step 3: 8 x 8 results a thread instead of 4 x 4, and copies that overlap the products.
-// Bound    Instruction issue and shared memory. By count, one instruction in seven is no FMA (d = 64), and
-//          loads keep shared memory busy for half of the FMAs' time. Tiles of 64 keys at d = 64, H200: 41.2
-//          TFLOP/s; 44.6 without softmax; 45.0 without copies and barriers; 46.1 with neither. cuBLAS's
-//          float32 product reaches 50.8, FMAs alone 65. The last wave costs 4 % at (100, 1, 4096).
-//
-//     gpt.py bench --device cuda --step 4 -B 100 -N 4096 -d 64
-//     FIGURE
+// Improves on step 3: up to 8 x 8 scores a thread, so shared memory moves 71.9 GiB instead of 203 at d = 32.
+//     cp.async fills one slab while the other is multiplied: V arrives during Q K^T, the next K during P V. A
+//     16-byte load takes 2 wavefronts instead of 4 if every lane reads what lane ^ 1 or lane ^ 2 reads, hence
+//     the order of the lanes.
+// Bound: the FMA units, 3.21 of the 5.54 ms at d = 32; shared memory is busy for 2.31 ms beside them. Other
+//     instructions take issue slots: cuBLAS's product reaches 51 TFLOP/s, FMAs alone 66. At d = 32 and 64 the
+//     3,200 blocks fill the 264 places of an H200 12.1 times, so the last wave is nearly empty: 7 %. At d = 128
+//     SDPA's efficient backend is faster: it uses tensor cores for float32, and so does step 5.
+// Command: python gpt.py bench step3,step4,step5,sdpa-efficient,sdpa-math --device cuda -d 32,64,128
+//          --mask none,causal --l2 warm -r 5
+// Measured: NVIDIA H200, fp32, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's
+//     efficient backend:
+//         no mask  38.8 (1.88), 42.4 (1.19), 43.5 (0.93)
+//         causal   39.5 (2.02), 42.4 (1.26), 43.7 (0.98)
+//     That is 1.54, 1.86 and 2.17 times step 3; causal 1.71, 1.94 and 2.21 times.
 #include "call.h"
 
 // TX       threads of a warp that share a row

@@ -1,34 +1,47 @@
-// Step 5: FlashAttention-2 (Dao 2023) on the tensor cores, with mma.sync. For bfloat16 and float16, and for float32 as
-// three products of tf32 parts. Least architecture: sm_80.
+// Step 5: the tensor cores, with mma.sync (FlashAttention-2); float32 as three products of tf32 parts.
+// Source: Dao 2023, arXiv:2307.08691. Least architecture: sm_80.
 //
-// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d); d a multiple of 8, in float32 of 4, at most 256.
-// Launch: one block of 32 WARPS threads per (batch, head, tile of BR = 16 M_TILES WARPS queries), a flat grid.
-//   for the tiles of BC keys, the last first                 cp.async, STAGES tiles in shared memory
-//     for chunks of CHUNK keys                               every warp has 16 M_TILES queries and all the keys
-//       S <- Q K^T                                           tensor cores
-//       P <- 2^(scale S - m), l <- l + rowsum(P)             registers; S becomes P without leaving them
-//       O <- O + P V                                         tensor cores
-//   O <- O / l, L <- m + log(l)
-// Shared memory: /* K, V */ STAGES * 2 * BC * STRIDE + /* Q, where registers are short */ BR * d * 2 (float32: 4, or
-//   8 as two parts) bytes. STRIDE is a row rounded up to an odd number of 16 bytes: neither ldmatrix nor the 16-byte
-//   loads of float32 have bank conflicts.
-// Registers: 164 at d = 32, 222 at 64, 251 at 128 in bfloat16; 228, 253, 241 in float32 (sm_90a), none spilled.
-//
-// What it improves on step 4: the products run on the tensor cores, at 2048 multiply-adds an instruction. The rest of
-// the softmax then counts, and is kept short:
-//   - m is not the largest score so far, but that of some chunk so far. A weight beyond LIMIT raises it. So a score
-//     costs a multiply-add, an exponential, an addition and half a conversion, but no maximum; O is seldom rescaled.
-//   - With PIPE, the scores of the next chunk and (PIPE 2) the product of the previous one stand beside the
-//     exponentials in one block of instructions. Tensor cores and exponentials work at the same time.
+// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); every dtype; d is a multiple of 8 up to
+//     256; pointers and strides are multiples of 16 bytes. Tiles of BR = 16 M_TILES WARPS queries and BC keys.
+// Loop nest: the grid goes over (batch, head) and tiles of queries, a block over tiles of keys, the last first:
+//         for chunks of CHUNK keys; every warp has 16 M_TILES queries and all the keys
+//             S <- Q K^T                                         tensor cores
+//             P <- 2^(scale S - m), l <- l + rowsum(P)           registers; S becomes P without leaving them
+//             O <- O + P V                                       tensor cores
+//     then O <- O / l, L <- m + log(l).
+// Launch: B H ceil(Nq / BR) blocks of 32 WARPS threads.
+// Shared memory: K and V, STAGES * 2 * BC * STRIDE bytes, and Q where registers are short, BR * d * 2 bytes (in
+//     float32 4, or 8 as two parts). 30, 54 and 83 KiB at d = 32, 64 and 128 in bf16; 68, 98 and 98 in fp32.
+//     STRIDE is a row rounded up to an odd number of 16 bytes, against bank conflicts of ldmatrix and 16-byte
+//     loads.
+// Registers: 164, 222 and 251 at d = 32, 64 and 128 in bf16; 228, 253 and 241 in fp32; sm_90, none spilled at
+//     these widths.
+// Improves on step 4: an instruction of the tensor cores does 2,048 multiply-adds (1,024 in tf32). The softmax
+//     then takes as long as the products, and is kept short:
+//   - m is the maximum of some earlier chunk. Only a sum of weights beyond LIMIT raises it. So a score costs a
+//     multiply-add, an exponential, an addition and half a conversion; O is seldom rescaled.
+//   - With PIPE, the scores of the next chunk and (PIPE 2) the product of the previous one are interleaved with
+//     the exponentials. Tensor cores and exponentials work at the same time.
 //   - Tiles with hidden keys come first, in a loop of their own. The fast loop has no mask.
-//   - Nothing there looks for NaN or infinity either. A row whose result is not finite is computed again, slowly.
-// Float32: x = high + low, and x y = high high + high low + low high, each of them exact in tf32 products. K and V are
-// split as they are loaded, for 16 M_TILES queries at once. The tensor cores round sums towards zero: a long sum there
-// errs 40 times as much as PyTorch's, so that only short ones are left to them.
-//
-// python gpt.py bench --device cuda --step 5 -B 100 -N 4096 --dtype bf16
-// FIGURE (one H200, tuning runs, TFLOP/s at d = 32 / 64 / 128, no mask): bfloat16 283 / 334 / 306, where SDPA's
-// flash backend had 196 / 290 / 320 to 340; float32 67 / 70 / 60, its efficient backend 20 / 35 / 47.
+//   - The fast loop does not look for NaN or infinity. A row whose result is not finite is computed again.
+//   - Float32: x = high + low, and x y = high high + high low + low high, each exact in tf32 products. The
+//     tensor cores round sums towards zero. Over thousands of keys the error grows to 40 times SDPA's, so only
+//     sums of 32 columns or one chunk of keys are left to them.
+// Bound: in bf16 the exponentials at d = 32, shared memory from d = 64 on; in fp32 the tensor cores, and shared
+//     memory at d = 128. In bf16 at d = 128 the step is behind SDPA's flash backend: O takes 128 registers a
+//     thread, so Q lies in shared memory and is read again for every chunk of 16 keys, 25 of the 56 GiB moved.
+//     Larger chunks read Q less often and do not fit the registers.
+// Command: python gpt.py bench step5,step6,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16 -d 32,64,128
+//          --mask none,causal --l2 warm -r 5
+//          python gpt.py bench step3,step4,step5,sdpa-efficient,sdpa-math --device cuda -d 32,64,128
+//          --mask none,causal --l2 warm -r 5
+// Measured: NVIDIA H200, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's flash
+//     backend in bf16, over its efficient backend in fp32:
+//         bf16, no mask  294 (1.40), 342 (1.16), 284 (0.88)
+//         bf16, causal   250 (1.30), 300 (1.08), 267 (0.89)
+//         fp32, no mask  67.1 (3.24), 71.0 (1.99), 59.7 (1.28)
+//         fp32, causal   61.5 (3.14), 65.6 (1.95), 56.8 (1.27)
+//     In fp32 that is 1.73, 1.68 and 1.37 times step 4; causal 1.56, 1.55 and 1.30 times.
 #include "call.h"
 #include "mma.h"
 

@@ -1,52 +1,47 @@
-// Step 6: Hopper. Tensor cores fed by the copy engine, and the softmax at the same time as the products
-// (FlashAttention-3).
+// Step 6: Hopper. The copy engine feeds the tensor cores, and the softmax of one tile runs beside the products
+//     of another (FlashAttention-3).
+// Source: Shah et al. 2024, arXiv:2407.08608. Architecture: sm_90a alone.
 //
-// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), 16 bits; d a multiple of 8 up to 256; rows, heads and batches
-// start at multiples of 16 bytes. The tiles are 32, 64, 128, 192 or 256 columns wide: the copy engine fills
-// what is beyond d, and the keys beyond Nk, with zeros.
+// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); bf16 and fp16; d is a multiple of 8 up to
+//     256; rows, heads and batches start at multiples of 16 bytes. Tiles of Br queries and Bc keys, 32, 64,
+//     128, 192 or 256 columns wide: the copy engine fills what is beyond d, and the keys beyond Nk, with zeros.
+// Loop nest: a block goes over its tiles of queries, every gridDim-th one, and for each over tiles of keys:
+//         S <- Qi Kj^T, P <- 2^(c S - c m), O <- O + P Vj
+// Launch: min(tiles of queries, multiprocessors) blocks. 128 threads of a block copy; a warpgroup of 128
+//     threads multiplies for each 64 rows of Q.
+// Shared memory: 2 Br width (Q) + stages * 4 Bc width (K and V) + 16 + 32 stages (mbarriers) + 1,024 (to begin
+//     at a multiple of it) bytes.
+// Registers: Bc / 2 (S) + Bc / 4 (P) + width / 2 (O) and about 30 more for a thread that multiplies. setmaxnreg
+//     gives it those that the threads that copy do not need.
 //
-// Loops: for each query tile of this block (Br rows of one batch and head)
-//            for each key tile j: S = Qi Kj^T; P = 2^(c S - c m); O += P Vj
+//          d up to   Br    Bc   threads   shared memory   registers of a thread that copies, multiplies
+//             32    192   128     512         46,160          32, 160
+//             64    192   128     512         91,216          32, 160
+//            128    128   176     384        214,096          24, 240
+//            192    128   112     384        222,288          24, 240
+//            256    128    80     384        230,480          24, 240
 //
-// Launch: grid min(query tiles, multiprocessors): a block stays and takes every gridDim-th query tile. 128
-// threads copy, and 128 for each 64 rows of Q multiply (a warpgroup):
-//      d          Br    Bc   threads   registers of those that copy, multiply
-//      to 64     192   128     512      32, 160
-//      to 128    128   176     384      24, 240
-//      to 192    128   112     384      24, 240
-//      to 256    128    80     384      24, 240
-//
-// Shared memory in bytes: 2 Br width (Q) + stages * 4 Bc width (K and V) + 16 + 32 stages (mbarriers) + 1,024
-// (to begin at a multiple of it): 46,160, 91,216, 214,096, 222,288 and 230,480 for the five widths.
-//
-// Registers of a thread that multiplies: Bc/2 (S) + Bc/4 (P) + width/2 (O) and about 30 more.
-//
-// Over step 5:
-//   - One thread copies, by TMA. No other computes addresses; mbarriers tell when a tile is full or free.
-//     The threads that copy give up registers and those that multiply take them (setmaxnreg).
-//   - wgmma reads Q, K and V from shared memory and works while its warps go on: S = Qi Kj^T and
-//     O += P V(j-1) begin together, and the search for m needs S alone.
-//   - The warpgroups take turns at beginning products, so that one has its softmax while another multiplies:
-//     d = 64, 489 TFLOP/s instead of 430 (TURNS 0).
-//   - m follows the largest score only when that is 2^8 times above it: few tiles shuffle or multiply O.
-//
-// No gain:
-//   - POLYNOMIALS sixteenths of the powers by polynomials instead of the MUFU (FlashAttention-4): d = 64,
-//     463 and 440 TFLOP/s for 2 and 4. The MUFU is busy about 60 % of the time; the added instructions cost
-//     more.
-//   - 4 warpgroups that multiply at d = 32 (291 instead of 306), 2 at d = 64 (442 instead of 489).
-//   - A block for each query tile instead of blocks that stay: d = 64, 479 instead of 489.
-//
-// Bound: at d = 128 the tensor cores; at d = 32 the MUFU, 16 powers a clock on each multiprocessor at 4 d
-// operations each, about 500 TFLOP/s. A warpgroup waits for S, seeks m and takes powers one after another, and
-// three of them do not fill each other's gaps.
-//
-//   gpt.py bench --device cuda --step 6 --dtype bf16 -B 100 -N 4096 -d 32
-//   FIGURE
-// H200, bf16, (100, 1, 4096, d), TFLOP/s; in brackets cuDNN in the same run:
-//      d          32          64         128         192 and 256, B = 50
-//      no mask    294 (241)   502 (458)  627 (601)   708 (640), 725 (663)
-//      causal     257 (215)   442 (425)  555 (516)
+// Improves on step 5:
+//   - One thread copies, by TMA. No other thread computes addresses; mbarriers tell when a tile is full or
+//     free.
+//   - wgmma reads Q, K and V from shared memory and runs while its warps go on. S = Qi Kj^T and O += P V(j-1)
+//     begin together, and the softmax needs only S.
+//   - The warpgroups take turns to begin products, so that one has its softmax while another multiplies.
+//   - m follows the largest score only when that is 2^8 times above it. Few tiles shuffle or rescale O.
+//   - At d = 32 the gain is only 4 %: the exponentials bound both steps.
+//   - Sweep on an H200 that led to these choices, bf16, TFLOP/s. d = 64: 489 as it is; 430 without turns; 463
+//     and 440 with 2 and 4 sixteenths of the powers by POLYNOMIALS; 442 with 2 warpgroups that multiply; 479
+//     with a block for each tile. d = 32: 306 as it is; 291 with 4 warpgroups that multiply. d = 128 causal:
+//     547 as it is (L2_BYTES of 20 MiB); 453 with 8 MiB, 527 with 40 MiB.
+// Bound: the exponentials at d = 32 and 64, 0.414 of the 0.704 ms at d = 32; the tensor cores from d = 128 on,
+//     0.802 of the 1.26 ms. The softmax of a warpgroup has serial parts, so three warpgroups leave gaps. cuDNN
+//     is 1 % faster with a causal mask at d = 128.
+// Command: python gpt.py bench step5,step6,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16 -d 32,64,128
+//          --mask none,causal --l2 warm -r 5
+// Measured: NVIDIA H200, bf16, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over cuDNN:
+//         no mask  305 (1.26), 530 (1.11), 683 (1.02)
+//         causal   263 (1.22), 449 (1.05), 586 (0.99)
+//     That is 1.04, 1.55 and 2.41 times step 5; causal 1.06, 1.49 and 2.20 times.
 #include "call.h"
 #define ROW_BYTES (HEAD_DIM <= 32 ? 64 : 128)
 #include "hopper.h"
