@@ -25,8 +25,8 @@ struct Strides {
 // scale: of the scores, times log2(e), because the softmax takes powers of two.
 struct Call {
     const Element *q, *k, *v;
-    Element *out;
-    float *lse;
+    Element* out;
+    float* lse;
     Strides q_strides, k_strides, v_strides;
     int batches, heads, Nq, Nk;
     int causal;
@@ -93,7 +93,7 @@ struct Block {
 
 // The grid is flat, because its other dimensions are at most 65,535. A head's tiles are neighbours, so that its
 // keys and values stay in the L2 cache; with a causal mask the tiles with most keys come first.
-__device__ inline Block block_of(const Call &call, int rows) {
+__device__ inline Block block_of(const Call& call, int rows) {
     const unsigned tiles = (call.Nq + rows - 1) / rows;
     const unsigned tile = blockIdx.x % tiles, head = blockIdx.x / tiles;
     const unsigned b = head / call.heads, h = head % call.heads;
@@ -104,6 +104,6 @@ __device__ inline Block block_of(const Call &call, int rows) {
 }
 
 // How many keys a query sees; they are the first ones.
-__device__ inline int keys_seen(const Call &call, int query) {
+__device__ inline int keys_seen(const Call& call, int query) {
     return call.causal ? min(query + 1 + call.Nk - call.Nq, call.Nk) : call.Nk;
 }

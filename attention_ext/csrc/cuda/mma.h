@@ -1,5 +1,5 @@
-// The instructions of step 5: copies that do not wait, matrices between shared memory and registers, and products on
-// the tensor cores. All are PTX since sm_80.
+// The instructions of step 5: copies that do not wait, matrices between shared memory and registers, and
+// products on the tensor cores. All are PTX since sm_80.
 //
 // Who holds what (PTX, "matrix fragments"): lane = 4 g + t. In every product C += A B
 //   C (16 x 8):   c0 c1 = C[g][2t, 2t + 1],      c2 c3 = C[g + 8][2t, 2t + 1]
@@ -9,15 +9,14 @@
 //                 B (8 x 8):   b0 = B[t][g], b1 = B[t + 4][g]
 #pragma once
 
-__device__ inline unsigned shared_address(const void *p) {
-    return (unsigned)__cvta_generic_to_shared(p);
-}
+__device__ inline unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 
 // 16 bytes to shared memory, of which the first `bytes` are read and the others are 0.
-__device__ inline void copy_async(unsigned to, const void *from, int bytes) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+__device__ inline void copy_async(unsigned to, const void* from, int bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                 : "memory");
 }
-__device__ inline void copy_async(unsigned to, const void *from) {
+__device__ inline void copy_async(unsigned to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ inline void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -79,7 +78,7 @@ __device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned 
 
 // x = high + low, both tf32: 11 significant bits each. The tensor cores ignore the other bits of `low`.
 // An infinite x gives low = NaN, and so do numbers that round to infinity.
-__device__ inline void split(float x, unsigned &high, unsigned &low) {
+__device__ inline void split(float x, unsigned& high, unsigned& low) {
     high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
     low = __float_as_uint(x - __uint_as_float(high));
 }

@@ -22,7 +22,7 @@ struct State {
     float *m, *l, *o;  // (B H, Nq), (B H, Nq), (B H, Nq, d)
 };
 
-extern "C" __global__ void __launch_bounds__(TILE *TILE)
+extern "C" __global__ void __launch_bounds__(TILE* TILE)
     attention_step1(const Call call, const State state, const int first_key) {
     extern __shared__ float shared[];
     float *Q = shared, *K = Q + TILE * d, *V = K + TILE * d, *S = V + TILE * d;

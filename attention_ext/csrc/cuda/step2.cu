@@ -23,7 +23,7 @@ constexpr int COLUMNS = BC / EACH, ROWS = BR / EACH, THREADS = ROWS * COLUMNS;
 constexpr int PITCH = d + PADDING, P_PITCH = BC + PADDING, WIDTH = (d + COLUMNS - 1) / COLUMNS;
 
 // Copies `rows` rows from global memory; those from `count` on are 0.
-__device__ void load(float *tile, const Element *from, long long stride, int rows, int count) {
+__device__ void load(float* tile, const Element* from, long long stride, int rows, int count) {
     for (int i = threadIdx.x; i < rows * d; i += THREADS) {
         const int row = i / d, c = i % d;
         tile[row * PITCH + c] = row < count ? to_float(from[row * stride + c]) : 0.0f;
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_step2(const Call
          call.Nq - block.first_query);
 
     float o[EACH][WIDTH] = {}, m[EACH], l[EACH] = {};
-    for (float &each : m) each = -INF;
+    for (float& each : m) each = -INF;
     const int keys = keys_seen(call, min(block.first_query + BR, call.Nq) - 1);
     for (int first_key = 0; first_key < keys; first_key += BC) {
         __syncthreads();  // all have read the tiles before

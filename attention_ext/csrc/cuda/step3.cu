@@ -29,10 +29,11 @@
 #define REGISTERS 1
 
 constexpr int d = HEAD_DIM, STRIP = 8, ROWS = THREADS / SHARE;
-constexpr int FOURS = (d + 3) / 4, MINE = (FOURS + SHARE - 1) / SHARE;  // columns by fours: of a row, of a thread
-constexpr int PITCH = 4 * MINE * SHARE;                                 // what is beyond d is 0
+constexpr int FOURS = (d + 3) / 4,
+              MINE = (FOURS + SHARE - 1) / SHARE;  // columns by fours: of a row, of a thread
+constexpr int PITCH = 4 * MINE * SHARE;            // what is beyond d is 0
 
-__device__ void load(float *tile, const Element *from, long long stride, int count) {
+__device__ void load(float* tile, const Element* from, long long stride, int count) {
     for (int i = threadIdx.x; i < BC * PITCH; i += THREADS) {
         const int row = i / PITCH, c = i % PITCH;
         tile[i] = row < count && c < d ? to_float(from[row * stride + c]) : 0.0f;
@@ -40,21 +41,21 @@ __device__ void load(float *tile, const Element *from, long long stride, int cou
 }
 
 // The thread's own fours are SHARE apart, so that the threads of a row read neighbouring ones.
-__device__ float4 read(const float *tile, int row, int i, int part) {
-    return reinterpret_cast<const float4 *>(tile)[row * (PITCH / 4) + i * SHARE + part];
+__device__ float4 read(const float* tile, int row, int i, int part) {
+    return reinterpret_cast<const float4*>(tile)[row * (PITCH / 4) + i * SHARE + part];
 }
 
 __device__ float dot(float4 a, float4 b, float sum) {
     return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, sum))));
 }
 
-__device__ void add(float4 &o, float p, float4 v) {
+__device__ void add(float4& o, float p, float4 v) {
     o.x = fmaf(p, v.x, o.x), o.y = fmaf(p, v.y, o.y), o.z = fmaf(p, v.z, o.z), o.w = fmaf(p, v.w, o.w);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step3(const Call call) {
     extern __shared__ float4 aligned[];
-    float *K = reinterpret_cast<float *>(aligned), *V = K + BC * PITCH;
+    float *K = reinterpret_cast<float*>(aligned), *V = K + BC * PITCH;
     const Block block = block_of(call, ROWS);
     const int part = threadIdx.x % SHARE, query = block.first_query + threadIdx.x / SHARE;
     float4 q[MINE];
@@ -69,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step3(co
         q[i] = {each[0], each[1], each[2], each[3]};
     }
 #if STATE == SHARED
-    float4 *o = aligned + 2 * BC * PITCH / 4 + threadIdx.x;  // a thread's fours are THREADS apart
+    float4* o = aligned + 2 * BC * PITCH / 4 + threadIdx.x;  // a thread's fours are THREADS apart
 #define O(i) o[(i) * THREADS]
 #else
     float4 o[MINE];
@@ -104,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step3(co
             m = m_new, l *= correction;
 #pragma unroll
             for (int i = 0; i < MINE; ++i) {
-                float4 &all = O(i);
+                float4& all = O(i);
                 all.x *= correction, all.y *= correction, all.z *= correction, all.w *= correction;
             }
 #pragma unroll

@@ -45,41 +45,42 @@
 #include "call.h"
 #include "mma.h"
 
-// Sizes ------------------------------------------------------------------------------------------------------------
+// Sizes
 #ifndef WARPS
-#define WARPS 4    // a block's
+#define WARPS 4  // a block's
 #endif
 #ifndef M_TILES
 #define M_TILES 2  // a warp has 16 M_TILES queries
 #endif
 #ifndef BC
-#define BC 64      // keys of a tile in shared memory
+#define BC 64  // keys of a tile in shared memory
 #endif
 #ifndef CHUNK
-#define CHUNK 16   // keys whose scores are in registers at a time
+#define CHUNK 16  // keys whose scores are in registers at a time
 #endif
 #ifndef STAGES
-#define STAGES 3   // tiles in shared memory
+#define STAGES 3  // tiles in shared memory
 #endif
+// 0: one chunk after the other; 1: the next scores beside this softmax; 2: also the previous product
 #ifndef PIPE
-#define PIPE 2     // 0: one chunk after the other; 1: the next scores beside this softmax; 2: and the product before it
+#define PIPE 2
 #endif
 #ifndef Q_SHARED
-#define Q_SHARED 0 // the queries' fragments in shared memory instead of registers
+#define Q_SHARED 0  // the queries' fragments in shared memory instead of registers
 #endif
 #ifndef Q_SPLIT
 #define Q_SPLIT 1  // float32: the queries are kept as their two parts; 0: split at each use
 #endif
 #ifndef BLOCKS
-#define BLOCKS 2   // resident on a multiprocessor
+#define BLOCKS 2  // resident on a multiprocessor
 #endif
 
 constexpr int THREADS = 32 * WARPS, ROWS = 16 * M_TILES, BR = WARPS * ROWS;
 constexpr int D = HEAD_DIM, SIZE = sizeof(Element);
 constexpr int LANE_ELEMENTS = 16 / SIZE;  // of a 16-byte copy
 #if FORMAT == FP32
-constexpr int DP = (D + 31) / 32 * 32;    // d as the products see it; the added columns of k and v are 0
-constexpr int K_STEP = 8;                 // of a product: numbers summed
+constexpr int DP = (D + 31) / 32 * 32;      // d as the products see it; the added columns of k and v are 0
+constexpr int K_STEP = 8;                   // of a product: numbers summed
 constexpr int GROUP = CHUNK >= 32 ? 4 : 2;  // 8-key tiles of scores that share a load of the queries
 constexpr int QK_PARTS = (DP / 32) * (CHUNK / 8 / GROUP), PV_PARTS = DP / 32;
 #else
@@ -107,8 +108,8 @@ using Weights = unsigned[M_TILES][CHUNK / 16][4];
 #endif
 using Pairs = float[M_TILES][2];  // of a lane's rows g and g + 8 of each tile
 
-// The left operands of Q K^T: for a tile of 16 rows and a step of K_STEP columns four registers, in float32 with
-// Q_SPLIT eight, the high parts and the low ones.
+// The left operands of Q K^T: for a tile of 16 rows and a step of K_STEP columns four registers, in float32
+// with Q_SPLIT eight, the high parts and the low ones.
 struct Queries {
 #if Q_SHARED
     unsigned fragments;  // a lane's 16 bytes beside the next lane's
@@ -146,7 +147,8 @@ struct Queries {
     }
     __device__ inline void get(unsigned (&high)[4], unsigned (&low)[4], int tile, int step) const {
         get(high, tile, step);
-        if (Q_SPLIT) get(low, tile, step, 1);
+        if (Q_SPLIT)
+            get(low, tile, step, 1);
         else
 #pragma unroll
             for (int e = 0; e < 4; ++e) split(__uint_as_float(high[e]), high[e], low[e]);
@@ -154,7 +156,7 @@ struct Queries {
 #endif
 };
 
-__device__ inline void clear(Scores &S) {
+__device__ inline void clear(Scores& S) {
 #pragma unroll
     for (int i = 0; i < M_TILES; ++i)
 #pragma unroll
@@ -165,12 +167,12 @@ __device__ inline void clear(Scores &S) {
 
 #if FORMAT == FP32
 
-// The tensor cores round sums towards zero. So that this does not add up over many products, 32 columns or one chunk
-// of keys are summed there, and these sums are added in float32.
+// The tensor cores round sums towards zero. So that this does not add up over many products, 32 columns or one
+// chunk of keys are summed there, and these sums are added in float32.
 
 // S += Q K^T, GROUP tiles of 8 keys and 32 of the d columns at a time. The sum over d may take any order: of 32
 // columns a lane has 8 t to 8 t + 7, in K two 16-byte loads.
-__device__ inline void qk_part(Scores &S, const Queries &Q, unsigned k_lane, int part) {
+__device__ inline void qk_part(Scores& S, const Queries& Q, unsigned k_lane, int part) {
     const int block = part / (CHUNK / 8 / GROUP), n0 = part % (CHUNK / 8 / GROUP) * GROUP;
     float T[M_TILES][GROUP][4] = {};
 #pragma unroll
@@ -215,8 +217,9 @@ __device__ inline void qk_part(Scores &S, const Queries &Q, unsigned k_lane, int
 }
 
 // O += P V, a chunk of keys and 32 columns at a time. The sum over the keys may take any order, and so may the
-// columns: the scores' c0 and c1, keys 2 t and 2 t + 1, are a0 and a2 here; a lane has columns 4 g to 4 g + 3 of V.
-__device__ inline void pv_part(float (&O)[M_TILES][DP / 8][4], const Weights &P, unsigned v_lane, int block) {
+// columns: the scores' c0 and c1, keys 2 t and 2 t + 1, are a0 and a2 here; a lane has columns 4 g to 4 g + 3
+// of V.
+__device__ inline void pv_part(float (&O)[M_TILES][DP / 8][4], const Weights& P, unsigned v_lane, int block) {
     float T[M_TILES][4][4] = {};
 #pragma unroll
     for (int keys = 0; keys < CHUNK / 8; ++keys) {
@@ -260,7 +263,7 @@ __device__ inline void pv_part(float (&O)[M_TILES][DP / 8][4], const Weights &P,
 #else
 
 // S += Q K^T, 16 keys and 16 of the d columns at a time.
-__device__ inline void qk_part(Scores &S, const Queries &Q, unsigned k_lane, int part) {
+__device__ inline void qk_part(Scores& S, const Queries& Q, unsigned k_lane, int part) {
     const int step = part / (CHUNK / 16), pair = part % (CHUNK / 16);
     unsigned b[4];
     load_matrices(b, k_lane + pair * 16 * STRIDE + step * 32);
@@ -274,7 +277,7 @@ __device__ inline void qk_part(Scores &S, const Queries &Q, unsigned k_lane, int
 }
 
 // O += P V, 16 keys and 16 columns at a time. The scores' registers, rounded in pairs, are the product's.
-__device__ inline void pv_part(float (&O)[M_TILES][DP / 8][4], const Weights &P, unsigned v_lane, int part) {
+__device__ inline void pv_part(float (&O)[M_TILES][DP / 8][4], const Weights& P, unsigned v_lane, int part) {
     const int keys = part / (DP / 16), pair = part % (DP / 16);
     unsigned b[4];
     load_transposed(b, v_lane + keys * 16 * STRIDE + pair * 32);
@@ -289,7 +292,7 @@ __device__ inline void pv_part(float (&O)[M_TILES][DP / 8][4], const Weights &P,
 
 // P <- 2^(scale S - m), 8 keys of a tile of 16 rows; sums <- rowsum(P), the lane's share of it
 template <bool SCALED>
-__device__ inline void weigh(Weights &P, Pairs &sums, const Scores &S, const Pairs &m, float scale, int unit) {
+__device__ inline void weigh(Weights& P, Pairs& sums, const Scores& S, const Pairs& m, float scale, int unit) {
     const int i = unit / (CHUNK / 8), n = unit % (CHUNK / 8);
     float p[4];
 #pragma unroll
@@ -321,11 +324,12 @@ struct State {  // of a warp's rows; a lane has its share of l
     float scale;
 };
 
-// Adds the chunk's sums to l, once its weights are known to be in range. They are when m, the number subtracted, is
-// not far below the largest score: m is the largest score of some chunk so far, and the largest of all only rarely.
-// A weight beyond LIMIT, or NaN as in a row's first chunk (m = -inf), sends the warp through the update of m.
+// Adds the chunk's sums to l, once its weights are known to be in range. They are when m, the number
+// subtracted, is not far below the largest score: m is the largest score of some chunk so far, and the largest
+// of all only rarely. A weight beyond LIMIT, or NaN as in a row's first chunk (m = -inf), sends the warp
+// through the update of m.
 template <bool SCALED>
-__device__ inline void settle(State &s, Weights &P, Pairs &sums, const Scores &S) {
+__device__ inline void settle(State& s, Weights& P, Pairs& sums, const Scores& S) {
     bool in_range = true;
 #pragma unroll
     for (int i = 0; i < M_TILES; ++i) in_range = in_range && sums[i][0] < LIMIT && sums[i][1] < LIMIT;
@@ -358,10 +362,10 @@ __device__ inline void settle(State &s, Weights &P, Pairs &sums, const Scores &S
     for (int i = 0; i < M_TILES; ++i) s.l[i][0] += sums[i][0], s.l[i][1] += sums[i][1];
 }
 
-// A row again, one key after the other, where the result is not finite: 0 times a hidden NaN, or the low part of an
-// infinite number, may have spoilt what should be a number. Lanes span 32 keys, then the columns.
-__device__ __noinline__ void repeat_row(const Element *q, const Element *k, const Element *v, long long k_row,
-                                        long long v_row, int visible, float scale, Element *out, float *lse) {
+// A row again, one key after the other, where the result is not finite: 0 times a hidden NaN, or the low part
+// of an infinite number, may have spoilt what should be a number. Lanes span 32 keys, then the columns.
+__device__ __noinline__ void repeat_row(const Element* q, const Element* k, const Element* v, long long k_row,
+                                        long long v_row, int visible, float scale, Element* out, float* lse) {
     const int lane = threadIdx.x % 32;
     float m = -INF, l = 0.0f, acc[(D + 31) / 32];
 #pragma unroll
@@ -411,9 +415,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
     if (call.causal) q_tile = tiles_of_head - 1 - q_tile;
     const int batch = head_index / call.heads, head = head_index - batch * call.heads;
     const int i0 = q_tile * BR, row0 = i0 + warp * ROWS + g;  // a lane's rows: row0 + 16 i + 8 h
-    const Element *q = call.q + batch * call.q_strides.batch + head * call.q_strides.head;
-    const Element *k = call.k + batch * call.k_strides.batch + head * call.k_strides.head;
-    const Element *v = call.v + batch * call.v_strides.batch + head * call.v_strides.head;
+    const Element* q = call.q + batch * call.q_strides.batch + head * call.q_strides.head;
+    const Element* k = call.k + batch * call.k_strides.batch + head * call.k_strides.head;
+    const Element* v = call.v + batch * call.v_strides.batch + head * call.v_strides.head;
 
     // Keys: all rows see those below `common`, some row of the block those below `end`.
     const int shift = Nk - Nq;
@@ -462,7 +466,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
     for (int i = 0; i < M_TILES; ++i) {
         const int row = row0 + 16 * i;
         const bool inside[2] = {row < Nq, row + 8 < Nq};
-        const Element *rows[2] = {q + row * call.q_strides.row, q + (row + 8) * call.q_strides.row};
+        const Element* rows[2] = {q + row * call.q_strides.row, q + (row + 8) * call.q_strides.row};
 #if FORMAT == FP32
 #pragma unroll
         for (int block = 0; block < DP / 32; ++block) {
@@ -473,8 +477,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
                 for (int half = 0; half < 2; ++half) {
                     const int column = block * 32 + 8 * t + 4 * half;
                     float4 y = make_float4(0, 0, 0, 0);
-                    if (inside[h] && column < D) y = *(const float4 *)(rows[h] + column);
-                    x[h][4 * half] = y.x, x[h][4 * half + 1] = y.y, x[h][4 * half + 2] = y.z, x[h][4 * half + 3] = y.w;
+                    if (inside[h] && column < D) y = *(const float4*)(rows[h] + column);
+                    x[h][4 * half] = y.x, x[h][4 * half + 1] = y.y, x[h][4 * half + 2] = y.z,
+                             x[h][4 * half + 3] = y.w;
                 }
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
@@ -489,7 +494,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int column = step * 16 + e / 2 * 8 + 2 * t;
-                a[e] = inside[e % 2] && column < D ? *(const unsigned *)(rows[e % 2] + column) : 0u;
+                a[e] = inside[e % 2] && column < D ? *(const unsigned*)(rows[e % 2] + column) : 0u;
             }
             Q.put(a, i, step);
         }
@@ -532,7 +537,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
             Scores S;
             clear(S);
 #pragma unroll
-            for (int part = 0; part < QK_PARTS; ++part) qk_part(S, Q, tile + k_offset + c * (CHUNK * STRIDE), part);
+            for (int part = 0; part < QK_PARTS; ++part)
+                qk_part(S, Q, tile + k_offset + c * (CHUNK * STRIDE), part);
 #pragma unroll
             for (int i = 0; i < M_TILES; ++i)
 #pragma unroll
@@ -551,7 +557,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
             for (int unit = 0; unit < UNITS; ++unit) weigh<true>(P, sums, S, s.m, s.scale, unit);
             settle<true>(s, P, sums, S);
 #pragma unroll
-            for (int part = 0; part < PV_PARTS; ++part) pv_part(s.O, P, tile + v_offset + c * (CHUNK * STRIDE), part);
+            for (int part = 0; part < PV_PARTS; ++part)
+                pv_part(s.O, P, tile + v_offset + c * (CHUNK * STRIDE), part);
         }
     }
 
@@ -566,14 +573,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
             Scores S;
             clear(S);
 #pragma unroll
-            for (int part = 0; part < QK_PARTS; ++part) qk_part(S, Q, tile + k_offset + c * (CHUNK * STRIDE), part);
+            for (int part = 0; part < QK_PARTS; ++part)
+                qk_part(S, Q, tile + k_offset + c * (CHUNK * STRIDE), part);
             Weights P;
             Pairs sums;
 #pragma unroll
             for (int unit = 0; unit < UNITS; ++unit) weigh<false>(P, sums, S, s.m, s.scale, unit);
             settle<false>(s, P, sums, S);
 #pragma unroll
-            for (int part = 0; part < PV_PARTS; ++part) pv_part(s.O, P, tile + v_offset + c * (CHUNK * STRIDE), part);
+            for (int part = 0; part < PV_PARTS; ++part)
+                pv_part(s.O, P, tile + v_offset + c * (CHUNK * STRIDE), part);
         }
     }
 #else
@@ -681,9 +690,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
                     for (int half = 0; half < 2; ++half) {
                         const int column = block * 32 + 8 * t + 4 * half;
                         if (column < D)
-                            *(float4 *)(call.out + (first_row + row) * D + column) =
-                                make_float4(s.O[i][4 * block][2 * h + half], s.O[i][4 * block + 1][2 * h + half],
-                                            s.O[i][4 * block + 2][2 * h + half], s.O[i][4 * block + 3][2 * h + half]);
+                            *(float4*)(call.out + (first_row + row) * D + column) = make_float4(
+                                s.O[i][4 * block][2 * h + half], s.O[i][4 * block + 1][2 * h + half],
+                                s.O[i][4 * block + 2][2 * h + half], s.O[i][4 * block + 3][2 * h + half]);
                     }
         }
 #else
@@ -702,7 +711,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
     for (int c0 = 0; c0 < ROWS * PER_ROW; c0 += 32) {
         const int c = c0 + lane, row = c / PER_ROW, column = c % PER_ROW;
         if (row < ROWS && i0 + warp * ROWS + row < Nq)
-            *(uint4 *)(call.out + (first_row + i0 + warp * ROWS + row) * D + column * LANE_ELEMENTS) =
+            *(uint4*)(call.out + (first_row + i0 + warp * ROWS + row) * D + column * LANE_ELEMENTS) =
                 load_shared(rows + row * STRIDE + column * 16);
     }
 #endif
