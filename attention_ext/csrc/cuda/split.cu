@@ -43,18 +43,18 @@
 #include "call.h"
 
 #ifndef QUERIES
-#define QUERIES 1  // of a block: K and V are read once for all of them
+#define QUERIES 1  // queries of a block, for all of which K and V are read once
 #endif
 #ifndef WARPS
 #define WARPS 8
 #endif
 #ifndef BLOCKS
-#define BLOCKS 2  // that a multiprocessor should hold: bounds the registers
+#define BLOCKS 2  // blocks that a multiprocessor should hold: bounds the registers
 #endif
 #ifndef UNROLL
 #define UNROLL 4  // loads of K under way in a lane
 #endif
-#ifndef MERGE_THREADS
+#ifndef MERGE_THREADS  // two for each of the 64 vectors of the widest row (d = 256)
 #define MERGE_THREADS 128
 #endif
 
@@ -69,13 +69,14 @@ __device__ constexpr int power_of_two(int n) {
 constexpr int LANES = power_of_two(CHUNKS) < 32 ? power_of_two(CHUNKS) : 32;
 constexpr int PER = (CHUNKS + LANES - 1) / LANES;  // chunks of a lane
 constexpr int ROWS = 32 / LANES;
-constexpr int WIDTH = LANES * PER * VECTOR;  // of a row with what is not real
-constexpr int STEP = UNROLL * ROWS;          // keys
+constexpr int WIDTH = LANES * PER * VECTOR;  // numbers of a row, with the padding
+constexpr int STEP = UNROLL * ROWS;          // keys of a warp at a time
 extern "C" __device__ const int shared_bytes = 4 * ((1 + WARPS) * QUERIES * WIDTH + 2 * WARPS * QUERIES);
 static_assert(d % VECTOR == 0);
 
 // What a lane loads: PER * 16 bytes of a row, zeros where the row or the chunk is not real. Chunk c of the lane
-// is chunk c * LANES + its place.
+// is chunk c * LANES + its place. ld.global.nc.L1::no_allocate (PTX ISA, ld.global.nc) keeps what is read once
+// out of L1.
 struct Piece {
     uint4 words[PER];
 };
@@ -205,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         for (int u = 0; u < UNROLL; u++) {
             float x[PER * VECTOR];
             widen(x, V[u]);
-            if (j0 + STEP > sees) {  // a hidden row of V may be NaN: not even 0 times it
+            if (j0 + STEP > sees) {  // a hidden row of V may be NaN, and 0 times NaN is NaN
 #pragma unroll
                 for (int i = 0; i < QUERIES; i++)
                     if (j + u * ROWS < sees + i)
@@ -224,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         j = ahead;
     }
 
-    // The groups of a warp
+    // Merge the groups of a warp
 #pragma unroll
     for (int i = 0; i < QUERIES; i++) {
         float top = m[i];
@@ -250,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     }
     __syncthreads();
 
-    // The warps of the block
+    // Merge the warps of the block
     const long long all = (long long)call.batches * call.heads * Nq;
     for (int n = threadIdx.x; n < QUERIES * d; n += 32 * WARPS) {
         const int i = n / d, c = n % d;

@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(TILE* TILE)
         else
             state.o[at * d + c] = o;
     }
-    __syncwarp();  // all of the row have read m and l
+    __syncwarp();  // every lane of the row has read m and l
     if (column > 0) return;
     state.m[at] = m_new, state.l[at] = l;
     if (last && call.lse) call.lse[at] = LN2 * subtrahend(m_new) + logf(l);

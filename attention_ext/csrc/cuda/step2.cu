@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_step2(const Call
     for (float& each : m) each = -INF;
     const int keys = keys_seen(call, min(block.first_query + BR, call.Nq) - 1);
     for (int first_key = 0; first_key < keys; first_key += BC) {
-        __syncthreads();  // all have read the tiles before
+        __syncthreads();  // all threads have read the previous tiles
         load(K, block.k + first_key * call.k_strides.row, call.k_strides.row, BC, call.Nk - first_key);
         load(V, block.v + first_key * call.v_strides.row, call.v_strides.row, BC, call.Nk - first_key);
         __syncthreads();
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_step2(const Call
                 P[(y + i * ROWS) * P_PITCH + x + j * COLUMNS] = p;
             }
         }
-        __syncwarp();  // a row's threads are in one warp
+        __syncwarp();  // a warp fence is enough: a row's threads are in one warp
 
         const bool masked = keys_seen(call, block.first_query) < first_key + BC;
         for (int j = 0; j < BC; ++j) {

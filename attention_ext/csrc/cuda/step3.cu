@@ -28,6 +28,7 @@
 #define SHARED 0
 #define REGISTERS 1
 
+// STRIP: 8 scores hide the latency of the multiply-adds, and O is rescaled once for 8 keys.
 constexpr int d = HEAD_DIM, STRIP = 8, ROWS = THREADS / SHARE;
 constexpr int FOURS = (d + 3) / 4,
               MINE = (FOURS + SHARE - 1) / SHARE;  // columns by fours: of a row, of a thread
@@ -83,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step3(co
     const int seen = keys_seen(call, query), keys = keys_seen(call, min(block.first_query + ROWS, call.Nq) - 1);
     const int unmasked = keys_seen(call, block.first_query);
     for (int first_key = 0; first_key < keys; first_key += BC) {
-        __syncthreads();  // all have read the tiles before
+        __syncthreads();  // all threads have read the previous tiles
         load(K, block.k + first_key * call.k_strides.row, call.k_strides.row, call.Nk - first_key);
         load(V, block.v + first_key * call.v_strides.row, call.v_strides.row, call.Nk - first_key);
         __syncthreads();

@@ -69,7 +69,7 @@
 #define KEYS BC
 #endif
 #ifndef SLACK
-#define SLACK 16.0f  // weights stay below 2^SLACK
+#define SLACK 16.0f  // weights stay below 2^16, far inside float32, and m seldom moves
 #endif
 
 constexpr int d = HEAD_DIM;
@@ -81,8 +81,8 @@ constexpr int TN = BC / TX;                          // keys of a thread
 constexpr int TD = (d + 4 * TX - 1) / (4 * TX) * 4;  // columns of O of a thread
 constexpr int K_SLABS = (d + DIMS - 1) / DIMS, V_SLABS = BC / KEYS;
 
-// Rows in shared memory. Eight neighbours' 16 bytes at one column lie in different banks: an odd number of 16
-// bytes.
+// Rows in shared memory are an odd number of 16 bytes long, so that the 16 bytes of eight neighbouring rows at
+// one column lie in different banks.
 __device__ constexpr int odd(int numbers) { return 4 * ((numbers / 4) | 1); }
 constexpr int Q_ROW = odd(K_SLABS * DIMS), K_ROW = odd(DIMS), V_ROW = TD * TX;
 constexpr int P_ROW = WARP_ROWS + (TX == 32 ? 4 : 8);
@@ -95,7 +95,7 @@ static_assert(TM % 4 == 0 && BC % TX == 0 && BC % KEYS == 0 && KEYS % TX == 0 &&
 
 __device__ inline unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 
-// 16 bytes from global to shared memory, zeros if not `real`.
+// Copies 16 bytes from global to shared memory, or zeros if not `real`. Source: PTX ISA, cp.async.
 __device__ inline void copy16(float* to, const float* from, bool real) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
                  "r"(real ? 16 : 0));
@@ -162,8 +162,8 @@ __device__ inline void scores(float s[TM][TN], const float* q_at, const float* k
     }
 }
 
-// O += P V over a slab's keys. `guarded`: the weight of a hidden key is not even multiplied, because the key's
-// V is not finite; the thread's row i sees the slab's keys below sees + ROW(i).
+// O += P V over a slab's keys. guarded: V of some hidden key is not finite, so hidden keys are skipped, because
+// 0 times NaN is NaN. The thread's row i sees the slab's keys below sees + ROW(i).
 template <bool guarded>
 __device__ inline void accumulate(float o[TM][TD], const float* P, const float* V, int tx, int rg, int sees) {
     const float *p_at = P + rg * 4, *v_at = V + tx * 4;
@@ -187,11 +187,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
     const int Nq = call.Nq, Nk = call.Nk, heads = call.heads;
     const int tiles = (Nq + BR - 1) / BR;
     const int all = call.batches * heads;
-    // causal: the tiles with most keys of all heads come first
+    // causal: the tiles with the most keys come first, over all heads, so that all blocks end together
     const int i0 = (call.causal ? tiles - 1 - (int)(blockIdx.x / all) : (int)(blockIdx.x % tiles)) * BR;
     const int bh = call.causal ? blockIdx.x % all : blockIdx.x / tiles, b = bh / heads, h = bh % heads;
     const int ahead = call.causal ? Nk - Nq + 1 : Nk;  // row i sees the keys below min(Nk, i + ahead)
-    const int end = call.causal ? min(Nk, min(i0 + BR, Nq) - 1 + ahead) : Nk;  // of the keys that the tile sees
+    const int end = call.causal ? min(Nk, min(i0 + BR, Nq) - 1 + ahead) : Nk;  // the tile sees the keys below
 
     // data
     const float* q = call.q + b * call.q_strides.batch + h * call.q_strides.head + i0 * call.q_strides.row;
@@ -202,17 +202,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
     float* Q = memory;
     int now = BR * Q_ROW, next = now + SLAB;  // the slabs' places
 
-    // this thread
+    // rows and columns of this thread
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rg = TX == 32 ? 0 : lane / (2 * TX) * 2 + lane % 2, tx = TX == 32 ? lane : lane / 2 % TX;
-    constexpr int NEIGHBOUR = TX == 32 ? 1 : 2;  // the lane of tx + 1 is this much further
+    constexpr int NEIGHBOUR = TX == 32 ? 1 : 2;  // the distance of the lanes of tx and tx + 1
     float* P = memory + P_AT + warp * (KEYS * P_ROW);
     const int warp_row = i0 + warp * WARP_ROWS;
     const float* q_at = Q + (warp * WARP_ROWS + rg * 4) * Q_ROW;
 
-    const float scale = fmaxf(fabsf(call.scale), 1e-30f);  // not 0, because a hidden score is -inf
+    const float scale = fmaxf(fabsf(call.scale), 1e-30f);  // not 0: 0 * -inf is NaN
     const float slack = SLACK / scale;
-    float o[TM][TD], m[TM], l[TM];                                  // m: of the scores before scale
+    float o[TM][TD], m[TM], l[TM];                                  // m: of scores, not yet times scale
     const int sees = call.causal ? warp_row + 4 * rg + ahead : Nk;  // row i sees the keys below this + ROW(i)
 #pragma unroll
     for (int i = 0; i < TM; i++) {
@@ -221,9 +221,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
         for (int c = 0; c < TD; c++) o[i][c] = 0;
     }
     const int warp_first =
-        call.causal ? min(Nk, warp_row + ahead) : Nk;  // the warp's rows all see the keys below
+        call.causal ? min(Nk, warp_row + ahead) : Nk;  // all rows of the warp see the keys below
     const int warp_end =
-        call.causal ? min(Nk, warp_row + WARP_ROWS - 1 + ahead) : Nk;  // none sees the keys from here
+        call.causal ? min(Nk, warp_row + WARP_ROWS - 1 + ahead) : Nk;  // none sees the keys from here on
     const int block_first = call.causal ? min(Nk, i0 + ahead) : Nk;
 
     if (end > 0) {
@@ -264,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
             now = next, next = swap;
         }
 
-        // m <- max(m, rowmax(S)) where it grew much; l and O follow
+        // m <- max(m, rowmax(S)) if some row grew by SLACK; l and O follow
         if (active) {
             if (j0 + BC > warp_first) {
 #pragma unroll
@@ -322,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
             copies_wait();
             bool guarded = false;
             if (call.causal &&
-                first + KEYS > block_first) {  // some row does not see some key: is its V finite?
+                first + KEYS > block_first) {  // some row does not see some key: check that its V is finite
                 bool bad = false;
 #pragma unroll 1
                 for (int at = threadIdx.x; at < KEYS * d / 4; at += THREADS) {

@@ -47,7 +47,7 @@
 
 // Sizes
 #ifndef WARPS
-#define WARPS 4  // a block's
+#define WARPS 4  // warps of a block
 #endif
 #ifndef M_TILES
 #define M_TILES 2  // a warp has 16 M_TILES queries
@@ -93,7 +93,8 @@ constexpr int TILE = BC * STRIDE, STAGE = 2 * TILE;  // K and V
 constexpr int CHUNKS = BC / CHUNK, UNITS = M_TILES * (CHUNK / 8);
 constexpr int Q_STEPS = DP / K_STEP, Q_REGISTERS = FORMAT == FP32 && Q_SPLIT ? 8 : 4;
 constexpr int Q_BYTES = Q_SHARED ? WARPS * M_TILES * Q_STEPS * Q_REGISTERS * 128 : 0;
-// The largest sum of a lane's weights in a chunk. Float16 ends at 65,504.
+// The largest sum of a lane's weights in a chunk. Float16 ends at 65,504: 2^14 leaves a factor of 4. Elsewhere
+// 2^24 leaves float32's sums over 2^31 keys far below 2^128, and m seldom moves.
 constexpr float LIMIT = FORMAT == FP16 ? 16384.0f : 16777216.0f;
 
 static_assert(BC % CHUNK == 0 && CHUNK % 16 == 0 && STAGES >= (PIPE ? 3 : 2), "tile");
@@ -112,7 +113,7 @@ using Pairs = float[M_TILES][2];  // of a lane's rows g and g + 8 of each tile
 // with Q_SPLIT eight, the high parts and the low ones.
 struct Queries {
 #if Q_SHARED
-    unsigned fragments;  // a lane's 16 bytes beside the next lane's
+    unsigned fragments;  // address of the lane's first 16 bytes; the next lane's follow
 #else
     unsigned fragments[M_TILES][Q_STEPS][Q_REGISTERS];
 #endif
@@ -167,8 +168,8 @@ __device__ inline void clear(Scores& S) {
 
 #if FORMAT == FP32
 
-// The tensor cores round sums towards zero. So that this does not add up over many products, 32 columns or one
-// chunk of keys are summed there, and these sums are added in float32.
+// The tensor cores round sums towards zero, an error that grows with the number of products. So they sum only
+// 32 columns or one chunk of keys; these sums are added in float32.
 
 // S += Q K^T, GROUP tiles of 8 keys and 32 of the d columns at a time. The sum over d may take any order: of 32
 // columns a lane has 8 t to 8 t + 7, in K two 16-byte loads.
@@ -324,10 +325,9 @@ struct State {  // of a warp's rows; a lane has its share of l
     float scale;
 };
 
-// Adds the chunk's sums to l, once its weights are known to be in range. They are when m, the number
-// subtracted, is not far below the largest score: m is the largest score of some chunk so far, and the largest
-// of all only rarely. A weight beyond LIMIT, or NaN as in a row's first chunk (m = -inf), sends the warp
-// through the update of m.
+// Adds the chunk's sums to l once its weights are known to be in range. m is the maximum of some earlier chunk,
+// so a later score may exceed it. If a sum of weights reaches LIMIT, or is NaN as in a row's first chunk (m =
+// -inf), the warp updates m, rescales l and O, and computes the weights again.
 template <bool SCALED>
 __device__ inline void settle(State& s, Weights& P, Pairs& sums, const Scores& S) {
     bool in_range = true;
@@ -362,8 +362,8 @@ __device__ inline void settle(State& s, Weights& P, Pairs& sums, const Scores& S
     for (int i = 0; i < M_TILES; ++i) s.l[i][0] += sums[i][0], s.l[i][1] += sums[i][1];
 }
 
-// A row again, one key after the other, where the result is not finite: 0 times a hidden NaN, or the low part
-// of an infinite number, may have spoilt what should be a number. Lanes span 32 keys, then the columns.
+// Computes a row again whose result is not finite: 0 times a hidden NaN, or the low part of an infinite number,
+// may have spoilt it. The lanes span 32 keys for the scores, then the columns for O.
 __device__ __noinline__ void repeat_row(const Element* q, const Element* k, const Element* v, long long k_row,
                                         long long v_row, int visible, float scale, Element* out, float* lse) {
     const int lane = threadIdx.x % 32;
@@ -428,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
     // A thread's 16 bytes of a tile's rows
     constexpr int PER_ROW = D / LANE_ELEMENTS, COPIES = BC * PER_ROW;
     const unsigned ring = shared_address(shared) + Q_BYTES;
-    const auto load_tile = [&](int n) {  // the n-th tile in the order of processing, the last keys first
+    const auto load_tile = [&](int n) {  // the n-th tile to be processed; the last keys come first
         if (n < tiles) {
             const int j0 = (tiles - 1 - n) * BC;
             const unsigned to = ring + n % STAGES * STAGE;
@@ -609,7 +609,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
                     __syncthreads();
                     load_tile(n + STAGES - 1);
                     next_tile = ring + (n + 1) % STAGES * STAGE;
-                    k_next = next_tile + k_offset;  // past the last tile: scores of anything, unused
+                    k_next = next_tile + k_offset;  // past the last tile: the scores are unused
                 }
                 Scores S_next;
                 clear(S_next);
