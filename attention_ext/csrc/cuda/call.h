@@ -1,5 +1,5 @@
-// What a launch of every step is given, and what the steps share. No header of CUDA is needed: NVRTC compiles
-// each file alone, with these macros:
+// The arguments of every step and the functions that the steps share. No header of CUDA is needed: NVRTC
+// compiles each file alone, with these macros:
 //   FORMAT    0, 1 or 2: q, k, v and the output are float32, bfloat16 or float16
 //   HEAD_DIM  d, a multiple of what the step's row in cuda/steps.py asks for
 #pragma once
@@ -14,7 +14,7 @@ using Element = float;
 using Element = unsigned short;  // the bits
 #endif
 
-// Elements from one batch, head and row to the next; a row's numbers are neighbours.
+// Elements from one batch, head and row to the next. The numbers of a row lie side by side.
 struct Strides {
     long long batch, head, row;
 };
@@ -25,8 +25,8 @@ struct Strides {
 // scale: of the scores, times log2(e), because the softmax takes powers of two.
 struct Call {
     const Element *q, *k, *v;
-    Element *out;
-    float *lse;
+    Element* out;
+    float* lse;
     Strides q_strides, k_strides, v_strides;
     int batches, heads, Nq, Nk;
     int causal;
@@ -36,12 +36,15 @@ struct Call {
 constexpr float LN2 = 0.6931471805599453f;
 #define INF __int_as_float(0x7f800000)
 
-__device__ inline float exp2_approx(float x) {  // MUFU; 2^-inf is 0
+// ex2.approx: 2^x by the multiprocessor's unit for such functions (MUFU), to about 2 units in the last place;
+// 2^-inf is 0. Source: PTX ISA, 'Floating Point Instructions: ex2'.
+__device__ inline float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
+// An element as float32, and float32 rounded to an element (.rn: to nearest, ties to even).
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(unsigned short bits) {
 #if FORMAT == FP16
@@ -68,7 +71,7 @@ __device__ inline Element to_element(float x) {
 }
 
 #if FORMAT != FP32
-// Two numbers as the halves of a register, `low` in the lower one.
+// Two numbers rounded to 16 bits in one register, `low` in the lower half. PTX names the upper one first.
 __device__ inline unsigned pack(float low, float high) {
     unsigned both;
 #if FORMAT == FP16
@@ -80,8 +83,8 @@ __device__ inline unsigned pack(float low, float high) {
 }
 #endif
 
-// The largest of these scores so far as what is subtracted: 0 for a row that has seen no key, whose weights
-// are then 2^-inf = 0 and not 2^(inf - inf).
+// What is subtracted from a row's scores: its maximum m, or 0 while the row has seen no key. Its weights are
+// then 2^-inf = 0 and not 2^(-inf + inf) = NaN.
 __device__ inline float subtrahend(float m) { return m == -INF ? 0.0f : m; }
 
 // The tile of queries of this block, and where its head begins.
@@ -93,7 +96,7 @@ struct Block {
 
 // The grid is flat, because its other dimensions are at most 65,535. A head's tiles are neighbours, so that its
 // keys and values stay in the L2 cache; with a causal mask the tiles with most keys come first.
-__device__ inline Block block_of(const Call &call, int rows) {
+__device__ inline Block block_of(const Call& call, int rows) {
     const unsigned tiles = (call.Nq + rows - 1) / rows;
     const unsigned tile = blockIdx.x % tiles, head = blockIdx.x / tiles;
     const unsigned b = head / call.heads, h = head % call.heads;
@@ -104,6 +107,6 @@ __device__ inline Block block_of(const Call &call, int rows) {
 }
 
 // How many keys a query sees; they are the first ones.
-__device__ inline int keys_seen(const Call &call, int query) {
+__device__ inline int keys_seen(const Call& call, int query) {
     return call.causal ? min(query + 1 + call.Nk - call.Nq, call.Nk) : call.Nk;
 }

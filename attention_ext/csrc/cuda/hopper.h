@@ -1,10 +1,17 @@
-// Hopper's own instructions (sm_90a), one function each: mbarriers, the bulk copy engine (TMA), the products of
-// a warpgroup (wgmma), and the named barriers and register counts of warpgroups.
+// The PTX instructions of step 6 (sm_90a), one function each: mbarriers, the copy engine (TMA), the products of
+// a warpgroup (wgmma), and the named barriers and register counts of warpgroups. A warpgroup is 128 threads,
+// four warps whose first has a number that is a multiple of 4.
+//
+// Source: PTX ISA, 'Instruction Set': 'Parallel Synchronization and Communication Instructions: mbarrier' and
+// 'bar', 'Data Movement and Conversion Instructions: cp.async.bulk.tensor', 'Asynchronous Warpgroup Level
+// Matrix Multiply-Accumulate Instructions', there 'Register Fragments and Shared Memory Matrix Layouts' and
+// 'Matrix Descriptor Format', and 'Miscellaneous Instructions: setmaxnreg'.
 //
 // Addresses in shared memory are the 32-bit ones of shared_address().
 #pragma once
 
-// CUtensorMap, which the host encodes; a kernel takes it as a `const __grid_constant__` parameter.
+// CUtensorMap: a tensor's address, sizes, strides, box and swizzle. The host encodes it in 128 bytes, aligned
+// to 64; a kernel takes it as a `const __grid_constant__` parameter.
 struct alignas(64) TensorMap {
     char bytes[128];
 };
@@ -13,8 +20,10 @@ __device__ inline unsigned shared_address(const void* pointer) {
     return (unsigned)__cvta_generic_to_shared(pointer);
 }
 
-// ---- mbarriers: a phase ends when all arrivals and all announced bytes are in ----
+// ---- mbarriers: 8 bytes of shared memory that count. A phase ends when all arrivals and all announced bytes
+// are in, and the next begins with the same number of arrivals. Phases have parity 0 and 1 in turn. ----
 
+// One thread sets the number of arrivals of each phase.
 __device__ inline void barrier_init(unsigned barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -24,17 +33,19 @@ __device__ inline void barrier_init_done() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// Arrives; what the thread read and wrote before is done for those that wait.
 __device__ inline void barrier_arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and announces the bytes that copies will bring.
+// Arrives, and announces the bytes that copies will bring in this phase.
 __device__ inline void barrier_expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
 
-// Returns once the phase with this parity has ended. The phase before the first has parity 1.
+// Returns once the phase with this parity has ended. The phase before the first counts as parity 1, so a wait
+// for parity 1 on a new barrier returns at once. try_wait may give up after a while, hence the loop.
 __device__ inline void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile(
         "{\n.reg .pred done;\n"
@@ -45,7 +56,10 @@ __device__ inline void barrier_wait(unsigned barrier, unsigned parity) {
         : "memory");
 }
 
-// ---- the copy engine: a box of a rank-4 tensor to shared memory ----
+// ---- the copy engine (TMA) ----
+
+// Starts the copy of the box of a rank-4 tensor that begins at (column, row, head, batch), and returns. One
+// thread calls it. What lies beyond the tensor becomes 0. The bytes count on `barrier` when they are in.
 
 __device__ inline void copy_box(unsigned to, const TensorMap* map, int column, int row, int head, int batch,
                                 unsigned barrier) {
@@ -57,11 +71,15 @@ __device__ inline void copy_box(unsigned to, const TensorMap* map, int column, i
         : "memory");
 }
 
+// Fetches a map into the cache before its first copy.
 __device__ inline void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // ---- warpgroups ----
+
+// setmaxnreg: from here on each thread of the warpgroup has `count` registers, a multiple of 8 from 24 to 256.
+// One warpgroup gives registers back; another takes them, and waits until they are free.
 
 template <int count>
 __device__ inline void registers_give() {
@@ -73,6 +91,8 @@ __device__ inline void registers_take() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
 }
 
+// Named barriers (bar): a turn is passed when `threads` threads have come to barrier number `barrier`: those
+// that wait for it and those that pass it on without waiting. Number 0 is that of __syncthreads().
 __device__ inline void turn_wait(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -83,18 +103,21 @@ __device__ inline void turn_pass(int barrier, int threads) {
 
 // ---- wgmma: the tensor cores, from shared memory, while the warps go on ----
 
-// What wgmma is told of a tile in shared memory whose rows are `row` = 128 or 64 bytes, swizzled as wide as a
-// row by the copy engine. The lower half: the address and `next`, the bytes to the next columns of a wider
-// tile; only a product that runs along the rows asks for it. Both are counted in 16 bytes, so offset / 16 moves
-// the address.
+// The matrix descriptor by which wgmma finds a tile in shared memory. Its rows are ROW_BYTES = 128 or 64 bytes,
+// which the copy engine has swizzled: the 16-byte pieces of a row are permuted by the row's number, against
+// bank conflicts. The lower half: bits 0 to 13 the address, bits 16 to 29 `next`, the bytes to the next columns
+// of a wider tile, which only a B of multiply_from needs. Both count 16 bytes, so offset / 16
+// moves the address.
 __device__ inline unsigned tile_at(unsigned address, int next) {
     return address >> 4 | (unsigned)(next >> 4) << 16;
 }
-// The upper half: groups of 8 rows follow each other at 8 * row bytes; the swizzle.
+// The upper half: bits 0 to 13 the bytes from 8 rows to the next 8, in 16 bytes; bits 30 and 31 the swizzle, 1
+// for 128 bytes and 2 for 64.
 constexpr unsigned SWIZZLED = (8 * ROW_BYTES >> 4) | (ROW_BYTES == 128 ? 1u : 2u) << 30;
 
-// Before the first product that uses registers written by other instructions.
+// wgmma.fence: orders the registers that other instructions wrote before the products that use them.
 __device__ inline void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Ends a group: the products that the warpgroup has started since the last one.
 __device__ inline void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Returns once at most `pending` of the committed groups are under way.
@@ -122,7 +145,8 @@ __device__ inline void hold(unsigned (&x)[n]) {
 #define KIND "bf16"
 #endif
 
-// The operands of inline assembly have names of decimal numbers: %0 to %9 is TEN(), %10 to %19 is TEN(1).
+// Inline assembly names its operands %0, %1, ...: TEN() is %0 to %9, TEN(1) is %10 to %19, and TWO(t) to
+// EIGHT(t) are the first of a ten. F4(i) to F64(i) are the operands themselves, from sum[i] on.
 #define TEN(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9"
 #define TWO(t) "%" #t "0,%" #t "1"
 #define FOUR(t) TWO(t) ",%" #t "2,%" #t "3"
@@ -136,11 +160,20 @@ __device__ inline void hold(unsigned (&x)[n]) {
 #define F32(i) F16(i), F16(i + 16)
 #define F64(i) F32(i), F32(i + 32)
 
-// sum (64 x N) <- A (64 x 16) B (16 x N) + sum. Thread t of the warpgroup has two rows, 16 (t / 32) + t % 32 /
-// 4 and 8 below it, and of each 8 columns 8 i two, 8 i + 2 (t % 4) and the next: sum[4 i] and sum[4 i + 1] in
-// the upper row, the other two in the lower.
-//   multiply       A and B from shared memory, both with the 16 along their rows; add = 0: without the old sum
-//   multiply_from  A from registers, 4 of them, pairs as sum has them; B has 16 rows of N
+// wgmma.mma_async: starts C (64 x N) <- A (64 x 16) B (16 x N) + C, where C is `sum`; 16-bit factors, float32
+// sums. Which threads hold what: thread w of the warpgroup has the rows r = 16 (w / 32) + w % 32 / 4 and r + 8.
+// With c = 2 (w % 4), it has two of each 8 columns:
+//     sum[4 i], sum[4 i + 1]      = C[r][8 i + c, 8 i + c + 1]
+//     sum[4 i + 2], sum[4 i + 3]  = C[r + 8][8 i + c, 8 i + c + 1]
+//     a[0], a[1]                  = A[r][c, c + 1], A[r + 8][c, c + 1]
+//     a[2], a[3]                  = A[r][c + 8, c + 9], A[r + 8][c + 8, c + 9]
+// So two neighbouring groups of sum, rounded in pairs, are an A: P needs no exchange.
+//   multiply       A and B are in shared memory, the 16 along the rows of both (K-major). add = 0 drops the old
+//                  sum.
+//   multiply_from  A is in registers; B is in shared memory, 16 rows of N (MN-major).
+// In the instruction, two numbers after `add` are the signs of A and B; those that follow are 1 for each factor
+// in shared memory that is MN-major.
+// In PRODUCT, NAMES and SUM are the operands of sum, A to F the numbers of those that follow.
 #define PRODUCT(N, NAMES, SUM, A, B, C, D, E, F)                                                          \
     __device__ inline void multiply(float (&sum)[N / 2], unsigned a, unsigned b, int add) {               \
         asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #C                                          \

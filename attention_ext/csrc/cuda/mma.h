@@ -1,31 +1,44 @@
-// The instructions of step 5: copies that do not wait, matrices between shared memory and registers, and products on
-// the tensor cores. All are PTX since sm_80.
+// The PTX instructions of step 5: asynchronous copies, loads of matrices from shared memory to registers, and
+// products on the tensor cores. All exist since sm_80. All lanes of a warp execute ldmatrix and mma together.
 //
-// Who holds what (PTX, "matrix fragments"): lane = 4 g + t. In every product C += A B
-//   C (16 x 8):   c0 c1 = C[g][2t, 2t + 1],      c2 c3 = C[g + 8][2t, 2t + 1]
-//   16-bit:       A (16 x 16): a0 = A[g][2t, 2t + 1], a1 = A[g + 8][2t, 2t + 1], a2 a3 = the same 8 columns on
-//                 B (16 x 8):  b0 = B[2t, 2t + 1][g], b1 = B[2t + 8, 2t + 9][g]
-//   tf32:         A (16 x 8):  a0 = A[g][t], a1 = A[g + 8][t], a2 = A[g][t + 4], a3 = A[g + 8][t + 4]
-//                 B (8 x 8):   b0 = B[t][g], b1 = B[t + 4][g]
+// Source: PTX ISA, 'Instruction Set': 'Data Movement and Conversion Instructions: cp.async', 'Warp Level Matrix
+// Multiply-Accumulate Instructions', there 'Matrix Fragments for mma.m16n8k16 with floating point type',
+// 'Matrix Fragments for mma.m16n8k8' and 'ldmatrix'.
+//
+// Which lanes hold what in C += A B, with lane = 4 g + t (g: 0 to 7, t: 0 to 3). X[i][j, j + 1] is two numbers,
+// in 16-bit formats the lower and the upper half of one register.
+//     C (16 x 8), float32     c0 c1 = C[g][2t, 2t + 1]            c2 c3 = C[g + 8][2t, 2t + 1]
+//     A (16 x 16), 16-bit     a0 = A[g][2t, 2t + 1]               a1 = A[g + 8][2t, 2t + 1]
+//                             a2 = A[g][2t + 8, 2t + 9]           a3 = A[g + 8][2t + 8, 2t + 9]
+//     B (16 x 8), 16-bit      b0 = B[2t, 2t + 1][g]               b1 = B[2t + 8, 2t + 9][g]
+//     A (16 x 8), tf32        a0 = A[g][t]                        a1 = A[g + 8][t]
+//                             a2 = A[g][t + 4]                    a3 = A[g + 8][t + 4]
+//     B (8 x 8), tf32         b0 = B[t][g]                        b1 = B[t + 4][g]
+// So the registers of two neighbouring tiles of C, rounded in pairs, are those of a 16-bit A: P needs no
+// exchange.
 #pragma once
 
-__device__ inline unsigned shared_address(const void *p) {
-    return (unsigned)__cvta_generic_to_shared(p);
-}
+// The 32-bit address within shared memory, which the instructions below take.
+__device__ inline unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 
-// 16 bytes to shared memory, of which the first `bytes` are read and the others are 0.
-__device__ inline void copy_async(unsigned to, const void *from, int bytes) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+// cp.async: copies 16 bytes from global to shared memory while the thread goes on. The first `bytes` are read,
+// the others become 0. .cg bypasses L1; .L2::128B fetches the whole 128 bytes into L2.
+__device__ inline void copy_async(unsigned to, const void* from, int bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                 : "memory");
 }
-__device__ inline void copy_async(unsigned to, const void *from) {
+__device__ inline void copy_async(unsigned to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+// Ends a group: all copies that this thread has started since the last one.
 __device__ inline void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int OPEN>  // wait until at most this many groups of copies are under way
+// Waits until at most OPEN of the thread's groups are under way. Other threads' copies need a barrier as well.
+template <int OPEN>
 __device__ inline void wait_groups() {
     asm volatile("cp.async.wait_group %0;" ::"n"(OPEN) : "memory");
 }
 
+// 16 bytes of shared memory.
 __device__ inline uint4 load_shared(unsigned from) {
     uint4 x;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -33,7 +46,7 @@ __device__ inline uint4 load_shared(unsigned from) {
                  : "r"(from));
     return x;
 }
-// The same, loaded again at each use: the compiler does not keep it in registers from one use to the next.
+// The same, loaded anew at each use: `volatile` keeps the compiler from holding it in registers.
 __device__ inline uint4 reload_shared(unsigned from) {
     uint4 x;
     asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -51,12 +64,14 @@ __device__ inline void store_shared(unsigned to, unsigned x) {
 
 #if FORMAT != FP32
 
-// Four 8 x 8 matrices; lane i gives the address of row i % 8 of matrix i / 8.
+// ldmatrix: four 8 x 8 matrices of 16-bit numbers. Lane i gives the address of row i % 8 of matrix i / 8, 16
+// bytes. Lane 4 g + t gets [g][2t, 2t + 1] of matrix n in x[n].
 __device__ inline void load_matrices(unsigned (&x)[4], unsigned row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                  : "r"(row));
 }
+// The same transposed: the lane gets [2t, 2t + 1][g], as B of a product has it.
 __device__ inline void load_transposed(unsigned (&x)[4], unsigned row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -68,7 +83,7 @@ __device__ inline void load_transposed(unsigned (&x)[4], unsigned row) {
 #else
 #define MMA_16 "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
 #endif
-// c += a b, 16 x 8 += 16 x 16 16 x 8
+// mma.sync: c (16 x 8) += a (16 x 16) b (16 x 8), 16-bit factors, float32 sums.
 __device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm(MMA_16 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -77,14 +92,15 @@ __device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned 
 
 #else
 
-// x = high + low, both tf32: 11 significant bits each. The tensor cores ignore the other bits of `low`.
-// An infinite x gives low = NaN, and so do numbers that round to infinity.
-__device__ inline void split(float x, unsigned &high, unsigned &low) {
+// x = high + low, both tf32, which has 11 significant bits and keeps the upper 19 bits of a float32. Adding
+// 0x1000, half of the last kept bit, rounds; the mask clears the other 13. The tensor cores ignore those bits
+// of `low`. An infinite x gives low = NaN, and so do numbers that round to infinity.
+__device__ inline void split(float x, unsigned& high, unsigned& low) {
     high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
     low = __float_as_uint(x - __uint_as_float(high));
 }
 
-// c += a b, 16 x 8 += 16 x 8 8 x 8
+// mma.sync: c (16 x 8) += a (16 x 8) b (8 x 8), tf32 factors, float32 sums.
 __device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

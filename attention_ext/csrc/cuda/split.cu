@@ -1,45 +1,60 @@
-// Few queries against many keys: the keys are split among blocks; a second kernel merges by logsumexp.
+// Split: few queries against many keys. The keys are split among blocks; a second kernel merges by logsumexp.
 //
-// Shapes   q (B, H, Nq, d) against k and v (B, H, Nk, d); meant for Nq from 1 to 16
-// Why      A block per tile of queries leaves the GPU idle: one query of 8 heads is 8 blocks.
-// Loops    attention_split: for each STEP keys, the warps of the block in turn
-//              S <- scale q K^T; m, l and O as in every step, apart for each group of LANES lanes
-//          then the groups' and the warps' O, m and l are merged and written for the block's span of keys.
-//          attention_merge: for each row, over the spans in order
-//              O <- sum 2^(m_s - m) O_s / sum 2^(m_s - m) l_s
-// Lanes    16 bytes of a row each: LANES lanes a row, 32 / LANES rows a load. The next step's K is asked for
-//          as soon as S is done, its V as soon as O is: UNROLL to 2 * UNROLL loads are under way.
-// Launch   attention_split: B * H * spans * ceil(Nq / QUERIES) blocks of 32 * WARPS threads
-//          attention_merge: B * H * Nq blocks of MERGE_THREADS threads
-// Shared   q (QUERIES, WIDTH), then the warps' O (WARPS, QUERIES, WIDTH), m and l (WARPS, QUERIES)
-// Partial  floats in global memory: O (B, H, Nq, spans, d), then m and l (B, H, Nq, spans, 2)
+// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); every dtype; meant for Nq from 1 to 16; d
+//     is a multiple of 8 up to 256; pointers and strides are multiples of 16 bytes. Tiles of QUERIES queries
+//     and STEP keys. Partial results in global memory, float32: O (B, H, Nq, spans, d), m and l (B, H, Nq,
+//     spans, 2).
+// Loop nest: attention_split: the grid goes over (batch, head), spans of keys and tiles of queries, a block's
+//     warps in turn over STEP keys of the span:
+//         S <- scale q K^T; m, l and O as in every step, apart for each group of LANES lanes
+//     then the O, m and l of the groups and of the warps are merged. attention_merge: for each row, over the
+//     spans
+//         O <- sum 2^(m_s - m) O_s / sum 2^(m_s - m) l_s
+//     A lane loads 16 bytes of a row, LANES lanes a row, 32 / LANES rows at once. The next step's K is asked
+//     for as soon as S is done, its V as soon as O is: UNROLL to 2 UNROLL loads are under way.
+// Launch: attention_split: B H spans ceil(Nq / QUERIES) blocks of 32 WARPS threads. attention_merge: B H Nq
+//     blocks of MERGE_THREADS threads.
+// Shared memory: q (QUERIES, WIDTH), then the warps' O (WARPS, QUERIES, WIDTH), m and l (WARPS, QUERIES),
+//     float32; 2.3 KiB for one query at d = 64, 4.6 KiB at d = 128.
+// Registers: 96 in fp32 and 128 in bf16 for one query at d = 64 and 128, none spilled; sm_90. BLOCKS limits
+//     them:
 //
 //          Nq     QUERIES  WARPS  BLOCKS  UNROLL   registers at most
 //          1, 2     Nq       8      2       4          128
 //          3, 4      4       4      3       4          168
 //          more      8       8      1       4          255
 //
-// Bound    One query: the memory's bandwidth. On an H200 (4.5 TB/s by a kernel that only reads), from
-//          128 MiB of K and V on: 90 to 97 % in float32, 83 to 97 % in bfloat16. Below, the launches show:
-//          35 % at 16 MiB. More queries: shuffles and FMAs (64 % with 4, 35 % with 8; bfloat16, d = 128).
-//
-//     gpt.py bench --device cuda --step split -q 1
-//     FIGURE
+// Improves on steps 5 and 6 for few queries: a block for each tile of queries leaves the GPU idle. One query of
+//     8 heads is 8 blocks there.
+// Bound: the memory's bandwidth for one query. With 256 MiB or more of K and V it reaches 82 to 96 %; below,
+//     the two launches show. Five to sixteen queries with many heads read K and V at a third of the bandwidth:
+//     shuffles and FMAs bound them. In bf16 cuDNN is up to 4 % faster; in fp32 split is 2.4 to 4.4 times as
+//     fast as the best backend of SDPA.
+// Command: python gpt.py bench split,sdpa-efficient,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16
+//          --queries 1 -N 8192:131072*4 --batch 1 --heads 32 -d 64,128 --l2 cold -r 10
+//          python gpt.py bench split,sdpa-efficient,sdpa-math --device cuda --queries 1
+//          -N 8192:131072*4 --batch 1 --heads 32 -d 64,128 --l2 cold -r 10
+// Measured: NVIDIA H200, one query of 32 heads, share of the bandwidth of 4.56 TB/s at Nk = 8192, 32768 and
+//     131072; in brackets over the best backend of SDPA:
+//         bf16  d =  64   58 % (0.99), 82 % (0.97), 93 % (0.97)
+//         bf16  d = 128   71 % (0.98), 88 % (0.98), 94 % (0.96)
+//         fp32  d =  64   73 % (2.84), 90 % (4.18), 96 % (4.35)
+//         fp32  d = 128   82 % (2.44), 93 % (2.80), 96 % (2.81)
 #include "call.h"
 
 #ifndef QUERIES
-#define QUERIES 1  // of a block: K and V are read once for all of them
+#define QUERIES 1  // queries of a block, for all of which K and V are read once
 #endif
 #ifndef WARPS
 #define WARPS 8
 #endif
 #ifndef BLOCKS
-#define BLOCKS 2  // that a multiprocessor should hold: bounds the registers
+#define BLOCKS 2  // blocks that a multiprocessor should hold: bounds the registers
 #endif
 #ifndef UNROLL
 #define UNROLL 4  // loads of K under way in a lane
 #endif
-#ifndef MERGE_THREADS
+#ifndef MERGE_THREADS  // two for each of the 64 vectors of the widest row (d = 256)
 #define MERGE_THREADS 128
 #endif
 
@@ -54,13 +69,14 @@ __device__ constexpr int power_of_two(int n) {
 constexpr int LANES = power_of_two(CHUNKS) < 32 ? power_of_two(CHUNKS) : 32;
 constexpr int PER = (CHUNKS + LANES - 1) / LANES;  // chunks of a lane
 constexpr int ROWS = 32 / LANES;
-constexpr int WIDTH = LANES * PER * VECTOR;  // of a row with what is not real
-constexpr int STEP = UNROLL * ROWS;          // keys
+constexpr int WIDTH = LANES * PER * VECTOR;  // numbers of a row, with the padding
+constexpr int STEP = UNROLL * ROWS;          // keys of a warp at a time
 extern "C" __device__ const int shared_bytes = 4 * ((1 + WARPS) * QUERIES * WIDTH + 2 * WARPS * QUERIES);
 static_assert(d % VECTOR == 0);
 
 // What a lane loads: PER * 16 bytes of a row, zeros where the row or the chunk is not real. Chunk c of the lane
-// is chunk c * LANES + its place.
+// is chunk c * LANES + its place. ld.global.nc.L1::no_allocate (PTX ISA, ld.global.nc) keeps what is read once
+// out of L1.
 struct Piece {
     uint4 words[PER];
 };
@@ -190,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         for (int u = 0; u < UNROLL; u++) {
             float x[PER * VECTOR];
             widen(x, V[u]);
-            if (j0 + STEP > sees) {  // a hidden row of V may be NaN: not even 0 times it
+            if (j0 + STEP > sees) {  // a hidden row of V may be NaN, and 0 times NaN is NaN
 #pragma unroll
                 for (int i = 0; i < QUERIES; i++)
                     if (j + u * ROWS < sees + i)
@@ -209,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         j = ahead;
     }
 
-    // The groups of a warp
+    // Merge the groups of a warp
 #pragma unroll
     for (int i = 0; i < QUERIES; i++) {
         float top = m[i];
@@ -235,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     }
     __syncthreads();
 
-    // The warps of the block
+    // Merge the warps of the block
     const long long all = (long long)call.batches * call.heads * Nq;
     for (int n = threadIdx.x; n < QUERIES * d; n += 32 * WARPS) {
         const int i = n / d, c = n % d;

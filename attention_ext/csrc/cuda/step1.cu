@@ -1,13 +1,19 @@
 // Step 1: one launch for each tile of keys; the running state is in global memory.
-//
-// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d); tiles of TILE = 32 queries and 32 keys.
-// Loop nest: the host goes over tiles of keys, the grid over (batch, head) and tiles of queries.
-// Launch: ceil(Nk / 32) launches of B H ceil(Nq / 32) blocks of 32 x 32 threads; a thread computes one score.
-// Shared memory: Q, K, V and S as float32, (96 d + 1024) * 4 bytes; 16 KiB at d = 32. No padding: a warp's reads
-// of K are d numbers apart, so at d = 32 all of them are in one bank.
-// State: m, l and O, (d + 2) * 4 bytes a row, are read and written by every launch.
-// Improves on: the sequential loop; the scores of a tile are computed at once.
 // Source: Dao et al. 2022, arXiv:2205.14135, Algorithm 1, with its loop over keys outside.
+//
+// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); every dtype; d up to 256. Tiles of TILE =
+//     32 queries and 32 keys.
+// Loop nest: the host goes over tiles of keys, the grid over (batch, head) and tiles of queries. A thread
+//     computes one score, then ceil(d / 32) numbers of O.
+// Launch: ceil(Nk / 32) launches of B H ceil(Nq / 32) blocks of 32 x 32 threads.
+// Shared memory: Q, K, V and S as float32, (96 d + 1024) * 4 bytes; 16 KiB at d = 32. There is no padding.
+// Registers: at most 64, because 1,024 threads share 65,536; 55 at d = 32 in fp32, none spilled.
+// Improves on the sequential loop: a block computes the scores of a tile at once.
+// Bound: shared memory, 68.2 of the 117 ms by the count of `explain`. Rows of K are d numbers apart, so at d =
+//     32 a warp's reads are all in one bank. Every launch also reads and writes m, l and O, (d + 2) * 4 bytes a
+//     row.
+// Command: python gpt.py bench step1 --device cuda --l2 warm -r 5
+// Measured: NVIDIA H200, fp32, (100, 1, 4096, 32), no mask: 117 ms, 1.83 TFLOP/s, 509 times sequential C++.
 #include "call.h"
 
 constexpr int TILE = 32, d = HEAD_DIM;
@@ -16,7 +22,7 @@ struct State {
     float *m, *l, *o;  // (B H, Nq), (B H, Nq), (B H, Nq, d)
 };
 
-extern "C" __global__ void __launch_bounds__(TILE *TILE)
+extern "C" __global__ void __launch_bounds__(TILE* TILE)
     attention_step1(const Call call, const State state, const int first_key) {
     extern __shared__ float shared[];
     float *Q = shared, *K = Q + TILE * d, *V = K + TILE * d, *S = V + TILE * d;
@@ -59,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(TILE *TILE)
         else
             state.o[at * d + c] = o;
     }
-    __syncwarp();  // all of the row have read m and l
+    __syncwarp();  // every lane of the row has read m and l
     if (column > 0) return;
     state.m[at] = m_new, state.l[at] = l;
     if (last && call.lse) call.lse[at] = LN2 * subtrahend(m_new) + logf(l);

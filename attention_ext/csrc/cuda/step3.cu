@@ -1,26 +1,40 @@
 // Step 3: a row for each thread, with its state in shared memory, in local arrays that spill, or in registers.
 //
-// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d); tiles of THREADS / SHARE queries and BC keys.
-// Loop nest: the grid goes over (batch, head) and tiles of queries; a block goes over tiles of keys, a thread over
-// the tile's keys, STRIP at a time.
-// Launch: B H ceil(Nq SHARE / THREADS) blocks of THREADS threads. SHARE threads, 1 up to d = 64, then 2 and 4, have
-// a part of the columns of one row each, so that the row fits registers.
-// Shared memory: K and V as float32, 2 BC d numbers; 16 KiB at d = 32 and BC = 64. All threads of a warp read the
-// same numbers of K and V, four at a time: one access without a conflict for four products of 32 rows.
-// STATE says where a row's O is. SHARED: in shared memory, THREADS d / SHARE more numbers. REGISTERS: in registers.
-// BLOCKS are to fit a multiprocessor at a time, which limits the registers. LOCAL is REGISTERS with so many BLOCKS
-// that q and O spill to local memory.
-// Improves on step 2: 4 products for a read of shared memory instead of 2, and no exchange of P.
+// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); every dtype; d up to 256. Tiles of THREADS
+//     / SHARE queries and BC keys.
+// Loop nest: the grid goes over (batch, head) and tiles of queries, a block over tiles of keys, a thread over
+//     the tile's keys, STRIP at a time. SHARE threads have a part of the columns of one row each, so that the
+//     row fits their registers: 1 thread up to d = 64, 2 up to 128, 4 up to 256.
+// Launch: B H ceil(Nq SHARE / THREADS) blocks of THREADS = 128 threads.
+// Shared memory: K and V as float32, 2 BC d numbers; 16 KiB at d = 32 and BC = 64. With STATE = SHARED also O,
+//     THREADS d / SHARE numbers; 32 KiB in all.
+// Registers: __launch_bounds__ makes BLOCKS blocks fit a multiprocessor, which limits the registers of a
+//     thread. At d = 32 in fp32: 167 (3, STATE = REGISTERS); 64, with 196 bytes spilled (3-spilled, which is
+//     REGISTERS with BLOCKS = 8).
+// Improves on step 2: the weights stay in their thread. P needs no shared memory, and O += P V moves 102 GiB
+//     through shared memory instead of 165 at d = 32. Q K^T moves 102 GiB instead of 103: a warp reads the same
+//     four numbers of K for 32 rows, and such a 16-byte load of one address takes two wavefronts, not one.
+//     3-shared and 3-spilled are slower than step 2 at d = 64. 3-shared reads and writes O for every 8 keys:
+//     556 GiB instead of 425. 3-spilled keeps q and O, 128 numbers, in 64 registers and spills 784 bytes a
+//     thread. At d = 128 step 3 moves more than step 2 as well, 825 GiB instead of 738: there a thread of step
+//     2 has 8 columns of O.
+// Bound: shared memory, 6.52 of the 8.53 ms by the count of `explain`. 3-spilled also waits for local memory.
+// Command: python gpt.py bench step3-shared,step3-spilled,step3 --device cuda -d 32,64,128 --l2 warm -r 5
+// Measured: NVIDIA H200, fp32, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 3-shared 21.3, 19.8,
+//     17.8; 3-spilled 21.7, 15.7, 9.71; 3 25.2, 23.0, 20.1. At d = 32 they are 1.11, 1.13 and 1.31 times step
+//     2; step 3 takes 8.53 ms.
 #include "call.h"
 
 #define SHARED 0
 #define REGISTERS 1
 
+// STRIP: 8 scores hide the latency of the multiply-adds, and O is rescaled once for 8 keys.
 constexpr int d = HEAD_DIM, STRIP = 8, ROWS = THREADS / SHARE;
-constexpr int FOURS = (d + 3) / 4, MINE = (FOURS + SHARE - 1) / SHARE;  // columns by fours: of a row, of a thread
-constexpr int PITCH = 4 * MINE * SHARE;                                 // what is beyond d is 0
+constexpr int FOURS = (d + 3) / 4,
+              MINE = (FOURS + SHARE - 1) / SHARE;  // columns by fours: of a row, of a thread
+constexpr int PITCH = 4 * MINE * SHARE;            // what is beyond d is 0
 
-__device__ void load(float *tile, const Element *from, long long stride, int count) {
+__device__ void load(float* tile, const Element* from, long long stride, int count) {
     for (int i = threadIdx.x; i < BC * PITCH; i += THREADS) {
         const int row = i / PITCH, c = i % PITCH;
         tile[i] = row < count && c < d ? to_float(from[row * stride + c]) : 0.0f;
@@ -28,21 +42,21 @@ __device__ void load(float *tile, const Element *from, long long stride, int cou
 }
 
 // The thread's own fours are SHARE apart, so that the threads of a row read neighbouring ones.
-__device__ float4 read(const float *tile, int row, int i, int part) {
-    return reinterpret_cast<const float4 *>(tile)[row * (PITCH / 4) + i * SHARE + part];
+__device__ float4 read(const float* tile, int row, int i, int part) {
+    return reinterpret_cast<const float4*>(tile)[row * (PITCH / 4) + i * SHARE + part];
 }
 
 __device__ float dot(float4 a, float4 b, float sum) {
     return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, sum))));
 }
 
-__device__ void add(float4 &o, float p, float4 v) {
+__device__ void add(float4& o, float p, float4 v) {
     o.x = fmaf(p, v.x, o.x), o.y = fmaf(p, v.y, o.y), o.z = fmaf(p, v.z, o.z), o.w = fmaf(p, v.w, o.w);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step3(const Call call) {
     extern __shared__ float4 aligned[];
-    float *K = reinterpret_cast<float *>(aligned), *V = K + BC * PITCH;
+    float *K = reinterpret_cast<float*>(aligned), *V = K + BC * PITCH;
     const Block block = block_of(call, ROWS);
     const int part = threadIdx.x % SHARE, query = block.first_query + threadIdx.x / SHARE;
     float4 q[MINE];
@@ -57,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step3(co
         q[i] = {each[0], each[1], each[2], each[3]};
     }
 #if STATE == SHARED
-    float4 *o = aligned + 2 * BC * PITCH / 4 + threadIdx.x;  // a thread's fours are THREADS apart
+    float4* o = aligned + 2 * BC * PITCH / 4 + threadIdx.x;  // a thread's fours are THREADS apart
 #define O(i) o[(i) * THREADS]
 #else
     float4 o[MINE];
@@ -70,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step3(co
     const int seen = keys_seen(call, query), keys = keys_seen(call, min(block.first_query + ROWS, call.Nq) - 1);
     const int unmasked = keys_seen(call, block.first_query);
     for (int first_key = 0; first_key < keys; first_key += BC) {
-        __syncthreads();  // all have read the tiles before
+        __syncthreads();  // all threads have read the previous tiles
         load(K, block.k + first_key * call.k_strides.row, call.k_strides.row, call.Nk - first_key);
         load(V, block.v + first_key * call.v_strides.row, call.v_strides.row, call.Nk - first_key);
         __syncthreads();
@@ -92,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step3(co
             m = m_new, l *= correction;
 #pragma unroll
             for (int i = 0; i < MINE; ++i) {
-                float4 &all = O(i);
+                float4& all = O(i);
                 all.x *= correction, all.y *= correction, all.z *= correction, all.w *= correction;
             }
 #pragma unroll

@@ -1,22 +1,18 @@
 // Step 4: float32 near the limit of the FMA units: register tiles, vector loads, asynchronous copies.
 //
-// Shapes   q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); float32; d is a multiple of 4 up to 256;
-//          pointers and strides are multiples of 16 bytes.
-// Loops    a block per (batch, head, BR queries); for each tile of BC keys
-//              S <- Q K^T, a slab of DIMS dimensions at a time, by 4 dimensions
-//              m <- max(m, rowmax(S)), only if S exceeds m by SLACK: otherwise l and O keep their scale
-//              for each slab of KEYS keys
-//                  P <- 2^(scale (S - m)), l <- l + rowsum(P), O <- O + P V
-//          then O <- O / l.
-// Threads  A warp owns TM * 32 / TX whole rows, a thread TM of them: it has TM x (BC / TX) scores and
-//          TM x (d / TX) outputs in registers. P passes through shared memory within the warp: no barrier.
-// Copies   cp.async, 16 bytes a thread, into two slabs in turn: V arrives during Q K^T, the next K during
-//          P V. One barrier a slab.
-// Loads    16 bytes; with 8 x 8 results a load serves 16 FMAs. A warp's load takes 2 clocks of its
-//          multiprocessor if every lane reads what lane ^ 1, or what lane ^ 2, reads, otherwise 4 (measured).
-//          Hence the z-order of the lanes. A row is an odd number of 16 bytes long: no bank conflicts.
-// Launch   B * H * ceil(Nq / BR) blocks of 32 * WARPS threads, BR = WARPS * TM * 32 / TX
-// Shared   Q (BR, Q_ROW), two slabs, P transposed (WARPS, KEYS, P_ROW). Registers and spilled bytes: sm_90a.
+// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); float32; d is a multiple of 4 up to 256;
+//     pointers and strides are multiples of 16 bytes. Tiles of BR queries and BC keys.
+// Loop nest: the grid goes over (batch, head) and tiles of queries, a block over tiles of keys:
+//         S <- Q K^T, a slab of DIMS dimensions at a time, by 4 dimensions
+//         m <- max(m, rowmax(S)), only if S exceeds m by SLACK: otherwise l and O keep their scale
+//         for each slab of KEYS keys
+//             P <- 2^(scale (S - m)), l <- l + rowsum(P), O <- O + P V
+//     then O <- O / l. A warp owns TM * 32 / TX whole rows, a thread TM of them: it has TM x (BC / TX) scores
+//     and TM x (d / TX) outputs. P passes through shared memory within the warp, so it needs no barrier.
+// Launch: B H ceil(Nq / BR) blocks of 32 WARPS threads, BR = WARPS * TM * 32 / TX.
+// Shared memory: Q (BR, Q_ROW), two slabs of K or V, P transposed (WARPS, KEYS, P_ROW), float32. A row is an
+//     odd number of 16 bytes long, against bank conflicts.
+// Registers: bytes spilled in the last column; sm_90. At d = 80 and 96, 255 registers and 8 and 12 bytes.
 //
 //          d up to  TX   BC  DIMS  KEYS  WARPS  BLOCKS    BR    shared memory     registers, spilled
 //             16     4   32    d    32     4      2      256     61 KiB at d =  16   254    0
@@ -25,15 +21,23 @@
 //            128    16   64    d    64     8      1      128    180 KiB at d = 128   244    0
 //            192    16   64   64    32     8      1      128    170 KiB at d = 192   255   24
 //            256    32  128   32    32     4      2       32    102 KiB at d = 256   254    0
+//     These tiles are the fastest of a sweep on an H200.
 //
-// Better   than step 3: 8 x 8 results a thread instead of 4 x 4, and copies that overlap the products.
-// Bound    Instruction issue and shared memory. By count, one instruction in seven is no FMA (d = 64), and
-//          loads keep shared memory busy for half of the FMAs' time. Tiles of 64 keys at d = 64, H200: 41.2
-//          TFLOP/s; 44.6 without softmax; 45.0 without copies and barriers; 46.1 with neither. cuBLAS's
-//          float32 product reaches 50.8, FMAs alone 65. The last wave costs 4 % at (100, 1, 4096).
-//
-//     gpt.py bench --device cuda --step 4 -B 100 -N 4096 -d 64
-//     FIGURE
+// Improves on step 3: up to 8 x 8 scores a thread, so shared memory moves 71.9 GiB instead of 203 at d = 32.
+//     cp.async fills one slab while the other is multiplied: V arrives during Q K^T, the next K during P V. A
+//     16-byte load takes 2 wavefronts instead of 4 if every lane reads what lane ^ 1 or lane ^ 2 reads, hence
+//     the order of the lanes.
+// Bound: the FMA units, 3.21 of the 5.54 ms at d = 32; shared memory is busy for 2.31 ms beside them. Other
+//     instructions take issue slots: cuBLAS's product reaches 51 TFLOP/s, FMAs alone 66. At d = 32 and 64 the
+//     3,200 blocks fill the 264 places of an H200 12.1 times, so the last wave is nearly empty: 7 %. At d = 128
+//     SDPA's efficient backend is faster: it uses tensor cores for float32, and so does step 5.
+// Command: python gpt.py bench step3,step4,step5,sdpa-efficient,sdpa-math --device cuda -d 32,64,128
+//          --mask none,causal --l2 warm -r 5
+// Measured: NVIDIA H200, fp32, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's
+//     efficient backend:
+//         no mask  38.8 (1.88), 42.4 (1.19), 43.5 (0.93)
+//         causal   39.5 (2.02), 42.4 (1.26), 43.7 (0.98)
+//     That is 1.54, 1.86 and 2.17 times step 3; causal 1.71, 1.94 and 2.21 times.
 #include "call.h"
 
 // TX       threads of a warp that share a row
@@ -65,7 +69,7 @@
 #define KEYS BC
 #endif
 #ifndef SLACK
-#define SLACK 16.0f  // weights stay below 2^SLACK
+#define SLACK 16.0f  // weights stay below 2^16, far inside float32, and m seldom moves
 #endif
 
 constexpr int d = HEAD_DIM;
@@ -77,8 +81,8 @@ constexpr int TN = BC / TX;                          // keys of a thread
 constexpr int TD = (d + 4 * TX - 1) / (4 * TX) * 4;  // columns of O of a thread
 constexpr int K_SLABS = (d + DIMS - 1) / DIMS, V_SLABS = BC / KEYS;
 
-// Rows in shared memory. Eight neighbours' 16 bytes at one column lie in different banks: an odd number of 16
-// bytes.
+// Rows in shared memory are an odd number of 16 bytes long, so that the 16 bytes of eight neighbouring rows at
+// one column lie in different banks.
 __device__ constexpr int odd(int numbers) { return 4 * ((numbers / 4) | 1); }
 constexpr int Q_ROW = odd(K_SLABS * DIMS), K_ROW = odd(DIMS), V_ROW = TD * TX;
 constexpr int P_ROW = WARP_ROWS + (TX == 32 ? 4 : 8);
@@ -91,7 +95,7 @@ static_assert(TM % 4 == 0 && BC % TX == 0 && BC % KEYS == 0 && KEYS % TX == 0 &&
 
 __device__ inline unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 
-// 16 bytes from global to shared memory, zeros if not `real`.
+// Copies 16 bytes from global to shared memory, or zeros if not `real`. Source: PTX ISA, cp.async.
 __device__ inline void copy16(float* to, const float* from, bool real) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
                  "r"(real ? 16 : 0));
@@ -158,8 +162,8 @@ __device__ inline void scores(float s[TM][TN], const float* q_at, const float* k
     }
 }
 
-// O += P V over a slab's keys. `guarded`: the weight of a hidden key is not even multiplied, because the key's
-// V is not finite; the thread's row i sees the slab's keys below sees + ROW(i).
+// O += P V over a slab's keys. guarded: V of some hidden key is not finite, so hidden keys are skipped, because
+// 0 times NaN is NaN. The thread's row i sees the slab's keys below sees + ROW(i).
 template <bool guarded>
 __device__ inline void accumulate(float o[TM][TD], const float* P, const float* V, int tx, int rg, int sees) {
     const float *p_at = P + rg * 4, *v_at = V + tx * 4;
@@ -183,11 +187,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
     const int Nq = call.Nq, Nk = call.Nk, heads = call.heads;
     const int tiles = (Nq + BR - 1) / BR;
     const int all = call.batches * heads;
-    // causal: the tiles with most keys of all heads come first
+    // causal: the tiles with the most keys come first, over all heads, so that all blocks end together
     const int i0 = (call.causal ? tiles - 1 - (int)(blockIdx.x / all) : (int)(blockIdx.x % tiles)) * BR;
     const int bh = call.causal ? blockIdx.x % all : blockIdx.x / tiles, b = bh / heads, h = bh % heads;
     const int ahead = call.causal ? Nk - Nq + 1 : Nk;  // row i sees the keys below min(Nk, i + ahead)
-    const int end = call.causal ? min(Nk, min(i0 + BR, Nq) - 1 + ahead) : Nk;  // of the keys that the tile sees
+    const int end = call.causal ? min(Nk, min(i0 + BR, Nq) - 1 + ahead) : Nk;  // the tile sees the keys below
 
     // data
     const float* q = call.q + b * call.q_strides.batch + h * call.q_strides.head + i0 * call.q_strides.row;
@@ -198,17 +202,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
     float* Q = memory;
     int now = BR * Q_ROW, next = now + SLAB;  // the slabs' places
 
-    // this thread
+    // rows and columns of this thread
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rg = TX == 32 ? 0 : lane / (2 * TX) * 2 + lane % 2, tx = TX == 32 ? lane : lane / 2 % TX;
-    constexpr int NEIGHBOUR = TX == 32 ? 1 : 2;  // the lane of tx + 1 is this much further
+    constexpr int NEIGHBOUR = TX == 32 ? 1 : 2;  // the distance of the lanes of tx and tx + 1
     float* P = memory + P_AT + warp * (KEYS * P_ROW);
     const int warp_row = i0 + warp * WARP_ROWS;
     const float* q_at = Q + (warp * WARP_ROWS + rg * 4) * Q_ROW;
 
-    const float scale = fmaxf(fabsf(call.scale), 1e-30f);  // not 0, because a hidden score is -inf
+    const float scale = fmaxf(fabsf(call.scale), 1e-30f);  // not 0: 0 * -inf is NaN
     const float slack = SLACK / scale;
-    float o[TM][TD], m[TM], l[TM];                                  // m: of the scores before scale
+    float o[TM][TD], m[TM], l[TM];                                  // m: of scores, not yet times scale
     const int sees = call.causal ? warp_row + 4 * rg + ahead : Nk;  // row i sees the keys below this + ROW(i)
 #pragma unroll
     for (int i = 0; i < TM; i++) {
@@ -217,9 +221,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
         for (int c = 0; c < TD; c++) o[i][c] = 0;
     }
     const int warp_first =
-        call.causal ? min(Nk, warp_row + ahead) : Nk;  // the warp's rows all see the keys below
+        call.causal ? min(Nk, warp_row + ahead) : Nk;  // all rows of the warp see the keys below
     const int warp_end =
-        call.causal ? min(Nk, warp_row + WARP_ROWS - 1 + ahead) : Nk;  // none sees the keys from here
+        call.causal ? min(Nk, warp_row + WARP_ROWS - 1 + ahead) : Nk;  // none sees the keys from here on
     const int block_first = call.causal ? min(Nk, i0 + ahead) : Nk;
 
     if (end > 0) {
@@ -260,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
             now = next, next = swap;
         }
 
-        // m <- max(m, rowmax(S)) where it grew much; l and O follow
+        // m <- max(m, rowmax(S)) if some row grew by SLACK; l and O follow
         if (active) {
             if (j0 + BC > warp_first) {
 #pragma unroll
@@ -318,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
             copies_wait();
             bool guarded = false;
             if (call.causal &&
-                first + KEYS > block_first) {  // some row does not see some key: is its V finite?
+                first + KEYS > block_first) {  // some row does not see some key: check that its V is finite
                 bool bad = false;
 #pragma unroll 1
                 for (int at = threadIdx.x; at < KEYS * d / 4; at += THREADS) {

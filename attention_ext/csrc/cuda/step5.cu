@@ -1,72 +1,86 @@
-// Step 5: FlashAttention-2 (Dao 2023) on the tensor cores, with mma.sync. For bfloat16 and float16, and for float32 as
-// three products of tf32 parts. Least architecture: sm_80.
+// Step 5: the tensor cores, with mma.sync (FlashAttention-2); float32 as three products of tf32 parts.
+// Source: Dao 2023, arXiv:2307.08691. Least architecture: sm_80.
 //
-// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d); d a multiple of 8, in float32 of 4, at most 256.
-// Launch: one block of 32 WARPS threads per (batch, head, tile of BR = 16 M_TILES WARPS queries), a flat grid.
-//   for the tiles of BC keys, the last first                 cp.async, STAGES tiles in shared memory
-//     for chunks of CHUNK keys                               every warp has 16 M_TILES queries and all the keys
-//       S <- Q K^T                                           tensor cores
-//       P <- 2^(scale S - m), l <- l + rowsum(P)             registers; S becomes P without leaving them
-//       O <- O + P V                                         tensor cores
-//   O <- O / l, L <- m + log(l)
-// Shared memory: /* K, V */ STAGES * 2 * BC * STRIDE + /* Q, where registers are short */ BR * d * 2 (float32: 4, or
-//   8 as two parts) bytes. STRIDE is a row rounded up to an odd number of 16 bytes: neither ldmatrix nor the 16-byte
-//   loads of float32 have bank conflicts.
-// Registers: 164 at d = 32, 222 at 64, 251 at 128 in bfloat16; 228, 253, 241 in float32 (sm_90a), none spilled.
-//
-// What it improves on step 4: the products run on the tensor cores, at 2048 multiply-adds an instruction. The rest of
-// the softmax then counts, and is kept short:
-//   - m is not the largest score so far, but that of some chunk so far. A weight beyond LIMIT raises it. So a score
-//     costs a multiply-add, an exponential, an addition and half a conversion, but no maximum; O is seldom rescaled.
-//   - With PIPE, the scores of the next chunk and (PIPE 2) the product of the previous one stand beside the
-//     exponentials in one block of instructions. Tensor cores and exponentials work at the same time.
+// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); every dtype; d is a multiple of 8 up to
+//     256; pointers and strides are multiples of 16 bytes. Tiles of BR = 16 M_TILES WARPS queries and BC keys.
+// Loop nest: the grid goes over (batch, head) and tiles of queries, a block over tiles of keys, the last first:
+//         for chunks of CHUNK keys; every warp has 16 M_TILES queries and all the keys
+//             S <- Q K^T                                         tensor cores
+//             P <- 2^(scale S - m), l <- l + rowsum(P)           registers; S becomes P without leaving them
+//             O <- O + P V                                       tensor cores
+//     then O <- O / l, L <- m + log(l).
+// Launch: B H ceil(Nq / BR) blocks of 32 WARPS threads.
+// Shared memory: K and V, STAGES * 2 * BC * STRIDE bytes, and Q where registers are short, BR * d * 2 bytes (in
+//     float32 4, or 8 as two parts). 30, 54 and 83 KiB at d = 32, 64 and 128 in bf16; 68, 98 and 98 in fp32.
+//     STRIDE is a row rounded up to an odd number of 16 bytes, against bank conflicts of ldmatrix and 16-byte
+//     loads.
+// Registers: 164, 222 and 251 at d = 32, 64 and 128 in bf16; 228, 253 and 241 in fp32; sm_90, none spilled at
+//     these widths.
+// Improves on step 4: an instruction of the tensor cores does 2,048 multiply-adds (1,024 in tf32). The softmax
+//     then takes as long as the products, and is kept short:
+//   - m is the maximum of some earlier chunk. Only a sum of weights beyond LIMIT raises it. So a score costs a
+//     multiply-add, an exponential, an addition and half a conversion; O is seldom rescaled.
+//   - With PIPE, the scores of the next chunk and (PIPE 2) the product of the previous one are interleaved with
+//     the exponentials. Tensor cores and exponentials work at the same time.
 //   - Tiles with hidden keys come first, in a loop of their own. The fast loop has no mask.
-//   - Nothing there looks for NaN or infinity either. A row whose result is not finite is computed again, slowly.
-// Float32: x = high + low, and x y = high high + high low + low high, each of them exact in tf32 products. K and V are
-// split as they are loaded, for 16 M_TILES queries at once. The tensor cores round sums towards zero: a long sum there
-// errs 40 times as much as PyTorch's, so that only short ones are left to them.
-//
-// python gpt.py bench --device cuda --step 5 -B 100 -N 4096 --dtype bf16
-// FIGURE (one H200, tuning runs, TFLOP/s at d = 32 / 64 / 128, no mask): bfloat16 283 / 334 / 306, where SDPA's
-// flash backend had 196 / 290 / 320 to 340; float32 67 / 70 / 60, its efficient backend 20 / 35 / 47.
+//   - The fast loop does not look for NaN or infinity. A row whose result is not finite is computed again.
+//   - Float32: x = high + low, and x y = high high + high low + low high, each exact in tf32 products. The
+//     tensor cores round sums towards zero. Over thousands of keys the error grows to 40 times SDPA's, so only
+//     sums of 32 columns or one chunk of keys are left to them.
+// Bound: in bf16 the exponentials at d = 32, shared memory from d = 64 on; in fp32 the tensor cores, and shared
+//     memory at d = 128. In bf16 at d = 128 the step is behind SDPA's flash backend: O takes 128 registers a
+//     thread, so Q lies in shared memory and is read again for every chunk of 16 keys, 25 of the 56 GiB moved.
+//     Larger chunks read Q less often and do not fit the registers.
+// Command: python gpt.py bench step5,step6,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16 -d 32,64,128
+//          --mask none,causal --l2 warm -r 5
+//          python gpt.py bench step3,step4,step5,sdpa-efficient,sdpa-math --device cuda -d 32,64,128
+//          --mask none,causal --l2 warm -r 5
+// Measured: NVIDIA H200, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's flash
+//     backend in bf16, over its efficient backend in fp32:
+//         bf16, no mask  294 (1.40), 342 (1.16), 284 (0.88)
+//         bf16, causal   250 (1.30), 300 (1.08), 267 (0.89)
+//         fp32, no mask  67.1 (3.24), 71.0 (1.99), 59.7 (1.28)
+//         fp32, causal   61.5 (3.14), 65.6 (1.95), 56.8 (1.27)
+//     In fp32 that is 1.73, 1.68 and 1.37 times step 4; causal 1.56, 1.55 and 1.30 times.
 #include "call.h"
 #include "mma.h"
 
-// Sizes ------------------------------------------------------------------------------------------------------------
+// Sizes
 #ifndef WARPS
-#define WARPS 4    // a block's
+#define WARPS 4  // warps of a block
 #endif
 #ifndef M_TILES
 #define M_TILES 2  // a warp has 16 M_TILES queries
 #endif
 #ifndef BC
-#define BC 64      // keys of a tile in shared memory
+#define BC 64  // keys of a tile in shared memory
 #endif
 #ifndef CHUNK
-#define CHUNK 16   // keys whose scores are in registers at a time
+#define CHUNK 16  // keys whose scores are in registers at a time
 #endif
 #ifndef STAGES
-#define STAGES 3   // tiles in shared memory
+#define STAGES 3  // tiles in shared memory
 #endif
+// 0: one chunk after the other; 1: the next scores beside this softmax; 2: also the previous product
 #ifndef PIPE
-#define PIPE 2     // 0: one chunk after the other; 1: the next scores beside this softmax; 2: and the product before it
+#define PIPE 2
 #endif
 #ifndef Q_SHARED
-#define Q_SHARED 0 // the queries' fragments in shared memory instead of registers
+#define Q_SHARED 0  // the queries' fragments in shared memory instead of registers
 #endif
 #ifndef Q_SPLIT
 #define Q_SPLIT 1  // float32: the queries are kept as their two parts; 0: split at each use
 #endif
 #ifndef BLOCKS
-#define BLOCKS 2   // resident on a multiprocessor
+#define BLOCKS 2  // resident on a multiprocessor
 #endif
 
 constexpr int THREADS = 32 * WARPS, ROWS = 16 * M_TILES, BR = WARPS * ROWS;
 constexpr int D = HEAD_DIM, SIZE = sizeof(Element);
 constexpr int LANE_ELEMENTS = 16 / SIZE;  // of a 16-byte copy
 #if FORMAT == FP32
-constexpr int DP = (D + 31) / 32 * 32;    // d as the products see it; the added columns of k and v are 0
-constexpr int K_STEP = 8;                 // of a product: numbers summed
+constexpr int DP = (D + 31) / 32 * 32;      // d as the products see it; the added columns of k and v are 0
+constexpr int K_STEP = 8;                   // of a product: numbers summed
 constexpr int GROUP = CHUNK >= 32 ? 4 : 2;  // 8-key tiles of scores that share a load of the queries
 constexpr int QK_PARTS = (DP / 32) * (CHUNK / 8 / GROUP), PV_PARTS = DP / 32;
 #else
@@ -79,7 +93,8 @@ constexpr int TILE = BC * STRIDE, STAGE = 2 * TILE;  // K and V
 constexpr int CHUNKS = BC / CHUNK, UNITS = M_TILES * (CHUNK / 8);
 constexpr int Q_STEPS = DP / K_STEP, Q_REGISTERS = FORMAT == FP32 && Q_SPLIT ? 8 : 4;
 constexpr int Q_BYTES = Q_SHARED ? WARPS * M_TILES * Q_STEPS * Q_REGISTERS * 128 : 0;
-// The largest sum of a lane's weights in a chunk. Float16 ends at 65,504.
+// The largest sum of a lane's weights in a chunk. Float16 ends at 65,504: 2^14 leaves a factor of 4. Elsewhere
+// 2^24 leaves float32's sums over 2^31 keys far below 2^128, and m seldom moves.
 constexpr float LIMIT = FORMAT == FP16 ? 16384.0f : 16777216.0f;
 
 static_assert(BC % CHUNK == 0 && CHUNK % 16 == 0 && STAGES >= (PIPE ? 3 : 2), "tile");
@@ -94,11 +109,11 @@ using Weights = unsigned[M_TILES][CHUNK / 16][4];
 #endif
 using Pairs = float[M_TILES][2];  // of a lane's rows g and g + 8 of each tile
 
-// The left operands of Q K^T: for a tile of 16 rows and a step of K_STEP columns four registers, in float32 with
-// Q_SPLIT eight, the high parts and the low ones.
+// The left operands of Q K^T: for a tile of 16 rows and a step of K_STEP columns four registers, in float32
+// with Q_SPLIT eight, the high parts and the low ones.
 struct Queries {
 #if Q_SHARED
-    unsigned fragments;  // a lane's 16 bytes beside the next lane's
+    unsigned fragments;  // address of the lane's first 16 bytes; the next lane's follow
 #else
     unsigned fragments[M_TILES][Q_STEPS][Q_REGISTERS];
 #endif
@@ -133,7 +148,8 @@ struct Queries {
     }
     __device__ inline void get(unsigned (&high)[4], unsigned (&low)[4], int tile, int step) const {
         get(high, tile, step);
-        if (Q_SPLIT) get(low, tile, step, 1);
+        if (Q_SPLIT)
+            get(low, tile, step, 1);
         else
 #pragma unroll
             for (int e = 0; e < 4; ++e) split(__uint_as_float(high[e]), high[e], low[e]);
@@ -141,7 +157,7 @@ struct Queries {
 #endif
 };
 
-__device__ inline void clear(Scores &S) {
+__device__ inline void clear(Scores& S) {
 #pragma unroll
     for (int i = 0; i < M_TILES; ++i)
 #pragma unroll
@@ -152,12 +168,12 @@ __device__ inline void clear(Scores &S) {
 
 #if FORMAT == FP32
 
-// The tensor cores round sums towards zero. So that this does not add up over many products, 32 columns or one chunk
-// of keys are summed there, and these sums are added in float32.
+// The tensor cores round sums towards zero, an error that grows with the number of products. So they sum only
+// 32 columns or one chunk of keys; these sums are added in float32.
 
 // S += Q K^T, GROUP tiles of 8 keys and 32 of the d columns at a time. The sum over d may take any order: of 32
 // columns a lane has 8 t to 8 t + 7, in K two 16-byte loads.
-__device__ inline void qk_part(Scores &S, const Queries &Q, unsigned k_lane, int part) {
+__device__ inline void qk_part(Scores& S, const Queries& Q, unsigned k_lane, int part) {
     const int block = part / (CHUNK / 8 / GROUP), n0 = part % (CHUNK / 8 / GROUP) * GROUP;
     float T[M_TILES][GROUP][4] = {};
 #pragma unroll
@@ -202,8 +218,9 @@ __device__ inline void qk_part(Scores &S, const Queries &Q, unsigned k_lane, int
 }
 
 // O += P V, a chunk of keys and 32 columns at a time. The sum over the keys may take any order, and so may the
-// columns: the scores' c0 and c1, keys 2 t and 2 t + 1, are a0 and a2 here; a lane has columns 4 g to 4 g + 3 of V.
-__device__ inline void pv_part(float (&O)[M_TILES][DP / 8][4], const Weights &P, unsigned v_lane, int block) {
+// columns: the scores' c0 and c1, keys 2 t and 2 t + 1, are a0 and a2 here; a lane has columns 4 g to 4 g + 3
+// of V.
+__device__ inline void pv_part(float (&O)[M_TILES][DP / 8][4], const Weights& P, unsigned v_lane, int block) {
     float T[M_TILES][4][4] = {};
 #pragma unroll
     for (int keys = 0; keys < CHUNK / 8; ++keys) {
@@ -247,7 +264,7 @@ __device__ inline void pv_part(float (&O)[M_TILES][DP / 8][4], const Weights &P,
 #else
 
 // S += Q K^T, 16 keys and 16 of the d columns at a time.
-__device__ inline void qk_part(Scores &S, const Queries &Q, unsigned k_lane, int part) {
+__device__ inline void qk_part(Scores& S, const Queries& Q, unsigned k_lane, int part) {
     const int step = part / (CHUNK / 16), pair = part % (CHUNK / 16);
     unsigned b[4];
     load_matrices(b, k_lane + pair * 16 * STRIDE + step * 32);
@@ -261,7 +278,7 @@ __device__ inline void qk_part(Scores &S, const Queries &Q, unsigned k_lane, int
 }
 
 // O += P V, 16 keys and 16 columns at a time. The scores' registers, rounded in pairs, are the product's.
-__device__ inline void pv_part(float (&O)[M_TILES][DP / 8][4], const Weights &P, unsigned v_lane, int part) {
+__device__ inline void pv_part(float (&O)[M_TILES][DP / 8][4], const Weights& P, unsigned v_lane, int part) {
     const int keys = part / (DP / 16), pair = part % (DP / 16);
     unsigned b[4];
     load_transposed(b, v_lane + keys * 16 * STRIDE + pair * 32);
@@ -276,7 +293,7 @@ __device__ inline void pv_part(float (&O)[M_TILES][DP / 8][4], const Weights &P,
 
 // P <- 2^(scale S - m), 8 keys of a tile of 16 rows; sums <- rowsum(P), the lane's share of it
 template <bool SCALED>
-__device__ inline void weigh(Weights &P, Pairs &sums, const Scores &S, const Pairs &m, float scale, int unit) {
+__device__ inline void weigh(Weights& P, Pairs& sums, const Scores& S, const Pairs& m, float scale, int unit) {
     const int i = unit / (CHUNK / 8), n = unit % (CHUNK / 8);
     float p[4];
 #pragma unroll
@@ -308,11 +325,11 @@ struct State {  // of a warp's rows; a lane has its share of l
     float scale;
 };
 
-// Adds the chunk's sums to l, once its weights are known to be in range. They are when m, the number subtracted, is
-// not far below the largest score: m is the largest score of some chunk so far, and the largest of all only rarely.
-// A weight beyond LIMIT, or NaN as in a row's first chunk (m = -inf), sends the warp through the update of m.
+// Adds the chunk's sums to l once its weights are known to be in range. m is the maximum of some earlier chunk,
+// so a later score may exceed it. If a sum of weights reaches LIMIT, or is NaN as in a row's first chunk (m =
+// -inf), the warp updates m, rescales l and O, and computes the weights again.
 template <bool SCALED>
-__device__ inline void settle(State &s, Weights &P, Pairs &sums, const Scores &S) {
+__device__ inline void settle(State& s, Weights& P, Pairs& sums, const Scores& S) {
     bool in_range = true;
 #pragma unroll
     for (int i = 0; i < M_TILES; ++i) in_range = in_range && sums[i][0] < LIMIT && sums[i][1] < LIMIT;
@@ -345,10 +362,10 @@ __device__ inline void settle(State &s, Weights &P, Pairs &sums, const Scores &S
     for (int i = 0; i < M_TILES; ++i) s.l[i][0] += sums[i][0], s.l[i][1] += sums[i][1];
 }
 
-// A row again, one key after the other, where the result is not finite: 0 times a hidden NaN, or the low part of an
-// infinite number, may have spoilt what should be a number. Lanes span 32 keys, then the columns.
-__device__ __noinline__ void repeat_row(const Element *q, const Element *k, const Element *v, long long k_row,
-                                        long long v_row, int visible, float scale, Element *out, float *lse) {
+// Computes a row again whose result is not finite: 0 times a hidden NaN, or the low part of an infinite number,
+// may have spoilt it. The lanes span 32 keys for the scores, then the columns for O.
+__device__ __noinline__ void repeat_row(const Element* q, const Element* k, const Element* v, long long k_row,
+                                        long long v_row, int visible, float scale, Element* out, float* lse) {
     const int lane = threadIdx.x % 32;
     float m = -INF, l = 0.0f, acc[(D + 31) / 32];
 #pragma unroll
@@ -398,9 +415,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
     if (call.causal) q_tile = tiles_of_head - 1 - q_tile;
     const int batch = head_index / call.heads, head = head_index - batch * call.heads;
     const int i0 = q_tile * BR, row0 = i0 + warp * ROWS + g;  // a lane's rows: row0 + 16 i + 8 h
-    const Element *q = call.q + batch * call.q_strides.batch + head * call.q_strides.head;
-    const Element *k = call.k + batch * call.k_strides.batch + head * call.k_strides.head;
-    const Element *v = call.v + batch * call.v_strides.batch + head * call.v_strides.head;
+    const Element* q = call.q + batch * call.q_strides.batch + head * call.q_strides.head;
+    const Element* k = call.k + batch * call.k_strides.batch + head * call.k_strides.head;
+    const Element* v = call.v + batch * call.v_strides.batch + head * call.v_strides.head;
 
     // Keys: all rows see those below `common`, some row of the block those below `end`.
     const int shift = Nk - Nq;
@@ -411,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
     // A thread's 16 bytes of a tile's rows
     constexpr int PER_ROW = D / LANE_ELEMENTS, COPIES = BC * PER_ROW;
     const unsigned ring = shared_address(shared) + Q_BYTES;
-    const auto load_tile = [&](int n) {  // the n-th tile in the order of processing, the last keys first
+    const auto load_tile = [&](int n) {  // the n-th tile to be processed; the last keys come first
         if (n < tiles) {
             const int j0 = (tiles - 1 - n) * BC;
             const unsigned to = ring + n % STAGES * STAGE;
@@ -449,7 +466,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
     for (int i = 0; i < M_TILES; ++i) {
         const int row = row0 + 16 * i;
         const bool inside[2] = {row < Nq, row + 8 < Nq};
-        const Element *rows[2] = {q + row * call.q_strides.row, q + (row + 8) * call.q_strides.row};
+        const Element* rows[2] = {q + row * call.q_strides.row, q + (row + 8) * call.q_strides.row};
 #if FORMAT == FP32
 #pragma unroll
         for (int block = 0; block < DP / 32; ++block) {
@@ -460,8 +477,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
                 for (int half = 0; half < 2; ++half) {
                     const int column = block * 32 + 8 * t + 4 * half;
                     float4 y = make_float4(0, 0, 0, 0);
-                    if (inside[h] && column < D) y = *(const float4 *)(rows[h] + column);
-                    x[h][4 * half] = y.x, x[h][4 * half + 1] = y.y, x[h][4 * half + 2] = y.z, x[h][4 * half + 3] = y.w;
+                    if (inside[h] && column < D) y = *(const float4*)(rows[h] + column);
+                    x[h][4 * half] = y.x, x[h][4 * half + 1] = y.y, x[h][4 * half + 2] = y.z,
+                             x[h][4 * half + 3] = y.w;
                 }
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
@@ -476,7 +494,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int column = step * 16 + e / 2 * 8 + 2 * t;
-                a[e] = inside[e % 2] && column < D ? *(const unsigned *)(rows[e % 2] + column) : 0u;
+                a[e] = inside[e % 2] && column < D ? *(const unsigned*)(rows[e % 2] + column) : 0u;
             }
             Q.put(a, i, step);
         }
@@ -519,7 +537,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
             Scores S;
             clear(S);
 #pragma unroll
-            for (int part = 0; part < QK_PARTS; ++part) qk_part(S, Q, tile + k_offset + c * (CHUNK * STRIDE), part);
+            for (int part = 0; part < QK_PARTS; ++part)
+                qk_part(S, Q, tile + k_offset + c * (CHUNK * STRIDE), part);
 #pragma unroll
             for (int i = 0; i < M_TILES; ++i)
 #pragma unroll
@@ -538,7 +557,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
             for (int unit = 0; unit < UNITS; ++unit) weigh<true>(P, sums, S, s.m, s.scale, unit);
             settle<true>(s, P, sums, S);
 #pragma unroll
-            for (int part = 0; part < PV_PARTS; ++part) pv_part(s.O, P, tile + v_offset + c * (CHUNK * STRIDE), part);
+            for (int part = 0; part < PV_PARTS; ++part)
+                pv_part(s.O, P, tile + v_offset + c * (CHUNK * STRIDE), part);
         }
     }
 
@@ -553,14 +573,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
             Scores S;
             clear(S);
 #pragma unroll
-            for (int part = 0; part < QK_PARTS; ++part) qk_part(S, Q, tile + k_offset + c * (CHUNK * STRIDE), part);
+            for (int part = 0; part < QK_PARTS; ++part)
+                qk_part(S, Q, tile + k_offset + c * (CHUNK * STRIDE), part);
             Weights P;
             Pairs sums;
 #pragma unroll
             for (int unit = 0; unit < UNITS; ++unit) weigh<false>(P, sums, S, s.m, s.scale, unit);
             settle<false>(s, P, sums, S);
 #pragma unroll
-            for (int part = 0; part < PV_PARTS; ++part) pv_part(s.O, P, tile + v_offset + c * (CHUNK * STRIDE), part);
+            for (int part = 0; part < PV_PARTS; ++part)
+                pv_part(s.O, P, tile + v_offset + c * (CHUNK * STRIDE), part);
         }
     }
 #else
@@ -587,7 +609,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
                     __syncthreads();
                     load_tile(n + STAGES - 1);
                     next_tile = ring + (n + 1) % STAGES * STAGE;
-                    k_next = next_tile + k_offset;  // past the last tile: scores of anything, unused
+                    k_next = next_tile + k_offset;  // past the last tile: the scores are unused
                 }
                 Scores S_next;
                 clear(S_next);
@@ -668,9 +690,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
                     for (int half = 0; half < 2; ++half) {
                         const int column = block * 32 + 8 * t + 4 * half;
                         if (column < D)
-                            *(float4 *)(call.out + (first_row + row) * D + column) =
-                                make_float4(s.O[i][4 * block][2 * h + half], s.O[i][4 * block + 1][2 * h + half],
-                                            s.O[i][4 * block + 2][2 * h + half], s.O[i][4 * block + 3][2 * h + half]);
+                            *(float4*)(call.out + (first_row + row) * D + column) = make_float4(
+                                s.O[i][4 * block][2 * h + half], s.O[i][4 * block + 1][2 * h + half],
+                                s.O[i][4 * block + 2][2 * h + half], s.O[i][4 * block + 3][2 * h + half]);
                     }
         }
 #else
@@ -689,7 +711,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
     for (int c0 = 0; c0 < ROWS * PER_ROW; c0 += 32) {
         const int c = c0 + lane, row = c / PER_ROW, column = c % PER_ROW;
         if (row < ROWS && i0 + warp * ROWS + row < Nq)
-            *(uint4 *)(call.out + (first_row + i0 + warp * ROWS + row) * D + column * LANE_ELEMENTS) =
+            *(uint4*)(call.out + (first_row + i0 + warp * ROWS + row) * D + column * LANE_ELEMENTS) =
                 load_shared(rows + row * STRIDE + column * 16);
     }
 #endif

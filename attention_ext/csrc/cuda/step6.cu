@@ -1,52 +1,47 @@
-// Step 6: Hopper. Tensor cores fed by the copy engine, and the softmax at the same time as the products
-// (FlashAttention-3).
+// Step 6: Hopper. The copy engine feeds the tensor cores, and the softmax of one tile runs beside the products
+//     of another (FlashAttention-3).
+// Source: Shah et al. 2024, arXiv:2407.08608. Architecture: sm_90a alone.
 //
-// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), 16 bits; d a multiple of 8 up to 256; rows, heads and batches
-// start at multiples of 16 bytes. The tiles are 32, 64, 128, 192 or 256 columns wide: the copy engine fills
-// what is beyond d, and the keys beyond Nk, with zeros.
+// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); bf16 and fp16; d is a multiple of 8 up to
+//     256; rows, heads and batches start at multiples of 16 bytes. Tiles of Br queries and Bc keys, 32, 64,
+//     128, 192 or 256 columns wide: the copy engine fills what is beyond d, and the keys beyond Nk, with zeros.
+// Loop nest: a block goes over its tiles of queries, every gridDim-th one, and for each over tiles of keys:
+//         S <- Qi Kj^T, P <- 2^(c S - c m), O <- O + P Vj
+// Launch: min(tiles of queries, multiprocessors) blocks. 128 threads of a block copy; a warpgroup of 128
+//     threads multiplies for each 64 rows of Q.
+// Shared memory: 2 Br width (Q) + stages * 4 Bc width (K and V) + 16 + 32 stages (mbarriers) + 1,024 (to begin
+//     at a multiple of it) bytes.
+// Registers: Bc / 2 (S) + Bc / 4 (P) + width / 2 (O) and about 30 more for a thread that multiplies. setmaxnreg
+//     gives it those that the threads that copy do not need.
 //
-// Loops: for each query tile of this block (Br rows of one batch and head)
-//            for each key tile j: S = Qi Kj^T; P = 2^(c S - c m); O += P Vj
+//          d up to   Br    Bc   threads   shared memory   registers of a thread that copies, multiplies
+//             32    192   128     512         46,160          32, 160
+//             64    192   128     512         91,216          32, 160
+//            128    128   176     384        214,096          24, 240
+//            192    128   112     384        222,288          24, 240
+//            256    128    80     384        230,480          24, 240
 //
-// Launch: grid min(query tiles, multiprocessors): a block stays and takes every gridDim-th query tile. 128
-// threads copy, and 128 for each 64 rows of Q multiply (a warpgroup):
-//      d          Br    Bc   threads   registers of those that copy, multiply
-//      to 64     192   128     512      32, 160
-//      to 128    128   176     384      24, 240
-//      to 192    128   112     384      24, 240
-//      to 256    128    80     384      24, 240
-//
-// Shared memory in bytes: 2 Br width (Q) + stages * 4 Bc width (K and V) + 16 + 32 stages (mbarriers) + 1,024
-// (to begin at a multiple of it): 46,160, 91,216, 214,096, 222,288 and 230,480 for the five widths.
-//
-// Registers of a thread that multiplies: Bc/2 (S) + Bc/4 (P) + width/2 (O) and about 30 more.
-//
-// Over step 5:
-//   - One thread copies, by TMA. No other computes addresses; mbarriers tell when a tile is full or free.
-//     The threads that copy give up registers and those that multiply take them (setmaxnreg).
-//   - wgmma reads Q, K and V from shared memory and works while its warps go on: S = Qi Kj^T and
-//     O += P V(j-1) begin together, and the search for m needs S alone.
-//   - The warpgroups take turns at beginning products, so that one has its softmax while another multiplies:
-//     d = 64, 489 TFLOP/s instead of 430 (TURNS 0).
-//   - m follows the largest score only when that is 2^8 times above it: few tiles shuffle or multiply O.
-//
-// No gain:
-//   - POLYNOMIALS sixteenths of the powers by polynomials instead of the MUFU (FlashAttention-4): d = 64,
-//     463 and 440 TFLOP/s for 2 and 4. The MUFU is busy about 60 % of the time; the added instructions cost
-//     more.
-//   - 4 warpgroups that multiply at d = 32 (291 instead of 306), 2 at d = 64 (442 instead of 489).
-//   - A block for each query tile instead of blocks that stay: d = 64, 479 instead of 489.
-//
-// Bound: at d = 128 the tensor cores; at d = 32 the MUFU, 16 powers a clock on each multiprocessor at 4 d
-// operations each, about 500 TFLOP/s. A warpgroup waits for S, seeks m and takes powers one after another, and
-// three of them do not fill each other's gaps.
-//
-//   gpt.py bench --device cuda --step 6 --dtype bf16 -B 100 -N 4096 -d 32
-//   FIGURE
-// H200, bf16, (100, 1, 4096, d), TFLOP/s; in brackets cuDNN in the same run:
-//      d          32          64         128         192 and 256, B = 50
-//      no mask    294 (241)   502 (458)  627 (601)   708 (640), 725 (663)
-//      causal     257 (215)   442 (425)  555 (516)
+// Improves on step 5:
+//   - One thread copies, by TMA. No other thread computes addresses; mbarriers tell when a tile is full or
+//     free.
+//   - wgmma reads Q, K and V from shared memory and runs while its warps go on. S = Qi Kj^T and O += P V(j-1)
+//     begin together, and the softmax needs only S.
+//   - The warpgroups take turns to begin products, so that one has its softmax while another multiplies.
+//   - m follows the largest score only when that is 2^8 times above it. Few tiles shuffle or rescale O.
+//   - At d = 32 the gain is only 4 %: the exponentials bound both steps.
+//   - Sweep on an H200 that led to these choices, bf16, TFLOP/s. d = 64: 489 as it is; 430 without turns; 463
+//     and 440 with 2 and 4 sixteenths of the powers by POLYNOMIALS; 442 with 2 warpgroups that multiply; 479
+//     with a block for each tile. d = 32: 306 as it is; 291 with 4 warpgroups that multiply. d = 128 causal:
+//     547 as it is (L2_BYTES of 20 MiB); 453 with 8 MiB, 527 with 40 MiB.
+// Bound: the exponentials at d = 32 and 64, 0.414 of the 0.704 ms at d = 32; the tensor cores from d = 128 on,
+//     0.802 of the 1.26 ms. The softmax of a warpgroup has serial parts, so three warpgroups leave gaps. cuDNN
+//     is 1 % faster with a causal mask at d = 128.
+// Command: python gpt.py bench step5,step6,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16 -d 32,64,128
+//          --mask none,causal --l2 warm -r 5
+// Measured: NVIDIA H200, bf16, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over cuDNN:
+//         no mask  305 (1.26), 530 (1.11), 683 (1.02)
+//         causal   263 (1.22), 449 (1.05), 586 (0.99)
+//     That is 1.04, 1.55 and 2.41 times step 5; causal 1.06, 1.49 and 2.20 times.
 #include "call.h"
 #define ROW_BYTES (HEAD_DIM <= 32 ? 64 : 128)
 #include "hopper.h"
@@ -54,7 +49,7 @@
 #ifndef CONSUMERS  // warpgroups that multiply
 #define CONSUMERS (HEAD_DIM <= 64 ? 3 : 2)
 #endif
-#ifndef BC  // a plain number: it names the instruction
+#ifndef BC  // keys of a tile; a plain number, because it is part of the name of the wgmma instruction
 #if HEAD_DIM <= 64
 #define BC 128
 #elif HEAD_DIM <= 128
@@ -68,27 +63,27 @@
 #ifndef STAGES  // tiles of K, and of V, in shared memory
 #define STAGES 2
 #endif
-#ifndef TURNS
+#ifndef TURNS  // 1: warpgroups take turns to begin products
 #define TURNS 1
 #endif
-#ifndef POLYNOMIALS
+#ifndef POLYNOMIALS  // sixteenths of the powers that are computed without the MUFU
 #define POLYNOMIALS 0
 #endif
-#ifndef L2_BYTES  // of K and V in turn, under a mask; d = 128, 8, 20 and 40 MiB: 453, 547 and 527 TFLOP/s
+#ifndef L2_BYTES  // of K and V that blocks share at a time, under a mask: a third of the L2 cache of an H200
 #define L2_BYTES (20 << 20)
 #endif
 
 constexpr int d = HEAD_DIM;
 constexpr int width = d <= 32 ? 32 : (d + 63) / 64 * 64;  // of the tiles
 constexpr int Br = 64 * CONSUMERS, Bc = BC;
-constexpr int box_row = ROW_BYTES, box = box_row / 2;  // a tile comes in boxes of so many columns, side by side
+constexpr int box_row = ROW_BYTES, box = box_row / 2;  // a tile is boxes side by side, each a swizzled row wide
 constexpr int boxes = width / box;
 constexpr int threads = 128 * (CONSUMERS + 1);
 constexpr int stages = STAGES;
 static_assert(d % 8 == 0 && d <= 256, "d");
 static_assert(Bc % 16 == 0 && CONSUMERS > 1, "tiles");
 
-// Shared memory in bytes, from a multiple of 1,024.
+// Shared memory in bytes, from a multiple of 1,024: the 128-byte swizzle repeats every 8 rows of 128 bytes.
 constexpr int q_bytes = Br * width * 2, tile_bytes = Bc * width * 2;
 constexpr int k_at = q_bytes, v_at = k_at + stages * tile_bytes, barriers_at = v_at + stages * tile_bytes;
 constexpr int q_full = barriers_at, q_empty = q_full + 8;
@@ -96,11 +91,12 @@ constexpr int k_full = q_empty + 8, k_empty = k_full + 8 * stages;
 constexpr int v_full = k_empty + 8 * stages, v_empty = v_full + 8 * stages;
 static_assert(v_empty + 8 * stages + 1024 <= 232448, "shared memory");
 
-// Of the block's 64 K registers, those of a thread that copies and of one that multiplies.
+// Registers of a thread that copies and of one that multiplies: multiples of 8 (setmaxnreg), 65,536 in a block
+// at most.
 constexpr int producer_registers = CONSUMERS == 3 ? 32 : 24;
 constexpr int consumer_registers = CONSUMERS == 2 ? 240 : CONSUMERS == 3 ? 160 : 112;
 
-// The stage that comes next, and the parity of its mbarriers' phase.
+// The next stage, and the parity of its mbarriers' phase.
 struct Ring {
     unsigned stage = 0, phase = 0;
     __device__ void next() {
@@ -115,9 +111,9 @@ struct Tile {
     int i0, batch, head;
 };
 
-// The query tiles in the order in which blocks take them. Neighbours share K and V, which stay in L2. Under a
-// mask the tiles of as many heads as fit there alternate, the rows that see the most keys first, so that all
-// blocks end at about the same time.
+// The query tile of this number, in the order in which blocks take them. Neighbours share K and V, which stay
+// in L2. Under a mask, the tiles of as many heads as L2_BYTES hold alternate. The rows that see the most keys
+// come first, so that all blocks end at about the same time.
 __device__ inline Tile query_tile(const Call& call, unsigned index) {
     const unsigned Tr = (call.Nq + Br - 1) / Br, all = call.batches * call.heads;
     const long long head_bytes = (long long)call.Nk * (4 * width);
@@ -235,7 +231,7 @@ struct Softmax {
         for (int i = 4; i < Bc / 2; i++) top[i % 4] = max_or_nan(top[i % 4], S[i]);
         top[0] = max_or_nan(top[0], top[1]);
         top[1] = max_or_nan(top[2], top[3]);
-        // m stays until a score is 2^8 times above it: powers up to 2^8 do no harm, and O is seldom multiplied.
+        // m stays until a power exceeds 2^8, which float16 (up to 2^16) holds; O is seldom rescaled.
         moved = __any_sync(~0u, !((top[0] - m[0]) * c <= 8.0f) | !((top[1] - m[1]) * c <= 8.0f));
         if (moved) {
 #pragma unroll
@@ -267,7 +263,7 @@ __device__ inline void to_weights(unsigned (&P)[Bc / 4], const float (&S)[Bc / 2
     for (int i = 0; i < Bc / 4; i++) P[i] = pack(S[2 * i], S[2 * i + 1]);
 }
 
-// Row i again, by one warp, key by key: in a product a hidden NaN or infinity of V is 0 * NaN = NaN.
+// One warp computes row i again, key by key, because 0 times a hidden NaN or infinity of V spoils the product.
 __device__ void row_again(const Call& call, const Tile& tile, int i, float m, float l, Element* out) {
     const int lane = threadIdx.x % 32;
     const Element* q =
@@ -299,8 +295,8 @@ __device__ void row_again(const Call& call, const Tile& tile, int i, float m, fl
         if (lane + 32 * c < d) out[lane + 32 * c] = to_element(sum[c] * reciprocal(l));
 }
 
-// The four words of a thread are its pieces of four groups of 8 columns. Afterwards they are the four pieces of
-// one group, that of the thread's number in its quad.
+// Transposes 4 x 4 words in the four threads of a quad. Before, word n of a thread is its piece of group n of 8
+// columns. After, thread t has the four pieces of group t, 16 bytes side by side.
 __device__ inline void transpose_quad(unsigned (&word)[4]) {
     const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
 #pragma unroll
@@ -381,7 +377,7 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
     bool first_turn = group == 0;
     auto turn_begins = [&] {
 #if TURNS
-        if (!first_turn) turn_wait(1 + group, 256);
+        if (!first_turn) turn_wait(1 + group, 256);  // 256: the threads of this warpgroup and of the one before
         first_turn = false;
 #endif
     };
@@ -406,7 +402,7 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
 #pragma unroll
         for (int i = 0; i < width / 2; i++) O[i] = 0.0f;
 
-        auto special = [&](int j) {  // what few tiles need
+        auto special = [&](int j) {  // masks and scales that are not positive: few tiles need them
             if (!(call.scale > 0.0f)) {
 #pragma unroll
                 for (int i = 0; i < Bc / 2; i++) S[i] *= call.scale;
@@ -479,7 +475,7 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
         } else if (lane == 0) {
             barrier_arrive(shared + q_empty);
         }
-        // The tiles that the block's other rows see.
+        // Tiles that only other warpgroups see: this one just frees them and passes its turn.
 #pragma unroll 1
         for (int j = mine; j < Tc; j++) {
             barrier_wait(shared + k_full + 8 * k_ring.stage, k_ring.phase);
@@ -495,7 +491,7 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
         }
     }
 #if TURNS
-    if (group == 0 && !first_turn) turn_wait(1, 256);  // the last turn that was passed on
+    if (group == 0 && !first_turn) turn_wait(1, 256);  // takes the last turn that was passed on
 #endif
 }
 
@@ -510,7 +506,7 @@ extern "C" __global__ void __launch_bounds__(threads, 1)
         prefetch_map(&k_map);
         prefetch_map(&v_map);
         barrier_init(shared + q_full, 1);
-        barrier_init(shared + q_empty, 4 * CONSUMERS);
+        barrier_init(shared + q_empty, 4 * CONSUMERS);  // one arrival for each warp that multiplies
         for (int stage = 0; stage < stages; stage++) {
             barrier_init(shared + k_full + 8 * stage, 1);
             barrier_init(shared + v_full + 8 * stage, 1);
