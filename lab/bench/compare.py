@@ -103,8 +103,8 @@ def compare(before: Run, now: Run, threshold: float = THRESHOLD) -> Comparison:
 def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
     """The comparison for people: a Markdown table of the differences, or a line that there is none."""
     lines = []
-    for what, where in (("processor", "cpu"), ("GPU", "gpu")):
-        earlier, later = (_name_of(run.machine.get(where)) for run in (before, now))
+    for what, name_of in (("processor", _processor_of), ("GPU", _gpu_of)):
+        earlier, later = name_of(before), name_of(now)
         if earlier != later:
             lines.append(f"The earlier run was on another {what}: {earlier}.")
     lines += [f"In the run of {run.machine.get('date')}: {run.busy}" for run in (before, now) if run.busy]
@@ -136,8 +136,13 @@ def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
     return "\n".join(lines)
 
 
-def _name_of(where: dict | str | None) -> str | None:
-    return where["name"] if isinstance(where, dict) else where
+def _processor_of(run: Run) -> str:
+    return run.machine["cpu"]
+
+
+def _gpu_of(run: Run) -> str | None:
+    gpu = run.machine.get("gpu")
+    return gpu["name"] if gpu else None
 
 
 def case(cell: Cell) -> str:
