@@ -33,7 +33,7 @@ from app.cli.options import (
     weights_option,
 )
 from attention_ext import PARTS, processor
-from lab.gpus import SHEETS
+from lab.cuda.architectures import SHEETS
 
 
 @click.command()
@@ -81,11 +81,11 @@ def explain(
     if device == "cuda":
         if part != "part4":
             raise click.UsageError(f"PART is {part}; it must be part4 with --device cuda")
-        from lab import explain_cuda
+        from lab.cuda import explain as on_cuda
 
         asked = {name: sizes[name] for name in ("N", "d", "batch", "heads", "causal", "dtype")}
-        question = explain_cuda.Question(**asked, queries=cuda_queries, step=step, arch=arch)
-        explain_cuda.explain(question, click.echo)
+        question = on_cuda.Question(**asked, queries=cuda_queries, step=step, arch=arch)
+        on_cuda.explain(question, click.echo)
         return
     from lab.bench import cases
     from lab.explain import explain as explained

@@ -129,7 +129,7 @@ def save_option(kind: str, what: str) -> Decorator:
         if value != "":
             return value
         if context.params.get("device") == "cuda":
-            from lab import gpu
+            from lab.cuda import gpu
 
             return str(saved.default_file(f"{kind}_cuda", gpu.slug()))
         return str(saved.default_file(kind))

@@ -10,7 +10,8 @@ from torch.autograd.profiler_util import FunctionEventAvg
 from attention_ext import BuildError, attention
 from attention_ext.cuda.steps import STEPS
 from attention_ext.parts import Dtype
-from lab import correctness, gpu
+from lab import correctness
+from lab.cuda import gpu
 
 
 def lines_of(part, **change):

@@ -14,10 +14,10 @@ from attention_ext.cuda import steps
 from attention_ext.cuda.steps import WIDEST, Step
 from attention_ext.cuda.tiles import Tile
 from attention_ext.parts import BuildError, Dtype, check_dtype
-from lab import costs_cuda, gpus, nsight
 from lab.costs import Case
-from lab.costs_cuda import WAVEFRONT, Count, Launch
-from lab.gpus import EXPONENTIALS, SHARED_BYTES, SHEETS, Device, Occupancy, occupancy
+from lab.cuda import architectures, costs, nsight
+from lab.cuda.architectures import EXPONENTIALS, SHARED_BYTES, SHEETS, Device, Occupancy, occupancy
+from lab.cuda.costs import WAVEFRONT, Count, Launch
 from lab.machine import size_text
 
 LONGEST = 2**24  # N; counting goes over the tiles
@@ -65,7 +65,7 @@ class Answer:
     def count(self) -> Count | None:
         """The step's own count; None if it has none."""
         resident = self.blocks * self.on.multiprocessors
-        return costs_cuda.costs(Launch(self.case, self.step, self.tile, resident))
+        return costs.costs(Launch(self.case, self.step, self.tile, resident))
 
 
 def explain(asked: Question, echo: Callable[[str], None]) -> None:
@@ -121,7 +121,7 @@ def compiled(asked: Question) -> Answer:
         except BuildError as error:
             raise BuildError(f"{error}; --arch {'|'.join(SHEETS)} explains a step without a GPU") from None
         index = torch.cuda.current_device()
-        on, gpu = gpus.here(index), kernels.gpu(index)
+        on, gpu = architectures.here(index), kernels.gpu(index)
     else:
         index, on = 0, SHEETS[asked.arch]
         gpu = kernels.Gpu(on.name, on.capability, on.architecture.block_shared, on.multiprocessors)
@@ -201,7 +201,7 @@ def moved_table(count: Count, on: Device) -> str:
                 name,
                 near.wavefronts if near else 0,
                 near.wavefronts / near.fewest if near and near.fewest else 0,
-                costs_cuda.most(far) if far else 0,
+                costs.most(far) if far else 0,
                 far.traffic(on.l2) if far else 0,
             )
         )

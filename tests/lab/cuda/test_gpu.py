@@ -10,7 +10,7 @@ import torch
 from attention_ext import BuildError
 from attention_ext.build import nvrtc
 from attention_ext.parts import Dtype
-from lab import gpu
+from lab.cuda import gpu
 
 
 @pytest.fixture(scope="module")

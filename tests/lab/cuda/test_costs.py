@@ -7,8 +7,8 @@ import pytest
 from attention_ext.cuda.steps import STEPS
 from attention_ext.parts import Dtype
 from lab.costs import Case
-from lab.costs_cuda import BANKS, COUNTS, LANES, SAME, WAVEFRONT, Launch, banked, costs, most, visits
-from lab.gpus import SHEETS
+from lab.cuda.architectures import SHEETS
+from lab.cuda.costs import BANKS, COUNTS, LANES, SAME, WAVEFRONT, Launch, banked, costs, most, visits
 
 L2 = 50 << 20
 ROOM = SHEETS["sm_90"].architecture.block_shared
