@@ -113,15 +113,3 @@ def test_the_table():
         assert steps.default(64, dtype, (9, 0), 227 * 1024).name == fastest
     with pytest.raises(ValueError, match="no step takes d = 64 on this GPU, of compute capability 7.0"):
         steps.default(64, Dtype.FP32, (7, 0), 96 * 1024)
-
-
-def test_steps_go_with_cuda(extension):
-    import torch
-
-    from attention_ext import attention
-
-    q = torch.zeros(1, 1, 4, 8)
-    with pytest.raises(
-        ValueError, match="step is 2; it must be None for tensors on cpu: steps are CUDA kernels"
-    ):
-        attention("part4", q, q, q, step=2)
