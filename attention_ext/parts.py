@@ -177,6 +177,11 @@ def taking(dtype: Dtype, device: str = "cpu") -> tuple[str, ...]:
     return tuple(name for name, part in PARTS.items() if dtype.torch_name in part.dtypes.get(device, ()))
 
 
+def running_on(device: str) -> tuple[str, ...]:
+    """The parts that run on a kind of device, 'cpu' or 'cuda'."""
+    return tuple(name for name, part in PARTS.items() if device in part.dtypes)
+
+
 def resolve_simd(simd: str) -> str:
     """The helpers that `simd`, one of SIMD, stands for. Raises ValueError for another name."""
     if simd not in SIMD:

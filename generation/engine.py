@@ -13,13 +13,13 @@ from attention_ext import attention, tiles
 from attention_ext.cuda.steps import WIDEST, check_step
 from attention_ext.parts import (
     DEVICES,
-    PARTS,
     CachePrecision,
     Dtype,
     Part,
     Precision,
     check_part,
     resolve_simd,
+    running_on,
 )
 from generation.sampling import Sampling
 from model.gpt import GPT, Attend, GPTConfig
@@ -158,7 +158,7 @@ def check_device(device: str, part: Part, step: str | int | None, head_dim: int)
     if device not in DEVICES:
         raise ValueError(f"device is {device!r}; it must be one of {', '.join(DEVICES)}")
     if device not in part.dtypes:
-        others = " and ".join(name for name, each in PARTS.items() if device in each.dtypes)
+        others = " and ".join(running_on(device))
         raise ValueError(f"device is {device!r}; {part.name} does not run there, only {others}")
     if step is not None:
         check_step(step)

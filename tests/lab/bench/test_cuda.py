@@ -17,7 +17,7 @@ from lab.bench.cases import Cell, plan
 CASE = dict(lengths=(64,), widths=(16,), heads=2, device="cuda")
 
 
-def on_cpu(monkeypatch, slow=()):
+def on_cpu(monkeypatch):
     """Let part0 compute the steps."""
 
     def pretend(part, q, k, v, *, causal=False, step=None, **options):
