@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import statistics
@@ -244,36 +245,32 @@ def bound_text(answer: Answer, count: Count | None) -> str:
 
 
 def measured(asked: Question, answer: Answer) -> tuple[float, float]:
-    """The median seconds of a call, by CUDA events, and their interquartile range.
+    """The median seconds of a call, timed as bench times it, and their interquartile range.
 
     Raises ValueError if the tensors do not fit the GPU's memory.
     """
     import torch
 
     from attention_ext import attention
+    from lab.cuda.gpu import Gpu
 
+    gpu = Gpu()
     dtype = getattr(torch, Dtype(asked.dtype).torch_name)
     row = asked.batch * asked.heads * asked.d
     numbers = row * (2 * asked.lengths[0] + 2 * asked.N)
     need = numbers * (dtype.itemsize + 4)  # step 1 has a state in float32, others have padded copies
-    free, _ = torch.cuda.mem_get_info()
+    free = gpu.free()
     if need > free:
         raise ValueError(
             f"N is {asked.N}; q, k, v and the output need {size_text(need)} and {size_text(free)} are free "
             "on the GPU, so it must be smaller"
         )
     shape = (asked.batch, asked.heads)
-    q, k, v = (torch.randn(*shape, rows, asked.d, device="cuda", dtype=dtype) for rows in asked.lengths)
-    times = []
-    for i in range(WARM_UPS + REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        attention("part4", q, k, v, causal=asked.causal, step=answer.step.name)
-        end.record()
-        if i >= WARM_UPS:
-            times.append((start, end))
-    torch.cuda.synchronize()
-    seconds = [1e-3 * start.elapsed_time(end) for start, end in times]
+    q, k, v = (torch.randn(*shape, rows, asked.d, device=gpu.device, dtype=dtype) for rows in asked.lengths)
+    call = functools.partial(attention, "part4", q, k, v, causal=asked.causal, step=answer.step.name)
+    gpu.time(call, WARM_UPS)
+    _, launching = gpu.once(call)
+    seconds = gpu.time(call, REPEATS, launching=launching)
     low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
     return median, high - low
 

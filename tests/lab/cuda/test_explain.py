@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from support import FakeGpu
 
 from attention_ext import BuildError
 from attention_ext.build import nvrtc
@@ -195,6 +196,28 @@ def test_the_driver_counts_the_same_blocks(gpu, step, d):
     tile = row.tile(d, Dtype(dtype), on.shared)
     own = occupancy(answer.on.architecture, math.prod(tile.threads), answer.resources.registers, tile.shared)
     assert own.blocks == answer.blocks
+
+
+def test_a_call_is_timed_as_in_bench(compiler, monkeypatch):
+    asked = Question(**ASKED, arch="sm_90", step="2")
+    seen = []
+
+    def pretend(part, q, k, v, *, causal, step):
+        seen.append((part, tuple(q.shape), step))
+        return q
+
+    class Calling(FakeGpu):
+        def once(self, call):
+            call()
+            return super().once(call)
+
+    monkeypatch.setattr("attention_ext.attention", pretend)
+    monkeypatch.setattr("lab.cuda.gpu.Gpu", Calling)
+    assert explaining.measured(asked, compiled(asked)) == (1e-3, 0)
+    assert seen == [("part4", (2, 3, 256, 32), "2")]
+    monkeypatch.setattr("lab.cuda.gpu.Gpu", lambda: FakeGpu(free=1000))
+    with pytest.raises(ValueError, match="N is 256; q, k, v and the output need 1.5 MiB and 1000 B are free"):
+        explaining.measured(asked, compiled(asked))
 
 
 def test_it_is_measured_on_a_gpu(gpu, monkeypatch):
