@@ -219,7 +219,7 @@ device_option = click.option(
     default="cpu",
     is_eager=True,  # the defaults of other options depend on it
     show_default=True,
-    help="Where attention runs; cuda is a GPU of NVIDIA, for part0 and part4.",
+    help="Where attention runs; cuda is an NVIDIA GPU, for part0 and part4.",
 )
 step_option = click.option(
     "--step",
