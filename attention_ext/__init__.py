@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, overload
 
 from attention_ext import tiles
-from attention_ext.cuda.steps import WIDEST, check_step
+from attention_ext.cuda.steps import MOST_ROWS, WIDEST, check_step
 from attention_ext.parts import (
     AUTO,
     DEVICES,
@@ -85,7 +85,7 @@ def attention(
     part: 'part0' to 'part4'. q: (B, H, Nq, d). k, v: (B, H, Nk, d). All float32, in part0 and part4 also all
     bfloat16, on the CPU, with any strides and no empty dimension; in parts 1 to 4 Nq * Nk must be below 2^50.
     part0 and part4 also take tensors on one CUDA device, float32, bfloat16 or float16; part4's d is then at
-    most 256.
+    most 256, and Nq and Nk below 2^31 - 1023.
     causal: query i sees the keys j <= i + (Nk - Nq); Nq must be at most Nk.
     scale: multiplies the scores; 1/sqrt(d) by default.
     br, bc: part4's tile, in queries and keys, each at least 1. None takes the tile that `gpt.py bench --tune`
@@ -93,7 +93,7 @@ def attention(
     be None: each step has its own tile.
     simd: one of SIMD, the helpers under the kernels; 'off' uses scalar loops. part0 and CUDA ignore it.
     step: part4's kernel on CUDA, by its name in cuda.steps.STEPS or its number; None takes the fastest that
-    accepts the tensors. On the CPU it must be None.
+    accepts the tensors. On the CPU it must be None; part0 ignores it on CUDA.
     Returns the output, (B, H, Nq, d), contiguous, in q's dtype; with return_lse also the logsumexp of each
     row, m + log(l), (B, H, Nq), float32, with which reference.merge() combines results over disjoint sets of
     keys. Sums and the softmax are float32. With AMX part4 cuts the softmax's weights to bfloat16, divides by
@@ -113,7 +113,7 @@ def attention(
     if compiling or not _sound(row, q, k, v, causal):
         _check_tensors(row, q, k, v, causal)
     if step is not None or q.is_cuda:
-        _check_step(row, q, step, br, bc)
+        _check_step(row, q, k, step, br, bc)
     _, _, Nk, d = k.shape
     scale = 1 / math.sqrt(d) if scale is None else float(scale)
     if row.operator is None:
@@ -221,7 +221,7 @@ def _check_tensors(part: Part, q, k, v, causal: bool) -> None:
                 raise ValueError(f"{name} requires a gradient; {part.name} computes none, only part0 does")
 
 
-def _check_step(part: Part, q, step: str | int | None, br: int | None, bc: int | None) -> None:
+def _check_step(part: Part, q, k, step: str | int | None, br: int | None, bc: int | None) -> None:
     """Raise TypeError or ValueError if a step, or an argument that goes with a device, is wrong."""
     if not q.is_cuda:
         raise ValueError(
@@ -236,3 +236,6 @@ def _check_step(part: Part, q, step: str | int | None, br: int | None, bc: int |
         check_step(step)
     if q.shape[3] > WIDEST:
         raise ValueError(f"q has d={q.shape[3]}; it must be at most {WIDEST} on CUDA in {part.name}")
+    for name, rows in (("Nq", q.shape[2]), ("Nk", k.shape[2])):
+        if rows > MOST_ROWS:
+            raise ValueError(f"{name} is {rows}; it must be at most {MOST_ROWS} on CUDA in {part.name}")

@@ -154,27 +154,39 @@ def check_part(part: str) -> Part:
     return PARTS[part]
 
 
+def check_device(device: str) -> None:
+    """Raise ValueError unless this is a kind of device."""
+    if device not in DEVICES:
+        raise ValueError(f"device is {device!r}; it must be one of {', '.join(DEVICES)}")
+
+
 def check_dtype(part: str, dtype: str, device: str = "cpu") -> Dtype:
     """The Dtype of this value.
 
-    Raises ValueError if there is none or the part does not take it on this kind of device.
+    Raises ValueError if there is none, or no such device, or the part does not take it there.
     """
+    check_device(device)
     if dtype not in list(Dtype):
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(Dtype)}")
     found = Dtype(dtype)
     check_part(part)
     who = taking(found, device)
     if not who:
-        raise ValueError(f"dtype is {dtype!r}; no part takes it on {DEVICES[device]}")
+        raise ValueError(f"dtype is {found.value!r}; no part takes it on {DEVICES[device]}")
     if part not in who:
         where = "" if device == "cpu" else f" on {DEVICES[device]}"
-        raise ValueError(f"dtype is {dtype!r}; {part} does not take it{where}, only {', '.join(who)}")
+        raise ValueError(f"dtype is {found.value!r}; {part} does not take it{where}, only {', '.join(who)}")
     return found
 
 
 def taking(dtype: Dtype, device: str = "cpu") -> tuple[str, ...]:
     """The parts that take a dtype on a kind of device, 'cpu' or 'cuda'."""
     return tuple(name for name, part in PARTS.items() if dtype.torch_name in part.dtypes.get(device, ()))
+
+
+def running_on(device: str) -> tuple[str, ...]:
+    """The parts that run on a kind of device, 'cpu' or 'cuda'."""
+    return tuple(name for name, part in PARTS.items() if device in part.dtypes)
 
 
 def resolve_simd(simd: str) -> str:

@@ -13,13 +13,14 @@ from attention_ext import attention, tiles
 from attention_ext.cuda.steps import WIDEST, check_step
 from attention_ext.parts import (
     DEVICES,
-    PARTS,
     CachePrecision,
     Dtype,
     Part,
     Precision,
+    check_device,
     check_part,
     resolve_simd,
+    running_on,
 )
 from generation.sampling import Sampling
 from model.gpt import GPT, Attend, GPTConfig
@@ -130,7 +131,7 @@ def open_engine(
         capacity = longest
     if not 1 <= capacity <= longest:
         raise ValueError(f"capacity is {capacity}; it must be from 1 to block_size={longest}")
-    check_device(device, row, step, model.config.head_dim)
+    check_kernel(device, row, step, model.config.head_dim)
     if device != "cpu":
         cpu_only = (("engine", engine, "torch"), ("simd", simd, "auto"), ("br", br, None), ("bc", bc, None))
         for name, given, only in cpu_only:
@@ -153,12 +154,11 @@ def open_engine(
     return NativeEngine(model, part, helpers, tile, precision, cache, slots, capacity)
 
 
-def check_device(device: str, part: Part, step: str | int | None, head_dim: int) -> None:
+def check_kernel(device: str, part: Part, step: str | int | None, head_dim: int) -> None:
     """Raise TypeError or ValueError unless a part runs on a device, with this step, heads of this width."""
-    if device not in DEVICES:
-        raise ValueError(f"device is {device!r}; it must be one of {', '.join(DEVICES)}")
+    check_device(device)
     if device not in part.dtypes:
-        others = " and ".join(name for name, each in PARTS.items() if device in each.dtypes)
+        others = " and ".join(running_on(device))
         raise ValueError(f"device is {device!r}; {part.name} does not run there, only {others}")
     if step is not None:
         check_step(step)

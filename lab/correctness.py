@@ -21,7 +21,8 @@ from attention_ext import PARTS, attention, extension
 from attention_ext.cuda import kernels
 from attention_ext.cuda.steps import WIDEST
 from attention_ext.parts import Dtype, check_dtype
-from lab import gpu, machine
+from lab import machine
+from lab.cuda import gpu
 
 B, H, D = 1, 4, 32  # the lab's sizes
 # Relative and absolute, of a difference. The lab allows 1e-4 on outputs of 0.08 to 0.2, and rounding is 1e-7.

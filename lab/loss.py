@@ -10,7 +10,7 @@ import torch
 
 from attention_ext import attention
 from attention_ext.parts import check_part
-from generation.engine import check_device, on_device, rounded, with_rounded_cache
+from generation.engine import check_kernel, on_device, rounded, with_rounded_cache
 from model import corpus
 from model.checkpoint import load
 from model.train import evaluate
@@ -48,7 +48,7 @@ def held_out(
     """
     row = check_part(part)
     checkpoint = load(model, with_rounded_cache(partial(attention, part, causal=True, step=step), kv_cache))
-    check_device(device, row, step, checkpoint.model.config.head_dim)
+    check_kernel(device, row, step, checkpoint.model.config.head_dim)
     gpt = on_device(rounded(checkpoint.model, weights), device, row, step)
     _, held_out = corpus.split(text)
     ids = checkpoint.tokenizer.encode(held_out)

@@ -92,7 +92,7 @@ def copy_tree(source: Path, target: Path, **options) -> Path:
 
 
 class FakeGpu:
-    """In place of lab.gpu.Gpu: a GPU on which a call takes 1 ms, twice that with a cold cache."""
+    """In place of lab.cuda.gpu.Gpu: a GPU on which a call takes 1 ms, twice that with a cold cache."""
 
     device, l2 = torch.device("cpu"), 50 << 20
 

@@ -18,6 +18,8 @@ from app.cli.options import (
     device_option,
     dtype_option,
     notice,
+    on_command_line,
+    refuse_options_of_the_other_device,
     save_option,
     size_option,
     take,
@@ -306,8 +308,6 @@ def plan_of(sizes: SweepOptions, tune: bool) -> list:
 
 # The homework's case.
 ON_CUDA = {"lengths": (4096,), "heads": 1, "batch": 100}
-# Each step has its own tile, and the CPU's threads only launch.
-NOT_ON_CUDA = ("br", "bc", "threads", "simds", "tune", "budget", "show")
 # Of bench: options that only one other one gives a meaning, and those that another one leaves without any.
 ONLY_WITH = {"show": "tune", "budget": "tune", "fail_on_regression": "compare", "threshold": "compare"}
 SWEEP = (*SweepOptions.__dataclass_fields__, "causal")
@@ -338,12 +338,7 @@ def refuse_options_that_do_nothing(context: click.Context) -> None:
         for p in context.command.params
         if on_command_line(context, str(p.name))
     }
-    if context.params["device"] == "cuda":
-        for name in NOT_ON_CUDA:
-            if name in given:
-                raise click.UsageError(f"{given[name]} does not go with --device cuda")
-    elif "l2s" in given:
-        raise click.UsageError(f"{given['l2s']} goes with --device cuda only")
+    refuse_options_of_the_other_device()
     for name, needed in ONLY_WITH.items():
         if name in given and needed not in given:
             raise click.UsageError(f"{given[name]} goes with --{needed} only")
@@ -351,8 +346,3 @@ def refuse_options_that_do_nothing(context: click.Context) -> None:
         for other in useless:
             if name in given and other in given:
                 raise click.UsageError(f"{given[other]} does not go with {given[name]}")
-
-
-def on_command_line(context: click.Context, name: str) -> bool:
-    """Whether a parameter was given by the user."""
-    return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE

@@ -32,19 +32,20 @@ from app.cli.options import (
     top_k_option,
     weights_option,
 )
-from attention_ext import PARTS, processor
-from lab.gpus import SHEETS
+from attention_ext import processor
+from attention_ext.parts import running_on
+from lab.cuda.architectures import SHEETS
 
 
 @click.command()
 @part_argument
-@size_option("-B", "batch", most=MOST_HEADS, help="Texts in the batch.", show_default="1, on cuda 100")
-@size_option("-N", "N", help="Number of keys and of queries.", show_default="1024, on cuda 4096")
-@size_option("--queries", "cuda_queries", help="Queries, on cuda.", show_default="as many as keys")
+@size_option("-B", "--batch", most=MOST_HEADS, help="Batch size.", show_default="1; 100 on CUDA")
+@size_option("-N", "N", help="Number of keys and of queries.", show_default="1024; 4096 on CUDA")
+@size_option("--queries", "cuda_queries", help="Number of queries, on CUDA.", show_default="as many as keys")
 @size_option("-d", "d", default=32, most=WIDEST_HEAD, help="Head width.")
 @tile_options()
 @click.option("--causal", is_flag=True, help="Use a causal mask.")
-@size_option("--heads", most=MOST_HEADS, help="Number of heads.", show_default="4, on cuda 1")
+@size_option("--heads", most=MOST_HEADS, help="Number of heads.", show_default="4; 1 on CUDA")
 @one_thread_option
 @simd_option
 @dtype_option
@@ -81,11 +82,11 @@ def explain(
     if device == "cuda":
         if part != "part4":
             raise click.UsageError(f"PART is {part}; it must be part4 with --device cuda")
-        from lab import explain_cuda
+        from lab.cuda import explain as on_cuda
 
         asked = {name: sizes[name] for name in ("N", "d", "batch", "heads", "causal", "dtype")}
-        question = explain_cuda.Question(**asked, queries=cuda_queries, step=step, arch=arch)
-        explain_cuda.explain(question, click.echo)
+        question = on_cuda.Question(**asked, queries=cuda_queries, step=step, arch=arch)
+        on_cuda.explain(question, click.echo)
         return
     from lab.bench import cases
     from lab.explain import explain as explained
@@ -159,7 +160,7 @@ def profile(model: str, form: str, threads: int | None, **options) -> None:
 
 
 @click.command()
-@click.argument("parts", default=",".join(PARTS))
+@click.argument("parts", required=False)
 @model_option
 @click.option("--prompt", default="\n", help="Text to continue.", show_default="a line end")
 @click.option(
@@ -178,7 +179,7 @@ def profile(model: str, form: str, threads: int | None, **options) -> None:
 @step_option
 @one_thread_option
 def race(
-    parts: str,
+    parts: str | None,
     model: str,
     prompt: str,
     threads: int,
@@ -192,8 +193,8 @@ def race(
     On a terminal the texts grow in columns at their true relative speeds. A table then shows the speeds, and
     the last line whether the texts are identical; if not, the exit code is 1. part0 has the torch engine
     alone: with --engine torch the parts differ in attention only. With a KV cache a token takes one row of
-    attention and the parts are close; --no-kv-cache shows the differences. With --device cuda PARTS must be
-    part0,part4.
+    attention and the parts are close; --no-kv-cache shows the differences. All parts
+    race by default, with --device cuda part0,part4.
     """
     refuse_options_of_the_other_device()
     processor.let_waiting_threads_sleep()
@@ -202,7 +203,7 @@ def race(
     from lab import race as racing
     from model import load
 
-    names = racing.parse_parts(parts)
+    names = racing.parse_parts(",".join(running_on(options["device"])) if parts is None else parts)
     runners = racing.line_up(
         load(model),
         names,

@@ -129,7 +129,7 @@ def save_option(kind: str, what: str) -> Decorator:
         if value != "":
             return value
         if context.params.get("device") == "cuda":
-            from lab import gpu
+            from lab.cuda import gpu
 
             return str(saved.default_file(f"{kind}_cuda", gpu.slug()))
         return str(saved.default_file(kind))
@@ -219,7 +219,7 @@ device_option = click.option(
     default="cpu",
     is_eager=True,  # the defaults of other options depend on it
     show_default=True,
-    help="Where attention runs; cuda is a GPU of NVIDIA, for part0 and part4.",
+    help="Where attention runs; cuda is an NVIDIA GPU, for part0 and part4.",
 )
 step_option = click.option(
     "--step",
@@ -227,7 +227,10 @@ step_option = click.option(
     help="Part4's kernel on CUDA; the fastest that accepts the inputs unless given.",
 )
 # What goes with one device only, by the names of the commands' parameters.
-ONE_DEVICE = {"cpu": ("br", "bc", "threads", "simd", "cachegrind"), "cuda": ("step", "arch", "cuda_queries")}
+ONE_DEVICE = {
+    "cpu": ("br", "bc", "threads", "simd", "simds", "cachegrind", "tune", "budget", "show"),
+    "cuda": ("step", "arch", "cuda_queries", "l2s"),
+}
 weights_option = click.option(
     "--weights",
     type=click.Choice([precision.value for precision in Precision]),
@@ -277,13 +280,19 @@ seed_option = click.option(
 part_argument = click.argument("part", type=click.Choice(list(PARTS)), metavar="PART")
 
 
+def on_command_line(context: click.Context, name: str) -> bool:
+    """Whether a parameter was given by the user."""
+    return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
 def refuse_options_of_the_other_device() -> None:
     """Raise UsageError if the current command was given an option that does not go with its --device."""
     context = click.get_current_context()
     for device, names in ONE_DEVICE.items():
         for option in context.command.params:
-            given = context.get_parameter_source(str(option.name)) is click.core.ParameterSource.COMMANDLINE
-            if not given or option.name not in names or context.params["device"] == device:
+            if option.name not in names or context.params["device"] == device:
+                continue
+            if not on_command_line(context, option.name):
                 continue
             if device == "cuda":
                 raise click.UsageError(f"{option.opts[0]} goes with --device cuda only")

@@ -13,6 +13,7 @@ from app.cli.options import (
     dtype_option,
     engine_option,
     kv_cache_option,
+    on_command_line,
     refuse_options_of_the_other_device,
     set_threads,
     simd_option,
@@ -23,10 +24,11 @@ from app.cli.options import (
     weights_option,
 )
 from attention_ext import PARTS
+from attention_ext.parts import running_on
 
 BOTH_MODES = {"br", "bc", "threads", "simd", "inference", "device", "step"}
 TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype"}
-WITH_CUDA = tuple(name for name, part in PARTS.items() if "cuda" in part.dtypes)
+WITH_CUDA = running_on("cuda")
 WITH_STEPS = tuple(name for name in WITH_CUDA if PARTS[name].operator)
 
 part_options = all_of(
@@ -81,7 +83,7 @@ def refuse_options_of_the_other_mode(context: click.Context) -> None:
     """Raise UsageError for an option that would be ignored."""
     for option in context.command.params:
         name = str(option.name)
-        if context.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE:
+        if not on_command_line(context, name):
             continue
         if context.params["inference"] and name in TEST_ONLY:
             raise click.UsageError(f"{option.opts[0]} does not go with --inference")

@@ -71,17 +71,13 @@ def flash_attention(
     q: (B, H, Nq, d). k, v: (B, H, Nk, d), d up to 256. float32, any strides: tensors on a GPU, whose kernel
     runs on PyTorch's current stream, or NumPy's arrays in the simulator.
     causal: query i sees the keys j <= i + (Nk - Nq). scale: 1/sqrt(d) unless given. state: one of STATES.
-    br, bc: queries and keys of a tile; tile()'s unless given.
+    br, bc: queries and keys of a tile, each at least 1; tile()'s unless given.
+    Raises ValueError, naming the argument, for wrong shapes and values, TypeError for another dtype.
     """
+    _check(q, k, v, causal, state, br, bc)
     B, H, Nq, d = q.shape
     Nk = k.shape[2]
-    if state not in STATES:
-        raise ValueError(f"state is {state!r}; it must be one of {', '.join(STATES)}")
-    if d > WIDEST:
-        raise ValueError(f"d is {d}; it must be at most {WIDEST}")
-    if causal and Nq > Nk:
-        raise ValueError(f"q has Nq={Nq} rows; with a causal mask it may have at most Nk={Nk}")
-    br, bc = (given or default for given, default in zip((br, bc), tile(d)))
+    br, bc = (default if given is None else given for given, default in zip((br, bc), tile(d)))
     parts = _parts(d)
     scale = d**-0.5 if scale is None else scale
     blocks = B * H * -(-Nq // br)
@@ -103,6 +99,30 @@ def flash_attention(
     with torch.cuda.device(q.device), cuda.gpus[q.device.index]:
         stream = cuda.external_stream(torch.cuda.current_stream().cuda_stream)
         return launch(torch.Tensor.contiguous, q.new_empty, stream)
+
+
+def _check(q: Any, k: Any, v: Any, causal: bool, state: str, br: int | None, bc: int | None) -> None:
+    if state not in STATES:
+        raise ValueError(f"state is {state!r}; it must be one of {', '.join(STATES)}")
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if len(t.shape) != 4 or 0 in t.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(t.shape)}; it must be (B, H, N, d) with no empty dimension"
+            )
+        if str(t.dtype).removeprefix("torch.") != "float32":
+            raise TypeError(f"{name} is {t.dtype}; it must be float32")
+    B, H, Nq, d = q.shape
+    Nk = k.shape[2]
+    for name, t in (("k", k), ("v", v)):
+        if tuple(t.shape) != (B, H, Nk, d):
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {(B, H, Nk, d)}")
+    if d > WIDEST:
+        raise ValueError(f"d is {d}; it must be at most {WIDEST}")
+    if causal and Nq > Nk:
+        raise ValueError(f"q has Nq={Nq} rows; with a causal mask it may have at most Nk={Nk}")
+    for name, size in (("br", br), ("bc", bc)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name} is {size}; it must be at least 1")
 
 
 def tile(d: int) -> tuple[int, int]:

@@ -16,23 +16,11 @@ def box_columns(d: int) -> int:
     return 32 if d <= 32 else 64
 
 
-def encodable(t: torch.Tensor) -> bool:
-    """Whether the copy engine can read `t` (B, H, N, d) where it is. If not, pad or copy it first.
-
-    Its address and its strides must be multiples of 16 bytes, and a row must not repeat the one before it. An
-    expanded batch or head, of stride 0, needs no copy.
-    """
-    batch, head, row, column = (stride * t.element_size() for stride in t.stride())
-    return (
-        t.data_ptr() % 16 == 0
-        and (column == t.element_size() or t.shape[3] == 1)
-        and (row > 0 or t.shape[2] == 1)
-        and all(stride % 16 == 0 and stride < 2**40 for stride in (batch, head, row))
-    )
-
-
 def tensor_map(t: torch.Tensor, rows: int) -> driver.CUtensorMap:
     """The map of `t` (B, H, N, d) for copies of `rows` rows and `box_columns(d)` columns.
+
+    Its address and its strides must be multiples of 16 bytes, and its rows contiguous and apart from each
+    other. An expanded batch or head, of stride 0, needs no copy.
 
     Encoding runs on the CPU alone: it neither synchronises nor touches the stream. A launch copies the map,
     so a captured graph keeps its own.

@@ -79,13 +79,13 @@ def step4(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
         columns, bc, warps, _, dims, keys = sizes
         warp_rows = 8 * 32 // columns
         br, width = warps * warp_rows, -(-d // (4 * columns)) * 4 * columns
-        slab = max(bc * _odd(dims), keys * width)
+        slab = max(bc * odd_vectors(dims), keys * width)
         p_row = warp_rows + (4 if columns == 32 else 8)
-        numbers = br * _odd(-(-d // dims) * dims) + 2 * slab + warps * keys * p_row
+        numbers = br * odd_vectors(-(-d // dims) * dims) + 2 * slab + warps * keys * p_row
         yield Tile(br, bc, (32 * warps, 1), 4 * numbers, macros)
 
 
-def _odd(n: int) -> int:
+def odd_vectors(n: int) -> int:
     """At least n numbers, an odd number of 16 bytes."""
     return 4 * (n // 4 | 1)
 

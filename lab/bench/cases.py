@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from attention_ext import PARTS, SIMD, tiles
 from attention_ext.cuda.steps import MOST_SPLIT, STEPS
-from attention_ext.parts import DEVICES, Dtype, check_dtype, resolve_simd
+from attention_ext.parts import DEVICES, Dtype, check_device, check_dtype, resolve_simd, running_on
 from lab import costs, machine
 
 # part4_amx.cpp takes so many queries or more, for these SIMD helpers.
@@ -124,6 +124,7 @@ def plan(
     simds to choose, and every contender is timed with each of l2s, of L2. Raises ValueError naming the
     argument that is wrong.
     """
+    check_device(device)
     choices = (("contender", names, known_on(device)), ("simd", simds, SIMD), ("l2", l2s, L2))
     for what, chosen, known in choices:
         for name in chosen:
@@ -172,8 +173,7 @@ def _hides(causal: bool, queries: int | None, N: int) -> bool:
 
 def known_on(device: str) -> tuple[str, ...]:
     """What can be timed on a device of DEVICES."""
-    parts = (name for name, part in PARTS.items() if device in part.dtypes)
-    return (*parts, *(OTHERS if device == "cpu" else ON_CUDA))
+    return (*running_on(device), *(OTHERS if device == "cpu" else ON_CUDA))
 
 
 def step_before(contender: str) -> str | None:

@@ -122,7 +122,7 @@ def numba_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     """The kernels in Numba, with the state spilled or in registers. Raises ValueError where they fail."""
     state = cell.contender.removeprefix("numba-")
     try:
-        from attention_ext.cuda import numba_flash  # type: ignore[attr-defined]
+        from attention_ext.cuda import numba_flash
 
         numba_flash.flash_attention(q, k, v, causal=cell.causal, state=state)
     except torch.OutOfMemoryError:

@@ -1,8 +1,8 @@
 """gpt.py bench --device cuda: attention on a GPU over a sweep of sizes, each result verified first.
 
 All cells of a case share their inputs and one float64 result, and are timed in turn, round by round, so that
-a change of the GPU's clock meets all of them alike. lab.gpu says how a call is timed. A round records its
-median call. A contender that refuses a case is skipped, with its reason.
+a change of the GPU's clock meets all of them alike. lab.cuda.gpu says how a call is timed. A round records
+its median call. A contender that refuses a case is skipped, with its reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lab.bench.cases import Cell, check_memory
 from lab.bench.contenders import Call, contenders
 from lab.bench.measure import MIN_TIME_SECONDS, ROUNDS, Spent, compared, exact_output, inputs
 from lab.bench.results import Result, Run
-from lab.gpu import Gpu
+from lab.cuda.gpu import Gpu
 
 MOST_CALLS = 50  # whose launches the host may be ahead
 SHORT_CALL_SECONDS = 0.005  # before shorter calls, an untimed one brings back what the last contender evicted

@@ -132,11 +132,12 @@ def test_without_a_gpu_one_error_says_so(no_gpu, part):
         (["eval", "--device", "cuda", "--part", "part1", "--corpus", __file__], "part1 does not run there"),
         (["eval", "--device", "cuda", "--corpus", __file__], "there is no GPU"),
         (["race", "part0,part4", "--device", "cuda"], "there is no GPU"),
+        (["race", "--device", "cuda"], "there is no GPU"),
         (["race", "part0,part4", "--device", "cuda", "-t", "1"], "-t does not go with --device cuda"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
-def test_the_command_line_refuses(failed, no_gpu, monkeypatch, tmp_path, arguments, message):
+def test_the_command_line_refuses(failed, no_gpu, arguments, message):
     assert message in failed(*arguments)
 
 

@@ -95,7 +95,7 @@ def test_without_a_gpu(failed, part):
 
 def test_without_nvrtc(failed, monkeypatch):
     """As on a machine with a GPU and without cuda-core."""
-    from lab import gpu
+    from lab.cuda import gpu
 
     def missing() -> None:
         raise nvrtc.missing("cuda.core is missing")

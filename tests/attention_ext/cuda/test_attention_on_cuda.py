@@ -11,8 +11,7 @@ import torch
 from torch import library as torch_library
 from torch.nn import functional as F
 
-from attention_ext import PARTS, attention, operator, reference
-from attention_ext.cuda import kernels, steps
+from attention_ext import attention, operator, reference
 from attention_ext.parts import Dtype
 
 # (B, H, Nq, Nk, d): one row, odd widths, tiles that are not full, few queries, wide heads
@@ -281,41 +280,3 @@ def test_the_default_step_and_part0(gpu, dtype, shape):
     out = attention("part0", q, k, v, causal=True)
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(attention("part4", q, k, v, causal=True), out, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("part", [name for name, part in PARTS.items() if "cuda" not in part.dtypes])
-def test_parts_1_to_3_are_refused(gpu, part):
-    with pytest.raises(ValueError, match=f"q is on cuda:0; it must be on the CPU in {part}"):
-        attention(part, *qkv(1, 1, 4, 4, 8))
-
-
-def test_wrong_arguments_are_named(gpu):
-    q, k, v = qkv(1, 1, 4, 4, 8)
-    wide = qkv(1, 1, 4, 4, 257)
-    for given, error, message in [
-        (dict(step="7"), ValueError, "step is '7'; it must be one of 1, 2-unpadded, 2"),
-        (dict(step=2.5), TypeError, "step is a float; it must be a name or a number"),
-        (dict(br=64), ValueError, "br is 64; it must be None on CUDA"),
-        (dict(k=k.cpu()), ValueError, "k is on cpu; it must be on q's cuda:0"),
-        (
-            dict(q=q.double(), k=k.double(), v=v.double()),
-            TypeError,
-            "q is torch.float64; it must be torch.float32",
-        ),
-        (dict(zip("qkv", wide)), ValueError, "q has d=257; it must be at most 256 on CUDA"),
-    ]:
-        with pytest.raises(error, match=message):
-            attention("part4", **dict(q=q, k=k, v=v) | given)
-
-
-def test_a_gpu_that_is_too_old_or_small_is_named(gpu, monkeypatch):
-    old = kernels.Gpu("Old GPU", (7, 0), 48 * 1024, 80)
-    monkeypatch.setattr(kernels, "gpu", lambda index: old)
-    with pytest.raises(
-        ValueError, match="step is '2'; it needs compute capability 7.5 or more; Old GPU has 7.0"
-    ):
-        kernels.choose("2", 32, Dtype.FP32, 0)
-    with pytest.raises(
-        ValueError, match="with d = 256 it needs .* bytes of shared memory, and this GPU gives"
-    ):
-        steps.STEPS["2"].tile(256, Dtype.FP32, 48 * 1024)

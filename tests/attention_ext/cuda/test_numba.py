@@ -168,6 +168,9 @@ def test_scores_of_minus_infinity(flash, state):
         (dict(state="shared"), "state is 'shared'; it must be one of registers, spilled"),
         (dict(shape=(1, 1, 2, 2, 257)), "d is 257; it must be at most 256"),
         (dict(shape=(1, 1, 3, 2, 4), causal=True), "q has Nq=3 rows; .* at most Nk=2"),
+        (dict(shape=(1, 1, 2, 0, 4)), r"k has shape \(1, 1, 0, 4\); it must be \(B, H, N, d\) with no empty"),
+        (dict(br=0), "br is 0; it must be at least 1"),
+        (dict(bc=-1), "bc is -1; it must be at least 1"),
     ],
 )
 def test_wrong_arguments_are_named(flash, change, message):
@@ -175,6 +178,16 @@ def test_wrong_arguments_are_named(flash, change, message):
     tensors = qkv(*options.pop("shape", (1, 1, 2, 2, 4)))
     with pytest.raises(ValueError, match=message):
         flash(*tensors, **options)
+
+
+def test_wrong_tensors_are_named(flash):
+    q, k, v = qkv(1, 2, 3, 4, 8)
+    with pytest.raises(TypeError, match="k is .*float64; it must be float32"):
+        flash(q, k.double(), v)
+    with pytest.raises(ValueError, match=r"v has shape \(1, 2, 3, 8\); it must be \(1, 2, 4, 8\)"):
+        flash(q, k, v[:, :, :3])
+    with pytest.raises(ValueError, match=r"q has shape \(2, 3, 8\); it must be \(B, H, N, d\)"):
+        flash(q[0], k, v)
 
 
 @pytest.mark.parametrize("state", STATES)

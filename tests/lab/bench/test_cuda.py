@@ -17,7 +17,7 @@ from lab.bench.cases import Cell, plan
 CASE = dict(lengths=(64,), widths=(16,), heads=2, device="cuda")
 
 
-def on_cpu(monkeypatch, slow=()):
+def on_cpu(monkeypatch):
     """Let part0 compute the steps."""
 
     def pretend(part, q, k, v, *, causal=False, step=None, **options):
@@ -50,6 +50,7 @@ def test_a_plan_is_every_contender_with_a_warm_and_a_cold_cache():
         (dict(names=["part1"]), "contender is 'part1'; on CUDA it must be one of part0, part4, step1,"),
         (dict(names=["onnx"]), "contender is 'onnx'; on CUDA it must be one of"),
         (dict(names=["numba-spilled"], dtype="bf16"), "contender 'numba-spilled' takes fp32 only"),
+        (dict(names=["part0"], device="tpu"), "device is 'tpu'; it must be one of cpu, cuda"),
         (dict(names=["step1"], l2s=["hot"]), "l2 is 'hot'; on CUDA it must be one of warm, cold"),
         (dict(names=["step1"], queries=3, masks=[True]), "queries is 3; with a causal mask it must be 1 or"),
         (dict(names=["step1"], device="cpu"), "contender is 'step1'; it must be one of part0,"),

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attention_ext.cuda.steps import Step, spans
-from attention_ext.cuda.tiles import Tile
+from attention_ext.cuda.tiles import Tile, odd_vectors
 from lab.costs import Case, Stream
 
 BANKS, NUMBER = 32, 4  # of shared memory; bytes of a number in a bank
@@ -288,17 +288,13 @@ def _step3(of: Launch) -> Count:
 def _step4(of: Launch) -> Count:
     """TX threads share a row; a thread has TM rows, BC / TX keys and d / TX columns of O."""
     m, d = of.tile.macros, of.d
-    TX, TM, BC, WARPS = m.get("TX", 8), m.get("TM", 8), of.tile.bc, of.tile.threads[0] // 32
-    dims = m.get("DIMS", d)
+    TX, TM, BC, WARPS, dims = m["TX"], m["TM"], m["BC"], m["WARPS"], m["DIMS"]
     groups, deep = 32 // TX, -(-d // dims) * dims
-
-    def odd(numbers: int) -> int:
-        return 4 * (numbers // 4 | 1)
 
     columns = -(-d // (4 * TX)) * 4  # of O, of a thread
     rows = TM * groups  # of a warp
-    q_row, k_row, p_row = odd(deep), odd(dims), rows + (4 if TX == 32 else 8)
-    zorder = m.get("ZORDER", 1) and TX < 32
+    q_row, k_row, p_row = odd_vectors(deep), odd_vectors(dims), rows + (4 if TX == 32 else 8)
+    zorder = TX < 32  # neighbouring lanes have neighbouring groups of rows
     rg = [lane // (2 * TX) * 2 + lane % 2 if zorder else lane // TX for lane in LANES]
     tx = [lane // 2 % TX if zorder else lane % TX for lane in LANES]
     visited, by_warp = of.visits(), of.visits(br=rows)
@@ -331,9 +327,9 @@ def _step5(of: Launch) -> Count:
     row = _up(of.d, 16 if halves else 32) * of.bytes / WAVEFRONT
 
     def shared() -> Iterator[Shared]:
-        if macros.get("Q_SHARED"):  # written once, and read again for each CHUNK of keys
+        if macros["Q_SHARED"]:  # written once, and read again for each CHUNK of keys
             parts = 1 + visited / of.tiles * of.tile.bc / macros["CHUNK"]
-            split = 2 if macros.get("Q_SPLIT") else 1  # as pairs of high and low
+            split = 2 if macros["Q_SPLIT"] else 1  # as pairs of high and low
             yield _even("Q", of.tiles * of.tile.br * row * split * parts)
         for name in "KV":
             yield _even(name, visited * (1 + warps) * of.tile.bc * row)
@@ -347,19 +343,17 @@ def _step5(of: Launch) -> Count:
 def _step6(of: Launch) -> Count:
     """Each consumer, four warps with 64 rows, has wgmma read its rows of Q, and all of a tile of K and of V.
 
-    A block is resident for the whole launch and takes one tile of queries after the other. Of every 16
-    exponentials, POLYNOMIALS are computed without the unit for them.
+    A block is resident for the whole launch and takes one tile of queries after the other.
     """
     consumers, visited = of.tile.br // 64, of.visits()
     row = (32 if of.d <= 32 else _up(of.d, 64)) * of.bytes / WAVEFRONT
-    own_unit = 1 - of.tile.macros.get("POLYNOMIALS", 0) / 16
 
     def shared() -> Iterator[Shared]:
         yield _even("Q", (of.tiles + visited) * of.tile.br * row)
         for name in "KV":
             yield _even(name, visited * (1 + consumers) * of.tile.bc * row)
 
-    exponentials = of.case.heads * visited * of.tile.br * of.tile.bc * own_unit
+    exponentials = of.case.heads * visited * float(of.tile.br * of.tile.bc)
     accesses = _together(_times(shared(), of.case.heads))
     blocks = min(of.resident, of.case.heads * of.tiles)
     return Count(1, blocks, exponentials, accesses, _once(of), tensor=1)

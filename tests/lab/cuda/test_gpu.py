@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
-
 import pytest
 import torch
 
 from attention_ext import BuildError
 from attention_ext.build import nvrtc
 from attention_ext.parts import Dtype
-from lab import gpu
+from lab.cuda import gpu
 
 
 @pytest.fixture(scope="module")
@@ -52,21 +50,16 @@ def test_limits_are_plausible(on):
 
 
 def test_a_pause_takes_its_time(on):
-    assert on.time(lambda: on.pause(0.01), 3) == pytest.approx([0.01] * 3, rel=0.05)
+    assert min(on.time(lambda: on.pause(0.01), 3)) == pytest.approx(0.01, rel=0.05)
 
 
-def test_launching_is_hidden(on):
-    """A kernel of some microseconds, launched by a slow host."""
-    small = torch.zeros(1000, device=on.device)
-
-    def slow():
-        end = 0
-        while end < 20_000:
-            end += 1
-        small.add_(1)
-
-    _, launching = on.once(slow)
-    assert statistics.median(on.time(slow, 20, launching=launching)) < 0.2 * launching
+def test_the_gpu_pauses_while_calls_are_launched(on, monkeypatch):
+    order = []
+    monkeypatch.setattr(on, "pause", lambda seconds: order.append(seconds))
+    on.time(lambda: order.append("call"), 3, launching=1e-3)
+    assert order == [pytest.approx(3e-3 * gpu.HOST_MARGIN), "call", "call", "call"]
+    on.time(lambda: None, 1, launching=1.0)
+    assert order[-1] == gpu.LONGEST_PAUSE
 
 
 def test_memory_is_what_is_allocated(on):

@@ -7,7 +7,7 @@ import json
 import pytest
 from support import script
 
-from lab import nsight
+from lab.cuda import nsight
 
 HEAD = (
     '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size",'

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LAUNCHES = 16  # that are counted; step 1 has one for each tile of keys
 SECONDS = 300  # that ncu may take; it runs each launch several times
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import statistics
@@ -14,10 +15,10 @@ from attention_ext.cuda import steps
 from attention_ext.cuda.steps import WIDEST, Step
 from attention_ext.cuda.tiles import Tile
 from attention_ext.parts import BuildError, Dtype, check_dtype
-from lab import costs_cuda, gpus, nsight
 from lab.costs import Case
-from lab.costs_cuda import WAVEFRONT, Count, Launch
-from lab.gpus import EXPONENTIALS, SHARED_BYTES, SHEETS, Device, Occupancy, occupancy
+from lab.cuda import architectures, costs, nsight
+from lab.cuda.architectures import EXPONENTIALS, SHARED_BYTES, SHEETS, Device, Occupancy, occupancy
+from lab.cuda.costs import WAVEFRONT, Count, Launch
 from lab.machine import size_text
 
 LONGEST = 2**24  # N; counting goes over the tiles
@@ -65,7 +66,7 @@ class Answer:
     def count(self) -> Count | None:
         """The step's own count; None if it has none."""
         resident = self.blocks * self.on.multiprocessors
-        return costs_cuda.costs(Launch(self.case, self.step, self.tile, resident))
+        return costs.costs(Launch(self.case, self.step, self.tile, resident))
 
 
 def explain(asked: Question, echo: Callable[[str], None]) -> None:
@@ -121,7 +122,7 @@ def compiled(asked: Question) -> Answer:
         except BuildError as error:
             raise BuildError(f"{error}; --arch {'|'.join(SHEETS)} explains a step without a GPU") from None
         index = torch.cuda.current_device()
-        on, gpu = gpus.here(index), kernels.gpu(index)
+        on, gpu = architectures.here(index), kernels.gpu(index)
     else:
         index, on = 0, SHEETS[asked.arch]
         gpu = kernels.Gpu(on.name, on.capability, on.architecture.block_shared, on.multiprocessors)
@@ -201,7 +202,7 @@ def moved_table(count: Count, on: Device) -> str:
                 name,
                 near.wavefronts if near else 0,
                 near.wavefronts / near.fewest if near and near.fewest else 0,
-                costs_cuda.most(far) if far else 0,
+                costs.most(far) if far else 0,
                 far.traffic(on.l2) if far else 0,
             )
         )
@@ -244,36 +245,32 @@ def bound_text(answer: Answer, count: Count | None) -> str:
 
 
 def measured(asked: Question, answer: Answer) -> tuple[float, float]:
-    """The median seconds of a call, by CUDA events, and their interquartile range.
+    """The median seconds of a call, timed as bench times it, and their interquartile range.
 
     Raises ValueError if the tensors do not fit the GPU's memory.
     """
     import torch
 
     from attention_ext import attention
+    from lab.cuda.gpu import Gpu
 
+    gpu = Gpu()
     dtype = getattr(torch, Dtype(asked.dtype).torch_name)
     row = asked.batch * asked.heads * asked.d
     numbers = row * (2 * asked.lengths[0] + 2 * asked.N)
     need = numbers * (dtype.itemsize + 4)  # step 1 has a state in float32, others have padded copies
-    free, _ = torch.cuda.mem_get_info()
+    free = gpu.free()
     if need > free:
         raise ValueError(
             f"N is {asked.N}; q, k, v and the output need {size_text(need)} and {size_text(free)} are free "
             "on the GPU, so it must be smaller"
         )
     shape = (asked.batch, asked.heads)
-    q, k, v = (torch.randn(*shape, rows, asked.d, device="cuda", dtype=dtype) for rows in asked.lengths)
-    times = []
-    for i in range(WARM_UPS + REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        attention("part4", q, k, v, causal=asked.causal, step=answer.step.name)
-        end.record()
-        if i >= WARM_UPS:
-            times.append((start, end))
-    torch.cuda.synchronize()
-    seconds = [1e-3 * start.elapsed_time(end) for start, end in times]
+    q, k, v = (torch.randn(*shape, rows, asked.d, device=gpu.device, dtype=dtype) for rows in asked.lengths)
+    call = functools.partial(attention, "part4", q, k, v, causal=asked.causal, step=answer.step.name)
+    gpu.time(call, WARM_UPS)
+    _, launching = gpu.once(call)
+    seconds = gpu.time(call, REPEATS, launching=launching)
     low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
     return median, high - low
 

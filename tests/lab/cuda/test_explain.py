@@ -7,16 +7,18 @@ import re
 
 import pytest
 import torch
+from support import FakeGpu
 
 from attention_ext import BuildError
 from attention_ext.build import nvrtc
 from attention_ext.cuda import kernels
 from attention_ext.cuda.steps import STEPS
 from attention_ext.parts import Dtype
-from lab import explain_cuda, nsight
-from lab.costs_cuda import COUNTS
-from lab.explain_cuda import Question, compiled, explain
-from lab.gpus import SHEETS, occupancy
+from lab.cuda import explain as explaining
+from lab.cuda import nsight
+from lab.cuda.architectures import SHEETS, occupancy
+from lab.cuda.costs import COUNTS
+from lab.cuda.explain import Question, compiled, explain
 
 ASKED = dict(N=256, d=32, batch=2, heads=3, causal=False, dtype="fp32")
 
@@ -174,12 +176,12 @@ def test_what_nsight_counted_stands_beside_the_count(compiler):
         "memory read": 1e6,
         "memory write": 1e6,
     }
-    text = explain_cuda.nsight_text(nsight.Counted(4, 1e-3, values), answer.count, answer.on)
+    text = explaining.nsight_text(nsight.Counted(4, 1e-3, values), answer.count, answer.on)
     assert "of one call, 1 ms, of 4 of its launches" in text
     assert re.search(r"achieved occupancy +48.3 %", text) and re.search(r"SM efficiency +not counted", text)
     assert re.search(r"shared load throughput +3,000 GB/s", text)
     half = answer.count.wavefronts * 128 / 2
-    assert f"shared bytes: 3.73 GiB; by the step's count {explain_cuda.size_text(half)}" in text
+    assert f"shared bytes: 3.73 GiB; by the step's count {explaining.size_text(half)}" in text
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -194,6 +196,28 @@ def test_the_driver_counts_the_same_blocks(gpu, step, d):
     tile = row.tile(d, Dtype(dtype), on.shared)
     own = occupancy(answer.on.architecture, math.prod(tile.threads), answer.resources.registers, tile.shared)
     assert own.blocks == answer.blocks
+
+
+def test_a_call_is_timed_as_in_bench(compiler, monkeypatch):
+    asked = Question(**ASKED, arch="sm_90", step="2")
+    seen = []
+
+    def pretend(part, q, k, v, *, causal, step):
+        seen.append((part, tuple(q.shape), step))
+        return q
+
+    class Calling(FakeGpu):
+        def once(self, call):
+            call()
+            return super().once(call)
+
+    monkeypatch.setattr("attention_ext.attention", pretend)
+    monkeypatch.setattr("lab.cuda.gpu.Gpu", Calling)
+    assert explaining.measured(asked, compiled(asked)) == (1e-3, 0)
+    assert seen == [("part4", (2, 3, 256, 32), "2")]
+    monkeypatch.setattr("lab.cuda.gpu.Gpu", lambda: FakeGpu(free=1000))
+    with pytest.raises(ValueError, match="N is 256; q, k, v and the output need 1.5 MiB and 1000 B are free"):
+        explaining.measured(asked, compiled(asked))
 
 
 def test_it_is_measured_on_a_gpu(gpu, monkeypatch):

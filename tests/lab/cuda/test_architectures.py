@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attention_ext.cuda.steps import STEPS
-from lab.gpus import ARCHITECTURES, KIB, SHEETS, Device, occupancy
+from lab.cuda.architectures import ARCHITECTURES, KIB, SHEETS, Device, occupancy
 
 # threads, registers, shared bytes, the blocks by CUDA's occupancy calculator
 KNOWN = [

@@ -1,0 +1,78 @@
+"""What attention() checks and promises on CUDA. PyTorch's fake tensors need no GPU and no memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from attention_ext import PARTS, attention
+from attention_ext.cuda import kernels, steps
+from attention_ext.parts import Dtype
+
+
+@pytest.fixture(autouse=True)
+def fake():
+    """Let tensors have no data."""
+    with FakeTensorMode():
+        yield
+
+
+def qkv(Nq=4, Nk=4, d=8, dtype=torch.float32, device="cuda"):
+    return tuple(torch.empty(1, 2, n, d, dtype=dtype, device=device) for n in (Nq, Nk, Nk))
+
+
+@pytest.mark.parametrize("dtype", Dtype, ids=str)
+def test_the_operators_fake(dtype):
+    q, k, v = qkv(5, 7, 33, getattr(torch, dtype.torch_name))
+    q = torch.empty_strided(q.shape, (1, 1, 2, 10), dtype=q.dtype, device="cuda")
+    out, lse = attention("part4", q, k, v, causal=True, return_lse=True)
+    assert out.shape == q.shape and out.is_contiguous() and (out.dtype, out.device) == (q.dtype, q.device)
+    assert lse.shape == q.shape[:3] and (lse.dtype, lse.device) == (torch.float32, q.device)
+    assert attention("part4", q, k, v).shape == q.shape
+
+
+@pytest.mark.parametrize("part", [name for name, part in PARTS.items() if "cuda" not in part.dtypes])
+def test_parts_1_to_3_are_refused(part):
+    with pytest.raises(ValueError, match=f"q is on cuda:0; it must be on the CPU in {part}"):
+        attention(part, *qkv())
+
+
+@pytest.mark.parametrize(
+    "sizes, options, error, message",
+    [
+        ({}, dict(step="7"), ValueError, "step is '7'; it must be one of 1, 2-unpadded, 2"),
+        ({}, dict(step=2.5), TypeError, "step is a float; it must be a name or a number"),
+        ({}, dict(step=True), TypeError, "step is a bool; it must be a name or a number"),
+        ({}, dict(br=64), ValueError, "br is 64; it must be None on CUDA"),
+        ({}, dict(bc=64), ValueError, "bc is 64; it must be None on CUDA"),
+        (dict(dtype=torch.float64), {}, TypeError, "q is torch.float64; it must be torch.float32 or torch.b"),
+        (dict(d=257), {}, ValueError, "q has d=257; it must be at most 256 on CUDA in part4"),
+        (dict(Nq=2**31), {}, ValueError, "Nq is 2147483648; it must be at most 2147482624 on CUDA in part4"),
+        (dict(Nk=2**31), {}, ValueError, "Nk is 2147483648; it must be at most 2147482624 on CUDA in part4"),
+        (dict(Nq=5), dict(causal=True), ValueError, "q has "),
+        (dict(device="cpu"), dict(step=2), ValueError, "step is 2; it must be None for tensors on cpu"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_is_named(sizes, options, error, message):
+    with pytest.raises(error, match=message):
+        attention("part4", *qkv(**sizes), **options)
+
+
+def test_tensors_on_two_devices_are_named():
+    q, k, v = qkv()
+    for other in ("cpu", "cuda:1"):
+        with pytest.raises(ValueError, match=f"k is on {other}; it must be on q's cuda:0"):
+            attention("part4", q, k.to(other), v)
+
+
+def test_a_gpu_that_is_too_old_or_small_is_named(monkeypatch):
+    old = kernels.Gpu("Old GPU", (7, 0), 48 * 1024, 80)
+    monkeypatch.setattr(kernels, "gpu", lambda index: old)
+    with pytest.raises(ValueError, match="step is '2'; it needs compute capability 7.5 or more; Old GPU has"):
+        kernels.choose("2", 32, Dtype.FP32, 0)
+    with pytest.raises(ValueError, match="step is '4'; it takes fp32, not bf16"):
+        kernels.choose("4", 32, Dtype.BF16, 0)
+    with pytest.raises(ValueError, match="d = 256 it needs .* bytes of shared memory, and this GPU gives"):
+        steps.STEPS["2"].tile(256, Dtype.FP32, 48 * 1024)
