@@ -103,8 +103,8 @@ def compare(before: Run, now: Run, threshold: float = THRESHOLD) -> Comparison:
 def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
     """The comparison for people: a Markdown table of the differences, or a line that there is none."""
     lines = []
-    for what, where in (("processor", "cpu"), ("GPU", "gpu")):
-        earlier, later = (_name_of(run.machine.get(where)) for run in (before, now))
+    places = [(run.machine.get("cpu"), (run.machine.get("gpu") or {}).get("name")) for run in (before, now)]
+    for what, earlier, later in zip(("processor", "GPU"), *places):
         if earlier != later:
             lines.append(f"The earlier run was on another {what}: {earlier}.")
     lines += [f"In the run of {run.machine.get('date')}: {run.busy}" for run in (before, now) if run.busy]
@@ -134,10 +134,6 @@ def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
         figures = [f"{1e3 * each.before:.4g}", f"{1e3 * each.now:.4g}", f"{100 * each.change:+.1f} % {word}"]
         lines.append(f"| {' | '.join([*values, *figures, f'{each.p:.0e}'])} |")
     return "\n".join(lines)
-
-
-def _name_of(where: dict | str | None) -> str | None:
-    return where["name"] if isinstance(where, dict) else where
 
 
 def case(cell: Cell) -> str:

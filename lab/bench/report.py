@@ -332,6 +332,8 @@ def _check_run(run: Run) -> None:
         _check(name, rates, all(_is_number(rate) and rate > 0 for rate in rates.values()))
     _check("cache", run.cache, type(run.cache) is int and run.cache > 0)
     _check("busy", run.busy, isinstance(run.busy, str | None))
+    gpu = run.machine.get("gpu")  # header() reads its entries
+    _check("gpu", gpu, gpu is None or isinstance(gpu, dict) and bool(gpu))
 
 
 def _check(name: str, value, holds: bool) -> None:
