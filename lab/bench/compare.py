@@ -136,8 +136,8 @@ def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
     return "\n".join(lines)
 
 
-def _processor_of(run: Run) -> str:
-    return run.machine["cpu"]
+def _processor_of(run: Run) -> str | None:
+    return run.machine.get("cpu")
 
 
 def _gpu_of(run: Run) -> str | None:

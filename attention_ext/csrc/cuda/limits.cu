@@ -1,4 +1,4 @@
-// What a GPU can do at most, and a pause: lab/gpu.py measures with these. A grid has any number of blocks.
+// What a GPU can do at most, and a pause: lab/cuda/gpu.py measures with these. A grid has any number of blocks.
 
 constexpr int CHAINS = 16;    // independent multiply-adds of a thread; a warp's next one waits four cycles
 constexpr int UNROLLED = 16;  // links of each chain between two branches

@@ -212,6 +212,10 @@ def test_a_saved_run_of_a_gpu_is_read_as_it_was(tmp_path, cli):
     content["results"][0]["cell"]["device"] = "tpu"
     (tmp_path / "run.json").write_text(json.dumps(content))
     assert "device is 'tpu'" in cli("bench", "--load", "run.json").stderr
+    content["machine"]["gpu"] = {}
+    content["results"][0]["cell"]["device"] = "cuda"
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    assert "gpu is {}" in cli("bench", "--load", "run.json").stderr
 
 
 def test_a_file_without_devices_is_read(tmp_path, made):
