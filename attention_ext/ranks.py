@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 HERE = "here"  # what a rank writes that has not failed itself
 ROLL_CALL = 5.0  # seconds that a rank waits for the others' answers, at most the timeout
-COMMAND = "python -m torch.distributed.run --nproc-per-node 2 gpt.py parallel ring"
 
 
 class LostRank(RuntimeError):
@@ -39,12 +38,6 @@ class Ranks:
     device: torch.device
 
 
-def check_started() -> None:
-    """Raise ValueError, with the command, unless torchrun started this process."""
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise ValueError(f"started without torchrun; the command is: {COMMAND}")
-
-
 @contextlib.contextmanager
 def join(device: str = "cpu", timeout: float = 30.0) -> Iterator[Ranks]:
     """The process group of all ranks: gloo for 'cpu', NCCL for 'cuda'.
@@ -54,7 +47,8 @@ def join(device: str = "cpu", timeout: float = 30.0) -> Iterator[Ranks]:
     after it began to wait. torchrun's SIGTERM, which it sends when a rank has ended, ends the process with
     that sentence.
     """
-    check_started()
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise ValueError("started without torchrun: python -m torch.distributed.run --nproc-per-node P ...")
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local = int(os.environ.get("LOCAL_WORLD_SIZE", count))
     where = torch.device("cpu")
