@@ -28,7 +28,7 @@ MOST_NUMBERS = 2**30  # of K, that are made again for the comparison with float6
 ROUNDS = 5  # of the measurement, unless one takes longer than LONG seconds
 LONG = 2.0
 SAMPLE = 512  # queries with which a rank's speed alone is measured
-PIECE = 16 << 20  # bytes with which the bandwidth is measured
+PIECES = (1 << 20, 64 << 20)  # least and most bytes with which the bandwidth is measured
 # https://github.com/zhuzilin/ring-flash-attention: eight H800, forward, % of eight times one GPU
 PUBLISHED = {"ring": 52, "striped": 74, "zigzag": 85}
 
@@ -131,30 +131,32 @@ def measure_speeds(asked: Question, ranks: Ranks, q: Tensor, k: Tensor, v: Tenso
         found[0] = asked.heads * max(1, few.shape[2] * k.shape[2]) / seconds
     dist.barrier()
     if ranks.count > 1:
-        size = max(4, min(PIECE, sent // max(1, ranks.count - 1)) // 4)
-        for place, numbers in ((1, size), (2, 1)):
-            pair = torch.zeros(2, numbers, device=ranks.device)
+        size = min(max(PIECES[0], sent // (ranks.count - 1)), PIECES[1]) // 8
+        for place, numbers, count in ((1, size, 5), (2, 1, 50)):
+            half = torch.zeros(numbers, device=ranks.device)
 
-            def turn() -> None:
+            def turn() -> None:  # as the ring does it: copied together, received into new memory
+                pair = torch.stack((half, half))
                 operations = [
-                    dist.P2POp(dist.isend, pair[0], (ranks.rank + 1) % ranks.count),
-                    dist.P2POp(dist.irecv, pair[1], (ranks.rank - 1) % ranks.count),
+                    dist.P2POp(dist.isend, pair, (ranks.rank + 1) % ranks.count),
+                    dist.P2POp(dist.irecv, torch.empty_like(pair), (ranks.rank - 1) % ranks.count),
                 ]
                 for work in dist.batch_isend_irecv(operations):
                     work.wait()
 
-            found[place] = best(turn, ranks)
+            # a fixed number of turns: the ranks wait for each other
+            found[place] = best(turn, ranks, count, limit=math.inf)
     everything = found.to(ranks.device, torch.float64)
     dist.broadcast(everything, 0)
     work, transfer, latency = everything.tolist()
-    bandwidth = 4 * size / max(1e-9, transfer - latency) if ranks.count > 1 else math.inf
+    bandwidth = 8 * size / max(1e-9, transfer - latency) if ranks.count > 1 else math.inf
     crowd = 1.0
     if asked.device == "cpu":
         crowd = max(1.0, ranks.local * torch.get_num_threads() / processor.cores())
     return Speeds(work, bandwidth, latency, crowd)
 
 
-def best(function: Callable[[], object], ranks: Ranks, count: int = 5) -> float:
+def best(function: Callable[[], object], ranks: Ranks, count: int = 5, limit: float = LONG) -> float:
     """Seconds of the fastest of some calls, after one to warm up."""
     found = []
     for _ in range(count + 1):
@@ -163,7 +165,7 @@ def best(function: Callable[[], object], ranks: Ranks, count: int = 5) -> float:
         function()
         synchronize(ranks)
         found.append(time.perf_counter() - start)
-        if sum(found) > LONG:
+        if sum(found) > limit:
             break
     return min(found[1:] or found)
 
@@ -246,7 +248,7 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
         longest = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=ranks.device)
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         seconds.append(longest.item())
-    measured = statistics.median(seconds)
+    measured = min(seconds)
 
     formula = parallel.expected(asked.method, queries, keys, ranks.rank, asked.heads, asked.d)
     speeds = measure_speeds(asked, ranks, q, k, v, formula[0])
@@ -285,7 +287,10 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
             f"as fast, {share:.0%} of ideal"
         )
     waiting = statistics.mean(each[5] for each in everyone)
-    echo(f"measured        {duration(measured)}, median of {len(seconds)}; {waiting:.0%} of it communicating")
+    echo(
+        f"measured        {duration(measured)}, the fastest of {len(seconds)} (median "
+        f"{duration(statistics.median(seconds))}); {waiting:.0%} of the ranks' time communicating"
+    )
     overlap = max(0.0, computing + sending - predicted)
     echo(
         f"predicted       {duration(predicted)}: computing {duration(computing)}, "
@@ -294,7 +299,8 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
     if ranks.count > 1:
         echo(
             f"                from {speeds.work / 1e9:.3g} G pairs/s alone, "
-            f"{speeds.bandwidth / 1e9:.3g} GB/s and {speeds.latency * 1e6:.0f} us between ranks, {speeds.crowd:.3g} threads for a core"
+            f"{speeds.bandwidth / 1e9:.3g} GB/s and {speeds.latency * 1e6:.0f} us between ranks, "
+            f"{speeds.crowd:.3g} threads for a core"
         )
     for line in published(asked, ranks.count):
         echo(line)

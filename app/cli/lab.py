@@ -89,7 +89,7 @@ def parallel(method: str, threads: int, queries: int | None, **options) -> None:
         raise click.UsageError(
             f"{options['part']} has no CUDA kernel; --device cuda goes with part0 and part4 only"
         )
-    check_started()
+    check_started(method)
     processor.let_waiting_threads_sleep()
     set_threads(threads)
     from attention_ext.ranks import LostRank
@@ -106,11 +106,10 @@ def parallel(method: str, threads: int, queries: int | None, **options) -> None:
         sys.exit(1)
 
 
-def check_started() -> None:
+def check_started(method: str) -> None:
     """Raise UsageError, with the command, unless torchrun started this process."""
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        words = " ".join(sys.argv[1:]) or "parallel ring"
         raise click.UsageError(
             "started without torchrun; the command is: "
-            f"python -m torch.distributed.run --nproc-per-node 2 gpt.py {words}"
+            f"python -m torch.distributed.run --nproc-per-node 2 gpt.py parallel {method}"
         )

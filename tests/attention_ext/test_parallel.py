@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import faulty_rank
 import oracle
 import parallel_ranks
 import pytest
 import torch
 from parallel_ranks import RANKS
+from support import ROOT, Done
 
+from app.cli import lab as lab_commands
 from attention_ext import PARTS, parallel
 from attention_ext.parallel import METHODS
 
@@ -185,3 +197,207 @@ def test_zigzag_shares_the_causal_work():
 def test_a_wrong_method_is_named():
     with pytest.raises(ValueError, match="method is 'rings'; it must be one of split, gather"):
         parallel.rows("rings", 10, 2)
+
+
+def torchrun(P: int, *arguments, prefix=(), options=("--nproc-per-node",), **env: str) -> subprocess.Popen:
+    """Start P ranks of a Python script."""
+    return subprocess.Popen(
+        [
+            *prefix,
+            *(sys.executable, "-m", "torch.distributed.run", *options, str(P)),
+            *map(str, arguments),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"} | env,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen, seconds: float = 80) -> Done:
+    """Wait for its end; its ranks are ended too if it takes too long."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+        return Done(process.returncode, out, err)
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen) -> None:
+    """Kill a torchrun that has not ended, and its ranks, each of which leads a session of its own."""
+    if process.poll() is None:
+        for child in children(process.pid):
+            os.kill(child, signal.SIGKILL)
+        process.kill()
+        process.communicate()
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, in order."""
+    return sorted(
+        int(child)
+        for file in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in file.read_text().split()
+    )
+
+
+FAULTS = {
+    "killed": "rank 1 did not answer rank {rank}: killed or stalled",
+    "stalls": "rank 1 did not answer rank {rank}: killed or stalled",
+    "stopped": "rank 1 did not answer rank {rank}: killed or stalled",
+    "shape": "rank 1 has q of shape (1, 3, 41, 16); the others have (1, 2, N, 16)",
+    "error": "rank 1 failed with OSError: the disk of rank 1 is full",
+}
+
+
+@pytest.fixture(scope="module")
+def faults() -> dict[str, Done]:
+    """The ends of runs in which rank 1 has a fault. All run at once: most of the time is waiting."""
+    runs = {fault: torchrun(3, ROOT / "tests" / "faulty_rank.py", fault) for fault in FAULTS}
+    try:
+        # torchrun's SIGTERM does not reach a process that is stopped; it would wait 30 s for its end
+        until = time.monotonic() + 60
+        stopped = runs["stopped"]
+        while not any(state(child) == "T" for child in children(stopped.pid)):
+            assert time.monotonic() < until and stopped.poll() is None
+            time.sleep(0.1)
+        frozen = [child for child in children(stopped.pid) if state(child) == "T"]
+        while any(state(child) not in "TZ" for child in children(stopped.pid)):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        for child in frozen:
+            os.kill(child, signal.SIGKILL)
+        return {fault: finish(run, 60) for fault, run in runs.items()}
+    finally:
+        for run in runs.values():
+            end(run)
+
+
+def state(pid: int) -> str:
+    """The letter of a process's state, Z if it has gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_other_rank_ends_in_time_and_names_the_faulty_one(faults, fault):
+    done = faults[fault]
+    said = {}
+    for line in done.stdout.splitlines():
+        found = json.loads(line)
+        said[found["rank"]] = found
+    # torchrun's SIGTERM may come first: then the sentence is on stderr
+    for line in re.findall("gpt.py: error: (.*)", done.stderr):
+        for rank in (0, 2):
+            if line == FAULTS[fault].format(rank=rank) and rank not in said:
+                said[rank] = {"error": line, "seconds": 0.0}
+    for rank in (0, 2):
+        assert said[rank]["error"] == FAULTS[fault].format(rank=rank), (done.stdout, done.stderr)
+        assert said[rank]["seconds"] < 2 * faulty_rank.TIMEOUT + 3  # and what the two busy cores take
+    assert done.returncode == 1
+
+
+def test_the_command_compares_counts_and_predicts(extension):
+    """A million keys in the first run; the second, over parts that share no row count, starts beside it."""
+    runs = [
+        torchrun(2, "gpt.py", "parallel", "split", "-N", 1_000_003, "--heads", 1, "-d", 16),
+        torchrun(
+            3, "gpt.py", "parallel", "zigzag", "-N", 1001, "--causal", "--queries", 500, "--part", "part1"
+        ),
+    ]
+    split, zigzag = (finish(run) for run in runs)
+    assert (split.returncode, zigzag.returncode) == (0, 0), split.stderr + zigzag.stderr
+    assert re.search(r"^ +1 +1 +500,001 +68 +68 +1 +1 +\d+%$", split.stdout, re.M)
+    for done in (split, zigzag):
+        assert re.search(r"^float64 +largest error [\d.]+e-\d\d, in 16 rows", done.stdout, re.M)
+        assert re.search(r"^one process +[\d.]+ m?s: \d ranks are ", done.stdout, re.M)
+        assert re.search(r"^measured +.* communicating$", done.stdout, re.M)
+        assert re.search(r"^predicted +.*: computing .*, sending .*, less overlap ", done.stdout, re.M)
+        assert re.search(r"^attention over \d ranks == attention True$", done.stdout, re.M)
+    assert "52 / 74 / 85 % of ideal" in zigzag.stdout
+
+
+def test_a_wrong_command_is_one_line(monkeypatch, failed):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert "python -m torch.distributed.run --nproc-per-node 2 gpt.py parallel ring" in failed(
+        "parallel", "ring"
+    )
+    assert "'rings' is not one of 'split'" in failed("parallel", "rings")
+    assert "part2 has no CUDA kernel" in failed("parallel", "ring", "--device", "cuda", "--part", "part2")
+    assert "--queries is 9; with --causal it must be at most N = 5" in failed(
+        "parallel", "ring", "-N", 5, "--queries", 9, "--causal"
+    )
+
+
+def test_the_commands_methods_are_the_modules():
+    assert lab_commands.METHODS == tuple(METHODS)
+
+
+NETWORK = """
+set -e
+ip netns add {a}; ip netns add {b}
+ip link add {a} netns {a} type veth peer name {b} netns {b}
+ip -n {a} addr add 10.201.0.1/24 dev {a}; ip -n {b} addr add 10.201.0.2/24 dev {b}
+for side in {a} {b}; do
+    ip -n $side link set lo up; ip -n $side link set $side up
+    tc -n $side qdisc add dev $side root tbf rate 1gbit burst 128kb latency 50ms
+done
+"""
+
+
+@pytest.fixture
+def network():
+    """Two namespaces joined by a network of 1 Gbit/s: their names, which are their interfaces' too."""
+    if not shutil.which("ip") or not shutil.which("tc"):
+        pytest.skip("ip and tc are not installed (apt install iproute2)")
+    a, b = (f"att{side}{os.getpid() % 100000}" for side in "ab")
+    try:
+        made = subprocess.run(
+            ["sh", "-c", NETWORK.format(a=a, b=b)], capture_output=True, text=True, timeout=20
+        )
+        if made.returncode:
+            pytest.skip(f"a network of two namespaces is not permitted here: {made.stderr.strip()}")
+        yield a, b
+    finally:
+        for side in (a, b):
+            subprocess.run(["ip", "netns", "del", side], capture_output=True, timeout=20)
+
+
+def test_a_network_carries_the_bytes_of_the_formula(network, extension):
+    """The interfaces' own counters, over two machines' worth of network."""
+    command = ["gpt.py", "parallel", "ring", "-N", 65536, "--queries", 64, "--heads", 8, "--timeout", 20]
+    runs = []
+    for node, side in enumerate(network):
+        where = ("--nnodes", "2", "--node-rank", str(node), "--master-addr", "10.201.0.1", "--master-port")
+        runs.append(
+            torchrun(
+                29512,
+                "--nproc-per-node",
+                1,
+                *command,
+                prefix=("ip", "netns", "exec", side),
+                options=where,
+                GLOO_SOCKET_IFNAME=side,
+            )
+        )
+    done = [finish(run, 60) for run in runs]
+    assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
+    out = done[0].stdout
+    formula = 8 * 65536 * 32 * 8 // 2
+    assert re.search(rf"^ +0 +32 +32,768 +{formula:,} +{formula:,} ", out, re.M), out
+    bandwidth = re.search(r"([\d.]+) GB/s and", out)
+    assert bandwidth and 0.05 < float(bandwidth[1]) < 0.125, out  # 1 Gbit/s is 0.125 GB/s
+    counters = [
+        subprocess.run(
+            ["ip", "-n", side, "-j", "-s", "link", "show", side], capture_output=True, text=True
+        ).stdout
+        for side in network
+    ]
+    sent = [json.loads(text)[0]["stats64"]["tx"]["bytes"] for text in counters]
+    assert min(sent) > 6 * formula, (sent, out)  # a call to warm up, up to five measured, the bandwidth's
