@@ -89,13 +89,15 @@ def parallel(method: str, threads: int, queries: int | None, **options) -> None:
         raise click.UsageError(
             f"{options['part']} has no CUDA kernel; --device cuda goes with part0 and part4 only"
         )
+    queries = queries or (1 if method == "split" else options["N"])
+    if options["causal"] and queries > options["N"]:
+        raise click.UsageError(f"--queries is {queries}; with --causal it must be at most N = {options['N']}")
     check_started(method)
     processor.let_waiting_threads_sleep()
     set_threads(threads)
     from attention_ext.ranks import LostRank
     from lab import parallel as over_processes
 
-    queries = queries or (1 if method == "split" else options["N"])
     try:
         passed = over_processes.run(
             over_processes.Question(method=method, queries=queries, threads=threads, **options), click.echo
