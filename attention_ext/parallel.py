@@ -34,8 +34,7 @@ from torch import Tensor
 import attention_ext
 from attention_ext import reference
 
-# The rows of every rank: for each, the chunks of the sequence that it holds, in the order of its tensors'
-# rows.
+# For each rank the chunks of the sequence that it holds, in the order of its tensors' rows.
 Rows = tuple[tuple[range, ...], ...]
 
 
@@ -131,6 +130,7 @@ class Call:
 
     @property
     def ranks(self) -> int:
+        """P."""
         return len(self.keys)
 
 

@@ -62,7 +62,9 @@ def join(device: str = "cpu", timeout: float = 30.0) -> Iterator[Ranks]:
     limit = timedelta(seconds=timeout)
     with roll.on_sigterm():
         try:
-            dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=limit)
+            backend = "nccl" if device == "cuda" else "gloo"
+            bound = where if device == "cuda" else None
+            dist.init_process_group(backend, timeout=limit, device_id=bound)
             yield Ranks(rank, count, local, where)
             dist.barrier()  # a rank that fails at the end is still named
         except (SystemExit, KeyboardInterrupt):

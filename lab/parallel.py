@@ -27,7 +27,8 @@ CHECKED = 16  # rows of each rank that are compared with float64
 MOST_NUMBERS = 2**30  # of K, that are made again for the comparison with float64; about ten seconds
 ROUNDS = 5  # of the measurement, unless one takes longer than LONG seconds
 LONG = 2.0
-SAMPLE = 512  # queries with which a rank's speed alone is measured
+SAMPLE = 2**26  # pairs of a query and a key with which a rank's speed alone is measured,
+LEAST = 64  # of at least so many queries
 PIECES = (1 << 20, 64 << 20)  # least and most bytes with which the bandwidth is measured
 # https://github.com/zhuzilin/ring-flash-attention: eight H800, forward, % of eight times one GPU
 PUBLISHED = {"ring": 52, "striped": 74, "zigzag": 85}
@@ -45,7 +46,6 @@ class Question:
     causal: bool
     part: str
     device: str
-    threads: int
     timeout: float
 
     @property
@@ -68,9 +68,11 @@ class Speeds:
     crowd: float
 
     def computing(self, work: float) -> float:
+        """Seconds of so many pairs."""
         return self.crowd * work / self.work
 
     def sending(self, sent: float) -> float:
+        """Seconds of an exchange of so many bytes."""
         return self.latency + sent / self.bandwidth if sent else 0.0
 
 
@@ -124,7 +126,7 @@ def measure_speeds(asked: Question, ranks: Ranks, q: Tensor, k: Tensor, v: Tenso
     """Rank 0's speed alone, while the others wait, and the bandwidth of all together round the ring."""
     found = torch.zeros(3, dtype=torch.float64)
     if ranks.rank == 0:
-        few = q[:, :, :SAMPLE]
+        few = q[:, :, : max(LEAST, SAMPLE // max(1, asked.heads * k.shape[2]))]
         chunks = [range(few.shape[2])], [range(k.shape[2])]
         call = Call(asked.part, False, asked.scale, {}, (), (), 0, 0, None, Traffic())
         seconds = best(lambda: Mixture(few).add(call, few, chunks[0], k, v, chunks[1]), ranks)
@@ -281,8 +283,8 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
     else:
         share = alone / measured / ranks.count
         echo(
-            f"one process     {duration(alone)}: {ranks.count} ranks are {alone / measured:.2f} times "
-            f"as fast, {share:.0%} of ideal"
+            f"one process     {duration(alone)}; with {counted(ranks.count, 'rank')} "
+            f"{alone / measured:.2f} times as fast, {share:.0%} of ideal"
         )
     waiting = statistics.mean(each[5] for each in everyone)
     echo(
@@ -303,7 +305,7 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
     for line in published(asked, ranks.count):
         echo(line)
     lines = [f"rank {rank}: {each}" for rank, found in enumerate(everyone) for each in found[7]]
-    echo(f"\nattention over {ranks.count} ranks == attention {not lines}")
+    echo(f"\nattention over {counted(ranks.count, 'rank')} == attention {not lines}")
     for line in lines:
         echo(line)
     return not lines
@@ -353,16 +355,18 @@ def compare_with_one_process(
 def describe(asked: Question, ranks: Ranks) -> str:
     """What runs, and where, in two lines."""
     mask = "causal" if asked.causal else "no mask"
-    backend = "NCCL" if asked.device == "cuda" else f"gloo, {threads(torch.get_num_threads())} each"
+    backend = "NCCL" if asked.device == "cuda" else f"gloo, {counted(torch.get_num_threads(), 'thread')} each"
     name = torch.cuda.get_device_name() if asked.device == "cuda" else processor.name()
     return (
         f"{asked.method}: {asked.heads} heads of N = {asked.N}, {asked.queries} queries, d = {asked.d}, "
-        f"{mask}, {asked.part}; {ranks.count} ranks over {backend}\n{name}, {processor.cores()} cores\n"
+        f"{mask}, {asked.part}; "
+        f"{counted(ranks.count, 'rank')} over {backend}\n{name}, {processor.cores()} cores\n"
     )
 
 
-def threads(count: int) -> str:
-    return f"{count} thread{'s' * (count != 1)}"
+def counted(count: int, what: str) -> str:
+    """'1 rank', '2 ranks'."""
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def table(everyone: Sequence[tuple]) -> Iterator[str]:
@@ -382,7 +386,8 @@ def published(asked: Question, count: int) -> Iterator[str]:
     names = ", ".join(PUBLISHED)
     yield f"published       {figures} % of ideal: {names}; ring-flash-attention, eight H800"
     if asked.method == "ring":
-        yield f"at most         {count / 2 / (count - 0.5):.0%} of ideal for a causal ring of {count} ranks"
+        most = count / 2 / (count - 0.5)
+        yield f"at most         {most:.0%} of ideal for a causal ring of {counted(count, 'rank')}"
 
 
 def duration(seconds: float) -> str:

@@ -100,7 +100,7 @@ def parallel(method: str, threads: int, queries: int | None, **options) -> None:
 
     try:
         passed = over_processes.run(
-            over_processes.Question(method=method, queries=queries, threads=threads, **options), click.echo
+            over_processes.Question(method=method, queries=queries, **options), click.echo
         )
     except LostRank as error:
         raise click.ClickException(str(error)) from error

@@ -315,7 +315,7 @@ def test_the_command_compares_counts_and_predicts(extension):
     assert re.search(r"^ +1 +1 +500,001 +68 +68 +1 +1 +\d+%$", split.stdout, re.M)
     for done in (split, zigzag):
         assert re.search(r"^float64 +largest error [\d.]+e-\d\d, in 16 rows", done.stdout, re.M)
-        assert re.search(r"^one process +[\d.]+ m?s: \d ranks are ", done.stdout, re.M)
+        assert re.search(r"^one process +[\d.]+ m?s; with \d ranks ", done.stdout, re.M)
         assert re.search(r"^measured +.* communicating$", done.stdout, re.M)
         assert re.search(r"^predicted +.*: computing .*, sending .*, less overlap ", done.stdout, re.M)
         assert re.search(r"^attention over \d ranks == attention True$", done.stdout, re.M)
