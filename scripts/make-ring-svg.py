@@ -68,7 +68,8 @@ def panel(method: str, y: float) -> list[str]:
 
 def box(x: float, y: float, width: float, height: float, colour: str) -> str:
     """A rectangle with an edge."""
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}" fill="{colour}" stroke="white"/>'
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}"'
+    return f'<rect {place} fill="{colour}" stroke="white"/>'
 
 
 if __name__ == "__main__":
