@@ -26,13 +26,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import attention_ext
-from attention_ext import reference
+from attention_ext import parts, reference
 
 # For each rank the chunks of the sequence that it holds, in the order of its tensors' rows.
 Rows = tuple[tuple[range, ...], ...]
@@ -212,8 +213,8 @@ def split(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     mine.add(call, q, call.queries[call.rank], k, v, call.keys[call.rank])
     packed = torch.cat((mine.out, mine.lse[..., None]), dim=-1)  # (B, H, Nq, d + 1)
     out, lse = torch.zeros_like(mine.out), torch.full_like(mine.lse, -torch.inf)
-    for part in _all_gather(call, packed):  # in the order of the ranks, so that all have the same bits
-        out, lse = reference.merge(out, lse, part[..., :-1], part[..., -1])
+    for each in _all_gather(call, packed):  # in the order of the ranks, so that all have the same bits
+        out, lse = reference.merge(out, lse, each[..., :-1], each[..., -1])
     return out
 
 
@@ -227,8 +228,8 @@ def gather(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     longest = max(map(length, call.keys))
     padded = k.new_zeros(2, *k.shape[:2], longest, k.shape[3])
     padded[0, :, :, : k.shape[2]], padded[1, :, :, : v.shape[2]] = k, v
-    parts = [part[..., : length(keys), :] for part, keys in zip(_all_gather(call, padded), call.keys)]
-    k, v = torch.cat(parts, dim=3)  # (2, B, H, N, d)
+    blocks = [block[..., : length(keys), :] for block, keys in zip(_all_gather(call, padded), call.keys)]
+    k, v = torch.cat(blocks, dim=3)  # (2, B, H, N, d)
     mixture = Mixture(q)
     mixture.add(call, q, call.queries[call.rank], k, v, [chunk for keys in call.keys for chunk in keys])
     return mixture.out
@@ -282,8 +283,8 @@ def ulysses(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     heads = contiguous(shares(B * H, call.ranks))
     mine = heads[call.rank][0]
     n, m = [length(rows) for rows in call.queries], [length(rows) for rows in call.keys]
-    parts = [t.reshape(B * H, -1, d) for t in (q, k, v)]
-    sending = [torch.cat([t[h.start : h.stop] for t in parts], dim=1) for (h,) in heads]  # (h, n + 2 m, d)
+    qkv = [t.reshape(B * H, -1, d) for t in (q, k, v)]
+    sending = [torch.cat([t[h.start : h.stop] for t in qkv], dim=1) for (h,) in heads]  # (h, n + 2 m, d)
     arrived = _all_to_all(call, sending, [(len(mine), n[r] + 2 * m[r], d) for r in range(call.ranks)])
     pieces = [part.split((n[r], m[r], m[r]), dim=1) for r, part in enumerate(arrived)]
     whole = [torch.cat(each, dim=1)[None] for each in zip(*pieces)]  # each (1, h, N, d)
@@ -469,7 +470,7 @@ def _check(described: Sequence[dict]) -> None:
             raise ValueError(f"rank {rank}: q has shape {each['q']}; only N may be 0")
     method = described[0]["method"]
 
-    def comparable(name: str, value):
+    def comparable(name: str, value: Any) -> Any:
         same_rows = name == "q" and method == "split"
         shape = name in ("q", "k", "v") and not same_rows
         return (*value[:2], "N", *value[3:]) if shape else value
@@ -483,7 +484,9 @@ def _check(described: Sequence[dict]) -> None:
                 shown = f"({', '.join(map(str, usual))})" if name in "qkv" else usual
                 raise ValueError(f"rank {rank} has {what}; the others have {shown}")
     check_method(method)
-    attention_ext.parts.check_part(described[0]["part"])
+    row, device = parts.check_part(described[0]["part"]), described[0]["q.device"]
+    if described[0]["q.dtype"].removeprefix("torch.") not in row.dtypes.get(device, ()):
+        raise TypeError(f"q is {described[0]['q.dtype']} on {device}, which {row.name} does not take")
 
 
 def _check_rows(method: str, causal: bool, queries: Rows, keys: Rows, n: list[int], m: list[int]) -> None:

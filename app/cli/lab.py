@@ -59,7 +59,7 @@ def four_d_access() -> None:
 
 
 @click.command()
-@click.argument("method", type=click.Choice(METHODS))
+@click.argument("method", type=click.Choice(METHODS), metavar="METHOD")
 @size_option("-N", "N", default=4096, help="Keys of the sequence.")
 @size_option("--queries", help="Queries, the last of the sequence.", show_default="N, in split 1")
 @size_option("--heads", default=4, most=MOST_HEADS, help="Number of heads.")
@@ -80,10 +80,15 @@ def four_d_access() -> None:
 def parallel(method: str, threads: int, queries: int | None, **options) -> None:
     """Test attention over processes by METHOD: its result, bytes, steps, waiting and time.
 
-    Start it with python -m torch.distributed.run --nproc-per-node P gpt.py parallel METHOD. Each process, a
-    rank, holds a part of the sequence. split: keys over ranks and one merge, for decoding. gather: all keys
-    to all ranks. ring: K and V go round. zigzag: a ring with equal causal work. ulysses: heads over ranks.
-    The exit code is 1 if a result is wrong, and 2 within --timeout and five seconds if a rank is lost.
+    torchrun starts it, once for each process:
+
+    \b
+    python -m torch.distributed.run --nproc-per-node 2 gpt.py parallel ring
+
+    Each process, a rank, holds a part of the sequence. METHOD is split: keys over ranks and one merge, for
+    decoding; gather: all keys to all ranks; ring: K and V go round; zigzag: a ring with equal causal work; or
+    ulysses: heads over ranks. The exit code is 1 if a result is wrong, and 2 if a rank is lost, at most
+    --timeout and five seconds after another one began to wait for it.
     """
     if options["device"] == "cuda" and "cuda" not in PARTS[options["part"]].dtypes:
         raise click.UsageError(

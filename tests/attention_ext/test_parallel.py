@@ -18,6 +18,7 @@ import oracle
 import parallel_ranks
 import pytest
 import torch
+import torch.distributed as dist
 from parallel_ranks import RANKS
 from support import ROOT, Done
 
@@ -197,6 +198,46 @@ def test_zigzag_shares_the_causal_work():
 def test_a_wrong_method_is_named():
     with pytest.raises(ValueError, match="method is 'rings'; it must be one of split, gather"):
         parallel.rows("rings", 10, 2)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """This process as the only rank."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_wrong_arguments_are_named(alone):
+    q = torch.randn(1, 2, 6, 4)
+    few = q[:, :, :0]
+    for message, arguments, options in (
+        ("method is 'rings'", ("rings", q, q, q), {}),
+        ("part is 'part9'", ("ring", q, q, q), {"part": "part9"}),
+        (r"rank 0: v has shape \(1, 2, 5, 4\); it must be k's", ("ring", q, q, q[:, :, :5]), {}),
+        (r"rank 0: k has shape \(1, 1, 6, 4\)", ("ring", q, q[:, :1], q[:, :1]), {}),
+        (r"rank 0: q has shape \(2, 6, 4\)", ("ring", q[0], q, q), {}),
+        ("only N may be 0", ("ring", q[..., :0], q[..., :0], q[..., :0]), {}),
+        ("rank 0: k has dtype torch.float64", ("ring", q, q.double(), q), {}),
+        ("k has no rows on any rank", ("ring", q, few, few), {}),
+        ("Nq=6 rows; with causal=True", ("gather", q, q[:, :, :5], q[:, :, :5]), {"causal": True}),
+        (r"lengths is \[5\]", ("ring", q, q, q), {"lengths": [5]}),
+        (r"lengths is \[6, 6\]", ("ring", q, q, q), {"lengths": [6, 6]}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parallel.attention(*arguments, **{"part": "part0"} | options)
+    with pytest.raises(TypeError, match="k is a list; it must be a tensor"):
+        parallel.attention("ring", q, [1], q)
+    with pytest.raises(TypeError, match="torch.float64 on cpu, which part4 does not take"):
+        parallel.attention("ring", q.double(), q.double(), q.double())
+    assert parallel.attention("ring", few, q, q, part="part0").shape == few.shape
+
+
+def test_rows_that_are_not_zigzags_are_refused():
+    rows = parallel.zigzag_rows(10, 2)
+    parallel._check_rows("zigzag", False, rows, rows, [5, 5], [5, 5])
+    with pytest.raises(ValueError, match=r"rank 0: q has 6 rows; zigzag_rows\(10, 2\) gives it 5"):
+        parallel._check_rows("zigzag", False, rows, rows, [6, 4], [6, 4])
 
 
 def torchrun(P: int, *arguments, prefix=(), options=("--nproc-per-node",), **env: str) -> subprocess.Popen:
