@@ -15,7 +15,7 @@ from attention_ext import PARTS, BuildError
 # The sections of `gpt.py --help`: (what to type, the sentence that describes it).
 WRITE = [(f"{name} --inference", f"Write text with {name}: {part.summary}.") for name, part in PARTS.items()]
 SECTIONS = {
-    "Lab test": (*parts.COMMANDS, lab.four_d_access),
+    "Lab test": (*parts.COMMANDS, lab.four_d_access, lab.parallel),
     "Measure": measuring.COMMANDS,
     "Train": training.COMMANDS,
 }

@@ -13,6 +13,7 @@ from app.cli import cli as commands
 from model.checkpoint import SHIPPED
 
 README = (ROOT / "README.md").read_text()
+TORCHRUN = r"(?:-m torch\.distributed\.run [-.\w ]+ )?"
 # The least number of (links to files, commands of gpt.py) in each document, so that no check is of nothing.
 DOCUMENTS = {
     "README.md": (10, 5),
@@ -23,6 +24,7 @@ DOCUMENTS = {
     "docs/cli.md": (0, len(commands.commands)),
     "docs/decoder.md": (3, 3),
     "docs/gpu.md": (7, 10),
+    "docs/scale.md": (4, 6),
     "tests/robustness/README.md": (1, 0),
 }
 
@@ -69,7 +71,7 @@ def test_the_losses_are_the_records():
 def test_every_shown_command_is_valid(name):
     """The options are parsed; other tests check the output."""
     text = (ROOT / name).read_text()
-    shown = re.findall(r"python (?:\.\./)?gpt\.py ([^\n|;`]+)", text)
+    shown = re.findall(rf"python {TORCHRUN}(?:\.\./)?gpt\.py ([^\n|;`]+)", text)
     assert len(shown) >= DOCUMENTS[name][1]
     for command in shown:
         words = shlex.split(command.replace("$part", "part1").replace("$n", "128"), comments=True)

@@ -1,0 +1,506 @@
+"""Exact attention of one sequence that is spread over processes, in five methods.
+
+Each rank holds some rows of q, k and v, and gets the same rows of the output. The kernels are those of PARTS;
+their logsumexp lets reference.merge() add up results over disjoint sets of keys (Rabe & Staats 2021,
+arXiv:2112.05682). Communication is torch.distributed's: gloo between CPUs, NCCL between GPUs. ranks.join()
+starts it and names a rank that is lost; any other process group does too.
+
+In the formulas P is the number of ranks, N that of all keys, H that of heads in all texts, d the head width,
+and w the bytes of a number, 4 in float32. The bytes are those that a rank sends, for rows in equal shares:
+
+| method  | bytes sent by a rank       | steps | while it computes | causal work in equal shares |
+|---------|----------------------------|-------|-------------------|-----------------------------|
+| split   | 4 H Nq (d + 1) (P - 1)     | 1     |                   | any                         |
+| gather  | 2 w H N d (P - 1) / P      | 1     |                   | no                          |
+| ring    | 2 w H N d (P - 1) / P      | P - 1 | sends             | no                          |
+| zigzag  | 2 w H N d (P - 1) / P      | P - 1 | sends             | yes                         |
+| ulysses | 4 w H N d (P - 1) / P^2    | 2     |                   | yes                         |
+
+expected() has the same for any shares; Traffic counts what is really sent.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import attention_ext
+from attention_ext import parts, reference
+
+# For each rank the chunks of the sequence that it holds, in the order of its tensors' rows.
+Rows = tuple[tuple[range, ...], ...]
+
+
+def shares(N: int, count: int) -> list[int]:
+    """N rows in so many shares, of which no two differ by more than one row; the longer ones come first."""
+    return [N // count + (i < N % count) for i in range(count)]
+
+
+def contiguous(lengths: Sequence[int]) -> Rows:
+    """Rank r holds the lengths[r] rows that follow those of rank r - 1."""
+    starts = [sum(lengths[:r]) for r in range(len(lengths))]
+    return tuple((range(start, start + n),) for start, n in zip(starts, lengths))
+
+
+def zigzag_rows(N: int, ranks: int) -> Rows:
+    """Of 2 P chunks, rank r holds chunk r and chunk 2 P - 1 - r.
+
+    A row sees as many keys as there are rows before it. An early chunk and a late one see together as many as
+    any other such pair, so that the causal work is equal.
+    """
+    chunks = [chunk for (chunk,) in contiguous(shares(N, 2 * ranks))]
+    return tuple((chunks[r], chunks[-1 - r]) for r in range(ranks))
+
+
+def rows(method: str, N: int, ranks: int) -> Rows:
+    """The rows of each rank, in equal shares, as a method wants them."""
+    check_method(method)
+    return zigzag_rows(N, ranks) if method == "zigzag" else contiguous(shares(N, ranks))
+
+
+def take(tensor: Tensor, chunks: Sequence[range]) -> Tensor:
+    """The rows of (B, H, N, d) in these chunks: (B, H, n, d)."""
+    return torch.cat([tensor[:, :, chunk.start : chunk.stop] for chunk in chunks], dim=2)
+
+
+def length(chunks: Sequence[range]) -> int:
+    """The number of rows in these chunks."""
+    return sum(map(len, chunks))
+
+
+@dataclass
+class Traffic:
+    """What a rank has sent, and how long it waited.
+
+    sent: bytes of tensors to other ranks. steps: exchanges, one after another. The few bytes with which
+    attention() compares the ranks' arguments are not among them.
+    """
+
+    sent: int = 0
+    steps: int = 0
+    _seconds: float = 0.0
+    _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    def wait(self, works: Sequence[dist.Work], device: torch.device) -> None:
+        """Wait for all of these: each operation of batch_isend_irecv has its own on gloo."""
+        start = time.perf_counter()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        for event in events[:1]:
+            event.record()  # type: ignore[no-untyped-call]
+        for work in works:
+            work.wait()
+        for event in events[1:]:
+            event.record()  # type: ignore[no-untyped-call]
+            self._events.append((events[0], event))
+        if not events:
+            self._seconds += time.perf_counter() - start
+
+    @property
+    def waited(self) -> float:
+        """Seconds in which the rank, on CUDA its stream, did nothing but wait for others."""
+        if self._events:
+            torch.cuda.synchronize()
+        return self._seconds + sum(a.elapsed_time(b) for a, b in self._events) / 1e3
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a method needs to know beside its tensors.
+
+    queries, keys: the rows of each rank. hidden: Nk - Nq; with causal, query i sees the keys j <= i + hidden.
+    """
+
+    part: str
+    causal: bool
+    scale: float
+    options: dict
+    queries: Rows
+    keys: Rows
+    hidden: int
+    rank: int
+    group: dist.ProcessGroup | None
+    traffic: Traffic
+
+    @property
+    def ranks(self) -> int:
+        """P."""
+        return len(self.keys)
+
+
+class Mixture:
+    """The output (B, H, n, d) and the logsumexp (B, H, n) of n queries over the keys seen until now."""
+
+    def __init__(self, q: Tensor) -> None:
+        self.out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        self.lse = self.out.new_full(q.shape[:3], -torch.inf)
+
+    def add(
+        self, call: Call, q: Tensor, queries: Sequence[range], k: Tensor, v: Tensor, keys: Sequence[range]
+    ):
+        """Let the queries of these chunks see the keys of those: q (B, H, n, d), k and v (B, H, m, d)."""
+        if not call.causal:  # a query sees all keys: where they come from does not matter
+            self._attend(call, 0, q, k, v, causal=False)
+            return
+        for first, queries_of_chunk in _offsets(queries):
+            for offset, keys_of_chunk in _offsets(keys):
+                for rows, columns, causal in visible(queries_of_chunk, keys_of_chunk, call.hidden):
+                    i = slice(first + rows.start, first + rows.stop)
+                    j = slice(offset + columns.start, offset + columns.stop)
+                    self._attend(call, i.start, q[:, :, i], k[:, :, j], v[:, :, j], causal=causal)
+
+    def _attend(self, call: Call, first: int, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> None:
+        if not q.numel() or not k.numel():
+            return
+        out, lse = attention_ext.attention(
+            call.part, q, k, v, causal=causal, scale=call.scale, return_lse=True, **call.options
+        )
+        i = slice(first, first + q.shape[2])
+        self.out[:, :, i], self.lse[:, :, i] = reference.merge(
+            self.out[:, :, i], self.lse[:, :, i], out.float(), lse
+        )
+
+
+def _offsets(chunks: Sequence[range]) -> Iterator[tuple[int, range]]:
+    """Each chunk with the index of its first row in a rank's tensor."""
+    first = 0
+    for chunk in chunks:
+        yield first, chunk
+        first += len(chunk)
+
+
+def visible(queries: range, keys: range, hidden: int) -> Iterator[tuple[range, range, bool]]:
+    """The causal mask of a chunk of queries and one of keys as at most two calls of a kernel.
+
+    Yields indices in each chunk, and whether the call is causal: the queries on the diagonal, whose last one
+    sees the last of the keys given, then those that see the whole chunk.
+    """
+    start, stop = queries.start + hidden, queries.stop + hidden  # query i sees the keys up to i + hidden
+    low, high = max(start, keys.start), min(stop, keys.stop)
+    if low < high:
+        yield range(low - start, high - start), range(high - keys.start), True
+    if max(start, keys.stop) < stop and keys:
+        yield range(max(start, keys.stop) - start, stop - start), range(len(keys)), False
+
+
+def pairs(queries: Sequence[range], keys: Sequence[range], causal: bool, hidden: int) -> int:
+    """How many pairs of a query and a key that it sees: the work, in dot products."""
+    if not causal:
+        return length(queries) * length(keys)
+    found = 0
+    for q in queries:
+        for k in keys:
+            for i, j, diagonal in visible(q, k, hidden):
+                found += len(i) * len(j) - (len(i) * (len(i) - 1) // 2 if diagonal else 0)
+    return found
+
+
+def split(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Keys over ranks, the same queries on all of them, one merge: for decoding.
+
+    q: (B, H, Nq, d), equal on all ranks. k, v: (B, H, n, d), a rank's keys. Returns (B, H, Nq, d) on each
+    rank. Sent: 4 H Nq (d + 1) (P - 1) bytes, the output and the logsumexp; no N in it. One step.
+    Rabe & Staats 2021, arXiv:2112.05682; 'Flash-Decoding', Dao et al. 2023, does it over a GPU's processors.
+    """
+    mine = Mixture(q)
+    mine.add(call, q, call.queries[call.rank], k, v, call.keys[call.rank])
+    packed = torch.cat((mine.out, mine.lse[..., None]), dim=-1)  # (B, H, Nq, d + 1)
+    out, lse = torch.zeros_like(mine.out), torch.full_like(mine.lse, -torch.inf)
+    for each in _all_gather(call, packed):  # in the order of the ranks, so that all have the same bits
+        out, lse = reference.merge(out, lse, each[..., :-1], each[..., -1])
+    return out
+
+
+def gather(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """All keys to all ranks, then one call of the kernel.
+
+    q, k, v: (B, H, n, d), a rank's rows. Returns (B, H, n, d). Memory: all of K and V on every rank.
+    Sent: 2 w H N d (P - 1) / P bytes, before anything is computed; one step. all_gather needs equal sizes, so
+    shorter ranks fill up to the longest: with max(n) for N / P it is 2 w H max(n) d (P - 1).
+    """
+    longest = max(map(length, call.keys))
+    padded = k.new_zeros(2, *k.shape[:2], longest, k.shape[3])
+    padded[0, :, :, : k.shape[2]], padded[1, :, :, : v.shape[2]] = k, v
+    blocks = [block[..., : length(keys), :] for block, keys in zip(_all_gather(call, padded), call.keys)]
+    k, v = torch.cat(blocks, dim=3)  # (2, B, H, N, d)
+    mixture = Mixture(q)
+    mixture.add(call, q, call.queries[call.rank], k, v, [chunk for keys in call.keys for chunk in keys])
+    return mixture.out
+
+
+def ring(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """K and V go round; while a rank computes with the keys that it has, the next ones arrive.
+
+    q, k, v: (B, H, n, d), a rank's rows. Returns (B, H, n, d). Memory: two ranks' keys.
+    Sent: 2 w H N d (P - 1) / P bytes in P - 1 steps; exactly 2 w H d (N - n'), n' the rows of the next rank,
+    which never gets its own.
+    With a causal mask and rows in order rank 0 has almost nothing to do and rank P - 1 all of it, but each
+    step waits for the slowest: at best (P / 2) / (P - 1/2) of the processors' time is used.
+    Liu, Zaharia & Abbeel 2023, arXiv:2310.01889. Brandon et al. 2023, arXiv:2311.09431, deal the rows out
+    one by one ('striped') to share the causal work.
+    """
+    P, rank = call.ranks, call.rank
+    mixture = Mixture(q)
+    held = torch.stack((k, v))  # (2, B, H, n, d)
+    for step in range(P):
+        owner, next_owner = (rank - step) % P, (rank - step - 1) % P
+        works: list[dist.Work] = []
+        if step < P - 1:
+            arriving = held.new_empty(*held.shape[:3], length(call.keys[next_owner]), held.shape[4])
+            works = _exchange(call, held, (rank + 1) % P, arriving, (rank - 1) % P)
+        mixture.add(call, q, call.queries[rank], held[0], held[1], call.keys[owner])
+        if step < P - 1:
+            call.traffic.wait(works, q.device)
+            held = arriving
+    return mixture.out
+
+
+def zigzag(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A ring whose ranks hold an early and a late chunk, zigzag_rows(): equal causal work in each step.
+
+    q, k, v: (B, H, n, d), the rows of both chunks. Returns (B, H, n, d). Bytes and steps are ring's.
+    zhuzilin's ring-flash-attention, zigzag_ring_flash_attn.
+    """
+    return ring(call, q, k, v)
+
+
+def ulysses(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Heads over ranks: each rank trades its rows of all heads for all rows of its heads, and back.
+
+    q, k, v: (B, H, n, d), a rank's rows. Returns (B, H, n, d). The kernel sees whole sequences, so nothing is
+    merged and causal work is equal; but ranks beyond the heads of all texts have nothing to do.
+    Sent: 4 w H N d (P - 1) / P^2 bytes in 2 steps; exactly w d (3 n (H - h) + h (N - n)), h a rank's heads.
+    Jacobs et al. 2023, arXiv:2309.14509.
+    """
+    B, H, _, d = q.shape
+    heads = contiguous(shares(B * H, call.ranks))
+    mine = heads[call.rank][0]
+    n, m = [length(rows) for rows in call.queries], [length(rows) for rows in call.keys]
+    qkv = [t.reshape(B * H, -1, d) for t in (q, k, v)]
+    sending = [torch.cat([t[h.start : h.stop] for t in qkv], dim=1) for (h,) in heads]  # (h, n + 2 m, d)
+    arrived = _all_to_all(call, sending, [(len(mine), n[r] + 2 * m[r], d) for r in range(call.ranks)])
+    pieces = [part.split((n[r], m[r], m[r]), dim=1) for r, part in enumerate(arrived)]
+    whole = [torch.cat(each, dim=1)[None] for each in zip(*pieces)]  # each (1, h, N, d)
+    mixture = Mixture(whole[0])
+    mixture.add(call, whole[0], [range(sum(n))], whole[1], whole[2], [range(sum(m))])
+    back = [part.contiguous() for part in mixture.out[0].to(q.dtype).split(n, dim=1)]
+    return torch.cat(_all_to_all(call, back, [(len(h), n[call.rank], d) for (h,) in heads])).view(q.shape)
+
+
+def _exchange(call: Call, sent: Tensor, to: int, arriving: Tensor, source: int) -> list[dist.Work]:
+    """Start to send to one rank and to receive from another. An empty tensor is not sent."""
+    operations = []
+    if sent.numel():
+        operations.append(dist.P2POp(dist.isend, sent, group=call.group, group_peer=to))
+    if arriving.numel():
+        operations.append(dist.P2POp(dist.irecv, arriving, group=call.group, group_peer=source))
+    call.traffic.sent += sent.nbytes
+    call.traffic.steps += 1
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def _all_gather(call: Call, tensor: Tensor) -> list[Tensor]:
+    """The tensors of all ranks, which have one shape. Each is passed on P - 1 times."""
+    if call.ranks == 1:
+        return [tensor]
+    arrived = [torch.empty_like(tensor) for _ in range(call.ranks)]
+    if tensor.numel():
+        work = dist.all_gather(arrived, tensor, group=call.group, async_op=True)
+        call.traffic.wait([work], tensor.device)
+    call.traffic.sent += (call.ranks - 1) * tensor.nbytes
+    call.traffic.steps += 1
+    return arrived
+
+
+def _all_to_all(call: Call, sending: list[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Send sending[r] to rank r; the tensors that arrive have these shapes."""
+    if call.ranks == 1:
+        return sending
+    counts = [math.prod(shape) for shape in shapes]
+    flat = torch.cat([tensor.flatten() for tensor in sending])
+    arrived = flat.new_empty(sum(counts))
+    lengths = [tensor.numel() for tensor in sending]
+    work = dist.all_to_all_single(arrived, flat, counts, lengths, group=call.group, async_op=True)
+    call.traffic.wait([work], flat.device)
+    call.traffic.sent += flat.nbytes - sending[call.rank].nbytes
+    call.traffic.steps += 1
+    return [part.view(shape) for part, shape in zip(arrived.split(counts), shapes)]
+
+
+METHODS: dict[str, Callable[[Call, Tensor, Tensor, Tensor], Tensor]] = {
+    "split": split,
+    "gather": gather,
+    "ring": ring,
+    "zigzag": zigzag,
+    "ulysses": ulysses,
+}
+
+
+def check_method(method: str) -> None:
+    """Raise ValueError for a name that is not in METHODS."""
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}; it must be one of {', '.join(METHODS)}")
+
+
+def expected(
+    method: str, queries: Rows, keys: Rows, rank: int, heads: int, d: int, width: int = 4
+) -> tuple[int, int]:
+    """The bytes that a rank sends and the steps, by the formula in the method's docstring.
+
+    heads: those of all texts. width: bytes of a number.
+    """
+    P = len(keys)
+    n, m = [length(rows) for rows in queries], [length(rows) for rows in keys]
+    if P == 1:
+        return 0, 0
+    if method == "split":
+        return 4 * heads * n[rank] * (d + 1) * (P - 1), 1
+    if method == "gather":
+        return 2 * width * heads * max(m) * d * (P - 1), 1
+    if method == "ulysses":
+        mine = shares(heads, P)[rank]
+        there = (n[rank] + 2 * m[rank]) * (heads - mine)
+        return width * d * (there + mine * (sum(n) - n[rank])), 2
+    return 2 * width * heads * d * (sum(m) - m[(rank + 1) % P]), P - 1
+
+
+def attention(
+    method: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    lengths: Sequence[int] | None = None,
+    part: str = "part4",
+    causal: bool = False,
+    scale: float | None = None,
+    simd: str = "auto",
+    step: str | int | None = None,
+    group: dist.ProcessGroup | None = None,
+    traffic: Traffic | None = None,
+) -> Tensor:
+    """A rank's rows of softmax(scale * q k^T) v; every rank of the group calls it together.
+
+    method: one of METHODS. q: (B, H, n, d), this rank's queries, in split all of them. k, v: (B, H, m, d),
+    its keys. n and m may be 0 and differ between ranks; in zigzag they must be those of zigzag_rows(). The
+    sequence is the ranks' rows in order, in zigzag in the order of zigzag_rows().
+    lengths: the rows of q and k of every rank, in split those of k, if all ranks know them. None lets the
+    ranks compare their arguments first, so that a wrong one ends all of them; it costs some small messages.
+    part, causal, scale, simd, step: as in attention_ext.attention(). With causal, query i of the whole
+    sequence sees the keys j <= i + (Nk - Nq).
+    group: the processes; all by default. traffic: to it is added what this rank sends.
+    Returns (B, H, n, d) in q's dtype, in split the same bits on all ranks. Computes no gradients.
+    Raises ValueError or TypeError, on all ranks the same unless lengths are given, and RuntimeError if
+    another rank is lost, within the group's timeout.
+    """
+    # gloo's collectives refuse the tensors of inference_mode
+    with torch.inference_mode(False), torch.no_grad():
+        rank, P = dist.get_rank(group), dist.get_world_size(group)
+        mine = _described(method, part, causal, scale, q, k, v)
+        if lengths is None:
+            described: list = [None] * P
+            dist.all_gather_object(described, mine, group=group)
+        else:
+            described = [mine | _lengths(method, mine, n) for n in lengths]
+            if len(lengths) != P or described[rank] != mine:
+                raise ValueError(f"lengths is {list(lengths)}; it must have the rows of each of {P} ranks")
+        _check(described)
+        n, m = ([each[name][2] for each in described] for name in ("q", "k"))
+        if method == "zigzag":
+            queries, keys = zigzag_rows(sum(n), P), zigzag_rows(sum(m), P)
+        else:
+            keys = contiguous(m)
+            queries = tuple((range(n[0]),) for _ in n) if method == "split" else contiguous(n)
+        _check_rows(method, causal, queries, keys, n, m)
+        Nq, Nk = (n[0] if method == "split" else sum(n)), sum(m)
+        scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+        options = {"simd": simd} | ({"step": step} if step is not None else {})
+        traffic = Traffic() if traffic is None else traffic
+        call = Call(part, causal, scale, options, queries, keys, Nk - Nq, rank, group, traffic)
+        return METHODS[method](call, q, k, v).to(q.dtype)
+
+
+def _lengths(method: str, mine: dict, n: int) -> dict:
+    """A rank's shapes if it has n rows, from this rank's."""
+    replaced = {}
+    for name in ("k", "v") if method == "split" else ("q", "k", "v"):
+        shape = mine[name]
+        replaced[name] = (*shape[:2], n, *shape[3:])
+    return replaced
+
+
+def _described(method: str, part: str, causal: bool, scale: float | None, q, k, v) -> dict:
+    """A rank's arguments, as the ranks compare them."""
+    found: dict = {"method": method, "part": part, "causal": causal, "scale": scale}
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} is a {type(t).__name__}; it must be a tensor")
+        found[name] = tuple(t.shape)
+        found[f"{name}.dtype"] = str(t.dtype)
+        found[f"{name}.device"] = t.device.type
+    return found
+
+
+def _check(described: Sequence[dict]) -> None:
+    """Raise ValueError, naming the rank and the argument, if a rank's differ from those of most others."""
+    for rank, each in enumerate(described):
+        for name in ("q", "k", "v"):
+            if len(each[name]) != 4:
+                raise ValueError(f"rank {rank}: {name} has shape {each[name]}; it must be (B, H, N, d)")
+        if each["v"] != each["k"]:
+            raise ValueError(f"rank {rank}: v has shape {each['v']}; it must be k's, {each['k']}")
+        for name in ("k", "v"):
+            for what in ("dtype", "device"):
+                if each[f"{name}.{what}"] != each[f"q.{what}"]:
+                    raise ValueError(
+                        f"rank {rank}: {name} has {what} {each[f'{name}.{what}']}; it must be q's, "
+                        f"{each[f'q.{what}']}"
+                    )
+        B, H, _, d = each["q"]
+        if each["k"] != (B, H, each["k"][2], d):
+            raise ValueError(f"rank {rank}: k has shape {each['k']}; it must be ({B}, {H}, N, {d}), as q's")
+        if 0 in (B, H, d):
+            raise ValueError(f"rank {rank}: q has shape {each['q']}; only N may be 0")
+    method = described[0]["method"]
+
+    def comparable(name: str, value: Any) -> Any:
+        same_rows = name == "q" and method == "split"
+        shape = name in ("q", "k", "v") and not same_rows
+        return (*value[:2], "N", *value[3:]) if shape else value
+
+    for name in described[0]:
+        values = [comparable(name, each[name]) for each in described]
+        usual = Counter(values).most_common(1)[0][0]
+        for rank, value in enumerate(values):
+            if value != usual:
+                what = f"{name} of shape {described[rank][name]}" if name in "qkv" else f"{name} {value}"
+                shown = f"({', '.join(map(str, usual))})" if name in "qkv" else usual
+                raise ValueError(f"rank {rank} has {what}; the others have {shown}")
+    check_method(method)
+    row, device = parts.check_part(described[0]["part"]), described[0]["q.device"]
+    if described[0]["q.dtype"].removeprefix("torch.") not in row.dtypes.get(device, ()):
+        raise TypeError(f"q is {described[0]['q.dtype']} on {device}, which {row.name} does not take")
+
+
+def _check_rows(method: str, causal: bool, queries: Rows, keys: Rows, n: list[int], m: list[int]) -> None:
+    """Raise ValueError if the ranks' rows are not those of the method, or too few for a causal mask."""
+    if method == "zigzag":
+        for name, rows, found in (("q", queries, n), ("k", keys, m)):
+            for rank, chunks in enumerate(rows):
+                if length(chunks) != found[rank]:
+                    raise ValueError(
+                        f"rank {rank}: {name} has {found[rank]} rows; zigzag_rows({sum(found)}, {len(rows)}) "
+                        f"gives it {length(chunks)}"
+                    )
+    Nq, Nk = (n[0] if method == "split" else sum(n)), sum(m)
+    if not Nk and Nq:
+        raise ValueError("k has no rows on any rank; it must have at least one")
+    if causal and Nq > Nk:
+        raise ValueError(f"q has Nq={Nq} rows; with causal=True it must have at most Nk={Nk}")

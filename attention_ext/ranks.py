@@ -1,0 +1,178 @@
+"""Joining the processes that torchrun started, and naming the one that is lost.
+
+When an exchange fails, each rank writes into the run's store that it is there, and closes its connections, so
+that the ranks that wait for it fail too. Who has not written after a while was killed or stalls. The store
+belongs to torchrun, so that it outlives every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+HERE = "here"  # what a rank writes that has not failed itself
+ROLL_CALL = 5.0  # seconds that a rank waits for the others' answers, at most the timeout
+
+
+class LostRank(RuntimeError):
+    """Another rank was killed, stalls or failed; the message is a sentence that names it."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others. local: ranks on this host."""
+
+    rank: int
+    count: int
+    local: int
+    device: torch.device
+
+
+@contextlib.contextmanager
+def join(device: str = "cpu", timeout: float = 30.0) -> Iterator[Ranks]:
+    """The process group of all ranks: gloo for 'cpu', NCCL for 'cuda'.
+
+    timeout: seconds that a rank waits in one exchange. If a rank is killed, stalls or raises an error in the
+    block, every other one leaves the block with a LostRank that names it, at most timeout + ROLL_CALL seconds
+    after it began to wait. torchrun's SIGTERM, which it sends when a rank has ended, ends the process with
+    that sentence.
+    """
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise ValueError("started without torchrun: python -m torch.distributed.run --nproc-per-node P ...")
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", count))
+    where = torch.device("cpu")
+    if device == "cuda":
+        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        if not torch.cuda.is_available() or where.index >= torch.cuda.device_count():
+            raise ValueError(f"rank {rank} has no GPU: this host has {torch.cuda.device_count()}")
+        torch.cuda.set_device(where)
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a wait that times out raises an error
+    roll = RollCall(rank, count, min(timeout, ROLL_CALL))
+    limit = timedelta(seconds=timeout)
+    with roll.on_sigterm():
+        try:
+            backend = "nccl" if device == "cuda" else "gloo"
+            bound = where if device == "cuda" else None
+            dist.init_process_group(backend, timeout=limit, device_id=bound)
+            yield Ranks(rank, count, local, where)
+            dist.barrier()  # a rank that fails at the end is still named
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            roll.lock.acquire()  # for good: from here on this thread speaks, not the one that watches
+            if not _is_of_an_exchange(error):
+                roll.answer(f"{type(error).__name__}: {error}")
+                raise
+            roll.answer(HERE)
+            _leave()
+            raise LostRank(roll.sentence() or f"rank {rank}: {one_line(error)}") from error
+        finally:
+            _leave()
+
+
+def _is_of_an_exchange(error: BaseException) -> bool:
+    """Whether torch.distributed raised it; gloo raises plain RuntimeErrors, as the CPU's allocator does."""
+    plain = type(error) is RuntimeError and "DefaultCPUAllocator" not in str(error)
+    return plain or isinstance(error, dist.DistError)
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _leave() -> None:
+    """Close the connections to the other ranks, if there are any."""
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+class RollCall:
+    """Who is still there, by keys in the run's store."""
+
+    def __init__(self, rank: int, count: int, patience: float) -> None:
+        self.rank, self.count, self.patience = rank, count, patience
+        self.lock = threading.Lock()
+        self._run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._store: dist.Store | None = None
+        if agent:  # else rank 0 has the store, whose port is taken only later
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            limit = timedelta(seconds=patience)
+            self._store = dist.TCPStore(address, port, is_master=False, timeout=limit)
+
+    def _key(self, rank: int) -> str:
+        return f"attention/roll/{self._run}/{rank}"
+
+    def answer(self, text: str) -> None:
+        """Say that this rank is there, or how it failed."""
+        if self._store is not None:
+            with contextlib.suppress(dist.DistError):
+                self._store.set(self._key(self.rank), one_line(RuntimeError(text)))
+
+    def sentence(self) -> str | None:
+        """Wait for the others; the sentence that names who failed or is silent. None if all are here."""
+        if self._store is None:
+            return None
+        others = [rank for rank in range(self.count) if rank != self.rank]
+        end = time.monotonic() + self.patience
+        silent = others
+        try:
+            while silent and time.monotonic() < end:
+                silent = [rank for rank in silent if not self._store.check([self._key(rank)])]
+                time.sleep(0.05)
+            answers = {r: self._store.get(self._key(r)).decode() for r in others if r not in silent}
+        except dist.DistError:
+            return f"the store of the run does not answer, so torchrun has ended (seen by rank {self.rank})"
+        failed = [f"rank {r} failed with {text}" for r, text in answers.items() if text != HERE]
+        if failed:
+            return "; ".join(failed)
+        if silent:
+            names = " and ".join(f"rank {rank}" for rank in silent)
+            return f"{names} did not answer rank {self.rank}: killed or stalled"
+        return None
+
+    @contextlib.contextmanager
+    def on_sigterm(self) -> Iterator[None]:
+        """Let a thread end the process on SIGTERM: Python's own handlers wait until an exchange returns."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        before = signal.signal(signal.SIGTERM, lambda *_: None)
+        woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        thread = threading.Thread(target=self._watch, args=(reader,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(woken)
+            if not self.lock.locked():  # else torchrun's SIGTERM could come before the sentence is printed
+                signal.signal(signal.SIGTERM, before)
+            os.close(writer)  # the thread reads the end of the file
+            thread.join(timeout=1)
+            os.close(reader)
+
+    def _watch(self, reader: int) -> None:
+        while number := os.read(reader, 1):
+            if number[0] == signal.SIGINT:
+                os._exit(130)
+            if number[0] != signal.SIGTERM or not self.lock.acquire(blocking=False):
+                continue  # or the main thread is about to say it
+            self.answer(HERE)
+            sentence = self.sentence() or f"rank {self.rank} was told to end"
+            print(f"gpt.py: error: {sentence}", file=sys.stderr, flush=True)
+            os._exit(2)

@@ -1,0 +1,444 @@
+"""Attention over processes: exact in every method, with the bytes and steps of the formula."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import faulty_rank
+import oracle
+import parallel_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from parallel_ranks import RANKS
+from support import ROOT, Done
+
+from app.cli import lab as lab_commands
+from attention_ext import PARTS, parallel
+from attention_ext.parallel import METHODS
+
+DEFAULTS = {
+    "B": 1,
+    "H": 2,
+    "d": 16,
+    "seed": 0,
+    "part": "part4",
+    "causal": False,
+    "scale": None,
+    "dtype": "float32",
+    "inference": False,
+    "known": False,
+    "wrong_rank": None,
+    "wrong": None,
+}
+
+
+def case(method: str, keys, queries=None, **settings) -> dict:
+    keys = list(keys)
+    queries = list(keys if queries is None else queries)
+    if method == "zigzag":
+        queries, keys = (
+            [parallel.length(rows) for rows in parallel.zigzag_rows(sum(n), len(keys))]
+            for n in (queries, keys)
+        )
+    return DEFAULTS | {"method": method, "keys": keys, "queries": queries} | settings
+
+
+def all_cases() -> list[dict]:
+    """Every method over 1 to 4 ranks at awkward lengths, with and without a mask, and every part."""
+    found = []
+    for method in METHODS:
+        for P in range(1, RANKS + 1):
+            for N in (1, 2, 63, 130):
+                for causal in (False, True):
+                    found.append(case(method, parallel.shares(N, P), causal=causal, seed=N))
+        for part in PARTS:
+            found.append(case(method, [50, 50, 50], part=part, causal=True, B=2, H=3))
+        for lengths in ([0, 70, 0], [40, 0, 1], [1, 2, 60, 0]):
+            found += [case(method, lengths, causal=causal) for causal in (False, True)]
+        # fewer queries than keys, some ranks without; another scale, scores of 1e3, bfloat16, inference_mode
+        few = [5] if method == "split" else [0, 2, 3]
+        found += [case(method, [30, 31, 32], few, causal=causal) for causal in (False, True)]
+        found.append(case(method, [30, 31, 32], scale=0.5, d=24))
+        found.append(case(method, [30, 31, 32], scale=100.0, causal=True, part="part0"))
+        found.append(case(method, [40, 41], dtype="bfloat16", causal=True))
+        found.append(case(method, [40, 41], inference=True))
+        equal = [40, 40, 40] if method == "split" else [40, 41, 39]
+        found.append(case(method, equal, known=True, causal=method != "split"))
+        for wrong in ("dtype", "shape"):
+            found.append(case(method, [30, 30, 30], wrong_rank=1, wrong=wrong))
+    return found
+
+
+CASES = all_cases()
+
+
+def name(case: dict) -> str:
+    changed = [f"{key}={value}" for key, value in case.items() if value != DEFAULTS.get(key)]
+    return " ".join(changed[:1] + [c.replace(" ", "") for c in changed[1:]])
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory, extension) -> list[list]:
+    """The results of all cases on each rank."""
+    folder = tmp_path_factory.mktemp("ranks")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["parallel_ranks"])
+    processes = [
+        context.Process(target=parallel_ranks.run, args=(r, str(folder), CASES)) for r in range(RANKS)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(80)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0] * RANKS
+    return [torch.load(folder / f"{r}.pt", weights_only=True) for r in range(RANKS)]
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=map(name, CASES))
+def test_it_is_exact_and_sends_what_the_formula_says(index, ranks):
+    case, results = CASES[index], [found[index] for found in ranks]
+    P = len(case["keys"])
+    assert results[P:] == [None] * (RANKS - P)
+    if case["wrong"]:
+        assert len(set(results[:P])) == 1  # every rank says the same
+        assert "rank 1 has q" in results[0] and "the others have" in results[0]
+        return
+    q, k, v = parallel_ranks.tensors(case)
+    scale = case["scale"] or case["d"] ** -0.5
+    queries, keys = parallel_ranks.layout(case)
+    expected, _ = oracle.attention(q, k, v, case["causal"], scale)
+    peers, _ = oracle.torch_float32_in_orders(q.float(), k.float(), v.float(), case["causal"], scale)
+    floor = 1e-6 + 2 * oracle.score_rounding(q, k, scale)
+    for rank in range(P):
+        out, sent, steps, waited = results[rank]
+        assert str(out.dtype) == f"torch.{case['dtype']}"
+        width = out.element_size()
+        H = case["B"] * case["H"]
+        assert (sent, steps) == parallel.expected(case["method"], queries, keys, rank, H, case["d"], width)
+        assert waited >= 0
+        if not out.numel():
+            assert not parallel.length(queries[rank])
+        elif out.dtype == torch.float32:
+            mine, peer = (
+                torch.cat([t[..., c.start : c.stop, :] for c in queries[rank]], dim=-2)
+                for t in (expected, peers)
+            )
+            oracle.assert_close(out, mine, peer, floor)
+        else:
+            torch.testing.assert_close(
+                out.double(), parallel.take(expected, queries[rank]), rtol=1 / 64, atol=1e-2
+            )
+        if case["method"] == "split":
+            assert torch.equal(out, results[0][0])
+
+
+def test_the_formula_of_the_issue():
+    """Ring and gather send 8 N d (P - 1) / P bytes for each head in fp32; split's bytes do not know N."""
+    for P in (1, 2, 3, 4, 16):
+        N, d = 48 * P, 32
+        for method in ("gather", "ring", "zigzag"):
+            rows = parallel.rows(method, N, P)
+            for rank in range(P):
+                sent, _ = parallel.expected(method, rows, rows, rank, 1, d)
+                assert sent == 8 * N * d * (P - 1) // P
+        one = ((range(1),),) * P
+        assert (
+            len({parallel.expected("split", one, parallel.rows("split", N, P), 0, 4, d) for N in (64, 4096)})
+            == 1
+        )
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("N", [0, 1, 5, 63, 64, 130])
+def test_the_rows_of_the_ranks_are_all_rows_once(P, N):
+    for method in METHODS:
+        rows = parallel.rows(method, N, P)
+        assert sorted(i for chunks in rows for chunk in chunks for i in chunk) == list(range(N))
+        assert max(map(parallel.length, rows)) - min(map(parallel.length, rows)) <= 2
+
+
+@pytest.mark.parametrize("hidden", [0, 1, 7])
+def test_the_mask_of_two_chunks_is_that_of_the_sequence(hidden):
+    for start in range(6):
+        for stop in range(start, 9):
+            for first in range(6):
+                for last in range(first, 9):
+                    queries, keys = range(start, stop), range(first, last)
+                    seen = []
+                    for i, j, causal in parallel.visible(queries, keys, hidden):
+                        assert len(i) and len(j) and (not causal or len(i) <= len(j))
+                        for a, b in ((a, b) for a in range(len(i)) for b in range(len(j))):
+                            if not causal or b <= a + len(j) - len(i):
+                                seen.append((queries[i[a]], keys[j[b]]))
+                    wanted = [(i, j) for i in queries for j in keys if j <= i + hidden]
+                    assert sorted(seen) == wanted
+                    assert parallel.pairs([queries], [keys], True, hidden) == len(wanted)
+
+
+def test_zigzag_shares_the_causal_work():
+    """A ring's last rank has almost twice the mean work; zigzag's ranks have the mean."""
+    for method, worst in (("ring", 1.75), ("zigzag", 1.0)):
+        rows = parallel.rows(method, 4096, 4)
+        everything = [range(4096)]
+        work = [parallel.pairs(mine, everything, True, 0) for mine in rows]
+        assert max(work) / (sum(work) / 4) == pytest.approx(worst, rel=1e-3)
+
+
+def test_a_wrong_method_is_named():
+    with pytest.raises(ValueError, match="method is 'rings'; it must be one of split, gather"):
+        parallel.rows("rings", 10, 2)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """This process as the only rank."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_wrong_arguments_are_named(alone):
+    q = torch.randn(1, 2, 6, 4)
+    few = q[:, :, :0]
+    for message, arguments, options in (
+        ("method is 'rings'", ("rings", q, q, q), {}),
+        ("part is 'part9'", ("ring", q, q, q), {"part": "part9"}),
+        (r"rank 0: v has shape \(1, 2, 5, 4\); it must be k's", ("ring", q, q, q[:, :, :5]), {}),
+        (r"rank 0: k has shape \(1, 1, 6, 4\)", ("ring", q, q[:, :1], q[:, :1]), {}),
+        (r"rank 0: q has shape \(2, 6, 4\)", ("ring", q[0], q, q), {}),
+        ("only N may be 0", ("ring", q[..., :0], q[..., :0], q[..., :0]), {}),
+        ("rank 0: k has dtype torch.float64", ("ring", q, q.double(), q), {}),
+        ("k has no rows on any rank", ("ring", q, few, few), {}),
+        ("Nq=6 rows; with causal=True", ("gather", q, q[:, :, :5], q[:, :, :5]), {"causal": True}),
+        (r"lengths is \[5\]", ("ring", q, q, q), {"lengths": [5]}),
+        (r"lengths is \[6, 6\]", ("ring", q, q, q), {"lengths": [6, 6]}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parallel.attention(*arguments, **{"part": "part0"} | options)
+    with pytest.raises(TypeError, match="k is a list; it must be a tensor"):
+        parallel.attention("ring", q, [1], q)
+    with pytest.raises(TypeError, match="torch.float64 on cpu, which part4 does not take"):
+        parallel.attention("ring", q.double(), q.double(), q.double())
+    assert parallel.attention("ring", few, q, q, part="part0").shape == few.shape
+
+
+def test_rows_that_are_not_zigzags_are_refused():
+    rows = parallel.zigzag_rows(10, 2)
+    parallel._check_rows("zigzag", False, rows, rows, [5, 5], [5, 5])
+    with pytest.raises(ValueError, match=r"rank 0: q has 6 rows; zigzag_rows\(10, 2\) gives it 5"):
+        parallel._check_rows("zigzag", False, rows, rows, [6, 4], [6, 4])
+
+
+def torchrun(P: int, *arguments, prefix=(), options=("--nproc-per-node",), **env: str) -> subprocess.Popen:
+    """Start P ranks of a Python script."""
+    return subprocess.Popen(
+        [
+            *prefix,
+            *(sys.executable, "-m", "torch.distributed.run", *options, str(P)),
+            *map(str, arguments),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"} | env,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen, seconds: float = 80) -> Done:
+    """Wait for its end; its ranks are ended too if it takes too long."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+        return Done(process.returncode, out, err)
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen) -> None:
+    """Kill a torchrun that has not ended, and its ranks, each of which leads a session of its own."""
+    if process.poll() is None:
+        for child in children(process.pid):
+            os.kill(child, signal.SIGKILL)
+        process.kill()
+        process.communicate()
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, in order."""
+    return sorted(
+        int(child)
+        for file in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in file.read_text().split()
+    )
+
+
+FAULTS = {
+    "killed": "rank 1 did not answer rank {rank}: killed or stalled",
+    "stalls": "rank 1 did not answer rank {rank}: killed or stalled",
+    "stopped": "rank 1 did not answer rank {rank}: killed or stalled",
+    "shape": "rank 1 has q of shape (1, 3, 41, 16); the others have (1, 2, N, 16)",
+    "error": "rank 1 failed with OSError: the disk of rank 1 is full",
+}
+
+
+@pytest.fixture(scope="module")
+def faults() -> dict[str, Done]:
+    """The ends of runs in which rank 1 has a fault. All run at once: most of the time is waiting."""
+    runs = {fault: torchrun(3, ROOT / "tests" / "faulty_rank.py", fault) for fault in FAULTS}
+    try:
+        # torchrun's SIGTERM does not reach a process that is stopped; it would wait 30 s for its end
+        until = time.monotonic() + 60
+        stopped = runs["stopped"]
+        while not any(state(child) == "T" for child in children(stopped.pid)):
+            assert time.monotonic() < until and stopped.poll() is None
+            time.sleep(0.1)
+        frozen = [child for child in children(stopped.pid) if state(child) == "T"]
+        while any(state(child) not in "TZ" for child in children(stopped.pid)):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        for child in frozen:
+            os.kill(child, signal.SIGKILL)
+        return {fault: finish(run, 60) for fault, run in runs.items()}
+    finally:
+        for run in runs.values():
+            end(run)
+
+
+def state(pid: int) -> str:
+    """The letter of a process's state, Z if it has gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_other_rank_ends_in_time_and_names_the_faulty_one(faults, fault):
+    done = faults[fault]
+    said = {}
+    for line in done.stdout.splitlines():
+        found = json.loads(line)
+        said[found["rank"]] = found
+    # torchrun's SIGTERM may come first: then the sentence is on stderr
+    for line in re.findall("gpt.py: error: (.*)", done.stderr):
+        for rank in (0, 2):
+            if line == FAULTS[fault].format(rank=rank) and rank not in said:
+                said[rank] = {"error": line, "seconds": 0.0}
+    for rank in (0, 2):
+        assert said[rank]["error"] == FAULTS[fault].format(rank=rank), (done.stdout, done.stderr)
+        assert said[rank]["seconds"] < 2 * faulty_rank.TIMEOUT + 3  # and what the two busy cores take
+    assert done.returncode == 1
+
+
+def test_the_command_compares_counts_and_predicts(extension):
+    """A million keys in the first run; the second, over parts that share no row count, starts beside it."""
+    runs = [
+        torchrun(2, "gpt.py", "parallel", "split", "-N", 1_000_003, "--heads", 1, "-d", 16),
+        torchrun(
+            3, "gpt.py", "parallel", "zigzag", "-N", 1001, "--causal", "--queries", 500, "--part", "part1"
+        ),
+    ]
+    split, zigzag = (finish(run) for run in runs)
+    assert (split.returncode, zigzag.returncode) == (0, 0), split.stderr + zigzag.stderr
+    assert re.search(r"^ +1 +1 +500,001 +68 +68 +1 +1 +\d+%$", split.stdout, re.M)
+    for done in (split, zigzag):
+        assert re.search(r"^float64 +largest error [\d.]+e-\d\d, in 16 rows", done.stdout, re.M)
+        assert re.search(r"^one process +[\d.]+ m?s; with \d ranks ", done.stdout, re.M)
+        assert re.search(r"^measured +.* communicating$", done.stdout, re.M)
+        assert re.search(r"^predicted +.*: computing .*, sending .*, less overlap ", done.stdout, re.M)
+        assert re.search(r"^attention over \d ranks == attention True$", done.stdout, re.M)
+    assert "52 / 74 / 85 % of ideal" in zigzag.stdout
+
+
+def test_a_wrong_command_is_one_line(monkeypatch, failed):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert "python -m torch.distributed.run --nproc-per-node 2 gpt.py parallel ring" in failed(
+        "parallel", "ring"
+    )
+    assert "'rings' is not one of 'split'" in failed("parallel", "rings")
+    assert "part2 has no CUDA kernel" in failed("parallel", "ring", "--device", "cuda", "--part", "part2")
+    assert "--queries is 9; with --causal it must be at most N = 5" in failed(
+        "parallel", "ring", "-N", 5, "--queries", 9, "--causal"
+    )
+
+
+def test_the_commands_methods_are_the_modules():
+    assert lab_commands.METHODS == tuple(METHODS)
+
+
+NETWORK = """
+set -e
+ip netns add {a}; ip netns add {b}
+ip link add {a} netns {a} type veth peer name {b} netns {b}
+ip -n {a} addr add 10.201.0.1/24 dev {a}; ip -n {b} addr add 10.201.0.2/24 dev {b}
+for side in {a} {b}; do
+    ip -n $side link set lo up; ip -n $side link set $side up
+    tc -n $side qdisc add dev $side root tbf rate 1gbit burst 128kb latency 50ms
+done
+"""
+
+
+@pytest.fixture
+def network():
+    """Two namespaces joined by a network of 1 Gbit/s: their names, which are their interfaces' too."""
+    if not shutil.which("ip") or not shutil.which("tc"):
+        pytest.skip("ip and tc are not installed (apt install iproute2)")
+    a, b = (f"att{side}{os.getpid() % 100000}" for side in "ab")
+    try:
+        made = subprocess.run(
+            ["sh", "-c", NETWORK.format(a=a, b=b)], capture_output=True, text=True, timeout=20
+        )
+        if made.returncode:
+            pytest.skip(f"a network of two namespaces is not permitted here: {made.stderr.strip()}")
+        yield a, b
+    finally:
+        for side in (a, b):
+            subprocess.run(["ip", "netns", "del", side], capture_output=True, timeout=20)
+
+
+def test_a_network_carries_the_bytes_of_the_formula(network, extension):
+    """The interfaces' own counters, over two machines' worth of network."""
+    command = ["gpt.py", "parallel", "ring", "-N", 65536, "--queries", 64, "--heads", 8, "--timeout", 20]
+    runs = []
+    for node, side in enumerate(network):
+        where = ("--nnodes", "2", "--node-rank", str(node), "--master-addr", "10.201.0.1", "--master-port")
+        runs.append(
+            torchrun(
+                29512,
+                "--nproc-per-node",
+                1,
+                *command,
+                prefix=("ip", "netns", "exec", side),
+                options=where,
+                GLOO_SOCKET_IFNAME=side,
+            )
+        )
+    done = [finish(run, 60) for run in runs]
+    assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
+    out = done[0].stdout
+    formula = 8 * 65536 * 32 * 8 // 2
+    assert re.search(rf"^ +0 +32 +32,768 +{formula:,} +{formula:,} ", out, re.M), out
+    bandwidth = re.search(r"([\d.]+) GB/s and", out)
+    assert bandwidth and 0.05 < float(bandwidth[1]) < 0.125, out  # 1 Gbit/s is 0.125 GB/s
+    counters = [
+        subprocess.run(
+            ["ip", "-n", side, "-j", "-s", "link", "show", side], capture_output=True, text=True
+        ).stdout
+        for side in network
+    ]
+    sent = [json.loads(text)[0]["stats64"]["tx"]["bytes"] for text in counters]
+    assert min(sent) > 6 * formula, (sent, out)  # a call to warm up, up to five measured, the bandwidth's
