@@ -25,7 +25,8 @@ class Actor:
 
     def __init__(self, settings: Settings) -> None:
         torch.set_num_threads(1)
-        self.settings, self.scribe = settings, None
+        self.settings = settings
+        self.scribe: Scribe | None = None
 
     def ready(self) -> None:
         """Return when the actor has a node."""
