@@ -226,6 +226,7 @@ class Manifest:
             "machine": key,
             "attempts": attempts,
             "seconds": round(shard.seconds, 3),
+            "cpu_seconds": round(shard.cpu_seconds, 3),
         }
 
     def save(self, lazily: bool = False) -> None:

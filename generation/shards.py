@@ -75,6 +75,7 @@ class Task:
 class Shard:
     """A written shard: the bytes of its file, and the record of how it was written.
 
+    cpu_seconds: of the process; `seconds` is more if others use the core.
     rejected: (line number from 1, what is wrong with it). machine: see this_machine().
     """
 
@@ -82,6 +83,7 @@ class Shard:
     texts: int
     tokens: int
     seconds: float
+    cpu_seconds: float = 0.0
     rejected: list[tuple[int, str]] = field(default_factory=list)
     machine: dict[str, str] = field(default_factory=dict)
 
@@ -225,7 +227,7 @@ class Scribe:
 
     def write(self, task: Task, wanted: Callable[[], bool] = lambda: True) -> Shard:
         """Write a task's texts. Raises Stop soon after wanted() is false."""
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         rejected: list[tuple[int, str]] = []
         indices: list[int] = []
         identities: list[str | int] = []
@@ -253,7 +255,8 @@ class Scribe:
         parquet = self.settings.format == "parquet"
         data = in_parquet(rows, task.lines is not None) if parquet else in_jsonl(rows)
         seconds = time.perf_counter() - start
-        return Shard(data, len(rows), tokens, seconds, rejected, this_machine(parquet))
+        cpu_seconds = time.process_time() - cpu_start
+        return Shard(data, len(rows), tokens, seconds, cpu_seconds, rejected, this_machine(parquet))
 
     def _requests(
         self,

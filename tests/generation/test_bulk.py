@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import tiny
 from support import ROOT
 
-from generation import bulk, generate, load, shards
+from generation import bulk, cluster, generate, load, shards
 from generation.bulk import BulkError, Job, LocalPool, Loss, Manifest, Prompts
 from generation.shards import Scribe, Settings, Shard, Task
 from model import checkpoint
@@ -202,27 +206,61 @@ def group_ends(process, seconds=30) -> bool:
     return False
 
 
-def test_a_killed_driver_is_resumed(model, slow, slow_expected, tmp_path):
-    chance = random.Random(1)
-    for moment in range(3):
-        process = subprocess.Popen(
-            command(model, tmp_path, SLOW),
-            start_new_session=True,
-            stderr=subprocess.DEVNULL,
-        )
-        before = len(files(tmp_path))
-        while len(files(tmp_path)) == before and process.poll() is None:
-            time.sleep(0.01)
-        time.sleep(chance.uniform(0, 0.15))
-        process.kill()
-        process.wait()
-        assert group_ends(process), "workers outlive their driver"
-        if moment == 0:
-            assert 0 < len(files(tmp_path)) < len(slow_expected)
-        if len(files(tmp_path)) == len(slow_expected):
-            break
+def test_a_killed_driver_leaves_no_worker_and_is_resumed(slow, slow_expected, model, tmp_path):
+    process = subprocess.Popen(
+        command(model, tmp_path, SLOW), start_new_session=True, stderr=subprocess.DEVNULL
+    )
+    while not files(tmp_path):
+        time.sleep(0.01)
+        assert process.poll() is None
+    process.kill()
+    process.wait()
+    assert group_ends(process), "workers outlive their driver"
+    assert 0 < len(files(tmp_path)) < len(slow_expected)
     bulk.run(slow, tmp_path, here())
     check(tmp_path, slow_expected)
+
+
+class Copies(Here):
+    """Shards that were written before, so that most of a driver's time goes into files and manifests."""
+
+    def __init__(self, source: Path) -> None:
+        self.source, self.given = source, deque[Task]()
+
+    def wait(self):
+        task = self.given.popleft()
+        data = (self.source / f"texts-{task.first:012d}.jsonl").read_bytes()
+        time.sleep(1e-3)
+        return [(task, Shard(data, task.count, 0, 0.0, machine={"processor": "a", "instructions": "b"}))]
+
+
+def test_a_driver_killed_at_any_moment_loses_and_doubles_nothing(job, expected, tmp_path):
+    bulk.run(job, tmp_path / "source", here())
+    chance, out, found = random.Random(), tmp_path / "out", set()
+    for _ in range(20):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of threads, which the child does not use
+            child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                bulk.run(job, out, lambda settings, shards: Copies(tmp_path / "source"))
+            os._exit(0)
+        before, end = len(list(out.glob("*"))), time.monotonic() + chance.choice((0, 5, 5, 5))
+        while time.monotonic() < end and len(list(out.glob("*"))) == before:
+            time.sleep(1e-4)
+        time.sleep(chance.uniform(0, 0.01))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        found.add(len(files(out)))
+        with contextlib.suppress(FileNotFoundError):
+            listed = json.loads((out / bulk.MANIFEST).read_text())["shards"]
+            assert files(out).items() >= {name: shard["sha256"] for name, shard in listed.items()}.items()
+        assert expected.items() >= files(out).items()
+        if len(found) > 1 and len(files(out)) == len(expected):
+            shutil.rmtree(out)
+    assert len(found) > 1
+    bulk.run(job, out, here())
+    check(out, expected)
 
 
 def test_ctrl_c_stops_and_the_command_goes_on(model, slow_expected, tmp_path, cli):
@@ -238,7 +276,7 @@ def test_ctrl_c_stops_and_the_command_goes_on(model, slow_expected, tmp_path, cl
     assert "the same command goes on" in err and err.count("\n") <= 2
     assert group_ends(process)
     manifest = json.loads((tmp_path / "out" / bulk.MANIFEST).read_text())
-    assert manifest["shards"] and not manifest["complete"]
+    assert not manifest["complete"] and len(manifest["shards"]) < len(slow_expected)
     done = cli(*command(model, tmp_path / "out", SLOW)[2:])
     assert done.returncode == 0 and f"{TEXTS} texts, {TEXTS * SLOW:,} tokens in 12 files" in done.stderr
     check(tmp_path / "out", slow_expected)
@@ -361,20 +399,33 @@ def test_a_full_disk_leaves_whole_files(job, expected, tmp_path, monkeypatch, st
     check(tmp_path, expected)
 
 
+FULL_DISK = """
+import subprocess, sys
+from app.cli import main
+
+def mount(options):
+    subprocess.run(["mount", "-o", options, *kind, "none", sys.argv[1]], check=True)
+
+kind = ["-t", "tmpfs"]
+for options in ("size=24k", "remount,ro", "remount,rw,size=16m"):
+    mount(options)
+    try:
+        main(sys.argv[2:])
+    except SystemExit as done:
+        print(done.code, flush=True)
+subprocess.run("sha256sum texts-*", cwd=sys.argv[1], shell=True)
+"""
+
+
 def test_a_real_full_disk_and_a_read_only_directory(model, expected, tmp_path):
     """One line and exit code 2; with room the same command goes on."""
-    run = " ".join(command(model, tmp_path))
-    sums = f"cd {tmp_path} && sha256sum texts-*"
-    steps = f"""mount -t tmpfs -o size=24k none {tmp_path}
-        {run}; echo $?
-        mount -o remount,ro {tmp_path}; {run}; echo $?
-        mount -o remount,rw,size=16m {tmp_path}; {run} && {sums}"""
-    trial = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    trial = ["unshare", "--user", "--map-root-user", "--mount"]
     try:
-        subprocess.run([*trial, f"mount -t tmpfs none {tmp_path}"], check=True, capture_output=True)
+        subprocess.run([*trial, "mount", "-t", "tmpfs", "none", tmp_path], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"nothing can be mounted here: {error}")
-    done = subprocess.run([*trial, steps], capture_output=True, text=True)
+    given = [*trial, sys.executable, "-c", FULL_DISK, tmp_path, *command(model, tmp_path)[2:]]
+    done = subprocess.run(given, capture_output=True, text=True, cwd=ROOT)
     lines = done.stderr.splitlines()
     assert len(lines) == 3, done.stderr
     assert "No space left on device; the same command goes on" in lines[0]
@@ -517,3 +568,72 @@ def test_the_manifest_is_not_written_all_the_time(job, tmp_path, monkeypatch):
     assert Manifest(tmp_path, job).shards == {}
     manifest.save()
     assert list(Manifest(tmp_path, job).shards) == ["texts-0.jsonl"]
+
+
+with_ray = pytest.mark.filterwarnings("default")  # Ray's own warnings are no errors
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """A cluster of two nodes with one CPU each, beside the head, which has none."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    made.add_node(num_cpus=1)
+    made.add_node(num_cpus=1)
+    made.wait_for_nodes()
+    ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def worker_pids() -> list[int]:
+    """The processes of the actors: Ray names them after their class."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (folder / "cmdline").read_bytes().startswith(b"ray::Actor"):
+                found.append(int(folder.name))
+    return found
+
+
+@with_ray
+def test_two_nodes_write_the_same_bytes(nodes, slow, slow_expected, tmp_path):
+    bulk.run(slow, tmp_path, partial(cluster.open_pool, nodes.address, None))
+    assert check(tmp_path, slow_expected)["workers_lost"] == []
+
+
+@with_ray
+def test_a_killed_worker_and_a_killed_node_cost_a_retry(nodes, slow, slow_expected, tmp_path):
+    """The worker dies first. Its node's place is then taken by a new node, as a cluster would do."""
+    chance, faults = random.Random(), ["worker", "node"]
+
+    def progress(state):
+        if not faults or state.texts < (8 if faults[0] == "worker" else 16):
+            return
+        time.sleep(chance.uniform(0, 0.1))
+        if faults.pop(0) == "worker":
+            os.kill(chance.choice(worker_pids()), signal.SIGKILL)
+        else:
+            node = chance.choice(nodes.list_all_nodes()[1:])
+            nodes.remove_node(node, allow_graceful=False)
+            nodes.add_node(num_cpus=1)
+
+    bulk.run(slow, tmp_path, partial(cluster.open_pool, nodes.address, None), progress=progress)
+    manifest = check(tmp_path, slow_expected)
+    assert 1 <= len(manifest["workers_lost"]) <= 2
+
+
+@with_ray
+def test_no_cluster_is_one_line(failed, model, monkeypatch):
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+
+    def init(**given):
+        raise ConnectionError(f"nobody at {given['address']}\nand more")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    line = failed("bulk", "-m", model, "--texts", 1, "--out", "o", "--ray", "a:1")
+    assert "no Ray cluster at 'a:1': nobody at a:1\n" in line
