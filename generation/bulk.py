@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import os
 import signal
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -250,21 +249,18 @@ def write_file(path: Path, data: bytes) -> None:
 
     Raises OSError; its filename is then the path, and nothing is left.
     """
-    unfinished = None
+    unfinished = path.with_name(path.name + UNFINISHED)
     try:
-        handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=UNFINISHED)
-        with open(handle, "wb") as out:
-            os.fchmod(out.fileno(), 0o644)
+        with open(unfinished, "wb") as out:
             out.write(data)
             out.flush()
             os.fsync(out.fileno())
         os.replace(unfinished, path)
     except BaseException as error:
-        if unfinished:
-            with contextlib.suppress(OSError):
-                os.unlink(unfinished)
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
         if isinstance(error, OSError):
-            error.filename = str(path)
+            error.filename, error.filename2 = str(path), None
         raise
     folder = os.open(path.parent, os.O_RDONLY)  # a rename is on the disk when its directory is
     try:
@@ -319,10 +315,13 @@ def run(
             pool = open_pool(settings, len(missing))
             try:
                 _write_all(job, settings, manifest, missing, pool, notice, progress)
-            finally:
-                pool.close()
+            except BaseException:
                 with contextlib.suppress(OSError):  # the disk may be full, which is then being raised
                     manifest.save()
+                raise
+            finally:
+                pool.close()
+            manifest.save()
         return manifest
 
 

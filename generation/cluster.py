@@ -104,16 +104,23 @@ class RayPool:
             else:
                 task, actor = self._busy.pop(reference)
                 ended.append((task, result))
-            self._start() if died else self._free.append(actor)
+            if died:
+                self._end(actor)  # it may live on, where the bytes alone were lost
+                self._start()
+            else:
+                self._free.append(actor)
         return ended
 
     def close(self) -> None:
         actors = [*self._free, *self._starting.values(), *(actor for _, actor in self._busy.values())]
         for actor in actors:
-            with contextlib.suppress(Exception):  # the cluster may be gone
-                self._ray.kill(actor)
+            self._end(actor)
         if self._ours:
             self._ray.shutdown()
+
+    def _end(self, actor: Any) -> None:
+        with contextlib.suppress(Exception):  # it, or the cluster, may be gone
+            self._ray.kill(actor)
 
     def _start(self) -> None:
         actor = self._kind.remote(self._settings)

@@ -29,6 +29,7 @@ from model.checkpoint import Checkpoint, load
 from model.tokenizer import Tokenizer
 
 MOST_NEW_TOKENS = 2**20  # that a line of a prompts file may ask for: an endless text would hold up its shard
+ASK_SECONDS = 0.2  # between two questions whether a shard is still wanted
 LINE_OPTIONS = (*(each.name for each in fields(Sampling)), "max_new_tokens", "seed", "stop", "context")
 
 
@@ -235,7 +236,12 @@ class Scribe:
         tokens = 0
         requests = self._requests(task, indices, identities, rejected)
         writer = Writer(self.engine, self.at_once)
+        asked = start
         for done, piece in complete(writer, self.checkpoint.tokenizer, requests):
+            if time.perf_counter() - asked > ASK_SECONDS:
+                asked = time.perf_counter()
+                if not wanted():
+                    raise Stop
             if piece:
                 continue
             index = indices[done.number]
@@ -249,8 +255,6 @@ class Scribe:
                 "finish_reason": done.finish_reason,
             }
             tokens += done.new_tokens
-            if not wanted():
-                raise Stop
         rows = [records[index] for index in sorted(records)]
         parquet = self.settings.format == "parquet"
         data = in_parquet(rows, task.lines is not None) if parquet else in_jsonl(rows)

@@ -23,6 +23,7 @@ DOCUMENTS = {
     "docs/cli.md": (0, len(commands.commands)),
     "docs/decoder.md": (3, 3),
     "docs/gpu.md": (7, 10),
+    "docs/scale_texts.md": (2, 4),
     "tests/robustness/README.md": (1, 0),
 }
 

@@ -399,6 +399,22 @@ def test_a_full_disk_leaves_whole_files(job, expected, tmp_path, monkeypatch, st
     check(tmp_path, expected)
 
 
+def test_a_disk_that_is_full_at_the_last_write_is_reported(job, expected, tmp_path, monkeypatch):
+    save = Manifest.save
+
+    def full(manifest, lazily=False):
+        if manifest.content["complete"]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(manifest, lazily)
+
+    monkeypatch.setattr(Manifest, "save", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        bulk.run(job, tmp_path, here())
+    monkeypatch.undo()
+    bulk.run(job, tmp_path, here())
+    check(tmp_path, expected)
+
+
 FULL_DISK = """
 import subprocess, sys
 from app.cli import main
