@@ -5,7 +5,8 @@
 Each process writes `--shards` files with one thread. The numbers of processes take turns; all must write the
 same bytes. A job's time is from its first task to its last file, so it leaves out the start of the processes,
 some two seconds; 'with start' has it. 'share of a core' is the processor time of a worker per second: less
-than 1 where other programs take the cores. '--ray' adds actors on a Ray cluster of this machine.
+than 1 where other programs take the cores. 'per core-second' is what a worker writes in a second of processor
+time, which they change least. '--ray' adds actors on a Ray cluster of this machine.
 """
 
 from __future__ import annotations
@@ -118,20 +119,24 @@ def main(
     click.echo(
         f"{name}, PyTorch {torch.__version__}; {model}, {shard_size} texts of {length} tokens in a file\n"
     )
-    click.echo("| workers | tokens/s | spread | times the first | with start | a file | share of a core |")
-    click.echo("|---" * 7 + "|")
+    click.echo(
+        "| workers | tokens/s | spread | times the first | with start | a file | share of a core | per core-second |"
+    )
+    click.echo("|---" * 8 + "|")
     first = None
     for (kind, count), runs in found.items():
         tokens = sum(shard["tokens"] for shard in runs[0][2])
         rates = [tokens / seconds for seconds, _, _ in runs]
         rate, whole = statistics.median(rates), statistics.median(tokens / long for _, long, _ in runs)
         files = [shard for _, _, written in runs for shard in written]
-        share = sum(file["cpu_seconds"] for file in files) / sum(file["seconds"] for file in files)
+        cpu_seconds = sum(file["cpu_seconds"] for file in files)
+        share = cpu_seconds / sum(file["seconds"] for file in files)
         first = first or rate
         click.echo(
             f"| {count} {kind} | {rate:,.0f} | {100 * (max(rates) - min(rates)) / rate:.0f} % "
             f"| {rate / first:.2f} | {whole:,.0f} "
-            f"| {statistics.median(file['seconds'] for file in files):.1f} s | {share:.2f} |"
+            f"| {statistics.median(file['seconds'] for file in files):.1f} s | {share:.2f} "
+            f"| {sum(file['tokens'] for file in files) / cpu_seconds:,.0f} |"
         )
 
 

@@ -188,7 +188,7 @@ def command(model, out, tokens=TOKENS) -> list[str]:
         "--max-new-tokens": tokens,
         "--seed": 5,
         "--temperature": 0.8,
-        "--workers": 2,
+        "--workers": 1,
     }
     given = [str(word) for pair in options.items() for word in pair]
     return [sys.executable, str(ROOT / "gpt.py"), "bulk", "-m", str(model), "--out", str(out), *given]
