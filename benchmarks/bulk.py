@@ -120,7 +120,8 @@ def main(
         f"{name}, PyTorch {torch.__version__}; {model}, {shard_size} texts of {length} tokens in a file\n"
     )
     click.echo(
-        "| workers | tokens/s | spread | times the first | with start | a file | share of a core | per core-second |"
+        "| workers | tokens/s | spread | times the first | with start | a file "
+        "| share of a core | per core-second |"
     )
     click.echo("|---" * 8 + "|")
     first = None
