@@ -8,13 +8,14 @@ import warnings
 
 import click
 
-from app.cli import lab, measuring, parts, training
+from app.cli import lab, many, measuring, parts, training
 from app.cli.options import notice
 from attention_ext import PARTS, BuildError
 
 # The sections of `gpt.py --help`: (what to type, the sentence that describes it).
 WRITE = [(f"{name} --inference", f"Write text with {name}: {part.summary}.") for name, part in PARTS.items()]
 SECTIONS = {
+    "Write many texts": many.COMMANDS,
     "Lab test": (*parts.COMMANDS, lab.four_d_access, lab.parallel),
     "Measure": measuring.COMMANDS,
     "Train": training.COMMANDS,

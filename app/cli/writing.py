@@ -20,8 +20,7 @@ from app.cli.options import (
 )
 from attention_ext import processor
 
-text_options = all_of(
-    model_option,
+prompt_options = all_of(
     click.option("--prompt", help="Text to continue.", show_default="a line end"),
     click.option("--prompt-file", type=click.Path(), help="File to continue, - for standard input."),
     click.option(
@@ -30,13 +29,8 @@ text_options = all_of(
         help="Tokens to write per sample.",
         show_default="the model's block size",
     ),
-    click.option(
-        "--num-samples",
-        type=click.IntRange(1),
-        default=2,
-        show_default=True,
-        help="Samples to write; sample i has the seed SEED + i.",
-    ),
+)
+sampling_options = all_of(
     temperature_option,
     top_k_option,
     click.option(
@@ -70,6 +64,18 @@ text_options = all_of(
         help="Past the block size: slide the window, or restart it with its last half.",
     ),
     click.option("--no-kv-cache", is_flag=True, help="Recompute the whole window for each token."),
+)
+text_options = all_of(
+    model_option,
+    prompt_options,
+    click.option(
+        "--num-samples",
+        type=click.IntRange(1),
+        default=2,
+        show_default=True,
+        help="Samples to write; sample i has the seed SEED + i.",
+    ),
+    sampling_options,
 )
 output_options = all_of(
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object per sample."),

@@ -24,7 +24,7 @@ DOCUMENTS = {
     "docs/cli.md": (0, len(commands.commands)),
     "docs/decoder.md": (3, 3),
     "docs/gpu.md": (7, 10),
-    "docs/scale.md": (4, 6),
+    "docs/scale.md": (6, 10),
     "tests/robustness/README.md": (1, 0),
 }
 

@@ -20,7 +20,14 @@ def test_help_does_not_import_torch():
         "except SystemExit: pass\n"
         "print('torch' in sys.modules)"
     )
-    for arguments in (["--help"], ["part4", "--help"], ["train", "-h"], ["bench", "-h"], ["race", "-h"]):
+    for arguments in (
+        ["--help"],
+        ["part4", "--help"],
+        ["train", "-h"],
+        ["bench", "-h"],
+        ["race", "-h"],
+        ["bulk", "-h"],
+    ):
         done = subprocess.run(
             [sys.executable, "-c", code.format(arguments)], cwd=ROOT, capture_output=True, text=True
         )
@@ -30,7 +37,7 @@ def test_help_does_not_import_torch():
 def test_commands_are_listed_in_sections(cli):
     lines = cli("--help").stdout.splitlines()
     headings = [line for line in lines if re.fullmatch(r"[A-Z].*:", line)]
-    assert headings == ["Options:", "Write:", "Lab test:", "Measure:", "Train:"]
+    assert headings == ["Options:", "Write:", "Write many texts:", "Lab test:", "Measure:", "Train:"]
     names = [line[2:].split("  ")[0] for line in lines[lines.index("Write:") :] if re.match(r"  \w", line)]
     assert names == [*(f"{part} --inference" for part in PARTS), *commands.commands]
 

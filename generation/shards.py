@@ -1,0 +1,320 @@
+"""A shard of many texts: what decides its bytes, and the Scribe that writes it.
+
+Text i depends on the settings, its prompt and its seed alone, so a shard's bytes are the same on every worker
+with the same instruction set, whatever was written before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from attention_ext import __version__, processor, tiles
+from attention_ext.parts import PARTS, CachePrecision, helpers_of
+from generation.engine import default_engine, open_engine
+from generation.generate import complete, slots_for
+from generation.sampling import Sampling
+from generation.writer import Request, Writer
+from model.checkpoint import Checkpoint, load
+from model.tokenizer import Tokenizer
+
+MOST_NEW_TOKENS = 2**20  # that a line of a prompts file may ask for: an endless text would hold up its shard
+ASK_SECONDS = 0.2  # between two questions whether a shard is still wanted
+LINE_OPTIONS = (*(each.name for each in fields(Sampling)), "max_new_tokens", "seed", "stop", "context")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the texts, besides their numbers.
+
+    model: as load() takes it; only `fingerprint` decides. prompt: None if each text has its own.
+    engine, simd, br, bc: None or 'auto' where resolved() chooses.
+    """
+
+    model: str
+    fingerprint: str
+    part: str = "part4"
+    engine: str | None = None
+    simd: str = "auto"
+    br: int | None = None
+    bc: int | None = None
+    weights: str = "fp32"
+    kv_cache: str = "fp32"
+    prompt: str | None = "\n"
+    max_new_tokens: int = 256
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = ()
+    seed: int = 1337
+    context: str = "slide"
+    use_cache: bool = True
+    format: str = "jsonl"
+
+
+@dataclass(frozen=True)
+class Task:
+    """The texts first .. first + count - 1.
+
+    lines: those of the prompts file, for text i line i; None if all texts have the prompt of the settings.
+    """
+
+    first: int
+    count: int
+    lines: Sequence[bytes] | None = None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A written shard: the bytes of its file, and the record of how it was written.
+
+    cpu_seconds: of the process; `seconds` is more if others use the core.
+    rejected: (line number from 1, what is wrong with it). machine: see this_machine().
+    """
+
+    data: bytes
+    texts: int
+    tokens: int
+    seconds: float
+    cpu_seconds: float = 0.0
+    rejected: list[tuple[int, str]] = field(default_factory=list)
+    machine: dict[str, str] = field(default_factory=dict)
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """A hash of a model's configuration, weights and vocabulary."""
+    digest = hashlib.sha256(json.dumps(asdict(checkpoint.model.config)).encode())
+    for name, tensor in sorted(checkpoint.model.state_dict().items()):
+        digest.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())
+    tokenizer = checkpoint.tokenizer
+    digest.update(json.dumps(getattr(tokenizer, "characters", None) or len(tokenizer)).encode())
+    return digest.hexdigest()
+
+
+def resolved(settings: Settings, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The engine, SIMD helpers and tile that this machine chooses for 'auto'.
+
+    They decide the last bits of the logits; tuned tiles differ between machines.
+    """
+    s = settings
+    simd = helpers_of(s.part, s.simd) or "auto"
+    chosen = {"engine": s.engine or default_engine(s.part), "simd": simd, "br": s.br, "bc": s.bc}
+    if PARTS[s.part].tiled:
+        d, capacity = checkpoint.model.config.head_dim, capacity_of(s, checkpoint)
+        br, bc = tiles.tile(simd, 1, d, capacity, causal=True)
+        chosen |= {"br": s.br or br, "bc": s.bc or bc}
+    return chosen
+
+
+def capacity_of(settings: Settings, checkpoint: Checkpoint) -> int:
+    """Tokens of context that the longest text needs; the block size for prompts from a file."""
+    longest = checkpoint.model.config.block_size
+    if settings.prompt is None:
+        return longest
+    prompt = len(checkpoint.tokenizer.encode(settings.prompt))
+    return min(longest, max(1, prompt + settings.max_new_tokens))
+
+
+def this_machine(parquet: bool = False) -> dict[str, str]:
+    """What besides the settings can change a text's bytes: the processor and the versions."""
+    features = hashlib.sha256(processor.capabilities().encode()).hexdigest()[:16]
+    versions = {"pyarrow": metadata.version("pyarrow")} if parquet else {}
+    return {
+        "processor": processor.name(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "features": features,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "shakespeare-attention": __version__,
+        **versions,
+    }
+
+
+def request_for(settings: Settings, tokenizer: Tokenizer, index: int) -> Request:
+    """The request of text `index` with the prompt of the settings. Raises as Request does."""
+    s = settings
+    return Request(
+        tokenizer.encode("\n" if s.prompt is None else s.prompt),
+        s.seed + index,
+        s.sampling,
+        s.max_new_tokens,
+        s.stop,
+        s.context,
+        s.use_cache,
+    )
+
+
+def request_of_line(
+    settings: Settings, tokenizer: Tokenizer, index: int, line: bytes
+) -> tuple[str | int, Request]:
+    """(id, request) of a line: {"id": ..., "prompt": ..., "options": {...}}.
+
+    options: LINE_OPTIONS; what they leave out is that of the settings, and the seed is the settings' + index.
+    Raises ValueError, TypeError, OverflowError or RecursionError for a malformed line.
+    """
+    entry = json.loads(line.decode())
+    if not isinstance(entry, dict):
+        raise ValueError(f"the line is a {type(entry).__name__}; it must be an object")
+    if unknown := entry.keys() - {"id", "prompt", "options"}:
+        raise ValueError(f"{min(unknown)!r} is unknown; a line has id, prompt and options")
+    identity, prompt, options = entry.get("id"), entry.get("prompt"), entry.get("options", {})
+    if not isinstance(identity, (str, int)) or isinstance(identity, bool):
+        raise TypeError("id must be a string or a whole number")
+    str(identity).encode()  # half of a surrogate pair is no text
+    if not isinstance(prompt, str):
+        raise TypeError("prompt must be a string")
+    if not isinstance(options, dict):
+        raise TypeError("options must be an object")
+    if unknown := options.keys() - set(LINE_OPTIONS):
+        raise ValueError(f"option {min(unknown)!r} is unknown; it must be one of {', '.join(LINE_OPTIONS)}")
+    chosen = {each.name: options[each.name] for each in fields(Sampling) if each.name in options}
+    sampling = replace(settings.sampling, **chosen)
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        float(getattr(sampling, name))  # a whole number may be too large for one
+    most = options.get("max_new_tokens", settings.max_new_tokens)
+    if (
+        not isinstance(most, int)
+        or isinstance(most, bool)
+        or most > max(MOST_NEW_TOKENS, settings.max_new_tokens)
+    ):
+        raise ValueError(f"max_new_tokens must be a whole number of at most {MOST_NEW_TOKENS}")
+    stop = options.get("stop", settings.stop)
+    if not isinstance(stop, (str, list, tuple)):
+        raise TypeError("stop must be a string or a list of strings")
+    return identity, Request(
+        tokenizer.encode(prompt),
+        options.get("seed", settings.seed + index),
+        sampling,
+        most,
+        (stop,) if isinstance(stop, str) else tuple(stop),
+        options.get("context", settings.context),
+        settings.use_cache,
+    )
+
+
+class Stop(Exception):
+    """The shard is no longer wanted."""
+
+
+class Scribe:
+    """Writes shards: the model and its engine, opened once.
+
+    Raises ValueError if the model is not the one of the settings, and as load() and open_engine() do.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # who started the job has seen them
+            self.checkpoint = load(settings.model)
+        if fingerprint(self.checkpoint) != settings.fingerprint:
+            raise ValueError(f"model {settings.model!r} is not the one that the job was started with")
+        self.settings = settings
+        config, capacity = self.checkpoint.model.config, capacity_of(settings, self.checkpoint)
+        cache_bytes = CachePrecision(settings.kv_cache).bytes * 2 * config.n_layer * config.n_embd * capacity
+        self.at_once, slots = slots_for(2**31, 1, cache_bytes)
+        names = ("part", "simd", "br", "bc", "weights", "kv_cache")
+        chosen = {name: getattr(settings, name) for name in names}
+        self.engine = open_engine(
+            self.checkpoint.model, settings.engine, slots=slots, capacity=capacity, **chosen
+        )
+
+    def write(self, task: Task, wanted: Callable[[], bool] = lambda: True) -> Shard:
+        """Write a task's texts. Raises Stop soon after wanted() is false."""
+        start, cpu_start = time.perf_counter(), time.process_time()
+        rejected: list[tuple[int, str]] = []
+        indices: list[int] = []
+        identities: list[str | int] = []
+        records: dict[int, dict] = {}
+        tokens = 0
+        requests = self._requests(task, indices, identities, rejected)
+        writer = Writer(self.engine, self.at_once)
+        asked = start
+        for done, piece in complete(writer, self.checkpoint.tokenizer, requests):
+            if time.perf_counter() - asked > ASK_SECONDS:
+                asked = time.perf_counter()
+                if not wanted():
+                    raise Stop
+            if piece:
+                continue
+            index = indices[done.number]
+            identity = {} if task.lines is None else {"id": identities[done.number]}
+            records[index] = {
+                "index": index,
+                **identity,
+                "seed": done.request.seed,
+                "text": done.text,
+                "new_tokens": done.new_tokens,
+                "finish_reason": done.finish_reason,
+            }
+            tokens += done.new_tokens
+        rows = [records[index] for index in sorted(records)]
+        parquet = self.settings.format == "parquet"
+        data = in_parquet(rows, task.lines is not None) if parquet else in_jsonl(rows)
+        seconds = time.perf_counter() - start
+        cpu_seconds = time.process_time() - cpu_start
+        return Shard(data, len(rows), tokens, seconds, cpu_seconds, rejected, this_machine(parquet))
+
+    def _requests(
+        self,
+        task: Task,
+        indices: list[int],
+        identities: list[str | int],
+        rejected: list[tuple[int, str]],
+    ) -> Iterator[Request]:
+        """The task's requests; the lists are filled as they are taken. An empty line has none."""
+        tokenizer = self.checkpoint.tokenizer
+        if task.lines is None:
+            first = request_for(self.settings, tokenizer, 0)
+            for index in range(task.first, task.first + task.count):
+                indices.append(index)
+                yield replace(first, seed=self.settings.seed + index)
+            return
+        for index, line in enumerate(task.lines, task.first):
+            if not line.strip():
+                continue
+            try:
+                identity, request = request_of_line(self.settings, tokenizer, index, line)
+            except (ValueError, TypeError, OverflowError, RecursionError) as error:
+                rejected.append((index + 1, str(error)))
+                continue
+            indices.append(index)
+            identities.append(identity)
+            yield request
+
+
+def in_jsonl(rows: Sequence[dict]) -> bytes:
+    """A line of JSON for each row."""
+    return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows).encode()
+
+
+def check_parquet() -> None:
+    """Raise ValueError if pyarrow is not installed."""
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            "format is 'parquet', which needs pyarrow; install it (pip install -e '.[cluster]')"
+        ) from None
+
+
+def in_parquet(rows: Sequence[dict], with_id: bool) -> bytes:
+    """The rows as a Parquet file. An id is a string there, whatever it was."""
+    import pyarrow
+    from pyarrow import parquet
+
+    columns = {"index": pyarrow.int64(), "id": pyarrow.string(), "seed": pyarrow.uint64()}
+    columns |= {"text": pyarrow.string(), "new_tokens": pyarrow.int32(), "finish_reason": pyarrow.string()}
+    if not with_id:
+        del columns["id"]
+    rows = [row | {"id": str(row["id"])} for row in rows] if with_id else rows
+    out = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(columns)), out)
+    return out.getvalue()

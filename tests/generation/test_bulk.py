@@ -1,0 +1,656 @@
+"""Many texts in files: the same bytes for any number of workers, after kills, full disks and restarts."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections import deque
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import tiny
+from support import ROOT
+
+from generation import bulk, cluster, generate, load, shards
+from generation.bulk import BulkError, Job, LocalPool, Loss, Manifest, Prompts
+from generation.shards import Scribe, Settings, Shard, Task
+from model import checkpoint
+
+TEXTS, SIZE = 46, 4  # the last file has fewer texts than the others
+TOKENS = 200  # of a text, beyond the model's window
+SLOW = 3000  # where a file must take longer than a kill
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, extension) -> Path:
+    """A checkpoint of the tiny model."""
+    directory = tmp_path_factory.mktemp("model")
+    checkpoint.save(directory, tiny.gpt(), tiny.VOCABULARY, {})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def settings(model) -> Settings:
+    print_of_it = shards.fingerprint(load(str(model)))
+    return Settings(str(model), print_of_it, max_new_tokens=TOKENS, seed=5)
+
+
+@pytest.fixture(scope="module")
+def job(settings, model) -> Job:
+    return Job(settings, TEXTS, SIZE, resolved=shards.resolved(settings, load(str(model))))
+
+
+class Here:
+    """A Pool without processes. faults: what happens to each task in turn; None lets it be written."""
+
+    workers = 1
+
+    def __init__(self, settings, shards, faults=()) -> None:
+        self.scribe, self.given, self.faults = Scribe(settings), deque[Task](), deque(faults)
+
+    @property
+    def idle(self) -> int:
+        return 1 - len(self.given)
+
+    def give(self, task) -> None:
+        self.given.append(task)
+
+    def wait(self):
+        task, fault = self.given.popleft(), self.faults.popleft() if self.faults else None
+        if isinstance(fault, BaseException):
+            raise fault
+        return [(task, fault or self.scribe.write(task))]
+
+    def close(self) -> None:
+        pass
+
+
+def here(*faults):
+    return lambda settings, shards: Here(settings, shards, faults)
+
+
+def processes(workers):
+    return lambda settings, shards: LocalPool(settings, workers)
+
+
+def files(directory: Path, form="jsonl") -> dict[str, str]:
+    """The hash of each file of texts."""
+    found = sorted(directory.glob(f"texts-*.{form}"))
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in found}
+
+
+def rows(directory: Path) -> list[dict]:
+    text = "".join(file.read_text() for file in sorted(directory.glob("texts-*")))
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def check(directory: Path, expected: dict[str, str]) -> dict:
+    """Check a finished job's files against its manifest and these hashes; return the manifest."""
+    manifest = json.loads((directory / bulk.MANIFEST).read_text())
+    assert manifest["complete"] and files(directory) == expected
+    assert {name: shard["sha256"] for name, shard in manifest["shards"].items()} == expected
+    assert [row["index"] for row in rows(directory)] == list(range(TEXTS))  # none lost, none twice
+    assert not list(directory.glob(f"*{bulk.UNFINISHED}"))
+    return manifest
+
+
+@pytest.fixture(scope="module")
+def expected(job, tmp_path_factory) -> dict[str, str]:
+    """The hashes of the job's files, written without a fault."""
+    directory = tmp_path_factory.mktemp("expected")
+    bulk.run(job, directory, here())
+    assert len(files(directory)) == 12
+    return files(directory)
+
+
+@pytest.fixture(scope="module")
+def slow(job) -> Job:
+    return replace(job, settings=replace(job.settings, max_new_tokens=SLOW))
+
+
+@pytest.fixture(scope="module")
+def slow_expected(slow, tmp_path_factory) -> dict[str, str]:
+    directory = tmp_path_factory.mktemp("slow")
+    bulk.run(slow, directory, here())
+    return files(directory)
+
+
+def test_text_i_has_seed_plus_i(job, tmp_path, model):
+    bulk.run(job, tmp_path, here())
+    found = rows(tmp_path)
+    for i in (0, 1, 17, TEXTS - 1):
+        text = generate(load(str(model)), max_new_tokens=TOKENS, seed=5 + i)
+        assert found[i] == {
+            "index": i,
+            "seed": 5 + i,
+            "text": text,
+            "new_tokens": TOKENS,
+            "finish_reason": "length",
+        }
+
+
+def test_two_processes_write_the_same_bytes(job, expected, tmp_path):
+    states = []
+    bulk.run(job, tmp_path, processes(2), progress=lambda state: states.append(state.texts))
+    manifest = check(tmp_path, expected)
+    assert states[0] == 0 and states[-1] == TEXTS and manifest["workers_lost"] == []
+    (machine,) = manifest["machines"].values()
+    assert machine.keys() >= {"processor", "instructions", "features", "torch"}
+
+
+def test_killed_workers_cost_a_retry(slow, slow_expected, tmp_path):
+    """At random moments: while workers start, and while they write."""
+    chance, pools, done = random.Random(), list[LocalPool](), threading.Event()
+    killed = []
+
+    def open_pool(settings, shards):
+        pools.append(LocalPool(settings, 2))
+        killer.start()
+        return pools[0]
+
+    def kill():
+        while not done.wait(chance.uniform(0, 2)) and len(killed) < 10:
+            killed.append(chance.choice(pools[0].processes))
+            os.kill(killed[-1], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    try:
+        bulk.run(slow, tmp_path, open_pool)
+    except BulkError as error:  # kills came faster than a worker starts
+        assert "no worker wrote anything" in str(error)
+    finally:
+        done.set()
+        killer.join()
+    manifest = bulk.run(slow, tmp_path, here()).content  # a file may have met three kills
+    lost = [loss["reason"] for loss in manifest["workers_lost"]]
+    assert 0 < len(lost) <= len(killed)
+    assert set(lost) <= {f"worker {pid} was killed by SIGKILL" for pid in killed}
+    check(tmp_path, slow_expected)
+
+
+def command(model, out, tokens=TOKENS) -> list[str]:
+    options = {
+        "--texts": TEXTS,
+        "--shard-size": SIZE,
+        "--max-new-tokens": tokens,
+        "--seed": 5,
+        "--temperature": 0.8,
+        "--workers": 1,
+    }
+    given = [str(word) for pair in options.items() for word in pair]
+    return [sys.executable, str(ROOT / "gpt.py"), "bulk", "-m", str(model), "--out", str(out), *given]
+
+
+def group_ends(process, seconds=30) -> bool:
+    """Whether all processes of a killed driver's group end."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_killed_driver_leaves_no_worker_and_is_resumed(slow, slow_expected, model, tmp_path):
+    process = subprocess.Popen(
+        command(model, tmp_path, SLOW), start_new_session=True, stderr=subprocess.DEVNULL
+    )
+    while not files(tmp_path):
+        time.sleep(0.01)
+        assert process.poll() is None
+    process.kill()
+    process.wait()
+    assert group_ends(process), "workers outlive their driver"
+    assert 0 < len(files(tmp_path)) < len(slow_expected)
+    bulk.run(slow, tmp_path, here())
+    check(tmp_path, slow_expected)
+
+
+class Copies(Here):
+    """Shards that were written before, so that most of a driver's time goes into files and manifests."""
+
+    def __init__(self, source: Path) -> None:
+        self.source, self.given = source, deque[Task]()
+
+    def wait(self):
+        task = self.given.popleft()
+        data = (self.source / f"texts-{task.first:012d}.jsonl").read_bytes()
+        time.sleep(1e-3)
+        return [(task, Shard(data, task.count, 0, 0.0, machine={"processor": "a", "instructions": "b"}))]
+
+
+def test_a_driver_killed_at_any_moment_loses_and_doubles_nothing(job, expected, tmp_path):
+    bulk.run(job, tmp_path / "source", here())
+    chance, out, found = random.Random(), tmp_path / "out", set()
+    for _ in range(20):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of threads, which the child does not use
+            child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                bulk.run(job, out, lambda settings, shards: Copies(tmp_path / "source"))
+            os._exit(0)
+        what = chance.choice(("*", "texts-*.jsonl"))  # an unfinished manifest, say, or a whole file
+        before, end = len(list(out.glob(what))), time.monotonic() + 5
+        while time.monotonic() < end and len(list(out.glob(what))) == before:
+            time.sleep(1e-4)
+        time.sleep(chance.uniform(0, 0.01))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        found.add(len(files(out)))
+        with contextlib.suppress(FileNotFoundError):
+            listed = json.loads((out / bulk.MANIFEST).read_text())["shards"]
+            assert files(out).items() >= {name: shard["sha256"] for name, shard in listed.items()}.items()
+        assert expected.items() >= files(out).items()
+        if len(files(out)) == len(expected):
+            shutil.rmtree(out)
+    assert len(found) > 1
+    bulk.run(job, out, here())
+    check(out, expected)
+
+
+def test_ctrl_c_stops_and_the_command_goes_on(model, slow_expected, tmp_path, cli):
+    process = subprocess.Popen(
+        command(model, tmp_path / "out", SLOW), start_new_session=True, stderr=subprocess.PIPE, text=True
+    )
+    while not files(tmp_path / "out"):
+        time.sleep(0.01)
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert "the same command goes on" in err and err.count("\n") <= 2
+    assert group_ends(process)
+    manifest = json.loads((tmp_path / "out" / bulk.MANIFEST).read_text())
+    assert not manifest["complete"] and len(manifest["shards"]) < len(slow_expected)
+    done = cli(*command(model, tmp_path / "out", SLOW)[2:])
+    assert done.returncode == 0 and f"{TEXTS} texts, {TEXTS * SLOW:,} tokens in 12 files" in done.stderr
+    check(tmp_path / "out", slow_expected)
+    assert cli(*command(model, tmp_path / "out", SLOW)[2:]).returncode == 0  # nothing is left to do
+
+
+def test_another_request_is_refused(job, settings, tmp_path):
+    bulk.run(job, tmp_path, here())
+    others = {
+        "seed": replace(job, settings=replace(settings, seed=6)),
+        "texts": replace(job, texts=TEXTS + 1),
+        "shard_size": replace(job, shard_size=5),
+        "fingerprint": replace(job, settings=replace(settings, fingerprint="0")),
+        "sampling": replace(job, settings=replace(settings, sampling=shards.Sampling(top_k=3))),
+    }
+    for name, other in others.items():
+        with pytest.raises(BulkError, match=rf"holds texts of another request \({name}\)"):
+            bulk.run(other, tmp_path, here())
+    bulk.run(replace(job, settings=replace(settings, model="elsewhere")), tmp_path, here())
+
+
+def test_files_that_are_missing_or_changed_are_written_again(job, expected, tmp_path):
+    bulk.run(job, tmp_path, here())
+    first, second, *_ = sorted(expected)
+    (tmp_path / first).write_text("changed")
+    (tmp_path / second).unlink()
+    (tmp_path / f"texts-1.jsonlx{bulk.UNFINISHED}").write_text("half")
+    lines = []
+    bulk.run(job, tmp_path, here(), lines.append)
+    assert lines == [f"2 files are missing or changed, the first is {first}; they are written again"]
+    check(tmp_path, expected)
+
+
+def test_a_directory_that_is_not_the_jobs_is_refused(job, tmp_path):
+    (tmp_path / "texts-1.jsonl").write_text("mine")
+    with pytest.raises(BulkError, match="has texts, but no manifest.json"):
+        bulk.run(job, tmp_path, here())
+    (tmp_path / "texts-1.jsonl").unlink()
+    for text in ("", "{", "[]", "{}", '{"request": 1, "version": 1}', "\udcff"):
+        (tmp_path / bulk.MANIFEST).write_bytes(os.fsencode(text))
+        with pytest.raises(BulkError, match="is not a manifest"):
+            bulk.run(job, tmp_path, here())
+    (tmp_path / bulk.MANIFEST).unlink()
+    bulk.run(job, tmp_path, here())
+    content = json.loads((tmp_path / bulk.MANIFEST).read_text())
+    (tmp_path / bulk.MANIFEST).write_text(json.dumps(content | {"version": 2}))
+    with pytest.raises(BulkError, match="has version 2"):
+        bulk.run(job, tmp_path, here())
+    with bulk.locked(tmp_path), pytest.raises(BulkError, match="another process writes texts"):
+        bulk.run(job, tmp_path, here())
+
+
+def test_a_shard_that_fails_again_and_again_is_left_out(job, expected, tmp_path):
+    lines = []
+    once = Loss("kaboom")
+    # the first task, then its retries after all others
+    faults = [once, *[None] * 11, once, once]
+    manifest = bulk.run(job, tmp_path, here(*faults), lines.append).content
+    name = min(expected)
+    assert not manifest["complete"] and len(manifest["workers_lost"]) == 3
+    assert manifest["failed"] == {name: {"attempts": 3, "error": "kaboom"}}
+    assert lines == [f"{name} was left out after 3 attempts: kaboom"]
+    manifest = bulk.run(job, tmp_path, here()).content
+    assert manifest["failed"] == {}
+    check(tmp_path, expected)
+
+
+def test_workers_that_never_write_end_the_job(job, tmp_path):
+    with pytest.raises(BulkError, match="no worker wrote anything in 5 attempts: ValueError: no"):
+        bulk.run(job, tmp_path, here(*[Loss("ValueError: no", died=False)] * 99))
+    assert json.loads((tmp_path / bulk.MANIFEST).read_text())["workers_lost"] == []
+
+
+def test_a_mix_of_processors_is_reported(job, expected, tmp_path):
+    class Other(Here):
+        def wait(self):
+            ((task, shard),) = super().wait()
+            old = {"features": "0", "instructions": "AVX2"} if task.first == 8 else {}
+            return [(task, replace(shard, machine=shard.machine | old))]
+
+    lines = []
+    manifest = bulk.run(job, tmp_path, Other, lines.append).content
+    assert len(manifest["machines"]) == 2 and len(lines) == 1
+    assert lines[0].startswith("warning: shards come from processors with different instruction sets (")
+    assert "(AVX2)" in lines[0]
+    check(tmp_path, expected)
+
+
+def test_the_tile_and_the_engine_of_the_first_run_are_kept(job, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        bulk.run(job, tmp_path, here(None, KeyboardInterrupt()))
+    seen = []
+
+    def open_pool(settings, shards):
+        seen.append(settings)
+        return Here(settings, shards)
+
+    bulk.run(replace(job, resolved={"engine": "torch", "br": 1}), tmp_path, open_pool)
+    assert {name: getattr(seen[0], name) for name in job.resolved} == job.resolved
+    assert seen[0].engine in ("native", "torch") and seen[0].br > 1
+
+
+@pytest.mark.parametrize("step", ["shard", "manifest"])
+def test_a_full_disk_leaves_whole_files(job, expected, tmp_path, monkeypatch, step):
+    sync, calls = os.fsync, []
+
+    def full(handle):
+        calls.append(handle)
+        if len(calls) >= {"shard": 7, "manifest": 9}[step]:  # a file, its directory, and the next one
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device") as error:
+        bulk.run(job, tmp_path, here())
+    assert str(tmp_path) in str(error.value.filename)
+    monkeypatch.undo()
+    assert not list(tmp_path.glob(f"*{bulk.UNFINISHED}")) and 0 < len(files(tmp_path)) < len(expected)
+    bulk.run(job, tmp_path, here())
+    check(tmp_path, expected)
+
+
+def test_a_disk_that_is_full_at_the_last_write_is_reported(job, expected, tmp_path, monkeypatch):
+    save = Manifest.save
+
+    def full(manifest, lazily=False):
+        if manifest.content["complete"]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(manifest, lazily)
+
+    monkeypatch.setattr(Manifest, "save", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        bulk.run(job, tmp_path, here())
+    monkeypatch.undo()
+    bulk.run(job, tmp_path, here())
+    check(tmp_path, expected)
+
+
+FULL_DISK = """
+import subprocess, sys
+from app.cli import main
+
+def mount(options):
+    subprocess.run(["mount", "-o", options, *kind, "none", sys.argv[1]], check=True)
+
+kind = ["-t", "tmpfs"]
+for options in ("size=24k", "remount,ro", "remount,rw,size=16m"):
+    mount(options)
+    try:
+        main(sys.argv[2:])
+    except SystemExit as done:
+        print(done.code, flush=True)
+subprocess.run("sha256sum texts-*", cwd=sys.argv[1], shell=True)
+"""
+
+
+def test_a_real_full_disk_and_a_read_only_directory(model, expected, tmp_path):
+    """One line and exit code 2; with room the same command goes on."""
+    trial = ["unshare", "--user", "--map-root-user", "--mount"]
+    try:
+        subprocess.run([*trial, "mount", "-t", "tmpfs", "none", tmp_path], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"nothing can be mounted here: {error}")
+    given = [*trial, sys.executable, "-c", FULL_DISK, tmp_path, *command(model, tmp_path)[2:]]
+    done = subprocess.run(given, capture_output=True, text=True, cwd=ROOT)
+    lines = done.stderr.splitlines()
+    assert len(lines) == 3, done.stderr
+    assert "No space left on device; the same command goes on" in lines[0]
+    assert lines[1] == f"gpt.py: error: {tmp_path}/lock: Read-only file system; the same command goes on"
+    full, readonly, *sums = done.stdout.splitlines()
+    assert (full, readonly) == ("2", "2")
+    assert {name: digest for digest, name in map(str.split, sums)} == expected
+
+
+GOOD = [
+    {"id": "a", "prompt": "abc"},
+    {"id": 7, "prompt": "d", "options": {"max_new_tokens": 3, "temperature": 0}},
+    {"id": "b", "prompt": "a", "options": {"seed": 99, "stop": "b", "top_k": 4, "top_p": 0.9}},
+    {"id": "c", "prompt": "a", "options": {"context": "reset", "stop": ["b", "c"], "min_p": 0.1}},
+]
+HALF = '{"id": "\\ud800", "prompt": "a"}'
+MALFORMED = {
+    "{": "Expecting",
+    "[]": "the line is a list; it must be an object",
+    '{"id": 1}': "prompt must be a string",
+    '{"prompt": "a"}': "id must be a string or a whole number",
+    '{"id": true, "prompt": "a"}': "id must be",
+    HALF: "surrogates not allowed",
+    '{"id": 1, "prompt": ""}': "prompt is empty",
+    '{"id": 1, "prompt": "xyz"}': "does not know 3 of the text's characters",
+    '{"id": 1, "prompt": "a", "more": 1}': "'more' is unknown",
+    '{"id": 1, "prompt": "a", "options": []}': "options must be an object",
+    '{"id": 1, "prompt": "a", "options": {"colour": 1}}': "option 'colour' is unknown",
+    '{"id": 1, "prompt": "a", "options": {"temperature": NaN}}': "temperature is nan",
+    '{"id": 1, "prompt": "a", "options": {"temperature": 1%s}}' % ("0" * 400): "too large",
+    '{"id": 1, "prompt": "a", "options": {"top_k": 0}}': "top_k is 0",
+    '{"id": 1, "prompt": "a", "options": {"seed": -1}}': "seed is -1",
+    '{"id": 1, "prompt": "a", "options": {"max_new_tokens": null}}': "max_new_tokens must be",
+    '{"id": 1, "prompt": "a", "options": {"max_new_tokens": 99999999}}': "at most 1048576",
+    '{"id": 1, "prompt": "a", "options": {"stop": 1}}': "stop must be",
+    '{"id": 1, "prompt": "a", "options": {"stop": [""]}}': "stop is ['']",
+    '{"id": 1, "prompt": "a", "options": {"context": []}}': "context is []",
+    "\udcff": "can't decode",
+    "[" * 100000: "recursion",
+}
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    """Good and malformed lines in turn, and empty ones."""
+    lines = list(MALFORMED)
+    for i, good in enumerate(GOOD):
+        lines.insert(5 * i, json.dumps(good))
+    lines[3:3] = ["", "  "]
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(os.fsencode("\n".join(lines)))  # the last line has no end
+    return path
+
+
+def test_prompts_from_a_file(settings, model, prompts, tmp_path):
+    found = Prompts(prompts, SIZE)
+    assert found.lines == len(GOOD) + len(MALFORMED) + 2
+    job = Job(replace(settings, prompt=None, max_new_tokens=30), found.lines, SIZE, found)
+    reported = []
+    manifest = bulk.run(job, tmp_path / "out", here(), reported.append).content
+    written = rows(tmp_path / "out")
+    assert [row["id"] for row in written] == [good["id"] for good in GOOD]
+    lines = prompts.read_bytes().split(b"\n")
+    for row, good in zip(written, GOOD):
+        assert json.loads(lines[row["index"]]) == good
+        options = {"seed": 5 + row["index"], "max_new_tokens": 30} | good.get("options", {})
+        assert row["text"] == generate(load(str(model)), good["prompt"], **options)
+    rejected = [each for shard in manifest["shards"].values() for each in shard["rejected"]]
+    assert manifest["complete"] and len(rejected) == len(MALFORMED) == len(reported)
+    for each, line in zip(rejected, reported):
+        text = os.fsdecode(lines[each["line"] - 1])
+        assert MALFORMED[text] in each["error"], each
+        assert line == f"{prompts}:{each['line']}: {each['error']}"
+    prompts.write_bytes(prompts.read_bytes() + b"\n")
+    with pytest.raises(BulkError, match=r"another request \(.*prompts_sha256\)"):
+        bulk.run(replace(job, prompts=Prompts(prompts, SIZE)), tmp_path / "out", here())
+
+
+def test_the_command_reads_prompts(cli, model, prompts, tmp_path):
+    done = cli("bulk", "-m", model, "--prompts", prompts, "--out", "o", "--max-new-tokens", 9, "--workers", 1)
+    assert done.returncode == 0, done.stderr
+    assert f"{prompts}:3: " in done.stderr or f"{prompts}:2: " in done.stderr
+    assert f"o: {len(GOOD)} texts" in done.stderr
+    assert f"; {len(MALFORMED)} lines were rejected" in done.stderr
+    assert done.stderr.count("\n") == len(MALFORMED) + 1
+    assert len(rows(tmp_path / "o")) == len(GOOD)
+
+
+def test_parquet(job, settings, model, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    bulk.run(job, tmp_path / "lines", here())
+    for out in ("a", "b"):
+        bulk.run(replace(job, settings=replace(settings, format="parquet")), tmp_path / out, here())
+    assert files(tmp_path / "a", "parquet") == files(tmp_path / "b", "parquet")
+    table = [
+        row
+        for file in sorted((tmp_path / "a").glob("*.parquet"))
+        for row in parquet.read_table(file).to_pylist()
+    ]
+    assert table == rows(tmp_path / "lines")
+
+
+def test_what_is_not_installed_is_one_line(failed, model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    given = ["bulk", "-m", model, "--texts", 1, "--out", "o"]
+    assert "needs pyarrow; install it (pip install -e '.[cluster]')" in failed(*given, "--format", "parquet")
+    assert "--ray needs Ray; install it" in failed(*given, "--ray", "auto")
+
+
+WRONG = [
+    ([], "give --texts N or --prompts FILE"),
+    (["--prompts", "p", "--texts", 3], "--texts does not go with --prompts"),
+    (["--prompts", "p", "--prompt", "a"], "--prompt does not go with --prompts"),
+    (["--prompts", "nowhere"], "nowhere: No such file"),
+    (["--texts", 3, "--prompt", ""], "prompt is empty"),
+    (["--texts", 3, "--stop", ""], "stop is ['']"),
+    (["--texts", 2**62, "--seed", 2**63 - 5], "the last text's must be less than 2**63"),
+    (["--texts", 3, "--part", "part0", "--engine", "native"], "engine is 'native'"),
+]
+
+
+@pytest.mark.parametrize("given, line", WRONG)
+def test_wrong_requests_are_one_line(failed, model, given, line):
+    assert line in failed("bulk", "-m", model, "--out", "o", *given)
+
+
+def test_another_model_is_not_written_with(settings):
+    with pytest.raises(ValueError, match="is not the one that the job was started with"):
+        Scribe(replace(settings, fingerprint="0"))
+
+
+def test_the_manifest_is_not_written_all_the_time(job, tmp_path, monkeypatch):
+    """A manifest of a million files takes seconds to write."""
+    manifest = Manifest(tmp_path, job)
+    manifest.save()
+    manifest._save_seconds = 1e6
+    manifest.add("texts-0.jsonl", Task(0, 4), Shard(b"", 4, 0, 0.0), 1)
+    manifest.save(lazily=True)
+    assert Manifest(tmp_path, job).shards == {}
+    manifest.save()
+    assert list(Manifest(tmp_path, job).shards) == ["texts-0.jsonl"]
+
+
+with_ray = pytest.mark.filterwarnings("default")  # Ray's own warnings are no errors
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """A cluster of two nodes with one CPU each, beside the head, which has none."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    made.add_node(num_cpus=1)
+    made.add_node(num_cpus=1)
+    made.wait_for_nodes()
+    ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def worker_pids() -> list[int]:
+    """The processes of the actors: Ray names them after their class."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (folder / "cmdline").read_bytes().startswith(b"ray::Actor"):
+                found.append(int(folder.name))
+    return found
+
+
+@with_ray
+def test_two_nodes_write_the_same_bytes(nodes, slow, slow_expected, tmp_path):
+    bulk.run(slow, tmp_path, partial(cluster.open_pool, nodes.address, None))
+    assert check(tmp_path, slow_expected)["workers_lost"] == []
+
+
+@with_ray
+def test_a_killed_worker_and_a_killed_node_cost_a_retry(nodes, slow, slow_expected, tmp_path):
+    """The worker dies first. Its node's place is then taken by a new node, as a cluster would do."""
+    chance, faults = random.Random(), ["worker", "node"]
+
+    def progress(state):
+        if not faults or state.texts < (8 if faults[0] == "worker" else 16):
+            return
+        time.sleep(chance.uniform(0, 0.1))
+        if faults.pop(0) == "worker":
+            os.kill(chance.choice(worker_pids()), signal.SIGKILL)
+        else:
+            node = chance.choice(nodes.list_all_nodes()[1:])
+            nodes.remove_node(node, allow_graceful=False)
+            nodes.add_node(num_cpus=1)
+
+    bulk.run(slow, tmp_path, partial(cluster.open_pool, nodes.address, None), progress=progress)
+    manifest = check(tmp_path, slow_expected)
+    assert 1 <= len(manifest["workers_lost"]) <= 2
+
+
+@with_ray
+def test_no_cluster_is_one_line(failed, model, monkeypatch):
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+
+    def init(**given):
+        raise ConnectionError(f"nobody at {given['address']}\nand more")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    line = failed("bulk", "-m", model, "--texts", 1, "--out", "o", "--ray", "a:1")
+    assert "no Ray cluster at 'a:1': nobody at a:1\n" in line
