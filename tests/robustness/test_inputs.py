@@ -143,7 +143,13 @@ COMMANDS = {
     "profile": [("part4", "-m", "model", "--prompt-tokens", 1, "--tokens", 1)],
     "prepare": [()],
 }
-SKIPPED = {"train": "it trains", "4Daccess": "it has no options", "doctor": "it has no options"}
+SKIPPED = {
+    "train": "it trains",
+    "4Daccess": "it has no options",
+    "doctor": "it has no options",
+    "bulk": "each run starts a process; tests/generation/test_bulk.py has its errors",
+    "parallel": "torchrun starts it; tests/attention_ext/test_parallel.py has its errors",
+}
 
 NO_NUMBERS = ("", " ", "text", "nan", "inf", "-inf", "1e3", "1.5", "0x10", "\u0663", "--", "1,", "\x1b[31m")
 LISTS = ("2,1", "1:5", "5:1", "1:9+0", "1:9*1", "1:999999999", "1:2:3", "1,,2", ":", "\xb2", "auto")
