@@ -26,12 +26,22 @@ from attention_ext import PARTS, processor
 FORMATS = ("jsonl", "parquet")
 REFRESH_SECONDS = 0.5  # between two pictures of the progress bar, at least
 
+
+class Directory(click.Path):
+    """A directory's path; an empty one, as of a variable that is not set, is refused."""
+
+    def convert(self, value, parameter, context):
+        if value == "":
+            self.fail("'' is no directory; '.' is this one")
+        return super().convert(value, parameter, context)
+
+
 bulk_options = all_of(
     model_option,
     size_option("--texts", most=2**63 - 1, help="Texts to write; text i has the seed SEED + i."),
     click.option(
         "--out",
-        type=click.Path(file_okay=False, path_type=Path),
+        type=Directory(file_okay=False, path_type=Path),
         required=True,
         help="Directory of the files.",
     ),

@@ -39,6 +39,7 @@ WRONG = [
     (["part4", "--device", "cuda", "-br", "64"], "-br does not go with --device cuda: each step has its own"),
     (["part4", "--device", "cuda", "--threads", "2"], "--threads does not go with --device cuda"),
     (["part4", "--device", "cuda", "--simd", "off"], "--simd does not go with --device cuda"),
+    (["bulk", "--texts", "1", "--out", ""], "'--out': '' is no directory"),
     (["part0", "--inference", "-m", "shakes512"], "model 'shakes512' was not found"),
     (
         ["part0", "--inference", "--prompt", "naïve 日本"],
