@@ -166,7 +166,8 @@ def test_killed_workers_cost_a_retry(slow, slow_expected, tmp_path):
         while not done.wait(chance.uniform(0, longest)) and len(killed) < 10:
             longest = 2
             killed.append(chance.choice(pools[0].processes))
-            os.kill(killed[-1], signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it was killed before and is not replaced yet
+                os.kill(killed[-1], signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     try:
