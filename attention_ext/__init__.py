@@ -236,6 +236,6 @@ def _check_step(part: Part, q, k, step: str | int | None, br: int | None, bc: in
         check_step(step)
     if q.shape[3] > WIDEST:
         raise ValueError(f"q has d={q.shape[3]}; it must be at most {WIDEST} on CUDA in {part.name}")
-    for name, rows in (("Nq", q.shape[2]), ("Nk", k.shape[2])):
-        if rows > MOST_ROWS:
-            raise ValueError(f"{name} is {rows}; it must be at most {MOST_ROWS} on CUDA in {part.name}")
+    for name, rows, t in (("q", "Nq", q), ("k", "Nk", k)):
+        if t.shape[2] > MOST_ROWS:
+            raise ValueError(f"{name} has {rows}={t.shape[2]} rows; it must have at most {MOST_ROWS} on CUDA")

@@ -117,8 +117,7 @@ STEPS = {
             "step3.cu",
             ("attention_step3",),
             "a row for each thread, the state in registers",
-            "A warp reads each number of K and V once for 32 rows, without conflicts and without an exchange "
-            "of weights between threads.",
+            "A warp reads each number of K and V once for 32 rows, and no weights pass between threads.",
             tiles.step3("registers"),
         ),
         Step(
