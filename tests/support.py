@@ -125,6 +125,9 @@ class FakeGpu:
     def fma_peak(self) -> float:
         return self._peaks.pop(0) if len(self._peaks) > 1 else self._peaks[0]
 
+    def reading(self, size: float, cold: bool) -> float:
+        return 1e-3 if cold else 5e-4
+
     def tensor_peak(self, dtype: str) -> float:
         return 4e14
 

@@ -23,6 +23,7 @@ from attention_ext.parts import PARTS, BuildError, Dtype
 
 ALIGNMENT = 16  # bytes of a vector load
 MERGE_THREADS = 128  # MERGE_THREADS of split.cu
+EARLY_LAUNCH = (9, 0)  # the least compute capability
 MOST_DISTINGUISHED = 16  # queries, by which tiles differ
 CTYPES = (ctypes.Structure, ctypes._SimpleCData)
 
@@ -136,24 +137,43 @@ class Kernel:
     library: object  # keeps the functions alive
     functions: dict[str, object]
 
-    def launch(self, name: str, blocks: int, *arguments: Any, threads: int = 0) -> None:
+    def launch(self, name: str, blocks: int, *arguments: Any, threads: int = 0, early: bool = False) -> None:
         """Launch a function on the current stream of the current device.
 
         arguments: ctypes objects, or the driver's tensor maps. threads: of a block without shared memory; the
-        tile's unless given.
+        tile's unless given. early: once all blocks of the launch before allow it, instead of at its end
+        (programmatic dependent launch); the function waits for what it reads. For sm_90 and later.
         """
         driver = _driver()
         block, shared = ((threads, 1), 0) if threads else (self.tile.threads, self.tile.shared)
         pointers = (ctypes.c_void_p * len(arguments))(*map(_address, arguments))
         stream, parameters = torch.cuda.current_stream().cuda_stream, ctypes.addressof(pointers)
         function = self.functions[name]
-        _check(driver.cuLaunchKernel(function, blocks, 1, 1, *block, 1, shared, stream, parameters, 0))
+        if not early:
+            _check(driver.cuLaunchKernel(function, blocks, 1, 1, *block, 1, shared, stream, parameters, 0))
+            return
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = *block, 1
+        config.sharedMemBytes, config.hStream = shared, stream
+        config.attrs, config.numAttrs = [_early()], 1
+        _check(driver.cuLaunchKernelEx(config, function, parameters, 0))
 
     def resident(self, name: str) -> int:
         """The most blocks of a function that a multiprocessor holds at a time, by the driver."""
         threads, shared = math.prod(self.tile.threads), self.tile.shared
         most = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor
         return _check(most(self.functions[name], threads, shared))
+
+
+@functools.cache
+def _early() -> Any:
+    """The driver's attribute of a launch that may begin before the one before has ended."""
+    driver = _driver()
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
 
 
 def _address(argument: Any) -> int:
@@ -281,7 +301,8 @@ def _launch_split(kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor) -
     partial = q.new_empty(B * H * Nq * count * (d + 2), dtype=torch.float32)
     arguments = call, ctypes.c_void_p(partial.data_ptr()), ctypes.c_int(count)
     kernel.launch(split, rows * count, *arguments)
-    kernel.launch(merge, B * H * Nq, *arguments, threads=MERGE_THREADS)
+    early = gpu(q.device.index).capability >= EARLY_LAUNCH
+    kernel.launch(merge, B * H * Nq, *arguments, threads=MERGE_THREADS, early=early)
 
 
 # How a file's kernels are launched, where it is not once.

@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 
 from attention_ext.parts import Dtype
 
-STEP5_WARPS = 4
-SPLIT_UNROLL = 4  # loads of keys that a lane has under way
-
 
 @dataclass(frozen=True)
 class Tile:
@@ -92,29 +89,30 @@ def odd_vectors(n: int) -> int:
 
 def step5(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
     """The fastest of a sweep on an H200; a row begins with the widest heads that it is for."""
-    names = ("M_TILES", "BC", "CHUNK", "STAGES", "PIPE", "Q_SHARED", "BLOCKS", "Q_SPLIT")
+    names = ("WARPS", "M_TILES", "BC", "CHUNK", "STAGES", "PIPE", "Q_SHARED", "BLOCKS", "Q_SPLIT")
     halves = (
-        (32, 2, 64, 16, 3, 2, 0, 2, 0),
-        (64, 2, 64, 16, 3, 1, 0, 2, 0),
-        (128, 2, 32, 16, 3, 1, 1, 2, 0),
-        (192, 1, 32, 16, 3, 1, 1, 2, 0),
-        (256, 1, 32, 16, 2, 0, 1, 2, 0),
+        (32, (4, 2, 64, 16, 3, 2, 0, 2, 0)),
+        (64, (4, 2, 64, 32, 3, 1, 0, 2, 0)),
+        (128, (4, 2, 64, 64, 2, 0, 1, 2, 0), (4, 2, 32, 32, 3, 1, 1, 2, 0)),
+        (192, (4, 1, 32, 32, 3, 1, 1, 2, 0)),
+        (256, (8, 1, 48, 48, 2, 0, 1, 1, 0), (4, 1, 32, 32, 2, 0, 1, 2, 0)),
     )
     singles = (
-        (32, 2, 64, 32, 2, 0, 1, 2, 1),
-        (64, 2, 32, 32, 2, 0, 1, 2, 1),
-        (128, 1, 32, 32, 2, 0, 1, 2, 0),
-        (256, 1, 16, 16, 2, 0, 1, 1, 0),
+        (32, (4, 2, 64, 32, 2, 0, 1, 2, 1)),
+        (64, (4, 2, 32, 32, 2, 0, 1, 2, 1)),
+        (128, (4, 1, 32, 32, 2, 0, 1, 2, 0)),
+        (256, (4, 1, 16, 16, 2, 0, 1, 1, 0)),
     )
     fp32 = dtype is Dtype.FP32
-    row = next(row for row in (singles if fp32 else halves) if d <= row[0])
-    macros = dict(zip(names, row[1:])) | {"WARPS": STEP5_WARPS}
     wide = -(-d // (32 if fp32 else 16)) * (32 if fp32 else 16)  # as the products see it
     stride = (wide * dtype.bytes // 16 | 1) * 16
-    warp_rows = STEP5_WARPS * macros["M_TILES"]
-    fragments = wide // 8 * (8 if macros["Q_SPLIT"] else 4) if fp32 else wide // 16 * 4
-    shared = macros["STAGES"] * 2 * macros["BC"] * stride + macros["Q_SHARED"] * warp_rows * fragments * 128
-    yield Tile(16 * warp_rows, macros["BC"], (32 * STEP5_WARPS, 1), shared, macros)
+    for sizes in next(row[1:] for row in (singles if fp32 else halves) if d <= row[0]):
+        macros = dict(zip(names, sizes))
+        warps = macros["WARPS"]
+        tiles = warps * macros["M_TILES"]  # of 16 queries
+        fragments = wide // 8 * (8 if macros["Q_SPLIT"] else 4) if fp32 else wide // 16 * 4
+        shared = macros["STAGES"] * 2 * macros["BC"] * stride + macros["Q_SHARED"] * tiles * fragments * 128
+        yield Tile(16 * tiles, macros["BC"], (32 * warps, 1), shared, macros)
 
 
 def step6(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
@@ -128,11 +126,14 @@ def step6(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
 
 
 def split(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
-    """br: queries of a block. bc: keys of a block's step."""
-    each, warps, blocks = (queries, 8, 2) if queries <= 2 else (4, 4, 3) if queries <= 4 else (8, 8, 1)
+    """br: queries of a block. bc: keys of a block's step. A row begins with the most queries it is for."""
+    names = ("QUERIES", "WARPS", "BLOCKS", "UNROLL")
+    most = 4 if d > 128 else 8 if dtype is Dtype.FP32 else 6  # loads of one query that fit the registers
+    rows = ((1, (1, 8, 2, most)), (2, (2, 8, 2, 4)), (4, (4, 4, 3, 4)))
+    sizes = next((row[1] for row in rows if queries <= row[0]), (8, 8, 1, 4))
+    each, warps, _, unroll = sizes
     vector = 16 // dtype.bytes
     lanes = min(32, 1 << (d // vector - 1).bit_length())  # of a row
     width = -(-d // (lanes * vector)) * lanes * vector
     shared = 4 * ((1 + warps) * each * width + 2 * warps * each)
-    macros = {"QUERIES": each, "WARPS": warps, "BLOCKS": blocks, "UNROLL": SPLIT_UNROLL}
-    yield Tile(each, warps * SPLIT_UNROLL * 32 // lanes, (32 * warps, 1), shared, macros)
+    yield Tile(each, warps * unroll * 32 // lanes, (32 * warps, 1), shared, dict(zip(names, sizes)))

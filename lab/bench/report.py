@@ -55,6 +55,7 @@ ROW_FIGURES = (
     "gbps",
     "peak_share",
     "bandwidth_share",
+    "reading_share",
     *(f"over_{name}" for name in BASELINES),
     "over_step_before",
     "over_sequential",
@@ -70,6 +71,7 @@ FIGURES = {
     "peak_share": "of peak",
     "gbps": "GB/s",
     "bandwidth_share": "of bandwidth",
+    "reading_share": "of reading",
     "scratch": "scratch",
     "over_part0": "over part0",
     "over_sdpa": "over SDPA",
@@ -85,7 +87,8 @@ def row(run: Run, result: Result) -> dict:
     ms, iqr_ms: median and interquartile range. low_ms, high_ms: the median's interval(); margin: half its
     width, as a share of the median. left_out: rounds that were slowed and do not count. gbps: 10^9 bytes
     per second into the last of a core's own caches, by the part's own count; on a GPU of q, k, v and the
-    output, where passing them once takes longer than the arithmetic. over_part0, over_sdpa: how many times as
+    output, where passing them once takes longer than the arithmetic. reading_share: the time of a launch that
+    only reads as many bytes, over the call's. over_part0, over_sdpa: how many times as
     fast as that contender in the same group, of SDPA's backends as the fastest. over_step_before: as the step
     of the number before. over_sequential: as part1 on one core, by lab.bench.sequential.
     """
@@ -104,6 +107,8 @@ def row(run: Run, result: Result) -> dict:
         if result.traffic is not None:
             figures["gbps"] = result.traffic / median / 1e9
             figures["bandwidth_share"] = result.traffic / median / run.bandwidths[cell.threads]
+        if result.reading is not None:
+            figures["reading_share"] = result.reading / median
         others = {name: _least_median(run, names, cell.group) for name, names in BASELINES.items()}
         others["step_before"] = _least_median(run, (step_before(cell.contender),), cell.group)
         others["sequential"] = sequential.seconds(cell, run.sequential)
@@ -254,7 +259,7 @@ def case_text(name: str, value) -> str:
 def _figure(name: str, value: float | None) -> str:
     if value is None:
         return ""
-    if name in ("peak_share", "bandwidth_share"):
+    if name in ("peak_share", "bandwidth_share", "reading_share"):
         return f"{100 * value:.0f} %"
     if name == "margin":
         return f"{100 * value:.1f}"
@@ -315,8 +320,9 @@ def _result(entry: dict) -> Result:
     _check("seconds", result.seconds, all(_is_number(s) and s > 0 for s in result.seconds))
     _check("paces", result.paces, all(_is_number(pace) and 0 < pace <= 1 for pace in result.paces))
     _check("paces", result.paces, len(result.paces) == len(result.seconds))
-    bytes_ = result.traffic
-    _check("traffic", bytes_, bytes_ is None or _is_number(bytes_) and bytes_ > 0)
+    for name in ("traffic", "reading"):
+        figure = getattr(result, name)
+        _check(name, figure, figure is None or _is_number(figure) and figure > 0)
     result.error_at = None if result.error_at is None else tuple(result.error_at)
     return result
 

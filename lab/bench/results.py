@@ -19,7 +19,8 @@ class Result:
     error: the largest difference from float64, at index error_at. scratch: the most bytes that PyTorch's
     allocator gave out beyond the output; None for what allocates by itself. seconds: of each round, those of
     the first pass first. paces: the bandwidth beside each round, as a share of the fastest. traffic: bytes
-    that come into Run.cache in one call, by the part's own count; None where they are not counted.
+    that come into Run.cache in one call, by the part's own count; None where they are not counted. reading:
+    seconds of a launch on a GPU that only reads the traffic, timed as a call is.
     """
 
     cell: Cell
@@ -31,6 +32,7 @@ class Result:
     seconds: list[float] = field(default_factory=list)
     paces: list[float] = field(default_factory=list)
     traffic: float | None = None
+    reading: float | None = None
 
     @property
     def counted(self) -> list[float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -167,6 +168,11 @@ class Gpu:
             "read": size / self._best(lambda: self._read(a)),
             "copied": 2 * size / self._best(lambda: b.copy_(a)),
         }
+
+    def reading(self, size: float, cold: bool) -> float:
+        """Seconds of a launch that only reads so many bytes, timed as a call is."""
+        numbers = torch.zeros(max(1, int(size) // 4), device=self.device)
+        return statistics.median(self.time(lambda: self._read(numbers), TIMED, cold, launching=1e-4))
 
     def _read(self, numbers: Tensor) -> None:
         blocks = kernels.gpu(self.device.index).multiprocessors * READING_BLOCKS

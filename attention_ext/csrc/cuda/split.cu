@@ -16,30 +16,32 @@
 //     blocks of MERGE_THREADS threads.
 // Shared memory: q (QUERIES, WIDTH), then the warps' O (WARPS, QUERIES, WIDTH), m and l (WARPS, QUERIES),
 //     float32; 2.3 KiB for one query at d = 64, 4.6 KiB at d = 128.
-// Registers: 96 in fp32 and 128 in bf16 for one query at d = 64 and 128, none spilled; sm_90. BLOCKS limits
-//     them:
+// Registers: 124 in fp32 and 128 in bf16 for one query at d = 64, none spilled; sm_90. BLOCKS limits them:
 //
 //          Nq     QUERIES  WARPS  BLOCKS  UNROLL   registers at most
-//          1, 2     Nq       8      2       4          128
+//          1         1       8      2     4 to 8       128
+//          2         2       8      2       4          128
 //          3, 4      4       4      3       4          168
 //          more      8       8      1       4          255
 //
+//     One query has 8 loads of K under way in fp32, 6 in 16 bits, 4 where d exceeds 128.
 // Improves on steps 5 and 6 for few queries: a block for each tile of queries leaves the GPU idle. One query of
-//     8 heads is 8 blocks there.
-// Bound: the memory's bandwidth for one query. With 256 MiB or more of K and V it reaches 82 to 96 %; below,
-//     the two launches show. Five to sixteen queries with many heads read K and V at a third of the bandwidth:
-//     shuffles and FMAs bound them. In bf16 cuDNN is up to 4 % faster; in fp32 split is 2.4 to 4.4 times as
-//     fast as the best backend of SDPA.
+//     8 heads is 8 blocks there. Since sm_90 the merge is launched before the split has ended, which hides the
+//     launch.
+// Bound: the memory's bandwidth for one query. With 256 MiB or more of K and V it reaches 85 to 100 %; below,
+//     beginning and ending show: a launch that only reads 64 MiB has 75 %, one that reads 128 MiB 87 %. Five to
+//     sixteen queries with many heads read K and V at a third of the bandwidth: shuffles and FMAs bound them.
+//     In bf16 cuDNN is up to 4 % faster; in fp32 split is 2.5 to 4.4 times as fast as the best backend of SDPA.
 // Command: python gpt.py bench split,sdpa-efficient,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16
 //          --queries 1 -N 8192:131072*4 --batch 1 --heads 32 -d 64,128 --l2 cold -r 10
 //          python gpt.py bench split,sdpa-efficient,sdpa-math --device cuda --queries 1
 //          -N 8192:131072*4 --batch 1 --heads 32 -d 64,128 --l2 cold -r 10
-// Measured: NVIDIA H200, one query of 32 heads, share of the bandwidth of 4.56 TB/s at Nk = 8192, 32768 and
+// Measured: NVIDIA H200, one query of 32 heads, share of the bandwidth of 4.54 TB/s at Nk = 8192, 32768 and
 //     131072; in brackets over the best backend of SDPA:
-//         bf16  d =  64   58 % (0.99), 82 % (0.97), 93 % (0.97)
-//         bf16  d = 128   71 % (0.98), 88 % (0.98), 94 % (0.96)
-//         fp32  d =  64   73 % (2.84), 90 % (4.18), 96 % (4.35)
-//         fp32  d = 128   82 % (2.44), 93 % (2.80), 96 % (2.81)
+//         bf16  d =  64   57 % (0.97), 85 % (0.98), 96 % (0.99)
+//         bf16  d = 128   73 % (1.00), 91 % (0.99), 98 % (0.99)
+//         fp32  d =  64   76 % (2.92), 93 % (4.29), 99 % (4.43)
+//         fp32  d = 128   86 % (2.54), 97 % (2.90), 100 % (2.89)
 #include "call.h"
 
 #ifndef QUERIES
@@ -112,8 +114,22 @@ __device__ inline void widen(float to[PER * VECTOR], const Piece& piece) {
     }
 }
 
+// Since sm_90 the merge may be launched while the split runs; it then waits for all that the split writes (PTX
+// ISA, griddepcontrol).
+__device__ inline void let_dependents_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ inline void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     attention_split(const Call call, float* partial, int spans) {
+    let_dependents_start();
     // sizes
     const int Nq = call.Nq, Nk = call.Nk, groups = (Nq + QUERIES - 1) / QUERIES;
     const int i0 = blockIdx.x % groups * QUERIES, span = blockIdx.x / groups % spans;
@@ -272,6 +288,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
     attention_merge(const Call call, const float* partial, int spans) {
+    wait_for_predecessor();
     constexpr int WIDE = power_of_two(d / 4);     // threads of a row, 4 numbers each
     constexpr int SHARES = MERGE_THREADS / WIDE;  // of the spans
     static_assert(SHARES >= 1);

@@ -11,10 +11,10 @@
 //     then O <- O / l, L <- m + log(l).
 // Launch: B H ceil(Nq / BR) blocks of 32 WARPS threads.
 // Shared memory: K and V, STAGES * 2 * BC * STRIDE bytes, and Q where registers are short, BR * d * 2 bytes (in
-//     float32 4, or 8 as two parts). 30, 54 and 83 KiB at d = 32, 64 and 128 in bf16; 68, 98 and 98 in fp32.
+//     float32 4, or 8 as two parts). 30, 54 and 100 KiB at d = 32, 64 and 128 in bf16; 68, 98 and 98 in fp32.
 //     STRIDE is a row rounded up to an odd number of 16 bytes, against bank conflicts of ldmatrix and 16-byte
 //     loads.
-// Registers: 164, 222 and 251 at d = 32, 64 and 128 in bf16; 228, 253 and 241 in fp32; sm_90, none spilled at
+// Registers: 164, 255 and 255 at d = 32, 64 and 128 in bf16; 228, 253 and 241 in fp32; sm_90, none spilled at
 //     these widths.
 // Improves on step 4: an instruction of the tensor cores does 2,048 multiply-adds (1,024 in tf32). The softmax
 //     then takes as long as the products, and is kept short:
@@ -28,17 +28,18 @@
 //     tensor cores round sums towards zero. Over thousands of keys the error grows to 40 times SDPA's, so only
 //     sums of 32 columns or one chunk of keys are left to them.
 // Bound: in bf16 the exponentials at d = 32, shared memory from d = 64 on; in fp32 the tensor cores, and shared
-//     memory at d = 128. In bf16 at d = 128 the step is behind SDPA's flash backend: O takes 128 registers a
-//     thread, so Q lies in shared memory and is read again for every chunk of 16 keys, 25 of the 56 GiB moved.
-//     Larger chunks read Q less often and do not fit the registers.
+//     memory at d = 128. In bf16 at d = 128 O takes 128 registers a thread, so Q lies in shared memory and is
+//     read again for every chunk. Chunks of 64 keys make that 6 of 38 GiB moved, chunks of 16 would 25 of 56;
+//     they leave no registers for a second chunk, so PIPE is 0 and the other block's products run beside the
+//     exponentials.
 // Command: python gpt.py bench step5,step6,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16 -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
 //          python gpt.py bench step3,step4,step5,sdpa-efficient,sdpa-math --device cuda -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
 // Measured: NVIDIA H200, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's flash
 //     backend in bf16, over its efficient backend in fp32:
-//         bf16, no mask  294 (1.40), 342 (1.16), 284 (0.88)
-//         bf16, causal   250 (1.30), 300 (1.08), 267 (0.89)
+//         bf16, no mask  294 (1.40), 345 (1.17), 338 (1.04)
+//         bf16, causal   250 (1.29), 310 (1.12), 312 (1.02)
 //         fp32, no mask  67.1 (3.24), 71.0 (1.99), 59.7 (1.28)
 //         fp32, causal   61.5 (3.14), 65.6 (1.95), 56.8 (1.27)
 //     In fp32 that is 1.73, 1.68 and 1.37 times step 4; causal 1.56, 1.55 and 1.30 times.
@@ -86,7 +87,7 @@ constexpr int QK_PARTS = (DP / 32) * (CHUNK / 8 / GROUP), PV_PARTS = DP / 32;
 #else
 constexpr int DP = (D + 15) / 16 * 16;
 constexpr int K_STEP = 16;
-constexpr int QK_PARTS = (DP / 16) * (CHUNK / 16), PV_PARTS = (CHUNK / 16) * (DP / 16);
+constexpr int QK_PARTS = DP / 16, PV_PARTS = (CHUNK / 16) * (DP / 16);
 #endif
 constexpr int STRIDE = ((DP * SIZE / 16) | 1) * 16;  // bytes of a row in shared memory: an odd number of 16
 constexpr int TILE = BC * STRIDE, STAGE = 2 * TILE;  // K and V
@@ -263,17 +264,20 @@ __device__ inline void pv_part(float (&O)[M_TILES][DP / 8][4], const Weights& P,
 
 #else
 
-// S += Q K^T, 16 keys and 16 of the d columns at a time.
-__device__ inline void qk_part(Scores& S, const Queries& Q, unsigned k_lane, int part) {
-    const int step = part / (CHUNK / 16), pair = part % (CHUNK / 16);
-    unsigned b[4];
-    load_matrices(b, k_lane + pair * 16 * STRIDE + step * 32);
+// S += Q K^T, 16 of the d columns at a time. All keys of the chunk share a load of the queries.
+__device__ inline void qk_part(Scores& S, const Queries& Q, unsigned k_lane, int step) {
+    unsigned a[M_TILES][4];
 #pragma unroll
-    for (int i = 0; i < M_TILES; ++i) {
-        unsigned a[4];
-        Q.get(a, i, step);
-        multiply(S[i][2 * pair], a, b[0], b[1]);
-        multiply(S[i][2 * pair + 1], a, b[2], b[3]);
+    for (int i = 0; i < M_TILES; ++i) Q.get(a[i], i, step);
+#pragma unroll
+    for (int pair = 0; pair < CHUNK / 16; ++pair) {
+        unsigned b[4];
+        load_matrices(b, k_lane + pair * 16 * STRIDE + step * 32);
+#pragma unroll
+        for (int i = 0; i < M_TILES; ++i) {
+            multiply(S[i][2 * pair], a[i], b[0], b[1]);
+            multiply(S[i][2 * pair + 1], a[i], b[2], b[3]);
+        }
     }
 }
 

@@ -120,7 +120,10 @@ def test_bytes_are_counted_where_they_bound(monkeypatch):
     assert {r.traffic for r in done.results} == {2 * 16 * (2 + 2 * 4096) * 2}
     assert done.tensor_peaks == {"bf16": 4e14} and done.peak(done.results[0].cell) == 4e14
     text = report.text(done, "md")
-    assert "| GB/s | of bandwidth |" in text and "400 TFLOP/s in bf16 by PyTorch's product" in text
+    rows = {result.cell.l2: report.row(done, result) for result in done.results}
+    assert rows["cold"]["reading_share"] == 1e-3 / 2e-3 and rows["warm"]["reading_share"] == 5e-4 / 1e-3
+    assert "| GB/s | of bandwidth | of reading |" in text
+    assert "400 TFLOP/s in bf16 by PyTorch's product" in text
     assert {r.traffic for r in measured(["step1"], lengths=(512,)).results} == {None}
 
 
