@@ -35,6 +35,8 @@ from torch import Tensor
 import attention_ext
 from attention_ext import parts, reference
 
+SPIN_SECONDS = 1.0
+
 # For each rank the chunks of the sequence that it holds, in the order of its tensors' rows.
 Rows = tuple[tuple[range, ...], ...]
 
@@ -90,12 +92,17 @@ class Traffic:
     _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def wait(self, works: Sequence[dist.Work], device: torch.device) -> None:
-        """Wait for all of these: each operation of batch_isend_irecv has its own on gloo."""
+        """Wait for all of these: each operation of batch_isend_irecv has its own on gloo.
+
+        On CUDA this process waits too, not the stream alone: else nobody would notice a lost rank.
+        """
         start = time.perf_counter()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
         for event in events[:1]:
             event.record()  # type: ignore[no-untyped-call]
         for work in works:
+            while events and not work.is_completed() and time.perf_counter() - start < SPIN_SECONDS:
+                pass  # NCCL's own wait looks once a millisecond, until the group's timeout
             work.wait()
         for event in events[1:]:
             event.record()  # type: ignore[no-untyped-call]
@@ -398,7 +405,8 @@ def attention(
     group: the processes; all by default. traffic: to it is added what this rank sends.
     Returns (B, H, n, d) in q's dtype, in split the same bits on all ranks. Computes no gradients.
     Raises ValueError or TypeError, on all ranks the same unless lengths are given, and RuntimeError if
-    another rank is lost, within the group's timeout.
+    another rank is lost, within the group's timeout; NCCL does so with TORCH_NCCL_BLOCKING_WAIT=1, which
+    ranks.join() sets.
     """
     # gloo's collectives refuse the tensors of inference_mode
     with torch.inference_mode(False), torch.no_grad():
