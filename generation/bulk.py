@@ -32,6 +32,7 @@ __all__ = [
     "Pool",
     "Progress",
     "Prompts",
+    "file_of",
     "locked",
     "run",
 ]
