@@ -27,7 +27,7 @@ CHECKED = 16  # rows of each rank that are compared with float64
 MOST_NUMBERS = 2**30  # of K, that are made again for the comparison with float64; about ten seconds
 ROUNDS = 5  # of the measurement, unless one takes longer than LONG seconds
 LONG = 2.0
-SAMPLE = 2**26  # pairs of a query and a key with which a rank's speed alone is measured,
+SAMPLE = {"cpu": 2**26, "cuda": 2**34}  # pairs with which a rank's speed alone is measured, some 0.1 s,
 LEAST = 64  # of at least so many queries
 PIECES = (1 << 20, 64 << 20)  # least and most bytes with which the bandwidth is measured
 # https://github.com/zhuzilin/ring-flash-attention: eight H800, forward, % of eight times one GPU
@@ -126,7 +126,7 @@ def measure_speeds(asked: Question, ranks: Ranks, q: Tensor, k: Tensor, v: Tenso
     """Rank 0's speed alone, while the others wait, and the bandwidth of all together round the ring."""
     found = torch.zeros(3, dtype=torch.float64)
     if ranks.rank == 0:
-        few = q[:, :, : max(LEAST, SAMPLE // max(1, asked.heads * k.shape[2]))]
+        few = q[:, :, : max(LEAST, SAMPLE[asked.device] // max(1, asked.heads * k.shape[2]))]
         chunks = [range(few.shape[2])], [range(k.shape[2])]
         call = Call(asked.part, False, asked.scale, {}, (), (), 0, 0, None, Traffic())
         seconds = best(lambda: Mixture(few).add(call, few, chunks[0], k, v, chunks[1]), ranks)

@@ -58,8 +58,8 @@ def slow_expected(slow, tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def long(job) -> Job:
-    """Some six seconds of two cores: sixty files."""
-    return replace(job, texts=240, settings=replace(job.settings, max_new_tokens=6000))
+    """Some four seconds of two cores: forty files."""
+    return replace(job, texts=160, settings=replace(job.settings, max_new_tokens=6000))
 
 
 @pytest.fixture(scope="session")
