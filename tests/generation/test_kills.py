@@ -246,7 +246,7 @@ def test_killed_drivers_on_ray_are_resumed(nodes, long, long_expected, tmp_path)
     expected = {name: long_expected[0][name] for name in names}
     chance, killed, jobs, out = random.Random(KILLS), 0, 0, tmp_path / "first"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bulk_jobs"])
+    context.set_forkserver_preload(["bulk_jobs", "ray"])
 
     def drive() -> multiprocessing.process.BaseProcess:
         process = context.Process(target=bulk_jobs.drive, args=(job, out, nodes.address))
