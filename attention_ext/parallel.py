@@ -23,57 +23,53 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import attention_ext
-from attention_ext import parts, reference
+from attention_ext import agreement, reference
+from attention_ext.layout import (
+    Rows,
+    contiguous,
+    length,
+    offsets,
+    pairs,
+    shares,
+    take,
+    visible,
+    zigzag_rows,
+)
 
-# For each rank the chunks of the sequence that it holds, in the order of its tensors' rows.
-Rows = tuple[tuple[range, ...], ...]
-
-
-def shares(N: int, count: int) -> list[int]:
-    """N rows in so many shares, of which no two differ by more than one row; the longer ones come first."""
-    return [N // count + (i < N % count) for i in range(count)]
-
-
-def contiguous(lengths: Sequence[int]) -> Rows:
-    """Rank r holds the lengths[r] rows that follow those of rank r - 1."""
-    starts = [sum(lengths[:r]) for r in range(len(lengths))]
-    return tuple((range(start, start + n),) for start, n in zip(starts, lengths))
-
-
-def zigzag_rows(N: int, ranks: int) -> Rows:
-    """Of 2 P chunks, rank r holds chunk r and chunk 2 P - 1 - r.
-
-    A row sees as many keys as there are rows before it. An early chunk and a late one see together as many as
-    any other such pair, so that the causal work is equal.
-    """
-    chunks = [chunk for (chunk,) in contiguous(shares(N, 2 * ranks))]
-    return tuple((chunks[r], chunks[-1 - r]) for r in range(ranks))
+__all__ = [
+    "METHODS",
+    "Call",
+    "Mixture",
+    "Rows",
+    "Traffic",
+    "attention",
+    "check_method",
+    "contiguous",
+    "expected",
+    "length",
+    "pairs",
+    "rows",
+    "shares",
+    "take",
+    "visible",
+    "zigzag_rows",
+    *("gather", "ring", "split", "ulysses", "zigzag"),
+]
+SPIN_SECONDS = 1.0
 
 
 def rows(method: str, N: int, ranks: int) -> Rows:
     """The rows of each rank, in equal shares, as a method wants them."""
     check_method(method)
     return zigzag_rows(N, ranks) if method == "zigzag" else contiguous(shares(N, ranks))
-
-
-def take(tensor: Tensor, chunks: Sequence[range]) -> Tensor:
-    """The rows of (B, H, N, d) in these chunks: (B, H, n, d)."""
-    return torch.cat([tensor[:, :, chunk.start : chunk.stop] for chunk in chunks], dim=2)
-
-
-def length(chunks: Sequence[range]) -> int:
-    """The number of rows in these chunks."""
-    return sum(map(len, chunks))
 
 
 @dataclass
@@ -90,12 +86,17 @@ class Traffic:
     _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def wait(self, works: Sequence[dist.Work], device: torch.device) -> None:
-        """Wait for all of these: each operation of batch_isend_irecv has its own on gloo."""
+        """Wait for all of these: each operation of batch_isend_irecv has its own on gloo.
+
+        On CUDA this process waits too, not the stream alone: else nobody would notice a lost rank.
+        """
         start = time.perf_counter()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
         for event in events[:1]:
             event.record()  # type: ignore[no-untyped-call]
         for work in works:
+            while events and not work.is_completed() and time.perf_counter() - start < SPIN_SECONDS:
+                pass  # NCCL's own wait looks once a millisecond, until the group's timeout
             work.wait()
         for event in events[1:]:
             event.record()  # type: ignore[no-untyped-call]
@@ -149,8 +150,8 @@ class Mixture:
         if not call.causal:  # a query sees all keys: where they come from does not matter
             self._attend(call, 0, q, k, v, causal=False)
             return
-        for first, queries_of_chunk in _offsets(queries):
-            for offset, keys_of_chunk in _offsets(keys):
+        for first, queries_of_chunk in offsets(queries):
+            for offset, keys_of_chunk in offsets(keys):
                 for rows, columns, causal in visible(queries_of_chunk, keys_of_chunk, call.hidden):
                     i = slice(first + rows.start, first + rows.stop)
                     j = slice(offset + columns.start, offset + columns.stop)
@@ -166,40 +167,6 @@ class Mixture:
         self.out[:, :, i], self.lse[:, :, i] = reference.merge(
             self.out[:, :, i], self.lse[:, :, i], out.float(), lse
         )
-
-
-def _offsets(chunks: Sequence[range]) -> Iterator[tuple[int, range]]:
-    """Each chunk with the index of its first row in a rank's tensor."""
-    first = 0
-    for chunk in chunks:
-        yield first, chunk
-        first += len(chunk)
-
-
-def visible(queries: range, keys: range, hidden: int) -> Iterator[tuple[range, range, bool]]:
-    """The causal mask of a chunk of queries and one of keys as at most two calls of a kernel.
-
-    Yields indices in each chunk, and whether the call is causal: the queries on the diagonal, whose last one
-    sees the last of the keys given, then those that see the whole chunk.
-    """
-    start, stop = queries.start + hidden, queries.stop + hidden  # query i sees the keys up to i + hidden
-    low, high = max(start, keys.start), min(stop, keys.stop)
-    if low < high:
-        yield range(low - start, high - start), range(high - keys.start), True
-    if max(start, keys.stop) < stop and keys:
-        yield range(max(start, keys.stop) - start, stop - start), range(len(keys)), False
-
-
-def pairs(queries: Sequence[range], keys: Sequence[range], causal: bool, hidden: int) -> int:
-    """How many pairs of a query and a key that it sees: the work, in dot products."""
-    if not causal:
-        return length(queries) * length(keys)
-    found = 0
-    for q in queries:
-        for k in keys:
-            for i, j, diagonal in visible(q, k, hidden):
-                found += len(i) * len(j) - (len(i) * (len(i) - 1) // 2 if diagonal else 0)
-    return found
 
 
 def split(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -398,109 +365,32 @@ def attention(
     group: the processes; all by default. traffic: to it is added what this rank sends.
     Returns (B, H, n, d) in q's dtype, in split the same bits on all ranks. Computes no gradients.
     Raises ValueError or TypeError, on all ranks the same unless lengths are given, and RuntimeError if
-    another rank is lost, within the group's timeout.
+    another rank is lost, within the group's timeout; NCCL does so with TORCH_NCCL_BLOCKING_WAIT=1, which
+    ranks.join() sets.
     """
     # gloo's collectives refuse the tensors of inference_mode
     with torch.inference_mode(False), torch.no_grad():
         rank, P = dist.get_rank(group), dist.get_world_size(group)
-        mine = _described(method, part, causal, scale, q, k, v)
+        mine = agreement.describe(method, part, causal, scale, q, k, v)
         if lengths is None:
             described: list = [None] * P
             dist.all_gather_object(described, mine, group=group)
         else:
-            described = [mine | _lengths(method, mine, n) for n in lengths]
+            described = [mine | agreement.with_lengths(method, mine, n) for n in lengths]
             if len(lengths) != P or described[rank] != mine:
                 raise ValueError(f"lengths is {list(lengths)}; it must have the rows of each of {P} ranks")
-        _check(described)
+        agreement.check(described)
+        check_method(method)
         n, m = ([each[name][2] for each in described] for name in ("q", "k"))
         if method == "zigzag":
             queries, keys = zigzag_rows(sum(n), P), zigzag_rows(sum(m), P)
         else:
             keys = contiguous(m)
             queries = tuple((range(n[0]),) for _ in n) if method == "split" else contiguous(n)
-        _check_rows(method, causal, queries, keys, n, m)
+        agreement.check_rows(method, causal, queries, keys, n, m)
         Nq, Nk = (n[0] if method == "split" else sum(n)), sum(m)
         scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
         options = {"simd": simd} | ({"step": step} if step is not None else {})
         traffic = Traffic() if traffic is None else traffic
         call = Call(part, causal, scale, options, queries, keys, Nk - Nq, rank, group, traffic)
         return METHODS[method](call, q, k, v).to(q.dtype)
-
-
-def _lengths(method: str, mine: dict, n: int) -> dict:
-    """A rank's shapes if it has n rows, from this rank's."""
-    replaced = {}
-    for name in ("k", "v") if method == "split" else ("q", "k", "v"):
-        shape = mine[name]
-        replaced[name] = (*shape[:2], n, *shape[3:])
-    return replaced
-
-
-def _described(method: str, part: str, causal: bool, scale: float | None, q, k, v) -> dict:
-    """A rank's arguments, as the ranks compare them."""
-    found: dict = {"method": method, "part": part, "causal": causal, "scale": scale}
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} is a {type(t).__name__}; it must be a tensor")
-        found[name] = tuple(t.shape)
-        found[f"{name}.dtype"] = str(t.dtype)
-        found[f"{name}.device"] = t.device.type
-    return found
-
-
-def _check(described: Sequence[dict]) -> None:
-    """Raise ValueError, naming the rank and the argument, if a rank's differ from those of most others."""
-    for rank, each in enumerate(described):
-        for name in ("q", "k", "v"):
-            if len(each[name]) != 4:
-                raise ValueError(f"rank {rank}: {name} has shape {each[name]}; it must be (B, H, N, d)")
-        if each["v"] != each["k"]:
-            raise ValueError(f"rank {rank}: v has shape {each['v']}; it must be k's, {each['k']}")
-        for name in ("k", "v"):
-            for what in ("dtype", "device"):
-                if each[f"{name}.{what}"] != each[f"q.{what}"]:
-                    raise ValueError(
-                        f"rank {rank}: {name} has {what} {each[f'{name}.{what}']}; it must be q's, "
-                        f"{each[f'q.{what}']}"
-                    )
-        B, H, _, d = each["q"]
-        if each["k"] != (B, H, each["k"][2], d):
-            raise ValueError(f"rank {rank}: k has shape {each['k']}; it must be ({B}, {H}, N, {d}), as q's")
-        if 0 in (B, H, d):
-            raise ValueError(f"rank {rank}: q has shape {each['q']}; only N may be 0")
-    method = described[0]["method"]
-
-    def comparable(name: str, value: Any) -> Any:
-        same_rows = name == "q" and method == "split"
-        shape = name in ("q", "k", "v") and not same_rows
-        return (*value[:2], "N", *value[3:]) if shape else value
-
-    for name in described[0]:
-        values = [comparable(name, each[name]) for each in described]
-        usual = Counter(values).most_common(1)[0][0]
-        for rank, value in enumerate(values):
-            if value != usual:
-                what = f"{name} of shape {described[rank][name]}" if name in "qkv" else f"{name} {value}"
-                shown = f"({', '.join(map(str, usual))})" if name in "qkv" else usual
-                raise ValueError(f"rank {rank} has {what}; the others have {shown}")
-    check_method(method)
-    row, device = parts.check_part(described[0]["part"]), described[0]["q.device"]
-    if described[0]["q.dtype"].removeprefix("torch.") not in row.dtypes.get(device, ()):
-        raise TypeError(f"q is {described[0]['q.dtype']} on {device}, which {row.name} does not take")
-
-
-def _check_rows(method: str, causal: bool, queries: Rows, keys: Rows, n: list[int], m: list[int]) -> None:
-    """Raise ValueError if the ranks' rows are not those of the method, or too few for a causal mask."""
-    if method == "zigzag":
-        for name, rows, found in (("q", queries, n), ("k", keys, m)):
-            for rank, chunks in enumerate(rows):
-                if length(chunks) != found[rank]:
-                    raise ValueError(
-                        f"rank {rank}: {name} has {found[rank]} rows; zigzag_rows({sum(found)}, {len(rows)}) "
-                        f"gives it {length(chunks)}"
-                    )
-    Nq, Nk = (n[0] if method == "split" else sum(n)), sum(m)
-    if not Nk and Nq:
-        raise ValueError("k has no rows on any rank; it must have at least one")
-    if causal and Nq > Nk:
-        raise ValueError(f"q has Nq={Nq} rows; with causal=True it must have at most Nk={Nk}")

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 HERE = "here"  # what a rank writes that has not failed itself
+ABORT = 2.0  # seconds that the abort of NCCL may take
 ROLL_CALL = 5.0  # seconds that a rank waits for the others' answers, at most the timeout
 
 
@@ -40,8 +41,10 @@ class Ranks:
 
 @contextlib.contextmanager
 def join(device: str = "cpu", timeout: float = 30.0) -> Iterator[Ranks]:
-    """The process group of all ranks: gloo for 'cpu', NCCL for 'cuda'.
+    """The process group of all ranks: gloo for tensors on the CPU; with 'cuda' NCCL for those on GPUs.
 
+    With 'cuda' the rank's GPU is LOCAL_RANK, and messages and meet() still go over gloo: NCCL's waits end in
+    time only for operations that are started with async_op=True and waited for.
     timeout: seconds that a rank waits in one exchange. If a rank is killed, stalls or raises an error in the
     block, every other one leaves the block with a LostRank that names it, at most timeout + ROLL_CALL seconds
     after it began to wait. torchrun's SIGTERM, which it sends when a rank has ended, ends the process with
@@ -57,24 +60,26 @@ def join(device: str = "cpu", timeout: float = 30.0) -> Iterator[Ranks]:
         if not torch.cuda.is_available() or where.index >= torch.cuda.device_count():
             raise ValueError(f"rank {rank} has no GPU: this host has {torch.cuda.device_count()}")
         torch.cuda.set_device(where)
-        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a wait that times out raises an error
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a wait ends, and no watchdog aborts
     roll = RollCall(rank, count, min(timeout, ROLL_CALL))
     limit = timedelta(seconds=timeout)
     with roll.on_sigterm():
         try:
-            backend = "nccl" if device == "cuda" else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
             bound = where if device == "cuda" else None
             dist.init_process_group(backend, timeout=limit, device_id=bound)
             yield Ranks(rank, count, local, where)
-            dist.barrier()  # a rank that fails at the end is still named
+            meet()  # a rank that fails at the end is still named
         except (SystemExit, KeyboardInterrupt):
+            _abort_nccl(where)
             raise
         except BaseException as error:
             roll.lock.acquire()  # for good: from here on this thread speaks, not the one that watches
-            if not _is_of_an_exchange(error):
-                roll.answer(f"{type(error).__name__}: {error}")
+            own = not _is_of_an_exchange(error)
+            roll.answer(f"{type(error).__name__}: {error}" if own else HERE)
+            _abort_nccl(where)
+            if own:
                 raise
-            roll.answer(HERE)
             _leave()
             raise LostRank(roll.sentence() or f"rank {rank}: {one_line(error)}") from error
         finally:
@@ -90,6 +95,25 @@ def _is_of_an_exchange(error: BaseException) -> bool:
 def one_line(error: BaseException) -> str:
     """The first line of an error's message."""
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def meet() -> None:
+    """Wait for all ranks, over gloo: a barrier of NCCL would wait for a lost one without end."""
+    dist.all_reduce(torch.zeros(1))
+
+
+def _abort_nccl(device: torch.device) -> None:
+    """End the kernels that wait for a lost rank, if this rank has a GPU; it takes ABORT seconds at most."""
+    if device.type != "cuda" or not dist.is_initialized():
+        return
+
+    def abort() -> None:
+        with contextlib.suppress(RuntimeError, AttributeError):  # it may be aborted already
+            dist.group.WORLD._get_backend(device).abort()  # type: ignore[union-attr]
+
+    thread = threading.Thread(target=abort, daemon=True)
+    thread.start()
+    thread.join(ABORT)
 
 
 def _leave() -> None:

@@ -8,38 +8,53 @@ alone writes files.
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections import deque
 from typing import Any
 
 import torch
 
-from generation.bulk import BulkError, Loss
-from generation.shards import Scribe, Settings, Shard, Task
+from generation.jobs import BulkError
+from generation.processes import STALL_SECONDS, TICK, Patience
+from generation.shards import Loss, Scribe, Settings, Shard, Task
 
 MOST_FAILED_STARTS = 20  # in a row
+MOST_ASK_SECONDS = 10.0  # between two questions whether an actor still writes
 
 
 class Actor:
-    """A worker: one thread and its own engine, opened with the first task."""
+    """A worker: a thread that writes, with an engine that its first task opens, and one that answers."""
 
     def __init__(self, settings: Settings) -> None:
-        torch.set_num_threads(1)
         self.settings = settings
         self.scribe: Scribe | None = None
+        self.signs = 0
 
     def ready(self) -> None:
         """Return when the actor has a node."""
 
+    def alive(self) -> int:
+        """A number that grows while the actor writes."""
+        return self.signs
+
     def write(self, task: Task) -> Shard:
         """The shard of a task."""
+        torch.set_num_threads(1)  # of the thread that runs this
         self.scribe = self.scribe or Scribe(self.settings)
-        return self.scribe.write(task)
+        return self.scribe.write(task, self._wanted)
+
+    def _wanted(self) -> bool:
+        self.signs += 1
+        return True
 
 
-def open_pool(address: str, workers: int | None, settings: Settings, shards: int) -> RayPool:
+def open_pool(
+    address: str, workers: int | None, settings: Settings, shards: int, timeout: float = STALL_SECONDS
+) -> RayPool:
     """The actors on the cluster at an address: `workers` or as many as it has CPUs, one a shard at most.
 
+    timeout: seconds without progress after which an actor is killed.
     Raises BulkError if Ray is not installed or there is no cluster.
     """
     try:
@@ -55,23 +70,35 @@ def open_pool(address: str, workers: int | None, settings: Settings, shards: int
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise BulkError(f"no Ray cluster at {address!r}: {str(error).splitlines()[0]}") from None
     cpus = int(ray.cluster_resources().get("CPU", 0))
-    return RayPool(ray, settings, max(1, min(workers or cpus, shards)), ours)
+    return RayPool(ray, settings, max(1, min(workers or cpus, shards)), ours, timeout)
 
 
 class RayPool:
     """Actors of one CPU each. An actor takes a task once it has a node, so none waits for a lost node.
 
-    ray: the module, initialised. ours: disconnect from the cluster at the end.
+    ray: the module, initialised. ours: disconnect from the cluster at the end. timeout: seconds.
     """
 
-    def __init__(self, ray: Any, settings: Settings, workers: int, ours: bool = False) -> None:
+    def __init__(
+        self,
+        ray: Any,
+        settings: Settings,
+        workers: int,
+        ours: bool = False,
+        timeout: float = STALL_SECONDS,
+    ) -> None:
         self._ray, self._ours, self.workers = ray, ours, workers
-        self._kind = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0)(Actor)
+        options = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": 2}
+        self._kind = ray.remote(**options)(Actor)
         self._settings = ray.put(settings)
         self._failed_starts = 0
         self._free: deque[Any] = deque()
         self._starting: dict[Any, Any] = {}  # what actor.ready() will return, and the actor
-        self._busy: dict[Any, tuple[Task, Any]] = {}
+        self._busy: dict[Any, tuple[Task, Any]] = {}  # what actor.write() will return
+        self._asked: dict[Any, Any] = {}  # what actor.alive() will return, and what actor.write() will
+        self._signs: dict[Any, int] = {}  # the last answer, by what actor.write() will return
+        self._ask_seconds, self._asked_at = min(MOST_ASK_SECONDS, timeout / 4), time.monotonic()
+        self._patience = Patience(timeout)
         for _ in range(workers):
             self._start()
 
@@ -81,35 +108,80 @@ class RayPool:
 
     def give(self, task: Task) -> None:
         actor = self._free.popleft()
-        self._busy[actor.write.remote(task)] = task, actor
+        reference = actor.write.remote(task)
+        self._busy[reference] = task, actor
+        self._patience.heard(reference)
 
     def wait(self) -> list[tuple[Task, Shard | Loss]]:
+        while True:
+            pending = [*self._starting, *self._busy, *self._asked]
+            ready, _ = self._ray.wait(pending, num_returns=1, timeout=TICK)
+            ended: list[tuple[Task, Shard | Loss]] = []
+            for reference in ready:
+                result = self._result(reference)
+                if reference in self._asked:
+                    self._answered(self._asked.pop(reference), result)
+                elif reference in self._starting:
+                    self._started(reference, result)
+                else:
+                    ended.append(self._ended(reference, result))
+            for reference in self._patience.exhausted():
+                ended.append(self._ended(reference, self._patience.loss("an actor")))
+            if ended or (ready and self._free):
+                return ended
+            self._ask()
+
+    def _result(self, reference: Any) -> Any:
+        """What an actor returned, or a Loss."""
         errors = self._ray.exceptions
-        ready, _ = self._ray.wait([*self._starting, *self._busy], num_returns=1)
-        ended: list[tuple[Task, Shard | Loss]] = []
-        for reference in ready:
-            try:
-                result = self._ray.get(reference)
-            except errors.RayTaskError as error:  # raised by our code
-                cause = error.cause or error
-                result = Loss(f"{type(cause).__name__}: {cause}", died=False)
-            except errors.RayError as error:
-                result = Loss(f"{type(error).__name__}: {str(error).splitlines()[0]}")
-            died = isinstance(result, Loss) and result.died
-            if reference in self._starting:
-                actor = self._starting.pop(reference)
-                self._failed_starts = self._failed_starts + 1 if died else 0
-                if self._failed_starts > MOST_FAILED_STARTS:
-                    raise BulkError(f"Ray starts no actor: {result.reason}")
-            else:
-                task, actor = self._busy.pop(reference)
-                ended.append((task, result))
-            if died:
-                self._end(actor)  # it may live on, where the bytes alone were lost
-                self._start()
-            else:
-                self._free.append(actor)
-        return ended
+        try:
+            return self._ray.get(reference)
+        except errors.RayTaskError as error:  # raised by our code
+            cause = error.cause or error
+            return Loss(f"{type(cause).__name__}: {cause}", died=False)
+        except errors.RayError as error:
+            return Loss(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+
+    def _started(self, reference: Any, result: Loss | None) -> None:
+        """An actor has a node, or was lost before."""
+        actor = self._starting.pop(reference)
+        if not isinstance(result, Loss):
+            self._failed_starts = 0
+            self._free.append(actor)
+            return
+        self._failed_starts += 1
+        if self._failed_starts > MOST_FAILED_STARTS:
+            raise BulkError(f"Ray starts no actor: {result.reason}")
+        self._replace(actor)
+
+    def _ended(self, reference: Any, result: Shard | Loss) -> tuple[Task, Shard | Loss]:
+        """The task of an actor, and what became of it."""
+        task, actor = self._busy.pop(reference)
+        self._patience.forget(reference)
+        self._signs.pop(reference, None)
+        if isinstance(result, Loss) and result.died:
+            self._replace(actor)
+        else:
+            self._free.append(actor)
+        return task, result
+
+    def _ask(self) -> None:
+        """From time to time, ask the busy actors that have answered the last question."""
+        now = time.monotonic()
+        if now - self._asked_at < self._ask_seconds:
+            return
+        self._asked_at = now
+        waiting = set(self._asked.values())
+        for reference, (_, actor) in self._busy.items():
+            if reference not in waiting:
+                self._asked[actor.alive.remote()] = reference
+
+    def _answered(self, reference: Any, signs: int | Loss) -> None:
+        """An actor has said how far it is with a task."""
+        if reference in self._busy and not isinstance(signs, Loss):
+            if signs != self._signs.get(reference):
+                self._patience.heard(reference)
+            self._signs[reference] = signs
 
     def close(self) -> None:
         actors = [*self._free, *self._starting.values(), *(actor for _, actor in self._busy.values())]
@@ -121,6 +193,10 @@ class RayPool:
     def _end(self, actor: Any) -> None:
         with contextlib.suppress(Exception):  # it, or the cluster, may be gone
             self._ray.kill(actor)
+
+    def _replace(self, actor: Any) -> None:
+        self._end(actor)  # it may live on, where the bytes alone were lost
+        self._start()
 
     def _start(self) -> None:
         actor = self._kind.remote(self._settings)

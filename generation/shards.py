@@ -90,6 +90,15 @@ class Shard:
     machine: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Loss:
+    """A shard that was not written. died: the worker was lost too. stalled: it was killed for its silence."""
+
+    reason: str
+    died: bool = True
+    stalled: bool = False
+
+
 def fingerprint(checkpoint: Checkpoint) -> str:
     """A hash of a model's configuration, weights and vocabulary."""
     digest = hashlib.sha256(json.dumps(asdict(checkpoint.model.config)).encode())

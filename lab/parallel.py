@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attention_ext import PARTS, attention, operator, parallel, processor
 from attention_ext.parallel import Call, Mixture, Rows, Traffic, length, pairs
-from attention_ext.ranks import Ranks, join
+from attention_ext.ranks import Ranks, join, meet
 from lab import machine
 from lab.correctness import mismatch
 
@@ -27,7 +27,7 @@ CHECKED = 16  # rows of each rank that are compared with float64
 MOST_NUMBERS = 2**30  # of K, that are made again for the comparison with float64; about ten seconds
 ROUNDS = 5  # of the measurement, unless one takes longer than LONG seconds
 LONG = 2.0
-SAMPLE = 2**26  # pairs of a query and a key with which a rank's speed alone is measured,
+SAMPLE = {"cpu": 2**26, "cuda": 2**34}  # pairs with which a rank's speed alone is measured, some 0.1 s,
 LEAST = 64  # of at least so many queries
 PIECES = (1 << 20, 64 << 20)  # least and most bytes with which the bandwidth is measured
 # https://github.com/zhuzilin/ring-flash-attention: eight H800, forward, % of eight times one GPU
@@ -126,12 +126,12 @@ def measure_speeds(asked: Question, ranks: Ranks, q: Tensor, k: Tensor, v: Tenso
     """Rank 0's speed alone, while the others wait, and the bandwidth of all together round the ring."""
     found = torch.zeros(3, dtype=torch.float64)
     if ranks.rank == 0:
-        few = q[:, :, : max(LEAST, SAMPLE // max(1, asked.heads * k.shape[2]))]
+        few = q[:, :, : max(LEAST, SAMPLE[asked.device] // max(1, asked.heads * k.shape[2]))]
         chunks = [range(few.shape[2])], [range(k.shape[2])]
         call = Call(asked.part, False, asked.scale, {}, (), (), 0, 0, None, Traffic())
         seconds = best(lambda: Mixture(few).add(call, few, chunks[0], k, v, chunks[1]), ranks)
         found[0] = asked.heads * max(1, few.shape[2] * k.shape[2]) / seconds
-    dist.barrier()
+    meet()
     if ranks.count > 1:
         size = min(max(PIECES[0], sent // (ranks.count - 1)), PIECES[1]) // 8
         for place, numbers, count in ((1, size, 5), (2, 1, 50)):
@@ -143,14 +143,12 @@ def measure_speeds(asked: Question, ranks: Ranks, q: Tensor, k: Tensor, v: Tenso
                     dist.P2POp(dist.isend, pair, (ranks.rank + 1) % ranks.count),
                     dist.P2POp(dist.irecv, torch.empty_like(pair), (ranks.rank - 1) % ranks.count),
                 ]
-                for work in dist.batch_isend_irecv(operations):
-                    work.wait()
+                Traffic().wait(dist.batch_isend_irecv(operations), ranks.device)
 
             # a fixed number of turns: the ranks wait for each other
             found[place] = best(turn, ranks, count, limit=math.inf)
-    everything = found.to(ranks.device, torch.float64)
-    dist.broadcast(everything, 0)
-    work, transfer, latency = everything.tolist()
+    dist.broadcast(found, 0)
+    work, transfer, latency = found.tolist()
     bandwidth = 8 * size / max(1e-9, transfer - latency) if ranks.count > 1 else math.inf
     crowd = 1.0
     if asked.device == "cpu":
@@ -239,13 +237,13 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
     known = counts if asked.method == "split" or asked.queries == asked.N else None
     while len(seconds) < ROUNDS and sum(seconds) < LONG:
         traffic = Traffic()
-        dist.barrier()
+        meet()
         start = time.perf_counter()
         out = parallel.attention(asked.method, q, k, v, **options, lengths=known, traffic=traffic)
         synchronize(ranks)
         total += time.perf_counter() - start
         waited += traffic.waited
-        longest = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=ranks.device)
+        longest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         seconds.append(longest.item())
     measured = min(seconds)
@@ -321,8 +319,10 @@ def compare_with_one_process(
     if PARTS[asked.part].name in ("part0", "part1", "part2"):
         need += 12 * asked.heads * asked.N * asked.queries
     available = machine.available_memory()
+    if ranks.device.type == "cuda":
+        available = torch.cuda.mem_get_info()[0]
     fits = work / speeds.work < asked.timeout / 4 and (available is None or 2 * need < available)
-    agreed = torch.tensor(int(fits), device=ranks.device)
+    agreed = torch.tensor(int(fits))
     dist.broadcast(agreed, 0)
     if not agreed.item():
         return None
@@ -340,16 +340,22 @@ def compare_with_one_process(
             got = out
             if rank:
                 got = out.new_empty(1, asked.heads, length(chunks), asked.d)
-                if got.numel():
-                    dist.recv(got, rank)
+                hand_over(dist.irecv, got, rank)
             different = mismatch(parallel.take(held[0], chunks), got) if got.numel() else None
             if different:
                 wrong.append(f"one process, rows of rank {rank}: {different}")
-    elif out.numel():
-        dist.send(out, 0)
-    time_of_one = torch.tensor(seconds, dtype=torch.float64, device=ranks.device)
+    else:
+        hand_over(dist.isend, out, 0)
+    time_of_one = torch.tensor(seconds, dtype=torch.float64)
     dist.broadcast(time_of_one, 0)
     return time_of_one.item()
+
+
+def hand_over(operation: Callable, tensor: Tensor, peer: int) -> None:
+    """Send a tensor to a rank, or receive it; an empty one is not sent."""
+    if tensor.numel():
+        works = dist.batch_isend_irecv([dist.P2POp(operation, tensor.contiguous(), peer)])
+        Traffic().wait(works, tensor.device)
 
 
 def describe(asked: Question, ranks: Ranks) -> str:

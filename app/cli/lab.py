@@ -12,6 +12,7 @@ from app.cli.options import (
     WIDEST_HEAD,
     all_of,
     device_option,
+    notice,
     one_thread_option,
     set_threads,
     size_option,
@@ -108,6 +109,9 @@ def parallel(method: str, threads: int, queries: int | None, **options) -> None:
             over_processes.Question(method=method, queries=queries, **options), click.echo
         )
     except LostRank as error:
+        if options["device"] == "cuda":  # a kernel that waits for the lost rank may hold up the ordinary end
+            notice(f"gpt.py: error: {error}")
+            os._exit(2)
         raise click.ClickException(str(error)) from error
     if not passed:
         sys.exit(1)

@@ -24,6 +24,7 @@ from app.cli.options import (
 from attention_ext import PARTS, processor
 
 FORMATS = ("jsonl", "parquet")
+STALL_SECONDS = 120.0  # generation.processes.STALL_SECONDS, which needs torch
 REFRESH_SECONDS = 0.5  # between two pictures of the progress bar, at least
 
 
@@ -63,6 +64,13 @@ bulk_options = all_of(
         type=click.Path(dir_okay=False, path_type=Path),
         help='File with a text in each line: {"id": ..., "prompt": ..., "options": {...}}.',
     ),
+    click.option(
+        "--timeout",
+        type=click.FloatRange(1, 86400),
+        default=STALL_SECONDS,
+        show_default=True,
+        help="Seconds of silence after which a worker is killed and its file tried again.",
+    ),
     size_option("--shard-size", default=1024, most=10**9, help="Texts in a file."),
     writing.prompt_options,
     writing.sampling_options,
@@ -75,7 +83,7 @@ bulk_options = all_of(
 
 @click.command()
 @bulk_options
-def bulk(out: Path, workers: int | None, ray: str | None, **options) -> None:
+def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **options) -> None:
     """Write very many texts to files, over processes or a Ray cluster; run again, it goes on.
 
     A file holds SHARD_SIZE texts. OUT/manifest.json records the request and the files that are complete. The
@@ -96,11 +104,11 @@ def bulk(out: Path, workers: int | None, ray: str | None, **options) -> None:
     job = job_of(**options)
     if ray is None:
         count = workers or processor.cores()
-        open_pool = partial(local_pool, count)
+        open_pool = partial(local_pool, count, timeout=timeout)
     else:
         from generation import cluster
 
-        open_pool = partial(cluster.open_pool, ray, workers)
+        open_pool = partial(cluster.open_pool, ray, workers, timeout=timeout)
     with progress_bar() as (show, say):
         try:
             manifest = writing_many.run(job, out, open_pool, say, show)
@@ -182,11 +190,11 @@ def job_of(
     return writing_many.Job(settings, texts, shard_size, found, shards.resolved(settings, checkpoint))
 
 
-def local_pool(workers: int, settings, shards: int):
+def local_pool(workers: int, settings, shards: int, timeout: float = STALL_SECONDS):
     """At most one process for each shard."""
     from generation.bulk import LocalPool
 
-    return LocalPool(settings, min(workers, shards))
+    return LocalPool(settings, min(workers, shards), timeout)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from parallel_ranks import RANKS
 from support import ROOT, Done
 
 from app.cli import lab as lab_commands
-from attention_ext import PARTS, parallel
+from attention_ext import PARTS, agreement, parallel
 from attention_ext.parallel import METHODS
 
 DEFAULTS = {
@@ -235,24 +235,27 @@ def test_wrong_arguments_are_named(alone):
 
 def test_rows_that_are_not_zigzags_are_refused():
     rows = parallel.zigzag_rows(10, 2)
-    parallel._check_rows("zigzag", False, rows, rows, [5, 5], [5, 5])
+    agreement.check_rows("zigzag", False, rows, rows, [5, 5], [5, 5])
     with pytest.raises(ValueError, match=r"rank 0: q has 6 rows; zigzag_rows\(10, 2\) gives it 5"):
-        parallel._check_rows("zigzag", False, rows, rows, [6, 4], [6, 4])
+        agreement.check_rows("zigzag", False, rows, rows, [6, 4], [6, 4])
 
 
-def torchrun(P: int, *arguments, prefix=(), options=("--nproc-per-node",), **env: str) -> subprocess.Popen:
+def torchrun(P: int, *arguments) -> subprocess.Popen:
     """Start P ranks of a Python script."""
+    return start(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(P), *map(str, arguments)]
+    )
+
+
+def start(command: list[str]) -> subprocess.Popen:
+    """Start a command that runs torchrun."""
     return subprocess.Popen(
-        [
-            *prefix,
-            *(sys.executable, "-m", "torch.distributed.run", *options, str(P)),
-            *map(str, arguments),
-        ],
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"} | env,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"},
         start_new_session=True,
     )
 
@@ -410,26 +413,34 @@ def network():
             subprocess.run(["ip", "netns", "del", side], capture_output=True, timeout=20)
 
 
-def test_a_network_carries_the_bytes_of_the_formula(network, extension):
-    """The interfaces' own counters, over two machines' worth of network."""
-    command = ["gpt.py", "parallel", "ring", "-N", 65536, "--queries", 64, "--heads", 8, "--timeout", 20]
+def documented_command(form: str, node: int, side: str) -> list[str]:
+    """docs/scale.md's command for two machines with this option, as words, on one of the namespaces."""
+    document = (ROOT / "docs" / "scale.md").read_text()
+    (line,) = [each for each in document.splitlines() if "--nnodes 2" in each and form in each]
+    assert line.startswith("GLOO_SOCKET_IFNAME=eth0 python -m torch.distributed.run ")
+    for told, here in {
+        "=eth0 python": f"={side} {sys.executable}",
+        "--node-rank 0": f"--node-rank {node}",
+        "is_host=1": f"is_host={int(node == 0)}",
+        "--local-addr 10.0.0.1": f"--local-addr 10.201.0.{node + 1}",
+        " 10.0.0.1": " 10.201.0.1",
+    }.items():
+        line = line.replace(told, here)
+    assert "10.0.0." not in line and "eth0" not in line
+    return ["ip", "netns", "exec", side, "env", *line.split()]
+
+
+@pytest.mark.parametrize("form", ["--node-rank", "--rdzv-backend c10d"])
+def test_a_network_carries_the_bytes_of_the_formula(network, extension, form):
+    """By the interfaces' own counters, with both of the documented commands, the second machine first."""
+    options = ["-N", "65536", "--queries", "64", "--heads", "8", "--timeout", "20"]
     runs = []
-    for node, side in enumerate(network):
-        where = ("--nnodes", "2", "--node-rank", str(node), "--master-addr", "10.201.0.1", "--master-port")
-        runs.append(
-            torchrun(
-                29512,
-                "--nproc-per-node",
-                1,
-                *command,
-                prefix=("ip", "netns", "exec", side),
-                options=where,
-                GLOO_SOCKET_IFNAME=side,
-            )
-        )
+    for node, side in reversed(list(enumerate(network))):
+        runs.append(start([*documented_command(form, node, side), *options]))
+        time.sleep(2)  # so that the second one waits for the first
     done = [finish(run, 60) for run in runs]
     assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
-    out = done[0].stdout
+    out = "".join(each.stdout for each in done)  # rank 0 reports, which c10d gives to either
     formula = 8 * 65536 * 32 * 8 // 2
     assert re.search(rf"^ +0 +32 +32,768 +{formula:,} +{formula:,} ", out, re.M), out
     bandwidth = re.search(r"([\d.]+) GB/s and", out)

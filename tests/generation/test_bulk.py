@@ -2,130 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import hashlib
 import json
 import os
-import random
-import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-import warnings
-from collections import deque
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
-import tiny
+from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, Here, check, files, here, rows
 from support import ROOT
 
-from generation import bulk, cluster, generate, load, shards
+from generation import bulk, generate, load, shards
 from generation.bulk import BulkError, Job, LocalPool, Loss, Manifest, Prompts
-from generation.shards import Scribe, Settings, Shard, Task
-from model import checkpoint
-
-TEXTS, SIZE = 46, 4  # the last file has fewer texts than the others
-TOKENS = 200  # of a text, beyond the model's window
-SLOW = 3000  # where a file must take longer than a kill
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory, extension) -> Path:
-    """A checkpoint of the tiny model."""
-    directory = tmp_path_factory.mktemp("model")
-    checkpoint.save(directory, tiny.gpt(), tiny.VOCABULARY, {})
-    return directory
-
-
-@pytest.fixture(scope="module")
-def settings(model) -> Settings:
-    print_of_it = shards.fingerprint(load(str(model)))
-    return Settings(str(model), print_of_it, max_new_tokens=TOKENS, seed=5)
-
-
-@pytest.fixture(scope="module")
-def job(settings, model) -> Job:
-    return Job(settings, TEXTS, SIZE, resolved=shards.resolved(settings, load(str(model))))
-
-
-class Here:
-    """A Pool without processes. faults: what happens to each task in turn; None lets it be written."""
-
-    workers = 1
-
-    def __init__(self, settings, shards, faults=()) -> None:
-        self.scribe, self.given, self.faults = Scribe(settings), deque[Task](), deque(faults)
-
-    @property
-    def idle(self) -> int:
-        return 1 - len(self.given)
-
-    def give(self, task) -> None:
-        self.given.append(task)
-
-    def wait(self):
-        task, fault = self.given.popleft(), self.faults.popleft() if self.faults else None
-        if isinstance(fault, BaseException):
-            raise fault
-        return [(task, fault or self.scribe.write(task))]
-
-    def close(self) -> None:
-        pass
-
-
-def here(*faults):
-    return lambda settings, shards: Here(settings, shards, faults)
+from generation.shards import Scribe, Shard, Task
 
 
 def processes(workers):
     return lambda settings, shards: LocalPool(settings, workers)
-
-
-def files(directory: Path, form="jsonl") -> dict[str, str]:
-    """The hash of each file of texts."""
-    found = sorted(directory.glob(f"texts-*.{form}"))
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in found}
-
-
-def rows(directory: Path) -> list[dict]:
-    text = "".join(file.read_text() for file in sorted(directory.glob("texts-*")))
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def check(directory: Path, expected: dict[str, str]) -> dict:
-    """Check a finished job's files against its manifest and these hashes; return the manifest."""
-    manifest = json.loads((directory / bulk.MANIFEST).read_text())
-    assert manifest["complete"] and files(directory) == expected
-    assert {name: shard["sha256"] for name, shard in manifest["shards"].items()} == expected
-    assert [row["index"] for row in rows(directory)] == list(range(TEXTS))  # none lost, none twice
-    assert not list(directory.glob(f"*{bulk.UNFINISHED}"))
-    return manifest
-
-
-@pytest.fixture(scope="module")
-def expected(job, tmp_path_factory) -> dict[str, str]:
-    """The hashes of the job's files, written without a fault."""
-    directory = tmp_path_factory.mktemp("expected")
-    bulk.run(job, directory, here())
-    assert len(files(directory)) == 12
-    return files(directory)
-
-
-@pytest.fixture(scope="module")
-def slow(job) -> Job:
-    return replace(job, settings=replace(job.settings, max_new_tokens=SLOW))
-
-
-@pytest.fixture(scope="module")
-def slow_expected(slow, tmp_path_factory) -> dict[str, str]:
-    directory = tmp_path_factory.mktemp("slow")
-    bulk.run(slow, directory, here())
-    return files(directory)
 
 
 def test_text_i_has_seed_plus_i(job, tmp_path, model):
@@ -149,39 +46,6 @@ def test_two_processes_write_the_same_bytes(job, expected, tmp_path):
     assert states[0] == 0 and states[-1] == TEXTS and manifest["workers_lost"] == []
     (machine,) = manifest["machines"].values()
     assert machine.keys() >= {"processor", "instructions", "features", "torch"}
-
-
-def test_killed_workers_cost_a_retry(slow, slow_expected, tmp_path):
-    """At random moments: while workers start, and while they write."""
-    chance, pools, done = random.Random(), list[LocalPool](), threading.Event()
-    killed = []
-
-    def open_pool(settings, shards):
-        pools.append(LocalPool(settings, 2))
-        killer.start()
-        return pools[0]
-
-    def kill():
-        longest = 0.5  # the first meets a worker that still starts, however short the job
-        while not done.wait(chance.uniform(0, longest)) and len(killed) < 10:
-            longest = 2
-            killed.append(chance.choice(pools[0].processes))
-            with contextlib.suppress(ProcessLookupError):  # it was killed before and is not replaced yet
-                os.kill(killed[-1], signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    try:
-        bulk.run(slow, tmp_path, open_pool)
-    except BulkError as error:  # kills came faster than a worker starts
-        assert "no worker wrote anything" in str(error)
-    finally:
-        done.set()
-        killer.join()
-    manifest = bulk.run(slow, tmp_path, here()).content  # a file may have met three kills
-    lost = [loss["reason"] for loss in manifest["workers_lost"]]
-    assert 0 < len(lost) <= len(killed)
-    assert set(lost) <= {f"worker {pid} was killed by SIGKILL" for pid in killed}
-    check(tmp_path, slow_expected)
 
 
 def command(model, out, tokens=TOKENS) -> list[str]:
@@ -222,49 +86,6 @@ def test_a_killed_driver_leaves_no_worker_and_is_resumed(slow, slow_expected, mo
     assert 0 < len(files(tmp_path)) < len(slow_expected)
     bulk.run(slow, tmp_path, here())
     check(tmp_path, slow_expected)
-
-
-class Copies(Here):
-    """Shards that were written before, so that most of a driver's time goes into files and manifests."""
-
-    def __init__(self, source: Path) -> None:
-        self.source, self.given = source, deque[Task]()
-
-    def wait(self):
-        task = self.given.popleft()
-        data = (self.source / f"texts-{task.first:012d}.jsonl").read_bytes()
-        time.sleep(1e-3)
-        return [(task, Shard(data, task.count, 0, 0.0, machine={"processor": "a", "instructions": "b"}))]
-
-
-def test_a_driver_killed_at_any_moment_loses_and_doubles_nothing(job, expected, tmp_path):
-    bulk.run(job, tmp_path / "source", here())
-    chance, out, found = random.Random(), tmp_path / "out", set()
-    for _ in range(20):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of threads, which the child does not use
-            child = os.fork()
-        if child == 0:
-            with contextlib.suppress(BaseException):
-                bulk.run(job, out, lambda settings, shards: Copies(tmp_path / "source"))
-            os._exit(0)
-        what = chance.choice(("*", "texts-*.jsonl"))  # an unfinished manifest, say, or a whole file
-        before, end = len(list(out.glob(what))), time.monotonic() + 5
-        while time.monotonic() < end and len(list(out.glob(what))) == before:
-            time.sleep(1e-4)
-        time.sleep(chance.uniform(0, 0.01))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        found.add(len(files(out)))
-        with contextlib.suppress(FileNotFoundError):
-            listed = json.loads((out / bulk.MANIFEST).read_text())["shards"]
-            assert files(out).items() >= {name: shard["sha256"] for name, shard in listed.items()}.items()
-        assert expected.items() >= files(out).items()
-        if len(files(out)) == len(expected):
-            shutil.rmtree(out)
-    assert len(found) > 1
-    bulk.run(job, out, here())
-    check(out, expected)
 
 
 def test_ctrl_c_stops_and_the_command_goes_on(model, slow_expected, tmp_path, cli):
@@ -588,72 +409,3 @@ def test_the_manifest_is_not_written_all_the_time(job, tmp_path, monkeypatch):
     assert Manifest(tmp_path, job).shards == {}
     manifest.save()
     assert list(Manifest(tmp_path, job).shards) == ["texts-0.jsonl"]
-
-
-with_ray = pytest.mark.filterwarnings("default")  # Ray's own warnings are no errors
-
-
-@pytest.fixture(scope="module")
-def nodes():
-    """A cluster of two nodes with one CPU each, beside the head, which has none."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed")
-    from ray.cluster_utils import Cluster
-
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    made.add_node(num_cpus=1)
-    made.add_node(num_cpus=1)
-    made.wait_for_nodes()
-    ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
-    yield made
-    ray.shutdown()
-    made.shutdown()
-
-
-def worker_pids() -> list[int]:
-    """The processes of the actors: Ray names them after their class."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if (folder / "cmdline").read_bytes().startswith(b"ray::Actor"):
-                found.append(int(folder.name))
-    return found
-
-
-@with_ray
-def test_two_nodes_write_the_same_bytes(nodes, slow, slow_expected, tmp_path):
-    bulk.run(slow, tmp_path, partial(cluster.open_pool, nodes.address, None))
-    assert check(tmp_path, slow_expected)["workers_lost"] == []
-
-
-@with_ray
-def test_a_killed_worker_and_a_killed_node_cost_a_retry(nodes, slow, slow_expected, tmp_path):
-    """The worker dies first. Its node's place is then taken by a new node, as a cluster would do."""
-    chance, faults = random.Random(), ["worker", "node"]
-
-    def progress(state):
-        if not faults or state.texts < (8 if faults[0] == "worker" else 16):
-            return
-        time.sleep(chance.uniform(0, 0.1))
-        if faults.pop(0) == "worker":
-            os.kill(chance.choice(worker_pids()), signal.SIGKILL)
-        else:
-            node = chance.choice(nodes.list_all_nodes()[1:])
-            nodes.remove_node(node, allow_graceful=False)
-            nodes.add_node(num_cpus=1)
-
-    bulk.run(slow, tmp_path, partial(cluster.open_pool, nodes.address, None), progress=progress)
-    manifest = check(tmp_path, slow_expected)
-    assert 1 <= len(manifest["workers_lost"]) <= 2
-
-
-@with_ray
-def test_no_cluster_is_one_line(failed, model, monkeypatch):
-    ray = pytest.importorskip("ray", reason="Ray is not installed")
-
-    def init(**given):
-        raise ConnectionError(f"nobody at {given['address']}\nand more")
-
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", init)
-    line = failed("bulk", "-m", model, "--texts", 1, "--out", "o", "--ray", "a:1")
-    assert "no Ray cluster at 'a:1': nobody at a:1\n" in line

@@ -1,0 +1,178 @@
+"""The directory of a job: whole files, and the manifest that lists those that are complete."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from generation.jobs import BulkError, Job
+from generation.shards import Settings, Shard, Task
+
+MANIFEST, LOCK = "manifest.json", "lock"
+UNFINISHED = ".unfinished"  # the suffix of a file that has not its name yet
+VERSION = 1  # of the manifest
+
+
+class Manifest:
+    """The record of a job in its directory, which is written in whole at each change.
+
+    Raises BulkError if the directory holds another request, or a manifest that cannot be read.
+    """
+
+    def __init__(self, directory: Path, job: Job) -> None:
+        self.path = directory / MANIFEST
+        self._saved_at = self._save_seconds = 0.0
+        request = job.request()
+        if not self.path.exists():
+            if any(directory.glob("texts-*")):
+                raise BulkError(f"{directory} has texts, but no {MANIFEST}; choose another directory")
+            self.content: dict[str, Any] = {
+                "version": VERSION,
+                "model": job.settings.model,
+                "request": request,
+                "request_sha256": hash_of(request),
+                "resolved": job.resolved,
+                "complete": False,
+                "machines": {},
+                "workers_lost": [],
+                "failed": {},
+                "shards": {},
+            }
+            return
+        try:
+            self.content = json.loads(self.path.read_text())
+            found, version = self.content["request"], self.content["version"]
+            self.shards.items(), self.content["resolved"].items(), found.items()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise BulkError(
+                f"{self.path} is not a manifest; remove it, or choose another directory"
+            ) from None
+        if version != VERSION:
+            raise BulkError(f"{self.path} has version {version}; this program writes {VERSION}")
+        if self.content.get("request_sha256") != hash_of(found):
+            raise BulkError(f"{self.path} was changed: its request does not match request_sha256")
+        if found != request:
+            names = [name for name in {**found, **request} if found.get(name) != request.get(name)]
+            raise BulkError(
+                f"{directory} holds texts of another request ({', '.join(names)}); choose another directory"
+            )
+
+    @property
+    def shards(self) -> dict[str, dict]:
+        """The shards that are complete, by the file's name."""
+        return self.content["shards"]
+
+    @property
+    def texts(self) -> int:
+        """Texts of the complete shards; lines that were rejected and empty ones count too."""
+        return sum(shard["count"] for shard in self.shards.values())
+
+    def check_files(self) -> list[str]:
+        """Remove from the record the shards whose file is missing or has changed; return their names."""
+        bad = []
+        for name, shard in self.shards.items():
+            try:
+                with open(self.path.parent / name, "rb") as file:
+                    good = hashlib.file_digest(file, "sha256").hexdigest() == shard["sha256"]
+            except FileNotFoundError:
+                good = False
+            if not good:
+                bad.append(name)
+        for name in bad:
+            del self.shards[name]
+        return bad
+
+    def add(self, name: str, task: Task, shard: Shard, attempts: int) -> None:
+        """Record a shard whose file is written."""
+        key = hash_of(shard.machine)[:16]
+        self.content["machines"][key] = shard.machine
+        self.content["failed"].pop(name, None)
+        self.shards[name] = {
+            "first": task.first,
+            "count": task.count,
+            "sha256": hashlib.sha256(shard.data).hexdigest(),
+            "bytes": len(shard.data),
+            "texts": shard.texts,
+            "tokens": shard.tokens,
+            "rejected": [{"line": line, "error": error} for line, error in shard.rejected],
+            "machine": key,
+            "attempts": attempts,
+            "seconds": round(shard.seconds, 3),
+            "cpu_seconds": round(shard.cpu_seconds, 3),
+        }
+
+    def save(self, lazily: bool = False) -> None:
+        """Replace the file. lazily: not if most of the time would go into writing it."""
+        start = time.monotonic()
+        if lazily and start - self._saved_at < 20 * self._save_seconds:
+            return
+        self.content["shards"] = dict(sorted(self.shards.items()))
+        write_file(self.path, (json.dumps(self.content, indent=1) + "\n").encode())
+        self._saved_at = time.monotonic()
+        self._save_seconds = self._saved_at - start
+
+
+def hash_of(content: dict) -> str:
+    """The SHA-256 of JSON, whatever the order of its names."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file that exists either as a whole, on the disk, or not at all.
+
+    Raises OSError; its filename is then the path, and nothing is left.
+    """
+    unfinished = path.with_name(path.name + UNFINISHED)
+    try:
+        with open(unfinished, "wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(unfinished, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)  # a rename is on the disk when its directory is
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of a directory, which ends with the process. Raises BulkError if another has it."""
+    import fcntl
+
+    with open(directory / LOCK, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BulkError(f"another process writes texts to {directory}") from None
+        yield
+
+
+def file_of(task: Task, settings: Settings) -> str:
+    """The name of a shard's file."""
+    return f"texts-{task.first:012d}.{settings.format}"
+
+
+def mix_of(machines) -> str:
+    """The line that reports shards of unlike machines."""
+    differ = [
+        name
+        for name in ("features", "instructions", "python", "torch", "shakespeare-attention", "pyarrow")
+        if len({machine.get(name) for machine in machines}) > 1
+    ]
+    names = sorted({f"{machine['processor']} ({machine['instructions']})" for machine in machines})
+    what = "processors with different instruction sets" if "features" in differ else "unlike versions"
+    return f"warning: shards come from {what} ({'; '.join(names)}): another run may give other bytes"

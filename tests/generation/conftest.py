@@ -1,0 +1,70 @@
+"""The jobs that the tests of bulk and of its cluster write, and the bytes that they must give."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, files, here
+
+from generation import bulk, load, shards
+from generation.bulk import Job, LocalPool
+from generation.shards import Settings
+from model import checkpoint
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory, extension) -> Path:
+    """A checkpoint of the tiny model."""
+    directory = tmp_path_factory.mktemp("model")
+    checkpoint.save(directory, tiny.gpt(), tiny.VOCABULARY, {})
+    return directory
+
+
+@pytest.fixture(scope="session")
+def settings(model) -> Settings:
+    print_of_it = shards.fingerprint(load(str(model)))
+    return Settings(str(model), print_of_it, max_new_tokens=TOKENS, seed=5)
+
+
+@pytest.fixture(scope="session")
+def job(settings, model) -> Job:
+    return Job(settings, TEXTS, SIZE, resolved=shards.resolved(settings, load(str(model))))
+
+
+@pytest.fixture(scope="session")
+def expected(job, tmp_path_factory) -> dict[str, str]:
+    """The hashes of the job's files, written without a fault."""
+    directory = tmp_path_factory.mktemp("expected")
+    bulk.run(job, directory, here())
+    assert len(files(directory)) == 12
+    return files(directory)
+
+
+@pytest.fixture(scope="session")
+def slow(job) -> Job:
+    return replace(job, settings=replace(job.settings, max_new_tokens=SLOW))
+
+
+@pytest.fixture(scope="session")
+def slow_expected(slow, tmp_path_factory) -> dict[str, str]:
+    directory = tmp_path_factory.mktemp("slow")
+    bulk.run(slow, directory, here())
+    return files(directory)
+
+
+@pytest.fixture(scope="session")
+def long(job) -> Job:
+    """Some four seconds of two cores: forty files."""
+    return replace(job, texts=160, settings=replace(job.settings, max_new_tokens=6000))
+
+
+@pytest.fixture(scope="session")
+def long_expected(long, tmp_path_factory) -> tuple[dict[str, str], float]:
+    """The hashes of its files, and the seconds that two workers took."""
+    directory, start = tmp_path_factory.mktemp("long"), time.monotonic()
+    bulk.run(long, directory, lambda settings, shards: LocalPool(settings, 2))
+    return files(directory), time.monotonic() - start

@@ -1,0 +1,307 @@
+"""SIGKILL of workers, nodes and drivers at ten random moments each, and workers that stall.
+
+However a job is killed, no text is lost, none is written twice, and its files have the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+import warnings
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import bulk_jobs
+import pytest
+from bulk_jobs import Here, check, files, here
+
+from app.cli import many
+from generation import bulk, cluster, processes
+from generation.bulk import BulkError, LocalPool
+from generation.shards import Shard, Task
+
+KILLS = 10
+
+
+def kill_at_random_moments(job, expected, seconds, out: Path, open_pool, kill) -> list[str]:
+    """Run a job, and again until it is complete, while `kill` is called at KILLS moments of its `seconds`.
+
+    kill(chance): kills something that runs, if there is anything. This thread calls it: Ray starts nodes in
+    the main thread only. A moment after the end of the job does not count; it is drawn again for another one.
+    Returns why workers were lost.
+    """
+    chance, killed, lost = random.Random(KILLS), 0, []
+    while killed < KILLS:
+        directory = out / str(killed)
+        moments = sorted(chance.uniform(0, seconds) for _ in range(KILLS - killed))
+        with ThreadPoolExecutor(1) as thread:
+            done = thread.submit(run_to_the_end, job, directory, open_pool)
+            began = time.monotonic()
+            for moment in moments:
+                wait([done], max(0.0, began + moment - time.monotonic()))
+                while not (done.done() or (at_once := kill(chance))):  # there may be nothing to kill yet
+                    wait([done], 0.01)
+                if done.done():
+                    break
+                killed += at_once
+            done.result()
+        manifest = check(directory, expected, job.texts)
+        lost += [loss["reason"] for loss in manifest["workers_lost"]]
+        if killed < KILLS:
+            print(f"{KILLS - killed} of {len(moments)} moments fell after the end of the job")
+    assert lost
+    return lost
+
+
+def run_to_the_end(job, directory: Path, open_pool) -> None:
+    """Run a job until it is complete: a file may meet three kills, or kills outrun the workers."""
+    complete = False
+    while not complete:
+        with contextlib.suppress(BulkError):
+            complete = bulk.run(job, directory, open_pool).content["complete"]
+
+
+def kill_process(pids: list[int], chance) -> bool:
+    """SIGKILL one of these processes, if there is any."""
+    with contextlib.suppress(ProcessLookupError):
+        if pids:
+            os.kill(chance.choice(pids), signal.SIGKILL)
+            return True
+    return False
+
+
+def test_killed_workers_cost_a_retry(long, long_expected, tmp_path):
+    """While workers start, and while they write."""
+    pools: list[LocalPool] = []
+
+    def open_pool(settings, shards):
+        pools.append(LocalPool(settings, 2))
+        return pools[-1]
+
+    def kill(chance):
+        return bool(pools) and kill_process(pools[-1].processes, chance)
+
+    lost = kill_at_random_moments(long, *long_expected, tmp_path, open_pool, kill)
+    assert all(reason.endswith("was killed by SIGKILL") for reason in lost)
+
+
+class Copies(Here):
+    """Shards that were written before, so that most of a driver's time goes into files and manifests."""
+
+    def __init__(self, source: Path) -> None:
+        self.source, self.given = source, deque[Task]()
+
+    def wait(self):
+        task = self.given.popleft()
+        data = (self.source / f"texts-{task.first:012d}.jsonl").read_bytes()
+        time.sleep(1e-3)
+        return [(task, Shard(data, task.count, 0, 0.0, machine={"processor": "a", "instructions": "b"}))]
+
+
+def test_a_driver_killed_at_any_moment_loses_and_doubles_nothing(job, expected, tmp_path):
+    bulk.run(job, tmp_path / "source", here())
+    chance, out, found = random.Random(), tmp_path / "out", set()
+    for _ in range(20):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of threads, which the child does not use
+            child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                bulk.run(job, out, lambda settings, shards: Copies(tmp_path / "source"))
+            os._exit(0)
+        what = chance.choice(("*", "texts-*.jsonl"))  # an unfinished manifest, say, or a whole file
+        before, end = len(list(out.glob(what))), time.monotonic() + 5
+        while time.monotonic() < end and len(list(out.glob(what))) == before:
+            time.sleep(1e-4)
+        time.sleep(chance.uniform(0, 0.01))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        found.add(len(files(out)))
+        with contextlib.suppress(FileNotFoundError):
+            listed = json.loads((out / bulk.MANIFEST).read_text())["shards"]
+            assert files(out).items() >= {name: shard["sha256"] for name, shard in listed.items()}.items()
+        assert expected.items() >= files(out).items()
+        if len(files(out)) == len(expected):
+            shutil.rmtree(out)
+    assert len(found) > 1
+    bulk.run(job, out, here())
+    check(out, expected)
+
+
+def test_a_stalled_worker_is_killed_and_its_file_tried_again(slow, slow_expected, tmp_path):
+    """The driver names it in one line."""
+    pools, stopped, lines = list[LocalPool](), list[int](), list[str]()
+
+    def open_pool(settings, shards):
+        pools.append(LocalPool(settings, 2, timeout=10))  # which must be longer than a worker takes to start
+        return pools[-1]
+
+    def progress(state):
+        if state.texts and not stopped:
+            stopped.append(pools[0].processes[0])
+            os.kill(stopped[0], signal.SIGSTOP)
+
+    bulk.run(slow, tmp_path, open_pool, lines.append, progress)
+    reason = f"worker {stopped[0]} gave no sign of life for 10 s and was killed"
+    (loss,) = [loss for loss in check(tmp_path, slow_expected)["workers_lost"] if loss["reason"] == reason]
+    assert f"{reason}; it had {loss['shard']}" in lines
+
+
+def test_a_stopped_driver_does_not_blame_its_workers(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
+    patience = processes.Patience(3.0)
+    for name in "ab":
+        patience.heard(name)
+    for seconds, expected in ((1, []), (1, []), (3600, []), (0.5, ["a"]), (0.5, ["a"])):
+        now[0] += seconds
+        patience.heard("b")
+        assert patience.exhausted() == expected
+    patience.forget("a")
+    assert patience.exhausted() == []
+    assert many.STALL_SECONDS == processes.STALL_SECONDS
+
+
+with_ray = pytest.mark.filterwarnings("default")  # Ray's own warnings are no errors
+
+
+# A node that does not answer for a second and a half is dead; by default it takes half a minute.
+HEALTH = {"initial_delay_ms": 0, "period_ms": 500, "timeout_ms": 2000, "failure_threshold": 3}
+HEAD = {
+    "num_cpus": 0,
+    "include_dashboard": False,
+    "_system_config": {f"health_check_{name}": value for name, value in HEALTH.items()},
+}
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """A cluster of two nodes with one CPU each, beside the head, which has none."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args=HEAD)
+    made.add_node(num_cpus=1)
+    made.add_node(num_cpus=1)
+    made.wait_for_nodes()
+    ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def worker_pids() -> list[int]:
+    """The processes of the actors: Ray names them after their class."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (folder / "cmdline").read_bytes().startswith(b"ray::Actor"):
+                found.append(int(folder.name))
+    return found
+
+
+@with_ray
+def test_two_nodes_write_the_same_bytes(nodes, slow, slow_expected, tmp_path):
+    bulk.run(slow, tmp_path, partial(cluster.open_pool, nodes.address, None))
+    assert check(tmp_path, slow_expected)["workers_lost"] == []
+
+
+@with_ray
+def test_killed_ray_workers_cost_a_retry(nodes, long, long_expected, tmp_path):
+    def kill(chance):
+        return kill_process(worker_pids(), chance)
+
+    open_pool = partial(cluster.open_pool, nodes.address, None)
+    kill_at_random_moments(long, *long_expected, tmp_path, open_pool, kill)
+
+
+@with_ray
+def test_killed_ray_nodes_cost_a_retry(nodes, long, long_expected, tmp_path):
+    """A new node takes the place of one that was killed, as a cluster would do."""
+
+    def kill(chance):
+        node = chance.choice(nodes.list_all_nodes()[1:])
+        nodes.remove_node(node, allow_graceful=False)
+        nodes.add_node(num_cpus=1)
+        return True
+
+    open_pool = partial(cluster.open_pool, nodes.address, None)
+    kill_at_random_moments(long, *long_expected, tmp_path, open_pool, kill)
+
+
+@with_ray
+def test_killed_drivers_on_ray_are_resumed(nodes, long, long_expected, tmp_path):
+    """Each goes on with what the one before it left, until the job is complete; then another job begins."""
+    job = replace(long, texts=long.texts // 2)
+    names = [bulk.file_of(task, job.settings) for task in job.tasks()]
+    expected = {name: long_expected[0][name] for name in names}
+    chance, killed, jobs, out = random.Random(KILLS), 0, 0, tmp_path / "first"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["bulk_jobs", "ray"])
+
+    def drive() -> multiprocessing.process.BaseProcess:
+        process = context.Process(target=bulk_jobs.drive, args=(job, out, nodes.address))
+        process.start()
+        return process
+
+    start, process = time.monotonic(), drive()
+    process.join()
+    seconds = time.monotonic() - start
+    check(out, expected, job.texts)
+    out, found = tmp_path / "0", set()
+    while killed < KILLS:
+        process = drive()
+        process.join(chance.uniform(0, seconds))
+        if process.is_alive():
+            process.kill()
+            process.join()
+            killed += 1
+        found.add(len(files(out)))
+        assert expected.items() >= files(out).items()
+        if process.exitcode == 0:  # this moment fell after the job
+            print("a driver ended before its moment")
+            check(out, expected, job.texts)
+            jobs += 1
+            out = tmp_path / str(jobs)
+    assert len(found) > 2
+    bulk.run(job, out, partial(cluster.open_pool, nodes.address, None))
+    check(out, expected, job.texts)
+
+
+@with_ray
+def test_a_stalled_ray_worker_is_killed_and_its_file_tried_again(nodes, long, long_expected, tmp_path):
+    stopped, lines = list[int](), list[str]()
+
+    def progress(state):
+        if state.texts and not stopped:
+            stopped.append(worker_pids()[0])
+            os.kill(stopped[0], signal.SIGSTOP)
+
+    open_pool = partial(cluster.open_pool, nodes.address, None, timeout=10)
+    bulk.run(long, tmp_path, open_pool, lines.append, progress)
+    reason = "an actor gave no sign of life for 10 s and was killed"
+    losses = check(tmp_path, long_expected[0], long.texts)["workers_lost"]
+    assert reason in [loss["reason"] for loss in losses]
+    assert any(line.startswith(f"{reason}; it had texts-") for line in lines)
+
+
+@with_ray
+def test_no_cluster_is_one_line(failed, model, monkeypatch):
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+
+    def init(**given):
+        raise ConnectionError(f"nobody at {given['address']}\nand more")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    line = failed("bulk", "-m", model, "--texts", 1, "--out", "o", "--ray", "a:1")
+    assert "no Ray cluster at 'a:1': nobody at a:1\n" in line
