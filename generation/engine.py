@@ -22,6 +22,7 @@ from attention_ext.parts import (
     resolve_simd,
     running_on,
 )
+from generation.logprobs import TokenLogprob
 from generation.sampling import Sampling
 from model.gpt import GPT, Attend, GPTConfig
 from model.int8 import in_int8
@@ -52,11 +53,35 @@ class Engine(Protocol):
     def set_sampling(self, slot: int, sampling: Sampling) -> None:
         """Set how the slot's tokens are chosen from now on; the default is Sampling()."""
 
-    def prefill(self, slot: int, ids: Sequence[int], continues: bool = False) -> None:
+    def set_logprobs(self, slot: int, top: int | None) -> None:
+        """Keep the log-probabilities of the slot's tokens from now on, each with `top` alternatives, 0 to 5.
+
+        None, the default, keeps none. Those that were not taken are forgotten.
+        """
+
+    def take_logprobs(self, slot: int) -> list[TokenLogprob]:
+        """Those kept since the last call, in the order of the tokens."""
+
+    def prefill(self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None) -> None:
         """Replace the slot's tokens by `ids`, 1 to `capacity` of them.
 
-        continues: the slot's text goes on, and the repetition penalty still counts its earlier tokens.
+        continues: the slot's text goes on, and the penalties still count its earlier tokens.
+        top: keep the log-probabilities of ids[1:] too, each with so many alternatives. It changes no token.
         """
+
+    def prefill_begin(
+        self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None
+    ) -> None:
+        """Begin what prefill() does; the slot holds no text until prefill_some() ends it."""
+
+    def prefill_some(self, slot: int, seconds: float) -> bool:
+        """Go on for about this long, at least by a bit; return whether all is read.
+
+        The result is prefill()'s. An engine may read the whole prompt in one call.
+        """
+
+    def prefill_drop(self, slot: int) -> None:
+        """Give up what prefill_begin() began, and free its memory."""
 
     def next(self, slots: Sequence[int], uniforms: Sequence[float]) -> list[int]:
         """Choose a token for each of these slots and append it; return the tokens.
@@ -72,7 +97,10 @@ class Engine(Protocol):
         """
 
     def copy(self, source: int, target: int) -> None:
-        """Copy the text of slot `source` to slot `target`; each keeps its own sampling."""
+        """Copy the text of slot `source` to slot `target`; each keeps its own sampling.
+
+        Log-probabilities are not copied.
+        """
 
     def push(self, slot: int, token: int) -> None:
         """Append this token, instead of choosing one, and read it."""

@@ -195,6 +195,9 @@ class Options(TypedDict, total=False):
     top_p: float
     min_p: float
     repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
 
 
 def generate(
@@ -220,7 +223,7 @@ def generate(
     stop: a string or several; the text ends before the first one that appears.
     context, use_cache: see writer.Request.
     options: part, simd, br, bc, weights, kv_cache, device, step as in open_engine(); temperature, top_k,
-    top_p, min_p, repetition_penalty as in Sampling.
+    top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias as in Sampling.
     Raises ValueError or TypeError naming the wrong argument, before anything is written, and BuildError if
     the kernels cannot be compiled.
     """

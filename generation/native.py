@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attention_ext import extension, processor
 from attention_ext.parts import PARTS, CachePrecision, Precision
+from generation.logprobs import TokenLogprob
 from generation.sampling import Sampling
 from model.gpt import GPT
 
@@ -66,10 +67,30 @@ class NativeEngine:
 
     def set_sampling(self, slot: int, sampling: Sampling) -> None:
         s = sampling
-        self._decoder.set_sampling(slot, s.temperature, s.top_k or 0, s.top_p, s.min_p, s.repetition_penalty)
+        filters = (s.temperature, s.top_k or 0, s.top_p, s.min_p)
+        penalties = (s.repetition_penalty, s.presence_penalty, s.frequency_penalty, s.logit_bias)
+        self._decoder.set_sampling(slot, *filters, *penalties)
 
-    def prefill(self, slot: int, ids: Sequence[int], continues: bool = False) -> None:
-        self._decoder.prefill(slot, ids, continues)
+    def set_logprobs(self, slot: int, top: int | None) -> None:
+        self._decoder.set_logprobs(slot, _or_none(top))
+
+    def take_logprobs(self, slot: int) -> list[TokenLogprob]:
+        taken = self._decoder.take_logprobs(slot)
+        return [TokenLogprob(token, logprob, tuple(top)) for token, logprob, top in taken]
+
+    def prefill(self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None) -> None:
+        self._decoder.prefill(slot, ids, continues, _or_none(top))
+
+    def prefill_begin(
+        self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None
+    ) -> None:
+        self._decoder.prefill_begin(slot, ids, continues, _or_none(top))
+
+    def prefill_some(self, slot: int, seconds: float) -> bool:
+        return self._decoder.prefill_some(slot, seconds)
+
+    def prefill_drop(self, slot: int) -> None:
+        self._decoder.prefill_drop(slot)
 
     def next(self, slots: Sequence[int], uniforms: Sequence[float]) -> list[int]:
         return self.write(slots, [uniforms])[0]
@@ -97,3 +118,8 @@ class NativeEngine:
         begin, end: nanoseconds of time.monotonic_ns(). Thread 0 is the caller.
         """
         return self._decoder.spans()
+
+
+def _or_none(top: int | None) -> int:
+    """A number of alternatives as the decoder takes it: -1 for no log-probabilities."""
+    return -1 if top is None else top

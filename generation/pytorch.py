@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from generation import sampling
+from generation import logprobs, sampling
+from generation.logprobs import TokenLogprob
 from generation.sampling import Sampling
 from model.gpt import GPT
 from model.kv_cache import KVCache
@@ -31,22 +33,53 @@ class TorchEngine:
         self._lengths = [0] * slots  # tokens in the cache
         self._pending = [-1] * slots  # the token that is chosen but not yet read; -1 for none
         self._seen: list[set[int]] = [set() for _ in range(slots)]
+        self._written: list[Counter[int]] = [Counter() for _ in range(slots)]  # since the prompt
         self._samplings = [Sampling()] * slots
+        self._tops: list[int | None] = [None] * slots
+        self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(slots)]  # not taken yet
+        self._begun: dict[int, tuple[Sequence[int], bool, int | None]] = {}  # prompts to be read
         self._logits = torch.empty(slots, c.vocab_size, device=self._device)
         self.choose: Callable[..., list[int]] = sampling.choose  # lab/profile.py wraps it in a timer
 
     def set_sampling(self, slot: int, sampling: Sampling) -> None:
         self._samplings[slot] = sampling
 
+    def set_logprobs(self, slot: int, top: int | None) -> None:
+        self._tops[slot] = top
+        self._logprobs[slot] = []
+
+    def take_logprobs(self, slot: int) -> list[TokenLogprob]:
+        taken, self._logprobs[slot] = self._logprobs[slot], []
+        return taken
+
     @torch.inference_mode()
-    def prefill(self, slot: int, ids: Sequence[int], continues: bool = False) -> None:
+    def prefill(self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None) -> None:
+        self._begun.pop(slot, None)
         if not continues:
             self._seen[slot].clear()
+            self._written[slot].clear()
+            self._logprobs[slot] = []
         self._seen[slot].update(ids)
         self._lengths[slot] = 0
+        if top is not None:  # in a pass of its own, so that the text's logits are the same without it
+            caches = [cache.of(slot, slot + 1, 0) for cache in self._caches]
+            logits = self.model(torch.tensor([ids], device=self._device), caches)[0, :-1]
+            self._logprobs[slot] += logprobs.of_logits(logits, ids[1:], top)
         self._read(slot, [ids])
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # its time is the prompt's, not the next token's
+
+    def prefill_begin(
+        self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None
+    ) -> None:
+        self._begun[slot] = (ids, continues, top)
+
+    def prefill_some(self, slot: int, seconds: float) -> bool:
+        self.prefill(slot, *self._begun[slot])
+        return True
+
+    def prefill_drop(self, slot: int) -> None:
+        self._begun.pop(slot, None)
 
     @torch.inference_mode()
     def next(self, slots: Sequence[int], uniforms: Sequence[float]) -> list[int]:
@@ -56,10 +89,14 @@ class TorchEngine:
             self._read(together[0], [[self._pending[slot]] for slot in together])
         at = list(slots)
         samplings, seen = [self._samplings[slot] for slot in at], [self._seen[slot] for slot in at]
-        tokens = self.choose(self._logits[at].cpu(), uniforms, samplings, seen)
+        written = [self._written[slot] for slot in at]
+        tokens = self.choose(self._logits[at].cpu(), uniforms, samplings, seen, written)
         for slot, token in zip(at, tokens):
             self._pending[slot] = token
             self._seen[slot].add(token)
+            self._written[slot][token] += 1
+            if (top := self._tops[slot]) is not None:
+                self._logprobs[slot] += logprobs.of_logits(self._logits[slot : slot + 1], [token], top)
         return tokens
 
     def write(self, slots: Sequence[int], uniforms: Sequence[Sequence[float]]) -> list[list[int]]:
@@ -74,12 +111,15 @@ class TorchEngine:
         self._pending[target] = self._pending[source]
         self._logits[target] = self._logits[source]
         self._seen[target] = set(self._seen[source])
+        self._written[target] = Counter(self._written[source])
+        self._begun.pop(target, None)
 
     @torch.inference_mode()
     def push(self, slot: int, token: int) -> None:
         pending = self._pending[slot]
         self._read(slot, [[token] if pending < 0 else [pending, token]])
         self._seen[slot].add(token)
+        self._written[slot][token] += 1
 
     def logits(self, slot: int) -> Tensor:
         return self._logits[slot].to("cpu", copy=True)

@@ -23,14 +23,15 @@ from attention_ext import __version__, processor, tiles
 from attention_ext.parts import PARTS, CachePrecision, helpers_of
 from generation.engine import default_engine, open_engine
 from generation.generate import complete, slots_for
-from generation.sampling import Sampling
+from generation.sampling import NUMBERS, Sampling
 from generation.writer import Request, Writer
 from model.checkpoint import Checkpoint, load
 from model.tokenizer import Tokenizer
 
 MOST_NEW_TOKENS = 2**20  # that a line of a prompts file may ask for: an endless text would hold up its shard
 ASK_SECONDS = 0.2  # between two questions whether a shard is still wanted
-LINE_OPTIONS = (*(each.name for each in fields(Sampling)), "max_new_tokens", "seed", "stop", "context")
+LINE_SAMPLING = tuple(each.name for each in fields(Sampling) if each.name != "logit_bias")
+LINE_OPTIONS = (*LINE_SAMPLING, "max_new_tokens", "seed", "stop", "context")
 
 
 @dataclass(frozen=True)
@@ -175,9 +176,9 @@ def request_of_line(
         raise TypeError("options must be an object")
     if unknown := options.keys() - set(LINE_OPTIONS):
         raise ValueError(f"option {min(unknown)!r} is unknown; it must be one of {', '.join(LINE_OPTIONS)}")
-    chosen = {each.name: options[each.name] for each in fields(Sampling) if each.name in options}
+    chosen = {name: options[name] for name in LINE_SAMPLING if name in options}
     sampling = replace(settings.sampling, **chosen)
-    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+    for name in NUMBERS:
         float(getattr(sampling, name))  # a whole number may be too large for one
     most = options.get("max_new_tokens", settings.max_new_tokens)
     if (

@@ -7,6 +7,7 @@ neighbours join and leave.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from generation.engine import Engine
+from generation.logprobs import MOST_TOP
+from generation.logprobs import TokenLogprob as TokenLogprob
+from generation.reading import Reader
 from generation.sampling import Sampling
 
 CONTEXTS = ("slide", "reset")
@@ -35,6 +39,8 @@ class Request:
     in nanoGPT. 'reset': the window restarts with its last half, which costs one prefill for each half
     window.
     use_cache: False reads the whole window again for every token.
+    logprobs: 0 to 5: give each new token's log-probability with so many alternatives; None gives none.
+    prompt_logprobs: give those of the prompt too; it needs logprobs. Neither changes a text.
     Raises TypeError or ValueError naming what is wrong.
     """
 
@@ -45,11 +51,14 @@ class Request:
     stop: tuple[str, ...] = ()
     context: str = "slide"
     use_cache: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         if len(self.ids) == 0:
             raise ValueError("prompt is empty; it must have at least one token")
-        for name, number in (("seed", self.seed), ("max_new_tokens", self.max_new_tokens)):
+        numbers = ("seed", self.seed), ("max_new_tokens", self.max_new_tokens), ("logprobs", self.logprobs)
+        for name, number in numbers:
             if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
                 raise TypeError(f"{name} is a {type(number).__name__}; it must be a whole number")
         if not 0 <= self.seed < 2**64:
@@ -60,19 +69,31 @@ class Request:
             raise ValueError(f"stop is {list(self.stop)!r}; it must hold strings, none of them empty")
         if self.context not in CONTEXTS:
             raise ValueError(f"context is {self.context!r}; it must be one of {', '.join(CONTEXTS)}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_TOP:
+            raise ValueError(f"logprobs is {self.logprobs}; it must be from 0 to {MOST_TOP}")
+        if not isinstance(self.prompt_logprobs, bool):
+            kind = type(self.prompt_logprobs).__name__
+            raise TypeError(f"prompt_logprobs is a {kind}; it must be True or False")
+        if self.prompt_logprobs and self.logprobs is None:
+            raise ValueError("prompt_logprobs is True; it must be False where logprobs is None")
 
 
 class Text:
     """A text in a slot of an engine, as it grows.
 
-    new_tokens: the number of tokens after the prompt. prefill_seconds: the time of reading the prompt.
-    decode_seconds: the time of writing since then, including the work for its neighbours.
+    new_tokens: the number of tokens after the prompt. prefill_seconds: the time until the prompt is read.
+    decode_seconds: the time of writing since then. Both include the work for its neighbours in these steps.
+    logprobs: of each new token, if the request asks for them; the caller may clear the list.
+    prompt_logprobs: of the tokens of `prompt`, None for the first; None until the prompt is read, and if the
+    request does not ask for them.
     """
 
     def __init__(self, request: Request, slot: int, capacity: int) -> None:
         self.request, self.slot = request, slot
         self.new_tokens = 0
         self.prefill_seconds = self.decode_seconds = 0.0
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self._capacity = capacity
         self.prompt = tuple(request.ids[-capacity:])  # the part that is read
         self._last = deque(self.prompt, capacity)
@@ -93,6 +114,11 @@ class Text:
         return self._held == 0
 
     @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether its prompt must be read for log-probabilities, even if no token is to be written."""
+        return self.request.prompt_logprobs and self.prompt_logprobs is None
+
+    @property
     def is_stale(self) -> bool:
         """Whether its window must be read again before the next token."""
         return not self.request.use_cache and self.new_tokens > 0 or self._held > self._capacity
@@ -102,20 +128,30 @@ class Text:
         """Tokens that its slot can take before its window must be read again."""
         return self._capacity + 1 - self._held if self.request.use_cache else 1
 
-    def read(self, engine: Engine) -> None:
-        """Read the prompt, or read the window again."""
-        count = self._capacity
-        if self._held > self._capacity and self.request.context == "reset":
-            count = max(1, self._capacity // 2)
-        elif 0 < self._held <= self._capacity:
-            count = self._held
-        ids = list(self._last)[-count:]
-        engine.prefill(self.slot, ids, continues=not self.is_new)
-        self._held = len(ids)
+    @property
+    def prompt_top(self) -> int | None:
+        """Alternatives of each token of the prompt; None if its log-probabilities are not asked for."""
+        return self.request.logprobs if self.request.prompt_logprobs else None
 
-    def hold_prompt(self) -> None:
-        """Record that the prompt was copied to the engine's slot."""
-        self._held = len(self.prompt)
+    @property
+    def window(self) -> int:
+        """Tokens that are read next: of the prompt, or of the window that is read again."""
+        if self._held > self._capacity and self.request.context == "reset":
+            return max(1, self._capacity // 2)
+        return len(self._last) if self._held == 0 else min(self._held, self._capacity)
+
+    def ids_of_window(self) -> list[int]:
+        """These tokens."""
+        return list(self._last)[-self.window :]
+
+    def hold(self, count: int) -> None:
+        """Record that the engine's slot holds the last `count` tokens."""
+        self._held = count
+
+    def take_prompt_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
+        """Record those of the prompt's tokens but the first, if the request asks for them."""
+        if (top := self.prompt_top) is not None:
+            self.prompt_logprobs = [None, *(each.with_top(top) for each in logprobs)]
 
     def draw(self, count: int) -> list[float]:
         """The next `count` uniform numbers; append() removes those that were used."""
@@ -138,19 +174,22 @@ class Writer:
 
     texts: the most at once; the engine's number of slots by default. If there are fewer texts than slots,
     the last slot keeps the prompt that was read last, and a text with the same prompt copies it from there.
-    Raises ValueError if texts is not from 1 to the engine's number of slots.
+    slice_seconds: about the most time of a step that goes into prompts and into windows that are read again,
+    so that a long one does not stop the other texts; None sets no limit. It changes no text.
+    Raises ValueError if texts is not from 1 to the engine's number of slots, or slice_seconds is negative.
     """
 
-    def __init__(self, engine: Engine, texts: int | None = None) -> None:
+    def __init__(self, engine: Engine, texts: int | None = None, slice_seconds: float | None = None) -> None:
         texts = engine.slots if texts is None else texts
         if not 1 <= texts <= engine.slots:
             raise ValueError(f"texts is {texts}; it must be from 1 to {engine.slots}, the engine's slots")
+        if slice_seconds is not None and not 0 <= slice_seconds < math.inf:
+            raise ValueError(f"slice_seconds is {slice_seconds}; it must be a number of at least 0, or None")
         self.engine = engine
         self.seconds = 0.0  # of all steps
         self._free = list(range(texts))
         self.texts: list[Text] = []
-        self._keeper = engine.slots - 1 if texts < engine.slots else None
-        self._kept: tuple[int, ...] = ()  # the prompt in the keeper's slot
+        self._reader = Reader(engine, engine.slots - 1 if texts < engine.slots else None, slice_seconds)
 
     @property
     def free(self) -> int:
@@ -158,14 +197,17 @@ class Writer:
         return len(self._free)
 
     def check(self, request: Request) -> None:
-        """Raise ValueError if a request's prompt has a token outside the model's vocabulary."""
+        """Raise ValueError if a request's prompt or logit_bias has a token outside the model's vocabulary."""
         vocab_size = self.engine.config.vocab_size
         read = request.ids[-self.engine.capacity :]
         if not all(0 <= token < vocab_size for token in read):
             raise ValueError(f"prompt has a token outside 0 .. {vocab_size - 1}")
+        for token, _ in request.sampling.logit_bias:
+            if token >= vocab_size:
+                raise ValueError(f"logit_bias has token {token}; it must be from 0 to {vocab_size - 1}")
 
     def join(self, request: Request) -> Text:
-        """Begin a text; its prompt is read in the next step.
+        """Begin a text; its prompt is read in the next step, or from then on.
 
         Raises ValueError as check() does, and if no slot is free.
         """
@@ -174,62 +216,53 @@ class Writer:
             raise ValueError("the writer has no free slot; a text must leave before another can join")
         text = Text(request, self._free.pop(0), self.engine.capacity)
         self.engine.set_sampling(text.slot, request.sampling)
+        self.engine.set_logprobs(text.slot, request.logprobs)
         self.texts.append(text)
         return text
 
     def leave(self, text: Text) -> None:
         """End a text and free its slot. Raises ValueError if it has left before."""
         self.texts.remove(text)
+        self._reader.drop(text)
         self._free.append(text.slot)
 
     def step(self, most: int = TOKENS_AT_ONCE) -> list[tuple[Text, list[int]]]:
         """Append 1 to `most` tokens to each unfinished text, as many as the engine writes in one call.
 
-        Returns these texts in the order in which they joined, each with its new tokens.
+        Returns these texts in the order in which they joined, each with its new tokens. With slice_seconds,
+        texts whose prompt or window is not read yet are left out; if there are no others, returns [].
         """
         start = time.perf_counter()
-        writing = [text for text in self.texts if text.remaining > 0]
-        if not writing:
+        unfinished = [text for text in self.texts if text.remaining > 0 or text.lacks_prompt_logprobs]
+        if not unfinished:
             return []
-        new = [text for text in writing if text.is_new]
-        have_read: list[Text] = []
-        for text in writing:
-            if text.is_new:
-                self._read_prompt(text, have_read)
-                have_read.append(text)
-            elif text.is_stale:
-                text.read(self.engine)
+        new = {text for text in unfinished if text.is_new}
+        self._reader.read(unfinished)
         read = time.perf_counter()
-        count = int(min(most, TOKENS_AT_ONCE, *(min(text.room, text.remaining) for text in writing)))
-        rows = list(zip(*(text.draw(count) for text in writing)))
-        steps = self.engine.write([text.slot for text in writing], rows)
-        written = [list(tokens) for tokens in zip(*steps)]
-        for text, tokens in zip(writing, written):
-            text.append(tokens)
+        waiting = self._reader.waiting
+        writing = [text for text in unfinished if text.remaining > 0 and text not in waiting]
+        written = self._write(writing, most)
         end = time.perf_counter()
         self.seconds += end - start
-        for text in writing:
-            text.decode_seconds += end - start
-        for text in new:  # the time after reading the prompt is decoding
-            text.prefill_seconds = read - start
-            text.decode_seconds = end - read
+        for text in unfinished:
+            prefilled = start if text not in new else end if text.is_new else read
+            text.prefill_seconds += prefilled - start
+            text.decode_seconds += end - prefilled
         return list(zip(writing, written))
 
-    def _read_prompt(self, text: Text, others: Sequence[Text]) -> None:
-        """Read a text's prompt, or copy it from the last slot or from `others`, which hold prompts only."""
-        prompt, source = text.prompt, None
-        if prompt == self._kept:
-            source = self._keeper
-        else:
-            source = next((other.slot for other in others if other.prompt == prompt), None)
-        if source is None:
-            text.read(self.engine)
-        else:
-            self.engine.copy(source, text.slot)
-            text.hold_prompt()
-        if self._keeper is not None and prompt != self._kept:
-            self.engine.copy(text.slot, self._keeper)
-            self._kept = prompt
+    def _write(self, texts: Sequence[Text], most: int) -> list[list[int]]:
+        """Append 1 to `most` tokens to each of these texts; return them."""
+        if not texts:
+            return []
+        count = int(min(most, TOKENS_AT_ONCE, *(min(text.room, text.remaining) for text in texts)))
+        rows = list(zip(*(text.draw(count) for text in texts)))
+        steps = self.engine.write([text.slot for text in texts], rows)
+        written = [list(tokens) for tokens in zip(*steps)]
+        for text, tokens in zip(texts, written):
+            text.append(tokens)
+            if text.request.logprobs is not None:
+                text.logprobs += self.engine.take_logprobs(text.slot)
+        return written
 
 
 def uniforms(seed: int) -> Iterator[float]:

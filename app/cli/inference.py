@@ -47,7 +47,15 @@ class Session:
         self.request = Request(  # the first sample's
             checkpoint.tokenizer.encode(self.prompt),
             texts.seed,
-            Sampling(texts.temperature, texts.top_k, texts.top_p, texts.min_p, texts.repetition_penalty),
+            Sampling(
+                texts.temperature,
+                texts.top_k,
+                texts.top_p,
+                texts.min_p,
+                texts.repetition_penalty,
+                texts.presence_penalty,
+                texts.frequency_penalty,
+            ),
             block_size if texts.max_new_tokens is None else texts.max_new_tokens,
             texts.stop,
             texts.context,

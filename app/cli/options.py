@@ -108,6 +108,8 @@ class TextOptions:
     top_p: float
     min_p: float
     repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
     stop: tuple[str, ...]
     seed: int
     context: str

@@ -54,6 +54,20 @@ sampling_options = all_of(
         show_default=True,
         help="Above 1, make tokens that have occurred less likely.",
     ),
+    click.option(
+        "--presence-penalty",
+        type=click.FloatRange(-2, 2),
+        default=0.0,
+        show_default=True,
+        help="Take this from the logits of tokens that have been written.",
+    ),
+    click.option(
+        "--frequency-penalty",
+        type=click.FloatRange(-2, 2),
+        default=0.0,
+        show_default=True,
+        help="Take this from a token's logit for each time that it has been written.",
+    ),
     click.option("--stop", multiple=True, help="End a sample before this text; may be repeated."),
     seed_option,
     click.option(

@@ -198,6 +198,9 @@ def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count, weights,
     top_p=st.sampled_from([1e-9, 0.3, 0.9, 1.0]),
     min_p=st.sampled_from([0.0, 0.1, 1.0]),
     repetition_penalty=st.sampled_from([0.5, 1.0, 1.3, 1e6]),
+    presence_penalty=st.sampled_from([0.0, 0.7, -2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.3, 2, -1.1]),
+    logit_bias=st.sampled_from([(), ((3, 1.5), (49, -2)), ((0, -100.0), (7, 100))]),
     seed=st.integers(0, 2**32),
 )
 def test_both_engines_choose_the_same_tokens(extension, seed, **chosen):
@@ -215,6 +218,38 @@ def test_both_engines_choose_the_same_tokens(extension, seed, **chosen):
         engine.prefill(0, text[-3:])
         texts.append(text + [engine.next([0], [u])[0] for u in uniforms])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_what_was_written_counts_until_a_new_prompt(extension, name):
+    """Not the prompt; also after a window is read again, in a copy, and if it was pushed."""
+    gpt = model(vocab_size=50)
+    with torch.no_grad():
+        gpt.transformer.wte.weight *= 0.01  # nearly equal logits: a penalty decides
+    engine = open_engine(gpt, name, slots=2)
+    for slot in range(2):
+        engine.set_sampling(slot, Sampling(temperature=0, presence_penalty=2.0))
+    engine.prefill(0, [0, 1, 2])
+    first = [engine.next([0], [0.5])[0] for _ in range(10)]
+    assert len(set(first)) == 10 and set(first) & {0, 1, 2} == set(first) & set(range(3))
+    engine.prefill(0, first[-3:], continues=True)
+    engine.copy(0, 1)
+    second = [engine.next([0], [0.5])[0] for _ in range(10)]
+    assert [engine.next([1], [0.5])[0] for _ in range(10)] == second
+    assert not set(first) & set(second)
+    engine.prefill(0, [0, 1, 2])
+    assert [engine.next([0], [0.5])[0] for _ in range(10)] == first
+    engine.prefill(0, [0, 1, 2])
+    engine.push(0, first[1])
+    assert first[1] not in [engine.next([0], [0.5])[0] for _ in range(10)]
+    frequency = Sampling(temperature=0, frequency_penalty=2.0)
+    engine.set_sampling(0, frequency)
+    engine.prefill(0, [0], continues=False)
+    rounds = [engine.next([0], [0.5])[0] for _ in range(10)]
+    engine.prefill(0, rounds[-3:], continues=True)
+    for token in rounds:
+        engine.push(0, token)  # each has occurred twice, so another one follows
+    assert engine.next([0], [0.5])[0] not in rounds
 
 
 def test_a_prompt_with_tiles_of_any_size(extension):
@@ -502,11 +537,31 @@ def test_the_decoder_checks_what_it_is_given(extension):
         (lambda: decoder.prefill(0, [0] * 17), "the number of ids is 17"),
         (lambda: decoder.prefill(0, [11]), "an id is 11; it must be from 0 to 10"),
         (lambda: decoder.logits(-1), "slot is -1"),
+        (lambda: decoder.prefill(0, [0], top=6), "top is 6; it must be from -1 to 5"),
+        (lambda: decoder.prefill_begin(2, [0]), "slot is 2; it must be from 0 to 1"),
+        (lambda: decoder.prefill_begin(0, [0] * 17), "the number of ids is 17"),
+        (lambda: decoder.prefill_some(0, 0), r"slot is 0; it must be given a prompt by prefill_begin\(\)"),
+        (lambda: decoder.prefill_some(2, 0), "slot is 2"),
+        (lambda: decoder.prefill_drop(-1), "slot is -1"),
+        (lambda: decoder.set_logprobs(0, 6), "top is 6"),
+        (lambda: decoder.take_logprobs(2), "slot is 2"),
+        (
+            lambda: decoder.set_sampling(0, 1, 0, 1, 0, 1, 0, 0, [(11, 1)]),
+            "a token of logit_bias is 11; it must be from 0 to 10",
+        ),
         (lambda: decoder.push(0, 0), "slot is 0; it must be prefilled first"),
         (lambda: decoder.copy(2, 0), "from is 2; it must be from 0 to 1"),
         (lambda: decoder.copy(0, -1), "to is -1"),
     ]:
         with pytest.raises(ValueError, match=message):
+            call()
+    decoder.prefill_begin(0, [0] * 16)
+    for call in (
+        lambda: decoder.write([0], [[0.5]], 0),
+        lambda: decoder.push(0, 0),
+        lambda: decoder.prefill_some(0, float("nan")),
+    ):
+        with pytest.raises(ValueError, match="must be prefilled first|seconds must be at least 0"):
             call()
     decoder.prefill(0, [0] * 16)
     assert len(decoder.write([0], [[0.5]], 0)) == 1

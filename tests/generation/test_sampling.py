@@ -13,10 +13,10 @@ PLAIN = dict(temperature=1.0, top_k=None)
 UNIFORMS = [i / 997 for i in range(997)]
 
 
-def drawn(logits, seen=(), **settings):
+def drawn(logits, seen=(), written={}, **settings):
     """All tokens that can be drawn."""
-    rows = logits.expand(len(UNIFORMS), -1)
-    return set(sample(rows, UNIFORMS, Sampling(**PLAIN | settings), [seen] * len(UNIFORMS)))
+    rows, n = logits.expand(len(UNIFORMS), -1), len(UNIFORMS)
+    return set(sample(rows, UNIFORMS, Sampling(**PLAIN | settings), [seen] * n, [written] * n))
 
 
 def test_sampling_inverts_the_cumulative_distribution():
@@ -87,6 +87,33 @@ def test_the_repetition_penalty_makes_what_has_occurred_less_likely():
     assert drawn(logits, {0}, **greedy, repetition_penalty=0.5) == {0}
 
 
+def test_the_frequency_penalty_counts_and_the_presence_penalty_does_not():
+    logits, greedy = torch.tensor([3.0, 2.0, 1.0, 0.0]), dict(temperature=0)
+    assert drawn(logits, written={0: 3}, **greedy) == {0}
+    assert drawn(logits, written={0: 3}, **greedy, frequency_penalty=0.3) == {0}
+    assert drawn(logits, written={0: 3}, **greedy, frequency_penalty=0.4) == {1}
+    assert drawn(logits, written={0: 30}, **greedy, presence_penalty=0.9) == {0}
+    assert drawn(logits, written={0: 1}, **greedy, presence_penalty=1.1) == {1}
+    assert drawn(logits, written={0: 1}, **greedy, presence_penalty=0.6, frequency_penalty=0.5) == {1}
+    assert drawn(logits, written={3: 2}, **greedy, frequency_penalty=-1.6) == {3}
+    assert drawn(logits, {0}, **greedy, frequency_penalty=2.0, presence_penalty=2.0) == {0}  # of the prompt
+
+
+def test_the_bias_is_added_to_the_logits():
+    logits = torch.tensor([3.0, 2.0, 1.0, -math.inf])
+    assert drawn(logits, temperature=0, logit_bias=((2, 2.1),)) == {2}
+    assert drawn(logits, logit_bias=((0, -100), (1, -100.0))) == {2}
+    assert drawn(logits, logit_bias=((3, 100),), temperature=0) == {0}
+    assert drawn(logits, temperature=0.1, top_k=1, logit_bias=((1, 1.0),)) == {0, 1}  # before the filters
+
+
+def test_the_penalties_and_the_bias_apply_in_their_order():
+    logits, more = torch.tensor([1.0, -0.5, -3.0]), dict(temperature=0, repetition_penalty=2.0)
+    # 1 / 2 = 0.5; 0.5 - 0.9 = -0.4. With the frequency penalty first, it would be 0.1 / 2 = 0.05.
+    assert drawn(logits, {0}, {0: 1}, **more, frequency_penalty=0.9, logit_bias=((1, 0.2),)) == {1}
+    assert drawn(logits, {0}, {0: 1}, **more, presence_penalty=0.9, logit_bias=((1, 0.05),)) == {0}
+
+
 def test_impossible_tokens_are_never_drawn():
     logits = torch.tensor([-math.inf, 0.0, -math.inf])
     assert sample(logits.expand(3, -1), [0.0, 0.5, 1 - 2**-53], Sampling(**PLAIN)) == [1, 1, 1]
@@ -97,9 +124,12 @@ def test_each_row_is_chosen_as_if_alone():
     logits = 3 * torch.randn(40, 30, generator=generator)
     uniforms = torch.rand(40, generator=generator, dtype=torch.float64).tolist()
     seen = [set(torch.randint(30, (i,), generator=generator).tolist()) for i in range(40)]
-    for sampling in (Sampling(), Sampling(0), Sampling(2.0, 7, 0.9, 0.05, 1.3), Sampling(1.5, None, 0.5)):
-        alone = [sample(row[None], [u], sampling, [ids])[0] for row, u, ids in zip(logits, uniforms, seen)]
-        assert sample(logits, uniforms, sampling, seen) == alone
+    written = [{token: token % 5 + 1 for token in ids} for ids in seen]
+    penalised = Sampling(1.2, None, 0.9, 0.0, 1.1, 1.3, -0.4, ((0, 2.0), (7, -1)))
+    for sampling in (Sampling(), Sampling(0), Sampling(2.0, 7, 0.9, 0.05, 1.3), penalised):
+        rows = zip(logits, uniforms, seen, written)
+        alone = [sample(row[None], [u], sampling, [ids], [counts])[0] for row, u, ids, counts in rows]
+        assert sample(logits, uniforms, sampling, seen, written) == alone
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -126,6 +156,17 @@ def test_logits_with_nan_or_infinity_are_refused(bad):
         (dict(min_p=math.nan), ValueError, "min_p is nan"),
         (dict(repetition_penalty=0), ValueError, "repetition_penalty is 0"),
         (dict(repetition_penalty=True), TypeError, "repetition_penalty is a bool"),
+        (dict(presence_penalty=2.1), ValueError, "presence_penalty is 2.1; it must be from -2 to 2"),
+        (dict(frequency_penalty=math.nan), ValueError, "frequency_penalty is nan"),
+        (dict(frequency_penalty="1"), TypeError, "frequency_penalty is a str"),
+        (dict(logit_bias={1: 2}), TypeError, "logit_bias must be a tuple of pairs"),
+        (dict(logit_bias=((1,),)), TypeError, "logit_bias must be a tuple of pairs"),
+        (dict(logit_bias=(("1", 2),)), TypeError, r"logit_bias has \('1', 2\); it must be a token id"),
+        (dict(logit_bias=((1, None),)), TypeError, r"logit_bias has \(1, None\)"),
+        (dict(logit_bias=((-1, 1),)), ValueError, "logit_bias has token -1; it must be at least 0"),
+        (dict(logit_bias=((1, 101),)), ValueError, "logit_bias has 101 for token 1; it must be from -100"),
+        (dict(logit_bias=((1, math.nan),)), ValueError, "logit_bias has nan for token 1"),
+        (dict(logit_bias=((1, 1), (1, 2))), ValueError, "logit_bias has a token twice"),
     ],
 )
 def test_wrong_settings_are_named(change, error, message):

@@ -221,6 +221,8 @@ def test_what_a_writer_cannot_take_is_named():
     writer = Writer(engine)
     with pytest.raises(ValueError, match="prompt has a token outside 0 .. 10"):
         writer.join(Request([11]))
+    with pytest.raises(ValueError, match="logit_bias has token 11; it must be from 0 to 10"):
+        writer.join(Request([1], sampling=Sampling(logit_bias=((10, 1), (11, 1)))))
     assert writer.free == 2
     text = writer.join(Request([1]))
     writer.join(Request([1]))

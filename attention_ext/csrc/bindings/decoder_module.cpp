@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "decoder/decoder.h"
@@ -36,6 +37,7 @@ const Row& find(const std::string& what, const std::string& name, const Row (&ta
 }
 
 constexpr int64_t MAX_SIZE = int64_t{1} << 31;
+constexpr int64_t MAX_TOP = 5;  // alternatives of a token
 
 class SafeDecoder {
   public:
@@ -84,13 +86,34 @@ class SafeDecoder {
                                             capacity, threads, cache_bytes);
     }
 
-    void prefill(int64_t slot, const std::vector<int64_t>& ids, bool continues) {
+    void prefill(int64_t slot, const std::vector<int64_t>& ids, bool continues, int64_t top) {
+        const py::gil_scoped_release unlocked;
+        const std::lock_guard<std::mutex> one(mutex);
+        check_prompt(slot, ids, top);
+        decoder->prefill(slot, ids, continues, top);
+    }
+
+    void prefill_begin(int64_t slot, const std::vector<int64_t>& ids, bool continues, int64_t top) {
+        const py::gil_scoped_release unlocked;
+        const std::lock_guard<std::mutex> one(mutex);
+        check_prompt(slot, ids, top);
+        decoder->prefill_begin(slot, ids, continues, top);
+    }
+
+    bool prefill_some(int64_t slot, double seconds) {
         const py::gil_scoped_release unlocked;
         const std::lock_guard<std::mutex> one(mutex);
         check("slot", slot, 0, decoder->slots() - 1);
-        check("the number of ids", static_cast<int64_t>(ids.size()), 1, decoder->capacity());
-        for (const int64_t id : ids) check("an id", id, 0, decoder->shape().vocab_size - 1);
-        decoder->prefill(slot, ids, continues);
+        if (!decoder->reading(slot)) refuse("slot", slot, "given a prompt by prefill_begin()");
+        if (!(seconds >= 0)) throw py::value_error("seconds must be at least 0");
+        return decoder->prefill_some(slot, seconds);
+    }
+
+    void prefill_drop(int64_t slot) {
+        const py::gil_scoped_release unlocked;
+        const std::lock_guard<std::mutex> one(mutex);
+        check("slot", slot, 0, decoder->slots() - 1);
+        decoder->prefill_drop(slot);
     }
 
     std::vector<std::vector<int64_t>> write(const std::vector<int64_t>& slots,
@@ -136,11 +159,35 @@ class SafeDecoder {
     }
 
     void set_sampling(int64_t slot, double temperature, int64_t top_k, double top_p, double min_p,
-                      double repetition_penalty) {
+                      double repetition_penalty, double presence_penalty, double frequency_penalty,
+                      const std::vector<std::pair<int64_t, double>>& logit_bias) {
         const py::gil_scoped_release unlocked;
         const std::lock_guard<std::mutex> one(mutex);
         check("slot", slot, 0, decoder->slots() - 1);
-        decoder->set_sampling(slot, {temperature, top_k, top_p, min_p, repetition_penalty});
+        for (const auto& [token, bias] : logit_bias)
+            check("a token of logit_bias", token, 0, decoder->shape().vocab_size - 1);
+        decoder->set_sampling(slot, {temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
+                                     frequency_penalty, logit_bias});
+    }
+
+    void set_logprobs(int64_t slot, int64_t top) {
+        const py::gil_scoped_release unlocked;
+        const std::lock_guard<std::mutex> one(mutex);
+        check("slot", slot, 0, decoder->slots() - 1);
+        check("top", top, -1, MAX_TOP);
+        decoder->set_logprobs(slot, top);
+    }
+
+    using Logprob = std::tuple<int64_t, double, std::vector<std::pair<int64_t, double>>>;
+
+    std::vector<Logprob> take_logprobs(int64_t slot) {
+        const py::gil_scoped_release unlocked;
+        const std::lock_guard<std::mutex> one(mutex);
+        check("slot", slot, 0, decoder->slots() - 1);
+        std::vector<Logprob> made;
+        for (TokenLogprob& each : decoder->take_logprobs(slot))
+            made.emplace_back(each.token, each.logprob, std::move(each.top));
+        return made;
     }
 
     void record(bool on) {
@@ -158,6 +205,13 @@ class SafeDecoder {
     }
 
   private:
+    void check_prompt(int64_t slot, const std::vector<int64_t>& ids, int64_t top) const {
+        check("slot", slot, 0, decoder->slots() - 1);
+        check("the number of ids", static_cast<int64_t>(ids.size()), 1, decoder->capacity());
+        for (const int64_t id : ids) check("an id", id, 0, decoder->shape().vocab_size - 1);
+        check("top", top, -1, MAX_TOP);
+    }
+
     void check_room(int64_t slot, int64_t most) const {
         check("slot", slot, 0, decoder->slots() - 1);
         const int64_t length = decoder->length(slot);
@@ -189,13 +243,21 @@ PYBIND11_MODULE(ATTENTION_EXT, m) {
             },
             arg("texts"), py::kw_only(), arg("weight_bytes"), arg("text_bytes"), arg("cache_bytes"),
             arg("threads"), arg("rows"))
-        .def("prefill", &SafeDecoder::prefill, arg("slot"), arg("ids"), arg("continues") = false)
+        .def("prefill", &SafeDecoder::prefill, arg("slot"), arg("ids"), arg("continues") = false,
+             arg("top") = -1)
+        .def("prefill_begin", &SafeDecoder::prefill_begin, arg("slot"), arg("ids"), arg("continues") = false,
+             arg("top") = -1)
+        .def("prefill_some", &SafeDecoder::prefill_some, arg("slot"), arg("seconds"))
+        .def("prefill_drop", &SafeDecoder::prefill_drop, arg("slot"))
         .def("write", &SafeDecoder::write, arg("slots"), arg("uniforms"), arg("patience"))
         .def("copy", &SafeDecoder::copy, arg("from"), arg("to"))
         .def("push", &SafeDecoder::push, arg("slot"), arg("token"))
         .def("logits", &SafeDecoder::logits, arg("slot"))
         .def("set_sampling", &SafeDecoder::set_sampling, arg("slot"), arg("temperature"), arg("top_k"),
-             arg("top_p"), arg("min_p"), arg("repetition_penalty"))
+             arg("top_p"), arg("min_p"), arg("repetition_penalty"), arg("presence_penalty"),
+             arg("frequency_penalty"), arg("logit_bias"))
+        .def("set_logprobs", &SafeDecoder::set_logprobs, arg("slot"), arg("top"))
+        .def("take_logprobs", &SafeDecoder::take_logprobs, arg("slot"))
         .def("record", &SafeDecoder::record, arg("on"))
         .def("spans", &SafeDecoder::spans);
 }

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <limits>
+#include <utility>
 
 #include "decoder/groups.h"
 #include "decoder/state.h"
@@ -42,7 +44,8 @@ Decoder::State::State(const ModelShape& s, const Tensors& tensors, Precision pre
         Slot& slot = slots[i];
         slot.cache = Cache(cache_shape, caches + i * cache_shape.words());
         slot.logits.resize(s.vocab_size);
-        slot.seen.resize(s.vocab_size);
+        slot.text.seen.resize(s.vocab_size);
+        slot.text.written.resize(s.vocab_size);
     }
     const Layer& w = weights.layers[0];
     ldX = Weights::row_stride(w.proj), ldQ = w.qkv.columns();
@@ -69,8 +72,11 @@ void Decoder::State::embed(float* to, int64_t token, int64_t position) const {
 
 int64_t Decoder::State::choose(int64_t which, double uniform) {
     Slot& slot = slots[which];
-    slot.pending = sample(slot.logits.data(), slot.seen, uniform, slot.sampling);
-    slot.seen[slot.pending] = 1;
+    slot.pending = sample(slot.logits.data(), slot.text, uniform, slot.sampling);
+    slot.text.seen[slot.pending] = 1;
+    slot.text.written[slot.pending]++;
+    if (slot.top >= 0)
+        slot.logprobs.push_back(token_logprob(slot.logits.data(), shape.vocab_size, slot.pending, slot.top));
     return slot.pending;
 }
 
@@ -110,12 +116,28 @@ Decoder::Decoder(const ModelShape& shape, const Tensors& tensors, Precision prec
 
 Decoder::~Decoder() = default;
 
-void Decoder::prefill(int64_t slot, const std::vector<int64_t>& ids, bool continues) {
-    Slot& s = state->slots[slot];
-    if (!continues) std::fill(s.seen.begin(), s.seen.end(), 0);
-    for (const int64_t id : ids) s.seen[id] = 1;
-    state->prefill(s, ids);
+void Decoder::prefill(int64_t slot, const std::vector<int64_t>& ids, bool continues, int64_t top) {
+    prefill_begin(slot, ids, continues, top);
+    prefill_some(slot, std::numeric_limits<double>::infinity());
 }
+
+void Decoder::prefill_begin(int64_t slot, const std::vector<int64_t>& ids, bool continues, int64_t top) {
+    Slot& s = state->slots[slot];
+    if (!continues) {
+        std::fill(s.text.seen.begin(), s.text.seen.end(), 0);
+        std::fill(s.text.written.begin(), s.text.written.end(), 0);
+        s.logprobs.clear();
+    }
+    for (const int64_t id : ids) s.text.seen[id] = 1;
+    state->begin_prompt(s, ids, top);
+}
+
+bool Decoder::prefill_some(int64_t slot, double seconds) {
+    return state->read_prompt(state->slots[slot], seconds);
+}
+
+void Decoder::prefill_drop(int64_t slot) { state->slots[slot].prompt.reset(); }
+bool Decoder::reading(int64_t slot) const { return state->slots[slot].prompt != nullptr; }
 
 std::vector<std::vector<int64_t>> Decoder::write(const std::vector<int64_t>& slots,
                                                  const std::vector<std::vector<double>>& uniforms,
@@ -147,19 +169,30 @@ void Decoder::copy(int64_t from, int64_t to) {
     const Slot& a = state->slots[from];
     Slot& b = state->slots[to];
     b.cache.copy(a.cache, a.length);
-    b.length = a.length, b.pending = a.pending, b.logits = a.logits, b.seen = a.seen;
+    b.length = a.length, b.pending = a.pending, b.logits = a.logits, b.text = a.text;
+    b.prompt.reset();
 }
 
 void Decoder::push(int64_t slot, int64_t token) {
     Slot& s = state->slots[slot];
     if (s.pending >= 0) state->advance({slot});
     s.pending = token;
-    s.seen[token] = 1;
+    s.text.seen[token] = 1;
+    s.text.written[token]++;
     state->advance({slot});
 }
 
 const std::vector<float>& Decoder::logits(int64_t slot) const { return state->slots[slot].logits; }
 void Decoder::set_sampling(int64_t slot, const Sampling& sampling) { state->slots[slot].sampling = sampling; }
+
+void Decoder::set_logprobs(int64_t slot, int64_t top) {
+    state->slots[slot].top = top;
+    state->slots[slot].logprobs.clear();
+}
+
+std::vector<TokenLogprob> Decoder::take_logprobs(int64_t slot) {
+    return std::exchange(state->slots[slot].logprobs, {});
+}
 
 void Decoder::record(bool on) { state->trace.record(on); }
 std::vector<Span> Decoder::spans() { return state->trace.take(); }

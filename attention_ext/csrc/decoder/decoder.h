@@ -34,8 +34,18 @@ class Decoder {
     ~Decoder();
 
     // Replaces a slot's text by these tokens, 1 to capacity of them, and computes the logits after the last.
-    // `continues`: the text goes on, and the repetition penalty still counts its earlier tokens.
-    void prefill(int64_t slot, const std::vector<int64_t>& ids, bool continues);
+    // `continues`: the text goes on, and the penalties still count its earlier tokens. top: of the
+    // log-probabilities of ids[1:], which take_logprobs() gives; -1 computes none, and leaves out what only
+    // they need.
+    void prefill(int64_t slot, const std::vector<int64_t>& ids, bool continues, int64_t top = -1);
+
+    // The same in slices of time, with the same result to the bit. Until the end the slot holds no text.
+    // prefill_some() stops between pieces, those of several threads between stages, when `seconds` are over,
+    // and returns whether all is read. prefill_drop() gives up and frees the memory.
+    void prefill_begin(int64_t slot, const std::vector<int64_t>& ids, bool continues, int64_t top = -1);
+    bool prefill_some(int64_t slot, double seconds);
+    void prefill_drop(int64_t slot);
+    bool reading(int64_t slot) const;  // whether a prompt is begun and not read
 
     // A token for each slot from each row of uniforms, in turn; returns the rows of tokens. The slots are
     // different, prefilled and not full; uniforms[i] has a number in [0, 1) for each. Stops early, but not
@@ -46,7 +56,8 @@ class Decoder {
     std::vector<std::vector<int64_t>> write(const std::vector<int64_t>& slots,
                                             const std::vector<std::vector<double>>& uniforms, double patience);
 
-    // Copies a slot's text to another slot: cache, logits, seen tokens and pending token, but not the sampling.
+    // Copies a slot's text to another slot: cache, logits, counts of tokens and pending token, but neither the
+    // sampling nor log-probabilities.
     void copy(int64_t from, int64_t to);
 
     // Appends this token to a slot that is not full and computes the logits after it.
@@ -54,6 +65,11 @@ class Decoder {
 
     const std::vector<float>& logits(int64_t slot) const;  // after the last token read, (vocab_size)
     void set_sampling(int64_t slot, const Sampling&);
+
+    // Whether the log-probabilities of tokens chosen from now on are kept: `top` alternatives for each, none if
+    // -1. Forgets those that were not taken.
+    void set_logprobs(int64_t slot, int64_t top);
+    std::vector<TokenLogprob> take_logprobs(int64_t slot);  // in the order of the tokens, since the last call
 
     void record(bool on);       // whether threads record their spans; off at first
     std::vector<Span> spans();  // the spans since the last call, thread by thread, each in order

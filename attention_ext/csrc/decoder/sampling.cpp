@@ -7,15 +7,20 @@
 #include <numeric>
 #include <stdexcept>
 
-int64_t sample(const float* logits, const std::vector<char>& seen, double uniform, const Sampling& s) {
-    const size_t n = seen.size();
+int64_t sample(const float* logits, const Occurrences& text, double uniform, const Sampling& s) {
+    const size_t n = text.seen.size();
     thread_local std::vector<double> weight, sorted;
     weight.assign(logits, logits + n);
     const bool numbers = std::none_of(logits, logits + n, [](float x) { return std::isnan(x); });
     if (s.repetition_penalty != 1)
         for (size_t i = 0; i < n; i++)
-            if (seen[i])
+            if (text.seen[i])
                 weight[i] = weight[i] > 0 ? weight[i] / s.repetition_penalty : weight[i] * s.repetition_penalty;
+    if (s.presence_penalty != 0 || s.frequency_penalty != 0)
+        for (size_t i = 0; i < n; i++)
+            if (const int32_t count = text.written[i])
+                weight[i] -= count * s.frequency_penalty + s.presence_penalty;
+    for (const auto& [token, bias] : s.logit_bias) weight[token] += bias;
     const auto best = std::max_element(weight.begin(), weight.end());
     if (!numbers || std::isinf(*best))
         throw std::invalid_argument("logits hold NaN, or the largest is infinite; they must be numbers");
@@ -52,4 +57,24 @@ int64_t sample(const float* logits, const std::vector<char>& seen, double unifor
         if ((point -= weight[i]) < 0) break;
     }
     return chosen;
+}
+
+TokenLogprob token_logprob(const float* logits, int64_t vocab_size, int64_t token, int64_t top) {
+    const double highest = *std::max_element(logits, logits + vocab_size);
+    double sum = 0;
+    for (int64_t i = 0; i < vocab_size; i++) sum += std::exp(logits[i] - highest);
+    const double log_sum = highest + std::log(sum);
+    TokenLogprob made{token, logits[token] - log_sum, {}};
+    top = std::min(top, vocab_size);
+    for (int64_t i = 0; i < vocab_size && top > 0; i++) {
+        const double logprob = logits[i] - log_sum;
+        if (static_cast<int64_t>(made.top.size()) == top) {
+            if (!(logprob > made.top.back().second)) continue;
+            made.top.pop_back();
+        }
+        auto at = made.top.end();
+        while (at != made.top.begin() && logprob > std::prev(at)->second) --at;
+        made.top.insert(at, {i, logprob});
+    }
+    return made;
 }

@@ -9,16 +9,20 @@
 
 #include "decoder/cache.h"
 #include "decoder/decoder.h"
+#include "decoder/prompt.h"
 #include "decoder/team.h"
 #include "decoder/weights.h"
 
 struct Slot {
     Cache cache;
-    int64_t length = 0;    // tokens in the cache
+    int64_t length = 0;    // tokens in the cache; 0 while a prompt is being read
     int64_t pending = -1;  // the token chosen last, if it is not in the cache yet
     std::vector<float> logits;
-    std::vector<char> seen;
+    Occurrences text;
     Sampling sampling;
+    std::unique_ptr<Prompt> prompt;      // that is being read
+    int64_t top = -1;                    // of each chosen token's log-probability; -1: none are kept
+    std::vector<TokenLogprob> logprobs;  // not taken yet
 };
 
 struct Decoder::State {
@@ -67,8 +71,12 @@ struct Decoder::State {
     // to (n_embd) <- wte[token] + wpe[position]
     void embed(float* to, int64_t token, int64_t position) const;
 
-    // Computes the logits after ids, and keeps their K and V.
-    void prefill(Slot& slot, const std::vector<int64_t>& ids);
+    // Prepares the reading of ids. top: of their log-probabilities; -1 computes none.
+    void begin_prompt(Slot& slot, const std::vector<int64_t>& ids, int64_t top);
+
+    // Goes on with it, for at least a piece, until `seconds` are over. Returns whether the logits after the
+    // last token are computed. K and V are then in the cache.
+    bool read_prompt(Slot& slot, double seconds);
 
     // Reads the pending tokens of these slots, with the help of the team.
     void advance(const std::vector<int64_t>& which);
@@ -85,9 +93,12 @@ struct Decoder::State {
     int64_t length(int64_t slot) const { return slots[slot].length + (slots[slot].pending >= 0); }
 
   private:
-    struct Prompt;
-    template <class Pieces>
-    void read(Slot& slot, Prompt& prompt, int64_t T, int64_t chunk, int64_t thread, Pieces& pieces);
+    void prompt_piece(Slot& slot, int64_t stage, int64_t i, int64_t thread);
+    void prompt_qkv(Slot& slot, int64_t layer, int64_t i, int64_t thread);
+    void prompt_attention(Prompt& prompt, int64_t layer, int64_t i, int64_t thread);
+    void prompt_rest(Prompt& prompt, int64_t layer, int64_t i, int64_t thread);
+    void prompt_logprobs(Prompt& prompt, int64_t i, int64_t thread);
+    void finish_prompt(Slot& slot);
     template <class Pieces>
     void step(const Weights& model, const int64_t* which, int64_t rows, int64_t row, int64_t thread,
               Pieces& pieces);

@@ -58,6 +58,8 @@ WRONG = [
     (["part0", "--inference", "--top-p", "0"], "'--top-p': 0.0 is not in the range"),
     (["part0", "--inference", "--min-p", "1.5"], "'--min-p': 1.5 is not in the range"),
     (["part0", "--inference", "--repetition-penalty", "inf"], "repetition_penalty is inf"),
+    (["part0", "--inference", "--presence-penalty", "3"], "'--presence-penalty': 3.0 is not in the range"),
+    (["part0", "--inference", "--frequency-penalty", "nan"], "frequency_penalty is nan"),
     (["part0", "--inference", "--stop", ""], "stop is ['']"),
     (["part0", "--inference", "--seed", str(2**63 - 1)], "seed is 9223372036854775807; the last sample's"),
     (["part0", "--inference", "--engine", "native"], "engine is 'native'; it must be 'torch' with part0"),

@@ -79,6 +79,8 @@ def test_help_has_a_sentence_for_every_option(cli):
         "--top-p",
         "--min-p",
         "--repetition-penalty",
+        "--presence-penalty",
+        "--frequency-penalty",
         "--stop",
         "--seed",
         "--context",

@@ -95,12 +95,14 @@ def test_the_samplings_options_reach_it_in_both_engines(cli, extension):
         ("--top-p", 0.5),
         ("--min-p", 0.9),
         ("--repetition-penalty", 100),
+        ("--presence-penalty", -2),
+        ("--frequency-penalty", -2),
         ("--seed", 3),
     ]:
         native, by_torch = (cli(*hot, *more, "--engine", name).stdout for name in ("native", "torch"))
         assert native == by_torch, more
         texts[native] = more
-    assert len(texts) == 7
+    assert len(texts) == 9
     greedy = cli(*hot, "--temperature", 0).stdout
     assert texts[greedy] == ("--top-k", 1)
 

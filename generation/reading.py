@@ -1,0 +1,132 @@
+"""What texts need read before their next token: prompts, and windows again. Whole, or in slices of time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from generation.engine import Engine
+from generation.logprobs import TokenLogprob
+
+if TYPE_CHECKING:
+    from generation.writer import Text
+
+
+@dataclass(frozen=True)
+class Read:
+    """A prompt that a slot holds. top: of its log-probabilities; None if there are none."""
+
+    prompt: tuple[int, ...]
+    slot: int
+    top: int | None
+    logprobs: list[TokenLogprob]  # of prompt[1:]
+
+    def serves(self, text: Text) -> bool:
+        """Whether a text can begin with a copy of it."""
+        wanted = text.prompt_top
+        enough = wanted is None or self.top is not None and self.top >= wanted
+        return text.is_new and text.prompt == self.prompt and enough
+
+
+class Reader:
+    """Reads for the texts of a Writer.
+
+    A prompt that several texts wait for is read once and copied.
+    keeper: a slot that keeps the prompt read last, for texts that join later; None for none.
+    slice_seconds: the time of a call of read(); None sets no limit.
+    """
+
+    def __init__(self, engine: Engine, keeper: int | None, slice_seconds: float | None) -> None:
+        self.waiting: list[Text] = []  # in the order in which they began to wait
+        self._engine, self._keeper, self._slice = engine, keeper, slice_seconds
+        self._begun: dict[Text, int | None] = {}  # in the middle of being read, with its Read.top
+        self._kept: Read | None = None
+        self._shortest_is_due = False  # it had no time in the last call
+
+    def read(self, texts: Iterable[Text]) -> None:
+        """Read for those of these texts that need it, and for the waiting ones, until the time is over.
+
+        Half of the time is for the text that has waited longest, so that each one's turn comes; the rest is
+        for the shortest. If the first has taken all of it, the next call begins with the shortest.
+        """
+        start = time.perf_counter()
+        for text in texts:
+            if (text.is_new or text.is_stale) and text not in self.waiting:
+                self.waiting.append(text)
+        if self._kept:
+            self._copy(self._kept)
+        if self._slice is None:
+            while self.waiting:
+                self._go_on(self.waiting[0], math.inf)
+            return
+        end = start + self._slice
+        if self.waiting and not self._shortest_is_due:
+            self._go_on(self.waiting[0], start + self._slice / 2)
+            self._shortest_is_due = time.perf_counter() >= end
+            if self._shortest_is_due:
+                return
+        while self.waiting and (self._shortest_is_due or time.perf_counter() < end):
+            self._shortest_is_due = False
+            self._go_on(min(self.waiting, key=lambda text: text.window), end)
+
+    def drop(self, text: Text) -> None:
+        """Forget a text, and free what the reading of its prompt has taken."""
+        if text in self.waiting:
+            self.waiting.remove(text)
+        if text in self._begun:
+            del self._begun[text]
+            self._engine.prefill_drop(text.slot)
+
+    def _go_on(self, text: Text, end: float) -> None:
+        """Read for a text, or for one that reads the same prompt already, at least a bit, until `end`."""
+        if text.is_new:
+            same = (each for each in self._begun if each.is_new and each.prompt == text.prompt)
+            text = next(same, text)
+        if end == math.inf:
+            top = self._top(text)
+            self._engine.prefill(text.slot, text.ids_of_window(), continues=not text.is_new, top=top)
+        else:
+            if text not in self._begun:
+                top = self._top(text)
+                self._engine.prefill_begin(
+                    text.slot, text.ids_of_window(), continues=not text.is_new, top=top
+                )
+                self._begun[text] = top
+            if not self._engine.prefill_some(text.slot, max(0.0, end - time.perf_counter())):
+                return
+            top = self._begun.pop(text)
+        self._finish(text, top)
+
+    def _top(self, text: Text) -> int | None:
+        """Alternatives that suffice for all new texts that wait for a text's prompt."""
+        if not text.is_new:
+            return None
+        tops = (each.prompt_top for each in self.waiting if each.is_new and each.prompt == text.prompt)
+        return max((top for top in tops if top is not None), default=None)
+
+    def _finish(self, text: Text, top: int | None) -> None:
+        """Record that a text's window is read; copy a prompt to the others that wait for it."""
+        self.waiting.remove(text)
+        was_new = text.is_new
+        text.hold(text.window)
+        if not was_new:
+            return
+        logprobs = [] if top is None else self._engine.take_logprobs(text.slot)
+        text.take_prompt_logprobs(logprobs)
+        done = Read(text.prompt, text.slot, top, logprobs)
+        self._copy(done)
+        if self._keeper is not None:
+            if self._kept is None or self._kept.prompt != text.prompt:
+                self._engine.copy(text.slot, self._keeper)
+            self._kept = replace(done, slot=self._keeper)
+
+    def _copy(self, source: Read) -> None:
+        """Copy a prompt, after which its slot holds no token yet, to the waiting texts that it serves."""
+        for text in [each for each in self.waiting if each not in self._begun and source.serves(each)]:
+            self._engine.copy(source.slot, text.slot)
+            text.hold(len(text.prompt))
+            text.take_prompt_logprobs(source.logprobs)
+            self.waiting.remove(text)

@@ -1,0 +1,194 @@
+"""Log-probabilities: those of the model, in every engine, and without an effect on the texts."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import tiny
+import torch
+from torch.nn import functional as F
+
+from attention_ext import attention
+from generation.engine import open_engine, rounded
+from generation.logprobs import TokenLogprob, of_logits
+from generation.sampling import Sampling
+from generation.writer import Request, Writer
+from model import load
+from model.train import evaluate
+
+SAMPLING = Sampling(1.3, 5, 0.9, 0.01, 1.3, 0.5, 0.5, ((3, 2.0),))
+PROMPT = [i * i % 11 for i in range(90)]  # more than are read together
+
+
+def model(**change):
+    return tiny.gpt(partial(attention, "part0", causal=True), **dict(block_size=150) | change)
+
+
+@pytest.fixture(params=["native", "torch"])
+def engine(request, kernel):
+    """Open each of the engines, for each kernel."""
+    return partial(open_engine, engine=request.param, part=kernel, br=16, bc=32)
+
+
+def expected(gpt, ids, top):
+    """Of ids[1:], in float64."""
+    exact = tiny.gpt(partial(F.scaled_dot_product_attention, is_causal=True), **vars(gpt.config)).double()
+    with torch.inference_mode():
+        logits = exact(torch.tensor([ids]))[0, :-1]
+    return of_logits(logits, ids[1:], top)
+
+
+def close(given, right):
+    """Whether all are as in float64; alternatives that are as likely may be in another order."""
+    assert [each.token for each in given] == [each.token for each in right]
+    for a, b in zip(given, right):
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+        assert [p for _, p in a.top] == pytest.approx([p for _, p in b.top], abs=1e-4)
+        assert all(p == pytest.approx(a.logprob, abs=1e-12) for token, p in a.top if token == a.token)
+
+
+def write(writer, *requests):
+    """The texts of requests that join together, each with its tokens."""
+    texts = {writer.join(request): [] for request in requests}
+    while step := writer.step():
+        for text, tokens in step:
+            texts[text] += tokens
+    for text in texts:
+        writer.leave(text)
+    return list(texts.items())
+
+
+@pytest.mark.parametrize("top", [0, 1, 5])
+@pytest.mark.parametrize("length", [1, 2, 90])
+def test_they_are_the_models_before_any_setting(engine, length, top):
+    gpt, prompt = model(), PROMPT[:length]
+    request = Request(prompt, 3, SAMPLING, 40, logprobs=top, prompt_logprobs=True)
+    ((text, tokens),) = write(Writer(engine(gpt)), request)
+    right = expected(gpt, prompt + tokens, top)
+    assert text.prompt_logprobs[0] is None
+    close(text.prompt_logprobs[1:] + text.logprobs, right)
+    assert all(len(each.top) == top for each in text.logprobs)
+    assert len(set(tokens)) > 3
+
+
+def test_they_change_no_text_and_neighbours_without_them_have_none(engine):
+    gpt = model()
+    plain = [Request(PROMPT[: 30 + 20 * seed], seed, SAMPLING, 90, context="reset") for seed in range(4)]
+    asking = [
+        Request(each.ids, each.seed, SAMPLING, 90, context="reset", logprobs=seed, prompt_logprobs=seed == 2)
+        for seed, each in enumerate(plain)
+    ]
+    alone = [tokens for each in plain for _, tokens in write(Writer(engine(gpt)), each)]
+    mixed = write(Writer(engine(gpt, slots=8)), *plain, *asking)
+    assert [tokens for _, tokens in mixed] == 2 * alone
+    for text, tokens in mixed:
+        wanted = tokens if text.request.logprobs is not None else []
+        assert [each.token for each in text.logprobs] == wanted
+        assert (text.prompt_logprobs is not None) == text.request.prompt_logprobs
+    # the window has moved: they are those of the window, as the choice was
+    assert all(len(each.top) == 3 for each in mixed[-1][0].logprobs)
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8"])
+def test_those_of_a_prompt_are_the_loss_that_eval_gives(extension, name, weights):
+    checkpoint = load("shakes256")
+    text = "ROMEO:\nBut, soft! what light through yonder window breaks?\nIt is the east, Juliet is the sun.\n"
+    ids = checkpoint.tokenizer.encode((3 * text)[:256])
+    loss = evaluate(rounded(checkpoint.model, weights), torch.tensor(ids))
+    writer = Writer(open_engine(checkpoint.model, name, weights=weights))
+    ((asked, tokens),) = write(writer, Request(ids, max_new_tokens=0, logprobs=0, prompt_logprobs=True))
+    logprobs = [each.logprob for each in asked.prompt_logprobs[1:]]
+    assert tokens == [] and len(logprobs) == 255
+    assert -math.fsum(logprobs) / 255 == pytest.approx(loss, abs=1e-5)
+
+
+@pytest.mark.parametrize("slice_seconds", [None, 0.0])
+@pytest.mark.parametrize("texts", [4, 3], ids=["all slots", "one keeps the prompt"])
+def test_a_prompt_that_texts_share_is_read_once_for_all(extension, monkeypatch, texts, slice_seconds):
+    engine = open_engine(model(), "native", slots=4)
+    reads = []
+    for name in ("prefill", "prefill_begin"):
+        read = getattr(engine, name)
+        monkeypatch.setattr(engine, name, lambda *a, f=read, **k: reads.append(k["top"]) or f(*a, **k))
+    writer = Writer(engine, texts, slice_seconds)
+
+    def run(*asked):
+        some = [
+            writer.join(Request(PROMPT, seed, SAMPLING, 5, logprobs=top, prompt_logprobs=top is not None))
+            for seed, top in enumerate(asked)
+        ]
+        while any(text.remaining for text in some):
+            writer.step()
+        for text in some:
+            writer.leave(text)
+        return some
+
+    one, two, three = run(None, 4, 2)
+    assert reads == [4]
+    assert one.prompt_logprobs is None
+    assert [each and each.with_top(2) for each in two.prompt_logprobs] == three.prompt_logprobs
+    assert {len(each.top) for each in two.prompt_logprobs[1:]} == {4}
+    kept = texts == 3
+    assert run(3)[0].prompt_logprobs[1:] == [each.with_top(3) for each in two.prompt_logprobs[1:]]
+    assert reads == ([4] if kept else [4, 3])
+    run(5)
+    assert reads[-1] == 5
+    run(5, 5, None)
+    assert reads.count(5) == (1 if kept else 2)
+
+
+def test_a_caller_may_clear_the_list(extension):
+    writer = Writer(open_engine(model(), "native"))
+    text = writer.join(Request([1], 0, SAMPLING, 30, logprobs=1))
+    found = []
+    while step := writer.step(4):
+        assert [each.token for each in text.logprobs] == step[0][1]
+        found += text.logprobs
+        text.logprobs.clear()
+    assert len(found) == 30
+
+
+def test_a_slot_that_is_used_again_has_none(engine):
+    writer = Writer(engine(model()))
+    write(writer, Request([1, 2], 0, SAMPLING, 3, logprobs=2, prompt_logprobs=True))
+    ((text, tokens),) = write(writer, Request([1, 2], 0, SAMPLING, 3))
+    assert len(tokens) == 3 and text.logprobs == [] and text.prompt_logprobs is None
+    ((text, tokens),) = write(writer, Request([1, 2], 0, SAMPLING, 3, logprobs=0))
+    assert [each.token for each in text.logprobs] == tokens and text.logprobs[0].top == ()
+
+
+def test_equal_alternatives_are_in_the_order_of_their_ids():
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0]])
+    ((made),) = of_logits(logits, [2], 4)
+    assert isinstance(made, TokenLogprob) and [token for token, _ in made.top] == [1, 3, 2, 4]
+    assert made.with_top(2).top == made.top[:2] and made.with_top(9) is made
+
+
+def test_equal_alternatives_of_the_decoder_too(extension):
+    gpt = model()
+    with torch.no_grad():
+        for row in (1, 4, 7):
+            gpt.transformer.wte.weight[row] = gpt.transformer.wte.weight[2]
+    for name in ("native", "torch"):
+        engine = open_engine(gpt, name)
+        engine.prefill(0, [2, 2, 2], top=5)
+        equal = [[t for t, _ in each.top if t in (1, 2, 4, 7)] for each in engine.take_logprobs(0)]
+        assert len(equal) == 2 and equal == [sorted(ids) for ids in equal] and engine.take_logprobs(0) == []
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (dict(logprobs=6), ValueError, "logprobs is 6; it must be from 0 to 5"),
+        (dict(logprobs=-1), ValueError, "logprobs is -1"),
+        (dict(logprobs=True), TypeError, "logprobs is a bool; it must be a whole number"),
+        (dict(prompt_logprobs=True), ValueError, "prompt_logprobs is True; it must be False"),
+        (dict(logprobs=0, prompt_logprobs=1), TypeError, "prompt_logprobs is a int; it must be"),
+    ],
+)
+def test_a_wrong_request_is_named(change, error, message):
+    with pytest.raises(error, match=message):
+        Request([0], **change)
