@@ -129,9 +129,14 @@ class Writing:
     def _drop(self, call: Call, abort: Callable[[], Any] | None) -> None:
         """Close a connection whose reader is too slow."""
         self.metrics.dropped.inc()
-        self._leave(call)
         if abort:
             abort()
+        self._leave(call)
+
+    def end_all(self) -> None:
+        """End all requests: those that have not begun to answer get 503, streams an error as their last event."""
+        for call in list(self.active):
+            call.put(ApiError(503, "The server ended before the text did.", code="shutting_down"))
 
     def drop_stalled(self, now: float) -> None:
         """Drop the streams whose readers have taken nothing for stall_seconds; called now and then."""

@@ -85,7 +85,8 @@ class Server(uvicorn.Server):
         """Begin to end; at once if it has begun before."""
         writing = self.application.writing
         if writing.draining:
-            self.should_exit = self.force_exit = True
+            writing.end_all()
+            self.should_exit = True
             return
         writing.draining = True
         self._ending = asyncio.create_task(self._drain())
@@ -96,8 +97,7 @@ class Server(uvicorn.Server):
         deadline = asyncio.get_running_loop().time() + grace
         while writing.active and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
-        for call in list(writing.active):
-            call.leave()
+        writing.end_all()
         self.should_exit = True
 
 
