@@ -1,6 +1,6 @@
 """The server against its own engine: throughput of 32 streams, one stream, and time to the first token.
 
-    python benchmarks/serving.py [-m shakes256] [--rounds 5] [--streams 32] [--core 0] [--client-core 1]
+    python benchmarks/serving.py [-m shakes256] [--rounds 5] [--streams 32] [--core N] [--client-core N]
 
 The server and the engine are pinned to one core and take turns; the client has another. Tokens are counted by
 `usage`. A ratio is that of two medians; on a machine that others use, the ratio per CPU second says more than
@@ -35,12 +35,16 @@ from benchmarks.http_client import Connection, connect, cpu_seconds  # noqa: E40
 PROMPT = "ROMEO:"
 EACH = 6  # texts of a stream in a round
 OTHERS, PROMPT_TOKENS, PROBES = 8, 200, 100
+CORES = sorted(os.sched_getaffinity(0))
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A server that speaks OpenAI's API. command: starts it at a port; ready: what it prints when it answers."""
+    """A server that speaks OpenAI's API.
+
+    command: of (model, port, streams), starts it; ready: what it prints when it answers, after its address.
+    """
 
     name: str
     command: Callable[[str, int, int], Sequence[str]]
@@ -178,7 +182,9 @@ async def first_tokens(port: int, model: str, tokens: int) -> tuple[list[float],
     start, used = time.perf_counter(), cpu_seconds()
     for i in range(PROBES):
         prompt = "".join(random.Random(i).choices(characters, k=PROMPT_TOKENS))
-        answer = await connection.stream("/v1/completions", {"model": model, "prompt": prompt, "max_tokens": 2})
+        answer = await connection.stream(
+            "/v1/completions", {"model": model, "prompt": prompt, "max_tokens": 2}
+        )
         found.append(answer.first)
         await asyncio.sleep(random.Random(i).uniform(0.005, 0.02))
     share = (cpu_seconds() - used) / (time.perf_counter() - start)
@@ -187,7 +193,9 @@ async def first_tokens(port: int, model: str, tokens: int) -> tuple[list[float],
     return found, share
 
 
-def compare(own: Process, server: Process, port: int, model: str, count: int, rounds: int, tokens: int) -> None:
+def compare(
+    own: Process, server: Process, port: int, model: str, count: int, rounds: int, tokens: int
+) -> None:
     """Print a row: `count` streams against the engine's batch of as many."""
     each = EACH if count > 1 else 4 * EACH
     alone, served = [], []
@@ -203,7 +211,7 @@ def compare(own: Process, server: Process, port: int, model: str, count: int, ro
     ratios = [rate(served, by) / rate(alone, by) for by in ("seconds", "cpu")]
     client = statistics.median(run["client"] for run in served[1:])
     click.echo(
-        f"| {count} streams | {rate(alone, 'seconds'):,.0f} | {rate(served, 'seconds'):,.0f} "
+        f"| {count} | {rate(alone, 'seconds'):,.0f} | {rate(served, 'seconds'):,.0f} "
         f"| {ratios[0]:.0%} | {ratios[1]:.0%} | {client:.0%} |"
     )
 
@@ -213,8 +221,8 @@ def compare(own: Process, server: Process, port: int, model: str, count: int, ro
 @click.option("--streams", "count", type=click.IntRange(2, 512), default=32, show_default=True)
 @click.option("--tokens", type=click.IntRange(2), default=240, show_default=True, help="Of each text.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--core", type=click.IntRange(0), default=0, show_default=True, help="Of server and engine.")
-@click.option("--client-core", type=click.IntRange(0), default=1, show_default=True)
+@click.option("--core", type=click.IntRange(0), default=CORES[0], help="Of server and engine; the first.")
+@click.option("--client-core", type=click.IntRange(0), default=CORES[-1], help="The last, unless given.")
 @click.option("--engine", "as_engine", is_flag=True, hidden=True)
 def main(
     model: str, count: int, tokens: int, rounds: int, core: int, client_core: int, as_engine: bool
@@ -225,13 +233,15 @@ def main(
         return
     os.sched_setaffinity(0, {client_core})
     name = processor.microarchitecture() or processor.name()
-    click.echo(f"{name}; {model}, texts of {tokens} tokens, {os.getloadavg()[0]:.1f} others on the machine\n")
+    click.echo(f"{name}; {model}, texts of {tokens} tokens, load average {os.getloadavg()[0]:.1f}\n")
     command = [sys.executable, __file__, "--engine", "-m", model]
     own = Process(command, core, "Ready")
     for contender in CONTENDERS:
         server = Process(contender.command(model, 0, count), core, contender.ready)
         port = int(re.findall(r":(\d+)$", server.said, re.M)[0])
-        click.echo(f"| {contender.name} | engine, tokens/s | server, tokens/s | ratio | per CPU second | client |")
+        click.echo(
+            f"| {contender.name} | engine, tokens/s | server, tokens/s | ratio | per CPU second | client |"
+        )
         click.echo("|---" * 6 + "|")
         compare(own, server, port, model, count, rounds, tokens)
         compare(own, server, port, model, 1, rounds, tokens)

@@ -50,7 +50,9 @@ serve_options = all_of(
     threads_option,
     weights_option,
     kv_cache_option,
-    click.option("--api-key", "api_keys", multiple=True, help="A key that clients must send; may be repeated."),
+    click.option(
+        "--api-key", "api_keys", multiple=True, help="A key that clients must send; may be repeated."
+    ),
     click.option(
         "--api-key-file",
         type=click.Path(dir_okay=False, path_type=Path),
@@ -92,9 +94,9 @@ def serve(
     insecure: bool,
     **options,
 ) -> None:
-    """Serve models through an OpenAI-compatible API; pip install -e '.[serve]' first.
+    """Serve models through OpenAI's API.
 
-    A request with a seed gets the text that --inference writes with it, alone or among others. The defaults
+    It needs more packages: pip install -e '.[serve]'. A request with a seed gets the text that --inference writes with it, alone or among others. The defaults
     of sampling are OpenAI's: temperature 1, all tokens.
     """
     try:
@@ -107,7 +109,9 @@ def serve(
     from app.server.settings import Settings
 
     keys = (*api_keys, *(keys_of(api_key_file) if api_key_file else ()))
-    if any(not key.strip() or not key.isascii() or not key.isprintable() or key != key.strip() for key in keys):
+    if any(
+        not key.strip() or not key.isascii() or not key.isprintable() or key != key.strip() for key in keys
+    ):
         raise ValueError("--api-key must be of printable ASCII characters, without spaces around it")
     if not (is_loopback(host) or keys or insecure):
         raise ValueError(

@@ -1,4 +1,5 @@
-"""`gpt.py serve`: an OpenAI-compatible server over the engines of generation/. Its packages are the extra [serve].
+"""`gpt.py serve`: an OpenAI-compatible server over the engines of generation/.
 
-A request goes through security, app, requests (or chat), plan, scheduler, and back through responses.
+Its packages are the extra [serve]. A request passes security, app, endpoints, requests (and chat) and plan
+to the scheduler, and comes back through calls and responses.
 """

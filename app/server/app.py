@@ -54,11 +54,14 @@ class Application:
         starlette = Starlette(
             routes=routes,
             lifespan=self._lifespan,
-            exception_handlers={HTTPException: self._http_error, ApiError: self._api_error, 500: self._failure},
+            exception_handlers={
+                HTTPException: self._http_error,
+                ApiError: self._api_error,
+                500: self._failure,
+            },
         )
         starlette.router.redirect_slashes = False
-        s = settings
-        self.asgi: ASGIApp = secured(starlette, s.host, s.hosts, s.origins, s.api_keys)
+        self.asgi: ASGIApp = secured(starlette, settings, self._count)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette):
@@ -116,9 +119,12 @@ class Application:
             "block_size": self.checkpoints[name].model.config.block_size,
         }
 
+    def _count(self, refusal: ApiError) -> None:
+        self.metrics.refused.labels(str(refusal.status)).inc()
+
     async def _api_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        self.metrics.refused.labels(str(error.status)).inc()
+        self._count(error)
         headers = {"content-type": "application/json"} | dict(error.headers)
         return Response(error.body(), error.status, headers)
 

@@ -34,7 +34,11 @@ class Writing:
     """
 
     def __init__(
-        self, checkpoints: Mapping[str, Checkpoint], scheduler: Scheduler, settings: Settings, metrics: Metrics
+        self,
+        checkpoints: Mapping[str, Checkpoint],
+        scheduler: Scheduler,
+        settings: Settings,
+        metrics: Metrics,
     ) -> None:
         self.checkpoints, self.scheduler = checkpoints, scheduler
         self.settings, self.metrics = settings, metrics
@@ -58,7 +62,9 @@ class Writing:
             raise ApiError(404, f"The model {model!r:.100} does not exist.", "model", "model_not_found")
         return self.checkpoints[model]
 
-    async def answer(self, planned: Callable[[bytes], Plan], scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(
+        self, planned: Callable[[bytes], Plan], scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Answer a request; raises ApiError before the response has begun."""
         if self.draining:
             close = (("connection", "close"), *retry())
@@ -134,7 +140,7 @@ class Writing:
         self._leave(call)
 
     def end_all(self) -> None:
-        """End all requests: those that have not begun to answer get 503, streams an error as their last event."""
+        """End all requests: a stream's last event is an error, the others get 503."""
         for call in list(self.active):
             call.put(ApiError(503, "The server ended before the text did.", code="shutting_down"))
 
@@ -152,7 +158,10 @@ async def read_body(scope: Scope, receive: Receive, most: int) -> bytes | None:
     if kind != b"application/json":  # a browser sends it to another site only with that site's consent
         raise ApiError(415, "The Content-Type must be application/json.", code="unsupported_media_type")
     too_long = ApiError(
-        413, f"The body is longer than {most} bytes.", code="body_too_large", headers=(("connection", "close"),)
+        413,
+        f"The body is longer than {most} bytes.",
+        code="body_too_large",
+        headers=(("connection", "close"),),
     )
     length = headers.get(b"content-length", b"")
     if length.isdigit() and int(length) > most:

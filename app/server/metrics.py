@@ -39,7 +39,9 @@ class Metrics:
             "attention_prompt_tokens", "Tokens of the prompts of texts that began.", LANE, registry=registry
         )
         self.new_tokens = Counter("attention_new_tokens", "Tokens written.", LANE, registry=registry)
-        self.finished = Counter("attention_texts_finished", "Texts written to their end.", LANE, registry=registry)
+        self.finished = Counter(
+            "attention_texts_finished", "Texts written to their end.", LANE, registry=registry
+        )
         self.cancelled = Counter(
             "attention_texts_cancelled", "Texts ended because their client left.", LANE, registry=registry
         )

@@ -50,7 +50,11 @@ def document(keys: bool) -> dict[str, Any]:
         "/v1/models": {"get": _reading("The models.")},
         "/v1/models/{model}": {
             "get": _reading("A model.", 404)
-            | {"parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]}
+            | {
+                "parameters": [
+                    {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+                ]
+            }
         },
         "/health": {"get": _reading("Whether requests are answered.", 503, key=False)},
         "/metrics": {"get": _reading("Prometheus' metrics.", kind="text/plain")},

@@ -56,16 +56,32 @@ def of_completion(body: CompletionBody, checkpoint: Checkpoint, settings: Settin
     n = body.n or 1
     candidates = body.best_of or n
     if candidates < n:
-        raise ApiError(400, f"best_of is {candidates}; it must be at least n={n}.", "best_of", "invalid_value")
+        raise ApiError(
+            400, f"best_of is {candidates}; it must be at least n={n}.", "best_of", "invalid_value"
+        )
     if body.stream and candidates > n:
         raise ApiError(
-            400, "best_of must equal n with stream: candidates are compared when they end.", "best_of", "invalid_value"
+            400,
+            "best_of must equal n with stream: candidates are compared when they end.",
+            "best_of",
+            "invalid_value",
         )
     ids, prompts = encoded(body.prompt, checkpoint.tokenizer)
     tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return _plan(
-        body, checkpoint, settings, "max_tokens", ids, prompts, tokens, stop, n, candidates, body.logprobs, body.echo
+        body,
+        checkpoint,
+        settings,
+        "max_tokens",
+        ids,
+        prompts,
+        tokens,
+        stop,
+        n,
+        candidates,
+        body.logprobs,
+        body.echo,
     )
 
 
@@ -74,7 +90,9 @@ def of_chat(body: ChatBody, checkpoint: Checkpoint, settings: Settings) -> Plan:
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if body.max_tokens not in (None, tokens):
-        raise ApiError(400, "max_tokens and max_completion_tokens exclude each other.", "max_tokens", "invalid_value")
+        raise ApiError(
+            400, "max_tokens and max_completion_tokens exclude each other.", "max_tokens", "invalid_value"
+        )
     if tokens is None:
         tokens = checkpoint.model.config.block_size
     if body.top_logprobs is not None and not body.logprobs:
@@ -84,10 +102,14 @@ def of_chat(body: ChatBody, checkpoint: Checkpoint, settings: Settings) -> Plan:
         ids = [checkpoint.tokenizer.encode(prompt)]
     except ValueError as error:
         raise ApiError(400, f"messages: {error}.", "messages", "invalid_value") from None
-    stop = chat.STOP if body.stop is None else (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+    stop = (
+        chat.STOP if body.stop is None else (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+    )
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     n = body.n or 1
-    return _plan(body, checkpoint, settings, field, ids, [prompt], tokens, stop, n, n, logprobs, False, prompt)
+    return _plan(
+        body, checkpoint, settings, field, ids, [prompt], tokens, stop, n, n, logprobs, False, prompt
+    )
 
 
 def _plan(
@@ -110,7 +132,10 @@ def _plan(
     if count > most:
         field = "prompt" if len(ids) > most else "best_of" if candidates > n else "n"
         raise ApiError(
-            400, f"The request has {count} texts; this server admits at most {most} in one.", field, "invalid_value"
+            400,
+            f"The request has {count} texts; this server admits at most {most} in one.",
+            field,
+            "invalid_value",
         )
     if tokens > settings.most_tokens:
         message = f"{tokens_field} is {tokens}; it must be at most {settings.most_tokens}."
@@ -120,7 +145,9 @@ def _plan(
     # As large as JavaScript's numbers are exact, so that it can be given again.
     seed = secrets.randbelow(2**53 - count) if body.seed is None else body.seed
     if seed + count - 1 > LARGEST_SEED:
-        raise ApiError(400, f"seed is {seed}; the last choice's must be less than 2**63.", "seed", "invalid_value")
+        raise ApiError(
+            400, f"seed is {seed}; the last choice's must be less than 2**63.", "seed", "invalid_value"
+        )
     unwritten = tokens == 0 and bool(echo) and logprobs is not None
     asked = logprobs if logprobs is not None else 0 if candidates > n else None
     try:
@@ -167,7 +194,9 @@ def sampling_of(body: Writing, checkpoint: Checkpoint) -> Sampling:
     vocab_size = checkpoint.model.config.vocab_size
     if outside := [token for token in bias if token >= vocab_size]:
         raise ApiError(
-            400, f"logit_bias has the token {outside[0]}; it must be from 0 to {vocab_size - 1}.", "logit_bias",
+            400,
+            f"logit_bias has the token {outside[0]}; it must be from 0 to {vocab_size - 1}.",
+            "logit_bias",
             "invalid_value",
         )
 

@@ -1,6 +1,6 @@
 """The bodies of requests: their schemas, and what is wrong with one in OpenAI's words.
 
-Types are strict and unknown fields are refused. `null` stands for a field that is not given, as in OpenAI's API.
+Types are strict and unknown fields are refused. As in OpenAI's API, null is a field that is not given.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class Writing(Body):
     user: str | None = Field(None, description="Accepted; nothing depends on it.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    top_k: Annotated[int, Field(ge=1, le=LARGEST_SEED)] | None = Field(None, description="Not in OpenAI's API.")
+    top_k: Annotated[int, Field(ge=1, le=LARGEST_SEED)] | None = Field(
+        None, description="Not in OpenAI's API."
+    )
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="Not in OpenAI's API.")
     repetition_penalty: Annotated[float, Field(gt=0)] | None = Field(None, description="Not in OpenAI's API.")
     part: Literal[*PARTS] | None = Field(None, description="The attention. Not in OpenAI's API.")  # type: ignore
@@ -125,9 +127,7 @@ def parse(kind: type[AnyBody], data: bytes) -> AnyBody:
     raise refusal(kind, first["loc"], first["type"], first["msg"], first.get("input"))
 
 
-def refusal(
-    kind: type[Body], loc: tuple[int | str, ...], error: str, message: str, value: Any
-) -> ApiError:
+def refusal(kind: type[Body], loc: tuple[int | str, ...], error: str, message: str, value: Any) -> ApiError:
     """An error of pydantic's in OpenAI's shape."""
     if error == "json_invalid":
         return ApiError(400, f"The body is not JSON: {message.removeprefix('Invalid JSON: ')}")
@@ -138,7 +138,9 @@ def refusal(
     if error == "extra_forbidden":
         return ApiError(400, f"Unsupported parameter: {param!r}.", param, "unsupported_parameter")
     if error == "none_required":
-        return ApiError(400, f"Unsupported parameter: {param!r}; it must be null.", param, "unsupported_parameter")
+        return ApiError(
+            400, f"Unsupported parameter: {param!r}; it must be null.", param, "unsupported_parameter"
+        )
     if error == "missing":
         return ApiError(400, f"Missing required parameter: {param!r}.", param, "missing_required_parameter")
     if name is not None:

@@ -86,14 +86,17 @@ class Shape:
         return self._head + f',"choices":{dumps(choices)}{own}'.encode() + self._tail
 
     def event(self, piece: Piece) -> bytes:
-        """The events of a piece."""
+        """The events of a piece. A chat's text and its end come in two, as OpenAI's do."""
         text = dumps(piece.text)
         scores = "null" if piece.scores is None else dumps(self._scores(piece.scores, piece.number))
-        if self.chat:
-            return self._chat_events(piece, text, scores)
-        finish = "null" if piece.finish is None else f'"{piece.finish}"'
-        choice = f',"choices":[{{"index":{piece.number},"text":{text},"logprobs":{scores},"finish_reason":{finish}}}]'
-        return self._head + choice.encode() + self._tail
+        if not self.chat:
+            return self._event(piece.number, f'"text":{text}', scores, piece.finish)
+        events = b""
+        if piece.text:
+            events = self._event(piece.number, f'"delta":{{"content":{text}}}', scores, None)
+        if piece.finish:
+            events += self._event(piece.number, '"delta":{}', "null", piece.finish)
+        return events
 
     def end(self, results: Sequence[Result]) -> bytes:
         """The events after the last text."""
@@ -118,16 +121,10 @@ class Shape:
         """The field that is not OpenAI's: a chat says as what play the model read it."""
         return {"play": self.plan.play} if self.chat else {}
 
-    def _chat_events(self, piece: Piece, text: str, scores: str) -> bytes:
-        """A chat's text and its end come in two events, as OpenAI's do."""
-        events = b""
-        if piece.text:
-            choice = f'{{"index":{piece.number},"delta":{{"content":{text}}},"logprobs":{scores},"finish_reason":null}}'
-            events = self._head + f',"choices":[{choice}]'.encode() + self._tail
-        if piece.finish:
-            choice = f'{{"index":{piece.number},"delta":{{}},"logprobs":null,"finish_reason":"{piece.finish}"}}'
-            events += self._head + f',"choices":[{choice}]'.encode() + self._tail
-        return events
+    def _event(self, number: int, content: str, scores: str, finish: str | None) -> bytes:
+        ended = "null" if finish is None else f'"{finish}"'
+        choice = f'{{"index":{number},{content},"logprobs":{scores},"finish_reason":{ended}}}'
+        return self._head + f',"choices":[{choice}]'.encode() + self._tail
 
     def _choice(self, index: int, result: Result) -> dict[str, Any]:
         scores = None if self.plan.logprobs is None else self._scores(result.scores, result.number)

@@ -157,5 +157,3 @@ def serve(server: Server, listener: socket.socket, say: Callable[[str], None]) -
         runner.run(main())
     if error := server.application.scheduler.error:
         raise error
-
-

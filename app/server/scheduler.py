@@ -30,7 +30,7 @@ RETRY_SECONDS = 1
 class Scheduler:
     """Writes the texts of calls; a lane for each model and part, opened when it is first used.
 
-    start() opens the lanes of the default part; `ready` is whether they are open, `error` why one could not be.
+    start() opens the lanes of the default part. `ready`: whether they are open. `error`: why one is not.
     The public methods belong to the event loop.
     """
 

@@ -40,9 +40,13 @@ class Response:
 
     def text(self, index: int = 0) -> str:
         """A choice's text, streamed or not."""
-        objects = self.events if self.headers["content-type"].startswith("text/event-stream") else [self.json()]
+        objects = (
+            self.events if self.headers["content-type"].startswith("text/event-stream") else [self.json()]
+        )
         choices = [c for each in objects for c in each["choices"] if c["index"] == index]
-        return "".join(c["text"] if "text" in c else (c.get("message") or c["delta"]).get("content", "") for c in choices)
+        return "".join(
+            c["text"] if "text" in c else (c.get("message") or c["delta"]).get("content", "") for c in choices
+        )
 
 
 @dataclass

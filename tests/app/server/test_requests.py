@@ -29,7 +29,10 @@ COMMON = {  # field: (good values, bad values)
     "stop": (["a", ["a"], ["a", "b", "c", "d"], [], None], ["", [""], list("abcde"), 1, [1], {}, True]),
     "presence_penalty": ([-2, 0, 2, 0.5, None], [-2.1, 2.1, *FLOATS]),
     "frequency_penalty": ([-2, 0, 2, 0.5, None], [-2.1, 2.1, *FLOATS]),
-    "logit_bias": ([{}, {"0": 100, "3": -100.0}, None], [{"a": 1}, {"0": 101}, {"0": "1"}, {"99": 1}, [1], 3]),
+    "logit_bias": (
+        [{}, {"0": 100, "3": -100.0}, None],
+        [{"a": 1}, {"0": 101}, {"0": "1"}, {"99": 1}, [1], 3],
+    ),
     "user": (["someone", "", None], [1, [], {}, True]),
     "stream": ([True, False, None], ["true", 1, 0, []]),
     "top_k": ([1, 200, None], [0, -1, 2**63, *INTS]),
@@ -42,7 +45,25 @@ COMMON = {  # field: (good values, bad values)
 COMPLETION = COMMON | {
     "prompt": (
         ["a", ["a", "b"], [1, 2], [[1], [2, 3]], None],
-        [1, 1.5, {}, True, [], [[]], "", [""], [1, "a"], ["a", 1], [[1], "a"], [-1], [99], [[1], [99]], [1.5], "#", "é"],
+        [
+            1,
+            1.5,
+            {},
+            True,
+            [],
+            [[]],
+            "",
+            [""],
+            [1, "a"],
+            ["a", 1],
+            [[1], "a"],
+            [-1],
+            [99],
+            [[1], [99]],
+            [1.5],
+            "#",
+            "é",
+        ],
     ),
     "max_tokens": ([0, 1, 65_536, None], [-1, 65_537, 10**30, *INTS]),
     "best_of": ([1, 5, None], [0, 129, *INTS]),
@@ -56,7 +77,18 @@ CHAT = COMMON | {
     "logprobs": ([True, False, None], [0, 1, "true"]),
     "speaker": (["ROMEO", None], ["", 1, "a" * 65]),
 }
-UNSUPPORTED = ["tools", "functions", "response_format", "audio", "modalities", "store", "x", "Ä", "a b", "__class__"]
+UNSUPPORTED = [
+    "tools",
+    "functions",
+    "response_format",
+    "audio",
+    "modalities",
+    "store",
+    "x",
+    "Ä",
+    "a b",
+    "__class__",
+]
 
 
 def planned(kind, **fields):
@@ -117,7 +149,19 @@ def test_what_is_missing_is_named(kind):
 
 @pytest.mark.parametrize("kind", BASES)
 def test_bodies_that_are_no_object(kind):
-    for data in (b"", b"{", b"[]", b"1", b"null", b'"a"', b"\xff", b"{]", b'{"model": NaN}', b"[" * 10_000, b'"\\ud800"'):
+    for data in (
+        b"",
+        b"{",
+        b"[]",
+        b"1",
+        b"null",
+        b'"a"',
+        b"\xff",
+        b"{]",
+        b'{"model": NaN}',
+        b"[" * 10_000,
+        b'"\\ud800"',
+    ):
         with pytest.raises(ApiError) as caught:
             parse(kind, data)
         assert caught.value.status == 400 and "Traceback" not in caught.value.message
@@ -190,7 +234,11 @@ def test_the_defaults_are_openais():
 def test_a_chat_is_a_play():
     messages = [
         {"role": "system", "content": "Be bad"},
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "ROMEO"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            "name": "ROMEO",
+        },
         {"role": "assistant", "content": "c", "name": "JULIET"},
         {"role": "user", "content": "d"},
     ]

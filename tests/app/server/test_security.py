@@ -52,9 +52,27 @@ def guarded(extension):
 
 def test_keys_cover_all_but_health(guarded):
     assert guarded.get("/health").status == 200
-    paths = ("/", "/metrics", "/v1/models", "/openapi.json", "/nothing", "/health/", "//health", "/v1/completions")
+    paths = (
+        "/",
+        "/metrics",
+        "/v1/models",
+        "/openapi.json",
+        "/nothing",
+        "/health/",
+        "//health",
+        "/v1/completions",
+    )
     for path in paths:
-        for header in ("", "Bearer", "Bearer ", "Bearer wrong", "Bearer firs", "Bearer firstt", "Basic first", "\xff"):
+        for header in (
+            "",
+            "Bearer",
+            "Bearer ",
+            "Bearer wrong",
+            "Bearer firs",
+            "Bearer firstt",
+            "Basic first",
+            "\xff",
+        ):
             refused = guarded.get(path, Authorization=header)
             assert refused.status == 401 and refused.json()["error"]["code"] == "invalid_api_key"
             assert refused.headers["www-authenticate"] == "Bearer"
@@ -65,7 +83,9 @@ def test_keys_cover_all_but_health(guarded):
 
 def test_a_page_of_an_admitted_origin_may_call(guarded):
     preflight = {"Origin": ORIGIN, "Access_Control_Request_Method": "POST"}
-    asked = guarded.send("OPTIONS", "/v1/completions", Access_Control_Request_Headers="authorization", **preflight)
+    asked = guarded.send(
+        "OPTIONS", "/v1/completions", Access_Control_Request_Headers="authorization", **preflight
+    )
     assert asked.status == 200 and asked.headers["access-control-allow-origin"] == ORIGIN
     assert "authorization" in asked.headers["access-control-allow-headers"]
     answer = guarded.get("/v1/models", Authorization="Bearer first", Origin=ORIGIN)

@@ -133,12 +133,16 @@ def test_choices_are_numbered_by_prompt(client):
 
 def test_the_best_of_several(client):
     fields = {"seed": 20, "max_tokens": 30}
-    candidates = [client.complete(seed=20 + i, max_tokens=30, logprobs=0).json()["choices"][0] for i in range(5)]
+    candidates = [
+        client.complete(seed=20 + i, max_tokens=30, logprobs=0).json()["choices"][0] for i in range(5)
+    ]
     means = [sum(c["logprobs"]["token_logprobs"]) / 30 for c in candidates]
     ranked = [candidates[i]["text"] for i in sorted(range(5), key=lambda i: -means[i])]
     best = client.complete(**fields, best_of=5, n=2).json()
     assert [choice["text"] for choice in best["choices"]] == ranked[:2]
-    assert [choice["index"] for choice in best["choices"]] == [0, 1] and best["choices"][0]["logprobs"] is None
+    assert [choice["index"] for choice in best["choices"]] == [0, 1] and best["choices"][0][
+        "logprobs"
+    ] is None
     assert best["usage"]["completion_tokens"] == 150
 
 
@@ -171,7 +175,9 @@ def test_the_shapes_of_chats(client):
     assert choice["finish_reason"] == expected.json()["choices"][0]["finish_reason"]
     content = choice["logprobs"]["content"]
     assert "".join(each["token"] for each in content) == choice["message"]["content"]
-    assert all(len(each["top_logprobs"]) == 2 and bytes(each["bytes"]).decode() == each["token"] for each in content)
+    assert all(
+        len(each["top_logprobs"]) == 2 and bytes(each["bytes"]).decode() == each["token"] for each in content
+    )
     streamed = client.chat(USER, seed=1, stream=True, n=2)
     assert streamed.events[0]["choices"][1]["delta"] == {"role": "assistant", "content": ""}
     assert streamed.events[0]["play"] == play and "play" not in streamed.events[1]
@@ -196,7 +202,11 @@ def test_errors_have_openais_shape(client):
     assert unknown.status == 404 and unknown.json()["error"]["code"] == "model_not_found"
     assert unknown.json()["error"]["param"] == "model"
     assert client.get("/v1/models/gpt-5").json()["error"]["code"] == "model_not_found"
-    for path, method, status in (("/v1/nothing", "GET", 404), ("/v1/completions", "GET", 405), ("/", "POST", 405)):
+    for path, method, status in (
+        ("/v1/nothing", "GET", 404),
+        ("/v1/completions", "GET", 405),
+        ("/", "POST", 405),
+    ):
         refusal = client.send(method, path)
         assert refusal.status == status and refusal.json()["error"]["type"] == "invalid_request_error"
 
@@ -217,7 +227,12 @@ def test_models_health_page_and_schema(client):
 def test_metrics_count(client):
     client.idle()
     lane = {"model": MODEL, "part": "part4"}
-    names = ("prompt_tokens_total", "new_tokens_total", "texts_finished_total", "time_to_first_token_seconds_count")
+    names = (
+        "prompt_tokens_total",
+        "new_tokens_total",
+        "texts_finished_total",
+        "time_to_first_token_seconds_count",
+    )
     before = [client.metric(f"attention_{name}", **lane) for name in names]
     client.complete(n=3, max_tokens=20)
     client.idle()
