@@ -3,9 +3,11 @@
 //   decoder SEED COUNT
 //
 // runs the models of the seeds SEED .. SEED + COUNT - 1. It prints the seed and the shape of a model that fails
-// or ends the program. Threads must change no bit. Prefill and steps must agree to float32's precision.
+// or ends the program. Threads, slices of prompts and log-probabilities must change no bit. Prefill and steps
+// must agree to float32's precision.
 #include "decoder/decoder.h"
 
+#include <algorithm>
 #include <cinttypes>
 #include <cmath>
 #include <cstdio>
@@ -67,24 +69,69 @@ const char* attempt(uint64_t seed) {
     Decoder many = decoder(slots, threads), one = decoder(slots, 1), steps = decoder(1, 1);
     many.record(recorded);
     const double temperatures[] = {0, 0.01, 0.8, 5}, shares[] = {1, 0.9, 0.01}, penalties[] = {1, 1.1, 0.5};
+    std::vector<int64_t> tops;  // of the log-probabilities that only `many` gives
     for (int64_t slot = 0; slot < slots; slot++) {
-        const Sampling sampling{temperatures[random() % 4], any({0, 1, 3, 1000}), shares[random() % 3],
-                                from(0, 1) ? 0 : 0.05, penalties[random() % 3]};
+        Sampling sampling{temperatures[random() % 4], any({0, 1, 3, 1000}), shares[random() % 3],
+                          from(0, 1) ? 0 : 0.05, penalties[random() % 3]};
+        if (from(0, 1)) sampling.presence_penalty = 0.7, sampling.frequency_penalty = -0.3;
+        if (from(0, 1)) sampling.logit_bias = {{V - 1, 3.0}, {V / 2, -2.0}};
         many.set_sampling(slot, sampling), one.set_sampling(slot, sampling);
+        tops.push_back(any({-1, 0, 3, 5}));
+        many.set_logprobs(slot, tops.back());
     }
 
     // With a cache in bf16, an error of float32 in a layer's input may round a key or value of it the other
     // way.
     const bool exact = kv.precision == CachePrecision::fp32 || shape.n_layer == 1;
     const float allowed = exact ? 2e-4f : 2e-2f;
-    for (int64_t slot = 0; slot < slots; slot++) {
+    // One thread reads each prompt at once. Several read all of them in turns, in slices of any length, and
+    // give some up and begin again.
+    const double slices[] = {0, 1e-5, 1e-3, INFINITY};
+    const auto some_ids = [&] {
         std::vector<int64_t> ids(static_cast<size_t>(from(1, capacity)));
         for (int64_t& id : ids) id = from(0, V - 1);
+        return ids;
+    };
+    std::vector<std::vector<int64_t>> prompts;
+    std::vector<int64_t> unread;
+    for (int64_t slot = 0; slot < slots; slot++) {
+        prompts.push_back(some_ids());
+        unread.push_back(slot);
         const bool continues = from(0, 1);
-        many.prefill(slot, ids, continues), one.prefill(slot, ids, continues);
-        if (many.logits(slot) != one.logits(slot)) return "threads change what a prompt gives";
+        many.prefill_begin(slot, prompts[slot], continues, tops[slot]);
+        one.prefill(slot, prompts[slot], continues);
+    }
+    for (int64_t given_up = 0; !unread.empty();) {
+        const size_t at = random() % unread.size();
+        const int64_t slot = unread[at];
+        if (given_up < slots && from(0, 9) == 0) {
+            given_up++;
+            many.prefill_drop(slot);
+            if (many.reading(slot) || many.length(slot) != 0) return "a prompt that was given up is held";
+            many.prefill_begin(slot, prompts[slot], true, tops[slot]);
+            many.take_logprobs(slot);
+        }
+        if (many.prefill_some(slot, slices[random() % 4])) unread.erase(unread.begin() + at);
+    }
+    for (int64_t slot = 0; slot < slots; slot++) {
+        const std::vector<int64_t>& ids = prompts[slot];
+        if (many.logits(slot) != one.logits(slot)) return "threads or slices change what a prompt gives";
+        const std::vector<TokenLogprob> given = many.take_logprobs(slot);
+        if (given.size() != (tops[slot] < 0 ? 0 : ids.size() - 1)) return "log-probabilities of a prompt lack";
         steps.prefill(0, {ids[0]}, false);
-        for (size_t i = 1; i < ids.size(); i++) steps.push(0, ids[i]);
+        for (size_t i = 1; i < ids.size(); i++) {
+            if (tops[slot] >= 0) {
+                const std::vector<float>& logits = steps.logits(0);
+                const TokenLogprob right = token_logprob(logits.data(), V, ids[i], tops[slot]);
+                float most = 0;
+                for (const float x : logits) most = std::max(most, std::fabs(x));
+                const TokenLogprob& is = given[i - 1];
+                if (is.token != ids[i] || is.top.size() != right.top.size() ||
+                    !(std::fabs(is.logprob - right.logprob) <= 2 * allowed * (1 + most)))
+                    return "log-probabilities of a prompt are not those of steps";
+            }
+            steps.push(0, ids[i]);
+        }
         for (int64_t i = 0; i < V; i++) {
             const float a = steps.logits(0)[i], b = one.logits(slot)[i];
             if (!(std::fabs(a - b) <= allowed * (1 + std::fabs(a)))) return "steps give what prefill does not";
@@ -93,21 +140,35 @@ const char* attempt(uint64_t seed) {
     for (int turn = 0; turn < 40; turn++) {
         std::vector<int64_t> some;
         for (int64_t slot = 0; slot < slots; slot++)  // the last token need not fit the cache
-            if (many.length(slot) <= capacity && from(0, 3)) some.push_back(slot);
+            if (many.length(slot) <= capacity && !many.reading(slot) && from(0, 3)) some.push_back(slot);
         std::vector<std::vector<double>> uniforms(static_cast<size_t>(from(1, 3)));
         for (std::vector<double>& row : uniforms)
             for (size_t i = 0; i < some.size(); i++) row.push_back(static_cast<double>(from(0, 999)) / 1000);
         constexpr double PATIENCE_SECONDS = 1e6;  // on a busy machine both still write the same number
-        if (many.write(some, uniforms, PATIENCE_SECONDS) != one.write(some, uniforms, PATIENCE_SECONDS))
-            return "threads change what is chosen";
+        const std::vector<std::vector<int64_t>> written = many.write(some, uniforms, PATIENCE_SECONDS);
+        if (written != one.write(some, uniforms, PATIENCE_SECONDS)) return "threads change what is chosen";
+        for (size_t i = 0; i < some.size(); i++) {
+            const std::vector<TokenLogprob> given = many.take_logprobs(some[i]);
+            if (given.size() != (tops[some[i]] < 0 ? 0 : written.size())) return "log-probabilities lack";
+            for (size_t row = 0; row < given.size(); row++)
+                if (given[row].token != written[row][i] || !(given[row].logprob <= 0))
+                    return "log-probabilities are of other tokens";
+        }
         const int64_t slot = from(0, slots - 1), other = from(0, slots - 1);
-        if (from(0, 9) == 0 && slot != other) many.copy(slot, other), one.copy(slot, other);
-        if (from(0, 9) == 0 && many.length(slot) < capacity) {
+        if (from(0, 9) == 0) {  // a text that joins in the middle; at the end some are still being read
+            const std::vector<int64_t> ids = some_ids();
+            many.prefill_begin(slot, ids, false), one.prefill(slot, ids, false);
+        }
+        for (int64_t s = 0; s < slots; s++)
+            if (many.reading(s) && from(0, 1)) many.prefill_some(s, slices[random() % 4]);
+        const bool held = !many.reading(slot);
+        if (from(0, 9) == 0 && slot != other && held) many.copy(slot, other), one.copy(slot, other);
+        if (from(0, 9) == 0 && many.length(slot) < capacity && held) {
             const int64_t token = from(0, V - 1);
             many.push(slot, token), one.push(slot, token);
         }
         for (int64_t s = 0; s < slots; s++)
-            if (many.logits(s) != one.logits(s)) return "threads change what a step gives";
+            if (!many.reading(s) && many.logits(s) != one.logits(s)) return "threads change what a step gives";
         if (recorded && from(0, 9) == 0 && many.spans().empty() && !some.empty()) return "nothing was recorded";
     }
     return nullptr;

@@ -11,7 +11,7 @@ struct Sampling {
     int64_t top_k = 0;  // 0 keeps all
     double top_p = 1, min_p = 0, repetition_penalty = 1;
     double presence_penalty = 0, frequency_penalty = 0;
-    std::vector<std::pair<int64_t, double>> logit_bias;  // (token, what is added to its logit)
+    std::vector<std::pair<int64_t, double>> logit_bias{};  // (token, what is added to its logit)
 };
 
 // What a text holds, an element for each token of the vocabulary.
