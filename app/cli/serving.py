@@ -96,8 +96,8 @@ def serve(
 ) -> None:
     """Serve models through OpenAI's API.
 
-    It needs more packages: pip install -e '.[serve]'. A request with a seed gets the text that --inference writes with it, alone or among others. The defaults
-    of sampling are OpenAI's: temperature 1, all tokens.
+    It needs more packages: pip install -e '.[serve]'. A request with a seed gets the text that --inference
+    writes with it, alone or among others. The defaults of sampling are OpenAI's: temperature 1, all tokens.
     """
     try:
         from app.server import running
