@@ -112,6 +112,7 @@ class Scores:
 
     def __post_init__(self) -> None:
         self._decoder = self.tokenizer.decoder()
+        self._texts: dict[int, str] = {}
 
     def prompt(self, ids: Sequence[int], known: Sequence[TokenLogprob | None]) -> None:
         """Take the prompt's tokens; only the last ones were read, and so have log-probabilities."""
@@ -144,5 +145,8 @@ class Scores:
 
     def text_of(self, token: int) -> str:
         """A token alone; the replacement character stands for bytes that are no character."""
-        decoder = self.tokenizer.decoder()
-        return decoder.feed(token) + decoder.end()
+        text = self._texts.get(token)
+        if text is None:
+            decoder = self.tokenizer.decoder()
+            text = self._texts[token] = decoder.feed(token) + decoder.end()
+        return text

@@ -140,6 +140,16 @@ def _plan(
     if tokens > settings.most_tokens:
         message = f"{tokens_field} is {tokens}; it must be at most {settings.most_tokens}."
         raise ApiError(400, message, tokens_field, "invalid_value")
+    if logprobs is not None:
+        longest = max(map(len, ids)) if echo else 0
+        if (scores := count * (tokens + longest)) > settings.most_scores:
+            most = settings.most_scores
+            message = (
+                f"The request asks for up to {scores} log-probabilities; this server sends at most {most}."
+            )
+            raise ApiError(400, message, "logprobs", "invalid_value")
+    if echo and count * max(map(len, ids)) > settings.body_bytes:
+        raise ApiError(400, "The prompt is too long to be echoed so often.", "echo", "invalid_value")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream.", "stream_options", "invalid_value")
     # As large as JavaScript's numbers are exact, so that it can be given again.

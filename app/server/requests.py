@@ -20,7 +20,7 @@ LARGEST_SEED = 2**63 - 1
 LARGEST_ID = 2**31 - 1
 
 Ids = list[Annotated[int, Field(ge=0, le=LARGEST_ID)]]
-StopString = Annotated[str, Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES)]
 Tokens = Annotated[int, Field(ge=0)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -113,7 +113,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 # What a union of types must be. Pydantic lists the errors of each of its types.
 MUST_BE = {
     "prompt": "must be a text, a list of texts, a list of token ids, or a list of lists of token ids",
-    "stop": "must be a text of at least one character, or a list of at most four of them",
+    "stop": "must be a text of 1 to 256 characters, or a list of at most four of them",
     "content": "must be a text, or a list of parts of the type 'text'",
 }
 

@@ -14,7 +14,8 @@ class Settings:
     for each. threads: of the engines. api_keys: none of them needed if empty. origins: those of browsers'
     pages that may call. hosts: further names in the Host header; '*' admits any. grace: seconds that running
     requests have when the server ends.
-    most_texts: of one request. most_tokens: of one text. body_bytes: of a request. body_seconds: in which a
+    most_texts: of one request. most_tokens: of one text. most_scores: tokens of a request, echoed ones
+    too, that log-probabilities are sent of. body_bytes: of a request. body_seconds: in which a
     request must arrive. buffer_bytes: of a stream's events that its reader has not taken. stall_seconds: in
     which a reader must take an event.
     """
@@ -34,6 +35,7 @@ class Settings:
     grace: float = 10.0
     most_texts: int = 128
     most_tokens: int = 65_536
+    most_scores: int = 16_384
     body_bytes: int = 262_144
     body_seconds: float = 10.0
     buffer_bytes: int = 65_536

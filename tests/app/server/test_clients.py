@@ -23,7 +23,8 @@ LONG = {"model": MODEL, "prompt": "a" * 128, "max_tokens": 60_000}  # each token
 @pytest.fixture(scope="module")
 def small(extension):
     """A server with one slot and a queue of two."""
-    settings = Settings((MODEL,), slots=1, queue=2, body_bytes=10_000, body_seconds=0.5, buffer_bytes=20_000)
+    limits = {"body_bytes": 10_000, "body_seconds": 0.5, "buffer_bytes": 20_000, "most_scores": 10**6}
+    settings = Settings((MODEL,), slots=1, queue=2, **limits)
     with serving(settings) as client:
         yield client
 
@@ -113,7 +114,7 @@ def test_a_slow_reader_is_dropped(small):
 
 
 def test_a_stalled_reader_is_dropped(extension):
-    settings = Settings((MODEL,), slots=1, stall_seconds=0.3, buffer_bytes=10**9)
+    settings = Settings((MODEL,), slots=1, stall_seconds=0.3, buffer_bytes=10**9, most_scores=10**6)
     with serving(settings) as client:
         fields = {"prompt": "a", "logprobs": 5, "stream_options": {"interval_ms": 0}}
         with request(client, receive_buffer=4096, stream=True, **fields):

@@ -26,7 +26,10 @@ COMMON = {  # field: (good values, bad values)
     "top_p": ([1e-9, 0.5, 1, None], [0, -1, 1.01, *FLOATS]),
     "n": ([1, 3, 128, None], [0, -1, 129, 10**30, *INTS]),
     "seed": ([0, 7, 2**63 - 1, None], [-1, 2**63, 10**30, *INTS]),
-    "stop": (["a", ["a"], ["a", "b", "c", "d"], [], None], ["", [""], list("abcde"), 1, [1], {}, True]),
+    "stop": (
+        ["a", ["a"], ["a", "b", "c", "d"], [], None],
+        ["", [""], "a" * 257, list("abcde"), 1, [1], {}, True],
+    ),
     "presence_penalty": ([-2, 0, 2, 0.5, None], [-2.1, 2.1, *FLOATS]),
     "frequency_penalty": ([-2, 0, 2, 0.5, None], [-2.1, 2.1, *FLOATS]),
     "logit_bias": (
@@ -208,6 +211,19 @@ def test_what_goes_together():
     assert refused(CompletionBody, **text, n=2, seed=2**63 - 1).param == "seed"
     assert refused(CompletionBody, model="m", prompt=["a"] * 129).param == "prompt"
     assert refused(CompletionBody, model="m", prompt=["a"] * 2, n=65).param == "n"
+
+
+def test_large_answers_are_refused():
+    text = {"model": "m", "prompt": "a"}
+    assert planned(CompletionBody, **text, logprobs=0, max_tokens=16_384)
+    assert refused(CompletionBody, **text, logprobs=0, max_tokens=16_385).param == "logprobs"
+    assert refused(CompletionBody, **text, logprobs=0, max_tokens=200, n=100).param == "logprobs"
+    long = {"model": "m", "prompt": "a" * 20_000, "max_tokens": 1, "echo": True}
+    assert planned(CompletionBody, **long) and planned(
+        CompletionBody, **long | {"logprobs": 0, "echo": False}
+    )
+    assert refused(CompletionBody, **long, logprobs=0).param == "logprobs"
+    assert refused(CompletionBody, **long, n=20).param == "echo"
 
 
 def test_choices_are_numbered_by_prompt_and_seeded():
