@@ -51,38 +51,50 @@ class Plan:
         return self.candidates > self.n
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What differs between a completion and a chat. ids, prompts: of each. field: that gave `tokens`."""
+
+    ids: Sequence[Sequence[int]]
+    prompts: list[str]
+    tokens: int
+    field: str
+    stop: tuple[str, ...]
+    n: int
+    candidates: int
+    logprobs: int | None
+    echo: bool = False
+    play: str | None = None
+
+    @property
+    def texts(self) -> int:
+        """The number of texts that are written."""
+        return len(self.ids) * self.candidates
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether the prompt is read for its log-probabilities alone."""
+        return self.tokens == 0 and self.echo and self.logprobs is not None
+
+
+def wrong(message: str, field: str) -> ApiError:
+    """A refusal of a field's value."""
+    return ApiError(400, message, field, "invalid_value")
+
+
 def of_completion(body: CompletionBody, checkpoint: Checkpoint, settings: Settings) -> Plan:
     """The plan of a completion. Raises ApiError that names the wrong field."""
     n = body.n or 1
     candidates = body.best_of or n
     if candidates < n:
-        raise ApiError(
-            400, f"best_of is {candidates}; it must be at least n={n}.", "best_of", "invalid_value"
-        )
+        raise wrong(f"best_of is {candidates}; it must be at least n={n}.", "best_of")
     if body.stream and candidates > n:
-        raise ApiError(
-            400,
-            "best_of must equal n with stream: candidates are compared when they end.",
-            "best_of",
-            "invalid_value",
-        )
+        raise wrong("best_of must equal n with stream: candidates are compared when they end.", "best_of")
     ids, prompts = encoded(body.prompt, checkpoint.tokenizer)
     tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    return _plan(
-        body,
-        checkpoint,
-        settings,
-        "max_tokens",
-        ids,
-        prompts,
-        tokens,
-        stop,
-        n,
-        candidates,
-        body.logprobs,
-        body.echo,
-    )
+    stop, echo = strings(body.stop, ()), bool(body.echo)
+    wanted = Wanted(ids, prompts, tokens, "max_tokens", stop, n, candidates, body.logprobs, echo)
+    return _plan(body, wanted, checkpoint, settings)
 
 
 def of_chat(body: ChatBody, checkpoint: Checkpoint, settings: Settings) -> Plan:
@@ -90,112 +102,97 @@ def of_chat(body: ChatBody, checkpoint: Checkpoint, settings: Settings) -> Plan:
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if body.max_tokens not in (None, tokens):
-        raise ApiError(
-            400, "max_tokens and max_completion_tokens exclude each other.", "max_tokens", "invalid_value"
-        )
+        raise wrong("max_tokens and max_completion_tokens exclude each other.", "max_tokens")
     if tokens is None:
         tokens = checkpoint.model.config.block_size
     if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs.", "top_logprobs", "invalid_value")
+        raise wrong("top_logprobs needs logprobs.", "top_logprobs")
     prompt = chat.play(body)
     try:
         ids = [checkpoint.tokenizer.encode(prompt)]
     except ValueError as error:
-        raise ApiError(400, f"messages: {error}.", "messages", "invalid_value") from None
-    stop = (
-        chat.STOP if body.stop is None else (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
-    )
+        raise wrong(f"messages: {error}.", "messages") from None
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     n = body.n or 1
-    return _plan(
-        body, checkpoint, settings, field, ids, [prompt], tokens, stop, n, n, logprobs, False, prompt
-    )
+    stop = strings(body.stop, chat.STOP)
+    wanted = Wanted(ids, [prompt], tokens, field, stop, n, n, logprobs, play=prompt)
+    return _plan(body, wanted, checkpoint, settings)
 
 
-def _plan(
-    body: Writing,
-    checkpoint: Checkpoint,
-    settings: Settings,
-    tokens_field: str,
-    ids: Sequence[Sequence[int]],
-    prompts: list[str],
-    tokens: int,
-    stop: tuple[str, ...],
-    n: int,
-    candidates: int,
-    logprobs: int | None,
-    echo: bool | None,
-    play: str | None = None,
-) -> Plan:
-    count = len(ids) * candidates
-    most = min(settings.most_texts, settings.slots + settings.queue)
-    if count > most:
-        field = "prompt" if len(ids) > most else "best_of" if candidates > n else "n"
-        raise ApiError(
-            400,
-            f"The request has {count} texts; this server admits at most {most} in one.",
-            field,
-            "invalid_value",
-        )
-    if tokens > settings.most_tokens:
-        message = f"{tokens_field} is {tokens}; it must be at most {settings.most_tokens}."
-        raise ApiError(400, message, tokens_field, "invalid_value")
-    if logprobs is not None:
-        longest = max(map(len, ids)) if echo else 0
-        if (scores := count * (tokens + longest)) > settings.most_scores:
-            most = settings.most_scores
-            message = (
-                f"The request asks for up to {scores} log-probabilities; this server sends at most {most}."
-            )
-            raise ApiError(400, message, "logprobs", "invalid_value")
-    if echo and count * max(map(len, ids)) > settings.body_bytes:
-        raise ApiError(400, "The prompt is too long to be echoed so often.", "echo", "invalid_value")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream.", "stream_options", "invalid_value")
-    # As large as JavaScript's numbers are exact, so that it can be given again.
-    seed = secrets.randbelow(2**53 - count) if body.seed is None else body.seed
-    if seed + count - 1 > LARGEST_SEED:
-        raise ApiError(
-            400, f"seed is {seed}; the last choice's must be less than 2**63.", "seed", "invalid_value"
-        )
-    unwritten = tokens == 0 and bool(echo) and logprobs is not None
-    asked = logprobs if logprobs is not None else 0 if candidates > n else None
-    try:
-        sampling = sampling_of(body, checkpoint)
-        requests = [
-            Request(
-                ids[i // candidates],
-                seed + i,
-                sampling,
-                1 if unwritten else tokens,
-                stop,
-                body.context or "slide",
-                logprobs=asked,
-                prompt_logprobs=bool(echo) and logprobs is not None,
-            )
-            for i in range(count)
-        ]
-    except (TypeError, ValueError) as error:  # named as the field is
-        raise ApiError(400, f"{error}.", str(error).split(" ")[0], "invalid_value") from None
+def strings(stop: str | list[str] | None, default: tuple[str, ...]) -> tuple[str, ...]:
+    """The strings of `stop`."""
+    if stop is None:
+        return default
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _plan(body: Writing, wanted: Wanted, checkpoint: Checkpoint, settings: Settings) -> Plan:
+    check_sizes(wanted, settings)
     options = body.stream_options
+    if options is not None and not body.stream:
+        raise wrong("stream_options needs stream.", "stream_options")
     interval = INTERVAL_MS if options is None or options.interval_ms is None else options.interval_ms
     return Plan(
         body.model,
         body.part or settings.part,
         checkpoint.tokenizer,
-        requests,
-        prompts,
-        sum(map(len, ids)),
-        n,
-        candidates,
-        logprobs,
-        bool(echo),
-        unwritten,
+        requests_of(body, wanted, checkpoint),
+        wanted.prompts,
+        sum(map(len, wanted.ids)),
+        wanted.n,
+        wanted.candidates,
+        wanted.logprobs,
+        wanted.echo,
+        wanted.unwritten,
         bool(body.stream),
         bool(options and options.include_usage),
         interval / 1000,
-        play,
+        wanted.play,
     )
+
+
+def check_sizes(wanted: Wanted, settings: Settings) -> None:
+    """Raise ApiError if a request asks for more than the server gives to one."""
+    texts, tokens = wanted.texts, wanted.tokens
+    most = min(settings.most_texts, settings.slots + settings.queue)
+    if texts > most:
+        field = "prompt" if len(wanted.ids) > most else "best_of" if wanted.candidates > wanted.n else "n"
+        raise wrong(f"The request has {texts} texts; this server admits at most {most} in one.", field)
+    if tokens > settings.most_tokens:
+        message = f"{wanted.field} is {tokens}; it must be at most {settings.most_tokens}."
+        raise wrong(message, wanted.field)
+    echoed = max(map(len, wanted.ids)) if wanted.echo else 0
+    if wanted.logprobs is not None and texts * (tokens + echoed) > settings.most_scores:
+        scores, most = texts * (tokens + echoed), settings.most_scores
+        raise wrong(f"logprobs of up to {scores} tokens are asked for; at most {most} are sent.", "logprobs")
+    if texts * echoed > settings.body_bytes:
+        raise wrong("The prompt is too long to be echoed so often.", "echo")
+
+
+def requests_of(body: Writing, wanted: Wanted, checkpoint: Checkpoint) -> list[Request]:
+    """The texts to be written. Raises ApiError."""
+    count = wanted.texts
+    seed = secrets.randbelow(LARGEST_SEED - count) if body.seed is None else body.seed
+    if seed + count - 1 > LARGEST_SEED:
+        raise wrong(f"seed is {seed}; the last choice's must be less than 2**63.", "seed")
+    ranked = wanted.candidates > wanted.n
+    try:
+        sampling = sampling_of(body, checkpoint)
+        return [
+            Request(
+                wanted.ids[i // wanted.candidates],
+                seed + i,
+                sampling,
+                1 if wanted.unwritten else wanted.tokens,
+                wanted.stop,
+                body.context or "slide",
+                logprobs=0 if ranked and wanted.logprobs is None else wanted.logprobs,
+                prompt_logprobs=wanted.echo and wanted.logprobs is not None,
+            )
+            for i in range(count)
+        ]
+    except (TypeError, ValueError) as error:  # whose first word is the name of the field
+        raise wrong(f"{error}.", str(error).split(" ")[0]) from None
 
 
 def sampling_of(body: Writing, checkpoint: Checkpoint) -> Sampling:
@@ -203,11 +200,8 @@ def sampling_of(body: Writing, checkpoint: Checkpoint) -> Sampling:
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
     vocab_size = checkpoint.model.config.vocab_size
     if outside := [token for token in bias if token >= vocab_size]:
-        raise ApiError(
-            400,
-            f"logit_bias has the token {outside[0]}; it must be from 0 to {vocab_size - 1}.",
-            "logit_bias",
-            "invalid_value",
+        raise wrong(
+            f"logit_bias has the token {outside[0]}; it must be from 0 to {vocab_size - 1}.", "logit_bias"
         )
 
     def given(value: float | None, default: float) -> float:
@@ -234,22 +228,22 @@ def encoded(
     single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
     given: list = [prompt] if single else list(prompt)  # type: ignore[arg-type]
     if not given:
-        raise ApiError(400, "prompt is empty; it must have at least one text.", "prompt", "invalid_value")
+        raise wrong("prompt is empty; it must have at least one text.", "prompt")
     ids, texts = [], []
     for each in given:
         if not each:
             message = "prompt is empty; it must have at least one token."
-            raise ApiError(400, message, "prompt", "invalid_value")
+            raise wrong(message, "prompt")
         if isinstance(each, str):
             try:
                 ids.append(tokenizer.encode(each))
             except ValueError as error:
-                raise ApiError(400, f"prompt: {error}.", "prompt", "invalid_value") from None
+                raise wrong(f"prompt: {error}.", "prompt") from None
             texts.append(each)
             continue
         if outside := next((token for token in each if token >= len(tokenizer)), None):
             message = f"prompt has the token {outside}; it must be from 0 to {len(tokenizer) - 1}."
-            raise ApiError(400, message, "prompt", "invalid_value")
+            raise wrong(message, "prompt")
         decoder = tokenizer.decoder()
         ids.append(each)
         texts.append("".join(map(decoder.feed, each)) + decoder.end())
