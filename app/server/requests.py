@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from app.server.errors import ApiError
 from attention_ext import PARTS
@@ -32,7 +32,17 @@ Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE]
 Tokens = Annotated[int, Field(ge=0), WHOLE]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+TOKEN_ID = r"^[0-9]{1,9}$"
+Biases = Annotated[
+    dict[Annotated[str, Field(pattern=TOKEN_ID)], Bias],
+    WithJsonSchema(  # pydantic's own would admit other keys
+        {
+            "type": "object",
+            "patternProperties": {TOKEN_ID: {"type": "number", "minimum": -100, "maximum": 100}},
+            "additionalProperties": False,
+        }
+    ),
+]
 
 
 class Body(BaseModel):
@@ -61,7 +71,7 @@ class Writing(Body):
     stop: StopString | Annotated[list[StopString], Field(max_length=4)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[TokenId, Bias] | None = None
+    logit_bias: Biases | None = None
     user: str | None = Field(None, description="Accepted; nothing depends on it.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
