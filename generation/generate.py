@@ -46,7 +46,13 @@ class StopFilter:
             at, self.found = min(found)
             return self._release(at)
         longest = max(
-            (n for s in self.stop for n in range(1, len(s)) if self._held.endswith(s[:n])), default=0
+            (
+                n
+                for s in self.stop
+                for n in range(1, min(len(s), len(self._held) + 1))
+                if self._held.endswith(s[:n])
+            ),
+            default=0,
         )
         return self._release(len(self._held) - longest)
 

@@ -8,7 +8,7 @@ import warnings
 
 import click
 
-from app.cli import lab, many, measuring, parts, training
+from app.cli import lab, many, measuring, parts, serving, training
 from app.cli.options import notice
 from attention_ext import PARTS, BuildError
 
@@ -16,6 +16,7 @@ from attention_ext import PARTS, BuildError
 WRITE = [(f"{name} --inference", f"Write text with {name}: {part.summary}.") for name, part in PARTS.items()]
 SECTIONS = {
     "Write many texts": many.COMMANDS,
+    "Serve": serving.COMMANDS,
     "Lab test": (*parts.COMMANDS, lab.four_d_access, lab.parallel),
     "Measure": measuring.COMMANDS,
     "Train": training.COMMANDS,

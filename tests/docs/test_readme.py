@@ -18,13 +18,14 @@ TORCHRUN = r"(?:-m torch\.distributed\.run [-.\w ]+ )?"
 DOCUMENTS = {
     "README.md": (10, 5),
     "CONTRIBUTING.md": (0, 0),
-    "SECURITY.md": (0, 0),
+    "SECURITY.md": (1, 0),
     "docs/attention.md": (9, 5),
     "docs/benchmarking.md": (2, 3),
     "docs/cli.md": (0, len(commands.commands)),
     "docs/decoder.md": (3, 3),
     "docs/gpu.md": (7, 10),
     "docs/scale.md": (6, 10),
+    "docs/serve.md": (4, 1),
     "tests/robustness/README.md": (1, 0),
 }
 

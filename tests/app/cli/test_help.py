@@ -27,6 +27,7 @@ def test_help_does_not_import_torch():
         ["bench", "-h"],
         ["race", "-h"],
         ["bulk", "-h"],
+        ["serve", "-h"],
     ):
         done = subprocess.run(
             [sys.executable, "-c", code.format(arguments)], cwd=ROOT, capture_output=True, text=True
@@ -37,7 +38,8 @@ def test_help_does_not_import_torch():
 def test_commands_are_listed_in_sections(cli):
     lines = cli("--help").stdout.splitlines()
     headings = [line for line in lines if re.fullmatch(r"[A-Z].*:", line)]
-    assert headings == ["Options:", "Write:", "Write many texts:", "Lab test:", "Measure:", "Train:"]
+    assert headings[:4] == ["Options:", "Write:", "Write many texts:", "Serve:"]
+    assert headings[4:] == ["Lab test:", "Measure:", "Train:"]
     names = [line[2:].split("  ")[0] for line in lines[lines.index("Write:") :] if re.match(r"  \w", line)]
     assert names == [*(f"{part} --inference" for part in PARTS), *commands.commands]
 

@@ -1,0 +1,152 @@
+"""serve: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from app.cli.options import (
+    all_of,
+    kv_cache_option,
+    notice,
+    set_threads,
+    size_option,
+    threads_option,
+    weights_option,
+)
+from attention_ext import PARTS, BuildError, processor
+
+PACKAGES = {"starlette", "uvicorn", "httptools", "uvloop", "pydantic", "prometheus_client"}
+
+serve_options = all_of(
+    click.option(
+        "-m",
+        "--model",
+        "models",
+        multiple=True,
+        default=["shakes256"],
+        show_default=True,
+        help="Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt; may be repeated.",
+    ),
+    click.option(
+        "--part",
+        type=click.Choice(list(PARTS)),
+        default="part4",
+        show_default=True,
+        help="Attention of requests that name none.",
+    ),
+    click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at."),
+    click.option(
+        "--port",
+        type=click.IntRange(0, 65535),
+        default=8000,
+        show_default=True,
+        help="Port to listen at; 0 takes a free one.",
+    ),
+    size_option("--slots", default=32, most=4096, help="Texts written at once, of each model and part."),
+    size_option("--queue", default=256, most=10**6, help="Texts that may wait, for each model and part."),
+    threads_option,
+    weights_option,
+    kv_cache_option,
+    click.option(
+        "--api-key", "api_keys", multiple=True, help="A key that clients must send; may be repeated."
+    ),
+    click.option(
+        "--api-key-file",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="File with a key in each line; other users cannot see it in a list of processes.",
+    ),
+    click.option(
+        "--allow-origin",
+        "origins",
+        multiple=True,
+        metavar="URL",
+        help="Let pages of this origin call from a browser; may be repeated.",
+    ),
+    click.option(
+        "--allow-host",
+        "hosts",
+        multiple=True,
+        metavar="NAME",
+        help="Admit this name in the Host header too, * any; may be repeated.",
+    ),
+    click.option("--insecure", is_flag=True, help="Listen beyond this machine without a key."),
+    click.option(
+        "--grace",
+        type=click.FloatRange(0, 86_400),
+        default=10.0,
+        show_default=True,
+        help="Seconds that running requests have to finish after SIGTERM or Ctrl-C.",
+    ),
+)
+
+
+@click.command()
+@serve_options
+def serve(
+    models: tuple[str, ...],
+    host: str,
+    threads: int | None,
+    api_keys: tuple[str, ...],
+    api_key_file: Path | None,
+    insecure: bool,
+    **options,
+) -> None:
+    """Serve models through OpenAI's API.
+
+    It needs more packages: pip install -e '.[serve]'. A request with a seed gets the text that --inference
+    writes with it, alone or among others. The defaults of sampling are OpenAI's: temperature 1, all tokens.
+    """
+    try:
+        from app.server import running
+        from app.server.security import is_loopback
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in PACKAGES:
+            raise
+        raise BuildError(f"serve needs {error.name}: pip install -e '.[serve]'") from None
+    from app.server.settings import Settings
+
+    keys = (*api_keys, *(keys_of(api_key_file) if api_key_file else ()))
+    if any(
+        not key.strip() or not key.isascii() or not key.isprintable() or key != key.strip() for key in keys
+    ):
+        raise ValueError("--api-key must be of printable ASCII characters, without spaces around it")
+    if not (is_loopback(host) or keys or insecure):
+        raise ValueError(
+            f"--host {host} can be reached by others; give --api-key or --api-key-file, or --insecure"
+        )
+    processor.let_waiting_threads_sleep()
+    import torch
+
+    from model import load
+
+    set_threads(threads)
+    settings = Settings(
+        tuple(dict.fromkeys(models)),
+        host=host,
+        threads=torch.get_num_threads(),
+        api_keys=keys,
+        **options,
+    )
+    checkpoints = {name: load(name) for name in settings.models}
+    server, listener = running.make(checkpoints, settings), running.bind(settings)
+    address, port = listener.getsockname()[:2]
+    shown = f"[{address}]" if ":" in address else address
+    notice(f"Loading {', '.join(settings.models)}; http://{shown}:{port}")
+    running.serve(server, listener, notice)
+
+
+def keys_of(file: Path) -> list[str]:
+    """The keys in a file, one in each line. Raises ValueError if there are none, OSError."""
+    try:
+        keys = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--api-key-file {os.fspath(file)} is not UTF-8: {error.reason}") from None
+    if not keys:
+        raise ValueError(f"--api-key-file {os.fspath(file)} has no key; it must have one in a line")
+    return keys
+
+
+COMMANDS = (serve,)

@@ -1,0 +1,67 @@
+"""A request that is being written: the event loop's end of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from app.server.choices import Choice, Piece
+from app.server.errors import ApiError
+from app.server.plan import Plan
+
+
+class Call:
+    """A request's choices, and the pieces of them that the scheduler has sent to the event loop.
+
+    buffer_bytes: of pieces that are not taken; with more the reader is too slow, and `overflowed` is called.
+    All of it but `choices` belongs to the event loop.
+    """
+
+    def __init__(self, plan: Plan, buffer_bytes: int) -> None:
+        self.plan = plan
+        self.choices = [Choice(plan, number) for number in range(len(plan.requests))]
+        self.began = time.monotonic()
+        self.gone = False  # the client has left, or was dropped
+        self.overflowed: Callable[[], None] = lambda: None
+        self._buffer_bytes = buffer_bytes
+        self._inbox: list[Piece] = []
+        self._held = 0  # bytes in it
+        self._error: ApiError | None = None
+        self._waiting: asyncio.Future[None] | None = None
+
+    def put(self, piece: Piece | ApiError) -> None:
+        """Take a piece, or the error that ends the request."""
+        if isinstance(piece, ApiError):
+            self._error = piece
+        else:
+            self._inbox.append(piece)
+            if self.plan.stream:
+                self._held += piece.bytes
+                if self._held > self._buffer_bytes and not self.gone:
+                    self.overflowed()
+        self._wake()
+
+    def leave(self) -> None:
+        """The client has left."""
+        self.gone = True
+        self._wake()
+
+    async def pieces(self) -> list[Piece]:
+        """Wait for pieces; return all, or none if the client has left. Raises the ApiError that ended it."""
+        if not (self._inbox or self._error or self.gone):
+            self._waiting = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiting
+            finally:
+                self._waiting = None
+        if self.gone:
+            return []
+        if self._error:
+            raise self._error
+        taken, self._inbox, self._held = self._inbox, [], 0
+        return taken
+
+    def _wake(self) -> None:
+        if self._waiting and not self._waiting.done():
+            self._waiting.set_result(None)

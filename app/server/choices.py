@@ -1,0 +1,152 @@
+"""A text of a request as it grows: what of it may be sent, and the log-probabilities of what was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from app.server.plan import Plan
+from generation.generate import Completion, Growing, StopFilter
+from generation.writer import Text, TokenLogprob
+from model.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Score:
+    """A token's text, its log-probability, the likeliest tokens in its place; start: characters before it.
+
+    logprob: None for a prompt's token that nothing predicts. top: likeliest first.
+    """
+
+    token: str
+    start: int
+    logprob: float | None = None
+    top: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(slots=True)
+class Piece:
+    """What a choice has written since its last piece. finish: its finish_reason, with the last piece.
+
+    new_tokens: of the whole text. mean_logprob: of them, if they were asked for.
+    """
+
+    number: int
+    text: str
+    scores: list[Score] | None
+    finish: str | None = None
+    new_tokens: int = 0
+    mean_logprob: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """Roughly what it takes in a stream."""
+        return 200 + len(self.text) + sum(80 + 60 * len(score.top) for score in self.scores or ())
+
+
+class Choice:
+    """The text of one of a plan's requests. The scheduler's thread alone uses it once it was submitted."""
+
+    def __init__(self, plan: Plan, number: int) -> None:
+        self.plan, self.number = plan, number
+        self.request = plan.requests[number]
+        completion = Completion(self.request, number)
+        self.growing = Growing(completion, plan.tokenizer.decoder(), StopFilter(self.request.stop))
+        self.text: Text | None = None  # once it has joined
+        self.delivered_at = 0.0  # 0 before the first piece
+        self._scores = Scores(plan.tokenizer) if self.request.logprobs is not None else None
+        self._sum = 0.0  # of its log-probabilities
+        self._started = self._echoed = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is to be written."""
+        return self.growing.ended or self.plan.unwritten and self._started
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Append tokens that the writer has written."""
+        self._started = True
+        if self._scores and self.text and self.request.prompt_logprobs and not self._scores.begun:
+            self._scores.prompt(self.request.ids, self.text.prompt_logprobs or [])
+        if self.plan.unwritten:
+            return
+        before = self.growing.completion.new_tokens
+        self.growing.add(tokens)
+        if self._scores and self.text:
+            fresh = self.text.logprobs[: self.growing.completion.new_tokens - before]
+            self.text.logprobs.clear()
+            self._sum += sum(each.logprob for each in fresh)
+            self._scores.add(fresh)
+
+    def take(self) -> Piece | None:
+        """What may be sent now, if there is anything; the last piece once it has ended."""
+        finish = None
+        if self.ended:
+            self.growing.finish()
+            finish = self.growing.completion.finish_reason or "length"
+        done = self.growing.completion
+        text = done.text
+        done.pieces.clear()
+        if self.plan.echo and not self._echoed:
+            self._echoed = True
+            text = self.plan.prompts[self.number // self.plan.candidates] + text
+        if not text and finish is None:
+            return None
+        scores = None
+        if self._scores and self.plan.logprobs is not None:
+            scores = self._scores.release(len(text), finish == "length")
+        new_tokens = 0 if self.plan.unwritten else done.new_tokens
+        mean = self._sum / new_tokens if new_tokens else 0.0
+        return Piece(self.number, text, scores, finish, new_tokens, mean)
+
+
+@dataclass
+class Scores:
+    """The scores of a text's tokens, held until the text of each is sent."""
+
+    tokenizer: Tokenizer
+    begun: bool = False
+    _waiting: list[Score] = field(default_factory=list)
+    _read: int = 0  # characters of all tokens so far
+    _released: int = 0  # characters sent
+
+    def __post_init__(self) -> None:
+        self._decoder = self.tokenizer.decoder()
+        self._texts: dict[int, str] = {}
+
+    def prompt(self, ids: Sequence[int], known: Sequence[TokenLogprob | None]) -> None:
+        """Take the prompt's tokens; only the last ones were read, and so have log-probabilities."""
+        self.begun = True
+        unread = len(ids) - len(known)
+        for i, token in enumerate(ids):
+            self._take(token, known[i - unread] if i >= unread else None)
+
+    def add(self, tokens: Sequence[TokenLogprob]) -> None:
+        """Take new tokens."""
+        self.begun = True
+        for each in tokens:
+            self._take(each.token, each)
+
+    def release(self, characters: int, everything: bool) -> list[Score]:
+        """The scores of the tokens that begin in the next characters of the text."""
+        self._released += characters
+        count = next((i for i, s in enumerate(self._waiting) if s.start >= self._released), None)
+        count = len(self._waiting) if everything or count is None else count
+        released, self._waiting = self._waiting[:count], self._waiting[count:]
+        return released
+
+    def _take(self, token: int, known: TokenLogprob | None) -> None:
+        score = Score(self.text_of(token), self._read)
+        if known is not None:
+            score.logprob = known.logprob
+            score.top = tuple((self.text_of(other), logprob) for other, logprob in known.top)
+        self._waiting.append(score)
+        self._read += len(self._decoder.feed(token))
+
+    def text_of(self, token: int) -> str:
+        """A token alone; the replacement character stands for bytes that are no character."""
+        text = self._texts.get(token)
+        if text is None:
+            decoder = self.tokenizer.decoder()
+            text = self._texts[token] = decoder.feed(token) + decoder.end()
+        return text

@@ -1,0 +1,52 @@
+"""Errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from starlette.types import Receive, Scope, Send
+
+
+@dataclass
+class ApiError(Exception):
+    """A refusal that a client reads as {"error": {"message", "type", "param", "code"}}.
+
+    param: the field that is wrong. code: a word for programs. headers: further ones of the response.
+    """
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def type(self) -> str:
+        """OpenAI's word for whose mistake it is."""
+        if self.status == 429:
+            return "rate_limit_error"
+        return "invalid_request_error" if self.status < 500 else "server_error"
+
+    def body(self) -> bytes:
+        """The response's JSON."""
+        shown = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return json.dumps({"error": shown}).encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it as the response."""
+        await respond(send, self.status, self.body(), headers=self.headers)
+
+
+async def respond(
+    send: Send,
+    status: int,
+    body: bytes,
+    content_type: str = "application/json",
+    headers: tuple[tuple[str, str], ...] = (),
+) -> None:
+    """Send a whole response."""
+    all_headers = (("content-type", content_type), ("content-length", str(len(body))), *headers)
+    encoded = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in all_headers]
+    await send({"type": "http.response.start", "status": status, "headers": encoded})
+    await send({"type": "http.response.body", "body": body})

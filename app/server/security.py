@@ -1,0 +1,99 @@
+"""Who may call: the Host header, browsers' origins, and keys.
+
+Plain ASGI: the queue of Starlette's BaseHTTPMiddleware has no bound.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Callable, Sequence
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.server.errors import ApiError
+from app.server.settings import Settings
+
+LOCAL = ("localhost", "127.0.0.1", "::1")
+OPEN = "/health"  # the path that needs no key
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs on this machine reach a host."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def host_of(header: str) -> str:
+    """A Host header without its port, in lower case; an IPv6 address without its brackets."""
+    header = header.strip().lower()
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0]
+
+
+def secured(app: ASGIApp, settings: Settings, count: Callable[[ApiError], None]) -> ASGIApp:
+    """The application behind the checks: Host, then CORS if there are origins, then keys if there are any.
+
+    count: called with each refusal.
+    """
+    if settings.api_keys:
+        app = KeyCheck(app, settings.api_keys, count)
+    if settings.origins:
+        app = CORSMiddleware(
+            app, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    return HostCheck(app, (*LOCAL, settings.host, *settings.hosts), count)
+
+
+class HostCheck:
+    """Refuses requests to other hosts: a page of another site whose name leads here (DNS rebinding)."""
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str], count: Callable[[ApiError], None]) -> None:
+        self.app, self.count = app, count
+        self.hosts = frozenset(host.strip("[]").lower() for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and "*" not in self.hosts:
+            given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+            if len(given) != 1 or host_of(given[0]) not in self.hosts:
+                shown = ascii(given[0][:100]) if given else "missing"
+                message = (
+                    f"The Host header is {shown}; the server must be started with --allow-host to admit it."
+                )
+                refusal = ApiError(403, message, code="host_not_allowed")
+                self.count(refusal)
+                await refusal(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+class KeyCheck:
+    """Admits requests with a key, `Authorization: Bearer KEY`, on every path but /health."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], count: Callable[[ApiError], None]) -> None:
+        self.app, self.count = app, count
+        self.keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != OPEN and not self.admits(scope):
+            message = "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'."
+            refusal = ApiError(
+                401, message, code="invalid_api_key", headers=(("www-authenticate", "Bearer"),)
+            )
+            self.count(refusal)
+            await refusal(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def admits(self, scope: Scope) -> bool:
+        """Whether the request has one of the keys; the time does not tell which, nor how much of one."""
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
+        matches = [hmac.compare_digest(key.strip(), each) for each in self.keys]
+        return scheme.lower() == b"bearer" and any(matches)

@@ -1,0 +1,196 @@
+"""Clients that leave, read slowly, come in crowds, or send what is no request."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
+
+from app.server.settings import Settings
+
+from .conftest import MODEL, serving, until
+
+LONG = {"model": MODEL, "prompt": "a" * 128, "max_tokens": 60_000}  # each token reads a window
+
+
+@pytest.fixture(scope="module")
+def small(extension):
+    """A server with one slot and a queue of two."""
+    limits = {"body_bytes": 10_000, "body_seconds": 0.5, "buffer_bytes": 20_000, "most_scores": 10**6}
+    settings = Settings((MODEL,), slots=1, queue=2, **limits)
+    with serving(settings) as client:
+        yield client
+
+
+@contextmanager
+def request(
+    client, path: str = "/v1/completions", receive_buffer: int | None = None, **fields
+) -> Iterator[socket.socket]:
+    """A request on a raw connection, which is closed at the end."""
+    body = json.dumps(LONG | fields).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.socket() as connection:
+        if receive_buffer:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.settimeout(20)
+        connection.connect(("127.0.0.1", client.port))
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        yield connection
+
+
+def running(client) -> float:
+    return client.metric("attention_texts_running")
+
+
+def queued(client) -> float:
+    return client.metric("attention_texts_queued")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_slot(small, stream):
+    small.idle()
+    cancelled = small.metric("attention_texts_cancelled_total")
+    with request(small, stream=stream) as connection:
+        until(lambda: running(small) == 1)
+        connection.close()
+        seconds = until(lambda: running(small) == 0)
+    assert seconds < 0.5  # with the time of asking for the metrics; measured below by the scheduler alone
+    assert small.metric("attention_texts_cancelled_total") == cancelled + 1
+
+
+def test_a_disconnect_cancels_within_50_ms(small):
+    """Seen from the scheduler itself: the median of several, as the machine may be busy."""
+    scheduler, found = small.server.application.scheduler, []
+    name = (MODEL, "part4")
+    for stream in (True, False) * 3:
+        small.idle()
+        with request(small, stream=stream) as connection:
+            until(lambda: running(small) == 1)
+            start = time.perf_counter()
+            connection.close()
+            while scheduler.unfinished(name):
+                time.sleep(0.0005)
+            found.append(time.perf_counter() - start)
+    assert sorted(found)[len(found) // 2] < 0.05, found
+
+
+def test_a_client_that_leaves_the_queue(small):
+    small.idle()
+    with request(small, stream=True), request(small) as waiting:
+        until(lambda: queued(small) == 1)
+        waiting.close()
+        until(lambda: queued(small) == 0)
+        assert running(small) == 1
+
+
+def test_a_full_queue_answers_429(small):
+    small.idle()
+    with request(small), request(small), request(small):
+        until(lambda: queued(small) == 2)
+        refused = small.complete()
+        assert refused.status == 429 and int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    small.idle()
+    assert small.complete().status == 200
+    assert small.complete(n=4).json()["error"]["param"] == "n"  # more than ever fit
+
+
+def test_a_slow_reader_is_dropped(small):
+    small.idle()
+    dropped = small.metric("attention_streams_dropped_total")
+    fields = {"prompt": "a", "logprobs": 5, "stream_options": {"interval_ms": 0}}
+    with request(small, receive_buffer=4096, stream=True, **fields):
+        until(lambda: running(small) == 1)
+        until(lambda: small.metric("attention_streams_dropped_total") == dropped + 1)
+        small.idle()
+    assert small.complete().status == 200
+
+
+def test_a_stalled_reader_is_dropped(extension):
+    settings = Settings((MODEL,), slots=1, stall_seconds=0.3, buffer_bytes=10**9, most_scores=10**6)
+    with serving(settings) as client:
+        fields = {"prompt": "a", "logprobs": 5, "stream_options": {"interval_ms": 0}}
+        with request(client, receive_buffer=4096, stream=True, **fields):
+            until(lambda: client.metric("attention_streams_dropped_total") == 1)
+        client.idle()
+
+
+def test_what_is_no_request(small):
+    assert small.send("POST", "/v1/completions", b"{}").json()["error"]["code"] == "unsupported_media_type"
+    assert small.send("POST", "/v1/completions", b"{}", content_type="text/plain").status == 415
+    long = small.complete(prompt="a" * 10_001)
+    assert long.status == 413 and long.json()["error"]["code"] == "body_too_large"
+    chunks = iter([b"a" * 6000, b"a" * 6000])
+    assert small.send("POST", "/v1/completions", chunks, content_type="application/json").status == 413  # type: ignore
+    for data in (b"", b"\xff\xfe", b"[]", b"{" * 9000):
+        assert small.send("POST", "/v1/completions", data, content_type="application/json").status == 400
+
+
+def test_a_body_that_does_not_come(small):
+    with socket.create_connection(("127.0.0.1", small.port), 20) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        assert b" 408 " in connection.recv(10_000).partition(b"\r\n")[0]
+
+
+def test_a_head_that_does_not_come(small, monkeypatch):
+    monkeypatch.setattr("app.server.running.HEAD_SECONDS", 0.2)
+    for data in (b"", b"POST /v1/comp", b"GET / HTTP/1.1\r\nHost: loc"):
+        with socket.create_connection(("127.0.0.1", small.port), 20) as connection:
+            connection.sendall(data)
+            try:
+                assert connection.recv(1000) == b""
+            except ConnectionResetError:
+                pass
+    monkeypatch.setattr("app.server.running.HEAD_SECONDS", 20.0)
+    with socket.create_connection(("127.0.0.1", small.port), 20) as connection, pytest.raises(OSError):
+        connection.sendall(b"GET / HTTP/1.1\r\n")
+        for _ in range(30_000):
+            connection.sendall(b"X-Header: " + b"a" * 1000 + b"\r\n")
+
+
+def test_random_clients_leave_nothing_behind(client):
+    """Some read all, some leave at once, in the middle, or in the queue."""
+    client.idle()
+    threads, started = threading.active_count(), time.perf_counter()
+    failures: list[object] = []
+
+    def one(number: int) -> None:
+        try:
+            if number % 3 == 0:
+                text = client.complete(seed=number, max_tokens=20, stream=number % 2 == 0).text()
+                if len(text) != 20:
+                    failures.append(text)
+            elif number % 3 == 1:
+                with request(client, prompt="a", max_tokens=5000, stream=number % 2 == 0) as connection:
+                    if number % 2:  # its answer would come at the end only
+                        time.sleep(number / 10_000)
+                    else:
+                        connection.recv(1 + number)
+            elif client.complete(temperature="hot").status != 400:
+                failures.append("a bad request was admitted")
+        except OSError as error:
+            failures.append(error)
+
+    def many(first: int) -> None:
+        for number in range(first, 300, 10):
+            one(number)
+
+    workers = [threading.Thread(target=many, args=(i,)) for i in range(10)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    client.idle()
+    assert failures == [] and time.perf_counter() - started < 60
+    until(lambda: threading.active_count() <= threads)
+    assert not client.server.application.writing.active
+    lanes = client.server.application.scheduler._lanes.values()
+    assert all(lane._writer.free == lane.slots for lane in lanes if lane.opened)

@@ -1,0 +1,132 @@
+"""gpt.py serve as a process: what it says, how it ends, and what it refuses to start with."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+
+import pytest
+from support import ROOT
+
+from .conftest import MODEL, Client, until
+
+pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
+
+
+@dataclass
+class Running:
+    """A server's process."""
+
+    child: subprocess.Popen
+    client: Client
+    said: str
+
+
+@pytest.fixture
+def start(process, extension):
+    """Start a server; wait until it is ready."""
+
+    def run(*arguments) -> Running:
+        child = process("serve", "-m", MODEL, "--port", 0, *arguments)
+        said = child.stderr.readline()
+        port = re.search(r"http://127\.0\.0\.1:(\d+)$", said, re.M)
+        assert port, said + child.stderr.read()
+        assert "Ready" in child.stderr.readline()
+        return Running(child, Client(int(port[1])), said)
+
+    return run
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_running_requests_finish(start, number):
+    server = start("--grace", 30)
+    client, texts = server.client, []
+    slow = {"prompt": "a" * 128, "max_tokens": 400, "part": "part1"}
+
+    def write() -> None:
+        texts.append(client.complete(**slow, stream=True).text())
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    kept = socket.create_connection(("127.0.0.1", client.port), 20)
+    until(lambda: client.metric("attention_texts_running") == 1)
+    server.child.send_signal(number)
+    until(lambda: client.get("/health").status == 503)
+    refused = client.complete()
+    assert refused.status == 503 and refused.headers["retry-after"]
+    assert refused.json()["error"]["code"] == "shutting_down"
+    thread.join(60)
+    kept.close()
+    assert len(texts[0]) == 400
+    assert server.child.wait(20) == 0
+
+
+def test_the_grace_period_ends(start):
+    server = start("--grace", 0.2)
+    body = json.dumps({"model": MODEL, "prompt": "a" * 128, "max_tokens": 60_000, "stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", server.client.port), 20) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert connection.recv(10)
+        server.child.send_signal(signal.SIGTERM)
+        assert until(lambda: server.child.poll() is not None) < 5
+    assert server.child.returncode == 0
+    assert "Traceback" not in server.child.stderr.read()
+
+
+def test_a_second_signal_ends_at_once(start):
+    server = start("--grace", 60)
+    with socket.create_connection(("127.0.0.1", server.client.port), 20) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+        server.child.send_signal(signal.SIGINT)
+        server.child.send_signal(signal.SIGTERM)
+        assert until(lambda: server.child.poll() is not None) < 5
+
+
+def test_keys_from_a_file(start, tmp_path):
+    (tmp_path / "keys").write_text("one\n\ntwo\n")
+    client = start("--api-key-file", tmp_path / "keys", "--api-key", "three").client
+    assert client.get("/v1/models").status == 401
+    for key in ("one", "two", "three"):
+        assert client.get("/v1/models", Authorization=f"Bearer {key}").status == 200
+
+
+def test_what_it_refuses_to_start_with(failed, tmp_path):
+    assert "--insecure" in failed("serve", "--host", "0.0.0.0")
+    assert "was not found" in failed("serve", "-m", "nothing")
+    assert "--api-key" in failed("serve", "--api-key", " ")
+    (tmp_path / "keys").write_text("\n")
+    assert "has no key" in failed("serve", "--api-key-file", tmp_path / "keys")
+    assert "No such file" in failed("serve", "--api-key-file", tmp_path / "none")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "in use" in failed("serve", "-m", MODEL, "--port", taken.getsockname()[1])
+
+
+def test_the_quick_start_imports_nothing_of_it():
+    """Nor does the help of serve."""
+    code = (
+        "import sys; from app.cli import main\n"
+        "try: main({!r})\n"
+        "except SystemExit: pass\n"
+        "names = ('starlette', 'uvicorn', 'pydantic', 'prometheus_client', 'app.server')\n"
+        "print([name for name in names if name in sys.modules])"
+    )
+    write = ["part0", "--inference", "-m", MODEL, "--max-new-tokens", "1", "--num-samples", "1"]
+    for arguments in (["serve", "--help"], write):
+        command = [sys.executable, "-c", code.format(arguments)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.stdout.endswith("[]\n"), done.stderr
+
+
+def test_without_the_packages_it_says_what_to_install():
+    code = "import sys; sys.modules['uvicorn'] = None\nfrom app.cli import main; main(['serve'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (
+        done.returncode == 2 and done.stderr.count("\n") == 1 and "pip install -e '.[serve]'" in done.stderr
+    )

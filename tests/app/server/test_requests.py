@@ -1,0 +1,264 @@
+"""Each field of the requests: what is right, and that what is wrong gets 400 with its name in `param`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+
+pytest.importorskip("pydantic", reason="pip install -e '.[serve]'")
+
+from app.server import plan as plans
+from app.server.errors import ApiError
+from app.server.requests import ChatBody, CompletionBody, parse
+from app.server.settings import Settings
+from model.checkpoint import Checkpoint
+from model.tokenizer import CharTokenizer
+
+CHARACTERS = sorted(set("\n :ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefgh"))
+CHECKPOINT = Checkpoint(tiny.gpt(vocab_size=len(CHARACTERS)), CharTokenizer(CHARACTERS))
+MESSAGES = [{"role": "user", "content": "a"}]
+FLOATS = ["1", True, [], {}, "nan"]
+INTS = [*FLOATS, 1.5]
+COMMON = {  # field: (good values, bad values)
+    "temperature": ([0, 0.0, 1, 2, None], [-0.1, 2.1, *FLOATS]),
+    "top_p": ([1e-9, 0.5, 1, None], [0, -1, 1.01, *FLOATS]),
+    "n": ([1, 3.0, 128, None], [0, -1, 129, 10**30, *INTS]),
+    "seed": ([0, 7, 2**63 - 1, None], [-1, 2**63, 10**30, *INTS]),
+    "stop": (
+        ["a", ["a"], ["a", "b", "c", "d"], [], None],
+        ["", [""], "a" * 257, list("abcde"), 1, [1], {}, True],
+    ),
+    "presence_penalty": ([-2, 0, 2, 0.5, None], [-2.1, 2.1, *FLOATS]),
+    "frequency_penalty": ([-2, 0, 2, 0.5, None], [-2.1, 2.1, *FLOATS]),
+    "logit_bias": (
+        [{}, {"0": 100, "3": -100.0}, None],
+        [{"a": 1}, {"0": 101}, {"0": "1"}, {"99": 1}, [1], 3],
+    ),
+    "user": (["someone", "", None], [1, [], {}, True]),
+    "stream": ([True, False, None], ["true", 1, 0, []]),
+    "top_k": ([1, 200, None], [0, -1, 2**63, *INTS]),
+    "min_p": ([0, 0.5, 1, None], [-0.1, 1.1, *FLOATS]),
+    "repetition_penalty": ([0.5, 1, 2, None], [0, -1, *FLOATS]),
+    "part": (["part0", "part4", None], ["part9", "", 4, True]),
+    "context": (["slide", "reset", None], ["other", 1]),
+    "model": ([], [1, None, [], True]),
+}
+COMPLETION = COMMON | {
+    "prompt": (
+        ["a", ["a", "b"], [1, 2.0], [[1], [2, 3.0]], None],
+        [
+            1,
+            1.5,
+            {},
+            True,
+            [],
+            [[]],
+            "",
+            [""],
+            [1, "a"],
+            ["a", 1],
+            [[1], "a"],
+            [-1],
+            [99],
+            [[1], [99]],
+            [1.5],
+            "#",
+            "é",
+        ],
+    ),
+    "max_tokens": ([0, 1.0, 65_536, None], [-1, 65_537, 10**30, *INTS]),
+    "best_of": ([1, 5, None], [0, 129, *INTS]),
+    "echo": ([True, False, None], ["true", 1]),
+    "logprobs": ([0, 5, None], [-1, 6, *INTS]),
+    "suffix": ([None], ["a", "", 1]),
+}
+CHAT = COMMON | {
+    "max_tokens": ([0, 1, None], [-1, 65_537, *INTS]),
+    "max_completion_tokens": ([0, 1, None], [-1, 65_537, *INTS]),
+    "logprobs": ([True, False, None], [0, 1, "true"]),
+    "speaker": (["ROMEO", None], ["", 1, "a" * 65]),
+}
+UNSUPPORTED = [
+    "tools",
+    "functions",
+    "response_format",
+    "audio",
+    "modalities",
+    "store",
+    "x",
+    "Ä",
+    "a b",
+    "__class__",
+]
+
+
+def planned(kind, **fields):
+    """The plan of a body."""
+    if kind is ChatBody:
+        return plans.of_chat(parse(kind, json.dumps(fields).encode()), CHECKPOINT, Settings())
+    return plans.of_completion(parse(kind, json.dumps(fields).encode()), CHECKPOINT, Settings())
+
+
+def refused(kind, **fields) -> ApiError:
+    """The refusal of a body."""
+    with pytest.raises(ApiError) as caught:
+        planned(kind, **fields)
+    assert caught.value.status == 400
+    return caught.value
+
+
+BASES = {CompletionBody: {"model": "m", "prompt": "a"}, ChatBody: {"model": "m", "messages": MESSAGES}}
+FIELDS = [(CompletionBody, name) for name in COMPLETION] + [(ChatBody, name) for name in CHAT]
+
+
+def values(kind, name: str):
+    return (COMPLETION if kind is CompletionBody else CHAT)[name]
+
+
+@pytest.mark.parametrize("kind, name", FIELDS, ids=[f"{kind.__name__}.{name}" for kind, name in FIELDS])
+def test_each_field(kind, name):
+    good, bad = values(kind, name)
+    for value in good:
+        planned(kind, **BASES[kind] | {name: value})
+    for value in bad:
+        error = refused(kind, **BASES[kind] | {name: value})
+        assert (error.param or "").startswith(name), (value, error)
+        assert name in error.message, (value, error.message)
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_the_tables_have_all_fields(kind):
+    tested = {name for each, name in FIELDS if each is kind}
+    assert kind.model_fields.keys() - tested <= {"stream_options", "messages", "top_logprobs"}
+
+
+@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_fields_are_named(kind, name):
+    for value in (1, None, [], "a"):
+        error = refused(kind, **BASES[kind] | {name: value})
+        assert error.param == name and repr(name) in error.message
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_what_is_missing_is_named(kind):
+    for name in BASES[kind].keys() - {"prompt"}:
+        fields = BASES[kind] | {}
+        del fields[name]
+        assert refused(kind, **fields).param == name
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_bodies_that_are_no_object(kind):
+    for data in (
+        b"",
+        b"{",
+        b"[]",
+        b"1",
+        b"null",
+        b'"a"',
+        b"\xff",
+        b"{]",
+        b'{"model": NaN}',
+        b"[" * 10_000,
+        b'"\\ud800"',
+    ):
+        with pytest.raises(ApiError) as caught:
+            parse(kind, data)
+        assert caught.value.status == 400 and "Traceback" not in caught.value.message
+
+
+def test_options_of_streams():
+    assert planned(CompletionBody, model="m", prompt="a", stream=True).interval == 0.016
+    options = {"include_usage": True, "interval_ms": 0}
+    plan = planned(CompletionBody, model="m", prompt="a", stream=True, stream_options=options)
+    assert plan.include_usage and plan.interval == 0
+    assert refused(CompletionBody, model="m", prompt="a", stream_options={}).param == "stream_options"
+    for wrong in ({"interval_ms": -1}, {"interval_ms": 1.5}, {"include_usage": 1}, {"x": 1}):
+        (name,) = wrong
+        error = refused(CompletionBody, model="m", prompt="a", stream=True, stream_options=wrong)
+        assert error.param == f"stream_options.{name}"
+
+
+def test_messages():
+    for wrong, param in (
+        ([], "messages"),
+        ("a", "messages"),
+        ([1], "messages[0]"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"content": "a"}], "messages[0].role"),
+        ([{"role": "tool", "content": "a"}], "messages[0].role"),
+        ([*MESSAGES, {"role": "user", "content": 1}], "messages[1].content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content"),
+        ([{"role": "user", "content": "a", "name": 1}], "messages[0].name"),
+        ([{"role": "user", "content": "a", "tool_calls": []}], "messages[0].tool_calls"),
+        ([{"role": "user", "content": "a#b"}], "messages"),
+    ):
+        assert refused(ChatBody, model="m", messages=wrong).param == param, wrong
+    assert "'#'" in refused(ChatBody, model="m", messages=[{"role": "user", "content": "#"}]).message
+
+
+def test_what_goes_together():
+    chat = {"model": "m", "messages": MESSAGES}
+    assert refused(ChatBody, **chat, top_logprobs=2).param == "top_logprobs"
+    assert planned(ChatBody, **chat, top_logprobs=2, logprobs=True).logprobs == 2
+    assert refused(ChatBody, **chat, max_tokens=1, max_completion_tokens=2).param == "max_tokens"
+    text = {"model": "m", "prompt": "a"}
+    assert refused(CompletionBody, **text, n=3, best_of=2).param == "best_of"
+    assert refused(CompletionBody, **text, best_of=2, stream=True).param == "best_of"
+    assert refused(CompletionBody, **text, n=2, seed=2**63 - 1).param == "seed"
+    assert refused(CompletionBody, model="m", prompt=["a"] * 129).param == "prompt"
+    assert refused(CompletionBody, model="m", prompt=["a"] * 2, n=65).param == "n"
+
+
+def test_large_answers_are_refused():
+    text = {"model": "m", "prompt": "a"}
+    assert planned(CompletionBody, **text, logprobs=0, max_tokens=16_384)
+    assert refused(CompletionBody, **text, logprobs=0, max_tokens=16_385).param == "logprobs"
+    assert refused(CompletionBody, **text, logprobs=0, max_tokens=200, n=100).param == "logprobs"
+    long = {"model": "m", "prompt": "a" * 20_000, "max_tokens": 1, "echo": True}
+    assert planned(CompletionBody, **long) and planned(
+        CompletionBody, **long | {"logprobs": 0, "echo": False}
+    )
+    assert refused(CompletionBody, **long, logprobs=0).param == "logprobs"
+    assert refused(CompletionBody, **long, n=20).param == "echo"
+
+
+def test_choices_are_numbered_by_prompt_and_seeded():
+    plan = planned(CompletionBody, model="m", prompt=["a", [2]][:1] + ["b"], n=2, seed=5)
+    assert [(r.seed, r.ids) for r in plan.requests] == [
+        (5, plan.requests[0].ids),
+        (6, plan.requests[0].ids),
+        (7, plan.requests[2].ids),
+        (8, plan.requests[2].ids),
+    ]
+    assert plan.requests[0].ids != plan.requests[2].ids and plan.prompt_tokens == 2
+    seeds = {planned(CompletionBody, model="m", prompt="a").requests[0].seed for _ in range(8)}
+    assert len(seeds) == 8
+
+
+def test_the_defaults_are_openais():
+    request = planned(CompletionBody, model="m", prompt="a").requests[0]
+    assert request.max_new_tokens == 16 and request.context == "slide" and request.stop == ()
+    assert (request.sampling.temperature, request.sampling.top_k, request.sampling.top_p) == (1.0, None, 1.0)
+    chat = planned(ChatBody, model="m", messages=MESSAGES).requests[0]
+    assert chat.max_new_tokens == CHECKPOINT.model.config.block_size and chat.stop == ("\n\n",)
+
+
+def test_a_chat_is_a_play():
+    messages = [
+        {"role": "system", "content": "Be bad"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            "name": "ROMEO",
+        },
+        {"role": "assistant", "content": "c", "name": "JULIET"},
+        {"role": "user", "content": "d"},
+    ]
+    expected = "SYSTEM:\nBe bad\n\nROMEO:\nab\n\nJULIET:\nc\n\nUSER:\nd\n\n"
+    assert planned(ChatBody, model="m", messages=messages).play == expected + "JULIET:\n"
+    assert planned(ChatBody, model="m", messages=messages, speaker="A").play == expected + "A:\n"
+    assert planned(ChatBody, model="m", messages=MESSAGES).play == "USER:\na\n\nASSISTANT:\n"

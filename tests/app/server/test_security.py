@@ -1,0 +1,99 @@
+"""Who is let in: the Host header, keys, browsers' origins."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
+
+from app.server.security import host_of, is_loopback
+from app.server.settings import Settings
+
+from .conftest import MODEL, serving
+
+ORIGIN = "https://example.org"
+
+
+def test_hosts():
+    for header, host in (
+        ("localhost", "localhost"),
+        ("LOCALHOST:80", "localhost"),
+        ("[::1]:8000", "::1"),
+        ("[::1]", "::1"),
+        ("a.example:1", "a.example"),
+        ("", ""),
+    ):
+        assert host_of(header) == host
+    assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.9.9.9", "::1")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "")))
+
+
+def test_the_host_header_is_checked(client):
+    for host in ("localhost", "127.0.0.1", "[::1]", "LocalHost:99"):
+        assert client.get("/health", Host=host).status == 200
+    for host in ("example.org", "localhost.example.org", "", "127.0.0.1.nip.io", "[::2]", "\xe9"):
+        for path in ("/health", "/", "/v1/models", "/nothing"):
+            refused = client.get(path, Host=host)
+            assert refused.status == 403 and refused.json()["error"]["code"] == "host_not_allowed"
+
+
+def test_there_is_no_cors_unless_asked_for(client):
+    response = client.get("/v1/models", Origin=ORIGIN)
+    assert not [name for name in response.headers if name.startswith("access-control")]
+    assert client.send("OPTIONS", "/v1/completions", Origin=ORIGIN).status == 405
+
+
+@pytest.fixture(scope="module")
+def guarded(extension):
+    settings = Settings((MODEL,), api_keys=("first", "second"), origins=(ORIGIN,), hosts=("a.example",))
+    with serving(settings) as client:
+        yield client
+
+
+def test_keys_cover_all_but_health(guarded):
+    assert guarded.get("/health").status == 200
+    paths = (
+        "/",
+        "/metrics",
+        "/v1/models",
+        "/openapi.json",
+        "/nothing",
+        "/health/",
+        "//health",
+        "/v1/completions",
+    )
+    for path in paths:
+        for header in (
+            "",
+            "Bearer",
+            "Bearer ",
+            "Bearer wrong",
+            "Bearer firs",
+            "Bearer firstt",
+            "Basic first",
+            "\xff",
+        ):
+            refused = guarded.get(path, Authorization=header)
+            assert refused.status == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+            assert refused.headers["www-authenticate"] == "Bearer"
+        assert guarded.get(path).status == 401
+    for header in ("Bearer first", "bearer second", "Bearer  second"):
+        assert guarded.get("/v1/models", Authorization=header).status == 200
+
+
+def test_a_page_of_an_admitted_origin_may_call(guarded):
+    preflight = {"Origin": ORIGIN, "Access_Control_Request_Method": "POST"}
+    asked = guarded.send(
+        "OPTIONS", "/v1/completions", Access_Control_Request_Headers="authorization", **preflight
+    )
+    assert asked.status == 200 and asked.headers["access-control-allow-origin"] == ORIGIN
+    assert "authorization" in asked.headers["access-control-allow-headers"]
+    answer = guarded.get("/v1/models", Authorization="Bearer first", Origin=ORIGIN)
+    assert answer.headers["access-control-allow-origin"] == ORIGIN
+    other = guarded.send("OPTIONS", "/v1/completions", **preflight | {"Origin": "https://other.example"})
+    assert other.status == 400 and "access-control-allow-origin" not in other.headers
+
+
+def test_further_hosts_are_admitted(guarded):
+    assert guarded.get("/health", Host="A.example:8000").status == 200
+    assert guarded.get("/health", Host="b.example").status == 403

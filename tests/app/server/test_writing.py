@@ -1,0 +1,257 @@
+"""Texts through the API: shapes, the command line's bytes, log-probabilities, choices, streams."""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
+
+from app.server.settings import Settings
+from attention_ext import PARTS
+from model import load
+from model.train import evaluate
+
+from .conftest import MODEL, serving
+
+CLI_SAMPLING = {"temperature": 0.8, "top_k": 200}  # the command line's defaults
+USER = {"role": "user", "content": "Who is there?"}
+
+
+def written(cli, prompt: str, seed: int, tokens: int, *arguments: str, part: str = "part4") -> str:
+    """The command line's text, without the prompt."""
+    done = cli(
+        part, "--inference", "-m", MODEL, "--prompt", prompt, "--seed", seed, "--num-samples", 1,
+        "--max-new-tokens", tokens, "--json", *arguments,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["text"]
+
+
+def test_a_seed_gives_the_command_lines_text(client, cli):
+    cases = [
+        ("ROMEO:", 1, 200, {}, ()),
+        ("\n", 2, 100, {"stop": ["\n\n", "the"]}, ("--stop", "\n\n", "--stop", "the")),
+        ("JULIET:\n" * 20, 3, 150, {"context": "reset"}, ("--context", "reset")),
+        ("A", 4, 60, {"top_p": 0.7, "min_p": 0.05, "repetition_penalty": 1.2, "top_k": 5, "temperature": 1.1},
+         ("--top-p", 0.7, "--min-p", 0.05, "--repetition-penalty", 1.2, "--top-k", 5, "--temperature", 1.1)),
+        ("B", 5, 60, {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+         ("--presence-penalty", 1.5, "--frequency-penalty", 0.5)),
+    ]  # fmt: skip
+    for prompt, seed, tokens, fields, arguments in cases:
+        fields = {"prompt": prompt, "seed": seed, "max_tokens": tokens} | CLI_SAMPLING | fields
+        expected = written(cli, prompt, seed, tokens, *arguments)
+        assert client.complete(**fields).text() == expected
+        assert client.complete(**fields, stream=True).text() == expected
+        assert client.complete(**fields, stream=True, stream_options={"interval_ms": 0}).text() == expected
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_same_text_in_every_part(client, cli, part):
+    expected = written(cli, "ROMEO:", 7, 40, part=part)
+    response = client.complete(seed=7, max_tokens=40, part=part, **CLI_SAMPLING)
+    assert response.text() == expected and response.json()["system_fingerprint"].endswith(part)
+
+
+def test_a_text_is_the_same_among_thirty_others(client, cli):
+    expected = {seed: written(cli, f"{'ABCDEFGH'[seed % 8]}:", seed, 90) for seed in range(4)}
+
+    def one(seed: int) -> str:
+        draw = random.Random(seed)
+        if seed < 4:
+            fields = {"prompt": f"{'ABCDEFGH'[seed % 8]}:", "max_tokens": 90} | CLI_SAMPLING
+        else:  # a neighbour, of any length and sampling
+            fields = {"prompt": "x" * draw.randrange(1, 150), "max_tokens": draw.randrange(200)}
+            fields |= {"temperature": draw.random() * 2, "logprobs": draw.choice([None, 0, 5])}
+        return client.complete(seed=seed, stream=draw.random() < 0.7, **fields).text()
+
+    with ThreadPoolExecutor(34) as pool:
+        texts = list(pool.map(one, range(34)))
+    assert texts[:4] == [expected[seed] for seed in range(4)]
+    client.idle()
+
+
+def test_the_mean_log_probability_is_the_loss(client):
+    checkpoint = load(MODEL)
+    text = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n"
+    loss = evaluate(checkpoint.model, torch.tensor(checkpoint.tokenizer.encode(text)))
+    response = client.complete(prompt=text, max_tokens=0, echo=True, logprobs=2).json()
+    choice = response["choices"][0]
+    assert choice["text"] == text and choice["finish_reason"] == "length"
+    assert response["usage"]["completion_tokens"] == 0
+    scores = choice["logprobs"]
+    assert scores["tokens"] == list(text) and scores["token_logprobs"][0] is scores["top_logprobs"][0] is None
+    assert scores["text_offset"] == list(range(len(text)))
+    assert -sum(scores["token_logprobs"][1:]) / (len(text) - 1) == pytest.approx(loss, abs=1e-5)
+    streamed = client.complete(prompt=text, max_tokens=0, echo=True, logprobs=2, stream=True)
+    assert streamed.text() == text
+    pieces = [event["choices"][0]["logprobs"]["token_logprobs"] for event in streamed.events]
+    assert sum(pieces, []) == scores["token_logprobs"]
+
+
+def test_log_probabilities_of_what_is_written(client):
+    fields = {"prompt": "ROMEO:", "max_tokens": 80, "seed": 3, "logprobs": 3, "stop": "\n\n"}
+    choice = client.complete(**fields).json()["choices"][0]
+    scores = choice["logprobs"]
+    assert "".join(scores["tokens"]) == choice["text"] and choice["finish_reason"] == "stop"
+    assert scores["text_offset"] == list(range(6, 6 + len(choice["text"])))
+    assert all(p <= 0 for p in scores["token_logprobs"])
+    for token, logprob, top in zip(scores["tokens"], scores["token_logprobs"], scores["top_logprobs"]):
+        assert 3 <= len(top) <= 4 and top[token] == logprob
+    streamed = client.complete(**fields, stream=True)
+    events = [event["choices"][0]["logprobs"] for event in streamed.events]
+    for key in scores:
+        assert sum((each[key] for each in events), []) == scores[key]
+    without = client.complete(**fields | {"logprobs": None}).json()["choices"][0]
+    assert without["text"] == choice["text"] and without["logprobs"] is None
+    none = client.complete(**fields | {"logprobs": 0}).json()["choices"][0]["logprobs"]
+    assert none["top_logprobs"] is None and none["token_logprobs"] == scores["token_logprobs"]
+    echoed = client.complete(**fields, echo=True).json()["choices"][0]
+    assert echoed["text"] == "ROMEO:" + choice["text"]
+    assert echoed["logprobs"]["token_logprobs"][6:] == scores["token_logprobs"]
+
+
+def test_choices_are_numbered_by_prompt(client):
+    together = client.complete(prompt=["ROMEO:", "JULIET:"], n=2, seed=10, max_tokens=20).json()
+    assert [choice["index"] for choice in together["choices"]] == [0, 1, 2, 3]
+    assert together["usage"] == {"prompt_tokens": 13, "completion_tokens": 80, "total_tokens": 93}
+    alone = [
+        client.complete(prompt=prompt, seed=10 + i, max_tokens=20).text()
+        for i, prompt in enumerate(["ROMEO:", "ROMEO:", "JULIET:", "JULIET:"])
+    ]
+    assert [choice["text"] for choice in together["choices"]] == alone
+    streamed = client.complete(prompt=["ROMEO:", "JULIET:"], n=2, seed=10, max_tokens=20, stream=True)
+    assert [streamed.text(i) for i in range(4)] == alone
+    ids = load(MODEL).tokenizer.encode("JULIET:")
+    assert client.complete(prompt=[ids], seed=12, max_tokens=20).text() == alone[2]
+    assert client.complete(prompt=ids, seed=12, max_tokens=20, echo=True).text() == "JULIET:" + alone[2]
+
+
+def test_the_best_of_several(client):
+    fields = {"seed": 20, "max_tokens": 30}
+    candidates = [
+        client.complete(seed=20 + i, max_tokens=30, logprobs=0).json()["choices"][0] for i in range(5)
+    ]
+    means = [sum(c["logprobs"]["token_logprobs"]) / 30 for c in candidates]
+    ranked = [candidates[i]["text"] for i in sorted(range(5), key=lambda i: -means[i])]
+    best = client.complete(**fields, best_of=5, n=2).json()
+    assert [choice["text"] for choice in best["choices"]] == ranked[:2]
+    assert [choice["index"] for choice in best["choices"]] == [0, 1] and best["choices"][0][
+        "logprobs"
+    ] is None
+    assert best["usage"]["completion_tokens"] == 150
+
+
+def test_the_shapes_of_completions(client):
+    response = client.complete(max_tokens=5).json()
+    assert response.keys() == {"id", "object", "created", "model", "system_fingerprint", "choices", "usage"}
+    assert response["object"] == "text_completion" and response["id"].startswith("cmpl-")
+    assert response["choices"][0].keys() == {"index", "text", "logprobs", "finish_reason"}
+    events = client.complete(max_tokens=50, stream=True, stream_options={"include_usage": True}).events
+    assert len({event["id"] for event in events}) == 1
+    assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 50
+    assert all(event["usage"] is None for event in events[:-1])
+    assert [e["choices"][0]["finish_reason"] for e in events[:-1]] == [None] * (len(events) - 2) + ["length"]
+    assert len(events[0]["choices"][0]["text"]) == 1  # the first token at once
+    assert "usage" not in client.complete(max_tokens=5, stream=True).events[-1]
+    assert client.complete(max_tokens=0).text() == ""
+    assert client.complete(max_tokens=0, echo=True, stream=True).text() == "ROMEO:"
+    assert client.complete().json()["usage"]["completion_tokens"] == 16
+    assert client.complete(prompt=None, max_tokens=3).status == 200
+
+
+def test_the_shapes_of_chats(client):
+    response = client.chat(USER, seed=1, logprobs=True, top_logprobs=2).json()
+    play = "USER:\nWho is there?\n\nASSISTANT:\n"
+    assert response["object"] == "chat.completion" and response["play"] == play
+    choice = response["choices"][0]
+    assert choice["message"]["role"] == "assistant" and "\n\n" not in choice["message"]["content"]
+    expected = client.complete(prompt=play, seed=1, stop="\n\n", max_tokens=128)
+    assert choice["message"]["content"] == expected.text()
+    assert choice["finish_reason"] == expected.json()["choices"][0]["finish_reason"]
+    content = choice["logprobs"]["content"]
+    assert "".join(each["token"] for each in content) == choice["message"]["content"]
+    assert all(
+        len(each["top_logprobs"]) == 2 and bytes(each["bytes"]).decode() == each["token"] for each in content
+    )
+    streamed = client.chat(USER, seed=1, stream=True, n=2)
+    assert streamed.events[0]["choices"][1]["delta"] == {"role": "assistant", "content": ""}
+    assert streamed.events[0]["play"] == play and "play" not in streamed.events[1]
+    assert streamed.text(0) == choice["message"]["content"]
+    assert streamed.text(1) == client.chat(USER, seed=2).text()
+    assert [e["choices"][0]["finish_reason"] for e in streamed.events].count(None) == len(streamed.events) - 2
+    longer = client.chat(USER, seed=1, stop=[], max_completion_tokens=128).text()
+    assert longer.startswith(choice["message"]["content"]) and len(longer) == 128
+
+
+def test_biased_tokens_are_written(client):
+    ids = load(MODEL).tokenizer.encode("ZQ")
+    text = client.complete(logit_bias={str(ids[0]): 100, str(ids[1]): 100}, max_tokens=20).text()
+    assert set(text) <= {"Z", "Q"} and len(text) == 20
+
+
+def test_errors_have_openais_shape(client):
+    error = client.complete(temperature=3).json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error" and error["param"] == "temperature"
+    unknown = client.complete(model="gpt-5")
+    assert unknown.status == 404 and unknown.json()["error"]["code"] == "model_not_found"
+    assert unknown.json()["error"]["param"] == "model"
+    assert client.get("/v1/models/gpt-5").json()["error"]["code"] == "model_not_found"
+    for path, method, status in (
+        ("/v1/nothing", "GET", 404),
+        ("/v1/completions", "GET", 405),
+        ("/", "POST", 405),
+    ):
+        refusal = client.send(method, path)
+        assert refusal.status == status and refusal.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_models_health_page_and_schema(client):
+    models = client.get("/v1/models").json()
+    assert models["object"] == "list" and models["data"][0]["id"] == MODEL
+    assert client.get(f"/v1/models/{MODEL}").json() == models["data"][0]
+    assert client.get("/health").json() == {"status": "ok"}
+    page = client.get("/")
+    assert page.headers["content-type"].startswith("text/html") and MODEL in page.data.decode()
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    document = client.get("/openapi.json").json()
+    fields = document["components"]["schemas"]["CompletionBody"]["properties"]
+    assert {"prompt", "best_of", "suffix", "min_p"} <= fields.keys()
+    assert fields["top_k"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 2**63 - 1}
+
+
+def test_metrics_count(client):
+    client.idle()
+    lane = {"model": MODEL, "part": "part4"}
+    names = (
+        "prompt_tokens_total",
+        "new_tokens_total",
+        "texts_finished_total",
+        "time_to_first_token_seconds_count",
+    )
+    before = [client.metric(f"attention_{name}", **lane) for name in names]
+    client.complete(n=3, max_tokens=20)
+    client.idle()
+    after = [client.metric(f"attention_{name}", **lane) for name in names]
+    assert [b - a for a, b in zip(before, after)] == [18, 60, 3, 3]
+    client.complete(temperature=9)
+    assert client.metric("attention_requests_refused_total", status="400") >= 1
+
+
+def test_several_models(extension):
+    names = ("shakes128", "shakes256")
+    with serving(Settings(names, slots=4)) as client:
+        jobs = [(name, part) for name in names for part in ("part4", "part3")] * 3
+
+        def one(job: tuple[str, str]) -> str:
+            return client.complete(model=job[0], part=job[1], seed=1, max_tokens=60).text()
+
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            texts = dict(zip(jobs, pool.map(one, jobs)))
+        assert texts["shakes128", "part4"] == texts["shakes128", "part3"] != texts["shakes256", "part4"]
+        assert [each["id"] for each in client.get("/v1/models").json()["data"]] == list(names)

@@ -1,0 +1,37 @@
+"""The server's benchmarks run, and print what they promise."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from support import ROOT
+
+pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
+if not hasattr(os, "sched_getaffinity"):
+    pytest.skip("processes cannot be pinned to cores here", allow_module_level=True)
+
+
+def printed(name: str, *arguments: str) -> str:
+    """What a benchmark prints; it runs in a process of its own, because it pins itself to a core."""
+    command = [sys.executable, ROOT / "benchmarks" / name, "-m", "shakes128", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_speed_relative_to_the_engine(extension):
+    shown = printed("serving.py", "--rounds", "1", "--streams", "3", "--tokens", "12")
+    rows = re.findall(r"^\| (\d+) \| [\d,]+ \| [\d,]+ \| \d+% \| \d+% \| \d+% \|$", shown, re.M)
+    assert rows == ["3", "1"], shown
+    assert re.search(r"median [\d.]+ ms, 99th of 100 [\d.]+ ms", shown)
+
+
+def test_many_requests_of_all_kinds(extension):
+    shown = printed("soak.py", "--requests", "100", "--clients", "8")
+    counts = {name: int(number) for name, number in re.findall(r"^(\w+): (\d+)$", shown, re.M)}
+    assert counts.keys() == {"read", "bad", "leave", "reset", "slow"} and sum(counts.values()) == 100
+    assert "texts left in the server: 0" in shown
