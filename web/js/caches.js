@@ -1,22 +1,25 @@
-// Two caches of a processor, fully associative, of 64-byte lines, that replace the line used least recently.
+// Two caches of a processor: lines of 64 bytes in sets of 8, of which the line used least recently is replaced.
 
 const LINE_FLOATS = 16;
+const WAYS = 8;
 export const LINE_BYTES = 64;
 
 class Cache {
   constructor(bytes) {
-    this.lines = new Map(); // in the order of their use
-    this.most = Math.max(1, Math.floor(bytes / LINE_BYTES));
+    const lines = Math.max(1, Math.floor(bytes / LINE_BYTES));
+    this.ways = Math.min(WAYS, lines);
+    this.sets = Array.from({ length: Math.max(1, Math.floor(lines / WAYS)) }, () => []); // the latest last
     this.misses = 0;
   }
 
   // Uses a line; whether it was here.
   use(line) {
-    const here = this.lines.delete(line);
-    if (!here) this.misses++;
-    this.lines.set(line, true);
-    if (this.lines.size > this.most) this.lines.delete(this.lines.keys().next().value);
-    return here;
+    const set = this.sets[line % this.sets.length], at = set.indexOf(line);
+    if (at >= 0) set.splice(at, 1);
+    else this.misses++;
+    set.push(line);
+    if (set.length > this.ways) set.shift();
+    return at >= 0;
   }
 }
 
@@ -47,8 +50,8 @@ export class Memory {
   // Where each line is: 2 in L1, 1 in L2 only, 0 in memory only.
   places() {
     const found = new Uint8Array(this.size);
-    for (const line of this.l2.lines.keys()) found[line] = 1;
-    for (const line of this.l1.lines.keys()) found[line] = 2;
+    for (const line of this.l2.sets.flat()) found[line] = 1;
+    for (const line of this.l1.sets.flat()) found[line] = 2;
     return found;
   }
 

@@ -41,10 +41,12 @@ export const number = (x, digits = 0) =>
 // 3 significant digits.
 export function brief(x) {
   if (x >= 100) return number(x);
-  return x === 0 ? "0" : number(x, Math.max(0, 2 - Math.floor(Math.log10(x))));
+  if (Number.isInteger(x)) return number(x);
+  return number(x, Math.max(0, 2 - Math.floor(Math.log10(x))));
 }
 
 export function bytes(n) {
   if (n < 1024) return `${number(n)} B`;
-  return n < 2 ** 20 ? `${brief(n / 1024)} KB` : `${brief(n / 2 ** 20)} MB`;
+  const [unit, name] = n < 2 ** 20 ? [2 ** 10, "KB"] : n < 2 ** 30 ? [2 ** 20, "MB"] : [2 ** 30, "GB"];
+  return `${brief(n / unit)} ${name}`;
 }

@@ -7,7 +7,7 @@ const CASE = { N: 1024, d: 32, heads: 4, causal: false, br: 192, bc: 256 };
 const BUFFERS = [16 << 10, 256 << 10, 64 << 20]; // read from L1, from L2, from memory, on most machines
 const L1 = 32 << 10;
 const HEADS = ["part", "ms", "GFLOP/s", "of the peak", "bytes into 32 KB", "FLOP/byte", "scratch"];
-const WIDTH = 640, HEIGHT = 400, LEFT = 62, BOTTOM = 352, RIGHT = 624, TOP = 16;
+const WIDTH = 640, HEIGHT = 400, LEFT = 62, BOTTOM = 352, RIGHT = 624, TOP = 30;
 
 export class MeasureView {
   constructor(page) {
@@ -81,8 +81,8 @@ export class MeasureView {
       if (text !== undefined) element.textContent = text;
       parts.push(element);
     };
-    const most = 10 ** Math.ceil(Math.log10(peak * 1.05)), least = most / 1e4, [from, to] = [0.0625, 256];
-    const x = (i) => LEFT + ((RIGHT - LEFT) * Math.log(i / from)) / Math.log(to / from);
+    const most = 10 ** Math.ceil(Math.log10(peak * 1.05)), least = most / 1e3, [from, to] = [0.0625, 256];
+    const x = (i) => LEFT + ((RIGHT - LEFT) * Math.log(Math.min(to, Math.max(from, i)) / from)) / Math.log(to / from);
     const y = (f) => BOTTOM - ((BOTTOM - TOP) * Math.log(Math.max(f, least) / least)) / Math.log(most / least);
     for (let f = least; f <= most * 1.01; f *= 10) {
       add("line", { class: "grid", x1: LEFT, x2: RIGHT, y1: y(f), y2: y(f) });
@@ -93,20 +93,19 @@ export class MeasureView {
       add("text", { x: x(i), y: BOTTOM + 18, "text-anchor": "middle" }, i < 1 ? `1/${1 / i}` : i);
     }
     add("text", { x: (LEFT + RIGHT) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, "operations per byte that comes into L1");
-    add("text", { x: LEFT + 6, y: TOP + 14 }, "operations a second");
+    add("text", { x: 0, y: 14 }, "operations a second");
     bandwidths.forEach((bandwidth) => {
       const ridge = Math.min(to, peak / bandwidth), start = Math.max(from, least / bandwidth);
       if (ridge > from) add("path", { class: "slope", d: `M${x(start)} ${y(start * bandwidth)}L${x(ridge)} ${y(ridge * bandwidth)}` });
     });
     add("path", { class: "roof", d: `M${x(Math.max(from, peak / Math.max(...bandwidths)))} ${y(peak)}H${RIGHT}` });
-    const labels = [];
-    for (const { part, intensity, speed } of points) {
-      const at = { x: x(Math.min(to, intensity)), y: y(speed) };
-      while (labels.some((other) => Math.abs(other.x - at.x) < 50 && Math.abs(other.y - at.y) < 15)) at.y += 15;
-      labels.push(at);
-      add("circle", { cx: x(Math.min(to, intensity)), cy: y(speed), r: 5 });
-      const inside = at.x > RIGHT - 60;
-      add("text", { class: "name", x: at.x + (inside ? -10 : 10), y: at.y + 4, "text-anchor": inside ? "end" : "start" }, part);
+    // A name is right of its point, or left of it if another point is there.
+    const near = (a, b) => a !== b && x(b.intensity) - x(a.intensity) < 70 && x(b.intensity) >= x(a.intensity);
+    for (const point of points) {
+      const [cx, cy] = [x(point.intensity), y(point.speed)];
+      const isLeft = cx > RIGHT - 60 || points.some((p) => near(point, p) && Math.abs(y(p.speed) - cy) < 16);
+      add("circle", { cx, cy, r: 5 });
+      add("text", { class: "name", x: cx + (isLeft ? -10 : 10), y: cy + 4, "text-anchor": isLeft ? "end" : "start" }, point.part);
     }
     svg.replaceChildren(...parts);
   }

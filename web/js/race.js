@@ -47,7 +47,7 @@ export class RaceView {
       this.page.progress(1);
       const past = await this.past(size);
       for (const lane of Object.values(this.lanes)) {
-        lane.past.textContent = `… ${past.text.slice(-70)}`;
+        lane.past.textContent = `… ${past.text.slice(-80).replace(/^\S*\s/, "")}`;
         lane.text.textContent = lane.time.textContent = "";
         lane.box.classList.remove("won");
       }

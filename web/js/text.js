@@ -30,7 +30,7 @@ export class Text {
     const index = new Map(characters.map((c, i) => [c, i]));
     const known = this.branches.filter(([, c]) => index.has(c));
     await engine.call("begin", {
-      part: "part4", ids, seed: BigInt(choices.seed), context: endless ? "reset" : "slide", useCache: true,
+      part: "part4", ids, seed: BigInt(choices.seed), context: endless || choices.context === "reset" ? "reset" : "slide", useCache: true,
       sampling: { temperature: choices.temperature, topK: choices.topk, topP: choices.topp },
       capacity: endless ? config.block_size : Math.min(config.block_size, ids.length + choices.length),
       forced: known.map(([at, c]) => [at, index.get(c)]),

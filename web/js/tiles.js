@@ -30,7 +30,7 @@ export class TilesView {
       this.load();
     });
     for (const id of FIELDS) $(id).addEventListener("input", () => { page.choose({ [id]: Number($(id).value) }); this.make(true); });
-    $("row").addEventListener("input", () => this.showRow());
+    $("row").addEventListener("input", () => { this.pinned = true; this.showRow(); });
     $("tiles-at").addEventListener("input", () => { this.pause(); this.go(Number($("tiles-at").value)); });
     $("tiles-back").addEventListener("click", () => { this.pause(); this.go(this.at - 1); });
     $("tiles-on").addEventListener("click", () => { this.pause(); this.go(this.at + 1); });
@@ -83,7 +83,7 @@ export class TilesView {
     if (!this.heads) return;
     const { choices } = this.page, { N, d } = this, clip = (x) => Math.max(1, Math.min(Math.round(x), N));
     const part = ["part1", "part2", "part3"].includes(choices.part) ? choices.part : "part4";
-    this.sizes = { N, d, Br: clip(choices.br), Bc: clip(choices.bc) };
+    this.sizes = { N, d, Br: clip(choices.br), Bc: clip(choices.bc), rows: this.block.rows };
     $("tiles-part").value = part;
     for (const id of FIELDS) $(id).value = choices[id];
     $("br").max = $("bc").max = N;
@@ -100,12 +100,12 @@ export class TilesView {
     this.steps = steps(part, this.sizes);
     Object.assign(this, simulate(this.steps, matrices(part, this.sizes), l1, l2));
     const problem = { N, d, heads: 1, causal: true, br: this.sizes.Br, bc: this.sizes.Bc };
-    const block = { ...this.block, part2Tile: this.sizes.Br, panel: this.sizes.Br, rows: 1, part4Step: this.sizes.Bc };
+    const block = { ...this.block, part2Tile: this.sizes.Br, panel: this.sizes.Br, part4Step: this.sizes.Bc };
     this.counted = [l1, l2].map((cache) => traffic(part, problem, block, cache).reduce((sum, s) => sum + s.bytes, 0));
     this.showCode();
     $("online").hidden = part !== "part4";
     $("row").max = N - 1;
-    if (!keep) $("row").value = N - 1;
+    this.pinned &&= keep;
     $("tiles-at").max = this.steps.length - 1;
     this.go(Math.round(share * this.steps.length));
   }
@@ -176,7 +176,9 @@ export class TilesView {
 
   showRow() {
     if (this.part !== "part4" || !this.steps) return;
-    const i = Number($("row").value), step = this.steps[this.at], [i0, i1, tile] = step.tile;
+    const [i0, i1, tile] = this.steps[this.at].tile;
+    if (!this.pinned) $("row").value = i1 - 1; // follows the tile until someone chooses a row
+    const i = Number($("row").value);
     const history = online(this.results.S, this.N, i, this.sizes.Bc);
     const now = i < i0 ? history.length - 1 : i >= i1 ? -1 : Math.min(tile, history.length - 1);
     $("row-out").textContent = `query ${i + 1}`;

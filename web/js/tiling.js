@@ -2,7 +2,7 @@
 //
 // A step is {title, text, anchor: a piece of the part's C++ line, paper: numbers of lines, boxes: [{m, r, c, w}],
 // touch: the memory in the order of the loops}. A box is a rectangle [from, to) of rows r and columns c of a matrix m;
-// w: written.
+// w: written. rows: those that a product takes at a time.
 
 const box = (m, r, c, w = false) => ({ m, r, c, w });
 
@@ -59,7 +59,7 @@ function* softmaxRows(N, of) {
   }
 }
 
-function* part2({ N, d, Br: T }) {
+function* part2({ N, d, Br: T, rows: R }) {
   for (let j0 = 0; j0 < N; j0 += T) {
     const j1 = Math.min(j0 + T, N);
     yield {
@@ -78,10 +78,10 @@ function* part2({ N, d, Br: T }) {
         anchor: "simd::multiply({Sij, Nk}", paper: [1],
         boxes: [box("Q", [i0, i1], [0, d]), box("K", [j0, j1], [0, d]), box("S", [i0, i1], [j0, j1], true)],
         *touch() {
-          for (let i = i0; i < i1; i++) {
-            yield row("Q", i, 0, d);
-            for (let c = 0; c < d; c++) yield row("Kt", c, 0, j1 - j0);
-            yield row("S", i, j0, j1);
+          for (let i = i0; i < i1; i += R) {
+            const end = Math.min(i + R, i1);
+            for (let c = 0; c < d; c++) { for (let r = i; r < end; r++) yield row("Q", r, c, c + 1); yield row("Kt", c, 0, j1 - j0); }
+            for (let r = i; r < end; r++) yield row("S", r, j0, j1);
           }
         },
         scores: [i0, i1, j0, j1],
@@ -99,9 +99,10 @@ function* part2({ N, d, Br: T }) {
         anchor: diagonal ? "simd::add_weighted_rows(O + i * d, S + i * Nk + all" : "simd::multiply_add({O + i0 * d, d}", paper: [3],
         boxes: [box("S", [i0, i1], [j0, j1]), box("V", [j0, j1], [0, d]), box("O", [i0, i1], [0, d], true)],
         *touch() {
-          for (let i = i0; i < i1; i++) {
-            for (let j = j0; j < Math.min(j1, i + 1); j++) { yield row("S", i, j, j + 1); yield row("V", j, 0, d); }
-            yield row("O", i, 0, d);
+          for (let i = i0; i < i1; i += R) {
+            const end = Math.min(i + R, i1);
+            for (let j = j0; j < Math.min(j1, end); j++) { for (let r = Math.max(i, j); r < end; r++) yield row("S", r, j, j + 1); yield row("V", j, 0, d); }
+            for (let r = i; r < end; r++) yield row("O", r, 0, d);
           }
         },
         output: [i0, i1, j1 >= i1 ? 1 : j1 / i1],
@@ -140,7 +141,7 @@ function* part3({ N, d }) {
   }
 }
 
-function* part4({ N, d, Br, Bc }) {
+function* part4({ N, d, Br, Bc, rows: R }) {
   const state = (rows) => function* () {
     yield row("ml", 0, 0, rows);
     yield row("ml", 1, 0, rows);
@@ -169,7 +170,11 @@ function* part4({ N, d, Br, Bc }) {
         anchor: "scores(0, 0, std::min(keys, first + W));", paper: [6, 7, 8],
         boxes: [box("Q", [i0, i1], [0, d]), box("K", [j0, seen], [0, d]), box("S", [i0, i1], [j0, seen], true)],
         *touch() {
-          for (let k = j0; k < seen; k++) { yield row("K", k, 0, d); for (let c = 0; c < d; c++) yield row("Qt", c, 0, rows); yield row("S", k - j0, 0, rows); }
+          for (let k = j0; k < seen; k += R) {
+            const end = Math.min(k + R, seen);
+            for (let c = 0; c < d; c++) { for (let r = k; r < end; r++) yield row("K", r, c, c + 1); yield row("Qt", c, 0, rows); }
+            for (let r = k; r < end; r++) yield row("S", r - j0, 0, rows);
+          }
         },
         scores: area, forget: j ? [i0, i1, j0 - Bc, j0] : null, tile: [i0, i1, j - 1],
       };
@@ -197,8 +202,10 @@ function* part4({ N, d, Br, Bc }) {
         anchor: "simd::multiply_add({Ot, t.R}, {j.V, 1, j.ldV}", paper: [10],
         boxes: [box("S", [i0, i1], [j0, seen]), box("V", [j0, seen], [0, d]), box("O", [i0, i1], [0, d], true)],
         *touch() {
-          for (let k = j0; k < seen; k++) { yield row("V", k, 0, d); yield row("S", k - j0, 0, rows); }
-          for (let c = 0; c < d; c++) yield row("Ot", c, 0, rows);
+          for (let c = 0; c < d; c += R) {
+            for (let k = j0; k < seen; k++) { yield row("V", k, c, Math.min(c + R, d)); yield row("S", k - j0, 0, rows); }
+            for (let r = c; r < Math.min(c + R, d); r++) yield row("Ot", r, 0, rows);
+          }
         },
         output: [i0, i1, seen / i1], tile: [i0, i1, j],
       };

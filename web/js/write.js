@@ -5,7 +5,7 @@ import { formatBranches, parseBranches } from "./state.js";
 import { Text } from "./text.js";
 
 const BARS = 10;
-const FIELDS = ["model", "weights", "prompt", "seed", "length", "stop", "pace", "temperature", "topk", "topp"];
+const FIELDS = ["model", "weights", "prompt", "seed", "length", "context", "stop", "pace", "temperature", "topk", "topp"];
 const NUMBERS = ["length", "pace", "temperature", "topk", "topp"];
 
 export class WriteView {
@@ -39,7 +39,7 @@ export class WriteView {
       $(id).addEventListener("change", () => this.restart());
     }
     for (const id of ["model", "weights"]) $(id).addEventListener("change", () => this.restart());
-    for (const id of ["seed", "length", "stop", "pace", "endless"]) $(id).addEventListener("change", () => this.restart());
+    for (const id of ["seed", "length", "context", "stop", "pace", "endless"]) $(id).addEventListener("change", () => this.restart());
     $("position").addEventListener("input", () => this.select(Number($("position").value)));
     $("text").addEventListener("click", (event) => this.touch(event));
     $("file").addEventListener("change", () => this.page.openFiles([...$("file").files]));
@@ -92,7 +92,7 @@ export class WriteView {
     $("halt").disabled = false;
     $("unbranch").hidden = branches.length === 0;
     try {
-      await text.run((piece, whole) => { if (this.text === text) this.show(piece, whole); });
+      await text.run((piece, whole) => { if (this.text === text) this.append(piece, whole); });
     } catch (error) {
       this.page.problem(error);
     }
@@ -112,7 +112,7 @@ export class WriteView {
     this.status();
   }
 
-  show(piece, whole) {
+  append(piece, whole) {
     const node = $("text-new").firstChild, box = $("text");
     const follows = box.scrollTop + box.clientHeight > box.scrollHeight - 40;
     if (whole) node.data = this.text.text;
@@ -130,7 +130,7 @@ export class WriteView {
     if (!text || text.running || !text.written) { $("write-status").textContent = ""; return; }
     const speed = number(Math.round(text.speed / 100) * 100);
     $("write-status").textContent =
-      `${number(text.written)} characters with part4, ${speed} a second where the kernels alone are timed`;
+      `${number(text.written)} characters with part4, ${speed} a second without the pace`;
   }
 
   showCommand() {
@@ -140,7 +140,7 @@ export class WriteView {
     if (c.topp < 1) words.push(`--top-p ${c.topp}`);
     if (c.weights !== "fp32") words.push(`--weights ${c.weights}`);
     if (c.stop) words.push(`--stop ${quote(c.stop)}`);
-    if (c.endless) words.push("--context reset");
+    if (c.endless || c.context === "reset") words.push("--context reset");
     $("command").textContent = words.join(" ");
   }
 
