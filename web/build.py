@@ -67,7 +67,9 @@ def make(folder: Path = DIST) -> bool:
 def fingerprint() -> str:
     """A hash of the sources and the checkpoints."""
     files = [path for path in sorted(WEB.rglob("*")) if path.is_file() and DIST not in path.parents]
-    own = [path.read_bytes() for path in files if path.suffix in (".py", ".js", ".css", ".html", ".cpp", ".h")]
+    own = [
+        path.read_bytes() for path in files if path.suffix in (".py", ".js", ".css", ".html", ".cpp", ".h")
+    ]
     sums = [(ROOT / "checkpoints" / name / SUMS).read_bytes() for name in SHIPPED]
     return cache.fingerprint([*FLAGS, *own, *sums], CSRC)
 
@@ -79,7 +81,7 @@ def compiled(build: str) -> Path:
     compiler = [sys.executable, "-m", "ziglang", "c++"]
     flags = [*FLAGS, *BUILDS[build]]
     own = sorted([*WEB.glob("*.cpp"), *WEB.glob("*.h")])
-    facts = [*flags, toolchain.version(compiler), *(path.read_bytes() for path in own)]
+    facts: list[str | bytes] = [*flags, toolchain.version(compiler), *(path.read_bytes() for path in own)]
     named = cache.fingerprint(facts, CSRC)
     made = cache.real(cache.directory()) / f"attention_ext_web_{build}_{named}" / "kernels.wasm"
     units = [*found(CSRC, SOURCES), *sorted(WEB.glob("*.cpp"))]
@@ -96,8 +98,14 @@ def compiled(build: str) -> Path:
 
 def sources() -> dict[str, dict[str, str]]:
     """The C++ of each part that is a kernel, for the page to show."""
-    paths = {name: next((CSRC / "cpu").glob(f"{part.operator}.cpp")) for name, part in PARTS.items() if part.operator}
-    return {name: {"name": path.name, "text": path.read_text(encoding="utf-8")} for name, path in paths.items()}
+    paths = {
+        name: next((CSRC / "cpu").glob(f"{part.operator}.cpp"))
+        for name, part in PARTS.items()
+        if part.operator
+    }
+    return {
+        name: {"name": path.name, "text": path.read_text(encoding="utf-8")} for name, path in paths.items()
+    }
 
 
 def write_models(folder: Path) -> None:
@@ -113,13 +121,16 @@ def write_models(folder: Path) -> None:
         exact, half = folder / f"{name}.safetensors", folder / f"{name}-bf16.safetensors"
         shutil.copyfile(directory / "model.safetensors", exact)
         safetensors.torch.save_file(rounded(safetensors.torch.load_file(exact)), half)
-        files = {p: {"path": f"models/{f.name}", "bytes": f.stat().st_size} for p, f in (("bf16", half), ("fp32", exact))}
+        files = {
+            p: {"path": f"models/{f.name}", "bytes": f.stat().st_size}
+            for p, f in (("bf16", half), ("fp32", exact))
+        }
         index[name] = {"config": config, "characters": characters, "files": files}
     (folder / "models.json").write_text(json.dumps(index), encoding="utf-8")
 
 
 def rounded(weights: dict) -> dict:
-    """The weights with those matrices in bfloat16 that --weights bf16 rounds: the embeddings stay as they are."""
+    """The weights with those matrices in bfloat16 that --weights bf16 rounds: all but the embeddings."""
     import torch
 
     def is_rounded(name: str) -> bool:
@@ -130,7 +141,9 @@ def rounded(weights: dict) -> dict:
 
 def preloading(html: str, folder: Path) -> str:
     """The page with hints of what it will load, so that nothing waits for what loads it."""
-    links = [f'<link rel="modulepreload" href="js/{path.name}">' for path in sorted((folder / "js").glob("*.js"))]
+    links = [
+        f'<link rel="modulepreload" href="js/{path.name}">' for path in sorted((folder / "js").glob("*.js"))
+    ]
     return html.replace("</head>", "\n".join([*links, "</head>"]))
 
 

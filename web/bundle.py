@@ -31,19 +31,21 @@ def one_file(folder: Path, source: Path, models: tuple[str, ...]) -> str:
         path = model["files"]["bf16"]["path"]
         assets[path] = (folder / path).read_bytes()
     policy = (
-        f"default-src 'none'; script-src '{digest(script)}' 'wasm-unsafe-eval' blob:; style-src '{digest(style)}'; "
-        "worker-src blob:; img-src data:; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src '{digest(script)}' 'wasm-unsafe-eval' blob:; "
+        f"style-src '{digest(style)}'; worker-src blob:; img-src data:; base-uri 'none'; form-action 'none'"
     )
     html = replaced(html, r'(?<=Content-Security-Policy" content=")[^"]*', policy)
     html = replaced(html, r'<link rel="stylesheet" href="style.css">', f"<style>{style}</style>")
     html = replaced(html, r'<script type="module" src="js/main.js"></script>\n', "")
-    data = "\n".join(f'<script type="text/plain" id="asset:{name}">{packed(b)}</script>' for name, b in assets.items())
-    code = f'<script type="text/plain" id="asset:worker.js">{worker}</script>\n<script type="module">{script}</script>'
-    return replaced(html, "</body>", f"{data}\n{code}\n</body>")
+    data = "\n".join(
+        f'<script type="text/plain" id="asset:{name}">{packed(b)}</script>' for name, b in assets.items()
+    )
+    data += f'\n<script type="text/plain" id="asset:worker.js">{worker}</script>'
+    return replaced(html, "</body>", f'{data}\n<script type="module">{script}</script>\n</body>')
 
 
 def joined(folder: Path, entry: str) -> str:
-    """The modules that an entry needs, in their order, in one script. Raises ValueError for an unknown form."""
+    """The modules that an entry needs, in their order, as a script. Raises ValueError for an unknown form."""
     done: dict[str, str] = {}
 
     def add(name: str) -> None:
@@ -56,7 +58,9 @@ def joined(folder: Path, entry: str) -> str:
         body = IMPORT.sub(lambda m: f"const {{ {m[1]} }} = {variable(m[2])};", EXPORT.sub("", text))
         if re.search(r"^(?:import|export)\b", body, re.M) or "</script" in body:
             raise ValueError(f"{name} has a form of import or export that the bundle does not know")
-        done[name] = f"const {variable(name)} = (() => {{\n{body}\nreturn {{ {', '.join(exported)} }};\n}})();\n"
+        done[name] = (
+            f"const {variable(name)} = (() => {{\n{body}\nreturn {{ {', '.join(exported)} }};\n}})();\n"
+        )
 
     add(entry)
     return '"use strict";\n' + "".join(done.values())

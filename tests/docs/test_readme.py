@@ -25,6 +25,7 @@ DOCUMENTS = {
     "docs/decoder.md": (3, 3),
     "docs/gpu.md": (7, 10),
     "docs/scale.md": (6, 10),
+    "docs/web.md": (3, 4),
     "tests/robustness/README.md": (1, 0),
 }
 

@@ -148,6 +148,7 @@ SKIPPED = {
     "4Daccess": "it has no options",
     "doctor": "it has no options",
     "bulk": "each run starts a process; tests/generation/test_bulk.py has its errors",
+    "web": "it serves until it is stopped; tests/app/cli/test_web.py has its errors",
     "parallel": "torchrun starts it; tests/attention_ext/test_parallel.py has its errors",
 }
 

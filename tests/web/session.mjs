@@ -6,6 +6,7 @@ const modules = process.argv[2];
 const load = (name) => import(`${modules}/${name}.js`);
 const [{ Session }, { readCheckpoint, encode }, mersenne, sampling, tiling, caches, costs, state, writer] = await Promise.all(
   ["session", "checkpoint", "mersenne", "sampling", "tiling", "caches", "costs", "state", "writer"].map(load));
+const { build } = await load("kernels");
 const session = new Session();
 const bytes = (path) => { const b = readFileSync(path); return b.buffer.slice(b.byteOffset, b.byteOffset + b.length); };
 const json = (path) => JSON.parse(readFileSync(path, "utf8"));
@@ -37,6 +38,7 @@ const calls = {
   weights: (a) => Array.from(session.weights(a)),
   maps: (a) => session.maps(a).map((map) => Array.from(map)),
   heads: (a) => { const { q, k, v } = session.heads(a); return [q, k, v].map((x) => Array.from(x)); },
+  build: () => build(),
   block: () => session.block(),
   scratch: (a) => session.scratch(a),
   attention: (a) => session.attention(a),

@@ -40,7 +40,10 @@ def outcome(node, directory: Path) -> str:
     try:
         return node("check", directory=str(directory))
     except Refused as error:
-        if error.kind not in ("CheckpointError", "SyntaxError"):  # the latter is JSON.parse's, of the test's program
+        if error.kind not in (
+            "CheckpointError",
+            "SyntaxError",
+        ):  # the latter is JSON.parse's, of the test's program
             raise
         return str(error)
 
@@ -116,7 +119,9 @@ def test_a_wrong_configuration_is_refused(node, directory, change, said):
     assert said in outcome(node, directory) and refused_by_python(directory)
 
 
-@pytest.mark.parametrize("characters", [[], ["a"], ["ab", *"cdefghijk"], ["a", *"abcdefghij"], "abc", [1] * 11])
+@pytest.mark.parametrize(
+    "characters", [[], ["a"], ["ab", *"cdefghijk"], ["a", *"abcdefghij"], "abc", [1] * 11]
+)
 def test_a_wrong_vocabulary_is_refused(node, directory, characters):
     (directory / "meta.json").write_text(json.dumps({"characters": characters}))
     assert outcome(node, directory) != "fine" and refused_by_python(directory)
@@ -140,5 +145,5 @@ def test_logits_that_overflow_are_an_error_and_the_next_text_is_written(node, di
 
 def test_a_prompt_with_unknown_characters_is_refused(node, directory, wasm):
     node.load(directory=str(directory))
-    with pytest.raises(Refused, match="does not know 2 of the text's characters: \"X\" \"Y\""):
+    with pytest.raises(Refused, match='does not know 2 of the text\'s characters: "X" "Y"'):
         node("text", prompt="abcXY", length=3)

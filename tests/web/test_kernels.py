@@ -49,7 +49,9 @@ def test_a_text_is_the_native_engines(node, native, part, precision, kernels):
 def test_a_window_slides_as_nanogpts_does(node, native):
     node.load()
     for seed in (7, 2**64 - 1):
-        assert node("text", prompt=PROMPT, seed=str(seed), length=300) == native(seed=seed, max_new_tokens=300)
+        assert node("text", prompt=PROMPT, seed=str(seed), length=300) == native(
+            seed=seed, max_new_tokens=300
+        )
 
 
 def test_a_text_without_cache_and_with_stop(node, native):
@@ -101,7 +103,13 @@ def test_a_seed_gives_pytorchs_numbers(node, seed):
 
 def test_the_distribution_shown_is_the_one_drawn_from(node):
     rng = random.Random(0)
-    for settings in ({}, {"topK": 3}, {"topP": 0.5}, {"topK": 12, "topP": 0.9, "temperature": 1.7}, {"temperature": 0}):
+    for settings in (
+        {},
+        {"topK": 3},
+        {"topP": 0.5},
+        {"topK": 12, "topP": 0.9, "temperature": 1.7},
+        {"temperature": 0},
+    ):
         full = {"temperature": 0.8, "topK": 65, "topP": 1} | settings
         logits = [rng.gauss(0, 2) for _ in range(65)]
         model, filtered = node("distribution", logits=logits, **full)
@@ -132,7 +140,9 @@ def test_weights_and_heads_are_pythons(node):
         q, k, v = (x[0, head] for x in seen[layer])
         for made, expected in zip(node("heads", layer=layer, head=head), (q, k, v)):
             assert torch.allclose(torch.tensor(made).view_as(expected), expected, atol=2e-5)
-        scores = (q.double() @ k.double().T / 32**0.5).masked_fill(torch.ones(len(ids), len(ids)).triu(1) > 0, -torch.inf)
+        scores = (q.double() @ k.double().T / 32**0.5).masked_fill(
+            torch.ones(len(ids), len(ids)).triu(1) > 0, -torch.inf
+        )
         expected = scores.softmax(-1).float()
         made = torch.tensor(node("weights", layer=layer, head=head)).view_as(expected)
         assert (made - expected).abs().max() < 1e-5
@@ -143,15 +153,26 @@ def test_weights_and_heads_are_pythons(node):
 def test_the_costs_are_explains(node):
     node.load()
     sizes = node("block")
-    block = Block(sizes["lanes"], sizes["panel"], sizes["rows"], sizes["part2Tile"], sizes["part2Depth"], sizes["part4Step"])
+    block = Block(
+        sizes["lanes"],
+        sizes["panel"],
+        sizes["rows"],
+        sizes["part2Tile"],
+        sizes["part2Depth"],
+        sizes["part4Step"],
+    )
     assert (block.lanes, block.panel) == (4, 12)
-    for part, N, d, causal, cache in itertools.product(KERNELS, (1, 33, 1024), (24, 64), (False, True), (2048, 2**15, 2**21)):
+    for part, N, d, causal, cache in itertools.product(
+        KERNELS, (1, 33, 1024), (24, 64), (False, True), (2048, 2**15, 2**21)
+    ):
         case = Case(N, N, d, heads=4, causal=causal, br=192, bc=256)
         problem = {"N": N, "d": d, "heads": 4, "causal": causal, "br": 192, "bc": 256}
         counted = costs(part, case, block)
         assert counted and node("flops", **problem) == pytest.approx(case.flops)
         expected = [stream.traffic(cache) for stream in counted.streams]
-        assert node("traffic", part=part, problem=problem, block=sizes, cache=cache) == pytest.approx(expected)
+        assert node("traffic", part=part, problem=problem, block=sizes, cache=cache) == pytest.approx(
+            expected
+        )
 
 
 def test_limits_and_calls_are_timed(node):

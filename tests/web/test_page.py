@@ -24,7 +24,11 @@ def native(query: dict, **settings) -> str:
     weights = query.get("weights", "bf16")
     settings = {"temperature": 0.8, "top_k": 65, "prompt": "ROMEO:"} | settings
     return generate(
-        load(query["model"]), max_new_tokens=query["length"], seed=int(query["seed"]), weights=weights, **settings
+        load(query["model"]),
+        max_new_tokens=query["length"],
+        seed=int(query["seed"]),
+        weights=weights,
+        **settings,
     )
 
 
@@ -96,7 +100,11 @@ def test_the_one_file_opens_from_a_disk(visit, extension, page_folder):
 
 def test_the_page_is_small(page_folder):
     """Without weights, the files of the page, and the one file."""
-    files = [f for f in page_folder.rglob("*") if f.is_file() and f.suffix in (".js", ".css", ".wasm", ".json") or f.name == "index.html"]
+    files = [
+        f
+        for f in page_folder.rglob("*")
+        if f.is_file() and f.suffix in (".js", ".css", ".wasm", ".json") or f.name == "index.html"
+    ]
     once = sum(f.stat().st_size for f in files if f.name != "kernels-simd.wasm" and "models" not in str(f))
     assert once < 400_000
     html = (page_folder / "shakespeare.html").read_text()
@@ -116,7 +124,10 @@ def test_wrong_files_give_a_sentence(visit, tmp_path):
     whole = (tmp_path / "tiny" / names[2]).read_bytes()
     weights = safetensors.torch.load(whole)
     huge = {name: torch.full_like(w, 3e38) if ".mlp." in name else w for name, w in weights.items()}
-    nan = {name: torch.full_like(w, torch.nan) if name.endswith("wpe.weight") else w for name, w in weights.items()}
+    nan = {
+        name: torch.full_like(w, torch.nan) if name.endswith("wpe.weight") else w
+        for name, w in weights.items()
+    }
     contents = {
         "truncated": (whole[:-100], "It has"),
         "hostile": ((2**62).to_bytes(8, "little") + whole[8:], "its header claims 4611686018427388000 bytes"),
@@ -132,7 +143,9 @@ def test_wrong_files_give_a_sentence(visit, tmp_path):
     cases += [[str(tmp_path / "config.json"), *fine[1:]], fine[:1]]
     made = visit("files", cases=cases, fine=fine)
     expected = [said for _, said in contents.values()]
-    for said, part in zip(made["said"], [*expected, "block_size is -1", "with its config.json and meta.json"]):
+    for said, part in zip(
+        made["said"], [*expected, "block_size is -1", "with its config.json and meta.json"]
+    ):
         assert part.lower() in said.lower() and said[0].isupper() and said.endswith(".")
     assert made["text"] == generate(load(str(tmp_path / "tiny")), "abc", 5, temperature=0.8, top_k=65)
 

@@ -11,7 +11,10 @@ from lab.costs import Block
 from web import build
 
 KERNELS = ("part1", "part2", "part3", "part4")
-SIZES = [{"N": N, "d": 32, "Br": br, "Bc": bc, "rows": 4} for N, br, bc in ((1, 1, 1), (13, 4, 5), (32, 8, 8), (48, 48, 1))]
+SIZES = [
+    {"N": N, "d": 32, "Br": br, "Bc": bc, "rows": 4}
+    for N, br, bc in ((1, 1, 1), (13, 4, 5), (32, 8, 8), (48, 48, 1))
+]
 PLENTY = 1 << 20
 
 
@@ -34,11 +37,28 @@ def test_the_anchors_are_in_the_source_once(node, part):
 @pytest.mark.parametrize("part", KERNELS)
 def test_the_caches_take_in_about_what_explain_counts(node, part):
     """Equal where everything fits, but for what is counted as whole lines; else within a factor of 2.7."""
-    for sizes, cache in itertools.product(SIZES[2:3] + [{"N": 48, "d": 32, "Br": 16, "Bc": 8, "rows": 4}], (1024, 2048, 4096, 8192, PLENTY)):
+    for sizes, cache in itertools.product(
+        SIZES[2:3] + [{"N": 48, "d": 32, "Br": 16, "Bc": 8, "rows": 4}], (1024, 2048, 4096, 8192, PLENTY)
+    ):
         block = Block(4, sizes["Br"], 4, sizes["Br"], 64, sizes["Bc"])
-        names = dict(lanes="lanes", panel="panel", rows="rows", part2_tile="part2Tile", part2_depth="part2Depth", part4_step="part4Step")
+        names = dict(
+            lanes="lanes",
+            panel="panel",
+            rows="rows",
+            part2_tile="part2Tile",
+            part2_depth="part2Depth",
+            part4_step="part4Step",
+        )
         problem = {"N": sizes["N"], "d": 32, "heads": 1, "causal": True, "br": sizes["Br"], "bc": sizes["Bc"]}
-        counted = sum(node("traffic", part=part, problem=problem, block={names[k]: v for k, v in vars(block).items()}, cache=cache))
+        counted = sum(
+            node(
+                "traffic",
+                part=part,
+                problem=problem,
+                block={names[k]: v for k, v in vars(block).items()},
+                cache=cache,
+            )
+        )
         came = node("walk", part=part, sizes=sizes, l1=cache, l2=PLENTY)["bytes"][-1]["l1"]
         low, high = (0.99, 1.07) if cache == PLENTY else (1 / 2.7, 2.7)
         assert low <= came / counted <= high, (sizes, cache, came, counted)
@@ -66,7 +86,12 @@ def test_m_and_l_are_the_rows_maximum_and_sum(node):
 def test_the_address_keeps_all_choices(node):
     first = node("parse", fragment="")
     assert first["view"] == "write" and node("format", **first) == "#write"
-    choices = first["choices"] | {"prompt": "To be, & not?\n#", "seed": "18446744073709551615", "temperature": 0, "branches": "3:120"}
+    choices = first["choices"] | {
+        "prompt": "To be, & not?\n#",
+        "seed": "18446744073709551615",
+        "temperature": 0,
+        "branches": "3:120",
+    }
     address = node("format", view="tiles", choices=choices)
     assert node("parse", fragment=address) == {"view": "tiles", "choices": choices}
     assert node("parse", fragment="#nothing?length=x&foo=1&__proto__=2") == first

@@ -81,6 +81,7 @@ export class WriteView {
     this.page.choose(changes);
     this.text?.halt();
     this.selected = null;
+    delete document.documentElement.dataset.written;
     await this.page.ready();
     const { engine } = this.page;
     if (!engine) return;
@@ -205,17 +206,18 @@ export class WriteView {
       row.left.textContent = percent(p[i]);
       row.right.textContent = percent(filtered[i]);
       row.button.toggleAttribute("aria-current", i === chosen);
-      row.button.ariaLabel = `${spoken(characters[i])}: ${percent(p[i])}, after the filters ${percent(filtered[i])}`;
+      row.spoken.textContent = spoken(characters[i]);
       row.character = characters[i];
     });
   }
 
   newBar() {
-    const row = { name: make("b"), before: make("i", { className: "before" }), after: make("i", { className: "after" }) };
+    const row = { name: make("b", { ariaHidden: "true" }), spoken: make("span", { className: "hidden" }), before: make("i", { className: "before" }), after: make("i", { className: "after" }) };
     row.left = make("span");
     row.right = make("span");
-    row.button = make("button", { type: "button" }, row.name,
-      make("span", { className: "track" }, row.before, row.after), row.left, row.right);
+    row.button = make("button", { type: "button" }, row.name, row.spoken,
+      make("span", { className: "track" }, row.before, row.after), row.left,
+      make("span", { className: "hidden", textContent: "after the filters" }), row.right);
     row.button.addEventListener("click", () => this.branch(row.character));
     row.item = make("li", {}, row.button);
     $("bars").append(row.item);
