@@ -17,5 +17,6 @@ await page.evaluate(() => {
   at.value = 25;
   at.dispatchEvent(new Event("input"));
 });
+await page.evaluate(() => document.querySelector("nav").scrollIntoView());
 await page.screenshot({ path: `${root}docs/figures/web.png` });
 await browser.close();

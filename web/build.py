@@ -5,6 +5,7 @@ python -m web.build [FOLDER]
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 import shutil
@@ -42,12 +43,12 @@ def make(folder: Path = DIST) -> bool:
         return False
     if folder.is_dir() and any(folder.iterdir()) and not (folder / STAMP).is_file():
         raise ValueError(f"folder is {folder}; it must be empty, or hold a page that was made before")
-    kernels = {f"kernels-{name}.wasm": compiled(name) for name in BUILDS}
+    kernels = {f"kernels-{name}.wasm.gz": compiled(name) for name in BUILDS}
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "js").mkdir(parents=True)
     (folder / STAMP).write_text("unfinished")
     for name, path in kernels.items():
-        shutil.copyfile(path, folder / name)
+        (folder / name).write_bytes(packed(path.read_bytes()))
     for path in sorted((WEB / "js").glob("*.js")):
         shutil.copyfile(path, folder / "js" / path.name)
     for name in STATIC:
@@ -109,8 +110,8 @@ def sources() -> dict[str, dict[str, str]]:
 
 
 def write_models(folder: Path) -> None:
-    """Write each shipped checkpoint's weights in fp32 and bf16, and models.json, which describes them."""
-    import safetensors.torch
+    """Write each shipped checkpoint's weights, packed, in fp32 and bf16, and models.json about them."""
+    from safetensors.torch import load, save
 
     folder.mkdir()
     index = {}
@@ -118,13 +119,12 @@ def write_models(folder: Path) -> None:
         directory = ROOT / "checkpoints" / name
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         characters = json.loads((directory / "meta.json").read_text(encoding="utf-8"))["characters"]
-        exact, half = folder / f"{name}.safetensors", folder / f"{name}-bf16.safetensors"
-        shutil.copyfile(directory / "model.safetensors", exact)
-        safetensors.torch.save_file(rounded(safetensors.torch.load_file(exact)), half)
-        files = {
-            p: {"path": f"models/{f.name}", "bytes": f.stat().st_size}
-            for p, f in (("bf16", half), ("fp32", exact))
-        }
+        exact = (directory / "model.safetensors").read_bytes()
+        files = {}
+        for precision, content in (("bf16", save(rounded(load(exact)))), ("fp32", exact)):
+            path = folder / f"{name}-{precision}.safetensors.gz"
+            path.write_bytes(packed(content))
+            files[precision] = {"path": f"models/{path.name}", "bytes": path.stat().st_size}
         index[name] = {"config": config, "characters": characters, "files": files}
     (folder / "models.json").write_text(json.dumps(index), encoding="utf-8")
 
@@ -139,11 +139,17 @@ def rounded(weights: dict) -> dict:
     return {name: w.to(torch.bfloat16) if is_rounded(name) else w for name, w in weights.items()}
 
 
+def packed(content: bytes) -> bytes:
+    """Bytes as gzip, the same each time: few hosts compress them, and weights become a sixth smaller."""
+    return gzip.compress(content, 9, mtime=0)
+
+
 def preloading(html: str, folder: Path) -> str:
     """The page with hints of what it will load, so that nothing waits for what loads it."""
-    links = [
-        f'<link rel="modulepreload" href="js/{path.name}">' for path in sorted((folder / "js").glob("*.js"))
-    ]
+    links = ['<link rel="preload" as="fetch" crossorigin href="models/models.json">']
+    for path in sorted((folder / "js").glob("*.js")):
+        if path.name not in ("worker.js", "session.js", "writer.js", "mersenne.js"):  # the worker's
+            links.append(f'<link rel="modulepreload" href="js/{path.name}">')
     return html.replace("</head>", "\n".join([*links, "</head>"]))
 
 

@@ -24,8 +24,8 @@ def one_file(folder: Path, source: Path, models: tuple[str, ...]) -> str:
     script, worker = joined(folder / "js", "main.js"), joined(folder / "js", "worker.js")
     index = json.loads((folder / "models" / "models.json").read_text(encoding="utf-8"))
     inside = {name: index[name] | {"files": {"bf16": index[name]["files"]["bf16"]}} for name in models}
-    assets = {path.name: path.read_bytes() for path in sorted(folder.glob("kernels-*.wasm"))}
-    assets["sources.json"] = (folder / "sources.json").read_bytes()
+    assets = {path.name: path.read_bytes() for path in sorted(folder.glob("kernels-*"))}
+    assets["sources.json"] = gzip.compress((folder / "sources.json").read_bytes(), 9, mtime=0)
     assets["models/models.json"] = json.dumps(inside).encode()
     for model in inside.values():
         path = model["files"]["bf16"]["path"]
@@ -38,7 +38,8 @@ def one_file(folder: Path, source: Path, models: tuple[str, ...]) -> str:
     html = replaced(html, r'<link rel="stylesheet" href="style.css">', f"<style>{style}</style>")
     html = replaced(html, r'<script type="module" src="js/main.js"></script>\n', "")
     data = "\n".join(
-        f'<script type="text/plain" id="asset:{name}">{packed(b)}</script>' for name, b in assets.items()
+        f'<script type="text/plain" id="asset:{name}">{base64.b64encode(content).decode()}</script>'
+        for name, content in assets.items()
     )
     data += f'\n<script type="text/plain" id="asset:worker.js">{worker}</script>'
     return replaced(html, "</body>", f'{data}\n<script type="module">{script}</script>\n</body>')
@@ -69,11 +70,6 @@ def joined(folder: Path, entry: str) -> str:
 def variable(name: str) -> str:
     """The name of a module's exports."""
     return "m_" + re.sub(r"\W", "_", name)
-
-
-def packed(content: bytes) -> str:
-    """Bytes as text: gzip, then base64."""
-    return base64.b64encode(gzip.compress(content, 9, mtime=0)).decode()
 
 
 def digest(text: str) -> str:

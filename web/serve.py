@@ -11,6 +11,7 @@ from typing import Any
 class Handler(SimpleHTTPRequestHandler):
     """Serves a folder without a log; names the types that the page needs, whatever the system says."""
 
+    protocol_version = "HTTP/1.1"  # keeps connections
     extensions_map = SimpleHTTPRequestHandler.extensions_map | {
         ".js": "text/javascript",
         ".json": "application/json",

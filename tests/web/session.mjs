@@ -16,7 +16,10 @@ const files = ({ directory, weights }) => ({
 });
 
 const calls = {
-  load: (a) => session.load({ wasm: readFileSync(a.wasm), precision: a.precision, ...files(a) }).then(() => null),
+  async load(a) {
+    await session.compile({ wasm: readFileSync(a.wasm) });
+    await session.load({ precision: a.precision, ...files(a) });
+  },
   // The text of a request, whose prompt is text.
   text({ prompt, length, stop = [], ...request }) {
     const { characters } = session.checkpoint;

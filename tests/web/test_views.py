@@ -95,3 +95,27 @@ def test_the_address_keeps_all_choices(node):
     address = node("format", view="tiles", choices=choices)
     assert node("parse", fragment=address) == {"view": "tiles", "choices": choices}
     assert node("parse", fragment="#nothing?length=x&foo=1&__proto__=2") == first
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "seed=-1",
+        "seed=18446744073709551616",
+        "length=0",
+        "length=1.5",
+        "length=1e9",
+        "temperature=-1",
+        "topp=0",
+        "window=5000",
+        "l1=60",
+        "n=33",
+        "br=0",
+        "part=part9",
+        "weights=int8",
+        "layer=-1",
+        "endless=",
+    ],
+)
+def test_a_value_out_of_its_range_is_ignored(node, wrong):
+    assert node("parse", fragment=f"#race?{wrong}")["choices"] == node("parse", fragment="")["choices"]

@@ -38,8 +38,8 @@ export class AttentionView {
   // Reads the text again if it is another one.
   async show() {
     const { text, engine } = this.page;
-    if (!engine || !text?.written || this.of === text.text) return;
-    this.of = text.text;
+    if (!engine || !text?.written || (this.of === text && this.written === text.written)) return;
+    Object.assign(this, { of: text, written: text.written });
     const { characters, config } = engine;
     const all = [...(text.dropped ? "" : text.prompt || "\n"), ...text.text].slice(-config.block_size);
     try {

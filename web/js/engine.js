@@ -2,14 +2,16 @@
 
 const inside = (name) => document.getElementById(`asset:${name}`);
 
-// A file's bytes. progress(bytes so far) is called as they come in.
+// A file's bytes, unpacked if they are packed. progress(bytes so far) is called as they come in.
 export async function asset(name, progress = () => {}) {
+  const file = await packed(name, progress), start = new Uint8Array(await file.slice(0, 2).arrayBuffer());
+  if (start[0] !== 0x1f || start[1] !== 0x8b) return file.arrayBuffer(); // the server may have unpacked it
+  return new Response(file.stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
+}
+
+async function packed(name, progress) {
   const element = inside(name);
-  if (element) {
-    const packed = Uint8Array.from(atob(element.textContent.trim()), (c) => c.charCodeAt(0));
-    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-    return new Response(stream).arrayBuffer();
-  }
+  if (element) return new Blob([Uint8Array.from(atob(element.textContent.trim()), (c) => c.charCodeAt(0))]);
   const answer = await fetch(name);
   if (!answer.ok) throw new Error(`${name} was not found (${answer.status})`);
   const parts = [];
@@ -20,7 +22,7 @@ export async function asset(name, progress = () => {}) {
     parts.push(value);
     progress((size += value.length));
   }
-  return new Blob(parts).arrayBuffer();
+  return new Blob(parts);
 }
 
 export async function json(name) {

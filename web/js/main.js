@@ -111,6 +111,10 @@ class Page {
   written() {
     if (this.view !== "write") this.views[this.view].show?.();
     document.documentElement.dataset.written = this.text.written;
+    // Not before the first text, from which it would take bandwidth. Without it the page needs the network each time.
+    if (navigator.serviceWorker && location.protocol.startsWith("http")) {
+      navigator.serviceWorker.register("sw.js").catch(() => {});
+    }
   }
 
   progress(share) {
@@ -126,8 +130,5 @@ class Page {
 
 const sentence = (text) => text[0].toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
 
-if (navigator.serviceWorker && location.protocol.startsWith("http")) {
-  navigator.serviceWorker.register("sw.js").catch(() => {}); // without it the page needs the network each time
-}
 const page = new Page();
 page.start().catch((error) => page.problem(error));

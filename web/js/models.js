@@ -8,7 +8,7 @@ export class Models {
     const models = new Models();
     models.index = await json("models/models.json");
     models.files = new Map(); // promises of bytes, by path
-    models.wasm = asset(`kernels-${build()}.wasm`);
+    models.wasm = asset(`kernels-${build()}.wasm.gz`);
     return models;
   }
 
@@ -30,14 +30,17 @@ export class Models {
   // A worker with a model; progress(share of the bytes).
   async engine(name, precision, progress = () => {}) {
     const { config, characters } = this.index[name];
-    const weights = await this.bytes(name, precision, progress);
-    return this.engineOf({ config, characters, weights, precision });
+    const files = this.bytes(name, precision, progress);
+    return this.engineOf(files.then((weights) => ({ config, characters, weights, precision })));
   }
 
+  // files: a promise of them. The worker starts and compiles the kernels meanwhile.
   async engineOf(files) {
     const engine = new Engine();
+    files.catch(() => {}); // it is awaited below
     try {
-      const { config, characters } = await engine.call("load", { wasm: await this.wasm, ...files });
+      await engine.call("compile", { wasm: await this.wasm });
+      const { config, characters } = await engine.call("load", await files);
       return Object.assign(engine, { config, characters });
     } catch (error) {
       engine.close();
@@ -60,8 +63,7 @@ export class Models {
     const weights = find("model.safetensors");
     if (!weights) throw new Error("choose model.safetensors with its config.json and meta.json");
     const [config, meta] = [await read("config.json"), await read("meta.json")];
-    return this.engineOf({
-      config, characters: meta?.characters, weights: await weights.arrayBuffer(), precision: "fp32",
-    });
+    return this.engineOf(weights.arrayBuffer().then((buffer) => (
+      { config, characters: meta?.characters, weights: buffer, precision: "fp32" })));
   }
 }

@@ -1,16 +1,21 @@
 // What the page's worker does: it holds a checkpoint and answers calls by name. No DOM here, so it runs in node.
-import { Kernels, PARTS, PRECISIONS } from "./kernels.js";
+import { Kernels, PARTS, PRECISIONS, Refused } from "./kernels.js";
 import { readCheckpoint } from "./checkpoint.js";
 import { Writer } from "./writer.js";
 
 const LONGEST_MS = 8; // of a call that writes: half a frame
+const LEAST_TICKS_MS = 10; // of what is timed at once
 
 export class Session {
   // wasm: a build's bytes.
-  async load({ wasm, config, characters, weights, precision }) {
+  async compile({ wasm }) {
+    this.module = await WebAssembly.compile(wasm);
+  }
+
+  // Raises CheckpointError if the files are not a checkpoint's.
+  async load({ config, characters, weights, precision }) {
     const checkpoint = readCheckpoint({ config, characters, weights });
     this.precision = PRECISIONS.indexOf(precision);
-    this.module = await WebAssembly.compile(wasm);
     this.checkpoint = checkpoint;
     await this.restart();
     return { config, characters };
@@ -25,8 +30,14 @@ export class Session {
 
   // Begins a text; see Writer for the request, whose `part` is a name and `forced` a list of pairs here.
   begin(request) {
+    const { block_size, vocab_size } = this.checkpoint.config, { ids, capacity } = request;
+    if (!(capacity >= 1 && capacity <= block_size)) {
+      throw new Refused(`capacity is ${capacity}; it must be from 1 to the block size, ${block_size}`);
+    }
+    if (!ids.length || !ids.every((id) => id >= 0 && id < vocab_size)) throw new Refused("the prompt has no tokens of the model");
     this.writer?.close();
-    this.writer = new Writer(this.kernels, this.handle, this.checkpoint.config.vocab_size, {
+    this.writer = null;
+    this.writer = new Writer(this.kernels, this.handle, vocab_size, {
       ...request,
       part: PARTS.indexOf(request.part),
       precision: this.precision,
@@ -109,7 +120,7 @@ export class Session {
 
   // Sequential reads from a buffer of so many bytes, bytes a second.
   bandwidth({ bytes, ms = 150 }) {
-    const floats = Math.floor(bytes / 64) * 16, passes = Math.max(1, Math.ceil(2 ** 26 / bytes));
+    const floats = Math.floor(bytes / 64) * 16, passes = Math.max(1, Math.ceil(2 ** 24 / bytes));
     return this.kernels.with(4 * floats, (data) => {
       this.kernels.floats(data, floats).fill(1);
       let moved = 0;
@@ -132,17 +143,17 @@ export class Session {
   }
 }
 
-// The least milliseconds of a call. Calls that are short for the clock are timed several at a time.
+// The least milliseconds of a call. Calls that are short are timed together: a browser's clock may tick once in 1 ms.
 function timed(call, ms) {
   const clock = () => performance.now(), start = clock();
-  call();
-  const once = Math.max(clock() - start, 1e-3), together = Math.max(1, Math.ceil(4 / once));
-  let least = Infinity;
+  let together = 1, least = Infinity;
   do {
     const begin = clock();
     for (let i = 0; i < together; i++) call();
-    least = Math.min(least, (clock() - begin) / together);
-  } while (clock() - start < ms);
+    const elapsed = clock() - begin;
+    if (elapsed < LEAST_TICKS_MS) together *= 2;
+    else least = Math.min(least, elapsed / together);
+  } while (least === Infinity || clock() - start < ms);
   return least;
 }
 

@@ -26,16 +26,50 @@ export const DEFAULTS = {
   window: 1024,
   count: 16,
 };
+// What an address may say: a range of whole numbers, or of any ([least, most, 0]), or a list.
+const ANY = 0;
+const ADMITTED = {
+  weights: ["bf16", "fp32"],
+  context: ["slide", "reset"],
+  part: ["part1", "part2", "part3", "part4"],
+  length: [1, 20000, 1],
+  temperature: [0, 2, ANY],
+  topk: [1, 100000, 1],
+  topp: [0.05, 1, ANY],
+  endless: [0, 1, 1],
+  pace: [0, 1000, 1],
+  layer: [0, 1000, 1],
+  head: [0, 1000, 1],
+  query: [-1, 100000, 1],
+  n: [16, 48, 16],
+  br: [1, 48, 1],
+  bc: [1, 48, 1],
+  l1: [9, 14, 1],
+  l2: [11, 17, 1],
+  window: [256, 1024, 256],
+  count: [8, 64, 8],
+};
 export const VIEWS = ["write", "race", "attention", "tiles", "measure"];
 
-// {view, choices} of a fragment. Unknown names and values that are no numbers are ignored.
+// Whether a value may stand in the address.
+function admits(name, value) {
+  if (name === "seed") return isSeed(value);
+  const limits = ADMITTED[name];
+  if (!limits || typeof DEFAULTS[name] === "string") return !limits || limits.includes(value);
+  const [least, most, step] = limits;
+  return value >= least && value <= most && (step === ANY || value % step === 0);
+}
+
+export const isSeed = (text) => /^[0-9]{1,20}$/.test(text) && BigInt(text) < 2n ** 64n;
+
+// {view, choices} of a fragment. Unknown names and values out of their range are ignored.
 export function parse(fragment) {
   const [view, query = ""] = fragment.replace(/^#/, "").split(/\?(.*)/s);
   const choices = { ...DEFAULTS };
   for (const [name, value] of new URLSearchParams(query)) {
     if (!Object.hasOwn(DEFAULTS, name)) continue;
-    if (typeof DEFAULTS[name] === "string") choices[name] = value;
-    else if (value !== "" && Number.isFinite(Number(value))) choices[name] = Number(value);
+    const meant = typeof DEFAULTS[name] === "string" ? value : value === "" ? NaN : Number(value);
+    if (admits(name, meant)) choices[name] = meant;
   }
   return { view: VIEWS.includes(view) ? view : "write", choices };
 }

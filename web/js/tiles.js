@@ -45,8 +45,8 @@ export class TilesView {
   async show() {
     const { text, engine } = this.page;
     if (!engine || !text?.written) return;
-    if (this.of === text.text) { this.go(this.at); return; }
-    this.of = text.text;
+    if (this.of === text && this.written === text.written) { this.go(this.at); return; }
+    Object.assign(this, { of: text, written: text.written });
     try {
       this.sources ??= await json("sources.json");
       this.block ??= await engine.call("block");

@@ -1,7 +1,7 @@
 // The view Write: a text, the distribution of each of its characters, branches.
 import { $, make, number, shown } from "./dom.js";
 import { after, before } from "./sampling.js";
-import { formatBranches, parseBranches } from "./state.js";
+import { formatBranches, isSeed, parseBranches } from "./state.js";
 import { Text } from "./text.js";
 
 const BARS = 10;
@@ -64,7 +64,7 @@ export class WriteView {
   read() {
     const changes = {};
     for (const id of FIELDS) changes[id] = NUMBERS.includes(id) ? Number($(id).value) : $(id).value;
-    if (!/^[0-9]{1,20}$/.test(changes.seed) || BigInt(changes.seed) >= 2n ** 64n) changes.seed = this.choices.seed;
+    if (!isSeed(changes.seed)) changes.seed = this.choices.seed;
     if (!Number.isInteger(changes.length) || changes.length < 1 || changes.length > 20000) {
       changes.length = this.choices.length;
     }
@@ -129,9 +129,9 @@ export class WriteView {
   status() {
     const { text } = this;
     if (!text || text.running || !text.written) { $("write-status").textContent = ""; return; }
-    const speed = number(Math.round(text.speed / 100) * 100);
-    $("write-status").textContent =
-      `${number(text.written)} characters with part4, ${speed} a second without the pace`;
+    // A browser's clock may tick once in a millisecond.
+    const speed = text.milliseconds < 10 ? "" : `, ${number(Math.round(text.speed / 100) * 100)} a second without the pace`;
+    $("write-status").textContent = `${number(text.written)} characters with part4${speed}`;
   }
 
   showCommand() {
