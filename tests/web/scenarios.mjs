@@ -29,7 +29,10 @@ const home = `http://127.0.0.1:${server.address().port}/`;
 
 const launch = {
   chromium: () => playwright.chromium.launch({ executablePath: program, args: ["--no-sandbox"] }),
-  firefox: () => playwright._bidiFirefox.launch({ channel: "moz-firefox", executablePath: program }),
+  firefox: () => playwright._bidiFirefox.launch({
+    channel: "moz-firefox", executablePath: program,
+    firefoxUserPrefs: { "layout.css.prefers-color-scheme.content-override": argument.scheme === "dark" ? 0 : 1 },
+  }),
 };
 const browser = await launch[kind]();
 const context = await browser.newContext({ viewport: { width: argument.width ?? 1200, height: 900 }, colorScheme: argument.scheme ?? "light" });
