@@ -8,7 +8,10 @@ const root = fileURLToPath(new URL("..", import.meta.url));
 const { chromium } = createRequire(`${root}tests/web/package.json`)("playwright-core");
 const address = `${pathToFileURL(`${root}web/dist/shakespeare.html`)}#tiles?pace=0&layer=1&head=2`;
 
-const browser = await chromium.launch({ executablePath: process.env.CHROMIUM ?? "/usr/bin/chromium", args: ["--no-sandbox"] });
+const browser = await chromium.launch({
+  executablePath: process.env.CHROMIUM ?? "/usr/bin/chromium",
+  args: ["--no-sandbox"],
+});
 const page = await browser.newPage({ viewport: { width: 1280, height: 900 }, colorScheme: "light" });
 await page.goto(address);
 await page.waitForFunction(() => document.getElementById("tiles-at").max > 0);

@@ -10,7 +10,13 @@ import { pathToFileURL } from "node:url";
 import playwright from "playwright-core";
 
 const { browser: kind, program, folder, scenario, argument } = JSON.parse(process.argv[2]);
-const TYPES = { ".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".wasm": "application/wasm", ".json": "application/json" };
+const TYPES = {
+  ".html": "text/html",
+  ".js": "text/javascript",
+  ".css": "text/css",
+  ".wasm": "application/wasm",
+  ".json": "application/json",
+};
 const POLICY = /<meta http-equiv="Content-Security-Policy"[^>]*>/;
 const complaints = [];
 
@@ -29,18 +35,28 @@ const home = `http://127.0.0.1:${server.address().port}/`;
 
 const launch = {
   chromium: () => playwright.chromium.launch({ executablePath: program, args: ["--no-sandbox"] }),
-  firefox: () => playwright._bidiFirefox.launch({
-    channel: "moz-firefox", executablePath: program,
-    firefoxUserPrefs: { "layout.css.prefers-color-scheme.content-override": argument.scheme === "dark" ? 0 : 1 },
-  }),
+  firefox: () =>
+    playwright._bidiFirefox.launch({
+      channel: "moz-firefox",
+      executablePath: program,
+      firefoxUserPrefs: {
+        "layout.css.prefers-color-scheme.content-override": argument.scheme === "dark" ? 0 : 1,
+      },
+    }),
 };
 const browser = await launch[kind]();
-const context = await browser.newContext({ viewport: { width: argument.width ?? 1200, height: 900 }, colorScheme: argument.scheme ?? "light" });
+const context = await browser.newContext({
+  viewport: { width: argument.width ?? 1200, height: 900 },
+  colorScheme: argument.scheme ?? "light",
+});
 const page = await context.newPage();
-page.on("console", (message) => { if (message.type() === "error") complaints.push(message.text()); });
+page.on("console", (message) => {
+  if (message.type() === "error") complaints.push(message.text());
+});
 page.on("pageerror", (error) => complaints.push(error.message));
 page.on("request", (request) => {
-  if (!request.url().startsWith(home) && !/^(data|blob|file|about):/.test(request.url())) complaints.push(`asked for ${request.url()}`);
+  if (!request.url().startsWith(home) && !/^(data|blob|file|about):/.test(request.url()))
+    complaints.push(`asked for ${request.url()}`);
 });
 
 // Polls: waitForFunction() needs more of a browser.
@@ -54,14 +70,19 @@ async function until(what, condition, given) {
   }
   throw new Error(`waited in vain for ${what}`);
 }
-const written = (count) => until("the text", (n) => document.documentElement.dataset.written === String(n), count);
+const written = (count) =>
+  until("the text", (n) => document.documentElement.dataset.written === String(n), count);
 const textOf = (id) => page.evaluate((name) => document.getElementById(name).textContent, id);
-const set = (id, value) => page.evaluate(([name, to]) => {
-  const field = document.getElementById(name);
-  field.value = to;
-  field.dispatchEvent(new Event("input", { bubbles: true }));
-  field.dispatchEvent(new Event("change", { bubbles: true }));
-}, [id, value]);
+const set = (id, value) =>
+  page.evaluate(
+    ([name, to]) => {
+      const field = document.getElementById(name);
+      field.value = to;
+      field.dispatchEvent(new Event("input", { bubbles: true }));
+      field.dispatchEvent(new Event("change", { bubbles: true }));
+    },
+    [id, value],
+  );
 const show = async (view) => {
   await page.click(`nav a[href="#${view}"]`);
   await until(view, (name) => !document.getElementById(name).hidden, view);
@@ -70,7 +91,8 @@ const open = async (query, count) => {
   await page.goto(`${home}#write?pace=0&${new URLSearchParams(query)}`);
   if (count) await written(count);
 };
-const problem = () => until("a problem", () => !document.getElementById("problem").hidden).then(() => textOf("problem"));
+const problem = () =>
+  until("a problem", () => !document.getElementById("problem").hidden).then(() => textOf("problem"));
 
 const scenarios = {
   // The texts of several addresses, one after the other.
@@ -93,20 +115,35 @@ const scenarios = {
     const chosen = await bars.evaluateAll((all) => all.findIndex((bar) => !bar.hasAttribute("aria-current")));
     await bars.nth(chosen).click();
     await until("the branch", () => location.hash.includes("branches"));
-    await until("its text", (before) => !document.getElementById("halt").disabled === false && document.getElementById("text-new").textContent !== before, plain);
-    const text = await textOf("text-new"), address = page.url();
+    await until(
+      "its text",
+      (before) =>
+        !document.getElementById("halt").disabled === false &&
+        document.getElementById("text-new").textContent !== before,
+      plain,
+    );
+    const text = await textOf("text-new"),
+      address = page.url();
     await page.goto("about:blank");
     await page.goto(address);
     await written(query.length);
     const again = await textOf("text-new");
     await page.click("#unbranch");
-    await until("the text before", (before) => document.getElementById("text-new").textContent === before, plain);
+    await until(
+      "the text before",
+      (before) => document.getElementById("text-new").textContent === before,
+      plain,
+    );
     return { plain, text, address, again };
   },
 
   async endless({ query, characters }) {
     await open({ ...query, endless: 1 });
-    await until("a long text", (n) => parseInt(document.getElementById("write-status").textContent.replace(/\D/g, "")) > n, characters);
+    await until(
+      "a long text",
+      (n) => parseInt(document.getElementById("write-status").textContent.replace(/\D/g, "")) > n,
+      characters,
+    );
     await page.click("#halt");
     await until("the end", () => document.getElementById("halt").disabled);
     return { shown: (await textOf("text-new")).length, status: await textOf("write-status") };
@@ -116,7 +153,9 @@ const scenarios = {
     await open({ length: 5, window, count }, 5);
     await show("race");
     await page.click("#race-form button");
-    await until("the end of the race", () => document.getElementById("race-status").textContent.includes("Attention alone"));
+    await until("the end of the race", () =>
+      document.getElementById("race-status").textContent.includes("Attention alone"),
+    );
     return page.evaluate(() => ({
       texts: [...document.querySelectorAll(".lane .written > span:last-child")].map((e) => e.textContent),
       times: [...document.querySelectorAll(".lane > p")].map((e) => e.textContent),
@@ -141,8 +180,15 @@ const scenarios = {
       return { x: box.x, y: box.y, width: box.width, height: box.height, T: canvas.width };
     });
     await page.mouse.move(x + ((j + 0.5) / T) * width, y + ((i + 0.5) / T) * height);
-    await until("the pointer", (said) => document.getElementById("heat-status").textContent === said, bySliders);
-    return { said: bySliders, maps: await page.evaluate(() => document.querySelectorAll("#maps canvas").length) };
+    await until(
+      "the pointer",
+      (said) => document.getElementById("heat-status").textContent === said,
+      bySliders,
+    );
+    return {
+      said: bySliders,
+      maps: await page.evaluate(() => document.querySelectorAll("#maps canvas").length),
+    };
   },
 
   // Every part's steps, to the end; where the canvas is drawn.
@@ -162,13 +208,18 @@ const scenarios = {
         }, share);
         titles.push(await textOf("step-title"));
       }
-      made[part] = await page.evaluate((t) => ({
-        titles: t,
-        lines: document.querySelectorAll("#source .now").length,
-        paper: document.querySelectorAll("#paper .now").length,
-        bytes: [...document.querySelectorAll("#bytes td")].map((cell) => cell.textContent),
-        online: document.getElementById("online").hidden ? "" : document.getElementById("ml-text").textContent,
-      }), titles);
+      made[part] = await page.evaluate(
+        (t) => ({
+          titles: t,
+          lines: document.querySelectorAll("#source .now").length,
+          paper: document.querySelectorAll("#paper .now").length,
+          bytes: [...document.querySelectorAll("#bytes td")].map((cell) => cell.textContent),
+          online: document.getElementById("online").hidden
+            ? ""
+            : document.getElementById("ml-text").textContent,
+        }),
+        titles,
+      );
     }
     await page.click("#tiles-play");
     await until("a step", () => document.getElementById("tiles-at").value > 0);
@@ -186,7 +237,9 @@ const scenarios = {
 
   // The one file, from the disk.
   async disk({ query }) {
-    await page.goto(`${pathToFileURL(join(folder, argument.file ?? "shakespeare.html"))}#write?pace=0&${new URLSearchParams(query)}`);
+    await page.goto(
+      `${pathToFileURL(join(folder, argument.file ?? "shakespeare.html"))}#write?pace=0&${new URLSearchParams(query)}`,
+    );
     await written(query.length);
     const text = await textOf("text-new");
     await show("tiles");
@@ -198,7 +251,9 @@ const scenarios = {
   async offline({ query }) {
     await open(query, query.length);
     const first = await textOf("text-new");
-    await until("the worker", async () => Boolean((await navigator.serviceWorker.ready).active && navigator.serviceWorker.controller));
+    await until("the worker", async () =>
+      Boolean((await navigator.serviceWorker.ready).active && navigator.serviceWorker.controller),
+    );
     await page.reload();
     await written(query.length);
     server.closeAllConnections();
@@ -216,7 +271,10 @@ const scenarios = {
     for (const files of cases) {
       await page.setInputFiles("#file", files);
       said.push(await problem());
-      await page.evaluate(() => { document.getElementById("problem").hidden = true; document.getElementById("file").value = ""; });
+      await page.evaluate(() => {
+        document.getElementById("problem").hidden = true;
+        document.getElementById("file").value = "";
+      });
     }
     await page.setInputFiles("#file", fine);
     await until("its text", () => document.getElementById("text-prompt").textContent === "abc");
@@ -234,7 +292,9 @@ const scenarios = {
       await page.evaluate(source);
       const { violations } = await page.evaluate(() => globalThis.axe.run());
       found.push(...violations.map(({ id, nodes }) => `${view}: ${id}: ${nodes[0].html}`));
-      const wide = await page.evaluate(() => document.documentElement.scrollWidth - document.documentElement.clientWidth);
+      const wide = await page.evaluate(
+        () => document.documentElement.scrollWidth - document.documentElement.clientWidth,
+      );
       if (wide > 0) found.push(`${view}: ${wide} pixels too wide`);
     }
     return found;
@@ -258,7 +318,8 @@ const scenarios = {
     for (let i = 0; i < 3; i++) await page.keyboard.press("ArrowLeft");
     const position = await textOf("position-out");
     await page.keyboard.press("Tab");
-    if (await page.evaluate(() => document.activeElement.hasAttribute("aria-current"))) await page.keyboard.press("Tab");
+    if (await page.evaluate(() => document.activeElement.hasAttribute("aria-current")))
+      await page.keyboard.press("Tab");
     await page.keyboard.press("Enter");
     await until("a branch", () => location.hash.includes("branches"));
     return position;
@@ -270,7 +331,9 @@ try {
   if (complaints.length) throw new Error(`the page complained: ${complaints.join("; ")}`);
   console.log(JSON.stringify(result));
 } catch (error) {
-  const state = await page.evaluate(() => [location.href, document.getElementById("problem")?.textContent]).catch(() => "");
+  const state = await page
+    .evaluate(() => [location.href, document.getElementById("problem")?.textContent])
+    .catch(() => "");
   console.error(error, state, complaints);
   process.exitCode = 1;
 }

@@ -8,7 +8,8 @@ const css = ([r, g, b], alpha = 1) => `rgb(${r} ${g} ${b} / ${alpha})`;
 
 // Sizes a canvas to its place on the page, in device pixels; its pen works in CSS pixels.
 export function fit(canvas, ratio) {
-  const width = canvas.clientWidth || 320, height = ratio ? width * ratio : canvas.clientHeight;
+  const width = canvas.clientWidth || 320,
+    height = ratio ? width * ratio : canvas.clientHeight;
   const density = devicePixelRatio || 1;
   if (ratio) canvas.style.aspectRatio = `${1 / ratio}`;
   canvas.width = Math.round(width * density);
@@ -21,14 +22,23 @@ export function fit(canvas, ratio) {
 // view: {N, d, heads: {q, k, v}, results: {S, P, O}, step, kinds (N N): 0 empty, 1 score, 2 weight, weightOf(i, j),
 // progress (N): share of O, place(m, i, c): 0, 1 or 2}.
 export function draw(canvas, view) {
-  const { N, d } = view, cells = N + 2 * (d + GAP) + 3;
-  const { pen, width } = fit(canvas, 1), size = width / cells;
-  const ink = colour("--ink"), red = colour("--red"), blue = colour("--blue"), rule = colour("--rule");
-  const left = 1.5 + d + GAP, top = 1.5 + d + GAP;
+  const { N, d } = view,
+    cells = N + 2 * (d + GAP) + 3;
+  const { pen, width } = fit(canvas, 1),
+    size = width / cells;
+  const ink = colour("--ink"),
+    red = colour("--red"),
+    blue = colour("--blue"),
+    rule = colour("--rule");
+  const left = 1.5 + d + GAP,
+    top = 1.5 + d + GAP;
   // Where row r and column c of a matrix is, in cells; K and V lie on their sides.
   const places = {
-    Q: (r, c) => [1.5 + c, top + r], O: (r, c) => [left + N + GAP + c, top + r],
-    K: (r, c) => [left + r, 1.5 + c], V: (r, c) => [left + r, top + N + GAP + c], S: (r, c) => [left + c, top + r],
+    Q: (r, c) => [1.5 + c, top + r],
+    O: (r, c) => [left + N + GAP + c, top + r],
+    K: (r, c) => [left + r, 1.5 + c],
+    V: (r, c) => [left + r, top + N + GAP + c],
+    S: (r, c) => [left + c, top + r],
   };
   const cell = (m, r, c, fill) => {
     const [x, y] = places[m](r, c);
@@ -55,14 +65,18 @@ export function draw(canvas, view) {
   for (let i = 0; i < N; i++) {
     for (let j = 0; j < N; j++) {
       const kind = view.kinds[i * N + j];
-      if (kind === 0) { if (j <= i) cell("S", i, j, css(rule, 0.35)); continue; }
+      if (kind === 0) {
+        if (j <= i) cell("S", i, j, css(rule, 0.35));
+        continue;
+      }
       const share = kind === 1 ? Math.abs(view.results.S[i * N + j]) / largest : view.weightOf(i, j);
       cell("S", i, j, css(kind === 1 ? ink : red, 0.12 + 0.88 * Math.sqrt(share)));
     }
   }
   pen.lineWidth = Math.max(1.5, size / 3);
   for (const { m, r, c, w } of view.step.boxes) {
-    const [x0, y0] = places[m](r[0], c[0]), [x1, y1] = places[m](r[1] - 1, c[1] - 1);
+    const [x0, y0] = places[m](r[0], c[0]),
+      [x1, y1] = places[m](r[1] - 1, c[1] - 1);
     pen.strokeStyle = css(w ? red : blue);
     pen.strokeRect(x0 * size, y0 * size, (x1 - x0 + 1) * size, (y1 - y0 + 1) * size);
   }
@@ -80,11 +94,18 @@ export function draw(canvas, view) {
 
 // A row's running m (line) and l (bars) after each tile; `now` is the last tile that is done.
 export function drawRow(canvas, history, now) {
-  const { pen, width, height } = fit(canvas), pad = 14, n = history.length;
-  const red = colour("--red"), blue = colour("--blue");
+  const { pen, width, height } = fit(canvas),
+    pad = 14,
+    n = history.length;
+  const red = colour("--red"),
+    blue = colour("--blue");
   const x = (j) => pad + ((j + 0.5) * (width - 2 * pad)) / n;
-  const ms = history.map(({ m }) => m), low = Math.min(...ms), high = Math.max(...ms), tall = Math.max(...history.map(({ l }) => l));
-  const y = (m) => height - pad - ((height - 2 * pad) * (0.15 + 0.8 * (high > low ? (m - low) / (high - low) : 1)));
+  const ms = history.map(({ m }) => m),
+    low = Math.min(...ms),
+    high = Math.max(...ms),
+    tall = Math.max(...history.map(({ l }) => l));
+  const y = (m) =>
+    height - pad - (height - 2 * pad) * (0.15 + 0.8 * (high > low ? (m - low) / (high - low) : 1));
   const bar = Math.min(24, (width - 2 * pad) / n / 2);
   history.forEach(({ l }, j) => {
     const h = ((height - 2 * pad) * l) / tall;
@@ -96,5 +117,9 @@ export function drawRow(canvas, history, now) {
   pen.beginPath();
   history.slice(0, now + 1).forEach(({ m }, j) => (j ? pen.lineTo(x(j), y(m)) : pen.moveTo(x(j), y(m))));
   pen.stroke();
-  history.slice(0, now + 1).forEach(({ m }, j) => { pen.beginPath(); pen.arc(x(j), y(m), 3, 0, 7); pen.fill(); });
+  history.slice(0, now + 1).forEach(({ m }, j) => {
+    pen.beginPath();
+    pen.arc(x(j), y(m), 3, 0, 7);
+    pen.fill();
+  });
 }

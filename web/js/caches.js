@@ -14,7 +14,8 @@ class Cache {
 
   // Uses a line; whether it was here.
   use(line) {
-    const set = this.sets[line % this.sets.length], at = set.indexOf(line);
+    const set = this.sets[line % this.sets.length],
+      at = set.indexOf(line);
     if (at >= 0) set.splice(at, 1);
     else this.misses++;
     set.push(line);

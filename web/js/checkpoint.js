@@ -20,7 +20,8 @@ function checkConfig(config) {
   for (const name of SIZES) {
     if (!Number.isInteger(config[name]) || config[name] < 1) {
       throw new CheckpointError(
-        `${name} is ${JSON.stringify(config[name])}; it must be a whole number of at least 1`);
+        `${name} is ${JSON.stringify(config[name])}; it must be a whole number of at least 1`,
+      );
     }
   }
   if (config.n_embd % config.n_head) {
@@ -60,7 +61,8 @@ function assemble(config, tensors) {
     throw new CheckpointError("the model is too large for a page");
   }
   const expected = new Map(expectedTensors(config));
-  const head = tensors.get("lm_head.weight"), embedding = tensors.get("transformer.wte.weight");
+  const head = tensors.get("lm_head.weight"),
+    embedding = tensors.get("transformer.wte.weight");
   if (head) expected.set("lm_head.weight", [vocab_size, n_embd]);
   const missing = [...expected.keys()].filter((name) => !tensors.has(name)).sort();
   if (missing.length) {
@@ -73,7 +75,9 @@ function assemble(config, tensors) {
   for (const [name, shape] of expected) {
     const tensor = tensors.get(name);
     if (tensor.shape.join() !== shape.join()) {
-      throw new CheckpointError(`${name} has shape (${tensor.shape.join(", ")}); it must be (${shape.join(", ")})`);
+      throw new CheckpointError(
+        `${name} has shape (${tensor.shape.join(", ")}); it must be (${shape.join(", ")})`,
+      );
     }
     if (!tensor.data.every(Number.isFinite)) throw new CheckpointError(`${name} holds NaN or infinity`);
   }
@@ -95,7 +99,8 @@ function checkCharacters(characters, vocabSize) {
   }
   if (characters.length !== vocabSize) {
     throw new CheckpointError(
-      `the vocabulary meta.json has ${characters.length} tokens; it must have vocab_size=${vocabSize}`);
+      `the vocabulary meta.json has ${characters.length} tokens; it must have vocab_size=${vocabSize}`,
+    );
   }
 }
 
@@ -104,7 +109,10 @@ export function encode(text, characters) {
   const ids = new Map(characters.map((c, i) => [c, i]));
   const unknown = [...new Set(text)].filter((c) => !ids.has(c)).sort();
   if (unknown.length) {
-    const shown = unknown.slice(0, 10).map((c) => JSON.stringify(c)).join(" ");
+    const shown = unknown
+      .slice(0, 10)
+      .map((c) => JSON.stringify(c))
+      .join(" ");
     throw new CheckpointError(`the model does not know ${unknown.length} of the text's characters: ${shown}`);
   }
   return [...text].map((c) => ids.get(c));

@@ -1,6 +1,8 @@
 // What each part costs by its own loop nest: lab/costs.py, whose comments derive the numbers, for one thread.
 
-const FLOAT = 4, LINE = 64, WAYS = 8;
+const FLOAT = 4,
+  LINE = 64,
+  WAYS = 8;
 
 // The bytes of a stream of one matrix: at least `least`; for each loop around it [working set, bytes that come in
 // when the working set does not fit].
@@ -14,40 +16,84 @@ function sizes({ N, d, heads, causal, br, bc }) {
 
 // Cache that a walk down so many columns of (rows, d) needs.
 function walk(rows, d, columns = 1) {
-  const width = FLOAT * d, stride = width % LINE === 0 ? width / LINE : 1;
+  const width = FLOAT * d,
+    stride = width % LINE === 0 ? width / LINE : 1;
   return LINE * rows * Math.max(Math.ceil((FLOAT * Math.min(columns, d)) / LINE), stride & -stride);
 }
 
 function part1({ Nq, Nk, d, n }) {
-  const K = FLOAT * Nk * d, V = K, S = FLOAT * Nq * n, row = FLOAT * Nk, column = walk(Nk, d), moved = Nq * FLOAT * n * d;
+  const K = FLOAT * Nk * d,
+    V = K,
+    S = FLOAT * Nq * n,
+    row = FLOAT * Nk,
+    column = walk(Nk, d),
+    moved = Nq * FLOAT * n * d;
   return [
     stream("Q", FLOAT * Nq * d),
     stream("K", K, [[K, moved]]),
-    stream("S", S, [[S + K, 3 * S], [row + column, (2 + d) * S], [row, (4 + d) * S]], true),
-    stream("V", V, [[V + row, moved], [row + column, Nq * n * d * Math.min(LINE, FLOAT * d)]]),
+    stream(
+      "S",
+      S,
+      [
+        [S + K, 3 * S],
+        [row + column, (2 + d) * S],
+        [row, (4 + d) * S],
+      ],
+      true,
+    ),
+    stream("V", V, [
+      [V + row, moved],
+      [row + column, Nq * n * d * Math.min(LINE, FLOAT * d)],
+    ]),
     stream("O", FLOAT * Nq * d),
   ];
 }
 
 function part2({ Nq, Nk, d, n }, block) {
-  const T = block.part2Tile, depth = Math.min(d, block.part2Depth), { panel } = block;
-  const Q = FLOAT * Nq * d, O = Q, V = FLOAT * n * d, S = FLOAT * Nq * n, chunks = Math.ceil(d / block.part2Depth);
-  const tile = FLOAT * T * T, thin = FLOAT * T * depth, strip = FLOAT * panel * (depth + T);
-  const passes = 1 + chunks, panels = Math.ceil(d / panel), chunk = FLOAT * Nq * (T + depth);
+  const T = block.part2Tile,
+    depth = Math.min(d, block.part2Depth),
+    { panel } = block;
+  const Q = FLOAT * Nq * d,
+    O = Q,
+    V = FLOAT * n * d,
+    S = FLOAT * Nq * n,
+    chunks = Math.ceil(d / block.part2Depth);
+  const tile = FLOAT * T * T,
+    thin = FLOAT * T * depth,
+    strip = FLOAT * panel * (depth + T);
+  const passes = 1 + chunks,
+    panels = Math.ceil(d / panel),
+    chunk = FLOAT * Nq * (T + depth);
   const columns = walk(T, d, panel) + FLOAT * block.rows * T;
   return [
-    stream("Q", Q, [[Q + FLOAT * Nq * T, (n / T) * Q], [thin + strip, (n / panel) * Q]]),
+    stream("Q", Q, [
+      [Q + FLOAT * Nq * T, (n / T) * Q],
+      [thin + strip, (n / panel) * Q],
+    ]),
     stream("K", FLOAT * Nk * d),
     stream("Kt", thin, [[2 * thin + tile, (Nq / T) * V]], true),
-    stream("S", S, [[chunk, chunks * S], [S + V, (passes + 1) * S], [tile + thin, (passes + panels) * S]], true),
-    stream("V", FLOAT * Nk * d,
-      [[V + FLOAT * T * n, Math.max(1, Nq / T) * V], [columns, (Nq / block.rows) * V]]),
+    stream(
+      "S",
+      S,
+      [
+        [chunk, chunks * S],
+        [S + V, (passes + 1) * S],
+        [tile + thin, (passes + panels) * S],
+      ],
+      true,
+    ),
+    stream("V", FLOAT * Nk * d, [
+      [V + FLOAT * T * n, Math.max(1, Nq / T) * V],
+      [columns, (Nq / block.rows) * V],
+    ]),
     stream("O", O, [[2 * FLOAT * T * d + tile, Math.max(1, n / T) * O]]),
   ];
 }
 
 function part3({ Nq, Nk, d, n }) {
-  const K = FLOAT * Nk * d, row = FLOAT * Nk, again = [[2 * K + row, Nq * FLOAT * n * d]];
+  const K = FLOAT * Nk * d,
+    row = FLOAT * Nk,
+    again = [[2 * K + row, Nq * FLOAT * n * d]];
   return [
     stream("Q", FLOAT * Nq * d),
     stream("K", K, again),
@@ -58,19 +104,42 @@ function part3({ Nq, Nk, d, n }) {
 }
 
 function part4({ Nq, Nk, d, n, Br, Bc }, { panel, rows, part4Step: step }) {
-  const K = FLOAT * n * d, Q = FLOAT * Nq * d, S = FLOAT * Nq * n;
-  const Tr = Math.ceil(Nq / Br), strips = Math.ceil(Br / panel), state = FLOAT * 2 * Br * d;
-  const St = FLOAT * step * panel, thin = FLOAT * Math.min(step, Bc) * d;
-  const strip = FLOAT * 2 * Math.min(Br, panel) * d + St, columns = St + walk(Math.min(step, Bc), d);
-  const tile = [2 * K + state, Tr * K], each = [2 * FLOAT * Bc * d + strip, Tr * strips * K];
-  const least = FLOAT * Nk * d, part = [columns, (Tr * strips * K * LINE) / (FLOAT * rows)];
+  const K = FLOAT * n * d,
+    Q = FLOAT * Nq * d,
+    S = FLOAT * Nq * n;
+  const Tr = Math.ceil(Nq / Br),
+    strips = Math.ceil(Br / panel),
+    state = FLOAT * 2 * Br * d;
+  const St = FLOAT * step * panel,
+    thin = FLOAT * Math.min(step, Bc) * d;
+  const strip = FLOAT * 2 * Math.min(Br, panel) * d + St,
+    columns = St + walk(Math.min(step, Bc), d);
+  const tile = [2 * K + state, Tr * K],
+    each = [2 * FLOAT * Bc * d + strip, Tr * strips * K];
+  const least = FLOAT * Nk * d,
+    part = [columns, (Tr * strips * K * LINE) / (FLOAT * rows)];
   return [
     stream("Q", Q),
     stream("K", least, [tile, each]),
     stream("V", least, [tile, each, part]),
-    stream("Qt, Ot", state,
-      [[state + 2 * FLOAT * Bc * d, 2 * Q * Math.max(1, n / Bc)], [strip + 2 * thin, 2 * Q * Math.max(1, n / step)]], true),
-    stream("S", St, [[strip + thin, 2 * S], [columns, (2 + d / rows) * S]], true),
+    stream(
+      "Qt, Ot",
+      state,
+      [
+        [state + 2 * FLOAT * Bc * d, 2 * Q * Math.max(1, n / Bc)],
+        [strip + 2 * thin, 2 * Q * Math.max(1, n / step)],
+      ],
+      true,
+    ),
+    stream(
+      "S",
+      St,
+      [
+        [strip + thin, 2 * S],
+        [columns, (2 + d / rows) * S],
+      ],
+      true,
+    ),
     stream("O", Q),
   ];
 }

@@ -14,7 +14,8 @@ export const frame = () => new Promise((done) => requestAnimationFrame(done));
 
 // A colour of style.css as [red, green, blue] from 0 to 255.
 export function colour(name) {
-  const canvas = new OffscreenCanvas(1, 1), pen = canvas.getContext("2d");
+  const canvas = new OffscreenCanvas(1, 1),
+    pen = canvas.getContext("2d");
   pen.fillStyle = getComputedStyle(document.documentElement).getPropertyValue(name);
   const probe = make("i");
   probe.style.color = `var(${name})`;

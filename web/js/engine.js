@@ -4,7 +4,8 @@ const inside = (name) => document.getElementById(`asset:${name}`);
 
 // A file's bytes, unpacked if they are packed. progress(bytes so far) is called as they come in.
 export async function asset(name, progress = () => {}) {
-  const file = await packed(name, progress), start = new Uint8Array(await file.slice(0, 2).arrayBuffer());
+  const file = await packed(name, progress),
+    start = new Uint8Array(await file.slice(0, 2).arrayBuffer());
   if (start[0] !== 0x1f || start[1] !== 0x8b) return file.arrayBuffer(); // the server may have unpacked it
   return new Response(file.stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
 }
@@ -48,7 +49,8 @@ export class Engine {
       else reject(new Error(error));
     };
     this.worker.onerror = (event) => {
-      for (const { reject } of this.waiting.values()) reject(new Error(event.message || "the worker did not start"));
+      for (const { reject } of this.waiting.values())
+        reject(new Error(event.message || "the worker did not start"));
       this.waiting.clear();
     };
   }

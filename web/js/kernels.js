@@ -8,8 +8,8 @@ export class Refused extends Error {}
 
 // A module with one function: f32x4.relaxed_madd of three constants.
 const RELAXED = new Uint8Array([
-  0, 97, 115, 109, 1, 0, 0, 0, 1, 5, 1, 96, 0, 1, 123, 3, 2, 1, 0, 10, 19, 1, 17, 0, 65, 1, 253, 17, 65, 1, 253, 17,
-  65, 1, 253, 17, 253, 133, 2, 11,
+  0, 97, 115, 109, 1, 0, 0, 0, 1, 5, 1, 96, 0, 1, 123, 3, 2, 1, 0, 10, 19, 1, 17, 0, 65, 1, 253, 17, 65, 1, 253,
+  17, 65, 1, 253, 17, 253, 133, 2, 11,
 ]);
 
 // The build that this browser runs fastest: 'relaxed' has fused multiply-adds.
@@ -27,7 +27,11 @@ export class Kernels {
     const kernels = new Kernels();
     kernels.module = module;
     const instance = await WebAssembly.instantiate(module, {
-      page: { refuse: (text) => { throw new Refused(kernels.string(text)); } },
+      page: {
+        refuse: (text) => {
+          throw new Refused(kernels.string(text));
+        },
+      },
       wasi_snapshot_preview1: {
         // The steady clock, in nanoseconds. The decoder reads it; no result depends on it.
         clock_time_get: (clock, precision, to) => {
@@ -45,10 +49,18 @@ export class Kernels {
   }
 
   // Memory moves when it grows, so views are made for each use.
-  view() { return new DataView(this.c.memory.buffer); }
-  floats(at, count) { return new Float32Array(this.c.memory.buffer, at, count); }
-  ints(at, count) { return new Int32Array(this.c.memory.buffer, at, count); }
-  doubles(at, count) { return new Float64Array(this.c.memory.buffer, at, count); }
+  view() {
+    return new DataView(this.c.memory.buffer);
+  }
+  floats(at, count) {
+    return new Float32Array(this.c.memory.buffer, at, count);
+  }
+  ints(at, count) {
+    return new Int32Array(this.c.memory.buffer, at, count);
+  }
+  doubles(at, count) {
+    return new Float64Array(this.c.memory.buffer, at, count);
+  }
 
   string(at) {
     const bytes = new Uint8Array(this.c.memory.buffer, at);

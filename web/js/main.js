@@ -19,10 +19,15 @@ class Page {
     $("build").textContent = `the kernels are the ${build() === "relaxed" ? "relaxed " : ""}SIMD build`;
     this.models = await Models.open();
     if (!(this.choices.model in this.models.index)) this.choices.model = Object.keys(this.models.index)[0];
-    $("model").replaceChildren(...Object.keys(this.models.index).map((name) => make("option", { textContent: name })));
+    $("model").replaceChildren(
+      ...Object.keys(this.models.index).map((name) => make("option", { textContent: name })),
+    );
     this.views = {
-      write: new WriteView(this), race: new RaceView(this), attention: new AttentionView(this),
-      tiles: new TilesView(this), measure: new MeasureView(this),
+      write: new WriteView(this),
+      race: new RaceView(this),
+      attention: new AttentionView(this),
+      tiles: new TilesView(this),
+      measure: new MeasureView(this),
     };
     this.offerPrecisions();
     this.views.write.fill();
@@ -75,7 +80,8 @@ class Page {
   // The engine of the chosen model.
   async ready() {
     this.offerPrecisions();
-    const { model, weights } = this.choices, wanted = `${model} ${weights}`;
+    const { model, weights } = this.choices,
+      wanted = `${model} ${weights}`;
     if (this.own || this.loaded === wanted) return;
     this.loaded = wanted;
     try {

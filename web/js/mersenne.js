@@ -3,7 +3,8 @@
 // Matsumoto & Nishimura 1998, 'Mersenne Twister: a 623-dimensionally equidistributed uniform pseudo-random number
 // generator'. As in PyTorch the lower 32 bits of a seed count, and a double has the lower 53 bits of two numbers.
 
-const N = 624, M = 397;
+const N = 624,
+  M = 397;
 
 export class Mersenne {
   // seed: a BigInt of 64 bits, or a whole number.
@@ -38,7 +39,8 @@ export class Mersenne {
 
   // A number in [0, 1).
   uniform() {
-    const upper = this.next() & 0x1fffff, lower = this.next();
+    const upper = this.next() & 0x1fffff,
+      lower = this.next();
     return (upper * 2 ** 32 + lower) * 2 ** -53;
   }
 }

@@ -50,10 +50,12 @@ export class Models {
 
   // A worker with the checkpoint of these files, which someone chose. Raises Error with a sentence.
   async engineOfFiles(files) {
-    const find = (name) => files.find((file) => file.name === name || file.name.endsWith(name.replace(/^model/, "")));
+    const find = (name) =>
+      files.find((file) => file.name === name || file.name.endsWith(name.replace(/^model/, "")));
     const read = async (name) => {
       const file = files.find((each) => each.name === name);
-      if (!file) throw new Error(`${name} is missing; a checkpoint has model.safetensors, config.json and meta.json`);
+      if (!file)
+        throw new Error(`${name} is missing; a checkpoint has model.safetensors, config.json and meta.json`);
       try {
         return JSON.parse(await file.text());
       } catch (error) {
@@ -63,7 +65,10 @@ export class Models {
     const weights = find("model.safetensors");
     if (!weights) throw new Error("choose model.safetensors with its config.json and meta.json");
     const [config, meta] = [await read("config.json"), await read("meta.json")];
-    return this.engineOf(weights.arrayBuffer().then((buffer) => (
-      { config, characters: meta?.characters, weights: buffer, precision: "fp32" })));
+    return this.engineOf(
+      weights
+        .arrayBuffer()
+        .then((buffer) => ({ config, characters: meta?.characters, weights: buffer, precision: "fp32" })),
+    );
   }
 }

@@ -6,12 +6,16 @@ import { PARTS } from "./kernels.js";
 const ALGORITHMS = { part1: "naive", part2: "blocked", part3: "fused", part4: "flash" };
 const CASE = { H: 4, N: 1024, d: 32 };
 const LONGEST_SHOW = 9; // seconds of the slowest part on the page
-const PROMPT = "GLOUCESTER:\n", SEED = 1; // of what fills the window
+const PROMPT = "GLOUCESTER:\n",
+  SEED = 1; // of what fills the window
 
 export class RaceView {
   constructor(page) {
     this.page = page;
-    $("race-form").addEventListener("submit", (event) => { event.preventDefault(); this.start(); });
+    $("race-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.start();
+    });
     for (const id of ["window", "count"]) {
       $(id).addEventListener("change", () => page.choose({ [id]: Number($(id).value) }));
     }
@@ -19,10 +23,18 @@ export class RaceView {
   }
 
   newLane(part) {
-    const lane = { time: make("p", { className: "status" }), past: make("span", { className: "past" }), text: make("span") };
-    lane.box = make("div", { className: "lane" },
-      make("h3", {}, part, make("small", { textContent: ALGORITHMS[part] })), lane.time,
-      make("div", { className: "written" }, lane.past, lane.text));
+    const lane = {
+      time: make("p", { className: "status" }),
+      past: make("span", { className: "past" }),
+      text: make("span"),
+    };
+    lane.box = make(
+      "div",
+      { className: "lane" },
+      make("h3", {}, part, make("small", { textContent: ALGORITHMS[part] })),
+      lane.time,
+      make("div", { className: "written" }, lane.past, lane.text),
+    );
     $("lanes").append(lane.box);
     return lane;
   }
@@ -31,15 +43,22 @@ export class RaceView {
     for (const id of ["window", "count"]) $(id).value = this.page.choices[id];
   }
 
-  show() { this.fill(); }
-  hide() { this.cancelled = true; }
+  show() {
+    this.fill();
+  }
+  hide() {
+    this.cancelled = true;
+  }
 
   async start() {
-    const { window: size, count } = this.page.choices, mine = {};
+    const { window: size, count } = this.page.choices,
+      mine = {};
     this.current = mine;
     this.cancelled = false;
     const going = () => this.current === mine && !this.cancelled;
-    const say = (text) => { $("race-status").textContent = text; };
+    const say = (text) => {
+      $("race-status").textContent = text;
+    };
     $("race-form").querySelector("button").disabled = true;
     try {
       say("Loading shakes1024 …");
@@ -69,10 +88,16 @@ export class RaceView {
 
   // A text of so many characters, written with a cache.
   async past(size) {
-    const { characters, config } = this.engine, ids = encode(PROMPT, characters);
+    const { characters, config } = this.engine,
+      ids = encode(PROMPT, characters);
     await this.engine.call("begin", {
-      part: "part4", ids: [...ids], seed: SEED, sampling: { temperature: 0.8, topK: 65, topP: 1 }, context: "slide",
-      useCache: true, capacity: config.block_size,
+      part: "part4",
+      ids: [...ids],
+      seed: SEED,
+      sampling: { temperature: 0.8, topK: 65, topP: 1 },
+      context: "slide",
+      useCache: true,
+      capacity: config.block_size,
     });
     while (ids.length < size) ids.push(...(await this.engine.call("more", { most: size - ids.length })).tokens);
     return { ids, text: ids.map((id) => characters[id]).join("") };
@@ -81,15 +106,22 @@ export class RaceView {
   // {text, milliseconds of each character} of a part that reads the whole window again and again.
   async measure(part, ids, size, count, going) {
     const request = {
-      part, ids, seed: SEED + 1, sampling: { temperature: 0.8, topK: 65, topP: 1 }, context: "slide",
-      useCache: false, capacity: size,
+      part,
+      ids,
+      seed: SEED + 1,
+      sampling: { temperature: 0.8, topK: 65, topP: 1 },
+      context: "slide",
+      useCache: false,
+      capacity: size,
     };
-    for (let i = 0; i < 2; i++) { // browsers compile a kernel better once it has run
+    for (let i = 0; i < 2; i++) {
+      // browsers compile a kernel better once it has run
       await this.engine.call("begin", request);
       await this.engine.call("more", { most: 1, perToken: true });
     }
     await this.engine.call("begin", request);
-    const run = { text: "", milliseconds: [] }, lane = this.lanes[part];
+    const run = { text: "", milliseconds: [] },
+      lane = this.lanes[part];
     while (run.milliseconds.length < count && going()) {
       const { tokens, milliseconds } = await this.engine.call("more", { most: 1, perToken: true });
       run.text += this.engine.characters[tokens[0]];
@@ -107,20 +139,26 @@ export class RaceView {
     const fastest = Math.min(...Object.values(runs).map((run) => run.total));
     const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
     const factor = still ? Infinity : Math.max(1, slowest / LONGEST_SHOW);
-    say("Measured one after the other; now side by side at their true relative speed" +
-      (factor > 1 && !still ? `, ${brief(factor)} times as fast as it was.` : "."));
+    say(
+      "Measured one after the other; now side by side at their true relative speed" +
+        (factor > 1 && !still ? `, ${brief(factor)} times as fast as it was.` : "."),
+    );
     const start = performance.now();
     for (let done = false; !done && going(); await frame()) {
       const now = still ? Infinity : (performance.now() - start) * factor;
       done = true;
       for (const part of PARTS) {
-        const run = runs[part], lane = this.lanes[part];
-        let at = 0, spent = 0;
+        const run = runs[part],
+          lane = this.lanes[part];
+        let at = 0,
+          spent = 0;
         while (at < count && spent + run.milliseconds[at] <= now) spent += run.milliseconds[at++];
         lane.text.textContent = run.text.slice(0, at);
         lane.box.classList.toggle("won", at === count && run.total === fastest);
-        lane.time.textContent = at < count ? `${brief(Math.min(now, run.total) / 1e3)} s`
-          : `${brief(run.total / 1e3)} s, ${brief(run.total / count)} ms a character`;
+        lane.time.textContent =
+          at < count
+            ? `${brief(Math.min(now, run.total) / 1e3)} s`
+            : `${brief(run.total / 1e3)} s, ${brief(run.total / count)} ms a character`;
         done &&= at === count;
       }
     }
@@ -129,15 +167,23 @@ export class RaceView {
 
   // Bars of one call of attention.
   async alone(say) {
-    const body = $("alone").tBodies[0], times = {};
+    const body = $("alone").tBodies[0],
+      times = {};
     for (const part of PARTS) times[part] = await this.engine.call("attention", { part, ...CASE });
     const most = Math.max(...Object.values(times));
-    body.replaceChildren(...PARTS.map((part) => {
-      const bar = make("i");
-      bar.style.width = `${(100 * times[part]) / most}%`;
-      return make("tr", {}, make("th", { scope: "row", textContent: `${part}, ${ALGORITHMS[part]}` }),
-        make("td", {}, bar), make("td", { textContent: brief(times[part]) }));
-    }));
+    body.replaceChildren(
+      ...PARTS.map((part) => {
+        const bar = make("i");
+        bar.style.width = `${(100 * times[part]) / most}%`;
+        return make(
+          "tr",
+          {},
+          make("th", { scope: "row", textContent: `${part}, ${ALGORITHMS[part]}` }),
+          make("td", {}, bar),
+          make("td", { textContent: brief(times[part]) }),
+        );
+      }),
+    );
     const gain = brief(times.part1 / times.part4);
     say(`${$("race-status").textContent} Attention alone: part4 is ${gain} times as fast as part1 here.`);
   }

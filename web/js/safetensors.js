@@ -45,7 +45,8 @@ function header(buffer) {
   entries.sort((a, b) => a.begin - b.begin || a.end - b.end);
   let at = 0;
   for (const { name, begin, end } of entries) {
-    if (begin !== at) refuse(`${name} begins at ${begin}; it must begin where the tensor before it ends, ${at}`);
+    if (begin !== at)
+      refuse(`${name} begins at ${begin}; it must begin where the tensor before it ends, ${at}`);
     at = end;
   }
   if (8 + length + at !== buffer.byteLength) {
@@ -61,7 +62,8 @@ function checked(name, entry) {
     refuse(`${name} has the type ${JSON.stringify(dtype)}`);
   }
   if (!Array.isArray(shape) || !shape.every(isSize)) refuse(`${name} has no shape`);
-  if (!Array.isArray(offsets) || offsets.length !== 2 || !offsets.every(isSize)) refuse(`${name} has no offsets`);
+  if (!Array.isArray(offsets) || offsets.length !== 2 || !offsets.every(isSize))
+    refuse(`${name} has no offsets`);
   const bytes = shape.reduce((product, n) => product * n, BYTES[dtype]);
   const [begin, end] = offsets;
   if (end - begin !== bytes) refuse(`${name} has ${end - begin} bytes; its shape needs ${bytes}`);
@@ -80,7 +82,9 @@ function floats(bytes, dtype) {
 }
 
 function fromHalf(bits) {
-  const sign = bits & 0x8000 ? -1 : 1, exponent = (bits >> 10) & 31, fraction = bits & 1023;
+  const sign = bits & 0x8000 ? -1 : 1,
+    exponent = (bits >> 10) & 31,
+    fraction = bits & 1023;
   if (exponent === 31) return fraction ? NaN : sign * Infinity;
   return sign * (exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -14 * (fraction / 1024));
 }

@@ -24,7 +24,8 @@ export function after(logits, { temperature, topK, topP }) {
   let least = topK && topK < sorted.length ? sorted[topK - 1] : 0;
   if (topP < 1) {
     const kept = sorted.filter((w) => w >= least);
-    let rest = topP * kept.reduce((sum, w) => sum + w, 0), i = 0;
+    let rest = topP * kept.reduce((sum, w) => sum + w, 0),
+      i = 0;
     while (i + 1 < kept.length && (rest -= kept[i]) > 0) i++;
     least = kept[i];
   }

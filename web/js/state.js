@@ -85,7 +85,9 @@ export function format(view, choices) {
 
 // 'position:code,...' <-> [[position, character], ...]
 export function parseBranches(text) {
-  return text.split(",").map((pair) => pair.split(":").map(Number))
+  return text
+    .split(",")
+    .map((pair) => pair.split(":").map(Number))
     .filter(([at, code]) => Number.isInteger(at) && at >= 0 && code > 0 && code < 0x110000)
     .map(([at, code]) => [at, String.fromCodePoint(code)]);
 }

@@ -17,20 +17,33 @@ export class Text {
     this.running = true;
   }
 
-  get written() { return this.dropped + this.text.length; }
-  get speed() { return this.written / (this.milliseconds / 1e3); }
+  get written() {
+    return this.dropped + this.text.length;
+  }
+  get speed() {
+    return this.written / (this.milliseconds / 1e3);
+  }
 
-  halt() { this.running = false; }
+  halt() {
+    this.running = false;
+  }
 
   // Writes until the end, a stop string or halt(). shown(piece) is called for each new piece; true: cut off.
   async run(show) {
-    const { engine, choices } = this, { characters, config } = engine, V = config.vocab_size;
-    const endless = choices.endless === 1, stops = choices.stop ? [choices.stop] : [];
+    const { engine, choices } = this,
+      { characters, config } = engine,
+      V = config.vocab_size;
+    const endless = choices.endless === 1,
+      stops = choices.stop ? [choices.stop] : [];
     const ids = encode(this.prompt || "\n", characters);
     const index = new Map(characters.map((c, i) => [c, i]));
     const known = this.branches.filter(([, c]) => index.has(c));
     await engine.call("begin", {
-      part: "part4", ids, seed: BigInt(choices.seed), context: endless || choices.context === "reset" ? "reset" : "slide", useCache: true,
+      part: "part4",
+      ids,
+      seed: BigInt(choices.seed),
+      context: endless || choices.context === "reset" ? "reset" : "slide",
+      useCache: true,
       sampling: { temperature: choices.temperature, topK: choices.topk, topP: choices.topp },
       capacity: endless ? config.block_size : Math.min(config.block_size, ids.length + choices.length),
       forced: known.map(([at, c]) => [at, index.get(c)]),
@@ -42,8 +55,12 @@ export class Text {
       const left = endless ? Infinity : choices.length - this.written;
       let most = Math.min(left, 4096);
       if (this.written < hurry) most = Math.min(most, hurry - this.written);
-      else if (pace) most = Math.min(most, Math.floor(((performance.now() - start) / 1e3) * pace) - this.written + hurry);
-      if (most < 1) { await frame(); continue; }
+      else if (pace)
+        most = Math.min(most, Math.floor(((performance.now() - start) / 1e3) * pace) - this.written + hurry);
+      if (most < 1) {
+        await frame();
+        continue;
+      }
       const { tokens, logits, elapsed } = await engine.call("more", { most });
       if (!this.running) return;
       if (this.written < hurry) start = performance.now();

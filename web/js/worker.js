@@ -18,7 +18,14 @@ function sentence(error) {
 self.onmessage = async ({ data: { id, method, argument } }) => {
   try {
     const result = await session[method](argument);
-    const buffers = [result, result?.logits, result?.q, result?.k, result?.v, ...(Array.isArray(result) ? result : [])]
+    const buffers = [
+      result,
+      result?.logits,
+      result?.q,
+      result?.k,
+      result?.v,
+      ...(Array.isArray(result) ? result : []),
+    ]
       .filter((x) => x instanceof Float32Array)
       .map((x) => x.buffer);
     self.postMessage({ id, result }, buffers);

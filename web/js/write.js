@@ -5,7 +5,19 @@ import { formatBranches, isSeed, parseBranches } from "./state.js";
 import { Text } from "./text.js";
 
 const BARS = 10;
-const FIELDS = ["model", "weights", "prompt", "seed", "length", "context", "stop", "pace", "temperature", "topk", "topp"];
+const FIELDS = [
+  "model",
+  "weights",
+  "prompt",
+  "seed",
+  "length",
+  "context",
+  "stop",
+  "pace",
+  "temperature",
+  "topk",
+  "topp",
+];
 const NUMBERS = ["length", "pace", "temperature", "topk", "topp"];
 
 export class WriteView {
@@ -17,11 +29,18 @@ export class WriteView {
     this.bind();
   }
 
-  get choices() { return this.page.choices; }
-  get text() { return this.page.text; }
+  get choices() {
+    return this.page.choices;
+  }
+  get text() {
+    return this.page.text;
+  }
 
   bind() {
-    $("write-form").addEventListener("submit", (event) => { event.preventDefault(); this.restart(); });
+    $("write-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.restart();
+    });
     $("prompt").addEventListener("keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.restart();
     });
@@ -35,11 +54,16 @@ export class WriteView {
       this.write({ branches: formatBranches(branches) });
     });
     for (const id of ["temperature", "topk", "topp"]) {
-      $(id).addEventListener("input", () => { this.showSettings(); this.read(); this.drawBars(); });
+      $(id).addEventListener("input", () => {
+        this.showSettings();
+        this.read();
+        this.drawBars();
+      });
       $(id).addEventListener("change", () => this.restart());
     }
     for (const id of ["model", "weights"]) $(id).addEventListener("change", () => this.restart());
-    for (const id of ["seed", "length", "context", "stop", "pace", "endless"]) $(id).addEventListener("change", () => this.restart());
+    for (const id of ["seed", "length", "context", "stop", "pace", "endless"])
+      $(id).addEventListener("change", () => this.restart());
     $("position").addEventListener("input", () => this.select(Number($("position").value)));
     $("text").addEventListener("click", (event) => this.touch(event));
     $("file").addEventListener("change", () => this.page.openFiles([...$("file").files]));
@@ -93,7 +117,9 @@ export class WriteView {
     $("halt").disabled = false;
     $("unbranch").hidden = branches.length === 0;
     try {
-      await text.run((piece, whole) => { if (this.text === text) this.append(piece, whole); });
+      await text.run((piece, whole) => {
+        if (this.text === text) this.append(piece, whole);
+      });
     } catch (error) {
       this.page.problem(error);
     }
@@ -114,7 +140,8 @@ export class WriteView {
   }
 
   append(piece, whole) {
-    const node = $("text-new").firstChild, box = $("text");
+    const node = $("text-new").firstChild,
+      box = $("text");
     const follows = box.scrollTop + box.clientHeight > box.scrollHeight - 40;
     if (whole) node.data = this.text.text;
     else node.appendData(piece);
@@ -128,16 +155,28 @@ export class WriteView {
 
   status() {
     const { text } = this;
-    if (!text || text.running || !text.written) { $("write-status").textContent = ""; return; }
+    if (!text || text.running || !text.written) {
+      $("write-status").textContent = "";
+      return;
+    }
     // A browser's clock may tick once in a millisecond.
-    const speed = text.milliseconds < 10 ? "" : `, ${number(Math.round(text.speed / 100) * 100)} a second without the pace`;
+    const speed =
+      text.milliseconds < 10 ? "" : `, ${number(Math.round(text.speed / 100) * 100)} a second without the pace`;
     $("write-status").textContent = `${number(text.written)} characters with part4${speed}`;
   }
 
   showCommand() {
-    const c = this.choices, quote = (s) => `'${s.replaceAll("'", "'\\''")}'`;
-    const words = ["python gpt.py part4 --inference --num-samples 1", `-m ${c.model}`, `--prompt ${quote(c.prompt || "\n")}`,
-      `--seed ${c.seed}`, `--max-new-tokens ${c.length}`, `--temperature ${c.temperature}`, `--top-k ${c.topk}`];
+    const c = this.choices,
+      quote = (s) => `'${s.replaceAll("'", "'\\''")}'`;
+    const words = [
+      "python gpt.py part4 --inference --num-samples 1",
+      `-m ${c.model}`,
+      `--prompt ${quote(c.prompt || "\n")}`,
+      `--seed ${c.seed}`,
+      `--max-new-tokens ${c.length}`,
+      `--temperature ${c.temperature}`,
+      `--top-k ${c.topk}`,
+    ];
     if (c.topp < 1) words.push(`--top-p ${c.topp}`);
     if (c.weights !== "fp32") words.push(`--weights ${c.weights}`);
     if (c.stop) words.push(`--stop ${quote(c.stop)}`);
@@ -157,7 +196,12 @@ export class WriteView {
     }
     if (at < 0) return;
     // The caret is beside the letter: before or behind it.
-    const box = (i) => { const r = document.createRange(); r.setStart(node, i); r.setEnd(node, i + 1); return r.getBoundingClientRect(); };
+    const box = (i) => {
+      const r = document.createRange();
+      r.setStart(node, i);
+      r.setEnd(node, i + 1);
+      return r.getBoundingClientRect();
+    };
     if (at > 0 && (at >= node.length || event.clientX < box(at).left)) at--;
     this.select(Math.min(at, node.length - 1));
   }
@@ -171,11 +215,17 @@ export class WriteView {
   mark(at = -1) {
     const node = $("text-new").firstChild;
     if (!globalThis.CSS?.highlights) return;
-    const letter = (i) => { const range = document.createRange(); range.setStart(node, i); range.setEnd(node, i + 1); return range; };
+    const letter = (i) => {
+      const range = document.createRange();
+      range.setStart(node, i);
+      range.setEnd(node, i + 1);
+      return range;
+    };
     CSS.highlights.delete("chosen");
     if (at >= 0 && at < node.length) CSS.highlights.set("chosen", new Highlight(letter(at)));
     const dropped = this.text?.dropped ?? 0;
-    const branches = parseBranches(this.choices.branches).map(([i]) => i - dropped)
+    const branches = parseBranches(this.choices.branches)
+      .map(([i]) => i - dropped)
       .filter((i) => i >= 0 && i < node.length);
     CSS.highlights.set("branch", new Highlight(...branches.map(letter)));
   }
@@ -183,15 +233,24 @@ export class WriteView {
   drawBars() {
     const { text } = this;
     if (!text?.text.length) return;
-    const last = text.text.length - 1, at = Math.min(this.selected ?? last, last);
+    const last = text.text.length - 1,
+      at = Math.min(this.selected ?? last, last);
     $("position").max = last;
     $("position").value = at;
     $("position-out").textContent = number(text.dropped + at + 1);
     this.mark(this.selected === null && text.running ? -1 : at);
-    const logits = text.logits[at], { characters } = this.page.engine;
+    const logits = text.logits[at],
+      { characters } = this.page.engine;
     const p = before(logits);
-    const filtered = after(logits, { temperature: this.choices.temperature, topK: this.choices.topk, topP: this.choices.topp });
-    const order = p.map((_, i) => i).sort((a, b) => p[b] - p[a]).slice(0, BARS);
+    const filtered = after(logits, {
+      temperature: this.choices.temperature,
+      topK: this.choices.topk,
+      topP: this.choices.topp,
+    });
+    const order = p
+      .map((_, i) => i)
+      .sort((a, b) => p[b] - p[a])
+      .slice(0, BARS);
     const chosen = characters.indexOf(text.text[at]);
     if (!order.includes(chosen)) order[BARS - 1] = chosen;
     const most = Math.max(...order.map((i) => Math.max(p[i], filtered[i])));
@@ -212,12 +271,24 @@ export class WriteView {
   }
 
   newBar() {
-    const row = { name: make("b", { ariaHidden: "true" }), spoken: make("span", { className: "hidden" }), before: make("i", { className: "before" }), after: make("i", { className: "after" }) };
+    const row = {
+      name: make("b", { ariaHidden: "true" }),
+      spoken: make("span", { className: "hidden" }),
+      before: make("i", { className: "before" }),
+      after: make("i", { className: "after" }),
+    };
     row.left = make("span");
     row.right = make("span");
-    row.button = make("button", { type: "button" }, row.name, row.spoken,
-      make("span", { className: "track" }, row.before, row.after), row.left,
-      make("span", { className: "hidden", textContent: "after the filters" }), row.right);
+    row.button = make(
+      "button",
+      { type: "button" },
+      row.name,
+      row.spoken,
+      make("span", { className: "track" }, row.before, row.after),
+      row.left,
+      make("span", { className: "hidden", textContent: "after the filters" }),
+      row.right,
+    );
     row.button.addEventListener("click", () => this.branch(row.character));
     row.item = make("li", {}, row.button);
     $("bars").append(row.item);
@@ -226,7 +297,8 @@ export class WriteView {
 
   // Goes on from the chosen position with another character.
   branch(character) {
-    const { text } = this, at = Number($("position").value);
+    const { text } = this,
+      at = Number($("position").value);
     if (text.text[at] === character) return;
     const position = text.dropped + at;
     const kept = parseBranches(this.choices.branches).filter(([i]) => i < position);
@@ -234,5 +306,6 @@ export class WriteView {
   }
 }
 
-const percent = (p) => (p >= 0.9995 ? "100 %" : p >= 0.0005 ? `${(100 * p).toFixed(1)} %` : p > 0 ? "< 0.1 %" : "–");
-const spoken = (c) => ({ "\n": "line end", " ": "space" }[c] ?? c);
+const percent = (p) =>
+  p >= 0.9995 ? "100 %" : p >= 0.0005 ? `${(100 * p).toFixed(1)} %` : p > 0 ? "< 0.1 %" : "–";
+const spoken = (c) => ({ "\n": "line end", " ": "space" })[c] ?? c;

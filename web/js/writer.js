@@ -1,7 +1,8 @@
 // A text as it grows in a decoder. generation/writer.py and generation/generate.py do the same.
 import { Mersenne } from "./mersenne.js";
 
-const BR = 192, BC = 256; // part4's tile; it decides no text
+const BR = 192,
+  BC = 256; // part4's tile; it decides no text
 
 export class Writer {
   // request: {part, precision: rows of their tables; ids, seed, sampling, context: 'slide' or 'reset', useCache,
@@ -35,7 +36,9 @@ export class Writer {
   }
 
   load(ids) {
-    this.kernels.withInts(ids, (at) => this.kernels.c.prefill(this.decoder, at, ids.length, this.held > 0 ? 1 : 0));
+    this.kernels.withInts(ids, (at) =>
+      this.kernels.c.prefill(this.decoder, at, ids.length, this.held > 0 ? 1 : 0),
+    );
     this.held = ids.length;
   }
 
@@ -46,8 +49,9 @@ export class Writer {
     let count = Math.min(most, room);
     for (let i = 0; i < count; i++) if (this.request.forced?.has(this.written + i)) count = i + 1;
     const { kernels, vocabSize: V } = this;
-    const result = kernels.with(count * (/* uniforms */ 8 + /* tokens */ 4 + /* logits */ 4 * V), (at) => {
-      const tokens = at + 8 * count, logits = tokens + 4 * count;
+    const result = kernels.with(count * /* uniforms */ (8 + /* tokens */ 4 + /* logits */ 4 * V), (at) => {
+      const tokens = at + 8 * count,
+        logits = tokens + 4 * count;
       for (let i = 0; i < count; i++) kernels.doubles(at, count)[i] = this.random.uniform();
       kernels.c.write_tokens(this.decoder, at, count, tokens, logits);
       return { tokens: kernels.ints(tokens, count).slice(), logits: kernels.floats(logits, count * V).slice() };

@@ -37,7 +37,7 @@ def test_help_does_not_import_torch():
 def test_commands_are_listed_in_sections(cli):
     lines = cli("--help").stdout.splitlines()
     headings = [line for line in lines if re.fullmatch(r"[A-Z].*:", line)]
-    assert headings == ["Options:", "Write:", "Write many texts:", "Lab test:", "Measure:", "Train:"]
+    assert headings == ["Options:", "Write:", "Write many texts:", "Lab test:", "Measure:", "Train:", "Show:"]
     names = [line[2:].split("  ")[0] for line in lines[lines.index("Write:") :] if re.match(r"  \w", line)]
     assert names == [*(f"{part} --inference" for part in PARTS), *commands.commands]
 
