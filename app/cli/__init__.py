@@ -8,7 +8,7 @@ import warnings
 
 import click
 
-from app.cli import lab, many, measuring, parts, serving, training
+from app.cli import lab, many, measuring, parts, serving, training, web
 from app.cli.options import notice
 from attention_ext import PARTS, BuildError
 
@@ -20,6 +20,7 @@ SECTIONS = {
     "Lab test": (*parts.COMMANDS, lab.four_d_access, lab.parallel),
     "Measure": measuring.COMMANDS,
     "Train": training.COMMANDS,
+    "Show": (web.web,),
 }
 
 

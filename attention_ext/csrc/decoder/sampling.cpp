@@ -5,11 +5,16 @@
 #include <functional>
 #include <iterator>
 #include <numeric>
-#include <stdexcept>
+
+#include "refuse.h"
 
 int64_t sample(const float* logits, const Occurrences& text, double uniform, const Sampling& s) {
     const size_t n = text.seen.size();
+#if defined(__wasm__)  // no threads, and nothing that would destroy what is theirs
+    static std::vector<double> weight, sorted;
+#else
     thread_local std::vector<double> weight, sorted;
+#endif
     weight.assign(logits, logits + n);
     const bool numbers = std::none_of(logits, logits + n, [](float x) { return std::isnan(x); });
     if (s.repetition_penalty != 1)
@@ -23,7 +28,7 @@ int64_t sample(const float* logits, const Occurrences& text, double uniform, con
     for (const auto& [token, bias] : s.logit_bias) weight[token] += bias;
     const auto best = std::max_element(weight.begin(), weight.end());
     if (!numbers || std::isinf(*best))
-        throw std::invalid_argument("logits hold NaN, or the largest is infinite; they must be numbers");
+        refuse("logits hold NaN, or the largest is infinite; they must be numbers");
     if (s.temperature == 0) return best - weight.begin();
 
     // weight <- exp((logit - max) / temperature), so the largest weight is 1

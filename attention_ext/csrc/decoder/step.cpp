@@ -10,8 +10,6 @@
 // Threads: texts of a large batch are divided between them. A single text, or a few, go in stages, each of
 // which the threads share by heads and panels. Results do not depend on the number of texts or threads.
 #include <algorithm>
-#include <exception>
-#include <mutex>
 
 #include "decoder/state.h"
 #include "denormals.h"
@@ -226,21 +224,16 @@ void Decoder::State::write_groups(const std::vector<int64_t>& which,
     const size_t begin = tokens.size(), end = static_cast<size_t>(count);
     if (begin == end) return;
     tokens.resize(end, std::vector<int64_t>(all));
-    std::exception_ptr failed;
-    std::mutex mutex;
+    Attempts attempts;
     Pace::Clock::duration longest{};
     const auto write = [&](int64_t g, int64_t thread) {
         const auto start = Pace::Clock::now();
-        std::exception_ptr error;
-        try {
-            for (size_t i = begin; i < end; i++)
-                write_group(which, starts[g], starts[g + 1], thread, uniforms[i].data(), tokens[i].data());
-        } catch (...) {  // would end the program in another thread
-            error = std::current_exception();
-        }
-        const std::lock_guard<std::mutex> held(mutex);
-        longest = std::max(longest, Pace::Clock::now() - start);
-        if (error) failed = error;
+        attempts.attempt(
+            [&] {
+                for (size_t i = begin; i < end; i++)
+                    write_group(which, starts[g], starts[g + 1], thread, uniforms[i].data(), tokens[i].data());
+            },
+            [&] { longest = std::max(longest, Pace::Clock::now() - start); });
     };
     if (threads == 1 || !team->ours()) {
         for (int64_t g = 0; g < parts; g++) write(g, 0);
@@ -249,6 +242,6 @@ void Decoder::State::write_groups(const std::vector<int64_t>& which,
             Recorded{trace, member}.run(0, parts, [&](int64_t g) { write(g, member.thread); });
         });
     }
-    if (failed) std::rethrow_exception(failed);
+    attempts.rethrow();
     group_seconds = std::chrono::duration<double>(longest).count() / static_cast<double>(end - begin);
 }

@@ -9,11 +9,16 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
+
+#if defined(__wasm__)
+#include "decoder/no_threads.h"
+#else
+#include <atomic>
+#include <condition_variable>
 #include <cstring>
+#include <exception>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -250,6 +255,34 @@ class Team {
     uint32_t turn = 0;
     std::vector<std::thread> helpers;
 };
+
+// Attempts of several threads. An exception would end the program in another thread, so it is kept.
+class Attempts {
+  public:
+    // body(), then then(), by one thread at a time.
+    template <class Body, class Then>
+    void attempt(const Body& body, const Then& then) {
+        std::exception_ptr error;
+        try {
+            body();
+        } catch (...) {
+            error = std::current_exception();
+        }
+        const std::lock_guard<std::mutex> held(mutex);
+        then();
+        if (error) failed = error;
+    }
+
+    // Throws what an attempt has thrown, if any has.
+    void rethrow() const {
+        if (failed) std::rethrow_exception(failed);
+    }
+
+  private:
+    std::exception_ptr failed;
+    std::mutex mutex;
+};
+#endif
 
 // A team of one.
 struct Alone {

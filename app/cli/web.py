@@ -1,0 +1,36 @@
+"""gpt.py web: the page that runs the kernels in a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from app.cli.options import notice
+
+
+@click.command()
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="Port on 127.0.0.1; 0 takes a free one.",
+)
+@click.option(
+    "--out", type=click.Path(file_okay=False), help="Folder of the page's files.", show_default="web/dist"
+)
+@click.option("--build", "only_build", is_flag=True, help="Make the files and end.")
+def web(port: int, out: str | None, only_build: bool) -> None:
+    """Show a web page that writes, races and explains in your browser; its files are made on first use."""
+    from web import build, serve
+
+    folder = Path(out) if out else build.DIST
+    build.make(folder)
+    if only_build:
+        click.echo(f"{folder}: open {folder / 'shakespeare.html'}, or publish the folder")
+        return
+    with serve.server(folder, port) as server:
+        click.echo(f"http://127.0.0.1:{server.server_address[1]}/")
+        notice("Ctrl-C ends it")
+        server.serve_forever()

@@ -1,0 +1,25 @@
+// Makes docs/figures/web.png: the view Tiles, as Chromium shows the one file.
+//
+//   scripts/build-web.sh && npm install --prefix tests/web && node scripts/make-web-figures.mjs
+import { createRequire } from "node:module";
+import { fileURLToPath, pathToFileURL } from "node:url";
+
+const root = fileURLToPath(new URL("..", import.meta.url));
+const { chromium } = createRequire(`${root}tests/web/package.json`)("playwright-core");
+const address = `${pathToFileURL(`${root}web/dist/shakespeare.html`)}#tiles?pace=0&layer=1&head=2`;
+
+const browser = await chromium.launch({
+  executablePath: process.env.CHROMIUM ?? "/usr/bin/chromium",
+  args: ["--no-sandbox"],
+});
+const page = await browser.newPage({ viewport: { width: 1280, height: 900 }, colorScheme: "light" });
+await page.goto(address);
+await page.waitForFunction(() => document.getElementById("tiles-at").max > 0);
+await page.evaluate(() => {
+  const at = document.getElementById("tiles-at");
+  at.value = 25;
+  at.dispatchEvent(new Event("input"));
+});
+await page.evaluate(() => document.querySelector("nav").scrollIntoView());
+await page.screenshot({ path: `${root}docs/figures/web.png` });
+await browser.close();

@@ -1,0 +1,80 @@
+"""gpt.py web: makes the page once, shows it to this machine only, and refuses in one line."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import re
+import signal
+
+import pytest
+
+from web import build, serve
+
+
+@pytest.fixture
+def made(monkeypatch, tmp_path):
+    """A page of one file, as if it had been made before."""
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / "index.html").write_text("a page")
+    (tmp_path / "page" / build.STAMP).write_text(build.fingerprint())
+    return tmp_path / "page"
+
+
+def test_it_serves_the_folder_until_it_is_stopped(process, made):
+    shown = process("web", "--port", 0, "--out", made)
+    port = int(re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\n", shown.stdout.readline())[1])
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    for path, status in (("/", 200), ("/index.html", 200), ("/../../etc/passwd", 404), ("/nothing", 404)):
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        assert answer.status == status, path
+        assert (b"a page" in answer.read()) == (status == 200)
+    shown.send_signal(signal.SIGINT)
+    assert shown.wait(30) == 130
+
+
+def test_the_types_are_those_that_browsers_need(made):
+    with serve.server(made, 0) as server:
+        handler = server.RequestHandlerClass.func  # type: ignore[attr-defined]
+        assert handler.extensions_map[".wasm"] == "application/wasm"
+        assert handler.extensions_map[".js"] == "text/javascript"
+        assert server.server_address[0] == "127.0.0.1"
+
+
+def test_a_port_that_is_taken_is_one_line(failed, made):
+    with serve.server(made, 0) as server:
+        assert "Address already in use" in failed("web", "--port", server.server_address[1], "--out", made)
+
+
+def test_a_page_that_is_up_to_date_is_not_made_again(cli, made):
+    done = cli("web", "--build", "--out", made)
+    assert done.returncode == 0 and "shakespeare.html" in done.stdout and (made / "index.html").is_file()
+
+
+def test_a_folder_with_other_files_is_left_alone(failed, tmp_path):
+    (tmp_path / "mine").write_text("text")
+    assert "it must be empty, or hold a page" in failed("web", "--build", "--out", tmp_path)
+    assert (tmp_path / "mine").read_text() == "text"
+
+
+def test_without_ziglang_it_says_what_to_install(failed, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install ziglang" in failed("web", "--build", "--out", tmp_path / "page")
+
+
+def test_a_source_that_does_not_compile_is_one_line(cli, tmp_path, monkeypatch):
+    if not importlib.util.find_spec("ziglang"):
+        pytest.skip(build.NO_ZIG)
+    monkeypatch.setattr(build, "FLAGS", ("-target", "wasm32-wasi", "-std=c++17", "-DEXPORT=wrong"))
+    monkeypatch.setattr(build, "SOURCES", ())
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    done = cli("web", "--build", "--out", tmp_path / "page")
+    notice, error = done.stderr.splitlines()
+    assert done.returncode == 2 and notice.startswith("Compiling the kernels to WebAssembly")
+    assert error.startswith("gpt.py: error: ") and "build.log" in error and not (tmp_path / "page").exists()
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "http"])
+def test_a_port_out_of_range_is_refused(failed, port):
+    assert "--port" in failed("web", "--port", port)

@@ -1,0 +1,62 @@
+"""The page's modules in a process of node."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import ROOT
+
+from web import build
+
+WEB_TESTS = Path(__file__).resolve().parent / "web"
+RELAXED = "--experimental-wasm-relaxed-simd"  # of node 20; later ones accept and ignore it
+
+
+class Refused(Exception):
+    """A call in node failed; `kind` is the JavaScript error's class."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Node:
+    """The modules of web/js in a process of node. node(method, **argument) calls; session.mjs lists what."""
+
+    def __init__(self, program: str) -> None:
+        self.process = subprocess.Popen(
+            [program, RELAXED, WEB_TESTS / "session.mjs", (ROOT / "web" / "js").as_uri()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, method: str, **argument: Any) -> Any:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps({"method": method, "argument": argument}) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline())
+        if "error" in answer:
+            raise Refused(answer["error"], answer["kind"])
+        return answer.get("result")
+
+    def load(
+        self, name: str = "shakes256", precision: str = "fp32", kernels: str = "simd", **files: str
+    ) -> None:
+        """Load a shipped checkpoint, or the files of a directory, into fresh kernels of a build.
+
+        Skips the test if this node has no relaxed SIMD and the build needs it.
+        """
+        if kernels == "relaxed" and self("build") != kernels:
+            pytest.skip("this node has no relaxed SIMD")
+        directory = ROOT / "checkpoints" / name
+        self(
+            "load",
+            wasm=str(build.compiled(kernels)),
+            precision=precision,
+            **{"directory": str(directory), **files},
+        )

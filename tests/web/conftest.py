@@ -1,0 +1,87 @@
+"""The page's modules in node, and the page in browsers. Tests skip where one of them is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from node_process import WEB_TESTS, Node
+
+from web import build
+
+BROWSERS = {"chromium": ("CHROMIUM", ("chromium",)), "firefox": ("FIREFOX", ("firefox-esr", "firefox"))}
+
+
+@pytest.fixture(scope="session")
+def node_program() -> str:
+    found = shutil.which("node")
+    if not found:
+        pytest.skip("node is missing")
+    return found
+
+
+@pytest.fixture(scope="module")
+def node(node_program: str) -> Iterator[Node]:
+    """The modules, without kernels."""
+    made = Node(node_program)
+    yield made
+    made.process.kill()
+    made.process.communicate()
+
+
+@pytest.fixture(scope="session")
+def wasm() -> None:
+    """The kernels in WebAssembly, both builds."""
+    if not importlib.util.find_spec("ziglang"):
+        pytest.skip(build.NO_ZIG)
+    for name in build.BUILDS:
+        build.compiled(name)
+
+
+@pytest.fixture(scope="session")
+def page_folder(wasm: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page's files."""
+    folder = tmp_path_factory.mktemp("page") / "dist"
+    assert build.make(folder)
+    return folder
+
+
+@pytest.fixture(params=BROWSERS)
+def visit(request: pytest.FixtureRequest, node_program: str, page_folder: Path, tmp_path: Path):
+    """Return a function that runs a scenario of scenarios.mjs in each browser and gives what it returns.
+
+    A scenario fails if the page asks another host for anything, or reports an error.
+    """
+    variable, names = BROWSERS[request.param]
+    program = os.environ.get(variable) or next(filter(None, map(shutil.which, names)), None)
+    if not program:
+        pytest.skip(f"{request.param} is missing")
+    if not (WEB_TESTS / "node_modules" / "playwright-core").is_dir():
+        pytest.skip("playwright-core is missing: npm install --prefix tests/web")
+
+    def run(scenario: str, **argument: Any) -> Any:
+        given = {
+            "browser": request.param,
+            "program": program,
+            "folder": str(page_folder),
+            "scenario": scenario,
+        }
+        done = subprocess.run(
+            [node_program, WEB_TESTS / "scenarios.mjs", json.dumps(given | {"argument": argument})],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env=os.environ | {"HOME": str(tmp_path)},
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    run.browser = request.param  # type: ignore[attr-defined]
+    return run

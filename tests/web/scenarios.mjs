@@ -1,0 +1,341 @@
+// Scenarios of the page in a browser; the last line of the output is what a scenario returns, as JSON.
+//
+// Each fails if the page logs an error or asks another host for anything. Firefox is Debian's own, over WebDriver BiDi,
+// where Playwright evaluates with eval(): there the page is served without its policy, which Chromium tests.
+import { createServer } from "node:http";
+import { readFile } from "node:fs/promises";
+import { createRequire } from "node:module";
+import { extname, join } from "node:path";
+import { pathToFileURL } from "node:url";
+import playwright from "playwright-core";
+
+const { browser: kind, program, folder, scenario, argument } = JSON.parse(process.argv[2]);
+const TYPES = {
+  ".html": "text/html",
+  ".js": "text/javascript",
+  ".css": "text/css",
+  ".wasm": "application/wasm",
+  ".json": "application/json",
+};
+const POLICY = /<meta http-equiv="Content-Security-Policy"[^>]*>/;
+const complaints = [];
+
+const server = createServer(async ({ url }, answer) => {
+  const path = new URL(url, "http://localhost").pathname.replace(/\/$/, "/index.html");
+  try {
+    let content = await readFile(join(folder, path));
+    if (kind === "firefox" && path.endsWith(".html")) content = String(content).replace(POLICY, "");
+    answer.writeHead(200, { "Content-Type": TYPES[extname(path)] ?? "application/octet-stream" }).end(content);
+  } catch {
+    answer.writeHead(404).end();
+  }
+});
+await new Promise((done) => server.listen(0, "127.0.0.1", done));
+const home = `http://127.0.0.1:${server.address().port}/`;
+
+const launch = {
+  chromium: () => playwright.chromium.launch({ executablePath: program, args: ["--no-sandbox"] }),
+  firefox: () =>
+    playwright._bidiFirefox.launch({
+      channel: "moz-firefox",
+      executablePath: program,
+      firefoxUserPrefs: {
+        "layout.css.prefers-color-scheme.content-override": argument.scheme === "dark" ? 0 : 1,
+      },
+    }),
+};
+const browser = await launch[kind]();
+const context = await browser.newContext({
+  viewport: { width: argument.width ?? 1200, height: 900 },
+  colorScheme: argument.scheme ?? "light",
+});
+const page = await context.newPage();
+page.on("console", (message) => {
+  if (message.type() === "error") complaints.push(message.text());
+});
+page.on("pageerror", (error) => complaints.push(error.message));
+page.on("request", (request) => {
+  if (!request.url().startsWith(home) && !/^(data|blob|file|about):/.test(request.url()))
+    complaints.push(`asked for ${request.url()}`);
+});
+
+// Polls: waitForFunction() needs more of a browser.
+async function until(what, condition, given) {
+  for (const end = Date.now() + 90_000; Date.now() < end; await new Promise((done) => setTimeout(done, 50))) {
+    // Playwright takes a change of the address for another page, at times.
+    const met = await page.evaluate(condition, given).catch((error) => {
+      if (!/context was destroyed/.test(error.message)) throw error;
+    });
+    if (met) return;
+  }
+  throw new Error(`waited in vain for ${what}`);
+}
+const written = (count) =>
+  until("the text", (n) => document.documentElement.dataset.written === String(n), count);
+const textOf = (id) => page.evaluate((name) => document.getElementById(name).textContent, id);
+const set = (id, value) =>
+  page.evaluate(
+    ([name, to]) => {
+      const field = document.getElementById(name);
+      field.value = to;
+      field.dispatchEvent(new Event("input", { bubbles: true }));
+      field.dispatchEvent(new Event("change", { bubbles: true }));
+    },
+    [id, value],
+  );
+const show = async (view) => {
+  await page.click(`nav a[href="#${view}"]`);
+  await until(view, (name) => !document.getElementById(name).hidden, view);
+};
+const open = async (query, count) => {
+  await page.goto(`${home}#write?pace=0&${new URLSearchParams(query)}`);
+  if (count) await written(count);
+};
+const problem = () =>
+  until("a problem", () => !document.getElementById("problem").hidden).then(() => textOf("problem"));
+
+const scenarios = {
+  // The texts of several addresses, one after the other.
+  async texts({ queries }) {
+    const made = [];
+    for (const query of queries) {
+      await page.goto("about:blank");
+      await open(query, query.length);
+      made.push(await textOf("text-new"));
+    }
+    return made;
+  },
+
+  // Another character at a position: the text, the address, and the text of that address.
+  async branch({ query, at }) {
+    await open(query, query.length);
+    const plain = await textOf("text-new");
+    await set("position", at);
+    const bars = page.locator("#bars button");
+    const chosen = await bars.evaluateAll((all) => all.findIndex((bar) => !bar.hasAttribute("aria-current")));
+    await bars.nth(chosen).click();
+    await until("the branch", () => location.hash.includes("branches"));
+    await until(
+      "its text",
+      (before) =>
+        !document.getElementById("halt").disabled === false &&
+        document.getElementById("text-new").textContent !== before,
+      plain,
+    );
+    const text = await textOf("text-new"),
+      address = page.url();
+    await page.goto("about:blank");
+    await page.goto(address);
+    await written(query.length);
+    const again = await textOf("text-new");
+    await page.click("#unbranch");
+    await until(
+      "the text before",
+      (before) => document.getElementById("text-new").textContent === before,
+      plain,
+    );
+    return { plain, text, address, again };
+  },
+
+  async endless({ query, characters }) {
+    await open({ ...query, endless: 1 });
+    await until(
+      "a long text",
+      (n) => parseInt(document.getElementById("write-status").textContent.replace(/\D/g, "")) > n,
+      characters,
+    );
+    await page.click("#halt");
+    await until("the end", () => document.getElementById("halt").disabled);
+    return { shown: (await textOf("text-new")).length, status: await textOf("write-status") };
+  },
+
+  async race({ window, count }) {
+    await open({ length: 5, window, count }, 5);
+    await show("race");
+    await page.click("#race-form button");
+    await until("the end of the race", () =>
+      document.getElementById("race-status").textContent.includes("Attention alone"),
+    );
+    return page.evaluate(() => ({
+      texts: [...document.querySelectorAll(".lane .written > span:last-child")].map((e) => e.textContent),
+      times: [...document.querySelectorAll(".lane > p")].map((e) => e.textContent),
+      bars: document.querySelectorAll("#alone tr").length,
+    }));
+  },
+
+  // What is said of a query and a key, by sliders and by the pointer.
+  async attention({ query, layer, head, i, j }) {
+    await open({ ...query, layer, head }, query.length);
+    await show("attention");
+    await until("the maps", () => document.querySelectorAll("#maps button").length > 0);
+    await until("the map", () => document.getElementById("heat-status").textContent !== "");
+    await set("query", i);
+    await set("key", j);
+    const bySliders = await textOf("heat-status");
+    await set("query", 0);
+    const { x, y, width, height, T } = await page.evaluate(() => {
+      const canvas = document.getElementById("heat");
+      canvas.scrollIntoView();
+      const box = canvas.getBoundingClientRect();
+      return { x: box.x, y: box.y, width: box.width, height: box.height, T: canvas.width };
+    });
+    await page.mouse.move(x + ((j + 0.5) / T) * width, y + ((i + 0.5) / T) * height);
+    await until(
+      "the pointer",
+      (said) => document.getElementById("heat-status").textContent === said,
+      bySliders,
+    );
+    return {
+      said: bySliders,
+      maps: await page.evaluate(() => document.querySelectorAll("#maps canvas").length),
+    };
+  },
+
+  // Every part's steps, to the end; where the canvas is drawn.
+  async tiles() {
+    await open({ length: 60 }, 60);
+    await show("tiles");
+    const made = {};
+    for (const part of ["part1", "part2", "part3", "part4"]) {
+      await page.selectOption("#tiles-part", part);
+      await until(part, (name) => document.getElementById("source-title").textContent.includes(name), part);
+      const titles = [];
+      for (const share of [0, 0.4, 0.8, 1]) {
+        await page.evaluate((s) => {
+          const at = document.getElementById("tiles-at");
+          at.value = Math.round(s * at.max);
+          at.dispatchEvent(new Event("input"));
+        }, share);
+        titles.push(await textOf("step-title"));
+      }
+      made[part] = await page.evaluate(
+        (t) => ({
+          titles: t,
+          lines: document.querySelectorAll("#source .now").length,
+          paper: document.querySelectorAll("#paper .now").length,
+          bytes: [...document.querySelectorAll("#bytes td")].map((cell) => cell.textContent),
+          online: document.getElementById("online").hidden
+            ? ""
+            : document.getElementById("ml-text").textContent,
+        }),
+        titles,
+      );
+    }
+    await page.click("#tiles-play");
+    await until("a step", () => document.getElementById("tiles-at").value > 0);
+    await page.click("#tiles-play");
+    return made;
+  },
+
+  async measure() {
+    await open({ length: 5 }, 5);
+    await show("measure");
+    await page.click("#measure-go");
+    await until("the figures", () => document.querySelectorAll("#figures tbody tr").length === 4);
+    return page.evaluate(() => document.querySelectorAll("#roofline circle").length);
+  },
+
+  // The one file, from the disk.
+  async disk({ query }) {
+    await page.goto(
+      `${pathToFileURL(join(folder, argument.file ?? "shakespeare.html"))}#write?pace=0&${new URLSearchParams(query)}`,
+    );
+    await written(query.length);
+    const text = await textOf("text-new");
+    await show("tiles");
+    await until("the steps", () => document.getElementById("tiles-at").max > 0);
+    return text;
+  },
+
+  // A second visit without the server.
+  async offline({ query }) {
+    await open(query, query.length);
+    const first = await textOf("text-new");
+    await until("the worker", async () =>
+      Boolean((await navigator.serviceWorker.ready).active && navigator.serviceWorker.controller),
+    );
+    await page.reload();
+    await written(query.length);
+    server.closeAllConnections();
+    await new Promise((done) => server.close(done));
+    await page.goto("about:blank");
+    await open(query, query.length);
+    return [first, await textOf("text-new")];
+  },
+
+  // What the page says of files that someone chooses.
+  async files({ cases, fine }) {
+    await open({ length: 5 }, 5);
+    await set("prompt", "abc");
+    const said = [];
+    for (const files of cases) {
+      await page.setInputFiles("#file", files);
+      said.push(await problem());
+      await page.evaluate(() => {
+        document.getElementById("problem").hidden = true;
+        document.getElementById("file").value = "";
+      });
+    }
+    await page.setInputFiles("#file", fine);
+    await until("its text", () => document.getElementById("text-prompt").textContent === "abc");
+    await written(5);
+    return { said, text: await textOf("text-new") };
+  },
+
+  // Findings of axe in each view.
+  async axe() {
+    const source = await readFile(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+    await open({ length: 40 }, 40);
+    const found = [];
+    for (const view of ["write", "race", "attention", "tiles", "measure"]) {
+      await show(view);
+      await page.evaluate(source);
+      const { violations } = await page.evaluate(() => globalThis.axe.run());
+      found.push(...violations.map(({ id, nodes }) => `${view}: ${id}: ${nodes[0].html}`));
+      const wide = await page.evaluate(
+        () => document.documentElement.scrollWidth - document.documentElement.clientWidth,
+      );
+      if (wide > 0) found.push(`${view}: ${wide} pixels too wide`);
+    }
+    return found;
+  },
+
+  // The keyboard alone: to the prompt, a text, a letter, a branch.
+  async keyboard({ query }) {
+    await open(query, query.length);
+    const focus = () => page.evaluate(() => document.activeElement.id || document.activeElement.textContent);
+    const tabTo = async (wanted) => {
+      for (let i = 0; i < 60; i++) {
+        await page.keyboard.press("Tab");
+        if ((await focus()) === wanted) return;
+      }
+      throw new Error(`Tab does not reach ${wanted}`);
+    };
+    await tabTo("prompt");
+    await page.keyboard.press("Control+Enter");
+    await written(query.length);
+    await tabTo("position");
+    for (let i = 0; i < 3; i++) await page.keyboard.press("ArrowLeft");
+    const position = await textOf("position-out");
+    await page.keyboard.press("Tab");
+    if (await page.evaluate(() => document.activeElement.hasAttribute("aria-current")))
+      await page.keyboard.press("Tab");
+    await page.keyboard.press("Enter");
+    await until("a branch", () => location.hash.includes("branches"));
+    return position;
+  },
+};
+
+try {
+  const result = await scenarios[scenario](argument);
+  if (complaints.length) throw new Error(`the page complained: ${complaints.join("; ")}`);
+  console.log(JSON.stringify(result));
+} catch (error) {
+  const state = await page
+    .evaluate(() => [location.href, document.getElementById("problem")?.textContent])
+    .catch(() => "");
+  console.error(error, state, complaints);
+  process.exitCode = 1;
+}
+await browser.close();
+server.close();

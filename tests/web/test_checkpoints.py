@@ -1,0 +1,149 @@
+"""A checkpoint that Python refuses, the page refuses too, with a sentence."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import tiny
+import torch
+from node_process import Refused
+from tiny import VOCABULARY
+
+from model.checkpoint import SUMS, CheckpointError, load, save
+from model.tokenizer import VocabularyError
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    save(tmp_path / "tiny", tiny.gpt(), VOCABULARY, {})
+    (tmp_path / "tiny" / SUMS).unlink()
+    return tmp_path / "tiny"
+
+
+def refused_by_python(directory: Path) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            load(str(directory), tiny.attend)
+        except (CheckpointError, VocabularyError):
+            return True
+    return False
+
+
+def outcome(node, directory: Path) -> str:
+    """What the page says: 'fine' or a sentence. Another kind of error is raised."""
+    try:
+        return node("check", directory=str(directory))
+    except Refused as error:
+        if error.kind not in (
+            "CheckpointError",
+            "SyntaxError",
+        ):  # the latter is JSON.parse's, of the test's program
+            raise
+        return str(error)
+
+
+def test_a_well_formed_one_is_taken(node, directory):
+    assert outcome(node, directory) == "fine"
+
+
+def test_damaged_weights_are_refused_where_python_refuses_them(node, directory):
+    """Truncated, or with one byte changed; most changes are in the header."""
+    file, rng = directory / "model.safetensors", random.Random(5)
+    whole, agreed = file.read_bytes(), 0
+    header = 8 + int.from_bytes(whole[:8], "little")
+    damaged = [whole[:n] for n in (0, 7, 8, header - 1, header, len(whole) - 1)] + [whole + b"x"]
+    for _ in range(150):
+        at = rng.randrange(header)
+        damaged.append(whole[:at] + bytes([rng.randrange(256)]) + whole[at + 1 :])
+    for content in damaged:
+        file.write_bytes(content)
+        said = outcome(node, directory)
+        assert (said != "fine") == refused_by_python(directory), (said, content[:300])
+        agreed += said != "fine"
+    assert agreed > len(damaged) // 3
+
+
+def test_each_wrong_tensor_is_named(node, directory):
+    file = directory / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    for name, tensor in weights.items():
+        last = tensor.clone()
+        last.view(-1)[-1] = torch.inf
+        for spoilt, said in (
+            (torch.full_like(tensor, torch.nan), "holds NaN or infinity"),
+            (last, "holds NaN or infinity"),
+            (torch.cat([tensor, tensor[:1]]), "it must be"),
+            (tensor.to(torch.int32), "must be a dense tensor of floats"),
+        ):
+            safetensors.torch.save_file(weights | {name: spoilt}, file)
+            assert name in outcome(node, directory) and said in outcome(node, directory)
+    safetensors.torch.save_file({k: v for k, v in list(weights.items())[1:]}, file)
+    assert "1 tensors are missing" in outcome(node, directory)
+    safetensors.torch.save_file(weights | {"more": torch.zeros(1)}, file)
+    assert outcome(node, directory) == "1 tensors are unexpected, the first is more"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_floats_are_widened(node, directory, dtype, wasm):
+    file = directory / "model.safetensors"
+    weights = {name: w.to(dtype) for name, w in safetensors.torch.load_file(file).items()}
+    safetensors.torch.save_file(weights, file)
+    node.load(directory=str(directory))
+    first = node("text", prompt="abc", length=30)
+    safetensors.torch.save_file({name: w.float() for name, w in weights.items()}, file)
+    node.load(directory=str(directory))
+    assert node("text", prompt="abc", length=30) == first
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"n_embd": 10**6, "n_head": 1}, "too large"),
+        ({"block_size": 0}, "block_size is 0; it must be a whole number of at least 1"),
+        ({"n_head": 3}, "it must be a multiple of n_head=3"),
+        ({"n_layer": 10**12}, "but there are"),
+        ({"vocab_size": 7}, "it must be (7, 16)"),
+        ({"bias": "yes"}, "it must be true or false"),
+        ({"n_embd": "16"}, 'n_embd is "16"'),
+    ],
+)
+def test_a_wrong_configuration_is_refused(node, directory, change, said):
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert said in outcome(node, directory) and refused_by_python(directory)
+
+
+@pytest.mark.parametrize(
+    "characters", [[], ["a"], ["ab", *"cdefghijk"], ["a", *"abcdefghij"], "abc", [1] * 11]
+)
+def test_a_wrong_vocabulary_is_refused(node, directory, characters):
+    (directory / "meta.json").write_text(json.dumps({"characters": characters}))
+    assert outcome(node, directory) != "fine" and refused_by_python(directory)
+
+
+def test_logits_that_overflow_are_an_error_and_the_next_text_is_written(node, directory, wasm):
+    """Finite weights, but NaN comes out of them: a sentence, not a trap."""
+    node.load(directory=str(directory))
+    fine = node("text", prompt="abc", length=30)
+    file = directory / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    huge = {name: torch.full_like(w, 3e38) if ".mlp." in name else w for name, w in weights.items()}
+    safetensors.torch.save_file(huge, file)
+    node.load(directory=str(directory))
+    with pytest.raises(Refused, match="logits hold NaN, or the largest is infinite; they must be numbers"):
+        node("text", prompt="abc", length=30)
+    safetensors.torch.save_file(weights, file)
+    node.load(directory=str(directory))
+    assert node("text", prompt="abc", length=30) == fine
+
+
+def test_a_prompt_with_unknown_characters_is_refused(node, directory, wasm):
+    node.load(directory=str(directory))
+    with pytest.raises(Refused, match='does not know 2 of the text\'s characters: "X" "Y"'):
+        node("text", prompt="abcXY", length=3)

@@ -1,0 +1,184 @@
+"""The WebAssembly kernels in node: the same texts, weights and numbers as Python's."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from generation import generate
+from generation.sampling import Sampling, sample
+from generation.writer import uniforms
+from lab.costs import Block, Case, costs
+from model.checkpoint import ROOT, load
+from web import build
+
+KERNELS = ("part1", "part2", "part3", "part4")
+PROMPT = "ROMEO:"
+TEXT = (ROOT / "README.md").read_text().split("```text\n")[1][:200]
+pytestmark = pytest.mark.usefixtures("wasm")
+
+
+@pytest.fixture(scope="module")
+def native(extension):
+    """Return a function that gives the native engine's text; each is written once."""
+    known: dict = {}
+
+    def write(name: str = "shakes256", weights: str = "fp32", **settings) -> str:
+        key = (name, weights, *sorted((k, str(v)) for k, v in settings.items()))
+        if key not in known:
+            known[key] = generate(load(name), PROMPT, weights=weights, top_k=200, temperature=0.8, **settings)
+        return known[key]
+
+    return write
+
+
+@pytest.mark.parametrize("kernels", build.BUILDS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("part", KERNELS)
+def test_a_text_is_the_native_engines(node, native, part, precision, kernels):
+    """256 tokens in the window, and 1,000 with windows that restart."""
+    node.load(precision=precision, kernels=kernels)
+    for length, context in ((250, "slide"), (1000, "reset")):
+        made = node("text", prompt=PROMPT, part=part, seed=7, length=length, context=context)
+        assert made == native(weights=precision, seed=7, max_new_tokens=length, context=context)
+
+
+def test_a_window_slides_as_nanogpts_does(node, native):
+    node.load()
+    for seed in (7, 2**64 - 1):
+        assert node("text", prompt=PROMPT, seed=str(seed), length=300) == native(
+            seed=seed, max_new_tokens=300
+        )
+
+
+def test_a_text_without_cache_and_with_stop(node, native):
+    node.load("shakes128")
+    made = node("text", prompt=PROMPT, seed=3, length=60, useCache=False)
+    assert made == native("shakes128", seed=3, max_new_tokens=60)
+    assert made == native("shakes128", seed=3, max_new_tokens=60, use_cache=False)
+    stop = made[20:23]
+    expected = native("shakes128", seed=3, max_new_tokens=60, stop=stop)
+    assert node("text", prompt=PROMPT, seed=3, length=60, stop=[stop]) == expected == made[: made.index(stop)]
+
+
+def test_the_pages_bf16_file_has_the_weights_that_bf16_rounds(node, native, tmp_path):
+    import safetensors.torch
+
+    weights = safetensors.torch.load_file(ROOT / "checkpoints" / "shakes256" / "model.safetensors")
+    safetensors.torch.save_file(build.rounded(weights), tmp_path / "half.safetensors")
+    node.load(precision="bf16", weights=str(tmp_path / "half.safetensors"))
+    assert (tmp_path / "half.safetensors").stat().st_size < 1_750_000
+    settings = {"seed": 7, "max_new_tokens": 1000, "context": "reset"}
+    expected = native(weights="bf16", **settings)
+    assert node("text", prompt=PROMPT, seed=7, length=1000, context="reset") == expected != native(**settings)
+
+
+def test_a_branch_goes_on_with_the_seeds_numbers(node, extension):
+    """As a text whose prompt ends with the branch, and whose first numbers are skipped."""
+    from generation.engine import open_engine
+
+    node.load()
+    checkpoint, at, length = load("shakes256"), 40, 120
+    plain = node("text", prompt=PROMPT, seed=5, length=length)
+    other = "z" if plain[at] != "z" else "q"
+    (id_of,) = checkpoint.tokenizer.encode(other)
+    made = node("text", prompt=PROMPT, seed=5, length=length, forced=[[at, id_of]])
+    assert made[: at + 1] == plain[:at] + other
+
+    engine = open_engine(checkpoint.model, "native", part="part4")
+    engine.set_sampling(0, Sampling(top_k=200))
+    engine.prefill(0, checkpoint.tokenizer.encode(PROMPT + made[: at + 1]))
+    rest = list(itertools.islice(uniforms(5), at + 1, length))
+    tokens = [engine.next([0], [u])[0] for u in rest]
+    assert made[at + 1 :] == "".join(checkpoint.tokenizer.characters[t] for t in tokens)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 1337, 2**32 + 5, 2**64 - 1])
+def test_a_seed_gives_pytorchs_numbers(node, seed):
+    assert node("uniforms", seed=str(seed), count=1500) == list(itertools.islice(uniforms(seed), 1500))
+
+
+def test_the_distribution_shown_is_the_one_drawn_from(node):
+    rng = random.Random(0)
+    for settings in (
+        {},
+        {"topK": 3},
+        {"topP": 0.5},
+        {"topK": 12, "topP": 0.9, "temperature": 1.7},
+        {"temperature": 0},
+    ):
+        full = {"temperature": 0.8, "topK": 65, "topP": 1} | settings
+        logits = [rng.gauss(0, 2) for _ in range(65)]
+        model, filtered = node("distribution", logits=logits, **full)
+        assert torch.allclose(torch.tensor(model), torch.tensor(logits).softmax(-1), atol=1e-6)
+        sampling = Sampling(full["temperature"], full["topK"], full["topP"])
+        for u in (0, 0.999999, *(rng.random() for _ in range(200))):
+            (drawn,) = sample(torch.tensor([logits], dtype=torch.float64), [u], sampling)
+            below = sum(filtered[:drawn])
+            assert below - 1e-9 <= u <= below + filtered[drawn] + 1e-9
+
+
+def test_weights_and_heads_are_pythons(node):
+    """Every layer and head; the page's weights are in fp32."""
+    checkpoint, seen = load("shakes256"), []
+
+    def record(q, k, v):
+        seen.append((q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    model = load("shakes256", record).model
+    ids = checkpoint.tokenizer.encode(TEXT)
+    with torch.no_grad():
+        model(torch.tensor([ids]))
+    node.load()
+    assert node("observe", text=TEXT) == {"T": len(TEXT), "layers": 4, "heads": 4, "d": 32}
+    maps = node("maps", size=25)
+    for layer, head in itertools.product(range(4), range(4)):
+        q, k, v = (x[0, head] for x in seen[layer])
+        for made, expected in zip(node("heads", layer=layer, head=head), (q, k, v)):
+            assert torch.allclose(torch.tensor(made).view_as(expected), expected, atol=2e-5)
+        scores = (q.double() @ k.double().T / 32**0.5).masked_fill(
+            torch.ones(len(ids), len(ids)).triu(1) > 0, -torch.inf
+        )
+        expected = scores.softmax(-1).float()
+        made = torch.tensor(node("weights", layer=layer, head=head)).view_as(expected)
+        assert (made - expected).abs().max() < 1e-5
+        cells = expected.unfold(0, 8, 8).unfold(1, 8, 8).amax((-1, -2))
+        assert torch.allclose(torch.tensor(maps[4 * layer + head]).view(25, 25), cells, atol=1e-5)
+
+
+def test_the_costs_are_explains(node):
+    node.load()
+    sizes = node("block")
+    block = Block(
+        sizes["lanes"],
+        sizes["panel"],
+        sizes["rows"],
+        sizes["part2Tile"],
+        sizes["part2Depth"],
+        sizes["part4Step"],
+    )
+    assert (block.lanes, block.panel) == (4, 12)
+    for part, N, d, causal, cache in itertools.product(
+        KERNELS, (1, 33, 1024), (24, 64), (False, True), (2048, 2**15, 2**21)
+    ):
+        case = Case(N, N, d, heads=4, causal=causal, br=192, bc=256)
+        problem = {"N": N, "d": d, "heads": 4, "causal": causal, "br": 192, "bc": 256}
+        counted = costs(part, case, block)
+        assert counted and node("flops", **problem) == pytest.approx(case.flops)
+        expected = [stream.traffic(cache) for stream in counted.streams]
+        assert node("traffic", part=part, problem=problem, block=sizes, cache=cache) == pytest.approx(
+            expected
+        )
+
+
+def test_limits_and_calls_are_timed(node):
+    """No figure is asserted, only that work was done and timed."""
+    node.load()
+    assert node("peak") > 0 and node("bandwidth", bytes=2**14) > 0
+    for part in KERNELS:
+        assert node("attention", part=part, H=2, N=64, d=32, ms=1) > 0
+    assert node("scratch", part="part1", H=2, N=64, d=32, br=32, bc=32) == 4 * 64 * 64

@@ -1,0 +1,166 @@
+"""The page in Chromium and Firefox: texts, branches, views, one file, no network, hostile files, access."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import safetensors.torch
+import tiny
+import torch
+from node_process import Node
+from tiny import VOCABULARY
+
+from generation import generate
+from model.checkpoint import load, save
+from web import build
+
+QUERY = {"model": "shakes256", "seed": "7", "length": 60}
+
+
+def native(query: dict, **settings) -> str:
+    """The text that a query's address shows, by the native engine."""
+    weights = query.get("weights", "bf16")
+    settings = {"temperature": 0.8, "top_k": 65, "prompt": "ROMEO:"} | settings
+    return generate(
+        load(query["model"]),
+        max_new_tokens=query["length"],
+        seed=int(query["seed"]),
+        weights=weights,
+        **settings,
+    )
+
+
+def test_texts_are_the_native_engines(visit, extension):
+    queries = [
+        QUERY | {"length": 250, "weights": "fp32"},
+        QUERY | {"length": 1000, "context": "reset"},
+        QUERY | {"model": "shakes1024", "temperature": 1.2, "topk": 20, "topp": 0.9, "prompt": "To be"},
+    ]
+    last = {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "prompt": "To be"}
+    expected = [native(queries[0]), native(queries[1], context="reset"), native(queries[2], **last)]
+    assert visit("texts", queries=queries) == expected
+
+
+def test_a_branch_is_kept_in_the_address(visit):
+    made = visit("branch", query=QUERY, at=20)
+    assert made["plain"][:20] == made["text"][:20] and made["plain"][20] != made["text"][20]
+    assert f"branches=20%3A{ord(made['text'][20])}" in made["address"]
+    assert made["again"] == made["text"] and len(made["text"]) == QUERY["length"]
+
+
+def test_endless_writing_stops_when_told(visit):
+    made = visit("endless", query=QUERY, characters=9000)
+    assert made["shown"] <= 8192 + 4096 and re.match(r"\d+,\d+ characters", made["status"])
+
+
+def test_all_parts_write_the_same_text_in_the_race(visit):
+    made = visit("race", window=256, count=8)
+    assert len(made["texts"]) == 4 and set(map(len, made["texts"])) == {8}
+    assert len(set(made["texts"])) == 1 and made["bars"] == 4
+    assert all("ms a character" in time for time in made["times"])
+
+
+def test_a_weight_is_named_with_both_characters(visit, node: Node):
+    layer, head, i, j = 2, 1, 50, 47
+    text = "ROMEO:" + native(QUERY)
+    made = visit("attention", query=QUERY, layer=layer, head=head, i=i, j=j)
+    node.load(precision="bf16")
+    node("observe", text=text)
+    weight = node("weights", layer=layer, head=head)[i * len(text) + j]
+    names = [f"“{ {' ': '␣', chr(10): '⏎'}.get(text[k], text[k]) }” at {k + 1}" for k in (i, j)]
+    start = f"Layer {layer + 1}, head {head + 1}: {names[0]} gives {names[1]} the weight "
+    assert made["said"].startswith(start) and made["maps"] == 16
+    assert float(made["said"].removeprefix(start).rstrip(".")) == pytest.approx(weight, abs=2e-5)
+
+
+def test_tiles_steps_through_every_part(visit):
+    made = visit("tiles")
+    for part, shown in made.items():
+        assert shown["lines"] == 1 and shown["paper"] >= 1 and len(set(shown["titles"])) == 4
+        assert shown["bytes"][0] == shown["bytes"][2] and shown["bytes"][1] == shown["bytes"][3]  # at the end
+        assert bool(shown["online"]) == (part == "part4")
+    assert re.match(r"m = -?\d", made["part4"]["online"])
+
+
+def test_measure_draws_a_point_for_each_part(visit):
+    assert visit("measure") == 4
+
+
+def test_the_one_file_opens_from_a_disk(visit, extension, page_folder):
+    if visit.browser == "firefox":  # Playwright's eval() again; see scenarios.mjs
+        whole = (page_folder / "shakespeare.html").read_text()
+        plain = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", whole)
+        (page_folder / "plain.html").write_text(plain)
+        assert visit("disk", query=QUERY, file="plain.html") == native(QUERY)
+    else:
+        assert visit("disk", query=QUERY) == native(QUERY)
+
+
+def test_the_page_is_small(page_folder):
+    """Without weights, the files of the page, and the one file."""
+    files = [
+        f
+        for f in page_folder.rglob("*")
+        if f.is_file() and f.suffix in (".js", ".css", ".gz", ".json") or f.name == "index.html"
+    ]
+    once = sum(f.stat().st_size for f in files if f.name != "kernels-simd.wasm.gz" and "models" not in str(f))
+    assert once < 400_000
+    html = (page_folder / "shakespeare.html").read_text()
+    weights = sum(map(len, re.findall(r'id="asset:models/[^"]*safetensors\.gz">([^<]*)<', html)))
+    assert weights > 3_000_000 and len(html) - weights < 400_000
+    assert not re.search(r"(?:src|href)=\"(?:https?:)?//", html)
+
+
+def test_a_second_visit_needs_no_network(visit, extension):
+    assert visit("offline", query=QUERY) == [native(QUERY)] * 2
+
+
+def test_wrong_files_give_a_sentence(visit, tmp_path):
+    save(tmp_path / "tiny", tiny.gpt(), VOCABULARY, {})
+    names = ("config.json", "meta.json", "model.safetensors")
+    fine = [str(tmp_path / "tiny" / name) for name in names]
+    whole = (tmp_path / "tiny" / names[2]).read_bytes()
+    weights = safetensors.torch.load(whole)
+    huge = {name: torch.full_like(w, 3e38) if ".mlp." in name else w for name, w in weights.items()}
+    nan = {
+        name: torch.full_like(w, torch.nan) if name.endswith("wpe.weight") else w
+        for name, w in weights.items()
+    }
+    contents = {
+        "truncated": (whole[:-100], "It has"),
+        "hostile": ((2**62).to_bytes(8, "little") + whole[8:], "its header claims 4611686018427388000 bytes"),
+        "nan": (safetensors.torch.save(nan), "Transformer.wpe.weight holds NaN or infinity."),
+        "overflow": (safetensors.torch.save(huge), "Logits hold NaN"),
+    }
+    cases = []
+    for name, (content, _) in contents.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / names[2]).write_bytes(content)
+        cases.append([*fine[:2], str(tmp_path / name / names[2])])
+    (tmp_path / "config.json").write_text(json.dumps({"block_size": -1}))
+    cases += [[str(tmp_path / "config.json"), *fine[1:]], fine[:1]]
+    made = visit("files", cases=cases, fine=fine)
+    expected = [said for _, said in contents.values()]
+    for said, part in zip(
+        made["said"], [*expected, "block_size is -1", "with its config.json and meta.json"]
+    ):
+        assert part.lower() in said.lower() and said[0].isupper() and said.endswith(".")
+    assert made["text"] == generate(load(str(tmp_path / "tiny")), "abc", 5, temperature=0.8, top_k=65)
+
+
+@pytest.mark.parametrize("width, scheme", [(390, "dark"), (1440, "light")])
+def test_axe_finds_nothing_and_nothing_is_too_wide(visit, width, scheme):
+    assert visit("axe", width=width, scheme=scheme) == []
+
+
+def test_the_keyboard_is_enough(visit):
+    assert visit("keyboard", query=QUERY) == "57"
+
+
+def test_the_stamp_says_whether_the_page_is_up_to_date(page_folder, tmp_path):
+    assert not build.make(page_folder)
+    (tmp_path / "other").write_text("a file of somebody's")
+    with pytest.raises(ValueError, match="it must be empty, or hold a page"):
+        build.make(tmp_path)

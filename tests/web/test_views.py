@@ -1,0 +1,121 @@
+"""What the views compute: the steps of Tiles, their caches and costs, the address."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from lab.costs import Block
+from web import build
+
+KERNELS = ("part1", "part2", "part3", "part4")
+SIZES = [
+    {"N": N, "d": 32, "Br": br, "Bc": bc, "rows": 4}
+    for N, br, bc in ((1, 1, 1), (13, 4, 5), (32, 8, 8), (48, 48, 1))
+]
+PLENTY = 1 << 20
+
+
+@pytest.mark.parametrize("part", KERNELS)
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "N{N}-{Br}x{Bc}".format(**sizes))
+def test_the_steps_compute_every_score_and_every_output(node, part, sizes):
+    walk, N = node("walk", part=part, sizes=sizes, l1=PLENTY, l2=PLENTY), sizes["N"]
+    assert walk["scores"] == N * (N + 1) // 2 and walk["rows"] == N
+    moved = [each["l1"] for each in walk["bytes"]]
+    assert moved == sorted(moved) and moved[-1] >= 4 * 64 * (N * 32 // 16)  # Q, K, V and O come in
+
+
+@pytest.mark.parametrize("part", KERNELS)
+def test_the_anchors_are_in_the_source_once(node, part):
+    text = build.sources()[part]["text"]
+    anchors = node("anchors", part=part, sizes=SIZES[2])
+    assert len(anchors) >= 3 and [text.count(anchor) for anchor in anchors] == [1] * len(anchors)
+
+
+@pytest.mark.parametrize("part", KERNELS)
+def test_the_caches_take_in_about_what_explain_counts(node, part):
+    """Equal where everything fits, but for what is counted as whole lines; else within a factor of 2.7."""
+    for sizes, cache in itertools.product(
+        SIZES[2:3] + [{"N": 48, "d": 32, "Br": 16, "Bc": 8, "rows": 4}], (1024, 2048, 4096, 8192, PLENTY)
+    ):
+        block = Block(4, sizes["Br"], 4, sizes["Br"], 64, sizes["Bc"])
+        names = dict(
+            lanes="lanes",
+            panel="panel",
+            rows="rows",
+            part2_tile="part2Tile",
+            part2_depth="part2Depth",
+            part4_step="part4Step",
+        )
+        problem = {"N": sizes["N"], "d": 32, "heads": 1, "causal": True, "br": sizes["Br"], "bc": sizes["Bc"]}
+        counted = sum(
+            node(
+                "traffic",
+                part=part,
+                problem=problem,
+                block={names[k]: v for k, v in vars(block).items()},
+                cache=cache,
+            )
+        )
+        came = node("walk", part=part, sizes=sizes, l1=cache, l2=PLENTY)["bytes"][-1]["l1"]
+        low, high = (0.99, 1.07) if cache == PLENTY else (1 / 2.7, 2.7)
+        assert low <= came / counted <= high, (sizes, cache, came, counted)
+
+
+@pytest.mark.usefixtures("wasm")
+def test_m_and_l_are_the_rows_maximum_and_sum(node):
+    node.load("shakes128")
+    text, T, bc = "GLOUCESTER:\nNow is the winter", 29, 4
+    node("observe", text=text)
+    made = node("online", layer=1, head=2, T=T, d=32, i=20, bc=bc)
+    scores = torch.tensor(made["S"], dtype=torch.float64).view(T, T)[20, :21]
+    assert len(made["history"]) == 6
+    for tile, state in enumerate(made["history"]):
+        seen = scores[: (tile + 1) * bc]
+        assert state["m"] == pytest.approx(seen.max().item())
+        assert state["l"] == pytest.approx((seen - seen.max()).exp().sum().item())
+    weights = torch.tensor(node("weights", layer=1, head=2)).view(T, T)
+    P = torch.tensor(made["P"]).view(T, T)
+    assert torch.allclose(P, weights, atol=1e-6)
+    v = torch.tensor(node("heads", layer=1, head=2)[2]).view(T, 32)
+    assert torch.allclose(torch.tensor(made["O"]).view(T, 32), P @ v, atol=1e-5)
+
+
+def test_the_address_keeps_all_choices(node):
+    first = node("parse", fragment="")
+    assert first["view"] == "write" and node("format", **first) == "#write"
+    choices = first["choices"] | {
+        "prompt": "To be, & not?\n#",
+        "seed": "18446744073709551615",
+        "temperature": 0,
+        "branches": "3:120",
+    }
+    address = node("format", view="tiles", choices=choices)
+    assert node("parse", fragment=address) == {"view": "tiles", "choices": choices}
+    assert node("parse", fragment="#nothing?length=x&foo=1&__proto__=2") == first
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "seed=-1",
+        "seed=18446744073709551616",
+        "length=0",
+        "length=1.5",
+        "length=1e9",
+        "temperature=-1",
+        "topp=0",
+        "window=5000",
+        "l1=60",
+        "n=33",
+        "br=0",
+        "part=part9",
+        "weights=int8",
+        "layer=-1",
+        "endless=",
+    ],
+)
+def test_a_value_out_of_its_range_is_ignored(node, wrong):
+    assert node("parse", fragment=f"#race?{wrong}")["choices"] == node("parse", fragment="")["choices"]

@@ -1,0 +1,81 @@
+// The decoder for a page: JavaScript fills in a checkpoint's tensors, opens a decoder and writes with it.
+//
+// The page has checked what it passes: every tensor's size, every token, every setting. Pointers are addresses
+// in WebAssembly's memory. What the page opens it also closes. After refuse() it drops the whole instance.
+#include "api.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <vector>
+
+#include "checkpoint.h"
+#include "cpu/sizes.h"
+#include "decoder/decoder.h"
+#include "threads.h"
+
+void on_threads(int threads, const std::function<void(int)>& body) {
+    for (int thread = 0; thread < threads; thread++) body(thread);
+}
+
+namespace {
+
+constexpr int64_t CACHE_BYTES = 8 << 20;  // of the processor; it decides nothing for one text
+
+}  // namespace
+
+EXPORT(allocate) void* allocate(int32_t bytes) { return std::malloc(std::max(bytes, 1)); }
+EXPORT(release) void release(void* memory) { std::free(memory); }
+
+EXPORT(open_checkpoint)
+Checkpoint* open_checkpoint(int32_t block_size, int32_t vocab_size, int32_t n_layer, int32_t n_head,
+                            int32_t n_embd) {
+    return new Checkpoint{{block_size, vocab_size, n_layer, n_head, n_embd}, {}};
+}
+
+// Where the page writes the tensor's floats.
+EXPORT(add_tensor) float* add_tensor(Checkpoint* checkpoint, const char* name, int32_t floats) {
+    Checkpoint::Tensor& tensor = checkpoint->tensors[name];
+    tensor = {Buffer(floats), floats};
+    return tensor.data;
+}
+
+EXPORT(close_checkpoint) void close_checkpoint(Checkpoint* checkpoint) { delete checkpoint; }
+
+// precision and part: rows of PRECISIONS and PARTS.
+EXPORT(open_decoder)
+Decoder* open_decoder(const Checkpoint* checkpoint, int32_t precision, int32_t part, int32_t br, int32_t bc,
+                      int32_t capacity) {
+    return new Decoder(checkpoint->shape, checkpoint->lookup(), PRECISIONS[precision].precision,
+                       CachePrecision::fp32, PARTS[part], br, bc, 1, capacity, 1, CACHE_BYTES);
+}
+
+EXPORT(close_decoder) void close_decoder(Decoder* decoder) { delete decoder; }
+
+EXPORT(set_sampling)
+void set_sampling(Decoder* decoder, double temperature, int32_t top_k, double top_p, double min_p,
+                  double penalty) {
+    decoder->set_sampling(0, {temperature, top_k, top_p, min_p, penalty});
+}
+
+EXPORT(prefill) void prefill(Decoder* decoder, const int32_t* ids, int32_t count, int32_t continues) {
+    decoder->prefill(0, {ids, ids + count}, continues);
+}
+
+// Appends `count` tokens, one for each uniform number. Token i was chosen from the i-th row of logits
+// (count, vocab_size).
+EXPORT(write_tokens)
+void write_tokens(Decoder* decoder, const double* uniforms, int32_t count, int32_t* tokens, float* logits) {
+    const int64_t V = decoder->shape().vocab_size;
+    for (int32_t i = 0; i < count; i++) {
+        tokens[i] = static_cast<int32_t>(decoder->write({0}, {{uniforms[i]}}, 0)[0][0]);
+        std::copy_n(decoder->logits(0).data(), V, logits + i * V);
+    }
+}
+
+// The sizes that the kernels are compiled with, as lab/costs.py names them.
+EXPORT(lanes) int32_t lanes() { return static_cast<int32_t>(simd::lanes()); }
+EXPORT(panel) int32_t panel() { return static_cast<int32_t>(simd::panel()); }
+EXPORT(rows) int32_t rows() { return static_cast<int32_t>(simd::rows()); }
+EXPORT(part2_tile) int32_t part2_tile() { return part2::T; }
+EXPORT(part2_depth) int32_t part2_depth() { return part2::DEPTH; }
+EXPORT(part4_step) int32_t part4_step() { return part4::STEP; }

@@ -1,0 +1,167 @@
+"""Make the page: compile the kernels to WebAssembly, convert the checkpoints, gather the files.
+
+python -m web.build [FOLDER]
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from attention_ext.build import cache, toolchain
+from attention_ext.build.recipes import CSRC, KERNELS, found
+from attention_ext.parts import PARTS, BuildError
+from model.checkpoint import ROOT, SHIPPED, SUMS
+from web import bundle
+
+WEB = Path(__file__).resolve().parent
+DIST = WEB / "dist"
+# Each build of the kernels: its flags. 'relaxed' has fused multiply-adds, which not every browser has.
+BUILDS: dict[str, tuple[str, ...]] = {"simd": ("-msimd128",), "relaxed": ("-msimd128", "-mrelaxed-simd")}
+FLAGS = (
+    *("-target", "wasm32-wasi", "-mexec-model=reactor", "-std=c++17", "-O3"),
+    *("-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-Wl,--strip-all"),
+)
+SOURCES = (KERNELS, "matmul/*.cpp", "decoder/*.cpp", "simd/portable.cpp")
+STATIC = ("index.html", "style.css", "sw.js")
+EMBEDDED = ("shakes256", "shakes1024")  # in the one file; the race needs the long window
+STAMP = "stamp"  # in the page's folder: a hash of all that decides its files
+NO_ZIG = "the page's kernels are compiled by ziglang, which is missing here: pip install ziglang"
+
+
+def make(folder: Path = DIST) -> bool:
+    """Make the page in a folder, unless it is there and up to date; whether it was made.
+
+    Raises BuildError if the kernels cannot be compiled, ValueError if the folder holds other files.
+    """
+    stamp = fingerprint()
+    if (folder / STAMP).is_file() and (folder / STAMP).read_text() == stamp:
+        return False
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / STAMP).is_file():
+        raise ValueError(f"folder is {folder}; it must be empty, or hold a page that was made before")
+    kernels = {f"kernels-{name}.wasm.gz": compiled(name) for name in BUILDS}
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "js").mkdir(parents=True)
+    (folder / STAMP).write_text("unfinished")
+    for name, path in kernels.items():
+        (folder / name).write_bytes(packed(path.read_bytes()))
+    for path in sorted((WEB / "js").glob("*.js")):
+        shutil.copyfile(path, folder / "js" / path.name)
+    for name in STATIC:
+        shutil.copyfile(WEB / name, folder / name)
+    (folder / "sources.json").write_text(json.dumps(sources()), encoding="utf-8")
+    write_models(folder / "models")
+    (folder / "index.html").write_text(preloading((WEB / "index.html").read_text(encoding="utf-8"), folder))
+    (folder / "shakespeare.html").write_text(bundle.one_file(folder, WEB, EMBEDDED), encoding="utf-8")
+    files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    kept = [name for name in files if not name.startswith(("models/", "shakespeare", "sw.js", STAMP))]
+    worker = (folder / "sw.js").read_text().replace('"FILES"', json.dumps(kept)).replace("VERSION", stamp)
+    (folder / "sw.js").write_text(worker)
+    (folder / STAMP).write_text(stamp)
+    return True
+
+
+def fingerprint() -> str:
+    """A hash of the sources and the checkpoints."""
+    files = [path for path in sorted(WEB.rglob("*")) if path.is_file() and DIST not in path.parents]
+    own = [
+        path.read_bytes() for path in files if path.suffix in (".py", ".js", ".css", ".html", ".cpp", ".h")
+    ]
+    sums = [(ROOT / "checkpoints" / name / SUMS).read_bytes() for name in SHIPPED]
+    return cache.fingerprint([*FLAGS, *own, *sums], CSRC)
+
+
+def compiled(build: str) -> Path:
+    """The path of a build's WebAssembly, compiled if need be. Raises BuildError if that fails."""
+    if not importlib.util.find_spec("ziglang"):
+        raise BuildError(NO_ZIG)
+    compiler = [sys.executable, "-m", "ziglang", "c++"]
+    flags = [*FLAGS, *BUILDS[build]]
+    own = sorted([*WEB.glob("*.cpp"), *WEB.glob("*.h")])
+    facts: list[str | bytes] = [*flags, toolchain.version(compiler), *(path.read_bytes() for path in own)]
+    named = cache.fingerprint(facts, CSRC)
+    made = cache.real(cache.directory()) / f"attention_ext_web_{build}_{named}" / "kernels.wasm"
+    units = [*found(CSRC, SOURCES), *sorted(WEB.glob("*.cpp"))]
+
+    def write(work: Path) -> Path:
+        file = work / made.name
+        arguments = [*flags, f"-I{CSRC}", f"-I{WEB}", *map(str, units), "-o", str(file)]
+        toolchain.run(compiler, arguments, work)
+        return file
+
+    cache.make(made, f"the kernels to WebAssembly ({build})", write)
+    return made
+
+
+def sources() -> dict[str, dict[str, str]]:
+    """The C++ of each part that is a kernel, for the page to show."""
+    paths = {
+        name: next((CSRC / "cpu").glob(f"{part.operator}.cpp"))
+        for name, part in PARTS.items()
+        if part.operator
+    }
+    return {
+        name: {"name": path.name, "text": path.read_text(encoding="utf-8")} for name, path in paths.items()
+    }
+
+
+def write_models(folder: Path) -> None:
+    """Write each shipped checkpoint's weights, packed, in fp32 and bf16, and models.json about them."""
+    from safetensors.torch import load, save
+
+    folder.mkdir()
+    index = {}
+    for name in SHIPPED:
+        directory = ROOT / "checkpoints" / name
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        characters = json.loads((directory / "meta.json").read_text(encoding="utf-8"))["characters"]
+        exact = (directory / "model.safetensors").read_bytes()
+        files = {}
+        for precision, content in (("bf16", save(rounded(load(exact)))), ("fp32", exact)):
+            path = folder / f"{name}-{precision}.safetensors.gz"
+            path.write_bytes(packed(content))
+            files[precision] = {"path": f"models/{path.name}", "bytes": path.stat().st_size}
+        index[name] = {"config": config, "characters": characters, "files": files}
+    (folder / "models.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def rounded(weights: dict) -> dict:
+    """The weights with those matrices in bfloat16 that --weights bf16 rounds: all but the embeddings."""
+    import torch
+
+    def is_rounded(name: str) -> bool:
+        return weights[name].dim() == 2 and ".wte." not in name and ".wpe." not in name
+
+    return {name: w.to(torch.bfloat16) if is_rounded(name) else w for name, w in weights.items()}
+
+
+def packed(content: bytes) -> bytes:
+    """Bytes as gzip, the same each time: few hosts compress them, and weights become a sixth smaller."""
+    return gzip.compress(content, 9, mtime=0)
+
+
+def preloading(html: str, folder: Path) -> str:
+    """The page with hints of what it will load, so that nothing waits for what loads it."""
+    links = ['<link rel="preload" as="fetch" crossorigin href="models/models.json">']
+    for path in sorted((folder / "js").glob("*.js")):
+        if path.name not in ("worker.js", "session.js", "writer.js", "mersenne.js"):  # the worker's
+            links.append(f'<link rel="modulepreload" href="js/{path.name}">')
+    return html.replace("</head>", "\n".join([*links, "</head>"]))
+
+
+def main() -> None:
+    """Make the page in the folder that is named, or in web/dist."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DIST
+    try:
+        made = make(folder)
+    except (BuildError, ValueError) as error:
+        sys.exit(f"web.build: error: {error}")
+    print(f"{folder}: {'made' if made else 'up to date'}")
+
+
+if __name__ == "__main__":
+    main()

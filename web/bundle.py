@@ -1,0 +1,85 @@
+"""The page as one file that opens from a disk: styles, modules, worker, kernels and weights inside.
+
+A module becomes a function that returns what it exports; only the forms of import and export that the page's
+modules use are known, each on a line of its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+from pathlib import Path
+
+IMPORT = re.compile(r'^import \{ ([^}]*) \} from "\./([\w-]+\.js)";$', re.M)
+EXPORT = re.compile(r"^export (?=(?:async )?(?:function\*?|class|const) ([\w$]+))", re.M)
+
+
+def one_file(folder: Path, source: Path, models: tuple[str, ...]) -> str:
+    """The page of `folder` with everything that it loads inside, and these models in bf16."""
+    html = (source / "index.html").read_text(encoding="utf-8")
+    style = (folder / "style.css").read_text(encoding="utf-8")
+    script, worker = joined(folder / "js", "main.js"), joined(folder / "js", "worker.js")
+    index = json.loads((folder / "models" / "models.json").read_text(encoding="utf-8"))
+    inside = {name: index[name] | {"files": {"bf16": index[name]["files"]["bf16"]}} for name in models}
+    assets = {path.name: path.read_bytes() for path in sorted(folder.glob("kernels-*"))}
+    assets["sources.json"] = gzip.compress((folder / "sources.json").read_bytes(), 9, mtime=0)
+    assets["models/models.json"] = json.dumps(inside).encode()
+    for model in inside.values():
+        path = model["files"]["bf16"]["path"]
+        assets[path] = (folder / path).read_bytes()
+    policy = (
+        f"default-src 'none'; script-src '{digest(script)}' 'wasm-unsafe-eval' blob:; "
+        f"style-src '{digest(style)}'; worker-src blob:; img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    html = replaced(html, r'(?<=Content-Security-Policy" content=")[^"]*', policy)
+    html = replaced(html, r'<link rel="stylesheet" href="style.css">', f"<style>{style}</style>")
+    html = replaced(html, r'<script type="module" src="js/main.js"></script>\n', "")
+    data = "\n".join(
+        f'<script type="text/plain" id="asset:{name}">{base64.b64encode(content).decode()}</script>'
+        for name, content in assets.items()
+    )
+    data += f'\n<script type="text/plain" id="asset:worker.js">{worker}</script>'
+    return replaced(html, "</body>", f'{data}\n<script type="module">{script}</script>\n</body>')
+
+
+def joined(folder: Path, entry: str) -> str:
+    """The modules that an entry needs, in their order, as a script. Raises ValueError for an unknown form."""
+    done: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        if name in done:
+            return
+        text = (folder / name).read_text(encoding="utf-8")
+        for _, other in IMPORT.findall(text):
+            add(other)
+        exported = EXPORT.findall(text)
+        body = IMPORT.sub(lambda m: f"const {{ {m[1]} }} = {variable(m[2])};", EXPORT.sub("", text))
+        if re.search(r"^(?:import|export)\b", body, re.M) or "</script" in body:
+            raise ValueError(f"{name} has a form of import or export that the bundle does not know")
+        done[name] = (
+            f"const {variable(name)} = (() => {{\n{body}\nreturn {{ {', '.join(exported)} }};\n}})();\n"
+        )
+
+    add(entry)
+    return '"use strict";\n' + "".join(done.values())
+
+
+def variable(name: str) -> str:
+    """The name of a module's exports."""
+    return "m_" + re.sub(r"\W", "_", name)
+
+
+def digest(text: str) -> str:
+    """A text's hash, as a content security policy names it."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def replaced(html: str, pattern: str, new: str) -> str:
+    """The page with the one place that matches replaced. Raises ValueError if there is not one."""
+    made, count = re.subn(pattern, lambda _: new, html)
+    if count != 1:
+        raise ValueError(f"index.html has {count} places like {pattern}; it must have one")
+    return made

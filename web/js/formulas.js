@@ -1,0 +1,38 @@
+// Attention of one head by its formulas, with a causal mask and the scores scaled.
+
+// What the formulas give: S (N, N) scaled scores, P (N, N), O (N, d).
+export function results({ q, k, v }, N, d) {
+  const S = new Float64Array(N * N),
+    P = new Float64Array(N * N),
+    O = new Float64Array(N * d),
+    scale = 1 / Math.sqrt(d);
+  for (let i = 0; i < N; i++) {
+    for (let j = 0; j <= i; j++) {
+      for (let c = 0; c < d; c++) S[i * N + j] += scale * q[i * d + c] * k[j * d + c];
+    }
+    const m = Math.max(...S.subarray(i * N, i * N + i + 1));
+    let l = 0;
+    for (let j = 0; j <= i; j++) l += P[i * N + j] = Math.exp(S[i * N + j] - m);
+    for (let j = 0; j <= i; j++) {
+      P[i * N + j] /= l;
+      for (let c = 0; c < d; c++) O[i * d + c] += P[i * N + j] * v[j * d + c];
+    }
+  }
+  return { S, P, O };
+}
+
+// A row's running m and l after each tile of Bc keys that it sees: [{m, l, correction}].
+export function online(S, N, i, Bc) {
+  const made = [];
+  let m = -Infinity,
+    l = 0;
+  for (let j0 = 0; j0 <= i; j0 += Bc) {
+    const tile = S.subarray(i * N + j0, i * N + Math.min(j0 + Bc, i + 1)),
+      now = Math.max(m, ...tile);
+    const correction = Math.exp(m - now);
+    l = tile.reduce((sum, s) => sum + Math.exp(s - now), l * correction);
+    m = now;
+    made.push({ m, l, correction });
+  }
+  return made;
+}

@@ -1,0 +1,104 @@
+// The kernels in WebAssembly: an instance, and C's view of its memory.
+
+export const PARTS = ["part1", "part2", "part3", "part4"]; // the rows of csrc/parts.h
+export const PRECISIONS = ["fp32", "bf16"]; // the first rows of csrc/matmul/precision.h
+
+// What the kernels refuse; the message is theirs.
+export class Refused extends Error {}
+
+// A module with one function: f32x4.relaxed_madd of three constants.
+const RELAXED = new Uint8Array([
+  0, 97, 115, 109, 1, 0, 0, 0, 1, 5, 1, 96, 0, 1, 123, 3, 2, 1, 0, 10, 19, 1, 17, 0, 65, 1, 253, 17, 65, 1, 253,
+  17, 65, 1, 253, 17, 253, 133, 2, 11,
+]);
+
+// The build that this browser runs fastest: 'relaxed' has fused multiply-adds.
+export function build() {
+  return WebAssembly.validate(RELAXED) ? "relaxed" : "simd";
+}
+
+export class Kernels {
+  // bytes: a build's. Raises WebAssembly.CompileError where there is no SIMD.
+  static async load(bytes) {
+    return Kernels.of(await WebAssembly.compile(bytes));
+  }
+
+  static async of(module) {
+    const kernels = new Kernels();
+    kernels.module = module;
+    const instance = await WebAssembly.instantiate(module, {
+      page: {
+        refuse: (text) => {
+          throw new Refused(kernels.string(text));
+        },
+      },
+      wasi_snapshot_preview1: {
+        // The steady clock, in nanoseconds. The decoder reads it; no result depends on it.
+        clock_time_get: (clock, precision, to) => {
+          kernels.view().setBigUint64(to, BigInt(Math.round(performance.now() * 1e6)), true);
+          return 0;
+        },
+        fd_close: () => 8, // EBADF: there are no files
+        fd_seek: () => 8,
+        fd_write: () => 8,
+      },
+    });
+    kernels.c = instance.exports;
+    kernels.c._initialize();
+    return kernels;
+  }
+
+  // Memory moves when it grows, so views are made for each use.
+  view() {
+    return new DataView(this.c.memory.buffer);
+  }
+  floats(at, count) {
+    return new Float32Array(this.c.memory.buffer, at, count);
+  }
+  ints(at, count) {
+    return new Int32Array(this.c.memory.buffer, at, count);
+  }
+  doubles(at, count) {
+    return new Float64Array(this.c.memory.buffer, at, count);
+  }
+
+  string(at) {
+    const bytes = new Uint8Array(this.c.memory.buffer, at);
+    return new TextDecoder().decode(bytes.slice(0, bytes.indexOf(0)));
+  }
+
+  // use(address) of so many bytes, which are released afterwards.
+  with(bytes, use) {
+    const at = this.c.allocate(bytes);
+    if (!at) throw new Refused(`no memory for ${bytes} bytes`);
+    const result = use(at);
+    this.c.release(at);
+    return result;
+  }
+
+  withInts(values, use) {
+    return this.with(4 * values.length, (at) => {
+      this.ints(at, values.length).set(values);
+      return use(at);
+    });
+  }
+
+  withString(text, use) {
+    const bytes = new TextEncoder().encode(`${text}\0`);
+    return this.with(bytes.length, (at) => {
+      new Uint8Array(this.c.memory.buffer, at, bytes.length).set(bytes);
+      return use(at);
+    });
+  }
+
+  // A checkpoint's address; its tensors are copied.
+  openCheckpoint({ config, tensors }) {
+    const { block_size, vocab_size, n_layer, n_head, n_embd } = config;
+    const made = this.c.open_checkpoint(block_size, vocab_size, n_layer, n_head, n_embd);
+    for (const [name, { data }] of tensors) {
+      const at = this.withString(name, (text) => this.c.add_tensor(made, text, data.length));
+      this.floats(at, data.length).set(data);
+    }
+    return made;
+  }
+}

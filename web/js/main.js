@@ -1,0 +1,140 @@
+// The page: the choices, the model, the views.
+import { $, make } from "./dom.js";
+import { AttentionView } from "./attention.js";
+import { build } from "./kernels.js";
+import { MeasureView } from "./measure.js";
+import { Models } from "./models.js";
+import { RaceView } from "./race.js";
+import { format, parse, VIEWS } from "./state.js";
+import { TilesView } from "./tiles.js";
+import { WriteView } from "./write.js";
+
+class Page {
+  constructor() {
+    Object.assign(this, parse(location.hash));
+    this.engine = this.text = null;
+  }
+
+  async start() {
+    $("build").textContent = `the kernels are the ${build() === "relaxed" ? "relaxed " : ""}SIMD build`;
+    this.models = await Models.open();
+    if (!(this.choices.model in this.models.index)) this.choices.model = Object.keys(this.models.index)[0];
+    $("model").replaceChildren(
+      ...Object.keys(this.models.index).map((name) => make("option", { textContent: name })),
+    );
+    this.views = {
+      write: new WriteView(this),
+      race: new RaceView(this),
+      attention: new AttentionView(this),
+      tiles: new TilesView(this),
+      measure: new MeasureView(this),
+    };
+    this.offerPrecisions();
+    this.views.write.fill();
+    addEventListener("hashchange", () => this.moved());
+    this.show();
+    await this.views.write.write();
+  }
+
+  // Someone followed a link or went back.
+  moved() {
+    const { view, choices } = parse(location.hash);
+    const other = location.hash.includes("?") && JSON.stringify(choices) !== JSON.stringify(this.choices);
+    this.view = view;
+    if (other) {
+      this.choices = choices;
+      if (!(choices.model in this.models.index)) this.choices.model = Object.keys(this.models.index)[0];
+      this.views.write.write();
+    }
+    this.show();
+  }
+
+  show() {
+    for (const name of VIEWS) $(name).hidden = name !== this.view;
+    for (const link of document.querySelectorAll("nav a")) {
+      if (link.hash === `#${this.view}`) link.setAttribute("aria-current", "page");
+      else link.removeAttribute("aria-current");
+    }
+    for (const [name, view] of Object.entries(this.views)) if (name !== this.view) view.hide?.();
+    this.views[this.view].show?.();
+    this.remember();
+  }
+
+  choose(changes) {
+    Object.assign(this.choices, changes);
+    this.remember();
+  }
+
+  // Soon, because browsers limit how often an address may change.
+  remember() {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => history.replaceState(null, "", format(this.view, this.choices)), 300);
+  }
+
+  offerPrecisions() {
+    const here = this.models.precisions(this.choices.model);
+    for (const option of $("weights").options) option.disabled = !here.includes(option.value);
+    if (!here.includes(this.choices.weights)) this.choices.weights = here[0];
+  }
+
+  // The engine of the chosen model.
+  async ready() {
+    this.offerPrecisions();
+    const { model, weights } = this.choices,
+      wanted = `${model} ${weights}`;
+    if (this.own || this.loaded === wanted) return;
+    this.loaded = wanted;
+    try {
+      const engine = await this.models.engine(model, weights, (share) => this.progress(share));
+      if (this.loaded !== wanted) return engine.close();
+      this.use(engine);
+    } catch (error) {
+      this.loaded = null;
+      this.problem(error);
+    }
+    this.progress(1);
+  }
+
+  use(engine) {
+    this.engine?.close();
+    this.engine = engine;
+  }
+
+  // A checkpoint from someone's disk.
+  async openFiles(files) {
+    try {
+      const engine = await this.models.engineOfFiles(files);
+      this.own = true;
+      this.use(engine);
+      this.problem(null);
+      await this.views.write.restart();
+    } catch (error) {
+      this.problem(error);
+    }
+  }
+
+  // A text is complete.
+  written() {
+    if (this.view !== "write") this.views[this.view].show?.();
+    document.documentElement.dataset.written = this.text.written;
+    // Not before the first text, from which it would take bandwidth. Without it the page needs the network each time.
+    if (navigator.serviceWorker && location.protocol.startsWith("http")) {
+      navigator.serviceWorker.register("sw.js").catch(() => {});
+    }
+  }
+
+  progress(share) {
+    $("loading").hidden = share >= 1;
+    $("progress").value = share;
+  }
+
+  problem(error) {
+    $("problem").hidden = !error;
+    $("problem").textContent = error ? sentence(error.message) : "";
+  }
+}
+
+const sentence = (text) => text[0].toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
+
+const page = new Page();
+page.start().catch((error) => page.problem(error));

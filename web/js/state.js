@@ -1,0 +1,95 @@
+// The choices, in the fragment of the address: #view?name=value&... Defaults are left out.
+
+export const DEFAULTS = {
+  model: "shakes256",
+  weights: "bf16",
+  prompt: "ROMEO:",
+  seed: "1337",
+  length: 250,
+  context: "slide",
+  stop: "",
+  temperature: 0.8,
+  topk: 65,
+  topp: 1,
+  endless: 0,
+  pace: 150,
+  branches: "", // 'position:character code' of each, with commas
+  layer: 0,
+  head: 0,
+  query: -1, // the last one
+  part: "part4",
+  n: 32,
+  br: 8,
+  bc: 8,
+  l1: 11, // logarithms
+  l2: 13,
+  window: 1024,
+  count: 16,
+};
+// What an address may say: a range of whole numbers, or of any ([least, most, 0]), or a list.
+const ANY = 0;
+const ADMITTED = {
+  weights: ["bf16", "fp32"],
+  context: ["slide", "reset"],
+  part: ["part1", "part2", "part3", "part4"],
+  length: [1, 20000, 1],
+  temperature: [0, 2, ANY],
+  topk: [1, 100000, 1],
+  topp: [0.05, 1, ANY],
+  endless: [0, 1, 1],
+  pace: [0, 1000, 1],
+  layer: [0, 1000, 1],
+  head: [0, 1000, 1],
+  query: [-1, 100000, 1],
+  n: [16, 48, 16],
+  br: [1, 48, 1],
+  bc: [1, 48, 1],
+  l1: [9, 14, 1],
+  l2: [11, 17, 1],
+  window: [256, 1024, 256],
+  count: [8, 64, 8],
+};
+export const VIEWS = ["write", "race", "attention", "tiles", "measure"];
+
+// Whether a value may stand in the address.
+function admits(name, value) {
+  if (name === "seed") return isSeed(value);
+  const limits = ADMITTED[name];
+  if (!limits || typeof DEFAULTS[name] === "string") return !limits || limits.includes(value);
+  const [least, most, step] = limits;
+  return value >= least && value <= most && (step === ANY || value % step === 0);
+}
+
+export const isSeed = (text) => /^[0-9]{1,20}$/.test(text) && BigInt(text) < 2n ** 64n;
+
+// {view, choices} of a fragment. Unknown names and values out of their range are ignored.
+export function parse(fragment) {
+  const [view, query = ""] = fragment.replace(/^#/, "").split(/\?(.*)/s);
+  const choices = { ...DEFAULTS };
+  for (const [name, value] of new URLSearchParams(query)) {
+    if (!Object.hasOwn(DEFAULTS, name)) continue;
+    const meant = typeof DEFAULTS[name] === "string" ? value : value === "" ? NaN : Number(value);
+    if (admits(name, meant)) choices[name] = meant;
+  }
+  return { view: VIEWS.includes(view) ? view : "write", choices };
+}
+
+export function format(view, choices) {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(DEFAULTS)) {
+    if (choices[name] !== value) query.set(name, choices[name]);
+  }
+  const text = query.toString();
+  return `#${view}${text ? `?${text}` : ""}`;
+}
+
+// 'position:code,...' <-> [[position, character], ...]
+export function parseBranches(text) {
+  return text
+    .split(",")
+    .map((pair) => pair.split(":").map(Number))
+    .filter(([at, code]) => Number.isInteger(at) && at >= 0 && code > 0 && code < 0x110000)
+    .map(([at, code]) => [at, String.fromCodePoint(code)]);
+}
+
+export const formatBranches = (branches) => branches.map(([at, c]) => `${at}:${c.codePointAt(0)}`).join(",");

@@ -1,0 +1,301 @@
+// The view Tiles: the steps of a part over the text's own Q, K and V, with two small caches.
+import { $, bytes, frame, make, number, onTheme } from "./dom.js";
+import { encode } from "./checkpoint.js";
+import { draw, drawRow } from "./board.js";
+import { simulate } from "./caches.js";
+import { traffic } from "./costs.js";
+import { json } from "./engine.js";
+import { online, results } from "./formulas.js";
+import { matrices, steps } from "./tiling.js";
+
+const A_STEP_MS = 450;
+const FIELDS = ["br", "bc", "l1", "l2"];
+// In our words: standard attention, and FlashAttention-2's Algorithm 1 (Dao 2023, arXiv:2307.08691) by its line numbers.
+const PLAIN = { 1: "S ← scale · Q Kᵀ", 2: "P ← softmax(S), row by row", 3: "O ← P V" };
+const FLASH = {
+  3: "for each tile i of Br queries:",
+  4: "  load Qi",
+  5: "  O, l, m ← 0, 0, −∞",
+  6: "  for each tile j of Bc keys:",
+  7: "    load Kj, Vj",
+  8: "    S ← scale · Qi Kjᵀ",
+  9: "    m′ ← max(m, S);  P ← exp(S − m′);  l ← exp(m − m′) l + Σ P",
+  10: "    O ← exp(m − m′) O + P Vj",
+  12: "  O ← O / l",
+  13: "  L ← m + log l",
+  14: "  write O and L",
+};
+
+export class TilesView {
+  constructor(page) {
+    this.page = page;
+    this.at = 0;
+    $("tiles-form").addEventListener("submit", (event) => event.preventDefault());
+    $("tiles-part").addEventListener("change", () => {
+      page.choose({ part: $("tiles-part").value });
+      this.make();
+    });
+    $("tiles-n").addEventListener("change", () => {
+      page.choose({ n: Number($("tiles-n").value) });
+      this.load();
+    });
+    $("tiles-head").addEventListener("change", () => {
+      const [layer, head] = $("tiles-head").value.split(",").map(Number);
+      page.choose({ layer, head });
+      this.load();
+    });
+    for (const id of FIELDS)
+      $(id).addEventListener("input", () => {
+        page.choose({ [id]: Number($(id).value) });
+        this.make(true);
+      });
+    $("row").addEventListener("input", () => {
+      this.pinned = true;
+      this.showRow();
+    });
+    $("tiles-at").addEventListener("input", () => {
+      this.pause();
+      this.go(Number($("tiles-at").value));
+    });
+    $("tiles-back").addEventListener("click", () => {
+      this.pause();
+      this.go(this.at - 1);
+    });
+    $("tiles-on").addEventListener("click", () => {
+      this.pause();
+      this.go(this.at + 1);
+    });
+    $("tiles-play").addEventListener("click", () => (this.playing ? this.pause() : this.play()));
+    onTheme(() => this.steps && this.go(this.at));
+    addEventListener("resize", () => {
+      if (!$("tiles").hidden && this.steps) this.go(this.at);
+    });
+  }
+
+  hide() {
+    this.pause();
+  }
+
+  // Reads the text again if it is another one.
+  async show() {
+    const { text, engine } = this.page;
+    if (!engine || !text?.written) return;
+    if (this.of === text && this.written === text.written) {
+      this.go(this.at);
+      return;
+    }
+    Object.assign(this, { of: text, written: text.written });
+    try {
+      this.sources ??= await json("sources.json");
+      this.block ??= await engine.call("block");
+      const all = [...(text.dropped ? "" : text.prompt || "\n"), ...text.text].slice(
+        0,
+        engine.config.block_size,
+      );
+      this.ids = encode(all.join(""), engine.characters);
+      const { n_layer, n_head } = engine.config;
+      $("tiles-head").replaceChildren(
+        ...Array.from({ length: n_layer * n_head }, (_, i) => {
+          const layer = Math.floor(i / n_head),
+            head = i % n_head;
+          return make("option", {
+            value: `${layer},${head}`,
+            textContent: `layer ${layer + 1}, head ${head + 1}`,
+          });
+        }),
+      );
+      await this.load();
+    } catch (error) {
+      this.of = null;
+      this.page.problem(error);
+    }
+  }
+
+  // Q, K and V of the text's first N characters.
+  async load() {
+    const { engine, choices } = this.page,
+      { n_layer, n_head } = engine.config;
+    const layer = Math.min(choices.layer, n_layer - 1),
+      head = Math.min(choices.head, n_head - 1);
+    const N = Math.min([16, 32, 48].includes(choices.n) ? choices.n : 32, this.ids.length);
+    await engine.call("observe", { ids: this.ids.slice(0, N) });
+    this.page.views.attention.of = null; // the worker holds one text
+    const heads = await engine.call("heads", { layer, head });
+    Object.assign(this, { N, d: heads.d, heads, results: results(heads, N, heads.d) });
+    $("tiles-head").value = `${layer},${head}`;
+    $("tiles-n").value = choices.n;
+    this.make();
+  }
+
+  // The steps for the choices; `keep`: stays at about the same place.
+  make(keep = false) {
+    if (!this.heads) return;
+    const { choices } = this.page,
+      { N, d } = this,
+      clip = (x) => Math.max(1, Math.min(Math.round(x), N));
+    const part = ["part1", "part2", "part3"].includes(choices.part) ? choices.part : "part4";
+    this.sizes = { N, d, Br: clip(choices.br), Bc: clip(choices.bc), rows: this.block.rows };
+    $("tiles-part").value = part;
+    for (const id of FIELDS) $(id).value = choices[id];
+    $("br").max = $("bc").max = N;
+    $("br-name").textContent = part === "part2" ? "T" : "Br";
+    $("br").disabled = part === "part1" || part === "part3";
+    $("bc").disabled = part !== "part4";
+    $("br-out").textContent = this.sizes.Br;
+    $("bc-out").textContent = this.sizes.Bc;
+    const l1 = 2 ** choices.l1,
+      l2 = Math.max(l1, 2 ** choices.l2);
+    $("l1-out").textContent = bytes(l1);
+    $("l2-out").textContent = bytes(l2);
+    const share = keep && this.steps ? this.at / this.steps.length : 0;
+    this.part = part;
+    this.steps = steps(part, this.sizes);
+    Object.assign(this, simulate(this.steps, matrices(part, this.sizes), l1, l2));
+    const problem = { N, d, heads: 1, causal: true, br: this.sizes.Br, bc: this.sizes.Bc };
+    const block = { ...this.block, part2Tile: this.sizes.Br, panel: this.sizes.Br, part4Step: this.sizes.Bc };
+    this.counted = [l1, l2].map((cache) =>
+      traffic(part, problem, block, cache).reduce((sum, s) => sum + s.bytes, 0),
+    );
+    this.showCode();
+    $("online").hidden = part !== "part4";
+    $("row").max = N - 1;
+    this.pinned &&= keep;
+    $("tiles-at").max = this.steps.length - 1;
+    this.go(Math.round(share * this.steps.length));
+  }
+
+  showCode() {
+    const paper = this.part === "part4" ? FLASH : PLAIN;
+    this.paper = Object.fromEntries(
+      Object.entries(paper).map(([n, text]) => [n, make("li", { textContent: `${n.padStart(2)}  ${text}` })]),
+    );
+    $("paper").replaceChildren(...Object.values(this.paper));
+    const { name, text } = this.sources[this.part];
+    $("source-title").textContent = `Our C++: ${name}`;
+    this.lines = text.split("\n").map((line) => make("span", { textContent: line || " " }));
+    $("source").replaceChildren(...this.lines);
+    $("source").setAttribute("aria-label", name);
+  }
+
+  // Shows a step.
+  go(at) {
+    this.at = Math.max(0, Math.min(at, this.steps.length - 1));
+    const step = this.steps[this.at],
+      { places, bytes: moved } = this.after[this.at];
+    const { kinds, progress } = this.stateAt(this.at),
+      { memory, N } = this;
+    draw($("board"), {
+      N,
+      d: this.d,
+      heads: this.heads,
+      results: this.results,
+      step,
+      kinds,
+      progress,
+      place: (m, i, c) => places[memory.line(m, i, c)],
+      weightOf: (i, j) => this.weight(step, i, j),
+    });
+    $("tiles-at").value = this.at;
+    $("tiles-status").textContent = `Step ${number(this.at + 1)} of ${number(this.steps.length)}`;
+    $("tiles-at").setAttribute("aria-valuetext", `${this.at + 1}: ${step.title}`);
+    $("step-title").textContent = step.title;
+    $("step-text").textContent = step.text;
+    this.showBytes(moved);
+    for (const [n, line] of Object.entries(this.paper))
+      line.className = step.paper.includes(Number(n)) ? "now" : "";
+    const here = this.lines.findIndex((line) => line.textContent.includes(step.anchor));
+    this.lines.forEach((line, i) => {
+      line.className = i === here ? "now" : "";
+    });
+    $("source").scrollTop = Math.max(0, this.lines[here].offsetTop - this.lines[0].offsetTop - 90);
+    this.showRow();
+  }
+
+  // S's cells and O's rows after a step.
+  stateAt(at) {
+    const { N } = this,
+      kinds = new Uint8Array(N * N),
+      progress = new Float32Array(N);
+    const fill = ([i0, i1, j0, j1], kind) => {
+      for (let i = i0; i < i1; i++) for (let j = j0; j < Math.min(j1, i + 1); j++) kinds[i * N + j] = kind;
+    };
+    for (const step of this.steps.slice(0, at + 1)) {
+      if (step.forget) fill(step.forget, 0);
+      if (step.scores) fill(step.scores, 1);
+      if (step.weights) fill(step.weights, 2);
+      if (step.output) for (let i = step.output[0]; i < step.output[1]; i++) progress[i] = step.output[2];
+    }
+    return { kinds, progress };
+  }
+
+  // The weight of a cell: final, or in part 4 with the m of the moment.
+  weight(step, i, j) {
+    const {
+      N,
+      results: { S, P },
+    } = this;
+    if (this.part !== "part4") return P[i * N + j];
+    const history = online(S, N, i, this.sizes.Bc),
+      tile = Math.min(Math.max(0, step.tile[2]), history.length - 1);
+    return Math.exp(S[i * N + j] - history[tile].m);
+  }
+
+  showBytes(moved) {
+    const rows = [
+      ["so far", moved.l1, moved.l2],
+      ["in all", ...Object.values(this.after.at(-1).bytes)],
+      ["as explain counts", ...this.counted],
+    ];
+    $("bytes").replaceChildren(
+      ...rows.map(([name, ...values]) =>
+        make(
+          "tr",
+          {},
+          make("th", { scope: "row", textContent: name }),
+          ...values.map((x) => make("td", { textContent: bytes(x) })),
+        ),
+      ),
+    );
+  }
+
+  showRow() {
+    if (this.part !== "part4" || !this.steps) return;
+    const [i0, i1, tile] = this.steps[this.at].tile;
+    if (!this.pinned) $("row").value = i1 - 1; // follows the tile until someone chooses a row
+    const i = Number($("row").value);
+    const history = online(this.results.S, this.N, i, this.sizes.Bc);
+    const now = i < i0 ? history.length - 1 : i >= i1 ? -1 : Math.min(tile, history.length - 1);
+    $("row-out").textContent = `query ${i + 1}`;
+    drawRow($("ml"), history, now);
+    if (now < 0) {
+      $("ml-text").textContent = "m = −∞, l = 0: this query has not begun.";
+      return;
+    }
+    const { m, l, correction } = history[now];
+    $("ml-text").textContent =
+      `m = ${m.toFixed(4)} (line), l = ${l.toFixed(4)} (bars)` +
+      (now === 0
+        ? ""
+        : correction < 1
+          ? `; m moved, so O is multiplied by ${correction.toFixed(4)}.`
+          : "; m did not move.");
+  }
+
+  async play() {
+    this.playing = true;
+    $("tiles-play").textContent = "Pause";
+    if (this.at === this.steps.length - 1) this.at = -1;
+    for (let last = -Infinity; this.playing; await frame()) {
+      if (performance.now() - last < A_STEP_MS) continue;
+      last = performance.now();
+      this.go(this.at + 1);
+      if (this.at === this.steps.length - 1) break;
+    }
+    this.pause();
+  }
+
+  pause() {
+    this.playing = false;
+    $("tiles-play").textContent = "Play";
+  }
+}

@@ -1,0 +1,37 @@
+// The worker: calls of a Session by messages {id, method, argument}.
+import { Session } from "./session.js";
+import { CheckpointError } from "./safetensors.js";
+import { Refused } from "./kernels.js";
+
+const session = new Session();
+
+// A sentence for the page.
+function sentence(error) {
+  if (error instanceof CheckpointError || error instanceof Refused) return error.message;
+  if (error instanceof WebAssembly.CompileError) return "this browser cannot run the kernels: it lacks SIMD";
+  if (error instanceof WebAssembly.RuntimeError || error instanceof RangeError) {
+    return `the kernels stopped, probably for want of memory (${error.message})`;
+  }
+  return String(error);
+}
+
+self.onmessage = async ({ data: { id, method, argument } }) => {
+  try {
+    const result = await session[method](argument);
+    const buffers = [
+      result,
+      result?.logits,
+      result?.q,
+      result?.k,
+      result?.v,
+      ...(Array.isArray(result) ? result : []),
+    ]
+      .filter((x) => x instanceof Float32Array)
+      .map((x) => x.buffer);
+    self.postMessage({ id, result }, buffers);
+  } catch (error) {
+    const spoilt = error instanceof Refused || error instanceof WebAssembly.RuntimeError;
+    if (spoilt && session.checkpoint) await session.restart();
+    self.postMessage({ id, error: sentence(error) });
+  }
+};

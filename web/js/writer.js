@@ -1,0 +1,75 @@
+// A text as it grows in a decoder. generation/writer.py and generation/generate.py do the same.
+import { Mersenne } from "./mersenne.js";
+
+const BR = 192,
+  BC = 256; // part4's tile; it decides no text
+
+export class Writer {
+  // request: {part, precision: rows of their tables; ids, seed, sampling, context: 'slide' or 'reset', useCache,
+  // capacity: tokens that the decoder holds, forced: Map from the number of a new token to its id}.
+  constructor(kernels, checkpoint, vocabSize, request) {
+    Object.assign(this, { kernels, vocabSize, request, capacity: request.capacity });
+    const { part, precision, sampling, ids, seed } = request;
+    this.decoder = kernels.c.open_decoder(checkpoint, precision, part, BR, BC, this.capacity);
+    const { temperature, topK, topP, minP = 0, repetitionPenalty = 1 } = sampling;
+    kernels.c.set_sampling(this.decoder, temperature, topK, topP, minP, repetitionPenalty);
+    this.random = new Mersenne(seed);
+    this.last = ids.slice(-this.capacity); // the tokens that may be read again
+    this.held = 0; // tokens in the decoder; 0 before the prompt is read
+    this.written = 0;
+  }
+
+  close() {
+    this.kernels.c.close_decoder(this.decoder);
+  }
+
+  get isStale() {
+    return this.held === 0 || (!this.request.useCache && this.written > 0) || this.held > this.capacity;
+  }
+
+  // Reads the prompt, or the window again.
+  read() {
+    let count = this.capacity;
+    if (this.held > this.capacity && this.request.context === "reset") count = Math.max(1, this.capacity >> 1);
+    else if (this.held > 0 && this.held <= this.capacity) count = this.held;
+    this.load(this.last.slice(-count));
+  }
+
+  load(ids) {
+    this.kernels.withInts(ids, (at) =>
+      this.kernels.c.prefill(this.decoder, at, ids.length, this.held > 0 ? 1 : 0),
+    );
+    this.held = ids.length;
+  }
+
+  // Writes 1 to `most` tokens, as many as the window has room for: {tokens, logits (tokens, vocabSize)}.
+  write(most) {
+    if (this.isStale) this.read();
+    const room = this.request.useCache ? this.capacity + 1 - this.held : 1;
+    let count = Math.min(most, room);
+    for (let i = 0; i < count; i++) if (this.request.forced?.has(this.written + i)) count = i + 1;
+    const { kernels, vocabSize: V } = this;
+    const result = kernels.with(count * /* uniforms */ (8 + /* tokens */ 4 + /* logits */ 4 * V), (at) => {
+      const tokens = at + 8 * count,
+        logits = tokens + 4 * count;
+      for (let i = 0; i < count; i++) kernels.doubles(at, count)[i] = this.random.uniform();
+      kernels.c.write_tokens(this.decoder, at, count, tokens, logits);
+      return { tokens: kernels.ints(tokens, count).slice(), logits: kernels.floats(logits, count * V).slice() };
+    });
+    this.written += count;
+    const forced = this.request.forced?.get(this.written - 1);
+    if (forced !== undefined) result.tokens[count - 1] = forced;
+    this.last.push(...result.tokens);
+    this.held += count;
+    if (forced !== undefined && this.held <= this.capacity) this.load(this.last.slice(-this.held));
+    if (this.last.length > 4 * this.capacity) this.last = this.last.slice(-this.capacity);
+    return result;
+  }
+}
+
+// The text before the first stop string that appears, or null if none does; `from`: where new text begins.
+export function stopped(text, stops, from = 0) {
+  const longest = Math.max(0, ...stops.map((s) => s.length));
+  const found = stops.map((s) => text.indexOf(s, Math.max(0, from - longest + 1))).filter((at) => at >= 0);
+  return found.length ? text.slice(0, Math.min(...found)) : null;
+}
