@@ -3,7 +3,7 @@
 python := .venv/bin/python
 cpp := $(shell git ls-files '*.cpp' '*.cu' '*.h' 2>/dev/null)
 
-.PHONY: help setup test robustness lint format bench figures docs ci
+.PHONY: help setup test robustness lint format bench figures docs web ci
 
 help:  ## List these tasks
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -39,6 +39,9 @@ figures:  ## Remake the figures and the blocks of output in docs/, some six minu
 docs:  ## Rewrite the help texts in docs/cli.md, and the tables of results
 	$(python) scripts/make-cli-docs.py
 	$(python) scripts/make-tables.py
+
+web:  ## Make the page in web/dist
+	$(python) -m web.build
 
 ci:  ## Run the checks that a change must pass, in a fresh clone of the last commit
 	bash .ci/run

@@ -279,7 +279,11 @@ const scenarios = {
     await page.setInputFiles("#file", fine);
     await until("its text", () => document.getElementById("text-prompt").textContent === "abc");
     await written(5);
-    return { said, text: await textOf("text-new") };
+    const text = await textOf("text-new");
+    await page.selectOption("#model", "shakes128");
+    await until("another text", (own) => document.getElementById("text-new").textContent !== own, text);
+    await written(5);
+    return { said, text, other: await textOf("text-new") };
   },
 
   // Findings of axe in each view.

@@ -148,6 +148,8 @@ def test_wrong_files_give_a_sentence(visit, tmp_path):
     ):
         assert part.lower() in said.lower() and said[0].isupper() and said.endswith(".")
     assert made["text"] == generate(load(str(tmp_path / "tiny")), "abc", 5, temperature=0.8, top_k=65)
+    query = {"model": "shakes128", "seed": "1337", "length": 5}
+    assert made["other"] == native(query, prompt="abc")
 
 
 @pytest.mark.parametrize("width, scheme", [(390, "dark"), (1440, "light")])

@@ -104,7 +104,8 @@ class Page {
   async openFiles(files) {
     try {
       const engine = await this.models.engineOfFiles(files);
-      this.own = true;
+      this.own = true; // until someone chooses a model of the page
+      this.loaded = null;
       this.use(engine);
       this.problem(null);
       await this.views.write.restart();

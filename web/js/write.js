@@ -61,7 +61,12 @@ export class WriteView {
       });
       $(id).addEventListener("change", () => this.restart());
     }
-    for (const id of ["model", "weights"]) $(id).addEventListener("change", () => this.restart());
+    for (const id of ["model", "weights"]) {
+      $(id).addEventListener("change", () => {
+        this.page.own = false;
+        this.restart();
+      });
+    }
     for (const id of ["seed", "length", "context", "stop", "pace", "endless"])
       $(id).addEventListener("change", () => this.restart());
     $("position").addEventListener("input", () => this.select(Number($("position").value)));
