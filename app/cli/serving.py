@@ -121,6 +121,7 @@ def serve(
     import torch
 
     from model import load
+    from web import build
 
     set_threads(threads)
     settings = Settings(
@@ -128,6 +129,7 @@ def serve(
         host=host,
         threads=torch.get_num_threads(),
         api_keys=keys,
+        page=build.DIST,
         **options,
     )
     checkpoints = {name: load(name) for name in settings.models}

@@ -23,6 +23,7 @@ from app.server.plan import Plan
 from app.server.scheduler import Scheduler
 from app.server.security import secured
 from app.server.settings import Settings
+from app.server.site import site
 from attention_ext import PARTS
 from model.checkpoint import Checkpoint
 
@@ -41,8 +42,10 @@ class Application:
         self.scheduler = Scheduler(checkpoints, settings, self.metrics)
         self.writing = Writing(checkpoints, self.scheduler, settings, self.metrics)
         self.created = int(time.time())
+        self.site = site(settings.page)
         routes = [
             Route("/", self.page),
+            Route("/status", self.status_page),
             Route("/health", self.health),
             Route("/metrics", self.metrics_page),
             Route("/openapi.json", self.openapi),
@@ -61,6 +64,8 @@ class Application:
             },
         )
         starlette.router.redirect_slashes = False
+        if self.site:
+            starlette.router.default = self.site
         self.asgi: ASGIApp = secured(starlette, settings, self._count)
 
     @asynccontextmanager
@@ -83,6 +88,9 @@ class Application:
         return self.scheduler.ready and not self.writing.draining
 
     async def page(self, request: Request) -> Response:
+        return self.site.index() if self.site else await self.status_page(request)
+
+    async def status_page(self, request: Request) -> Response:
         return HTMLResponse(page.page(self.checkpoints, self.settings, self.status), headers=page.HEADERS)
 
     async def health(self, request: Request) -> Response:

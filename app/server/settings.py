@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class Settings:
     requests that name none. slots: texts that each model and part writes at once. queue: texts that may wait
     for each. threads: of the engines. api_keys: none of them needed if empty. origins: those of browsers'
     pages that may call. hosts: further names in the Host header; '*' admits any. grace: seconds that running
-    requests have when the server ends.
+    requests have when the server ends. page: the folder of the page at /, if it is built.
     most_texts: of one request. most_tokens: of one text. most_scores: tokens of a request, echoed ones
     too, that log-probabilities are sent of. body_bytes: of a request. body_seconds: in which a
     request must arrive. buffer_bytes: of a stream's events that its reader has not taken. stall_seconds: in
@@ -33,6 +34,7 @@ class Settings:
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     grace: float = 10.0
+    page: Path | None = None
     most_texts: int = 128
     most_tokens: int = 65_536
     most_scores: int = 16_384

@@ -31,7 +31,7 @@ const server = createServer(async ({ url }, answer) => {
   }
 });
 await new Promise((done) => server.listen(0, "127.0.0.1", done));
-const home = `http://127.0.0.1:${server.address().port}/`;
+const home = argument.home ?? `http://127.0.0.1:${server.address().port}/`;
 
 const launch = {
   chromium: () => playwright.chromium.launch({ executablePath: program, args: ["--no-sandbox"] }),
@@ -95,6 +95,23 @@ const problem = () =>
   until("a problem", () => !document.getElementById("problem").hidden).then(() => textOf("problem"));
 
 const scenarios = {
+  // A text by the server that the page comes from, and the same one by the browser.
+  async server({ query }) {
+    const made = {};
+    for (const where of ["server", "browser"]) {
+      await page.goto("about:blank");
+      await open({ ...query, where }, query.length);
+      made[where] = await textOf("text-new");
+      made[`${where} status`] = await textOf("write-status");
+      made[`${where} bars`] = await page.isVisible("#bars");
+    }
+    await page.selectOption("#where", "server");
+    await page.click("#another");
+    await until("another text", () => document.documentElement.dataset.written !== undefined);
+    made.choice = await page.inputValue("#where");
+    return made;
+  },
+
   // The texts of several addresses, one after the other.
   async texts({ queries }) {
     const made = [];

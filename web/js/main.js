@@ -5,6 +5,7 @@ import { build } from "./kernels.js";
 import { MeasureView } from "./measure.js";
 import { Models } from "./models.js";
 import { RaceView } from "./race.js";
+import { openServer } from "./server.js";
 import { format, parse, VIEWS } from "./state.js";
 import { TilesView } from "./tiles.js";
 import { WriteView } from "./write.js";
@@ -17,7 +18,7 @@ class Page {
 
   async start() {
     $("build").textContent = `the kernels are the ${build() === "relaxed" ? "relaxed " : ""}SIMD build`;
-    this.models = await Models.open();
+    [this.models, this.server] = await Promise.all([Models.open(), openServer()]);
     if (!(this.choices.model in this.models.index)) this.choices.model = Object.keys(this.models.index)[0];
     $("model").replaceChildren(
       ...Object.keys(this.models.index).map((name) => make("option", { textContent: name })),
@@ -77,6 +78,15 @@ class Page {
     if (!here.includes(this.choices.weights)) this.choices.weights = here[0];
   }
 
+  // Whether the server can write with the chosen model; if not, the browser does.
+  offerServer() {
+    const can = !this.own && (this.server?.models.includes(this.choices.model) ?? false);
+    for (const element of document.querySelectorAll(".where")) element.hidden = !this.server;
+    for (const option of $("where").options) option.disabled = option.value === "server" && !can;
+    if (!can) this.choices.where = "browser";
+    return this.choices.where === "server";
+  }
+
   // The engine of the chosen model.
   async ready() {
     this.offerPrecisions();
@@ -119,7 +129,8 @@ class Page {
     if (this.view !== "write") this.views[this.view].show?.();
     document.documentElement.dataset.written = this.text.written;
     // Not before the first text, from which it would take bandwidth. Without it the page needs the network each time.
-    if (navigator.serviceWorker && location.protocol.startsWith("http")) {
+    // A page of a server is not kept: the next one at this address may be another's.
+    if (!this.server && navigator.serviceWorker && location.protocol.startsWith("http")) {
       navigator.serviceWorker.register("sw.js").catch(() => {});
     }
   }

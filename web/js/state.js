@@ -3,6 +3,7 @@
 export const DEFAULTS = {
   model: "shakes256",
   weights: "bf16",
+  where: "browser", // who writes: the browser, or the server that the page comes from
   prompt: "ROMEO:",
   seed: "1337",
   length: 250,
@@ -30,6 +31,7 @@ export const DEFAULTS = {
 const ANY = 0;
 const ADMITTED = {
   weights: ["bf16", "fp32"],
+  where: ["browser", "server"],
   context: ["slide", "reset"],
   part: ["part1", "part2", "part3", "part4"],
   length: [1, 20000, 1],

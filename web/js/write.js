@@ -1,6 +1,7 @@
 // The view Write: a text, the distribution of each of its characters, branches.
 import { $, make, number, shown } from "./dom.js";
 import { after, before } from "./sampling.js";
+import { ServerText } from "./server.js";
 import { formatBranches, isSeed, parseBranches } from "./state.js";
 import { Text } from "./text.js";
 
@@ -8,6 +9,7 @@ const BARS = 10;
 const FIELDS = [
   "model",
   "weights",
+  "where",
   "prompt",
   "seed",
   "length",
@@ -67,7 +69,7 @@ export class WriteView {
         this.restart();
       });
     }
-    for (const id of ["seed", "length", "context", "stop", "pace", "endless"])
+    for (const id of ["where", "seed", "length", "context", "stop", "pace", "endless"])
       $(id).addEventListener("change", () => this.restart());
     $("position").addEventListener("input", () => this.select(Number($("position").value)));
     $("text").addEventListener("click", (event) => this.touch(event));
@@ -114,10 +116,15 @@ export class WriteView {
     await this.page.ready();
     const { engine } = this.page;
     if (!engine) return;
+    const byServer = this.page.offerServer();
+    if (byServer) this.page.choose({ branches: "" });
     this.fill();
     const branches = parseBranches(this.choices.branches);
-    const text = new Text(engine, { ...this.choices }, branches);
+    const text = byServer
+      ? new ServerText(this.page.server, { ...this.choices })
+      : new Text(engine, { ...this.choices }, branches);
     this.page.text = text;
+    $("next").hidden = byServer; // the server sends no logits
     this.clear(text);
     $("halt").disabled = false;
     $("unbranch").hidden = branches.length === 0;
@@ -167,7 +174,8 @@ export class WriteView {
     // A browser's clock may tick once in a millisecond.
     const speed =
       text.milliseconds < 10 ? "" : `, ${number(Math.round(text.speed / 100) * 100)} a second without the pace`;
-    $("write-status").textContent = `${number(text.written)} characters with part4${speed}`;
+    const by = text.by ? ` by ${text.by}` : " with part4";
+    $("write-status").textContent = `${number(text.written)} characters${by}${speed}`;
   }
 
   showCommand() {
@@ -183,7 +191,7 @@ export class WriteView {
       `--top-k ${c.topk}`,
     ];
     if (c.topp < 1) words.push(`--top-p ${c.topp}`);
-    if (c.weights !== "fp32") words.push(`--weights ${c.weights}`);
+    if (c.weights !== "fp32" && c.where === "browser") words.push(`--weights ${c.weights}`);
     if (c.stop) words.push(`--stop ${quote(c.stop)}`);
     if (c.endless || c.context === "reset") words.push("--context reset");
     $("command").textContent = words.join(" ");
@@ -237,7 +245,7 @@ export class WriteView {
 
   drawBars() {
     const { text } = this;
-    if (!text?.text.length) return;
+    if (!text?.text.length || !text.logits) return;
     const last = text.text.length - 1,
       at = Math.min(this.selected ?? last, last);
     $("position").max = last;

@@ -216,7 +216,7 @@ def test_models_health_page_and_schema(client):
     assert models["object"] == "list" and models["data"][0]["id"] == MODEL
     assert client.get(f"/v1/models/{MODEL}").json() == models["data"][0]
     assert client.get("/health").json() == {"status": "ok"}
-    page = client.get("/")
+    page = client.get("/status")
     assert page.headers["content-type"].startswith("text/html") and MODEL in page.data.decode()
     assert "default-src 'none'" in page.headers["content-security-policy"]
     document = client.get("/openapi.json").json()

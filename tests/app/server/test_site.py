@@ -1,0 +1,60 @@
+"""The page of web/ on a server, and the status page in its place."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.server.settings import Settings
+from app.server.site import site
+from web import build
+
+from .conftest import MODEL, serving
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What stands for a page."""
+    made = tmp_path_factory.mktemp("page")
+    (made / "js").mkdir()
+    (made / "index.html").write_text("<head>\n<title>A page</title>\n</head>")
+    (made / "js" / "main.js").write_text("// code")
+    (made / build.STAMP).write_text("made")
+    (made.parent / "secret").write_text("not the page's")
+    return made
+
+
+@pytest.fixture(scope="module")
+def paged(folder, extension):
+    """A server with the page."""
+    with serving(Settings((MODEL,), page=folder)) as made:
+        yield made
+
+
+def test_the_page_knows_its_server(paged):
+    page = paged.get("/")
+    assert (
+        page.status == 200 and b'<meta name="server" content="/v1">' in page.data and b"A page" in page.data
+    )
+    assert page.headers["content-security-policy"] == "frame-ancestors 'none'"
+    assert MODEL in paged.get("/status").data.decode()
+
+
+def test_the_files_have_their_types_and_the_api_its_paths(paged):
+    code = paged.get("/js/main.js")
+    assert (code.data, code.headers["content-type"]) == (b"// code", "text/javascript")
+    assert code.headers["x-content-type-options"] == "nosniff"
+    assert paged.get("/v1/models").json()["data"][0]["id"] == MODEL
+    assert paged.complete(max_tokens=3, seed=1).status == 200
+    assert paged.get("/v1/completions").status == 405 and paged.send("POST", "/js/main.js").status == 404
+
+
+@pytest.mark.parametrize("path", ["/nothing.js", "/../secret", "/%2e%2e/secret", "/js/../../secret", "/js"])
+def test_other_paths_are_404_in_openais_shape(paged, path):
+    response = paged.get(path)
+    assert response.status == 404 and "error" in response.json() and b"not the page's" not in response.data
+
+
+def test_without_a_page_there_is_the_status(tmp_path):
+    assert site(tmp_path) is None
+    (tmp_path / "index.html").write_text("unfinished")
+    assert site(tmp_path) is None and site(None) is None
