@@ -3,9 +3,9 @@
     python tests/robustness/soak_server.py [--requests 10000] [--seed 0] [--server-core 0 --client-core 1]
 
 Some clients read all, some leave, some read slowly or not at all, some are killed, some send what is no
-request. Every text that arrives is compared with the command line's. After a tenth of the requests, and at the
-end, the server is idle; its memory, threads, open files and slots are compared. The exit code is 1 if something
-was lost or wrong.
+request. Every text that arrives is compared with the command line's. After a tenth of the requests, and at
+the end, the server is idle; its memory, threads, open files and slots are compared. The exit code is 1 if
+something was lost or wrong.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import random
@@ -31,6 +32,7 @@ PROMPTS = ("ROMEO:", "\n", "First Citizen:\nBefore we proceed any further, hear 
 PARTS = ("part4",) * 14 + ("part2", "part0")  # others are slower, and would take most of the time
 SLOTS, QUEUE, AT_ONCE, MOST_CHOICES = 16, 32, 56, 3
 PATIENCE = 120.0  # seconds after which an answer counts as lost
+RETRY_SECONDS = 1.0  # as the server's Retry-After says
 GROWTH = 1.05
 DEAF_SECONDS = 4.0, 14.0  # the server drops a reader that takes nothing for ten
 SAID = "Invalid HTTP request received."  # by the server, of bytes that are no request
@@ -197,12 +199,14 @@ class Soak:
         self.outcomes: Counter[str] = Counter()
         self.failures: list[str] = []
 
-    async def run(self, numbers: range, seed: int) -> None:
-        """The requests with these numbers, AT_ONCE at a time."""
+    async def run(self, numbers: range, seed: int, say) -> None:
+        """The requests with these numbers, AT_ONCE at a time; say now and then how far it is."""
         waiting = iter(numbers)
 
         async def client() -> None:
             for number in waiting:
+                if number and number % 1000 == 0:
+                    say(f"request {number}: {self.server.state()['bytes'] >> 20} MiB")
                 draw = random.Random(f"{seed} {number}")
                 kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
                 try:
@@ -239,7 +243,7 @@ class Soak:
                 self.check(fields, body)
                 return "right, after 429" if busy else "right"
             busy = True
-            await asyncio.sleep(draw.uniform(0.05, 0.3))
+            await asyncio.sleep(draw.uniform(0.5, 1.5) * RETRY_SECONDS)
 
     async def whole(self, draw: random.Random) -> str:
         """One answer."""
@@ -257,7 +261,7 @@ class Soak:
 
     async def deaf(self, draw: random.Random) -> str:
         """A long stream that nobody reads for seconds; the server may drop it."""
-        fields = {"prompt": "a" * 100, "max_tokens": 3000, "stream": True, "logprobs": 5}
+        fields = {"prompt": "a" * 100, "max_tokens": 3000, "stream": True, "logprobs": 5, "context": "reset"}
         loop = asyncio.get_running_loop()
         with await connect(self.port, 4096) as connection:
             await loop.sock_sendall(connection, request(fields | {"stream_options": {"interval_ms": 0}}))
@@ -345,18 +349,19 @@ def command_line_texts() -> dict[tuple[str, int], str]:
     return texts
 
 
-async def soak(server: Server, requests: int, seed: int, say=print) -> list[str]:
+async def soak(server: Server, requests: int, seed: int) -> list[str]:
     """Run the requests; return what is wrong."""
+    say = functools.partial(print, flush=True)
     clients = Soak(server, command_line_texts())
     warm = max(requests // 10, 1)
     start = time.perf_counter()
-    await clients.run(range(warm), seed)
+    await clients.run(range(warm), seed, say)
     for part in set(PARTS):  # every engine is open from here on
         await clients.answered(random.Random(0), clients.fields(random.Random(0), part=part))
     await server.idle()
     before = server.state()
     say(f"after {warm} requests: {before['bytes'] >> 20} MiB, {before['task']} threads, {before['fd']} files")
-    await clients.run(range(warm, requests), seed)
+    await clients.run(range(warm, requests), seed, say)
     await server.idle()
     after = server.state()
     say(
