@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from app.server.errors import ApiError
 from attention_ext import PARTS
@@ -19,13 +19,30 @@ MOST_LOGPROBS = 5
 LARGEST_SEED = 2**63 - 1
 LARGEST_ID = 2**31 - 1
 
-Ids = list[Annotated[int, Field(ge=0, le=LARGEST_ID)]]
+
+def whole(value: Any) -> Any:
+    """2 for 2.0, which JSON does not tell apart; anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(whole)
+Ids = list[Annotated[int, Field(ge=0, le=LARGEST_ID), WHOLE]]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
-Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES)]
-Tokens = Annotated[int, Field(ge=0)]
+Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE]
+Tokens = Annotated[int, Field(ge=0), WHOLE]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+TOKEN_ID = r"^[0-9]{1,9}$"
+Biases = Annotated[
+    dict[Annotated[str, Field(pattern=TOKEN_ID)], Bias],
+    WithJsonSchema(  # pydantic's own would admit other keys
+        {
+            "type": "object",
+            "patternProperties": {TOKEN_ID: {"type": "number", "minimum": -100, "maximum": 100}},
+            "additionalProperties": False,
+        }
+    ),
+]
 
 
 class Body(BaseModel):
@@ -36,7 +53,7 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool | None = Field(None, description="Send a last chunk with the usage.")
-    interval_ms: Annotated[int, Field(ge=0, le=10_000)] | None = Field(
+    interval_ms: Annotated[int, Field(ge=0, le=10_000), WHOLE] | None = Field(
         None, description="Milliseconds between two chunks of a text; 16 by default. Not in OpenAI's API."
     )
 
@@ -48,17 +65,17 @@ class Writing(Body):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Choices | None = None
-    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] | None = Field(
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED), WHOLE] | None = Field(
         None, description="Choice i has the seed SEED + i."
     )
     stop: StopString | Annotated[list[StopString], Field(max_length=4)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[TokenId, Bias] | None = None
+    logit_bias: Biases | None = None
     user: str | None = Field(None, description="Accepted; nothing depends on it.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    top_k: Annotated[int, Field(ge=1, le=LARGEST_SEED)] | None = Field(
+    top_k: Annotated[int, Field(ge=1, le=LARGEST_SEED), WHOLE] | None = Field(
         None, description="Not in OpenAI's API."
     )
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="Not in OpenAI's API.")
@@ -78,7 +95,7 @@ class CompletionBody(Writing):
     max_tokens: Tokens | None = Field(None, description="16 by default.")
     best_of: Choices | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS), WHOLE] | None = None
     suffix: None = Field(None, description="Not supported: the model writes forwards only.")
 
 
@@ -102,7 +119,7 @@ class ChatBody(Writing):
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = Field(None, description="The model's block size by default.")
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS), WHOLE] | None = None
     speaker: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
         None, description="Who answers in the play; ASSISTANT by default. Not in OpenAI's API."
     )

@@ -24,7 +24,7 @@ INTS = [*FLOATS, 1.5]
 COMMON = {  # field: (good values, bad values)
     "temperature": ([0, 0.0, 1, 2, None], [-0.1, 2.1, *FLOATS]),
     "top_p": ([1e-9, 0.5, 1, None], [0, -1, 1.01, *FLOATS]),
-    "n": ([1, 3, 128, None], [0, -1, 129, 10**30, *INTS]),
+    "n": ([1, 3.0, 128, None], [0, -1, 129, 10**30, *INTS]),
     "seed": ([0, 7, 2**63 - 1, None], [-1, 2**63, 10**30, *INTS]),
     "stop": (
         ["a", ["a"], ["a", "b", "c", "d"], [], None],
@@ -47,7 +47,7 @@ COMMON = {  # field: (good values, bad values)
 }
 COMPLETION = COMMON | {
     "prompt": (
-        ["a", ["a", "b"], [1, 2], [[1], [2, 3]], None],
+        ["a", ["a", "b"], [1, 2.0], [[1], [2, 3.0]], None],
         [
             1,
             1.5,
@@ -68,7 +68,7 @@ COMPLETION = COMMON | {
             "é",
         ],
     ),
-    "max_tokens": ([0, 1, 65_536, None], [-1, 65_537, 10**30, *INTS]),
+    "max_tokens": ([0, 1.0, 65_536, None], [-1, 65_537, 10**30, *INTS]),
     "best_of": ([1, 5, None], [0, 129, *INTS]),
     "echo": ([True, False, None], ["true", 1]),
     "logprobs": ([0, 5, None], [-1, 6, *INTS]),

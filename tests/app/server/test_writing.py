@@ -222,6 +222,7 @@ def test_models_health_page_and_schema(client):
     document = client.get("/openapi.json").json()
     fields = document["components"]["schemas"]["CompletionBody"]["properties"]
     assert {"prompt", "best_of", "suffix", "min_p"} <= fields.keys()
+    assert fields["top_k"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 2**63 - 1}
 
 
 def test_metrics_count(client):
