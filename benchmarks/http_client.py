@@ -9,7 +9,7 @@ import resource
 import time
 from dataclasses import dataclass
 
-USAGE = re.compile(rb'"usage": ?(\{[^{}]*\})')
+WRITTEN = re.compile(rb'"completion_tokens": ?(\d+)')
 TEXT = (b'"text":', b'"content":')
 
 
@@ -34,6 +34,7 @@ class Connection(asyncio.Protocol):
         self._done: asyncio.Future[bytes] | None = None
         self._chunks: list[bytes] = []
         self._first = 0.0
+        self._tail = b""
 
     def connection_made(self, transport) -> None:
         self.transport = transport
@@ -42,7 +43,8 @@ class Connection(asyncio.Protocol):
         if not self._first and any(text in data for text in TEXT):
             self._first = time.perf_counter()
         self._chunks.append(data)
-        if data.endswith(b"0\r\n\r\n") or b"content-length" in self._chunks[0].lower():
+        self._tail = (self._tail + data[-7:])[-7:]  # the last chunk may come in pieces
+        if self._tail == b"\r\n0\r\n\r\n" or b"content-length" in self._chunks[0].lower():
             self._finish()
 
     def connection_lost(self, error) -> None:
@@ -60,27 +62,49 @@ class Connection(asyncio.Protocol):
         if self._done and not self._done.done():
             self._done.set_result(data)
 
-    async def stream(self, path: str, body: dict) -> Answer:
-        """Send a streaming request and read all of it."""
+    async def ask(self, path: str, body: dict) -> Answer:
+        """Send a request and read all of the answer."""
         assert self.transport
-        content = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
+        content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        self._chunks, self._first = [], 0.0
+        self._chunks, self._first, self._tail = [], 0.0, b""
         self._done = asyncio.get_running_loop().create_future()
         start = time.perf_counter()
         self.transport.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         data = await self._done
         end = time.perf_counter()
-        usage = [json.loads(found) for found in USAGE.findall(data)]
-        tokens = usage[-1]["completion_tokens"] if usage else 0
+        usage = WRITTEN.findall(data)
+        tokens = int(usage[-1]) if usage else 0
         status = int(data[9:12])
         return Answer(status, tokens, self._first - start, end - start, data.count(b"data: "), data)
 
 
-async def connect(port: int) -> Connection:
-    """A new connection to a server on this machine."""
-    _, connection = await asyncio.get_running_loop().create_connection(Connection, "127.0.0.1", port)
-    return connection
+class Client:
+    """Asks a server on this machine, over one connection as long as the server keeps it."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self._connection: Connection | None = None
+
+    async def ask(self, path: str, body: dict) -> Answer:
+        """Send a request and read all of the answer."""
+        if self._connection and not self._connection.closed.done():
+            try:
+                return await self._connection.ask(path, body)
+            except ConnectionError:  # some servers close it after a stream
+                pass
+        loop = asyncio.get_running_loop()
+        _, self._connection = await loop.create_connection(Connection, "127.0.0.1", self.port)
+        return await self._connection.ask(path, body)
+
+    async def stream(self, path: str, body: dict) -> Answer:
+        """The same with a streaming request."""
+        return await self.ask(path, body | {"stream": True, "stream_options": {"include_usage": True}})
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connection and self._connection.transport:
+            self._connection.transport.close()
 
 
 def cpu_seconds() -> float:

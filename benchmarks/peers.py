@@ -610,8 +610,11 @@ class LlamaCppQ8(LlamaCpp):
     precision = "Q8_0"
 
 
-def write_gguf(path: Path, model: GPT, precision: str = "F32") -> None:
-    """Write the weights as llama.cpp's gpt2, without a tokenizer; the matrices in this of gguf's types."""
+def write_gguf(path: Path, model: GPT, precision: str = "F32", tokens: Sequence[str] = ()) -> None:
+    """Write the weights as llama.cpp's gpt2; the matrices in this of gguf's types.
+
+    tokens: texts of the ids, for a program that takes text; none of them ends a text.
+    """
     import gguf
 
     kind = gguf.GGMLQuantizationType[precision]
@@ -626,8 +629,13 @@ def write_gguf(path: Path, model: GPT, precision: str = "F32") -> None:
     writer.add_head_count(c.n_head)
     writer.add_layer_norm_eps(1e-5)
     writer.add_file_type(whole)
-    writer.add_tokenizer_model("none")
     writer.add_vocab_size(c.vocab_size)
+    # RWKV's takes the longest token that matches, without merges, and needs no id for the end.
+    writer.add_tokenizer_model("rwkv" if tokens else "none")
+    if tokens:
+        writer.add_token_list([token.replace("\\", "\\\\").replace("\n", "\\n") for token in tokens])
+        writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
+        writer.add_token_scores([0.0] * len(tokens))
 
     def add_matrix(name: str, tensor: Tensor) -> None:
         writer.add_tensor(name, gguf.quantize(tensor.numpy(), kind), raw_dtype=kind)

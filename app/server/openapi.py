@@ -1,4 +1,4 @@
-"""The OpenAPI document: paths by hand, the bodies' schemas from pydantic."""
+"""The OpenAPI document: paths by hand, bodies from pydantic, responses from schemas.py."""
 
 from __future__ import annotations
 
@@ -7,25 +7,10 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from app.server.requests import ChatBody, CompletionBody
+from app.server.schemas import RESPONSES, TEXT
 from attention_ext import __version__
 
 REFERENCE = "#/components/schemas/"
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
 REFUSED = {
     400: "a field is wrong",
     403: "the Host header is not admitted",
@@ -44,24 +29,22 @@ def document(keys: bool) -> dict[str, Any]:
     _, schemas = models_json_schema(
         [(CompletionBody, "validation"), (ChatBody, "validation")], ref_template=REFERENCE + "{model}"
     )
+    name = {"name": "model", "in": "path", "required": True, "schema": TEXT}
     paths = {
-        "/v1/completions": {"post": _writing("Continue prompts.", "CompletionBody")},
-        "/v1/chat/completions": {"post": _writing("Continue a chat, as a play.", "ChatBody")},
-        "/v1/models": {"get": _reading("The models.")},
+        "/v1/completions": {"post": _writing("Continue prompts.", "CompletionBody", "Completion")},
+        "/v1/chat/completions": {"post": _writing("Continue a chat, as a play.", "ChatBody", "Chat")},
+        "/v1/models": {"get": _reading("The models.", _json("Models"))},
         "/v1/models/{model}": {
-            "get": _reading("A model.", 404)
-            | {
-                "parameters": [
-                    {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-                ]
-            }
+            "get": _reading("A model.", _json("Model")) | {"parameters": [name]},
         },
-        "/health": {"get": _reading("Whether requests are answered.", 503, key=False)},
-        "/metrics": {"get": _reading("Prometheus' metrics.", kind="text/plain")},
+        "/health": {"get": _reading("Whether requests are answered.", _json("Health")) | {"security": []}},
+        "/metrics": {"get": _reading("Prometheus' metrics.", {"text/plain": {"schema": TEXT}})},
     }
-    components: dict[str, Any] = {"schemas": schemas["$defs"] | {"Error": ERROR}}
+    paths["/v1/models/{model}"]["get"]["responses"] |= _refusals(404)
+    paths["/health"]["get"]["responses"]["503"] = {"description": REFUSED[503], "content": _json("Health")}
+    components: dict[str, Any] = {"schemas": schemas["$defs"] | RESPONSES}
     shown: dict[str, Any] = {
-        "openapi": "3.1.0",
+        "openapi": "3.2.0",  # the first that describes the events of a stream
         "info": {"title": "shakespeare-attention", "version": __version__},
         "paths": paths,
         "components": components,
@@ -76,27 +59,29 @@ def document(keys: bool) -> dict[str, Any]:
     return shown
 
 
+def _json(schema: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": REFERENCE + schema}}}
+
+
 def _error(why: str) -> dict[str, Any]:
-    return {"description": why, "content": {"application/json": {"schema": {"$ref": f"{REFERENCE}Error"}}}}
+    return {"description": why, "content": _json("Error")}
 
 
 def _refusals(*codes: int) -> dict[str, Any]:
     return {str(code): _error(REFUSED[code]) for code in codes}
 
 
-def _writing(summary: str, body: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
+def _writing(summary: str, body: str, answer: str) -> dict[str, Any]:
+    content = _json(answer) | {"text/event-stream": {"itemSchema": {"$ref": f"{REFERENCE}{answer}Event"}}}
     return {
         "summary": summary,
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": {"$ref": REFERENCE + body}}},
-        },
+        "requestBody": {"required": True, "content": _json(body)},
         "responses": {"200": {"description": "the texts", "content": content}} | _refusals(*REFUSED),
     }
 
 
-def _reading(summary: str, *codes: int, kind: str = "application/json", key: bool = True) -> dict[str, Any]:
-    responses = {"200": {"description": summary, "content": {kind: {}}}} | _refusals(403)
-    responses |= {str(c): {"description": REFUSED[c], "content": {kind: {}}} for c in codes}
-    return {"summary": summary, "responses": responses} | ({} if key else {"security": []})
+def _reading(summary: str, content: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "summary": summary,
+        "responses": {"200": {"description": summary, "content": content}} | _refusals(403),
+    }

@@ -79,7 +79,10 @@ class Writing(Body):
         None, description="Not in OpenAI's API."
     )
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="Not in OpenAI's API.")
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = Field(None, description="Not in OpenAI's API.")
+    # A penalty of 1e-37 makes a logit infinite, which would end the texts of others in the batch too.
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(
+        None, description="Not in OpenAI's API."
+    )
     part: Literal[*PARTS] | None = Field(None, description="The attention. Not in OpenAI's API.")  # type: ignore
     context: Literal[*CONTEXTS] | None = Field(  # type: ignore
         None, description="What the model sees of a text beyond its block size. Not in OpenAI's API."

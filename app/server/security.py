@@ -82,7 +82,8 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != OPEN and not self.admits(scope):
-            message = "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'."
+            # The first words are OpenAI's: LiteLLM knows the error by them.
+            message = "Incorrect API key provided, or none; send it as 'Authorization: Bearer KEY'."
             refusal = ApiError(
                 401, message, code="invalid_api_key", headers=(("www-authenticate", "Bearer"),)
             )

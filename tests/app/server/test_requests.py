@@ -40,7 +40,7 @@ COMMON = {  # field: (good values, bad values)
     "stream": ([True, False, None], ["true", 1, 0, []]),
     "top_k": ([1, 200, None], [0, -1, 2**63, *INTS]),
     "min_p": ([0, 0.5, 1, None], [-0.1, 1.1, *FLOATS]),
-    "repetition_penalty": ([0.5, 1, 2, None], [0, -1, *FLOATS]),
+    "repetition_penalty": ([0.01, 1, 100, None], [0, 1e-37, 101, *FLOATS]),
     "part": (["part0", "part4", None], ["part9", "", 4, True]),
     "context": (["slide", "reset", None], ["other", 1]),
     "model": ([], [1, None, [], True]),

@@ -1,0 +1,130 @@
+"""Programs that others wrote for OpenAI's API write the command line's texts, streamed or not.
+
+A client is a program in clients/ that runs in its own environment: it gets a case, and prints as JSON what
+its library made of the server's answers. What a library does not show is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from .conftest import KEY, MODEL
+
+HERE = Path(__file__).parent
+QUESTION = "Who is there, and what is your business?"
+CASE = {"model": MODEL, "prompt": "ROMEO:", "seed": 11, "tokens": 120}
+CASE |= {"messages": [{"role": "user", "content": QUESTION}]}
+PLAY = f"USER:\n{QUESTION}\n\nASSISTANT:\n"
+TYPES = {
+    "400": "BadRequestError",
+    "401": "AuthenticationError",
+    "404": "NotFoundError",
+    "429": "RateLimitError",
+}
+BY_HAND = dict.fromkeys(("400", "401", "404"), "invalid_request_error") | {"429": "rate_limit_error"}
+
+
+@dataclass(frozen=True)
+class Client:
+    """A program; the environment that it runs in, '' if it needs none; the names of what its errors raise."""
+
+    program: str
+    environment: str
+    types: dict[str, str]
+
+    def command(self, environments: Path) -> list[str]:
+        """How it is started. Skips the test if its environment is missing."""
+        program = str(HERE / "clients" / self.program)
+        if self.environment == "node":
+            node, installed = shutil.which("node"), environments / "node" / "node_modules"
+            if not (node and installed.exists()):
+                pytest.skip("needs node and npm")
+            # Node looks for packages beside a program only.
+            return [node, shutil.copy(program, environments / "node")]
+        if not shutil.which("curl"):
+            pytest.skip("needs curl")
+        return [str(environments / (self.environment or "openai") / "bin" / "python"), program]
+
+
+CLIENTS = [
+    Client("openai_sync.py", "openai", TYPES),
+    Client("openai_async.py", "openai", TYPES),
+    Client("openai_node.mjs", "node", TYPES),
+    Client("litellm_client.py", "litellm", TYPES),
+    Client("langchain_client.py", "langchain", TYPES),
+    Client("curl.py", "", BY_HAND),
+]
+
+
+def run(command: list[str], server: str, full: str) -> dict:
+    """What a client found."""
+    # No variable of this machine's may lead a client elsewhere.
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
+    own = {"OPENAI_BASE_URL": server, "OPENAI_API_KEY": KEY, "CASE": json.dumps(CASE | {"full": full})}
+    offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1"}
+    done = subprocess.run(command, env=kept | own | offline, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def written(cli):
+    """The command line's texts, with the defaults of OpenAI's API."""
+
+    def write(prompt: str, seed: int, *arguments: str) -> dict:
+        done = cli(
+            "part4", "--inference", "-m", MODEL, "--prompt", prompt, "--seed", seed, "--num-samples", 1,
+            "--max-new-tokens", CASE["tokens"], "--temperature", 1, "--json", *arguments,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return write
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.program)
+def test_a_client(client, environments, server, full, written):
+    found = run(client.command(environments), server, full)
+    text = written(CASE["prompt"], CASE["seed"])
+    chat = written(PLAY, CASE["seed"], "--stop", "\n\n")
+    usage = [len(CASE["prompt"]), CASE["tokens"]]
+
+    assert found["text"] == text["text"] and len(text["text"]) == CASE["tokens"]
+    assert "".join(found["stream"]) == text["text"] and len(found["stream"]) > 1
+    assert found["chat"] == "".join(found["chat_stream"]) == chat["text"] != ""
+    assert found.get("usage", usage) == found.get("stream_usage", usage) == usage
+    if "chat_stream_usage" in found:
+        assert found["chat_stream_usage"][0] == len(PLAY)
+        # the stop string was written too
+        assert 0 <= found["chat_stream_usage"][1] - len(chat["text"]) <= 2
+    assert found.get("models", [MODEL]) == [MODEL] and found.get("model", MODEL) == MODEL
+    for number, text in enumerate(found.get("together", [])):
+        assert text == written(CASE["prompt"], CASE["seed"] + number)["text"]
+    assert {status: error["status"] for status, error in found["errors"].items()} == {
+        status: int(status) for status in TYPES
+    }
+    assert {status: error["type"] for status, error in found["errors"].items()} == client.types
+    if "param" in found["errors"]["400"]:
+        assert found["errors"]["400"]["param"] in ("temperature", "logprobs")
+
+
+def test_llm(environments, server, full, written):
+    """llm prints texts on stdout and errors in one line."""
+    client = Client("llm_command.py", "llm", {})
+    found = run(client.command(environments), server, full)
+    text = written(CASE["prompt"], CASE["seed"])["text"]
+    assert found["text"] == found["stream"][0] == text, found["stderr"]
+    chat = written(PLAY, CASE["seed"], "--stop", "\n\n")["text"]
+    assert found["chat"] == chat, found["chat_said"]
+    assert found["models"] == ["text"] or "text" in " ".join(found["models"])
+    errors = found["errors"]
+    assert all(error["exit"] == 1 and "Traceback" not in error["said"] for error in errors.values())
+    for status, word in {"400": "max_tokens", "401": "key", "404": "does not exist", "429": "full"}.items():
+        assert word in errors[status]["said"]
