@@ -51,7 +51,6 @@ with tempfile.TemporaryDirectory() as folder:
         "stream": [stream.stdout.removesuffix("\n")],
         "chat": talk.stdout.removesuffix("\n"),
         "chat_said": talk.stderr,
-        "models": [line.split()[-1] for line in run("models").stdout.splitlines() if "text" in line],
         "errors": {
             "400": refused("-m", "text", "-o", "temperature", "1.9", "-o", "max_tokens", "70000"),
             "401": refused("-m", "text", key="wrong"),
