@@ -23,6 +23,7 @@ from attention_ext.parts import (
     Part,
     check_part,
     resolve_simd,
+    with_gradient,
 )
 
 if TYPE_CHECKING:
@@ -99,7 +100,9 @@ def attention(
     keys. Sums and the softmax are float32. With AMX part4 cuts the softmax's weights to bfloat16, divides by
     the sum of what is left, and copies V, so its scratch grows with N.
 
-    A NaN affects only the rows that see it. Parts 1 to 4 compute no gradients; denormal numbers count as 0.
+    A NaN affects only the rows that see it. Denormal numbers count as 0. part0 and, for float32 on the CPU,
+    part4 compute gradients, also of the logsumexp. part4 does so by FlashAttention-2, without N x N numbers;
+    its gradients have none themselves.
     Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, each naming the
     argument, and BuildError if the extension or a CUDA kernel cannot be compiled.
     """
@@ -124,6 +127,7 @@ def attention(
         chosen = "" if step is None else str(step)
         out, lse = operator(part, "cuda")(q, k, v, causal, scale, return_lse, chosen)
         return (out, lse) if return_lse else out
+    gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     tile: tuple[int, ...] = ()
     if row.tiled:
         tuned = tiles.DEFAULT
@@ -131,28 +135,35 @@ def attention(
             queries = q.shape[0] * q.shape[1] * q.shape[2]
             tuned = tiles.tile(helpers, torch.get_num_threads(), d, Nk, causal, queries)
         tile = (br or tuned[0], bc or tuned[1])
-    out, lse = operator(part, helpers)(q, k, v, causal, scale, return_lse, *tile)
+    if gradient:  # which needs the logsumexp
+        out, lse = operator(part, helpers, gradient)(q, k, v, causal, scale, *tile)
+    else:
+        out, lse = operator(part, helpers)(q, k, v, causal, scale, return_lse, *tile)
     return (out, lse) if return_lse else out
 
 
-_operators: dict[tuple[str, str], Callable] = {}
+_operators: dict[tuple[str, str, bool], Callable] = {}
 
 
-def operator(part: str, simd: str = "auto") -> Callable:
+def operator(part: str, simd: str = "auto", gradient: bool = False) -> Callable:
     """The PyTorch operator of one of parts 1 to 4; compiles the extension on first use.
 
-    simd: one of SIMD, or 'cuda' for part4's operator on CUDA.
+    simd: one of SIMD, or 'cuda' for part4's operator on CUDA. gradient: part4's with a gradient, on the CPU.
     """
-    if (part, simd) not in _operators:  # torch.compile can trace a look-up in a table but not a build
+    if (
+        part,
+        simd,
+        gradient,
+    ) not in _operators:  # torch.compile can trace a look-up in a table but not a build
         if simd == "cuda":
             from attention_ext.cuda import operators
 
-            _operators[part, simd] = operators.flash
+            _operators[part, simd, gradient] = operators.flash
         else:
             from attention_ext import extension
 
-            _operators[part, simd] = extension.operator(part, simd)
-    return _operators[part, simd]
+            _operators[part, simd, gradient] = extension.operator(part, simd, gradient)
+    return _operators[part, simd, gradient]
 
 
 def _sound(part: Part, q, k, v, causal: bool) -> bool:
@@ -218,7 +229,17 @@ def _check_tensors(part: Part, q, k, v, causal: bool) -> None:
     if part.operator and torch.is_grad_enabled():
         for name, t in (("q", q), ("k", k), ("v", v)):
             if t.requires_grad:
-                raise ValueError(f"{name} requires a gradient; {part.name} computes none, only part0 does")
+                _check_gradient(part, name, t)
+
+
+def _check_gradient(part: Part, name: str, t) -> None:
+    """Raise ValueError if a part computes no gradient of such a tensor."""
+    where = f"on {DEVICES[t.device.type]}" if t.is_cuda else f"in {t.dtype}"
+    if part.gradient is None:
+        who = " and ".join(with_gradient())
+        raise ValueError(f"{name} requires a gradient; {part.name} computes none, only {who} do")
+    if t.is_cuda or str(t.dtype) != "torch.float32":
+        raise ValueError(f"{name} requires a gradient; {part.name} computes none {where}, only part0 does")
 
 
 def _check_step(part: Part, q, k, step: str | int | None, br: int | None, bc: int | None) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import library as torch_library
 
+from attention_ext import gradient as gradients
 from attention_ext.build import recipes, toolchain
 from attention_ext.parts import PARTS, BuildError, Dtype, check_part, resolve_simd
 
@@ -40,6 +41,7 @@ def _load(helpers: str) -> Any:
         reason = error.__cause__ or error  # torch's own message names only the library
         raise BuildError(f"{library} cannot be loaded ({reason}); delete it to compile it again") from None
     _register_fakes(recipe.name)
+    gradients.register(recipe.name)
     _libraries[helpers] = library
     return getattr(torch.ops, recipe.name)
 
@@ -57,14 +59,16 @@ def _register_fakes(name: str) -> None:
             torch_library.register_fake(f"{name}::{part.operator}", fake)
 
 
-def operator(part: str, simd: str = "auto") -> Callable:
-    """The PyTorch operator of one of parts 1 to 4.
+def operator(part: str, simd: str = "auto", gradient: bool = False) -> Callable:
+    """The PyTorch operator of one of parts 1 to 4, or of part4 the one with a gradient.
 
-    Raises ValueError for a part without an operator, and errors as load() does.
+    Raises ValueError for a part without such an operator, and errors as load() does.
     """
-    name = check_part(part).operator
+    row = check_part(part)
+    name = row.gradient if gradient else row.operator
     if name is None:
-        raise ValueError(f"part is {part!r}; it must be one with an operator; {part} has none")
+        what = "with a gradient" if gradient else "with an operator"
+        raise ValueError(f"part is {part!r}; it must be one {what}; {part} has none")
     return getattr(load(simd), name).default
 
 

@@ -48,6 +48,7 @@ class Part:
     title: its name in the lab. summary: the algorithm in a few words. why: the reasons for its cost.
     operator: the name of its row in csrc/parts.h, of its file in csrc/cpu/ and of its PyTorch operator;
     None for PyTorch itself.
+    gradient: the name of its PyTorch operator with a gradient, for float32 on the CPU; None without one.
     tiled: takes br and bc. threaded: uses all threads.
     dtypes: those that its tensors may have on each kind of device, by PyTorch's names.
     """
@@ -57,6 +58,7 @@ class Part:
     summary: str
     why: str = ""
     operator: str | None = None
+    gradient: str | None = None
     tiled: bool = False
     threaded: bool = True
     dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"cpu": ("float32",)})
@@ -109,6 +111,7 @@ PARTS = {
             "A tile of Br queries shares each pass over K and V, and of the scores only a strip exists, "
             "which stays in the nearest caches. Nothing but Q, K, V and the output has to come from memory.",
             operator="part4_flash",
+            gradient="part4_with_gradient",
             tiled=True,
             dtypes=WITH_CUDA,
         ),
@@ -187,6 +190,11 @@ def taking(dtype: Dtype, device: str = "cpu") -> tuple[str, ...]:
 def running_on(device: str) -> tuple[str, ...]:
     """The parts that run on a kind of device, 'cpu' or 'cuda'."""
     return tuple(name for name, part in PARTS.items() if device in part.dtypes)
+
+
+def with_gradient() -> tuple[str, ...]:
+    """The parts that compute gradients in float32 on the CPU."""
+    return tuple(name for name, part in PARTS.items() if part.operator is None or part.gradient)
 
 
 def resolve_simd(simd: str) -> str:

@@ -103,3 +103,49 @@ def flash_attention(
         out[:, :, i0 : i0 + br] = Oi / l  # line 12
         lse[:, :, i0 : i0 + br] = (m + torch.log(l)).squeeze(-1)  # line 13
     return out, lse
+
+
+def flash_attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    br: int = 64,
+    bc: int = 64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """FlashAttention-2's backward pass, tile by tile: dq (B, H, Nq, d), dk and dv (B, H, Nk, d).
+
+    q, k, v: as flash_attention() takes them. out, lse: what it gave. dout (B, H, Nq, d) and dlse (B, H, Nq):
+    the gradients of both; without dlse that of lse is 0.
+    Dao 2023, arXiv:2307.08691, Algorithm 2, whose lines are named. A logsumexp has the derivative P in its
+    scores, so dlse joins D. part4_backward.cpp exchanges the two loops.
+    """
+    Nq, d = q.shape[2:]
+    Nk = k.shape[2]
+    scale = d**-0.5 if scale is None else scale
+    mask = visible(Nq, Nk, q.device) if causal else None
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)  # line 3
+    D = (dout * out).sum(-1) - (0 if dlse is None else dlse)  # line 4
+    for j0 in range(0, Nk, bc):  # line 5
+        j = slice(j0, j0 + bc)
+        Kj, Vj = k[:, :, j], v[:, :, j]  # line 6
+        first = 0 if mask is None else max(0, j0 - (Nk - Nq)) // br * br
+        for i0 in range(first, Nq, br):  # line 8; tiles above the diagonal are skipped
+            i = slice(i0, i0 + br)
+            Qi, dOi = q[:, :, i], dout[:, :, i]  # line 9
+            Sij = scale * (Qi @ Kj.mT)  # line 10
+            if mask is not None:
+                Sij = Sij.masked_fill(~mask[i, j], -torch.inf)
+            Pij = torch.exp(Sij - lse[:, :, i, None])  # line 11
+            dv[:, :, j] += Pij.mT @ dOi  # line 12
+            dPij = dOi @ Vj.mT  # line 13
+            dSij = scale * Pij * (dPij - D[:, :, i, None])  # line 14
+            dq[:, :, i] += dSij @ Kj  # line 15
+            dk[:, :, j] += dSij.mT @ Qi  # line 16
+    return dq, dk, dv

@@ -270,7 +270,11 @@ WRONG = [
     (dict(bc=-3), ValueError, "bc is -3; it must be at least 1"),
     (dict(bc=2**63), ValueError, "bc is 9223372036854775808; it must be at least 1 and fit 63 bits"),
     (dict(bc=2.5), TypeError, "bc is a float; it must be a whole number"),
-    (dict(q=Q.clone().requires_grad_()), ValueError, "q requires a gradient; part4 computes none"),
+    (
+        dict(part="part3", q=Q.clone().requires_grad_()),
+        ValueError,
+        "q requires a gradient; part3 computes none, only part0 and part4 do",
+    ),
 ]
 
 

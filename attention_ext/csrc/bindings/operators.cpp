@@ -14,6 +14,7 @@
 #include "cpu/part4_amx.h"
 #include "cpu/sizes.h"
 #include "denormals.h"
+#include "gradient.h"
 #include "parts.h"
 #include "simd/simd.h"
 #include "threads.h"
@@ -140,6 +141,62 @@ const Part& named(const std::string& part) {
     return *found;
 }
 
+// Part 4 with what its backward pass needs. An operator of its own, because an operator with a gradient is
+// called through Python, which takes longer than a token's attention.
+std::tuple<Tensor, Tensor> with_gradient(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+                                         double scale, int64_t br, int64_t bc) {
+    return run_in<float>(named("part4_flash"), q, k, v, causal, scale, true, br, bc);
+}
+
+void same_shape(const Tensor& t, const char* name, const Tensor& as, const char* of) {
+    bool same = t.dim() == as.dim();
+    for (int64_t i = 0; same && i < t.dim(); i++) same = t.size(i) == as.size(i);
+    STD_TORCH_CHECK(same, name, " has shape ", shape(t), "; it must have the shape of ", of, ", ", shape(as));
+}
+
+// Of float32 numbers on the CPU, a number for each query.
+const float* of_rows(const Tensor& t, const char* name, const Tensor& q) {
+    STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == ScalarType::Float, name, " must be float32 on the CPU");
+    STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == q.size(0) && t.size(1) == q.size(1) && t.size(2) == q.size(2),
+                    name, " has shape ", shape(t), "; it must be (B, H, Nq) as q has ", shape(q));
+    return static_cast<const float*>(t.const_data_ptr());
+}
+
+// The gradients of q, k and v from those of out and lse, of which the last may be empty: no gradient.
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dout_, const Tensor& dlse_, const Tensor& q_,
+                                            const Tensor& k_, const Tensor& v_, const Tensor& out_,
+                                            const Tensor& lse_, bool causal, double scale) {
+    const std::pair<const char*, const Tensor*> tensors[] = {
+        {"q", &q_}, {"k", &k_}, {"v", &v_}, {"out", &out_}, {"dout", &dout_}};
+    for (const auto& [name, t] : tensors) checked(*t, name, ScalarType::Float, "float32");
+    STD_TORCH_CHECK(k_.size(0) == q_.size(0) && k_.size(1) == q_.size(1) && k_.size(3) == q_.size(3),
+                    "k has shape ", shape(k_), "; it must be (B, H, Nk, d) like q, which has shape ",
+                    shape(q_));
+    same_shape(v_, "v", k_, "k"), same_shape(out_, "out", q_, "q"), same_shape(dout_, "dout", q_, "q");
+    const Tensor q = with_contiguous_rows(q_), k = with_contiguous_rows(k_), v = with_contiguous_rows(v_),
+                 dout = with_contiguous_rows(dout_), out = torch::stable::contiguous(out_),
+                 lse = torch::stable::contiguous(lse_), dlse = torch::stable::contiguous(dlse_);
+    const int64_t B = q.size(0), H = q.size(1), Nq = q.size(2), Nk = k.size(2), d = q.size(3);
+    STD_TORCH_CHECK(!causal || Nq <= Nk, "q has Nq=", Nq, "; with causal it must be at most Nk=", Nk);
+
+    const Tensor dq = new_tensor<float>({B, H, Nq, d}), dk = new_tensor<float>({B, H, Nk, d}),
+                 dv = new_tensor<float>({B, H, Nk, d});
+    AttentionGradient a{};
+    a.B = B, a.H = H, a.Nq = Nq, a.Nk = Nk, a.d = d;
+    a.q = matrices<float>(q), a.k = matrices<float>(k), a.v = matrices<float>(v);
+    a.dout = matrices<float>(dout);
+    a.out = static_cast<const float*>(out.const_data_ptr());
+    a.lse = of_rows(lse, "lse", q);
+    a.dlse = dlse.numel() == 0 ? nullptr : of_rows(dlse, "dlse", q);
+    a.dq = static_cast<float*>(dq.mutable_data_ptr()), a.dk = static_cast<float*>(dk.mutable_data_ptr()),
+    a.dv = static_cast<float*>(dv.mutable_data_ptr());
+    a.causal = causal, a.scale = static_cast<float>(scale);
+    a.threads = static_cast<int>(std::min<int64_t>(torch::stable::get_num_threads(), MOST_THREADS));
+    const Tensor buffer = new_tensor<float>({flash_backward_scratch(a)});
+    flash_backward(a, static_cast<float*>(buffer.mutable_data_ptr()));
+    return {dq, dk, dv};
+}
+
 template <class Element>
 int64_t scratch_in(const Part& part, int64_t B, int64_t H, int64_t Nq, int64_t Nk, int64_t d, int64_t br,
                    int64_t bc, int64_t threads) {
@@ -221,6 +278,12 @@ LIBRARY(ATTENTION_EXT, m) {
         m.def(
             (part.name + QKV + (part.tiled ? ", SymInt br, SymInt bc" : "") + ") -> (Tensor, Tensor)").c_str());
     m.def(
+        "part4_with_gradient(Tensor q, Tensor k, Tensor v, bool causal, float scale, SymInt br, SymInt bc) -> "
+        "(Tensor, Tensor)");
+    m.def(
+        "part4_backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool "
+        "causal, float scale) -> (Tensor, Tensor, Tensor)");
+    m.def(
         "scratch(str part, bool bf16, int B, int H, int Nq, int Nk, int d, int br, int bc, int threads) -> "
         "int");
     m.def("size(str name) -> int");
@@ -235,6 +298,8 @@ LIBRARY(ATTENTION_EXT, m) {
 
 LIBRARY_IMPL(ATTENTION_EXT, CPU, m) {
     implement_all(m, std::make_index_sequence<std::size(PARTS)>());
+    m.impl("part4_with_gradient", TORCH_BOX(&with_gradient));
+    m.impl("part4_backward", TORCH_BOX(&backward));
     m.impl("read_4d", TORCH_BOX(&read_4d));
 }
 

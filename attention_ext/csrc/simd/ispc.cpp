@@ -25,6 +25,8 @@ void ispc_layer_norm(float*, const float*, const float*, const float*, int64_t);
 void ispc_gelu(float*, int64_t);
 void ispc_scale_row(float*, int64_t, float);
 bool ispc_online_softmax(float*, int64_t, int64_t, int64_t, int64_t, float*, float*, float*);
+void ispc_softmax_gradient(float*, int64_t, float*, int64_t, int64_t, int64_t, int64_t, const float*,
+                           const float*);
 void ispc_scale_columns(float*, int64_t, int64_t, int64_t, const float*);
 }
 
@@ -103,6 +105,11 @@ void scale_row(float* x, int64_t n, float a) { ispc_scale_row(x, n, a); }
 bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* m, float* l,
                     float* correction) {
     return ispc_online_softmax(S.data, S.ld, rows, cols, first, m, l, correction);
+}
+
+void softmax_gradient(Matrix S, Matrix dP, int64_t rows, int64_t cols, int64_t first, const float* lse,
+                      const float* D) {
+    ispc_softmax_gradient(S.data, S.ld, dP.data, dP.ld, rows, cols, first, lse, D);
 }
 
 void scale_columns(Matrix C, int64_t rows, int64_t cols, const float* a) {

@@ -501,6 +501,27 @@ export uniform bool ispc_online_softmax(uniform float S[], uniform int64 ldS, un
     return any(moved);
 }
 
+export void ispc_softmax_gradient(uniform float S[], uniform int64 ldS, uniform float dP[], uniform int64 ldP,
+                                  uniform int64 rows, uniform int64 cols, uniform int64 first,
+                                  const uniform float lse[], const uniform float D[]) {
+    for (uniform int64 c = 0; c < cols; c += programCount) {
+        const uniform int64 all = min(rows, first + c), some = min(rows, first + c + programCount);
+        const float subtracted = lse[c + programIndex], of_row = D[c + programIndex];
+        for (uniform int64 j = 0; j < some; j++) {
+            const float x = S[j * ldS + c + programIndex] - subtracted;  // above 0 by rounding only
+            float p = nan_if(x, exp2_bounded(x > 0 ? 0.0f : x));
+            float ds = p * (dP[j * ldP + c + programIndex] - of_row);
+            if (j >= all) {
+                const bool live = programIndex > (uniform int)(j - first - c);
+                p = live ? p : 0.0f;
+                ds = live ? ds : 0.0f;
+            }
+            S[j * ldS + c + programIndex] = p;
+            dP[j * ldP + c + programIndex] = ds;
+        }
+    }
+}
+
 export void ispc_scale_columns(uniform float C[], uniform int64 ldC, uniform int64 rows, uniform int64 cols,
                                const uniform float a[]) {
     for (uniform int64 c = 0; c < cols; c += programCount)

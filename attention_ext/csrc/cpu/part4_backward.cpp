@@ -1,0 +1,203 @@
+// Part 4's backward pass: the tiles of P are computed again from the logsumexp, so that no row of it is stored.
+//
+// FlashAttention-2 (Dao 2023, arXiv:2307.08691), Algorithm 2, with its loops exchanged:
+//
+//   for each batch, head, panel i of queries from the last to the first, over all threads:
+//       D <- rowsum(dOi * Oi) - dlse_i                                     line 4
+//       dQi <- 0
+//       for each step j of keys:
+//           S  <- scale * Qi Kj^T;  P <- exp(S - lse_i)                    lines 10-11
+//           dVj <- dVj + P^T dOi                                           line 12
+//           dP <- dOi Vj^T;  dS <- scale * P * (dP - D)                    lines 13-14
+//           dQi <- dQi + dS Kj                                             line 15
+//           dKj <- dKj + dS^T Qi                                           line 16
+//
+// The lanes span queries in S, P, dP, dS and dQ, which are kept transposed as in part4_flash.cpp, and features
+// in dK and dV, which are read and written where they lie. So P^T and dS^T are the left operands of their
+// products as they are. A step above the diagonal is skipped; the last one of a panel takes the diagonal along.
+//
+// All panels of a head add to its dK and dV. They do it in the order of the panels: a panel takes a step only
+// when the one before it is done with the step's keys. So threads can share a head, and the sums do not depend
+// on their number.
+//
+// Scratch: threads x (3 panel d + 2 strip + 3 panel) floats, whatever N is.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+#include "gradient.h"
+#include "round_up.h"
+#include "simd/constants.h"
+#include "simd/simd.h"
+#include "threads.h"
+
+namespace {
+
+constexpr int64_t STEP = 64;  // keys of a strip, but for a diagonal
+
+// One thread's scratch for a panel of R queries. D and dO are multiplied by the scale, so that dS is.
+struct Panel {
+    int64_t R, d;
+    float *Qt, *dOt, *dQt, *St, *dPt, *lse, *D, *zero;
+
+    static int64_t strip() { return (STEP + simd::panel()) * simd::panel(); }
+    static int64_t floats(int64_t d) {
+        return /* Qt, dOt, dQt */ 3 * d * simd::panel() + /* St, dPt */ 2 * strip() +
+               /* lse, D, zero */ 3 * simd::panel();
+    }
+
+    Panel(int64_t d, float* scratch) : R(simd::panel()), d(d) {
+        Qt = scratch;
+        dOt = Qt + d * R;
+        dQt = dOt + d * R;
+        St = dQt + d * R;
+        dPt = St + strip();
+        lse = dPt + strip();
+        D = lse + R;
+        zero = D + R;
+    }
+};
+
+// Rows of a head's matrices, from the panel's first query or the step's first key on.
+struct Queries {
+    simd::ConstMatrix Q, dO;
+    int64_t count, padded;
+    bool finite;  // all of Q and dO
+};
+struct Keys {
+    simd::ConstMatrix K, V;
+    simd::Matrix dK, dV;
+};
+
+// The panel's Q^T, dO^T, lse and D; all numbers of `padded` queries are set.
+bool load(const Panel& t, const Queries& i, const float* out, const float* lse, const float* dlse,
+          float scale) {
+    const int64_t R = t.R, d = t.d;
+    float* const Ot = t.dQt;  // not in use yet
+    for (float* each : {t.Qt, t.dOt, Ot}) std::fill_n(each, d * R, 0.0f);
+    simd::transpose({t.Qt, R}, i.Q, i.count, d, scale * SIMD_LOG2E);  // scores are in units of log(2)
+    simd::transpose({t.dOt, R}, i.dO, i.count, d, scale);
+    simd::transpose({Ot, R}, {out, d}, i.count, d, 1.0f);
+    std::fill_n(t.lse, R, 0.0f), std::fill_n(t.D, R, 0.0f), std::fill_n(t.zero, R, 0.0f);
+    for (int64_t r = 0; r < i.count; r++) {
+        t.lse[r] = lse[r] * SIMD_LOG2E;
+        t.D[r] = dlse ? -scale * dlse[r] : 0.0f;
+    }
+    float *const D = t.D, *const zero = t.zero;
+    for (int64_t e = 0; e < d; e++) {
+        const float *const q = t.Qt + e * R, *const o = Ot + e * R, *const dO = t.dOt + e * R;
+        for (int64_t r = 0; r < R; r++) {
+            D[r] += dO[r] * o[r];
+            zero[r] += 0.0f * (q[r] + dO[r]);  // or NaN
+        }
+    }
+    std::fill_n(t.dQt, d * R, 0.0f);
+    return std::all_of(zero, zero + R, [](float x) { return x == 0.0f; });
+}
+
+// dC_j <- dC_j + sum_r A[j][r] * X_r for `keys` keys, of which query r sees the first `first + r`.
+void add_rows(simd::Matrix dC, const float* A, int64_t ldA, simd::ConstMatrix X, const Queries& i, int64_t d,
+              int64_t keys, int64_t first) {
+    const int64_t W = simd::lanes();
+    const auto add = [&](int64_t j, int64_t r, int64_t n) {
+        simd::multiply_add({dC.data + j * dC.ld, dC.ld}, {A + j * ldA + r, ldA, 1}, {X.data + r * X.ld, X.ld},
+                           n, d, i.count - r, i.count - r);
+    };
+    // Hidden numbers of A are 0. They are left out where the product with them might not be 0.
+    const int64_t all = std::min(keys, i.finite ? first + W : first), some = i.finite ? W : 1;
+    if (all > 0) add(0, 0, all);
+    for (int64_t r = all - first; first + r < keys; r += some)
+        add(first + r, i.finite ? r : r + 1, std::min(some, keys - first - r));
+}
+
+// Lines 10 to 16 for `keys` keys, of which query r sees the first `first + r`.
+void attend(const Panel& t, const Queries& i, const Keys& j, int64_t keys, int64_t first) {
+    const int64_t R = t.R, d = t.d, W = simd::lanes();
+    // All queries for the keys before the staircase, then fewer queries with every W keys.
+    const auto scores = [&](float* to, simd::ConstMatrix rows, const float* columns) {
+        simd::multiply({to, R}, {rows.data, rows.ld, 1}, {columns, R}, std::min(keys, first + W), i.padded, d);
+        for (int64_t r = W; first + r < keys; r += W)
+            simd::multiply({to + (first + r) * R + r, R}, {rows.data + (first + r) * rows.ld, rows.ld, 1},
+                           {columns + r, R}, std::min(W, keys - first - r), i.padded - r, d);
+    };
+    scores(t.St, j.K, t.Qt);    // S^T <- K Q^T
+    scores(t.dPt, j.V, t.dOt);  // dP^T <- V dO^T
+    simd::softmax_gradient({t.St, R}, {t.dPt, R}, keys, i.padded, first, t.lse, t.D);
+    add_rows(j.dV, t.St, R, i.dO, i, d, keys, first);
+    add_rows(j.dK, t.dPt, R, i.Q, i, d, keys, first);
+    // dQ^T <- dQ^T + K^T dS^T
+    simd::multiply_add({t.dQt, R}, {j.K.data, 1, j.K.ld}, {t.dPt, R}, d, i.padded, keys, first);
+}
+
+// How many keys of each panel of each head are done.
+class Progress {
+  public:
+    Progress(int64_t heads, int64_t panels) : panels(panels), done(static_cast<size_t>(heads * panels)) {}
+
+    void wait(int64_t head, int64_t panel, int64_t keys) const {
+        while (at(head, panel).load(std::memory_order_acquire) < keys) std::this_thread::yield();
+    }
+    void set(int64_t head, int64_t panel, int64_t keys) {
+        done[static_cast<size_t>(head * panels + panel)].store(keys, std::memory_order_release);
+    }
+
+  private:
+    int64_t panels;
+    std::vector<std::atomic<int64_t>> done;
+
+    const std::atomic<int64_t>& at(int64_t head, int64_t panel) const {
+        return done[static_cast<size_t>(head * panels + panel)];
+    }
+};
+
+// The n-th panel of a head in the order in which panels add to dK and dV.
+void attend_panel(const AttentionGradient& a, int64_t head, int64_t n, int64_t panels, Progress& progress,
+                  float* scratch) {
+    const int64_t b = head / a.H, h = head % a.H, d = a.d, R = simd::panel();
+    const int64_t i0 = (panels - 1 - n) * R, row = head * a.Nq + i0;  // causal: the longest first
+    const Panel t(d, scratch);
+    Queries i{};
+    i.count = std::min(R, a.Nq - i0), i.padded = round_up(i.count, simd::lanes());
+    i.Q = {a.q.at(b, h) + i0 * a.q.row_stride, a.q.row_stride};
+    i.dO = {a.dout.at(b, h) + i0 * a.dout.row_stride, a.dout.row_stride};
+    i.finite = load(t, i, a.out + row * d, a.lse + row, a.dlse ? a.dlse + row : nullptr, a.scale);
+
+    float *const dK = a.dk + head * a.Nk * d, *const dV = a.dv + head * a.Nk * d;
+    const auto step = [&](int64_t j, int64_t keys, int64_t first) {
+        if (n == 0) {
+            std::fill_n(dK + j * d, keys * d, 0.0f);
+            std::fill_n(dV + j * d, keys * d, 0.0f);
+        } else {
+            progress.wait(head, n - 1, j + keys);
+        }
+        const Keys rows{{a.k.at(b, h) + j * a.k.row_stride, a.k.row_stride},
+                        {a.v.at(b, h) + j * a.v.row_stride, a.v.row_stride},
+                        {dK + j * d, d},
+                        {dV + j * d, d}};
+        attend(t, i, rows, keys, first);
+        progress.set(head, n, j + keys);
+    };
+    // Where the last step begins: with a key that all queries of the panel see.
+    const int64_t last = a.causal ? (a.visible(i0) - 1) / STEP * STEP : a.Nk;
+    for (int64_t j = 0; j < last; j += STEP) {
+        const int64_t keys = std::min(STEP, last - j);
+        step(j, keys, keys);
+    }
+    if (a.causal) step(last, a.visible(i0 + i.count - 1) - last, a.visible(i0) - last);
+    simd::transpose({a.dq + row * d, d}, {t.dQt, R}, d, i.count, 1.0f);
+}
+
+}  // namespace
+
+int64_t flash_backward_scratch(const AttentionGradient& a) { return a.threads * Panel::floats(a.d); }
+
+void flash_backward(const AttentionGradient& a, float* scratch) {
+    const int64_t heads = a.B * a.H, panels = (a.Nq + simd::panel() - 1) / simd::panel();
+    Progress progress(heads, panels);
+    for_each_item(heads, panels, a.threads, [&](int64_t head, int64_t n, int thread) {
+        attend_panel(a, head, n, panels, progress, scratch + thread * Panel::floats(a.d));
+    });
+}

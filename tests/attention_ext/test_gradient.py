@@ -1,0 +1,371 @@
+"""The gradients of part4 against the float64 oracle, and their contract in PyTorch."""
+
+from __future__ import annotations
+
+import math
+
+import oracle
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import library as torch_library
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import attention_ext
+from attention_ext import PARTS, reference
+from attention_ext.extension import load, size
+from attention_ext.gradient import FORWARD
+from lab.correctness import allocated
+
+attention = attention_ext.attention  # with the SIMD helpers of the fixture
+pytestmark = pytest.mark.usefixtures("simd")
+
+# Awkward shapes: (B, H, Nq, Nk, d)
+SHAPES = [
+    (1, 1, 1, 1, 1),
+    (1, 1, 1, 1, 32),
+    (2, 3, 63, 63, 24),
+    (1, 2, 123, 123, 80),
+    (1, 4, 257, 257, 32),
+    (1, 1, 1025, 1025, 16),
+    (1, 2, 1, 300, 32),
+    (2, 1, 7, 40, 33),
+    (1, 1, 130, 1000, 64),
+    (1, 1, 16, 16, 300),
+    (1, 1, 2, 3000, 8),
+]
+
+
+def inputs(B, H, Nq, Nk, d, seed=0):
+    """q, k, v, dout and dlse."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [(B, H, Nq, d), (B, H, Nk, d), (B, H, Nk, d), (B, H, Nq, d), (B, H, Nq)]
+    return tuple(torch.randn(size, generator=generator) for size in sizes)
+
+
+def gradients(part, q, k, v, dout, dlse, causal=False, scale=None):
+    """dq, dk and dv by a part; without dlse those of its output alone."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out, lse = attention(part, *leaves, causal=causal, scale=scale, return_lse=True)
+    results, given = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
+    return torch.autograd.grad(results, leaves, given)
+
+
+def expected(q, k, v, dout, dlse, causal, scale):
+    """dq, dk and dv in float64, by PyTorch from the oracle's definition."""
+    leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    out, lse = oracle.attention(*leaves, causal, scale)
+    return list(torch.autograd.grad((out, lse), leaves, (dout.double(), dlse.double())))
+
+
+def check(q, k, v, dout, dlse, causal=False, scale=None):
+    """Compare part4's gradients with the oracle's; part0's float32 error is the measure."""
+    got = gradients("part4", q, k, v, dout, dlse, causal, scale)
+    applied = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    right = expected(q, k, v, dout, dlse, causal, applied)
+    peers = gradients("part0", q, k, v, dout, dlse, causal, scale)
+    floor = max(1e-6, oracle.score_rounding(q, k, applied))
+    for mine, exact, peer in zip(got, right, peers):
+        oracle.assert_close(mine, exact, peer, floor)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_awkward_shapes(shape, causal):
+    check(*inputs(*shape), causal)
+
+
+@settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the implementation stays the same
+)
+@given(
+    Nq=st.integers(1, 150),
+    more=st.integers(0, 150),
+    d=st.integers(1, 70),
+    causal=st.booleans(),
+    scale=st.sampled_from([None, 0.0, 1.0, -0.5]),
+)
+def test_any_size(extension, Nq, more, d, causal, scale):
+    check(*inputs(1, 2, Nq, Nq + more, d), causal, scale)
+
+
+def test_more_queries_than_keys_without_mask():
+    check(*inputs(1, 2, 150, 9, 16))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_strides(causal):
+    q, k, v, dout, dlse = inputs(2, 3, 70, 70, 24)
+    right = gradients("part4", q, k, v, dout, dlse, causal)
+    fused = torch.cat([t.transpose(1, 2).flatten(2) for t in (q, k, v, dout)], dim=2)  # (B, N, 4 H d)
+    views = [t.view(2, 70, 3, 24).transpose(1, 2) for t in fused.split(72, dim=2)]
+    columns = [t.mT.contiguous().mT for t in (q, k, v, dout)]
+    every_other = [torch.stack([t, -t], dim=-1)[..., 0] for t in (q, k, v, dout)]
+    for tensors in (views, columns, every_other):
+        assert not tensors[0].is_contiguous()
+        held = torch.stack([dlse, -dlse], dim=-1)[..., 0]
+        assert all(map(torch.equal, gradients("part4", *tensors, held, causal), right))
+
+
+def test_expanded_tensors():
+    """One head for all: its gradient is the sum over the heads. The gradient of a sum is expanded too."""
+    q, k, v, _, _ = inputs(2, 3, 70, 70, 24)
+    results = []
+    for copied in (False, True):
+        leaves = [t[:, :1].clone().requires_grad_() for t in (q, k, v)]
+        many = [t.expand(2, 3, 70, 24) for t in leaves]
+        attention(
+            "part4", *([t.contiguous() for t in many] if copied else many), causal=True
+        ).sum().backward()
+        results.append([t.grad for t in leaves])
+    assert all(map(torch.equal, *results))
+    right = expected(*(t[:, :1].expand(2, 3, 70, 24) for t in (q, k, v)), torch.ones(2, 3, 70, 24),
+                     torch.zeros(2, 3, 70), True, 24**-0.5)  # fmt: skip
+    torch.testing.assert_close(
+        results[0], [t.sum(1, keepdim=True).float() for t in right], rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_scores_of_1e4(causal):
+    q, k, v, dout, dlse = inputs(1, 2, 65, 65, 32)
+    s = q @ k.mT
+    check(q * (1e4 / s.abs().max()), k, v, dout, dlse, causal, scale=1.0)
+
+
+def test_scores_whose_logsumexp_is_rounded_by_more_than_one():
+    """P is at most 1, whatever the scores: 2^(S - lse) would be infinite."""
+    q, k, v, dout, dlse = inputs(1, 1, 40, 40, 8)
+    grads = gradients("part4", 1e9 * q, k, v, dout, dlse, scale=1.0)
+    assert all(t.isfinite().all() for t in grads)
+    assert float(grads[2].abs().max()) <= float(dout.abs().sum())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("which", ["q", "k", "v", "dout", "dlse"])
+@pytest.mark.parametrize("at", [0, 70, 99])
+def test_a_bad_value_reaches_only_what_depends_on_it(which, value, at):
+    tensors = dict(zip(("q", "k", "v", "dout", "dlse"), inputs(1, 2, 100, 100, 8)))
+    clean = gradients("part4", *tensors.values(), causal=True)
+    tensors[which][(0, 1, at, 3)[: tensors[which].dim()]] = value
+    got = gradients("part4", *tensors.values(), causal=True)
+    right = expected(*tensors.values(), True, 8**-0.5)
+    for mine, exact, before in zip(got, right, clean):
+        bad = ~exact.isfinite()
+        assert torch.equal(~mine.isfinite(), bad)
+        torch.testing.assert_close(mine[~bad].double(), exact[~bad], rtol=1e-4, atol=1e-5)
+        assert torch.equal(mine[0, 0], before[0, 0])  # the other head
+
+
+def test_a_row_that_sees_no_key_with_a_weight():
+    q, k, v, dout, dlse = inputs(1, 1, 5, 9, 4)
+    k[:] = -math.inf * q[:, :, :1].sign()
+    grads = gradients("part4", q, k, v, dout, dlse)
+    assert grads[0][:, :, 0].isnan().all() and grads[2].isnan().all()
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", [(2, 3, 90, 90, 16), (1, 1, 700, 700, 8), (1, 2, 3, 2500, 8)], ids=str)
+def test_threads_change_nothing(threads, shape, causal):
+    tensors = inputs(*shape)
+    threads(1)
+    right = gradients("part4", *tensors, causal)
+    for count in (2, 3, 16):
+        threads(count)
+        assert all(map(torch.equal, gradients("part4", *tensors, causal), right))
+
+
+def test_inputs_are_left_alone():
+    tensors = inputs(1, 2, 70, 70, 16)
+    copies = [t.clone() for t in tensors]
+    gradients("part4", *tensors, causal=True)
+    assert all(map(torch.equal, tensors, copies))
+
+
+@pytest.mark.parametrize("threads_used", [1, 3])
+def test_scratch_does_not_grow_with_the_length(threads, threads_used):
+    threads(threads_used)
+    taken = []
+    for N in (300, 900):
+        q, k, v, dout, dlse = inputs(1, 4, N, N, 16)
+        out, lse = attention("part4", q, k, v, return_lse=True)
+        backward = load().part4_backward
+        _, bytes_taken = allocated(lambda: backward(dout, dlse, q, k, v, out, lse, True, 0.25))
+        taken.append(bytes_taken - 4 * (q.numel() + k.numel() + v.numel()))
+    panel = size("panel")
+    assert taken[0] == taken[1] == 4 * threads_used * panel * (3 * 16 + 2 * (64 + panel) + 3)
+
+
+class TestInPyTorch:
+    """Once is enough, with the default helpers."""
+
+    pytestmark = pytest.mark.parametrize("simd", ["portable"], indirect=True)
+
+    def test_one_result_or_one_input_alone(self):
+        q, k, v, dout, dlse = inputs(1, 2, 30, 40, 8)
+        right = gradients("part4", q, k, v, dout, torch.zeros_like(dlse), True)
+        assert all(map(torch.equal, gradients("part4", q, k, v, dout, None, True), right))
+        both = gradients("part4", q, k, v, dout, dlse, True)
+        for which in range(3):
+            tensors = [q, k, v]
+            tensors[which] = tensors[which].clone().requires_grad_()
+            out, lse = attention("part4", *tensors, causal=True, return_lse=True)
+            torch.autograd.backward((out, lse), (dout, dlse))
+            assert torch.equal(tensors[which].grad, both[which])
+        q = q.clone().requires_grad_()
+        _, lse = attention("part4", q, k, v, return_lse=True)
+        (of_lse,) = torch.autograd.grad(lse, q, dlse)
+        exact = expected(q, k, v, torch.zeros_like(dout), dlse, False, 8**-0.5)[0]
+        torch.testing.assert_close(of_lse.double(), exact, rtol=1e-5, atol=1e-6)
+
+    def test_results_are_those_without_a_gradient(self):
+        q, k, v, _, _ = inputs(1, 2, 70, 70, 16)
+        right = attention("part4", q, k, v, causal=True, return_lse=True)
+        q.requires_grad_()
+        assert all(map(torch.equal, attention("part4", q, k, v, causal=True, return_lse=True), right))
+        assert torch.equal(attention("part4", q, k, v, causal=True, br=16, bc=8),
+                           attention("part4", q.detach(), k, v, causal=True, br=16, bc=8))  # fmt: skip
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_nothing_is_saved_without_gradients(self, mode):
+        q, k, v = (t.requires_grad_() for t in inputs(1, 2, 30, 30, 8)[:3])
+        saved = []
+
+        def pack(t):
+            saved.append(t)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            with mode():
+                out = attention("part4", q, k, v)
+            assert out.grad_fn is None and not out.requires_grad and not saved
+            assert attention("part4", q, k, v).grad_fn is not None and len(saved) == 5
+
+    def test_a_second_backward_pass(self):
+        q, k, v, dout, _ = inputs(1, 2, 30, 30, 8)
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        out = attention("part4", *leaves)
+        first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        assert all(map(torch.equal, torch.autograd.grad(out, leaves, dout, retain_graph=True), first))
+        (dq,) = torch.autograd.grad(out, q, dout, create_graph=True)
+        assert torch.equal(dq, first[0])
+        with pytest.raises(RuntimeError, match="^part4 has no second gradient; only part0 has$"):
+            dq.sum().backward()
+
+    def test_opcheck(self):
+        q, k, v, dout, dlse = inputs(1, 2, 20, 30, 8)
+        out, lse = attention("part4", q, k, v, causal=True, return_lse=True)
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        torch_library.opcheck(getattr(load(), FORWARD).default, (*leaves, True, 0.3, 8, 16))
+        torch_library.opcheck(getattr(load(), FORWARD).default, (q, k, v, True, 0.3, 8, 16))
+        backward = load().part4_backward.default
+        for of_lse in (dlse, torch.empty(0)):
+            torch_library.opcheck(backward, (dout, of_lse, q, k, v, out, lse, True, 0.3))
+            views = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (dout, q, k, v)]
+            torch_library.opcheck(backward, (views[0], of_lse, *views[1:], out, lse, True, 0.3))
+
+    def test_compiles_without_a_graph_break(self):
+        q, k, v, dout, dlse = inputs(1, 2, 20, 20, 8)
+
+        def layer(q, k, v):
+            out, lse = attention("part4", q * 2, k, v, causal=True, return_lse=True)
+            return out + 1, lse
+
+        def run(layer):
+            leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+            return torch.autograd.grad(layer(*leaves), leaves, (dout, dlse))
+
+        right = run(layer)  # builds the extension, which torch.compile cannot do
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(run(compiled), right)
+
+    @pytest.mark.parametrize("part", ["part1", "part2", "part3"])
+    def test_parts_without_a_gradient_say_so(self, part):
+        q, k, v, _, _ = inputs(1, 1, 4, 4, 8)
+        message = f"^k requires a gradient; {part} computes none, only part0 and part4 do$"
+        with pytest.raises(ValueError, match=message):
+            attention(part, q, k.requires_grad_(), v)
+        with torch.no_grad():
+            assert not attention(part, q, k, v).requires_grad
+
+    def test_bfloat16_has_no_gradient(self):
+        q, k, v = (t.bfloat16().requires_grad_() for t in inputs(1, 1, 4, 4, 8)[:3])
+        message = "^q requires a gradient; part4 computes none in torch.bfloat16, only part0 does$"
+        with pytest.raises(ValueError, match=message):
+            attention("part4", q, k, v)
+        assert attention("part0", q, k, v).requires_grad
+
+    def test_cuda_has_no_gradient(self):
+        with FakeTensorMode():  # needs no GPU
+            q = torch.empty(1, 1, 4, 8, device="cuda", requires_grad=True)
+            message = "^q requires a gradient; part4 computes none on CUDA, only part0 does$"
+            with pytest.raises(ValueError, match=message):
+                attention("part4", q, q, q)
+
+    def test_wrong_tensors_are_named_by_the_operator(self):
+        q, k, v, dout, dlse = inputs(1, 2, 20, 30, 8)
+        out, lse = attention("part4", q, k, v, return_lse=True)
+        right = dict(dout=dout, dlse=dlse, q=q, k=k, v=v, out=out, lse=lse, causal=False, scale=1.0)
+        for change, message in (
+            (dict(dout=dout.double()), "dout has another type; it must be float32"),
+            (dict(dout=dout[:, :, 1:]), r"dout has shape \(1, 2, 19, 8\); it must have the shape of q"),
+            (dict(out=out[..., 1:]), r"out has shape \(1, 2, 20, 7\); it must have the shape of q"),
+            (dict(v=v[:, :, 1:]), r"v has shape \(1, 2, 29, 8\); it must have the shape of k"),
+            (dict(k=k[:, :1]), r"k has shape \(1, 1, 30, 8\); it must be \(B, H, Nk, d\)"),
+            (dict(lse=lse[:, :, 1:]), r"lse has shape \(1, 2, 19\); it must be \(B, H, Nq\)"),
+            (dict(dlse=dlse.double()), "dlse must be float32 on the CPU"),
+            (dict(k=k[:, :, :9], v=v[:, :, :9], causal=True), "q has Nq=20; with causal it must be at most"),
+        ):
+            with pytest.raises(RuntimeError, match=message):
+                load().part4_backward(**right | change)
+
+    def test_parts_with_a_gradient(self):
+        assert attention_ext.parts.with_gradient() == ("part0", "part4")
+        for part in PARTS:
+            if part not in ("part0", "part4"):
+                with pytest.raises(ValueError, match=f"part is '{part}'; it must be one with a gradient"):
+                    attention_ext.extension.operator(part, gradient=True)
+
+
+class Flash(torch.autograd.Function):
+    """The reference's two passes as a function of PyTorch."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, options):
+        out, lse = reference.flash_attention(q, k, v, **options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = options
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        return *reference.flash_attention_backward(*ctx.saved_tensors, dout, dlse, **ctx.options), None
+
+
+@pytest.mark.parametrize("simd", ["portable"], indirect=True)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("br, bc", [(1, 1), (3, 4), (4, 3), (50, 50)])
+def test_gradcheck_of_the_reference(br, bc, causal):
+    leaves = [t.double().requires_grad_() for t in inputs(1, 2, 6, 9, 3)[:3]]
+    options = dict(causal=causal, scale=0.7, br=br, bc=bc)
+    assert torch.autograd.gradcheck(lambda *qkv: Flash.apply(*qkv, options), leaves)
+
+
+@pytest.mark.parametrize("simd", ["portable"], indirect=True)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_the_reference_is_exact_and_part4_equals_it(causal):
+    q, k, v, dout, dlse = (t.double() for t in inputs(2, 2, 70, 91, 24))
+    out, lse = reference.flash_attention(q, k, v, causal=causal)
+    exact = expected(q, k, v, dout, dlse, causal, 24**-0.5)
+    for of_lse in (dlse, None):
+        options = dict(causal=causal, br=16, bc=7)
+        grads = reference.flash_attention_backward(q, k, v, out, lse, dout, of_lse, **options)
+        if of_lse is None:
+            exact = expected(q, k, v, dout, torch.zeros_like(dlse), causal, 24**-0.5)
+        torch.testing.assert_close(list(grads), exact, rtol=1e-11, atol=1e-11)
+    got = gradients("part4", *(t.float() for t in (q, k, v, dout)), None, causal)
+    torch.testing.assert_close(list(got), [t.float() for t in exact])
