@@ -7,7 +7,6 @@
 // case. The bound is that of tests/oracle.py: at most twice the error of a plain float32 computation, plus
 // 1e-6.
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cinttypes>
@@ -17,142 +16,22 @@
 #include <cstring>
 #include <iterator>
 #include <limits>
-#include <numeric>
 #include <optional>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "bf16.h"
+#include "generated.h"
 #include "parts.h"
 #include "round_up.h"
 #include "running.h"
 #include "simd/simd.h"
 #include "threads.h"
 
-// New threads for each call: they share only what the kernels pass to them.
-void on_threads(int threads, const std::function<void(int)>& body) {
-    std::vector<std::thread> others;
-    for (int thread = 1; thread < threads; thread++) others.emplace_back(body, thread);
-    body(0);
-    for (std::thread& other : others) other.join();
-}
-
 namespace {
 
-// Sizes of vectors, panels, strips and tiles.
-constexpr int64_t EDGES[] = {1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256};
-constexpr int64_t MOST = 300;
 constexpr int64_t LAST_PART = std::size(PARTS) - 1;
-constexpr int ORDERS = 8;  // orders of summation that a plain computation may try
-
-class Random {  // splitmix64: the same numbers with every compiler and library
-  public:
-    explicit Random(uint64_t seed) : state(seed) {}
-
-    uint64_t bits() {
-        uint64_t z = state += 0x9e3779b97f4a7c15;
-        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
-        z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
-        return z ^ (z >> 31);
-    }
-    int64_t from(int64_t least, int64_t most) {
-        return least + static_cast<int64_t>(bits() % static_cast<uint64_t>(most - least + 1));
-    }
-    bool one_in(int64_t n) { return from(1, n) == 1; }
-    template <class T, size_t N>
-    T any(const T (&of)[N]) {
-        return of[bits() % N];
-    }
-    double uniform() { return static_cast<double>(bits() >> 11) * 0x1p-53; }
-    float normal() {
-        double sum = -6;
-        for (int i = 0; i < 12; i++) sum += uniform();
-        return static_cast<float>(sum);
-    }
-    // One of EDGES, a neighbour of one, or any size.
-    int64_t size(int64_t most) {
-        const int64_t n = one_in(4) ? from(1, most) : any(EDGES) + from(-1, 1);
-        return std::min(std::max<int64_t>(n, 1), most);
-    }
-
-  private:
-    uint64_t state;
-};
-
-// n floats between two guard pages: directly after the first page, directly before the second, or some floats
-// after the first. The floats and the gaps beside them are filled with a NaN of fixed bits.
-class Guarded {
-  public:
-    Guarded(int64_t n, Random& random) : n(n) {
-        const int64_t page = sysconf(_SC_PAGESIZE), floats = page / static_cast<int64_t>(sizeof(float));
-        const int64_t at = random.from(0, 2), shift = at == 2 ? random.from(1, 17) : 0;
-        inner = (n + shift + floats - 1) / floats * floats;
-        bytes = static_cast<size_t>(inner * static_cast<int64_t>(sizeof(float)) + 2 * page);
-        base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
-        if (base == MAP_FAILED) {
-            std::perror("mmap");
-            std::exit(3);
-        }
-        first = reinterpret_cast<float*>(static_cast<char*>(base) + page);
-        for (int64_t i = 0; i < inner; i++) std::memcpy(first + i, &OURS, sizeof OURS);
-        data = at == 0 ? first + inner - n : first + shift;
-        protect(base, page, PROT_NONE), protect(first + inner, page, PROT_NONE);
-    }
-    Guarded(const Guarded&) = delete;
-    ~Guarded() { munmap(base, bytes); }
-
-    float* data;
-    const int64_t n;
-
-    void let(int access) { protect(first, inner * static_cast<int64_t>(sizeof(float)), access); }
-
-    // Whether the gaps beside the floats are unchanged.
-    bool whole() const {
-        for (int64_t i = 0; i < inner; i++)
-            if ((first + i < data || first + i >= data + n) && std::memcmp(first + i, &OURS, sizeof OURS) != 0)
-                return false;
-        return true;
-    }
-
-  private:
-    static constexpr uint32_t OURS = 0x7fc5a5a5;
-    void* base;
-    float* first;
-    int64_t inner;
-    size_t bytes;
-
-    static void protect(void* at, int64_t length, int access) {
-        if (mprotect(at, static_cast<size_t>(length), access) == 0) return;
-        std::perror("mprotect");
-        std::exit(3);
-    }
-};
-
-// The memory layout of a (B, H, N, d) tensor.
-struct Layout {
-    const char* name;
-    int64_t batch, head, row, column, panel;  // panel: keys in a panel of K, 0 without panels
-
-    int64_t at(int64_t b, int64_t h, int64_t i, int64_t c) const {
-        const int64_t before = b * batch + h * head + c * column;
-        return panel ? before + i / panel * panel * row + i % panel : before + i * row;
-    }
-};
-
-Layout draw_layout(Random& random, int64_t H, int64_t N, int64_t d) {
-    const int64_t gap = random.from(1, 20), row = d + gap, head = N * row + random.from(0, 20);
-    const int64_t several = random.from(1, 3);
-    const Layout all[] = {
-        {"contiguous", H * N * d, N * d, d, 1, 0},
-        {"gaps", H * head + gap, head, row, 1, 0},
-        {"heads in rows", N * several * H * d, d, several * H * d, 1, 0},
-        {"one head", 0, 0, d, 1, 0},
-        {"one row", H * d, d, 0, 1, 0},
-    };
-    return random.one_in(3) ? all[0] : all[random.from(1, random.one_in(10) ? 4 : 3)];
-}
 
 // The transposed K that part 4 takes for few queries: whole, or in panels.
 Layout draw_transposed(Random& random, int64_t H, int64_t Nk, int64_t d, int64_t panel) {
@@ -244,14 +123,6 @@ struct Result {
     std::vector<T> out, lse;
     double largest_score = 0;  // the largest magnitude of the finite scores
 };
-
-// 0 to n - 1, shuffled if `random` is given.
-std::vector<int64_t> order(int64_t n, Random* random) {
-    std::vector<int64_t> numbers(static_cast<size_t>(n));
-    std::iota(numbers.begin(), numbers.end(), 0);
-    for (int64_t i = n - 1; random && i > 0; i--) std::swap(numbers[i], numbers[random->from(0, i)]);
-    return numbers;
-}
 
 // Attention by its definition, one query at a time, in T: double gives the reference, float the error that is
 // normal for float32. Sums run in the order of their terms, or in a random order if `random` is given.
@@ -390,40 +261,6 @@ Result<float> run(const Case& c, Random& random, const float* q, const float* k,
     return run_in<Bf16>(c, random, q16.data, k16.data, v16.data, wrong);
 }
 
-// The error that a float32 result may have: twice the largest error in `plain`, plus 1e-6 of the largest value.
-// For scores of 1e4, rounding a score by half a unit in the last place changes its weight by more than 1e-6:
-// then `rounding` takes the place of 1e-6.
-double allowance(const std::vector<double>& right, const std::vector<std::vector<float>>& plain,
-                 double rounding) {
-    double error = 0, largest = 1;
-    for (size_t i = 0; i < right.size(); i++) {
-        if (!std::isfinite(right[i])) continue;
-        largest = std::max(largest, std::fabs(right[i]));
-        for (const std::vector<float>& one : plain)
-            if (std::isfinite(one[i]))
-                error = std::max(error, std::fabs(static_cast<double>(one[i]) - right[i]));
-    }
-    return 2 * error + std::max(1e-6, rounding) * largest;
-}
-
-// Describes what is wrong with `got`; empty if nothing is.
-std::string compare(const char* name, const std::vector<float>& got, const std::vector<double>& right,
-                    double allowed, bool same_infinity) {
-    for (size_t i = 0; i < right.size(); i++) {
-        const double x = static_cast<double>(got[i]);
-        const bool good = std::isfinite(right[i])                 ? std::fabs(x - right[i]) <= allowed
-                          : same_infinity && std::isinf(right[i]) ? x == right[i]
-                          : same_infinity                         ? std::isnan(x)
-                                                                  : !std::isfinite(x);
-        if (good) continue;
-        char text[160];
-        std::snprintf(text, sizeof text, "; %s[%zu] is %.9g, right is %.9g, allowed %.3g", name, i, x, right[i],
-                      allowed);
-        return text;
-    }
-    return "";
-}
-
 // Describes what is wrong with the results of a case; empty if nothing is.
 std::string hold(const Case& c, const Result<float>& got, const float* q, const float* k, const float* v) {
     const Result<double> right = attend<double>(c, q, k, v);
@@ -441,14 +278,6 @@ std::string hold(const Case& c, const Result<float>& got, const float* q, const 
         if (c.lse) wrong += compare("lse", got.lse, right.lse, allowance(right.lse, lses, 0), false);
     }
     return wrong;
-}
-
-bool same(float a, float b) { return std::memcmp(&a, &b, sizeof a) == 0 || (std::isnan(a) && std::isnan(b)); }
-
-bool same(const std::vector<float>& a, const std::vector<float>& b) {
-    for (size_t i = 0; i < a.size(); i++)
-        if (!same(a[i], b[i])) return false;
-    return true;
 }
 
 // Runs a case and describes what is wrong; empty if nothing is.

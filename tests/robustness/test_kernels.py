@@ -1,6 +1,7 @@
 """The kernels and the decoder without Python: generated cases under sanitizers, also for other processors.
 
-A program prints the seed of a case that fails. `kernels SEED 1 THREADS` or `decoder SEED 1` repeats the case.
+A program prints the seed of a case that fails. `kernels SEED 1 THREADS`, `backward SEED 1 THREADS` or
+`decoder SEED 1` repeats the case.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]  # they n
 HELPERS = {name: CSRC / source for name, (source, _) in recipes.HELPERS.items()}
 PARTS = recipes.found(CSRC, (recipes.KERNELS,))
 PORTABLE = [HERE / "kernels.cpp", *PARTS, HELPERS["portable"]]
+BACKWARD = [HERE / "backward.cpp", *PARTS]
 # The float64 reference takes most of the time: it is optimised, and not sanitized.
 OF_A_SOURCE = {
     HERE / "kernels.cpp": ("-O2", "-fno-sanitize=address,undefined"),
+    HERE / "backward.cpp": ("-O2", "-fno-sanitize=address,undefined"),
     HELPERS["off"]: recipes.HELPERS["off"][1],
 }
 DECODER = [
@@ -163,8 +166,9 @@ def test_ispc(target, native, link, full, tmp_path):
     run(ispc, CSRC / recipes.ISPC_SOURCE, f"--target={target}", "-O3", "--pic", "-o", made)
     command = sanitized(native, CHECKED, tmp_path)
     count = 20000 if full else 500
-    program = link(command, [HERE / "kernels.cpp", *PARTS, HELPERS["ispc"]], made)
-    run_cases(count, program, "100000", str(count))
+    for source in ("kernels.cpp", "backward.cpp"):
+        program = link(command, [HERE / source, *PARTS, HELPERS["ispc"]], made)
+        run_cases(count, program, "100000", str(count))
 
 
 @pytest.mark.parametrize("march", processors())
@@ -173,8 +177,9 @@ def test_the_code_that_is_shipped(compiler, march, link, full):
     """Without sanitizers the instructions are others. The guard pages still detect accesses out of bounds."""
     if not full:
         pytest.skip("only in the full set")
-    program = link([*found(compiler), "-O3", f"-march={march}"], PORTABLE)
-    run_cases(20000, program, "200000", "20000")
+    command = [*found(compiler), "-O3", f"-march={march}"]
+    for sources in (PORTABLE, [*BACKWARD, HELPERS["portable"]]):
+        run_cases(20000, link(command, sources), "200000", "20000")
 
 
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
@@ -191,6 +196,19 @@ def test_the_decoder(flags, native, link, full, tmp_path):
     command = sanitized(native, flags, tmp_path)
     count = (1000 if flags == CHECKED else 300) if full else 20
     run_cases(count, link(command, DECODER), "0", str(count))
+
+
+@pytest.mark.parametrize("simd", ["portable", "off"])
+def test_the_backward_pass(simd, native, link, full, tmp_path):
+    command = sanitized(native, CHECKED, tmp_path)
+    count = 20000 if full else 300
+    run_cases(count, link(command, [*BACKWARD, HELPERS[simd]]), "0", str(count), "3")
+
+
+def test_threads_of_the_backward_pass_do_not_race(native, link, full, tmp_path):
+    command = sanitized(native, RACES, tmp_path)
+    count = 3000 if full else 50
+    run_cases(count, link(command, [*BACKWARD, HELPERS["portable"]]), "300000", str(count), "16")
 
 
 @pytest.mark.parametrize("compiler", ["gcc", "clang for the Apple M1"])
@@ -212,6 +230,8 @@ def test_aarch64(compiler, link, full):
     run_cases(count // 10, *emulator, program, "500000", str(count // 10), "16")
     if full:
         run_cases(100, *emulator, link(command, DECODER), "600000", "100")
+        backward = link(command, [*BACKWARD, HELPERS["portable"]])
+        run_cases(1000, *emulator, backward, "800000", "1000", "3")
 
 
 def test_the_flags_are_for_every_compiler():
@@ -256,7 +276,7 @@ def test_no_compiler_warns(compiler, full, tmp_path):
     if subprocess.run([*command, "-fsyntax-only", probe], capture_output=True).returncode != 0:
         pytest.skip(f"{compiler} finds no library")
     sources = [path for path in CSRC.rglob("*.cpp") if path.parent.name != "bindings"]
-    sources += [HERE / "kernels.cpp", HERE / "decoder.cpp"]
+    sources += [HERE / "kernels.cpp", HERE / "backward.cpp", HERE / "decoder.cpp"]
     warnings = ["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", f"-I{CSRC}"]
     command += ["-std=c++17", toolchain.NATIVE, *flags(command[0]), *warnings]
     with ThreadPoolExecutor(os.cpu_count()) as pool:

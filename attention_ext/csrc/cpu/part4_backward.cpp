@@ -20,7 +20,7 @@
 // when the one before it is done with the step's keys. So threads can share a head, and the sums do not depend
 // on their number.
 //
-// Scratch: threads x (3 panel d + 2 strip + 3 panel) floats, whatever N is.
+// Scratch: threads x (3 panel d + 2 strip + 4 panel) floats, whatever N is.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -41,12 +41,12 @@ constexpr int64_t STEP = 64;  // keys of a strip, but for a diagonal
 // One thread's scratch for a panel of R queries. D and dO are multiplied by the scale, so that dS is.
 struct Panel {
     int64_t R, d;
-    float *Qt, *dOt, *dQt, *St, *dPt, *lse, *D, *zero;
+    float *Qt, *dOt, *dQt, *St, *dPt, *lse, *rest, *D, *zero;
 
     static int64_t strip() { return (STEP + simd::panel()) * simd::panel(); }
     static int64_t floats(int64_t d) {
         return /* Qt, dOt, dQt */ 3 * d * simd::panel() + /* St, dPt */ 2 * strip() +
-               /* lse, D, zero */ 3 * simd::panel();
+               /* lse, rest, D, zero */ 4 * simd::panel();
     }
 
     Panel(int64_t d, float* scratch) : R(simd::panel()), d(d) {
@@ -56,7 +56,8 @@ struct Panel {
         St = dQt + d * R;
         dPt = St + strip();
         lse = dPt + strip();
-        D = lse + R;
+        rest = lse + R;
+        D = rest + R;
         zero = D + R;
     }
 };
@@ -81,9 +82,12 @@ bool load(const Panel& t, const Queries& i, const float* out, const float* lse, 
     simd::transpose({t.Qt, R}, i.Q, i.count, d, scale * SIMD_LOG2E);  // scores are in units of log(2)
     simd::transpose({t.dOt, R}, i.dO, i.count, d, scale);
     simd::transpose({Ot, R}, {out, d}, i.count, d, 1.0f);
-    std::fill_n(t.lse, R, 0.0f), std::fill_n(t.D, R, 0.0f), std::fill_n(t.zero, R, 0.0f);
+    for (float* each : {t.lse, t.rest, t.D, t.zero}) std::fill_n(each, R, 0.0f);
     for (int64_t r = 0; r < i.count; r++) {
-        t.lse[r] = lse[r] * SIMD_LOG2E;
+        // Divided by what part4_flash.cpp multiplies by, and its rounding kept: P is 2^ of a small difference.
+        const double exact = static_cast<double>(lse[r]) / static_cast<double>(SIMD_LN2);
+        t.lse[r] = static_cast<float>(exact);
+        t.rest[r] = static_cast<float>(exact - static_cast<double>(t.lse[r]));
         t.D[r] = dlse ? -scale * dlse[r] : 0.0f;
     }
     float *const D = t.D, *const zero = t.zero;
@@ -125,7 +129,7 @@ void attend(const Panel& t, const Queries& i, const Keys& j, int64_t keys, int64
     };
     scores(t.St, j.K, t.Qt);    // S^T <- K Q^T
     scores(t.dPt, j.V, t.dOt);  // dP^T <- V dO^T
-    simd::softmax_gradient({t.St, R}, {t.dPt, R}, keys, i.padded, first, t.lse, t.D);
+    simd::softmax_gradient({t.St, R}, {t.dPt, R}, keys, i.padded, first, t.lse, t.rest, t.D);
     add_rows(j.dV, t.St, R, i.dO, i, d, keys, first);
     add_rows(j.dK, t.dPt, R, i.Q, i, d, keys, first);
     // dQ^T <- dQ^T + K^T dS^T

@@ -26,7 +26,7 @@ void ispc_gelu(float*, int64_t);
 void ispc_scale_row(float*, int64_t, float);
 bool ispc_online_softmax(float*, int64_t, int64_t, int64_t, int64_t, float*, float*, float*);
 void ispc_softmax_gradient(float*, int64_t, float*, int64_t, int64_t, int64_t, int64_t, const float*,
-                           const float*);
+                           const float*, const float*);
 void ispc_scale_columns(float*, int64_t, int64_t, int64_t, const float*);
 }
 
@@ -108,8 +108,8 @@ bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* 
 }
 
 void softmax_gradient(Matrix S, Matrix dP, int64_t rows, int64_t cols, int64_t first, const float* lse,
-                      const float* D) {
-    ispc_softmax_gradient(S.data, S.ld, dP.data, dP.ld, rows, cols, first, lse, D);
+                      const float* rest, const float* D) {
+    ispc_softmax_gradient(S.data, S.ld, dP.data, dP.ld, rows, cols, first, lse, rest, D);
 }
 
 void scale_columns(Matrix C, int64_t rows, int64_t cols, const float* a) {

@@ -182,13 +182,13 @@ bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* 
 }
 
 void softmax_gradient(Matrix S, Matrix dP, int64_t rows, int64_t cols, int64_t first, const float* lse,
-                      const float* D) {
+                      const float* rest, const float* D) {
     for (int64_t j = 0; j < rows; j++) {
         for (int64_t c = 0; c < cols; c++) {
             float &s = S.data[j * S.ld + c], &ds = dP.data[j * dP.ld + c];
             if (j >= first + c + W) continue;  // not a number yet
             const bool live = j < first + c;
-            const float x = s - lse[c];
+            const float x = s - lse[c] - rest[c];
             s = live ? exp2_or_zero(x > 0 ? 0 : x) : 0;
             ds = live ? s * (ds - D[c]) : 0;
         }

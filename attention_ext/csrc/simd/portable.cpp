@@ -729,14 +729,14 @@ bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* 
 }
 
 void softmax_gradient(Matrix S, Matrix dP, int64_t rows, int64_t cols, int64_t first, const float* lse,
-                      const float* D) {
+                      const float* rest, const float* D) {
     const IntVec lane = lane_numbers();
     for (int64_t c = 0; c < cols; c += W) {
         const int64_t all = std::min(rows, first + c), some = std::min(rows, first + c + W);
-        const Vec subtracted = load(lse + c), of_row = load(D + c);
+        const Vec subtracted = load(lse + c), more = load(rest + c), of_row = load(D + c);
         float *s = S.data + c, *dp = dP.data + c;
         const auto step = [&](auto live) {
-            const Vec x = load(s) - subtracted;  // above 0 by rounding only
+            const Vec x = load(s) - subtracted - more;  // above 0 by rounding only
             const Vec p = live(nan_if(x, exp2_bounded(x > 0 ? Vec{} : x)));
             store(s, p);
             store(dp, live(p * (load(dp) - of_row)));

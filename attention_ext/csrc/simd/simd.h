@@ -137,13 +137,14 @@ void scale_row(float* x, int64_t n, float a);
 // Returns whether any correction is not 1.
 bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* m, float* l, float* correction);
 
-// The gradient of a softmax down each column c of S (rows, cols) whose logsumexp is lse[c], both in units of
-// log(2). Live rows and the others as above, where only the first W rows after a column's live ones may be set.
-//   S[j][c]  <- 2^(S[j][c] - lse[c]), at most 1
+// The gradient of a softmax down each column c of S (rows, cols) whose logsumexp is lse[c] + rest[c], all in
+// units of log(2); the rest is what rounding took. Live rows and the others as above, where only the first W
+// rows after a column's live ones may be set.
+//   S[j][c]  <- 2^(S[j][c] - lse[c] - rest[c]), at most 1
 //   dP[j][c] <- S[j][c] * (dP[j][c] - D[c])
 // cols is a multiple of lanes().
 void softmax_gradient(Matrix S, Matrix dP, int64_t rows, int64_t cols, int64_t first, const float* lse,
-                      const float* D);
+                      const float* rest, const float* D);
 
 // C[i][c] <- a[c] * C[i][c]                       C (rows, cols), a (cols)
 void scale_columns(Matrix C, int64_t rows, int64_t cols, const float* a);

@@ -503,12 +503,14 @@ export uniform bool ispc_online_softmax(uniform float S[], uniform int64 ldS, un
 
 export void ispc_softmax_gradient(uniform float S[], uniform int64 ldS, uniform float dP[], uniform int64 ldP,
                                   uniform int64 rows, uniform int64 cols, uniform int64 first,
-                                  const uniform float lse[], const uniform float D[]) {
+                                  const uniform float lse[], const uniform float rest[],
+                                  const uniform float D[]) {
     for (uniform int64 c = 0; c < cols; c += programCount) {
         const uniform int64 all = min(rows, first + c), some = min(rows, first + c + programCount);
-        const float subtracted = lse[c + programIndex], of_row = D[c + programIndex];
+        const float subtracted = lse[c + programIndex], more = rest[c + programIndex];
+        const float of_row = D[c + programIndex];
         for (uniform int64 j = 0; j < some; j++) {
-            const float x = S[j * ldS + c + programIndex] - subtracted;  // above 0 by rounding only
+            const float x = S[j * ldS + c + programIndex] - subtracted - more;  // above 0 by rounding only
             float p = nan_if(x, exp2_bounded(x > 0 ? 0.0f : x));
             float ds = p * (dP[j * ldP + c + programIndex] - of_row);
             if (j >= all) {

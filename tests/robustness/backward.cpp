@@ -1,0 +1,328 @@
+// Generated cases for part 4's backward pass, in memory between guard pages, compared with float64.
+//
+//   backward SEED COUNT [THREADS]
+//
+// runs the cases of the seeds as kernels.cpp does. A gradient may err by as much, and by a unit in the last
+// place of its terms: unlike an output it is a sum of any number of them.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cinttypes>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <iterator>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "generated.h"
+#include "gradient.h"
+#include "parts.h"
+#include "running.h"
+#include "simd/simd.h"
+
+namespace {
+
+enum Kind { PLAIN, LARGE, DENORMAL, EQUAL, BAD };
+constexpr const char* KINDS[] = {"plain", "scores of 1e4", "denormals", "equal keys", "bad values"};
+
+enum Input { Q, K, V, DOUT, INPUTS };
+
+struct Case {
+    uint64_t seed;
+    int64_t B, H, Nq, Nk, d;
+    int threads;
+    bool causal, dlse;
+    Kind kind;
+    float scale;
+    Layout layouts[INPUTS];
+
+    int64_t rows(int which) const { return which == K || which == V ? Nk : Nq; }
+    int64_t visible(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
+    int64_t floats(int which) const { return layouts[which].at(B - 1, H - 1, rows(which) - 1, d - 1) + 1; }
+};
+
+Case draw(uint64_t seed, Random& random, int threads) {
+    Case c{};
+    c.seed = seed;
+    c.causal = random.one_in(2), c.dlse = random.one_in(2);
+    const int64_t work = random.one_in(40) ? 8'000'000 : 400'000;
+    do {
+        c.B = random.from(1, 2), c.H = random.from(1, 3);
+        c.Nq = random.size(MOST);
+        c.Nk = random.one_in(2) ? c.Nq : random.size(MOST);
+        if (c.causal && c.Nk < c.Nq) std::swap(c.Nq, c.Nk);
+        c.d = random.size(random.one_in(10) ? MOST : 130);
+    } while (c.B * c.H * c.Nq * c.Nk * c.d > work);
+    c.threads = threads == 1 ? 1 : static_cast<int>(random.from(1, threads));
+    c.kind = random.one_in(2) ? PLAIN : static_cast<Kind>(random.from(LARGE, BAD));
+    const float usual = 1 / std::sqrt(static_cast<float>(c.d)), scales[] = {usual, usual, usual, 0, -usual};
+    c.scale = random.any(scales);
+    for (int which = 0; which < INPUTS; which++)
+        c.layouts[which] = draw_layout(random, c.H, c.rows(which), c.d);
+    return c;
+}
+
+void describe(const Case& c) {
+    std::snprintf(running, sizeof running,
+                  "seed %" PRIu64
+                  ": backward, B %d, H %d, Nq %d, Nk %d, d %d, %s, threads %d, %s%s, scale %g; q: %s, k: %s, "
+                  "v: %s, dout: %s\n",
+                  c.seed, static_cast<int>(c.B), static_cast<int>(c.H), static_cast<int>(c.Nq),
+                  static_cast<int>(c.Nk), static_cast<int>(c.d), c.causal ? "causal" : "full", c.threads,
+                  KINDS[c.kind], c.dlse ? ", dlse" : "", static_cast<double>(c.scale), c.layouts[Q].name,
+                  c.layouts[K].name, c.layouts[V].name, c.layouts[DOUT].name);
+}
+
+struct Inputs {
+    const float* of[INPUTS];
+    const float* dlse;
+};
+
+template <class T>
+struct Gradients {
+    std::vector<T> dq, dk, dv;
+    double largest_score = 0;  // the largest magnitude of the finite scores
+    double largest_sum = 0;    // of the magnitudes of the terms of a number of dq, dk or dv
+};
+
+// The gradients, one query at a time, in T: double gives the reference, float the error that is normal for
+// float32. As in PyTorch's own backward pass, P is exp(s - lse) of scores that are computed again, here in
+// another order, and D = rowsum(dout * out). With `random` the orders of the sums are random.
+template <class T>
+Gradients<T> differentiate(const Case& c, const Inputs& in, Random* random = nullptr) {
+    const auto size = [&](int64_t rows) { return static_cast<size_t>(c.B * c.H * rows * c.d); };
+    Gradients<T> g{std::vector<T>(size(c.Nq)), std::vector<T>(size(c.Nk)), std::vector<T>(size(c.Nk))};
+    std::vector<T> s(static_cast<size_t>(c.Nk));
+    std::vector<double> of_dq(g.dq.size()), of_dk(g.dk.size()), of_dv(g.dv.size());
+    const auto add = [](T& to, double& sum, T a, float b) {
+        to += a * static_cast<T>(b);
+        sum += std::fabs(static_cast<double>(a) * double{b});
+    };
+    const std::vector<int64_t> forth = order(c.d, random), back(forth.rbegin(), forth.rend());
+    const std::vector<int64_t> queries = order(c.Nq, random);
+    for (int64_t head = 0; head < c.B * c.H; head++) {
+        const auto row = [&](Input which, int64_t i) {
+            return in.of[which] + c.layouts[which].at(head / c.H, head % c.H, i, 0);
+        };
+        const auto dot = [&](const float* x, const float* y, const std::vector<int64_t>& elements) {
+            T sum = 0;
+            for (int64_t e : elements) sum += static_cast<T>(x[e]) * static_cast<T>(y[e]);
+            return sum;
+        };
+        for (int64_t i : queries) {
+            const float *q = row(Q, i), *dout = row(DOUT, i);
+            const int64_t n = c.visible(i);
+            T m = -std::numeric_limits<T>::infinity(), l = 0, D = 0;
+            for (int64_t j = 0; j < n; j++) {
+                s[j] = static_cast<T>(c.scale) * dot(q, row(K, j), forth);
+                m = s[j] > m ? s[j] : m;
+                const double score = std::fabs(static_cast<double>(s[j]));
+                if (std::isfinite(score)) g.largest_score = std::max(g.largest_score, score);
+            }
+            for (int64_t j = 0; j < n; j++) l += std::exp(s[j] - m);
+            for (int64_t e : forth) {
+                T o = 0;
+                for (int64_t j = 0; j < n; j++) o += std::exp(s[j] - m) / l * static_cast<T>(row(V, j)[e]);
+                D += static_cast<T>(dout[e]) * o;
+            }
+            if (in.dlse) D -= static_cast<T>(in.dlse[head * c.Nq + i]);
+            const T lse = m + std::log(l);
+            for (int64_t j = 0; j < n; j++) {
+                const T p = std::exp(static_cast<T>(c.scale) * dot(q, row(K, j), back) - lse);
+                const T ds = static_cast<T>(c.scale) * p * (dot(dout, row(V, j), back) - D);
+                for (int64_t e = 0; e < c.d; e++) {
+                    const int64_t query = (head * c.Nq + i) * c.d + e, key = (head * c.Nk + j) * c.d + e;
+                    add(g.dq[query], of_dq[query], ds, row(K, j)[e]);
+                    add(g.dk[key], of_dk[key], ds, q[e]);
+                    add(g.dv[key], of_dv[key], p, dout[e]);
+                }
+            }
+        }
+    }
+    for (const std::vector<double>* sums : {&of_dq, &of_dk, &of_dv})
+        for (const double sum : *sums)
+            if (std::isfinite(sum)) g.largest_sum = std::max(g.largest_sum, sum);
+    return g;
+}
+
+// The kernel's gradients, from its own forward pass.
+Gradients<float> run(const Case& c, Random& random, const Inputs& in, std::string& wrong) {
+    const auto matrices = [&](Input which) {
+        const Layout& l = c.layouts[which];
+        return Matrices{in.of[which], l.batch, l.head, l.row, l.column};
+    };
+    const int64_t heads = c.B * c.H;
+    Guarded out(heads * c.Nq * c.d, random), lse(heads * c.Nq, random);
+    Attention forward{};
+    forward.B = c.B, forward.H = c.H, forward.Nq = c.Nq, forward.Nk = c.Nk, forward.d = c.d;
+    forward.q = matrices(Q), forward.k = matrices(K), forward.v = matrices(V);
+    forward.out = out.data, forward.lse = lse.data;
+    forward.causal = c.causal, forward.scale = c.scale;
+    forward.Br = std::min<int64_t>(96, c.Nq), forward.Bc = std::min<int64_t>(128, c.Nk), forward.threads = 1;
+    std::vector<float> room(static_cast<size_t>(flash_scratch(forward)));
+    flash_attention(forward, room.data());
+    out.let(PROT_READ), lse.let(PROT_READ);
+
+    Guarded dq(heads * c.Nq * c.d, random), dk(heads * c.Nk * c.d, random), dv(heads * c.Nk * c.d, random);
+    AttentionGradient a{};
+    a.B = c.B, a.H = c.H, a.Nq = c.Nq, a.Nk = c.Nk, a.d = c.d;
+    a.q = matrices(Q), a.k = matrices(K), a.v = matrices(V), a.dout = matrices(DOUT);
+    a.out = out.data, a.lse = lse.data, a.dlse = in.dlse;
+    a.dq = dq.data, a.dk = dk.data, a.dv = dv.data;
+    a.causal = c.causal, a.scale = c.scale, a.threads = c.threads;
+    Guarded scratch(flash_backward_scratch(a), random);
+    flash_backward(a, scratch.data);
+    for (const Guarded* t : {&dq, &dk, &dv})
+        if (!t->whole()) wrong += "; wrote beside a gradient";
+    if (!scratch.whole()) wrong += "; wrote beside its scratch";
+    return {{dq.data, dq.data + dq.n}, {dk.data, dk.data + dk.n}, {dv.data, dv.data + dv.n}, 0, 0};
+}
+
+bool all_same(const Gradients<float>& a, const Gradients<float>& b) {
+    return same(a.dq, b.dq) && same(a.dk, b.dk) && same(a.dv, b.dv);
+}
+
+// Describes what is wrong with a case's gradients; empty if nothing is.
+std::string hold(const Case& c, const Gradients<float>& got, const Inputs& in) {
+    const Gradients<double> right = differentiate<double>(c, in);
+    // Of a score and of its row's logsumexp, each half a unit in the last place.
+    const double rounding = 2 * 0x1p-24 * right.largest_score;
+    // A weight may err by a unit in the last place, in all queries alike.
+    const double weights = 0x1p-23 * right.largest_sum;
+    Random random(c.seed);
+    std::vector<std::vector<float>> dq, dk, dv;
+    std::string wrong;
+    for (int tried = 0; tried < ORDERS && (tried == 0 || !wrong.empty()); tried++) {
+        Gradients<float> plain = differentiate<float>(c, in, tried ? &random : nullptr);
+        dq.push_back(std::move(plain.dq)), dk.push_back(std::move(plain.dk)), dv.push_back(std::move(plain.dv));
+        wrong = compare("dq", got.dq, right.dq, weights + allowance(right.dq, dq, rounding), false) +
+                compare("dk", got.dk, right.dk, weights + allowance(right.dk, dk, rounding), false) +
+                compare("dv", got.dv, right.dv, weights + allowance(right.dv, dv, rounding), false);
+    }
+    return wrong;
+}
+
+// Whether `got` differs from `clean` in a row that depends on no query of `touched`.
+bool reached(const Case& c, const std::vector<char>& touched, const Gradients<float>& clean,
+             const Gradients<float>& got) {
+    std::vector<char> keys(static_cast<size_t>(c.B * c.H * c.Nk));
+    for (int64_t row = 0; row < c.B * c.H * c.Nq; row++)
+        for (int64_t j = 0; touched[row] && j < c.visible(row % c.Nq); j++) keys[row / c.Nq * c.Nk + j] = 1;
+    const auto differ = [&](const std::vector<float>& a, const std::vector<float>& b,
+                            const std::vector<char>& depends) {
+        for (size_t n = 0; n < a.size(); n++)
+            if (!depends[n / static_cast<size_t>(c.d)] && !same(a[n], b[n])) return true;
+        return false;
+    };
+    return differ(clean.dq, got.dq, touched) || differ(clean.dk, got.dk, keys) ||
+           differ(clean.dv, got.dv, keys);
+}
+
+// Runs a case and describes what is wrong; empty if nothing is.
+std::string attempt(const Case& drawn, Random& random) {
+    Case c = drawn;
+    std::string wrong;
+    Guarded q(c.floats(Q), random), k(c.floats(K), random), v(c.floats(V), random),
+        dout(c.floats(DOUT), random), dlse(c.B * c.H * c.Nq, random);
+    Guarded* const tensors[] = {&q, &k, &v, &dout};
+    const Inputs in{{q.data, k.data, v.data, dout.data}, c.dlse ? dlse.data : nullptr};
+    const auto each = [&](int which, auto visit) {
+        for (int64_t b = 0; b < c.B; b++)
+            for (int64_t h = 0; h < c.H; h++)
+                for (int64_t i = 0; i < c.rows(which); i++)
+                    for (int64_t e = 0; e < c.d; e++)
+                        visit(tensors[which]->data[c.layouts[which].at(b, h, i, e)], b, h, i, e);
+    };
+    const auto draw_value = [&] {
+        const float normal = random.normal();
+        return c.kind == DENORMAL && random.one_in(2) ? normal * 1e-40f : normal;
+    };
+    for (int which = 0; which < INPUTS; which++)
+        each(which, [&](float& x, int64_t, int64_t, int64_t, int64_t) { x = draw_value(); });
+    for (int64_t n = 0; n < dlse.n; n++) dlse.data[n] = draw_value();
+    if (c.kind == EQUAL)
+        each(K, [&](float& x, int64_t b, int64_t h, int64_t, int64_t e) {
+            x = k.data[c.layouts[K].at(b, h, 0, e)];
+        });
+    if (c.kind == LARGE) {
+        c.scale = random.one_in(2) ? 1.0f : -1.0f;
+        const double most = differentiate<double>(c, in).largest_score;
+        if (most > 0) c.scale *= static_cast<float>(1e4 / most);
+        describe(c);
+    }
+    const auto read_only = [&](bool only) {
+        for (Guarded* t : {&q, &k, &v, &dout, &dlse}) t->let(only ? PROT_READ : PROT_READ | PROT_WRITE);
+    };
+
+    read_only(true);
+    Gradients<float> got = run(c, random, in, wrong);
+    if (c.threads > 1) {
+        Case other = c;
+        other.threads = 1;
+        if (!all_same(got, run(other, random, in, wrong))) wrong += "; a gradient depends on the threads";
+    }
+    if (c.kind == BAD) {
+        const Gradients<float> clean = got;
+        read_only(false);
+        constexpr float INF = std::numeric_limits<float>::infinity();
+        const float values[] = {std::numeric_limits<float>::quiet_NaN(), INF, -INF};
+        std::vector<char> touched(static_cast<size_t>(dlse.n));
+        for (int64_t n = random.from(1, 3); n > 0; n--) {
+            const int which = static_cast<int>(random.from(0, INPUTS));
+            const int64_t b = random.from(0, c.B - 1), h = random.from(0, c.H - 1);
+            if (which == INPUTS) {
+                const int64_t row = random.from(0, dlse.n - 1);
+                dlse.data[row] = random.any(values);
+                touched[row] = c.dlse;
+                continue;
+            }
+            const int64_t i = random.from(0, c.rows(which) - 1), e = random.from(0, c.d - 1);
+            tensors[which]->data[c.layouts[which].at(b, h, i, e)] = random.any(values);
+        }
+        read_only(true);
+        got = run(c, random, in, wrong);
+        for (int which = 0; which < INPUTS; which++)
+            each(which, [&](float& x, int64_t b, int64_t h, int64_t i, int64_t) {
+                if (std::isfinite(x)) return;
+                for (int64_t r = 0; r < c.Nq; r++)
+                    if (which == Q || which == DOUT ? r == i : i < c.visible(r))
+                        touched[(b * c.H + h) * c.Nq + r] = 1;
+            });
+        if (reached(c, touched, clean, got)) wrong += "; a bad value reached a row that does not depend on it";
+    }
+    wrong += hold(c, got, in);
+    for (const Guarded* t : {&q, &k, &v, &dout, &dlse})
+        if (!t->whole()) wrong += "; wrote beside an input";
+    return wrong;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    if (argc != 3 && argc != 4) {
+        std::fputs("usage: backward SEED COUNT [THREADS]\n", stderr);
+        return 2;
+    }
+    const uint64_t seed = std::strtoull(argv[1], nullptr, 10), count = std::strtoull(argv[2], nullptr, 10);
+    const int threads = argc == 4 ? std::atoi(argv[3]) : 1;
+    print_at_the_end();
+    uint64_t wrong = 0, kinds[std::size(KINDS)] = {};
+    for (uint64_t n = seed; n < seed + count && wrong < 10; n++) {
+        Random random(n);
+        const Case c = draw(n, random, threads);
+        describe(c);
+        kinds[c.kind]++;
+        const std::string what = attempt(c, random);
+        if (what.empty()) continue;
+        wrong++;
+        print_running();
+        std::fprintf(stderr, "    %s\n", what.c_str() + 2);
+    }
+    std::printf("%" PRIu64 " cases, %" PRIu64 " wrong; %s;", count, wrong, simd::name());
+    for (size_t i = 0; i < std::size(KINDS); i++) std::printf(" %s %" PRIu64 ",", KINDS[i], kinds[i]);
+    std::printf("\n");
+    return wrong != 0;
+}

@@ -1,0 +1,194 @@
+// What the programs of generated cases for the kernels share: random numbers and memory layouts, memory between
+// guard pages, and the error that a result may have.
+#pragma once
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "threads.h"
+
+// New threads for each call: they share only what the kernels pass to them. One source of a program includes
+// this file, and the kernels call this.
+void on_threads(int threads, const std::function<void(int)>& body) {
+    std::vector<std::thread> others;
+    for (int thread = 1; thread < threads; thread++) others.emplace_back(body, thread);
+    body(0);
+    for (std::thread& other : others) other.join();
+}
+
+// Sizes of vectors, panels, strips and tiles.
+inline constexpr int64_t EDGES[] = {1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256};
+inline constexpr int64_t MOST = 300;
+inline constexpr int ORDERS = 8;  // orders of summation that a plain computation may try
+
+class Random {  // splitmix64: the same numbers with every compiler and library
+  public:
+    explicit Random(uint64_t seed) : state(seed) {}
+
+    uint64_t bits() {
+        uint64_t z = state += 0x9e3779b97f4a7c15;
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+        return z ^ (z >> 31);
+    }
+    int64_t from(int64_t least, int64_t most) {
+        return least + static_cast<int64_t>(bits() % static_cast<uint64_t>(most - least + 1));
+    }
+    bool one_in(int64_t n) { return from(1, n) == 1; }
+    template <class T, size_t N>
+    T any(const T (&of)[N]) {
+        return of[bits() % N];
+    }
+    double uniform() { return static_cast<double>(bits() >> 11) * 0x1p-53; }
+    float normal() {
+        double sum = -6;
+        for (int i = 0; i < 12; i++) sum += uniform();
+        return static_cast<float>(sum);
+    }
+    // One of EDGES, a neighbour of one, or any size.
+    int64_t size(int64_t most) {
+        const int64_t n = one_in(4) ? from(1, most) : any(EDGES) + from(-1, 1);
+        return std::min(std::max<int64_t>(n, 1), most);
+    }
+
+  private:
+    uint64_t state;
+};
+
+// n floats between two guard pages: directly after the first page, directly before the second, or some floats
+// after the first. The floats and the gaps beside them are filled with a NaN of fixed bits.
+class Guarded {
+  public:
+    Guarded(int64_t n, Random& random) : n(n) {
+        const int64_t page = sysconf(_SC_PAGESIZE), floats = page / static_cast<int64_t>(sizeof(float));
+        const int64_t at = random.from(0, 2), shift = at == 2 ? random.from(1, 17) : 0;
+        inner = (n + shift + floats - 1) / floats * floats;
+        bytes = static_cast<size_t>(inner * static_cast<int64_t>(sizeof(float)) + 2 * page);
+        base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+        if (base == MAP_FAILED) {
+            std::perror("mmap");
+            std::exit(3);
+        }
+        first = reinterpret_cast<float*>(static_cast<char*>(base) + page);
+        for (int64_t i = 0; i < inner; i++) std::memcpy(first + i, &OURS, sizeof OURS);
+        data = at == 0 ? first + inner - n : first + shift;
+        protect(base, page, PROT_NONE), protect(first + inner, page, PROT_NONE);
+    }
+    Guarded(const Guarded&) = delete;
+    ~Guarded() { munmap(base, bytes); }
+
+    float* data;
+    const int64_t n;
+
+    void let(int access) { protect(first, inner * static_cast<int64_t>(sizeof(float)), access); }
+
+    // Whether the gaps beside the floats are unchanged.
+    bool whole() const {
+        for (int64_t i = 0; i < inner; i++)
+            if ((first + i < data || first + i >= data + n) && std::memcmp(first + i, &OURS, sizeof OURS) != 0)
+                return false;
+        return true;
+    }
+
+  private:
+    static constexpr uint32_t OURS = 0x7fc5a5a5;
+    void* base;
+    float* first;
+    int64_t inner;
+    size_t bytes;
+
+    static void protect(void* at, int64_t length, int access) {
+        if (mprotect(at, static_cast<size_t>(length), access) == 0) return;
+        std::perror("mprotect");
+        std::exit(3);
+    }
+};
+
+// The memory layout of a (B, H, N, d) tensor.
+struct Layout {
+    const char* name;
+    int64_t batch, head, row, column, panel;  // panel: keys in a panel of K, 0 without panels
+
+    int64_t at(int64_t b, int64_t h, int64_t i, int64_t c) const {
+        const int64_t before = b * batch + h * head + c * column;
+        return panel ? before + i / panel * panel * row + i % panel : before + i * row;
+    }
+};
+
+inline Layout draw_layout(Random& random, int64_t H, int64_t N, int64_t d) {
+    const int64_t gap = random.from(1, 20), row = d + gap, head = N * row + random.from(0, 20);
+    const int64_t several = random.from(1, 3);
+    const Layout all[] = {
+        {"contiguous", H * N * d, N * d, d, 1, 0},
+        {"gaps", H * head + gap, head, row, 1, 0},
+        {"heads in rows", N * several * H * d, d, several * H * d, 1, 0},
+        {"one head", 0, 0, d, 1, 0},
+        {"one row", H * d, d, 0, 1, 0},
+    };
+    return random.one_in(3) ? all[0] : all[random.from(1, random.one_in(10) ? 4 : 3)];
+}
+
+// 0 to n - 1, shuffled if `random` is given.
+inline std::vector<int64_t> order(int64_t n, Random* random) {
+    std::vector<int64_t> numbers(static_cast<size_t>(n));
+    std::iota(numbers.begin(), numbers.end(), 0);
+    for (int64_t i = n - 1; random && i > 0; i--) std::swap(numbers[i], numbers[random->from(0, i)]);
+    return numbers;
+}
+
+// The error that a float32 result may have: twice the largest error in `plain`, plus 1e-6 of the largest value.
+// For scores of 1e4, rounding a score by half a unit in the last place changes its weight by more than 1e-6:
+// then `rounding` takes the place of 1e-6.
+inline double allowance(const std::vector<double>& right, const std::vector<std::vector<float>>& plain,
+                        double rounding) {
+    double error = 0, largest = 1;
+    for (size_t i = 0; i < right.size(); i++) {
+        if (!std::isfinite(right[i])) continue;
+        largest = std::max(largest, std::fabs(right[i]));
+        for (const std::vector<float>& one : plain)
+            if (std::isfinite(one[i]))
+                error = std::max(error, std::fabs(static_cast<double>(one[i]) - right[i]));
+    }
+    return 2 * error + std::max(1e-6, rounding) * largest;
+}
+
+// Describes what is wrong with `got`; empty if nothing is.
+inline std::string compare(const char* name, const std::vector<float>& got, const std::vector<double>& right,
+                           double allowed, bool same_infinity) {
+    for (size_t i = 0; i < right.size(); i++) {
+        const double x = static_cast<double>(got[i]);
+        const bool good = std::isfinite(right[i])                 ? std::fabs(x - right[i]) <= allowed
+                          : same_infinity && std::isinf(right[i]) ? x == right[i]
+                          : same_infinity                         ? std::isnan(x)
+                                                                  : !std::isfinite(x);
+        if (good) continue;
+        char text[160];
+        std::snprintf(text, sizeof text, "; %s[%zu] is %.9g, right is %.9g, allowed %.3g", name, i, x, right[i],
+                      allowed);
+        return text;
+    }
+    return "";
+}
+
+inline bool same(float a, float b) {
+    return std::memcmp(&a, &b, sizeof a) == 0 || (std::isnan(a) && std::isnan(b));
+}
+
+inline bool same(const std::vector<float>& a, const std::vector<float>& b) {
+    for (size_t i = 0; i < a.size(); i++)
+        if (!same(a[i], b[i])) return false;
+    return true;
+}
