@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from model import corpus
 from model.checkpoint import save, save_record
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT, Attend, GPTConfig
 from model.tokenizer import CharTokenizer
 
 
@@ -151,10 +151,18 @@ def evaluate(model: GPT, ids: Tensor, batch_chars: int = 16_384) -> float:
 class Trainer:
     """A model, its average, and one training step over a corpus held on the device.
 
-    ids: (N,) int64 training tokens.
+    ids: (N,) int64 training tokens. attend: attention of a step, which needs a gradient; None takes
+    PyTorch's, which alone has the recipe's dropout inside.
     """
 
-    def __init__(self, recipe: Recipe, vocab_size: int, ids: Tensor, device: torch.device) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        vocab_size: int,
+        ids: Tensor,
+        device: torch.device,
+        attend: Attend | None = None,
+    ) -> None:
         torch.manual_seed(recipe.seed)
         self.recipe, self.ids, self.device = recipe, ids.to(device), device
         config = GPTConfig(
@@ -167,11 +175,11 @@ class Trainer:
             bias=False,
         )
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def with_dropout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             dropout = recipe.dropout if self.model.training else 0.0
             return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
 
-        self.model = GPT(config, attend)
+        self.model = GPT(config, attend or with_dropout)
         positions = self.model.transformer.wpe.weight
         with torch.no_grad():
             positions.copy_(0.1 * sinusoids(*positions.shape))
@@ -283,9 +291,11 @@ def train(
     device: str = "cpu",
     out: Path | None = None,
     report: Callable[[str], None] = print,
+    attend: Attend | None = None,
 ) -> dict:
     """Train on the first 90 % of `text`, keep the average with the best loss on the last 10 %.
 
+    attend: as Trainer takes it.
     Writes a checkpoint directory to `out` at every new best. Returns the training record: corpus
     hash, recipe, device, validation loss (nats per character) and the loss curve as
     [step, training loss, validation loss].
@@ -304,7 +314,7 @@ def train(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # a bad path fails now, not after hundreds of steps
     where = torch.device(device)
-    trainer = Trainer(recipe, len(tokenizer), torch.tensor(training), where)
+    trainer = Trainer(recipe, len(tokenizer), torch.tensor(training), where, attend)
     held_out = torch.tensor(validation, device=where)
     record: dict[str, Any] = {
         "corpus_sha256": hashlib.sha256(text.encode()).hexdigest(),

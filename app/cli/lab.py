@@ -50,6 +50,20 @@ def run_test(part: str, **settings) -> None:
         sys.exit(1)
 
 
+backward_option = click.option(
+    "--backward", is_flag=True, help="Test the gradients, against float64 and PyTorch; part0 and part4."
+)
+
+
+def run_backward_test(part: str, *, N: int, batch: int, heads: int, d: int, causal: bool, simd: str) -> None:
+    """Run the lab's test of a part's gradients; exit code 1 on a mismatch."""
+    from lab import backward
+
+    shape = backward.Shape(batch, heads, N, d, causal)
+    if not backward.run(part, shape, simd, echo=click.echo):
+        sys.exit(1)
+
+
 @click.command("4Daccess")
 def four_d_access() -> None:
     """Read one element of a 4-D tensor through the extension's own accessor."""

@@ -24,10 +24,11 @@ from app.cli.options import (
     weights_option,
 )
 from attention_ext import PARTS
-from attention_ext.parts import running_on
+from attention_ext.parts import running_on, with_gradient
 
 BOTH_MODES = {"br", "bc", "threads", "simd", "inference", "device", "step"}
-TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype"}
+TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype", "backward"}
+NOT_BACKWARD = {"br", "bc", "device", "step", "dtype"}
 WITH_CUDA = running_on("cuda")
 WITH_STEPS = tuple(name for name in WITH_CUDA if PARTS[name].operator)
 
@@ -39,6 +40,7 @@ part_options = all_of(
     device_option,
     step_option,
     lab.causal_option,
+    lab.backward_option,
     dtype_option,
     click.option("--inference", is_flag=True, help="Write text instead of running the test."),
     writing.text_options,
@@ -59,6 +61,7 @@ def command_of(part: str) -> click.Command:
         refuse_options_of_the_other_mode(given)
         refuse_what_the_part_has_not(part, given)
         refuse_options_of_the_other_device()
+        backward = options.pop("backward")
         for side in ("br", "bc"):
             auto = options["inference"] or options["device"] == "cuda"
             size = options[side] or ("auto" if auto else lab.LAB_TILE)
@@ -67,9 +70,13 @@ def command_of(part: str) -> click.Command:
         if options["inference"]:
             engine, texts = take(EngineOptions, options), take(TextOptions, options)
             writing.write(part, threads, engine, texts, options["as_json"], options["interactive"])
+        elif backward:
+            set_threads(threads)
+            names = TEST_ONLY - NOT_BACKWARD - {"backward"} | {"simd"}
+            lab.run_backward_test(part, **{name: options[name] for name in names})
         else:
             set_threads(threads)
-            names = {"br", "bc", "simd", "device", "step", *TEST_ONLY}
+            names = {"br", "bc", "simd", "device", "step", *TEST_ONLY} - {"backward"}
             lab.run_test(part, **{name: options[name] for name in names})
 
     command.help = (
@@ -87,6 +94,8 @@ def refuse_options_of_the_other_mode(context: click.Context) -> None:
             continue
         if context.params["inference"] and name in TEST_ONLY:
             raise click.UsageError(f"{option.opts[0]} does not go with --inference")
+        if context.params["backward"] and name in NOT_BACKWARD:
+            raise click.UsageError(f"{option.opts[0]} does not go with --backward")
         if context.params["interactive"] and name in ("num_samples", "as_json"):
             raise click.UsageError(f"{option.opts[0]} does not go with --interactive")
         if not context.params["inference"] and name not in TEST_ONLY | BOTH_MODES:
@@ -94,7 +103,10 @@ def refuse_options_of_the_other_mode(context: click.Context) -> None:
 
 
 def refuse_what_the_part_has_not(part: str, context: click.Context) -> None:
-    """Raise UsageError for a device or a step that a part does not have."""
+    """Raise UsageError for a device, a step or a gradient that a part does not have."""
+    if context.params["backward"] and part not in with_gradient():
+        who = " and ".join(with_gradient())
+        raise click.UsageError(f"{part} computes no gradients; --backward goes with {who} only")
     if context.params["step"] and part not in WITH_STEPS:
         raise click.UsageError(f"--step goes with {' and '.join(WITH_STEPS)} only")
     if context.params["device"] == "cuda" and part not in WITH_CUDA:

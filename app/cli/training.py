@@ -18,6 +18,7 @@ from app.cli.options import (
     weights_option,
 )
 from attention_ext import PARTS
+from attention_ext.parts import with_gradient
 
 
 @click.command()
@@ -69,14 +70,32 @@ def read_corpus(corpus_file: str | None) -> str:
 @click.option(
     "--steps", type=click.IntRange(1), help="Train for this many steps.", show_default="the recipe's"
 )
+@click.option(
+    "--part",
+    type=click.Choice(with_gradient()),
+    default="part0",
+    show_default=True,
+    help="Attention to train with; part4 has no dropout inside, and a gradient on the CPU only.",
+)
 @threads_option
 def train(
-    recipe: str, corpus_file: str | None, device: str, out: str | None, steps: int | None, threads: int | None
+    recipe: str,
+    corpus_file: str | None,
+    device: str,
+    out: str | None,
+    steps: int | None,
+    part: str,
+    threads: int | None,
 ) -> None:
     """Train a checkpoint by the RECIPE of a shipped one. On a CPU this takes about a day."""
     import dataclasses
+    from functools import partial
 
+    from attention_ext import attention
     from model import train as training
+
+    if device == "cuda" and part != "part0":
+        raise click.UsageError(f"{part} has no gradient on CUDA; --part {part} goes with --device cpu only")
 
     text = read_corpus(corpus_file)
     set_threads(threads)
@@ -84,7 +103,8 @@ def train(
     if steps is not None:
         chosen = dataclasses.replace(chosen, steps=steps)
     directory = Path(out or Path("out") / recipe)
-    training.train(chosen, text, device, directory, report=notice)
+    attend = None if part == "part0" else partial(attention, part, causal=True)
+    training.train(chosen, text, device, directory, notice, attend)
     click.echo(f"wrote {directory}; write text with it: python gpt.py part4 --inference -m {directory}")
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 
 import pytest
 import tiny
 import torch
 from torch.nn import functional as F
 
+from attention_ext import attention
 from model import corpus, train
 from model.checkpoint import load
 
@@ -38,6 +40,23 @@ def test_it_learns_and_what_it_saves_has_the_loss_it_records(tmp_path):
     loaded = load(str(tmp_path), tiny.attend)
     held_out = torch.tensor(loaded.tokenizer.encode(corpus.split(TEXT)[1]))
     assert train.evaluate(loaded.model, held_out) == pytest.approx(record["val_loss"], abs=1e-5)
+
+
+def test_a_step_by_part4_has_the_gradients_of_pytorchs(extension):
+    """Without dropout every gradient is equal to 1e-4 of its largest."""
+    recipe = dataclasses.replace(RECIPE, dropout=0.0)
+    ids = torch.tensor(tiny.VOCABULARY.encode("abcdefgh" * 100))
+    gradients = []
+    for part in (None, "part4"):
+        attend = part and partial(attention, part, causal=True)
+        trainer = train.Trainer(recipe, len(tiny.CHARACTERS), ids, torch.device("cpu"), attend)
+        torch.manual_seed(0)
+        trainer._update = lambda: None  # else the gradients are those of other weights
+        trainer.step()
+        gradients.append([p.grad for p in trainer.model.parameters()])
+    for one, other in zip(*gradients):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4 * float(one.abs().max()))
+        assert not torch.equal(one, torch.zeros_like(one))
 
 
 def test_the_best_so_far_survives_an_interruption_and_a_divergence(tmp_path, monkeypatch):

@@ -74,6 +74,13 @@ WRONG = [
     (["prepare", "--corpus", "nowhere.txt"], "nowhere.txt: No such file"),
     (["train", "shakes512"], "'shakes512' is not one of"),
     (["train", "shakes128", "--corpus", "nowhere.txt"], "nowhere.txt: No such file"),
+    (["train", "shakes128", "--part", "part3"], "'part3' is not one of 'part0', 'part4'"),
+    (["train", "shakes128", "--part", "part4", "--device", "cuda"], "part4 has no gradient on CUDA"),
+    (["part1", "--backward"], "part1 computes no gradients; --backward goes with part0 and part4 only"),
+    (["part4", "--backward", "--inference"], "--backward does not go with --inference"),
+    (["part4", "--backward", "--dtype", "bf16"], "--dtype does not go with --backward"),
+    (["part4", "--backward", "--device", "cuda"], "--device does not go with --backward"),
+    (["part4", "--backward", "-br", "16"], "-br does not go with --backward"),
 ]
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 
 import attention_ext
 from attention_ext import PARTS
-from lab import correctness
+from lab import backward, correctness
 
 
 def test_the_labs_test(cli, part):
@@ -27,6 +28,23 @@ def test_a_mismatch_exits_1(cli, extension, monkeypatch):
     assert done.returncode == 1
     assert "manual attention == pytorch attention False" in done.stdout
     assert "4096 of 4096 elements are off" in done.stdout
+
+
+@pytest.mark.parametrize("part", ["part0", "part4"])
+def test_the_gradients(cli, extension, part):
+    sizes = ("-N", 70, "-B", 2, "--heads", 3, "-d", 16)
+    done = cli(part, "--backward", *sizes, "--causal", "--threads", 1, "--simd", "off")
+    assert done.returncode == 0, done.stderr
+    assert "manual gradients == float64 gradients True" in done.stdout
+    assert ("off (plain loops)" in done.stdout) == (part == "part4")
+    assert "speed-up over SDPA:" in done.stdout
+
+
+def test_wrong_gradients_exit_1(cli, extension, monkeypatch):
+    right = backward.attention
+    monkeypatch.setattr(backward, "attention", lambda part, *t, **k: 1.01 * right(part, *t, **k))
+    done = cli("part4", "--backward", "-N", 40)
+    assert done.returncode == 1 and "manual gradients == float64 gradients False" in done.stdout
 
 
 def test_4d_access(cli, extension):
