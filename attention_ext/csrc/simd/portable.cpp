@@ -45,9 +45,10 @@ constexpr int INT8_ROWS = 4, INT8_VECS = 2, INT8_WIDE = 4;
 constexpr int INT8_ROWS = 2, INT8_VECS = 2, INT8_WIDE = 4;
 #endif
 // Rows of a block of two vectors for sums of at least LONG products, where 32 registers hold it: B's columns
-// are read half as often, and more of them stay in L1. 5 % of a step of 32 texts (AMD Zen 5).
+// are read half as often, and more of them stay in L1. 5 % of a step of 32 texts, and 4 % of part 4's backward
+// pass (AMD Zen 5).
 constexpr int TALL = W == 16 ? 8 : ROWS;
-constexpr int64_t LONG = 128;
+constexpr int64_t LONG = 48;
 constexpr int WIDE = 8;  // vectors in a block of one row: enough independent sums to hide an addition's latency
 
 typedef float Vec __attribute__((vector_size(W * sizeof(float))));
