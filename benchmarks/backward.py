@@ -54,7 +54,7 @@ def main(lengths: tuple[int, ...], threads: tuple[int, ...], masks: tuple[str, .
     """Time part4's backward pass and SDPA's, after both were compared with float64."""
     if set(masks) - {"none", "causal"}:
         raise click.UsageError(f"--mask is {','.join(masks)}; it must have none or causal")
-    click.echo(f"{processor.name()}; PyTorch {torch.__version__}; {extension.describe()}\n")
+    click.echo(f"{processor.name()}; PyTorch {torch.__version__}; {extension.load().simd_name()}\n")
     click.echo(
         "| (B, H, N, d) | mask | threads | part4, ms | SDPA, ms | SDPA / part4 | GFLOP/s | of the FMA peak |"
     )
