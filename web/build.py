@@ -27,6 +27,7 @@ FLAGS = (
     *("-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-Wl,--strip-all"),
 )
 SOURCES = (KERNELS, "matmul/*.cpp", "decoder/*.cpp", "simd/portable.cpp")
+GRADIENT = "part4_backward.cpp"  # the page does not train, and its threads wait for each other
 STATIC = ("index.html", "style.css", "sw.js")
 EMBEDDED = ("shakes256", "shakes1024")  # in the one file; the race needs the long window
 STAMP = "stamp"  # in the page's folder: a hash of all that decides its files
@@ -85,7 +86,8 @@ def compiled(build: str) -> Path:
     facts: list[str | bytes] = [*flags, toolchain.version(compiler), *(path.read_bytes() for path in own)]
     named = cache.fingerprint(facts, CSRC)
     made = cache.real(cache.directory()) / f"attention_ext_web_{build}_{named}" / "kernels.wasm"
-    units = [*found(CSRC, SOURCES), *sorted(WEB.glob("*.cpp"))]
+    kernels = [path for path in found(CSRC, SOURCES) if path.name != GRADIENT]
+    units = [*kernels, *sorted(WEB.glob("*.cpp"))]
 
     def write(work: Path) -> Path:
         file = work / made.name
