@@ -14,6 +14,7 @@ from generation.engine import Engine
 from generation.writer import TOKENS_AT_ONCE, Text, Writer
 
 STEP_TOKENS = 1024  # of all texts in a step; fewer cost speed, more delay those who join
+STEP_SECONDS = 0.02  # of a step, as far as one token of each text allows
 SLICE_SECONDS = 3e-3  # of a step, for prompts
 
 Deliver = Callable[[Call, Piece | ApiError], None]
@@ -32,6 +33,7 @@ class Lane:
         self.opening = False
         self.left = 0  # texts that ended here, in whatever way
         self._deliver = deliver
+        self._row_seconds = 0.0  # of a token of each text, in the last step
         self._writer: Writer | None = None
         self._waiting: deque[tuple[Call, Choice]] = deque()
         self._running: dict[Text, tuple[Call, Choice]] = {}
@@ -99,10 +101,16 @@ class Lane:
         if running:
             # A text's first token is sent at once.
             joining = any(choice.delivered_at == 0 for _, choice in self._running.values())
-            most = 1 if joining else max(1, min(TOKENS_AT_ONCE, STEP_TOKENS // running))
-            written = self._writer.step(most)
+            written = self._writer.step(1 if joining else self._rows(running))
+            if written:
+                self._row_seconds = (time.monotonic() - start) / len(written[0][1])
             self._hand_over(written)
         return time.monotonic() - start
+
+    def _rows(self, running: int) -> int:
+        """The most tokens of each text that a step may write."""
+        fitting = STEP_SECONDS / self._row_seconds if self._row_seconds else 1
+        return max(1, min(TOKENS_AT_ONCE, STEP_TOKENS // running, int(fitting)))
 
     def _join(self, call: Call, choice: Choice) -> None:
         assert self._writer

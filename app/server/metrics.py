@@ -30,7 +30,7 @@ class Metrics:
         )
         self.token_seconds = Histogram(
             "attention_time_per_token_seconds",
-            "A text's mean time for a token after its first.",
+            "A text's mean time for a token, without its prompt's.",
             LANE,
             registry=registry,
             buckets=TOKEN_SECONDS,

@@ -109,6 +109,10 @@ def of_chat(body: ChatBody, checkpoint: Checkpoint, settings: Settings) -> Plan:
         raise wrong("top_logprobs needs logprobs.", "top_logprobs")
     prompt = chat.play(body)
     try:
+        checkpoint.tokenizer.encode(chat.answering(body))
+    except ValueError as error:
+        raise wrong(f"speaker: {error}.", "speaker") from None
+    try:
         ids = [checkpoint.tokenizer.encode(prompt)]
     except ValueError as error:
         raise wrong(f"messages: {error}.", "messages") from None
@@ -197,7 +201,10 @@ def requests_of(body: Writing, wanted: Wanted, checkpoint: Checkpoint) -> list[R
 
 def sampling_of(body: Writing, checkpoint: Checkpoint) -> Sampling:
     """The sampling of a request; what is not given is OpenAI's default, not the command line's."""
-    bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+    given_bias = body.logit_bias or {}
+    bias = {int(token): value for token, value in given_bias.items()}
+    if len(bias) < len(given_bias):
+        raise wrong("logit_bias has a token twice; each must be there once.", "logit_bias")
     vocab_size = checkpoint.model.config.vocab_size
     if outside := [token for token in bias if token >= vocab_size]:
         raise wrong(

@@ -86,15 +86,16 @@ class Scheduler:
         except Exception as error:  # a compiler that fails, memory that is not there
             self.error = error
         self._tell(self.loaded.set)
-        while self.error is None and self._obey():
+        going = self.error is None
+        while going and self._obey():
             for lane in list(self._lanes.values()):
                 if lane.wanted:
                     lane.opening = True
                     threading.Thread(target=self._open, args=(lane.name,), daemon=True).start()
-                self._turn(lane)
+                going = going and self._turn(lane)
 
-    def _turn(self, lane: Lane) -> None:
-        """Give a lane its share of the time."""
+    def _turn(self, lane: Lane) -> bool:
+        """Give a lane its share of the time; do commands meanwhile. False ends the thread."""
         lane.credit = min(lane.credit, 0) + QUANTUM
         while lane.ready and lane.credit > 0:
             try:
@@ -102,10 +103,11 @@ class Scheduler:
             except Exception as error:  # whatever an engine raises must not end the other lanes
                 lane.fail(ApiError(500, f"The engine failed: {error}"))
             self._flush()
-            if not self._commands.empty():
-                return
+            if not self._commands.empty() and not self._obey():
+                return False
         if not lane.ready:
             lane.credit = 0.0
+        return True
 
     def _obey(self) -> bool:
         """Do all commands, waiting for one if there is nothing to write; False ends the thread."""

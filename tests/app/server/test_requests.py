@@ -128,6 +128,14 @@ def test_each_field(kind, name):
         assert name in error.message, (value, error.message)
 
 
+def test_a_character_or_token_that_is_wrong_is_of_the_field_that_has_it():
+    error = refused(ChatBody, model="m", messages=MESSAGES, speaker="é")
+    assert error.param == "speaker" and "é" in error.message
+    error = refused(ChatBody, model="m", messages=[{"role": "user", "content": "é"}], speaker="A")
+    assert error.param == "messages"
+    assert refused(CompletionBody, model="m", logit_bias={"1": 1, "01": 2}).param == "logit_bias"
+
+
 @pytest.mark.parametrize("kind", BASES)
 def test_the_tables_have_all_fields(kind):
     tested = {name for each, name in FIELDS if each is kind}

@@ -6,9 +6,11 @@ import pytest
 
 pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
+from app.server.lanes import STEP_SECONDS, STEP_TOKENS, Lane
 from app.server.metrics import Metrics
 from app.server.scheduler import Scheduler
 from app.server.settings import Settings
+from generation.writer import TOKENS_AT_ONCE
 
 from .conftest import MODEL, serving
 
@@ -35,6 +37,30 @@ def test_lanes_get_equal_time():
             scheduler._turn(lane)
     used = [lane.used for lane in lanes]
     assert max(used) < 1.05 * min(used), used
+
+
+def test_commands_that_come_all_the_time_change_no_share(monkeypatch):
+    scheduler = Scheduler({}, Settings(), Metrics())
+    scheduler._commands.put(("cancel", None, None))
+    done = []
+    monkeypatch.setattr(scheduler, "_obey", lambda: bool(done.append(1)) or True)
+    lanes = [Steps(seconds) for seconds in (0.0005, 0.0035, 0.05)]
+    for _ in range(2000):
+        assert all(scheduler._turn(lane) for lane in lanes)
+    used = [lane.used for lane in lanes]
+    assert max(used) < 1.05 * min(used), used
+    assert len(done) > 2000  # not only once a turn
+
+
+def test_a_step_of_slow_texts_is_short():
+    lane = Lane(MODEL, "part1", 32, Metrics(), lambda *piece: None)
+    assert lane._rows(4) == 1  # nothing is known yet
+    lane._row_seconds = 1e-4
+    assert (lane._rows(4), lane._rows(128), lane._rows(5000)) == (TOKENS_AT_ONCE, STEP_TOKENS // 128, 1)
+    lane._row_seconds = STEP_SECONDS / 3.5
+    assert lane._rows(4) == 3
+    lane._row_seconds = 1.0
+    assert lane._rows(4) == 1
 
 
 def test_an_idle_lane_saves_no_time():
