@@ -100,8 +100,9 @@ def test_no_slice_and_no_neighbour_changes_a_text(engine, threads, count, slice_
                 writer.leave(text)
                 del growing[text]
     assert writer.step() == [] and writer._reader.waiting == []
-    assert 10 < finished < 24
-    assert left_early > 0 or slice_seconds > 0 or not exact
+    assert finished > 10
+    if slice_seconds == 0:  # else the machine's speed decides how many steps a text takes
+        assert finished < 24 and (left_early > 0 or not exact)
 
 
 def test_a_long_prompt_stops_no_other_text(extension, threads):
