@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,6 +19,9 @@ from app.cli.options import (
     weights_option,
 )
 from attention_ext import PARTS, BuildError, processor
+
+if TYPE_CHECKING:
+    from app.server.settings import Settings
 
 PACKAGES = {"starlette", "uvicorn", "httptools", "uvloop", "pydantic", "prometheus_client"}
 
@@ -92,6 +97,9 @@ def serve(
     api_keys: tuple[str, ...],
     api_key_file: Path | None,
     insecure: bool,
+    origins: tuple[str, ...],
+    hosts: tuple[str, ...],
+    grace: float,
     **options,
 ) -> None:
     """Serve models through OpenAI's API.
@@ -100,8 +108,8 @@ def serve(
     writes with it, alone or among others. The defaults of sampling are OpenAI's: temperature 1, all tokens.
     """
     try:
-        from app.server import running
-        from app.server.security import is_loopback
+        from app.server import running  # noqa: F401  # which needs all of them
+        from app.server.security import check_host, check_origin, is_loopback
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in PACKAGES:
             raise
@@ -117,10 +125,15 @@ def serve(
         raise ValueError(
             f"--host {host} can be reached by others; give --api-key or --api-key-file, or --insecure"
         )
+    for origin in origins:
+        check_origin(origin)
+    for name in hosts:
+        check_host(name)
+    if math.isnan(grace):
+        raise ValueError("--grace is nan; it must be a number of seconds")
     processor.let_waiting_threads_sleep()
     import torch
 
-    from model import load
     from web import build
 
     set_threads(threads)
@@ -129,9 +142,26 @@ def serve(
         host=host,
         threads=torch.get_num_threads(),
         api_keys=keys,
+        origins=origins,
+        hosts=hosts,
+        grace=grace,
         page=build.DIST,
         **options,
     )
+    try:
+        listen(settings)
+    except MemoryError:
+        raise ValueError(
+            f"memory does not suffice for {', '.join(settings.models)} with --slots {settings.slots};"
+            " fewer slots need less"
+        ) from None
+
+
+def listen(settings: Settings) -> None:
+    """Load the models and serve them. Raises MemoryError."""
+    from app.server import running
+    from model import load
+
     checkpoints = {name: load(name) for name in settings.models}
     server, listener = running.make(checkpoints, settings), running.bind(settings)
     address, port = listener.getsockname()[:2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -26,8 +25,6 @@ from app.server.settings import Settings
 from app.server.site import site
 from attention_ext import PARTS
 from model.checkpoint import Checkpoint
-
-STALL_CHECK_SECONDS = 1.0
 
 
 class Application:
@@ -71,16 +68,9 @@ class Application:
     @asynccontextmanager
     async def _lifespan(self, app: Starlette):
         self.scheduler.start()
-        sweep = asyncio.create_task(self._sweep())
         yield
-        sweep.cancel()
-        await self.scheduler.stop()
-
-    async def _sweep(self) -> None:
-        """Drop readers that have stalled, once a second."""
-        while True:
-            await asyncio.sleep(STALL_CHECK_SECONDS)
-            self.writing.drop_stalled(asyncio.get_running_loop().time())
+        if self.scheduler.loaded.is_set():  # else its thread waits for a compiler; it ends with the process
+            await self.scheduler.stop()
 
     @property
     def serves(self) -> bool:

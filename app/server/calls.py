@@ -14,17 +14,18 @@ from app.server.plan import Plan
 class Call:
     """A request's choices, and the pieces of them that the scheduler has sent to the event loop.
 
-    buffer_bytes: of pieces that are not taken; with more the reader is too slow, and `overflowed` is called.
-    All of it but `choices` belongs to the event loop.
+    buffer_bytes: of pieces that are not taken. A stream's reader is too slow if more wait for behind_seconds;
+    then `overflowed` is called. All of it but `choices` belongs to the event loop.
     """
 
-    def __init__(self, plan: Plan, buffer_bytes: int) -> None:
+    def __init__(self, plan: Plan, buffer_bytes: int, behind_seconds: float) -> None:
         self.plan = plan
         self.choices = [Choice(plan, number) for number in range(len(plan.requests))]
         self.began = time.monotonic()
         self.gone = False  # the client has left, or was dropped
         self.overflowed: Callable[[], None] = lambda: None
-        self._buffer_bytes = buffer_bytes
+        self._buffer_bytes, self._behind_seconds = buffer_bytes, behind_seconds
+        self._behind: asyncio.TimerHandle | None = None  # runs while more than that waits
         self._inbox: list[Piece] = []
         self._held = 0  # bytes in it
         self._error: ApiError | None = None
@@ -38,13 +39,16 @@ class Call:
             self._inbox.append(piece)
             if self.plan.stream:
                 self._held += piece.bytes
-                if self._held > self._buffer_bytes and not self.gone:
-                    self.overflowed()
+                # A single batch may be larger; a reader that is fast enough has it at once.
+                if self._held > self._buffer_bytes and not (self._behind or self.gone):
+                    loop = asyncio.get_running_loop()
+                    self._behind = loop.call_later(self._behind_seconds, lambda: self.overflowed())
         self._wake()
 
     def leave(self) -> None:
-        """The client has left."""
+        """The client has left, or has all."""
         self.gone = True
+        self._in_time()
         self._wake()
 
     async def pieces(self) -> list[Piece]:
@@ -60,7 +64,13 @@ class Call:
         if self._error:
             raise self._error
         taken, self._inbox, self._held = self._inbox, [], 0
+        self._in_time()
         return taken
+
+    def _in_time(self) -> None:
+        if self._behind:
+            self._behind.cancel()
+            self._behind = None
 
     def _wake(self) -> None:
         if self._waiting and not self._waiting.done():

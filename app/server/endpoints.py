@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from app.server import plan as plans
 from app.server.calls import Call
-from app.server.errors import ApiError, respond
+from app.server.errors import ApiError, respond, send_body
 from app.server.metrics import Metrics
 from app.server.plan import Plan
 from app.server.requests import ChatBody, CompletionBody, parse
@@ -44,7 +44,6 @@ class Writing:
         self.settings, self.metrics = settings, metrics
         self.active: set[Call] = set()
         self.draining = False
-        self._blocked: dict[Call, float] = {}  # since when a stream waits for its reader
 
     def completions(self, data: bytes) -> Plan:
         """The plan of /v1/completions."""
@@ -74,7 +73,7 @@ class Writing:
         if data is None:
             return
         plan = planned(data)
-        call = Call(plan, self.settings.buffer_bytes)
+        call = Call(plan, self.settings.buffer_bytes, self.settings.behind_seconds)
         self.scheduler.submit(call)
         self.active.add(call)
         abort = scope.get("state", {}).get(ABORT)
@@ -84,7 +83,7 @@ class Writing:
             await (self._stream if plan.stream else self._whole)(call, send)
         finally:
             watch.cancel()
-            self.scheduler.cancel(call)  # what has not ended
+            self._leave(call)  # ends what has not ended
             self.active.discard(call)
 
     async def _whole(self, call: Call, send: Send) -> None:
@@ -102,12 +101,12 @@ class Writing:
         left = len(tokens)
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         if begin := shape.begin():
-            await self._send(call, send, begin)
+            await send_body(send, begin, more=True)
         while left:
             try:
                 pieces = await call.pieces()
             except ApiError as error:
-                await self._send(call, send, shape.failed(error), more=False)
+                await send_body(send, shape.failed(error))
                 return
             if call.gone:
                 return
@@ -117,15 +116,7 @@ class Writing:
                 left -= piece.finish is not None
             if not left:
                 events.append(shape.end([Result(i, new_tokens=count) for i, count in enumerate(tokens)]))
-            await self._send(call, send, b"".join(events), more=bool(left))
-
-    async def _send(self, call: Call, send: Send, body: bytes, more: bool = True) -> None:
-        """Send a part of a stream; this waits while its reader is slow."""
-        self._blocked[call] = asyncio.get_running_loop().time()
-        try:
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-        finally:
-            del self._blocked[call]
+            await send_body(send, b"".join(events), more=bool(left))
 
     def _leave(self, call: Call) -> None:
         """The client has left: free its slots now."""
@@ -136,19 +127,14 @@ class Writing:
         """Close a connection whose reader is too slow."""
         self.metrics.dropped.inc()
         if abort:
-            abort()
-        self._leave(call)
+            abort()  # which ends the call once the connection is lost; uvicorn would log it otherwise
+        else:
+            self._leave(call)
 
     def end_all(self) -> None:
         """End all requests: a stream's last event is an error, the others get 503."""
         for call in list(self.active):
             call.put(ApiError(503, "The server ended before the text did.", code="shutting_down"))
-
-    def drop_stalled(self, now: float) -> None:
-        """Drop the streams whose readers have taken nothing for stall_seconds; called now and then."""
-        for call, since in list(self._blocked.items()):
-            if now - since > self.settings.stall_seconds and not call.gone:
-                call.overflowed()
 
 
 async def read_body(scope: Scope, receive: Receive, most: int) -> bytes | None:

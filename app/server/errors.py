@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from starlette.types import Receive, Scope, Send
 
+SLICE_BYTES = 65_536  # of a body, given to the connection before it waits for the reader
+
 
 @dataclass
 class ApiError(Exception):
@@ -49,4 +51,12 @@ async def respond(
     all_headers = (("content-type", content_type), ("content-length", str(len(body))), *headers)
     encoded = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in all_headers]
     await send({"type": "http.response.start", "status": status, "headers": encoded})
-    await send({"type": "http.response.body", "body": body})
+    await send_body(send, body)
+
+
+async def send_body(send: Send, body: bytes, more: bool = False) -> None:
+    """Send a part of a body; this waits while its reader is slow. more: whether another follows."""
+    for start in range(0, max(len(body), 1), SLICE_BYTES):
+        end = start + SLICE_BYTES
+        part = {"body": body[start:end], "more_body": more or end < len(body)}
+        await send({"type": "http.response.body", **part})

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 from collections.abc import Callable, Mapping
 from types import FrameType
+from typing import cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -17,20 +19,30 @@ from app.server.settings import Settings
 from model.checkpoint import Checkpoint
 
 HEAD_BYTES = 65_536  # of a request's line and headers
-HEAD_SECONDS = 10.0  # in which they must arrive
+HEAD_SECONDS = 10.0  # in which they must arrive; after a response, for what is left of the request too
 SEND_BUFFER = 131_072  # bytes that the system keeps for a reader
 BACKLOG = 1024
+OWN_FILES = 64  # that the process itself may need
+STALL_BYTES = 16_384  # that a reader must take, or all, lest it has stalled
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's protocol, with limits for the head of a request, and a way to close a connection at once."""
+    """uvicorn's protocol, with limits for requests and readers, and a way to close a connection at once.
+
+    A connection has a timer whenever no request is answered. uvicorn's own stops at the next byte.
+    """
 
     _head = 0  # bytes of the head that is arriving; -1 while a request is answered
     _timer: asyncio.TimerHandle | None = None
+    _unread = 0  # bytes that the reader had not taken
+    _since = 0.0  # when
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._begin()
+        if self.limit_concurrency and len(self.connections) >= self.limit_concurrency:
+            transport.abort()
+        else:
+            self._begin()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -48,17 +60,37 @@ class Protocol(HttpToolsProtocol):
             if self._head > HEAD_BYTES:
                 self.transport.abort()
 
+    def on_response_complete(self) -> None:
+        last = not self.pipeline  # of the requests that were read
+        super().on_response_complete()
+        if last and not self.transport.is_closing():
+            self._arm(self.transport.close)
+
+    def stalled(self, now: float, seconds: float) -> bool:
+        """Whether the reader has taken almost nothing for some seconds; called often."""
+        size = self.transport.get_write_buffer_size()
+        if size == 0 or self._unread == 0 or size <= self._unread - STALL_BYTES:
+            self._unread, self._since = size, now
+        self._unread = max(self._unread, size)
+        return size > 0 and now - self._since > seconds
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
         super().connection_lost(exc)
 
     def _begin(self) -> None:
-        self._end()
         self._head = 0
-        self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+        self._arm(self.transport.abort)
+
+    def _arm(self, close: Callable[[], None]) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(HEAD_SECONDS, close)
 
     def _end(self) -> None:
         self._head = -1
+        self._disarm()
+
+    def _disarm(self) -> None:
         if self._timer:
             self._timer.cancel()
             self._timer = None
@@ -75,7 +107,19 @@ class Server(uvicorn.Server):
 
     async def _serve(self, sockets: list[socket.socket] | None = None) -> None:
         self.loop = asyncio.get_running_loop()
+        watch = asyncio.create_task(self._drop_stalled())
         await super()._serve(sockets)
+        watch.cancel()
+
+    async def _drop_stalled(self) -> None:
+        """Drop readers that have stalled, whatever they were sent."""
+        seconds = self.application.settings.stall_seconds
+        while True:
+            await asyncio.sleep(min(1.0, seconds / 4))
+            for connection in list(self.server_state.connections):
+                if cast(Protocol, connection).stalled(asyncio.get_running_loop().time(), seconds):
+                    self.application.metrics.dropped.inc()
+                    connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         assert self.loop
@@ -99,6 +143,12 @@ class Server(uvicorn.Server):
             await asyncio.sleep(0.02)
         writing.end_all()
         self.should_exit = True
+
+
+def most_connections(most: int) -> int:
+    """How many connections to hold: fewer than `most` if the process may not open as many files."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return most if files == resource.RLIM_INFINITY else min(most, max(files - OWN_FILES, 1))
 
 
 def bind(settings: Settings) -> socket.socket:
@@ -131,6 +181,7 @@ def make(checkpoints: Mapping[str, Checkpoint], settings: Settings) -> Server:
         log_level=logging.WARNING,
         server_header=False,
         backlog=BACKLOG,
+        limit_concurrency=most_connections(settings.connections) + 1,  # which it refuses, and Protocol before
         # draining has waited already; what is left is to be closed
         timeout_graceful_shutdown=1,
     )
@@ -147,7 +198,7 @@ def serve(server: Server, listener: socket.socket, say: Callable[[str], None]) -
         await asyncio.wait((running, loaded), return_when=asyncio.FIRST_COMPLETED)
         if scheduler.error:
             server.should_exit = True
-        elif scheduler.ready:
+        elif scheduler.ready and not server.application.writing.draining:
             say("Ready. Ctrl-C ends it.")
         await running
         loaded.cancel()

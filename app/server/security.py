@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 from collections.abc import Callable, Sequence
 
 from starlette.middleware.cors import CORSMiddleware
@@ -17,6 +18,9 @@ from app.server.settings import Settings
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 OPEN = "/health"  # the path that needs no key
+NAME = re.compile(r"[A-Za-z0-9_.-]+")
+ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9_.-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]*))?")
+DEFAULT_PORTS = (("http", "80"), ("https", "443"))  # which browsers leave out
 
 
 def is_loopback(host: str) -> bool:
@@ -35,6 +39,30 @@ def host_of(header: str) -> str:
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0]
+
+
+def check_origin(origin: str) -> None:
+    """Raise ValueError if no browser sends this as its Origin header; '*' is any."""
+    matched = ORIGIN.fullmatch(origin)
+    if origin != "*" and (not matched or matched.groups() in DEFAULT_PORTS):
+        raise ValueError(
+            f"--allow-origin is {origin!r}; it must be scheme://host or scheme://host:port in lower case,"
+            " without a path or the scheme's own port, or *"
+        )
+
+
+def check_host(host: str) -> None:
+    """Raise ValueError if no Host header has this name; '*' is any."""
+    if host != "*" and not NAME.fullmatch(host) and not is_ipv6(host.removeprefix("[").removesuffix("]")):
+        raise ValueError(f"--allow-host is {host!r}; it must be a name or an address without a port, or *")
+
+
+def is_ipv6(text: str) -> bool:
+    """Whether a text is an IPv6 address, as headers have it."""
+    try:
+        return str(ipaddress.IPv6Address(text)) == text.lower()
+    except ValueError:
+        return False
 
 
 def secured(app: ASGIApp, settings: Settings, count: Callable[[ApiError], None]) -> ASGIApp:

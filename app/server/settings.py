@@ -17,8 +17,9 @@ class Settings:
     requests have when the server ends. page: the folder of the page at /, if it is built.
     most_texts: of one request. most_tokens: of one text. most_scores: tokens of a request, echoed ones
     too, that log-probabilities are sent of. body_bytes: of a request. body_seconds: in which a
-    request must arrive. buffer_bytes: of a stream's events that its reader has not taken. stall_seconds: in
-    which a reader must take an event.
+    request must arrive. buffer_bytes: of a stream's events that its reader may leave for behind_seconds.
+    stall_seconds: in which a reader must take something. connections: at once; fewer if the process may not
+    open as many files.
     """
 
     models: tuple[str, ...] = ("shakes256",)
@@ -41,4 +42,6 @@ class Settings:
     body_bytes: int = 262_144
     body_seconds: float = 10.0
     buffer_bytes: int = 65_536
+    behind_seconds: float = 2.0
     stall_seconds: float = 10.0
+    connections: int = 1024

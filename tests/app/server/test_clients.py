@@ -24,6 +24,7 @@ LONG = {"model": MODEL, "prompt": "a" * 128, "max_tokens": 60_000}  # each token
 def small(extension):
     """A server with one slot and a queue of two."""
     limits = {"body_bytes": 10_000, "body_seconds": 0.5, "buffer_bytes": 20_000, "most_scores": 10**6}
+    limits |= {"behind_seconds": 0.2}
     settings = Settings((MODEL,), slots=1, queue=2, **limits)
     with serving(settings) as client:
         yield client
@@ -113,13 +114,62 @@ def test_a_slow_reader_is_dropped(small):
     assert small.complete().status == 200
 
 
-def test_a_stalled_reader_is_dropped(extension):
-    settings = Settings((MODEL,), slots=1, stall_seconds=0.3, buffer_bytes=10**9, most_scores=10**6)
+def test_a_stalled_reader_is_dropped(extension, caplog):
+    """Of a stream, of a whole answer, of a refusal that waits behind it, and of what is no writing."""
+    limits = {"stall_seconds": 0.3, "behind_seconds": 60, "buffer_bytes": 10**9, "most_scores": 10**6}
+    whole = {"prompt": "a" * 5000, "n": 16, "max_tokens": 0, "echo": True, "logprobs": 5}
+    stream = {"prompt": "a", "logprobs": 5, "stream": True, "stream_options": {"interval_ms": 0}}
+    with serving(Settings((MODEL,), **limits)) as client:
+        for number, fields in enumerate((stream, whole), 1):
+            with request(client, receive_buffer=4096, **fields):
+                until(lambda number=number: client.metric("attention_streams_dropped_total") == number)
+            client.idle()
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", client.port))
+            try:
+                for _ in range(300):
+                    connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            except OSError:  # dropped already
+                pass
+            until(lambda: client.metric("attention_streams_dropped_total") == 3)
+        assert len(client.server.server_state.connections) <= 1  # that of the metrics
+    assert caplog.records == []
+
+
+def test_a_fast_reader_is_not_dropped(extension):
+    """However much comes at once."""
+    settings = Settings((MODEL,), buffer_bytes=2000, behind_seconds=2.0, stall_seconds=5.0)
+    echo = {"prompt": "a" * 30_000, "echo": True, "max_tokens": 10, "n": 8}
     with serving(settings) as client:
-        fields = {"prompt": "a", "logprobs": 5, "stream_options": {"interval_ms": 0}}
-        with request(client, receive_buffer=4096, stream=True, **fields):
-            until(lambda: client.metric("attention_streams_dropped_total") == 1)
-        client.idle()
+        for fields, characters in (
+            ({"logprobs": 5, "max_tokens": 200}, 200),
+            ({"logprobs": 5, "max_tokens": 100, "n": 8}, 100),
+            ({"max_tokens": 5000, "context": "reset", "stream_options": {"interval_ms": 10_000}}, 5000),
+            (echo, 30_010),
+        ):
+            assert len(client.complete(stream=True, **fields).text(0)) == characters
+            answer = client.complete(**fields | {"stream_options": None})
+            assert len(answer.json()["choices"][-1]["text"]) == characters
+        assert client.metric("attention_streams_dropped_total") == 0
+
+
+def test_a_slow_reader_of_much_is_not_dropped(extension):
+    """The connection takes a part at a time."""
+    whole = {"prompt": "a" * 5000, "n": 16, "max_tokens": 0, "echo": True, "logprobs": 5}
+    with serving(Settings((MODEL,), stall_seconds=1.0, most_scores=10**6)) as client:
+        with request(client, receive_buffer=16_384, **whole) as connection:
+            start, head = time.monotonic(), connection.recv(16_384)
+            length = int(head.partition(b"content-length: ")[2].partition(b"\r")[0])
+            read = len(head.partition(b"\r\n\r\n")[2])
+            assert b" 200 " in head and length > 1_500_000
+            while read < length:
+                time.sleep(0.015)
+                part = connection.recv(16_384)
+                assert part, f"it was cut after {read} bytes"
+                read += len(part)
+            assert time.monotonic() - start > 1.5  # longer than a stall
+        assert client.metric("attention_streams_dropped_total") == 0
 
 
 def test_what_is_no_request(small):
@@ -154,6 +204,53 @@ def test_a_head_that_does_not_come(small, monkeypatch):
         connection.sendall(b"GET / HTTP/1.1\r\n")
         for _ in range(30_000):
             connection.sendall(b"X-Header: " + b"a" * 1000 + b"\r\n")
+
+
+def test_a_connection_does_not_stay_after_a_refusal(small, monkeypatch):
+    """Whatever it still sends, or does not."""
+    monkeypatch.setattr("app.server.running.HEAD_SECONDS", 0.3)
+    long = "Host: localhost\r\nContent-Length: 1000000000\r\n\r\n{"
+    get = "GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    for sent, later in (
+        (f"POST /v1/completions HTTP/1.1\r\n{long}", "a"),  # 415
+        (f"POST /nothing HTTP/1.1\r\n{long}", "a"),  # 404
+        (f"GET /health HTTP/1.1\r\n{long}", "a"),
+        (f"{get}\r\n", "\r\n"),  # a line end begins no request
+        (f"{get}Content-Length: 9\r\n\r\n", "a" * 9),
+    ):
+        with socket.create_connection(("127.0.0.1", small.port), 3) as connection:
+            connection.sendall(sent.encode())
+            assert connection.recv(10_000).startswith(b"HTTP/1.1 ")
+            connection.sendall(later.encode())
+            try:
+                while connection.recv(10_000):
+                    pass
+            except ConnectionResetError:
+                pass
+
+
+def test_connections_are_limited(extension):
+    with serving(Settings((MODEL,), connections=4)) as client:
+        until(lambda: not client.server.server_state.connections)
+        kept = [socket.create_connection(("127.0.0.1", client.port), 3) for _ in range(4)]
+        until(lambda: len(client.server.server_state.connections) == 4)
+        with socket.create_connection(("127.0.0.1", client.port), 3) as refused:
+            with pytest.raises(OSError):  # closed, whichever call sees it
+                refused.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                if not refused.recv(100):
+                    raise ConnectionResetError
+        for connection in kept:
+            connection.close()
+        until(lambda: not client.server.server_state.connections)
+        assert client.get("/health").status == 200
+
+
+def test_the_limit_of_connections_leaves_files_to_the_process(monkeypatch):
+    from app.server import running
+
+    for files, most in ((80, 16), (1024, 960), (10**6, 1024), (1, 1)):
+        monkeypatch.setattr(running.resource, "getrlimit", lambda kind, files=files: (files, files))
+        assert running.most_connections(1024) == most
 
 
 def test_random_clients_leave_nothing_behind(client):

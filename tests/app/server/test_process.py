@@ -104,8 +104,42 @@ def test_what_it_refuses_to_start_with(failed, tmp_path):
     (tmp_path / "keys").write_text("\n")
     assert "has no key" in failed("serve", "--api-key-file", tmp_path / "keys")
     assert "No such file" in failed("serve", "--api-key-file", tmp_path / "none")
+    assert "--grace" in failed("serve", "--grace", "nan")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "in use" in failed("serve", "-m", MODEL, "--port", taken.getsockname()[1])
+
+
+def test_memory_that_does_not_suffice(extension):
+    code = (
+        "from app.server import scheduler\n"
+        "def fail(*arguments, **options): raise MemoryError('std::bad_alloc')\n"
+        "scheduler.open_engine = fail\n"
+        f"from app.cli import main; main(['serve', '-m', '{MODEL}', '--port', '0', '--slots', '7'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "with --slots 7;" in done.stderr
+    assert done.stderr.count("\n") == 2 and done.stderr.startswith("Loading"), done.stderr
+
+
+def test_a_signal_while_loading_does_not_wait():
+    """A compiler may take minutes."""
+    code = (
+        "import time; from app.server import scheduler\n"
+        "scheduler.open_engine = lambda *arguments, **options: time.sleep(30)\n"
+        f"from app.cli import main; main(['serve', '-m', '{MODEL}', '--port', '0'])"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stderr
+            port = re.search(r":(\d+)$", child.stderr.readline(), re.M)
+            assert port
+            until(lambda: Client(int(port[1])).get("/health").json()["status"] == "loading")
+            child.send_signal(signal.SIGTERM)
+            assert until(lambda: child.poll() is not None) < 10
+            assert child.returncode == 0 and child.stderr.read() == ""
+        finally:
+            child.kill()
 
 
 def test_the_quick_start_imports_nothing_of_it():

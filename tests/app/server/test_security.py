@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
-from app.server.security import host_of, is_loopback
+from app.server.security import check_host, check_origin, host_of, is_loopback
 from app.server.settings import Settings
 
 from .conftest import MODEL, serving
@@ -26,6 +26,36 @@ def test_hosts():
         assert host_of(header) == host
     assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.9.9.9", "::1")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "")))
+
+
+def test_origins_and_hosts_that_cannot_match_are_refused():
+    for origin in ("*", ORIGIN, "http://localhost:3000", "http://[::1]:8080", "app://a.b", "http://a:443"):
+        check_origin(origin)
+    for origin in (
+        "foo",
+        "",
+        "http://",
+        "http://localhost:3000/",
+        "http://A.b",
+        "http://a:80",
+        "https://a:443",
+    ):
+        with pytest.raises(ValueError, match="--allow-origin is"):
+            check_origin(origin)
+    for host in ("*", "a.example", "A_b", "10.0.0.1", "::1", "[::1]", "FE80::1"):
+        check_host(host)
+    for host in (
+        "",
+        "http://a.example",
+        "http://a.example:80",
+        "a.example:80",
+        "[::1]:80",
+        "a/b",
+        "0:0::1",
+        "a b",
+    ):
+        with pytest.raises(ValueError, match="--allow-host is"):
+            check_host(host)
 
 
 def test_the_host_header_is_checked(client):
