@@ -283,6 +283,19 @@ const scenarios = {
     return { texts: [first, await textOf("text-new")], kept };
   },
 
+  // What calls of an engine end with that is closed before its answer, and of one that is closed.
+  async closed() {
+    await open({ length: 5 }, 5);
+    return page.evaluate(async () => {
+      const { Engine } = await import("/js/engine.js");
+      const engine = new Engine(),
+        calls = [engine.call("block")];
+      engine.close();
+      calls.push(engine.call("block"));
+      return Promise.all(calls.map((call) => call.catch((error) => error.message)));
+    });
+  },
+
   // What the page says of files that someone chooses.
   async files({ cases, fine }) {
     await open({ length: 5 }, 5);

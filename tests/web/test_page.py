@@ -122,6 +122,10 @@ def test_a_second_visit_needs_no_network(visit, extension):
     assert made["kept"] == {"other": True, "file": False}
 
 
+def test_calls_of_a_closed_engine_end(visit):
+    assert visit("closed") == ["the engine is closed"] * 2
+
+
 def test_wrong_files_give_a_sentence(visit, tmp_path):
     save(tmp_path / "tiny", tiny.gpt(), VOCABULARY, {})
     names = ("config.json", "meta.json", "model.safetensors")
