@@ -10,6 +10,7 @@ import importlib.util
 import json
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 from attention_ext.build import cache, toolchain
@@ -30,40 +31,115 @@ SOURCES = (KERNELS, "matmul/*.cpp", "decoder/*.cpp", "simd/portable.cpp")
 GRADIENT = "part4_backward.cpp"  # the page does not train, and its threads wait for each other
 STATIC = ("index.html", "style.css", "sw.js")
 EMBEDDED = ("shakes256", "shakes1024")  # in the one file; the race needs the long window
-STAMP = "stamp"  # in the page's folder: a hash of all that decides its files
+STAMP = "shakespeare-page.json"  # in the page's folder: see stamp()
+MAKER = "gpt.py web --build"  # in the stamp
 NO_ZIG = "the page's kernels are compiled by ziglang, which is missing here: pip install ziglang"
 
 
 def make(folder: Path = DIST) -> bool:
     """Make the page in a folder, unless it is there and up to date; whether it was made.
 
+    The page is made beside the folder and renamed, so the folder holds a whole page or none.
     Raises BuildError if the kernels cannot be compiled, ValueError if the folder holds other files.
     """
-    stamp = fingerprint()
-    if (folder / STAMP).is_file() and (folder / STAMP).read_text() == stamp:
+    folder, hashed = cache.real(folder), fingerprint()
+    if is_current(folder, hashed):
         return False
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / STAMP).is_file():
-        raise ValueError(f"folder is {folder}; it must be empty, or hold a page that was made before")
+    check_replaceable(folder)
     kernels = {f"kernels-{name}.wasm.gz": compiled(name) for name in BUILDS}
-    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with cache.locked(cache.real(cache.directory()) / "attention_ext_page.lock"):
+        if is_current(folder, hashed):  # another process made it while this one waited
+            return False
+        unfinished = f".{folder.name}-{STAMP}-"
+        for left in folder.parent.glob(f"{unfinished}*"):  # of a build that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=unfinished) as work:
+            made = Path(work) / "made"
+            write_page(made, kernels, hashed)
+            check_replaceable(folder)
+            if folder.exists():
+                folder.rename(Path(work) / "replaced")
+            made.rename(folder)
+    return True
+
+
+def write_page(folder: Path, kernels: dict[str, Path], hashed: str) -> None:
+    """Write all files of the page into a new folder, and the stamp that names them."""
     (folder / "js").mkdir(parents=True)
-    (folder / STAMP).write_text("unfinished")
     for name, path in kernels.items():
         (folder / name).write_bytes(packed(path.read_bytes()))
     for path in sorted((WEB / "js").glob("*.js")):
         shutil.copyfile(path, folder / "js" / path.name)
     for name in STATIC:
         shutil.copyfile(WEB / name, folder / name)
-    (folder / "sources.json").write_text(json.dumps(sources()), encoding="utf-8")
+    write_text(folder / "sources.json", json.dumps(sources()))
     write_models(folder / "models")
-    (folder / "index.html").write_text(preloading((WEB / "index.html").read_text(encoding="utf-8"), folder))
-    (folder / "shakespeare.html").write_text(bundle.one_file(folder, WEB, EMBEDDED), encoding="utf-8")
-    files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
-    kept = [name for name in files if not name.startswith(("models/", "shakespeare", "sw.js", STAMP))]
-    worker = (folder / "sw.js").read_text().replace('"FILES"', json.dumps(kept)).replace("VERSION", stamp)
-    (folder / "sw.js").write_text(worker)
-    (folder / STAMP).write_text(stamp)
-    return True
+    write_text(folder / "index.html", preloading((WEB / "index.html").read_text(encoding="utf-8"), folder))
+    own = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    kept = [name for name in own if name != "sw.js" and not name.endswith(".safetensors.gz")]
+    weights = [name for name in own if name.endswith(".safetensors.gz")]
+    worker = (folder / "sw.js").read_text(encoding="utf-8").replace("VERSION", hashed)
+    for word, names in (("FILES", kept), ("WEIGHTS", weights)):
+        worker = worker.replace(f'"{word}"', json.dumps(names))
+    write_text(folder / "sw.js", worker)
+    write_text(folder / "shakespeare.html", bundle.one_file(folder, WEB, EMBEDDED))
+    write_stamp(folder, hashed)
+
+
+def write_stamp(folder: Path, hashed: str) -> None:
+    """Write the stamp of a page whose other files are all there."""
+    sizes = {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    write_text(folder / STAMP, json.dumps({"made by": MAKER, "hash": hashed, "bytes": sizes}, indent=1))
+
+
+def write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", newline="\n")
+
+
+def stamp(folder: Path) -> dict | None:
+    """A page's stamp: "hash" of all that decides its files, "bytes" of each file. None without one."""
+    try:
+        found = json.loads((folder / STAMP).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("made by") == MAKER else None
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder holds a page with all its files."""
+    found = stamp(folder)
+    return found is not None and all(
+        (folder / name).is_file() and (folder / name).stat().st_size == size
+        for name, size in found["bytes"].items()
+    )
+
+
+def is_current(folder: Path, hashed: str) -> bool:
+    """Whether a folder holds a whole page of these sources and checkpoints."""
+    return (stamp(folder) or {}).get("hash") == hashed and is_whole(folder)
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise ValueError if a folder holds anything that no build of the page wrote."""
+    if not folder.exists():
+        return
+    remedy = "choose another one, or remove it yourself"
+    if not folder.is_dir():
+        raise ValueError(f"folder is {folder}, a file; {remedy}")
+    found = stamp(folder)
+    own = {STAMP, *found["bytes"]} if found else set()
+    own |= {parent.as_posix() for name in own for parent in Path(name).parents}
+    other = next((path for path in folder.rglob("*") if path.relative_to(folder).as_posix() not in own), None)
+    if other:
+        raise ValueError(
+            f"folder is {folder}; it must be empty, or hold a page that was made before and nothing else, "
+            f"but it has {other.relative_to(folder)}; {remedy}"
+        )
 
 
 def fingerprint() -> str:
@@ -128,7 +204,7 @@ def write_models(folder: Path) -> None:
             path.write_bytes(packed(content))
             files[precision] = {"path": f"models/{path.name}", "bytes": path.stat().st_size}
         index[name] = {"config": config, "characters": characters, "files": files}
-    (folder / "models.json").write_text(json.dumps(index), encoding="utf-8")
+    write_text(folder / "models.json", json.dumps(index))
 
 
 def rounded(weights: dict) -> dict:

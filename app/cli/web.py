@@ -13,7 +13,7 @@ from app.cli.options import notice
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
-    default=8000,
+    default=8080,
     show_default=True,
     help="Port on 127.0.0.1; 0 takes a free one.",
 )

@@ -45,5 +45,5 @@ class Site(StaticFiles):
 
 
 def site(folder: Path | None) -> Site | None:
-    """The page's files, or None if the page is not built there."""
-    return Site(folder) if folder and (folder / build.STAMP).is_file() else None
+    """The page's files, or None if no whole page is there."""
+    return Site(folder) if folder and build.is_whole(folder) else None

@@ -116,7 +116,7 @@ def running() -> list[Path]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on path; print a notice if another process holds it."""
     import fcntl
 
@@ -143,7 +143,7 @@ def make(made: Path, what: str, write: Callable[[Path], Path]) -> None:
             check_owner(path)
         if made.exists():
             return
-        with _locked(directory / LOCK):
+        with locked(directory / LOCK):
             if made.exists():  # another process made it while this one waited
                 return
             print(f"Compiling {what}...", file=sys.stderr, flush=True)

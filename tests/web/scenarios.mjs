@@ -264,20 +264,36 @@ const scenarios = {
     return text;
   },
 
-  // A second visit without the server.
-  async offline({ query }) {
+  // One visit, and a second one without the server. On the origin are also another cache and another file.
+  async offline({ query, other }) {
+    await context.addInitScript(() => {
+      if (location.protocol === "http:") caches.open("another page's");
+    });
     await open(query, query.length);
     const first = await textOf("text-new");
-    await until("the worker", async () =>
-      Boolean((await navigator.serviceWorker.ready).active && navigator.serviceWorker.controller),
-    );
-    await page.reload();
-    await written(query.length);
+    await until("the weights", () => caches.match("models/shakes256-bf16.safetensors.gz").then(Boolean));
+    const kept = await page.evaluate(async (name) => {
+      await (await fetch(name)).text();
+      return { other: await caches.has("another page's"), file: Boolean(await caches.match(name)) };
+    }, other);
     server.closeAllConnections();
     await new Promise((done) => server.close(done));
     await page.goto("about:blank");
     await open(query, query.length);
-    return [first, await textOf("text-new")];
+    return { texts: [first, await textOf("text-new")], kept };
+  },
+
+  // What calls of an engine end with that is closed before its answer, and of one that is closed.
+  async closed() {
+    await open({ length: 5 }, 5);
+    return page.evaluate(async () => {
+      const { Engine } = await import("/js/engine.js");
+      const engine = new Engine(),
+        calls = [engine.call("block")];
+      engine.close();
+      calls.push(engine.call("block"));
+      return Promise.all(calls.map((call) => call.catch((error) => error.message)));
+    });
   },
 
   // What the page says of files that someone chooses.

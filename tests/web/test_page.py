@@ -105,7 +105,9 @@ def test_the_page_is_small(page_folder):
         for f in page_folder.rglob("*")
         if f.is_file() and f.suffix in (".js", ".css", ".gz", ".json") or f.name == "index.html"
     ]
-    once = sum(f.stat().st_size for f in files if f.name != "kernels-simd.wasm.gz" and "models" not in str(f))
+    own = [f for f in files if f.relative_to(page_folder).parts[0] not in ("models", "kernels-simd.wasm.gz")]
+    assert page_folder / "js" / "models.js" in own
+    once = sum(f.stat().st_size for f in own)
     assert once < 400_000
     html = (page_folder / "shakespeare.html").read_text()
     weights = sum(map(len, re.findall(r'id="asset:models/[^"]*safetensors\.gz">([^<]*)<', html)))
@@ -114,7 +116,14 @@ def test_the_page_is_small(page_folder):
 
 
 def test_a_second_visit_needs_no_network(visit, extension):
-    assert visit("offline", query=QUERY) == [native(QUERY)] * 2
+    """Nor does it need a third visit, and only the page's own files and caches are touched."""
+    made = visit("offline", query=QUERY, other=build.STAMP)
+    assert made["texts"] == [native(QUERY)] * 2
+    assert made["kept"] == {"other": True, "file": False}
+
+
+def test_calls_of_a_closed_engine_end(visit):
+    assert visit("closed") == ["the engine is closed"] * 2
 
 
 def test_wrong_files_give_a_sentence(visit, tmp_path):

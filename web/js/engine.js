@@ -36,6 +36,9 @@ function newWorker() {
   return new Worker(URL.createObjectURL(new Blob([element.textContent], { type: "text/javascript" })));
 }
 
+// What calls of a closed Engine end with.
+export class Closed extends Error {}
+
 // A Session in a worker: its methods are calls that return promises.
 export class Engine {
   constructor() {
@@ -49,13 +52,17 @@ export class Engine {
       else reject(new Error(error));
     };
     this.worker.onerror = (event) => {
-      for (const { reject } of this.waiting.values())
-        reject(new Error(event.message || "the worker did not start"));
-      this.waiting.clear();
+      this.fail(new Error(event.message || "the worker did not start"));
     };
   }
 
+  fail(error) {
+    for (const { reject } of this.waiting.values()) reject(error);
+    this.waiting.clear();
+  }
+
   call(method, argument) {
+    if (this.closed) return Promise.reject(new Closed("the engine is closed"));
     const id = this.calls++;
     return new Promise((resolve, reject) => {
       this.waiting.set(id, { resolve, reject });
@@ -64,6 +71,8 @@ export class Engine {
   }
 
   close() {
+    this.closed = true;
     this.worker.terminate();
+    this.fail(new Closed("the engine is closed"));
   }
 }

@@ -1,6 +1,7 @@
 // The page: the choices, the model, the views.
 import { $, make } from "./dom.js";
 import { AttentionView } from "./attention.js";
+import { Closed } from "./engine.js";
 import { build } from "./kernels.js";
 import { MeasureView } from "./measure.js";
 import { Models } from "./models.js";
@@ -128,11 +129,18 @@ class Page {
   written() {
     if (this.view !== "write") this.views[this.view].show?.();
     document.documentElement.dataset.written = this.text.written;
-    // Not before the first text, from which it would take bandwidth. Without it the page needs the network each time.
-    // A page of a server is not kept: the next one at this address may be another's.
-    if (!this.server && navigator.serviceWorker && location.protocol.startsWith("http")) {
-      navigator.serviceWorker.register("sw.js").catch(() => {});
-    }
+    this.keep();
+  }
+
+  // Lets the page open without a network. Not before the first text, from which it would take bandwidth.
+  // A page of a server is not kept: the next one at this address may be another's.
+  keep() {
+    const workers = navigator.serviceWorker;
+    if (this.server || !workers || !location.protocol.startsWith("http")) return;
+    const tell = () => workers.controller?.postMessage(this.models.loaded());
+    workers.oncontrollerchange = tell; // the first visit's weights came before its worker
+    tell();
+    workers.register("sw.js").catch(() => {}); // without it the page needs the network each time
   }
 
   progress(share) {
@@ -141,6 +149,7 @@ class Page {
   }
 
   problem(error) {
+    if (error instanceof Closed) return; // someone chose another model
     $("problem").hidden = !error;
     $("problem").textContent = error ? sentence(error.message) : "";
   }
@@ -149,4 +158,5 @@ class Page {
 const sentence = (text) => text[0].toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
 
 const page = new Page();
+addEventListener("unhandledrejection", (event) => event.reason instanceof Closed && event.preventDefault());
 page.start().catch((error) => page.problem(error));

@@ -17,6 +17,11 @@ export class Models {
     return Object.keys(this.index[name].files);
   }
 
+  // The paths of the weights that were asked for.
+  loaded() {
+    return [...this.files.keys()];
+  }
+
   bytes(name, precision, progress) {
     const { path, bytes } = this.index[name].files[precision];
     if (!this.files.has(path)) {

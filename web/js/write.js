@@ -1,5 +1,6 @@
 // The view Write: a text, the distribution of each of its characters, branches.
 import { $, make, number, shown } from "./dom.js";
+import { Closed } from "./engine.js";
 import { after, before } from "./sampling.js";
 import { ServerText } from "./server.js";
 import { formatBranches, isSeed, parseBranches } from "./state.js";
@@ -133,6 +134,7 @@ export class WriteView {
         if (this.text === text) this.append(piece, whole);
       });
     } catch (error) {
+      if (error instanceof Closed) return; // the text of another model follows
       this.page.problem(error);
     }
     if (this.text !== text) return;

@@ -17,7 +17,7 @@ def made(monkeypatch, tmp_path):
     """A page of one file, as if it had been made before."""
     (tmp_path / "page").mkdir()
     (tmp_path / "page" / "index.html").write_text("a page")
-    (tmp_path / "page" / build.STAMP).write_text(build.fingerprint())
+    build.write_stamp(tmp_path / "page", build.fingerprint())
     return tmp_path / "page"
 
 
@@ -56,6 +56,45 @@ def test_a_folder_with_other_files_is_left_alone(failed, tmp_path):
     (tmp_path / "mine").write_text("text")
     assert "it must be empty, or hold a page" in failed("web", "--build", "--out", tmp_path)
     assert (tmp_path / "mine").read_text() == "text"
+
+
+@pytest.mark.parametrize("other", ["stamp", "folder/thesis.txt", "js/mine.js", "empty/", "link"])
+def test_what_no_build_wrote_is_never_replaced(failed, made, tmp_path, other):
+    """Not in a page that is out of date either, nor because of a file that looks like a stamp."""
+    build.write_stamp(made, "of older sources")
+    for folder in (made, tmp_path / "own"):
+        mine = folder / other
+        mine.parent.mkdir(parents=True, exist_ok=True)
+        if other == "link":
+            mine.symlink_to(tmp_path)
+        elif other.endswith("/"):
+            mine.mkdir()
+        else:
+            mine.write_text("text")
+        said = failed("web", "--build", "--out", folder)
+        assert f"but it has {other.split('/')[0]}" in said and "remove it yourself" in said
+        assert mine.exists() and list(tmp_path.iterdir())
+    (tmp_path / "own" / build.STAMP).write_text(
+        '{"bytes": {"stamp": 4, "link": 0}}'
+    )  # not a stamp of a build
+    assert "but it has " in failed("web", "--build", "--out", tmp_path / "own")
+
+
+def test_a_page_that_lacks_a_file_is_not_whole(made):
+    assert build.is_current(made, build.fingerprint())
+    (made / "index.html").write_text("cut")
+    assert not build.is_whole(made)
+    (made / "index.html").unlink()
+    assert not build.is_whole(made)
+
+
+def test_serve_and_web_have_different_ports():
+    """A browser would show the page that it keeps instead of the server's."""
+    from app.cli.serving import serve as server
+    from app.cli.web import web
+
+    ports = [next(p.default for p in command.params if p.name == "port") for command in (server, web)]
+    assert ports[0] != ports[1]
 
 
 def test_without_ziglang_it_says_what_to_install(failed, tmp_path, monkeypatch):

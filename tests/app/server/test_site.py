@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
     (made / "js").mkdir()
     (made / "index.html").write_text("<head>\n<title>A page</title>\n</head>")
     (made / "js" / "main.js").write_text("// code")
-    (made / build.STAMP).write_text("made")
+    build.write_stamp(made, "of some sources")
     (made.parent / "secret").write_text("not the page's")
     return made
 
@@ -58,3 +58,7 @@ def test_without_a_page_there_is_the_status(tmp_path):
     assert site(tmp_path) is None
     (tmp_path / "index.html").write_text("unfinished")
     assert site(tmp_path) is None and site(None) is None
+    build.write_stamp(tmp_path, "of some sources")
+    assert site(tmp_path)
+    (tmp_path / "index.html").unlink()
+    assert site(tmp_path) is None

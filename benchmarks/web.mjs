@@ -1,0 +1,73 @@
+// The page in Chromium, for benchmarks/web.py: a line of JSON {seed} comes in, a line {ids, seconds} goes out.
+import { createRequire } from "node:module";
+import { createInterface } from "node:readline";
+
+const { chromium } = createRequire(new URL("../tests/web/package.json", import.meta.url))("playwright-core");
+const { home, program, model, weights, lines } = JSON.parse(process.argv[2]);
+const browser = await chromium.launch({ executablePath: program, args: ["--no-sandbox"] });
+
+// Milliseconds until a first visit shows text, over a line of so many Mbit/s and milliseconds there and back.
+async function firstText([speed, delay]) {
+  const context = await browser.newContext(),
+    page = await context.newPage(),
+    protocol = await context.newCDPSession(page);
+  await protocol.send("Network.enable");
+  const bytes = (speed * 1e6) / 8;
+  const line = { offline: false, latency: delay, downloadThroughput: bytes, uploadThroughput: bytes };
+  await protocol.send("Network.emulateNetworkConditions", line);
+  await page.addInitScript(() => {
+    const look = () => {
+      if (document.getElementById("text-new")?.textContent) globalThis.first = performance.now();
+      else requestAnimationFrame(look);
+    };
+    look();
+  });
+  await page.goto(`${home}#write?model=${model}&weights=bf16`);
+  let first;
+  while (!first) {
+    await new Promise((done) => setTimeout(done, 100));
+    first = await page.evaluate(() => globalThis.first);
+  }
+  await context.close();
+  return first;
+}
+const first = [];
+for (const line of lines) first.push(await firstText(line));
+
+const page = await browser.newPage();
+await page.goto(`${home}#write?length=1&pace=0`);
+const build = await page.evaluate(
+  async ([name, precision]) => {
+    const { Models } = await import("/js/models.js");
+    globalThis.engine = await (await Models.open()).engine(name, precision);
+    return (await import("/js/kernels.js")).build();
+  },
+  [model, weights],
+);
+console.log(JSON.stringify({ first, build, browser: `Chromium ${browser.version()}` }));
+
+// As Write does it: calls of the worker, each of which sends tokens and logits; without drawing them.
+const write = async (seed) => {
+  const { engine } = globalThis,
+    { vocab_size, block_size } = engine.config,
+    ids = [],
+    start = performance.now();
+  await engine.call("begin", {
+    part: "part4",
+    ids: [0],
+    seed: BigInt(seed),
+    context: "slide",
+    useCache: true,
+    sampling: { temperature: 0.8, topK: vocab_size, topP: 1 },
+    capacity: block_size,
+  });
+  while (ids.length < block_size - 1) {
+    ids.push(...(await engine.call("more", { most: block_size - 1 - ids.length })).tokens);
+  }
+  return { ids, seconds: (performance.now() - start) / 1e3 };
+};
+
+for await (const line of createInterface({ input: process.stdin })) {
+  console.log(JSON.stringify(await page.evaluate(write, JSON.parse(line).seed)));
+}
+await browser.close();
