@@ -81,7 +81,10 @@ class Application:
         return self.site.index() if self.site else await self.status_page(request)
 
     async def status_page(self, request: Request) -> Response:
-        return HTMLResponse(page.page(self.checkpoints, self.settings, self.status), headers=page.HEADERS)
+        return HTMLResponse(
+            page.page(self.checkpoints, self.settings.part, self.status, str(request.base_url)),
+            headers=page.HEADERS,
+        )
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": self.status}, 200 if self.serves else 503)

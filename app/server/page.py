@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
-from app.server.settings import Settings
 from attention_ext import PARTS, __version__
 from model.checkpoint import Checkpoint
 
@@ -45,20 +44,19 @@ pre {{ overflow-x: auto; padding: .8rem; border: 1px solid #8884; border-radius:
 """
 
 
-def page(checkpoints: Mapping[str, Checkpoint], settings: Settings, status: str) -> str:
-    """The page's HTML."""
+def page(checkpoints: Mapping[str, Checkpoint], part: str, status: str, address: str) -> str:
+    """The page's HTML. part: of requests that name none. address: the server's, as the reader knows it."""
     rows = ""
     for name, checkpoint in checkpoints.items():
         config = checkpoint.model.config
         cells = (f"{checkpoint.model.num_params():,}", config.block_size, f"{config.vocab_size:,}")
         rows += f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return TEMPLATE.format(
         version=__version__,
         status=status,
-        part=settings.part,
+        part=part,
         parts=", ".join(PARTS),
         rows=rows,
-        base=escape(f"http://{host}:{settings.port}"),
+        base=escape(address.rstrip("/")),
         model=escape(next(iter(checkpoints))),
     )

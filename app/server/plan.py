@@ -165,6 +165,9 @@ def check_sizes(wanted: Wanted, settings: Settings) -> None:
     if tokens > settings.most_tokens:
         message = f"{wanted.field} is {tokens}; it must be at most {settings.most_tokens}."
         raise wrong(message, wanted.field)
+    if texts * tokens > settings.most_request_tokens:
+        asked, most = texts * tokens, settings.most_request_tokens
+        raise wrong(f"The request asks for up to {asked} tokens; at most {most} are written.", wanted.field)
     echoed = max(map(len, wanted.ids)) if wanted.echo else 0
     if wanted.logprobs is not None and texts * (tokens + echoed) > settings.most_scores:
         scores, most = texts * (tokens + echoed), settings.most_scores

@@ -15,8 +15,8 @@ class Settings:
     for each. threads: of the engines. api_keys: none of them needed if empty. origins: those of browsers'
     pages that may call. hosts: further names in the Host header; '*' admits any. grace: seconds that running
     requests have when the server ends. page: the folder of the page at /, if it is built.
-    most_texts: of one request. most_tokens: of one text. most_scores: tokens of a request, echoed ones
-    too, that log-probabilities are sent of. body_bytes: of a request. body_seconds: in which a
+    most_texts: of one request. most_tokens: of one text. most_request_tokens: of all texts of a request.
+    most_scores: tokens of a request, echoed ones too, that log-probabilities are sent of. body_bytes: of a request. body_seconds: in which a
     request must arrive. buffer_bytes: of a stream's events that its reader may leave for behind_seconds.
     stall_seconds: in which a reader must take something. connections: at once; fewer if the process may not
     open as many files.
@@ -38,7 +38,8 @@ class Settings:
     page: Path | None = None
     most_texts: int = 128
     most_tokens: int = 65_536
-    most_scores: int = 16_384
+    most_request_tokens: int = 262_144
+    most_scores: int = 4_096
     body_bytes: int = 262_144
     body_seconds: float = 10.0
     buffer_bytes: int = 65_536

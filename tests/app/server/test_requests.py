@@ -128,6 +128,12 @@ def test_each_field(kind, name):
         assert name in error.message, (value, error.message)
 
 
+def test_a_request_cannot_ask_for_hours():
+    assert planned(CompletionBody, model="m", n=4, max_tokens=65_536)
+    error = refused(CompletionBody, model="m", n=5, max_tokens=65_536)
+    assert error.param == "max_tokens" and "327680 tokens; at most 262144" in error.message
+
+
 def test_a_character_or_token_that_is_wrong_is_of_the_field_that_has_it():
     error = refused(ChatBody, model="m", messages=MESSAGES, speaker="é")
     assert error.param == "speaker" and "é" in error.message

@@ -219,6 +219,7 @@ def test_models_health_page_and_schema(client):
     page = client.get("/status")
     assert page.headers["content-type"].startswith("text/html") and MODEL in page.data.decode()
     assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert f"http://127.0.0.1:{client.port}/v1/completions" in page.data.decode()
     document = client.get("/openapi.json").json()
     fields = document["components"]["schemas"]["CompletionBody"]["properties"]
     assert {"prompt", "best_of", "suffix", "min_p"} <= fields.keys()
