@@ -4,9 +4,9 @@ import { createInterface } from "node:readline";
 
 const modules = process.argv[2];
 const load = (name) => import(`${modules}/${name}.js`);
-const [{ Session }, { readCheckpoint, encode }, mersenne, sampling, tiling, formulas, caches, costs, state, writer] =
+const [{ Session }, { readCheckpoint, encode }, mersenne, sampling, tiling, formulas, caches, costs, state, writer, { commandFor }] =
   await Promise.all(
-    ["session", "checkpoint", "mersenne", "sampling", "tiling", "formulas", "caches", "costs", "state", "writer"].map(load),
+    ["session", "checkpoint", "mersenne", "sampling", "tiling", "formulas", "caches", "costs", "state", "writer", "command"].map(load),
   );
 const { build } = await load("kernels");
 const session = new Session();
@@ -102,6 +102,7 @@ const calls = {
     return { history: formulas.online(S, T, i, bc), S: Array.from(S), P: Array.from(P), O: Array.from(O) };
   },
   parse: ({ fragment }) => state.parse(fragment),
+  command: ({ choices, own }) => commandFor({ ...state.DEFAULTS, ...choices }, own),
   format: ({ view, choices }) => state.format(view, choices),
 };
 

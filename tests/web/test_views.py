@@ -115,6 +115,8 @@ def test_the_address_keeps_all_choices(node):
         "weights=int8",
         "layer=-1",
         "endless=",
+        "branches=3:65.5",
+        "branches=0.5:65,:,3",
     ],
 )
 def test_a_value_out_of_its_range_is_ignored(node, wrong):

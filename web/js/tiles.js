@@ -9,6 +9,7 @@ import { online, results } from "./formulas.js";
 import { matrices, steps } from "./tiling.js";
 
 const A_STEP_MS = 450;
+const OF = "tiles"; // the worker's name for the text of this view
 const FIELDS = ["br", "bc", "l1", "l2"];
 // In our words: standard attention, and FlashAttention-2's Algorithm 1 (Dao 2023, arXiv:2307.08691) by its line numbers.
 const PLAIN = { 1: "S ← scale · Q Kᵀ", 2: "P ← softmax(S), row by row", 3: "O ← P V" };
@@ -81,13 +82,16 @@ export class TilesView {
     const { text, engine } = this.page;
     if (!engine || !text?.written) return;
     if (this.of === text && this.written === text.written) {
-      this.go(this.at);
+      if (this.steps) this.go(this.at);
       return;
     }
-    Object.assign(this, { of: text, written: text.written });
+    const { written } = text;
+    Object.assign(this, { of: text, written });
+    const current = () => this.of === text && this.written === written && this.page.engine === engine;
     try {
       this.sources ??= await json("sources.json");
       this.block ??= await engine.call("block");
+      if (!current()) return;
       const all = [...(text.dropped ? "" : text.prompt || "\n"), ...text.text].slice(
         0,
         engine.config.block_size,
@@ -106,6 +110,7 @@ export class TilesView {
       );
       await this.load();
     } catch (error) {
+      if (!current()) return;
       this.of = null;
       this.page.problem(error);
     }
@@ -118,9 +123,10 @@ export class TilesView {
     const layer = Math.min(choices.layer, n_layer - 1),
       head = Math.min(choices.head, n_head - 1);
     const N = Math.min([16, 32, 48].includes(choices.n) ? choices.n : 32, this.ids.length);
-    await engine.call("observe", { ids: this.ids.slice(0, N) });
-    this.page.views.attention.of = null; // the worker holds one text
-    const heads = await engine.call("heads", { layer, head });
+    const mine = (this.latest = {});
+    const observed = engine.call("observe", { of: OF, ids: this.ids.slice(0, N) });
+    const [heads] = await Promise.all([engine.call("heads", { of: OF, layer, head }), observed]);
+    if (this.latest !== mine) return;
     Object.assign(this, { N, d: heads.d, heads, results: results(heads, N, heads.d) });
     $("tiles-head").value = `${layer},${head}`;
     $("tiles-n").value = choices.n;

@@ -1,6 +1,7 @@
 // The view Write: a text, the distribution of each of its characters, branches.
 import { $, make, number, shown } from "./dom.js";
 import { after, before } from "./sampling.js";
+import { commandFor } from "./command.js";
 import { ServerText } from "./server.js";
 import { formatBranches, isSeed, parseBranches } from "./state.js";
 import { Text } from "./text.js";
@@ -109,13 +110,13 @@ export class WriteView {
   }
 
   async write(changes = {}) {
+    const mine = (this.latest = {});
     this.page.choose(changes);
     this.text?.halt();
     this.selected = null;
     delete document.documentElement.dataset.written;
-    await this.page.ready();
-    const { engine } = this.page;
-    if (!engine) return;
+    const engine = await this.page.ready();
+    if (!engine || this.latest !== mine) return;
     const byServer = this.page.offerServer();
     if (byServer) this.page.choose({ branches: "" });
     this.fill();
@@ -133,13 +134,15 @@ export class WriteView {
         if (this.text === text) this.append(piece, whole);
       });
     } catch (error) {
-      this.page.problem(error);
+      if (this.latest === mine) this.page.problem(error);
     }
     if (this.text !== text) return;
+    text.running = false;
     $("halt").disabled = true;
+    if (this.page.engine !== engine) return; // the next text's model
     this.drawBars();
     this.status();
-    this.page.written();
+    if (this.latest === mine) this.page.written();
   }
 
   clear(text) {
@@ -179,22 +182,9 @@ export class WriteView {
   }
 
   showCommand() {
-    const c = this.choices,
-      quote = (s) => `'${s.replaceAll("'", "'\\''")}'`;
-    const words = [
-      "python gpt.py part4 --inference --num-samples 1",
-      `-m ${c.model}`,
-      `--prompt ${quote(c.prompt || "\n")}`,
-      `--seed ${c.seed}`,
-      `--max-new-tokens ${c.length}`,
-      `--temperature ${c.temperature}`,
-      `--top-k ${c.topk}`,
-    ];
-    if (c.topp < 1) words.push(`--top-p ${c.topp}`);
-    if (c.weights !== "fp32" && c.where === "browser") words.push(`--weights ${c.weights}`);
-    if (c.stop) words.push(`--stop ${quote(c.stop)}`);
-    if (c.endless || c.context === "reset") words.push("--context reset");
-    $("command").textContent = words.join(" ");
+    const { command, why } = commandFor(this.choices, this.page.own);
+    $("command-note").firstChild.data = why ?? "The command that writes the same text: ";
+    $("command").textContent = command ?? "";
   }
 
   // A click on the text.
