@@ -136,7 +136,7 @@ const scenarios = {
     const plain = await textOf("text-new");
     await set("position", at);
     const bars = page.locator("#bars button");
-    const chosen = await bars.evaluateAll((all) => all.findIndex((bar) => !bar.hasAttribute("aria-current")));
+    const chosen = await bars.evaluateAll((all) => all.findIndex((bar) => bar.ariaCurrent !== "true"));
     await bars.nth(chosen).click();
     await until("the branch", () => location.hash.includes("branches"));
     await until(
@@ -346,7 +346,7 @@ const scenarios = {
     for (let i = 0; i < 3; i++) await page.keyboard.press("ArrowLeft");
     const position = await textOf("position-out");
     await page.keyboard.press("Tab");
-    if (await page.evaluate(() => document.activeElement.hasAttribute("aria-current")))
+    if (await page.evaluate(() => document.activeElement.getAttribute("aria-current") === "true"))
       await page.keyboard.press("Tab");
     await page.keyboard.press("Enter");
     await until("a branch", () => location.hash.includes("branches"));

@@ -1,4 +1,4 @@
-"""The page where a model fails or is late, where views are left, and where a link says what no field can show."""
+"""The page where a model fails or is late, where views are left, and with links that no field can show."""
 
 from __future__ import annotations
 
@@ -50,6 +50,22 @@ def test_a_long_text_keeps_its_beginning(visit, extension):
     text, status, position = visit("long", query=query)
     assert text == native("shakes256", 7, 9000, context="reset")
     assert status.startswith("9,000 characters") and position == "1"
+
+
+def test_fields_keep_what_a_link_says(visit):
+    query = QUERY | {"temperature": 0.77, "topk": 200, "pace": 10, "stop": "\n\n\n\n", "branches": "2:65"}
+    made = visit("fields", query=query, names=["pace", "topk", "stop"])
+    assert made["shown"] == {"pace": "10", "topk": "65", "stop": "\n\n\n\n"}
+    assert (made["temperature"], made["topk"]) == ("0.77", "all") and made["text"][2] == "A"
+    assert made["kept"] == [made["text"], True]  # another pace is no other text
+    assert " --temperature 0.77 --top-k 200 " in made["command"] and "--stop='\n\n\n\n'" in made["command"]
+    assert "pace=0" in made["address"] and "temperature=0.77" in made["address"]
+    assert made["stop"] == "\n" * 5  # a line end can be typed
+
+
+def test_what_is_left_stops(visit):
+    race, text = visit("left", query=QUERY)
+    assert race == "Stopped, because another view was shown." and text.endswith(" a second without the pace")
 
 
 COMMANDS = [

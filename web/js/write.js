@@ -70,8 +70,12 @@ export class WriteView {
         this.restart();
       });
     }
-    for (const id of ["where", "seed", "length", "context", "stop", "pace", "endless"])
+    for (const id of ["where", "seed", "length", "context", "stop", "endless"])
       $(id).addEventListener("change", () => this.restart());
+    $("pace").addEventListener("change", () => {
+      this.read();
+      this.write(); // the same text, with its branches
+    });
     $("position").addEventListener("input", () => this.select(Number($("position").value)));
     $("text").addEventListener("click", (event) => this.touch(event));
     $("file").addEventListener("change", () => this.page.openFiles([...$("file").files]));
@@ -79,23 +83,49 @@ export class WriteView {
 
   // The fields as the choices say.
   fill() {
-    for (const id of FIELDS) $(id).value = this.choices[id];
+    this.offerPace();
+    $("topk").max = this.page.engine?.config.vocab_size ?? 65;
+    this.filled = {};
+    for (const id of FIELDS) {
+      $(id).value = this.choices[id];
+      this.filled[id] = $(id).value;
+    }
     $("endless").checked = this.choices.endless === 1;
     this.showSettings();
   }
 
+  // A link may have a pace that the list lacks.
+  offerPace() {
+    const { pace } = this.choices;
+    if ([...$("pace").options].some((option) => option.value === String(pace))) return;
+    $("pace").append(make("option", { value: pace, textContent: `${pace} a second` }));
+  }
+
+  // What a field means: the choice, until someone changes the field; a slider cannot show each value of a link.
+  meant(id) {
+    const { value } = $(id);
+    if (value === this.filled[id]) return this.choices[id];
+    return NUMBERS.includes(id) ? Number(value) : value;
+  }
+
+  // An endless text would take time from the other views' measurements.
+  hide() {
+    if (this.text?.choices.endless) this.text.halt();
+  }
+
   showSettings() {
-    $("temperature-out").textContent = Number($("temperature").value).toFixed(2);
     const all = this.page.engine?.config.vocab_size ?? 65;
-    $("topk").max = all;
-    $("topk-out").textContent = Number($("topk").value) >= all ? "all" : $("topk").value;
-    $("topp-out").textContent = Number($("topp").value).toFixed(2);
+    for (const id of ["temperature", "topp"]) $(`${id}-out`).textContent = twoDigits(this.meant(id));
+    $("topk-out").textContent = this.meant("topk") >= all ? "all" : this.meant("topk");
   }
 
   // The choices as the fields say; fields that hold no valid value are filled again.
   read() {
     const changes = {};
-    for (const id of FIELDS) changes[id] = NUMBERS.includes(id) ? Number($(id).value) : $(id).value;
+    for (const id of FIELDS) {
+      changes[id] = this.meant(id);
+      this.filled[id] = $(id).value;
+    }
     if (!isSeed(changes.seed)) changes.seed = this.choices.seed;
     if (!Number.isInteger(changes.length) || changes.length < 1 || changes.length > 20000) {
       changes.length = this.choices.length;
@@ -267,7 +297,8 @@ export class WriteView {
       row.after.style.transform = `scaleX(${filtered[i] / most})`;
       row.left.textContent = percent(p[i]);
       row.right.textContent = percent(filtered[i]);
-      row.button.toggleAttribute("aria-current", i === chosen);
+      if (i === chosen) row.button.setAttribute("aria-current", "true");
+      else row.button.removeAttribute("aria-current");
       row.spoken.textContent = spoken(characters[i]);
       row.character = characters[i];
     });
@@ -311,4 +342,6 @@ export class WriteView {
 
 const percent = (p) =>
   p >= 0.9995 ? "100 %" : p >= 0.0005 ? `${(100 * p).toFixed(1)} %` : p > 0 ? "< 0.1 %" : "–";
+// Two digits after the point, or more if the number has more.
+const twoDigits = (x) => (Number(x.toFixed(2)) === x ? x.toFixed(2) : String(x));
 const spoken = (c) => ({ "\n": "line end", " ": "space" })[c] ?? c;
