@@ -21,6 +21,8 @@ const files = ({ directory, weights }) => ({
   weights: bytes(weights ?? `${directory}/model.safetensors`),
 });
 
+const range = (from, to) => Array.from({ length: Math.max(0, to - from) }, (_, n) => from + n);
+
 const calls = {
   async load(a) {
     await session.compile({ wasm: readFileSync(a.wasm) });
@@ -96,6 +98,20 @@ const calls = {
       rows: covered.written.size,
       bytes: after.map((a) => a.bytes),
     };
+  },
+  // Of each step: the matrices that its loops touch, those that have boxes, and how many scores are not where S has them.
+  boxes({ part, sizes }) {
+    return tiling.steps(part, sizes).map(({ title, touch, boxes, scores }) => {
+      const all = [...touch()],
+        [i0, i1, j0, j1] = scores ?? [0, 0, 0, 0],
+        made = new Set(all.flatMap(({ m, i, c0, c1 }) => (m === "S" ? range(c0, c1).map((c) => `${i} ${c}`) : [])));
+      let lost = 0;
+      for (const i of range(i0, i1))
+        for (const j of range(j0, Math.min(j1, i + 1)))
+          if (!made.has(tiling.scoreAt(part, sizes, i, j).join(" "))) lost++;
+      const names = (list) => [...new Set(list.map(({ m }) => m))].sort();
+      return { title, touched: names(all), drawn: names(boxes), lost };
+    });
   },
   online({ layer, head, T, d, i, bc }) {
     const { S, P, O } = formulas.results(session.heads({ layer, head }), T, d);

@@ -6,7 +6,7 @@ import { simulate } from "./caches.js";
 import { traffic } from "./costs.js";
 import { json } from "./engine.js";
 import { online, results } from "./formulas.js";
-import { matrices, steps } from "./tiling.js";
+import { matrices, scoreAt, steps } from "./tiling.js";
 
 const A_STEP_MS = 450;
 const OF = "tiles"; // the worker's name for the text of this view
@@ -156,7 +156,9 @@ export class TilesView {
     const share = keep && this.steps ? this.at / this.steps.length : 0;
     this.part = part;
     this.steps = steps(part, this.sizes);
-    Object.assign(this, simulate(this.steps, matrices(part, this.sizes), l1, l2));
+    const memory = matrices(part, this.sizes);
+    this.scratch = Object.entries(memory).filter(([m]) => !["Q", "K", "V", "S", "O"].includes(m));
+    Object.assign(this, simulate(this.steps, memory, l1, l2));
     const problem = { N, d, heads: 1, causal: true, br: this.sizes.Br, bc: this.sizes.Bc };
     const block = { ...this.block, part2Tile: this.sizes.Br, panel: this.sizes.Br, part4Step: this.sizes.Bc };
     this.counted = [l1, l2].map((cache) =>
@@ -199,6 +201,8 @@ export class TilesView {
       kinds,
       progress,
       place: (m, i, c) => places[memory.line(m, i, c)],
+      scoreAt: (i, j) => scoreAt(this.part, this.sizes, i, j),
+      scratch: this.scratch,
       weightOf: (i, j) => this.weight(step, i, j),
     });
     $("tiles-at").value = this.at;
