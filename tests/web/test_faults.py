@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from node_process import Node
@@ -14,12 +15,12 @@ from support import ROOT
 from generation import generate
 from model import load
 
-QUERY = {"model": "shakes256", "seed": 7, "length": 60}
+QUERY: dict[str, Any] = {"model": "shakes256", "seed": 7, "length": 60}
 
 
-def native(model: str, seed: int, length: int, **settings) -> str:
-    settings = {"weights": "bf16", "temperature": 0.8, "top_k": 65} | settings
-    return generate(load(model), "ROMEO:", length, seed=seed, **settings)
+def native(model: str, seed: int, length: int, **settings: Any) -> str:
+    defaults: dict[str, Any] = {"weights": "bf16", "temperature": 0.8, "top_k": 65}
+    return generate(load(model), "ROMEO:", length, seed=seed, **(defaults | settings))
 
 
 def test_a_model_that_fails_or_is_late_is_never_replaced_by_another(visit, extension):
@@ -68,7 +69,7 @@ def test_what_is_left_stops(visit):
     assert race == "Stopped, because another view was shown." and text.endswith(" a second without the pace")
 
 
-COMMANDS = [
+COMMANDS: list[dict[str, Any]] = [
     {"model": "shakes128", "seed": "9223372036854775807", "length": 40, "weights": "fp32"},
     {"length": 300, "context": "reset", "topk": 10, "topp": 0.9, "temperature": 0.77, "prompt": "- it's"},
     {"length": 200, "stop": "\n", "prompt": "", "temperature": 1.5},
