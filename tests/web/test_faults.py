@@ -20,7 +20,9 @@ QUERY: dict[str, Any] = {"model": "shakes256", "seed": 7, "length": 60}
 
 def native(model: str, seed: int, length: int, **settings: Any) -> str:
     defaults: dict[str, Any] = {"weights": "bf16", "temperature": 0.8, "top_k": 65}
-    return generate(load(model), "ROMEO:", length, seed=seed, **(defaults | settings))
+    made = generate(load(model), "ROMEO:", length, seed=seed, **(defaults | settings))
+    assert isinstance(made, str)
+    return made
 
 
 def test_a_model_that_fails_or_is_late_is_never_replaced_by_another(visit, extension):
