@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 
 IMPORT = re.compile(r'^import \{ ([^}]*) \} from "\./([\w-]+\.js)";$', re.M)
+COMMENT = re.compile(r"^ *//.*\n", re.M)  # the files beside the page have them
 EXPORT = re.compile(r"^export (?=(?:async )?(?:function\*?|class|const) ([\w$]+))", re.M)
 
 
@@ -52,7 +53,7 @@ def joined(folder: Path, entry: str) -> str:
     def add(name: str) -> None:
         if name in done:
             return
-        text = (folder / name).read_text(encoding="utf-8")
+        text = COMMENT.sub("", (folder / name).read_text(encoding="utf-8"))
         for _, other in IMPORT.findall(text):
             add(other)
         exported = EXPORT.findall(text)

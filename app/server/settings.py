@@ -16,10 +16,10 @@ class Settings:
     pages that may call. hosts: further names in the Host header; '*' admits any. grace: seconds that running
     requests have when the server ends. page: the folder of the page at /, if it is built.
     most_texts: of one request. most_tokens: of one text. most_request_tokens: of all texts of a request.
-    most_scores: tokens of a request, echoed ones too, that log-probabilities are sent of. body_bytes: of a request. body_seconds: in which a
-    request must arrive. buffer_bytes: of a stream's events that its reader may leave for behind_seconds.
-    stall_seconds: in which a reader must take something. connections: at once; fewer if the process may not
-    open as many files.
+    most_scores: tokens of a request, echoed ones too, that log-probabilities are sent of. body_bytes: of a
+    request. body_seconds: in which it must arrive. buffer_bytes: of a stream's events that its reader may
+    leave for behind_seconds. stall_seconds: in which a reader must take something. connections: at once;
+    fewer if the process may not open as many files.
     """
 
     models: tuple[str, ...] = ("shakes256",)

@@ -8,6 +8,7 @@ import { createRequire } from "node:module";
 import { extname, join } from "node:path";
 import { pathToFileURL } from "node:url";
 import playwright from "playwright-core";
+import { faults } from "./faults.mjs";
 
 const { browser: kind, program, folder, scenario, argument } = JSON.parse(process.argv[2]);
 const TYPES = {
@@ -19,10 +20,14 @@ const TYPES = {
 };
 const POLICY = /<meta http-equiv="Content-Security-Policy"[^>]*>/;
 const complaints = [];
+const slow = new Map(); // what the server does with a path: {status, ms}
 
 const server = createServer(async ({ url }, answer) => {
   const path = new URL(url, "http://localhost").pathname.replace(/\/$/, "/index.html");
+  const { status = 200, ms = 0 } = slow.get(path) ?? {};
+  await new Promise((done) => setTimeout(done, ms));
   try {
+    if (status !== 200) throw new Error("as the scenario wants it");
     let content = await readFile(join(folder, path));
     if (kind === "firefox" && path.endsWith(".html")) content = String(content).replace(POLICY, "");
     answer.writeHead(200, { "Content-Type": TYPES[extname(path)] ?? "application/octet-stream" }).end(content);
@@ -95,6 +100,8 @@ const problem = () =>
   until("a problem", () => !document.getElementById("problem").hidden).then(() => textOf("problem"));
 
 const scenarios = {
+  ...faults({ page, slow, complaints, open, written, until, textOf, set, show, problem }),
+
   // A text by the server that the page comes from, and the same one by the browser.
   async server({ query }) {
     const made = {};
@@ -129,7 +136,7 @@ const scenarios = {
     const plain = await textOf("text-new");
     await set("position", at);
     const bars = page.locator("#bars button");
-    const chosen = await bars.evaluateAll((all) => all.findIndex((bar) => !bar.hasAttribute("aria-current")));
+    const chosen = await bars.evaluateAll((all) => all.findIndex((bar) => bar.ariaCurrent !== "true"));
     await bars.nth(chosen).click();
     await until("the branch", () => location.hash.includes("branches"));
     await until(
@@ -355,7 +362,7 @@ const scenarios = {
     for (let i = 0; i < 3; i++) await page.keyboard.press("ArrowLeft");
     const position = await textOf("position-out");
     await page.keyboard.press("Tab");
-    if (await page.evaluate(() => document.activeElement.hasAttribute("aria-current")))
+    if (await page.evaluate(() => document.activeElement.getAttribute("aria-current") === "true"))
       await page.keyboard.press("Tab");
     await page.keyboard.press("Enter");
     await until("a branch", () => location.hash.includes("branches"));

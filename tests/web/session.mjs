@@ -4,9 +4,9 @@ import { createInterface } from "node:readline";
 
 const modules = process.argv[2];
 const load = (name) => import(`${modules}/${name}.js`);
-const [{ Session }, { readCheckpoint, encode }, mersenne, sampling, tiling, formulas, caches, costs, state, writer] =
+const [{ Session }, { readCheckpoint, encode }, mersenne, sampling, tiling, formulas, caches, costs, state, writer, { commandFor }] =
   await Promise.all(
-    ["session", "checkpoint", "mersenne", "sampling", "tiling", "formulas", "caches", "costs", "state", "writer"].map(load),
+    ["session", "checkpoint", "mersenne", "sampling", "tiling", "formulas", "caches", "costs", "state", "writer", "command"].map(load),
   );
 const { build } = await load("kernels");
 const session = new Session();
@@ -20,6 +20,8 @@ const files = ({ directory, weights }) => ({
   characters: json(`${directory}/meta.json`).characters,
   weights: bytes(weights ?? `${directory}/model.safetensors`),
 });
+
+const range = (from, to) => Array.from({ length: Math.max(0, to - from) }, (_, n) => from + n);
 
 const calls = {
   async load(a) {
@@ -97,11 +99,26 @@ const calls = {
       bytes: after.map((a) => a.bytes),
     };
   },
+  // Of each step: the matrices that its loops touch, those that have boxes, and how many scores are not where S has them.
+  boxes({ part, sizes }) {
+    return tiling.steps(part, sizes).map(({ title, touch, boxes, scores }) => {
+      const all = [...touch()],
+        [i0, i1, j0, j1] = scores ?? [0, 0, 0, 0],
+        made = new Set(all.flatMap(({ m, i, c0, c1 }) => (m === "S" ? range(c0, c1).map((c) => `${i} ${c}`) : [])));
+      let lost = 0;
+      for (const i of range(i0, i1))
+        for (const j of range(j0, Math.min(j1, i + 1)))
+          if (!made.has(tiling.scoreAt(part, sizes, i, j).join(" "))) lost++;
+      const names = (list) => [...new Set(list.map(({ m }) => m))].sort();
+      return { title, touched: names(all), drawn: names(boxes), lost };
+    });
+  },
   online({ layer, head, T, d, i, bc }) {
     const { S, P, O } = formulas.results(session.heads({ layer, head }), T, d);
     return { history: formulas.online(S, T, i, bc), S: Array.from(S), P: Array.from(P), O: Array.from(O) };
   },
   parse: ({ fragment }) => state.parse(fragment),
+  command: ({ choices, own }) => commandFor({ ...state.DEFAULTS, ...choices }, own),
   format: ({ view, choices }) => state.format(view, choices),
 };
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import warnings
 from pathlib import Path
 
@@ -67,6 +68,50 @@ def test_damaged_weights_are_refused_where_python_refuses_them(node, directory):
         assert (said != "fine") == refused_by_python(directory), (said, content[:300])
         agreed += said != "fine"
     assert agreed > len(damaged) // 3
+
+
+NAME = "transformer.ln_f.bias"
+HEADERS = {
+    "a type in a list": lambda h: h.replace('"dtype":"F32"', '"dtype":["F32"]', 1),
+    "a type that every object has": lambda h: h.replace('"dtype":"F32"', '"dtype":"toString"', 1),
+    "a size with a fraction": lambda h: re.sub(r'"shape":\[(\d+)', r'"shape":[\1.0', h, count=1),
+    "a size with an exponent": lambda h: re.sub(r'"shape":\[(\d+)', r'"shape":[\1e0', h, count=1),
+    "an offset with an exponent": lambda h: h.replace('"data_offsets":[0,', '"data_offsets":[0e0,', 1),
+    "minus zero": lambda h: h.replace('"data_offsets":[0,', '"data_offsets":[-0,', 1),
+    "a byte order mark": lambda h: "\ufeff" + h,
+    "a field twice": lambda h: h.replace('"dtype":"F32"', '"dtype":"F32","dtype":"F32"', 1),
+    "a field twice, escaped": lambda h: h.replace('"dtype":"F32"', r'"dtype":"F32","dt\u0079pe":"F32"', 1),
+    "metadata twice": lambda h: '{"__metadata__":{},"__metadata__":{},' + h[1:],
+    "half of a surrogate pair": lambda h: r'{"__metadata__":{"a":"\ud800"},' + h[1:],
+    "metadata of numbers": lambda h: '{"__metadata__":{"a":1},' + h[1:],
+    "metadata in a list": lambda h: '{"__metadata__":[],' + h[1:],
+}
+TAKEN = {
+    "no metadata": lambda h: '{"__metadata__":null,' + h[1:],
+    "a surrogate pair": lambda h: r'{"__metadata__":{"a":"\ud83d\ude00 \\\" 1.5"},' + h[1:],
+    "a space before it": lambda h: " " + h,
+    "a tensor twice": lambda h: f'{h[:-1]},"{NAME}":{json.dumps(json.loads(h)[NAME])}}}',
+}
+
+
+@pytest.mark.parametrize("change", [*HEADERS, *TAKEN])
+def test_a_header_is_read_as_strictly_as_in_python(node, directory, change):
+    file = directory / "model.safetensors"
+    whole = safetensors.torch.save(safetensors.torch.load_file(file))
+    end = 8 + int.from_bytes(whole[:8], "little")
+    made = (HEADERS | TAKEN)[change](whole[8:end].decode().rstrip()).encode()
+    assert made != whole[8:end].rstrip()
+    file.write_bytes(len(made).to_bytes(8, "little") + made + whole[end:])
+    assert refused_by_python(directory) == (change in HEADERS)
+    assert (outcome(node, directory) != "fine") == (change in HEADERS)
+
+
+def test_a_vocabulary_that_the_page_cannot_count_is_refused(node, directory):
+    (directory / "meta.json").write_text(
+        json.dumps({"characters": [*VOCABULARY.characters[:-1], "\U0001f600"]})
+    )
+    assert not refused_by_python(directory)
+    assert "\U0001f600; the page takes characters up to U+FFFF only" in outcome(node, directory)
 
 
 def test_each_wrong_tensor_is_named(node, directory):

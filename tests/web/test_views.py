@@ -28,6 +28,13 @@ def test_the_steps_compute_every_score_and_every_output(node, part, sizes):
 
 
 @pytest.mark.parametrize("part", KERNELS)
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "N{N}-{Br}x{Bc}".format(**sizes))
+def test_a_step_draws_what_it_touches_where_it_lies(node, part, sizes):
+    for step in node("boxes", part=part, sizes=sizes):
+        assert step["drawn"] == step["touched"] and step["lost"] == 0, step["title"]
+
+
+@pytest.mark.parametrize("part", KERNELS)
 def test_the_anchors_are_in_the_source_once(node, part):
     text = build.sources()[part]["text"]
     anchors = node("anchors", part=part, sizes=SIZES[2])
@@ -115,6 +122,8 @@ def test_the_address_keeps_all_choices(node):
         "weights=int8",
         "layer=-1",
         "endless=",
+        "branches=3:65.5",
+        "branches=0.5:65,:,3",
     ],
 )
 def test_a_value_out_of_its_range_is_ignored(node, wrong):

@@ -3,6 +3,7 @@ import { $, colour, make, number, onTheme, shown } from "./dom.js";
 import { encode } from "./checkpoint.js";
 
 const MAP = 96; // cells of a small map's side
+const OF = "attention"; // the worker's name for the text of this view
 
 // Weights (n x n) -> pixels; the square root makes small weights visible.
 export function paint(canvas, P, n, from, to, scale = 1) {
@@ -43,13 +44,17 @@ export class AttentionView {
   async show() {
     const { text, engine } = this.page;
     if (!engine || !text?.written || (this.of === text && this.written === text.written)) return;
-    Object.assign(this, { of: text, written: text.written });
-    const { characters, config } = engine;
+    const { written } = text,
+      { characters, config } = engine;
+    Object.assign(this, { of: text, written });
+    const current = () => this.of === text && this.written === written && this.page.engine === engine;
     const all = [...(text.dropped ? "" : text.prompt || "\n"), ...text.text].slice(-config.block_size);
     try {
-      const { T, layers, heads } = await engine.call("observe", { ids: encode(all.join(""), characters) });
-      Object.assign(this, { T, layers, heads, characters: all });
-      this.small = await engine.call("maps", { size: MAP });
+      const ids = encode(all.join(""), characters);
+      const { T, layers, heads } = await engine.call("observe", { of: OF, ids });
+      const small = await engine.call("maps", { of: OF, size: MAP });
+      if (!current()) return;
+      Object.assign(this, { T, layers, heads, characters: all, small, engine, P: null });
       this.drawMaps();
       for (const id of ["query", "key"]) $(id).max = T - 1;
       $("query").value = this.page.choices.query < 0 ? T - 1 : Math.min(this.page.choices.query, T - 1);
@@ -58,6 +63,7 @@ export class AttentionView {
         Math.min(this.page.choices.head, heads - 1),
       );
     } catch (error) {
+      if (!current()) return;
       this.of = null;
       this.page.problem(error);
     }
@@ -97,8 +103,12 @@ export class AttentionView {
   }
 
   async choose(layer, head) {
-    this.page.choose({ layer, head });
-    this.P = await this.page.engine.call("weights", { layer, head });
+    const { page, engine, small } = this;
+    if (engine !== page.engine) return; // the text's model is gone
+    page.choose({ layer, head });
+    const P = await engine.call("weights", { of: OF, layer, head });
+    if (small !== this.small || page.choices.layer !== layer || page.choices.head !== head) return;
+    this.P = P;
     this.buttons.forEach((button, i) => {
       button.ariaPressed = String(i === layer * this.heads + head);
     });

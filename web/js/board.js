@@ -1,8 +1,10 @@
-// The drawing of the view Tiles: Q left of S, K above it, V below it, O right of it.
+// The drawing of the view Tiles: Q left of S, K above it, V below it, O right of it, scratch in the corners.
 import { colour } from "./dom.js";
 
 const GAP = 3; // cells between the matrices
+const EDGE = 3; // cells around them
 const NAMES = { Q: "Q", K: "Kᵀ", V: "Vᵀ", S: "S", O: "O" };
+const SCRATCH = { Kt: "tile of Kᵀ", Qt: "tile of Qᵀ", Ot: "tile of Oᵀ", ml: "m and l" };
 
 const css = ([r, g, b], alpha = 1) => `rgb(${r} ${g} ${b} / ${alpha})`;
 
@@ -20,30 +22,38 @@ export function fit(canvas, ratio) {
 }
 
 // view: {N, d, heads: {q, k, v}, results: {S, P, O}, step, kinds (N N): 0 empty, 1 score, 2 weight, weightOf(i, j),
-// progress (N): share of O, place(m, i, c): 0, 1 or 2}.
+// progress (N): share of O, place(m, i, c): 0, 1 or 2, scoreAt(i, j): where S has a score,
+// scratch: [[m, [rows, columns]], ...]}.
 export function draw(canvas, view) {
   const { N, d } = view,
-    cells = N + 2 * (d + GAP) + 3;
+    cells = N + 2 * (d + GAP + EDGE);
   const { pen, width } = fit(canvas, 1),
     size = width / cells;
   const ink = colour("--ink"),
     red = colour("--red"),
     blue = colour("--blue"),
     rule = colour("--rule");
-  const left = 1.5 + d + GAP,
-    top = 1.5 + d + GAP;
+  const left = EDGE + d + GAP,
+    top = EDGE + d + GAP;
+  // Scratch has the width of a corner at most.
+  const narrow = Math.min(1, d / Math.max(1, ...view.scratch.map(([, [, columns]]) => columns)));
+  const wide = (m) => (m in SCRATCH ? narrow : 1);
   // Where row r and column c of a matrix is, in cells; K and V lie on their sides.
   const places = {
-    Q: (r, c) => [1.5 + c, top + r],
+    Q: (r, c) => [EDGE + c, top + r],
     O: (r, c) => [left + N + GAP + c, top + r],
-    K: (r, c) => [left + r, 1.5 + c],
+    K: (r, c) => [left + r, EDGE + c],
     V: (r, c) => [left + r, top + N + GAP + c],
     S: (r, c) => [left + c, top + r],
+    Kt: (r, c) => [EDGE + c * narrow, EDGE + r],
+    Qt: (r, c) => [EDGE + c * narrow, EDGE + r],
+    Ot: (r, c) => [left + N + GAP + c * narrow, EDGE + r],
+    ml: (r, c) => [left + N + GAP + c * narrow, top + N + GAP + 1 + r],
   };
   const cell = (m, r, c, fill) => {
     const [x, y] = places[m](r, c);
     pen.fillStyle = fill;
-    pen.fillRect(x * size, y * size, size * 1.02, size * 1.02);
+    pen.fillRect(x * size, y * size, size * wide(m) * 1.02, size * 1.02);
   };
   const most = (values) => values.reduce((m, x) => Math.max(m, Math.abs(x)), 1e-9);
   const shades = [0.18, 0.5, 1]; // of memory, L2, L1
@@ -61,6 +71,9 @@ export function draw(canvas, view) {
   matrix("K", view.heads.k, () => 1);
   matrix("V", view.heads.v, () => 1);
   matrix("O", view.results.O, (r) => view.progress[r]);
+  for (const [m, [rows, columns]] of view.scratch)
+    for (let r = 0; r < rows; r++)
+      for (let c = 0; c < columns; c++) cell(m, r, c, css(ink, 0.6 * shades[view.place(m, r, c)]));
   const largest = most(view.results.S);
   for (let i = 0; i < N; i++) {
     for (let j = 0; j < N; j++) {
@@ -70,7 +83,8 @@ export function draw(canvas, view) {
         continue;
       }
       const share = kind === 1 ? Math.abs(view.results.S[i * N + j]) / largest : view.weightOf(i, j);
-      cell("S", i, j, css(kind === 1 ? ink : red, 0.12 + 0.88 * Math.sqrt(share)));
+      const dark = shades[view.place("S", ...view.scoreAt(i, j))];
+      cell("S", i, j, css(kind === 1 ? ink : red, dark * (0.2 + 0.8 * Math.sqrt(share))));
     }
   }
   pen.lineWidth = Math.max(1.5, size / 3);
@@ -78,16 +92,20 @@ export function draw(canvas, view) {
     const [x0, y0] = places[m](r[0], c[0]),
       [x1, y1] = places[m](r[1] - 1, c[1] - 1);
     pen.strokeStyle = css(w ? red : blue);
-    pen.strokeRect(x0 * size, y0 * size, (x1 - x0 + 1) * size, (y1 - y0 + 1) * size);
+    pen.strokeRect(x0 * size, y0 * size, (x1 - x0 + wide(m)) * size, (y1 - y0 + 1) * size);
   }
   pen.fillStyle = css(colour("--soft"));
   pen.font = `italic ${Math.max(11, size * 2.2)}px ${getComputedStyle(document.body).fontFamily}`;
   pen.textAlign = "center";
-  const label = (m, x, y) => pen.fillText(NAMES[m], x * size, y * size);
-  label("Q", 1.5 + d / 2, top - 1);
+  const label = (m, x, y) => pen.fillText(NAMES[m] ?? SCRATCH[m], x * size, y * size);
+  label("Q", EDGE + d / 2, top - 1);
   label("O", left + N + GAP + d / 2, top - 1);
+  for (const [m] of view.scratch) {
+    const [x, y] = places[m](0, 0);
+    label(m, x + d / 2, y - 0.4);
+  }
   pen.textAlign = "right";
-  label("K", left - 1, 1.5 + d / 2);
+  label("K", left - 1, EDGE + d / 2);
   label("V", left - 1, top + N + GAP + d / 2);
   label("S", left - 0.6, top - 0.8);
 }

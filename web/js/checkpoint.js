@@ -93,6 +93,10 @@ function checkCharacters(characters, vocabSize) {
     if (typeof c !== "string" || [...c].length !== 1) {
       throw new CheckpointError(`meta.json: token ${i} is ${JSON.stringify(c)}; it must be one character`);
     }
+    // The page counts a text in UTF-16 units.
+    if (c.length !== 1) {
+      throw new CheckpointError(`meta.json: token ${i} is ${c}; the page takes characters up to U+FFFF only`);
+    }
   });
   if (new Set(characters).size !== characters.length) {
     throw new CheckpointError("meta.json: there must be at least one character, all different");

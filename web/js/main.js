@@ -7,7 +7,7 @@ import { MeasureView } from "./measure.js";
 import { Models } from "./models.js";
 import { RaceView } from "./race.js";
 import { openServer } from "./server.js";
-import { format, parse, VIEWS } from "./state.js";
+import { format, namesView, parse, VIEWS } from "./state.js";
 import { TilesView } from "./tiles.js";
 import { WriteView } from "./write.js";
 
@@ -40,6 +40,7 @@ class Page {
 
   // Someone followed a link or went back.
   moved() {
+    if (!namesView(location.hash)) return this.remember(); // the link to #main
     const { view, choices } = parse(location.hash);
     const other = location.hash.includes("?") && JSON.stringify(choices) !== JSON.stringify(this.choices);
     this.view = view;
@@ -88,27 +89,40 @@ class Page {
     return this.choices.where === "server";
   }
 
-  // The engine of the chosen model.
+  // The engine of the chosen model, once it is loaded; null if it cannot be, or if another was chosen meanwhile.
   async ready() {
     this.offerPrecisions();
     const { model, weights } = this.choices,
       wanted = `${model} ${weights}`;
-    if (this.own || this.loaded === wanted) return;
-    this.loaded = wanted;
-    try {
-      const engine = await this.models.engine(model, weights, (share) => this.progress(share));
-      if (this.loaded !== wanted) return engine.close();
-      this.use(engine);
-    } catch (error) {
-      this.loaded = null;
-      this.problem(error);
+    if (this.own) return this.engine;
+    if (this.wanted !== wanted) {
+      this.wanted = wanted;
+      this.loading = this.load(model, weights, () => this.wanted === wanted);
     }
-    this.progress(1);
+    return this.loading;
+  }
+
+  async load(model, weights, isWanted) {
+    const progress = (share) => isWanted() && this.progress(share);
+    try {
+      const engine = await this.models.engine(model, weights, progress);
+      if (isWanted()) return this.use(engine);
+      engine.close();
+    } catch (error) {
+      if (isWanted()) {
+        this.wanted = null;
+        this.progress(1);
+        this.problem(error);
+      }
+    }
+    return null;
   }
 
   use(engine) {
     this.engine?.close();
     this.engine = engine;
+    this.progress(1);
+    return engine;
   }
 
   // A checkpoint from someone's disk.
@@ -116,9 +130,8 @@ class Page {
     try {
       const engine = await this.models.engineOfFiles(files);
       this.own = true; // until someone chooses a model of the page
-      this.loaded = null;
+      this.wanted = null;
       this.use(engine);
-      this.problem(null);
       await this.views.write.restart();
     } catch (error) {
       this.problem(error);

@@ -32,6 +32,7 @@ export class MeasureView {
       };
     if (!engine) return;
     $("measure-go").disabled = true;
+    this.page.text?.halt(); // it would take time from what is measured
     try {
       say("Multiply-adds …");
       const peak = await engine.call("peak", {}),

@@ -55,6 +55,8 @@ export class RaceView {
       mine = {};
     this.current = mine;
     this.cancelled = false;
+    this.page.text?.halt(); // it would take time from the parts
+    let ended = false;
     const going = () => this.current === mine && !this.cancelled;
     const say = (text) => {
       $("race-status").textContent = text;
@@ -78,11 +80,14 @@ export class RaceView {
       }
       if (!going()) return;
       await this.replay(runs, count, going, say);
-      if (going()) await this.alone(say);
+      if (!going()) return;
+      await this.alone(say);
+      ended = true;
     } catch (error) {
       this.page.problem(error);
     } finally {
-      if (this.current === mine) $("race-form").querySelector("button").disabled = false;
+      if (!ended) say(this.cancelled ? "Stopped, because another view was shown." : "");
+      $("race-form").querySelector("button").disabled = false;
     }
   }
 

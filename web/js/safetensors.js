@@ -7,6 +7,10 @@ const MOST_HEADER_BYTES = 100_000_000;
 const BYTES = { F64: 8, F32: 4, F16: 2, BF16: 2 }; // of the types that a model may have
 const OTHER_TYPES = ["BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "U16", "I32", "U32", "I64", "U64"];
 
+const TOKEN = /("(?:[^"\\]|\\.)*")(\s*:)?|-?\d[\d.eE+-]*|[{}]/g;
+const NUMBER = /^-?\d/;
+const WHOLE = /^\d+$/; // 1.0, 1e0 and -0 are no sizes
+
 const isObject = (x) => typeof x === "object" && x !== null && !Array.isArray(x);
 const isSize = (x) => Number.isSafeInteger(x) && x >= 0;
 
@@ -30,15 +34,11 @@ function header(buffer) {
   const length = Number(new DataView(buffer).getBigUint64(0, true));
   if (length > MOST_HEADER_BYTES) refuse(`its header claims ${length} bytes`);
   if (8 + length > buffer.byteLength) refuse("it ends inside its header");
-  let parsed;
-  try {
-    parsed = JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(new Uint8Array(buffer, 8, length)));
-  } catch (error) {
-    refuse(`its header is not JSON (${error.message})`);
-  }
+  const parsed = strictJson(new Uint8Array(buffer, 8, length));
   if (!isObject(parsed)) refuse("its header is not an object");
-  const { __metadata__: metadata = {}, ...described } = parsed;
-  if (!isObject(metadata) || !Object.values(metadata).every((value) => typeof value === "string")) {
+  const { __metadata__: metadata, ...described } = parsed;
+  const values = isObject(metadata ?? {}) ? Object.values(metadata ?? {}) : [metadata];
+  if (!values.every((value) => typeof value === "string")) {
     refuse("its metadata must be strings");
   }
   const entries = Object.entries(described).map(([name, entry]) => checked(name, entry));
@@ -55,9 +55,37 @@ function header(buffer) {
   return { entries, start: 8 + length };
 }
 
+// JSON as the Rust library reads it, which is stricter than JSON.parse().
+function strictJson(bytes) {
+  try {
+    const text = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(bytes);
+    JSON.parse(text); // the tokens below are those of JSON
+    checkNames(text);
+    return JSON.parse(text.replace(TOKEN, (token) => (NUMBER.test(token) && !WHOLE.test(token) ? "null" : token)));
+  } catch (error) {
+    refuse(`its header is not JSON (${error.message})`);
+  }
+}
+
+// Throws if a string has half of a surrogate pair, or if a tensor has a field twice. A tensor may be given twice.
+function checkNames(text) {
+  const open = []; // the names of each object around a token
+  for (const [token, string, colon] of text.matchAll(TOKEN)) {
+    if (token === "{") open.push(new Set());
+    else if (token === "}") open.pop();
+    if (string === undefined) continue;
+    const name = JSON.parse(string),
+      names = open.at(-1);
+    if (/\p{Surrogate}/u.test(name)) throw new Error(`${string} has half of a surrogate pair`);
+    if (!colon) continue;
+    if (names.has(name) && (open.length > 1 || name === "__metadata__")) throw new Error(`${string} is there twice`);
+    names.add(name);
+  }
+}
+
 function checked(name, entry) {
   const { dtype, shape, data_offsets: offsets } = isObject(entry) ? entry : {};
-  if (!(dtype in BYTES)) {
+  if (typeof dtype !== "string" || !Object.hasOwn(BYTES, dtype)) {
     if (OTHER_TYPES.includes(dtype)) throw new CheckpointError(`${name} must be a dense tensor of floats`);
     refuse(`${name} has the type ${JSON.stringify(dtype)}`);
   }

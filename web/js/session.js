@@ -23,7 +23,8 @@ export class Session {
 
   // A fresh instance: after a refusal the old one has lost its stack.
   async restart() {
-    this.writer = this.observation = null;
+    this.writer = null;
+    this.observations = {};
     this.kernels = await Kernels.of(this.module);
     this.handle = this.kernels.openCheckpoint(this.checkpoint);
   }
@@ -73,21 +74,22 @@ export class Session {
     return { tokens, logits, milliseconds, elapsed: performance.now() - start };
   }
 
-  // Reads a text, of block_size tokens at most, for weights() and heads().
-  observe({ ids }) {
+  // Reads a text, of block_size tokens at most, for the calls whose `of` is its name; each name holds one text.
+  observe({ of = "text", ids }) {
     const { kernels } = this;
-    if (this.observation) kernels.c.close_observation(this.observation.at);
+    if (this.observations[of]) kernels.c.close_observation(this.observations[of].at);
+    delete this.observations[of];
     const at = kernels.withInts(ids, (list) =>
       kernels.c.observe(this.handle, this.precision, list, ids.length),
     );
-    this.observation = { at, T: ids.length };
+    this.observations[of] = { at, T: ids.length };
     const { n_layer, n_head, n_embd } = this.checkpoint.config;
     return { T: ids.length, layers: n_layer, heads: n_head, d: n_embd / n_head };
   }
 
   // Attention's weights (T, T) of a head: query by key.
-  weights({ layer, head }) {
-    const { at, T } = this.observation,
+  weights({ of = "text", layer, head }) {
+    const { at, T } = this.observations[of],
       { kernels } = this;
     return kernels.with(4 * T * T, (to) => {
       kernels.c.observed_weights(at, layer, head, to);
@@ -96,20 +98,20 @@ export class Session {
   }
 
   // Each head's weights, the largest of each cell of a size x size map: Float32Array for layer * heads + head.
-  maps({ size }) {
-    const { T } = this.observation,
+  maps({ of = "text", size }) {
+    const { T } = this.observations[of],
       { n_layer, n_head } = this.checkpoint.config,
       made = [];
     for (let layer = 0; layer < n_layer; layer++) {
       for (let head = 0; head < n_head; head++)
-        made.push(shrunk(this.weights({ layer, head }), T, Math.min(size, T)));
+        made.push(shrunk(this.weights({ of, layer, head }), T, Math.min(size, T)));
     }
     return made;
   }
 
   // q, k and v (T, d) of a head.
-  heads({ layer, head }) {
-    const { at, T } = this.observation,
+  heads({ of = "text", layer, head }) {
+    const { at, T } = this.observations[of],
       { kernels } = this,
       { n_embd, n_head } = this.checkpoint.config;
     const d = n_embd / n_head;

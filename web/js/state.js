@@ -64,13 +64,20 @@ function admits(name, value) {
 
 export const isSeed = (text) => /^[0-9]{1,20}$/.test(text) && BigInt(text) < 2n ** 64n;
 
+// Whether a fragment names a view, or is empty; #main does not.
+export function namesView(fragment) {
+  const name = fragment.replace(/^#/, "").split("?")[0];
+  return name === "" || VIEWS.includes(name);
+}
+
 // {view, choices} of a fragment. Unknown names and values out of their range are ignored.
 export function parse(fragment) {
   const [view, query = ""] = fragment.replace(/^#/, "").split(/\?(.*)/s);
   const choices = { ...DEFAULTS };
   for (const [name, value] of new URLSearchParams(query)) {
     if (!Object.hasOwn(DEFAULTS, name)) continue;
-    const meant = typeof DEFAULTS[name] === "string" ? value : value === "" ? NaN : Number(value);
+    let meant = typeof DEFAULTS[name] === "string" ? value : value === "" ? NaN : Number(value);
+    if (name === "branches") meant = formatBranches(parseBranches(value));
     if (admits(name, meant)) choices[name] = meant;
   }
   return { view: VIEWS.includes(view) ? view : "write", choices };
@@ -90,7 +97,7 @@ export function parseBranches(text) {
   return text
     .split(",")
     .map((pair) => pair.split(":").map(Number))
-    .filter(([at, code]) => Number.isInteger(at) && at >= 0 && code > 0 && code < 0x110000)
+    .filter(([at, code]) => [at, code].every(Number.isInteger) && at >= 0 && code > 0 && code < 0x110000)
     .map(([at, code]) => [at, String.fromCodePoint(code)]);
 }
 

@@ -77,7 +77,7 @@ export class Text {
         show("", true);
         return;
       }
-      if (this.text.length > KEPT) {
+      if (endless && this.text.length > KEPT) {
         const much = this.text.length - KEPT / 2;
         this.text = this.text.slice(much);
         this.logits.splice(0, much);

@@ -6,9 +6,10 @@ import { simulate } from "./caches.js";
 import { traffic } from "./costs.js";
 import { json } from "./engine.js";
 import { online, results } from "./formulas.js";
-import { matrices, steps } from "./tiling.js";
+import { matrices, scoreAt, steps } from "./tiling.js";
 
 const A_STEP_MS = 450;
+const OF = "tiles"; // the worker's name for the text of this view
 const FIELDS = ["br", "bc", "l1", "l2"];
 // In our words: standard attention, and FlashAttention-2's Algorithm 1 (Dao 2023, arXiv:2307.08691) by its line numbers.
 const PLAIN = { 1: "S ← scale · Q Kᵀ", 2: "P ← softmax(S), row by row", 3: "O ← P V" };
@@ -81,13 +82,16 @@ export class TilesView {
     const { text, engine } = this.page;
     if (!engine || !text?.written) return;
     if (this.of === text && this.written === text.written) {
-      this.go(this.at);
+      if (this.steps) this.go(this.at);
       return;
     }
-    Object.assign(this, { of: text, written: text.written });
+    const { written } = text;
+    Object.assign(this, { of: text, written });
+    const current = () => this.of === text && this.written === written && this.page.engine === engine;
     try {
       this.sources ??= await json("sources.json");
       this.block ??= await engine.call("block");
+      if (!current()) return;
       const all = [...(text.dropped ? "" : text.prompt || "\n"), ...text.text].slice(
         0,
         engine.config.block_size,
@@ -106,6 +110,7 @@ export class TilesView {
       );
       await this.load();
     } catch (error) {
+      if (!current()) return;
       this.of = null;
       this.page.problem(error);
     }
@@ -118,9 +123,10 @@ export class TilesView {
     const layer = Math.min(choices.layer, n_layer - 1),
       head = Math.min(choices.head, n_head - 1);
     const N = Math.min([16, 32, 48].includes(choices.n) ? choices.n : 32, this.ids.length);
-    await engine.call("observe", { ids: this.ids.slice(0, N) });
-    this.page.views.attention.of = null; // the worker holds one text
-    const heads = await engine.call("heads", { layer, head });
+    const mine = (this.latest = {});
+    const observed = engine.call("observe", { of: OF, ids: this.ids.slice(0, N) });
+    const [heads] = await Promise.all([engine.call("heads", { of: OF, layer, head }), observed]);
+    if (this.latest !== mine) return;
     Object.assign(this, { N, d: heads.d, heads, results: results(heads, N, heads.d) });
     $("tiles-head").value = `${layer},${head}`;
     $("tiles-n").value = choices.n;
@@ -150,7 +156,9 @@ export class TilesView {
     const share = keep && this.steps ? this.at / this.steps.length : 0;
     this.part = part;
     this.steps = steps(part, this.sizes);
-    Object.assign(this, simulate(this.steps, matrices(part, this.sizes), l1, l2));
+    const memory = matrices(part, this.sizes);
+    this.scratch = Object.entries(memory).filter(([m]) => !["Q", "K", "V", "S", "O"].includes(m));
+    Object.assign(this, simulate(this.steps, memory, l1, l2));
     const problem = { N, d, heads: 1, causal: true, br: this.sizes.Br, bc: this.sizes.Bc };
     const block = { ...this.block, part2Tile: this.sizes.Br, panel: this.sizes.Br, part4Step: this.sizes.Bc };
     this.counted = [l1, l2].map((cache) =>
@@ -193,6 +201,8 @@ export class TilesView {
       kinds,
       progress,
       place: (m, i, c) => places[memory.line(m, i, c)],
+      scoreAt: (i, j) => scoreAt(this.part, this.sizes, i, j),
+      scratch: this.scratch,
       weightOf: (i, j) => this.weight(step, i, j),
     });
     $("tiles-at").value = this.at;

@@ -15,6 +15,12 @@ export function matrices(part, { N, d, Br, Bc }) {
   return { ...io, Qt: [d, Br], Ot: [d, Br], S: [Bc, Br], ml: [2, Br] };
 }
 
+// Where the score of query i and key j lies in a part's S, as [row, column].
+export function scoreAt(part, { Br, Bc }, i, j) {
+  if (part === "part3") return [0, j];
+  return part === "part4" ? [j % Bc, i % Br] : [i, j]; // part 4 has the tile transposed
+}
+
 const row = (m, i, c0, c1) => ({ m, i, c0, c1 });
 
 function* part1({ N, d }) {
@@ -89,7 +95,7 @@ function* part2({ N, d, Br: T, rows: R }) {
       text: "A tile of K is turned on its side once, for all queries, so that the lanes of a vector can span keys.",
       anchor: "simd::transpose({Kt, T}",
       paper: [1],
-      boxes: [box("K", [j0, j1], [0, d])],
+      boxes: [box("K", [j0, j1], [0, d]), box("Kt", [0, d], [0, j1 - j0], true)],
       *touch() {
         for (let j = j0; j < j1; j++) {
           yield row("K", j, 0, d);
@@ -105,7 +111,11 @@ function* part2({ N, d, Br: T, rows: R }) {
         text: "Both tiles lie in L1, and each is used T times before it leaves. So K comes in N / T times instead of N times. The scores still go to the N × N matrix.",
         anchor: "simd::multiply({Sij, Nk}",
         paper: [1],
-        boxes: [box("Q", [i0, i1], [0, d]), box("K", [j0, j1], [0, d]), box("S", [i0, i1], [j0, j1], true)],
+        boxes: [
+          box("Q", [i0, i1], [0, d]),
+          box("Kt", [0, d], [0, j1 - j0]),
+          box("S", [i0, i1], [j0, j1], true),
+        ],
         *touch() {
           for (let i = i0; i < i1; i += R) {
             const end = Math.min(i + R, i1);
@@ -218,7 +228,12 @@ function* part4({ N, d, Br, Bc, rows: R }) {
       text: "A tile of queries is loaded once, transposed and scaled. Its output and the sums l start at 0, the maxima m at minus infinity.",
       anchor: "std::fill_n(t.m, padded, -std::numeric_limits",
       paper: [3, 4, 5],
-      boxes: [box("Q", [i0, i1], [0, d]), box("O", [i0, i1], [0, d], true)],
+      boxes: [
+        box("Q", [i0, i1], [0, d]),
+        box("Qt", [0, d], [0, rows], true),
+        box("Ot", [0, d], [0, rows], true),
+        box("ml", [0, 2], [0, rows], true),
+      ],
       *touch() {
         for (let i = i0; i < i1; i++) yield row("Q", i, 0, d);
         for (let c = 0; c < d; c++) {
@@ -227,7 +242,6 @@ function* part4({ N, d, Br, Bc, rows: R }) {
         }
         yield* state(rows)();
       },
-      output: [i0, i1, 0],
       tile: [i0, i1, -1],
       forget: last,
     };
@@ -243,7 +257,11 @@ function* part4({ N, d, Br, Bc, rows: R }) {
           (seen > i0 + 1 ? " The mask cuts the tile along the diagonal." : ""),
         anchor: "scores(0, 0, std::min(keys, first + W));",
         paper: [6, 7, 8],
-        boxes: [box("Q", [i0, i1], [0, d]), box("K", [j0, seen], [0, d]), box("S", [i0, i1], [j0, seen], true)],
+        boxes: [
+          box("Qt", [0, d], [0, rows]),
+          box("K", [j0, seen], [0, d]),
+          box("S", [i0, i1], [j0, seen], true),
+        ],
         *touch() {
           for (let k = j0; k < seen; k += R) {
             const end = Math.min(k + R, seen);
@@ -263,7 +281,7 @@ function* part4({ N, d, Br, Bc, rows: R }) {
         text: "Each row’s m becomes the larger of the old m and the tile’s largest score. The weights are exp(S − m), and l takes them up, after the old l is multiplied by exp(old m − m). Neither is final before the last tile.",
         anchor: "if (simd::online_softmax({t.St, ldS}",
         paper: [9],
-        boxes: [box("S", [i0, i1], [j0, seen]), box("S", [i0, i1], [j0, seen], true)],
+        boxes: [box("S", [i0, i1], [j0, seen], true), box("ml", [0, 2], [0, rows], true)],
         *touch() {
           for (let pass = 0; pass < 2; pass++) for (let k = j0; k < seen; k++) yield row("S", k - j0, 0, rows);
           yield* state(rows)();
@@ -277,7 +295,7 @@ function* part4({ N, d, Br, Bc, rows: R }) {
           text: "Where m has moved, the output so far was made with weights that are too large. It is multiplied by exp(old m − m). Our kernel lets m lag behind a little, so that it must do this seldom; here it is done each time.",
           anchor: "simd::scale_columns({Ot, t.R}, d, queries, t.correction + r0);",
           paper: [10],
-          boxes: [box("O", [i0, i1], [0, d]), box("O", [i0, i1], [0, d], true)],
+          boxes: [box("Ot", [0, d], [0, rows], true)],
           *touch() {
             for (let c = 0; c < d; c++) yield row("Ot", c, 0, rows);
           },
@@ -290,7 +308,11 @@ function* part4({ N, d, Br, Bc, rows: R }) {
         text: "The weights times the tile of V are added to the output, which waits in scratch. K and V come in once for Br queries, not once for each.",
         anchor: "simd::multiply_add({Ot, t.R}, {j.V, 1, j.ldV}",
         paper: [10],
-        boxes: [box("S", [i0, i1], [j0, seen]), box("V", [j0, seen], [0, d]), box("O", [i0, i1], [0, d], true)],
+        boxes: [
+          box("S", [i0, i1], [j0, seen]),
+          box("V", [j0, seen], [0, d]),
+          box("Ot", [0, d], [0, rows], true),
+        ],
         *touch() {
           for (let c = 0; c < d; c += R) {
             for (let k = j0; k < seen; k++) {
@@ -300,7 +322,6 @@ function* part4({ N, d, Br, Bc, rows: R }) {
             for (let r = c; r < Math.min(c + R, d); r++) yield row("Ot", r, 0, rows);
           }
         },
-        output: [i0, i1, seen / i1],
         tile: [i0, i1, j],
       };
       last = area;
@@ -310,7 +331,7 @@ function* part4({ N, d, Br, Bc, rows: R }) {
       text: "The output is divided by l once, and written. m + log(l) is all that is kept of the softmax: with it two results over different keys can be merged.",
       anchor: "simd::scale_columns({t.Ot, t.R}, d, rows, t.correction);",
       paper: [12, 13, 14],
-      boxes: [box("O", [i0, i1], [0, d], true)],
+      boxes: [box("Ot", [0, d], [0, rows]), box("O", [i0, i1], [0, d], true)],
       *touch() {
         for (let c = 0; c < d; c++) yield row("Ot", c, 0, rows);
         for (let i = i0; i < i1; i++) yield row("O", i, 0, d);

@@ -2,6 +2,7 @@
 import { $, make, number, shown } from "./dom.js";
 import { Closed } from "./engine.js";
 import { after, before } from "./sampling.js";
+import { commandFor } from "./command.js";
 import { ServerText } from "./server.js";
 import { formatBranches, isSeed, parseBranches } from "./state.js";
 import { Text } from "./text.js";
@@ -70,8 +71,12 @@ export class WriteView {
         this.restart();
       });
     }
-    for (const id of ["where", "seed", "length", "context", "stop", "pace", "endless"])
+    for (const id of ["where", "seed", "length", "context", "stop", "endless"])
       $(id).addEventListener("change", () => this.restart());
+    $("pace").addEventListener("change", () => {
+      this.read();
+      this.write(); // the same text, with its branches
+    });
     $("position").addEventListener("input", () => this.select(Number($("position").value)));
     $("text").addEventListener("click", (event) => this.touch(event));
     $("file").addEventListener("change", () => this.page.openFiles([...$("file").files]));
@@ -79,23 +84,49 @@ export class WriteView {
 
   // The fields as the choices say.
   fill() {
-    for (const id of FIELDS) $(id).value = this.choices[id];
+    this.offerPace();
+    $("topk").max = this.page.engine?.config.vocab_size ?? 65;
+    this.filled = {};
+    for (const id of FIELDS) {
+      $(id).value = this.choices[id];
+      this.filled[id] = $(id).value;
+    }
     $("endless").checked = this.choices.endless === 1;
     this.showSettings();
   }
 
+  // A link may have a pace that the list lacks.
+  offerPace() {
+    const { pace } = this.choices;
+    if ([...$("pace").options].some((option) => option.value === String(pace))) return;
+    $("pace").append(make("option", { value: pace, textContent: `${pace} a second` }));
+  }
+
+  // What a field means: the choice, until someone changes the field; a slider cannot show each value of a link.
+  meant(id) {
+    const { value } = $(id);
+    if (value === this.filled[id]) return this.choices[id];
+    return NUMBERS.includes(id) ? Number(value) : value;
+  }
+
+  // An endless text would take time from the other views' measurements.
+  hide() {
+    if (this.text?.choices.endless) this.text.halt();
+  }
+
   showSettings() {
-    $("temperature-out").textContent = Number($("temperature").value).toFixed(2);
     const all = this.page.engine?.config.vocab_size ?? 65;
-    $("topk").max = all;
-    $("topk-out").textContent = Number($("topk").value) >= all ? "all" : $("topk").value;
-    $("topp-out").textContent = Number($("topp").value).toFixed(2);
+    for (const id of ["temperature", "topp"]) $(`${id}-out`).textContent = twoDigits(this.meant(id));
+    $("topk-out").textContent = this.meant("topk") >= all ? "all" : this.meant("topk");
   }
 
   // The choices as the fields say; fields that hold no valid value are filled again.
   read() {
     const changes = {};
-    for (const id of FIELDS) changes[id] = NUMBERS.includes(id) ? Number($(id).value) : $(id).value;
+    for (const id of FIELDS) {
+      changes[id] = this.meant(id);
+      this.filled[id] = $(id).value;
+    }
     if (!isSeed(changes.seed)) changes.seed = this.choices.seed;
     if (!Number.isInteger(changes.length) || changes.length < 1 || changes.length > 20000) {
       changes.length = this.choices.length;
@@ -110,13 +141,13 @@ export class WriteView {
   }
 
   async write(changes = {}) {
+    const mine = (this.latest = {});
     this.page.choose(changes);
     this.text?.halt();
     this.selected = null;
     delete document.documentElement.dataset.written;
-    await this.page.ready();
-    const { engine } = this.page;
-    if (!engine) return;
+    const engine = await this.page.ready();
+    if (!engine || this.latest !== mine) return;
     const byServer = this.page.offerServer();
     if (byServer) this.page.choose({ branches: "" });
     this.fill();
@@ -135,13 +166,15 @@ export class WriteView {
       });
     } catch (error) {
       if (error instanceof Closed) return; // the text of another model follows
-      this.page.problem(error);
+      if (this.latest === mine) this.page.problem(error);
     }
     if (this.text !== text) return;
+    text.running = false;
     $("halt").disabled = true;
+    if (this.page.engine !== engine) return; // the next text's model
     this.drawBars();
     this.status();
-    this.page.written();
+    if (this.latest === mine) this.page.written();
   }
 
   clear(text) {
@@ -181,22 +214,9 @@ export class WriteView {
   }
 
   showCommand() {
-    const c = this.choices,
-      quote = (s) => `'${s.replaceAll("'", "'\\''")}'`;
-    const words = [
-      "python gpt.py part4 --inference --num-samples 1",
-      `-m ${c.model}`,
-      `--prompt ${quote(c.prompt || "\n")}`,
-      `--seed ${c.seed}`,
-      `--max-new-tokens ${c.length}`,
-      `--temperature ${c.temperature}`,
-      `--top-k ${c.topk}`,
-    ];
-    if (c.topp < 1) words.push(`--top-p ${c.topp}`);
-    if (c.weights !== "fp32" && c.where === "browser") words.push(`--weights ${c.weights}`);
-    if (c.stop) words.push(`--stop ${quote(c.stop)}`);
-    if (c.endless || c.context === "reset") words.push("--context reset");
-    $("command").textContent = words.join(" ");
+    const { command, why } = commandFor(this.choices, this.page.own);
+    $("command-note").firstChild.data = why ?? "The command that writes the same text: ";
+    $("command").textContent = command ?? "";
   }
 
   // A click on the text.
@@ -279,7 +299,8 @@ export class WriteView {
       row.after.style.transform = `scaleX(${filtered[i] / most})`;
       row.left.textContent = percent(p[i]);
       row.right.textContent = percent(filtered[i]);
-      row.button.toggleAttribute("aria-current", i === chosen);
+      if (i === chosen) row.button.setAttribute("aria-current", "true");
+      else row.button.removeAttribute("aria-current");
       row.spoken.textContent = spoken(characters[i]);
       row.character = characters[i];
     });
@@ -323,4 +344,6 @@ export class WriteView {
 
 const percent = (p) =>
   p >= 0.9995 ? "100 %" : p >= 0.0005 ? `${(100 * p).toFixed(1)} %` : p > 0 ? "< 0.1 %" : "–";
+// Two digits after the point, or more if the number has more.
+const twoDigits = (x) => (Number(x.toFixed(2)) === x ? x.toFixed(2) : String(x));
 const spoken = (c) => ({ "\n": "line end", " ": "space" })[c] ?? c;

@@ -229,8 +229,8 @@ def test_what_goes_together():
 
 def test_large_answers_are_refused():
     text = {"model": "m", "prompt": "a"}
-    assert planned(CompletionBody, **text, logprobs=0, max_tokens=16_384)
-    assert refused(CompletionBody, **text, logprobs=0, max_tokens=16_385).param == "logprobs"
+    assert planned(CompletionBody, **text, logprobs=0, max_tokens=4_096)
+    assert refused(CompletionBody, **text, logprobs=0, max_tokens=4_097).param == "logprobs"
     assert refused(CompletionBody, **text, logprobs=0, max_tokens=200, n=100).param == "logprobs"
     long = {"model": "m", "prompt": "a" * 20_000, "max_tokens": 1, "echo": True}
     assert planned(CompletionBody, **long) and planned(

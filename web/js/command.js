@@ -1,0 +1,37 @@
+// The command that writes the same text as the choices, or why there is none.
+
+const MOST_SEED = 2n ** 63n - 1n; // of the command line
+
+const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
+
+// {command}, or {why}: a sentence. own: the checkpoint is someone's own.
+export function commandFor(choices, own = false) {
+  const why = withoutCommand(choices, own);
+  return why ? { why } : { command: words(choices).join(" ") };
+}
+
+function withoutCommand(choices, own) {
+  if (own) return "No command is shown: the checkpoint is your own.";
+  if (choices.where === "server") return "No command is shown: the server chooses its engine and weights.";
+  if (choices.branches) return "No command writes the same text: it has a branch.";
+  if (choices.endless) return "No command writes the same text: it has no end.";
+  if (BigInt(choices.seed) > MOST_SEED) return `No command writes the same text: its seeds end at ${MOST_SEED}.`;
+  return "";
+}
+
+function words(choices) {
+  const all = [
+    "python gpt.py part4 --inference --num-samples 1",
+    `-m ${choices.model}`,
+    `--prompt=${quoted(choices.prompt || "\n")}`,
+    `--seed ${choices.seed}`,
+    `--max-new-tokens ${choices.length}`,
+    `--temperature ${choices.temperature}`,
+    `--top-k ${choices.topk}`,
+  ];
+  if (choices.topp < 1) all.push(`--top-p ${choices.topp}`);
+  if (choices.weights !== "fp32") all.push(`--weights ${choices.weights}`);
+  if (choices.stop) all.push(`--stop=${quoted(choices.stop)}`);
+  if (choices.context === "reset") all.push("--context reset");
+  return all;
+}
