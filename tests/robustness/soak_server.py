@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL, LENGTH, SEEDS = "shakes128", 200, 24  # beyond the block size of 128, so that the window slides
-PROMPTS = ("ROMEO:", "\n", "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\n")
+PROMPTS = ("ROMEO:", "\n", "A SERVER:\nThe requests have come, and I must answer them.\n\nALL:\n")
 PARTS = ("part4",) * 14 + ("part2", "part0")  # others are slower, and would take most of the time
 SLOTS, QUEUE, AT_ONCE, MOST_CHOICES = 16, 32, 56, 3
 PATIENCE = 120.0  # seconds after which an answer counts as lost

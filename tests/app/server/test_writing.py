@@ -77,7 +77,7 @@ def test_a_text_is_the_same_among_thirty_others(client, cli):
 
 def test_the_mean_log_probability_is_the_loss(client):
     checkpoint = load(MODEL)
-    text = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n"
+    text = "A SERVER:\nThe requests have come, and I must answer them.\n\nALL:\nAnswer, answer.\n"
     loss = evaluate(checkpoint.model, torch.tensor(checkpoint.tokenizer.encode(text)))
     response = client.complete(prompt=text, max_tokens=0, echo=True, logprobs=2).json()
     choice = response["choices"][0]
