@@ -396,7 +396,7 @@ async def soak(server: Server, requests: int, seed: int) -> list[str]:
 
 async def slots_left(server: Server) -> list[str]:
     """Whether every slot can still be used at once."""
-    fields = {"prompt": "a" * 128, "max_tokens": 20_000, "n": SLOTS, "stream": True}
+    fields = {"prompt": "a" * 128, "max_tokens": 16_000, "n": SLOTS, "stream": True}
     with await connect(server.port) as connection:
         await asyncio.get_running_loop().sock_sendall(connection, request(fields))
         for _ in range(100):
