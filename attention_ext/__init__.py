@@ -150,20 +150,17 @@ def operator(part: str, simd: str = "auto", gradient: bool = False) -> Callable:
 
     simd: one of SIMD, or 'cuda' for part4's operator on CUDA. gradient: part4's with a gradient, on the CPU.
     """
-    if (
-        part,
-        simd,
-        gradient,
-    ) not in _operators:  # torch.compile can trace a look-up in a table but not a build
+    key = part, simd, gradient
+    if key not in _operators:  # torch.compile can trace a look-up in a table but not a build
         if simd == "cuda":
             from attention_ext.cuda import operators
 
-            _operators[part, simd, gradient] = operators.flash
+            _operators[key] = operators.flash
         else:
             from attention_ext import extension
 
-            _operators[part, simd, gradient] = extension.operator(part, simd, gradient)
-    return _operators[part, simd, gradient]
+            _operators[key] = extension.operator(part, simd, gradient)
+    return _operators[key]
 
 
 def _sound(part: Part, q, k, v, causal: bool) -> bool:

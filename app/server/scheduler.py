@@ -110,11 +110,11 @@ class Scheduler:
         return True
 
     def _obey(self) -> bool:
-        """Do all commands, waiting for one if there is nothing to write; False ends the thread."""
-        wait = not any(lane.ready for lane in self._lanes.values())
+        """Do all commands, waiting for one if there is nothing to do; False ends the thread."""
         while True:
+            idle = not any(lane.ready or lane.wanted for lane in self._lanes.values())
             try:
-                command, name, argument = self._commands.get(block=wait)
+                command, name, argument = self._commands.get(block=idle)
             except Empty:
                 return True
             if command == "stop":
@@ -129,7 +129,6 @@ class Scheduler:
                 self._flush()
             else:
                 lane.open(argument)
-            wait = not any(lane.ready or lane.wanted for lane in self._lanes.values())
 
     def _lane(self, name: tuple[str, str]) -> Lane:
         if name not in self._lanes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
@@ -50,6 +52,17 @@ def test_commands_that_come_all_the_time_change_no_share(monkeypatch):
     used = [lane.used for lane in lanes]
     assert max(used) < 1.05 * min(used), used
     assert len(done) > 2000  # not only once a turn
+
+
+def test_a_lane_that_waits_for_its_engine_is_not_kept_waiting():
+    """Its call may have come in the middle of another lane's turn: no command follows."""
+    scheduler, lane = Scheduler({}, Settings(), Metrics()), Steps(0.001)
+    lane.ready, lane.wanted = False, True
+    scheduler._lanes[MODEL, "part1"] = lane
+    thread = threading.Thread(target=scheduler._obey, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
 
 
 def test_a_step_of_slow_texts_is_short():
