@@ -13,7 +13,7 @@ from attention_ext.parts import check_part
 from generation.engine import check_kernel, on_device, rounded, with_rounded_cache
 from model import corpus
 from model.checkpoint import load
-from model.train import evaluate
+from model.loss import evaluate
 
 
 @dataclass(frozen=True)

@@ -92,19 +92,20 @@ def train(
     from functools import partial
 
     from attention_ext import attention
-    from model import train as training
+    from training.recipe import RECIPES
+    from training.run import train as run
 
     if device == "cuda" and part != "part0":
         raise click.UsageError(f"{part} has no gradient on CUDA; --part {part} goes with --device cpu only")
 
     text = read_corpus(corpus_file)
     set_threads(threads)
-    chosen = training.RECIPES[recipe]
+    chosen = RECIPES[recipe]
     if steps is not None:
         chosen = dataclasses.replace(chosen, steps=steps)
     directory = Path(out or Path("out") / recipe)
     attend = None if part == "part0" else partial(attention, part, causal=True)
-    training.train(chosen, text, device, directory, notice, attend)
+    run(chosen, text, device, directory, notice, attend)
     click.echo(f"wrote {directory}; write text with it: python gpt.py part4 --inference -m {directory}")
 
 

@@ -17,7 +17,7 @@ from benchmarks import generation as bench
 from generation.engine import rounded
 from lab import machine
 from model import load
-from model.train import evaluate
+from model.loss import evaluate
 
 needs_header = pytest.mark.skipif(
     not toolchain.has_python_header(), reason="no Python.h, so no native engine"

@@ -16,7 +16,7 @@ from generation.logprobs import TokenLogprob, of_logits
 from generation.sampling import Sampling
 from generation.writer import Request, Writer
 from model import load
-from model.train import evaluate
+from model.loss import evaluate
 
 SAMPLING = Sampling(1.3, 5, 0.9, 0.01, 1.3, 0.5, 0.5, ((3, 2.0),))
 PROMPT = [i * i % 11 for i in range(90)]  # more than are read together

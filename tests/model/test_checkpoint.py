@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 
@@ -11,9 +12,11 @@ import tiny
 import torch
 from support import Hostile
 
-from model import checkpoint, train
+from model import checkpoint
 from model.checkpoint import CheckpointError, load, save
+from model.loss import evaluate
 from model.tokenizer import VocabularyError
+from training.recipe import RECIPES
 
 VOCABULARY, nanogpt_file = tiny.VOCABULARY, tiny.nanogpt_file
 
@@ -28,14 +31,14 @@ def directory(tmp_path):
 @pytest.mark.parametrize("name", checkpoint.SHIPPED)
 def test_shipped_checkpoints_are_what_the_recipes_say(name):
     loaded = load(name, tiny.attend)
-    config, recipe = loaded.model.config, train.RECIPES[name]
+    config, recipe = loaded.model.config, RECIPES[name]
     assert (config.n_layer, config.n_head, config.n_embd, config.vocab_size) == (4, 4, 128, 65)
     assert config.block_size == int(name.removeprefix("shakes")) == recipe.block_size
     assert f"{loaded.model.num_params() / 1e6:.2f}M" == "0.80M"
     assert len(loaded.tokenizer) == 65
     assert not loaded.model.training
     record = json.loads((checkpoint.ROOT / "checkpoints" / name / "training.json").read_text())
-    assert record["recipe"] == json.loads(json.dumps(train.asdict(recipe)))
+    assert record["recipe"] == json.loads(json.dumps(dataclasses.asdict(recipe)))
     assert [record["best_step"], round(record["val_loss"], 4)] in [[s, v] for s, _, v in record["curve"]]
 
 
@@ -44,7 +47,7 @@ def test_shipped_checkpoints_have_learnt():
     text = "To be, or not to be, that is the question:\nWhether 'tis nobler in the mind to suffer\n"
     for name in checkpoint.SHIPPED:
         loaded = load(name, tiny.attend)
-        loss = train.evaluate(loaded.model, torch.tensor(loaded.tokenizer.encode(text)))
+        loss = evaluate(loaded.model, torch.tensor(loaded.tokenizer.encode(text)))
         assert loss < 2.2  # nats; guessing among 65 characters costs 4.2
 
 

@@ -12,7 +12,7 @@ from attention_ext.parts import CachePrecision, Precision
 from generation.engine import ENGINES
 from generation.writer import CONTEXTS
 from model.checkpoint import SHIPPED
-from model.train import RECIPES
+from training.recipe import RECIPES
 
 CHOICES = {
     "engine": ["auto", *ENGINES],

@@ -14,7 +14,7 @@ pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 from app.server.settings import Settings
 from attention_ext import PARTS
 from model import load
-from model.train import evaluate
+from model.loss import evaluate
 
 from .conftest import MODEL, serving
 

@@ -12,11 +12,17 @@ import torch
 from torch.nn import functional as F
 
 from attention_ext import attention
-from model import corpus, train
+from model import corpus
 from model.checkpoint import load
+from model.loss import evaluate
+from training import run
+from training.muon import Muon
+from training.recipe import Recipe, learning_rate
+from training.run import train
+from training.trainer import Trainer, sinusoids
 
 TEXT = "abcdefgh" * 100
-RECIPE = train.Recipe(
+RECIPE = Recipe(
     block_size=8,
     steps=80,
     dropout=0.1,
@@ -32,14 +38,14 @@ RECIPE = train.Recipe(
 
 def test_it_learns_and_what_it_saves_has_the_loss_it_records(tmp_path):
     lines = []
-    record = train.train(RECIPE, TEXT, out=tmp_path, report=lines.append)
+    record = train(RECIPE, TEXT, out=tmp_path, report=lines.append)
     assert record["curve"][0][0] == 30 and record["curve"][-1][0] == 80
     assert record["val_loss"] < 1.0 < record["curve"][0][2]
     assert len(lines) == 4 and lines[-1].startswith("best validation loss")
     assert json.loads((tmp_path / "training.json").read_text()) == json.loads(json.dumps(record))
     loaded = load(str(tmp_path), tiny.attend)
     held_out = torch.tensor(loaded.tokenizer.encode(corpus.split(TEXT)[1]))
-    assert train.evaluate(loaded.model, held_out) == pytest.approx(record["val_loss"], abs=1e-5)
+    assert evaluate(loaded.model, held_out) == pytest.approx(record["val_loss"], abs=1e-5)
 
 
 def test_a_step_by_part4_has_the_gradients_of_pytorchs(extension):
@@ -49,7 +55,7 @@ def test_a_step_by_part4_has_the_gradients_of_pytorchs(extension):
     gradients = []
     for part in (None, "part4"):
         attend = part and partial(attention, part, causal=True)
-        trainer = train.Trainer(recipe, len(tiny.CHARACTERS), ids, torch.device("cpu"), attend)
+        trainer = Trainer(recipe, len(tiny.CHARACTERS), ids, torch.device("cpu"), attend)
         torch.manual_seed(0)
         trainer._update = lambda: None  # else the gradients are those of other weights
         trainer.step()
@@ -61,9 +67,9 @@ def test_a_step_by_part4_has_the_gradients_of_pytorchs(extension):
 
 def test_the_best_so_far_survives_an_interruption_and_a_divergence(tmp_path, monkeypatch):
     losses = iter([2.0, 1.5, float("nan")])
-    monkeypatch.setattr(train, "evaluate", lambda *_: next(losses))
+    monkeypatch.setattr(run, "evaluate", lambda *_: next(losses))
     with pytest.raises(ValueError, match="the validation loss is nan at step 80: training diverged"):
-        train.train(RECIPE, TEXT, out=tmp_path, report=lambda line: None)
+        train(RECIPE, TEXT, out=tmp_path, report=lambda line: None)
     record = json.loads((tmp_path / "training.json").read_text())
     assert (record["val_loss"], record["best_step"]) == (1.5, 60)
     load(str(tmp_path), tiny.attend)
@@ -77,8 +83,8 @@ def test_the_record_has_the_whole_curve_and_the_weights_are_the_best(tmp_path, m
         seen.append(model.transformer.wte.weight.detach().clone())
         return next(losses)
 
-    monkeypatch.setattr(train, "evaluate", evaluate)
-    record = train.train(RECIPE, TEXT, out=tmp_path, report=lambda line: None)
+    monkeypatch.setattr(run, "evaluate", evaluate)
+    record = train(RECIPE, TEXT, out=tmp_path, report=lambda line: None)
     assert json.loads((tmp_path / "training.json").read_text()) == json.loads(json.dumps(record))
     assert [(step, loss) for step, _, loss in record["curve"]] == [(30, 2.0), (60, 1.5), (80, 1.7)]
     assert (record["val_loss"], record["best_step"]) == (1.5, 60)
@@ -89,20 +95,20 @@ def test_the_record_has_the_whole_curve_and_the_weights_are_the_best(tmp_path, m
 def test_a_directory_that_cannot_be_made_is_refused_before_training(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError):
-        train.train(RECIPE, TEXT, out=tmp_path / "file" / "out", report=pytest.fail)
+        train(RECIPE, TEXT, out=tmp_path / "file" / "out", report=pytest.fail)
 
 
 def test_a_second_training_replaces_the_vocabulary(tmp_path):
     short = dataclasses.replace(RECIPE, steps=1)
     for text in ("абвгдежз" * 100, TEXT):
-        train.train(short, text, out=tmp_path, report=lambda line: None)
+        train(short, text, out=tmp_path, report=lambda line: None)
     assert load(str(tmp_path), tiny.attend).tokenizer.characters == list("abcdefgh")
 
 
 def test_the_ingredients_of_the_recipe():
-    trainer = train.Trainer(RECIPE, 8, torch.arange(100) % 8, torch.device("cpu"))
+    trainer = Trainer(RECIPE, 8, torch.arange(100) % 8, torch.device("cpu"))
     wpe = trainer.model.transformer.wpe.weight
-    torch.testing.assert_close(wpe.detach(), 0.1 * train.sinusoids(8, 16))
+    torch.testing.assert_close(wpe.detach(), 0.1 * sinusoids(8, 16))
     assert {m.p for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout)} == {RECIPE.dropout}
     assert all(group["weight_decay"] == RECIPE.weight_decay for group in trainer.muon.param_groups)
     assert all(group["weight_decay"] == RECIPE.weight_decay for group in trainer.adam.param_groups)
@@ -123,9 +129,9 @@ def test_the_ingredients_of_the_recipe():
 
 def test_the_same_seed_gives_the_same_curve():
     short = dataclasses.replace(RECIPE, steps=4, eval_every=2)
-    curves = [train.train(short, TEXT, report=lambda line: None)["curve"] for _ in range(2)]
+    curves = [train(short, TEXT, report=lambda line: None)["curve"] for _ in range(2)]
     assert curves[0] == curves[1]
-    other = train.train(dataclasses.replace(short, seed=1), TEXT, report=lambda line: None)["curve"]
+    other = train(dataclasses.replace(short, seed=1), TEXT, report=lambda line: None)["curve"]
     assert other != curves[0]
 
 
@@ -138,25 +144,25 @@ def test_evaluation_is_over_contiguous_windows(length):
         for start in range(0, length - 1, 16):
             window = ids[start : min(start + 17, length)]
             total += float(F.cross_entropy(model(window[None, :-1])[0], window[1:], reduction="sum"))
-    assert train.evaluate(model, ids, batch_chars=40) == pytest.approx(total / (length - 1), rel=1e-5)
+    assert evaluate(model, ids, batch_chars=40) == pytest.approx(total / (length - 1), rel=1e-5)
 
 
 def test_evaluation_refuses_a_single_token():
     with pytest.raises(ValueError, match="ids has 1 tokens; it must have at least 2"):
-        train.evaluate(tiny.gpt(), torch.tensor([0]))
+        evaluate(tiny.gpt(), torch.tensor([0]))
 
 
 def test_muon_orthogonalises_q_k_and_v_apart():
     weight = torch.nn.Parameter(torch.zeros(48, 16))
     weight.grad = torch.cat([scale * torch.randn(16, 16) for scale in (1e-3, 1.0, 1e3)])
-    train.Muon([dict(params=[weight], shape=(16, 16))], lr=torch.tensor(1.0), weight_decay=0.0).step()
+    Muon([dict(params=[weight], shape=(16, 16))], lr=torch.tensor(1.0), weight_decay=0.0).step()
     for matrix in weight.detach().split(16):
         singular = torch.linalg.svdvals(matrix)
         assert 0.3 < singular.min() and singular.max() < 1.3
 
 
 def test_learning_rate_warms_up_and_falls_to_zero():
-    rates = [train.learning_rate(RECIPE, step) for step in range(RECIPE.steps + 1)]
+    rates = [learning_rate(RECIPE, step) for step in range(RECIPE.steps + 1)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates[5] == 1.0 and rates[-1] == pytest.approx(0)
     assert all(a >= b for a, b in zip(rates[5:], rates[6:]))
@@ -164,18 +170,18 @@ def test_learning_rate_warms_up_and_falls_to_zero():
 
 def test_a_text_shorter_than_a_block_is_refused():
     with pytest.raises(ValueError, match="text has 7 characters for training; .* more than block_size=8"):
-        train.train(RECIPE, "abcdefgh")
+        train(RECIPE, "abcdefgh")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_a_missing_gpu_is_named():
     with pytest.raises(ValueError, match="device is 'cuda', but PyTorch finds no GPU"):
-        train.train(RECIPE, TEXT, device="cuda")
+        train(RECIPE, TEXT, device="cuda")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_captured_step_learns_too():
-    record = train.train(RECIPE, TEXT, device="cuda", report=lambda line: None)
+    record = train(RECIPE, TEXT, device="cuda", report=lambda line: None)
     assert record["val_loss"] < 1.0
 
 

@@ -1,0 +1,157 @@
+"""One step of training: Muon, AdamW and an average of the weights.
+
+Hidden matrices are trained with Muon, embeddings and norms with AdamW. An exponential moving average of
+the weights is what is evaluated and saved. On a GPU the whole step is one CUDA graph around a compiled
+model, because kernel launches bound a step at this size. On a CPU the same code runs without a graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from model.gpt import GPT, Attend, GPTConfig
+from training.muon import Muon
+from training.recipe import Recipe
+
+
+def sinusoids(length: int, width: int) -> Tensor:
+    """Vaswani et al.'s position encoding, (length, width), values in [-1, 1]."""
+    position = torch.arange(length)[:, None]
+    frequency = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
+    angle = position * frequency
+    return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)[:, :width]
+
+
+class Trainer:
+    """A model, its average, and one training step over a corpus held on the device.
+
+    ids: (N,) int64 training tokens. attend: attention of a step, which needs a gradient; None takes
+    PyTorch's, which alone has the recipe's dropout inside.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        vocab_size: int,
+        ids: Tensor,
+        device: torch.device,
+        attend: Attend | None = None,
+    ) -> None:
+        torch.manual_seed(recipe.seed)
+        self.recipe, self.ids, self.device = recipe, ids.to(device), device
+        config = GPTConfig(
+            block_size=recipe.block_size,
+            vocab_size=vocab_size,
+            n_layer=recipe.n_layer,
+            n_head=recipe.n_head,
+            n_embd=recipe.n_embd,
+            dropout=recipe.dropout,
+            bias=False,
+        )
+
+        def with_dropout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            dropout = recipe.dropout if self.model.training else 0.0
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+
+        self.model = GPT(config, attend or with_dropout)
+        positions = self.model.transformer.wpe.weight
+        with torch.no_grad():
+            positions.copy_(0.1 * sinusoids(*positions.shape))
+        self.model.to(device)
+        # The average is evaluated in float32 without dropout, so its attention needs none.
+        self.averaged = GPT(
+            config, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        ).to(device)
+        self.averaged.load_state_dict(self.model.state_dict())
+        self.averaged.eval()
+
+        C = config.n_embd
+        matrices: dict[tuple[int, int], list[nn.Parameter]] = {}
+        others = []
+        for name, p in self.model.named_parameters():
+            if p.ndim == 2 and ".h." in name:
+                shape = (C, C) if name.endswith("c_attn.weight") else (p.shape[0], p.shape[1])
+                matrices.setdefault(shape, []).append(p)
+            elif p is not positions:
+                others.append(p)
+        self.lr = torch.ones((), device=device)  # fraction of the peak, set before each step
+        self.muon_lr = torch.zeros((), device=device)
+        self.muon = Muon(
+            [dict(params=ps, shape=shape) for shape, ps in matrices.items()],
+            lr=self.muon_lr,
+            weight_decay=recipe.weight_decay,
+        )
+        on_gpu = device.type == "cuda"
+        self.adam = torch.optim.AdamW(
+            [
+                dict(params=others, lr=torch.zeros((), device=device)),
+                dict(params=[positions], lr=torch.zeros((), device=device)),
+            ],
+            betas=(0.9, 0.99),
+            weight_decay=recipe.weight_decay,
+            fused=on_gpu,
+            capturable=on_gpu,
+        )
+        self.loss = torch.zeros((), device=device)
+        self.step = self._captured_step() if on_gpu else self._step
+
+    def _batch_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Mean cross-entropy, a scalar, of the model on tokens x (B, T) and the next ones y (B, T)."""
+        bf16 = self.device.type == "cuda"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+            logits = self.model(x)
+        return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+
+    def _update(self) -> None:
+        """Step both optimizers and update the average; the gradients are already there."""
+        self.muon_lr.copy_(self.recipe.muon_lr * self.lr)
+        for group, peak in zip(self.adam.param_groups, (self.recipe.adam_lr, self.recipe.position_lr)):
+            group["lr"].copy_(peak * self.lr)
+        self.muon.step()
+        self.adam.step()
+        with torch.no_grad():
+            for a, p in zip(self.averaged.parameters(), self.model.parameters()):
+                a.lerp_(p, 1 - self.recipe.average)
+
+    def _step(self) -> None:
+        """One step on a fresh random batch; stores the loss in self.loss."""
+        T = self.recipe.block_size
+        batch = max(1, self.recipe.batch_chars // T)
+        starts = torch.randint(len(self.ids) - T, (batch, 1), device=self.device)
+        window = self.ids[starts + torch.arange(T + 1, device=self.device)]  # (batch, T + 1)
+        for p in self.model.parameters():
+            p.grad = None
+        loss = self._batch_loss(window[:, :-1], window[:, 1:])
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._update()
+        self.loss.copy_(loss.detach())
+
+    def _captured_step(self) -> Callable[[], None]:
+        """The step as a CUDA graph; model, optimizers and average are reset after the warm-up."""
+        start = copy.deepcopy(self.model.state_dict())
+        self._batch_loss = torch.compile(self._batch_loss)  # type: ignore[method-assign]
+        self.muon.step = torch.compile(self.muon.step)  # type: ignore[method-assign]
+        self.lr.zero_()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        for optimizer in (self.muon, self.adam):
+            for state in optimizer.state.values():
+                for value in state.values():
+                    value.zero_()
+        self.model.load_state_dict(start)
+        self.averaged.load_state_dict(start)
+        return graph.replay
