@@ -209,6 +209,14 @@ def worker_pids() -> list[int]:
     return found
 
 
+def parent(pid: int) -> int:
+    """The process that started this one, 0 if it has ended."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/stat").read_text()
+        return int(status[status.rindex(")") :].split()[2])  # its name before may hold spaces
+    return 0
+
+
 @with_ray
 def test_two_nodes_write_the_same_bytes(nodes, slow, slow_expected, tmp_path):
     bulk.run(slow, tmp_path, partial(cluster.open_pool, nodes.address, None))
@@ -228,8 +236,19 @@ def test_killed_ray_workers_cost_a_retry(nodes, long, long_expected, tmp_path):
 def test_killed_ray_nodes_cost_a_retry(nodes, long, long_expected, tmp_path):
     """A new node takes the place of one that was killed, as a cluster would do."""
 
+    def with_an_actor():
+        raylets = {parent(pid) for pid in worker_pids()}
+        return [
+            node
+            for node in nodes.list_all_nodes()[1:]
+            if not raylets.isdisjoint(process.process.pid for process in node.all_processes["raylet"])
+        ]
+
     def kill(chance):
-        node = chance.choice(nodes.list_all_nodes()[1:])
+        busy = with_an_actor()
+        if not busy:
+            return False
+        node = chance.choice(busy)
         nodes.remove_node(node, allow_graceful=False)
         nodes.add_node(num_cpus=1)
         return True
