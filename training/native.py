@@ -52,7 +52,7 @@ def helpers_of(attend: Attend | None) -> str | None:
 
 
 def is_native(config: GPTConfig, device: torch.device, attend: Attend | None) -> bool:
-    """Whether the native step computes such a training: part4 in float32 on the CPU, no dropout, no biases."""
+    """Whether the native step computes it: part4 in float32 on the CPU, no dropout, no biases."""
     plain = config.dropout == 0 and not config.bias
     return device.type == "cpu" and plain and helpers_of(attend) is not None
 
@@ -110,7 +110,7 @@ class NativeStep:
 
     @torch.no_grad()
     def update(self, average: float) -> None:
-        """Step both optimizers by their groups' learning rates, and the average, which decays by `average`."""
+        """Step both optimizers by their groups' learning rates, and the average with its decay."""
         muon, adam = self._muon.defaults, self._adam.defaults
         rates: dict[nn.Parameter, float] = {}
         for group in (*self._muon.param_groups, *self._adam.param_groups):

@@ -3,7 +3,7 @@
 Hidden matrices are trained with Muon, embeddings and norms with AdamW. An exponential moving average of
 the weights is what is evaluated and saved. On a GPU the whole step is one CUDA graph around a compiled
 model, because kernel launches bound a step at this size. On a CPU the same code runs without a graph; with
-part4's attention, and where it has all that a recipe asks for, the step is the one in C++ of training/native.py.
+part4's attention and no dropout, the step is the one in C++ of training/native.py.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Trainer:
         self.loss.copy_(loss)
 
     def _gradients(self, x: Tensor, y: Tensor) -> Tensor:
-        """Set the gradients for tokens x (B, T) and the next ones y (B, T), clipped; returns the loss, 0-d."""
+        """Set the clipped gradients for tokens x (B, T) and the next ones y (B, T); returns the loss."""
         if self.native:
             return self.native_step.gradients(x, y, CLIP)
         for p in self.model.parameters():

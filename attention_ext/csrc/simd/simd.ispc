@@ -460,7 +460,8 @@ export void ispc_gelu(uniform float x[], uniform int64 n) {
 
 export void ispc_gelu_gradient(uniform float dx[], uniform float y[], const uniform float x[], uniform int64 n) {
     foreach (i = 0 ... (uniform int)n) {
-        const float v = x[i], below = normal(v);
+        const float v = x[i];
+        const float below = normal(v);
         dx[i] *= below + v * SIMD_NORMAL_DENSITY * exp2_bounded(v * v * (-0.5f * SIMD_LOG2E));
         y[i] = v * below;
     }
