@@ -1,4 +1,6 @@
-"""The kernels, the decoder and the training step without Python: generated cases under sanitizers, also for other processors.
+"""The kernels, the decoder and the training step without Python: generated cases under sanitizers.
+
+They also run for other processors.
 
 A program prints the seed of a case that fails. `kernels SEED 1 THREADS`, `backward SEED 1 THREADS`,
 `training SEED 1 THREADS` or `decoder SEED 1` repeats the case.
