@@ -57,6 +57,8 @@ def _register_fakes(name: str) -> None:
     for part in PARTS.values():
         if part.operator:
             torch_library.register_fake(f"{name}::{part.operator}", fake)
+    for in_place in ("gpt_gradients", "gpt_update"):
+        torch_library.register_fake(f"{name}::{in_place}", lambda *_: None)
 
 
 def operator(part: str, simd: str = "auto", gradient: bool = False) -> Callable:

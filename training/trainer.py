@@ -2,7 +2,8 @@
 
 Hidden matrices are trained with Muon, embeddings and norms with AdamW. An exponential moving average of
 the weights is what is evaluated and saved. On a GPU the whole step is one CUDA graph around a compiled
-model, because kernel launches bound a step at this size. On a CPU the same code runs without a graph.
+model, because kernel launches bound a step at this size. On a CPU the same code runs without a graph; with
+part4's attention and no dropout, the step is the one in C++ of training/native.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from torch.nn import functional as F
 
 from model.gpt import GPT, Attend, GPTConfig
 from training.muon import Muon
+from training.native import NativeStep, helpers_of, is_native
 from training.recipe import Recipe
+
+CLIP = 1.0  # the largest norm of all gradients
 
 
 def sinusoids(length: int, width: int) -> Tensor:
@@ -33,6 +37,8 @@ class Trainer:
 
     ids: (N,) int64 training tokens. attend: attention of a step, which needs a gradient; None takes
     PyTorch's, which alone has the recipe's dropout inside.
+    native: whether the step is the one in C++: on a CPU with part4's attention, given as
+    partial(attention, 'part4', causal=True), and no dropout. Any other step is PyTorch's.
     """
 
     def __init__(
@@ -81,10 +87,9 @@ class Trainer:
             elif p is not positions:
                 others.append(p)
         self.lr = torch.ones((), device=device)  # fraction of the peak, set before each step
-        self.muon_lr = torch.zeros((), device=device)
         self.muon = Muon(
             [dict(params=ps, shape=shape) for shape, ps in matrices.items()],
-            lr=self.muon_lr,
+            lr=torch.zeros((), device=device),
             weight_decay=recipe.weight_decay,
         )
         on_gpu = device.type == "cuda"
@@ -99,6 +104,10 @@ class Trainer:
             capturable=on_gpu,
         )
         self.loss = torch.zeros((), device=device)
+        self.native = is_native(config, device, attend)
+        if self.native:
+            simd = helpers_of(attend) or "auto"
+            self.native_step = NativeStep(self.model, self.averaged, self.muon, self.adam, simd)
         self.step = self._captured_step() if on_gpu else self._step
 
     def _batch_loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -110,9 +119,12 @@ class Trainer:
 
     def _update(self) -> None:
         """Step both optimizers and update the average; the gradients are already there."""
-        self.muon_lr.copy_(self.recipe.muon_lr * self.lr)
+        for group in self.muon.param_groups:
+            group["lr"].copy_(self.recipe.muon_lr * self.lr)
         for group, peak in zip(self.adam.param_groups, (self.recipe.adam_lr, self.recipe.position_lr)):
             group["lr"].copy_(peak * self.lr)
+        if self.native:
+            return self.native_step.update(self.recipe.average)
         self.muon.step()
         self.adam.step()
         with torch.no_grad():
@@ -125,13 +137,20 @@ class Trainer:
         batch = max(1, self.recipe.batch_chars // T)
         starts = torch.randint(len(self.ids) - T, (batch, 1), device=self.device)
         window = self.ids[starts + torch.arange(T + 1, device=self.device)]  # (batch, T + 1)
+        loss = self._gradients(window[:, :-1], window[:, 1:])
+        self._update()
+        self.loss.copy_(loss)
+
+    def _gradients(self, x: Tensor, y: Tensor) -> Tensor:
+        """Set the clipped gradients for tokens x (B, T) and the next ones y (B, T); returns the loss."""
+        if self.native:
+            return self.native_step.gradients(x, y, CLIP)
         for p in self.model.parameters():
             p.grad = None
-        loss = self._batch_loss(window[:, :-1], window[:, 1:])
+        loss = self._batch_loss(x, y)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self._update()
-        self.loss.copy_(loss.detach())
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        return loss.detach()
 
     def _captured_step(self) -> Callable[[], None]:
         """The step as a CUDA graph; model, optimizers and average are reset after the warm-up."""

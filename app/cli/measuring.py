@@ -18,6 +18,7 @@ from app.cli.options import (
     kv_cache_option,
     model_option,
     notice,
+    on_command_line,
     one_thread_option,
     part_argument,
     refuse_options_of_the_other_device,
@@ -107,6 +108,21 @@ def explain(
     explained(cells[0], click.echo, cachegrind)
 
 
+# Options of `profile` that go with --train, as its others do not; None: with both.
+OF_STEPS = {"batch": True, **dict.fromkeys(("part", "model", "simd", "form", "threads", "train"))}
+MOST_BATCH = 256
+
+
+def refuse_options_of_the_other_profile(train: bool) -> None:
+    """Raise UsageError if `profile` was given an option that does not go with --train, or needs it."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        goes = OF_STEPS.get(option.name or "", False)
+        if goes is None or goes is train or not on_command_line(context, option.name or ""):
+            continue
+        raise click.UsageError(f"{option.opts[0]} {'does not go with' if train else 'needs'} --train")
+
+
 @click.command()
 @part_argument
 @model_option
@@ -143,15 +159,35 @@ def explain(
     show_default=True,
     help="Format of the table.",
 )
+@click.option(
+    "--train",
+    is_flag=True,
+    help="Show where a training step's time goes instead, of a new model of the MODEL's sizes.",
+)
+@click.option(
+    "--batch",
+    type=click.IntRange(1, MOST_BATCH),
+    help="Batch size of a training step.",
+    show_default="2048 characters",
+)
 @threads_option
-def profile(model: str, form: str, threads: int | None, **options) -> None:
+def profile(model: str, form: str, threads: int | None, train: bool, batch: int | None, **options) -> None:
     """Show where a token's time goes with PART: embedding, QKV, attention, MLP, sampling and so on.
 
     The prefill of a prompt and the decoding after it are measured separately. The last lines show what the
-    recording itself costs.
+    recording itself costs. With --train it is a training step's time: part0 has PyTorch's step, part4 the
+    native one, on random text without dropout.
     """
+    refuse_options_of_the_other_profile(train)
     processor.let_waiting_threads_sleep()
     set_threads(threads)
+    if train:
+        from lab import training
+        from model import load
+
+        step = training.profile(options["part"], load(model).model.config, batch, options["simd"])
+        click.echo(training.table(step) if form == "md" else json.dumps(training.figures(step)))
+        return
     from lab import profile as profiling
     from model import load
 

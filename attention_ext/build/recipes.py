@@ -27,7 +27,8 @@ HELPERS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 ISPC_SOURCE = "simd/simd.ispc"
 KERNELS = "cpu/*.cpp"
-EXTENSION = (KERNELS, "matmul/*.cpp", "decoder/*.cpp", "tools/limits.cpp", "bindings/operators.cpp")
+OPERATORS = ("bindings/operators.cpp", "bindings/training.cpp")
+EXTENSION = (KERNELS, "matmul/*.cpp", "decoder/*.cpp", "training/*.cpp", "tools/limits.cpp", *OPERATORS)
 DECODER_MODULE = "bindings/decoder_module.cpp"  # compiled only where Python's header is installed
 PROGRAM = (KERNELS, "tools/alone.cpp")
 

@@ -140,7 +140,10 @@ COMMANDS = {
         ("--tune", "-N", 8, "-d", 8, "--budget", 0.01),
     ],
     "explain": [("part4", "-N", 8, "-d", 8)],
-    "profile": [("part4", "-m", "model", "--prompt-tokens", 1, "--tokens", 1)],
+    "profile": [
+        ("part4", "-m", "model", "--prompt-tokens", 1, "--tokens", 1),
+        ("part4", "-m", "model", "--train", "--batch", 1),
+    ],
     "prepare": [()],
 }
 SKIPPED = {

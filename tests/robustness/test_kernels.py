@@ -1,7 +1,9 @@
-"""The kernels and the decoder without Python: generated cases under sanitizers, also for other processors.
+"""The kernels, the decoder and the training step without Python: generated cases under sanitizers.
 
-A program prints the seed of a case that fails. `kernels SEED 1 THREADS`, `backward SEED 1 THREADS` or
-`decoder SEED 1` repeats the case.
+They also run for other processors.
+
+A program prints the seed of a case that fails. `kernels SEED 1 THREADS`, `backward SEED 1 THREADS`,
+`training SEED 1 THREADS` or `decoder SEED 1` repeats the case.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ HELPERS = {name: CSRC / source for name, (source, _) in recipes.HELPERS.items()}
 PARTS = recipes.found(CSRC, (recipes.KERNELS,))
 PORTABLE = [HERE / "kernels.cpp", *PARTS, HELPERS["portable"]]
 BACKWARD = [HERE / "backward.cpp", *PARTS]
+TRAINING = [HERE / "training.cpp", *recipes.found(CSRC, ("training/*.cpp",)), *PARTS]
 # The float64 reference takes most of the time: it is optimised, and not sanitized.
 OF_A_SOURCE = {
     HERE / "kernels.cpp": ("-O2", "-fno-sanitize=address,undefined"),
@@ -211,6 +214,19 @@ def test_threads_of_the_backward_pass_do_not_race(native, link, full, tmp_path):
     run_cases(count, link(command, [*BACKWARD, HELPERS["portable"]]), "300000", str(count), "16")
 
 
+@pytest.mark.parametrize("simd", ["portable", "off"])
+def test_the_training_step(simd, native, link, full, tmp_path):
+    command = sanitized(native, CHECKED, tmp_path)
+    count = 3000 if full else 30
+    run_cases(count, link(command, [*TRAINING, HELPERS[simd]]), "0", str(count), "3")
+
+
+def test_threads_of_the_training_step_do_not_race(native, link, full, tmp_path):
+    command = sanitized(native, RACES, tmp_path)
+    count = 500 if full else 10
+    run_cases(count, link(command, [*TRAINING, HELPERS["portable"]]), "300000", str(count), "16")
+
+
 @pytest.mark.parametrize("compiler", ["gcc", "clang for the Apple M1"])
 def test_aarch64(compiler, link, full):
     if ARM:
@@ -232,6 +248,8 @@ def test_aarch64(compiler, link, full):
         run_cases(100, *emulator, link(command, DECODER), "600000", "100")
         backward = link(command, [*BACKWARD, HELPERS["portable"]])
         run_cases(1000, *emulator, backward, "800000", "1000", "3")
+        training = link(command, [*TRAINING, HELPERS["portable"]])
+        run_cases(50, *emulator, training, "900000", "50", "3")
 
 
 def test_the_flags_are_for_every_compiler():
@@ -276,7 +294,7 @@ def test_no_compiler_warns(compiler, full, tmp_path):
     if subprocess.run([*command, "-fsyntax-only", probe], capture_output=True).returncode != 0:
         pytest.skip(f"{compiler} finds no library")
     sources = [path for path in CSRC.rglob("*.cpp") if path.parent.name != "bindings"]
-    sources += [HERE / "kernels.cpp", HERE / "backward.cpp", HERE / "decoder.cpp"]
+    sources += [HERE / "kernels.cpp", HERE / "backward.cpp", HERE / "decoder.cpp", HERE / "training.cpp"]
     warnings = ["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", f"-I{CSRC}"]
     command += ["-std=c++17", toolchain.NATIVE, *flags(command[0]), *warnings]
     with ThreadPoolExecutor(os.cpu_count()) as pool:

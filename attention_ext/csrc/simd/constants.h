@@ -46,3 +46,5 @@
 #define SIMD_GELU_C2 (-4.59162146e-1f)
 #define SIMD_GELU_C1 (-1.15111101f)
 #define SIMD_GELU_C0 (-1.0f)
+
+#define SIMD_NORMAL_DENSITY 0.398942280f  // of the normal distribution at 0: 1 / sqrt(2 pi)

@@ -23,6 +23,7 @@ float ispc_row_max(const float*, int64_t, float);
 float ispc_exp_sum(float*, int64_t, float);
 void ispc_layer_norm(float*, const float*, const float*, const float*, int64_t);
 void ispc_gelu(float*, int64_t);
+void ispc_gelu_gradient(float*, float*, const float*, int64_t);
 void ispc_scale_row(float*, int64_t, float);
 bool ispc_online_softmax(float*, int64_t, int64_t, int64_t, int64_t, float*, float*, float*);
 void ispc_softmax_gradient(float*, int64_t, float*, int64_t, int64_t, int64_t, int64_t, const float*,
@@ -99,6 +100,8 @@ void layer_norm(float* y, const float* x, const float* weight, const float* bias
 }
 
 void gelu(float* x, int64_t n) { ispc_gelu(x, n); }
+
+void gelu_gradient(float* dx, float* y, const float* x, int64_t n) { ispc_gelu_gradient(dx, y, x, n); }
 
 void scale_row(float* x, int64_t n, float a) { ispc_scale_row(x, n, a); }
 

@@ -150,10 +150,21 @@ void layer_norm(float* y, const float* x, const float* weight, const float* bias
             (x[i] - mean) / std::sqrt(variance + SIMD_LAYER_NORM_EPSILON) * weight[i] + (bias ? bias[i] : 0.0f);
 }
 
+// Phi(x), or 0 where that would be denormal.
+static float normal(float x) {
+    const float tail = 0.5f * std::erfc(-0.707106781f * x);
+    return tail < SIMD_LEAST_NORMAL ? 0.0f : tail;
+}
+
 void gelu(float* x, int64_t n) {
+    for (int64_t i = 0; i < n; i++) x[i] *= normal(x[i]);
+}
+
+void gelu_gradient(float* dx, float* y, const float* x, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
-        const float tail = 0.5f * std::erfc(-0.707106781f * x[i]);
-        x[i] *= tail < SIMD_LEAST_NORMAL ? 0.0f : tail;
+        const float v = x[i], below = normal(v);
+        dx[i] *= below + v * SIMD_NORMAL_DENSITY * exp_or_zero(-0.5f * v * v);
+        y[i] = v * below;
     }
 }
 

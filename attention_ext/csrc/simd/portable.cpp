@@ -164,8 +164,8 @@ INLINE Vec exp2_bounded(Vec x) {
 }
 #endif
 
-// x Phi(x), with Phi(-|x|) = 2^q(|x|)
-INLINE Vec gelu(Vec x) {
+// Phi(x), with Phi(-|x|) = 2^q(|x|)
+INLINE Vec normal(Vec x) {
     const Vec magnitude = bit_cast<Vec>(bit_cast<IntVec>(x) & 0x7fffffff);
     Vec q = magnitude * SIMD_GELU_C8 + SIMD_GELU_C7;
     q = q * magnitude + SIMD_GELU_C6;
@@ -176,8 +176,10 @@ INLINE Vec gelu(Vec x) {
     q = q * magnitude + SIMD_GELU_C1;
     q = q * magnitude + SIMD_GELU_C0;
     const Vec tail = exp2_bounded(q);
-    return x * (x > 0 ? 1.0f - tail : tail);
+    return x > 0 ? 1.0f - tail : tail;
 }
+
+INLINE Vec gelu(Vec x) { return x * normal(x); }
 
 // x, but NaN where `witness` is NaN.
 INLINE Vec nan_if(Vec witness, Vec x) { return witness == witness ? x : witness; }
@@ -683,6 +685,23 @@ void gelu(float* x, int64_t n) {
     int64_t i = 0;
     for (; i + W <= n; i += W) store(x + i, gelu(load(x + i)));
     if (i < n) store_part(x + i, gelu(load_part(x + i, n - i, 0.0f)), n - i);
+}
+
+void gelu_gradient(float* dx, float* y, const float* x, int64_t n) {
+    const auto step = [](Vec v, Vec d, Vec& value) {
+        const Vec below = normal(v);
+        value = v * below;
+        return d * (below + v * SIMD_NORMAL_DENSITY * exp2_bounded(v * v * (-0.5f * SIMD_LOG2E)));
+    };
+    int64_t i = 0;
+    Vec value;
+    for (; i + W <= n; i += W) {
+        store(dx + i, step(load(x + i), load(dx + i), value));
+        store(y + i, value);
+    }
+    if (i == n) return;
+    store_part(dx + i, step(load_part(x + i, n - i, 0.0f), load_part(dx + i, n - i, 0.0f), value), n - i);
+    store_part(y + i, value, n - i);
 }
 
 bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* m, float* l,

@@ -121,6 +121,9 @@ void layer_norm(float* y, const float* x, const float* weight, const float* bias
 // x[i] <- x[i] Phi(x[i]), the exact GELU; Phi is the normal distribution function.
 void gelu(float* x, int64_t n);
 
+// y[i] <- gelu(x[i]); dx[i] <- dx[i] * gelu'(x[i]), where gelu'(x) = Phi(x) + x Phi'(x)
+void gelu_gradient(float* dx, float* y, const float* x, int64_t n);
+
 // x[i] <- a * x[i]
 void scale_row(float* x, int64_t n, float a);
 

@@ -435,8 +435,8 @@ export void ispc_layer_norm(uniform float y[], const uniform float x[], const un
     }
 }
 
-// x Phi(x), with Phi(-|x|) = 2^q(|x|)
-static inline float gelu(float x) {
+// Phi(x), with Phi(-|x|) = 2^q(|x|)
+static inline float normal(float x) {
     const float magnitude = abs(x);
     float q = magnitude * SIMD_GELU_C8 + SIMD_GELU_C7;
     q = q * magnitude + SIMD_GELU_C6;
@@ -447,13 +447,24 @@ static inline float gelu(float x) {
     q = q * magnitude + SIMD_GELU_C1;
     q = q * magnitude + SIMD_GELU_C0;
     const float tail = exp2_bounded(q);
-    return x * (x > 0 ? 1.0f - tail : tail);
+    return x > 0 ? 1.0f - tail : tail;
 }
+
+static inline float gelu(float x) { return x * normal(x); }
 
 export void ispc_gelu(uniform float x[], uniform int64 n) {
     uniform int64 i = 0;
     for (; i + programCount <= n; i += programCount) x[i + programIndex] = gelu(x[i + programIndex]);
     if (i + programIndex < n) x[i + programIndex] = gelu(x[i + programIndex]);
+}
+
+export void ispc_gelu_gradient(uniform float dx[], uniform float y[], const uniform float x[], uniform int64 n) {
+    foreach (i = 0 ... (uniform int)n) {
+        const float v = x[i];
+        const float below = normal(v);
+        dx[i] *= below + v * SIMD_NORMAL_DENSITY * exp2_bounded(v * v * (-0.5f * SIMD_LOG2E));
+        y[i] = v * below;
+    }
 }
 
 export void ispc_scale_row(uniform float x[], uniform int64 n, uniform float a) {

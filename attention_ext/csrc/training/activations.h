@@ -1,0 +1,64 @@
+// Where a step keeps what it needs again, in one piece of scratch.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "training/model.h"
+#include "training/products.h"
+
+namespace training {
+
+// Hands out consecutive pieces, each on cache lines of its own. From null it only counts.
+class Space {
+  public:
+    explicit Space(float* start) : start(start) {}
+
+    float* take(int64_t floats) {
+        float* const piece = start ? start + used : nullptr;
+        used += round_up(floats, LINE);
+        return piece;
+    }
+    simd::Matrix matrix(int64_t rows, int64_t cols) {
+        const int64_t ld = distance(cols);
+        return {take(rows * ld), ld};
+    }
+    int64_t taken() const { return used; }
+
+  private:
+    float* start;
+    int64_t used = 0;
+};
+
+// Of a layer, for its backward pass, with rows of all tokens. `normal` is a norm's result without its weight,
+// `factor` that of normalize(). out and lse are the attention's, head by head; joined has out's heads in a row.
+struct LayerActivations {
+    simd::Matrix normal_1, qkv, joined, normal_2, h;
+    float *factor_1, *factor_2, *out, *lse;
+
+    LayerActivations(const Sizes& s, Space& space) {
+        const int64_t M = s.rows();
+        normal_1 = space.matrix(M, s.C), qkv = space.matrix(M, 3 * s.C), joined = space.matrix(M, s.C);
+        normal_2 = space.matrix(M, s.C), h = space.matrix(M, 4 * s.C);
+        factor_1 = space.take(M), factor_2 = space.take(M), out = space.take(M * s.C),
+        lse = space.take(M * s.H);
+    }
+};
+
+// Of all layers, one after the other: x is the residual stream, dx its gradient behind a layer, dx_2 that
+// between its attention and its MLP. normal, factor and dlogits belong to the head.
+struct SharedActivations {
+    simd::Matrix x, normal, dlogits, dx, dx_2, djoined, dqkv, g, dh;
+    float *factor, *losses;
+
+    SharedActivations(const Sizes& s, Space& space) {
+        const int64_t M = s.rows();
+        for (simd::Matrix* each : {&x, &normal, &dx, &dx_2, &djoined}) *each = space.matrix(M, s.C);
+        dlogits = space.matrix(M, s.V), dqkv = space.matrix(M, 3 * s.C);
+        g = space.matrix(M, 4 * s.C), dh = space.matrix(M, 4 * s.C);
+        factor = space.take(M), losses = space.take(M);
+    }
+};
+
+}  // namespace training

@@ -1,0 +1,513 @@
+// Forward and backward pass of the whole model, over all threads.
+//
+//   phases, with a barrier behind each                    pieces, taken by whichever thread is free
+//   pack the weights                                      panels
+//   embed, norm, QKV of the first layer                   blocks of rows
+//   for each layer:
+//       attention (part 4)                                heads, and tiles of queries of a long sequence
+//       projection, norm, MLP; norm and QKV of the next   blocks of rows
+//       (last layer: head, loss, and back to the MLP)
+//   for each layer, the last one first:
+//       attention's backward; dW of MLP and projection    heads; tiles of dW
+//       QKV and norm back, the next MLP; dW of QKV        blocks of rows; tiles of dW
+//   gradients of the embeddings and of the norms' weights
+//   the norm of all gradients, then scale them            chunks
+//
+// A block of rows goes through all layers between two attentions while it is in L2: norms, GELU and the loss
+// touch what a product has just left. A tile of dW goes over all tokens in order, and every other sum belongs
+// to one piece, so that no bit depends on the number of threads.
+//
+// Kept for the backward pass are 10 C numbers of a token and layer: both normalized inputs, q, k, v, the
+// attention's result, and the MLP's numbers before GELU, which is computed again together with its derivative.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "attention.h"
+#include "cpu/sizes.h"
+#include "gradient.h"
+#include "parts.h"
+#include "training/activations.h"
+#include "training/model.h"
+#include "training/norm.h"
+#include "training/phases.h"
+#include "training/products.h"
+
+namespace training {
+namespace {
+
+constexpr int64_t MOST_ROWS = 64, LEAST_ROWS = 16;  // of a block
+constexpr int64_t BLOCKS_PER_THREAD = 4;            // that a late thread costs little
+constexpr int64_t QUERIES = 192, KEYS = 256;        // of a tile of attention, part 4's default
+constexpr int64_t CHUNK = 16384;                    // gradients, for their norm
+constexpr int64_t WIDTH = 16;                       // columns of an embedding's gradient, a piece
+
+struct Block {
+    int64_t first, count;
+};
+
+simd::Matrix from(simd::Matrix m, int64_t row) { return {m.data + row * m.ld, m.ld}; }
+simd::ConstMatrix constant(simd::Matrix m) { return {m.data, m.ld}; }
+simd::ConstMatrix read_from(simd::Matrix m, int64_t row) { return constant(from(m, row)); }
+
+// A head's attention for the queries i0 .. i0 + n - 1, which see the keys before i0 + n.
+Attention attention_call(const Sizes& s, int64_t i0, int64_t n) {
+    Attention a{};
+    a.B = 1, a.H = 1, a.Nq = n, a.Nk = i0 + n, a.d = s.d();
+    a.causal = true, a.scale = 1 / std::sqrt(static_cast<float>(s.d()));
+    a.Br = std::min(QUERIES, a.Nq), a.Bc = std::min(KEYS, a.Nk), a.threads = 1;
+    return a;
+}
+
+AttentionGradient gradient_call(const Sizes& s) {
+    AttentionGradient a{};
+    a.B = 1, a.H = 1, a.Nq = s.T, a.Nk = s.T, a.d = s.d();
+    a.causal = true, a.scale = 1 / std::sqrt(static_cast<float>(s.d())), a.threads = 1;
+    return a;
+}
+
+// One thread's: for a block of rows, or a head, or a tile of a weight's gradient.
+struct ThreadScratch {
+    simd::Matrix g, d_normal;
+    float *tile, *attention, *dq, *dk, *dv;
+
+    ThreadScratch(const Sizes& s, Space& space) {
+        const int64_t last = s.T % QUERIES;
+        int64_t most = flash_backward_scratch(gradient_call(s));
+        for (const int64_t n : {std::min(QUERIES, s.T), last})
+            if (n > 0) most = std::max(most, flash_scratch(attention_call(s, s.T - n, n)));
+        g = space.matrix(MOST_ROWS, 4 * s.C), d_normal = space.matrix(MOST_ROWS, s.C);
+        tile = space.take(WeightGradient::scratch()), attention = space.take(most);
+        dq = space.take(s.T * s.d()), dk = space.take(s.T * s.d()), dv = space.take(s.T * s.d());
+    }
+};
+
+// The packed layers of a model, and the parts that the tiles of a dW have of a norm's gradient.
+struct PackedLayer {
+    Layer qkv, projection, up, down;
+    float *dscale_1, *dscale_2;
+};
+
+Layer packed(const float* W, const float* scale, int64_t out, int64_t in, Space& space) {
+    Layer layer{W, scale, out, in, nullptr, nullptr};
+    layer.forward = space.take(layer.forward_floats());
+    layer.backward = space.take(layer.backward_floats());
+    return layer;
+}
+
+struct PackedModel {
+    std::vector<PackedLayer> layers;
+    Layer head;
+    float* dscale_head;
+
+    PackedModel(const Sizes& s, const ModelOf<const float>& model, Space& space) {
+        const int64_t C = s.C;
+        for (const LayerOf<const float>& w : model.layers) {
+            PackedLayer p{};
+            p.qkv = packed(w.c_attn, w.ln_1, 3 * C, C, space);
+            p.projection = packed(w.attn_proj, nullptr, C, C, space);
+            p.up = packed(w.c_fc, w.ln_2, 4 * C, C, space);
+            p.down = packed(w.mlp_proj, nullptr, C, 4 * C, space);
+            p.dscale_1 = space.take(WeightGradient::row_tiles(3 * C) * C);
+            p.dscale_2 = space.take(WeightGradient::row_tiles(4 * C) * C);
+            layers.push_back(p);
+        }
+        head = packed(model.wte, model.ln_f, s.V, C, space);
+        dscale_head = space.take(WeightGradient::row_tiles(s.V) * C);
+    }
+
+    std::vector<const Layer*> all() const {
+        std::vector<const Layer*> each{&head};
+        for (const PackedLayer& p : layers)
+            for (const Layer* layer : {&p.qkv, &p.projection, &p.up, &p.down}) each.push_back(layer);
+        return each;
+    }
+};
+
+// All scratch of a step.
+struct Memory {
+    Space space;
+    PackedModel packed;
+    SharedActivations shared;
+    std::vector<LayerActivations> layers;
+    std::vector<ThreadScratch> threads;
+
+    Memory(const Sizes& s, const ModelOf<const float>& model, float* start)
+        : space(start), packed(s, model, space), shared(s, space) {
+        for (int64_t l = 0; l < s.L; l++) layers.emplace_back(s, space);
+        for (int t = 0; t < s.threads; t++) threads.emplace_back(s, space);
+    }
+};
+
+class Step {
+  public:
+    Step(const Sizes& s, const Batch& batch, const ModelOf<const float>& model, const ModelOf<float>& grads,
+         const std::vector<Run>& runs, float clip, float* scratch)
+        : s(s), batch(batch), model(model), grads(grads), clip(clip), memory(s, model, scratch) {
+        const int64_t M = s.rows();
+        block_rows = round_up(M / (BLOCKS_PER_THREAD * s.threads), 8);
+        block_rows = std::clamp(block_rows, LEAST_ROWS, MOST_ROWS);
+        blocks = (M + block_rows - 1) / block_rows;
+        for (const Run& run : runs)
+            for (int64_t i = 0; i < run.count; i += CHUNK)
+                chunks.push_back({run.data + i, std::min(CHUNK, run.count - i)});
+        squares.resize(chunks.size());
+        for (const Layer* layer : memory.packed.all())
+            for (int64_t piece = 0; piece < layer->pieces(); piece++) to_pack.push_back({layer, piece});
+    }
+
+    int64_t phases() const { return /* pack, embed, three at the end */ 5 + 4 * s.L; }
+
+    void run(Phases::Member& m) {
+        m.run(static_cast<int64_t>(to_pack.size()), [&](int64_t i) {
+            const Piece& piece = to_pack[static_cast<size_t>(i)];
+            piece.layer->pack(piece.number);
+            m.clock.lap(PACKING);
+        });
+        m.run(blocks, [&](int64_t i) {
+            embed(block(i));
+            m.clock.lap(EMBEDDING);
+            enter(m, block(i), 0);
+        });
+        for (int64_t l = 0; l < s.L; l++) {
+            const int64_t tiles = (s.T + QUERIES - 1) / QUERIES;
+            m.run(s.B * s.H * tiles, [&](int64_t i) {
+                attend(m, l, i / tiles, tiles - 1 - i % tiles);
+                m.clock.lap(ATTENTION);
+            });
+            m.run(blocks, [&](int64_t i) {
+                leave(m, block(i), l);
+                if (l + 1 < s.L) return enter(m, block(i), l + 1);
+                predict(m, block(i));
+                mlp_backward(m, block(i), l);
+            });
+        }
+        for (int64_t l = s.L - 1; l >= 0; l--) {
+            backward_of_attention(m, l);
+            backward_of_rows(m, l);
+        }
+        finish(m);
+    }
+
+    Result result() const {
+        double loss = 0;
+        for (int64_t r = 0; r < s.rows(); r++) loss += static_cast<double>(memory.shared.losses[r]);
+        return {static_cast<float>(loss / static_cast<double>(s.rows())), static_cast<float>(norm())};
+    }
+
+  private:
+    struct Piece {
+        const Layer* layer;
+        int64_t number;
+    };
+
+    Sizes s;
+    Batch batch;
+    ModelOf<const float> model;
+    ModelOf<float> grads;
+    float clip;
+    Memory memory;
+    int64_t block_rows, blocks;
+    std::vector<Run> chunks;
+    std::vector<double> squares;
+    std::vector<Piece> to_pack;
+
+    Block block(int64_t i) const { return {i * block_rows, std::min(block_rows, s.rows() - i * block_rows)}; }
+    const PackedLayer& packed(int64_t l) const { return memory.packed.layers[static_cast<size_t>(l)]; }
+    const LayerActivations& kept(int64_t l) const { return memory.layers[static_cast<size_t>(l)]; }
+    const ThreadScratch& own(const Phases::Member& m) const {
+        return memory.threads[static_cast<size_t>(m.thread)];
+    }
+
+    void embed(Block b) const {
+        for (int64_t r = b.first; r < b.first + b.count; r++) {
+            const float *const token = model.wte + batch.ids[r] * s.C, *const place = model.wpe + r % s.T * s.C;
+            float* const x = from(memory.shared.x, r).data;
+            for (int64_t c = 0; c < s.C; c++) x[c] = token[c] + place[c];
+        }
+    }
+
+    void normalize_rows(Block b, simd::Matrix y, float* factor) const {
+        const simd::Matrix& x = memory.shared.x;
+        for (int64_t r = b.first; r < b.first + b.count; r++)
+            factor[r] = normalize(y.data + r * y.ld, x.data + r * x.ld, s.C);
+    }
+
+    // Norm and QKV of layer l.
+    void enter(Phases::Member& m, Block b, int64_t l) const {
+        const LayerActivations& a = kept(l);
+        normalize_rows(b, a.normal_1, a.factor_1);
+        m.clock.lap(NORM);
+        multiply_panels(from(a.qkv, b.first), read_from(a.normal_1, b.first), packed(l).qkv.forward, b.count,
+                        3 * s.C, s.C, false);
+        m.clock.lap(PRODUCTS);
+    }
+
+    // A tile of queries of a head.
+    void attend(Phases::Member& m, int64_t l, int64_t head, int64_t tile) const {
+        const LayerActivations& kept_l = kept(l);
+        const int64_t first = head / s.H * s.T, h = head % s.H, d = s.d();
+        const int64_t i0 = tile * QUERIES, n = std::min(QUERIES, s.T - i0);
+        const float* const q = kept_l.qkv.data + first * kept_l.qkv.ld + h * d;
+        const int64_t ld = kept_l.qkv.ld;
+        Attention a = attention_call(s, i0, n);
+        a.q = {q + i0 * ld, 0, 0, ld, 1}, a.k = {q + s.C, 0, 0, ld, 1}, a.v = {q + 2 * s.C, 0, 0, ld, 1};
+        a.out = kept_l.out + (head * s.T + i0) * d, a.lse = kept_l.lse + head * s.T + i0;
+        flash_attention(a, own(m).attention);
+        for (int64_t i = 0; i < n; i++)
+            std::copy_n(a.out + i * d, d, from(kept_l.joined, first + i0 + i).data + h * d);
+    }
+
+    // Projection, norm and MLP of layer l.
+    void leave(Phases::Member& m, Block b, int64_t l) const {
+        const LayerActivations& a = kept(l);
+        const PackedLayer& w = packed(l);
+        const simd::Matrix x = from(memory.shared.x, b.first), h = from(a.h, b.first), g = own(m).g;
+        multiply_panels(x, read_from(a.joined, b.first), w.projection.forward, b.count, s.C, s.C, true);
+        m.clock.lap(PRODUCTS);
+        normalize_rows(b, a.normal_2, a.factor_2);
+        m.clock.lap(NORM);
+        for (int64_t p = 0; p < panels_of(4 * s.C); p++) {
+            multiply_panel(h, read_from(a.normal_2, b.first), w.up.forward, b.count, 4 * s.C, s.C, p, false);
+            m.clock.lap(PRODUCTS);
+            const int64_t at = p * simd::panel(), n = std::min(simd::panel(), 4 * s.C - at);
+            for (int64_t r = 0; r < b.count; r++) {
+                std::copy_n(h.data + r * h.ld + at, n, g.data + r * g.ld + at);
+                simd::gelu(g.data + r * g.ld + at, n);
+            }
+            m.clock.lap(GELU);
+        }
+        multiply_panels(x, constant(g), w.down.forward, b.count, s.C, 4 * s.C, true);
+        m.clock.lap(PRODUCTS);
+    }
+
+    // The head, the loss and its gradient, and back through the last norm.
+    void predict(Phases::Member& m, Block b) const {
+        const SharedActivations& a = memory.shared;
+        const Layer& head = memory.packed.head;
+        normalize_rows(b, a.normal, a.factor);
+        m.clock.lap(NORM);
+        multiply_panels(from(a.dlogits, b.first), read_from(a.normal, b.first), head.forward, b.count, s.V, s.C,
+                        false);
+        m.clock.lap(PRODUCTS);
+        const float share = 1 / static_cast<float>(s.rows());
+        for (int64_t r = b.first; r < b.first + b.count; r++) {
+            float* const logits = from(a.dlogits, r).data;
+            const float right = logits[batch.targets[r]];
+            const float most = simd::row_max(logits, s.V, -std::numeric_limits<float>::infinity());
+            const float sum = simd::exp_sum(logits, s.V, most);
+            a.losses[r] = std::log(sum) + (most - right);
+            simd::scale_row(logits, s.V, share / sum);
+            logits[batch.targets[r]] -= share;
+        }
+        m.clock.lap(LOSS);
+        const simd::Matrix d_normal = own(m).d_normal;
+        multiply_panels(d_normal, read_from(a.dlogits, b.first), head.backward, b.count, s.C, s.V, false);
+        m.clock.lap(PRODUCTS_BACKWARD);
+        for (int64_t r = 0; r < b.count; r++)
+            normalize_backward(from(a.dx, b.first + r).data, nullptr, d_normal.data + r * d_normal.ld,
+                               from(a.normal, b.first + r).data, a.factor[b.first + r], s.C);
+        m.clock.lap(NORM);
+    }
+
+    // From dx behind layer l to dx_2, and to the gradient of what the attention gave.
+    void mlp_backward(Phases::Member& m, Block b, int64_t l) const {
+        const LayerActivations& kept_l = kept(l);
+        const SharedActivations& a = memory.shared;
+        const PackedLayer& w = packed(l);
+        const simd::Matrix dh = from(a.dh, b.first), g = from(a.g, b.first), h = from(kept_l.h, b.first);
+        for (int64_t p = 0; p < panels_of(4 * s.C); p++) {
+            multiply_panel(dh, read_from(a.dx, b.first), w.down.backward, b.count, 4 * s.C, s.C, p, false);
+            m.clock.lap(PRODUCTS_BACKWARD);
+            const int64_t at = p * simd::panel(), n = std::min(simd::panel(), 4 * s.C - at);
+            for (int64_t r = 0; r < b.count; r++)
+                simd::gelu_gradient(dh.data + r * dh.ld + at, g.data + r * g.ld + at, h.data + r * h.ld + at,
+                                    n);
+            m.clock.lap(GELU_BACKWARD);
+        }
+        const simd::Matrix d_normal = own(m).d_normal;
+        multiply_panels(d_normal, constant(dh), w.up.backward, b.count, s.C, 4 * s.C, false);
+        m.clock.lap(PRODUCTS_BACKWARD);
+        for (int64_t r = 0; r < b.count; r++)
+            normalize_backward(from(a.dx_2, b.first + r).data, from(a.dx, b.first + r).data,
+                               d_normal.data + r * d_normal.ld, from(kept_l.normal_2, b.first + r).data,
+                               kept_l.factor_2[b.first + r], s.C);
+        m.clock.lap(NORM);
+        multiply_panels(from(a.djoined, b.first), read_from(a.dx_2, b.first), w.projection.backward, b.count,
+                        s.C, s.C, false);
+        m.clock.lap(PRODUCTS_BACKWARD);
+    }
+
+    // From dqkv and dx_2 to dx before layer l.
+    void qkv_backward(Phases::Member& m, Block b, int64_t l) const {
+        const LayerActivations& kept_l = kept(l);
+        const SharedActivations& a = memory.shared;
+        const simd::Matrix d_normal = own(m).d_normal;
+        multiply_panels(d_normal, read_from(a.dqkv, b.first), packed(l).qkv.backward, b.count, s.C, 3 * s.C,
+                        false);
+        m.clock.lap(PRODUCTS_BACKWARD);
+        for (int64_t r = 0; r < b.count; r++)
+            normalize_backward(from(a.dx, b.first + r).data, from(a.dx_2, b.first + r).data,
+                               d_normal.data + r * d_normal.ld, from(kept_l.normal_1, b.first + r).data,
+                               kept_l.factor_1[b.first + r], s.C);
+        m.clock.lap(NORM);
+    }
+
+    void head_backward(Phases::Member& m, int64_t l, int64_t head) const {
+        const LayerActivations& kept_l = kept(l);
+        const ThreadScratch& t = own(m);
+        const simd::Matrix djoined = memory.shared.djoined, dqkv = memory.shared.dqkv;
+        const int64_t first = head / s.H * s.T, h = head % s.H, d = s.d(), ld = kept_l.qkv.ld;
+        const float* const q = kept_l.qkv.data + first * ld + h * d;
+        AttentionGradient a = gradient_call(s);
+        a.q = {q, 0, 0, ld, 1}, a.k = {q + s.C, 0, 0, ld, 1}, a.v = {q + 2 * s.C, 0, 0, ld, 1};
+        a.dout = {from(djoined, first).data + h * d, 0, 0, djoined.ld, 1};
+        a.out = kept_l.out + head * s.T * d, a.lse = kept_l.lse + head * s.T;
+        a.dq = t.dq, a.dk = t.dk, a.dv = t.dv;
+        flash_backward(a, t.attention);
+        for (int64_t i = 0; i < s.T; i++) {
+            float* to = from(dqkv, first + i).data + h * d;
+            for (const float* each : {t.dq, t.dk, t.dv}) {
+                std::copy_n(each + i * d, d, to);
+                to += s.C;
+            }
+        }
+    }
+
+    template <size_t n>
+    static int64_t pieces_of(const WeightGradient (&each)[n]) {
+        int64_t all = 0;
+        for (const WeightGradient& w : each) all += w.pieces();
+        return all;
+    }
+
+    template <size_t n>
+    void compute(Phases::Member& m, const WeightGradient (&each)[n], int64_t piece) const {
+        for (const WeightGradient& w : each) {
+            if (piece < w.pieces()) {
+                w.compute(piece, s.rows(), own(m).tile);
+                return m.clock.lap(WEIGHT_GRADIENTS);
+            }
+            piece -= w.pieces();
+        }
+    }
+
+    // The heads of layer l, beside the weights' gradients that are ready. The longer pieces come first.
+    void backward_of_attention(Phases::Member& m, int64_t l) const {
+        const LayerActivations& kept_l = kept(l);
+        const SharedActivations& a = memory.shared;
+        const PackedLayer& w = packed(l);
+        const LayerOf<float>& grad = grads.layers[static_cast<size_t>(l)];
+        const WeightGradient of_layer[] = {
+            {constant(a.dh), constant(kept_l.normal_2), &w.up, grad.c_fc, w.dscale_2},
+            {constant(a.dx), constant(a.g), &w.down, grad.mlp_proj, nullptr},
+            {constant(a.dx_2), constant(kept_l.joined), &w.projection, grad.attn_proj, nullptr}};
+        const WeightGradient of_head[] = {{constant(a.dlogits), constant(a.normal), &memory.packed.head,
+                                           grads.wte, memory.packed.dscale_head}};
+        const int64_t heads = s.B * s.H, in_layer = pieces_of(of_layer);
+        const int64_t tiles = in_layer + (l + 1 == s.L ? pieces_of(of_head) : 0);
+        const bool long_heads = 2 * s.T * s.T * s.d() > TILE * simd::panel() * s.rows();
+        m.run(heads + tiles, [&](int64_t i) {
+            const int64_t head = long_heads ? i : i - tiles, tile = long_heads ? i - heads : i;
+            if (head >= 0 && head < heads) {
+                head_backward(m, l, head);
+                m.clock.lap(ATTENTION_BACKWARD);
+            } else if (tile < in_layer) {
+                compute(m, of_layer, tile);
+            } else {
+                compute(m, of_head, tile - in_layer);
+            }
+        });
+    }
+
+    void backward_of_rows(Phases::Member& m, int64_t l) const {
+        const WeightGradient of_qkv[] = {{constant(memory.shared.dqkv), constant(kept(l).normal_1),
+                                          &packed(l).qkv, grads.layers[static_cast<size_t>(l)].c_attn,
+                                          packed(l).dscale_1}};
+        m.run(blocks + pieces_of(of_qkv), [&](int64_t i) {
+            if (i >= blocks) return compute(m, of_qkv, i - blocks);
+            qkv_backward(m, block(i), l);
+            if (l > 0) mlp_backward(m, block(i), l - 1);
+        });
+    }
+
+    // Columns of wte's gradient, which has the head's already.
+    void add_tokens(int64_t piece) const {
+        const int64_t c0 = piece * WIDTH, n = std::min(WIDTH, s.C - c0);
+        for (int64_t r = 0; r < s.rows(); r++) {
+            float* const to = grads.wte + batch.ids[r] * s.C + c0;
+            const float* const dx = from(memory.shared.dx, r).data + c0;
+            for (int64_t c = 0; c < n; c++) to[c] += dx[c];
+        }
+    }
+
+    void add_places(int64_t t) const {
+        float* const to = grads.wpe + t * s.C;
+        std::fill_n(to, s.C, 0.0f);
+        for (int64_t b = 0; b < s.B; b++) {
+            const float* const dx = from(memory.shared.dx, b * s.T + t).data;
+            for (int64_t c = 0; c < s.C; c++) to[c] += dx[c];
+        }
+    }
+
+    void add_parts(float* to, const float* parts, int64_t out) const {
+        std::fill_n(to, s.C, 0.0f);
+        for (int64_t i = 0; i < WeightGradient::row_tiles(out); i++)
+            for (int64_t c = 0; c < s.C; c++) to[c] += parts[i * s.C + c];
+    }
+
+    double norm() const {
+        double sum = 0;
+        for (const double square : squares) sum += square;
+        return std::sqrt(sum);
+    }
+
+    void finish(Phases::Member& m) {
+        const int64_t columns = (s.C + WIDTH - 1) / WIDTH;
+        m.run(columns + s.T + s.L + 1, [&](int64_t i) {
+            if (i < columns) {
+                add_tokens(i);
+            } else if (i < columns + s.T) {
+                add_places(i - columns);
+            } else if (i < columns + s.T + s.L) {
+                const int64_t l = i - columns - s.T;
+                add_parts(grads.layers[static_cast<size_t>(l)].ln_1, packed(l).dscale_1, 3 * s.C);
+                add_parts(grads.layers[static_cast<size_t>(l)].ln_2, packed(l).dscale_2, 4 * s.C);
+            } else {
+                add_parts(grads.ln_f, memory.packed.dscale_head, s.V);
+            }
+            m.clock.lap(EMBEDDING);
+        });
+        m.run(static_cast<int64_t>(chunks.size()), [&](int64_t i) {
+            const Run& chunk = chunks[static_cast<size_t>(i)];
+            squares[static_cast<size_t>(i)] = static_cast<double>(
+                sum_of(chunk.count, [&](int64_t j) { return chunk.data[j] * chunk.data[j]; }));
+            m.clock.lap(CLIPPING);
+        });
+        const float factor =
+            static_cast<float>(static_cast<double>(clip) / (norm() + 1e-6));  // as PyTorch does
+        m.run(static_cast<int64_t>(chunks.size()), [&](int64_t i) {
+            const Run& chunk = chunks[static_cast<size_t>(i)];
+            if (!(factor >= 1)) simd::scale_row(chunk.data, chunk.count, factor);
+            m.clock.lap(CLIPPING);
+        });
+    }
+};
+
+}  // namespace
+
+int64_t gradients_scratch(const Sizes& s) {
+    ModelOf<const float> model{};
+    model.layers.resize(static_cast<size_t>(s.L));
+    return Memory(s, model, nullptr).space.taken();
+}
+
+Result gradients(const Sizes& s, const Batch& batch, const ModelOf<const float>& model,
+                 const ModelOf<float>& grads, const std::vector<Run>& runs, float clip, float* scratch,
+                 double* seconds) {
+    Step step(s, batch, model, grads, runs, clip, scratch);
+    Phases::run(step.phases(), s.threads, seconds, [&](Phases::Member& member) { step.run(member); });
+    return step.result();
+}
+
+}  // namespace training

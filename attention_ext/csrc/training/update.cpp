@@ -1,0 +1,220 @@
+// Muon (K. Jordan et al. 2024, kellerjordan.github.io/posts/muon) and AdamW (Loshchilov & Hutter 2017,
+// arXiv:1711.05101), one matrix or one chunk of the other parameters a piece, over all threads.
+//
+// Muon's direction is that of five steps X <- a X + b (X X^T) X + c (X X^T)^2 X from the gradient's momentum,
+// divided by its norm. All of them are X times polynomials in the smaller matrix A = X X^T. So some steps are
+// done on A alone, in which each product is symmetric and half of it is a copy:
+//
+//   P <- a I + b A + c A^2;  Q <- P Q;  A <- P (P A)          then X <- Q X, once
+//
+// A loses the smallest singular values of X to rounding, and the steps enlarge them. Three steps on one A keep
+// the error at that of five steps on X, 1e-5 of the largest number; five on one A would make it 4e-3. For a
+// square matrix a step on X is as cheap. All of a matrix's step, up to its average, happens in one piece, in
+// the caches of one core.
+#include "training/update.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "simd/simd.h"
+#include "training/activations.h"
+#include "training/norm.h"
+#include "training/phases.h"
+#include "training/products.h"
+
+namespace training {
+namespace {
+
+constexpr int64_t WIDE = 2;  // times as many columns as rows, from which on steps are done on A
+constexpr float A1 = 3.4445f, A3 = -4.7750f, A5 = 2.0315f;  // Jordan's quintic, with a steep slope at 0
+constexpr float LEAST_NORM = 1e-7f;
+constexpr int64_t CHUNK = 4096;  // numbers of AdamW's pieces
+
+// Of a matrix (rows, cols), of which n is the smaller side: X^T (m, n), its successor, and five n x n.
+struct Workspace {
+    int64_t n, m;
+    simd::Matrix x, next_x, A, square, P, Q, next;
+
+    Workspace(int64_t rows, int64_t cols, Space& space) : n(std::min(rows, cols)), m(std::max(rows, cols)) {
+        for (simd::Matrix* each : {&x, &next_x})  // or x itself (n, m)
+            *each = {space.take(std::max(m * distance(n), n * distance(m))), distance(n)};
+        for (simd::Matrix* each : {&A, &square, &P, &Q, &next}) *each = space.matrix(n, n);
+    }
+
+    // Steps on one A.
+    std::vector<int> stages() const { return m >= WIDE * n ? std::vector{2, 3} : std::vector{1, 1, 1, 1, 1}; }
+};
+
+// C <- X Y (n, n), which is symmetric: the lower half, and its copy; Y (depth, n).
+void symmetric_product(simd::Matrix C, const simd::Strided& X, simd::ConstMatrix Y, int64_t n, int64_t depth) {
+    const int64_t width = 2 * simd::lanes();
+    for (int64_t c = 0; c < n; c += width) {
+        const int64_t cols = std::min(width, n - c);
+        const simd::Matrix to{C.data + c * C.ld + c, C.ld};
+        for (int64_t k = 0; k < depth; k += DEPTH) {
+            const int64_t some = std::min(DEPTH, depth - k);
+            const simd::Strided left{X.data + c * X.row_stride + k * X.depth_stride, X.row_stride,
+                                     X.depth_stride};
+            const simd::ConstMatrix right{Y.data + k * Y.ld + c, Y.ld};
+            if (k == 0)
+                simd::multiply(to, left, right, n - c, cols, some);
+            else
+                simd::multiply_add(to, left, right, n - c, cols, some, some);
+        }
+        if (c + width < n)
+            simd::transpose({C.data + c * C.ld + c + width, C.ld}, {C.data + (c + width) * C.ld + c, C.ld},
+                            n - c - width, cols, 1.0f);
+    }
+}
+
+void symmetric_product(simd::Matrix C, simd::Matrix X, simd::Matrix Y, int64_t n) {
+    symmetric_product(C, {X.data, X.ld, 1}, {Y.data, Y.ld}, n, n);
+}
+
+// C <- X Y; X (rows, depth), Y (depth, cols)
+void product(simd::Matrix C, simd::Matrix X, simd::Matrix Y, int64_t rows, int64_t cols, int64_t depth) {
+    for (int64_t c = 0; c < cols; c += simd::panel())
+        simd::multiply({C.data + c, C.ld}, {X.data, X.ld, 1}, {Y.data + c, Y.ld}, rows,
+                       std::min(simd::panel(), cols - c), depth);
+}
+
+// Q after so many steps, from A, which is overwritten.
+void polynomial(Workspace& w, int steps) {
+    const int64_t n = w.n;
+    for (int i = 0; i < steps; i++) {
+        symmetric_product(w.square, w.A, w.A, n);
+        for (int64_t r = 0; r < n; r++) {
+            float* const p = w.P.data + r * w.P.ld;
+            const float *const a = w.A.data + r * w.A.ld, *const a2 = w.square.data + r * w.square.ld;
+            for (int64_t c = 0; c < n; c++) p[c] = A3 * a[c] + A5 * a2[c];
+            p[r] += A1;
+        }
+        if (i + 1 < steps) {
+            symmetric_product(w.square, w.P, w.A, n);
+            symmetric_product(w.A, w.P, w.square, n);
+        }
+        if (i == 0) {
+            std::swap(w.P, w.Q);
+        } else {
+            symmetric_product(w.next, w.P, w.Q, n);
+            std::swap(w.next, w.Q);
+        }
+    }
+}
+
+// The nearest orthogonal matrix, nearly; of w.x, which is not 0, and in its place.
+void orthogonalize(Workspace& w, float norm) {
+    const float factor = 1 / (norm + LEAST_NORM);
+    for (int64_t r = 0; r < w.m; r++) simd::scale_row(w.x.data + r * w.x.ld, w.n, factor);
+    for (const int steps : w.stages()) {
+        symmetric_product(w.A, {w.x.data, 1, w.x.ld}, {w.x.data, w.x.ld}, w.n, w.m);
+        polynomial(w, steps);
+        product(w.next_x, w.x, w.Q, w.m, w.n, w.n);
+        std::swap(w.x, w.next_x);
+    }
+}
+
+// The number-th matrix of a parameter.
+void muon(const Parameter& p, int64_t number, const Settings& s, float* scratch) {
+    Space space(scratch);
+    Workspace w(p.rows, p.cols, space);
+    const int64_t rows = p.rows, cols = p.cols, start = number * rows * cols;
+    const float blend = static_cast<float>(1 - s.momentum), keep = static_cast<float>(s.momentum);
+    const bool lying = rows < cols;
+    const simd::Matrix x = lying ? simd::Matrix{w.next_x.data, distance(cols)} : w.x;
+    float square = 0;
+    for (int64_t r = 0; r < rows; r++) {
+        float *const b = p.first + start + r * cols, *const to = x.data + r * x.ld;
+        const float* const g = p.gradient + start + r * cols;
+        for (int64_t c = 0; c < cols; c++) {
+            b[c] += blend * (g[c] - b[c]);
+            to[c] = g[c] + keep * (b[c] - g[c]);  // Nesterov's
+        }
+        square += sum_of(cols, [to](int64_t c) { return to[c] * to[c]; });
+    }
+    if (lying) simd::transpose(w.x, {x.data, x.ld}, rows, cols, 1.0f);
+    orthogonalize(w, std::sqrt(square));
+    simd::Matrix direction = w.x;
+    if (lying) {
+        direction = {w.next_x.data, distance(cols)};
+        simd::transpose(direction, {w.x.data, w.x.ld}, cols, rows, 1.0f);
+    }
+    const double ratio = static_cast<double>(rows) / static_cast<double>(cols);
+    const float length = static_cast<float>(p.rate * std::sqrt(std::max(1.0, ratio)));
+    const float decayed = static_cast<float>(1 - p.rate * s.weight_decay);
+    const float toward = static_cast<float>(1 - s.average);
+    for (int64_t r = 0; r < rows; r++) {
+        float *const value = p.value + start + r * cols, *const average = p.average + start + r * cols;
+        const float* const u = direction.data + r * direction.ld;
+        for (int64_t c = 0; c < cols; c++) {
+            value[c] = value[c] * decayed - length * u[c];
+            average[c] += toward * (value[c] - average[c]);
+        }
+    }
+}
+
+void adamw(const Parameter& p, int64_t number, const Settings& s) {
+    const int64_t begin = number * CHUNK, end = std::min(p.count, begin + CHUNK);
+    const double step = static_cast<double>(s.step);
+    const double correction_1 = 1 - std::pow(s.beta_1, step), correction_2 = 1 - std::pow(s.beta_2, step);
+    const float decayed = static_cast<float>(1 - p.rate * s.weight_decay);
+    const float blend_1 = static_cast<float>(1 - s.beta_1), blend_2 = static_cast<float>(1 - s.beta_2);
+    const float beta_2 = static_cast<float>(s.beta_2), epsilon = static_cast<float>(s.epsilon);
+    const float length = static_cast<float>(p.rate / correction_1);
+    const float root = static_cast<float>(1 / std::sqrt(correction_2));
+    const float toward = static_cast<float>(1 - s.average);
+    for (int64_t i = begin; i < end; i++) {
+        const float g = p.gradient[i];
+        p.first[i] += blend_1 * (g - p.first[i]);
+        p.second[i] = beta_2 * p.second[i] + blend_2 * g * g;
+        p.value[i] = p.value[i] * decayed - length * p.first[i] / (std::sqrt(p.second[i]) * root + epsilon);
+        p.average[i] += toward * (p.value[i] - p.average[i]);
+    }
+}
+
+struct Piece {
+    const Parameter* parameter;
+    int64_t number, cost;
+};
+
+int64_t thread_scratch(const std::vector<Parameter>& parameters) {
+    int64_t most = 0;
+    for (const Parameter& p : parameters) {
+        if (p.rows == 0) continue;
+        Space space(nullptr);
+        const Workspace w(p.rows, p.cols, space);
+        most = std::max(most, space.taken());
+    }
+    return most;
+}
+
+}  // namespace
+
+int64_t update_scratch(const std::vector<Parameter>& parameters, const Settings& s) {
+    return s.threads * thread_scratch(parameters);
+}
+
+void update(const std::vector<Parameter>& parameters, const Settings& s, float* scratch, double* seconds) {
+    std::vector<Piece> pieces;
+    for (const Parameter& p : parameters) {
+        const int64_t matrix = p.rows * p.cols, n = std::min(p.rows, p.cols);
+        const int64_t count = matrix > 0 ? p.count / matrix : (p.count + CHUNK - 1) / CHUNK;
+        for (int64_t i = 0; i < count; i++) pieces.push_back({&p, i, matrix * n});
+    }
+    std::stable_sort(pieces.begin(), pieces.end(),
+                     [](const Piece& a, const Piece& b) { return a.cost > b.cost; });
+    const int64_t own = thread_scratch(parameters);
+    Phases::run(1, s.threads, seconds, [&](Phases::Member& m) {
+        m.run(static_cast<int64_t>(pieces.size()), [&](int64_t i) {
+            const Piece& piece = pieces[static_cast<size_t>(i)];
+            const bool matrix = piece.parameter->rows > 0;
+            if (matrix)
+                muon(*piece.parameter, piece.number, s, scratch + m.thread * own);
+            else
+                adamw(*piece.parameter, piece.number, s);
+            m.clock.lap(matrix ? MUON : ADAMW);
+        });
+    });
+}
+
+}  // namespace training

@@ -1,0 +1,77 @@
+"""A training step in C++ beside the same step in PyTorch.
+
+    python benchmarks/training.py [--threads 1,2] [--batch 16] [--block-size 128]
+
+shakes128's sizes, float32, no dropout. A step is gradients, clipping, Muon, AdamW and the average of the
+weights. The gradients of one batch are compared first: each may differ by 1e-4 of the largest of its parameter. Both
+then take turns; a figure is the median of the rounds. The GFLOP/s leave out the optimizers' products, and the
+share is that of the FMA peak, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+from pathlib import Path
+
+import click
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+# A script's own folder comes first, where a file would hide the package of its name.
+sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "benchmarks"))]
+
+from app.cli.options import Numbers  # noqa: E402
+from attention_ext import extension, processor  # noqa: E402
+from lab import training  # noqa: E402
+from lab.machine import BUSY_SHARE, Load, fma_peak  # noqa: E402
+
+
+def row(batch: int, block: int, threads: int, rounds: int) -> str:
+    """A row of the table. Raises ClickException if a gradient differs."""
+    config = dataclasses.replace(training.SHAKES, block_size=block)
+    both = [training.trainer(part, config, batch) for part in ("part0", "part4")]
+    name, error = training.largest_error(*both)
+    if not error <= training.TOLERANCE:
+        raise click.ClickException(f"the gradients of {name} differ by {error:.1e} of the largest")
+    for each in both:
+        each.step()
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds):
+        for each, seconds in zip(both, times):
+            seconds.append(training.seconds_of(each.step))
+    pytorchs, native = (statistics.median(seconds) for seconds in times)
+    rate, peak = training.operations(config, batch) / native, fma_peak("auto", threads)
+    figures = f"{1e3 * pytorchs:.1f} | {1e3 * native:.1f} | {pytorchs / native:.2f} | {error:.0e}"
+    speed = f"{batch * block / native:,.0f} | {rate / 1e9:.0f} | {rate / peak:.0%}"
+    return f"| {batch} x {block} | {threads} | {figures} | {speed} |"
+
+
+@click.command()
+@click.option("--threads", type=Numbers(1024), default="1", show_default=True, help="Numbers of threads.")
+@click.option("--batch", "batches", type=Numbers(4096), default="16", show_default=True, help="Batch sizes.")
+@click.option("--block-size", "blocks", type=Numbers(2**14), default="128", show_default=True, help="Blocks.")
+@click.option("-r", "--rounds", type=click.IntRange(1, 1000), default=15, show_default=True, help="Rounds.")
+def main(threads: tuple[int, ...], batches: tuple[int, ...], blocks: tuple[int, ...], rounds: int) -> None:
+    """Time a training step in C++ and in PyTorch, after their gradients were compared."""
+    processor.let_waiting_threads_sleep()
+    click.echo(f"{processor.name()}; PyTorch {torch.__version__}; {extension.load().simd_name()}\n")
+    click.echo(
+        "| batch | threads | PyTorch, ms | native, ms | ratio | gradients differ by | characters/s | GFLOP/s "
+        "| of the FMA peak |"
+    )
+    click.echo("|---" * 9 + "|")
+    load = Load()
+    for count in threads:
+        torch.set_num_threads(count)
+        for block in blocks:
+            for batch in batches:
+                click.echo(row(batch, block, count, rounds))
+    others = load.others()
+    if others is not None and others > BUSY_SHARE * max(threads):
+        click.echo(f"\nThe machine was busy: others took {others:.2f} processors on average.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The lab's training step: its comparison with PyTorch's, its operations, its profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+
+from lab import training
+from training.native import KINDS
+
+SMALL = dataclasses.replace(training.SHAKES, block_size=8, vocab_size=9, n_layer=1, n_head=2, n_embd=16)
+
+
+def test_both_steps_agree_and_a_wrong_gradient_is_found(extension):
+    both = [training.trainer(part, SMALL, 3) for part in ("part0", "part4")]
+    assert [each.native for each in both] == [False, True]
+    assert training.largest_error(*both)[1] <= training.TOLERANCE
+    with torch.no_grad():
+        both[1].model.transformer.h[0].ln_2.weight[3] += 0.1
+    assert training.largest_error(*both)[1] > training.TOLERANCE
+
+
+def test_a_gradient_that_is_not_a_number_is_an_error(extension):
+    both = [training.trainer(part, SMALL, 3) for part in ("part0", "part4")]
+    with torch.no_grad():
+        both[1].model.transformer.wpe.weight[2] = torch.nan
+    assert training.largest_error(*both)[1] == float("inf")
+
+
+def test_a_part_without_a_gradient_is_refused():
+    with pytest.raises(ValueError, match="part is 'part2'; it must be one with a gradient: part0, part4"):
+        training.trainer("part2", SMALL, 1)
+
+
+def test_operations_of_one_token():
+    """A token of one layer: 12 matrices (C, C), the head, and a query with itself; forward and twice back."""
+    config = dataclasses.replace(SMALL, block_size=1, n_embd=2, n_head=1)
+    products = 3 * 2 * (12 * 2 * 2 + 9 * 2)
+    assert training.operations(config, 1) == products + 7 * 2 * 2
+    assert training.operations(config, 5) == 5 * training.operations(config, 1)
+
+
+@pytest.mark.parametrize("part", ["part0", "part4"])
+def test_a_profile_adds_up(part, extension, monkeypatch, threads):
+    threads(2)
+    monkeypatch.setattr(training, "SECONDS", 0.01)
+    p = training.profile(part, SMALL, 3)
+    assert sum(p.kinds.values()) == pytest.approx(p.seconds) and p.plain > 0 and p.steps >= 5
+    assert list(p.kinds)[-1] == "other"
+    if part == "part4":
+        assert list(p.kinds)[:-1] == list(KINDS)
+        assert all(p.kinds[kind] > 0 for kind in ("products", "attention, backward", "Muon"))
+    else:
+        assert any("mm" in kind for kind in p.kinds)
+    lines = training.table(p).splitlines()
+    assert "batch 3, block 8, 1 layers, 2 heads, width 16, 9 characters; 2 threads" in lines[0]
+    assert any(re.fullmatch(r"\| step \| \d+\.\d\d \| 100\.0% \|", line) for line in lines)
+    found = json.loads(json.dumps(training.figures(p)))
+    assert sum(row["ms"] for row in found["rows"]) == pytest.approx(found["step_ms"])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--batch", 3), "--batch needs --train"),
+        (("--train", "--tokens", 3), "--tokens does not go with --train"),
+        (("--train", "--weights", "bf16"), "--weights does not go with --train"),
+        (("--train", "--batch", 257), "--batch': 257 is not in the range 1<=x<=256"),
+    ],
+)
+def test_options_of_the_other_profile_are_refused(cli, arguments, message):
+    done = cli("profile", "part4", *arguments)
+    assert done.returncode == 2 and message in done.stderr
+
+
+def test_the_command_profiles_a_step(cli, extension, monkeypatch):
+    monkeypatch.setattr(training, "SECONDS", 0.01)
+    done = cli("profile", "part4", "--train", "--batch", 1, "--threads", 1, "-o", "json")
+    found = json.loads(done.stdout)
+    assert (found["part"], found["batch"], found["block_size"], found["threads"]) == ("part4", 1, 128, 1)
+    done = cli("profile", "part2", "--train")
+    assert done.returncode == 2 and "it must be one with a gradient" in done.stderr
