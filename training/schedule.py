@@ -88,7 +88,7 @@ class BySteps:
         return {"done": self.done, "seconds": self.seconds}
 
     def load(self, state: dict[str, Any]) -> None:
-        self.done, self.seconds = int(state["done"]), float(state["seconds"])
+        self.done, self.seconds = state["done"], state["seconds"]
 
 
 class ByTime:
@@ -98,11 +98,14 @@ class ByTime:
     later; it does not cut the decay of the learning rate short.
     """
 
+    STATE = ("done", "seconds", "finishing", "step_seconds", "_evaluating", "_next_evaluation")
+
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.minutes is not None
         self.recipe, self.done, self.seconds = recipe, 0, 0.0
         self.finishing = 0.0  # estimated by the run, again and again
         self.step_seconds = 0.0  # of a usual step
+        self._evaluating = 0.0  # seconds
         self._next_evaluation = self._budget / EVALUATIONS
 
     @property
@@ -127,7 +130,9 @@ class ByTime:
         self._lap = lap
 
     def evaluated(self, seconds: float) -> None:
-        self._next_evaluation = self.elapsed() + max(self._budget / EVALUATIONS, seconds / EVALUATING)
+        self._evaluating += seconds
+        share = (self._evaluating + seconds) / EVALUATING  # with the next one, which takes as long
+        self._next_evaluation = max(self.elapsed() + self._budget / EVALUATIONS, share)
 
     def rate(self) -> float:
         progress = self.progress()
@@ -148,10 +153,8 @@ class ByTime:
         return max(0.5 * self._budget, self._budget - self.finishing)
 
     def state(self) -> dict[str, Any]:
-        names = ("done", "seconds", "finishing", "step_seconds")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in self.STATE}
 
     def load(self, state: dict[str, Any]) -> None:
-        self.done, self.seconds = int(state["done"]), float(state["seconds"])
-        self.finishing, self.step_seconds = float(state["finishing"]), float(state["step_seconds"])
-        self._next_evaluation = self.seconds + self._budget / EVALUATIONS
+        for name in self.STATE:
+            setattr(self, name, state[name])

@@ -53,7 +53,7 @@ def load_state(directory: Path, run: dict[str, Any]) -> tuple[dict[str, Tensor],
         raise ValueError(f"{path} is of format {version!r}; it must be {FORMAT}: another version wrote it")
     if differing := _difference(saved, json.loads(json.dumps(run))):
         name, was, now = differing
-        raise ValueError(f"{path} is of another run: its {name} is {was!r}; it must be {now!r}")
+        raise ValueError(f"{path} is of another run: its {name} was {was!r}, and is {now!r} now")
     return tensors, progress
 
 
