@@ -21,7 +21,7 @@ from training.recipe import Recipe
 from training.schedule import BySteps, ByTime
 from training.start import fitted
 from training.state import FILE, check_state, load_state, save_state
-from training.text import MOST_EVALUATED, MOST_WATCHED, Material, divide, encode, fit, windows
+from training.text import MOST_EVALUATED, MOST_OLD, MOST_WATCHED, Material, divide, encode, fit, windows
 from training.trainer import Trainer
 from training.watch import Nobody, Status, Watcher
 
@@ -201,7 +201,7 @@ class _Run:
             return
         parts = [self.watched, self.test, None if self.watched is self.validation else self.validation]
         characters = sum(part.numel() for part in parts if part is not None)
-        characters += 0 if self.old is None else min(len(self.old), MOST_EVALUATED)
+        characters += 0 if self.old is None else min(len(self.old), MOST_OLD)
         self.schedule.finishing = MARGIN * seconds_per_char * characters + self._save_seconds + 0.1
 
     def _finish(self) -> dict:
@@ -260,13 +260,16 @@ class _Run:
         """Continue from the state in `out`; the files of the best weights are written anew."""
         assert self.out is not None
         tensors, progress = load_state(self.out, self.identity)
-        self.trainer.load_state_dict(tensors)
-        self.schedule.load(progress["schedule"])
-        self.record, self._evaluated_at = progress["record"], progress["evaluated_at"]
-        total, self._losses = progress["losses"]
-        self._loss_sum.fill_(total)
-        if progress["best_loss"] is not None:
-            self.best_loss = progress["best_loss"]
+        try:
+            self.trainer.load_state_dict(tensors)
+            self.schedule.load(progress["schedule"])
+            self.record, self._evaluated_at = progress["record"], progress["evaluated_at"]
+            total, self._losses = progress["losses"]
+            self._loss_sum.fill_(total)
+            self.best_loss = math.inf if progress["best_loss"] is None else progress["best_loss"]
+        except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise ValueError(f"{self.out / FILE} is damaged ({error}); train without --resume") from None
+        if math.isfinite(self.best_loss):
             self.best = {n.removeprefix("best."): t for n, t in tensors.items() if n.startswith("best.")}
             current = _copied(self.trainer.averaged)
             _copy_into(self.trainer.averaged, self.best)
@@ -296,8 +299,8 @@ def _old_loss(model: GPT, ids: Tensor) -> float:
     """The model's loss on the last tenth of a text, or on evenly spaced windows of it."""
     held_out = ids[int(0.9 * len(ids)) :]
     device = next(model.parameters()).device
-    if len(held_out) > MOST_EVALUATED:
-        chosen = windows(held_out, model.config.block_size, MOST_EVALUATED)
+    if len(held_out) > MOST_OLD:
+        chosen = windows(held_out, model.config.block_size, MOST_OLD)
         return evaluate_windows(model, chosen.to(device))
     return evaluate(model, held_out.to(device))
 

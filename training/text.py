@@ -18,6 +18,7 @@ WINDOW, WINDOWS = 32, 10_000  # characters of a passage that is looked for, and 
 REPEATED, FLATTERED = 0.9, 0.3  # shares of repeated passages: refused, and worth a sentence
 MOST_EVALUATED = 100_000  # characters of each held-out part; the loss is then known to about 0.005 nats
 MOST_WATCHED = 16_384  # characters of the validation part that are evaluated during the run
+MOST_OLD = 32_768  # characters of the old text that are evaluated, before and after
 
 
 @dataclass(frozen=True)

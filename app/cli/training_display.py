@@ -12,7 +12,6 @@ from typing import Protocol
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -61,9 +60,11 @@ class Lines:
         if self.quiet:
             return
         done, train, validation = status.curve[-1]
-        train_loss = "" if train is None else f"  train {train:.4f}"
+        if train is None:
+            notice(f"before the first step: val {validation:.4f}")
+            return
         notice(
-            f"step {done}/{status.steps}{train_loss}  val {validation:.4f}  {status.rate:,.0f} characters/s  "
+            f"step {done}/{status.steps}  train {train:.4f}  val {validation:.4f}  {status.rate:,.0f} characters/s  "
             f"{status.seconds:.0f} s, {status.left:.0f} s left"
         )
 
@@ -156,14 +157,14 @@ def picture(name: str, status: Status, sample: str, console: Console) -> Group:
         f"learning rate {status.learning_rate:.0%}",
         f"{clock(status.left)} left",
     )
-    bar = ProgressBar(total=1.0, completed=status.progress, width=min(PLOT_COLUMNS + 8, console.width))
-    parts: list = [head, bar]
+    width = min(PLOT_COLUMNS + 8, console.width)
+    full = round(width * status.progress)
+    parts: list = [head, Text("━" * full, VALIDATION) + Text("━" * (width - full), "dim")]
     if status.curve:
-        parts += curves(status.curve, min(PLOT_COLUMNS, console.width - 9), status.progress)
+        parts += curves(status.curve, max(1, width - 8), status.progress)
     if sample:
         rows = max(1, min(SAMPLE_ROWS, console.height - PLOT_ROWS - 8))
-        width = max(20, min(PLOT_COLUMNS + 8, console.width) - 4)
-        parts.append(Panel(first_rows(sample, width, rows, console), width=width + 4, title="a sample"))
+        parts.append(Panel(first_rows(sample, width - 4, rows, console), width=width, title="a sample"))
     return Group(*parts, "")  # the cursor's line stays empty: a terminal echoes ^C there
 
 
@@ -191,20 +192,25 @@ def curves(curve: Sequence[Sequence[float | None]], width: int, progress: float)
     ends at this share of the width.
     """
     height, last = 2 * PLOT_ROWS, max(1, curve[-1][0] or 1)
-    losses = [loss for row in curve for loss in row[1:] if loss is not None]
-    low, high = min(losses), max(losses)
+    low = min(loss for row in curve for loss in row[1:] if loss is not None)
+    # The first losses are far above the others, which would be a flat line; they are cut off.
+    high = max(loss for row in curve[len(curve) // 8 :] for loss in row[1:] if loss is not None)
     grid: list[list[str]] = [[""] * width for _ in range(height)]
     for which, color in ((1, TRAINING), (2, VALIDATION)):
         points = [(row[0] or 0, loss) for row in curve if (loss := row[which]) is not None]
+        above: int | None = None
         for x, y in columns(points, width, last / max(progress, 1e-9)):
-            row = round((high - y) / max(high - low, 1e-9) * (height - 1))
-            grid[row][x] = color
+            row = max(0, round((high - y) / max(high - low, 1e-9) * (height - 1)))
+            above = row if above is None else above
+            for between in range(min(row, above), max(row, above) + 1):
+                grid[between][x] = color
+            above = row
     lines = []
-    for number, (top, bottom) in enumerate(zip(grid[::2], grid[1::2])):
+    for number, (tops, bottoms) in enumerate(zip(grid[::2], grid[1::2])):
         loss = high - (high - low) * number / max(1, PLOT_ROWS - 1)
         line = Text(f"{loss:7.3f} ")
-        for above, below in zip(top, bottom):
-            line.append(*cell(above, below))
+        for top, bottom in zip(tops, bottoms):
+            line.append(*cell(top, bottom))
         lines.append(line)
     train, validation = curve[-1][1], curve[-1][2]
     legend = Text(" " * 8)
@@ -224,11 +230,11 @@ def columns(points: Sequence[tuple[float, float]], width: int, steps: float) -> 
             yield x, y0 + share * (y1 - y0)
 
 
-def cell(above: str, below: str) -> tuple[str, str]:
+def cell(top: str, bottom: str) -> tuple[str, str]:
     """A character that shows a half of each color ('' for none), and its style."""
-    if above and below:
-        return ("█", above) if above == below else ("▀", f"{above} on {below}")
-    return ("▀", above) if above else ("▄", below) if below else (" ", "")
+    if top and bottom:
+        return ("█", top) if top == bottom else ("▀", f"{top} on {bottom}")
+    return ("▀", top) if top else ("▄", bottom) if bottom else (" ", "")
 
 
 @contextlib.contextmanager
