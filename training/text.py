@@ -32,7 +32,7 @@ class Material:
 
 
 def fit(text: str, recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """The recipe with a block that suits an own text, and sentences for who trains.
+    """The recipe with a block and a batch that suit an own text, and sentences for who trains.
 
     Raises ValueError if the text is too short, or its end repeats what comes before.
     """
@@ -49,12 +49,14 @@ def fit(text: str, recipe: Recipe) -> tuple[Recipe, list[str]]:
         notes.append(
             f"{share:.0%} of the text's last tenth is also in the rest; the losses flatter the model"
         )
-    most = len(held_out) // 4 // 8 * 8  # two windows in each half of the last tenth
-    if recipe.block_size > most:
-        notes.append(
-            f"the text has {len(text):,} characters; block_size is {most} instead of {recipe.block_size}"
-        )
-        recipe = dataclasses.replace(recipe, block_size=most)
+    bounds = {
+        "block_size": len(held_out) // 4 // 8 * 8,  # two windows in each half of the last tenth
+        "batch_chars": len(training),
+    }
+    for name, most in bounds.items():
+        if (wanted := getattr(recipe, name)) > most:
+            notes.append(f"the text has {len(text):,} characters; {name} is {most} instead of {wanted}")
+            recipe = dataclasses.replace(recipe, **{name: most})
     return recipe, notes
 
 

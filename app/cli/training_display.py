@@ -64,8 +64,8 @@ class Lines:
             notice(f"before the first step: val {validation:.4f}")
             return
         notice(
-            f"step {done}/{status.steps}  train {train:.4f}  val {validation:.4f}  {status.rate:,.0f} characters/s  "
-            f"{status.seconds:.0f} s, {status.left:.0f} s left"
+            f"step {done}/{status.steps}  train {train:.4f}  val {validation:.4f}  "
+            f"{status.rate:,.0f} characters/s  {status.seconds:.0f} s, {status.left:.0f} s left"
         )
 
     def close(self) -> None:

@@ -20,10 +20,11 @@ def test_a_short_text_is_refused_with_both_lengths():
     fit(words(2000), TINY)
 
 
-def test_a_short_text_reduces_the_block():
-    recipe, notes = fit(words(2000), dataclasses.replace(TINY, block_size=128))
-    assert recipe.block_size == 48 and notes == [
-        "the text has 2,000 characters; block_size is 48 instead of 128"
+def test_a_short_text_reduces_the_block_and_the_batch():
+    recipe, notes = fit(words(2000), dataclasses.replace(TINY, block_size=128, batch_chars=2048))
+    assert (recipe.block_size, recipe.batch_chars) == (48, 1800) and notes == [
+        "the text has 2,000 characters; block_size is 48 instead of 128",
+        "the text has 2,000 characters; batch_chars is 1800 instead of 2048",
     ]
     assert fit(words(6000), dataclasses.replace(TINY, block_size=128))[0].block_size == 128
 

@@ -133,12 +133,12 @@ def test_unfit_texts_are_refused_in_one_line(failed, text):
     assert not Path("out").exists()
 
 
-STEPS = (*SMALL, "--steps", 3000, "--part", "part0", "--out", "a b")
+STEPS = (*SMALL, "--steps", 160, "--part", "part0", "--out", "a b")
 
 
 def test_ctrl_c_says_how_to_go_on_and_that_command_goes_on(process, cli):
     running = process("train", "mine", *STEPS)
-    while not running.stderr.readline().startswith("step 150/3000"):  # the first evaluation
+    while not running.stderr.readline().startswith("step 8/160"):  # the first evaluation
         assert running.poll() is None
     running.send_signal(signal.SIGINT)
     out, errors = running.communicate(timeout=60)
@@ -153,7 +153,7 @@ def test_ctrl_c_says_how_to_go_on_and_that_command_goes_on(process, cli):
     done = cli(*words)
     assert done.returncode == 0, done.stderr
     curve = json.loads(Path("a b/training.json").read_text())["curve"]
-    assert curve[: len(stopped)] == stopped and curve[-1][0] == 3000
+    assert curve[: len(stopped)] == stopped and curve[-1][0] == 160
 
 
 def test_a_terminal_shows_curves_and_samples(extension, tmp_path):
@@ -162,7 +162,7 @@ def test_a_terminal_shows_curves_and_samples(extension, tmp_path):
     hidden = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
     env = {name: value for name, value in os.environ.items() if name not in hidden} | {"TERM": "xterm"}
     running = subprocess.Popen(
-        [sys.executable, ROOT / "gpt.py", "train", "mine", *map(str, SMALL), "--minutes", "5"],
+        [sys.executable, ROOT / "gpt.py", "train", "mine", *map(str, SMALL), "--minutes", "1"],
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
