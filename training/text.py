@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +57,8 @@ def fit(text: str, recipe: Recipe) -> tuple[Recipe, list[str]]:
     for name, most in bounds.items():
         if (wanted := getattr(recipe, name)) > most:
             notes.append(f"the text has {len(text):,} characters; {name} is {most} instead of {wanted}")
-            recipe = dataclasses.replace(recipe, **{name: most})
+            changed: dict[str, Any] = {name: most}
+            recipe = dataclasses.replace(recipe, **changed)
     return recipe, notes
 
 
