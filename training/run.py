@@ -120,21 +120,25 @@ class _Run:
         self._loss_sum = torch.zeros((), device=trainer.device, dtype=torch.float64)
         self._losses = 0
         self._saved_at, self._save_seconds = time.monotonic(), 0.0
-        self._evaluated_at = -1  # step
+        self._evaluated_at, self._evaluation_seconds = -1, 0.0  # the step of the last evaluation
 
     def go(self, stop: Callable[[], bool]) -> dict:
         """Train until the schedule ends, then measure the best weights; return the record."""
+        if self.schedule.done and self.schedule.evaluation_due():
+            self._evaluate()  # unless the run was resumed after it
         while not self.schedule.ended():
             self._step()
-            if self.schedule.evaluation_due():
-                self._evaluate()
-            if time.monotonic() - self._saved_at > max(STATE_SECONDS, self._save_seconds / STATE_SHARE):
+            due = self.schedule.evaluation_due()
+            without = time.monotonic() - self._saved_at + due * self._evaluation_seconds
+            if without > max(STATE_SECONDS, self._save_seconds / STATE_SHARE):
                 self._save_state()
+            if due:
+                self._evaluate()
             self.watcher.stepped(self._status())
             if stop():
                 self._interrupt()
-        if self._evaluated_at != self.schedule.done:
-            self._evaluate()
+        self._save_state()
+        self._evaluate()
         return self._finish()
 
     def _step(self) -> None:
@@ -160,12 +164,17 @@ class _Run:
         self._evaluate()
 
     def _evaluate(self) -> None:
-        """Add a row to the curve; keep the average if it is the best. Raises ValueError if it diverged."""
+        """Add a row to the curve, once for a step; keep the average if it is the best.
+
+        Raises ValueError if the loss is infinite or NaN.
+        """
         start, done = time.monotonic(), self.schedule.done
+        if self._evaluated_at == done:
+            return
         loss = self._loss(self.watched)
-        seconds = time.monotonic() - start
-        self.schedule.evaluated(seconds)
-        self._reserve(seconds / self.watched.numel())
+        self._evaluation_seconds = time.monotonic() - start
+        self.schedule.evaluated(self._evaluation_seconds)
+        self._reserve(self._evaluation_seconds / self.watched.numel())
         train_loss = self._loss_sum.item() / max(1, self._losses)
         self._loss_sum.zero_()
         self._losses, self._evaluated_at = 0, done

@@ -182,7 +182,8 @@ def run_it(o: TrainOptions, text: str, directory: Path) -> None:
     old_text = None if o.old_corpus is None else read_corpus(o.old_corpus)
     part = o.part or default_part(o)
     attend = None if part == "part0" else partial(attention, part, causal=True)
-    about = {"part": part} | ({} if o.init is None else {"init": o.init})
+    about = {} if o.name in SHIPPED and part == "part0" else {"part": part}
+    about |= {} if o.init is None else {"init": o.init}
     with stoppable() as stop, watch(o.name, o.quiet) as watcher:
         try:
             record = run(
