@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Protocol
 
 from generation.jobs import SHARD_SIZE, BulkError, Job, Prompts
-from generation.manifest import MANIFEST, UNFINISHED, Manifest, file_of, locked, mix_of, write_file
+from generation.manifest import MANIFEST, Manifest, file_of, locked, mix_of
 from generation.processes import LocalPool
 from generation.shards import Loss, Settings, Shard, Task
+from model.files import UNFINISHED, write_file
 
 __all__ = [
     "MANIFEST",

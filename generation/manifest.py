@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import Any
 
 from generation.jobs import BulkError, Job
 from generation.shards import Settings, Shard, Task
+from model.files import write_file
 
 MANIFEST, LOCK = "manifest.json", "lock"
-UNFINISHED = ".unfinished"  # the suffix of a file that has not its name yet
 VERSION = 1  # of the manifest
 
 
@@ -121,31 +120,6 @@ class Manifest:
 def hash_of(content: dict) -> str:
     """The SHA-256 of JSON, whatever the order of its names."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file that exists either as a whole, on the disk, or not at all.
-
-    Raises OSError; its filename is then the path, and nothing is left.
-    """
-    unfinished = path.with_name(path.name + UNFINISHED)
-    try:
-        with open(unfinished, "wb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(unfinished, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        if isinstance(error, OSError):
-            error.filename, error.filename2 = str(path), None
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)  # a rename is on the disk when its directory is
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from model.files import write_file
 from model.gpt import GPT, Attend, GPTConfig
 from model.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer
 
@@ -96,24 +97,27 @@ def load(name: str, attend: Attend = causal_attention) -> Checkpoint:
 
 
 def save(directory: Path, model: GPT, tokenizer: CharTokenizer, record: dict) -> None:
-    """Write a checkpoint directory: weights, configuration, vocabulary and training record."""
+    """Write a checkpoint directory: weights, configuration, vocabulary and training record.
+
+    Each file is replaced as a whole.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     weights = {
         name: tensor.detach().cpu().contiguous()
         for name, tensor in model.state_dict().items()
         if name != "lm_head.weight"  # tied to transformer.wte.weight
     }
-    safetensors.torch.save_file(weights, directory / "model.safetensors")
+    write_file(directory / "model.safetensors", safetensors.torch.save(weights))
     config = asdict(model.config) | {"dropout": 0.0}
-    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    write_file(directory / "config.json", (json.dumps(config, indent=1) + "\n").encode())
     tokenizer.write_meta_json(directory / "meta.json")
-    (directory / SUMS).write_text("".join(f"{_sum_line(directory / name)}\n" for name in SUMMED))
+    write_file(directory / SUMS, "".join(f"{_sum_line(directory / name)}\n" for name in SUMMED).encode())
     save_record(directory, record)
 
 
 def save_record(directory: Path, record: dict) -> None:
     """Write a checkpoint directory's training record, training.json."""
-    (directory / "training.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    write_file(directory / "training.json", (json.dumps(record) + "\n").encode())
 
 
 def _changed(directory: Path) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,6 +26,19 @@ def evaluate(model: GPT, ids: Tensor, batch_chars: int = 16_384) -> float:
     rows = max(1, batch_chars // T)
     batches = list(zip(inputs[:whole].view(-1, T).split(rows), targets[:whole].view(-1, T).split(rows)))
     batches.append((inputs[None, whole:], targets[None, whole:]))
+    return _total(model, batches) / len(inputs)
+
+
+@torch.no_grad()
+def evaluate_windows(model: GPT, windows: Tensor, batch_chars: int = 16_384) -> float:
+    """Mean loss in nats per token over windows (n, T + 1), whose first T tokens the model sees."""
+    rows = max(1, batch_chars // windows.shape[1])
+    batches = [(some[:, :-1], some[:, 1:]) for some in windows.split(rows)]
+    return _total(model, batches) / windows[:, 1:].numel()
+
+
+def _total(model: GPT, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """The sum of the losses over batches of inputs (B, T) and targets (B, T)."""
     was_training = model.training
     model.eval()
     total = sum(
@@ -32,4 +47,4 @@ def evaluate(model: GPT, ids: Tensor, batch_chars: int = 16_384) -> float:
         if x.numel()
     )
     model.train(was_training)
-    return float(total) / len(inputs)
+    return float(total)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from model.files import write_file
+
 if TYPE_CHECKING:
     import tiktoken
 
@@ -89,7 +91,7 @@ class CharTokenizer:
     def write_meta_json(self, path: Path) -> None:
         """Write what from_meta_json reads."""
         text = json.dumps({"characters": self.characters}, ensure_ascii=False)
-        path.write_text(text + "\n", encoding="utf-8")
+        write_file(path, (text + "\n").encode())
 
     def __len__(self) -> int:
         return len(self.characters)

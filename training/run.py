@@ -1,4 +1,4 @@
-"""A whole run: train(), which keeps the best weights and the record."""
+"""A whole run: train(), which keeps the best weights, the record and the state to go on from."""
 
 from __future__ import annotations
 
@@ -6,20 +6,28 @@ import hashlib
 import math
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from model import corpus
-from model.checkpoint import save, save_record
-from model.gpt import Attend
-from model.loss import evaluate
-from model.tokenizer import CharTokenizer
-from training.recipe import Recipe, learning_rate
+from model.checkpoint import Checkpoint, save, save_record
+from model.gpt import GPT, Attend
+from model.loss import evaluate, evaluate_windows
+from training.recipe import Recipe
+from training.schedule import BySteps, ByTime
+from training.start import fitted
+from training.state import FILE, check_state, load_state, save_state
+from training.text import MOST_EVALUATED, MOST_OLD, MOST_WATCHED, Material, divide, encode, fit, windows
 from training.trainer import Trainer
+from training.watch import Nobody, Status, Watcher
+
+STATE_SECONDS = 8.0  # between two states, unless writing one takes long
+STATE_SHARE = 0.04  # of the time that writing states may take
+MARGIN = 1.2  # of the time that is kept for the end of a run
 
 
 def train(
@@ -27,58 +35,293 @@ def train(
     text: str,
     device: str = "cpu",
     out: Path | None = None,
-    report: Callable[[str], None] = print,
+    *,
+    watcher: Watcher = Nobody(),
     attend: Attend | None = None,
+    start: Checkpoint | None = None,
+    old_text: str | None = None,
+    resume: bool = False,
+    about: Mapping[str, str] | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> dict:
-    """Train on the first 90 % of `text`, keep the average with the best loss on the last 10 %.
+    """Train on the first 90 % of `text`, keep the average with the best loss on the validation text.
 
-    attend: as Trainer takes it.
-    Writes a checkpoint directory to `out` at every new best. Returns the training record: corpus
-    hash, recipe, device, validation loss (nats per character) and the loss curve as
-    [step, training loss, validation loss].
-    Raises ValueError if the device is missing, the text is shorter than a block or the loss becomes
-    infinite or NaN; OSError if `out` cannot be written.
+    attend: as Trainer takes it. start: what to fine-tune; recipe's sizes are its (training.start.recipe_of).
+    old_text: its loss is measured at both ends of a fine-tuning, on its last 10 %.
+    resume: go on with the run whose state is in `out`; the other arguments must be that run's.
+    about: further settings, which are recorded. stop: asked after each step whether to stop.
+    Writes a checkpoint directory to `out` at every new best, and a state every ten seconds. Returns the
+    training record: corpus hash, recipe, device, losses (nats per character) and the loss curve as
+    [step, training loss, validation loss], the training loss being the mean since the row before.
+    Raises ValueError if the device is missing, the text does not suit, there is nothing to resume, or the
+    loss becomes infinite or NaN; OSError if `out` cannot be written; KeyboardInterrupt after `stop`, when the
+    state is saved.
     """
+    began = time.monotonic()
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda', but PyTorch finds no GPU here; it must be 'cpu'")
-    tokenizer = CharTokenizer.from_text(text)
-    training, validation = corpus.split(tokenizer.encode(text))
-    if len(training) <= recipe.block_size:
-        raise ValueError(
-            f"text has {len(training)} characters for training; "
-            f"it must have more than block_size={recipe.block_size}"
-        )
+    if resume:
+        if out is None:
+            raise ValueError("out is None; it must be the directory of the run to resume")
+        check_state(out)
+    if recipe.test_share:
+        recipe, notes = fit(text, recipe)
+        for note in notes:
+            watcher.note(note)
+    model, tokenizer = None, None
+    if start is not None:
+        model, tokenizer, new = fitted(start, text, recipe.block_size, recipe.seed)
+        if new:
+            watcher.note(f"the model's vocabulary grows by {len(new)} characters: {new[:20]!r}")
+    material = divide(text, recipe, tokenizer)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # a bad path fails now, not after hundreds of steps
-    where = torch.device(device)
-    trainer = Trainer(recipe, len(tokenizer), torch.tensor(training), where, attend)
-    held_out = torch.tensor(validation, device=where)
-    record: dict[str, Any] = {
+    trainer = Trainer(recipe, len(material.tokenizer), material.training, torch.device(device), attend, model)
+    identity = {
         "corpus_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "characters": len(text),
         "recipe": asdict(recipe),
-        "device": torch.cuda.get_device_name() if where.type == "cuda" else platform.machine(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
         "torch": torch.__version__,
-        "curve": [],
+        **(about or {}),
     }
-    record["val_loss"], started = math.inf, time.monotonic()
-    for step in range(recipe.steps):
-        trainer.lr.fill_(learning_rate(recipe, step))
+    run = _Run(trainer, material, out, watcher, identity)
+    if old_text is not None and start is not None:
+        run.old = encode(old_text, start.tokenizer)  # type: ignore[arg-type]  # fitted() has refused others
+    if resume:
+        run.resume()
+    elif out is not None:
+        (out / FILE).unlink(missing_ok=True)  # of a run that this one replaces
+    run.schedule.begin(began)
+    watcher.begin(trainer.averaged, material.tokenizer)
+    if not run.schedule.done and start is not None:
+        run.measure_start(start.model)
+    return run.go(stop)
+
+
+class _Run:
+    """A run in progress. best: the weights with the least validation loss; old: tokens of the old text."""
+
+    def __init__(
+        self, trainer: Trainer, material: Material, out: Path | None, watcher: Watcher, identity: dict
+    ) -> None:
+        recipe = trainer.recipe
+        self.trainer, self.out, self.watcher = trainer, out, watcher
+        self.tokenizer, self.identity = material.tokenizer, identity
+        self.schedule = BySteps(recipe) if recipe.minutes is None else ByTime(recipe)
+        self.record: dict[str, Any] = identity | {"curve": []}
+        self.best: dict[str, Tensor] = {}
+        self.best_loss = math.inf
+        self.old: Tensor | None = None
+        tested = bool(recipe.test_share)
+        self.validation = _held_out(material.validation, trainer, MOST_EVALUATED if tested else None)
+        self.watched = _held_out(material.validation, trainer, MOST_WATCHED if tested else None)
+        self.test = _held_out(material.test, trainer, MOST_EVALUATED) if tested else None
+        self._loss_sum = torch.zeros((), device=trainer.device, dtype=torch.float64)
+        self._losses = 0
+        self._saved_at, self._save_seconds = time.monotonic(), 0.0
+        self._evaluated_at, self._evaluation_seconds = -1, 0.0  # the step of the last evaluation
+
+    def go(self, stop: Callable[[], bool]) -> dict:
+        """Train until the schedule ends, then measure the best weights; return the record."""
+        if self.schedule.done and self.schedule.evaluation_due():
+            self._evaluate()  # unless the run was resumed after it
+        while not self.schedule.ended():
+            self._step()
+            due = self.schedule.evaluation_due()
+            without = time.monotonic() - self._saved_at + due * self._evaluation_seconds
+            if without > max(STATE_SECONDS, self._save_seconds / STATE_SHARE):
+                self._save_state()
+            if due:
+                self._evaluate()
+            self.watcher.stepped(self._status())
+            if stop():
+                self._interrupt()
+        self._save_state()
+        self._evaluate()
+        return self._finish()
+
+    def _step(self) -> None:
+        trainer, schedule = self.trainer, self.schedule
+        start = time.monotonic()
+        trainer.lr.fill_(schedule.rate())
+        trainer.decay.fill_(trainer.recipe.average_decay(schedule.done))
         trainer.step()
-        done = step + 1
-        if done % recipe.eval_every and done != recipe.steps:
-            continue
-        train_loss, loss = trainer.loss.item(), evaluate(trainer.averaged, held_out)
-        seconds = time.monotonic() - started
-        record["curve"].append([done, round(train_loss, 4), round(loss, 4)])
-        report(f"step {done}/{recipe.steps}  train {train_loss:.4f}  val {loss:.4f}  {seconds:.0f} s")
+        self._loss_sum += trainer.loss
+        self._losses += 1
+        if trainer.device.type == "cuda" and trainer.recipe.minutes is not None:
+            torch.cuda.synchronize(trainer.device)  # else only the launch is timed
+        schedule.stepped(time.monotonic() - start)
+        if isinstance(schedule, ByTime) and self._evaluated_at < 0:  # a forward pass is a third of a step
+            self._reserve(schedule.step_seconds / 2 / self._batch(trainer.recipe))
+
+    def measure_start(self, model: GPT) -> None:
+        """The losses before the first step: a row of the curve, and that on the old text."""
+        self._losses = 1
+        self._loss_sum.fill_(math.nan)
+        if self.old is not None:
+            self.record["old_loss_before"] = _old_loss(model, self.old)
+        self._evaluate()
+
+    def _evaluate(self) -> None:
+        """Add a row to the curve, once for a step; keep the average if it is the best.
+
+        Raises ValueError if the loss is infinite or NaN.
+        """
+        start, done = time.monotonic(), self.schedule.done
+        if self._evaluated_at == done:
+            return
+        loss = self._loss(self.watched)
+        self._evaluation_seconds = time.monotonic() - start
+        self.schedule.evaluated(self._evaluation_seconds)
+        self._reserve(self._evaluation_seconds / self.watched.numel())
+        train_loss = self._loss_sum.item() / max(1, self._losses)
+        self._loss_sum.zero_()
+        self._losses, self._evaluated_at = 0, done
+        row = [done, None if math.isnan(train_loss) else round(train_loss, 4), round(loss, 4)]
+        self.record["curve"].append(row)
         if not math.isfinite(loss):
             raise ValueError(f"the validation loss is {loss} at step {done}: training diverged")
-        if loss < record["val_loss"]:
-            record |= {"val_loss": loss, "best_step": done, "seconds_to_best": round(seconds)}
-            if out is not None:
-                save(out, trainer.averaged, tokenizer, record)
-    if out is not None:
-        save_record(out, record)  # with the whole curve, past the best step
-    report(f"best validation loss {record['val_loss']:.4f} nats per character, at step {record['best_step']}")
-    return record
+        if loss < self.best_loss:
+            self.best_loss = loss
+            self.best = _copied(self.trainer.averaged)
+            self.record |= self._best_at(loss)
+            self._save_best(self.record)
+        self.watcher.evaluated(self._status())
+
+    def _best_at(self, loss: float) -> dict[str, Any]:
+        done, seconds = self.schedule.done, round(self.schedule.seconds)
+        return {"val_loss": loss, "best_step": done, "seconds_to_best": seconds}
+
+    def _save_best(self, record: dict) -> None:
+        if self.out is not None:
+            save(self.out, self.trainer.averaged, self.tokenizer, record)
+
+    def _loss(self, held_out: Tensor) -> float:
+        model = self.trainer.averaged
+        batch = self.trainer.recipe.batch_chars
+        if held_out.ndim == 1:
+            return evaluate(model, held_out, batch)
+        return evaluate_windows(model, held_out, batch)
+
+    def _reserve(self, seconds_per_char: float) -> None:
+        """Tell a schedule by time what the end of the run will take."""
+        if not isinstance(self.schedule, ByTime):
+            return
+        parts = [self.watched, self.test, None if self.watched is self.validation else self.validation]
+        characters = sum(part.numel() for part in parts if part is not None)
+        characters += 0 if self.old is None else min(len(self.old), MOST_OLD)
+        self.schedule.finishing = MARGIN * seconds_per_char * characters + self._save_seconds + 0.1
+
+    def _finish(self) -> dict:
+        """Measure the best weights on all held-out text, and write the record."""
+        recipe, schedule = self.trainer.recipe, self.schedule
+        if self.test is not None:
+            _copy_into(self.trainer.averaged, self.best)
+            self.record["val_loss"] = self._loss(self.validation)
+            self.record["test_loss"] = self._loss(self.test)
+            if self.old is not None:
+                self.record["old_loss_after"] = _old_loss(self.trainer.averaged, self.old)
+            seconds = schedule.elapsed()
+            self.record |= {"steps": schedule.done, "seconds": round(seconds, 1)}
+            self.record["characters_per_second"] = round(schedule.done * self._batch(recipe) / seconds)
+        if self.out is not None:
+            save_record(self.out, self.record)  # with the whole curve, past the best step
+            (self.out / FILE).unlink(missing_ok=True)
+        return self.record
+
+    @staticmethod
+    def _batch(recipe: Recipe) -> int:
+        return max(1, recipe.batch_chars // recipe.block_size) * recipe.block_size
+
+    def _status(self) -> Status:
+        recipe, schedule = self.trainer.recipe, self.schedule
+        done, progress, seconds = schedule.done, schedule.progress(), schedule.seconds
+        return Status(
+            done=done,
+            steps=max(done, round(done / progress)) if progress else recipe.steps,
+            progress=progress,
+            seconds=seconds,
+            left=schedule.left(),
+            rate=done * self._batch(recipe) / max(seconds, 1e-9),
+            learning_rate=schedule.rate(),
+            curve=self.record["curve"],
+            best=self.best_loss,
+        )
+
+    def _save_state(self) -> None:
+        if self.out is None:
+            return
+        start = time.monotonic()
+        tensors = self.trainer.state_dict() | {f"best.{name}": t for name, t in self.best.items()}
+        progress = {
+            "schedule": self.schedule.state(),
+            "record": self.record,
+            "losses": [self._loss_sum.item(), self._losses],
+            "evaluated_at": self._evaluated_at,
+            "best_loss": self.best_loss if self.best else None,
+        }
+        save_state(self.out, tensors, self.identity, progress)
+        self._saved_at = time.monotonic()
+        self._save_seconds = self._saved_at - start
+
+    def resume(self) -> None:
+        """Continue from the state in `out`; the files of the best weights are written anew."""
+        assert self.out is not None
+        tensors, progress = load_state(self.out, self.identity)
+        try:
+            self.trainer.load_state_dict(tensors)
+            self.schedule.load(progress["schedule"])
+            self.record, self._evaluated_at = progress["record"], progress["evaluated_at"]
+            total, self._losses = progress["losses"]
+            self._loss_sum.fill_(total)
+            self.best_loss = math.inf if progress["best_loss"] is None else progress["best_loss"]
+        except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise ValueError(f"{self.out / FILE} is damaged ({error}); train without --resume") from None
+        if math.isfinite(self.best_loss):
+            self.best = {n.removeprefix("best."): t for n, t in tensors.items() if n.startswith("best.")}
+            current = _copied(self.trainer.averaged)
+            _copy_into(self.trainer.averaged, self.best)
+            self._save_best(self.record)
+            _copy_into(self.trainer.averaged, current)
+
+    def _interrupt(self) -> None:
+        """Save the state, keep the current average if it is the best so far, and raise KeyboardInterrupt.
+
+        The state is that of a run which goes on: it has no row of this evaluation.
+        """
+        self._save_state()
+        loss = self._loss(self.watched)
+        if loss < self.best_loss:
+            self._save_best(self.record | self._best_at(loss))
+        raise KeyboardInterrupt
+
+
+def _held_out(ids: Tensor, trainer: Trainer, most: int | None) -> Tensor:
+    """What is evaluated of held-out tokens (N,): all, or at most `most` characters in windows (n, T + 1)."""
+    if most is not None and len(ids) > most:
+        ids = windows(ids, trainer.recipe.block_size, most)
+    return ids.to(trainer.device)
+
+
+def _old_loss(model: GPT, ids: Tensor) -> float:
+    """The model's loss on the last tenth of a text, or on evenly spaced windows of it."""
+    held_out = ids[int(0.9 * len(ids)) :]
+    device = next(model.parameters()).device
+    if len(held_out) > MOST_OLD:
+        chosen = windows(held_out, model.config.block_size, MOST_OLD)
+        return evaluate_windows(model, chosen.to(device))
+    return evaluate(model, held_out.to(device))
+
+
+def _copied(model: GPT) -> dict[str, Tensor]:
+    return {
+        n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items() if n != "lm_head.weight"
+    }
+
+
+@torch.no_grad()
+def _copy_into(model: GPT, weights: dict[str, Tensor]) -> None:
+    own = model.state_dict()
+    for name, tensor in weights.items():
+        own[name].copy_(tensor)

@@ -36,9 +36,11 @@ class Trainer:
     """A model, its average, and one training step over a corpus held on the device.
 
     ids: (N,) int64 training tokens. attend: attention of a step, which needs a gradient; None takes
-    PyTorch's, which alone has the recipe's dropout inside.
+    PyTorch's, which alone has the recipe's dropout inside. start: the model whose weights are those to begin
+    from; its sizes must be the recipe's.
+    Before a step, lr is set to its share of the peak learning rate, and decay to that of the average.
     native: whether the step is the one in C++: on a CPU with part4's attention, given as
-    partial(attention, 'part4', causal=True), and no dropout. Any other step is PyTorch's.
+    partial(attention, 'part4', causal=True), no dropout and no biases. Any other step is PyTorch's.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Trainer:
         ids: Tensor,
         device: torch.device,
         attend: Attend | None = None,
+        start: GPT | None = None,
     ) -> None:
         torch.manual_seed(recipe.seed)
         self.recipe, self.ids, self.device = recipe, ids.to(device), device
@@ -58,7 +61,7 @@ class Trainer:
             n_head=recipe.n_head,
             n_embd=recipe.n_embd,
             dropout=recipe.dropout,
-            bias=False,
+            bias=start is not None and start.config.bias,
         )
 
         def with_dropout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -69,6 +72,8 @@ class Trainer:
         positions = self.model.transformer.wpe.weight
         with torch.no_grad():
             positions.copy_(0.1 * sinusoids(*positions.shape))
+        if start is not None:
+            self.model.load_state_dict(start.state_dict())
         self.model.to(device)
         # The average is evaluated in float32 without dropout, so its attention needs none.
         self.averaged = GPT(
@@ -87,6 +92,7 @@ class Trainer:
             elif p is not positions:
                 others.append(p)
         self.lr = torch.ones((), device=device)  # fraction of the peak, set before each step
+        self.decay = torch.full((), recipe.average, device=device)  # of the average, set before each step
         self.muon = Muon(
             [dict(params=ps, shape=shape) for shape, ps in matrices.items()],
             lr=torch.zeros((), device=device),
@@ -124,12 +130,12 @@ class Trainer:
         for group, peak in zip(self.adam.param_groups, (self.recipe.adam_lr, self.recipe.position_lr)):
             group["lr"].copy_(peak * self.lr)
         if self.native:
-            return self.native_step.update(self.recipe.average)
+            return self.native_step.update(self.decay.item())
         self.muon.step()
         self.adam.step()
         with torch.no_grad():
             for a, p in zip(self.averaged.parameters(), self.model.parameters()):
-                a.lerp_(p, 1 - self.recipe.average)
+                a.lerp_(p, 1 - self.decay)
 
     def _step(self) -> None:
         """One step on a fresh random batch; stores the loss in self.loss."""
@@ -174,3 +180,58 @@ class Trainer:
         self.model.load_state_dict(start)
         self.averaged.load_state_dict(start)
         return graph.replay
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that the next steps depend on but the corpus and the recipe: tensors on the CPU, by name."""
+        tensors = {f"model.{name}": t for name, t in _untied(self.model).items()}
+        tensors |= {f"averaged.{name}": t for name, t in _untied(self.averaged).items()}
+        for kind, optimizer in self._optimizers().items():
+            for index, values in optimizer.state_dict()["state"].items():
+                tensors |= {f"{kind}.{index}.{name}": t for name, t in values.items()}
+        tensors["generator.cpu"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            tensors["generator.cuda"] = torch.cuda.get_rng_state(self.device)
+        return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Continue from what state_dict() gave. Raises ValueError if that is another model's or device's."""
+        for kind, model in (("model", self.model), ("averaged", self.averaged)):
+            own, saved = _untied(model), _below(kind, state)
+            if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in saved.items()}:
+                raise ValueError(f"state has a {kind} of other sizes; they must be those of this run")
+            with torch.no_grad():
+                for name, tensor in own.items():
+                    tensor.copy_(saved[name])
+        for kind, optimizer in self._optimizers().items():
+            _restore(optimizer, _below(kind, state))
+        generators = _below("generator", state)
+        if generators.keys() != {"cpu", self.device.type}:
+            raise ValueError(f"state is not one of a run on {self.device.type}")
+        torch.set_rng_state(generators["cpu"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(generators["cuda"], self.device)
+
+    def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return {"muon": self.muon, "adam": self.adam}
+
+
+def _untied(model: GPT) -> dict[str, Tensor]:
+    """The model's own tensors by name, the head's, which is the embedding's, left out."""
+    return {name: t for name, t in model.state_dict().items() if name != "lm_head.weight"}
+
+
+def _below(kind: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with the kind, without it."""
+    return {name.split(".", 1)[1]: t for name, t in state.items() if name.split(".", 1)[0] == kind}
+
+
+def _restore(optimizer: torch.optim.Optimizer, saved: dict[str, Tensor]) -> None:
+    """Set the optimizer's tensors; existing ones in place, as a captured graph may hold them."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for name, tensor in saved.items():
+        index, key = name.split(".", 1)
+        values = optimizer.state[parameters[int(index)]]
+        if key in values:
+            values[key].copy_(tensor)
+        else:
+            values[key] = tensor.to(parameters[int(index)].device if tensor.ndim else "cpu", copy=True)

@@ -26,6 +26,7 @@ DOCUMENTS = {
     "docs/gpu.md": (7, 10),
     "docs/scale.md": (6, 10),
     "docs/serve.md": (4, 1),
+    "docs/training.md": (1, 6),
     "docs/web.md": (3, 4),
     "tests/robustness/README.md": (1, 0),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pickle
 
@@ -16,7 +15,7 @@ from model import checkpoint
 from model.checkpoint import CheckpointError, load, save
 from model.loss import evaluate
 from model.tokenizer import VocabularyError
-from training.recipe import RECIPES
+from training.recipe import RECIPES, Recipe
 
 VOCABULARY, nanogpt_file = tiny.VOCABULARY, tiny.nanogpt_file
 
@@ -38,7 +37,7 @@ def test_shipped_checkpoints_are_what_the_recipes_say(name):
     assert len(loaded.tokenizer) == 65
     assert not loaded.model.training
     record = json.loads((checkpoint.ROOT / "checkpoints" / name / "training.json").read_text())
-    assert record["recipe"] == json.loads(json.dumps(dataclasses.asdict(recipe)))
+    assert Recipe(**record["recipe"]) == recipe
     assert [record["best_step"], round(record["val_loss"], 4)] in [[s, v] for s, _, v in record["curve"]]
 
 

@@ -37,11 +37,9 @@ RECIPE = Recipe(
 
 
 def test_it_learns_and_what_it_saves_has_the_loss_it_records(tmp_path):
-    lines = []
-    record = train(RECIPE, TEXT, out=tmp_path, report=lines.append)
+    record = train(RECIPE, TEXT, out=tmp_path)
     assert record["curve"][0][0] == 30 and record["curve"][-1][0] == 80
     assert record["val_loss"] < 1.0 < record["curve"][0][2]
-    assert len(lines) == 4 and lines[-1].startswith("best validation loss")
     assert json.loads((tmp_path / "training.json").read_text()) == json.loads(json.dumps(record))
     loaded = load(str(tmp_path), tiny.attend)
     held_out = torch.tensor(loaded.tokenizer.encode(corpus.split(TEXT)[1]))
@@ -69,7 +67,7 @@ def test_the_best_so_far_survives_an_interruption_and_a_divergence(tmp_path, mon
     losses = iter([2.0, 1.5, float("nan")])
     monkeypatch.setattr(run, "evaluate", lambda *_: next(losses))
     with pytest.raises(ValueError, match="the validation loss is nan at step 80: training diverged"):
-        train(RECIPE, TEXT, out=tmp_path, report=lambda line: None)
+        train(RECIPE, TEXT, out=tmp_path)
     record = json.loads((tmp_path / "training.json").read_text())
     assert (record["val_loss"], record["best_step"]) == (1.5, 60)
     load(str(tmp_path), tiny.attend)
@@ -79,12 +77,12 @@ def test_the_record_has_the_whole_curve_and_the_weights_are_the_best(tmp_path, m
     losses = iter([2.0, 1.5, 1.7])
     seen = []
 
-    def evaluate(model, ids):
+    def evaluate(model, ids, batch):
         seen.append(model.transformer.wte.weight.detach().clone())
         return next(losses)
 
     monkeypatch.setattr(run, "evaluate", evaluate)
-    record = train(RECIPE, TEXT, out=tmp_path, report=lambda line: None)
+    record = train(RECIPE, TEXT, out=tmp_path)
     assert json.loads((tmp_path / "training.json").read_text()) == json.loads(json.dumps(record))
     assert [(step, loss) for step, _, loss in record["curve"]] == [(30, 2.0), (60, 1.5), (80, 1.7)]
     assert (record["val_loss"], record["best_step"]) == (1.5, 60)
@@ -95,13 +93,13 @@ def test_the_record_has_the_whole_curve_and_the_weights_are_the_best(tmp_path, m
 def test_a_directory_that_cannot_be_made_is_refused_before_training(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError):
-        train(RECIPE, TEXT, out=tmp_path / "file" / "out", report=pytest.fail)
+        train(RECIPE, TEXT, out=tmp_path / "file" / "out")
 
 
 def test_a_second_training_replaces_the_vocabulary(tmp_path):
     short = dataclasses.replace(RECIPE, steps=1)
     for text in ("абвгдежз" * 100, TEXT):
-        train(short, text, out=tmp_path, report=lambda line: None)
+        train(short, text, out=tmp_path)
     assert load(str(tmp_path), tiny.attend).tokenizer.characters == list("abcdefgh")
 
 
@@ -129,9 +127,9 @@ def test_the_ingredients_of_the_recipe():
 
 def test_the_same_seed_gives_the_same_curve():
     short = dataclasses.replace(RECIPE, steps=4, eval_every=2)
-    curves = [train(short, TEXT, report=lambda line: None)["curve"] for _ in range(2)]
+    curves = [train(short, TEXT)["curve"] for _ in range(2)]
     assert curves[0] == curves[1]
-    other = train(dataclasses.replace(short, seed=1), TEXT, report=lambda line: None)["curve"]
+    other = train(dataclasses.replace(short, seed=1), TEXT)["curve"]
     assert other != curves[0]
 
 
@@ -181,7 +179,7 @@ def test_a_missing_gpu_is_named():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_captured_step_learns_too():
-    record = train(RECIPE, TEXT, device="cuda", report=lambda line: None)
+    record = train(RECIPE, TEXT, device="cuda")
     assert record["val_loss"] < 1.0
 
 

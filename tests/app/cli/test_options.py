@@ -12,14 +12,12 @@ from attention_ext.parts import CachePrecision, Precision
 from generation.engine import ENGINES
 from generation.writer import CONTEXTS
 from model.checkpoint import SHIPPED
-from training.recipe import RECIPES
 
 CHOICES = {
     "engine": ["auto", *ENGINES],
     "context": list(CONTEXTS),
     "weights": list(Precision),
     "kv_cache": list(CachePrecision),
-    "recipe": list(RECIPES),
 }
 
 

@@ -1,0 +1,248 @@
+"""What train shows while it runs: a live picture on a terminal, else a line for each evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from app.cli.options import notice
+from attention_ext import BuildError
+from generation.engine import default_engine, open_engine
+from generation.generate import capacity_for, complete
+from generation.sampling import Sampling
+from generation.writer import Request, Writer
+from lab.race import harmless
+from model.checkpoint import Checkpoint
+from model.gpt import GPT
+from model.tokenizer import CharTokenizer
+from training.watch import Status, Watcher
+
+SAMPLE_SHARE = 0.015  # of the time that samples may take
+SAMPLE_SECONDS = 3.0  # between two samples, at least
+REDRAW_SECONDS = 0.5
+SAMPLING = Sampling(temperature=0.8)
+PLOT_ROWS, PLOT_COLUMNS, SAMPLE_ROWS = 10, 60, 8  # at most
+VALIDATION, TRAINING = "cyan", "yellow"  # their colors
+
+
+class Display(Watcher, Protocol):
+    """A watcher that is closed when the run is over."""
+
+    def close(self) -> None: ...
+
+
+class Lines:
+    """Writes a line on standard error for each evaluation; only what one should know if quiet."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
+
+    def begin(self, averaged: GPT, tokenizer: CharTokenizer) -> None:
+        pass
+
+    def note(self, sentence: str) -> None:
+        notice(sentence)
+
+    def stepped(self, status: Status) -> None:
+        pass
+
+    def evaluated(self, status: Status) -> None:
+        if self.quiet:
+            return
+        done, train, validation = status.curve[-1]
+        if train is None:
+            notice(f"before the first step: val {validation:.4f}")
+            return
+        notice(
+            f"step {done}/{status.steps}  train {train:.4f}  val {validation:.4f}  "
+            f"{status.rate:,.0f} characters/s  {status.seconds:.0f} s, {status.left:.0f} s left"
+        )
+
+    def close(self) -> None:
+        pass
+
+
+class Picture:
+    """Draws the curves, the speed and a sample of the current average, in place, on a terminal."""
+
+    def __init__(self, name: str, console: Console) -> None:
+        self.name, self.console = name, console
+        self.sample = ""
+        self._writer: Sampler | None = None
+        self._drawn = 0.0
+        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+        self._live.start()
+
+    def begin(self, averaged: GPT, tokenizer: CharTokenizer) -> None:
+        self._writer = Sampler(averaged, tokenizer)
+
+    def note(self, sentence: str) -> None:
+        self.console.print(Text(sentence))
+
+    def stepped(self, status: Status) -> None:
+        if self._writer is not None and self._writer.due():
+            self.sample = self._writer.write()
+        if time.monotonic() - self._drawn >= REDRAW_SECONDS:
+            self._draw(status)
+
+    def evaluated(self, status: Status) -> None:
+        self._draw(status)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _draw(self, status: Status) -> None:
+        self._live.update(picture(self.name, status, self.sample, self.console), refresh=True)
+        self._drawn = time.monotonic()
+
+
+class Sampler:
+    """Writes a text with the model as it is, seldom enough to take a small share of the time."""
+
+    def __init__(self, averaged: GPT, tokenizer: CharTokenizer) -> None:
+        self.averaged, self.tokenizer = averaged, tokenizer
+        self.prompt = "\n" if "\n" in tokenizer.characters else tokenizer.characters[0]
+        try:
+            self.part, native = "part4", default_engine("part4") == "native"
+        except BuildError:
+            self.part, native = "part0", False
+        self.tokens = 300 if native else 100
+        self._cost = 0.05 if native else 1.0  # seconds, a guess until the first
+        self._began = self._last = time.monotonic()
+        self._spent = 0.0
+
+    def due(self) -> bool:
+        """Whether it is time for the next sample."""
+        now = time.monotonic()
+        affordable = SAMPLE_SHARE * (now - self._began) >= self._spent + self._cost
+        return affordable and now - self._last >= SAMPLE_SECONDS
+
+    def write(self) -> str:
+        """A sample; with PyTorch's attention from now on if the kernels cannot be compiled."""
+        start = time.monotonic()
+        model = self.averaged
+        if next(model.parameters()).is_cuda:
+            model = copy.deepcopy(model).cpu()
+        checkpoint = Checkpoint(model, self.tokenizer)
+        request = Request(self.tokenizer.encode(self.prompt), 1, SAMPLING, self.tokens, context="reset")
+        try:
+            engine = open_engine(model, part=self.part, capacity=capacity_for(checkpoint, request))
+            written = complete(Writer(engine), self.tokenizer, [request])
+            text = "".join(piece for _, piece in written)
+        except BuildError:
+            self.part, text = "part0", ""
+        self._last = time.monotonic()
+        self._cost = self._last - start
+        self._spent += self._cost
+        return text
+
+
+def picture(name: str, status: Status, sample: str, console: Console) -> Group:
+    """The whole picture, fitted to the console."""
+    head = Table.grid(padding=(0, 2))
+    head.add_row(
+        Text(name, style="bold"),
+        f"step {status.done:,} of {status.steps:,}",
+        f"{status.rate:,.0f} characters/s",
+        f"learning rate {status.learning_rate:.0%}",
+        f"{clock(status.left)} left",
+    )
+    width = min(PLOT_COLUMNS + 8, console.width)
+    full = round(width * status.progress)
+    parts: list = [head, Text("━" * full, VALIDATION) + Text("━" * (width - full), "dim")]
+    if status.curve:
+        parts += curves(status.curve, max(1, width - 8), status.progress)
+    if sample:
+        rows = max(1, min(SAMPLE_ROWS, console.height - PLOT_ROWS - 8))
+        parts.append(Panel(first_rows(sample, width - 4, rows, console), width=width, title="a sample"))
+    return Group(*parts, "")  # the cursor's line stays empty: a terminal echoes ^C there
+
+
+def clock(seconds: float) -> str:
+    """90 as '1:30', 3700 as '1:01:40'."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def first_rows(text: str, width: int, rows: int, console: Console) -> Text:
+    """The first rows of a text, without control characters."""
+    lines: list[Text] = []
+    for paragraph in text.split("\n"):
+        lines += Text(harmless(paragraph)).wrap(console, width, overflow="fold") or [Text()]
+        if len(lines) >= rows:
+            break
+    return Text("\n").join(lines[:rows])
+
+
+def curves(curve: Sequence[Sequence[float | None]], width: int, progress: float) -> list[Text]:
+    """A plot of both losses over the steps, each row two of half a character's height, and its legend.
+
+    curve: rows [step, training loss or None, validation loss]. progress: of the run, in [0, 1]; the curve
+    ends at this share of the width.
+    """
+    height, last = 2 * PLOT_ROWS, max(1, curve[-1][0] or 1)
+    low = min(loss for row in curve for loss in row[1:] if loss is not None)
+    # The first losses are far above the others, which would be a flat line; they are cut off.
+    high = max(loss for row in curve[len(curve) // 8 :] for loss in row[1:] if loss is not None)
+    grid: list[list[str]] = [[""] * width for _ in range(height)]
+    for which, color in ((1, TRAINING), (2, VALIDATION)):
+        points = [(row[0] or 0, loss) for row in curve if (loss := row[which]) is not None]
+        above: int | None = None
+        for x, y in columns(points, width, last / max(progress, 1e-9)):
+            row = max(0, round((high - y) / max(high - low, 1e-9) * (height - 1)))
+            above = row if above is None else above
+            for between in range(min(row, above), max(row, above) + 1):
+                grid[between][x] = color
+            above = row
+    lines = []
+    for number, (tops, bottoms) in enumerate(zip(grid[::2], grid[1::2])):
+        loss = high - (high - low) * number / max(1, PLOT_ROWS - 1)
+        line = Text(f"{loss:7.3f} ")
+        for top, bottom in zip(tops, bottoms):
+            line.append(*cell(top, bottom))
+        lines.append(line)
+    train, validation = curve[-1][1], curve[-1][2]
+    legend = Text(" " * 8)
+    legend.append("validation ", VALIDATION)
+    legend.append(f"{validation:.4f}   ")
+    legend.append("training ", TRAINING)
+    legend.append("-" if train is None else f"{train:.4f}")
+    return [*lines, legend]
+
+
+def columns(points: Sequence[tuple[float, float]], width: int, steps: float) -> Iterator[tuple[int, float]]:
+    """(column, loss) of a line through points (step, loss), where `steps` are the width."""
+    for (x0, y0), (x1, y1) in zip(points, points[1:] or points):
+        first, last = (min(width - 1, int(x / steps * (width - 1))) for x in (x0, x1))
+        for x in range(first, last + 1):
+            share = (x - first) / (last - first) if last > first else 1.0
+            yield x, y0 + share * (y1 - y0)
+
+
+def cell(top: str, bottom: str) -> tuple[str, str]:
+    """A character that shows a half of each color ('' for none), and its style."""
+    if top and bottom:
+        return ("█", top) if top == bottom else ("▀", f"{top} on {bottom}")
+    return ("▀", top) if top else ("▄", bottom) if bottom else (" ", "")
+
+
+@contextlib.contextmanager
+def watch(name: str, quiet: bool) -> Iterator[Display]:
+    """The picture where a person sees it, else lines; closed at the end, however it ends."""
+    seen = all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
+    display: Display = Picture(name, Console(stderr=True)) if seen and not quiet else Lines(quiet)
+    try:
+        yield display
+    finally:
+        display.close()

@@ -1,0 +1,193 @@
+"""The command train: a text of one's own, its end, Ctrl-C, what it refuses."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+import tiny
+from support import ROOT
+from training_texts import words
+
+from app.cli import train as command
+from attention_ext import BuildError
+from attention_ext.build import toolchain
+from model.checkpoint import load, save
+from training.recipe import OWN_TEXT, RECIPES
+
+SMALL = ("--block-size", 16, "--batch-chars", 128, "--corpus", "text.txt")
+ENDING = re.compile(
+    r"validation loss (\d\.\d{4}), test loss (\d\.\d{4}) nats per character \(step \d+\); "
+    r"([\d,]+) steps, [\d,]+ characters/s, (\d+\.\d) s\n"
+)
+
+
+@pytest.fixture(autouse=True)
+def text(tmp_path: Path) -> Path:
+    """text.txt in the directory of the commands."""
+    (tmp_path / "text.txt").write_text(words(4000))
+    return tmp_path / "text.txt"
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> str:
+    """A checkpoint directory to start from."""
+    save(tmp_path / "start", tiny.gpt(), tiny.VOCABULARY, {})
+    return "start"
+
+
+def test_the_shipped_names_are_those_of_the_recipes():
+    assert command.SHIPPED == tuple(RECIPES)
+
+
+def test_a_text_of_ones_own_by_time(cli, extension):
+    done = cli("train", "mine", *SMALL, "--minutes", 0.05)
+    assert done.returncode == 0, done.stderr
+    validation, test, steps, seconds = ENDING.match(done.stdout).groups()
+    assert done.stdout.endswith("python gpt.py part4 --inference -m out/mine\n")
+    assert float(validation) < 3 and float(test) < 3
+    assert 1 <= float(seconds) < 6  # of three on an idle machine
+    record = json.loads(Path("out/mine/training.json").read_text())
+    assert record["steps"] == int(steps.replace(",", "")) and record["part"] == "part4"
+    assert f"{record['val_loss']:.4f} {record['test_loss']:.4f}" == f"{validation} {test}"
+    assert re.search(r"^step \d+/\d+  train .*  val .* characters/s  \d+ s, \d+ s left$", done.stderr, re.M)
+    done = cli("eval", "-m", "out/mine", "--corpus", "text.txt")
+    nats = float(re.search(r"out/mine: (\S+) nats", done.stdout)[1])
+    assert nats == pytest.approx((float(validation) + float(test)) / 2, abs=0.15)
+
+
+def test_quiet_prints_the_end_and_what_one_should_know(cli):
+    done = cli("train", "mine", *SMALL[2:], "--steps", 2, "--part", "part0", "--quiet")
+    assert done.returncode == 0 and ENDING.match(done.stdout)
+    assert done.stderr == "the text has 4,000 characters; block_size is 96 instead of 128\n"
+
+
+def test_the_options_are_those_of_the_recipe(cli):
+    done = cli("train", "mine", *SMALL, "--steps", 2, "--part", "part0", "--seed", 5, "--out", "there")
+    assert done.returncode == 0, done.stderr
+    recipe = json.loads(Path("there/training.json").read_text())["recipe"]
+    assert (recipe["steps"], recipe["minutes"], recipe["eval_every"]) == (2, None, 1)
+    assert (recipe["block_size"], recipe["batch_chars"], recipe["seed"]) == (16, 128, 5)
+    assert recipe["muon_lr"] == OWN_TEXT.muon_lr and not Path("out").exists()
+
+
+def test_a_checkpoint_is_replaced_only_if_that_is_asked_for(cli, failed):
+    arguments = ("train", "mine", *SMALL, "--steps", 1, "--part", "part0")
+    assert cli(*arguments).returncode == 0
+    assert failed(*arguments) == (
+        "gpt.py: error: out/mine holds a checkpoint; give --overwrite to replace it, or --out for another "
+        "directory\n"
+    )
+    assert "out/mine holds a finished run, so there is nothing to resume" in failed(*arguments, "--resume")
+    assert cli(*arguments, "--overwrite").returncode == 0
+
+
+def test_without_a_compiler_it_trains_with_part0(cli, monkeypatch):
+    def missing():
+        raise BuildError("no C++ compiler was found")
+
+    monkeypatch.setattr(toolchain, "find_compiler", missing)
+    done = cli("train", "mine", *SMALL, "--steps", 1)
+    assert done.returncode == 0
+    assert "gpt.py: warning: no C++ compiler was found; training with part0\n" in done.stderr
+    assert json.loads(Path("out/mine/training.json").read_text())["part"] == "part0"
+
+
+def test_fine_tuning_reports_what_was_forgotten(cli, start, tmp_path):
+    (tmp_path / "old.txt").write_text(words(2000))
+    (tmp_path / "text.txt").write_text(words(4000, "xyzabc"))
+    arguments = ("--init", start, "--old-corpus", "old.txt", "--steps", 3, "--part", "part0")
+    done = cli("train", "mine", *SMALL[4:], *arguments)
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"loss on the old corpus: \d\.\d{4} before, \d\.\d{4} after\n", done.stdout)
+    assert "the model's vocabulary grows by 3 characters: 'xyz'" in done.stderr
+    assert "before the first step: val " in done.stderr
+    assert load("out/mine").tokenizer.characters == [*tiny.CHARACTERS, "x", "y", "z"]
+
+
+def test_a_nanogpt_file_is_fine_tuned(cli, tmp_path):
+    (tmp_path / "nano").mkdir()
+    tiny.nanogpt_file(tmp_path / "nano" / "ckpt.pt", bias=True)
+    tiny.VOCABULARY.write_meta_json(tmp_path / "nano" / "meta.json")
+    done = cli("train", "mine", *SMALL[4:], "--init", "nano/ckpt.pt", "--steps", 2, "--part", "part0")
+    assert done.returncode == 0, done.stderr
+    assert load("out/mine").model.config.bias
+
+
+def test_unfit_texts_are_refused_in_one_line(failed, text):
+    text.write_text("too short")
+    assert "text has 9 characters; it must have at least 2,000" in failed("train", "mine", *SMALL)
+    text.write_text("again and again\n" * 500)
+    assert "text is too repetitive: 100% of" in failed("train", "mine", *SMALL)
+    assert not Path("out").exists()
+
+
+STEPS = (*SMALL, "--steps", 160, "--part", "part0", "--out", "a b")
+
+
+def test_ctrl_c_says_how_to_go_on_and_that_command_goes_on(process, cli):
+    running = process("train", "mine", *STEPS)
+    while not running.stderr.readline().startswith("step 8/160"):  # the first evaluation
+        assert running.poll() is None
+    running.send_signal(signal.SIGINT)
+    out, errors = running.communicate(timeout=60)
+    assert running.returncode == 130 and out == "" and "Traceback" not in errors
+    assert load("a b").model.config.block_size == 16
+    message = errors.splitlines()[-2]
+    assert message.startswith("stopped; to go on: python gpt.py train mine --corpus text.txt ")
+    words = shlex.split(message.split("gpt.py ")[1])
+    done = cli(*words[:-1])
+    assert done.returncode == 2 and "holds a run that was stopped; give --resume to go on" in done.stderr
+    stopped = json.loads(Path("a b/training.json").read_text())["curve"]
+    done = cli(*words)
+    assert done.returncode == 0, done.stderr
+    curve = json.loads(Path("a b/training.json").read_text())["curve"]
+    assert curve[: len(stopped)] == stopped and curve[-1][0] == 160
+
+
+def test_a_terminal_shows_curves_and_samples(extension, tmp_path):
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    hidden = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+    env = {name: value for name, value in os.environ.items() if name not in hidden} | {"TERM": "xterm"}
+    running = subprocess.Popen(
+        [sys.executable, ROOT / "gpt.py", "train", "mine", *map(str, SMALL), "--minutes", "1"],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=env,
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    os.close(terminal)
+    seen = b""
+    try:
+        while not (b"a sample" in seen and b"validation" in seen):
+            seen += os.read(master, 65536)
+        running.send_signal(signal.SIGINT)
+        try:
+            while more := os.read(master, 65536):
+                seen += more
+        except OSError:  # Linux reports a closed terminal in this way
+            pass
+        assert running.wait(timeout=60) == 130
+    finally:
+        running.kill()
+        running.wait()
+        os.close(master)
+    shown = seen.decode(errors="replace")
+    assert "Traceback" not in shown
+    assert re.search(r"step [\d,]+ of [\d,]+ .*characters/s .*learning rate .*left", shown)
+    after = shown[shown.rindex("\x1b[?25h") :]  # from where the cursor is shown again
+    assert "stopped; to go on: python gpt.py train mine" in after

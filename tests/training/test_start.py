@@ -1,0 +1,120 @@
+"""Fine-tuning: the model that a run starts from, its new characters and what it forgets."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import tiny
+import torch
+from training_texts import TINY, words
+
+from model.checkpoint import Checkpoint, load
+from model.loss import evaluate
+from model.tokenizer import CharTokenizer
+from training.recipe import FINE_TUNING
+from training.run import train
+from training.start import fitted, recipe_of
+from training.trainer import Trainer
+
+START = Checkpoint(tiny.gpt(), tiny.VOCABULARY)  # knows a to i, space and line end
+
+
+def test_new_characters_are_appended_near_the_mean_of_the_others():
+    model, tokenizer, new = fitted(START, "bazé\nz", 16, seed=1)
+    assert new == "zé" and tokenizer.characters == [*tiny.CHARACTERS, "z", "é"]
+    old, rows = START.model.transformer.wte.weight, model.transformer.wte.weight
+    assert torch.equal(rows[:11], old) and model.lm_head.weight is rows
+    distance = (rows[11:] - old.mean(0)).norm(dim=1)
+    assert (0 < distance).all() and (distance < 0.3 * (old - old.mean(0)).norm(dim=1).mean()).all()
+    assert not torch.equal(rows[11], rows[12])
+    assert torch.equal(rows, fitted(START, "bazé\nz", 16, seed=1)[0].transformer.wte.weight)
+    ids = torch.tensor([tokenizer.encode("abc\nhi")])
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids)[..., :11], START.model(ids))
+
+
+def test_a_text_without_new_characters_leaves_the_model_as_it_is():
+    model, tokenizer, new = fitted(START, "abc", 16, seed=1)
+    assert new == "" and tokenizer.characters == tiny.CHARACTERS
+    for (name, a), b in zip(model.state_dict().items(), START.model.state_dict().values()):
+        assert torch.equal(a, b), name
+
+
+def test_a_smaller_block_cuts_the_positions_and_a_larger_one_is_refused():
+    model, _, _ = fitted(START, "abc", 8, seed=1)
+    assert model.config.block_size == 8
+    assert torch.equal(model.transformer.wpe.weight, START.model.transformer.wpe.weight[:8])
+    assert recipe_of(TINY, START.model, 8).block_size == 8
+    assert recipe_of(TINY, START.model, None).block_size == 16
+    with pytest.raises(ValueError, match="block_size is 17; it must be at most 16, that of the model"):
+        recipe_of(TINY, START.model, 17)
+
+
+def test_the_recipe_has_the_models_sizes_and_lower_rates():
+    recipe = recipe_of(TINY, tiny.gpt(n_embd=24, n_head=3, n_layer=1), None)
+    assert (recipe.n_embd, recipe.n_head, recipe.n_layer) == (24, 3, 1)
+    assert recipe.muon_lr == FINE_TUNING.muon_lr < TINY.muon_lr and recipe.adam_lr < TINY.adam_lr
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_trainer_starts_from_the_model(bias):
+    start = tiny.gpt(bias=bias)
+    recipe = recipe_of(TINY, start, None)
+    trainer = Trainer(recipe, 11, torch.arange(500) % 11, torch.device("cpu"), None, start)
+    for model in (trainer.model, trainer.averaged):
+        for (name, a), b in zip(model.state_dict().items(), start.state_dict().values()):
+            assert torch.equal(a, b), name
+    trainer.decay.fill_(0.0)
+    trainer.step()
+    assert all(not torch.equal(a, b) for a, b in zip(trainer.averaged.parameters(), start.parameters()))
+
+
+def test_it_learns_the_new_text_and_the_record_tells_what_it_forgot(tmp_path):
+    old, new = words(4000), words(4000, "ghijkl", seed=1)
+    longer = dataclasses.replace(TINY, steps=150, muon_lr=0.05)
+    first = train(longer, old, out=tmp_path / "old")
+    start = load(str(tmp_path / "old"))
+    before = evaluate(start.model, torch.tensor(start.tokenizer.encode(old[3600:])))
+    recipe = dataclasses.replace(recipe_of(longer, start.model, None), muon_lr=0.05)
+    record = train(recipe, new, out=tmp_path / "new", start=start, old_text=old)
+    assert record["curve"][0][:2] == [0, None] and record["curve"][0][2] > record["val_loss"] + 0.3
+    assert record["old_loss_before"] == pytest.approx(before, abs=1e-5)
+    assert before == pytest.approx((first["val_loss"] + first["test_loss"]) / 2, abs=0.2)
+    tuned = load(str(tmp_path / "new"))
+    after = evaluate(tuned.model, torch.tensor(tuned.tokenizer.encode(old[3600:])))
+    assert record["old_loss_after"] == pytest.approx(after, abs=1e-5) and after > before
+    assert tuned.tokenizer.characters[: len(start.tokenizer)] == start.tokenizer.characters
+
+
+def test_a_fine_tuning_is_resumed_as_another_run_is(tmp_path):
+    arguments = dict(recipe=recipe_of(TINY, START.model, None), text=words(4000, "abxy"), start=START)
+    whole = train(**arguments, out=tmp_path / "whole")
+    stops = iter([False] * 12 + [True])
+    with pytest.raises(KeyboardInterrupt):
+        train(**arguments, out=tmp_path / "parts", stop=lambda: next(stops))
+    record = train(**arguments, out=tmp_path / "parts", resume=True)
+    assert record["curve"] == whole["curve"] and record["test_loss"] == whole["test_loss"]
+
+
+def test_a_vocabulary_of_words_is_refused():
+    class Words:
+        source = "GPT-2 encodings"
+
+    with pytest.raises(ValueError, match="the model's vocabulary is GPT-2 encodings; it must be one of char"):
+        fitted(Checkpoint(START.model, Words()), "abc", 16, seed=1)
+
+
+def test_unknown_characters_of_the_old_text_are_named():
+    recipe = recipe_of(TINY, START.model, None)
+    with pytest.raises(ValueError, match="does not know 1 of the text's characters: 'é'"):
+        train(recipe, words(4000), start=START, old_text="é" * 100)
+
+
+def test_a_vocabulary_of_thousands_of_characters_is_learnt(tmp_path):
+    chinese = "".join(chr(0x4E00 + i) for i in range(3000))
+    text = chinese + words(20_000, chinese)
+    record = train(dataclasses.replace(TINY, steps=3), text, out=tmp_path)
+    loaded = load(str(tmp_path))
+    assert len(loaded.tokenizer) > 3000 and record["test_loss"] < 9
+    assert CharTokenizer.from_text(text).characters == loaded.tokenizer.characters

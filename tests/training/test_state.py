@@ -1,0 +1,195 @@
+"""A run that is stopped or killed goes on as if it had not been."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import tiny
+import torch
+from support import ROOT, start_python
+from training_texts import TINY, words
+
+from model import files
+from model.checkpoint import load
+from training.run import train
+from training.state import FILE, load_state, save_state
+from training.watch import Nobody, Status
+
+TEXT = words(4000)
+
+
+def lasting(record: dict) -> dict:
+    """The record without what depends on the clock."""
+    timed = ("seconds", "seconds_to_best", "characters_per_second")
+    return {name: value for name, value in record.items() if name not in timed}
+
+
+def stopped_at(*steps: int):
+    """A function for `stop` that stops at each of these steps, once, and a watcher that tells it the step."""
+    left = set(steps)
+
+    class Steps(Nobody):
+        done = 0
+
+        def stepped(self, status: Status) -> None:
+            self.done = status.done
+
+    watcher = Steps()
+
+    def stop() -> bool:
+        if watcher.done in left:
+            left.remove(watcher.done)
+            return True
+        return False
+
+    return {"stop": stop, "watcher": watcher}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[dict, Path]:
+    """The record and the directory of a run that nothing interrupted."""
+    out = tmp_path_factory.mktemp("whole")
+    return train(TINY, TEXT, out=out), out
+
+
+@pytest.mark.parametrize("steps", [(1,), (10,), (17, 18, 39)], ids=str)
+def test_a_resumed_run_is_the_run_without_an_interruption(tmp_path, whole, steps):
+    hooks = stopped_at(*steps)
+    for attempt in range(len(steps)):
+        with pytest.raises(KeyboardInterrupt):
+            train(TINY, TEXT, out=tmp_path, resume=attempt > 0, **hooks)
+        torch.rand(5)  # as other code may do
+    record = train(TINY, TEXT, out=tmp_path, resume=True, **hooks)
+    expected, directory = whole
+    assert lasting(record) == lasting(expected)
+    assert (tmp_path / "model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
+    assert not (tmp_path / FILE).exists()
+
+
+def test_stopping_keeps_the_best_weights_so_far(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        train(TINY, TEXT, out=tmp_path, **stopped_at(5))  # before the first evaluation
+    record = json.loads((tmp_path / "training.json").read_text())
+    assert record["best_step"] == 5 and record["curve"] == []
+    load(str(tmp_path), tiny.attend)
+
+
+def test_a_run_by_time_goes_on_with_the_time_that_is_left(tmp_path):
+    recipe = dataclasses.replace(TINY, minutes=1 / 60)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, TEXT, out=tmp_path, **stopped_at(20))
+    time.sleep(1.0)  # does not count
+    start = time.monotonic()
+    record = train(recipe, TEXT, out=tmp_path, resume=True)
+    assert record["steps"] > 20 and record["seconds"] > time.monotonic() - start
+    assert record["curve"][-1][0] == record["steps"]
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from training_texts import TINY, words
+from training import run
+run.STATE_SECONDS, run.STATE_SHARE = 0.0, 1e9  # a state after each step
+class Slowly(run.Nobody):
+    def stepped(self, status):
+        print(status.done, flush=True)
+run.train(TINY, words(4000), out=Path(sys.argv[1]), resume=len(sys.argv) > 2, watcher=Slowly())
+"""
+
+
+def test_a_killed_run_leaves_a_state_to_go_on_from(tmp_path, whole):
+    out = tmp_path / "out"
+    for attempt, steps in enumerate((7, 12)):
+        code = ("-c", KILLED, out, *["resume"] * attempt)
+        process = start_python(tmp_path, *code, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+        with process:
+            for _ in range(steps):
+                assert process.stdout.readline(), process.stderr.read()
+            time.sleep(0.001 * attempt)  # at another moment of the step
+            os.kill(process.pid, signal.SIGKILL)
+    record = train(TINY, TEXT, out=out, resume=True)
+    assert lasting(record) == lasting(whole[0])
+    assert (out / "model.safetensors").read_bytes() == (whole[1] / "model.safetensors").read_bytes()
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((1000,), value)}
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_failed_write_leaves_the_old_state(tmp_path, monkeypatch, call):
+    save_state(tmp_path, tensors(1.0), {"recipe": {}}, {"n": 1})
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, call, full)
+    with pytest.raises(OSError, match="No space left"):
+        save_state(tmp_path, tensors(2.0), {"recipe": {}}, {"n": 2})
+    loaded, progress = load_state(tmp_path, {"recipe": {}})
+    assert progress == {"n": 1} and torch.equal(loaded["a"], tensors(1.0)["a"])
+    assert [file.name for file in tmp_path.iterdir()] == [FILE]
+
+
+def test_damaged_states_are_refused_in_one_sentence(tmp_path):
+    run_ = {"recipe": {"seed": 1}}
+    save_state(tmp_path, tensors(1.0), run_, {})
+    whole_file = (tmp_path / FILE).read_bytes()
+    for length in (0, 1, 7, 8, 50, 200, len(whole_file) - 1):
+        (tmp_path / FILE).write_bytes(whole_file[:length])
+        with pytest.raises(ValueError, match=r"resume.safetensors is damaged \("):
+            load_state(tmp_path, run_)
+    for about in ("", "[]", '{"format": 1, "run": 3, "progress": {}}', "[" * 10_000):
+        safetensors.torch.save_file(tensors(1.0), tmp_path / FILE, {"state": about})
+        with pytest.raises(ValueError, match="is damaged"):
+            load_state(tmp_path, run_)
+    other = '{"format": 99, "run": {}, "progress": {}}'
+    safetensors.torch.save_file(tensors(1.0), tmp_path / FILE, {"state": other})
+    with pytest.raises(ValueError, match="is of format 99; it must be 1"):
+        load_state(tmp_path, run_)
+
+
+OTHER = {
+    "another corpus": (dict(text=TEXT + "a"), "its (characters|corpus_sha256) "),
+    "another recipe": (dict(recipe=dataclasses.replace(TINY, muon_lr=0.5)), "its muon_lr was 0.02"),
+    "another length": (dict(recipe=dataclasses.replace(TINY, steps=41)), "its steps was 40"),
+    "another setting": (dict(about={"part": "part4"}), "its part was None"),
+}
+
+
+@pytest.mark.parametrize("change", OTHER)
+def test_a_state_of_another_run_is_refused(tmp_path, change):
+    arguments = dict(recipe=TINY, text=TEXT, out=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        train(**arguments, **stopped_at(3))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    changed, message = OTHER[change]
+    with pytest.raises(ValueError, match=f"is of another run: {message}"):
+        train(**arguments | changed, resume=True)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_there_must_be_something_to_resume(tmp_path, whole):
+    with pytest.raises(ValueError, match="nowhere holds no run, so there is nothing to resume$"):
+        train(TINY, TEXT, out=tmp_path / "nowhere", resume=True)
+    assert not (tmp_path / "nowhere").exists()
+    with pytest.raises(ValueError, match="holds a finished run, so .*; --init .* trains its model further"):
+        train(TINY, TEXT, out=whole[1], resume=True)
+
+
+def test_a_new_run_removes_the_state_of_the_old_one(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        train(TINY, TEXT, out=tmp_path, **stopped_at(3))
+    assert (tmp_path / FILE).exists()
+    with pytest.raises(SystemExit):
+        train(TINY, words(4000, seed=1), out=tmp_path, stop=sys.exit)
+    assert not (tmp_path / FILE).exists()

@@ -1,0 +1,86 @@
+"""What an own text must be, and how it is divided."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from training_texts import TINY, words
+
+from model import corpus
+from model.tokenizer import CharTokenizer
+from training import text as texts
+from training.text import divide, encode, fit, repeated_share, windows
+
+
+def test_a_short_text_is_refused_with_both_lengths():
+    with pytest.raises(ValueError, match="text has 1,999 characters; it must have at least 2,000"):
+        fit(words(1999), TINY)
+    fit(words(2000), TINY)
+
+
+def test_a_short_text_reduces_the_block_and_the_batch():
+    recipe, notes = fit(words(2000), dataclasses.replace(TINY, block_size=128, batch_chars=2048))
+    assert (recipe.block_size, recipe.batch_chars) == (48, 1800) and notes == [
+        "the text has 2,000 characters; block_size is 48 instead of 128",
+        "the text has 2,000 characters; batch_chars is 1800 instead of 2048",
+    ]
+    assert fit(words(6000), dataclasses.replace(TINY, block_size=128))[0].block_size == 128
+
+
+def test_a_repetitive_text_is_refused():
+    with pytest.raises(ValueError, match="too repetitive: 100% of the passages of 32 characters in its last"):
+        fit("The same line again and again.\n" * 1000, TINY)
+    with pytest.raises(ValueError, match="too repetitive"):
+        fit("a" * 5000, TINY)
+    half = words(4000)
+    with pytest.raises(ValueError, match="too repetitive"):  # the end was seen at the beginning
+        fit(half * 2, TINY)
+
+
+def test_a_text_that_repeats_some_of_its_end_is_noted():
+    text = words(19_000)
+    _, notes = fit(text + text[:1000] + words(1000, seed=1), TINY)
+    assert notes == ["47% of the text's last tenth is also in the rest; the losses flatter the model"]
+    assert fit(words(20_000), TINY)[1] == []
+
+
+def test_the_repeated_share_is_that_of_a_plain_search(monkeypatch):
+    monkeypatch.setattr(texts, "WINDOWS", 10**6)
+    training = words(3000)
+    held_out = words(200, seed=1) + training[1000:1150] + words(100, "日本語文字", seed=2)
+    passages = {held_out[i : i + 32] for i in range(len(held_out) - 31)}
+    expected = sum(passage in training for passage in passages) / len(passages)
+    assert 0.2 < expected < 0.4 and repeated_share(training, held_out) == pytest.approx(expected)
+
+
+def test_a_passage_that_two_pieces_share_is_found():
+    middle = words(2**20 + 100)
+    assert repeated_share(middle, middle[2**20 - 16 : 2**20 + 16]) == 1.0
+
+
+def test_the_parts_are_the_text_in_order():
+    text = words(2001)
+    material = divide(text, TINY)
+    whole = torch.cat([material.training, material.validation, material.test])
+    assert whole.tolist() == CharTokenizer.from_text(text).encode(text)
+    assert [len(part) for part in (material.training, material.validation, material.test)] == [1800, 101, 100]
+    shipped = divide(text, dataclasses.replace(TINY, test_share=0.0))
+    assert len(shipped.test) == 0 and len(shipped.validation) == len(corpus.split(text)[1])
+
+
+def test_characters_of_every_plane_are_encoded():
+    text = "".join(chr(plane << 16 | 0x61) for plane in range(17)) * 20
+    tokenizer = CharTokenizer(sorted(set(text), reverse=True))
+    assert encode(text, tokenizer).tolist() == tokenizer.encode(text)
+    with pytest.raises(ValueError, match="does not know 1 of the text's characters: 'z'"):
+        encode(text + "z", tokenizer)
+
+
+def test_windows_are_spread_over_the_whole_text():
+    chosen = windows(torch.arange(1000), 10, 50)
+    assert chosen.shape == (5, 11)
+    assert chosen[:, 0].tolist() == [0, 240, 490, 740, 980]
+    assert torch.equal(chosen - chosen[:, :1], torch.arange(11).expand(5, 11))
+    assert len(windows(torch.arange(1000), 10, 10**6)) == 99

@@ -1,0 +1,62 @@
+"""Fine-tuning: the model that a run starts from, made to fit a text and a block size."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from model.checkpoint import Checkpoint
+from model.gpt import GPT
+from model.tokenizer import CharTokenizer
+from training.recipe import FINE_TUNING, Recipe
+
+NOISE = 0.1  # of a new character's embedding, as a share of the others' spread
+
+
+def recipe_of(recipe: Recipe, model: GPT, block_size: int | None) -> Recipe:
+    """The recipe with the model's sizes, and lower learning rates. block_size: smaller, or None.
+
+    Raises ValueError if it is larger than the model's: position embeddings beyond it are not there.
+    """
+    c = model.config
+    if block_size is not None and block_size > c.block_size:
+        raise ValueError(f"block_size is {block_size}; it must be at most {c.block_size}, that of the model")
+    return dataclasses.replace(
+        recipe,
+        block_size=block_size or c.block_size,
+        n_layer=c.n_layer,
+        n_head=c.n_head,
+        n_embd=c.n_embd,
+        muon_lr=FINE_TUNING.muon_lr,
+        adam_lr=FINE_TUNING.adam_lr,
+        position_lr=FINE_TUNING.position_lr,
+    )
+
+
+def fitted(checkpoint: Checkpoint, text: str, block_size: int, seed: int) -> tuple[GPT, CharTokenizer, str]:
+    """The model with the text's new characters and this block size, its vocabulary, the new characters.
+
+    A new character's row of the embedding, which is the head's too, is the mean of the others plus noise.
+    Raises ValueError if the vocabulary is not one of characters.
+    """
+    known = checkpoint.tokenizer
+    if not isinstance(known, CharTokenizer):
+        raise ValueError(
+            f"the model's vocabulary is {known.source}; it must be one of characters to train it"
+        )
+    new = "".join(sorted(set(text) - set(known.characters)))
+    tokenizer = CharTokenizer([*known.characters, *new])
+    config = dataclasses.replace(checkpoint.model.config, block_size=block_size, vocab_size=len(tokenizer))
+    weights = dict(checkpoint.model.state_dict())
+    old = weights["transformer.wte.weight"]  # (V, C)
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(len(new), old.shape[1], generator=generator)
+    spread = old.std(0, unbiased=False)
+    rows = torch.cat([old, old.mean(0) + NOISE * spread * noise])
+    weights |= {"transformer.wte.weight": rows, "lm_head.weight": rows}
+    weights["transformer.wpe.weight"] = weights["transformer.wpe.weight"][:block_size]
+    with torch.random.fork_rng(devices=[]):
+        model = GPT(config, checkpoint.model.attend)
+    model.load_state_dict(weights)
+    return model.eval(), tokenizer, new

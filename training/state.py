@@ -1,0 +1,69 @@
+"""A run that can go on: one file with all that its next steps depend on, replaced as a whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from model.files import write_file
+
+FILE = "resume.safetensors"
+FORMAT = 1
+
+
+def save_state(directory: Path, tensors: dict[str, Tensor], run: dict[str, Any], progress: dict) -> None:
+    """Write a run's state. run: what it is, as JSON; load_state() wants the same. Raises OSError."""
+    about = {"format": FORMAT, "run": run, "progress": progress}
+    write_file(directory / FILE, safetensors.torch.save(tensors, {"state": json.dumps(about)}))
+
+
+def check_state(directory: Path) -> None:
+    """Raise ValueError unless the directory has a run's state."""
+    if not (directory / FILE).is_file():
+        finished = (directory / "training.json").is_file()
+        which = "holds a finished run" if finished else "holds no run"
+        more = f"; --init {directory} trains its model further" if finished else ""
+        raise ValueError(f"{directory} {which}, so there is nothing to resume{more}")
+
+
+def load_state(directory: Path, run: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, progress) as save_state() took them; no pickle is read.
+
+    Raises ValueError if there is none, it is damaged, or it is of another run or version; the message names
+    the file and what differs.
+    """
+    check_state(directory)
+    path = directory / FILE
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            about = json.loads((file.metadata() or {})["state"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        saved, progress = about["run"], about["progress"]
+        version = about["format"]
+        if not isinstance(saved, dict) or not isinstance(progress, dict):
+            raise TypeError("it is no run's")
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}); train without --resume") from None
+    if version != FORMAT:
+        raise ValueError(f"{path} is of format {version!r}; it must be {FORMAT}: another version wrote it")
+    if differing := _difference(saved, json.loads(json.dumps(run))):
+        name, was, now = differing
+        raise ValueError(f"{path} is of another run: its {name} was {was!r}, and is {now!r} now")
+    return tensors, progress
+
+
+def _difference(saved: dict, run: dict) -> tuple[str, Any, Any] | None:
+    """The first name, also of a field of a dictionary in it, whose values differ, with both."""
+    for name in sorted(saved.keys() | run.keys()):
+        was, now = saved.get(name), run.get(name)
+        if was == now:
+            continue
+        if isinstance(was, dict) and isinstance(now, dict):
+            return _difference(was, now)
+        return name, was, now
+    return None

@@ -1,0 +1,127 @@
+"""A text as a run uses it: checked, divided and in tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model import corpus
+from model.tokenizer import CharTokenizer
+from training.recipe import Recipe
+
+SHORTEST = 2000  # characters of an own text: its validation part has a hundred
+WINDOW, WINDOWS = 32, 10_000  # characters of a passage that is looked for, and passages
+REPEATED, FLATTERED = 0.9, 0.3  # shares of repeated passages: refused, and worth a sentence
+MOST_EVALUATED = 100_000  # characters of each held-out part; the loss is then known to about 0.005 nats
+MOST_WATCHED = 16_384  # characters of the validation part that are evaluated during the run
+MOST_OLD = 32_768  # characters of the old text that are evaluated, before and after
+
+
+@dataclass(frozen=True)
+class Material:
+    """The parts of a text, (N,) int64 each, and what their tokens mean."""
+
+    tokenizer: CharTokenizer
+    training: Tensor
+    validation: Tensor
+    test: Tensor  # empty if the recipe has no test_share
+
+
+def fit(text: str, recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """The recipe with a block and a batch that suit an own text, and sentences for who trains.
+
+    Raises ValueError if the text is too short, or its end repeats what comes before.
+    """
+    if len(text) < SHORTEST:
+        raise ValueError(f"text has {len(text):,} characters; it must have at least {SHORTEST:,}")
+    training, held_out = corpus.split(text)
+    share, notes = repeated_share(training, held_out), []
+    if share > REPEATED:
+        raise ValueError(
+            f"text is too repetitive: {share:.0%} of the passages of {WINDOW} characters in its last tenth "
+            f"are also in the rest; it must be at most {REPEATED:.0%}"
+        )
+    if share > FLATTERED:
+        notes.append(
+            f"{share:.0%} of the text's last tenth is also in the rest; the losses flatter the model"
+        )
+    bounds = {
+        "block_size": len(held_out) // 4 // 8 * 8,  # two windows in each half of the last tenth
+        "batch_chars": len(training),
+    }
+    for name, most in bounds.items():
+        if (wanted := getattr(recipe, name)) > most:
+            notes.append(f"the text has {len(text):,} characters; {name} is {most} instead of {wanted}")
+            changed: dict[str, Any] = {name: most}
+            recipe = dataclasses.replace(recipe, **changed)
+    return recipe, notes
+
+
+def repeated_share(training: str, held_out: str) -> float:
+    """The share of passages of WINDOW characters in `held_out` that are also in `training`."""
+    passages = _hashes(codes(held_out))
+    passages = np.unique(passages[:: max(1, len(passages) // WINDOWS)])
+    found, whole = np.zeros(len(passages), dtype=bool), codes(training)
+    sieve = np.zeros(2**20, dtype=bool)  # of the first 20 bits; few others pass it
+    sieve[passages >> np.uint64(44)] = True
+    for start in range(0, len(whole), 2**20):  # a piece at a time takes little memory
+        piece = _hashes(whole[start : start + 2**20 + WINDOW - 1])
+        found |= np.isin(passages, piece[sieve[piece >> np.uint64(44)]])
+    return float(found.mean()) if len(found) else 0.0
+
+
+def codes(text: str) -> np.ndarray:
+    """The code points of a text, (N,) uint32."""
+    return np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+
+
+def _hashes(points: np.ndarray) -> np.ndarray:
+    """A 64-bit hash of every passage of WINDOW characters: a polynomial, its length doubled five times."""
+    hashes, factor = points.astype(np.uint64), np.array([0x9E3779B97F4A7C15], dtype=np.uint64)
+    length = 1
+    while length < WINDOW and len(hashes) > length:
+        hashes = hashes[:-length] * factor + hashes[length:]
+        factor, length = factor * factor, 2 * length
+    return hashes if length == WINDOW else hashes[:0]
+
+
+def divide(text: str, recipe: Recipe, tokenizer: CharTokenizer | None = None) -> Material:
+    """The text's parts. tokenizer: knows all characters; the text's own by default.
+
+    Raises ValueError if the part for training is not longer than a block.
+    """
+    tokenizer = tokenizer or CharTokenizer.from_text(text)
+    ids = encode(text, tokenizer)
+    training, held_out = ids[: (cut := len(corpus.split(text)[0]))], ids[cut:]
+    if len(training) <= recipe.block_size:
+        raise ValueError(
+            f"text has {len(training)} characters for training; "
+            f"it must have more than block_size={recipe.block_size}"
+        )
+    tested = int(recipe.test_share * len(text))
+    return Material(
+        tokenizer, training, held_out[: len(held_out) - tested], held_out[len(held_out) - tested :]
+    )
+
+
+def encode(text: str, tokenizer: CharTokenizer) -> Tensor:
+    """The ids of a text, (N,) int64. Raises ValueError naming the characters that the vocabulary lacks."""
+    tokenizer.encode("".join(set(text)))  # which names them
+    table = np.zeros(0x110000, dtype=np.int64)
+    table[codes("".join(tokenizer.characters))] = np.arange(len(tokenizer))
+    return torch.from_numpy(table[codes(text)])
+
+
+def windows(ids: Tensor, block_size: int, most: int) -> Tensor:
+    """At most `most` characters of ids (N,), as evenly spaced windows (n, block_size + 1); all if they fit.
+
+    Neighbouring windows share a token: the last one of a window is only predicted.
+    """
+    every = ids.unfold(0, block_size + 1, block_size)
+    count = max(1, min(len(every), most // block_size))
+    return every[torch.linspace(0, len(every) - 1, count).round().long()]
