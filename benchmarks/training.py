@@ -1,11 +1,13 @@
 """A training step in C++ beside the same step in PyTorch.
 
-    python benchmarks/training.py [--threads 1,2] [--batch 16] [--block-size 128]
+    python benchmarks/training.py [--threads 1,2] [--batch 16] [--block-size 128] [--llm-c FOLDER]
 
 shakes128's sizes, float32, no dropout. A step is gradients, clipping, Muon, AdamW and the average of the
-weights. The gradients of one batch are compared first: each may differ by 1e-4 of the largest of its parameter. Both
-then take turns; a figure is the median of the rounds. The GFLOP/s leave out the optimizers' products, and the
-share is that of the FMA peak, measured in the same run.
+weights. The gradients of one batch are compared first: each may differ by 1e-4 of the largest of its
+parameter. Both then take turns; a figure is the median of the rounds. The GFLOP/s leave out the optimizers'
+products, and the share is that of the FMA peak, measured in the same run. llm.c, of which FOLDER is a clone,
+has the same weights and batch, which its first loss must show; a step of its is gradients and AdamW. It runs
+before and after the rounds.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 
 import click
@@ -24,28 +27,69 @@ sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT 
 
 from app.cli.options import Numbers  # noqa: E402
 from attention_ext import extension, processor  # noqa: E402
+from benchmarks.llm_c import LlmC  # noqa: E402
 from lab import training  # noqa: E402
 from lab.machine import BUSY_SHARE, Load, fma_peak  # noqa: E402
+from model.loss import evaluate_windows  # noqa: E402
+from training.trainer import Trainer  # noqa: E402
+
+GELU = 2e-3  # nats between the losses of the exact GELU and of its approximation by tanh
 
 
-def row(batch: int, block: int, threads: int, rounds: int) -> str:
+class OfLlmC:
+    """llm.c with the weights and a batch of a trainer, and the seconds of its steps."""
+
+    def __init__(self, folder: Path, work: Path, trainer: Trainer, batch: int) -> None:
+        T = trainer.recipe.block_size
+        self.windows = trainer.ids[: batch * T + 1].unfold(0, T + 1, T)  # (batch, T + 1)
+        self.program = LlmC(folder, work, trainer.model, self.windows)
+        self.expected = evaluate_windows(trainer.model, self.windows)
+        self.seconds: list[float] = []
+
+    def run(self, threads: int) -> None:
+        """Take its 41 steps. Raises ClickException if the first loss is not ours."""
+        loss, seconds = self.program.steps(threads)
+        if not abs(loss - self.expected) < GELU:
+            raise click.ClickException(f"llm.c's loss is {loss:.4f}; ours is {self.expected:.4f}")
+        self.seconds += seconds[1:]
+
+
+def row(batch: int, block: int, threads: int, rounds: int, llm_c: Path | None) -> str:
     """A row of the table. Raises ClickException if a gradient differs."""
     config = dataclasses.replace(training.SHAKES, block_size=block)
     both = [training.trainer(part, config, batch) for part in ("part0", "part4")]
     name, error = training.largest_error(*both)
     if not error <= training.TOLERANCE:
         raise click.ClickException(f"the gradients of {name} differ by {error:.1e} of the largest")
+    with tempfile.TemporaryDirectory() as work:
+        other = None if llm_c is None else OfLlmC(llm_c, Path(work), both[0], batch)
+        return timed(both, other, batch, threads, rounds, error)
+
+
+def timed(
+    both: list[Trainer], other: OfLlmC | None, batch: int, threads: int, rounds: int, error: float
+) -> str:
+    """The row of trainers whose gradients differ by `error`, and of llm.c, if it is there."""
+    config, block = both[0].model.config, both[0].recipe.block_size
+    if other:
+        other.run(threads)
     for each in both:
         each.step()
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
         for each, seconds in zip(both, times):
             seconds.append(training.seconds_of(each.step))
+    if other:
+        other.run(threads)
     pytorchs, native = (statistics.median(seconds) for seconds in times)
     rate, peak = training.operations(config, batch) / native, fma_peak("auto", threads)
     figures = f"{1e3 * pytorchs:.1f} | {1e3 * native:.1f} | {pytorchs / native:.2f} | {error:.0e}"
     speed = f"{batch * block / native:,.0f} | {rate / 1e9:.0f} | {rate / peak:.0%}"
-    return f"| {batch} x {block} | {threads} | {figures} | {speed} |"
+    third = ""
+    if other:
+        seconds_of_llm_c = statistics.median(other.seconds)
+        third = f" {1e3 * seconds_of_llm_c:.0f} | {seconds_of_llm_c / native:.1f} |"
+    return f"| {batch} x {block} | {threads} | {figures} | {speed} |{third}"
 
 
 @click.command()
@@ -53,21 +97,30 @@ def row(batch: int, block: int, threads: int, rounds: int) -> str:
 @click.option("--batch", "batches", type=Numbers(4096), default="16", show_default=True, help="Batch sizes.")
 @click.option("--block-size", "blocks", type=Numbers(2**14), default="128", show_default=True, help="Blocks.")
 @click.option("-r", "--rounds", type=click.IntRange(1, 1000), default=15, show_default=True, help="Rounds.")
-def main(threads: tuple[int, ...], batches: tuple[int, ...], blocks: tuple[int, ...], rounds: int) -> None:
+@click.option(
+    "--llm-c", type=click.Path(exists=True, file_okay=False, path_type=Path), help="A clone of llm.c."
+)
+def main(
+    threads: tuple[int, ...],
+    batches: tuple[int, ...],
+    blocks: tuple[int, ...],
+    rounds: int,
+    llm_c: Path | None,
+) -> None:
     """Time a training step in C++ and in PyTorch, after their gradients were compared."""
     processor.let_waiting_threads_sleep()
     click.echo(f"{processor.name()}; PyTorch {torch.__version__}; {extension.load().simd_name()}\n")
     click.echo(
         "| batch | threads | PyTorch, ms | native, ms | ratio | gradients differ by | characters/s | GFLOP/s "
-        "| of the FMA peak |"
+        "| of the FMA peak |" + (" llm.c, ms | llm.c / native |" if llm_c else "")
     )
-    click.echo("|---" * 9 + "|")
+    click.echo("|---" * (11 if llm_c else 9) + "|")
     load = Load()
     for count in threads:
         torch.set_num_threads(count)
         for block in blocks:
             for batch in batches:
-                click.echo(row(batch, block, count, rounds))
+                click.echo(row(batch, block, count, rounds, llm_c))
     others = load.others()
     if others is not None and others > BUSY_SHARE * max(threads):
         click.echo(f"\nThe machine was busy: others took {others:.2f} processors on average.")
