@@ -172,6 +172,7 @@ def run_it(o: TrainOptions, text: str, directory: Path) -> None:
     from attention_ext import attention
     from model.checkpoint import load
     from training.run import train as run
+    from training.state import FILE
 
     recipe, start = chosen_recipe(o), None
     if o.init is not None:
@@ -201,7 +202,8 @@ def run_it(o: TrainOptions, text: str, directory: Path) -> None:
             )
         except KeyboardInterrupt:
             watcher.close()
-            notice(f"stopped; to go on: {command_to_resume()}")
+            saved = (directory / FILE).is_file()
+            notice(f"stopped; to go on: {command_to_resume()}" if saved else "stopped before the first step")
             raise
     print_end(record, directory)
 

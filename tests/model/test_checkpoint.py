@@ -11,7 +11,7 @@ import tiny
 import torch
 from support import Hostile
 
-from model import checkpoint
+from model import checkpoint, files
 from model.checkpoint import CheckpointError, load, save
 from model.loss import evaluate
 from model.tokenizer import VocabularyError
@@ -48,6 +48,18 @@ def test_shipped_checkpoints_have_learnt():
         loaded = load(name, tiny.attend)
         loss = evaluate(loaded.model, torch.tensor(loaded.tokenizer.encode(text)))
         assert loss < 2.2  # nats; guessing among 65 characters costs 4.2
+
+
+def test_a_full_disk_leaves_the_old_weights(directory, monkeypatch):
+    before = {file.name: file.read_bytes() for file in directory.iterdir()}
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        save(directory, tiny.gpt(n_layer=1), VOCABULARY, {"steps": 1})
+    assert {file.name: file.read_bytes() for file in directory.iterdir()} == before
 
 
 def test_round_trip(directory):

@@ -10,15 +10,17 @@ import pytest
 import tiny
 import torch
 from torch.nn import functional as F
+from training_texts import TINY, words
 
 from attention_ext import attention
 from model import corpus
 from model.checkpoint import load
-from model.loss import evaluate
+from model.loss import evaluate, evaluate_windows
 from training import run
 from training.muon import Muon
 from training.recipe import Recipe, learning_rate
 from training.run import train
+from training.text import windows
 from training.trainer import Trainer, sinusoids
 
 TEXT = "abcdefgh" * 100
@@ -143,6 +145,27 @@ def test_evaluation_is_over_contiguous_windows(length):
             window = ids[start : min(start + 17, length)]
             total += float(F.cross_entropy(model(window[None, :-1])[0], window[1:], reduction="sum"))
     assert evaluate(model, ids, batch_chars=40) == pytest.approx(total / (length - 1), rel=1e-5)
+
+
+def test_windows_are_evaluated_as_texts_of_their_own():
+    model, windows = tiny.gpt(), torch.randint(11, (7, 17))
+    expected = sum(evaluate(model, window) for window in windows) / 7
+    assert evaluate_windows(model, windows, batch_chars=40) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_run_with_a_test_part_measures_the_best_weights_on_all_held_out_text(tmp_path, monkeypatch):
+    """While it runs, it watches a part of the validation text only."""
+    monkeypatch.setattr(run, "MOST_WATCHED", 64)
+    text = words(8000)
+    record = train(TINY, text, out=tmp_path)
+    loaded = load(str(tmp_path), tiny.attend)
+    ids = torch.tensor(loaded.tokenizer.encode(text))
+    validation, test = ids[7200:7600], ids[7600:]
+    assert evaluate(loaded.model, validation) == pytest.approx(record["val_loss"], abs=1e-5)
+    assert evaluate(loaded.model, test) == pytest.approx(record["test_loss"], abs=1e-5)
+    watched = min(loss for _, _, loss in record["curve"])
+    assert evaluate_windows(loaded.model, windows(validation, 16, 64)) == pytest.approx(watched, abs=1e-4)
+    assert record["val_loss"] != pytest.approx(watched, abs=1e-4)
 
 
 def test_evaluation_refuses_a_single_token():
