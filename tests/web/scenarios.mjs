@@ -20,12 +20,14 @@ const TYPES = {
 };
 const POLICY = /<meta http-equiv="Content-Security-Policy"[^>]*>/;
 const complaints = [];
+const answered = []; // paths
 const slow = new Map(); // what the server does with a path: {status, ms}
 
 const server = createServer(async ({ url }, answer) => {
   const path = new URL(url, "http://localhost").pathname.replace(/\/$/, "/index.html");
   const { status = 200, ms = 0 } = slow.get(path) ?? {};
   await new Promise((done) => setTimeout(done, ms));
+  answered.push(path);
   try {
     if (status !== 200) throw new Error("as the scenario wants it");
     let content = await readFile(join(folder, path));
@@ -128,6 +130,13 @@ const scenarios = {
       made.push(await textOf("text-new"));
     }
     return made;
+  },
+
+  // The files that a first visit gets, in their order, where the modules are late.
+  async early({ query }) {
+    slow.set("/js/main.js", { ms: 1500 });
+    await open(query, query.length);
+    return answered;
   },
 
   // Another character at a position: the text, the address, and the text of that address.
@@ -278,7 +287,7 @@ const scenarios = {
     });
     await open(query, query.length);
     const first = await textOf("text-new");
-    await until("the weights", () => caches.match("models/shakes256-bf16.safetensors.gz").then(Boolean));
+    await until("the weights", () => caches.match("models/shakes256-bf16.planes.gz").then(Boolean));
     const kept = await page.evaluate(async (name) => {
       await (await fetch(name)).text();
       return { other: await caches.has("another page's"), file: Boolean(await caches.match(name)) };

@@ -1,6 +1,7 @@
 // The checkpoints of the page, and workers that have loaded one.
 import { asset, Engine, json } from "./engine.js";
 import { build } from "./kernels.js";
+import { joined } from "./planes.js";
 
 // {name: {config, characters, files: {precision: {path, bytes}}}}
 export class Models {
@@ -25,7 +26,7 @@ export class Models {
   bytes(name, precision, progress) {
     const { path, bytes } = this.index[name].files[precision];
     if (!this.files.has(path)) {
-      const loading = asset(path, (done) => progress(Math.min(1, done / bytes)));
+      const loading = asset(path, (done) => progress(Math.min(1, done / bytes))).then(joined);
       this.files.set(path, loading);
       loading.catch(() => this.files.delete(path)); // the next try asks again
     }
