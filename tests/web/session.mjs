@@ -36,7 +36,6 @@ const calls = {
       part: "part4",
       context: "slide",
       useCache: true,
-      seed: 1,
       capacity: session.checkpoint.config.block_size,
       ...request,
       seed: BigInt(request.seed ?? 1),
@@ -72,6 +71,7 @@ const calls = {
     return Array.from({ length: count }, () => m.uniform());
   },
   distribution: ({ logits, ...settings }) => [sampling.before(logits), sampling.after(logits, settings)],
+  parts: () => session.kernels.parts,
   joined: ({ bytes }) => Array.from(new Uint8Array(joined(Uint8Array.from(bytes).buffer))),
   // 'fine', or why a checkpoint is refused.
   check(a) {

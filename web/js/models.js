@@ -33,7 +33,7 @@ export class Models {
     return this.files.get(path);
   }
 
-  // A worker with a model; progress(share of the bytes).
+  // A worker with a model, and what its load() returns; progress(share of the bytes).
   async engine(name, precision, progress = () => {}) {
     const { config, characters } = this.index[name];
     const files = this.bytes(name, precision, progress);
@@ -46,8 +46,7 @@ export class Models {
     files.catch(() => {}); // it is awaited below
     try {
       await engine.call("compile", { wasm: await this.wasm });
-      const { config, characters } = await engine.call("load", await files);
-      return Object.assign(engine, { config, characters });
+      return Object.assign(engine, await engine.call("load", await files));
     } catch (error) {
       engine.close();
       throw error;
