@@ -1,7 +1,8 @@
 // Scenarios of the page in a browser; the last line of the output is what a scenario returns, as JSON.
 //
 // Each fails if the page logs an error or asks another host for anything. Firefox is Debian's own, over WebDriver BiDi,
-// where Playwright evaluates with eval(): there the page is served without its policy, which Chromium tests.
+// where Playwright evaluates with eval(): there the page is served without its policy, but for the scenario `policy`, which
+// evaluates nothing.
 import { createServer } from "node:http";
 import { readFile } from "node:fs/promises";
 import { createRequire } from "node:module";
@@ -9,6 +10,7 @@ import { extname, join } from "node:path";
 import { pathToFileURL } from "node:url";
 import playwright from "playwright-core";
 import { faults } from "./faults.mjs";
+import { visits } from "./visits.mjs";
 
 const { browser: kind, program, folder, scenario, argument } = JSON.parse(process.argv[2]);
 const TYPES = {
@@ -21,6 +23,7 @@ const TYPES = {
 const POLICY = /<meta http-equiv="Content-Security-Policy"[^>]*>/;
 const complaints = [];
 const answered = []; // paths
+const pages = { edit: (html) => (kind === "firefox" ? html.replace(POLICY, "") : html) }; // what the server makes of them
 const slow = new Map(); // what the server does with a path: {status, ms}
 
 const server = createServer(async ({ url }, answer) => {
@@ -31,7 +34,7 @@ const server = createServer(async ({ url }, answer) => {
   try {
     if (status !== 200) throw new Error("as the scenario wants it");
     let content = await readFile(join(folder, path));
-    if (kind === "firefox" && path.endsWith(".html")) content = String(content).replace(POLICY, "");
+    if (path.endsWith(".html")) content = pages.edit(String(content));
     answer.writeHead(200, { "Content-Type": TYPES[extname(path)] ?? "application/octet-stream" }).end(content);
   } catch {
     answer.writeHead(404).end();
@@ -103,6 +106,7 @@ const problem = () =>
 
 const scenarios = {
   ...faults({ page, slow, complaints, open, written, until, textOf, set, show, problem }),
+  ...visits({ page, home, pages, slow, answered, complaints, open }),
 
   // A text by the server that the page comes from, and the same one by the browser.
   async server({ query }) {
@@ -130,13 +134,6 @@ const scenarios = {
       made.push(await textOf("text-new"));
     }
     return made;
-  },
-
-  // The files that a first visit gets, in their order, where the modules are late.
-  async early({ query }) {
-    slow.set("/js/main.js", { ms: 1500 });
-    await open(query, query.length);
-    return answered;
   },
 
   // Another character at a position: the text, the address, and the text of that address.

@@ -54,6 +54,11 @@ def test_the_weights_come_before_the_modules_and_once(visit, query, model):
     assert answered.index(weights[0]) < answered.index("/js/main.js")
 
 
+@pytest.mark.parametrize("lacks, writes", [("", True), ("'wasm-unsafe-eval'", False)])
+def test_the_page_writes_under_its_policy_and_needs_it(visit, lacks, writes):
+    assert visit("policy", lacks=lacks) == writes
+
+
 def test_a_branch_is_kept_in_the_address(visit):
     made = visit("branch", query=QUERY, at=20)
     assert made["plain"][:20] == made["text"][:20] and made["plain"][20] != made["text"][20]
