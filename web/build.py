@@ -23,8 +23,8 @@ WEB = Path(__file__).resolve().parent
 DIST = WEB / "dist"
 # Each build of the kernels: its flags. 'relaxed' has fused multiply-adds, which not every browser has.
 BUILDS: dict[str, tuple[str, ...]] = {"simd": ("-msimd128",), "relaxed": ("-msimd128", "-mrelaxed-simd")}
-FLAGS = (
-    *("-target", "wasm32-wasi", "-mexec-model=reactor", "-std=c++17", "-O3", "-flto"),  # 5 % of a text
+FLAGS = (  # -flto: 2 to 6 % of the speed
+    *("-target", "wasm32-wasi", "-mexec-model=reactor", "-std=c++17", "-O3", "-flto"),
     *("-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-Wl,--strip-all"),
 )
 SOURCES = (KERNELS, "matmul/*.cpp", "decoder/*.cpp", "simd/portable.cpp")
