@@ -1,6 +1,7 @@
 # The project's tasks. `make` lists them.
 .DEFAULT_GOAL := help
 python := .venv/bin/python
+eslint := tests/web/node_modules/.bin/eslint
 cpp := $(shell git ls-files '*.cpp' '*.cu' '*.h' 2>/dev/null)
 
 .PHONY: help setup test robustness lint format bench figures docs web ci
@@ -23,6 +24,7 @@ lint:  ## Check format, style and types
 	.venv/bin/ruff check
 	.venv/bin/mypy
 	.venv/bin/clang-format --dry-run -Werror $(cpp)
+	@[ ! -x $(eslint) ] || $(eslint) -c tests/web/eslint.config.mjs web tests/web benchmarks scripts
 
 format:  ## Format all sources
 	.venv/bin/ruff check --fix

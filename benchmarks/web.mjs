@@ -3,10 +3,11 @@ import { createRequire } from "node:module";
 import { createInterface } from "node:readline";
 
 const { chromium } = createRequire(new URL("../tests/web/package.json", import.meta.url))("playwright-core");
-const { home, program, model, weights, lines } = JSON.parse(process.argv[2]);
+const { home, program, model, weights, lines, visits } = JSON.parse(process.argv[2]);
 const browser = await chromium.launch({ executablePath: program, args: ["--no-sandbox"] });
 
-// Milliseconds until a first visit shows text, over a line of so many Mbit/s and milliseconds there and back.
+// Of a first visit over a line of so many Mbit/s and milliseconds there and back: milliseconds until text shows, and
+// the bytes that came until then.
 async function firstText([speed, delay]) {
   const context = await browser.newContext(),
     page = await context.newPage(),
@@ -26,13 +27,19 @@ async function firstText([speed, delay]) {
   let first;
   while (!first) {
     await new Promise((done) => setTimeout(done, 100));
-    first = await page.evaluate(() => globalThis.first);
+    first = await page.evaluate(() => {
+      if (!globalThis.first) return null;
+      const files = ["navigation", "resource"].flatMap((type) => performance.getEntriesByType(type));
+      const came = files.filter(({ responseEnd }) => responseEnd > 0 && responseEnd <= globalThis.first);
+      return { milliseconds: globalThis.first, bytes: came.reduce((sum, file) => sum + file.transferSize, 0) };
+    });
   }
   await context.close();
   return first;
 }
-const first = [];
-for (const line of lines) first.push(await firstText(line));
+const first = lines.map(() => []);
+for (let visit = 0; visit < visits; visit++)
+  for (const [i, line] of lines.entries()) first[i].push(await firstText(line));
 
 const page = await browser.newPage();
 await page.goto(`${home}#write?length=1&pace=0`);

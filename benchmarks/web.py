@@ -4,7 +4,8 @@
 
 Both run on one core and take turns, after their texts have been compared: they must be the same. The page's
 time includes the messages of its worker with all logits. WebAssembly has vectors of 128 bits, as SSE has.
-A figure is the median of the rounds. Last come first visits over slow lines, emulated by Chromium, with bf16.
+A figure is the median of the rounds. Last come first visits over slow lines, emulated by Chromium, with bf16,
+and how long the line alone needs for their bytes: medians too.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from model.checkpoint import SHIPPED  # noqa: E402
 from web import build, serve  # noqa: E402
 
 TEXTS = 8  # of one measurement
+VISITS = 5  # over each line
 LINES = (
     (10, 40),
     (1.6, 150),
@@ -45,8 +47,8 @@ class Page:
     """The page in Chromium, by web.mjs."""
 
     def __init__(self, home: str, program: str, model: str, weights: str) -> None:
-        asked = {"home": home, "program": program, "model": model, "weights": weights, "lines": LINES}
-        given = json.dumps(asked)
+        asked = {"home": home, "program": program, "model": model, "weights": weights}
+        given = json.dumps(asked | {"lines": LINES, "visits": VISITS})
         script = str(Path(__file__).with_suffix(".mjs"))
         self.process = subprocess.Popen(
             ["node", script, given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -125,9 +127,13 @@ def main(model: str, weights: str, march: str, core: int, out: str | None, round
         median, (low, _, high) = statistics.median(each), statistics.quantiles(each, n=4)
         spread = f"{100 * (high - low) / median:.0f} %"
         click.echo(f"| {name} | {count / median:,.0f} | {spread} | {100 * base / median:.0f} % |")
-    click.echo("\n| a first visit's line | until text shows |\n|---|---|")
-    for (speed, delay), milliseconds in zip(LINES, page.facts["first"]):
-        click.echo(f"| {speed} Mbit/s, {delay} ms | {milliseconds / 1e3:.1f} s |")
+    click.echo("\n| a first visit's line | bytes | the line alone | until text shows |\n|---|---|---|---|")
+    for (speed, delay), visits in zip(LINES, page.facts["first"]):
+        count, first = (
+            statistics.median(visit[name] for visit in visits) for name in ("bytes", "milliseconds")
+        )
+        alone = 8 * count / (speed * 1e6)
+        click.echo(f"| {speed} Mbit/s, {delay} ms | {count:,.0f} | {alone:.2f} s | {first / 1e3:.2f} s |")
 
 
 if __name__ == "__main__":

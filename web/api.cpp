@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <string>
 #include <vector>
 
 #include "checkpoint.h"
@@ -70,6 +71,16 @@ void write_tokens(Decoder* decoder, const double* uniforms, int32_t count, int32
         tokens[i] = static_cast<int32_t>(decoder->write({0}, {{uniforms[i]}}, 0)[0][0]);
         std::copy_n(decoder->logits(0).data(), V, logits + i * V);
     }
+}
+
+// The operators of PARTS, each with a line end.
+EXPORT(part_names) const char* part_names() {
+    static const std::string names = [] {
+        std::string all;
+        for (const Part& part : PARTS) all += std::string(part.name) + '\n';
+        return all;
+    }();
+    return names.c_str();
 }
 
 // The sizes that the kernels are compiled with, as lab/costs.py names them.

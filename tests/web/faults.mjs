@@ -4,13 +4,13 @@ export const faults = ({ page, slow, complaints, open, written, until, textOf, s
   async models({ query, broken, late }) {
     await open(query, query.length);
     const before = await textOf("text-new");
-    slow.set(`/models/${broken}-bf16.safetensors.gz`, { status: 404 });
+    slow.set(`/models/${broken}-bf16.planes.gz`, { status: 404 });
     await page.selectOption("#model", broken);
     const said = await problem();
     complaints.length = 0; // the browser logs the 404
     await new Promise((done) => setTimeout(done, 500));
     const after = [await textOf("text-new"), await page.isVisible("#problem"), await page.isDisabled("#halt")];
-    slow.set(`/models/${late}-bf16.safetensors.gz`, { ms: 1500 });
+    slow.set(`/models/${late}-bf16.planes.gz`, { ms: 1500 });
     await page.selectOption("#model", late);
     await set("seed", query.seed + 1);
     await written(query.length);

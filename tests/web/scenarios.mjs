@@ -1,7 +1,8 @@
 // Scenarios of the page in a browser; the last line of the output is what a scenario returns, as JSON.
 //
 // Each fails if the page logs an error or asks another host for anything. Firefox is Debian's own, over WebDriver BiDi,
-// where Playwright evaluates with eval(): there the page is served without its policy, which Chromium tests.
+// where Playwright evaluates with eval(): there the page is served without its policy, but for the scenario `policy`, which
+// evaluates nothing.
 import { createServer } from "node:http";
 import { readFile } from "node:fs/promises";
 import { createRequire } from "node:module";
@@ -9,6 +10,7 @@ import { extname, join } from "node:path";
 import { pathToFileURL } from "node:url";
 import playwright from "playwright-core";
 import { faults } from "./faults.mjs";
+import { visits } from "./visits.mjs";
 
 const { browser: kind, program, folder, scenario, argument } = JSON.parse(process.argv[2]);
 const TYPES = {
@@ -20,16 +22,19 @@ const TYPES = {
 };
 const POLICY = /<meta http-equiv="Content-Security-Policy"[^>]*>/;
 const complaints = [];
+const answered = []; // paths
+const pages = { edit: (html) => (kind === "firefox" ? html.replace(POLICY, "") : html) }; // what the server makes of them
 const slow = new Map(); // what the server does with a path: {status, ms}
 
 const server = createServer(async ({ url }, answer) => {
   const path = new URL(url, "http://localhost").pathname.replace(/\/$/, "/index.html");
   const { status = 200, ms = 0 } = slow.get(path) ?? {};
   await new Promise((done) => setTimeout(done, ms));
+  answered.push(path);
   try {
     if (status !== 200) throw new Error("as the scenario wants it");
     let content = await readFile(join(folder, path));
-    if (kind === "firefox" && path.endsWith(".html")) content = String(content).replace(POLICY, "");
+    if (path.endsWith(".html")) content = pages.edit(String(content));
     answer.writeHead(200, { "Content-Type": TYPES[extname(path)] ?? "application/octet-stream" }).end(content);
   } catch {
     answer.writeHead(404).end();
@@ -101,6 +106,7 @@ const problem = () =>
 
 const scenarios = {
   ...faults({ page, slow, complaints, open, written, until, textOf, set, show, problem }),
+  ...visits({ page, home, pages, slow, answered, complaints, open }),
 
   // A text by the server that the page comes from, and the same one by the browser.
   async server({ query }) {
@@ -278,7 +284,7 @@ const scenarios = {
     });
     await open(query, query.length);
     const first = await textOf("text-new");
-    await until("the weights", () => caches.match("models/shakes256-bf16.safetensors.gz").then(Boolean));
+    await until("the weights", () => caches.match("models/shakes256-bf16.planes.gz").then(Boolean));
     const kept = await page.evaluate(async (name) => {
       await (await fetch(name)).text();
       return { other: await caches.has("another page's"), file: Boolean(await caches.match(name)) };

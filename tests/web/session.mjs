@@ -8,7 +8,7 @@ const [{ Session }, { readCheckpoint, encode }, mersenne, sampling, tiling, form
   await Promise.all(
     ["session", "checkpoint", "mersenne", "sampling", "tiling", "formulas", "caches", "costs", "state", "writer", "command"].map(load),
   );
-const { build } = await load("kernels");
+const [{ build }, { joined }] = await Promise.all(["kernels", "planes"].map(load));
 const session = new Session();
 const bytes = (path) => {
   const b = readFileSync(path);
@@ -36,7 +36,6 @@ const calls = {
       part: "part4",
       context: "slide",
       useCache: true,
-      seed: 1,
       capacity: session.checkpoint.config.block_size,
       ...request,
       seed: BigInt(request.seed ?? 1),
@@ -72,6 +71,8 @@ const calls = {
     return Array.from({ length: count }, () => m.uniform());
   },
   distribution: ({ logits, ...settings }) => [sampling.before(logits), sampling.after(logits, settings)],
+  parts: () => session.kernels.parts,
+  joined: ({ bytes }) => Array.from(new Uint8Array(joined(Uint8Array.from(bytes).buffer))),
   // 'fine', or why a checkpoint is refused.
   check(a) {
     readCheckpoint(files(a));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -35,6 +36,13 @@ def test_a_build_that_ends_in_the_middle_leaves_the_page_before(wasm, tmp_path, 
     assert build.make(folder) and not left.exists() and not build.make(folder)
     (folder / "models" / "models.json").unlink()
     assert build.make(folder) and (folder / "models" / "models.json").is_file()
+
+
+@pytest.mark.parametrize("count", [0, 3, 4, 9, 1000])
+def test_the_page_puts_bytes_back_in_their_order(node, count):
+    content = random.Random(count).randbytes(count)
+    assert sorted(build.planes(content)) == sorted(content)
+    assert bytes(node("joined", bytes=list(build.planes(content)))) == content
 
 
 def test_the_worker_keeps_the_pages_own_files(page_folder):

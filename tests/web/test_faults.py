@@ -28,7 +28,7 @@ def native(model: str, seed: int, length: int, **settings: Any) -> str:
 def test_a_model_that_fails_or_is_late_is_never_replaced_by_another(visit, extension):
     made = visit("models", query=QUERY, broken="shakes1024", late="shakes128")
     assert made["before"] == native(**QUERY)
-    assert made["said"] == "Models/shakes1024-bf16.safetensors.gz was not found (404)."
+    assert made["said"] == "Models/shakes1024-bf16.planes.gz was not found (404)."
     assert made["after"] == [made["before"], True, True]
     assert made["text"] == native("shakes128", 8, 60) and "-m shakes128 " in made["command"]
 

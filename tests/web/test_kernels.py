@@ -7,7 +7,9 @@ import random
 
 import pytest
 import torch
+from node_process import Refused
 
+from attention_ext.parts import PARTS
 from generation import generate
 from generation.sampling import Sampling, sample
 from generation.writer import uniforms
@@ -33,6 +35,14 @@ def native(extension):
         return known[key]
 
     return write
+
+
+def test_the_page_takes_the_parts_from_the_kernels(node):
+    node.load()
+    operators = [part.operator for part in PARTS.values() if part.operator]
+    assert [f"{part['name']}_{part['algorithm']}" for part in node("parts")] == operators
+    with pytest.raises(Refused, match="part is part9; it must be one of part1, part2, part3, part4"):
+        node("text", prompt=PROMPT, part="part9", length=1)
 
 
 @pytest.mark.parametrize("kernels", build.BUILDS)

@@ -43,6 +43,22 @@ def test_texts_are_the_native_engines(visit, extension):
     assert visit("texts", queries=queries) == expected
 
 
+@pytest.mark.parametrize(
+    "query, model", [({}, "shakes256-bf16"), ({"model": "shakes128", "weights": "fp32"}, "shakes128-fp32")]
+)
+def test_the_weights_come_before_the_modules_and_once(visit, query, model):
+    """Those that the page then loads, be it by the address or by the page's defaults, and no others."""
+    answered = visit("early", query={"length": 5} | query)
+    weights = [path for path in answered if path.endswith(build.WEIGHTS)]
+    assert weights == [f"/models/{model}.planes.gz"]
+    assert answered.index(weights[0]) < answered.index("/js/main.js")
+
+
+@pytest.mark.parametrize("lacks, writes", [("", True), ("connect-src 'self'; ", False)])
+def test_the_page_writes_under_its_policy_and_needs_it(visit, lacks, writes):
+    assert visit("policy", lacks=lacks) == writes
+
+
 def test_a_branch_is_kept_in_the_address(visit):
     made = visit("branch", query=QUERY, at=20)
     assert made["plain"][:20] == made["text"][:20] and made["plain"][20] != made["text"][20]
@@ -110,7 +126,7 @@ def test_the_page_is_small(page_folder):
     once = sum(f.stat().st_size for f in own)
     assert once < 400_000
     html = (page_folder / "shakespeare.html").read_text()
-    weights = sum(map(len, re.findall(r'id="asset:models/[^"]*safetensors\.gz">([^<]*)<', html)))
+    weights = sum(map(len, re.findall(r'id="asset:models/[^"]*planes\.gz">([^<]*)<', html)))
     assert weights > 3_000_000 and len(html) - weights < 400_000
     assert not re.search(r"(?:src|href)=\"(?:https?:)?//", html)
 

@@ -146,10 +146,11 @@ function part4({ Nq, Nk, d, n, Br, Bc }, { panel, rows, part4Step: step }) {
 
 const COUNTS = { part1, part2, part3, part4 };
 
-// Bytes that come into a cache of `cache` bytes in one call of a part, by matrix: [{name, bytes}].
+// Bytes that come into a cache of `cache` bytes in one call of a part, by matrix: [{name, bytes}]; undefined for a
+// part that is not counted.
 export function traffic(part, problem, block, cache) {
   const { heads } = problem;
-  return COUNTS[part](sizes(problem), block).map(({ name, least, again, scratch }) => {
+  return COUNTS[part]?.(sizes(problem), block).map(({ name, least, again, scratch }) => {
     const one = scratch ? least : heads * least;
     const comes = again.map(([set, moved]) => {
       const overfull = Math.min(1, Math.max(0, set - cache) / (cache / WAYS));

@@ -2,28 +2,33 @@
 
 const inside = (name) => document.getElementById(`asset:${name}`);
 
-// A file's bytes, unpacked if they are packed. progress(bytes so far) is called as they come in.
+// A file's bytes, unpacked as they come in if they are packed. progress(bytes so far) is called meanwhile.
 export async function asset(name, progress = () => {}) {
-  const file = await packed(name, progress),
-    start = new Uint8Array(await file.slice(0, 2).arrayBuffer());
-  if (start[0] !== 0x1f || start[1] !== 0x8b) return file.arrayBuffer(); // the server may have unpacked it
-  return new Response(file.stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
+  const reader = (await opened(name)).getReader();
+  let next = await reader.read(),
+    size = 0;
+  const isPacked = next.value?.[0] === 0x1f && next.value[1] === 0x8b; // the server may have unpacked it
+  const bytes = new ReadableStream({
+    async pull(controller) {
+      if (next.done) return controller.close();
+      controller.enqueue(next.value);
+      progress((size += next.value.length));
+      next = await reader.read();
+    },
+  });
+  return new Response(isPacked ? bytes.pipeThrough(new DecompressionStream("gzip")) : bytes).arrayBuffer();
 }
 
-async function packed(name, progress) {
+// A stream of a file's bytes.
+async function opened(name) {
   const element = inside(name);
-  if (element) return new Blob([Uint8Array.from(atob(element.textContent.trim()), (c) => c.charCodeAt(0))]);
+  if (element) {
+    const bytes = Uint8Array.from(atob(element.textContent.trim()), (c) => c.charCodeAt(0));
+    return new Blob([bytes]).stream();
+  }
   const answer = await fetch(name);
   if (!answer.ok) throw new Error(`${name} was not found (${answer.status})`);
-  const parts = [];
-  let size = 0;
-  for (const reader = answer.body.getReader(); ;) {
-    const { done, value } = await reader.read();
-    if (done) break;
-    parts.push(value);
-    progress((size += value.length));
-  }
-  return new Blob(parts);
+  return answer.body;
 }
 
 export async function json(name) {

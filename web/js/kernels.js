@@ -1,6 +1,5 @@
 // The kernels in WebAssembly: an instance, and C's view of its memory.
 
-export const PARTS = ["part1", "part2", "part3", "part4"]; // the rows of csrc/parts.h
 export const PRECISIONS = ["fp32", "bf16"]; // the first rows of csrc/matmul/precision.h
 
 // What the kernels refuse; the message is theirs.
@@ -45,7 +44,20 @@ export class Kernels {
     });
     kernels.c = instance.exports;
     kernels.c._initialize();
+    // The rows of csrc/parts.h, whose operators are a name and an algorithm: part4_flash.
+    const operators = kernels.string(kernels.c.part_names()).trim().split("\n");
+    kernels.parts = operators.map((operator) => {
+      const [name, ...algorithm] = operator.split("_");
+      return { name, algorithm: algorithm.join(" ") };
+    });
     return kernels;
+  }
+
+  // The row of a part's name. Raises Refused if there is none.
+  part(name) {
+    const row = this.parts.findIndex((part) => part.name === name);
+    if (row < 0) throw new Refused(`part is ${name}; it must be one of ${this.parts.map((part) => part.name).join(", ")}`);
+    return row;
   }
 
   // Memory moves when it grows, so views are made for each use.

@@ -121,6 +121,7 @@ class Page {
   use(engine) {
     this.engine?.close();
     this.engine = engine;
+    this.views.race.offer(engine.parts);
     this.progress(1);
     return engine;
   }

@@ -1,14 +1,12 @@
 // The view Measure: a roofline of one worker on this machine, after Williams, Waterman & Patterson 2009.
 import { $, brief, bytes, make } from "./dom.js";
 import { flops, traffic } from "./costs.js";
-import { PARTS } from "./kernels.js";
 
 const CASE = { N: 1024, d: 32, heads: 4, causal: false, br: 192, bc: 256 };
 const BUFFERS = [16 << 10, 256 << 10, 64 << 20]; // read from L1, from L2, from memory, on most machines
 const L1 = 32 << 10;
 const HEADS = ["part", "ms", "GFLOP/s", "of the peak", "bytes into 32 KB", "FLOP/byte", "scratch"];
-const WIDTH = 640,
-  HEIGHT = 400,
+const HEIGHT = 400,
   LEFT = 62,
   BOTTOM = 352,
   RIGHT = 624,
@@ -43,11 +41,11 @@ export class MeasureView {
         bandwidths.push(await engine.call("bandwidth", { bytes: size }));
       }
       this.points = [];
-      for (const part of PARTS) {
+      for (const { name: part } of engine.parts) {
         say(`${part} …`);
         const milliseconds = await engine.call("attention", { part, H: CASE.heads, ...CASE });
         const scratch = await engine.call("scratch", { part, H: CASE.heads, ...CASE });
-        const moved = traffic(part, CASE, block, L1).reduce((sum, s) => sum + s.bytes, 0);
+        const moved = traffic(part, CASE, block, L1)?.reduce((sum, s) => sum + s.bytes, 0); // none is known of a new part
         const speed = flops(CASE) / (milliseconds / 1e3);
         this.points.push({ part, milliseconds, speed, moved, scratch, intensity: flops(CASE) / moved });
       }
@@ -71,8 +69,8 @@ export class MeasureView {
       brief(milliseconds),
       brief(speed / 1e9),
       `${brief((100 * speed) / peak)} %`,
-      bytes(moved),
-      brief(intensity),
+      moved ? bytes(moved) : "–",
+      moved ? brief(intensity) : "–",
       bytes(scratch),
     ]);
     const row = (cells, tag) => make("tr", {}, ...cells.map((textContent) => make(tag, { textContent })));
@@ -143,7 +141,7 @@ export class MeasureView {
     });
     // A name is right of its point, or left of it if another point is there.
     const near = (a, b) => a !== b && x(b.intensity) - x(a.intensity) < 70 && x(b.intensity) >= x(a.intensity);
-    for (const point of points) {
+    for (const point of points.filter(({ moved }) => moved)) {
       const [cx, cy] = [x(point.intensity), y(point.speed)];
       const isLeft = cx > RIGHT - 60 || points.some((p) => near(point, p) && Math.abs(y(p.speed) - cy) < 16);
       add("circle", { cx, cy, r: 5 });

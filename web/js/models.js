@@ -1,6 +1,7 @@
 // The checkpoints of the page, and workers that have loaded one.
 import { asset, Engine, json } from "./engine.js";
 import { build } from "./kernels.js";
+import { joined } from "./planes.js";
 
 // {name: {config, characters, files: {precision: {path, bytes}}}}
 export class Models {
@@ -25,14 +26,14 @@ export class Models {
   bytes(name, precision, progress) {
     const { path, bytes } = this.index[name].files[precision];
     if (!this.files.has(path)) {
-      const loading = asset(path, (done) => progress(Math.min(1, done / bytes)));
+      const loading = asset(path, (done) => progress(Math.min(1, done / bytes))).then(joined);
       this.files.set(path, loading);
       loading.catch(() => this.files.delete(path)); // the next try asks again
     }
     return this.files.get(path);
   }
 
-  // A worker with a model; progress(share of the bytes).
+  // A worker with a model, and what its load() returns; progress(share of the bytes).
   async engine(name, precision, progress = () => {}) {
     const { config, characters } = this.index[name];
     const files = this.bytes(name, precision, progress);
@@ -45,8 +46,7 @@ export class Models {
     files.catch(() => {}); // it is awaited below
     try {
       await engine.call("compile", { wasm: await this.wasm });
-      const { config, characters } = await engine.call("load", await files);
-      return Object.assign(engine, { config, characters });
+      return Object.assign(engine, await engine.call("load", await files));
     } catch (error) {
       engine.close();
       throw error;

@@ -1,9 +1,7 @@
 // The view Race: four parts write the same text, one after the other, shown at their true relative speed.
 import { $, brief, frame, make, number } from "./dom.js";
 import { encode } from "./checkpoint.js";
-import { PARTS } from "./kernels.js";
 
-const ALGORITHMS = { part1: "naive", part2: "blocked", part3: "fused", part4: "flash" };
 const CASE = { H: 4, N: 1024, d: 32 };
 const LONGEST_SHOW = 9; // seconds of the slowest part on the page
 const PROMPT = "GLOUCESTER:\n",
@@ -19,10 +17,16 @@ export class RaceView {
     for (const id of ["window", "count"]) {
       $(id).addEventListener("change", () => page.choose({ [id]: Number($(id).value) }));
     }
-    this.lanes = Object.fromEntries(PARTS.map((part) => [part, this.newLane(part)]));
   }
 
-  newLane(part) {
+  // The parts of the kernels, as a Session has them.
+  offer(parts) {
+    if (this.parts) return;
+    this.parts = parts;
+    this.lanes = Object.fromEntries(parts.map((part) => [part.name, this.newLane(part)]));
+  }
+
+  newLane({ name, algorithm }) {
     const lane = {
       time: make("p", { className: "status" }),
       past: make("span", { className: "past" }),
@@ -31,7 +35,7 @@ export class RaceView {
     lane.box = make(
       "div",
       { className: "lane" },
-      make("h3", {}, part, make("small", { textContent: ALGORITHMS[part] })),
+      make("h3", {}, name, make("small", { textContent: algorithm })),
       lane.time,
       make("div", { className: "written" }, lane.past, lane.text),
     );
@@ -66,6 +70,7 @@ export class RaceView {
       say("Loading shakes1024 …");
       this.engine ??= await this.page.models.engine("shakes1024", "bf16", (share) => this.page.progress(share));
       this.page.progress(1);
+      this.offer(this.engine.parts);
       const past = await this.past(size);
       for (const lane of Object.values(this.lanes)) {
         lane.past.textContent = `… ${past.text.slice(-80).replace(/^\S*\s/, "")}`;
@@ -73,7 +78,7 @@ export class RaceView {
         lane.box.classList.remove("won");
       }
       const runs = {};
-      for (const part of [...PARTS].reverse()) {
+      for (const { name: part } of [...this.parts].reverse()) {
         if (!going()) return;
         say(`${part} writes ${count} characters, each after reading ${number(size)} again …`);
         runs[part] = await this.measure(part, past.ids, size, count, going);
@@ -152,7 +157,7 @@ export class RaceView {
     for (let done = false; !done && going(); await frame()) {
       const now = still ? Infinity : (performance.now() - start) * factor;
       done = true;
-      for (const part of PARTS) {
+      for (const { name: part } of this.parts) {
         const run = runs[part],
           lane = this.lanes[part];
         let at = 0,
@@ -174,16 +179,16 @@ export class RaceView {
   async alone(say) {
     const body = $("alone").tBodies[0],
       times = {};
-    for (const part of PARTS) times[part] = await this.engine.call("attention", { part, ...CASE });
+    for (const { name: part } of this.parts) times[part] = await this.engine.call("attention", { part, ...CASE });
     const most = Math.max(...Object.values(times));
     body.replaceChildren(
-      ...PARTS.map((part) => {
+      ...this.parts.map(({ name: part, algorithm }) => {
         const bar = make("i");
         bar.style.width = `${(100 * times[part]) / most}%`;
         return make(
           "tr",
           {},
-          make("th", { scope: "row", textContent: `${part}, ${ALGORITHMS[part]}` }),
+          make("th", { scope: "row", textContent: `${part}, ${algorithm}` }),
           make("td", {}, bar),
           make("td", { textContent: brief(times[part]) }),
         );

@@ -1,9 +1,11 @@
 // What the page's worker does: it holds a checkpoint and answers calls by name. No DOM here, so it runs in node.
-import { Kernels, PARTS, PRECISIONS, Refused } from "./kernels.js";
+import { Kernels, PRECISIONS, Refused } from "./kernels.js";
 import { readCheckpoint } from "./checkpoint.js";
 import { Writer } from "./writer.js";
 
 const LONGEST_MS = 8; // of a call that writes: half a frame
+const BR = 192,
+  BC = 256; // part4's tile; it decides no text
 const LEAST_TICKS_MS = 10; // of what is timed at once
 
 export class Session {
@@ -12,18 +14,18 @@ export class Session {
     this.module = await WebAssembly.compile(wasm);
   }
 
-  // Raises CheckpointError if the files are not a checkpoint's.
+  // {config, characters, parts of the kernels}. Raises CheckpointError if the files are not a checkpoint's.
   async load({ config, characters, weights, precision }) {
     const checkpoint = readCheckpoint({ config, characters, weights });
     this.precision = PRECISIONS.indexOf(precision);
     this.checkpoint = checkpoint;
     await this.restart();
-    return { config, characters };
+    return { config, characters, parts: this.kernels.parts };
   }
 
   // A fresh instance: after a refusal the old one has lost its stack.
   async restart() {
-    this.writer = null;
+    this.writer = this.decoder = null;
     this.observations = {};
     this.kernels = await Kernels.of(this.module);
     this.handle = this.kernels.openCheckpoint(this.checkpoint);
@@ -38,14 +40,22 @@ export class Session {
     }
     if (!ids.length || !ids.every((id) => id >= 0 && id < vocab_size))
       throw new Refused("the prompt has no tokens of the model");
-    this.writer?.close();
     this.writer = null;
-    this.writer = new Writer(this.kernels, this.handle, vocab_size, {
+    this.open(this.kernels.part(request.part), capacity);
+    this.writer = new Writer(this.kernels, this.decoder.at, vocab_size, {
       ...request,
-      part: PARTS.indexOf(request.part),
-      precision: this.precision,
       forced: new Map(request.forced ?? []),
     });
+  }
+
+  // A decoder packs and rounds the weights, so it is kept for the next text.
+  open(part, capacity) {
+    if (this.decoder?.part === part && this.decoder.capacity === capacity) return;
+    const { c } = this.kernels;
+    if (this.decoder) c.close_decoder(this.decoder.at);
+    this.decoder = null;
+    const at = c.open_decoder(this.handle, this.precision, part, BR, BC, capacity);
+    this.decoder = { at, part, capacity };
   }
 
   // Writes 1 to `most` tokens, for half a frame at most: {tokens, logits, seconds of each token}.
@@ -126,7 +136,7 @@ export class Session {
   // The time of a call of each part over noise, in milliseconds: the least of calls that fill `ms`.
   attention({ part, H, N, d, br = 192, bc = 256, causal = false, ms = 150 }) {
     const { c } = this.kernels,
-      call = c.open_call(PARTS.indexOf(part), H, N, d, br, bc, causal ? 1 : 0);
+      call = c.open_call(this.kernels.part(part), H, N, d, br, bc, causal ? 1 : 0);
     c.run_call(call); // touches all memory
     const least = timed(() => c.run_call(call), ms);
     c.close_call(call);
@@ -171,7 +181,7 @@ export class Session {
   }
 
   scratch({ part, H, N, d, br, bc }) {
-    return 4 * this.kernels.c.scratch_floats(PARTS.indexOf(part), H, N, d, br, bc);
+    return 4 * this.kernels.c.scratch_floats(this.kernels.part(part), H, N, d, br, bc);
   }
 }
 

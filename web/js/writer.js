@@ -1,26 +1,18 @@
 // A text as it grows in a decoder. generation/writer.py and generation/generate.py do the same.
 import { Mersenne } from "./mersenne.js";
 
-const BR = 192,
-  BC = 256; // part4's tile; it decides no text
-
 export class Writer {
-  // request: {part, precision: rows of their tables; ids, seed, sampling, context: 'slide' or 'reset', useCache,
-  // capacity: tokens that the decoder holds, forced: Map from the number of a new token to its id}.
-  constructor(kernels, checkpoint, vocabSize, request) {
-    Object.assign(this, { kernels, vocabSize, request, capacity: request.capacity });
-    const { part, precision, sampling, ids, seed } = request;
-    this.decoder = kernels.c.open_decoder(checkpoint, precision, part, BR, BC, this.capacity);
+  // decoder: the address of one, whose text is dropped. request: {ids, seed, sampling, context: 'slide' or 'reset',
+  // useCache, capacity: tokens that the decoder holds, forced: Map from the number of a new token to its id}.
+  constructor(kernels, decoder, vocabSize, request) {
+    Object.assign(this, { kernels, decoder, vocabSize, request, capacity: request.capacity });
+    const { sampling, ids, seed } = request;
     const { temperature, topK, topP, minP = 0, repetitionPenalty = 1 } = sampling;
     kernels.c.set_sampling(this.decoder, temperature, topK, topP, minP, repetitionPenalty);
     this.random = new Mersenne(seed);
     this.last = ids.slice(-this.capacity); // the tokens that may be read again
     this.held = 0; // tokens in the decoder; 0 before the prompt is read
     this.written = 0;
-  }
-
-  close() {
-    this.kernels.c.close_decoder(this.decoder);
   }
 
   get isStale() {

@@ -1,0 +1,16 @@
+// ESLint's recommended rules for all JavaScript of the project; `make lint` runs them where npm has installed ESLint.
+import js from "@eslint/js";
+import globals from "globals";
+
+const unused = { "no-unused-vars": ["error", { args: "after-used", caughtErrors: "none" }] };
+
+export default [
+  { ignores: ["web/dist/"] },
+  { ...js.configs.recommended, rules: { ...js.configs.recommended.rules, ...unused, eqeqeq: "error" } },
+  { files: ["web/js/*.js", "web/early.js"], languageOptions: { globals: { ...globals.browser, ...globals.worker } } },
+  { files: ["web/sw.js"], languageOptions: { globals: globals.serviceworker } },
+  {
+    files: ["tests/web/*.mjs", "benchmarks/*.mjs", "scripts/*.mjs"], // their functions also run in pages
+    languageOptions: { globals: { ...globals.node, ...globals.browser } },
+  },
+];
