@@ -142,7 +142,7 @@ def make_extension(recipe: Recipe, work: Path) -> Path:
                 [str(source) for source in recipe.sources],
                 extra_cflags=list(recipe.flags),
                 extra_include_paths=list(recipe.includes),
-                extra_ldflags=objects,
+                extra_ldflags=[*objects, *toolchain.libraries(compiler)],
                 build_directory=str(work),
                 is_python_module=False,
             )
@@ -168,6 +168,7 @@ def make_program(recipe: Recipe, work: Path) -> Path:
         *recipe.flags,
         *(f"-I{path}" for path in recipe.includes),
         *sources,
+        *toolchain.libraries(recipe.compiler),
         "-o",
         str(made),
     ]

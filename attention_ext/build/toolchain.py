@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -35,6 +36,7 @@ NO_COMPILER = (
     "parts 1 to 4 need a C++ compiler and none was found; install one "
     "(Debian, Ubuntu: apt install g++; macOS: xcode-select --install; or pip install ziglang)"
 )
+_C_COMPILER = re.compile(r"(.*-)?(gcc|cc|clang)(-[\d.]+)?")  # not g++, c++ or clang++
 
 
 def find_compiler() -> list[str]:
@@ -94,6 +96,17 @@ def version(command: Sequence[str]) -> bytes:
 def flags(command: Sequence[str]) -> tuple[str, ...]:
     """FLAGS, and FLAGS_OF_GCC if the compiler is GCC. Raises BuildError if it does not run."""
     return (*FLAGS, *FLAGS_OF_GCC) if b"Free Software Foundation" in version(command) else FLAGS
+
+
+def libraries(command: Sequence[str]) -> tuple[str, ...]:
+    """What a C compiler, such as CXX=gcc, must be told to link: C++'s library.
+
+    Without it an extension takes the library's functions from whichever module has them, and where two copies
+    are loaded, an error in C++ can end the process.
+    """
+    if not any(_C_COMPILER.fullmatch(os.path.basename(word)) for word in command):
+        return ()
+    return ("-lc++",) if sys.platform == "darwin" else ("-lstdc++",)
 
 
 def run(command: list[str], arguments: list[str], work: Path) -> None:

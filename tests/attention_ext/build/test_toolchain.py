@@ -53,3 +53,16 @@ def test_only_gcc_gets_the_flags_of_gcc(tmp_path):
         compiler.chmod(0o700)
         flags = toolchain.flags([str(compiler)])
         assert flags == (*toolchain.FLAGS, *(toolchain.FLAGS_OF_GCC if added else ()))
+
+
+@pytest.mark.parametrize(
+    "command", ["gcc", "/usr/bin/cc", "ccache clang-19", "x86_64-linux-gnu-gcc-13", "gcc -O1"]
+)
+def test_a_c_compiler_is_told_to_link_the_library_of_cxx(command):
+    (library,) = toolchain.libraries(command.split())
+    assert library in ("-lstdc++", "-lc++")
+
+
+@pytest.mark.parametrize("command", ["c++", "/usr/bin/g++-12", "clang++", "python -m ziglang c++"])
+def test_a_cxx_compiler_links_it_by_itself(command):
+    assert toolchain.libraries(command.split()) == ()
