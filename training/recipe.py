@@ -77,8 +77,15 @@ OWN_TEXT = Recipe(
     window=0.04,
     test_share=0.05,
 )
-# From a model that has learnt: the steps are smaller, so that it forgets less.
-FINE_TUNING = replace(OWN_TEXT, muon_lr=0.005, adam_lr=1e-3, position_lr=1e-4)
+# From a model that has learnt, half the rates: 500 steps of shakes256 on 466,000 characters of other prose
+# ended at 1.198 nats; at 1.204 with the whole, 1.235 with a quarter, 1.360 from scratch (Zen 5). It forgets
+# less with lower rates.
+FINE_TUNING = replace(
+    OWN_TEXT,
+    muon_lr=OWN_TEXT.muon_lr / 2,
+    adam_lr=OWN_TEXT.adam_lr / 2,
+    position_lr=OWN_TEXT.position_lr / 2,
+)
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:

@@ -12,7 +12,7 @@ from training_texts import TINY, words
 from model.checkpoint import Checkpoint, load
 from model.loss import evaluate
 from model.tokenizer import CharTokenizer
-from training.recipe import FINE_TUNING
+from training.recipe import FINE_TUNING, OWN_TEXT
 from training.run import train
 from training.start import fitted, recipe_of
 from training.trainer import Trainer
@@ -52,9 +52,9 @@ def test_a_smaller_block_cuts_the_positions_and_a_larger_one_is_refused():
 
 
 def test_the_recipe_has_the_models_sizes_and_lower_rates():
-    recipe = recipe_of(TINY, tiny.gpt(n_embd=24, n_head=3, n_layer=1), None)
+    recipe = recipe_of(OWN_TEXT, tiny.gpt(n_embd=24, n_head=3, n_layer=1), None)
     assert (recipe.n_embd, recipe.n_head, recipe.n_layer) == (24, 3, 1)
-    assert recipe.muon_lr == FINE_TUNING.muon_lr < TINY.muon_lr and recipe.adam_lr < TINY.adam_lr
+    assert recipe.muon_lr == FINE_TUNING.muon_lr < OWN_TEXT.muon_lr and recipe.adam_lr < OWN_TEXT.adam_lr
 
 
 @pytest.mark.parametrize("bias", [False, True])
