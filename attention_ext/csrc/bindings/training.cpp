@@ -38,14 +38,10 @@ double* doubles(const Tensor& t, const std::string& name, int64_t count) {
     return static_cast<double*>(t.mutable_data_ptr());
 }
 
-const int64_t* integers(const Tensor& t, const std::string& name, int64_t count) {
+const int64_t* tokens(const Tensor& t, const std::string& name, int64_t count, int64_t V) {
     checked(t, name, ScalarType::Long, "int64");
     STD_TORCH_CHECK(t.numel() == count, name, " has ", t.numel(), " numbers; it must have ", count);
-    return static_cast<const int64_t*>(t.const_data_ptr());
-}
-
-const int64_t* tokens(const Tensor& t, const std::string& name, int64_t count, int64_t V) {
-    const int64_t* const ids = integers(t, name, count);
+    const int64_t* const ids = static_cast<const int64_t*>(t.const_data_ptr());
     for (int64_t i = 0; i < count; i++)
         STD_TORCH_CHECK(ids[i] >= 0 && ids[i] < V, name, " has ", ids[i], "; each must be from 0 to ", V - 1);
     return ids;
@@ -118,21 +114,20 @@ void gradients(const Tensor& ids, const Tensor& targets, const Tensors& paramete
     to[0] = result.loss, to[1] = result.norm;
 }
 
-// shapes: (rows, cols) of each parameter's matrices for Muon, or (0, 0) for AdamW; rates: their learning rates.
+// rows, cols: of each parameter's matrices for Muon, or 0 for AdamW; rates: their learning rates.
 std::vector<training::Parameter> parameters_of(const Tensors& values, const Tensors& gradients,
                                                const Tensors& first, const Tensors& second,
-                                               const Tensors& averages, const Tensor& shapes,
-                                               const Tensor& rates) {
-    const int64_t count = static_cast<int64_t>(values.size());
-    for (const Tensors* each : {&gradients, &first, &second, &averages})
-        STD_TORCH_CHECK(each->size() == values.size(), "a list has ", each->size(), " tensors; it must have ",
-                        count);
-    const int64_t* const shape = integers(shapes, "shapes", 2 * count);
-    const double* const rate = doubles(rates, "rates", count);
+                                               const Tensors& averages, const std::vector<int64_t>& rows,
+                                               const std::vector<int64_t>& cols,
+                                               const std::vector<double>& rates) {
+    const size_t count = values.size();
+    for (const size_t size : {gradients.size(), first.size(), second.size(), averages.size(), rows.size(),
+                              cols.size(), rates.size()})
+        STD_TORCH_CHECK(size == count, "a list has ", size, " items; it must have ", count);
     std::vector<training::Parameter> all;
-    for (size_t i = 0; i < values.size(); i++) {
+    for (size_t i = 0; i < count; i++) {
         training::Parameter p{};
-        p.count = values[i].numel(), p.rows = shape[2 * i], p.cols = shape[2 * i + 1], p.rate = rate[i];
+        p.count = values[i].numel(), p.rows = rows[i], p.cols = cols[i], p.rate = rates[i];
         const bool matrix = p.rows > 0 && p.cols > 0;
         STD_TORCH_CHECK(matrix ? p.count % (p.rows * p.cols) == 0 : p.rows == 0 && p.cols == 0, "shape ", i,
                         " is (", p.rows, ", ", p.cols, "); it must be that of matrices of ", p.count,
@@ -152,25 +147,37 @@ std::vector<training::Parameter> parameters_of(const Tensors& values, const Tens
 
 int64_t update_scratch(const std::vector<int64_t>& rows, const std::vector<int64_t>& cols,
                        int64_t with_threads) {
+    STD_TORCH_CHECK(rows.size() == cols.size(), "cols has ", cols.size(), " items; it must have ", rows.size());
+    STD_TORCH_CHECK(with_threads >= 1, "threads is ", with_threads, "; it must be at least 1");
     std::vector<training::Parameter> all(rows.size());
-    STD_TORCH_CHECK(rows.size() == cols.size() && with_threads >= 1, "rows and cols must have one length");
     for (size_t i = 0; i < rows.size(); i++) all[i].rows = rows[i], all[i].cols = cols[i];
     training::Settings settings{};
     settings.threads = static_cast<int>(with_threads);
     return training::update_scratch(all, settings);
 }
 
+// Counts AdamW's steps, one of which `steps` has for each of its parameters, all equal; returns their number.
+int64_t counted(const Tensors& steps) {
+    int64_t number = 1;
+    for (const Tensor& t : steps) {
+        STD_TORCH_CHECK(t.numel() == 1, "a step has ", t.numel(), " numbers; it must have 1");
+        number = static_cast<int64_t>(++*floats(t, "a step"));
+    }
+    STD_TORCH_CHECK(number >= 1, "a step is ", number - 1, "; it must be at least 0");
+    return number;
+}
+
 void update(const Tensors& values, const Tensors& gradients, const Tensors& first, const Tensors& second,
-            const Tensors& averages, const Tensor& shapes, const Tensor& rates, double weight_decay,
-            double momentum, double beta_1, double beta_2, double epsilon, double average, int64_t step,
+            const Tensors& steps, const Tensors& averages, const std::vector<int64_t>& rows,
+            const std::vector<int64_t>& cols, const std::vector<double>& rates, double weight_decay,
+            double momentum, double beta_1, double beta_2, double epsilon, double average,
             const Tensor& scratch, const Tensor& seconds) {
-    const auto all = parameters_of(values, gradients, first, second, averages, shapes, rates);
-    STD_TORCH_CHECK(step >= 1, "step is ", step, "; it must be at least 1");
-    const training::Settings settings{weight_decay, momentum, beta_1, beta_2,
-                                      epsilon,      average,  step,   threads()};
+    const auto all = parameters_of(values, gradients, first, second, averages, rows, cols, rates);
+    training::Settings settings{weight_decay, momentum, beta_1, beta_2, epsilon, average, 1, threads()};
     const int64_t least = training::update_scratch(all, settings);
     STD_TORCH_CHECK(scratch.numel() >= least, "scratch has ", scratch.numel(), " numbers; it must have ",
                     least);
+    settings.step = counted(steps);
     training::update(all, settings, floats(scratch, "scratch"), doubles(seconds, "seconds", training::KINDS));
 }
 
@@ -187,8 +194,9 @@ FRAGMENT(ATTENTION_EXT, m) {
     m.def("update_scratch(int[] rows, int[] cols, int threads) -> int");
     m.def(
         "gpt_update(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] first, Tensor(c!)[] second, "
-        "Tensor(d!)[] averages, Tensor shapes, Tensor rates, float weight_decay, float momentum, float beta_1, "
-        "float beta_2, float epsilon, float average, int step, Tensor(e!) scratch, Tensor(f!) seconds) -> ()");
+        "Tensor(d!)[] steps, Tensor(e!)[] averages, int[] rows, int[] cols, float[] rates, float weight_decay, "
+        "float momentum, float beta_1, float beta_2, float epsilon, float average, Tensor(f!) scratch, "
+        "Tensor(g!) seconds) -> ()");
 }
 
 FRAGMENT_IMPL(ATTENTION_EXT, CPU, m) {
