@@ -3,9 +3,9 @@
     python benchmarks/training.py [--threads 1,2] [--batch 16] [--block-size 128]
 
 shakes128's sizes, float32, no dropout. A step is gradients, clipping, Muon, AdamW and the average of the
-weights. The gradients of one batch are compared first: each may differ by 1e-4 of the largest of its parameter.
-Both then take turns; a figure is the median of the rounds. The GFLOP/s leave out the optimizers' products, and
-the share is that of the FMA peak, measured in the same run.
+weights. The gradients of one batch are compared first: each may differ by 1e-4 of the largest of its
+parameter. Both then take turns; a figure is the median of the rounds. The GFLOP/s leave out the optimizers'
+products, and the share is that of the FMA peak, measured in the same run.
 """
 
 from __future__ import annotations
