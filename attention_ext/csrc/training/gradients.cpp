@@ -19,8 +19,8 @@
 // touch what a product has just left. A tile of dW goes over all tokens in order, and every other sum belongs
 // to one piece, so that no bit depends on the number of threads.
 //
-// Kept for the backward pass are 10 C numbers of a token and layer: both normalized inputs, q, k, v, the
-// attention's result, and the MLP's numbers before GELU, which is computed again together with its derivative.
+// Kept for the backward pass are 11 C numbers of a token and layer: both normalized inputs, q, k, v, the
+// attention's result (twice), and the MLP's numbers before GELU, which is computed again with its derivative.
 #include <algorithm>
 #include <cmath>
 #include <limits>
