@@ -15,7 +15,7 @@
 
 namespace training {
 
-constexpr int64_t MOST_ROWS = 64;             // of a block
+constexpr int64_t MOST_ROWS = 128;            // of a block
 constexpr int64_t QUERIES = 192, KEYS = 256;  // of a tile of attention, part 4's default
 
 // A head's attention for the queries i0 .. i0 + n - 1, which see the keys before i0 + n.
