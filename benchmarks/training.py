@@ -23,7 +23,7 @@ sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT 
 
 from attention_ext import processor  # noqa: E402
 
-processor.let_waiting_threads_sleep()  # before torch is imported: on a busy machine, threads that spin are slow
+processor.let_waiting_threads_sleep()  # before torch is imported; spinning is slow on a busy machine
 
 import torch  # noqa: E402
 
