@@ -19,14 +19,19 @@ import tempfile
 from pathlib import Path
 
 import click
-import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 # A script's own folder comes first, where a file would hide the package of its name.
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "benchmarks"))]
 
+from attention_ext import processor  # noqa: E402
+
+processor.let_waiting_threads_sleep()  # before torch is imported; spinning is slow on a busy machine
+
+import torch  # noqa: E402
+
 from app.cli.options import Numbers  # noqa: E402
-from attention_ext import extension, processor  # noqa: E402
+from attention_ext import extension  # noqa: E402
 from benchmarks.llm_c import LlmC  # noqa: E402
 from lab import training  # noqa: E402
 from lab.machine import BUSY_SHARE, Load, fma_peak  # noqa: E402
@@ -108,7 +113,6 @@ def main(
     llm_c: Path | None,
 ) -> None:
     """Time a training step in C++ and in PyTorch, after their gradients were compared."""
-    processor.let_waiting_threads_sleep()
     click.echo(f"{processor.name()}; PyTorch {torch.__version__}; {extension.load().simd_name()}\n")
     click.echo(
         "| batch | threads | PyTorch, ms | native, ms | ratio | gradients differ by | characters/s | GFLOP/s "

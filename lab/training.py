@@ -144,8 +144,8 @@ def table(p: Profile) -> str:
     rate = operations(c, p.batch) / p.plain
     lines = [
         f"a training step with {p.part}, {'PyTorch' if p.part == 'part0' else 'native'}: batch {p.batch}, "
-        f"block {c.block_size}, {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, {c.vocab_size} characters; "
-        f"{p.threads} thread{'s' * (p.threads > 1)}, {p.steps} steps",
+        f"block {c.block_size}, {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, {c.vocab_size} "
+        f"characters; {p.threads} thread{'s' * (p.threads > 1)}, {p.steps} steps",
         "",
         "| | ms | share |",
         "|---|---|---|",

@@ -7,12 +7,12 @@ so that each can be read, saved and loaded as before. attention_ext/csrc/trainin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attention_ext import attention, extension
 from model.gpt import GPT, Attend, GPTConfig
@@ -66,19 +66,22 @@ class NativeStep:
 
     def __init__(self, model: GPT, averaged: GPT, muon: Muon, adam: torch.optim.AdamW, simd: str) -> None:
         self._operators: Any = extension.load(simd)
-        self._heads = model.config.n_head
+        self._config = model.config
         self._muon, self._adam = muon, adam
         self._parameters = list(model.parameters())
-        for p in self._parameters:
-            p.grad = torch.zeros_like(p)
+        self._grads = [torch.zeros_like(p) for p in self._parameters]
+        for p, grad in zip(self._parameters, self._grads):
+            p.grad = grad
         self._values = [p.detach() for p in self._parameters]
         self._averages = [p.detach() for p in averaged.parameters()]
-        self._shapes = torch.zeros(len(self._parameters), 2, dtype=torch.int64)
-        place = {p: i for i, p in enumerate(self._parameters)}
-        for group in muon.param_groups:
-            for p in group["params"]:
-                self._shapes[place[p]] = torch.tensor(group["shape"])
-        self._scratch = torch.empty(0)
+        self._groups = [*muon.param_groups, *adam.param_groups]
+        group_of = {p: i for i, group in enumerate(self._groups) for p in group["params"]}
+        self._group_of = [group_of[p] for p in self._parameters]
+        shapes = [self._groups[i].get("shape", (0, 0)) for i in self._group_of]
+        self._rows, self._cols = ([shape[side] for shape in shapes] for side in (0, 1))
+        self._states: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
+        self._states_of: tuple[Any, Any] = None, None
+        self._scratch, self._sizes = torch.empty(0), (0, 0, 0)
         self._results = torch.zeros(2)
         self.loss, self.norm = self._results.unbind()
         self.seconds = torch.zeros(len(KINDS), dtype=torch.float64)
@@ -89,58 +92,61 @@ class NativeStep:
         ids, targets: (B, T) int64, T being the block size. clip: the largest norm of all gradients; larger
         ones are scaled to it.
         """
-        vocabulary, width = self._values[0].shape
-        layers = (len(self._values) - 3) // 6
-        threads = torch.get_num_threads()
-        sizes = (*ids.shape, vocabulary, width, self._heads, layers, threads)
-        self._reserve(self._operators.gpt_scratch, *sizes)
-        grads = [p.grad for p in self._parameters]
+        self._reserve(ids.shape[0], ids.shape[1], torch.get_num_threads())
         self._operators.gpt_gradients(
             ids.contiguous(),
             targets.contiguous(),
             self._values,
-            self._heads,
+            self._config.n_head,
             clip,
-            grads,
+            self._grads,
             self._scratch,
             self._results,
             self.seconds,
         )
         return self.loss
 
-    @torch.no_grad()
-    def update(self, average: float) -> None:
-        """Step both optimizers by their groups' learning rates, and the average with its decay."""
+    def update(self, rates: Sequence[float], average: float) -> None:
+        """Step both optimizers and the average, which decays by `average`.
+
+        rates: the learning rates of Muon's groups, then of AdamW's.
+        """
         muon, adam = self._muon.defaults, self._adam.defaults
-        rates: dict[nn.Parameter, float] = {}
-        for group in (*self._muon.param_groups, *self._adam.param_groups):
-            rates.update(dict.fromkeys(group["params"], float(group["lr"])))
-        first, second, steps = self._states()
-        torch._foreach_add_(steps, 1)
-        self._reserve(self._operators.update_scratch, *self._shapes.T.tolist(), torch.get_num_threads())
+        first, second, steps = self._current_states()
         self._operators.gpt_update(
             self._values,
-            [p.grad for p in self._parameters],
+            self._grads,
             first,
             second,
+            steps,
             self._averages,
-            self._shapes,
-            torch.tensor([rates[p] for p in self._parameters], dtype=torch.float64),
+            self._rows,
+            self._cols,
+            [rates[i] for i in self._group_of],
             muon["weight_decay"],
             muon["momentum"],
             *adam["betas"],
             adam["eps"],
             average,
-            int(steps[0]),
             self._scratch,
             self.seconds,
         )
 
-    def _states(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """For each parameter its momentum, or its average gradient; its average square; AdamW's counters."""
+    def _current_states(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """For each parameter its momentum, or its average gradient; its average square; AdamW's counters.
+
+        load_state_dict() gives an optimizer another table of states. Only then they are looked up again: the
+        caches hold none of Python's objects after a step, so that each of them costs time.
+        """
+        if self._states_of[0] is not self._muon.state or self._states_of[1] is not self._adam.state:
+            self._states = self._looked_up()
+            self._states_of = self._muon.state, self._adam.state
+        return self._states
+
+    def _looked_up(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         first, second, steps = [], [], []
         empty = torch.empty(0)
-        for p, (rows, _) in zip(self._parameters, self._shapes.tolist()):
+        for p, rows in zip(self._parameters, self._rows):
             state = (self._muon if rows else self._adam).state[p]
             if rows:
                 if not state:
@@ -156,8 +162,11 @@ class NativeStep:
             steps.append(state["step"])
         return first, second, steps
 
-    def _reserve(self, floats_for: Callable[..., int], *sizes: Any) -> None:
-        """Let the scratch have what an operator needs for these sizes."""
-        floats = floats_for(*sizes)
-        if self._scratch.numel() < floats:
-            self._scratch = torch.empty(floats)
+    def _reserve(self, batch: int, block: int, threads: int) -> None:
+        """Let the scratch have what both operators need for these sizes."""
+        if self._sizes == (batch, block, threads):
+            return
+        c, ops = self._config, self._operators
+        floats = ops.gpt_scratch(batch, block, c.vocab_size, c.n_embd, c.n_head, c.n_layer, threads)
+        self._scratch = torch.empty(max(floats, ops.update_scratch(self._rows, self._cols, threads)))
+        self._sizes = batch, block, threads

@@ -125,12 +125,13 @@ class Trainer:
 
     def _update(self) -> None:
         """Step both optimizers and update the average; the gradients are already there."""
-        for group in self.muon.param_groups:
-            group["lr"].copy_(self.recipe.muon_lr * self.lr)
-        for group, peak in zip(self.adam.param_groups, (self.recipe.adam_lr, self.recipe.position_lr)):
-            group["lr"].copy_(peak * self.lr)
+        recipe = self.recipe
+        peaks = [recipe.muon_lr] * len(self.muon.param_groups) + [recipe.adam_lr, recipe.position_lr]
         if self.native:
-            return self.native_step.update(self.decay.item())
+            fraction = self.lr.item()
+            return self.native_step.update([peak * fraction for peak in peaks], self.decay.item())
+        for group, peak in zip((*self.muon.param_groups, *self.adam.param_groups), peaks):
+            group["lr"].copy_(peak * self.lr)
         self.muon.step()
         self.adam.step()
         with torch.no_grad():

@@ -217,13 +217,13 @@ def test_threads_of_the_backward_pass_do_not_race(native, link, full, tmp_path):
 @pytest.mark.parametrize("simd", ["portable", "off"])
 def test_the_training_step(simd, native, link, full, tmp_path):
     command = sanitized(native, CHECKED, tmp_path)
-    count = 3000 if full else 30
+    count = {"portable": 3000, "off": 300}[simd] if full else 30
     run_cases(count, link(command, [*TRAINING, HELPERS[simd]]), "0", str(count), "3")
 
 
 def test_threads_of_the_training_step_do_not_race(native, link, full, tmp_path):
     command = sanitized(native, RACES, tmp_path)
-    count = 500 if full else 10
+    count = 200 if full else 10
     run_cases(count, link(command, [*TRAINING, HELPERS["portable"]]), "300000", str(count), "16")
 
 

@@ -157,7 +157,7 @@ def test_the_direction_of_muon(shape, rows, simd, threads):
     """Also of a matrix of low rank, whose small singular values rounding replaces, in PyTorch too."""
     threads(2)
     operators, generator = loader.load(simd), torch.Generator().manual_seed(0)
-    empty, shapes = [torch.empty(0)], torch.tensor([[rows, shape[1]]])
+    empty = [torch.empty(0)]
     scratch = torch.empty(operators.update_scratch([rows], [shape[1]], 2))
     seconds = torch.zeros(len(KINDS), dtype=torch.float64)
     for rank in (1, 5, min(shape)):
@@ -169,10 +169,9 @@ def test_the_direction_of_muon(shape, rows, simd, threads):
             pytorchs_direction(gradient.to(dtype), rows) for dtype in (torch.float64, torch.float32)
         )
         value, momentum, average = torch.zeros(shape), torch.zeros(shape), torch.zeros(shape)
-        rates = torch.ones(1, dtype=torch.float64)
         operators.gpt_update(
-            [value], [gradient], [momentum], empty, [average], shapes, rates, 0.0, 0.95, 0.9, 0.99, 1e-8, 0.5,
-            1, scratch, seconds,
+            [value], [gradient], [momentum], empty, [], [average], [rows], [shape[1]], [1.0], 0.0, 0.95, 0.9,
+            0.99, 1e-8, 0.5, scratch, seconds,
         )  # fmt: skip
         allowed = 4 * float((peer - exact).abs().max()) + 1e-4 * float(exact.abs().max())
         torch.testing.assert_close(value.double(), exact, rtol=0, atol=allowed)

@@ -3,7 +3,12 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -38,17 +43,27 @@ double* doubles(const Tensor& t, const std::string& name, int64_t count) {
     return static_cast<double*>(t.mutable_data_ptr());
 }
 
-const int64_t* integers(const Tensor& t, const std::string& name, int64_t count) {
+const int64_t* tokens(const Tensor& t, const std::string& name, int64_t count, int64_t V) {
     checked(t, name, ScalarType::Long, "int64");
     STD_TORCH_CHECK(t.numel() == count, name, " has ", t.numel(), " numbers; it must have ", count);
-    return static_cast<const int64_t*>(t.const_data_ptr());
-}
-
-const int64_t* tokens(const Tensor& t, const std::string& name, int64_t count, int64_t V) {
-    const int64_t* const ids = integers(t, name, count);
+    const int64_t* const ids = static_cast<const int64_t*>(t.const_data_ptr());
     for (int64_t i = 0; i < count; i++)
         STD_TORCH_CHECK(ids[i] >= 0 && ids[i] < V, name, " has ", ids[i], "; each must be from 0 to ", V - 1);
     return ids;
+}
+
+// Scratch of this size, on huge pages where Linux has them and it is not in use yet: the rows of an activation
+// lie on many pages, and walks to them take 2 % of a step.
+float* scratch_of(const Tensor& t, int64_t least) {
+    STD_TORCH_CHECK(t.numel() >= least, "scratch has ", t.numel(), " numbers; it must have ", least);
+    float* const data = floats(t, "scratch");
+#ifdef MADV_HUGEPAGE
+    constexpr uintptr_t PAGE = 2 << 20;
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(data), end = begin + sizeof(float) * t.numel();
+    const uintptr_t first = (begin + PAGE - 1) / PAGE * PAGE, last = end / PAGE * PAGE;
+    if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+    return data;
 }
 
 training::Sizes sizes_of(const Tensor& ids, const Tensors& parameters, int64_t heads) {
@@ -107,32 +122,28 @@ void gradients(const Tensor& ids, const Tensor& targets, const Tensors& paramete
     std::vector<training::Run> runs;
     for (const Tensor& t : grads) runs.push_back({static_cast<float*>(t.mutable_data_ptr()), t.numel()});
     const training::Batch batch{tokens(ids, "ids", s.rows(), s.V), tokens(targets, "targets", s.rows(), s.V)};
-    const int64_t least = training::gradients_scratch(s);
-    STD_TORCH_CHECK(scratch.numel() >= least, "scratch has ", scratch.numel(), " numbers; it must have ",
-                    least);
     STD_TORCH_CHECK(results.numel() == 2, "results has ", results.numel(), " numbers; it must have 2");
-    const training::Result result =
-        training::gradients(s, batch, model, of_model, runs, static_cast<float>(clip),
-                            floats(scratch, "scratch"), doubles(seconds, "seconds", training::KINDS));
     float* const to = floats(results, "results");
+    const training::Result result = training::gradients(
+        s, batch, model, of_model, runs, static_cast<float>(clip),
+        scratch_of(scratch, training::gradients_scratch(s)), doubles(seconds, "seconds", training::KINDS));
     to[0] = result.loss, to[1] = result.norm;
 }
 
-// shapes: (rows, cols) of each parameter's matrices for Muon, or (0, 0) for AdamW; rates: their learning rates.
+// rows, cols: of each parameter's matrices for Muon, or 0 for AdamW; rates: their learning rates.
 std::vector<training::Parameter> parameters_of(const Tensors& values, const Tensors& gradients,
                                                const Tensors& first, const Tensors& second,
-                                               const Tensors& averages, const Tensor& shapes,
-                                               const Tensor& rates) {
-    const int64_t count = static_cast<int64_t>(values.size());
-    for (const Tensors* each : {&gradients, &first, &second, &averages})
-        STD_TORCH_CHECK(each->size() == values.size(), "a list has ", each->size(), " tensors; it must have ",
-                        count);
-    const int64_t* const shape = integers(shapes, "shapes", 2 * count);
-    const double* const rate = doubles(rates, "rates", count);
+                                               const Tensors& averages, const std::vector<int64_t>& rows,
+                                               const std::vector<int64_t>& cols,
+                                               const std::vector<double>& rates) {
+    const size_t count = values.size();
+    for (const size_t size : {gradients.size(), first.size(), second.size(), averages.size(), rows.size(),
+                              cols.size(), rates.size()})
+        STD_TORCH_CHECK(size == count, "a list has ", size, " items; it must have ", count);
     std::vector<training::Parameter> all;
-    for (size_t i = 0; i < values.size(); i++) {
+    for (size_t i = 0; i < count; i++) {
         training::Parameter p{};
-        p.count = values[i].numel(), p.rows = shape[2 * i], p.cols = shape[2 * i + 1], p.rate = rate[i];
+        p.count = values[i].numel(), p.rows = rows[i], p.cols = cols[i], p.rate = rates[i];
         const bool matrix = p.rows > 0 && p.cols > 0;
         STD_TORCH_CHECK(matrix ? p.count % (p.rows * p.cols) == 0 : p.rows == 0 && p.cols == 0, "shape ", i,
                         " is (", p.rows, ", ", p.cols, "); it must be that of matrices of ", p.count,
@@ -152,26 +163,37 @@ std::vector<training::Parameter> parameters_of(const Tensors& values, const Tens
 
 int64_t update_scratch(const std::vector<int64_t>& rows, const std::vector<int64_t>& cols,
                        int64_t with_threads) {
+    STD_TORCH_CHECK(rows.size() == cols.size(), "cols has ", cols.size(), " items; it must have ", rows.size());
+    STD_TORCH_CHECK(with_threads >= 1, "threads is ", with_threads, "; it must be at least 1");
     std::vector<training::Parameter> all(rows.size());
-    STD_TORCH_CHECK(rows.size() == cols.size() && with_threads >= 1, "rows and cols must have one length");
     for (size_t i = 0; i < rows.size(); i++) all[i].rows = rows[i], all[i].cols = cols[i];
     training::Settings settings{};
     settings.threads = static_cast<int>(with_threads);
     return training::update_scratch(all, settings);
 }
 
+// Counts AdamW's steps, one of which `steps` has for each of its parameters, all equal; returns their number.
+int64_t counted(const Tensors& steps) {
+    int64_t number = 1;
+    for (const Tensor& t : steps) {
+        STD_TORCH_CHECK(t.numel() == 1, "a step has ", t.numel(), " numbers; it must have 1");
+        number = static_cast<int64_t>(++*floats(t, "a step"));
+    }
+    STD_TORCH_CHECK(number >= 1, "a step is ", number - 1, "; it must be at least 0");
+    return number;
+}
+
 void update(const Tensors& values, const Tensors& gradients, const Tensors& first, const Tensors& second,
-            const Tensors& averages, const Tensor& shapes, const Tensor& rates, double weight_decay,
-            double momentum, double beta_1, double beta_2, double epsilon, double average, int64_t step,
+            const Tensors& steps, const Tensors& averages, const std::vector<int64_t>& rows,
+            const std::vector<int64_t>& cols, const std::vector<double>& rates, double weight_decay,
+            double momentum, double beta_1, double beta_2, double epsilon, double average,
             const Tensor& scratch, const Tensor& seconds) {
-    const auto all = parameters_of(values, gradients, first, second, averages, shapes, rates);
-    STD_TORCH_CHECK(step >= 1, "step is ", step, "; it must be at least 1");
-    const training::Settings settings{weight_decay, momentum, beta_1, beta_2,
-                                      epsilon,      average,  step,   threads()};
-    const int64_t least = training::update_scratch(all, settings);
-    STD_TORCH_CHECK(scratch.numel() >= least, "scratch has ", scratch.numel(), " numbers; it must have ",
-                    least);
-    training::update(all, settings, floats(scratch, "scratch"), doubles(seconds, "seconds", training::KINDS));
+    const auto all = parameters_of(values, gradients, first, second, averages, rows, cols, rates);
+    training::Settings settings{weight_decay, momentum, beta_1, beta_2, epsilon, average, 1, threads()};
+    float* const memory = scratch_of(scratch, training::update_scratch(all, settings));
+    double* const times = doubles(seconds, "seconds", training::KINDS);
+    settings.step = counted(steps);
+    training::update(all, settings, memory, times);
 }
 
 }  // namespace
@@ -187,8 +209,9 @@ FRAGMENT(ATTENTION_EXT, m) {
     m.def("update_scratch(int[] rows, int[] cols, int threads) -> int");
     m.def(
         "gpt_update(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] first, Tensor(c!)[] second, "
-        "Tensor(d!)[] averages, Tensor shapes, Tensor rates, float weight_decay, float momentum, float beta_1, "
-        "float beta_2, float epsilon, float average, int step, Tensor(e!) scratch, Tensor(f!) seconds) -> ()");
+        "Tensor(d!)[] steps, Tensor(e!)[] averages, int[] rows, int[] cols, float[] rates, float weight_decay, "
+        "float momentum, float beta_1, float beta_2, float epsilon, float average, Tensor(f!) scratch, "
+        "Tensor(g!) seconds) -> ()");
 }
 
 FRAGMENT_IMPL(ATTENTION_EXT, CPU, m) {

@@ -47,15 +47,17 @@ struct LayerActivations {
 };
 
 // Of all layers, one after the other: x is the residual stream, dx its gradient behind a layer, dx_2 that
-// between its attention and its MLP. normal, factor and dlogits belong to the head.
+// between its attention and its MLP. normal, factor and dlogits belong to the head. dqkv is of the
+// even and of the odd layers: a layer's is in use until the next one's is there.
 struct SharedActivations {
-    simd::Matrix x, normal, dlogits, dx, dx_2, djoined, dqkv, g, dh;
+    simd::Matrix x, normal, dlogits, dx, dx_2, djoined, dqkv[2], g, dh;
     float *factor, *losses;
 
     SharedActivations(const Sizes& s, Space& space) {
         const int64_t M = s.rows();
         for (simd::Matrix* each : {&x, &normal, &dx, &dx_2, &djoined}) *each = space.matrix(M, s.C);
-        dlogits = space.matrix(M, s.V), dqkv = space.matrix(M, 3 * s.C);
+        dlogits = space.matrix(M, s.V);
+        for (simd::Matrix& each : dqkv) each = space.matrix(M, 3 * s.C);
         g = space.matrix(M, 4 * s.C), dh = space.matrix(M, 4 * s.C);
         factor = space.take(M), losses = space.take(M);
     }

@@ -8,26 +8,27 @@
 //       projection, norm, MLP; norm and QKV of the next   blocks of rows
 //       (last layer: head, loss, and back to the MLP)
 //   for each layer, the last one first:
-//       attention's backward; dW of MLP and projection    heads; tiles of dW
-//       QKV and norm back, the next MLP; dW of QKV        blocks of rows; tiles of dW
-//   gradients of the embeddings and of the norms' weights
+//       attention's backward; dW of MLP and projection,   heads; tiles of dW
+//       and of the QKV of the layer after it
+//       QKV and norm back, the MLP of the layer before    blocks of rows
+//   the first QKV's dW; gradients of the embeddings       tiles of dW; columns, positions
+//   gradients of the norms' weights                       layers
 //   the norm of all gradients, then scale them            chunks
 //
 // A block of rows goes through all layers between two attentions while it is in L2: norms, GELU and the loss
 // touch what a product has just left. A tile of dW goes over all tokens in order, and every other sum belongs
 // to one piece, so that no bit depends on the number of threads.
 //
-// Kept for the backward pass are 10 C numbers of a token and layer: both normalized inputs, q, k, v, the
-// attention's result, and the MLP's numbers before GELU, which is computed again together with its derivative.
+// Kept for the backward pass are 11 C numbers of a token and layer: both normalized inputs, q, k, v, the
+// attention's result (twice), and the MLP's numbers before GELU, which is computed again with its derivative.
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "attention.h"
-#include "cpu/sizes.h"
 #include "gradient.h"
 #include "parts.h"
-#include "training/activations.h"
+#include "training/memory.h"
 #include "training/model.h"
 #include "training/norm.h"
 #include "training/phases.h"
@@ -36,11 +37,10 @@
 namespace training {
 namespace {
 
-constexpr int64_t MOST_ROWS = 64, LEAST_ROWS = 16;  // of a block
-constexpr int64_t BLOCKS_PER_THREAD = 4;            // that a late thread costs little
-constexpr int64_t QUERIES = 192, KEYS = 256;        // of a tile of attention, part 4's default
-constexpr int64_t CHUNK = 16384;                    // gradients, for their norm
-constexpr int64_t WIDTH = 16;                       // columns of an embedding's gradient, a piece
+constexpr int64_t LEAST_ROWS = 16;        // of a block
+constexpr int64_t BLOCKS_PER_THREAD = 4;  // that a late thread costs little
+constexpr int64_t CHUNK = 16384;          // gradients, for their norm
+constexpr int64_t WIDTH = 16;             // columns of an embedding's gradient, a piece
 
 struct Block {
     int64_t first, count;
@@ -49,95 +49,6 @@ struct Block {
 simd::Matrix from(simd::Matrix m, int64_t row) { return {m.data + row * m.ld, m.ld}; }
 simd::ConstMatrix constant(simd::Matrix m) { return {m.data, m.ld}; }
 simd::ConstMatrix read_from(simd::Matrix m, int64_t row) { return constant(from(m, row)); }
-
-// A head's attention for the queries i0 .. i0 + n - 1, which see the keys before i0 + n.
-Attention attention_call(const Sizes& s, int64_t i0, int64_t n) {
-    Attention a{};
-    a.B = 1, a.H = 1, a.Nq = n, a.Nk = i0 + n, a.d = s.d();
-    a.causal = true, a.scale = 1 / std::sqrt(static_cast<float>(s.d()));
-    a.Br = std::min(QUERIES, a.Nq), a.Bc = std::min(KEYS, a.Nk), a.threads = 1;
-    return a;
-}
-
-AttentionGradient gradient_call(const Sizes& s) {
-    AttentionGradient a{};
-    a.B = 1, a.H = 1, a.Nq = s.T, a.Nk = s.T, a.d = s.d();
-    a.causal = true, a.scale = 1 / std::sqrt(static_cast<float>(s.d())), a.threads = 1;
-    return a;
-}
-
-// One thread's: for a block of rows, or a head, or a tile of a weight's gradient.
-struct ThreadScratch {
-    simd::Matrix g, d_normal;
-    float *tile, *attention, *dq, *dk, *dv;
-
-    ThreadScratch(const Sizes& s, Space& space) {
-        const int64_t last = s.T % QUERIES;
-        int64_t most = flash_backward_scratch(gradient_call(s));
-        for (const int64_t n : {std::min(QUERIES, s.T), last})
-            if (n > 0) most = std::max(most, flash_scratch(attention_call(s, s.T - n, n)));
-        g = space.matrix(MOST_ROWS, 4 * s.C), d_normal = space.matrix(MOST_ROWS, s.C);
-        tile = space.take(WeightGradient::scratch()), attention = space.take(most);
-        dq = space.take(s.T * s.d()), dk = space.take(s.T * s.d()), dv = space.take(s.T * s.d());
-    }
-};
-
-// The packed layers of a model, and the parts that the tiles of a dW have of a norm's gradient.
-struct PackedLayer {
-    Layer qkv, projection, up, down;
-    float *dscale_1, *dscale_2;
-};
-
-Layer packed(const float* W, const float* scale, int64_t out, int64_t in, Space& space) {
-    Layer layer{W, scale, out, in, nullptr, nullptr};
-    layer.forward = space.take(layer.forward_floats());
-    layer.backward = space.take(layer.backward_floats());
-    return layer;
-}
-
-struct PackedModel {
-    std::vector<PackedLayer> layers;
-    Layer head;
-    float* dscale_head;
-
-    PackedModel(const Sizes& s, const ModelOf<const float>& model, Space& space) {
-        const int64_t C = s.C;
-        for (const LayerOf<const float>& w : model.layers) {
-            PackedLayer p{};
-            p.qkv = packed(w.c_attn, w.ln_1, 3 * C, C, space);
-            p.projection = packed(w.attn_proj, nullptr, C, C, space);
-            p.up = packed(w.c_fc, w.ln_2, 4 * C, C, space);
-            p.down = packed(w.mlp_proj, nullptr, C, 4 * C, space);
-            p.dscale_1 = space.take(WeightGradient::row_tiles(3 * C) * C);
-            p.dscale_2 = space.take(WeightGradient::row_tiles(4 * C) * C);
-            layers.push_back(p);
-        }
-        head = packed(model.wte, model.ln_f, s.V, C, space);
-        dscale_head = space.take(WeightGradient::row_tiles(s.V) * C);
-    }
-
-    std::vector<const Layer*> all() const {
-        std::vector<const Layer*> each{&head};
-        for (const PackedLayer& p : layers)
-            for (const Layer* layer : {&p.qkv, &p.projection, &p.up, &p.down}) each.push_back(layer);
-        return each;
-    }
-};
-
-// All scratch of a step.
-struct Memory {
-    Space space;
-    PackedModel packed;
-    SharedActivations shared;
-    std::vector<LayerActivations> layers;
-    std::vector<ThreadScratch> threads;
-
-    Memory(const Sizes& s, const ModelOf<const float>& model, float* start)
-        : space(start), packed(s, model, space), shared(s, space) {
-        for (int64_t l = 0; l < s.L; l++) layers.emplace_back(s, space);
-        for (int t = 0; t < s.threads; t++) threads.emplace_back(s, space);
-    }
-};
 
 class Step {
   public:
@@ -156,7 +67,7 @@ class Step {
             for (int64_t piece = 0; piece < layer->pieces(); piece++) to_pack.push_back({layer, piece});
     }
 
-    int64_t phases() const { return /* pack, embed, three at the end */ 5 + 4 * s.L; }
+    int64_t phases() const { return /* pack, embed, four at the end */ 6 + 4 * s.L; }
 
     void run(Phases::Member& m) {
         m.run(static_cast<int64_t>(to_pack.size()), [&](int64_t i) {
@@ -184,7 +95,10 @@ class Step {
         }
         for (int64_t l = s.L - 1; l >= 0; l--) {
             backward_of_attention(m, l);
-            backward_of_rows(m, l);
+            m.run(blocks, [&](int64_t i) {
+                qkv_backward(m, block(i), l);
+                if (l > 0) mlp_backward(m, block(i), l - 1);
+            });
         }
         finish(m);
     }
@@ -343,8 +257,8 @@ class Step {
         const LayerActivations& kept_l = kept(l);
         const SharedActivations& a = memory.shared;
         const simd::Matrix d_normal = own(m).d_normal;
-        multiply_panels(d_normal, read_from(a.dqkv, b.first), packed(l).qkv.backward, b.count, s.C, 3 * s.C,
-                        false);
+        multiply_panels(d_normal, read_from(a.dqkv[l % 2], b.first), packed(l).qkv.backward, b.count, s.C,
+                        3 * s.C, false);
         m.clock.lap(PRODUCTS_BACKWARD);
         for (int64_t r = 0; r < b.count; r++)
             normalize_backward(from(a.dx, b.first + r).data, from(a.dx_2, b.first + r).data,
@@ -356,7 +270,7 @@ class Step {
     void head_backward(Phases::Member& m, int64_t l, int64_t head) const {
         const LayerActivations& kept_l = kept(l);
         const ThreadScratch& t = own(m);
-        const simd::Matrix djoined = memory.shared.djoined, dqkv = memory.shared.dqkv;
+        const simd::Matrix djoined = memory.shared.djoined, dqkv = memory.shared.dqkv[l % 2];
         const int64_t first = head / s.H * s.T, h = head % s.H, d = s.d(), ld = kept_l.qkv.ld;
         const float* const q = kept_l.qkv.data + first * ld + h * d;
         AttentionGradient a = gradient_call(s);
@@ -374,15 +288,13 @@ class Step {
         }
     }
 
-    template <size_t n>
-    static int64_t pieces_of(const WeightGradient (&each)[n]) {
+    static int64_t pieces_of(const std::vector<WeightGradient>& each) {
         int64_t all = 0;
         for (const WeightGradient& w : each) all += w.pieces();
         return all;
     }
 
-    template <size_t n>
-    void compute(Phases::Member& m, const WeightGradient (&each)[n], int64_t piece) const {
+    void compute(Phases::Member& m, const std::vector<WeightGradient>& each, int64_t piece) const {
         for (const WeightGradient& w : each) {
             if (piece < w.pieces()) {
                 w.compute(piece, s.rows(), own(m).tile);
@@ -392,42 +304,32 @@ class Step {
         }
     }
 
+    WeightGradient of_qkv(int64_t l) const {
+        return {constant(memory.shared.dqkv[l % 2]), constant(kept(l).normal_1), &packed(l).qkv,
+                grads.layers[static_cast<size_t>(l)].c_attn, packed(l).dscale_1};
+    }
+
     // The heads of layer l, beside the weights' gradients that are ready. The longer pieces come first.
     void backward_of_attention(Phases::Member& m, int64_t l) const {
-        const LayerActivations& kept_l = kept(l);
         const SharedActivations& a = memory.shared;
         const PackedLayer& w = packed(l);
         const LayerOf<float>& grad = grads.layers[static_cast<size_t>(l)];
-        const WeightGradient of_layer[] = {
-            {constant(a.dh), constant(kept_l.normal_2), &w.up, grad.c_fc, w.dscale_2},
+        std::vector<WeightGradient> ready{
+            {constant(a.dh), constant(kept(l).normal_2), &w.up, grad.c_fc, w.dscale_2},
             {constant(a.dx), constant(a.g), &w.down, grad.mlp_proj, nullptr},
-            {constant(a.dx_2), constant(kept_l.joined), &w.projection, grad.attn_proj, nullptr}};
-        const WeightGradient of_head[] = {{constant(a.dlogits), constant(a.normal), &memory.packed.head,
-                                           grads.wte, memory.packed.dscale_head}};
-        const int64_t heads = s.B * s.H, in_layer = pieces_of(of_layer);
-        const int64_t tiles = in_layer + (l + 1 == s.L ? pieces_of(of_head) : 0);
+            {constant(a.dx_2), constant(kept(l).joined), &w.projection, grad.attn_proj, nullptr}};
+        if (l + 1 < s.L)
+            ready.push_back(of_qkv(l + 1));
+        else
+            ready.push_back({constant(a.dlogits), constant(a.normal), &memory.packed.head, grads.wte,
+                             memory.packed.dscale_head});
+        const int64_t heads = s.B * s.H, tiles = pieces_of(ready);
         const bool long_heads = 2 * s.T * s.T * s.d() > TILE * simd::panel() * s.rows();
         m.run(heads + tiles, [&](int64_t i) {
-            const int64_t head = long_heads ? i : i - tiles, tile = long_heads ? i - heads : i;
-            if (head >= 0 && head < heads) {
-                head_backward(m, l, head);
-                m.clock.lap(ATTENTION_BACKWARD);
-            } else if (tile < in_layer) {
-                compute(m, of_layer, tile);
-            } else {
-                compute(m, of_head, tile - in_layer);
-            }
-        });
-    }
-
-    void backward_of_rows(Phases::Member& m, int64_t l) const {
-        const WeightGradient of_qkv[] = {{constant(memory.shared.dqkv), constant(kept(l).normal_1),
-                                          &packed(l).qkv, grads.layers[static_cast<size_t>(l)].c_attn,
-                                          packed(l).dscale_1}};
-        m.run(blocks + pieces_of(of_qkv), [&](int64_t i) {
-            if (i >= blocks) return compute(m, of_qkv, i - blocks);
-            qkv_backward(m, block(i), l);
-            if (l > 0) mlp_backward(m, block(i), l - 1);
+            const int64_t head = long_heads ? i : i - tiles;
+            if (head < 0 || head >= heads) return compute(m, ready, long_heads ? i - heads : i);
+            head_backward(m, l, head);
+            m.clock.lap(ATTENTION_BACKWARD);
         });
     }
 
@@ -463,20 +365,24 @@ class Step {
     }
 
     void finish(Phases::Member& m) {
-        const int64_t columns = (s.C + WIDTH - 1) / WIDTH;
-        m.run(columns + s.T + s.L + 1, [&](int64_t i) {
-            if (i < columns) {
-                add_tokens(i);
-            } else if (i < columns + s.T) {
-                add_places(i - columns);
-            } else if (i < columns + s.T + s.L) {
-                const int64_t l = i - columns - s.T;
+        const std::vector<WeightGradient> ready{of_qkv(0)};
+        const int64_t tiles = pieces_of(ready), columns = (s.C + WIDTH - 1) / WIDTH;
+        m.run(tiles + columns + s.T, [&](int64_t i) {
+            if (i < tiles) return compute(m, ready, i);
+            if (i < tiles + columns)
+                add_tokens(i - tiles);
+            else
+                add_places(i - tiles - columns);
+            m.clock.lap(EMBEDDING);
+        });
+        m.run(s.L + 1, [&](int64_t l) {
+            if (l == s.L) {
+                add_parts(grads.ln_f, memory.packed.dscale_head, s.V);
+            } else {
                 add_parts(grads.layers[static_cast<size_t>(l)].ln_1, packed(l).dscale_1, 3 * s.C);
                 add_parts(grads.layers[static_cast<size_t>(l)].ln_2, packed(l).dscale_2, 4 * s.C);
-            } else {
-                add_parts(grads.ln_f, memory.packed.dscale_head, s.V);
             }
-            m.clock.lap(EMBEDDING);
+            m.clock.lap(NORM);
         });
         m.run(static_cast<int64_t>(chunks.size()), [&](int64_t i) {
             const Run& chunk = chunks[static_cast<size_t>(i)];
@@ -486,9 +392,10 @@ class Step {
         });
         const float factor =
             static_cast<float>(static_cast<double>(clip) / (norm() + 1e-6));  // as PyTorch does
+        if (factor >= 1) return;
         m.run(static_cast<int64_t>(chunks.size()), [&](int64_t i) {
             const Run& chunk = chunks[static_cast<size_t>(i)];
-            if (!(factor >= 1)) simd::scale_row(chunk.data, chunk.count, factor);
+            simd::scale_row(chunk.data, chunk.count, factor);
             m.clock.lap(CLIPPING);
         });
     }
