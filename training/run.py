@@ -57,7 +57,6 @@ def train(
     loss becomes infinite or NaN; OSError if `out` cannot be written; KeyboardInterrupt after `stop`, when the
     state is saved.
     """
-    began = time.monotonic()
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda', but PyTorch finds no GPU here; it must be 'cpu'")
     if resume:
@@ -92,7 +91,7 @@ def train(
         run.resume()
     elif out is not None:
         (out / FILE).unlink(missing_ok=True)  # of a run that this one replaces
-    run.schedule.begin(began)
+    run.schedule.begin(time.monotonic())  # on a GPU the trainer has compiled its step before
     watcher.begin(trainer.averaged, material.tokenizer)
     if not run.schedule.done and start is not None:
         run.measure_start(start.model)
