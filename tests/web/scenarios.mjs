@@ -106,7 +106,7 @@ const problem = () =>
 
 const scenarios = {
   ...faults({ page, slow, complaints, open, written, until, textOf, set, show, problem }),
-  ...visits({ page, home, pages, slow, answered, complaints, open }),
+  ...visits({ page, home, pages, slow, answered, complaints, open, until, textOf, show }),
 
   // A text by the server that the page comes from, and the same one by the browser.
   async server({ query }) {

@@ -91,6 +91,14 @@ def test_a_weight_is_named_with_both_characters(visit, node: Node):
     assert float(made["said"].removeprefix(start).rstrip(".")) == pytest.approx(weight, abs=2e-5)
 
 
+def test_a_link_shows_the_weight_and_the_step(visit):
+    query = QUERY | {"layer": 2, "head": 1, "query": 49, "key": 46, "step": 7}
+    made = visit("link", query=query, other="#tiles?pace=0&length=60&part=part1&n=48&step=30")
+    assert re.match("Layer 3, head 2: “.” at 50 gives “.” at 47 the weight", made["said"])
+    assert made["step"].startswith("Step 8 of") and "step=8" in made["address"]
+    assert made["other"].startswith("Step 31 of") and made["title"].startswith("Tiles – ")
+
+
 def test_tiles_steps_through_every_part(visit):
     made = visit("tiles")
     for part, shown in made.items():

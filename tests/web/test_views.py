@@ -121,6 +121,8 @@ def test_the_address_keeps_all_choices(node):
         "part=part9",
         "weights=int8",
         "layer=-1",
+        "key=-2",
+        "step=1.5",
         "endless=",
         "branches=3:65.5",
         "branches=0.5:65,:,3",

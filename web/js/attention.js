@@ -23,7 +23,7 @@ export function paint(canvas, P, n, from, to, scale = 1) {
 export class AttentionView {
   constructor(page) {
     this.page = page;
-    for (const id of ["query", "key"]) $(id).addEventListener("input", () => this.point());
+    for (const id of ["query", "key"]) $(id).addEventListener("input", () => this.keep());
     const box = document.querySelector(".heat");
     const at = (event) => {
       const { left, top, width, height } = box.getBoundingClientRect();
@@ -31,7 +31,7 @@ export class AttentionView {
       if (!this.T) return;
       $("query").value = cell(event.clientY - top, height);
       $("key").value = cell(event.clientX - left, width);
-      this.point();
+      this.keep();
     };
     box.addEventListener("pointermove", at);
     box.addEventListener("pointerdown", at);
@@ -80,7 +80,10 @@ export class AttentionView {
         make("canvas", {}),
       );
       button.ariaLabel = button.title;
-      button.addEventListener("click", () => this.choose(layer, head));
+      button.addEventListener("click", () => {
+        this.page.choose({ key: -1 });
+        this.choose(layer, head);
+      });
       return button;
     });
     $("maps").replaceChildren(...this.buttons);
@@ -115,7 +118,13 @@ export class AttentionView {
     paint($("heat"), this.P, this.T, colour("--sheet"), colour("--red"));
     const i = Number($("query").value),
       row = this.P.subarray(i * this.T, i * this.T + i + 1);
-    $("key").value = row.indexOf(Math.max(...row));
+    $("key").value = page.choices.key < 0 ? row.indexOf(Math.max(...row)) : page.choices.key;
+    this.point();
+  }
+
+  // What the sliders point at is a choice: a link shows it again.
+  keep() {
+    this.page.choose({ query: Number($("query").value), key: Number($("key").value) });
     this.point();
   }
 

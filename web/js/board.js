@@ -2,7 +2,7 @@
 import { colour } from "./dom.js";
 
 const GAP = 3; // cells between the matrices
-const EDGE = 3; // cells around them
+const EDGE = 4; // cells around them
 const NAMES = { Q: "Q", K: "Kᵀ", V: "Vᵀ", S: "S", O: "O" };
 const SCRATCH = { Kt: "tile of Kᵀ", Qt: "tile of Qᵀ", Ot: "tile of Oᵀ", ml: "m and l" };
 
@@ -102,7 +102,8 @@ export function draw(canvas, view) {
   label("O", left + N + GAP + d / 2, top - 1);
   for (const [m] of view.scratch) {
     const [x, y] = places[m](0, 0);
-    label(m, x + d / 2, y - 0.4);
+    pen.textAlign = "left";
+    label(m, x, y - 0.8);
   }
   pen.textAlign = "right";
   label("K", left - 1, EDGE + d / 2);

@@ -18,7 +18,7 @@ class Page {
   }
 
   async start() {
-    $("build").textContent = `the kernels are the ${build() === "relaxed" ? "relaxed " : ""}SIMD build`;
+    $("build").textContent = `The kernels are the ${build() === "relaxed" ? "relaxed " : ""}SIMD build.`;
     [this.models, this.server] = await Promise.all([Models.open(), openServer()]);
     if (!(this.choices.model in this.models.index)) this.choices.model = Object.keys(this.models.index)[0];
     $("model").replaceChildren(
@@ -55,8 +55,10 @@ class Page {
   show() {
     for (const name of VIEWS) $(name).hidden = name !== this.view;
     for (const link of document.querySelectorAll("nav a")) {
-      if (link.hash === `#${this.view}`) link.setAttribute("aria-current", "page");
+      const isHere = link.hash === `#${this.view}`;
+      if (isHere) link.setAttribute("aria-current", "page");
       else link.removeAttribute("aria-current");
+      if (isHere) document.title = `${link.textContent} – ${$("title").textContent}`;
     }
     for (const [name, view] of Object.entries(this.views)) if (name !== this.view) view.hide?.();
     this.views[this.view].show?.();

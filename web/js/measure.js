@@ -20,7 +20,7 @@ export class MeasureView {
   }
 
   show() {
-    if (!this.points) this.draw(2e10, [2e11, 1e11, 2e10], []);
+    if (!this.points) this.draw(9e10, [], []); // the axes
   }
 
   async measure() {
@@ -104,7 +104,7 @@ export class MeasureView {
     };
     const most = 10 ** Math.ceil(Math.log10(peak * 1.05)),
       least = most / 1e3,
-      [from, to] = [0.0625, 256];
+      [from, to] = [1 / 64, 256];
     const x = (i) =>
       LEFT + ((RIGHT - LEFT) * Math.log(Math.min(to, Math.max(from, i)) / from)) / Math.log(to / from);
     const y = (f) => BOTTOM - ((BOTTOM - TOP) * Math.log(Math.max(f, least) / least)) / Math.log(most / least);
@@ -118,7 +118,7 @@ export class MeasureView {
     }
     for (let i = from; i <= to; i *= 4) {
       add("line", { class: "grid", x1: x(i), x2: x(i), y1: TOP, y2: BOTTOM });
-      add("text", { x: x(i), y: BOTTOM + 18, "text-anchor": "middle" }, i < 1 ? `1/${1 / i}` : i);
+      add("text", { x: x(i), y: BOTTOM + 20, "text-anchor": "middle" }, i < 1 ? `1/${1 / i}` : i);
     }
     add(
       "text",
@@ -126,7 +126,10 @@ export class MeasureView {
       "operations per byte that comes into L1",
     );
     add("text", { x: 0, y: 14 }, "operations a second");
-    bandwidths.forEach((bandwidth) => {
+    const [tall, wide] = [(BOTTOM - TOP) / Math.log(most / least), (RIGHT - LEFT) / Math.log(to / from)];
+    const turn = (Math.atan2(tall, wide) * 180) / Math.PI; // degrees
+    let named = Infinity; // the bandwidth whose name stands above
+    bandwidths.forEach((bandwidth, n) => {
       const ridge = Math.min(to, peak / bandwidth),
         start = Math.max(from, least / bandwidth);
       if (ridge > from)
@@ -134,11 +137,21 @@ export class MeasureView {
           class: "slope",
           d: `M${x(start)} ${y(start * bandwidth)}L${x(ridge)} ${y(ridge * bandwidth)}`,
         });
+      if (ridge <= from || bandwidth > named / 1.4) return; // the name above is its name too
+      named = bandwidth;
+      const same = BUFFERS.filter((_, i) => i >= n && bandwidths[i] > bandwidth / 1.4);
+      const [tx, ty] = [x(start), y(start * bandwidth)];
+      add(
+        "text",
+        { x: tx + 14, y: ty - 6, transform: `rotate(${-turn} ${tx} ${ty})` },
+        same.map(bytes).join(", "),
+      );
     });
-    add("path", {
-      class: "roof",
-      d: `M${x(Math.max(from, peak / Math.max(...bandwidths)))} ${y(peak)}H${RIGHT}`,
-    });
+    if (bandwidths.length)
+      add("path", {
+        class: "roof",
+        d: `M${x(Math.max(from, peak / Math.max(...bandwidths)))} ${y(peak)}H${RIGHT}`,
+      });
     // A name is right of its point, or left of it if another point is there.
     const near = (a, b) => a !== b && x(b.intensity) - x(a.intensity) < 70 && x(b.intensity) >= x(a.intensity);
     for (const point of points.filter(({ moved }) => moved)) {

@@ -18,7 +18,9 @@ export const DEFAULTS = {
   layer: 0,
   head: 0,
   query: -1, // the last one
+  key: -1, // the one with the largest weight
   part: "part4",
+  step: 0,
   n: 32,
   br: 8,
   bc: 8,
@@ -43,6 +45,8 @@ const ADMITTED = {
   layer: [0, 1000, 1],
   head: [0, 1000, 1],
   query: [-1, 100000, 1],
+  key: [-1, 100000, 1],
+  step: [0, 1e6, 1],
   n: [16, 48, 16],
   br: [1, 48, 1],
   bc: [1, 48, 1],

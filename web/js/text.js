@@ -48,7 +48,9 @@ export class Text {
       capacity: endless ? config.block_size : Math.min(config.block_size, ids.length + choices.length),
       forced: known.map(([at, c]) => [at, index.get(c)]),
     });
-    const pace = matchMedia("(prefers-reduced-motion: reduce)").matches ? 0 : choices.pace;
+    // An endless text moves least at its pace.
+    const isStill = matchMedia("(prefers-reduced-motion: reduce)").matches && !endless;
+    const pace = isStill ? 0 : choices.pace;
     const hurry = this.branches.at(-1)?.[0] ?? 0; // a branch's beginning is known
     let start = performance.now();
     while (this.running && (endless || this.written < choices.length)) {

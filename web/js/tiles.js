@@ -33,16 +33,16 @@ export class TilesView {
     this.at = 0;
     $("tiles-form").addEventListener("submit", (event) => event.preventDefault());
     $("tiles-part").addEventListener("change", () => {
-      page.choose({ part: $("tiles-part").value });
+      page.choose({ part: $("tiles-part").value, step: 0 });
       this.make();
     });
     $("tiles-n").addEventListener("change", () => {
-      page.choose({ n: Number($("tiles-n").value) });
+      page.choose({ n: Number($("tiles-n").value), step: 0 });
       this.load();
     });
     $("tiles-head").addEventListener("change", () => {
       const [layer, head] = $("tiles-head").value.split(",").map(Number);
-      page.choose({ layer, head });
+      page.choose({ layer, head, key: -1 });
       this.load();
     });
     for (const id of FIELDS)
@@ -56,15 +56,15 @@ export class TilesView {
     });
     $("tiles-at").addEventListener("input", () => {
       this.pause();
-      this.go(Number($("tiles-at").value));
+      this.move(Number($("tiles-at").value));
     });
     $("tiles-back").addEventListener("click", () => {
       this.pause();
-      this.go(this.at - 1);
+      this.move(this.at - 1);
     });
     $("tiles-on").addEventListener("click", () => {
       this.pause();
-      this.go(this.at + 1);
+      this.move(this.at + 1);
     });
     $("tiles-play").addEventListener("click", () => (this.playing ? this.pause() : this.play()));
     onTheme(() => this.steps && this.go(this.at));
@@ -153,7 +153,7 @@ export class TilesView {
       l2 = Math.max(l1, 2 ** choices.l2);
     $("l1-out").textContent = bytes(l1);
     $("l2-out").textContent = bytes(l2);
-    const share = keep && this.steps ? this.at / this.steps.length : 0;
+    const share = keep && this.steps ? this.at / this.steps.length : null;
     this.part = part;
     this.steps = steps(part, this.sizes);
     const memory = matrices(part, this.sizes);
@@ -169,7 +169,8 @@ export class TilesView {
     $("row").max = N - 1;
     this.pinned &&= keep;
     $("tiles-at").max = this.steps.length - 1;
-    this.go(Math.round(share * this.steps.length));
+    if (share === null) this.go(choices.step);
+    else this.move(Math.round(share * this.steps.length));
   }
 
   showCode() {
@@ -183,6 +184,12 @@ export class TilesView {
     this.lines = text.split("\n").map((line) => make("span", { textContent: line || " " }));
     $("source").replaceChildren(...this.lines);
     $("source").setAttribute("aria-label", name);
+  }
+
+  // To a step that someone chose; a link shows it again.
+  move(at) {
+    this.page.choose({ step: Math.max(0, Math.min(at, this.steps.length - 1)) });
+    this.go(this.page.choices.step);
   }
 
   // Shows a step.
@@ -293,12 +300,13 @@ export class TilesView {
 
   async play() {
     this.playing = true;
+    $("step").ariaBusy = "true"; // a screen reader reads the step where it stops
     $("tiles-play").textContent = "Pause";
     if (this.at === this.steps.length - 1) this.at = -1;
     for (let last = -Infinity; this.playing; await frame()) {
       if (performance.now() - last < A_STEP_MS) continue;
       last = performance.now();
-      this.go(this.at + 1);
+      this.move(this.at + 1);
       if (this.at === this.steps.length - 1) break;
     }
     this.pause();
@@ -306,6 +314,7 @@ export class TilesView {
 
   pause() {
     this.playing = false;
+    $("step").ariaBusy = "false";
     $("tiles-play").textContent = "Play";
   }
 }

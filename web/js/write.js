@@ -79,6 +79,9 @@ export class WriteView {
     });
     $("position").addEventListener("input", () => this.select(Number($("position").value)));
     $("text").addEventListener("click", (event) => this.touch(event));
+    $("file").addEventListener("click", () => {
+      $("file").value = ""; // the same file, repaired, is a choice too
+    });
     $("file").addEventListener("change", () => this.page.openFiles([...$("file").files]));
   }
 
@@ -137,7 +140,7 @@ export class WriteView {
 
   restart() {
     this.read();
-    return this.write({ branches: "" });
+    return this.write({ branches: "", query: -1, key: -1, step: 0 });
   }
 
   async write(changes = {}) {
@@ -159,6 +162,7 @@ export class WriteView {
     $("next").hidden = byServer; // the server sends no logits
     this.clear(text);
     $("halt").disabled = false;
+    $("write-status").ariaBusy = "true"; // a screen reader says how much was written at the end
     $("unbranch").hidden = branches.length === 0;
     try {
       await text.run((piece, whole) => {
@@ -171,6 +175,7 @@ export class WriteView {
     if (this.text !== text) return;
     text.running = false;
     $("halt").disabled = true;
+    $("write-status").ariaBusy = "false";
     if (this.page.engine !== engine) return; // the next text's model
     this.drawBars();
     this.status();
@@ -216,7 +221,9 @@ export class WriteView {
   showCommand() {
     const { command, why } = commandFor(this.choices, this.page.own);
     $("command-note").firstChild.data = why ?? "The command that writes the same text: ";
-    $("command").textContent = command ?? "";
+    const words = (command ?? "").split(/(?<= )(--?[a-z-]+)/); // each second one is an option: no line ends in it
+    const whole = (textContent) => make("span", { className: "named", textContent });
+    $("command").replaceChildren(...words.map((word, i) => (i % 2 ? whole(word) : word)));
   }
 
   // A click on the text.
