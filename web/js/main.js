@@ -62,7 +62,7 @@ class Page {
     }
     for (const [name, view] of Object.entries(this.views)) if (name !== this.view) view.hide?.();
     this.views[this.view].show?.();
-    this.remember();
+    this.setAddress(); // at once: the link that was followed lacks the choices
   }
 
   choose(changes) {
@@ -73,7 +73,12 @@ class Page {
   // Soon, because browsers limit how often an address may change.
   remember() {
     clearTimeout(this.timer);
-    this.timer = setTimeout(() => history.replaceState(null, "", format(this.view, this.choices)), 300);
+    this.timer = setTimeout(() => this.setAddress(), 300);
+  }
+
+  setAddress() {
+    clearTimeout(this.timer);
+    history.replaceState(null, "", format(this.view, this.choices));
   }
 
   offerPrecisions() {
