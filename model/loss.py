@@ -12,15 +12,15 @@ from model.gpt import GPT
 
 
 @torch.no_grad()
-def evaluate(model: GPT, ids: Tensor, batch_chars: int = 16_384) -> float:
-    """Mean loss in nats per token over contiguous windows of the block size.
+def evaluate(model: GPT, ids: Tensor, batch_chars: int = 16_384, block_size: int | None = None) -> float:
+    """Mean loss in nats per token over contiguous windows of the block size, or of a smaller one.
 
     ids: (N,), N >= 2. Windows do not overlap; the last one may be shorter. Each token but the first
     is predicted once, from the tokens before it in its window. Raises ValueError if N < 2.
     """
     if len(ids) < 2:
         raise ValueError(f"ids has {len(ids)} tokens; it must have at least 2")
-    T = model.config.block_size
+    T = block_size or model.config.block_size
     inputs, targets = ids[:-1], ids[1:]
     whole = len(inputs) // T * T
     rows = max(1, batch_chars // T)

@@ -89,8 +89,12 @@ FINE_TUNING = replace(
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Fraction of the peak learning rate of a run by steps: linear warm-up, then the decay to 0."""
-    if step < recipe.warmup:
-        return (step + 1) / recipe.warmup
-    progress = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+    """Fraction of the peak learning rate of a run by steps: linear warm-up, then the decay to 0.
+
+    The warm-up takes at most a tenth of the steps.
+    """
+    warmup = min(recipe.warmup, max(1, recipe.steps // 10))
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, recipe.steps - warmup)
     return DECAYS[recipe.decay](min(1.0, progress))

@@ -84,6 +84,10 @@ def train(
         "torch": torch.__version__,
         **(about or {}),
     }
+    if start is not None:
+        identity["init_sha256"] = _sha256(start.model)
+    if old_text is not None:
+        identity["old_corpus_sha256"] = hashlib.sha256(old_text.encode()).hexdigest()
     run = _Run(trainer, material, out, watcher, identity)
     if old_text is not None and start is not None:
         run.old = encode(old_text, start.tokenizer)  # type: ignore[arg-type]  # fitted() has refused others
@@ -159,7 +163,7 @@ class _Run:
         self._losses = 1
         self._loss_sum.fill_(math.nan)
         if self.old is not None:
-            self.record["old_loss_before"] = _old_loss(model, self.old)
+            self.record["old_loss_before"] = _old_loss(model, self.old, self.trainer.recipe.block_size)
         self._evaluate()
 
     def _evaluate(self) -> None:
@@ -220,7 +224,7 @@ class _Run:
             self.record["val_loss"] = self._loss(self.validation)
             self.record["test_loss"] = self._loss(self.test)
             if self.old is not None:
-                self.record["old_loss_after"] = _old_loss(self.trainer.averaged, self.old)
+                self.record["old_loss_after"] = _old_loss(self.trainer.averaged, self.old, recipe.block_size)
             seconds = schedule.elapsed()
             self.record |= {"steps": schedule.done, "seconds": round(seconds, 1)}
             self.record["characters_per_second"] = round(schedule.done * self._batch(recipe) / seconds)
@@ -252,11 +256,15 @@ class _Run:
         if self.out is None:
             return
         start = time.monotonic()
+        if not math.isfinite(total := self._loss_sum.item()):  # nothing can go on from such weights
+            raise ValueError(
+                f"the training loss is {total} before step {self.schedule.done}: training diverged"
+            )
         tensors = self.trainer.state_dict() | {f"best.{name}": t for name, t in self.best.items()}
         progress = {
             "schedule": self.schedule.state(),
             "record": self.record,
-            "losses": [self._loss_sum.item(), self._losses],
+            "losses": [total, self._losses],
             "evaluated_at": self._evaluated_at,
             "best_loss": self.best_loss if self.best else None,
         }
@@ -303,14 +311,22 @@ def _held_out(ids: Tensor, trainer: Trainer, most: int | None) -> Tensor:
     return ids.to(trainer.device)
 
 
-def _old_loss(model: GPT, ids: Tensor) -> float:
-    """The model's loss on the last tenth of a text, or on evenly spaced windows of it."""
+def _old_loss(model: GPT, ids: Tensor, block_size: int) -> float:
+    """The model's loss on the last tenth of a text, or on evenly spaced windows of it, of this size."""
     held_out = ids[int(0.9 * len(ids)) :]
     device = next(model.parameters()).device
     if len(held_out) > MOST_OLD:
-        chosen = windows(held_out, model.config.block_size, MOST_OLD)
+        chosen = windows(held_out, min(block_size, len(held_out) - 1), MOST_OLD)
         return evaluate_windows(model, chosen.to(device))
-    return evaluate(model, held_out.to(device))
+    return evaluate(model, held_out.to(device), block_size=block_size)
+
+
+def _sha256(model: GPT) -> str:
+    """A hash of the model's weights."""
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _copied(model: GPT) -> dict[str, Tensor]:

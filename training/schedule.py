@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 from training.recipe import DECAYS, Recipe, learning_rate
 
-EVALUATIONS = 40  # of a run by time, at most
+EVALUATIONS = 40  # of a run by time, at most; of a long one more
+LONGEST_WAIT = 60.0  # seconds between two evaluations, unless they take long
 EVALUATING = 0.03  # share of the time that they may take
 MOST_STEPS = 10  # that one slow step may count as
 
@@ -98,7 +99,10 @@ class ByTime:
     later; it does not cut the decay of the learning rate short.
     """
 
-    STATE = ("done", "seconds", "finishing", "step_seconds", "_evaluating", "_next_evaluation")
+    STATE = (
+        *("done", "seconds", "finishing", "step_seconds"),
+        *("_evaluating", "_evaluation_seconds", "_next_evaluation"),
+    )
 
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.minutes is not None
@@ -106,7 +110,9 @@ class ByTime:
         self.finishing = 0.0  # estimated by the run, again and again
         self.step_seconds = 0.0  # of a usual step
         self._evaluating = 0.0  # seconds
-        self._next_evaluation = self._budget / EVALUATIONS
+        self._evaluation_seconds = 0.0  # of a usual one
+        self._wait = min(self._budget / EVALUATIONS, LONGEST_WAIT)
+        self._next_evaluation = self._wait
 
     @property
     def _budget(self) -> float:
@@ -130,9 +136,12 @@ class ByTime:
         self._lap = lap
 
     def evaluated(self, seconds: float) -> None:
-        self._evaluating += seconds
-        share = (self._evaluating + seconds) / EVALUATING  # with the next one, which takes as long
-        self._next_evaluation = max(self.elapsed() + self._budget / EVALUATIONS, share)
+        usual = self._evaluation_seconds
+        counted = min(seconds, MOST_STEPS * usual) if usual else seconds
+        self._evaluation_seconds = min(usual, counted) if usual else counted
+        self._evaluating += counted
+        share = (self._evaluating + counted) / EVALUATING  # with the next one, which takes as long
+        self._next_evaluation = max(self.elapsed() + self._wait, share)
 
     def rate(self) -> float:
         progress = self.progress()

@@ -11,18 +11,16 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from app.cli.options import notice, on_command_line, set_threads, size_option, take, threads_option
 from attention_ext import BuildError
 from attention_ext.parts import with_gradient
+from training.recipe import OWN_TEXT, RECIPES, Recipe
 
-if TYPE_CHECKING:
-    from training.recipe import Recipe
-
-SHIPPED = ("shakes128", "shakes256", "shakes1024", "shakes2048")
+SHIPPED = tuple(RECIPES)
 OWN_ONLY = ("minutes", "init", "old_corpus", "block_size", "batch_chars")  # options
 LONGEST = 100_000  # minutes
 LARGEST_BLOCK, LARGEST_BATCH = 2**16, 2**24  # characters
@@ -212,8 +210,6 @@ def chosen_recipe(o: TrainOptions) -> Recipe:
     """The recipe of the name with what the options change."""
     import dataclasses
 
-    from training.recipe import OWN_TEXT, RECIPES
-
     recipe = RECIPES.get(o.name, OWN_TEXT)
     changed: dict[str, Any] = {
         name: value
@@ -221,7 +217,7 @@ def chosen_recipe(o: TrainOptions) -> Recipe:
         if (value := getattr(o, name)) is not None
     }
     if o.steps is not None and o.name not in RECIPES:
-        changed |= {"minutes": None, "eval_every": max(1, o.steps // 20)}
+        changed |= {"minutes": None, "eval_every": math.ceil(o.steps / 20)}
     return dataclasses.replace(recipe, **changed)
 
 
@@ -230,14 +226,12 @@ def default_part(o: TrainOptions) -> str:
     if o.name in SHIPPED or o.device == "cuda":
         return "part0"
     from attention_ext import extension
-    from attention_ext.build import toolchain
 
     try:
-        toolchain.find_compiler()
+        extension.load()
     except BuildError as error:
         notice(f"gpt.py: warning: {error}; training with part0")
         return "part0"
-    extension.load()
     return "part4"
 
 

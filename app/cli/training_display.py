@@ -159,7 +159,7 @@ def picture(name: str, status: Status, sample: str, console: Console) -> Group:
     )
     width = min(PLOT_COLUMNS + 8, console.width)
     full = round(width * status.progress)
-    parts: list = [head, Text("━" * full, VALIDATION) + Text("━" * (width - full), "dim")]
+    parts: list = [head, Text("━" * full, VALIDATION) + Text("─" * (width - full), "dim")]
     if status.curve:
         parts += curves(status.curve, max(1, width - 8), status.progress)
     if sample:
@@ -241,7 +241,10 @@ def cell(top: str, bottom: str) -> tuple[str, str]:
 def watch(name: str, quiet: bool) -> Iterator[Display]:
     """The picture where a person sees it, else lines; closed at the end, however it ends."""
     seen = all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
-    display: Display = Picture(name, Console(stderr=True)) if seen and not quiet else Lines(quiet)
+    console = Console(stderr=True)
+    # The curves differ by their colors only.
+    drawn = seen and not quiet and not console.is_dumb_terminal and not console.no_color
+    display: Display = Picture(name, console) if drawn else Lines(quiet)
     try:
         yield display
     finally:

@@ -117,8 +117,8 @@ def test_every_decay_goes_from_the_peak_to_zero(decay):
     rates = [DECAYS[decay](i / 100) for i in range(101)]
     assert rates[0] == 1.0 and rates[-1] == pytest.approx(0)
     assert all(a >= b for a, b in zip(rates, rates[1:]))
-    recipe = dataclasses.replace(OWN_TEXT, steps=100, minutes=None, decay=decay)
-    assert learning_rate(recipe, 49) == 1.0 and learning_rate(recipe, 100) == pytest.approx(0)
+    recipe = dataclasses.replace(OWN_TEXT, steps=500, minutes=None, decay=decay)
+    assert learning_rate(recipe, 49) == 1.0 and learning_rate(recipe, 500) == pytest.approx(0)
 
 
 def test_by_steps_evaluates_after_every_so_many_and_the_last(clock):
@@ -136,3 +136,20 @@ def test_the_average_reaches_back_over_a_share_of_the_steps():
     decays = [OWN_TEXT.average_decay(done) for done in (0, 10, 100, 1000, 10**6)]
     assert decays[:2] == [0, 0] and decays == sorted(decays)
     assert decays[3] == pytest.approx(1 - 1 / (OWN_TEXT.window * 1000)) and decays[4] == OWN_TEXT.average
+
+
+@pytest.mark.parametrize("steps", [1, 9, 30, 50, 51, 500])
+def test_a_short_run_warms_up_for_a_tenth_of_its_steps(steps):
+    recipe = dataclasses.replace(OWN_TEXT, minutes=None, steps=steps)
+    rates = [learning_rate(recipe, step) for step in range(steps)]
+    assert max(rates) == 1 == rates[max(1, steps // 10) - 1]
+    assert steps < 30 or rates[-1] < 0.05
+
+
+def test_a_stalled_evaluation_does_not_end_all_later_ones(clock):
+    by_time = ByTime(dataclasses.replace(OWN_TEXT, minutes=3.0))
+    by_time.begin(clock.now)
+    for seconds in (0.1, 30.0):
+        clock.now += seconds
+        by_time.evaluated(seconds)
+    assert by_time._next_evaluation < 90  # half of the run

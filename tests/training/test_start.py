@@ -12,6 +12,7 @@ from training_texts import TINY, words
 from model.checkpoint import Checkpoint, load
 from model.loss import evaluate
 from model.tokenizer import CharTokenizer
+from training import run
 from training.recipe import FINE_TUNING, OWN_TEXT
 from training.run import train
 from training.start import fitted, recipe_of
@@ -118,3 +119,13 @@ def test_a_vocabulary_of_thousands_of_characters_is_learnt(tmp_path):
     loaded = load(str(tmp_path))
     assert len(loaded.tokenizer) > 3000 and record["test_loss"] < 9
     assert CharTokenizer.from_text(text).characters == loaded.tokenizer.characters
+
+
+def test_what_is_forgotten_is_measured_with_one_block_size():
+    """Without a step the losses before and after are the same, also where the run's block is smaller."""
+    start, old = tiny.gpt(), tiny.VOCABULARY
+    text = words(4000, "abcdefgh", seed=2)
+    ids = torch.tensor(old.encode(text))
+    shorter, _, _ = fitted(Checkpoint(start, old), text, 8, seed=0)
+    assert run._old_loss(start, ids, 8) == pytest.approx(run._old_loss(shorter, ids, 8), rel=1e-6)
+    assert run._old_loss(start, ids, 8) != pytest.approx(run._old_loss(start, ids, 16), rel=1e-6)

@@ -21,8 +21,7 @@ from support import ROOT
 from training_texts import words
 
 from app.cli import train as command
-from attention_ext import BuildError
-from attention_ext.build import toolchain
+from attention_ext import BuildError, extension
 from model.checkpoint import load, save
 from training.recipe import OWN_TEXT, RECIPES
 
@@ -97,7 +96,7 @@ def test_without_a_compiler_it_trains_with_part0(cli, monkeypatch):
     def missing():
         raise BuildError("no C++ compiler was found")
 
-    monkeypatch.setattr(toolchain, "find_compiler", missing)
+    monkeypatch.setattr(extension, "load", missing)
     done = cli("train", "mine", *SMALL, "--steps", 1)
     assert done.returncode == 0
     assert "gpt.py: warning: no C++ compiler was found; training with part0\n" in done.stderr
