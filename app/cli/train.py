@@ -203,7 +203,7 @@ def run_it(o: TrainOptions, text: str, directory: Path) -> None:
             saved = (directory / FILE).is_file()
             notice(f"stopped; to go on: {command_to_resume()}" if saved else "stopped before the first step")
             raise
-    print_end(record, directory)
+    print_end(record, directory, text)
 
 
 def chosen_recipe(o: TrainOptions) -> Recipe:
@@ -264,7 +264,7 @@ def command_to_resume() -> str:
     return f"python gpt.py {shlex.join(words)} --resume"
 
 
-def print_end(record: dict[str, Any], directory: Path) -> None:
+def print_end(record: dict[str, Any], directory: Path, text: str) -> None:
     """Print the losses, the speed, and how to write text."""
     if "test_loss" in record:
         if "old_loss_before" in record:
@@ -278,4 +278,7 @@ def print_end(record: dict[str, Any], directory: Path) -> None:
     else:
         best = f"{record['val_loss']:.4f} nats per character, at step {record['best_step']}"
         notice(f"best validation loss {best}")
-    click.echo(f"wrote {directory}; write text with it: python gpt.py part4 --inference -m {directory}")
+    # --inference begins with a line end, which a text of one line lacks
+    prompt = "" if "\n" in text else f" --prompt {shlex.quote(text[0])}"
+    command = f"python gpt.py part4 --inference -m {shlex.quote(str(directory))}{prompt}"
+    click.echo(f"wrote {directory}; write text with it: {command}")

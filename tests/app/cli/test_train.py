@@ -92,6 +92,16 @@ def test_a_checkpoint_is_replaced_only_if_that_is_asked_for(cli, failed):
     assert cli(*arguments, "--overwrite").returncode == 0
 
 
+def test_a_text_of_one_line_ends_with_a_command_that_works(cli, tmp_path):
+    """--inference begins with a line end, which the vocabulary of such a text lacks."""
+    line = tmp_path / "line.txt"
+    line.write_text(words(3000).replace("\n", " "))
+    done = cli("train", "mine", "--corpus", line, "--steps", 1, "--block-size", 8, "--part", "part0")
+    command = shlex.split(done.stdout.split("write text with it: python gpt.py ")[1])
+    written = cli(*command, "--num-samples", 1, "--max-new-tokens", 5)
+    assert (done.returncode, written.returncode) == (0, 0), written.stderr
+
+
 def test_without_a_compiler_it_trains_with_part0(cli, monkeypatch):
     def missing():
         raise BuildError("no C++ compiler was found")
