@@ -4,20 +4,23 @@ python := .venv/bin/python
 eslint := tests/web/node_modules/.bin/eslint
 cpp := $(shell git ls-files '*.cpp' '*.cu' '*.h' 2>/dev/null)
 
-.PHONY: help setup test robustness lint format bench figures docs web ci
+.PHONY: help setup test test-all robustness lint format bench figures docs web ci
 
 help:  ## List these tasks
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 setup:  ## Make .venv with all that the tests need
 	python3 -m venv .venv
 	.venv/bin/pip install -c constraints.txt -e '.[test]'
 
-test:  ## Run the tests, some minutes
+test:  ## Run the tests of every feature, some minutes
 	$(python) -m pytest
 
-robustness:  ## Run the stress tests in full, most of an hour
-	ROBUSTNESS=full $(python) -m pytest tests/robustness
+test-all:  ## Run all tests, half an hour
+	$(python) -m pytest -m ""
+
+robustness:  ## Run the stress tests with all their cases, most of an hour
+	ROBUSTNESS=full $(python) -m pytest -m "" tests/robustness
 
 lint:  ## Check format, style and types
 	.venv/bin/ruff format --check

@@ -24,6 +24,10 @@ from attention_ext import PARTS, BuildError, extension, tiles
 from attention_ext.build import toolchain
 from lab import saved
 
+# The workers of pytest-xdist share the cores.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
+
 
 @pytest.fixture(autouse=True)
 def own_tiles(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):

@@ -11,6 +11,8 @@ from support import ROOT
 
 from attention_ext import processor
 
+pytestmark = pytest.mark.full
+
 # Hides files of Linux, its names in os, and functions of its C library. The processor's features are given:
 # they come from such a file, and decide which build is taken.
 RUN = """

@@ -12,6 +12,8 @@ import sys
 import pytest
 from support import ROOT, copy_tree
 
+pytestmark = pytest.mark.full
+
 KERNEL = """
 // Part 5, from a test: plain loops, one query at a time. Scratch: Nk floats. Threads: 1.
 #include "attention.h"

@@ -9,8 +9,10 @@ import pytest
 import attention_ext
 from attention_ext import SIMD, BuildError, extension
 
+ALL = [name if name == "portable" else pytest.param(name, marks=pytest.mark.full) for name in SIMD[1:]]
 
-@pytest.fixture(params=SIMD[1:])
+
+@pytest.fixture(params=ALL)
 def simd(request, monkeypatch):
     """The module's attention() over each implementation of the SIMD helpers."""
     request.getfixturevalue("extension")

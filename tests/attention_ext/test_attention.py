@@ -278,7 +278,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("simd", ["off"], indirect=True)  # once is enough
+@pytest.mark.parametrize("simd", ["portable"], indirect=True)  # once is enough
 @pytest.mark.parametrize("change, error, message", WRONG, ids=[w[2][:30] for w in WRONG])
 def test_wrong_arguments_are_named(change, error, message):
     arguments = dict(part="part4", q=Q, k=Q, v=Q) | change
@@ -286,7 +286,7 @@ def test_wrong_arguments_are_named(change, error, message):
         attention_ext.attention(**arguments)
 
 
-@pytest.mark.parametrize("simd", ["off"], indirect=True)
+@pytest.mark.parametrize("simd", ["portable"], indirect=True)
 @pytest.mark.parametrize("part", ["part0", "part4"])
 def test_wrong_tensors_compile_nothing(part, monkeypatch):
     """They are named before a kernel is built, by part0 in the same words."""

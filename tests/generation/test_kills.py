@@ -29,6 +29,8 @@ from generation import bulk, cluster, processes
 from generation.bulk import BulkError, LocalPool
 from generation.shards import Shard, Task
 
+pytestmark = pytest.mark.full
+
 KILLS = 10
 
 

@@ -26,6 +26,8 @@ from attention_ext.build import cache as cache_of_builds
 from attention_ext.build import recipes, toolchain
 from robustness import small_build
 
+pytestmark = pytest.mark.full
+
 SCRIPT = Path(__file__).with_name("small_build.py")
 REAL = "from attention_ext import extension; extension.load(); print(extension.describe())"
 VERSION = 'case "$*" in *--version*) exit 0;; esac'

@@ -29,6 +29,8 @@ from model import checkpoint
 from model.checkpoint import CheckpointError, load, save
 from model.tokenizer import VocabularyError
 
+pytestmark = pytest.mark.full
+
 REFUSED = (CheckpointError, VocabularyError)
 
 

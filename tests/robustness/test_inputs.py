@@ -18,6 +18,8 @@ from lab import machine
 from model.checkpoint import save
 from model.tokenizer import CharTokenizer
 
+pytestmark = pytest.mark.full
+
 BLOCK = 16
 SEPARATOR = "\n---------------\n"
 # A character of each Unicode plane, and characters that terminals or decoders treat specially.

@@ -26,6 +26,8 @@ from attention_ext.build import recipes, toolchain
 from attention_ext.build.recipes import CSRC
 from attention_ext.parts import BuildError
 
+pytestmark = pytest.mark.full
+
 HERE = Path(__file__).parent
 ARM = platform.machine() in ("arm64", "aarch64")
 CHECKED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]

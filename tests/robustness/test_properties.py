@@ -22,6 +22,8 @@ from attention_ext.extension import load
 from attention_ext.reference import merge
 from robustness.conftest import FULL
 
+pytestmark = pytest.mark.full
+
 EXAMPLES = settings(max_examples=300 if FULL else 15, deadline=None, derandomize=True)
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "(B, H, N, d)": lambda t: t.contiguous(),

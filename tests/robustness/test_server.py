@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from support import ROOT
 
+pytestmark = pytest.mark.full
+
 pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
 REQUESTS = (10_000, 300)

@@ -61,7 +61,7 @@ def page_folder(wasm: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=BROWSERS)
+@pytest.fixture(params=["chromium", pytest.param("firefox", marks=pytest.mark.full)])
 def visit(request: pytest.FixtureRequest, node_program: str, page_folder: Path, tmp_path: Path):
     """Return a function that runs a scenario of scenarios.mjs in each browser and gives what it returns.
 

@@ -11,6 +11,7 @@ import pytest
 from web import build
 
 
+@pytest.mark.full
 def test_two_builds_at_once_make_one_page(wasm, tmp_path):
     with ThreadPoolExecutor(2) as pool:
         made = list(pool.map(build.make, [tmp_path / "page"] * 2))

@@ -102,6 +102,7 @@ def test_without_ziglang_it_says_what_to_install(failed, tmp_path, monkeypatch):
     assert "pip install ziglang" in failed("web", "--build", "--out", tmp_path / "page")
 
 
+@pytest.mark.full
 def test_a_source_that_does_not_compile_is_one_line(cli, tmp_path, monkeypatch):
     if not importlib.util.find_spec("ziglang"):
         pytest.skip(build.NO_ZIG)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from support import script, start_python
 
+pytestmark = pytest.mark.full
+
 LOAD = "from attention_ext import extension; extension.load(); print(extension.describe())"
 VERSION = 'case "$*" in *--version*) exit 0;; esac'
 TRY = """
