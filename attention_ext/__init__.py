@@ -100,9 +100,10 @@ def attention(
     keys. Sums and the softmax are float32. With AMX part4 cuts the softmax's weights to bfloat16, divides by
     the sum of what is left, and copies V, so its scratch grows with N.
 
-    A NaN affects only the rows that see it. Denormal numbers count as 0. part0 and, for float32 on the CPU,
-    part4 compute gradients, also of the logsumexp. part4 does so by FlashAttention-2, without N x N numbers;
-    its gradients have none themselves.
+    A NaN or infinity in q reaches its row only; in a key or value that is seen, the queries that see it; in a
+    masked key or value it may reach the rows of the same tile, as in PyTorch. Denormal numbers count as 0.
+    part0 and, for float32 on the CPU, part4 compute gradients, also of the logsumexp. part4 does so by
+    FlashAttention-2, without N x N numbers; its gradients have none themselves.
     Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, each naming the
     argument, and BuildError if the extension or a CUDA kernel cannot be compiled.
     """

@@ -22,22 +22,13 @@ def attention(
     if causal:
         s = s.masked_fill(~visible(q.shape[2], k.shape[2], s.device), -torch.inf)
     p = torch.softmax(s, dim=-1)
-    compiling = torch.compiler.is_compiling()  # a compiled graph cannot branch on values
-    out = p @ v if not causal or compiling or v.sum().isfinite() else _without_hidden_values(p, v)
-    out = out.to(dtype)
+    out = (p @ v).to(dtype)
     return (out, torch.logsumexp(s, dim=-1)) if return_lse else out
 
 
 def visible(Nq: int, Nk: int, device: torch.device | None = None) -> Tensor:
     """The causal mask: (Nq, Nk), True where query i sees key j."""
     return torch.ones(Nq, Nk, dtype=torch.bool, device=device).tril(Nk - Nq)
-
-
-def _without_hidden_values(p: Tensor, v: Tensor) -> Tensor:
-    """p @ v, row by row: a hidden NaN or inf in v, times a weight of 0, would be NaN."""
-    hidden = v.shape[2] - p.shape[2]
-    rows = [p[:, :, i, None, : i + 1 + hidden] @ v[:, :, : i + 1 + hidden] for i in range(p.shape[2])]
-    return torch.cat(rows, dim=2)
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

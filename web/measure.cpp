@@ -56,7 +56,7 @@ Call* open_call(int32_t part, int32_t H, int32_t N, int32_t d, int32_t Br, int32
     return call;
 }
 
-EXPORT(run_call) void run_call(Call* call) { call->part.kernel(call->a, call->scratch); }
+EXPORT(run_call) void run_call(Call* call) { call->part.attention(call->a, call->scratch); }
 EXPORT(output_of) const float* output_of(const Call* call) { return call->out; }
 EXPORT(close_call) void close_call(Call* call) { delete call; }
 

@@ -41,7 +41,7 @@ void attend(const Observation& o, int64_t layer, float* A) {
         a.q = {o.head(layer, h, 0), 0, 0, o.ldQ, 1};
         a.k = {o.head(layer, h, 1), 0, 0, o.ldQ, 1};
         a.v = {o.head(layer, h, 2), 0, 0, o.ldQ, 1};
-        FLASH.kernel(a, scratch);
+        FLASH.attention(a, scratch);
         for (int64_t t = 0; t < T; t++) std::copy_n(out + t * d, d, A + (t * o.H + h) * d);
     }
 }

@@ -3,12 +3,12 @@
 //   out = softmax(scale * q k^T) v        per batch and head
 //
 // q, k, v and out are float32, for part 4 also bfloat16; lse and all arithmetic are float32.
-// q (B, H, Nq, d); k, v (B, H, Nk, d): strided, the last dimension contiguous. Exception: part 4, for up to
-// part4::FEW queries, also takes k transposed, either as one matrix (row_stride 1) or as consecutive panels of
-// Bc keys, each (d, Bc) and padded (row_stride d, col_stride Bc). With panels kv may be bf16: then the rows of
-// the panels and of v are simd::Bf16Pairs, v's padded with any numbers. All strides but k's row_stride, d,
-// count words of 32 bits (col_stride of k: Bc / 2). out (B, H, Nq, d), lse (B, H, Nq) or null: contiguous.
-// causal: query i sees the keys j <= i + (Nk - Nq); Nq <= Nk.
+// q (B, H, Nq, d); k, v (B, H, Nk, d): strided, the last dimension contiguous. Exception: flash_decoding.cpp
+// also takes k transposed, for at most part4::FEW queries, either as one matrix (row_stride 1) or as
+// consecutive panels of Bc keys, each (d, Bc) and padded (row_stride d, col_stride Bc). With panels kv may be
+// bf16: then the rows of the panels and of v are Bf16Pairs, v's padded with any numbers. All strides but k's
+// row_stride, d, count words of 32 bits (col_stride of k: Bc / 2). out (B, H, Nq, d), lse (B, H, Nq) or null:
+// contiguous. causal: query i sees the keys j <= i + (Nk - Nq); Nq <= Nk.
 #pragma once
 
 #include <cstdint>
@@ -26,21 +26,28 @@ struct MatricesOf {  // one (N, d) matrix per batch and head; strides in element
 
 using Matrices = MatricesOf<float>;
 
-template <class Element>
-struct AttentionOf {
+struct AttentionSizes {
     int64_t B, H, Nq, Nk, d;
-    MatricesOf<Element> q, k, v;
-    Element* out;
-    float* lse;
     bool causal;
     float scale;
     int64_t Br, Bc;  // part 4's tile, at most Nq and Nk
     int threads;
-    CachePrecision kv;  // of k and v
 
     // Number of keys that query i sees: they are 0 .. visible(i) - 1.
     int64_t visible(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
+};
 
+template <class Element>
+struct AttentionOf : AttentionSizes {
+    MatricesOf<Element> q, k, v;
+    Element* out;
+    float* lse;
+    CachePrecision kv;  // of k and v
+
+    // The matrices of one of the B * H heads.
+    const Element* q_of(int64_t head) const { return q.at(head / H, head % H); }
+    const Element* k_of(int64_t head) const { return k.at(head / H, head % H); }
+    const Element* v_of(int64_t head) const { return v.at(head / H, head % H); }
     Element* out_at(int64_t b, int64_t h) const { return out + (b * H + h) * Nq * d; }
     float* lse_at(int64_t b, int64_t h) const { return lse ? lse + (b * H + h) * Nq : nullptr; }
 };

@@ -10,21 +10,15 @@
 
 // A row for each part. Part `number` with the kernel `name` has the functions name_scratch and name_attention,
 // the file cpu/number_name.cpp and the operator number_name.
-// tiled: takes Br and Bc. transposed: for up to so many queries it also takes K transposed, and then K and V in
-// bf16, as attention.h describes. in_bf16: its functions for bfloat16 tensors, or none.
+// tiled: takes Br and Bc. few: its functions for few queries, or none. bf16: those for bfloat16 tensors, or
+// none.
 //
-//         number, name, tiled, transposed, in_bf16
-#define EACH_PART(PART)                  \
-    PART(part1, naive, false, 0, none)   \
-    PART(part2, blocked, false, 0, none) \
-    PART(part3, fused, false, 0, none)   \
-    PART(part4, flash, true, part4::FEW, flash_in_bf16)
-
-#define DECLARE_PART(number, name, tiled, transposed, in_bf16) \
-    int64_t name##_scratch(const Attention&);                  \
-    void name##_attention(const Attention&, float* scratch);
-EACH_PART(DECLARE_PART)
-#undef DECLARE_PART
+//         number, name, tiled, few, bf16
+#define EACH_PART(PART)                     \
+    PART(part1, naive, false, none, none)   \
+    PART(part2, blocked, false, none, none) \
+    PART(part3, fused, false, none, none)   \
+    PART(part4, flash, true, flash_decoding, flash_bf16)
 
 template <class Element>
 struct Kernel {
@@ -32,24 +26,61 @@ struct Kernel {
     void (*attention)(const AttentionOf<Element>&, float* scratch);
 };
 
-int64_t flash_in_bf16_scratch(const AttentionOf<Bf16>&);
-void flash_in_bf16_attention(const AttentionOf<Bf16>&, float* scratch);
-inline constexpr Kernel<Bf16> none{}, flash_in_bf16{flash_in_bf16_scratch, flash_in_bf16_attention};
-
-struct Part {
-    const char* name;                      // the operator's
-    int64_t (*scratch)(const Attention&);  // in floats
-    void (*kernel)(const Attention&, float* scratch);
-    bool tiled;
-    int64_t transposed;
-    Kernel<Bf16> in_bf16;  // null if it does not take bfloat16
-
-    Kernel<float> of(float) const { return {scratch, kernel}; }
-    Kernel<Bf16> of(Bf16) const { return in_bf16; }
+// takes: whether it is the one for a call. For at most `queries` it also takes K transposed, and then K and V
+// in bf16, as attention.h describes.
+struct FewQueries : Kernel<float> {
+    bool (*takes)(const Attention&);
+    int64_t queries;
 };
 
-#define PART_ROW(number, name, tiled, transposed, in_bf16) \
-    {#number "_" #name, name##_scratch, name##_attention, tiled, transposed, in_bf16},
+struct Part {
+    const char* name;  // the operator's
+    Kernel<float> whole;
+    bool tiled;
+    FewQueries few;
+    Kernel<Bf16> bf16;
+
+    const Kernel<float>& kernel(const Attention& a) const {
+        return few.takes && few.takes(a) ? static_cast<const Kernel<float>&>(few) : whole;
+    }
+    const Kernel<Bf16>& kernel(const AttentionOf<Bf16>&) const { return bf16; }
+
+    template <class Element>
+    int64_t scratch(const AttentionOf<Element>& a) const {
+        return kernel(a).scratch(a);
+    }
+    template <class Element>
+    void attention(const AttentionOf<Element>& a, float* scratch) const {
+        kernel(a).attention(a, scratch);
+    }
+    bool takes_bf16() const { return bf16.attention != nullptr; }
+};
+
+#define DECLARE_PART(number, name, tiled, few, bf16) \
+    int64_t name##_scratch(const Attention&);        \
+    void name##_attention(const Attention&, float* scratch);
+EACH_PART(DECLARE_PART)
+#undef DECLARE_PART
+
+int64_t flash_decoding_scratch(const Attention&);
+void flash_decoding_attention(const Attention&, float* scratch);
+bool flash_decoding_takes(const Attention&);
+int64_t flash_bf16_scratch(const AttentionOf<Bf16>&);
+void flash_bf16_attention(const AttentionOf<Bf16>&, float* scratch);
+
+struct None {
+    template <class Functions>
+    constexpr operator Functions() const {
+        return {};
+    }
+};
+inline constexpr None none{};
+inline constexpr FewQueries flash_decoding{
+    {flash_decoding_scratch, flash_decoding_attention}, flash_decoding_takes, part4::FEW};
+inline constexpr Kernel<Bf16> flash_bf16{flash_bf16_scratch, flash_bf16_attention};
+
+#define PART_ROW(number, name, tiled, few, bf16) \
+    {#number "_" #name, {name##_scratch, name##_attention}, tiled, few, bf16},
 inline constexpr Part PARTS[] = {EACH_PART(PART_ROW)};
 #undef PART_ROW
 

@@ -97,7 +97,7 @@ Case draw(uint64_t seed, Random& random, int threads) {
         c.pairs = true;
         c.Bc = round_up(random.size(MOST), 2 * simd::lanes());
     }
-    c.bf16 = c.part->in_bf16.attention && c.layouts[1].column == 1 && !c.pairs && random.one_in(2);
+    c.bf16 = c.part->takes_bf16() && c.layouts[1].column == 1 && !c.pairs && random.one_in(2);
     return c;
 }
 
@@ -239,10 +239,9 @@ Result<float> run_in(const Case& c, Random& random, const Element* q, const Elem
             a.v = {pairs->v.data, c.H * pairs->V_head, pairs->V_head, pairs->columns / 2, 1};
         }
     }
-    const Kernel<Element> kernel = c.part->of(Element{});
-    Guarded scratch(kernel.scratch(a), random);
+    Guarded scratch(c.part->scratch(a), random);
     if (!c.lse) lse.let(PROT_NONE);
-    kernel.attention(a, scratch.data);
+    c.part->attention(a, scratch.data);
     if (!c.lse) lse.let(PROT_READ);
     if (!out.memory.whole()) wrong += "; wrote beside out";
     if (!lse.whole()) wrong += "; wrote beside lse";

@@ -83,10 +83,10 @@ template <class Element>
 std::tuple<Tensor, Tensor> run_in(const Part& part, const Tensor& q_, const Tensor& k_, const Tensor& v_,
                                   bool causal, double scale, bool return_lse, int64_t br, int64_t bc) {
     constexpr ScalarType type = IS_BF16<Element> ? ScalarType::BFloat16 : ScalarType::Float;
-    const char* of_q = part.in_bf16.attention ? "float32 or bfloat16" : "float32";
+    const char* of_q = part.takes_bf16() ? "float32 or bfloat16" : "float32";
     const char* of_others = IS_BF16<Element> ? "bfloat16, as q is" : "float32";
     checked(q_, "q", type, of_q), checked(k_, "k", type, of_others), checked(v_, "v", type, of_others);
-    const bool transposed = !IS_BF16<Element> && q_.size(2) <= part.transposed;
+    const bool transposed = !IS_BF16<Element> && q_.size(2) <= part.few.queries;
     const Tensor q = with_contiguous_rows(q_), k = with_contiguous_rows(k_, transposed),
                  v = with_contiguous_rows(v_);
     const int64_t B = q.size(0), H = q.size(1), Nq = q.size(2), Nk = k.size(2), d = q.size(3);
@@ -110,16 +110,15 @@ std::tuple<Tensor, Tensor> run_in(const Part& part, const Tensor& q_, const Tens
     a.causal = causal, a.scale = static_cast<float>(scale);
     a.Br = std::min(br, Nq), a.Bc = std::min(bc, Nk);
     a.threads = static_cast<int>(std::min<int64_t>(torch::stable::get_num_threads(), MOST_THREADS));
-    const Kernel<Element> kernel = part.of(Element{});
-    const Tensor buffer = new_tensor<float>({kernel.scratch(a)});
+    const Tensor buffer = new_tensor<float>({part.scratch(a)});
     const NoDenormals flushed;
-    kernel.attention(a, static_cast<float*>(buffer.mutable_data_ptr()));
+    part.attention(a, static_cast<float*>(buffer.mutable_data_ptr()));
     return {out, lse};
 }
 
 std::tuple<Tensor, Tensor> run(const Part& part, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                                double scale, bool return_lse, int64_t br, int64_t bc) {
-    const bool bf16 = q.scalar_type() == ScalarType::BFloat16 && part.in_bf16.attention;
+    const bool bf16 = q.scalar_type() == ScalarType::BFloat16 && part.takes_bf16();
     return (bf16 ? run_in<Bf16> : run_in<float>)(part, q, k, v, causal, scale, return_lse, br, bc);
 }
 
@@ -204,14 +203,14 @@ int64_t scratch_in(const Part& part, int64_t B, int64_t H, int64_t Nq, int64_t N
     a.B = B, a.H = H, a.Nq = Nq, a.Nk = Nk, a.d = d;
     a.Br = std::min(br, Nq), a.Bc = std::min(bc, Nk);
     a.threads = static_cast<int>(threads);
-    return part.of(Element{}).scratch(a);
+    return part.scratch(a);
 }
 
 // Floats of scratch that a part takes for a call of these sizes, in bfloat16 or in float32.
 int64_t scratch(const std::string& part, bool bf16, int64_t B, int64_t H, int64_t Nq, int64_t Nk, int64_t d,
                 int64_t br, int64_t bc, int64_t threads) {
     const Part& row = named(part);
-    STD_TORCH_CHECK(!bf16 || row.in_bf16.scratch, "part is ", part, "; it must be one that takes bfloat16");
+    STD_TORCH_CHECK(!bf16 || row.takes_bf16(), "part is ", part, "; it must be one that takes bfloat16");
     return (bf16 ? scratch_in<Bf16> : scratch_in<float>)(row, B, H, Nq, Nk, d, br, bc, threads);
 }
 

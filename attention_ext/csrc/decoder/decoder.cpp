@@ -32,7 +32,7 @@ Decoder::State::State(const ModelShape& s, const Tensors& tensors, Precision pre
       capacity(capacity),
       panel(round_up(std::min({bc, capacity, MAX_PANEL_KEYS}),
                      simd::lanes() * (kv == CachePrecision::bf16 ? 2 : 1))),
-      cache_shape{s.n_layer, s.n_head, d, capacity, part.transposed > 0, panel, kv},
+      cache_shape{s.n_layer, s.n_head, d, capacity, part.few.queries > 0, panel, kv},
       scale(static_cast<float>(1 / std::sqrt(static_cast<double>(d)))),
       threads(threads),
       weights(s, tensors, precision),
@@ -59,7 +59,7 @@ Decoder::State::State(const ModelShape& s, const Tensors& tensors, Precision pre
     normed = Buffer(threads * slot_count * s.n_embd);
     operands = Buffer(threads * slot_count * ldO);
     Attention one = attention(1, 1, capacity);
-    if (part.transposed > 0) one.Bc = panel, one.kv = kv;
+    if (part.few.queries > 0) one.Bc = panel, one.kv = kv;
     widened_floats = kv == CachePrecision::bf16 && !cache_shape.transposed ? round_up(2 * capacity * d, 16) : 0;
     scratch_floats = widened_floats + round_up(part.scratch(one), 16);
     scratch = Buffer(threads * scratch_floats);

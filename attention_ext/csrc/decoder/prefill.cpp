@@ -15,7 +15,7 @@ void Decoder::State::begin_prompt(Slot& slot, const std::vector<int64_t>& ids, i
     const int64_t T = static_cast<int64_t>(ids.size()), C = shape.n_embd;
     const int64_t chunk = std::min(br, T);
     // The last chunk may be of few queries, for which a part that takes K transposed has another algorithm.
-    const int64_t few = std::clamp<int64_t>(part.transposed, 1, T);
+    const int64_t few = std::clamp<int64_t>(part.few.queries, 1, T);
     const int64_t most = std::max(part.scratch(attention(1, chunk, T)), part.scratch(attention(1, few, T)));
     auto made = std::make_unique<Prompt>();
     Prompt& prompt = *made;
@@ -136,7 +136,8 @@ void Decoder::State::prompt_attention(Prompt& prompt, int64_t layer, int64_t i, 
     a.k = {q + d, 0, 0, ldQ, 1};
     a.v = {q + 2 * d, 0, 0, ldQ, 1};
     a.out = prompt.A + (h * T + t0) * d;
-    trace.timed("attention", thread, [&] { part.kernel(a, prompt.scratch + thread * prompt.scratch_floats); });
+    trace.timed("attention", thread,
+                [&] { part.attention(a, prompt.scratch + thread * prompt.scratch_floats); });
 }
 
 // X <- X + A Wproj^T;  X <- X + gelu(LN(X) Wfc^T) Wout^T for PREFILL_ROWS tokens.

@@ -29,7 +29,7 @@ inline void Decoder::State::attend(const Slot& slot, int64_t layer, int64_t head
         float *K = own, *V = own + capacity * d;
         slot.cache.widen(layer, head, slot.length + 1, K, V);
         a.k = {K, 0, 0, d, 1}, a.v = {V, 0, 0, d, 1};
-    } else if (part.transposed > 0) {
+    } else if (part.few.queries > 0) {
         const bool pairs = kv == CachePrecision::bf16;
         a.k = {slot.cache.K(layer, head), 0, 0, d, pairs ? panel / 2 : panel};
         a.v = {slot.cache.V(layer, head), 0, 0, slot.cache.row_words(), 1};
@@ -37,7 +37,7 @@ inline void Decoder::State::attend(const Slot& slot, int64_t layer, int64_t head
     } else {
         a.k = {slot.cache.K(layer, head), 0, 0, d, 1}, a.v = {slot.cache.V(layer, head), 0, 0, d, 1};
     }
-    part.kernel(a, own + widened_floats);
+    part.attention(a, own + widened_floats);
 }
 
 // Row r of a step, `row + r` of the buffers, is the pending token of slots[which[r]].

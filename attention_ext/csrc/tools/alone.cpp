@@ -99,7 +99,7 @@ int main(int argc, char** argv) {
     float *scratch = zeros(part->scratch(a)), *other = zeros(sweep / sizeof(float));
 
     write_lines(other, sweep);
-    for (int64_t i = 0; i < repeats; i++) part->kernel(a, scratch);
+    for (int64_t i = 0; i < repeats; i++) part->attention(a, scratch);
     write_lines(other, sweep);
 
     double sum = 0;

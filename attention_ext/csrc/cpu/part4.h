@@ -1,0 +1,55 @@
+// What the files of part 4 share: a tile of queries, and the keys in splits.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "attention.h"
+#include "cpu/sizes.h"
+#include "simd/simd.h"
+
+namespace part4 {
+
+// A tile of Br queries from i0 on: FlashAttention-2's Algorithm 1, lines 4 to 15, in part4_flash.cpp.
+class Tile {
+  public:
+    static int64_t floats(const AttentionSizes&);  // of scratch
+    Tile(const AttentionSizes&, int64_t i0, float* scratch);
+
+    int64_t rows() const { return n; }
+    int64_t keys() const { return a.visible(i0 + n - 1); }  // that any of the queries sees
+    // One more than the last key that attend(j0, ...) reads: a strip's diagonal may go beyond the tile of keys.
+    int64_t end_of_keys(int64_t j0) const;
+
+    // Room for (rows(), d) floats: a tile of Q before load(), O after the last attend().
+    float* room_for_Q() const { return Ot; }
+    float* room_for_O() const { return Qt; }
+
+    void load(simd::ConstMatrix Qi);                                      // lines 4, 5
+    void attend(int64_t j0, simd::ConstMatrix Kj, simd::ConstMatrix Vj);  // lines 7 to 10
+    void store(float* Oi, float* lse);                                    // lines 12 to 15; lse may be null
+
+  private:
+    int64_t last_step(int64_t r0) const;
+    void strip(int64_t r0, const float* K, int64_t ldK, const float* V, int64_t ldV, int64_t keys,
+               int64_t first);
+
+    const AttentionSizes& a;
+    int64_t i0, n, padded, R;
+    float *Qt, *Ot, *St, *m, *l, *correction;
+};
+
+// A tile of queries of a head from i0 on, whose results go to `out` and `lse` on. Scratch: tile_floats().
+inline int64_t tile_floats(const Attention& a) { return Tile::floats(a); }
+void attend_tile(const Attention&, int64_t head, int64_t i0, float* scratch, float* out, float* lse);
+int64_t tile_floats(const AttentionOf<Bf16>&);
+template <class Out>
+void attend_tile(const AttentionOf<Bf16>&, int64_t head, int64_t i0, float* scratch, Out* out, float* lse);
+
+// flash_decoding.cpp in either format: queries one at a time or in tiles, keys whole or in splits.
+template <class Element>
+int64_t split_scratch(const AttentionOf<Element>&);
+template <class Element>
+void split_attention(const AttentionOf<Element>&, float* scratch);
+
+}  // namespace part4
