@@ -45,8 +45,8 @@ docs:  ## Rewrite the help texts in docs/cli.md, and the tables of results
 	$(python) scripts/make-cli-docs.py
 	$(python) scripts/make-tables.py
 
-web:  ## Make the page in web/dist
-	$(python) -m web.build
+web:  ## Make the page in out/page
+	$(python) gpt.py web --build --out out/page
 
 ci:  ## Run the checks that a change must pass, in a fresh clone of the last commit
 	bash .ci/run

@@ -92,14 +92,16 @@ def compile_for(march: str) -> None:
 @click.option("--weights", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
 @click.option("--march", default="x86-64-v2", show_default=True, help="Of the native engine: SSE4.2.")
 @click.option("--core", type=click.IntRange(0), default=0, show_default=True, help="Core of both.")
-@click.option("--out", type=click.Path(file_okay=False), help="Folder of the page.  [default: web/dist]")
+@click.option(
+    "--out", type=click.Path(file_okay=False), help="Folder of the page.  [default: in the build cache]"
+)
 @click.option("--rounds", type=click.IntRange(2), default=15, show_default=True, help="Rounds of each.")
 def main(model: str, weights: str, march: str, core: int, out: str | None, rounds: int) -> None:
     """Print tokens per second of the page and of the native engine."""
     program = os.environ.get("CHROMIUM") or shutil.which("chromium")
     if not program or not shutil.which("node"):
         raise click.ClickException("chromium and node are needed; CHROMIUM can name the browser")
-    folder = Path(out) if out else build.DIST
+    folder = Path(out) if out else build.default_folder()
     build.make(folder)
     compile_for(march)
     os.sched_setaffinity(0, {core})  # the browser's processes inherit it

@@ -351,7 +351,7 @@ def _tiles() -> str:
 
     found = tiles.read()
     if not found:
-        raise Missing("none tuned for this processor (one default serves); gpt.py bench --tune finds them")
+        raise Missing("none tuned for this processor (one default serves); bench --tune finds them")
     return f"{len(found)} tuned for this processor ({tiles.path()})"
 
 
@@ -361,7 +361,7 @@ def _checkpoint(name: str) -> str:
     try:
         checkpoint = load(name)
     except ValueError as error:
-        raise Broken(f"{error}; git restore checkpoints/{name}") from None
+        raise Broken(f"{error}; git restore checkpoints/{name}, or install the package again") from None
     block = checkpoint.model.config.block_size
     return f"block size {block}, {len(checkpoint.tokenizer)} characters"
 
@@ -370,11 +370,11 @@ def _corpus() -> str:
     from model import corpus
 
     if not corpus.INPUT.exists():
-        raise Missing("none (train and eval need it); gpt.py prepare gets it")
+        raise Missing("none (train and eval need it); prepare gets it")
     try:
         text = corpus.read(corpus.INPUT)
     except ValueError as error:
-        raise Broken(f"{error}; gpt.py prepare gets it anew") from None
+        raise Broken(f"{error}; prepare gets it again") from None
     known = "Tiny Shakespeare" if corpus.is_tiny_shakespeare(text) else "not Tiny Shakespeare"
     return f"{known}, {len(text):,} characters ({corpus.INPUT})"
 

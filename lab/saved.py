@@ -17,9 +17,11 @@ RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 def default_file(kind: str, where: str | None = None) -> Path:
     """The file for results of a kind, which is the name of the command that measures.
 
+    It is in RESULTS, or in the current folder if the package is installed without the repository.
     where: what they were measured on, this processor unless given.
     """
-    return RESULTS / f"{kind}-{where or processor.slug()}.json"
+    folder = RESULTS if RESULTS.is_dir() else Path()
+    return folder / f"{kind}-{where or processor.slug()}.json"
 
 
 def check_file(save: str) -> None:

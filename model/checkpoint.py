@@ -27,7 +27,7 @@ from model.files import write_file
 from model.gpt import GPT, Attend, GPTConfig
 from model.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
+CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
 SHIPPED = ("shakes128", "shakes256", "shakes1024", "shakes2048")
 SUMS = "SHA256SUMS"  # in a checkpoint's directory, for sha256sum -c
 SUMMED = ("config.json", "meta.json", "model.safetensors")  # all files that a model and its vocabulary need
@@ -54,6 +54,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
 
+def shipped(name: str) -> Path:
+    """The directory of a shipped checkpoint, in the checkout or beside the installed packages."""
+    return CHECKPOINTS / name
+
+
 def load(name: str, attend: Attend = causal_attention) -> Checkpoint:
     """Load a shipped checkpoint, a checkpoint directory, a nanoGPT ckpt.pt or a directory with one.
 
@@ -61,7 +66,7 @@ def load(name: str, attend: Attend = causal_attention) -> Checkpoint:
     Raises CheckpointError or tokenizer.VocabularyError, each naming the file and what is wrong. Warns of
     well-formed files with a wrong checksum.
     """
-    path = ROOT / "checkpoints" / name if name in SHIPPED else Path(name)
+    path = shipped(name) if name in SHIPPED else Path(name)
     if path.name == "model.safetensors":
         path = path.parent
     if path.is_dir() and not (path / "config.json").is_file() and (path / "ckpt.pt").is_file():
@@ -231,7 +236,8 @@ def _find_vocabulary(directory: Path, dataset: str | None, vocab_size: int) -> T
     places = [directory]
     if isinstance(dataset, str) and re.fullmatch(r"[\w-]{1,100}", dataset):
         places.append(directory.resolve().parent / "data" / dataset)  # as in a nanoGPT checkout
-        places.append(ROOT / "data" / dataset)
+        if dataset == "shakespeare_char":  # nanoGPT's name of the text that the shipped models learned
+            places.append(shipped(SHIPPED[0]))
     for place in places:
         if (place / "meta.json").is_file():
             return CharTokenizer.from_meta_json(place / "meta.json")

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-INPUT = Path(__file__).resolve().parent.parent / "data" / "shakespeare_char" / "input.txt"
+INPUT = Path("data", "shakespeare_char", "input.txt")  # in the current folder
 
 Ids = TypeVar("Ids", bound=Sequence)
 

@@ -1,12 +1,12 @@
 // Makes docs/figures/web.png: the view Tiles, as Chromium shows the one file.
 //
-//   scripts/build-web.sh && npm install --prefix tests/web && node scripts/make-web-figures.mjs
+//   make web && npm install --prefix tests/web && node scripts/make-web-figures.mjs
 import { createRequire } from "node:module";
 import { fileURLToPath, pathToFileURL } from "node:url";
 
 const root = fileURLToPath(new URL("..", import.meta.url));
 const { chromium } = createRequire(`${root}tests/web/package.json`)("playwright-core");
-const address = `${pathToFileURL(`${root}web/dist/shakespeare.html`)}#tiles?pace=0&layer=1&head=2`;
+const address = `${pathToFileURL(`${root}out/page/shakespeare.html`)}#tiles?pace=0&layer=1&head=2`;
 
 const browser = await chromium.launch({
   executablePath: process.env.CHROMIUM ?? "/usr/bin/chromium",

@@ -1,7 +1,4 @@
-"""Make the page: compile the kernels to WebAssembly, convert the checkpoints, gather the files.
-
-python -m web.build [FOLDER]
-"""
+"""Make the page: compile the kernels to WebAssembly, convert the checkpoints, gather the files."""
 
 from __future__ import annotations
 
@@ -16,11 +13,10 @@ from pathlib import Path
 from attention_ext.build import cache, toolchain
 from attention_ext.build.recipes import CSRC, KERNELS, found
 from attention_ext.parts import PARTS, BuildError
-from model.checkpoint import ROOT, SHIPPED, SUMS
+from model.checkpoint import SHIPPED, SUMS, shipped
 from web import bundle
 
 WEB = Path(__file__).resolve().parent
-DIST = WEB / "dist"
 # Each build of the kernels: its flags. 'relaxed' has fused multiply-adds, which not every browser has.
 BUILDS: dict[str, tuple[str, ...]] = {"simd": ("-msimd128",), "relaxed": ("-msimd128", "-mrelaxed-simd")}
 FLAGS = (  # -flto: 2 to 6 % of the speed
@@ -37,7 +33,12 @@ MAKER = "gpt.py web --build"  # in the stamp
 NO_ZIG = "the page's kernels are compiled by ziglang, which is missing here: pip install ziglang"
 
 
-def make(folder: Path = DIST) -> bool:
+def default_folder() -> Path:
+    """The page's folder in the build cache. Raises BuildError without a home directory."""
+    return cache.directory() / "attention_ext_page"
+
+
+def make(folder: Path) -> bool:
     """Make the page in a folder, unless it is there and up to date; whether it was made.
 
     The page is made beside the folder and renamed, so the folder holds a whole page or none.
@@ -145,11 +146,11 @@ def check_replaceable(folder: Path) -> None:
 
 def fingerprint() -> str:
     """A hash of the sources and the checkpoints."""
-    files = [path for path in sorted(WEB.rglob("*")) if path.is_file() and DIST not in path.parents]
+    files = [path for path in sorted(WEB.rglob("*")) if path.is_file()]
     own = [
         path.read_bytes() for path in files if path.suffix in (".py", ".js", ".css", ".html", ".cpp", ".h")
     ]
-    sums = [(ROOT / "checkpoints" / name / SUMS).read_bytes() for name in SHIPPED]
+    sums = [(shipped(name) / SUMS).read_bytes() for name in SHIPPED]
     return cache.fingerprint([*FLAGS, *own, *sums], CSRC)
 
 
@@ -195,7 +196,7 @@ def write_models(folder: Path) -> None:
     folder.mkdir()
     index = {}
     for name in SHIPPED:
-        directory = ROOT / "checkpoints" / name
+        directory = shipped(name)
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         characters = json.loads((directory / "meta.json").read_text(encoding="utf-8"))["characters"]
         exact = (directory / "model.safetensors").read_bytes()
@@ -248,17 +249,3 @@ def hinted(html: str, folder: Path) -> str:
     # A script behind a stylesheet waits for it.
     html = bundle.replaced(html, '(?=<link rel="stylesheet")', f"<script>{early}</script>\n")
     return bundle.replaced(html, "(?=</head>)", "\n".join([*links, ""]))
-
-
-def main() -> None:
-    """Make the page in the folder that is named, or in web/dist."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DIST
-    try:
-        made = make(folder)
-    except (BuildError, ValueError) as error:
-        sys.exit(f"web.build: error: {error}")
-    print(f"{folder}: {'made' if made else 'up to date'}")
-
-
-if __name__ == "__main__":
-    main()

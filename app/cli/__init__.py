@@ -9,8 +9,8 @@ import warnings
 import click
 
 from app.cli import lab, many, measuring, parts, serving, training, web
-from app.cli.options import notice
-from attention_ext import PARTS, BuildError
+from app.cli.options import notice, program
+from attention_ext import PARTS, BuildError, __version__
 
 # The sections of `gpt.py --help`: (what to type, the sentence that describes it).
 WRITE = [(f"{name} --inference", f"Write text with {name}: {part.summary}.") for name, part in PARTS.items()]
@@ -48,6 +48,7 @@ def first_sentence(command: click.Command) -> str:
     commands=[command for section in SECTIONS.values() for command in section],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
+@click.version_option(__version__, message="shakespeare-attention %(version)s")
 def cli() -> None:
     """Write Shakespeare with a small GPT whose attention you choose, and measure each choice.
 
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     warnings.showwarning = show_warning  # type: ignore[assignment]  # which needs not all that it is given
     try:
-        with cli.make_context("gpt.py", sys.argv[1:] if arguments is None else list(arguments)) as context:
+        with cli.make_context(program(), sys.argv[1:] if arguments is None else list(arguments)) as context:
             cli.invoke(context)
     except click.exceptions.Exit as done:
         sys.exit(done.exit_code)
@@ -87,13 +88,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 def fail(message: str) -> None:
     """Print one line on stderr and exit with 2."""
-    notice(f"gpt.py: error: {one_line(message)}")
+    notice(f"{program()}: error: {one_line(message)}")
     sys.exit(2)
 
 
 def show_warning(message: Warning | str, *_) -> None:
     """Print a warning in one line: Python's own two lines name a line of this code."""
-    notice(f"gpt.py: warning: {one_line(str(message))}")
+    notice(f"{program()}: warning: {one_line(str(message))}")
 
 
 def one_line(text: str) -> str:

@@ -14,6 +14,7 @@ from app.cli.options import (
     device_option,
     notice,
     one_thread_option,
+    program,
     set_threads,
     size_option,
 )
@@ -124,7 +125,7 @@ def parallel(method: str, threads: int, queries: int | None, **options) -> None:
         )
     except LostRank as error:
         if options["device"] == "cuda":  # a kernel that waits for the lost rank may hold up the ordinary end
-            notice(f"gpt.py: error: {error}")
+            notice(f"{program()}: error: {error}")
             os._exit(2)
         raise click.ClickException(str(error)) from error
     if not passed:
@@ -133,8 +134,9 @@ def parallel(method: str, threads: int, queries: int | None, **options) -> None:
 
 def check_started(method: str) -> None:
     """Raise UsageError, with the command, unless torchrun started this process."""
+    module = "-m gpt" if program() == "shakespeare" else "gpt.py"
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise click.UsageError(
             "started without torchrun; the command is: "
-            f"python -m torch.distributed.run --nproc-per-node 2 gpt.py parallel {method}"
+            f"python -m torch.distributed.run --nproc-per-node 2 {module} parallel {method}"
         )

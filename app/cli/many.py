@@ -17,6 +17,7 @@ from app.cli.options import (
     kv_cache_option,
     model_option,
     notice,
+    program,
     simd_option,
     size_option,
     weights_option,
@@ -220,9 +221,8 @@ def progress_bar():
         def say(line: str) -> None:
             from app.cli import one_line
 
-            notice(f"gpt.py: {one_line(line)}") if hidden else console.print(
-                f"gpt.py: {one_line(line)}", markup=False
-            )
+            text = f"{program()}: {one_line(line)}"
+            notice(text) if hidden else console.print(text, markup=False)
 
         yield show, say
 

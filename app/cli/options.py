@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -22,6 +24,17 @@ MOST_HEADS = 2**16  # and texts in a batch
 MOST_NUMBERS = 1000  # in a list, so that a typing error does not fill the memory
 
 notice = partial(click.echo, err=True)  # for the person at the terminal, never into a pipe
+
+
+def program() -> str:
+    """The name that messages begin with: 'shakespeare', the installed command, or 'gpt.py'."""
+    return "shakespeare" if Path(sys.argv[0]).stem == "shakespeare" else "gpt.py"
+
+
+def to_type() -> str:
+    """The words that a command to copy begins with."""
+    return "shakespeare" if program() == "shakespeare" else "python gpt.py"
+
 
 Options = TypeVar("Options")
 Decorator = Callable[[Callable], Callable]
@@ -187,7 +200,7 @@ def warned_of_threads(context, parameter, value):
 
     most = max(value) if isinstance(value, tuple) else value or 1
     if most > cores():
-        notice(f"gpt.py: warning: --threads is {most}; this process may use {cores()} cores")
+        notice(f"{program()}: warning: --threads is {most}; this process may use {cores()} cores")
     return value
 
 

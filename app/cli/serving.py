@@ -145,7 +145,7 @@ def serve(
         origins=origins,
         hosts=hosts,
         grace=grace,
-        page=build.DIST,
+        page=build.default_folder(),
         **options,
     )
     try:

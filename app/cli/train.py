@@ -15,7 +15,16 @@ from typing import Any
 
 import click
 
-from app.cli.options import notice, on_command_line, set_threads, size_option, take, threads_option
+from app.cli.options import (
+    notice,
+    on_command_line,
+    program,
+    set_threads,
+    size_option,
+    take,
+    threads_option,
+    to_type,
+)
 from attention_ext import BuildError
 from attention_ext.parts import with_gradient
 from training.recipe import OWN_TEXT, RECIPES, Recipe
@@ -52,7 +61,9 @@ def read_corpus(corpus_file: str | None) -> str:
     from model import corpus
 
     if corpus_file is None and not corpus.INPUT.exists():
-        raise click.UsageError("there is no corpus yet; give --corpus FILE or run `gpt.py prepare` first")
+        raise click.UsageError(
+            f"there is no corpus yet; give --corpus FILE or run `{program()} prepare` first"
+        )
     return corpus.read(Path(corpus_file) if corpus_file else corpus.INPUT)
 
 
@@ -230,7 +241,7 @@ def default_part(o: TrainOptions) -> str:
     try:
         extension.load()
     except BuildError as error:
-        notice(f"gpt.py: warning: {error}; training with part0")
+        notice(f"{program()}: warning: {error}; training with part0")
         return "part0"
     return "part4"
 
@@ -261,7 +272,7 @@ def command_to_resume() -> str:
             value = context.params[option.name]
             words += [option.opts[0]] if option.is_flag else [option.opts[0], str(value)]
     words = [word for word in words if word not in ("--resume", "--overwrite")]
-    return f"python gpt.py {shlex.join(words)} --resume"
+    return f"{to_type()} {shlex.join(words)} --resume"
 
 
 def print_end(record: dict[str, Any], directory: Path, text: str) -> None:
@@ -280,5 +291,5 @@ def print_end(record: dict[str, Any], directory: Path, text: str) -> None:
         notice(f"best validation loss {best}")
     # --inference begins with a line end, which a text of one line lacks
     prompt = "" if "\n" in text else f" --prompt {shlex.quote(text[0])}"
-    command = f"python gpt.py part4 --inference -m {shlex.quote(str(directory))}{prompt}"
+    command = f"{to_type()} part4 --inference -m {shlex.quote(str(directory))}{prompt}"
     click.echo(f"wrote {directory}; write text with it: {command}")

@@ -18,14 +18,17 @@ from app.cli.options import notice
     help="Port on 127.0.0.1; 0 takes a free one.",
 )
 @click.option(
-    "--out", type=click.Path(file_okay=False), help="Folder of the page's files.", show_default="web/dist"
+    "--out",
+    type=click.Path(file_okay=False),
+    help="Folder of the page's files.",
+    show_default="in the build cache",
 )
 @click.option("--build", "only_build", is_flag=True, help="Make the files and end.")
 def web(port: int, out: str | None, only_build: bool) -> None:
     """Show a web page that writes, races and explains in your browser; its files are made on first use."""
     from web import build, serve
 
-    folder = Path(out) if out else build.DIST
+    folder = Path(out) if out else build.default_folder()
     build.make(folder)
     if only_build:
         click.echo(f"{folder}: open {folder / 'shakespeare.html'}, or publish the folder")

@@ -311,7 +311,7 @@ def test_an_extension_that_cannot_be_loaded_is_to_be_deleted(extension, cache):
 
 def test_broken_tiles(monkeypatch, tmp_path):
     monkeypatch.setenv("ATTENTION_TILES", str(tmp_path / "tiles.json"))
-    assert look("tiles")[0] == "--" and "gpt.py bench --tune" in look("tiles")[1]
+    assert look("tiles")[0] == "--" and "bench --tune" in look("tiles")[1]
     tiles.write([tiles.Tuned("portable", 1, 16, 1000, False, 48, 96, 1.0, 1.5)])
     assert look("tiles") == ("ok", f"1 tuned for this processor ({tmp_path}/tiles.json)")
     (tmp_path / "tiles.json").write_text("[")
@@ -320,14 +320,14 @@ def test_broken_tiles(monkeypatch, tmp_path):
 
 def test_a_truncated_checkpoint(monkeypatch, tmp_path):
     for name in ("shakes128", "shakes256"):
-        copy_tree(checkpoint.ROOT / "checkpoints" / name, tmp_path / "checkpoints" / name)
+        copy_tree(checkpoint.shipped(name), tmp_path / "checkpoints" / name)
     weights = tmp_path / "checkpoints" / "shakes128" / "model.safetensors"
     with open(weights, "r+b") as file:
         file.truncate(weights.stat().st_size // 2)
-    monkeypatch.setattr(checkpoint, "ROOT", tmp_path)
+    monkeypatch.setattr(checkpoint, "CHECKPOINTS", tmp_path / "checkpoints")
     state, text = look("shakes128")
     assert state == "FAIL" and f"{weights} cannot be read" in text
-    assert text.endswith("; git restore checkpoints/shakes128")
+    assert text.endswith("; git restore checkpoints/shakes128, or install the package again")
     assert look("shakes256") == ("ok", "block size 256, 65 characters")
     assert look("shakes1024")[0] == "FAIL"  # it is missing
 
@@ -339,7 +339,7 @@ def test_every_shipped_checkpoint_is_checked():
 
 def test_the_corpus_is_optional_but_not_a_broken_one(monkeypatch, tmp_path):
     monkeypatch.setattr(corpus, "INPUT", tmp_path / "input.txt")
-    assert look("corpus")[0] == "--" and "gpt.py prepare gets it" in look("corpus")[1]
+    assert look("corpus")[0] == "--" and "prepare gets it" in look("corpus")[1]
     corpus.INPUT.write_text("To be\n")
     assert look("corpus") == ("ok", f"not Tiny Shakespeare, 6 characters ({corpus.INPUT})")
     corpus.INPUT.write_bytes(b"abc\xff")

@@ -36,7 +36,7 @@ def test_shipped_checkpoints_are_what_the_recipes_say(name):
     assert f"{loaded.model.num_params() / 1e6:.2f}M" == "0.80M"
     assert len(loaded.tokenizer) == 65
     assert not loaded.model.training
-    record = json.loads((checkpoint.ROOT / "checkpoints" / name / "training.json").read_text())
+    record = json.loads((checkpoint.shipped(name) / "training.json").read_text())
     assert Recipe(**record["recipe"]) == recipe
     assert [record["best_step"], round(record["val_loss"], 4)] in [[s, v] for s, _, v in record["curve"]]
 

@@ -79,7 +79,7 @@ def outcome(path: Path) -> str:
 @pytest.mark.parametrize("name", checkpoint.SHIPPED)
 def test_a_damaged_checkpoint_is_refused_or_warned_of(tmp_path, damaged, name, file):
     directory = tmp_path / name
-    copy_tree(checkpoint.ROOT / "checkpoints" / name, directory)
+    copy_tree(checkpoint.shipped(name), directory)
     assert outcome(directory) == "fine"
     whole = (directory / file).read_bytes()
     outcomes: collections.Counter = collections.Counter()
@@ -102,7 +102,7 @@ def test_the_checksums_are_what_sha256sum_reads(tmp_path):
     if not shutil.which("sha256sum"):
         pytest.skip("sha256sum is missing")
     for name in checkpoint.SHIPPED:
-        directory = checkpoint.ROOT / "checkpoints" / name
+        directory = checkpoint.shipped(name)
         done = subprocess.run(["sha256sum", "-c", checkpoint.SUMS], cwd=directory, capture_output=True)
         assert done.returncode == 0 and done.stdout.count(b": OK") == 3, done
 
@@ -124,7 +124,7 @@ def test_the_command_line_warns_in_one_line_and_writes(cli, tmp_path):
 def test_every_tensor_that_is_wrong_is_named(tmp_path):
     """NaN, infinity and a wrong shape, in every tensor of a shipped checkpoint."""
     directory = tmp_path / "shakes128"
-    copy_tree(checkpoint.ROOT / "checkpoints" / "shakes128", directory)
+    copy_tree(checkpoint.shipped("shakes128"), directory)
     weights = safetensors.torch.load_file(directory / "model.safetensors")
     for name, tensor in weights.items():
         last = tensor.clone()

@@ -19,14 +19,6 @@ from web import build
 BROWSERS = {"chromium": ("CHROMIUM", ("chromium",)), "firefox": ("FIREFOX", ("firefox-esr", "firefox"))}
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_page_is_left() -> Iterator[None]:
-    """The tests make pages in folders of their own."""
-    there = build.DIST.exists()
-    yield
-    assert build.DIST.exists() == there
-
-
 @pytest.fixture(scope="session")
 def node_program() -> str:
     found = shutil.which("node")

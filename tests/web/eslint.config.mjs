@@ -5,7 +5,6 @@ import globals from "globals";
 const unused = { "no-unused-vars": ["error", { args: "after-used", caughtErrors: "none" }] };
 
 export default [
-  { ignores: ["web/dist/"] },
   { ...js.configs.recommended, rules: { ...js.configs.recommended.rules, ...unused, eqeqeq: "error" } },
   { files: ["web/js/*.js", "web/early.js"], languageOptions: { globals: { ...globals.browser, ...globals.worker } } },
   { files: ["web/sw.js"], languageOptions: { globals: globals.serviceworker } },

@@ -1,0 +1,1 @@
+"""The shipped models, as data of the installed package. model.checkpoint.shipped() finds them."""

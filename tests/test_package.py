@@ -1,0 +1,87 @@
+"""The package: `pip install .` gives a command that works in any folder and writes only there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+from support import ROOT, copy_tree
+
+PACKAGES = ("app", "attention_ext", "checkpoints", "generation", "lab", "model", "training", "web")
+CACHES = shutil.ignore_patterns("__pycache__")
+TEXT = ("part4", "--inference", "-m", "shakes256", "--num-samples", "1", "--max-new-tokens", "60")
+
+
+def run(*command: str | Path, cwd: Path, **env: str) -> str:
+    """What a command prints; PYTHONPATH is not passed on."""
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=own | env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def files(folder: Path) -> set[str]:
+    """All files below a folder but Python's caches."""
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return {name for name in found if "__pycache__" not in name}
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> Path:
+    """A new environment with the package. The packages that it needs are those of this environment."""
+    work = tmp_path_factory.mktemp("package")
+    source, made = work / "source", work / "environment"
+    for name in PACKAGES:  # a copy, because pip leaves folders where it builds
+        copy_tree(ROOT / name, source / name, ignore=CACHES)
+    for name in ("gpt.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copyfile(ROOT / name, source / name)
+    venv.create(made, with_pip=False, symlinks=True)
+    python = made / "bin" / "python"
+    install = ("install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", source)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        *install,
+        cwd=work,
+        PYTHONPATH=sysconfig.get_path("purelib"),
+    )
+    # The folder is added after the installation's own, and its .pth files, as of this checkout, are not read.
+    (packages(made) / "needed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return made
+
+
+def packages(environment: Path) -> Path:
+    (found,) = environment.glob("lib/python*/site-packages")
+    return found
+
+
+@pytest.mark.full
+def test_the_installed_command_writes_the_text_of_the_checkout(environment, tmp_path, extension):
+    command, before = environment / "bin" / "shakespeare", files(packages(environment))
+    shown = run(command, *TEXT, cwd=tmp_path)
+    assert shown == run(sys.executable, ROOT / "gpt.py", *TEXT, cwd=tmp_path)
+    assert shown == run(environment / "bin" / "python", "-m", "gpt", *TEXT, cwd=tmp_path)
+    where = run(environment / "bin" / "python", "-c", "import gpt; print(gpt.__file__)", cwd=tmp_path)
+    assert Path(where.strip()).parent == packages(environment)
+    assert run(command, "--version", cwd=tmp_path).startswith("shakespeare-attention ")
+    wrong = subprocess.run([command, "part9"], cwd=tmp_path, capture_output=True, text=True)
+    assert wrong.returncode == 2 and wrong.stderr.startswith("shakespeare: error: ")
+    (tmp_path / "mine.txt").write_text("To be, or not to be\n" * 20)
+    run(command, "prepare", "--corpus", "mine.txt", cwd=tmp_path)
+    assert files(packages(environment)) == before
+    assert files(tmp_path) == {"mine.txt", "data/shakespeare_char/input.txt"}
+
+
+@pytest.mark.full
+def test_the_installation_has_every_file(environment):
+    for name in PACKAGES:
+        assert files(packages(environment) / name) == files(ROOT / name), name
