@@ -27,6 +27,7 @@ from lab.bench import report  # noqa: E402
 DOCUMENTS = ("README.md", "docs/benchmarking.md", "docs/decoder.md")
 MARKED = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
+README = "amd-zen-5"  # the processor of the README's table
 # The case of the README's table of parts.
 CASE = {"N": 1024, "queries": 1024, "d": 32, "batch": 1, "heads": 4, "causal": False, "threads": 1}
 SIMDS = (None, "auto", "portable")
@@ -49,34 +50,30 @@ ENGINES = (
     (r"PyTorch ([\d.]+)\S*, no cache", r"nanoGPT's loop, PyTorch \1"),
     (r"PyTorch ([\d.]+)\S*, cached", r"cached PyTorch \1"),
 )
-ROUNDED = (", int8", ", Q8_0")  # the ends of the names of other engines whose weights are rounded
-# The engines in the README, by the first words of their names.
-FOREMOST = ("native engine", "CTranslate2", "ONNX Runtime", "llama.cpp", "nanoGPT's loop")
 
 
 @dataclass(frozen=True)
 class Results:
     """What a file holds.
 
-    head: the processor and the date, for a column. facts: what was measured on, in a sentence. rows: those of
-    lab.bench.report.row(). cases: figures by case and contender, as benchmarks/generation.py saves them.
+    facts: what was measured on, in a sentence. rows: those of lab.bench.report.row(). cases: figures by case
+    and contender, as benchmarks/generation.py saves them.
     """
 
-    head: str
     facts: str
     rows: Sequence[dict[str, Any]] = ()
     cases: dict[str, dict[str, dict[str, float]]] | None = None
 
 
-def read_all(kind: str, read: Callable[[Path], Results]) -> list[Results]:
-    """The results of a kind, in the order of the files' names. Raises ValueError and OSError."""
+def read_all(kind: str, read: Callable[[Path], Results]) -> dict[str, Results]:
+    """The results of a kind by processor, in the order of the files' names. Raises ValueError and OSError."""
     files = sorted(saved.RESULTS.glob(f"{kind}-*.json"))
     if not files:
         raise ValueError(f"{saved.RESULTS} has no {kind}-*.json")
-    found = []
+    found = {}
     for file in files:
         try:
-            found.append(read(file))
+            found[file.stem.removeprefix(f"{kind}-")] = read(file)
         except (TypeError, KeyError, AttributeError, RecursionError, ValueError) as error:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"{file} is not a file of results: {reason}") from None
@@ -84,10 +81,8 @@ def read_all(kind: str, read: Callable[[Path], Results]) -> list[Results]:
 
 
 def read_bench(file: Path) -> Results:
-    """A run that bench saved; or rows that were copied from an older table, in format 'copied'."""
+    """A run that bench saved."""
     content = json.loads(file.read_text())
-    if content["format"] == "copied":
-        return Results(*described(content), rows=[copied_row(row) for row in content["rows"]])
     run = report.load(file)
     if not run.complete:
         raise ValueError("the run was stopped before its end")
@@ -97,29 +92,18 @@ def read_bench(file: Path) -> Results:
         other = onnx.get(result.cell.group)
         ratio = other / result.median if other and result.median else None
         rows.append(report.row(run, result) | {"over_onnx": ratio})
-    return Results(*described(content), rows=rows)
-
-
-def copied_row(row: dict) -> dict[str, Any]:
-    """A row as report.row() gives it; None where the older table had no figure."""
-    for name in CASE:
-        if type(row[name]) is not type(CASE[name]):
-            raise ValueError(f"{name} is {row[name]!r}")
-    figures = (*report.FIGURES, "over_onnx")
-    check_figures(row, figures)
-    nothing = dict.fromkeys((*report.CASE, *figures)) | {"status": "ok", "note": None}
-    return nothing | {"contender": str(row["contender"])} | row
+    return Results(described(content), rows=rows)
 
 
 def read_generation(file: Path) -> Results:
-    """The figures that benchmarks/generation.py saved, or that were copied from an older table."""
+    """The figures that benchmarks/generation.py saved."""
     content = json.loads(file.read_text())
     for case in content["cases"].values():
         for figures in case.values():
             check_figures(figures, ("tokens_per_second", "ms", "relative", "loss"))
             if "relative" in figures and not {"ms", "tokens_per_second"} & figures.keys():
                 raise ValueError("relative stands without ms and tokens_per_second")
-    return Results(*described(content), cases=content["cases"])
+    return Results(described(content), cases=content["cases"])
 
 
 def check_figures(figures: dict, names: Sequence[str]) -> None:
@@ -130,21 +114,17 @@ def check_figures(figures: dict, names: Sequence[str]) -> None:
             raise ValueError(f"{name} is {value!r}")
 
 
-def described(content: dict) -> tuple[str, str]:
-    """The processor as the head of a column, and a sentence on what was measured on."""
+def described(content: dict) -> str:
+    """A sentence on what was measured on."""
     machine = content["machine"]
     known, date = machine.get("microarchitecture"), machine["date"].partition(" ")[0]
-    busy = ["on a busy machine"] * bool(content.get("busy"))
-    head = "; ".join([machine["cpu"], date, *busy])
-    facts = [machine["cpu"], f"PyTorch {machine['torch'].partition('+')[0]}", date, *busy]
+    facts = [machine["cpu"], f"PyTorch {machine['torch'].partition('+')[0]}", date]
+    facts += ["on a busy machine"] * bool(content.get("busy"))
     if peak := content.get("peaks", {}).get("1"):
         facts.append(f"FMA peak {peak / 1e9:.0f} GFLOP/s")
     if peak := content.get("amx_peaks", {}).get("1"):
         facts.append(f"AMX peak {peak / 1e9:.0f} GFLOP/s")
-    facts += ["copied from an older table"] * ("source" in content)
-    if not known:
-        return head, f"{', '.join(facts)}."
-    return f"{known} ({head})", f"{known}: {', '.join(facts)}."
+    return f"{known}: {', '.join(facts)}." if known else f"{', '.join(facts)}."
 
 
 def markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -154,34 +134,22 @@ def markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def parts() -> list[str]:
-    """The README's table of parts: milliseconds on each processor, and the speed over SDPA."""
-    everything = read_all("bench", read_bench)
-    found: dict[str, list[dict | None]] = {}
-    for at, results in enumerate(everything):
-        for row in results.rows:
-            usual = row["simd"] in SIMDS and row["dtype"] in (None, Dtype.FP32)
-            if usual and all(row[name] == value for name, value in CASE.items()):
-                found.setdefault(row["contender"], [None] * len(everything))[at] = row
-    titles = ["part", "algorithm", "threads", "scratch, bytes", *(each.head for each in everything)]
-    lines = []
-    for name, rows in found.items():
-        part = PARTS.get(name)
+    """The README's table of parts, on one processor."""
+    everything, lines = read_all("bench", read_bench), []
+    if README not in everything:
+        raise ValueError(f"{saved.RESULTS} has no bench-{README}.json")
+    for row in everything[README].rows:
+        usual = row["simd"] in SIMDS and row["dtype"] in (None, Dtype.FP32)
+        if not usual or any(row[name] != value for name, value in CASE.items()):
+            continue
+        part, name = PARTS.get(row["contender"]), row["contender"]
         link = f"[{name}](attention_ext/csrc/cpu/{part.operator}.cpp)" if part and part.operator else name
         summary = part.summary if part else SDPA if name == "sdpa" else ""
         threads = "1" if part and not part.threaded else "all"
-        scratch = next((f"{row['scratch']:,}" for row in rows if row and row["scratch"] is not None), "")
-        lines.append([link, summary, threads, scratch, *map(part_cell, rows)])
-    return markdown(titles, lines)
-
-
-def part_cell(row: dict | None) -> str:
-    """Milliseconds, and the speed over SDPA in brackets."""
-    if row is None:
-        return ""
-    if row["ms"] is None:
-        return row["status"]
-    over = f" ({three_digits(row['over_sdpa'])})" if row["over_sdpa"] else ""
-    return three_digits(row["ms"]) + over
+        scratch = "" if row["scratch"] is None else f"{row['scratch']:,}"
+        figures = [three_digits(row[name]) if row[name] else "" for name in ("ms", "over_sdpa")]
+        lines.append([link, summary, threads, scratch, *figures])
+    return markdown(["part", "algorithm", "threads", "scratch, bytes", "ms", "speed over SDPA"], lines)
 
 
 def three_digits(value: float) -> str:
@@ -192,7 +160,7 @@ def three_digits(value: float) -> str:
 def bench() -> list[str]:
     """All that `gpt.py bench` shows of the parts, a table for each processor."""
     lines = []
-    for results in read_all("bench", read_bench):
+    for results in read_all("bench", read_bench).values():
         lines += ["", results.facts, *report.table(list(results.rows)).split("\n")]
     return lines[1:]
 
@@ -200,7 +168,7 @@ def bench() -> list[str]:
 def attention() -> list[str]:
     """part4 against SDPA and ONNX Runtime, a table for each processor."""
     lines = []
-    for results in read_all("attention", read_bench):
+    for results in read_all("attention", read_bench).values():
         rows = [
             [
                 *(str(row["N"]), str(row["d"]), "causal" if row["causal"] else "none"),
@@ -220,7 +188,7 @@ def attention() -> list[str]:
 def attention_bf16() -> list[str]:
     """part4 against SDPA in bfloat16, a table for each processor."""
     lines = []
-    for results in read_all("attention_bf16", read_bench):
+    for results in read_all("attention_bf16", read_bench).values():
         rows = [
             [
                 *(str(row["N"]), str(row["heads"]), str(row["d"]), "causal" if row["causal"] else "none"),
@@ -235,28 +203,10 @@ def attention_bf16() -> list[str]:
     return lines[1:]
 
 
-def engines() -> list[str]:
-    """The README's table of engines: tokens per second of one text on each processor."""
-    everything = read_all("generation", read_generation)
-    columns = [named(results, "batch1") for results in everything]
-    rows = []
-    for word in FOREMOST:
-        found = [
-            next((n for n in column if n.startswith(word) and not n.endswith(ROUNDED)), None)
-            for column in columns
-        ]
-        cells = [engine_cell(column.get(name or "")) for name, column in zip(found, columns)]
-        versions = {name for name in found if name}
-        if versions:  # of several, each has its table in docs/decoder.md
-            rows.append([versions.pop() if len(versions) == 1 else word, *cells])
-    titles = ["engine", *(each.head for each in everything)]
-    return markdown(titles, rows)
-
-
 def generation() -> list[str]:
     """All engines in all cases, a table for each processor."""
     lines = []
-    for results in read_all("generation", read_generation):
+    for results in read_all("generation", read_generation).values():
         columns = [named(results, case) for case in CASES]
         names = dict.fromkeys(name for column in columns for name in column)
         rows = [[name, *(engine_cell(column.get(name)) for column in columns)] for name in names]
@@ -287,7 +237,7 @@ def engine_cell(figures: dict[str, float] | None) -> str:
     return f"{rate} ({figures['relative']:.2f}){nats}"
 
 
-TABLES = {each.__name__: each for each in (parts, bench, attention, attention_bf16, engines, generation)}
+TABLES = {each.__name__: each for each in (parts, bench, attention, attention_bf16, generation)}
 
 
 def document(text: str) -> str:
