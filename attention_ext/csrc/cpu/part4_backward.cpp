@@ -20,7 +20,7 @@
 // when the one before it is done with the step's keys. So threads can share a head, and the sums do not depend
 // on their number.
 //
-// Scratch: threads x (3 panel d + 2 strip + 4 panel) floats, whatever N is.
+// Scratch: threads x (3 panel d + 2 strip + 3 panel) floats, whatever N is.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -41,12 +41,12 @@ constexpr int64_t STEP = 64;  // keys of a strip, but for a diagonal
 // One thread's scratch for a panel of R queries. D and dO are multiplied by the scale, so that dS is.
 struct Panel {
     int64_t R, d;
-    float *Qt, *dOt, *dQt, *St, *dPt, *lse, *rest, *D, *zero;
+    float *Qt, *dOt, *dQt, *St, *dPt, *lse, *rest, *D;
 
     static int64_t strip() { return (STEP + simd::panel()) * simd::panel(); }
     static int64_t floats(int64_t d) {
         return /* Qt, dOt, dQt */ 3 * d * simd::panel() + /* St, dPt */ 2 * strip() +
-               /* lse, rest, D, zero */ 4 * simd::panel();
+               /* lse, rest, D */ 3 * simd::panel();
     }
 
     Panel(int64_t d, float* scratch) : R(simd::panel()), d(d) {
@@ -58,7 +58,6 @@ struct Panel {
         lse = dPt + strip();
         rest = lse + R;
         D = rest + R;
-        zero = D + R;
     }
 };
 
@@ -66,7 +65,6 @@ struct Panel {
 struct Queries {
     simd::ConstMatrix Q, dO;
     int64_t count, padded;
-    bool finite;  // all of Q and dO
 };
 struct Keys {
     simd::ConstMatrix K, V;
@@ -74,7 +72,7 @@ struct Keys {
 };
 
 // The panel's Q^T, dO^T, lse and D; all numbers of `padded` queries are set.
-bool load(const Panel& t, const Queries& i, const float* out, const float* lse, const float* dlse,
+void load(const Panel& t, const Queries& i, const float* out, const float* lse, const float* dlse,
           float scale) {
     const int64_t R = t.R, d = t.d;
     float* const Ot = t.dQt;  // not in use yet
@@ -82,7 +80,7 @@ bool load(const Panel& t, const Queries& i, const float* out, const float* lse, 
     simd::transpose({t.Qt, R}, i.Q, i.count, d, scale * SIMD_LOG2E);  // scores are in units of log(2)
     simd::transpose({t.dOt, R}, i.dO, i.count, d, scale);
     simd::transpose({Ot, R}, {out, d}, i.count, d, 1.0f);
-    for (float* each : {t.lse, t.rest, t.D, t.zero}) std::fill_n(each, R, 0.0f);
+    for (float* each : {t.lse, t.rest, t.D}) std::fill_n(each, R, 0.0f);
     for (int64_t r = 0; r < i.count; r++) {
         // Divided by what part4_flash.cpp multiplies by, and its rounding kept: P is 2^ of a small difference.
         const double exact = static_cast<double>(lse[r]) / static_cast<double>(SIMD_LN2);
@@ -90,19 +88,13 @@ bool load(const Panel& t, const Queries& i, const float* out, const float* lse, 
         t.rest[r] = static_cast<float>(exact - static_cast<double>(t.lse[r]));
         t.D[r] = dlse ? -scale * dlse[r] : 0.0f;
     }
-    float *const D = t.D, *const zero = t.zero;
-    for (int64_t e = 0; e < d; e++) {
-        const float *const q = t.Qt + e * R, *const o = Ot + e * R, *const dO = t.dOt + e * R;
-        for (int64_t r = 0; r < R; r++) {
-            D[r] += dO[r] * o[r];
-            zero[r] += 0.0f * (q[r] + dO[r]);  // or NaN
-        }
-    }
+    for (int64_t e = 0; e < d; e++)
+        for (int64_t r = 0; r < R; r++) t.D[r] += t.dOt[e * R + r] * Ot[e * R + r];
     std::fill_n(t.dQt, d * R, 0.0f);
-    return std::all_of(zero, zero + R, [](float x) { return x == 0.0f; });
 }
 
-// dC_j <- dC_j + sum_r A[j][r] * X_r for `keys` keys, of which query r sees the first `first + r`.
+// dC_j <- dC_j + sum_r A[j][r] * X_r for `keys` keys, of which query r sees the first `first + r`. The masked
+// numbers of A are 0.
 void add_rows(simd::Matrix dC, const float* A, int64_t ldA, simd::ConstMatrix X, const Queries& i, int64_t d,
               int64_t keys, int64_t first) {
     const int64_t W = simd::lanes();
@@ -110,11 +102,8 @@ void add_rows(simd::Matrix dC, const float* A, int64_t ldA, simd::ConstMatrix X,
         simd::multiply_add({dC.data + j * dC.ld, dC.ld}, {A + j * ldA + r, ldA, 1}, {X.data + r * X.ld, X.ld},
                            n, d, i.count - r, i.count - r);
     };
-    // Hidden numbers of A are 0. They are left out where the product with them might not be 0.
-    const int64_t all = std::min(keys, i.finite ? first + W : first), some = i.finite ? W : 1;
-    if (all > 0) add(0, 0, all);
-    for (int64_t r = all - first; first + r < keys; r += some)
-        add(first + r, i.finite ? r : r + 1, std::min(some, keys - first - r));
+    add(0, 0, std::min(keys, first + W));
+    for (int64_t r = W; first + r < keys; r += W) add(first + r, r, std::min(W, keys - first - r));
 }
 
 // Lines 10 to 16 for `keys` keys, of which query r sees the first `first + r`.
@@ -167,7 +156,7 @@ void attend_panel(const AttentionGradient& a, int64_t head, int64_t n, int64_t p
     i.count = std::min(R, a.Nq - i0), i.padded = round_up(i.count, simd::lanes());
     i.Q = {a.q.at(b, h) + i0 * a.q.row_stride, a.q.row_stride};
     i.dO = {a.dout.at(b, h) + i0 * a.dout.row_stride, a.dout.row_stride};
-    i.finite = load(t, i, a.out + row * d, a.lse + row, a.dlse ? a.dlse + row : nullptr, a.scale);
+    load(t, i, a.out + row * d, a.lse + row, a.dlse ? a.dlse + row : nullptr, a.scale);
 
     float *const dK = a.dk + head * a.Nk * d, *const dV = a.dv + head * a.Nk * d;
     const auto step = [&](int64_t j, int64_t keys, int64_t first) {
