@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Protocol
 
 from generation.jobs import SHARD_SIZE, BulkError, Job, Prompts
-from generation.manifest import MANIFEST, Manifest, file_of, locked, mix_of
+from generation.manifest import MANIFEST, Manifest, file_of, mix_of
 from generation.processes import LocalPool
 from generation.shards import Loss, Settings, Shard, Task
-from model.files import UNFINISHED, write_file
+from model.files import UNFINISHED, locked, write_file
 
 __all__ = [
     "MANIFEST",
@@ -34,7 +34,6 @@ __all__ = [
     "Progress",
     "Prompts",
     "file_of",
-    "locked",
     "run",
 ]
 ATTEMPTS = 3  # of a shard, before the job leaves it out
@@ -83,11 +82,11 @@ def run(
     """Write what is missing of a job, and return its manifest; 'complete' there says whether all is written.
 
     open_pool: opens workers for settings and the number of shards. notice: takes lines for people.
-    Raises BulkError, and OSError if the directory cannot be written. However this ends, the directory holds
-    whole files only, and calling it again goes on.
+    Raises BulkError, ValueError if another process writes there, and OSError if the directory cannot be
+    written. However this ends, the directory holds whole files only, and calling it again goes on.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with locked(directory):
+    with locked(directory / "lock", "writes texts"):
         manifest = Manifest(directory, job)
         for left in directory.glob(f"*{UNFINISHED}"):  # of a killed run
             left.unlink()

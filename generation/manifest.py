@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from generation.jobs import BulkError, Job
 from generation.shards import Settings, Shard, Task
 from model.files import write_file
 
-MANIFEST, LOCK = "manifest.json", "lock"
+MANIFEST = "manifest.json"
 VERSION = 1  # of the manifest
 
 
@@ -120,19 +118,6 @@ class Manifest:
 def hash_of(content: dict) -> str:
     """The SHA-256 of JSON, whatever the order of its names."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-@contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of a directory, which ends with the process. Raises BulkError if another has it."""
-    import fcntl
-
-    with open(directory / LOCK, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BulkError(f"another process writes texts to {directory}") from None
-        yield
 
 
 def file_of(task: Task, settings: Settings) -> str:

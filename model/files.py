@@ -1,9 +1,10 @@
-"""Files that are replaced as a whole, whatever happens meanwhile."""
+"""Files that are replaced as a whole, whatever happens meanwhile, and directories with one writer."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 UNFINISHED = ".unfinished"  # the suffix of a file that has not its name yet
@@ -32,3 +33,23 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+@contextlib.contextmanager
+def locked(file: Path, does: str) -> Iterator[None]:
+    """Hold a lock on a file; the kernel releases it when the process ends, however it ends.
+
+    Raises ValueError if another process holds it: 'another process (PID) DOES in DIRECTORY'.
+    """
+    import fcntl
+
+    with open(file, "a+") as held:  # the file stays: another process may be waiting to open it
+        held.seek(0)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process ({held.read() or 'new'}) {does} in {file.parent}") from None
+        held.truncate(0)
+        held.write(str(os.getpid()))
+        held.flush()
+        yield

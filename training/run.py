@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import platform
@@ -20,7 +21,7 @@ from model.loss import evaluate, evaluate_windows
 from training.recipe import Recipe
 from training.schedule import BySteps, ByTime
 from training.start import fitted
-from training.state import FILE, check_state, load_state, save_state
+from training.state import FILE, check_state, load_state, only_run, save_state
 from training.text import MOST_EVALUATED, MOST_OLD, MOST_WATCHED, Material, divide, encode, fit, windows
 from training.trainer import Trainer
 from training.watch import Nobody, Status, Watcher
@@ -53,9 +54,9 @@ def train(
     Writes a checkpoint directory to `out` at every new best, and a state every ten seconds. Returns the
     training record: corpus hash, recipe, device, losses (nats per character) and the loss curve as
     [step, training loss, validation loss], the training loss being the mean since the row before.
-    Raises ValueError if the device is missing, the text does not suit, there is nothing to resume, or the
-    loss becomes infinite or NaN; OSError if `out` cannot be written; KeyboardInterrupt after `stop`, when the
-    state is saved.
+    Raises ValueError if the device is missing, the text does not suit, another process trains in `out`, there
+    is nothing to resume, or the loss becomes infinite or NaN. Raises OSError if `out` cannot be written, and
+    KeyboardInterrupt after `stop`, when the state is saved.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda', but PyTorch finds no GPU here; it must be 'cpu'")
@@ -91,15 +92,16 @@ def train(
     run = _Run(trainer, material, out, watcher, identity)
     if old_text is not None and start is not None:
         run.old = encode(old_text, start.tokenizer)  # type: ignore[arg-type]  # fitted() has refused others
-    if resume:
-        run.resume()
-    elif out is not None:
-        (out / FILE).unlink(missing_ok=True)  # of a run that this one replaces
-    run.schedule.begin(time.monotonic())  # on a GPU the trainer has compiled its step before
-    watcher.begin(trainer.averaged, material.tokenizer)
-    if not run.schedule.done and start is not None:
-        run.measure_start(start.model)
-    return run.go(stop)
+    with contextlib.nullcontext() if out is None else only_run(out):
+        if resume:
+            run.resume()
+        elif out is not None:
+            (out / FILE).unlink(missing_ok=True)  # of a run that this one replaces
+        run.schedule.begin(time.monotonic())  # on a GPU the trainer has compiled its step before
+        watcher.begin(trainer.averaged, material.tokenizer)
+        if not run.schedule.done and start is not None:
+            run.measure_start(start.model)
+        return run.go(stop)
 
 
 class _Run:

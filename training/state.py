@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from model.files import write_file
+from model.files import locked, write_file
 
 FILE = "resume.safetensors"
+LOCK = ".lock"
 FORMAT = 1
 
 
@@ -20,6 +22,11 @@ def save_state(directory: Path, tensors: dict[str, Tensor], run: dict[str, Any],
     """Write a run's state. run: what it is, as JSON; load_state() wants the same. Raises OSError."""
     about = {"format": FORMAT, "run": run, "progress": progress}
     write_file(directory / FILE, safetensors.torch.save(tensors, {"state": json.dumps(about)}))
+
+
+def only_run(directory: Path) -> contextlib.AbstractContextManager[None]:
+    """Keep other runs out of a directory. Raises ValueError if another process trains there."""
+    return locked(directory / LOCK, "trains")
 
 
 def check_state(directory: Path) -> None:

@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     except click.ClickException as error:
         fail(error.format_message())
     except (click.Abort, KeyboardInterrupt):
-        click.echo("", err=True)
+        notice("")
         sys.exit(130)
     except BrokenPipeError:  # the reader of stdout has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,8 +23,6 @@ WIDEST_HEAD = 2**20
 MOST_HEADS = 2**16  # and texts in a batch
 MOST_NUMBERS = 1000  # in a list, so that a typing error does not fill the memory
 
-notice = partial(click.echo, err=True)  # for the person at the terminal, never into a pipe
-
 
 def program() -> str:
     """The name that messages begin with: 'shakespeare', the installed command, or 'gpt.py'."""
@@ -38,6 +36,14 @@ def to_type() -> str:
 
 Options = TypeVar("Options")
 Decorator = Callable[[Callable], Callable]
+
+
+def notice(sentence: str, nl: bool = True) -> None:
+    """Print a line on stderr, for the person at the terminal; nothing ends because stderr was closed."""
+    try:
+        click.echo(sentence, nl=nl, err=True)
+    except OSError:  # Python would try to write the rest at its end, and fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 class TileSize(click.ParamType):

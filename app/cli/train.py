@@ -159,9 +159,15 @@ def check(o: TrainOptions) -> None:
 
 
 def check_directory(directory: Path, o: TrainOptions) -> None:
-    """Raise UsageError rather than replace a checkpoint that nobody has asked to replace."""
-    from training.state import FILE
+    """Raise UsageError rather than replace a checkpoint that nobody has asked to replace.
 
+    Raises ValueError if another process trains there.
+    """
+    from training.state import FILE, LOCK, only_run
+
+    if (directory / LOCK).is_file():
+        with only_run(directory):  # else the next message would call its run stopped
+            pass
     if o.resume or o.overwrite:
         return
     stopped = (directory / FILE).is_file()
@@ -248,19 +254,23 @@ def default_part(o: TrainOptions) -> str:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
-    """A function that tells whether Ctrl-C was pressed; pressed again, it raises KeyboardInterrupt."""
-    pressed = threading.Event()
+    """A function that tells whether Ctrl-C was pressed or SIGTERM came.
 
-    def press(number: int, frame: object) -> None:
-        if pressed.is_set():
+    A second Ctrl-C raises KeyboardInterrupt. A second SIGTERM does nothing: `timeout` sends two at once.
+    """
+    asked = threading.Event()
+
+    def stop(number: int, frame: object) -> None:
+        if asked.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
-        pressed.set()
+        asked.set()
 
-    before = signal.signal(signal.SIGINT, press)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield pressed.is_set
+        yield asked.is_set
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def command_to_resume() -> str:

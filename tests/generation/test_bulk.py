@@ -19,6 +19,7 @@ from support import ROOT
 from generation import bulk, generate, load, shards
 from generation.bulk import BulkError, Job, LocalPool, Loss, Manifest, Prompts
 from generation.shards import Scribe, Shard, Task
+from model.files import locked
 
 
 def processes(workers):
@@ -150,7 +151,8 @@ def test_a_directory_that_is_not_the_jobs_is_refused(job, tmp_path):
     (tmp_path / bulk.MANIFEST).write_text(json.dumps(content | {"version": 2}))
     with pytest.raises(BulkError, match="has version 2"):
         bulk.run(job, tmp_path, here())
-    with bulk.locked(tmp_path), pytest.raises(BulkError, match="another process writes texts"):
+    taken = rf"another process \({os.getpid()}\) writes texts in"
+    with locked(tmp_path / "lock", "writes texts"), pytest.raises(ValueError, match=taken):
         bulk.run(job, tmp_path, here())
 
 

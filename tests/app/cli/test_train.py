@@ -145,11 +145,13 @@ def test_unfit_texts_are_refused_in_one_line(failed, text):
 STEPS = (*SMALL, "--steps", 160, "--part", "part0", "--out", "a b")
 
 
-def test_ctrl_c_says_how_to_go_on_and_that_command_goes_on(process, cli):
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
+def test_ctrl_c_and_sigterm_say_how_to_go_on_and_that_command_goes_on(process, cli, number):
     running = process("train", "mine", *STEPS)
     while not running.stderr.readline().startswith("step 8/160"):  # the first evaluation
         assert running.poll() is None
-    running.send_signal(signal.SIGINT)
+    running.send_signal(number)
+    running.send_signal(signal.SIGTERM)  # `timeout` sends it twice
     out, errors = running.communicate(timeout=60)
     assert running.returncode == 130 and out == "" and "Traceback" not in errors
     assert load("a b").model.config.block_size == 16
@@ -163,6 +165,24 @@ def test_ctrl_c_says_how_to_go_on_and_that_command_goes_on(process, cli):
     assert done.returncode == 0, done.stderr
     curve = json.loads(Path("a b/training.json").read_text())["curve"]
     assert curve[: len(stopped)] == stopped and curve[-1][0] == 160
+
+
+def test_a_directory_has_one_run_and_a_killed_one_leaves_it(process, failed, cli):
+    running = process("train", "mine", *STEPS)
+    while not running.stderr.readline().startswith("step 8/160"):
+        assert running.poll() is None
+    taken = f"gpt.py: error: another process ({running.pid}) trains in a b\n"
+    for option in ((), ("--resume",), ("--overwrite",)):
+        assert failed("train", "mine", *STEPS, *option) == taken
+    running.kill(), running.wait()
+    assert cli("train", "mine", *SMALL, "--steps", 1, "--out", "a b", "--overwrite").returncode == 0
+
+
+def test_a_closed_stderr_does_not_end_a_run(process):
+    running = process("train", "mine", *STEPS)
+    running.stderr.close()
+    assert "validation loss" in running.communicate(timeout=60)[0]
+    assert running.returncode == 0
 
 
 def test_a_terminal_shows_curves_and_samples(extension, tmp_path):
