@@ -44,7 +44,8 @@ def llama_command(model: str, port: int, streams: int, folder: Path) -> Sequence
     The cache is F32, and flash attention is off, which is faster here (see benchmarks.peers). Its only
     sampler is the temperature, because gpt.py serve's defaults filter nothing either.
     """
-    from benchmarks.peers import write_gguf  # it imports torch, which an engine does after its own settings
+    # It imports torch, which an engine does after its own settings.
+    from benchmarks.peers.llama import write_gguf
     from model import load
 
     checkpoint, file = load(model), folder / f"{Path(model).name}.gguf"

@@ -1,0 +1,102 @@
+"""CTranslate2, in float32 and int8."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.peers.peer import bias_or_zeros, named_weights
+from model.gpt import GPT
+
+
+class CTranslate2:
+    """CTranslate2's Generator.generate_batch: the decoding loop is C++, one call writes the whole text.
+
+    The prompt is read at once (include_prompt_in_result=False). Decoding is greedy, and no token ends a text.
+    Token i is named "i".
+    """
+
+    precision = "float32"
+
+    def __init__(self, model: GPT, threads: int) -> None:
+        import ctranslate2
+
+        rounded = "" if self.precision == "float32" else f", {self.precision}"
+        self.name = f"CTranslate2 {ctranslate2.__version__}{rounded}"
+        self.ctranslate2 = ctranslate2
+        with tempfile.TemporaryDirectory() as directory:
+            spec = self.specification(model)
+            spec.validate()
+            spec.optimize(quantization=self.precision)
+            spec.save(directory)
+            self.generator = ctranslate2.Generator(
+                directory,
+                device="cpu",
+                compute_type=self.precision,
+                inter_threads=1,
+                intra_threads=threads,
+            )
+
+    def specification(self, model: GPT) -> Any:
+        """The library's description of a pre-norm decoder, filled with the weights."""
+        specs, weights = self.ctranslate2.specs, named_weights(model)
+        spec = specs.TransformerDecoderModelSpec.from_config(
+            model.config.n_layer, model.config.n_head, activation=specs.Activation.GELU
+        )
+
+        def linear(target: Any, layer: str) -> None:
+            target.weight = weights[f"{layer}.weight"].numpy()
+            if f"{layer}.bias" in weights:
+                target.bias = weights[f"{layer}.bias"].numpy()
+
+        def norm(target: Any, layer: str) -> None:
+            target.gamma = weights[f"{layer}.weight"].numpy()
+            target.beta = bias_or_zeros(weights, layer).numpy()
+
+        decoder = spec.decoder
+        decoder.scale_embeddings = False
+        decoder.embeddings.weight = weights["wte.weight"].numpy()
+        decoder.position_encodings.encodings = weights["wpe.weight"].numpy()
+        decoder.projection.weight = weights["wte.weight"].numpy()
+        norm(decoder.layer_norm, "ln_f")
+        for i, layer in enumerate(decoder.layer):
+            norm(layer.self_attention.layer_norm, f"h.{i}.ln_1")
+            linear(layer.self_attention.linear[0], f"h.{i}.attn.c_attn")
+            linear(layer.self_attention.linear[1], f"h.{i}.attn.c_proj")
+            norm(layer.ffn.layer_norm, f"h.{i}.ln_2")
+            linear(layer.ffn.linear_0, f"h.{i}.mlp.c_fc")
+            linear(layer.ffn.linear_1, f"h.{i}.mlp.c_proj")
+        spec.register_vocabulary([str(token) for token in range(model.config.vocab_size)])
+        spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = "0"
+        return spec
+
+    def logits(self, ids: list[int]) -> Tensor:
+        return self.every_logits(ids)[-1]
+
+    def every_logits(self, ids: list[int]) -> Tensor:
+        return torch.from_numpy(np.array(self.generator.forward_batch([ids])))[0]
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        return self.greedy_batch([prompt], count)[0]
+
+    def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+        results = self.generator.generate_batch(
+            [[str(token) for token in prompt] for prompt in prompts],
+            max_length=count,
+            end_token=[],
+            include_prompt_in_result=False,
+        )
+        return [result.sequences_ids[0] for result in results]
+
+    def prefill(self, ids: list[int]) -> None:
+        self.greedy(ids, 1)
+
+
+class CTranslate2Int8(CTranslate2):
+    """The same with int8: a scale for each output, and activations of each row rounded to 8 bits."""
+
+    precision = "int8"

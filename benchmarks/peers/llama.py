@@ -1,0 +1,179 @@
+"""llama.cpp through llama-cpp-python, and the GGUF file that it and llama-server read."""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.peers.peer import bias_or_zeros, named_weights
+from model.gpt import GPT
+
+
+class LlamaCpp:
+    """llama.cpp through llama-cpp-python's C interface; Llama.generate() would copy logits for each token.
+
+    Weights, keys and values are F32. Flash attention reads the prompt of prefill() and is off elsewhere:
+    on this CPU path it takes a third of the time over a long prompt, and several times as much for one
+    token. The gpt2 graph has the tanh approximation of GELU, from a table in F16: the logits differ by
+    some thousandths, and the text may differ too. Its biases are zeros here.
+    """
+
+    precision = "F32"  # of the matrices, by the names of gguf's types
+
+    def __init__(self, model: GPT, threads: int) -> None:
+        import llama_cpp
+
+        rounded = "" if self.precision == "F32" else f", {self.precision}"
+        self.name = f"llama.cpp (llama-cpp-python {llama_cpp.__version__}){rounded}"
+        self.api = llama_cpp
+        self.config, self.threads = model.config, threads
+        self.silence = llama_cpp.llama_log_callback(lambda level, text, data: None)  # must outlive its use
+        llama_cpp.llama_log_set(self.silence, ctypes.c_void_p(0))
+        parameters = llama_cpp.llama_model_default_params()
+        parameters.n_gpu_layers = 0
+        parameters.use_mmap = False  # the file is removed
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "model.gguf"
+            write_gguf(path, model, self.precision)
+            self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
+        if not self.model:
+            raise RuntimeError(f"{self.name} did not load the model")
+        self.contexts: dict[tuple[int, bool], tuple[Any, Any]] = {}
+
+    def context(self, B: int, flash: bool) -> tuple[Any, Any]:
+        """A context for B sequences, and a batch whose entry i belongs to sequence i % B."""
+        if (B, flash) not in self.contexts:
+            api = self.api
+            parameters = api.llama_context_default_params()
+            parameters.n_ctx = parameters.n_batch = B * self.config.block_size
+            parameters.n_seq_max = B
+            parameters.n_threads = parameters.n_threads_batch = self.threads
+            parameters.type_k = parameters.type_v = api.GGML_TYPE_F32
+            kinds = api.LLAMA_FLASH_ATTN_TYPE_DISABLED, api.LLAMA_FLASH_ATTN_TYPE_ENABLED
+            parameters.flash_attn_type = kinds[flash]
+            context = api.llama_init_from_model(self.model, parameters)
+            if not context:
+                raise RuntimeError(f"{self.name} made no context for {B} sequences")
+            batch = api.llama_batch_init(B * self.config.block_size, 0, 1)
+            for i in range(B * self.config.block_size):
+                batch.n_seq_id[i] = 1
+                batch.seq_id[i][0] = i % B
+            self.contexts[B, flash] = context, batch
+        return self.contexts[B, flash]
+
+    def run(self, prompts: list[list[int]], count: int, flash: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """The `count` tokens (B, count) after the prompts, and the logits (B, V) of the last of them."""
+        api, (B, T) = self.api, (len(prompts), len(prompts[0]))
+        context, batch = self.context(B, flash)
+        size = B * self.config.block_size
+        token, position, wanted = (
+            np.ctypeslib.as_array(field, (size,)) for field in (batch.token, batch.pos, batch.logits)
+        )
+        api.llama_memory_clear(api.llama_get_memory(context), False)
+        token[: T * B] = np.array(prompts).T.reshape(-1)  # position by position, so that i % B holds
+        position[: T * B] = np.repeat(np.arange(T), B)
+        wanted[: T * B] = np.arange(T * B) >= (T - 1) * B
+        batch.n_tokens = T * B
+        tokens = np.empty((B, count), dtype=np.int64)
+        for i in range(count):
+            if status := api.llama_decode(context, batch):
+                raise RuntimeError(f"{self.name} failed with status {status}")
+            logits = np.ctypeslib.as_array(api.llama_get_logits(context), (B, self.config.vocab_size))
+            tokens[:, i] = token[:B] = logits.argmax(-1)
+            position[:B] = T + i
+            wanted[:B] = 1
+            batch.n_tokens = B
+        return tokens, logits
+
+    def logits(self, ids: list[int]) -> Tensor:
+        return torch.tensor(self.run([ids], 1)[1][0])
+
+    def every_logits(self, ids: list[int]) -> Tensor:
+        api, T = self.api, len(ids)
+        context, batch = self.context(1, False)
+        api.llama_memory_clear(api.llama_get_memory(context), False)
+        for i, token in enumerate(ids):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
+        batch.n_tokens = T
+        if status := api.llama_decode(context, batch):
+            raise RuntimeError(f"{self.name} failed with status {status}")
+        return torch.tensor(np.ctypeslib.as_array(api.llama_get_logits(context), (T, self.config.vocab_size)))
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        return self.greedy_batch([prompt], count)[0]
+
+    def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+        return self.run(prompts, count)[0].tolist()
+
+    def prefill(self, ids: list[int]) -> None:
+        self.run([ids], 1, flash=True)
+
+
+class LlamaCppQ8(LlamaCpp):
+    """The same with Q8_0: 8 bits, and a scale in half precision for 32 weights or activations.
+
+    All matrices but that of the positions are quantised; the head is the token embedding.
+    """
+
+    precision = "Q8_0"
+
+
+def write_gguf(path: Path, model: GPT, precision: str = "F32", tokens: Sequence[str] = ()) -> None:
+    """Write the weights as llama.cpp's gpt2; the matrices in this of gguf's types.
+
+    tokens: texts of the ids, for a program that takes text; none of them ends a text.
+    """
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[precision]
+    whole = gguf.LlamaFileType.ALL_F32 if precision == "F32" else gguf.LlamaFileType[f"MOSTLY_{precision}"]
+
+    c, weights = model.config, named_weights(model)
+    writer = gguf.GGUFWriter(path, "gpt2")
+    writer.add_context_length(c.block_size)
+    writer.add_embedding_length(c.n_embd)
+    writer.add_feed_forward_length(4 * c.n_embd)
+    writer.add_block_count(c.n_layer)
+    writer.add_head_count(c.n_head)
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_file_type(whole)
+    writer.add_vocab_size(c.vocab_size)
+    # RWKV's takes the longest token that matches, without merges, and needs no id for the end.
+    writer.add_tokenizer_model("rwkv" if tokens else "none")
+    if tokens:
+        writer.add_token_list([token.replace("\\", "\\\\").replace("\n", "\\n") for token in tokens])
+        writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
+        writer.add_token_scores([0.0] * len(tokens))
+
+    def add_matrix(name: str, tensor: Tensor) -> None:
+        writer.add_tensor(name, gguf.quantize(tensor.numpy(), kind), raw_dtype=kind)
+
+    add_matrix("token_embd.weight", weights["wte.weight"])
+    writer.add_tensor("position_embd.weight", weights["wpe.weight"].numpy())
+    layers = {"ln_f": "output_norm"}
+    for i in range(c.n_layer):
+        layers |= {
+            f"h.{i}.ln_1": f"blk.{i}.attn_norm",
+            f"h.{i}.attn.c_attn": f"blk.{i}.attn_qkv",
+            f"h.{i}.attn.c_proj": f"blk.{i}.attn_output",
+            f"h.{i}.ln_2": f"blk.{i}.ffn_norm",
+            f"h.{i}.mlp.c_fc": f"blk.{i}.ffn_up",
+            f"h.{i}.mlp.c_proj": f"blk.{i}.ffn_down",
+        }
+    for layer, name in layers.items():
+        if "norm" in name:
+            writer.add_tensor(f"{name}.weight", weights[f"{layer}.weight"].numpy())
+        else:
+            add_matrix(f"{name}.weight", weights[f"{layer}.weight"])
+        writer.add_tensor(f"{name}.bias", bias_or_zeros(weights, layer).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

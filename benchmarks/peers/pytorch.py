@@ -1,0 +1,171 @@
+"""Engines on PyTorch: its model without and with a key-value cache, and transformers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.peers.peer import bias_or_zeros, named_weights
+from model.gpt import GPT
+
+
+class UncachedPyTorch:
+    """nanoGPT's generate(): the whole window through the module for each token, here with SDPA.
+
+    This is what nanoGPT's users run. It keeps no cache, and applies the head to the last position only.
+    """
+
+    name = f"PyTorch {torch.__version__}, no cache"
+
+    def __init__(self, model: GPT, threads: int) -> None:
+        torch.set_num_threads(threads)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        self.gpt = GPT(model.config, attend).eval()
+        self.gpt.load_state_dict(model.state_dict())
+
+    @torch.inference_mode()
+    def logits(self, ids: list[int]) -> Tensor:
+        return self.gpt(torch.tensor([ids]), last_only=True)[0, -1]
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        return self.greedy_batch([prompt], count)[0]
+
+    @torch.inference_mode()
+    def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+        ids = torch.tensor(prompts)  # (B, T)
+        for _ in range(count):
+            token = self.gpt(ids, last_only=True).argmax(-1)  # (B, 1)
+            ids = torch.cat([ids, token], dim=1)
+        return ids[:, -count:].tolist()
+
+    def prefill(self, ids: list[int]) -> None:
+        self.greedy(ids, 1)
+
+
+class CachedPyTorch:
+    """A plain decoding loop: functions on bare tensors, SDPA over a slice of a preallocated cache.
+
+    It uses no modules, because at batch 1 their calls cost more than the arithmetic. The cache is sliced, not
+    masked, so that a step reads only the keys that exist. It runs eagerly and needs no compiler.
+    """
+
+    name = f"PyTorch {torch.__version__}, cached"
+
+    def __init__(self, model: GPT, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.config = model.config
+        weights = named_weights(model)
+        self.wte, self.wpe = weights["wte.weight"], weights["wpe.weight"]
+        self.layers = [
+            tuple(
+                (weights[f"h.{layer}.{name}.weight"], weights.get(f"h.{layer}.{name}.bias"))
+                for name in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+            )
+            for layer in range(model.config.n_layer)
+        ]
+        self.ln_f = weights["ln_f.weight"], weights.get("ln_f.bias")
+        self.caches: dict[int, list[Tensor]] = {}
+
+    def forward(self, ids: Tensor, start: int) -> Tensor:
+        """Logits (B, V) after `ids` (B, T), which continue the `start` tokens in the cache."""
+        c = self.config
+        (B, T), C, stop = ids.shape, c.n_embd, start + ids.shape[1]
+        x = (F.embedding(ids, self.wte) + self.wpe[start:stop]).view(B * T, C)
+        for (ln_1, c_attn, c_proj, ln_2, c_fc, down), cache in zip(self.layers, self.cache(B)):
+            qkv = F.linear(F.layer_norm(x, (C,), *ln_1), *c_attn)  # (B T, 3 C)
+            qkv = qkv.view(B, T, 3, c.n_head, c.head_dim).permute(2, 0, 3, 1, 4)  # (3, B, H, T, d)
+            cache[:, :, :, start:stop] = qkv[1:]
+            k, v = cache[:, :, :, :stop].unbind()
+            y = F.scaled_dot_product_attention(qkv[0], k, v, is_causal=T > 1)  # (B, H, T, d)
+            x = x + F.linear(y.transpose(1, 2).reshape(B * T, C), *c_proj)
+            x = x + F.linear(F.gelu(F.linear(F.layer_norm(x, (C,), *ln_2), *c_fc)), *down)
+        last = x.view(B, T, C)[:, -1]
+        return F.linear(F.layer_norm(last, (C,), *self.ln_f), self.wte)
+
+    def cache(self, B: int) -> list[Tensor]:
+        """Keys and values (2, B, H, block_size, d) of each layer, for every text of this batch size."""
+        if B not in self.caches:
+            c = self.config
+            self.caches[B] = [torch.zeros(2, B, c.n_head, c.block_size, c.head_dim) for _ in self.layers]
+        return self.caches[B]
+
+    @torch.inference_mode()
+    def logits(self, ids: list[int]) -> Tensor:
+        return self.forward(torch.tensor([ids]), 0)[0]
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        return self.greedy_batch([prompt], count)[0]
+
+    @torch.inference_mode()
+    def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+        ids, start = torch.tensor(prompts), 0  # (B, T)
+        tokens = []
+        for _ in range(count):
+            token = self.forward(ids, start).argmax(-1, keepdim=True)  # (B, 1)
+            start += ids.shape[1]
+            ids = token
+            tokens.append(token)
+        return torch.cat(tokens, dim=1).tolist()
+
+    def prefill(self, ids: list[int]) -> None:
+        self.greedy(ids, 1)
+
+
+class Transformers:
+    """transformers' GPT2LMHeadModel and its generate(), with their defaults: a growing cache, and SDPA.
+
+    This is the library's one path for this architecture; its static cache was slower here. Its linear layers
+    are (in, out) and have biases, which are zero here; its "gelu" is exact.
+    """
+
+    def __init__(self, model: GPT, threads: int) -> None:
+        import transformers
+
+        self.name = f"transformers {transformers.__version__}"
+        torch.set_num_threads(threads)
+        c = model.config
+        config = transformers.GPT2Config(
+            vocab_size=c.vocab_size,
+            n_positions=c.block_size,
+            n_embd=c.n_embd,
+            n_layer=c.n_layer,
+            n_head=c.n_head,
+            activation_function="gelu",
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+        self.gpt = transformers.GPT2LMHeadModel(config).eval()
+        weights = named_weights(model)
+        layers = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
+        state = {f"transformer.{name}": tensor for name, tensor in weights.items()}
+        for layer in layers:
+            if ".c_" in layer:
+                state[f"transformer.{layer}.weight"] = weights[f"{layer}.weight"].T
+            if "wte" not in layer and "wpe" not in layer:
+                state[f"transformer.{layer}.bias"] = bias_or_zeros(weights, layer)
+        state["lm_head.weight"] = weights["wte.weight"]
+        self.gpt.load_state_dict(state)
+
+    @torch.inference_mode()
+    def logits(self, ids: list[int]) -> Tensor:
+        return self.gpt(torch.tensor([ids]), logits_to_keep=1).logits[0, -1]
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        return self.greedy_batch([prompt], count)[0]
+
+    @torch.inference_mode()
+    def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+        ids = torch.tensor(prompts)
+        mask = torch.ones_like(ids)
+        out = self.gpt.generate(
+            ids, attention_mask=mask, max_new_tokens=count, do_sample=False, use_cache=True
+        )
+        return out[:, -count:].tolist()
+
+    def prefill(self, ids: list[int]) -> None:
+        self.greedy(ids, 1)
