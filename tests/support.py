@@ -7,7 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,16 @@ class Done:
     returncode: int
     stdout: str
     stderr: str
+
+
+@contextmanager
+def naming(*case: object) -> Iterator[None]:
+    """Name the case, one of a loop, in the message of an exception."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the case {case}")
+        raise
 
 
 def script(path: Path, text: str) -> str:

@@ -1,4 +1,4 @@
-"""What the tests of attention() share."""
+"""What the tests of attention() share: each part, over each implementation of the SIMD helpers."""
 
 from __future__ import annotations
 
@@ -6,18 +6,31 @@ from functools import partial
 
 import pytest
 
-import attention_ext
-from attention_ext import SIMD, BuildError, extension
+from attention_ext import PARTS, SIMD, BuildError, attention, extension
 
-ALL = [name if name == "portable" else pytest.param(name, marks=pytest.mark.full) for name in SIMD[1:]]
+KERNELS = [name for name, part in PARTS.items() if part.operator]
+OTHERS = [simd for simd in SIMD if simd not in ("auto", "portable")]
 
 
-@pytest.fixture(params=ALL)
-def simd(request, monkeypatch):
-    """The module's attention() over each implementation of the SIMD helpers."""
-    request.getfixturevalue("extension")
-    try:
-        extension.load(request.param)
-    except BuildError as error:
-        pytest.skip(str(error))
-    monkeypatch.setattr(request.module, "attention", partial(attention_ext.attention, simd=request.param))
+def over(parts: list[str], simd: str) -> list:
+    """Parameters of `attend`: these parts over these helpers. Only the portable ones are tried by default."""
+    marks = [] if simd == "portable" else [pytest.mark.full]
+    return [pytest.param((part, simd), id=f"{part}-{simd}", marks=marks) for part in parts]
+
+
+@pytest.fixture(
+    params=[
+        *over(["part0", *KERNELS], "portable"),
+        *(each for simd in OTHERS for each in over(KERNELS, simd)),
+    ]
+)
+def attend(request) -> partial:
+    """Run the test with attention() by each part, the kernels over each SIMD helper."""
+    part, simd = request.param
+    if part in KERNELS:
+        request.getfixturevalue("extension")
+        try:
+            extension.load(simd)
+        except BuildError as error:  # no ispc
+            pytest.skip(str(error))
+    return partial(attention, part, simd=simd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_ranks import RANKS
-from support import ROOT, Done
+from support import ROOT, Done, naming
 
 from app.cli import lab as lab_commands
 from attention_ext import PARTS, agreement, parallel
@@ -82,11 +83,6 @@ def all_cases() -> list[dict]:
 CASES = all_cases()
 
 
-def name(case: dict) -> str:
-    changed = [f"{key}={value}" for key, value in case.items() if value != DEFAULTS.get(key)]
-    return " ".join(changed[:1] + [c.replace(" ", "") for c in changed[1:]])
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory, extension) -> list[list]:
     """The results of all cases on each rank."""
@@ -105,9 +101,16 @@ def ranks(tmp_path_factory, extension) -> list[list]:
     return [torch.load(folder / f"{r}.pt", weights_only=True) for r in range(RANKS)]
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=map(name, CASES))
-def test_it_is_exact_and_sends_what_the_formula_says(index, ranks):
-    case, results = CASES[index], [found[index] for found in ranks]
+@pytest.mark.parametrize("method", METHODS)
+def test_it_is_exact_and_sends_what_the_formula_says(method, ranks):
+    for case, *results in zip(CASES, *ranks):
+        if case["method"] == method:
+            with naming(case):
+                check(case, results)
+
+
+def check(case, results):
+    """Check a case's results on each rank."""
     P = len(case["keys"])
     assert results[P:] == [None] * (RANKS - P)
     if case["wrong"]:
@@ -159,13 +162,12 @@ def test_the_formula_of_the_issue():
         )
 
 
-@pytest.mark.parametrize("P", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("N", [0, 1, 5, 63, 64, 130])
-def test_the_rows_of_the_ranks_are_all_rows_once(P, N):
-    for method in METHODS:
+def test_the_rows_of_the_ranks_are_all_rows_once():
+    for method, P, N in itertools.product(METHODS, (1, 2, 3, 4, 8), (0, 1, 5, 63, 64, 130)):
         rows = parallel.rows(method, N, P)
-        assert sorted(i for chunks in rows for chunk in chunks for i in chunk) == list(range(N))
-        assert max(map(parallel.length, rows)) - min(map(parallel.length, rows)) <= 2
+        with naming(method, P, N):
+            assert sorted(i for chunks in rows for chunk in chunks for i in chunk) == list(range(N))
+            assert max(map(parallel.length, rows)) - min(map(parallel.length, rows)) <= 2
 
 
 @pytest.mark.parametrize("hidden", [0, 1, 7])
@@ -193,11 +195,6 @@ def test_zigzag_shares_the_causal_work():
         everything = [range(4096)]
         work = [parallel.pairs(mine, everything, True, 0) for mine in rows]
         assert max(work) / (sum(work) / 4) == pytest.approx(worst, rel=1e-3)
-
-
-def test_a_wrong_method_is_named():
-    with pytest.raises(ValueError, match="method is 'rings'; it must be one of split, gather"):
-        parallel.rows("rings", 10, 2)
 
 
 @pytest.fixture
@@ -327,6 +324,7 @@ def state(pid: int) -> str:
         return "Z"
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_other_rank_ends_in_time_and_names_the_faulty_one(faults, fault):
@@ -346,6 +344,7 @@ def test_every_other_rank_ends_in_time_and_names_the_faulty_one(faults, fault):
     assert done.returncode == 1
 
 
+@pytest.mark.full
 def test_the_command_compares_counts_and_predicts(extension):
     """A million keys in the first run; the second, over parts that share no row count, starts beside it."""
     runs = [
@@ -430,6 +429,7 @@ def documented_command(form: str, node: int, side: str) -> list[str]:
     return ["ip", "netns", "exec", side, "env", *line.split()]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["--node-rank", "--rdzv-backend c10d"])
 def test_a_network_carries_the_bytes_of_the_formula(network, extension, form):
     """By the interfaces' own counters, with both of the documented commands, the second machine first."""

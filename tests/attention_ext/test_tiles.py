@@ -29,22 +29,11 @@ def test_what_is_written_is_read_and_replaced():
     assert taken == [DEFAULT, (64, 96), (64, 96), (128, 512), (128, 512), DEFAULT]
 
 
-OTHERS = [
-    ("ispc", 1, 16, 1000, False),
-    ("portable", 2, 16, 1000, False),
-    ("portable", 1, 32, 1000, False),
-    ("portable", 1, 16, 1000, True),
-]
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_another_case_takes_the_default(other):
+def test_another_case_or_processor_takes_the_default(monkeypatch):
     tiles.write([FOUND])
-    assert tiles.tile(*other) == DEFAULT
-
-
-def test_another_processor_takes_the_default(monkeypatch):
-    tiles.write([FOUND])
+    for change in (dict(simd="ispc"), dict(threads=2), dict(d=32), dict(causal=True)):
+        case = dict(simd="portable", threads=1, d=16, N=1000, causal=False) | change
+        assert tiles.tile(*case.values()) == DEFAULT, change
     monkeypatch.setattr(processor, "name", lambda: "another one")
     tiles.forget()
     assert tiles.tile("portable", 1, 16, 1000, False) == DEFAULT

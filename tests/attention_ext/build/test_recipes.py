@@ -2,50 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import subprocess
-import sys
 
 import pytest
-import torch
-from support import copy_tree
 
-from attention_ext import PARTS, SIMD, BuildError, processor
+from attention_ext import PARTS, SIMD, BuildError
 from attention_ext.build import recipes, toolchain
-
-
-@pytest.fixture
-def csrc(tmp_path, extension):
-    """A copy of the sources."""
-    return copy_tree(recipes.CSRC, tmp_path / "csrc")
-
-
-def test_what_decides_the_outcome_decides_the_directory(monkeypatch, extension):
-    recipe = recipes.extension()
-    here = recipe.path()
-    assert recipes.extension().path() == here == recipes.extension("portable").path()
-    changes = [dict(flags=(*recipe.flags, "-g")), dict(ispc=sys.executable)]  # its --version differs
-    assert here not in [dataclasses.replace(recipe, **change).path() for change in changes]
-    assert recipes.extension("off").path() != here
-    for place, name, value in (
-        (torch, "__version__", "9.9"),
-        (processor, "capabilities", lambda: "another CPU"),
-        (toolchain, "has_python_header", lambda: "another"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(place, name, value)
-            assert recipe.path() != here
-
-
-def test_a_changed_source_decides_too(csrc):
-    here = recipes.extension().path()
-    assert recipes.extension(csrc=csrc).path() == here
-    with open(csrc / "cpu" / "sizes.h", "a") as file:
-        file.write("// changed\n")
-    changed = recipes.extension(csrc=csrc).path()
-    (csrc / "cpu" / "new.h").touch()
-    assert len({here, changed, recipes.extension(csrc=csrc).path()}) == 3
 
 
 def test_every_source_is_compiled():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+from support import naming
 
 from attention_ext.build import nvrtc
 from attention_ext.cuda import kernels, steps
@@ -28,20 +29,33 @@ def resources(name, d, dtype, capability):
 
 
 @pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("name", STEPS)
+def test_each_step_compiles(name):
+    compiles(name, 64, STEPS[name].dtypes[0], (9, 0))
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("capability", SHARED, ids=lambda c: f"sm_{c[0]}{c[1]}")
 @pytest.mark.parametrize("name", STEPS)
-def test_each_step_compiles(name, capability):
+def test_each_step_compiles_in_every_dtype_for_every_architecture(name, capability):
     step = STEPS[name]
     if not step.runs_on(capability):
         pytest.skip(f"step {name} is not for compute capability {capability[0]}.{capability[1]}")
     for dtype in step.dtypes:
         for d in (COMPILED_FP16 if dtype is Dtype.FP16 else COMPILED)[capability]:
-            found = resources(name, d, dtype, capability)
-            assert 0 < found.registers <= 255
-            if name != "3-spilled":
-                assert found.spill_stores <= SPILLING, f"d = {d}, {dtype}: {found}"
+            with naming(d, dtype):
+                compiles(name, d, dtype, capability)
 
 
+def compiles(name, d, dtype, capability):
+    found = resources(name, d, dtype, capability)
+    assert 0 < found.registers <= 255
+    if name != "3-spilled":
+        assert found.spill_stores <= SPILLING, found
+
+
+@pytest.mark.full
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("d", WIDTHS)
 def test_only_the_spilling_state_spills(d):
@@ -90,6 +104,7 @@ ptxas info    : Used 64 registers, used 1 barriers, 1024 bytes smem"""
     assert nvrtc.parse(f"{log}\n{waits}").losses == (waits,)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("d", [40, 64, 128, 192, 256])
 def test_the_products_of_step_6_are_not_serialized(d):
