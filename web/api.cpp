@@ -12,6 +12,7 @@
 #include "checkpoint.h"
 #include "cpu/sizes.h"
 #include "decoder/decoder.h"
+#include "simd/simd.h"
 #include "threads.h"
 
 void on_threads(int threads, const std::function<void(int)>& body) {

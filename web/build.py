@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from attention_ext.build import cache, toolchain
-from attention_ext.build.recipes import CSRC, KERNELS, found
+from attention_ext.build.recipes import CSRC, HELPERS, KERNELS, PORTABLE, found
 from attention_ext.parts import PARTS, BuildError
 from model.checkpoint import SHIPPED, SUMS, shipped
 from web import bundle
@@ -23,7 +23,7 @@ FLAGS = (  # -flto: 2 to 6 % of the speed
     *("-target", "wasm32-wasi", "-mexec-model=reactor", "-std=c++17", "-O3", "-flto"),
     *("-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-Wl,--strip-all"),
 )
-SOURCES = (KERNELS, "matmul/*.cpp", "decoder/*.cpp", "simd/portable.cpp")
+SOURCES = (KERNELS, PORTABLE, HELPERS["portable"][0], "matmul/*.cpp", "decoder/*.cpp")
 GRADIENT = "part4_backward.cpp"  # the page does not train, and its threads wait for each other
 STATIC = ("index.html", "style.css", "sw.js")
 EMBEDDED = ("shakes256", "shakes1024")  # in the one file; the race needs the long window

@@ -76,7 +76,7 @@ Observation* observe(const Checkpoint* checkpoint, int32_t precision, const int3
         attend(*o, l, A);
         add(w.proj, w.proj.operand({A, C}, T, O));
         set(w.fc, {Y, ldY}, normalised(w.ln_2, w.fc));
-        simd::gelu(Y, T * ldY);
+        portable::gelu(Y, T * ldY);
         add(w.out, w.out.operand({Y, ldY}, T, O));
     }
     return o;
@@ -96,7 +96,7 @@ EXPORT(observed_weights) void observed_weights(const Observation* o, int32_t lay
     const float *Q = o->head(layer, head, 0), *K = o->head(layer, head, 1);
     std::vector<double> row(T);
     for (int64_t i = 0; i < T; i++) {
-        simd::dot_rows(P + i * T, Q + i * o->ldQ, {K, o->ldQ}, i + 1, d, o->scale());
+        portable::dot_rows(P + i * T, Q + i * o->ldQ, {K, o->ldQ}, i + 1, d, o->scale());
         const float m = *std::max_element(P + i * T, P + i * T + i + 1);
         double l = 0;
         for (int64_t j = 0; j <= i; j++) l += row[j] = std::exp(static_cast<double>(P[i * T + j] - m));

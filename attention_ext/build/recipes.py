@@ -19,6 +19,7 @@ from attention_ext.build import cache, toolchain
 from attention_ext.parts import BuildError, resolve_simd
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
+PORTABLE = "simd/portable/*.cpp"  # the helpers of simd/portable.h, in every extension and program
 # Each implementation of simd/simd.h: its source, and the extra flags of its extension and program.
 HELPERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ispc": ("simd/ispc.cpp", ()),
@@ -28,9 +29,10 @@ HELPERS: dict[str, tuple[str, tuple[str, ...]]] = {
 ISPC_SOURCE = "simd/simd.ispc"
 KERNELS = "cpu/*.cpp"
 OPERATORS = ("bindings/operators.cpp", "bindings/training.cpp")
-EXTENSION = (KERNELS, "matmul/*.cpp", "decoder/*.cpp", "training/*.cpp", "tools/limits.cpp", *OPERATORS)
+MODEL = ("matmul/*.cpp", "decoder/*.cpp", "training/*.cpp")
+EXTENSION = (KERNELS, PORTABLE, *MODEL, "tools/limits.cpp", *OPERATORS)
 DECODER_MODULE = "bindings/decoder_module.cpp"  # compiled only where Python's header is installed
-PROGRAM = (KERNELS, "tools/alone.cpp")
+PROGRAM = (KERNELS, PORTABLE, "tools/alone.cpp")
 
 
 @dataclass(frozen=True)

@@ -115,13 +115,11 @@ def test_every_simd_helper_gives_the_same_logits(kernel, simd, weights):
 
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_rounded_weights_are_those_of_the_rounded_model(simd, config, weights):
+def test_rounded_weights_are_those_of_the_rounded_model(config, weights):
     gpt = model(**config)
     tokens = ids(gpt, gpt.config.block_size)
     exact = expected(rounded(gpt, weights), tokens)[-1]
-    native, by_torch = (
-        open_engine(gpt, name, simd=simd, weights=weights, slots=3) for name in ("native", "torch")
-    )
+    native, by_torch = (open_engine(gpt, name, weights=weights, slots=3) for name in ("native", "torch"))
     for engine in (native, by_torch):
         engine.prefill(0, tokens)
         torch.testing.assert_close(engine.logits(0).double(), exact, atol=1e-4, rtol=0)

@@ -26,6 +26,7 @@
 #include "parts.h"
 #include "round_up.h"
 #include "running.h"
+#include "simd/portable.h"
 #include "simd/simd.h"
 #include "threads.h"
 
@@ -95,7 +96,7 @@ Case draw(uint64_t seed, Random& random, int threads) {
         if (!c.layouts[1].panel) c.Bc = std::min(c.Bc, c.Nk);
     } else if (c.Nq <= c.part->few.queries && random.one_in(2)) {
         c.pairs = true;
-        c.Bc = round_up(random.size(MOST), 2 * simd::lanes());
+        c.Bc = round_up(random.size(MOST), 2 * portable::lanes());
     }
     c.bf16 = c.part->takes_bf16() && c.layouts[1].column == 1 && !c.pairs && random.one_in(2);
     return c;
@@ -168,7 +169,7 @@ struct Pairs {
     Pairs(const Case& c, Random& random)
         : d(c.d),
           Bc(c.Bc),
-          columns(round_up(d, 2 * simd::lanes())),
+          columns(round_up(d, 2 * portable::lanes())),
           K_head(round_up(c.Nk, Bc) * d / 2),
           V_head(c.Nk * columns / 2),
           k(c.B * c.H * K_head, random),
@@ -188,7 +189,7 @@ struct Pairs {
     }
 
     static void put(float* row, int64_t column, float x) {
-        const int64_t W = simd::lanes();
+        const int64_t W = portable::lanes();
         float* word = row + column / (2 * W) * W + column % W;
         uint32_t bits, pair;
         std::memcpy(&bits, &x, sizeof bits), std::memcpy(&pair, word, sizeof pair);
@@ -364,7 +365,7 @@ std::string attempt(const Case& drawn, Random& random) {
     return wrong;
 }
 
-// Tries the helpers that only the decoder uses, with awkward sizes and bad values. Other tests compare its
+// Tries the helpers that only the model needs, with awkward sizes and bad values. Other tests compare its
 // logits with PyTorch's.
 std::string attempt_rows(Random& random) {
     const int64_t n = random.size(MOST), bad = random.one_in(4) ? random.from(0, n - 1) : -1;
@@ -378,7 +379,7 @@ std::string attempt_rows(Random& random) {
         weight.data[i] = random.normal(), bias.data[i] = random.normal();
     }
     for (Guarded* input : {&x, &weight, &bias}) input->let(PROT_READ);
-    simd::layer_norm(y.data, x.data, weight.data, biased ? bias.data : nullptr, n);
+    portable::layer_norm(y.data, x.data, weight.data, biased ? bias.data : nullptr, n);
     double mean = 0, variance = 0, most = 0;
     for (int64_t i = 0; i < n; i++) mean += double{x.data[i]} / static_cast<double>(n);
     for (int64_t i = 0; i < n; i++) {
@@ -395,7 +396,7 @@ std::string attempt_rows(Random& random) {
     }
     x.let(PROT_READ | PROT_WRITE);
     std::vector<float> before(x.data, x.data + n);
-    simd::gelu(x.data, n);
+    portable::gelu(x.data, n);
     for (int64_t i = 0; i < n; i++) {
         const double exact = before[i] * std::erfc(-before[i] / std::sqrt(2.0)) / 2, got = x.data[i];
         const bool near = got == exact || std::fabs(got - exact) <= 1e-7 + 3e-7 * std::fabs(exact);
@@ -413,11 +414,12 @@ std::string attempt_rows(Random& random) {
 // numbers. A result may err by a rounding of each group's sum, of each product with a scale and of each
 // addition.
 std::string attempt_int8(Random& random) {
-    const int64_t depth = random.size(MOST), rows = random.from(1, 9), W = simd::lanes();
+    const int64_t depth = random.size(MOST), rows = random.from(1, 9), W = portable::lanes();
     const int64_t cols = W * random.from(1, 9), ldB = cols + (random.one_in(2) ? W : 0),
                   ldC = cols + random.from(0, 3);
-    const int64_t blocks = simd::int8_blocks(depth), words = simd::fixed_words(depth), gap = random.from(0, 3);
-    const int64_t ldA = words + gap, panel_rows = blocks + 2 * simd::int8_groups(depth);
+    const int64_t blocks = portable::int8_blocks(depth), words = portable::fixed_words(depth),
+                  gap = random.from(0, 3);
+    const int64_t ldA = words + gap, panel_rows = blocks + 2 * portable::int8_groups(depth);
     const int64_t bad = random.one_in(4) ? random.from(0, rows - 1) : -1;
     const bool add = random.one_in(2);
     constexpr float INF = std::numeric_limits<float>::infinity();
@@ -439,12 +441,12 @@ std::string attempt_int8(Random& random) {
     uint32_t* const A = reinterpret_cast<uint32_t*>(a.data);
     for (int64_t i = 0; i < rows; i++) {
         const float* row = x.data + i * depth;
-        simd::to_fixed(A + i * ldA, row, depth);
+        portable::to_fixed(A + i * ldA, row, depth);
         std::memcpy(&scale[i], A + i * ldA + 3 * blocks, sizeof scale[i]);
         if (i == bad && !std::isnan(scale[i])) wrong += "; a bad row has a scale";
         double largest = 0;
         for (int64_t k = 0; k < depth; k++) largest = std::max(largest, std::fabs(double{row[k]}));
-        const int bits = SIMD_INT8_BITS;
+        const int bits = portable::INT8_BITS;
         for (int64_t k = 0; k < depth && i != bad && wrong.empty(); k++) {
             int64_t got = 0;
             for (int digit = 0; digit < 3; digit++) {
@@ -462,13 +464,14 @@ std::string attempt_int8(Random& random) {
     }
     a.let(PROT_READ);
 
-    const int64_t groups = simd::int8_groups(depth);
+    const int64_t groups = portable::int8_groups(depth);
     std::vector<int> weight(static_cast<size_t>(depth * cols));
     std::vector<float> of_group(static_cast<size_t>(groups * cols));
     for (int64_t col = 0; col < cols; col++) {
         float* word = b.data + col;
         for (int64_t g = 0; g < groups; g++) {
-            const int64_t first = g * SIMD_INT8_GROUP, end = std::min<int64_t>(depth, first + SIMD_INT8_GROUP);
+            const int64_t first = g * portable::INT8_GROUP,
+                          end = std::min<int64_t>(depth, first + portable::INT8_GROUP);
             const bool extreme = random.one_in(8);
             int32_t sum = 0;
             for (int64_t k = first; k < end; k++)
@@ -490,8 +493,8 @@ std::string attempt_int8(Random& random) {
         if (add) c.data[i] = random.normal();
         before[i] = c.data[i];
     }
-    simd::multiply_int8({c.data, ldC}, {A, ldA}, {reinterpret_cast<const uint32_t*>(b.data), ldB}, rows, cols,
-                        depth, add);
+    portable::multiply_int8({c.data, ldC}, {A, ldA}, {reinterpret_cast<const uint32_t*>(b.data), ldB}, rows,
+                            cols, depth, add);
     for (int64_t i = 0; i < rows; i++)
         for (int64_t col = 0; col < cols && wrong.empty(); col++) {
             const float got = c.data[i * ldC + col];
@@ -502,13 +505,13 @@ std::string attempt_int8(Random& random) {
             double exact = add ? double{before[i * ldC + col]} : 0, size = std::fabs(exact);
             for (int64_t g = 0; g < groups; g++) {
                 double sum = 0;  // of whole numbers below 2^53
-                for (int64_t k = g * SIMD_INT8_GROUP; k < std::min<int64_t>(depth, (g + 1) * SIMD_INT8_GROUP);
-                     k++)
+                for (int64_t k = g * portable::INT8_GROUP;
+                     k < std::min<int64_t>(depth, (g + 1) * portable::INT8_GROUP); k++)
                     sum += number[i * depth + k] * weight[k * cols + col];
                 const double term = sum * double{of_group[g * cols + col]} * double{scale[i]};
                 exact += term, size += std::fabs(term);
             }
-            // In the digits' sums numbers have an offset: 2^(SIMD_INT8_BITS - 1) a weight, which cancels
+            // In the digits' sums numbers have an offset: 2^(portable::INT8_BITS - 1) a weight, which cancels
             // exactly.
             if (!(std::fabs(got - exact) <= 0x1p-24 * static_cast<double>(groups + 4) * size + 1e-37))
                 wrong = "; int8 gives " + std::to_string(got) + ", right is " + std::to_string(exact);
@@ -516,8 +519,8 @@ std::string attempt_int8(Random& random) {
     for (int64_t i = 0; i < rows && wrong.empty(); i++) {  // alone, each row has the same result
         Guarded one(cols, random);
         for (int64_t col = 0; col < cols; col++) one.data[col] = before[i * ldC + col];
-        simd::multiply_int8({one.data, cols}, {A + i * ldA, ldA},
-                            {reinterpret_cast<const uint32_t*>(b.data), ldB}, 1, cols, depth, add);
+        portable::multiply_int8({one.data, cols}, {A + i * ldA, ldA},
+                                {reinterpret_cast<const uint32_t*>(b.data), ldB}, 1, cols, depth, add);
         for (int64_t col = 0; col < cols; col++)
             if (!same(one.data[col], c.data[i * ldC + col])) wrong = "; int8 depends on the number of rows";
         if (!one.whole()) wrong += "; wrote beside a row";

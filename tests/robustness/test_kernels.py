@@ -34,10 +34,15 @@ CHECKED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 RACES = ["-fsanitize=thread"]
 TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]  # they need no runtime library
 HELPERS = {name: CSRC / source for name, (source, _) in recipes.HELPERS.items()}
-PARTS = recipes.found(CSRC, (recipes.KERNELS,))
+PARTS = recipes.found(CSRC, (recipes.KERNELS, recipes.PORTABLE))
 PORTABLE = [HERE / "kernels.cpp", *PARTS, HELPERS["portable"]]
-BACKWARD = [HERE / "backward.cpp", *PARTS]
-TRAINING = [HERE / "training.cpp", *recipes.found(CSRC, ("training/*.cpp",)), *PARTS]
+BACKWARD = [HERE / "backward.cpp", *PARTS, HELPERS["portable"]]
+TRAINING = [
+    HERE / "training.cpp",
+    *recipes.found(CSRC, ("training/*.cpp",)),
+    *PARTS,
+    HELPERS["portable"],
+]
 # The float64 reference takes most of the time: it is optimised, and not sanitized.
 OF_A_SOURCE = {
     HERE / "kernels.cpp": ("-O2", "-fno-sanitize=address,undefined"),
@@ -171,9 +176,8 @@ def test_ispc(target, native, link, full, tmp_path):
     run(ispc, CSRC / recipes.ISPC_SOURCE, f"--target={target}", "-O3", "--pic", "-o", made)
     command = sanitized(native, CHECKED, tmp_path)
     count = 20000 if full else 500
-    for source in ("kernels.cpp", "backward.cpp"):
-        program = link(command, [HERE / source, *PARTS, HELPERS["ispc"]], made)
-        run_cases(count, program, "100000", str(count))
+    program = link(command, [HERE / "kernels.cpp", *PARTS, HELPERS["ispc"]], made)
+    run_cases(count, program, "100000", str(count))
 
 
 @pytest.mark.parametrize("march", processors())
@@ -183,7 +187,7 @@ def test_the_code_that_is_shipped(compiler, march, link, full):
     if not full:
         pytest.skip("only in the full set")
     command = [*found(compiler), "-O3", f"-march={march}"]
-    for sources in (PORTABLE, [*BACKWARD, HELPERS["portable"]]):
+    for sources in (PORTABLE, BACKWARD):
         run_cases(20000, link(command, sources), "200000", "20000")
 
 
@@ -203,30 +207,28 @@ def test_the_decoder(flags, native, link, full, tmp_path):
     run_cases(count, link(command, DECODER), "0", str(count))
 
 
-@pytest.mark.parametrize("simd", ["portable", "off"])
-def test_the_backward_pass(simd, native, link, full, tmp_path):
+def test_the_backward_pass(native, link, full, tmp_path):
     command = sanitized(native, CHECKED, tmp_path)
     count = 20000 if full else 300
-    run_cases(count, link(command, [*BACKWARD, HELPERS[simd]]), "0", str(count), "3")
+    run_cases(count, link(command, BACKWARD), "0", str(count), "3")
 
 
 def test_threads_of_the_backward_pass_do_not_race(native, link, full, tmp_path):
     command = sanitized(native, RACES, tmp_path)
     count = 3000 if full else 50
-    run_cases(count, link(command, [*BACKWARD, HELPERS["portable"]]), "300000", str(count), "16")
+    run_cases(count, link(command, BACKWARD), "300000", str(count), "16")
 
 
-@pytest.mark.parametrize("simd", ["portable", "off"])
-def test_the_training_step(simd, native, link, full, tmp_path):
+def test_the_training_step(native, link, full, tmp_path):
     command = sanitized(native, CHECKED, tmp_path)
-    count = {"portable": 3000, "off": 300}[simd] if full else 30
-    run_cases(count, link(command, [*TRAINING, HELPERS[simd]]), "0", str(count), "3")
+    count = 3000 if full else 30
+    run_cases(count, link(command, TRAINING), "0", str(count), "3")
 
 
 def test_threads_of_the_training_step_do_not_race(native, link, full, tmp_path):
     command = sanitized(native, RACES, tmp_path)
     count = 200 if full else 10
-    run_cases(count, link(command, [*TRAINING, HELPERS["portable"]]), "300000", str(count), "16")
+    run_cases(count, link(command, TRAINING), "300000", str(count), "16")
 
 
 @pytest.mark.parametrize("compiler", ["gcc", "clang for the Apple M1"])
@@ -248,9 +250,9 @@ def test_aarch64(compiler, link, full):
     run_cases(count // 10, *emulator, program, "500000", str(count // 10), "16")
     if full:
         run_cases(100, *emulator, link(command, DECODER), "600000", "100")
-        backward = link(command, [*BACKWARD, HELPERS["portable"]])
+        backward = link(command, BACKWARD)
         run_cases(1000, *emulator, backward, "800000", "1000", "3")
-        training = link(command, [*TRAINING, HELPERS["portable"]])
+        training = link(command, TRAINING)
         run_cases(50, *emulator, training, "900000", "50", "3")
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import library as torch_library
 
-from attention_ext import SIMD, BuildError, attention
+from attention_ext import attention
 from attention_ext import extension as loader
 from lab.correctness import allocated
 from training.muon import Muon
@@ -36,16 +36,6 @@ SIZES = [
     (2, 33, 130, 200, 5, 1),
     (1, 2, 1, 1, 1, 3),
 ]
-
-
-@pytest.fixture(params=SIMD[1:])
-def simd(request: pytest.FixtureRequest) -> str:
-    """Run the test over each implementation of the SIMD helpers."""
-    try:
-        loader.load(request.param)
-    except BuildError as error:
-        pytest.skip(str(error))
-    return request.param
 
 
 def trainer(attend=None, sizes=SIZES[0], factor=1.0, recipe=RECIPE) -> Trainer:
@@ -81,9 +71,9 @@ def exact(of: Trainer, x: torch.Tensor, y: torch.Tensor) -> tuple[float, float, 
 
 @pytest.mark.parametrize("factor", [1.0, 5.0], ids=["small weights", "large weights"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_loss_norm_and_gradients(sizes, factor, simd, threads):
+def test_loss_norm_and_gradients(sizes, factor, threads):
     threads(2)
-    native = trainer(part4(simd), sizes, factor)
+    native = trainer(part4(), sizes, factor)
     assert native.native
     x, y = batch_of(sizes)
     loss, norm, gradients = exact(native, x, y)
@@ -98,11 +88,11 @@ def test_loss_norm_and_gradients(sizes, factor, simd, threads):
 
 
 @pytest.mark.parametrize("sizes", [SIZES[1], SIZES[2], SIZES[4]], ids=str)
-def test_no_bit_depends_on_the_threads(sizes, simd, threads):
+def test_no_bit_depends_on_the_threads(sizes, threads):
     seen = []
     for count in (1, 2, 3, 16):
         threads(count)
-        native = trainer(part4(simd), sizes, 3.0)
+        native = trainer(part4(), sizes, 3.0)
         for step in range(2):
             native._gradients(*batch_of(sizes, step))
             native._update()
@@ -113,10 +103,10 @@ def test_no_bit_depends_on_the_threads(sizes, simd, threads):
         assert all(torch.equal(a, b) for a, b in zip(seen[0], other))
 
 
-def test_the_step_follows_pytorchs(simd, threads):
+def test_the_step_follows_pytorchs(threads):
     """Weights, averages and the optimizers' states after some steps, from the same gradients each time."""
     threads(2)
-    pytorchs, native = trainer(), trainer(part4(simd))
+    pytorchs, native = trainer(), trainer(part4())
     assert not pytorchs.native and native.native
     start = [p.detach().clone() for p in native.model.parameters()]
     for step in range(6):
@@ -153,10 +143,10 @@ def pytorchs_direction(gradient: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape, rows", [((96, 32), 32), ((32, 128), 32), ((128, 32), 128), ((24, 40), 24)])
-def test_the_direction_of_muon(shape, rows, simd, threads):
+def test_the_direction_of_muon(shape, rows, threads):
     """Also of a matrix of low rank, whose small singular values rounding replaces, in PyTorch too."""
     threads(2)
-    operators, generator = loader.load(simd), torch.Generator().manual_seed(0)
+    operators, generator = loader.load(), torch.Generator().manual_seed(0)
     empty = [torch.empty(0)]
     scratch = torch.empty(operators.update_scratch([rows], [shape[1]], 2))
     seconds = torch.zeros(len(KINDS), dtype=torch.float64)
@@ -248,8 +238,8 @@ def test_the_helpers_of_an_attention():
     assert helpers_of(None) is helpers_of(partial(attention, "part4")) is None
 
 
-def test_nan_stays(simd):
-    native = trainer(part4(simd))
+def test_nan_stays():
+    native = trainer(part4())
     with torch.no_grad():
         native.model.transformer.h[0].mlp.c_fc.weight[0, 0] = math.nan
     assert math.isnan(float(native._gradients(*batch_of(SIZES[0]))))

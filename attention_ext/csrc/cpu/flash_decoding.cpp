@@ -26,6 +26,7 @@
 #include "denormals.h"
 #include "parts.h"
 #include "round_up.h"
+#include "simd/portable.h"
 #include "simd/simd.h"
 #include "threads.h"
 
@@ -73,20 +74,20 @@ struct Transposed : Rows {
     }
 };
 
-// Panels of K^T and rows of V in bfloat16, both as Bf16Pairs.
+// Panels of K^T and rows of V in bfloat16, both as portable::Bf16Pairs.
 struct Pairs : Rows {
     using Rows::Rows;
     int64_t columns() const { return 2 * a.v.row_stride; }
     void scores(float* S, const float* Q, int64_t j0, int64_t n) {
         for (int64_t j = 0; j < n; j += a.Bc) {
             const auto panel = reinterpret_cast<const uint32_t*>(K) + (j0 + j) * a.d / 2;
-            const int64_t some = std::min(a.Bc, round_up(n - j, 2 * simd::lanes()));
-            simd::multiply_bf16({S + j, 0}, {Q, a.d}, {panel, a.k.col_stride}, 1, some, a.d, false);
+            const int64_t some = std::min(a.Bc, round_up(n - j, 2 * portable::lanes()));
+            portable::multiply_bf16({S + j, 0}, {Q, a.d}, {panel, a.k.col_stride}, 1, some, a.d, false);
         }
     }
     void add(float* O, const float* P, int64_t j0, int64_t n) const {
         const auto rows = reinterpret_cast<const uint32_t*>(V) + j0 * a.v.row_stride;
-        simd::add_weighted_rows_bf16(O, P, {rows, a.v.row_stride}, n, columns());
+        portable::add_weighted_rows_bf16(O, P, {rows, a.v.row_stride}, n, columns());
     }
 };
 
@@ -115,8 +116,8 @@ struct Widened {
 
 // Scratch of attend_one(), in floats.
 int64_t one_floats(const AttentionSizes& a) {
-    const int64_t W = simd::lanes();
-    return /* Q */ a.d + /* O */ round_up(a.d, 2 * W) + /* S */ round_up(std::max(a.Bc, BLOCK), W);
+    return /* Q */ a.d + /* O */ round_up(a.d, 2 * portable::lanes()) +
+           /* S */ round_up(std::max(a.Bc, BLOCK), simd::lanes());
 }
 int64_t query_floats(const Attention& a) { return one_floats(a); }
 int64_t query_floats(const AttentionOf<Bf16>& a) { return one_floats(a) + Widened::floats(a); }

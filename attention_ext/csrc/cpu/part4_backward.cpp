@@ -31,7 +31,7 @@
 #include "gradient.h"
 #include "round_up.h"
 #include "simd/constants.h"
-#include "simd/simd.h"
+#include "simd/portable.h"
 #include "threads.h"
 
 namespace {
@@ -43,13 +43,13 @@ struct Panel {
     int64_t R, d;
     float *Qt, *dOt, *dQt, *St, *dPt, *lse, *rest, *D;
 
-    static int64_t strip() { return (STEP + simd::panel()) * simd::panel(); }
+    static int64_t strip() { return (STEP + portable::panel()) * portable::panel(); }
     static int64_t floats(int64_t d) {
-        return /* Qt, dOt, dQt */ 3 * d * simd::panel() + /* St, dPt */ 2 * strip() +
-               /* lse, rest, D */ 3 * simd::panel();
+        return /* Qt, dOt, dQt */ 3 * d * portable::panel() + /* St, dPt */ 2 * strip() +
+               /* lse, rest, D */ 3 * portable::panel();
     }
 
-    Panel(int64_t d, float* scratch) : R(simd::panel()), d(d) {
+    Panel(int64_t d, float* scratch) : R(portable::panel()), d(d) {
         Qt = scratch;
         dOt = Qt + d * R;
         dQt = dOt + d * R;
@@ -77,9 +77,9 @@ void load(const Panel& t, const Queries& i, const float* out, const float* lse, 
     const int64_t R = t.R, d = t.d;
     float* const Ot = t.dQt;  // not in use yet
     for (float* each : {t.Qt, t.dOt, Ot}) std::fill_n(each, d * R, 0.0f);
-    simd::transpose({t.Qt, R}, i.Q, i.count, d, scale * SIMD_LOG2E);  // scores are in units of log(2)
-    simd::transpose({t.dOt, R}, i.dO, i.count, d, scale);
-    simd::transpose({Ot, R}, {out, d}, i.count, d, 1.0f);
+    portable::transpose({t.Qt, R}, i.Q, i.count, d, scale * SIMD_LOG2E);  // scores are in units of log(2)
+    portable::transpose({t.dOt, R}, i.dO, i.count, d, scale);
+    portable::transpose({Ot, R}, {out, d}, i.count, d, 1.0f);
     for (float* each : {t.lse, t.rest, t.D}) std::fill_n(each, R, 0.0f);
     for (int64_t r = 0; r < i.count; r++) {
         // Divided by what part4_flash.cpp multiplies by, and its rounding kept: P is 2^ of a small difference.
@@ -97,10 +97,10 @@ void load(const Panel& t, const Queries& i, const float* out, const float* lse, 
 // numbers of A are 0.
 void add_rows(simd::Matrix dC, const float* A, int64_t ldA, simd::ConstMatrix X, const Queries& i, int64_t d,
               int64_t keys, int64_t first) {
-    const int64_t W = simd::lanes();
+    const int64_t W = portable::lanes();
     const auto add = [&](int64_t j, int64_t r, int64_t n) {
-        simd::multiply_add({dC.data + j * dC.ld, dC.ld}, {A + j * ldA + r, ldA, 1}, {X.data + r * X.ld, X.ld},
-                           n, d, i.count - r, i.count - r);
+        portable::multiply_add({dC.data + j * dC.ld, dC.ld}, {A + j * ldA + r, ldA, 1},
+                               {X.data + r * X.ld, X.ld}, n, d, i.count - r, i.count - r);
     };
     add(0, 0, std::min(keys, first + W));
     for (int64_t r = W; first + r < keys; r += W) add(first + r, r, std::min(W, keys - first - r));
@@ -108,21 +108,22 @@ void add_rows(simd::Matrix dC, const float* A, int64_t ldA, simd::ConstMatrix X,
 
 // Lines 10 to 16 for `keys` keys, of which query r sees the first `first + r`.
 void attend(const Panel& t, const Queries& i, const Keys& j, int64_t keys, int64_t first) {
-    const int64_t R = t.R, d = t.d, W = simd::lanes();
+    const int64_t R = t.R, d = t.d, W = portable::lanes();
     // All queries for the keys before the staircase, then fewer queries with every W keys.
     const auto scores = [&](float* to, simd::ConstMatrix rows, const float* columns) {
-        simd::multiply({to, R}, {rows.data, rows.ld, 1}, {columns, R}, std::min(keys, first + W), i.padded, d);
+        portable::multiply({to, R}, {rows.data, rows.ld, 1}, {columns, R}, std::min(keys, first + W), i.padded,
+                           d);
         for (int64_t r = W; first + r < keys; r += W)
-            simd::multiply({to + (first + r) * R + r, R}, {rows.data + (first + r) * rows.ld, rows.ld, 1},
-                           {columns + r, R}, std::min(W, keys - first - r), i.padded - r, d);
+            portable::multiply({to + (first + r) * R + r, R}, {rows.data + (first + r) * rows.ld, rows.ld, 1},
+                               {columns + r, R}, std::min(W, keys - first - r), i.padded - r, d);
     };
     scores(t.St, j.K, t.Qt);    // S^T <- K Q^T
     scores(t.dPt, j.V, t.dOt);  // dP^T <- V dO^T
-    simd::softmax_gradient({t.St, R}, {t.dPt, R}, keys, i.padded, first, t.lse, t.rest, t.D);
+    portable::softmax_gradient({t.St, R}, {t.dPt, R}, keys, i.padded, first, t.lse, t.rest, t.D);
     add_rows(j.dV, t.St, R, i.dO, i, d, keys, first);
     add_rows(j.dK, t.dPt, R, i.Q, i, d, keys, first);
     // dQ^T <- dQ^T + K^T dS^T
-    simd::multiply_add({t.dQt, R}, {j.K.data, 1, j.K.ld}, {t.dPt, R}, d, i.padded, keys, first);
+    portable::multiply_add({t.dQt, R}, {j.K.data, 1, j.K.ld}, {t.dPt, R}, d, i.padded, keys, first);
 }
 
 // How many keys of each panel of each head are done.
@@ -149,11 +150,11 @@ class Progress {
 // The n-th panel of a head in the order in which panels add to dK and dV.
 void attend_panel(const AttentionGradient& a, int64_t head, int64_t n, int64_t panels, Progress& progress,
                   float* scratch) {
-    const int64_t b = head / a.H, h = head % a.H, d = a.d, R = simd::panel();
+    const int64_t b = head / a.H, h = head % a.H, d = a.d, R = portable::panel();
     const int64_t i0 = (panels - 1 - n) * R, row = head * a.Nq + i0;  // causal: the longest first
     const Panel t(d, scratch);
     Queries i{};
-    i.count = std::min(R, a.Nq - i0), i.padded = round_up(i.count, simd::lanes());
+    i.count = std::min(R, a.Nq - i0), i.padded = round_up(i.count, portable::lanes());
     i.Q = {a.q.at(b, h) + i0 * a.q.row_stride, a.q.row_stride};
     i.dO = {a.dout.at(b, h) + i0 * a.dout.row_stride, a.dout.row_stride};
     load(t, i, a.out + row * d, a.lse + row, a.dlse ? a.dlse + row : nullptr, a.scale);
@@ -180,7 +181,7 @@ void attend_panel(const AttentionGradient& a, int64_t head, int64_t n, int64_t p
         step(j, keys, keys);
     }
     if (a.causal) step(last, a.visible(i0 + i.count - 1) - last, a.visible(i0) - last);
-    simd::transpose({a.dq + row * d, d}, {t.dQt, R}, d, i.count, 1.0f);
+    portable::transpose({a.dq + row * d, d}, {t.dQt, R}, d, i.count, 1.0f);
 }
 
 }  // namespace
@@ -188,7 +189,7 @@ void attend_panel(const AttentionGradient& a, int64_t head, int64_t n, int64_t p
 int64_t flash_backward_scratch(const AttentionGradient& a) { return a.threads * Panel::floats(a.d); }
 
 void flash_backward(const AttentionGradient& a, float* scratch) {
-    const int64_t heads = a.B * a.H, panels = (a.Nq + simd::panel() - 1) / simd::panel();
+    const int64_t heads = a.B * a.H, panels = (a.Nq + portable::panel() - 1) / portable::panel();
     Progress progress(heads, panels);
     for_each_item(heads, panels, a.threads, [&](int64_t head, int64_t n, int thread) {
         attend_panel(a, head, n, panels, progress, scratch + thread * Panel::floats(a.d));

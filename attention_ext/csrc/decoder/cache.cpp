@@ -10,7 +10,7 @@ namespace {
 // Of a page. Prefetching each line of V instead costs 10 % of a step of 32 texts at 150 tokens (AMD Zen 5).
 constexpr int64_t PREFETCH_WORDS = 1024;
 
-// Where column c of a row of simd::Bf16Pairs is, in halves of its words: the lower half comes first.
+// Where column c of a row of portable::Bf16Pairs is, in halves of its words: the lower half comes first.
 int64_t half_of(int64_t c, int64_t lanes) {
     return c / (2 * lanes) * 2 * lanes + c % lanes * 2 + c / lanes % 2;
 }
@@ -32,7 +32,7 @@ constexpr int64_t CHUNK = 64;  // numbers rounded at a time, at least 2 lanes()
 
 // A row of pairs <- x (n), rounded; what pads the row stays.
 void to_pairs(float* row, const float* x, int64_t n) {
-    const int64_t lanes = simd::lanes();
+    const int64_t lanes = portable::lanes();
     uint32_t halves[CHUNK];
     for (int64_t c = 0; c < n; c += 2 * lanes, row += lanes) {
         const int64_t some = std::min(2 * lanes, n - c);
@@ -44,7 +44,7 @@ void to_pairs(float* row, const float* x, int64_t n) {
 
 // x (n) <- a row of pairs
 void from_pairs(float* x, const float* row, int64_t n) {
-    const int64_t lanes = simd::lanes();
+    const int64_t lanes = portable::lanes();
     int64_t c = 0;
     for (; c + 2 * lanes <= n; c += 2 * lanes, row += lanes) {
         for (int64_t i = 0; i < lanes; i++) {
@@ -80,7 +80,7 @@ void Cache::append_pairs(int64_t layer, int64_t head, int64_t position, const fl
             continue;
         }
         char* column = reinterpret_cast<char*>(to_K + position / panel * shape.panel_words()) +
-                       2 * half_of(position % panel, simd::lanes());
+                       2 * half_of(position % panel, portable::lanes());
         uint32_t halves[CHUNK];
         for (int64_t f = 0; f < d; f += CHUNK) {
             const int64_t some = std::min(CHUNK, d - f);

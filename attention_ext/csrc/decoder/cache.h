@@ -6,7 +6,7 @@
 
 #include "cache_precision.h"
 #include "round_up.h"
-#include "simd/simd.h"
+#include "simd/portable.h"
 
 struct CacheShape {
     static constexpr int64_t LINE_WORDS = 16;  // of a cache line
@@ -20,7 +20,7 @@ struct CacheShape {
 
     // Words of 32 bits: of a row of V, or of K that is not transposed; of a transposed panel of K, which has d
     // rows.
-    int64_t row_words() const { return pairs() ? round_up(d, 2 * simd::lanes()) / 2 : d; }
+    int64_t row_words() const { return pairs() ? round_up(d, 2 * portable::lanes()) / 2 : d; }
     int64_t panel_words() const { return panel / (pairs() ? 2 : 1) * d; }
 
     int64_t K_words(int64_t keys) const {
@@ -35,7 +35,7 @@ struct CacheShape {
 };
 
 // K and V for each layer and head: V is (capacity, d). K is too, or is held in transposed panels, each (d,
-// panel), where the part takes it so. In bf16 the rows of all of these are simd::Bf16Pairs.
+// panel), where the part takes it so. In bf16 the rows of all of these are portable::Bf16Pairs.
 class Cache {
   public:
     Cache() = default;
@@ -62,7 +62,7 @@ class Cache {
             if (shape.transposed && n == 1)  // one token: twice as fast as the general transpose
                 for (int64_t f = 0; f < d; f++) panel_start[f * panel + in_panel] = k[f];
             else if (shape.transposed)
-                simd::transpose({panel_start + in_panel, panel}, {k, ldK}, n, d, 1.0f);
+                portable::transpose({panel_start + in_panel, panel}, {k, ldK}, n, d, 1.0f);
             else
                 for (int64_t i = 0; i < n; i++) std::copy_n(k + i * ldK, d, to_K + (position + i) * d);
         }

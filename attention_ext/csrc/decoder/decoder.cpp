@@ -10,6 +10,8 @@
 #include "decoder/groups.h"
 #include "decoder/state.h"
 #include "round_up.h"
+#include "simd/portable.h"
+#include "simd/simd.h"
 
 namespace {
 
@@ -31,7 +33,7 @@ Decoder::State::State(const ModelShape& s, const Tensors& tensors, Precision pre
       bc(bc),
       capacity(capacity),
       panel(round_up(std::min({bc, capacity, MAX_PANEL_KEYS}),
-                     simd::lanes() * (kv == CachePrecision::bf16 ? 2 : 1))),
+                     kv == CachePrecision::bf16 ? 2 * portable::lanes() : simd::lanes())),
       cache_shape{s.n_layer, s.n_head, d, capacity, part.few.queries > 0, panel, kv},
       scale(static_cast<float>(1 / std::sqrt(static_cast<double>(d)))),
       threads(threads),
@@ -98,7 +100,7 @@ std::vector<int64_t> Decoder::State::groups(const std::vector<int64_t>& which) c
     const double text = static_cast<double>(shape.n_layer * shape.n_head) *
                         static_cast<double>(cache_shape.head_words(longest) * sizeof(float));
     const Traffic traffic{weights.matrix_bytes, text, static_cast<double>(cache_bytes), threads};
-    const int64_t rows = simd::rows(), size = group_size(traffic, share, rows);
+    const int64_t rows = portable::rows(), size = group_size(traffic, share, rows);
     const int64_t turns = (share + size - 1) / size;  // groups of each thread
     const int64_t parts = std::min(all, turns * threads);
     // Whole register blocks where all threads get as many.

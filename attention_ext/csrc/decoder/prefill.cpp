@@ -164,7 +164,7 @@ void Decoder::State::prompt_rest(Prompt& prompt, int64_t layer, int64_t i, int64
         const simd::ConstMatrix operand = w.fc.operand({N, C}, rows, O);
         for (int64_t p = 0; p < w.fc.panels(); p++) w.fc.set({Y, ldY}, operand, rows, p);
     });
-    trace.timed("MLP GELU", thread, [&] { simd::gelu(Y, rows * ldY); });
+    trace.timed("MLP GELU", thread, [&] { portable::gelu(Y, rows * ldY); });
     trace.timed("MLP down", thread, [&] {
         const simd::ConstMatrix operand = w.out.operand({Y, ldY}, rows, O);
         for (int64_t p = 0; p < w.out.panels(); p++) w.out.add({X, ldX}, operand, rows, p);

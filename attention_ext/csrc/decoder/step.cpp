@@ -117,7 +117,8 @@ void Decoder::State::step(const Weights& model, const int64_t* which, int64_t ro
             normalise(stage, w.ln_2, w.fc, begin, end);
             trace.timed("MLP up", thread, [&] { w.fc.set({Y + begin * ldH, ldH}, operand, end - begin, p); });
             trace.timed("MLP GELU", thread, [&] {
-                for (int64_t r = begin; r < end; r++) simd::gelu(Y + r * ldH + p * w.fc.width(), w.fc.width());
+                for (int64_t r = begin; r < end; r++)
+                    portable::gelu(Y + r * ldH + p * w.fc.width(), w.fc.width());
             });
         });
         stage++;

@@ -22,7 +22,7 @@ LayerNorm layer_norm(const Tensors& tensors, const std::string& name, int64_t n)
 
 // The rows of c_attn are all heads' q, then all k, then all v. Here a panel holds one head's q, k and v.
 Linear by_head(const float* W, const float* b, int64_t heads, int64_t C, Precision precision) {
-    const int64_t d = C / heads, width = round_up(3 * d, row_of(precision).vectors * simd::lanes());
+    const int64_t d = C / heads, width = round_up(3 * d, row_of(precision).vectors * portable::lanes());
     Buffer rows(heads * width * C), bias(heads * width);
     for (int64_t h = 0; h < heads; h++) {
         for (int64_t which = 0; which < 3; which++) {
@@ -36,8 +36,8 @@ Linear by_head(const float* W, const float* b, int64_t heads, int64_t C, Precisi
 
 // The width of panels of `out` outputs when `members` share them.
 int64_t panel_width(int64_t out, int members, const PrecisionRow& row) {
-    const int64_t share = round_up((out + members - 1) / members, row.vectors * simd::lanes());
-    return std::min(MAX_PANEL_VECTORS * simd::lanes(), share);
+    const int64_t share = round_up((out + members - 1) / members, row.vectors * portable::lanes());
+    return std::min(MAX_PANEL_VECTORS * portable::lanes(), share);
 }
 
 }  // namespace
@@ -69,8 +69,8 @@ Weights::Weights(const ModelShape& s, const Tensors& tensors, Precision precisio
 }
 
 int64_t Weights::row_stride(const Linear& w) {
-    return round_up(w.outputs(), simd::lanes()) +
-           MAX_PANEL_VECTORS * simd::lanes();  // the last panel is padded
+    return round_up(w.outputs(), portable::lanes()) +
+           MAX_PANEL_VECTORS * portable::lanes();  // the last panel is padded
 }
 
 Weights Weights::shared_by(int members) const {

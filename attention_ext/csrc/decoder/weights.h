@@ -14,7 +14,7 @@ struct LayerNorm {
     std::vector<float> weight, bias;  // bias may be empty
 
     void operator()(float* y, const float* x) const {
-        simd::layer_norm(y, x, weight.data(), bias.empty() ? nullptr : bias.data(), weight.size());
+        portable::layer_norm(y, x, weight.data(), bias.empty() ? nullptr : bias.data(), weight.size());
     }
 };
 

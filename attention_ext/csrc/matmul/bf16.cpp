@@ -4,10 +4,10 @@
 #include "bf16.h"
 #include "matmul/precision.h"
 
-// Two weights share 32 bits, as simd::Bf16Pairs describes.
+// Two weights share 32 bits, as portable::Bf16Pairs describes.
 Buffer bf16_pack(const float* W, int64_t out, const Panels& s) {
     const Buffer floats = fp32_pack(W, out, s);
-    const int64_t lanes = simd::lanes();
+    const int64_t lanes = portable::lanes();
     Buffer packed(s.size() / 2);
     for (int64_t i = 0; i < s.size() / 2; i++) {
         const float* lower = floats + i / lanes * 2 * lanes + i % lanes;
@@ -26,6 +26,6 @@ void bf16_operand(float*, const float*, int64_t) {}
 // All columns are computed: a pair cannot be split.
 void bf16_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, const Panels& s, int64_t rows,
                    int64_t, bool add) {
-    simd::multiply_bf16(y, x, {reinterpret_cast<const uint32_t*>(panel), s.width / 2}, rows, s.width, s.in,
-                        add);
+    portable::multiply_bf16(y, x, {reinterpret_cast<const uint32_t*>(panel), s.width / 2}, rows, s.width, s.in,
+                            add);
 }

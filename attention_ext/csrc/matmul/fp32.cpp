@@ -7,8 +7,8 @@ Buffer fp32_pack(const float* W, int64_t out, const Panels& s) {
     Buffer packed(s.size());
     for (int64_t p = 0; p < s.panels; p++) {
         const int64_t at = p * s.width * s.in;
-        simd::transpose({packed + at, s.width}, {W + at, s.in}, std::min(s.width, out - p * s.width), s.in,
-                        1.0f);
+        portable::transpose({packed + at, s.width}, {W + at, s.in}, std::min(s.width, out - p * s.width), s.in,
+                            1.0f);
     }
     return packed;
 }
@@ -24,7 +24,7 @@ void fp32_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, cons
     y.data += first;
     const float* W = panel + first;
     if (add)
-        simd::multiply_add(y, {x.data, x.ld, 1}, {W, s.width}, rows, s.width - first, s.in, s.in);
+        portable::multiply_add(y, {x.data, x.ld, 1}, {W, s.width}, rows, s.width - first, s.in, s.in);
     else
-        simd::multiply(y, {x.data, x.ld, 1}, {W, s.width}, rows, s.width - first, s.in);
+        portable::multiply(y, {x.data, x.ld, 1}, {W, s.width}, rows, s.width - first, s.in);
 }

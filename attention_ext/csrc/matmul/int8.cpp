@@ -13,15 +13,15 @@
 
 namespace {
 
-constexpr int64_t GROUP = SIMD_INT8_GROUP;
+constexpr int64_t GROUP = portable::INT8_GROUP;
 
 void set_word(float* word, int32_t x) { std::memcpy(word, &x, sizeof x); }
 
 }  // namespace
 
-int64_t int8_panel_rows(int64_t in) { return simd::int8_blocks(in) + 2 * simd::int8_groups(in); }
+int64_t int8_panel_rows(int64_t in) { return portable::int8_blocks(in) + 2 * portable::int8_groups(in); }
 
-// As simd::Int8Panel describes.
+// As portable::Int8Panel describes.
 Buffer int8_pack(const float* W, int64_t out, const Panels& s) {
     const int64_t panel_words = int8_panel_rows(s.in) * s.width;
     Buffer packed(s.panels * panel_words);
@@ -29,7 +29,7 @@ Buffer int8_pack(const float* W, int64_t out, const Panels& s) {
         float* word = packed + c / s.width * panel_words + c % s.width;
         for (int64_t k0 = 0; k0 < s.in; k0 += GROUP) {
             const float* w = W + c * s.in + k0;
-            const int64_t n = std::min(GROUP, s.in - k0), blocks = simd::int8_blocks(n);
+            const int64_t n = std::min(GROUP, s.in - k0), blocks = portable::int8_blocks(n);
             float largest = 0;
             for (int64_t k = 0; k < n; k++) largest = std::max(largest, std::fabs(w[k]));
             const float scale = largest / 127;
@@ -52,17 +52,17 @@ Buffer int8_pack(const float* W, int64_t out, const Panels& s) {
     return packed;
 }
 
-int64_t int8_operand_words(int64_t in) { return round_up(simd::fixed_words(in), simd::lanes()); }
+int64_t int8_operand_words(int64_t in) { return round_up(portable::fixed_words(in), portable::lanes()); }
 
 void int8_operand(float* to, const float* x, int64_t in) {
-    simd::to_fixed(reinterpret_cast<uint32_t*>(to), x, in);
+    portable::to_fixed(reinterpret_cast<uint32_t*>(to), x, in);
 }
 
 void int8_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, const Panels& s, int64_t rows,
                    int64_t first, bool add) {
-    const int64_t skipped = first / simd::lanes() * simd::lanes();
+    const int64_t skipped = first / portable::lanes() * portable::lanes();
     y.data += skipped;
-    simd::multiply_int8(y, {reinterpret_cast<const uint32_t*>(x.data), x.ld},
-                        {reinterpret_cast<const uint32_t*>(panel) + skipped, s.width}, rows, s.width - skipped,
-                        s.in, add);
+    portable::multiply_int8(y, {reinterpret_cast<const uint32_t*>(x.data), x.ld},
+                            {reinterpret_cast<const uint32_t*>(panel) + skipped, s.width}, rows,
+                            s.width - skipped, s.in, add);
 }

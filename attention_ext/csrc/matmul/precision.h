@@ -6,7 +6,7 @@
 #include <string>
 
 #include "buffer.h"
-#include "simd/simd.h"
+#include "simd/portable.h"
 
 // A matrix of (panels * width) rows in `panels` panels: panel p, (in, width), is the transpose of the rows
 // p * width .. (p + 1) * width - 1. A product reads each panel from its start to its end.
@@ -23,7 +23,7 @@ struct Panels {
 //   name_operand        makes that row of x (in); not called if it has no words
 //   name_multiply       y (rows, width) <- x (rows, in) times a panel, or with `add` y + that. The columns of y
 //                       before `first`, which is less than width, need not be computed.
-// bytes: of a weight. vectors: the width of a panel is a multiple of so many vectors of simd::lanes().
+// bytes: of a weight. vectors: the width of a panel is a multiple of so many vectors of portable::lanes().
 //
 //              name, bytes, vectors
 #define EACH_PRECISION(PRECISION) \

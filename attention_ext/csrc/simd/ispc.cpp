@@ -10,24 +10,12 @@ void ispc_multiply(float*, int64_t, const float*, int64_t, int64_t, const float*
                    int64_t);
 void ispc_multiply_add(float*, int64_t, const float*, int64_t, int64_t, const float*, int64_t, int64_t, int64_t,
                        int64_t, int64_t);
-void ispc_multiply_bf16(float*, int64_t, const float*, int64_t, const uint32_t*, int64_t, int64_t, int64_t,
-                        int64_t, bool);
-void ispc_fix_row(uint32_t*, const float*, int64_t, float);
-int32_t ispc_largest_bits(const float*, int64_t);
-void ispc_multiply_int8(float*, int64_t, const uint32_t*, int64_t, const uint32_t*, int64_t, int64_t, int64_t,
-                        int64_t, bool);
 void ispc_dot_rows(float*, const float*, const float*, int64_t, int64_t, int64_t, float);
 void ispc_add_weighted_rows(float*, const float*, const float*, int64_t, int64_t, int64_t);
-void ispc_add_weighted_rows_bf16(float*, const float*, const uint32_t*, int64_t, int64_t, int64_t);
 float ispc_row_max(const float*, int64_t, float);
 float ispc_exp_sum(float*, int64_t, float);
-void ispc_layer_norm(float*, const float*, const float*, const float*, int64_t);
-void ispc_gelu(float*, int64_t);
-void ispc_gelu_gradient(float*, float*, const float*, int64_t);
 void ispc_scale_row(float*, int64_t, float);
 bool ispc_online_softmax(float*, int64_t, int64_t, int64_t, int64_t, float*, float*, float*);
-void ispc_softmax_gradient(float*, int64_t, float*, int64_t, int64_t, int64_t, int64_t, const float*,
-                           const float*, const float*);
 void ispc_scale_columns(float*, int64_t, int64_t, int64_t, const float*);
 }
 
@@ -62,23 +50,6 @@ void multiply_add(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64
                       first);
 }
 
-void multiply_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth, bool add) {
-    ispc_multiply_bf16(C.data, C.ld, A.data, A.ld, B.data, B.ld, rows, cols, depth, add);
-}
-
-void to_fixed(uint32_t* row, const float* x, int64_t n) {
-    const int32_t bits = ispc_largest_bits(x, n);
-    float largest;
-    std::memcpy(&largest, &bits, sizeof largest);
-    const Int8Scale scale(largest);
-    std::memcpy(row + 3 * int8_blocks(n), &scale.scale, sizeof scale.scale);
-    ispc_fix_row(row, x, n, scale.factor);
-}
-
-void multiply_int8(Matrix C, FixedRows A, Int8Panel B, int64_t rows, int64_t cols, int64_t depth, bool add) {
-    ispc_multiply_int8(C.data, C.ld, A.data, A.ld, B.data, B.ld, rows, cols, int8_blocks(depth), add);
-}
-
 void dot_rows(float* s, const float* x, ConstMatrix B, int64_t rows, int64_t depth, float scale) {
     ispc_dot_rows(s, x, B.data, B.ld, rows, depth, scale);
 }
@@ -87,32 +58,15 @@ void add_weighted_rows(float* o, const float* p, ConstMatrix B, int64_t rows, in
     ispc_add_weighted_rows(o, p, B.data, B.ld, rows, cols);
 }
 
-void add_weighted_rows_bf16(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols) {
-    ispc_add_weighted_rows_bf16(o, p, B.data, B.ld, rows, cols);
-}
-
 float row_max(const float* x, int64_t n, float m) { return ispc_row_max(x, n, m); }
 
 float exp_sum(float* x, int64_t n, float m) { return ispc_exp_sum(x, n, m); }
-
-void layer_norm(float* y, const float* x, const float* weight, const float* bias, int64_t n) {
-    ispc_layer_norm(y, x, weight, bias, n);
-}
-
-void gelu(float* x, int64_t n) { ispc_gelu(x, n); }
-
-void gelu_gradient(float* dx, float* y, const float* x, int64_t n) { ispc_gelu_gradient(dx, y, x, n); }
 
 void scale_row(float* x, int64_t n, float a) { ispc_scale_row(x, n, a); }
 
 bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* m, float* l,
                     float* correction) {
     return ispc_online_softmax(S.data, S.ld, rows, cols, first, m, l, correction);
-}
-
-void softmax_gradient(Matrix S, Matrix dP, int64_t rows, int64_t cols, int64_t first, const float* lse,
-                      const float* rest, const float* D) {
-    ispc_softmax_gradient(S.data, S.ld, dP.data, dP.ld, rows, cols, first, lse, rest, D);
 }
 
 void scale_columns(Matrix C, int64_t rows, int64_t cols, const float* a) {

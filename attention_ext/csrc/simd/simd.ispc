@@ -192,106 +192,6 @@ export void ispc_multiply_add(uniform float C[], uniform int64 ldC, const unifor
     product(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, first, true);
 }
 
-// Pairs of vectors of columns; see simd.h for how B holds them.
-export void ispc_multiply_bf16(uniform float C[], uniform int64 ldC, const uniform float A[], uniform int64 ldA,
-                               const uniform unsigned int32 B[], uniform int64 ldB, uniform int64 rows,
-                               uniform int64 cols, uniform int64 depth, uniform bool add) {
-    for (uniform int64 c = 0; c < cols; c += 2 * programCount) {
-        for (uniform int64 i = 0; i < rows; i++) {
-            float x = 0.0f, y = 0.0f;
-            if (add) {
-                x = C[i * ldC + c + programIndex];
-                y = C[i * ldC + c + programCount + programIndex];
-            }
-            for (uniform int64 k = 0; k < depth; k++) {
-                const unsigned int32 pair = B[k * ldB + c / 2 + programIndex];
-                x += A[i * ldA + k] * floatbits(pair << 16);
-                y += A[i * ldA + k] * floatbits(pair & 0xffff0000);
-            }
-            C[i * ldC + c + programIndex] = x;
-            C[i * ldC + c + programCount + programIndex] = y;
-        }
-    }
-}
-
-// The digits of x * factor, a number a lane, as simd.h describes. Adding SIMD_ROUND rounds. A row with NaN has no
-// numbers, but its digits have 7 bits too.
-export void ispc_fix_row(uniform unsigned int32 row[], const uniform float x[], uniform int64 n,
-                         uniform float factor) {
-    const uniform int64 bytes = (n + 3) / 4 * 4;
-    uniform unsigned int8* uniform high = (uniform unsigned int8 * uniform)row;
-    uniform unsigned int8* uniform middle = high + bytes;
-    uniform unsigned int8* uniform low = middle + bytes;
-    foreach (i = 0 ... (uniform int)bytes) {
-        const float v = i < n ? x[i] : 0.0f;
-        const unsigned int32 whole = intbits(v * factor + SIMD_ROUND) - intbits(SIMD_ROUND);
-        const unsigned int32 u = whole + (1 << (SIMD_INT8_BITS - 1));
-        high[i] = (u >> 14) & 127;
-        middle[i] = (u >> 7) & 127;
-        low[i] = u & 127;
-    }
-}
-
-// The largest of the magnitudes' bits, which are in the order of the magnitudes, NaN last.
-export uniform int32 ispc_largest_bits(const uniform float x[], uniform int64 n) {
-    int32 most = 0;
-    for (uniform int64 i = 0; i < n; i += programCount)
-        if (i + programIndex < n) most = max(most, (int32)(intbits(x[i + programIndex]) & 0x7fffffff));
-    return reduce_max(most);
-}
-
-// A lane is a column of B. Each of R rows has three sums, one for each digit, with names as in register_block().
-#define DECLARE_SUMS(i) int32 x##i, y##i, z##i; float total##i = 0.0f;
-#define START_SUMS(i) x##i = offset; y##i = 0; z##i = 0;
-#define ADD_DIGITS(i)                                                                \
-    if (i < R) {                                                                     \
-        const uniform unsigned int32* uniform a = A + i * ldA + k;                   \
-        x##i = dot4add_u8i8packed((varying unsigned int32)a[0], b, x##i);            \
-        y##i = dot4add_u8i8packed((varying unsigned int32)a[blocks], b, y##i);       \
-        z##i = dot4add_u8i8packed((varying unsigned int32)a[2 * blocks], b, z##i);   \
-    }
-#define ADD_GROUP(i)                                                                 \
-    if (i < R) total##i += ((float)(128 * x##i + y##i) * 128.0f + (float)z##i) * scale;
-#define STORE_TOTAL(i)                                                               \
-    if (i < R) {                                                                     \
-        const float product = total##i * floatbits(A[i * ldA + 3 * blocks]);         \
-        C[i * ldC + programIndex] = add ? C[i * ldC + programIndex] + product : product;\
-    }
-#define EACH_INT8_ROW(DO) DO(0) DO(1) DO(2) DO(3)
-
-template <int R>
-static inline void int8_block(uniform float* uniform C, uniform int64 ldC, const uniform unsigned int32* uniform A,
-                              uniform int64 ldA, const uniform unsigned int32* uniform B, uniform int64 ldB,
-                              uniform int64 blocks, uniform bool add) {
-    EACH_INT8_ROW(DECLARE_SUMS)
-    for (uniform int64 k = 0; k < blocks;) {
-        const uniform int64 end = min(blocks, k + SIMD_INT8_GROUP / 4);
-        const int32 offset = B[programIndex];
-        const float scale = floatbits(B[ldB + programIndex]);
-        B += 2 * ldB;
-        EACH_INT8_ROW(START_SUMS)
-        for (; k < end; k++) {
-            const unsigned int32 b = B[programIndex];
-            B += ldB;
-            EACH_INT8_ROW(ADD_DIGITS)
-        }
-        EACH_INT8_ROW(ADD_GROUP)
-    }
-    EACH_INT8_ROW(STORE_TOTAL)
-}
-
-export void ispc_multiply_int8(uniform float C[], uniform int64 ldC, const uniform unsigned int32 A[],
-                               uniform int64 ldA, const uniform unsigned int32 B[], uniform int64 ldB,
-                               uniform int64 rows, uniform int64 cols, uniform int64 blocks, uniform bool add) {
-    for (uniform int64 c = 0; c < cols; c += programCount) {
-        uniform int64 i = 0;
-        for (; i + 4 <= rows; i += 4)
-            int8_block<4>((uniform float * uniform) C + i * ldC + c, ldC, A + i * ldA, ldA, B + c, ldB, blocks, add);
-        for (; i < rows; i++)
-            int8_block<1>((uniform float * uniform) C + i * ldC + c, ldC, A + i * ldA, ldA, B + c, ldB, blocks, add);
-    }
-}
-
 // a and b hold partial sums in runs of G lanes. In the result the runs are half as long: those of a are in the lanes
 // whose number lacks the bit G / 2, those of b in the lanes that have it.
 static inline float halve_runs(float a, float b, const uniform int G) {
@@ -367,27 +267,6 @@ export void ispc_add_weighted_rows(uniform float o[], const uniform float p[], c
     }
 }
 
-#define ADD_PAIR(i)                                                                  \
-    {                                                                                \
-        const unsigned int32 pair = B[(j + i) * ldB + c / 2 + programIndex];         \
-        x##i += p[j + i] * floatbits(pair << 16);                                    \
-        y##i += p[j + i] * floatbits(pair & 0xffff0000);                             \
-    }
-
-// Pairs of vectors of columns, as above.
-export void ispc_add_weighted_rows_bf16(uniform float o[], const uniform float p[], const uniform unsigned int32 B[],
-                                        uniform int64 ldB, uniform int64 rows, uniform int64 cols) {
-    for (uniform int64 c = 0; c < cols; c += 2 * programCount) {
-        float x0 = o[c + programIndex], x1 = 0.0f, x2 = 0.0f, x3 = 0.0f;  // four independent sums
-        float y0 = o[c + programCount + programIndex], y1 = 0.0f, y2 = 0.0f, y3 = 0.0f;
-        uniform int64 j = 0;
-        for (; j + 4 <= rows; j += 4) { ADD_PAIR(0) ADD_PAIR(1) ADD_PAIR(2) ADD_PAIR(3) }
-        for (; j < rows; j++) ADD_PAIR(0)
-        o[c + programIndex] = (x0 + x1) + (x2 + x3);
-        o[c + programCount + programIndex] = (y0 + y1) + (y2 + y3);
-    }
-}
-
 // The whole vectors of a row, then the rest under a mask.
 export uniform float ispc_row_max(const uniform float x[], uniform int64 n, uniform float m) {
     float even = m, odd = m;
@@ -419,52 +298,6 @@ export uniform float ispc_exp_sum(uniform float x[], uniform int64 n, uniform fl
         witness += y;
     }
     return reduce_add(nan_if(witness, total));
-}
-
-export void ispc_layer_norm(uniform float y[], const uniform float x[], const uniform float weight[],
-                            const uniform float bias[], uniform int64 n) {
-    float part = 0.0f;
-    foreach (i = 0 ... (uniform int)n) part += x[i];
-    const uniform float mean = reduce_add(part) / (uniform float)n;
-    part = 0.0f;
-    foreach (i = 0 ... (uniform int)n) part += (x[i] - mean) * (x[i] - mean);
-    const uniform float factor = 1.0f / sqrt(reduce_add(part) / (uniform float)n + SIMD_LAYER_NORM_EPSILON);
-    foreach (i = 0 ... (uniform int)n) {
-        const float v = (x[i] - mean) * factor * weight[i];
-        y[i] = bias ? v + bias[i] : v;
-    }
-}
-
-// Phi(x), with Phi(-|x|) = 2^q(|x|)
-static inline float normal(float x) {
-    const float magnitude = abs(x);
-    float q = magnitude * SIMD_GELU_C8 + SIMD_GELU_C7;
-    q = q * magnitude + SIMD_GELU_C6;
-    q = q * magnitude + SIMD_GELU_C5;
-    q = q * magnitude + SIMD_GELU_C4;
-    q = q * magnitude + SIMD_GELU_C3;
-    q = q * magnitude + SIMD_GELU_C2;
-    q = q * magnitude + SIMD_GELU_C1;
-    q = q * magnitude + SIMD_GELU_C0;
-    const float tail = exp2_bounded(q);
-    return x > 0 ? 1.0f - tail : tail;
-}
-
-static inline float gelu(float x) { return x * normal(x); }
-
-export void ispc_gelu(uniform float x[], uniform int64 n) {
-    uniform int64 i = 0;
-    for (; i + programCount <= n; i += programCount) x[i + programIndex] = gelu(x[i + programIndex]);
-    if (i + programIndex < n) x[i + programIndex] = gelu(x[i + programIndex]);
-}
-
-export void ispc_gelu_gradient(uniform float dx[], uniform float y[], const uniform float x[], uniform int64 n) {
-    foreach (i = 0 ... (uniform int)n) {
-        const float v = x[i];
-        const float below = normal(v);
-        dx[i] *= below + v * SIMD_NORMAL_DENSITY * exp2_bounded(v * v * (-0.5f * SIMD_LOG2E));
-        y[i] = v * below;
-    }
 }
 
 export void ispc_scale_row(uniform float x[], uniform int64 n, uniform float a) {
@@ -510,29 +343,6 @@ export uniform bool ispc_online_softmax(uniform float S[], uniform int64 ldS, un
         moved = moved || a != 1.0f;
     }
     return any(moved);
-}
-
-export void ispc_softmax_gradient(uniform float S[], uniform int64 ldS, uniform float dP[], uniform int64 ldP,
-                                  uniform int64 rows, uniform int64 cols, uniform int64 first,
-                                  const uniform float lse[], const uniform float rest[],
-                                  const uniform float D[]) {
-    for (uniform int64 c = 0; c < cols; c += programCount) {
-        const uniform int64 all = min(rows, first + c), some = min(rows, first + c + programCount);
-        const float subtracted = lse[c + programIndex], more = rest[c + programIndex];
-        const float of_row = D[c + programIndex];
-        for (uniform int64 j = 0; j < some; j++) {
-            const float x = S[j * ldS + c + programIndex] - subtracted - more;  // above 0 by rounding only
-            float p = nan_if(x, exp2_bounded(x > 0 ? 0.0f : x));
-            float ds = p * (dP[j * ldP + c + programIndex] - of_row);
-            if (j >= all) {
-                const bool live = programIndex > (uniform int)(j - first - c);
-                p = live ? p : 0.0f;
-                ds = live ? ds : 0.0f;
-            }
-            S[j * ldS + c + programIndex] = p;
-            dP[j * ldP + c + programIndex] = ds;
-        }
-    }
 }
 
 export void ispc_scale_columns(uniform float C[], uniform int64 ldC, uniform int64 rows, uniform int64 cols,

@@ -184,10 +184,10 @@ class Step {
         for (int64_t p = 0; p < panels_of(4 * s.C); p++) {
             multiply_panel(h, read_from(a.normal_2, b.first), w.up.forward, b.count, 4 * s.C, s.C, p, false);
             m.clock.lap(PRODUCTS);
-            const int64_t at = p * simd::panel(), n = std::min(simd::panel(), 4 * s.C - at);
+            const int64_t at = p * portable::panel(), n = std::min(portable::panel(), 4 * s.C - at);
             for (int64_t r = 0; r < b.count; r++) {
                 std::copy_n(h.data + r * h.ld + at, n, g.data + r * g.ld + at);
-                simd::gelu(g.data + r * g.ld + at, n);
+                portable::gelu(g.data + r * g.ld + at, n);
             }
             m.clock.lap(GELU);
         }
@@ -208,10 +208,10 @@ class Step {
         for (int64_t r = b.first; r < b.first + b.count; r++) {
             float* const logits = from(a.dlogits, r).data;
             const float right = logits[batch.targets[r]];
-            const float most = simd::row_max(logits, s.V, -std::numeric_limits<float>::infinity());
-            const float sum = simd::exp_sum(logits, s.V, most);
+            const float most = portable::row_max(logits, s.V, -std::numeric_limits<float>::infinity());
+            const float sum = portable::exp_sum(logits, s.V, most);
             a.losses[r] = std::log(sum) + (most - right);
-            simd::scale_row(logits, s.V, share / sum);
+            portable::scale_row(logits, s.V, share / sum);
             logits[batch.targets[r]] -= share;
         }
         m.clock.lap(LOSS);
@@ -233,10 +233,10 @@ class Step {
         for (int64_t p = 0; p < panels_of(4 * s.C); p++) {
             multiply_panel(dh, read_from(a.dx, b.first), w.down.backward, b.count, 4 * s.C, s.C, p, false);
             m.clock.lap(PRODUCTS_BACKWARD);
-            const int64_t at = p * simd::panel(), n = std::min(simd::panel(), 4 * s.C - at);
+            const int64_t at = p * portable::panel(), n = std::min(portable::panel(), 4 * s.C - at);
             for (int64_t r = 0; r < b.count; r++)
-                simd::gelu_gradient(dh.data + r * dh.ld + at, g.data + r * g.ld + at, h.data + r * h.ld + at,
-                                    n);
+                portable::gelu_gradient(dh.data + r * dh.ld + at, g.data + r * g.ld + at,
+                                        h.data + r * h.ld + at, n);
             m.clock.lap(GELU_BACKWARD);
         }
         const simd::Matrix d_normal = own(m).d_normal;
@@ -324,7 +324,7 @@ class Step {
             ready.push_back({constant(a.dlogits), constant(a.normal), &memory.packed.head, grads.wte,
                              memory.packed.dscale_head});
         const int64_t heads = s.B * s.H, tiles = pieces_of(ready);
-        const bool long_heads = 2 * s.T * s.T * s.d() > TILE * simd::panel() * s.rows();
+        const bool long_heads = 2 * s.T * s.T * s.d() > TILE * portable::panel() * s.rows();
         m.run(heads + tiles, [&](int64_t i) {
             const int64_t head = long_heads ? i : i - tiles;
             if (head < 0 || head >= heads) return compute(m, ready, long_heads ? i - heads : i);
@@ -395,7 +395,7 @@ class Step {
         if (factor >= 1) return;
         m.run(static_cast<int64_t>(chunks.size()), [&](int64_t i) {
             const Run& chunk = chunks[static_cast<size_t>(i)];
-            simd::scale_row(chunk.data, chunk.count, factor);
+            portable::scale_row(chunk.data, chunk.count, factor);
             m.clock.lap(CLIPPING);
         });
     }

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "simd/constants.h"
+#include "simd/portable.h"
 
 namespace training {
 
@@ -27,7 +27,7 @@ inline float normalize(float* y, const float* x, int64_t n) {
     const float count = static_cast<float>(n);
     const float mean = sum_of(n, [x](int64_t i) { return x[i]; }) / count;
     const float variance = sum_of(n, [x, mean](int64_t i) { return (x[i] - mean) * (x[i] - mean); }) / count;
-    const float factor = 1 / std::sqrt(variance + SIMD_LAYER_NORM_EPSILON);
+    const float factor = 1 / std::sqrt(variance + portable::LAYER_NORM_EPSILON);
     for (int64_t i = 0; i < n; i++) y[i] = (x[i] - mean) * factor;
     return factor;
 }

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "round_up.h"
-#include "simd/simd.h"
+#include "simd/portable.h"
 
 namespace training {
 
@@ -18,11 +18,11 @@ constexpr int64_t TILE = 64;     // rows of a tile of a weight's gradient
 // share few sets of L1.
 constexpr int64_t distance(int64_t n) { return round_up(n, LINE) | LINE; }
 
-inline int64_t panels_of(int64_t n) { return (n + simd::panel() - 1) / simd::panel(); }
+inline int64_t panels_of(int64_t n) { return (n + portable::panel() - 1) / portable::panel(); }
 
 // Columns of panel p of n: whole vectors, the last ones padded with zeros.
 inline int64_t columns_of(int64_t n, int64_t p) {
-    return std::min(simd::panel(), round_up(n - p * simd::panel(), simd::lanes()));
+    return std::min(portable::panel(), round_up(n - p * portable::panel(), portable::lanes()));
 }
 
 // W (out, in), its columns scaled by `scale` (in) or null. The norm before a layer has its weight here, so that
@@ -32,19 +32,19 @@ struct Layer {
     int64_t out, in;
     float *forward, *backward;  // panels of (W diag(scale))^T, (in, panel); of W diag(scale), (out, panel)
 
-    int64_t forward_floats() const { return panels_of(out) * simd::panel() * in; }
-    int64_t backward_floats() const { return panels_of(in) * simd::panel() * out; }
+    int64_t forward_floats() const { return panels_of(out) * portable::panel() * in; }
+    int64_t backward_floats() const { return panels_of(in) * portable::panel() * out; }
     int64_t pieces() const { return panels_of(out) + panels_of(in); }
 
     // Packs one of pieces().
     void pack(int64_t piece) const {
-        const int64_t P = simd::panel();
+        const int64_t P = portable::panel();
         if (piece < panels_of(out)) {
             float* const to = forward + piece * P * in;
             const int64_t rows = std::min(P, out - piece * P), padded = columns_of(out, piece);
-            simd::transpose({to, P}, {W + piece * P * in, in}, rows, in, 1.0f);
+            portable::transpose({to, P}, {W + piece * P * in, in}, rows, in, 1.0f);
             for (int64_t k = 0; k < in; k++) {
-                if (scale) simd::scale_row(to + k * P, rows, scale[k]);
+                if (scale) portable::scale_row(to + k * P, rows, scale[k]);
                 std::fill(to + k * P + rows, to + k * P + padded, 0.0f);
             }
             return;
@@ -64,15 +64,15 @@ struct Layer {
 // columns of y are set too.
 inline void multiply_panel(simd::Matrix y, simd::ConstMatrix x, const float* panels, int64_t rows, int64_t cols,
                            int64_t depth, int64_t p, bool add) {
-    const int64_t P = simd::panel(), width = columns_of(cols, p);
+    const int64_t P = portable::panel(), width = columns_of(cols, p);
     const float* const panel = panels + p * P * depth;
     for (int64_t k = 0; k < depth; k += DEPTH) {
         const int64_t some = std::min(DEPTH, depth - k);
         const simd::Matrix to{y.data + p * P, y.ld};
         if (k == 0 && !add)
-            simd::multiply(to, {x.data + k, x.ld, 1}, {panel + k * P, P}, rows, width, some);
+            portable::multiply(to, {x.data + k, x.ld, 1}, {panel + k * P, P}, rows, width, some);
         else
-            simd::multiply_add(to, {x.data + k, x.ld, 1}, {panel + k * P, P}, rows, width, some, some);
+            portable::multiply_add(to, {x.data + k, x.ld, 1}, {panel + k * P, P}, rows, width, some, some);
     }
 }
 
@@ -92,10 +92,10 @@ struct WeightGradient {
 
     static int64_t row_tiles(int64_t out) { return (out + TILE - 1) / TILE; }
     int64_t pieces() const { return row_tiles(layer->out) * panels_of(layer->in); }
-    static int64_t scratch() { return TILE * simd::panel(); }
+    static int64_t scratch() { return TILE * portable::panel(); }
 
     void compute(int64_t piece, int64_t rows, float* tile) const {
-        const int64_t P = simd::panel(), i = piece / panels_of(layer->in), p = piece % panels_of(layer->in);
+        const int64_t P = portable::panel(), i = piece / panels_of(layer->in), p = piece % panels_of(layer->in);
         const int64_t in = layer->in, out = std::min(TILE, layer->out - i * TILE),
                       cols = std::min(P, in - p * P);
         for (int64_t t = 0; t < rows; t += TOKENS) {
@@ -103,9 +103,9 @@ struct WeightGradient {
             const simd::Strided A{dY.data + t * dY.ld + i * TILE, 1, dY.ld};
             const simd::ConstMatrix B{X.data + t * X.ld + p * P, X.ld};
             if (t == 0)
-                simd::multiply({tile, P}, A, B, out, cols, some);
+                portable::multiply({tile, P}, A, B, out, cols, some);
             else
-                simd::multiply_add({tile, P}, A, B, out, cols, some, some);
+                portable::multiply_add({tile, P}, A, B, out, cols, some, some);
         }
         const float* const scale = layer->scale ? layer->scale + p * P : nullptr;
         float* const part = dscale ? dscale + i * in + p * P : nullptr;

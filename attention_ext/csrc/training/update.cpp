@@ -16,7 +16,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "simd/simd.h"
+#include "simd/portable.h"
 #include "training/activations.h"
 #include "training/norm.h"
 #include "training/phases.h"
@@ -47,7 +47,7 @@ struct Workspace {
 
 // C <- X Y (n, n), which is symmetric: the lower half, and its copy; Y (depth, n).
 void symmetric_product(simd::Matrix C, const simd::Strided& X, simd::ConstMatrix Y, int64_t n, int64_t depth) {
-    const int64_t width = 2 * simd::lanes();
+    const int64_t width = 2 * portable::lanes();
     for (int64_t c = 0; c < n; c += width) {
         const int64_t cols = std::min(width, n - c);
         const simd::Matrix to{C.data + c * C.ld + c, C.ld};
@@ -57,13 +57,13 @@ void symmetric_product(simd::Matrix C, const simd::Strided& X, simd::ConstMatrix
                                      X.depth_stride};
             const simd::ConstMatrix right{Y.data + k * Y.ld + c, Y.ld};
             if (k == 0)
-                simd::multiply(to, left, right, n - c, cols, some);
+                portable::multiply(to, left, right, n - c, cols, some);
             else
-                simd::multiply_add(to, left, right, n - c, cols, some, some);
+                portable::multiply_add(to, left, right, n - c, cols, some, some);
         }
         if (c + width < n)
-            simd::transpose({C.data + c * C.ld + c + width, C.ld}, {C.data + (c + width) * C.ld + c, C.ld},
-                            n - c - width, cols, 1.0f);
+            portable::transpose({C.data + c * C.ld + c + width, C.ld}, {C.data + (c + width) * C.ld + c, C.ld},
+                                n - c - width, cols, 1.0f);
     }
 }
 
@@ -73,9 +73,9 @@ void symmetric_product(simd::Matrix C, simd::Matrix X, simd::Matrix Y, int64_t n
 
 // C <- X Y; X (rows, depth), Y (depth, cols)
 void product(simd::Matrix C, simd::Matrix X, simd::Matrix Y, int64_t rows, int64_t cols, int64_t depth) {
-    for (int64_t c = 0; c < cols; c += simd::panel())
-        simd::multiply({C.data + c, C.ld}, {X.data, X.ld, 1}, {Y.data + c, Y.ld}, rows,
-                       std::min(simd::panel(), cols - c), depth);
+    for (int64_t c = 0; c < cols; c += portable::panel())
+        portable::multiply({C.data + c, C.ld}, {X.data, X.ld, 1}, {Y.data + c, Y.ld}, rows,
+                           std::min(portable::panel(), cols - c), depth);
 }
 
 // Q after so many steps, from A, which is overwritten.
@@ -105,7 +105,7 @@ void polynomial(Workspace& w, int steps) {
 // The nearest orthogonal matrix, nearly; of w.x, which is not 0, and in its place.
 void orthogonalize(Workspace& w, float norm) {
     const float factor = 1 / (norm + LEAST_NORM);
-    for (int64_t r = 0; r < w.m; r++) simd::scale_row(w.x.data + r * w.x.ld, w.n, factor);
+    for (int64_t r = 0; r < w.m; r++) portable::scale_row(w.x.data + r * w.x.ld, w.n, factor);
     for (const int steps : w.stages()) {
         symmetric_product(w.A, {w.x.data, 1, w.x.ld}, {w.x.data, w.x.ld}, w.n, w.m);
         polynomial(w, steps);
@@ -132,12 +132,12 @@ void muon(const Parameter& p, int64_t number, const Settings& s, float* scratch)
         }
         square += sum_of(cols, [to](int64_t c) { return to[c] * to[c]; });
     }
-    if (lying) simd::transpose(w.x, {x.data, x.ld}, rows, cols, 1.0f);
+    if (lying) portable::transpose(w.x, {x.data, x.ld}, rows, cols, 1.0f);
     orthogonalize(w, std::sqrt(square));
     simd::Matrix direction = w.x;
     if (lying) {
         direction = {w.next_x.data, distance(cols)};
-        simd::transpose(direction, {w.x.data, w.x.ld}, cols, rows, 1.0f);
+        portable::transpose(direction, {w.x.data, w.x.ld}, cols, rows, 1.0f);
     }
     const double ratio = static_cast<double>(rows) / static_cast<double>(cols);
     const float length = static_cast<float>(p.rate * std::sqrt(std::max(1.0, ratio)));

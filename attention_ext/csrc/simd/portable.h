@@ -1,0 +1,99 @@
+// The SIMD helpers in portable C++, which every build has: those of simd.h, and those that only packed weights,
+// bfloat16 caches, the model's layers and training need.
+//
+// No element outside of the given sizes is read or written. NaN in gives NaN out.
+#pragma once
+
+#include <cstdint>
+
+#include "simd/matrix.h"
+
+namespace portable {
+
+using simd::ConstMatrix, simd::Matrix, simd::Strided;
+
+// As in simd.h.
+int64_t lanes();
+int64_t panel();
+int64_t rows();
+void transpose(Matrix T, ConstMatrix X, int64_t rows, int64_t cols, float scale);
+void multiply(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth);
+void multiply_add(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth,
+                  int64_t first);
+void dot_rows(float* s, const float* x, ConstMatrix B, int64_t rows, int64_t depth, float scale);
+void add_weighted_rows(float* o, const float* p, ConstMatrix B, int64_t rows, int64_t cols);
+float row_max(const float* x, int64_t n, float m);
+float exp_sum(float* x, int64_t n, float m);
+void scale_row(float* x, int64_t n, float a);
+bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* m, float* l, float* correction);
+void scale_columns(Matrix C, int64_t rows, int64_t cols, const float* a);
+
+// A matrix in bfloat16, the upper halves of floats, in pairs: with W = lanes() and j = g W + i, the word
+// data[k * ld + j] holds two columns of row k: 2 g W + i in its lower half, (2 g + 1) W + i in its upper half.
+struct Bf16Pairs {
+    const uint32_t* data;
+    int64_t ld;
+};
+
+// C[i][c] <- sum_k A[i][k] * B[k][c], or with `add` C[i][c] <- C[i][c] + that sum; cols is a multiple of 2 W.
+void multiply_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth, bool add);
+
+// o <- o + sum_j p[j] * B[j]; cols is a multiple of 2 W.
+void add_weighted_rows_bf16(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols);
+
+// Products with int8 weights: the weights of an output that share a scale, and the bits of a whole number that
+// stands for an activation. The number plus half of 2^bits is three digits of 7 bits, each in a byte. Every
+// processor's dot product of bytes takes these, signed or not.
+constexpr int64_t INT8_GROUP = 128;
+constexpr int INT8_BITS = 21;
+
+// Rows of activations as whole numbers of INT8_BITS bits. Each row has int8_blocks(n) words of the highest
+// digits, as many of the middle ones, as many of the lowest, and its scale, a power of 2. Byte j of word k
+// belongs to number 4 k + j.
+struct FixedRows {
+    const uint32_t* data;
+    int64_t ld;
+};
+
+// A matrix (depth, cols) in int8, with a scale for each column and group of INT8_GROUP rows. A group has a row
+// of words that the highest digits' sums start from, -64 times the sum of the weights; a row of scales; and a
+// row for each four rows of the matrix: byte j belongs to the j-th of them, 0 after the last.
+struct Int8Panel {
+    const uint32_t* data;
+    int64_t ld;
+};
+
+constexpr int64_t int8_blocks(int64_t depth) { return (depth + 3) / 4; }
+constexpr int64_t int8_groups(int64_t depth) { return (depth + INT8_GROUP - 1) / INT8_GROUP; }
+constexpr int64_t fixed_words(int64_t n) { return /* digits */ 3 * int8_blocks(n) + /* scale */ 1; }
+
+// row (fixed_words(n)) <- x (n), n > 0, as FixedRows describes: the nearest whole numbers, ties to even. The
+// largest has INT8_BITS - 1 bits and a sign; with NaN or infinity in x the scale is NaN.
+void to_fixed(uint32_t* row, const float* x, int64_t n);
+
+// C[i][c] <- sum_k A[i][k] * B[k][c], or with `add` C[i][c] <- C[i][c] + that sum; cols is a multiple of W. The
+// sums within a group are exact.
+void multiply_int8(Matrix C, FixedRows A, Int8Panel B, int64_t rows, int64_t cols, int64_t depth, bool add);
+
+// PyTorch's epsilon, added to the variance.
+constexpr float LAYER_NORM_EPSILON = 1e-5f;
+
+// y[i] <- (x[i] - mean) / sqrt(variance + LAYER_NORM_EPSILON) * weight[i] + bias[i]; n > 0, bias may be null
+void layer_norm(float* y, const float* x, const float* weight, const float* bias, int64_t n);
+
+// x[i] <- x[i] Phi(x[i]), the exact GELU; Phi is the normal distribution function.
+void gelu(float* x, int64_t n);
+
+// y[i] <- gelu(x[i]); dx[i] <- dx[i] * gelu'(x[i]), where gelu'(x) = Phi(x) + x Phi'(x)
+void gelu_gradient(float* dx, float* y, const float* x, int64_t n);
+
+// The gradient of a softmax down each column c of S (rows, cols) whose logsumexp is lse[c] + rest[c], all in
+// units of log(2); the rest is what rounding took. The live rows are those of online_softmax(). Of the others,
+// at most the first W rows of a column are set.
+//   S[j][c]  <- 2^(S[j][c] - lse[c] - rest[c]), at most 1
+//   dP[j][c] <- S[j][c] * (dP[j][c] - D[c])
+// cols is a multiple of lanes().
+void softmax_gradient(Matrix S, Matrix dP, int64_t rows, int64_t cols, int64_t first, const float* lse,
+                      const float* rest, const float* D);
+
+}  // namespace portable

@@ -1,0 +1,211 @@
+// Products with int8 weights: activations become three digits of 7 bits, whose products with the weights are
+// exact.
+#include <algorithm>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#endif
+
+#include "simd/portable.h"
+#include "simd/portable/vectors.h"
+
+namespace portable {
+namespace {
+
+// A register block for several rows has INT8_ROWS rows of INT8_VECS vectors, for one row INT8_WIDE vectors,
+// each with three accumulators.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int INT8_ROWS = 4, INT8_VECS = 2, INT8_WIDE = 4;
+#else
+constexpr int INT8_ROWS = 2, INT8_VECS = 2, INT8_WIDE = 4;
+#endif
+
+typedef unsigned char ByteVec __attribute__((vector_size(W)));
+
+template <int away = 1, size_t... I>
+INLINE int32_t greatest(IntVec v, std::index_sequence<I...> lanes) {
+    const IntVec other = __builtin_shufflevector(v, v, (I ^ away)...);
+    v = other > v ? other : v;
+    if constexpr (2 * away < W)
+        return greatest<2 * away>(v, lanes);
+    else
+        return v[0];
+}
+
+// Adds to each lane of acc the dot product of four bytes: the first of a are at most 127, those of b are
+// signed.
+INLINE IntVec dot4(IntVec acc, IntVec a, IntVec b) {
+#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+    return bit_cast<IntVec>(
+        _mm512_dpbusd_epi32(bit_cast<__m512i>(acc), bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+#elif defined(__AVX512BW__)
+    const __m512i pairs = _mm512_maddubs_epi16(bit_cast<__m512i>(a), bit_cast<__m512i>(b));
+    return acc + bit_cast<IntVec>(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+    return bit_cast<IntVec>(
+        _mm256_dpbusd_avx_epi32(bit_cast<__m256i>(acc), bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i pairs = _mm256_maddubs_epi16(bit_cast<__m256i>(a), bit_cast<__m256i>(b));
+    return acc + bit_cast<IntVec>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return bit_cast<IntVec>(
+        vdotq_s32(bit_cast<int32x4_t>(acc), bit_cast<int8x16_t>(a), bit_cast<int8x16_t>(b)));
+#else
+    const UintVec bits = bit_cast<UintVec>(b);
+    for (int j = 0; j < 4; j++) acc += (a >> 8 * j & 127) * (bit_cast<IntVec>(bits << (24 - 8 * j)) >> 24);
+    return acc;
+#endif
+}
+
+INLINE IntVec load_int(const uint32_t* p) {
+    IntVec v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+// Keeps a vector in a register: GCC would load it again for each of its uses.
+INLINE IntVec once(IntVec v) {
+#if defined(__x86_64__)
+    __asm__("" : "+v"(v));
+#endif
+    return v;
+}
+
+INLINE IntVec splat_int(uint32_t x) { return IntVec{} + static_cast<int32_t>(x); }
+
+// VS vectors of columns of R rows of multiply_int8().
+template <int R, int VS, bool ADD>
+INLINE void int8_block(float* C, int64_t ldC, const uint32_t* A, int64_t ldA, const uint32_t* B, int64_t ldB,
+                       int64_t blocks) {
+    Vec total[R][VS] = {};
+    for (int64_t k = 0; k < blocks;) {
+        const int64_t end = std::min<int64_t>(blocks, k + INT8_GROUP / 4);
+        const uint32_t *offsets = B, *scales = B + ldB;
+        B += 2 * ldB;
+        IntVec high[R][VS], middle[R][VS] = {}, low[R][VS] = {};
+        for (int i = 0; i < R; i++)
+            for (int v = 0; v < VS; v++) high[i][v] = load_int(offsets + v * W);
+        for (; k < end; k++, B += ldB) {
+            const auto add = [&](int i, int v, IntVec b) {
+                const uint32_t* a = A + i * ldA + k;
+                high[i][v] = dot4(high[i][v], splat_int(a[0]), b);
+                middle[i][v] = dot4(middle[i][v], splat_int(a[blocks]), b);
+                low[i][v] = dot4(low[i][v], splat_int(a[2 * blocks]), b);
+            };
+            if constexpr (R <= 2) {  // the digits of the rows stay in registers; of more rows, a part of B does
+                for (int v = 0; v < VS; v++) {
+                    const IntVec b = once(load_int(B + v * W));
+                    for (int i = 0; i < R; i++) add(i, v, b);
+                }
+            } else {
+                IntVec b[VS];
+                for (int v = 0; v < VS; v++) b[v] = once(load_int(B + v * W));
+                for (int i = 0; i < R; i++)
+                    for (int v = 0; v < VS; v++) add(i, v, b[v]);
+            }
+        }
+        for (int v = 0; v < VS; v++) {
+            const Vec scale = bit_cast<Vec>(load_int(scales + v * W));
+            for (int i = 0; i < R; i++) {
+                const Vec upper = __builtin_convertvector(high[i][v] * 128 + middle[i][v], Vec);
+                total[i][v] += (upper * 128.0f + __builtin_convertvector(low[i][v], Vec)) * scale;
+            }
+        }
+    }
+    for (int i = 0; i < R; i++) {
+        float scale;
+        std::memcpy(&scale, A + i * ldA + 3 * blocks, sizeof scale);
+        for (int v = 0; v < VS; v++) {
+            const Vec product = total[i][v] * scale;
+            store(C + i * ldC + v * W, ADD ? load(C + i * ldC + v * W) + product : product);
+        }
+    }
+}
+
+// VS vectors of columns of all rows, R rows at a time and then the rest.
+template <int R, int VS, bool ADD>
+INLINE void int8_rows(float* C, int64_t ldC, const uint32_t* A, int64_t ldA, const uint32_t* B, int64_t ldB,
+                      int64_t rows, int64_t blocks) {
+    int64_t i = 0;
+    for (; i + R <= rows; i += R) int8_block<R, VS, ADD>(C + i * ldC, ldC, A + i * ldA, ldA, B, ldB, blocks);
+    if constexpr (R > 1)
+        int8_rows<R / 2, VS, ADD>(C + i * ldC, ldC, A + i * ldA, ldA, B, ldB, rows - i, blocks);
+}
+
+// Columns from c on, R rows by VS vectors at a time, and then fewer vectors.
+template <int R, int VS, bool ADD>
+INLINE void int8_columns(Matrix C, FixedRows A, Int8Panel B, int64_t rows, int64_t c, int64_t cols,
+                         int64_t blocks) {
+    for (; c + VS * W <= cols; c += VS * W)
+        int8_rows<R, VS, ADD>(C.data + c, C.ld, A.data, A.ld, B.data + c, B.ld, rows, blocks);
+    if constexpr (VS > 1) int8_columns<R, VS - 1, ADD>(C, A, B, rows, c, cols, blocks);
+}
+
+template <bool ADD>
+void int8_product(Matrix C, FixedRows A, Int8Panel B, int64_t rows, int64_t cols, int64_t blocks) {
+    if (rows == 1)
+        int8_columns<1, INT8_WIDE, ADD>(C, A, B, 1, 0, cols, blocks);
+    else
+        int8_columns<INT8_ROWS, INT8_VECS, ADD>(C, A, B, rows, 0, cols, blocks);
+}
+
+// A row whose largest magnitude is `largest` times `factor`, a power of 2, is whole numbers of INT8_BITS bits.
+// `scale` is 1 / factor, or NaN if `largest` is infinite or NaN.
+struct Scale {
+    float factor, scale;
+
+    explicit Scale(float largest) {
+        constexpr uint32_t FRACTION = 23, INF = 0xffu << FRACTION;  // the bits of a float's fraction; infinity
+        constexpr uint32_t KEPT = INT8_BITS - 2;                    // fraction bits of the largest number
+        const uint32_t bits = bit_cast<uint32_t>(largest);
+        // The exponent of the rounded number: rounding may go up to a power of 2. A tiny row takes a larger
+        // one, so that its scale is not denormal.
+        const uint32_t exponent = std::max((bits + (1u << (FRACTION - 1 - KEPT))) >> FRACTION, KEPT + 1);
+        factor = bit_cast<float>((254 + KEPT - exponent) << FRACTION);
+        scale = bit_cast<float>(bits < INF ? (exponent - KEPT) << FRACTION : INF + 1);
+    }
+};
+
+}  // namespace
+
+void to_fixed(uint32_t* row, const float* x, int64_t n) {
+    const int64_t blocks = int8_blocks(n);
+    const auto magnitude = [](Vec v) { return bit_cast<IntVec>(v) & 0x7fffffff; };  // in the order of integers
+    const auto larger = [](IntVec a, IntVec b) { return b > a ? b : a; };
+    IntVec even{}, odd{};
+    int64_t i = 0;
+    for (; i + 2 * W <= n; i += 2 * W) {
+        even = larger(even, magnitude(load(x + i)));
+        odd = larger(odd, magnitude(load(x + i + W)));
+    }
+    for (; i + W <= n; i += W) even = larger(even, magnitude(load(x + i)));
+    if (i < n) odd = larger(odd, magnitude(load_part(x + i, n - i, 0.0f)));
+    const Scale scale(bit_cast<float>(greatest(larger(even, odd), std::make_index_sequence<W>())));
+    std::memcpy(row + 3 * blocks, &scale.scale, sizeof scale.scale);
+
+    // Adding SIMD_ROUND rounds, as for 2^x. A row with NaN has no numbers, but its digits have 7 bits too.
+    unsigned char* const digits = reinterpret_cast<unsigned char*>(row);
+    const auto number = [&](Vec v) {
+        const UintVec bits = bit_cast<UintVec>(v * scale.factor + SIMD_ROUND);
+        return bits + (1u << (INT8_BITS - 1)) - bit_cast<uint32_t>(SIMD_ROUND);
+    };
+    const auto store_digits = [&](UintVec u, int64_t bytes) {
+        for (int digit = 0; digit < 3; digit++) {
+            const ByteVec seven = __builtin_convertvector(u >> (14 - 7 * digit) & 127, ByteVec);
+            std::memcpy(digits + 4 * blocks * digit + i, &seven, bytes);
+        }
+    };
+    for (i = 0; i + W <= n; i += W) store_digits(number(load(x + i)), W);
+    if (i < n) store_digits(number(load_part(x + i, n - i, 0.0f)), 4 * blocks - i);
+}
+
+void multiply_int8(Matrix C, FixedRows A, Int8Panel B, int64_t rows, int64_t cols, int64_t depth, bool add) {
+    if (add)
+        int8_product<true>(C, A, B, rows, cols, int8_blocks(depth));
+    else
+        int8_product<false>(C, A, B, rows, cols, int8_blocks(depth));
+}
+
+}  // namespace portable

@@ -1,0 +1,77 @@
+// Layers of the model: the layer norm, GELU and its gradient.
+#include <cmath>
+
+#include "simd/portable.h"
+#include "simd/portable/vectors.h"
+
+namespace portable {
+namespace {
+
+// q(a) with Phi(-a) = 2^q(a) for a >= 0, Phi being the normal distribution function: a polynomial of degree 8,
+// minimax in a * 2^q(a) with an absolute error of 4e-8, with constant term -1. q falls without bound.
+constexpr float Q[] = {-1.0f,           -1.15111101f,    -4.59162146e-1f, -5.26276119e-2f, 7.24542048e-3f,
+                       -2.72075355e-4f, -1.31473338e-4f, 2.80569584e-5f,  -1.90206663e-6f};
+constexpr int DEGREE = 8;
+
+constexpr float NORMAL_DENSITY = 0.398942280f;  // of the normal distribution at 0: 1 / sqrt(2 pi)
+
+// Phi(x), with Phi(-|x|) = 2^q(|x|)
+INLINE Vec normal(Vec x) {
+    const Vec magnitude = bit_cast<Vec>(bit_cast<IntVec>(x) & 0x7fffffff);
+    Vec q = splat(Q[DEGREE]);
+    for (int i = DEGREE - 1; i >= 0; i--) q = q * magnitude + Q[i];
+    const Vec tail = exp2_bounded(q);
+    return x > 0 ? 1.0f - tail : tail;
+}
+
+INLINE Vec gelu(Vec x) { return x * normal(x); }
+
+}  // namespace
+
+void layer_norm(float* y, const float* x, const float* weight, const float* bias, int64_t n) {
+    const auto sum_of = [&](auto term, float nothing) {  // term(nothing) is 0
+        Vec even{}, odd{};
+        int64_t i = 0;
+        for (; i + 2 * W <= n; i += 2 * W) {
+            even += term(load(x + i));
+            odd += term(load(x + i + W));
+        }
+        for (; i + W <= n; i += W) even += term(load(x + i));
+        if (i < n) odd += term(load_part(x + i, n - i, nothing));
+        return sum(even + odd);
+    };
+    const float mean = sum_of([](Vec v) { return v; }, 0.0f) / n;
+    const float variance = sum_of([mean](Vec v) { return (v - mean) * (v - mean); }, mean) / n;
+    const float factor = 1 / std::sqrt(variance + LAYER_NORM_EPSILON);
+    int64_t i = 0;
+    for (; i + W <= n; i += W) {
+        const Vec v = (load(x + i) - mean) * factor * load(weight + i);
+        store(y + i, bias ? v + load(bias + i) : v);
+    }
+    for (; i < n; i++) y[i] = (x[i] - mean) * factor * weight[i] + (bias ? bias[i] : 0.0f);
+}
+
+void gelu(float* x, int64_t n) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(x + i, gelu(load(x + i)));
+    if (i < n) store_part(x + i, gelu(load_part(x + i, n - i, 0.0f)), n - i);
+}
+
+void gelu_gradient(float* dx, float* y, const float* x, int64_t n) {
+    const auto step = [](Vec v, Vec d, Vec& value) {
+        const Vec below = normal(v);
+        value = v * below;
+        return d * (below + v * NORMAL_DENSITY * exp2_bounded(v * v * (-0.5f * SIMD_LOG2E)));
+    };
+    int64_t i = 0;
+    Vec value;
+    for (; i + W <= n; i += W) {
+        store(dx + i, step(load(x + i), load(dx + i), value));
+        store(y + i, value);
+    }
+    if (i == n) return;
+    store_part(dx + i, step(load_part(x + i, n - i, 0.0f), load_part(dx + i, n - i, 0.0f), value), n - i);
+    store_part(y + i, value, n - i);
+}
+
+}  // namespace portable

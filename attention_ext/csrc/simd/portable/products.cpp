@@ -1,0 +1,224 @@
+// Products of matrices in float32, and with a right operand in bfloat16; transposition.
+#include <algorithm>
+#include <type_traits>
+
+#include "simd/portable.h"
+#include "simd/portable/vectors.h"
+
+namespace portable {
+namespace {
+
+// A register block has ROWS rows of VECS vectors: as many accumulators, and VECS + 1 more registers for the
+// operands.
+#if defined(__AVX512F__) && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__))
+constexpr int ROWS = 4, VECS = 4;  // Zen 4 (older compilers call it znver3): 2 % faster than 8 x 3
+#elif defined(__AVX512F__)
+constexpr int ROWS = 8, VECS = 3;
+#elif defined(__AVX__)
+constexpr int ROWS = 4, VECS = 3;  // 16 registers
+#elif defined(__aarch64__)
+constexpr int ROWS = 8, VECS = 3;  // 32 registers
+#else
+constexpr int ROWS = 4, VECS = 3;
+#endif
+// Rows of a block of two vectors for sums of at least LONG products, where 32 registers hold it: B's columns
+// are read half as often, and more of them stay in L1. 5 % of a step of 32 texts, and 4 % of part 4's backward
+// pass (AMD Zen 5).
+constexpr int TALL = W == 16 ? 8 : ROWS;
+constexpr int64_t LONG = 48;
+constexpr int WIDE = 8;  // vectors in a block of one row: enough independent sums to hide an addition's latency
+
+// The functions below are inlined into loops that were tuned with them, so they take plain pointers and
+// strides, not the structs of matrix.h.
+
+// acc[i][v] <- acc[i][v] + A(i, k) * B[k] in the vectors v from G on; if G is CUT, there only in the lanes
+// after `hidden`.
+template <int G, bool CUT, int R, int VS, class Element>
+INLINE void add_products(Vec (&acc)[R][VS], const float* a, int64_t row_stride, const Element* b,
+                         int64_t hidden) {
+    const IntVec lane = lane_numbers();
+    Vec x[VS];
+    for (int v = G; v < VS; v++) x[v] = column(b, v);
+    for (int i = 0; i < R; i++) {
+        for (int v = G; v < VS; v++) {
+            const Vec next = acc[i][v] + a[i * row_stride] * x[v];
+            acc[i][v] = CUT && v == G ? (lane > static_cast<int>(hidden) ? next : acc[i][v]) : next;
+        }
+    }
+}
+
+// The products from k on that only some lanes of vector G take. The vector's first column takes `first`
+// products.
+template <int G, int R, int VS, class Element>
+INLINE void descend(Vec (&acc)[R][VS], const float* A, int64_t row_stride, int64_t depth_stride,
+                    const Element* B, int64_t ldB, int64_t k, int64_t depth, int64_t first) {
+    const int64_t end = std::min(depth, first + W);
+    for (; k < end; k++) add_products<G, true>(acc, A + k * depth_stride, row_stride, B + k * ldB, k - first);
+    if constexpr (G + 1 < VS) descend<G + 1>(acc, A, row_stride, depth_stride, B, ldB, k, depth, first + W);
+}
+
+// Columns [c, c + VS vectors) of R rows of C, in registers over the whole depth, which is not 0. With ADD they
+// start from C; with STAIRS column c takes the products k < first + c.
+template <int R, int VS, bool ADD, bool STAIRS, class Element>
+INLINE void register_block(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                           const Element* B, int64_t ldB, int64_t depth, int64_t first) {
+    Vec acc[R][VS];
+    for (int i = 0; i < R; i++)
+        for (int v = 0; v < VS; v++) acc[i][v] = ADD ? load(C + i * ldC + v * W) : Vec{};
+    if (!STAIRS && depth <= 0)
+        __builtin_unreachable();  // otherwise GCC keeps a copy of C on the stack for that case
+    const int64_t all = STAIRS ? std::min(first, depth) : depth;
+#pragma GCC unroll 2  // 2 % of the whole kernel
+    for (int64_t k = 0; k < all; k++)
+        add_products<0, false>(acc, A + k * depth_stride, row_stride, B + k * ldB, 0);
+    if constexpr (STAIRS) descend<0>(acc, A, row_stride, depth_stride, B, ldB, all, depth, first);
+    for (int i = 0; i < R; i++)
+        for (int v = 0; v < VS; v++) store(C + i * ldC + v * W, acc[i][v]);
+}
+
+// The last columns, n < W of them: one row at a time.
+template <bool ADD>
+void last_columns(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                  const float* B, int64_t ldB, int64_t rows, int64_t n, int64_t depth, int64_t first) {
+    const IntVec lane = lane_numbers();
+    for (int64_t i = 0; i < rows; i++) {
+        Vec acc = ADD ? load_part(C + i * ldC, n, 0.0f) : Vec{};
+        for (int64_t k = 0; k < depth; k++) {
+            const Vec next = acc + A[i * row_stride + k * depth_stride] * load_part(B + k * ldB, n, 0.0f);
+            acc = lane > static_cast<int>(k - first) ? next : acc;
+        }
+        store_part(C + i * ldC, acc, n);
+    }
+}
+
+// VS vectors of columns of all rows, R rows at a time and then the rest.
+template <int R, int VS, bool ADD, bool STAIRS, class Element>
+INLINE void block_column(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                         const Element* B, int64_t ldB, int64_t rows, int64_t depth, int64_t first) {
+    int64_t i = 0;
+    for (; i + R <= rows; i += R)
+        register_block<R, VS, ADD, STAIRS>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B,
+                                           ldB, depth, first);
+    if constexpr (R > 1)
+        block_column<R / 2, VS, ADD, STAIRS>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B,
+                                             ldB, rows - i, depth, first);
+}
+
+// One row's columns from c on, up to VS vectors at a time; returns where the last whole vector ends. A matrix
+// that is packed in panels of that width is read as one stream.
+template <int VS, bool ADD, class Element>
+INLINE int64_t one_row(float* C, const float* A, int64_t depth_stride, const Element* B, int64_t ldB, int64_t c,
+                       int64_t cols, int64_t depth) {
+    for (; c + VS * W <= cols; c += VS * W)
+        register_block<1, VS, ADD, false>(C + c, 0, A, 0, depth_stride, columns(B, c), ldB, depth, 0);
+    if constexpr (VS > 1)
+        return one_row<VS - 1, ADD>(C, A, depth_stride, B, ldB, c, cols, depth);
+    else
+        return c;
+}
+
+// Whole vectors of columns from c on, VS at a time; returns where they end.
+template <int VS, bool ADD, class Element>
+INLINE int64_t block_columns(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                             const Element* B, int64_t ldB, int64_t rows, int64_t c, int64_t cols,
+                             int64_t depth, int64_t first) {
+    if constexpr (ADD && std::is_same_v<Element, float>)
+        for (; c + VS * W <= cols && first + c < depth; c += VS * W)
+            block_column<ROWS, VS, ADD, true>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth,
+                                              first + c);
+    for (; c + VS * W <= cols; c += VS * W)
+        block_column<ROWS, VS, ADD, false>(C + c, ldC, A, row_stride, depth_stride, columns(B, c), ldB, rows,
+                                           depth, 0);
+    return c;
+}
+
+// All whole vectors of columns, the widest blocks first; bfloat16 has its vectors in pairs.
+template <bool ADD, class Element>
+INLINE int64_t whole_columns(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                             const Element* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth,
+                             int64_t first) {
+    constexpr int MOST = std::is_same_v<Element, float> ? VECS : 2;
+    int64_t c = 0;
+    if (rows == 1 && first >= depth) c = one_row<WIDE, ADD>(C, A, depth_stride, B, ldB, c, cols, depth);
+    if constexpr (ROWS < TALL)
+        for (; rows >= TALL && first >= depth && depth_stride == 1 && depth >= LONG && c + 2 * W <= cols;
+             c += 2 * W)
+            block_column<TALL, 2, ADD, false>(C + c, ldC, A, row_stride, depth_stride, columns(B, c), ldB, rows,
+                                              depth, 0);
+    c = block_columns<MOST, ADD>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first);
+    c = block_columns<2, ADD>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first);
+    return block_columns<1, ADD>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first);
+}
+
+template <bool ADD>
+INLINE void product(float* C, int64_t ldC, const float* A, int64_t row_stride, int64_t depth_stride,
+                    const float* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth, int64_t first) {
+    const int64_t c = whole_columns<ADD>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, first);
+    if (!ADD && c < cols && cols >= W)  // the last whole vector: some columns are computed twice
+        block_column<ROWS, 1, false, false>(C + cols - W, ldC, A, row_stride, depth_stride, B + cols - W, ldB,
+                                            rows, depth, 0);
+    else if (c < cols)
+        last_columns<ADD>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, cols - c, depth,
+                          first + c);
+}
+
+// The first and the second half of a0 b0 a1 b1 ...
+template <size_t... I>
+INLINE void interleave(Vec a, Vec b, Vec& low, Vec& high, std::index_sequence<I...>) {
+    low = __builtin_shufflevector(a, b, (I / 2 + I % 2 * W)...);
+    high = __builtin_shufflevector(a, b, (W / 2 + I / 2 + I % 2 * W)...);
+}
+
+// A W x W square: interleaving row i with row i + W / 2, log2(W) times over, moves every element to its
+// transposed place.
+INLINE void transpose_square(float* T, int64_t ldT, const float* X, int64_t ldX, float scale) {
+    Vec v[W], next[W];
+    for (int i = 0; i < W; i++) v[i] = scale * load(X + i * ldX);
+    for (int step = 1; step < W; step *= 2) {
+        for (int i = 0; i < W / 2; i++)
+            interleave(v[i], v[i + W / 2], next[2 * i], next[2 * i + 1], std::make_index_sequence<W>());
+        for (int i = 0; i < W; i++) v[i] = next[i];
+    }
+    for (int i = 0; i < W; i++) store(T + i * ldT, v[i]);
+}
+
+}  // namespace
+
+int64_t lanes() { return W; }
+
+int64_t panel() { return VECS * W; }
+
+int64_t rows() { return ROWS; }
+
+void transpose(Matrix T, ConstMatrix X, int64_t rows, int64_t cols, float scale) {
+    for (int64_t r = 0; r < rows; r += W) {
+        for (int64_t c = 0; c < cols; c += W) {
+            const float* x = X.data + r * X.ld + c;
+            float* t = T.data + c * T.ld + r;
+            if (r + W <= rows && c + W <= cols) {
+                transpose_square(t, T.ld, x, X.ld, scale);
+                continue;
+            }
+            for (int64_t i = 0; i < W && r + i < rows; i++)
+                for (int64_t j = 0; j < W && c + j < cols; j++) t[j * T.ld + i] = scale * x[i * X.ld + j];
+        }
+    }
+}
+
+void multiply(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth) {
+    product<false>(C.data, C.ld, A.data, A.row_stride, A.depth_stride, B.data, B.ld, rows, cols, depth, depth);
+}
+
+void multiply_add(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth,
+                  int64_t first) {
+    product<true>(C.data, C.ld, A.data, A.row_stride, A.depth_stride, B.data, B.ld, rows, cols, depth, first);
+}
+
+void multiply_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth, bool add) {
+    if (add)
+        whole_columns<true>(C.data, C.ld, A.data, A.ld, 1, B.data, B.ld, rows, cols, depth, depth);
+    else
+        whole_columns<false>(C.data, C.ld, A.data, A.ld, 1, B.data, B.ld, rows, cols, depth, depth);
+}
+
+}  // namespace portable

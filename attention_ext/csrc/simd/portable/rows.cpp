@@ -1,0 +1,128 @@
+// Rows: dot products with one, sums of many, and the softmax of one.
+#include <cmath>
+
+#include "simd/portable.h"
+#include "simd/portable/vectors.h"
+
+namespace portable {
+namespace {
+
+// One step of sums(): adds neighbouring chunks of C lanes. Of each block of lanes the sums of a fill the first
+// half, those of b the second.
+template <int C, int BLOCK, size_t... I>
+INLINE Vec pairwise(Vec a, Vec b, std::index_sequence<I...>) {
+    constexpr auto source = [](int lane, int odd) {
+        const int of_b = lane % BLOCK / (BLOCK / 2), i = lane % (BLOCK / 2);
+        return of_b * W + lane / BLOCK * BLOCK + (2 * (i / C) + odd) * C + i % C;
+    };
+    return __builtin_shufflevector(a, b, source(I, 0)...) + __builtin_shufflevector(a, b, source(I, 1)...);
+}
+
+// Lane i of the result <- sum(v[i]), each in the same order, so that equal rows have equal sums. First the
+// lanes of each 128 bits are added, then those sums: both steps have an instruction that shuffles two
+// registers.
+template <int N = W>
+INLINE Vec sums(Vec* v) {
+    if constexpr (N == 1) {
+        return v[0];
+    } else {
+        constexpr bool within = 4 * N > W;
+        for (int i = 0; i < N / 2; i++)
+            v[i] =
+                pairwise<within ? 1 : 4, within ? 4 : W>(v[2 * i], v[2 * i + 1], std::make_index_sequence<W>());
+        return sums<N / 2>(v);
+    }
+}
+
+// o <- o + sum_j p[j] * B[j] for VS vectors of columns, in independent sums.
+template <int VS, class Element>
+INLINE void weighted_columns(float* o, const float* p, const Element* B, int64_t ldB, int64_t rows) {
+    constexpr int CHAINS = 4;
+    Vec acc[CHAINS][VS] = {};
+    const auto add = [&](int64_t j, int chain) {
+        for (int v = 0; v < VS; v++) acc[chain][v] += p[j] * column(B + j * ldB, v);
+    };
+    int64_t j = 0;
+    for (; j + CHAINS <= rows; j += CHAINS)
+        for (int n = 0; n < CHAINS; n++) add(j + n, n);
+    for (; j < rows; j++) add(j, 0);
+    for (int v = 0; v < VS; v++)
+        store(o + v * W, load(o + v * W) + ((acc[0][v] + acc[1][v]) + (acc[2][v] + acc[3][v])));
+}
+
+}  // namespace
+
+void dot_rows(float* s, const float* x, ConstMatrix B, int64_t rows, int64_t depth, float scale) {
+    const int64_t whole = depth / W * W;
+    int64_t j = 0;
+    for (; j + W <= rows; j += W) {
+        const float* b = B.data + j * B.ld;
+        Vec acc[W];
+        for (int i = 0; i < W; i++) acc[i] = Vec{};
+        for (int64_t c = 0; c < whole; c += W) {
+            const Vec a = load(x + c);
+            const float* p = b + c;
+            for (int i = 0; i < W; i++, p += B.ld) acc[i] += a * load(p);
+        }
+        Vec dots = sums(acc);
+        for (int64_t c = whole; c < depth; c++)  // the last features, one at a time
+            for (int i = 0; i < W; i++) dots[i] += x[c] * b[i * B.ld + c];
+        store(s + j, scale * dots);
+    }
+    for (; j < rows; j++) {
+        const float* b = B.data + j * B.ld;
+        Vec acc{};
+        for (int64_t c = 0; c < whole; c += W) acc += load(x + c) * load(b + c);
+        float dot = sum(acc);
+        for (int64_t c = whole; c < depth; c++) dot += x[c] * b[c];
+        s[j] = scale * dot;
+    }
+}
+
+void add_weighted_rows(float* o, const float* p, ConstMatrix B, int64_t rows, int64_t cols) {
+    int64_t c = 0;
+    for (; c + 4 * W <= cols; c += 4 * W) weighted_columns<4>(o + c, p, B.data + c, B.ld, rows);
+    for (; c + 2 * W <= cols; c += 2 * W) weighted_columns<2>(o + c, p, B.data + c, B.ld, rows);
+    for (; c + W <= cols; c += W) weighted_columns<1>(o + c, p, B.data + c, B.ld, rows);
+    if (c < cols) multiply_add({o + c, 0}, {p, 0, 1}, {B.data + c, B.ld}, 1, cols - c, rows, rows);
+}
+
+void add_weighted_rows_bf16(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols) {
+    int64_t c = 0;
+    for (; c + 4 * W <= cols; c += 4 * W) weighted_columns<4>(o + c, p, columns(B.data, c), B.ld, rows);
+    for (; c < cols; c += 2 * W) weighted_columns<2>(o + c, p, columns(B.data, c), B.ld, rows);
+}
+
+float row_max(const float* x, int64_t n, float m) {
+    Vec even = splat(m), odd = even;
+    int64_t i = 0;
+    for (; i + 2 * W <= n; i += 2 * W) {
+        even = max(even, load(x + i));
+        odd = max(odd, load(x + i + W));
+    }
+    for (; i + W <= n; i += W) even = max(even, load(x + i));
+    if (i < n) odd = max(odd, load_part(x + i, n - i, m));
+    return largest(max(even, odd));
+}
+
+float exp_sum(float* x, int64_t n, float m) {
+    Vec total{}, witness{};
+    int64_t i = 0;
+    const auto step = [&](Vec v) {
+        const Vec y = (v - m) * SIMD_LOG2E, e = exp2_bounded(y);
+        total += e;
+        if (!KEEPS_NAN) witness += y;
+        return e;
+    };
+    for (; i + W <= n; i += W) store(x + i, step(load(x + i)));
+    if (i < n) store_part(x + i, step(load_part(x + i, n - i, -INFINITY)), n - i);  // 2^-inf adds 0
+    return sum(nan_if(witness, total));
+}
+
+void scale_row(float* x, int64_t n, float a) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(x + i, load(x + i) * a);
+    if (i < n) store_part(x + i, load_part(x + i, n - i, 0.0f) * a, n - i);
+}
+
+}  // namespace portable
