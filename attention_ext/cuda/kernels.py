@@ -125,7 +125,7 @@ def architecture(step: Step, capability: tuple[int, int]) -> str:
 def source(step: Step, tile: Tile, d: int, dtype: Dtype, capability: tuple[int, int]) -> nvrtc.Source:
     """The kernel to compile. d: as given, not yet padded."""
     macros = {**tile.macros, "FORMAT": FORMATS[dtype], "HEAD_DIM": step.padded(d)}
-    return nvrtc.Source.of(step.file, architecture(step, capability), macros)
+    return nvrtc.Source.of(step.source(dtype), architecture(step, capability), macros)
 
 
 @dataclass(frozen=True)

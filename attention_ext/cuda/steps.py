@@ -22,7 +22,8 @@ FORMATS = {Dtype.FP32: 0, Dtype.BF16: 1, Dtype.FP16: 2}  # csrc/cuda/call.h has 
 class Step:
     """A kernel.
 
-    name: what --step takes. file: in csrc/cuda/. kernels: its functions there.
+    name: what --step takes. file: in csrc/cuda/. fp32_file: that of float32, where it has its own.
+    kernels: the functions there.
     summary: the algorithm in a few words. why: what it improves on, and what still limits it.
     tiles: gives the tiles for d and a dtype, the best first; the first that fits shared memory is taken.
     multiple: d is padded to a multiple of it. vectors: rows are read 16 bytes at a time; inputs whose rows do
@@ -41,6 +42,11 @@ class Step:
     vectors: bool = False
     capability: tuple[int, int] = (7, 5)
     only: bool = False
+    fp32_file: str = ""
+
+    def source(self, dtype: Dtype) -> str:
+        """The file that is compiled for a dtype."""
+        return self.fp32_file if self.fp32_file and dtype is Dtype.FP32 else self.file
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether a GPU of this compute capability can run the kernel."""
@@ -92,7 +98,7 @@ STEPS = {
             ("attention_step2",),
             "one launch, tiles in shared memory, 4 x 4 scores a thread",
             "The state stays in the block, and each number from shared memory serves four products. Shared "
-            "memory still gives less than the arithmetic takes.",
+            "memory still delivers less than the arithmetic needs.",
             tiles.step2(1),
         ),
         Step(
@@ -135,23 +141,25 @@ STEPS = {
         ),
         Step(
             "5",
-            "step5.cu",
+            "step5_16bit.cu",
             ("attention_step5",),
             "tensor cores with mma.sync, float32 as three products of tf32",
-            "The products take the tensor cores; the softmax, of which as much as possible runs beside them, "
-            "and shared memory are what is left.",
+            "The tensor cores compute the products. The softmax, most of which runs beside them, and shared "
+            "memory are what is left.",
             tiles.step5,
             multiple=8,
             vectors=True,
             capability=(8, 0),
+            fp32_file="step5_tf32.cu",
         ),
         Step(
             "6",
             "step6.cu",
             ("attention_step6",),
             "Hopper: the copy engine, asynchronous products, warps of two roles",
-            "One warp has tiles copied while others multiply, and the softmax of one tile runs beside the "
-            "products of another. The tensor cores bound wide heads, the exponentials narrow ones.",
+            "One thread starts the copies of tiles while other warps multiply, and the softmax of one tile "
+            "runs beside the products of another. The tensor cores bound wide heads, the exponentials narrow "
+            "ones.",
             tiles.step6,
             dtypes=HALVES,
             multiple=8,
@@ -164,8 +172,8 @@ STEPS = {
             "split.cu",
             ("attention_split", "attention_merge"),
             "few queries: the keys are split among blocks and the results merged by logsumexp",
-            "A block for each tile of queries would leave most of the GPU idle. All of it reads K and V, "
-            "once; the memory's bandwidth is the bound.",
+            "A block for each tile of queries would leave most of the GPU idle. Blocks for spans of keys use "
+            "all of it and read K and V once. The memory's bandwidth is the bound.",
             tiles.split,
             multiple=8,
             vectors=True,

@@ -89,30 +89,34 @@ def odd_vectors(n: int) -> int:
 
 def step5(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
     """The fastest of a sweep on an H200; a row begins with the widest heads that it is for."""
-    names = ("WARPS", "M_TILES", "BC", "CHUNK", "STAGES", "PIPE", "Q_SHARED", "BLOCKS", "Q_SPLIT")
-    halves = (
-        (32, (4, 2, 64, 16, 3, 2, 0, 2, 0)),
-        (64, (4, 2, 64, 32, 3, 1, 0, 2, 0)),
-        (128, (4, 2, 64, 64, 2, 0, 1, 2, 0), (4, 2, 32, 32, 3, 1, 1, 2, 0)),
-        (192, (4, 1, 32, 32, 3, 1, 1, 2, 0)),
-        (256, (8, 1, 48, 48, 2, 0, 1, 1, 0), (4, 1, 32, 32, 2, 0, 1, 2, 0)),
-    )
-    singles = (
-        (32, (4, 2, 64, 32, 2, 0, 1, 2, 1)),
-        (64, (4, 2, 32, 32, 2, 0, 1, 2, 1)),
-        (128, (4, 1, 32, 32, 2, 0, 1, 2, 0)),
-        (256, (4, 1, 16, 16, 2, 0, 1, 1, 0)),
-    )
-    fp32 = dtype is Dtype.FP32
-    wide = -(-d // (32 if fp32 else 16)) * (32 if fp32 else 16)  # as the products see it
-    stride = (wide * dtype.bytes // 16 | 1) * 16
-    for sizes in next(row[1:] for row in (singles if fp32 else halves) if d <= row[0]):
+    names = ("WARPS", "M_TILES", "BC", "CHUNK", "STAGES", "BLOCKS")
+    if dtype is Dtype.FP32:
+        names += ("Q_SPLIT",)
+        rows = (
+            (32, (4, 2, 64, 32, 2, 2, 1)),
+            (64, (4, 2, 32, 32, 2, 2, 1)),
+            (128, (4, 1, 32, 32, 2, 2, 0)),
+            (256, (4, 1, 16, 16, 2, 1, 0)),
+        )
+    else:
+        names += ("PIPE", "Q_SHARED")
+        rows = (
+            (32, (4, 2, 64, 16, 3, 2, 2, 0)),
+            (64, (4, 2, 64, 32, 3, 2, 1, 0)),
+            (128, (4, 2, 64, 64, 2, 2, 0, 1), (4, 2, 32, 32, 3, 2, 1, 1)),
+            (192, (4, 1, 32, 32, 3, 2, 1, 1)),
+            (256, (8, 1, 48, 48, 2, 1, 0, 1), (4, 1, 32, 32, 2, 2, 0, 1)),
+        )
+    multiple = 32 if dtype is Dtype.FP32 else 16  # of the columns, as the products see them
+    row_bytes = -(-d // multiple) * multiple * dtype.bytes
+    stride = (row_bytes // 16 | 1) * 16
+    for sizes in next(row[1:] for row in rows if d <= row[0]):
         macros = dict(zip(names, sizes))
         warps = macros["WARPS"]
-        tiles = warps * macros["M_TILES"]  # of 16 queries
-        fragments = wide // 8 * (8 if macros["Q_SPLIT"] else 4) if fp32 else wide // 16 * 4
-        shared = macros["STAGES"] * 2 * macros["BC"] * stride + macros["Q_SHARED"] * tiles * fragments * 128
-        yield Tile(16 * tiles, macros["BC"], (32 * warps, 1), shared, macros)
+        br = 16 * warps * macros["M_TILES"]
+        copies = macros.get("Q_SHARED", 1) * (1 + macros.get("Q_SPLIT", 0))  # of Q in shared memory
+        shared = macros["STAGES"] * 2 * macros["BC"] * stride + copies * br * row_bytes
+        yield Tile(br, macros["BC"], (32 * warps, 1), shared, macros)
 
 
 def step6(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:

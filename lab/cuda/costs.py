@@ -327,9 +327,9 @@ def _step5(of: Launch) -> Count:
     row = _up(of.d, 16 if halves else 32) * of.bytes / WAVEFRONT
 
     def shared() -> Iterator[Shared]:
-        if macros["Q_SHARED"]:  # written once, and read again for each CHUNK of keys
+        if macros.get("Q_SHARED", 1):  # written once, and read again for each CHUNK of keys
             parts = 1 + visited / of.tiles * of.tile.bc / macros["CHUNK"]
-            split = 2 if macros["Q_SPLIT"] else 1  # as pairs of high and low
+            split = 1 + macros.get("Q_SPLIT", 0)  # as pairs of high and low
             yield _even("Q", of.tiles * of.tile.br * row * split * parts)
         for name in "KV":
             yield _even(name, visited * (1 + warps) * of.tile.bc * row)

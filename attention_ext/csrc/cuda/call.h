@@ -2,6 +2,7 @@
 // compiles each file alone, with these macros:
 //   FORMAT    0, 1 or 2: q, k, v and the output are float32, bfloat16 or float16
 //   HEAD_DIM  d, a multiple of what the step's row in cuda/steps.py asks for
+// and those of the step's tile, which cuda/tiles.py sets.
 #pragma once
 
 #define FP32 0
@@ -14,6 +15,13 @@ using Element = float;
 using Element = unsigned short;  // the bits
 #endif
 
+// The name of a 16-bit format in PTX
+#if FORMAT == FP16
+#define KIND "f16"
+#else
+#define KIND "bf16"
+#endif
+
 // Elements from one batch, head and row to the next. The numbers of a row lie side by side.
 struct Strides {
     long long batch, head, row;
@@ -21,8 +29,9 @@ struct Strides {
 
 // softmax(scale q k^T) v for every batch and head. q is (B, H, Nq, d); k and v are (B, H, Nk, d); out is
 // (B, H, Nq, d), contiguous; lse, (B, H, Nq), gets the rows' logsumexp unless it is null.
-// causal: query i sees the keys j <= i + Nk - Nq.
-// scale: of the scores, times log2(e), because the softmax takes powers of two.
+// causal: query i sees the keys j <= i + Nk - Nq. The score of a hidden key becomes -inf and its weight 0. A
+// NaN or infinity in its value may reach the rows of the same tile, because 0 times NaN is NaN. scale: of the
+// scores, times log2(e), because the softmax takes powers of two.
 struct Call {
     const Element *q, *k, *v;
     Element* out;
@@ -44,6 +53,9 @@ __device__ inline float exp2_approx(float x) {
     return y;
 }
 
+// The 32-bit address within shared memory that PTX instructions take.
+__device__ inline unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
 // An element as float32, and float32 rounded to an element (.rn: to nearest, ties to even).
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(unsigned short bits) {
@@ -59,29 +71,19 @@ __device__ inline float to_float(unsigned short bits) {
 __device__ inline Element to_element(float x) {
 #if FORMAT == FP32
     return x;
-#elif FORMAT == FP16
-    unsigned short bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-    return bits;
 #else
     unsigned short bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    asm("cvt.rn." KIND ".f32 %0, %1;" : "=h"(bits) : "f"(x));
     return bits;
 #endif
 }
 
-#if FORMAT != FP32
 // Two numbers rounded to 16 bits in one register, `low` in the lower half. PTX names the upper one first.
 __device__ inline unsigned pack(float low, float high) {
     unsigned both;
-#if FORMAT == FP16
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#endif
+    asm("cvt.rn." KIND "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }
-#endif
 
 // What is subtracted from a row's scores: its maximum m, or 0 while the row has seen no key. Its weights are
 // then 2^-inf = 0 and not 2^(-inf + inf) = NaN.

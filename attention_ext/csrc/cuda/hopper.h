@@ -16,10 +16,6 @@ struct alignas(64) TensorMap {
     char bytes[128];
 };
 
-__device__ inline unsigned shared_address(const void* pointer) {
-    return (unsigned)__cvta_generic_to_shared(pointer);
-}
-
 // ---- mbarriers: 8 bytes of shared memory that count. A phase ends when all arrivals and all announced bytes
 // are in, and the next begins with the same number of arrivals. Phases have parity 0 and 1 in turn. ----
 
@@ -103,7 +99,7 @@ __device__ inline void turn_pass(int barrier, int threads) {
 
 // ---- wgmma: the tensor cores, from shared memory, while the warps go on ----
 
-// The matrix descriptor by which wgmma finds a tile in shared memory. Its rows are ROW_BYTES = 128 or 64 bytes,
+// The matrix descriptor by which wgmma finds a tile in shared memory. Its rows are box_row = 128 or 64 bytes,
 // which the copy engine has swizzled: the 16-byte pieces of a row are permuted by the row's number, against
 // bank conflicts. The lower half: bits 0 to 13 the address, bits 16 to 29 `next`, the bytes to the next columns
 // of a wider tile, which only a B of multiply_from needs. Both count 16 bytes, so offset / 16
@@ -113,7 +109,7 @@ __device__ inline unsigned tile_at(unsigned address, int next) {
 }
 // The upper half: bits 0 to 13 the bytes from 8 rows to the next 8, in 16 bytes; bits 30 and 31 the swizzle, 1
 // for 128 bytes and 2 for 64.
-constexpr unsigned SWIZZLED = (8 * ROW_BYTES >> 4) | (ROW_BYTES == 128 ? 1u : 2u) << 30;
+constexpr unsigned SWIZZLED = (8 * box_row >> 4) | (box_row == 128 ? 1u : 2u) << 30;
 
 // wgmma.fence: orders the registers that other instructions wrote before the products that use them.
 __device__ inline void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -138,12 +134,6 @@ __device__ inline void hold(unsigned (&x)[n]) {
 #pragma unroll
     for (int i = 0; i < n; i++) asm volatile("" : "+r"(x[i])::"memory");
 }
-
-#if FORMAT == FP16
-#define KIND "f16"
-#else
-#define KIND "bf16"
-#endif
 
 // Inline assembly names its operands %0, %1, ...: TEN() is %0 to %9, TEN(1) is %10 to %19, and TWO(t) to
 // EIGHT(t) are the first of a ten. F4(i) to F64(i) are the operands themselves, from sum[i] on.

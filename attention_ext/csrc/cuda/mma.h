@@ -18,9 +18,6 @@
 // exchange.
 #pragma once
 
-// The 32-bit address within shared memory, which the instructions below take.
-__device__ inline unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-
 // cp.async: copies 16 bytes from global to shared memory while the thread goes on. The first `bytes` are read,
 // the others become 0. .cg bypasses L1; .L2::128B fetches the whole 128 bytes into L2.
 __device__ inline void copy_async(unsigned to, const void* from, int bytes) {
@@ -62,8 +59,6 @@ __device__ inline void store_shared(unsigned to, unsigned x) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
 
-#if FORMAT != FP32
-
 // ldmatrix: four 8 x 8 matrices of 16-bit numbers. Lane i gives the address of row i % 8 of matrix i / 8, 16
 // bytes. Lane 4 g + t gets [g][2t, 2t + 1] of matrix n in x[n].
 __device__ inline void load_matrices(unsigned (&x)[4], unsigned row) {
@@ -78,19 +73,14 @@ __device__ inline void load_transposed(unsigned (&x)[4], unsigned row) {
                  : "r"(row));
 }
 
-#if FORMAT == FP16
-#define MMA_16 "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-#else
-#define MMA_16 "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-#endif
 // mma.sync: c (16 x 8) += a (16 x 16) b (16 x 8), 16-bit factors, float32 sums.
-__device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    asm(MMA_16 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+__device__ inline void multiply_16bit(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND
+        ".f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-
-#else
 
 // x = high + low, both tf32, which has 11 significant bits and keeps the upper 19 bits of a float32. Adding
 // 0x1000, half of the last kept bit, rounds; the mask clears the other 13. The tensor cores ignore those bits
@@ -99,13 +89,17 @@ __device__ inline void split(float x, unsigned& high, unsigned& low) {
     high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
     low = __float_as_uint(x - __uint_as_float(high));
 }
+__device__ inline void split(uint4 x, unsigned (&high)[4], unsigned (&low)[4]) {
+    split(__uint_as_float(x.x), high[0], low[0]);
+    split(__uint_as_float(x.y), high[1], low[1]);
+    split(__uint_as_float(x.z), high[2], low[2]);
+    split(__uint_as_float(x.w), high[3], low[3]);
+}
 
 // mma.sync: c (16 x 8) += a (16 x 8) b (8 x 8), tf32 factors, float32 sums.
-__device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+__device__ inline void multiply_tf32(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-
-#endif

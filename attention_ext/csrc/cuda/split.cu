@@ -6,12 +6,13 @@
 //     spans, 2).
 // Loop nest: attention_split: the grid goes over (batch, head), spans of keys and tiles of queries, a block's
 //     warps in turn over STEP keys of the span:
-//         S <- scale q K^T; m, l and O as in every step, apart for each group of LANES lanes
+//         S <- scale q K^T; m, l and O as in every step, separately for each group of LANES lanes
 //     then the O, m and l of the groups and of the warps are merged. attention_merge: for each row, over the
 //     spans
 //         O <- sum 2^(m_s - m) O_s / sum 2^(m_s - m) l_s
-//     A lane loads 16 bytes of a row, LANES lanes a row, 32 / LANES rows at once. The next step's K is asked
-//     for as soon as S is done, its V as soon as O is: UNROLL to 2 UNROLL loads are under way.
+//     A lane loads 16 bytes of a row, LANES lanes a row, 32 / LANES rows at once. The loads of
+//     the next step's K begin when S is done, those of its V when O is done: UNROLL to 2 UNROLL loads are under
+//     way.
 // Launch: attention_split: B H spans ceil(Nq / QUERIES) blocks of 32 WARPS threads. attention_merge: B H Nq
 //     blocks of MERGE_THREADS threads.
 // Shared memory: q (QUERIES, WIDTH), then the warps' O (WARPS, QUERIES, WIDTH), m and l (WARPS, QUERIES),
@@ -44,22 +45,12 @@
 //         fp32  d = 128   86 % (2.54), 97 % (2.90), 100 % (2.89)
 #include "call.h"
 
-#ifndef QUERIES
-#define QUERIES 1  // queries of a block, for all of which K and V are read once
-#endif
-#ifndef WARPS
-#define WARPS 8
-#endif
-#ifndef BLOCKS
-#define BLOCKS 2  // blocks that a multiprocessor should hold: bounds the registers
-#endif
-#ifndef UNROLL
-#define UNROLL 4  // loads of K under way in a lane
-#endif
-#ifndef MERGE_THREADS  // two for each of the 64 vectors of the widest row (d = 256)
-#define MERGE_THREADS 128
-#endif
-
+// Macros, by cuda/tiles.py:
+//   QUERIES  queries of a block, for all of which K and V are read once
+//   WARPS    warps of a block
+//   BLOCKS   blocks that a multiprocessor should hold: bounds the registers
+//   UNROLL   loads of K under way in a lane
+constexpr int MERGE_THREADS = 128;  // two for each of the 64 vectors of the widest row (d = 256)
 constexpr int d = HEAD_DIM;
 constexpr int VECTOR = 16 / sizeof(Element);
 constexpr int CHUNKS = d / VECTOR;  // of a row
@@ -73,21 +64,20 @@ constexpr int PER = (CHUNKS + LANES - 1) / LANES;  // chunks of a lane
 constexpr int ROWS = 32 / LANES;
 constexpr int WIDTH = LANES * PER * VECTOR;  // numbers of a row, with the padding
 constexpr int STEP = UNROLL * ROWS;          // keys of a warp at a time
-extern "C" __device__ const int shared_bytes = 4 * ((1 + WARPS) * QUERIES * WIDTH + 2 * WARPS * QUERIES);
 static_assert(d % VECTOR == 0);
 
-// What a lane loads: PER * 16 bytes of a row, zeros where the row or the chunk is not real. Chunk c of the lane
-// is chunk c * LANES + its place. ld.global.nc.L1::no_allocate (PTX ISA, ld.global.nc) keeps what is read once
-// out of L1.
+// What a lane loads: PER * 16 bytes of a row, zeros where the row or the chunk does not exist. Chunk c of the
+// lane is chunk c * LANES + its place. ld.global.nc.L1::no_allocate (PTX ISA, ld.global.nc) keeps what is read
+// once out of L1.
 struct Piece {
     uint4 words[PER];
 };
-__device__ inline Piece load(const Element* row, int place, bool real) {
+__device__ inline Piece load(const Element* row, int place, bool exists) {
     Piece piece;
 #pragma unroll
     for (int c = 0; c < PER; c++) {
         piece.words[c] = {0, 0, 0, 0};
-        if (real && ((c + 1) * LANES <= CHUNKS || c * LANES + place < CHUNKS))
+        if (exists && ((c + 1) * LANES <= CHUNKS || c * LANES + place < CHUNKS))
             asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                          : "=r"(piece.words[c].x), "=r"(piece.words[c].y), "=r"(piece.words[c].z),
                            "=r"(piece.words[c].w)
@@ -134,8 +124,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     const int Nq = call.Nq, Nk = call.Nk, groups = (Nq + QUERIES - 1) / QUERIES;
     const int i0 = blockIdx.x % groups * QUERIES, span = blockIdx.x / groups % spans;
     const int bh = blockIdx.x / groups / spans, b = bh / call.heads, h = bh % call.heads;
-    const int start = (long long)Nk * span / spans, end = (long long)Nk * (span + 1) / spans;
     const int sees = call.causal ? i0 + Nk - Nq + 1 : Nk;  // query i0 + i sees the keys below this + i
+    const int start = (long long)Nk * span / spans;
+    const int end = min((int)((long long)Nk * (span + 1) / spans), sees + QUERIES - 1);
 
     // data
     const Element* q = call.q + b * call.q_strides.batch + h * call.q_strides.head + i0 * call.q_strides.row;
@@ -222,18 +213,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         for (int u = 0; u < UNROLL; u++) {
             float x[PER * VECTOR];
             widen(x, V[u]);
-            if (j0 + STEP > sees) {  // a hidden row of V may be NaN, and 0 times NaN is NaN
 #pragma unroll
-                for (int i = 0; i < QUERIES; i++)
-                    if (j + u * ROWS < sees + i)
+            for (int i = 0; i < QUERIES; i++)
 #pragma unroll
-                        for (int c = 0; c < PER * VECTOR; c++) o[i][c] += s[i][u] * x[c];
-            } else {
-#pragma unroll
-                for (int i = 0; i < QUERIES; i++)
-#pragma unroll
-                    for (int c = 0; c < PER * VECTOR; c++) o[i][c] += s[i][u] * x[c];
-            }
+                for (int c = 0; c < PER * VECTOR; c++) o[i][c] += s[i][u] * x[c];
         }
         v_at += WARPS * STEP * v_row;
 #pragma unroll

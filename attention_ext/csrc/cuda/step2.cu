@@ -58,12 +58,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_step2(const Call
             }
         }
 
-        int seen[EACH];
         for (int i = 0; i < EACH; ++i) {
-            seen[i] = keys_seen(call, block.first_query + y + i * ROWS) - first_key;
+            const int seen = keys_seen(call, block.first_query + y + i * ROWS) - first_key;
             float m_new = m[i];
             for (int j = 0; j < EACH; ++j) {
-                s[i][j] = x + j * COLUMNS < seen[i] ? s[i][j] * call.scale : -INF;
+                s[i][j] = x + j * COLUMNS < seen ? s[i][j] * call.scale : -INF;
                 m_new = fmaxf(m_new, s[i][j]);
             }
             for (int lane = COLUMNS / 2; lane > 0; lane /= 2)
@@ -79,12 +78,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_step2(const Call
         }
         __syncwarp();  // a warp fence is enough: a row's threads are in one warp
 
-        const bool masked = keys_seen(call, block.first_query) < first_key + BC;
         for (int j = 0; j < BC; ++j) {
             float v[WIDTH];
             for (int c = 0; c < WIDTH; ++c) v[c] = x + c * COLUMNS < d ? V[j * PITCH + x + c * COLUMNS] : 0.0f;
             for (int i = 0; i < EACH; ++i) {
-                if (masked && j >= seen[i]) continue;  // 0 times NaN would be NaN
                 const float p = P[(y + i * ROWS) * P_PITCH + j];
                 for (int c = 0; c < WIDTH; ++c) o[i][c] += p * v[c];
             }

@@ -82,14 +82,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step3(co
     float m = -INF, l = 0;
 
     const int seen = keys_seen(call, query), keys = keys_seen(call, min(block.first_query + ROWS, call.Nq) - 1);
-    const int unmasked = keys_seen(call, block.first_query);
     for (int first_key = 0; first_key < keys; first_key += BC) {
         __syncthreads();  // all threads have read the previous tiles
         load(K, block.k + first_key * call.k_strides.row, call.k_strides.row, call.Nk - first_key);
         load(V, block.v + first_key * call.v_strides.row, call.v_strides.row, call.Nk - first_key);
         __syncthreads();
         for (int j0 = 0; j0 < BC && first_key + j0 < keys; j0 += STRIP) {
-            const int key = first_key + j0;
             float s[STRIP] = {};
 #pragma unroll
             for (int i = 0; i < MINE; ++i)
@@ -99,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step3(co
 #pragma unroll
             for (int j = 0; j < STRIP; ++j) {
                 for (int lane = SHARE / 2; lane > 0; lane /= 2) s[j] += __shfl_xor_sync(~0u, s[j], lane);
-                if (key + j >= seen) s[j] = -INF;
+                if (first_key + j0 + j >= seen) s[j] = -INF;
                 m_new = fmaxf(m_new, s[j]);
             }
             const float correction = exp2_approx(m - subtrahend(m_new));
@@ -111,20 +109,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step3(co
             }
 #pragma unroll
             for (int j = 0; j < STRIP; ++j) l += s[j] = exp2_approx(s[j] - subtrahend(m));
-            if (key + STRIP <= unmasked) {
 #pragma unroll
-                for (int i = 0; i < MINE; ++i) {
-                    float4 sum = O(i);
+            for (int i = 0; i < MINE; ++i) {
+                float4 sum = O(i);
 #pragma unroll
-                    for (int j = 0; j < STRIP; ++j) add(sum, s[j], read(V, j0 + j, i, part));
-                    O(i) = sum;
-                }
-            } else {
-#pragma unroll
-                for (int i = 0; i < MINE; ++i)
-#pragma unroll
-                    for (int j = 0; j < STRIP; ++j)
-                        if (key + j < seen) add(O(i), s[j], read(V, j0 + j, i, part));  // 0 times NaN is NaN
+                for (int j = 0; j < STRIP; ++j) add(sum, s[j], read(V, j0 + j, i, part));
+                O(i) = sum;
             }
         }
     }

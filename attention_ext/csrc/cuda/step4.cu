@@ -40,38 +40,15 @@
 //     That is 1.54, 1.86 and 2.17 times step 3; causal 1.71, 1.94 and 2.21 times.
 #include "call.h"
 
-// TX       threads of a warp that share a row
-// TM       rows of a thread, a multiple of 4
-// BC       keys of a tile (Bc)
-// WARPS    warps of a block
-// BLOCKS   blocks that a multiprocessor should hold: bounds the registers
-// DIMS     dimensions of K that a slab holds, a multiple of 4
-// KEYS     keys of V that a slab holds, a multiple of TX
-#ifndef TX
-#define TX 8
-#endif
-#ifndef TM
-#define TM 8
-#endif
-#ifndef BC
-#define BC 32
-#endif
-#ifndef WARPS
-#define WARPS 4
-#endif
-#ifndef BLOCKS
-#define BLOCKS 2
-#endif
-#ifndef DIMS
-#define DIMS HEAD_DIM
-#endif
-#ifndef KEYS
-#define KEYS BC
-#endif
-#ifndef SLACK
-#define SLACK 16.0f  // weights stay below 2^16, far inside float32, and m seldom moves
-#endif
-
+// Macros, by cuda/tiles.py:
+//   TX       threads of a warp that share a row
+//   TM       rows of a thread, a multiple of 4
+//   BC       keys of a tile (Bc)
+//   WARPS    warps of a block
+//   BLOCKS   blocks that a multiprocessor should hold: bounds the registers
+//   DIMS     dimensions of K that a slab holds, a multiple of 4
+//   KEYS     keys of V that a slab holds, a multiple of TX
+constexpr float SLACK = 16;  // weights stay below 2^16, far inside float32, and m seldom moves
 constexpr int d = HEAD_DIM;
 constexpr int THREADS = 32 * WARPS;
 constexpr int ROW_GROUPS = 32 / TX;  // of a warp
@@ -89,21 +66,18 @@ constexpr int P_ROW = WARP_ROWS + (TX == 32 ? 4 : 8);
 constexpr int SLAB = BC * K_ROW > KEYS* V_ROW ? BC * K_ROW : KEYS * V_ROW;
 // Shared memory: Q (BR, Q_ROW), two slabs, P transposed (WARPS, KEYS, P_ROW)
 constexpr int P_AT = BR * Q_ROW + 2 * SLAB;
-extern "C" __device__ const int shared_bytes = 4 * (P_AT + WARPS * KEYS * P_ROW);
 
 static_assert(TM % 4 == 0 && BC % TX == 0 && BC % KEYS == 0 && KEYS % TX == 0 && DIMS % 4 == 0 && d % 4 == 0);
 
-__device__ inline unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-
-// Copies 16 bytes from global to shared memory, or zeros if not `real`. Source: PTX ISA, cp.async.
-__device__ inline void copy16(float* to, const float* from, bool real) {
+// Copies 16 bytes from global to shared memory, or zeros. Source: PTX ISA, cp.async.
+__device__ inline void copy16(float* to, const float* from, bool exists) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-                 "r"(real ? 16 : 0));
+                 "r"(exists ? 16 : 0));
 }
 __device__ inline void copies_commit() { asm volatile("cp.async.commit_group;"); }
 __device__ inline void copies_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 
-// `rows` rows of `columns` numbers. Row i of the source is real below `height`, column c below `width`.
+// `rows` rows of `columns` numbers. Row i of the source exists below `height`, column c below `width`.
 template <int rows, int columns, int pitch, bool whole>
 __device__ inline void copy_rows(float* to, const float* from, long long stride, int height, int width) {
     constexpr int chunks = columns / 4;
@@ -162,12 +136,10 @@ __device__ inline void scores(float s[TM][TN], const float* q_at, const float* k
     }
 }
 
-// O += P V over a slab's keys. guarded: V of some hidden key is not finite, so hidden keys are skipped, because
-// 0 times NaN is NaN. The thread's row i sees the slab's keys below sees + ROW(i).
-template <bool guarded>
-__device__ inline void accumulate(float o[TM][TD], const float* P, const float* V, int tx, int rg, int sees) {
+// O += P V over a slab's keys
+__device__ inline void accumulate(float o[TM][TD], const float* P, const float* V, int tx, int rg) {
     const float *p_at = P + rg * 4, *v_at = V + tx * 4;
-#pragma unroll(guarded ? 1 : 8)
+#pragma unroll 8
     for (int k = 0; k < KEYS; k++) {
         float p[TM], v[TD];
 #pragma unroll
@@ -177,8 +149,7 @@ __device__ inline void accumulate(float o[TM][TD], const float* P, const float* 
 #pragma unroll
         for (int i = 0; i < TM; i++)
 #pragma unroll
-            for (int c = 0; c < TD; c++)
-                if (!guarded || k < sees + ROW(i)) o[i][c] += p[i] * v[c];
+            for (int c = 0; c < TD; c++) o[i][c] += p[i] * v[c];
     }
 }
 
@@ -224,7 +195,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
         call.causal ? min(Nk, warp_row + ahead) : Nk;  // all rows of the warp see the keys below
     const int warp_end =
         call.causal ? min(Nk, warp_row + WARP_ROWS - 1 + ahead) : Nk;  // none sees the keys from here on
-    const int block_first = call.causal ? min(Nk, i0 + ahead) : Nk;
 
     if (end > 0) {
         copy_tile<BR, K_SLABS * DIMS, Q_ROW>(Q, q, call.q_strides.row, Nq - i0, d);
@@ -320,20 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
             }
             const int first = j0 + slab * KEYS;
             copies_wait();
-            bool guarded = false;
-            if (call.causal &&
-                first + KEYS > block_first) {  // some row does not see some key: check that its V is finite
-                bool bad = false;
-#pragma unroll 1
-                for (int at = threadIdx.x; at < KEYS * d / 4; at += THREADS) {
-                    float x[4];
-                    load4(x, memory + now + at / (d / 4) * V_ROW + at % (d / 4) * 4);
-                    for (int e = 0; e < 4; e++) bad |= !(fabsf(x[e]) < INF);
-                }
-                guarded = __syncthreads_or(bad);
-            } else {
-                __syncthreads();
-            }
+            __syncthreads();
             if (slab + 1 < V_SLABS)
                 copy_tile<KEYS, d, V_ROW>(memory + next, v + (first + KEYS) * v_row, v_row, Nk - first - KEYS,
                                           d);
@@ -342,12 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
             copies_commit();
 
             // O <- O + P V
-            if (active) {
-                if (guarded)
-                    accumulate<true>(o, P, memory + now, tx, rg, sees - first);
-                else
-                    accumulate<false>(o, P, memory + now, tx, rg, sees - first);
-            }
+            if (active) accumulate(o, P, memory + now, tx, rg);
             int swap = now;
             now = next, next = swap;
         }

@@ -30,9 +30,9 @@
 //   - m follows the largest score only when that is 2^8 times above it. Few tiles shuffle or rescale O.
 //   - At d = 32 the gain is only 4 %: the exponentials bound both steps.
 //   - Sweep on an H200 that led to these choices, bf16, TFLOP/s. d = 64: 489 as it is; 430 without turns; 463
-//     and 440 with 2 and 4 sixteenths of the powers by POLYNOMIALS; 442 with 2 warpgroups that multiply; 479
-//     with a block for each tile. d = 32: 306 as it is; 291 with 4 warpgroups that multiply. d = 128 causal:
-//     547 as it is (L2_BYTES of 20 MiB); 453 with 8 MiB, 527 with 40 MiB.
+//     and 440 with 2 and 4 of 16 powers by a polynomial instead of ex2; 442 with 2 warpgroups that multiply;
+//     479 with a block for each tile. d = 32: 306 as it is; 291 with 4 warpgroups that multiply. d = 128
+//     causal: 547 as it is (L2_BYTES of 20 MiB); 453 with 8 MiB, 527 with 40 MiB.
 // Bound: the exponentials at d = 32 and 64, 0.414 of the 0.704 ms at d = 32; the tensor cores from d = 128 on,
 //     0.802 of the 1.26 ms. The softmax of a warpgroup has serial parts, so three warpgroups leave gaps. cuDNN
 //     is 1 % faster with a causal mask at d = 128.
@@ -43,41 +43,19 @@
 //         causal   263 (1.22), 449 (1.05), 586 (0.99)
 //     That is 1.04, 1.55 and 2.41 times step 5; causal 1.06, 1.49 and 2.20 times.
 #include "call.h"
-#define ROW_BYTES (HEAD_DIM <= 32 ? 64 : 128)
+// A tile is boxes side by side, each as wide as a swizzled row.
+constexpr int box_row = HEAD_DIM <= 32 ? 64 : 128;  // bytes
 #include "hopper.h"
 
-#ifndef CONSUMERS  // warpgroups that multiply
-#define CONSUMERS (HEAD_DIM <= 64 ? 3 : 2)
-#endif
-#ifndef BC  // keys of a tile; a plain number, because it is part of the name of the wgmma instruction
-#if HEAD_DIM <= 64
-#define BC 128
-#elif HEAD_DIM <= 128
-#define BC 176
-#elif HEAD_DIM <= 192
-#define BC 112
-#else
-#define BC 80
-#endif
-#endif
-#ifndef STAGES  // tiles of K, and of V, in shared memory
-#define STAGES 2
-#endif
-#ifndef TURNS  // 1: warpgroups take turns to begin products
-#define TURNS 1
-#endif
-#ifndef POLYNOMIALS  // sixteenths of the powers that are computed without the MUFU
-#define POLYNOMIALS 0
-#endif
-#ifndef L2_BYTES  // of K and V that blocks share at a time, under a mask: a third of the L2 cache of an H200
-#define L2_BYTES (20 << 20)
-#endif
-
+// Macros, by cuda/tiles.py:
+//   CONSUMERS  warpgroups that multiply
+//   BC         keys of a tile
+//   STAGES     tiles of K, and of V, in shared memory
+constexpr int L2_BYTES = 20 << 20;  // of K and V that blocks share under a mask: a third of an H200's L2 cache
 constexpr int d = HEAD_DIM;
 constexpr int width = d <= 32 ? 32 : (d + 63) / 64 * 64;  // of the tiles
 constexpr int Br = 64 * CONSUMERS, Bc = BC;
-constexpr int box_row = ROW_BYTES, box = box_row / 2;  // a tile is boxes side by side, each a swizzled row wide
-constexpr int boxes = width / box;
+constexpr int box = box_row / 2, boxes = width / box;
 constexpr int threads = 128 * (CONSUMERS + 1);
 constexpr int stages = STAGES;
 static_assert(d % 8 == 0 && d <= 256, "d");
@@ -131,12 +109,6 @@ __device__ inline Tile query_tile(const Call& call, unsigned index) {
 
 __device__ inline int key_tiles(int keys) { return max(1, (keys + Bc - 1) / Bc); }
 
-__device__ inline float max_or_nan(float a, float b) {
-    float c;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-    return c;
-}
-
 __device__ inline float log2_approx(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -148,22 +120,6 @@ __device__ inline float reciprocal(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-
-// 2^x without the MUFU: x = n + f, |f| <= 1/2; 2^f by a polynomial of degree 3 (relative error 1e-4), and n is
-// added to its exponent. 0 from -127 on. Wrong for NaN and above 127.
-__device__ inline float exp2_polynomial(float x) {
-    constexpr float round = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number
-    x = fmaxf(x, -127.0f);
-    const float n = x + round;
-    const float f = x - (n - round);
-    float y = fmaf(f, 0.0550089288f, 0.2422109656f);
-    y = fmaf(y, f, 0.6932829380f);
-    y = fmaf(y, f, 1.0f);
-    return __int_as_float(__float_as_int(y) + (__float_as_int(n) << 23));
-}
-
-// Which powers are by polynomial. Not all of a row may be: NaN comes from the others.
-__device__ constexpr bool by_polynomial(int i) { return i * POLYNOMIALS % 16 + POLYNOMIALS >= 16; }
 
 // The thread that copies: Q once, then K and V tile by tile into the stages as they become free.
 __device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map,
@@ -228,18 +184,17 @@ struct Softmax {
     __device__ inline void operator()(float (&S)[Bc / 2]) {
         float top[4] = {S[0], S[1], S[2], S[3]};
 #pragma unroll
-        for (int i = 4; i < Bc / 2; i++) top[i % 4] = max_or_nan(top[i % 4], S[i]);
-        top[0] = max_or_nan(top[0], top[1]);
-        top[1] = max_or_nan(top[2], top[3]);
+        for (int i = 4; i < Bc / 2; i++) top[i % 4] = fmaxf(top[i % 4], S[i]);
+        top[0] = fmaxf(top[0], top[1]);
+        top[1] = fmaxf(top[2], top[3]);
         // m stays until a power exceeds 2^8, which float16 (up to 2^16) holds; O is seldom rescaled.
         moved = __any_sync(~0u, !((top[0] - m[0]) * c <= 8.0f) | !((top[1] - m[1]) * c <= 8.0f));
         if (moved) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                float m_new = max_or_nan(m[h], top[h]);
-                m_new = max_or_nan(m_new, __shfl_xor_sync(~0u, m_new, 1));
-                m_new = max_or_nan(m_new, __shfl_xor_sync(~0u, m_new, 2));
-                if (m_new == INF) m_new = INF - INF;  // NaN, as softmax has it
+                float m_new = fmaxf(m[h], top[h]);
+                m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, 1));
+                m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, 2));
                 factor[h] = exp2_approx((m[h] - subtrahend(m_new)) * c);
                 m[h] = m_new;
                 l[h] *= factor[h];
@@ -249,8 +204,7 @@ struct Softmax {
         float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int i = 0; i < Bc / 2; i++) {
-            const float x = fmaf(S[i], c, -less[i / 2 % 2]);
-            S[i] = by_polynomial(i / 4 * 2 + i % 2) ? exp2_polynomial(x) : exp2_approx(x);
+            S[i] = exp2_approx(fmaf(S[i], c, -less[i / 2 % 2]));
             sum[i % 4] += S[i];
         }
         l[0] += sum[0] + sum[1];
@@ -261,38 +215,6 @@ struct Softmax {
 __device__ inline void to_weights(unsigned (&P)[Bc / 4], const float (&S)[Bc / 2]) {
 #pragma unroll
     for (int i = 0; i < Bc / 4; i++) P[i] = pack(S[2 * i], S[2 * i + 1]);
-}
-
-// One warp computes row i again, key by key, because 0 times a hidden NaN or infinity of V spoils the product.
-__device__ void row_again(const Call& call, const Tile& tile, int i, float m, float l, Element* out) {
-    const int lane = threadIdx.x % 32;
-    const Element* q =
-        call.q + tile.batch * call.q_strides.batch + tile.head * call.q_strides.head + i * call.q_strides.row;
-    const Element* k = call.k + tile.batch * call.k_strides.batch + tile.head * call.k_strides.head;
-    const Element* v = call.v + tile.batch * call.v_strides.batch + tile.head * call.v_strides.head;
-    float sum[width / 32];
-#pragma unroll
-    for (int c = 0; c < width / 32; c++) sum[c] = 0.0f;
-    const int keys = keys_seen(call, i);
-    const float less = subtrahend(m) * (call.scale > 0.0f ? call.scale : 1.0f);
-#pragma unroll 1
-    for (int j = 0; j < keys; j++) {
-        float s = 0.0f;
-#pragma unroll
-        for (int c = 0; c < width / 32; c++)
-            if (lane + 32 * c < d)
-                s = fmaf(to_float(q[lane + 32 * c]), to_float(k[j * call.k_strides.row + lane + 32 * c]), s);
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) s += __shfl_xor_sync(~0u, s, step);
-        const float p = exp2_approx(s * call.scale - less);
-#pragma unroll
-        for (int c = 0; c < width / 32; c++)
-            if (lane + 32 * c < d)
-                sum[c] = fmaf(p, to_float(v[j * call.v_strides.row + lane + 32 * c]), sum[c]);
-    }
-#pragma unroll
-    for (int c = 0; c < width / 32; c++)
-        if (lane + 32 * c < d) out[lane + 32 * c] = to_element(sum[c] * reciprocal(l));
 }
 
 // Transposes 4 x 4 words in the four threads of a quad. Before, word n of a thread is its piece of group n of 8
@@ -330,15 +252,13 @@ __device__ inline void write(const Call& call, const Tile& tile, int i0, float (
         l += __shfl_xor_sync(~0u, l, 2);
         const float inverse = reciprocal(l);
         Element* out = call.out + (row0 + i) * d;
-        float check = 0.0f;  // NaN if a number of the row is not finite
 #pragma unroll
         for (int b = 0; b < width / 32; b++) {
             unsigned word[4];
 #pragma unroll
             for (int n = 0; n < 4; n++) {
-                const float low = O[16 * b + 4 * n + 2 * h], high = O[16 * b + 4 * n + 2 * h + 1];
-                check = fmaf(low, 0.0f, fmaf(high, 0.0f, check));
-                word[n] = pack(low * inverse, high * inverse);
+                const int c = 16 * b + 4 * n + 2 * h;
+                word[n] = pack(O[c] * inverse, O[c + 1] * inverse);
             }
             transpose_quad(word);
             const int column = 32 * b + 8 * (lane % 4);
@@ -346,22 +266,7 @@ __device__ inline void write(const Call& call, const Tile& tile, int i0, float (
                 *(uint4*)(out + column) = make_uint4(word[0], word[1], word[2], word[3]);
         }
         if (call.lse && i < call.Nq && lane % 4 == 0)
-            call.lse[row0 + i] =
-                softmax.m[h] == -INF ? -INF : (softmax.m[h] * softmax.c + log2_approx(l)) * LN2;
-        if (call.causal) {
-            unsigned bad = __ballot_sync(~0u, check != 0.0f && l - l == 0.0f && i < call.Nq);
-            if (bad) {
-                __syncwarp();  // the rows' first version is written
-#pragma unroll 1
-                for (int r = 0; r < 8; r++) {
-                    const float m_row = __shfl_sync(~0u, softmax.m[h], 4 * r),
-                                l_row = __shfl_sync(~0u, l, 4 * r);
-                    const int again = i - lane / 4 + r;
-                    if (bad >> 4 * r & 15)
-                        row_again(call, tile, again, m_row, l_row, call.out + (row0 + again) * d);
-                }
-            }
-        }
+            call.lse[row0 + i] = (softmax.m[h] * softmax.c + log2_approx(l)) * LN2;
     }
 }
 
@@ -376,16 +281,10 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
     unsigned q_phase = 0;
     bool first_turn = group == 0;
     auto turn_begins = [&] {
-#if TURNS
         if (!first_turn) turn_wait(1 + group, 256);  // 256: the threads of this warpgroup and of the one before
         first_turn = false;
-#endif
     };
-    auto turn_ends = [&] {
-#if TURNS
-        turn_pass(1 + (group + 1) % CONSUMERS, 256);
-#endif
-    };
+    auto turn_ends = [&] { turn_pass(1 + (group + 1) % CONSUMERS, 256); };
     for (unsigned index = blockIdx.x; index < tiles; index += gridDim.x) {
         const Tile tile = query_tile(call, index);
         const int i0 = tile.i0 + 64 * group;
@@ -490,9 +389,7 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
             v_ring.next();
         }
     }
-#if TURNS
     if (group == 0 && !first_turn) turn_wait(1, 256);  // takes the last turn that was passed on
-#endif
 }
 
 extern "C" __global__ void __launch_bounds__(threads, 1)

@@ -1,0 +1,257 @@
+// What step5_16bit.cu and step5_tf32.cu share: the ring of tiles in shared memory, the softmax, and the loop
+// over chunks of keys. Each of them defines Queries, scores() and add_values(), the products in its arithmetic.
+//
+// Loop nest: the grid goes over (batch, head) and tiles of BR = 16 M_TILES WARPS queries, a block over tiles of
+//     BC keys, the last first:
+//         for chunks of CHUNK keys; every warp has 16 M_TILES queries and all the keys
+//             S <- Q K^T                                         tensor cores
+//             P <- 2^(scale S - m), l <- l + rowsum(P)           registers; S becomes P without leaving them
+//             O <- O + P V                                       tensor cores
+//     then O <- O / l, L <- m + log(l).
+// Shared memory: STAGES tiles of K and of V. STRIDE is a row rounded up to an odd number of 16 bytes, against
+//     bank conflicts of ldmatrix and 16-byte loads.
+// Softmax: m is the maximum of some earlier chunk. Only a sum of weights beyond LIMIT raises it. So a score
+// costs a
+//     multiply-add, an exponential, an addition and, in 16-bit formats, half a conversion; O is seldom
+//     rescaled. Weights reach LIMIT, so values beyond 2^127 / (LIMIT Nk) may overflow O, where SDPA's do not.
+// Masks: tiles with hidden keys come first, in a loop of their own. The loop for the others has no mask.
+//
+// Macros, by cuda/tiles.py:
+//   WARPS    warps of a block
+//   M_TILES  tiles of 16 queries of a warp
+//   BC       keys of a tile in shared memory
+//   CHUNK    keys whose scores are in registers at a time
+//   STAGES   tiles in shared memory
+//   BLOCKS   blocks that a multiprocessor should hold: bounds the registers
+#pragma once
+#include "call.h"
+#include "mma.h"
+
+constexpr int THREADS = 32 * WARPS, ROWS = 16 * M_TILES, BR = WARPS * ROWS;
+constexpr int D = HEAD_DIM, SIZE = sizeof(Element);
+constexpr int COPY = 16 / SIZE, COPIES = D / COPY;  // elements of a 16-byte copy, copies of a row
+constexpr int WIDE = FORMAT == FP32 ? 32 : 16;
+constexpr int DP =
+    (D + WIDE - 1) / WIDE * WIDE;                // d as the products see it; the added columns of k and v are 0
+constexpr int K_STEP = FORMAT == FP32 ? 8 : 16;  // numbers that a product sums
+constexpr int STRIDE = ((DP * SIZE / 16) | 1) * 16;  // bytes of a row in shared memory: an odd number of 16
+constexpr int TILE = BC * STRIDE, STAGE = 2 * TILE;  // K and V
+constexpr int CHUNKS = BC / CHUNK, UNITS = M_TILES * (CHUNK / 8), Q_STEPS = DP / K_STEP;
+// The largest sum of a lane's weights in a chunk. Float16 ends at 65,504: 2^14 leaves a factor of 4. Elsewhere
+// 2^24 leaves float32's sums over 2^31 keys far below 2^128, and m seldom moves.
+constexpr float LIMIT = FORMAT == FP16 ? 16384.0f : 16777216.0f;
+
+static_assert(BC % CHUNK == 0 && CHUNK % 16 == 0 && STAGES >= 2, "tile");
+
+using Scores = float[M_TILES][CHUNK / 8][4];
+using Weights = unsigned[M_TILES][CHUNK / K_STEP][4];  // the bits of a float32, or of two 16-bit numbers
+using Output = float[M_TILES][DP / 8][4];
+using Pairs = float[M_TILES][2];  // of a lane's rows g and g + 8 of each tile of 16
+
+struct Queries;  // of a warp, the left operands of Q K^T
+// S <- Q K^T. k: where the lane reads the chunk's keys.
+__device__ inline void scores(Scores& S, const Queries& Q, unsigned k);
+// O <- O + P V. v: where the lane reads the chunk's values.
+__device__ inline void add_values(Output& O, const Weights& P, unsigned v);
+
+// ---- the tiles of K and V ----
+
+// The tiles that a block visits, the last keys first. STAGES of them are in shared memory.
+struct Tiles {
+    const Call& call;
+    const Element *k, *v;     // of the head
+    unsigned ring;            // address of the first stage
+    unsigned k_lane, v_lane;  // where the lane reads a tile's K and V
+    int count;
+    int masked;  // the first ones, in which some row of the block does not see some key
+
+    // The copies of tile n begin.
+    __device__ inline void load(int n) const {
+        if (n < count) {
+            const int j0 = first_key(n);
+            const unsigned to = ring + n % STAGES * STAGE;
+            const Element *k_tile = k + j0 * call.k_strides.row, *v_tile = v + j0 * call.v_strides.row;
+#pragma unroll
+            for (int c0 = 0; c0 < BC * COPIES; c0 += THREADS) {
+                const int c = c0 + threadIdx.x;
+                if (BC * COPIES % THREADS != 0 && c >= BC * COPIES) break;
+                const int row = THREADS % COPIES == 0 ? c0 / COPIES + threadIdx.x / COPIES : c / COPIES;
+                const int column = (THREADS % COPIES == 0 ? threadIdx.x : c) % COPIES;
+                const bool inside = j0 + row < call.Nk;
+                const int source = inside ? row : 0;
+                copy_async(to + row * STRIDE + column * 16,
+                           k_tile + source * call.k_strides.row + column * COPY, inside ? 16 : 0);
+                copy_async(to + TILE + row * STRIDE + column * 16,
+                           v_tile + source * call.v_strides.row + column * COPY, inside ? 16 : 0);
+            }
+        }
+        close_group();
+    }
+
+    // Tile n's first byte, once it is here. The copies of the tile STAGES - 1 further begin.
+    __device__ inline unsigned next(int n) const {
+        wait_groups<STAGES - 2>();
+        __syncthreads();
+        load(n + STAGES - 1);
+        return ring + n % STAGES * STAGE;
+    }
+
+    __device__ inline int first_key(int n) const { return (count - 1 - n) * BC; }
+};
+
+// The tiles of this block; the first copies have begun.
+__device__ inline Tiles begin_tiles(const Call& call, const Block& block, unsigned ring, unsigned k_lane,
+                                    unsigned v_lane) {
+    const int end = keys_seen(call, min(block.first_query + BR, call.Nq) - 1);  // some row sees those below
+    const int count = (end + BC - 1) / BC, unmasked = keys_seen(call, block.first_query) / BC;
+    const Tiles tiles{call, block.k, block.v, ring, k_lane, v_lane, count, count - unmasked};
+    if (D != DP) {
+        constexpr int ADDED = D == DP ? 1 : (DP - D) / COPY;
+        for (int c = threadIdx.x; c < STAGES * 2 * BC * ADDED; c += THREADS)
+            store_shared(ring + c / ADDED * STRIDE + COPIES * 16 + c % ADDED * 16, make_uint4(0, 0, 0, 0));
+    }
+#pragma unroll
+    for (int n = 0; n < STAGES - 1; ++n) tiles.load(n);
+    return tiles;
+}
+
+// ---- the softmax ----
+
+struct State {  // of a warp's rows; a lane has its share of l
+    Output O;
+    Pairs m, l;
+    float scale;
+
+    __device__ inline explicit State(float scale) : scale(scale) {
+#pragma unroll
+        for (int i = 0; i < M_TILES; ++i) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) m[i][h] = -INF, l[i][h] = 0.0f;
+#pragma unroll
+            for (int n = 0; n < DP / 8; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) O[i][n][e] = 0.0f;
+        }
+    }
+};
+
+// P <- 2^(scale S - m), 8 keys of a tile of 16 rows; sums <- rowsum(P), the lane's share of it
+template <bool SCALED>
+__device__ inline void weigh(Weights& P, Pairs& sums, const Scores& S, const Pairs& m, float scale, int unit) {
+    const int i = unit / (CHUNK / 8), n = unit % (CHUNK / 8);
+    float p[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+        p[e] = exp2_approx(SCALED ? S[i][n][e] - m[i][e / 2] : fmaf(S[i][n][e], scale, -m[i][e / 2]));
+    sums[i][0] = n ? sums[i][0] + (p[0] + p[1]) : p[0] + p[1];
+    sums[i][1] = n ? sums[i][1] + (p[2] + p[3]) : p[2] + p[3];
+    if constexpr (FORMAT == FP32) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) P[i][n][e] = __float_as_uint(p[e]);
+    } else {
+        P[i][n / 2][n % 2 * 2] = pack(p[0], p[1]);
+        P[i][n / 2][n % 2 * 2 + 1] = pack(p[2], p[3]);
+    }
+}
+
+__device__ inline float largest_of_row(float x) {  // a row's numbers are in four neighbouring lanes
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ inline float sum_of_row(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Adds the chunk's sums to l once its weights are known to be in range. m is the maximum of some earlier chunk,
+// so a later score may exceed it. If a sum of weights reaches LIMIT, or is NaN as in a row's first chunk (m =
+// -inf), the warp updates m, rescales l and O, and computes the weights again.
+template <bool SCALED>
+__device__ inline void settle(State& s, Weights& P, Pairs& sums, const Scores& S) {
+    bool in_range = true;
+#pragma unroll
+    for (int i = 0; i < M_TILES; ++i) in_range = in_range && sums[i][0] < LIMIT && sums[i][1] < LIMIT;
+    if (__any_sync(~0u, !in_range)) {
+        const float scale = SCALED ? 1.0f : s.scale;
+        Pairs subtracted;
+#pragma unroll
+        for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float largest = -INF;
+#pragma unroll
+                for (int n = 0; n < CHUNK / 8; ++n)
+                    largest = fmaxf(largest, fmaxf(S[i][n][2 * h] * scale, S[i][n][2 * h + 1] * scale));
+                const float m_new = fmaxf(s.m[i][h], largest_of_row(largest));
+                subtracted[i][h] = subtrahend(m_new);
+                const float correction = exp2_approx(s.m[i][h] - subtracted[i][h]);
+                s.m[i][h] = m_new;
+                s.l[i][h] *= correction;
+#pragma unroll
+                for (int n = 0; n < DP / 8; ++n) {
+                    s.O[i][n][2 * h] *= correction;
+                    s.O[i][n][2 * h + 1] *= correction;
+                }
+            }
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit) weigh<SCALED>(P, sums, S, subtracted, s.scale, unit);
+    }
+#pragma unroll
+    for (int i = 0; i < M_TILES; ++i) s.l[i][0] += sums[i][0], s.l[i][1] += sums[i][1];
+}
+
+// ---- one chunk after the other ----
+
+// Tiles `from` to `to` - 1: S <- Q K^T, P <- 2^(scale S - m), O <- O + P V. MASKED: some row of the block may
+// not see some key; warp_row: the warp's first row.
+template <bool MASKED>
+__device__ inline void attend(State& s, const Queries& Q, const Tiles& tiles, int from, int to, int warp_row) {
+    const Call& call = tiles.call;
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    for (int tile = from; tile < to; ++tile) {
+        const unsigned at = tiles.next(tile);
+#pragma unroll(MASKED ? 1 : CHUNKS)
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            const int c = MASKED ? CHUNKS - 1 - chunk : chunk;
+            const int key = tiles.first_key(tile) + c * CHUNK;
+            if (MASKED && key >= keys_seen(call, warp_row + ROWS - 1)) continue;
+
+            Scores S;
+            scores(S, Q, at + tiles.k_lane + c * (CHUNK * STRIDE));
+            if (MASKED) {
+#pragma unroll
+                for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        const int visible = keys_seen(call, warp_row + 16 * i + 8 * h + g) - key - 2 * t;
+#pragma unroll
+                        for (int n = 0; n < CHUNK / 8; ++n)
+#pragma unroll
+                            for (int e = 0; e < 2; ++e)
+                                S[i][n][2 * h + e] = 8 * n + e < visible ? S[i][n][2 * h + e] * s.scale : -INF;
+                    }
+            }
+            Weights P;
+            Pairs sums;
+#pragma unroll
+            for (int unit = 0; unit < UNITS; ++unit) weigh<MASKED>(P, sums, S, s.m, s.scale, unit);
+            settle<MASKED>(s, P, sums, S);
+            add_values(s.O, P, at + tiles.v_lane + c * (CHUNK * STRIDE));
+        }
+    }
+}
+
+// O <- O / l, L <- m + log(l). row: the lane's first of a head's rows; first: the head's first of all rows.
+__device__ inline void finish(State& s, const Call& call, long long first, int row0) {
+#pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float l = sum_of_row(s.l[i][h]), inverse = 1.0f / l;
+            const int row = row0 + 16 * i + 8 * h;
+#pragma unroll
+            for (int n = 0; n < DP / 8; ++n) s.O[i][n][2 * h] *= inverse, s.O[i][n][2 * h + 1] *= inverse;
+            if (call.lse && threadIdx.x % 4 == 0 && row < call.Nq)
+                call.lse[first + row] = (s.m[i][h] + log2f(l)) * LN2;
+        }
+}
