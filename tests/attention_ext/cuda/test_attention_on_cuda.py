@@ -31,6 +31,7 @@ SHAPES = [
     (1, 1, 1025, 1025, 16),
 ]
 TOLERANCES = {Dtype.FP32: 1e-5, Dtype.BF16: 2e-2, Dtype.FP16: 2e-3}
+LARGEST_TILE = 256  # queries, of any step
 # Of the largest output, beside twice the error of SDPA. In 16 bits it is half a unit in the last place: SDPA
 # subtracts a row's largest score, so its largest weight is exactly 1. Steps 5 and 6 subtract an earlier
 # maximum, so that weight is rounded too, which shows where a row has one key or two.
@@ -67,10 +68,11 @@ def check(row, q, k, v, causal=False, scale=None):
     assert torch.equal(out, attention("part4", q, k, v, causal=causal, scale=scale, step=step))
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_awkward_shapes(row, shape, causal):
-    check(row, *qkv(*shape, row[1]), causal)
+def test_awkward_shapes(row):
+    for shape in SHAPES:
+        for causal in (False, True):
+            with naming(shape, causal):
+                check(row, *qkv(*shape, row[1]), causal)
 
 
 def test_random_cases(row):
@@ -80,19 +82,19 @@ def test_random_cases(row):
         B, H, d = choose.randint(1, 3), choose.randint(1, 3), choose.choice([8, 30, 64, 104])
         Nq = choose.choice([1, 2, 17, 64, 65, 128, choose.randint(1, 400)])
         Nk = Nq + choose.choice([0, 1, 63, choose.randint(0, 400)])
-        scale = choose.choice([None, None, 0.0, 1.0, -0.5])
-        check(row, *qkv(B, H, Nq, Nk, d, row[1], seed), causal=choose.random() < 0.5, scale=scale)
+        scale, causal = choose.choice([None, None, 0.0, 1.0, -0.5]), choose.random() < 0.5
+        with naming(B, H, Nq, Nk, d, scale, causal):
+            check(row, *qkv(B, H, Nq, Nk, d, row[1], seed), causal, scale)
 
 
 def test_more_queries_than_keys(row):
     check(row, *qkv(1, 2, 150, 9, 64, row[1]))
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_strides(row, causal):
+def test_strides(row):
     step, dtype = row
     q, k, v = qkv(2, 3, 70, 70, 40, dtype)
-    expected = attention("part4", q, k, v, causal=causal, step=step)
+    expected = attention("part4", q, k, v, causal=True, step=step)
     fused = torch.cat([t.transpose(1, 2).flatten(2) for t in (q, k, v)], dim=2)  # (B, N, 3 H d)
     views = [t.view(2, 70, 3, 40).transpose(1, 2) for t in fused.split(120, dim=2)]
     columns = [t.mT.contiguous().mT for t in (q, k, v)]
@@ -100,36 +102,78 @@ def test_strides(row, causal):
     odd = [torch.nn.functional.pad(t, (0, 1))[..., :40] for t in (q, k, v)]  # rows begin at odd addresses
     shifted = [torch.nn.functional.pad(t.flatten(), (1, 0))[1:].view_as(t) for t in (q, k, v)]
     for given in (views, columns, every_other, odd, shifted):
-        assert torch.equal(attention("part4", *given, causal=causal, step=step), expected)
+        assert torch.equal(attention("part4", *given, causal=True, step=step), expected)
     one_head = [t[:, :1].expand(2, 3, 70, 40) for t in (q, k, v)]  # stride 0
     held = [t.contiguous() for t in one_head]
-    got, expected = (attention("part4", *given, causal=causal, step=step) for given in (one_head, held))
+    got, expected = (attention("part4", *given, causal=True, step=step) for given in (one_head, held))
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_scores_of_1e4(row, causal):
+def test_scores_of_1e4(row):
     q, k, v = qkv(1, 2, 65, 65, 32)
     s = q @ k.mT
     kind = getattr(torch, row[1].torch_name)
     q = q * (1e4 / s.abs().max())
-    check(row, q.to(kind), k.to(kind), v.to(kind), causal, scale=1.0)
+    for causal in (False, True):
+        with naming(causal):
+            check(row, q.to(kind), k.to(kind), v.to(kind), causal, scale=1.0)
 
 
-def test_a_nan_reaches_the_rows_that_see_it_and_hidden_at_most_those_of_its_tile(row):
+def test_a_bad_value_reaches_the_rows_that_see_it_and_at_most_their_tile(row):
     step, dtype = row
-    at, rows = 300, 128  # more rows than a tile of any step has
-    for which in "qkv":
-        tensors = dict(zip("qkv", qkv(1, 2, 400, 400, 32, dtype)))
-        clean = attention("part4", *tensors.values(), causal=True, step=step)
-        tensors[which][0, 1, at, 3] = math.nan
-        out = attention("part4", *tensors.values(), causal=True, step=step)
-        may = torch.zeros(1, 2, 400, dtype=torch.bool, device="cuda")
-        may[0, 1, slice(at, at + 1) if which == "q" else slice(at - rows, None)] = True
-        with naming(which):
-            assert torch.equal(out[~may], clean[~may])
-            seeing = out[0, 1, at : at + 1 if which == "q" else None]
-            assert (seeing[:, 3] if which == "v" else seeing).isnan().all()
+    N, at, d = 700, 600, 32
+    clean = qkv(1, 1, N, N, d, dtype)
+    before = attention("part4", *clean, causal=True, step=step)
+    close = dict(rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+    for which, value in ((which, value) for which in "qkv" for value in (math.nan, math.inf)):
+        with naming(which, value):
+            tensors = {name: t.clone() for name, t in zip("qkv", clean)}
+            tensors[which][0, 0, at, 3] = value
+            out = attention("part4", *tensors.values(), causal=True, step=step)
+            q, k, v = (t.cpu() for t in tensors.values())
+            expected, _ = oracle.attention(q[:, :, at:], k, v, True, d**-0.5)  # of the rows that see it
+            seen = out[:, :, at:].cpu().double()
+            if row == ("5", Dtype.FP32) and value == math.inf:  # its parts of tf32 are infinite and NaN
+                assert not seen[~expected.isfinite()].isfinite().any()
+            else:
+                torch.testing.assert_close(seen, expected, **close, equal_nan=True)
+            if which == "q":  # its row only
+                out[:, :, at] = before[:, :, at]
+                torch.testing.assert_close(out, before, **close)
+            far = at - LARGEST_TILE  # tiles before that of the first row that sees it
+            torch.testing.assert_close(out[:, :, :far], before[:, :, :far], **close)
+
+
+def test_what_lies_beyond_the_tensors_never_counts(row):
+    """Rows and columns after the last ones are NaN in memory."""
+    step, dtype = row
+    for N in (1, 100, 130):
+        for d in (32, 40):
+            tensors = qkv(1, 2, N, N, d, dtype)
+            views = [F.pad(t, (0, 64 - d, 0, 300), value=math.nan)[:, :, :N, :d] for t in tensors]
+            for causal in (False, True):
+                with naming(N, d, causal):
+                    got, expected = (
+                        attention("part4", *each, causal=causal, step=step) for each in (views, tensors)
+                    )
+                    assert torch.equal(got, expected)
+
+
+def test_rows_whose_scores_are_minus_infinity(row):
+    step, dtype = row
+    q, k, v = qkv(1, 1, 3, 300, 16, dtype)
+    q = torch.ones_like(q)
+    k[:, :, :200] = -math.inf
+    out, lse = attention("part4", q, k, v, return_lse=True, step=step)
+    if row == ("5", Dtype.FP32):  # its parts of tf32 are infinite and NaN
+        assert out.isnan().all() and lse.isnan().all()
+        return
+    expected, expected_lse = attention("part4", q, k[:, :, 200:], v[:, :, 200:], return_lse=True, step=step)
+    torch.testing.assert_close(out, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+    torch.testing.assert_close(lse, expected_lse)
+    k[:] = -math.inf
+    out, lse = attention("part4", q, k, v, return_lse=True, step=step)
+    assert out.isnan().all() and bool((lse == -math.inf).all())
 
 
 def test_halves_of_the_keys_merge(row):
@@ -248,11 +292,11 @@ def test_inputs_are_left_alone(row):
     assert all(torch.equal(a, b) for a, b in zip((q, k, v), copies))
 
 
-@pytest.mark.parametrize("dtype", Dtype, ids=str)
-@pytest.mark.parametrize("shape", [(1, 2, 130, 130, 32), (2, 2, 1, 9000, 64)], ids=str)
-def test_the_default_step_and_part0(gpu, dtype, shape):
-    q, k, v = qkv(*shape, dtype)
-    check((None, dtype), q, k, v, causal=True)
-    out = attention("part0", q, k, v, causal=True)
-    tolerance = TOLERANCES[dtype]
-    torch.testing.assert_close(attention("part4", q, k, v, causal=True), out, rtol=tolerance, atol=tolerance)
+def test_the_default_step_and_part0(gpu):
+    for dtype in Dtype:
+        for shape in ((1, 2, 130, 130, 32), (2, 2, 1, 9000, 64)):
+            with naming(dtype, shape):
+                q, k, v = qkv(*shape, dtype)
+                check((None, dtype), q, k, v, causal=True)
+                out, expected = (attention(part, q, k, v, causal=True) for part in ("part4", "part0"))
+                torch.testing.assert_close(out, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
