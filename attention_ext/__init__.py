@@ -96,14 +96,14 @@ def attention(
     step: part4's kernel on CUDA, by its name in cuda.steps.STEPS or its number; None takes the fastest that
     accepts the tensors. On the CPU it must be None; part0 ignores it on CUDA.
     Returns the output, (B, H, Nq, d), contiguous, in q's dtype; with return_lse also the logsumexp of each
-    row, m + log(l), (B, H, Nq), float32, with which reference.merge() combines results over disjoint sets of
-    keys. Sums and the softmax are float32. With AMX part4 cuts the softmax's weights to bfloat16, divides by
-    the sum of what is left, and copies V, so its scratch grows with N.
+    row, m + log(l), (B, H, Nq), float32. reference.merge() uses it to combine results over disjoint sets of
+    keys. Sums and the softmax are float32. With AMX part4 truncates the softmax's weights to bfloat16,
+    divides by the sum of the truncated weights, and copies V, so its scratch grows with N.
 
     A NaN or infinity in q reaches its row only; in a key or value that is seen, the queries that see it; in a
     masked key or value it may reach the rows of the same tile, as in PyTorch. Denormal numbers count as 0.
-    part0 and, for float32 on the CPU, part4 compute gradients, also of the logsumexp. part4 does so by
-    FlashAttention-2, without N x N numbers; its gradients have none themselves.
+    part0 and, for float32 on the CPU, part4 compute gradients, also of the logsumexp. part4 uses
+    FlashAttention-2, which stores no N x N numbers, and has no second gradients.
     Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, each naming the
     argument, and BuildError if the extension or a CUDA kernel cannot be compiled.
     """
@@ -136,7 +136,7 @@ def attention(
             queries = q.shape[0] * q.shape[1] * q.shape[2]
             tuned = tiles.tile(helpers, torch.get_num_threads(), d, Nk, causal, queries)
         tile = (br or tuned[0], bc or tuned[1])
-    if gradient:  # which needs the logsumexp
+    if gradient:  # the backward pass needs the logsumexp
         out, lse = operator(part, helpers, gradient)(q, k, v, causal, scale, *tile)
     else:
         out, lse = operator(part, helpers)(q, k, v, causal, scale, return_lse, *tile)
@@ -165,7 +165,7 @@ def operator(part: str, simd: str = "auto", gradient: bool = False) -> Callable:
 
 
 def _sound(part: Part, q, k, v, causal: bool) -> bool:
-    """Whether _check_tensors() finds nothing wrong, in a third of its time, which short calls notice.
+    """Whether _check_tensors() would pass. Takes a third of its time, which matters in short calls.
 
     The operator checks too, but an error inside it ends the process where the compiler's C++ library is not
     PyTorch's.

@@ -1,6 +1,6 @@
-"""The arguments of the ranks: each describes its own, and all check that they agree.
+"""Checks that the arguments of all ranks agree; each rank describes its own.
 
-A wrong argument then ends every rank with the same error, which names the rank.
+A wrong argument ends every rank with the same error, which names the rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attention_ext.layout import Rows, length
 
 
 def with_lengths(method: str, mine: dict, n: int) -> dict:
-    """A rank's shapes if it has n rows, from this rank's."""
+    """This rank's shapes, but with n rows."""
     replaced = {}
     for name in ("k", "v") if method == "split" else ("q", "k", "v"):
         shape = mine[name]
@@ -37,7 +37,7 @@ def describe(method: str, part: str, causal: bool, scale: float | None, q, k, v)
 
 
 def check(described: Sequence[dict]) -> None:
-    """Raise ValueError, naming the rank and the argument, if a rank's differ from those of most others."""
+    """Raise ValueError, naming the rank and the argument, if one differs from most ranks'."""
     for rank, each in enumerate(described):
         for name in ("q", "k", "v"):
             if len(each[name]) != 4:
@@ -77,7 +77,7 @@ def check(described: Sequence[dict]) -> None:
 
 
 def check_rows(method: str, causal: bool, queries: Rows, keys: Rows, n: list[int], m: list[int]) -> None:
-    """Raise ValueError if the ranks' rows are not those of the method, or too few for a causal mask."""
+    """Raise ValueError if the ranks' rows do not fit the method, or k has too few rows."""
     if method == "zigzag":
         for name, rows, found in (("q", queries, n), ("k", keys, m)):
             for rank, chunks in enumerate(rows):

@@ -62,7 +62,7 @@ def _register_fakes(name: str) -> None:
 
 
 def operator(part: str, simd: str = "auto", gradient: bool = False) -> Callable:
-    """The PyTorch operator of one of parts 1 to 4, or of part4 the one with a gradient.
+    """The PyTorch operator of one of parts 1 to 4. gradient: part4's operator with a gradient.
 
     Raises ValueError for a part without such an operator, and errors as load() does.
     """
@@ -124,7 +124,7 @@ def scratch(
 
 
 def uses_amx(queries: int, simd: str = "auto") -> bool:
-    """Whether part4 takes so many queries in bfloat16 with AMX on this machine."""
+    """Whether part4 uses AMX for this many bfloat16 queries on this machine."""
     return load(simd).uses_amx(queries)
 
 

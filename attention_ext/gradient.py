@@ -11,7 +11,7 @@ FORWARD, BACKWARD = PARTS["part4"].gradient, "part4_backward"
 
 
 def register(name: str) -> None:
-    """Give FORWARD and BACKWARD of the extension torch.ops.<name> their fakes, and FORWARD its gradient."""
+    """Register the fakes of torch.ops.<name>'s FORWARD and BACKWARD, and FORWARD's gradient."""
     forward, backward = f"{name}::{FORWARD}", f"{name}::{BACKWARD}"
     library.register_fake(forward, _fake_forward)
     library.register_fake(backward, _fake_backward)

@@ -15,7 +15,7 @@ Rows = tuple[tuple[range, ...], ...]
 
 
 def shares(N: int, count: int) -> list[int]:
-    """N rows in so many shares, of which no two differ by more than one row; the longer ones come first."""
+    """N rows in `count` shares whose sizes differ by at most one row; the longer ones come first."""
     return [N // count + (i < N % count) for i in range(count)]
 
 
@@ -26,10 +26,10 @@ def contiguous(lengths: Sequence[int]) -> Rows:
 
 
 def zigzag_rows(N: int, ranks: int) -> Rows:
-    """Of 2 P chunks, rank r holds chunk r and chunk 2 P - 1 - r.
+    """Rank r holds chunks r and 2 P - 1 - r of 2 P chunks.
 
-    A row sees as many keys as there are rows before it. An early chunk and a late one see together as many as
-    any other such pair, so that the causal work is equal.
+    A row sees as many keys as there are rows before it. Together, an early chunk and a late one see as many
+    keys as every other pair, so the causal work is equal.
     """
     chunks = [chunk for (chunk,) in contiguous(shares(N, 2 * ranks))]
     return tuple((chunks[r], chunks[-1 - r]) for r in range(ranks))
@@ -56,8 +56,8 @@ def offsets(chunks: Sequence[range]) -> Iterator[tuple[int, range]]:
 def visible(queries: range, keys: range, hidden: int) -> Iterator[tuple[range, range, bool]]:
     """The causal mask of a chunk of queries and one of keys as at most two calls of a kernel.
 
-    Yields indices in each chunk, and whether the call is causal: the queries on the diagonal, whose last one
-    sees the last of the keys given, then those that see the whole chunk.
+    Yields indices in each chunk, and whether the call is causal. First come the queries on the diagonal; the
+    last of them sees the call's last key. Then come those that see the whole chunk.
     """
     start, stop = queries.start + hidden, queries.stop + hidden  # query i sees the keys up to i + hidden
     low, high = max(start, keys.start), min(stop, keys.stop)
@@ -68,7 +68,7 @@ def visible(queries: range, keys: range, hidden: int) -> Iterator[tuple[range, r
 
 
 def pairs(queries: Sequence[range], keys: Sequence[range], causal: bool, hidden: int) -> int:
-    """How many pairs of a query and a key that it sees: the work, in dot products."""
+    """The number of pairs of a query and a key that it sees: the work, in dot products."""
     if not causal:
         return length(queries) * length(keys)
     found = 0

@@ -1,12 +1,12 @@
-"""Exact attention of one sequence that is spread over processes, in five methods.
+"""Exact attention over one sequence that is spread over processes: five methods.
 
 Each rank holds some rows of q, k and v, and gets the same rows of the output. The kernels are those of PARTS;
 their logsumexp lets reference.merge() add up results over disjoint sets of keys (Rabe & Staats 2021,
 arXiv:2112.05682). Communication is torch.distributed's: gloo between CPUs, NCCL between GPUs. ranks.join()
-starts it and names a rank that is lost; any other process group does too.
+creates a process group and names a lost rank; other process groups work too.
 
-In the formulas P is the number of ranks, N that of all keys, H that of heads in all texts, d the head width,
-and w the bytes of a number, 4 in float32. The bytes are those that a rank sends, for rows in equal shares:
+P is the number of ranks, N of all keys, H of the heads in all texts, d the head width, and w the bytes of a
+number, 4 in float32. Ranks hold equal shares of the rows:
 
 | method  | bytes sent by a rank       | steps | while it computes | causal work in equal shares |
 |---------|----------------------------|-------|-------------------|-----------------------------|
@@ -16,7 +16,7 @@ and w the bytes of a number, 4 in float32. The bytes are those that a rank sends
 | zigzag  | 2 w H N d (P - 1) / P      | P - 1 | sends             | yes                         |
 | ulysses | 4 w H N d (P - 1) / P^2    | 2     |                   | yes                         |
 
-expected() has the same for any shares; Traffic counts what is really sent.
+expected() has the same for any shares; Traffic counts what is sent.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ SPIN_SECONDS = 1.0
 
 
 def rows(method: str, N: int, ranks: int) -> Rows:
-    """The rows of each rank, in equal shares, as a method wants them."""
+    """The rows of each rank in equal shares, in the method's layout."""
     check_method(method)
     return zigzag_rows(N, ranks) if method == "zigzag" else contiguous(shares(N, ranks))
 
@@ -76,8 +76,8 @@ def rows(method: str, N: int, ranks: int) -> Rows:
 class Traffic:
     """What a rank has sent, and how long it waited.
 
-    sent: bytes of tensors to other ranks. steps: exchanges, one after another. The few bytes with which
-    attention() compares the ranks' arguments are not among them.
+    sent: bytes of tensors to other ranks. steps: exchanges, one after another. Comparing the ranks' arguments
+    in attention() is not counted.
     """
 
     sent: int = 0
@@ -86,9 +86,9 @@ class Traffic:
     _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def wait(self, works: Sequence[dist.Work], device: torch.device) -> None:
-        """Wait for all of these: each operation of batch_isend_irecv has its own on gloo.
+        """Wait for all of these; on gloo each operation of batch_isend_irecv has its own.
 
-        On CUDA this process waits too, not the stream alone: else nobody would notice a lost rank.
+        On CUDA this process waits too, not only the stream; else a lost rank would go unnoticed.
         """
         start = time.perf_counter()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
@@ -96,7 +96,7 @@ class Traffic:
             event.record()  # type: ignore[no-untyped-call]
         for work in works:
             while events and not work.is_completed() and time.perf_counter() - start < SPIN_SECONDS:
-                pass  # NCCL's own wait looks once a millisecond, until the group's timeout
+                pass  # NCCL's own wait polls once a millisecond, until the group's timeout
             work.wait()
         for event in events[1:]:
             event.record()  # type: ignore[no-untyped-call]
@@ -106,7 +106,7 @@ class Traffic:
 
     @property
     def waited(self) -> float:
-        """Seconds in which the rank, on CUDA its stream, did nothing but wait for others."""
+        """Seconds in which the rank, or on CUDA its stream, only waited for others."""
         if self._events:
             torch.cuda.synchronize()
         return self._seconds + sum(a.elapsed_time(b) for a, b in self._events) / 1e3
@@ -114,7 +114,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Call:
-    """What a method needs to know beside its tensors.
+    """A method's arguments beside its tensors.
 
     queries, keys: the rows of each rank. hidden: Nk - Nq; with causal, query i sees the keys j <= i + hidden.
     """
@@ -146,8 +146,8 @@ class Mixture:
     def add(
         self, call: Call, q: Tensor, queries: Sequence[range], k: Tensor, v: Tensor, keys: Sequence[range]
     ):
-        """Let the queries of these chunks see the keys of those: q (B, H, n, d), k and v (B, H, m, d)."""
-        if not call.causal:  # a query sees all keys: where they come from does not matter
+        """Attend from these queries to these keys: q (B, H, n, d), k and v (B, H, m, d)."""
+        if not call.causal:  # every query sees all keys, whatever their position
             self._attend(call, 0, q, k, v, causal=False)
             return
         for first, queries_of_chunk in offsets(queries):
@@ -170,17 +170,18 @@ class Mixture:
 
 
 def split(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Keys over ranks, the same queries on all of them, one merge: for decoding.
+    """For decoding: each rank holds some keys and all queries; one merge.
 
     q: (B, H, Nq, d), equal on all ranks. k, v: (B, H, n, d), a rank's keys. Returns (B, H, Nq, d) on each
-    rank. Sent: 4 H Nq (d + 1) (P - 1) bytes, the output and the logsumexp; no N in it. One step.
-    Rabe & Staats 2021, arXiv:2112.05682; 'Flash-Decoding', Dao et al. 2023, does it over a GPU's processors.
+    rank. Sent: 4 H Nq (d + 1) (P - 1) bytes, the output and the logsumexp, whatever N is. One step.
+    Rabe & Staats 2021, arXiv:2112.05682; 'Flash-Decoding' (Dao et al. 2023) does the same over a GPU's
+    processors.
     """
     mine = Mixture(q)
     mine.add(call, q, call.queries[call.rank], k, v, call.keys[call.rank])
     packed = torch.cat((mine.out, mine.lse[..., None]), dim=-1)  # (B, H, Nq, d + 1)
     out, lse = torch.zeros_like(mine.out), torch.full_like(mine.lse, -torch.inf)
-    for each in _all_gather(call, packed):  # in the order of the ranks, so that all have the same bits
+    for each in _all_gather(call, packed):  # in rank order, so that all ranks have the same bits
         out, lse = reference.merge(out, lse, each[..., :-1], each[..., -1])
     return out
 
@@ -203,15 +204,15 @@ def gather(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def ring(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """K and V go round; while a rank computes with the keys that it has, the next ones arrive.
+    """K and V pass around a ring; the next keys arrive while a rank computes with its current ones.
 
     q, k, v: (B, H, n, d), a rank's rows. Returns (B, H, n, d). Memory: two ranks' keys.
     Sent: 2 w H N d (P - 1) / P bytes in P - 1 steps; exactly 2 w H d (N - n'), n' the rows of the next rank,
     which never gets its own.
-    With a causal mask and rows in order rank 0 has almost nothing to do and rank P - 1 all of it, but each
-    step waits for the slowest: at best (P / 2) / (P - 1/2) of the processors' time is used.
-    Liu, Zaharia & Abbeel 2023, arXiv:2310.01889. Brandon et al. 2023, arXiv:2311.09431, deal the rows out
-    one by one ('striped') to share the causal work.
+    With a causal mask and rows in order, rank 0 has the least work and rank P - 1 the most. Each step waits
+    for the slowest rank: at best (P / 2) / (P - 1/2) of the processors' time is used.
+    Liu, Zaharia & Abbeel 2023, arXiv:2310.01889. Brandon et al. 2023, arXiv:2311.09431, assign the rows
+    round-robin ('striped') to balance the causal work.
     """
     P, rank = call.ranks, call.rank
     mixture = Mixture(q)
@@ -239,10 +240,10 @@ def zigzag(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def ulysses(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Heads over ranks: each rank trades its rows of all heads for all rows of its heads, and back.
+    """Heads over ranks: each rank exchanges its rows of all heads for all rows of its heads, and back.
 
     q, k, v: (B, H, n, d), a rank's rows. Returns (B, H, n, d). The kernel sees whole sequences, so nothing is
-    merged and causal work is equal; but ranks beyond the heads of all texts have nothing to do.
+    merged and the causal work is equal. Ranks beyond the number of heads in all texts are idle.
     Sent: 4 w H N d (P - 1) / P^2 bytes in 2 steps; exactly w d (3 n (H - h) + h (N - n)), h a rank's heads.
     Jacobs et al. 2023, arXiv:2309.14509.
     """
@@ -321,7 +322,7 @@ def expected(
 ) -> tuple[int, int]:
     """The bytes that a rank sends and the steps, by the formula in the method's docstring.
 
-    heads: those of all texts. width: bytes of a number.
+    heads: in all texts. width: bytes of a number.
     """
     P = len(keys)
     n, m = [length(rows) for rows in queries], [length(rows) for rows in keys]
@@ -358,11 +359,11 @@ def attention(
     method: one of METHODS. q: (B, H, n, d), this rank's queries, in split all of them. k, v: (B, H, m, d),
     its keys. n and m may be 0 and differ between ranks; in zigzag they must be those of zigzag_rows(). The
     sequence is the ranks' rows in order, in zigzag in the order of zigzag_rows().
-    lengths: the rows of q and k of every rank, in split those of k, if all ranks know them. None lets the
-    ranks compare their arguments first, so that a wrong one ends all of them; it costs some small messages.
+    lengths: the rows of q and k of every rank, in split those of k, if all ranks know them. With None the
+    ranks first compare their arguments by small messages, so that a wrong one ends all of them.
     part, causal, scale, simd, step: as in attention_ext.attention(). With causal, query i of the whole
     sequence sees the keys j <= i + (Nk - Nq).
-    group: the processes; all by default. traffic: to it is added what this rank sends.
+    group: the processes; all by default. traffic: counts what this rank sends.
     Returns (B, H, n, d) in q's dtype, in split the same bits on all ranks. Computes no gradients.
     Raises ValueError or TypeError, on all ranks the same unless lengths are given, and RuntimeError if
     another rank is lost, within the group's timeout; NCCL does so with TORCH_NCCL_BLOCKING_WAIT=1, which

@@ -33,7 +33,7 @@ class Dtype(enum.StrEnum):
 
     @staticmethod
     def of(torch_dtype: object) -> Dtype:
-        """That of a PyTorch dtype. Raises ValueError if there is none."""
+        """The Dtype of a PyTorch dtype. Raises ValueError if there is none."""
         name = str(torch_dtype).removeprefix("torch.")
         for dtype in Dtype:
             if dtype.torch_name == name:
@@ -50,7 +50,7 @@ class Part:
     None for PyTorch itself.
     gradient: the name of its PyTorch operator with a gradient, for float32 on the CPU; None without one.
     tiled: takes br and bc. threaded: uses all threads.
-    dtypes: those that its tensors may have on each kind of device, by PyTorch's names.
+    dtypes: the dtypes that its tensors may have on each kind of device, by PyTorch's names.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Part:
     dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"cpu": ("float32",)})
 
 
-DEVICES = {"cpu": "the CPU", "cuda": "CUDA"}  # what a tensor can be on, by PyTorch's names
+DEVICES = {"cpu": "the CPU", "cuda": "CUDA"}  # the kinds of device, by PyTorch's names
 WITH_CUDA = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
 PARTS = {
     part.name: part
@@ -73,17 +73,17 @@ PARTS = {
             "part0",
             "PYTORCH ATTENTION",
             "matmul, softmax, matmul in PyTorch",
-            "PyTorch multiplies, normalises and multiplies again; each step writes N x N numbers for every "
-            "head and the next one reads them.",
+            "Two matrix products with a softmax between them: each of the first two steps writes N x N "
+            "numbers for every head, and the next one reads them.",
             dtypes=WITH_CUDA,
         ),
         Part(
             "part1",
             "NAIVE ATTENTION",
             "the textbook's three passes",
-            "Each query passes all of K, and each number of the output is a sum down a column of V: one "
-            "number of every cache line is used, and the line has gone before the next one is wanted if V "
-            "does not fit; each addition waits for the one before it; and only one lane of a vector works.",
+            "Each query reads all of K. Each number of the output is a sum down a column of V: if V does "
+            "not fit in a cache, each cache line is evicted after one float is used. Each addition waits "
+            "for the one before it, and only one SIMD lane works.",
             operator="part1_naive",
             threaded=False,
         ),
@@ -91,8 +91,8 @@ PARTS = {
             "part2",
             "BLOCKED MATMUL + UNFUSED SOFTMAX",
             "three passes, both products blocked to the cache",
-            "The same three passes, but a tile of K or V serves 96 queries before it goes, and V is read "
-            "along its rows. What is left is the N x N matrix of scores, written once and read twice.",
+            "The same three passes, but a tile of K or V serves 96 queries before it is evicted, and V is "
+            "read along its rows. What is left is the N x N matrix of scores, written once and read twice.",
             operator="part2_blocked",
             threaded=False,
         ),
@@ -100,16 +100,17 @@ PARTS = {
             "part3",
             "FUSED ATTENTION",
             "one row of scores at a time, all threads",
-            "One row of scores at a time: it never leaves the cache, and the N x N matrix is gone. The "
-            "price is that every query passes all of K and V again.",
+            "One row of scores at a time: it stays in cache, and no N x N matrix is stored. In return, "
+            "every query reads all of K and V again.",
             operator="part3_fused",
         ),
         Part(
             "part4",
             "FLASH ATTENTION",
             "tiles with an online softmax",
-            "A tile of Br queries shares each pass over K and V, and of the scores only a strip exists, "
-            "which stays in the nearest caches. Nothing but Q, K, V and the output has to come from memory.",
+            "A tile of Br queries shares each pass over K and V. Only a strip of the scores exists at a "
+            "time, and it stays in the L1 and L2 caches. Only Q, K, V and the output move to and from "
+            "memory.",
             operator="part4_flash",
             gradient="part4_with_gradient",
             tiled=True,
@@ -118,12 +119,12 @@ PARTS = {
     )
 }
 
-# The SIMD helpers under the kernels. 'auto' is portable C++, some percent faster than ISPC in parts 3 and 4
+# The SIMD helpers under the kernels. 'auto' is portable C++, a few percent faster than ISPC in parts 3 and 4
 # (gpt.py bench part3,part4 --simd ispc,portable).
 SIMD = ("auto", "ispc", "portable", "off")
 AUTO = "portable"
 
-# Of a head, as csrc/bindings/operators.cpp has it, so that the kernels' scratch can be counted.
+# Nq * Nk of a call is below this, as in csrc/bindings/operators.cpp: the size of its scratch fits 63 bits.
 MOST_SCORES = 2**50
 
 
@@ -164,9 +165,9 @@ def check_device(device: str) -> None:
 
 
 def check_dtype(part: str, dtype: str, device: str = "cpu") -> Dtype:
-    """The Dtype of this value.
+    """The Dtype with this value.
 
-    Raises ValueError if there is none, or no such device, or the part does not take it there.
+    Raises ValueError for an unknown dtype, device or part, or if the part does not take the dtype there.
     """
     check_device(device)
     if dtype not in list(Dtype):

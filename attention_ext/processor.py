@@ -65,18 +65,18 @@ def capabilities() -> str:
 
 
 def cores() -> int:
-    """Cores that this process may use, also where a container has a share of the machine's time."""
+    """Cores that this process may use, within a container's CPU quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = QUOTA.read_text().split()
         return min(allowed, max(1, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # there is no limit, or another system
+    except (OSError, ValueError):  # no limit, or not Linux
         return allowed
 
 
 @dataclass(frozen=True)
 class Cache:
-    """A data cache of one processor; bytes, ways and the bytes of a line."""
+    """A processor's data cache: its size in bytes, its ways, and the bytes of a line."""
 
     level: int
     size: int
@@ -84,7 +84,7 @@ class Cache:
     line: int
 
 
-# Where the system does not report them: those of a common processor.
+# The caches of a common processor, for systems that report none.
 ASSUMED = (Cache(1, 32 << 10, 8, 64), Cache(2, 1 << 20, 16, 64), Cache(3, 32 << 20, 16, 64))
 
 
@@ -107,7 +107,7 @@ def caches() -> tuple[Cache, ...]:
 
 
 def _caches_of_macos() -> tuple[Cache, ...]:
-    """Those of a fast core, with the ways of ASSUMED, which macOS does not report; none on other systems."""
+    """A fast core's caches, with ASSUMED's ways, which macOS does not report; none on other systems."""
     line = sysctl("hw.cachelinesize")
     found = []
     for assumed, name in zip(ASSUMED, ("l1dcachesize", "l2cachesize", "l3cachesize")):
@@ -138,8 +138,8 @@ def sysctl(name: str) -> str:
 def let_waiting_threads_sleep() -> None:
     """Make OpenMP's threads sleep while they wait. Works only before torch is imported.
 
-    By default they spin. A process that takes one of two cores then makes PyTorch 2 to 5 times slower, and
-    a higher load 20 times or more. With sleeping threads the factor stays below 2.
+    By default they spin. Then another process on one of two cores makes PyTorch 2 to 5 times slower, and a
+    higher load 20 times or more. With sleeping threads the factor stays below 2.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -154,7 +154,7 @@ def _fields() -> list[tuple[str, str]]:
 
 
 def _vendor_family_model() -> tuple[str, str, str] | None:
-    """What names an x86 processor; None for others."""
+    """An x86 processor's vendor, family and model; None for others."""
     values = dict(_fields())
     if not {"vendor_id", "cpu family", "model"} <= values.keys():
         return None
@@ -162,6 +162,6 @@ def _vendor_family_model() -> tuple[str, str, str] | None:
 
 
 def _fallback() -> str:
-    """The architecture and, as far as the system tells it, the processor: 'arm64 Apple M1'."""
+    """The architecture and, if the system reports it, the processor's name: 'arm64 Apple M1'."""
     # platform.processor() is 'arm' for all of Apple's
     return f"{platform.machine()} {sysctl('machdep.cpu.brand_string') or platform.processor()}".strip()

@@ -1,8 +1,8 @@
-"""Joining the processes that torchrun started, and naming the one that is lost.
+"""Joins the processes that torchrun started, and names a lost one.
 
-When an exchange fails, each rank writes into the run's store that it is there, and closes its connections, so
-that the ranks that wait for it fail too. Who has not written after a while was killed or stalls. The store
-belongs to torchrun, so that it outlives every rank.
+When an exchange fails, each rank reports itself in the run's store and closes its connections, so that the
+ranks that wait for it fail too. A rank that does not answer in time was killed or stalled. The store belongs
+to torchrun, so it outlives every rank.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-HERE = "here"  # what a rank writes that has not failed itself
-ABORT = 2.0  # seconds that the abort of NCCL may take
+HERE = "here"  # the answer of a rank that has not failed itself
+ABORT = 2.0  # seconds that NCCL's abort may take
 ROLL_CALL = 5.0  # seconds that a rank waits for the others' answers, at most the timeout
 
 
 class LostRank(RuntimeError):
-    """Another rank was killed, stalls or failed; the message is a sentence that names it."""
+    """Another rank was killed, stalled or failed; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def join(device: str = "cpu", timeout: float = 30.0) -> Iterator[Ranks]:
     time only for operations that are started with async_op=True and waited for.
     timeout: seconds that a rank waits in one exchange. If a rank is killed, stalls or raises an error in the
     block, every other one leaves the block with a LostRank that names it, at most timeout + ROLL_CALL seconds
-    after it began to wait. torchrun's SIGTERM, which it sends when a rank has ended, ends the process with
-    that sentence.
+    after it began to wait. torchrun sends SIGTERM when a rank has ended; it ends the process with the same
+    message.
     """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise ValueError("started without torchrun: python -m torch.distributed.run --nproc-per-node P ...")
@@ -74,7 +74,7 @@ def join(device: str = "cpu", timeout: float = 30.0) -> Iterator[Ranks]:
             _abort_nccl(where)
             raise
         except BaseException as error:
-            roll.lock.acquire()  # for good: from here on this thread speaks, not the one that watches
+            roll.lock.acquire()  # never released: this thread reports, not the watching one
             own = not _is_of_an_exchange(error)
             roll.answer(f"{type(error).__name__}: {error}" if own else HERE)
             _abort_nccl(where)
@@ -98,7 +98,7 @@ def one_line(error: BaseException) -> str:
 
 
 def meet() -> None:
-    """Wait for all ranks, over gloo: a barrier of NCCL would wait for a lost one without end."""
+    """Wait for all ranks, over gloo: NCCL's barrier would wait for a lost rank forever."""
     dist.all_reduce(torch.zeros(1))
 
 
@@ -124,7 +124,7 @@ def _leave() -> None:
 
 
 class RollCall:
-    """Who is still there, by keys in the run's store."""
+    """Finds the ranks that are still there, by keys in the run's store."""
 
     def __init__(self, rank: int, count: int, patience: float) -> None:
         self.rank, self.count, self.patience = rank, count, patience
@@ -132,7 +132,7 @@ class RollCall:
         self._run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._store: dist.Store | None = None
-        if agent:  # else rank 0 has the store, whose port is taken only later
+        if agent:  # else rank 0 holds the store and opens its port later
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             limit = timedelta(seconds=patience)
             self._store = dist.TCPStore(address, port, is_master=False, timeout=limit)
@@ -147,7 +147,7 @@ class RollCall:
                 self._store.set(self._key(self.rank), one_line(RuntimeError(text)))
 
     def sentence(self) -> str | None:
-        """Wait for the others; the sentence that names who failed or is silent. None if all are here."""
+        """Wait for the others; returns a message that names failed or silent ranks, or None."""
         if self._store is None:
             return None
         others = [rank for rank in range(self.count) if rank != self.rank]
@@ -184,7 +184,7 @@ class RollCall:
             yield
         finally:
             signal.set_wakeup_fd(woken)
-            if not self.lock.locked():  # else torchrun's SIGTERM could come before the sentence is printed
+            if not self.lock.locked():  # else torchrun's SIGTERM could come before the message is printed
                 signal.signal(signal.SIGTERM, before)
             os.close(writer)  # the thread reads the end of the file
             thread.join(timeout=1)
@@ -195,7 +195,7 @@ class RollCall:
             if number[0] == signal.SIGINT:
                 os._exit(130)
             if number[0] != signal.SIGTERM or not self.lock.acquire(blocking=False):
-                continue  # or the main thread is about to say it
+                continue  # another signal, or the main thread reports
             self.answer(HERE)
             sentence = self.sentence() or f"rank {self.rank} was told to end"
             print(f"gpt.py: error: {sentence}", file=sys.stderr, flush=True)

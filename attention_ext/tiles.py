@@ -1,4 +1,4 @@
-"""Part 4's tile by default: the best that `gpt.py bench --tune` found on this machine, else DEFAULT.
+"""Part 4's default tile: the best that `gpt.py bench --tune` found on this machine, else DEFAULT.
 
 Results are kept in a JSON file, with a list for each processor, so that machines can share a home directory.
 """
@@ -17,7 +17,7 @@ from attention_ext import processor
 
 # Within 2 % of the best tile in a sweep at N = 1024, d = 32, 64, 128 (gpt.py bench part4 -br ... -bc ...).
 DEFAULT = (192, 256)
-# With fewer, threads wait for the last tile: up to a tile's time in so many.
+# At the end threads wait for the last tile: at most one tile's time in this many.
 TILES_PER_THREAD = 8
 
 
@@ -56,10 +56,10 @@ def tile(
 
 
 def _shared(simd: str, threads: int, queries: int) -> int:
-    """Rows of a tile by which each thread has TILES_PER_THREAD, as far as tiles of a panel allow.
+    """Rows of a tile so that each thread has TILES_PER_THREAD tiles; at least a panel.
 
-    A panel is what the kernel multiplies at a time. A multiple of it cuts the queries into the same strips,
-    so the number of threads changes no bit of the result.
+    A panel is the number of queries that the kernel multiplies at a time. Any multiple of it cuts the queries
+    into the same strips, so the number of threads changes no bit of the result.
     """
     from attention_ext import extension
 

@@ -1,9 +1,9 @@
 """The build cache: where builds are kept, who may write there, and one build at a time.
 
-A build's directory is named by a hash of everything that decides the result. A file lock guards it, which the
-kernel releases when the process ends. A second process prints a notice and waits; if the first is killed, the
-second builds. Only a finished file gets the name that is loaded. Directories that others can write to are
-refused (SECURITY.md).
+A build's directory is named by a hash of everything that decides the result. A file lock guards it; the
+kernel releases the lock when the process ends. A second process prints a notice and waits; if the first is
+killed, the second builds. Only a finished file gets the name that is loaded. Directories that others can
+write to are refused (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def make(made: Path, what: str, write: Callable[[Path], Path]) -> None:
-    """Make the file `made`: write(folder) makes it in a fresh folder, under a lock, and it is then renamed.
+    """Make the file `made`: write(folder) makes it in a fresh folder under a lock; then it is renamed.
 
     Does nothing if the file exists. Raises BuildError if another user could have put it there, or the
     directory cannot be written.

@@ -20,10 +20,10 @@ INSTALL = "pip install cuda-core cuda-bindings nvidia-cuda-nvrtc, or pip install
 
 @dataclass(frozen=True)
 class Resources:
-    """What a thread of a compiled kernel uses, by ptxas's report.
+    """The resources of a compiled kernel, as ptxas reports them.
 
-    registers: of 32 bits. stack, spill_stores, spill_loads: bytes of local memory; spills go there.
-    shared: static bytes for the block. losses: lines in which ptxas warns of a loss of speed.
+    registers: a thread's 32-bit registers. stack, spill_stores, spill_loads: its bytes of local memory.
+    shared: static bytes of a block. losses: ptxas's warnings of lost performance.
     """
 
     registers: int
@@ -124,7 +124,7 @@ def _core() -> Any:
 
 
 def versions() -> tuple[str, ...]:
-    """The versions of what compiles. Raises BuildError if it is missing."""
+    """The versions of cuda-core and NVRTC. Raises BuildError if one is missing."""
     core = _core()
     try:
         from cuda.bindings import nvrtc
@@ -136,6 +136,6 @@ def versions() -> tuple[str, ...]:
 
 
 def _reason(error: Exception) -> str:
-    """The line of an error that says most."""
+    """The line of an error that gives the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if "error" in line), lines[0] if lines else type(error).__name__)

@@ -39,9 +39,9 @@ PROGRAM = (KERNELS, PORTABLE, "tools/alone.cpp")
 class Recipe:
     """A file to compile, and everything that decides its content.
 
-    name: of its directory, before the fingerprint. file: its name there. what: a description for messages.
-    csrc: the source folder; every file in it enters the fingerprint. includes: folders of headers.
-    ispc: the compiler of ISPC_SOURCE, if one is needed. compile: makes the file in a folder, gives its path.
+    name: the directory's name before the fingerprint. file: the file's name. what: a description for
+    messages. csrc: the source folder; every file in it enters the fingerprint. includes: folders of headers.
+    ispc: the compiler of ISPC_SOURCE, if needed. compile: makes the file in a folder and returns its path.
     """
 
     name: str
@@ -132,7 +132,7 @@ def found(csrc: Path, patterns: tuple[str, ...]) -> tuple[Path, ...]:
 
 
 def make_extension(recipe: Recipe, work: Path) -> Path:
-    """Make an extension in `work`. torch's builder also loads it; after its rename it is not loaded twice."""
+    """Make an extension in `work`. torch's builder also loads it; a renamed library is not loaded twice."""
     from torch.utils import cpp_extension  # slow to import, and only a build needs it
 
     objects = [_run_ispc(recipe, recipe.ispc, work)] if recipe.ispc else []

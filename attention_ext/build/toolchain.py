@@ -99,10 +99,10 @@ def flags(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def libraries(command: Sequence[str]) -> tuple[str, ...]:
-    """What a C compiler, such as CXX=gcc, must be told to link: C++'s library.
+    """The C++ library, which a C compiler such as CXX=gcc must be told to link.
 
-    Without it an extension takes the library's functions from whichever module has them, and where two copies
-    are loaded, an error in C++ can end the process.
+    Without it an extension takes the library's functions from any loaded module. Where two copies are loaded,
+    an error in C++ can end the process.
     """
     if not any(_C_COMPILER.fullmatch(os.path.basename(word)) for word in command):
         return ()
