@@ -89,7 +89,8 @@ def odd_vectors(n: int) -> int:
 
 def step5(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
     """The fastest of a sweep on an H200; a row begins with the widest heads that it is for."""
-    names = ("WARPS", "M_TILES", "BC", "CHUNK", "STAGES", "BLOCKS")
+    names: tuple[str, ...] = ("WARPS", "M_TILES", "BC", "CHUNK", "STAGES", "BLOCKS")
+    rows: tuple[tuple, ...]
     if dtype is Dtype.FP32:
         names += ("Q_SPLIT",)
         rows = (
