@@ -6,8 +6,8 @@
 // q (B, H, Nq, d); k, v (B, H, Nk, d): strided, the last dimension contiguous. Exception: flash_decoding.cpp
 // also takes k transposed, for at most part4::FEW queries, either as one matrix (row_stride 1) or as
 // consecutive panels of Bc keys, each (d, Bc) and padded (row_stride d, col_stride Bc). With panels kv may be
-// bf16: then the rows of the panels and of v are Bf16Pairs, v's padded with any numbers. All strides but k's
-// row_stride, d, count words of 32 bits (col_stride of k: Bc / 2). out (B, H, Nq, d), lse (B, H, Nq) or null:
+// bf16: then the rows of the panels and of v are Bf16Pairs, v's padded with any numbers. Strides then count
+// 32-bit words (k's col_stride: Bc / 2), except k's row_stride, d. out (B, H, Nq, d), lse (B, H, Nq) or null:
 // contiguous. causal: query i sees the keys j <= i + (Nk - Nq); Nq <= Nk.
 #pragma once
 
@@ -33,7 +33,7 @@ struct AttentionSizes {
     int64_t Br, Bc;  // part 4's tile, at most Nq and Nk
     int threads;
 
-    // Number of keys that query i sees: they are 0 .. visible(i) - 1.
+    // Query i sees the keys 0 .. visible(i) - 1.
     int64_t visible(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
 };
 
@@ -42,9 +42,9 @@ struct AttentionOf : AttentionSizes {
     MatricesOf<Element> q, k, v;
     Element* out;
     float* lse;
-    CachePrecision kv;  // of k and v
+    CachePrecision kv;  // precision of k and v
 
-    // The matrices of one of the B * H heads.
+    // The matrices of head 0 .. B * H - 1.
     const Element* q_of(int64_t head) const { return q.at(head / H, head % H); }
     const Element* k_of(int64_t head) const { return k.at(head / H, head % H); }
     const Element* v_of(int64_t head) const { return v.at(head / H, head % H); }

@@ -12,7 +12,7 @@
 
 // Floats, initially 0, aligned to a cache line. Large buffers are on huge pages where Linux has them. That
 // saves page walks: 5 % of a step at a context of 2048. It also spreads a buffer evenly over the sets of a
-// cache, so that one of nearly the size of L2 stays there.
+// cache, so that one of nearly L2's size stays in L2.
 class Buffer {
   public:
     Buffer() = default;

@@ -1,4 +1,4 @@
-// The table of the precisions that keys and values can be kept in. Its Python side is CachePrecision in
+// The table of the precisions of cached keys and values. Its Python side is CachePrecision in
 // attention_ext/parts.py.
 #pragma once
 

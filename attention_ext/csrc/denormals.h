@@ -7,8 +7,8 @@
 #include <xmmintrin.h>
 #endif
 
-// While one exists, the arithmetic of this thread takes denormal inputs and results for 0, where the processor
-// can. Weights of far keys are that small, and so are the sums that begin with them.
+// While an instance exists, this thread's arithmetic treats denormal inputs and results as 0, where the
+// processor can. A softmax's small weights can be denormal, and so can sums that begin with them.
 class NoDenormals {
   public:
 #if defined(__SSE__)
@@ -31,12 +31,12 @@ class NoDenormals {
 
   private:
 #if defined(__SSE__)
-    static constexpr unsigned FLUSH_RESULTS = 0x8000, FLUSH_INPUTS = 0x0040;  // of MXCSR
+    static constexpr unsigned FLUSH_RESULTS = 0x8000, FLUSH_INPUTS = 0x0040;  // bits of MXCSR
     unsigned before;
 
     unsigned flushed() const { return before | FLUSH_RESULTS | FLUSH_INPUTS; }
 #elif defined(__aarch64__)
-    static constexpr uint64_t FLUSH = uint64_t{1} << 24;  // of FPCR
+    static constexpr uint64_t FLUSH = uint64_t{1} << 24;  // a bit of FPCR
     uint64_t before;
 
     static uint64_t get() {

@@ -18,10 +18,10 @@ struct AttentionGradient {
     float scale;
     int threads;
 
-    // Number of keys that query i sees: they are 0 .. visible(i) - 1.
+    // Query i sees the keys 0 .. visible(i) - 1.
     int64_t visible(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
 };
 
-// Part 4's, in floats of scratch.
+// Part 4's backward pass; its scratch in floats.
 int64_t flash_backward_scratch(const AttentionGradient&);
 void flash_backward(const AttentionGradient&, float* scratch);

@@ -26,15 +26,15 @@ struct Kernel {
     void (*attention)(const AttentionOf<Element>&, float* scratch);
 };
 
-// takes: whether it is the one for a call. For at most `queries` it also takes K transposed, and then K and V
-// in bf16, as attention.h describes.
+// takes: whether a call is for these functions. For at most `queries` queries they also take K transposed, and
+// then K and V in bf16, as attention.h describes.
 struct FewQueries : Kernel<float> {
     bool (*takes)(const Attention&);
     int64_t queries;
 };
 
 struct Part {
-    const char* name;  // the operator's
+    const char* name;  // the operator's name
     Kernel<float> whole;
     bool tiled;
     FewQueries few;

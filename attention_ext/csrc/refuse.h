@@ -1,4 +1,4 @@
-// How code without Python refuses what it is given.
+// How code without Python rejects an argument.
 #pragma once
 
 #include <stdexcept>

@@ -1,4 +1,4 @@
-// The pool that the kernels share their work over.
+// The thread pool of the kernels.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 #include "denormals.h"
 
 // Runs body(thread) for thread = 0 .. threads - 1, concurrently where the pool allows it. Each program that
-// links the kernels defines it; bindings/operators.cpp does with PyTorch's pool.
+// links the kernels defines it; bindings/operators.cpp uses PyTorch's pool.
 void on_threads(int threads, const std::function<void(int)>& body);
 
 // body(head, item, thread) for each of `heads` heads and each item of 0 .. items - 1. A head's items are handed
@@ -27,7 +27,7 @@ void for_each_item(int64_t heads, int64_t items, int threads, const Body& body) 
     struct alignas(128) Queue {  // two cache lines, which processors fetch together
         std::atomic<int64_t> next{0};
     };
-    const int64_t count = std::min<int64_t>(heads, threads);  // queue q has the heads from heads * q / count on
+    const int64_t count = std::min<int64_t>(heads, threads);  // queue q begins with head heads * q / count
     std::vector<Queue> queues(count);
     const int members = static_cast<int>(std::min<int64_t>(all, threads));
     on_threads(members, [&](int thread) {

@@ -1,5 +1,5 @@
-// The decoder as a Python class. It checks arguments, admits one call at a time, and releases the GIL
-// meanwhile. The only file that knows Python.
+// The decoder as a Python class. It checks arguments, admits one call at a time, and releases the GIL during
+// the call. Only this file includes Python's headers.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

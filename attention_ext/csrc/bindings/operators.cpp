@@ -1,5 +1,5 @@
-// Argument checks and registration with PyTorch, through its stable C interface: these headers compile
-// in seconds, and no C++ ABI is shared with libtorch. The only file that knows torch.
+// Argument checks and registration with PyTorch, through its stable C interface: these headers compile in
+// seconds, and no C++ ABI is shared with libtorch. Only this file and training.cpp include torch headers.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -60,8 +60,8 @@ MatricesOf<Element> matrices(const Tensor& t) {
 template <class Element>
 constexpr bool IS_BF16 = std::is_same_v<Element, Bf16>;
 
-// An empty contiguous tensor, through the C interface: torch::stable::empty looks up its operator by name,
-// which takes a microsecond, and a call for one token takes only a few.
+// An uninitialised contiguous tensor, through the C interface: torch::stable::empty looks up its operator by
+// name, which takes a microsecond, and a call for one token takes only a few.
 template <class Element, size_t n>
 Tensor new_tensor(const int64_t (&size)[n]) {
     const int32_t type = IS_BF16<Element> ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32();
@@ -76,7 +76,8 @@ Tensor new_tensor(const int64_t (&size)[n]) {
     return Tensor(handle);
 }
 
-// The size of the scratch then fits 63 bits. An expanded tensor may have more rows than memory has bytes.
+// Below this limit on Nq * Nk the size of the scratch fits 63 bits. An expanded tensor may have more rows than
+// memory has bytes.
 constexpr int64_t MOST_SCORES = int64_t(1) << 50, MOST_THREADS = 1024;
 
 template <class Element>
@@ -140,8 +141,8 @@ const Part& named(const std::string& part) {
     return *found;
 }
 
-// Part 4 with what its backward pass needs. An operator of its own, because an operator with a gradient is
-// called through Python, which takes longer than a token's attention.
+// Part 4's forward pass with what its backward pass needs. It is a separate operator because PyTorch calls an
+// operator with a gradient through Python, which takes longer than a token's attention.
 std::tuple<Tensor, Tensor> with_gradient(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                                          double scale, int64_t br, int64_t bc) {
     return run_in<float>(named("part4_flash"), q, k, v, causal, scale, true, br, bc);
@@ -153,7 +154,7 @@ void same_shape(const Tensor& t, const char* name, const Tensor& as, const char*
     STD_TORCH_CHECK(same, name, " has shape ", shape(t), "; it must have the shape of ", of, ", ", shape(as));
 }
 
-// Of float32 numbers on the CPU, a number for each query.
+// The data of a checked float32 CPU tensor with one number per query.
 const float* of_rows(const Tensor& t, const char* name, const Tensor& q) {
     STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == ScalarType::Float, name, " must be float32 on the CPU");
     STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == q.size(0) && t.size(1) == q.size(1) && t.size(2) == q.size(2),
@@ -161,7 +162,7 @@ const float* of_rows(const Tensor& t, const char* name, const Tensor& q) {
     return static_cast<const float*>(t.const_data_ptr());
 }
 
-// The gradients of q, k and v from those of out and lse, of which the last may be empty: no gradient.
+// The gradients of q, k and v from those of out and lse; an empty dlse stands for no gradient.
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dout_, const Tensor& dlse_, const Tensor& q_,
                                             const Tensor& k_, const Tensor& v_, const Tensor& out_,
                                             const Tensor& lse_, bool causal, double scale) {
@@ -214,7 +215,7 @@ int64_t scratch(const std::string& part, bool bf16, int64_t B, int64_t H, int64_
     return (bf16 ? scratch_in<Bf16> : scratch_in<float>)(row, B, H, Nq, Nk, d, br, bc, threads);
 }
 
-// How a part computes in bfloat16 here: with AMX for so many queries, or not.
+// Whether part 4 uses AMX for this many bfloat16 queries on this machine.
 bool uses_amx(int64_t Nq) {
     AttentionOf<Bf16> a{};
     a.Nq = Nq;

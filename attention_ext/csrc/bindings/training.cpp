@@ -52,8 +52,8 @@ const int64_t* tokens(const Tensor& t, const std::string& name, int64_t count, i
     return ids;
 }
 
-// Scratch of this size, on huge pages where Linux has them and it is not in use yet: the rows of an activation
-// lie on many pages, and walks to them take 2 % of a step.
+// Scratch of at least this size, on huge pages where Linux has them and the memory is not in use yet: the rows
+// of an activation lie on many pages, and page walks take 2 % of a step.
 float* scratch_of(const Tensor& t, int64_t least) {
     STD_TORCH_CHECK(t.numel() >= least, "scratch has ", t.numel(), " numbers; it must have ", least);
     float* const data = floats(t, "scratch");
@@ -130,7 +130,7 @@ void gradients(const Tensor& ids, const Tensor& targets, const Tensors& paramete
     to[0] = result.loss, to[1] = result.norm;
 }
 
-// rows, cols: of each parameter's matrices for Muon, or 0 for AdamW; rates: their learning rates.
+// rows, cols: the shape of each parameter's matrices for Muon, 0 for AdamW; rates: learning rates.
 std::vector<training::Parameter> parameters_of(const Tensors& values, const Tensors& gradients,
                                                const Tensors& first, const Tensors& second,
                                                const Tensors& averages, const std::vector<int64_t>& rows,
@@ -172,7 +172,7 @@ int64_t update_scratch(const std::vector<int64_t>& rows, const std::vector<int64
     return training::update_scratch(all, settings);
 }
 
-// Counts AdamW's steps, one of which `steps` has for each of its parameters, all equal; returns their number.
+// Increments AdamW's step counters, one per parameter and all equal; returns the new count.
 int64_t counted(const Tensors& steps) {
     int64_t number = 1;
     for (const Tensor& t : steps) {

@@ -1,4 +1,4 @@
-// Part 4 for few queries: a decoder's step, a token that continues a long text.
+// Part 4 for few queries, as in a decoder's step.
 //
 //   for each batch, head, split of the keys, query (or tile of queries), over all threads:
 //       O, l, m <- 0, 0, -inf
@@ -7,15 +7,15 @@
 //       O <- O / l;  lse <- m + log(l)
 //   merge the splits by lse
 //
-// A vector of at most FEW queries would be mostly padding, so the lanes span keys. K may be held transposed, as
-// a cache holds it: its products are then sums over rows of K, a feature a row, without sums across lanes.
+// At most FEW queries would fill a vector mostly with padding, so the lanes span keys. K may be transposed, as
+// in a cache: each of its rows is then a feature, and the scores need no sums across lanes.
 //
-// A few queries have few tiles, so that most threads would idle. Their keys are divided into splits, as if each
-// split were all keys (flash-decoding, Dao et al. 2023). Splits depend on the sizes alone, not on the threads.
+// Few queries make few tiles, and most threads would idle. So the keys are divided into splits, each attended
+// to as if it were all keys (flash-decoding, Dao et al. 2023). Splits depend on the sizes, not on the threads.
 // More than FEW queries go through part4_flash.cpp's tiles in each split.
 //
 // Scratch: threads x (2 d + a block of scores), for bfloat16 another 2 Bc d, or that of a tile; and the splits'
-// results, Nk / SPLIT for each of the few queries.
+// results, Nk / SPLIT per query.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -34,16 +34,16 @@ namespace part4 {
 namespace {
 
 constexpr int64_t BLOCK = 512;  // keys of a query at a time, if Bc is not larger: the scores stay in L1
-// Fewer strips of queries than this may leave threads idle. Then more than MOST_KEYS keys are divided into
-// splits, each long enough that merging costs little, if they are so many times as many as the queries that the
-// splits' results need less memory than K.
+// Fewer strips of queries than MOST_STRIPS may leave threads idle. Then more than MOST_KEYS keys are divided
+// into splits of about SPLIT keys, enough that merging costs little. With LEAST_RATIO times as many keys as
+// queries, the splits' results need less memory than K.
 constexpr int64_t MOST_STRIPS = 64, MOST_KEYS = 2048, SPLIT = 1024, LEAST_RATIO = 8;
-constexpr double MOST_NUMBERS = 0x1p40;  // in the splits' results
+constexpr double MOST_NUMBERS = 0x1p40;  // of the splits' results
 constexpr float LOW = -std::numeric_limits<float>::infinity();
 
-// A head's keys and values for one query, in each of the ways that they are held. block(): keys whose scores
-// are taken together. columns(): floats of a row of V. scores(): S <- Q K^T for the keys j0 .. j0 + n - 1; S
-// has room for whole vectors. add(): O <- O + P V for the same keys.
+// A head's keys and values for one query, a struct for each layout. block(): keys whose scores are computed
+// together. columns(): floats of a row of V. scores(): S <- Q K^T for the keys j0 .. j0 + n - 1; S has room for
+// whole vectors. add(): O <- O + P V for the same keys.
 
 // K and V (Nk, d), as tensors hold them.
 struct Rows {
@@ -67,7 +67,7 @@ struct Transposed : Rows {
     void scores(float* S, const float* Q, int64_t j0, int64_t n) {
         const int64_t ldK = a.k.col_stride;
         if (a.k.row_stride == 1) return simd::multiply({S, 0}, {Q, a.d, 1}, {K + j0, ldK}, 1, n, a.d);
-        for (int64_t j = 0; j < n; j += a.Bc) {  // a panel is padded, and a remainder of a vector is slow
+        for (int64_t j = 0; j < n; j += a.Bc) {  // panels are padded, and partial vectors are slow
             const int64_t some = std::min(a.Bc, round_up(n - j, simd::lanes()));
             simd::multiply({S + j, 0}, {Q, a.d, 1}, {K + (j0 + j) * a.d, ldK}, 1, some, a.d);
         }
@@ -122,7 +122,7 @@ int64_t one_floats(const AttentionSizes& a) {
 int64_t query_floats(const Attention& a) { return one_floats(a); }
 int64_t query_floats(const AttentionOf<Bf16>& a) { return one_floats(a) + Widened::floats(a); }
 
-// Query i of a head, whose result goes to `out` and `lse`.
+// Attention of query i of a head; its result goes to `out` and `lse`.
 template <class Keys, class Element, class Out>
 void attend_one(const AttentionOf<Element>& a, int64_t head, int64_t i, float* scratch, Out* out, float* lse) {
     Keys keys(a, head, scratch + one_floats(a));
@@ -137,7 +137,7 @@ void attend_one(const AttentionOf<Element>& a, int64_t head, int64_t i, float* s
     for (int64_t j0 = 0; j0 < Nk; j0 += block) {
         const int64_t n = std::min(block, Nk - j0), whole = round_up(n, W);
         keys.scores(S, Q, j0, n);
-        for (int64_t r = n; r < whole; r++) S[r] = LOW;  // a remainder of a vector is slow in softmax too
+        for (int64_t r = n; r < whole; r++) S[r] = LOW;  // partial vectors are slow in softmax too
         const float m_new = simd::row_max(S, whole, m);
         if (j0 > 0 && m_new > m) {
             const float correction = simd::exp_or_zero(m - m_new);
@@ -166,8 +166,7 @@ void attend_query(const AttentionOf<Bf16>& a, int64_t head, int64_t i, float* sc
     attend_one<Widened>(a, head, i, scratch, out, lse);
 }
 
-// The splits of a call: all but the last end before the first query's own key, so that every query sees them
-// whole.
+// The splits of a call. All but the last end before the first query's own key, so every query sees them whole.
 struct Splits {
     int64_t count, keys;
     int64_t rows, d;  // of each split's result
@@ -178,7 +177,7 @@ struct Splits {
         if (strips >= MOST_STRIPS) return;
         keys = round_up(SPLIT, a.Bc);
         count = 1 + (a.causal ? a.Nk - a.Nq : a.Nk - 1) / keys;
-        // The results of an expanded tensor's splits might have more numbers than memory.
+        // The results of an expanded tensor's splits might exceed memory.
         const double numbers = static_cast<double>(count) * static_cast<double>(rows) * static_cast<double>(d);
         if (numbers > MOST_NUMBERS) count = 1, keys = a.Nk;
     }
@@ -191,7 +190,7 @@ struct Splits {
     template <class Element>
     AttentionOf<Element> at(const AttentionOf<Element>& a, int64_t s) const {
         AttentionOf<Element> part = a;
-        const int64_t begin = s * keys, words = a.kv == CachePrecision::bf16 ? 2 : 1;  // numbers of K's word
+        const int64_t begin = s * keys, words = a.kv == CachePrecision::bf16 ? 2 : 1;  // numbers in a word of K
         part.k.data += begin * a.k.row_stride / words;
         part.v.data += begin * a.v.row_stride;
         part.Nk = s + 1 < count ? keys : a.Nk - begin;
@@ -240,7 +239,7 @@ int64_t split_scratch(const AttentionOf<Element>& a) {
 template <class Element>
 void split_attention(const AttentionOf<Element>& a, float* scratch) {
     const Splits splits(a);
-    if (a.B * a.H * a.Nq * splits.count == 1) {  // a decoder's step: what follows takes as long as 30 keys
+    if (a.B * a.H * a.Nq * splits.count == 1) {  // a decoder's step: what follows costs as much as 30 keys
         const NoDenormals flushed;
         return attend_query(a, 0, 0, scratch, a.out, a.lse);
     }

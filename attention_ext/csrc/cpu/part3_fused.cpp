@@ -7,9 +7,9 @@
 //
 // Scratch: threads x Nk floats. What it improves: the N x N matrix of scores, written and read three
 // times in part 2, becomes a row that stays in L1, and the rows are independent, so all threads work.
-// What it gives up: K and V are read once per query instead of once per tile of queries, into L1 if they are
-// long. So exp and the product with V take turns, KEYS at a time: a processor that works ahead fetches the next
-// rows of V meanwhile.
+// What it gives up: K and V are read once per query instead of once per tile of queries, from beyond L1 if they
+// are long. So exp and the product with V alternate every KEYS keys: out-of-order execution loads the next rows
+// of V during exp.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -22,7 +22,7 @@
 namespace {
 
 constexpr int64_t QUERIES = 16;  // queries handed to a thread at a time
-constexpr int64_t KEYS = 96;     // scores that exp and the product with V take at a time
+constexpr int64_t KEYS = 96;     // scores per turn of exp and of the product with V
 
 }  // namespace
 

@@ -13,12 +13,12 @@ namespace part4 {
 // A tile of Br queries from i0 on: FlashAttention-2's Algorithm 1, lines 4 to 15, in part4_flash.cpp.
 class Tile {
   public:
-    static int64_t floats(const AttentionSizes&);  // of scratch
+    static int64_t floats(const AttentionSizes&);  // scratch
     Tile(const AttentionSizes&, int64_t i0, float* scratch);
 
     int64_t rows() const { return n; }
-    int64_t keys() const { return a.visible(i0 + n - 1); }  // that any of the queries sees
-    // One more than the last key that attend(j0, ...) reads: a strip's diagonal may go beyond the tile of keys.
+    int64_t keys() const { return a.visible(i0 + n - 1); }  // those that any of its queries sees
+    // The end of the keys that attend(j0, ...) reads: a strip's diagonal may extend beyond the tile of keys.
     int64_t end_of_keys(int64_t j0) const;
 
     // Room for (rows(), d) floats: a tile of Q before load(), O after the last attend().
@@ -39,7 +39,7 @@ class Tile {
     float *Qt, *Ot, *St, *m, *l, *correction;
 };
 
-// A tile of queries of a head from i0 on, whose results go to `out` and `lse` on. Scratch: tile_floats().
+// Attention of a head's tile of queries from i0 on; `out` and `lse` are its rows. Scratch: tile_floats().
 inline int64_t tile_floats(const Attention& a) { return Tile::floats(a); }
 void attend_tile(const Attention&, int64_t head, int64_t i0, float* scratch, float* out, float* lse);
 int64_t tile_floats(const AttentionOf<Bf16>&);

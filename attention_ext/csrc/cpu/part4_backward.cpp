@@ -1,4 +1,4 @@
-// Part 4's backward pass: the tiles of P are computed again from the logsumexp, so that no row of it is stored.
+// Part 4's backward pass: the tiles of P are recomputed from the logsumexp, so no row of P is stored.
 //
 // FlashAttention-2 (Dao 2023, arXiv:2307.08691), Algorithm 2, with its loops exchanged:
 //
@@ -13,12 +13,11 @@
 //           dKj <- dKj + dS^T Qi                                           line 16
 //
 // The lanes span queries in S, P, dP, dS and dQ, which are kept transposed as in part4_flash.cpp, and features
-// in dK and dV, which are read and written where they lie. So P^T and dS^T are the left operands of their
-// products as they are. A step above the diagonal is skipped; the last one of a panel takes the diagonal along.
+// in dK and dV, which are read and written in place. So P^T and dS^T serve as left operands without a copy.
+// Steps above the diagonal are skipped; a panel's last step includes the diagonal.
 //
-// All panels of a head add to its dK and dV. They do it in the order of the panels: a panel takes a step only
-// when the one before it is done with the step's keys. So threads can share a head, and the sums do not depend
-// on their number.
+// All panels of a head add to its dK and dV in order: a panel takes a step only when the panel before it is
+// done with the step's keys. So threads can share a head, and the sums do not depend on their number.
 //
 // Scratch: threads x (3 panel d + 2 strip + 3 panel) floats, whatever N is.
 #include <algorithm>
@@ -36,9 +35,9 @@
 
 namespace {
 
-constexpr int64_t STEP = 64;  // keys of a strip, but for a diagonal
+constexpr int64_t STEP = 64;  // keys of a strip, not counting its diagonal
 
-// One thread's scratch for a panel of R queries. D and dO are multiplied by the scale, so that dS is.
+// One thread's scratch for a panel of R queries. D and dO are multiplied by the scale, and so is dS.
 struct Panel {
     int64_t R, d;
     float *Qt, *dOt, *dQt, *St, *dPt, *lse, *rest, *D;
@@ -82,7 +81,7 @@ void load(const Panel& t, const Queries& i, const float* out, const float* lse, 
     portable::transpose({Ot, R}, {out, d}, i.count, d, 1.0f);
     for (float* each : {t.lse, t.rest, t.D}) std::fill_n(each, R, 0.0f);
     for (int64_t r = 0; r < i.count; r++) {
-        // Divided by what part4_flash.cpp multiplies by, and its rounding kept: P is 2^ of a small difference.
+        // lse in units of log(2), with its rounding error kept: P is 2^ of a small difference.
         const double exact = static_cast<double>(lse[r]) / static_cast<double>(SIMD_LN2);
         t.lse[r] = static_cast<float>(exact);
         t.rest[r] = static_cast<float>(exact - static_cast<double>(t.lse[r]));
@@ -126,7 +125,7 @@ void attend(const Panel& t, const Queries& i, const Keys& j, int64_t keys, int64
     portable::multiply_add({t.dQt, R}, {j.K.data, 1, j.K.ld}, {t.dPt, R}, d, i.padded, keys, first);
 }
 
-// How many keys of each panel of each head are done.
+// The number of finished keys of each panel of each head.
 class Progress {
   public:
     Progress(int64_t heads, int64_t panels) : panels(panels), done(static_cast<size_t>(heads * panels)) {}
@@ -174,7 +173,7 @@ void attend_panel(const AttentionGradient& a, int64_t head, int64_t n, int64_t p
         attend(t, i, rows, keys, first);
         progress.set(head, n, j + keys);
     };
-    // Where the last step begins: with a key that all queries of the panel see.
+    // The last step's first key, which all queries of the panel see.
     const int64_t last = a.causal ? (a.visible(i0) - 1) / STEP * STEP : a.Nk;
     for (int64_t j = 0; j < last; j += STEP) {
         const int64_t keys = std::min(STEP, last - j);

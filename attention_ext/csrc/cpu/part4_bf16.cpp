@@ -1,7 +1,7 @@
 // Part 4, flash, in bfloat16: part4_flash.cpp's tiles, with Q, K, V widened to float a tile at a time.
 //
-// Scratch: that of a tile, and 2 (Bc + STEP + panel) d floats for the keys and values, a thread. AMX has a way
-// of its own, part4_amx.cpp, where the processor has it. Few queries: flash_decoding.cpp.
+// Scratch of a thread: that of a tile, and 2 (Bc + STEP + panel) d floats for the keys and values. On a
+// processor with AMX: part4_amx.cpp. Few queries: flash_decoding.cpp.
 #include <algorithm>
 
 #include "cpu/part4.h"
@@ -20,7 +20,7 @@ simd::ConstMatrix widened_rows(const MatricesOf<Bf16>& X, const Bf16* of_head, i
     return {room, d};
 }
 
-// Tiles of K and V are copied, so they are smaller than those of an expanded tensor might be.
+// Tiles of K and V are copied, so their size is bounded: an expanded tensor's could exceed memory.
 AttentionOf<Bf16> with_bounded_tiles(AttentionOf<Bf16> a) {
     constexpr int64_t MOST_KEYS_COPIED = 1024;
     a.Bc = std::min(a.Bc, MOST_KEYS_COPIED);

@@ -1,4 +1,4 @@
-// Part 4, flash: Br x Bc tiles with an online softmax, so that no row of scores is ever whole.
+// Part 4, flash: Br x Bc tiles with an online softmax, so no whole row of scores is stored.
 //
 // FlashAttention-2 (Dao 2023, arXiv:2307.08691), Algorithm 1; the line numbers below are its own.
 //
@@ -12,12 +12,11 @@
 // The lanes span queries: Qi, S, P and O are held transposed. So K and V are read in place, one number
 // broadcast to all lanes, and the softmax runs down the columns, without sums across lanes.
 //
-// A tile is computed in strips of a panel of queries and STEP keys, whose scores stay in the nearest caches.
-// Under a causal mask the last step of a strip includes its diagonal, so that it may end beyond the tile of
-// keys.
+// A tile is computed in strips of a panel of queries and STEP keys, whose scores stay in L1 and L2. Under a
+// causal mask the last step of a strip includes its diagonal, so it may end beyond the tile of keys.
 //
 // Scratch: threads x (2 Br d + strip + 3 Br) floats, whatever N is. What it improves: part 3 reads K and V once
-// per query, this once per Br queries, and the scores that part 2 keeps in memory never leave the cache.
+// per query, part 4 once per Br queries, and the scores that part 2 keeps in memory stay in cache.
 //
 // Beside it: flash_decoding.cpp for few queries, part4_bf16.cpp, part4_amx.cpp, part4_backward.cpp.
 #include <algorithm>
@@ -58,8 +57,8 @@ void attend_tile(const Attention& a, int64_t head, int64_t i0, float* scratch, f
     tile.store(out, lse);                                           // lines 12 to 15
 }
 
-// A row of queries is an odd number of cache lines long: the rows of a strip would share few sets of L1 if it
-// were a power of two, which costs 2 to 4 % at Br = 256.
+// The row stride is an odd number of cache lines. With a power of two, the rows of a strip would share few sets
+// of L1, which costs 2 to 4 % at Br = 256.
 static int64_t row_of(int64_t Br) {
     constexpr int64_t LINE_FLOATS = 16;  // at least the lanes
     return round_up(Br, LINE_FLOATS) | LINE_FLOATS;

@@ -1,4 +1,4 @@
-// Sizes that kernels are compiled with and that those who count a kernel's costs need too.
+// Compile-time sizes of the kernels, shared with the code that counts their costs.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +9,6 @@ constexpr int64_t DEPTH = 64;  // features of K transposed at a time: 24 KB
 }  // namespace part2
 
 namespace part4 {
-constexpr int64_t FEW = 3;     // up to so many queries are taken one at a time, with lanes that span keys
-constexpr int64_t STEP = 128;  // keys of a strip, but for a diagonal
+constexpr int64_t FEW = 3;     // at most this many queries are taken one at a time, with lanes that span keys
+constexpr int64_t STEP = 128;  // keys of a strip, not counting its diagonal
 }  // namespace part4

@@ -7,15 +7,16 @@
 
 namespace {
 
-// Of a page. Prefetching each line of V instead costs 10 % of a step of 32 texts at 150 tokens (AMD Zen 5).
+// Words of a page. Prefetching each line of V instead costs 10 % of a step of 32 texts at 150 tokens (AMD Zen
+// 5).
 constexpr int64_t PREFETCH_WORDS = 1024;
 
-// Where column c of a row of portable::Bf16Pairs is, in halves of its words: the lower half comes first.
+// The position of column c in a row of portable::Bf16Pairs, in half words, lower halves first.
 int64_t half_of(int64_t c, int64_t lanes) {
     return c / (2 * lanes) * 2 * lanes + c % lanes * 2 + c / lanes % 2;
 }
 
-// halves (n) <- x, rounded. Compiled to vectors.
+// halves (n) <- x, rounded. The compiler vectorises the loop.
 void round_all(uint32_t* __restrict halves, const float* __restrict x, int64_t n) {
     for (int64_t i = 0; i < n; i++) halves[i] = rounded(x[i]).bits;
 }
@@ -30,7 +31,7 @@ void scatter(char* to, int64_t stride, const uint32_t* halves, int64_t n) {
 
 constexpr int64_t CHUNK = 64;  // numbers rounded at a time, at least 2 lanes()
 
-// A row of pairs <- x (n), rounded; what pads the row stays.
+// A row of pairs <- x (n), rounded; the padding is not written.
 void to_pairs(float* row, const float* x, int64_t n) {
     const int64_t lanes = portable::lanes();
     uint32_t halves[CHUNK];

@@ -9,17 +9,16 @@
 #include "simd/portable.h"
 
 struct CacheShape {
-    static constexpr int64_t LINE_WORDS = 16;  // of a cache line
+    static constexpr int64_t LINE_WORDS = 16;  // words of a cache line
 
     int64_t layers, heads, d, capacity;  // capacity: in tokens
-    bool transposed;                     // K is
+    bool transposed;                     // whether K is
     int64_t panel;                       // keys of a transposed panel of K; with bf16 a multiple of 2 lanes()
     CachePrecision precision;
 
     bool pairs() const { return precision == CachePrecision::bf16; }
 
-    // Words of 32 bits: of a row of V, or of K that is not transposed; of a transposed panel of K, which has d
-    // rows.
+    // 32-bit words of a row of V or of untransposed K, and of a transposed panel of K, which has d rows.
     int64_t row_words() const { return pairs() ? round_up(d, 2 * portable::lanes()) / 2 : d; }
     int64_t panel_words() const { return panel / (pairs() ? 2 : 1) * d; }
 
@@ -27,19 +26,19 @@ struct CacheShape {
         return transposed ? (keys + panel - 1) / panel * panel_words() : keys * row_words();
     }
     int64_t V_words(int64_t keys) const { return keys * row_words(); }
-    // Of a head, K and V each from a cache line on.
+    // Words of a head; K and V each begin on a cache line.
     int64_t head_words(int64_t keys) const {
         return round_up(K_words(keys), LINE_WORDS) + round_up(V_words(keys), LINE_WORDS);
     }
     int64_t words() const { return layers * heads * head_words(capacity); }
 };
 
-// K and V for each layer and head: V is (capacity, d). K is too, or is held in transposed panels, each (d,
-// panel), where the part takes it so. In bf16 the rows of all of these are portable::Bf16Pairs.
+// K and V of each layer and head. V is (capacity, d). K is too, or is in transposed panels, each (d, panel), if
+// the part takes them. In bf16 all these rows are portable::Bf16Pairs.
 class Cache {
   public:
     Cache() = default;
-    // memory: CacheShape::words() floats, 0 at first.
+    // memory: CacheShape::words() floats, initially 0.
     Cache(const CacheShape&, float* memory);
 
     float* K(int64_t layer, int64_t head) const { return memory + at(layer, head); }
@@ -47,8 +46,8 @@ class Cache {
 
     int64_t row_words() const { return shape.row_words(); }
 
-    // Writes rows of k, each with its v behind it, ldK apart, to the positions from `position` on. Inlined into
-    // a step, which calls it for each head and token.
+    // Writes rows of k, each followed by its v, ldK apart, to the positions from `position` on. Inlined into a
+    // step, which calls it for each head and token.
     void append(int64_t layer, int64_t head, int64_t position, const float* k, int64_t ldK,
                 int64_t rows) const {
         if (shape.pairs()) return append_pairs(layer, head, position, k, ldK, rows);
@@ -68,7 +67,7 @@ class Cache {
         }
     }
 
-    // Rounds rows of k, each with its v behind it, as append() does.
+    // Rounds rows of k, each followed by its v, as append() does.
     void round(float* k, int64_t ldK, int64_t rows) const;
 
     // K and V (length, d) <- a head's first `length` positions, where K is in pairs and not transposed.
@@ -77,8 +76,8 @@ class Cache {
     // Copies the first `length` positions of another cache of this shape.
     void copy(const Cache& other, int64_t length) const;
 
-    // Fetches the first line of each page of a head's first `length` positions into the L2 cache. The processor
-    // fetches ahead by itself, but only inside a page.
+    // Fetches the first line of each page of a head's first `length` positions into L2. The hardware prefetcher
+    // stops at the end of a page.
     void prefetch(int64_t layer, int64_t head, int64_t length) const;
 
   private:

@@ -15,8 +15,8 @@
 
 namespace {
 
-constexpr int64_t MAX_PANEL_KEYS = 128;  // of a transposed panel of the cache
-// From so many texts for each thread on, threads do best with texts of their own (Zen 5 and Intel Xeon).
+constexpr int64_t MAX_PANEL_KEYS = 128;  // in a transposed panel of the cache
+// From this many texts per thread on, threads are fastest with separate texts (Zen 5 and Intel Xeon).
 constexpr int64_t LEAST_APART = 2;
 
 }  // namespace
@@ -103,7 +103,7 @@ std::vector<int64_t> Decoder::State::groups(const std::vector<int64_t>& which) c
     const int64_t rows = portable::rows(), size = group_size(traffic, share, rows);
     const int64_t turns = (share + size - 1) / size;  // groups of each thread
     const int64_t parts = std::min(all, turns * threads);
-    // Whole register blocks where all threads get as many.
+    // Whole register blocks if all threads then get equally many.
     const int64_t unit = size % rows || all % (rows * threads) ? 1 : rows, units = all / unit;
     std::vector<int64_t> starts;
     for (int64_t g = 0; g <= parts; g++) starts.push_back(units * g / parts * unit);
@@ -150,7 +150,7 @@ std::vector<std::vector<int64_t>> Decoder::write(const std::vector<int64_t>& slo
     const int64_t all = static_cast<int64_t>(slots.size()), most = static_cast<int64_t>(uniforms.size());
     std::vector<std::vector<int64_t>> rows;
     if (most > 1 && all >= LEAST_APART * state->threads) {
-        // How many rows fit is known from the rows before; the first one is tried alone.
+        // Earlier rows tell how many more fit; the first one is tried alone.
         const int64_t limit = std::min(most, room);
         int64_t fit = 1;
         if (state->group_seconds == 0) state->write_groups(slots, uniforms, fit, rows);

@@ -1,8 +1,8 @@
 // The native decoder: nanoGPT's model with its own packed weights and caches, over the SIMD helpers and a
 // chosen part. No torch and no Python here.
 //
-// Threads are a team of the decoder's own, not PyTorch's pool; team.h says why. A text is the same alone, in a
-// batch, and over any number of threads.
+// The decoder has its own team of threads instead of PyTorch's pool; team.h says why. A text is the same alone,
+// in a batch, and over any number of threads.
 #pragma once
 
 #include <cstdint>
@@ -27,32 +27,30 @@ using Tensors = std::function<const float*(const std::string& name, int64_t floa
 
 class Decoder {
   public:
-    // precision: of the matrices. kv: of the cache. br, bc: a tiled part's tile. slots: the number of texts
-    // that it can hold, of up to `capacity` tokens each. cache_bytes: of the processor's last cache.
+    // precision: the matrices'. kv: the cache's. br, bc: a tiled part's tile. slots: the number of texts that
+    // it can hold, of up to `capacity` tokens each. cache_bytes: the size of the processor's last-level cache.
     Decoder(const ModelShape&, const Tensors&, Precision precision, CachePrecision kv, const Part& part,
             int64_t br, int64_t bc, int64_t slots, int64_t capacity, int threads, int64_t cache_bytes);
     ~Decoder();
 
     // Replaces a slot's text by these tokens, 1 to capacity of them, and computes the logits after the last.
-    // `continues`: the text goes on, and the penalties still count its earlier tokens. top: of the
-    // log-probabilities of ids[1:], which take_logprobs() gives; -1 computes none, and leaves out what only
-    // they need.
+    // `continues`: the text goes on, and the penalties still count its earlier tokens. top: alternatives in the
+    // log-probabilities of ids[1:], which take_logprobs() returns; -1 skips them and their work.
     void prefill(int64_t slot, const std::vector<int64_t>& ids, bool continues, int64_t top = -1);
 
-    // The same in slices of time, with the same result to the bit. Until the end the slot holds no text.
-    // prefill_some() stops between pieces, those of several threads between stages, when `seconds` are over,
-    // and returns whether all is read. prefill_drop() gives up and frees the memory.
+    // The same in slices of time, with the same bits. The slot holds no text until the prompt is read.
+    // prefill_some() stops when `seconds` are over, between pieces, or between stages with several threads; it
+    // returns whether the prompt is read. prefill_drop() abandons the prompt and frees its memory.
     void prefill_begin(int64_t slot, const std::vector<int64_t>& ids, bool continues, int64_t top = -1);
     bool prefill_some(int64_t slot, double seconds);
     void prefill_drop(int64_t slot);
     bool reading(int64_t slot) const;  // whether a prompt is begun and not read
 
-    // A token for each slot from each row of uniforms, in turn; returns the rows of tokens. The slots are
-    // different, prefilled and not full; uniforms[i] has a number in [0, 1) for each. Stops early, but not
-    // before the first row, when a slot is full or `patience` seconds are over. With several rows, groups of
-    // slots go through all of them in turn, so that a group's caches stay near the processor. The patience is
-    // then that of each group, of which a thread may take several; how many rows fit is estimated from the rows
-    // before.
+    // Chooses a token for each slot from each row of uniforms; returns the rows of tokens. The slots are
+    // distinct, prefilled and not full; uniforms[i] has a number in [0, 1) for each. Stops early, but not
+    // before the first row, when a slot is full or `patience` seconds are over. With several rows, each group
+    // of slots goes through all rows before the next group, so that its K and V stay in cache. The patience
+    // then holds for each group, of which a thread may take several; earlier rows tell how many more fit.
     std::vector<std::vector<int64_t>> write(const std::vector<int64_t>& slots,
                                             const std::vector<std::vector<double>>& uniforms, double patience);
 
@@ -66,8 +64,8 @@ class Decoder {
     const std::vector<float>& logits(int64_t slot) const;  // after the last token read, (vocab_size)
     void set_sampling(int64_t slot, const Sampling&);
 
-    // Whether the log-probabilities of tokens chosen from now on are kept: `top` alternatives for each, none if
-    // -1. Forgets those that were not taken.
+    // Keeps the log-probabilities of tokens chosen from now on, with `top` alternatives each, or none if -1.
+    // Drops those that were not taken.
     void set_logprobs(int64_t slot, int64_t top);
     std::vector<TokenLogprob> take_logprobs(int64_t slot);  // in the order of the tokens, since the last call
 

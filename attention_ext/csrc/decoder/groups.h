@@ -1,8 +1,7 @@
-// How many texts go through a step together, by what the caches hold.
+// The number of texts that go through a step together, by a model of the last-level cache.
 //
 // A step of a group reads all weights once, and each text's K and V once. So a larger group reads fewer bytes
-// for a text. But the next step reads the same bytes again, and a larger group leaves fewer of them in the
-// cache.
+// per text. But the next step reads the same bytes again, and a larger group leaves fewer of them in the cache.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +14,8 @@ struct Traffic {
     double cache_bytes;  // of the processor's last cache
     int64_t threads;     // each has a group
 
-    // Time for a text in a group of `texts`, in bytes from the cache. What is read again and again takes the
-    // cache's place by chance, so the share that is found there is that which fits.
+    // Time per text in a group of `texts`, in units of a byte read from the cache. Repeated reads replace each
+    // other at random, so the hit rate is the share that fits.
     double cost(int64_t texts) const {
         const double again = weights + static_cast<double>(threads * texts) * text;
         const double missed = 1 - std::min(1.0, USABLE * cache_bytes / again);
@@ -30,8 +29,8 @@ struct Traffic {
     static constexpr double MEMORY_COST = 2.3;  // of a byte from memory, in bytes from the cache
 };
 
-// The best size for a thread that has so many texts. rows: of the products' register blocks, which are filled
-// by a multiple of as many texts.
+// The best size for a thread with this many texts. rows: the rows of the products' register blocks, which a
+// multiple of them fills.
 inline int64_t group_size(const Traffic& traffic, int64_t texts, int64_t rows) {
     int64_t best = texts;
     for (int64_t size = 1; size < texts; size += std::min(size, rows)) {

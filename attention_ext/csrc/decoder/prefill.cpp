@@ -14,7 +14,7 @@ void Decoder::State::begin_prompt(Slot& slot, const std::vector<int64_t>& ids, i
     slot.prompt.reset();
     const int64_t T = static_cast<int64_t>(ids.size()), C = shape.n_embd;
     const int64_t chunk = std::min(br, T);
-    // The last chunk may be of few queries, for which a part that takes K transposed has another algorithm.
+    // The last chunk may have few queries, for which a part that takes K transposed has another algorithm.
     const int64_t few = std::clamp<int64_t>(part.few.queries, 1, T);
     const int64_t most = std::max(part.scratch(attention(1, chunk, T)), part.scratch(attention(1, few, T)));
     auto made = std::make_unique<Prompt>();
@@ -55,11 +55,11 @@ bool Decoder::State::read_prompt(Slot& slot, double seconds) {
             if (++prompt.piece == stages.pieces(prompt.stage, H)) prompt.stage++, prompt.piece = 0;
         } while (prompt.stage < count && !is_over());
     } else {
-        // A turn goes on to its end. So it has one stage, unless all may be read at once.
+        // A turn cannot be interrupted, so it has one stage unless all may be read at once.
         const bool at_once = seconds == std::numeric_limits<double>::infinity();
         do {
             const int64_t begin = prompt.stage, end = at_once ? count : begin + 1;
-            // Only pieces may read the prompt, because it is gone when a late member comes.
+            // Only pieces may read the prompt: it may be freed before a late member comes.
             team->take_turn(threads, [this, &slot, stages, begin, end](Team::Member& member) {
                 const NoDenormals flushed;
                 Recorded pieces{trace, member};
@@ -118,7 +118,7 @@ void Decoder::State::prompt_qkv(Slot& slot, int64_t layer, int64_t i, int64_t th
         trace.timed("QKV", thread, [&] { w.qkv.set({Q, ldQ}, operand, rows, h, first); });
         trace.timed("attention", thread, [&] {
             float* k = Q + h * w.qkv.width() + d;
-            slot.cache.round(k, ldQ, rows);  // the prompt attends to what steps will
+            slot.cache.round(k, ldQ, rows);  // the prompt attends to the same K and V as steps
             slot.cache.append(layer, h, t0, k, ldQ, rows);
         });
     }

@@ -1,8 +1,8 @@
 // A prompt in the middle of being read.
 //
 // Each layer has three stages: q, k and v of all tokens, attention, and the rest. A stage's pieces do not
-// depend on each other, so the reading can rest after any piece. If log-probabilities are asked for, a last
-// stage computes them.
+// depend on each other, so reading can pause after any piece. If log-probabilities are asked for, a last stage
+// computes them.
 #pragma once
 
 #include <algorithm>
@@ -37,8 +37,8 @@ struct PromptStages {
     // The first token whose output of a layer is needed.
     int64_t from(int64_t layer) const { return is_last(layer) && !scored ? T - 1 : 0; }
 
-    // The tokens of the i-th attention of a head, those that see most first. In the last layer the last token
-    // attends alone, whether or not the others are computed too: that changes no bit of its output.
+    // The tokens of the i-th attention of a head; those that see most keys come first. In the last layer the
+    // last token always attends alone, so computing the others changes no bit of its output.
     Rows queries(int64_t layer, int64_t i) const {
         const bool last = is_last(layer);
         if (last && i == 0) return {T - 1, 1};
@@ -55,7 +55,7 @@ struct PromptStages {
 struct Prompt {
     PromptStages stages;
     std::vector<int64_t> ids;
-    int64_t top;           // of each token's log-probability; -1: none are computed
+    int64_t top;           // alternatives in each log-probability; -1: none are computed
     int64_t stage, piece;  // the next ones
     int64_t row_floats, scratch_floats;
     Buffer X, Q, A;                      // (T, ldX), (T, q k v of each head), (H, T, d)

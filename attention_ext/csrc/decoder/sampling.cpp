@@ -10,7 +10,7 @@
 
 int64_t sample(const float* logits, const Occurrences& text, double uniform, const Sampling& s) {
     const size_t n = text.seen.size();
-#if defined(__wasm__)  // no threads, and nothing that would destroy what is theirs
+#if defined(__wasm__)  // no threads, and nothing runs a thread_local's destructor
     static std::vector<double> weight, sorted;
 #else
     thread_local std::vector<double> weight, sorted;
@@ -58,7 +58,7 @@ int64_t sample(const float* logits, const Occurrences& text, double uniform, con
     double point = uniform * total;
     int64_t chosen = 0;
     for (size_t i = 0; i < n; i++) {
-        if (weight[i] > 0) chosen = static_cast<int64_t>(i);  // the last one, should rounding leave a rest
+        if (weight[i] > 0) chosen = static_cast<int64_t>(i);  // the last one if rounding leaves a remainder
         if ((point -= weight[i]) < 0) break;
     }
     return chosen;

@@ -14,7 +14,7 @@ struct Sampling {
     std::vector<std::pair<int64_t, double>> logit_bias{};  // (token, what is added to its logit)
 };
 
-// What a text holds, an element for each token of the vocabulary.
+// The occurrences of each token of the vocabulary in a text.
 struct Occurrences {
     std::vector<char> seen;        // not 0 where the token has occurred, the prompt included
     std::vector<int32_t> written;  // how often it has occurred since the prompt
@@ -24,13 +24,12 @@ struct Occurrences {
 // std::invalid_argument for logits with NaN or an infinite maximum.
 int64_t sample(const float* logits, const Occurrences&, double uniform, const Sampling&);
 
-// The logarithm of a token's probability, and those of the likeliest tokens, from the highest to the lowest;
-// equal ones in the order of their numbers.
+// A token's log-probability, and those of the likeliest tokens in descending order, ties by number.
 struct TokenLogprob {
     int64_t token;
     double logprob;
     std::vector<std::pair<int64_t, double>> top;
 };
 
-// The softmax of logits (vocab_size) is in float64. top: the number of the likeliest tokens to give.
+// The softmax of logits (vocab_size) is in float64. top: the number of likeliest tokens to return.
 TokenLogprob token_logprob(const float* logits, int64_t vocab_size, int64_t token, int64_t top);

@@ -20,8 +20,8 @@ struct Slot {
     std::vector<float> logits;
     Occurrences text;
     Sampling sampling;
-    std::unique_ptr<Prompt> prompt;      // that is being read
-    int64_t top = -1;                    // of each chosen token's log-probability; -1: none are kept
+    std::unique_ptr<Prompt> prompt;      // the one being read
+    int64_t top = -1;                    // alternatives in each log-probability; -1: none are kept
     std::vector<TokenLogprob> logprobs;  // not taken yet
 };
 
@@ -32,17 +32,17 @@ struct Decoder::State {
     int64_t cache_bytes;
     int64_t d, br, bc, capacity, panel;  // panel: keys of a transposed panel of the cache
     CacheShape cache_shape;
-    float scale;  // of attention
+    float scale;  // attention's
     int threads;
     Weights weights;
-    Weights shares;                          // the matrices again, in panels for a team of `shared_by`
+    Weights shares;                          // a copy of the matrices in panels for a team of `shared_by`
     int shared_by = 1;                       // `shares` is empty if 1
     Pace::Clock::time_point packed_until{};  // not packed again before
     Buffer caches;
     std::vector<Slot> slots;
 
-    // Activations of a step, a row for each slot that takes part. Each thread has its own `normed`, `operands`
-    // (rows as the products take them) and `scratch`.
+    // Activations of a step, a row for each of its slots. Each thread has its own `normed`, `operands` (rows in
+    // the products' format) and `scratch`.
     int64_t ldX, ldQ, ldH, ldL, ldO;  // row strides of x, qkv, hidden, logits, operands
     Buffer x, qkv, attended, hidden, logits, normed, operands, scratch;
     int64_t scratch_floats, widened_floats;  // widened: K and V of a head, for a part that takes only fp32
@@ -50,7 +50,7 @@ struct Decoder::State {
     Trace trace;
     Pace pace;
     std::array<TeamSize, 32> sizes;            // by the binary logarithm of the rows
-    double group_seconds = 0;                  // of a row of a group, when groups last wrote
+    double group_seconds = 0;                  // per row of a group, in the last write_groups()
     std::unique_ptr<Team, Team::Delete> team;  // the last member: its threads read the others
 
     State(const ModelShape&, const Tensors&, Precision, CachePrecision, const Part&, int64_t br, int64_t bc,
@@ -71,11 +71,11 @@ struct Decoder::State {
     // to (n_embd) <- wte[token] + wpe[position]
     void embed(float* to, int64_t token, int64_t position) const;
 
-    // Prepares the reading of ids. top: of their log-probabilities; -1 computes none.
+    // Prepares to read ids. top: as in prefill().
     void begin_prompt(Slot& slot, const std::vector<int64_t>& ids, int64_t top);
 
-    // Goes on with it, for at least a piece, until `seconds` are over. Returns whether the logits after the
-    // last token are computed. K and V are then in the cache.
+    // Reads on for at least one piece, until `seconds` are over. Returns whether the logits after the last
+    // token are computed. K and V are then in the cache.
     bool read_prompt(Slot& slot, double seconds);
 
     // Reads the pending tokens of these slots, with the help of the team.
@@ -108,14 +108,14 @@ struct Decoder::State {
     void pack_for(int members);
     void write_group(const std::vector<int64_t>& which, int64_t from, int64_t to, int64_t thread,
                      const double* uniforms, int64_t* tokens);
-    // Where each group of these slots begins, and where the last one ends.
+    // The start of each group of these slots, and the end of the last one.
     std::vector<int64_t> groups(const std::vector<int64_t>& which) const;
     int64_t choose(int64_t slot, double uniform);
     void attend(const Slot& slot, int64_t layer, int64_t head, const float* q, float* to, int64_t thread) const;
 };
 
-// A member of the team. The caller's waiting at the end of a stage is traced too. A helper's may outlast the
-// call, so it is not traced: it is the gaps between the helper's spans.
+// A member of the team that records its waiting. The caller's wait at the end of a stage is a span. A helper's
+// may outlast the call, so it appears only as gaps between its spans.
 struct Recorded {
     Trace& trace;
     Team::Member& member;

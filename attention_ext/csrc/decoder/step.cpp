@@ -7,15 +7,15 @@
 //       x <- x + gelu(LN(x) Wfc^T) Wout^T
 //   logits <- LN(x) wte^T
 //
-// Threads: texts of a large batch are divided between them. A single text, or a few, go in stages, each of
-// which the threads share by heads and panels. Results do not depend on the number of texts or threads.
+// Threads: the texts of a large batch are divided between them. Few texts go in stages, each of which the
+// threads share by heads and panels. Results do not depend on the number of texts or threads.
 #include <algorithm>
 
 #include "decoder/state.h"
 #include "denormals.h"
 
-constexpr int64_t LINE_FLOATS = 16;             // of a cache line
-constexpr int RARELY = 200;                     // 0.5 % of the time goes into packing for another team
+constexpr int64_t LINE_FLOATS = 16;             // floats of a cache line
+constexpr int RARELY = 200;                     // at most 0.5 % of the time is spent packing for another team
 constexpr double MOST_PACKED_TWICE = 64 << 20;  // bytes of the matrices
 
 // One head of one text: q attends to the cache, whose last token is at slot.length.
@@ -59,12 +59,12 @@ void Decoder::State::step(const Weights& model, const int64_t* which, int64_t ro
             body(i % panels, rows * block / blocks, rows * (block + 1) / blocks);
         });
     };
-    // Another thread has just written most of what a piece reads: all of it is fetched at once.
+    // Another thread has just written most of a piece's input, so all of it is prefetched at once.
     const auto fetch = [&](const float* from, int64_t stride, int64_t floats, int64_t begin, int64_t end) {
         for (int64_t r = begin; pieces.members() > 1 && r < end; r++)
             for (int64_t i = 0; i < floats; i += LINE_FLOATS) __builtin_prefetch(from + r * stride + i);
     };
-    // What the products of a stage take. Each thread makes it for itself, when it gets the first piece.
+    // The left operand of a stage's products. Each thread makes its own with its first piece.
     simd::ConstMatrix operand{};
     int64_t made_for = -1, made_from = 0;
     const auto once = [&](int64_t stage, int64_t begin, const auto& make) {
@@ -89,7 +89,7 @@ void Decoder::State::step(const Weights& model, const int64_t* which, int64_t ro
             trace.timed("QKV", thread, [&] { w.qkv.set({Q + begin * ldQ, ldQ}, operand, end - begin, h); });
             trace.timed("attention", thread, [&] {
                 const float* q = Q + h * w.qkv.width();
-                // All before the first attends: a vector that holds a number just written waits for it.
+                // All are appended before the first attends: a vector load stalls on a number just stored.
                 for (int64_t r = begin; r < end; r++) {
                     const Slot& slot = slots[which[r]];
                     slot.cache.append(l, h, slot.length, q + r * ldQ + d, 0, 1);
@@ -188,7 +188,7 @@ void Decoder::State::advance(const std::vector<int64_t>& which) {
     while (rows >> (logarithm + 1)) logarithm++;
     TeamSize& size = sizes[logarithm];
     int members = size.next(Pace::Clock::now());
-    // Panels for another team are only slower.
+    // Panels packed for another team are correct, only slower.
     if (size.on_trial() || Pace::Clock::now() >= packed_until) pack_for(members);
     const auto start = Pace::Clock::now();
     if (!pace.together(rows, start)) members = 1;
@@ -199,7 +199,7 @@ void Decoder::State::advance(const std::vector<int64_t>& which) {
     finish_rows(which.data(), rows, 0);
 }
 
-// The slots from .. to - 1 of `which`: a token for each.
+// A token for each of the slots from .. to - 1 of `which`.
 void Decoder::State::write_group(const std::vector<int64_t>& which, int64_t from, int64_t to, int64_t thread,
                                  const double* uniforms, int64_t* tokens) {
     std::vector<int64_t> behind;

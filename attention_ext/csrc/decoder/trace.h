@@ -36,7 +36,7 @@ class Trace {
         return all;
     }
 
-    // body(), with a span if recording. Helper threads call it only inside of a piece: the caller reads the
+    // Runs body(), with a span if recording. Helper threads call it only inside a piece: the caller reads the
     // spans when all pieces are done.
     template <class Body>
     void timed(const char* kind, int64_t thread, const Body& body) {
@@ -45,7 +45,7 @@ class Trace {
         if (recording) tracks[thread].spans.push_back({kind, static_cast<int>(thread), begin, now()});
     }
 
-    // body(), with a span of what the caller waited for the others: from the end of its last piece to the end
+    // Runs body(), with a span of the caller's wait for the others: from the end of its last piece to the end
     // of body.
     template <class Body>
     void timed_waiting(const Body& body) {

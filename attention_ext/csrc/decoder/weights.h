@@ -34,11 +34,11 @@ struct Weights {
     Weights() = default;
     Weights(const ModelShape&, const Tensors&, Precision);
 
-    // The floats from one row of y to the next, for y <- x W^T + b over any number of members.
+    // The row stride of y, for y <- x W^T + b over any number of members.
     static int64_t row_stride(const Linear& w);
 
-    // The layers and the head alone, for a step that `members` share: a matrix has a panel for each where it is
-    // large enough, and what a member reads lies together.
+    // Only the layers and the head, for a step that `members` share: a large enough matrix has a panel for each
+    // member, and each member's panels are contiguous.
     Weights shared_by(int members) const;
 
   private:

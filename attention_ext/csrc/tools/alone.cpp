@@ -22,7 +22,7 @@ void on_threads(int threads, const std::function<void(int)>& body) {
 
 namespace {
 
-constexpr int64_t LINE_BYTES = 64;  // of a cache line, and the alignment that PyTorch gives its tensors
+constexpr int64_t LINE_BYTES = 64;  // a cache line, and the alignment of PyTorch's tensors
 
 // An argument between least and most; ends the program otherwise.
 int64_t number(const char* name, const char* text, int64_t least, int64_t most) {
@@ -48,7 +48,7 @@ float* zeros(int64_t n) {
     return p;
 }
 
-// n numbers from -1 to 1, another sequence for each seed.
+// n numbers from -1 to 1, determined by the seed.
 float* noise(int64_t n, uint32_t seed) {
     float* p = zeros(n);
     for (int64_t i = 0; i < n; i++) {

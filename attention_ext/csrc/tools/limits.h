@@ -6,7 +6,7 @@
 // The FMA peak of one thread, in floating-point operations per second.
 double fma_peak(double seconds);
 
-// The same of AMX's products in bfloat16; 0 where there is no AMX.
+// The same for AMX's products in bfloat16; 0 without AMX.
 double amx_peak(double seconds);
 
 // Seconds of a multiply-add that depends on the one before it.

@@ -1,4 +1,4 @@
-// Where a step keeps what it needs again, in one piece of scratch.
+// The activations that a step keeps for its backward pass, in one piece of scratch.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@ class Space {
     int64_t used = 0;
 };
 
-// Of a layer, for its backward pass, with rows of all tokens. `normal` is a norm's result without its weight,
+// A layer's activations for its backward pass, a row per token. `normal` is a norm's result without its weight,
 // `factor` that of normalize(). out and lse are the attention's, head by head; joined has out's heads in a row.
 struct LayerActivations {
     simd::Matrix normal_1, qkv, joined, normal_2, h;
@@ -46,9 +46,9 @@ struct LayerActivations {
     }
 };
 
-// Of all layers, one after the other: x is the residual stream, dx its gradient behind a layer, dx_2 that
-// between its attention and its MLP. normal, factor and dlogits belong to the head. dqkv is of the
-// even and of the odd layers: a layer's is in use until the next one's is there.
+// Buffers that the layers use in turn: x is the residual stream, dx its gradient after a layer, dx_2 that
+// between its attention and its MLP. normal, factor and dlogits belong to the head. dqkv has one buffer for
+// even layers and one for odd ones: a layer's is in use until the next one's is complete.
 struct SharedActivations {
     simd::Matrix x, normal, dlogits, dx, dx_2, djoined, dqkv[2], g, dh;
     float *factor, *losses;

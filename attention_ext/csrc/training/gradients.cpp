@@ -15,12 +15,12 @@
 //   gradients of the norms' weights                       layers
 //   the norm of all gradients, then scale them            chunks
 //
-// A block of rows goes through all layers between two attentions while it is in L2: norms, GELU and the loss
-// touch what a product has just left. A tile of dW goes over all tokens in order, and every other sum belongs
-// to one piece, so that no bit depends on the number of threads.
+// A block of rows goes through all operations between two attentions while it is in L2: norms, GELU and the
+// loss read what a product has just written. A tile of dW sums over all tokens in order, and every other sum
+// belongs to one piece, so no bit depends on the number of threads.
 //
-// Kept for the backward pass are 11 C numbers of a token and layer: both normalized inputs, q, k, v, the
-// attention's result (twice), and the MLP's numbers before GELU, which is computed again with its derivative.
+// The forward pass keeps 11 C numbers per token and layer for the backward pass: both normalized inputs, q, k,
+// v, the attention's result (twice), and GELU's input. GELU is recomputed with its derivative.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -37,10 +37,10 @@
 namespace training {
 namespace {
 
-constexpr int64_t LEAST_ROWS = 16;        // of a block
-constexpr int64_t BLOCKS_PER_THREAD = 4;  // that a late thread costs little
-constexpr int64_t CHUNK = 16384;          // gradients, for their norm
-constexpr int64_t WIDTH = 16;             // columns of an embedding's gradient, a piece
+constexpr int64_t LEAST_ROWS = 16;        // rows of a block
+constexpr int64_t BLOCKS_PER_THREAD = 4;  // enough that a late thread costs little
+constexpr int64_t CHUNK = 16384;          // gradients in a piece of their norm
+constexpr int64_t WIDTH = 16;             // columns of an embedding's gradient in a piece
 
 struct Block {
     int64_t first, count;
@@ -157,7 +157,7 @@ class Step {
         m.clock.lap(PRODUCTS);
     }
 
-    // A tile of queries of a head.
+    // Attention of a tile of queries of a head.
     void attend(Phases::Member& m, int64_t l, int64_t head, int64_t tile) const {
         const LayerActivations& kept_l = kept(l);
         const int64_t first = head / s.H * s.T, h = head % s.H, d = s.d();
@@ -224,7 +224,7 @@ class Step {
         m.clock.lap(NORM);
     }
 
-    // From dx behind layer l to dx_2, and to the gradient of what the attention gave.
+    // From dx after layer l to dx_2 and the gradient of the attention's output.
     void mlp_backward(Phases::Member& m, Block b, int64_t l) const {
         const LayerActivations& kept_l = kept(l);
         const SharedActivations& a = memory.shared;
@@ -309,7 +309,8 @@ class Step {
                 grads.layers[static_cast<size_t>(l)].c_attn, packed(l).dscale_1};
     }
 
-    // The heads of layer l, beside the weights' gradients that are ready. The longer pieces come first.
+    // Attention's backward pass over the heads of layer l, and the weight gradients that are ready. Longer
+    // pieces come first.
     void backward_of_attention(Phases::Member& m, int64_t l) const {
         const SharedActivations& a = memory.shared;
         const PackedLayer& w = packed(l);
@@ -333,7 +334,7 @@ class Step {
         });
     }
 
-    // Columns of wte's gradient, which has the head's already.
+    // Adds to columns of wte's gradient, which already holds the head's part.
     void add_tokens(int64_t piece) const {
         const int64_t c0 = piece * WIDTH, n = std::min(WIDTH, s.C - c0);
         for (int64_t r = 0; r < s.rows(); r++) {

@@ -15,8 +15,8 @@
 
 namespace training {
 
-constexpr int64_t MOST_ROWS = 128;            // of a block
-constexpr int64_t QUERIES = 192, KEYS = 256;  // of a tile of attention, part 4's default
+constexpr int64_t MOST_ROWS = 128;            // rows of a block
+constexpr int64_t QUERIES = 192, KEYS = 256;  // an attention tile, part 4's default
 
 // A head's attention for the queries i0 .. i0 + n - 1, which see the keys before i0 + n.
 inline Attention attention_call(const Sizes& s, int64_t i0, int64_t n) {
@@ -34,7 +34,7 @@ inline AttentionGradient gradient_call(const Sizes& s) {
     return a;
 }
 
-// One thread's: for a block of rows, or a head, or a tile of a weight's gradient.
+// One thread's scratch: for a block of rows, a head, or a tile of a weight's gradient.
 struct ThreadScratch {
     simd::Matrix g, d_normal;
     float *tile, *attention, *dq, *dk, *dv;
@@ -50,7 +50,7 @@ struct ThreadScratch {
     }
 };
 
-// The packed layers of a model, and the parts that the tiles of a dW have of a norm's gradient.
+// A layer's packed matrices, and the partial sums of its norms' gradients, one for each row of tiles of dW.
 struct PackedLayer {
     Layer qkv, projection, up, down;
     float *dscale_1, *dscale_2;

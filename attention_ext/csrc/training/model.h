@@ -19,7 +19,7 @@ struct Sizes {
     int64_t d() const { return C / H; }
 };
 
-// Matrices (out, in), row-major, as PyTorch has them: c_attn (3C, C), attn_proj (C, C), c_fc (4C, C), mlp_proj
+// Matrices (out, in), row-major, as in PyTorch: c_attn (3C, C), attn_proj (C, C), c_fc (4C, C), mlp_proj
 // (C, 4C); ln_1, ln_2 (C).
 template <class Float>
 struct LayerOf {
@@ -34,7 +34,7 @@ struct ModelOf {
     Float* ln_f;
 };
 
-// A part of the parameters, or of their gradients, that lies in one piece.
+// A contiguous part of the parameters or of their gradients.
 struct Run {
     float* data;
     int64_t count;
@@ -44,7 +44,7 @@ struct Batch {
     const int64_t *ids, *targets;  // (B, T), each of 0 .. V - 1
 };
 
-// Where a step's time goes. Seconds of all threads together.
+// The kinds of a step's work; the seconds of each are summed over all threads.
 enum Kind {
     PACKING,
     EMBEDDING,
@@ -68,11 +68,11 @@ struct Result {
     float loss, norm;  // the mean cross-entropy in nats; the norm of all gradients before they are clipped
 };
 
-// Of gradients(), in floats.
+// The scratch of gradients(), in floats.
 int64_t gradients_scratch(const Sizes&);
 
-// The gradients of the mean cross-entropy, written, and scaled so that their norm is at most `clip`. `runs` are
-// all gradients once more. Adds to seconds[KINDS].
+// Writes the gradients of the mean cross-entropy, scaled so that their norm is at most `clip`. `runs` are the
+// same gradients as contiguous parts. Adds to seconds[KINDS].
 Result gradients(const Sizes&, const Batch&, const ModelOf<const float>&, const ModelOf<float>& grads,
                  const std::vector<Run>& runs, float clip, float* scratch, double* seconds);
 

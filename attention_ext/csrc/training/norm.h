@@ -1,4 +1,4 @@
-// LayerNorm without its weight, which the next layer's packed matrix has, and its backward pass, row by row.
+// LayerNorm without its weight, which the next packed matrix includes, and its backward pass, row by row.
 #pragma once
 
 #include <cmath>

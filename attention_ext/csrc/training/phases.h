@@ -1,4 +1,4 @@
-// Phases of one piece of work, with a barrier behind each, in a single visit of the pool.
+// Parallel phases with a barrier after each, in a single call of the thread pool.
 #pragma once
 
 #include <algorithm>
@@ -46,8 +46,8 @@ class Phases {
 
         Member(std::vector<Stage>& stages, int thread) : thread(thread), stages(stages) {}
 
-        // piece(i) for each i of 0 .. pieces - 1, in order, by whichever thread is free; then waits for all. A
-        // thread that comes when the others are done finds no piece, so the pool need not run them at once.
+        // Runs piece(i) for each i of 0 .. pieces - 1, in order, on whichever thread is free; then waits for
+        // all. A thread that comes late finds no piece left, so the pool need not run the threads at once.
         template <class Piece>
         void run(int64_t pieces, const Piece& piece) {
             Stage& s = stages[static_cast<size_t>(phase++)];
@@ -67,7 +67,7 @@ class Phases {
         int64_t phase = 0;
     };
 
-    // work(member) on so many threads, with at most `most` phases.
+    // Runs work(member) on each of `threads` threads, with at most `most` phases.
     template <class Work>
     static void run(int64_t most, int threads, double* seconds, const Work& work) {
         std::vector<Stage> stages(static_cast<size_t>(most));

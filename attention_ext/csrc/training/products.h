@@ -10,12 +10,12 @@
 namespace training {
 
 constexpr int64_t LINE = 16;     // floats of a cache line
-constexpr int64_t DEPTH = 256;   // products of a sum at a time: half a panel of so many rows stays in L1
+constexpr int64_t DEPTH = 256;   // terms of a sum at a time: half a panel of this many rows stays in L1
 constexpr int64_t TOKENS = 128;  // the same where the left operand is transposed, with a whole panel
 constexpr int64_t TILE = 64;     // rows of a tile of a weight's gradient
 
-// The distance of rows of n floats: an odd number of cache lines. Rows whose distance is a power of two would
-// share few sets of L1.
+// The stride of rows of n floats: an odd number of cache lines. With a power of two the rows would share few
+// sets of L1.
 constexpr int64_t distance(int64_t n) { return round_up(n, LINE) | LINE; }
 
 inline int64_t panels_of(int64_t n) { return (n + portable::panel() - 1) / portable::panel(); }
@@ -25,8 +25,8 @@ inline int64_t columns_of(int64_t n, int64_t p) {
     return std::min(portable::panel(), round_up(n - p * portable::panel(), portable::lanes()));
 }
 
-// W (out, in), its columns scaled by `scale` (in) or null. The norm before a layer has its weight here, so that
-// activations are kept once: LN(x) W^T = normalized(x) (W diag(scale))^T.
+// W (out, in), its columns scaled by `scale` (in) or null. The scale is the weight of the norm before the
+// layer, so that activations are kept once: LN(x) W^T = normalized(x) (W diag(scale))^T.
 struct Layer {
     const float *W, *scale;
     int64_t out, in;
@@ -83,8 +83,8 @@ inline void multiply_panels(simd::Matrix y, simd::ConstMatrix x, const float* pa
 }
 
 // The gradient of a layer's W from those of y: dW <- dY^T X diag(scale), a tile at a time, each over all
-// tokens. The gradient of the scale is the sum over the rows of W * (dY^T X), so that it needs no pass over the
-// tokens; each tile of rows leaves its part.
+// tokens. The scale's gradient is the sum over the rows of W * (dY^T X), so it needs no pass over the tokens;
+// each row of tiles writes its partial sum.
 struct WeightGradient {
     simd::ConstMatrix dY, X;  // (rows, out), (rows, in)
     const Layer* layer;

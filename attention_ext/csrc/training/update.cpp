@@ -1,16 +1,16 @@
 // Muon (K. Jordan et al. 2024, kellerjordan.github.io/posts/muon) and AdamW (Loshchilov & Hutter 2017,
-// arXiv:1711.05101), one matrix or one chunk of the other parameters a piece, over all threads.
+// arXiv:1711.05101), one matrix or one chunk of the other parameters per piece, over all threads.
 //
-// Muon's direction is that of five steps X <- a X + b (X X^T) X + c (X X^T)^2 X from the gradient's momentum,
-// divided by its norm. All of them are X times polynomials in the smaller matrix A = X X^T. So some steps are
-// done on A alone, in which each product is symmetric and half of it is a copy:
+// Muon's direction is the result of five steps X <- a X + b (X X^T) X + c (X X^T)^2 X from the gradient's
+// momentum, divided by its norm. Each step multiplies X by a polynomial in the smaller matrix A = X X^T. So
+// some steps are done on A alone, where each product is symmetric and half of it is a copy:
 //
 //   P <- a I + b A + c A^2;  Q <- P Q;  A <- P (P A)          then X <- Q X, once
 //
 // A loses the smallest singular values of X to rounding, and the steps enlarge them. Three steps on one A keep
 // the error at that of five steps on X, 1e-5 of the largest number; five on one A would make it 4e-3. For a
-// square matrix a step on X is as cheap. All of a matrix's step, up to its average, happens in one piece, in
-// the caches of one core.
+// square matrix a step on X is as cheap. One piece does all of a matrix's step, up to its average, in the
+// caches of one core.
 #include "training/update.h"
 
 #include <algorithm>
@@ -25,12 +25,12 @@
 namespace training {
 namespace {
 
-constexpr int64_t WIDE = 2;  // times as many columns as rows, from which on steps are done on A
+constexpr int64_t WIDE = 2;  // from this ratio of columns to rows on, steps are done on A
 constexpr float A1 = 3.4445f, A3 = -4.7750f, A5 = 2.0315f;  // Jordan's quintic, with a steep slope at 0
 constexpr float LEAST_NORM = 1e-7f;
-constexpr int64_t CHUNK = 4096;  // numbers of AdamW's pieces
+constexpr int64_t CHUNK = 4096;  // numbers in a piece of AdamW
 
-// Of a matrix (rows, cols), of which n is the smaller side: X^T (m, n), its successor, and five n x n.
+// The workspace of a matrix (rows, cols) with the smaller side n: X^T (m, n), its successor, and five n x n.
 struct Workspace {
     int64_t n, m;
     simd::Matrix x, next_x, A, square, P, Q, next;
@@ -41,7 +41,7 @@ struct Workspace {
         for (simd::Matrix* each : {&A, &square, &P, &Q, &next}) *each = space.matrix(n, n);
     }
 
-    // Steps on one A.
+    // The numbers of steps on one A.
     std::vector<int> stages() const { return m >= WIDE * n ? std::vector{2, 3} : std::vector{1, 1, 1, 1, 1}; }
 };
 
@@ -78,7 +78,7 @@ void product(simd::Matrix C, simd::Matrix X, simd::Matrix Y, int64_t rows, int64
                            std::min(portable::panel(), cols - c), depth);
 }
 
-// Q after so many steps, from A, which is overwritten.
+// Q after `steps` steps on A, which is overwritten.
 void polynomial(Workspace& w, int steps) {
     const int64_t n = w.n;
     for (int i = 0; i < steps; i++) {
@@ -102,7 +102,7 @@ void polynomial(Workspace& w, int steps) {
     }
 }
 
-// The nearest orthogonal matrix, nearly; of w.x, which is not 0, and in its place.
+// Replaces w.x, which is not 0, by about the nearest orthogonal matrix.
 void orthogonalize(Workspace& w, float norm) {
     const float factor = 1 / (norm + LEAST_NORM);
     for (int64_t r = 0; r < w.m; r++) portable::scale_row(w.x.data + r * w.x.ld, w.n, factor);
@@ -114,7 +114,7 @@ void orthogonalize(Workspace& w, float norm) {
     }
 }
 
-// The number-th matrix of a parameter.
+// Muon's step of the number-th matrix of a parameter.
 void muon(const Parameter& p, int64_t number, const Settings& s, float* scratch) {
     Space space(scratch);
     Workspace w(p.rows, p.cols, space);
@@ -128,7 +128,7 @@ void muon(const Parameter& p, int64_t number, const Settings& s, float* scratch)
         const float* const g = p.gradient + start + r * cols;
         for (int64_t c = 0; c < cols; c++) {
             b[c] += blend * (g[c] - b[c]);
-            to[c] = g[c] + keep * (b[c] - g[c]);  // Nesterov's
+            to[c] = g[c] + keep * (b[c] - g[c]);  // Nesterov's momentum
         }
         square += sum_of(cols, [to](int64_t c) { return to[c] * to[c]; });
     }

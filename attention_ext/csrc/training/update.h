@@ -13,7 +13,7 @@ struct Parameter {
     float *first, *second;  // Muon: momentum and null; AdamW: averages of the gradient and of its square
     float* average;
     int64_t count;       // numbers
-    int64_t rows, cols;  // Muon: of each of the matrices that the parameter holds; AdamW: 0
+    int64_t rows, cols;  // Muon: the shape of each of its matrices; AdamW: 0
     double rate;
 };
 
@@ -24,7 +24,7 @@ struct Settings {
     int threads;
 };
 
-// Of update(), in floats.
+// The scratch of update(), in floats.
 int64_t update_scratch(const std::vector<Parameter>&, const Settings&);
 
 // Steps all parameters and updates their averages. Adds to seconds[KINDS].
