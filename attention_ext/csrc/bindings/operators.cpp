@@ -1,16 +1,19 @@
 // Argument checks and registration with PyTorch, through its stable C interface: these headers compile in
-// seconds, and no C++ ABI is shared with libtorch. Only this file and training.cpp include torch headers.
+// seconds, and no C++ ABI is shared with libtorch. Only the files of this folder include torch headers.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <exception>
 #include <iterator>
+#include <mutex>
 #include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 
+#include "boundary.h"
 #include "cpu/part4_amx.h"
 #include "cpu/sizes.h"
 #include "denormals.h"
@@ -24,9 +27,17 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 void on_threads(int threads, const std::function<void(int)>& body) {
+    std::exception_ptr failed;  // kept: PyTorch's pool must not see it (boundary.h)
+    std::mutex mutex;
     torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t thread = begin; thread < end; thread++) body(static_cast<int>(thread));
+        try {
+            for (int64_t thread = begin; thread < end; thread++) body(static_cast<int>(thread));
+        } catch (...) {
+            const std::lock_guard<std::mutex> held(mutex);
+            failed = std::current_exception();
+        }
     });
+    if (failed) std::rethrow_exception(failed);
 }
 
 namespace {
@@ -38,11 +49,11 @@ std::string shape(const Tensor& t) {
 }
 
 void checked(const Tensor& t, const char* name, ScalarType type, const char* what) {
-    STD_TORCH_CHECK(t.is_cpu(), name, " is on another device; it must be on the CPU");
-    STD_TORCH_CHECK(t.scalar_type() == type, name, " has another type; it must be ", what);
-    STD_TORCH_CHECK(t.dim() == 4, name, " has shape ", shape(t), "; it must have four dimensions (B, H, N, d)");
+    REQUIRE(t.is_cpu(), name, " is on another device; it must be on the CPU");
+    REQUIRE(t.scalar_type() == type, name, " has another type; it must be ", what);
+    REQUIRE(t.dim() == 4, name, " has shape ", shape(t), "; it must have four dimensions (B, H, N, d)");
     for (int64_t i = 0; i < 4; i++)
-        STD_TORCH_CHECK(t.size(i) >= 1, name, " has shape ", shape(t), "; no dimension may be empty");
+        REQUIRE(t.size(i) >= 1, name, " has shape ", shape(t), "; no dimension may be empty");
 }
 
 // t itself if its rows, or its columns, are contiguous, else a copy whose rows are.
@@ -71,8 +82,7 @@ Tensor new_tensor(const int64_t (&size)[n]) {
     AtenTensorHandle handle = nullptr;
     const AOTITorchError error =
         aoti_torch_empty_strided(n, size, stride, type, aoti_torch_device_type_cpu(), 0, &handle);
-    STD_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "there is not enough memory for ", size[0] * stride[0],
-                    " numbers");
+    REQUIRE(error == AOTI_TORCH_SUCCESS, "there is not enough memory for ", size[0] * stride[0], " numbers");
     return Tensor(handle);
 }
 
@@ -91,15 +101,15 @@ std::tuple<Tensor, Tensor> run_in(const Part& part, const Tensor& q_, const Tens
     const Tensor q = with_contiguous_rows(q_), k = with_contiguous_rows(k_, transposed),
                  v = with_contiguous_rows(v_);
     const int64_t B = q.size(0), H = q.size(1), Nq = q.size(2), Nk = k.size(2), d = q.size(3);
-    STD_TORCH_CHECK(k.size(0) == B && k.size(1) == H && k.size(3) == d, "k has shape ", shape(k),
-                    "; it must be (B, H, Nk, d) like q, which has shape ", shape(q));
-    STD_TORCH_CHECK(v.size(0) == B && v.size(1) == H && v.size(2) == Nk && v.size(3) == d, "v has shape ",
-                    shape(v), "; it must have the shape of k, ", shape(k));
-    STD_TORCH_CHECK(!causal || Nq <= Nk, "q has Nq=", Nq, "; with causal it must be at most Nk=", Nk);
-    STD_TORCH_CHECK(Nq <= (MOST_SCORES - 1) / Nk, "q has Nq=", Nq, " and k has Nk=", Nk,
-                    "; their product must be below 2^50");
-    STD_TORCH_CHECK(br >= 1, "br is ", br, "; it must be at least 1");
-    STD_TORCH_CHECK(bc >= 1, "bc is ", bc, "; it must be at least 1");
+    REQUIRE(k.size(0) == B && k.size(1) == H && k.size(3) == d, "k has shape ", shape(k),
+            "; it must be (B, H, Nk, d) like q, which has shape ", shape(q));
+    REQUIRE(v.size(0) == B && v.size(1) == H && v.size(2) == Nk && v.size(3) == d, "v has shape ", shape(v),
+            "; it must have the shape of k, ", shape(k));
+    REQUIRE(!causal || Nq <= Nk, "q has Nq=", Nq, "; with causal it must be at most Nk=", Nk);
+    REQUIRE(Nq <= (MOST_SCORES - 1) / Nk, "q has Nq=", Nq, " and k has Nk=", Nk,
+            "; their product must be below 2^50");
+    REQUIRE(br >= 1, "br is ", br, "; it must be at least 1");
+    REQUIRE(bc >= 1, "bc is ", bc, "; it must be at least 1");
 
     const Tensor out = new_tensor<Element>({B, H, Nq, d});
     const Tensor lse = return_lse ? new_tensor<float>({B, H, Nq}) : new_tensor<float>({0});
@@ -137,7 +147,7 @@ std::tuple<Tensor, Tensor> tiled(const Tensor& q, const Tensor& k, const Tensor&
 
 const Part& named(const std::string& part) {
     const Part* found = find_part(part);
-    STD_TORCH_CHECK(found, "part is ", part, "; it must be a part's operator");
+    REQUIRE(found, "part is ", part, "; it must be a part's operator");
     return *found;
 }
 
@@ -151,14 +161,14 @@ std::tuple<Tensor, Tensor> with_gradient(const Tensor& q, const Tensor& k, const
 void same_shape(const Tensor& t, const char* name, const Tensor& as, const char* of) {
     bool same = t.dim() == as.dim();
     for (int64_t i = 0; same && i < t.dim(); i++) same = t.size(i) == as.size(i);
-    STD_TORCH_CHECK(same, name, " has shape ", shape(t), "; it must have the shape of ", of, ", ", shape(as));
+    REQUIRE(same, name, " has shape ", shape(t), "; it must have the shape of ", of, ", ", shape(as));
 }
 
 // The data of a checked float32 CPU tensor with one number per query.
 const float* of_rows(const Tensor& t, const char* name, const Tensor& q) {
-    STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == ScalarType::Float, name, " must be float32 on the CPU");
-    STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == q.size(0) && t.size(1) == q.size(1) && t.size(2) == q.size(2),
-                    name, " has shape ", shape(t), "; it must be (B, H, Nq) as q has ", shape(q));
+    REQUIRE(t.is_cpu() && t.scalar_type() == ScalarType::Float, name, " must be float32 on the CPU");
+    REQUIRE(t.dim() == 3 && t.size(0) == q.size(0) && t.size(1) == q.size(1) && t.size(2) == q.size(2), name,
+            " has shape ", shape(t), "; it must be (B, H, Nq) as q has ", shape(q));
     return static_cast<const float*>(t.const_data_ptr());
 }
 
@@ -169,15 +179,14 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dout_, const Tensor& d
     const std::pair<const char*, const Tensor*> tensors[] = {
         {"q", &q_}, {"k", &k_}, {"v", &v_}, {"out", &out_}, {"dout", &dout_}};
     for (const auto& [name, t] : tensors) checked(*t, name, ScalarType::Float, "float32");
-    STD_TORCH_CHECK(k_.size(0) == q_.size(0) && k_.size(1) == q_.size(1) && k_.size(3) == q_.size(3),
-                    "k has shape ", shape(k_), "; it must be (B, H, Nk, d) like q, which has shape ",
-                    shape(q_));
+    REQUIRE(k_.size(0) == q_.size(0) && k_.size(1) == q_.size(1) && k_.size(3) == q_.size(3), "k has shape ",
+            shape(k_), "; it must be (B, H, Nk, d) like q, which has shape ", shape(q_));
     same_shape(v_, "v", k_, "k"), same_shape(out_, "out", q_, "q"), same_shape(dout_, "dout", q_, "q");
     const Tensor q = with_contiguous_rows(q_), k = with_contiguous_rows(k_), v = with_contiguous_rows(v_),
                  dout = with_contiguous_rows(dout_), out = torch::stable::contiguous(out_),
                  lse = torch::stable::contiguous(lse_), dlse = torch::stable::contiguous(dlse_);
     const int64_t B = q.size(0), H = q.size(1), Nq = q.size(2), Nk = k.size(2), d = q.size(3);
-    STD_TORCH_CHECK(!causal || Nq <= Nk, "q has Nq=", Nq, "; with causal it must be at most Nk=", Nk);
+    REQUIRE(!causal || Nq <= Nk, "q has Nq=", Nq, "; with causal it must be at most Nk=", Nk);
 
     const Tensor dq = new_tensor<float>({B, H, Nq, d}), dk = new_tensor<float>({B, H, Nk, d}),
                  dv = new_tensor<float>({B, H, Nk, d});
@@ -211,7 +220,7 @@ int64_t scratch_in(const Part& part, int64_t B, int64_t H, int64_t Nq, int64_t N
 int64_t scratch(const std::string& part, bool bf16, int64_t B, int64_t H, int64_t Nq, int64_t Nk, int64_t d,
                 int64_t br, int64_t bc, int64_t threads) {
     const Part& row = named(part);
-    STD_TORCH_CHECK(!bf16 || row.takes_bf16(), "part is ", part, "; it must be one that takes bfloat16");
+    REQUIRE(!bf16 || row.takes_bf16(), "part is ", part, "; it must be one that takes bfloat16");
     return (bf16 ? scratch_in<Bf16> : scratch_in<float>)(row, B, H, Nq, Nk, d, br, bc, threads);
 }
 
@@ -232,18 +241,18 @@ int64_t size(const std::string& name) {
     };
     for (const auto& [known, value] : sizes)
         if (name == known) return value;
-    STD_TORCH_CHECK(false, "name is ", name, "; it must be the name of a size");
+    REQUIRE(false, "name is ", name, "; it must be the name of a size");
 }
 
 // t[i][j][k][l] by the strides, as the lab's accessor reads a 4-D tensor that is one run of floats.
 double read_4d(const Tensor& t, int64_t i, int64_t j, int64_t k, int64_t l) {
-    STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == ScalarType::Float && t.dim() == 4,
-                    "t must be a float32 CPU tensor with four dimensions");
+    REQUIRE(t.is_cpu() && t.scalar_type() == ScalarType::Float && t.dim() == 4,
+            "t must be a float32 CPU tensor with four dimensions");
     const int64_t index[4] = {i, j, k, l};
     int64_t offset = 0;
     for (int n = 0; n < 4; n++) {
-        STD_TORCH_CHECK(index[n] >= 0 && index[n] < t.size(n), "index ", index[n], " of dimension ", n,
-                        " is outside 0 .. ", t.size(n) - 1);
+        REQUIRE(index[n] >= 0 && index[n] < t.size(n), "index ", index[n], " of dimension ", n,
+                " is outside 0 .. ", t.size(n) - 1);
         offset += index[n] * t.stride(n);
     }
     return static_cast<const float*>(t.const_data_ptr())[offset];
@@ -256,9 +265,9 @@ const std::string QKV = "(Tensor q, Tensor k, Tensor v, bool causal, float scale
 template <size_t part>
 void implement(torch::stable::detail::StableLibrary& m) {
     if constexpr (PARTS[part].tiled)
-        m.impl(PARTS[part].name, TORCH_BOX(&tiled<part>));
+        m.impl(PARTS[part].name, BOX(&tiled<part>));
     else
-        m.impl(PARTS[part].name, TORCH_BOX(&untiled<part>));
+        m.impl(PARTS[part].name, BOX(&untiled<part>));
 }
 
 template <size_t... part>
@@ -298,18 +307,18 @@ LIBRARY(ATTENTION_EXT, m) {
 
 LIBRARY_IMPL(ATTENTION_EXT, CPU, m) {
     implement_all(m, std::make_index_sequence<std::size(PARTS)>());
-    m.impl("part4_with_gradient", TORCH_BOX(&with_gradient));
-    m.impl("part4_backward", TORCH_BOX(&backward));
-    m.impl("read_4d", TORCH_BOX(&read_4d));
+    m.impl("part4_with_gradient", BOX(&with_gradient));
+    m.impl("part4_backward", BOX(&backward));
+    m.impl("read_4d", BOX(&read_4d));
 }
 
 LIBRARY_IMPL(ATTENTION_EXT, CompositeExplicitAutograd, m) {
-    m.impl("scratch", TORCH_BOX(&scratch));
-    m.impl("size", TORCH_BOX(&size));
-    m.impl("simd_name", TORCH_BOX(&simd_name));
-    m.impl("uses_amx", TORCH_BOX(&uses_amx));
-    m.impl("fma_peak", TORCH_BOX(&fma_peak));
-    m.impl("amx_peak", TORCH_BOX(&amx_peak));
-    m.impl("fma_latency", TORCH_BOX(&fma_latency));
-    m.impl("read_bandwidth", TORCH_BOX(&read_bandwidth));
+    m.impl("scratch", BOX(&scratch));
+    m.impl("size", BOX(&size));
+    m.impl("simd_name", BOX(&simd_name));
+    m.impl("uses_amx", BOX(&uses_amx));
+    m.impl("fma_peak", BOX(&fma_peak));
+    m.impl("amx_peak", BOX(&amx_peak));
+    m.impl("fma_latency", BOX(&fma_latency));
+    m.impl("read_bandwidth", BOX(&read_bandwidth));
 }

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "boundary.h"
 #include "training/model.h"
 #include "training/update.h"
 
@@ -28,8 +29,8 @@ constexpr size_t OF_LAYER = 6, OF_MODEL = 3;  // parameters: wte and wpe, the la
 int threads() { return static_cast<int>(std::min<int64_t>(torch::stable::get_num_threads(), MOST_THREADS)); }
 
 void checked(const Tensor& t, const std::string& name, ScalarType type, const char* what) {
-    STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == type && t.is_contiguous(), name, " must be ", what,
-                    ", contiguous and on the CPU");
+    REQUIRE(t.is_cpu() && t.scalar_type() == type && t.is_contiguous(), name, " must be ", what,
+            ", contiguous and on the CPU");
 }
 
 float* floats(const Tensor& t, const std::string& name) {
@@ -39,23 +40,23 @@ float* floats(const Tensor& t, const std::string& name) {
 
 double* doubles(const Tensor& t, const std::string& name, int64_t count) {
     checked(t, name, ScalarType::Double, "float64");
-    STD_TORCH_CHECK(t.numel() == count, name, " has ", t.numel(), " numbers; it must have ", count);
+    REQUIRE(t.numel() == count, name, " has ", t.numel(), " numbers; it must have ", count);
     return static_cast<double*>(t.mutable_data_ptr());
 }
 
 const int64_t* tokens(const Tensor& t, const std::string& name, int64_t count, int64_t V) {
     checked(t, name, ScalarType::Long, "int64");
-    STD_TORCH_CHECK(t.numel() == count, name, " has ", t.numel(), " numbers; it must have ", count);
+    REQUIRE(t.numel() == count, name, " has ", t.numel(), " numbers; it must have ", count);
     const int64_t* const ids = static_cast<const int64_t*>(t.const_data_ptr());
     for (int64_t i = 0; i < count; i++)
-        STD_TORCH_CHECK(ids[i] >= 0 && ids[i] < V, name, " has ", ids[i], "; each must be from 0 to ", V - 1);
+        REQUIRE(ids[i] >= 0 && ids[i] < V, name, " has ", ids[i], "; each must be from 0 to ", V - 1);
     return ids;
 }
 
 // Scratch of at least this size, on huge pages where Linux has them and the memory is not in use yet: the rows
 // of an activation lie on many pages, and page walks take 2 % of a step.
 float* scratch_of(const Tensor& t, int64_t least) {
-    STD_TORCH_CHECK(t.numel() >= least, "scratch has ", t.numel(), " numbers; it must have ", least);
+    REQUIRE(t.numel() >= least, "scratch has ", t.numel(), " numbers; it must have ", least);
     float* const data = floats(t, "scratch");
 #ifdef MADV_HUGEPAGE
     constexpr uintptr_t PAGE = 2 << 20;
@@ -67,18 +68,18 @@ float* scratch_of(const Tensor& t, int64_t least) {
 }
 
 training::Sizes sizes_of(const Tensor& ids, const Tensors& parameters, int64_t heads) {
-    STD_TORCH_CHECK(ids.dim() == 2 && ids.numel() > 0, "ids must have the shape (B, T), none of them 0");
-    STD_TORCH_CHECK(parameters.size() >= OF_MODEL + OF_LAYER && (parameters.size() - OF_MODEL) % OF_LAYER == 0,
-                    "parameters has ", parameters.size(), " tensors; it must have 3, and 6 for each layer");
+    REQUIRE(ids.dim() == 2 && ids.numel() > 0, "ids must have the shape (B, T), none of them 0");
+    REQUIRE(parameters.size() >= OF_MODEL + OF_LAYER && (parameters.size() - OF_MODEL) % OF_LAYER == 0,
+            "parameters has ", parameters.size(), " tensors; it must have 3, and 6 for each layer");
     const Tensor &wte = parameters[0], &wpe = parameters[1];
-    STD_TORCH_CHECK(wte.dim() == 2 && wte.numel() > 0, "wte must have the shape (V, C)");
+    REQUIRE(wte.dim() == 2 && wte.numel() > 0, "wte must have the shape (V, C)");
     training::Sizes s{};
     s.B = ids.size(0), s.T = ids.size(1), s.V = wte.size(0), s.C = wte.size(1), s.H = heads;
     s.L = static_cast<int64_t>((parameters.size() - OF_MODEL) / OF_LAYER);
     s.threads = threads();
-    STD_TORCH_CHECK(heads >= 1 && s.C % heads == 0, "heads is ", heads, "; it must divide the width, ", s.C);
-    STD_TORCH_CHECK(wpe.dim() == 2 && wpe.size(0) == s.T && wpe.size(1) == s.C, "ids has rows of ", s.T,
-                    " tokens; it must have as many as wpe has rows");
+    REQUIRE(heads >= 1 && s.C % heads == 0, "heads is ", heads, "; it must divide the width, ", s.C);
+    REQUIRE(wpe.dim() == 2 && wpe.size(0) == s.T && wpe.size(1) == s.C, "ids has rows of ", s.T,
+            " tokens; it must have as many as wpe has rows");
     return s;
 }
 
@@ -89,8 +90,7 @@ training::ModelOf<Float> model_of(const training::Sizes& s, const Tensors& tenso
     size_t next = 0;
     const auto take = [&](int64_t count) -> Float* {
         const Tensor& t = tensors[next++];
-        STD_TORCH_CHECK(t.numel() == count, what, " ", next - 1, " has ", t.numel(), " numbers; it must have ",
-                        count);
+        REQUIRE(t.numel() == count, what, " ", next - 1, " has ", t.numel(), " numbers; it must have ", count);
         return floats(t, what);
     };
     training::ModelOf<Float> model{};
@@ -107,7 +107,7 @@ training::ModelOf<Float> model_of(const training::Sizes& s, const Tensors& tenso
 int64_t gradients_scratch(int64_t B, int64_t T, int64_t V, int64_t C, int64_t heads, int64_t layers,
                           int64_t with_threads) {
     for (const int64_t size : {B, T, V, C, heads, layers, with_threads})
-        STD_TORCH_CHECK(size >= 1, "a size is ", size, "; it must be at least 1");
+        REQUIRE(size >= 1, "a size is ", size, "; it must be at least 1");
     return training::gradients_scratch({B, T, V, C, heads, layers, static_cast<int>(with_threads)});
 }
 
@@ -115,14 +115,14 @@ int64_t gradients_scratch(int64_t B, int64_t T, int64_t V, int64_t C, int64_t he
 void gradients(const Tensor& ids, const Tensor& targets, const Tensors& parameters, int64_t heads, double clip,
                const Tensors& grads, const Tensor& scratch, const Tensor& results, const Tensor& seconds) {
     const training::Sizes s = sizes_of(ids, parameters, heads);
-    STD_TORCH_CHECK(grads.size() == parameters.size(), "gradients has ", grads.size(),
-                    " tensors; it must have ", parameters.size());
+    REQUIRE(grads.size() == parameters.size(), "gradients has ", grads.size(), " tensors; it must have ",
+            parameters.size());
     const auto model = model_of<const float>(s, parameters, "parameter");
     const auto of_model = model_of<float>(s, grads, "gradient");
     std::vector<training::Run> runs;
     for (const Tensor& t : grads) runs.push_back({static_cast<float*>(t.mutable_data_ptr()), t.numel()});
     const training::Batch batch{tokens(ids, "ids", s.rows(), s.V), tokens(targets, "targets", s.rows(), s.V)};
-    STD_TORCH_CHECK(results.numel() == 2, "results has ", results.numel(), " numbers; it must have 2");
+    REQUIRE(results.numel() == 2, "results has ", results.numel(), " numbers; it must have 2");
     float* const to = floats(results, "results");
     const training::Result result = training::gradients(
         s, batch, model, of_model, runs, static_cast<float>(clip),
@@ -139,20 +139,19 @@ std::vector<training::Parameter> parameters_of(const Tensors& values, const Tens
     const size_t count = values.size();
     for (const size_t size : {gradients.size(), first.size(), second.size(), averages.size(), rows.size(),
                               cols.size(), rates.size()})
-        STD_TORCH_CHECK(size == count, "a list has ", size, " items; it must have ", count);
+        REQUIRE(size == count, "a list has ", size, " items; it must have ", count);
     std::vector<training::Parameter> all;
     for (size_t i = 0; i < count; i++) {
         training::Parameter p{};
         p.count = values[i].numel(), p.rows = rows[i], p.cols = cols[i], p.rate = rates[i];
         const bool matrix = p.rows > 0 && p.cols > 0;
-        STD_TORCH_CHECK(matrix ? p.count % (p.rows * p.cols) == 0 : p.rows == 0 && p.cols == 0, "shape ", i,
-                        " is (", p.rows, ", ", p.cols, "); it must be that of matrices of ", p.count,
-                        " numbers");
+        REQUIRE(matrix ? p.count % (p.rows * p.cols) == 0 : p.rows == 0 && p.cols == 0, "shape ", i, " is (",
+                p.rows, ", ", p.cols, "); it must be that of matrices of ", p.count, " numbers");
         for (const Tensors* each : {&gradients, &first, &averages})
-            STD_TORCH_CHECK((*each)[i].numel() == p.count, "tensor ", i, " has ", (*each)[i].numel(),
-                            " numbers; it must have ", p.count);
-        STD_TORCH_CHECK(second[i].numel() == (matrix ? 0 : p.count), "second ", i, " has ", second[i].numel(),
-                        " numbers; it must have ", matrix ? 0 : p.count);
+            REQUIRE((*each)[i].numel() == p.count, "tensor ", i, " has ", (*each)[i].numel(),
+                    " numbers; it must have ", p.count);
+        REQUIRE(second[i].numel() == (matrix ? 0 : p.count), "second ", i, " has ", second[i].numel(),
+                " numbers; it must have ", matrix ? 0 : p.count);
         p.value = floats(values[i], "a parameter"), p.gradient = floats(gradients[i], "a gradient");
         p.first = floats(first[i], "first"), p.second = floats(second[i], "second");
         p.average = floats(averages[i], "an average");
@@ -163,8 +162,8 @@ std::vector<training::Parameter> parameters_of(const Tensors& values, const Tens
 
 int64_t update_scratch(const std::vector<int64_t>& rows, const std::vector<int64_t>& cols,
                        int64_t with_threads) {
-    STD_TORCH_CHECK(rows.size() == cols.size(), "cols has ", cols.size(), " items; it must have ", rows.size());
-    STD_TORCH_CHECK(with_threads >= 1, "threads is ", with_threads, "; it must be at least 1");
+    REQUIRE(rows.size() == cols.size(), "cols has ", cols.size(), " items; it must have ", rows.size());
+    REQUIRE(with_threads >= 1, "threads is ", with_threads, "; it must be at least 1");
     std::vector<training::Parameter> all(rows.size());
     for (size_t i = 0; i < rows.size(); i++) all[i].rows = rows[i], all[i].cols = cols[i];
     training::Settings settings{};
@@ -176,10 +175,10 @@ int64_t update_scratch(const std::vector<int64_t>& rows, const std::vector<int64
 int64_t counted(const Tensors& steps) {
     int64_t number = 1;
     for (const Tensor& t : steps) {
-        STD_TORCH_CHECK(t.numel() == 1, "a step has ", t.numel(), " numbers; it must have 1");
+        REQUIRE(t.numel() == 1, "a step has ", t.numel(), " numbers; it must have 1");
         number = static_cast<int64_t>(++*floats(t, "a step"));
     }
-    STD_TORCH_CHECK(number >= 1, "a step is ", number - 1, "; it must be at least 0");
+    REQUIRE(number >= 1, "a step is ", number - 1, "; it must be at least 0");
     return number;
 }
 
@@ -215,11 +214,11 @@ FRAGMENT(ATTENTION_EXT, m) {
 }
 
 FRAGMENT_IMPL(ATTENTION_EXT, CPU, m) {
-    m.impl("gpt_gradients", TORCH_BOX(&gradients));
-    m.impl("gpt_update", TORCH_BOX(&update));
+    m.impl("gpt_gradients", BOX(&gradients));
+    m.impl("gpt_update", BOX(&update));
 }
 
 FRAGMENT_IMPL(ATTENTION_EXT, CompositeExplicitAutograd, m) {
-    m.impl("gpt_scratch", TORCH_BOX(&gradients_scratch));
-    m.impl("update_scratch", TORCH_BOX(&update_scratch));
+    m.impl("gpt_scratch", BOX(&gradients_scratch));
+    m.impl("update_scratch", BOX(&update_scratch));
 }

@@ -1,0 +1,57 @@
+// How an operator fails: REQUIRE throws inside this library, and BOX reports it to PyTorch. No exception of
+// this library reaches libtorch, because a compiler may bring a C++ runtime of its own (zig's libc++, a second
+// GCC's libstdc++), and an exception of one runtime ends the process in the other.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+#include <exception>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+inline std::string text_of(const std::string& text) { return text; }
+inline std::string text_of(const char* text) { return text; }
+template <class Number>
+std::string text_of(Number number) {
+    return std::to_string(number);
+}
+
+// As STD_TORCH_CHECK, without its std::ostringstream: two copies of libstdc++ disagree about its locale.
+#define REQUIRE(condition, ...)                                             \
+    do {                                                                    \
+        if (!(condition)) throw std::invalid_argument(joined(__VA_ARGS__)); \
+    } while (false)
+
+template <class... Parts>
+std::string joined(const Parts&... parts) {
+    return (std::string() + ... + text_of(parts));
+}
+
+using Boxed = void(StableIValue*, uint64_t, uint64_t);
+
+// Why the kernel failed, valid until this thread's next error, or nullptr.
+inline const char* error_of(Boxed* kernel, StableIValue* stack, uint64_t inputs, uint64_t outputs) noexcept {
+    static thread_local std::string why;
+    try {
+        kernel(stack, inputs, outputs);
+        return nullptr;
+    } catch (const std::bad_alloc&) {
+        return "there is not enough memory";
+    } catch (const std::exception& error) {
+        why = error.what();
+        return why.c_str();
+    } catch (...) {
+        return "an operator failed";
+    }
+}
+
+// libtorch throws the error itself, through this frame. The frame has nothing to destroy, so no code of this
+// library's runtime runs meanwhile.
+template <Boxed* kernel>
+void guarded(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
+    if (const char* why = error_of(kernel, stack, inputs, outputs)) aoti_torch_check(false, "", "", 0, why);
+}
+
+// As TORCH_BOX, for m.impl().
+#define BOX(function) guarded<TORCH_BOX(function)>
