@@ -1,1 +1,1 @@
-"""What people touch."""
+"""The user interfaces: the command line and the server."""

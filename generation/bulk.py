@@ -1,8 +1,8 @@
 """Many texts in files: shards over processes, a manifest, and a job that can be killed and run again.
 
-A shard is (first index, count). Workers return its bytes; the driver alone writes files. A file gets its
-name after it is on the disk, and the manifest is replaced after that, so at every moment the manifest lists
-whole files only. What it does not list is written again: a shard's bytes do not depend on who writes it.
+A shard is (first index, count). Workers return its bytes; only the driver writes files. A file gets its name
+after it is on the disk, and the manifest is replaced after that. So the manifest lists only complete files.
+Other shards are written again: a shard's bytes do not depend on the worker.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = [
     "file_of",
     "run",
 ]
-ATTEMPTS = 3  # of a shard, before the job leaves it out
+ATTEMPTS = 3  # attempts at a shard before the job leaves it out
 
 
 class Pool(Protocol):
     """Workers that write shards. A worker that dies or stalls is replaced."""
 
     workers: int
-    idle: int  # tasks that it can take now
+    idle: int  # tasks that the pool can take now
 
     def give(self, task: Task) -> None:
         """Let a worker write a task."""
@@ -57,7 +57,7 @@ class Pool(Protocol):
 
 @dataclass
 class Progress:
-    """How far a job is. done (texts), tokens, seconds: of this run; texts: of all runs."""
+    """The progress of a job. done (texts), tokens and seconds count this run; texts counts all runs."""
 
     total: int
     texts: int = 0
@@ -68,7 +68,7 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Since this run began."""
+        """Seconds since this run began."""
         return time.monotonic() - self.began
 
 
@@ -79,16 +79,16 @@ def run(
     notice: Callable[[str], object] = lambda line: None,
     progress: Callable[[Progress], object] = lambda progress: None,
 ) -> Manifest:
-    """Write what is missing of a job, and return its manifest; 'complete' there says whether all is written.
+    """Write the missing shards of a job; return its manifest. 'complete' there says whether all are written.
 
-    open_pool: opens workers for settings and the number of shards. notice: takes lines for people.
+    open_pool: opens workers for settings and the number of shards. notice: is called with lines for the user.
     Raises BulkError, ValueError if another process writes there, and OSError if the directory cannot be
-    written. However this ends, the directory holds whole files only, and calling it again goes on.
+    written. After any end the directory holds only complete files, and another call continues.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with locked(directory / "lock", "writes texts"):
         manifest = Manifest(directory, job)
-        for left in directory.glob(f"*{UNFINISHED}"):  # of a killed run
+        for left in directory.glob(f"*{UNFINISHED}"):  # left by a killed run
             left.unlink()
         if bad := manifest.check_files():
             notice(f"{len(bad)} files are missing or changed, the first is {bad[0]}; they are written again")
@@ -101,7 +101,7 @@ def run(
             try:
                 _write_all(job, settings, manifest, missing, pool, notice, progress)
             except BaseException:
-                with contextlib.suppress(OSError):  # the disk may be full, which is then being raised
+                with contextlib.suppress(OSError):  # the disk may be full; that error is being raised already
                     manifest.save()
                 raise
             finally:
@@ -119,11 +119,11 @@ def _write_all(
     notice: Callable[[str], object],
     progress: Callable[[Progress], object],
 ) -> None:
-    """Let the pool write the missing shards; record each, and each worker that is lost."""
+    """Let the pool write the missing shards. Record each shard and each lost worker."""
     state = Progress(job.texts, manifest.texts)
     attempts: dict[int, int] = {}
     given = in_a_row = 0
-    mixed = False  # reported
+    mixed = False  # whether unlike machines were reported
     progress(state)
     while missing or given:
         while missing and pool.idle:

@@ -1,8 +1,8 @@
 """Shards over a Ray cluster: the Pool of generation.bulk, made of Ray actors.
 
-Ray starts the actors, places them on nodes, moves tasks and bytes, and reports deaths. Nodes need this
-package, under the same version, and the model under the same name; they need not share a disk, as the driver
-alone writes files.
+Ray starts the actors, places them on nodes, moves tasks and bytes, and reports deaths. Nodes need the same
+version of this package, and the model under the same name. They need no shared disk: only the driver writes
+files.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from generation.processes import STALL_SECONDS, TICK, Patience
 from generation.shards import Loss, Scribe, Settings, Shard, Task
 
 MOST_FAILED_STARTS = 20  # in a row
-MOST_ASK_SECONDS = 10.0  # between two questions whether an actor still writes
+MOST_ASK_SECONDS = 10.0  # longest time between two questions whether an actor still writes
 
 
 class Actor:
-    """A worker: a thread that writes, with an engine that its first task opens, and one that answers."""
+    """A worker: one thread writes, with an engine that the first task opens; another thread answers."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -39,8 +39,8 @@ class Actor:
         return self.signs
 
     def write(self, task: Task) -> Shard:
-        """The shard of a task."""
-        torch.set_num_threads(1)  # of the thread that runs this
+        """Write a task and return its shard."""
+        torch.set_num_threads(1)  # holds for the calling thread
         self.scribe = self.scribe or Scribe(self.settings)
         return self.scribe.write(task, self._wanted)
 
@@ -52,7 +52,7 @@ class Actor:
 def open_pool(
     address: str, workers: int | None, settings: Settings, shards: int, timeout: float = STALL_SECONDS
 ) -> RayPool:
-    """The actors on the cluster at an address: `workers` or as many as it has CPUs, one a shard at most.
+    """The actors on the cluster at an address: `workers`, or one for each CPU; at most one for each shard.
 
     timeout: seconds without progress after which an actor is killed.
     Raises BulkError if Ray is not installed or there is no cluster.
@@ -74,7 +74,7 @@ def open_pool(
 
 
 class RayPool:
-    """Actors of one CPU each. An actor takes a task once it has a node, so none waits for a lost node.
+    """Actors of one CPU each. An actor gets a task when it has a node, so no task waits for a lost node.
 
     ray: the module, initialised. ours: disconnect from the cluster at the end. timeout: seconds.
     """
@@ -93,10 +93,10 @@ class RayPool:
         self._settings = ray.put(settings)
         self._failed_starts = 0
         self._free: deque[Any] = deque()
-        self._starting: dict[Any, Any] = {}  # what actor.ready() will return, and the actor
-        self._busy: dict[Any, tuple[Task, Any]] = {}  # what actor.write() will return
-        self._asked: dict[Any, Any] = {}  # what actor.alive() will return, and what actor.write() will
-        self._signs: dict[Any, int] = {}  # the last answer, by what actor.write() will return
+        self._starting: dict[Any, Any] = {}  # reference to the result of ready() -> the actor
+        self._busy: dict[Any, tuple[Task, Any]] = {}  # reference to that of write() -> (task, actor)
+        self._asked: dict[Any, Any] = {}  # reference to that of alive() -> reference to that of write()
+        self._signs: dict[Any, int] = {}  # reference to that of write() -> the last answer
         self._ask_seconds, self._asked_at = min(MOST_ASK_SECONDS, timeout / 4), time.monotonic()
         self._patience = Patience(timeout)
         for _ in range(workers):
@@ -132,7 +132,7 @@ class RayPool:
             self._ask()
 
     def _result(self, reference: Any) -> Any:
-        """What an actor returned, or a Loss."""
+        """The result of an actor's call, or a Loss."""
         errors = self._ray.exceptions
         try:
             return self._ray.get(reference)
@@ -143,7 +143,7 @@ class RayPool:
             return Loss(f"{type(error).__name__}: {str(error).splitlines()[0]}")
 
     def _started(self, reference: Any, result: Loss | None) -> None:
-        """An actor has a node, or was lost before."""
+        """Handle that an actor has a node, or was lost before."""
         actor = self._starting.pop(reference)
         if not isinstance(result, Loss):
             self._failed_starts = 0
@@ -155,7 +155,7 @@ class RayPool:
         self._replace(actor)
 
     def _ended(self, reference: Any, result: Shard | Loss) -> tuple[Task, Shard | Loss]:
-        """The task of an actor, and what became of it."""
+        """The task of an actor with its shard or loss."""
         task, actor = self._busy.pop(reference)
         self._patience.forget(reference)
         self._signs.pop(reference, None)
@@ -166,7 +166,7 @@ class RayPool:
         return task, result
 
     def _ask(self) -> None:
-        """From time to time, ask the busy actors that have answered the last question."""
+        """Ask the busy actors that have answered the last question, from time to time."""
         now = time.monotonic()
         if now - self._asked_at < self._ask_seconds:
             return
@@ -177,7 +177,7 @@ class RayPool:
                 self._asked[actor.alive.remote()] = reference
 
     def _answered(self, reference: Any, signs: int | Loss) -> None:
-        """An actor has said how far it is with a task."""
+        """Handle an actor's answer on its progress."""
         if reference in self._busy and not isinstance(signs, Loss):
             if signs != self._signs.get(reference):
                 self._patience.heard(reference)
@@ -191,11 +191,11 @@ class RayPool:
             self._ray.shutdown()
 
     def _end(self, actor: Any) -> None:
-        with contextlib.suppress(Exception):  # it, or the cluster, may be gone
+        with contextlib.suppress(Exception):  # the actor or the cluster may be gone
             self._ray.kill(actor)
 
     def _replace(self, actor: Any) -> None:
-        self._end(actor)  # it may live on, where the bytes alone were lost
+        self._end(actor)  # if only the bytes were lost, the actor is still alive
         self._start()
 
     def _start(self) -> None:

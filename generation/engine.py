@@ -28,13 +28,13 @@ from model.gpt import GPT, Attend, GPTConfig
 from model.int8 import in_int8
 
 ENGINES = ("native", "torch")
-# A model as a precision has it, in float32.
+# How a model is rounded to each precision. The result is kept in float32.
 ROUNDINGS: dict[Precision, Callable[[GPT], GPT]] = {
     Precision.FP32: lambda model: model,
     Precision.BF16: GPT.in_bf16,
     Precision.INT8: in_int8,
 }
-# What keys and values are kept in.
+# The type of the cached keys and values.
 DTYPES = {CachePrecision.FP32: torch.float32, CachePrecision.BF16: torch.bfloat16}
 
 
@@ -46,9 +46,9 @@ class Engine(Protocol):
 
     name: str
     config: GPTConfig
-    slots: int  # the most texts that it holds
+    slots: int  # the most texts that the engine holds
     capacity: int  # tokens of context of each text, at most block_size
-    fast_in_step: bool  # texts of equal lengths in neighbouring slots are written faster than others
+    fast_in_step: bool  # whether texts of equal length in neighbouring slots are written faster
 
     def set_sampling(self, slot: int, sampling: Sampling) -> None:
         """Set how the slot's tokens are chosen from now on; the default is Sampling()."""
@@ -56,38 +56,38 @@ class Engine(Protocol):
     def set_logprobs(self, slot: int, top: int | None) -> None:
         """Keep the log-probabilities of the slot's tokens from now on, each with `top` alternatives, 0 to 5.
 
-        None, the default, keeps none. Those that were not taken are forgotten.
+        None, the default, keeps none. Log-probabilities that were not taken are dropped.
         """
 
     def take_logprobs(self, slot: int) -> list[TokenLogprob]:
-        """Those kept since the last call, in the order of the tokens."""
+        """The log-probabilities kept since the last call, in the order of the tokens."""
 
     def prefill(self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None) -> None:
         """Replace the slot's tokens by `ids`, 1 to `capacity` of them.
 
-        continues: the slot's text goes on, and the penalties still count its earlier tokens.
-        top: keep the log-probabilities of ids[1:] too, each with so many alternatives. It changes no token.
+        continues: the slot's text continues, and the penalties still count its earlier tokens.
+        top: also keep the log-probabilities of ids[1:], each with `top` alternatives. It changes no token.
         """
 
     def prefill_begin(
         self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None
     ) -> None:
-        """Begin what prefill() does; the slot holds no text until prefill_some() ends it."""
+        """Begin a prefill(); the slot holds no text until prefill_some() has finished it."""
 
     def prefill_some(self, slot: int, seconds: float) -> bool:
-        """Go on for about this long, at least by a bit; return whether all is read.
+        """Continue for about this long, at least by one piece of work; return whether all tokens are read.
 
-        The result is prefill()'s. An engine may read the whole prompt in one call.
+        The result is that of prefill(). An engine may read the whole prompt in one call.
         """
 
     def prefill_drop(self, slot: int) -> None:
-        """Give up what prefill_begin() began, and free its memory."""
+        """Cancel a prefill_begin() and free its memory."""
 
     def next(self, slots: Sequence[int], uniforms: Sequence[float]) -> list[int]:
         """Choose a token for each of these slots and append it; return the tokens.
 
-        uniforms: a number in [0, 1) for each slot, which decides the choice.
-        A slot that holds capacity + 1 tokens, the last one not yet read, must be prefilled first.
+        uniforms: a number in [0, 1) for each slot. It decides the choice.
+        A slot with capacity + 1 tokens, whose last one is not yet read, must be prefilled first.
         """
 
     def write(self, slots: Sequence[int], uniforms: Sequence[Sequence[float]]) -> list[list[int]]:
@@ -106,7 +106,7 @@ class Engine(Protocol):
         """Append this token, instead of choosing one, and read it."""
 
     def logits(self, slot: int) -> Tensor:
-        """The slot's latest logits (V,): its last token was chosen from them, or its next one will be."""
+        """The slot's latest logits (V,). Its last token was, or its next one will be, chosen from them."""
 
 
 def open_engine(
@@ -134,9 +134,9 @@ def open_engine(
     kv_cache: a CachePrecision or its name. 'bf16' rounds all keys and values to bfloat16, which changes the
     logits; the native engine then keeps and reads half as many bytes of them.
     capacity: the longest context, in tokens; the model's block size by default.
-    device: 'cpu' or 'cuda'; a GPU has the torch engine alone, with part0 and part4, and neither simd nor a
-    tile. All arithmetic is float32. step: part4's kernel there, as in attention().
-    The native engine uses torch.get_num_threads() threads, as set when this is called.
+    device: 'cpu' or 'cuda'. A GPU has only the torch engine, with part0 and part4, without simd and tile. All
+    arithmetic is float32. step: part4's kernel on CUDA, as in attention().
+    The native engine uses torch.get_num_threads() threads, read when this is called.
     Raises TypeError or ValueError naming the wrong argument, BuildError if the kernels cannot be compiled or
     there is no GPU.
     """
@@ -176,14 +176,14 @@ def open_engine(
         return TorchEngine(placed, slots, capacity, DTYPES[cache])
     from generation.native import NativeEngine
 
-    # Each decoder thread calls the kernel by itself, so the tile is that of one thread.
+    # Each thread of the decoder calls the kernel itself, so the tile is that of one thread.
     tuned = tiles.tile(helpers, 1, model.config.head_dim, capacity, causal=True)
     tile = (br or tuned[0], bc or tuned[1])
     return NativeEngine(model, part, helpers, tile, precision, cache, slots, capacity)
 
 
 def check_kernel(device: str, part: Part, step: str | int | None, head_dim: int) -> None:
-    """Raise TypeError or ValueError unless a part runs on a device, with this step, heads of this width."""
+    """Raise TypeError or ValueError unless a part runs on a device with this step and head width."""
     check_device(device)
     if device not in part.dtypes:
         others = " and ".join(running_on(device))
@@ -201,7 +201,7 @@ def check_kernel(device: str, part: Part, step: str | int | None, head_dim: int)
 
 
 def on_device(model: GPT, device: str, part: Part, step: str | int | None) -> GPT:
-    """The model, whose parameters are moved to a device, after its kernel there is compiled.
+    """The model with its parameters moved to a device. The part's kernel is compiled first.
 
     Raises ValueError if the GPU cannot run the step, BuildError if there is no GPU or no compiler for it.
     """
@@ -219,7 +219,7 @@ def on_device(model: GPT, device: str, part: Part, step: str | int | None) -> GP
 
 
 def rounded(model: GPT, weights: str) -> GPT:
-    """The model with its matrices, and for int8 its activations, rounded to a Precision; kept in float32.
+    """The model with matrices, for int8 also activations, rounded to a Precision; all stay float32.
 
     weights: a Precision or its name.
 
@@ -230,9 +230,9 @@ def rounded(model: GPT, weights: str) -> GPT:
 
 
 def with_rounded_cache(attend: Attend, kv_cache: str) -> Attend:
-    """The attention over keys and values rounded to a CachePrecision, or its name; kept in float32.
+    """The attention over keys and values rounded to a CachePrecision; all stay float32.
 
-    Raises ValueError for another name.
+    kv_cache: a CachePrecision or its name. Raises ValueError for another name.
     """
     check_cache_precision(kv_cache)
     dtype = DTYPES[CachePrecision(kv_cache)]

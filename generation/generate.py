@@ -13,21 +13,21 @@ from model.checkpoint import Checkpoint
 from model.tokenizer import Decoder, Tokenizer
 
 AT_ONCE = 32  # texts that are written together, for each thread
-MOST_CACHE_BYTES = 2**31  # of all texts together, where AT_ONCE for one thread need less
+MOST_CACHE_BYTES = 2**31  # of all texts together, unless AT_ONCE texts for one thread need more
 
 
 def slots_for(texts: int, threads: int, cache_bytes: int) -> tuple[int, int]:
     """(texts at once, slots of the engine) for this number of texts with one prompt.
 
-    cache_bytes: of the keys and values of one text. If not all texts are written at once, one more slot keeps
-    the prompt for texts that join later.
+    cache_bytes: bytes of one text's keys and values. If not all texts are written at once, one more slot
+    keeps the prompt for texts that join later.
     """
     at_once = min(texts, AT_ONCE * threads, max(AT_ONCE, MOST_CACHE_BYTES // cache_bytes))
     return at_once, at_once + (texts > at_once)
 
 
 class StopFilter:
-    """Passes text on until a stop string appears; holds back text that may be the start of one.
+    """Passes text on until a stop string appears. Text that may begin a stop string is held back.
 
     stop: non-empty strings; Request checks them.
     """
@@ -121,7 +121,7 @@ class Growing:
         return bool(self.filter.found) or self.completion.new_tokens == self.completion.request.max_new_tokens
 
     def finish(self) -> str:
-        """Fill in the completion; return the text that was held back."""
+        """Fill in the completion and return the text that was held back."""
         done, found = self.completion, self.filter.found
         rest = "" if found else self.filter.feed(self.decoder.end()) + self.filter.end()
         # The decoder's last characters may complete a stop string.
@@ -138,11 +138,11 @@ class Growing:
 def complete(
     writer: Writer, tokenizer: Tokenizer, requests: Iterable[Request]
 ) -> Iterator[tuple[Completion, str]]:
-    """Write all requests, as many at once as the writer has slots; yield each completion with its new text.
+    """Write all requests, as many at once as the writer has slots. Yield each completion with its new text.
 
-    A request joins as soon as a slot is free, or all are with an engine that is `fast_in_step`. Pieces of
-    different completions alternate. A finished completion is filled in and yielded once more, with an empty
-    text. The writer holds no text when this ends, however it ends.
+    A request joins as soon as a slot is free; with an engine that is `fast_in_step`, when all slots are free.
+    Pieces of different completions alternate. A finished completion is filled in and yielded once more, with
+    an empty text. After any end the writer holds no text.
     Raises ValueError if the writer holds other texts, and as Writer.join() does.
     """
     if writer.texts:
@@ -173,7 +173,7 @@ def complete(
                 return
             for text, tokens in writer.step():
                 each = growing[text]
-                # Alone, a text is streamed token by token; in a batch that would take longer than writing it.
+                # A text that is alone is streamed token by token. In a batch this would cost too much.
                 for some in (tokens,) if len(growing) > 1 else ([token] for token in tokens):
                     if piece := each.add(some):
                         yield each.completion, piece
@@ -219,13 +219,13 @@ def generate(
     stream: bool = False,
     **options: Unpack[Options],
 ) -> str | Iterator[str]:
-    """The text that continues `prompt`, without the prompt; with stream=True an iterator over its pieces.
+    """The text that continues `prompt`, without the prompt. With stream=True an iterator over its pieces.
 
     max_new_tokens: the most tokens to write; the model's block size by default.
-    engine: a name, or an engine that open_engine() opened for this model. An open engine serves many texts;
-    its part, simd, br, bc, weights, kv_cache, device and step are those it was opened with.
-    seed: 0 to 2**64 - 1. The same seed gives the same text with every part and
-        engine of a device, unless kv_cache is 'bf16', which rounds what they compute.
+    engine: a name, or an engine that open_engine() opened for this model. An open engine serves many texts,
+    with the part, simd, br, bc, weights, kv_cache, device and step that it was opened with.
+    seed: 0 to 2**64 - 1. The same seed gives the same text with every part and engine of a device, unless
+        kv_cache is 'bf16', which rounds their results.
     stop: a string or several; the text ends before the first one that appears.
     context, use_cache: see writer.Request.
     options: part, simd, br, bc, weights, kv_cache, device, step as in open_engine(); temperature, top_k,

@@ -15,16 +15,16 @@ SHARD_SIZE = 1024
 
 
 class BulkError(ValueError):
-    """A job that cannot begin or go on; the message says why."""
+    """A job that cannot begin or continue; the message says why."""
 
 
 @dataclass
 class Job:
-    """A request for many texts. texts: their number; of a prompts file, its lines.
+    """A request for many texts. texts: their number, which is the number of lines of a prompts file.
 
-    resolved: the fields of the settings that were 'auto', as shards.resolved() gives them. A directory keeps
-    those with which it was begun.
-    Raises BulkError for what is wrong with it.
+    resolved: the values of the settings that were 'auto', from shards.resolved(). A directory keeps those of
+    its first run.
+    Raises BulkError for a wrong request.
     """
 
     settings: Settings
@@ -41,7 +41,7 @@ class Job:
             raise BulkError(f"seed is {self.settings.seed}; the last text's must be less than 2**63")
 
     def request(self) -> dict[str, Any]:
-        """What decides the bytes of all files, as JSON. The model's name does not."""
+        """All that decides the bytes of the files, as JSON. The model's name is not part of it."""
         what = asdict(self.settings) | {"texts": self.texts, "shard_size": self.shard_size}
         what |= {"prompts_sha256": self.prompts.sha256 if self.prompts else None}
         del what["model"]
@@ -75,7 +75,7 @@ class Prompts:
         self.sha256 = digest.hexdigest()
 
     def read(self, first: int, count: int) -> list[bytes]:
-        """`count` lines from `first`, which begins a shard."""
+        """`count` lines from line `first`, the first of a shard."""
         with open(self.path, "rb") as file:
             file.seek(self._begins[first])
             return [file.readline() for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, as the model gives them before any sampling setting."""
+"""Log-probabilities of tokens, from the model's logits before any sampling setting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_TOP = 5  # alternatives of a token
 class TokenLogprob:
     """A token's log-probability in nats, and the likeliest tokens in its place.
 
-    top: (token, log-probability), the likeliest first; equal ones in the order of their ids.
+    top: (token, log-probability), likeliest first; equal ones in the order of their ids.
     """
 
     token: int
@@ -22,7 +22,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
     def with_top(self, count: int) -> TokenLogprob:
-        """The same with `count` alternatives at most."""
+        """The same with at most `count` alternatives."""
         return self if len(self.top) <= count else TokenLogprob(self.token, self.logprob, self.top[:count])
 
 

@@ -1,4 +1,4 @@
-"""The directory of a job: whole files, and the manifest that lists those that are complete."""
+"""The directory of a job: its files, and the manifest that lists the complete ones."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from generation.shards import Settings, Shard, Task
 from model.files import write_file
 
 MANIFEST = "manifest.json"
-VERSION = 1  # of the manifest
+VERSION = 1  # of the manifest's format
 
 
 class Manifest:
-    """The record of a job in its directory, which is written in whole at each change.
+    """The record of a job in its directory. It is replaced as a whole at each change.
 
-    Raises BulkError if the directory holds another request, or a manifest that cannot be read.
+    Raises BulkError if the directory holds another request, or an unreadable manifest.
     """
 
     def __init__(self, directory: Path, job: Job) -> None:
@@ -62,16 +62,16 @@ class Manifest:
 
     @property
     def shards(self) -> dict[str, dict]:
-        """The shards that are complete, by the file's name."""
+        """The complete shards, by the file's name."""
         return self.content["shards"]
 
     @property
     def texts(self) -> int:
-        """Texts of the complete shards; lines that were rejected and empty ones count too."""
+        """Texts of the complete shards; rejected and empty lines count too."""
         return sum(shard["count"] for shard in self.shards.values())
 
     def check_files(self) -> list[str]:
-        """Remove from the record the shards whose file is missing or has changed; return their names."""
+        """Remove shards whose file is missing or changed from the record; return their names."""
         bad = []
         for name, shard in self.shards.items():
             try:
@@ -86,7 +86,7 @@ class Manifest:
         return bad
 
     def add(self, name: str, task: Task, shard: Shard, attempts: int) -> None:
-        """Record a shard whose file is written."""
+        """Record a shard after its file was written."""
         key = hash_of(shard.machine)[:16]
         self.content["machines"][key] = shard.machine
         self.content["failed"].pop(name, None)
@@ -105,7 +105,7 @@ class Manifest:
         }
 
     def save(self, lazily: bool = False) -> None:
-        """Replace the file. lazily: not if most of the time would go into writing it."""
+        """Replace the file. lazily: skip it if writing would take most of the time."""
         start = time.monotonic()
         if lazily and start - self._saved_at < 20 * self._save_seconds:
             return
@@ -116,7 +116,7 @@ class Manifest:
 
 
 def hash_of(content: dict) -> str:
-    """The SHA-256 of JSON, whatever the order of its names."""
+    """The SHA-256 of JSON with sorted names."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -13,13 +13,13 @@ from generation.logprobs import TokenLogprob
 from generation.sampling import Sampling
 from model.gpt import GPT
 
-# Seconds after which a call starts no further token, so that Ctrl-C takes effect soon. A batch's are those of
-# each group of texts that a thread takes.
+# Seconds after which a call starts no further token, so that Ctrl-C takes effect soon. In a batch they count
+# for each group of texts that a thread writes.
 ONE_TEXT_SECONDS, BATCH_SECONDS = 2e-3, 8e-3
 
 
 class NativeEngine:
-    """Runs the decoder, which holds the model's weights, packed once, and the slots' caches.
+    """Runs the decoder, which holds the packed weights and the slots' caches.
 
     tile: (br, bc) of a tiled part. The decoder uses torch.get_num_threads() threads.
     """
@@ -109,7 +109,7 @@ class NativeEngine:
         return torch.tensor(self._decoder.logits(slot))
 
     def record(self, on: bool) -> None:
-        """Start or stop recording spans; off at first."""
+        """Start or stop recording spans; initially off."""
         self._decoder.record(on)
 
     def spans(self) -> list[tuple[str, int, int, int]]:
@@ -121,5 +121,5 @@ class NativeEngine:
 
 
 def _or_none(top: int | None) -> int:
-    """A number of alternatives as the decoder takes it: -1 for no log-probabilities."""
+    """A number of alternatives for the decoder, where -1 stands for no log-probabilities."""
     return -1 if top is None else top

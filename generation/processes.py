@@ -1,4 +1,4 @@
-"""Workers on this machine: a process each. One that dies or does nothing for long is replaced."""
+"""Workers on this machine, one process each. A worker that dies or stalls is replaced."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import torch
 
 from generation.shards import Loss, Scribe, Settings, Shard, Stop, Task
 
-ALIVE, GONE = "alive", "gone"  # what a worker says while it writes; what is heard of one that died
-TICK = 0.5  # seconds between two looks at the workers' silence
-# A worker that writes says so five times a second. It is silent while it starts and opens the model, which
-# takes two to five seconds on a core of its own; the rest is for busy machines.
+ALIVE, GONE = "alive", "gone"  # a worker's message while it writes; the message for one that died
+TICK = 0.5  # seconds between two checks of the workers' silence
+# A writing worker sends a message five times a second. It is silent while it starts and opens the model, two
+# to five seconds on an idle core; the rest is for busy machines.
 STALL_SECONDS = 120.0
 
 
 class Patience:
-    """How long each worker that has a task has been silent.
+    """How long each worker with a task has been silent.
 
-    Only time in which the driver runs counts: after Ctrl-Z and `fg` the workers have been stopped too.
+    Only time in which the driver runs counts: Ctrl-Z stops the workers too.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -35,15 +35,15 @@ class Patience:
         self._looked = time.monotonic()
 
     def heard(self, worker: Any) -> None:
-        """A worker has a task, or gave a sign of life."""
+        """Note that a worker got a task or sent a message."""
         self._silent[worker] = 0.0
 
     def forget(self, worker: Any) -> None:
-        """A worker has no task any more."""
+        """Note that a worker has no task any more."""
         self._silent.pop(worker, None)
 
     def exhausted(self) -> list[Any]:
-        """The workers that were silent for more than `timeout` seconds. To be called at least every TICK."""
+        """The workers that were silent for more than `timeout` seconds. Call it at least every TICK."""
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, 2 * TICK), now
         for worker in self._silent:
@@ -51,15 +51,15 @@ class Patience:
         return [worker for worker, seconds in self._silent.items() if seconds > self.timeout]
 
     def loss(self, name: str) -> Loss:
-        """What became of the shard of such a worker."""
+        """The loss of the shard of such a worker."""
         return Loss(f"{name} gave no sign of life for {self.timeout:g} s and was killed", stalled=True)
 
 
 @dataclass(eq=False)
 class _Worker:
-    """A process, the driver's end of its pipe, and the task that it has.
+    """A process, the driver's end of its pipe, and its task.
 
-    A thread of the driver talks with it: one that is stopped within a message would make the driver wait.
+    A thread of the driver talks with it, because a process that stops within a message blocks its reader.
     """
 
     process: Any
@@ -69,7 +69,7 @@ class _Worker:
     tasks: queue.SimpleQueue[Task | None] = field(default_factory=queue.SimpleQueue)
 
     def converse(self, said: queue.SimpleQueue[tuple[_Worker, Any]]) -> None:
-        """Pass on tasks, and put into `said` what the process says, until it is gone or a task is None."""
+        """Pass on tasks and put the process's messages into `said`, until it is gone or a task is None."""
         try:
             while (task := self.tasks.get()) is not None:
                 self.pipe.send(task)
@@ -118,10 +118,10 @@ class LocalPool:
             for silent in self._patience.exhausted():
                 self._patience.forget(silent)
                 silent.loss = self._patience.loss(f"worker {silent.process.pid}")
-                silent.process.kill()  # which its thread hears
+                silent.process.kill()  # its thread notices
 
     def _ended(self, worker: _Worker, word: Any) -> tuple[Task, Shard | Loss]:
-        """The task of a worker, and what became of it."""
+        """The task of a worker with its shard or loss."""
         assert worker.task
         task, outcome = worker.task, word
         self._patience.forget(worker)
@@ -133,14 +133,14 @@ class LocalPool:
 
     def close(self) -> None:
         for worker in self._all:
-            worker.process.kill()  # it holds nothing that the driver has not
+            worker.process.kill()  # it holds nothing that the driver lacks
             worker.tasks.put(None)
         for worker in self._all:
             worker.process.join()
 
     def _start(self) -> _Worker:
         ours, theirs = self._context.Pipe()
-        # Ctrl-C reaches all processes of a terminal, and the driver alone answers it.
+        # Ctrl-C reaches all processes of a terminal; only the driver handles it.
         resource_tracker.ensure_running()  # its start would unblock the signal
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -154,7 +154,7 @@ class LocalPool:
         return worker
 
     def _bury(self, worker: _Worker) -> Loss:
-        """Close what a dead worker leaves; return how it died."""
+        """Close the pipe of a dead worker; return how it died."""
         worker.pipe.close()
         worker.process.join()
         code, name = worker.process.exitcode, f"worker {worker.process.pid}"
@@ -166,7 +166,7 @@ class LocalPool:
 
 
 def work(settings: Settings, pipe: connection.Connection) -> None:
-    """A worker: write the tasks that arrive, until the driver is gone."""
+    """Run a worker: write the arriving tasks until the driver is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     scribe = None

@@ -17,9 +17,9 @@ from model.kv_cache import KVCache
 
 
 class TorchEngine:
-    """Runs the PyTorch model, on its device. Neighbouring slots with equally many tokens are read together.
+    """Runs the PyTorch model on its device. Neighbouring slots with equally many tokens are read together.
 
-    dtype: of the cached keys and values. Tokens are chosen on the CPU.
+    dtype: the type of the cached keys and values. Tokens are chosen on the CPU.
     """
 
     name = "torch"
@@ -31,7 +31,7 @@ class TorchEngine:
         sizes = (slots, c.n_head, capacity, c.head_dim)
         self._caches = [KVCache(*sizes, dtype, self._device) for _ in range(c.n_layer)]
         self._lengths = [0] * slots  # tokens in the cache
-        self._pending = [-1] * slots  # the token that is chosen but not yet read; -1 for none
+        self._pending = [-1] * slots  # the chosen token that is not yet read; -1 for none
         self._seen: list[set[int]] = [set() for _ in range(slots)]
         self._written: list[Counter[int]] = [Counter() for _ in range(slots)]  # since the prompt
         self._samplings = [Sampling()] * slots
@@ -61,13 +61,13 @@ class TorchEngine:
             self._logprobs[slot] = []
         self._seen[slot].update(ids)
         self._lengths[slot] = 0
-        if top is not None:  # in a pass of its own, so that the text's logits are the same without it
+        if top is not None:  # a separate pass, so that the text's logits do not depend on it
             caches = [cache.of(slot, slot + 1, 0) for cache in self._caches]
             logits = self.model(torch.tensor([ids], device=self._device), caches)[0, :-1]
             self._logprobs[slot] += logprobs.of_logits(logits, ids[1:], top)
         self._read(slot, [ids])
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # its time is the prompt's, not the next token's
+            torch.cuda.synchronize(self._device)  # its time counts for the prompt, not for the next token
 
     def prefill_begin(
         self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None

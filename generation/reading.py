@@ -1,4 +1,4 @@
-"""What texts need read before their next token: prompts, and windows again. Whole, or in slices of time."""
+"""Reads prompts, and windows again, for texts that need it before their next token. In slices of time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Read:
-    """A prompt that a slot holds. top: of its log-probabilities; None if there are none."""
+    """A prompt in a slot. top: alternatives of its log-probabilities; None without log-probabilities."""
 
     prompt: tuple[int, ...]
     slot: int
@@ -25,7 +25,7 @@ class Read:
     logprobs: list[TokenLogprob]  # of prompt[1:]
 
     def serves(self, text: Text) -> bool:
-        """Whether a text can begin with a copy of it."""
+        """Whether a text can begin with a copy of this prompt."""
         wanted = text.prompt_top
         enough = wanted is None or self.top is not None and self.top >= wanted
         return text.is_new and text.prompt == self.prompt and enough
@@ -35,22 +35,22 @@ class Reader:
     """Reads for the texts of a Writer.
 
     A prompt that several texts wait for is read once and copied.
-    keeper: a slot that keeps the prompt read last, for texts that join later; None for none.
+    keeper: the slot that keeps the last prompt for texts that join later, or None.
     slice_seconds: the time of a call of read(); None sets no limit.
     """
 
     def __init__(self, engine: Engine, keeper: int | None, slice_seconds: float | None) -> None:
         self.waiting: list[Text] = []  # in the order in which they began to wait
         self._engine, self._keeper, self._slice = engine, keeper, slice_seconds
-        self._begun: dict[Text, int | None] = {}  # in the middle of being read, with its Read.top
+        self._begun: dict[Text, int | None] = {}  # texts that are partly read, with their Read.top
         self._kept: Read | None = None
-        self._shortest_is_due = False  # it had no time in the last call
+        self._shortest_is_due = False  # whether the shortest text had no time in the last call
 
     def read(self, texts: Iterable[Text]) -> None:
         """Read for those of these texts that need it, and for the waiting ones, until the time is over.
 
-        Half of the time is for the text that has waited longest, so that each one's turn comes; the rest is
-        for the shortest. If the first has taken all of it, the next call begins with the shortest.
+        Half of the time is for the text that has waited longest, so that every text has its turn. The rest is
+        for the shortest. If the first text took all the time, the next call begins with the shortest.
         """
         start = time.perf_counter()
         for text in texts:
@@ -73,7 +73,7 @@ class Reader:
             self._go_on(min(self.waiting, key=lambda text: text.window), end)
 
     def drop(self, text: Text) -> None:
-        """Forget a text, and free what the reading of its prompt has taken."""
+        """Forget a text and free the memory of its unfinished reading."""
         if text in self.waiting:
             self.waiting.remove(text)
         if text in self._begun:
@@ -81,7 +81,7 @@ class Reader:
             self._engine.prefill_drop(text.slot)
 
     def _go_on(self, text: Text, end: float) -> None:
-        """Read for a text, or for one that reads the same prompt already, at least a bit, until `end`."""
+        """Read until `end`, at least one piece of work, for a text or for one with the same prompt."""
         if text.is_new:
             same = (each for each in self._begun if each.is_new and each.prompt == text.prompt)
             text = next(same, text)
@@ -101,14 +101,14 @@ class Reader:
         self._finish(text, top)
 
     def _top(self, text: Text) -> int | None:
-        """Alternatives that suffice for all new texts that wait for a text's prompt."""
+        """The most alternatives that any new text with the same prompt requests."""
         if not text.is_new:
             return None
         tops = (each.prompt_top for each in self.waiting if each.is_new and each.prompt == text.prompt)
         return max((top for top in tops if top is not None), default=None)
 
     def _finish(self, text: Text, top: int | None) -> None:
-        """Record that a text's window is read; copy a prompt to the others that wait for it."""
+        """Record that a text's window is read. Copy a prompt to the other texts that wait for it."""
         self.waiting.remove(text)
         was_new = text.is_new
         text.hold(text.window)
@@ -124,7 +124,7 @@ class Reader:
             self._kept = replace(done, slot=self._keeper)
 
     def _copy(self, source: Read) -> None:
-        """Copy a prompt, after which its slot holds no token yet, to the waiting texts that it serves."""
+        """Copy a prompt, from a slot without a new token, to the waiting texts that begin with it."""
         for text in [each for each in self.waiting if each not in self._begun and source.serves(each)]:
             self._engine.copy(source.slot, text.slot)
             text.hold(len(text.prompt))

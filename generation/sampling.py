@@ -19,9 +19,9 @@ class Sampling:
 
     repetition_penalty: logits of tokens that have occurred are divided by this where they are positive and
     multiplied where they are negative (Keskar et al. 2019, arXiv:1909.05858); 1 changes nothing.
-    frequency_penalty, presence_penalty: from -2 to 2. A token that was written so far, the prompt does not
-    count, loses its count times the first, and the second once (OpenAI's completions).
-    logit_bias: (token id, what is added to its logit, from -100 to 100); each id once.
+    frequency_penalty, presence_penalty: from -2 to 2. A written token loses its count times the first, and
+    the second once, as in OpenAI's completions. The prompt does not count.
+    logit_bias: (token id, number from -100 to 100 that is added to its logit); each id once.
     temperature: divides the logits; 0 takes the largest and ignores the filters.
     top_k: keep the k likeliest tokens (Fan et al. 2018, arXiv:1805.04833); None keeps all.
     top_p: keep the likeliest tokens until their probabilities, among those kept so far, add up to this
@@ -77,7 +77,7 @@ class Sampling:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is an int or a float; a bool is not."""
+    """Whether a value is an int or a float. A bool does not count."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -92,9 +92,9 @@ def sample(
 
     uniforms: a number in [0, 1) for each row. seen: the ids that have occurred in each row, for the
     repetition penalty. written: how often each id was written in each row, for the other two.
-    Sums are in float64 and in the order of the ids, so that engines which differ by rounding agree. The
-    native engine's sample() in attention_ext/csrc/decoder/sampling.cpp does the same.
-    Raises ValueError if the logits hold NaN or the largest is infinite, penalties and bias applied.
+    Sums are float64 and in the order of the ids, so that engines with different rounding agree. The native
+    engine's sample() in attention_ext/csrc/decoder/sampling.cpp does the same.
+    Raises ValueError if the logits hold NaN or the largest is infinite after penalties and bias.
     """
     logits = logits.double()
     if sampling.repetition_penalty != 1:

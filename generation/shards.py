@@ -1,7 +1,7 @@
-"""A shard of many texts: what decides its bytes, and the Scribe that writes it.
+"""A shard of many texts: the settings that decide its bytes, and the Scribe that writes it.
 
-Text i depends on the settings, its prompt and its seed alone, so a shard's bytes are the same on every worker
-with the same instruction set, whatever was written before it.
+Text i depends only on the settings, its prompt and its seed. So a shard's bytes are the same on every worker
+with the same instruction set, and do not depend on earlier shards.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from generation.writer import Request, Writer
 from model.checkpoint import Checkpoint, load
 from model.tokenizer import Tokenizer
 
-MOST_NEW_TOKENS = 2**20  # that a line of a prompts file may ask for: an endless text would hold up its shard
-ASK_SECONDS = 0.2  # between two questions whether a shard is still wanted
+MOST_NEW_TOKENS = 2**20  # limit for a line of a prompts file: an endless text would block its shard
+ASK_SECONDS = 0.2  # time between two questions whether a shard is still wanted
 LINE_SAMPLING = tuple(each.name for each in fields(Sampling) if each.name != "logit_bias")
 LINE_OPTIONS = (*LINE_SAMPLING, "max_new_tokens", "seed", "stop", "context")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the texts, besides their numbers.
+    """All that decides the texts, besides their numbers.
 
-    model: as load() takes it; only `fingerprint` decides. prompt: None if each text has its own.
-    engine, simd, br, bc: None or 'auto' where resolved() chooses.
+    model: a name for load(); only `fingerprint` decides. prompt: None if each text has its own.
+    engine, simd, br, bc: None or 'auto' if resolved() chooses.
     """
 
     model: str
@@ -65,7 +65,7 @@ class Settings:
 class Task:
     """The texts first .. first + count - 1.
 
-    lines: those of the prompts file, for text i line i; None if all texts have the prompt of the settings.
+    lines: lines of the prompts file, line i for text i; None if all texts have the prompt of the settings.
     """
 
     first: int
@@ -77,8 +77,8 @@ class Task:
 class Shard:
     """A written shard: the bytes of its file, and the record of how it was written.
 
-    cpu_seconds: of the process; `seconds` is more if others use the core.
-    rejected: (line number from 1, what is wrong with it). machine: see this_machine().
+    cpu_seconds: time of the process; `seconds` is more if others use the core.
+    rejected: (line number from 1, the error). machine: see this_machine().
     """
 
     data: bytes
@@ -92,7 +92,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Loss:
-    """A shard that was not written. died: the worker was lost too. stalled: it was killed for its silence."""
+    """A shard that was not written. died: the worker was lost too. stalled: the silent worker was killed."""
 
     reason: str
     died: bool = True
@@ -134,7 +134,7 @@ def capacity_of(settings: Settings, checkpoint: Checkpoint) -> int:
 
 
 def this_machine(parquet: bool = False) -> dict[str, str]:
-    """What besides the settings can change a text's bytes: the processor and the versions."""
+    """The processor and the versions, which can change a text's bytes besides the settings."""
     features = hashlib.sha256(processor.capabilities().encode()).hexdigest()[:16]
     versions = {"pyarrow": metadata.version("pyarrow")} if parquet else {}
     return {
@@ -167,7 +167,7 @@ def request_of_line(
 ) -> tuple[str | int, Request]:
     """(id, request) of a line: {"id": ..., "prompt": ..., "options": {...}}.
 
-    options: LINE_OPTIONS; what they leave out is that of the settings, and the seed is the settings' + index.
+    options: any of LINE_OPTIONS; the settings give the others. The default seed is the settings' + index.
     Raises ValueError, TypeError, OverflowError or RecursionError for a malformed line.
     """
     entry = json.loads(line.decode())
@@ -178,7 +178,7 @@ def request_of_line(
     identity, prompt, options = entry.get("id"), entry.get("prompt"), entry.get("options", {})
     if not isinstance(identity, (str, int)) or isinstance(identity, bool):
         raise TypeError("id must be a string or a whole number")
-    str(identity).encode()  # half of a surrogate pair is no text
+    str(identity).encode()  # raises for half of a surrogate pair
     if not isinstance(prompt, str):
         raise TypeError("prompt must be a string")
     if not isinstance(options, dict):
@@ -215,14 +215,14 @@ class Stop(Exception):
 
 
 class Scribe:
-    """Writes shards: the model and its engine, opened once.
+    """Writes shards with one model and engine.
 
-    Raises ValueError if the model is not the one of the settings, and as load() and open_engine() do.
+    Raises ValueError if the model is not the one of the settings, and the errors of load() and open_engine().
     """
 
     def __init__(self, settings: Settings) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # who started the job has seen them
+            warnings.simplefilter("ignore")  # the driver has shown them
             self.checkpoint = load(settings.model)
         if fingerprint(self.checkpoint) != settings.fingerprint:
             raise ValueError(f"model {settings.model!r} is not the one that the job was started with")
@@ -279,7 +279,7 @@ class Scribe:
         identities: list[str | int],
         rejected: list[tuple[int, str]],
     ) -> Iterator[Request]:
-        """The task's requests; the lists are filled as they are taken. An empty line has none."""
+        """The task's requests; the lists are filled while they are iterated. An empty line has no request."""
         tokenizer = self.checkpoint.tokenizer
         if task.lines is None:
             first = request_for(self.settings, tokenizer, 0)
@@ -316,7 +316,7 @@ def check_parquet() -> None:
 
 
 def in_parquet(rows: Sequence[dict], with_id: bool) -> bytes:
-    """The rows as a Parquet file. An id is a string there, whatever it was."""
+    """The rows as a Parquet file. All ids become strings."""
     import pyarrow
     from pyarrow import parquet
 

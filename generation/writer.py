@@ -1,7 +1,7 @@
 """The Writer: texts join and leave a batch at any step, each with its own settings.
 
-Weights, precision, prompt, sampling and seed decide a text. It is the same alone, in a batch, and while
-neighbours join and leave.
+Weights, precision, prompt, sampling and seed decide a text. It is the same alone, in a batch, and with
+neighbours that join and leave.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ TOKENS_AT_ONCE = 32  # the most tokens of each text that one step asks an engine
 class Request:
     """A text to be written.
 
-    ids: the prompt's tokens, at least one. Only as many as the engine's capacity, the last ones, are read.
+    ids: the prompt's tokens, at least one. If they exceed the engine's capacity, only the last ones are read.
     seed: 0 to 2**64 - 1. max_new_tokens: the most tokens to write; None sets no limit.
     stop: strings; the text ends before the first one that appears. generation.generate.complete() applies
     them, because the Writer handles tokens only.
-    context: what the model sees once a text is longer than the engine's capacity. 'slide': the last
-    `capacity` tokens, at positions counted from the window's start, so each token costs a whole window, as
-    in nanoGPT. 'reset': the window restarts with its last half, which costs one prefill for each half
-    window.
+    context: what the model sees when a text is longer than the engine's capacity. 'slide': the last
+    `capacity` tokens, at positions counted from the window's start, as in nanoGPT; each token costs a whole
+    window. 'reset': the window restarts with its last half, which costs one prefill for each half window.
     use_cache: False reads the whole window again for every token.
-    logprobs: 0 to 5: give each new token's log-probability with so many alternatives; None gives none.
-    prompt_logprobs: give those of the prompt too; it needs logprobs. Neither changes a text.
-    Raises TypeError or ValueError naming what is wrong.
+    logprobs: give each new token's log-probability with this many alternatives, 0 to 5; None gives none.
+    prompt_logprobs: give those of the prompt too; needs logprobs. Neither changes a text.
+    Raises TypeError or ValueError naming the wrong argument.
     """
 
     ids: Sequence[int]
@@ -79,13 +78,13 @@ class Request:
 
 
 class Text:
-    """A text in a slot of an engine, as it grows.
+    """A growing text in a slot of an engine.
 
     new_tokens: the number of tokens after the prompt. prefill_seconds: the time until the prompt is read.
     decode_seconds: the time of writing since then. Both include the work for its neighbours in these steps.
-    logprobs: of each new token, if the request asks for them; the caller may clear the list.
-    prompt_logprobs: of the tokens of `prompt`, None for the first; None until the prompt is read, and if the
-    request does not ask for them.
+    logprobs: those of the new tokens, if requested; the caller may clear the list.
+    prompt_logprobs: those of the tokens of `prompt`, None for the first one. None until the prompt is read,
+    or if not requested.
     """
 
     def __init__(self, request: Request, slot: int, capacity: int) -> None:
@@ -97,10 +96,10 @@ class Text:
         self._capacity = capacity
         self.prompt = tuple(request.ids[-capacity:])  # the part that is read
         self._last = deque(self.prompt, capacity)
-        self._held = 0  # tokens in the engine's slot; 0 before the prompt is read
+        self._held = 0  # tokens in the engine's slot; 0 until the prompt is read
         self._chunks = chunks_of_uniforms(request.seed)
         self._drawn: list[float] = []
-        self._used = 0  # of those
+        self._used = 0  # how many of those are used
 
     @property
     def remaining(self) -> float:
@@ -125,23 +124,23 @@ class Text:
 
     @property
     def room(self) -> int:
-        """Tokens that its slot can take before its window must be read again."""
+        """Tokens that fit its slot before its window must be read again."""
         return self._capacity + 1 - self._held if self.request.use_cache else 1
 
     @property
     def prompt_top(self) -> int | None:
-        """Alternatives of each token of the prompt; None if its log-probabilities are not asked for."""
+        """Alternatives of each token of the prompt; None if its log-probabilities were not requested."""
         return self.request.logprobs if self.request.prompt_logprobs else None
 
     @property
     def window(self) -> int:
-        """Tokens that are read next: of the prompt, or of the window that is read again."""
+        """The number of tokens that are read next: the prompt, or the window again."""
         if self._held > self._capacity and self.request.context == "reset":
             return max(1, self._capacity // 2)
         return len(self._last) if self._held == 0 else min(self._held, self._capacity)
 
     def ids_of_window(self) -> list[int]:
-        """These tokens."""
+        """The tokens that are read next."""
         return list(self._last)[-self.window :]
 
     def hold(self, count: int) -> None:
@@ -149,7 +148,7 @@ class Text:
         self._held = count
 
     def take_prompt_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
-        """Record those of the prompt's tokens but the first, if the request asks for them."""
+        """Record the log-probabilities of the prompt's tokens but the first, if requested."""
         if (top := self.prompt_top) is not None:
             self.prompt_logprobs = [None, *(each.with_top(top) for each in logprobs)]
 
@@ -162,7 +161,7 @@ class Text:
         return self._drawn[self._used : self._used + count]
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Record the tokens that the engine has appended; each used one of the numbers drawn."""
+        """Record the tokens that the engine has appended. Each used one of the drawn numbers."""
         self._used += len(tokens)
         self._last.extend(tokens)
         self._held += len(tokens)
@@ -172,10 +171,10 @@ class Text:
 class Writer:
     """The texts that an engine writes together, one in each slot.
 
-    texts: the most at once; the engine's number of slots by default. If there are fewer texts than slots,
-    the last slot keeps the prompt that was read last, and a text with the same prompt copies it from there.
-    slice_seconds: about the most time of a step that goes into prompts and into windows that are read again,
-    so that a long one does not stop the other texts; None sets no limit. It changes no text.
+    texts: the most at once; by default the engine's number of slots. If there are fewer texts than slots,
+    the last slot keeps the last prompt, and a text with the same prompt copies it from there.
+    slice_seconds: the approximate time of a step that may go into reading prompts and windows, so that a long
+    one does not stop the other texts; None sets no limit. It changes no text.
     Raises ValueError if texts is not from 1 to the engine's number of slots, or slice_seconds is negative.
     """
 
@@ -186,7 +185,7 @@ class Writer:
         if slice_seconds is not None and not 0 <= slice_seconds < math.inf:
             raise ValueError(f"slice_seconds is {slice_seconds}; it must be a number of at least 0, or None")
         self.engine = engine
-        self.seconds = 0.0  # of all steps
+        self.seconds = 0.0  # total time of all steps
         self._free = list(range(texts))
         self.texts: list[Text] = []
         self._reader = Reader(engine, engine.slots - 1 if texts < engine.slots else None, slice_seconds)
@@ -207,9 +206,9 @@ class Writer:
                 raise ValueError(f"logit_bias has token {token}; it must be from 0 to {vocab_size - 1}")
 
     def join(self, request: Request) -> Text:
-        """Begin a text; its prompt is read in the next step, or from then on.
+        """Begin a text. Its prompt is read from the next step on.
 
-        Raises ValueError as check() does, and if no slot is free.
+        Raises ValueError if check() does, or if no slot is free.
         """
         self.check(request)
         if not self._free:
@@ -266,7 +265,7 @@ class Writer:
 
 
 def uniforms(seed: int) -> Iterator[float]:
-    """The uniform numbers in [0, 1) that a seed gives, one for each token of its text."""
+    """The uniform numbers in [0, 1) of a seed, one for each token of its text."""
     return itertools.chain.from_iterable(chunks_of_uniforms(seed))
 
 

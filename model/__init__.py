@@ -1,4 +1,4 @@
-"""The GPT, its checkpoints, vocabularies and training. It imports no part: attention is an argument."""
+"""The GPT, its checkpoints and vocabularies. It imports no part: attention is an argument."""
 
 from model.checkpoint import load
 

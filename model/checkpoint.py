@@ -63,7 +63,7 @@ def load(name: str, attend: Attend = causal_attention) -> Checkpoint:
     """Load a shipped checkpoint, a checkpoint directory, a nanoGPT ckpt.pt or a directory with one.
 
     name: one of SHIPPED, or a path. attend: the model's attention, see model.gpt.GPT; PyTorch's by default.
-    Raises CheckpointError or tokenizer.VocabularyError, each naming the file and what is wrong. Warns of
+    Raises CheckpointError or tokenizer.VocabularyError, which name the file and the error. Warns of
     well-formed files with a wrong checksum.
     """
     path = shipped(name) if name in SHIPPED else Path(name)
@@ -178,12 +178,12 @@ def _read_nanogpt(path: Path) -> tuple[dict, dict[str, Tensor], str | None]:
 
 
 def _damaged_member(path: Path) -> str | None:
-    """The first file in a ckpt.pt whose checksum is wrong; None too for the old format without checksums."""
+    """The first file in a ckpt.pt with a wrong checksum. None if there is none, or for files without any."""
     if not zipfile.is_zipfile(path):
         return None
     with zipfile.ZipFile(path) as archive:
         if sum(member.file_size for member in archive.infolist()) > path.stat().st_size:
-            return None  # compressed, unlike torch.save's; it could expand to any size
+            return None  # compressed, as torch.save never does; it could expand to any size
         try:
             return archive.testzip()
         except (zipfile.BadZipFile, OSError, ValueError, RuntimeError):  # a header is damaged
@@ -191,14 +191,14 @@ def _damaged_member(path: Path) -> str | None:
 
 
 def _assemble(name: str, config: GPTConfig, weights: dict[str, Tensor], attend: Attend) -> GPT:
-    """Build a model from weights by nanoGPT's names; each is checked before anything is allocated."""
+    """Build a model from weights by nanoGPT's names. Each is checked before anything is allocated."""
     if config.n_layer > len(weights):
         raise CheckpointError(f"{name}: n_layer is {config.n_layer}, but there are {len(weights)} tensors")
     config = dataclasses.replace(config, dropout=0.0)
     try:
         with torch.device("meta"):
             model = GPT(config, attend)
-    except (RuntimeError, TypeError) as error:  # sizes that overflow, or whose product does
+    except (RuntimeError, TypeError) as error:  # sizes or their product overflow
         reason = str(error).splitlines()[0]
         raise CheckpointError(f"{name}: the configuration is wrong: {reason}") from None
     expected = {n: t.shape for n, t in model.state_dict().items()}
@@ -216,7 +216,7 @@ def _assemble(name: str, config: GPTConfig, weights: dict[str, Tensor], attend: 
 
 
 def _checked(name: str, tensor: Any, shape: torch.Size) -> Tensor:
-    """`tensor` in float32. Raises CheckpointError unless it is dense, of floats, of this shape and finite."""
+    """`tensor` in float32. Raises CheckpointError unless it is dense, floating, finite and of this shape."""
     floats = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
     plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_nested
     if not plain or tensor.device.type != "cpu" or tensor.dtype not in floats:

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole, whatever happens meanwhile, and directories with one writer."""
+"""Files that are replaced atomically, and directories with one writer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-UNFINISHED = ".unfinished"  # the suffix of a file that has not its name yet
+UNFINISHED = ".unfinished"  # the suffix of a file while it is written
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file that exists either as a whole, on the disk, or not at all.
+    """Write a file to the disk completely or not at all.
 
-    Raises OSError; its filename is then the path, and nothing is left.
+    Raises OSError with the path as its filename; nothing is left then.
     """
     unfinished = path.with_name(path.name + UNFINISHED)
     try:
@@ -28,7 +28,7 @@ def write_file(path: Path, data: bytes) -> None:
         if isinstance(error, OSError):
             error.filename, error.filename2 = str(path), None
         raise
-    folder = os.open(path.parent, os.O_RDONLY)  # a rename is on the disk when its directory is
+    folder = os.open(path.parent, os.O_RDONLY)  # the rename is on the disk when the directory is
     try:
         os.fsync(folder)
     finally:

@@ -1,7 +1,7 @@
 """nanoGPT's architecture: GPTConfig -> CausalSelfAttention -> MLP -> Block -> GPT.
 
-Field and parameter names are nanoGPT's, so its checkpoints load as they are. The one difference is
-the attention layer: it is handed a callable and knows nothing about where that came from.
+Field and parameter names are nanoGPT's, so its checkpoints load unchanged. The one difference is the
+attention layer: it gets a callable and does not know its implementation.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def with_attention(self, attend: Attend) -> GPT:
-        """A model of the same parameters, shared, with another attention; in evaluation mode."""
+        """A model with the same, shared parameters and another attention, in evaluation mode."""
         with torch.device("meta"):
             other = GPT(self.config, attend)
         other.load_state_dict(self.state_dict(), assign=True)
@@ -154,9 +154,9 @@ class GPT(nn.Module):
         return other.eval()
 
     def in_bf16(self) -> GPT:
-        """A model whose matrices, the head's among them, are rounded to bfloat16; all else is shared.
+        """A model whose matrices, including the head's, are rounded to bfloat16. All else is shared.
 
-        They are kept in float32, and so are the sums; the embeddings stay as they are.
+        The matrices stay float32, and so do the sums. The embeddings are not rounded.
         """
         other = self.with_attention(self.attend)
         for module in other.modules():
@@ -177,8 +177,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Logits (B, T, V) of the token after each of `ids` (B, T).
 
-        caches: one per layer; ids then continue what they hold.
-        last_only: give only the last position's logits, (B, 1, V).
+        caches: one per layer; ids then continue the cached tokens.
+        last_only: return only the last position's logits, (B, 1, V).
         Raises ValueError if the context would exceed the block size.
         """
         T = ids.shape[1]

@@ -1,6 +1,6 @@
-"""Products of int8 weights and whole activations, as the native decoder has them, in PyTorch.
+"""Products of int8 weights and integer activations in PyTorch, as in the native decoder.
 
-The decoder's sums of products are exact within a group; here they are float32 over the rounded values.
+The decoder's sums are exact within a group. Here they are float32 sums over the rounded values.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from model.gpt import GPT
 
 GROUP, BITS = 128, 21  # SIMD_INT8_GROUP, SIMD_INT8_BITS of attention_ext/csrc/simd/constants.h
-LEAST_EXPONENT = -107  # of the largest number of a row; a row of smaller ones has the scale of this exponent
+LEAST_EXPONENT = -107  # least exponent of a row's largest number; smaller rows use the scale of this one
 
 
 def round_weights(weight: Tensor) -> Tensor:
-    """Round each row of (out, in) in groups of GROUP to whole multiples of 1/127 of the group's largest."""
+    """Round each row of (out, in), in groups of GROUP, to multiples of 1/127 of the group's largest."""
     groups = F.pad(weight, (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))  # (out, groups, GROUP)
     scale = groups.abs().amax(2, keepdim=True) / 127
     whole = (groups / scale).nan_to_num(0).round().clamp(-127, 127)
@@ -24,29 +24,29 @@ def round_weights(weight: Tensor) -> Tensor:
 
 
 def round_activations(x: Tensor) -> Tensor:
-    """Round each row of (..., in) to whole multiples of a power of 2: the largest has BITS - 2 bits or more.
+    """Round each row of (..., in) to multiples of a power of 2; the largest has BITS - 2 bits or more.
 
     A row with NaN or infinity becomes NaN.
     """
     largest = x.abs().amax(-1, keepdim=True)
     mantissa, exponent = torch.frexp(largest)  # mantissa in [1/2, 1)
-    # Just below a power of 2 the largest would be rounded up to it, which has a bit too many.
+    # A largest number just below a power of 2 would be rounded up to it and have one bit too many.
     exponent = exponent - 1 + (mantissa >= 1 - 2.0**-BITS).int()
     scale = torch.ldexp(torch.ones_like(largest), exponent.clamp(min=LEAST_EXPONENT) - (BITS - 2))
     return torch.where(largest.isfinite(), (x / scale).round() * scale, torch.nan)
 
 
 class Int8Linear(nn.Linear):
-    """A linear layer of rounded weights that rounds what it reads."""
+    """A linear layer with rounded weights that rounds its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(round_activations(x))
 
 
 def in_int8(model: GPT) -> GPT:
-    """A model whose matrices, the head's among them, are rounded, and so is what they are multiplied by.
+    """A model whose matrices, including the head's, and their inputs are rounded.
 
-    They are kept in float32. All else is shared, and the embeddings stay as they are.
+    All numbers stay float32. All else is shared. The embeddings are not rounded.
     """
     other = model.with_attention(model.attend)
     for parent in list(other.modules()):

@@ -12,7 +12,7 @@ class KVCache:
     """One layer's keys and values in two preallocated buffers (B, H, T_max, d).
 
     batch: B.  n_head: H.  length_max: T_max.  head_dim: d.  dtype: keys and values are rounded to it.
-    device: of the buffers.
+    device: the device of the buffers.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class KVCache:
         self.length = 0
 
     def of(self, start: int, end: int, length: int) -> KVCache:
-        """The cache of texts start .. end - 1, with `length` tokens each; it shares this cache's memory."""
+        """The cache of texts start .. end - 1 with `length` tokens each. It shares this cache's memory."""
         part = copy.copy(self)
         part.k, part.v, part.length = self.k[start:end], self.v[start:end], length
         return part
@@ -37,7 +37,7 @@ class KVCache:
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k and v, (B, H, T, d); return all keys and values so far, (B, H, length, d).
 
-        They have k's and v's type, and are views where the buffers have it too.
+        They have the type of k and v, and are views if the buffers have this type.
         Raises ValueError if the buffers are too short.
         """
         start, end = self.length, self.length + k.shape[2]

@@ -15,8 +15,8 @@ from model.gpt import GPT
 def evaluate(model: GPT, ids: Tensor, batch_chars: int = 16_384, block_size: int | None = None) -> float:
     """Mean loss in nats per token over contiguous windows of the block size, or of a smaller one.
 
-    ids: (N,), N >= 2. Windows do not overlap; the last one may be shorter. Each token but the first
-    is predicted once, from the tokens before it in its window. Raises ValueError if N < 2.
+    ids: (N,), N >= 2. Windows do not overlap; the last one may be shorter. Each token but the first is
+    predicted once, from the earlier tokens of its window. Raises ValueError if N < 2.
     """
     if len(ids) < 2:
         raise ValueError(f"ids has {len(ids)} tokens; it must have at least 2")

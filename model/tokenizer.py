@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class VocabularyError(ValueError):
-    """A vocabulary is missing or malformed; the message names the file and what is wrong."""
+    """A vocabulary is missing or malformed; the message names the file and the error."""
 
 
 class Decoder(Protocol):
@@ -30,7 +30,7 @@ class Decoder(Protocol):
 class Tokenizer(Protocol):
     """A vocabulary, as generation uses it."""
 
-    source: str  # where it came from, for messages
+    source: str  # its origin, for messages
 
     def __len__(self) -> int: ...
 
@@ -89,7 +89,7 @@ class CharTokenizer:
         return cls(characters, str(path))
 
     def write_meta_json(self, path: Path) -> None:
-        """Write what from_meta_json reads."""
+        """Write the file that from_meta_json reads."""
         text = json.dumps({"characters": self.characters}, ensure_ascii=False)
         write_file(path, (text + "\n").encode())
 
@@ -97,7 +97,7 @@ class CharTokenizer:
         return len(self.characters)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text's characters. Raises ValueError naming the characters it does not know."""
+        """The ids of a text's characters. Raises ValueError naming unknown characters."""
         unknown = sorted(set(text) - self._ids.keys())
         if unknown:
             shown = " ".join(map(repr, unknown[:10])) + (" ..." if len(unknown) > 10 else "")
@@ -118,7 +118,7 @@ class _CharDecoder:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Admits numbers, strings, lists and dicts; refuses every global, so that nothing can be called."""
+    """Admits numbers, strings, lists and dicts. Refuses every global, so nothing can be called."""
 
     def find_class(self, module: str, name: str):
         raise VocabularyError(f"it names {module}.{name}; only built-in values are admitted")
@@ -142,7 +142,7 @@ class GPT2Tokenizer:
             ) from None
         try:
             self._encoding = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # whatever tiktoken's download raises
+        except Exception as error:  # tiktoken's download can raise nearly anything
             raise VocabularyError(f"tiktoken could not load GPT-2's vocabulary: {error}") from None
         self._vocab_size = vocab_size
 
@@ -154,7 +154,7 @@ class GPT2Tokenizer:
         return self._encoding.encode(text, allowed_special={"<|endoftext|>"})
 
     def decoder(self) -> Decoder:
-        """A decoder from ids to text; it emits a character once its last byte has come."""
+        """A decoder from ids to text. It emits a character after its last byte."""
         return _BytesDecoder(self._encoding)
 
 

@@ -1,8 +1,8 @@
 """The training step in C++: gradients of the whole model in one call, and both optimizers in another.
 
-What it computes is Trainer's step in PyTorch, float32 on the CPU, without dropout and biases, with part4's
-attention. Gradients, parameters, the optimizers' states and the average are the tensors that PyTorch knows,
-so that each can be read, saved and loaded as before. attention_ext/csrc/training/ has the kernels.
+It computes the step that Trainer has in PyTorch, in float32 on the CPU, with part4's attention and without
+dropout and biases. Gradients, parameters, optimizer states and the average are PyTorch's tensors, which can
+be read, saved and loaded as usual. attention_ext/csrc/training/ has the kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attention_ext import attention, extension
 from model.gpt import GPT, Attend, GPTConfig
 from training.muon import Muon
 
-# Where a step's time goes, as csrc/training/model.h lists it.
+# The kinds of work in a step, in the order of csrc/training/model.h.
 KINDS = (
     "packing",
     "embedding",
@@ -39,12 +39,12 @@ KINDS = (
 
 
 def part4(simd: str = "auto") -> Attend:
-    """Part 4's causal attention over one of SIMD, with which a Trainer takes the native step."""
+    """Part 4's causal attention over one of SIMD. With it a Trainer takes the native step."""
     return partial(attention, "part4", causal=True, simd=simd)
 
 
 def helpers_of(attend: Attend | None) -> str | None:
-    """The SIMD helpers of an attention of part4() or partial(attention, 'part4', causal=True); else None."""
+    """The SIMD helpers of an attention from part4() or partial(attention, 'part4', causal=True), or None."""
     if not isinstance(attend, partial) or attend.func is not attention or attend.args != ("part4",):
         return None
     options = {"simd": "auto", **attend.keywords}
@@ -52,16 +52,16 @@ def helpers_of(attend: Attend | None) -> str | None:
 
 
 def is_native(config: GPTConfig, device: torch.device, attend: Attend | None) -> bool:
-    """Whether the native step computes it: part4 in float32 on the CPU, no dropout, no biases."""
+    """Whether there is a native step: for part4 in float32 on the CPU, without dropout and biases."""
     plain = config.dropout == 0 and not config.bias
     return device.type == "cpu" and plain and helpers_of(attend) is not None
 
 
 class NativeStep:
-    """The native step of a model, its average and its optimizers, whose tensors it works on.
+    """The native step of a model. It works on the tensors of the model, its average and its optimizers.
 
-    seconds: (len(KINDS),) float64, the time of all threads since this was made. norm: 0-d, of the last
-    gradients before they were clipped.
+    seconds: (len(KINDS),) float64, the time of all threads since the object was made. norm: 0-d, the norm of
+    the last gradients before clipping.
     """
 
     def __init__(self, model: GPT, averaged: GPT, muon: Muon, adam: torch.optim.AdamW, simd: str) -> None:
@@ -89,8 +89,8 @@ class NativeStep:
     def gradients(self, ids: Tensor, targets: Tensor, clip: float) -> Tensor:
         """Write each parameter's gradient; returns the mean cross-entropy, 0-d, valid until the next call.
 
-        ids, targets: (B, T) int64, T being the block size. clip: the largest norm of all gradients; larger
-        ones are scaled to it.
+        ids, targets: (B, T) int64, where T is the block size. clip: gradients with a larger norm are scaled
+        to this one.
         """
         self._reserve(ids.shape[0], ids.shape[1], torch.get_num_threads())
         self._operators.gpt_gradients(
@@ -133,10 +133,10 @@ class NativeStep:
         )
 
     def _current_states(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """For each parameter its momentum, or its average gradient; its average square; AdamW's counters.
+        """For each parameter its momentum or average gradient, and its average square; AdamW's counters.
 
-        load_state_dict() gives an optimizer another table of states. Only then they are looked up again: the
-        caches hold none of Python's objects after a step, so that each of them costs time.
+        They are looked up again only after load_state_dict(), which replaces an optimizer's table. After a
+        step no cache holds Python's objects, so each look-up costs time.
         """
         if self._states_of[0] is not self._muon.state or self._states_of[1] is not self._adam.state:
             self._states = self._looked_up()
@@ -163,7 +163,7 @@ class NativeStep:
         return first, second, steps
 
     def _reserve(self, batch: int, block: int, threads: int) -> None:
-        """Let the scratch have what both operators need for these sizes."""
+        """Enlarge the scratch memory to what both operators need for these sizes."""
         if self._sizes == (batch, block, threads):
             return
         c, ops = self._config, self._operators

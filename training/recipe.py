@@ -1,4 +1,4 @@
-"""What decides a training run: the recipe, those of the shipped checkpoints, and those of an own text."""
+"""Recipes, which decide a training run: those of the shipped checkpoints, and those of an own text."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Recipe:
     """All settings of a training run, except the corpus and the device.
 
     block_size in characters; batch_chars is batch size times block size.
-    average: decay of the exponential moving average of the weights, per step; at most.
+    average: largest decay of the exponential moving average of the weights, per step.
     warmup: steps of the linear warm-up. decay: one of DECAYS.
-    minutes: None takes `steps` steps; else the run lasts so long, and steps and eval_every do not count.
-    window: the average reaches back over at most this share of the steps done; 0 sets no limit.
-    test_share: share of the text, its end, that nothing selects on. The last tenth of the text without it
+    minutes: the length of the run, which ignores steps and eval_every then; None takes `steps` steps.
+    window: the average covers at most this share of the steps done; 0 sets no limit.
+    test_share: share of the text, at its end, that nothing selects on. The rest of the last tenth of the text
     is the validation text.
     """
 
@@ -60,9 +60,9 @@ RECIPES = {
     "shakes1024": Recipe(block_size=1024, steps=40_000, dropout=0.08, muon_lr=0.02),
     "shakes2048": Recipe(block_size=2048, steps=20_000, dropout=0.06, muon_lr=0.04),
 }
-# Small batches: on a CPU, many steps learn more in a minute than few that are better averaged. The rates
-# are from 180 runs of 950 to 17,000 steps on Tiny Shakespeare (an H100). Half or twice a rate moved the loss
-# by at most 0.02 nats, the seed by 0.01; dropout gained nothing below 30 passes over the text.
+# Small batches: on a CPU, many steps learn more in a minute than few with larger batches. The rates are from
+# 180 runs of 950 to 17,000 steps on Tiny Shakespeare (an H100). Half or twice a rate moved the loss by at
+# most 0.02 nats, the seed by 0.01. Dropout gained nothing below 30 passes over the text.
 OWN_TEXT = Recipe(
     block_size=128,
     steps=0,
@@ -77,9 +77,9 @@ OWN_TEXT = Recipe(
     window=0.04,
     test_share=0.05,
 )
-# From a model that has learnt, half the rates: 500 steps of shakes256 on 466,000 characters of other prose
-# ended at 1.198 nats; at 1.204 with the whole, 1.235 with a quarter, 1.360 from scratch (Zen 5). It forgets
-# less with lower rates.
+# Fine-tuning takes half the rates: 500 steps of shakes256 on 466,000 characters of other prose ended at 1.198
+# nats, with the full rates at 1.204, with a quarter at 1.235, from scratch at 1.360 (Zen 5). Lower rates
+# forget less.
 FINE_TUNING = replace(
     OWN_TEXT,
     muon_lr=OWN_TEXT.muon_lr / 2,

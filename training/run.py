@@ -1,4 +1,4 @@
-"""A whole run: train(), which keeps the best weights, the record and the state to go on from."""
+"""A whole run: train() keeps the best weights, the record, and the state from which a run can continue."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from training.text import MOST_EVALUATED, MOST_OLD, MOST_WATCHED, Material, divi
 from training.trainer import Trainer
 from training.watch import Nobody, Status, Watcher
 
-STATE_SECONDS = 8.0  # between two states, unless writing one takes long
-STATE_SHARE = 0.04  # of the time that writing states may take
-MARGIN = 1.2  # of the time that is kept for the end of a run
+STATE_SECONDS = 8.0  # time between two states, unless writing one takes long
+STATE_SHARE = 0.04  # share of the time that writing states may take
+MARGIN = 1.2  # factor on the estimated time of a run's end
 
 
 def train(
@@ -45,12 +45,12 @@ def train(
     about: Mapping[str, str] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict:
-    """Train on the first 90 % of `text`, keep the average with the best loss on the validation text.
+    """Train on the first 90 % of `text` and keep the average with the best loss on the validation text.
 
-    attend: as Trainer takes it. start: what to fine-tune; recipe's sizes are its (training.start.recipe_of).
-    old_text: its loss is measured at both ends of a fine-tuning, on its last 10 %.
-    resume: go on with the run whose state is in `out`; the other arguments must be that run's.
-    about: further settings, which are recorded. stop: asked after each step whether to stop.
+    attend: see Trainer. start: the model to fine-tune; the recipe has its sizes (training.start.recipe_of).
+    old_text: the loss on its last 10 % is measured before and after fine-tuning.
+    resume: continue the run whose state is in `out`; the other arguments must be those of that run.
+    about: further settings to record. stop: is asked after each step whether to stop.
     Writes a checkpoint directory to `out` at every new best, and a state every ten seconds. Returns the
     training record: corpus hash, recipe, device, losses (nats per character) and the loss curve as
     [step, training loss, validation loss], the training loss being the mean since the row before.
@@ -105,7 +105,7 @@ def train(
 
 
 class _Run:
-    """A run in progress. best: the weights with the least validation loss; old: tokens of the old text."""
+    """A run in progress. best: the weights with the least validation loss. old: tokens of the old text."""
 
     def __init__(
         self, trainer: Trainer, material: Material, out: Path | None, watcher: Watcher, identity: dict
@@ -128,9 +128,9 @@ class _Run:
         self._evaluated_at, self._evaluation_seconds = -1, 0.0  # the step of the last evaluation
 
     def go(self, stop: Callable[[], bool]) -> dict:
-        """Train until the schedule ends, then measure the best weights; return the record."""
+        """Train until the schedule ends, measure the best weights, and return the record."""
         if self.schedule.done and self.schedule.evaluation_due():
-            self._evaluate()  # unless the run was resumed after it
+            self._evaluate()  # not if the run was resumed after it
         while not self.schedule.ended():
             self._step()
             due = self.schedule.evaluation_due()
@@ -161,7 +161,7 @@ class _Run:
             self._reserve(schedule.step_seconds / 2 / self._batch(trainer.recipe))
 
     def measure_start(self, model: GPT) -> None:
-        """The losses before the first step: a row of the curve, and that on the old text."""
+        """Measure the losses before the first step: a row of the curve, and the loss on the old text."""
         self._losses = 1
         self._loss_sum.fill_(math.nan)
         if self.old is not None:
@@ -169,7 +169,7 @@ class _Run:
         self._evaluate()
 
     def _evaluate(self) -> None:
-        """Add a row to the curve, once for a step; keep the average if it is the best.
+        """Add a row to the curve, once for each step. Keep the average if it is the best.
 
         Raises ValueError if the loss is infinite or NaN.
         """
@@ -210,7 +210,7 @@ class _Run:
         return evaluate_windows(model, held_out, batch)
 
     def _reserve(self, seconds_per_char: float) -> None:
-        """Tell a schedule by time what the end of the run will take."""
+        """Tell a schedule by time how long the end of the run will take."""
         if not isinstance(self.schedule, ByTime):
             return
         parts = [self.watched, self.test, None if self.watched is self.validation else self.validation]
@@ -258,7 +258,7 @@ class _Run:
         if self.out is None:
             return
         start = time.monotonic()
-        if not math.isfinite(total := self._loss_sum.item()):  # nothing can go on from such weights
+        if not math.isfinite(total := self._loss_sum.item()):  # no run can continue from such weights
             raise ValueError(
                 f"the training loss is {total} before step {self.schedule.done}: training diverged"
             )
@@ -275,7 +275,7 @@ class _Run:
         self._save_seconds = self._saved_at - start
 
     def resume(self) -> None:
-        """Continue from the state in `out`; the files of the best weights are written anew."""
+        """Continue from the state in `out`. The files of the best weights are written again."""
         assert self.out is not None
         tensors, progress = load_state(self.out, self.identity)
         try:
@@ -297,7 +297,7 @@ class _Run:
     def _interrupt(self) -> None:
         """Save the state, keep the current average if it is the best so far, and raise KeyboardInterrupt.
 
-        The state is that of a run which goes on: it has no row of this evaluation.
+        The state is that of a continuing run: it has no row for this evaluation.
         """
         self._save_state()
         loss = self._loss(self.watched)
@@ -307,14 +307,14 @@ class _Run:
 
 
 def _held_out(ids: Tensor, trainer: Trainer, most: int | None) -> Tensor:
-    """What is evaluated of held-out tokens (N,): all, or at most `most` characters in windows (n, T + 1)."""
+    """The held-out tokens (N,) to evaluate: all, or at most `most` characters in windows (n, T + 1)."""
     if most is not None and len(ids) > most:
         ids = windows(ids, trainer.recipe.block_size, most)
     return ids.to(trainer.device)
 
 
 def _old_loss(model: GPT, ids: Tensor, block_size: int) -> float:
-    """The model's loss on the last tenth of a text, or on evenly spaced windows of it, of this size."""
+    """The model's loss on the last tenth of a text, or on evenly spaced windows of it of this size."""
     held_out = ids[int(0.9 * len(ids)) :]
     device = next(model.parameters()).device
     if len(held_out) > MOST_OLD:

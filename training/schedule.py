@@ -1,4 +1,4 @@
-"""How far a run is: BySteps counts steps, ByTime seconds, so that it ends on time on a busy machine too."""
+"""The progress of a run. BySteps counts steps. ByTime counts seconds and ends on time on a busy machine."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ from typing import Any, Protocol
 
 from training.recipe import DECAYS, Recipe, learning_rate
 
-EVALUATIONS = 40  # of a run by time, at most; of a long one more
+EVALUATIONS = 40  # most evaluations of a run by time; a long one has more
 LONGEST_WAIT = 60.0  # seconds between two evaluations, unless they take long
-EVALUATING = 0.03  # share of the time that they may take
-MOST_STEPS = 10  # that one slow step may count as
+EVALUATING = 0.03  # share of the time that evaluations may take
+MOST_STEPS = 10  # one slow step counts as at most this many
 
 
 class Schedule(Protocol):
     """The progress of a run."""
 
     done: int  # steps
-    seconds: float  # that the run has taken, those before a resumption included
+    seconds: float  # time of the run, including the time before a resumption
 
     def begin(self, at: float) -> None:
-        """Start the clock at this time.monotonic(); `seconds` go on from where they are."""
+        """Start the clock at this time.monotonic(); `seconds` continue from their value."""
 
     def elapsed(self) -> float:
-        """Seconds up to now, those after the last step included."""
+        """Seconds up to now, including those after the last step."""
 
     def left(self) -> float:
-        """Seconds until the end, as far as one can tell."""
+        """Estimated seconds until the end."""
 
     def stepped(self, seconds: float) -> None:
-        """Count a step, which took so long, and the time since the one before."""
+        """Count a step, the seconds that it took, and the time since the step before."""
 
     def evaluated(self, seconds: float) -> None:
-        """Take note that an evaluation has taken so long."""
+        """Record the seconds of an evaluation."""
 
     def rate(self) -> float:
         """The next step's share of the peak learning rate."""
 
     def progress(self) -> float:
-        """From 0 to 1."""
+        """The share of the run that is done, from 0 to 1."""
 
     def evaluation_due(self) -> bool: ...
 
     def ended(self) -> bool: ...
 
     def state(self) -> dict[str, Any]:
-        """What load() takes; it can be written as JSON."""
+        """The state for load(); it can be written as JSON."""
 
     def load(self, state: dict[str, Any]) -> None: ...
 
@@ -93,10 +93,10 @@ class BySteps:
 
 
 class ByTime:
-    """The recipe's minutes, of which `finishing` seconds are kept for what follows the last step.
+    """The recipe's minutes, of which `finishing` seconds are kept for the work after the last step.
 
-    A step counts as at most MOST_STEPS usual ones. One during which the machine slept makes the run end
-    later; it does not cut the decay of the learning rate short.
+    A step counts as at most MOST_STEPS usual ones. So a step during which the machine slept makes the run end
+    later, but does not shorten the decay of the learning rate.
     """
 
     STATE = (
@@ -107,10 +107,10 @@ class ByTime:
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.minutes is not None
         self.recipe, self.done, self.seconds = recipe, 0, 0.0
-        self.finishing = 0.0  # estimated by the run, again and again
-        self.step_seconds = 0.0  # of a usual step
-        self._evaluating = 0.0  # seconds
-        self._evaluation_seconds = 0.0  # of a usual one
+        self.finishing = 0.0  # the run updates this estimate
+        self.step_seconds = 0.0  # time of a usual step
+        self._evaluating = 0.0  # time of all evaluations
+        self._evaluation_seconds = 0.0  # time of a usual evaluation
         self._wait = min(self._budget / EVALUATIONS, LONGEST_WAIT)
         self._next_evaluation = self._wait
 
@@ -140,7 +140,7 @@ class ByTime:
         counted = min(seconds, MOST_STEPS * usual) if usual else seconds
         self._evaluation_seconds = min(usual, counted) if usual else counted
         self._evaluating += counted
-        share = (self._evaluating + counted) / EVALUATING  # with the next one, which takes as long
+        share = (self._evaluating + counted) / EVALUATING  # assuming that the next one takes as long
         self._next_evaluation = max(self.elapsed() + self._wait, share)
 
     def rate(self) -> float:

@@ -1,4 +1,4 @@
-"""Fine-tuning: the model that a run starts from, made to fit a text and a block size."""
+"""Fine-tuning: fit the model that a run starts from to a text and a block size."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from model.gpt import GPT
 from model.tokenizer import CharTokenizer
 from training.recipe import FINE_TUNING, Recipe
 
-NOISE = 0.1  # of a new character's embedding, as a share of the others' spread
+NOISE = 0.1  # noise of a new character's embedding, as a share of the others' spread
 
 
 def recipe_of(recipe: Recipe, model: GPT, block_size: int | None) -> Recipe:
-    """The recipe with the model's sizes, and lower learning rates. block_size: smaller, or None.
+    """The recipe with the model's sizes and lower learning rates. block_size: a smaller one, or None.
 
-    Raises ValueError if it is larger than the model's: position embeddings beyond it are not there.
+    Raises ValueError if it is larger than the model's, which has no position embeddings beyond its own.
     """
     c = model.config
     if block_size is not None and block_size > c.block_size:
@@ -35,9 +35,9 @@ def recipe_of(recipe: Recipe, model: GPT, block_size: int | None) -> Recipe:
 
 
 def fitted(checkpoint: Checkpoint, text: str, block_size: int, seed: int) -> tuple[GPT, CharTokenizer, str]:
-    """The model with the text's new characters and this block size, its vocabulary, the new characters.
+    """The model with the text's new characters and this block size, its vocabulary, and the new characters.
 
-    A new character's row of the embedding, which is the head's too, is the mean of the others plus noise.
+    A new character's row of the embedding, which the head shares, is the mean of the others plus noise.
     Raises ValueError if the vocabulary is not one of characters.
     """
     known = checkpoint.tokenizer

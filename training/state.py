@@ -1,4 +1,4 @@
-"""A run that can go on: one file with all that its next steps depend on, replaced as a whole."""
+"""The state of a run: one file with all that its next steps depend on, replaced atomically."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMAT = 1
 
 
 def save_state(directory: Path, tensors: dict[str, Tensor], run: dict[str, Any], progress: dict) -> None:
-    """Write a run's state. run: what it is, as JSON; load_state() wants the same. Raises OSError."""
+    """Write a run's state. run: the run's settings as JSON; load_state() needs the same. Raises OSError."""
     about = {"format": FORMAT, "run": run, "progress": progress}
     write_file(directory / FILE, safetensors.torch.save(tensors, {"state": json.dumps(about)}))
 
@@ -39,10 +39,10 @@ def check_state(directory: Path) -> None:
 
 
 def load_state(directory: Path, run: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, progress) as save_state() took them; no pickle is read.
+    """(tensors, progress) as given to save_state(); no pickle is read.
 
-    Raises ValueError if there is none, it is damaged, or it is of another run or version; the message names
-    the file and what differs.
+    Raises ValueError if the state is missing, damaged, or from another run or version. The message names the
+    file and the difference.
     """
     check_state(directory)
     path = directory / FILE
@@ -65,7 +65,7 @@ def load_state(directory: Path, run: dict[str, Any]) -> tuple[dict[str, Tensor],
 
 
 def _difference(saved: dict, run: dict) -> tuple[str, Any, Any] | None:
-    """The first name, also of a field of a dictionary in it, whose values differ, with both."""
+    """(name, saved value, value now) of the first difference, also inside a dictionary; None if equal."""
     for name in sorted(saved.keys() | run.keys()):
         was, now = saved.get(name), run.get(name)
         if was == now:

@@ -1,4 +1,4 @@
-"""A text as a run uses it: checked, divided and in tokens."""
+"""The text of a run: checked, divided and encoded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from model.tokenizer import CharTokenizer
 from training.recipe import Recipe
 
 SHORTEST = 2000  # characters of an own text: its validation part has a hundred
-WINDOW, WINDOWS = 32, 10_000  # characters of a passage that is looked for, and passages
-REPEATED, FLATTERED = 0.9, 0.3  # shares of repeated passages: refused, and worth a sentence
-MOST_EVALUATED = 100_000  # characters of each held-out part; the loss is then known to about 0.005 nats
+WINDOW, WINDOWS = 32, 10_000  # characters of a passage in the search for repetitions, number of passages
+REPEATED, FLATTERED = 0.9, 0.3  # shares of repeated passages that are refused, and that give a note
+MOST_EVALUATED = 100_000  # characters of each held-out part; they give the loss to about 0.005 nats
 MOST_WATCHED = 16_384  # characters of the validation part that are evaluated during the run
 MOST_OLD = 32_768  # characters of the old text that are evaluated, before and after
 
@@ -33,9 +33,9 @@ class Material:
 
 
 def fit(text: str, recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """The recipe with a block and a batch that suit an own text, and sentences for who trains.
+    """The recipe with a block and a batch that suit an own text, and notes for the user.
 
-    Raises ValueError if the text is too short, or its end repeats what comes before.
+    Raises ValueError if the text is too short, or if its end repeats the rest.
     """
     if len(text) < SHORTEST:
         raise ValueError(f"text has {len(text):,} characters; it must have at least {SHORTEST:,}")
@@ -67,7 +67,7 @@ def repeated_share(training: str, held_out: str) -> float:
     passages = _hashes(codes(held_out))
     passages = np.unique(passages[:: max(1, len(passages) // WINDOWS)])
     found, whole = np.zeros(len(passages), dtype=bool), codes(training)
-    sieve = np.zeros(2**20, dtype=bool)  # of the first 20 bits; few others pass it
+    sieve = np.zeros(2**20, dtype=bool)  # indexed by the first 20 bits; few other passages pass it
     sieve[passages >> np.uint64(44)] = True
     for start in range(0, len(whole), 2**20):  # a piece at a time takes little memory
         piece = _hashes(whole[start : start + 2**20 + WINDOW - 1])
@@ -81,7 +81,7 @@ def codes(text: str) -> np.ndarray:
 
 
 def _hashes(points: np.ndarray) -> np.ndarray:
-    """A 64-bit hash of every passage of WINDOW characters: a polynomial, its length doubled five times."""
+    """A 64-bit polynomial hash of every passage of WINDOW characters, by doubling the length five times."""
     hashes, factor = points.astype(np.uint64), np.array([0x9E3779B97F4A7C15], dtype=np.uint64)
     length = 1
     while length < WINDOW and len(hashes) > length:
@@ -91,7 +91,7 @@ def _hashes(points: np.ndarray) -> np.ndarray:
 
 
 def divide(text: str, recipe: Recipe, tokenizer: CharTokenizer | None = None) -> Material:
-    """The text's parts. tokenizer: knows all characters; the text's own by default.
+    """The text's parts. tokenizer: must know all characters; by default it is made from the text.
 
     Raises ValueError if the part for training is not longer than a block.
     """
@@ -111,16 +111,16 @@ def divide(text: str, recipe: Recipe, tokenizer: CharTokenizer | None = None) ->
 
 def encode(text: str, tokenizer: CharTokenizer) -> Tensor:
     """The ids of a text, (N,) int64. Raises ValueError naming the characters that the vocabulary lacks."""
-    tokenizer.encode("".join(set(text)))  # which names them
+    tokenizer.encode("".join(set(text)))  # raises an error that names them
     table = np.zeros(0x110000, dtype=np.int64)
     table[codes("".join(tokenizer.characters))] = np.arange(len(tokenizer))
     return torch.from_numpy(table[codes(text)])
 
 
 def windows(ids: Tensor, block_size: int, most: int) -> Tensor:
-    """At most `most` characters of ids (N,), as evenly spaced windows (n, block_size + 1); all if they fit.
+    """At most `most` characters of ids (N,) as evenly spaced windows (n, block_size + 1); all if they fit.
 
-    Neighbouring windows share a token: the last one of a window is only predicted.
+    Neighbouring windows share a token, because the last one of a window is only predicted.
     """
     every = ids.unfold(0, block_size + 1, block_size)
     count = max(1, min(len(every), most // block_size))

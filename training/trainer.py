@@ -1,9 +1,9 @@
 """One step of training: Muon, AdamW and an average of the weights.
 
-Hidden matrices are trained with Muon, embeddings and norms with AdamW. An exponential moving average of
-the weights is what is evaluated and saved. On a GPU the whole step is one CUDA graph around a compiled
-model, because kernel launches bound a step at this size. On a CPU the same code runs without a graph; with
-part4's attention and no dropout, the step is the one in C++ of training/native.py.
+Hidden matrices are trained with Muon, embeddings and norms with AdamW. An exponential moving average of the
+weights is evaluated and saved. On a GPU the whole step is one CUDA graph around a compiled model, because
+kernel launches bound a step of this size. On a CPU the same code runs without a graph. With part4's attention
+and no dropout, training/native.py has the step in C++.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def sinusoids(length: int, width: int) -> Tensor:
 class Trainer:
     """A model, its average, and one training step over a corpus held on the device.
 
-    ids: (N,) int64 training tokens. attend: attention of a step, which needs a gradient; None takes
-    PyTorch's, which alone has the recipe's dropout inside. start: the model whose weights are those to begin
-    from; its sizes must be the recipe's.
+    ids: (N,) int64 training tokens. attend: attention of a step, with a gradient; None takes PyTorch's, the
+    only one with the recipe's dropout. start: the model with the initial weights; it must have the recipe's
+    sizes.
     Before a step, lr is set to its share of the peak learning rate, and decay to that of the average.
-    native: whether the step is the one in C++: on a CPU with part4's attention, given as
+    native: whether the step is the one in C++. It needs a CPU, part4's attention, given as
     partial(attention, 'part4', causal=True), no dropout and no biases. Any other step is PyTorch's.
     """
 
@@ -75,7 +75,7 @@ class Trainer:
         if start is not None:
             self.model.load_state_dict(start.state_dict())
         self.model.to(device)
-        # The average is evaluated in float32 without dropout, so its attention needs none.
+        # The average is evaluated without dropout, so its attention needs none.
         self.averaged = GPT(
             config, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
         ).to(device)
@@ -92,7 +92,9 @@ class Trainer:
             elif p is not positions:
                 others.append(p)
         self.lr = torch.ones((), device=device)  # fraction of the peak, set before each step
-        self.decay = torch.full((), recipe.average, device=device)  # of the average, set before each step
+        self.decay = torch.full(
+            (), recipe.average, device=device
+        )  # decay of the average, set before each step
         self.muon = Muon(
             [dict(params=ps, shape=shape) for shape, ps in matrices.items()],
             lr=torch.zeros((), device=device),
@@ -124,7 +126,7 @@ class Trainer:
         return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
 
     def _update(self) -> None:
-        """Step both optimizers and update the average; the gradients are already there."""
+        """Step both optimizers and update the average; the gradients are set."""
         recipe = self.recipe
         peaks = [recipe.muon_lr] * len(self.muon.param_groups) + [recipe.adam_lr, recipe.position_lr]
         if self.native:
@@ -139,7 +141,7 @@ class Trainer:
                 a.lerp_(p, 1 - self.decay)
 
     def _step(self) -> None:
-        """One step on a fresh random batch; stores the loss in self.loss."""
+        """Do a step on a new random batch and store the loss in self.loss."""
         T = self.recipe.block_size
         batch = max(1, self.recipe.batch_chars // T)
         starts = torch.randint(len(self.ids) - T, (batch, 1), device=self.device)
@@ -149,7 +151,7 @@ class Trainer:
         self.loss.copy_(loss)
 
     def _gradients(self, x: Tensor, y: Tensor) -> Tensor:
-        """Set the clipped gradients for tokens x (B, T) and the next ones y (B, T); returns the loss."""
+        """Set the clipped gradients for tokens x (B, T) and the next ones y (B, T); return the loss."""
         if self.native:
             return self.native_step.gradients(x, y, CLIP)
         for p in self.model.parameters():
@@ -183,7 +185,7 @@ class Trainer:
         return graph.replay
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All that the next steps depend on but the corpus and the recipe: tensors on the CPU, by name."""
+        """The CPU tensors, by name, that the next steps depend on besides the corpus and the recipe."""
         tensors = {f"model.{name}": t for name, t in _untied(self.model).items()}
         tensors |= {f"averaged.{name}": t for name, t in _untied(self.averaged).items()}
         for kind, optimizer in self._optimizers().items():
@@ -195,7 +197,7 @@ class Trainer:
         return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from what state_dict() gave. Raises ValueError if that is another model's or device's."""
+        """Continue from a state_dict(). Raises ValueError if it is from another model or device."""
         for kind, model in (("model", self.model), ("averaged", self.averaged)):
             own, saved = _untied(model), _below(kind, state)
             if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in saved.items()}:
@@ -217,17 +219,17 @@ class Trainer:
 
 
 def _untied(model: GPT) -> dict[str, Tensor]:
-    """The model's own tensors by name, the head's, which is the embedding's, left out."""
+    """The model's tensors by name, without the head's, which is the embedding's."""
     return {name: t for name, t in model.state_dict().items() if name != "lm_head.weight"}
 
 
 def _below(kind: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names begin with the kind, without it."""
+    """The tensors whose names begin with the kind, under the rest of their names."""
     return {name.split(".", 1)[1]: t for name, t in state.items() if name.split(".", 1)[0] == kind}
 
 
 def _restore(optimizer: torch.optim.Optimizer, saved: dict[str, Tensor]) -> None:
-    """Set the optimizer's tensors; existing ones in place, as a captured graph may hold them."""
+    """Set the optimizer's tensors; existing ones in place, because a captured graph may hold them."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for name, tensor in saved.items():
         index, key = name.split(".", 1)

@@ -1,4 +1,4 @@
-"""What a run tells those who watch it."""
+"""How a run reports its progress."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from model.tokenizer import CharTokenizer
 
 @dataclass
 class Status:
-    """How far a run is.
+    """The progress of a run.
 
-    steps: in all, as far as one can tell. progress: 0 to 1. seconds: since the start; left: until the end.
-    rate: characters per second, evaluations and all else included. learning_rate: the share of the peak.
-    curve: [step, training loss, validation loss] of each evaluation. best: the least validation loss.
+    steps: the estimated total. progress: 0 to 1. seconds: since the start. left: estimated seconds until the
+    end. rate: characters per second of the whole time. learning_rate: the share of the peak. curve: [step,
+    training loss, validation loss] of each evaluation. best: the least validation loss.
     """
 
     done: int
@@ -30,13 +30,13 @@ class Status:
 
 
 class Watcher(Protocol):
-    """Is called by a run, in its thread; the time it takes is the run's."""
+    """A run calls these methods in its own thread; their time counts as the run's."""
 
     def begin(self, averaged: GPT, tokenizer: CharTokenizer) -> None:
         """The run begins. averaged: the model that is evaluated and saved; it changes at each step."""
 
     def note(self, sentence: str) -> None:
-        """Something that the person who trains should know."""
+        """Report a sentence that the user should know."""
 
     def stepped(self, status: Status) -> None:
         """A step is done."""

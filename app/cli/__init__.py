@@ -1,4 +1,4 @@
-"""The command line: parse, call, print; no maths. Commands import torch only when they run."""
+"""The command line: parse, call, print; no maths. Commands import torch when they run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECTIONS = {
 
 
 class Commands(click.Group):
-    """A group whose help shows its commands in sections, each with its whole sentence."""
+    """A group whose help shows its commands in sections. Each command has its whole sentence."""
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         rows = {"Write": WRITE}
@@ -57,13 +57,13 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line with these arguments, those of the process by default.
+    """Run the command line with these arguments; None takes those of the process.
 
-    A wrong request is one line on stderr and exit code 2.
+    A wrong request gives one line on stderr and exit code 2.
     """
     # Kineto writes a line to stderr at each start and stop of the profiler unless told not to.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    warnings.showwarning = show_warning  # type: ignore[assignment]  # which needs not all that it is given
+    warnings.showwarning = show_warning  # type: ignore[assignment]  # it takes fewer arguments
     try:
         with cli.make_context(program(), sys.argv[1:] if arguments is None else list(arguments)) as context:
             cli.invoke(context)
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (click.Abort, KeyboardInterrupt):
         notice("")
         sys.exit(130)
-    except BrokenPipeError:  # the reader of stdout has closed it
+    except BrokenPipeError:  # stdout was closed by its reader
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except OSError as error:
@@ -93,11 +93,11 @@ def fail(message: str) -> None:
 
 
 def show_warning(message: Warning | str, *_) -> None:
-    """Print a warning in one line: Python's own two lines name a line of this code."""
+    """Print a warning in one line. Python's own format takes two and shows a line of this code."""
     notice(f"{program()}: warning: {one_line(str(message))}")
 
 
 def one_line(text: str) -> str:
-    """The text as a terminal can show it; names of files and their contents may hold any character."""
-    text = text.replace("\n\t", " ").rstrip()  # click lists a missing argument's choices in lines
+    """The text in one line, with control characters escaped: file names and contents may hold any."""
+    text = text.replace("\n\t", " ").rstrip()  # click lists a missing argument's choices over several lines
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

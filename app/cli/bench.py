@@ -32,7 +32,7 @@ TILED = tuple(name for name, part in PARTS.items() if part.tiled)
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What bench times; the fields are cases.plan()'s, but for `masks`, which are names."""
+    """What bench times. The fields are those of cases.plan(), except that `masks` are names."""
 
     contenders: tuple[str, ...] | None
     lengths: tuple[int, ...]
@@ -52,7 +52,7 @@ class SweepOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How bench times it, unless it takes a run from a file."""
+    """How bench times, unless it loads a run from a file."""
 
     rounds: int
     min_time: float
@@ -62,7 +62,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class ResultOptions:
-    """Where bench's results go, and what they are compared with."""
+    """Where bench's results go and what they are compared with."""
 
     form: str
     save: str | None
@@ -290,7 +290,7 @@ def measure_attention(
 
 
 def plan_of(sizes: SweepOptions, tune: bool) -> list:
-    """The cells of a sweep, as lab.bench.cases.plan() gives them; to tune, TILED's without a tile."""
+    """The cells of a sweep, from lab.bench.cases.plan(). With `tune`: those of TILED, without tiles."""
     from lab.bench import cases
 
     if not set(sizes.masks) <= {"none", "causal"}:
@@ -306,9 +306,9 @@ def plan_of(sizes: SweepOptions, tune: bool) -> list:
     return cases.plan(names, **settings)
 
 
-# The homework's case.
+# The case of the lab's homework.
 ON_CUDA = {"lengths": (4096,), "heads": 1, "batch": 100}
-# Of bench: options that only one other one gives a meaning, and those that another one leaves without any.
+# Options of bench that need another option, and options that another one excludes.
 ONLY_WITH = {"show": "tune", "budget": "tune", "fail_on_regression": "compare", "threshold": "compare"}
 SWEEP = (*SweepOptions.__dataclass_fields__, "causal")
 NOT_WITH = {

@@ -1,4 +1,4 @@
-"""The terminal side of --inference: samples as they grow, as JSON lines, or a text written in turns."""
+"""The terminal side of --inference: growing samples, JSON lines, or a text written in turns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Echo = Callable[..., None]  # click.echo's signature
 
 
 class Session:
-    """What is written, by which engine. Raises ValueError for what is wrong with the options.
+    """What is written and by which engine. Raises ValueError for wrong options.
 
     prompt: the text to continue; None is a line end that is not shown.
     """
@@ -44,7 +44,7 @@ class Session:
         self.shown_prompt = prompt or ""
         self.prompt = "\n" if prompt is None else prompt
         block_size = checkpoint.model.config.block_size
-        self.request = Request(  # the first sample's
+        self.request = Request(  # of the first sample
             checkpoint.tokenizer.encode(self.prompt),
             texts.seed,
             Sampling(
@@ -70,7 +70,7 @@ class Session:
             yield replace(self.request, seed=self.texts.seed + i)
 
     def open(self, slots: int, capacity: int) -> Engine:
-        """The engine that was asked for."""
+        """Open the requested engine."""
         return open_engine(
             self.checkpoint.model, part=self.part, slots=slots, capacity=capacity, **asdict(self.engine)
         )
@@ -120,12 +120,12 @@ def write(session: Session, echo: Echo, notice: Echo, as_json: bool = False) -> 
 
 
 class Samples:
-    """Samples that grow together, shown one after the other: the first unfinished one as it grows."""
+    """Samples that grow together. They are shown in order; the first unfinished one is shown as it grows."""
 
     def __init__(self, prompt: str, count: int, echo: Echo) -> None:
         self.prompt, self.count, self.echo = prompt, count, echo
-        self.number = 0  # of the sample that is shown now
-        self.waiting: dict[int, Completion] = {}  # those that have begun, from that one on
+        self.number = 0  # the sample that is being shown
+        self.waiting: dict[int, Completion] = {}  # the samples from that one on that have begun
         echo(prompt, nl=False)
 
     def more(self, completion: Completion, piece: str) -> None:
@@ -151,7 +151,7 @@ class JsonLines:
 
     def __init__(self, session: Session, engine: Engine, echo: Echo) -> None:
         self.session, self.engine, self.echo = session, engine, echo
-        self.number = 0  # of the sample that is printed next
+        self.number = 0  # the sample that is printed next
         self.finished: dict[int, Completion] = {}
 
     def more(self, completion: Completion, piece: str) -> None:
@@ -186,7 +186,7 @@ def record(session: Session, engine: Engine, completion: Completion) -> dict:
 
 
 def converse(session: Session, echo: Echo, notice: Echo) -> None:
-    """Write in turns: each line from standard input, and the model's text, continue all the text before."""
+    """Write in turns: a line from standard input, then the model's text. Each continues all text before."""
     engine = session.open(1, session.checkpoint.model.config.block_size)
     session.announce(engine, notice)
     notice(HELP)

@@ -67,7 +67,7 @@ def run_backward_test(part: str, *, N: int, batch: int, heads: int, d: int, caus
 
 @click.command("4Daccess")
 def four_d_access() -> None:
-    """Read one element of a 4-D tensor through the extension's own accessor."""
+    """Read one element of a 4-D tensor through the extension's accessor."""
     from lab import correctness
 
     if not correctness.four_d_access(echo=click.echo):
@@ -91,20 +91,20 @@ def four_d_access() -> None:
     type=click.FloatRange(1, 86400),
     default=30.0,
     show_default=True,
-    help="Seconds to wait for another rank; more than a step computes.",
+    help="Seconds to wait for another rank; must be more than a step takes.",
 )
 def parallel(method: str, threads: int, queries: int | None, **options) -> None:
     """Test attention over processes by METHOD: its result, bytes, steps, waiting and time.
 
-    torchrun starts it, once for each process:
+    torchrun starts it once for each process:
 
     \b
     python -m torch.distributed.run --nproc-per-node 2 gpt.py parallel ring
 
-    Each process, a rank, holds a part of the sequence. METHOD is split: keys over ranks and one merge, for
-    decoding; gather: all keys to all ranks; ring: K and V go round; zigzag: a ring with equal causal work; or
-    ulysses: heads over ranks. The exit code is 1 if a result is wrong, and 2 if a rank is lost, at most
-    --timeout and five seconds after another one began to wait for it.
+    Each process is a rank and holds a part of the sequence. METHOD is split (keys over ranks, one merge, for
+    decoding), gather (all keys to all ranks), ring (K and V go round), zigzag (a ring with equal causal work)
+    or ulysses (heads over ranks). The exit code is 1 if a result is wrong, and 2 if a rank is lost. A lost
+    rank is reported at most --timeout and five seconds after another rank began to wait for it.
     """
     if options["device"] == "cuda" and "cuda" not in PARTS[options["part"]].dtypes:
         raise click.UsageError(
@@ -124,7 +124,7 @@ def parallel(method: str, threads: int, queries: int | None, **options) -> None:
             over_processes.Question(method=method, queries=queries, **options), click.echo
         )
     except LostRank as error:
-        if options["device"] == "cuda":  # a kernel that waits for the lost rank may hold up the ordinary end
+        if options["device"] == "cuda":  # a kernel that waits for the lost rank may block the usual exit
             notice(f"{program()}: error: {error}")
             os._exit(2)
         raise click.ClickException(str(error)) from error

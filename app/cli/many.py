@@ -26,11 +26,11 @@ from attention_ext import PARTS, processor
 
 FORMATS = ("jsonl", "parquet")
 STALL_SECONDS = 120.0  # generation.processes.STALL_SECONDS, which needs torch
-REFRESH_SECONDS = 0.5  # between two pictures of the progress bar, at least
+REFRESH_SECONDS = 0.5  # least time between two pictures of the progress bar
 
 
 class Directory(click.Path):
-    """A directory's path; an empty one, as of a variable that is not set, is refused."""
+    """A directory's path. The empty path, which an unset variable gives, is refused."""
 
     def convert(self, value, parameter, context):
         if value == "":
@@ -85,11 +85,11 @@ bulk_options = all_of(
 @click.command()
 @bulk_options
 def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **options) -> None:
-    """Write very many texts to files, over processes or a Ray cluster; run again, it goes on.
+    """Write very many texts to files, over processes or a Ray cluster. Run again, it continues.
 
     A file holds SHARD_SIZE texts. OUT/manifest.json records the request and the files that are complete. The
     bytes of a file are the same for any number of workers, kills and restarts. Ctrl-C stops; the same
-    command goes on. The exit code is 1 if files were left out because their workers died again and again.
+    command continues. The exit code is 1 if files were left out because their workers died repeatedly.
     """
     if options["prompts"] is None and options["texts"] is None:
         raise click.UsageError("give --texts N or --prompts FILE")
@@ -184,15 +184,15 @@ def job_of(
         use_cache=not no_kv_cache,
         format=form,
     )
-    shards.request_for(settings, checkpoint.tokenizer, 0)  # which checks them
-    open_engine(checkpoint.model, engine, part=part, simd=simd)  # and compiles what the workers load
+    shards.request_for(settings, checkpoint.tokenizer, 0)  # checks the settings
+    open_engine(checkpoint.model, engine, part=part, simd=simd)  # compiles what the workers load
     found = writing_many.Prompts(prompts, shard_size) if prompts else None
     texts = found.lines if found else texts or 0
     return writing_many.Job(settings, texts, shard_size, found, shards.resolved(settings, checkpoint))
 
 
 def local_pool(workers: int, settings, shards: int, timeout: float = STALL_SECONDS):
-    """At most one process for each shard."""
+    """The processes that write, at most one for each shard."""
     from generation.bulk import LocalPool
 
     return LocalPool(settings, min(workers, shards), timeout)

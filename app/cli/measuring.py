@@ -1,4 +1,4 @@
-"""The commands that measure: explain, profile, race and doctor; bench has a module of its own."""
+"""The commands that measure: explain, profile, race and doctor. bench has its own module."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from lab.cuda.architectures import SHEETS
 @click.option(
     "--arch",
     type=click.Choice(list(SHEETS)),
-    help="Explain the step for this architecture, which needs no GPU, and do not measure it.",
+    help="Explain the step for this architecture without measuring it; needs no GPU.",
 )
 @click.option(
     "--cachegrind", is_flag=True, help="Simulate the caches with valgrind; takes about fifty times as long."
@@ -72,9 +72,9 @@ def explain(
     """Show what PART costs and why: arithmetic, scratch, bytes into each cache, the bound, the time.
 
     The bytes are the algorithm's own count. The cache misses of one head are shown beside them if Linux's
-    perf may count them, or with --cachegrind. With --device cuda it is a step of part4: registers, spills,
-    occupancy, bytes through shared and global memory, the bound, the time, and what Nsight Compute counts if
-    ncu is on PATH and may count.
+    perf may count them, or with --cachegrind. With --device cuda a step of part4 is explained: registers,
+    spills, occupancy, bytes through shared and global memory, the bound, the time, and the counts of Nsight
+    Compute if ncu is on PATH and may count.
     """
     refuse_options_of_the_other_device()
     defaults = {"cpu": (1, 4, 1024), "cuda": (100, 1, 4096)}[device]
@@ -108,7 +108,7 @@ def explain(
     explained(cells[0], click.echo, cachegrind)
 
 
-# Options of `profile` that go with --train, as its others do not; None: with both.
+# Options of `profile` that go with --train only (True), or with and without it (None).
 OF_STEPS = {"batch": True, **dict.fromkeys(("part", "model", "simd", "form", "threads", "train"))}
 MOST_BATCH = 256
 
@@ -135,12 +135,12 @@ def refuse_options_of_the_other_profile(train: bool) -> None:
     "--prompt-tokens",
     type=click.IntRange(1),
     show_default="half of the block size",
-    help="Tokens of the prompt, the model's own text.",
+    help="Tokens of the prompt, which is the model's own text.",
 )
 @click.option(
     "--tokens",
     type=click.IntRange(1),
-    show_default="200, or what the block size leaves",
+    show_default="200, or the rest of the block size",
     help="Tokens to write after the prompt.",
 )
 @click.option(
@@ -162,7 +162,7 @@ def refuse_options_of_the_other_profile(train: bool) -> None:
 @click.option(
     "--train",
     is_flag=True,
-    help="Show where a training step's time goes instead, of a new model of the MODEL's sizes.",
+    help="Show where the time of a training step goes instead, for a new model of MODEL's sizes.",
 )
 @click.option(
     "--batch",
@@ -175,8 +175,8 @@ def profile(model: str, form: str, threads: int | None, train: bool, batch: int 
     """Show where a token's time goes with PART: embedding, QKV, attention, MLP, sampling and so on.
 
     The prefill of a prompt and the decoding after it are measured separately. The last lines show what the
-    recording itself costs. With --train it is a training step's time: part0 has PyTorch's step, part4 the
-    native one, on random text without dropout.
+    recording itself costs. With --train a training step on random text is measured, without dropout:
+    PyTorch's for part0, the native one for part4.
     """
     refuse_options_of_the_other_profile(train)
     processor.let_waiting_threads_sleep()
@@ -226,11 +226,11 @@ def race(
 ) -> None:
     """Let PARTS, names separated by commas, write the same text, and time each alone.
 
-    On a terminal the texts grow in columns at their true relative speeds. A table then shows the speeds, and
-    the last line whether the texts are identical; if not, the exit code is 1. part0 has the torch engine
-    alone: with --engine torch the parts differ in attention only. With a KV cache a token takes one row of
-    attention and the parts are close; --no-kv-cache shows the differences. All parts
-    race by default, with --device cuda part0,part4.
+    On a terminal the texts grow in columns at their true relative speeds. A table then shows the speeds. The
+    last line says whether the texts are identical; if not, the exit code is 1. part0 has the torch engine
+    only; with --engine torch the parts differ in attention alone. With a KV cache a token takes one row of
+    attention and the parts are close; --no-kv-cache shows the differences. All parts race by default; with
+    --device cuda, part0 and part4.
     """
     refuse_options_of_the_other_device()
     processor.let_waiting_threads_sleep()
@@ -258,7 +258,7 @@ def race(
 def doctor() -> None:
     """Check what this machine offers for the parts, and name the remedy for what is missing.
 
-    Lines that begin with -- are about optional things. The exit code is 1 if anything is broken.
+    Lines that begin with -- are about optional features. The exit code is 1 if anything is broken.
     """
     from lab import doctor as examination
 

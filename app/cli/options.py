@@ -1,4 +1,4 @@
-"""What several commands share: types of values, options, and what is set before a command starts."""
+"""What several commands share: types of values, options, and settings made before a command starts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lab import saved
 LARGEST_SIZE = 2**31 - 1
 MOST_THREADS = 1024
 WIDEST_HEAD = 2**20
-MOST_HEADS = 2**16  # and texts in a batch
-MOST_NUMBERS = 1000  # in a list, so that a typing error does not fill the memory
+MOST_HEADS = 2**16  # also the most texts in a batch
+MOST_NUMBERS = 1000  # in a list: a typing error must not fill the memory
 
 
 def program() -> str:
@@ -30,7 +30,7 @@ def program() -> str:
 
 
 def to_type() -> str:
-    """The words that a command to copy begins with."""
+    """The first words of a command that the user can copy."""
     return "shakespeare" if program() == "shakespeare" else "python gpt.py"
 
 
@@ -76,7 +76,7 @@ class Numbers(click.ParamType):
             form = re.fullmatch(r"(\d{1,10})(?::(\d{1,10})(?:([*+])(\d{1,10}))?)?", item, re.ASCII)
             if not form or int(form[1]) < 1 or (form[3] and int(form[4]) < (2 if form[3] == "*" else 1)):
                 auto = " or auto" * self.auto
-                self.fail(f"{item!r} must be a number of at least 1, a range as 256:4096*2 or 1:9+2{auto}")
+                self.fail(f"{item!r} must be a number of at least 1, a range like 256:4096*2 or 1:9+2{auto}")
             number, last = int(form[1]), int(form[2] or form[1])
             if number > last:
                 self.fail(f"{item!r} goes down; it must go up")
@@ -101,7 +101,7 @@ class Names(click.ParamType):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What runs the model, as generation.engine.open_engine takes it; None leaves the choice to it."""
+    """What runs the model: arguments of generation.engine.open_engine(), which chooses where one is None."""
 
     engine: str | None
     simd: str
@@ -136,7 +136,7 @@ class TextOptions:
 
 
 def take(kind: type[Options], options: dict[str, Any]) -> Options:
-    """An object of a dataclass; its fields are removed from the options that click gives."""
+    """Make an object of a dataclass from click's options; its fields are removed from them."""
     return kind(**{field.name: options.pop(field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
 
@@ -158,7 +158,7 @@ def save_option(kind: str, what: str) -> Decorator:
     return click.option(
         "--save",
         is_flag=False,
-        flag_value="",  # what --save without FILE gives to the callback
+        flag_value="",  # the callback's value for --save without FILE
         type=click.Path(dir_okay=False),
         metavar="[FILE]",
         callback=default,
@@ -167,7 +167,7 @@ def save_option(kind: str, what: str) -> Decorator:
 
 
 def none_if_auto(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
-    """A callback of options: 'auto' is None in Python."""
+    """A callback that turns 'auto' into None."""
     return None if value == "auto" else value
 
 
@@ -189,7 +189,7 @@ def size_option(*names: str, default: int | None = None, most: int = LARGEST_SIZ
 
 
 def tile_options(shown: str | None = None) -> Decorator:
-    """-br and -bc. 'auto' is None; with `shown`, the description of a default, None is 'not given'."""
+    """-br and -bc; None stands for 'auto', or for 'not given' if `shown` describes the default."""
     settings: dict[str, Any] = {"type": TileSize()}
     settings |= {"show_default": shown or True}
     if shown is None:
@@ -201,7 +201,7 @@ def tile_options(shown: str | None = None) -> Decorator:
 
 
 def warned_of_threads(context, parameter, value):
-    """The value of --threads, after a line on standard error if it is more than the cores."""
+    """The value of --threads. Prints a warning if it is more than the cores."""
     from attention_ext.processor import cores
 
     most = max(value) if isinstance(value, tuple) else value or 1
@@ -213,7 +213,7 @@ def warned_of_threads(context, parameter, value):
 threads_option = size_option(
     "--threads",
     most=MOST_THREADS,
-    help="The most threads to use; a text takes the fastest number of them.",
+    help="Most threads to use; a text takes the fastest number of them.",
     show_default="all cores",
     callback=warned_of_threads,
 )
@@ -240,14 +240,14 @@ device_option = click.option(
     default="cpu",
     is_eager=True,  # the defaults of other options depend on it
     show_default=True,
-    help="Where attention runs; cuda is an NVIDIA GPU, for part0 and part4.",
+    help="Device of the attention; cuda is an NVIDIA GPU, for part0 and part4.",
 )
 step_option = click.option(
     "--step",
     type=click.Choice(list(STEPS)),
-    help="Part4's kernel on CUDA; the fastest that accepts the inputs unless given.",
+    help="Part4's kernel on CUDA; by default the fastest that accepts the inputs.",
 )
-# What goes with one device only, by the names of the commands' parameters.
+# Options of one device only, by the names of the commands' parameters.
 ONE_DEVICE = {
     "cpu": ("br", "bc", "threads", "simd", "simds", "cachegrind", "tune", "budget", "show"),
     "cuda": ("step", "arch", "cuda_queries", "l2s"),
@@ -272,7 +272,7 @@ engine_option = click.option(
     default="auto",
     show_default=True,
     callback=none_if_auto,
-    help="What runs the model; auto is native for parts 1 to 4, and torch for part0, which has no other.",
+    help="Engine that runs the model; auto is native for parts 1 to 4, and torch, the only one, for part0.",
 )
 model_option = click.option(
     "-m",
@@ -322,7 +322,7 @@ def refuse_options_of_the_other_device() -> None:
 
 
 def set_threads(threads: int | None) -> None:
-    """Set PyTorch's threads, which are the kernels' too; None takes its default, at most the cores."""
+    """Set the threads of PyTorch and of the kernels. None takes PyTorch's default, at most the cores."""
     import torch
 
     from attention_ext import processor

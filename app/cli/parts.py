@@ -1,4 +1,4 @@
-"""The command of each part: --inference writes text, without it the lab's test runs."""
+"""The command of each part. With --inference it writes text; without, it runs the lab's test."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def refuse_options_of_the_other_mode(context: click.Context) -> None:
 
 
 def refuse_what_the_part_has_not(part: str, context: click.Context) -> None:
-    """Raise UsageError for a device, a step or a gradient that a part does not have."""
+    """Raise UsageError for a device, a step or a gradient that the part lacks."""
     if context.params["backward"] and part not in with_gradient():
         who = " and ".join(with_gradient())
         raise click.UsageError(f"{part} computes no gradients; --backward goes with {who} only")

@@ -40,7 +40,7 @@ serve_options = all_of(
         type=click.Choice(list(PARTS)),
         default="part4",
         show_default=True,
-        help="Attention of requests that name none.",
+        help="Attention of requests that name no part.",
     ),
     click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at."),
     click.option(
@@ -50,8 +50,8 @@ serve_options = all_of(
         show_default=True,
         help="Port to listen at; 0 takes a free one.",
     ),
-    size_option("--slots", default=32, most=4096, help="Texts written at once, of each model and part."),
-    size_option("--queue", default=256, most=10**6, help="Texts that may wait, for each model and part."),
+    size_option("--slots", default=32, most=4096, help="Texts written at once for each model and part."),
+    size_option("--queue", default=256, most=10**6, help="Texts that may wait for each model and part."),
     threads_option,
     weights_option,
     kv_cache_option,
@@ -75,7 +75,7 @@ serve_options = all_of(
         "hosts",
         multiple=True,
         metavar="NAME",
-        help="Admit this name in the Host header too, * any; may be repeated.",
+        help="Admit this name in the Host header too, or * for any; may be repeated.",
     ),
     click.option("--insecure", is_flag=True, help="Listen beyond this machine without a key."),
     click.option(
@@ -105,10 +105,10 @@ def serve(
     """Serve models through OpenAI's API.
 
     It needs more packages: pip install -e '.[serve]'. A request with a seed gets the text that --inference
-    writes with it, alone or among others. The defaults of sampling are OpenAI's: temperature 1, all tokens.
+    writes with that seed, alone or among others. Sampling has OpenAI's defaults: temperature 1, all tokens.
     """
     try:
-        from app.server import running  # noqa: F401  # which needs all of them
+        from app.server import running  # noqa: F401  # imports all of them
         from app.server.security import check_host, check_origin, is_loopback
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in PACKAGES:

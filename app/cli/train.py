@@ -1,4 +1,4 @@
-"""train: a model of a text, by time or by the recipe of a shipped one."""
+"""train: learn a text, for some minutes or by the recipe of a shipped model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TrainOptions:
 
 
 def read_corpus(corpus_file: str | None) -> str:
-    """The given file's text, else what `prepare` left."""
+    """The text of the given file, or of the one that `prepare` wrote."""
     from model import corpus
 
     if corpus_file is None and not corpus.INPUT.exists():
@@ -75,7 +75,7 @@ def read_corpus(corpus_file: str | None) -> str:
 @click.option(
     "--minutes",
     type=click.FloatRange(0, LONGEST, min_open=True),
-    help="Time that the run takes.",
+    help="Minutes that the run takes.",
     show_default="3",
 )
 @click.option(
@@ -106,7 +106,7 @@ def read_corpus(corpus_file: str | None) -> str:
 @click.option(
     "--part",
     type=click.Choice(with_gradient()),
-    help="Attention to train with; part4 has no dropout inside, and a gradient on the CPU only.",
+    help="Attention to train with; part4 has no dropout, and gradients on the CPU only.",
     show_default="part4 where it compiles, part0 for shipped names and CUDA",
 )
 @click.option(
@@ -159,7 +159,7 @@ def check(o: TrainOptions) -> None:
 
 
 def check_directory(directory: Path, o: TrainOptions) -> None:
-    """Raise UsageError rather than replace a checkpoint that nobody has asked to replace.
+    """Raise UsageError if a checkpoint would be replaced without --overwrite.
 
     Raises ValueError if another process trains there.
     """
@@ -239,7 +239,7 @@ def chosen_recipe(o: TrainOptions) -> Recipe:
 
 
 def default_part(o: TrainOptions) -> str:
-    """part4 where it has a gradient and can be compiled; it is compiled now, before the run's time begins."""
+    """part4 if it has a gradient here and compiles, else part0. It compiles before the run's time begins."""
     if o.name in SHIPPED or o.device == "cuda":
         return "part0"
     from attention_ext import extension
@@ -254,7 +254,7 @@ def default_part(o: TrainOptions) -> str:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
-    """A function that tells whether Ctrl-C was pressed or SIGTERM came.
+    """Yield a function that tells whether Ctrl-C was pressed or SIGTERM came.
 
     A second Ctrl-C raises KeyboardInterrupt. A second SIGTERM does nothing: `timeout` sends two at once.
     """
@@ -299,7 +299,7 @@ def print_end(record: dict[str, Any], directory: Path, text: str) -> None:
     else:
         best = f"{record['val_loss']:.4f} nats per character, at step {record['best_step']}"
         notice(f"best validation loss {best}")
-    # --inference begins with a line end, which a text of one line lacks
+    # the default prompt is a line end, which a text of one line lacks
     prompt = "" if "\n" in text else f" --prompt {shlex.quote(text[0])}"
     command = f"{to_type()} part4 --inference -m {shlex.quote(str(directory))}{prompt}"
     click.echo(f"wrote {directory}; write text with it: {command}")

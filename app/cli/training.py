@@ -1,4 +1,4 @@
-"""The commands about a text: prepare gets it, train (in its own file) learns it, eval measures the loss."""
+"""prepare gets a text, and eval measures the loss of a model on it. train has its own module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attention_ext import PARTS
 @click.command()
 @click.option("--corpus", "corpus_file", type=click.Path(), help="Use this file instead of downloading.")
 def prepare(corpus_file: str | None) -> None:
-    """Get Tiny Shakespeare, from a file or from the network, check it and count its characters."""
+    """Get Tiny Shakespeare from the network or a file, check it and count its characters."""
     from model import corpus
     from model.tokenizer import CharTokenizer
 
@@ -73,7 +73,7 @@ def evaluate(
     step: str | None,
     threads: int | None,
 ) -> None:
-    """Print the loss over contiguous windows of the block size, on the last 10 % of a text."""
+    """Print the loss on the last 10 % of a text, over contiguous windows of the block size."""
     from lab import loss
 
     refuse_options_of_the_other_device()

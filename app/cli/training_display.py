@@ -27,12 +27,12 @@ from model.gpt import GPT
 from model.tokenizer import CharTokenizer
 from training.watch import Status, Watcher
 
-SAMPLE_SHARE = 0.015  # of the time that samples may take
-SAMPLE_SECONDS = 3.0  # between two samples, at least
+SAMPLE_SHARE = 0.015  # share of the time that samples may take
+SAMPLE_SECONDS = 3.0  # least time between two samples
 REDRAW_SECONDS = 0.5
 SAMPLING = Sampling(temperature=0.8)
-PLOT_ROWS, PLOT_COLUMNS, SAMPLE_ROWS = 10, 60, 8  # at most
-VALIDATION, TRAINING = "cyan", "yellow"  # their colors
+PLOT_ROWS, PLOT_COLUMNS, SAMPLE_ROWS = 10, 60, 8  # the most of each
+VALIDATION, TRAINING = "cyan", "yellow"  # colors of the curves
 
 
 class Display(Watcher, Protocol):
@@ -42,7 +42,7 @@ class Display(Watcher, Protocol):
 
 
 class Lines:
-    """Writes a line on standard error for each evaluation; only what one should know if quiet."""
+    """Writes a line on standard error for each evaluation; if quiet, only warnings."""
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
@@ -73,7 +73,7 @@ class Lines:
 
 
 class Picture:
-    """Draws the curves, the speed and a sample of the current average, in place, on a terminal."""
+    """Draws the curves, the speed and a sample of the averaged weights in place, on a terminal."""
 
     def __init__(self, name: str, console: Console) -> None:
         self.name, self.console = name, console
@@ -107,7 +107,7 @@ class Picture:
 
 
 class Sampler:
-    """Writes a text with the model as it is, seldom enough to take a small share of the time."""
+    """Writes samples with the current model, so rarely that they take a small share of the time."""
 
     def __init__(self, averaged: GPT, tokenizer: CharTokenizer) -> None:
         self.averaged, self.tokenizer = averaged, tokenizer
@@ -117,7 +117,7 @@ class Sampler:
         except BuildError:
             self.part, native = "part0", False
         self.tokens = 300 if native else 100
-        self._cost = 0.05 if native else 1.0  # seconds, a guess until the first
+        self._cost = 0.05 if native else 1.0  # seconds; an estimate until the first sample
         self._began = self._last = time.monotonic()
         self._spent = 0.0
 
@@ -128,7 +128,7 @@ class Sampler:
         return affordable and now - self._last >= SAMPLE_SECONDS
 
     def write(self) -> str:
-        """A sample; with PyTorch's attention from now on if the kernels cannot be compiled."""
+        """A sample. If the kernels cannot be compiled, PyTorch's attention is used from now on."""
         start = time.monotonic()
         model = self.averaged
         if next(model.parameters()).is_cuda:
@@ -186,14 +186,14 @@ def first_rows(text: str, width: int, rows: int, console: Console) -> Text:
 
 
 def curves(curve: Sequence[Sequence[float | None]], width: int, progress: float) -> list[Text]:
-    """A plot of both losses over the steps, each row two of half a character's height, and its legend.
+    """A plot of both losses over the steps, and its legend. A row of characters shows two of the plot.
 
-    curve: rows [step, training loss or None, validation loss]. progress: of the run, in [0, 1]; the curve
-    ends at this share of the width.
+    curve: rows [step, training loss or None, validation loss]. progress: the share of the run that is done,
+    in [0, 1]; the curve ends at this share of the width.
     """
     height, last = 2 * PLOT_ROWS, max(1, curve[-1][0] or 1)
     low = min(loss for row in curve for loss in row[1:] if loss is not None)
-    # The first losses are far above the others, which would be a flat line; they are cut off.
+    # The first losses are cut off: beside them the others would be a flat line.
     high = max(loss for row in curve[len(curve) // 8 :] for loss in row[1:] if loss is not None)
     grid: list[list[str]] = [[""] * width for _ in range(height)]
     for which, color in ((1, TRAINING), (2, VALIDATION)):
@@ -222,7 +222,7 @@ def curves(curve: Sequence[Sequence[float | None]], width: int, progress: float)
 
 
 def columns(points: Sequence[tuple[float, float]], width: int, steps: float) -> Iterator[tuple[int, float]]:
-    """(column, loss) of a line through points (step, loss), where `steps` are the width."""
+    """(column, loss) of a line through points (step, loss). The width stands for `steps`."""
     for (x0, y0), (x1, y1) in zip(points, points[1:] or points):
         first, last = (min(width - 1, int(x / steps * (width - 1))) for x in (x0, x1))
         for x in range(first, last + 1):
@@ -231,7 +231,7 @@ def columns(points: Sequence[tuple[float, float]], width: int, steps: float) -> 
 
 
 def cell(top: str, bottom: str) -> tuple[str, str]:
-    """A character that shows a half of each color ('' for none), and its style."""
+    """A character whose halves have these colors ('' is no color), and its style."""
     if top and bottom:
         return ("█", top) if top == bottom else ("▀", f"{top} on {bottom}")
     return ("▀", top) if top else ("▄", bottom) if bottom else (" ", "")
@@ -239,10 +239,10 @@ def cell(top: str, bottom: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def watch(name: str, quiet: bool) -> Iterator[Display]:
-    """The picture where a person sees it, else lines; closed at the end, however it ends."""
+    """A picture on a terminal, else lines. It is closed at the end, also after an error."""
     seen = all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
     console = Console(stderr=True)
-    # The curves differ by their colors only.
+    # Without colors the curves could not be told apart.
     drawn = seen and not quiet and not console.is_dumb_terminal and not console.no_color
     display: Display = Picture(name, console) if drawn else Lines(quiet)
     try:

@@ -23,9 +23,9 @@ from app.cli.options import notice
     help="Folder of the page's files.",
     show_default="in the build cache",
 )
-@click.option("--build", "only_build", is_flag=True, help="Make the files and end.")
+@click.option("--build", "only_build", is_flag=True, help="Make the files and exit.")
 def web(port: int, out: str | None, only_build: bool) -> None:
-    """Show a web page that writes, races and explains in your browser; its files are made on first use."""
+    """Show a web page that writes, races and explains in your browser. Its files are made on first use."""
     from web import build, serve
 
     folder = Path(out) if out else build.default_folder()

@@ -1,4 +1,4 @@
-"""--inference: the options that say what is written, and the call that writes it."""
+"""--inference: the options of a text, and the call that writes it."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ sampling_options = all_of(
         type=click.FloatRange(0, min_open=True),
         default=1.0,
         show_default=True,
-        help="Above 1, make tokens that have occurred less likely.",
+        help="Above 1, tokens that have occurred become less likely.",
     ),
     click.option(
         "--presence-penalty",
         type=click.FloatRange(-2, 2),
         default=0.0,
         show_default=True,
-        help="Take this from the logits of tokens that have been written.",
+        help="Subtract this from the logits of tokens that have been written.",
     ),
     click.option(
         "--frequency-penalty",
         type=click.FloatRange(-2, 2),
         default=0.0,
         show_default=True,
-        help="Take this from a token's logit for each time that it has been written.",
+        help="Subtract this from a token's logit for each time that it has been written.",
     ),
     click.option("--stop", multiple=True, help="End a sample before this text; may be repeated."),
     seed_option,
@@ -113,7 +113,7 @@ def write(
     processor.let_waiting_threads_sleep()  # before read_prompt(), which imports torch
     prompt = texts.prompt if texts.prompt_file is None else read_prompt(texts.prompt_file)
     if interactive:
-        prompt = prompt or None  # an empty prompt is none: the first line that is typed starts the text
+        prompt = prompt or None  # without a prompt the first typed line starts the text
     set_threads(threads)
     from app.cli import inference
     from model import load

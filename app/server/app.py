@@ -1,4 +1,4 @@
-"""The application: routes, and what happens when it starts and ends."""
+"""The application: its routes, start and end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from model.checkpoint import Checkpoint
 class Application:
     """A server without its sockets. `asgi` is what an ASGI server calls.
 
-    The scheduler is made when the event loop has started, and lives as long as it.
+    The scheduler is made when the event loop has started, and lives as long as the loop.
     """
 
     def __init__(self, checkpoints: Mapping[str, Checkpoint], settings: Settings) -> None:
@@ -69,12 +69,12 @@ class Application:
     async def _lifespan(self, app: Starlette):
         self.scheduler.start()
         yield
-        if self.scheduler.loaded.is_set():  # else its thread waits for a compiler; it ends with the process
+        if self.scheduler.loaded.is_set():  # else its thread waits for a compiler and ends with the process
             await self.scheduler.stop()
 
     @property
     def serves(self) -> bool:
-        """Whether requests are answered: the models are loaded and the server does not end."""
+        """Whether requests are answered: the models are loaded and the server is not ending."""
         return self.scheduler.ready and not self.writing.draining
 
     async def page(self, request: Request) -> Response:
@@ -91,7 +91,7 @@ class Application:
 
     @property
     def status(self) -> str:
-        """A word for /health."""
+        """The status, a word for /health."""
         if self.writing.draining:
             return "shutting down"
         return "ok" if self.scheduler.ready else "failed" if self.scheduler.error else "loading"
@@ -130,7 +130,7 @@ class Application:
         return Response(error.body(), error.status, headers)
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
-        """An error of the router's, in OpenAI's shape."""
+        """Answer an error of the router in OpenAI's format."""
         assert isinstance(error, HTTPException)
         path = ascii(request.url.path)[:100]
         message = {404: f"There is no {path}.", 405: f"{path} does not take {request.method}."}
@@ -143,7 +143,7 @@ class Application:
 
 
 class Answer:
-    """An endpoint as an ASGI application, so that nothing stands between it and the connection."""
+    """An endpoint as an ASGI application, without Starlette's layers between it and the connection."""
 
     def __init__(self, app: Application, planned: Callable[[bytes], Plan]) -> None:
         self.app, self.planned = app, planned

@@ -1,4 +1,4 @@
-"""A request that is being written: the event loop's end of it."""
+"""A request whose texts are being written, as the event loop sees it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from app.server.plan import Plan
 class Call:
     """A request's choices, and the pieces of them that the scheduler has sent to the event loop.
 
-    buffer_bytes: of pieces that are not taken. A stream's reader is too slow if more wait for behind_seconds;
-    then `overflowed` is called. All of it but `choices` belongs to the event loop.
+    buffer_bytes: the most bytes of pieces that may wait to be sent. If more wait for behind_seconds, the
+    reader is too slow and `overflowed` is called. The event loop owns all fields but `choices`.
     """
 
     def __init__(self, plan: Plan, buffer_bytes: int, behind_seconds: float) -> None:
         self.plan = plan
         self.choices = [Choice(plan, number) for number in range(len(plan.requests))]
         self.began = time.monotonic()
-        self.gone = False  # the client has left, or was dropped
+        self.gone = False  # the client has left or was dropped
         self.overflowed: Callable[[], None] = lambda: None
         self._buffer_bytes, self._behind_seconds = buffer_bytes, behind_seconds
-        self._behind: asyncio.TimerHandle | None = None  # runs while more than that waits
+        self._behind: asyncio.TimerHandle | None = None  # runs while more than buffer_bytes wait
         self._inbox: list[Piece] = []
         self._held = 0  # bytes in it
         self._error: ApiError | None = None
         self._waiting: asyncio.Future[None] | None = None
 
     def put(self, piece: Piece | ApiError) -> None:
-        """Take a piece, or the error that ends the request."""
+        """Append a piece, or the error that ends the request."""
         if isinstance(piece, ApiError):
             self._error = piece
         else:
@@ -46,13 +46,13 @@ class Call:
         self._wake()
 
     def leave(self) -> None:
-        """The client has left, or has all."""
+        """Note that the client has left or has everything."""
         self.gone = True
         self._in_time()
         self._wake()
 
     async def pieces(self) -> list[Piece]:
-        """Wait for pieces; return all, or none if the client has left. Raises the ApiError that ended it."""
+        """Wait for pieces and return all; none if the client has left. Raises the ApiError that ended it."""
         if not (self._inbox or self._error or self.gone):
             self._waiting = asyncio.get_running_loop().create_future()
             try:

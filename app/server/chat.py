@@ -5,7 +5,7 @@
 
     ASSISTANT:
 
-The models have read plays and nothing else. A speech ends at a blank line, so that is the default of `stop`.
+The models learned plays and nothing else. A speech ends at a blank line, the default of `stop`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ SPEAKER = "ASSISTANT"
 
 
 def play(body: ChatBody) -> str:
-    """The messages as speeches, then the line that names who answers."""
+    """The messages as speeches, then a line with the name of the next speaker."""
     speeches = "".join(f"{speaker(message)}:\n{spoken(message)}\n\n" for message in body.messages)
     return f"{speeches}{answering(body)}:\n"
 
 
 def speaker(message: Message) -> str:
-    """Who speaks: the message's name, or its role in capitals."""
+    """The speaker: the message's name, or its role in capitals."""
     return message.name or message.role.upper()
 
 
@@ -35,6 +35,6 @@ def spoken(message: Message) -> str:
 
 
 def answering(body: ChatBody) -> str:
-    """Who answers: `speaker`, else the name of the assistant's last message that has one."""
+    """The next speaker: `speaker`, else the name in the assistant's last message with a name."""
     named = (m.name for m in reversed(body.messages) if m.role == "assistant" and m.name)
     return body.speaker or next(named, SPEAKER)

@@ -1,4 +1,4 @@
-"""A text of a request as it grows: what of it may be sent, and the log-probabilities of what was sent."""
+"""A growing text of a request: the part of it that may be sent, with its log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from model.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Score:
-    """A token's text, its log-probability, the likeliest tokens in its place; start: characters before it.
+    """A token's text, its log-probability and the likeliest tokens in its place.
 
-    logprob: None for a prompt's token that nothing predicts. top: likeliest first.
+    logprob: None for a token of a prompt that nothing predicts. top: likeliest first. start: characters
+    before the token.
     """
 
     token: str
@@ -26,9 +27,9 @@ class Score:
 
 @dataclass(slots=True)
 class Piece:
-    """What a choice has written since its last piece. finish: its finish_reason, with the last piece.
+    """The text of a choice since its last piece. finish: its finish_reason, in the last piece.
 
-    new_tokens: of the whole text. mean_logprob: of them, if they were asked for.
+    new_tokens: number of tokens of the whole text. mean_logprob: their mean, if it was requested.
     """
 
     number: int
@@ -40,27 +41,27 @@ class Piece:
 
     @property
     def bytes(self) -> int:
-        """Roughly what it takes in a stream."""
+        """Roughly the bytes of its event in a stream."""
         return 200 + len(self.text) + sum(80 + 60 * len(score.top) for score in self.scores or ())
 
 
 class Choice:
-    """The text of one of a plan's requests. The scheduler's thread alone uses it once it was submitted."""
+    """The text of one of a plan's requests. Only the scheduler's thread uses it after it was submitted."""
 
     def __init__(self, plan: Plan, number: int) -> None:
         self.plan, self.number = plan, number
         self.request = plan.requests[number]
         completion = Completion(self.request, number)
         self.growing = Growing(completion, plan.tokenizer.decoder(), StopFilter(self.request.stop))
-        self.text: Text | None = None  # once it has joined
+        self.text: Text | None = None  # None until it joins a batch
         self.delivered_at = 0.0  # 0 before the first piece
         self._scores = Scores(plan.tokenizer) if self.request.logprobs is not None else None
-        self._sum = 0.0  # of its log-probabilities
+        self._sum = 0.0  # sum of its log-probabilities
         self._started = self._echoed = False
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is to be written."""
+        """Whether the text is complete."""
         return self.growing.ended or self.plan.unwritten and self._started
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -79,7 +80,7 @@ class Choice:
             self._scores.add(fresh)
 
     def take(self) -> Piece | None:
-        """What may be sent now, if there is anything; the last piece once it has ended."""
+        """The piece that may be sent now, or None. After the end it is the last piece."""
         finish = None
         if self.ended:
             self.growing.finish()
@@ -102,7 +103,7 @@ class Choice:
 
 @dataclass
 class Scores:
-    """The scores of a text's tokens, held until the text of each is sent."""
+    """The scores of a text's tokens. Each is held until its text is sent."""
 
     tokenizer: Tokenizer
     begun: bool = False
@@ -115,14 +116,14 @@ class Scores:
         self._texts: dict[int, str] = {}
 
     def prompt(self, ids: Sequence[int], known: Sequence[TokenLogprob | None]) -> None:
-        """Take the prompt's tokens; only the last ones were read, and so have log-probabilities."""
+        """Append the prompt's tokens. Only the last ones were read, so only they have log-probabilities."""
         self.begun = True
         unread = len(ids) - len(known)
         for i, token in enumerate(ids):
             self._take(token, known[i - unread] if i >= unread else None)
 
     def add(self, tokens: Sequence[TokenLogprob]) -> None:
-        """Take new tokens."""
+        """Append new tokens."""
         self.begun = True
         for each in tokens:
             self._take(each.token, each)
@@ -144,7 +145,7 @@ class Scores:
         self._read += len(self._decoder.feed(token))
 
     def text_of(self, token: int) -> str:
-        """A token alone; the replacement character stands for bytes that are no character."""
+        """The text of one token. The replacement character stands for bytes that are not a character."""
         text = self._texts.get(token)
         if text is None:
             decoder = self.tokenizer.decoder()

@@ -19,7 +19,7 @@ from app.server.scheduler import Scheduler, retry
 from app.server.settings import Settings
 from model.checkpoint import Checkpoint
 
-ABORT = "abort"  # in a scope's state: closes the connection without sending what is buffered
+ABORT = "abort"  # key of a function in a scope's state: it closes the connection and drops its buffer
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -30,7 +30,7 @@ STREAM_HEADERS = [
 class Writing:
     """An endpoint that writes texts.
 
-    active: the calls in progress. draining: whether new requests are refused, because the server ends.
+    active: the calls in progress. draining: whether new requests are refused because the server is ending.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Writing:
         return plans.of_chat(body, self.checkpoint(body.model), self.settings)
 
     def checkpoint(self, model: str) -> Checkpoint:
-        """A model. Raises ApiError 404."""
+        """The model of this name. Raises ApiError 404."""
         if model not in self.checkpoints:
             raise ApiError(404, f"The model {model!r:.100} does not exist.", "model", "model_not_found")
         return self.checkpoints[model]
@@ -83,7 +83,7 @@ class Writing:
             await (self._stream if plan.stream else self._whole)(call, send)
         finally:
             watch.cancel()
-            self._leave(call)  # ends what has not ended
+            self._leave(call)  # ends the unfinished texts
             self.active.discard(call)
 
     async def _whole(self, call: Call, send: Send) -> None:
@@ -119,7 +119,7 @@ class Writing:
             await send_body(send, b"".join(events), more=bool(left))
 
     def _leave(self, call: Call) -> None:
-        """The client has left: free its slots now."""
+        """Free the slots of a call whose client has left."""
         self.scheduler.cancel(call)
         call.leave()
 
@@ -127,7 +127,7 @@ class Writing:
         """Close a connection whose reader is too slow."""
         self.metrics.dropped.inc()
         if abort:
-            abort()  # which ends the call once the connection is lost; uvicorn would log it otherwise
+            abort()  # ends the call when the connection is lost, without uvicorn's log entry
         else:
             self._leave(call)
 

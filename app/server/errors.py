@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape."""
+"""Errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from starlette.types import Receive, Scope, Send
 
-SLICE_BYTES = 65_536  # of a body, given to the connection before it waits for the reader
+SLICE_BYTES = 65_536  # bytes of a body that are sent before waiting for the reader
 
 
 @dataclass
 class ApiError(Exception):
-    """A refusal that a client reads as {"error": {"message", "type", "param", "code"}}.
+    """A refusal. The client gets {"error": {"message", "type", "param", "code"}}.
 
-    param: the field that is wrong. code: a word for programs. headers: further ones of the response.
+    param: the wrong field. code: a word for programs. headers: additional headers of the response.
     """
 
     status: int
@@ -25,7 +25,7 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """OpenAI's word for whose mistake it is."""
+        """OpenAI's type of the error, which says whose mistake it is."""
         if self.status == 429:
             return "rate_limit_error"
         return "invalid_request_error" if self.status < 500 else "server_error"
@@ -55,7 +55,7 @@ async def respond(
 
 
 async def send_body(send: Send, body: bytes, more: bool = False) -> None:
-    """Send a part of a body; this waits while its reader is slow. more: whether another follows."""
+    """Send a part of a body and wait while its reader is slow. more: whether another part follows."""
     for start in range(0, max(len(body), 1), SLICE_BYTES):
         end = start + SLICE_BYTES
         part = {"body": body[start:end], "more_body": more or end < len(body)}

@@ -13,9 +13,9 @@ from app.server.metrics import Metrics
 from generation.engine import Engine
 from generation.writer import TOKENS_AT_ONCE, Text, Writer
 
-STEP_TOKENS = 1024  # of all texts in a step; fewer cost speed, more delay those who join
-STEP_SECONDS = 0.02  # of a step, as far as one token of each text allows
-SLICE_SECONDS = 3e-3  # of a step, for prompts
+STEP_TOKENS = 1024  # tokens of all texts in a step; fewer cost speed, more delay new texts
+STEP_SECONDS = 0.02  # most time of a step, which writes at least one token of each text
+SLICE_SECONDS = 3e-3  # part of a step that prompts may take
 
 Deliver = Callable[[Call, Piece | ApiError], None]
 
@@ -23,17 +23,17 @@ Deliver = Callable[[Call, Piece | ApiError], None]
 class Lane:
     """Texts join the running batch in the order in which they came, as soon as a slot is free.
 
-    Used by the scheduler's thread alone.
+    Only the scheduler's thread uses it.
     """
 
     def __init__(self, model: str, part: str, slots: int, metrics: Metrics, deliver: Deliver) -> None:
         self.name = (model, part)
         self.slots = slots
-        self.credit = 0.0  # seconds that it may still use in this round
+        self.credit = 0.0  # seconds that the lane may still use in this round
         self.opening = False
-        self.left = 0  # texts that ended here, in whatever way
+        self.left = 0  # texts that ended here, for any reason
         self._deliver = deliver
-        self._row_seconds = 0.0  # of a token of each text, in the last step
+        self._row_seconds = 0.0  # time for one token of each text in the last step
         self._writer: Writer | None = None
         self._waiting: deque[tuple[Call, Choice]] = deque()
         self._running: dict[Text, tuple[Call, Choice]] = {}
@@ -44,7 +44,7 @@ class Lane:
 
     @property
     def opened(self) -> bool:
-        """Whether it has an engine."""
+        """Whether the lane has an engine."""
         return self._writer is not None
 
     @property
@@ -58,7 +58,7 @@ class Lane:
         return not self.opened and not self.opening and bool(self._waiting)
 
     def open(self, engine: Engine) -> None:
-        """Take an engine with one slot more than texts, which keeps the prompt read last."""
+        """Take an engine. It has one slot more than texts, which keeps the last prompt."""
         self._writer = Writer(engine, self.slots, slice_seconds=SLICE_SECONDS)
         self.opening = False
 
@@ -81,7 +81,7 @@ class Lane:
         self._count()
 
     def fail(self, error: ApiError) -> None:
-        """End all calls by an error and close the engine; the next text opens another."""
+        """End all calls with an error and close the engine. The next text opens another engine."""
         calls = {id(call): call for call, _ in (*self._waiting, *self._running.values())}
         self.left += len(self._waiting) + len(self._running)
         self._waiting.clear()
@@ -92,7 +92,7 @@ class Lane:
         self._count()
 
     def step(self) -> float:
-        """Let texts join, write some tokens of each; return the seconds that it took."""
+        """Let texts join, write some tokens of each, and return the seconds that this took."""
         start = time.monotonic()
         assert self._writer
         while self._waiting and self._writer.free:
@@ -117,12 +117,12 @@ class Lane:
         choice.text = self._writer.join(choice.request)
         self._running[choice.text] = (call, choice)
         self._metrics.prompt_tokens.labels(*self.name).inc(len(choice.request.ids))
-        if choice.ended:  # no token is asked for
+        if choice.ended:  # no token was requested
             self._finish(choice.text, time.monotonic())
         self._count()
 
     def _hand_over(self, written: list[tuple[Text, list[int]]]) -> None:
-        """Add the new tokens to their choices; deliver what is due."""
+        """Add the new tokens to their choices and deliver the pieces that are due."""
         now = time.monotonic()
         tokens = 0
         for text, new in written:

@@ -1,4 +1,4 @@
-"""What /metrics shows, in Prometheus' text format."""
+"""The metrics at /metrics, in Prometheus' text format."""
 
 from __future__ import annotations
 

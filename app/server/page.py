@@ -45,7 +45,7 @@ pre {{ overflow-x: auto; padding: .8rem; border: 1px solid #8884; border-radius:
 
 
 def page(checkpoints: Mapping[str, Checkpoint], part: str, status: str, address: str) -> str:
-    """The page's HTML. part: of requests that name none. address: the server's, as the reader knows it."""
+    """The page's HTML. part: the default part. address: the server's address in the reader's request."""
     rows = ""
     for name, checkpoint in checkpoints.items():
         config = checkpoint.model.config

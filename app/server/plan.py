@@ -1,4 +1,4 @@
-"""What a valid request asks the scheduler to write, and how its response is put together."""
+"""Plans: what the scheduler writes for a valid request, and what its response needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from generation.writer import Request
 from model.checkpoint import Checkpoint
 from model.tokenizer import Tokenizer
 
-DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
+DEFAULT_TOKENS = 16  # max_tokens of a completion by default, as in OpenAI's API
 INTERVAL_MS = 16
 
 
@@ -23,10 +23,10 @@ INTERVAL_MS = 16
 class Plan:
     """The texts of a request, in the order of its prompts, `candidates` for each prompt.
 
-    prompts: their texts. prompt_tokens: of all prompts together. n: choices of each prompt; the best
-    candidates. unwritten: one token is written and dropped, so that the prompt is read: max_tokens is 0.
-    logprobs: alternatives with each token; None sends no log-probabilities. ranked: the candidates are
-    compared. interval: seconds between two chunks. play: the chat's prompt.
+    prompts: the prompts' texts. prompt_tokens: the tokens of all prompts. n: choices for each prompt, its
+    best candidates. unwritten: max_tokens is 0; one token is written and dropped so that the prompt is read.
+    logprobs: number of alternatives for each token; None sends no log-probabilities. ranked: whether the
+    candidates are compared. interval: seconds between two chunks. play: the chat's prompt.
     """
 
     model: str
@@ -53,7 +53,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What differs between a completion and a chat. ids, prompts: of each. field: that gave `tokens`."""
+    """The fields that completions and chats fill differently.
+
+    ids, prompts: tokens and text of each prompt. field: the request's field that gave `tokens`.
+    """
 
     ids: Sequence[Sequence[int]]
     prompts: list[str]
@@ -73,12 +76,12 @@ class Wanted:
 
     @property
     def unwritten(self) -> bool:
-        """Whether the prompt is read for its log-probabilities alone."""
+        """Whether the prompt is read only for its log-probabilities."""
         return self.tokens == 0 and self.echo and self.logprobs is not None
 
 
 def wrong(message: str, field: str) -> ApiError:
-    """A refusal of a field's value."""
+    """An ApiError 400 for the value of a field."""
     return ApiError(400, message, field, "invalid_value")
 
 
@@ -156,7 +159,7 @@ def _plan(body: Writing, wanted: Wanted, checkpoint: Checkpoint, settings: Setti
 
 
 def check_sizes(wanted: Wanted, settings: Settings) -> None:
-    """Raise ApiError if a request asks for more than the server gives to one."""
+    """Raise ApiError if a request exceeds the server's limits for one request."""
     texts, tokens = wanted.texts, wanted.tokens
     most = min(settings.most_texts, settings.slots + settings.queue)
     if texts > most:
@@ -198,12 +201,12 @@ def requests_of(body: Writing, wanted: Wanted, checkpoint: Checkpoint) -> list[R
             )
             for i in range(count)
         ]
-    except (TypeError, ValueError) as error:  # whose first word is the name of the field
+    except (TypeError, ValueError) as error:  # its first word is the name of the field
         raise wrong(f"{error}.", str(error).split(" ")[0]) from None
 
 
 def sampling_of(body: Writing, checkpoint: Checkpoint) -> Sampling:
-    """The sampling of a request; what is not given is OpenAI's default, not the command line's."""
+    """The sampling of a request. Its defaults are OpenAI's, not those of the command line."""
     given_bias = body.logit_bias or {}
     bias = {int(token): value for token, value in given_bias.items()}
     if len(bias) < len(given_bias):
@@ -232,7 +235,7 @@ def sampling_of(body: Writing, checkpoint: Checkpoint) -> Sampling:
 def encoded(
     prompt: str | list[str] | list[int] | list[list[int]] | None, tokenizer: Tokenizer
 ) -> tuple[list[list[int]], list[str]]:
-    """(ids, texts) of the prompts. Raises ApiError for an empty one or what the model does not know."""
+    """(ids, texts) of the prompts. Raises ApiError for an empty prompt or unknown characters and tokens."""
     if prompt is None:
         prompt = "\n"
     single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))

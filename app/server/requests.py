@@ -1,6 +1,6 @@
-"""The bodies of requests: their schemas, and what is wrong with one in OpenAI's words.
+"""The bodies of requests: their schemas, and refusals in OpenAI's words.
 
-Types are strict and unknown fields are refused. As in OpenAI's API, null is a field that is not given.
+Types are strict and unknown fields are refused. As in OpenAI's API, null counts as a missing field.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LARGEST_ID = 2**31 - 1
 
 
 def whole(value: Any) -> Any:
-    """2 for 2.0, which JSON does not tell apart; anything else as it is."""
+    """2 for 2.0, which is the same number in JSON; any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -35,7 +35,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 TOKEN_ID = r"^[0-9]{1,9}$"
 Biases = Annotated[
     dict[Annotated[str, Field(pattern=TOKEN_ID)], Bias],
-    WithJsonSchema(  # pydantic's own would admit other keys
+    WithJsonSchema(  # pydantic's schema would admit other keys
         {
             "type": "object",
             "patternProperties": {TOKEN_ID: {"type": "number", "minimum": -100, "maximum": 100}},
@@ -46,7 +46,7 @@ Biases = Annotated[
 
 
 class Body(BaseModel):
-    """A strict object: no field beyond those named, no type but theirs."""
+    """A strict object: no other fields, no other types."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -54,7 +54,7 @@ class Body(BaseModel):
 class StreamOptions(Body):
     include_usage: bool | None = Field(None, description="Send a last chunk with the usage.")
     interval_ms: Annotated[int, Field(ge=0, le=10_000), WHOLE] | None = Field(
-        None, description="Milliseconds between two chunks of a text; 16 by default. Not in OpenAI's API."
+        None, description="Milliseconds between two chunks of a text, by default 16. Not in OpenAI's API."
     )
 
 
@@ -130,7 +130,7 @@ class ChatBody(Writing):
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 
-# What a union of types must be. Pydantic lists the errors of each of its types.
+# Messages for fields with a union of types. Pydantic would list the errors of each type.
 MUST_BE = {
     "prompt": "must be a text, a list of texts, a list of token ids, or a list of lists of token ids",
     "stop": "must be a text of 1 to 256 characters, or a list of at most four of them",
@@ -148,7 +148,7 @@ def parse(kind: type[AnyBody], data: bytes) -> AnyBody:
 
 
 def refusal(kind: type[Body], loc: tuple[int | str, ...], error: str, message: str, value: Any) -> ApiError:
-    """An error of pydantic's in OpenAI's shape."""
+    """An error of pydantic in OpenAI's format."""
     if error == "json_invalid":
         return ApiError(400, f"The body is not JSON: {message.removeprefix('Invalid JSON: ')}")
     if not loc:
@@ -170,7 +170,7 @@ def refusal(kind: type[Body], loc: tuple[int | str, ...], error: str, message: s
 
 
 def path(loc: tuple[int | str, ...]) -> str:
-    """The path to a field, as messages[0].content; without pydantic's names of a union's types."""
+    """The path to a field, such as messages[0].content, without pydantic's names for a union's types."""
     shown = ""
     for part in loc:
         if isinstance(part, int):

@@ -1,7 +1,7 @@
-"""The shapes of responses, and the bytes of a stream's events, which are put together by hand.
+"""The formats of responses, and the bytes of a stream's events, which are built by hand.
 
-An event costs microseconds of the core that also writes the text, so what all events of a stream share is
-encoded once.
+An event costs microseconds of a core that also writes texts. So the fields that all events of a stream share
+are encoded once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass
 class Result:
-    """A choice as its pieces add up."""
+    """A choice, the sum of its pieces."""
 
     number: int
     text: str = ""
@@ -41,7 +41,7 @@ class Result:
 
 
 class Shape:
-    """The response to a plan: an object, or the events of a stream."""
+    """The response to a plan: one object, or the events of a stream."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -59,7 +59,7 @@ class Shape:
         self._offsets = [len(prompt) if not plan.echo else 0 for prompt in plan.prompts]
 
     def whole(self, results: Sequence[Result]) -> bytes:
-        """The response of a request that does not stream."""
+        """The response to a request without a stream."""
         plan = self.plan
         choices = []
         for at in range(0, len(results), plan.candidates):
@@ -86,7 +86,7 @@ class Shape:
         return self._head + f',"choices":{dumps(choices)}{own}'.encode() + self._tail
 
     def event(self, piece: Piece) -> bytes:
-        """The events of a piece. A chat's text and its end come in two, as OpenAI's do."""
+        """The events of a piece. A chat's text and its end are two events, as in OpenAI's API."""
         text = dumps(piece.text)
         scores = "null" if piece.scores is None else dumps(self._scores(piece.scores, piece.number))
         if not self.chat:
@@ -107,18 +107,18 @@ class Shape:
 
     @staticmethod
     def failed(error: ApiError) -> bytes:
-        """The last event of a stream that an error ended."""
+        """The last event of a stream that ends with an error."""
         return b"data: " + error.body() + b"\n\n"
 
     def usage(self, results: Sequence[Result]) -> dict[str, int]:
-        """The tokens of the prompts, and of all texts that were written, chosen or not."""
+        """The number of tokens of the prompts and of all written texts, chosen or not."""
         written = sum(result.new_tokens for result in results)
         prompt = self.plan.prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
     @property
     def _own(self) -> dict[str, Any]:
-        """The field that is not OpenAI's: a chat says as what play the model read it."""
+        """The field that OpenAI's API lacks: the play that the model read for a chat."""
         return {"play": self.plan.play} if self.chat else {}
 
     def _event(self, number: int, content: str, scores: str, finish: str | None) -> bytes:
@@ -146,14 +146,14 @@ class Shape:
 
 
 def tops(score: Score) -> dict[str, float] | None:
-    """The likeliest tokens and the one that was written, by their texts."""
+    """Log-probabilities of the likeliest tokens and the written one, by their texts."""
     if score.logprob is None:
         return None
     return dict(score.top) | {score.token: score.logprob}
 
 
 def chat_score(score: Score) -> dict[str, Any]:
-    """A token's score in a chat's shape."""
+    """A token's score in a chat's format."""
     top = [{"token": t, "logprob": p, "bytes": list(t.encode())} for t, p in score.top]
     return {
         "token": score.token,

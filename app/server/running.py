@@ -1,4 +1,4 @@
-"""The process of a server: its socket, its signals, and the connections' own limits."""
+"""The server's process: its socket, its signals, and the limits of its connections."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from app.server.endpoints import ABORT
 from app.server.settings import Settings
 from model.checkpoint import Checkpoint
 
-HEAD_BYTES = 65_536  # of a request's line and headers
-HEAD_SECONDS = 10.0  # in which they must arrive; after a response, for what is left of the request too
-SEND_BUFFER = 131_072  # bytes that the system keeps for a reader
+HEAD_BYTES = 65_536  # most bytes of a request's line and headers
+HEAD_SECONDS = 10.0  # time for them to arrive; after a response also for the rest of its request
+SEND_BUFFER = 131_072  # bytes that the system buffers for a reader
 BACKLOG = 1024
-OWN_FILES = 64  # that the process itself may need
-STALL_BYTES = 16_384  # that a reader must take, or all, lest it has stalled
+OWN_FILES = 64  # files that the process itself may need
+STALL_BYTES = 16_384  # a reader that takes fewer, and not everything, has stalled
 
 
 class Protocol(HttpToolsProtocol):
     """uvicorn's protocol, with limits for requests and readers, and a way to close a connection at once.
 
-    A connection has a timer whenever no request is answered. uvicorn's own stops at the next byte.
+    A connection has a timer while no request is being answered. uvicorn's own timer stops at the next byte.
     """
 
-    _head = 0  # bytes of the head that is arriving; -1 while a request is answered
+    _head = 0  # bytes of the arriving head; -1 while a request is being answered
     _timer: asyncio.TimerHandle | None = None
-    _unread = 0  # bytes that the reader had not taken
-    _since = 0.0  # when
+    _unread = 0  # bytes that the reader had not taken at the time _since
+    _since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -61,13 +61,13 @@ class Protocol(HttpToolsProtocol):
                 self.transport.abort()
 
     def on_response_complete(self) -> None:
-        last = not self.pipeline  # of the requests that were read
+        last = not self.pipeline  # no further request was read
         super().on_response_complete()
         if last and not self.transport.is_closing():
             self._arm(self.transport.close)
 
     def stalled(self, now: float, seconds: float) -> bool:
-        """Whether the reader has taken almost nothing for some seconds; called often."""
+        """Whether the reader has taken almost nothing for some seconds. It is called often."""
         size = self.transport.get_write_buffer_size()
         if size == 0 or self._unread == 0 or size <= self._unread - STALL_BYTES:
             self._unread, self._since = size, now
@@ -112,7 +112,7 @@ class Server(uvicorn.Server):
         watch.cancel()
 
     async def _drop_stalled(self) -> None:
-        """Drop readers that have stalled, whatever they were sent."""
+        """Drop readers that have stalled, in any response."""
         seconds = self.application.settings.stall_seconds
         while True:
             await asyncio.sleep(min(1.0, seconds / 4))
@@ -126,7 +126,7 @@ class Server(uvicorn.Server):
         self.loop.call_soon_threadsafe(self.end)
 
     def end(self) -> None:
-        """Begin to end; at once if it has begun before."""
+        """Begin to end; the second call ends at once."""
         writing = self.application.writing
         if writing.draining:
             writing.end_all()
@@ -136,7 +136,7 @@ class Server(uvicorn.Server):
         self._ending = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        """Wait for the running requests, as long as the grace period; then close all connections."""
+        """Wait for the running requests, at most the grace period; then close all connections."""
         writing, grace = self.application.writing, self.application.settings.grace
         deadline = asyncio.get_running_loop().time() + grace
         while writing.active and asyncio.get_running_loop().time() < deadline:
@@ -146,7 +146,7 @@ class Server(uvicorn.Server):
 
 
 def most_connections(most: int) -> int:
-    """How many connections to hold: fewer than `most` if the process may not open as many files."""
+    """The number of connections to hold: `most`, or fewer if the process may not open as many files."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return most if files == resource.RLIM_INFINITY else min(most, max(files - OWN_FILES, 1))
 
@@ -159,7 +159,7 @@ def bind(settings: Settings) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Accepted sockets inherit it. Linux would otherwise buffer megabytes for a slow reader.
+        # Accepted sockets inherit this. Otherwise Linux would buffer megabytes for a slow reader.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         listener.bind(address)
         listener.listen(BACKLOG)
@@ -170,7 +170,7 @@ def bind(settings: Settings) -> socket.socket:
 
 
 def make(checkpoints: Mapping[str, Checkpoint], settings: Settings) -> Server:
-    """A server that is not running."""
+    """A server that does not run yet."""
     application = Application(checkpoints, settings)
     config = uvicorn.Config(
         application.asgi,
@@ -181,15 +181,16 @@ def make(checkpoints: Mapping[str, Checkpoint], settings: Settings) -> Server:
         log_level=logging.WARNING,
         server_header=False,
         backlog=BACKLOG,
-        limit_concurrency=most_connections(settings.connections) + 1,  # which it refuses, and Protocol before
-        # draining has waited already; what is left is to be closed
+        limit_concurrency=most_connections(settings.connections)
+        + 1,  # uvicorn refuses the next; Protocol does so before
+        # draining has waited already; the rest is closed
         timeout_graceful_shutdown=1,
     )
     return Server(config, application)
 
 
 def serve(server: Server, listener: socket.socket, say: Callable[[str], None]) -> None:
-    """Serve until a signal comes. Raises the error for which an engine could not be opened."""
+    """Serve until a signal comes. Raises the error that kept an engine from opening."""
 
     async def main() -> None:
         scheduler = server.application.scheduler

@@ -1,7 +1,7 @@
 """The thread that owns all engines: requests join and leave at any step, and lanes share the cores fairly.
 
-The event loop and this thread share nothing but two queues: commands come through a SimpleQueue, and what was
-written goes back in one call_soon_threadsafe() a step. A step releases the GIL while the engine computes.
+The event loop and this thread share only two queues. Commands come through a SimpleQueue; each step returns
+its pieces in one call_soon_threadsafe(). A step releases the GIL while the engine computes.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from app.server.settings import Settings
 from generation.engine import Engine, open_engine
 from model.checkpoint import Checkpoint
 
-QUANTUM = 4e-3  # seconds of a lane's turn (deficit round robin: Shreedhar and Varghese 1995)
+QUANTUM = 4e-3  # seconds of a lane's turn in deficit round robin (Shreedhar and Varghese 1995)
 RETRY_SECONDS = 1
 
 
 class Scheduler:
-    """Writes the texts of calls; a lane for each model and part, opened when it is first used.
+    """Writes the texts of calls. Each model and part has a lane, which is opened when it is first used.
 
-    start() opens the lanes of the default part. `ready`: whether they are open. `error`: why one is not.
-    The public methods belong to the event loop.
+    start() opens the lanes of the default part. `ready`: whether they are open. `error`: why one is not open.
+    Only the event loop calls the public methods.
     """
 
     def __init__(self, checkpoints: Mapping[str, Checkpoint], settings: Settings, metrics: Metrics) -> None:
         self.checkpoints, self.settings, self.metrics = checkpoints, settings, metrics
         self.ready = False
         self.error: Exception | None = None
-        self.loaded = asyncio.Event()  # once it is ready or has failed
+        self.loaded = asyncio.Event()  # set when the scheduler is ready or has failed
         self._lanes: dict[tuple[str, str], Lane] = {}
-        self._admitted: dict[tuple[str, str], int] = {}  # texts, ever
+        self._admitted: dict[tuple[str, str], int] = {}  # texts admitted since the start
         self._commands: SimpleQueue[tuple[str, Any, Any]] = SimpleQueue()
         self._out: list[tuple[Call, Piece | ApiError]] = []
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
@@ -52,7 +52,7 @@ class Scheduler:
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the thread; texts that have not ended are given up."""
+        """End the thread and drop the unfinished texts."""
         self._commands.put(("stop", None, None))
         await asyncio.to_thread(self._thread.join)
 
@@ -69,11 +69,11 @@ class Scheduler:
         self._commands.put(("call", name, call))
 
     def cancel(self, call: Call) -> None:
-        """End a call's texts; nothing happens if all have ended."""
+        """End a call's unfinished texts."""
         self._commands.put(("cancel", (call.plan.model, call.plan.part), call))
 
     def unfinished(self, name: tuple[str, str]) -> int:
-        """Texts of a lane that run or wait."""
+        """The number of texts of a lane that run or wait."""
         lane = self._lanes.get(name)
         return self._admitted.get(name, 0) - (lane.left if lane else 0)
 
@@ -83,7 +83,7 @@ class Scheduler:
             for model in self.checkpoints:
                 self._lane((model, self.settings.part)).open(self._engine((model, self.settings.part)))
             self.ready = True
-        except Exception as error:  # a compiler that fails, memory that is not there
+        except Exception as error:  # the compiler failed, or memory did not suffice
             self.error = error
         self._tell(self.loaded.set)
         going = self.error is None
@@ -95,12 +95,12 @@ class Scheduler:
                 going = going and self._turn(lane)
 
     def _turn(self, lane: Lane) -> bool:
-        """Give a lane its share of the time; do commands meanwhile. False ends the thread."""
+        """Give a lane its share of the time and obey commands meanwhile. False ends the thread."""
         lane.credit = min(lane.credit, 0) + QUANTUM
         while lane.ready and lane.credit > 0:
             try:
                 lane.credit -= lane.step()
-            except Exception as error:  # whatever an engine raises must not end the other lanes
+            except Exception as error:  # an engine's error must not end the other lanes
                 lane.fail(ApiError(500, f"The engine failed: {error}"))
             self._flush()
             if not self._commands.empty() and not self._obey():
@@ -110,7 +110,7 @@ class Scheduler:
         return True
 
     def _obey(self) -> bool:
-        """Do all commands, waiting for one if there is nothing to do; False ends the thread."""
+        """Obey all commands; wait for one if there is nothing to do. False ends the thread."""
         while True:
             idle = not any(lane.ready or lane.wanted for lane in self._lanes.values())
             try:
@@ -142,15 +142,15 @@ class Scheduler:
         return open_engine(model, part=name[1], weights=s.weights, kv_cache=s.kv_cache, slots=s.slots + 1)
 
     def _open(self, name: tuple[str, str]) -> None:
-        """Open a lane's engine in a thread of its own, while others write."""
+        """Open a lane's engine in another thread while other lanes write."""
         torch.set_num_threads(self.settings.threads)
         try:
             self._commands.put(("opened", name, self._engine(name)))
-        except Exception as error:  # reported to those who wait
+        except Exception as error:  # reported to the waiting calls
             self._commands.put(("opened", name, error))
 
     def _flush(self) -> None:
-        """Hand what is due to the event loop, in one call."""
+        """Hand the pieces that are due to the event loop in one call."""
         if self._out:
             batch, self._out = self._out, []
             self._tell(_put, batch)

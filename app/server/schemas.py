@@ -13,7 +13,7 @@ LOGPROB: Schema = {"type": "number", "maximum": 0}
 
 
 def record(**properties: Schema) -> Schema:
-    """An object with these fields and no others."""
+    """An object with exactly these fields."""
     closed = {"required": list(properties), "additionalProperties": False}
     return {"type": "object", "properties": properties} | closed
 
@@ -24,7 +24,7 @@ def array(items: Schema) -> Schema:
 
 
 def optional(schema: Schema) -> Schema:
-    """Null or what the schema says."""
+    """Null, or a value of the schema."""
     return {"anyOf": [schema, NOTHING]}
 
 
@@ -52,7 +52,7 @@ MODEL = record(
 
 
 def texts(kind: str, finish: Schema, choice: dict[str, Schema], logprobs: Schema, **own: Schema) -> Schema:
-    """The response of an endpoint that writes, or an event of its stream."""
+    """The response of a writing endpoint, or an event of its stream."""
     common = {"index": COUNT, "logprobs": optional(logprobs), "finish_reason": finish}
     return record(
         id=TEXT,
@@ -66,7 +66,7 @@ def texts(kind: str, finish: Schema, choice: dict[str, Schema], logprobs: Schema
 
 
 def event(chunk: Schema, *extra: str) -> Schema:
-    """An event of a stream: a chunk, the error that ended it, or the end. extra: fields that not all have."""
+    """An event of a stream: a chunk, an error that ends it, or the end. extra: fields of some chunks only."""
     chunk["required"] = [name for name in chunk["required"] if name not in (*extra, "usage")]
     data = {"contentMediaType": "application/json", "contentSchema": {"anyOf": [chunk, ERROR]}}
     return {

@@ -17,10 +17,10 @@ from app.server.errors import ApiError
 from app.server.settings import Settings
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
-OPEN = "/health"  # the path that needs no key
+OPEN = "/health"  # this path needs no key
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9_.-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]*))?")
-DEFAULT_PORTS = (("http", "80"), ("https", "443"))  # which browsers leave out
+DEFAULT_PORTS = (("http", "80"), ("https", "443"))  # browsers leave these out
 
 
 def is_loopback(host: str) -> bool:
@@ -42,7 +42,7 @@ def host_of(header: str) -> str:
 
 
 def check_origin(origin: str) -> None:
-    """Raise ValueError if no browser sends this as its Origin header; '*' is any."""
+    """Raise ValueError if no browser sends this Origin header; '*' stands for any."""
     matched = ORIGIN.fullmatch(origin)
     if origin != "*" and (not matched or matched.groups() in DEFAULT_PORTS):
         raise ValueError(
@@ -52,13 +52,13 @@ def check_origin(origin: str) -> None:
 
 
 def check_host(host: str) -> None:
-    """Raise ValueError if no Host header has this name; '*' is any."""
+    """Raise ValueError if no Host header has this name; '*' stands for any."""
     if host != "*" and not NAME.fullmatch(host) and not is_ipv6(host.removeprefix("[").removesuffix("]")):
         raise ValueError(f"--allow-host is {host!r}; it must be a name or an address without a port, or *")
 
 
 def is_ipv6(text: str) -> bool:
-    """Whether a text is an IPv6 address, as headers have it."""
+    """Whether a text is an IPv6 address as written in headers."""
     try:
         return str(ipaddress.IPv6Address(text)) == text.lower()
     except ValueError:
@@ -66,9 +66,9 @@ def is_ipv6(text: str) -> bool:
 
 
 def secured(app: ASGIApp, settings: Settings, count: Callable[[ApiError], None]) -> ASGIApp:
-    """The application behind the checks: Host, then CORS if there are origins, then keys if there are any.
+    """The application behind its checks: of the Host header, of origins (CORS) and of keys, if there are any.
 
-    count: called with each refusal.
+    count: is called with each refusal.
     """
     if settings.api_keys:
         app = KeyCheck(app, settings.api_keys, count)
@@ -80,7 +80,7 @@ def secured(app: ASGIApp, settings: Settings, count: Callable[[ApiError], None])
 
 
 class HostCheck:
-    """Refuses requests to other hosts: a page of another site whose name leads here (DNS rebinding)."""
+    """Refuses requests to other host names, as those of another site's page after DNS rebinding."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str], count: Callable[[ApiError], None]) -> None:
         self.app, self.count = app, count
@@ -110,7 +110,7 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != OPEN and not self.admits(scope):
-            # The first words are OpenAI's: LiteLLM knows the error by them.
+            # LiteLLM recognizes the error by OpenAI's first words.
             message = "Incorrect API key provided, or none; send it as 'Authorization: Bearer KEY'."
             refusal = ApiError(
                 401, message, code="invalid_api_key", headers=(("www-authenticate", "Bearer"),)
@@ -121,7 +121,7 @@ class KeyCheck:
         await self.app(scope, receive, send)
 
     def admits(self, scope: Scope) -> bool:
-        """Whether the request has one of the keys; the time does not tell which, nor how much of one."""
+        """Whether the request has one of the keys. The time reveals nothing about the keys."""
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
         matches = [hmac.compare_digest(key.strip(), each) for each in self.keys]

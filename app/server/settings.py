@@ -1,4 +1,4 @@
-"""What a server is told once, when it starts."""
+"""The settings of a server, fixed when it starts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from pathlib import Path
 class Settings:
     """A server's models, its address and its limits.
 
-    models: names as model.checkpoint.load() takes them; the first one is the page's example. part: of
-    requests that name none. slots: texts that each model and part writes at once. queue: texts that may wait
-    for each. threads: of the engines. api_keys: none of them needed if empty. origins: those of browsers'
-    pages that may call. hosts: further names in the Host header; '*' admits any. grace: seconds that running
-    requests have when the server ends. page: the folder of the page at /, if it is built.
-    most_texts: of one request. most_tokens: of one text. most_request_tokens: of all texts of a request.
-    most_scores: tokens of a request, echoed ones too, that log-probabilities are sent of. body_bytes: of a
-    request. body_seconds: in which it must arrive. buffer_bytes: of a stream's events that its reader may
-    leave for behind_seconds. stall_seconds: in which a reader must take something. connections: at once;
-    fewer if the process may not open as many files.
+    models: names for model.checkpoint.load(); the first one is the page's example. part: the default part.
+    slots: texts that each model and part writes at once. queue: texts that may wait for each. threads: of
+    the engines. api_keys: if empty, no key is needed. origins: origins whose pages may call. hosts:
+    additional names in the Host header; '*' admits any. grace: seconds for running requests when the server
+    ends. page: the folder of the page at /, if it is built.
+    Limits: most_texts in a request, most_tokens of a text, most_request_tokens of all its texts, most_scores
+    (tokens of a request, echoed ones included, with log-probabilities), body_bytes of a request, body_seconds
+    for its arrival. A reader may leave buffer_bytes of a stream unread for behind_seconds, and must take
+    something within stall_seconds. connections: open at once, or fewer if the process may not open as many.
     """
 
     models: tuple[str, ...] = ("shakes256",)

@@ -1,4 +1,4 @@
-"""The page of web/ at /, where it is built: its files, and a hint to it that a server is behind it."""
+"""The page of web/ at /, if it is built: its files, and a hint to the page that a server is behind it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-# Whatever the system says.
+# Content types that do not depend on the system's table.
 TYPES = {".js": "text/javascript", ".json": "application/json", ".gz": "application/gzip"}
 
 
@@ -30,7 +30,7 @@ class Site(StaticFiles):
         self.folder = folder
 
     def index(self) -> Response:
-        """The page, which may then ask the server to write."""
+        """The page with a hint that it may ask the server to write."""
         html = (self.folder / "index.html").read_text(encoding="utf-8")
         return HTMLResponse(html.replace("</head>", HINT, 1), headers=HEADERS)
 
@@ -45,5 +45,5 @@ class Site(StaticFiles):
 
 
 def site(folder: Path | None) -> Site | None:
-    """The page's files, or None if no whole page is there."""
+    """The page's files, or None if the folder has no complete page."""
     return Site(folder) if folder and build.is_whole(folder) else None
