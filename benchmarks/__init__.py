@@ -1,1 +1,1 @@
-"""This repository against other engines."""
+"""Benchmarks of this repository against other engines."""

@@ -24,7 +24,7 @@ MASKS = ["--mask", "none,causal"]
 
 
 def arguments(given: list[str]) -> list[str]:
-    """The arguments of gpt.py; the last of an option that is given twice counts."""
+    """The arguments of gpt.py; of an option given twice, the last counts."""
     dtype = dtype_of(given)
     given = with_file(given)
     sweep = SWEEP if "--causal" in given else [*SWEEP, *MASKS]
@@ -40,7 +40,7 @@ def dtype_of(given: list[str]) -> Dtype:
 
 
 def with_file(given: list[str]) -> list[str]:
-    """The arguments with the file that --save alone means here: that of bench holds another sweep."""
+    """The arguments, with a file for a bare --save: bench's default file holds another sweep."""
     for at, (word, after) in enumerate(zip(given, [*given[1:], "-"])):
         if word == "--save" and after.startswith("-"):
             kind = "attention" if dtype_of(given) is Dtype.FP32 else "attention_bf16"

@@ -3,8 +3,8 @@
     python benchmarks/backward.py [-N 256:2048*2] [--threads 1,2] [--mask causal,none]
 
 float32, d = 32: (1, 4, N, 32), and last a batch of training, (16, 4, 128, 32). The gradients are compared
-with float64 before they are timed: part4's error may be twice SDPA's. Both then take turns; a figure is the
-median of the rounds, and the share is that of the FMA peak, measured in the same run.
+with float64 before they are timed: part4's error may be twice SDPA's. Both then take turns. A figure is the
+median of the rounds; the FMA peak is measured in the same run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import click
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-# A script's own folder comes first, where a file would hide the package of its name.
+# A script's own folder comes first on the path; a file there would hide a package of its name.
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "benchmarks"))]
 
 from app.cli.options import Names, Numbers  # noqa: E402

@@ -1,12 +1,12 @@
-"""gpt.py bulk with 1, 2, 4 ... processes: how much faster each number is than one process.
+"""The speed of gpt.py bulk with 1, 2, 4 ... processes, relative to one process.
 
     python benchmarks/bulk.py [-m shakes256] [--workers 1,2,4] [--shard-size 2560] [--shards 2] [--ray]
 
 Each process writes `--shards` files with one thread. The numbers of processes take turns; all must write the
-same bytes. A job's time is from its first task to its last file, so it leaves out the start of the processes,
-some two seconds; 'with start' has it. 'share of a core' is the processor time of a worker per second: less
-than 1 where other programs take the cores. 'per core-second' is what a worker writes in a second of processor
-time, which they change least. '--ray' adds actors on a Ray cluster of this machine.
+same bytes. A job's time runs from its first task to its last file. It excludes the start of the processes,
+some two seconds; 'with start' includes it. 'share of a core' is a worker's processor time per second: less
+than 1 where other programs take the cores. 'per core-second' is a worker's output per second of processor
+time, which other programs affect least. '--ray' adds actors on a Ray cluster of this machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).resolve().parent.parent
-# A script's own folder comes first, where a file would hide the package of its name.
+# A script's own folder comes first on the path; a file there would hide a package of its name.
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "benchmarks"))]
 
 from app.cli.options import Numbers  # noqa: E402
@@ -34,7 +34,7 @@ def powers(most: int) -> str:
 
 
 class Warm:
-    """A Pool that has written a small shard with each worker, so that their start takes no time."""
+    """A Pool whose workers have each written a small shard, so that their start is not timed."""
 
     def __init__(self, pool, task) -> None:
         self.pool, self.workers = pool, pool.workers
@@ -49,7 +49,7 @@ class Warm:
 
     @property
     def idle(self) -> int:
-        """As the pool's."""
+        """The pool's idle workers."""
         return self.pool.idle
 
 
@@ -81,7 +81,7 @@ def measure(job, open_pool) -> tuple[float, float, list[dict]]:
 @click.option(
     "--shard-size", type=click.IntRange(1), default=2560, show_default=True, help="Texts in a file."
 )
-@click.option("--shards", "each", type=click.IntRange(1), default=2, show_default=True, help="Of a process.")
+@click.option("--shards", "each", type=click.IntRange(1), default=2, show_default=True, help="Files of each.")
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Rounds of each.")
 @click.option("--ray", "with_ray", is_flag=True, help="Measure Ray's actors too.")
 def main(
@@ -106,7 +106,7 @@ def main(
         kinds["Ray"] = lambda count: partial(cluster.open_pool, "local", count)
     cases = [(kind, count) for count in workers for kind in kinds]
     found: dict[tuple[str, int], list[tuple[float, float, list[dict]]]] = {case: [] for case in cases}
-    sums: dict[int, str] = {}  # of each file
+    sums: dict[int, str] = {}  # SHA-256 of each file
     for _ in range(rounds):
         for kind, count in cases:
             job = bulk.Job(settings, shard_size * each * count, shard_size, resolved=resolved)
@@ -114,7 +114,7 @@ def main(
             found[kind, count].append(measured)
             for shard in measured[2]:
                 if sums.setdefault(shard["first"], shard["sha256"]) != shard["sha256"]:
-                    raise click.ClickException(f"{count} {kind} write other bytes than another number")
+                    raise click.ClickException(f"{count} {kind} write other bytes than other numbers do")
     name = processor.microarchitecture() or processor.name()
     click.echo(
         f"{name}, PyTorch {torch.__version__}; {model}, {shard_size} texts of {length} tokens in a file\n"

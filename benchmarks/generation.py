@@ -4,18 +4,18 @@
         [--corpus FILE] [--save [FILE]]
 
 Before a contender is timed, its logits are compared with float64, and its greedy text with that of our
-PyTorch engine. Of two equally likely tokens either may be chosen, so a different text is only reported. Times
+PyTorch engine. Equally likely tokens may be chosen differently, so a different text is only reported. Times
 are of whole texts, with the prompt and each engine's Python loop. With one thread all contenders run in this
 process. With several threads each has its own process, because idle threads of one engine would disturb the
-others. The processes stay alive and take turns. Before each turn come a pause and a text that does not count,
-because threads that have slept need some milliseconds until each is on a core of its own.
+others. The processes stay alive and take turns. A pause and an untimed text precede each turn, because
+threads that have slept need some milliseconds to spread over the cores.
 
 Where weights are rounded, the loss is measured too: over the first tokens of the last 10 % of a corpus, in
 windows of the block size, each token given those before it. Our native engine reads them one at a time, as it
 writes.
 
-The memory limit is the bandwidth of one thread that reads in order, again and again. It is measured in the
-same run, on as many bytes as a token needs in fp32: all weights but the position table, and the keys and
+The memory limit is the bandwidth of one thread that repeatedly reads a buffer in order. It is measured in the
+same run, over as many bytes as a token needs in fp32: all weights but the position table, and the keys and
 values so far.
 """
 
@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parent.parent
-# A script's own folder comes first, where this file would hide the package `generation`.
+# A script's own folder comes first on the path; this file would hide the package `generation`.
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "benchmarks"))]
 
 from app.cli.options import save_option  # noqa: E402
@@ -67,10 +67,10 @@ MOST_ERROR_OF_WEIGHTS = {  # the table shows the rounding of the weights; tests 
     Precision.BF16: 1e-1,
     Precision.INT8: 5e-1,
 }
-LOSS_TOKENS = 16_384  # over which a loss is measured
+LOSS_TOKENS = 16_384  # tokens over which a loss is measured
 MOST_ERROR_OF_CACHES = {CachePrecision.FP32: MOST_ERROR, CachePrecision.BF16: 1e-1}
 LEAST_SECONDS = 0.05  # of one measurement
-SAMPLE_BYTES = 4 << 20  # of the bandwidth; as many as a token of the first case reads
+SAMPLE_BYTES = 4 << 20  # read in a bandwidth sample; as many as a token of the first case reads
 PAUSE_SECONDS = 0.3  # in which idle threads of another process fall asleep
 BUSY_EXIT_CODE = 3
 FORMAT = 1  # of the file that --save writes
@@ -321,7 +321,7 @@ def run_case(
     table(case, figures, limit)
     if texts:
         count = sum(len(ids) - 1 for ids in texts)
-        click.echo(f"\nOf {count:,} tokens the loss of fp32 is {exact_loss(model, texts):.4f} nats")
+        click.echo(f"\nThe loss of fp32 over {count:,} tokens is {exact_loss(model, texts):.4f} nats")
     if bandwidth:
         click.echo(f"\nA token needs {needed / 1e6:.2f} MB, read by one thread at {bandwidth / 1e9:.0f} GB/s")
     kept: dict[str, dict[str, Any]] = {
@@ -368,7 +368,7 @@ def verify(
 
 
 def summary(case: Case, figures: dict[str, Figures], limit: float | None) -> dict[str, dict[str, float]]:
-    """What follows from the times, for each contender that was timed, and for MEMORY_LIMIT at the end.
+    """Figures derived from the times: those of each contender that was timed, then of MEMORY_LIMIT.
 
     tokens_per_second, or ms where a case only reads a prompt: of the median time. spread: the interquartile
     range, as a share of the median. relative: the time, as a multiple of the first contender's.

@@ -1,4 +1,4 @@
-"""A client of OpenAI's API that costs little: raw bytes over asyncio, tokens by `usage`, never by events."""
+"""A cheap client of OpenAI's API: raw bytes over asyncio; tokens are counted by `usage`, not by events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Answer:
 
 
 class Connection(asyncio.Protocol):
-    """A connection that is kept; one request at a time."""
+    """A persistent connection; one request at a time."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
@@ -80,7 +80,7 @@ class Connection(asyncio.Protocol):
 
 
 class Client:
-    """Asks a server on this machine, over one connection as long as the server keeps it."""
+    """Asks a server on this machine, over one connection while the server keeps it open."""
 
     def __init__(self, port: int) -> None:
         self.port = port

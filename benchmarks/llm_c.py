@@ -1,9 +1,9 @@
 """llm.c's train_gpt2.c as a contender of benchmarks/training.py: the same model, trained on the CPU.
 
-The folder is a clone of github.com/karpathy/llm.c. The program is built as its users build it, by its
-Makefile with OpenMP, from a copy in which the batch (4, 64) and nothing else is changed. It reads a
-checkpoint with our weights and a corpus of a single batch, so that its first loss can be compared with
-PyTorch's. Its model has biases, which begin at 0, and the GELU that is approximated by tanh.
+The folder is a clone of github.com/karpathy/llm.c. Its own Makefile builds the program with OpenMP, from a
+copy in which only the batch (4, 64) is changed. It reads a checkpoint with our weights and a corpus of a
+single batch, so that its first loss can be compared with PyTorch's. Its model has biases, which begin at 0,
+and the tanh approximation of GELU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from model.gpt import GPT
 
 MODEL, DATA, TOKENIZER = (20240326, 3), (20240520, 1), (20240328, 2)  # magic numbers and versions
 HEADER = 256  # whole numbers
-# In the order of the file; a tensor of the layers comes as (layers, ...).
+# In the file's order; the layers' tensors are stacked as (layers, ...).
 FIRST, LAST = ("wte.weight", "wpe.weight"), ("ln_f.weight", "ln_f.bias")
 LAYER = tuple(
     f"{layer}.{tensor}"
@@ -55,7 +55,7 @@ class LlmC:
         write_model(work / "gpt2_124M.bin", model)
         data = work / "dev" / "data" / "tinyshakespeare"
         data.mkdir(parents=True)
-        # The sequences of a batch lie behind each other there, and share the characters between them.
+        # llm.c's sequences are consecutive: the last target of one is the first input of the next.
         ids = torch.cat([batch[:, :-1].flatten(), batch[-1, -1:]])
         for part in ("train", "val"):
             write_ids(data / f"tiny_shakespeare_{part}.bin", ids)

@@ -1,10 +1,10 @@
-"""The server's speed as NVIDIA's AIPerf measures it, a tool that knows nothing of this project.
+"""The server's speed, measured by NVIDIA's AIPerf, an independent tool.
 
     python3 -m venv ENV && ENV/bin/pip install aiperf==0.13.0
     python benchmarks/load.py --aiperf ENV/bin/aiperf [-m shakes256] [--streams 32] [--requests 960]
 
-The server has one core, AIPerf another. Tokens are those of `usage`, because an event holds several. Both
-programs' shares of their cores are printed: what has 100 % is what was measured.
+The server has one core, AIPerf another. `usage` counts the tokens, because an event holds several. Both
+programs' shares of their cores are printed: the one at 100 % is the bottleneck.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).resolve().parent.parent
-# A script's own folder comes first, where a module could hide a package.
+# A script's own folder comes first on the path; a file there could hide a package of its name.
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "benchmarks"))]
 
 from attention_ext import processor  # noqa: E402
@@ -101,10 +101,10 @@ def measure(command: list[str], out: Path, server: Process) -> Load:
 @click.option("-m", "--model", default="shakes256", show_default=True)
 @click.option("--streams", type=click.IntRange(1, 512), default=32, show_default=True)
 @click.option("--requests", type=click.IntRange(1), default=960, show_default=True)
-@click.option("--tokens", type=click.IntRange(2), default=240, show_default=True, help="Of each text.")
-@click.option("--interval", type=click.IntRange(0), default=16, show_default=True, help="Of events, in ms.")
-@click.option("--core", type=click.IntRange(0), default=CORES[0], help="Of the server; the first.")
-@click.option("--client-core", type=click.IntRange(0), default=CORES[-1], help="Of AIPerf; the last.")
+@click.option("--tokens", type=click.IntRange(2), default=240, show_default=True, help="Tokens of each text.")
+@click.option("--interval", type=click.IntRange(0), default=16, show_default=True, help="Event interval, ms.")
+@click.option("--core", type=click.IntRange(0), default=CORES[0], help="Server's.  [default: first]")
+@click.option("--client-core", type=click.IntRange(0), default=CORES[-1], help="AIPerf's.  [default: last]")
 def main(
     aiperf: Path,
     model: str,

@@ -52,13 +52,11 @@ def error(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> float:
 
 @click.command()
 @click.option("--parts", default=",".join(PARTS), show_default=True, help="Parts to time.")
-@click.option(
-    "--simd", "simds", default="portable", show_default=True, help="SIMD helpers to time them over."
-)
+@click.option("--simd", "simds", default="portable", show_default=True, help="SIMD helpers to time.")
 @click.option("-N", "N", type=click.IntRange(1), default=1024, show_default=True, help="Queries and keys.")
 @click.option("-d", "d", type=click.IntRange(1), default=32, show_default=True, help="Head width.")
-@click.option("--rounds", type=click.IntRange(3), default=9, show_default=True, help="Times each is timed.")
-@click.option("--limit", type=click.FloatRange(1), default=1.2, show_default=True, help="Slowest allowed.")
+@click.option("--rounds", type=click.IntRange(3), default=9, show_default=True, help="Rounds.")
+@click.option("--limit", type=click.FloatRange(1), default=1.2, show_default=True, help="Largest ratio.")
 def main(parts: str, simds: str, N: int, d: int, rounds: int, limit: float) -> None:
     """Print each contender's time by the scale of q and k, relative to s = 1."""
     for argument, names, known in (("parts", parts, PARTS), ("simd", simds, SIMD)):

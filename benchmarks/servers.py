@@ -25,7 +25,7 @@ START_SECONDS = 120.0
 class Contender:
     """A server.
 
-    command: of (model, port, streams, folder), starts it; it may write files into the folder.
+    command: gives its command line from (model, port, streams, folder), and may write files into the folder.
     """
 
     name: str
@@ -42,9 +42,9 @@ def llama_command(model: str, port: int, streams: int, folder: Path) -> Sequence
     """llama.cpp's llama-server with the same weights in F32, and its continuous batching.
 
     The cache is F32, and flash attention is off, which is faster here (see benchmarks.peers). Its only
-    sampler is the temperature, because gpt.py serve's defaults filter nothing either.
+    sampler is the temperature, because gpt.py serve's defaults filter no tokens either.
     """
-    # It imports torch, which an engine does after its own settings.
+    # Imported here, because they import torch, which must follow an engine's settings.
     from benchmarks.peers.llama import write_gguf
     from model import load
 

@@ -3,9 +3,9 @@
     python benchmarks/serving.py [-m shakes256] [--rounds 5] [--streams 32] [--core N] [--client-core N]
 
 llama-server takes part if it is in the PATH; scripts/build-llama-server.sh builds it. The servers and the
-engine are pinned to one core and take turns, round by round; the client has another. Tokens are counted by
-`usage`. A ratio is that of two medians; on a machine that others use, the ratio per CPU second says more than
-the one per second, and both are printed.
+engine are pinned to one core and take turns, round by round; the client has another. `usage` counts the
+tokens. A ratio is that of two medians, printed per second and per CPU second; on a shared machine the latter
+is more reliable.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).resolve().parent.parent
-# A script's own folder comes first, where a module could hide a package.
+# A script's own folder comes first on the path; a file there could hide a package of its name.
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "benchmarks"))]
 
 from attention_ext import processor  # noqa: E402
@@ -39,7 +39,7 @@ CORES = sorted(os.sched_getaffinity(0))
 
 
 def engine(model: str) -> None:
-    """Answer each line 'STREAMS TEXTS TOKENS' by the engine's own time for so many texts in batches."""
+    """Answer each line 'STREAMS TEXTS TOKENS' by the engine's own time for this many texts in batches."""
     processor.let_waiting_threads_sleep()
     import torch
 
@@ -161,11 +161,11 @@ def compare(
 @click.command()
 @click.option("-m", "--model", default="shakes256", show_default=True)
 @click.option("--streams", "count", type=click.IntRange(2, 512), default=32, show_default=True)
-@click.option("--stream/--no-stream", "streaming", default=True, help="Whether answers are streamed.")
-@click.option("--tokens", type=click.IntRange(2), default=240, show_default=True, help="Of each text.")
+@click.option("--stream/--no-stream", "streaming", default=True, help="Stream the answers.")
+@click.option("--tokens", type=click.IntRange(2), default=240, show_default=True, help="Tokens of each text.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--core", type=click.IntRange(0), default=CORES[0], help="Of servers and engine; the first.")
-@click.option("--client-core", type=click.IntRange(0), default=CORES[-1], help="The last, unless given.")
+@click.option("--core", type=click.IntRange(0), default=CORES[0], help="Servers' core.  [default: first]")
+@click.option("--client-core", type=click.IntRange(0), default=CORES[-1], help="Client's.  [default: last]")
 @click.option("--engine", "as_engine", is_flag=True, hidden=True)
 def main(
     model: str,

@@ -1,10 +1,10 @@
-"""Writing text with 1, 2, 4 ... threads: how much faster each number is than one thread.
+"""The speed of writing text with 1, 2, 4 ... threads, relative to one thread.
 
     python benchmarks/threads.py [--threads 1,2,4] [--weights bf16] [--kv-cache bf16] [--texts 512]
 
 The native engine, with part 4. All numbers of threads take turns, after their texts have been compared: they
-must be the same. A figure is the median of the rounds. The memory limit of one text is the rate at which so
-many threads together read a token's bytes, each its own share again and again, measured in the same run.
+must be the same. A figure is the median of the rounds. The memory limit of one text is the rate at which the
+threads together read a token's bytes, each repeatedly its own share, measured in the same run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import click
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-# A script's own folder comes first, where a file would hide the package of its name.
+# A script's own folder comes first on the path; a file there would hide a package of its name.
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "benchmarks"))]
 
 from app.cli.options import Numbers  # noqa: E402
@@ -31,7 +31,7 @@ from model import load  # noqa: E402
 from model.checkpoint import SHIPPED  # noqa: E402
 from model.gpt import GPT  # noqa: E402
 
-LEAST_SECONDS = 0.2  # of one measurement: the distance of a virtual machine's cores changes by the second
+LEAST_SECONDS = 0.2  # of one measurement: a virtual machine's cores change places within seconds
 WEIGHTS = [each.value for each in Precision]
 WEIGHT_BYTES = {Precision.FP32: 4, Precision.BF16: 2, Precision.INT8: 1}  # without int8's scales
 
@@ -42,7 +42,7 @@ def powers(most: int) -> str:
 
 
 def open_with(model: GPT, threads: int, weights: str, kv_cache: str, texts: int) -> Engine:
-    """The engine for so many threads and texts."""
+    """The engine for this many threads and texts."""
     torch.set_num_threads(threads)
     return open_engine(model, "native", weights=weights, kv_cache=kv_cache, slots=texts)
 
@@ -62,7 +62,7 @@ def write(engine: Engine, texts: int) -> tuple[float, list[list[int]]]:
 
 
 def memory_limit(model: GPT, weights: str, kv_cache: str, threads: int) -> float:
-    """Tokens per second of one text, if reading its bytes were all that takes time."""
+    """Tokens per second of one text if only reading its bytes took time."""
     c = model.config
     matrices = (12 * c.n_layer * c.n_embd + c.vocab_size) * c.n_embd * WEIGHT_BYTES[Precision(weights)]
     keys_and_values = CachePrecision(kv_cache).bytes * 2 * c.n_layer * c.n_embd * c.block_size / 2
@@ -101,7 +101,7 @@ def main(model: str, threads: tuple[int, ...], texts: int, weights: str, kv_cach
     peaks: dict[int, list[float]] = {count: [] for count in threads}
     for i in range(rounds):
         for count, engine in engines.items():
-            write(engine, 1)  # until its threads are awake
+            write(engine, 1)  # wakes its threads
             times = [write(engine, texts)[0]]
             while sum(times) < LEAST_SECONDS:
                 times.append(write(engine, texts)[0])

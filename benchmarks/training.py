@@ -3,11 +3,10 @@
     python benchmarks/training.py [--threads 1,2] [--batch 16] [--block-size 128] [--llm-c FOLDER]
 
 shakes128's sizes, float32, no dropout. A step is gradients, clipping, Muon, AdamW and the average of the
-weights. The gradients of one batch are compared first: each may differ by 1e-4 of the largest of its
-parameter. Both then take turns; a figure is the median of the rounds. The GFLOP/s leave out the optimizers'
-products, and the share is that of the FMA peak, measured in the same run. llm.c, of which FOLDER is a clone,
-has the same weights and batch, which its first loss must show; a step of its is gradients and AdamW. It runs
-before and after the rounds.
+weights. The gradients of one batch are compared first: each may differ by 1e-4 of its parameter's largest.
+Both then take turns; a figure is the median of the rounds. The GFLOP/s exclude the optimizers' products; the
+FMA peak is measured in the same run. FOLDER is a clone of llm.c. It gets the same weights and batch, which
+its first loss must confirm; its step is gradients and AdamW. It runs before and after the rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).resolve().parent.parent
-# A script's own folder comes first, where a file would hide the package of its name.
+# A script's own folder comes first on the path; a file there would hide a package of its name.
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "benchmarks"))]
 
 from attention_ext import processor  # noqa: E402

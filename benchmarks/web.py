@@ -4,8 +4,8 @@
 
 Both run on one core and take turns, after their texts have been compared: they must be the same. The page's
 time includes the messages of its worker with all logits. WebAssembly has vectors of 128 bits, as SSE has.
-A figure is the median of the rounds. Last come first visits over slow lines, emulated by Chromium, with bf16,
-and how long the line alone needs for their bytes: medians too.
+A figure is the median of the rounds. At the end, Chromium emulates first visits over slow lines, with bf16.
+The time that the line alone needs for their bytes stands beside them; both are medians.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).resolve().parent.parent
-# A script's own folder comes first, where a file would hide the package of its name.
+# A script's own folder comes first on the path; a file there would hide a package of its name.
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "benchmarks"))]
 
 from app.cli.options import set_threads  # noqa: E402
@@ -40,7 +40,7 @@ VISITS = 5  # over each line
 LINES = (
     (10, 40),
     (1.6, 150),
-)  # Mbit/s, and milliseconds there and back: a mobile line, and Lighthouse's slow 4G
+)  # Mbit/s, and milliseconds of a round trip: a mobile line, and Lighthouse's slow 4G
 
 
 class Page:
@@ -81,7 +81,7 @@ def write(engine: Engine, seed: int) -> tuple[float, list[int]]:
 
 
 def compile_for(march: str) -> None:
-    """Let this process compile its extension for a processor as the compiler's -march names it."""
+    """Let this process compile its extension for the processor that -march names."""
     native = toolchain.NATIVE
     flags = (f"-march={march}" if flag == native else flag for flag in toolchain.FLAGS)
     setattr(toolchain, "FLAGS", tuple(flags))
@@ -90,7 +90,7 @@ def compile_for(march: str) -> None:
 @click.command()
 @click.option("-m", "--model", type=click.Choice(SHIPPED), default="shakes256", show_default=True)
 @click.option("--weights", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
-@click.option("--march", default="x86-64-v2", show_default=True, help="Of the native engine: SSE4.2.")
+@click.option("--march", default="x86-64-v2", show_default=True, help="-march of the native engine.")
 @click.option("--core", type=click.IntRange(0), default=0, show_default=True, help="Core of both.")
 @click.option(
     "--out", type=click.Path(file_okay=False), help="Folder of the page.  [default: in the build cache]"

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Unpack the ISPC compiler into PREFIX (default ~/.local/ispc) on Debian 12, which has no package of it. apt
-# fetches the packages of Debian 13 from the mirror that it already uses and checks their signatures. Nothing
+# Unpack the ISPC compiler into PREFIX (default ~/.local/ispc) on Debian 12, which has no ispc package. apt
+# fetches Debian 13's packages from the mirror that it already uses and checks their signatures. Nothing
 # outside PREFIX is changed. On other systems, take your distribution's ispc or Intel's release.
 # usage: scripts/install-ispc.sh [PREFIX]; then put PREFIX on PATH, or set ISPC=PREFIX/ispc
 set -eu

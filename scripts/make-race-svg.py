@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # The race is played in real time if the slowest part takes this long; else it is sped up or slowed down.
 SHORTEST_SECONDS, LONGEST_SECONDS = 3.0, 12.0
-START_SECONDS, PAUSE_SECONDS = 1.0, 5.0  # before the race and after it, in each loop
+START_SECONDS, PAUSE_SECONDS = 1.0, 5.0  # pauses before and after the race, in each loop
 TICK_SECONDS = 0.25  # between two values of a number, as played
 
 LINES, CHARACTERS = 14, 24  # of a column's text
@@ -58,7 +58,7 @@ text{font-family:SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font
 
 
 class Mark(NamedTuple):
-    """How far a part was after a turn."""
+    """A part's progress after a turn."""
 
     seconds: float
     tokens: int
@@ -137,7 +137,7 @@ class Clock:
 
     @property
     def tempo(self) -> str:
-        """How the race is played, for people to read."""
+        """The speed of the animation, in words."""
         if self.stretch == 1:
             return "in real time"
         if self.stretch < 1:
@@ -265,12 +265,12 @@ def written(clock: Clock, column: Column, prompt: str) -> list[str]:
 
 
 def scrolled(bottom: int) -> int:
-    """Where a text stands whose lowest line in the window is this one."""
+    """The y offset of a text whose lowest visible line is this one."""
     return (LINES - 1 - bottom) * LINE_HEIGHT
 
 
 def watch(runners: Sequence[Runner], turns: Iterator[None]) -> dict[str, list[Mark]]:
-    """How far each part was after each of its turns. turns: lab.race.race() over the runners."""
+    """Each part's progress after each of its turns. turns: lab.race.race() over the runners."""
     marks: dict[str, list[Mark]] = {runner.part: [] for runner in runners}
     for _ in turns:
         for runner in runners:

@@ -1,4 +1,4 @@
-"""Draw docs/figures/ring.svg: who computes when in a causal ring and in a zigzag of four ranks.
+"""Draw docs/figures/ring.svg: which rank computes when in a causal ring and in a zigzag of four ranks.
 
 python scripts/make-ring-svg.py
 """

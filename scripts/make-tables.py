@@ -54,10 +54,10 @@ ENGINES = (
 
 @dataclass(frozen=True)
 class Results:
-    """What a file holds.
+    """The contents of a file.
 
-    facts: what was measured on, in a sentence. rows: those of lab.bench.report.row(). cases: figures by case
-    and contender, as benchmarks/generation.py saves them.
+    facts: a sentence on the machine. rows: those of lab.bench.report.row(). cases: figures by case and
+    contender, as benchmarks/generation.py saves them.
     """
 
     facts: str
@@ -107,7 +107,7 @@ def read_generation(file: Path) -> Results:
 
 
 def check_figures(figures: dict, names: Sequence[str]) -> None:
-    """Raise ValueError unless those of the figures that are there are numbers."""
+    """Raise ValueError unless every figure present is a number."""
     for name in names:
         value = figures.get(name, 0)
         if type(value) not in (int, float) or not 0 <= value < 1e18:
@@ -115,7 +115,7 @@ def check_figures(figures: dict, names: Sequence[str]) -> None:
 
 
 def described(content: dict) -> str:
-    """A sentence on what was measured on."""
+    """A sentence on the machine."""
     machine = content["machine"]
     known, date = machine.get("microarchitecture"), machine["date"].partition(" ")[0]
     facts = [machine["cpu"], f"PyTorch {machine['torch'].partition('+')[0]}", date]
@@ -153,12 +153,12 @@ def parts() -> list[str]:
 
 
 def three_digits(value: float) -> str:
-    """A figure as the tables of bench show it."""
+    """A figure as in bench's tables."""
     return f"{value:.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
 
 
 def bench() -> list[str]:
-    """All that `gpt.py bench` shows of the parts, a table for each processor."""
+    """All of `gpt.py bench`'s figures of the parts, a table for each processor."""
     lines = []
     for results in read_all("bench", read_bench).values():
         lines += ["", results.facts, *report.table(list(results.rows)).split("\n")]
@@ -227,7 +227,7 @@ def named(results: Results, case: str) -> dict[str, dict[str, float]]:
 
 
 def engine_cell(figures: dict[str, float] | None) -> str:
-    """Tokens per second or milliseconds, how many times the native engine's time that is, and the loss."""
+    """Tokens per second or milliseconds, the time relative to the native engine's, and the loss."""
     if figures is None:
         return ""
     if "relative" not in figures:
@@ -241,7 +241,7 @@ TABLES = {each.__name__: each for each in (parts, bench, attention, attention_bf
 
 
 def document(text: str) -> str:
-    """A document with its tables as the files have them. Raises ValueError and OSError."""
+    """A document with tables made from the files. Raises ValueError and OSError."""
 
     def table(marked: re.Match) -> str:
         if marked[2] not in TABLES:
@@ -252,7 +252,7 @@ def document(text: str) -> str:
 
 
 def main() -> None:
-    """Write the documents; what is wrong with a file of results is one line on stderr, and exit code 2."""
+    """Write the documents; an error in a file of results gives one line on stderr and exit code 2."""
     try:
         made = {name: document((ROOT / name).read_text()) for name in DOCUMENTS}
     except (OSError, ValueError) as error:

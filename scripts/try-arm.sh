@@ -1,6 +1,6 @@
 #!/bin/sh
-# Try the project on ARM: in an arm64 Debian, whose programs qemu runs, the extension is compiled, every part is
-# tested and writes a text, and the tests of attention and of the engines run. It takes half an hour.
+# Try the project on ARM, in an arm64 Debian under qemu: compile the extension, test every part and let it write a
+# text, and run the tests of attention and of the engines. It takes half an hour.
 # usage: scripts/try-arm.sh [FOLDER] [-- PYTEST OPTION...]     as root on Debian on x86-64
 # FOLDER keeps the system, some 2 GB, for the next call; without it a temporary folder is used. SUITE and MIRROR name
 # another Debian, TORCH another version of PyTorch. The default is the last one whose ARM wheel on PyPI is for the CPU
@@ -66,7 +66,7 @@ writes() {
         cmp "$folder/part0" "$folder/$1" && { [ "$1" != part4 ] || cat "$folder/$1"; }
 }
 
-# All that needs mounts. They and every process end with this one's namespaces.
+# Everything that needs mounts. The mounts and all processes end with this process's namespaces.
 inside() {
     root=$folder/root
     register
@@ -89,7 +89,7 @@ inside() {
     git -c safe.directory='*' ls-files -z | tar -c --null --files-from=- | tar -x --no-same-owner -C "$root/project"
 
     [ -x "$root/venv/bin/pip" ] || arm python3 -m venv /venv
-    # PyTorch's own requirements decide about the packages that it brings; ours are those that are tested.
+    # PyTorch chooses the versions of its own dependencies; ours are the tested ones.
     arm sh -c 'grep -v ^torch== constraints.txt > /tmp/constraints.txt'
     arm pip install -q -c /tmp/constraints.txt "torch==${TORCH:-2.10.0}" -e . pytest pytest-xdist hypothesis
 

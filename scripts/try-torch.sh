@@ -1,6 +1,6 @@
 #!/bin/sh
-# Try the project with other versions of PyTorch: each gets a virtual environment, in which the first command of the
-# README and the tests of attention, of the operators and of the engines run. A version takes some minutes and gigabytes.
+# Try the project with other versions of PyTorch. In a virtual environment for each, run the first command of the
+# README and the tests of attention, of the operators and of the engines. A version takes some minutes and gigabytes.
 # usage: scripts/try-torch.sh VERSION... [-- PYTEST OPTION...]     e.g. scripts/try-torch.sh 2.10.0 2.15.0
 # PYTHON names another interpreter than python3; WORK keeps the environments in another folder than a temporary one.
 set -eu
@@ -19,7 +19,7 @@ if [ -z "${WORK:-}" ]; then
     trap 'rm -rf "$WORK"' EXIT
 fi
 mkdir -p "$WORK"
-# PyTorch's own requirements decide about the packages that it brings; ours are those that are tested.
+# PyTorch chooses the versions of its own dependencies; ours are the tested ones.
 grep -v '^torch==' constraints.txt > "$WORK/constraints.txt"
 failed=
 for version in $versions; do

@@ -1,7 +1,7 @@
 """Other engines that run a checkpoint's own weights on the CPU, in float32 or int8, behind one interface.
 
-Each engine is one class. Its docstring names the path through the engine that is taken, and the reason. An
-engine whose package is not installed is left out.
+Each engine is one class. Its docstring names the path taken through the engine, and the reason. An engine
+whose package is not installed is left out.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class LlamaCppQ8(LlamaCpp):
 
 
 def write_gguf(path: Path, model: GPT, precision: str = "F32", tokens: Sequence[str] = ()) -> None:
-    """Write the weights as llama.cpp's gpt2; the matrices in this of gguf's types.
+    """Write the weights as llama.cpp's gpt2. precision: the matrices', one of gguf's types.
 
     tokens: texts of the ids, for a program that takes text; none of them ends a text.
     """
@@ -145,7 +145,7 @@ def write_gguf(path: Path, model: GPT, precision: str = "F32", tokens: Sequence[
     writer.add_layer_norm_eps(1e-5)
     writer.add_file_type(whole)
     writer.add_vocab_size(c.vocab_size)
-    # RWKV's takes the longest token that matches, without merges, and needs no id for the end.
+    # RWKV's tokenizer takes the longest matching token, without merges, and needs no id for the end.
     writer.add_tokenizer_model("rwkv" if tokens else "none")
     if tokens:
         writer.add_token_list([token.replace("\\", "\\\\").replace("\n", "\\n") for token in tokens])

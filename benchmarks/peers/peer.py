@@ -1,4 +1,4 @@
-"""What every other engine offers, and the weights that they take."""
+"""The interface of every other engine, and the weights that they take."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Peer(Protocol):
 
 
 class RoundedPeer(Peer, Protocol):
-    """One whose weights are rounded, so that its loss is of interest."""
+    """A peer with rounded weights, whose loss is measured too."""
 
     def every_logits(self, ids: list[int]) -> Tensor:
         """Logits (T, V) of the token after each of `ids` (T,), given those before."""

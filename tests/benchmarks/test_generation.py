@@ -151,7 +151,7 @@ def test_the_loss_of_rounded_weights(run, tmp_path):
         right = evaluate(rounded(checkpoint.model, weights), whole)
         assert float(table[f"native part4 {weights}"][5]) == pytest.approx(right, abs=2e-4)
     assert table["native part4"][5] == ""
-    stated = re.findall(r"^Of (\S+) tokens the loss of fp32 is (\S+) nats$", output, re.M)
+    stated = re.findall(r"^The loss of fp32 over (\S+) tokens is (\S+) nats$", output, re.M)
     assert len(stated) == 1  # a case that only reads has no texts
     assert int(stated[0][0]) == len(whole) - 1
     assert float(stated[0][1]) == pytest.approx(evaluate(checkpoint.model, whole), abs=1e-4)
