@@ -29,8 +29,6 @@ def test_every_part_has_a_file_and_a_row():
     operators = {part.operator for part in PARTS.values() if part.operator}
     files = {path.stem for path in recipes.CSRC.glob(recipes.KERNELS)}
     assert files >= operators
-    parts = {operator.split("_")[0] for operator in operators}
-    assert {name.split("_")[0] for name in files} == parts  # part4 has more than one file
     rows = re.findall(r"^ +PART\((\w+), (\w+), ", (recipes.CSRC / "parts.h").read_text(), re.M)
     assert {"_".join(row) for row in rows} == operators
 
