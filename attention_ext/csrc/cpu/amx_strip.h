@@ -27,10 +27,10 @@ constexpr int64_t FLOAT_BYTES = 4;
 
 // A thread's scratch for a tile of queries, whose number is a multiple of BLOCK.
 struct TileScratch {
-    // Of each strip. Q: (d / 32, 2) tiles; O: (d, 32); m, l and all, the exact sum: 32 each.
+    // Each strip has a part of these. Q: (d / 32, 2) tiles; O: (d, 32); m, l and all, the exact sum: 32 each.
     uint32_t* Q;
     float *O, *m, *l, *all;
-    // Shared by the strips. S: (32 keys, 32 queries); correction: 32; P: (step / 32, 2) tiles.
+    // The strips share these. S: (32 keys, 32 queries); correction: 32; P: (step / 32, 2) tiles.
     float *S, *correction;
     uint32_t* P;
 

@@ -1,19 +1,20 @@
-// The team where there are no threads: WebAssembly. The caller works alone, so nothing here is called.
+// Team, Member and Attempts where there are no threads: WebAssembly. The caller works alone, so nothing here is
+// called.
 #pragma once
 
 #include <cstdint>
 
+struct Member {
+    int thread, members;
+
+    template <class Piece>
+    void run(int64_t, int64_t, const Piece&) {}
+    template <class Piece>
+    void share(int64_t, int64_t, const Piece&) {}
+};
+
 class Team {
   public:
-    struct Member {
-        int thread, members;
-
-        template <class Piece>
-        void run(int64_t, int64_t, const Piece&) {}
-        template <class Piece>
-        void share(int64_t, int64_t, const Piece&) {}
-    };
-
     struct Delete {
         void operator()(Team* team) const { delete team; }
     };

@@ -60,7 +60,7 @@ bool Decoder::State::read_prompt(Slot& slot, double seconds) {
         do {
             const int64_t begin = prompt.stage, end = at_once ? count : begin + 1;
             // Only pieces may read the prompt: it may be freed before a late member comes.
-            team->take_turn(threads, [this, &slot, stages, begin, end](Team::Member& member) {
+            team->take_turn(threads, [this, &slot, stages, begin, end](Member& member) {
                 const NoDenormals flushed;
                 Recorded pieces{trace, member};
                 for (int64_t s = begin; s < end; s++)

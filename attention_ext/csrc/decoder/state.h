@@ -7,11 +7,19 @@
 #include <memory>
 #include <vector>
 
+#include "decoder/alone.h"
 #include "decoder/cache.h"
 #include "decoder/decoder.h"
+#include "decoder/pace.h"
 #include "decoder/prompt.h"
-#include "decoder/team.h"
+#include "decoder/team_size.h"
 #include "decoder/weights.h"
+#if defined(__wasm__)
+#include "decoder/no_threads.h"
+#else
+#include "decoder/attempts.h"
+#include "decoder/team.h"
+#endif
 
 struct Slot {
     Cache cache;
@@ -118,7 +126,7 @@ struct Decoder::State {
 // may outlast the call, so it appears only as gaps between its spans.
 struct Recorded {
     Trace& trace;
-    Team::Member& member;
+    Member& member;
 
     template <class Piece>
     void run(int64_t stage, int64_t pieces, const Piece& piece) {

@@ -161,7 +161,7 @@ void Decoder::State::step_in_team(const std::vector<int64_t>& which, int members
         Alone alone;
         return step(weights, which.data(), rows, 0, 0, alone);
     }
-    team->take_turn(members, [this, texts = which.data(), rows](Team::Member& member) {
+    team->take_turn(members, [this, texts = which.data(), rows](Member& member) {
         Recorded pieces{trace, member};
         step(shared_by > 1 ? shares : weights, texts, rows, 0, member.thread, pieces);
     });
@@ -239,7 +239,7 @@ void Decoder::State::write_groups(const std::vector<int64_t>& which,
     if (threads == 1 || !team->ours()) {
         for (int64_t g = 0; g < parts; g++) write(g, 0);
     } else {
-        team->take_turn(threads, [this, parts, &write](Team::Member& member) {
+        team->take_turn(threads, [this, parts, &write](Member& member) {
             Recorded{trace, member}.run(0, parts, [&](int64_t g) { write(g, member.thread); });
         });
     }

@@ -23,7 +23,8 @@ struct Panels {
 //   name_operand        makes that row of x (in); not called if it has no words
 //   name_multiply       y (rows, width) <- x (rows, in) times a panel, or with `add` y + that. The columns of y
 //                       before `first`, which is less than width, need not be computed.
-// bytes: of a weight. vectors: the width of a panel is a multiple of so many vectors of portable::lanes().
+// bytes: those of a weight. vectors: the width of a panel is a multiple of this many vectors of
+// portable::lanes().
 //
 //              name, bytes, vectors
 #define EACH_PRECISION(PRECISION) \

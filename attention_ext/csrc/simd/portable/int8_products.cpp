@@ -14,12 +14,12 @@
 namespace portable {
 namespace {
 
-// A register block for several rows has INT8_ROWS rows of INT8_VECS vectors, for one row INT8_WIDE vectors,
+// A register block for several rows has ROWS rows of VECS vectors, for one row WIDE vectors,
 // each with three accumulators.
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int INT8_ROWS = 4, INT8_VECS = 2, INT8_WIDE = 4;
+constexpr int ROWS = 4, VECS = 2, WIDE = 4;
 #else
-constexpr int INT8_ROWS = 2, INT8_VECS = 2, INT8_WIDE = 4;
+constexpr int ROWS = 2, VECS = 2, WIDE = 4;
 #endif
 
 typedef unsigned char ByteVec __attribute__((vector_size(W)));
@@ -146,9 +146,9 @@ INLINE void int8_columns(Matrix C, FixedRows A, Int8Panel B, int64_t rows, int64
 template <bool ADD>
 void int8_product(Matrix C, FixedRows A, Int8Panel B, int64_t rows, int64_t cols, int64_t blocks) {
     if (rows == 1)
-        int8_columns<1, INT8_WIDE, ADD>(C, A, B, 1, 0, cols, blocks);
+        int8_columns<1, WIDE, ADD>(C, A, B, 1, 0, cols, blocks);
     else
-        int8_columns<INT8_ROWS, INT8_VECS, ADD>(C, A, B, rows, 0, cols, blocks);
+        int8_columns<ROWS, VECS, ADD>(C, A, B, rows, 0, cols, blocks);
 }
 
 // A row whose largest magnitude is `largest` times `factor`, a power of 2, is whole numbers of INT8_BITS bits.
