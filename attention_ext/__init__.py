@@ -167,8 +167,7 @@ def operator(part: str, simd: str = "auto", gradient: bool = False) -> Callable:
 def _sound(part: Part, q, k, v, causal: bool) -> bool:
     """Whether _check_tensors() would pass. Takes a third of its time, which matters in short calls.
 
-    The operator checks too, but an error inside it ends the process where the compiler's C++ library is not
-    PyTorch's.
+    The operator checks too, but raises only RuntimeErrors.
     """
     import torch
 

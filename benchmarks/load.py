@@ -62,7 +62,7 @@ def session_seconds(session: int) -> float:
 
 @dataclass
 class Load:
-    """What AIPerf exported, and (time, its CPU time, the server's CPU time) now and then while it ran."""
+    """AIPerf's export, and samples of (time, its CPU time, the server's CPU time) while it ran."""
 
     figures: dict
     samples: list[tuple[float, float, float]]

@@ -25,7 +25,7 @@ class LlamaCpp:
     some thousandths, and the text may differ too. Its biases are zeros here.
     """
 
-    precision = "F32"  # of the matrices, by the names of gguf's types
+    precision = "F32"  # the matrices' type, by gguf's name
 
     def __init__(self, model: GPT, threads: int) -> None:
         import llama_cpp

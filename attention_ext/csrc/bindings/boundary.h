@@ -1,6 +1,6 @@
-// How an operator fails: REQUIRE throws inside this library, and BOX reports it to PyTorch. No exception of
-// this library reaches libtorch, because a compiler may bring a C++ runtime of its own (zig's libc++, a second
-// GCC's libstdc++), and an exception of one runtime ends the process in the other.
+// The operators' errors: REQUIRE throws inside this library, and BOX reports to PyTorch. No exception of this
+// library reaches libtorch, because a compiler may bring a C++ runtime of its own (zig's libc++, a second GCC's
+// libstdc++), and an exception of one runtime ends the process in the other.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -17,7 +17,7 @@ std::string text_of(Number number) {
     return std::to_string(number);
 }
 
-// As STD_TORCH_CHECK, without its std::ostringstream: two copies of libstdc++ disagree about its locale.
+// Like STD_TORCH_CHECK, without its std::ostringstream: two copies of libstdc++ disagree about its locale.
 #define REQUIRE(condition, ...)                                             \
     do {                                                                    \
         if (!(condition)) throw std::invalid_argument(joined(__VA_ARGS__)); \
@@ -47,11 +47,11 @@ inline const char* error_of(Boxed* kernel, StableIValue* stack, uint64_t inputs,
 }
 
 // libtorch throws the error itself, through this frame. The frame has nothing to destroy, so no code of this
-// library's runtime runs meanwhile.
+// library's runtime runs during the unwinding.
 template <Boxed* kernel>
 void guarded(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
     if (const char* why = error_of(kernel, stack, inputs, outputs)) aoti_torch_check(false, "", "", 0, why);
 }
 
-// As TORCH_BOX, for m.impl().
+// Like TORCH_BOX, for m.impl().
 #define BOX(function) guarded<TORCH_BOX(function)>

@@ -244,7 +244,7 @@ int64_t size(const std::string& name) {
     REQUIRE(false, "name is ", name, "; it must be the name of a size");
 }
 
-// t[i][j][k][l] by the strides, as the lab's accessor reads a 4-D tensor that is one run of floats.
+// t[i][j][k][l], read by the strides.
 double read_4d(const Tensor& t, int64_t i, int64_t j, int64_t k, int64_t l) {
     REQUIRE(t.is_cpu() && t.scalar_type() == ScalarType::Float && t.dim() == 4,
             "t must be a float32 CPU tensor with four dimensions");

@@ -38,7 +38,7 @@ constexpr int64_t BLOCK = 512;  // keys of a query at a time, if Bc is not large
 // into splits of about SPLIT keys, enough that merging costs little. With LEAST_RATIO times as many keys as
 // queries, the splits' results need less memory than K.
 constexpr int64_t MOST_STRIPS = 64, MOST_KEYS = 2048, SPLIT = 1024, LEAST_RATIO = 8;
-constexpr double MOST_NUMBERS = 0x1p40;  // of the splits' results
+constexpr double MOST_NUMBERS = 0x1p40;  // numbers in the splits' results
 constexpr float LOW = -std::numeric_limits<float>::infinity();
 
 // A head's keys and values for one query, a struct for each layout. block(): keys whose scores are computed
@@ -186,7 +186,7 @@ struct Splits {
     float* out(int64_t s, float* results) const { return results + s * rows * d; }
     float* lse(int64_t s, float* results) const { return out(count, results) + s * rows; }
 
-    // Split s as a call of its own.
+    // A call for split s alone.
     template <class Element>
     AttentionOf<Element> at(const AttentionOf<Element>& a, int64_t s) const {
         AttentionOf<Element> part = a;

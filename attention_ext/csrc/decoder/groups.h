@@ -11,7 +11,7 @@
 struct Traffic {
     double weights;      // of the matrices, which all threads share
     double text;         // of a text's K and V
-    double cache_bytes;  // of the processor's last cache
+    double cache_bytes;  // the size of the last-level cache
     int64_t threads;     // each has a group
 
     // Time per text in a group of `texts`, in units of a byte read from the cache. Repeated reads replace each
@@ -26,7 +26,7 @@ struct Traffic {
     // With these the model's size is within 5 % of the best of 1, 2, 4, 8, 12, 16 and 32 texts, at contexts of
     // 25 to 1,900 tokens in fp32 and bf16 (AMD Zen 5, whose 32 MB are shared with other virtual machines).
     static constexpr double USABLE = 1.0 / 3;
-    static constexpr double MEMORY_COST = 2.3;  // of a byte from memory, in bytes from the cache
+    static constexpr double MEMORY_COST = 2.3;  // a byte from memory, in bytes from the cache
 };
 
 // The best size for a thread with this many texts. rows: the rows of the products' register blocks, which a

@@ -42,5 +42,5 @@ struct Weights {
     Weights shared_by(int members) const;
 
   private:
-    Buffer memory;  // of shared panels
+    Buffer memory;  // holds shared panels
 };

@@ -1,6 +1,6 @@
 // Forward and backward pass of the whole model, over all threads.
 //
-//   phases, with a barrier behind each                    pieces, taken by whichever thread is free
+//   phases, with a barrier after each                     pieces, taken by whichever thread is free
 //   pack the weights                                      panels
 //   embed, norm, QKV of the first layer                   blocks of rows
 //   for each layer:
