@@ -275,7 +275,7 @@ def _exchange(call: Call, sent: Tensor, to: int, arriving: Tensor, source: int) 
 
 
 def _all_gather(call: Call, tensor: Tensor) -> list[Tensor]:
-    """The tensors of all ranks, which have one shape. Each is passed on P - 1 times."""
+    """The tensors of all ranks, all of one shape. Each is sent P - 1 times."""
     if call.ranks == 1:
         return [tensor]
     arrived = [torch.empty_like(tensor) for _ in range(call.ranks)]

@@ -146,7 +146,7 @@ def _read_all() -> dict[str, list[Tuned]]:
 def _checked(entry: dict) -> Tuned:
     for field in fields(Tuned):
         value = entry[field.name]
-        if type(value).__name__ != field.type:  # the exact type: 1 is not a float and true is not an int
+        if type(value).__name__ != field.type:  # the exact type: no int for a float, no bool for an int
             raise ValueError(f"{field.name} is {value!r}")
         if field.type in ("int", "float") and not 0 < value < 2**63:
             raise ValueError(f"{field.name} is {value!r}")

@@ -155,7 +155,7 @@ class Clock:
 
     def animation(self, frames: str) -> str:
         """The attribute that plays these frames."""
-        if not self.keyframes or self.keyframes[-1] != frames:  # words of the same turn share theirs
+        if not self.keyframes or self.keyframes[-1] != frames:  # words of one turn share an animation
             self.keyframes.append(frames)
         return f'style="animation-name:k{len(self.keyframes) - 1}"'
 

@@ -45,7 +45,7 @@ struct Decoder::State {
     Weights weights;
     Weights shares;                          // a copy of the matrices in panels for a team of `shared_by`
     int shared_by = 1;                       // `shares` is empty if 1
-    Pace::Clock::time_point packed_until{};  // not packed again before
+    Pace::Clock::time_point packed_until{};  // no packing before this time
     Buffer caches;
     std::vector<Slot> slots;
 
@@ -59,7 +59,7 @@ struct Decoder::State {
     Pace pace;
     std::array<TeamSize, 32> sizes;            // by the binary logarithm of the rows
     double group_seconds = 0;                  // per row of a group, in the last write_groups()
-    std::unique_ptr<Team, Team::Delete> team;  // the last member: its threads read the others
+    std::unique_ptr<Team, Team::Delete> team;  // declared last: its threads read the members above
 
     State(const ModelShape&, const Tensors&, Precision, CachePrecision, const Part&, int64_t br, int64_t bc,
           int64_t slot_count, int64_t capacity, int threads, int64_t cache_bytes);
