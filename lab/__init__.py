@@ -1,1 +1,1 @@
-"""What measures and checks: one module for each of the lab's commands."""
+"""The lab: measurements and checks, one module for each command."""

@@ -1,4 +1,4 @@
-"""The lab's test of a part's gradients: their error beside PyTorch's, and their time beside SDPA's."""
+"""The lab's test of a part's gradients: their error beside PyTorch's and their time beside SDPA's."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from attention_ext.parts import check_part, with_gradient
 from lab import correctness, machine
 
 PRODUCTS = 5  # S, dP, dV, dK and dQ, each of 2 d operations for a query and a key
-FLOOR = 1e-6  # of the largest gradient: an error that every float32 result may have
-ROUNDING = 2.0**-23  # the same of a sum of one term; that of d terms grows with the root of d
-LEAST_SECONDS = 0.02  # of a measurement
+FLOOR = 1e-6  # allowed error of any float32 result, as a share of the largest gradient
+ROUNDING = 2.0**-23  # the same for a sum of one term; for d terms it grows with the root of d
+LEAST_SECONDS = 0.02  # least time of a measurement
 
 Backward = Callable[[], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a test: B batches of H heads, N queries and keys of width d."""
+    """The sizes of a test: B batches of H heads, N queries and keys of width d."""
 
     B: int
     H: int
@@ -43,7 +43,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Error:
-    """The largest error of a part's gradient of one input, PyTorch's, and what is allowed."""
+    """The largest error of a part's gradient for one input, that of PyTorch's, and the allowed one."""
 
     name: str
     part: float
@@ -57,14 +57,14 @@ class Error:
 
 
 def normal(shape: Shape) -> list[Tensor]:
-    """q, k, v and dout, each (B, H, N, d): normal numbers, of which a row holds all heads."""
+    """q, k, v and dout, each (B, H, N, d): normal numbers in the layout (B, N, H, d)."""
     generator = torch.Generator().manual_seed(0)
     size = (shape.B, shape.N, shape.H, shape.d)
     return [torch.randn(size, generator=generator).transpose(1, 2) for _ in range(4)]
 
 
 def backward_of(forward: Callable[..., Tensor], tensors: Sequence[Tensor], dout: Tensor) -> Backward:
-    """A function that computes the gradients of q, k and v from dout again and again."""
+    """A function that computes the gradients of q, k and v from dout at each call."""
     leaves = [t.detach().requires_grad_() for t in tensors]
     out = forward(*leaves)
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
@@ -94,7 +94,7 @@ def errors(
 ) -> list[Error]:
     """The errors of two results against the reference in float64: dq, dk and dv.
 
-    Allowed is twice PyTorch's error, plus a share of the largest gradient, which grows with the root of d.
+    The allowed error is twice PyTorch's, plus a share of the largest gradient that grows with the root of d.
     """
     q, k, v = (t.double() for t in tensors)
     options = dict(causal=causal, scale=scale, br=256, bc=256)
@@ -110,7 +110,7 @@ def errors(
 
 
 def take_turns(functions: Sequence[Backward], rounds: int) -> list[float]:
-    """The median seconds of a call of each function; they take turns."""
+    """The median seconds of a call of each function; the functions take turns."""
     repeats, times = [], [list[float]() for _ in functions]
     for function in functions:
         start = time.perf_counter()
@@ -134,7 +134,7 @@ def run(
 ) -> bool:
     """Test a part's gradients on normal numbers and time them; False if one is wrong.
 
-    Raises ValueError if the part computes none, or part0's N x N matrices would not fit the memory.
+    Raises ValueError if the part has no gradient, or part0's N x N matrices would not fit the memory.
     """
     if check_part(part).name not in with_gradient():
         raise ValueError(f"part is {part!r}; it must be one with a gradient: {', '.join(with_gradient())}")

@@ -1,6 +1,6 @@
-"""The lab's test of one part: compares its result with PyTorch's, and prints its time and memory.
+"""The lab's test of one part: compares its result with PyTorch's and prints its time and memory.
 
-On a GPU the time is that between CUDA events around a call, and the memory what PyTorch's allocator gave out.
+On a GPU the time is that between CUDA events around a call, and the memory that of PyTorch's allocator.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from lab import machine
 from lab.cuda import gpu
 
 B, H, D = 1, 4, 32  # the lab's sizes
-# Relative and absolute, of a difference. The lab allows 1e-4 on outputs of 0.08 to 0.2, and rounding is 1e-7.
-# Two right results in bfloat16 may be rounded to neighbours, 1/128 apart; in float16, 1/1024 apart.
+# Relative and absolute tolerance. The lab allows 1e-4 on outputs of 0.08 to 0.2, and rounding is 1e-7. Two
+# correct results may be rounded to neighbours, which are 1/128 apart in bfloat16 and 1/1024 in float16.
 TOLERANCES = {Dtype.FP32: (1e-4, 1e-5), Dtype.BF16: (1 / 64, 1e-4), Dtype.FP16: (1 / 512, 1e-4)}
-MATRICES = 2  # N x N and float32, that the reference holds for each head at once
-FREE_SHARE = 0.9  # of a GPU's free memory, that they may take
+MATRICES = 2  # N x N float32 matrices that the reference holds for each head at once
+FREE_SHARE = 0.9  # share of a GPU's free memory that they may take
 
 
 @dataclass(frozen=True)
 class Run:
     """One implementation's output (B, H, N, d), its time and its memory.
 
-    seconds: of one call, wall time or the GPU's. memory: the most bytes that PyTorch's allocator had given
-    out at once. table: the profiler's, by memory, on a GPU by CUDA time.
+    seconds: time of one call, wall time or the GPU's. memory: the most bytes that were allocated at once by
+    PyTorch's allocator. table: the profiler's table, sorted by memory, on a GPU by CUDA time.
     """
 
     out: Tensor
@@ -49,7 +49,7 @@ class Run:
 def synthetic_qkv(
     N: int, dtype: Dtype = Dtype.FP32, batch: int = B, heads: int = H, d: int = D, device: str = "cpu"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The lab's inputs, each (batch, heads, N, d): planes over i, the position, and j, the feature."""
+    """The lab's inputs, each (batch, heads, N, d): planes over the position i and the feature j."""
     kind = getattr(torch, dtype.torch_name)
     i = torch.arange(N)[:, None]
     j = torch.arange(d)[None, :]
@@ -75,7 +75,7 @@ def measure(name: str, function: Callable[[], Tensor]) -> Run:
 def measure_on_gpu(on: gpu.Gpu, name: str, function: Callable[[], Tensor]) -> Run:
     """Call `function` to warm up, for its memory, for its time, and under PyTorch's profiler.
 
-    The profiler, too, is warmed up: its first buffers take milliseconds, and would count as the first call's.
+    The profiler is warmed up too: its first buffers take milliseconds, which would count for the first call.
     """
     function()
     out, memory = on.allocated(function)
@@ -93,7 +93,7 @@ def measure_on_gpu(on: gpu.Gpu, name: str, function: Callable[[], Tensor]) -> Ru
 
 
 def table_by_cuda_time(rows: EventList) -> str:
-    """The profiler's table without its own steps, and without the spans that repeat a row on the GPU."""
+    """The profiler's table without the profiler's steps and without spans that repeat a row on the GPU."""
     kept = (
         row
         for row in rows
@@ -105,7 +105,7 @@ def table_by_cuda_time(rows: EventList) -> str:
 
 
 def in_slices(function: Callable[..., Tensor], count: int, tensors: Sequence[Tensor]) -> Tensor:
-    """function(q, k, v), (B, H, N, d), in so many slices of heads; all at once if it is 1."""
+    """function(q, k, v), (B, H, N, d), in `count` slices of heads."""
     if count == 1:
         return function(*tensors)
     B, H, N, d = tensors[0].shape
@@ -125,14 +125,14 @@ def _peak_memory(profiler: profile) -> int:
 
 
 def allocated(function: Callable[[], Tensor]) -> tuple[Tensor, int]:
-    """The result of `function`, and the peak of the bytes that PyTorch's allocator gave out meanwhile."""
+    """The result of `function`, and the most bytes that PyTorch's allocator had allocated meanwhile."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         out = function()
     return out, _peak_memory(profiler)
 
 
 def mismatch(expected: Tensor, got: Tensor, dtype: Dtype = Dtype.FP32) -> str | None:
-    """Where two results (B, H, N, d) in a dtype differ most, in one line; None if they agree."""
+    """One line on the largest difference of two results (B, H, N, d) in a dtype; None if they agree."""
     expected, got = expected.float(), got.float()
     rtol, atol = TOLERANCES[dtype]
     off = ~torch.isclose(got, expected, rtol, atol)
@@ -147,7 +147,7 @@ def mismatch(expected: Tensor, got: Tensor, dtype: Dtype = Dtype.FP32) -> str | 
 
 
 def check_memory(N: int, count: int = B * H) -> None:
-    """Raise ValueError if the reference's N x N matrices of so many heads would not fit the memory."""
+    """Raise ValueError if the reference's N x N matrices of `count` heads would not fit the memory."""
     need = MATRICES * 4 * count * N * N
     available = machine.available_memory()
     if available is not None and need > available:
@@ -160,7 +160,7 @@ def check_memory(N: int, count: int = B * H) -> None:
 
 
 def slices_of_reference(N: int, count: int, free: int) -> int:
-    """In how many slices of `count` heads the reference runs on a GPU with so many bytes free.
+    """The number of slices of `count` heads for the reference on a GPU with `free` bytes of free memory.
 
     Raises ValueError if a single head does not fit.
     """
@@ -191,12 +191,12 @@ def run(
     device: str = "cpu",
     step: str | None = None,
 ) -> bool:
-    """Run the lab's test of `part` at length N, scale 1: reference, part, statistics; False on a mismatch.
+    """Run the lab's test of `part` at length N and scale 1: reference, part, statistics. False on a mismatch.
 
     br, bc: part4's tile, in queries and keys; None takes tuned sizes. simd: the helpers under parts 1 to 4,
-    one of SIMD. dtype: the inputs', a Dtype or its value. device: one of parts.DEVICES. step: part4's kernel
-    on CUDA, where br and bc must be None. Raises ValueError if the part does not take them, and BuildError if
-    there is no GPU or a kernel cannot be compiled.
+    one of SIMD. dtype: that of the inputs, a Dtype or its value. device: one of parts.DEVICES. step: part4's
+    kernel on CUDA, where br and bc must be None. Raises ValueError if the part does not take them, and
+    BuildError if there is no GPU or a kernel cannot be compiled.
     """
     kind = check_dtype(part, dtype, device)
     row = PARTS[part]
@@ -250,7 +250,7 @@ def run(
 
 
 def describe_step(on: gpu.Gpu, step: str | None, heads: int, N: int, d: int, dtype: Dtype) -> str:
-    """The step that runs, in a line; it is compiled.
+    """Compile the step that runs, and describe it in one line.
 
     Raises ValueError if it does not take the inputs or this GPU, BuildError if it cannot be compiled.
     """
@@ -266,7 +266,7 @@ def describe_step(on: gpu.Gpu, step: str | None, heads: int, N: int, d: int, dty
 
 
 def four_d_access(seed: int | None = None, echo: Callable[[str], None] = print) -> bool:
-    """Read a random element of a random 4-D tensor through the extension; False if it is the wrong one."""
+    """Read a random element of a random 4-D tensor through the extension. False if it is wrong."""
     generator = torch.Generator()
     generator.seed() if seed is None else generator.manual_seed(seed)
     t = torch.rand(2, 4, 16, 32, generator=generator)

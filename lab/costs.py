@@ -1,11 +1,10 @@
-"""What each part costs by its own loop nest: operations, scratch, and bytes that a cache takes in.
+"""The costs of each part by its own loop nest: operations, scratch, and bytes that come into a cache.
 
-A stream is one matrix and the ways in which a part reads it again. If what passes between two reads fits
-the cache, the second read costs nothing. If it does not fit, the matrix comes in once more, or as much of it
-as lies in overfull sets: the least recently used lines are replaced first. So a stream has the bytes that
-must come in at least, and for each loop around it the working set (the bytes that pass in one turn) with the
-bytes that come in when the working set does not fit. Every call starts with an empty cache. Written lines
-come in too.
+A stream is one matrix and the loops that read it again. If the data between two reads fits the cache, the
+second read costs nothing. Otherwise the matrix comes in again, or the part of it in overfull sets: the least
+recently used lines are replaced first. So a stream has the bytes that must come in at least, and for each
+loop around it the working set (the bytes of one iteration) with the bytes that come in when the working set
+does not fit. Every call starts with an empty cache. Written lines come in too.
 
 COUNTS holds the counts by part. A part without a row there has operations and scratch, but no traffic.
 """
@@ -20,16 +19,16 @@ from attention_ext import PARTS, extension
 from attention_ext.parts import Dtype, check_part
 
 FLOAT_BYTES = 4
-LINE_BYTES = 64  # of a cache line
-CACHE_WAYS = 8  # lines of a set, in most caches
-OVERLAPPED_MULTIPLY_ADDS = 128  # of the next sum that a processor may begin before a sum ends, at most
+LINE_BYTES = 64  # bytes of a cache line
+CACHE_WAYS = 8  # lines of a set in most caches
+OVERLAPPED_MULTIPLY_ADDS = 128  # most multiply-adds of the next sum that begin before a sum ends
 
 
 @dataclass(frozen=True)
 class Block:
     """Sizes that the kernels are compiled with.
 
-    lanes, panel, rows: what the SIMD product takes at a time: floats of a vector, columns of a panel, rows.
+    lanes, panel, rows: block of the SIMD product: floats of a vector, columns of a panel, rows.
     part2_tile, part2_depth: the sides of part 2's tiles. part4_step: keys of one of part 4's strips.
     """
 
@@ -66,12 +65,12 @@ class Case:
 
     @property
     def visible(self) -> float:
-        """Keys that a query sees, on average."""
+        """The mean number of keys that a query sees."""
         return self.Nk - (self.Nq - 1) / 2 if self.causal else float(self.Nk)
 
     @property
     def flops(self) -> float:
-        """Operations of the two products: 2 d each for every pair of query and key that the mask admits."""
+        """Operations of the two products: 2 d each for every pair of a query and a key that it sees."""
         return 4.0 * self.heads * self.d * self.Nq * self.visible
 
     @property
@@ -87,10 +86,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Stream:
-    """One matrix of one head, and the bytes that it brings in.
+    """One matrix of one head and its bytes that come in.
 
-    least: bytes at least. again: for each loop its working set, and the bytes that come in if that does not
-    fit. scratch: the same memory serves every head.
+    least: the least bytes. again: for each loop its working set and the bytes that come in if it does not
+    fit. scratch: whether the same memory serves every head.
     """
 
     name: str
@@ -112,8 +111,8 @@ class Stream:
 class Count:
     """How a part's traffic is counted.
 
-    streams: gives the streams of one head. chained: gives the multiply-adds of a call that wait for the one
-    before; None where the part has many sums in progress. scalar: works with one lane of a vector.
+    streams: returns the streams of one head. chained: returns the multiply-adds of a call that wait for the
+    one before; None if the part has many sums in progress. scalar: whether it uses one lane of a vector.
     """
 
     streams: Callable[[Case, Block], Iterator[Stream]]
@@ -125,8 +124,8 @@ class Count:
 class Costs:
     """Costs of one call.
 
-    flops: useful floating-point operations, without exp and what is masked. chained: multiply-adds that wait
-    for the one before. scalar: works with one lane of a vector. streams: of all heads together.
+    flops: useful floating-point operations, without exp and masked pairs. chained: multiply-adds that wait
+    for the one before. scalar: whether one lane of a vector is used. streams: those of all heads together.
     """
 
     flops: float
@@ -140,7 +139,7 @@ class Costs:
 
 
 def costs(part: str, case: Case, block: Block) -> Costs | None:
-    """Costs of a call of a part; None where its traffic is not counted.
+    """Costs of a call of a part; None if its traffic is not counted.
 
     Raises ValueError for a name that is not in PARTS.
     """
@@ -153,7 +152,7 @@ def costs(part: str, case: Case, block: Block) -> Costs | None:
 
 
 def scratch(part: str, case: Case, simd: str | None = "auto") -> int:
-    """Bytes of scratch that a call of a part takes, as its kernel counts them.
+    """Bytes of scratch of a call of a part, counted by its kernel.
 
     Raises ValueError for a name that is not in PARTS, and BuildError as extension.load() does.
     """
@@ -167,16 +166,16 @@ def scratch(part: str, case: Case, simd: str | None = "auto") -> int:
 
 
 def _of_all_heads(stream: Stream, heads: int) -> Stream:
-    """The stream of one head as that of all heads."""
+    """The stream of all heads from that of one head."""
     least = stream.least if stream.scratch else heads * stream.least
     again = tuple((size, heads * moved) for size, moved in stream.again)
     return Stream(stream.name, least, again, stream.scratch)
 
 
 def _walk(rows: float, d: int, columns: int = 1) -> float:
-    """Cache that a walk down so many columns of (rows, d) needs: some lines for each row.
+    """Bytes of cache that a walk down `columns` columns of (rows, d) needs: some lines for each row.
 
-    Rows that lie 2^k lines apart share one of every 2^k sets of a cache: they need 2^k times as much of it.
+    Rows that are 2^k lines apart share one of every 2^k sets of a cache, so they need 2^k times as much.
     """
     width = FLOAT_BYTES * d
     stride = width // LINE_BYTES if width % LINE_BYTES == 0 else 1
@@ -191,21 +190,21 @@ def _part0(case: Case, block: Block) -> Iterator[Stream]:
     Q = O = FLOAT_BYTES * case.Nq * case.d
     yield Stream("Q", Q)
     yield Stream("K", K)
-    # S is written and read, and so is P
+    # S and P are written and read
     yield Stream("S, P", 2 * S, ((2 * case.heads * S, 4 * S),))
     yield Stream("V", V)
     yield Stream("O", O)
 
 
 def _part1(case: Case, block: Block) -> Iterator[Stream]:
-    """Each query passes all of K; each output number passes a column of V and a row of S."""
+    """Each query reads all of K. Each number of the output reads a column of V and a row of S."""
     Nq, Nk, d, n = case.Nq, case.Nk, case.d, case.visible
     K = V = FLOAT_BYTES * Nk * d
     S, row, column = FLOAT_BYTES * Nq * n, FLOAT_BYTES * Nk, _walk(Nk, d)
     moved = Nq * FLOAT_BYTES * n * d
     yield Stream("Q", FLOAT_BYTES * Nq * d)
     yield Stream("K", K, ((K, moved),))
-    # written, normalised, and read for V: as a row for each of d columns
+    # written, normalised, and read for V, one row for each of d columns
     yield Stream("S", S, ((S + K, 3 * S), (row + column, (2 + d) * S), (row, (4 + d) * S)), True)
     yield Stream("V", V, ((V + row, moved), (row + column, Nq * n * d * min(LINE_BYTES, FLOAT_BYTES * d))))
     yield Stream("O", FLOAT_BYTES * Nq * d)
@@ -214,31 +213,31 @@ def _part1(case: Case, block: Block) -> Iterator[Stream]:
 def _part1_chained(case: Case) -> float:
     """Part 1 sums each number of the output in one chain of additions.
 
-    A processor sees only some of what comes after a sum. The scores are short sums, of which several are in
-    progress at a time.
+    A processor can begin only some of the operations after a sum. The scores are short sums, so several are
+    in progress at a time.
     """
     return case.heads * case.Nq * max(0, case.visible - OVERLAPPED_MULTIPLY_ADDS) * case.d
 
 
 def _part2(case: Case, block: Block) -> Iterator[Stream]:
-    """S in tiles of T keys, each tile of K transposed once; then O in tiles of T queries, V passing each."""
+    """S in tiles of T keys, each tile of K transposed once; then O in tiles of T queries, each reading V."""
     Nq, Nk, d, n = case.Nq, case.Nk, case.d, case.visible
     T, depth, panel = block.part2_tile, min(d, block.part2_depth), block.panel
     Q = O = FLOAT_BYTES * Nq * d
     V, S = FLOAT_BYTES * n * d, FLOAT_BYTES * Nq * n
     chunks = -(-d // block.part2_depth)
-    tile, thin = FLOAT_BYTES * T * T, FLOAT_BYTES * T * depth  # of S; of Q or K
+    tile, thin = FLOAT_BYTES * T * T, FLOAT_BYTES * T * depth  # a tile of S; one of Q or K
     strip = FLOAT_BYTES * panel * (depth + T)
     yield Stream("Q", Q, ((Q + FLOAT_BYTES * Nq * T, n / T * Q), (thin + strip, n / panel * Q)))
     yield Stream("K", FLOAT_BYTES * Nk * d)
-    # a tile of K, transposed: again for each T queries
+    # a transposed tile of K: again for each T queries
     yield Stream("Kt", thin, ((2 * thin + tile, Nq / T * V),), True)
-    # written, again for each further chunk of d; normalised; read for V, for each panel of it
+    # written, again for each further chunk of d; normalised; read for each panel of V
     passes, panels = 1 + chunks, -(-d // panel)
     chunk = FLOAT_BYTES * Nq * (T + depth)
     again = ((chunk, chunks * S), (S + V, (passes + 1) * S), (tile + thin, (passes + panels) * S))
     yield Stream("S", S, again, True)
-    # for each T queries; walked down a panel of columns for a few of them
+    # for each T queries; a walk down a panel of columns for a few of them
     walk = _walk(T, d, panel) + FLOAT_BYTES * block.rows * T
     by_tile = (V + FLOAT_BYTES * T * n, max(1, Nq / T) * V)
     yield Stream("V", FLOAT_BYTES * Nk * d, (by_tile, (walk, Nq / block.rows * V)))
@@ -246,37 +245,37 @@ def _part2(case: Case, block: Block) -> Iterator[Stream]:
 
 
 def _part3(case: Case, block: Block) -> Iterator[Stream]:
-    """Each query passes all of K, then all of V; its row of S lies between them."""
+    """Each query reads all of K, then all of V; its row of S lies between them."""
     Nq, d, n, threads = case.Nq, case.d, case.visible, case.threads
     K, row = FLOAT_BYTES * case.Nk * d, FLOAT_BYTES * case.Nk
     again = ((2 * K + row, Nq * FLOAT_BYTES * n * d),)
-    least = threads * K  # each thread has a cache of its own
+    least = threads * K  # each thread has its own cache
     yield Stream("Q", FLOAT_BYTES * Nq * d)
     yield Stream("K", least, again)
-    # written behind K, read for the maximum, and beside V
+    # written after K, read for the maximum, read with V
     yield Stream("S", threads * row, ((K + row, 3 * FLOAT_BYTES * Nq * n),), True)
     yield Stream("V", least, again)
     yield Stream("O", FLOAT_BYTES * Nq * d)
 
 
 def _part4(case: Case, block: Block) -> Iterator[Stream]:
-    """Each tile of Br queries passes all of K and V, in tiles of Bc keys that all its strips share."""
+    """Each tile of Br queries reads all of K and V, in tiles of Bc keys that all its strips share."""
     Nq, Nk, d, n, Br, Bc = case.Nq, case.Nk, case.d, case.visible, case.Br, case.Bc
     panel, rows, step = block.panel, block.rows, block.part4_step
     K, Q, S = FLOAT_BYTES * n * d, FLOAT_BYTES * Nq * d, FLOAT_BYTES * Nq * n
     Tr, strips = math.ceil(Nq / Br), math.ceil(Br / panel)
     state = FLOAT_BYTES * 2 * Br * d  # Qt and Ot
     St, thin = FLOAT_BYTES * step * panel, FLOAT_BYTES * min(step, Bc) * d
-    strip = FLOAT_BYTES * 2 * min(Br, panel) * d + St  # of all three
+    strip = FLOAT_BYTES * 2 * min(Br, panel) * d + St  # Qt, Ot and St
     walk = St + _walk(min(step, Bc), d)
-    # passed by each tile, in it by each strip; V is walked down a few columns at a time, part of a line
+    # read by each tile, and in it by each strip; V by walks down a few columns, part of a line
     tile, each_strip = (2 * K + state, Tr * K), (2 * FLOAT_BYTES * Bc * d + strip, Tr * strips * K)
-    least = min(case.threads, Tr) * FLOAT_BYTES * Nk * d  # each thread has a cache of its own
+    least = min(case.threads, Tr) * FLOAT_BYTES * Nk * d  # each thread has its own cache
     yield Stream("Q", Q)
     yield Stream("K", least, (tile, each_strip))
     part_of_lines = (walk, Tr * strips * K * LINE_BYTES / (FLOAT_BYTES * rows))
     yield Stream("V", least, (tile, each_strip, part_of_lines))
-    # for each step of keys Qt is read, Ot read and written
+    # Qt is read, Ot read and written for each step of keys
     by_tile = (state + 2 * FLOAT_BYTES * Bc * d, 2 * Q * max(1, n / Bc))
     yield Stream(
         "Qt, Ot", case.threads * state, (by_tile, (strip + 2 * thin, 2 * Q * max(1, n / step))), True

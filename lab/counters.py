@@ -1,8 +1,8 @@
 """Bytes that one call of a part brings into the caches, counted by the processor or by a simulator.
 
 Both run a program of the kernels alone, one part on one thread without Python; attention_ext/build/recipes.py
-compiles it. It runs twice, with more calls in the second run. The difference divided by these calls is one
-call's count; everything else that the program does cancels.
+compiles it. It runs twice, with more calls in the second run. The difference divided by the additional calls
+is one call's count; all other work of the program cancels.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from attention_ext.processor import Cache
 from lab import costs
 from lab.machine import available_memory
 
-MOST_SIZE = 2**20  # of N, d and heads, in alone.cpp
+MOST_SIZE = 2**20  # largest N, d and number of heads in alone.cpp
 MOST_TILE_SIDE = 2**31
-SWEPT_BYTES = 256 << 20  # written before each cold call under perf, to empty all caches
-WARM_CALLS = 20  # under perf, whose counts vary
-# Valgrind knows no AVX-512. 'haswell' is x86-64-v3 by a name that every supported compiler takes.
+SWEPT_BYTES = 256 << 20  # bytes written before each cold call under perf, to empty all caches
+WARM_CALLS = 20  # calls under perf, whose counts vary
+# Valgrind does not support AVX-512. Every supported compiler has the name 'haswell' for x86-64-v3.
 SIMULATED = {"x86_64": "haswell", "aarch64": "armv8-a"}.get(platform.machine(), "native")
 # Missed reads and missed writes of the first level, and of the last.
 EVENTS = {
@@ -43,8 +43,8 @@ EVENTS = {
 class Misses:
     """Bytes that one call brings into the first level and into the last, by missed reads and writes.
 
-    source: 'perf' or 'cachegrind'. l1, last: None where they were not counted. note: the missing counts and
-    the reason, '' if none is missing. Lines that are written back are not counted.
+    source: 'perf' or 'cachegrind'. l1, last: None if not counted. note: the missing counts and the reason, ''
+    if none is missing. Lines that are written back are not counted.
     """
 
     source: str
@@ -62,9 +62,9 @@ class Call:
     """One call of a part that is a kernel, on (1, heads, N, d).
 
     br, bc: the tile of a tiled part. simd: 'auto', 'portable' or 'off'.
-    state: 'cold' is the first call, with all caches emptied before it. Each byte that must come in is then
-    counted, as lab.costs counts it. 'warm' is a call after another one on the same matrices; what fits the
-    cache then costs nothing.
+    state: 'cold' is a call after all caches were emptied. Each byte that must come in is then counted, as in
+    lab.costs. 'warm' is a call after another one on the same matrices; data that fits the cache costs
+    nothing.
     """
 
     part: str
@@ -78,7 +78,7 @@ class Call:
     state: str = "cold"
 
     def check(self) -> None:
-        """Raise ValueError naming the field that is wrong."""
+        """Raise ValueError naming the wrong field."""
         counted = [name for name, row in PARTS.items() if row.operator]
         if self.part not in counted:
             raise ValueError(f"part is {self.part!r}; it must be one of {', '.join(counted)}")
@@ -105,7 +105,7 @@ class Call:
             )
 
     def arguments(self, repeats: int, swept: int) -> list[str]:
-        """The arguments of tools/alone.cpp for so many calls, each after a sweep of so many bytes."""
+        """The arguments of tools/alone.cpp for `repeats` calls, each after a sweep of `swept` bytes."""
         sizes = [self.N, self.d, self.br, self.bc, int(self.causal), self.heads, repeats, swept]
         return [str(PARTS[self.part].operator), *map(str, sizes)]
 
@@ -113,12 +113,12 @@ class Call:
 def misses(call: Call, caches: tuple[Cache, Cache] | None = None, timeout: float = 120) -> Misses:
     """The bytes that one call brings into the caches.
 
-    caches: None lets the processor count, through perf. Its last level is what its LLC events mean, and it
-    counts some of the prefetched lines. A pair has the caches simulated by cachegrind, fifty times slower
-    than the call: the first level and any one further level, both with least recently used lines replaced. On
-    x86 the part is then compiled for AVX2.
+    caches: None lets the processor count, through perf. Its last level is that of its LLC events, and it
+    counts some of the prefetched lines. With a pair cachegrind simulates the first level and one other level,
+    both with least recently used lines replaced; it is fifty times slower than the call. On x86 the part is
+    then compiled for AVX2.
     timeout: seconds that one run may take.
-    Raises ValueError for wrong arguments and for what would take too long or too much memory, BuildError if
+    Raises ValueError for wrong arguments and for calls that take too long or too much memory, BuildError if
     the program cannot be compiled or does not run.
     """
     call.check()
@@ -154,7 +154,7 @@ def misses(call: Call, caches: tuple[Cache, Cache] | None = None, timeout: float
     lines = [cache.line for cache in caches or (processor.caches()[0],) * 2]
     counted = [event for event in counts[0] if event in counts[1]]
     l1, last = (
-        # perf's counts vary: those of a short call may seem to be below 0
+        # perf's counts vary: the difference for a short call may be below 0
         line * max(0.0, sum(counts[1][e] - counts[0][e] for e in events if e in counted) / more)
         if events[0] in counted
         else None
@@ -166,7 +166,7 @@ def misses(call: Call, caches: tuple[Cache, Cache] | None = None, timeout: float
 
 
 def simulated_block(block: costs.Block) -> costs.Block:
-    """The sizes of a kernel that is compiled for AVX2, where the simulator knows no wider vectors."""
+    """The sizes of a kernel compiled for AVX2 if the simulator supports no wider vectors."""
     return replace(block, lanes=8, panel=24, rows=4)
 
 
@@ -195,9 +195,9 @@ def _by_perf(perf: str, command: Sequence[str], timeout: float) -> dict[str, flo
 
 
 def parse_perf(output: str) -> dict[str, float]:
-    """Counts by event from the output of `perf stat -x,`, without those <not supported> or <not counted>.
+    """Counts by event from the output of `perf stat -x,`, without <not supported> and <not counted> ones.
 
-    A processor with two kinds of core has a line for each kind, as cpu_core/EVENT/u; they are added.
+    A processor with two kinds of cores has a line for each kind, such as cpu_core/EVENT/u; they are added.
     """
     counts: dict[str, float] = {}
     for line in output.splitlines():
@@ -217,7 +217,7 @@ def _by_cachegrind(
     D1, LL = (f"{cache.size},{cache.ways},{cache.line}" for cache in caches)
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "out"
-        # Instructions go through the last level too: their first is given, for the same counts everywhere.
+        # Instructions go through the last level too: a fixed I1 gives the same counts on all machines.
         options = ["--tool=cachegrind", "--cache-sim=yes", f"--D1={D1}", "--I1=32768,8,64", f"--LL={LL}"]
         options.append(f"--cachegrind-out-file={out}")
         code, output = _run([valgrind, *options, *command], timeout)
@@ -228,7 +228,7 @@ def _by_cachegrind(
 
 
 def parse_cachegrind(text: str) -> dict[str, float]:
-    """Counts by event, of the whole program, from the file that cachegrind writes."""
+    """Counts by event of the whole program, from cachegrind's file."""
     rows = dict(line.split(": ", 1) for line in text.splitlines() if line.startswith(("events:", "summary:")))
     counts = dict(zip(rows.get("events", "").split(), map(float, rows.get("summary", "").split())))
     if missing := [event for pair in EVENTS["cachegrind"] for event in pair if event not in counts]:

@@ -1,7 +1,7 @@
-"""doctor: checks what the parts need of this machine, a line each, with the one remedy where it is missing.
+"""doctor: checks what the parts need on this machine. A line for each check names the remedy if it fails.
 
-Nothing is compiled or changed here. torch is first imported in a process of its own, which a broken torch may
-end.
+Nothing is compiled or changed here. torch is first imported in another process, because a broken torch can
+end its process.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ import json, torch
 gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
 print(json.dumps([torch.version.cuda, [[gpu.name, gpu.major, gpu.minor] for gpu in gpus]]))
 """
-DRIVER = Path("/proc/driver/nvidia/version")  # of NVIDIA's kernel module
+DRIVER = Path("/proc/driver/nvidia/version")  # version of NVIDIA's kernel module
 NVRTC = """
 from attention_ext.build import nvrtc
 core, found = nvrtc.versions()
@@ -74,7 +74,7 @@ print(getattr(torch.ops, sys.argv[2]).simd_name())
 
 
 class Missing(Exception):
-    """Something optional is missing; the message names what it is for and how to get it."""
+    """An optional feature is missing; the message names its purpose and how to get it."""
 
 
 class Broken(Exception):
@@ -82,9 +82,9 @@ class Broken(Exception):
 
 
 class Check(NamedTuple):
-    """A line of the report: its name, its check, and the names of the lines that it needs.
+    """A line of the report: its name, its check, and the names of the lines that it depends on.
 
-    look: gives what was found. Raises Missing for an optional thing, any other error for a broken one.
+    look: returns the result. Raises Missing for a missing option, any other error for a broken one.
     """
 
     name: str
@@ -121,7 +121,7 @@ def examine() -> Iterator[tuple[str, str, str]]:
 
 
 def _reason(error: Exception) -> str:
-    """The error's message, with its type unless the message was written for people."""
+    """The error's message, with its type unless the message was written for users."""
     from attention_ext import BuildError
 
     if isinstance(error, OSError) and error.filename:
@@ -131,9 +131,10 @@ def _reason(error: Exception) -> str:
 
 
 def _output(command: list[str], seconds: float) -> str:
-    """The text that a program writes to stdout, or else to stderr. Raises Broken if it fails or takes longer.
+    """The text that a program writes to stdout, or else to stderr. Raises Broken if it fails or takes too
+    long.
 
-    Its output goes through files: a pipe stays open as long as any of its children has it.
+    Its output goes through files, because a pipe stays open as long as any child of the program has it.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
@@ -191,7 +192,7 @@ def _installed(package: str) -> str | None:
 
 @functools.cache
 def _torch() -> tuple[str, str, int]:
-    """torch's version, its instruction set and threads, found in a process of its own."""
+    """torch's version, its instruction set and threads, found in another process."""
     try:
         output = _output([sys.executable, "-c", TORCH], TORCH_SECONDS)
     except Broken as error:
@@ -232,7 +233,9 @@ def _compiler() -> str:
 
 
 def _ninja() -> str:
-    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])  # as the build looks
+    path = os.pathsep.join(
+        [sysconfig.get_path("scripts"), os.environ.get("PATH", "")]
+    )  # the build's search path
     found = shutil.which("ninja", path=path)
     if found is None:
         raise Broken("not found; pip install ninja")
@@ -267,7 +270,9 @@ def _cache() -> str:
         raise Broken(f"{there} is no directory; {cache.ELSEWHERE}")
     made = there == directory
     try:
-        with tempfile.TemporaryDirectory(prefix="doctor", dir=there):  # root may write where it cannot
+        with tempfile.TemporaryDirectory(
+            prefix="doctor", dir=there
+        ):  # permissions do not tell what root can write
             pass
     except OSError as error:
         how = "written" if made else "made"

@@ -1,4 +1,4 @@
-"""gpt.py explain: what a part costs by its own count, what bounds it on this machine, and its time."""
+"""gpt.py explain: the costs of a part by its own count, its bound on this machine, and its time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lab.costs import Block, Costs, costs, scratch
 from lab.machine import size_text
 from lab.timing import quartiles
 
-AMX_SOFTMAX_INSTRUCTIONS = 7.5  # of part4_amx.cpp for a vector, without loads and stores
-MISSES_SECONDS = 600  # that one run under perf or cachegrind may take
+AMX_SOFTMAX_INSTRUCTIONS = 7.5  # instructions of part4_amx.cpp for a vector, without loads and stores
+MISSES_SECONDS = 600  # time that one run under perf or cachegrind may take
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class Level:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether a second call would find all its data here."""
+        """Whether a second call would find all its data in this cache."""
         return self.counted.traffic(math.inf) <= self.cache.size
 
 
 def levels(counted: Costs, shared: Costs, threads: int) -> list[Level]:
     """Each cache of this machine with the bytes that come into it and its bandwidth.
 
-    counted: the costs for the caches that each thread has. shared: for those that all threads share, from the
-    third level on. A level's bandwidth is that of reads from a buffer that fits the next level but not this
-    one, by so many threads together.
+    counted: the costs for the caches of each thread. shared: those for the caches that all threads share,
+    from the third level on. A level's bandwidth is that of reads by all threads from a buffer that fits the
+    next level but not this one.
     """
     caches = processor.caches()
     found = []
@@ -59,10 +59,10 @@ def levels(counted: Costs, shared: Costs, threads: int) -> list[Level]:
 
 
 def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -> None:
-    """Print what a cell of one of PARTS costs, what bounds it and how long it takes.
+    """Print the costs of a cell of one of PARTS, its bound and its time.
 
-    cachegrind: simulate its cache misses; otherwise perf counts them, where it is permitted.
-    Raises ValueError where the part does not fit this machine, and as counters.misses() does.
+    cachegrind: simulate its cache misses; otherwise perf counts them if permitted.
+    Raises ValueError if the part does not fit this machine, and the errors of counters.misses().
     """
     part = PARTS[cell.contender]
     if cachegrind and part.operator is None:
@@ -105,7 +105,7 @@ def by_amx(cell: Cell) -> bool:
 
 
 def softmax_text(cell: Cell) -> str | None:
-    """The instructions of part 4's softmax and the share of the peak that they leave; None elsewhere."""
+    """The instructions of part 4's softmax and the share of the peak that they leave; else None."""
     if cell.contender != "part4":
         return None
     if by_amx(cell):
@@ -186,7 +186,7 @@ def misses_text(cell: Cell, cachegrind: bool) -> str:
 
 
 def traffic_table(counted: Costs, bounds: list[Level]) -> str:
-    """Bytes of each matrix that come into each cache."""
+    """A table of the bytes of each matrix that come into each cache."""
     titles = [f"into L{b.cache.level} ({size_text(b.cache.size)})" for b in bounds]
     lines = ["moved       " + "".join(f"{title:>20}" for title in titles)]
     streams = [b.counted.streams for b in bounds]
@@ -199,11 +199,11 @@ def traffic_table(counted: Costs, bounds: list[Level]) -> str:
 
 
 def bound_text(flops: float, chained: float, bounds: list[Level], peak: float, lanes: int, unit: str) -> str:
-    """The least time that each limit allows, and which limit is the longest.
+    """The least time that each limit allows, and the limit with the longest time.
 
-    chained: multiply-adds that wait for the one before. lanes: of so many lanes of a vector one is used.
-    unit: whose peak it is. A cache that keeps all of a call's matrices limits only the first call, which is
-    not timed.
+    chained: multiply-adds that wait for the one before. lanes: number of lanes of a vector, of which one is
+    used. unit: the unit of the peak. A cache that keeps all matrices of a call limits only the first call,
+    which is not timed.
     """
     limits = [(f"the {unit} peak", f"{peak / 1e9:.0f} GFLOP/s", flops / peak)]
     if lanes > 1:

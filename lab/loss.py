@@ -1,4 +1,4 @@
-"""The loss of a model on held-out text, per character, so that models of different tokens compare."""
+"""The loss of a model on held-out text per character, so that models with different tokens compare."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from model.loss import evaluate
 
 @dataclass(frozen=True)
 class Loss:
-    """A mean loss. nats: per character. characters: of the text. window: tokens that the model sees."""
+    """A mean loss. nats: per character. characters: number of them. window: tokens that the model sees."""
 
     nats: float
     characters: int
@@ -41,7 +41,7 @@ def held_out(
 ) -> Loss:
     """The loss over contiguous windows of the block size, on the last 10 % of a text.
 
-    model: as load() takes it. part: the attention. weights: a Precision or its name. kv_cache: a
+    model: a name for load(). part: the attention. weights: a Precision or its name. kv_cache: a
     CachePrecision or its name, to which the keys and values that attention sees are rounded. device, step:
     as in generation.engine.open_engine.
     Raises ValueError naming what is wrong, BuildError without a GPU or what compiles the kernels.
@@ -52,6 +52,6 @@ def held_out(
     gpt = on_device(rounded(checkpoint.model, weights), device, row, step)
     _, held_out = corpus.split(text)
     ids = checkpoint.tokenizer.encode(held_out)
-    # The first token is predicted by nothing, so neither it nor its character counts.
+    # Nothing predicts the first token, so neither it nor its characters count.
     nats = evaluate(gpt, torch.tensor(ids, device=device)) * (len(ids) - 1) / (len(held_out) - 1)
     return Loss(nats, len(held_out), checkpoint.model.config.block_size)

@@ -19,10 +19,10 @@ import torch
 from attention_ext import AUTO, BuildError, __version__, extension, processor
 from attention_ext.build import toolchain
 
-BUSY_SHARE = 0.05  # of the measured threads' time: on a busy machine others take more
+BUSY_SHARE = 0.05  # on a busy machine others take more than this share of the measured threads' time
 SAMPLE_SECONDS = 2e-4
 SLOWED_BELOW = 0.95  # a sample below this share of the fastest is slowed
-MOST_SLOWED_SHARE = 0.1  # of the samples; on a busy machine more are slowed
+MOST_SLOWED_SHARE = 0.1  # on a busy machine a larger share of the samples is slowed
 
 
 class Times(NamedTuple):
@@ -34,9 +34,9 @@ class Times(NamedTuple):
 
 
 def processor_times() -> Times | None:
-    """The times by /proc/stat; None where there is none.
+    """The times by /proc/stat; None without it.
 
-    Child processes count as this process once they have ended and been waited for.
+    A child process counts as this process after it has ended and been waited for.
     """
     try:
         fields = [int(x) for x in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
@@ -51,16 +51,16 @@ def processor_times() -> Times | None:
 
 
 def read_rate(size: int, seconds: float) -> float:
-    """Bytes per second at which this thread reads `size` bytes again and again, for so long."""
+    """Bytes per second at which this thread reads the same `size` bytes for `seconds`."""
     return extension.load().read_bandwidth(size, seconds)
 
 
 class Load:
-    """What other programs take: processor time, and the bandwidth of the shared cache and memory.
+    """The load of other programs: processor time, and the bandwidth of the shared cache and memory.
 
-    A program on another core, or in another virtual machine, shows in the bandwidth alone.
-    times: gives the processor times so far, or None. read: gives bytes per second for a size and a duration.
-    now: a clock in seconds.
+    A program on another core, or in another virtual machine, shows only in the bandwidth.
+    times: returns the processor times so far, or None. read: returns bytes per second for a size and a
+    duration. now: a clock in seconds.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Load:
         self._fastest = 0.0
 
     def others(self) -> float | None:
-        """Processors that other programs took, on average since this was made; None if unknown."""
+        """The mean number of processors that other programs took since this was made; None if unknown."""
         now = self._times()
         if now is None or self._start is None:
             return None
@@ -85,7 +85,7 @@ class Load:
     def sample(self, size: int, patience: float = 0.0) -> float:
         """The speed at which this thread reads `size` bytes now, as a share of the fastest so far.
 
-        size: more than the core's own caches hold. patience: seconds to wait for a fast sample, at most. Only
+        size: more than the core's own caches hold. patience: the longest time to wait for a fast sample. Only
         the first sample of a call is kept.
         """
         end = self._now() + patience
@@ -101,30 +101,30 @@ class Load:
 
 
 def fma_peak(simd: str = "auto", threads: int = 1) -> float:
-    """The highest rate of floating-point operations per second of so many threads together."""
+    """The highest number of floating-point operations per second of `threads` threads together."""
     operators = extension.load(simd)
     return _on(threads, lambda: operators.fma_peak(0.3))
 
 
 def amx_peak(threads: int = 1) -> float:
-    """The same of AMX's products in bfloat16; 0 where there is no AMX."""
+    """The same for AMX's products in bfloat16; 0 without AMX."""
     operators = extension.load()
     return _on(threads, lambda: operators.amx_peak(0.3))
 
 
 def fma_latency() -> float:
-    """The lowest latency of a multiply-add, in seconds: each waits for the one before it."""
+    """The lowest latency of a multiply-add in seconds, from a chain of dependent ones."""
     return extension.load().fma_latency(0.1)
 
 
 def read_bandwidth(size: int, threads: int = 1) -> float:
-    """Bytes per second that so many threads read together, each from `size` bytes that it has read before."""
+    """Bytes per second that `threads` threads read together, each from `size` bytes already read before."""
     operators = extension.load()
     return _on(threads, lambda: operators.read_bandwidth(size, 0.3))
 
 
 def _on(threads: int, work: Callable[[], float]) -> float:
-    """The sum of work() on so many threads at the same time, on as many as there are cores at most.
+    """The sum of work() on `threads` threads at the same time, at most one for each core.
 
     Operators release the GIL.
     """
@@ -134,9 +134,9 @@ def _on(threads: int, work: Callable[[], float]) -> float:
 
 
 def busy(load: Load, peaks: list[float], threads: int) -> str | None:
-    """Why the figures taken since `load` was made are not firm; None if they are.
+    """The reason why figures taken since `load` was made are not firm; None if they are.
 
-    peaks: the FMA peak, before and after.
+    peaks: the FMA peak before and after.
     """
     others = load.others()
     reasons = []
@@ -153,9 +153,8 @@ def busy(load: Load, peaks: list[float], threads: int) -> str | None:
 
 
 def closing_text(load: Load, peaks: list[float], threads: int) -> tuple[str, bool]:
-    """The last lines of a benchmark: the FMA peak before and after, and why the machine was busy.
-
-    Also gives whether it was busy.
+    """(lines, busy): the last lines of a benchmark with the FMA peak before and after, and whether and why
+    the machine was busy.
     """
     text = f"FMA peak of one thread: {peaks[0] / 1e9:.0f} GFLOP/s before, {peaks[-1] / 1e9:.0f} after"
     reason = busy(load, peaks, threads)
@@ -163,7 +162,7 @@ def closing_text(load: Load, peaks: list[float], threads: int) -> tuple[str, boo
 
 
 def available_memory() -> int | None:
-    """Bytes that programs can still allocate without swapping; None where the system does not report it."""
+    """Bytes that programs can still allocate without swapping; None if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
@@ -172,10 +171,10 @@ def available_memory() -> int | None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory, up to 2 GB in all; elsewhere nothing is done.
+    """Let glibc keep freed memory, up to 2 GB in all; other C libraries are not changed.
 
-    By default glibc may return a large block at once, and the pages of the next one are cleared anew. Whether
-    it does depends on all earlier allocations: one run of part0 took 1.8 times as long as another.
+    By default glibc may return a large block at once, and the pages of the next one are cleared again. This
+    depends on all earlier allocations: one run of part0 took 1.8 times as long as another.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -185,10 +184,10 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Let glibc return freed memory to the system; elsewhere nothing is done.
+    """Let glibc return freed memory to the system; other C libraries are not changed.
 
-    Otherwise a large block gets the pages of the one before it. Where those lie in memory changes the time by
-    up to 7 % where matrices stay in the shared cache.
+    Otherwise a large block gets the pages of the one before it. If matrices stay in the shared cache, the
+    position of those pages in memory changes the time by up to 7 %.
     """
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
@@ -196,7 +195,7 @@ def return_freed_memory() -> None:
 
 
 def page_faults() -> int:
-    """Pages of memory that the system has handed out to this process so far."""
+    """The number of memory pages that the system has given to this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
@@ -229,7 +228,7 @@ def compiler() -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of this code, with a + where files differ from it; None outside a git checkout."""
+    """The commit of this code, with a + if files differ from it; None outside a git checkout."""
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None

@@ -1,7 +1,6 @@
-"""The lab's test of attention over processes: is it exact, what does it send, how long does it wait?
+"""The lab's test of attention over processes: its error, the bytes that it sends, the time that it waits.
 
-Every rank makes its own rows, from a seed for each block of rows, so that none ever holds more than a method
-needs.
+Every rank makes its own rows from a seed for each block of rows, so no rank holds more than its method needs.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from attention_ext.ranks import Ranks, join, meet
 from lab import machine
 from lab.correctness import mismatch
 
-BLOCK = 4096  # rows that one seed makes
+BLOCK = 4096  # rows of one seed
 CHECKED = 16  # rows of each rank that are compared with float64
-MOST_NUMBERS = 2**30  # of K, that are made again for the comparison with float64; about ten seconds
-ROUNDS = 5  # of the measurement, unless one takes longer than LONG seconds
+MOST_NUMBERS = 2**30  # most numbers of K to make again for the comparison with float64; about ten seconds
+ROUNDS = 5  # rounds of the measurement, unless one takes longer than LONG seconds
 LONG = 2.0
-SAMPLE = {"cpu": 2**26, "cuda": 2**34}  # pairs with which a rank's speed alone is measured, some 0.1 s,
-LEAST = 64  # of at least so many queries
+SAMPLE = {"cpu": 2**26, "cuda": 2**34}  # pairs for the measurement of one rank's speed, some 0.1 s
+LEAST = 64  # queries of that measurement, at least
 PIECES = (1 << 20, 64 << 20)  # least and most bytes with which the bandwidth is measured
 # https://github.com/zhuzilin/ring-flash-attention: eight H800, forward, % of eight times one GPU
 PUBLISHED = {"ring": 52, "striped": 74, "zigzag": 85}
@@ -36,7 +35,7 @@ PUBLISHED = {"ring": 52, "striped": 74, "zigzag": 85}
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: one sequence of N keys, and queries at its end."""
+    """The arguments of the test: one sequence of N keys, and queries at its end."""
 
     method: str
     N: int
@@ -55,11 +54,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a prediction is made of.
+    """The speeds that a prediction uses.
 
-    work: pairs of a query and a key in one head that a rank computes in a second, alone. bandwidth: bytes
-    that each rank sends in a second while all do. latency: seconds of an exchange of almost nothing. crowd:
-    ranks' threads for each core of this host, at least 1.
+    work: pairs of a query and a key in one head that one rank computes in a second while the others wait.
+    bandwidth: bytes that each rank sends in a second while all ranks send. latency: seconds of an exchange of
+    almost nothing. crowd: threads of the ranks for each core of this host, at least 1.
     """
 
     work: float
@@ -68,16 +67,16 @@ class Speeds:
     crowd: float
 
     def computing(self, work: float) -> float:
-        """Seconds of so many pairs."""
+        """Seconds to compute `work` pairs."""
         return self.crowd * work / self.work
 
     def sending(self, sent: float) -> float:
-        """Seconds of an exchange of so many bytes."""
+        """Seconds of an exchange of `sent` bytes."""
         return self.latency + sent / self.bandwidth if sent else 0.0
 
 
 def rows_of(name: str, asked: Question, chunks: Sequence[range]) -> Tensor:
-    """These rows of q, k or v: (1, H, n, d), standard normal; the same for every number of ranks."""
+    """Rows of q, k or v, (1, H, n, d): standard normal, the same for every number of ranks."""
     found = [torch.empty(1, asked.heads, 0, asked.d)]
     for chunk in chunks:
         for block in range(chunk.start // BLOCK, -(-chunk.stop // BLOCK)):
@@ -99,7 +98,7 @@ def layout(asked: Question, count: int) -> tuple[Rows, Rows]:
 
 
 def exact(asked: Question, chunks: Sequence[range]) -> tuple[list[int], Tensor]:
-    """Some rows in float64, by the definition: their indices among the rank's, and (1, H, rows, d)."""
+    """Some rows in float64 by the definition: their indices among the rank's rows, and (1, H, rows, d)."""
     n = length(chunks)
     which = sorted({i * (n - 1) // max(1, CHECKED - 1) for i in range(CHECKED)}) if n else []
     q = rows_of("q", asked, chunks)[:, :, which].double()
@@ -123,7 +122,7 @@ def exact(asked: Question, chunks: Sequence[range]) -> tuple[list[int], Tensor]:
 
 
 def measure_speeds(asked: Question, ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, sent: int) -> Speeds:
-    """Rank 0's speed alone, while the others wait, and the bandwidth of all together round the ring."""
+    """Measure rank 0's speed while the others wait, and the bandwidth of all ranks round the ring."""
     found = torch.zeros(3, dtype=torch.float64)
     if ranks.rank == 0:
         few = q[:, :, : max(LEAST, SAMPLE[asked.device] // max(1, asked.heads * k.shape[2]))]
@@ -137,7 +136,7 @@ def measure_speeds(asked: Question, ranks: Ranks, q: Tensor, k: Tensor, v: Tenso
         for place, numbers, count in ((1, size, 5), (2, 1, 50)):
             half = torch.zeros(numbers, device=ranks.device)
 
-            def turn() -> None:  # as the ring does it: copied together, received into new memory
+            def turn() -> None:  # as in the ring: copied together, received into new memory
                 pair = torch.stack((half, half))
                 operations = [
                     dist.P2POp(dist.isend, pair, (ranks.rank + 1) % ranks.count),
@@ -157,7 +156,7 @@ def measure_speeds(asked: Question, ranks: Ranks, q: Tensor, k: Tensor, v: Tenso
 
 
 def best(function: Callable[[], object], ranks: Ranks, count: int = 5, limit: float = LONG) -> float:
-    """Seconds of the fastest of some calls, after one to warm up."""
+    """Seconds of the fastest of `count` calls, after one to warm up."""
     found = []
     for _ in range(count + 1):
         synchronize(ranks)
@@ -177,7 +176,7 @@ def synchronize(ranks: Ranks) -> None:
 
 
 def predict(asked: Question, queries: Rows, keys: Rows, speeds: Speeds) -> tuple[float, float, float]:
-    """Seconds of the call, and of these computing on the busiest rank, and sending without overlap."""
+    """Seconds of the call, of the computation on the busiest rank, and of sending without overlap."""
     P, hidden = len(keys), asked.N - asked.queries
     sent = [
         parallel.expected(asked.method, queries, keys, rank, asked.heads, asked.d)[0] for rank in range(P)
@@ -192,8 +191,8 @@ def predict(asked: Question, queries: Rows, keys: Rows, speeds: Speeds) -> tuple
             work = [share * whole for share in parallel.shares(asked.heads, P)]
         computing, sending = speeds.computing(max(work)), speeds.sending(max(sent))
         return computing + sending, computing, sending
-    # A step of rank r begins when it has computed the one before and the keys have come, which rank r - 1
-    # began to send in that step of its own.
+    # A step of rank r begins when it has computed the step before and its keys have arrived, which rank r - 1
+    # began to send in its own step before.
     began, ended = [0.0] * P, [0.0] * P
     busy, sending = [0.0] * P, 0.0
     for step in range(P):
@@ -212,12 +211,12 @@ def predict(asked: Question, queries: Rows, keys: Rows, speeds: Speeds) -> tuple
 
 
 def run(asked: Question, echo: Callable[[str], None] = print) -> bool:
-    """Run the test on every rank; rank 0 reports. False if the result is wrong on any rank.
+    """Run the test on every rank; rank 0 prints. False if the result is wrong on any rank.
 
     Raises BuildError if a kernel cannot be compiled, and LostRank.
     """
     if PARTS[asked.part].operator:
-        operator(asked.part, "cuda" if asked.device == "cuda" else "auto")  # is compiled before anyone waits
+        operator(asked.part, "cuda" if asked.device == "cuda" else "auto")  # compiled before any rank waits
     with join(asked.device, asked.timeout) as ranks:
         return _run(asked, ranks, echo if ranks.rank == 0 else lambda line: None)
 
@@ -312,7 +311,7 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
 def compare_with_one_process(
     asked: Question, ranks: Ranks, queries: Rows, out: Tensor, speeds: Speeds, wrong: list[str]
 ) -> float | None:
-    """Compute all of it on rank 0 and compare; its seconds, None where it is too much. Adds to `wrong`."""
+    """Compute everything on rank 0 and compare. Returns its seconds, None if too much. Adds to `wrong`."""
     everything = [range(asked.queries)], [range(asked.N)]
     work = asked.heads * pairs(*everything, asked.causal, asked.N - asked.queries)
     need = 8 * asked.heads * asked.d * (asked.N + asked.queries)
@@ -352,14 +351,14 @@ def compare_with_one_process(
 
 
 def hand_over(operation: Callable, tensor: Tensor, peer: int) -> None:
-    """Send a tensor to a rank, or receive it; an empty one is not sent."""
+    """Send a tensor to a rank, or receive it. An empty tensor is not sent."""
     if tensor.numel():
         works = dist.batch_isend_irecv([dist.P2POp(operation, tensor.contiguous(), peer)])
         Traffic().wait(works, tensor.device)
 
 
 def describe(asked: Question, ranks: Ranks) -> str:
-    """What runs, and where, in two lines."""
+    """Two lines on the test and its machine."""
     mask = "causal" if asked.causal else "no mask"
     backend = "NCCL" if asked.device == "cuda" else f"gloo, {counted(torch.get_num_threads(), 'thread')} each"
     name = torch.cuda.get_device_name() if asked.device == "cuda" else processor.name()
@@ -385,7 +384,7 @@ def table(everyone: Sequence[tuple]) -> Iterator[str]:
 
 
 def published(asked: Question, count: int) -> Iterator[str]:
-    """What others reached, and what a ring can reach at most."""
+    """Published figures, and the bound of a ring."""
     if not asked.causal or asked.method not in ("ring", "zigzag"):
         return
     figures = " / ".join(map(str, PUBLISHED.values()))

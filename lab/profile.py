@@ -3,12 +3,12 @@
 The native engine records its spans itself (attention_ext/csrc/decoder/). The PyTorch model gets hooks on its
 modules, which are not changed.
 
-attention: from queries, keys and values to the joined heads, with appending to the cache and changes of
+attention: from queries, keys and values to the joined heads, including appending to the cache and changes of
 layout.
 projection, MLP down: the native engine's include the residual sums; PyTorch's sums are in `other`.
-waiting: of the native engine's threads for each other; PyTorch's is inside its operators.
+waiting: time in which the native engine's threads wait for each other; PyTorch's is inside its operators.
 other: the time outside all spans: Python, the calls, waking the threads, reading the clock. Here each token
-is a call of its own, so that each has its place; gpt.py --inference asks for about ten tokens in a call.
+is a separate call, so that each has its place; gpt.py --inference writes about ten tokens in a call.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ KINDS = (
     "sampling",
     "waiting",
 )
-DEFAULT_TOKENS = 200  # to write, where the block size allows it
-REPETITIONS = 9  # with and without recording each; odd, so that one is the median
+DEFAULT_TOKENS = 200  # tokens to write if the block size allows it
+REPETITIONS = 9  # repetitions with recording, and as many without; odd, so that one is the median
 SEED = 1337
-PROCESS = 1  # its number in a trace
+PROCESS = 1  # the process's number in a trace
 
 
 class Span(NamedTuple):
@@ -63,7 +63,7 @@ class Span(NamedTuple):
 
 
 class Hooks:
-    """The spans of a PyTorch engine, all of the calling thread's, by hooks on the model's modules."""
+    """The spans of a PyTorch engine by hooks on the model's modules, all in the calling thread."""
 
     def __init__(self, engine: TorchEngine) -> None:
         self._engine, self._choose = engine, engine.choose
@@ -72,7 +72,7 @@ class Hooks:
         self._begun = 0
 
     def record(self, on: bool) -> None:
-        """Switch recording on or off; it is off at first."""
+        """Switch recording on or off; initially off."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -81,7 +81,7 @@ class Hooks:
             return
         self._engine.choose = self._timed_choice
         gpt = self._engine.model
-        t: Any = gpt.transformer  # whose modules PyTorch does not type
+        t: Any = gpt.transformer  # PyTorch does not type its modules
         self._between("embedding", t.wte.register_forward_pre_hook, t.drop.register_forward_hook)
         for block in t.h:
             qkv, projection, up, down = block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
@@ -105,9 +105,9 @@ class Hooks:
         self._between(kind, module.register_forward_pre_hook, module.register_forward_hook)
 
     def _between(self, kind: str, register_begin: Callable, register_end: Callable) -> None:
-        """Let a span go from one hook to another, each given by what registers it.
+        """Let a span last from one hook to another; each is given by the function that registers it.
 
-        Hooks of one place are called as they were registered: a span ends there before the next begins.
+        Hooks of one place are called in the order of registration: a span ends there before the next begins.
         """
 
         def begin(*_) -> None:
@@ -126,15 +126,15 @@ class Hooks:
 
 
 def recorder(engine: Engine) -> NativeEngine | Hooks:
-    """What records an engine's spans: it has record(on) and spans()."""
+    """The recorder of an engine's spans, with record(on) and spans()."""
     return engine if isinstance(engine, NativeEngine) else Hooks(engine)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A prefill, or the tokens after it: the calls, as (begin, end) in order, and the spans inside of them.
+    """A prefill, or the tokens after it: the calls, as (begin, end) in order, and the spans inside them.
 
-    threads: those that have spans, or could have had.
+    threads: the number of threads that could have spans.
     """
 
     calls: list[tuple[int, int]]
@@ -147,7 +147,7 @@ class Phase:
         return 1e-9 * sum(end - begin for begin, end in self.calls)
 
     def shares(self) -> dict[str, float]:
-        """How much of the threads' time during the calls went to each of KINDS and to 'other'; they add to 1.
+        """The shares of the threads' time during the calls for each of KINDS and 'other'; their sum is 1.
 
         A helper's time without a span is waiting: for work, for the others, or for the next call.
         """
@@ -164,11 +164,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was run, its prefill and its decoding.
+    """The settings, the prefill and the decoding.
 
-    Of either there are REPETITIONS with spans and as many without; those with spans whose wall time is the
-    median are here. plain: the median seconds of those without, of the prefill and of the decoding.
-    others: processors that other processes took, on average; None where the system does not tell.
+    Each was repeated REPETITIONS times with spans and as often without. Here are the repetitions with spans
+    whose wall time is the median. plain: the median seconds without spans, of the prefill and of the
+    decoding. others: the mean number of processors that other processes took; None if unknown.
     """
 
     settings: dict[str, Any]
@@ -193,17 +193,17 @@ def run(
     tokens: int | None = None,
     trace_file: Path | None = None,
 ) -> Profile:
-    """Profile the reading of a prompt, and the writing of `tokens` tokens after it, by generation.writer.
+    """Profile the reading of a prompt and the writing of `tokens` tokens after it by generation.writer.
 
-    The prompt is the model's own text after token 0. The first token that follows needs no reading and is not
-    measured; each later one is, with the reading of the token before it.
+    The prompt is the model's own text after token 0. The first token after it needs no reading and is not
+    measured. Each later token is measured with the reading of the token before it.
 
-    model: its name, for people. part, engine, simd, br, bc, weights, kv_cache: as in
+    model: the model's name, for the output. part, engine, simd, br, bc, weights, kv_cache: as in
     generation.engine.open_engine.
-    prompt_tokens: half of the block size unless given. tokens: DEFAULT_TOKENS, or what the block size leaves.
-    trace_file: gets the trace, as JSON.
-    Raises TypeError or ValueError naming an argument that is wrong, OSError where trace_file cannot be
-    written, and BuildError where the kernels cannot be compiled.
+    prompt_tokens: by default half of the block size. tokens: by default DEFAULT_TOKENS, at most the rest of
+    the block size. trace_file: the trace is written to it as JSON.
+    Raises TypeError or ValueError naming a wrong argument, OSError if trace_file cannot be written, and
+    BuildError if the kernels cannot be compiled.
     """
     longest = checkpoint.model.config.block_size
     if prompt_tokens is None:
@@ -261,7 +261,7 @@ def _measure(engine: Engine, prompt_tokens: int, tokens: int) -> tuple[Phase, Ph
         order = (False, True) if repetition % 2 else (True, False)
         for recorded in order:
             pair = _repetition(engine, spans_of, recorded, ids, tokens)
-            if repetition >= 0:  # the one before warms up
+            if repetition >= 0:  # the first one warms up
                 phases[recorded].append(pair)
     prefill, decode = (sorted(of, key=lambda phase: phase.seconds) for of in zip(*phases[True]))
     plain = [statistics.median(phase.seconds for phase in of) for of in zip(*phases[False])]
@@ -284,7 +284,7 @@ def _repetition(
         spans_of.record(False)
         return Phase(calls, [Span(*span) for span in spans_of.spans()], threads)
 
-    engine.prefill(0, ids)  # the first one after spans were taken has to fault its memory in again
+    engine.prefill(0, ids)  # the first prefill after spans were taken has page faults again
     prefill = phase(lambda: engine.prefill(0, ids), 1)
     writer = _writer(engine, ids)
     writer.step(1)  # reads the prompt again
@@ -292,14 +292,14 @@ def _repetition(
 
 
 def _writer(engine: Engine, ids: Sequence[int]) -> Writer:
-    """A writer with one text, which continues these tokens."""
+    """A writer with one text that continues these tokens."""
     writer = Writer(engine)
     writer.join(Request(ids, SEED))
     return writer
 
 
 def figures(profile: Profile) -> dict:
-    """What -o json prints: the settings, a row for each kind, and what recording costs."""
+    """The output of -o json: the settings, a row for each kind, and the cost of recording."""
     prefill, decode, new_tokens = profile.prefill, profile.decode, profile.settings["new_tokens"]
     shares = {"prefill": prefill.shares(), "decode": decode.shares()}
     ms, us = 1e3 * prefill.seconds, 1e6 * decode.seconds / new_tokens
@@ -329,7 +329,7 @@ def figures(profile: Profile) -> dict:
 
 
 def table(profile: Profile) -> str:
-    """The figures as a Markdown table; above it what was run, below it what recording costs."""
+    """The figures as a Markdown table, with the settings above it and the cost of recording below."""
     f = figures(profile)
     threads = f"{f['threads']} thread{'s' * (f['threads'] > 1)}"
     helpers = "" if f["simd"] is None else f", {f['simd']} helpers"
@@ -368,10 +368,10 @@ def table(profile: Profile) -> str:
 def trace(profile: Profile) -> dict:
     """A trace for ui.perfetto.dev and chrome://tracing, in microseconds from the beginning of the prefill.
 
-    Prefill and decoding are of two repetitions, so the tokens are moved to where the prefill ends. A token is
-    named by its number, from 0; its position is that of the token which it reads. The calling thread has the
-    number of the process, PROCESS, which makes it the main thread; the helpers have those that follow. There
-    is no thread 0: Perfetto puts its spans among those of the main thread.
+    Prefill and decoding come from two repetitions, so the tokens are shifted to the end of the prefill. A
+    token's name is its number, from 0; its position is that of the token that it reads. The calling thread
+    has the number of the process, PROCESS, which makes it the main thread; the helpers have the next numbers.
+    There is no thread 0: Perfetto would merge its spans with those of the main thread.
     """
     s = profile.settings
     name = f"{s['model']} {s['part']}, {s['engine']} engine"
@@ -385,7 +385,7 @@ def trace(profile: Profile) -> dict:
     spans += _events(
         profile.decode, first - (end - begin), [f"token {i}" for i in range(s["new_tokens"])], positions
     )
-    spans.sort(key=lambda event: (event["ts"], -event["dur"]))  # a call before what is in it
+    spans.sort(key=lambda event: (event["ts"], -event["dur"]))  # a call before its spans
     return {"traceEvents": events + spans, "displayTimeUnit": "ns", "otherData": s}
 
 
@@ -395,7 +395,7 @@ def _metadata(name: str, thread: int, value: str) -> dict:
 
 
 def _events(phase: Phase, zero: int, names: Sequence[str], arguments: Sequence[dict]) -> list[dict]:
-    """The calls of a phase, each with a name and arguments, and its spans; times from `zero`."""
+    """The calls of a phase, each with a name and arguments, and its spans. Times start at `zero`."""
 
     def event(name: str, thread: int, begin: int, end: int, args: dict) -> dict:
         return {

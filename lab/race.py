@@ -23,20 +23,20 @@ from generation.writer import Request, Writer
 from model.checkpoint import Checkpoint
 from model.tokenizer import Tokenizer
 
-DEFAULT_TOKENS = 200  # that each part writes, where the block size allows it
-# Seconds that a part writes before another does. After turns of a single token the caches would hold another
-# part's data, and helper threads would sleep, or compete with another part's.
+DEFAULT_TOKENS = 200  # tokens that each part writes if the block size allows it
+# Seconds of a part's turn. After turns of a single token the caches would hold another part's data, and
+# helper threads would sleep, or compete with those of another part.
 TURN_SECONDS = 0.01
-REDRAW_SECONDS = 1 / 15  # between two pictures, at least
-MOST_ROWS, WIDEST_COLUMN = 20, 60  # of a column's text
+REDRAW_SECONDS = 1 / 15  # least time between two pictures
+MOST_ROWS, WIDEST_COLUMN = 20, 60  # limits of a column's text
 
 Echo = Callable[..., None]  # click.echo's signature
 
 
 class Runner:
-    """One part's text as it grows, without the prompt, and the seconds that writing it has taken.
+    """One part's growing text, without the prompt, and the seconds that writing it has taken.
 
-    writer: of one text, which has joined. count: tokens to write.
+    writer: a writer with one text. count: tokens to write.
     """
 
     def __init__(self, part: str, writer: Writer, tokenizer: Tokenizer, count: int) -> None:
@@ -47,12 +47,12 @@ class Runner:
 
     @property
     def seconds(self) -> float:
-        """Seconds of writing, the reading of the prompt included."""
+        """Seconds of writing, including the reading of the prompt."""
         return self._writer.seconds
 
     @property
     def rate(self) -> float:
-        """Tokens per second, the reading of the prompt included."""
+        """Tokens per second, including the reading of the prompt."""
         return len(self.tokens) / max(self.seconds, 1e-9)
 
     @property
@@ -71,7 +71,7 @@ class Runner:
 
 
 def parse_parts(names: str) -> list[str]:
-    """'part0,part4' as a list. Raises ValueError unless it names two of PARTS or more, each once."""
+    """'part0,part4' as a list. Raises ValueError unless it names at least two of PARTS, each once."""
     parts = [name.strip() for name in names.split(",")]
     for name in parts:
         if name not in PARTS:
@@ -97,10 +97,10 @@ def line_up(
     step: str | None = None,
     use_cache: bool = True,
 ) -> list[Runner]:
-    """A runner for each part, its engine warm: kernels compiled, memory touched, threads started.
+    """A runner for each part with a warm engine: kernels compiled, memory touched, threads started.
 
-    max_new_tokens: what each writes; by default DEFAULT_TOKENS, at most the block size.
-    The other arguments, and the errors, are those of generate().
+    max_new_tokens: tokens of each part; by default DEFAULT_TOKENS, at most the block size.
+    The other arguments and the errors are those of generate().
     """
     tokenizer = checkpoint.tokenizer
     count = max_new_tokens
@@ -134,7 +134,7 @@ def _warm_up(engine: Engine, request: Request) -> None:
 def describe(
     runners: Sequence[Runner], simd: str, use_cache: bool, device: str = "cpu", step: str | None = None
 ) -> str:
-    """What is about to race, for people to read; engines that differ are named."""
+    """A description of the race; different engines are named."""
     lines = [f"{runners[0].count} tokens each, {'with' if use_cache else 'without'} a KV cache"]
     if device == "cuda":
         from attention_ext.cuda import kernels
@@ -150,9 +150,9 @@ def describe(
 
 
 def run(runners: Sequence[Runner], prompt: str, echo: Echo) -> bool:
-    """Race, and echo the table, the texts and whether they are the same; False if they differ.
+    """Race, and echo the table, the texts and whether they are the same. False if they differ.
 
-    On a terminal the texts grow in columns on stderr. After Ctrl-C the race so far is echoed, then
+    On a terminal the texts grow in columns on stderr. After Ctrl-C the results so far are echoed, then
     KeyboardInterrupt is raised again.
     """
     seen = all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
@@ -169,7 +169,7 @@ def run(runners: Sequence[Runner], prompt: str, echo: Echo) -> bool:
 
 
 def race(runners: Sequence[Runner]) -> Iterator[None]:
-    """Let all write in turns, always the one that has used the least time; yields after each turn."""
+    """Let all write in turns: the next is the one that has used the least time. Yields after each turn."""
     while writing := [runner for runner in runners if not runner.done]:
         min(writing, key=lambda runner: runner.seconds).turn()
         yield
@@ -199,7 +199,7 @@ def columns(runners: Sequence[Runner], prompt: str, console: Console) -> Group:
     """The race so far, fitted to the console: a column for each runner, with the end of its text."""
     between = len(runners) - 1
     width = max(1, min(WIDEST_COLUMN, (console.width - between) // len(runners)))
-    height = max(1, min(MOST_ROWS, console.height - 5))  # the head has four lines, and the cursor has its own
+    height = max(1, min(MOST_ROWS, console.height - 5))  # the head has four lines, the cursor one
     place = places(runners)
     table = Table(box=box.SQUARE, show_edge=False, padding=0)
     for r in runners:
@@ -219,7 +219,7 @@ def ordinal(place: int) -> str:
 
 
 def tail(text: str, width: int, height: int, console: Console) -> Text:
-    """The last lines of a text, as many of this width as fit the height, markup left as it is."""
+    """The last `height` lines of a text wrapped to this width. Markup is not interpreted."""
     lines: list[Text] = []
     for paragraph in reversed(text.split("\n")):
         lines[:0] = Text(harmless(paragraph)).wrap(console, width, overflow="fold") or [Text()]
@@ -229,12 +229,12 @@ def tail(text: str, width: int, height: int, console: Console) -> Text:
 
 
 def harmless(text: str) -> str:
-    """The text without control characters: white space becomes a space, others '?'; line ends stay."""
+    """The text without control characters: white space becomes a space, others '?'. Line ends stay."""
     return "".join(c if c == "\n" or c.isprintable() else " " if c.isspace() else "?" for c in text)
 
 
 def report(runners: Sequence[Runner], prompt: str, echo: Echo, shown: Callable[[str], str] = str) -> bool:
-    """Echo the table, the text (once if all are the same) and, as the last line, whether they are.
+    """Echo the table, the text (once if all are the same) and a last line on whether they are the same.
 
     shown: applied to each text before it is echoed.
     """
@@ -280,5 +280,5 @@ def table_lines(runners: Sequence[Runner]) -> list[str]:
 
 
 def parting(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The number, from 1, of the first token that differs; None if one is the beginning of the other."""
+    """The number, from 1, of the first different token; None if one text is the beginning of the other."""
     return next((i for i, (x, y) in enumerate(zip(a, b), 1) if x != y), None)

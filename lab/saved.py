@@ -1,4 +1,4 @@
-"""Results in files: a JSON file for each kind of measurement and each processor, and how it is written."""
+"""Files of results: JSON, one for each kind of measurement and each processor."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 
 def default_file(kind: str, where: str | None = None) -> Path:
-    """The file for results of a kind, which is the name of the command that measures.
+    """The file for results of a kind, the name of the command that measures.
 
     It is in RESULTS, or in the current folder if the package is installed without the repository.
-    where: what they were measured on, this processor unless given.
+    where: the device of the measurement; by default this processor.
     """
     folder = RESULTS if RESULTS.is_dir() else Path()
     return folder / f"{kind}-{where or processor.slug()}.json"
 
 
 def check_file(save: str) -> None:
-    """Raise ValueError if results could not be written to this file."""
+    """Raise ValueError if results cannot be written to this file."""
     file = Path(save)
     if not file.resolve().parent.is_dir():
         raise ValueError(f"save is {save!r}; it must be a file in a directory that exists")
@@ -34,7 +34,7 @@ def check_file(save: str) -> None:
 
 
 def write(content: dict[str, Any], file: Path) -> None:
-    """Write JSON, each list of numbers in one line, to a file, which is replaced as a whole."""
+    """Write JSON to a file, which is replaced atomically. Each list of numbers takes one line."""
     text = json.dumps(content, indent=1)
     text = re.sub(r"\[\n([\d\s.,eE+-]*)\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text)
     file = file.resolve()

@@ -1,9 +1,9 @@
-"""How a call is timed on a machine that others use too.
+"""Timing of a call on a machine that others use too.
 
 Other programs slow the shared cache and memory for milliseconds at a time, and no system counter shows it. So
-a round is made of short bursts of calls, with a sample of the bandwidth before and after each burst. The
-round's time is that of the median call between fast samples. The samples alone decide what counts, never the
-calls' own times; see calm().
+a round consists of short bursts of calls, with a sample of the bandwidth before and after each burst. The
+round's time is that of the median call between fast samples. Only the samples decide which bursts count,
+never the calls' own times; see calm().
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import NamedTuple, TypeVar
 
 from lab import machine
 
-CONFIDENCE = 0.95  # of a median's interval, at least
+CONFIDENCE = 0.95  # least confidence of a median's interval
 
 T = TypeVar("T")
 
 
 class Round(NamedTuple):
-    """What time_round() gives.
+    """The result of time_round().
 
-    seconds: of the median call in calm() bursts. pace: of the calmest burst. spent: seconds of all calls.
-    pages: of memory that the system handed out for them.
+    seconds: time of the median call in calm() bursts. pace: that of the calmest burst. spent: seconds of all
+    calls. pages: memory pages that the system gave to the process for them.
     """
 
     seconds: float
@@ -41,10 +41,10 @@ def time_round(
     pace: Callable[[bool], float],
     clock: Callable[[], float] = time.perf_counter,
 ) -> Round:
-    """Time bursts of so many calls.
+    """Time bursts of calls.
 
-    pace(wait) gives the machine's speed, 1 at best; wait: it may wait until the machine is fast again. A
-    burst's pace is the slower one of the samples before and after it. clock: gives seconds.
+    pace(wait) returns the machine's speed, at most 1; wait: it may wait until the machine is fast again. A
+    burst's pace is the slower one of the samples before and after it. clock: returns seconds.
     """
     times, paces, pages, before = [], [], 0, 0.0
     for repeats in bursts:
@@ -64,19 +64,19 @@ def time_round(
 
 
 def calm(timed: list[T], paces: Sequence[float], least: int) -> list[T]:
-    """Those that were timed undisturbed; if they are fewer than `least`, the next calmest too."""
+    """The items that were timed undisturbed, and the next calmest ones if there are fewer than `least`."""
     enough = min([machine.SLOWED_BELOW, *sorted(paces, reverse=True)[:least]])
     return [each for each, pace in zip(timed, paces) if pace >= enough]
 
 
 def spread(count: int, parts: int) -> list[int]:
-    """The sizes of `parts` nearly equal parts of `count`, the larger ones first, none of them 0."""
+    """The sizes of at most `parts` nearly equal parts of `count`, larger ones first, none of them 0."""
     parts = min(parts, count)
     return [count // parts + (i < count % parts) for i in range(parts)]
 
 
 def quartiles(seconds: Sequence[float]) -> tuple[float, float]:
-    """The first and the third quartile of one number or more."""
+    """The first and the third quartile of at least one number."""
     if len(seconds) == 1:
         return seconds[0], seconds[0]
     low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
@@ -87,9 +87,9 @@ def interval(seconds: Sequence[float]) -> tuple[float, float]:
     """The CONFIDENCE interval of the median of the distribution that the numbers are drawn from.
 
     Its bounds are the k-th number from below and from above. A number is as likely below the median as above
-    it, so the median is out of bounds with probability 2 P(Binomial(n, 1/2) < k), whatever the distribution.
-    k is the largest that is sure enough. Of fewer than six numbers the bounds are the least and the greatest,
-    and less sure.
+    it, so the median is out of bounds with probability 2 P(Binomial(n, 1/2) < k) for any distribution. k is
+    the largest with this confidence. For fewer than six numbers the bounds are the least and the greatest,
+    with less confidence.
     """
     n = len(seconds)
     chances = (

@@ -1,4 +1,4 @@
-"""The lab's view of a training step: the native one beside PyTorch's, and where the time of each goes."""
+"""Training steps in the lab: the native one beside PyTorch's, and where the time of each goes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from training.recipe import Recipe
 from training.trainer import Trainer
 
 SHAKES = GPTConfig(block_size=128, vocab_size=65, n_layer=4, n_head=4, n_embd=128, bias=False)  # shakes128's
-CHARACTERS = 2048  # of a batch, where none is given
-TOLERANCE = 1e-4  # of the largest gradient of a parameter
-SHOWN = 12  # operators of PyTorch
-SECONDS = 2.0  # of a profile
+CHARACTERS = 2048  # characters of a batch by default
+TOLERANCE = 1e-4  # tolerance as a share of the largest gradient of a parameter
+SHOWN = 12  # PyTorch's operators in the table
+SECONDS = 2.0  # time of a profile
 LEAST_STEPS, MOST_STEPS = 5, 100
 
 
@@ -50,9 +50,10 @@ def trainer(part: str, config: GPTConfig, batch: int, simd: str = "auto") -> Tra
 
 
 def operations(config: GPTConfig, batch: int) -> int:
-    """Floating-point operations of a step's products, forward and backward, without the optimizers'.
+    """Floating-point operations of a step's forward and backward products, without the optimizers'.
 
-    6 for each weight of a matrix and token, and seven products of 2 d for each pair of a query and a key.
+    6 for each weight of a matrix and each token, and seven products of 2 d for each pair of a query and a
+    key.
     """
     C, T, tokens = config.n_embd, config.block_size, batch * config.block_size
     weights = config.n_layer * 12 * C * C + config.vocab_size * C
@@ -61,7 +62,7 @@ def operations(config: GPTConfig, batch: int) -> int:
 
 
 def largest_error(pytorchs: Trainer, native: Trainer) -> tuple[str, float]:
-    """The parameter whose gradients differ most, and by how much of its largest gradient; one batch."""
+    """The parameter whose gradients differ most, and the difference over its largest gradient; one batch."""
     T, tokens = pytorchs.recipe.block_size, pytorchs.recipe.batch_chars
     window = pytorchs.ids[torch.arange(tokens // T)[:, None] * 7 + torch.arange(T + 1)]
     for each in (pytorchs, native):
@@ -72,7 +73,7 @@ def largest_error(pytorchs: Trainer, native: Trainer) -> tuple[str, float]:
 
 
 def _error(right: torch.Tensor | None, got: torch.Tensor | None) -> float:
-    """Infinite if a gradient is missing or not finite."""
+    """The largest difference over the largest gradient; infinite if one is missing or not finite."""
     if right is None or got is None or not bool(got.isfinite().all()):
         return float("inf")
     return float((right - got).abs().max() / right.abs().max())
@@ -80,7 +81,7 @@ def _error(right: torch.Tensor | None, got: torch.Tensor | None) -> float:
 
 @dataclass(frozen=True)
 class Profile:
-    """Where a step's time goes: the step's seconds, and those of each kind of work, the mean of all threads.
+    """The time of a step: its seconds, and those of each kind of work, the mean of all threads.
 
     plain: the median step without PyTorch's profiler. others: processors that other programs took, if known.
     """
@@ -99,8 +100,8 @@ class Profile:
 def profile(part: str, config: GPTConfig, batch: int | None = None, simd: str = "auto") -> Profile:
     """Profile training steps of a model of these sizes; for arguments and errors see trainer().
 
-    The native step measures itself, always; its profile is that of the median step. PyTorch's is the mean of
-    the steps that its profiler recorded, which has a cost.
+    The native step always measures itself; its profile is that of the median step. PyTorch's is the mean of
+    the steps that its profiler recorded, which costs time.
     """
     batch = max(1, CHARACTERS // config.block_size) if batch is None else batch
     of = trainer(part, config, batch, simd)
@@ -162,7 +163,7 @@ def table(p: Profile) -> str:
 
 
 def figures(p: Profile) -> dict:
-    """What -o json prints."""
+    """The output of -o json."""
     c = p.config
     return {
         "part": p.part,
