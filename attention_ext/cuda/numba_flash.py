@@ -19,8 +19,8 @@ Shared memory: Kj and Vj, Bc x P W, padded with zeros from d on; Sij, P x Bc x B
     four numbers of Kj or Vj for all of its rows, and neighbours in Sij, so there are no bank conflicts.
 Registers: at most 128, so that two blocks are resident. They hold q, o, m and l. "spilled" reads m, l
     and o from global memory before each tile of keys and writes them back after it.
-Improves on step 2: it is Python. It is not faster: "registers" takes 12.6 ms at d = 32, step 2 11.2 and
-    step 3 8.53. Each score passes through shared memory, and Q and O are transposed by copies of their
+Improves on step 2: it is Python. It is not faster: "registers" takes 12.6 ms at d = 32, step 2 10.5 and
+    step 3 8.36. Each score passes through shared memory, and Q and O are transposed by copies of their
     own. "spilled" is 6 % slower than "registers".
 Bound: probably shared memory, as in step 3; `explain` has no count of these kernels.
 Command: python gpt.py bench numba-registers,numba-spilled --device cuda --l2 warm -r 5

@@ -242,8 +242,7 @@ def _step2(of: Launch) -> Count:
     columns, warps = bc // 4, br * bc // 16 // 32
     pitch, p_pitch, mine = d + padding, bc + padding, -(-d // columns)
     x, y = [lane % columns for lane in LANES], [lane // columns for lane in LANES]
-    width, p_width = _vector(pitch), 1  # P's next number may be masked
-    width = min(width, 2)  # of 4 rows of Q and K; more would not fit registers
+    width, p_width = (min(_vector(n), 2) for n in (pitch, p_pitch))  # of 4 rows; more would not fit registers
     visited, blocks = of.visits(), of.tiles
 
     def load(name: str, count: int, times: int) -> Iterator[Shared]:

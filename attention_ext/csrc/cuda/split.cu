@@ -17,7 +17,7 @@
 //     blocks of MERGE_THREADS threads.
 // Shared memory: q (QUERIES, WIDTH), then the warps' O (WARPS, QUERIES, WIDTH), m and l (WARPS, QUERIES),
 //     float32; 2.3 KiB for one query at d = 64, 4.6 KiB at d = 128.
-// Registers: 124 in fp32 and 128 in bf16 for one query at d = 64, none spilled; sm_90. BLOCKS limits them:
+// Registers: 128 in fp32 and 127 in bf16 for one query at d = 64, none spilled; sm_90. BLOCKS limits them:
 //
 //          Nq     QUERIES  WARPS  BLOCKS  UNROLL   registers at most
 //          1         1       8      2     4 to 8       128
@@ -29,20 +29,20 @@
 // Improves on steps 5 and 6 for few queries: a block for each tile of queries leaves the GPU idle. One query of
 //     8 heads is 8 blocks there. Since sm_90 the merge is launched before the split has ended, which hides the
 //     launch.
-// Bound: the memory's bandwidth for one query. With 256 MiB or more of K and V it reaches 85 to 100 %; below,
-//     beginning and ending show: a launch that only reads 64 MiB has 75 %, one that reads 128 MiB 87 %. Five to
+// Bound: the memory's bandwidth for one query. With 256 MiB or more of K and V it reaches 83 to 100 %; below,
+//     beginning and ending show: a launch that only reads 64 MiB has 74 %, one that reads 128 MiB 87 %. Five to
 //     sixteen queries with many heads read K and V at a third of the bandwidth: shuffles and FMAs bound them.
-//     In bf16 cuDNN is up to 4 % faster; in fp32 split is 2.5 to 4.4 times as fast as the best backend of SDPA.
+//     In bf16 cuDNN is up to 4 % faster; in fp32 split is 2.6 to 4.5 times as fast as the best backend of SDPA.
 // Command: python gpt.py bench split,sdpa-efficient,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16
 //          --queries 1 -N 8192:131072*4 --batch 1 --heads 32 -d 64,128 --l2 cold -r 10
 //          python gpt.py bench split,sdpa-efficient,sdpa-math --device cuda --queries 1
 //          -N 8192:131072*4 --batch 1 --heads 32 -d 64,128 --l2 cold -r 10
-// Measured: NVIDIA H200, one query of 32 heads, share of the bandwidth of 4.54 TB/s at Nk = 8192, 32768 and
+// Measured: NVIDIA H200, one query of 32 heads, share of the bandwidth of 4.65 TB/s at Nk = 8192, 32768 and
 //     131072; in brackets over the best backend of SDPA:
-//         bf16  d =  64   57 % (0.97), 85 % (0.98), 96 % (0.99)
-//         bf16  d = 128   73 % (1.00), 91 % (0.99), 98 % (0.99)
-//         fp32  d =  64   76 % (2.92), 93 % (4.29), 99 % (4.43)
-//         fp32  d = 128   86 % (2.54), 97 % (2.90), 100 % (2.89)
+//         bf16  d =  64   56 % (0.97), 83 % (0.99), 95 % (0.98)
+//         bf16  d = 128   72 % (1.01), 90 % (0.99), 96 % (0.98)
+//         fp32  d =  64   75 % (2.95), 93 % (4.36), 98 % (4.49)
+//         fp32  d = 128   85 % (2.57), 96 % (2.95), 100 % (2.94)
 #include "call.h"
 
 // Macros, by cuda/tiles.py:

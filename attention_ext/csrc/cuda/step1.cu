@@ -9,11 +9,11 @@
 // Shared memory: Q, K, V and S as float32, (96 d + 1024) * 4 bytes; 16 KiB at d = 32. There is no padding.
 // Registers: at most 64, because 1,024 threads share 65,536; 55 at d = 32 in fp32, none spilled.
 // Improves on the sequential loop: a block computes the scores of a tile at once.
-// Bound: shared memory, 68.2 of the 117 ms by the count of `explain`. Rows of K are d numbers apart, so at d =
+// Bound: shared memory, 68.2 of the 118 ms by the count of `explain`. Rows of K are d numbers apart, so at d =
 //     32 a warp's reads are all in one bank. Every launch also reads and writes m, l and O, (d + 2) * 4 bytes a
 //     row.
 // Command: python gpt.py bench step1 --device cuda --l2 warm -r 5
-// Measured: NVIDIA H200, fp32, (100, 1, 4096, 32), no mask: 117 ms, 1.83 TFLOP/s, 509 times sequential C++.
+// Measured: NVIDIA H200, fp32, (100, 1, 4096, 32), no mask: 118 ms, 1.82 TFLOP/s, 511 times sequential C++.
 #include "call.h"
 
 constexpr int TILE = 32, d = HEAD_DIM;

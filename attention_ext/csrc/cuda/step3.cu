@@ -9,20 +9,20 @@
 // Shared memory: K and V as float32, 2 BC d numbers; 16 KiB at d = 32 and BC = 64. With STATE = SHARED also O,
 //     THREADS d / SHARE numbers; 32 KiB in all.
 // Registers: __launch_bounds__ makes BLOCKS blocks fit a multiprocessor, which limits the registers of a
-//     thread. At d = 32 in fp32: 167 (3, STATE = REGISTERS); 64, with 196 bytes spilled (3-spilled, which is
+//     thread. At d = 32 in fp32: 163 (3, STATE = REGISTERS); 64, with 288 bytes spilled (3-spilled, which is
 //     REGISTERS with BLOCKS = 8).
 // Improves on step 2: the weights stay in their thread. P needs no shared memory, and O += P V moves 102 GiB
 //     through shared memory instead of 165 at d = 32. Q K^T moves 102 GiB instead of 103: a warp reads the same
 //     four numbers of K for 32 rows, and such a 16-byte load of one address takes two wavefronts, not one.
-//     3-shared and 3-spilled are slower than step 2 at d = 64. 3-shared reads and writes O for every 8 keys:
-//     556 GiB instead of 425. 3-spilled keeps q and O, 128 numbers, in 64 registers and spills 784 bytes a
-//     thread. At d = 128 step 3 moves more than step 2 as well, 825 GiB instead of 738: there a thread of step
-//     2 has 8 columns of O.
-// Bound: shared memory, 6.52 of the 8.53 ms by the count of `explain`. 3-spilled also waits for local memory.
-// Command: python gpt.py bench step3-shared,step3-spilled,step3 --device cuda -d 32,64,128 --l2 warm -r 5
-// Measured: NVIDIA H200, fp32, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 3-shared 21.3, 19.8,
-//     17.8; 3-spilled 21.7, 15.7, 9.71; 3 25.2, 23.0, 20.1. At d = 32 they are 1.11, 1.13 and 1.31 times step
-//     2; step 3 takes 8.53 ms.
+//     Wider heads are slower than in step 2, which takes 17.8 ms at d = 64 and 35.9 ms at d = 128. At d = 64,
+//     3-shared reads and writes O for every 8 keys: 556 GiB instead of 425. 3-spilled keeps q and O, 128
+//     numbers, in 64 registers and spills 876 bytes a thread. Step 3 takes 3 % longer there. At d = 128 it
+//     moves more, 825 GiB instead of 738, because a thread of step 2 has 8 columns of O.
+// Bound: shared memory, 6.52 of the 8.36 ms by the count of `explain`. 3-spilled also waits for local memory.
+// Command: python gpt.py bench step2,step3-shared,step3-spilled,step3 --device cuda -d 32,64,128 --l2 warm -r 5
+// Measured: NVIDIA H200, fp32, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 3-shared 21.3, 19.5,
+//     17.6; 3-spilled 20.8, 14.7, 10.3; 3 25.7, 23.4, 20.4. At d = 32 they are 1.04, 1.02 and 1.26 times step
+//     2; step 3 takes 8.36 ms.
 #include "call.h"
 
 #define SHARED 0

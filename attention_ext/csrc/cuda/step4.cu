@@ -12,14 +12,14 @@
 // Launch: B H ceil(Nq / BR) blocks of 32 WARPS threads, BR = WARPS * TM * 32 / TX.
 // Shared memory: Q (BR, Q_ROW), two slabs of K or V, P transposed (WARPS, KEYS, P_ROW), float32. A row is an
 //     odd number of 16 bytes long, against bank conflicts.
-// Registers: bytes spilled in the last column; sm_90. At d = 80 and 96, 255 registers and 8 and 12 bytes.
+// Registers: bytes spilled in the last column; sm_90. At d = 80 and 96, 255 registers and 16 and 40 bytes.
 //
 //          d up to  TX   BC  DIMS  KEYS  WARPS  BLOCKS    BR    shared memory     registers, spilled
 //             16     4   32    d    32     4      2      256     61 KiB at d =  16   254    0
 //             32     8   64    d    64     4      2      128     76 KiB at d =  32   254    0
-//             96     8   32    d    32     4      2      128     71 KiB at d =  64   244    0
-//            128    16   64    d    64     8      1      128    180 KiB at d = 128   244    0
-//            192    16   64   64    32     8      1      128    170 KiB at d = 192   255   24
+//             96     8   32    d    32     4      2      128     71 KiB at d =  64   252    0
+//            128    16   64    d    64     8      1      128    180 KiB at d = 128   252    0
+//            192    16   64   64    32     8      1      128    170 KiB at d = 192   255   36
 //            256    32  128   32    32     4      2       32    102 KiB at d = 256   254    0
 //     These tiles are the fastest of a sweep on an H200.
 //
@@ -27,7 +27,7 @@
 //     cp.async fills one slab while the other is multiplied: V arrives during Q K^T, the next K during P V. A
 //     16-byte load takes 2 wavefronts instead of 4 if every lane reads what lane ^ 1 or lane ^ 2 reads, hence
 //     the order of the lanes.
-// Bound: the FMA units, 3.21 of the 5.54 ms at d = 32; shared memory is busy for 2.31 ms beside them. Other
+// Bound: the FMA units, 3.21 of the 5.62 ms at d = 32; shared memory is busy for 2.31 ms beside them. Other
 //     instructions take issue slots: cuBLAS's product reaches 51 TFLOP/s, FMAs alone 66. At d = 32 and 64 the
 //     3,200 blocks fill the 264 places of an H200 12.1 times, so the last wave is nearly empty: 7 %. At d = 128
 //     SDPA's efficient backend is faster: it uses tensor cores for float32, and so does step 5.
@@ -35,9 +35,9 @@
 //          --mask none,causal --l2 warm -r 5
 // Measured: NVIDIA H200, fp32, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's
 //     efficient backend:
-//         no mask  38.8 (1.88), 42.4 (1.19), 43.5 (0.93)
-//         causal   39.5 (2.02), 42.4 (1.26), 43.7 (0.98)
-//     That is 1.54, 1.86 and 2.17 times step 3; causal 1.71, 1.94 and 2.21 times.
+//         no mask  38.2 (1.85), 43.0 (1.21), 43.5 (0.93)
+//         causal   39.2 (2.01), 43.5 (1.29), 43.8 (0.98)
+//     That is 1.49, 1.85 and 2.11 times step 3; causal 1.67, 1.95 and 2.21 times.
 #include "call.h"
 
 // Macros, by cuda/tiles.py:

@@ -24,8 +24,8 @@
 //          --mask none,causal --l2 warm -r 5
 // Measured: NVIDIA H200, bf16, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's flash
 //     backend:
-//         no mask  294 (1.40), 345 (1.17), 338 (1.04)
-//         causal   250 (1.29), 310 (1.12), 312 (1.02)
+//         no mask  298 (1.42), 353 (1.22), 322 (1.01)
+//         causal   255 (1.32), 319 (1.17), 300 (1.02)
 #include "step5.h"
 
 // Macros beside those of step5.h:

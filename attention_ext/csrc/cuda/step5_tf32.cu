@@ -22,9 +22,9 @@
 //          --mask none,causal --l2 warm -r 5
 // Measured: NVIDIA H200, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's efficient
 //     backend:
-//         no mask  67.1 (3.24), 71.0 (1.99), 59.7 (1.28)
-//         causal   61.5 (3.14), 65.6 (1.95), 56.8 (1.27)
-//     That is 1.73, 1.68 and 1.37 times step 4; causal 1.56, 1.55 and 1.30 times.
+//         no mask  66.0 (3.19), 72.6 (2.04), 61.1 (1.30)
+//         causal   61.0 (3.13), 67.4 (1.99), 57.9 (1.29)
+//     That is 1.72, 1.69 and 1.40 times step 4; causal 1.56, 1.55 and 1.32 times.
 #include "step5.h"
 
 // Macros beside those of step5.h: Q_SPLIT 1: the queries are kept as their two parts; 0: split at each use.

@@ -28,20 +28,19 @@
 //     begin together, and the softmax needs only S.
 //   - The warpgroups take turns to begin products, so that one has its softmax while another multiplies.
 //   - m follows the largest score only when that is 2^8 times above it. Few tiles shuffle or rescale O.
-//   - At d = 32 the gain is only 4 %: the exponentials bound both steps.
+//   - At d = 32 the gain is only 3 %: the exponentials bound both steps.
 //   - Sweep on an H200 that led to these choices, bf16, TFLOP/s. d = 64: 489 as it is; 430 without turns; 463
 //     and 440 with 2 and 4 of 16 powers by a polynomial instead of ex2; 442 with 2 warpgroups that multiply;
 //     479 with a block for each tile. d = 32: 306 as it is; 291 with 4 warpgroups that multiply. d = 128
 //     causal: 547 as it is (L2_BYTES of 20 MiB); 453 with 8 MiB, 527 with 40 MiB.
-// Bound: the exponentials at d = 32 and 64, 0.414 of the 0.704 ms at d = 32; the tensor cores from d = 128 on,
-//     0.802 of the 1.26 ms. The softmax of a warpgroup has serial parts, so three warpgroups leave gaps. cuDNN
-//     is 1 % faster with a causal mask at d = 128.
+// Bound: the exponentials at d = 32 and 64, 0.414 of the 0.702 ms at d = 32; the tensor cores from d = 128 on,
+//     0.802 of the 1.24 ms. The softmax of a warpgroup has serial parts, so three warpgroups leave gaps.
 // Command: python gpt.py bench step5,step6,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16 -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
 // Measured: NVIDIA H200, bf16, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over cuDNN:
-//         no mask  305 (1.26), 530 (1.11), 683 (1.02)
-//         causal   263 (1.22), 449 (1.05), 586 (0.99)
-//     That is 1.04, 1.55 and 2.41 times step 5; causal 1.06, 1.49 and 2.20 times.
+//         no mask  306 (1.26), 545 (1.16), 694 (1.04)
+//         causal   271 (1.25), 466 (1.09), 601 (1.03)
+//     That is 1.03, 1.55 and 2.16 times step 5; causal 1.06, 1.46 and 2.00 times.
 #include "call.h"
 // A tile is boxes side by side, each as wide as a swizzled row.
 constexpr int box_row = HEAD_DIM <= 32 ? 64 : 128;  // bytes
