@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import tiny
 from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, files, here
 
+from attention_ext import PARTS
 from generation import bulk, load, shards
 from generation.bulk import Job, LocalPool
+from generation.engine import open_engine
 from generation.shards import Settings
 from model import checkpoint
+
+# Each part in each of its engines. One kernel stands for all by default.
+ENGINES = [
+    pytest.param(
+        (part, name), id=f"{part} {name}", marks=[] if part in ("part0", "part4") else pytest.mark.full
+    )
+    for part, row in PARTS.items()
+    for name in (("native", "torch") if row.operator else ("torch",))
+]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    """Run the test for each part in each of its engines; opens an engine of a model."""
+    part, name = request.param
+    if PARTS[part].operator:
+        request.getfixturevalue("extension")
+    return partial(open_engine, engine=name, part=part)
 
 
 @pytest.fixture(scope="session")

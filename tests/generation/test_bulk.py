@@ -17,8 +17,7 @@ from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, Here, check, files, here, rows
 from support import ROOT
 
 from generation import bulk, generate, load, shards
-from generation.bulk import BulkError, Job, LocalPool, Loss, Manifest, Prompts
-from generation.shards import Scribe, Shard, Task
+from generation.bulk import BulkError, Job, LocalPool, Loss, Prompts
 from model.files import locked
 
 
@@ -74,6 +73,7 @@ def group_ends(process, seconds=30) -> bool:
     return False
 
 
+@pytest.mark.full
 def test_a_killed_driver_leaves_no_worker_and_is_resumed(slow, slow_expected, model, tmp_path):
     process = subprocess.Popen(
         command(model, tmp_path, SLOW), start_new_session=True, stderr=subprocess.DEVNULL
@@ -171,27 +171,6 @@ def test_a_shard_that_fails_again_and_again_is_left_out(job, expected, tmp_path)
     check(tmp_path, expected)
 
 
-def test_workers_that_never_write_end_the_job(job, tmp_path):
-    with pytest.raises(BulkError, match="no worker wrote anything in 5 attempts: ValueError: no"):
-        bulk.run(job, tmp_path, here(*[Loss("ValueError: no", died=False)] * 99))
-    assert json.loads((tmp_path / bulk.MANIFEST).read_text())["workers_lost"] == []
-
-
-def test_a_mix_of_processors_is_reported(job, expected, tmp_path):
-    class Other(Here):
-        def wait(self):
-            ((task, shard),) = super().wait()
-            old = {"features": "0", "instructions": "AVX2"} if task.first == 8 else {}
-            return [(task, replace(shard, machine=shard.machine | old))]
-
-    lines = []
-    manifest = bulk.run(job, tmp_path, Other, lines.append).content
-    assert len(manifest["machines"]) == 2 and len(lines) == 1
-    assert lines[0].startswith("warning: shards come from processors with different instruction sets (")
-    assert "(AVX2)" in lines[0]
-    check(tmp_path, expected)
-
-
 def test_the_tile_and_the_engine_of_the_first_run_are_kept(job, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         bulk.run(job, tmp_path, here(None, KeyboardInterrupt()))
@@ -226,22 +205,6 @@ def test_a_full_disk_leaves_whole_files(job, expected, tmp_path, monkeypatch, st
     check(tmp_path, expected)
 
 
-def test_a_disk_that_is_full_at_the_last_write_is_reported(job, expected, tmp_path, monkeypatch):
-    save = Manifest.save
-
-    def full(manifest, lazily=False):
-        if manifest.content["complete"]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save(manifest, lazily)
-
-    monkeypatch.setattr(Manifest, "save", full)
-    with pytest.raises(OSError, match="No space left on device"):
-        bulk.run(job, tmp_path, here())
-    monkeypatch.undo()
-    bulk.run(job, tmp_path, here())
-    check(tmp_path, expected)
-
-
 FULL_DISK = """
 import subprocess, sys
 from app.cli import main
@@ -260,6 +223,7 @@ subprocess.run("sha256sum texts-*", cwd=sys.argv[1], shell=True)
 """
 
 
+@pytest.mark.full
 def test_a_real_full_disk_and_a_read_only_directory(model, expected, tmp_path):
     """One line and exit code 2; with room the same command goes on."""
     trial = ["unshare", "--user", "--map-root-user", "--mount"]
@@ -347,16 +311,6 @@ def test_prompts_from_a_file(settings, model, prompts, tmp_path):
         bulk.run(replace(job, prompts=Prompts(prompts, SIZE)), tmp_path / "out", here())
 
 
-def test_the_command_reads_prompts(cli, model, prompts, tmp_path):
-    done = cli("bulk", "-m", model, "--prompts", prompts, "--out", "o", "--max-new-tokens", 9, "--workers", 1)
-    assert done.returncode == 0, done.stderr
-    assert f"{prompts}:3: " in done.stderr or f"{prompts}:2: " in done.stderr
-    assert f"o: {len(GOOD)} texts" in done.stderr
-    assert f"; {len(MALFORMED)} lines were rejected" in done.stderr
-    assert done.stderr.count("\n") == len(MALFORMED) + 1
-    assert len(rows(tmp_path / "o")) == len(GOOD)
-
-
 def test_parquet(job, settings, model, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     bulk.run(job, tmp_path / "lines", here())
@@ -369,14 +323,6 @@ def test_parquet(job, settings, model, tmp_path):
         for row in parquet.read_table(file).to_pylist()
     ]
     assert table == rows(tmp_path / "lines")
-
-
-def test_what_is_not_installed_is_one_line(failed, model, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.setitem(sys.modules, "ray", None)
-    given = ["bulk", "-m", model, "--texts", 1, "--out", "o"]
-    assert "needs pyarrow; install it (pip install -e '.[cluster]')" in failed(*given, "--format", "parquet")
-    assert "--ray needs Ray; install it" in failed(*given, "--ray", "auto")
 
 
 WRONG = [
@@ -394,20 +340,3 @@ WRONG = [
 @pytest.mark.parametrize("given, line", WRONG)
 def test_wrong_requests_are_one_line(failed, model, given, line):
     assert line in failed("bulk", "-m", model, "--out", "o", *given)
-
-
-def test_another_model_is_not_written_with(settings):
-    with pytest.raises(ValueError, match="is not the one that the job was started with"):
-        Scribe(replace(settings, fingerprint="0"))
-
-
-def test_the_manifest_is_not_written_all_the_time(job, tmp_path, monkeypatch):
-    """A manifest of a million files takes seconds to write."""
-    manifest = Manifest(tmp_path, job)
-    manifest.save()
-    manifest._save_seconds = 1e6
-    manifest.add("texts-0.jsonl", Task(0, 4), Shard(b"", 4, 0, 0.0), 1)
-    manifest.save(lazily=True)
-    assert Manifest(tmp_path, job).shards == {}
-    manifest.save()
-    assert list(Manifest(tmp_path, job).shards) == ["texts-0.jsonl"]

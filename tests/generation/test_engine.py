@@ -14,18 +14,14 @@ import tiny
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import naming
 
-from attention_ext import SIMD, BuildError
-from attention_ext.extension import load as load_extension
 from attention_ext.extension import load_decoder
-from attention_ext.parts import CachePrecision, Precision
 from attention_ext.processor import Cache
-from generation.engine import DTYPES, ROUNDINGS, open_engine, rounded, with_rounded_cache
+from generation.engine import open_engine, rounded
 from generation.sampling import Sampling
-from model import load
 
 GREEDY = Sampling(temperature=0)
-EXACT = dict(rtol=0, atol=0)  # of our own engine; PyTorch's sums may depend on the row
 
 # Extreme nanoGPT configurations: biases, one head, odd widths, vocabularies of 1 and of thousands
 CONFIGS = [
@@ -75,15 +71,6 @@ def _over_bf16(attend, q, k, v):
     return attend(q, k.bfloat16().double(), v.bfloat16().double())
 
 
-@pytest.fixture(params=SIMD[1:])
-def simd(request, extension):
-    try:
-        load_extension(request.param)
-    except BuildError as error:
-        pytest.skip(str(error))
-    return request.param
-
-
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_the_logits_are_the_models(kernel, config):
     gpt = model(**config)
@@ -98,24 +85,9 @@ def test_the_logits_are_the_models(kernel, config):
         torch.testing.assert_close(engine.logits(0).double(), exact[-1], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("weights", ["fp32", "int8"])
-def test_every_simd_helper_gives_the_same_logits(kernel, simd, weights):
-    gpt = load("shakes256").model
-    tokens = ids(gpt, 200)
-    native, by_torch = (
-        open_engine(gpt, name, part=kernel, simd=simd, weights=weights) for name in ("native", "torch")
-    )
-    for engine in (native, by_torch):
-        engine.prefill(0, tokens)
-    torch.testing.assert_close(native.logits(0), by_torch.logits(0), atol=1e-4, rtol=0)
-    for u in torch.rand(30, generator=torch.Generator().manual_seed(5)).tolist():
-        assert native.next([0], [u]) == by_torch.next([0], [u])
-        torch.testing.assert_close(native.logits(0), by_torch.logits(0), atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_rounded_weights_are_those_of_the_rounded_model(config, weights):
+def test_rounded_weights_are_those_of_the_rounded_model(extension, config, weights):
     gpt = model(**config)
     tokens = ids(gpt, gpt.config.block_size)
     exact = expected(rounded(gpt, weights), tokens)[-1]
@@ -135,28 +107,29 @@ def test_rounded_weights_are_those_of_the_rounded_model(config, weights):
         assert (exact - expected(gpt, tokens)[-1]).abs().max() > 1e-4  # the rounding has an effect
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("name", ["native", "torch"])
-def test_a_bf16_cache_holds_rounded_keys_and_values(kernel, simd, name, config):
+def test_a_bf16_cache_holds_rounded_keys_and_values(kernel, name):
     """An error of float32 may round a number the other way: that is a small part of what rounding changes."""
-    gpt = model(**config)
-    tokens = ids(gpt, gpt.config.block_size)
-    exact, right = (expected(gpt, tokens, kv_cache) for kv_cache in ("fp32", "bf16"))
-    allowed = 1e-4 + 0.3 * (exact - right).abs().max()
-    engine = open_engine(gpt, name, part=kernel, simd=simd, bc=16, kv_cache="bf16", slots=2)
-    for prompt in {1, 2, len(tokens) - 1, len(tokens)} & set(range(1, len(tokens) + 1)):
-        engine.prefill(0, tokens[:prompt])
-        engine.copy(0, 1)
-        for i in range(prompt, len(tokens)):
-            assert (engine.logits(1) - right[i - 1]).abs().max() < allowed
-            engine.push(1, tokens[i])
-        assert (engine.logits(1) - right[-1]).abs().max() < allowed
+    for config in CONFIGS:
+        gpt = model(**config)
+        tokens = ids(gpt, gpt.config.block_size)
+        exact, right = (expected(gpt, tokens, kv_cache) for kv_cache in ("fp32", "bf16"))
+        allowed = 1e-4 + 0.3 * (exact - right).abs().max()
+        engine = open_engine(gpt, name, part=kernel, bc=16, kv_cache="bf16", slots=2)
+        for prompt in {1, 2, len(tokens) - 1, len(tokens)} & set(range(1, len(tokens) + 1)):
+            engine.prefill(0, tokens[:prompt])
+            engine.copy(0, 1)
+            for i in range(prompt, len(tokens) + 1):
+                with naming(config, prompt, i):
+                    assert (engine.logits(1) - right[i - 1]).abs().max() < allowed
+                if i < len(tokens):
+                    engine.push(1, tokens[i])
 
 
 @pytest.mark.parametrize(
     "weights, kv_cache", [("fp32", "fp32"), ("fp32", "bf16"), ("int8", "fp32"), ("int8", "bf16")]
 )
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3])
 def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count, weights, kv_cache):
     precisions = {"weights": weights, "kv_cache": kv_cache}
     gpt = model(block_size=250, n_embd=48, n_head=3, vocab_size=150)
@@ -218,87 +191,6 @@ def test_both_engines_choose_the_same_tokens(extension, seed, **chosen):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("name", ["native", "torch"])
-def test_what_was_written_counts_until_a_new_prompt(extension, name):
-    """Not the prompt; also after a window is read again, in a copy, and if it was pushed."""
-    gpt = model(vocab_size=50)
-    with torch.no_grad():
-        gpt.transformer.wte.weight *= 0.01  # nearly equal logits: a penalty decides
-    engine = open_engine(gpt, name, slots=2)
-    for slot in range(2):
-        engine.set_sampling(slot, Sampling(temperature=0, presence_penalty=2.0))
-    engine.prefill(0, [0, 1, 2])
-    first = [engine.next([0], [0.5])[0] for _ in range(10)]
-    assert len(set(first)) == 10 and set(first) & {0, 1, 2} == set(first) & set(range(3))
-    engine.prefill(0, first[-3:], continues=True)
-    engine.copy(0, 1)
-    second = [engine.next([0], [0.5])[0] for _ in range(10)]
-    assert [engine.next([1], [0.5])[0] for _ in range(10)] == second
-    assert not set(first) & set(second)
-    engine.prefill(0, [0, 1, 2])
-    assert [engine.next([0], [0.5])[0] for _ in range(10)] == first
-    engine.prefill(0, [0, 1, 2])
-    engine.push(0, first[1])
-    assert first[1] not in [engine.next([0], [0.5])[0] for _ in range(10)]
-    frequency = Sampling(temperature=0, frequency_penalty=2.0)
-    engine.set_sampling(0, frequency)
-    engine.prefill(0, [0], continues=False)
-    rounds = [engine.next([0], [0.5])[0] for _ in range(10)]
-    engine.prefill(0, rounds[-3:], continues=True)
-    for token in rounds:
-        engine.push(0, token)  # each has occurred twice, so another one follows
-    assert engine.next([0], [0.5])[0] not in rounds
-
-
-def test_a_prompt_with_tiles_of_any_size(extension):
-    gpt = model(block_size=6500, n_embd=8, n_head=1, n_layer=1)
-    tokens = ids(gpt, 6500)
-    logits = []
-    for tile in (dict(), dict(br=4, bc=6500), dict(br=6500, bc=4), dict(br=1, bc=2**62)):
-        engine = open_engine(gpt, "native", **tile)
-        engine.prefill(0, tokens)
-        logits.append(engine.logits(0))
-        torch.testing.assert_close(logits[-1], logits[0], atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("name", ["native", "torch"])
-def test_a_copied_slot_goes_on_as_its_source(kernel, name):
-    gpt = model(block_size=300)
-    engine = open_engine(gpt, name, part=kernel, slots=2)
-    engine.prefill(0, ids(gpt, 200))
-    engine.next([0], [0.3])
-    engine.prefill(1, [1, 2, 3])
-    engine.copy(0, 1)
-    for slot in range(2):
-        engine.set_sampling(slot, Sampling(repetition_penalty=1.5))
-    for u in (0.1, 0.5, 0.9):
-        first, second = engine.next([0, 1], [u, u])
-        assert first == second
-        torch.testing.assert_close(engine.logits(0), engine.logits(1), **EXACT if name == "native" else {})
-
-
-@pytest.mark.parametrize("name", ["native", "torch"])
-def test_slots_of_any_length_go_on_as_if_alone(kernel, name):
-    gpt = model(block_size=60)
-    lengths = [9, 9, 20, 20, 9, 9, 1]
-    uniforms = torch.rand(7, 12, generator=torch.Generator().manual_seed(1)).tolist()
-    together = open_engine(gpt, name, part=kernel, slots=7)
-    for slot, length in enumerate(lengths):
-        together.prefill(slot, ids(gpt, length, slot))
-    texts = {slot: [] for slot in range(7)}
-    for step in range(12):
-        slots = [5, 0, 1, 2, 4, 6] if step % 3 else [6, 4, 3]  # in any order, not always all
-        tokens = together.next(slots, [uniforms[slot][step] for slot in slots])
-        for slot, token in zip(slots, tokens):
-            texts[slot].append((step, token))
-    for slot, length in enumerate(lengths):
-        alone = open_engine(gpt, name, part=kernel)
-        alone.prefill(0, ids(gpt, length, slot))
-        for step, token in texts[slot]:
-            assert alone.next([0], [uniforms[slot][step]]) == [token]
-        torch.testing.assert_close(together.logits(slot), alone.logits(0))
-
-
 @pytest.mark.parametrize("temperature", [0, 0.8])
 @pytest.mark.parametrize("name", ["native", "torch"])
 def test_a_penalty_that_overflows_is_refused(extension, name, temperature):
@@ -309,13 +201,12 @@ def test_a_penalty_that_overflows_is_refused(extension, name, temperature):
         engine.next([0], [0.5])
 
 
-@pytest.mark.parametrize("name", ["native", "torch"])
-def test_each_slot_has_its_own_sampling(kernel, name):
+def test_each_slot_has_its_own_sampling(engine):
     """Neighbours' settings have no effect. A copied text takes the settings of its new slot."""
     gpt = model(block_size=80)
     samplings = [Sampling(), GREEDY, Sampling(30.0, top_k=None), Sampling(0.8, 5, 0.9, 0.01, 1.3)]
     rows = torch.rand(60, 4, generator=torch.Generator().manual_seed(0)).tolist()
-    together = open_engine(gpt, name, part=kernel, slots=4)
+    together = engine(gpt, slots=4)
     for slot, sampling in enumerate(samplings):
         together.set_sampling(slot, sampling)
     together.prefill(0, ids(gpt, 10))
@@ -324,7 +215,7 @@ def test_each_slot_has_its_own_sampling(kernel, name):
     texts = list(zip(*(together.next(range(4), row) for row in rows)))
     assert len(set(texts)) == 4
     for slot, sampling in enumerate(samplings):
-        alone = open_engine(gpt, name, part=kernel)
+        alone = engine(gpt)
         alone.set_sampling(0, sampling)
         alone.prefill(0, ids(gpt, 10))
         assert tuple(alone.next([0], [row[slot]])[0] for row in rows) == texts[slot]
@@ -369,17 +260,16 @@ def test_a_slot_ends_with_its_capacity(extension, name):
     engine.prefill(0, [1] * 4)
 
 
-@pytest.mark.parametrize("name", ["native", "torch"])
-def test_several_tokens_at_once_are_those_of_one_at_a_time(kernel, name, monkeypatch):
+def test_several_tokens_at_once_are_those_of_one_at_a_time(engine, monkeypatch):
     gpt = model(block_size=50)
     rows = torch.rand(60, 2, generator=torch.Generator().manual_seed(0)).tolist()
     sampling = Sampling(repetition_penalty=1.2)
-    alone, together = (open_engine(gpt, name, part=kernel, slots=2) for _ in range(2))
-    for engine in (alone, together):
+    alone, together = (engine(gpt, slots=2) for _ in range(2))
+    for each in (alone, together):
         for slot in range(2):
-            engine.set_sampling(slot, sampling)
-        engine.prefill(0, [1, 2])
-        engine.prefill(1, [3, 4, 5])
+            each.set_sampling(slot, sampling)
+        each.prefill(0, [1, 2])
+        each.prefill(1, [3, 4, 5])
     expected = [alone.next([0, 1], row) for row in rows[:48]]  # slot 1 is full after these
     monkeypatch.setattr("generation.native.BATCH_SECONDS", 0)
     written = together.write([0, 1], rows)
@@ -413,13 +303,6 @@ def test_a_batch_in_groups_of_any_size_is_written_as_each_text_alone(
     for i, slot in enumerate(order):
         alone.prefill(0, ids(gpt, 380 + slot, seed=slot))
         assert [alone.next([0], [row[i]])[0] for row in rows] == [row[i] for row in written]
-
-
-def test_write_returns_when_its_time_is_over(extension):
-    engine = open_engine(load("shakes2048").model, "native", capacity=2048)
-    engine.prefill(0, [1] * 1500)
-    made = engine.write([0], [[0.5]] * 500)  # each takes at least tens of microseconds
-    assert 1 <= len(made) < 100
 
 
 def test_the_weights_are_the_engines_own(extension):
@@ -471,113 +354,59 @@ def test_threads_of_python_take_turns(extension):
 def test_wrong_arguments_are_named(extension, change, message):
     with pytest.raises(ValueError, match=message):
         open_engine(model(), **change)
-
-
-def test_every_cache_precision_has_its_dtype():
-    assert set(DTYPES) == set(CachePrecision)
-    assert all(DTYPES[each].itemsize == each.bytes for each in CachePrecision)
-    attend = _exact
-    assert with_rounded_cache(attend, "fp32") is attend and with_rounded_cache(attend, "bf16") is not attend
-    with pytest.raises(ValueError, match="kv_cache is 'int8'; it must be one of fp32, bf16"):
-        with_rounded_cache(attend, "int8")
-
-
-def test_every_precision_has_its_rounding():
-    gpt = model()
-    assert rounded(gpt, "fp32") is gpt
-    assert all(rounded(gpt, weights) is not gpt for weights in Precision if weights != Precision.FP32)
-    assert set(ROUNDINGS) == set(Precision)
-    with pytest.raises(ValueError, match="weights is 'int4'; it must be one of fp32, bf16, int8"):
-        rounded(gpt, "int4")
-
-
-@pytest.mark.parametrize("name, value", [("slots", 1.0), ("capacity", "4"), ("bc", True)])
-def test_arguments_of_a_wrong_type_are_named(name, value):
-    with pytest.raises(TypeError, match=f"{name} is a {type(value).__name__}; it must be a whole number"):
-        open_engine(model(), **{name: value})
+    with pytest.raises(TypeError, match="slots is a float; it must be a whole number"):
+        open_engine(model(), slots=1.0)
 
 
 def test_the_decoder_checks_what_it_is_given(extension):
     """Wrong calls of the class below NativeEngine."""
-    gpt = model()
-    sizes = dict(block_size=16, vocab_size=11, n_layer=2, n_head=2, n_embd=16)
-    rest = dict(precision="fp32", kv_cache="fp32", part="part4_flash", br=16, bc=16, slots=2, capacity=16)
-    rest |= dict(threads=1, cache_bytes=1 << 20)
-    tensors = {n: t.detach().numpy() for n, t in gpt.state_dict().items()}
-    Decoder = load_decoder()
-
-    def refused(message, **change):
-        weights = tensors | change.pop("tensors", {})
-        with pytest.raises(ValueError, match=message):
-            Decoder({n: t for n, t in weights.items() if t is not None}, **sizes | rest | change)
-
-    refused("n_head is 0", n_head=0)
-    refused("n_embd is 16; it must be a multiple of n_head=3", n_head=3)
-    refused("the size of transformer.wte.weight is 176; it must be 192", vocab_size=12)
-    refused("part is part5; it must be a part's operator", part="part5")
-    refused("precision is 'int4'; it must be one of fp32, bf16, int8", precision="int4")
-    refused("kv_cache is 'int8'; it must be one of fp32, bf16", kv_cache="int8")
-    refused("cache_bytes is 0", cache_bytes=0)
-    refused("slots is 0", slots=0)
-    refused("capacity is 17; it must be from 1 to 16", capacity=17)
-    refused("threads is 0", threads=0)
-    refused("bc is 0", bc=0)
-    wte = tensors["transformer.wte.weight"]
-    refused("tensors has no transformer.wte.weight", tensors={"transformer.wte.weight": None})
-    refused("transformer.wte.weight has another type", tensors={"transformer.wte.weight": wte.astype("f8")})
-    refused("transformer.wte.weight has gaps", tensors={"transformer.wte.weight": wte.T})
-
-    decoder = Decoder(tensors, **sizes | rest)
-    for call, message in [
-        (lambda: decoder.write([0], [[0.5]], 0), "slot is 0; it must be prefilled first"),
-        (lambda: decoder.prefill(2, [0]), "slot is 2; it must be from 0 to 1"),
-        (lambda: decoder.prefill(0, []), "the number of ids is 0; it must be from 1 to 16"),
-        (lambda: decoder.prefill(0, [0] * 17), "the number of ids is 17"),
-        (lambda: decoder.prefill(0, [11]), "an id is 11; it must be from 0 to 10"),
-        (lambda: decoder.logits(-1), "slot is -1"),
-        (lambda: decoder.prefill(0, [0], top=6), "top is 6; it must be from -1 to 5"),
-        (lambda: decoder.prefill_begin(2, [0]), "slot is 2; it must be from 0 to 1"),
-        (lambda: decoder.prefill_begin(0, [0] * 17), "the number of ids is 17"),
-        (lambda: decoder.prefill_some(0, 0), r"slot is 0; it must be given a prompt by prefill_begin\(\)"),
-        (lambda: decoder.prefill_some(2, 0), "slot is 2"),
-        (lambda: decoder.prefill_drop(-1), "slot is -1"),
-        (lambda: decoder.set_logprobs(0, 6), "top is 6"),
-        (lambda: decoder.take_logprobs(2), "slot is 2"),
-        (
-            lambda: decoder.set_sampling(0, 1, 0, 1, 0, 1, 0, 0, [(11, 1)]),
-            "a token of logit_bias is 11; it must be from 0 to 10",
-        ),
-        (lambda: decoder.push(0, 0), "slot is 0; it must be prefilled first"),
-        (lambda: decoder.copy(2, 0), "from is 2; it must be from 0 to 1"),
-        (lambda: decoder.copy(0, -1), "to is -1"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            call()
-    decoder.prefill_begin(0, [0] * 16)
-    for call in (
-        lambda: decoder.write([0], [[0.5]], 0),
-        lambda: decoder.push(0, 0),
-        lambda: decoder.prefill_some(0, float("nan")),
+    tensors = {n: t.detach().numpy() for n, t in model().state_dict().items()}
+    right = dict(block_size=16, vocab_size=11, n_layer=2, n_head=2, n_embd=16, precision="fp32", slots=2)
+    right |= dict(
+        kv_cache="fp32", part="part4_flash", br=16, bc=16, capacity=16, threads=1, cache_bytes=1 << 20
+    )
+    Decoder, name = load_decoder(), "transformer.wte.weight"
+    for change, message in (
+        (dict(n_head=0), "n_head is 0"),
+        (dict(n_head=3), "n_embd is 16; it must be a multiple of n_head=3"),
+        (dict(vocab_size=12), f"the size of {name} is 176; it must be 192"),
+        (dict(part="part5"), "part is part5; it must be a part's operator"),
+        (dict(precision="int4"), "precision is 'int4'; it must be one of fp32, bf16, int8"),
+        (dict(capacity=17), "capacity is 17; it must be from 1 to 16"),
+        (dict(threads=0), "threads is 0"),
     ):
-        with pytest.raises(ValueError, match="must be prefilled first|seconds must be at least 0"):
-            call()
+        with pytest.raises(ValueError, match=message):
+            Decoder(tensors, **right | change)
+    for wrong, message in (
+        (tensors[name].astype("f8"), f"{name} has another type"),
+        (tensors[name].T, f"{name} has gaps"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Decoder(tensors | {name: wrong}, **right)
+
+    decoder = Decoder(tensors, **right)
+
+    def refused(message, call, *arguments):
+        with naming(call, arguments), pytest.raises(ValueError, match=message):
+            getattr(decoder, call)(*arguments)
+
+    refused("slot is 0; it must be prefilled first", "write", [0], [[0.5]], 0)
+    refused("slot is 2; it must be from 0 to 1", "prefill", 2, [0])
+    refused("the number of ids is 0; it must be from 1 to 16", "prefill", 0, [])
+    refused("an id is 11; it must be from 0 to 10", "prefill", 0, [11])
+    refused(r"slot is 0; it must be given a prompt by prefill_begin\(\)", "prefill_some", 0, 0)
+    refused("a token of logit_bias is 11", "set_sampling", 0, 1, 0, 1, 0, 1, 0, 0, [(11, 1)])
+    refused("from is 2; it must be from 0 to 1", "copy", 2, 0)
+    decoder.prefill_begin(0, [0] * 16)
+    refused("must be prefilled first", "push", 0, 0)
+    refused("seconds must be at least 0", "prefill_some", 0, float("nan"))
     decoder.prefill(0, [0] * 16)
     assert len(decoder.write([0], [[0.5]], 0)) == 1
-    for slots, uniforms, message in [
-        ([0], [0.5], "slot is 0; it must be prefilled again: it is full"),
-        ([5], [0.5], "slot is 5"),
-        ([0, 1], [0.5], "the number of uniforms is 1; it must be the number of slots, 2"),
-        ([1], [0.5], "slot is 1; it must be prefilled first"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            decoder.write(slots, [uniforms], 0)
+    refused("slot is 0; it must be prefilled again: it is full", "write", [0], [[0.5]], 0)
+    refused("the number of uniforms is 1; it must be the number of slots, 2", "write", [0, 1], [[0.5]], 0)
     decoder.prefill(1, [0])
-    with pytest.raises(ValueError, match="token is 11; it must be from 0 to 10"):
-        decoder.push(1, 11)
+    refused("token is 11; it must be from 0 to 10", "push", 1, 11)
     for uniform in (1.0, -0.1, float("nan")):
-        with pytest.raises(ValueError, match="a uniform is outside"):
-            decoder.write([1], [[0.5], [uniform]], 0)
-    with pytest.raises(ValueError, match="slot is 1; it must be named once"):
-        decoder.write([1, 1], [[0.5, 0.5]], 0)
+        refused("a uniform is outside", "write", [1], [[0.5], [uniform]], 0)
+    refused("slot is 1; it must be named once", "write", [1, 1], [[0.5, 0.5]], 0)
     assert decoder.write([], [[]], 0) == [[]]
-    assert open_engine(model(), "native").write([], [[], []]) == [[], []]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -16,16 +15,13 @@ import time
 import warnings
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import bulk_jobs
 import pytest
 from bulk_jobs import Here, check, files, here
 
-from app.cli import many
-from generation import bulk, cluster, processes
+from generation import bulk, cluster
 from generation.bulk import BulkError, LocalPool
 from generation.shards import Shard, Task
 
@@ -158,21 +154,6 @@ def test_a_stalled_worker_is_killed_and_its_file_tried_again(slow, slow_expected
     assert f"{reason}; it had {loss['shard']}" in lines
 
 
-def test_a_stopped_driver_does_not_blame_its_workers(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
-    patience = processes.Patience(3.0)
-    for name in "ab":
-        patience.heard(name)
-    for seconds, expected in ((1, []), (1, []), (3600, []), (0.5, ["a"]), (0.5, ["a"])):
-        now[0] += seconds
-        patience.heard("b")
-        assert patience.exhausted() == expected
-    patience.forget("a")
-    assert patience.exhausted() == []
-    assert many.STALL_SECONDS == processes.STALL_SECONDS
-
-
 with_ray = pytest.mark.filterwarnings("default")  # Ray's own warnings are no errors
 
 
@@ -232,87 +213,6 @@ def test_killed_ray_workers_cost_a_retry(nodes, long, long_expected, tmp_path):
 
     open_pool = partial(cluster.open_pool, nodes.address, None)
     kill_at_random_moments(long, *long_expected, tmp_path, open_pool, kill)
-
-
-@with_ray
-def test_killed_ray_nodes_cost_a_retry(nodes, long, long_expected, tmp_path):
-    """A new node takes the place of one that was killed, as a cluster would do."""
-
-    def with_an_actor():
-        raylets = {parent(pid) for pid in worker_pids()}
-        return [
-            node
-            for node in nodes.list_all_nodes()[1:]
-            if not raylets.isdisjoint(process.process.pid for process in node.all_processes["raylet"])
-        ]
-
-    def kill(chance):
-        busy = with_an_actor()
-        if not busy:
-            return False
-        node = chance.choice(busy)
-        nodes.remove_node(node, allow_graceful=False)
-        nodes.add_node(num_cpus=1)
-        return True
-
-    open_pool = partial(cluster.open_pool, nodes.address, None)
-    kill_at_random_moments(long, *long_expected, tmp_path, open_pool, kill)
-
-
-@with_ray
-def test_killed_drivers_on_ray_are_resumed(nodes, long, long_expected, tmp_path):
-    """Each goes on with what the one before it left, until the job is complete; then another job begins."""
-    job = replace(long, texts=long.texts // 2)
-    names = [bulk.file_of(task, job.settings) for task in job.tasks()]
-    expected = {name: long_expected[0][name] for name in names}
-    chance, killed, jobs, out = random.Random(KILLS), 0, 0, tmp_path / "first"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bulk_jobs", "ray"])
-
-    def drive() -> multiprocessing.process.BaseProcess:
-        process = context.Process(target=bulk_jobs.drive, args=(job, out, nodes.address))
-        process.start()
-        return process
-
-    start, process = time.monotonic(), drive()
-    process.join()
-    seconds = time.monotonic() - start
-    check(out, expected, job.texts)
-    out, found = tmp_path / "0", set()
-    while killed < KILLS:
-        process = drive()
-        process.join(chance.uniform(0, seconds))
-        if process.is_alive():
-            process.kill()
-            process.join()
-            killed += 1
-        found.add(len(files(out)))
-        assert expected.items() >= files(out).items()
-        if process.exitcode == 0:  # this moment fell after the job
-            print("a driver ended before its moment")
-            check(out, expected, job.texts)
-            jobs += 1
-            out = tmp_path / str(jobs)
-    assert len(found) > 2
-    bulk.run(job, out, partial(cluster.open_pool, nodes.address, None))
-    check(out, expected, job.texts)
-
-
-@with_ray
-def test_a_stalled_ray_worker_is_killed_and_its_file_tried_again(nodes, long, long_expected, tmp_path):
-    stopped, lines = list[int](), list[str]()
-
-    def progress(state):
-        if state.texts and not stopped:
-            stopped.append(worker_pids()[0])
-            os.kill(stopped[0], signal.SIGSTOP)
-
-    open_pool = partial(cluster.open_pool, nodes.address, None, timeout=10)
-    bulk.run(long, tmp_path, open_pool, lines.append, progress)
-    reason = "an actor gave no sign of life for 10 s and was killed"
-    losses = check(tmp_path, long_expected[0], long.texts)["workers_lost"]
-    assert reason in [loss["reason"] for loss in losses]
-    assert any(line.startswith(f"{reason}; it had texts-") for line in lines)
 
 
 @with_ray

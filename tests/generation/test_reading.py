@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import resource
-import sys
 from functools import partial
 
 import pytest
@@ -23,14 +21,6 @@ SLICES = [0.0, 5e-4]
 
 def model(**change):
     return tiny.gpt(partial(attention, "part0", causal=True), **dict(block_size=LONGEST) | change)
-
-
-@pytest.fixture(params=["native", "torch"])
-def engine(request, part):
-    """Open each of the engines, for each part."""
-    if (part, request.param) == ("part0", "native"):
-        pytest.skip("part0 has no native engine")
-    return partial(open_engine, engine=request.param, part=part, br=16, bc=32)
 
 
 def varied(count):
@@ -62,15 +52,14 @@ def finish(writer, request):
     return tokens, text.logprobs, text.prompt_logprobs
 
 
-@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("slice_seconds", SLICES)
-def test_no_slice_and_no_neighbour_changes_a_text(engine, threads, count, slice_seconds):
+def test_no_slice_and_no_neighbour_changes_a_text(engine, threads, slice_seconds):
     """Texts join in the middle of others' prompts, and some leave in the middle of theirs or later."""
     requests, gpt = list(varied(24)), model()
     threads(1)
     whole = Writer(engine(gpt))
     alone = [finish(whole, request) for request in requests]
-    threads(count)
+    threads(2)
     draw = random.Random(1)
     writer = Writer(engine(gpt, slots=5), draw.choice([4, 5]), slice_seconds)
     waiting, growing = list(enumerate(requests)), {}
@@ -119,38 +108,6 @@ def test_a_long_prompt_stops_no_other_text(extension, threads):
     assert steps > 20 and long.new_tokens == 1 and long.prefill_seconds > 0
 
 
-def test_a_step_with_prompts_alone_returns_after_its_slice(extension, threads):
-    threads(1)
-    writer = Writer(open_engine(model(block_size=2000), "native", slots=2), slice_seconds=1e-5)
-    texts = [writer.join(Request([seed + 1] * 1900, seed, USUAL, 3)) for seed in range(2)]
-    empty = 0
-    while all(text.is_new for text in texts):
-        empty += writer.step() == []
-    assert empty > 20
-
-
-@pytest.mark.parametrize("slice_seconds", SLICES)
-def test_the_shortest_prompt_overtakes_and_the_longest_goes_on(extension, threads, slice_seconds):
-    threads(1)
-    gpt = model(block_size=2000, n_embd=64, n_layer=6)
-    writer = Writer(open_engine(gpt, "native", slots=3), slice_seconds=slice_seconds)
-    long = writer.join(Request([1] * 1900, 0, USUAL, 1))
-    writer.step()
-    short = writer.join(Request([2, 3], 0, USUAL, 1))
-    while short.remaining:
-        writer.step()
-    assert long.remaining == 1
-    seed = 0
-    while long.remaining:  # it is read although there is always a shorter one
-        if writer.free:
-            seed += 1
-            writer.join(Request([seed % 11, seed // 11 % 11, seed // 121], seed, USUAL, 1))
-        writer.step()
-        for text in [text for text in writer.texts if text is not long and text.remaining == 0]:
-            writer.leave(text)
-    assert seed > 5
-
-
 @pytest.mark.parametrize("slice_seconds", SLICES)
 def test_a_prompt_that_texts_share_is_read_once(extension, threads, monkeypatch, slice_seconds):
     """Also by texts that join while it is being read; after its reader has left, another one goes on."""
@@ -174,43 +131,3 @@ def test_a_prompt_that_texts_share_is_read_once(extension, threads, monkeypatch,
         for _, tokens in (step := writer.step()):
             assert tokens == step[0][1]
     assert second.remaining == 0 and len(reads) == (2 if slice_seconds == 0 else 1)
-
-
-def test_leaving_in_the_middle_frees_the_memory(extension):
-    """A prompt takes 6 MB here."""
-    engine = open_engine(model(block_size=2000, n_embd=128, n_layer=1), "native", slots=2)
-    writer = Writer(engine, slice_seconds=0)
-
-    def begin_and_leave(times):
-        for seed in range(times):
-            text = writer.join(Request([seed % 11] * 2000, seed, USUAL, 3))
-            assert writer.step() == []
-            writer.leave(text)
-            with pytest.raises(ValueError, match="given a prompt by prefill_begin"):
-                engine.prefill_some(text.slot, 0)
-
-    begin_and_leave(5)
-    unit = 1 if sys.platform == "darwin" else 1024
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    begin_and_leave(50)
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit
-    assert grown < 50e6 and writer.free == 2
-    assert finish(writer, Request([1] * 300, 0, USUAL, 9)) == finish(
-        Writer(open_engine(model(block_size=2000, n_embd=128, n_layer=1), "native")),
-        Request([1] * 300, 0, USUAL, 9),
-    )
-
-
-def test_the_seconds_of_a_text_are_all_since_it_joined(extension):
-    writer = Writer(open_engine(model(), "native", slots=2), slice_seconds=0)
-    texts = [writer.join(Request([seed] * 190, seed, USUAL, 8)) for seed in range(2)]
-    while any(text.remaining for text in texts):
-        writer.step(2)
-    assert max(text.prefill_seconds + text.decode_seconds for text in texts) == pytest.approx(writer.seconds)
-    assert all(text.prefill_seconds > 0 and text.decode_seconds > 0 for text in texts)
-
-
-@pytest.mark.parametrize("wrong", [-1e-9, float("nan"), float("inf")])
-def test_a_wrong_slice_is_named(wrong):
-    with pytest.raises(ValueError, match=f"slice_seconds is {wrong}; it must be a number of at least 0"):
-        Writer(open_engine(model(), part="part0"), slice_seconds=wrong)

@@ -25,20 +25,6 @@ def test_sampling_inverts_the_cumulative_distribution():
     assert sample(logits.expand(7, -1), uniforms, Sampling(**PLAIN)) == [0, 0, 1, 1, 2, 3, 3]
 
 
-def test_sampling_draws_the_probabilities():
-    logits = torch.tensor([0.5, -1.0, 2.0, 0.0])
-    uniforms = (torch.arange(10_000) + 0.5) / 10_000
-    tokens = sample(logits.expand(10_000, -1), uniforms.tolist(), Sampling(0.7, None))
-    counts = torch.bincount(torch.tensor(tokens), minlength=4)
-    torch.testing.assert_close(counts / 10_000, torch.softmax(logits / 0.7, 0), atol=2e-4, rtol=0)
-
-
-def test_temperature_zero_is_greedy_and_small_ones_approach_it():
-    logits = torch.tensor([1.0, 3.0, 2.0])
-    for temperature in (0, 1e-300, 1e-3):
-        assert drawn(logits, temperature=temperature) == {1}
-
-
 def test_top_k_keeps_the_k_likeliest_and_ties():
     logits = torch.tensor([1.0, 4.0, 3.0, 3.0, 0.0])
     for k, kept in [(1, {1}), (2, {1, 2, 3}), (4, {0, 1, 2, 3}), (5, {0, 1, 2, 3, 4}), (99, {0, 1, 2, 3, 4})]:
@@ -60,13 +46,6 @@ def test_min_p_keeps_a_share_of_the_likeliest():
         assert drawn(logits, min_p=p) == kept
     hot = torch.tensor([0.0, 1.0])
     assert drawn(hot, min_p=0.5) == {1} and drawn(hot, min_p=0.5, temperature=2.0) == {0, 1}
-
-
-def test_the_filters_apply_in_their_order():
-    logits = torch.tensor([1.0, 0.9] + [0.05] * 100).log()
-    assert drawn(logits, top_p=0.5, min_p=0.1) == {0, 1}  # with min-p first, top-p would keep 0 alone
-    assert drawn(logits, top_p=0.5, top_k=2) == {0}
-    assert drawn(logits, top_k=2, temperature=0.5, min_p=0.85) == {0}
 
 
 def test_a_penalty_that_overflows_is_refused():
@@ -105,13 +84,6 @@ def test_the_bias_is_added_to_the_logits():
     assert drawn(logits, min_p=1e-9, logit_bias=((0, -100), (1, -100.0))) == {2}
     assert drawn(logits, logit_bias=((3, 100),), temperature=0) == {0}
     assert drawn(logits, temperature=0.1, top_k=1, logit_bias=((1, 1.0),)) == {0, 1}  # before the filters
-
-
-def test_the_penalties_and_the_bias_apply_in_their_order():
-    logits, more = torch.tensor([1.0, -0.5, -3.0]), dict(temperature=0, repetition_penalty=2.0)
-    # 1 / 2 = 0.5; 0.5 - 0.9 = -0.4. With the frequency penalty first, it would be 0.1 / 2 = 0.05.
-    assert drawn(logits, {0}, {0: 1}, **more, frequency_penalty=0.9, logit_bias=((1, 0.2),)) == {1}
-    assert drawn(logits, {0}, {0: 1}, **more, presence_penalty=0.9, logit_bias=((1, 0.05),)) == {0}
 
 
 def test_impossible_tokens_are_never_drawn():

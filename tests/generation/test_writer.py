@@ -9,32 +9,18 @@ from functools import partial
 import pytest
 import tiny
 import torch
+from support import naming
 
-from attention_ext import PARTS, attention
+from attention_ext import attention
 from generation.engine import open_engine
 from generation.sampling import Sampling, sample
-from generation.writer import Request, Writer, uniforms
+from generation.writer import Request, Writer
 
 USUAL = Sampling(0.8, 200)
 
 
 def model(part="part0", **change):
     return tiny.gpt(partial(attention, part, causal=True, br=4, bc=8), **change)
-
-
-@pytest.fixture(
-    params=[
-        *((part, name) for part, row in PARTS.items() if row.operator for name in ("native", "torch")),
-        ("part0", "torch"),
-    ],
-    ids=" ".join,
-)
-def engine(request):
-    """Run the test for each part in each of its engines; opens an engine of a model."""
-    part, name = request.param
-    if PARTS[part].operator:
-        request.getfixturevalue("extension")
-    return lambda gpt, **change: open_engine(gpt, name, part=part, br=4, bc=8, **change)
 
 
 def written(writer, *requests, most=32):
@@ -69,33 +55,18 @@ def oracle(gpt, prompt, count, seed, keep):
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
-@pytest.mark.parametrize("prompt_length", [1, 5, 16, 17, 40])
-def test_the_text_is_nanogpts_also_past_the_block_size(engine, prompt_length, use_cache):
-    prompt = [i % 11 for i in range(prompt_length)]
-    expected = oracle(model(), prompt, 30, seed=3, keep=16)
-    assert tokens(engine(model()), prompt, 30, 3, use_cache=use_cache) == expected
-    assert len(set(expected)) > 3
-
-
-@pytest.mark.parametrize("prompt_length", [1, 16, 40])
-def test_a_reset_context_starts_again_from_the_last_half_window(engine, prompt_length):
-    prompt = [i % 11 for i in range(prompt_length)]
-    expected = oracle(model(), prompt, 40, seed=3, keep=8)
-    for use_cache in (True, False):
-        assert tokens(engine(model()), prompt, 40, 3, context="reset", use_cache=use_cache) == expected
-    assert expected != oracle(model(), prompt, 40, seed=3, keep=16)
-
-
-def test_uniforms_are_those_drawn_one_by_one():
-    generator = torch.Generator().manual_seed(7)
-    expected = [float(torch.rand((), dtype=torch.float64, generator=generator)) for _ in range(600)]
-    assert list(itertools.islice(uniforms(7), 600)) == expected
-
-
-def test_another_seed_gives_another_text():
-    texts = {tuple(tokens(open_engine(model(), part="part0"), [0], 20, seed)) for seed in range(5)}
-    assert len(texts) == 5
+@pytest.mark.parametrize("context, keep", [("slide", 16), ("reset", 8)])
+def test_the_text_is_nanogpts_also_past_the_block_size(engine, context, keep):
+    """A reset context starts again from the last half window."""
+    for length in (1, 5, 16, 17, 40):
+        prompt = [i % 11 for i in range(length)]
+        expected = oracle(model(), prompt, 40, seed=3, keep=keep)
+        assert len(set(expected)) > 3
+        for use_cache in (True, False):
+            with naming(length, use_cache):
+                assert (
+                    tokens(engine(model()), prompt, 40, 3, context=context, use_cache=use_cache) == expected
+                )
 
 
 def test_a_cached_token_costs_one_position(monkeypatch):
@@ -112,20 +83,6 @@ def test_a_cached_token_costs_one_position(monkeypatch):
     rows.clear()
     tokens(open_engine(gpt, part="part0"), [1, 2, 3], 4, 0, use_cache=False)
     assert rows == [(3, 3), (4, 4), (5, 5), (6, 6)]
-
-
-def test_a_batch_writes_the_texts_of_one_at_a_time(engine):
-    alone = [tokens(engine(model()), [1, 2], 40, seed) for seed in range(5)]
-    requests = [Request([1, 2], seed, USUAL, 40) for seed in range(5)]
-    assert written(Writer(engine(model(), slots=5)), *requests) == alone
-
-
-@pytest.mark.parametrize("context", ["slide", "reset"])
-@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
-def test_writing_several_tokens_at_a_time_changes_nothing(engine, context, use_cache):
-    requests = [Request([1, 2], seed, USUAL, 50, (), context, use_cache) for seed in (0, 1)]
-    one, several = (written(Writer(engine(model(), slots=2)), *requests, most=most) for most in (1, 7))
-    assert one == several and [len(text) for text in one] == [50, 50]
 
 
 def varied(count):
@@ -164,12 +121,6 @@ def test_neighbours_that_come_and_go_change_nothing(engine):
     assert left > 0 and writer.free == 4 and writer.step() == []
 
 
-def test_texts_have_lengths_of_their_own():
-    writer = Writer(open_engine(model(), part="part0", slots=3))
-    texts = written(writer, *(Request([1], 5, USUAL, count) for count in (3, 0, 20)))
-    assert [len(text) for text in texts] == [3, 0, 20] and texts[2][:3] == texts[0]
-
-
 @pytest.mark.parametrize("kept", [False, True], ids=["all slots", "one keeps the prompt"])
 def test_a_prompt_that_texts_share_is_read_once(monkeypatch, kept):
     """Once for texts that join together; if a slot keeps the prompt, also for texts that join later."""
@@ -182,19 +133,6 @@ def test_a_prompt_that_texts_share_is_read_once(monkeypatch, kept):
     other = written(writer, Request([3], 0, USUAL, 5))
     assert reads[-1] == [3]
     assert written(writer, Request([3], 0, USUAL, 5)) == other
-
-
-def test_the_seconds_of_a_text_are_those_since_it_joined():
-    writer = Writer(open_engine(model(), part="part0", slots=2))
-    first = writer.join(Request([1] * 16, 0, USUAL, 8))
-    writer.step(2)
-    before = writer.seconds
-    second = writer.join(Request([2], 0, USUAL, 3))
-    while writer.step(1):
-        pass
-    assert first.prefill_seconds > 0 and first.decode_seconds > 0
-    assert first.prefill_seconds + first.decode_seconds == pytest.approx(writer.seconds)
-    assert 0 < second.prefill_seconds + second.decode_seconds <= writer.seconds - before
 
 
 @pytest.mark.parametrize(

@@ -54,20 +54,6 @@ def test_activations_are_the_nearest_multiples_of_a_power_of_2(width):
             assert abs(value / scale) < 2 ** (int8.BITS - 1)
 
 
-def test_tiny_activations_do_not_make_a_denormal_scale():
-    x = torch.tensor([[2.0**-120, -(2.0**-126), 2.0**-130]])
-    assert int8.round_activations(x).tolist() == [[2.0**-120, -(2.0**-126), 0.0]]
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_bad_number_spoils_its_row_alone(bad):
-    x = numbers((3, 10), seed=0)
-    clean = int8.round_activations(x)
-    x[1, 4] = bad
-    rounded = int8.round_activations(x)
-    assert rounded[1].isnan().all() and torch.equal(rounded[::2], clean[::2])
-
-
 def test_the_embeddings_stay_as_they_are():
     gpt = tiny.gpt(bias=True)
     made = int8.in_int8(gpt)

@@ -38,13 +38,6 @@ def test_every_part_gives_the_logits_of_pytorch(part, bias):
 
 
 @torch.no_grad()
-def test_the_attention_handed_in_is_the_layers_output():
-    ids = torch.randint(11, (1, 8))
-    zero = tiny.gpt(lambda q, k, v: torch.zeros_like(q))(ids)
-    assert not torch.allclose(zero, tiny.gpt(attend())(ids))
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("cuts", [[16], [1] * 16, [5, 1, 1, 9], [15, 1]], ids=str)
 def test_a_cache_changes_nothing(part, cuts):
     model = tiny.gpt(attend(part))
@@ -54,25 +47,6 @@ def test_a_cache_changes_nothing(part, cuts):
     pieces = [model(piece, cache) for piece in ids.split(cuts, dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-4, atol=1e-4)
     assert cache[0].length == 16
-
-
-@torch.no_grad()
-def test_last_only():
-    model = tiny.gpt(attend())
-    ids = torch.randint(11, (3, 9))
-    torch.testing.assert_close(model(ids, last_only=True), model(ids)[:, -1:])
-
-
-def test_too_long_a_context_is_refused():
-    model = tiny.gpt(attend())
-    with pytest.raises(ValueError, match="ids has 17 tokens after 0 in the cache; .* block_size=16"):
-        model(torch.zeros(1, 17, dtype=torch.long))
-    cache = caches(model)
-    model(torch.zeros(1, 16, dtype=torch.long), cache)
-    with pytest.raises(ValueError, match="ids has 1 tokens after 16"):
-        model(torch.zeros(1, 1, dtype=torch.long), cache)
-    with pytest.raises(ValueError, match="k has 9 positions after 0 in the cache; .* at most 8"):
-        KVCache(1, 2, 8, 4).update(torch.zeros(1, 2, 9, 4), torch.zeros(1, 2, 9, 4))
 
 
 def test_parameters_have_nanogpts_names_and_number():

@@ -64,8 +64,7 @@ def test_a_hostile_meta_pickle_is_refused_unexecuted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "data",
-    [b"", b"\x80\x04", b"text", *map(pickle.dumps, ([1], {"itos": {1: "a"}}, {"itos": 3}))],
+    "data", [b"", b"\x80\x04", b"text", *map(pickle.dumps, ([1], {"itos": {1: "a"}}, {"itos": 3}))]
 )
 def test_a_damaged_meta_pickle_is_named(tmp_path, data):
     path = tmp_path / "meta.pkl"

@@ -13,9 +13,8 @@ from torch import library as torch_library
 
 from attention_ext import attention
 from attention_ext import extension as loader
-from lab.correctness import allocated
 from training.muon import Muon
-from training.native import KINDS, helpers_of, part4
+from training.native import KINDS, part4
 from training.recipe import Recipe
 from training.trainer import Trainer
 
@@ -87,7 +86,7 @@ def test_loss_norm_and_gradients(sizes, factor, threads):
     assert (norm > 1) == (factor > 1) or sizes != SIZES[0]  # both ways of clipping are tested
 
 
-@pytest.mark.parametrize("sizes", [SIZES[1], SIZES[2], SIZES[4]], ids=str)
+@pytest.mark.parametrize("sizes", [SIZES[2], SIZES[4]], ids=str)
 def test_no_bit_depends_on_the_threads(sizes, threads):
     seen = []
     for count in (1, 2, 3, 16):
@@ -199,20 +198,6 @@ def test_a_whole_step_learns_and_keeps_its_time(threads):
     assert all(spent >= 0 for spent in seconds.values()) and seconds["products"] > 0 and seconds["Muon"] > 0
 
 
-def test_a_step_needs_no_new_memory(threads):
-    threads(2)
-    native = trainer(part4(), (4, 64, 65, 64, 2, 2))
-    batch = batch_of((4, 64, 65, 64, 2, 2))
-    native._gradients(*batch)
-    native._update()
-
-    def step():
-        native._gradients(*batch)
-        native._update()
-
-    assert allocated(step)[1] < 20_000  # rates and counters; an activation has 65,536 bytes
-
-
 @pytest.mark.parametrize(
     "attend, dropout, expected",
     [
@@ -231,19 +216,6 @@ def test_what_is_not_native_is_pytorchs(attend, dropout, expected):
     made.step()
     assert math.isfinite(float(made.loss)) and float(made.loss) > 0
     assert all(p.grad is not None for p in made.model.parameters())
-
-
-def test_the_helpers_of_an_attention():
-    assert helpers_of(part4("off")) == "off" and helpers_of(part4()) == "auto"
-    assert helpers_of(None) is helpers_of(partial(attention, "part4")) is None
-
-
-def test_nan_stays():
-    native = trainer(part4())
-    with torch.no_grad():
-        native.model.transformer.h[0].mlp.c_fc.weight[0, 0] = math.nan
-    assert math.isnan(float(native._gradients(*batch_of(SIZES[0]))))
-    assert all(p.grad.isnan().any() for p in native.model.parameters())
 
 
 @pytest.mark.parametrize(

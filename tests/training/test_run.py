@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from functools import partial
 
 import pytest
 import tiny
 import torch
-from torch.nn import functional as F
 from training_texts import TINY, words
 
-from attention_ext import attention
 from model import corpus
 from model.checkpoint import load
 from model.loss import evaluate, evaluate_windows
 from training import run
-from training.muon import Muon
-from training.recipe import Recipe, learning_rate
+from training.recipe import Recipe
 from training.run import train
 from training.text import windows
 from training.trainer import Trainer, sinusoids
@@ -48,23 +43,6 @@ def test_it_learns_and_what_it_saves_has_the_loss_it_records(tmp_path):
     assert evaluate(loaded.model, held_out) == pytest.approx(record["val_loss"], abs=1e-5)
 
 
-def test_a_step_by_part4_has_the_gradients_of_pytorchs(extension):
-    """Without dropout every gradient is equal to 1e-4 of its largest."""
-    recipe = dataclasses.replace(RECIPE, dropout=0.0)
-    ids = torch.tensor(tiny.VOCABULARY.encode("abcdefgh" * 100))
-    gradients = []
-    for part in (None, "part4"):
-        attend = part and partial(attention, part, causal=True)
-        trainer = Trainer(recipe, len(tiny.CHARACTERS), ids, torch.device("cpu"), attend)
-        torch.manual_seed(0)
-        trainer._update = lambda: None  # else the gradients are those of other weights
-        trainer.step()
-        gradients.append([p.grad for p in trainer.model.parameters()])
-    for one, other in zip(*gradients):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-4 * float(one.abs().max()))
-        assert not torch.equal(one, torch.zeros_like(one))
-
-
 def test_the_best_so_far_survives_an_interruption_and_a_divergence(tmp_path, monkeypatch):
     losses = iter([2.0, 1.5, float("nan")])
     monkeypatch.setattr(run, "evaluate", lambda *_: next(losses))
@@ -92,19 +70,6 @@ def test_the_record_has_the_whole_curve_and_the_weights_are_the_best(tmp_path, m
     assert not torch.equal(seen[1], seen[2])
 
 
-def test_a_directory_that_cannot_be_made_is_refused_before_training(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError):
-        train(RECIPE, TEXT, out=tmp_path / "file" / "out")
-
-
-def test_a_second_training_replaces_the_vocabulary(tmp_path):
-    short = dataclasses.replace(RECIPE, steps=1)
-    for text in ("абвгдежз" * 100, TEXT):
-        train(short, text, out=tmp_path)
-    assert load(str(tmp_path), tiny.attend).tokenizer.characters == list("abcdefgh")
-
-
 def test_the_ingredients_of_the_recipe():
     trainer = Trainer(RECIPE, 8, torch.arange(100) % 8, torch.device("cpu"))
     wpe = trainer.model.transformer.wpe.weight
@@ -127,32 +92,6 @@ def test_the_ingredients_of_the_recipe():
     assert gradients.norm() <= 1.0001
 
 
-def test_the_same_seed_gives_the_same_curve():
-    short = dataclasses.replace(RECIPE, steps=4, eval_every=2)
-    curves = [train(short, TEXT)["curve"] for _ in range(2)]
-    assert curves[0] == curves[1]
-    other = train(dataclasses.replace(short, seed=1), TEXT)["curve"]
-    assert other != curves[0]
-
-
-@pytest.mark.parametrize("length", [2, 16, 17, 18, 100])
-def test_evaluation_is_over_contiguous_windows(length):
-    model = tiny.gpt()
-    ids = torch.randint(11, (length,))
-    total = 0.0
-    with torch.no_grad():
-        for start in range(0, length - 1, 16):
-            window = ids[start : min(start + 17, length)]
-            total += float(F.cross_entropy(model(window[None, :-1])[0], window[1:], reduction="sum"))
-    assert evaluate(model, ids, batch_chars=40) == pytest.approx(total / (length - 1), rel=1e-5)
-
-
-def test_windows_are_evaluated_as_texts_of_their_own():
-    model, windows = tiny.gpt(), torch.randint(11, (7, 17))
-    expected = sum(evaluate(model, window) for window in windows) / 7
-    assert evaluate_windows(model, windows, batch_chars=40) == pytest.approx(expected, rel=1e-5)
-
-
 def test_a_run_with_a_test_part_measures_the_best_weights_on_all_held_out_text(tmp_path, monkeypatch):
     """While it runs, it watches a part of the validation text only."""
     monkeypatch.setattr(run, "MOST_WATCHED", 64)
@@ -168,27 +107,6 @@ def test_a_run_with_a_test_part_measures_the_best_weights_on_all_held_out_text(t
     assert record["val_loss"] != pytest.approx(watched, abs=1e-4)
 
 
-def test_evaluation_refuses_a_single_token():
-    with pytest.raises(ValueError, match="ids has 1 tokens; it must have at least 2"):
-        evaluate(tiny.gpt(), torch.tensor([0]))
-
-
-def test_muon_orthogonalises_q_k_and_v_apart():
-    weight = torch.nn.Parameter(torch.zeros(48, 16))
-    weight.grad = torch.cat([scale * torch.randn(16, 16) for scale in (1e-3, 1.0, 1e3)])
-    Muon([dict(params=[weight], shape=(16, 16))], lr=torch.tensor(1.0), weight_decay=0.0).step()
-    for matrix in weight.detach().split(16):
-        singular = torch.linalg.svdvals(matrix)
-        assert 0.3 < singular.min() and singular.max() < 1.3
-
-
-def test_learning_rate_warms_up_and_falls_to_zero():
-    rates = [learning_rate(RECIPE, step) for step in range(RECIPE.steps + 1)]
-    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert rates[5] == 1.0 and rates[-1] == pytest.approx(0)
-    assert all(a >= b for a, b in zip(rates[5:], rates[6:]))
-
-
 def test_a_text_shorter_than_a_block_is_refused():
     with pytest.raises(ValueError, match="text has 7 characters for training; .* more than block_size=8"):
         train(RECIPE, "abcdefgh")
@@ -198,12 +116,6 @@ def test_a_text_shorter_than_a_block_is_refused():
 def test_a_missing_gpu_is_named():
     with pytest.raises(ValueError, match="device is 'cuda', but PyTorch finds no GPU"):
         train(RECIPE, TEXT, device="cuda")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_captured_step_learns_too():
-    record = train(RECIPE, TEXT, device="cuda")
-    assert record["val_loss"] < 1.0
 
 
 def test_the_corpus_is_divided_as_nanogpt_divides_it():

@@ -11,9 +11,6 @@ from training_texts import TINY, words
 
 from model.checkpoint import Checkpoint, load
 from model.loss import evaluate
-from model.tokenizer import CharTokenizer
-from training import run
-from training.recipe import FINE_TUNING, OWN_TEXT
 from training.run import train
 from training.start import fitted, recipe_of
 from training.trainer import Trainer
@@ -35,13 +32,6 @@ def test_new_characters_are_appended_near_the_mean_of_the_others():
         torch.testing.assert_close(model(ids)[..., :11], START.model(ids))
 
 
-def test_a_text_without_new_characters_leaves_the_model_as_it_is():
-    model, tokenizer, new = fitted(START, "abc", 16, seed=1)
-    assert new == "" and tokenizer.characters == tiny.CHARACTERS
-    for (name, a), b in zip(model.state_dict().items(), START.model.state_dict().values()):
-        assert torch.equal(a, b), name
-
-
 def test_a_smaller_block_cuts_the_positions_and_a_larger_one_is_refused():
     model, _, _ = fitted(START, "abc", 8, seed=1)
     assert model.config.block_size == 8
@@ -50,12 +40,6 @@ def test_a_smaller_block_cuts_the_positions_and_a_larger_one_is_refused():
     assert recipe_of(TINY, START.model, None).block_size == 16
     with pytest.raises(ValueError, match="block_size is 17; it must be at most 16, that of the model"):
         recipe_of(TINY, START.model, 17)
-
-
-def test_the_recipe_has_the_models_sizes_and_lower_rates():
-    recipe = recipe_of(OWN_TEXT, tiny.gpt(n_embd=24, n_head=3, n_layer=1), None)
-    assert (recipe.n_embd, recipe.n_head, recipe.n_layer) == (24, 3, 1)
-    assert recipe.muon_lr == FINE_TUNING.muon_lr < OWN_TEXT.muon_lr and recipe.adam_lr < OWN_TEXT.adam_lr
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -104,28 +88,3 @@ def test_a_vocabulary_of_words_is_refused():
 
     with pytest.raises(ValueError, match="the model's vocabulary is GPT-2 encodings; it must be one of char"):
         fitted(Checkpoint(START.model, Words()), "abc", 16, seed=1)
-
-
-def test_unknown_characters_of_the_old_text_are_named():
-    recipe = recipe_of(TINY, START.model, None)
-    with pytest.raises(ValueError, match="does not know 1 of the text's characters: 'é'"):
-        train(recipe, words(4000), start=START, old_text="é" * 100)
-
-
-def test_a_vocabulary_of_thousands_of_characters_is_learnt(tmp_path):
-    chinese = "".join(chr(0x4E00 + i) for i in range(3000))
-    text = chinese + words(20_000, chinese)
-    record = train(dataclasses.replace(TINY, steps=3), text, out=tmp_path)
-    loaded = load(str(tmp_path))
-    assert len(loaded.tokenizer) > 3000 and record["test_loss"] < 9
-    assert CharTokenizer.from_text(text).characters == loaded.tokenizer.characters
-
-
-def test_what_is_forgotten_is_measured_with_one_block_size():
-    """Without a step the losses before and after are the same, also where the run's block is smaller."""
-    start, old = tiny.gpt(), tiny.VOCABULARY
-    text = words(4000, "abcdefgh", seed=2)
-    ids = torch.tensor(old.encode(text))
-    shorter, _, _ = fitted(Checkpoint(start, old), text, 8, seed=0)
-    assert run._old_loss(start, ids, 8) == pytest.approx(run._old_loss(shorter, ids, 8), rel=1e-6)
-    assert run._old_loss(start, ids, 8) != pytest.approx(run._old_loss(start, ids, 16), rel=1e-6)

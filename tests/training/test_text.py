@@ -11,7 +11,7 @@ from training_texts import TINY, words
 from model import corpus
 from model.tokenizer import CharTokenizer
 from training import text as texts
-from training.text import divide, encode, fit, repeated_share, windows
+from training.text import divide, fit, repeated_share, windows
 
 
 def test_a_short_text_is_refused_with_both_lengths():
@@ -39,13 +39,6 @@ def test_a_repetitive_text_is_refused():
         fit(half * 2, TINY)
 
 
-def test_a_text_that_repeats_some_of_its_end_is_noted():
-    text = words(19_000)
-    _, notes = fit(text + text[:1000] + words(1000, seed=1), TINY)
-    assert notes == ["47% of the text's last tenth is also in the rest; the losses flatter the model"]
-    assert fit(words(20_000), TINY)[1] == []
-
-
 def test_the_repeated_share_is_that_of_a_plain_search(monkeypatch):
     monkeypatch.setattr(texts, "WINDOWS", 10**6)
     training = words(3000)
@@ -53,11 +46,6 @@ def test_the_repeated_share_is_that_of_a_plain_search(monkeypatch):
     passages = {held_out[i : i + 32] for i in range(len(held_out) - 31)}
     expected = sum(passage in training for passage in passages) / len(passages)
     assert 0.2 < expected < 0.4 and repeated_share(training, held_out) == pytest.approx(expected)
-
-
-def test_a_passage_that_two_pieces_share_is_found():
-    middle = words(2**20 + 100)
-    assert repeated_share(middle, middle[2**20 - 16 : 2**20 + 16]) == 1.0
 
 
 def test_the_parts_are_the_text_in_order():
@@ -68,14 +56,6 @@ def test_the_parts_are_the_text_in_order():
     assert [len(part) for part in (material.training, material.validation, material.test)] == [1800, 101, 100]
     shipped = divide(text, dataclasses.replace(TINY, test_share=0.0))
     assert len(shipped.test) == 0 and len(shipped.validation) == len(corpus.split(text)[1])
-
-
-def test_characters_of_every_plane_are_encoded():
-    text = "".join(chr(plane << 16 | 0x61) for plane in range(17)) * 20
-    tokenizer = CharTokenizer(sorted(set(text), reverse=True))
-    assert encode(text, tokenizer).tolist() == tokenizer.encode(text)
-    with pytest.raises(ValueError, match="does not know 1 of the text's characters: 'z'"):
-        encode(text + "z", tokenizer)
 
 
 def test_windows_are_spread_over_the_whole_text():
