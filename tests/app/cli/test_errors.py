@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from support import ROOT
+from support import ROOT, naming
 
 from attention_ext import PARTS, processor
 from attention_ext.build import nvrtc
@@ -18,69 +18,37 @@ from attention_ext.build import nvrtc
 WRONG = [
     (["part9"], "No such command 'part9'"),
     (["4Daccess", "more"], "unexpected extra argument"),
-    (["part4", "-N", "0"], "'-N': 0 is not in the range"),
     (["part4", "-N", "many"], "'-N': 'many' is not a valid integer"),
-    (["part4", "-br", "0"], "0 is not in the range"),
-    (["part4", "-bc", "some"], "'some' is not a valid integer"),
     (["part4", "--threads", "0"], "'--threads': 0 is not in the range"),
-    (["part4", "--colour"], "No such option"),
-    (["part4", "-br", "99999999999999999999"], "99999999999999999999 is not in the range"),
     (["part4", "--prompt", "To be"], "--prompt goes with --inference only"),
     (["part4", "--inference", "--causal"], "--causal does not go with --inference"),
     (["part4", "-N", "10000000"], "N is 10000000; the reference would need"),
-    (["part4", "-N", "1000000", "-B", "3"], "here with 12 heads"),
     (["part4", "--dtype", "fp16"], "dtype is 'fp16'; no part takes it on the CPU"),
     (["part4", "--inference", "-B", "3"], "-B does not go with --inference"),
     (["part4", "--step", "1"], "--step goes with --device cuda only"),
-    (["part0", "--step", "1", "--device", "cuda"], "--step goes with part4 only"),
     (["part4", "--step", "7", "--device", "cuda"], "'--step': '7' is not one of '1', "),
     (["part1", "--device", "cuda"], "part1 has no CUDA kernel; --device cuda goes with part0 and part4 only"),
-    (["part2", "--device", "cuda", "--inference"], "part2 has no CUDA kernel"),
     (["part4", "--device", "cuda", "-br", "64"], "-br does not go with --device cuda: each step has its own"),
-    (["part4", "--device", "cuda", "--threads", "2"], "--threads does not go with --device cuda"),
-    (["part4", "--device", "cuda", "--simd", "off"], "--simd does not go with --device cuda"),
     (["bulk", "--texts", "1", "--out", ""], "'--out': '' is no directory"),
     (["part0", "--inference", "-m", "shakes512"], "model 'shakes512' was not found"),
     (
         ["part0", "--inference", "--prompt", "naïve 日本"],
         "not know 3 of the text's characters: 'ï' '日' '本'",
     ),
-    (["part0", "--inference", "--prompt", ""], "prompt is empty"),
     (["part0", "--inference", "--prompt-file", "nowhere.txt"], "nowhere.txt: No such file"),
-    (["part0", "--inference", "--prompt-file", "."], "Is a directory"),
     (["part0", "--inference", "--prompt", "a", "--prompt-file", "b"], "exclude each other"),
-    (["part0", "--inference", "--temperature", "-1"], "'--temperature': -1.0 is not in the range"),
     (["part0", "--inference", "--temperature", "nan"], "temperature is nan"),
-    (["part0", "--inference", "--top-k", "0"], "'--top-k': 0 is not in the range"),
-    (["part0", "--inference", "--num-samples", "0"], "'--num-samples': 0 is not in the range"),
     (["part4", "--inference", "--kv-cache", "int8"], "'--kv-cache': 'int8' is not one of 'fp32', 'bf16'"),
-    (["eval", "--kv-cache", "int8"], "'--kv-cache': 'int8' is not one of 'fp32', 'bf16'"),
-    (["part0", "--inference", "--top-p", "0"], "'--top-p': 0.0 is not in the range"),
-    (["part0", "--inference", "--min-p", "1.5"], "'--min-p': 1.5 is not in the range"),
-    (["part0", "--inference", "--repetition-penalty", "inf"], "repetition_penalty is inf"),
-    (["part0", "--inference", "--presence-penalty", "3"], "'--presence-penalty': 3.0 is not in the range"),
-    (["part0", "--inference", "--frequency-penalty", "nan"], "frequency_penalty is nan"),
     (["part0", "--inference", "--stop", ""], "stop is ['']"),
     (["part0", "--inference", "--seed", str(2**63 - 1)], "seed is 9223372036854775807; the last sample's"),
     (["part0", "--inference", "--engine", "native"], "engine is 'native'; it must be 'torch' with part0"),
     (["part0", "--inference", "--interactive", "--json"], "--json does not go with --interactive"),
-    (["part0", "--inference", "--interactive", "--num-samples", "7"], "--num-samples does not go with"),
-    (["part0", "--inference", "--interactive", "--prompt-file", "-"], "--prompt-file - does not go with"),
-    (["part0", "--inference", "--interactive", "--prompt", "é"], "not know 1 of the text's characters: 'é'"),
-    (["part0", "--inference", "--interactive", "--stop", ""], "stop is ['']"),
     (["part0", "--json"], "--json goes with --inference only"),
     (["eval", "--corpus", "nowhere.txt"], "nowhere.txt: No such file"),
-    (["eval", "-m", "shakes512", "--corpus", __file__], "model 'shakes512' was not found"),
-    (["prepare", "--corpus", "nowhere.txt"], "nowhere.txt: No such file"),
-    (["train", "shakes128", "--corpus", "nowhere.txt"], "nowhere.txt: No such file"),
     (["train", "mine", "--corpus", "nowhere.txt"], "nowhere.txt: No such file"),
     (["train", "a/b", "--corpus", __file__], "NAME is 'a/b'; it must be letters, digits"),
     (["train", "shakes128", "--minutes", "3"], "--minutes does not go with shakes128"),
-    (["train", "shakes128", "--block-size", "8"], "--block-size does not go with shakes128"),
     (["train", "mine", "--minutes", "3", "--steps", "3"], "--minutes does not go with --steps"),
-    (["train", "mine", "--minutes", "0"], "'--minutes': 0.0 is not in the range"),
-    (["train", "mine", "--minutes", "nan"], "--minutes is nan; it must be"),
-    (["train", "mine", "--old-corpus", __file__], "--old-corpus goes with --init only"),
     (["train", "mine", "--resume", "--overwrite"], "--overwrite does not go with --resume"),
     (
         ["train", "mine", "--resume", "--corpus", __file__, "--part", "part0"],
@@ -95,15 +63,14 @@ WRONG = [
     (["train", "shakes128", "--part", "part4", "--device", "cuda"], "part4 has no gradient on CUDA"),
     (["part1", "--backward"], "part1 computes no gradients; --backward goes with part0 and part4 only"),
     (["part4", "--backward", "--inference"], "--backward does not go with --inference"),
-    (["part4", "--backward", "--dtype", "bf16"], "--dtype does not go with --backward"),
-    (["part4", "--backward", "--device", "cuda"], "--device does not go with --backward"),
     (["part4", "--backward", "-br", "16"], "-br does not go with --backward"),
 ]
 
 
-@pytest.mark.parametrize("arguments, message", WRONG, ids=[" ".join(w[0])[:40] for w in WRONG])
-def test_an_error_is_one_line(failed, arguments, message):
-    assert message in failed(*arguments)
+def test_an_error_is_one_line(failed):
+    for arguments, message in WRONG:
+        with naming(*arguments):
+            assert message in failed(*arguments)
 
 
 def test_a_file_that_is_no_text_is_named(failed, tmp_path):

@@ -20,10 +20,9 @@ import tiny
 from support import ROOT
 from training_texts import words
 
-from app.cli import train as command
 from attention_ext import BuildError, extension
 from model.checkpoint import load, save
-from training.recipe import OWN_TEXT, RECIPES
+from training.recipe import OWN_TEXT
 
 SMALL = ("--block-size", 16, "--batch-chars", 128, "--corpus", "text.txt")
 ENDING = re.compile(
@@ -46,10 +45,6 @@ def start(tmp_path: Path) -> str:
     return "start"
 
 
-def test_the_shipped_names_are_those_of_the_recipes():
-    assert command.SHIPPED == tuple(RECIPES)
-
-
 def test_a_text_of_ones_own_by_time(cli, extension):
     done = cli("train", "mine", *SMALL, "--minutes", 0.05)
     assert done.returncode == 0, done.stderr
@@ -64,12 +59,6 @@ def test_a_text_of_ones_own_by_time(cli, extension):
     done = cli("eval", "-m", "out/mine", "--corpus", "text.txt")
     nats = float(re.search(r"out/mine: (\S+) nats", done.stdout)[1])
     assert nats == pytest.approx((float(validation) + float(test)) / 2, abs=0.15)
-
-
-def test_quiet_prints_the_end_and_what_one_should_know(cli):
-    done = cli("train", "mine", *SMALL[2:], "--steps", 2, "--part", "part0", "--quiet")
-    assert done.returncode == 0 and ENDING.match(done.stdout)
-    assert done.stderr == "the text has 4,000 characters; block_size is 96 instead of 128\n"
 
 
 def test_the_options_are_those_of_the_recipe(cli):
@@ -185,6 +174,7 @@ def test_a_closed_stderr_does_not_end_a_run(process):
     assert running.returncode == 0
 
 
+@pytest.mark.full
 def test_a_terminal_shows_curves_and_samples(extension, tmp_path):
     master, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))

@@ -6,9 +6,7 @@ import re
 
 import pytest
 
-import attention_ext
 from attention_ext import PARTS
-from lab import loss
 from model import corpus
 
 TEXT = "First Citizen:\nWe are accounted poor citizens.\n" * 60
@@ -54,32 +52,7 @@ def test_train_eval_and_write_with_an_own_checkpoint(cli, tmp_path):
     assert done.returncode == 0 and len(done.stdout) == 6
 
 
-def test_train_with_part4(cli, extension, tmp_path, monkeypatch):
-    (tmp_path / "text.txt").write_text(TEXT)
-    calls = []
-    right = attention_ext.attention
-
-    def recorded(part, q, k, v, **options):
-        calls.append((part, options["causal"], q.requires_grad))
-        return right(part, q, k, v, **options)
-
-    monkeypatch.setattr(attention_ext, "attention", recorded)
-    done = cli("train", "shakes128", "--corpus", "text.txt", "--steps", 1, "--out", "mine", "--part", "part4")
-    assert done.returncode == 0, done.stderr
-    assert calls == [("part4", True, True)] * 4  # once in each layer
-    assert float(re.search(r"best validation loss (\S+) nats", done.stderr)[1]) < 5
-
-
 def test_eval_is_the_same_through_every_part(cli, extension, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     losses = {cli("eval", "--corpus", "text.txt", "--part", part).stdout for part in PARTS}
     assert len(losses) == 1 and "nats" in losses.pop()
-
-
-def test_eval_goes_through_the_part(cli, extension, tmp_path, monkeypatch):
-    (tmp_path / "text.txt").write_text(TEXT)
-    parts = set()
-    right = loss.attention
-    monkeypatch.setattr(loss, "attention", lambda p, *a, **k: parts.add(p) or right(p, *a, **k))
-    assert cli("eval", "--corpus", "text.txt", "--part", "part2").returncode == 0
-    assert parts == {"part2"}

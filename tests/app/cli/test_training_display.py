@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import io
 import re
-import time
 
 import pytest
-import tiny
 from rich.console import Console
 from training_texts import TINY, words
 
 from app.cli import training_display as display
-from app.cli.training_display import Lines, Picture, Sampler, cell, clock, columns, curves, picture
+from app.cli.training_display import Lines, Picture, Sampler, picture
 from training.run import train
 from training.watch import Status
 
@@ -59,50 +57,6 @@ def test_the_picture_fits_any_terminal(width, height):
     assert max(map(len, text.splitlines())) <= width
 
 
-def test_no_losses_and_one_row_of_losses_are_pictures_too():
-    console = Console(file=io.StringIO(), width=100, height=40)
-    assert "step 0 of 0" in shown(
-        picture("mine", status(done=0, steps=0, progress=0.0, curve=[]), "", console)
-    )
-    text = shown(picture("mine", status(curve=[[0, None, 4.0]], progress=0.0), "", console))
-    assert "validation 4.0000   training -" in text
-
-
-def test_the_curves_are_where_the_losses_are():
-    """Both fall from the upper left to the middle of the width, where the run is."""
-    rows = [line.plain[8:] for line in curves(CURVE, 40, 0.5)[:-1]]
-    filled = [(x, y) for y, row in enumerate(rows) for x, c in enumerate(row) if c != " "]
-    assert min(filled)[1] == 0 and max(y for _, y in filled) == display.PLOT_ROWS - 1
-    assert max(x for x, _ in filled) == int(0.5 * 39)
-    assert curves(CURVE, 40, 0.5)[0].plain.startswith("  3.000 ")
-    assert curves(CURVE, 40, 0.5)[-2].plain.startswith("  1.000 ")
-
-
-def test_the_first_losses_are_cut_off():
-    curve = [[10 * i, 100.0 if i < 3 else 2.0, 1.9 - i / 100] for i in range(1, 25)]
-    assert curves(curve, 40, 1.0)[0].plain.startswith("  2.000 ")
-
-
-def test_columns_are_the_line_through_the_points():
-    assert list(columns([(0, 1.0), (10, 2.0)], 11, 10)) == [(i, 1 + i / 10) for i in range(11)]
-    assert list(columns([(5, 3.0)], 11, 10)) == [(5, 3.0)]
-
-
-def test_a_cell_shows_two_halves():
-    assert [cell(*colors)[0] for colors in (("", ""), ("a", ""), ("", "a"), ("a", "a"), ("a", "b"))] == [
-        " ",
-        "▀",
-        "▄",
-        "█",
-        "▀",
-    ]
-    assert cell("cyan", "yellow")[1] == "cyan on yellow"
-
-
-def test_the_clock():
-    assert [clock(s) for s in (0, 9.6, 90, 3700)] == ["0:00", "0:10", "1:30", "1:01:40"]
-
-
 def test_lines_are_written_for_evaluations_and_none_if_quiet(capsys):
     for quiet in (False, True):
         lines = Lines(quiet)
@@ -142,29 +96,3 @@ def test_a_watched_run_is_the_same_run(tmp_path, monkeypatch, request, part):
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("watched", "alone")]
     assert files[0] == files[1]
     assert len(samples) == TINY.steps and len(set(samples)) > 1 and "a sample" in out.getvalue()
-
-
-def test_samples_take_a_small_share_of_the_time(monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    sampler = Sampler(tiny.gpt(), tiny.VOCABULARY)
-    sampler.part = "part0"
-
-    def slow(*_):
-        now[0] += 0.2
-        return iter([(None, "text")])
-
-    monkeypatch.setattr(display, "complete", slow)
-    spent = 0.0
-    while now[0] < 1120:
-        now[0] += 0.1
-        if sampler.due():
-            assert sampler.write() == "text"
-            spent += 0.2
-    assert 1.0 <= spent <= 120 * 0.02
-
-
-def test_the_prompt_is_a_character_of_the_text():
-    assert Sampler(tiny.gpt(), tiny.VOCABULARY).prompt == "\n"
-    without = type(tiny.VOCABULARY)(list("abcdefghijk"))
-    assert Sampler(tiny.gpt(), without).prompt == "a"

@@ -80,23 +80,6 @@ def test_what_no_build_wrote_is_never_replaced(failed, made, tmp_path, other):
     assert "but it has " in failed("web", "--build", "--out", tmp_path / "own")
 
 
-def test_a_page_that_lacks_a_file_is_not_whole(made):
-    assert build.is_current(made, build.fingerprint())
-    (made / "index.html").write_text("cut")
-    assert not build.is_whole(made)
-    (made / "index.html").unlink()
-    assert not build.is_whole(made)
-
-
-def test_serve_and_web_have_different_ports():
-    """A browser would show the page that it keeps instead of the server's."""
-    from app.cli.serving import serve as server
-    from app.cli.web import web
-
-    ports = [next(p.default for p in command.params if p.name == "port") for command in (server, web)]
-    assert ports[0] != ports[1]
-
-
 def test_without_ziglang_it_says_what_to_install(failed, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install ziglang" in failed("web", "--build", "--out", tmp_path / "page")
@@ -113,8 +96,3 @@ def test_a_source_that_does_not_compile_is_one_line(cli, tmp_path, monkeypatch):
     notice, error = done.stderr.splitlines()
     assert done.returncode == 2 and notice.startswith("Compiling the kernels to WebAssembly")
     assert error.startswith("gpt.py: error: ") and "build.log" in error and not (tmp_path / "page").exists()
-
-
-@pytest.mark.parametrize("port", ["-1", "65536", "http"])
-def test_a_port_out_of_range_is_refused(failed, port):
-    assert "--port" in failed("web", "--port", port)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import threading
@@ -143,9 +142,3 @@ def client(extension) -> Iterator[Client]:
 
     with serving(Settings((MODEL,))) as made:
         yield made
-
-
-@pytest.fixture(scope="session")
-def run_async():
-    """Run a coroutine in a loop of its own."""
-    return asyncio.run

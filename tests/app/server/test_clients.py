@@ -54,18 +54,7 @@ def queued(client) -> float:
     return client.metric("attention_texts_queued")
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_slot(small, stream):
-    small.idle()
-    cancelled = small.metric("attention_texts_cancelled_total")
-    with request(small, stream=stream) as connection:
-        until(lambda: running(small) == 1)
-        connection.close()
-        seconds = until(lambda: running(small) == 0)
-    assert seconds < 0.5  # with the time of asking for the metrics; measured below by the scheduler alone
-    assert small.metric("attention_texts_cancelled_total") == cancelled + 1
-
-
+@pytest.mark.full
 def test_a_disconnect_cancels_within_50_ms(small):
     """Seen from the scheduler itself: the median of several, as the machine may be busy."""
     scheduler, found = small.server.application.scheduler, []
@@ -103,17 +92,7 @@ def test_a_full_queue_answers_429(small):
     assert small.complete(n=4).json()["error"]["param"] == "n"  # more than ever fit
 
 
-def test_a_slow_reader_is_dropped(small):
-    small.idle()
-    dropped = small.metric("attention_streams_dropped_total")
-    fields = {"prompt": "a", "logprobs": 5, "stream_options": {"interval_ms": 0}}
-    with request(small, receive_buffer=4096, stream=True, **fields):
-        until(lambda: running(small) == 1)
-        until(lambda: small.metric("attention_streams_dropped_total") == dropped + 1)
-        small.idle()
-    assert small.complete().status == 200
-
-
+@pytest.mark.full
 def test_a_stalled_reader_is_dropped(extension, caplog):
     """Of a stream, of a whole answer, of a refusal that waits behind it, and of what is no writing."""
     limits = {"stall_seconds": 0.3, "behind_seconds": 60, "buffer_bytes": 10**9, "most_scores": 10**6}
@@ -137,6 +116,7 @@ def test_a_stalled_reader_is_dropped(extension, caplog):
     assert caplog.records == []
 
 
+@pytest.mark.full
 def test_a_fast_reader_is_not_dropped(extension):
     """However much comes at once."""
     settings = Settings((MODEL,), buffer_bytes=2000, behind_seconds=2.0, stall_seconds=5.0)
@@ -154,24 +134,6 @@ def test_a_fast_reader_is_not_dropped(extension):
         assert client.metric("attention_streams_dropped_total") == 0
 
 
-def test_a_slow_reader_of_much_is_not_dropped(extension):
-    """The connection takes a part at a time."""
-    whole = {"prompt": "a" * 5000, "n": 16, "max_tokens": 0, "echo": True, "logprobs": 5}
-    with serving(Settings((MODEL,), stall_seconds=1.0, most_scores=10**6)) as client:
-        with request(client, receive_buffer=16_384, **whole) as connection:
-            start, head = time.monotonic(), connection.recv(16_384)
-            length = int(head.partition(b"content-length: ")[2].partition(b"\r")[0])
-            read = len(head.partition(b"\r\n\r\n")[2])
-            assert b" 200 " in head and length > 1_500_000
-            while read < length:
-                time.sleep(0.015)
-                part = connection.recv(16_384)
-                assert part, f"it was cut after {read} bytes"
-                read += len(part)
-            assert time.monotonic() - start > 1.5  # longer than a stall
-        assert client.metric("attention_streams_dropped_total") == 0
-
-
 def test_what_is_no_request(small):
     assert small.send("POST", "/v1/completions", b"{}").json()["error"]["code"] == "unsupported_media_type"
     assert small.send("POST", "/v1/completions", b"{}", content_type="text/plain").status == 415
@@ -183,13 +145,7 @@ def test_what_is_no_request(small):
         assert small.send("POST", "/v1/completions", data, content_type="application/json").status == 400
 
 
-def test_a_body_that_does_not_come(small):
-    with socket.create_connection(("127.0.0.1", small.port), 20) as connection:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
-        assert b" 408 " in connection.recv(10_000).partition(b"\r\n")[0]
-
-
+@pytest.mark.full
 def test_a_head_that_does_not_come(small, monkeypatch):
     monkeypatch.setattr("app.server.running.HEAD_SECONDS", 0.2)
     for data in (b"", b"POST /v1/comp", b"GET / HTTP/1.1\r\nHost: loc"):
@@ -206,6 +162,7 @@ def test_a_head_that_does_not_come(small, monkeypatch):
             connection.sendall(b"X-Header: " + b"a" * 1000 + b"\r\n")
 
 
+@pytest.mark.full
 def test_a_connection_does_not_stay_after_a_refusal(small, monkeypatch):
     """Whatever it still sends, or does not."""
     monkeypatch.setattr("app.server.running.HEAD_SECONDS", 0.3)
@@ -245,14 +202,7 @@ def test_connections_are_limited(extension):
         assert client.get("/health").status == 200
 
 
-def test_the_limit_of_connections_leaves_files_to_the_process(monkeypatch):
-    from app.server import running
-
-    for files, most in ((80, 16), (1024, 960), (10**6, 1024), (1, 1)):
-        monkeypatch.setattr(running.resource, "getrlimit", lambda kind, files=files: (files, files))
-        assert running.most_connections(1024) == most
-
-
+@pytest.mark.full
 def test_random_clients_leave_nothing_behind(client):
     """Some read all, some leave at once, in the middle, or in the queue."""
     client.idle()

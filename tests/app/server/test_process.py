@@ -67,6 +67,7 @@ def test_a_signal_lets_running_requests_finish(start, number):
     assert server.child.wait(20) == 0
 
 
+@pytest.mark.full
 def test_the_grace_period_ends(start):
     server = start("--grace", 0.2)
     body = json.dumps({"model": MODEL, "prompt": "a" * 128, "max_tokens": 60_000, "stream": True}).encode()
@@ -80,6 +81,7 @@ def test_the_grace_period_ends(start):
     assert "Traceback" not in server.child.stderr.read()
 
 
+@pytest.mark.full
 def test_a_second_signal_ends_at_once(start):
     server = start("--grace", 60)
     with socket.create_connection(("127.0.0.1", server.client.port), 20) as connection:
@@ -87,14 +89,6 @@ def test_a_second_signal_ends_at_once(start):
         server.child.send_signal(signal.SIGINT)
         server.child.send_signal(signal.SIGTERM)
         assert until(lambda: server.child.poll() is not None) < 5
-
-
-def test_keys_from_a_file(start, tmp_path):
-    (tmp_path / "keys").write_text("one\n\ntwo\n")
-    client = start("--api-key-file", tmp_path / "keys", "--api-key", "three").client
-    assert client.get("/v1/models").status == 401
-    for key in ("one", "two", "three"):
-        assert client.get("/v1/models", Authorization=f"Bearer {key}").status == 200
 
 
 def test_what_it_refuses_to_start_with(failed, tmp_path):
@@ -109,6 +103,7 @@ def test_what_it_refuses_to_start_with(failed, tmp_path):
         assert "in use" in failed("serve", "-m", MODEL, "--port", taken.getsockname()[1])
 
 
+@pytest.mark.full
 def test_memory_that_does_not_suffice(extension):
     code = (
         "from app.server import scheduler\n"
@@ -121,6 +116,7 @@ def test_memory_that_does_not_suffice(extension):
     assert done.stderr.count("\n") == 2 and done.stderr.startswith("Loading"), done.stderr
 
 
+@pytest.mark.full
 def test_a_signal_while_loading_does_not_wait():
     """A compiler may take minutes."""
     code = (

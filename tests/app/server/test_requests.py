@@ -80,18 +80,7 @@ CHAT = COMMON | {
     "logprobs": ([True, False, None], [0, 1, "true"]),
     "speaker": (["ROMEO", None], ["", 1, "a" * 65]),
 }
-UNSUPPORTED = [
-    "tools",
-    "functions",
-    "response_format",
-    "audio",
-    "modalities",
-    "store",
-    "x",
-    "Ä",
-    "a b",
-    "__class__",
-]
+UNSUPPORTED = [*"tools functions response_format audio modalities store x Ä __class__".split(), "a b"]
 
 
 def planned(kind, **fields):
@@ -134,14 +123,6 @@ def test_a_request_cannot_ask_for_hours():
     assert error.param == "max_tokens" and "327680 tokens; at most 262144" in error.message
 
 
-def test_a_character_or_token_that_is_wrong_is_of_the_field_that_has_it():
-    error = refused(ChatBody, model="m", messages=MESSAGES, speaker="é")
-    assert error.param == "speaker" and "é" in error.message
-    error = refused(ChatBody, model="m", messages=[{"role": "user", "content": "é"}], speaker="A")
-    assert error.param == "messages"
-    assert refused(CompletionBody, model="m", logit_bias={"1": 1, "01": 2}).param == "logit_bias"
-
-
 @pytest.mark.parametrize("kind", BASES)
 def test_the_tables_have_all_fields(kind):
     tested = {name for each, name in FIELDS if each is kind}
@@ -149,36 +130,16 @@ def test_the_tables_have_all_fields(kind):
 
 
 @pytest.mark.parametrize("kind", BASES)
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_unsupported_fields_are_named(kind, name):
-    for value in (1, None, [], "a"):
-        error = refused(kind, **BASES[kind] | {name: value})
-        assert error.param == name and repr(name) in error.message
-
-
-@pytest.mark.parametrize("kind", BASES)
-def test_what_is_missing_is_named(kind):
-    for name in BASES[kind].keys() - {"prompt"}:
-        fields = BASES[kind] | {}
-        del fields[name]
-        assert refused(kind, **fields).param == name
+def test_unsupported_fields_are_named(kind):
+    for name in UNSUPPORTED:
+        for value in (1, None, [], "a"):
+            error = refused(kind, **BASES[kind] | {name: value})
+            assert error.param == name and repr(name) in error.message
 
 
 @pytest.mark.parametrize("kind", BASES)
 def test_bodies_that_are_no_object(kind):
-    for data in (
-        b"",
-        b"{",
-        b"[]",
-        b"1",
-        b"null",
-        b'"a"',
-        b"\xff",
-        b"{]",
-        b'{"model": NaN}',
-        b"[" * 10_000,
-        b'"\\ud800"',
-    ):
+    for data in (*b"""|{|[]|1|null|"a"|\xff|{]|{"model": NaN}|"\\ud800\"""".split(b"|"), b"[" * 10_000):
         with pytest.raises(ApiError) as caught:
             parse(kind, data)
         assert caught.value.status == 400 and "Traceback" not in caught.value.message

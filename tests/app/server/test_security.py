@@ -31,29 +31,12 @@ def test_hosts():
 def test_origins_and_hosts_that_cannot_match_are_refused():
     for origin in ("*", ORIGIN, "http://localhost:3000", "http://[::1]:8080", "app://a.b", "http://a:443"):
         check_origin(origin)
-    for origin in (
-        "foo",
-        "",
-        "http://",
-        "http://localhost:3000/",
-        "http://A.b",
-        "http://a:80",
-        "https://a:443",
-    ):
+    for origin in ("", *"foo http:// http://localhost:3000/ http://A.b http://a:80 https://a:443".split()):
         with pytest.raises(ValueError, match="--allow-origin is"):
             check_origin(origin)
     for host in ("*", "a.example", "A_b", "10.0.0.1", "::1", "[::1]", "FE80::1"):
         check_host(host)
-    for host in (
-        "",
-        "http://a.example",
-        "http://a.example:80",
-        "a.example:80",
-        "[::1]:80",
-        "a/b",
-        "0:0::1",
-        "a b",
-    ):
+    for host in ("", "a b", *"http://a.example http://a.example:80 a.example:80 [::1]:80 a/b 0:0::1".split()):
         with pytest.raises(ValueError, match="--allow-host is"):
             check_host(host)
 
@@ -67,12 +50,6 @@ def test_the_host_header_is_checked(client):
             assert refused.status == 403 and refused.json()["error"]["code"] == "host_not_allowed"
 
 
-def test_there_is_no_cors_unless_asked_for(client):
-    response = client.get("/v1/models", Origin=ORIGIN)
-    assert not [name for name in response.headers if name.startswith("access-control")]
-    assert client.send("OPTIONS", "/v1/completions", Origin=ORIGIN).status == 405
-
-
 @pytest.fixture(scope="module")
 def guarded(extension):
     settings = Settings((MODEL,), api_keys=("first", "second"), origins=(ORIGIN,), hosts=("a.example",))
@@ -82,27 +59,9 @@ def guarded(extension):
 
 def test_keys_cover_all_but_health(guarded):
     assert guarded.get("/health").status == 200
-    paths = (
-        "/",
-        "/metrics",
-        "/v1/models",
-        "/openapi.json",
-        "/nothing",
-        "/health/",
-        "//health",
-        "/v1/completions",
-    )
-    for path in paths:
-        for header in (
-            "",
-            "Bearer",
-            "Bearer ",
-            "Bearer wrong",
-            "Bearer firs",
-            "Bearer firstt",
-            "Basic first",
-            "\xff",
-        ):
+    wrong = ("", "Bearer", "Bearer ", "Bearer wrong", "Bearer firs", "Bearer firstt", "Basic first", "\xff")
+    for path in "/ /metrics /v1/models /openapi.json /nothing /health/ //health /v1/completions".split():
+        for header in wrong:
             refused = guarded.get(path, Authorization=header)
             assert refused.status == 401 and refused.json()["error"]["code"] == "invalid_api_key"
             assert refused.headers["www-authenticate"] == "Bearer"
@@ -122,8 +81,3 @@ def test_a_page_of_an_admitted_origin_may_call(guarded):
     assert answer.headers["access-control-allow-origin"] == ORIGIN
     other = guarded.send("OPTIONS", "/v1/completions", **preflight | {"Origin": "https://other.example"})
     assert other.status == 400 and "access-control-allow-origin" not in other.headers
-
-
-def test_further_hosts_are_admitted(guarded):
-    assert guarded.get("/health", Host="A.example:8000").status == 200
-    assert guarded.get("/health", Host="b.example").status == 403

@@ -11,12 +11,11 @@ import torch
 
 pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
-from app.server.settings import Settings
 from attention_ext import PARTS
 from model import load
 from model.loss import evaluate
 
-from .conftest import MODEL, serving
+from .conftest import MODEL
 
 CLI_SAMPLING = {"temperature": 0.8, "top_k": 200}  # the command line's defaults
 USER = {"role": "user", "content": "Who is there?"}
@@ -188,12 +187,6 @@ def test_the_shapes_of_chats(client):
     assert longer.startswith(choice["message"]["content"]) and len(longer) == 128
 
 
-def test_biased_tokens_are_written(client):
-    ids = load(MODEL).tokenizer.encode("ZQ")
-    text = client.complete(logit_bias={str(ids[0]): 100, str(ids[1]): 100}, max_tokens=20).text()
-    assert set(text) <= {"Z", "Q"} and len(text) == 20
-
-
 def test_errors_have_openais_shape(client):
     error = client.complete(temperature=3).json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
@@ -242,17 +235,3 @@ def test_metrics_count(client):
     assert [b - a for a, b in zip(before, after)] == [18, 60, 3, 3]
     client.complete(temperature=9)
     assert client.metric("attention_requests_refused_total", status="400") >= 1
-
-
-def test_several_models(extension):
-    names = ("shakes128", "shakes256")
-    with serving(Settings(names, slots=4)) as client:
-        jobs = [(name, part) for name in names for part in ("part4", "part3")] * 3
-
-        def one(job: tuple[str, str]) -> str:
-            return client.complete(model=job[0], part=job[1], seed=1, max_tokens=60).text()
-
-        with ThreadPoolExecutor(len(jobs)) as pool:
-            texts = dict(zip(jobs, pool.map(one, jobs)))
-        assert texts["shakes128", "part4"] == texts["shakes128", "part3"] != texts["shakes256", "part4"]
-        assert [each["id"] for each in client.get("/v1/models").json()["data"]] == list(names)
