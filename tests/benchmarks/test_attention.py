@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from support import ROOT
 
 from attention_ext import PARTS, processor
 from benchmarks import attention
 from lab import saved
+
+pytestmark = pytest.mark.full
 
 
 def test_the_preset_is_bench(tmp_path):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from support import ROOT
+
+pytestmark = pytest.mark.full
 
 
 def run(*arguments):

@@ -8,6 +8,8 @@ import sys
 import pytest
 from support import ROOT
 
+pytestmark = pytest.mark.full
+
 
 def run(*arguments):
     command = [sys.executable, str(ROOT / "benchmarks" / "scores.py"), *arguments]

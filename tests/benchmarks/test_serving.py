@@ -10,6 +10,8 @@ import sys
 import pytest
 from support import ROOT
 
+pytestmark = pytest.mark.full
+
 pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 if not hasattr(os, "sched_getaffinity"):
     pytest.skip("processes cannot be pinned to cores here", allow_module_level=True)

@@ -13,6 +13,8 @@ import pytest
 from node_process import WEB_TESTS
 from support import ROOT
 
+pytestmark = pytest.mark.full
+
 
 def test_it_prints_both_engines_and_both_lines(extension, tmp_path):
     if platform.machine() != "x86_64":

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.autograd import DeviceType
-from torch.autograd.profiler_util import FunctionEventAvg
 
 from attention_ext import BuildError, attention
 from attention_ext.cuda import kernels
@@ -58,31 +56,10 @@ OUTPUT = 4 * 1024 * 32 * 4
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_memory_is_what_the_algorithms_need(extension, threads, count):
     threads(count)
-    scratch = {
-        "part1": 1024 * 1024 * 4,
-        "part2": 1024 * 1024 * 4,
-        "part3": count * 1024 * 4,
-    }
+    scratch = {"part1": 1024 * 1024 * 4, "part2": 1024 * 1024 * 4, "part3": count * 1024 * 4}
     assert OUTPUT + scratch["part1"] == 4_718_592
     for part, size in scratch.items():
         assert memory_of(lines_of(part)[1])[1] == OUTPUT + size
-
-
-def test_part4s_memory_is_one_set_of_tiles_a_thread(extension, threads):
-    scratch = []
-    for count in (1, 2, 3):
-        threads(count)
-        scratch.append(memory_of(lines_of("part4")[1])[1] - OUTPUT)
-    assert scratch == [scratch[0], 2 * scratch[0], 3 * scratch[0]]
-    assert scratch[0] < 1024 * 1024  # a quarter of the score matrix
-
-
-def test_part4s_memory_does_not_grow_with_the_length(extension):
-    sizes = []
-    for N in (512, 2048):
-        _, lines = lines_of("part4", N=N, br=64, bc=64)
-        sizes.append(memory_of(lines)[1] - 4 * N * 32 * 4)
-    assert sizes[0] == sizes[1]
 
 
 def test_a_wrong_kernel_is_caught_and_located(monkeypatch):
@@ -109,34 +86,6 @@ def test_a_length_that_cannot_fit_is_refused():
         correctness.run("part4", 10_000_000, 256, 256, False)
 
 
-def test_other_sizes_than_the_labs(part):
-    passed, lines = lines_of(part, N=50, batch=2, heads=3, d=24)
-    assert passed and correctness.synthetic_qkv(50, batch=2, heads=3, d=24)[0].shape == (2, 3, 50, 24)
-
-
-def test_slices_of_heads_give_the_same():
-    q, k, v = (torch.randn(3, 2, 20, 8) for _ in range(3))
-    seen = []
-
-    def part0(q, k, v):
-        seen.append(q.shape[1])
-        return attention("part0", q, k, v)
-
-    whole = attention("part0", q, k, v)
-    for count, sizes in ((1, [2]), (2, [3, 3]), (4, [2, 2, 1, 1]), (6, [1] * 6)):
-        seen.clear()
-        assert torch.equal(correctness.in_slices(part0, count, (q, k, v)), whole)
-        assert seen == sizes
-
-
-def test_the_reference_takes_as_many_slices_as_a_gpu_needs():
-    """A head of 4096 has two matrices of 64 MiB."""
-    for free, slices in ((80 << 30, 1), (40 << 30, 2), (10 << 30, 6), (1 << 30, 58), (150 << 20, 400)):
-        assert correctness.slices_of_reference(4096, 400, free) == slices
-    with pytest.raises(ValueError, match="N is 4096; the reference would need 0 GiB for a head, so it must"):
-        correctness.slices_of_reference(4096, 400, 100 << 20)
-
-
 @pytest.fixture
 def on_gpu():
     try:
@@ -160,35 +109,6 @@ def test_every_step_passes(on_gpu, step, dtype):
     assert sum(line.startswith("cuda time:  ") for line in lines) == 2
     assert any("CUDA total" in line for line in lines)
     assert memory_of(lines)[1] >= 3 * 4 * 300 * 32 * Dtype(dtype).bytes
-
-
-def test_slices_on_a_gpu(on_gpu, monkeypatch):
-    monkeypatch.setattr(correctness, "slices_of_reference", lambda N, count, free: 5)
-    for part in ("part0", "part4"):
-        passed, lines = lines_of(part, N=100, br=None, bc=None, batch=3, device="cuda")
-        assert passed and any("do not fit at once: 5 slices of heads" in line for line in lines)
-    with pytest.raises(ValueError, match="d is 257; it must be at most 256 on CUDA"):
-        lines_of("part4", N=100, br=None, bc=None, d=257, device="cuda")
-
-
-def test_the_profilers_own_rows_are_left_out():
-    def row(key, device, annotation=False):
-        made = FunctionEventAvg()
-        made.key, made.device_type, made.is_user_annotation, made.use_device = key, device, annotation, "cuda"
-        made.count = 1
-        return made
-
-    CPU, CUDA = DeviceType.CPU, DeviceType.CUDA
-    table = correctness.table_by_cuda_time(
-        [
-            row("ProfilerStep*", CPU, True),
-            row("PART4", CPU, True),
-            row("PART4", CUDA, True),
-            row("attention_step1", CUDA),
-        ]
-    )
-    assert "ProfilerStep" not in table
-    assert table.count("PART4") == 1 and table.count("attention_step1") == 1
 
 
 def test_4d_access(extension):

@@ -6,22 +6,18 @@ import configparser
 import contextlib
 import fcntl
 import json
-import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from support import ROOT, copy_tree, script
 
-from attention_ext import extension as compiled
 from attention_ext import tiles
 from attention_ext.build import cache as builds
-from attention_ext.build import recipes, toolchain
+from attention_ext.build import recipes
 from lab import doctor
 from model import checkpoint, corpus
 
@@ -88,46 +84,6 @@ def test_it_starts_without_torch():
     assert done.stdout == "False\n", done.stderr
 
 
-def test_no_check_can_end_the_others():
-    def fails():
-        raise ZeroDivisionError("what was\nnot \x1b[31mforeseen")
-
-    checks = [
-        doctor.Check("one", fails),
-        doctor.Check("two", lambda: "fine"),
-        doctor.Check("three", lambda: "", ("one",)),
-        doctor.Check("four", lambda: "", ("three",)),
-    ]
-    assert examined(*checks) == [
-        ("one", "FAIL", "ZeroDivisionError: what was not ?[31mforeseen"),
-        ("two", "ok", "fine"),
-        ("three", "--", "not checked without one"),
-        ("four", "--", "not checked without three"),
-    ]
-
-
-@pytest.mark.parametrize(
-    "code, message",
-    [
-        ("raise ImportError('libgomp: kaboom')", "its import failed with exit code 1: ImportError: libgomp"),
-        ("import os; os.kill(os.getpid(), 4)", "its import was ended: Illegal instruction; pip install -c"),
-        ('print(\'["2.9.1+cpu", "AVX2", 4]\')', "2.9.1+cpu; it must be at least 2.10: pip install"),
-        ("", "IndexError"),
-    ],
-)
-def test_a_broken_torch(monkeypatch, code, message):
-    monkeypatch.setattr(doctor, "TORCH", code)
-    state, text = look("torch")
-    assert state == "FAIL" and message in text
-
-
-def test_more_threads_than_cores_are_reported(monkeypatch):
-    monkeypatch.setattr(doctor, "TORCH", 'print(\'["2.13.0", "AVX2", 9999]\')')
-    monkeypatch.setenv("OMP_NUM_THREADS", "9999")
-    state, text = look("threads")
-    assert state == "ok" and "OMP_NUM_THREADS is 9999; more threads than cores wait" in text
-
-
 COMPILERS = [
     ("/bin/false", "/bin/false --version failed with exit code 1; let CXX name a C++ compiler that works"),
     ("no-such-compiler", "CXX is 'no-such-compiler'; it must be a C++ compiler"),
@@ -142,55 +98,6 @@ def test_a_wrong_compiler(monkeypatch, chosen, message):
     assert state == "FAIL" and message in text
 
 
-def test_a_compiler_that_never_answers_is_ended_with_its_children(monkeypatch, tmp_path):
-    child = tmp_path / "child"
-    monkeypatch.setenv("CXX", script(tmp_path / "slow", f"sleep 1000 & echo $! > {child}; wait"))
-    monkeypatch.setattr(doctor, "VERSION_SECONDS", 0.5)
-    start = time.monotonic()
-    state, text = look("compiler")
-    assert time.monotonic() - start < 10
-    assert state == "FAIL" and "did not answer within 0.5 s" in text
-    for _ in range(100):
-        if not running(int(child.read_text())):
-            break
-        time.sleep(0.1)
-    assert not running(int(child.read_text()))
-
-
-def running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def test_a_compilers_name_for_itself_is_one_harmless_line(monkeypatch, tmp_path):
-    path = script(tmp_path / "mine", "printf 'mine \\033[31m1.2\\nmore\\n'")
-    monkeypatch.setenv("CXX", f"{path} -O1")
-    assert look("compiler") == ("ok", f"mine ?[31m1.2 ({path} -O1)")
-
-
-def test_no_compiler_names_the_package(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
-    state, text = look("compiler")
-    assert state == "FAIL" and "apt install g++" in text
-
-
-def test_without_ninja(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert look("ninja") == ("FAIL", "not found; pip install ninja")
-
-
-def test_without_pythons_header(monkeypatch, tmp_path):
-    monkeypatch.setattr(toolchain, "python_header", lambda: tmp_path / "Python.h")
-    state, text = look("Python header")
-    assert state == "--" and text.startswith(f"no {tmp_path}/Python.h") and "python3-dev" in text
-
-
 def test_ispc_is_optional_but_not_a_wrong_one(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("ISPC", raising=False)
@@ -200,16 +107,6 @@ def test_ispc_is_optional_but_not_a_wrong_one(monkeypatch, tmp_path):
     assert look("ispc")[0] == "FAIL" and "ISPC is 'no-such-ispc'" in look("ispc")[1]
     monkeypatch.setenv("ISPC", script(tmp_path / "ispc", "exit 1"))
     assert look("ispc")[0] == "FAIL" and "unset it" in look("ispc")[1]
-
-
-def test_the_cache_is_tried_and_left_as_it_was(monkeypatch, tmp_path, cache):
-    state, text = look("cache")
-    assert state == "ok" and re.fullmatch(rf"{cache}, [\d.]+ GiB free", text)
-    assert list(cache.iterdir()) == []
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "not" / "yet"))
-    state, text = look("cache")
-    assert state == "ok" and text.endswith("(the first build makes it)")
-    assert not (tmp_path / "not").exists()
 
 
 def test_a_cache_that_cannot_be_used(monkeypatch, tmp_path, cache):
@@ -225,31 +122,6 @@ def test_a_cache_that_cannot_be_used(monkeypatch, tmp_path, cache):
         state, text = look("cache")
         assert state == "FAIL" and message in text
         assert text.endswith("; TORCH_EXTENSIONS_DIR can name another directory")
-
-
-def test_a_cache_that_others_could_fill(monkeypatch, cache):
-    cache.chmod(0o777)
-    assert look("cache") == (
-        "FAIL",
-        f"{cache} can be written by everybody, so its files are not trusted; chmod o-w {cache}",
-    )
-    cache.chmod(0o1777)  # like /tmp, whose mode nobody should change
-    assert look("cache")[0] == "FAIL" and "chmod" not in look("cache")[1]
-    cache.chmod(0o700)
-    assert look("cache")[0] == "ok"
-    monkeypatch.setattr(doctor.os, "geteuid", lambda: 54321)
-    if os.getuid() == 0:  # any user may use a directory of root's
-        assert look("cache")[0] == "ok"
-        os.chown(cache, 12345, -1)
-    assert look("cache")[0] == "FAIL" and f"belongs to user {cache.stat().st_uid}" in look("cache")[1]
-
-
-def test_a_cache_without_room_or_without_leave_to_run(monkeypatch, cache):
-    with monkeypatch.context() as patch:
-        patch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=3 << 20))
-        assert look("cache")[0] == "FAIL" and "has room for 3 MiB; a build needs 16" in look("cache")[1]
-    monkeypatch.setattr(doctor.os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
-    assert look("cache")[0] == "FAIL" and "is mounted noexec" in look("cache")[1]
 
 
 @contextlib.contextmanager
@@ -274,32 +146,15 @@ def test_a_build_that_is_running_is_seen_and_not_disturbed(cache):
         pass
 
 
-def test_the_library_is_where_load_finds_it(extension):
-    operators, library = compiled.load(), recipes.extension().path()
-    assert library == recipes.extension("portable").path() and str(library) in torch.ops.loaded_libraries
-    assert recipes.extension("off").path() != library
-    assert look("extension") == ("ok", f"{library} ({operators.simd_name()})")
-
-
 def test_an_extension_that_is_not_compiled_is_not_compiled_here(extension, cache):
     state, text = look("extension")
     assert state == "--" and "the first use of parts 1 to 4 compiles it" in text
     assert list(cache.iterdir()) == []
 
 
-def test_a_failed_build_names_its_log(extension, cache):
-    library = recipes.extension().path()
-    library.parent.mkdir()
-    log = library.with_name("build.log")
-    log.write_text("kaboom")
-    assert look("extension") == ("FAIL", f"its last build failed; {log} has the reason")
-    with locked(library.with_name(builds.LOCK)):  # another process is building it again
-        assert look("extension")[0] == "--"
-
-
 def test_an_extension_that_cannot_be_loaded_is_to_be_deleted(extension, cache):
-    (loaded,) = (path for path in torch.ops.loaded_libraries if "attention_ext_portable" in path)
-    whole = Path(loaded).read_bytes()
+    paths = (Path(path) for path in torch.ops.loaded_libraries if "attention_ext_portable" in path)
+    whole = next(path for path in paths if path.exists()).read_bytes()  # another path is that of the build
     library = recipes.extension().path()
     library.parent.mkdir()
     for part in (whole[: len(whole) // 2], b""):
@@ -330,11 +185,6 @@ def test_a_truncated_checkpoint(monkeypatch, tmp_path):
     assert text.endswith("; git restore checkpoints/shakes128, or install the package again")
     assert look("shakes256") == ("ok", "block size 256, 65 characters")
     assert look("shakes1024")[0] == "FAIL"  # it is missing
-
-
-def test_every_shipped_checkpoint_is_checked():
-    named = [check.name for check in doctor.CHECKS if check.name.startswith("shakes")]
-    assert named == list(checkpoint.SHIPPED)
 
 
 def test_the_corpus_is_optional_but_not_a_broken_one(monkeypatch, tmp_path):

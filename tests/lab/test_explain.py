@@ -37,11 +37,6 @@ def test_each_part_is_explained(cli, extension, part):
     assert ("misses " in done.stdout) == (PARTS[part].operator is not None)
 
 
-def test_a_batch_multiplies_the_heads(cli, extension):
-    done = cli("explain", "part3", "-N", 64, "-B", 3)
-    assert done.stdout.startswith("part3, ") and ": 12 heads of N = 64, d = 32" in done.stdout
-
-
 def test_bfloat16_is_explained(cli, extension, failed):
     done = cli("explain", "part4", "-N", 96, "--dtype", "bf16")
     assert done.returncode == 0, done.stderr
@@ -50,6 +45,7 @@ def test_bfloat16_is_explained(cli, extension, failed):
     assert "--cachegrind goes with --dtype fp32" in message
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("extension")
 def test_amx_is_explained(cli, monkeypatch):
     monkeypatch.setattr(extension, "uses_amx", lambda queries, simd: True)
@@ -62,6 +58,7 @@ def test_amx_is_explained(cli, monkeypatch):
         assert "AMX" not in text and "for the FMA peak (" in text and "1000000 GFLOP/s" not in text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("simd", ["portable", "off"])
 def test_the_instructions_of_the_softmax(cli, simd):
     text = cli("explain", "part4", "-N", 64, "-d", 24, "--simd", simd).stdout
@@ -76,6 +73,7 @@ def test_the_instructions_of_the_softmax(cli, simd):
     assert "softmax" not in cli("explain", "part3", "-N", 64).stdout
 
 
+@pytest.mark.full
 def test_simulated_misses_stand_beside_the_count(cli, extension, monkeypatch):
     found = counters.Misses("cachegrind", 3 << 20, 5 << 10)
     monkeypatch.setattr(counters, "misses", lambda *arguments, **options: found)
@@ -93,12 +91,3 @@ def test_why_nothing_was_counted(cli, extension, monkeypatch):
 @pytest.mark.parametrize("arguments", [["part7"], ["part1", "-N", "0"], ["part4", "-br", "none"], []])
 def test_wrong_arguments(failed, arguments):
     assert failed("explain", *arguments)
-
-
-def test_part1_waits_for_its_sums(cli, extension):
-    """Each number of the output is a chain of additions. A processor overlaps only a part with the next."""
-    block, long = Block.of("auto"), Case(1000, 1000, 8, heads=3)
-    assert costs("part1", long, block).chained == 3 * 8 * 1000 * (1000 - 128)
-    assert costs("part1", Case(100, 100, 8), block).chained == costs("part2", long, block).chained == 0
-    done = cli("explain", "part1", "-N", 600, "-d", 8, "--heads", 1)
-    assert re.search(r" ms for sums, one addition at a time \([\d.]+ ns each\)", done.stdout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import platform
 import subprocess
 import sys
@@ -12,12 +11,6 @@ import pytest
 from support import ROOT
 
 from lab import machine
-
-
-def test_a_changing_peak_is_named():
-    load = machine.Load(times=lambda: None)
-    assert machine.busy(load, [1e11, 1.02e11], 1) is None
-    assert "the FMA peak went from 100 to 80 GFLOP/s" in machine.busy(load, [1e11, 0.8e11], 1)
 
 
 def test_the_closing_text_says_whether_the_machine_was_busy():
@@ -66,28 +59,12 @@ def test_the_load_of_others_is_what_this_process_did_not_use():
     assert machine.Load(times=lambda: None).others() is None
 
 
-def test_ended_child_processes_are_no_others():
-    before = machine.processor_times()
-    if before is None:
-        pytest.skip("no /proc/stat")
-    burn = "import time\nwhile time.process_time() < 0.3: pass"
-    subprocess.run([sys.executable, "-c", burn], check=True)
-    assert machine.processor_times().own - before.own > 0.25
-
-
 def test_the_limits_are_plausible(extension):
     assert 1e9 < machine.fma_peak() < 1e12
     assert 1e8 < machine.read_bandwidth(1 << 20) < 1e13
     assert 1e8 < machine.read_rate(1 << 20, 0.0) < 1e13  # it reads at least once
     assert 1e-10 < machine.fma_latency() < 1e-7
     assert machine.fma_peak() * machine.fma_latency() > 4  # an FMA is two operations, on several lanes
-
-
-def test_page_faults_are_counted():
-    with mmap.mmap(-1, 64 * mmap.PAGESIZE) as memory:  # new pages; the heap's may be used already
-        before = machine.page_faults()
-        memory.write(b"x" * len(memory))
-        assert machine.page_faults() > before
 
 
 FREED = """
@@ -107,6 +84,7 @@ print(kept - resident(), int(above.sum()))
 """
 
 
+@pytest.mark.full
 def test_freed_memory_is_returned():
     """In a new process: where a block lies depends on all earlier allocations."""
     if not Path("/proc/self/statm").exists() or platform.libc_ver()[0] != "glibc":

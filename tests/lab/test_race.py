@@ -24,7 +24,6 @@ import attention_ext
 from attention_ext import PARTS
 from generation import engine
 from lab import race
-from model import load
 from model.tokenizer import CharTokenizer
 
 ROW = re.compile(r"^(\d|-) +(part\d) +(torch|native) +(\d+) +([\d.]+) +([\d,]+) +([\d.]+|-)$", re.M)
@@ -60,25 +59,6 @@ def drawn(runners, prompt="", width=80, height=24):
     return console.file.getvalue().splitlines()
 
 
-def test_the_turn_is_always_that_of_the_least_time():
-    runners = [runner("part0", 2.0), runner("part1", 5.0), runner("part4", 1.0)]
-    for _ in race.race(runners):
-        writing = [r for r in runners if not r.done]
-        most = max((r.seconds for r in writing), default=0.0)
-        assert most - min((r.seconds for r in writing), default=0.0) <= 5.0
-    assert [r.seconds for r in runners] == [20.0, 50.0, 10.0]
-    assert [r.text for r in runners] == ["abcdefghij"] * 3
-
-
-def test_a_turn_takes_as_many_tokens_as_fit_its_time():
-    quick = runner("part4", race.TURN_SECONDS / 4)
-    quick.turn()
-    assert len(quick.tokens) == 4
-    slow = runner("part1", 100 * race.TURN_SECONDS)
-    slow.turn()
-    assert slow.text == "a"
-
-
 def test_a_place_is_given_when_none_can_overtake():
     first, second = runner("part0", 1.0), runner("part4", 3.0)
     for _ in range(10):
@@ -108,14 +88,6 @@ def test_the_same_texts_are_shown_once_below_who_won():
         ("3", "part1", "torch", "10", "40.000", "0", "0.50"),
     ]
     assert lines[4:] == ["", "a prompt: abcdefghij", "", "identical: all 3 texts of 10 tokens are the same"]
-
-
-def test_without_part0_the_slowest_is_the_measure():
-    runners = [runner("part1", 4.0), runner("part4", 1.0)]
-    for _ in race.race(runners):
-        pass
-    lines = reported(runners)[1]
-    assert lines[0].endswith("over part1") and lines[1].endswith(" 4.00") and lines[2].endswith(" 1.00")
 
 
 def test_texts_that_differ_are_all_shown_and_where():
@@ -162,25 +134,6 @@ def test_the_picture_fits_the_terminal(width, height):
         assert lines[-2].count("the end") == 5 and lines[-1] == ""
 
 
-def test_markup_and_control_characters_are_shown_not_obeyed():
-    text = "[bold]a[/] \x1b[cyan]日"
-    runners = [runner("part0", text=text), runner("part4", text=text)]
-    for _ in race.race(runners):
-        pass
-    lines = drawn(runners, "[red]\t\r\x07")
-    assert "\x1b" not in "".join(lines)
-    assert lines[4].split("│")[0].strip() == "[red]  ?[bold]a[/] ?[cyan]日"
-    assert race.harmless("a\tb\u2028c\x9bd\u202ee\n") == "a b c?d?e\n"
-
-
-def test_the_last_lines_are_kept_whole_where_they_fit():
-    console = Console(file=io.StringIO(), width=80, height=24)
-    assert race.tail("one\n\ntwo three four\nfive", 9, 4, console).plain == "\ntwo three\nfour\nfive"
-    assert race.tail("a" * 25, 10, 2, console).plain == "a" * 10 + "\n" + "a" * 5
-    assert race.tail("", 10, 2, console).plain == ""
-    assert race.tail("日本日本", 5, 9, console).plain == "日本\n日本"
-
-
 SHORT = ("--max-new-tokens", 20)
 
 
@@ -200,23 +153,6 @@ def test_all_parts_write_the_same_text(cli, extension):
     recomputed = cli("race", "--no-kv-cache", *asked)
     assert "without a KV cache" in recomputed.stderr and alone in recomputed.stdout
     assert alone not in cli("race", "part0,part4", "--temperature", 9, *asked).stdout
-
-
-def test_the_engines_are_named_where_they_differ(cli, extension):
-    done = cli("race", "part0,part4", *SHORT)
-    rows = {row[1]: row[2] for row in ROW.findall(done.stdout)}
-    assert rows == {"part0": "torch", "part4": "native"}
-    assert done.stderr.endswith("Engines differ, not attention alone: native for part4\n")
-    done = cli("race", "part0,part4", "--engine", "torch", *SHORT)
-    assert "Engines differ" not in done.stderr
-    done = cli("race", "part1, part4", "--engine", "native", "--simd", "off", *SHORT)
-    assert "Engines differ" not in done.stderr and "plain" in done.stderr
-
-
-def test_the_default_length_is_that_of_the_block_or_200(cli):
-    for model, count in (("shakes128", 128), ("shakes256", 200)):
-        runners = race.line_up(load(model), ["part0"])
-        assert runners[0].count == count and runners[0].tokens == [] and runners[0].seconds == 0
 
 
 def test_a_part_that_errs_is_found_and_exits_1(cli, extension, monkeypatch):
@@ -268,6 +204,7 @@ def test_ctrl_c_shows_what_there_is(process, extension):
     assert out.splitlines()[-1].startswith("stopped; identical so far: all 2 texts begin with the same")
 
 
+@pytest.mark.full
 def test_a_terminal_shows_the_race_as_it_runs(extension, tmp_path):
     master, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))

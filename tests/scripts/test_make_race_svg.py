@@ -77,34 +77,6 @@ def test_each_word_appears_when_it_was_written():
         assert picture.finish(part) == (f"1st in {seconds:.2f} s", pytest.approx(seconds, abs=0.01))
 
 
-@pytest.mark.parametrize(
-    "slowest, tempo", [(48.0, "at 4 times the real speed"), (0.1, "slowed down 30 times")]
-)
-def test_another_tempo_keeps_the_proportions_and_is_named(slowest, tempo):
-    picture = draw(slowest / 6, slowest)
-    assert tempo in picture.root.findtext(f"{SVG}title")
-    assert f"{slowest:.2f} s" in picture.texts
-    (_, fast), (_, slow) = picture.finish("part0"), picture.finish("part1")
-    assert slow / fast == pytest.approx(6, rel=0.01)
-    assert SCRIPT["SHORTEST_SECONDS"] * 0.9 < slow < SCRIPT["LONGEST_SECONDS"] * 1.1
-
-
-def test_lines_are_wrapped_between_words_and_long_words_are_cut():
-    words = list(SCRIPT["words_of"]("", "1234 " * 5 + "\n" + "y" * 30))
-    width = SCRIPT["CHARACTERS"]
-    assert [(w.line, w.column) for w in words] == [(0, 0), (0, 5), (0, 10), (0, 15), (0, 20), (1, 0), (2, 0)]
-    assert [len(w.text) for w in words[-2:]] == [width, 30 - width]
-
-
-def test_the_last_lines_are_in_the_window():
-    """Without animations the end is shown: the first lines have scrolled out of the window."""
-    window = draw(5.0).column("part0").find(f"{SVG}svg")
-    group = window.find(f"{SVG}g")
-    shift = int(re.fullmatch(r"translate\(0 (-\d+)\)", group.get("transform"))[1])
-    lines = [int(word.get("y")) + shift for word in group]
-    assert lines[0] < 0 < lines[-1] <= float(window.get("height"))
-
-
 def test_a_race_is_written_as_it_was(extension, threads, tmp_path):
     out = tmp_path / "race.svg"
     options = ["-m", "shakes128", "--parts", "part0,part4", "--max-new-tokens", "100", "--out", str(out)]

@@ -19,7 +19,6 @@ MACHINE = {
     "torch": "2.13.0+cpu",
     "date": "2026-11-22 08:00",
 }
-CASE = {"N": 1024, "queries": 1024, "d": 32, "batch": 1, "heads": 4, "causal": False, "threads": 1}
 GENERATION = {
     "format": 1,
     "machine": MACHINE,
@@ -158,17 +157,3 @@ def test_a_stopped_run_is_refused(made, capsys):
     run.complete = False
     report.save(run, made / "bench-maker-2.json")
     assert "bench-maker-2.json is not a file of results: the run was stopped" in failure(capsys)
-
-
-def test_what_cannot_be_read_is_named(made, capsys):
-    (made / "bench-maker-2.json").mkdir()
-    assert "bench-maker-2.json" in failure(capsys)
-
-
-def test_no_results_are_named(results, capsys):
-    assert f"{results} has no bench-*.json" in failure(capsys)
-
-
-def test_an_unknown_table_is_named():
-    with pytest.raises(ValueError, match="results is 'x'; it must be one of parts, bench, "):
-        table("x")

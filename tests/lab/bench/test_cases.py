@@ -8,7 +8,6 @@ import json
 import pytest
 
 from attention_ext import PARTS, tiles
-from lab.bench import measure
 from lab.bench.cases import plan
 from lab.explain import explain
 
@@ -22,13 +21,11 @@ def test_a_plan_is_every_contender_at_every_case(extension):
         br=(2, None),
         bc=(3,),
         threads=(1, 2),
-        simds=("portable", "off"),
     )
-    assert len(cells) == 2 * 2 * 2 * (1 + 4 + 1)
+    assert len(cells) == 2 * 2 * 2 * (1 + 2 + 1)
     assert len({cell.group for cell in cells}) == 8
     chosen = {
-        tiles.tile(simd, threads, 4, N, causal, 4 * N)[0]
-        for simd in ("portable", "off")
+        tiles.tile("portable", threads, 4, N, causal, 4 * N)[0]
         for threads in (1, 2)
         for N in (8, 16)
         for causal in (False, True)
@@ -51,12 +48,6 @@ def test_a_plan_is_every_contender_at_every_case(extension):
 def test_a_wrong_plan(arguments, message):
     with pytest.raises(ValueError, match=message):
         plan(**arguments)
-
-
-def test_the_flops_and_bytes_of_a_cell(extension):
-    part2, sdpa = plan(["part2", "sdpa"], lengths=[64], widths=[16], batch=2, heads=3)
-    assert part2.flops == sdpa.flops == 4 * 6 * 64 * 64 * 16
-    assert measure.traffic(part2, 1 << 30) >= 6 * 4 * 64 * 16 * 4 and measure.traffic(sdpa, 1 << 30) is None
 
 
 def test_a_part_without_a_count_takes_part_everywhere(cli, steady, monkeypatch, tmp_path):

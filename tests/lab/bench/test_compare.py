@@ -65,22 +65,3 @@ def test_what_is_wrong_now_is_worse(tmp_path, cli, made):
     done = cli("bench", "--load", "new.json", "--compare", "old.json", "--fail-on-regression")
     assert done.returncode == 1
     assert "Right before, wrong now: part4, SIMD auto, N 64" in done.stdout
-
-
-def test_cells_without_a_partner_are_counted(made):
-    pytest.importorskip("scipy")
-    compared = compare.compare(made(lengths=(64, 128)), made(lengths=(64, 128, 256, 512)))
-    assert (compared.cells, compared.alone) == (12, (0, 12))
-    assert "0 cells of the earlier run and 12 of this, as the other run lacks them" in compare.text(
-        compared, made(), made(), 0.05
-    )
-
-
-def test_runs_that_cannot_be_compared(tmp_path, cli, made):
-    """The reason is reported before anything is measured."""
-    pytest.importorskip("scipy")
-    report.save(made(), tmp_path / "run.json")
-    done = cli("bench", "part4", "-N", "32", "-d", "8", "--compare", "run.json")
-    assert done.returncode == 2 and "no cell was timed in both runs" in done.stderr
-    done = cli("bench", "part0,sdpa", "-N", "64,128", "-d", "16", "-r", "3", "--compare", "run.json")
-    assert done.returncode == 2 and "the runs have 10 and 3 rounds, too few to tell" in done.stderr

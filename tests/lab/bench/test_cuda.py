@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 
 import pytest
@@ -10,9 +9,8 @@ import torch
 from support import FakeGpu, gpu_run
 
 from attention_ext import attention
-from attention_ext.cuda.steps import STEPS
-from lab.bench import cases, compare, contenders, cuda, measure, report, sequential, sweep
-from lab.bench.cases import Cell, plan
+from lab.bench import compare, contenders, cuda, report
+from lab.bench.cases import plan
 
 CASE = dict(lengths=(64,), widths=(16,), heads=2, device="cuda")
 
@@ -61,23 +59,6 @@ def test_a_wrong_plan(arguments, message):
         plan(**{"device": "cuda"} | arguments)
 
 
-def test_the_default_contenders():
-    names = cases.default_names("fp32", "cuda")
-    assert names[0] == "part0" and "part4" not in names and "sdpa" not in names
-    takes = [f"step{name}" for name, step in STEPS.items() if "fp32" in step.dtypes and name != "split"]
-    assert "split" not in names and "split" in cases.default_names("fp32", "cuda", queries=1)
-    assert [name for name in names if name.startswith("step")] == takes
-    assert cases.default_names("bf16", "cpu") == ("part0", "part4", "sdpa")
-    with pytest.raises(ValueError, match="dtype is 'fp16'; no part takes it on the CPU"):
-        cases.default_names("fp16", "cpu")
-
-
-def test_the_step_before():
-    assert cases.step_before("step1") is None and cases.step_before("part4") is None
-    assert cases.step_before("step2") == cases.step_before("step2-unpadded") == "step1"
-    assert cases.step_before("step3-spilled") == "step2"
-
-
 def test_a_run_verifies_times_and_skips(monkeypatch):
     on_cpu(monkeypatch)
     done = measured(["part0", "step1", "sdpa-math", "sdpa-cudnn"])
@@ -94,13 +75,6 @@ def test_a_run_verifies_times_and_skips(monkeypatch):
     rows = [report.row(done, result) for result in done.results]
     assert rows[1]["peak_share"] == pytest.approx(4 * 2 * 64 * 64 * 16 / 1e-3 / 5e13)
     assert rows[1]["over_sdpa"] == 1.0 and rows[1]["tflops"] == pytest.approx(rows[1]["gflops"] / 1000)
-
-
-def test_what_is_wrong_is_not_timed(monkeypatch):
-    right = contenders.attention
-    monkeypatch.setattr(contenders, "attention", lambda part, q, k, v, **o: right("part0", q, k, v) * 1.01)
-    done = measured(["step1"])
-    assert {r.status for r in done.results} == {"wrong"} and not any(r.seconds for r in done.results)
 
 
 def test_what_does_not_fit_is_skipped_and_inputs_that_do_not_are_refused(monkeypatch):
@@ -127,78 +101,6 @@ def test_bytes_are_counted_where_they_bound(monkeypatch):
     assert {r.traffic for r in measured(["step1"], lengths=(512,)).results} == {None}
 
 
-def test_a_gpu_whose_clock_changed_is_named(monkeypatch):
-    on_cpu(monkeypatch)
-    done = measured(["step1"], gpu=FakeGpu(peaks=(5e13, 4e13)))
-    assert done.busy.startswith("The GPU's speed changed: its FMA peak went from 50.0 to 40.0 TFLOP/s")
-    assert done.busy in report.header(done)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("Nq, Nk", [(1, 100), (100, 100), (30, 77)])
-def test_the_exact_output_in_slices(monkeypatch, causal, Nq, Nk):
-    monkeypatch.setattr(measure, "SLICE", 250)
-    generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(2, 3, n, 8, generator=generator) for n in (Nq, Nk, Nk))
-    expected = attention("part0", q.double().float(), k, v, causal=causal)
-    exact = measure.exact_output(q, k, v, causal)
-    assert exact.dtype == torch.float64
-    torch.testing.assert_close(exact.float(), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("stop", [1, 4, 9])
-def test_what_was_stopped_keeps_whole_rounds(monkeypatch, stop):
-    """Four cells are verified, then timed in turn."""
-    on_cpu(monkeypatch)
-    bench = cuda.GpuBench(plan(["part0", "step1"], **CASE), 5, 0.01, gpu=FakeGpu())
-    with contextlib.closing(bench.run()) as run:
-        for _ in range(4 + stop):
-            next(run)
-    assert not bench.done.complete
-    assert {len(r.seconds) for r in bench.done.results} == {stop // 4}
-
-
-def test_the_reason_of_a_refusal():
-    backend = contenders.SDPA["sdpa-flash"]
-    warned = [
-        "Memory efficient kernel not used because: (Triggered internally at sdp.cpp:1.)",
-        "Memory efficient attention has been runtime disabled. (Triggered internally at sdp.cpp:2.)",
-        "Flash attention kernel not used because: (Triggered internally at sdp.cpp:3.)",
-        "Expected query, key and value to be Half.\nGot Float. (Triggered internally at sdp.cpp:4.)",
-    ]
-    error = RuntimeError("No available kernel. Aborting execution.\nmore")
-    assert contenders.why_refused(backend, warned, error) == (
-        "Expected query, key and value to be Half. Got Float."
-    )
-    assert contenders.why_refused(backend, warned[:2], error) == "No available kernel. Aborting execution."
-
-
-def test_sequential_cpp_is_timed_at_a_size_that_takes_seconds():
-    def small(**fields):
-        case = dict(lengths=(4096,), widths=(32,), batch=100, heads=1, device="cuda") | fields
-        return sequential.smaller(plan(["step1"], **case)[0])
-
-    assert (small().N, small().batch, small().heads) == (4096, 1, 2)
-    assert (small(batch=1).N, small(batch=1).heads) == (4096, 1)
-    assert (small(lengths=(65536,)).N, small(lengths=(65536,)).heads) == (4096, 1)
-    one = small(lengths=(65536,), queries=1)
-    assert (one.N, one.queries, one.heads) == (65536, 1, 100)
-    for cell in (small(), small(dtype="bf16", widths=(256,)), small(masks=[True])):
-        assert cell.flops <= sequential.FLOPS
-        assert (cell.contender, cell.device, cell.dtype, cell.l2) == ("part1", "cpu", "fp32", None)
-
-
-def test_sequential_cpp_is_measured_and_scaled(extension, monkeypatch):
-    on_cpu(monkeypatch)
-    monkeypatch.setattr(contenders, "attention", attention)
-    cell = plan(["step1"], **CASE)[0]
-    monkeypatch.setattr(sequential, "FLOPS", cell.flops / 2)
-    result = sequential.measure(cell)
-    assert result.status == "ok" and len(result.seconds) == 3 and result.cell.heads == 1
-    assert sequential.seconds(cell, [result]) == pytest.approx(2 * result.median)
-    assert sequential.seconds(cell, []) is None
-
-
 def test_a_saved_run_of_a_gpu_is_read_as_it_was(tmp_path, cli):
     done = gpu_run()
     report.save(done, tmp_path / "run.json")
@@ -219,21 +121,6 @@ def test_a_saved_run_of_a_gpu_is_read_as_it_was(tmp_path, cli):
     content["results"][0]["cell"]["device"] = "cuda"
     (tmp_path / "run.json").write_text(json.dumps(content))
     assert "gpu is {}" in cli("bench", "--load", "run.json").stderr
-
-
-def test_a_file_without_devices_is_read(tmp_path, made):
-    """Format 3 had none."""
-    file = tmp_path / "run.json"
-    report.save(made(), file)
-    content = json.loads(file.read_text())
-    content["format"] = 3
-    for name in ("tensor_peaks", "sequential"):
-        del content[name]
-    for entry in content["results"]:
-        for name in ("device", "l2"):
-            del entry["cell"][name]
-    file.write_text(json.dumps(content))
-    assert report.load(file) == made()
 
 
 def test_runs_of_two_gpus_are_compared(tmp_path):
@@ -285,18 +172,6 @@ def test_the_command_measures_on_the_gpu(monkeypatch, cli, results):
     assert again.stdout.count("| step2 | ") == 1
 
 
-def test_the_plan_of_the_homework(cli):
-    done = cli("bench", "step1,step2", "--device", "cuda", "--dry-run")
-    assert done.stdout.splitlines()[1] == (
-        "step1, N 4096, queries 4096, d 32, batch 100, heads 1, mask none, dtype fp32, device cuda, L2 warm; "
-        "215 GFLOP"
-    )
-    assert "N 128, queries 1, d 64, batch 2, heads 8, mask none, dtype bf16, device cuda" in cli(
-        *("bench", "step1", "--device", "cuda", "--dry-run", "-N", 128, "-d", 64, "--queries", 1),
-        *("--batch", 2, "--heads", 8, "--dtype", "bf16"),
-    ).stdout  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -314,31 +189,7 @@ def test_refused_on_cuda(failed, arguments, message):
     assert message in failed("bench", "--device", "cuda", *arguments)
 
 
-def test_refused_on_the_cpu(failed):
-    assert "--l2 goes with --device cuda only" in failed("bench", "--l2", "cold")
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu(failed):
     for arguments in ([], ["--save"], ["step1", "--plot", "pictures"]):
         assert "device is 'cuda', and" in failed("bench", "--device", "cuda", *arguments)
-
-
-def test_the_bar_ends_where_the_run_does(monkeypatch):
-    on_cpu(monkeypatch)
-    totals, steps = [], []
-
-    @contextlib.contextmanager
-    def progress(total, doing):
-        totals.append(total)
-        yield lambda amount, what: steps.append(amount)
-
-    monkeypatch.setattr(sweep, "progress", progress)
-    monkeypatch.setattr(cuda, "Gpu", FakeGpu)
-    sweep.measure(plan(["part0", "step2"], **CASE), 7, 0)
-    assert sum(steps) == pytest.approx(totals[0])
-
-
-def test_cells_of_a_gpu_are_none_of_a_cpu():
-    cell: Cell = plan(["sdpa"], **CASE)[0]
-    assert not cell.by_amx and cell != plan(["sdpa"], **CASE | {"device": "cpu"})[0]

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import time
 
 import pytest
-import torch
 
-from attention_ext import processor
-from lab import machine, timing
-from lab.bench import contenders, measure, report
+from lab import machine
+from lab.bench import contenders, report
 from lab.bench.cases import plan
-from lab.bench.measure import Bench, Pace, Passes
+from lab.bench.measure import Bench, Passes
 from lab.bench.results import Result
 
 SMALL = ["-N", "64", "-d", "16", "-r", "2", "--min-time", "0"]
@@ -46,15 +42,6 @@ def test_bfloat16(run, rows, monkeypatch):
         assert float(row["of peak"].split()[0]) == pytest.approx(float(row["GFLOP/s"]) / peak, abs=0.51)
 
 
-def test_one_query_and_onnx(run, rows):
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnx")
-    for mask in ("none", "causal"):
-        table = rows(run("part3,part4,sdpa,onnx", *SMALL, "--mask", mask))
-        assert [row["contender"] for row in table] == ["part3", "part4", "sdpa", "onnx"]
-    assert len(rows(run("part4,sdpa", *SMALL, "--queries", 1))) == 2
-
-
 def test_what_is_wrong_is_shown_and_not_timed(run, monkeypatch):
     right = contenders.attention
 
@@ -73,13 +60,6 @@ def test_what_is_wrong_is_shown_and_not_timed(run, monkeypatch):
     assert "| part4 | wrong: at (0, 1, 2, 3): expected" in run("part0,part4", *SMALL).stdout
 
 
-def test_a_nan_is_wrong(run, monkeypatch):
-    monkeypatch.setattr(
-        contenders, "attention", lambda part, q, k, v, **options: torch.full_like(q, torch.nan)
-    )
-    assert "wrong: at (0, 0, 0, 0)" in run("part1", *SMALL).stdout
-
-
 def test_what_does_not_fit_is_skipped(run, monkeypatch, rows):
     monkeypatch.setattr(machine, "available_memory", lambda: 10 << 20)
     done = run("part0,sdpa", "-N", 1024, "-d", 16, *SMALL[4:])
@@ -93,53 +73,6 @@ def test_inputs_that_do_not_fit_are_refused(run, monkeypatch):
         done = run(*arguments)
         assert done.returncode == 2
         assert "N=64, queries=64, d=16, heads=4, batch=1 need 256 KiB, and 1000 B are free" in done.stderr
-
-
-def test_a_busy_machine_is_named(run, monkeypatch):
-    monkeypatch.setattr(machine.Load, "others", staticmethod(lambda: 0.7))
-    done = run("sdpa", *SMALL)
-    assert done.returncode == 0
-    for text in (done.stdout, done.stderr):
-        assert "The machine was busy: others took 0.70 processors on average; these figures are" in text
-
-
-def test_a_sweep_samples_its_machine(steady):
-    sizes: list[int] = []
-
-    class Slow(machine.Load):
-        def sample(self, size, patience=0.0):
-            sizes.append(size)
-            return 0.9
-
-        def slowed(self):
-            return 0.5
-
-    passes = Passes(further=0, warm_up_samples=3)
-    measured = Bench(
-        plan(["sdpa"], lengths=(64,), widths=(16,)), rounds=4, min_time=0, passes=passes, load=Slow
-    )
-    assert all(measured.run())
-    assert "the shared cache was slow in 50 % of samples" in measured.done.busy
-    assert sizes == [4 * processor.caches()[:2][-1].size] * (3 + 2 * 4)
-
-
-def test_waiting_takes_a_tenth_of_the_time():
-    patiences, now = [], [0.0]
-
-    class Slow(machine.Load):
-        def sample(self, size, patience=0.0):
-            patiences.append(patience)
-            now[0] += patience
-            return 0.5
-
-    pace = Pace(Slow(times=lambda: None), 1 << 20, Passes(wait_seconds=0.01, wait_share=0.1), lambda: now[0])
-    now[0] += 1
-    assert [pace(wait=True) for _ in range(100)] == [0.5] * 100
-    assert 0.1 <= sum(patiences) < 0.15 and max(patiences) == 0.01
-    patiences.clear()
-    now[0] += 9
-    pace()
-    assert patiences == [0.0]
 
 
 def test_every_group_is_timed_in_every_pass(steady, monkeypatch):
@@ -190,62 +123,6 @@ def test_what_is_not_firm_is_timed_in_further_passes(steady, monkeypatch):
     assert rounds(further_share=100) == ([10, 14, 10, 10, 10, 10, 10, 16], order)
     assert rounds(further_share=0) == ([10] * 8, [])
     assert rounds(further_share=100, further=1) == ([10, 12, 10, 10, 10, 10, 10, 12], order)
-
-
-@pytest.mark.parametrize("asked, taken", [(10, 16), (4, 10)])
-def test_what_was_slowed_is_timed_in_further_passes(steady, monkeypatch, asked, taken):
-    """Until six rounds, or as many as were asked for, were not slowed. Here every third one is not."""
-    paces = itertools.cycle([1.0, 0.5, 0.5])
-    monkeypatch.setattr(measure, "time_round", lambda *arguments: timing.Round(1e-3, next(paces), 1e-3, 0))
-    passes = Passes(further_share=1e6)
-    measured = Bench(plan(["sdpa"], lengths=(32,), widths=(8,)), rounds=asked, min_time=0, passes=passes)
-    assert all(measured.run())
-    (result,) = measured.done.results
-    assert len(result.seconds) == len(result.paces) == taken
-    assert asked == 4 or len(result.counted) == 6
-
-
-def test_a_round_with_new_pages_is_measured_again(steady, monkeypatch):
-    """A round takes up to four attempts. If every call gets new pages, one round of a pass does."""
-    right, pages, calls = contenders.attention, [0], {"part0": 0, "part3": 0, "part4": 0}
-
-    def faulting(part, q, k, v, **options):
-        calls[part] += 1
-        # Part 3's fourth call: 2 verify it, 1 is untimed.
-        if part == "part0" or (part, calls[part]) == ("part3", 4):
-            pages[0] += 10**6
-            time.sleep(0.1 * (part == "part3"))
-        return right(part, q, k, v, **options)
-
-    monkeypatch.setattr(contenders, "attention", faulting)
-    monkeypatch.setattr(machine, "page_faults", lambda: pages[0])
-    cells = plan([*calls], lengths=(32,), widths=(8,))
-    measured = Bench(cells, rounds=10, min_time=0, passes=Passes(further=0))
-    assert all(measured.run())
-    assert [len(result.seconds) for result in measured.done.results] == [10] * 3
-    usual = 2 + 5 * 2 * 2
-    assert calls == {"part0": usual + 5 * 3, "part3": usual + 1, "part4": usual}
-    assert max(measured.done.results[1].seconds) < 0.1
-
-
-def test_further_passes_keep_the_rounds_that_there_were(steady, monkeypatch):
-    """Here part 0 needs a pass after one of part 4. A pass that is stopped in a round drops that round."""
-    cells = plan(["part0", "part4"], lengths=(32,), widths=(8,))
-    measured = Bench(cells, rounds=10, min_time=0, passes=Passes(further_share=100))
-
-    def counts():
-        return [len(result.seconds) for result in measured.done.results]
-
-    def margin(result):
-        part0, part4 = counts()
-        return part4 >= 12 > part0 if result.cell.contender == "part0" else part4 < 14
-
-    monkeypatch.setattr(Result, "margin", property(margin))
-    assert all(measured.run()) and counts() == [12, 14]
-    measured.done.results.clear()
-    with contextlib.closing(measured.run()) as run:
-        next(each for each in run if counts() == [11, 12])
-    assert counts() == [10, 12] and measured.done.complete
 
 
 @pytest.mark.parametrize(

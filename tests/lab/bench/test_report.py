@@ -15,13 +15,6 @@ from lab.bench import contenders, report
 SMALL = ["-N", "64", "-d", "16", "-r", "2", "--min-time", "0"]
 
 
-def test_what_is_the_same_everywhere_stands_above(run, rows):
-    done = run("part0,sdpa", *SMALL, "--causal")
-    assert "N 64, d 16, batch 1, heads 4, mask causal, threads 1" in done.stdout
-    assert list(rows(done)[0])[:2] == ["contender", "ms"]
-    assert "1 thread: FMA peak 100 GFLOP/s, 10 GB/s from beyond" in done.stdout
-
-
 def test_slowed_rounds_are_left_out(tmp_path, cli, made, rows):
     """Of ten rounds, three were slowed; then five, of which one still counts: six rounds must remain."""
     done = made(lengths=(64,), threads=(1,))
@@ -48,29 +41,6 @@ def test_every_form_holds_the_same_figures(run, tmp_path, rows):
         assert row.items() <= line.items() and line["torch"] == torch.__version__
         assert float(record["ms"]) == row["ms"] and record["contender"] == row["contender"]
     assert len(rows(run("--load", "run.json"))) == 2
-
-
-def test_a_saved_run_is_read_as_it_was(tmp_path, made):
-    done = made()
-    report.save(done, tmp_path / "run.json")
-    assert report.load(tmp_path / "run.json") == done
-    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
-
-
-def test_a_file_without_traffic_is_read(tmp_path, made, monkeypatch):
-    """Format 2 had no traffic. Showing a file of either format needs no compiler."""
-    monkeypatch.setenv("CXX", "/bin/false")
-    file = tmp_path / "run.json"
-    report.save(made(), file)
-    content = json.loads(file.read_text())
-    content["format"] = 2
-    for entry in content["results"]:
-        del entry["traffic"]
-    file.write_text(json.dumps(content))
-    run = report.load(file)
-    assert {result.traffic for result in run.results} == {None}
-    assert "| GB/s |" in report.text(made(), "md")
-    assert "| GB/s |" not in report.text(run, "md")
 
 
 OTHER = [
@@ -132,18 +102,6 @@ def test_save_alone_keeps_the_run_by_processor(results, run, cli):
     assert machine["microarchitecture"] == processor.microarchitecture() and machine["compiler"]
     assert "| sdpa |" in cli("bench", "--load", file).stdout
     assert [*results.iterdir()] == [file]
-
-
-def test_the_interval_is_in_the_figures(tmp_path, cli, made, rows):
-    done = made()
-    figures = report.row(done, done.results[0])
-    assert (figures["low_ms"], figures["high_ms"]) == pytest.approx((1.001, 1.008))
-    assert figures["margin"] == pytest.approx(0.0035 / 1.0045)
-    report.save(done, tmp_path / "run.json")
-    shown = cli("bench", "--load", "run.json")
-    (first, *_) = table = rows(shown)
-    assert list(first)[3:6] == ["ms", "IQR, ms", "± %"] and {row["± %"] for row in table} == {"0.3"}
-    assert shown.stderr == ""
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from attention_ext.cuda.steps import STEPS
-from attention_ext.parts import Dtype
 from lab.costs import Case
 from lab.cuda.architectures import SHEETS
-from lab.cuda.costs import BANKS, COUNTS, LANES, SAME, WAVEFRONT, Launch, banked, costs, most, visits
+from lab.cuda.costs import BANKS, COUNTS, LANES, SAME, WAVEFRONT, Launch, banked, costs, visits
 
 L2 = 50 << 20
 ROOM = SHEETS["sm_90"].architecture.block_shared
@@ -82,17 +81,6 @@ def test_a_causal_mask_halves_the_traffic(name):
     assert half.exponentials == pytest.approx(whole.exponentials / 2, rel=0.1)
 
 
-def test_step_1_is_launched_for_each_tile_of_keys():
-    found = count("1", N=4096, heads=100)
-    assert found.launches == 128 and found.blocks == 128 * 100 * 128
-    rows = {stream.name: most(stream) for stream in found.streams}
-    queries = 100 * 4096 * 32 * 4
-    assert rows["Q"] == 128 * queries and rows["O"] == queries
-    assert rows["m, l, O"] == 2 * 127 * 100 * 4096 * 34 * 4
-    one = count("1", N=32, heads=1)
-    assert one.launches == 1 and one.from_memory(L2) == one.asked
-
-
 def test_padding_removes_the_conflicts_of_k():
     padded, unpadded = ({each.name: each for each in count(name).shared} for name in ("2", "2-unpadded"))
     assert unpadded["K"].wavefronts / unpadded["K"].fewest > 10
@@ -111,15 +99,3 @@ def test_step_3_reads_a_row_for_a_whole_warp():
     assert found["K"].wavefronts == found["V"].wavefronts == warps * 4096 * 8 * 2 + stored
     assert "O" not in found and "O" in {each.name for each in count("3-shared").shared}
     assert count("3").wavefronts * WAVEFRONT < count("2").wavefronts * WAVEFRONT
-
-
-def test_what_the_l2_cache_keeps_is_read_once():
-    found = count("3")
-    K = next(stream for stream in found.streams if stream.name == "K")
-    assert K.traffic(L2) == K.least == 100 * 4096 * 32 * 4 and most(K) == 32 * K.least
-    assert K.traffic(1 << 20) == most(K)
-
-
-def test_halves_move_half_the_bytes():
-    wide, narrow = count("3"), count("3", dtype=Dtype.BF16)
-    assert narrow.asked == wide.asked / 2 and narrow.wavefronts == wide.wavefronts  # float32 in shared memory

@@ -53,15 +53,6 @@ def test_a_pause_takes_its_time(on):
     assert min(on.time(lambda: on.pause(0.01), 3)) == pytest.approx(0.01, rel=0.05)
 
 
-def test_the_gpu_pauses_while_calls_are_launched(on, monkeypatch):
-    order = []
-    monkeypatch.setattr(on, "pause", lambda seconds: order.append(seconds))
-    on.time(lambda: order.append("call"), 3, launching=1e-3)
-    assert order == [pytest.approx(3e-3 * gpu.HOST_MARGIN), "call", "call", "call"]
-    on.time(lambda: None, 1, launching=1.0)
-    assert order[-1] == gpu.LONGEST_PAUSE
-
-
 def test_memory_is_what_is_allocated(on):
     def function():
         scratch = torch.empty(3 << 20, dtype=torch.uint8, device=on.device)
