@@ -13,6 +13,9 @@ from attention_ext import processor
 
 # Before torch is imported: on a busy machine, threads that spin make the tests slow.
 processor.let_waiting_threads_sleep()
+# The workers of pytest-xdist share the cores. The processes that they start have as many threads.
+workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+os.environ.setdefault("OMP_NUM_THREADS", str(max(1, processor.cores() // workers)))
 
 import pooch  # noqa: F401  (its log keeps the stream of its import, which a test would close)
 import pytest
@@ -23,10 +26,6 @@ from app import cli as command_line
 from attention_ext import PARTS, BuildError, extension, tiles
 from attention_ext.build import toolchain
 from lab import saved
-
-# The workers of pytest-xdist share the cores.
-WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
 
 
 @pytest.fixture(autouse=True)

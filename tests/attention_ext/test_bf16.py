@@ -163,6 +163,7 @@ def test_huge_values_do_not_overflow():
         torch.testing.assert_close(out.float(), v[:, :, :32].float(), rtol=2**-7, atol=0)
 
 
+@pytest.mark.full
 def test_opcheck():
     for Nq in (1, 20, 64):
         q, k, v = qkv(1, 2, Nq, 70, 32)

@@ -10,7 +10,7 @@ import torch
 from torch import library as torch_library
 
 from attention_ext import PARTS, attention, operator
-from attention_ext.extension import describe, load, read_4d, scratch, size
+from attention_ext.extension import describe, load, scratch, size
 from attention_ext.parts import MOST_SCORES
 from lab.correctness import allocated
 
@@ -88,18 +88,6 @@ def test_the_gil_is_released(extension, threads):
     stop.set()
     ticking.join()
     assert sum(start < stamp < end for stamp in stamps) > 3
-
-
-def test_read_4d(extension):
-    t = torch.randn(2, 3, 4, 5).transpose(1, 3)
-    assert read_4d(t, (1, 4, 2, 0)) == t[1, 4, 2, 0].item()
-    for index in ((2, 0, 0, 0), (0, -1, 0, 0), (0, 0, 0)):
-        with pytest.raises(ValueError, match="index is"):
-            read_4d(t, index)
-    with pytest.raises(ValueError, match="it must be 4-D float32"):
-        read_4d(t.double(), (0, 0, 0, 0))
-    with pytest.raises(RuntimeError, match="index 9 of dimension 2 is outside 0 .. 3"):
-        load().read_4d(t, 0, 0, 9, 0)
 
 
 def test_scratch_is_what_a_call_takes(kernel, threads):

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from parallel_ranks import RANKS
 from support import ROOT, Done, naming
 
-from app.cli import lab as lab_commands
-from attention_ext import PARTS, agreement, parallel
+from attention_ext import PARTS, parallel
 from attention_ext.parallel import METHODS
 
 DEFAULTS = {
@@ -170,24 +169,6 @@ def test_the_rows_of_the_ranks_are_all_rows_once():
             assert max(map(parallel.length, rows)) - min(map(parallel.length, rows)) <= 2
 
 
-@pytest.mark.parametrize("hidden", [0, 1, 7])
-def test_the_mask_of_two_chunks_is_that_of_the_sequence(hidden):
-    for start in range(6):
-        for stop in range(start, 9):
-            for first in range(6):
-                for last in range(first, 9):
-                    queries, keys = range(start, stop), range(first, last)
-                    seen = []
-                    for i, j, causal in parallel.visible(queries, keys, hidden):
-                        assert len(i) and len(j) and (not causal or len(i) <= len(j))
-                        for a, b in ((a, b) for a in range(len(i)) for b in range(len(j))):
-                            if not causal or b <= a + len(j) - len(i):
-                                seen.append((queries[i[a]], keys[j[b]]))
-                    wanted = [(i, j) for i in queries for j in keys if j <= i + hidden]
-                    assert sorted(seen) == wanted
-                    assert parallel.pairs([queries], [keys], True, hidden) == len(wanted)
-
-
 def test_zigzag_shares_the_causal_work():
     """A ring's last rank has almost twice the mean work; zigzag's ranks have the mean."""
     for method, worst in (("ring", 1.75), ("zigzag", 1.0)):
@@ -228,13 +209,6 @@ def test_wrong_arguments_are_named(alone):
     with pytest.raises(TypeError, match="torch.float64 on cpu, which part4 does not take"):
         parallel.attention("ring", q.double(), q.double(), q.double())
     assert parallel.attention("ring", few, q, q, part="part0").shape == few.shape
-
-
-def test_rows_that_are_not_zigzags_are_refused():
-    rows = parallel.zigzag_rows(10, 2)
-    agreement.check_rows("zigzag", False, rows, rows, [5, 5], [5, 5])
-    with pytest.raises(ValueError, match=r"rank 0: q has 6 rows; zigzag_rows\(10, 2\) gives it 5"):
-        agreement.check_rows("zigzag", False, rows, rows, [6, 4], [6, 4])
 
 
 def torchrun(P: int, *arguments) -> subprocess.Popen:
@@ -376,10 +350,6 @@ def test_a_wrong_command_is_one_line(monkeypatch, failed):
     assert "--queries is 9; with --causal it must be at most N = 5" in failed(
         "parallel", "ring", "-N", 5, "--queries", 9, "--causal"
     )
-
-
-def test_the_commands_methods_are_the_modules():
-    assert lab_commands.METHODS == tuple(METHODS)
 
 
 NETWORK = """

@@ -50,11 +50,3 @@ def test_rows_without_keys_take_the_other_result():
         torch.testing.assert_close(merged, (out, lse))
     nothing, still_empty = reference.merge(none, empty, none, empty)
     assert torch.equal(nothing, torch.zeros_like(out)) and torch.equal(still_empty, empty)
-
-
-def test_a_set_of_keys_with_negligible_weight_changes_nothing():
-    q, k, v = qkv(5, 30)
-    out, lse = reference.attention(q, k, v, causal=False, scale=0.25, return_lse=True)
-    merged, merged_lse = reference.merge(out, lse, torch.ones_like(out), torch.full_like(lse, -1e30))
-    torch.testing.assert_close(merged, out)
-    torch.testing.assert_close(merged_lse, lse)

@@ -91,11 +91,6 @@ def test_unknown_characters_of_every_plane_are_named(written):
     assert len(refused(written(many))) < 200
 
 
-def test_line_ends_of_windows_are_newlines_in_files_and_input(written):
-    expected = "a\r\na" if written.way == "--prompt" else "a\na"
-    assert written("a\r\na", "--num-samples", 1).stdout.startswith(expected)
-
-
 INVALID = {
     "a continuation": b"\x80",
     "no such byte": b"\xff",
@@ -122,12 +117,6 @@ def test_an_argument_of_invalid_utf8_in_a_process_of_its_own(process):
     running = process("part0", "--inference", "--prompt", b"a\xff\xfe".decode(errors="surrogateescape"))
     out, errors = running.communicate(timeout=60)
     assert running.returncode == 2 and errors.count("\n") == 1 and r"'\udcfe' '\udcff'" in errors
-
-
-@pytest.mark.parametrize("data", [b"\xff\n", b"a\xc3", b"\xed\xa0\x80\n"])
-def test_invalid_utf8_in_turns(cli, model, data):
-    done = cli("part0", "--inference", "-m", model, "--interactive", input=data)
-    assert done.returncode == 2 and "codec can't decode" in done.stderr.splitlines()[-1]
 
 
 # Arguments that make each command quick. The option under test comes after them and so counts.

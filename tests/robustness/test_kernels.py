@@ -26,8 +26,6 @@ from attention_ext.build import recipes, toolchain
 from attention_ext.build.recipes import CSRC
 from attention_ext.parts import BuildError
 
-pytestmark = pytest.mark.full
-
 HERE = Path(__file__).parent
 ARM = platform.machine() in ("arm64", "aarch64")
 CHECKED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
@@ -37,12 +35,7 @@ HELPERS = {name: CSRC / source for name, (source, _) in recipes.HELPERS.items()}
 PARTS = recipes.found(CSRC, (recipes.KERNELS, recipes.PORTABLE))
 PORTABLE = [HERE / "kernels.cpp", *PARTS, HELPERS["portable"]]
 BACKWARD = [HERE / "backward.cpp", *PARTS, HELPERS["portable"]]
-TRAINING = [
-    HERE / "training.cpp",
-    *recipes.found(CSRC, ("training/*.cpp",)),
-    *PARTS,
-    HELPERS["portable"],
-]
+TRAINING = [HERE / "training.cpp", *recipes.found(CSRC, ("training/*.cpp",)), *PARTS, HELPERS["portable"]]
 # The float64 reference takes most of the time: it is optimised, and not sanitized.
 OF_A_SOURCE = {
     HERE / "kernels.cpp": ("-O2", "-fno-sanitize=address,undefined"),
@@ -148,14 +141,32 @@ def native() -> list[str]:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("simd", ["portable", "off"])
-def test_no_case_is_wrong_or_out_of_bounds(simd, native, link, full, tmp_path):
+def with_helpers(simd: str, link, command: list[str], tmp_path: Path, target: str = "host") -> Path:
+    """The program of the kernels' cases over one of the SIMD helpers. Skips the test if there is no ispc."""
+    objects = []
+    if simd == "ispc":
+        ispc = toolchain.find_ispc()
+        if ispc is None:
+            pytest.skip("there is no ispc")
+        objects = [tmp_path / "simd.o"]
+        run(ispc, CSRC / recipes.ISPC_SOURCE, f"--target={target}", "-O3", "--pic", "-o", objects[0])
+    return link(command, [HERE / "kernels.cpp", *PARTS, HELPERS[simd]], *objects)
+
+
+@pytest.mark.parametrize("simd", HELPERS)
+def test_generated_cases(simd, native, link, tmp_path):
+    """Between guard pages, which detect accesses out of bounds; the tests below have sanitizers."""
+    run_cases(300, with_helpers(simd, link, native, tmp_path), "0", "300")
+
+
+@pytest.mark.full
+def test_scalar_loops(native, link, full, tmp_path):
     command = sanitized(native, CHECKED, tmp_path)
     count = 20000 if full else 500
-    program = link(command, [HERE / "kernels.cpp", *PARTS, HELPERS[simd]])
-    run_cases(count, program, "0", str(count))
+    run_cases(count, with_helpers("off", link, command, tmp_path), "0", str(count))
 
 
+@pytest.mark.full
 def test_amx_where_there_is_none(native, link, full, tmp_path):
     """Tile registers in memory. A machine with AMX runs the real ones in the test above."""
     if not processor_has("avx512_bf16"):
@@ -165,21 +176,17 @@ def test_amx_where_there_is_none(native, link, full, tmp_path):
     run_cases(count, link(command, PORTABLE), "700000", str(count), "3")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", ["host", "sse4-i32x4", "avx2-i32x8"])
 def test_ispc(target, native, link, full, tmp_path):
     if target != "host" and not (full and processor_has("sse4_1" if "sse4" in target else "avx2")):
         pytest.skip("only in the full set, on a processor that has it")
-    ispc = toolchain.find_ispc()
-    if ispc is None:
-        pytest.skip("there is no ispc")
-    made = tmp_path / "simd.o"
-    run(ispc, CSRC / recipes.ISPC_SOURCE, f"--target={target}", "-O3", "--pic", "-o", made)
     command = sanitized(native, CHECKED, tmp_path)
     count = 20000 if full else 500
-    program = link(command, [HERE / "kernels.cpp", *PARTS, HELPERS["ispc"]], made)
-    run_cases(count, program, "100000", str(count))
+    run_cases(count, with_helpers("ispc", link, command, tmp_path, target), "100000", str(count))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("march", processors())
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
 def test_the_code_that_is_shipped(compiler, march, link, full):
@@ -191,46 +198,26 @@ def test_the_code_that_is_shipped(compiler, march, link, full):
         run_cases(20000, link(command, sources), "200000", "20000")
 
 
-@pytest.mark.parametrize("compiler", ["g++", "clang++"])
-def test_threads_do_not_race(compiler, link, full, tmp_path):
-    if compiler == "clang++" and not full:
-        pytest.skip("only in the full set")
-    command = sanitized([*found(compiler), toolchain.NATIVE, "-O1"], RACES, tmp_path)
-    count = 3000 if full else 50
-    run_cases(count, link(command, PORTABLE), "300000", str(count), "16")
+PROGRAMS = {  # of generated cases: sources, and how many cases in part and in full for memory and for races
+    "kernels": (PORTABLE, (500, 20000), (50, 3000)),
+    "backward": (BACKWARD, (300, 20000), (50, 3000)),
+    "training": (TRAINING, (30, 3000), (10, 200)),
+    "decoder": (DECODER, (20, 1000), (20, 300)),
+}
 
 
-@pytest.mark.parametrize("flags", [CHECKED, RACES], ids=["memory", "races"])
-def test_the_decoder(flags, native, link, full, tmp_path):
-    command = sanitized(native, flags, tmp_path)
-    count = (1000 if flags == CHECKED else 300) if full else 20
-    run_cases(count, link(command, DECODER), "0", str(count))
+@pytest.mark.full
+@pytest.mark.parametrize("races", [False, True], ids=["memory", "races"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_case_is_wrong_or_out_of_bounds_or_races(name, races, native, link, full, tmp_path):
+    sources, *counts = PROGRAMS[name]
+    command = sanitized(native, RACES if races else CHECKED, tmp_path)
+    count = counts[races][full]
+    threads = [] if name == "decoder" else ["16" if races else "3"]  # the decoder's are drawn for each model
+    run_cases(count, link(command, sources), "300000" if races else "0", str(count), *threads)
 
 
-def test_the_backward_pass(native, link, full, tmp_path):
-    command = sanitized(native, CHECKED, tmp_path)
-    count = 20000 if full else 300
-    run_cases(count, link(command, BACKWARD), "0", str(count), "3")
-
-
-def test_threads_of_the_backward_pass_do_not_race(native, link, full, tmp_path):
-    command = sanitized(native, RACES, tmp_path)
-    count = 3000 if full else 50
-    run_cases(count, link(command, BACKWARD), "300000", str(count), "16")
-
-
-def test_the_training_step(native, link, full, tmp_path):
-    command = sanitized(native, CHECKED, tmp_path)
-    count = 3000 if full else 30
-    run_cases(count, link(command, TRAINING), "0", str(count), "3")
-
-
-def test_threads_of_the_training_step_do_not_race(native, link, full, tmp_path):
-    command = sanitized(native, RACES, tmp_path)
-    count = 200 if full else 10
-    run_cases(count, link(command, TRAINING), "300000", str(count), "16")
-
-
+@pytest.mark.full
 @pytest.mark.parametrize("compiler", ["gcc", "clang for the Apple M1"])
 def test_aarch64(compiler, link, full):
     if ARM:
@@ -264,6 +251,7 @@ def test_the_flags_are_for_every_compiler():
         assert "omp.h" not in source.read_text() and "#pragma omp" not in source.read_text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("helpers", recipes.HELPERS)
 def test_clang_takes_every_flag_for_a_mac(helpers, tmp_path):
     """This tests the flags and the instructions; the test below has macOS's headers."""
@@ -274,6 +262,7 @@ def test_clang_takes_every_flag_for_a_mac(helpers, tmp_path):
     run(*command, "-Wall", "-Werror", "-std=c++17", *portable, "-c", source, "-o", tmp_path / "one.o")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target, cpu", [("aarch64-macos", "apple_m1"), ("x86_64-macos", "haswell")])
 def test_programs_for_a_mac_compile_and_link(target, cpu, link, full):
     """With the headers and libraries of the package ziglang. Linux cannot run the programs."""
@@ -287,6 +276,7 @@ def test_programs_for_a_mac_compile_and_link(target, cpu, link, full):
         assert program.read_bytes()[:4] == b"\xcf\xfa\xed\xfe"  # a 64-bit program of macOS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("compiler", ["g++", "clang++", "clang++ -stdlib=libc++"])
 def test_no_compiler_warns(compiler, full, tmp_path):
     """For all sources without torch and Python. libc++ is the library of macOS."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,9 +11,7 @@ import pytest
 import tiny
 from support import ROOT
 
-from generation import generate
-from generation.generate import Completion
-from model.checkpoint import load, save
+from model.checkpoint import save
 
 # Numbers of texts and the characters of each: in full, ten million by either engine; else what takes seconds.
 # The torch engine would take hours for one such text, and so would a window that slides.
@@ -75,24 +72,6 @@ def test_a_long_text_takes_no_more_memory_than_its_first_tenth(
     assert running.wait() == 0
     assert written == texts * (length + 1) + (texts - 1) * len(SEPARATOR)  # with the newlines
     assert sizes[0] > 50 << 20 and max(sizes) <= 1.05 * sizes[0]
-
-
-def test_shown_text_is_not_kept(cli, model, monkeypatch):
-    """A kept piece for each token takes 80 MB in ten million tokens. A test of seconds would not see it."""
-    samples = []
-
-    def made(*arguments, **named):
-        samples.append(Completion(*arguments, **named))
-        return samples[-1]
-
-    monkeypatch.setattr(sys.modules["generation.generate"], "Completion", made)
-    common = ("part0", "--inference", "-m", model, "--max-new-tokens", 30, "--num-samples", 3)
-    texts = cli(*common).stdout
-    streamed = generate(load(str(model)), max_new_tokens=30, part="part0", stream=True)
-    assert "".join(streamed) == texts.split(SEPARATOR)[0][:-1]
-    assert len(samples) == 4 and not any(sample.pieces for sample in samples)
-    whole = [json.loads(line)["text"] for line in cli(*common, "--json").stdout.splitlines()]
-    assert SEPARATOR.join(text + "\n" for text in whole) == texts
 
 
 LOAD_AND_FREE = """

@@ -37,12 +37,17 @@ def node(node_program: str) -> Iterator[Node]:
 
 
 @pytest.fixture(scope="session")
-def wasm() -> None:
-    """The kernels in WebAssembly, both builds."""
+def wasm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The kernels in WebAssembly: both builds, or by default one in place of both, as each takes a minute."""
     if not importlib.util.find_spec("ziglang"):
         pytest.skip(build.NO_ZIG)
-    for name in build.BUILDS:
-        build.compiled(name)
+    compiled = build.compiled
+    with pytest.MonkeyPatch.context() as patch:
+        if not any(test.get_closest_marker("full") for test in request.session.items):
+            patch.setattr(build, "compiled", lambda name: compiled("simd"))
+        for name in build.BUILDS:
+            build.compiled(name)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ def test_two_builds_at_once_make_one_page(wasm, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["page"]
 
 
+@pytest.mark.full
 def test_a_build_that_ends_in_the_middle_leaves_the_page_before(wasm, tmp_path, monkeypatch):
     folder = tmp_path / "page"
     folder.mkdir()

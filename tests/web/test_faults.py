@@ -25,6 +25,7 @@ def native(model: str, seed: int, length: int, **settings: Any) -> str:
     return made
 
 
+@pytest.mark.full
 def test_a_model_that_fails_or_is_late_is_never_replaced_by_another(visit, extension):
     made = visit("models", query=QUERY, broken="shakes1024", late="shakes128")
     assert made["before"] == native(**QUERY)
@@ -33,10 +34,12 @@ def test_a_model_that_fails_or_is_late_is_never_replaced_by_another(visit, exten
     assert made["text"] == native("shakes128", 8, 60) and "-m shakes128 " in made["command"]
 
 
+@pytest.mark.full
 def test_the_skip_link_stays_in_the_view(visit):
     assert visit("skip") == [False, "main"]
 
 
+@pytest.mark.full
 def test_attention_and_tiles_each_keep_their_text(visit, node: Node, extension):
     head, i, j = 3, 50, 47
     text = "ROMEO:" + native(**QUERY)
@@ -48,6 +51,7 @@ def test_attention_and_tiles_each_keep_their_text(visit, node: Node, extension):
     assert float(said.split()[-1].rstrip(".")) == pytest.approx(weight, abs=2e-5)
 
 
+@pytest.mark.full
 def test_a_long_text_keeps_its_beginning(visit, extension):
     query = QUERY | {"length": 9000, "context": "reset"}
     text, status, position = visit("long", query=query)
@@ -55,6 +59,7 @@ def test_a_long_text_keeps_its_beginning(visit, extension):
     assert status.startswith("9,000 characters") and position == "1"
 
 
+@pytest.mark.full
 def test_fields_keep_what_a_link_says(visit):
     query = QUERY | {"temperature": 0.77, "topk": 200, "pace": 10, "stop": "\n\n\n\n", "branches": "2:65"}
     made = visit("fields", query=query, names=["pace", "topk", "stop"])
@@ -66,6 +71,7 @@ def test_fields_keep_what_a_link_says(visit):
     assert made["stop"] == "\n" * 5  # a line end can be typed
 
 
+@pytest.mark.full
 def test_what_is_left_stops(visit):
     race, text = visit("left", query=QUERY)
     assert race == "Stopped, because another view was shown." and text.endswith(" a second without the pace")
@@ -79,7 +85,15 @@ COMMANDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.usefixtures("wasm")
-@pytest.mark.parametrize("choices", COMMANDS, ids=["fp32", "reset", "stop"])
+@pytest.mark.parametrize(
+    "choices",
+    [
+        pytest.param(COMMANDS[0], marks=pytest.mark.full),
+        pytest.param(COMMANDS[1], marks=pytest.mark.full),
+        COMMANDS[2],
+    ],
+    ids=["fp32", "reset", "stop"],
+)
 def test_the_command_writes_the_same_text(node: Node, extension, choices):
     words = shlex.split(node("command", choices=choices)["command"])
     assert words[:2] == ["python", "gpt.py"]

@@ -45,15 +45,16 @@ def test_the_page_takes_the_parts_from_the_kernels(node):
         node("text", prompt=PROMPT, part="part9", length=1)
 
 
-@pytest.mark.parametrize("kernels", build.BUILDS)
+@pytest.mark.parametrize("kernels", ["simd", pytest.param("relaxed", marks=pytest.mark.full)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("part", KERNELS)
-def test_a_text_is_the_native_engines(node, native, part, precision, kernels):
+def test_a_text_is_the_native_engines(node, native, precision, kernels):
     """256 tokens in the window, and 1,000 with windows that restart."""
     node.load(precision=precision, kernels=kernels)
     for length, context in ((250, "slide"), (1000, "reset")):
-        made = node("text", prompt=PROMPT, part=part, seed=7, length=length, context=context)
-        assert made == native(weights=precision, seed=7, max_new_tokens=length, context=context)
+        expected = native(weights=precision, seed=7, max_new_tokens=length, context=context)
+        for part in KERNELS:
+            made = node("text", prompt=PROMPT, part=part, seed=7, length=length, context=context)
+            assert made == expected, part
 
 
 def test_a_window_slides_as_nanogpts_does(node, native):
@@ -62,16 +63,6 @@ def test_a_window_slides_as_nanogpts_does(node, native):
         assert node("text", prompt=PROMPT, seed=str(seed), length=300) == native(
             seed=seed, max_new_tokens=300
         )
-
-
-def test_a_text_without_cache_and_with_stop(node, native):
-    node.load("shakes128")
-    made = node("text", prompt=PROMPT, seed=3, length=60, useCache=False)
-    assert made == native("shakes128", seed=3, max_new_tokens=60)
-    assert made == native("shakes128", seed=3, max_new_tokens=60, use_cache=False)
-    stop = made[20:23]
-    expected = native("shakes128", seed=3, max_new_tokens=60, stop=stop)
-    assert node("text", prompt=PROMPT, seed=3, length=60, stop=[stop]) == expected == made[: made.index(stop)]
 
 
 def test_the_pages_bf16_file_has_the_weights_that_bf16_rounds(node, native, tmp_path):
@@ -106,9 +97,10 @@ def test_a_branch_goes_on_with_the_seeds_numbers(node, extension):
     assert made[at + 1 :] == "".join(checkpoint.tokenizer.characters[t] for t in tokens)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 1337, 2**32 + 5, 2**64 - 1])
-def test_a_seed_gives_pytorchs_numbers(node, seed):
-    assert node("uniforms", seed=str(seed), count=1500) == list(itertools.islice(uniforms(seed), 1500))
+def test_a_seed_gives_pytorchs_numbers(node):
+    for seed in (0, 1, 1337, 2**32 + 5, 2**64 - 1):
+        made = node("uniforms", seed=str(seed), count=1500)
+        assert made == list(itertools.islice(uniforms(seed), 1500)), seed
 
 
 def test_the_distribution_shown_is_the_one_drawn_from(node):
@@ -183,12 +175,3 @@ def test_the_costs_are_explains(node):
         assert node("traffic", part=part, problem=problem, block=sizes, cache=cache) == pytest.approx(
             expected
         )
-
-
-def test_limits_and_calls_are_timed(node):
-    """No figure is asserted, only that work was done and timed."""
-    node.load()
-    assert node("peak") > 0 and node("bandwidth", bytes=2**14) > 0
-    for part in KERNELS:
-        assert node("attention", part=part, H=2, N=64, d=32, ms=1) > 0
-    assert node("scratch", part="part1", H=2, N=64, d=32, br=32, bc=32) == 4 * 64 * 64

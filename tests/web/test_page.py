@@ -43,6 +43,7 @@ def test_texts_are_the_native_engines(visit, extension):
     assert visit("texts", queries=queries) == expected
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "query, model", [({}, "shakes256-bf16"), ({"model": "shakes128", "weights": "fp32"}, "shakes128-fp32")]
 )
@@ -54,11 +55,13 @@ def test_the_weights_come_before_the_modules_and_once(visit, query, model):
     assert answered.index(weights[0]) < answered.index("/js/main.js")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lacks, writes", [("", True), ("connect-src 'self'; ", False)])
 def test_the_page_writes_under_its_policy_and_needs_it(visit, lacks, writes):
     assert visit("policy", lacks=lacks) == writes
 
 
+@pytest.mark.full
 def test_a_branch_is_kept_in_the_address(visit):
     made = visit("branch", query=QUERY, at=20)
     assert made["plain"][:20] == made["text"][:20] and made["plain"][20] != made["text"][20]
@@ -66,6 +69,7 @@ def test_a_branch_is_kept_in_the_address(visit):
     assert made["again"] == made["text"] and len(made["text"]) == QUERY["length"]
 
 
+@pytest.mark.full
 def test_endless_writing_stops_when_told(visit):
     made = visit("endless", query=QUERY, characters=9000)
     assert made["shown"] <= 8192 + 4096 and re.match(r"\d+,\d+ characters", made["status"])
@@ -108,10 +112,12 @@ def test_tiles_steps_through_every_part(visit):
     assert re.match(r"m = -?\d", made["part4"]["online"])
 
 
+@pytest.mark.full
 def test_measure_draws_a_point_for_each_part(visit):
     assert visit("measure") == 4
 
 
+@pytest.mark.full
 def test_the_one_file_opens_from_a_disk(visit, extension, page_folder):
     if visit.browser == "firefox":  # Playwright's eval() again; see scenarios.mjs
         whole = (page_folder / "shakespeare.html").read_text()
@@ -122,6 +128,7 @@ def test_the_one_file_opens_from_a_disk(visit, extension, page_folder):
         assert visit("disk", query=QUERY) == native(QUERY)
 
 
+@pytest.mark.full
 def test_the_page_is_small(page_folder):
     """Without weights, the files of the page, and the one file."""
     files = [
@@ -146,6 +153,7 @@ def test_a_second_visit_needs_no_network(visit, extension):
     assert made["kept"] == {"other": True, "file": False}
 
 
+@pytest.mark.full
 def test_calls_of_a_closed_engine_end(visit):
     assert visit("closed") == ["the engine is closed"] * 2
 
@@ -185,11 +193,13 @@ def test_wrong_files_give_a_sentence(visit, tmp_path):
     assert made["other"] == native(query, prompt="abc")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width, scheme", [(390, "dark"), (1440, "light")])
 def test_axe_finds_nothing_and_nothing_is_too_wide(visit, width, scheme):
     assert visit("axe", width=width, scheme=scheme) == []
 
 
+@pytest.mark.full
 def test_the_keyboard_is_enough(visit):
     assert visit("keyboard", query=QUERY) == "57"
 

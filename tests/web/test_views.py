@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from support import naming
 
 from lab.costs import Block
 from web import build
@@ -19,19 +20,15 @@ PLENTY = 1 << 20
 
 
 @pytest.mark.parametrize("part", KERNELS)
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "N{N}-{Br}x{Bc}".format(**sizes))
-def test_the_steps_compute_every_score_and_every_output(node, part, sizes):
-    walk, N = node("walk", part=part, sizes=sizes, l1=PLENTY, l2=PLENTY), sizes["N"]
-    assert walk["scores"] == N * (N + 1) // 2 and walk["rows"] == N
-    moved = [each["l1"] for each in walk["bytes"]]
-    assert moved == sorted(moved) and moved[-1] >= 4 * 64 * (N * 32 // 16)  # Q, K, V and O come in
-
-
-@pytest.mark.parametrize("part", KERNELS)
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "N{N}-{Br}x{Bc}".format(**sizes))
-def test_a_step_draws_what_it_touches_where_it_lies(node, part, sizes):
-    for step in node("boxes", part=part, sizes=sizes):
-        assert step["drawn"] == step["touched"] and step["lost"] == 0, step["title"]
+def test_the_steps_compute_every_score_and_every_output_and_draw_what_they_touch(node, part):
+    for sizes in SIZES:
+        walk, N = node("walk", part=part, sizes=sizes, l1=PLENTY, l2=PLENTY), sizes["N"]
+        moved = [each["l1"] for each in walk["bytes"]]
+        with naming(sizes):
+            assert walk["scores"] == N * (N + 1) // 2 and walk["rows"] == N
+            assert moved == sorted(moved) and moved[-1] >= 4 * 64 * (N * 32 // 16)  # Q, K, V and O come in
+            for step in node("boxes", part=part, sizes=sizes):
+                assert step["drawn"] == step["touched"] and step["lost"] == 0, step["title"]
 
 
 @pytest.mark.parametrize("part", KERNELS)
@@ -104,29 +101,11 @@ def test_the_address_keeps_all_choices(node):
     assert node("parse", fragment="#nothing?length=x&foo=1&__proto__=2") == first
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "seed=-1",
-        "seed=18446744073709551616",
-        "length=0",
-        "length=1.5",
-        "length=1e9",
-        "temperature=-1",
-        "topp=0",
-        "window=5000",
-        "l1=60",
-        "n=33",
-        "br=0",
-        "part=part9",
-        "weights=int8",
-        "layer=-1",
-        "key=-2",
-        "step=1.5",
-        "endless=",
-        "branches=3:65.5",
-        "branches=0.5:65,:,3",
-    ],
-)
-def test_a_value_out_of_its_range_is_ignored(node, wrong):
-    assert node("parse", fragment=f"#race?{wrong}")["choices"] == node("parse", fragment="")["choices"]
+def test_a_value_out_of_its_range_is_ignored(node):
+    for wrong in """
+        seed=-1 seed=18446744073709551616 length=0 length=1.5 length=1e9 temperature=-1 topp=0 window=5000
+        l1=60 n=33 br=0 part=part9 weights=int8 layer=-1 key=-2 step=1.5 endless= branches=3:65.5
+        branches=0.5:65,:,3
+    """.split():
+        found = node("parse", fragment=f"#race?{wrong}")["choices"]
+        assert found == node("parse", fragment="")["choices"], wrong

@@ -112,15 +112,6 @@ def test_shapes_of_many_blocks(flash, shape, causal, state):
     check(flash, *qkv(*shape), causal, state=state)
 
 
-@pytest.mark.parametrize("scale", [0.0, 1.0, -0.5])
-def test_scale(flash, scale):
-    check(flash, *qkv(1, 2, 5, 6, 8), scale=scale, br=4, bc=4)
-
-
-def test_more_queries_than_keys_without_mask(flash):
-    check(flash, *qkv(1, 2, 9, 4, 8), br=4, bc=4)
-
-
 def test_strides(flash):
     q, k, v = (t.mT.contiguous().mT for t in qkv(1, 2, 5, 6, 8))
     assert not q.is_contiguous()
@@ -158,16 +149,6 @@ def test_wrong_arguments_are_named(flash, change, message):
     tensors = qkv(*options.pop("shape", (1, 1, 2, 2, 4)))
     with pytest.raises(ValueError, match=message):
         flash(*tensors, **options)
-
-
-def test_wrong_tensors_are_named(flash):
-    q, k, v = qkv(1, 2, 3, 4, 8)
-    with pytest.raises(TypeError, match="k is .*float64; it must be float32"):
-        flash(q, k.double(), v)
-    with pytest.raises(ValueError, match=r"v has shape \(1, 2, 3, 8\); it must be \(1, 2, 4, 8\)"):
-        flash(q, k, v[:, :, :3])
-    with pytest.raises(ValueError, match=r"q has shape \(2, 3, 8\); it must be \(B, H, N, d\)"):
-        flash(q[0], k, v)
 
 
 @pytest.mark.parametrize("state", STATES)
