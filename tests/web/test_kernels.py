@@ -8,13 +8,14 @@ import random
 import pytest
 import torch
 from node_process import Refused
+from support import ROOT
 
 from attention_ext.parts import PARTS
 from generation import generate
 from generation.sampling import Sampling, sample
 from generation.writer import uniforms
 from lab.costs import Block, Case, costs
-from model.checkpoint import ROOT, load
+from model.checkpoint import load
 from web import build
 
 KERNELS = ("part1", "part2", "part3", "part4")
