@@ -197,16 +197,11 @@ def test_the_command(cli, extension, part, weights, kv_cache):
 
 
 WRONG = [
-    (["part5"], "'part5' is not one of 'part0'"),
     ([], "Missing argument 'PART'"),
-    (["part0", "--tokens", "0"], "'--tokens': 0 is not in the range"),
     (["part0", "--tokens", "65"], "prompt_tokens is 64 and tokens is 65; together they must be at most"),
     (["part0", "--prompt-tokens", "128"], "prompt_tokens is 128 and tokens is 1; together they"),
     (["part0", "--engine", "native"], "engine is 'native'; it must be 'torch' with part0"),
     (["part0", "--trace", "no/where.json"], "no/where.json: No such file or directory"),
-    (["part0", "--trace", "."], ".: Is a directory"),
-    (["part0", "-m", "shakes512"], "model 'shakes512' was not found"),
-    (["part0", "-br", "0"], "'-br' / '--br': 0 is not in the range"),
 ]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -54,21 +52,15 @@ def queued(client) -> float:
     return client.metric("attention_texts_queued")
 
 
-@pytest.mark.full
-def test_a_disconnect_cancels_within_50_ms(small):
-    """Seen from the scheduler itself: the median of several, as the machine may be busy."""
-    scheduler, found = small.server.application.scheduler, []
-    name = (MODEL, "part4")
-    for stream in (True, False) * 3:
-        small.idle()
-        with request(small, stream=stream) as connection:
-            until(lambda: running(small) == 1)
-            start = time.perf_counter()
-            connection.close()
-            while scheduler.unfinished(name):
-                time.sleep(0.0005)
-            found.append(time.perf_counter() - start)
-    assert sorted(found)[len(found) // 2] < 0.05, found
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_slot(small, stream):
+    small.idle()
+    cancelled = small.metric("attention_texts_cancelled_total")
+    with request(small, stream=stream) as connection:
+        until(lambda: running(small) == 1)
+        connection.close()
+        until(lambda: running(small) == 0)  # LONG would take minutes
+    assert small.metric("attention_texts_cancelled_total") == cancelled + 1
 
 
 def test_a_client_that_leaves_the_queue(small):
@@ -200,44 +192,3 @@ def test_connections_are_limited(extension):
             connection.close()
         until(lambda: not client.server.server_state.connections)
         assert client.get("/health").status == 200
-
-
-@pytest.mark.full
-def test_random_clients_leave_nothing_behind(client):
-    """Some read all, some leave at once, in the middle, or in the queue."""
-    client.idle()
-    threads, started = threading.active_count(), time.perf_counter()
-    failures: list[object] = []
-
-    def one(number: int) -> None:
-        try:
-            if number % 3 == 0:
-                text = client.complete(seed=number, max_tokens=20, stream=number % 2 == 0).text()
-                if len(text) != 20:
-                    failures.append(text)
-            elif number % 3 == 1:
-                with request(client, prompt="a", max_tokens=5000, stream=number % 2 == 0) as connection:
-                    if number % 2:  # its answer would come at the end only
-                        time.sleep(number / 10_000)
-                    else:
-                        connection.recv(1 + number)
-            elif client.complete(temperature="hot").status != 400:
-                failures.append("a bad request was admitted")
-        except OSError as error:
-            failures.append(error)
-
-    def many(first: int) -> None:
-        for number in range(first, 300, 10):
-            one(number)
-
-    workers = [threading.Thread(target=many, args=(i,)) for i in range(10)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    client.idle()
-    assert failures == [] and time.perf_counter() - started < 60
-    until(lambda: threading.active_count() <= threads)
-    assert not client.server.application.writing.active
-    lanes = client.server.application.scheduler._lanes.values()
-    assert all(lane._writer.free == lane.slots for lane in lanes if lane.opened)

@@ -100,12 +100,9 @@ def test_the_command(cli, compiler):
 
 REFUSED = [
     (["--device", "cuda", "--simd", "off"], "--simd does not go with --device cuda"),
-    (["--device", "cuda", "-br", "64"], "-br does not go with --device cuda"),
     (["--device", "cuda", "--cachegrind"], "--cachegrind does not go with --device cuda"),
-    (["--device", "cuda", "-t", "1"], "-t does not go with --device cuda"),
     (["--step", "1"], "--step goes with --device cuda only"),
     (["--arch", "sm_90"], "--arch goes with --device cuda only"),
-    (["--queries", "1"], "--queries goes with --device cuda only"),
     (["--device", "cuda", "--arch", "sm_90", "-N", "9", "--queries", "10", "--causal"], "at most N=9 with a"),
     (["--device", "cuda", "--arch", "sm_20"], "'sm_20' is not one of"),
     (["--device", "cuda", "--arch", "sm_90", "-d", "257"], "d is 257; it must be at most 256 on CUDA"),
