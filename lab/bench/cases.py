@@ -13,10 +13,10 @@ from attention_ext.cuda.steps import MOST_SPLIT, STEPS
 from attention_ext.parts import DEVICES, Dtype, check_device, check_dtype, resolve_simd, running_on
 from lab import costs, machine
 
-# part4_amx.cpp takes so many queries or more, for these SIMD helpers.
+# part4_amx.cpp takes at least this many queries, for these SIMD helpers.
 FEWEST_AMX_QUERIES, AMX_SIMDS = 32, (None, "auto", "portable")
-OTHERS = ("sdpa", "onnx")  # what can be timed beside the parts; lab.bench.contenders says how
-# On CUDA: each step of part4, and what it is measured against.
+OTHERS = ("sdpa", "onnx")  # contenders besides the parts, see lab.bench.contenders
+# On CUDA: each step of part4, and its competitors.
 SPLIT = "split"  # the step for few queries, which has no number
 OF_STEP = {name if name == SPLIT else f"step{name}": step for name, step in STEPS.items()}
 NUMBA = ("numba-spilled", "numba-registers")
@@ -29,8 +29,8 @@ L2 = ("warm", "cold")  # what the L2 cache holds before a call: what the last ca
 class Cell:
     """One contender at one case: q is (batch, heads, queries, d), k and v are (batch, heads, N, d).
 
-    simd, br, bc: None where the contender has none. threads: of the CPU. device: one of DEVICES. l2: one of
-    L2 on CUDA, else None.
+    simd, br, bc: None if the contender has none. threads: threads of the CPU. device: one of DEVICES. l2: one
+    of L2 on CUDA, else None.
     """
 
     contender: str
@@ -50,7 +50,7 @@ class Cell:
 
     @property
     def by_amx(self) -> bool:
-        """Whether AMX computes this where the processor has it; of PyTorch's SDPA it is assumed."""
+        """Whether AMX computes this on a processor that has it; assumed for PyTorch's SDPA."""
         ours = self.contender == "part4" and self.queries >= FEWEST_AMX_QUERIES and self.simd in AMX_SIMDS
         return self.device == "cpu" and self.dtype == Dtype.BF16 and (ours or self.contender == "sdpa")
 
@@ -81,12 +81,12 @@ class Cell:
 
     @property
     def least_traffic(self) -> float:
-        """Bytes of q, k, v and the output: each has to pass the memory once."""
+        """Bytes of q, k, v and the output, which each move through memory once."""
         rows = 2 * self.queries + 2 * self.N
         return float(self.batch * self.heads * self.d * rows * Dtype(self.dtype).bytes)
 
     def case(self, heads: int | None = None, threads: int | None = None) -> costs.Case:
-        """The call as lab.costs counts it. heads: all of the batch's; threads: the cell's unless given."""
+        """The call for lab.costs. heads: by default all of the batch. threads: by default the cell's."""
         tile = {"br": self.br, "bc": self.bc} if self.br and self.bc else {}
         return costs.Case(
             self.queries,
@@ -119,10 +119,10 @@ def plan(
 ) -> list[Cell]:
     """The cells of a sweep: every contender at every length, width, mask and number of threads.
 
-    queries: as many as keys unless given. br, bc: tiles of parts that have them, None for the tuned one.
-    simds: of SIMD. dtype: that of the inputs. device: one of DEVICES; on CUDA there are no tiles, threads and
-    simds to choose, and every contender is timed with each of l2s, of L2. Raises ValueError naming the
-    argument that is wrong.
+    queries: by default as many as keys. br, bc: tiles of the tiled parts, None for the tuned one. simds:
+    names from SIMD. dtype: that of the inputs. device: one of DEVICES; on CUDA there is no choice of tiles,
+    threads and simds, and every contender is timed with each of l2s, from L2. Raises ValueError naming the
+    wrong argument.
     """
     check_device(device)
     choices = (("contender", names, known_on(device)), ("simd", simds, SIMD), ("l2", l2s, L2))
@@ -163,7 +163,7 @@ def plan(
 
 
 def _hides(causal: bool, queries: int | None, N: int) -> bool:
-    """Whether a mask hides anything. Raises ValueError where contenders would mean different masks."""
+    """Whether a mask hides anything. Raises ValueError if contenders would use different masks."""
     if causal and queries not in (None, 1, N):
         raise ValueError(
             f"queries is {queries}; with a causal mask it must be 1 or N={N}: PyTorch's mask differs"
@@ -172,12 +172,12 @@ def _hides(causal: bool, queries: int | None, N: int) -> bool:
 
 
 def known_on(device: str) -> tuple[str, ...]:
-    """What can be timed on a device of DEVICES."""
+    """The contenders on a device of DEVICES."""
     return (*running_on(device), *(OTHERS if device == "cpu" else ON_CUDA))
 
 
 def step_before(contender: str) -> str | None:
-    """The step of the number before that of a step or its variant: step3 before step4 and step4-x."""
+    """The step before a step or its variant by number: step3 for step4 and step4-x."""
     form = re.fullmatch(r"step(\d+)(-.*)?", contender)
     before = f"step{int(form[1]) - 1}" if form else None
     return before if before in OF_STEP else None
@@ -186,7 +186,7 @@ def step_before(contender: str) -> str | None:
 def dtypes_of(name: str, device: str) -> tuple[str, ...]:
     """The dtypes that a contender of known_on(device) is timed in.
 
-    What PyTorch's backends and flash-attn take depends on their versions, so they say so when they run.
+    PyTorch's backends and flash-attn are not checked here: their dtypes depend on their versions.
     """
     if name in PARTS:
         found = PARTS[name].dtypes.get(device, ())
@@ -199,9 +199,9 @@ def dtypes_of(name: str, device: str) -> tuple[str, ...]:
 
 
 def default_names(dtype: str, device: str, queries: int | None = None) -> tuple[str, ...]:
-    """What is timed unless contenders are named: on CUDA all that is installed, nothing twice.
+    """The contenders by default; on CUDA all that are installed, each once.
 
-    queries: as in plan(); SPLIT is for few. Raises ValueError if nothing takes the dtype.
+    queries: as in plan(); SPLIT is for few. Raises ValueError if no contender takes the dtype.
     """
     if device == "cpu":
         names = [*PARTS, "sdpa"]
@@ -219,9 +219,9 @@ def default_names(dtype: str, device: str, queries: int | None = None) -> tuple[
 
 
 def check_memory(cells: Sequence[Cell], available: int | None = None) -> None:
-    """Raise ValueError if a cell's inputs and outputs alone need more memory than is free.
+    """Raise ValueError if a cell's inputs and outputs need more memory than is free.
 
-    available: bytes that are free; the machine's unless given.
+    available: the free bytes; by default those of the machine.
     """
     available = machine.available_memory() if available is None else available
     for cell in cells:

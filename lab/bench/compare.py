@@ -1,4 +1,4 @@
-"""gpt.py bench --compare: the differences between two runs that are more than chance."""
+"""gpt.py bench --compare: the statistically significant differences between two runs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from lab.bench.report import CASE, case_text
 from lab.bench.results import Result, Run
 
 FALSE_DISCOVERY_RATE = 0.01  # share of the reported differences that may be chance
-THRESHOLD = 0.05  # of the time; two runs of the same code on a quiet machine differ by less
-MOST_EXACT_ROUNDS = 20  # up to which the test counts all orders; with more it uses the normal approximation
+THRESHOLD = 0.05  # share of the time; two runs of the same code on a quiet machine differ by less
+MOST_EXACT_ROUNDS = 20  # with at most this many the test is exact, with more a normal approximation
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,17 @@ class Difference:
 
     @property
     def change(self) -> float:
-        """+0.1 where a call takes 10 % longer now."""
+        """+0.1 if a call takes 10 % longer now."""
         return self.now / self.before - 1
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two runs have in common and where they differ.
+    """The comparison of two runs.
 
-    cells: number of cells that both have timed. differences: those above chance and above the threshold, the
+    cells: number of cells that both have timed. differences: the significant ones above the threshold, the
     largest slowdown first. broken: results that were right before and are wrong now. alone: numbers of cells
-    that only the run before has, and only the run now.
+    that only the earlier run has, and only this run.
     """
 
     cells: int
@@ -51,9 +51,10 @@ class Comparison:
 
 
 def check(before: Run, cells: list[Cell], rounds: int) -> None:
-    """Raise ValueError if a run of these cells could not be compared with the one before.
+    """Raise ValueError if a run of these cells cannot be compared with the one before.
 
-    Reasons: SciPy is missing, no cell is in both runs, or the rounds are too few to tell a difference.
+    Reasons: SciPy is missing, no cell is in both runs, or there are too few rounds for a significant
+    difference.
     """
     try:
         import scipy  # noqa: F401
@@ -64,7 +65,7 @@ def check(before: Run, cells: list[Cell], rounds: int) -> None:
     if not both:
         raise ValueError("no cell was timed in both runs, so there is nothing to compare")
     fewest = min(old[cell] for cell in both)
-    least_p = 2 / math.comb(fewest + rounds, rounds)  # where all rounds of one run are faster
+    least_p = 2 / math.comb(fewest + rounds, rounds)  # if all rounds of one run are faster
     if least_p * len(both) > FALSE_DISCOVERY_RATE:
         raise ValueError(
             f"the runs have {fewest} and {rounds} rounds, too few to tell a difference in {len(both)} "
@@ -73,12 +74,12 @@ def check(before: Run, cells: list[Cell], rounds: int) -> None:
 
 
 def compare(before: Run, now: Run, threshold: float = THRESHOLD) -> Comparison:
-    """The cells whose medians differ by more than `threshold`, as a share, and by more than chance.
+    """The cells whose medians differ significantly and by more than `threshold`, as a share.
 
-    Chance is judged by the Mann-Whitney U test on the rounds that count, corrected for the number of cells
-    (Benjamini & Hochberg 1995) at FALSE_DISCOVERY_RATE. All rounds of a run share the machine's state, which
-    no test on them can see; the threshold is for that. check() raises where two runs cannot be compared.
-    Where many rounds were slowed, fewer differences can be told from chance.
+    Significance is that of the Mann-Whitney U test on the rounds that count, corrected for the number of
+    cells (Benjamini & Hochberg 1995) at FALSE_DISCOVERY_RATE. All rounds of a run share the machine's state,
+    which no test on them can detect; the threshold is for that. check() raises if two runs cannot be
+    compared. If many rounds were slowed, fewer differences are significant.
     """
     from scipy import stats
 
@@ -101,7 +102,7 @@ def compare(before: Run, now: Run, threshold: float = THRESHOLD) -> Comparison:
 
 
 def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
-    """The comparison for people: a Markdown table of the differences, or a line that there is none."""
+    """The comparison as text: a Markdown table of the differences, or a line that there are none."""
     lines = []
     for what, name_of in (("processor", _processor_of), ("GPU", _gpu_of)):
         earlier, later = name_of(before), name_of(now)

@@ -1,7 +1,8 @@
-"""What can be timed: this repository's parts and CUDA steps, PyTorch's SDPA, and others' attention.
+"""The contenders of a benchmark: this repository's parts and CUDA steps, PyTorch's SDPA, and others'
+attention.
 
-prepare() raises ValueError, in one line, for a case that a contender does not take, as far as it can tell
-before the first call.
+prepare() raises ValueError, in one line, for a case that a contender does not take, if this is known before
+the first call.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ Call = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Contender:
-    """title: its name in pictures. prepare: gives the call to time, from a cell and its q, k and v.
+    """title: the name in pictures. prepare: returns the call to time for a cell and its q, k and v.
 
-    own_allocator: it allocates past PyTorch's allocator, so its scratch is unknown.
+    own_allocator: it does not use PyTorch's allocator, so its scratch is unknown.
     """
 
     title: str
@@ -36,7 +37,7 @@ class Contender:
 
 
 def contenders() -> dict[str, Contender]:
-    """All that can be timed, by name: the parts first."""
+    """All contenders by name, the parts first."""
     found = {name: Contender(name, part_call) for name in PARTS} | {
         "sdpa": Contender("PyTorch SDPA", sdpa_call),
         "onnx": Contender("ONNX Runtime", onnx_call, own_allocator=True),
@@ -63,7 +64,7 @@ def sdpa_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend of PyTorch's SDPA. warned: what its warnings call it."""
+    """A backend of PyTorch's SDPA. warned: its name in warnings."""
 
     title: str
     kind: SDPBackend
@@ -85,7 +86,7 @@ def step_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
 
 
 def sdpa_backend_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
-    """SDPA by one backend alone. Raises ValueError, with PyTorch's reason, where it refuses the inputs."""
+    """SDPA by one backend. Raises ValueError, with PyTorch's reason, if it refuses the inputs."""
     backend = SDPA[cell.contender]
 
     def call() -> Tensor:
@@ -113,13 +114,13 @@ def why_refused(backend: Backend, warned: Sequence[str], error: Exception) -> st
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in a line."""
+    """The first line of an error's message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def numba_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
-    """The kernels in Numba, with the state spilled or in registers. Raises ValueError where they fail."""
+    """The kernels in Numba, with the state spilled or in registers. Raises ValueError if they fail."""
     state = cell.contender.removeprefix("numba-")
     try:
         from attention_ext.cuda import numba_flash
@@ -127,13 +128,13 @@ def numba_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
         numba_flash.flash_attention(q, k, v, causal=cell.causal, state=state)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # Numba's own types; with a NumPy that is too new, anything
+    except Exception as error:  # Numba's own types; any type if NumPy is too new
         raise ValueError(f"Numba for CUDA: {first_line(error)}") from None
     return lambda: numba_flash.flash_attention(q, k, v, causal=cell.causal, state=state)[0]
 
 
 def flash_attn_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
-    """flash-attn's function on inputs (B, N, H, d), its layout. Raises ValueError where it cannot run."""
+    """flash-attn's function on inputs (B, N, H, d), its layout. Raises ValueError if it cannot run."""
     q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
     try:
         from flash_attn import flash_attn_func
@@ -149,7 +150,7 @@ def flash_attn_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
 def onnx_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     """ONNX Runtime's MultiHeadAttention on inputs (B, N, H d), its preferred layout.
 
-    Raises ValueError where ONNX Runtime is not installed.
+    Raises ValueError if ONNX Runtime is not installed.
     """
     try:
         import onnxruntime

@@ -1,8 +1,8 @@
 """gpt.py bench --device cuda: attention on a GPU over a sweep of sizes, each result verified first.
 
-All cells of a case share their inputs and one float64 result, and are timed in turn, round by round, so that
-a change of the GPU's clock meets all of them alike. lab.cuda.gpu says how a call is timed. A round records
-its median call. A contender that refuses a case is skipped, with its reason.
+All cells of a case share their inputs and one float64 result. They are timed in turn, round by round, so that
+a change of the GPU's clock affects all of them. lab.cuda.gpu times a call. A round records its median call. A
+contender that refuses a case is skipped, with its reason.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from lab.bench.measure import MIN_TIME_SECONDS, ROUNDS, Spent, compared, exact_o
 from lab.bench.results import Result, Run
 from lab.cuda.gpu import Gpu
 
-MOST_CALLS = 50  # whose launches the host may be ahead
-SHORT_CALL_SECONDS = 0.005  # before shorter calls, an untimed one brings back what the last contender evicted
-CHANGED_PEAK = 0.05  # between the beginning and the end; the figures are then not firm
+MOST_CALLS = 50  # most calls that the host launches ahead
+SHORT_CALL_SECONDS = 0.005  # before shorter calls, an untimed one restores the caches
+CHANGED_PEAK = 0.05  # change between the beginning and the end above which figures are not firm
 
 
 @dataclass
 class Verified:
-    """A contender at a case. call: what to time, None if there is nothing.
+    """A contender at a case. call: the function to time, or None.
 
-    once, launching: seconds of a call, and those in which the host launches it.
+    once, launching: seconds of a call, and seconds in which the host launches it.
     """
 
     result: Result
@@ -46,9 +46,9 @@ class Verified:
 
 
 class GpuBench:
-    """A sweep that can be stopped, as measure.Bench: `done` holds what run() has measured.
+    """A sweep that can be stopped, like measure.Bench: `done` holds the results of run().
 
-    against_cpu: also time sequential C++, for each case. gpu: what measures. clock: gives seconds.
+    against_cpu: also time sequential C++ for each case. gpu: the GPU that measures. clock: returns seconds.
     Raises BuildError without a GPU or a compiler for it, and ValueError for fewer than 2 rounds and for cells
     that do not fit the GPU's memory.
     """
@@ -75,9 +75,9 @@ class GpuBench:
         self.against_cpu, self.clock = against_cpu, clock
 
     def run(self) -> Spent:
-        """Measure; gives each cell with the seconds that were just spent on it.
+        """Measure; yield each cell with the seconds that were just spent on it.
 
-        A KeyboardInterrupt stops it. The rounds that every cell of a case has had are kept.
+        A KeyboardInterrupt stops it. The rounds that all cells of a case have completed are kept.
         """
         with torch.inference_mode():
             self._measure_limits()
@@ -101,7 +101,7 @@ class GpuBench:
                 self.done.tensor_peaks[dtype] = self.gpu.tensor_peak(Dtype(dtype))
 
     def _case(self, cells: list[Cell]) -> Spent:
-        """Verify the contenders of a case, and time those that are right."""
+        """Verify the contenders of a case and time the correct ones."""
         if self.against_cpu:
             small = sequential.smaller(cells[0])
             if all(result.cell != small for result in self.done.sequential):
@@ -134,7 +134,7 @@ class GpuBench:
                     result.seconds.append(self._time(found, result.cell.l2 == "cold"))
                     result.paces.append(1.0)
                     yield result.cell, self.clock() - start
-        finally:  # where a round was interrupted, all cells keep the same number of rounds
+        finally:  # after an interrupted round all cells keep the same number of rounds
             fewest = min((len(result.paces) for result, _ in running), default=0)
             for result, _ in running:
                 del result.seconds[fewest:], result.paces[fewest:]

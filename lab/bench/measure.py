@@ -1,13 +1,13 @@
 """gpt.py bench: attention timed over a sweep of sizes, contenders in turn, each result verified first.
 
 A cell is one contender at one size, tile and number of threads. The cells of one size and number of threads
-are a group: they share their inputs and one float64 result, and are timed in turn, round by round, so that
-disturbances meet all of them alike. lab.timing defines a round. The rounds are spread over passes
-through the whole sweep, for two reasons: other programs slow a machine for seconds at a time, and within a
-pass a matrix has the same pages of memory in every round. A round in which the system handed out new pages is
-measured again: clearing them can take half as long as attention. Further passes time the cells whose medians
-are not firm, or of which too few rounds were undisturbed. A cell leaves them when its median looks firm, so
-its interval is a little less sure than it claims.
+are a group: they share their inputs and one float64 result. They are timed in turn, round by round, so that
+disturbances affect all of them. lab.timing defines a round. The rounds are spread over passes through the
+whole sweep for two reasons: other programs slow a machine for seconds at a time, and within a pass a matrix
+has the same pages of memory in every round. A round in which the system gave new pages is measured again:
+clearing them can take half as long as attention. Further passes time the cells whose medians are not firm, or
+with too few undisturbed rounds. They stop for a cell when its median is firm, so its interval's confidence is
+slightly lower than stated.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from lab.bench.results import FEWEST_COUNTED_ROUNDS, FIRM_MARGIN, Result, Run
 from lab.correctness import allocated
 from lab.timing import spread, time_round
 
-# Of the largest expected value; a contender with a larger error is wrong. bfloat16 rounds by up to 0.4 %,
-# float16 by 0.05 %.
+# Largest error of a correct contender, as a share of the largest expected value. bfloat16 rounds by up to 0.4
+# %, float16 by 0.05 %.
 WRONG_ERROR = {Dtype.FP32: 1e-4, Dtype.BF16: 1e-2, Dtype.FP16: 2e-3}
 ROUNDS, MIN_TIME_SECONDS = 10, 0.2
 PAGE_FAULT_SECONDS = 1e-6  # about
-MOST_FAULT_SHARE = 0.01  # of a round's time; with more, the round is measured again
+MOST_FAULT_SHARE = 0.01  # share of a round's time; with more, the round is measured again
 SLICE = 2**26  # float64 scores that exact_output() holds at once
-MOST_TRIES = 4  # of such a round, and then no more in this pass
+MOST_TRIES = 4  # tries of such a round; then the cell is not timed again in this pass
 # Before shorter calls, an untimed one clears the caches of the last contender's data.
 SHORT_CALL_SECONDS = 0.02
-BURST_SECONDS = 0.005  # between two samples of the bandwidth, about; disturbances take some 10 ms
-BUFFER_CACHES = 4  # a sample of the bandwidth reads so many times the core's last own cache
+BURST_SECONDS = 0.005  # time between two samples of the bandwidth; disturbances take some 10 ms
+BUFFER_CACHES = 4  # a sample of the bandwidth reads this many times the size of the core's last own cache
 
 Spent = Generator[tuple[Cell, float], None, None]  # a cell with the seconds that were just spent on it
-Verified = tuple[Result, float]  # a right result with the seconds of a call
+Verified = tuple[Result, float]  # a correct result with the seconds of a call
 
 
 @dataclass(frozen=True)
 class Passes:
     """How a run's rounds are spread, and how long it waits for a fast machine.
 
-    count: passes through the sweep, among which the rounds are divided. further: passes through the cells
-    that are not firm, at most. further_share: of the time so far, that further passes may take.
-    warm_up_samples: of the bandwidth before the first round, which show the fast rate. wait_seconds: for one
-    fast sample, at most. wait_share: of the time so far, that waiting may take.
+    count: passes through the sweep, among which the rounds are divided. further: most passes through the
+    cells that are not firm. further_share: share of the time so far that they may take. warm_up_samples:
+    samples of the bandwidth before the first round, which show the fast rate. wait_seconds: longest wait for
+    one fast sample. wait_share: share of the time so far that waiting may take.
     """
 
     count: int = 5
@@ -68,7 +68,7 @@ class Passes:
 class Pace:
     """The bandwidth beyond a core's own caches, as a share of the fastest so far.
 
-    load: takes the samples, of `size` bytes. passes: how long to wait. clock: gives seconds.
+    load: takes the samples, of `size` bytes. passes: how long to wait. clock: returns seconds.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Pace:
         self.start, self.waited = clock(), 0.0
 
     def __call__(self, wait: bool = False) -> float:
-        """A sample. wait: until it is fast, as long as `passes` allows."""
+        """A sample. wait: wait until it is fast, as long as `passes` allows."""
         start = self.clock()
         patient = wait and self.waited < self.passes.wait_share * (start - self.start)
         pace = self.load.sample(self.size, self.passes.wait_seconds if patient else 0.0)
@@ -88,11 +88,11 @@ class Pace:
 
 
 class Bench:
-    """A sweep that can be stopped: `done` holds what run() has measured.
+    """A sweep that can be stopped: `done` holds the results of run().
 
-    again: whether run() is in further passes. load: makes the watch over other programs, when the compilers
-    are done. clock: gives seconds. Raises ValueError for fewer than 2 rounds and for cells that do not fit
-    the memory.
+    again: whether run() is in further passes. load: makes the Load that watches other programs, after all
+    compilation. clock: returns seconds. Raises ValueError for fewer than 2 rounds and for cells that do not
+    fit the memory.
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class Bench:
         self._pace = self._new_pace()
 
     def run(self) -> Spent:
-        """Measure; gives each cell with the seconds that were just spent on it.
+        """Measure; yield each cell with the seconds that were just spent on it.
 
-        A KeyboardInterrupt stops it. The rounds that every cell of a group has had are kept.
+        A KeyboardInterrupt stops it. The rounds that all cells of a group have completed are kept.
         """
         before = torch.get_num_threads()
         machine.keep_freed_memory()
@@ -165,12 +165,12 @@ class Bench:
         return Pace(self._new_load(), BUFFER_CACHES * self.done.cache, self.passes, self.clock)
 
     def _measure_limits(self, threads: int) -> None:
-        """Measure the FMA peak and the bandwidth of so many threads."""
+        """Measure the FMA peak and the bandwidth of `threads` threads."""
         self.done.peaks[threads] = machine.fma_peak(threads=threads)
         self.done.bandwidths[threads] = machine.read_bandwidth(BUFFER_CACHES * self.done.cache, threads)
 
     def _verify(self, group: list[Cell]) -> Generator[tuple[Cell, float], None, list[Verified]]:
-        """Add the group's results; gives those that are right, with the seconds of a call."""
+        """Add the group's results; return the correct ones with the seconds of a call."""
         torch.set_num_threads(group[0].threads)
         q, k, v = inputs(group[0])
         exact = self._expected(group[0], q, k, v)
@@ -188,7 +188,7 @@ class Bench:
         return right
 
     def _time_again(self, groups: list[list[Verified]], seconds: float) -> Spent:
-        """Further passes, for so long, through the cells that are not firm; few threads first."""
+        """Time the cells that are not firm in further passes, for `seconds`, few threads first."""
         end, self.again = self.clock() + seconds, True
         rounds = spread(self.done.rounds, self.passes.count)[0]
         least = self.done.min_time / self.done.rounds
@@ -211,7 +211,7 @@ class Bench:
                         yield from self._time(group, rounds)
 
     def _time(self, group: list[Verified], rounds: int) -> Spent:
-        """Time what _verify() gave for so many rounds, on new inputs."""
+        """Time the results of _verify() for `rounds` rounds on new inputs."""
         cell = group[0][0].cell
         torch.set_num_threads(cell.threads)
         q, k, v = inputs(cell)
@@ -234,7 +234,7 @@ class Bench:
                         timed.pages * PAGE_FAULT_SECONDS > MOST_FAULT_SHARE * timed.spent
                         and result.cell not in faulting
                     ):
-                        # The allocator chose memory that is new to this pass; from now on its pages stay.
+                        # The allocator chose memory that is new in this pass; its pages stay from now on.
                         lost, tries = lost + timed.spent, tries + 1
                         timed = time_round(call, bursts, self._pace, self.clock)
                         if tries == MOST_TRIES:
@@ -242,13 +242,13 @@ class Bench:
                     result.seconds.append(timed.seconds)
                     result.paces.append(timed.pace)
                     yield result.cell, lost + timed.spent
-        finally:  # where a round was interrupted, all cells keep the same number of rounds
+        finally:  # after an interrupted round all cells keep the same number of rounds
             fewest = min(len(result.paces) - had for (result, *_), had in zip(running, before))
             for (result, *_), had in zip(running, before):
                 del result.seconds[had + fewest :], result.paces[had + fewest :]
 
     def _expected(self, cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The exact output (B, H, Nq, d) in float64; the last one is kept for other numbers of threads."""
+        """The exact output (B, H, Nq, d) in float64. The last one is kept for other numbers of threads."""
         case = cell.inputs
         if self._exact is None or self._exact[0] != case:
             exact, _ = reference.flash_attention(
@@ -269,7 +269,7 @@ def inputs(cell: Cell, device: torch.device | str = "cpu") -> list[Tensor]:
 
 
 def exact_output(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """The output (B, H, Nq, d) in float64, computed in slices of heads and queries, so that scores fit."""
+    """The output (B, H, Nq, d) in float64, in slices of heads and queries whose scores fit the memory."""
     B, H, Nq, d = q.shape
     Nk = k.shape[2]
     rows = max(1, min(Nq, SLICE // Nk))
@@ -289,7 +289,7 @@ def exact_output(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def verify(cell: Cell, q: Tensor, k: Tensor, v: Tensor, exact: Tensor) -> tuple[Result, Call | None]:
-    """Compare a cell with the exact output (B, H, Nq, d); gives the call to time, None if there is none."""
+    """Compare a cell with the exact output (B, H, Nq, d); also return the call to time, or None."""
     available = machine.available_memory()
     need = costs.scratch(cell.contender, cell.case(), cell.simd) if cell.contender in PARTS else 0
     if available is not None and need > available:
@@ -301,7 +301,7 @@ def verify(cell: Cell, q: Tensor, k: Tensor, v: Tensor, exact: Tensor) -> tuple[
 
 
 def compared(cell: Cell, out: Tensor, memory: int, exact: Tensor) -> Result:
-    """The result for an output (B, H, Nq, d) and the bytes that were given out for it: 'ok' or 'wrong'."""
+    """The result, 'ok' or 'wrong', for an output (B, H, Nq, d) and the bytes that were allocated for it."""
     error = (out - exact).abs().nan_to_num(nan=torch.inf)  # (B, H, Nq, d)
     worst = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
     result = Result(cell, error=float(error[worst]), error_at=worst)
@@ -314,7 +314,7 @@ def compared(cell: Cell, out: Tensor, memory: int, exact: Tensor) -> Result:
 
 
 def traffic(cell: Cell, cache: int) -> float | None:
-    """Bytes that come into a cache of `cache` bytes in one call; None where they are not counted."""
+    """Bytes that come into a cache of `cache` bytes in one call; None if they are not counted."""
     if cell.contender not in PARTS or cell.dtype != Dtype.FP32:
         return None
     counted = costs.costs(cell.contender, cell.case(), costs.Block.of(cell.simd))

@@ -23,7 +23,7 @@ try:
 except ImportError:
     raise ValueError("--plot needs Matplotlib: pip install -c constraints.txt -e '.[lab]'") from None
 
-# Colour, marker and line of the contenders that are no parts.
+# Colour, marker and line of the contenders that are not parts.
 OTHER_LOOKS = {"sdpa": ("#CC79A7", "X", "--"), "onnx": ("#56B4E9", "P", "-.")}
 # The others take these in the order of contenders(); of different lengths, so that no look soon comes again.
 COLOURS = ("#000000", "#D55E00", "#E69F00", "#009E73", "#0072B2")
@@ -48,7 +48,7 @@ def look(contender: str) -> tuple[str, str, str]:
 
 
 def draw(run: Run, directory: Path) -> list[Path]:
-    """Draw every picture that the run has figures for; gives the files that were written."""
+    """Draw every picture that the run has figures for; return the written files."""
     pictures: dict[str, Callable[[Run], Figure | None]] = {
         "time": time,
         "tiles": tiles,
@@ -161,8 +161,8 @@ def tiles(run: Run) -> Figure | None:
 def roofline(run: Run) -> Figure | None:
     """Each part's speed over its arithmetic intensity, at the longest N, under this machine's limits.
 
-    Williams, Waterman & Patterson 2009 (doi:10.1145/1498765.1498785). Bytes are the part's own count of what
-    comes into the last of a core's own caches.
+    Williams, Waterman & Patterson 2009 (doi:10.1145/1498765.1498785). Bytes are the part's own count of
+    transfers into the last of a core's own caches.
     """
     counted = [r for r in run.results if r.seconds and r.traffic and r.cell.device == "cpu"]
     if not counted:
@@ -222,7 +222,7 @@ def roofline(run: Run) -> Figure | None:
 def ladder(run: Run) -> Figure | None:
     """The homework's chart: the speed-up of each CUDA step over sequential C++ and over the step before.
 
-    Of the first case with steps; where it was timed with a warm and a cold L2 cache, of the first of them.
+    It shows the first case with steps and, of a warm and a cold L2 cache, the first.
     """
     steps = [r for r in run.results if r.cell.contender in OF_STEP and r.median]
     steps = [r for r in steps if r.cell.group == steps[0].cell.group]
@@ -262,7 +262,7 @@ def ladder(run: Run) -> Figure | None:
 
 
 def _figure_text(value: float) -> str:
-    """Three digits or more, nothing for 0."""
+    """At least three digits; '' for 0."""
     return "" if not value else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -278,7 +278,7 @@ def _panels(
 ) -> Figure | None:
     """A figure with a panel for each head width and mask (and number of threads), of the results that fit.
 
-    least: different lengths that a panel needs. tiled: added to the title where several tiles were timed.
+    least: different lengths that a panel needs. tiled: added to the title if several tiles were timed.
     None if no panel is left.
     """
     groups: dict[tuple, list[Result]] = {}
@@ -322,7 +322,7 @@ def _by_contender(
     choose: Callable,
     along: Callable[[Result], int] = lambda r: r.cell.N,
 ) -> dict[str, dict[int, float]]:
-    """Contender -> N -> value; `choose` picks from several tiles or SIMD helpers."""
+    """Contender -> N -> value; `choose` selects among several tiles or SIMD helpers."""
     found: dict[str, dict[int, float]] = {}
     for r in results:
         number = value(r)

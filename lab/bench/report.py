@@ -18,7 +18,7 @@ from lab.bench.results import FIRM_MARGIN, Result, Run
 from lab.machine import size_text
 from lab.timing import interval, quartiles
 
-FORMAT = 4  # of the file
+FORMAT = 4  # the file's format
 READABLE = (2, 3, 4)  # format 2 has no traffic, format 3 no device
 FORMATS = ("md", "csv", "json", "jsonl")
 MOST_NAMED = 3  # cells that infirm() names
@@ -82,15 +82,15 @@ FIGURES = {
 
 
 def row(run: Run, result: Result) -> dict:
-    """A result as a flat row of figures; None where there is none.
+    """A result as a flat row of figures; None for missing ones.
 
     ms, iqr_ms: median and interquartile range. low_ms, high_ms: the median's interval(); margin: half its
     width, as a share of the median. left_out: rounds that were slowed and do not count. gbps: 10^9 bytes
-    per second into the last of a core's own caches, by the part's own count; on a GPU of q, k, v and the
-    output, where passing them once takes longer than the arithmetic. reading_share: the time of a launch that
-    only reads as many bytes, over the call's. over_part0, over_sdpa: how many times as
-    fast as that contender in the same group, of SDPA's backends as the fastest. over_step_before: as the step
-    of the number before. over_sequential: as part1 on one core, by lab.bench.sequential.
+    per second into the last of a core's own caches, by the part's own count; on a GPU those of q, k, v and
+    the output, if moving them once takes longer than the arithmetic. reading_share: the time of a launch that
+    only reads as many bytes, over the call's. over_part0, over_sdpa: the speed over that contender in the
+    same group; of SDPA's backends the fastest counts. over_step_before: the speed over the step with the
+    number before. over_sequential: that over part1 on one core, by lab.bench.sequential.
     """
     cell, median = result.cell, result.median
     named = asdict(cell) | {"status": result.status, "note": result.note, "error": result.error}
@@ -123,7 +123,7 @@ def _least_median(run: Run, contenders: tuple[str | None, ...], group: tuple) ->
 
 
 def text(run: Run, form: str) -> str:
-    """The run in one of FORMATS, without a line end."""
+    """The run in one of FORMATS, without a final line end."""
     rows = [row(run, result) for result in run.results]
     if form == "json":
         return json.dumps(as_json(run) | {"rows": rows}, indent=1)
@@ -189,7 +189,7 @@ def _caveats(run: Run) -> list[str]:
 
 
 def table(rows: list[dict]) -> str:
-    """Rows of row() as a Markdown table; above it what is the same in all rows."""
+    """Rows of row() as a Markdown table, with the values that all rows share above it."""
     if not rows:
         return "Nothing was measured."
     varying, alike = _case(rows)
@@ -216,7 +216,7 @@ def table(rows: list[dict]) -> str:
 
 
 def infirm(run: Run) -> str | None:
-    """A sentence on the medians that are not firm, which names the least firm ones; None if all are firm."""
+    """A sentence on the medians that are not firm, with the least firm ones; None if all are firm."""
     rows = [row(run, result) for result in run.results]
     loose = [r for r in rows if r["margin"] is not None and r["margin"] > FIRM_MARGIN]
     if not loose:
@@ -235,7 +235,7 @@ def infirm(run: Run) -> str | None:
 
 
 def _case(rows: list[dict]) -> tuple[list[str], list[str]]:
-    """The names of CASE that differ between rows, and the others; of some only unusual values are shown."""
+    """The names of CASE that differ between rows, and the others. Usual values of some are left out."""
     usual = {
         "queries": lambda r: r["N"],
         "dtype": lambda r: Dtype.FP32,
@@ -271,17 +271,17 @@ def _figure(name: str, value: float | None) -> str:
 
 
 def as_json(run: Run) -> dict:
-    """The run as load() reads it."""
+    """The run in the format of load()."""
     return {"format": FORMAT} | asdict(run)
 
 
 def save(run: Run, file: Path) -> None:
-    """Write a run to a file, which is replaced as a whole."""
+    """Write a run to a file, which is replaced atomically."""
     saved.write(as_json(run), file)
 
 
 def load(file: Path) -> Run:
-    """A run that save() wrote. Raises ValueError if the file is anything else."""
+    """A run that save() wrote. Raises ValueError for any other file."""
     try:
         content = json.loads(file.read_text())
         if content["format"] not in READABLE:
@@ -294,7 +294,7 @@ def load(file: Path) -> Run:
         run.results = [_result(entry) for entry in content["results"]]
         run.sequential = [_result(entry) for entry in content.get("sequential", [])]
         _check_run(run)
-        header(run)  # raises KeyError for what the machine lacks
+        header(run)  # raises KeyError for missing facts of the machine
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{file} is not a run that bench saved: {reason}") from None

@@ -1,4 +1,4 @@
-"""What a sweep has measured: a result for each cell, and the run that holds them."""
+"""The results of a sweep: one for each cell, and the run that holds them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from lab.bench.cases import Cell
 from lab.timing import calm, interval
 
-FIRM_MARGIN = 0.025  # of a firm median, at most: the medians of two runs can then differ by twice as much
-FEWEST_COUNTED_ROUNDS = 6  # however disturbed; interval() is not sure of fewer
+FIRM_MARGIN = 0.025  # largest margin of a firm median; two firm medians can differ by twice as much
+FEWEST_COUNTED_ROUNDS = 6  # these count even if disturbed; interval() needs as many for its confidence
 
 
 @dataclass
 class Result:
-    """What a cell gave. status: 'ok', 'wrong' or 'skipped', which `note` explains.
+    """The result of a cell. status: 'ok', 'wrong' or 'skipped'; `note` has the reason.
 
     error: the largest difference from float64, at index error_at. scratch: the most bytes that PyTorch's
-    allocator gave out beyond the output; None for what allocates by itself. seconds: of each round, those of
-    the first pass first. paces: the bandwidth beside each round, as a share of the fastest. traffic: bytes
-    that come into Run.cache in one call, by the part's own count; None where they are not counted. reading:
-    seconds of a launch on a GPU that only reads the traffic, timed as a call is.
+    allocator allocated beyond the output; None for contenders with their own allocator. seconds: time of each
+    round, the first pass first. paces: the bandwidth beside each round, as a share of the fastest. traffic:
+    bytes that come into Run.cache in one call, by the part's own count; None if not counted. reading: seconds
+    of a launch on a GPU that only reads the traffic, timed like a call.
     """
 
     cell: Cell
@@ -36,12 +36,12 @@ class Result:
 
     @property
     def counted(self) -> list[float]:
-        """Seconds of the undisturbed rounds, of FEWEST_COUNTED_ROUNDS at least."""
+        """Seconds of the undisturbed rounds, but of at least FEWEST_COUNTED_ROUNDS."""
         return calm(self.seconds, self.paces, FEWEST_COUNTED_ROUNDS)
 
     @property
     def median(self) -> float | None:
-        """Seconds of a call."""
+        """The median seconds of a call."""
         return statistics.median(self.counted) if self.seconds else None
 
     @property
@@ -55,16 +55,15 @@ class Result:
 
 @dataclass
 class Run:
-    """A sweep's results and what they were measured on.
+    """A sweep's results and its machine.
 
-    peaks: floating-point operations per second, bandwidths: bytes per second read from beyond the cache of
-    `cache` bytes, the last one that belongs to a core alone; both by number of threads. amx_peaks: of AMX's
-    products in bfloat16, where a cell has that dtype and the processor AMX. busy: why the figures are not
-    firm. complete: False if the run was stopped.
+    peaks: floating-point operations per second, by number of threads. bandwidths: bytes per second read from
+    beyond the cache of `cache` bytes, the last one of a single core, by number of threads. amx_peaks: the
+    peaks of AMX's products in bfloat16, if a cell has that dtype and the processor has AMX. busy: the reason
+    why the figures are not firm. complete: False if the run was stopped.
 
-    On a GPU the cache is L2, and the number of threads is 1, of the host's. tensor_peaks: of a product of
-    large matrices, by dtype. sequential: part1's results on one core, for lab.bench.sequential.smaller()
-    cells.
+    On a GPU the cache is L2, and the number of threads is 1. tensor_peaks: the peak of a product of large
+    matrices, by dtype. sequential: part1's results on one core, for lab.bench.sequential.smaller() cells.
     """
 
     machine: dict
@@ -81,7 +80,7 @@ class Run:
     sequential: list[Result] = field(default_factory=list)
 
     def peak(self, cell: Cell) -> float:
-        """The peak of the instructions that compute a cell, on a GPU of those that could."""
+        """The peak of the instructions that compute a cell; on a GPU, of those that can compute it."""
         if cell.device == "cuda" and cell.dtype in self.tensor_peaks:
             return self.tensor_peaks[cell.dtype]
         amx = self.amx_peaks.get(cell.threads) if cell.by_amx else None

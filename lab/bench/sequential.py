@@ -1,7 +1,7 @@
 """Sequential C++, part1 on one core, beside a GPU's run: the baseline of the homework's chart.
 
-A GPU's case would take one core minutes. So fewer heads are timed, or one head at a shorter length if one is
-still too long, and the time is scaled by the work.
+A GPU's case would take minutes on one core. So fewer heads are timed, or one head at a shorter length, and
+the time is scaled by the work.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from lab.bench.cases import Cell
 from lab.bench.measure import exact_output, inputs, verify
 from lab.bench.results import Result
 
-FLOPS = 6e9  # of a call, at most; part1 takes some two seconds
+FLOPS = 6e9  # most operations of a call; part1 takes some two seconds
 CALLS = 3
 
 
 def smaller(cell: Cell) -> Cell:
-    """The cell that is timed on the CPU in place of one on a GPU: float32, of FLOPS at most."""
+    """The cell that is timed on the CPU in place of one on a GPU: float32, at most FLOPS operations."""
     heads = cell.batch * cell.heads
     small = replace(
         cell, contender="part1", simd="auto", batch=1, heads=1, dtype=Dtype.FP32.value, device="cpu", l2=None
@@ -44,7 +44,7 @@ def seconds(cell: Cell, results: Sequence[Result]) -> float | None:
 
 
 def measure(cell: Cell) -> Result:
-    """Verify and time smaller(cell), on one thread; it is skipped where it cannot be compiled."""
+    """Verify and time smaller(cell) on one thread; it is skipped if it cannot be compiled."""
     small = smaller(cell)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -65,7 +65,7 @@ def measure(cell: Cell) -> Result:
 
 
 def text(result: Result) -> str:
-    """What was timed, in a line; times for larger cells are scaled by work."""
+    """One line on the timed case; times for larger cells are scaled by work."""
     cell = result.cell
     case = f"N {cell.N}, d {cell.d}, {cell.heads} head{'s' * (cell.heads > 1)}" + ", causal" * cell.causal
     if result.median is None:

@@ -20,13 +20,13 @@ from lab.bench.measure import Bench
 from lab.bench.results import Run
 
 Echo = Callable[..., None]  # click.echo's signature
-REFRESH_SECONDS = 0.2  # between two pictures of the progress bar, at least
-# Operations per second, to weigh the cells of the progress bar.
+REFRESH_SECONDS = 0.2  # least time between two pictures of the progress bar
+# Operations per second, to weight the cells of the progress bar.
 ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 2e13}
 
 
 def plan_text(cells: Sequence[Cell], rounds: int) -> str:
-    """What a sweep would measure, a line for each cell."""
+    """The plan of a sweep, one line for each cell."""
     lines = [f"{len(cells)} cells, {rounds} rounds each"]
     for cell in cells:
         lines.append(f"{compare.case(cell)}; {cell.flops / 1e9:.3g} GFLOP")
@@ -36,7 +36,7 @@ def plan_text(cells: Sequence[Cell], rounds: int) -> str:
 def measure(
     cells: Sequence[Cell], rounds: int, min_time: float, against_cpu: bool = False
 ) -> tuple[Run, bool]:
-    """Measure a sweep, with a progress bar on a terminal; gives the run, and whether Ctrl-C stopped it.
+    """Measure a sweep, with a progress bar on a terminal; return the run and whether Ctrl-C stopped it.
 
     against_cpu: with cells on a GPU, also time sequential C++.
     """
@@ -45,7 +45,7 @@ def measure(
         bench = GpuBench(cells, rounds, min_time, against_cpu=against_cpu)
     else:
         bench = Bench(cells, rounds, min_time)
-    # A cell's time is unknown; its operations and the least time that was asked for are known.
+    # A cell's time is unknown; its operations and the requested least time are known.
     weight = {
         cell: max(min_time, rounds * cell.flops / ASSUMED_FLOPS[cell.device]) / rounds for cell in cells
     }
@@ -63,7 +63,7 @@ def measure(
 def find_tiles(
     cells: Sequence[Cell], budget: float, br: Sequence[int], bc: Sequence[int], echo: Echo
 ) -> None:
-    """Tune the tile for each cell, within `budget` seconds in all, and keep what is found.
+    """Tune the tile for each cell, within `budget` seconds in all, and keep the results.
 
     br, bc: sides to try; empty for all.
     """
@@ -86,7 +86,7 @@ def find_tiles(
 
 
 def tuned_text() -> str:
-    """The tiles that are kept for this processor."""
+    """The kept tiles of this processor."""
     found = tiles.read()
     if not found:
         return f"Nothing is kept for this processor in {tiles.path()}."
@@ -97,7 +97,7 @@ def tuned_text() -> str:
 def progress(total: float, doing: str) -> Iterator[Callable[[float, str], None]]:
     """A bar with the time left, on stderr if that is a terminal; gives the function that advances it.
 
-    The bar is drawn between measurements, never by a thread beside them.
+    The bar is drawn between measurements, not by another thread.
     """
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
@@ -117,11 +117,11 @@ def progress(total: float, doing: str) -> Iterator[Callable[[float, str], None]]
 
 @dataclass
 class Output:
-    """Where a run goes.
+    """The output of a run.
 
-    cells, rounds: of the run. form: one of report.FORMATS. save: a file to keep the run in. old: the file of
-    a run to compare with, by `threshold`, as a share of the time. plot: a directory to draw into.
-    Raises ValueError and OSError for what is wrong before anything is measured.
+    cells, rounds: those of the run. form: one of report.FORMATS. save: a file to keep the run in. old: the
+    file of a run to compare with, by `threshold`, a share of the time. plot: a directory for pictures.
+    Raises ValueError and OSError for wrong arguments before anything is measured.
     """
 
     cells: Sequence[Cell]
@@ -144,7 +144,7 @@ class Output:
             Path(self.plot).mkdir(parents=True, exist_ok=True)
 
     def show(self, run: Run, echo: Echo, notice: Echo) -> bool:
-        """Save, print, compare and draw a run; gives whether anything is slower than before, or wrong.
+        """Save, print, compare and draw a run; return whether anything is slower than before, or wrong.
 
         A run that was stopped before anything was timed is not saved: the file may hold another one.
         """

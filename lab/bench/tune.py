@@ -21,7 +21,7 @@ from lab.bench.cases import Cell
 
 SIDES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
 LEAST_GAIN = 0.01  # share of the time that a tile must save to replace the default one
-LEAST_SECONDS = 2e-3  # of one measurement; a clock tick is nothing beside it
+LEAST_SECONDS = 2e-3  # least time of one measurement; a clock tick is negligible beside it
 
 
 def candidates(N: int, br: Sequence[int] = (), bc: Sequence[int] = ()) -> list[tuple[int, int]]:
@@ -33,10 +33,10 @@ def candidates(N: int, br: Sequence[int] = (), bc: Sequence[int] = ()) -> list[t
 
 
 def tune(cell: Cell, budget: float, tried: Sequence[tuple[int, int]] | None = None) -> Iterator[Tuned]:
-    """Gives the best tile for a cell so far, each time that the slower half has been dropped.
+    """Yield the best tile for a cell so far, each time that the slower half has been dropped.
 
-    cell: of a tiled part. budget: seconds to take; tiles beyond it are not tried. tried: tiles (br, bc), the
-    default first; candidates() unless given. Raises ValueError if the budget is not above 0.
+    cell: a cell of a tiled part. budget: seconds to take; tiles beyond it are not tried. tried: tiles (br,
+    bc), the default one first; by default candidates(). Raises ValueError if the budget is not above 0.
     """
     if not budget > 0:
         raise ValueError(f"budget is {budget}; it must be more than 0 seconds")
@@ -81,7 +81,7 @@ def tune(cell: Cell, budget: float, tried: Sequence[tuple[int, int]] | None = No
 
 
 def text(found: Sequence[Tuned]) -> str:
-    """The tiles that were found as a Markdown table."""
+    """The found tiles as a Markdown table."""
     default = f"{DEFAULT[0]} x {DEFAULT[1]}, ms"
     titles = ("SIMD", "threads", "d", "N", "mask", "Br", "Bc", "ms", default, "gain")
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]

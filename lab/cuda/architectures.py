@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 WARP = 32  # threads
-REGISTERS = 65536  # of a multiprocessor, of 32 bits
-REGISTER_UNIT = 256  # a warp gets a multiple of so many registers
-QUARTERS = 4  # of a multiprocessor; each has a quarter of the registers, and a warp stays in one
+REGISTERS = 65536  # 32-bit registers of a multiprocessor
+REGISTER_UNIT = 256  # a warp gets a multiple of this many registers
+QUARTERS = 4  # parts of a multiprocessor; each has a quarter of the registers, and a warp stays in one
 SHARED_UNIT = 128  # bytes; a block gets a multiple of it
 SHARED_BYTES = 128  # through shared memory in a clock
 EXPONENTIALS = 16  # in a clock
@@ -20,7 +20,7 @@ EXPONENTIALS = 16  # in a clock
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a multiprocessor of a compute capability holds, and what it does in a clock.
+    """The limits of a multiprocessor of a compute capability, and its rates per clock.
 
     warps, blocks: resident at a time. shared: bytes of shared memory. block_shared: the most for one block.
     reserved: bytes that each block takes beside its own. fma: fused multiply-adds of float32. tensor: FLOP of
@@ -70,7 +70,7 @@ class Device:
         return ARCHITECTURES[max(known for known in ARCHITECTURES if known <= max(self.capability, (7, 5)))]
 
     def rate(self, each: float) -> float:
-        """What all multiprocessors do in a second that each does so often in a clock."""
+        """The rate of all multiprocessors per second, from the rate of each per clock."""
         return each * self.multiprocessors * self.hertz
 
 
@@ -114,11 +114,11 @@ class Occupancy:
 
     @property
     def bound(self) -> tuple[str, ...]:
-        """The resources that allow no more."""
+        """The resources that limit the number of blocks."""
         return tuple(name for name, blocks in self.limits.items() if blocks == self.blocks)
 
     def share(self, blocks: int) -> float:
-        """Resident warps, with so many blocks, over the most."""
+        """Resident warps with `blocks` blocks over the most."""
         return blocks * self.warps / self.most
 
 

@@ -32,7 +32,7 @@ LANES, SAME = range(32), [0] * 32
 class Shared:
     """Accesses to one matrix in shared memory.
 
-    wavefronts: that they take. fewest: that could carry the numbers, without bank conflicts.
+    wavefronts: those that the accesses take. fewest: those that would suffice without bank conflicts.
     """
 
     name: str
@@ -44,8 +44,8 @@ class Shared:
 class Count:
     """A step's counts of one call.
 
-    blocks: of all launches. exponentials: that threads compute, the same one in two threads twice.
-    tensor: the tensor cores' work for each useful operation, in products of bfloat16; 0 where they have none.
+    blocks: those of all launches. exponentials: those of all threads; one that two threads compute counts
+    twice. tensor: the tensor cores' work for each useful operation, in products of bfloat16; 0 without them.
     """
 
     launches: int
@@ -71,16 +71,16 @@ class Count:
         return sum(most(stream) for stream in self.streams)
 
     def from_memory(self, l2: int) -> float:
-        """Bytes that come from the GPU's memory, or go there, past an L2 cache of so many bytes."""
+        """Bytes that come from the GPU's memory, or go there, with an L2 cache of `l2` bytes."""
         return sum(stream.traffic(l2) for stream in self.streams)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a count is made for.
+    """The launch that is counted.
 
-    case: the call. step, tile: as steps.STEPS has them; d is padded as the step asks. resident: blocks that
-    the GPU holds at a time.
+    case: the call. step, tile: see steps.STEPS; d is padded for the step. resident: blocks that the GPU holds
+    at a time.
     """
 
     case: Case
@@ -95,7 +95,7 @@ class Launch:
 
     @property
     def bytes(self) -> int:
-        """Of a number in global memory."""
+        """Bytes of a number in global memory."""
         return self.case.dtype.bytes
 
     @property
@@ -105,7 +105,7 @@ class Launch:
 
     @property
     def together(self) -> int:
-        """Heads that are worked on at a time."""
+        """Heads that are computed at a time."""
         return min(self.case.heads, -(-self.resident // self.tiles) + 1)
 
     def visits(self, br: int = 0, bc: int = 0) -> int:
@@ -120,7 +120,7 @@ def costs(launch: Launch) -> Count | None:
 
 
 def visits(case: Case, br: int, bc: int) -> int:
-    """How often a tile of br queries meets a tile of bc keys in a head, tiles above the diagonal left out."""
+    """How often a tile of br queries meets a tile of bc keys in a head, without tiles above the diagonal."""
     return int((-(-seen(case, br) // bc)).sum())
 
 
@@ -136,7 +136,7 @@ def most(stream: Stream) -> float:
 
 
 def access(name: str, times: float, addresses: Sequence[int], width: int = 1) -> Shared:
-    """So many accesses of a warp to these addresses, in numbers, each to `width` neighbouring numbers."""
+    """`times` accesses of a warp to these addresses, in numbers, each to `width` neighbouring numbers."""
     wavefronts, fewest = banked(tuple(addresses), width)
     return Shared(name, times * wavefronts, times * fewest)
 

@@ -27,10 +27,10 @@ WARM_UPS, REPEATS = 3, 20
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be explained: q is (batch, heads, queries, d), k and v are (batch, heads, N, d).
+    """The arguments of explain: q is (batch, heads, queries, d), k and v are (batch, heads, N, d).
 
-    queries: as many as N unless given. step: its name or None for the fastest. arch: a key of SHEETS; None
-    for the GPU here, which is also measured.
+    queries: by default N. step: its name, or None for the fastest. arch: a key of SHEETS, or None for this
+    machine's GPU, which is also measured.
     """
 
     N: int
@@ -70,10 +70,10 @@ class Answer:
 
 
 def explain(asked: Question, echo: Callable[[str], None]) -> None:
-    """Print what a step costs on a GPU, what bounds it there, and, on the GPU here, how long it takes.
+    """Print the costs of a step on a GPU, its bound and, on this machine's GPU, its time.
 
-    Raises ValueError where the step or the GPU does not take the question, BuildError where there is neither
-    a GPU nor an architecture, or no compiler.
+    Raises ValueError if the step or the GPU does not take the arguments, BuildError without a GPU and an
+    architecture, or without a compiler.
     """
     answer = compiled(asked)
     count = answer.count
@@ -103,7 +103,7 @@ def explain(asked: Question, echo: Callable[[str], None]) -> None:
 
 
 def compiled(asked: Question) -> Answer:
-    """The step that the question means, compiled for the GPU. Raises as explain() does."""
+    """The requested step, compiled for the GPU. Raises the errors of explain()."""
     from attention_ext.cuda import kernels
 
     dtype = check_dtype("part4", asked.dtype, "cuda")
@@ -157,7 +157,7 @@ def heading(asked: Question, answer: Answer) -> str:
 
 
 def resources_text(answer: Answer, count: Count | None) -> str:
-    """What a launch takes: blocks, registers, spills, shared memory, occupancy."""
+    """The resources of a launch: blocks, registers, spills, shared memory, occupancy."""
     tile, used, fits = answer.tile, answer.resources, answer.fits
     blocks = f"{count.blocks:,} blocks" if count else "blocks"
     launches = f" in {count.launches:,} launches" if count and count.launches > 1 else ""
@@ -276,14 +276,14 @@ def measured(asked: Question, answer: Answer) -> tuple[float, float]:
 
 
 def _arguments(asked: Question, answer: Answer) -> str:
-    """What nsight.PROGRAM is given."""
+    """The arguments of nsight.PROGRAM."""
     Nq, Nk, _ = asked.lengths
     shape = [asked.batch, asked.heads, Nq, Nk, asked.d]
     return json.dumps([shape, Dtype(asked.dtype).torch_name, asked.causal, answer.step.name])
 
 
 def nsight_text(counted: nsight.Counted, count: Count | None, on: Device) -> str:
-    """The homework's table, and what was counted beside the step's own count."""
+    """The homework's table, and the counts beside the step's own."""
 
     def rate(name: str) -> str:
         found = counted.per_second(name)
@@ -315,8 +315,8 @@ def nsight_text(counted: nsight.Counted, count: Count | None, on: Device) -> str
     return "\n".join(lines)
 
 
-ORDER = ("Q", "K", "S", "P", "V", "m, l, O", "O")  # of a table's rows
-PLACES = ("shared", "global", "local", "L2", "memory")  # whose throughput is shown
+ORDER = ("Q", "K", "S", "P", "V", "m, l, O", "O")  # order of a table's rows
+PLACES = ("shared", "global", "local", "L2", "memory")  # memories whose throughput is shown
 
 
 def _scaled(number: float) -> str:

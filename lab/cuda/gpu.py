@@ -21,7 +21,7 @@ from attention_ext.cuda import kernels
 from attention_ext.cuda.steps import Step, Tile
 from attention_ext.parts import Dtype
 
-FLUSH_CACHES = 4  # what clears the L2 cache is so many times its size
+FLUSH_CACHES = 4  # the buffer that clears the L2 cache has this many times its size
 MATMUL_SIDE = 8192
 MOST_COPIED = 2**31  # bytes
 READING_BLOCKS = 16  # for each multiprocessor
@@ -30,11 +30,11 @@ FMAS_PER_REPEAT = 16 * 16  # CHAINS * UNROLLED of csrc/cuda/limits.cu
 FMA_REPEATS = 5000  # some 5 ms
 THREADS = 256
 TIMED = 10  # calls for a limit
-HOST_MARGIN = 1.5  # the pause is so many times as long as launching takes
+HOST_MARGIN = 1.5  # factor of the pause over the time of launching
 LONGEST_PAUSE = 0.05  # seconds
 
 LIMITS_TILE = Tile(1, 1, (THREADS, 1), 0)
-# A row as those of steps.STEPS, so that what compiles and launches them does this too.
+# A row like those of steps.STEPS, so that the same code compiles and launches it.
 LIMITS = Step(
     "limits",
     "limits.cu",
@@ -71,7 +71,7 @@ class Gpu:
         return self._properties.L2_cache_size
 
     def describe(self) -> dict:
-        """What stands above a table of figures, beside machine.describe()."""
+        """The GPU's facts above a table of figures, besides machine.describe()."""
         on = kernels.gpu(self.device.index)
         return {
             "name": on.name,
@@ -88,7 +88,7 @@ class Gpu:
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 
     def allocated(self, function: Callable[[], Tensor]) -> tuple[Tensor, int]:
-        """The result of `function`, and the most bytes that PyTorch's allocator gave out at once for it."""
+        """The result of `function`, and the most bytes that PyTorch's allocator allocated at once for it."""
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -97,7 +97,7 @@ class Gpu:
         return out, torch.cuda.max_memory_allocated(self.device) - before
 
     def once(self, call: Callable[[], object]) -> tuple[float, float]:
-        """Seconds of a call, and those in which the host launches it."""
+        """Seconds of a call, and seconds in which the host launches it."""
         torch.cuda.synchronize()
         start = time.perf_counter()
         call()
@@ -108,7 +108,7 @@ class Gpu:
     def time(
         self, call: Callable[[], object], count: int, cold: bool = False, launching: float = 0.0
     ) -> list[float]:
-        """Seconds of each of so many calls. cold: the L2 cache is cleared before each.
+        """Seconds of each of `count` calls. cold: the L2 cache is cleared before each.
 
         launching: seconds in which the host launches one.
         """
@@ -124,13 +124,13 @@ class Gpu:
         return [1e-3 * begin.elapsed_time(end) for begin, end in events]
 
     def pause(self, seconds: float) -> None:
-        """Let the stream wait for so long, not the host."""
+        """Let the stream, but not the host, wait for `seconds`."""
         self._limits.launch("pause", 1, ctypes.c_ulonglong(int(1e9 * seconds)))
 
     def clear_cache(self) -> None:
         """Fill the L2 cache with other data: a buffer is written, and another one read.
 
-        After the writing alone the next kernel would share the memory's bandwidth with what is written back.
+        Without the read the next kernel would share the memory's bandwidth with the lines written back.
         """
         if self._flush is None:
             numbers = FLUSH_CACHES * self.l2 // 4
@@ -140,7 +140,7 @@ class Gpu:
         self._read(read)
 
     def fma_peak(self) -> float:
-        """The highest rate of floating-point operations per second in float32, by chains in registers."""
+        """The highest number of float32 operations per second, by chains in registers."""
         blocks = kernels.gpu(self.device.index).multiprocessors * COMPUTING_BLOCKS
         never = torch.zeros(1, device=self.device)
 
@@ -170,7 +170,7 @@ class Gpu:
         }
 
     def reading(self, size: float, cold: bool) -> float:
-        """Seconds of a launch that only reads so many bytes, timed as a call is."""
+        """Seconds of a launch that only reads `size` bytes, timed like a call."""
         numbers = torch.zeros(max(1, int(size) // 4), device=self.device)
         return statistics.median(self.time(lambda: self._read(numbers), TIMED, cold, launching=1e-4))
 

@@ -1,6 +1,6 @@
-"""What a GPU counts of one call, read through Nsight Compute (ncu): the homework's table.
+"""The GPU's counts of one call, through Nsight Compute (ncu): the homework's table.
 
-ncu runs a program of its own, which calls the step once to warm up and once to be counted.
+ncu runs a separate program, which calls the step once to warm up and once to be counted.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LAUNCHES = 16  # that are counted; step 1 has one for each tile of keys
-SECONDS = 300  # that ncu may take; it runs each launch several times
+LAUNCHES = 16  # most launches to count; step 1 has one for each tile of keys
+SECONDS = 300  # time that ncu may take; it runs each launch several times
 
-# ncu's metrics by what they are called here. Those that end in .sum are added over launches; of the others,
-# percentages, the mean is taken, each launch weighted with its time.
+# ncu's metrics by their names here. Those that end in .sum are added over launches. The others are
+# percentages: their mean is taken, with the launches weighted by time.
 TIME = "gpu__time_duration.sum"
 METRICS = {
     "time": TIME,
@@ -34,7 +34,7 @@ METRICS = {
     "memory read": "dram__bytes_read.sum",
     "memory write": "dram__bytes_write.sum",
 }
-BYTES = {"shared load": 128, "shared store": 128, "L2 read": 32}  # of a wavefront, of a sector
+BYTES = {"shared load": 128, "shared store": 128, "L2 read": 32}  # bytes of a wavefront or of a sector
 UNITS = {
     **{"nsecond": 1e-9, "usecond": 1e-6, "msecond": 1e-3, "second": 1.0},
     **{"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0},
@@ -57,15 +57,15 @@ torch.cuda.profiler.stop()
 
 
 class NotCounted(Exception):
-    """Nothing was counted; the message is the reason, in a line."""
+    """Nothing was counted; the message is the reason in one line."""
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What the GPU counted.
+    """The GPU's counts.
 
-    launches: of the call, at most LAUNCHES. seconds: of them. values: bytes or percent, by the names of
-    METRICS; what this GPU does not count is left out.
+    launches: those of the call, at most LAUNCHES. seconds: their time. values: bytes or percent, by the names
+    of METRICS, without those that this GPU does not count.
     """
 
     launches: int
@@ -79,7 +79,7 @@ class Counted:
 
 
 def command(arguments: str) -> list[str]:
-    """How ncu runs the program. arguments: JSON, as PROGRAM reads it."""
+    """The command line of ncu. arguments: JSON for PROGRAM."""
     tool = shutil.which("ncu")
     if tool is None:
         raise NotCounted("ncu (Nsight Compute) was not found on PATH")
@@ -99,7 +99,7 @@ def command(arguments: str) -> list[str]:
 
 
 def count(arguments: str) -> Counted:
-    """What the GPU counts of a call. Raises NotCounted."""
+    """The GPU's counts of a call. Raises NotCounted."""
     line = command(arguments)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
@@ -122,7 +122,7 @@ def count(arguments: str) -> Counted:
 
 
 def complaint(output: str, code: int) -> str:
-    """Why ncu failed, in a line."""
+    """One line on why ncu failed."""
     if "ERR_NVGPUCTRPERM" in output:
         return "the driver lets only root read the GPU's counters (ERR_NVGPUCTRPERM)"
     lines = [line.strip() for line in output.splitlines() if line.strip()]
@@ -132,7 +132,7 @@ def complaint(output: str, code: int) -> str:
 
 
 def parse(output: str) -> Counted:
-    """What ncu --csv printed, one line for each metric of each launch, between lines of its own and others'.
+    """Parse the output of ncu --csv: a line for each metric of each launch, between other lines.
 
     Raises NotCounted if it has no launch.
     """
