@@ -29,24 +29,21 @@ KNOWN = [
 ]
 
 
-@pytest.mark.parametrize("capability, threads, registers, shared, blocks", KNOWN)
-def test_known_occupancies(capability, threads, registers, shared, blocks):
-    assert occupancy(ARCHITECTURES[capability], threads, registers, shared).blocks == blocks
+def test_known_occupancies():
+    for capability, *asked, blocks in KNOWN:
+        assert occupancy(ARCHITECTURES[capability], *asked).blocks == blocks, (capability, asked)
 
 
-@pytest.mark.parametrize(
-    "threads, registers, shared, bound",
-    [
+def test_the_limit_is_named():
+    for threads, registers, shared, bound in (
         (128, 168, 0, ("registers",)),
         (128, 32, 100 * KIB, ("shared memory",)),
         (1024, 16, 0, ("threads",)),
         (32, 16, 0, ("blocks",)),
         (1024, 32, 0, ("registers", "threads")),
-    ],
-)
-def test_the_limit_is_named(threads, registers, shared, bound):
-    found = occupancy(ARCHITECTURES[9, 0], threads, registers, shared)
-    assert found.bound == bound and found.share(found.blocks) == found.blocks * threads / 2048
+    ):
+        found = occupancy(ARCHITECTURES[9, 0], threads, registers, shared)
+        assert found.bound == bound and found.share(found.blocks) == found.blocks * threads / 2048
 
 
 def test_an_unknown_gpu_counts_as_the_next_lower_one():

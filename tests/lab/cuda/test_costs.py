@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from support import naming
 
 from attention_ext.cuda.steps import STEPS
 from lab.costs import Case
@@ -24,10 +27,9 @@ def count(name, N=4096, d=32, heads=100, causal=False, dtype=None):
 NAMES = [name for name in STEPS if name in COUNTS]
 
 
-@pytest.mark.parametrize(
-    "addresses, width, wavefronts, fewest",
-    [
-        # measured on an H200, of one number, two and four a lane
+def test_bank_conflicts():
+    # measured on an H200, of one number, two and four a lane
+    for addresses, width, wavefronts, fewest in (
         (range(32), 1, 1, 1),
         (SAME, 1, 1, 1),
         (range(0, 64, 2), 1, 2, 1),
@@ -42,36 +44,31 @@ NAMES = [name for name in STEPS if name in COUNTS]
         ([lane % 8 * 36 for lane in LANES], 4, 4, 1),
         ([lane // 2 % 8 * 36 for lane in LANES], 4, 2, 1),
         (range(0, 32 * 32, 32), 4, 32, 4),
-    ],
-)
-def test_bank_conflicts(addresses, width, wavefronts, fewest):
-    assert banked(tuple(addresses), width) == (wavefronts, fewest)
+    ):
+        assert banked(tuple(addresses), width) == (wavefronts, fewest), (addresses, width)
 
 
-@pytest.mark.parametrize(
-    "Nq, Nk, br, bc", [(64, 64, 16, 16), (100, 100, 32, 48), (7, 40, 3, 5), (1, 9, 64, 2)]
-)
 @pytest.mark.parametrize("causal", [False, True])
-def test_meetings_of_tiles(Nq, Nk, br, bc, causal):
-    met = 0
-    for i0 in range(0, Nq, br):
-        last = min(i0 + br, Nq) - 1
-        keys = last + 1 + Nk - Nq if causal else Nk
-        met += -(-keys // bc)
-    assert visits(Case(Nq, Nk, 8, causal=causal), br, bc) == met
+def test_meetings_of_tiles(causal):
+    for Nq, Nk, br, bc in [(64, 64, 16, 16), (100, 100, 32, 48), (7, 40, 3, 5), (1, 9, 64, 2)]:
+        met = 0
+        for i0 in range(0, Nq, br):
+            last = min(i0 + br, Nq) - 1
+            keys = last + 1 + Nk - Nq if causal else Nk
+            met += -(-keys // bc)
+        assert visits(Case(Nq, Nk, 8, causal=causal), br, bc) == met, (Nq, Nk, br, bc)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("d", [8, 32, 80, 256])
-@pytest.mark.parametrize("causal", [False, True])
-def test_every_step_counts_at_least_what_it_must(name, d, causal):
-    found = count(name, N=300, d=d, heads=3, causal=causal)
-    assert found.over_fewest >= 1 and all(each.wavefronts >= each.fewest > 0 for each in found.shared)
-    tensors = 4 * 300 * 3 * d * STEPS[name].dtypes[0].bytes
-    assert found.asked >= found.from_memory(L2) >= tensors
-    pairs = 3 * 300 * (301 / 2 if causal else 300)
-    assert found.exponentials >= pairs
-    assert found.blocks >= 3
+def test_every_step_counts_at_least_what_it_must(name):
+    for d, causal in itertools.product((8, 32, 80, 256), (False, True)):
+        with naming(d, causal):
+            found = count(name, N=300, d=d, heads=3, causal=causal)
+            assert found.over_fewest >= 1 and all(each.wavefronts >= each.fewest > 0 for each in found.shared)
+            tensors = 4 * 300 * 3 * d * STEPS[name].dtypes[0].bytes
+            assert found.asked >= found.from_memory(L2) >= tensors
+            assert found.exponentials >= 3 * 300 * (301 / 2 if causal else 300)
+            assert found.blocks >= 3
 
 
 @pytest.mark.parametrize("name", NAMES)
