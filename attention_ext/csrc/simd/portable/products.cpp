@@ -1,4 +1,5 @@
-// Products of matrices in float32, and with a right operand in bfloat16; transposition.
+// Products in float32, and with a right operand in bfloat16: of matrices, and of a row with a matrix.
+// Transposition.
 #include <algorithm>
 #include <type_traits>
 
@@ -182,6 +183,22 @@ INLINE void transpose_square(float* T, int64_t ldT, const float* X, int64_t ldX,
     for (int i = 0; i < W; i++) store(T + i * ldT, v[i]);
 }
 
+// o <- o + sum_j p[j] * B[j] for VS vectors of columns, in independent sums.
+template <int VS, class Element>
+INLINE void weighted_columns(float* o, const float* p, const Element* B, int64_t ldB, int64_t rows) {
+    constexpr int CHAINS = 4;
+    Vec acc[CHAINS][VS] = {};
+    const auto add = [&](int64_t j, int chain) {
+        for (int v = 0; v < VS; v++) acc[chain][v] += p[j] * column(B + j * ldB, v);
+    };
+    int64_t j = 0;
+    for (; j + CHAINS <= rows; j += CHAINS)
+        for (int n = 0; n < CHAINS; n++) add(j + n, n);
+    for (; j < rows; j++) add(j, 0);
+    for (int v = 0; v < VS; v++)
+        store(o + v * W, load(o + v * W) + ((acc[0][v] + acc[1][v]) + (acc[2][v] + acc[3][v])));
+}
+
 }  // namespace
 
 int64_t lanes() { return W; }
@@ -219,6 +236,20 @@ void multiply_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t c
         whole_columns<true>(C.data, C.ld, A.data, A.ld, 1, B.data, B.ld, rows, cols, depth, depth);
     else
         whole_columns<false>(C.data, C.ld, A.data, A.ld, 1, B.data, B.ld, rows, cols, depth, depth);
+}
+
+void add_weighted_rows(float* o, const float* p, ConstMatrix B, int64_t rows, int64_t cols) {
+    int64_t c = 0;
+    for (; c + 4 * W <= cols; c += 4 * W) weighted_columns<4>(o + c, p, B.data + c, B.ld, rows);
+    for (; c + 2 * W <= cols; c += 2 * W) weighted_columns<2>(o + c, p, B.data + c, B.ld, rows);
+    for (; c + W <= cols; c += W) weighted_columns<1>(o + c, p, B.data + c, B.ld, rows);
+    if (c < cols) last_columns<true>(o + c, 0, p, 0, 1, B.data + c, B.ld, 1, cols - c, rows, rows);
+}
+
+void add_weighted_rows_bf16(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols) {
+    int64_t c = 0;
+    for (; c + 4 * W <= cols; c += 4 * W) weighted_columns<4>(o + c, p, columns(B.data, c), B.ld, rows);
+    for (; c < cols; c += 2 * W) weighted_columns<2>(o + c, p, columns(B.data, c), B.ld, rows);
 }
 
 }  // namespace portable

@@ -1,4 +1,4 @@
-// Rows: dot products with one, sums of many, and the softmax of one.
+// Rows: dot products with one, and the softmax of one.
 #include <cmath>
 
 #include "simd/portable.h"
@@ -34,22 +34,6 @@ INLINE Vec sums(Vec* v) {
     }
 }
 
-// o <- o + sum_j p[j] * B[j] for VS vectors of columns, in independent sums.
-template <int VS, class Element>
-INLINE void weighted_columns(float* o, const float* p, const Element* B, int64_t ldB, int64_t rows) {
-    constexpr int CHAINS = 4;
-    Vec acc[CHAINS][VS] = {};
-    const auto add = [&](int64_t j, int chain) {
-        for (int v = 0; v < VS; v++) acc[chain][v] += p[j] * column(B + j * ldB, v);
-    };
-    int64_t j = 0;
-    for (; j + CHAINS <= rows; j += CHAINS)
-        for (int n = 0; n < CHAINS; n++) add(j + n, n);
-    for (; j < rows; j++) add(j, 0);
-    for (int v = 0; v < VS; v++)
-        store(o + v * W, load(o + v * W) + ((acc[0][v] + acc[1][v]) + (acc[2][v] + acc[3][v])));
-}
-
 }  // namespace
 
 void dot_rows(float* s, const float* x, ConstMatrix B, int64_t rows, int64_t depth, float scale) {
@@ -77,20 +61,6 @@ void dot_rows(float* s, const float* x, ConstMatrix B, int64_t rows, int64_t dep
         for (int64_t c = whole; c < depth; c++) dot += x[c] * b[c];
         s[j] = scale * dot;
     }
-}
-
-void add_weighted_rows(float* o, const float* p, ConstMatrix B, int64_t rows, int64_t cols) {
-    int64_t c = 0;
-    for (; c + 4 * W <= cols; c += 4 * W) weighted_columns<4>(o + c, p, B.data + c, B.ld, rows);
-    for (; c + 2 * W <= cols; c += 2 * W) weighted_columns<2>(o + c, p, B.data + c, B.ld, rows);
-    for (; c + W <= cols; c += W) weighted_columns<1>(o + c, p, B.data + c, B.ld, rows);
-    if (c < cols) multiply_add({o + c, 0}, {p, 0, 1}, {B.data + c, B.ld}, 1, cols - c, rows, rows);
-}
-
-void add_weighted_rows_bf16(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols) {
-    int64_t c = 0;
-    for (; c + 4 * W <= cols; c += 4 * W) weighted_columns<4>(o + c, p, columns(B.data, c), B.ld, rows);
-    for (; c < cols; c += 2 * W) weighted_columns<2>(o + c, p, columns(B.data, c), B.ld, rows);
 }
 
 float row_max(const float* x, int64_t n, float m) {
