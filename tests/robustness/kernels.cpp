@@ -294,16 +294,17 @@ std::string attempt(const Case& drawn, Random& random) {
                         visit(tensors[which]->data[c.layouts[which].at(b, h, i, e)], b, h, i, e);
     };
     for (int which = 0; which < 3; which++)
-        each(which,
-             [&](float& x, int64_t, int64_t, int64_t, int64_t) { x = draw_value(random, c.kind, c.bf16); });
+        each(which, [&](float& x, int64_t, int64_t, int64_t, int64_t) {
+            x = draw_value(random, c.kind, c.bf16);
+            // 300 such values have a sum in float32, with weights of up to 2^8.
+            if (which == 2 && c.kind == HUGE_VALUES) x *= 0x1p112f;
+        });
     if (c.kind == EQUAL || (c.kind == LARGE && random.one_in(4)))
         each(1, [&](float& x, int64_t b, int64_t h, int64_t, int64_t e) {
             x = k.data[c.layouts[1].at(b, h, 0, e)];
         });
     for (int which = 1; c.pairs && which < 3; which++)
         each(which, [&](float& x, int64_t, int64_t, int64_t, int64_t) { x = widened(rounded(x)); });
-    if (c.kind == HUGE_VALUES)  // of which 300 have a sum in float32, with weights of up to 2^8
-        each(2, [&](float& x, int64_t, int64_t, int64_t, int64_t) { x *= 0x1p112f; });
     if (c.kind == LARGE) {
         c.scale = random.one_in(2) ? 1.0f : -1.0f;
         const double most = attend<double>(c, q.data, k.data, v.data).largest_score;
@@ -349,9 +350,9 @@ std::string attempt(const Case& drawn, Random& random) {
         for (size_t n = 0; n < clean.out.size(); n++) {
             const size_t row = n / static_cast<size_t>(c.d), head = row / static_cast<size_t>(c.Nq);
             if (heads[head]) {
-                if (std::isfinite(right.out[n]) && !std::isfinite(got.out[n]))
+                if (!std::isnan(right.out[n]) && !std::isfinite(got.out[n]))
                     got.out[n] = static_cast<float>(right.out[n]);
-                if (c.lse && std::isfinite(right.lse[row]) && !std::isfinite(got.lse[row]))
+                if (c.lse && !std::isnan(right.lse[row]) && !std::isfinite(got.lse[row]))
                     got.lse[row] = static_cast<float>(right.lse[row]);
             } else if (!rows[row] && !same(clean.out[n], got.out[n])) {
                 wrong += "; a bad value reached a row that does not see it";
