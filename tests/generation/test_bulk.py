@@ -97,7 +97,7 @@ def test_ctrl_c_stops_and_the_command_goes_on(model, slow_expected, tmp_path, cl
         time.sleep(0.01)
         assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=180)
     assert process.returncode == 130 and "Traceback" not in err
     assert "the same command goes on" in err and err.count("\n") <= 2
     assert group_ends(process)

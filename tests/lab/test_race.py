@@ -192,7 +192,7 @@ def test_ctrl_c_shows_what_there_is(process, extension):
         pass
     time.sleep(0.5)
     running.send_signal(signal.SIGINT)
-    out, errors = running.communicate(timeout=60)
+    out, errors = running.communicate(timeout=180)
     assert running.returncode == 130
     assert "Traceback" not in errors
     assert len(ROW.findall(out)) == 2
@@ -225,7 +225,7 @@ def test_a_terminal_shows_the_race_as_it_runs(extension, tmp_path):
                 seen += more
         except OSError:  # Linux reports a closed terminal in this way
             pass
-        assert running.wait(timeout=60) == 130
+        assert running.wait(timeout=180) == 130
     finally:
         running.kill()
         running.wait()

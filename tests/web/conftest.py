@@ -82,7 +82,7 @@ def visit(request: pytest.FixtureRequest, node_program: str, page_folder: Path, 
             [node_program, WEB_TESTS / "scenarios.mjs", json.dumps(given | {"argument": argument})],
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
             env=os.environ | {"HOME": str(tmp_path)},
         )
         assert done.returncode == 0, done.stderr

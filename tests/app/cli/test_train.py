@@ -51,7 +51,7 @@ def test_a_text_of_ones_own_by_time(cli, extension):
     validation, test, steps, seconds = ENDING.match(done.stdout).groups()
     assert done.stdout.endswith("python gpt.py part4 --inference -m out/mine\n")
     assert float(validation) < 3 and float(test) < 3
-    assert 1 <= float(seconds) < 6  # of three on an idle machine
+    assert 1 <= float(seconds) < 60  # of three on an idle machine
     record = json.loads(Path("out/mine/training.json").read_text())
     assert record["steps"] == int(steps.replace(",", "")) and record["part"] == "part4"
     assert f"{record['val_loss']:.4f} {record['test_loss']:.4f}" == f"{validation} {test}"
@@ -141,7 +141,7 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on_and_that_command_goes_on(process, c
         assert running.poll() is None
     running.send_signal(number)
     running.send_signal(signal.SIGTERM)  # `timeout` sends it twice
-    out, errors = running.communicate(timeout=60)
+    out, errors = running.communicate(timeout=180)
     assert running.returncode == 130 and out == "" and "Traceback" not in errors
     assert load("a b").model.config.block_size == 16
     message = errors.splitlines()[-2]
@@ -170,7 +170,7 @@ def test_a_directory_has_one_run_and_a_killed_one_leaves_it(process, failed, cli
 def test_a_closed_stderr_does_not_end_a_run(process):
     running = process("train", "mine", *STEPS)
     running.stderr.close()
-    assert "validation loss" in running.communicate(timeout=60)[0]
+    assert "validation loss" in running.communicate(timeout=180)[0]
     assert running.returncode == 0
 
 
@@ -200,7 +200,7 @@ def test_a_terminal_shows_curves_and_samples(extension, tmp_path):
                 seen += more
         except OSError:  # Linux reports a closed terminal in this way
             pass
-        assert running.wait(timeout=60) == 130
+        assert running.wait(timeout=180) == 130
     finally:
         running.kill()
         running.wait()

@@ -15,7 +15,7 @@ import pytest
 from model import load
 
 MODEL = "shakes128"
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 90.0
 
 
 @dataclass

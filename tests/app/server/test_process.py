@@ -61,7 +61,7 @@ def test_a_signal_lets_running_requests_finish(start, number):
     refused = client.complete()
     assert refused.status == 503 and refused.headers["retry-after"]
     assert refused.json()["error"]["code"] == "shutting_down"
-    thread.join(60)
+    thread.join(180)
     kept.close()
     assert len(texts[0]) == 400
     assert server.child.wait(20) == 0
