@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import os
 import shutil
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from attention_ext.build import cache, toolchain
@@ -168,9 +170,16 @@ def compiled(build: str) -> Path:
     units = [*kernels, *sorted(WEB.glob("*.cpp"))]
 
     def write(work: Path) -> Path:
+        def compile(unit: Path) -> str:
+            object = str(work / f"{unit.stem}.o")
+            toolchain.run(compiler, [*flags, f"-I{CSRC}", f"-I{WEB}", "-c", str(unit), "-o", object], work)
+            return object
+
+        # In parallel, before the link: for its first link zig compiles its C++ library, which takes a minute.
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compile, units))
         file = work / made.name
-        arguments = [*flags, f"-I{CSRC}", f"-I{WEB}", *map(str, units), "-o", str(file)]
-        toolchain.run(compiler, arguments, work)
+        toolchain.run(compiler, [*flags, *objects, "-o", str(file)], work)
         return file
 
     cache.make(made, f"the kernels to WebAssembly ({build})", write)

@@ -52,9 +52,10 @@ def wasm(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def page_folder(wasm: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page's files."""
-    folder = tmp_path_factory.mktemp("page") / "dist"
-    assert build.make(folder)
+    """The page's files, made by one of the workers for all."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "page"
+    build.make(folder)
     return folder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,16 +12,20 @@ import pytest
 from web import build
 
 
-@pytest.mark.full
-def test_two_builds_at_once_make_one_page(wasm, tmp_path):
+@pytest.fixture
+def quick(page_folder, monkeypatch):
+    """Let a build copy the weights that another has converted, which takes seconds."""
+    monkeypatch.setattr(build, "write_models", lambda to: shutil.copytree(page_folder / "models", to))
+
+
+def test_two_builds_at_once_make_one_page(quick, tmp_path):
     with ThreadPoolExecutor(2) as pool:
         made = list(pool.map(build.make, [tmp_path / "page"] * 2))
     assert sorted(made) == [False, True] and build.is_current(tmp_path / "page", build.fingerprint())
     assert [path.name for path in tmp_path.iterdir()] == ["page"]
 
 
-@pytest.mark.full
-def test_a_build_that_ends_in_the_middle_leaves_the_page_before(wasm, tmp_path, monkeypatch):
+def test_a_build_that_ends_in_the_middle_leaves_the_page_before(quick, tmp_path, monkeypatch):
     folder = tmp_path / "page"
     folder.mkdir()
     (folder / "index.html").write_text("the page before")
