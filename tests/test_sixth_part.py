@@ -59,9 +59,7 @@ def insert(file, before, text):
 def copy(tmp_path_factory, extension):
     """A copy of the repository with a sixth part."""
     made = tmp_path_factory.mktemp("copy")
-    leave = shutil.ignore_patterns(
-        ".*", "*.egg-info", "__pycache__", "out", "shakes[1-2]*[46]*", "shakes2048"
-    )
+    leave = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "out", "node_modules")
     copy_tree(ROOT, made, ignore=leave)
     csrc = made / "attention_ext" / "csrc"
     (csrc / "cpu" / "part5_plain.cpp").write_text(KERNEL)
@@ -121,3 +119,13 @@ def test_the_tests_of_correctness_try_it(run):
     chosen = "part5 and portable and (awkward_shapes or bad_value or strides)"
     options = ("-q", "-n0", "-p", "no:cacheprovider", "-k", chosen)
     assert "\n4 passed" in run("-m", "pytest", *options, "tests/attention_ext/test_attention.py")
+
+
+def test_the_page_shows_its_steps(run, copy):
+    """Its Tiles has no steps of this part; see tests/web."""
+    modules = ROOT / "tests" / "web" / "node_modules"
+    if not modules.is_dir():
+        pytest.skip("playwright-core is missing: npm install --prefix tests/web")
+    (copy / "tests" / "web" / "node_modules").symlink_to(modules)
+    options = ("-q", "-n0", "-p", "no:cacheprovider", "-k", "tiles and chromium")
+    assert "\n1 passed" in run("-m", "pytest", *options, "tests/web/test_page.py")

@@ -39,7 +39,7 @@ export const faults = ({ page, slow, complaints, open, written, until, textOf, s
     await show("attention");
     await until("the steps", () => document.getElementById("tiles-at").max > 0);
     await page.locator("#maps button").nth(head).click();
-    await until("the head", (n) => document.getElementById("heat-status").textContent.includes(`head ${n}`), head + 1);
+    await until("the head", (n) => document.getElementById("heat-status").textContent.includes(`Layer 1, head ${n}`), head + 1);
     await set("query", i);
     await set("key", j);
     return textOf("heat-status");

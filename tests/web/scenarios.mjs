@@ -194,8 +194,8 @@ const scenarios = {
   },
 
   // What is said of a query and a key, by sliders and by the pointer.
-  async attention({ query, layer, head, i, j }) {
-    await open({ ...query, layer, head }, query.length);
+  async attention({ query, i, j }) {
+    await open(query, query.length);
     await show("attention");
     await until("the maps", () => document.querySelectorAll("#maps button").length > 0);
     await until("the map", () => document.getElementById("heat-status").textContent !== "");
@@ -226,7 +226,8 @@ const scenarios = {
     await open({ length: 60 }, 60);
     await show("tiles");
     const made = {};
-    for (const part of ["part1", "part2", "part3", "part4"]) {
+    await until("the steps", () => document.getElementById("tiles-at").max > 0);
+    for (const part of await page.$$eval("#tiles-part option", (all) => all.map(({ value }) => value))) {
       await page.selectOption("#tiles-part", part);
       await until(part, (name) => document.getElementById("source-title").textContent.includes(name), part);
       const titles = [];
@@ -251,10 +252,17 @@ const scenarios = {
         titles,
       );
     }
-    await page.click("#tiles-play");
-    await until("a step", () => document.getElementById("tiles-at").value > 0);
-    await page.click("#tiles-play");
-    return made;
+    const seconds = [];
+    for (const pace of ["slow", "normal", "fast"]) {
+      await page.selectOption("#tiles-pace", pace);
+      await set("tiles-at", 0);
+      const start = Date.now();
+      await page.click("#tiles-play");
+      await until("two steps", () => document.getElementById("tiles-at").value > 1);
+      seconds.push((Date.now() - start) / 1000);
+      await page.click("#tiles-play");
+    }
+    return { made, seconds };
   },
 
   async measure() {

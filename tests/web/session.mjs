@@ -55,7 +55,8 @@ const calls = {
   },
   observe: (a) => session.observe({ ids: encode(a.text, session.checkpoint.characters) }),
   weights: (a) => Array.from(session.weights(a)),
-  maps: (a) => session.maps(a).map((map) => Array.from(map)),
+  maps: (a) => session.maps(a).maps.map((map) => Array.from(map)),
+  telling: () => session.maps({ size: 1 }).telling,
   heads: (a) => {
     const { q, k, v } = session.heads(a);
     return [q, k, v].map((x) => Array.from(x));

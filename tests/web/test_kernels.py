@@ -138,7 +138,7 @@ def test_weights_and_heads_are_pythons(node):
         model(torch.tensor([ids]))
     node.load()
     assert node("observe", text=TEXT) == {"T": len(TEXT), "layers": 4, "heads": 4, "d": 32}
-    maps = node("maps", size=25)
+    maps, reach = node("maps", size=25), {}
     for layer, head in itertools.product(range(4), range(4)):
         q, k, v = (x[0, head] for x in seen[layer])
         for made, expected in zip(node("heads", layer=layer, head=head), (q, k, v)):
@@ -147,10 +147,12 @@ def test_weights_and_heads_are_pythons(node):
             torch.ones(len(ids), len(ids)).triu(1) > 0, -torch.inf
         )
         expected = scores.softmax(-1).float()
+        reach[layer, head] = expected.tril(-16).amax(-1).sum().item()
         made = torch.tensor(node("weights", layer=layer, head=head)).view_as(expected)
         assert (made - expected).abs().max() < 1e-5
         cells = expected.unfold(0, 8, 8).unfold(1, 8, 8).amax((-1, -2))
         assert torch.allclose(torch.tensor(maps[4 * layer + head]).view(25, 25), cells, atol=1e-5)
+    assert tuple(node("telling").values()) == max(reach, key=lambda which: reach[which])
 
 
 def test_the_costs_are_explains(node):

@@ -12,10 +12,12 @@ import torch
 from node_process import Node
 from tiny import VOCABULARY
 
+from attention_ext import PARTS
 from generation import generate
 from model.checkpoint import load, save
 from web import build
 
+WITH_STEPS = ("part1", "part2", "part3", "part4")  # others show the formula's
 QUERY = {"model": "shakes256", "seed": "7", "length": 60}
 
 
@@ -83,11 +85,14 @@ def test_all_parts_write_the_same_text_in_the_race(visit):
 
 
 def test_a_weight_is_named_with_both_characters(visit, node: Node):
-    layer, head, i, j = 2, 1, 50, 47
+    """Of the head that the view opens on."""
+    i, j = 50, 47
     text = "ROMEO:" + native(QUERY)
-    made = visit("attention", query=QUERY, layer=layer, head=head, i=i, j=j)
+    made = visit("attention", query=QUERY, i=i, j=j)
     node.load(precision="bf16")
     node("observe", text=text)
+    layer, head = node("telling").values()
+    assert (layer, head) != (0, 0)
     weight = node("weights", layer=layer, head=head)[i * len(text) + j]
     names = [f"“{ {' ': '␣', chr(10): '⏎'}.get(text[k], text[k]) }” at {k + 1}" for k in (i, j)]
     start = f"Layer {layer + 1}, head {head + 1}: {names[0]} gives {names[1]} the weight "
@@ -104,9 +109,14 @@ def test_a_link_shows_the_weight_and_the_step(visit):
 
 
 def test_tiles_steps_through_every_part(visit):
-    made = visit("tiles")
+    shown_of = visit("tiles")
+    made, (slow, normal, fast) = shown_of["made"], shown_of["seconds"]
+    assert slow > normal > fast
+    assert list(made) == [name for name, part in PARTS.items() if part.operator]
     for part, shown in made.items():
-        assert shown["lines"] == 1 and shown["paper"] >= 1 and len(set(shown["titles"])) == 4
+        assert (
+            shown["lines"] == (part in WITH_STEPS) and shown["paper"] >= 1 and len(set(shown["titles"])) == 4
+        )
         assert shown["bytes"][0] == shown["bytes"][2] and shown["bytes"][1] == shown["bytes"][3]  # at the end
         assert bool(shown["online"]) == (part == "part4")
     assert re.match(r"m = -?\d", made["part4"]["online"])

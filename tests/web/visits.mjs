@@ -29,11 +29,12 @@ export const visits = ({ page, home, pages, slow, answered, complaints, open, un
     const step = await textOf("tiles-status");
     await page.click("#tiles-on");
     await until("the step in the address", (now) => location.hash.includes(now), `step=${query.step + 1}`);
-    const address = page.url();
+    const address = page.url(),
+      next = await textOf("tiles-status");
     await page.evaluate((hash) => {
       location.hash = hash;
     }, other);
-    await until("the other step", (before) => document.getElementById("tiles-status").textContent !== before, step);
+    await until("the other step", (before) => document.getElementById("tiles-status").textContent !== before, next);
     const title = await page.title();
     await until("the other text", () => document.documentElement.dataset.written === "60");
     return { said, step, address, title, other: await textOf("tiles-status") };

@@ -52,16 +52,14 @@ export class AttentionView {
     try {
       const ids = encode(all.join(""), characters);
       const { T, layers, heads } = await engine.call("observe", { of: OF, ids });
-      const small = await engine.call("maps", { of: OF, size: MAP });
+      const { maps, telling } = await engine.call("maps", { of: OF, size: MAP });
       if (!current()) return;
-      Object.assign(this, { T, layers, heads, characters: all, small, engine, P: null });
+      Object.assign(this, { T, layers, heads, characters: all, small: maps, engine, P: null });
       this.drawMaps();
       for (const id of ["query", "key"]) $(id).max = T - 1;
       $("query").value = this.page.choices.query < 0 ? T - 1 : Math.min(this.page.choices.query, T - 1);
-      await this.choose(
-        Math.min(this.page.choices.layer, layers - 1),
-        Math.min(this.page.choices.head, heads - 1),
-      );
+      const { layer, head } = this.page.choices.layer < 0 ? telling : this.page.choices;
+      await this.choose(Math.min(layer, layers - 1), Math.max(0, Math.min(head, heads - 1)));
     } catch (error) {
       if (!current()) return;
       this.of = null;
@@ -111,7 +109,7 @@ export class AttentionView {
     page.choose({ layer, head });
     const P = await engine.call("weights", { of: OF, layer, head });
     if (small !== this.small || page.choices.layer !== layer || page.choices.head !== head) return;
-    this.P = P;
+    Object.assign(this, { P, layer, head });
     this.buttons.forEach((button, i) => {
       button.ariaPressed = String(i === layer * this.heads + head);
     });
@@ -143,7 +141,7 @@ export class AttentionView {
     $("heat-status").textContent =
       j > i
         ? `${name(i)} does not see ${name(j)}, which comes later.`
-        : `Layer ${this.page.choices.layer + 1}, head ${this.page.choices.head + 1}: ${name(i)} gives ${name(j)} the weight ${weight.toFixed(5)}.`;
+        : `Layer ${this.layer + 1}, head ${this.head + 1}: ${name(i)} gives ${name(j)} the weight ${weight.toFixed(5)}.`;
     if (i !== this.shaded || this.shadedOf !== this.P) this.shade(i);
   }
 

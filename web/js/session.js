@@ -7,6 +7,7 @@ const LONGEST_MS = 8; // of a call that writes: half a frame
 const BR = 192,
   BC = 256; // part4's tile; it decides no text
 const LEAST_TICKS_MS = 10; // of what is timed at once
+const FAR = 16; // characters
 
 export class Session {
   // wasm: a build's bytes.
@@ -107,16 +108,23 @@ export class Session {
     });
   }
 
-  // Each head's weights, the largest of each cell of a size x size map: Float32Array for layer * heads + head.
+  // maps: each head's weights, the largest of each cell of a size x size map: Float32Array for layer * heads + head.
+  // telling: {layer, head} of the head that looks back furthest (reach), for the views to begin with.
   maps({ of = "text", size }) {
     const { T } = this.observations[of],
       { n_layer, n_head } = this.checkpoint.config,
-      made = [];
+      maps = [];
+    let telling = null,
+      most = -1;
     for (let layer = 0; layer < n_layer; layer++) {
-      for (let head = 0; head < n_head; head++)
-        made.push(shrunk(this.weights({ of, layer, head }), T, Math.min(size, T)));
+      for (let head = 0; head < n_head; head++) {
+        const P = this.weights({ of, layer, head }),
+          far = reach(P, T);
+        maps.push(shrunk(P, T, Math.min(size, T)));
+        if (far > most) [most, telling] = [far, { layer, head }];
+      }
     }
-    return made;
+    return { maps, telling };
   }
 
   // q, k and v (T, d) of a head.
@@ -199,6 +207,18 @@ function timed(call, ms) {
     else least = Math.min(least, elapsed / together);
   } while (least === Infinity || clock() - start < ms);
   return least;
+}
+
+// The largest weight of each query on a key at least FAR characters back, added up. It is small for a head that looks
+// at its neighbours, a bare diagonal, and for one that looks at everything alike, a grey triangle.
+export function reach(P, T) {
+  let sum = 0;
+  for (let i = FAR; i < T; i++) {
+    let largest = 0;
+    for (let j = 0; j <= i - FAR; j++) largest = Math.max(largest, P[i * T + j]);
+    sum += largest;
+  }
+  return sum;
 }
 
 // The largest of each cell, where P (T, T) is divided into size x size cells.

@@ -15,12 +15,13 @@ export const DEFAULTS = {
   endless: 0,
   pace: 150,
   branches: "", // 'position:character code' of each, with commas
-  layer: 0,
-  head: 0,
+  layer: -1, // the head that tells most: Session.maps()
+  head: -1,
   query: -1, // the last one
   key: -1, // the one with the largest weight
   part: "part4",
   step: 0,
+  tempo: "normal", // of Tiles, where pace is that of a text
   n: 32,
   br: 8,
   bc: 8,
@@ -35,15 +36,15 @@ const ADMITTED = {
   weights: ["bf16", "fp32"],
   where: ["browser", "server"],
   context: ["slide", "reset"],
-  part: ["part1", "part2", "part3", "part4"],
+  tempo: ["slow", "normal", "fast"],
   length: [1, 20000, 1],
   temperature: [0, 2, ANY],
   topk: [1, 100000, 1],
   topp: [0.05, 1, ANY],
   endless: [0, 1, 1],
   pace: [0, 1000, 1],
-  layer: [0, 1000, 1],
-  head: [0, 1000, 1],
+  layer: [-1, 1000, 1],
+  head: [-1, 1000, 1],
   query: [-1, 100000, 1],
   key: [-1, 100000, 1],
   step: [0, 1e6, 1],
@@ -60,6 +61,7 @@ export const VIEWS = ["write", "race", "attention", "tiles", "measure"];
 // Whether a value may stand in the address.
 function admits(name, value) {
   if (name === "seed") return isSeed(value);
+  if (name === "part") return /^part[0-9]{1,2}$/.test(value); // the kernels say which there are
   const limits = ADMITTED[name];
   if (!limits || typeof DEFAULTS[name] === "string") return !limits || limits.includes(value);
   const [least, most, step] = limits;

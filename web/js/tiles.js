@@ -8,7 +8,7 @@ import { json } from "./engine.js";
 import { online, results } from "./formulas.js";
 import { matrices, scoreAt, steps } from "./tiling.js";
 
-const A_STEP_MS = 450;
+const A_STEP_MS = { slow: 1200, normal: 450, fast: 120 };
 const OF = "tiles"; // the worker's name for the text of this view
 const FIELDS = ["br", "bc", "l1", "l2"];
 // In our words: standard attention, and FlashAttention-2's Algorithm 1 (Dao 2023, arXiv:2307.08691) by its line numbers.
@@ -36,6 +36,7 @@ export class TilesView {
       page.choose({ part: $("tiles-part").value, step: 0 });
       this.make();
     });
+    $("tiles-pace").addEventListener("change", () => page.choose({ tempo: $("tiles-pace").value }));
     $("tiles-n").addEventListener("change", () => {
       page.choose({ n: Number($("tiles-n").value), step: 0 });
       this.load();
@@ -97,6 +98,12 @@ export class TilesView {
         engine.config.block_size,
       );
       this.ids = encode(all.join(""), engine.characters);
+      $("tiles-part").replaceChildren(
+        ...engine.parts.map(({ name, algorithm }) =>
+          make("option", { value: name, textContent: `${name}, ${algorithm}` }),
+        ),
+      );
+      $("tiles-pace").value = this.page.choices.tempo;
       const { n_layer, n_head } = engine.config;
       $("tiles-head").replaceChildren(
         ...Array.from({ length: n_layer * n_head }, (_, i) => {
@@ -120,12 +127,13 @@ export class TilesView {
   async load() {
     const { engine, choices } = this.page,
       { n_layer, n_head } = engine.config;
-    const layer = Math.min(choices.layer, n_layer - 1),
-      head = Math.min(choices.head, n_head - 1);
     const N = Math.min([16, 32, 48].includes(choices.n) ? choices.n : 32, this.ids.length);
     const mine = (this.latest = {});
-    const observed = engine.call("observe", { of: OF, ids: this.ids.slice(0, N) });
-    const [heads] = await Promise.all([engine.call("heads", { of: OF, layer, head }), observed]);
+    await engine.call("observe", { of: OF, ids: this.ids.slice(0, N) });
+    const chosen = choices.layer < 0 ? (await engine.call("maps", { of: OF, size: 1 })).telling : choices;
+    const layer = Math.min(chosen.layer, n_layer - 1),
+      head = Math.max(0, Math.min(chosen.head, n_head - 1));
+    const heads = await engine.call("heads", { of: OF, layer, head });
     if (this.latest !== mine) return;
     Object.assign(this, { N, d: heads.d, heads, results: results(heads, N, heads.d) });
     $("tiles-head").value = `${layer},${head}`;
@@ -139,13 +147,13 @@ export class TilesView {
     const { choices } = this.page,
       { N, d } = this,
       clip = (x) => Math.max(1, Math.min(Math.round(x), N));
-    const part = ["part1", "part2", "part3"].includes(choices.part) ? choices.part : "part4";
+    const part = this.page.engine.parts.some(({ name }) => name === choices.part) ? choices.part : "part4";
     this.sizes = { N, d, Br: clip(choices.br), Bc: clip(choices.bc), rows: this.block.rows };
     $("tiles-part").value = part;
     for (const id of FIELDS) $(id).value = choices[id];
     $("br").max = $("bc").max = N;
     $("br-name").textContent = part === "part2" ? "T" : "Br";
-    $("br").disabled = part === "part1" || part === "part3";
+    $("br").disabled = part !== "part2" && part !== "part4";
     $("bc").disabled = part !== "part4";
     $("br-out").textContent = this.sizes.Br;
     $("bc-out").textContent = this.sizes.Bc;
@@ -162,7 +170,7 @@ export class TilesView {
     const problem = { N, d, heads: 1, causal: true, br: this.sizes.Br, bc: this.sizes.Bc };
     const block = { ...this.block, part2Tile: this.sizes.Br, panel: this.sizes.Br, part4Step: this.sizes.Bc };
     this.counted = [l1, l2].map((cache) =>
-      traffic(part, problem, block, cache).reduce((sum, s) => sum + s.bytes, 0),
+      traffic(part, problem, block, cache)?.reduce((sum, s) => sum + s.bytes, 0),
     );
     this.showCode();
     $("online").hidden = part !== "part4";
@@ -220,11 +228,10 @@ export class TilesView {
     this.showBytes(moved);
     for (const [n, line] of Object.entries(this.paper))
       line.className = step.paper.includes(Number(n)) ? "now" : "";
-    const here = this.lines.findIndex((line) => line.textContent.includes(step.anchor));
-    this.lines.forEach((line, i) => {
-      line.className = i === here ? "now" : "";
-    });
-    $("source").scrollTop = Math.max(0, this.lines[here].offsetTop - this.lines[0].offsetTop - 90);
+    const now = (line) => step.anchor !== null && line.textContent.includes(step.anchor);
+    for (const line of this.lines) line.className = now(line) ? "now" : "";
+    const here = this.lines.find(now) ?? this.lines[0];
+    $("source").scrollTop = Math.max(0, here.offsetTop - this.lines[0].offsetTop - 90);
     this.showRow();
   }
 
@@ -261,7 +268,7 @@ export class TilesView {
     const rows = [
       ["so far", moved.l1, moved.l2],
       ["in all", ...Object.values(this.after.at(-1).bytes)],
-      ["as explain counts", ...this.counted],
+      ...(this.counted[0] === undefined ? [] : [["as explain counts", ...this.counted]]),
     ];
     $("bytes").replaceChildren(
       ...rows.map(([name, ...values]) =>
@@ -304,7 +311,7 @@ export class TilesView {
     $("tiles-play").textContent = "Pause";
     if (this.at === this.steps.length - 1) this.at = -1;
     for (let last = -Infinity; this.playing; await frame()) {
-      if (performance.now() - last < A_STEP_MS) continue;
+      if (performance.now() - last < A_STEP_MS[this.page.choices.tempo]) continue;
       last = performance.now();
       this.move(this.at + 1);
       if (this.at === this.steps.length - 1) break;

@@ -1,18 +1,22 @@
 // The steps of each part over one head's Q, K and V (N, d), with a causal mask and the scores scaled.
 //
-// A step is {title, text, anchor: a piece of the part's C++ line, paper: numbers of lines, boxes: [{m, r, c, w}],
+// A step is {title, text, anchor: a piece of the part's C++ line or null, paper: numbers of lines, boxes: [{m, r, c, w}],
 // touch: the memory in the order of the loops}. A box is a rectangle [from, to) of rows r and columns c of a matrix m;
-// w: written. rows: those that a product takes at a time.
+// w: written. rows: those that a product takes at a time. A part without steps here gets the textbook's.
 
 const box = (m, r, c, w = false) => ({ m, r, c, w });
 
+const SCRATCH = {
+  part2: ({ N, d, Br }) => ({ S: [N, N], Kt: [d, Br] }),
+  part3: ({ N }) => ({ S: [1, N] }),
+  part4: ({ d, Br, Bc }) => ({ Qt: [d, Br], Ot: [d, Br], S: [Bc, Br], ml: [2, Br] }),
+};
+const textbook = ({ N }) => ({ S: [N, N] });
+
 // The matrices that a part has in memory, with their rows and columns.
-export function matrices(part, { N, d, Br, Bc }) {
-  const io = { Q: [N, d], K: [N, d], V: [N, d], O: [N, d] };
-  if (part === "part1") return { ...io, S: [N, N] };
-  if (part === "part2") return { ...io, S: [N, N], Kt: [d, Br] };
-  if (part === "part3") return { ...io, S: [1, N] };
-  return { ...io, Qt: [d, Br], Ot: [d, Br], S: [Bc, Br], ml: [2, Br] };
+export function matrices(part, sizes) {
+  const io = [sizes.N, sizes.d];
+  return { Q: io, K: io, V: io, O: io, ...(SCRATCH[part] ?? textbook)(sizes) };
 }
 
 // Where the score of query i and key j lies in a part's S, as [row, column].
@@ -226,7 +230,7 @@ function* part4({ N, d, Br, Bc, rows: R }) {
     yield {
       title: `Queries ${i0 + 1} to ${i1} begin`,
       text: "A tile of queries is loaded once, transposed and scaled. Its output and the sums l start at 0, the maxima m at minus infinity.",
-      anchor: "std::fill_n(t.m, padded, -std::numeric_limits",
+      anchor: "std::fill_n(m, padded, -std::numeric_limits",
       paper: [3, 4, 5],
       boxes: [
         box("Q", [i0, i1], [0, d]),
@@ -279,7 +283,7 @@ function* part4({ N, d, Br, Bc, rows: R }) {
       yield {
         title: `Online softmax of ${tile}`,
         text: "Each row’s m becomes the larger of the old m and the tile’s largest score. The weights are exp(S − m), and l takes them up, after the old l is multiplied by exp(old m − m). Neither is final before the last tile.",
-        anchor: "if (simd::online_softmax({t.St, ldS}",
+        anchor: "if (simd::online_softmax({St, ldS}",
         paper: [9],
         boxes: [box("S", [i0, i1], [j0, seen], true), box("ml", [0, 2], [0, rows], true)],
         *touch() {
@@ -293,7 +297,7 @@ function* part4({ N, d, Br, Bc, rows: R }) {
         yield {
           title: `Correction of queries ${i0 + 1} to ${i1}`,
           text: "Where m has moved, the output so far was made with weights that are too large. It is multiplied by exp(old m − m). Our kernel lets m lag behind a little, so that it must do this seldom; here it is done each time.",
-          anchor: "simd::scale_columns({Ot, t.R}, d, queries, t.correction + r0);",
+          anchor: "simd::scale_columns({Oi, R}, d, queries, correction + r0);",
           paper: [10],
           boxes: [box("Ot", [0, d], [0, rows], true)],
           *touch() {
@@ -306,7 +310,7 @@ function* part4({ N, d, Br, Bc, rows: R }) {
       yield {
         title: `Output of ${tile}`,
         text: "The weights times the tile of V are added to the output, which waits in scratch. K and V come in once for Br queries, not once for each.",
-        anchor: "simd::multiply_add({Ot, t.R}, {j.V, 1, j.ldV}",
+        anchor: "simd::multiply_add({Oi, R}, {V, 1, ldV}",
         paper: [10],
         boxes: [
           box("S", [i0, i1], [j0, seen]),
@@ -329,7 +333,7 @@ function* part4({ N, d, Br, Bc, rows: R }) {
     yield {
       title: `Queries ${i0 + 1} to ${i1} end`,
       text: "The output is divided by l once, and written. m + log(l) is all that is kept of the softmax: with it two results over different keys can be merged.",
-      anchor: "simd::scale_columns({t.Ot, t.R}, d, rows, t.correction);",
+      anchor: "simd::scale_columns({Ot, R}, a.d, n, correction);",
       paper: [12, 13, 14],
       boxes: [box("Ot", [0, d], [0, rows]), box("O", [i0, i1], [0, d], true)],
       *touch() {
@@ -343,7 +347,14 @@ function* part4({ N, d, Br, Bc, rows: R }) {
   }
 }
 
+// The formula row by row, as part 1 has it: what any part computes, though not how.
+function* formula(sizes) {
+  const text =
+    "This page has no steps of this part. It shows those of the formula instead, row by row, with the scores in an N × N matrix. The bytes are theirs.";
+  for (const step of part1(sizes)) yield { ...step, text, anchor: null };
+}
+
 const WALKS = { part1, part2, part3, part4 };
 
 // The steps of a part.
-export const steps = (part, sizes) => [...WALKS[part](sizes)];
+export const steps = (part, sizes) => [...(WALKS[part] ?? formula)(sizes)];
