@@ -29,9 +29,9 @@ struct Strides {
 
 // softmax(scale q k^T) v for every batch and head. q is (B, H, Nq, d); k and v are (B, H, Nk, d); out is
 // (B, H, Nq, d), contiguous; lse, (B, H, Nq), gets the rows' logsumexp unless it is null.
-// causal: query i sees the keys j <= i + Nk - Nq. The score of a hidden key becomes -inf and its weight 0. A
-// NaN or infinity in its value may reach the rows of the same tile, because 0 times NaN is NaN. scale: of the
-// scores, times log2(e), because the softmax takes powers of two.
+//   causal  query i sees the keys j <= i + Nk - Nq. The score of a hidden key becomes -inf and its weight 0. A
+//           NaN or infinity in its value may reach the rows of the same tile, because 0 times NaN is NaN.
+//   scale   of the scores, times log2(e), because the softmax takes powers of two
 struct Call {
     const Element *q, *k, *v;
     Element* out;

@@ -11,9 +11,9 @@
 // Shared memory: STAGES tiles of K and of V. STRIDE is a row rounded up to an odd number of 16 bytes, against
 //     bank conflicts of ldmatrix and 16-byte loads.
 // Softmax: m is the maximum of some earlier chunk. Only a sum of weights beyond LIMIT raises it. So a score
-// costs a
-//     multiply-add, an exponential, an addition and, in 16-bit formats, half a conversion; O is seldom
-//     rescaled. Weights reach LIMIT, so values beyond 2^127 / (LIMIT Nk) may overflow O, where SDPA's do not.
+//     costs a multiply-add, an exponential, an addition and, in 16-bit formats, half a conversion; O is
+//     seldom rescaled. Weights reach LIMIT, so values beyond 2^127 / (LIMIT Nk) may overflow O, where SDPA's
+//     do not.
 // Masks: tiles with hidden keys come first, in a loop of their own. The loop for the others has no mask.
 //
 // Macros, by cuda/tiles.py:
@@ -31,9 +31,8 @@ constexpr int THREADS = 32 * WARPS, ROWS = 16 * M_TILES, BR = WARPS * ROWS;
 constexpr int D = HEAD_DIM, SIZE = sizeof(Element);
 constexpr int COPY = 16 / SIZE, COPIES = D / COPY;  // elements of a 16-byte copy, copies of a row
 constexpr int WIDE = FORMAT == FP32 ? 32 : 16;
-constexpr int DP =
-    (D + WIDE - 1) / WIDE * WIDE;                // d as the products see it; the added columns of k and v are 0
-constexpr int K_STEP = FORMAT == FP32 ? 8 : 16;  // numbers that a product sums
+constexpr int DP = (D + WIDE - 1) / WIDE * WIDE;     // d as the products see it; added columns are 0
+constexpr int K_STEP = FORMAT == FP32 ? 8 : 16;      // numbers that a product sums
 constexpr int STRIDE = ((DP * SIZE / 16) | 1) * 16;  // bytes of a row in shared memory: an odd number of 16
 constexpr int TILE = BC * STRIDE, STAGE = 2 * TILE;  // K and V
 constexpr int CHUNKS = BC / CHUNK, UNITS = M_TILES * (CHUNK / 8), Q_STEPS = DP / K_STEP;

@@ -3,23 +3,19 @@
 //
 // Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); bf16 and fp16; d is a multiple of 8 up to
 //     256; pointers and strides are multiples of 16 bytes. Tiles of BR queries and BC keys.
-// Loop nest: that of step5.h. With PIPE, the tiles without a mask have a loop of their own, in which the chunks
-// of
-//     keys overlap.
+// Loop nest: that of step5.h. With PIPE, the tiles without a mask have a loop of their own, in which the
+//     chunks of keys overlap.
 // Launch: B H ceil(Nq / BR) blocks of 32 WARPS threads.
-// Shared memory: K and V, STAGES * 2 * BC * STRIDE bytes, and with Q_SHARED Q, 2 BR d bytes; 30, 54 and 100 KiB
-// at
-//     d = 32, 64 and 128.
+// Shared memory: K and V, STAGES * 2 * BC * STRIDE bytes, and with Q_SHARED Q, 2 BR d bytes; 30, 54 and 100
+//     KiB at d = 32, 64 and 128.
 // Registers: 143, 241 and 255 at d = 32, 64 and 128 in bf16; sm_90, none spilled.
 // Improves on step 4: an instruction of the tensor cores does 2,048 multiply-adds. The softmax then takes as
-// long
-//     as the products. With PIPE, the scores of the next chunk and (PIPE 2) the product of the previous one are
-//     interleaved with the exponentials: tensor cores and exponentials work at the same time.
+//     long as the products. With PIPE, the scores of the next chunk and (PIPE 2) the product of the previous
+//     one are interleaved with the exponentials: tensor cores and exponentials work at the same time.
 // Bound: the exponentials at d = 32, shared memory from d = 64 on. At d = 128 O takes 128 registers a thread,
-// so Q
-//     lies in shared memory and is read again for every chunk. With chunks of 64 keys these reads are 6 of 38
-//     GiB moved; with chunks of 16 they would be 25 of 56. Chunks of 64 leave no registers for a second chunk,
-//     so PIPE is 0, and the other block's products run beside the exponentials.
+//     so Q lies in shared memory and is read again for every chunk. With chunks of 64 keys these reads are 6
+//     of 38 GiB moved; with chunks of 16 they would be 25 of 56. Chunks of 64 leave no registers for a second
+//     chunk, so PIPE is 0, and the other block's products run beside the exponentials.
 // Command: python gpt.py bench step5,step6,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16 -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
 // Measured: NVIDIA H200, bf16, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's flash
@@ -29,8 +25,8 @@
 #include "step5.h"
 
 // Macros beside those of step5.h:
-//   PIPE      0: one chunk after the other; 1: the next scores beside this softmax; 2: also the previous
-//   product Q_SHARED  1: the queries' fragments are in shared memory; 0: in registers
+//   PIPE      0: one chunk after the other; 1: the next scores beside this softmax; 2: the product before, too
+//   Q_SHARED  1: the queries' fragments are in shared memory; 0: in registers
 
 constexpr int QK_PARTS = DP / 16, PV_PARTS = (CHUNK / 16) * (DP / 16);
 static_assert(STAGES >= (PIPE ? 3 : 2), "the copies run ahead");

@@ -7,17 +7,15 @@
 //         T <- Q K^T by three products, S <- S + T; later T <- P V by three products, O <- O + T
 // Launch: B H ceil(Nq / BR) blocks of 32 WARPS threads.
 // Shared memory: K and V, STAGES * 2 * BC * STRIDE bytes; Q, 4 BR d bytes, or 8 BR d as two parts (Q_SPLIT).
-// 68,
-//     98 and 98 KiB at d = 32, 64 and 128.
+//     68, 98 and 98 KiB at d = 32, 64 and 128.
 // Registers: 216, 251 and 234 at d = 32, 64 and 128; sm_90, none spilled.
 // Improves on step 4: an instruction of the tensor cores does 1,024 multiply-adds. x = high + low, and x y =
 //     high high + high low + low high, each exact in tf32 products. The tensor cores round sums towards zero.
 //     Over thousands of keys the error grows to 40 times SDPA's, so only sums of 32 columns or one chunk of
 //     keys are left to them.
 // Bound: the tensor cores, and shared memory at d = 128.
-// Infinite numbers, and finite ones from 3.4019e38 on, have no low part: inf - inf is NaN. A row that sees such
-// a
-//     key, or has it in its query, is NaN; such a value makes its column NaN in the rows that see it.
+// Infinite numbers, and finite ones from 3.4019e38 on, have no low part: inf - inf is NaN. A row that sees
+//     such a key, or has it in its query, is NaN; such a value makes its column NaN in the rows that see it.
 // Command: python gpt.py bench step3,step4,step5,sdpa-efficient,sdpa-math --device cuda -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
 // Measured: NVIDIA H200, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's efficient
