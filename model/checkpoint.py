@@ -196,8 +196,7 @@ def _assemble(name: str, config: GPTConfig, weights: dict[str, Tensor], attend: 
         raise CheckpointError(f"{name}: n_layer is {config.n_layer}, but there are {len(weights)} tensors")
     config = dataclasses.replace(config, dropout=0.0)
     try:
-        with torch.device("meta"):
-            model = GPT(config, attend)
+        model = GPT.without_weights(config, attend)
     except (RuntimeError, TypeError) as error:  # sizes or their product overflow
         reason = str(error).splitlines()[0]
         raise CheckpointError(f"{name}: the configuration is wrong: {reason}") from None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from model.kv_cache import KVCache
 
@@ -120,6 +121,16 @@ class Transformer(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
 
 
+class _Uninitialised(TorchFunctionMode):
+    """Leaves parameters as they are made: a random number on the meta device imports PyTorch's compiler."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs.get("tensor", *args[:1])
+        return func(*args, **kwargs)
+
+
 class GPT(nn.Module):
     """A decoder-only transformer whose attention is the callable `attend`.
 
@@ -145,10 +156,15 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
+    @classmethod
+    def without_weights(cls, config: GPTConfig, attend: Attend) -> GPT:
+        """A model whose parameters have shapes but no memory, for weights that exist already."""
+        with torch.device("meta"), _Uninitialised():
+            return cls(config, attend)
+
     def with_attention(self, attend: Attend) -> GPT:
         """A model with the same, shared parameters and another attention, in evaluation mode."""
-        with torch.device("meta"):
-            other = GPT(self.config, attend)
+        other = GPT.without_weights(self.config, attend)
         other.load_state_dict(self.state_dict(), assign=True)
         other.tie_head()
         return other.eval()
