@@ -20,6 +20,11 @@ await page.evaluate(() => {
   at.value = 25;
   at.dispatchEvent(new Event("input"));
 });
-await page.evaluate(() => document.querySelector("nav").scrollIntoView());
-await page.screenshot({ path: `${root}docs/figures/web.png` });
+// From the page's bar to the end of the board, its key and its sliders, whatever their height is.
+const clip = await page.evaluate(() => {
+  const place = (query) => document.querySelector(query).getBoundingClientRect();
+  const y = place("nav").top + scrollY;
+  return { x: 0, y, width: innerWidth, height: place("#tiles .pair").bottom + scrollY + 16 - y };
+});
+await page.screenshot({ path: `${root}docs/figures/web.png`, fullPage: true, clip });
 await browser.close();
