@@ -229,6 +229,7 @@ def test_opcheck():
         torch_library.opcheck(backward, (views[0], of_lse, *views[1:], out, lse, True, 0.3))
 
 
+@pytest.mark.full
 def test_compiles_without_a_graph_break():
     q, k, v, dout, dlse = inputs(1, 2, 20, 20, 8)
 

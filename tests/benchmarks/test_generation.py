@@ -157,6 +157,7 @@ def test_wrong_arguments(run, arguments):
     assert code == 2 and ("'x' must be one of" in output or "--rounds" in output)
 
 
+@pytest.mark.full
 def test_a_contender_in_a_process_of_its_own(extension, threads):
     ids = [3, 1, 4, 1, 5]
     with ExitStack() as stack:

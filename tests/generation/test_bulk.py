@@ -89,6 +89,7 @@ def test_a_killed_driver_leaves_no_worker_and_is_resumed(slow, slow_expected, mo
     check(tmp_path, slow_expected)
 
 
+@pytest.mark.full
 def test_ctrl_c_stops_and_the_command_goes_on(model, slow_expected, tmp_path, cli):
     process = subprocess.Popen(
         command(model, tmp_path / "out", SLOW), start_new_session=True, stderr=subprocess.PIPE, text=True

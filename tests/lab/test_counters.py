@@ -112,6 +112,7 @@ def test_a_missing_tool_is_reported(monkeypatch, tool, caches):
     assert (counted.l1, counted.last, counted.note) == (None, None, f"{tool} was not found on PATH")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -124,7 +125,7 @@ def test_a_missing_tool_is_reported(monkeypatch, tool, caches):
         ({"caches": (Cache(1, 32768, 8, 48), L2)}, "caches' level 1 is 32768 B in 8 ways of 48 B lines"),
     ],
 )
-def test_wrong_arguments_are_named(extension, monkeypatch, change, message):
+def test_wrong_arguments_are_named(alone, monkeypatch, change, message):
     monkeypatch.setattr(counters, "available_memory", lambda: 2**34)
     monkeypatch.setattr(counters.shutil, "which", lambda name: name)
     with pytest.raises(ValueError, match=message):

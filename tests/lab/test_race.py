@@ -186,6 +186,7 @@ def test_an_error_is_one_line(failed, arguments, message):
 ENDLESS = ("race", "part0,part4", "-m", "shakes1024", "--max-new-tokens", "1000000")
 
 
+@pytest.mark.full
 def test_ctrl_c_shows_what_there_is(process, extension):
     running = process(*ENDLESS)
     while not running.stderr.readline().startswith("Engines differ"):  # the last line before the race

@@ -107,6 +107,7 @@ run.train(TINY, words(4000), out=Path(sys.argv[1]), resume=len(sys.argv) > 2, wa
 """
 
 
+@pytest.mark.full
 def test_a_killed_run_leaves_a_state_to_go_on_from(tmp_path, whole):
     out = tmp_path / "out"
     for attempt, steps in enumerate((7, 12)):

@@ -166,6 +166,7 @@ def test_text_is_flushed_as_it_is_made_and_ctrl_c_keeps_it(process):
     assert "Traceback" not in errors
 
 
+@pytest.mark.full
 def test_a_closed_pipe_ends_it_quietly(process):
     running = process(*ENDLESS)
     os.read(running.stdout.fileno(), 10)

@@ -134,7 +134,7 @@ def test_unfit_texts_are_refused_in_one_line(failed, text):
 STEPS = (*SMALL, "--steps", 160, "--part", "part0", "--out", "a b")
 
 
-@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_ctrl_c_and_sigterm_say_how_to_go_on_and_that_command_goes_on(process, cli, number):
     running = process("train", "mine", *STEPS)
     while not running.stderr.readline().startswith("step 8/160"):  # the first evaluation
@@ -156,6 +156,7 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on_and_that_command_goes_on(process, c
     assert curve[: len(stopped)] == stopped and curve[-1][0] == 160
 
 
+@pytest.mark.full
 def test_a_directory_has_one_run_and_a_killed_one_leaves_it(process, failed, cli):
     running = process("train", "mine", *STEPS)
     while not running.stderr.readline().startswith("step 8/160"):
@@ -167,6 +168,7 @@ def test_a_directory_has_one_run_and_a_killed_one_leaves_it(process, failed, cli
     assert cli("train", "mine", *SMALL, "--steps", 1, "--out", "a b", "--overwrite").returncode == 0
 
 
+@pytest.mark.full
 def test_a_closed_stderr_does_not_end_a_run(process):
     running = process("train", "mine", *STEPS)
     running.stderr.close()

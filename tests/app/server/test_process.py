@@ -43,7 +43,7 @@ def start(process, extension):
     return run
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_a_signal_lets_running_requests_finish(start, number):
     server = start("--grace", 30)
     client, texts = server.client, []
@@ -138,6 +138,7 @@ def test_a_signal_while_loading_does_not_wait():
             child.kill()
 
 
+@pytest.mark.full
 def test_the_quick_start_imports_nothing_of_it():
     """Nor does the help of serve."""
     code = (

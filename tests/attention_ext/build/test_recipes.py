@@ -33,6 +33,7 @@ def test_every_part_has_a_file_and_a_row():
     assert {"_".join(row) for row in rows} == operators
 
 
+@pytest.mark.full
 def test_the_program_is_compiled_once_for_each_processor(extension, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     made = recipes.program("off").make()

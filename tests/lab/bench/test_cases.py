@@ -50,6 +50,7 @@ def test_a_wrong_plan(arguments, message):
         plan(**arguments)
 
 
+@pytest.mark.full
 def test_a_part_without_a_count_takes_part_everywhere(cli, steady, monkeypatch, tmp_path):
     """A new part has a row in PARTS and none in the table of traffic counts."""
     pytest.importorskip("matplotlib")

@@ -20,7 +20,7 @@ def test_a_dry_run_prints_the_plan_alone(cli):
         (["part9"], "contender is 'part9'"),
         (["-N", "0"], "'0' must be a number of at least 1"),
         (["-N", "1:5000"], "more than 1000 numbers"),
-        (["-br", "x"], "a range as 256:4096*2 or 1:9+2 or auto"),
+        (["-br", "x"], "a range like 256:4096*2 or 1:9+2 or auto"),
         (["--mask", "both"], "--mask is 'both'"),
         (["--show"], "--show goes with --tune only"),
         (["part1,sdpa", "-br", "64"], "-br and -bc go with part4 only"),
