@@ -53,7 +53,7 @@ def load_state(directory: Path, run: dict[str, Any]) -> tuple[dict[str, Tensor],
         saved, progress = about["run"], about["progress"]
         version = about["format"]
         if not isinstance(saved, dict) or not isinstance(progress, dict):
-            raise TypeError("it is no run's")
+            raise TypeError("its metadata is not that of a run")
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}); train without --resume") from None
     if version != FORMAT:

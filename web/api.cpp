@@ -1,7 +1,7 @@
 // The decoder for a page: JavaScript fills in a checkpoint's tensors, opens a decoder and writes with it.
 //
-// The page has checked what it passes: every tensor's size, every token, every setting. Pointers are addresses
-// in WebAssembly's memory. What the page opens it also closes. After refuse() it drops the whole instance.
+// The page has checked all arguments: every tensor's size, every token, every setting. Pointers are addresses
+// in WebAssembly's memory. The page closes what it opens. After refuse() it drops the whole instance.
 #include "api.h"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ void on_threads(int threads, const std::function<void(int)>& body) {
 
 namespace {
 
-constexpr int64_t CACHE_BYTES = 8 << 20;  // of the processor; it decides nothing for one text
+constexpr int64_t CACHE_BYTES = 8 << 20;  // the processor's; a single text does not depend on it
 
 }  // namespace
 
@@ -34,7 +34,7 @@ Checkpoint* open_checkpoint(int32_t block_size, int32_t vocab_size, int32_t n_la
     return new Checkpoint{{block_size, vocab_size, n_layer, n_head, n_embd}, {}};
 }
 
-// Where the page writes the tensor's floats.
+// The memory into which the page writes the tensor's floats.
 EXPORT(add_tensor) float* add_tensor(Checkpoint* checkpoint, const char* name, int32_t floats) {
     Checkpoint::Tensor& tensor = checkpoint->tensors[name];
     tensor = {Buffer(floats), floats};
@@ -74,7 +74,7 @@ void write_tokens(Decoder* decoder, const double* uniforms, int32_t count, int32
     }
 }
 
-// The operators of PARTS, each with a line end.
+// The names of the operators of PARTS, each followed by a line end.
 EXPORT(part_names) const char* part_names() {
     static const std::string names = [] {
         std::string all;

@@ -1,4 +1,4 @@
-// A checkpoint as the page has filled it in.
+// A checkpoint whose tensors the page has filled in.
 #pragma once
 
 #include <map>

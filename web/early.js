@@ -1,5 +1,5 @@
-// Stands in the page itself, where web/build.py fills in the files: most of what a first visit loads is the weights,
-// so they are asked for before any module is there.
+// A script inside the page; web/build.py fills in the files. A first visit loads mostly weights, so they are requested
+// before the modules arrive.
 {
   const asked = new URLSearchParams(location.hash.replace(/^[^?]*/, "")),
     wanted = `${asked.get("model") ?? "shakes256"}-${asked.get("weights") ?? "bf16"}`,

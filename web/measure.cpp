@@ -1,7 +1,7 @@
-// Attention alone, and the limits of the processor, for the page to time.
+// Calls of attention and of the processor's limits, which the page times.
 //
-// The loops are those of tools/limits.cpp. They do a given amount of work here: a browser's clock is too coarse
-// to be read inside of them.
+// The loops are those of tools/limits.cpp. Here they do a given amount of work, because a browser's clock is
+// too coarse to be read inside them.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -15,7 +15,7 @@ namespace {
 constexpr int W = 4, CHAINS = 4;
 typedef float Vec __attribute__((vector_size(W * sizeof(float))));
 
-// n numbers from -1 to 1, another sequence for each seed.
+// n numbers from -1 to 1; each seed has a sequence of its own.
 Buffer noise(int64_t n, uint32_t seed) {
     Buffer x(n);
     for (int64_t i = 0; i < n; i++) {
@@ -70,19 +70,19 @@ EXPORT(multiply_adds) double multiply_adds(int32_t steps) {
     // volatile: the compiler must not see that 1 * 0.999 + 0.001 is 1, or it drops that chain.
     volatile float given[2] = {0.999f, 0.001f};
     Vec acc[CHAINS][3], factor = Vec{} + given[0], term = Vec{} + given[1];
-    for (int i = 0; i < CHAINS; i++)  // all different, so that none is dropped
+    for (int i = 0; i < CHAINS; i++)  // all different, so that the compiler drops none
         for (int v = 0; v < 3; v++) acc[i][v] = Vec{} + static_cast<float>(3 * i + v);
     for (int32_t step = 0; step < steps; step++)
         for (int i = 0; i < CHAINS; i++)
             for (int v = 0; v < 3; v++) acc[i][v] = acc[i][v] * factor + term;
     Vec total{};
     for (int i = 0; i < CHAINS; i++) total += acc[i][0] + acc[i][1] + acc[i][2];
-    volatile float kept = total[0];  // the results are used, so the work is done
+    volatile float kept = total[0];  // uses the results, so that the work is done
     (void)kept;
     return 2.0 * W * CHAINS * 3 * steps;
 }
 
-// Reads `floats` numbers, a multiple of 16, so many times; returns the bytes.
+// Reads `floats` numbers, a multiple of 16, several times; returns the bytes.
 EXPORT(read_floats) double read_floats(const float* data, int32_t floats, int32_t passes) {
     constexpr int64_t STRIDE = W * CHAINS;
     Vec total[CHAINS] = {};

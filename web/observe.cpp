@@ -1,4 +1,4 @@
-// What the model computes on the way: Q, K and V of every layer and head for a text, and attention's weights.
+// Intermediate values of the model for a text: Q, K and V of every layer and head, and attention's weights.
 //
 // The pass is the decoder's prefill, all tokens at once, with the decoder's own packed weights; part 4 attends.
 #include <algorithm>
@@ -18,7 +18,7 @@ constexpr int64_t BR = 64, BC = 128;
 
 struct Observation {
     int64_t T, H, d, width, ldQ;
-    std::vector<Buffer> qkv;  // of each layer (T, ldQ): q, k and v of a head lie together, `width` a head
+    std::vector<Buffer> qkv;  // each layer's (T, ldQ): q, k and v of a head together, `width` per head
 
     // q, k or v (which: 0, 1, 2) of a head; rows are ldQ apart.
     const float* head(int64_t layer, int64_t h, int64_t which) const {
@@ -90,7 +90,7 @@ EXPORT(observed) void observed(const Observation* o, int32_t layer, int32_t head
         std::copy_n(o->head(layer, head, which) + t * o->ldQ, o->d, to + t * o->d);
 }
 
-// P (T, T) <- softmax(scale q k^T), causal; 0 where a key is hidden. In double, because it is to be looked at.
+// P (T, T) <- softmax(scale q k^T), causal; 0 where a key is hidden. In double: the page shows the values.
 EXPORT(observed_weights) void observed_weights(const Observation* o, int32_t layer, int32_t head, float* P) {
     const int64_t T = o->T, d = o->d;
     const float *Q = o->head(layer, head, 0), *K = o->head(layer, head, 1);

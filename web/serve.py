@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Serves a folder without a log; names the types that the page needs, whatever the system says."""
+    """Serves a folder without a log; names the types that the page needs itself."""
 
     protocol_version = "HTTP/1.1"  # keeps connections
     extensions_map = SimpleHTTPRequestHandler.extensions_map | {

@@ -6,7 +6,7 @@ const OWN = `shakespeare-attention ${registration.scope} `, // all pages of an o
   files = ["./", ..."FILES"].map(absolute),
   weights = "WEIGHTS".map(absolute);
 
-// With the server's consent: the browser's own cache may have files of another version.
+// Revalidates with the server: the browser's own cache may have files of another version.
 const fresh = (url) => new Request(url, { cache: "no-cache" });
 
 self.addEventListener("install", (event) => {
@@ -26,7 +26,7 @@ self.addEventListener("activate", (event) => {
   event.waitUntil(old.then(() => self.clients.claim()));
 });
 
-// Paths of weights that the page has loaded, perhaps before this worker was there.
+// The paths of weights that the page has loaded, perhaps before this worker started.
 self.addEventListener("message", (event) => {
   const wanted = event.data.map(absolute).filter((url) => weights.includes(url));
   const keep = async (cache, url) => (await cache.match(url)) ?? cache.add(fresh(url));

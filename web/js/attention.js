@@ -2,7 +2,7 @@
 import { $, colour, make, number, onTheme, shown } from "./dom.js";
 import { encode } from "./checkpoint.js";
 
-const MAP = 96; // cells of a small map's side
+const MAP = 96; // side of a small map, in cells
 const OF = "attention"; // the worker's name for the text of this view
 
 // Weights (n x n) -> pixels; the square root makes small weights visible.
@@ -40,7 +40,7 @@ export class AttentionView {
     });
   }
 
-  // Reads the text again if it is another one.
+  // Reads the text, unless it was read before.
   async show() {
     const { text, engine } = this.page;
     if (!engine || !text?.written || (this.of === text && this.written === text.written)) return;
@@ -105,7 +105,7 @@ export class AttentionView {
 
   async choose(layer, head) {
     const { page, engine, small } = this;
-    if (engine !== page.engine) return; // the text's model is gone
+    if (engine !== page.engine) return; // another model was chosen
     page.choose({ layer, head });
     const P = await engine.call("weights", { of: OF, layer, head });
     if (small !== this.small || page.choices.layer !== layer || page.choices.head !== head) return;
@@ -120,13 +120,13 @@ export class AttentionView {
     this.point();
   }
 
-  // What the sliders point at is a choice: a link shows it again.
+  // The sliders' query and key are choices: a link shows them again.
   keep() {
     this.page.choose({ query: Number($("query").value), key: Number($("key").value) });
     this.point();
   }
 
-  // Names what the sliders point at.
+  // Names the query and the key of the sliders, and the weight.
   point() {
     if (!this.P) return;
     const { T, characters } = this,

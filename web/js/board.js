@@ -1,8 +1,8 @@
-// The drawing of the view Tiles: Q left of S, K above it, V below it, O right of it, scratch in the corners.
+// Draws the view Tiles: Q left of S, K above it, V below it, O right of it, scratch in the corners.
 import { colour } from "./dom.js";
 
-const GAP = 3; // cells between the matrices
-const EDGE = 4; // cells around them
+const GAP = 3; // between the matrices, in cells
+const EDGE = 4; // around them, in cells
 const NAMES = { Q: "Q", K: "Kᵀ", V: "Vᵀ", S: "S", O: "O" };
 const SCRATCH = { Kt: "tile of Kᵀ", Qt: "tile of Qᵀ", Ot: "tile of Oᵀ", ml: "m and l" };
 
@@ -35,10 +35,10 @@ export function draw(canvas, view) {
     rule = colour("--rule");
   const left = EDGE + d + GAP,
     top = EDGE + d + GAP;
-  // Scratch has the width of a corner at most.
+  // Scratch is at most as wide as a corner.
   const narrow = Math.min(1, d / Math.max(1, ...view.scratch.map(([, [, columns]]) => columns)));
   const wide = (m) => (m in SCRATCH ? narrow : 1);
-  // Where row r and column c of a matrix is, in cells; K and V lie on their sides.
+  // The place of row r and column c of a matrix, in cells. K and V are transposed.
   const places = {
     Q: (r, c) => [EDGE + c, top + r],
     O: (r, c) => [left + N + GAP + c, top + r],
@@ -56,7 +56,7 @@ export function draw(canvas, view) {
     pen.fillRect(x * size, y * size, size * wide(m) * 1.02, size * 1.02);
   };
   const most = (values) => values.reduce((m, x) => Math.max(m, Math.abs(x)), 1e-9);
-  const shades = [0.18, 0.5, 1]; // of memory, L2, L1
+  const shades = [0.18, 0.5, 1]; // memory, L2, L1
   const matrix = (m, values, rows) => {
     const top = most(values);
     for (let r = 0; r < N; r++) {

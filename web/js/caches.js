@@ -1,4 +1,4 @@
-// Two caches of a processor: lines of 64 bytes in sets of 8, of which the line used least recently is replaced.
+// Two caches of a processor: lines of 64 bytes in sets of 8. The least recently used line of a set is replaced.
 
 const LINE_FLOATS = 16;
 const WAYS = 8;
@@ -8,11 +8,11 @@ class Cache {
   constructor(bytes) {
     const lines = Math.max(1, Math.floor(bytes / LINE_BYTES));
     this.ways = Math.min(WAYS, lines);
-    this.sets = Array.from({ length: Math.max(1, Math.floor(lines / WAYS)) }, () => []); // the latest last
+    this.sets = Array.from({ length: Math.max(1, Math.floor(lines / WAYS)) }, () => []); // each from the oldest line to the latest
     this.misses = 0;
   }
 
-  // Uses a line; whether it was here.
+  // Uses a line; returns whether it was in the cache.
   use(line) {
     const set = this.sets[line % this.sets.length],
       at = set.indexOf(line);
@@ -24,7 +24,7 @@ class Cache {
   }
 }
 
-// The memory of matrices {name: [rows, columns]}, each from a line on, behind two caches.
+// The memory of matrices {name: [rows, columns]} behind two caches. Each matrix begins at a line.
 export class Memory {
   constructor(matrices, l1, l2) {
     this.at = {};
@@ -48,7 +48,7 @@ export class Memory {
     for (let line = this.line(m, i, c0); line <= last; line++) if (!this.l1.use(line)) this.l2.use(line);
   }
 
-  // Where each line is: 2 in L1, 1 in L2 only, 0 in memory only.
+  // The place of each line: 2 in L1, 1 in L2 only, 0 in memory only.
   places() {
     const found = new Uint8Array(this.size);
     for (const line of this.l2.sets.flat()) found[line] = 1;
@@ -61,7 +61,7 @@ export class Memory {
   }
 }
 
-// After each of the steps: {places, bytes}.
+// {places, bytes} after each step.
 export function simulate(steps, matrices, l1, l2) {
   const memory = new Memory(matrices, l1, l2);
   const after = steps.map((step) => {

@@ -2,7 +2,7 @@
 import { CheckpointError, readSafetensors } from "./safetensors.js";
 
 const SIZES = ["block_size", "vocab_size", "n_layer", "n_head", "n_embd"];
-const MOST_PARAMETERS = 2 ** 28; // a gigabyte, of which WebAssembly has four
+const MOST_PARAMETERS = 2 ** 28; // a gigabyte; WebAssembly has four
 
 // files: {config, characters} as parsed JSON, weights: an ArrayBuffer. Raises CheckpointError.
 export function readCheckpoint({ config, characters, weights }) {
@@ -93,7 +93,7 @@ function checkCharacters(characters, vocabSize) {
     if (typeof c !== "string" || [...c].length !== 1) {
       throw new CheckpointError(`meta.json: token ${i} is ${JSON.stringify(c)}; it must be one character`);
     }
-    // The page counts a text in UTF-16 units.
+    // The page counts the characters of a text in UTF-16 units.
     if (c.length !== 1) {
       throw new CheckpointError(`meta.json: token ${i} is ${c}; the page takes characters up to U+FFFF only`);
     }

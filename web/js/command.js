@@ -1,10 +1,10 @@
-// The command that writes the same text as the choices, or why there is none.
+// The command that writes the same text as the page, or the reason why there is none.
 
-const MOST_SEED = 2n ** 63n - 1n; // of the command line
+const MOST_SEED = 2n ** 63n - 1n; // the command line's limit
 
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
-// {command}, or {why}: a sentence. own: the checkpoint is someone's own.
+// Returns {command}, or {why}: a sentence. own: whether the checkpoint is the reader's.
 export function commandFor(choices, own = false) {
   const why = withoutCommand(choices, own);
   return why ? { why } : { command: words(choices).join(" ") };

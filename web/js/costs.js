@@ -1,11 +1,11 @@
-// What each part costs by its own loop nest: lab/costs.py, whose comments derive the numbers, for one thread.
+// The traffic of each part's loop nest with one thread. lab/costs.py is the same and derives the numbers.
 
 const FLOAT = 4,
   LINE = 64,
   WAYS = 8;
 
-// The bytes of a stream of one matrix: at least `least`; for each loop around it [working set, bytes that come in
-// when the working set does not fit].
+// The traffic of one matrix: at least `least` bytes. again: for each loop around it [working set, bytes that come in
+// if the working set does not fit].
 const stream = (name, least, again = [], scratch = false) => ({ name, least, again, scratch });
 
 // of: {Nq, Nk, d, heads, causal, br, bc}
@@ -14,7 +14,7 @@ function sizes({ N, d, heads, causal, br, bc }) {
   return { Nq: N, Nk: N, d, heads, n: visible, Br: Math.min(br, N), Bc: Math.min(bc, N) };
 }
 
-// Cache that a walk down so many columns of (rows, d) needs.
+// The bytes of cache that a walk down `columns` columns of (rows, d) needs.
 function walk(rows, d, columns = 1) {
   const width = FLOAT * d,
     stride = width % LINE === 0 ? width / LINE : 1;

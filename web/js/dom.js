@@ -26,12 +26,12 @@ export function colour(name) {
   return [...pen.getImageData(0, 0, 1, 1).data.slice(0, 3)];
 }
 
-// Calls when the colours of the page change.
+// Calls a function when the colours of the page change.
 export function onTheme(call) {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", call);
 }
 
-// How a character is shown where it stands alone.
+// The visible form of a single character.
 export function shown(character) {
   return { "\n": "⏎", " ": "␣" }[character] ?? character;
 }

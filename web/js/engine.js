@@ -1,8 +1,8 @@
-// The worker as the page sees it, and the files that it needs: beside the page, or inside of it.
+// The page's side of the worker, and the files that both need: beside the page, or inside it.
 
 const inside = (name) => document.getElementById(`asset:${name}`);
 
-// A file's bytes, unpacked as they come in if they are packed. progress(bytes so far) is called meanwhile.
+// A file's bytes. Packed ones are unpacked as they arrive. progress(bytes so far) is called meanwhile.
 export async function asset(name, progress = () => {}) {
   const reader = (await opened(name)).getReader();
   let next = await reader.read(),
@@ -41,10 +41,10 @@ function newWorker() {
   return new Worker(URL.createObjectURL(new Blob([element.textContent], { type: "text/javascript" })));
 }
 
-// What calls of a closed Engine end with.
+// The error of a call of a closed Engine.
 export class Closed extends Error {}
 
-// A Session in a worker: its methods are calls that return promises.
+// A Session in a worker. call() calls one of its methods and returns a promise.
 export class Engine {
   constructor() {
     this.worker = newWorker();

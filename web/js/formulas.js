@@ -1,6 +1,6 @@
-// Attention of one head by its formulas, with a causal mask and the scores scaled.
+// The formulas of attention for one head, with a causal mask and scaled scores.
 
-// What the formulas give: S (N, N) scaled scores, P (N, N), O (N, d).
+// S (N, N) scaled scores, P (N, N) weights, O (N, d).
 export function results({ q, k, v }, N, d) {
   const S = new Float64Array(N * N),
     P = new Float64Array(N * N),

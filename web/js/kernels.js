@@ -1,8 +1,8 @@
-// The kernels in WebAssembly: an instance, and C's view of its memory.
+// An instance of the kernels in WebAssembly, and access to its memory.
 
 export const PRECISIONS = ["fp32", "bf16"]; // the first rows of csrc/matmul/precision.h
 
-// What the kernels refuse; the message is theirs.
+// An error of the kernels, with their message.
 export class Refused extends Error {}
 
 // A module with one function: f32x4.relaxed_madd of three constants.
@@ -17,7 +17,7 @@ export function build() {
 }
 
 export class Kernels {
-  // bytes: a build's. Raises WebAssembly.CompileError where there is no SIMD.
+  // bytes: those of a build. Raises WebAssembly.CompileError if the browser has no SIMD.
   static async load(bytes) {
     return Kernels.of(await WebAssembly.compile(bytes));
   }
@@ -60,7 +60,7 @@ export class Kernels {
     return row;
   }
 
-  // Memory moves when it grows, so views are made for each use.
+  // Memory moves when it grows, so each use makes a new view.
   view() {
     return new DataView(this.c.memory.buffer);
   }
@@ -79,7 +79,7 @@ export class Kernels {
     return new TextDecoder().decode(bytes.slice(0, bytes.indexOf(0)));
   }
 
-  // use(address) of so many bytes, which are released afterwards.
+  // Calls use(address) with newly allocated bytes and releases them afterwards.
   with(bytes, use) {
     const at = this.c.allocate(bytes);
     if (!at) throw new Refused(`no memory for ${bytes} bytes`);

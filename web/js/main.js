@@ -62,7 +62,7 @@ class Page {
     }
     for (const [name, view] of Object.entries(this.views)) if (name !== this.view) view.hide?.();
     this.views[this.view].show?.();
-    this.setAddress(); // at once: the link that was followed lacks the choices
+    this.setAddress(); // at once: the link's address lacks the other choices
   }
 
   choose(changes) {
@@ -70,7 +70,7 @@ class Page {
     this.remember();
   }
 
-  // Soon, because browsers limit how often an address may change.
+  // With a delay, because browsers limit how often an address may change.
   remember() {
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.setAddress(), 300);
@@ -96,7 +96,7 @@ class Page {
     return this.choices.where === "server";
   }
 
-  // The engine of the chosen model, once it is loaded; null if it cannot be, or if another was chosen meanwhile.
+  // The engine of the chosen model; null if it cannot be loaded, or if another was chosen meanwhile.
   async ready() {
     this.offerPrecisions();
     const { model, weights } = this.choices,
@@ -153,8 +153,8 @@ class Page {
     this.keep();
   }
 
-  // Lets the page open without a network. Not before the first text, from which it would take bandwidth.
-  // A page of a server is not kept: the next one at this address may be another's.
+  // Lets the page open without a network. It waits for the first text, which needs the bandwidth first.
+  // A server's page is not kept: another server may follow at this address.
   keep() {
     const workers = navigator.serviceWorker;
     if (this.server || !workers || !location.protocol.startsWith("http")) return;

@@ -3,7 +3,7 @@ import { $, brief, bytes, make } from "./dom.js";
 import { flops, traffic } from "./costs.js";
 
 const CASE = { N: 1024, d: 32, heads: 4, causal: false, br: 192, bc: 256 };
-const BUFFERS = [16 << 10, 256 << 10, 64 << 20]; // read from L1, from L2, from memory, on most machines
+const BUFFERS = [16 << 10, 256 << 10, 64 << 20]; // in L1, in L2, in memory, on most machines
 const L1 = 32 << 10;
 const HEADS = ["part", "ms", "GFLOP/s", "of the peak", "bytes into 32 KB", "FLOP/byte", "scratch"];
 const HEIGHT = 400,
@@ -30,7 +30,7 @@ export class MeasureView {
       };
     if (!engine) return;
     $("measure-go").disabled = true;
-    this.page.text?.halt(); // it would take time from what is measured
+    this.page.text?.halt(); // it would slow the measurement
     try {
       say("Multiply-adds …");
       const peak = await engine.call("peak", {}),
@@ -45,7 +45,7 @@ export class MeasureView {
         say(`${part} …`);
         const milliseconds = await engine.call("attention", { part, H: CASE.heads, ...CASE });
         const scratch = await engine.call("scratch", { part, H: CASE.heads, ...CASE });
-        const moved = traffic(part, CASE, block, L1)?.reduce((sum, s) => sum + s.bytes, 0); // none is known of a new part
+        const moved = traffic(part, CASE, block, L1)?.reduce((sum, s) => sum + s.bytes, 0); // undefined for a part without counts
         const speed = flops(CASE) / (milliseconds / 1e3);
         this.points.push({ part, milliseconds, speed, moved, scratch, intensity: flops(CASE) / moved });
       }
@@ -78,7 +78,7 @@ export class MeasureView {
     $("figures").tBodies[0].replaceChildren(...this.rows.map((cells) => row(cells, "td")));
   }
 
-  // As Markdown.
+  // The table as Markdown.
   async copy() {
     const lines = [HEADS, HEADS.map(() => "---"), ...this.rows].map((cells) => `| ${cells.join(" | ")} |`);
     try {
@@ -128,7 +128,7 @@ export class MeasureView {
     add("text", { x: 0, y: 14 }, "operations a second");
     const [tall, wide] = [(BOTTOM - TOP) / Math.log(most / least), (RIGHT - LEFT) / Math.log(to / from)];
     const turn = (Math.atan2(tall, wide) * 180) / Math.PI; // degrees
-    let named = Infinity; // the bandwidth whose name stands above
+    let named = Infinity; // the last bandwidth with a name
     bandwidths.forEach((bandwidth, n) => {
       const ridge = Math.min(to, peak / bandwidth),
         start = Math.max(from, least / bandwidth);
@@ -137,7 +137,7 @@ export class MeasureView {
           class: "slope",
           d: `M${x(start)} ${y(start * bandwidth)}L${x(ridge)} ${y(ridge * bandwidth)}`,
         });
-      if (ridge <= from || bandwidth > named / 1.4) return; // the name above is its name too
+      if (ridge <= from || bandwidth > named / 1.4) return; // that name is near enough
       named = bandwidth;
       const same = BUFFERS.filter((_, i) => i >= n && bandwidths[i] > bandwidth / 1.4);
       const [tx, ty] = [x(start), y(start * bandwidth)];
@@ -152,7 +152,7 @@ export class MeasureView {
         class: "roof",
         d: `M${x(Math.max(from, peak / Math.max(...bandwidths)))} ${y(peak)}H${RIGHT}`,
       });
-    // A name is right of its point, or left of it if another point is there.
+    // A name is right of its point, or left if another point is there.
     const near = (a, b) => a !== b && x(b.intensity) - x(a.intensity) < 70 && x(b.intensity) >= x(a.intensity);
     for (const point of points.filter(({ moved }) => moved)) {
       const [cx, cy] = [x(point.intensity), y(point.speed)];

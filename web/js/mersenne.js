@@ -1,7 +1,7 @@
 // The uniform numbers of a seed: those of torch.rand(dtype=torch.float64).
 //
 // Matsumoto & Nishimura 1998, 'Mersenne Twister: a 623-dimensionally equidistributed uniform pseudo-random number
-// generator'. As in PyTorch the lower 32 bits of a seed count, and a double has the lower 53 bits of two numbers.
+// generator'. As in PyTorch, only the lower 32 bits of a seed are used, and a double has the lower 53 bits of two numbers.
 
 const N = 624,
   M = 397;
@@ -18,7 +18,7 @@ export class Mersenne {
     this.at = N;
   }
 
-  // 32 bits.
+  // The next 32 bits.
   next() {
     if (this.at === N) this.twist();
     let y = this.state[this.at++];

@@ -1,4 +1,4 @@
-// The checkpoints of the page, and workers that have loaded one.
+// The page's checkpoints, and workers that have loaded one.
 import { asset, Engine, json } from "./engine.js";
 import { build } from "./kernels.js";
 import { joined } from "./planes.js";
@@ -13,12 +13,12 @@ export class Models {
     return models;
   }
 
-  // The precisions in which a model is here.
+  // The precisions in which the page has a model.
   precisions(name) {
     return Object.keys(this.index[name].files);
   }
 
-  // The paths of the weights that were asked for.
+  // The paths of the weights that were requested.
   loaded() {
     return [...this.files.keys()];
   }
@@ -28,7 +28,7 @@ export class Models {
     if (!this.files.has(path)) {
       const loading = asset(path, (done) => progress(Math.min(1, done / bytes))).then(joined);
       this.files.set(path, loading);
-      loading.catch(() => this.files.delete(path)); // the next try asks again
+      loading.catch(() => this.files.delete(path)); // the next attempt requests it again
     }
     return this.files.get(path);
   }
@@ -40,7 +40,7 @@ export class Models {
     return this.engineOf(files.then((weights) => ({ config, characters, weights, precision })));
   }
 
-  // files: a promise of them. The worker starts and compiles the kernels meanwhile.
+  // files: a promise. The worker starts and compiles the kernels while they load.
   async engineOf(files) {
     const engine = new Engine();
     files.catch(() => {}); // it is awaited below
@@ -53,7 +53,7 @@ export class Models {
     }
   }
 
-  // A worker with the checkpoint of these files, which someone chose. Raises Error with a sentence.
+  // A worker with the checkpoint of the reader's files. Raises Error with a sentence.
   async engineOfFiles(files) {
     const find = (name) =>
       files.find((file) => file.name === name || file.name.endsWith(name.replace(/^model/, "")));

@@ -1,5 +1,5 @@
-// The form in which the page's weights travel: the first bytes of each four, then the second bytes, the third, the
-// fourth, and what is left. Exponents stand together then, so gzip makes bf16 weights 11 % smaller.
+// The order of bytes in the page's weights: the first byte of each four, then the second bytes, the third, the fourth,
+// and the rest. This puts all exponents together, and gzip makes bf16 weights 11 % smaller.
 
 // bytes: an ArrayBuffer, as planes() in web/build.py makes it; the bytes in their own order.
 export function joined(bytes) {

@@ -1,11 +1,11 @@
-// The view Race: four parts write the same text, one after the other, shown at their true relative speed.
+// The view Race: the parts write the same text one after the other, and are shown at their relative speeds.
 import { $, brief, frame, make, number } from "./dom.js";
 import { encode } from "./checkpoint.js";
 
 const CASE = { H: 4, N: 1024, d: 32 };
-const LONGEST_SHOW = 9; // seconds of the slowest part on the page
+const LONGEST_SHOW = 9; // seconds in which the slowest part is shown
 const PROMPT = "GLOUCESTER:\n",
-  SEED = 1; // of what fills the window
+  SEED = 1; // seed of the text that fills the window
 
 export class RaceView {
   constructor(page) {
@@ -59,7 +59,7 @@ export class RaceView {
       mine = {};
     this.current = mine;
     this.cancelled = false;
-    this.page.text?.halt(); // it would take time from the parts
+    this.page.text?.halt(); // it would slow the parts
     let ended = false;
     const going = () => this.current === mine && !this.cancelled;
     const say = (text) => {
@@ -96,7 +96,7 @@ export class RaceView {
     }
   }
 
-  // A text of so many characters, written with a cache.
+  // A text of `length` characters, written with a cache.
   async past(size) {
     const { characters, config } = this.engine,
       ids = encode(PROMPT, characters);
@@ -125,7 +125,7 @@ export class RaceView {
       capacity: size,
     };
     for (let i = 0; i < 2; i++) {
-      // browsers compile a kernel better once it has run
+      // Browsers optimise a kernel after its first runs.
       await this.engine.call("begin", request);
       await this.engine.call("more", { most: 1, perToken: true });
     }
@@ -143,7 +143,7 @@ export class RaceView {
     return run;
   }
 
-  // All parts side by side, from what was measured.
+  // Shows all parts side by side, with the measured times.
   async replay(runs, count, going, say) {
     const slowest = Math.max(...Object.values(runs).map((run) => run.total)) / 1e3;
     const fastest = Math.min(...Object.values(runs).map((run) => run.total));
@@ -175,7 +175,7 @@ export class RaceView {
     this.runs = runs;
   }
 
-  // Bars of one call of attention.
+  // Bars with the time of one call of attention.
   async alone(say) {
     const body = $("alone").tBodies[0],
       times = {};

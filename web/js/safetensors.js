@@ -1,15 +1,15 @@
-// Reads a safetensors file. The file is not trusted: what the Rust library refuses is refused here too.
+// Reads a safetensors file. The file is not trusted: all that the Rust library refuses is refused here too.
 
 // The message says what is wrong with a checkpoint.
 export class CheckpointError extends Error {}
 
 const MOST_HEADER_BYTES = 100_000_000;
-const BYTES = { F64: 8, F32: 4, F16: 2, BF16: 2 }; // of the types that a model may have
+const BYTES = { F64: 8, F32: 4, F16: 2, BF16: 2 }; // bytes of the types that a model may have
 const OTHER_TYPES = ["BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "U16", "I32", "U32", "I64", "U64"];
 
 const TOKEN = /("(?:[^"\\]|\\.)*")(\s*:)?|-?\d[\d.eE+-]*|[{}]/g;
 const NUMBER = /^-?\d/;
-const WHOLE = /^\d+$/; // 1.0, 1e0 and -0 are no sizes
+const WHOLE = /^\d+$/; // sizes; 1.0, 1e0 and -0 are refused
 
 const isObject = (x) => typeof x === "object" && x !== null && !Array.isArray(x);
 const isSize = (x) => Number.isSafeInteger(x) && x >= 0;
@@ -59,7 +59,7 @@ function header(buffer) {
 function strictJson(bytes) {
   try {
     const text = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(bytes);
-    JSON.parse(text); // the tokens below are those of JSON
+    JSON.parse(text); // so the loop below meets tokens of JSON only
     checkNames(text);
     return JSON.parse(text.replace(TOKEN, (token) => (NUMBER.test(token) && !WHOLE.test(token) ? "null" : token)));
   } catch (error) {
@@ -98,7 +98,7 @@ function checked(name, entry) {
   return { name, dtype, shape, begin, end };
 }
 
-// Numbers of a type as float32.
+// Converts numbers of a type to float32.
 function floats(bytes, dtype) {
   if (dtype === "F32") return new Float32Array(bytes);
   if (dtype === "F64") return Float32Array.from(new Float64Array(bytes));

@@ -1,4 +1,4 @@
-// The distribution that a character is drawn from. csrc/decoder/sampling.cpp does the same and draws.
+// The distribution from which a character is drawn. csrc/decoder/sampling.cpp computes the same one and draws.
 
 // weights (V) -> probabilities (V)
 function normalised(weights) {
@@ -12,7 +12,7 @@ export function before(logits) {
   return normalised(Array.from(logits, (x) => Math.exp(x - highest)));
 }
 
-// What is left of them after temperature, top-k and top-p.
+// The probabilities after temperature, top-k and top-p.
 export function after(logits, { temperature, topK, topP }) {
   const highest = Math.max(...logits);
   if (temperature === 0) {

@@ -1,4 +1,4 @@
-// A text that `gpt.py serve` writes, where the page comes from it.
+// A text by `gpt.py serve`, if the page comes from there.
 import { frame } from "./dom.js";
 
 const MOST = 65536; // characters of an endless text: the server's limit
@@ -12,7 +12,7 @@ export async function openServer() {
   return { api: meta.content, models: (await answer.json()).data.map((model) => model.id) };
 }
 
-// Has the members of Text in text.js that the view Write uses; it knows no logits.
+// Has the members of Text in text.js that the view Write uses, without logits.
 export class ServerText {
   constructor(server, choices) {
     Object.assign(this, { server, choices, prompt: choices.prompt, text: "", logits: null, dropped: 0 });
@@ -91,7 +91,7 @@ export class ServerText {
   }
 }
 
-// Why a server refused a request, in a sentence.
+// A sentence with the reason why a server refused a request.
 async function refusal(answer) {
   try {
     return (await answer.json()).error.message;

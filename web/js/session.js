@@ -1,16 +1,16 @@
-// What the page's worker does: it holds a checkpoint and answers calls by name. No DOM here, so it runs in node.
+// The work of the page's worker: it holds a checkpoint and answers calls by name. It uses no DOM, so it runs in node.
 import { Kernels, PRECISIONS, Refused } from "./kernels.js";
 import { readCheckpoint } from "./checkpoint.js";
 import { Writer } from "./writer.js";
 
-const LONGEST_MS = 8; // of a call that writes: half a frame
+const LONGEST_MS = 8; // limit of a call that writes: half a frame
 const BR = 192,
-  BC = 256; // part4's tile; it decides no text
-const LEAST_TICKS_MS = 10; // of what is timed at once
+  BC = 256; // part4's tile; no text depends on it
+const LEAST_TICKS_MS = 10; // shortest time that is measured
 const FAR = 16; // characters
 
 export class Session {
-  // wasm: a build's bytes.
+  // wasm: the bytes of a build.
   async compile({ wasm }) {
     this.module = await WebAssembly.compile(wasm);
   }
@@ -49,7 +49,7 @@ export class Session {
     });
   }
 
-  // A decoder packs and rounds the weights, so it is kept for the next text.
+  // Keeps the decoder for the next text, because it packs and rounds the weights.
   open(part, capacity) {
     if (this.decoder?.part === part && this.decoder.capacity === capacity) return;
     const { c } = this.kernels;
@@ -85,7 +85,7 @@ export class Session {
     return { tokens, logits, milliseconds, elapsed: performance.now() - start };
   }
 
-  // Reads a text, of block_size tokens at most, for the calls whose `of` is its name; each name holds one text.
+  // Reads a text of at most block_size tokens. Later calls refer to it by its name `of`; a name holds one text.
   observe({ of = "text", ids }) {
     const { kernels } = this;
     if (this.observations[of]) kernels.c.close_observation(this.observations[of].at);
@@ -151,7 +151,7 @@ export class Session {
     return least;
   }
 
-  // Multiply-adds in registers, operations a second.
+  // Operations per second of multiply-adds in registers.
   peak({ ms = 200 } = {}) {
     const steps = 200_000;
     let work = 0;
@@ -161,7 +161,7 @@ export class Session {
     return work / (least / 1e3);
   }
 
-  // Sequential reads from a buffer of so many bytes, bytes a second.
+  // Bytes per second of sequential reads from a buffer.
   bandwidth({ bytes, ms = 150 }) {
     const floats = Math.floor(bytes / 64) * 16,
       passes = Math.max(1, Math.ceil(2 ** 24 / bytes));

@@ -1,4 +1,4 @@
-// The choices, in the fragment of the address: #view?name=value&... Defaults are left out.
+// The choices in the fragment of the address: #view?name=value&... Defaults are left out.
 
 export const DEFAULTS = {
   model: "shakes256",
@@ -15,22 +15,22 @@ export const DEFAULTS = {
   endless: 0,
   pace: 150,
   branches: "", // 'position:character code' of each, with commas
-  layer: -1, // the head that tells most: Session.maps()
+  layer: -1, // the head that looks back furthest: Session.maps()
   head: -1,
-  query: -1, // the last one
-  key: -1, // the one with the largest weight
+  query: -1, // the last query
+  key: -1, // the key with the largest weight
   part: "part4",
   step: 0,
-  tempo: "normal", // of Tiles, where pace is that of a text
+  tempo: "normal", // pace of Tiles; `pace` is that of a text
   n: 32,
   br: 8,
   bc: 8,
-  l1: 11, // logarithms
+  l1: 11, // log2 of the bytes
   l2: 13,
   window: 1024,
   count: 16,
 };
-// What an address may say: a range of whole numbers, or of any ([least, most, 0]), or a list.
+// The values that an address may have: [least, most, multiple of], where 0 admits fractions, or a list.
 const ANY = 0;
 const ADMITTED = {
   weights: ["bf16", "fp32"],
@@ -61,7 +61,7 @@ export const VIEWS = ["write", "race", "attention", "tiles", "measure"];
 // Whether a value may stand in the address.
 function admits(name, value) {
   if (name === "seed") return isSeed(value);
-  if (name === "part") return /^part[0-9]{1,2}$/.test(value); // the kernels say which there are
+  if (name === "part") return /^part[0-9]{1,2}$/.test(value); // the kernels' table decides which exist
   const limits = ADMITTED[name];
   if (!limits || typeof DEFAULTS[name] === "string") return !limits || limits.includes(value);
   const [least, most, step] = limits;

@@ -1,9 +1,9 @@
-// A text as it is written: tokens, the logits that each was chosen from, and how fast.
+// A text while it is written: tokens, the logits of each, and the speed.
 import { encode } from "./checkpoint.js";
 import { frame } from "./dom.js";
 import { stopped } from "./writer.js";
 
-const KEPT = 8192; // characters of an endless text that can still be looked at
+const KEPT = 8192; // characters of an endless text that remain
 
 export class Text {
   // choices: those of state.js. branches: [[position, character], ...].
@@ -11,8 +11,8 @@ export class Text {
     Object.assign(this, { engine, choices, branches });
     this.prompt = choices.prompt;
     this.text = "";
-    this.logits = []; // of each character of `text`, from `dropped` on
-    this.dropped = 0; // characters that are forgotten
+    this.logits = []; // one row for each character of `text`, from `dropped` on
+    this.dropped = 0; // characters that were removed
     this.milliseconds = 0;
     this.running = true;
   }
@@ -48,10 +48,10 @@ export class Text {
       capacity: endless ? config.block_size : Math.min(config.block_size, ids.length + choices.length),
       forced: known.map(([at, c]) => [at, index.get(c)]),
     });
-    // An endless text moves least at its pace.
+    // At its pace an endless text moves least.
     const isStill = matchMedia("(prefers-reduced-motion: reduce)").matches && !endless;
     const pace = isStill ? 0 : choices.pace;
-    const hurry = this.branches.at(-1)?.[0] ?? 0; // a branch's beginning is known
+    const hurry = this.branches.at(-1)?.[0] ?? 0; // the text before a branch was shown already
     let start = performance.now();
     while (this.running && (endless || this.written < choices.length)) {
       const left = endless ? Infinity : choices.length - this.written;

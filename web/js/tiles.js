@@ -78,7 +78,7 @@ export class TilesView {
     this.pause();
   }
 
-  // Reads the text again if it is another one.
+  // Reads the text, unless it was read before.
   async show() {
     const { text, engine } = this.page;
     if (!engine || !text?.written) return;
@@ -141,7 +141,7 @@ export class TilesView {
     this.make();
   }
 
-  // The steps for the choices; `keep`: stays at about the same place.
+  // Makes the steps for the choices. keep: stay at about the same place.
   make(keep = false) {
     if (!this.heads) return;
     const { choices } = this.page,
@@ -194,7 +194,7 @@ export class TilesView {
     $("source").setAttribute("aria-label", name);
   }
 
-  // To a step that someone chose; a link shows it again.
+  // Goes to a chosen step; a link shows it again.
   move(at) {
     this.page.choose({ step: Math.max(0, Math.min(at, this.steps.length - 1)) });
     this.go(this.page.choices.step);
@@ -235,7 +235,7 @@ export class TilesView {
     this.showRow();
   }
 
-  // S's cells and O's rows after a step.
+  // The kinds of S's cells and the progress of O's rows after a step.
   stateAt(at) {
     const { N } = this,
       kinds = new Uint8Array(N * N),
@@ -252,7 +252,7 @@ export class TilesView {
     return { kinds, progress };
   }
 
-  // The weight of a cell: final, or in part 4 with the m of the moment.
+  // The weight of a cell: the final one, or in part 4 that with the current m.
   weight(step, i, j) {
     const {
       N,
@@ -307,7 +307,7 @@ export class TilesView {
 
   async play() {
     this.playing = true;
-    $("step").ariaBusy = "true"; // a screen reader reads the step where it stops
+    $("step").ariaBusy = "true"; // a screen reader reads the last step only
     $("tiles-play").textContent = "Pause";
     if (this.at === this.steps.length - 1) this.at = -1;
     for (let last = -Infinity; this.playing; await frame()) {

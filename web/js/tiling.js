@@ -1,8 +1,8 @@
-// The steps of each part over one head's Q, K and V (N, d), with a causal mask and the scores scaled.
+// The steps of each part over one head's Q, K and V (N, d), with a causal mask and scaled scores.
 //
 // A step is {title, text, anchor: a piece of the part's C++ line or null, paper: numbers of lines, boxes: [{m, r, c, w}],
 // touch: the memory in the order of the loops}. A box is a rectangle [from, to) of rows r and columns c of a matrix m;
-// w: written. rows: those that a product takes at a time. A part without steps here gets the textbook's.
+// w: written. rows: the rows that a product takes at a time. A part without steps here gets those of the formula.
 
 const box = (m, r, c, w = false) => ({ m, r, c, w });
 
@@ -19,7 +19,7 @@ export function matrices(part, sizes) {
   return { Q: io, K: io, V: io, O: io, ...(SCRATCH[part] ?? textbook)(sizes) };
 }
 
-// Where the score of query i and key j lies in a part's S, as [row, column].
+// The place of the score of query i and key j in a part's S, as [row, column].
 export function scoreAt(part, { Br, Bc }, i, j) {
   if (part === "part3") return [0, j];
   return part === "part4" ? [j % Bc, i % Br] : [i, j]; // part 4 has the tile transposed
@@ -31,7 +31,7 @@ function* part1({ N, d }) {
   for (let i = 0; i < N; i++) {
     yield {
       title: `Scores of query ${i + 1}`,
-      text: "One row of Q meets every key that it may see, one multiplication at a time. All of K passes by for this one row. The scores go to an N × N matrix in memory.",
+      text: "One row of Q is multiplied with every key that it may see. This one row reads all of K. The scores go to an N × N matrix in memory.",
       anchor: "s += Q[i * ldQ + c] * K[j * ldK + c]",
       paper: [1],
       boxes: [
@@ -53,7 +53,7 @@ function* part1({ N, d }) {
   for (let i = 0; i < N; i++) {
     yield {
       title: `Output of query ${i + 1}`,
-      text: "Each number of the output adds up a whole row of weights times a column of V. The walk goes down the column, so a cache line of V is fetched for one number and comes back for the next column.",
+      text: "Each number of the output adds up a whole row of weights times a column of V. It reads down the column, so a cache line of V is fetched for one number, and again for the next column.",
       anchor: "o += S[i * Nk + j] * V[j * ldV + c]",
       paper: [3],
       boxes: [
@@ -96,7 +96,7 @@ function* part2({ N, d, Br: T, rows: R }) {
     const j1 = Math.min(j0 + T, N);
     yield {
       title: `Keys ${j0 + 1} to ${j1}, transposed`,
-      text: "A tile of K is turned on its side once, for all queries, so that the lanes of a vector can span keys.",
+      text: "A tile of K is transposed once for all queries, so that the lanes of a vector can span keys.",
       anchor: "simd::transpose({Kt, T}",
       paper: [1],
       boxes: [box("K", [j0, j1], [0, d]), box("Kt", [0, d], [0, j1 - j0], true)],
@@ -112,7 +112,7 @@ function* part2({ N, d, Br: T, rows: R }) {
       if (j0 >= i1) continue;
       yield {
         title: `Scores of queries ${i0 + 1} to ${i1}, keys ${j0 + 1} to ${j1}`,
-        text: "Both tiles lie in L1, and each is used T times before it leaves. So K comes in N / T times instead of N times. The scores still go to the N × N matrix.",
+        text: "Both tiles are in L1, and each is used T times before it leaves. So K is read N / T times instead of N times. The scores still go to the N × N matrix.",
         anchor: "simd::multiply({Sij, Nk}",
         paper: [1],
         boxes: [
@@ -143,7 +143,7 @@ function* part2({ N, d, Br: T, rows: R }) {
       yield {
         title: `Output of queries ${i0 + 1} to ${i1}, keys ${j0 + 1} to ${j1}`,
         text:
-          "V is read along its rows, every cache line whole, and a tile of it serves all queries of the tile." +
+          "V is read along its rows, in whole cache lines, and a tile of V serves all queries of the tile." +
           (diagonal
             ? " On the diagonal each query takes its own number of keys; hidden values are left out, not multiplied by 0."
             : ""),
@@ -173,7 +173,7 @@ function* part3({ N, d }) {
     const n = i + 1;
     yield {
       title: `Scores of query ${n}`,
-      text: "One row of scores at a time: the row is all the memory that scores need, and it stays in L1. The price is that all of K passes by for each query.",
+      text: "The scores are computed one row at a time. The row is all the memory that they need, and it stays in L1. In return, each query reads all of K.",
       anchor: "simd::dot_rows(S, Q + i * ldQ",
       paper: [1],
       boxes: [box("Q", [i, n], [0, d]), box("K", [0, n], [0, d]), box("S", [i, n], [0, n], true)],
@@ -201,7 +201,7 @@ function* part3({ N, d }) {
     };
     yield {
       title: `Output of query ${n}`,
-      text: "The rows of V, weighted, add up to the output. Dividing by l comes last, for d numbers instead of N. Then the row of scores is forgotten.",
+      text: "The output is the weighted sum of the rows of V. The division by l comes last, for d numbers instead of N. Then the row of scores is dropped.",
       anchor: "simd::add_weighted_rows(O + i * d, S + j",
       paper: [3],
       boxes: [box("S", [i, n], [0, n]), box("V", [0, n], [0, d]), box("O", [i, n], [0, d], true)],
@@ -282,7 +282,7 @@ function* part4({ N, d, Br, Bc, rows: R }) {
       };
       yield {
         title: `Online softmax of ${tile}`,
-        text: "Each row’s m becomes the larger of the old m and the tile’s largest score. The weights are exp(S − m), and l takes them up, after the old l is multiplied by exp(old m − m). Neither is final before the last tile.",
+        text: "Each row’s m becomes the larger of the old m and the tile’s largest score. The weights are exp(S − m). The old l is multiplied by exp(old m − m), and the weights are added to it. Neither m nor l is final before the last tile.",
         anchor: "if (simd::online_softmax({St, ldS}",
         paper: [9],
         boxes: [box("S", [i0, i1], [j0, seen], true), box("ml", [0, 2], [0, rows], true)],
@@ -296,7 +296,7 @@ function* part4({ N, d, Br, Bc, rows: R }) {
       if (j) {
         yield {
           title: `Correction of queries ${i0 + 1} to ${i1}`,
-          text: "Where m has moved, the output so far was made with weights that are too large. It is multiplied by exp(old m − m). Our kernel lets m lag behind a little, so that it must do this seldom; here it is done each time.",
+          text: "If m has moved, the weights in the output so far are too large. The output is multiplied by exp(old m − m). Our kernel lets m lag behind a little, so it rarely does this; here it is done each time.",
           anchor: "simd::scale_columns({Oi, R}, d, queries, correction + r0);",
           paper: [10],
           boxes: [box("Ot", [0, d], [0, rows], true)],
@@ -309,7 +309,7 @@ function* part4({ N, d, Br, Bc, rows: R }) {
       }
       yield {
         title: `Output of ${tile}`,
-        text: "The weights times the tile of V are added to the output, which waits in scratch. K and V come in once for Br queries, not once for each.",
+        text: "The weights times the tile of V are added to the output, which stays in scratch. K and V are read once for Br queries, not once for each.",
         anchor: "simd::multiply_add({Oi, R}, {V, 1, ldV}",
         paper: [10],
         boxes: [
@@ -332,7 +332,7 @@ function* part4({ N, d, Br, Bc, rows: R }) {
     }
     yield {
       title: `Queries ${i0 + 1} to ${i1} end`,
-      text: "The output is divided by l once, and written. m + log(l) is all that is kept of the softmax: with it two results over different keys can be merged.",
+      text: "The output is divided by l once, and written. Of the softmax only m + log(l) is kept. It suffices to merge two results over different keys.",
       anchor: "simd::scale_columns({Ot, R}, a.d, n, correction);",
       paper: [12, 13, 14],
       boxes: [box("Ot", [0, d], [0, rows]), box("O", [i0, i1], [0, d], true)],
@@ -347,10 +347,10 @@ function* part4({ N, d, Br, Bc, rows: R }) {
   }
 }
 
-// The formula row by row, as part 1 has it: what any part computes, though not how.
+// The formula row by row, in the order of part 1. A part may take another order.
 function* formula(sizes) {
   const text =
-    "This page has no steps of this part. It shows those of the formula instead, row by row, with the scores in an N × N matrix. The bytes are theirs.";
+    "The page has no steps for this part. It shows the formula, row by row, with the scores in an N × N matrix. The bytes are those of the formula, too.";
   for (const step of part1(sizes)) yield { ...step, text, anchor: null };
 }
 

@@ -31,7 +31,7 @@ self.onmessage = async ({ data: { id, method, argument } }) => {
     self.postMessage({ id, result }, buffers);
   } catch (error) {
     const spoilt = error instanceof Refused || error instanceof WebAssembly.RuntimeError;
-    if (spoilt && session.checkpoint) await session.restart().catch(() => {}); // the next call says why
+    if (spoilt && session.checkpoint) await session.restart().catch(() => {}); // the next call reports the reason
     self.postMessage({ id, error: sentence(error) });
   }
 };

@@ -27,7 +27,7 @@ const NUMBERS = ["length", "pace", "temperature", "topk", "topp"];
 export class WriteView {
   constructor(page) {
     this.page = page;
-    this.selected = null; // a position that someone chose
+    this.selected = null; // the chosen position
     this.drawn = 0;
     $("text-new").append("");
     this.bind();
@@ -85,7 +85,7 @@ export class WriteView {
     $("file").addEventListener("change", () => this.page.openFiles([...$("file").files]));
   }
 
-  // The fields as the choices say.
+  // Sets the fields to the choices.
   fill() {
     this.offerPace();
     $("topk").max = this.page.engine?.config.vocab_size ?? 65;
@@ -105,14 +105,14 @@ export class WriteView {
     $("pace").append(make("option", { value: pace, textContent: `${pace} a second` }));
   }
 
-  // What a field means: the choice, until someone changes the field; a slider cannot show each value of a link.
+  // The value of a field: the choice, until the field is changed. A slider cannot show each value of a link.
   meant(id) {
     const { value } = $(id);
     if (value === this.filled[id]) return this.choices[id];
     return NUMBERS.includes(id) ? Number(value) : value;
   }
 
-  // An endless text would take time from the other views' measurements.
+  // An endless text would slow the measurements of the other views.
   hide() {
     if (this.text?.choices.endless) this.text.halt();
   }
@@ -123,7 +123,7 @@ export class WriteView {
     $("topk-out").textContent = this.meant("topk") >= all ? "all" : this.meant("topk");
   }
 
-  // The choices as the fields say; fields that hold no valid value are filled again.
+  // Takes the choices from the fields. A field without a valid value is set to its choice again.
   read() {
     const changes = {};
     for (const id of FIELDS) {
@@ -162,7 +162,7 @@ export class WriteView {
     $("next").hidden = byServer; // the server sends no logits
     this.clear(text);
     $("halt").disabled = false;
-    $("write-status").ariaBusy = "true"; // a screen reader says how much was written at the end
+    $("write-status").ariaBusy = "true"; // a screen reader reads the status at the end only
     $("unbranch").hidden = branches.length === 0;
     try {
       await text.run((piece, whole) => {
@@ -221,12 +221,12 @@ export class WriteView {
   showCommand() {
     const { command, why } = commandFor(this.choices, this.page.own);
     $("command-note").firstChild.data = why ?? "The command that writes the same text: ";
-    const words = (command ?? "").split(/(?<= )(--?[a-z-]+)/); // each second one is an option: no line ends in it
+    const words = (command ?? "").split(/(?<= )(--?[a-z-]+)/); // each second one is an option, which must not be broken
     const whole = (textContent) => make("span", { className: "named", textContent });
     $("command").replaceChildren(...words.map((word, i) => (i % 2 ? whole(word) : word)));
   }
 
-  // A click on the text.
+  // Handles a click on the text.
   touch(event) {
     const node = $("text-new").firstChild;
     let at = -1;
@@ -237,7 +237,7 @@ export class WriteView {
       if (old?.startContainer === node) at = old.startOffset;
     }
     if (at < 0) return;
-    // The caret is beside the letter: before or behind it.
+    // The caret is before or after the letter.
     const box = (i) => {
       const r = document.createRange();
       r.setStart(node, i);
@@ -338,7 +338,7 @@ export class WriteView {
     return row;
   }
 
-  // Goes on from the chosen position with another character.
+  // Continues from the chosen position with another character.
   branch(character) {
     const { text } = this,
       at = Number($("position").value);

@@ -1,8 +1,8 @@
-// A text as it grows in a decoder. generation/writer.py and generation/generate.py do the same.
+// Writes a text with a decoder, as generation/writer.py and generation/generate.py do.
 import { Mersenne } from "./mersenne.js";
 
 export class Writer {
-  // decoder: the address of one, whose text is dropped. request: {ids, seed, sampling, context: 'slide' or 'reset',
+  // decoder: its address; its text is dropped. request: {ids, seed, sampling, context: 'slide' or 'reset',
   // useCache, capacity: tokens that the decoder holds, forced: Map from the number of a new token to its id}.
   constructor(kernels, decoder, vocabSize, request) {
     Object.assign(this, { kernels, decoder, vocabSize, request, capacity: request.capacity });
@@ -59,7 +59,7 @@ export class Writer {
   }
 }
 
-// The text before the first stop string that appears, or null if none does; `from`: where new text begins.
+// The text before the first stop string in it, or null without one. from: the start of the new text.
 export function stopped(text, stops, from = 0) {
   const longest = Math.max(0, ...stops.map((s) => s.length));
   const found = stops.map((s) => text.indexOf(s, Math.max(0, from - longest + 1))).filter((at) => at >= 0);

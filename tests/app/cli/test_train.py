@@ -1,4 +1,4 @@
-"""The command train: a text of one's own, its end, Ctrl-C, what it refuses."""
+"""The command train: the user's own text, the end of a run, Ctrl-C and SIGTERM, refusals."""
 
 from __future__ import annotations
 
