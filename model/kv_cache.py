@@ -24,8 +24,8 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
-        self.k = torch.empty(batch, n_head, length_max, head_dim, dtype=dtype, device=device)
-        self.v = torch.empty_like(self.k)
+        self.k = torch.zeros(batch, n_head, length_max, head_dim, dtype=dtype, device=device)
+        self.v = torch.zeros_like(self.k)
         self.length = 0
 
     def of(self, start: int, end: int, length: int) -> KVCache:
