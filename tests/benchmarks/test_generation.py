@@ -100,6 +100,7 @@ def test_a_batch_counts_all_texts_and_a_prompt_is_in_milliseconds(
     assert table["ours"] == expected and table["contender"][0] == unit and "memory limit" not in table
 
 
+@pytest.mark.full
 @needs_header
 def test_the_native_engine_writes_the_same(run):
     code, output = run("--cases", "pair", "--engines", "native", "--parts", "part0,part4")

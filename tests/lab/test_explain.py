@@ -13,7 +13,9 @@ from lab.costs import Block, Case, costs
 from lab.machine import size_text
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=[pytest.mark.full] * (part != "part4")) for part in PARTS]
+)
 def test_each_part_is_explained(cli, extension, part):
     done = cli("explain", part, "-N", 96, "-d", 24, "-br", 32, "-bc", 48, "--causal")
     assert done.returncode == 0, done.stderr
@@ -37,6 +39,7 @@ def test_each_part_is_explained(cli, extension, part):
     assert ("misses " in done.stdout) == (PARTS[part].operator is not None)
 
 
+@pytest.mark.full
 def test_bfloat16_is_explained(cli, extension, failed):
     done = cli("explain", "part4", "-N", 96, "--dtype", "bf16")
     assert done.returncode == 0, done.stderr
@@ -82,6 +85,7 @@ def test_simulated_misses_stand_beside_the_count(cli, extension, monkeypatch):
     assert "3 MiB into L1, by the count" in done.stdout and "5 KiB into L2, by the count" in done.stdout
 
 
+@pytest.mark.full
 def test_why_nothing_was_counted(cli, extension, monkeypatch):
     monkeypatch.setattr(counters.shutil, "which", lambda name: None)
     done = cli("explain", "part1", "-N", 64)

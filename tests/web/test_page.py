@@ -84,6 +84,7 @@ def test_all_parts_write_the_same_text_in_the_race(visit):
     assert all("ms a character" in time for time in made["times"])
 
 
+@pytest.mark.full
 def test_a_weight_is_named_with_both_characters(visit, node: Node):
     """Of the head that the view opens on."""
     i, j = 50, 47
@@ -100,6 +101,7 @@ def test_a_weight_is_named_with_both_characters(visit, node: Node):
     assert float(made["said"].removeprefix(start).rstrip(".")) == pytest.approx(weight, abs=2e-5)
 
 
+@pytest.mark.full
 def test_a_link_shows_the_weight_and_the_step(visit):
     query = QUERY | {"layer": 2, "head": 1, "query": 49, "key": 46, "step": 7}
     made = visit("link", query=query, other="#tiles?pace=0&length=60&part=part1&n=48&step=30")
@@ -168,6 +170,7 @@ def test_calls_of_a_closed_engine_end(visit):
     assert visit("closed") == ["the engine is closed"] * 2
 
 
+@pytest.mark.full
 def test_wrong_files_give_a_sentence(visit, tmp_path):
     save(tmp_path / "tiny", tiny.gpt(), VOCABULARY, {})
     names = ("config.json", "meta.json", "model.safetensors")

@@ -38,6 +38,7 @@ def test_a_failed_download_says_what_to_do(cli, tmp_path, monkeypatch):
     assert "could not be downloaded (ConnectionError); --corpus takes a file" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.full
 def test_train_eval_and_write_with_an_own_checkpoint(cli, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     done = cli("train", "shakes128", "--corpus", "text.txt", "--steps", 2, "--out", "mine")

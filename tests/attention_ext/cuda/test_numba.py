@@ -22,8 +22,6 @@ SHAPES = [
     ((2, 1, 5, 17, 33), dict(br=2, bc=8)),
     ((1, 1, 9, 11, 80), dict(br=4, bc=5)),
     ((1, 1, 6, 10, 8), dict(br=1, bc=1)),
-    pytest.param((1, 1, 3, 7, 256), {}, marks=pytest.mark.full),
-    pytest.param((1, 2, 33, 35, 3), {}, marks=pytest.mark.full),
 ]
 ON_GPU = [
     (1, 4, 257, 257, 32),
