@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from model.gpt import GPT
 
-GROUP, BITS = 128, 21  # SIMD_INT8_GROUP, SIMD_INT8_BITS of attention_ext/csrc/simd/constants.h
+GROUP, BITS = 128, 21  # INT8_GROUP, INT8_BITS of attention_ext/csrc/simd/portable.h
 LEAST_EXPONENT = -107  # least exponent of a row's largest number; smaller rows use the scale of this one
 
 
