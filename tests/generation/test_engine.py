@@ -107,6 +107,19 @@ def test_rounded_weights_are_those_of_the_rounded_model(extension, config, weigh
         assert (exact - expected(gpt, tokens)[-1]).abs().max() > 1e-4  # the rounding has an effect
 
 
+def test_a_prompt_with_tiles_of_any_size(extension):
+    gpt = model(block_size=4000, n_embd=64, n_head=1, n_layer=1)
+    tokens = ids(gpt, 4000)
+    logits = []
+    # br=512: only the last chunk is small enough for its keys to be divided.
+    for tile in ({}, dict(br=512, bc=256), dict(br=4, bc=4000), dict(br=4000, bc=4)):
+        engine = open_engine(gpt, "native", **tile)
+        engine.prefill(0, tokens)
+        logits.append(engine.logits(0))
+        with naming(tile):
+            torch.testing.assert_close(logits[-1], logits[0], atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["native", "torch"])
 def test_a_bf16_cache_holds_rounded_keys_and_values(kernel, name):
     """An error of float32 may round a number the other way: that is a small part of what rounding changes."""

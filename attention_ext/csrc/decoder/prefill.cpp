@@ -14,9 +14,10 @@ void Decoder::State::begin_prompt(Slot& slot, const std::vector<int64_t>& ids, i
     slot.prompt.reset();
     const int64_t T = static_cast<int64_t>(ids.size()), C = shape.n_embd;
     const int64_t chunk = std::min(br, T);
-    // The last chunk may have few queries, for which a part that takes K transposed has another algorithm.
-    const int64_t few = std::clamp<int64_t>(part.few.queries, 1, T);
-    const int64_t most = std::max(part.scratch(attention(1, chunk, T)), part.scratch(attention(1, few, T)));
+    // A smaller last chunk may go through another kernel, which may need more: part 4 divides its keys.
+    int64_t most = 0;
+    for (const int64_t rows : {chunk, T % chunk, (T - 1) % chunk, int64_t{1}})
+        if (rows > 0) most = std::max(most, part.scratch(attention(1, rows, T)));
     auto made = std::make_unique<Prompt>();
     Prompt& prompt = *made;
     prompt.stages = {T, chunk, static_cast<int32_t>(shape.n_layer), top >= 0};
