@@ -16,6 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import naming
 
+from attention_ext import SIMD, BuildError
+from attention_ext.extension import load as load_extension
 from attention_ext.extension import load_decoder
 from attention_ext.processor import Cache
 from generation.engine import open_engine, rounded
@@ -71,12 +73,28 @@ def _over_bf16(attend, q, k, v):
     return attend(q, k.bfloat16().double(), v.bfloat16().double())
 
 
+@pytest.fixture(
+    params=[
+        pytest.param(simd, marks=[] if simd == "portable" else pytest.mark.full)
+        for simd in SIMD
+        if simd != "auto"
+    ]
+)
+def simd(request, extension):
+    """Run the test over each SIMD helper, whose vectors may differ in width from the cache's."""
+    try:
+        load_extension(request.param)
+    except BuildError as error:  # no ispc
+        pytest.skip(str(error))
+    return request.param
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_the_logits_are_the_models(kernel, config):
+def test_the_logits_are_the_models(kernel, simd, config):
     gpt = model(**config)
     tokens = ids(gpt, gpt.config.block_size)
     exact = expected(gpt, tokens)
-    engine = open_engine(gpt, "native", part=kernel, bc=16)
+    engine = open_engine(gpt, "native", part=kernel, simd=simd, bc=16)
     for prompt in {1, 2, 3, 4, 5, len(tokens) - 1, len(tokens)} & set(range(1, len(tokens) + 1)):
         engine.prefill(0, tokens[:prompt])
         for i in range(prompt, len(tokens)):
@@ -121,14 +139,14 @@ def test_a_prompt_with_tiles_of_any_size(extension):
 
 
 @pytest.mark.parametrize("name", ["native", "torch"])
-def test_a_bf16_cache_holds_rounded_keys_and_values(kernel, name):
+def test_a_bf16_cache_holds_rounded_keys_and_values(kernel, simd, name):
     """An error of float32 may round a number the other way: that is a small part of what rounding changes."""
     for config in CONFIGS:
         gpt = model(**config)
         tokens = ids(gpt, gpt.config.block_size)
         exact, right = (expected(gpt, tokens, kv_cache) for kv_cache in ("fp32", "bf16"))
         allowed = 1e-4 + 0.3 * (exact - right).abs().max()
-        engine = open_engine(gpt, name, part=kernel, bc=16, kv_cache="bf16", slots=2)
+        engine = open_engine(gpt, name, part=kernel, simd=simd, bc=16, kv_cache="bf16", slots=2)
         for prompt in {1, 2, len(tokens) - 1, len(tokens)} & set(range(1, len(tokens) + 1)):
             engine.prefill(0, tokens[:prompt])
             engine.copy(0, 1)
