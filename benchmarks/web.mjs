@@ -6,8 +6,8 @@ const { chromium } = createRequire(new URL("../tests/web/package.json", import.m
 const { home, program, model, weights, lines, visits } = JSON.parse(process.argv[2]);
 const browser = await chromium.launch({ executablePath: program, args: ["--no-sandbox"] });
 
-// Of a first visit over a line of so many Mbit/s and milliseconds there and back: milliseconds until text shows, and
-// the bytes that came until then.
+// A first visit over a line of `speed` Mbit/s and a round trip of `delay` milliseconds: the milliseconds until text
+// shows, and the bytes that came until then.
 async function firstText([speed, delay]) {
   const context = await browser.newContext(),
     page = await context.newPage(),

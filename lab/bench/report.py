@@ -22,7 +22,7 @@ FORMAT = 4  # the file's format
 READABLE = (2, 3, 4)  # format 2 has no traffic, format 3 no device
 FORMATS = ("md", "csv", "json", "jsonl")
 MOST_NAMED = 3  # cells that infirm() names
-# Of several the fastest one.
+# The baselines of "over ..." columns; the fastest one counts.
 BASELINES: dict[str, tuple[str, ...]] = {"part0": ("part0",), "sdpa": ("sdpa", *SDPA_BACKENDS)}
 # Repeated in each row of CSV and JSON lines.
 MACHINE_COLUMNS = ("cpu", "isa", "simd_name", "torch", "commit", "date")

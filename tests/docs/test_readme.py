@@ -45,7 +45,7 @@ def test_every_linked_file_exists(name):
 
 
 def test_the_sample_is_what_the_command_writes(cli, extension):
-    """Only its beginning: rounding on another CPU may change the rest."""
+    """Only the beginning is compared: rounding on another CPU may change the rest."""
     prompt = re.search(r'--inference -m (\S+) --prompt "(.*)"', README)
     assert prompt
     done = cli(

@@ -27,7 +27,7 @@ def model(**change):
 
 
 def expected(gpt, ids, top):
-    """Of ids[1:], in float64."""
+    """The log-probabilities of ids[1:], in float64."""
     exact = tiny.gpt(partial(F.scaled_dot_product_attention, is_causal=True), **vars(gpt.config)).double()
     with torch.inference_mode():
         logits = exact(torch.tensor([ids]))[0, :-1]

@@ -39,7 +39,7 @@ def test_a_round_is_what_its_fast_bursts_took():
     "rounds, k", [(1, 1), (2, 1), (5, 1), (6, 1), (8, 1), (9, 2), (10, 2), (12, 3), (15, 4), (100, 40)]
 )
 def test_the_interval_of_a_median(rounds, k):
-    """Of 10 the 2nd and 9th: they cover the median with 97.9 %, the 3rd and 8th with less than 95 %."""
+    """The 2nd and 9th of 10 cover the median with 97.9 %, the 3rd and 8th with less than 95 %."""
     seconds = torch.randperm(rounds, generator=torch.Generator().manual_seed(0)).tolist()
     assert timing.interval(seconds) == (k - 1, rounds - k)
 

@@ -188,8 +188,8 @@ bool all_same(const Gradients<float>& a, const Gradients<float>& b) {
 // Describes what is wrong with a case's gradients; empty if nothing is.
 std::string hold(const Case& c, const Gradients<float>& got, const Inputs& in) {
     const Gradients<double> right = differentiate<double>(c, in);
-    // Of a query times the scale, of its product with a key, and of the row's logsumexp: each is rounded once,
-    // by half a unit in the last place of a score. In a row of one number (d = 1) nothing averages it out.
+    // A query times the scale, its product with a key, and the row's logsumexp are each rounded once, by half a
+    // unit in the last place of a score. In a row of one number (d = 1) nothing averages this out.
     const double rounding = 3 * 0x1p-24 * right.largest_score;
     // A weight may err by a unit in the last place, in all queries alike.
     const double weights = 0x1p-23 * right.largest_sum;

@@ -193,7 +193,7 @@ const scenarios = {
     }));
   },
 
-  // What is said of a query and a key, by sliders and by the pointer.
+  // The sentences on a query and a key, chosen by sliders and by the pointer.
   async attention({ query, i, j }) {
     await open(query, query.length);
     await show("attention");

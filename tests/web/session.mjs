@@ -101,7 +101,7 @@ const calls = {
       bytes: after.map((a) => a.bytes),
     };
   },
-  // Of each step: the matrices that its loops touch, those that have boxes, and how many scores are not where S has them.
+  // For each step: the matrices that its loops touch, those that have boxes, and how many scores S has elsewhere.
   boxes({ part, sizes }) {
     return tiling.steps(part, sizes).map(({ title, touch, boxes, scores }) => {
       const all = [...touch()],

@@ -86,7 +86,7 @@ def test_all_parts_write_the_same_text_in_the_race(visit):
 
 @pytest.mark.full
 def test_a_weight_is_named_with_both_characters(visit, node: Node):
-    """Of the head that the view opens on."""
+    """The weight is one of the head that the view opens on."""
     i, j = 50, 47
     text = "ROMEO:" + native(QUERY)
     made = visit("attention", query=QUERY, i=i, j=j)
@@ -159,7 +159,7 @@ def test_the_page_is_small(page_folder):
 
 
 def test_a_second_visit_needs_no_network(visit, extension):
-    """Nor does it need a third visit, and only the page's own files and caches are touched."""
+    """A third visit needs none either. Only the page's own files and caches are touched."""
     made = visit("offline", query=QUERY, other=build.STAMP)
     assert made["texts"] == [native(QUERY)] * 2
     assert made["kept"] == {"other": True, "file": False}

@@ -332,7 +332,7 @@ function* part4({ N, d, Br, Bc, rows: R }) {
     }
     yield {
       title: `Queries ${i0 + 1} to ${i1} end`,
-      text: "The output is divided by l once, and written. Of the softmax only m + log(l) is kept. It suffices to merge two results over different keys.",
+      text: "The output is divided by l once, and written. The softmax leaves only m + log(l), which suffices to merge two results over different keys.",
       anchor: "simd::scale_columns({Ot, R}, a.d, n, correction);",
       paper: [12, 13, 14],
       boxes: [box("Ot", [0, d], [0, rows]), box("O", [i0, i1], [0, d], true)],

@@ -58,7 +58,7 @@ struct Keys {
     float largest;
 };
 
-// LSE: whether the logsumexp is wanted.
+// LSE: whether the logsumexp is computed.
 template <bool LSE>
 class Strip {
   public:

@@ -14,7 +14,7 @@ Linear::Linear(const float* W, const float* b, int64_t out, int64_t in, int64_t 
 }
 
 Linear Linear::with_width(int64_t width, const std::function<float*(int64_t p)>& place) const {
-    // Whatever the precision, a row of a panel is some units: vectors of 32 bits a lane.
+    // In every precision a row of a panel is some units: vectors of 32 bits a lane.
     const int64_t lanes = portable::lanes(), unit = precision->vectors * lanes;
     Linear other;
     other.out = out;

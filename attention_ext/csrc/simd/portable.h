@@ -88,7 +88,7 @@ void gelu(float* x, int64_t n);
 void gelu_gradient(float* dx, float* y, const float* x, int64_t n);
 
 // The gradient of a softmax down each column c of S (rows, cols) whose logsumexp is lse[c] + rest[c], all in
-// units of log(2); the rest is what rounding took. The live rows are those of online_softmax(). Of the others,
+// units of log(2); rest is the rounding error of lse. The live rows are those of online_softmax(). Below them
 // at most the first W rows of a column are set.
 //   S[j][c]  <- 2^(S[j][c] - lse[c] - rest[c]), at most 1
 //   dP[j][c] <- S[j][c] * (dP[j][c] - D[c])

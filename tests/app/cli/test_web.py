@@ -60,7 +60,7 @@ def test_a_folder_with_other_files_is_left_alone(failed, tmp_path):
 
 @pytest.mark.parametrize("other", ["stamp", "folder/thesis.txt", "js/mine.js", "empty/", "link"])
 def test_what_no_build_wrote_is_never_replaced(failed, made, tmp_path, other):
-    """Not in a page that is out of date either, nor because of a file that looks like a stamp."""
+    """A page that is out of date is no exception, and neither is a file that looks like a stamp."""
     build.write_stamp(made, "of older sources")
     for folder in (made, tmp_path / "own"):
         mine = folder / other

@@ -86,7 +86,7 @@ def test_a_full_queue_answers_429(small):
 
 @pytest.mark.full
 def test_a_stalled_reader_is_dropped(extension, caplog):
-    """Of a stream, of a whole answer, of a refusal that waits behind it, and of what is no writing."""
+    """The reader of a stream, of a whole response, and of responses without a text."""
     limits = {"stall_seconds": 0.3, "behind_seconds": 60, "buffer_bytes": 10**9, "most_scores": 10**6}
     whole = {"prompt": "a" * 5000, "n": 16, "max_tokens": 0, "echo": True, "logprobs": 5}
     stream = {"prompt": "a", "logprobs": 5, "stream": True, "stream_options": {"interval_ms": 0}}
@@ -110,7 +110,7 @@ def test_a_stalled_reader_is_dropped(extension, caplog):
 
 @pytest.mark.full
 def test_a_fast_reader_is_not_dropped(extension):
-    """However much comes at once."""
+    """It stays even if a piece is larger than the buffer."""
     settings = Settings((MODEL,), buffer_bytes=2000, behind_seconds=2.0, stall_seconds=5.0)
     echo = {"prompt": "a" * 30_000, "echo": True, "max_tokens": 10, "n": 8}
     with serving(settings) as client:
@@ -156,7 +156,7 @@ def test_a_head_that_does_not_come(small, monkeypatch):
 
 @pytest.mark.full
 def test_a_connection_does_not_stay_after_a_refusal(small, monkeypatch):
-    """Whatever it still sends, or does not."""
+    """The connection ends whether or not the client sends the rest."""
     monkeypatch.setattr("app.server.running.HEAD_SECONDS", 0.3)
     long = "Host: localhost\r\nContent-Length: 1000000000\r\n\r\n{"
     get = "GET /health HTTP/1.1\r\nHost: localhost\r\n"

@@ -140,7 +140,7 @@ def test_a_signal_while_loading_does_not_wait():
 
 @pytest.mark.full
 def test_the_quick_start_imports_nothing_of_it():
-    """Nor does the help of serve."""
+    """The help of serve does not either."""
     code = (
         "import sys; from app.cli import main\n"
         "try: main({!r})\n"

@@ -32,7 +32,7 @@ SHAPES = [
 ]
 TOLERANCES = {Dtype.FP32: 1e-5, Dtype.BF16: 2e-2, Dtype.FP16: 2e-3}
 LARGEST_TILE = 256  # queries, of any step
-# Of the largest output, beside twice the error of SDPA. In 16 bits it is half a unit in the last place: SDPA
+# Shares of the largest output, added to twice SDPA's error. In 16 bits: half a unit in the last place. SDPA
 # subtracts a row's largest score, so its largest weight is exactly 1. Steps 5 and 6 subtract an earlier
 # maximum, so that weight is rounded too, which shows where a row has one key or two.
 FLOORS = {Dtype.FP32: 1e-6, Dtype.BF16: 2**-8, Dtype.FP16: 2**-11}

@@ -16,7 +16,7 @@ SMALL = ["-N", "64", "-d", "16", "-r", "2", "--min-time", "0"]
 
 
 def test_slowed_rounds_are_left_out(tmp_path, cli, made, rows):
-    """Of ten rounds, three were slowed; then five, of which one still counts: six rounds must remain."""
+    """Three of ten rounds are slowed, then five. One of the five still counts: six rounds must remain."""
     done = made(lengths=(64,), threads=(1,))
     for result, slowed in zip(done.results, (0, 3, 5)):
         result.seconds[:slowed] = [1e-3 * (2 + i) for i in range(slowed)]
