@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import pickle
 import re
 import warnings
 import zipfile
@@ -164,6 +165,8 @@ def _read_nanogpt(path: Path) -> tuple[dict, dict[str, Tensor], str | None]:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can raise nearly anything
         reason = (str(error) or type(error).__name__).splitlines()[0]
+        if isinstance(error, pickle.UnpicklingError):  # PyTorch's text recommends an unsafe load
+            reason = "it must hold tensors and plain values only"
         raise CheckpointError(f"{path} is refused: it is not a plain PyTorch checkpoint ({reason})") from None
     for key in ("model", "model_args"):
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(key), dict):
