@@ -92,9 +92,7 @@ class Trainer:
             elif p is not positions:
                 others.append(p)
         self.lr = torch.ones((), device=device)  # fraction of the peak, set before each step
-        self.decay = torch.full(
-            (), recipe.average, device=device
-        )  # decay of the average, set before each step
+        self.decay = torch.full((), recipe.average, device=device)  # the average's, set before each step
         self.muon = Muon(
             [dict(params=ps, shape=shape) for shape, ps in matrices.items()],
             lr=torch.zeros((), device=device),

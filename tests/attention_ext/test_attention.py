@@ -150,7 +150,7 @@ def test_a_bad_value_reaches_the_rows_that_see_it_and_hidden_at_most_those_of_it
 
 
 def test_scores_of_minus_infinity(attend):
-    """In a whole tile, or in whole spans of many keys, before a finite one."""
+    """In a whole tile, or in whole splits of many keys, before a finite one."""
     for Nk, tile in ((8, dict(br=2, bc=2)), (5000, {})):
         q, k, v = torch.ones(1, 1, 2, 1), torch.zeros(1, 1, Nk, 1), qkv(1, 1, 1, Nk, 1)[2]
         k[:, :, : Nk // 2] = -math.inf
@@ -169,7 +169,7 @@ def test_halves_of_the_keys_merge(attend):
 
 
 def test_few_queries_against_many_keys(attend):
-    """Part 4 divides the keys into spans of about 1,000, of which the last may be smaller."""
+    """Part 4 divides the keys into splits of about 1,000; the last may be smaller."""
     for Nq, Nk in ((1, 2049), (3, 5000), (60, 3100)):
         for tile in ({}, dict(br=7, bc=1000)):
             with naming(Nq, Nk, tile):

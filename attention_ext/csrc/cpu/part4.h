@@ -1,8 +1,7 @@
 // What the files of part 4 share: a tile of queries, and the keys in splits.
 #pragma once
 
-#include <cmath>
-#include <limits>
+#include <cstdint>
 
 #include "attention.h"
 #include "cpu/sizes.h"
