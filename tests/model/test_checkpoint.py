@@ -109,6 +109,23 @@ def test_an_untied_head_is_refused(tmp_path):
         load(str(tmp_path / "ckpt.pt"), tiny.attend)
 
 
+def test_odd_tensors_are_refused(tmp_path):
+    name = "transformer.wpe.weight"
+    for spoil, message in (
+        (lambda t: t.to_sparse(), "must be a dense tensor of floats"),
+        (lambda t: t.to("meta"), "must be a dense tensor of floats"),
+        (lambda t: t.to(torch.float8_e4m3fn), "must be a dense tensor of floats"),
+        (lambda t: torch.zeros(1, 1).expand(16, 16), "must be contiguous"),
+        (lambda t: t.double() * 1e300, "holds NaN or infinity"),
+        (lambda t: 3, "must be a dense tensor of floats"),
+    ):
+        state = dict(tiny.gpt(bias=False).state_dict())
+        state[name] = spoil(state[name])
+        nanogpt_file(tmp_path / "ckpt.pt", model=state)
+        with pytest.raises(CheckpointError, match=f"{name} {message}"):
+            load(str(tmp_path / "ckpt.pt"), tiny.attend)
+
+
 def test_a_nanogpt_directory_and_a_weights_file_load_too(tmp_path, directory):
     nanogpt_file(tmp_path / "ckpt.pt")
     VOCABULARY.write_meta_json(tmp_path / "meta.json")

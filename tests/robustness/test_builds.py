@@ -249,6 +249,16 @@ def test_a_change_compiles_anew_and_its_absence_does_not(program, change, tmp_pa
     assert before.stat().st_mtime_ns == kept.st_mtime_ns and before.stat().st_ino == kept.st_ino
 
 
+def test_what_is_made_is_the_users_alone(program, tmp_path):
+    mask = os.umask(0)
+    try:
+        made, _ = program()
+    finally:
+        os.umask(mask)
+    for directory in (tmp_path / "new", tmp_path / "new" / "cache", made.parent):
+        assert directory.stat().st_mode & 0o777 == 0o700
+
+
 def refusal(program) -> str:
     with pytest.raises(BuildError) as caught:
         program()
@@ -277,6 +287,17 @@ def test_a_directory_that_others_can_write_is_refused(program, monkeypatch, plac
     assert program() == (made, False)
 
 
+def test_a_directory_above_is_refused_only_where_others_could_replace_what_is_in_it(program, tmp_path):
+    made, _ = program()
+    above = tmp_path / "new"
+    above.chmod(0o1777)  # like /tmp
+    assert program() == (made, False)
+    above.chmod(0o777)
+    assert refusal(program).startswith(f"{above} can be written by everybody")
+    above.chmod(0o755)
+    assert program() == (made, False)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 @pytest.mark.parametrize("place", ["above", "cache", "build"])
 def test_a_directory_of_another_user_is_refused(program, tmp_path, place):
@@ -287,6 +308,15 @@ def test_a_directory_of_another_user_is_refused(program, tmp_path, place):
         f"{directory} belongs to user {OTHER}, so its files are not trusted; "
         "TORCH_EXTENSIONS_DIR can name another directory"
     )
+
+
+def test_a_link_is_followed_and_its_target_is_checked(program, tmp_path, monkeypatch):
+    made, _ = program()
+    (tmp_path / "link").symlink_to(made.parent.parent)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "link"))
+    assert program() == (made, False)
+    made.parent.parent.chmod(0o777)
+    assert refusal(program).startswith(f"{made.parent.parent} can be written by everybody")
 
 
 def test_a_library_that_another_could_have_planted_is_not_run(tmp_path, sources):
@@ -305,3 +335,22 @@ def test_a_library_that_another_could_have_planted_is_not_run(tmp_path, sources)
     assert not ran.exists()
     library.parent.chmod(0o700)  # now it runs, so this test can fail
     assert small(cache, sources) == (0, "42\n", "") and ran.exists()
+
+
+def test_a_private_group_is_the_users_or_roots(monkeypatch):
+    import grp
+    import pwd
+    from types import SimpleNamespace
+
+    monkeypatch.setattr(pwd, "getpwuid", lambda user: SimpleNamespace(pw_name="will"))
+    groups = {
+        0: ("root", []),
+        1: ("will", []),
+        2: ("will", ["will"]),
+        3: ("will", ["will", "kit"]),
+        4: ("men", []),
+    }
+    monkeypatch.setattr(
+        grp, "getgrgid", lambda group: SimpleNamespace(gr_name=groups[group][0], gr_mem=groups[group][1])
+    )
+    assert [group for group in range(6) if cache_of_builds.is_private(group)] == [0, 1, 2]  # 5 is no group

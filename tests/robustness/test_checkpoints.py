@@ -156,6 +156,18 @@ def test_a_damaged_nanogpt_checkpoint_is_refused(tmp_path, damaged, zipped):
             assert outcome(path) in ("refused", "warned")
 
 
+def test_a_checkpoint_that_would_unpack_to_any_size_is_not_unpacked(tmp_path, monkeypatch):
+    unpacked = []
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda archive: unpacked.append(archive))
+    nanogpt_file(tmp_path / "ckpt.pt")
+    VOCABULARY.write_meta_json(tmp_path / "meta.json")
+    assert outcome(tmp_path / "ckpt.pt") == "fine" and len(unpacked) == 1
+    with zipfile.ZipFile(tmp_path / "ckpt.pt", "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/bomb", bytes(200 << 20))
+    outcome(tmp_path / "ckpt.pt")
+    assert len(unpacked) == 1
+
+
 class Built(Hostile):
     """An object that runs its command when its state is set."""
 

@@ -85,6 +85,18 @@ def test_a_full_queue_answers_429(small):
 
 
 @pytest.mark.full
+def test_a_slow_reader_is_dropped(small):
+    small.idle()
+    dropped = small.metric("attention_streams_dropped_total")
+    fields = {"prompt": "a", "logprobs": 5, "stream_options": {"interval_ms": 0}}
+    with request(small, receive_buffer=4096, stream=True, **fields):
+        until(lambda: running(small) == 1)
+        until(lambda: small.metric("attention_streams_dropped_total") == dropped + 1)
+        small.idle()
+    assert small.complete().status == 200
+
+
+@pytest.mark.full
 def test_a_stalled_reader_is_dropped(extension, caplog):
     """The reader of a stream, of a whole response, and of responses without a text."""
     limits = {"stall_seconds": 0.3, "behind_seconds": 60, "buffer_bytes": 10**9, "most_scores": 10**6}
@@ -152,6 +164,14 @@ def test_a_head_that_does_not_come(small, monkeypatch):
         connection.sendall(b"GET / HTTP/1.1\r\n")
         for _ in range(30_000):
             connection.sendall(b"X-Header: " + b"a" * 1000 + b"\r\n")
+
+
+@pytest.mark.full
+def test_a_body_that_does_not_come(small):
+    with socket.create_connection(("127.0.0.1", small.port), 20) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        assert b" 408 " in connection.recv(10_000).partition(b"\r\n")[0]
 
 
 @pytest.mark.full

@@ -70,6 +70,12 @@ def test_keys_cover_all_but_health(guarded):
         assert guarded.get("/v1/models", Authorization=header).status == 200
 
 
+def test_there_is_no_cors_unless_asked_for(client):
+    response = client.get("/v1/models", Origin=ORIGIN)
+    assert not [name for name in response.headers if name.startswith("access-control")]
+    assert client.send("OPTIONS", "/v1/completions", Origin=ORIGIN).status == 405
+
+
 def test_a_page_of_an_admitted_origin_may_call(guarded):
     preflight = {"Origin": ORIGIN, "Access_Control_Request_Method": "POST"}
     asked = guarded.send(
