@@ -1,4 +1,4 @@
-"""Clients that leave, read slowly, come in crowds, or send what is no request."""
+"""Clients that leave, read slowly, come in crowds, or do not send requests."""
 
 from __future__ import annotations
 
