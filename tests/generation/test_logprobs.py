@@ -88,7 +88,7 @@ def test_they_change_no_text_and_neighbours_without_them_have_none(engine):
 @pytest.mark.parametrize("weights", ["fp32", "bf16", "int8"])
 def test_those_of_a_prompt_are_the_loss_that_eval_gives(extension, name, weights):
     checkpoint = load("shakes256")
-    text = "ROMEO:\nBut, soft! what light through yonder window breaks?\nIt is the east, Juliet is the sun.\n"
+    text = "ROMEO:\nWhat kernel at this hour fills the cache?\nIt is a tile, and every lane of it is busy.\n"
     ids = checkpoint.tokenizer.encode((3 * text)[:256])
     loss = evaluate(rounded(checkpoint.model, weights), torch.tensor(ids))
     writer = Writer(open_engine(checkpoint.model, name, weights=weights))
