@@ -92,7 +92,8 @@ def attention(
     br, bc: part4's tile, in queries and keys, each at least 1. None takes the tile that `gpt.py bench --tune`
     found for this case on this machine, else a default. The other parts ignore br and bc. On CUDA they must
     be None: each step has its own tile.
-    simd: one of SIMD, the helpers under the kernels; 'off' uses scalar loops. part0 and CUDA ignore it.
+    simd: one of SIMD, the helpers under the kernels; 'off' uses scalar loops. part0, CUDA and gradients
+    ignore it.
     step: part4's kernel on CUDA, by its name in cuda.steps.STEPS or its number; None takes the fastest that
     accepts the tensors. On the CPU it must be None; part0 ignores it on CUDA.
     Returns the output, (B, H, Nq, d), contiguous, in q's dtype; with return_lse also the logsumexp of each
