@@ -171,9 +171,9 @@ def compiled(build: str) -> Path:
 
     def write(work: Path) -> Path:
         def compile(unit: Path) -> str:
-            object = str(work / f"{unit.stem}.o")
-            toolchain.run(compiler, [*flags, f"-I{CSRC}", f"-I{WEB}", "-c", str(unit), "-o", object], work)
-            return object
+            made = str(work / f"{units.index(unit)}.o")
+            toolchain.run(compiler, [*flags, f"-I{CSRC}", f"-I{WEB}", "-c", str(unit), "-o", made], work)
+            return made
 
         # In parallel, before the link: for its first link zig compiles its C++ library, which takes a minute.
         with ThreadPoolExecutor(os.cpu_count()) as pool:

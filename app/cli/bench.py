@@ -125,7 +125,7 @@ sweep_options = all_of(
         type=Names(),
         default="auto",
         show_default=True,
-        help=f"SIMD helpers of parts 1 to 4, from {', '.join(SIMD)}.",
+        help=f"SIMD helpers of attention's forward pass, from {', '.join(SIMD)}.",
     ),
     click.option(
         "--mask", "masks", type=Names(), default="none", show_default=True, help="Masks, from none, causal."

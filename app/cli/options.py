@@ -225,7 +225,7 @@ simd_option = click.option(
     type=click.Choice(SIMD),
     default="auto",
     show_default=True,
-    help="SIMD helpers of parts 1 to 4: auto is portable, off is scalar loops.",
+    help="SIMD helpers of attention's forward pass: auto is portable, off is scalar loops.",
 )
 dtype_option = click.option(
     "--dtype",

@@ -16,7 +16,7 @@ int64_t panel() { return 48; }
 
 int64_t rows() { return 1; }
 
-const char* name() { return "off (plain loops)"; }
+const char* name() { return "off (scalar loops)"; }
 
 int64_t softmax_instructions() { return 0; }
 
