@@ -161,7 +161,7 @@ def test_a_nan_reaches_what_depends_on_it():
             with naming("q k v dout dlse".split()[which]):
                 assert mine[exact.isnan()].isnan().all()
                 assert torch.equal(mine[0, 0], before[0, 0])  # the other head
-        with naming("q k v dout dlse".split()[which]):  # queries of another tile, before the NaN, do not see it
+        with naming("q k v dout dlse".split()[which]):  # the first queries are of another tile than the NaN
             assert torch.equal(got[0][0, 1, :6], clean[0][0, 1, :6])
 
 
