@@ -29,9 +29,8 @@
 //   - The warpgroups take turns to begin products, so that one has its softmax while another multiplies.
 //   - m follows the largest score only when that is 2^8 times above it. Few tiles shuffle or rescale O.
 //   - At d = 32 the gain is only 3 %: the exponentials bound both steps.
-//   - Sweep on an H200, bf16, TFLOP/s, with an earlier version that had a switch for each choice. d = 64: 489
-//   as
-//     it is; 430 without turns; 463 and 440 with 2 and 4 of 16 powers by a polynomial instead of ex2; 442 with
+//   - Sweep on an H200, bf16, TFLOP/s, by an earlier version with a switch for each choice. d = 64: 489 as it
+//     is; 430 without turns; 463 and 440 with 2 and 4 of 16 powers by a polynomial instead of ex2; 442 with
 //     2 warpgroups that multiply; 479 with a block for each tile. d = 32: 306 as it is; 291 with 4 warpgroups
 //     that multiply. d = 128 causal: 547 as it is (L2_BYTES of 20 MiB); 453 with 8 MiB, 527 with 40 MiB.
 // Bound: the exponentials at d = 32 and 64, 0.414 of the 0.702 ms at d = 32; the tensor cores from d = 128 on,
