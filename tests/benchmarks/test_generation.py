@@ -22,7 +22,6 @@ CASES = {
     "short": bench.Case("shakes128", 1, 1, 4),
     "pair": bench.Case("shakes128", 2, 1, 4),
     "read": bench.Case("shakes128", 1, 8, 1),
-    "slow": bench.Case("shakes128", 1, 1, 4, slow_without_cache=True),
 }
 
 
@@ -82,22 +81,12 @@ def test_the_figures_follow_from_the_times(capsys):
     assert table["other"] == ["500", "100 %", "25 %", "2.00", "2e-06", "1.2346", "100 of 100"]
     assert table["memory limit"] == ["2000", "", "100 %", "0.50", "", "", ""]
     assert table["contender"][3] == "ours = 1"
-
-
-@pytest.mark.parametrize(
-    "batch, prompt, count, unit, expected",
-    [
-        (4, 1, 100, "tokens/s", ["4000", "0 %", "", "1.00", "0e+00", "", ""]),
-        (1, 64, 1, "ms", ["100.00", "0 %", "", "1.00", "0e+00", "", ""]),
-    ],
-)
-def test_a_batch_counts_all_texts_and_a_prompt_is_in_milliseconds(
-    capsys, batch, prompt, count, unit, expected
-):
-    case = bench.Case("shakes128", batch, prompt, count)
-    bench.table(case, {"ours": bench.Figures(0.0, "", [0.1, 0.1])}, None)
-    table = rows(capsys.readouterr().out)
-    assert table["ours"] == expected and table["contender"][0] == unit and "memory limit" not in table
+    for batch, prompt, count, unit, figure in ((4, 1, 100, "tokens/s", "4000"), (1, 64, 1, "ms", "100.00")):
+        case = bench.Case("shakes128", batch, prompt, count)
+        bench.table(case, {"ours": bench.Figures(0.0, "", [0.1, 0.1])}, None)
+        table = rows(capsys.readouterr().out)
+        assert table["ours"] == [figure, "0 %", "", "1.00", "0e+00", "", ""]
+        assert table["contender"][0] == unit and "memory limit" not in table
 
 
 @pytest.mark.full
@@ -142,20 +131,12 @@ def test_save_alone_keeps_the_figures_by_processor(run, results, monkeypatch):
     assert kept["cases"]["read"]["torch part4"]["ms"] > 0 and "memory limit" not in kept["cases"]["read"]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--cases", "x"],
-        ["--engines", "x"],
-        ["--parts", "x"],
-        ["--peers", "x"],
-        ["--weights", "x"],
-        ["--rounds", "1"],
-    ],
-)
-def test_wrong_arguments(run, arguments):
-    code, output = run(*arguments)
-    assert code == 2 and ("'x' must be one of" in output or "--rounds" in output)
+def test_wrong_arguments(run):
+    for option in ("--cases", "--engines", "--parts", "--peers", "--weights"):
+        code, output = run(option, "x")
+        assert code == 2 and "'x' must be one of" in output, option
+    code, output = run("--rounds", "1")
+    assert code == 2 and "--rounds" in output
 
 
 @pytest.mark.full

@@ -15,16 +15,8 @@ def test_a_checkpoint_has_every_tensor_and_zeros_for_the_biases_that_lack(tmp_pa
     content = (tmp_path / "model").read_bytes()
     header, numbers = np.frombuffer(content[:1024], np.int32), np.frombuffer(content[1024:], np.float32)
     c = model.config
-    assert tuple(header[:8]) == (
-        20240326,
-        3,
-        c.block_size,
-        c.vocab_size,
-        c.n_layer,
-        c.n_head,
-        c.n_embd,
-        c.vocab_size,
-    )
+    sizes = (c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd, c.vocab_size)
+    assert tuple(header[:8]) == (20240326, 3, *sizes)
     C, L = c.n_embd, c.n_layer
     weights = (c.vocab_size + c.block_size) * C + L * (12 * C * C + 2 * C) + C
     biases = L * (3 * C + C + 4 * C + C + 2 * C) + C

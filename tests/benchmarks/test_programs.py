@@ -1,0 +1,136 @@
+"""Each benchmark's program runs, prints its table, and names a wrong argument."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from node_process import WEB_TESTS
+from support import ROOT, naming
+
+from attention_ext import PARTS, processor
+from benchmarks import attention
+from lab import saved
+
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("extension")]
+
+
+def run(name: str, arguments: str) -> subprocess.CompletedProcess:
+    """In a process of its own: the server's benchmark pins itself to a core."""
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *arguments.split()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def printed(name: str, arguments: str) -> str:
+    done = run(name, arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def table(text: str) -> list[list[str]]:
+    """The rows of a Markdown table, the heading first."""
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+
+
+def test_attention_is_a_preset_of_bench():
+    """The preset passes its arguments on. If an option is given twice, the last one counts."""
+    plan = printed("attention", "part4,sdpa -N 64 --dry-run")
+    assert plan.startswith("12 cells, 15 rounds each\n")
+    everything = printed("attention", "--dry-run")
+    assert all(f"\n{name}, " in everything for name in [*PARTS, "sdpa"])
+    _, contenders, *rest = attention.arguments(["--dtype", "bf16", "--save"])
+    assert contenders == "part0,part4,sdpa"
+    assert str(saved.RESULTS / f"attention_bf16-{processor.slug()}.json") in rest
+    file = str(saved.RESULTS / f"attention-{processor.slug()}.json")  # bench's own has the README's cases
+    assert attention.with_file(["part4", "--save", "-N", "64"]) == ["part4", "--save", file, "-N", "64"]
+    for given in (["part4", "--save", "x.json"], ["part4", "--save=x.json"], ["part4", "-N", "64"]):
+        assert attention.with_file(given) == given
+
+
+def test_backward():
+    head, *rows = table(printed("backward", "-N 9,70 --threads 1,2 --mask none,causal --rounds 1"))
+    sizes = [f"(1, 4, {N}, 32)" for N in (9, 70)] + ["(16, 4, 128, 32)"]
+    cases = [[size, mask, count] for count in "12" for mask in ("none", "causal") for size in sizes]
+    assert head[:3] == ["(B, H, N, d)", "mask", "threads"] and [row[:3] for row in rows] == cases
+    assert all(float(figure.rstrip("%")) >= 0 for row in rows for figure in row[3:])
+
+
+def test_bulk():
+    head, *rows = table(printed("bulk", "--workers 1,2 --shard-size 2 --shards 1 --rounds 1 -m shakes128"))
+    assert head[:2] == ["workers", "tokens/s"]
+    assert [row[0] for row in rows] == ["1 processes", "2 processes"] and rows[0][3] == "1.00"
+    assert all(float(row[1].replace(",", "")) > 0 and 0 < float(row[6]) <= 1.1 for row in rows)
+
+
+def test_scores():
+    head, *rows = table(printed("scores", "--parts part0,part4 -N 64 -d 16 --rounds 3 --limit 1000"))
+    assert head[0] == "contender" and head[-1] == "denormal"
+    assert [row[0] for row in rows] == ["part0", "part4", "sdpa"] and {len(row) for row in rows} == {
+        len(head)
+    }
+    assert all(float(figure) > 0 for row in rows for figure in row[2:])
+
+
+def test_serving():
+    pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
+    if not hasattr(os, "sched_getaffinity"):
+        pytest.skip("processes cannot be pinned to cores here")
+    shown = printed("serving", "-m shakes128 --rounds 1 --streams 3 --tokens 12")
+    figures = r"[\d,]+ \| \d+% \| \d+% \| 1\.00 \(1\.00\) \| \d+%"
+    assert re.findall(rf"^\| gpt\.py serve \| (\d+) \| {figures} \|$", shown, re.M) == ["3", "1"], shown
+    assert re.search(r"median [\d.]+ ms, 99th of 100 [\d.]+ ms", shown)
+
+
+def test_threads():
+    text = printed("threads", "--threads 1,3 --texts 7 --rounds 2 --weights bf16 --kv-cache bf16")
+    assert "weights in bf16, cache in bf16" in text
+    head, *rows = table(text)
+    assert head[:2] == ["threads", "tokens/s"] and [row[0] for row in rows] == ["1", "3"]
+    assert all(float(row[1]) > 0 and float(row[3]) > 0 for row in rows) and float(rows[0][3]) == 1
+
+
+def test_training():
+    head, *rows = table(printed("training", "--threads 1,2 --batch 1,3 --block-size 5 --rounds 1"))
+    cases = [[f"{batch} x 5", threads] for threads in "12" for batch in (1, 3)]
+    assert head[:2] == ["batch", "threads"] and [row[:2] for row in rows] == cases
+    for row in rows:
+        pytorchs, native, ratio = map(float, row[2:5])
+        assert abs(ratio - pytorchs / native) <= 0.2 * ratio + 0.01 and float(row[5]) <= 1e-4
+
+
+def test_web(tmp_path):
+    """The page, and the native engine compiled for SSE."""
+    for missing, reason in (
+        (platform.machine() != "x86_64", "SSE is of x86-64"),
+        (not (shutil.which("chromium") and shutil.which("node")), "chromium or node is missing"),
+        (not importlib.util.find_spec("ziglang"), "ziglang is missing"),
+        (not (WEB_TESTS / "node_modules" / "playwright-core").is_dir(), "npm install --prefix tests/web"),
+    ):
+        if missing:
+            pytest.skip(reason)
+    text = printed("web", f"-m shakes128 --rounds 2 --out {tmp_path / 'page'}")
+    rows = dict(re.findall(r"^\| (page|native engine, \S+) \| ([\d,]+) \|", text, re.M))
+    assert set(rows) == {"page", "native engine, x86-64-v2"}
+    assert all(int(speed.replace(",", "")) > 0 for speed in rows.values())
+    fast, slow = re.findall(r"ms \| [\d,]+ \| ([\d.]+) s \| ([\d.]+) s \|", text)
+    for alone, first in (fast, slow):
+        assert 0 < float(alone) < float(first)
+    assert float(fast[1]) < float(slow[1]) and "shakes128, fp32, texts of 127 tokens" in text
+
+
+def test_a_wrong_argument_is_named():
+    for name, arguments, message in (
+        ("backward", "--mask window", "--mask is window; it must have none or causal"),
+        ("scores", "--parts part9", "parts has 'part9'; it must hold names of part0, part1,"),
+        ("scores", "--simd avx", "simd has 'avx'; it must hold names of auto, ispc, portable, off"),
+        ("threads", "--threads 0", "at least 1"),
+    ):
+        with naming(name, arguments):
+            done = run(name, arguments)
+            assert done.returncode == 2 and message in done.stderr
