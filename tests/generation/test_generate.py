@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tiny
+from support import naming
 
 from generation import generate, load
 from generation.engine import open_engine
@@ -28,22 +29,18 @@ def completed(engine, requests, texts=None):
     return sorted(done, key=lambda completion: completion.number)
 
 
-@pytest.mark.parametrize(
-    "stop, pieces, shown, found",
-    [
+def test_a_stop_string_ends_the_text_before_it():
+    for stop, pieces, shown, found in (
         (["END"], ["abc", "E", "N", "x"], ["abc", "", "", "ENx"], None),
         (["END"], ["abcE", "ND", "x"], ["abc", "", ""], "END"),
         (["aab"], ["a", "a", "a", "b"], ["", "", "a", ""], "aab"),
         (["b", "ab"], ["x", "a", "b"], ["x", "", ""], "ab"),
         (["\n\n"], ["a\n", "b\n", "\n"], ["a", "\nb", ""], "\n\n"),
         (["xyz", "b"], ["axy", "b"], ["a", "xy"], "b"),
-    ],
-)
-def test_a_stop_string_ends_the_text_before_it(stop, pieces, shown, found):
-    filter = StopFilter(stop)
-    assert [filter.feed(piece) for piece in pieces[: len(shown)]] == shown
-    assert filter.found == found
-    assert filter.end() == ""
+    ):
+        filter = StopFilter(stop)
+        assert [filter.feed(piece) for piece in pieces[: len(shown)]] == shown
+        assert filter.found == found and filter.end() == ""
     filter = StopFilter(["END"])
     assert filter.feed("abcEN") == "abc" and filter.end() == "EN"  # what was held back comes at the end
 
@@ -88,50 +85,25 @@ def test_generate_gives_the_text(extension, shakes):
         assert generate(shakes, "ROMEO:", 200, engine=engine, seed=1) == text
     assert generate(shakes, "ROMEO:", 200, seed=1, stop="my") == text.split("my")[0]
     assert len(generate(shakes)) == 256
+    pieces = list(generate(shakes, "ROMEO:", 200, seed=1, stream=True))
+    assert len(pieces) == 200 and "".join(pieces) == text
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(prompt=b"A"), "prompt is a bytes; it must be a string"),
-        (dict(max_new_tokens=2.5), "max_new_tokens is a float; it must be a whole number"),
-        (dict(seed="1"), "seed is a str"),
-        (dict(br="8"), "br is a str"),
-        (dict(temprature=1.0), "generate\\(\\) got an unexpected keyword argument 'temprature'"),
-        (dict(capacity=4), "generate\\(\\) got an unexpected keyword argument 'capacity'"),
-        (dict(temperature="1"), "temperature is a str"),
-    ],
-)
-def test_generates_arguments_of_a_wrong_type_are_named(shakes, change, message):
-    with pytest.raises(TypeError, match=message):
-        generate(shakes, **dict(part="part0") | change)
-
-
-def test_more_requests_than_slots_join_as_texts_leave(extension):
-    """Requests differ in prompt, seed, sampling, stop and length. None waits for another or changes it."""
-    requests = [
-        Request(
-            LETTERS.encode("abc"[: 1 + i % 3]), i, Sampling(0.5 + 0.1 * i), 5 + 7 * (i % 5), ("b",) * (i % 2)
-        )
-        for i in range(17)
-    ]
-    engine = open_engine(model(), "native", slots=4)
-    together = completed(engine, requests, texts=3)
-    assert [done.number for done in together] == list(range(17))
-    for request, done in zip(requests, together):
-        (alone,) = completed(open_engine(model(), "native"), [request])
-        assert (done.text, done.finish_reason) == (alone.text, alone.finish_reason)
-    order = [done.number for done, piece in complete(Writer(engine), LETTERS, requests) if not piece]
-    assert order != sorted(order)
-
-
-@pytest.mark.parametrize("engine", ["native", "torch"])
-def test_an_engine_that_is_fast_in_step_writes_in_waves(extension, engine):
-    """The texts of PyTorch's engine are read together only where they are equally long."""
-    opened = open_engine(model(), engine, slots=2)
-    requests = [Request([1], seed, USUAL, 3 + 20 * (seed == 0)) for seed in range(3)]
-    order = [done.number for done, piece in complete(Writer(opened), LETTERS, requests) if not piece]
-    assert order == ([1, 0, 2] if opened.fast_in_step else [1, 2, 0])
+def test_wrong_arguments_are_named_before_anything_is_written(shakes):
+    for change, error, message in (
+        (dict(prompt=b"A"), TypeError, "prompt is a bytes; it must be a string"),
+        (dict(prompt="日"), ValueError, "the model does not know 1 of the text's characters: '日'"),
+        (dict(max_new_tokens=2.5), TypeError, "max_new_tokens is a float; it must be a whole number"),
+        (dict(br="8"), TypeError, "br is a str"),
+        (dict(temprature=1.0), TypeError, r"generate\(\) got an unexpected keyword argument 'temprature'"),
+        (dict(capacity=4), TypeError, r"generate\(\) got an unexpected keyword argument 'capacity'"),
+        (dict(temperature="1"), TypeError, "temperature is a str"),
+        (dict(part="part7"), ValueError, "part is 'part7'"),
+        (dict(stop=""), ValueError, "stop is "),
+        (dict(seed=-1), ValueError, "seed is -1"),
+    ):
+        with naming(change), pytest.raises(error, match=message):
+            generate(shakes, **dict(stream=True, part="part0") | change)
 
 
 def test_the_writer_is_empty_however_it_ends():
@@ -142,29 +114,3 @@ def test_the_writer_is_empty_however_it_ends():
         next(complete(writer, LETTERS, [Request([1])]))
     first.close()
     assert writer.free == 2 and len(list(complete(writer, LETTERS, [Request([1], 0, USUAL, 2)]))) == 3
-
-
-def test_generate_streams(extension, shakes):
-    pieces = generate(shakes, "ROMEO:", 30, seed=1, stream=True)
-    assert next(pieces) and len([*pieces]) == 29
-    streamed = generate(shakes, "ROMEO:", 30, seed=1, stream=True)
-    assert "".join(streamed) == generate(shakes, "ROMEO:", 30, seed=1)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(prompt=""), "prompt is empty"),
-        (dict(prompt="日"), "the model does not know 1 of the text's characters: '日'"),
-        (dict(max_new_tokens=-1), "max_new_tokens is -1"),
-        (dict(temperature=-1), "temperature is -1"),
-        (dict(part="part7"), "part is 'part7'"),
-        (dict(engine="onnx"), "engine is 'onnx'"),
-        (dict(stop=""), "stop is "),
-        (dict(context="x"), "context is 'x'"),
-        (dict(seed=-1), "seed is -1"),
-    ],
-)
-def test_generates_wrong_arguments_are_named_before_anything_is_written(shakes, change, message):
-    with pytest.raises(ValueError, match=message):
-        generate(shakes, **dict(stream=True, part="part0") | change)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from attention_ext import attention
 from generation.engine import open_engine, rounded
-from generation.logprobs import TokenLogprob, of_logits
+from generation.logprobs import of_logits
 from generation.sampling import Sampling
 from generation.writer import Request, Writer
 from model import load
@@ -98,14 +98,7 @@ def test_those_of_a_prompt_are_the_loss_that_eval_gives(extension, name, weights
     assert -math.fsum(logprobs) / 255 == pytest.approx(loss, abs=1e-5)
 
 
-def test_equal_alternatives_are_in_the_order_of_their_ids():
-    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0]])
-    ((made),) = of_logits(logits, [2], 4)
-    assert isinstance(made, TokenLogprob) and [token for token, _ in made.top] == [1, 3, 2, 4]
-    assert made.with_top(2).top == made.top[:2] and made.with_top(9) is made
-
-
-def test_equal_alternatives_of_the_decoder_too(extension):
+def test_equal_alternatives_are_in_the_order_of_their_ids(extension):
     gpt = model()
     with torch.no_grad():
         for row in (1, 4, 7):
@@ -115,18 +108,3 @@ def test_equal_alternatives_of_the_decoder_too(extension):
         engine.prefill(0, [2, 2, 2], top=5)
         equal = [[t for t, _ in each.top if t in (1, 2, 4, 7)] for each in engine.take_logprobs(0)]
         assert len(equal) == 2 and equal == [sorted(ids) for ids in equal] and engine.take_logprobs(0) == []
-
-
-@pytest.mark.parametrize(
-    "change, error, message",
-    [
-        (dict(logprobs=6), ValueError, "logprobs is 6; it must be from 0 to 5"),
-        (dict(logprobs=-1), ValueError, "logprobs is -1"),
-        (dict(logprobs=True), TypeError, "logprobs is a bool; it must be a whole number"),
-        (dict(prompt_logprobs=True), ValueError, "prompt_logprobs is True; it must be False"),
-        (dict(logprobs=0, prompt_logprobs=1), TypeError, "prompt_logprobs is a int; it must be"),
-    ],
-)
-def test_a_wrong_request_is_named(change, error, message):
-    with pytest.raises(error, match=message):
-        Request([0], **change)

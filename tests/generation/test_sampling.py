@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
+from support import naming
 
 from generation.sampling import Sampling, sample
 
@@ -23,6 +25,8 @@ def test_sampling_inverts_the_cumulative_distribution():
     logits = torch.log(torch.tensor([0.1, 0.2, 0.3, 0.4]))
     uniforms = [0, 0.0999, 0.1001, 0.2999, 0.3001, 0.6001, 1 - 2**-53]
     assert sample(logits.expand(7, -1), uniforms, Sampling(**PLAIN)) == [0, 0, 1, 1, 2, 3, 3]
+    impossible = torch.tensor([-math.inf, 0.0, -math.inf])
+    assert sample(impossible.expand(3, -1), [0.0, 0.5, 1 - 2**-53], Sampling(**PLAIN)) == [1, 1, 1]
 
 
 def test_top_k_keeps_the_k_likeliest_and_ties():
@@ -46,13 +50,6 @@ def test_min_p_keeps_a_share_of_the_likeliest():
         assert drawn(logits, min_p=p) == kept
     hot = torch.tensor([0.0, 1.0])
     assert drawn(hot, min_p=0.5) == {1} and drawn(hot, min_p=0.5, temperature=2.0) == {0, 1}
-
-
-def test_a_penalty_that_overflows_is_refused():
-    for logits, penalty in [(torch.full((5,), -1000.0), 1e308), (torch.ones(5), 1e-320)]:
-        for temperature in (0, 0.8):
-            with pytest.raises(ValueError, match="the largest is infinite"):
-                sample(logits[None], [0.5], Sampling(temperature, repetition_penalty=penalty), [range(5)])
 
 
 def test_the_repetition_penalty_makes_what_has_occurred_less_likely():
@@ -86,43 +83,19 @@ def test_the_bias_is_added_to_the_logits():
     assert drawn(logits, temperature=0.1, top_k=1, logit_bias=((1, 1.0),)) == {0, 1}  # before the filters
 
 
-def test_impossible_tokens_are_never_drawn():
-    logits = torch.tensor([-math.inf, 0.0, -math.inf])
-    assert sample(logits.expand(3, -1), [0.0, 0.5, 1 - 2**-53], Sampling(**PLAIN)) == [1, 1, 1]
+def test_logits_with_nan_or_infinity_are_refused():
+    for bad, temperature in itertools.product([[0.0, math.nan], [0.0, math.inf], 2 * [-math.inf]], (0, 1.0)):
+        with naming(bad, temperature), pytest.raises(ValueError, match="NaN, or the largest is infinite"):
+            sample(torch.tensor([[0.0, 1.0], bad]), [0.5, 0.5], Sampling(temperature))
 
 
-def test_each_row_is_chosen_as_if_alone():
-    generator = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(40, 30, generator=generator)
-    uniforms = torch.rand(40, generator=generator, dtype=torch.float64).tolist()
-    seen = [set(torch.randint(30, (i,), generator=generator).tolist()) for i in range(40)]
-    written = [{token: token % 5 + 1 for token in ids} for ids in seen]
-    penalised = Sampling(1.2, None, 0.9, 0.0, 1.1, 1.3, -0.4, ((0, 2.0), (7, -1)))
-    for sampling in (Sampling(), Sampling(0), Sampling(2.0, 7, 0.9, 0.05, 1.3), penalised):
-        rows = zip(logits, uniforms, seen, written)
-        alone = [sample(row[None], [u], sampling, [ids], [counts])[0] for row, u, ids, counts in rows]
-        assert sample(logits, uniforms, sampling, seen, written) == alone
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_with_nan_or_infinity_are_refused(bad):
-    for temperature in (0, 1.0):
-        with pytest.raises(ValueError, match="logits hold NaN, or the largest is infinite"):
-            sample(torch.tensor([[0.0, 1.0], [0.0, bad]]), [0.5, 0.5], Sampling(temperature))
-    with pytest.raises(ValueError, match="the largest is infinite"):
-        sample(torch.tensor([[-math.inf, -math.inf]]), [0.5])
-
-
-@pytest.mark.parametrize(
-    "change, error, message",
-    [
-        (dict(temperature=-0.1), ValueError, "temperature is -0.1"),
+def test_wrong_settings_are_named():
+    for change, error, message in (
         (dict(temperature=math.nan), ValueError, "temperature is nan"),
         (dict(temperature="1"), TypeError, "temperature is a str"),
         (dict(top_k=0), ValueError, "top_k is 0"),
         (dict(top_p=0), ValueError, "top_p is 0"),
         (dict(repetition_penalty=0), ValueError, "repetition_penalty is 0"),
-        (dict(repetition_penalty=True), TypeError, "repetition_penalty is a bool"),
         (dict(presence_penalty=2.1), ValueError, "presence_penalty is 2.1; it must be from -2 to 2"),
         (dict(frequency_penalty=math.nan), ValueError, "frequency_penalty is nan"),
         (dict(logit_bias={1: 2}), TypeError, "logit_bias must be a tuple of pairs"),
@@ -130,8 +103,6 @@ def test_logits_with_nan_or_infinity_are_refused(bad):
         (dict(logit_bias=((-1, 1),)), ValueError, "logit_bias has token -1; it must be at least 0"),
         (dict(logit_bias=((1, 101),)), ValueError, "logit_bias has 101 for token 1; it must be from -100"),
         (dict(logit_bias=((1, 1), (1, 2))), ValueError, "logit_bias has a token twice"),
-    ],
-)
-def test_wrong_settings_are_named(change, error, message):
-    with pytest.raises(error, match=message):
-        Sampling(**change)
+    ):
+        with naming(change), pytest.raises(error, match=message):
+            Sampling(**change)

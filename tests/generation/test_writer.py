@@ -1,9 +1,8 @@
-"""The texts of a batch: no part, engine, cache or neighbour that joins or leaves changes a text."""
+"""The texts of a batch: no part, engine or cache changes a text; prompts that are shared; wrong requests."""
 
 from __future__ import annotations
 
 import itertools
-import random
 from functools import partial
 
 import pytest
@@ -85,42 +84,6 @@ def test_a_cached_token_costs_one_position(monkeypatch):
     assert rows == [(3, 3), (4, 4), (5, 5), (6, 6)]
 
 
-def varied(count):
-    """Requests that differ in every field."""
-    draw = random.Random(0)
-    for seed in range(count):
-        yield Request(
-            ids=[draw.randrange(11) for _ in range(draw.choice([1, 2, 9, 16, 30]))],
-            seed=seed,
-            sampling=draw.choice([USUAL, Sampling(0), Sampling(2.0, 3, 0.9, 0.05, 1.3)]),
-            max_new_tokens=draw.randrange(1, 40),
-            context=draw.choice(["slide", "reset"]),
-            use_cache=draw.random() < 0.8,
-        )
-
-
-def test_neighbours_that_come_and_go_change_nothing(engine):
-    """Texts join when a slot is free, and some leave before their end."""
-    requests = list(varied(24))
-    alone = [written(Writer(engine(model())), request)[0] for request in requests]
-    draw, writer, waiting = random.Random(1), Writer(engine(model(), slots=4)), list(enumerate(requests))
-    growing, left = {}, 0
-    while waiting or growing:
-        while waiting and writer.free and draw.random() < 0.7:
-            number, request = waiting.pop(0)
-            growing[writer.join(request)] = number, []
-        for text, more in writer.step(draw.randrange(1, 9)):
-            growing[text][1].extend(more)
-        for text in list(growing):
-            number, so_far = growing[text]
-            assert so_far == alone[number][: len(so_far)] and text.new_tokens == len(so_far)
-            if text.remaining == 0 or draw.random() < 0.05:
-                left += text.remaining > 0
-                writer.leave(text)
-                del growing[text]
-    assert left > 0 and writer.free == 4 and writer.step() == []
-
-
 @pytest.mark.parametrize("kept", [False, True], ids=["all slots", "one keeps the prompt"])
 def test_a_prompt_that_texts_share_is_read_once(monkeypatch, kept):
     """Once for texts that join together; if a slot keeps the prompt, also for texts that join later."""
@@ -135,11 +98,9 @@ def test_a_prompt_that_texts_share_is_read_once(monkeypatch, kept):
     assert written(writer, Request([3], 0, USUAL, 5)) == other
 
 
-@pytest.mark.parametrize(
-    "change, error, message",
-    [
+def test_a_wrong_request_is_named():
+    for change, error, message in (
         (dict(ids=[]), ValueError, "prompt is empty"),
-        (dict(seed=-1), ValueError, "seed is -1"),
         (dict(seed=2**64), ValueError, r"seed is \d+; it must be at least 0 and less than 2\*\*64"),
         (dict(seed="1"), TypeError, "seed is a str; it must be a whole number"),
         (dict(max_new_tokens=-1), ValueError, "max_new_tokens is -1"),
@@ -147,11 +108,13 @@ def test_a_prompt_that_texts_share_is_read_once(monkeypatch, kept):
         (dict(stop=("a", "")), ValueError, "stop is "),
         (dict(stop=(1,)), ValueError, "stop is "),
         (dict(context="forget"), ValueError, "context is 'forget'; it must be one of slide, reset"),
-    ],
-)
-def test_a_wrong_request_is_named(change, error, message):
-    with pytest.raises(error, match=message):
-        Request(**dict(ids=[0]) | change)
+        (dict(logprobs=6), ValueError, "logprobs is 6; it must be from 0 to 5"),
+        (dict(logprobs=True), TypeError, "logprobs is a bool; it must be a whole number"),
+        (dict(prompt_logprobs=True), ValueError, "prompt_logprobs is True; it must be False"),
+        (dict(logprobs=0, prompt_logprobs=1), TypeError, "prompt_logprobs is a int; it must be"),
+    ):
+        with naming(change), pytest.raises(error, match=message):
+            Request(**dict(ids=[0]) | change)
 
 
 def test_what_a_writer_cannot_take_is_named():
