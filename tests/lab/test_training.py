@@ -24,19 +24,6 @@ def test_both_steps_agree_and_a_wrong_gradient_is_found(extension):
     assert training.largest_error(*both)[1] > training.TOLERANCE
 
 
-def test_a_part_without_a_gradient_is_refused():
-    with pytest.raises(ValueError, match="part is 'part2'; it must be one with a gradient: part0, part4"):
-        training.trainer("part2", SMALL, 1)
-
-
-def test_operations_of_one_token():
-    """A token of one layer: 12 matrices (C, C), the head, and a query with itself; forward and twice back."""
-    config = dataclasses.replace(SMALL, block_size=1, n_embd=2, n_head=1)
-    products = 3 * 2 * (12 * 2 * 2 + 9 * 2)
-    assert training.operations(config, 1) == products + 7 * 2 * 2
-    assert training.operations(config, 5) == 5 * training.operations(config, 1)
-
-
 @pytest.mark.parametrize("part", ["part0", "part4"])
 def test_a_profile_adds_up(part, extension, monkeypatch, threads):
     threads(2)
@@ -56,18 +43,15 @@ def test_a_profile_adds_up(part, extension, monkeypatch, threads):
     assert sum(row["ms"] for row in found["rows"]) == pytest.approx(found["step_ms"])
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
+def test_options_of_the_other_profile_are_refused(cli):
+    for arguments, message in (
         (("--batch", 3), "--batch needs --train"),
         (("--train", "--tokens", 3), "--tokens does not go with --train"),
         (("--train", "--weights", "bf16"), "--weights does not go with --train"),
         (("--train", "--batch", 257), "--batch': 257 is not in the range 1<=x<=256"),
-    ],
-)
-def test_options_of_the_other_profile_are_refused(cli, arguments, message):
-    done = cli("profile", "part4", *arguments)
-    assert done.returncode == 2 and message in done.stderr
+    ):
+        done = cli("profile", "part4", *arguments)
+        assert done.returncode == 2 and message in done.stderr
 
 
 def test_the_command_profiles_a_step(cli, extension, monkeypatch):

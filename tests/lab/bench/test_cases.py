@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 
 import pytest
+from support import naming
 
 from attention_ext import PARTS, tiles
 from lab.bench.cases import plan
@@ -13,41 +15,26 @@ from lab.explain import explain
 
 
 def test_a_plan_is_every_contender_at_every_case(extension):
-    cells = plan(
-        ["part0", "part4", "sdpa"],
-        lengths=(8, 16),
-        widths=(4,),
-        masks=(False, True),
-        br=(2, None),
-        bc=(3,),
-        threads=(1, 2),
-    )
+    sizes = dict(lengths=(8, 16), widths=(4,), masks=(False, True), threads=(1, 2))
+    cells = plan(["part0", "part4", "sdpa"], **sizes, br=(2, None), bc=(3,))
     assert len(cells) == 2 * 2 * 2 * (1 + 2 + 1)
     assert len({cell.group for cell in cells}) == 8
-    chosen = {
-        tiles.tile("portable", threads, 4, N, causal, 4 * N)[0]
-        for threads in (1, 2)
-        for N in (8, 16)
-        for causal in (False, True)
-    }
+    each = itertools.product((1, 2), (8, 16), (False, True))
+    chosen = {tiles.tile("portable", threads, 4, N, causal, 4 * N)[0] for threads, N, causal in each}
     assert tiles.DEFAULT[0] in chosen
     assert {(cell.br, cell.bc) for cell in cells} == {(None, None), (2, 3), *((br, 3) for br in chosen)}
     assert {cell.simd for cell in cells if cell.contender != "part4"} == {None}
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
+def test_a_wrong_plan():
+    for arguments, message in (
         (dict(names=["part7"]), "contender is 'part7'; it must be one of part0,"),
         (dict(names=["part0", "part0"]), "contender is 'part0,part0'; it must name one or more, each once"),
-        (dict(names=[]), "it must name one or more"),
         (dict(names=["part1"], simds=["sse"]), "simd is 'sse'; it must be one of auto,"),
         (dict(names=["part1"], queries=5, masks=[True]), "queries is 5; with a causal mask it must be 1 or"),
-    ],
-)
-def test_a_wrong_plan(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        plan(**arguments)
+    ):
+        with naming(arguments), pytest.raises(ValueError, match=message):
+            plan(**arguments)
 
 
 @pytest.mark.full

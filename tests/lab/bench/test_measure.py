@@ -9,9 +9,6 @@ import pytest
 
 from lab import machine
 from lab.bench import contenders, report
-from lab.bench.cases import plan
-from lab.bench.measure import Bench, Passes
-from lab.bench.results import Result
 
 SMALL = ["-N", "64", "-d", "16", "-r", "2", "--min-time", "0"]
 
@@ -60,14 +57,10 @@ def test_what_is_wrong_is_shown_and_not_timed(run, monkeypatch):
     assert "| part4 | wrong: at (0, 1, 2, 3): expected" in run("part0,part4", *SMALL).stdout
 
 
-def test_what_does_not_fit_is_skipped(run, monkeypatch, rows):
+def test_what_does_not_fit_is_skipped_and_inputs_that_do_not_are_refused(run, monkeypatch, rows):
     monkeypatch.setattr(machine, "available_memory", lambda: 10 << 20)
-    done = run("part0,sdpa", "-N", 1024, "-d", 16, *SMALL[4:])
-    assert [row["ms"][:20] for row in rows(done)][0] == "skipped: needs 32 Mi"
-    assert rows(done)[1]["ms"]
-
-
-def test_inputs_that_do_not_fit_are_refused(run, monkeypatch):
+    skipped, timed = rows(run("part0,sdpa", "-N", 1024, "-d", 16, *SMALL[4:]))
+    assert skipped["ms"].startswith("skipped: needs 32 Mi") and timed["ms"]
     monkeypatch.setattr(machine, "available_memory", lambda: 1000)
     for arguments in (["part0", *SMALL], ["--tune", *SMALL[:4]]):
         done = run(*arguments)
@@ -75,63 +68,11 @@ def test_inputs_that_do_not_fit_are_refused(run, monkeypatch):
         assert "N=64, queries=64, d=16, heads=4, batch=1 need 256 KiB, and 1000 B are free" in done.stderr
 
 
-def test_every_group_is_timed_in_every_pass(steady, monkeypatch):
-    """Memory is returned between passes. A wrong contender runs in the first pass only."""
-    monkeypatch.setattr(machine, "return_freed_memory", lambda: passes.append([]))
-    right, passes = contenders.attention, [[]]
-
-    def seen(part, q, k, v, **options):
-        passes[-1].append((part, q.shape[2]))
-        out = right(part, q, k, v, **options)
-        return out + 1 if part == "part3" else out
-
-    monkeypatch.setattr(contenders, "attention", seen)
-    cells = plan(["part0", "part3", "part4"], lengths=(32, 64), widths=(8,))
-    measured = Bench(cells, rounds=7, min_time=0, passes=Passes(further=0))
-    counts = []
-    for _ in measured.run():
-        counts.append([len(result.seconds) for result in measured.done.results])
-    assert measured.done.complete
-    assert [result.cell for result in measured.done.results] == cells
-    assert [len(result.seconds) for result in measured.done.results] == [7, 0, 7] * 2
-    for number, (calls, rounds) in enumerate(zip(passes, [2, 2, 1, 1, 1], strict=True)):
-        each = 2 * rounds + 2 * (number == 0)  # calls: untimed and timed; the first pass also verifies
-        assert [N for N, _ in itertools.groupby(N for _, N in calls)] == [32, 64]
-        assert [calls.count((part, N)) for part in ("part0", "part4") for N in (32, 64)] == [each] * 4
-        assert [part for part, _ in calls].count("part3") == 2 * (number == 0)
-    for shown in ([2, 0, 2, 2, 0, 2], [4, 0, 4, 2, 0, 2], [4, 0, 4, 4, 0, 4], [5, 0, 5, 4, 0, 4]):
-        assert shown in counts
-
-
-def test_what_is_not_firm_is_timed_in_further_passes(steady, monkeypatch):
-    """Few threads come first. A pass adds 2 rounds, until the median is firm or the time is over."""
-    cells = plan(["part0", "part4"], lengths=(32, 64), widths=(8,), threads=(2, 1))
-    wanted = {("part4", 32, 2): 13, ("part4", 64, 1): 15}
-
-    def margin(result):
-        cell = result.cell
-        return len(result.seconds) < wanted.get((cell.contender, cell.N, cell.threads), 0)
-
-    def rounds(**passes):
-        measured = Bench(cells, rounds=10, min_time=0, passes=Passes(**passes))
-        again = [(cell.contender, cell.N, cell.threads) for cell, _ in measured.run() if measured.again]
-        assert measured.done.complete
-        return [len(result.seconds) for result in measured.done.results], list(dict.fromkeys(again))
-
-    monkeypatch.setattr(Result, "margin", property(margin))
-    order = [("part4", 64, 1), ("part4", 32, 2)]
-    assert rounds(further_share=100) == ([10, 14, 10, 10, 10, 10, 10, 16], order)
-    assert rounds(further_share=0) == ([10] * 8, [])
-    assert rounds(further_share=100, further=1) == ([10, 12, 10, 10, 10, 10, 10, 12], order)
-
-
 @pytest.mark.parametrize(
     "calls, rounds",
     [
         (4 + 4 + 3, [1, 1]),  # in the second round
-        (12 + 3, [2, 2]),  # while the second group is verified
-        (24 + 4 + 3, [3, 3, 2, 2]),  # in a round of the second pass
-        (24 + 8 + 1, [4, 4, 2, 2]),  # in that pass, before the second group's round
+        (24 + 8 + 1, [4, 4, 2, 2]),  # in the second pass, before the second group's round
     ],
 )
 def test_ctrl_c_keeps_what_was_measured(run, monkeypatch, tmp_path, calls, rounds):

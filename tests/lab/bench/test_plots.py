@@ -12,11 +12,10 @@ plots = pytest.importorskip("lab.bench.plots", exc_type=ValueError)
 def test_pictures(tmp_path, cli, made):
     pytest.importorskip("matplotlib")
     report.save(made(br=(16, 32), bc=(16, 32)), tmp_path / "run.json")
-    done = cli("bench", "--load", "run.json", "--plot", "pictures")
+    cli("bench", "--load", "run.json", "--plot", "pictures")
     names = {file.name for file in (tmp_path / "pictures").iterdir()}
     expected = ("time", "tiles", "roofline", "threads", "memory")
     assert names == {f"{name}.{form}" for name in expected for form in ("svg", "png")}
-    assert done.stderr.count("wrote ") == 10
     svg = (tmp_path / "pictures" / "time.svg").read_text()
     assert svg.startswith("<?xml")
     cli("bench", "--load", "run.json", "--plot", "again")

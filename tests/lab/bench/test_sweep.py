@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
+from support import naming
+
+from app.cli.options import Numbers
 
 
 def test_a_dry_run_prints_the_plan_alone(cli):
@@ -14,9 +16,8 @@ def test_a_dry_run_prints_the_plan_alone(cli):
     assert "Br 128, Bc 256" in done.stdout and "sdpa, N 256" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
+def test_wrong_arguments(failed):
+    for arguments, message in (
         (["part9"], "contender is 'part9'"),
         (["-N", "0"], "'0' must be a number of at least 1"),
         (["-N", "1:5000"], "more than 1000 numbers"),
@@ -29,20 +30,16 @@ def test_a_dry_run_prints_the_plan_alone(cli):
         (["--tune", "part4"], "CONTENDERS does not go with --tune"),
         (["part2", "--dtype", "bf16"], "dtype is 'bf16'; part2 does not take it, only part0, part4"),
         (["--save", "part0,sdpa"], "--save is 'part0,sdpa'; it must be a file; CONTENDERS come before"),
-    ],
-)
-def test_wrong_arguments(failed, arguments, message):
-    assert message in failed("bench", *arguments)
+    ):
+        with naming(arguments):
+            assert message in failed("bench", *arguments)
 
 
 def test_ranges():
-    from app.cli.options import Numbers
-
-    def numbers(text):
-        return Numbers(auto=True).convert(text, None, None)
-
-    assert numbers("32,64") == (32, 64)
-    assert numbers("256:4096*2") == (256, 512, 1024, 2048, 4096)
-    assert numbers("1:9+3,5") == (1, 4, 7, 5)
-    assert numbers("2:4,auto") == (2, 3, 4, None)
-    assert numbers("100:150*2") == (100,)
+    for text, numbers in (
+        ("256:4096*2", (256, 512, 1024, 2048, 4096)),
+        ("1:9+3,5", (1, 4, 7, 5)),
+        ("2:4,auto", (2, 3, 4, None)),
+        ("100:150*2", (100,)),
+    ):
+        assert Numbers(auto=True).convert(text, None, None) == numbers

@@ -7,14 +7,13 @@ import re
 
 import pytest
 import torch
-from support import FakeGpu, naming
+from support import naming
 
 from attention_ext import BuildError
 from attention_ext.build import nvrtc
 from attention_ext.cuda import kernels
 from attention_ext.cuda.steps import STEPS
 from attention_ext.parts import Dtype
-from lab.cuda import explain as explaining
 from lab.cuda import nsight
 from lab.cuda.architectures import SHEETS, occupancy
 from lab.cuda.costs import COUNTS
@@ -94,41 +93,27 @@ def test_the_command(cli, compiler):
     assert "100 heads of N = 4096, d = 40, fp32, causal" in done.stdout
     pairs = 4096 * 4097 / 2
     assert f"arithmetic  {4 * 100 * 40 * pairs / 1e12:.3g} TFLOP" in done.stdout
-    asked = "explain part4 --device cuda --arch sm_80 -B 2 --heads 3 -N 100 --dtype fp16"
-    done = cli(*asked.split())
-    assert "6 heads of N = 100, d = 32, fp16, no mask" in done.stdout
 
 
-REFUSED = [
-    (["--device", "cuda", "--simd", "off"], "--simd does not go with --device cuda"),
-    (["--device", "cuda", "--cachegrind"], "--cachegrind does not go with --device cuda"),
-    (["--step", "1"], "--step goes with --device cuda only"),
-    (["--arch", "sm_90"], "--arch goes with --device cuda only"),
-    (["--device", "cuda", "--arch", "sm_90", "-N", "9", "--queries", "10", "--causal"], "at most N=9 with a"),
-    (["--device", "cuda", "--arch", "sm_20"], "'sm_20' is not one of"),
-    (["--device", "cuda", "--arch", "sm_90", "-d", "257"], "d is 257; it must be at most 256 on CUDA"),
-    (["--device", "cuda", "--arch", "sm_90", "-N", "99999999"], "N is 99999999; it must be at most"),
-]
-
-
-def test_wrong_options(failed):
-    for arguments, message in REFUSED:
-        with naming(*arguments):
-            assert message in failed("explain", "part4", *arguments)
-
-
-def test_parts_without_a_kernel_there(failed):
-    for part in ("part0", "part3"):
-        assert f"PART is {part}; it must be part4" in failed("explain", part, "--device", "cuda")
-
-
-def test_without_a_gpu_the_remedy_is_named(failed, monkeypatch):
+def test_wrong_options(failed, monkeypatch):
     def check_gpu() -> None:
         raise BuildError("there is no GPU")
 
     monkeypatch.setattr(kernels, "check_gpu", check_gpu)
-    message = failed("explain", "part4", "--device", "cuda")
-    assert "there is no GPU; --arch sm_80|sm_90|sm_100 explains a step without a GPU" in message
+    for arguments, message in (
+        ("part0 --device cuda", "PART is part0; it must be part4"),
+        ("part4 --device cuda --simd off", "--simd does not go with --device cuda"),
+        ("part4 --device cuda --cachegrind", "--cachegrind does not go with --device cuda"),
+        ("part4 --step 1", "--step goes with --device cuda only"),
+        ("part4 --arch sm_90", "--arch goes with --device cuda only"),
+        ("part4 --device cuda --arch sm_90 -N 9 --queries 10 --causal", "at most N=9 with a"),
+        ("part4 --device cuda --arch sm_20", "'sm_20' is not one of"),
+        ("part4 --device cuda --arch sm_90 -d 257", "d is 257; it must be at most 256 on CUDA"),
+        ("part4 --device cuda --arch sm_90 -N 99999999", "N is 99999999; it must be at most"),
+        ("part4 --device cuda", "there is no GPU; --arch sm_80|sm_90|sm_100 explains a step without a GPU"),
+    ):
+        with naming(arguments):
+            assert message in failed("explain", *arguments.split())
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -143,28 +128,6 @@ def test_the_driver_counts_the_same_blocks(gpu, step, d):
     tile = row.tile(d, Dtype(dtype), on.shared)
     own = occupancy(answer.on.architecture, math.prod(tile.threads), answer.resources.registers, tile.shared)
     assert own.blocks == answer.blocks
-
-
-def test_a_call_is_timed_as_in_bench(compiler, monkeypatch):
-    asked = Question(**ASKED, arch="sm_90", step="2")
-    seen = []
-
-    def pretend(part, q, k, v, *, causal, step):
-        seen.append((part, tuple(q.shape), step))
-        return q
-
-    class Calling(FakeGpu):
-        def once(self, call):
-            call()
-            return super().once(call)
-
-    monkeypatch.setattr("attention_ext.attention", pretend)
-    monkeypatch.setattr("lab.cuda.gpu.Gpu", Calling)
-    assert explaining.measured(asked, compiled(asked)) == (1e-3, 0)
-    assert seen == [("part4", (2, 3, 256, 32), "2")]
-    monkeypatch.setattr("lab.cuda.gpu.Gpu", lambda: FakeGpu(free=1000))
-    with pytest.raises(ValueError, match="N is 256; q, k, v and the output need 1.5 MiB and 1000 B are free"):
-        explaining.measured(asked, compiled(asked))
 
 
 def test_it_is_measured_on_a_gpu(gpu, monkeypatch):
