@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -56,14 +54,12 @@ def run(rank: int, folder: str, cases: list[dict]) -> None:
         options = {name: case[name] for name in ("part", "causal", "scale")}
         options["lengths"] = [parallel.length(rows) for rows in keys] if case["known"] else None
         try:
+            options |= dict(group=groups[P - 1], traffic=traffic)
             with torch.inference_mode(case["inference"]):
-                out = parallel.attention(
-                    case["method"], *mine, **options, group=groups[P - 1], traffic=traffic
-                )
+                out = parallel.attention(case["method"], *mine, **options)
             done.append((out.clone(), traffic.sent, traffic.steps, traffic.waited))
         except (ValueError, TypeError) as error:
             done.append(f"{type(error).__name__}: {error}")
     torch.save(done, f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-    print(Path(folder).name, "done", file=sys.stderr)

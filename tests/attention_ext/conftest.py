@@ -2,35 +2,55 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
 
 import pytest
+import torch
 
 from attention_ext import PARTS, SIMD, BuildError, attention, extension
+from attention_ext.parts import Dtype, taking
 
 KERNELS = [name for name, part in PARTS.items() if part.operator]
-OTHERS = [simd for simd in SIMD if simd not in ("auto", "portable")]
 
 
-def over(parts: list[str], simd: str) -> list:
-    """Parameters of `attend`: these parts over these helpers. Only the portable ones are tried by default."""
-    marks = [] if simd == "portable" else [pytest.mark.full]
-    return [pytest.param((part, simd), id=f"{part}-{simd}", marks=marks) for part in parts]
+@dataclass(frozen=True)
+class Attend:
+    """attention() by a part, over one of the SIMD helpers, and its inputs in a dtype."""
+
+    part: str
+    simd: str = "portable"
+    dtype: torch.dtype = torch.float32
+
+    def __call__(self, q, k, v, **options):
+        return attention(self.part, q, k, v, simd=self.simd, **options)
+
+    def qkv(self, B, H, Nq, Nk, d, seed=0) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randn(B, H, n, d, generator=generator).to(self.dtype) for n in (Nq, Nk, Nk)]
+
+    def assert_same(self, got, expected) -> None:
+        """Equal to the last bit for our kernels; PyTorch's sums may depend on shapes and alignment."""
+        exact = dict(rtol=0, atol=0) if self.part in KERNELS else {}
+        torch.testing.assert_close(got, expected, **exact)
+
+
+OTHERS = [Attend(part, simd) for simd in SIMD if simd not in ("auto", "portable") for part in KERNELS]
 
 
 @pytest.fixture(
     params=[
-        *over(["part0", *KERNELS], "portable"),
-        *(each for simd in OTHERS for each in over(KERNELS, simd)),
-    ]
+        *map(Attend, ["part0", *KERNELS]),
+        *(Attend(part, dtype=torch.bfloat16) for part in taking(Dtype.BF16)),
+        *(pytest.param(each, marks=pytest.mark.full) for each in OTHERS),
+    ],
+    ids=lambda attend: f"{attend.part}-{attend.simd}-{attend.dtype}".replace("torch.", ""),
 )
-def attend(request) -> partial:
-    """Run the test with attention() by each part, the kernels over each SIMD helper."""
-    part, simd = request.param
-    if part in KERNELS:
+def attend(request) -> Attend:
+    """Run the test with each part, over each SIMD helper and in each dtype."""
+    if request.param.part in KERNELS:
         request.getfixturevalue("extension")
         try:
-            extension.load(simd)
+            extension.load(request.param.simd)
         except BuildError as error:  # no ispc
             pytest.skip(str(error))
-    return partial(attention, part, simd=simd)
+    return request.param

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support import naming
 
 import attention_ext
-from attention_ext import PARTS, attention, reference
+from attention_ext import PARTS, attention
 
 # Awkward shapes: (B, H, Nq, Nk, d)
 SHAPES = [
@@ -27,34 +27,36 @@ SHAPES = [
     (2, 1, 7, 40, 33),
     (1, 1, 130, 1000, 64),
     (1, 1, 16, 16, 300),
+    (2, 1, 3, 40, 33),
+    (1, 2, 31, 31, 64),
+    (1, 2, 32, 32, 32),
+    (1, 1, 40, 64, 256),
+    # Part 4 divides the keys of few queries into splits of about 1,000; the last may be smaller.
+    (1, 2, 1, 2049, 8),
+    (1, 2, 3, 5000, 8),
+    (1, 2, 60, 3100, 8),
+    (1, 1, 33, 2500, 16),
 ]
 MASKS = (False, True)
-
-
-def qkv(B, H, Nq, Nk, d, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(B, H, n, d, generator=generator) for n in (Nq, Nk, Nk))
-
-
-def assert_same(attend, got, expected):
-    """Equal to the last bit for our kernels; PyTorch's sums may depend on shapes and alignment."""
-    if PARTS[attend.args[0]].operator:
-        assert torch.equal(got, expected)
-    else:
-        torch.testing.assert_close(got, expected)
 
 
 def check(attend, q, k, v, causal=False, scale=None, **tile):
     """Compare the output and the logsumexp with the oracle's. The inputs must stay as they are."""
     copies = [t.clone() for t in (q, k, v)]
     out, lse = attend(q, k, v, causal=causal, scale=scale, return_lse=True, **tile)
+    assert out.dtype == attend.dtype and out.is_contiguous()
     applied = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    expected = oracle.attention(q, k, v, causal, applied)
-    peer = oracle.torch_float32(q, k, v, causal, applied)
+    exact, exact_lse = oracle.attention(q, k, v, causal, applied)
+    peer, peer_lse = oracle.torch_float32(q, k, v, causal, applied)
     floor = max(1e-6, oracle.score_rounding(q, k, applied))
-    oracle.assert_close(out, expected[0], peer[0], floor)
-    oracle.assert_close(lse, expected[1], peer[1])
-    assert_same(attend, out, attend(q, k, v, causal=causal, scale=scale, **tile))
+    if attend.dtype == torch.float32:
+        oracle.assert_close(out, exact, peer, floor)
+        oracle.assert_close(lse, exact_lse, peer_lse)
+    else:
+        # SDPA may give the exact number in a small case: the floor is half a unit in the last place.
+        oracle.assert_close(out.float(), exact, peer.double(), floor=2**-9)
+        oracle.assert_close(lse, exact_lse, exact_lse, floor=4 * floor)
+    attend.assert_same(attend(q, k, v, causal=causal, scale=scale, **tile), out)
     assert all(map(torch.equal, (q, k, v), copies))
 
 
@@ -62,15 +64,11 @@ def test_awkward_shapes(attend):
     for shape in SHAPES:
         for causal in MASKS:
             with naming(shape, causal):
-                check(attend, *qkv(*shape), causal)
-    check(attend, *qkv(1, 2, 50, 9, 16))  # more queries than keys
+                check(attend, *attend.qkv(*shape), causal)
+    check(attend, *attend.qkv(1, 2, 50, 9, 16))  # more queries than keys
 
 
-def test_any_tile(attend):
-    for br in (1, 3, 16, 100, 4096):
-        for bc in (1, 5, 16, 64, 4096):
-            with naming(br, bc):
-                check(attend, *qkv(1, 2, 70, 83, 20), causal=True, br=br, bc=bc)
+TILES = st.one_of(st.integers(1, 100), st.just(4096))
 
 
 @settings(
@@ -83,17 +81,17 @@ def test_any_tile(attend):
     Nq=st.integers(1, 90),
     more=st.integers(0, 90),
     d=st.integers(1, 70),
-    br=st.integers(1, 100),
-    bc=st.integers(1, 100),
+    br=TILES,
+    bc=TILES,
     causal=st.booleans(),
     scale=st.sampled_from([None, 0.0, 1.0, -0.5]),
 )
 def test_any_size(attend, Nq, more, d, br, bc, causal, scale):
-    check(attend, *qkv(1, 2, Nq, Nq + more, d), causal, scale, br=br, bc=bc)
+    check(attend, *attend.qkv(1, 2, Nq, Nq + more, d), causal, scale, br=br, bc=bc)
 
 
 def test_strides(attend):
-    q, k, v = qkv(2, 3, 33, 33, 24)
+    q, k, v = attend.qkv(2, 3, 33, 33, 24)
     fused = torch.cat([t.transpose(1, 2).flatten(2) for t in (q, k, v)], dim=2)  # (B, N, 3 H d)
     views = [t.view(2, 33, 3, 24).transpose(1, 2) for t in fused.split(72, dim=2)]
     columns = [t.mT.contiguous().mT for t in (q, k, v)]
@@ -104,28 +102,38 @@ def test_strides(attend):
             with naming(name, causal):
                 assert not tensors[0].is_contiguous()
                 held = [t.contiguous() for t in tensors]
-                assert_same(attend, attend(*tensors, causal=causal), attend(*held, causal=causal))
+                attend.assert_same(attend(*tensors, causal=causal), attend(*held, causal=causal))
     torch.testing.assert_close(attend(*columns, causal=True), attend(q, k, v, causal=True))
 
 
 def test_keys_held_transposed(attend):
     for Nq in (1, 2, 3, 4, 40):
         for Nk in (40, 41, 300):
-            q, k, v = qkv(2, 3, Nq, Nk, 24)
-            held = torch.zeros(2, 3, 24, Nk + 7)  # (B, H, d, capacity), as in a growing cache
+            q, k, v = attend.qkv(2, 3, Nq, Nk, 24)
+            held = k.new_zeros(2, 3, 24, Nk + 7)  # (B, H, d, capacity), as in a growing cache
             held[..., :Nk] = k.mT
             with naming(Nq, Nk):
                 check(attend, q, held[..., :Nk].mT, v, causal=True, bc=64)
 
 
+def test_growing_scores(attend):
+    """Each block of keys has a maximum far above those before, so the output is rescaled."""
+    q, k, v = attend.qkv(1, 1, 64, 640, 32)
+    q, k = q.abs() + 1, (k.abs() * torch.linspace(0, 12, 640)[:, None]).to(k.dtype)
+    check(attend, q, k, v)
+    check(attend, q, k.flip(2), v)
+
+
 def test_scores_of_1e4(attend):
-    q, k, v = qkv(1, 2, 65, 65, 32)
+    if attend.part == "part0" and attend.dtype != torch.float32:
+        pytest.skip("PyTorch rounds the scores to bfloat16")
+    q, k, v = attend.qkv(1, 2, 65, 65, 32)
     s = q @ k.mT
     for causal in MASKS:
         check(attend, q * (1e4 / s.abs().max()), k, v, causal, scale=1.0)
     # Equal keys have equal scores to the last bit: at 1e4, a bit changes a weight by a thousandth.
     for Nq in (1, 20):
-        q, k, v = qkv(1, 2, Nq, 39, 33)
+        q, k, v = attend.qkv(1, 2, Nq, 39, 33)
         k = k[:, :, :1].expand_as(k)
         out = attend(q, k, v, scale=1e4 / float((q @ k.mT).abs().max()))
         torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
@@ -135,7 +143,7 @@ def test_scores_of_1e4(attend):
 def test_a_bad_value_reaches_the_rows_that_see_it_and_hidden_at_most_those_of_its_tile(attend, value):
     at, tile = 100, 16
     for which in "qkv":
-        tensors = dict(zip("qkv", qkv(1, 2, 160, 160, 8)))
+        tensors = dict(zip("qkv", attend.qkv(1, 2, 160, 160, 8)))
         clean = attend(**tensors, causal=True, br=tile, bc=tile)
         tensors[which][0, 1, at, 3] = value
         out = attend(**tensors, causal=True, br=tile, bc=tile)
@@ -143,47 +151,30 @@ def test_a_bad_value_reaches_the_rows_that_see_it_and_hidden_at_most_those_of_it
         may = torch.zeros(1, 2, 160, 1, dtype=torch.bool)
         may[0, 1, at : at + 1 if which == "q" else None] = True
         if which != "q":  # PyTorch's products take all rows together
-            may[0, 1, at // tile * tile if PARTS[attend.args[0]].operator else 0 : at] = True
+            may[0, 1, at // tile * tile if PARTS[attend.part].operator else 0 : at] = True
         with naming(which):
             assert not (out.isfinite() & ~exact.isfinite()).any()
-            assert_same(attend, out.masked_select(~may), clean.masked_select(~may))
+            attend.assert_same(out.masked_select(~may), clean.masked_select(~may))
 
 
 def test_scores_of_minus_infinity(attend):
     """In a whole tile, or in whole splits of many keys, before a finite one."""
     for Nk, tile in ((8, dict(br=2, bc=2)), (5000, {})):
-        q, k, v = torch.ones(1, 1, 2, 1), torch.zeros(1, 1, Nk, 1), qkv(1, 1, 1, Nk, 1)[2]
+        q, k, v = attend.qkv(1, 1, 2, Nk, 1)
+        q[:], k[:] = 1, 0
         k[:, :, : Nk // 2] = -math.inf
         out = attend(q, k, v, scale=1.0, **tile)
         torch.testing.assert_close(out, v[:, :, Nk // 2 :].mean(2, keepdim=True).expand_as(out))
 
 
-def test_halves_of_the_keys_merge(attend):
-    q, k, v = qkv(1, 2, 20, 100, 16)
-    cut = 60  # all queries see the first 60 keys
-    for causal in MASKS:
-        whole = attend(q, k, v, causal=causal, return_lse=True)
-        o1, l1 = attend(q, k[:, :, :cut], v[:, :, :cut], return_lse=True)
-        o2, l2 = attend(q, k[:, :, cut:], v[:, :, cut:], causal=causal, return_lse=True)
-        torch.testing.assert_close(reference.merge(o1, l1, o2, l2), whole)
-
-
-def test_few_queries_against_many_keys(attend):
-    """Part 4 divides the keys into splits of about 1,000; the last may be smaller."""
-    for Nq, Nk in ((1, 2049), (3, 5000), (60, 3100)):
-        for tile in ({}, dict(br=7, bc=1000)):
-            with naming(Nq, Nk, tile):
-                check(attend, *qkv(1, 2, Nq, Nk, 8), causal=True, **tile)
-
-
 def test_threads_change_nothing(attend, threads):
     """More threads take smaller default tiles, which cut the queries into the same strips."""
-    if not PARTS[attend.args[0]].operator:
+    if not PARTS[attend.part].operator:
         pytest.skip("PyTorch's sums may depend on the threads")
     cases = [((2, 3, 50, 50, 16), dict(br=16, bc=16)), ((1, 2, 700, 700, 16), {}), ((1, 2, 4, 5000, 8), {})]
     for shape, tile in cases:
         for causal in MASKS:
-            tensors = qkv(*shape)
+            tensors = attend.qkv(*shape)
             threads(1)
             one = attend(*tensors, causal=causal, return_lse=True, **tile)
             for count in (2, 3, 5, 16):

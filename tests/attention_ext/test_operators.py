@@ -10,8 +10,7 @@ import torch
 from torch import library as torch_library
 
 from attention_ext import PARTS, attention, operator
-from attention_ext.extension import describe, load, scratch, size
-from attention_ext.parts import MOST_SCORES
+from attention_ext.extension import scratch
 from lab.correctness import allocated
 
 
@@ -25,14 +24,10 @@ def arguments(kernel, **change):
     return tuple((values | change).values())
 
 
-def test_opcheck(kernel):
+def test_opcheck_and_compiling_without_a_graph_break(kernel):
     q, k, v = (torch.randn(1, 20, 2, 8).transpose(1, 2) for _ in range(3))
     for change in (dict(return_lse=False), dict(q=q, k=k, v=v)):
         torch_library.opcheck(operator(kernel), arguments(kernel, **change))
-
-
-def test_compiles_without_a_graph_break(kernel):
-    q, k, v = (torch.randn(1, 2, 20, 8) for _ in range(3))
 
     def layer(q, k, v):
         return attention(kernel, q * 2, k, v, causal=True) + 1
@@ -96,15 +91,3 @@ def test_scratch_is_what_a_call_takes(kernel, threads):
     made = scratch(kernel, 2, 3, 50, 50, 8, br=16, bc=32, threads=3)
     out, taken = allocated(lambda: attention(kernel, q, q, q, br=16, bc=32))
     assert taken - 4 * out.numel() == made > 0
-
-
-def test_the_sizes_of_the_kernels(extension):
-    lanes = size("lanes")
-    assert lanes in (4, 8, 16) and size("panel") % lanes == 0 and size("rows") >= 1
-    assert size("part2.T") > 0 and size("part2.DEPTH") > 0 and size("part4.STEP") > 0
-    assert size("MOST_SCORES") == MOST_SCORES
-    with pytest.raises(RuntimeError, match="name is part9.T; it must be the name of a size"):
-        size("part9.T")
-    with pytest.raises(RuntimeError, match="part is part9; it must be a part's operator"):
-        load().scratch("part9", False, 1, 1, 1, 1, 1, 1, 1, 1)
-    assert describe().startswith("SIMD: portable C++")

@@ -26,30 +26,16 @@ from support import ROOT, Done, naming
 from attention_ext import PARTS, parallel
 from attention_ext.parallel import METHODS
 
-DEFAULTS = {
-    "B": 1,
-    "H": 2,
-    "d": 16,
-    "seed": 0,
-    "part": "part4",
-    "causal": False,
-    "scale": None,
-    "dtype": "float32",
-    "inference": False,
-    "known": False,
-    "wrong_rank": None,
-    "wrong": None,
-}
+DEFAULTS = dict(B=1, H=2, d=16, seed=0, part="part4", causal=False, scale=None, dtype="float32")
+DEFAULTS |= dict(inference=False, known=False, wrong_rank=None, wrong=None)
 
 
 def case(method: str, keys, queries=None, **settings) -> dict:
     keys = list(keys)
     queries = list(keys if queries is None else queries)
     if method == "zigzag":
-        queries, keys = (
-            [parallel.length(rows) for rows in parallel.zigzag_rows(sum(n), len(keys))]
-            for n in (queries, keys)
-        )
+        shared = (parallel.zigzag_rows(sum(n), len(keys)) for n in (queries, keys))
+        queries, keys = ([parallel.length(rows) for rows in each] for each in shared)
     return DEFAULTS | {"method": method, "keys": keys, "queries": queries} | settings
 
 
@@ -88,9 +74,8 @@ def ranks(tmp_path_factory, extension) -> list[list]:
     folder = tmp_path_factory.mktemp("ranks")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["parallel_ranks"])
-    processes = [
-        context.Process(target=parallel_ranks.run, args=(r, str(folder), CASES)) for r in range(RANKS)
-    ]
+    arguments = [(rank, str(folder), CASES) for rank in range(RANKS)]
+    processes = [context.Process(target=parallel_ranks.run, args=each) for each in arguments]
     for process in processes:
         process.start()
     for process in processes:
@@ -138,43 +123,35 @@ def check(case, results):
             )
             oracle.assert_close(out, mine, peer, floor)
         else:
-            torch.testing.assert_close(
-                out.double(), parallel.take(expected, queries[rank]), rtol=1 / 64, atol=1e-2
-            )
+            mine = parallel.take(expected, queries[rank])
+            torch.testing.assert_close(out.double(), mine, rtol=1 / 64, atol=1e-2)
         if case["method"] == "split":
             assert torch.equal(out, results[0][0])
 
 
-def test_the_formula_of_the_issue():
+def test_the_formula():
     """Ring and gather send 8 N d (P - 1) / P bytes for each head in fp32; split's bytes do not know N."""
-    for P in (1, 2, 3, 4, 16):
+    for method, P in itertools.product(METHODS, (1, 2, 3, 4, 16)):
         N, d = 48 * P, 32
-        for method in ("gather", "ring", "zigzag"):
-            rows = parallel.rows(method, N, P)
-            for rank in range(P):
-                sent, _ = parallel.expected(method, rows, rows, rank, 1, d)
-                assert sent == 8 * N * d * (P - 1) // P
+        rows = parallel.rows(method, N, P)
         one = ((range(1),),) * P
-        assert (
-            len({parallel.expected("split", one, parallel.rows("split", N, P), 0, 4, d) for N in (64, 4096)})
-            == 1
-        )
+        with naming(method, P):
+            for rank in range(P):
+                if method in ("gather", "ring", "zigzag"):
+                    assert parallel.expected(method, rows, rows, rank, 1, d)[0] == 8 * N * d * (P - 1) // P
+                elif method == "split":
+                    ten = parallel.expected(method, one, parallel.rows(method, 10 * N, P), rank, 4, d)
+                    assert parallel.expected(method, one, rows, rank, 4, d) == ten
 
 
-def test_the_rows_of_the_ranks_are_all_rows_once():
+def test_the_rows_of_the_ranks_are_all_rows_once_and_zigzag_shares_the_causal_work():
     for method, P, N in itertools.product(METHODS, (1, 2, 3, 4, 8), (0, 1, 5, 63, 64, 130)):
         rows = parallel.rows(method, N, P)
         with naming(method, P, N):
             assert sorted(i for chunks in rows for chunk in chunks for i in chunk) == list(range(N))
             assert max(map(parallel.length, rows)) - min(map(parallel.length, rows)) <= 2
-
-
-def test_zigzag_shares_the_causal_work():
-    """A ring's last rank has almost twice the mean work; zigzag's ranks have the mean."""
-    for method, worst in (("ring", 1.75), ("zigzag", 1.0)):
-        rows = parallel.rows(method, 4096, 4)
-        everything = [range(4096)]
-        work = [parallel.pairs(mine, everything, True, 0) for mine in rows]
+    for method, worst in (("ring", 1.75), ("zigzag", 1.0)):  # times the mean work
+        work = [parallel.pairs(m, [range(4096)], True, 0) for m in parallel.rows(method, 4096, 4)]
         assert max(work) / (sum(work) / 4) == pytest.approx(worst, rel=1e-3)
 
 
@@ -213,15 +190,13 @@ def test_wrong_arguments_are_named(alone):
 
 def torchrun(P: int, *arguments) -> subprocess.Popen:
     """Start P ranks of a Python script."""
-    return start(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(P), *map(str, arguments)]
-    )
+    return start([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", P, *arguments])
 
 
-def start(command: list[str]) -> subprocess.Popen:
+def start(command: list) -> subprocess.Popen:
     """Start a command that runs torchrun."""
     return subprocess.Popen(
-        command,
+        list(map(str, command)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -232,102 +207,54 @@ def start(command: list[str]) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen, seconds: float = 300) -> Done:
-    """Wait for its end; its ranks are ended too if it takes too long."""
+    """Wait for its end. If it takes too long, kill it and its ranks, each the leader of a session."""
     try:
         out, err = process.communicate(timeout=seconds)
         return Done(process.returncode, out, err)
     finally:
-        end(process)
-
-
-def end(process: subprocess.Popen) -> None:
-    """Kill a torchrun that has not ended, and its ranks, each of which leads a session of its own."""
-    if process.poll() is None:
-        for child in children(process.pid):
-            os.kill(child, signal.SIGKILL)
-        process.kill()
-        process.communicate()
-
-
-def children(pid: int) -> list[int]:
-    """The processes that a process has started, in order."""
-    return sorted(
-        int(child)
-        for file in Path(f"/proc/{pid}/task").glob("*/children")
-        for child in file.read_text().split()
-    )
+        if process.poll() is None:
+            for file in Path(f"/proc/{process.pid}/task").glob("*/children"):
+                for child in file.read_text().split():
+                    os.kill(int(child), signal.SIGKILL)
+            process.kill()
+            process.communicate()
 
 
 FAULTS = {
     "killed": "rank 1 did not answer rank {rank}: killed or stalled",
     "stalls": "rank 1 did not answer rank {rank}: killed or stalled",
-    "stopped": "rank 1 did not answer rank {rank}: killed or stalled",
     "shape": "rank 1 has q of shape (1, 3, 41, 16); the others have (1, 2, N, 16)",
     "error": "rank 1 failed with OSError: the disk of rank 1 is full",
 }
 
 
-@pytest.fixture(scope="module")
-def faults() -> dict[str, Done]:
-    """The ends of runs in which rank 1 has a fault. All run at once: most of the time is waiting."""
-    runs = {fault: torchrun(3, ROOT / "tests" / "faulty_rank.py", fault) for fault in FAULTS}
-    try:
-        # torchrun's SIGTERM does not reach a process that is stopped; it would wait 30 s for its end
-        until = time.monotonic() + 180
-        stopped = runs["stopped"]
-        while not any(state(child) == "T" for child in children(stopped.pid)):
-            assert time.monotonic() < until and stopped.poll() is None
-            time.sleep(0.1)
-        frozen = [child for child in children(stopped.pid) if state(child) == "T"]
-        while any(state(child) not in "TZ" for child in children(stopped.pid)):
-            assert time.monotonic() < until
-            time.sleep(0.1)
-        for child in frozen:
-            os.kill(child, signal.SIGKILL)
-        return {fault: finish(run, 180) for fault, run in runs.items()}
-    finally:
-        for run in runs.values():
-            end(run)
-
-
-def state(pid: int) -> str:
-    """The letter of a process's state, Z if it has gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"
-
-
 @pytest.mark.full
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_every_other_rank_ends_in_time_and_names_the_faulty_one(faults, fault):
-    done = faults[fault]
-    said = {}
-    for line in done.stdout.splitlines():
-        found = json.loads(line)
-        said[found["rank"]] = found
-    # torchrun's SIGTERM may come first: then the sentence is on stderr
-    for line in re.findall("gpt.py: error: (.*)", done.stderr):
+def test_every_other_rank_ends_in_time_and_names_the_faulty_one():
+    """All run at once: most of the time is waiting."""
+    runs = {fault: torchrun(3, ROOT / "tests" / "faulty_rank.py", fault) for fault in FAULTS}
+    done = {fault: finish(run, 180) for fault, run in runs.items()}
+    for fault, message in FAULTS.items():
+        said = {found["rank"]: found for found in map(json.loads, done[fault].stdout.splitlines())}
+        # torchrun's SIGTERM may come first: then the sentence is on stderr
+        told = re.findall("gpt.py: error: (.*)", done[fault].stderr)
         for rank in (0, 2):
-            if line == FAULTS[fault].format(rank=rank) and rank not in said:
-                said[rank] = {"error": line, "seconds": 0.0}
-    for rank in (0, 2):
-        assert said[rank]["error"] == FAULTS[fault].format(rank=rank), (done.stdout, done.stderr)
-        assert said[rank]["seconds"] < 2 * faulty_rank.TIMEOUT + 60  # of a busy machine
-    assert done.returncode == 1
+            error = message.format(rank=rank)
+            with naming(fault, rank, done[fault]):
+                found = said.get(rank) or {"error": told[told.index(error)], "seconds": 0.0}
+                assert found["error"] == error
+                assert found["seconds"] < 2 * faulty_rank.TIMEOUT + 60  # of a busy machine
+        assert done[fault].returncode == 1
 
 
 @pytest.mark.full
 def test_the_command_compares_counts_and_predicts(extension):
     """A million keys in the first run; the second, over parts that share no row count, starts beside it."""
+    options = ["-N", 1001, "--causal", "--queries", 500, "--part", "part1"]
     runs = [
         torchrun(2, "gpt.py", "parallel", "split", "-N", 1_000_003, "--heads", 1, "-d", 16),
-        torchrun(
-            3, "gpt.py", "parallel", "zigzag", "-N", 1001, "--causal", "--queries", 500, "--part", "part1"
-        ),
+        torchrun(3, "gpt.py", "parallel", "zigzag", *options),
     ]
-    split, zigzag = (finish(run) for run in runs)
+    split, zigzag = map(finish, runs)
     assert (split.returncode, zigzag.returncode) == (0, 0), split.stderr + zigzag.stderr
     assert re.search(r"^ +1 +1 +500,001 +68 +68 +1 +1 +\d+%$", split.stdout, re.M)
     for done in (split, zigzag):
@@ -342,14 +269,12 @@ def test_the_command_compares_counts_and_predicts(extension):
 def test_a_wrong_command_is_one_line(monkeypatch, failed):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    assert "python -m torch.distributed.run --nproc-per-node 2 gpt.py parallel ring" in failed(
-        "parallel", "ring"
-    )
-    assert "'rings' is not one of 'split'" in failed("parallel", "rings")
-    assert "part2 has no CUDA kernel" in failed("parallel", "ring", "--device", "cuda", "--part", "part2")
-    assert "--queries is 9; with --causal it must be at most N = 5" in failed(
-        "parallel", "ring", "-N", 5, "--queries", 9, "--causal"
-    )
+    for message, options in {
+        "python -m torch.distributed.run --nproc-per-node 2 gpt.py parallel ring": [],
+        "part2 has no CUDA kernel": ["--device", "cuda", "--part", "part2"],
+        "--queries is 9; with --causal it must be at most N = 5": ["-N", 5, "--queries", 9, "--causal"],
+    }.items():
+        assert message in failed("parallel", "ring", *options)
 
 
 NETWORK = """
@@ -371,9 +296,8 @@ def network():
         pytest.skip("ip and tc are not installed (apt install iproute2)")
     a, b = (f"att{side}{os.getpid() % 100000}" for side in "ab")
     try:
-        made = subprocess.run(
-            ["sh", "-c", NETWORK.format(a=a, b=b)], capture_output=True, text=True, timeout=20
-        )
+        command = ["sh", "-c", NETWORK.format(a=a, b=b)]
+        made = subprocess.run(command, capture_output=True, text=True, timeout=20)
         if made.returncode:
             pytest.skip(f"a network of two namespaces is not permitted here: {made.stderr.strip()}")
         yield a, b
@@ -415,11 +339,7 @@ def test_a_network_carries_the_bytes_of_the_formula(network, extension, form):
     assert re.search(rf"^ +0 +32 +32,768 +{formula:,} +{formula:,} ", out, re.M), out
     bandwidth = re.search(r"([\d.]+) GB/s and", out)
     assert bandwidth and 0.05 < float(bandwidth[1]) < 0.125, out  # 1 Gbit/s is 0.125 GB/s
-    counters = [
-        subprocess.run(
-            ["ip", "-n", side, "-j", "-s", "link", "show", side], capture_output=True, text=True
-        ).stdout
-        for side in network
-    ]
-    sent = [json.loads(text)[0]["stats64"]["tx"]["bytes"] for text in counters]
+    counters = [["ip", "-n", side, "-j", "-s", "link", "show", side] for side in network]
+    texts = [subprocess.run(command, capture_output=True, text=True).stdout for command in counters]
+    sent = [json.loads(text)[0]["stats64"]["tx"]["bytes"] for text in texts]
     assert min(sent) > 6 * formula, (sent, out)  # a call to warm up, up to five measured, the bandwidth's

@@ -73,48 +73,31 @@ def test_arm_as_linux_describes_it(cpuinfo):
     ]
 
 
-@pytest.mark.parametrize(
-    "limit, expected",
-    [
-        ("max 100000", 8),
-        ("200000 100000", 2),
-        ("150000 100000", 2),
-        ("10000 100000", 1),
-        ("1600000 100000", 8),
-        (None, 8),
-    ],
-)
-def test_cores_are_those_of_the_process_and_of_its_share_of_time(monkeypatch, tmp_path, limit, expected):
+def test_cores_are_those_of_the_process_and_of_its_share_of_time(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
     monkeypatch.setattr(processor, "QUOTA", tmp_path / "cpu.max")
-    if limit:
+    assert processor.cores() == 8
+    limits = {"max 100000": 8, "200000 100000": 2, "150000 100000": 2, "10000 100000": 1, "1600000 100000": 8}
+    for limit, cores in limits.items():
         processor.QUOTA.write_text(f"{limit}\n")
-    assert processor.cores() == expected
+        assert processor.cores() == cores, limit
 
 
-@pytest.mark.parametrize(
-    "vendor, family, model, design, slug",
-    [
-        ("AuthenticAMD", 25, 1, "AMD Zen 3", "amd-zen-3"),
+def test_the_design_and_the_slug(cpuinfo):
+    """A cloud may hide the model's name, so vendor, family and model decide."""
+    for vendor, family, model, design, slug in (
         ("AuthenticAMD", 25, 17, "AMD Zen 4", "amd-zen-4"),
-        ("AuthenticAMD", 25, 0x61, "AMD Zen 4", "amd-zen-4"),
         ("AuthenticAMD", 26, 2, "AMD Zen 5", "amd-zen-5"),
         ("AuthenticAMD", 26, 0x50, None, "amd-26-80"),
-        ("AuthenticAMD", 23, 49, None, "amd-23-49"),
-        ("GenuineIntel", 6, 106, "Intel Ice Lake", "intel-ice-lake"),
         ("GenuineIntel", 6, 143, "Intel Sapphire Rapids", "intel-sapphire-rapids"),
-        ("GenuineIntel", 6, 207, "Intel Emerald Rapids", "intel-emerald-rapids"),
-        ("GenuineIntel", 6, 173, "Intel Granite Rapids", "intel-granite-rapids"),
         ("GenuineIntel", 6, 85, None, "intel-6-85"),
         ("HygonGenuine", 24, 1, None, "hygongenuine-24-1"),
         ("../.. /x", 6, "?", None, "x-6"),
-    ],
-)
-def test_the_design_and_the_slug(cpuinfo, vendor, family, model, design, slug):
-    """A cloud may hide the model's name, so vendor, family and model decide."""
-    cpuinfo(FIELDS.format(vendor, family, model, "a cloud's"))
-    assert (processor.microarchitecture(), processor.slug()) == (design, slug)
-    assert processor.name() == f"a cloud's, family {family}, model {model}"
+    ):
+        cpuinfo(FIELDS.format(vendor, family, model, "a cloud's"))
+        processor.name.cache_clear()
+        assert (processor.microarchitecture(), processor.slug()) == (design, slug)
+        assert processor.name() == f"a cloud's, family {family}, model {model}"
 
 
 def test_the_caches_are_listed_the_smallest_first():
@@ -122,24 +105,20 @@ def test_the_caches_are_listed_the_smallest_first():
     assert sizes == sorted(sizes) and len(sizes) >= 2
 
 
-@pytest.mark.parametrize(
-    "reported, expected",
-    [
-        (  # an Apple M1, whose slow cores have other caches
-            "hw.cachelinesize=128 hw.l1dcachesize=65536 hw.l2cachesize=4194304 "
-            "hw.perflevel0.l1dcachesize=131072 hw.perflevel0.l2cachesize=12582912",
-            (processor.Cache(1, 131072, 8, 128), processor.Cache(2, 12582912, 16, 128)),
-        ),
-        (
-            "hw.cachelinesize=64 hw.l1dcachesize=32768 hw.l2cachesize=262144",
-            (processor.Cache(1, 32768, 8, 64), processor.Cache(2, 262144, 16, 64)),
-        ),
-        ("", processor.ASSUMED),
-    ],
-    ids=["Apple", "Intel", "nothing reported"],
+APPLE_M1 = (  # whose slow cores have other caches
+    "hw.cachelinesize=128 hw.l1dcachesize=65536 hw.l2cachesize=4194304 "
+    "hw.perflevel0.l1dcachesize=131072 hw.perflevel0.l2cachesize=12582912"
 )
-def test_the_caches_of_a_mac(monkeypatch, tmp_path, reported, expected):
-    values = dict(each.split("=") for each in reported.split())
+INTEL = "hw.cachelinesize=64 hw.l1dcachesize=32768 hw.l2cachesize=262144"
+
+
+def test_the_caches_of_a_mac(monkeypatch, tmp_path):
     monkeypatch.setattr(processor, "CACHES", tmp_path)
-    monkeypatch.setattr(processor, "sysctl", functools.cache(lambda name: values.get(name, "")))
-    assert processor.caches() == expected
+    for reported, expected in (
+        (APPLE_M1, (processor.Cache(1, 131072, 8, 128), processor.Cache(2, 12582912, 16, 128))),
+        (INTEL, (processor.Cache(1, 32768, 8, 64), processor.Cache(2, 262144, 16, 64))),
+        ("", processor.ASSUMED),
+    ):
+        values = dict(each.split("=") for each in reported.split())
+        monkeypatch.setattr(processor, "sysctl", functools.cache(lambda name, of=values: of.get(name, "")))
+        assert processor.caches() == expected

@@ -2,51 +2,48 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import oracle
-import pytest
 import torch
+from support import naming
 
 from attention_ext import reference
 
 
-def qkv(Nq, Nk, d=16, seed=0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(2, 3, n, d, generator=generator, dtype=dtype) for n in (Nq, Nk, Nk))
+def qkv(Nq, Nk):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 3, n, 24, generator=generator, dtype=torch.float64) for n in (Nq, Nk, Nk)]
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("br, bc", [(1, 1), (7, 30), (500, 500)])
-def test_flash_attention_is_exact_in_float64(br, bc, causal):
-    q, k, v = torch.randn(2, 2, 40, 24), torch.randn(2, 2, 61, 24), torch.randn(2, 2, 61, 24)
-    expected, expected_lse = oracle.attention(q, k, v, causal, 24**-0.5)
-    out, lse = reference.flash_attention(q.double(), k.double(), v.double(), causal=causal, br=br, bc=bc)
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-12, atol=1e-12)
+def assert_exact(got, expected):
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("scale", [1.0, -1e3])
-@pytest.mark.parametrize("cut", [1, 30])
-def test_two_sets_of_keys_merge_exactly_in_float64(cut, scale):
-    q, k, v = qkv(20, 100, dtype=torch.float64)
-    whole = reference.attention(q, k, v, causal=False, scale=scale, return_lse=True)
-    halves = [
-        reference.attention(q, k[:, :, keys], v[:, :, keys], causal=False, scale=scale, return_lse=True)
-        for keys in (slice(cut), slice(cut, None))
-    ]
-    for a, b in (halves, halves[::-1]):
-        out, lse = reference.merge(*a, *b)
-        torch.testing.assert_close(out, whole[0], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(lse, whole[1], rtol=1e-12, atol=1e-12)
+def test_flash_attention_is_exact_in_float64():
+    q, k, v = qkv(40, 61)
+    for causal, (br, bc) in itertools.product((False, True), ((1, 1), (7, 30), (500, 500))):
+        with naming(causal, br, bc):
+            got = reference.flash_attention(q, k, v, causal=causal, br=br, bc=bc)
+            assert_exact(got, oracle.attention(q, k, v, causal, 24**-0.5))
+
+
+def test_two_sets_of_keys_merge_exactly_in_float64():
+    q, k, v = qkv(20, 100)
+    for cut, scale in itertools.product((1, 30), (1.0, -1e3)):
+        options = dict(causal=False, scale=scale, return_lse=True)
+        first = reference.attention(q, k[:, :, :cut], v[:, :, :cut], **options)
+        last = reference.attention(q, k[:, :, cut:], v[:, :, cut:], **options)
+        for merged in (reference.merge(*first, *last), reference.merge(*last, *first)):
+            with naming(cut, scale):
+                assert_exact(merged, reference.attention(q, k, v, **options))
 
 
 def test_rows_without_keys_take_the_other_result():
     """The output of such a row is 0 / 0 in most implementations. It is ignored."""
-    q, k, v = qkv(5, 30)
-    out, lse = reference.attention(q, k, v, causal=False, scale=0.25, return_lse=True)
+    out, lse = reference.attention(*qkv(5, 30), causal=False, scale=0.25, return_lse=True)
     none, empty = torch.full_like(out, math.nan), torch.full_like(lse, -math.inf)
     for merged in (reference.merge(out, lse, none, empty), reference.merge(none, empty, out, lse)):
         torch.testing.assert_close(merged, (out, lse))
-    nothing, still_empty = reference.merge(none, empty, none, empty)
-    assert torch.equal(nothing, torch.zeros_like(out)) and torch.equal(still_empty, empty)
+    assert_exact(reference.merge(none, empty, none, empty), (torch.zeros_like(out), empty))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+from support import script
 
 from attention_ext import BuildError
 from attention_ext.build import recipes, toolchain
@@ -30,39 +31,28 @@ def test_no_compiler_names_the_package(monkeypatch, tmp_path):
         toolchain.find_compiler()
 
 
-@pytest.mark.parametrize(
-    "command, message",
-    [
+def test_a_wrong_compiler_is_named(monkeypatch):
+    for command, message in (
         ("no-such-compiler -O1", "^CXX is 'no-such-compiler'"),
         ("'c++", """^CXX is "'c\\+\\+"; it must be a compiler's command: No"""),
-    ],
-)
-def test_a_wrong_compiler_is_named(monkeypatch, command, message):
-    monkeypatch.setenv("CXX", command)
-    with pytest.raises(BuildError, match=message):
-        toolchain.find_compiler()
+    ):
+        monkeypatch.setenv("CXX", command)
+        with pytest.raises(BuildError, match=message):
+            toolchain.find_compiler()
 
 
 def test_only_gcc_gets_the_flags_of_gcc(tmp_path):
-    for banner, added in (
-        ("Copyright (C) Free Software Foundation, Inc.", True),
-        ("clang version 19", False),
+    for name, banner in (
+        ("gcc", "Copyright (C) Free Software Foundation, Inc."),
+        ("clang", "clang version 19"),
     ):
-        compiler = tmp_path / f"compiler{added}"
-        compiler.write_text(f"#!/bin/sh\necho '{banner}'\n")
-        compiler.chmod(0o700)
-        flags = toolchain.flags([str(compiler)])
-        assert flags == (*toolchain.FLAGS, *(toolchain.FLAGS_OF_GCC if added else ()))
+        added = toolchain.FLAGS_OF_GCC if name == "gcc" else ()
+        compiler = script(tmp_path / name, f"echo '{banner}'")
+        assert toolchain.flags([compiler]) == (*toolchain.FLAGS, *added)
 
 
-@pytest.mark.parametrize(
-    "command", ["gcc", "/usr/bin/cc", "ccache clang-19", "x86_64-linux-gnu-gcc-13", "gcc -O1"]
-)
-def test_a_c_compiler_is_told_to_link_the_library_of_cxx(command):
-    (library,) = toolchain.libraries(command.split())
-    assert library in ("-lstdc++", "-lc++")
-
-
-@pytest.mark.parametrize("command", ["c++", "/usr/bin/g++-12", "clang++", "python -m ziglang c++"])
-def test_a_cxx_compiler_links_it_by_itself(command):
-    assert toolchain.libraries(command.split()) == ()
+def test_a_c_compiler_is_told_to_link_the_library_of_cxx():
+    for command in ("gcc", "/usr/bin/cc", "ccache clang-19", "x86_64-linux-gnu-gcc-13", "gcc -O1"):
+        assert toolchain.libraries(command.split()) in (("-lstdc++",), ("-lc++",)), command
+    for command in ("c++", "/usr/bin/g++-12", "clang++", "python -m ziglang c++"):
+        assert toolchain.libraries(command.split()) == (), command
