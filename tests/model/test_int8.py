@@ -19,7 +19,7 @@ def numbers(shape, seed, spread=3):
     return torch.randn(shape, generator=generator) * sizes
 
 
-@pytest.mark.parametrize("inputs", [1, 3, 127, 128, 129, 300])
+@pytest.mark.parametrize("inputs", [1, 129, 300])
 def test_weights_are_whole_multiples_of_a_scale_for_each_group(inputs):
     weight = numbers((5, inputs), seed=inputs)
     weight[2] = 0

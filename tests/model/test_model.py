@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import tiny
 import torch
+from support import naming
 from torch.nn import functional as F
 
 from attention_ext import attention
@@ -24,53 +25,29 @@ def sdpa(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def caches(model, length=None):
-    c = model.config
-    return [KVCache(1, c.n_head, length or c.block_size, c.head_dim) for _ in range(c.n_layer)]
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("bias", [False, True])
-def test_every_part_gives_the_logits_of_pytorch(part, bias):
-    ids = torch.randint(11, (2, 16))
-    expected = tiny.gpt(sdpa, bias=bias)(ids)
-    torch.testing.assert_close(tiny.gpt(attend(part), bias=bias)(ids), expected, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("cuts", [[16], [1] * 16, [5, 1, 1, 9], [15, 1]], ids=str)
-def test_a_cache_changes_nothing(part, cuts):
-    model = tiny.gpt(attend(part))
+def test_every_part_gives_the_logits_of_pytorch_with_and_without_a_cache(part):
     ids = torch.randint(11, (1, 16))
-    expected = model(ids)
-    cache = caches(model)
-    pieces = [model(piece, cache) for piece in ids.split(cuts, dim=1)]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-4, atol=1e-4)
-    assert cache[0].length == 16
+    for bias in (False, True):
+        expected = tiny.gpt(sdpa, bias=bias)(ids)
+        model = tiny.gpt(attend(part), bias=bias)
+        torch.testing.assert_close(model(ids), expected, rtol=1e-4, atol=1e-4)
+        c = model.config
+        for cuts in ([16], [1] * 16, [5, 1, 1, 9], [15, 1]):
+            cache = [KVCache(1, c.n_head, c.block_size, c.head_dim) for _ in range(c.n_layer)]
+            pieces = [model(piece, cache) for piece in ids.split(cuts, dim=1)]
+            with naming(bias, cuts):
+                torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_parameters_have_nanogpts_names_and_number():
-    model = tiny.gpt(attend(), bias=True)
-    names = set(dict(model.named_parameters()))
-    assert "transformer.h.1.attn.c_attn.bias" in names
-    assert {"transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight"} <= names
-    assert "lm_head.weight" not in names  # it is tied to wte
-    C, L, V = 16, 2, 11
-    per_block = 12 * C * C + 9 * C + 4 * C  # matrices, their biases, two norms
-    assert model.num_params() == L * per_block + V * C + 2 * C
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
+def test_a_wrong_configuration_names_the_field():
+    for change, message in (
         (dict(n_embd=30, n_head=4), "n_embd is 30; it must be a multiple of n_head=4"),
         (dict(n_layer=0), "n_layer is 0; it must be a whole number of at least 1"),
         (dict(block_size="8"), "block_size is '8'"),
         (dict(vocab_size=True), "vocab_size is True"),
         (dict(dropout=1.0), "dropout is 1.0; it must be at least 0 and less than 1"),
         (dict(bias=1), "bias is 1; it must be true or false"),
-    ],
-)
-def test_a_wrong_configuration_names_the_field(change, message):
-    with pytest.raises(ValueError, match=message):
-        GPTConfig(**change)
+    ):
+        with pytest.raises(ValueError, match=message):
+            GPTConfig(**change)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import sys
 import types
 
 import pytest
-from support import Hostile
+from support import Hostile, naming
 
 from model.tokenizer import CharTokenizer, GPT2Tokenizer, VocabularyError
 
@@ -33,26 +32,6 @@ def test_unknown_characters_are_named():
         CharTokenizer.from_text("1").encode("abcdefghijklmnopqrstuvwxyz")
 
 
-def test_meta_json_round_trip(tmp_path):
-    path = tmp_path / "meta.json"
-    CharTokenizer.from_text("añ\n").write_meta_json(path)
-    again = CharTokenizer.from_meta_json(path)
-    assert again.characters == ["\n", "a", "ñ"]
-    assert again.source == str(path)
-
-
-def test_nanogpts_meta_pickle(tmp_path):
-    characters = sorted(set("to be"))
-    meta = {
-        "vocab_size": 5,
-        "itos": dict(enumerate(characters)),
-        "stoi": {c: i for i, c in enumerate(characters)},
-    }
-    path = tmp_path / "meta.pkl"
-    path.write_bytes(pickle.dumps(meta))
-    assert CharTokenizer.from_meta_pickle(path).characters == characters
-
-
 def test_a_hostile_meta_pickle_is_refused_unexecuted(tmp_path):
     proof, path = tmp_path / "executed", tmp_path / "meta.pkl"
     path.write_bytes(pickle.dumps({"itos": {0: "a"}, "extra": Hostile(f"touch {proof}")}))
@@ -63,33 +42,24 @@ def test_a_hostile_meta_pickle_is_refused_unexecuted(tmp_path):
     assert proof.exists()
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"\x80\x04", b"text", *map(pickle.dumps, ([1], {"itos": {1: "a"}}, {"itos": 3}))]
-)
-def test_a_damaged_meta_pickle_is_named(tmp_path, data):
+def test_a_damaged_vocabulary_is_named(tmp_path):
     path = tmp_path / "meta.pkl"
-    path.write_bytes(data)
-    with pytest.raises(VocabularyError, match="meta.pkl: it must be a nanoGPT meta.pkl"):
-        CharTokenizer.from_meta_pickle(path)
-
-
-@pytest.mark.parametrize(
-    "value, message",
-    [
-        (None, "must be JSON with a list 'characters'"),
-        ([1], "must be JSON with a list 'characters'"),
-        ({"characters": "abc"}, "'characters' is str; it must be a list"),
-        ({"characters": ["a", "bc"]}, "token 1 is 'bc'; it must be one character"),
-        ({"characters": ["a", 5]}, "token 1 is 5; it must be one character"),
-        ({"characters": ["a", "a"]}, "at least one character, all different"),
-        ({"characters": []}, "at least one character, all different"),
-    ],
-)
-def test_a_damaged_meta_json_is_named(tmp_path, value, message):
-    path = tmp_path / "meta.json"
-    path.write_text(json.dumps(value) if value is not None else "{")
-    with pytest.raises(VocabularyError, match=message):
-        CharTokenizer.from_meta_json(path)
+    for data in (b"", b"\x80\x04", b"text", *map(pickle.dumps, ([1], {"itos": {1: "a"}}, {"itos": 3}))):
+        path.write_bytes(data)
+        with naming(data), pytest.raises(VocabularyError, match="meta.pkl: it must be a nanoGPT meta.pkl"):
+            CharTokenizer.from_meta_pickle(path)
+    for text, message in (
+        ("{", "must be JSON with a list 'characters'"),
+        ("[1]", "must be JSON with a list 'characters'"),
+        ('{"characters": "abc"}', "'characters' is str; it must be a list"),
+        ('{"characters": ["a", "bc"]}', "token 1 is 'bc'; it must be one character"),
+        ('{"characters": ["a", 5]}', "token 1 is 5; it must be one character"),
+        ('{"characters": ["a", "a"]}', "at least one character, all different"),
+        ('{"characters": []}', "at least one character, all different"),
+    ):
+        path.write_text(text)
+        with naming(text), pytest.raises(VocabularyError, match=message):
+            CharTokenizer.from_meta_json(path)
 
 
 class Bytes:
@@ -115,13 +85,11 @@ def test_byte_pairs_stream_whole_characters(monkeypatch):
     assert decoded(tokenizer, [0xC3]) == "\ufffd"
 
 
-def test_byte_pairs_without_tiktoken(monkeypatch):
+def test_byte_pairs_without_tiktoken_or_without_a_network(monkeypatch):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(VocabularyError, match="needs tiktoken: pip install tiktoken"):
         GPT2Tokenizer(50257)
 
-
-def test_byte_pairs_without_a_network(monkeypatch):
     def fail(name):
         raise OSError("no route to host")
 

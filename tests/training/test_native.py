@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 from functools import partial
 
 import pytest
 import torch
+from support import naming
 from torch import library as torch_library
 
 from attention_ext import attention
@@ -68,38 +70,39 @@ def exact(of: Trainer, x: torch.Tensor, y: torch.Tensor) -> tuple[float, float, 
     return loss.item(), norm.item(), [p.grad for p in model.parameters()]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("factor", [1.0, 5.0], ids=["small weights", "large weights"])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_loss_norm_and_gradients(sizes, factor, threads):
+def test_loss_norm_and_gradients(threads):
     threads(2)
-    native = trainer(part4(), sizes, factor)
-    assert native.native
-    x, y = batch_of(sizes)
-    loss, norm, gradients = exact(native, x, y)
-    assert float(native._gradients(x, y)) == pytest.approx(loss, rel=1e-5, abs=1e-6)
-    assert float(native.native_step.norm) == pytest.approx(norm, rel=1e-4, abs=1e-6)
-    for (name, p), right in zip(native.model.named_parameters(), gradients):
-        allowed = 1e-4 * float(right.abs().max()) + 1e-9
-        torch.testing.assert_close(p.grad.double(), right, rtol=0, atol=allowed, msg=lambda m: f"{name}: {m}")
-    if sizes == SIZES[0]:
-        assert all(float(right.abs().max()) > 1e-5 for right in gradients)  # so that 1e-9 hides none
-    assert (norm > 1) == (factor > 1) or sizes != SIZES[0]  # both ways of clipping are tested
+    for sizes, factor in itertools.product(SIZES, (1.0, 5.0)):
+        native = trainer(part4(), sizes, factor)
+        assert native.native
+        x, y = batch_of(sizes)
+        loss, norm, gradients = exact(native, x, y)
+        with naming(sizes, factor):
+            assert float(native._gradients(x, y)) == pytest.approx(loss, rel=1e-5, abs=1e-6)
+            assert float(native.native_step.norm) == pytest.approx(norm, rel=1e-4, abs=1e-6)
+            for (name, p), right in zip(native.model.named_parameters(), gradients):
+                allowed = 1e-4 * float(right.abs().max()) + 1e-9
+                with naming(name):
+                    torch.testing.assert_close(p.grad.double(), right, rtol=0, atol=allowed)
+        if sizes == SIZES[0]:
+            assert all(float(right.abs().max()) > 1e-5 for right in gradients)  # so that 1e-9 hides none
+            assert (norm > 1) == (factor > 1)  # both ways of clipping are tested
 
 
-@pytest.mark.parametrize("sizes", [SIZES[2], SIZES[4]], ids=str)
-def test_no_bit_depends_on_the_threads(sizes, threads):
-    seen = []
-    for count in (1, 2, 3, 16):
-        threads(count)
-        native = trainer(part4(), sizes, 3.0)
-        for step in range(2):
-            native._gradients(*batch_of(sizes, step))
-            native._update()
-        found = [p.grad.clone() for p in native.model.parameters()]
-        found += [p.detach() for model in (native.model, native.averaged) for p in model.parameters()]
-        seen.append(found)
-    for other in seen[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(seen[0], other))
+def test_no_bit_depends_on_the_threads(threads):
+    for sizes in (SIZES[2], SIZES[4]):
+        seen = []
+        for count in (1, 2, 3, 16):
+            threads(count)
+            native = trainer(part4(), sizes, 3.0)
+            for step in range(2):
+                native._gradients(*batch_of(sizes, step))
+                native._update()
+            found = [p.grad.clone() for p in native.model.parameters()]
+            found += [p.detach() for model in (native.model, native.averaged) for p in model.parameters()]
+            seen.append(found)
+            with naming(sizes, count):
+                assert all(map(torch.equal, found, seen[0]))
 
 
 def test_the_step_follows_pytorchs(threads):
@@ -141,19 +144,17 @@ def pytorchs_direction(gradient: torch.Tensor, rows: int) -> torch.Tensor:
     return value.detach()
 
 
-@pytest.mark.parametrize("shape, rows", [((96, 32), 32), ((32, 128), 32), ((128, 32), 128), ((24, 40), 24)])
-def test_the_direction_of_muon(shape, rows, threads):
+def test_the_direction_of_muon(threads):
     """Also of a matrix of low rank, whose small singular values rounding replaces, in PyTorch too."""
     threads(2)
     operators, generator = loader.load(), torch.Generator().manual_seed(0)
-    empty = [torch.empty(0)]
-    scratch = torch.empty(operators.update_scratch([rows], [shape[1]], 2))
-    seconds = torch.zeros(len(KINDS), dtype=torch.float64)
-    for rank in (1, 5, min(shape)):
-        left, right = (
-            torch.randn(size, generator=generator) for size in ((shape[0], rank), (rank, shape[1]))
-        )
-        gradient = left @ right + 1e-4 * torch.randn(shape, generator=generator)
+    empty, seconds = [torch.empty(0)], torch.zeros(len(KINDS), dtype=torch.float64)
+    shapes = (((96, 32), 32), ((32, 128), 32), ((128, 32), 128), ((24, 40), 24))
+    for (shape, rows), rank in itertools.product(shapes, (1, 5, 99)):
+        rank = min(rank, *shape)
+        scratch = torch.empty(operators.update_scratch([rows], [shape[1]], 2))
+        left, right = (torch.randn(n, rank, generator=generator) for n in shape)
+        gradient = left @ right.T + 1e-4 * torch.randn(shape, generator=generator)
         exact, peer = (
             pytorchs_direction(gradient.to(dtype), rows) for dtype in (torch.float64, torch.float32)
         )
@@ -163,27 +164,10 @@ def test_the_direction_of_muon(shape, rows, threads):
             0.99, 1e-8, 0.5, scratch, seconds,
         )  # fmt: skip
         allowed = 4 * float((peer - exact).abs().max()) + 1e-4 * float(exact.abs().max())
-        torch.testing.assert_close(value.double(), exact, rtol=0, atol=allowed)
-        torch.testing.assert_close(average, value / 2)
-        torch.testing.assert_close(momentum, 0.05 * gradient)
-
-
-def test_a_saved_state_goes_on_as_if_never_saved(threads):
-    threads(2)
-    first, second = trainer(part4()), trainer(part4())
-    for step in range(3):
-        first._gradients(*batch_of(SIZES[0], step))
-        first._update()
-    for name in ("model", "averaged", "muon", "adam"):
-        getattr(second, name).load_state_dict(copy.deepcopy(getattr(first, name).state_dict()))
-    for each in (first, second):
-        each.lr.fill_(0.5)
-        for step in range(3, 5):
-            each._gradients(*batch_of(SIZES[0], step))
-            each._update()
-    for a, b in zip(first.averaged.parameters(), second.averaged.parameters()):
-        assert torch.equal(a, b)
-    assert all(float(state["step"]) == 5 for state in second.adam.state.values())
+        with naming(shape, rows, rank):
+            torch.testing.assert_close(value.double(), exact, rtol=0, atol=allowed)
+            torch.testing.assert_close(average, value / 2)
+            torch.testing.assert_close(momentum, 0.05 * gradient)
 
 
 def test_a_whole_step_learns_and_keeps_its_time(threads):
@@ -198,29 +182,36 @@ def test_a_whole_step_learns_and_keeps_its_time(threads):
     assert all(spent >= 0 for spent in seconds.values()) and seconds["products"] > 0 and seconds["Muon"] > 0
 
 
-@pytest.mark.parametrize(
-    "attend, dropout, expected",
-    [
-        (part4(), 0.0, True),
+def test_what_is_not_native_is_pytorchs():
+    for attend, dropout, expected in (
         (partial(attention, "part4", causal=True), 0.0, True),
         (part4(), 0.1, False),
         (None, 0.0, False),
         (partial(attention, "part0", causal=True), 0.0, False),
         (partial(attention, "part4", causal=True, scale=0.1), 0.0, False),
         (lambda q, k, v: attention("part4", q, k, v, causal=True), 0.0, False),
-    ],
-)
-def test_what_is_not_native_is_pytorchs(attend, dropout, expected):
-    made = trainer(attend, recipe=dataclasses.replace(RECIPE, dropout=dropout))
-    assert made.native is expected
-    made.step()
-    assert math.isfinite(float(made.loss)) and float(made.loss) > 0
-    assert all(p.grad is not None for p in made.model.parameters())
+    ):
+        made = trainer(attend, recipe=dataclasses.replace(RECIPE, dropout=dropout))
+        with naming(attend, dropout):
+            assert made.native is expected
+            made.step()
+            assert math.isfinite(float(made.loss)) and float(made.loss) > 0
 
 
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
+def test_the_operator_checks_its_arguments():
+    native = trainer(part4())
+    x, y = batch_of(SIZES[0])
+    native._gradients(x, y)
+    step = native.native_step
+    right = dict(
+        ids=x, targets=y, parameters=step._values, heads=2, clip=1.0,
+        gradients=[p.grad for p in native.model.parameters()], scratch=step._scratch,
+        results=torch.zeros(2), seconds=torch.zeros(len(KINDS), dtype=torch.float64),
+    )  # fmt: skip
+    gradients = loader.load().gpt_gradients
+    tests = ("test_schema", "test_faketensor")
+    torch_library.opcheck(gradients.default, tuple(right.values()), test_utils=tests)
+    for wrong, message in (
         (dict(ids=torch.full((4, 16), 12)), "ids has 12; each must be from 0 to 11"),
         (dict(targets=torch.full((4, 16), -1)), "targets has -1; each must be from 0 to 11"),
         (dict(targets=torch.zeros(4, 15, dtype=torch.int64)), "targets has 60 numbers; it must have 64"),
@@ -229,34 +220,7 @@ def test_what_is_not_native_is_pytorchs(attend, dropout, expected):
         (dict(heads=3), "heads is 3; it must divide the width, 32"),
         (dict(heads=0), "heads is 0; it must divide the width, 32"),
         (dict(scratch=torch.zeros(5)), "scratch has 5 numbers; it must have"),
-        (
-            dict(parameters=[torch.zeros(3, 3)]),
-            "parameters has 1 tensors; it must have 3, and 6 for each layer",
-        ),
-    ],
-)
-def test_the_operator_checks_its_arguments(wrong, message):
-    native = trainer(part4())
-    x, y = batch_of(SIZES[0])
-    native._gradients(x, y)
-    values = native_arguments(native, x, y) | wrong
-    with pytest.raises(RuntimeError, match=message):
-        loader.load().gpt_gradients(*values.values())
-
-
-def native_arguments(native: Trainer, x: torch.Tensor, y: torch.Tensor) -> dict:
-    step = native.native_step
-    grads = [p.grad for p in native.model.parameters()]
-    return dict(
-        ids=x, targets=y, parameters=step._values, heads=2, clip=1.0, gradients=grads, scratch=step._scratch,
-        results=torch.zeros(2), seconds=torch.zeros(len(KINDS), dtype=torch.float64),
-    )  # fmt: skip
-
-
-def test_opcheck():
-    native = trainer(part4())
-    x, y = batch_of(SIZES[0])
-    native._gradients(x, y)
-    arguments = tuple(native_arguments(native, x, y).values())
-    tests = ("test_schema", "test_faketensor")
-    torch_library.opcheck(loader.load().gpt_gradients.default, arguments, test_utils=tests)
+        (dict(parameters=[torch.zeros(3, 3)]), "parameters has 1 tensors; it must have 3, and 6 for each"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            gradients(*(right | wrong).values())

@@ -19,6 +19,7 @@ from training_texts import TINY, words
 
 from model import files
 from model.checkpoint import load
+from training.native import part4
 from training.run import train
 from training.state import FILE, load_state, save_state
 from training.watch import Nobody, Status
@@ -32,25 +33,24 @@ def lasting(record: dict) -> dict:
     return {name: value for name, value in record.items() if name not in timed}
 
 
-def stopped_at(*steps: int):
-    """A function for `stop` that stops at each of these steps, once, and a watcher that tells it the step."""
-    left = set(steps)
+class StoppedAt(Nobody):
+    """A watcher that ends the run at each of these steps, once."""
 
-    class Steps(Nobody):
-        done = 0
+    def __init__(self, *steps: int) -> None:
+        self.left, self.done = set(steps), 0
 
-        def stepped(self, status: Status) -> None:
-            self.done = status.done
+    def stepped(self, status: Status) -> None:
+        self.done = status.done
 
-    watcher = Steps()
+    def stop(self) -> bool:
+        stops = self.done in self.left
+        self.left.discard(self.done)
+        return stops
 
-    def stop() -> bool:
-        if watcher.done in left:
-            left.remove(watcher.done)
-            return True
-        return False
 
-    return {"stop": stop, "watcher": watcher}
+def stopped_at(*steps: int) -> dict:
+    watcher = StoppedAt(*steps)
+    return {"stop": watcher.stop, "watcher": watcher}
 
 
 @pytest.fixture(scope="module")
@@ -62,24 +62,26 @@ def whole(tmp_path_factory) -> tuple[dict, Path]:
 
 @pytest.mark.parametrize("steps", [(1,), (10,), (17, 18, 39)], ids=str)
 def test_a_resumed_run_is_the_run_without_an_interruption(tmp_path, whole, steps):
-    hooks = stopped_at(*steps)
+    assert_resumed(tmp_path, whole, steps, recipe=TINY)
+
+
+def test_a_resumed_run_in_cpp_is_too(tmp_path, extension):
+    arguments = dict(recipe=dataclasses.replace(TINY, dropout=0.0), attend=part4())
+    expected = train(**arguments, text=TEXT, out=tmp_path / "whole"), tmp_path / "whole"
+    assert_resumed(tmp_path / "parts", expected, (17, 18), **arguments)
+
+
+def assert_resumed(out: Path, whole: tuple[dict, Path], steps: tuple[int, ...], **arguments) -> None:
+    arguments |= dict(text=TEXT, out=out) | stopped_at(*steps)
     for attempt in range(len(steps)):
         with pytest.raises(KeyboardInterrupt):
-            train(TINY, TEXT, out=tmp_path, resume=attempt > 0, **hooks)
+            train(**arguments, resume=attempt > 0)
         torch.rand(5)  # as other code may do
-    record = train(TINY, TEXT, out=tmp_path, resume=True, **hooks)
+    record = train(**arguments, resume=True)
     expected, directory = whole
     assert lasting(record) == lasting(expected)
-    assert (tmp_path / "model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
-    assert not (tmp_path / FILE).exists()
-
-
-def test_stopping_keeps_the_best_weights_so_far(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        train(TINY, TEXT, out=tmp_path, **stopped_at(5))  # before the first evaluation
-    record = json.loads((tmp_path / "training.json").read_text())
-    assert record["best_step"] == 5 and record["curve"] == []
-    load(str(tmp_path), tiny.attend)
+    assert (out / "model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
+    assert not (out / FILE).exists()
 
 
 @pytest.mark.full
@@ -127,19 +129,20 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
     return {"a": torch.full((1000,), value)}
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_failed_write_leaves_the_old_state(tmp_path, monkeypatch, call):
+def test_a_failed_write_leaves_the_old_state(tmp_path):
     save_state(tmp_path, tensors(1.0), {"recipe": {}}, {"n": 1})
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, call, full)
-    with pytest.raises(OSError, match="No space left"):
-        save_state(tmp_path, tensors(2.0), {"recipe": {}}, {"n": 2})
-    loaded, progress = load_state(tmp_path, {"recipe": {}})
-    assert progress == {"n": 1} and torch.equal(loaded["a"], tensors(1.0)["a"])
-    assert [file.name for file in tmp_path.iterdir()] == [FILE]
+    for call in ("fsync", "replace"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(files.os, call, full)
+            with pytest.raises(OSError, match="No space left"):
+                save_state(tmp_path, tensors(2.0), {"recipe": {}}, {"n": 2})
+        loaded, progress = load_state(tmp_path, {"recipe": {}})
+        assert progress == {"n": 1} and torch.equal(loaded["a"], tensors(1.0)["a"])
+        assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
 
 def test_damaged_states_are_refused_in_one_sentence(tmp_path):
@@ -150,40 +153,35 @@ def test_damaged_states_are_refused_in_one_sentence(tmp_path):
         (tmp_path / FILE).write_bytes(whole_file[:length])
         with pytest.raises(ValueError, match=r"resume.safetensors is damaged \("):
             load_state(tmp_path, run_)
-    for about in ("", "[]", '{"format": 1, "run": 3, "progress": {}}', "[" * 10_000):
+    for about, message in (
+        ("", "is damaged"),
+        ("[]", "is damaged"),
+        ('{"format": 1, "run": 3, "progress": {}}', "is damaged"),
+        ("[" * 10_000, "is damaged"),
+        ('{"format": 99, "run": {}, "progress": {}}', "is of format 99; it must be 1"),
+    ):
         safetensors.torch.save_file(tensors(1.0), tmp_path / FILE, {"state": about})
-        with pytest.raises(ValueError, match="is damaged"):
+        with pytest.raises(ValueError, match=message):
             load_state(tmp_path, run_)
-    other = '{"format": 99, "run": {}, "progress": {}}'
-    safetensors.torch.save_file(tensors(1.0), tmp_path / FILE, {"state": other})
-    with pytest.raises(ValueError, match="is of format 99; it must be 1"):
-        load_state(tmp_path, run_)
 
 
-OTHER = {
-    "another corpus": (dict(text=TEXT + "a"), "its (characters|corpus_sha256) "),
-    "another recipe": (dict(recipe=dataclasses.replace(TINY, muon_lr=0.5)), "its muon_lr was 0.02"),
-    "another length": (dict(recipe=dataclasses.replace(TINY, steps=41)), "its steps was 40"),
-    "another setting": (dict(about={"part": "part4"}), "its part was None"),
-}
-
-
-@pytest.mark.parametrize("change", OTHER)
-def test_a_state_of_another_run_is_refused(tmp_path, change):
+def test_a_state_of_another_run_is_refused_and_a_new_run_removes_it(tmp_path):
     arguments = dict(recipe=TINY, text=TEXT, out=tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        train(**arguments, **stopped_at(3))
+        train(**arguments, **stopped_at(3))  # before the first evaluation
+    record = json.loads((tmp_path / "training.json").read_text())
+    assert record["best_step"] == 3 and record["curve"] == []
+    load(str(tmp_path), tiny.attend)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    changed, message = OTHER[change]
-    with pytest.raises(ValueError, match=f"is of another run: {message}"):
-        train(**arguments | changed, resume=True)
+    for changed, message in (
+        (dict(text=TEXT + "a"), "its (characters|corpus_sha256) "),
+        (dict(recipe=dataclasses.replace(TINY, muon_lr=0.5)), "its muon_lr was 0.02"),
+        (dict(recipe=dataclasses.replace(TINY, steps=41)), "its steps was 40"),
+        (dict(about={"part": "part4"}), "its part was None"),
+    ):
+        with pytest.raises(ValueError, match=f"is of another run: {message}"):
+            train(**arguments | changed, resume=True)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-
-
-def test_a_new_run_removes_the_state_of_the_old_one(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        train(TINY, TEXT, out=tmp_path, **stopped_at(3))
-    assert (tmp_path / FILE).exists()
     with pytest.raises(SystemExit):
         train(TINY, words(4000, seed=1), out=tmp_path, stop=sys.exit)
     assert not (tmp_path / FILE).exists()

@@ -11,7 +11,7 @@ from training_texts import TINY, words
 from model import corpus
 from model.tokenizer import CharTokenizer
 from training import text as texts
-from training.text import divide, fit, repeated_share, windows
+from training.text import divide, fit, repeated_share
 
 
 def test_a_short_text_is_refused_with_both_lengths():
@@ -56,11 +56,3 @@ def test_the_parts_are_the_text_in_order():
     assert [len(part) for part in (material.training, material.validation, material.test)] == [1800, 101, 100]
     shipped = divide(text, dataclasses.replace(TINY, test_share=0.0))
     assert len(shipped.test) == 0 and len(shipped.validation) == len(corpus.split(text)[1])
-
-
-def test_windows_are_spread_over_the_whole_text():
-    chosen = windows(torch.arange(1000), 10, 50)
-    assert chosen.shape == (5, 11)
-    assert chosen[:, 0].tolist() == [0, 240, 490, 740, 980]
-    assert torch.equal(chosen - chosen[:, :1], torch.arange(11).expand(5, 11))
-    assert len(windows(torch.arange(1000), 10, 10**6)) == 99
