@@ -7,11 +7,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cinttypes>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <iterator>
 #include <limits>
 #include <string>
 #include <utility>
@@ -20,28 +16,13 @@
 #include "generated.h"
 #include "gradient.h"
 #include "parts.h"
-#include "running.h"
-#include "simd/simd.h"
 
 namespace {
 
-enum Kind { PLAIN, LARGE, DENORMAL, EQUAL, BAD };
-constexpr const char* KINDS[] = {"plain", "scores of 1e4", "denormals", "equal keys", "bad values"};
+constexpr int INPUTS = 4;
 
-enum Input { Q, K, V, DOUT, INPUTS };
-
-struct Case {
-    uint64_t seed;
-    int64_t B, H, Nq, Nk, d;
-    int threads;
-    bool causal, dlse;
-    Kind kind;
-    float scale;
-    Layout layouts[INPUTS];
-
-    int64_t rows(int which) const { return which == K || which == V ? Nk : Nq; }
-    int64_t visible(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
-    int64_t floats(int which) const { return layouts[which].at(B - 1, H - 1, rows(which) - 1, d - 1) + 1; }
+struct Case : AttentionCase {
+    bool dlse;
 };
 
 Case draw(uint64_t seed, Random& random, int threads) {
@@ -56,25 +37,11 @@ Case draw(uint64_t seed, Random& random, int threads) {
         if (c.causal && c.Nk < c.Nq) std::swap(c.Nq, c.Nk);
         c.d = random.size(random.one_in(10) ? MOST : 130);
     } while (c.B * c.H * c.Nq * c.Nk * c.d > work);
-    c.threads = threads == 1 ? 1 : static_cast<int>(random.from(1, threads));
-    c.kind = random.one_in(2) ? PLAIN : static_cast<Kind>(random.from(LARGE, BAD));
-    const float usual = 1 / std::sqrt(static_cast<float>(c.d)), scales[] = {usual, usual, usual, 0, -usual};
-    c.scale = random.any(scales);
-    for (int which = 0; which < INPUTS; which++)
-        c.layouts[which] = draw_layout(random, c.H, c.rows(which), c.d);
+    c.draw_rest(random, threads, INPUTS, {LARGE, DENORMAL, EQUAL, BAD});
     return c;
 }
 
-void describe(const Case& c) {
-    std::snprintf(running, sizeof running,
-                  "seed %" PRIu64
-                  ": backward, B %d, H %d, Nq %d, Nk %d, d %d, %s, threads %d, %s%s, scale %g; q: %s, k: %s, "
-                  "v: %s, dout: %s\n",
-                  c.seed, static_cast<int>(c.B), static_cast<int>(c.H), static_cast<int>(c.Nq),
-                  static_cast<int>(c.Nk), static_cast<int>(c.d), c.causal ? "causal" : "full", c.threads,
-                  KINDS[c.kind], c.dlse ? ", dlse" : "", static_cast<double>(c.scale), c.layouts[Q].name,
-                  c.layouts[K].name, c.layouts[V].name, c.layouts[DOUT].name);
-}
+void describe(const Case& c) { c.tell("backward", c.dlse ? ", dlse" : "", ", dout: ", c.layouts[DOUT].name); }
 
 struct Inputs {
     const float* of[INPUTS];
@@ -233,24 +200,11 @@ std::string attempt(const Case& drawn, Random& random) {
         dout(c.floats(DOUT), random), dlse(c.B * c.H * c.Nq, random);
     Guarded* const tensors[] = {&q, &k, &v, &dout};
     const Inputs in{{q.data, k.data, v.data, dout.data}, c.dlse ? dlse.data : nullptr};
-    const auto each = [&](int which, auto visit) {
-        for (int64_t b = 0; b < c.B; b++)
-            for (int64_t h = 0; h < c.H; h++)
-                for (int64_t i = 0; i < c.rows(which); i++)
-                    for (int64_t e = 0; e < c.d; e++)
-                        visit(tensors[which]->data[c.layouts[which].at(b, h, i, e)], b, h, i, e);
-    };
-    const auto draw_value = [&] {
-        const float normal = random.normal();
-        return c.kind == DENORMAL && random.one_in(2) ? normal * 1e-40f : normal;
-    };
     for (int which = 0; which < INPUTS; which++)
-        each(which, [&](float& x, int64_t, int64_t, int64_t, int64_t) { x = draw_value(); });
-    for (int64_t n = 0; n < dlse.n; n++) dlse.data[n] = draw_value();
-    if (c.kind == EQUAL)
-        each(K, [&](float& x, int64_t b, int64_t h, int64_t, int64_t e) {
-            x = k.data[c.layouts[K].at(b, h, 0, e)];
-        });
+        c.each(which, *tensors[which],
+               [&](float& x, int64_t, int64_t, int64_t, int64_t) { x = c.draw_value(random); });
+    for (int64_t n = 0; n < dlse.n; n++) dlse.data[n] = c.draw_value(random);
+    if (c.kind == EQUAL) c.equal_keys(k);
     if (c.kind == LARGE) {
         c.scale = random.one_in(2) ? 1.0f : -1.0f;
         const double most = differentiate<double>(c, in).largest_score;
@@ -271,25 +225,21 @@ std::string attempt(const Case& drawn, Random& random) {
     if (c.kind == BAD) {
         const Gradients<float> clean = got;
         read_only(false);
-        constexpr float INF = std::numeric_limits<float>::infinity();
-        const float values[] = {std::numeric_limits<float>::quiet_NaN(), INF, -INF};
         std::vector<char> heads(static_cast<size_t>(c.B * c.H));
         for (int64_t n = random.from(1, 3); n > 0; n--) {
             const int which = static_cast<int>(random.from(0, INPUTS));
-            const int64_t b = random.from(0, c.B - 1), h = random.from(0, c.H - 1);
-            if (which == INPUTS) {
-                const int64_t row = random.from(0, dlse.n - 1);
-                dlse.data[row] = random.any(values);
-                if (c.dlse) heads[row / c.Nq] = 1;
+            if (which < INPUTS) {
+                c.spoil(which, *tensors[which], random);
                 continue;
             }
-            const int64_t i = random.from(0, c.rows(which) - 1), e = random.from(0, c.d - 1);
-            tensors[which]->data[c.layouts[which].at(b, h, i, e)] = random.any(values);
+            const int64_t row = random.from(0, dlse.n - 1);
+            dlse.data[row] = random.any(BAD_VALUES);
+            if (c.dlse) heads[row / c.Nq] = 1;
         }
         read_only(true);
         got = run(c, random, in, wrong);
         for (int which = 0; which < INPUTS; which++)
-            each(which, [&](float& x, int64_t b, int64_t h, int64_t, int64_t) {
+            c.each(which, *tensors[which], [&](float& x, int64_t b, int64_t h, int64_t, int64_t) {
                 if (!std::isfinite(x)) heads[b * c.H + h] = 1;
             });
         if (reached(c, heads, clean, differentiate<double>(c, in), got))
@@ -304,27 +254,10 @@ std::string attempt(const Case& drawn, Random& random) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    if (argc != 3 && argc != 4) {
-        std::fputs("usage: backward SEED COUNT [THREADS]\n", stderr);
-        return 2;
-    }
-    const uint64_t seed = std::strtoull(argv[1], nullptr, 10), count = std::strtoull(argv[2], nullptr, 10);
-    const int threads = argc == 4 ? std::atoi(argv[3]) : 1;
-    print_at_the_end();
-    uint64_t wrong = 0, kinds[std::size(KINDS)] = {};
-    for (uint64_t n = seed; n < seed + count && wrong < 10; n++) {
-        Random random(n);
-        const Case c = draw(n, random, threads);
+    return run_seeds(argc, argv, [](uint64_t seed, int threads) {
+        Random random(seed);
+        const Case c = draw(seed, random, threads);
         describe(c);
-        kinds[c.kind]++;
-        const std::string what = attempt(c, random);
-        if (what.empty()) continue;
-        wrong++;
-        print_running();
-        std::fprintf(stderr, "    %s\n", what.c_str() + 2);
-    }
-    std::printf("%" PRIu64 " cases, %" PRIu64 " wrong; %s;", count, wrong, simd::name());
-    for (size_t i = 0; i < std::size(KINDS); i++) std::printf(" %s %" PRIu64 ",", KINDS[i], kinds[i]);
-    std::printf("\n");
-    return wrong != 0;
+        return attempt(c, random);
+    });
 }

@@ -8,9 +8,7 @@
 #include "decoder/decoder.h"
 
 #include <algorithm>
-#include <cinttypes>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <iterator>
 #include <map>
@@ -23,7 +21,7 @@ void on_threads(int, const std::function<void(int)>&) { std::abort(); }  // the 
 
 namespace {
 
-const char* attempt(uint64_t seed) {
+std::string attempt(uint64_t seed) {
     std::mt19937_64 random(seed);
     const auto from = [&](int64_t least, int64_t most) {
         return least + static_cast<int64_t>(random() % static_cast<uint64_t>(most - least + 1));
@@ -42,14 +40,9 @@ const char* attempt(uint64_t seed) {
     const int64_t tiles[] = {1, 2, 3, 4, 5, 16, 17, 31, 64, 100, 300, 1 << 20};
     const int64_t br = tiles[random() % 12], bc = from(0, 1) ? tiles[random() % 12] : from(1, 2 * T);
     const int64_t slots = any({1, 2, 3, 4, 7, 13}), capacity = from(0, 1) ? T : from(1, T);
-    std::snprintf(running, sizeof running,
-                  "seed %" PRIu64
-                  ": H %d, d %d, V %d, layers %d, T %d, bias %d, %s, cache %s, %s, tile %d x %d, "
-                  "slots %d, capacity %d, threads %d\n",
-                  seed, static_cast<int>(H), static_cast<int>(d), static_cast<int>(V),
-                  static_cast<int>(shape.n_layer), static_cast<int>(T), bias, precision.name, kv.name,
-                  part.name, static_cast<int>(br), static_cast<int>(bc), static_cast<int>(slots),
-                  static_cast<int>(capacity), threads);
+    set_running(seed, "H ", H, ", d ", d, ", V ", V, ", layers ", shape.n_layer, ", T ", T, ", bias ", bias,
+                ", ", precision.name, ", cache ", kv.name, ", ", part.name, ", tile ", br, " x ", bc,
+                ", slots ", slots, ", capacity ", capacity, ", threads ", threads);
 
     std::map<std::string, std::vector<float>> weights;
     std::uniform_real_distribution<float> noise(-0.5f, 0.5f);
@@ -171,26 +164,11 @@ const char* attempt(uint64_t seed) {
             if (!many.reading(s) && many.logits(s) != one.logits(s)) return "threads change what a step gives";
         if (recorded && from(0, 9) == 0 && many.spans().empty() && !some.empty()) return "nothing was recorded";
     }
-    return nullptr;
+    return "";
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-    if (argc != 3) {
-        std::fputs("usage: decoder SEED COUNT\n", stderr);
-        return 2;
-    }
-    const uint64_t seed = std::strtoull(argv[1], nullptr, 10), count = std::strtoull(argv[2], nullptr, 10);
-    print_at_the_end();
-    uint64_t wrong = 0;
-    for (uint64_t n = seed; n < seed + count && wrong < 10; n++) {
-        const char* what = attempt(n);
-        if (!what) continue;
-        wrong++;
-        print_running();
-        std::fprintf(stderr, "    %s\n", what);
-    }
-    std::printf("%" PRIu64 " models, %" PRIu64 " wrong\n", count, wrong);
-    return wrong != 0;
+    return run_seeds(argc, argv, [](uint64_t seed, int) { return attempt(seed); });
 }

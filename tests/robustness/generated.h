@@ -12,12 +12,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <numeric>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "running.h"
 #include "threads.h"
 
 // New threads for each call: they share only what the kernels pass to them. One source of a program includes
@@ -140,6 +142,73 @@ inline Layout draw_layout(Random& random, int64_t H, int64_t N, int64_t d) {
     };
     return random.one_in(3) ? all[0] : all[random.from(1, random.one_in(10) ? 4 : 3)];
 }
+
+enum Kind { PLAIN, LARGE, DENORMAL, EQUAL, HUGE_VALUES, BAD };
+inline constexpr const char* KINDS[] = {"plain",      "scores of 1e4",  "denormals",
+                                        "equal keys", "values of 1e34", "bad values"};
+inline constexpr float BAD_VALUES[] = {std::numeric_limits<float>::quiet_NaN(),
+                                       std::numeric_limits<float>::infinity(),
+                                       -std::numeric_limits<float>::infinity()};
+
+// A case of part 4's backward pass, or of a part's forward pass, which has no dout.
+enum Input { Q, K, V, DOUT };
+
+struct AttentionCase {
+    uint64_t seed;
+    int64_t B, H, Nq, Nk, d;
+    int threads;
+    bool causal;
+    Kind kind;
+    float scale;
+    Layout layouts[4];
+
+    int64_t rows(int which) const { return which == K || which == V ? Nk : Nq; }
+    int64_t visible(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
+    int64_t floats(int which) const {
+        if (layouts[which].panel) return B * layouts[which].batch;  // the last panel is padded
+        return layouts[which].at(B - 1, H - 1, rows(which) - 1, d - 1) + 1;
+    }
+    // Calls visit(number, b, h, i, e) for each number of an input.
+    template <class Visit>
+    void each(int which, Guarded& input, Visit visit) const {
+        for (int64_t b = 0; b < B; b++)
+            for (int64_t h = 0; h < H; h++)
+                for (int64_t i = 0; i < rows(which); i++)
+                    for (int64_t e = 0; e < d; e++)
+                        visit(input.data[layouts[which].at(b, h, i, e)], b, h, i, e);
+    }
+
+    template <size_t N>
+    void draw_rest(Random& random, int most_threads, int inputs, const Kind (&kinds)[N]) {
+        threads = most_threads == 1 ? 1 : static_cast<int>(random.from(1, most_threads));
+        kind = random.one_in(2) ? PLAIN : random.any(kinds);
+        const float usual = 1 / std::sqrt(static_cast<float>(d)), scales[] = {usual, usual, usual, 0, -usual};
+        scale = random.any(scales);
+        for (int which = 0; which < inputs; which++) layouts[which] = draw_layout(random, H, rows(which), d);
+    }
+    float draw_value(Random& random) const {
+        const float normal = random.normal();
+        return kind == DENORMAL && random.one_in(2) ? normal * 1e-40f : normal;
+    }
+    // Makes all keys of a head the first one.
+    void equal_keys(Guarded& k) const {
+        each(K, k, [&](float& x, int64_t b, int64_t h, int64_t, int64_t e) {
+            x = k.data[layouts[K].at(b, h, 0, e)];
+        });
+    }
+    // Puts a bad value somewhere into an input.
+    void spoil(int which, Guarded& input, Random& random) const {
+        const int64_t b = random.from(0, B - 1), h = random.from(0, H - 1);
+        const int64_t i = random.from(0, rows(which) - 1), e = random.from(0, d - 1);
+        input.data[layouts[which].at(b, h, i, e)] = random.any(BAD_VALUES);
+    }
+    template <class... Words>
+    void tell(const Words&... words) const {
+        set_running(seed, words..., ", B ", B, ", H ", H, ", Nq ", Nq, ", Nk ", Nk, ", d ", d,
+                    causal ? ", causal" : ", full", ", threads ", threads, ", ", KINDS[kind], ", scale ", scale,
+                    "; q: ", layouts[Q].name, ", k: ", layouts[K].name, ", v: ", layouts[V].name);
+    }
+};
 
 // 0 to n - 1, shuffled if `random` is given.
 inline std::vector<int64_t> order(int64_t n, Random* random) {

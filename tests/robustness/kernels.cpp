@@ -9,10 +9,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cinttypes>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <limits>
@@ -25,9 +22,7 @@
 #include "generated.h"
 #include "parts.h"
 #include "round_up.h"
-#include "running.h"
 #include "simd/portable.h"
-#include "simd/simd.h"
 #include "threads.h"
 
 namespace {
@@ -42,27 +37,11 @@ Layout draw_transposed(Random& random, int64_t H, int64_t Nk, int64_t d, int64_t
     return {"panels", H * padded * d, padded * d, d, panel, panel};
 }
 
-enum Kind { PLAIN, LARGE, DENORMAL, EQUAL, HUGE_VALUES, BAD };
-constexpr const char* KINDS[] = {"plain",      "scores of 1e4",  "denormals",
-                                 "equal keys", "values of 1e34", "bad values"};
-
-struct Case {
-    uint64_t seed;
+struct Case : AttentionCase {
     const Part* part;
-    int64_t B, H, Nq, Nk, d, Br, Bc;
-    int threads;
-    bool causal, lse, bf16;
-    Kind kind;
-    float scale;
-    Layout layouts[3];  // of q, k, v
-    bool pairs;         // k and v are handed over in bfloat16, k in panels of Bc keys
-
-    int64_t rows(int which) const { return which == 0 ? Nq : Nk; }
-    int64_t visible(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
-    int64_t floats(int which) const {
-        if (layouts[which].panel) return B * layouts[which].batch;  // the last panel is padded
-        return layouts[which].at(B - 1, H - 1, rows(which) - 1, d - 1) + 1;
-    }
+    int64_t Br, Bc;
+    bool lse, bf16;
+    bool pairs;  // k and v are handed over in bfloat16, k in panels of Bc keys
 };
 
 Case draw(uint64_t seed, Random& random, int threads) {
@@ -84,11 +63,7 @@ Case draw(uint64_t seed, Random& random, int threads) {
     const int64_t Br = random.one_in(8) ? 1 << 20 : random.size(MOST);
     const int64_t Bc = random.one_in(8) ? 1 << 20 : random.size(MOST);
     c.Br = std::min(Br, c.Nq), c.Bc = std::min(Bc, c.Nk);
-    c.threads = threads == 1 ? 1 : static_cast<int>(random.from(1, threads));
-    c.kind = random.one_in(2) ? PLAIN : static_cast<Kind>(random.from(LARGE, BAD));
-    const float usual = 1 / std::sqrt(static_cast<float>(c.d)), scales[] = {usual, usual, usual, 0, -usual};
-    c.scale = random.any(scales);
-    for (int which = 0; which < 3; which++) c.layouts[which] = draw_layout(random, c.H, c.rows(which), c.d);
+    c.draw_rest(random, threads, DOUT, {LARGE, DENORMAL, EQUAL, HUGE_VALUES, BAD});
     if (c.Nq <= c.part->few.queries && random.one_in(2)) {
         // In the decoder a panel may be larger than the number of keys.
         if (random.one_in(2)) c.Bc = random.size(MOST);
@@ -103,20 +78,8 @@ Case draw(uint64_t seed, Random& random, int threads) {
 }
 
 void describe(const Case& c) {
-    std::snprintf(running, sizeof running,
-                  "seed %" PRIu64
-                  ": %s%s, B %d, H %d, Nq %d, Nk %d, d %d, %s, tile %d x %d, threads %d, %s%s, "
-                  "scale %g; q: %s, k: %s, v: %s%s\n",
-                  c.seed, c.part->name, c.bf16 ? " in bf16" : "", static_cast<int>(c.B), static_cast<int>(c.H),
-                  static_cast<int>(c.Nq), static_cast<int>(c.Nk), static_cast<int>(c.d),
-                  c.causal ? "causal" : "full", static_cast<int>(c.Br), static_cast<int>(c.Bc), c.threads,
-                  KINDS[c.kind], c.lse ? ", lse" : "", static_cast<double>(c.scale), c.layouts[0].name,
-                  c.layouts[1].name, c.layouts[2].name, c.pairs ? ", in pairs" : "");
-}
-
-float draw_value(Random& random, Kind kind, bool bf16) {
-    const float normal = random.normal(), x = kind == DENORMAL && random.one_in(2) ? normal * 1e-40f : normal;
-    return bf16 ? widened(rounded(x)) : x;
+    c.tell(c.part->name, c.bf16 ? " in bf16" : "", c.lse ? ", lse" : "", c.pairs ? ", in pairs" : "", ", tile ",
+           c.Br, " x ", c.Bc);
 }
 
 template <class T>
@@ -286,25 +249,17 @@ std::string attempt(const Case& drawn, Random& random) {
     std::string wrong;
     Guarded q(c.floats(0), random), k(c.floats(1), random), v(c.floats(2), random);
     Guarded* const tensors[] = {&q, &k, &v};
-    const auto each = [&](int which, auto visit) {
-        for (int64_t b = 0; b < c.B; b++)
-            for (int64_t h = 0; h < c.H; h++)
-                for (int64_t i = 0; i < c.rows(which); i++)
-                    for (int64_t e = 0; e < c.d; e++)
-                        visit(tensors[which]->data[c.layouts[which].at(b, h, i, e)], b, h, i, e);
-    };
-    for (int which = 0; which < 3; which++)
-        each(which, [&](float& x, int64_t, int64_t, int64_t, int64_t) {
-            x = draw_value(random, c.kind, c.bf16);
+    for (int which = 0; which < DOUT; which++)
+        c.each(which, *tensors[which], [&](float& x, int64_t, int64_t, int64_t, int64_t) {
+            x = c.draw_value(random);
+            if (c.bf16) x = widened(rounded(x));
             // 300 such values have a sum in float32, with weights of up to 2^8.
-            if (which == 2 && c.kind == HUGE_VALUES) x *= 0x1p112f;
+            if (which == V && c.kind == HUGE_VALUES) x *= 0x1p112f;
         });
-    if (c.kind == EQUAL || (c.kind == LARGE && random.one_in(4)))
-        each(1, [&](float& x, int64_t b, int64_t h, int64_t, int64_t e) {
-            x = k.data[c.layouts[1].at(b, h, 0, e)];
-        });
+    if (c.kind == EQUAL || (c.kind == LARGE && random.one_in(4))) c.equal_keys(k);
     for (int which = 1; c.pairs && which < 3; which++)
-        each(which, [&](float& x, int64_t, int64_t, int64_t, int64_t) { x = widened(rounded(x)); });
+        c.each(which, *tensors[which],
+               [](float& x, int64_t, int64_t, int64_t, int64_t) { x = widened(rounded(x)); });
     if (c.kind == LARGE) {
         c.scale = random.one_in(2) ? 1.0f : -1.0f;
         const double most = attend<double>(c, q.data, k.data, v.data).largest_score;
@@ -326,20 +281,16 @@ std::string attempt(const Case& drawn, Random& random) {
     if (c.kind == BAD) {
         const Result<float> clean = got;
         read_only(false);
-        constexpr float INF = std::numeric_limits<float>::infinity();
-        const float values[] = {std::numeric_limits<float>::quiet_NaN(), INF, -INF};
         for (int64_t n = random.from(1, 3); n > 0; n--) {
-            const int which = static_cast<int>(random.from(0, 2));
-            const int64_t b = random.from(0, c.B - 1), h = random.from(0, c.H - 1);
-            const int64_t i = random.from(0, c.rows(which) - 1), e = random.from(0, c.d - 1);
-            tensors[which]->data[c.layouts[which].at(b, h, i, e)] = random.any(values);
+            const int which = static_cast<int>(random.from(Q, V));
+            c.spoil(which, *tensors[which], random);
         }
         read_only(true);
         got = run(c, random, q.data, k.data, v.data, wrong);
         // A bad query reaches its row. A bad key or value may also reach rows that do not see it.
         std::vector<char> rows(static_cast<size_t>(c.B * c.H * c.Nq)), heads(static_cast<size_t>(c.B * c.H));
         for (int which = 0; which < 3; which++)
-            each(which, [&](float& x, int64_t b, int64_t h, int64_t i, int64_t) {
+            c.each(which, *tensors[which], [&](float& x, int64_t b, int64_t h, int64_t i, int64_t) {
                 if (std::isfinite(x)) return;
                 if (which == 0)
                     rows[(b * c.H + h) * c.Nq + i] = 1;
@@ -371,12 +322,10 @@ std::string attempt(const Case& drawn, Random& random) {
 std::string attempt_rows(Random& random) {
     const int64_t n = random.size(MOST), bad = random.one_in(4) ? random.from(0, n - 1) : -1;
     const bool biased = random.one_in(2);
-    constexpr float INF = std::numeric_limits<float>::infinity();
-    const float values[] = {std::numeric_limits<float>::quiet_NaN(), INF, -INF};
     const float size = static_cast<float>(std::exp2(6 * random.uniform() - 3)), shift = random.normal() * size;
     Guarded x(n, random), y(n, random), weight(n, random), bias(n, random);
     for (int64_t i = 0; i < n; i++) {
-        x.data[i] = i == bad ? random.any(values) : random.normal() * size + shift;
+        x.data[i] = i == bad ? random.any(BAD_VALUES) : random.normal() * size + shift;
         weight.data[i] = random.normal(), bias.data[i] = random.normal();
     }
     for (Guarded* input : {&x, &weight, &bias}) input->let(PROT_READ);
@@ -423,8 +372,6 @@ std::string attempt_int8(Random& random) {
     const int64_t ldA = words + gap, panel_rows = blocks + 2 * portable::int8_groups(depth);
     const int64_t bad = random.one_in(4) ? random.from(0, rows - 1) : -1;
     const bool add = random.one_in(2);
-    constexpr float INF = std::numeric_limits<float>::infinity();
-    const float values[] = {std::numeric_limits<float>::quiet_NaN(), INF, -INF};
     std::string wrong;
 
     Guarded x(rows * depth, random), a(rows * ldA - gap, random), b(panel_rows * ldB - (ldB - cols), random);
@@ -436,7 +383,7 @@ std::string attempt_int8(Random& random) {
         float* row = x.data + i * depth;
         for (int64_t k = 0; k < depth; k++) row[k] = random.one_in(9) ? 0 : random.normal() * size;
         if (random.one_in(4)) row[random.from(0, depth - 1)] = 16 * size * (1 - 0x1p-24f);  // rounded up to 16
-        if (i == bad) row[random.from(0, depth - 1)] = random.any(values);
+        if (i == bad) row[random.from(0, depth - 1)] = random.any(BAD_VALUES);
     }
     x.let(PROT_READ);
     uint32_t* const A = reinterpret_cast<uint32_t*>(a.data);
@@ -537,30 +484,10 @@ std::string attempt_int8(Random& random) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    if (argc != 3 && argc != 4) {
-        std::fputs("usage: kernels SEED COUNT [THREADS]\n", stderr);
-        return 2;
-    }
-    const uint64_t seed = std::strtoull(argv[1], nullptr, 10), count = std::strtoull(argv[2], nullptr, 10);
-    const int threads = argc == 4 ? std::atoi(argv[3]) : 1;
-    print_at_the_end();
-    uint64_t wrong = 0, parts[std::size(PARTS)] = {}, kinds[std::size(KINDS)] = {}, transposed = 0, pairs = 0,
-             bf16 = 0;
-    for (uint64_t n = seed; n < seed + count && wrong < 10; n++) {
-        Random random(n);
-        const Case c = draw(n, random, threads);
+    return run_seeds(argc, argv, [](uint64_t seed, int threads) {
+        Random random(seed);
+        const Case c = draw(seed, random, threads);
         describe(c);
-        const std::string what = attempt(c, random) + attempt_rows(random) + attempt_int8(random);
-        parts[c.part - PARTS]++, kinds[c.kind]++, transposed += c.layouts[1].column != 1;
-        pairs += c.pairs, bf16 += c.bf16;
-        if (what.empty()) continue;
-        wrong++;
-        print_running();
-        std::fprintf(stderr, "    %s\n", what.c_str() + 2);
-    }
-    std::printf("%" PRIu64 " cases, %" PRIu64 " wrong; %s;", count, wrong, simd::name());
-    for (size_t i = 0; i < std::size(PARTS); i++) std::printf(" %s %" PRIu64 ",", PARTS[i].name, parts[i]);
-    for (size_t i = 0; i < std::size(KINDS); i++) std::printf(" %s %" PRIu64 ",", KINDS[i], kinds[i]);
-    std::printf(" transposed %" PRIu64 ", in pairs %" PRIu64 ", bf16 %" PRIu64 "\n", transposed, pairs, bf16);
-    return wrong != 0;
+        return attempt(c, random) + attempt_rows(random) + attempt_int8(random);
+    });
 }

@@ -7,17 +7,12 @@
 // and the same bits for any number of threads; tests/training/test_native.py compares them with float64.
 #include <sys/mman.h>
 
-#include <cinttypes>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "generated.h"
-#include "running.h"
-#include "simd/simd.h"
 #include "training/model.h"
 #include "training/update.h"
 
@@ -46,10 +41,8 @@ Case draw(uint64_t seed, Random& random, int threads) {
 
 void describe(const Case& c) {
     const training::Sizes& s = c.sizes;
-    std::snprintf(running, sizeof running,
-                  "seed %" PRIu64 ": B %d, T %d, V %d, C %d, H %d, L %d, threads %d, clip %g\n", c.seed,
-                  static_cast<int>(s.B), static_cast<int>(s.T), static_cast<int>(s.V), static_cast<int>(s.C),
-                  static_cast<int>(s.H), static_cast<int>(s.L), s.threads, static_cast<double>(c.clip));
+    set_running(c.seed, "B ", s.B, ", T ", s.T, ", V ", s.V, ", C ", s.C, ", H ", s.H, ", L ", s.L,
+                ", threads ", s.threads, ", clip ", c.clip);
 }
 
 // One tensor for each parameter, between guard pages.
@@ -179,24 +172,10 @@ std::string attempt(const Case& c, Random& memory) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    if (argc != 3 && argc != 4) {
-        std::fputs("usage: training SEED COUNT [THREADS]\n", stderr);
-        return 2;
-    }
-    const uint64_t seed = std::strtoull(argv[1], nullptr, 10), count = std::strtoull(argv[2], nullptr, 10);
-    const int threads = argc == 4 ? std::atoi(argv[3]) : 1;
-    print_at_the_end();
-    uint64_t wrong = 0;
-    for (uint64_t n = seed; n < seed + count && wrong < 10; n++) {
-        Random random(n);
-        const Case c = draw(n, random, threads);
+    return run_seeds(argc, argv, [](uint64_t seed, int threads) {
+        Random random(seed);
+        const Case c = draw(seed, random, threads);
         describe(c);
-        const std::string what = attempt(c, random);
-        if (what.empty()) continue;
-        wrong++;
-        print_running();
-        std::fprintf(stderr, "    %s\n", what.c_str() + 2);
-    }
-    std::printf("%" PRIu64 " cases, %" PRIu64 " wrong; %s\n", count, wrong, simd::name());
-    return wrong != 0;
+        return attempt(c, random);
+    });
 }
