@@ -20,15 +20,6 @@ def model(**change):
     return tiny.gpt(**change)
 
 
-def completed(engine, requests, texts=None):
-    """The finished completions, in the order of their requests."""
-    done = []
-    for completion, piece in complete(Writer(engine, texts), LETTERS, requests):
-        if not piece and completion.finish_reason:
-            done.append(completion)
-    return sorted(done, key=lambda completion: completion.number)
-
-
 def test_a_stop_string_ends_the_text_before_it():
     for stop, pieces, shown, found in (
         (["END"], ["abc", "E", "N", "x"], ["abc", "", "", "ENx"], None),
@@ -45,27 +36,29 @@ def test_a_stop_string_ends_the_text_before_it():
     assert filter.feed("abcEN") == "abc" and filter.end() == "EN"  # what was held back comes at the end
 
 
-def test_completions_say_what_they_took():
-    engine = open_engine(model(), part="part0", slots=3)
-    seeds = (0, 4, 5)
-    plain = completed(engine, [Request([1], seed, USUAL, 12) for seed in seeds])
-    pieces = list(
-        complete(Writer(engine), LETTERS, [Request([1], s, USUAL, 12, ("a", "big")) for s in seeds])
-    )
+@pytest.mark.parametrize("part", ["part0", "part4"])
+def test_completions_say_what_they_took_and_join_as_slots_are_free(extension, part):
+    """Eight texts in two slots, and each as without a stop string and alone."""
+    engine, alone, whole = open_engine(model(), part=part, slots=2), open_engine(model(), part=part), []
+    for seed in range(8):
+        *_, (last, _) = complete(Writer(alone), LETTERS, [Request([1], seed, USUAL, 12 + seed)])
+        whole.append(last.text)
+    asked = [Request([1], seed, USUAL, 12 + seed, ("a", "big")) for seed in range(8)]
+    pieces = list(complete(Writer(engine), LETTERS, asked))
     samples = {completion.number: completion for completion, _ in pieces}
+    assert sorted(samples) == list(range(8))
     for i, done in samples.items():
         assert done.text == "".join(text for completion, text in pieces if completion is done)
-        whole = plain[i].text
-        ends = {s: whole.find(s) for s in ("a", "big") if s in whole}
+        ends = {s: whole[i].find(s) for s in ("a", "big") if s in whole[i]}
         if ends:
             first = min(ends, key=ends.__getitem__)
             assert (done.finish_reason, done.stopped_by) == ("stop", first)
-            assert done.text == whole[: ends[first]]
+            assert done.text == whole[i][: ends[first]]
             assert done.new_tokens == ends[first] + len(first)
         else:
             assert (done.finish_reason, done.stopped_by) == ("length", "")
-            assert done.text == whole and done.new_tokens == 12
-        assert done.prefill_seconds > 0 and done.decode_seconds > 0 and done.request.seed == seeds[i]
+            assert done.text == whole[i] and done.new_tokens == 12 + i
+        assert done.prefill_seconds > 0 and done.decode_seconds > 0 and done.request.seed == i
     assert {done.finish_reason for done in samples.values()} == {"length", "stop"}
 
 
