@@ -85,7 +85,8 @@ def test_a_directory_that_others_can_write_to_is_refused(nvrtc, tmp_path, monkey
         kernels.source(STEPS["1"], STEPS["1"].tile(32, Dtype.FP32, 10**6), 32, Dtype.FP32, (9, 0)).make()
 
 
-def test_an_error_of_the_compiler_is_one_line(nvrtc, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("nvrtc")
+def test_an_error_of_the_compiler_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr("attention_ext.build.nvrtc.SOURCES", tmp_path)
     (tmp_path / "wrong.cu").write_text("not C++\n")
     message = r"\ANVRTC failed to compile wrong.cu for sm_90: .*error.*\Z"  # `.` matches no line end
