@@ -48,18 +48,8 @@ def test_the_sample_is_what_the_command_writes(cli, extension):
     """Only the beginning is compared: rounding on another CPU may change the rest."""
     prompt = re.search(r'--inference -m (\S+) --prompt "(.*)"', README)
     assert prompt
-    done = cli(
-        "part4",
-        "--inference",
-        "-m",
-        prompt[1],
-        "--prompt",
-        prompt[2],
-        "--num-samples",
-        1,
-        "--max-new-tokens",
-        150,
-    )
+    common = ("part4", "--inference", "--num-samples", 1, "--max-new-tokens", 150)
+    done = cli(*common, "-m", prompt[1], "--prompt", prompt[2])
     assert done.returncode == 0 and len(done.stdout) > 150
     assert done.stdout.rstrip("\n") in README
 

@@ -15,8 +15,7 @@ from attention_ext import PARTS
 LARGEST_BYTES = 150_000
 SVG = "{http://www.w3.org/2000/svg}"
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "make-race-svg.py"))
-Column, Mark, START = SCRIPT["Column"], SCRIPT["Mark"], SCRIPT["START_SECONDS"]
-TEXT = "First words,\nthen a line that is longer than a column is wide & <more>,\n\n" + "x\n" * 20 + "end"
+START = SCRIPT["START_SECONDS"]
 
 
 class Picture:
@@ -26,7 +25,6 @@ class Picture:
         self.root = ElementTree.fromstring(text)
         self.style = self.root.findtext(f"{SVG}style") or ""
         self.loop = float(re.search(r"animation:([\d.]+)s", self.style)[1])
-        self.texts = [element.text for element in self.root.iter(f"{SVG}text")]
 
     def column(self, part: str) -> ElementTree.Element:
         return next(group for group in self.root.iter(f"{SVG}g") if group.get("id") == part)
@@ -40,41 +38,14 @@ class Picture:
         return float(frames[1]) / 100 * self.loop - START
 
     def words(self, part: str) -> list[tuple[str, float]]:
-        return [
-            (word.text, self.appears(word)) for word in self.column(part).find(f"{SVG}svg").iter(f"{SVG}text")
-        ]
+        shown = self.column(part).find(f"{SVG}svg").iter(f"{SVG}text")
+        return [(word.text, self.appears(word)) for word in shown]
 
     def finish(self, part: str) -> tuple[str, float]:
         """The text of place and seconds, and the time at which it appears."""
         texts = self.column(part).findall(f"{SVG}text")
         place = next(text for text in texts if "place" in text.get("class", "").split())
         return place.text, self.appears(place)
-
-
-def column(part: str, place: str, seconds: float) -> Column:
-    """A part that writes one character a token, at a steady speed."""
-    count = len(TEXT)
-    marks = [Mark(seconds * n / count, n, n) for n in range(1, count + 1)]
-    return Column(part, "torch", place, TEXT, marks)
-
-
-def draw(*seconds: float) -> Picture:
-    columns = [column(part, "1st", each) for part, each in zip(PARTS, seconds)]
-    return Picture(SCRIPT["picture"](columns, "Say: ", "A race", ["the command"]))
-
-
-def test_each_word_appears_when_it_was_written():
-    picture = draw(5.0, 10.0)
-    assert "real time" in picture.root.findtext(f"{SVG}title")
-    for part, seconds in ("part0", 5.0), ("part1", 10.0):
-        words = picture.words(part)
-        assert "".join(word for word, _ in words) == "".join(f"Say: {TEXT}".split())
-        assert words[0] == ("Say:", -START)
-        times = [at for _, at in words]
-        assert times == sorted(times)
-        first = seconds * len("First") / len(TEXT)
-        assert [times[1], times[-1]] == pytest.approx([first, seconds], abs=0.01)
-        assert picture.finish(part) == (f"1st in {seconds:.2f} s", pytest.approx(seconds, abs=0.01))
 
 
 def test_a_race_is_written_as_it_was(extension, threads, tmp_path):
