@@ -9,7 +9,6 @@ import { createRequire } from "node:module";
 import { extname, join } from "node:path";
 import { pathToFileURL } from "node:url";
 import playwright from "playwright-core";
-import { faults } from "./faults.mjs";
 import { visits } from "./visits.mjs";
 
 const { browser: kind, program, folder, scenario, argument } = JSON.parse(process.argv[2]);
@@ -105,8 +104,7 @@ const problem = () =>
   until("a problem", () => !document.getElementById("problem").hidden).then(() => textOf("problem"));
 
 const scenarios = {
-  ...faults({ page, slow, complaints, open, written, until, textOf, set, show, problem }),
-  ...visits({ page, home, pages, slow, answered, complaints, open, until, textOf, show }),
+  ...visits({ page, home, pages, slow, answered, complaints, open, written, until, textOf, set, show, problem }),
 
   // A text by the server that the page comes from, and the same one by the browser.
   async server({ query }) {
@@ -302,19 +300,6 @@ const scenarios = {
     await page.goto("about:blank");
     await open(query, query.length);
     return { texts: [first, await textOf("text-new")], kept };
-  },
-
-  // What calls of an engine end with that is closed before its answer, and of one that is closed.
-  async closed() {
-    await open({ length: 5 }, 5);
-    return page.evaluate(async () => {
-      const { Engine } = await import("/js/engine.js");
-      const engine = new Engine(),
-        calls = [engine.call("block")];
-      engine.close();
-      calls.push(engine.call("block"));
-      return Promise.all(calls.map((call) => call.catch((error) => error.message)));
-    });
   },
 
   // What the page says of files that someone chooses.

@@ -4,11 +4,11 @@ import { createInterface } from "node:readline";
 
 const modules = process.argv[2];
 const load = (name) => import(`${modules}/${name}.js`);
-const [{ Session }, { readCheckpoint, encode }, mersenne, sampling, tiling, formulas, caches, costs, state, writer, { commandFor }] =
+const [{ Session }, { readCheckpoint, encode }, sampling, tiling, formulas, caches, costs, state, writer, { commandFor }] =
   await Promise.all(
-    ["session", "checkpoint", "mersenne", "sampling", "tiling", "formulas", "caches", "costs", "state", "writer", "command"].map(load),
+    ["session", "checkpoint", "sampling", "tiling", "formulas", "caches", "costs", "state", "writer", "command"].map(load),
   );
-const [{ build }, { joined }] = await Promise.all(["kernels", "planes"].map(load));
+const { build } = await load("kernels");
 const session = new Session();
 const bytes = (path) => {
   const b = readFileSync(path);
@@ -67,13 +67,8 @@ const calls = {
   attention: (a) => session.attention(a),
   peak: () => session.peak({ ms: 20 }),
   bandwidth: (a) => session.bandwidth({ ms: 20, ...a }),
-  uniforms({ seed, count }) {
-    const m = new mersenne.Mersenne(BigInt(seed));
-    return Array.from({ length: count }, () => m.uniform());
-  },
   distribution: ({ logits, ...settings }) => [sampling.before(logits), sampling.after(logits, settings)],
   parts: () => session.kernels.parts,
-  joined: ({ bytes }) => Array.from(new Uint8Array(joined(Uint8Array.from(bytes).buffer))),
   // 'fine', or why a checkpoint is refused.
   check(a) {
     readCheckpoint(files(a));

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
@@ -43,17 +41,3 @@ def test_a_build_that_ends_in_the_middle_leaves_the_page_before(quick, tmp_path,
     assert build.make(folder) and not left.exists() and not build.make(folder)
     (folder / "models" / "models.json").unlink()
     assert build.make(folder) and (folder / "models" / "models.json").is_file()
-
-
-@pytest.mark.parametrize("count", [0, 3, 4, 9, 1000])
-def test_the_page_puts_bytes_back_in_their_order(node, count):
-    content = random.Random(count).randbytes(count)
-    assert sorted(build.planes(content)) == sorted(content)
-    assert bytes(node("joined", bytes=list(build.planes(content)))) == content
-
-
-def test_the_worker_keeps_the_pages_own_files(page_folder):
-    worker = (page_folder / "sw.js").read_text(encoding="utf-8")
-    names = set(json.loads((page_folder / build.STAMP).read_text(encoding="utf-8"))["bytes"])
-    assert "VERSION" not in worker and build.fingerprint() in worker
-    assert {name for name in names if f'"{name}"' in worker} == names - {"sw.js", "shakespeare.html"}

@@ -44,13 +44,9 @@ def outcome(node, directory: Path) -> str:
         if error.kind not in (
             "CheckpointError",
             "SyntaxError",
-        ):  # the latter is JSON.parse's, of the test's program
+        ):  # the latter is the test's JSON.parse's
             raise
         return str(error)
-
-
-def test_a_well_formed_one_is_taken(node, directory):
-    assert outcome(node, directory) == "fine"
 
 
 def test_damaged_weights_are_refused_where_python_refuses_them(node, directory):
@@ -72,24 +68,17 @@ def test_damaged_weights_are_refused_where_python_refuses_them(node, directory):
 
 NAME = "transformer.ln_f.bias"
 HEADERS = {
-    "a type in a list": lambda h: h.replace('"dtype":"F32"', '"dtype":["F32"]', 1),
     "a type that every object has": lambda h: h.replace('"dtype":"F32"', '"dtype":"toString"', 1),
     "a size with a fraction": lambda h: re.sub(r'"shape":\[(\d+)', r'"shape":[\1.0', h, count=1),
-    "a size with an exponent": lambda h: re.sub(r'"shape":\[(\d+)', r'"shape":[\1e0', h, count=1),
     "an offset with an exponent": lambda h: h.replace('"data_offsets":[0,', '"data_offsets":[0e0,', 1),
-    "minus zero": lambda h: h.replace('"data_offsets":[0,', '"data_offsets":[-0,', 1),
     "a byte order mark": lambda h: "\ufeff" + h,
-    "a field twice": lambda h: h.replace('"dtype":"F32"', '"dtype":"F32","dtype":"F32"', 1),
     "a field twice, escaped": lambda h: h.replace('"dtype":"F32"', r'"dtype":"F32","dt\u0079pe":"F32"', 1),
-    "metadata twice": lambda h: '{"__metadata__":{},"__metadata__":{},' + h[1:],
     "half of a surrogate pair": lambda h: r'{"__metadata__":{"a":"\ud800"},' + h[1:],
-    "metadata of numbers": lambda h: '{"__metadata__":{"a":1},' + h[1:],
     "metadata in a list": lambda h: '{"__metadata__":[],' + h[1:],
 }
 TAKEN = {
     "no metadata": lambda h: '{"__metadata__":null,' + h[1:],
     "a surrogate pair": lambda h: r'{"__metadata__":{"a":"\ud83d\ude00 \\\" 1.5"},' + h[1:],
-    "a space before it": lambda h: " " + h,
     "a tensor twice": lambda h: f'{h[:-1]},"{NAME}":{json.dumps(json.loads(h)[NAME])}}}',
 }
 
@@ -107,9 +96,8 @@ def test_a_header_is_read_as_strictly_as_in_python(node, directory, change):
 
 
 def test_a_vocabulary_that_the_page_cannot_count_is_refused(node, directory):
-    (directory / "meta.json").write_text(
-        json.dumps({"characters": [*VOCABULARY.characters[:-1], "\U0001f600"]})
-    )
+    characters = [*VOCABULARY.characters[:-1], "\U0001f600"]
+    (directory / "meta.json").write_text(json.dumps({"characters": characters}))
     assert not refused_by_python(directory)
     assert "\U0001f600; the page takes characters up to U+FFFF only" in outcome(node, directory)
 
@@ -133,9 +121,7 @@ def test_other_floats_are_widened(node, directory, dtype, wasm):
         ({"block_size": 0}, "block_size is 0; it must be a whole number of at least 1"),
         ({"n_head": 3}, "it must be a multiple of n_head=3"),
         ({"n_layer": 10**12}, "but there are"),
-        ({"vocab_size": 7}, "it must be (7, 16)"),
         ({"bias": "yes"}, "it must be true or false"),
-        ({"n_embd": "16"}, 'n_embd is "16"'),
     ],
 )
 def test_a_wrong_configuration_is_refused(node, directory, change, said):

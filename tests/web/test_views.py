@@ -1,14 +1,16 @@
-"""What the views compute: the steps of Tiles, their caches and costs, the address."""
+"""What the views compute: the steps of Tiles, their caches and costs, the address, the command."""
 
 from __future__ import annotations
 
 import itertools
+import shlex
+import subprocess
+import sys
 
 import pytest
 import torch
-from support import naming
+from support import ROOT, naming
 
-from lab.costs import Block
 from web import build
 
 KERNELS = ("part1", "part2", "part3", "part4")
@@ -45,25 +47,10 @@ def test_the_caches_take_in_about_what_explain_counts(node, part):
     for sizes, cache in itertools.product(
         SIZES[2:3] + [{"N": 48, "d": 32, "Br": 16, "Bc": 8, "rows": 4}], (1024, 2048, 4096, 8192, PLENTY)
     ):
-        block = Block(4, sizes["Br"], 4, sizes["Br"], 64, sizes["Bc"])
-        names = dict(
-            lanes="lanes",
-            panel="panel",
-            rows="rows",
-            part2_tile="part2Tile",
-            part2_depth="part2Depth",
-            part4_step="part4Step",
-        )
+        block = {"lanes": 4, "panel": sizes["Br"], "rows": 4}
+        block |= {"part2Tile": sizes["Br"], "part2Depth": 64, "part4Step": sizes["Bc"]}
         problem = {"N": sizes["N"], "d": 32, "heads": 1, "causal": True, "br": sizes["Br"], "bc": sizes["Bc"]}
-        counted = sum(
-            node(
-                "traffic",
-                part=part,
-                problem=problem,
-                block={names[k]: v for k, v in vars(block).items()},
-                cache=cache,
-            )
-        )
+        counted = sum(node("traffic", part=part, problem=problem, block=block, cache=cache))
         came = node("walk", part=part, sizes=sizes, l1=cache, l2=PLENTY)["bytes"][-1]["l1"]
         low, high = (0.99, 1.07) if cache == PLENTY else (1 / 2.7, 2.7)
         assert low <= came / counted <= high, (sizes, cache, came, counted)
@@ -110,3 +97,38 @@ def test_a_value_out_of_its_range_is_ignored(node):
     """.split():
         found = node("parse", fragment=f"#race?{wrong}")["choices"]
         assert found == node("parse", fragment="")["choices"], wrong
+
+
+RESET = dict(length=300, context="reset", topk=10, topp=0.9, temperature=0.77, prompt="- it's")
+STOP = dict(length=200, stop="\n", prompt="", temperature=1.5, seed="9223372036854775807")
+
+
+@pytest.mark.usefixtures("wasm")
+@pytest.mark.parametrize(
+    "choices", [pytest.param(RESET, marks=pytest.mark.full), STOP], ids=["reset", "stop"]
+)
+def test_the_command_writes_the_same_text(node, extension, choices):
+    words = shlex.split(node("command", choices=choices)["command"])
+    assert words[:2] == ["python", "gpt.py"]
+    done = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True, check=True)
+    node.load(precision="bf16")
+    names = {"temperature": "temperature", "topK": "topk", "topP": "topp"}
+    defaults = {"seed": "1337", "context": "slide", "topk": 65, "topp": 1}
+    chosen = defaults | choices | {"prompt": choices["prompt"] or "\n", "stop": [*choices.get("stop", "")]}
+    chosen["sampling"] = {name: chosen[option] for name, option in names.items()}
+    assert done.stdout == f"{chosen['prompt']}{node('text', **chosen)}\n"
+
+
+@pytest.mark.parametrize(
+    "choices, own, why",
+    [
+        ({}, True, "the checkpoint is your own"),
+        ({"where": "server"}, False, "the server chooses"),
+        ({"branches": "3:65"}, False, "it has a branch"),
+        ({"endless": 1}, False, "it has no end"),
+        ({"seed": "9223372036854775808"}, False, "its seeds end at 9223372036854775807"),
+    ],
+)
+def test_no_command_is_shown_where_none_writes_the_same_text(node, choices, own, why):
+    made = node("command", choices=choices, own=own)
+    assert why in made["why"] and "command" not in made

@@ -1,5 +1,8 @@
-// Scenarios of a first visit as the server sees it, for scenarios.mjs, which gives its tools.
-export const visits = ({ page, home, pages, slow, answered, complaints, open, until, textOf, show }) => ({
+// Scenarios of a first visit as the server sees it, of links, and of what fails or is left, for scenarios.mjs, which gives
+// its tools.
+export const visits = ({
+  page, home, pages, slow, answered, complaints, open, written, until, textOf, set, show, problem,
+}) => ({
   // The files that the page gets, in their order, where the modules are late.
   async early({ query }) {
     slow.set("/js/main.js", { ms: 1500 });
@@ -38,5 +41,36 @@ export const visits = ({ page, home, pages, slow, answered, complaints, open, un
     const title = await page.title();
     await until("the other text", () => document.documentElement.dataset.written === "60");
     return { said, step, address, title, other: await textOf("tiles-status") };
+  },
+
+  // A model that cannot be loaded, a model that is slow, and another seed meanwhile.
+  async models({ query, broken, late }) {
+    await open(query, query.length);
+    const before = await textOf("text-new");
+    slow.set(`/models/${broken}-bf16.planes.gz`, { status: 404 });
+    await page.selectOption("#model", broken);
+    const said = await problem();
+    complaints.length = 0; // the browser logs the 404
+    await new Promise((done) => setTimeout(done, 500));
+    const after = [await textOf("text-new"), await page.isVisible("#problem"), await page.isDisabled("#halt")];
+    slow.set(`/models/${late}-bf16.planes.gz`, { ms: 1500 });
+    await page.selectOption("#model", late);
+    await set("seed", query.seed + 1);
+    await written(query.length);
+    return { before, said, after, text: await textOf("text-new"), command: await textOf("command") };
+  },
+
+  // An endless text and a race that are left.
+  async left({ query }) {
+    await open({ ...query, endless: 1 });
+    await until("a text", () => document.getElementById("text-new").textContent.length > 100);
+    await show("race");
+    await until("the end", () => document.getElementById("halt").disabled);
+    await page.selectOption("#count", "64");
+    await page.click("#race-form button");
+    await until("a part", () => document.getElementById("race-status").textContent.includes("writes"));
+    await show("write");
+    await until("the end", () => !document.querySelector("#race-form button").disabled);
+    return [await textOf("race-status"), await textOf("write-status")];
   },
 });

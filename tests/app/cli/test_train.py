@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import pty
 import re
 import shlex
 import signal
-import struct
-import subprocess
-import sys
-import termios
 from pathlib import Path
 
 import pytest
 import tiny
-from support import ROOT
 from training_texts import words
 
 from attention_ext import BuildError, extension
 from model.checkpoint import load, save
-from training.recipe import OWN_TEXT
 
 SMALL = ("--block-size", 16, "--batch-chars", 128, "--corpus", "text.txt")
 ENDING = re.compile(
@@ -59,15 +50,6 @@ def test_a_text_of_ones_own_by_time(cli, extension):
     done = cli("eval", "-m", "out/mine", "--corpus", "text.txt")
     nats = float(re.search(r"out/mine: (\S+) nats", done.stdout)[1])
     assert nats == pytest.approx((float(validation) + float(test)) / 2, abs=0.15)
-
-
-def test_the_options_are_those_of_the_recipe(cli):
-    done = cli("train", "mine", *SMALL, "--steps", 2, "--part", "part0", "--seed", 5, "--out", "there")
-    assert done.returncode == 0, done.stderr
-    recipe = json.loads(Path("there/training.json").read_text())["recipe"]
-    assert (recipe["steps"], recipe["minutes"], recipe["eval_every"]) == (2, None, 1)
-    assert (recipe["block_size"], recipe["batch_chars"], recipe["seed"]) == (16, 128, 5)
-    assert recipe["muon_lr"] == OWN_TEXT.muon_lr and not Path("out").exists()
 
 
 def test_a_checkpoint_is_replaced_only_if_that_is_asked_for(cli, failed):
@@ -174,41 +156,3 @@ def test_a_closed_stderr_does_not_end_a_run(process):
     running.stderr.close()
     assert "validation loss" in running.communicate(timeout=180)[0]
     assert running.returncode == 0
-
-
-@pytest.mark.full
-def test_a_terminal_shows_curves_and_samples(extension, tmp_path):
-    master, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-    hidden = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
-    env = {name: value for name, value in os.environ.items() if name not in hidden} | {"TERM": "xterm"}
-    running = subprocess.Popen(
-        [sys.executable, ROOT / "gpt.py", "train", "mine", *map(str, SMALL), "--minutes", "1"],
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        env=env,
-        cwd=tmp_path,
-        start_new_session=True,
-    )
-    os.close(terminal)
-    seen = b""
-    try:
-        while not (b"a sample" in seen and b"validation" in seen):
-            seen += os.read(master, 65536)
-        running.send_signal(signal.SIGINT)
-        try:
-            while more := os.read(master, 65536):
-                seen += more
-        except OSError:  # Linux reports a closed terminal in this way
-            pass
-        assert running.wait(timeout=180) == 130
-    finally:
-        running.kill()
-        running.wait()
-        os.close(master)
-    shown = seen.decode(errors="replace")
-    assert "Traceback" not in shown
-    assert re.search(r"step [\d,]+ of [\d,]+ .*characters/s .*learning rate .*left", shown)
-    after = shown[shown.rindex("\x1b[?25h") :]  # from where the cursor is shown again
-    assert "stopped; to go on: python gpt.py train mine" in after

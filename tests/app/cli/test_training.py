@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
-import pytest
-
 from attention_ext import PARTS
 from model import corpus
 
@@ -36,21 +32,6 @@ def test_a_failed_download_says_what_to_do(cli, tmp_path, monkeypatch):
     done = cli("prepare")
     assert done.returncode == 2
     assert "could not be downloaded (ConnectionError); --corpus takes a file" in done.stderr.splitlines()[-1]
-
-
-@pytest.mark.full
-def test_train_eval_and_write_with_an_own_checkpoint(cli, tmp_path):
-    (tmp_path / "text.txt").write_text(TEXT)
-    done = cli("train", "shakes128", "--corpus", "text.txt", "--steps", 2, "--out", "mine")
-    assert done.returncode == 0, done.stderr
-    assert "python gpt.py part4 --inference -m mine" in done.stdout
-    loss = float(re.search(r"best validation loss (\S+) nats", done.stderr)[1])
-    done = cli("eval", "-m", "mine", "--corpus", "text.txt")
-    nats, bits = map(float, re.search(r"mine: (\S+) nats = (\S+) bits per character", done.stdout).groups())
-    assert nats == pytest.approx(loss, abs=1e-3)
-    assert bits == pytest.approx(nats * 1.442695, abs=1e-3)
-    done = cli("part0", "--inference", "-m", "mine", "--max-new-tokens", 5, "--num-samples", 1)
-    assert done.returncode == 0 and len(done.stdout) == 6
 
 
 def test_eval_is_the_same_through_every_part(cli, extension, tmp_path):

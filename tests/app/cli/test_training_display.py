@@ -10,60 +10,25 @@ from rich.console import Console
 from training_texts import TINY, words
 
 from app.cli import training_display as display
-from app.cli.training_display import Lines, Picture, Sampler, picture
+from app.cli.training_display import Picture, Sampler, picture
 from training.run import train
 from training.watch import Status
 
 CURVE = [[10, 3.0, 2.9], [20, 2.0, 2.1], [40, 1.0, 1.5]]
 
 
-def status(**change) -> Status:
-    fields = dict(
-        done=40,
-        steps=80,
-        progress=0.5,
-        seconds=10.0,
-        left=75.0,
-        rate=12345.6,
-        learning_rate=0.5,
-        curve=CURVE,
-        best=1.5,
-    )
-    return Status(**fields | change)
-
-
-def shown(renderable, **size) -> str:
-    console = Console(file=io.StringIO(), force_terminal=False, **dict(width=100, height=40) | size)
-    console.print(renderable)
-    return console.file.getvalue()
-
-
 def test_the_picture_has_the_figures_the_curves_and_the_sample():
+    times = dict(seconds=10.0, left=75.0, rate=12345.6)
+    status = Status(done=40, steps=80, progress=0.5, learning_rate=0.5, curve=CURVE, best=1.5, **times)
     console = Console(file=io.StringIO(), width=100, height=40)
-    text = shown(picture("mine", status(), "to [b]be\x1b[31m or\tnot", console))
-    head, bar, *rest = text.splitlines()
+    console.print(picture("mine", status, "to [b]be\x1b[31m or\tnot", console))
+    text = console.file.getvalue()
+    head, bar, *_ = text.splitlines()
     assert re.fullmatch(
         r"mine  step 40 of 80  12,346 characters/s  learning rate 50%  1:15 left *", head.rstrip()
     )
     assert len(bar.rstrip()) == 68
     assert "validation 1.5000   training 1.0000" in text and "to [b]be?[31m or not" in text
-
-
-@pytest.mark.parametrize("width", [1, 9, 20, 40, 300])
-@pytest.mark.parametrize("height", [1, 5, 50])
-def test_the_picture_fits_any_terminal(width, height):
-    console = Console(file=io.StringIO(), width=width, height=height)
-    text = shown(picture("mine", status(), "a\n" * 50 + "b" * 500, console), width=width, height=height)
-    assert max(map(len, text.splitlines())) <= width
-
-
-def test_lines_are_written_for_evaluations_and_none_if_quiet(capsys):
-    for quiet in (False, True):
-        lines = Lines(quiet)
-        lines.evaluated(status())
-        lines.note("note")
-    expected = "step 40/80  train 1.0000  val 1.5000  12,346 characters/s  10 s, 75 s left\nnote\nnote\n"
-    assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize("part", ["part0", "part4"])

@@ -34,28 +34,9 @@ def test_it_serves_the_folder_until_it_is_stopped(process, made):
     assert shown.wait(30) == 130
 
 
-def test_the_types_are_those_that_browsers_need(made):
-    with serve.server(made, 0) as server:
-        handler = server.RequestHandlerClass.func  # type: ignore[attr-defined]
-        assert handler.extensions_map[".wasm"] == "application/wasm"
-        assert handler.extensions_map[".js"] == "text/javascript"
-        assert server.server_address[0] == "127.0.0.1"
-
-
 def test_a_port_that_is_taken_is_one_line(failed, made):
     with serve.server(made, 0) as server:
         assert "Address already in use" in failed("web", "--port", server.server_address[1], "--out", made)
-
-
-def test_a_page_that_is_up_to_date_is_not_made_again(cli, made):
-    done = cli("web", "--build", "--out", made)
-    assert done.returncode == 0 and "shakespeare.html" in done.stdout and (made / "index.html").is_file()
-
-
-def test_a_folder_with_other_files_is_left_alone(failed, tmp_path):
-    (tmp_path / "mine").write_text("text")
-    assert "it must be empty, or hold a page" in failed("web", "--build", "--out", tmp_path)
-    assert (tmp_path / "mine").read_text() == "text"
 
 
 @pytest.mark.parametrize("other", ["stamp", "folder/thesis.txt", "js/mine.js", "empty/", "link"])
@@ -74,9 +55,8 @@ def test_what_no_build_wrote_is_never_replaced(failed, made, tmp_path, other):
         said = failed("web", "--build", "--out", folder)
         assert f"but it has {other.split('/')[0]}" in said and "remove it yourself" in said
         assert mine.exists() and list(tmp_path.iterdir())
-    (tmp_path / "own" / build.STAMP).write_text(
-        '{"bytes": {"stamp": 4, "link": 0}}'
-    )  # not a stamp of a build
+    no_stamp_of_a_build = '{"bytes": {"stamp": 4, "link": 0}}'
+    (tmp_path / "own" / build.STAMP).write_text(no_stamp_of_a_build)
     assert "but it has " in failed("web", "--build", "--out", tmp_path / "own")
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
 pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
+from serving import MODEL, raw, serving, until
+
 from app.server.settings import Settings
 
-from .conftest import MODEL, serving, until
-
-LONG = {"model": MODEL, "prompt": "a" * 128, "max_tokens": 60_000}  # each token reads a window
+LONG = {"prompt": "a" * 128, "max_tokens": 60_000}  # each token reads a window
 
 
 @pytest.fixture(scope="module")
@@ -26,22 +23,6 @@ def small(extension):
     settings = Settings((MODEL,), slots=1, queue=2, **limits)
     with serving(settings) as client:
         yield client
-
-
-@contextmanager
-def request(
-    client, path: str = "/v1/completions", receive_buffer: int | None = None, **fields
-) -> Iterator[socket.socket]:
-    """A request on a raw connection, which is closed at the end."""
-    body = json.dumps(LONG | fields).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.socket() as connection:
-        if receive_buffer:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        connection.settimeout(20)
-        connection.connect(("127.0.0.1", client.port))
-        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        yield connection
 
 
 def running(client) -> float:
@@ -56,7 +37,7 @@ def queued(client) -> float:
 def test_a_client_that_leaves_frees_its_slot(small, stream):
     small.idle()
     cancelled = small.metric("attention_texts_cancelled_total")
-    with request(small, stream=stream) as connection:
+    with raw(small, **LONG, stream=stream) as connection:
         until(lambda: running(small) == 1)
         connection.close()
         until(lambda: running(small) == 0)  # LONG would take minutes
@@ -65,7 +46,7 @@ def test_a_client_that_leaves_frees_its_slot(small, stream):
 
 def test_a_client_that_leaves_the_queue(small):
     small.idle()
-    with request(small, stream=True), request(small) as waiting:
+    with raw(small, **LONG, stream=True), raw(small, **LONG) as waiting:
         until(lambda: queued(small) == 1)
         waiting.close()
         until(lambda: queued(small) == 0)
@@ -74,7 +55,7 @@ def test_a_client_that_leaves_the_queue(small):
 
 def test_a_full_queue_answers_429(small):
     small.idle()
-    with request(small), request(small), request(small):
+    with raw(small, **LONG), raw(small, **LONG), raw(small, **LONG):
         until(lambda: queued(small) == 2)
         refused = small.complete()
         assert refused.status == 429 and int(refused.headers["retry-after"]) >= 1
@@ -89,7 +70,7 @@ def test_a_slow_reader_is_dropped(small):
     small.idle()
     dropped = small.metric("attention_streams_dropped_total")
     fields = {"prompt": "a", "logprobs": 5, "stream_options": {"interval_ms": 0}}
-    with request(small, receive_buffer=4096, stream=True, **fields):
+    with raw(small, receive_buffer=4096, stream=True, **LONG | fields):
         until(lambda: running(small) == 1)
         until(lambda: small.metric("attention_streams_dropped_total") == dropped + 1)
         small.idle()
@@ -104,7 +85,7 @@ def test_a_stalled_reader_is_dropped(extension, caplog):
     stream = {"prompt": "a", "logprobs": 5, "stream": True, "stream_options": {"interval_ms": 0}}
     with serving(Settings((MODEL,), **limits)) as client:
         for number, fields in enumerate((stream, whole), 1):
-            with request(client, receive_buffer=4096, **fields):
+            with raw(client, receive_buffer=4096, **LONG | fields):
                 until(lambda number=number: client.metric("attention_streams_dropped_total") == number)
             client.idle()
         with socket.socket() as connection:

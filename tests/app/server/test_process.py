@@ -2,51 +2,39 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
 
 import pytest
+from serving import MODEL, Client, raw, until
 from support import ROOT
-
-from .conftest import MODEL, Client, until
 
 pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
 
-@dataclass
-class Running:
-    """A server's process."""
-
-    child: subprocess.Popen
-    client: Client
-    said: str
-
-
 @pytest.fixture
 def start(process, extension):
-    """Start a server; wait until it is ready."""
+    """Start a server; wait until it is ready; return its process and a client."""
 
-    def run(*arguments) -> Running:
+    def run(*arguments) -> tuple[subprocess.Popen, Client]:
         child = process("serve", "-m", MODEL, "--port", 0, *arguments)
         said = child.stderr.readline()
         port = re.search(r"http://127\.0\.0\.1:(\d+)$", said, re.M)
         assert port, said + child.stderr.read()
         assert "Ready" in child.stderr.readline()
-        return Running(child, Client(int(port[1])), said)
+        return child, Client(int(port[1]))
 
     return run
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_a_signal_lets_running_requests_finish(start, number):
-    server = start("--grace", 30)
-    client, texts = server.client, []
+    child, client = start("--grace", 30)
+    texts = []
     slow = {"prompt": "a" * 128, "max_tokens": 400, "part": "part1"}
 
     def write() -> None:
@@ -56,7 +44,7 @@ def test_a_signal_lets_running_requests_finish(start, number):
     thread.start()
     kept = socket.create_connection(("127.0.0.1", client.port), 20)
     until(lambda: client.metric("attention_texts_running") == 1)
-    server.child.send_signal(number)
+    child.send_signal(number)
     until(lambda: client.get("/health").status == 503)
     refused = client.complete()
     assert refused.status == 503 and refused.headers["retry-after"]
@@ -64,31 +52,28 @@ def test_a_signal_lets_running_requests_finish(start, number):
     thread.join(180)
     kept.close()
     assert len(texts[0]) == 400
-    assert server.child.wait(20) == 0
+    assert child.wait(20) == 0
 
 
 @pytest.mark.full
 def test_the_grace_period_ends(start):
-    server = start("--grace", 0.2)
-    body = json.dumps({"model": MODEL, "prompt": "a" * 128, "max_tokens": 60_000, "stream": True}).encode()
-    with socket.create_connection(("127.0.0.1", server.client.port), 20) as connection:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    child, client = start("--grace", 0.2)
+    with raw(client, prompt="a" * 128, max_tokens=60_000, stream=True) as connection:
         assert connection.recv(10)
-        server.child.send_signal(signal.SIGTERM)
-        assert until(lambda: server.child.poll() is not None) < 5
-    assert server.child.returncode == 0
-    assert "Traceback" not in server.child.stderr.read()
+        child.send_signal(signal.SIGTERM)
+        assert until(lambda: child.poll() is not None) < 5
+    assert child.returncode == 0
+    assert "Traceback" not in child.stderr.read()
 
 
 @pytest.mark.full
 def test_a_second_signal_ends_at_once(start):
-    server = start("--grace", 60)
-    with socket.create_connection(("127.0.0.1", server.client.port), 20) as connection:
+    child, client = start("--grace", 60)
+    with socket.create_connection(("127.0.0.1", client.port), 20) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
-        server.child.send_signal(signal.SIGINT)
-        server.child.send_signal(signal.SIGTERM)
-        assert until(lambda: server.child.poll() is not None) < 5
+        child.send_signal(signal.SIGINT)
+        child.send_signal(signal.SIGTERM)
+        assert until(lambda: child.poll() is not None) < 5
 
 
 def test_what_it_refuses_to_start_with(failed, tmp_path):
@@ -136,23 +121,6 @@ def test_a_signal_while_loading_does_not_wait():
             assert child.returncode == 0 and child.stderr.read() == ""
         finally:
             child.kill()
-
-
-@pytest.mark.full
-def test_the_quick_start_imports_nothing_of_it():
-    """The help of serve does not either."""
-    code = (
-        "import sys; from app.cli import main\n"
-        "try: main({!r})\n"
-        "except SystemExit: pass\n"
-        "names = ('starlette', 'uvicorn', 'pydantic', 'prometheus_client', 'app.server')\n"
-        "print([name for name in names if name in sys.modules])"
-    )
-    write = ["part0", "--inference", "-m", MODEL, "--max-new-tokens", "1", "--num-samples", "1"]
-    for arguments in (["serve", "--help"], write):
-        command = [sys.executable, "-c", code.format(arguments)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.stdout.endswith("[]\n"), done.stderr
 
 
 def test_without_the_packages_it_says_what_to_install():

@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
+from serving import MODEL, serving
+
 from app.server.security import check_host, check_origin, host_of, is_loopback
 from app.server.settings import Settings
-
-from .conftest import MODEL, serving
 
 ORIGIN = "https://example.org"
 

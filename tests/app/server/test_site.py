@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from serving import MODEL, serving
 
 from app.server.settings import Settings
-from app.server.site import site
 from web import build
-
-from .conftest import MODEL, serving
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +50,3 @@ def test_the_files_have_their_types_and_the_api_its_paths(paged):
 def test_other_paths_are_404_in_openais_shape(paged, path):
     response = paged.get(path)
     assert response.status == 404 and "error" in response.json() and b"not the page's" not in response.data
-
-
-def test_without_a_page_there_is_the_status(tmp_path):
-    assert site(tmp_path) is None
-    (tmp_path / "index.html").write_text("unfinished")
-    assert site(tmp_path) is None and site(None) is None
-    build.write_stamp(tmp_path, "of some sources")
-    assert site(tmp_path)
-    (tmp_path / "index.html").unlink()
-    assert site(tmp_path) is None

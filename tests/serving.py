@@ -1,0 +1,148 @@
+"""A server in a thread of this process, and a client that needs only the standard library."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from model import load
+
+MODEL = "shakes128"
+WAIT_SECONDS = 90.0
+
+
+@dataclass
+class Response:
+    """What a server answered."""
+
+    status: int
+    headers: dict[str, str]
+    data: bytes
+
+    def json(self):
+        """Its JSON."""
+        return json.loads(self.data)
+
+    @property
+    def events(self) -> list[dict]:
+        """The events of a stream, without the last one, which must be [DONE]."""
+        lines = [line for line in self.data.decode().split("\n\n") if line]
+        assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]", lines
+        return [json.loads(line[6:]) for line in lines[:-1]]
+
+    def text(self, index: int = 0) -> str:
+        """A choice's text, streamed or not."""
+        objects = (
+            self.events if self.headers["content-type"].startswith("text/event-stream") else [self.json()]
+        )
+        choices = [c for each in objects for c in each["choices"] if c["index"] == index]
+        return "".join(
+            c["text"] if "text" in c else (c.get("message") or c["delta"]).get("content", "") for c in choices
+        )
+
+
+@dataclass
+class Client:
+    """Calls the server at a port."""
+
+    port: int
+    server: object = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def send(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Response:
+        """Send a request; the names of headers are written with _."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_SECONDS)
+        shown = self.headers | {name.replace("_", "-"): value for name, value in headers.items()}
+        try:
+            connection.request(method, path, body, shown)
+            response = connection.getresponse()
+            found = {name.lower(): value for name, value in response.getheaders()}
+            return Response(response.status, found, response.read())
+        finally:
+            connection.close()
+
+    def get(self, path: str, **headers: str) -> Response:
+        """GET."""
+        return self.send("GET", path, **headers)
+
+    def post(self, path: str, /, **fields) -> Response:
+        """POST JSON."""
+        return self.send("POST", path, json.dumps(fields).encode(), content_type="application/json")
+
+    def complete(self, **fields) -> Response:
+        """POST /v1/completions."""
+        return self.post("/v1/completions", **{"model": MODEL, "prompt": "ROMEO:"} | fields)
+
+    def chat(self, *messages: dict, **fields) -> Response:
+        """POST /v1/chat/completions."""
+        return self.post("/v1/chat/completions", **{"model": MODEL, "messages": list(messages)} | fields)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's values with these labels."""
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        lines = self.get("/metrics").data.decode().splitlines()
+        found = [line for line in lines if line.split("{")[0].split(" ")[0] == name]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(label in line for label in wanted))
+
+    def idle(self) -> None:
+        """Wait until nothing is written and nothing waits."""
+        until(lambda: self.metric("attention_texts_running") + self.metric("attention_texts_queued") == 0)
+
+
+def until(holds, seconds: float = WAIT_SECONDS) -> float:
+    """Wait until something holds; return the seconds that it took."""
+    start = time.perf_counter()
+    while not holds():
+        assert time.perf_counter() - start < seconds, "it took too long"
+        time.sleep(0.002)
+    return time.perf_counter() - start
+
+
+@contextmanager
+def raw(client: Client, receive_buffer: int | None = None, **fields) -> Iterator[socket.socket]:
+    """A request for a text on a raw connection, which is closed at the end."""
+    body = json.dumps({"model": MODEL} | fields).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.socket() as connection:
+        if receive_buffer:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.settimeout(20)
+        connection.connect(("127.0.0.1", client.port))
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        yield connection
+
+
+@contextmanager
+def serving(settings, checkpoints=None) -> Iterator[Client]:
+    """A server in a thread, at a free port."""
+    from app.server import running
+
+    settings = replace(settings, port=0)
+    server = running.make(checkpoints or {name: load(name) for name in settings.models}, settings)
+    listener = running.bind(settings)
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            running.serve(server, listener, lambda line: None)
+        except BaseException as error:  # shown by the assertion below
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    client = Client(listener.getsockname()[1], server)
+    try:
+        until(lambda: failures or client.get("/health").status == 200)
+        yield client
+    finally:
+        if thread.is_alive() and server.loop:
+            server.loop.call_soon_threadsafe(server.end)
+            server.loop.call_soon_threadsafe(server.end)  # at once
+        thread.join(WAIT_SECONDS)
+        assert not thread.is_alive() and not failures, failures
