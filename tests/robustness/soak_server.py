@@ -1,6 +1,6 @@
 """Thousands of requests from clients that behave badly, against one process of gpt.py serve.
 
-    python tests/robustness/soak_server.py [--requests 10000] [--seed 0] [--server-core 0 --client-core 1]
+    python tests/robustness/soak_server.py [--requests 10000] [--seed 0]
 
 Some clients read all, some leave, some read slowly or not at all, some are killed, some send what is no
 request. Every text that arrives is compared with the command line's. After a tenth of the requests, and at
@@ -14,6 +14,8 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import http.client
+import io
 import json
 import os
 import random
@@ -45,8 +47,6 @@ BAD = [
     (b"\xff\xfe", 400),
     (b"[]", 400),
     (b'{"model": "shakes128", "prompt": ""}', 400),
-    (b'{"model": "shakes128", "prompt": 1}', 400),
-    (b'{"model": "shakes128", "temperature": "hot"}', 400),
     (b'{"model": "shakes128", "max_tokens": -1}', 400),
     (b'{"model": "shakes128", "prompt": "\\u20ac"}', 400),
     (b'{"model": "shakes128", "no_such_field": 1}', 400),
@@ -70,28 +70,26 @@ def request(fields: dict) -> bytes:
     return head("/v1/completions", len(body)) + body
 
 
+class Received:
+    """In place of a socket from which `data` came."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def makefile(self, mode: str) -> io.BytesIO:
+        return io.BytesIO(self.data)
+
+
 def parse(data: bytes) -> tuple[int, bytes]:
     """(status, body) of a whole answer; the status is 0 if nothing came. Raises ValueError if it was cut."""
     if not data:
         return 0, b""
-    top, _, body = data.partition(b"\r\n\r\n")
-    status = int(top[9:12])
-    if b"transfer-encoding: chunked" not in top.lower():
-        length = re.search(rb"content-length: (\d+)", top.lower())
-        if not length or int(length[1]) != len(body):
-            raise ValueError("cut")
-        return status, body
-    whole = b""
-    while True:
-        size, _, body = body.partition(b"\r\n")
-        if not size:
-            raise ValueError("cut")
-        count = int(size, 16)
-        if len(body) < count + 2:
-            raise ValueError("cut")
-        if not count:
-            return status, whole
-        whole, body = whole + body[:count], body[count + 2 :]
+    answer = http.client.HTTPResponse(Received(data))  # type: ignore[arg-type]
+    try:
+        answer.begin()
+        return answer.status, answer.read()
+    except http.client.HTTPException as error:
+        raise ValueError("cut") from error
 
 
 def choices(body: bytes, stream: bool) -> dict[int, str]:
@@ -112,24 +110,11 @@ def choices(body: bytes, stream: bool) -> dict[int, str]:
 class Server:
     """A process of gpt.py serve, and what the system says of it."""
 
-    def __init__(self, core: int | None) -> None:
-        command = [
-            sys.executable,
-            str(ROOT / "gpt.py"),
-            "serve",
-            "-m",
-            MODEL,
-            "--port",
-            "0",
-            "--threads",
-            "1",
-        ]
-        self.child = subprocess.Popen(
-            [*command, "--slots", str(SLOTS), "--queue", str(QUEUE)], stderr=subprocess.PIPE, text=True
-        )
+    def __init__(self) -> None:
+        command = [sys.executable, str(ROOT / "gpt.py"), "serve", "-m", MODEL, "--port", "0"]
+        command += ["--threads", "1", "--slots", str(SLOTS), "--queue", str(QUEUE)]
+        self.child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.child.stderr
-        if core is not None:
-            os.sched_setaffinity(self.child.pid, {core})
         said = self.child.stderr.readline()
         found = re.search(r":(\d+)$", said, re.M)
         if not found or "Ready" not in self.child.stderr.readline():
@@ -284,9 +269,8 @@ class Soak:
         sent = request(fields)
         loop = asyncio.get_running_loop()
         with await connect(self.port) as connection:
-            await loop.sock_sendall(
-                connection, sent[: draw.choice([40, len(sent) - 5, len(sent), len(sent)])]
-            )
+            end = draw.choice([40, len(sent) - 5, len(sent), len(sent)])
+            await loop.sock_sendall(connection, sent[:end])
             if draw.random() < 0.5:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             await asyncio.sleep(draw.choice([0, draw.uniform(0, 0.02), draw.uniform(0, 0.3)]))
@@ -349,6 +333,11 @@ def command_line_texts() -> dict[tuple[str, int], str]:
     return texts
 
 
+def told(requests: int, state: dict[str, int]) -> str:
+    size = state["bytes"] >> 20
+    return f"after {requests} requests: {size} MiB, {state['task']} threads, {state['fd']} files"
+
+
 async def soak(server: Server, requests: int, seed: int) -> list[str]:
     """Run the requests; return what is wrong."""
     say = functools.partial(print, flush=True)
@@ -360,13 +349,11 @@ async def soak(server: Server, requests: int, seed: int) -> list[str]:
         await clients.answered(random.Random(0), clients.fields(random.Random(0), part=part))
     await server.idle()
     before = server.state()
-    say(f"after {warm} requests: {before['bytes'] >> 20} MiB, {before['task']} threads, {before['fd']} files")
+    say(told(warm, before))
     await clients.run(range(warm, requests), seed, say)
     await server.idle()
     after = server.state()
-    say(
-        f"after {requests} requests: {after['bytes'] >> 20} MiB, {after['task']} threads, {after['fd']} files"
-    )
+    say(told(requests, after))
     seconds = time.perf_counter() - start
     for outcome, count in sorted(clients.outcomes.items()):
         say(f"{count:6} {outcome}")
@@ -374,19 +361,14 @@ async def soak(server: Server, requests: int, seed: int) -> list[str]:
     if after["bytes"] > GROWTH * before["bytes"]:
         wrong.append(f"memory grew from {before['bytes']} to {after['bytes']} bytes")
     # PyTorch opens threads and files of its own when a part is first used
-    wrong += [
-        f"{name}: {before[name]} became {after[name]}"
-        for name in ("task", "fd")
-        if after[name] > before[name]
-    ]
+    for name in ("task", "fd"):
+        if after[name] > before[name]:
+            wrong.append(f"{name}: {before[name]} became {after[name]}")
     if failed := await server.metric("attention_requests_refused_total", 'status="500"'):
         wrong.append(f"{failed:.0f} answers were 500")
     counted = [await server.metric(f"attention_texts_{name}_total") for name in ("finished", "cancelled")]
     dropped = await server.metric("attention_streams_dropped_total")
-    say(
-        f"the server counts {counted[0]:.0f} texts finished, {counted[1]:.0f} cancelled, "
-        f"{dropped:.0f} streams dropped"
-    )
+    say("the server counts {:.0f} texts finished, {:.0f} cancelled".format(*counted))
     if dropped != (seen := clients.outcomes["deaf: dropped"]):
         wrong.append(f"{dropped:.0f} streams were dropped, {seen} clients saw it")
     wrong += await slots_left(server)
@@ -415,16 +397,12 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--server-core", type=int)
-    parser.add_argument("--client-core", type=int)
     parser.add_argument("--victim", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.victim:
         victim(given.victim, given.seed)
         return
-    if given.client_core is not None:
-        os.sched_setaffinity(0, {given.client_core})
-    server = Server(given.server_core)
+    server = Server()
     try:
         wrong = asyncio.run(soak(server, given.requests, given.seed))
     finally:

@@ -9,10 +9,8 @@ import dataclasses
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -27,7 +25,6 @@ from robustness import small_build
 pytestmark = pytest.mark.full
 
 SCRIPT = Path(__file__).with_name("small_build.py")
-REAL = "from attention_ext import extension; extension.load(); print(extension.describe())"
 VERSION = 'case "$*" in *--version*) exit 0;; esac'
 OTHER = 54321  # the number of a user who is neither this one nor root
 
@@ -76,37 +73,14 @@ def test_a_build_killed_anywhere_is_taken_over(full, tmp_path, sources):
     assert done["points"] // 2 <= done["killed"] <= done["points"], done
 
 
-def test_a_real_build_killed_while_it_compiles_is_taken_over(full, tmp_path, extension):
-    if not full:
-        pytest.skip("takes minutes; ROBUSTNESS=full")
-    began = time.monotonic()
-    assert finish(start_python(tmp_path / "whole", "-c", REAL))[0] == 0
-    seconds = time.monotonic() - began
-    for i in range(5):
-        process = start_python(tmp_path / str(i), "-c", REAL)
-        assert "Compiling" in process.stderr.readline()
-        time.sleep(seconds * (0.05 + 0.15 * i))
-        process.kill() if i % 2 else os.killpg(process.pid, signal.SIGKILL)
-        process.stdout.close(), process.stderr.close(), process.wait()
-        code, out, err = finish(start_python(tmp_path / str(i), "-c", REAL))
-        assert code == 0 and "floats" in out and "Waiting" not in err, err
-        assert libraries(tmp_path / str(i)) == ["attention_ext.so"]
-
-
-def test_eight_processes_compile_once(full, tmp_path, sources):
-    commands = [(SCRIPT, sources)] + ([("-c", REAL)] if full else [])
-    for command in commands:
-        cache = tmp_path / str(command[0] == "-c")
-        results = [finish(p) for p in [start_python(cache, *command) for _ in range(8)]]
-        assert [code for code, _, _ in results] == [0] * 8, results
-        assert len({out for _, out, _ in results}) == 1
-        said = [err for _, _, err in results]
-        assert sum(err.count("Compiling code") for err in said) == 1
-        assert {*"".join(said).splitlines()} <= {
-            "Compiling code into a PyTorch module...",
-            "Waiting for another build...",
-        }
-        assert libraries(cache) == ["attention_ext.so"]
+def test_eight_processes_compile_once(tmp_path, sources):
+    cache = tmp_path / "cache"
+    results = [finish(p) for p in [start_python(cache, SCRIPT, sources) for _ in range(8)]]
+    assert [(code, out) for code, out, _ in results] == [(0, "42\n")] * 8, results
+    said = "".join(err for _, _, err in results).splitlines()
+    assert said.count("Compiling code into a PyTorch module...") == 1
+    assert {*said} <= {"Compiling code into a PyTorch module...", "Waiting for another build..."}
+    assert libraries(cache) == ["attention_ext.so"]
 
 
 @pytest.fixture(scope="module")
@@ -165,19 +139,13 @@ def test_a_disk_mounted_noexec_is_reported(tmp_path, sources, namespace):
 OLD = "cc1plus: error: unrecognized command line option '-std=c++20'"
 COMPILERS = {
     "too old": (f'{VERSION}\ncase "$*" in *-std=*) echo "{OLD}" >&2; exit 1;; esac', re.escape(OLD)),
-    "unfit": (
-        f'{VERSION}\ncase "$*" in *native*) echo "error: bad value for -march" >&2; exit 1;; esac',
-        "failed: error: bad value",
-    ),
     "crashing": (f"{VERSION}\nkill -SEGV $$", "failed: Segmentation fault"),
     "silent": (f"{VERSION}\nexit 1", r"failed: no reason given \(full output: .*build.log\)"),
-    "idle": (f"{VERSION}\nexit 0", "made a library that cannot be loaded"),
     "wrong": (
         f'{VERSION}\nwhile [ $# -gt 0 ]; do [ "$1" != -o ] || echo junk > "$2"; shift; done',
         r"made a library that cannot be loaded \(.*: file too short\)",
     ),
     "in Latin 1": (f"{VERSION}\nprintf 'error: \\377 kaboom\\n' >&2; exit 1", "failed: error: . kaboom"),
-    "without version": ("exit 3", r"does not run: .* returned non-zero exit status 3"),
     "killed at its version": ("kill -KILL $$", r"does not run: .* died with <Signals.SIGKILL: 9>"),
 }
 

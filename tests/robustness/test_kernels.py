@@ -12,7 +12,6 @@ import importlib.util
 import itertools
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -115,7 +114,7 @@ def sanitized(command: list[str], flags: list[str], tmp_path: Path) -> list[str]
 def run_cases(count: int, *command: str | Path) -> None:
     """Run a program of cases, and check that it tried `count` cases and found none wrong."""
     out = run(*command)
-    assert re.match(rf"{count} cases, 0 wrong", out), out
+    assert out.startswith(f"{count} cases, 0 wrong"), out
 
 
 def processor_has(flag: str) -> bool:
@@ -160,13 +159,6 @@ def test_generated_cases(simd, native, link, tmp_path):
 
 
 @pytest.mark.full
-def test_scalar_loops(native, link, full, tmp_path):
-    command = sanitized(native, CHECKED, tmp_path)
-    count = 20000 if full else 500
-    run_cases(count, with_helpers("off", link, command, tmp_path), "0", str(count))
-
-
-@pytest.mark.full
 def test_amx_where_there_is_none(native, link, full, tmp_path):
     """Tile registers in memory. A machine with AMX runs the real ones in the test above."""
     if not processor_has("avx512_bf16"):
@@ -177,13 +169,15 @@ def test_amx_where_there_is_none(native, link, full, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("target", ["host", "sse4-i32x4", "avx2-i32x8"])
-def test_ispc(target, native, link, full, tmp_path):
-    if target != "host" and not (full and processor_has("sse4_1" if "sse4" in target else "avx2")):
+@pytest.mark.parametrize("target", ["off", "host", "sse4-i32x4", "avx2-i32x8"])
+def test_scalar_loops_and_ispc(target, native, link, full, tmp_path):
+    needs = {"sse4-i32x4": "sse4_1", "avx2-i32x8": "avx2"}.get(target)
+    if needs and not (full and processor_has(needs)):
         pytest.skip("only in the full set, on a processor that has it")
     command = sanitized(native, CHECKED, tmp_path)
     count = 20000 if full else 500
-    run_cases(count, with_helpers("ispc", link, command, tmp_path, target), "100000", str(count))
+    simd = "off" if target == "off" else "ispc"
+    run_cases(count, with_helpers(simd, link, command, tmp_path, target), "100000", str(count))
 
 
 @pytest.mark.full
@@ -241,25 +235,6 @@ def test_aarch64(compiler, link, full):
         run_cases(1000, *emulator, backward, "800000", "1000", "3")
         training = link(command, TRAINING)
         run_cases(50, *emulator, training, "900000", "50", "3")
-
-
-def test_the_flags_are_for_every_compiler():
-    for each in (toolchain.FLAGS, toolchain.FLAGS_OF_GCC, *(some for _, some in recipes.HELPERS.values())):
-        assert not [flag for flag in each if "openmp" in flag or flag.startswith(("-Wl,", "-std=gnu"))]
-        assert "-ffast-math" not in each  # it would break NaN and infinity
-    for source in filter(Path.is_file, CSRC.rglob("*")):
-        assert "omp.h" not in source.read_text() and "#pragma omp" not in source.read_text()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("helpers", recipes.HELPERS)
-def test_clang_takes_every_flag_for_a_mac(helpers, tmp_path):
-    """This tests the flags and the instructions; the test below has macOS's headers."""
-    portable = [flag for flag in (*toolchain.FLAGS, *recipes.HELPERS[helpers][1]) if flag != toolchain.NATIVE]
-    source = tmp_path / "one.cpp"
-    source.write_text("void twice(float* f) { for (int i = 0; i < 8; i++) f[i] *= 2; }\n")
-    command = [*found("clang++"), "--target=arm64-apple-macos12", "-mcpu=apple-m1", "-stdlib=libc++"]
-    run(*command, "-Wall", "-Werror", "-std=c++17", *portable, "-c", source, "-o", tmp_path / "one.o")
 
 
 @pytest.mark.full

@@ -48,22 +48,9 @@ def test_a_long_text_takes_no_more_memory_than_its_first_tenth(
     process, extension, model, full, engine, context
 ):
     texts, length = LENGTHS[engine, context][0 if full else 1]
-    running = process(
-        "part4",
-        "--inference",
-        "-m",
-        model,
-        "--engine",
-        engine,
-        "--context",
-        context,
-        "--threads",
-        1,
-        "--num-samples",
-        texts,
-        "--max-new-tokens",
-        length,
-    )
+    options = ("-m", model, "--engine", engine, "--context", context, "--threads", 1)
+    amounts = ("--num-samples", texts, "--max-new-tokens", length)
+    running = process("part4", "--inference", *options, *amounts)
     written, sizes = 0, []
     while chunk := os.read(running.stdout.fileno(), 1 << 16):
         written += len(chunk)
