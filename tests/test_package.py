@@ -43,17 +43,8 @@ def environment(tmp_path_factory) -> Path:
         shutil.copyfile(ROOT / name, source / name)
     venv.create(made, with_pip=False, symlinks=True)
     python = made / "bin" / "python"
-    install = ("install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", source)
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        *install,
-        cwd=work,
-        PYTHONPATH=sysconfig.get_path("purelib"),
-    )
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index")
+    run(*pip, "--no-build-isolation", source, cwd=work, PYTHONPATH=sysconfig.get_path("purelib"))
     # The folder is added after the installation's own, and its .pth files, as of this checkout, are not read.
     (packages(made) / "needed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return made
