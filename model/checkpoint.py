@@ -238,6 +238,7 @@ def _find_vocabulary(directory: Path, dataset: str | None, vocab_size: int) -> T
     places = [directory]
     if isinstance(dataset, str) and re.fullmatch(r"[\w-]{1,100}", dataset):
         places.append(directory.resolve().parent / "data" / dataset)  # as in a nanoGPT checkout
+        places.append(Path("data") / dataset)  # the folder of `prepare`
         if dataset == "shakespeare_char":  # nanoGPT's name of the text that the shipped models learned
             places.append(shipped(SHIPPED[0]))
     for place in places:

@@ -67,6 +67,15 @@ def test_nanogpts_checkpoint_with_meta_pickle(tmp_path, prefix, bias):
     assert loaded.model.config.dropout == 0
 
 
+def test_the_vocabulary_of_a_data_set_in_the_current_folder_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "mine").mkdir(parents=True)
+    VOCABULARY.write_meta_json(tmp_path / "data" / "mine" / "meta.json")
+    (tmp_path / "far" / "out").mkdir(parents=True)
+    nanogpt_file(tmp_path / "far" / "out" / "ckpt.pt", config={"dataset": "mine"})
+    assert len(load("far/out/ckpt.pt", tiny.attend).tokenizer) == 11
+
+
 def test_a_vocabulary_beside_the_checkpoint_comes_first(tmp_path):
     nanogpt_file(tmp_path / "ckpt.pt", config={"dataset": "shakespeare_char"})
     with pytest.raises(CheckpointError, match="has 65 tokens; it must have vocab_size=11"):
