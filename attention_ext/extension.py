@@ -75,7 +75,7 @@ def operator(part: str, simd: str = "auto", gradient: bool = False) -> Callable:
 
 
 def load_decoder(simd: str = "auto") -> Any:
-    """The class Decoder of csrc/bindings/decoder_module.cpp, compiled first if need be.
+    """The class Decoder of generation/csrc/module.cpp, compiled first if need be.
 
     Raises ValueError and BuildError as load() does, and BuildError if Python's header is missing.
     """

@@ -129,7 +129,7 @@ MOST_SCORES = 2**50
 
 
 class Precision(enum.StrEnum):
-    """The format of the decoder's weight matrices; the rows of csrc/matmul/precision.h.
+    """The format of the decoder's weight matrices; the rows of model/csrc/precision.h.
 
     INT8 has a float32 scale for each output and group of inputs.
     """
@@ -140,7 +140,7 @@ class Precision(enum.StrEnum):
 
 
 class CachePrecision(enum.StrEnum):
-    """The format of the cached keys and values; the rows of csrc/cache_precision.h."""
+    """The format of the cached keys and values; the rows of model/csrc/cache_precision.h."""
 
     FP32 = "fp32"
     BF16 = "bf16"

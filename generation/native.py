@@ -1,4 +1,4 @@
-"""The native engine: the decoder of attention_ext/csrc/decoder, which runs without Python or PyTorch."""
+"""The native engine: the decoder of generation/csrc, which runs without Python or PyTorch."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def sample(
     uniforms: a number in [0, 1) for each row. seen: the ids that have occurred in each row, for the
     repetition penalty. written: how often each id was written in each row, for the other two.
     Sums are float64 and in the order of the ids, so that engines with different rounding agree. The native
-    engine's sample() in attention_ext/csrc/decoder/sampling.cpp does the same.
+    engine's sample() in generation/csrc/sampling.cpp does the same.
     Raises ValueError if the logits hold NaN or the largest is infinite after penalties and bias.
     """
     logits = logits.double()

@@ -1,6 +1,6 @@
 """gpt.py profile: where a token's time goes. Spans of an engine's work make a table and a trace.
 
-The native engine records its spans itself (attention_ext/csrc/decoder/). The PyTorch model gets hooks on its
+The native engine records its spans itself (generation/csrc/). The PyTorch model gets hooks on its
 modules, which are not changed.
 
 attention: from queries, keys and values to the joined heads, including appending to the cache and changes of

@@ -2,7 +2,7 @@
 
 It computes the step that Trainer has in PyTorch, in float32 on the CPU, with part4's attention and without
 dropout and biases. Gradients, parameters, optimizer states and the average are PyTorch's tensors, which can
-be read, saved and loaded as usual. attention_ext/csrc/training/ has the kernels.
+be read, saved and loaded as usual. training/csrc/ has the kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attention_ext import attention, extension
 from model.gpt import GPT, Attend, GPTConfig
 from training.muon import Muon
 
-# The kinds of work in a step, in the order of csrc/training/model.h.
+# The kinds of work in a step, in the order of training/csrc/model.h.
 KINDS = (
     "packing",
     "embedding",

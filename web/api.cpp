@@ -11,7 +11,7 @@
 
 #include "checkpoint.h"
 #include "cpu/sizes.h"
-#include "decoder/decoder.h"
+#include "generation/csrc/decoder.h"
 #include "simd/simd.h"
 #include "threads.h"
 

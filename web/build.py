@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from attention_ext.build import cache, toolchain
-from attention_ext.build.recipes import CSRC, HELPERS, KERNELS, PORTABLE, found
+from attention_ext.build.recipes import CSRC, DECODER_MODULE, HELPERS, KERNELS, PORTABLE, ROOT, found
 from attention_ext.parts import PARTS, BuildError
 from model.checkpoint import SHIPPED, SUMS, shipped
 from web import bundle
@@ -25,8 +25,10 @@ FLAGS = (  # -flto: 2 to 6 % of the speed
     *("-target", "wasm32-wasi", "-mexec-model=reactor", "-std=c++17", "-O3", "-flto"),
     *("-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-Wl,--strip-all"),
 )
-SOURCES = (KERNELS, PORTABLE, HELPERS["portable"][0], "matmul/*.cpp", "decoder/*.cpp")
-GRADIENT = "part4_backward.cpp"  # the page does not train, and its threads wait for each other
+SOURCES = (KERNELS, PORTABLE, HELPERS["portable"][0])
+MODEL = ("model", "generation")  # each has a folder csrc
+# The page does not train, its threads would wait for each other, and it has no Python.
+LEFT_OUT = (CSRC / "cpu" / "part4_backward.cpp", DECODER_MODULE)
 STATIC = ("index.html", "style.css", "sw.js")
 EMBEDDED = ("shakes256", "shakes1024")  # in the one file; the race needs the long window
 WEIGHTS = ".planes.gz"  # how the names of weights end
@@ -153,7 +155,12 @@ def fingerprint() -> str:
         path.read_bytes() for path in files if path.suffix in (".py", ".js", ".css", ".html", ".cpp", ".h")
     ]
     sums = [(shipped(name) / SUMS).read_bytes() for name in SHIPPED]
-    return cache.fingerprint([*FLAGS, *own, *sums], CSRC)
+    return cache.fingerprint([*FLAGS, *own, *sums], *folders())
+
+
+def folders() -> list[Path]:
+    """Those of the sources that the page shares."""
+    return [CSRC, *(ROOT / package / "csrc" for package in MODEL)]
 
 
 def compiled(build: str) -> Path:
@@ -164,15 +171,16 @@ def compiled(build: str) -> Path:
     flags = [*FLAGS, *BUILDS[build]]
     own = sorted([*WEB.glob("*.cpp"), *WEB.glob("*.h")])
     facts: list[str | bytes] = [*flags, toolchain.version(compiler), *(path.read_bytes() for path in own)]
-    named = cache.fingerprint(facts, CSRC)
+    named = cache.fingerprint(facts, *folders())
     made = cache.real(cache.directory()) / f"attention_ext_web_{build}_{named}" / "kernels.wasm"
-    kernels = [path for path in found(CSRC, SOURCES) if path.name != GRADIENT]
-    units = [*kernels, *sorted(WEB.glob("*.cpp"))]
+    patterns = tuple(f"{package}/csrc/*.cpp" for package in MODEL)
+    shared = [path for path in (*found(CSRC, SOURCES), *found(ROOT, patterns)) if path not in LEFT_OUT]
+    units = [*shared, *sorted(WEB.glob("*.cpp"))]
 
     def write(work: Path) -> Path:
         def compile(unit: Path) -> str:
             made = str(work / f"{units.index(unit)}.o")
-            toolchain.run(compiler, [*flags, f"-I{CSRC}", f"-I{WEB}", "-c", str(unit), "-o", made], work)
+            toolchain.run(compiler, [*flags, f"-I{CSRC}", f"-I{ROOT}", "-c", str(unit), "-o", made], work)
             return made
 
         # In parallel, before the link: for its first link zig compiles its C++ library, which takes a minute.

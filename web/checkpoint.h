@@ -5,7 +5,7 @@
 #include <string>
 
 #include "buffer.h"
-#include "decoder/decoder.h"
+#include "generation/csrc/decoder.h"
 #include "refuse.h"
 
 struct Checkpoint {

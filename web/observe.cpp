@@ -7,7 +7,7 @@
 
 #include "api.h"
 #include "checkpoint.h"
-#include "decoder/weights.h"
+#include "model/csrc/weights.h"
 #include "parts.h"
 #include "round_up.h"
 

@@ -18,7 +18,8 @@ from attention_ext import processor
 from attention_ext.build import cache, toolchain
 from attention_ext.parts import BuildError, resolve_simd
 
-CSRC = Path(__file__).resolve().parent.parent / "csrc"
+ROOT = Path(__file__).resolve().parent.parent.parent
+CSRC = ROOT / "attention_ext" / "csrc"
 PORTABLE = "simd/portable/*.cpp"  # the helpers of simd/portable.h, in every extension and program
 # Each implementation of simd/simd.h: its source, and the extra flags of its extension and program.
 HELPERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -28,10 +29,9 @@ HELPERS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 ISPC_SOURCE = "simd/simd.ispc"
 KERNELS = "cpu/*.cpp"
-OPERATORS = ("bindings/operators.cpp", "bindings/training.cpp")
-MODEL = ("matmul/*.cpp", "decoder/*.cpp", "training/*.cpp")
-EXTENSION = (KERNELS, PORTABLE, *MODEL, "tools/limits.cpp", *OPERATORS)
-DECODER_MODULE = "bindings/decoder_module.cpp"  # compiled only where Python's header is installed
+MODEL = ("model/csrc/*.cpp", "generation/csrc/*.cpp", "training/csrc/*.cpp")  # below ROOT
+EXTENSION = (KERNELS, PORTABLE, "tools/limits.cpp", "bindings/operators.cpp")
+DECODER_MODULE = ROOT / "generation/csrc/module.cpp"  # compiled only where Python's header is installed
 PROGRAM = (KERNELS, PORTABLE, "tools/alone.cpp")
 
 
@@ -40,14 +40,14 @@ class Recipe:
     """A file to compile, and everything that decides its content.
 
     name: the directory's name before the fingerprint. file: the file's name. what: a description for
-    messages. csrc: the source folder; every file in it enters the fingerprint. includes: folders of headers.
+    messages. csrc: the source folders; every file in them enters the fingerprint. includes: headers' folders.
     ispc: the compiler of ISPC_SOURCE, if needed. compile: makes the file in a folder and returns its path.
     """
 
     name: str
     file: str
     what: str
-    csrc: Path
+    csrc: tuple[Path, ...]
     sources: tuple[Path, ...]
     includes: tuple[str, ...]
     flags: tuple[str, ...]
@@ -61,7 +61,7 @@ class Recipe:
         decoder = f"decoder {toolchain.has_python_header()}"
         versions_of = (torch.__version__, pybind11.__version__, sys.version)
         facts = (shlex.join(self.compiler), *self.flags, *versions_of)
-        named = cache.fingerprint([*facts, processor.capabilities(), decoder, *versions], self.csrc)
+        named = cache.fingerprint([*facts, processor.capabilities(), decoder, *versions], *self.csrc)
         return cache.real(cache.directory()) / f"{self.name}_{named}" / self.file
 
     def make(self) -> Path:
@@ -71,7 +71,7 @@ class Recipe:
         return made
 
 
-def extension(simd: str = "auto", csrc: Path = CSRC) -> Recipe:
+def extension(simd: str = "auto") -> Recipe:
     """The extension: a library of the operators and the decoder, over one of SIMD.
 
     Raises ValueError if simd is not one of SIMD, BuildError if a compiler is missing.
@@ -83,14 +83,16 @@ def extension(simd: str = "auto", csrc: Path = CSRC) -> Recipe:
         raise BuildError("simd is 'ispc', but no ispc was found on PATH; scripts/install-ispc.sh gets it")
     source, flags = HELPERS[helpers]
     name = f"attention_ext_{helpers}"
-    decoder = (DECODER_MODULE,) if toolchain.has_python_header() else ()
+    sources = (*found(CSRC, (*EXTENSION, source)), *found(ROOT, MODEL))
+    if not toolchain.has_python_header():
+        sources = tuple(path for path in sources if path != DECODER_MODULE)
     return Recipe(
         name=name,
         file="attention_ext.so",
         what="code into a PyTorch module",
-        csrc=csrc,
-        sources=found(csrc, (*decoder, *EXTENSION, source)),
-        includes=(pybind11.get_include(), str(csrc)),  # PyTorch adds its own after these
+        csrc=(CSRC, *(ROOT / folder / "csrc" for folder in ("model", "generation", "training"))),
+        sources=sources,
+        includes=(pybind11.get_include(), str(CSRC), str(ROOT)),  # PyTorch adds its own after these
         flags=(*toolchain.flags(compiler), *flags, f"-DATTENTION_EXT={name}"),
         compiler=tuple(compiler),
         ispc=ispc,
@@ -116,7 +118,7 @@ def program(simd: str = "auto", march: str = "native", csrc: Path = CSRC) -> Rec
         name=f"attention_ext_alone_{helpers}",
         file="alone",
         what="a standalone program of the kernels",
-        csrc=csrc,
+        csrc=(csrc,),
         sources=found(csrc, (*PROGRAM, source)),
         includes=(str(csrc),),
         flags=(*general, *flags),
@@ -181,6 +183,6 @@ def make_program(recipe: Recipe, work: Path) -> Path:
 def _run_ispc(recipe: Recipe, ispc: str, work: Path) -> str:
     """Compile ISPC_SOURCE for this processor; returns the object file's path."""
     made = work / "simd_ispc_kernels.o"
-    arguments = [str(recipe.csrc / ISPC_SOURCE), "--target=host", "-O3", "--pic", "-o", str(made)]
+    arguments = [str(CSRC / ISPC_SOURCE), "--target=host", "-O3", "--pic", "-o", str(made)]
     toolchain.run([ispc], arguments, work)
     return str(made)

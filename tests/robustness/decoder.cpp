@@ -5,7 +5,7 @@
 // runs the models of the seeds SEED .. SEED + COUNT - 1. It prints the seed and the shape of a model that fails
 // or ends the program. Threads, slices of prompts and log-probabilities must change no bit. Prefill and steps
 // must agree to float32's precision.
-#include "decoder/decoder.h"
+#include "generation/csrc/decoder.h"
 
 #include <algorithm>
 #include <cmath>

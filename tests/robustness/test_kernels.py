@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from attention_ext.build import recipes, toolchain
-from attention_ext.build.recipes import CSRC
+from attention_ext.build.recipes import CSRC, ROOT
 from attention_ext.parts import BuildError
 
 HERE = Path(__file__).parent
@@ -34,7 +34,12 @@ HELPERS = {name: CSRC / source for name, (source, _) in recipes.HELPERS.items()}
 PARTS = recipes.found(CSRC, (recipes.KERNELS, recipes.PORTABLE))
 PORTABLE = [HERE / "kernels.cpp", *PARTS, HELPERS["portable"]]
 BACKWARD = [HERE / "backward.cpp", *PARTS, HELPERS["portable"]]
-TRAINING = [HERE / "training.cpp", *recipes.found(CSRC, ("training/*.cpp",)), *PARTS, HELPERS["portable"]]
+BINDINGS = (recipes.DECODER_MODULE, ROOT / "training/csrc/bindings.cpp")
+WITHOUT_BINDINGS = {
+    package: [path for path in recipes.found(ROOT, (f"{package}/csrc/*.cpp",)) if path not in BINDINGS]
+    for package in ("model", "generation", "training")
+}
+TRAINING = [HERE / "training.cpp", *WITHOUT_BINDINGS["training"], *PARTS, HELPERS["portable"]]
 # The float64 reference takes most of the time: it is optimised, and not sanitized.
 OF_A_SOURCE = {
     HERE / "kernels.cpp": ("-O2", "-fno-sanitize=address,undefined"),
@@ -43,7 +48,8 @@ OF_A_SOURCE = {
 }
 DECODER = [
     HERE / "decoder.cpp",
-    *recipes.found(CSRC, ("decoder/*.cpp", "matmul/*.cpp")),
+    *WITHOUT_BINDINGS["model"],
+    *WITHOUT_BINDINGS["generation"],
     *PARTS,
     HELPERS["portable"],
 ]
@@ -83,7 +89,7 @@ def link(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     def compiled(key: tuple[str | Path, ...]) -> None:
         extra = OF_A_SOURCE.get(Path(key[-1]), ())
-        run(*key[:-1], f"-I{CSRC}", *extra, "-c", key[-1], "-o", made[key])
+        run(*key[:-1], f"-I{CSRC}", f"-I{ROOT}", *extra, "-c", key[-1], "-o", made[key])
 
     def link(command: list[str], sources: list[Path], *objects: Path) -> Path:
         command = [*command, "-std=c++17", "-g1", *flags(command[0])]
@@ -263,8 +269,9 @@ def test_no_compiler_warns(compiler, full, tmp_path):
     if subprocess.run([*command, "-fsyntax-only", probe], capture_output=True).returncode != 0:
         pytest.skip(f"{compiler} finds no library")
     sources = [path for path in CSRC.rglob("*.cpp") if path.parent.name != "bindings"]
+    sources += [path for paths in WITHOUT_BINDINGS.values() for path in paths]
     sources += [HERE / "kernels.cpp", HERE / "backward.cpp", HERE / "decoder.cpp", HERE / "training.cpp"]
-    warnings = ["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", f"-I{CSRC}"]
+    warnings = ["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", f"-I{CSRC}", f"-I{ROOT}"]
     command += ["-std=c++17", toolchain.NATIVE, *flags(command[0]), *warnings]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda source: run(*command, source), sources))

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "generated.h"
-#include "training/model.h"
-#include "training/update.h"
+#include "training/csrc/model.h"
+#include "training/csrc/update.h"
 
 namespace {
 

@@ -1,6 +1,6 @@
 // An instance of the kernels in WebAssembly, and access to its memory.
 
-export const PRECISIONS = ["fp32", "bf16"]; // the first rows of csrc/matmul/precision.h
+export const PRECISIONS = ["fp32", "bf16"]; // the first rows of model/csrc/precision.h
 
 // An error of the kernels, with their message.
 export class Refused extends Error {}

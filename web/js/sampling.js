@@ -1,4 +1,4 @@
-// The distribution from which a character is drawn. csrc/decoder/sampling.cpp computes the same one and draws.
+// The distribution from which a character is drawn. generation/csrc/sampling.cpp computes the same one and draws.
 
 // weights (V) -> probabilities (V)
 function normalised(weights) {

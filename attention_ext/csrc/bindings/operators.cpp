@@ -13,7 +13,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "boundary.h"
+#include "bindings/boundary.h"
 #include "cpu/part4_amx.h"
 #include "cpu/sizes.h"
 #include "denormals.h"

@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "decoder/decoder.h"
-#include "decoder/groups.h"
+#include "decoder.h"
+#include "groups.h"
 
 namespace py = pybind11;
 

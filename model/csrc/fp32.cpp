@@ -1,7 +1,7 @@
 // Weights in float32: the panels as they are.
 #include <algorithm>
 
-#include "matmul/precision.h"
+#include "precision.h"
 
 Buffer fp32_pack(const float* W, int64_t out, const Panels& s) {
     Buffer packed(s.size());

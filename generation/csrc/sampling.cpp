@@ -1,4 +1,4 @@
-#include "decoder/sampling.h"
+#include "sampling.h"
 
 #include <algorithm>
 #include <cmath>

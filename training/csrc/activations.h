@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "training/model.h"
-#include "training/products.h"
+#include "model.h"
+#include "products.h"
 
 namespace training {
 

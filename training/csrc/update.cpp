@@ -11,16 +11,16 @@
 // the error at that of five steps on X, 1e-5 of the largest number; five on one A would make it 4e-3. For a
 // square matrix a step on X is as cheap. One piece does all of a matrix's step, up to its average, in the
 // caches of one core.
-#include "training/update.h"
+#include "update.h"
 
 #include <algorithm>
 #include <cmath>
 
+#include "activations.h"
+#include "norm.h"
+#include "phases.h"
+#include "products.h"
 #include "simd/portable.h"
-#include "training/activations.h"
-#include "training/norm.h"
-#include "training/phases.h"
-#include "training/products.h"
 
 namespace training {
 namespace {

@@ -8,7 +8,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "matmul/precision.h"
+#include "precision.h"
 #include "round_up.h"
 
 namespace {

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "decoder/member.h"
+#include "member.h"
 
 class alignas(APART) Job {
     static constexpr int WORDS = 8;

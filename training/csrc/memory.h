@@ -6,12 +6,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "activations.h"
 #include "attention.h"
 #include "gradient.h"
+#include "model.h"
 #include "parts.h"
-#include "training/activations.h"
-#include "training/model.h"
-#include "training/products.h"
+#include "products.h"
 
 namespace training {
 

@@ -1,4 +1,4 @@
-#include "matmul/linear.h"
+#include "linear.h"
 
 #include <algorithm>
 

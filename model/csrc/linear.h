@@ -4,7 +4,7 @@
 #include <functional>
 #include <vector>
 
-#include "matmul/precision.h"
+#include "precision.h"
 
 // y <- x W^T + b; W (out, in) in panels of `width` outputs, the last one padded with zeros. Every sum over `in`
 // goes from first to last in one chain, so a result does not depend on the number of rows or panels. The

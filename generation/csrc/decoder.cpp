@@ -1,5 +1,5 @@
 // The public class, and how its texts take turns.
-#include "decoder/decoder.h"
+#include "decoder.h"
 
 #include <algorithm>
 #include <chrono>
@@ -7,11 +7,11 @@
 #include <limits>
 #include <utility>
 
-#include "decoder/groups.h"
-#include "decoder/state.h"
+#include "groups.h"
 #include "round_up.h"
 #include "simd/portable.h"
 #include "simd/simd.h"
+#include "state.h"
 
 namespace {
 

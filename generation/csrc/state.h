@@ -7,18 +7,18 @@
 #include <memory>
 #include <vector>
 
-#include "decoder/alone.h"
-#include "decoder/cache.h"
-#include "decoder/decoder.h"
-#include "decoder/pace.h"
-#include "decoder/prompt.h"
-#include "decoder/team_size.h"
-#include "decoder/weights.h"
+#include "alone.h"
+#include "decoder.h"
+#include "model/csrc/cache.h"
+#include "model/csrc/weights.h"
+#include "pace.h"
+#include "prompt.h"
+#include "team_size.h"
 #if defined(__wasm__)
-#include "decoder/no_threads.h"
+#include "no_threads.h"
 #else
-#include "decoder/attempts.h"
-#include "decoder/team.h"
+#include "attempts.h"
+#include "team.h"
 #endif
 
 struct Slot {

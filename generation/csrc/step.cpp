@@ -11,8 +11,8 @@
 // threads share by heads and panels. Results do not depend on the number of texts or threads.
 #include <algorithm>
 
-#include "decoder/state.h"
 #include "denormals.h"
+#include "state.h"
 
 constexpr int64_t LINE_FLOATS = 16;             // floats of a cache line
 constexpr int RARELY = 200;                     // at most 0.5 % of the time is spent packing for another team

@@ -11,11 +11,11 @@
 #include <string>
 #include <vector>
 
-#include "cache_precision.h"
-#include "decoder/sampling.h"
-#include "decoder/trace.h"
-#include "matmul/precision.h"
+#include "model/csrc/cache_precision.h"
+#include "model/csrc/precision.h"
 #include "parts.h"
+#include "sampling.h"
+#include "trace.h"
 
 struct ModelShape {
     int64_t block_size, vocab_size, n_layer, n_head, n_embd;

@@ -2,7 +2,7 @@
 #include <cstring>
 
 #include "bf16.h"
-#include "matmul/precision.h"
+#include "precision.h"
 
 // Two weights share 32 bits, as portable::Bf16Pairs describes.
 Buffer bf16_pack(const float* W, int64_t out, const Panels& s) {

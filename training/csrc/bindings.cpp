@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "boundary.h"
-#include "training/model.h"
-#include "training/update.h"
+#include "bindings/boundary.h"
+#include "model.h"
+#include "update.h"
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;

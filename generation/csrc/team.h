@@ -17,8 +17,8 @@
 
 #include <unistd.h>
 
-#include "decoder/job.h"
-#include "decoder/member.h"
+#include "job.h"
+#include "member.h"
 
 class Team {
   public:

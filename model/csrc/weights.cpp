@@ -1,4 +1,4 @@
-#include "decoder/weights.h"
+#include "weights.h"
 
 #include <algorithm>
 #include <utility>

@@ -5,9 +5,9 @@
 #include <limits>
 #include <utility>
 
-#include "decoder/state.h"
 #include "denormals.h"
 #include "round_up.h"
+#include "state.h"
 
 void Decoder::State::begin_prompt(Slot& slot, const std::vector<int64_t>& ids, int64_t top) {
     slot.length = 0, slot.pending = -1;

@@ -1,5 +1,5 @@
 // The table of the precisions that weights can be kept in. Another precision is a row here and a file
-// matmul/name.cpp.
+// model/csrc/name.cpp.
 #pragma once
 
 #include <cstdint>

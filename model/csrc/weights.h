@@ -6,8 +6,8 @@
 
 #include <vector>
 
-#include "decoder/decoder.h"
-#include "matmul/linear.h"
+#include "generation/csrc/decoder.h"
+#include "linear.h"
 
 // Ba, Kiros & Hinton 2016 (arXiv:1607.06450), with PyTorch's epsilon.
 struct LayerNorm {

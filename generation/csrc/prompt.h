@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "buffer.h"
-#include "decoder/sampling.h"
+#include "sampling.h"
 
 constexpr int64_t PREFILL_ROWS = 64;  // tokens that pass through a layer together: their MLP stays in L2
 

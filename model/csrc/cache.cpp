@@ -1,4 +1,4 @@
-#include "decoder/cache.h"
+#include "cache.h"
 
 #include <algorithm>
 #include <cstring>

@@ -27,12 +27,12 @@
 
 #include "attention.h"
 #include "gradient.h"
+#include "memory.h"
+#include "model.h"
+#include "norm.h"
 #include "parts.h"
-#include "training/memory.h"
-#include "training/model.h"
-#include "training/norm.h"
-#include "training/phases.h"
-#include "training/products.h"
+#include "phases.h"
+#include "products.h"
 
 namespace training {
 namespace {
