@@ -44,8 +44,8 @@ def engine(model: str) -> None:
     import torch
 
     from generation.engine import open_engine
-    from generation.generate import complete
     from generation.sampling import Sampling
+    from generation.texts import complete
     from generation.writer import Request, Writer
     from model import load
 

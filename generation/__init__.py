@@ -3,14 +3,30 @@
 from generation import generate, load
 print(generate(load("shakes256"), prompt="ROMEO:", max_new_tokens=200, part="part4", seed=1))
 
-Import it before torch: PyTorch's threads then sleep while they wait, so a busy core does not stall them.
+Import them before torch: PyTorch's threads then sleep while they wait, so a busy core does not stall them.
+The settings of generation.sampling need no torch.
 """
 
-from attention_ext import processor
+from __future__ import annotations
 
-processor.let_waiting_threads_sleep()
+from typing import TYPE_CHECKING, Any
 
-from generation.generate import generate  # noqa: E402
-from model.checkpoint import load  # noqa: E402
+if TYPE_CHECKING:
+    from generation.texts import generate as generate
+    from model.checkpoint import load as load
 
 __all__ = ["generate", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import generate() and load() when they are first used."""
+    if name not in __all__:
+        raise AttributeError(f"module 'generation' has no attribute {name!r}")
+    from attention_ext import processor
+
+    processor.let_waiting_threads_sleep()
+    from generation.texts import generate
+    from model.checkpoint import load
+
+    globals().update(generate=generate, load=load)
+    return globals()[name]

@@ -1,16 +1,78 @@
-"""Choose the next token from the logits: the usual filters, then a draw by one uniform number."""
+"""How a token is chosen from the logits: the settings of a text, and the choice in PyTorch.
+
+Sampling is the one place that names a setting, its default, its bounds and its help: the command line, the
+server, the page and the native engine read them here. The settings need no torch, only a choice does.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-# The settings of Sampling that are numbers and never None.
-NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+@dataclass(frozen=True)
+class Number:
+    """The values that a setting may have.
+
+    help: a sentence for the command line. above: whether `least` itself is excluded. off: the value that
+    changes nothing, the server's default; it may be None. served: the server's bounds, if they are narrower.
+    slider: least, most and step of the page's; a most of None is the size of the vocabulary.
+    """
+
+    default: float
+    help: str
+    least: float
+    most: float
+    above: bool
+    off: float | None
+    served: tuple[float, float] | None
+    slider: tuple[float, float | None, float] | None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it must be a whole number."""
+        return isinstance(self.default, int)
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise TypeError or ValueError naming the setting unless it may have this value."""
+        if value is None and self.off is None:
+            return
+        if not is_number(value) or self.whole and not isinstance(value, int):
+            kind = ("a whole number" if self.whole else "a number") + " or None" * (self.off is None)
+            raise TypeError(f"{name} is a {type(value).__name__}; it must be {kind}")
+        enough = value > self.least if self.above else value >= self.least
+        if not enough or not value <= min(self.most, sys.float_info.max):
+            raise ValueError(f"{name} is {value}; it must be {self.bounds}")
+
+    @property
+    def bounds(self) -> str:
+        """The bounds in words."""
+        low = f"greater than {self.least}" if self.above else f"of at least {self.least}"
+        if self.most == math.inf:
+            return f"a number {low}"
+        return f"{low} and at most {self.most}" if self.above else f"from {self.least} to {self.most}"
+
+
+def number(
+    default: float,
+    help: str,
+    least: float = 0,
+    most: float = math.inf,
+    *,
+    above: bool = False,
+    off: Any = ...,
+    served: tuple[float, float] | None = None,
+    slider: tuple[float, float | None, float] | None = None,
+) -> Any:
+    """A field of Sampling that is a Number. Its default is off, unless another value is."""
+    known = Number(default, help, least, most, above, default if off is ... else off, served, slider)
+    return field(default=default, metadata={"number": known})
 
 
 @dataclass(frozen=True)
@@ -19,8 +81,8 @@ class Sampling:
 
     repetition_penalty: logits of tokens that have occurred are divided by this where they are positive and
     multiplied where they are negative (Keskar et al. 2019, arXiv:1909.05858); 1 changes nothing.
-    frequency_penalty, presence_penalty: from -2 to 2. A written token loses its count times the first, and
-    the second once, as in OpenAI's completions. The prompt does not count.
+    frequency_penalty, presence_penalty: a written token loses its count times the first, and the second once,
+    as in OpenAI's completions. The prompt does not count.
     logit_bias: (token id, number from -100 to 100 that is added to its logit); each id once.
     temperature: divides the logits; 0 takes the largest and ignores the filters.
     top_k: keep the k likeliest tokens (Fan et al. 2018, arXiv:1805.04833); None keeps all.
@@ -32,36 +94,44 @@ class Sampling:
     Raises ValueError or TypeError naming the first setting that is out of range.
     """
 
-    temperature: float = 0.8
-    top_k: int | None = 200
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = number(
+        0.8,
+        "Divide the logits by this; 0 takes the likeliest token.",
+        off=1.0,
+        served=(0, 2),
+        slider=(0, 2, 0.05),
+    )
+    top_k: int | None = number(
+        200, "Choose among the k likeliest tokens.", 1, 2**63 - 1, off=None, slider=(1, None, 1)
+    )
+    top_p: float = number(
+        1.0,
+        "Choose among the likeliest tokens that together have this probability.",
+        most=1,
+        above=True,
+        slider=(0.05, 1, 0.05),
+    )
+    min_p: float = number(
+        0.0, "Choose among tokens with at least this share of the highest probability.", most=1
+    )
+    repetition_penalty: float = number(
+        1.0,
+        "Above 1, tokens that have occurred become less likely.",
+        above=True,
+        # A penalty of 1e-37 makes a logit infinite, which would end the texts of others in the batch too.
+        served=(0.01, 100),
+    )
+    presence_penalty: float = number(
+        0.0, "Subtract this from the logits of tokens that have been written.", -2, 2
+    )
+    frequency_penalty: float = number(
+        0.0, "Subtract this from a token's logit for each time that it has been written.", -2, 2
+    )
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        def check(name: str, holds: bool, must: str) -> None:
-            if not holds:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be {must}")
-
-        for name in NUMBERS:
-            value = getattr(self, name)
-            if not is_number(value):
-                raise TypeError(f"{name} is a {type(value).__name__}; it must be a number")
-        if self.top_k is not None and (not isinstance(self.top_k, int) or isinstance(self.top_k, bool)):
-            raise TypeError(f"top_k is a {type(self.top_k).__name__}; it must be a whole number or None")
-        check("temperature", 0 <= self.temperature < math.inf, "a number of at least 0")
-        check("top_k", self.top_k is None or 1 <= self.top_k < 2**63, "at least 1 and fit 63 bits")
-        check("top_p", 0 < self.top_p <= 1, "greater than 0 and at most 1")
-        check("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
-        check("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a number greater than 0")
-        check("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2")
-        check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2")
-        self._check_logit_bias()
-
-    def _check_logit_bias(self) -> None:
+        for name, known in NUMBERS.items():
+            known.check(name, getattr(self, name))
         pairs = self.logit_bias
         if not isinstance(pairs, tuple) or not all(isinstance(p, tuple) and len(p) == 2 for p in pairs):
             raise TypeError("logit_bias must be a tuple of pairs, each a token id and a number")
@@ -74,6 +144,12 @@ class Sampling:
                 raise ValueError(f"logit_bias has {bias} for token {token}; it must be from -100 to 100")
         if len({token for token, _ in pairs}) < len(pairs):
             raise ValueError("logit_bias has a token twice; it must have each once")
+
+
+# The settings that are numbers, by their names.
+NUMBERS: dict[str, Number] = {
+    each.name: each.metadata["number"] for each in fields(Sampling) if "number" in each.metadata
+}
 
 
 def is_number(value: object) -> bool:
@@ -96,6 +172,8 @@ def sample(
     engine's sample() in generation/csrc/sampling.cpp does the same.
     Raises ValueError if the logits hold NaN or the largest is infinite after penalties and bias.
     """
+    import torch
+
     logits = logits.double()
     if sampling.repetition_penalty != 1:
         occurred = torch.zeros(logits.shape, dtype=torch.bool)

@@ -13,7 +13,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
@@ -22,16 +22,15 @@ import torch
 from attention_ext import __version__, processor, tiles
 from attention_ext.parts import PARTS, CachePrecision, helpers_of
 from generation.engine import default_engine, open_engine
-from generation.generate import complete, slots_for
 from generation.sampling import NUMBERS, Sampling
+from generation.texts import complete, slots_for
 from generation.writer import Request, Writer
 from model.checkpoint import Checkpoint, load
 from model.tokenizer import Tokenizer
 
 MOST_NEW_TOKENS = 2**20  # limit for a line of a prompts file: an endless text would block its shard
 ASK_SECONDS = 0.2  # time between two questions whether a shard is still wanted
-LINE_SAMPLING = tuple(each.name for each in fields(Sampling) if each.name != "logit_bias")
-LINE_OPTIONS = (*LINE_SAMPLING, "max_new_tokens", "seed", "stop", "context")
+LINE_OPTIONS = (*NUMBERS, "max_new_tokens", "seed", "stop", "context")
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ def request_of_line(
     """(id, request) of a line: {"id": ..., "prompt": ..., "options": {...}}.
 
     options: any of LINE_OPTIONS; the settings give the others. The default seed is the settings' + index.
-    Raises ValueError, TypeError, OverflowError or RecursionError for a malformed line.
+    Raises ValueError, TypeError or RecursionError for a malformed line.
     """
     entry = json.loads(line.decode())
     if not isinstance(entry, dict):
@@ -185,10 +184,7 @@ def request_of_line(
         raise TypeError("options must be an object")
     if unknown := options.keys() - set(LINE_OPTIONS):
         raise ValueError(f"option {min(unknown)!r} is unknown; it must be one of {', '.join(LINE_OPTIONS)}")
-    chosen = {name: options[name] for name in LINE_SAMPLING if name in options}
-    sampling = replace(settings.sampling, **chosen)
-    for name in NUMBERS:
-        float(getattr(sampling, name))  # a whole number may be too large for one
+    sampling = replace(settings.sampling, **{name: options[name] for name in NUMBERS if name in options})
     most = options.get("max_new_tokens", settings.max_new_tokens)
     if (
         not isinstance(most, int)
@@ -292,7 +288,7 @@ class Scribe:
                 continue
             try:
                 identity, request = request_of_line(self.settings, tokenizer, index, line)
-            except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 rejected.append((index + 1, str(error)))
                 continue
             indices.append(index)

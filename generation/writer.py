@@ -32,7 +32,7 @@ class Request:
 
     ids: the prompt's tokens, at least one. If they exceed the engine's capacity, only the last ones are read.
     seed: 0 to 2**64 - 1. max_new_tokens: the most tokens to write; None sets no limit.
-    stop: strings; the text ends before the first one that appears. generation.generate.complete() applies
+    stop: strings; the text ends before the first one that appears. generation.texts.complete() applies
     them, because the Writer handles tokens only.
     context: what the model sees when a text is longer than the engine's capacity. 'slide': the last
     `capacity` tokens, at positions counted from the window's start, as in nanoGPT; each token costs a whole

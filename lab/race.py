@@ -17,8 +17,8 @@ from rich.text import Text
 
 from attention_ext import PARTS, extension
 from generation.engine import Engine, open_engine
-from generation.generate import capacity_for
 from generation.sampling import Sampling
+from generation.texts import capacity_for
 from generation.writer import Request, Writer
 from model.checkpoint import Checkpoint
 from model.tokenizer import Tokenizer

@@ -13,8 +13,7 @@ from app.cli.options import EngineOptions, TextOptions
 from attention_ext import PARTS, extension
 from attention_ext.parts import CachePrecision, helpers_of
 from generation.engine import Engine, open_engine
-from generation.generate import Completion, capacity_for, complete, slots_for
-from generation.sampling import Sampling
+from generation.texts import Completion, capacity_for, complete, slots_for
 from generation.writer import Request, Writer
 from model.checkpoint import Checkpoint
 
@@ -47,15 +46,7 @@ class Session:
         self.request = Request(  # of the first sample
             checkpoint.tokenizer.encode(self.prompt),
             texts.seed,
-            Sampling(
-                texts.temperature,
-                texts.top_k,
-                texts.top_p,
-                texts.min_p,
-                texts.repetition_penalty,
-                texts.presence_penalty,
-                texts.frequency_penalty,
-            ),
+            texts.sampling,
             block_size if texts.max_new_tokens is None else texts.max_new_tokens,
             texts.stop,
             texts.context,

@@ -20,9 +20,11 @@ from app.cli.options import (
     program,
     simd_option,
     size_option,
+    take_sampling,
     weights_option,
 )
 from attention_ext import PARTS, processor
+from generation.sampling import Sampling
 
 FORMATS = ("jsonl", "parquet")
 STALL_SECONDS = 120.0  # generation.processes.STALL_SECONDS, which needs torch
@@ -102,7 +104,7 @@ def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **opti
     processor.let_waiting_threads_sleep()
     from generation import bulk as writing_many
 
-    job = job_of(**options)
+    job = job_of(sampling=take_sampling(options), **options)
     if ray is None:
         count = workers or processor.cores()
         open_pool = partial(local_pool, count, timeout=timeout)
@@ -151,13 +153,12 @@ def job_of(
     simd: str,
     weights: str,
     kv_cache: str,
-    **sampling,
+    sampling: Sampling,
 ):
     """The generation.bulk.Job of the options. Raises ValueError, CheckpointError or BuildError."""
     from generation import bulk as writing_many
     from generation import shards
     from generation.engine import open_engine
-    from generation.sampling import Sampling
     from model import load
 
     if form == "parquet":
@@ -177,7 +178,7 @@ def job_of(
         kv_cache=kv_cache,
         prompt=prompt,
         max_new_tokens=checkpoint.model.config.block_size if max_new_tokens is None else max_new_tokens,
-        sampling=Sampling(**sampling),
+        sampling=sampling,
         stop=stop,
         seed=seed,
         context=context,

@@ -18,6 +18,7 @@ from app.cli.options import (
     kv_cache_option,
     model_option,
     notice,
+    number_options,
     on_command_line,
     one_thread_option,
     part_argument,
@@ -27,10 +28,9 @@ from app.cli.options import (
     simd_option,
     size_option,
     step_option,
-    temperature_option,
+    take_sampling,
     threads_option,
     tile_options,
-    top_k_option,
     weights_option,
 )
 from attention_ext import processor
@@ -206,8 +206,7 @@ def profile(model: str, form: str, threads: int | None, train: bool, batch: int 
     show_default="200, or the block size if that is less",
 )
 @seed_option
-@temperature_option
-@top_k_option
+@number_options
 @click.option("--no-kv-cache", is_flag=True, help="Recompute the whole window for each token.")
 @engine_option
 @simd_option
@@ -219,8 +218,6 @@ def race(
     model: str,
     prompt: str,
     threads: int,
-    temperature: float,
-    top_k: int,
     no_kv_cache: bool,
     **options,
 ) -> None:
@@ -235,7 +232,6 @@ def race(
     refuse_options_of_the_other_device()
     processor.let_waiting_threads_sleep()
     set_threads(threads)
-    from generation.sampling import Sampling
     from lab import race as racing
     from model import load
 
@@ -244,7 +240,7 @@ def race(
         load(model),
         names,
         prompt=prompt,
-        sampling=Sampling(temperature, top_k),
+        sampling=take_sampling(options),
         use_cache=not no_kv_cache,
         **options,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ import click
 from attention_ext import PARTS, SIMD
 from attention_ext.cuda.steps import STEPS
 from attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision
+from generation.sampling import NUMBERS, Sampling
 from lab import saved
 
 LARGEST_SIZE = 2**31 - 1
@@ -122,13 +124,7 @@ class TextOptions:
     prompt_file: str | None
     max_new_tokens: int | None
     num_samples: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
+    sampling: Sampling
     stop: tuple[str, ...]
     seed: int
     context: str
@@ -138,6 +134,25 @@ class TextOptions:
 def take(kind: type[Options], options: dict[str, Any]) -> Options:
     """Make an object of a dataclass from click's options; its fields are removed from them."""
     return kind(**{field.name: options.pop(field.name) for field in fields(kind)})  # type: ignore[arg-type]
+
+
+def sampling_option(name: str) -> Decorator:
+    """The option of a setting of Sampling."""
+    known = NUMBERS[name]
+    kind: Any = click.IntRange if known.whole else click.FloatRange
+    most = None if known.most == math.inf else known.most
+    return click.option(
+        f"--{name.replace('_', '-')}",
+        type=kind(known.least, most, min_open=known.above),
+        default=known.default,
+        show_default=True,
+        help=known.help,
+    )
+
+
+def take_sampling(options: dict[str, Any]) -> Sampling:
+    """Make a Sampling from click's options; its settings are removed from them."""
+    return Sampling(**{name: options.pop(name) for name in NUMBERS})
 
 
 def save_option(kind: str, what: str) -> Decorator:
@@ -281,16 +296,6 @@ model_option = click.option(
     show_default=True,
     help="Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt.",
 )
-temperature_option = click.option(
-    "--temperature",
-    type=click.FloatRange(0),
-    default=0.8,
-    show_default=True,
-    help="Divide the logits by this; 0 takes the likeliest token.",
-)
-top_k_option = size_option(
-    "--top-k", default=200, most=2**63 - 1, help="Choose among the k likeliest tokens."
-)
 seed_option = click.option(
     "--seed",
     type=click.IntRange(0, 2**63 - 1),
@@ -298,6 +303,7 @@ seed_option = click.option(
     show_default=True,
     help="Seed of the random numbers.",
 )
+number_options = all_of(*map(sampling_option, NUMBERS))  # take_sampling() takes them
 part_argument = click.argument("part", type=click.Choice(list(PARTS)), metavar="PART")
 
 

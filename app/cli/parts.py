@@ -19,6 +19,7 @@ from app.cli.options import (
     simd_option,
     step_option,
     take,
+    take_sampling,
     threads_option,
     tile_options,
     weights_option,
@@ -68,6 +69,7 @@ def command_of(part: str) -> click.Command:
             options[side] = None if size == "auto" else size
         threads = options["threads"]
         if options["inference"]:
+            options["sampling"] = take_sampling(options)
             engine, texts = take(EngineOptions, options), take(TextOptions, options)
             writing.write(part, threads, engine, texts, options["as_json"], options["interactive"])
         elif backward:

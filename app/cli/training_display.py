@@ -18,8 +18,8 @@ from rich.text import Text
 from app.cli.options import notice
 from attention_ext import BuildError
 from generation.engine import default_engine, open_engine
-from generation.generate import capacity_for, complete
 from generation.sampling import Sampling
+from generation.texts import capacity_for, complete
 from generation.writer import Request, Writer
 from lab.race import harmless
 from model.checkpoint import Checkpoint

@@ -13,10 +13,9 @@ from app.cli.options import (
     all_of,
     model_option,
     notice,
+    number_options,
     seed_option,
     set_threads,
-    temperature_option,
-    top_k_option,
 )
 from attention_ext import processor
 
@@ -31,43 +30,7 @@ prompt_options = all_of(
     ),
 )
 sampling_options = all_of(
-    temperature_option,
-    top_k_option,
-    click.option(
-        "--top-p",
-        type=click.FloatRange(0, 1, min_open=True),
-        default=1.0,
-        show_default=True,
-        help="Choose among the likeliest tokens that together have this probability.",
-    ),
-    click.option(
-        "--min-p",
-        type=click.FloatRange(0, 1),
-        default=0.0,
-        show_default=True,
-        help="Choose among tokens with at least this share of the highest probability.",
-    ),
-    click.option(
-        "--repetition-penalty",
-        type=click.FloatRange(0, min_open=True),
-        default=1.0,
-        show_default=True,
-        help="Above 1, tokens that have occurred become less likely.",
-    ),
-    click.option(
-        "--presence-penalty",
-        type=click.FloatRange(-2, 2),
-        default=0.0,
-        show_default=True,
-        help="Subtract this from the logits of tokens that have been written.",
-    ),
-    click.option(
-        "--frequency-penalty",
-        type=click.FloatRange(-2, 2),
-        default=0.0,
-        show_default=True,
-        help="Subtract this from a token's logit for each time that it has been written.",
-    ),
+    number_options,
     click.option("--stop", multiple=True, help="End a sample before this text; may be repeated."),
     seed_option,
     click.option(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from app.server.plan import Plan
-from generation.generate import Completion, Growing, StopFilter
+from generation.texts import Completion, Growing, StopFilter
 from generation.writer import Text, TokenLogprob
 from model.tokenizer import Tokenizer
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from app.server import chat
 from app.server.errors import ApiError
 from app.server.requests import LARGEST_SEED, ChatBody, CompletionBody, Writing
 from app.server.settings import Settings
-from generation.sampling import Sampling
+from generation.sampling import NUMBERS, Sampling
 from generation.writer import Request
 from model.checkpoint import Checkpoint
 from model.tokenizer import Tokenizer
@@ -217,19 +218,9 @@ def sampling_of(body: Writing, checkpoint: Checkpoint) -> Sampling:
             f"logit_bias has the token {outside[0]}; it must be from 0 to {vocab_size - 1}.", "logit_bias"
         )
 
-    def given(value: float | None, default: float) -> float:
-        return default if value is None else value
-
-    return Sampling(
-        temperature=given(body.temperature, 1.0),
-        top_k=body.top_k,
-        top_p=given(body.top_p, 1.0),
-        min_p=given(body.min_p, 0.0),
-        repetition_penalty=given(body.repetition_penalty, 1.0),
-        presence_penalty=given(body.presence_penalty, 0.0),
-        frequency_penalty=given(body.frequency_penalty, 0.0),
-        logit_bias=tuple(bias.items()),
-    )
+    given = {name: getattr(body, name) for name in NUMBERS}
+    numbers: Any = {name: NUMBERS[name].off if value is None else value for name, value in given.items()}
+    return Sampling(**numbers, logit_bias=tuple(bias.items()))
 
 
 def encoded(

@@ -8,12 +8,23 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    create_model,
+)
 
 from app.server.errors import ApiError
 from attention_ext import PARTS
+from generation.sampling import NUMBERS, Number
 from generation.writer import CONTEXTS
 
+# The settings of Sampling that OpenAI's API has.
+OPENAIS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 MOST_CHOICES = 128
 MOST_LOGPROBS = 5
 LARGEST_SEED = 2**63 - 1
@@ -30,7 +41,6 @@ Ids = list[Annotated[int, Field(ge=0, le=LARGEST_ID), WHOLE]]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE]
 Tokens = Annotated[int, Field(ge=0), WHOLE]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TOKEN_ID = r"^[0-9]{1,9}$"
 Biases = Annotated[
@@ -58,31 +68,33 @@ class StreamOptions(Body):
     )
 
 
-class Writing(Body):
-    """The fields that both kinds of requests have."""
+def schema(name: str, known: Number) -> tuple[Any, Any]:
+    """The type and the field of a setting of Sampling."""
+    kind = Annotated[int, WHOLE] if known.whole else float
+    least, most = known.served or (known.least, known.most)
+    low = {"gt": least} if known.above and not known.served else {"ge": least}
+    note = None if name in OPENAIS else f"{known.help} Not in OpenAI's API."
+    return Annotated[kind, Field(**low, le=most)] | None, Field(None, description=note)  # type: ignore
+
+
+Chosen = create_model(
+    "Chosen", __base__=Body, **{name: schema(name, known) for name, known in NUMBERS.items()}
+)  # type: ignore
+
+
+class Writing(Chosen):  # type: ignore[misc, valid-type]
+    """The fields that both kinds of requests have, besides the settings of Sampling."""
 
     model: str
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Choices | None = None
     seed: Annotated[int, Field(ge=0, le=LARGEST_SEED), WHOLE] | None = Field(
         None, description="Choice i has the seed SEED + i."
     )
     stop: StopString | Annotated[list[StopString], Field(max_length=4)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     logit_bias: Biases | None = None
     user: str | None = Field(None, description="Accepted; nothing depends on it.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    top_k: Annotated[int, Field(ge=1, le=LARGEST_SEED), WHOLE] | None = Field(
-        None, description="Not in OpenAI's API."
-    )
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="Not in OpenAI's API.")
-    # A penalty of 1e-37 makes a logit infinite, which would end the texts of others in the batch too.
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(
-        None, description="Not in OpenAI's API."
-    )
     part: Literal[*PARTS] | None = Field(None, description="The attention. Not in OpenAI's API.")  # type: ignore
     context: Literal[*CONTEXTS] | None = Field(  # type: ignore
         None, description="What the model sees of a text beyond its block size. Not in OpenAI's API."

@@ -12,7 +12,7 @@ from attention_ext.cuda import kernels
 from attention_ext.cuda.steps import STEPS
 from attention_ext.parts import CachePrecision, Dtype, Precision
 from generation.engine import open_engine
-from generation.generate import generate
+from generation.texts import generate
 from lab import loss
 from model import load
 

@@ -8,8 +8,8 @@ from support import naming
 
 from generation import generate, load
 from generation.engine import open_engine
-from generation.generate import StopFilter, complete
 from generation.sampling import Sampling
+from generation.texts import StopFilter, complete
 from generation.writer import Request, Writer
 
 USUAL = Sampling(0.8, 200)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TypedDict, Unpack
+from typing import Any
 
 from generation.engine import Engine, open_engine
 from generation.sampling import Sampling
@@ -185,25 +185,8 @@ def complete(
             writer.leave(text)
 
 
-class Options(TypedDict, total=False):
-    """The arguments that generate() passes to open_engine() and to Sampling."""
-
-    part: str
-    simd: str
-    br: int | None
-    bc: int | None
-    weights: str
-    kv_cache: str
-    device: str
-    step: str | int | None
-    temperature: float
-    top_k: int | None
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: tuple[tuple[int, float], ...]
+# The arguments that generate() passes to open_engine().
+ENGINE_OPTIONS = ("part", "simd", "br", "bc", "weights", "kv_cache", "device", "step")
 
 
 def generate(
@@ -217,7 +200,7 @@ def generate(
     context: str = "slide",
     use_cache: bool = True,
     stream: bool = False,
-    **options: Unpack[Options],
+    **options: Any,
 ) -> str | Iterator[str]:
     """The text that continues `prompt`, without the prompt. With stream=True an iterator over its pieces.
 
@@ -228,15 +211,15 @@ def generate(
         kv_cache is 'bf16', which rounds their results.
     stop: a string or several; the text ends before the first one that appears.
     context, use_cache: see writer.Request.
-    options: part, simd, br, bc, weights, kv_cache, device, step as in open_engine(); temperature, top_k,
-    top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias as in Sampling.
+    options: part, simd, br, bc, weights, kv_cache, device, step as in open_engine(), and those of Sampling.
     Raises ValueError or TypeError naming the wrong argument, before anything is written, and BuildError if
     the kernels cannot be compiled.
     """
-    if unknown := [name for name in options if name not in Options.__annotations__]:
+    chosen = {name: options.pop(name) for name in ENGINE_OPTIONS if name in options}
+    settings = {each.name for each in fields(Sampling)}
+    if unknown := [name for name in options if name not in settings]:
         raise TypeError(f"generate() got an unexpected keyword argument {unknown[0]!r}")
-    chosen = dict(options)
-    sampling = Sampling(**{f.name: chosen.pop(f.name) for f in fields(Sampling) if f.name in chosen})  # type: ignore
+    sampling = Sampling(**options)
     if not isinstance(prompt, str):
         raise TypeError(f"prompt is a {type(prompt).__name__}; it must be a string")
     if max_new_tokens is None:
@@ -246,7 +229,7 @@ def generate(
     request = Request(ids, seed, sampling, max_new_tokens, stops, context, use_cache)
     if engine is None or isinstance(engine, str):
         capacity = capacity_for(checkpoint, request)
-        engine = open_engine(checkpoint.model, engine, capacity=capacity, **chosen)  # type: ignore
+        engine = open_engine(checkpoint.model, engine, capacity=capacity, **chosen)
     if engine.config != checkpoint.model.config:
         raise ValueError("engine was opened for another model; it must be one for the checkpoint's")
     writer = Writer(engine)
