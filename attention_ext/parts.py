@@ -140,7 +140,7 @@ class Precision(enum.StrEnum):
 
 
 class CachePrecision(enum.StrEnum):
-    """The format of the cached keys and values; the rows of model/csrc/cache_precision.h."""
+    """The format of the cached keys and values; the rows of attention_ext/csrc/cache_precision.h."""
 
     FP32 = "fp32"
     BF16 = "bf16"

@@ -9,7 +9,7 @@
 #include "checkpoint.h"
 #include "model/csrc/weights.h"
 #include "parts.h"
-#include "round_up.h"
+#include "scratch.h"
 
 namespace {
 
@@ -53,7 +53,7 @@ Observation* observe(const Checkpoint* checkpoint, int32_t precision, const int3
     const ModelShape& s = checkpoint->shape;
     const Weights weights(s, checkpoint->lookup(), PRECISIONS[precision].precision);
     const int64_t T = count, C = s.n_embd, width = weights.layers[0].qkv.width();
-    const int64_t ldX = Weights::row_stride(weights.layers[0].proj), ldY = weights.layers[0].fc.columns();
+    const int64_t ldX = row_stride(C), ldY = weights.layers[0].fc.columns();
     auto* o = new Observation{T, s.n_head, C / s.n_head, width, weights.layers[0].qkv.columns(), {}};
     const Buffer X(T * ldX), N(T * C), A(T * C), Y(T * ldY), O(T * weights.layers[0].out.operand_words());
 

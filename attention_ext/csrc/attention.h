@@ -14,7 +14,7 @@
 #include <cstdint>
 
 #include "bf16.h"
-#include "model/csrc/cache_precision.h"
+#include "cache_precision.h"
 
 template <class Element>
 struct MatricesOf {  // one (N, d) matrix per batch and head; strides in elements

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "groups.h"
-#include "round_up.h"
+#include "scratch.h"
 #include "simd/portable.h"
 #include "simd/simd.h"
 #include "state.h"
@@ -50,8 +50,8 @@ Decoder::State::State(const ModelShape& s, const Tensors& tensors, Precision pre
         slot.text.written.resize(s.vocab_size);
     }
     const Layer& w = weights.layers[0];
-    ldX = Weights::row_stride(w.proj), ldQ = w.qkv.columns();
-    ldH = Weights::row_stride(w.fc), ldL = Weights::row_stride(weights.head);
+    ldX = row_stride(s.n_embd), ldQ = w.qkv.columns();
+    ldH = row_stride(w.fc.columns()), ldL = row_stride(weights.head.columns());
     ldO = w.out.operand_words();  // the longest row
     x = Buffer(slot_count * ldX);
     qkv = Buffer(slot_count * ldQ);

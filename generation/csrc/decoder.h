@@ -6,24 +6,15 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
-#include <string>
 #include <vector>
 
-#include "model/csrc/cache_precision.h"
+#include "cache_precision.h"
 #include "model/csrc/precision.h"
+#include "model/csrc/shape.h"
 #include "parts.h"
 #include "sampling.h"
 #include "trace.h"
-
-struct ModelShape {
-    int64_t block_size, vocab_size, n_layer, n_head, n_embd;
-};
-
-// A checkpoint's tensor by nanoGPT's name; null for a bias that the model does not have. `floats` is the size
-// that the tensor must have.
-using Tensors = std::function<const float*(const std::string& name, int64_t floats)>;
 
 class Decoder {
   public:

@@ -12,9 +12,9 @@
 #include <algorithm>
 
 #include "denormals.h"
+#include "scratch.h"
 #include "state.h"
 
-constexpr int64_t LINE_FLOATS = 16;             // floats of a cache line
 constexpr int RARELY = 200;                     // at most 0.5 % of the time is spent packing for another team
 constexpr double MOST_PACKED_TWICE = 64 << 20;  // bytes of the matrices
 
@@ -118,7 +118,7 @@ void Decoder::State::step(const Weights& model, const int64_t* which, int64_t ro
             trace.timed("MLP up", thread, [&] { w.fc.set({Y + begin * ldH, ldH}, operand, end - begin, p); });
             trace.timed("MLP GELU", thread, [&] {
                 for (int64_t r = begin; r < end; r++)
-                    portable::gelu(Y + r * ldH + p * w.fc.width(), w.fc.width());
+                    portable::gelu(Y + r * ldH + p * w.fc.width(), w.fc.columns(p));
             });
         });
         stage++;

@@ -1,12 +1,13 @@
 // Weights in bfloat16, rounded to its 8 significant bits: half the memory. The sums are float32.
+#include "bf16.h"
+
 #include <cstring>
 
-#include "bf16.h"
 #include "precision.h"
 
 // Two weights share 32 bits, as portable::Bf16Pairs describes.
-Buffer bf16_pack(const float* W, int64_t out, const Panels& s) {
-    const Buffer floats = fp32_pack(W, out, s);
+Buffer bf16_pack(const float* W, const Panels& s) {
+    const Buffer floats = fp32_pack(W, s);
     const int64_t lanes = portable::lanes();
     Buffer packed(s.size() / 2);
     for (int64_t i = 0; i < s.size() / 2; i++) {
@@ -17,15 +18,9 @@ Buffer bf16_pack(const float* W, int64_t out, const Panels& s) {
     return packed;
 }
 
-int64_t bf16_panel_rows(int64_t in) { return in; }
-
-int64_t bf16_operand_words(int64_t) { return 0; }
-
-void bf16_operand(float*, const float*, int64_t) {}
-
-// All columns are computed: a pair cannot be split.
+// The columns before the first are computed too: a pair cannot be split.
 void bf16_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, const Panels& s, int64_t rows,
-                   int64_t, bool add) {
-    portable::multiply_bf16(y, x, {reinterpret_cast<const uint32_t*>(panel), s.width / 2}, rows, s.width, s.in,
+                   int64_t, int64_t end, bool add) {
+    portable::multiply_bf16(y, x, {reinterpret_cast<const uint32_t*>(panel), s.width / 2}, rows, end, s.in,
                             add);
 }

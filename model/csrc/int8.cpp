@@ -9,7 +9,6 @@
 #include <cstring>
 
 #include "precision.h"
-#include "round_up.h"
 
 namespace {
 
@@ -22,10 +21,10 @@ void set_word(float* word, int32_t x) { std::memcpy(word, &x, sizeof x); }
 int64_t int8_panel_rows(int64_t in) { return portable::int8_blocks(in) + 2 * portable::int8_groups(in); }
 
 // As portable::Int8Panel describes.
-Buffer int8_pack(const float* W, int64_t out, const Panels& s) {
+Buffer int8_pack(const float* W, const Panels& s) {
     const int64_t panel_words = int8_panel_rows(s.in) * s.width;
-    Buffer packed(s.panels * panel_words);
-    for (int64_t c = 0; c < out; c++) {
+    Buffer packed(s.count() * panel_words);
+    for (int64_t c = 0; c < s.out; c++) {
         float* word = packed + c / s.width * panel_words + c % s.width;
         for (int64_t k0 = 0; k0 < s.in; k0 += GROUP) {
             const float* w = W + c * s.in + k0;
@@ -59,10 +58,10 @@ void int8_operand(float* to, const float* x, int64_t in) {
 }
 
 void int8_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, const Panels& s, int64_t rows,
-                   int64_t first, bool add) {
+                   int64_t first, int64_t end, bool add) {
     const int64_t skipped = first / portable::lanes() * portable::lanes();
     y.data += skipped;
     portable::multiply_int8(y, {reinterpret_cast<const uint32_t*>(x.data), x.ld},
-                            {reinterpret_cast<const uint32_t*>(panel) + skipped, s.width}, rows,
-                            s.width - skipped, s.in, add);
+                            {reinterpret_cast<const uint32_t*>(panel) + skipped, s.width}, rows, end - skipped,
+                            s.in, add);
 }

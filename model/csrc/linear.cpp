@@ -3,49 +3,49 @@
 #include <algorithm>
 
 Linear::Linear(const float* W, const float* b, int64_t out, int64_t in, int64_t width, Precision precision)
-    : out(out),
-      shape{in, width, (out + width - 1) / width},
-      precision(&row_of(precision)),
-      weights(this->precision->pack(W, out, shape)) {
-    for (int64_t p = 0; p < shape.panels; p++) starts.push_back(weights + p * panel_words(width));
+    : shape{out, in, width}, precision(&row_of(precision)), weights(this->precision->pack(W, shape)) {
+    for (int64_t p = 0; p < panels(); p++) starts.push_back(weights + p * panel_words(width));
     if (!b) return;
     bias = Buffer(columns());
     std::copy_n(b, out, static_cast<float*>(bias));
 }
 
+Linear::Linear(const Panels& shape, float* memory) : shape(shape), precision(&row_of(Precision::fp32)) {
+    for (int64_t p = 0; memory && p < panels(); p++) starts.push_back(memory + p * panel_words(shape.width));
+}
+
 Linear Linear::with_width(int64_t width, const std::function<float*(int64_t p)>& place) const {
-    // In every precision a row of a panel is some units: vectors of 32 bits a lane.
-    const int64_t lanes = portable::lanes(), unit = precision->vectors * lanes;
     Linear other;
-    other.out = out;
-    other.shape = {shape.in, width, (out + width - 1) / width};
+    other.shape = {shape.out, shape.in, width};
     other.precision = precision;
-    for (int64_t p = 0; p < other.shape.panels; p++) other.starts.push_back(place(p));
+    for (int64_t p = 0; p < other.panels(); p++) other.starts.push_back(place(p));
     if (bias) {
-        other.bias = Buffer(other.columns());
-        std::copy_n(static_cast<const float*>(bias), out, static_cast<float*>(other.bias));
+        other.bias = Buffer(columns());
+        std::copy_n(static_cast<const float*>(bias), columns(), static_cast<float*>(other.bias));
     }
+    // In every precision a row of a panel is some units: vectors of 32 bits a lane.
+    const int64_t lanes = portable::lanes();
     const auto row = [&](const Linear& w, int64_t u, int64_t k) {
-        const int64_t units = w.shape.width / unit;
+        const int64_t units = w.shape.width / unit();
         return w.starts[u / units] + (k * units + u % units) * lanes;
     };
-    for (int64_t u = 0; u * unit < out; u++)
+    for (int64_t u = 0; u * unit() < shape.out; u++)
         for (int64_t k = 0; k < precision->panel_rows(shape.in); k++)
             std::copy_n(row(*this, u, k), lanes, row(other, u, k));
     return other;
 }
 
 void Linear::set(simd::Matrix y, simd::ConstMatrix x, int64_t rows, int64_t p, int64_t first) const {
-    const int64_t width = shape.width;
-    y.data += p * width;
-    for (int64_t r = 0; bias && r < rows; r++) std::copy_n(bias + p * width, width, y.data + r * y.ld);
-    precision->multiply(y, x, starts[p], shape, rows, first, bias != nullptr);
+    y.data += p * width();
+    const int64_t end = columns(p);
+    for (int64_t r = 0; bias && r < rows; r++) std::copy_n(bias + p * width(), end, y.data + r * y.ld);
+    precision->multiply(y, x, starts[p], shape, rows, first, end, bias != nullptr);
 }
 
 void Linear::add(simd::Matrix y, simd::ConstMatrix x, int64_t rows, int64_t p) const {
-    const int64_t width = shape.width;
-    y.data += p * width;
+    y.data += p * width();
+    const int64_t end = columns(p);
     for (int64_t r = 0; bias && r < rows; r++)
-        for (int64_t c = 0; c < width; c++) y.data[r * y.ld + c] += bias[p * width + c];
-    precision->multiply(y, x, starts[p], shape, rows, 0, true);
+        for (int64_t c = 0; c < end; c++) y.data[r * y.ld + c] += bias[p * width() + c];
+    precision->multiply(y, x, starts[p], shape, rows, 0, end, true);
 }

@@ -6,14 +6,23 @@
 
 #include "precision.h"
 
-// y <- x W^T + b; W (out, in) in panels of `width` outputs, the last one padded with zeros. Every sum over `in`
-// goes from first to last in one chain, so a result does not depend on the number of rows or panels. The
-// products take x as operand() gives it.
+// y <- x W^T + b; W (out, in) in panels of `width` outputs. Every sum over `in` goes from first to last in one
+// chain, so a result does not depend on the number of rows or panels. The products take x as operand() gives
+// it.
 class Linear {
   public:
     Linear() = default;
     // b (out) may be null. width: a multiple of row_of(precision).vectors vectors.
     Linear(const float* W, const float* b, int64_t out, int64_t in, int64_t width, Precision precision);
+
+    // In float32 at `memory`, Panels::size() floats, which pack() fills: for weights that change.
+    Linear(const Panels&, float* memory);
+
+    // Packs panel p of W (out, in), times `scale` (in) or null; or, if `transposed`, of the transpose of
+    // W (in, out), times `scale` (out).
+    void pack(int64_t p, const float* W, const float* scale, bool transposed) const {
+        fp32_pack_panel(starts[p], W, scale, shape, p, transposed);
+    }
 
     // The same layer in panels of another width, panel p at place(p); no weight is rounded again.
     Linear with_width(int64_t width, const std::function<float*(int64_t p)>& place) const;
@@ -24,7 +33,7 @@ class Linear {
     }
 
     // Words of a row of x as the products take it; 0 if they take x itself.
-    int64_t operand_words() const { return precision->operand_words(shape.in); }
+    int64_t operand_words() const { return precision->operand_words ? precision->operand_words(shape.in) : 0; }
 
     // x (rows, in) as the products take it: in `memory`, rows * operand_words() floats, or x itself.
     simd::ConstMatrix operand(simd::ConstMatrix x, int64_t rows, float* memory) const {
@@ -35,20 +44,22 @@ class Linear {
     }
 
     const PrecisionRow& kept_in() const { return *precision; }
-    int64_t outputs() const { return out; }
+    int64_t outputs() const { return shape.out; }
     int64_t width() const { return shape.width; }
-    int64_t panels() const { return shape.panels; }
-    int64_t columns() const { return shape.panels * shape.width; }
+    int64_t panels() const { return shape.count(); }
+    // Columns that the products set: the outputs, rounded up to vectors; and those of panel p.
+    int64_t columns() const { return round_up(shape.out, unit()); }
+    int64_t columns(int64_t p) const { return round_up(shape.rows(p), unit()); }
 
-    // Columns p * width() .. (p + 1) * width() - 1 of y (rows, columns()); those before the `first` of them
-    // need not be set.
+    // Columns of panel p of y (rows, columns()); those before the `first` of them need not be set.
     void set(simd::Matrix y, simd::ConstMatrix x, int64_t rows, int64_t p, int64_t first = 0) const;
 
     // The same columns, added to y.
     void add(simd::Matrix y, simd::ConstMatrix x, int64_t rows, int64_t p) const;
 
   private:
-    int64_t out = 0;
+    int64_t unit() const { return precision->vectors * portable::lanes(); }
+
     Panels shape{};
     const PrecisionRow* precision = nullptr;
     Buffer weights, bias;        // weights: empty if the panels lie elsewhere

@@ -68,11 +68,6 @@ Weights::Weights(const ModelShape& s, const Tensors& tensors, Precision precisio
     head = Linear(wte, nullptr, V, C, panel_width(V, 1, row), precision);
 }
 
-int64_t Weights::row_stride(const Linear& w) {
-    return round_up(w.outputs(), portable::lanes()) +
-           MAX_PANEL_VECTORS * portable::lanes();  // the last panel is padded
-}
-
 Weights Weights::shared_by(int members) const {
     struct Matrix {
         const Linear& linear;

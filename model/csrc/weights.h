@@ -6,8 +6,8 @@
 
 #include <vector>
 
-#include "generation/csrc/decoder.h"
 #include "linear.h"
+#include "shape.h"
 
 // Ba, Kiros & Hinton 2016 (arXiv:1607.06450), with PyTorch's epsilon.
 struct LayerNorm {
@@ -33,9 +33,6 @@ struct Weights {
 
     Weights() = default;
     Weights(const ModelShape&, const Tensors&, Precision);
-
-    // The row stride of y, for y <- x W^T + b over any number of members.
-    static int64_t row_stride(const Linear& w);
 
     // Only the layers and the head, for a step that `members` share: a large enough matrix has a panel for each
     // member, and each member's panels are contiguous.
