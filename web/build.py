@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from attention_ext.build import cache, toolchain
-from attention_ext.build.recipes import CSRC, DECODER_MODULE, HELPERS, KERNELS, PORTABLE, ROOT, found
+from attention_ext.build.recipes import CSRC, DECODER_MODULE, KERNELS, PORTABLE, ROOT, found
 from attention_ext.parts import PARTS, BuildError
 from model.checkpoint import SHIPPED, SUMS, shipped
 from web import bundle
@@ -25,7 +25,7 @@ FLAGS = (  # -flto: 2 to 6 % of the speed
     *("-target", "wasm32-wasi", "-mexec-model=reactor", "-std=c++17", "-O3", "-flto"),
     *("-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-Wl,--strip-all"),
 )
-SOURCES = (KERNELS, PORTABLE, HELPERS["portable"][0])
+SOURCES = (KERNELS, PORTABLE)
 MODEL = ("model", "generation")  # each has a folder csrc
 # The page does not train, its threads would wait for each other, and it has no Python.
 LEFT_OUT = (CSRC / "cpu" / "part4_backward.cpp", DECODER_MODULE)

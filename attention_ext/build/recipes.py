@@ -21,11 +21,11 @@ from attention_ext.parts import BuildError, resolve_simd
 ROOT = Path(__file__).resolve().parent.parent.parent
 CSRC = ROOT / "attention_ext" / "csrc"
 PORTABLE = "simd/portable/*.cpp"  # the helpers of simd/portable.h, in every extension and program
-# Each implementation of simd/simd.h: its source, and the extra flags of its extension and program.
-HELPERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "ispc": ("simd/ispc.cpp", ()),
-    "portable": ("simd/portable.cpp", ()),
-    "off": ("simd/off.cpp", ("-fno-tree-vectorize", "-fno-tree-slp-vectorize")),
+# Each implementation of simd/simd.h: its sources beside PORTABLE, and the flags of its extension and program.
+HELPERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "ispc": (("simd/ispc.cpp",), ("-DSIMD_ELSEWHERE",)),
+    "portable": ((), ()),
+    "off": (("simd/off.cpp",), ("-DSIMD_ELSEWHERE", "-fno-tree-vectorize", "-fno-tree-slp-vectorize")),
 }
 ISPC_SOURCE = "simd/simd.ispc"
 KERNELS = "cpu/*.cpp"
@@ -81,9 +81,9 @@ def extension(simd: str = "auto") -> Recipe:
     ispc = toolchain.find_ispc() if helpers == "ispc" else None
     if helpers == "ispc" and ispc is None:
         raise BuildError("simd is 'ispc', but no ispc was found on PATH; scripts/install-ispc.sh gets it")
-    source, flags = HELPERS[helpers]
+    own, flags = HELPERS[helpers]
     name = f"attention_ext_{helpers}"
-    sources = (*found(CSRC, (*EXTENSION, source)), *found(ROOT, MODEL))
+    sources = (*found(CSRC, (*EXTENSION, *own)), *found(ROOT, MODEL))
     if not toolchain.has_python_header():
         sources = tuple(path for path in sources if path != DECODER_MODULE)
     return Recipe(
@@ -110,7 +110,7 @@ def program(simd: str = "auto", march: str = "native", csrc: Path = CSRC) -> Rec
     helpers = resolve_simd(simd)
     if helpers == "ispc":
         raise ValueError(f"simd is {simd!r}; the program's must be auto, portable or off")
-    source, flags = HELPERS[helpers]
+    own, flags = HELPERS[helpers]
     native = toolchain.NATIVE if march == "native" else f"-march={march}"
     compiler = toolchain.find_compiler()
     general = (native if flag == toolchain.NATIVE else flag for flag in toolchain.flags(compiler))
@@ -119,7 +119,7 @@ def program(simd: str = "auto", march: str = "native", csrc: Path = CSRC) -> Rec
         file="alone",
         what="a standalone program of the kernels",
         csrc=(csrc,),
-        sources=found(csrc, (*PROGRAM, source)),
+        sources=found(csrc, (*PROGRAM, *own)),
         includes=(str(csrc),),
         flags=(*general, *flags),
         compiler=tuple(compiler),

@@ -30,28 +30,25 @@ ARM = platform.machine() in ("arm64", "aarch64")
 CHECKED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 RACES = ["-fsanitize=thread"]
 TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]  # they need no runtime library
-HELPERS = {name: CSRC / source for name, (source, _) in recipes.HELPERS.items()}
 PARTS = recipes.found(CSRC, (recipes.KERNELS, recipes.PORTABLE))
-PORTABLE = [HERE / "kernels.cpp", *PARTS, HELPERS["portable"]]
-BACKWARD = [HERE / "backward.cpp", *PARTS, HELPERS["portable"]]
+PORTABLE = [HERE / "kernels.cpp", *PARTS]
+BACKWARD = [HERE / "backward.cpp", *PARTS]
 BINDINGS = (recipes.DECODER_MODULE, ROOT / "training/csrc/bindings.cpp")
 WITHOUT_BINDINGS = {
     package: [path for path in recipes.found(ROOT, (f"{package}/csrc/*.cpp",)) if path not in BINDINGS]
     for package in ("model", "generation", "training")
 }
-TRAINING = [HERE / "training.cpp", *WITHOUT_BINDINGS["training"], *PARTS, HELPERS["portable"]]
+TRAINING = [HERE / "training.cpp", *WITHOUT_BINDINGS["training"], *PARTS]
 # The float64 reference takes most of the time: it is optimised, and not sanitized.
 OF_A_SOURCE = {
     HERE / "kernels.cpp": ("-O2", "-fno-sanitize=address,undefined"),
     HERE / "backward.cpp": ("-O2", "-fno-sanitize=address,undefined"),
-    HELPERS["off"]: recipes.HELPERS["off"][1],
 }
 DECODER = [
     HERE / "decoder.cpp",
     *WITHOUT_BINDINGS["model"],
     *WITHOUT_BINDINGS["generation"],
     *PARTS,
-    HELPERS["portable"],
 ]
 
 
@@ -155,10 +152,11 @@ def with_helpers(simd: str, link, command: list[str], tmp_path: Path, target: st
             pytest.skip("there is no ispc")
         objects = [tmp_path / "simd.o"]
         run(ispc, CSRC / recipes.ISPC_SOURCE, f"--target={target}", "-O3", "--pic", "-o", objects[0])
-    return link(command, [HERE / "kernels.cpp", *PARTS, HELPERS[simd]], *objects)
+    own, options = recipes.HELPERS[simd]
+    return link([*command, *options], [*PORTABLE, *recipes.found(CSRC, own)], *objects)
 
 
-@pytest.mark.parametrize("simd", HELPERS)
+@pytest.mark.parametrize("simd", recipes.HELPERS)
 def test_generated_cases(simd, native, link, tmp_path):
     """Between guard pages, which detect accesses out of bounds; the tests below have sanitizers."""
     run_cases(300, with_helpers(simd, link, native, tmp_path), "0", "300")
@@ -252,7 +250,7 @@ def test_programs_for_a_mac_compile_and_link(target, cpu, link, full):
     if cpu != "apple_m1" and not full:
         pytest.skip("only in the full set")
     command = [sys.executable, "-m", "ziglang", "c++", "-target", target, f"-mcpu={cpu}"]
-    for sources in ([*recipes.found(CSRC, recipes.PROGRAM), HELPERS["off"]], PORTABLE, DECODER):
+    for sources in (list(recipes.found(CSRC, recipes.PROGRAM)), PORTABLE, DECODER):
         program = link([*command, "-O3", "-Wall", "-Wextra", "-Wpedantic", "-Werror"], sources)
         assert program.read_bytes()[:4] == b"\xcf\xfa\xed\xfe"  # a 64-bit program of macOS
 

@@ -1,7 +1,5 @@
-// The SIMD helpers in portable C++, which every build has: those of simd.h, and those that only packed weights,
-// bfloat16 caches, the model's layers and training need.
-//
-// No element outside of the given sizes is read or written. NaN in gives NaN out.
+// The SIMD helpers in portable C++, which every build has: those of helpers.h, and those that only packed
+// weights, bfloat16 caches, the model's layers and training need.
 #pragma once
 
 #include <cstdint>
@@ -12,21 +10,7 @@ namespace portable {
 
 using simd::ConstMatrix, simd::Matrix, simd::Strided;
 
-// As in simd.h.
-int64_t lanes();
-int64_t panel();
-int64_t rows();
-void transpose(Matrix T, ConstMatrix X, int64_t rows, int64_t cols, float scale);
-void multiply(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth);
-void multiply_add(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth,
-                  int64_t first);
-void dot_rows(float* s, const float* x, ConstMatrix B, int64_t rows, int64_t depth, float scale);
-void add_weighted_rows(float* o, const float* p, ConstMatrix B, int64_t rows, int64_t cols);
-float row_max(const float* x, int64_t n, float m);
-float exp_sum(float* x, int64_t n, float m);
-void scale_row(float* x, int64_t n, float a);
-bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* m, float* l, float* correction);
-void scale_columns(Matrix C, int64_t rows, int64_t cols, const float* a);
+#include "simd/helpers.h"
 
 // A matrix in bfloat16, the upper halves of floats, in pairs: with W = lanes() and j = g W + i, the word
 // data[k * ld + j] holds two columns of row k: 2 g W + i in its lower half, (2 g + 1) W + i in its upper half.

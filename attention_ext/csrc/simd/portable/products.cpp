@@ -207,6 +207,16 @@ int64_t panel() { return VECS * W; }
 
 int64_t rows() { return ROWS; }
 
+const char* name() {
+    return W == 16 ? "portable C++, 16 floats" : W == 8 ? "portable C++, 8 floats" : "portable C++, 4 floats";
+}
+
+// The maximum, x - m and the sum; 2^x; where 2^x loses NaN, another sum. Without AVX-512 2^x selects by an
+// instruction of its own.
+int64_t softmax_instructions() { return 3 + (KEEPS_NAN ? 8 : W == 16 ? 11 + 1 : 12 + 1); }
+
+bool may_use_tiles() { return true; }
+
 void transpose(Matrix T, ConstMatrix X, int64_t rows, int64_t cols, float scale) {
     for (int64_t r = 0; r < rows; r += W) {
         for (int64_t c = 0; c < cols; c += W) {
