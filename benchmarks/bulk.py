@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -91,7 +92,6 @@ def main(
     processor.let_waiting_threads_sleep()
     import torch
 
-    from app.cli.many import local_pool
     from generation import bulk, cluster, shards
     from generation.engine import open_engine
     from model import load
@@ -101,7 +101,9 @@ def main(
     settings = shards.Settings(model, shards.fingerprint(checkpoint), max_new_tokens=length)
     open_engine(checkpoint.model)  # compiles it
     resolved = shards.resolved(settings, checkpoint)
-    kinds = {"processes": lambda count: partial(local_pool, count)}
+    kinds: dict[str, Callable[[int], Callable]] = {
+        "processes": lambda count: lambda settings, shards: bulk.LocalPool(settings, min(count, shards))
+    }
     if with_ray:
         kinds["Ray"] = lambda count: partial(cluster.open_pool, "local", count)
     cases = [(kind, count) for count in workers for kind in kinds]

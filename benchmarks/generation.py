@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A script's own folder comes first on the path; this file would hide the package `generation`.
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "benchmarks"))]
 
-from app.cli.options import save_option  # noqa: E402
+from app.cli import options  # noqa: E402
 from attention_ext import PARTS, extension  # noqa: E402
 from attention_ext.parts import CachePrecision, Precision  # noqa: E402
 from benchmarks.peers import PEERS, ROUNDED_PEERS  # noqa: E402
@@ -434,7 +434,7 @@ def table(case: Case, figures: dict[str, Figures], limit: float | None) -> None:
 )
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of each.")
 @click.option("--rounds", type=click.IntRange(2), default=5, show_default=True, help="Rounds of each.")
-@save_option("generation", "the figures")
+@options.save("generation", "the figures")
 @click.option(
     "--slow/--no-slow", help="Include contenders that take longer than some 20 s.  [default: no-slow]"
 )

@@ -24,7 +24,7 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from app.cli.options import one_thread_option, set_threads  # noqa: E402
+from app.cli.options import one_thread, set_threads  # noqa: E402
 from attention_ext import PARTS, processor  # noqa: E402
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ def watch(runners: Sequence[Runner], turns: Iterator[None]) -> dict[str, list[Ma
     help="Tokens that each part writes.",
 )
 @click.option("--no-kv-cache/--kv-cache", default=True, help="As in gpt.py race.  [default: --no-kv-cache]")
-@one_thread_option
+@one_thread
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),

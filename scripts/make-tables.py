@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from app.cli import one_line  # noqa: E402
+from app.cli.terminal import one_line  # noqa: E402
 from attention_ext import PARTS  # noqa: E402
 from attention_ext.parts import Dtype  # noqa: E402
 from lab import saved  # noqa: E402

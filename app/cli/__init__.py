@@ -8,20 +8,34 @@ import warnings
 
 import click
 
-from app.cli import lab, many, measuring, parts, serving, training, web
-from app.cli.options import notice, program
+from app.cli import part
+from app.cli.bench import bench
+from app.cli.bulk import bulk
+from app.cli.doctor import doctor
+from app.cli.eval import evaluate
+from app.cli.explain import explain
+from app.cli.four_d_access import four_d_access
+from app.cli.parallel import parallel
+from app.cli.prepare import prepare
+from app.cli.profile import profile
+from app.cli.race import race
+from app.cli.serve import serve
+from app.cli.terminal import notice, one_line, program
+from app.cli.train import train
+from app.cli.web import web
 from attention_ext import PARTS, BuildError, __version__
 
 # The sections of `gpt.py --help`: (what to type, the sentence that describes it).
 WRITE = [(f"{name} --inference", f"Write text with {name}: {part.summary}.") for name, part in PARTS.items()]
-SECTIONS = {
-    "Write many texts": many.COMMANDS,
-    "Serve": serving.COMMANDS,
-    "Lab test": (*parts.COMMANDS, lab.four_d_access, lab.parallel),
-    "Measure": measuring.COMMANDS,
-    "Train": training.COMMANDS,
-    "Show": (web.web,),
+SECTIONS: dict[str, tuple[click.Command, ...]] = {
+    "Write many texts": (bulk,),
+    "Serve": (serve,),
+    "Lab test": (*part.COMMANDS, four_d_access, parallel),
+    "Measure": (bench, explain, profile, race, doctor),
+    "Train": (prepare, train, evaluate),
+    "Show": (web,),
 }
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 
 
 class Commands(click.Group):
@@ -46,7 +60,7 @@ def first_sentence(command: click.Command) -> str:
 @click.group(
     cls=Commands,
     commands=[command for section in SECTIONS.values() for command in section],
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings=SETTINGS,
 )
 @click.version_option(__version__, message="shakespeare-attention %(version)s")
 def cli() -> None:
@@ -95,9 +109,3 @@ def fail(message: str) -> None:
 def show_warning(message: Warning | str, *_) -> None:
     """Print a warning in one line. Python's own format takes two and shows a line of this code."""
     notice(f"{program()}: warning: {one_line(str(message))}")
-
-
-def one_line(text: str) -> str:
-    """The text in one line, with control characters escaped: file names and contents may hold any."""
-    text = text.replace("\n\t", " ").rstrip()  # click lists a missing argument's choices over several lines
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -3,60 +3,48 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
+from app.cli.terminal import notice, program
 from attention_ext import PARTS, SIMD
 from attention_ext.cuda.steps import STEPS
-from attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision
+from attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision, running_on
 from generation.sampling import NUMBERS, Sampling
 from lab import saved
 
 LARGEST_SIZE = 2**31 - 1
+LARGEST_SEED = 2**63 - 1
 MOST_THREADS = 1024
 WIDEST_HEAD = 2**20
 MOST_HEADS = 2**16  # also the most texts in a batch
 MOST_NUMBERS = 1000  # in a list: a typing error must not fill the memory
 
-
-def program() -> str:
-    """The name that messages begin with: 'shakespeare', the installed command, or 'gpt.py'."""
-    return "shakespeare" if Path(sys.argv[0]).stem == "shakespeare" else "gpt.py"
-
-
-def to_type() -> str:
-    """The first words of a command that the user can copy."""
-    return "shakespeare" if program() == "shakespeare" else "python gpt.py"
-
-
-Options = TypeVar("Options")
 Decorator = Callable[[Callable], Callable]
 
 
-def notice(sentence: str, nl: bool = True) -> None:
-    """Print a line on stderr, for the person at the terminal; nothing ends because stderr was closed."""
-    try:
-        click.echo(sentence, nl=nl, err=True)
-    except OSError:  # Python would try to write the rest at its end, and fail
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+class Number(click.FloatRange):
+    """A number in a range. NaN, which click admits to every range, is refused."""
+
+    def convert(self, value, parameter, context) -> float:
+        number = super().convert(value, parameter, context)
+        if math.isnan(number):
+            self.fail(f"{value} is no number", parameter, context)
+        return number
 
 
 class TileSize(click.ParamType):
-    """A whole number of at least 1, or 'auto', which leaves the choice to the kernel."""
+    """A whole number of at least 1, or 'auto', which gives None: the kernel chooses."""
 
     name = "n|auto"
 
-    def convert(self, value, parameter, context) -> int | str:
-        return (
-            value if value == "auto" else click.IntRange(1, LARGEST_SIZE).convert(value, parameter, context)
-        )
+    def convert(self, value, parameter, context) -> int | None:
+        return None if value == "auto" else click.IntRange(1, LARGEST_SIZE).convert(value, parameter, context)
 
 
 class Numbers(click.ParamType):
@@ -101,61 +89,42 @@ class Names(click.ParamType):
         return value if isinstance(value, tuple) else tuple(value.split(","))
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """What runs the model: arguments of generation.engine.open_engine(), which chooses where one is None."""
-
-    engine: str | None
-    simd: str
-    br: int | None
-    bc: int | None
-    weights: str
-    kv_cache: str
-    device: str
-    step: str | None
+def given(name: str) -> bool:
+    """Whether the user gave this parameter of the current command."""
+    return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
-@dataclass(frozen=True)
-class TextOptions:
-    """What is written: the model, the prompt, and how tokens are chosen."""
-
-    model: str
-    prompt: str | None
-    prompt_file: str | None
-    max_new_tokens: int | None
-    num_samples: int
-    sampling: Sampling
-    stop: tuple[str, ...]
-    seed: int
-    context: str
-    no_kv_cache: bool
+def refuse(names: Collection[str], why: str) -> None:
+    """Raise UsageError, '--option why', if the user gave one of these parameters of the current command."""
+    for parameter in click.get_current_context().command.params:
+        if parameter.name in names and given(parameter.name):
+            option = isinstance(parameter, click.Option)
+            raise click.UsageError(f"{parameter.opts[0] if option else parameter.name.upper()} {why}")
 
 
-def take(kind: type[Options], options: dict[str, Any]) -> Options:
-    """Make an object of a dataclass from click's options; its fields are removed from them."""
-    return kind(**{field.name: options.pop(field.name) for field in fields(kind)})  # type: ignore[arg-type]
+def all_of(*options: Decorator) -> Decorator:
+    """One decorator that adds these options in this order."""
+
+    def add(command: Callable) -> Callable:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
-def sampling_option(name: str) -> Decorator:
-    """The option of a setting of Sampling."""
-    known = NUMBERS[name]
-    kind: Any = click.IntRange if known.whole else click.FloatRange
-    most = None if known.most == math.inf else known.most
-    return click.option(
-        f"--{name.replace('_', '-')}",
-        type=kind(known.least, most, min_open=known.above),
-        default=known.default,
-        show_default=True,
-        help=known.help,
-    )
+def size(*names: str, most: int = LARGEST_SIZE, **settings) -> Decorator:
+    """A whole number from 1 to `most`."""
+    return click.option(*names, type=click.IntRange(1, most), **settings)
 
 
-def take_sampling(options: dict[str, Any]) -> Sampling:
-    """Make a Sampling from click's options; its settings are removed from them."""
-    return Sampling(**{name: options.pop(name) for name in NUMBERS})
+def choice(*names: str, of: Iterable[str], **settings) -> Decorator:
+    """One of these words, by default the first."""
+    words = [str(word) for word in of]
+    return click.option(*names, type=click.Choice(words), **({"default": words[0]} | settings))
 
 
-def save_option(kind: str, what: str) -> Decorator:
+def save(kind: str, what: str) -> Decorator:
     """--save [FILE]; without FILE it is the file for this processor's results of a kind.
 
     With --device cuda it is the GPU's file.
@@ -181,40 +150,6 @@ def save_option(kind: str, what: str) -> Decorator:
     )
 
 
-def none_if_auto(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
-    """A callback that turns 'auto' into None."""
-    return None if value == "auto" else value
-
-
-def all_of(*options: Decorator) -> Decorator:
-    """One decorator that adds these options in this order."""
-
-    def add(command: Callable) -> Callable:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
-
-
-def size_option(*names: str, default: int | None = None, most: int = LARGEST_SIZE, **settings) -> Decorator:
-    """A whole number from 1 to `most`; its default is shown."""
-    settings = {"show_default": True} | settings
-    return click.option(*names, type=click.IntRange(1, most), default=default, **settings)
-
-
-def tile_options(shown: str | None = None) -> Decorator:
-    """-br and -bc; None stands for 'auto', or for 'not given' if `shown` describes the default."""
-    settings: dict[str, Any] = {"type": TileSize()}
-    settings |= {"show_default": shown or True}
-    if shown is None:
-        settings |= {"default": "auto", "callback": none_if_auto}
-    return all_of(
-        click.option("-br", "--br", help="Rows of part4's tile, in queries.", **settings),
-        click.option("-bc", "--bc", help="Columns of part4's tile, in keys.", **settings),
-    )
-
-
 def warned_of_threads(context, parameter, value):
     """The value of --threads. Prints a warning if it is more than the cores."""
     from attention_ext.processor import cores
@@ -225,112 +160,172 @@ def warned_of_threads(context, parameter, value):
     return value
 
 
-threads_option = size_option(
+def set_threads(threads: int | None, sleeping: bool = True) -> int:
+    """Set and return the threads of PyTorch and of the kernels; None takes PyTorch's, at most the cores.
+
+    sleeping: threads that wait sleep, see let_waiting_threads_sleep().
+    """
+    from attention_ext import processor
+
+    if sleeping:
+        processor.let_waiting_threads_sleep()
+    import torch
+
+    count = threads or min(torch.get_num_threads(), processor.cores())
+    torch.set_num_threads(count)
+    return count
+
+
+threads = size(
     "--threads",
     most=MOST_THREADS,
     help="Most threads to use; a text takes the fastest number of them.",
     show_default="all cores",
     callback=warned_of_threads,
 )
-one_thread_option = size_option(
+one_thread = size(
     "-t", "--threads", default=1, most=MOST_THREADS, help="Threads to use.", callback=warned_of_threads
 )
-simd_option = click.option(
-    "--simd",
-    type=click.Choice(SIMD),
-    default="auto",
-    show_default=True,
-    help="SIMD helpers of attention's forward pass: auto is portable, off is scalar loops.",
+
+# Where and how attention is computed.
+part = click.argument("part", type=click.Choice(list(PARTS)), metavar="PART")
+simd = choice(
+    "--simd", of=SIMD, help="SIMD helpers of attention's forward pass: auto is portable, off is scalar loops."
 )
-dtype_option = click.option(
-    "--dtype",
-    type=click.Choice([dtype.value for dtype in Dtype]),
-    default=Dtype.FP32.value,
-    show_default=True,
-    help="Format of the inputs and the output.",
-)
-device_option = click.option(
+dtype = choice("--dtype", of=Dtype, help="Format of the inputs and the output.")
+device = choice(
     "--device",
-    type=click.Choice(list(DEVICES)),
-    default="cpu",
+    of=DEVICES,
     is_eager=True,  # the defaults of other options depend on it
-    show_default=True,
     help="Device of the attention; cuda is an NVIDIA GPU, for part0 and part4.",
 )
-step_option = click.option(
+step = choice(
     "--step",
-    type=click.Choice(list(STEPS)),
+    of=STEPS,
+    default=None,
     help="Part4's kernel on CUDA; by default the fastest that accepts the inputs.",
 )
 # Options of one device only, by the names of the commands' parameters.
-ONE_DEVICE = {
-    "cpu": ("br", "bc", "threads", "simd", "simds", "cachegrind", "tune", "budget", "show"),
-    "cuda": ("step", "arch", "cuda_queries", "l2s"),
-}
-weights_option = click.option(
-    "--weights",
-    type=click.Choice([precision.value for precision in Precision]),
-    default=Precision.FP32.value,
-    show_default=True,
-    help="Precision of the matrices; bf16 halves the bytes of weights read for a token, int8 quarters them.",
-)
-kv_cache_option = click.option(
-    "--kv-cache",
-    type=click.Choice([precision.value for precision in CachePrecision]),
-    default=CachePrecision.FP32.value,
-    show_default=True,
-    help="Precision of the cached keys and values; bf16 halves their bytes.",
-)
-engine_option = click.option(
-    "--engine",
-    type=click.Choice(["auto", "native", "torch"]),
-    default="auto",
-    show_default=True,
-    callback=none_if_auto,
-    help="Engine that runs the model; auto is native for parts 1 to 4, and torch, the only one, for part0.",
-)
-model_option = click.option(
+CPU_ONLY = ("threads", "simd", "simds", "cachegrind", "tune", "budget", "show")
+CUDA_ONLY = ("step", "arch", "cuda_queries", "l2s")
+
+
+def tiles(**settings) -> Decorator:
+    """-br and -bc; None stands for 'auto'."""
+    return all_of(
+        click.option("-br", "--br", type=TileSize(), help="Rows of part4's tile, in queries.", **settings),
+        click.option("-bc", "--bc", type=TileSize(), help="Columns of part4's tile, in keys.", **settings),
+    )
+
+
+def refuse_other_device() -> None:
+    """Raise UsageError if the current command was given an option that does not go with its --device."""
+    if click.get_current_context().params["device"] == "cuda":
+        refuse(("br", "bc"), "does not go with --device cuda: each step has its own tile")
+        refuse(CPU_ONLY, "does not go with --device cuda")
+    else:
+        refuse(CUDA_ONLY, "goes with --device cuda only")
+
+
+def check_device(part: str, device: str) -> None:
+    """Raise UsageError if a part does not run on a device."""
+    if part not in running_on(device):
+        who = " and ".join(running_on(device))
+        raise click.UsageError(f"{part} has no CUDA kernel; --device cuda goes with {who} only")
+
+
+# What runs the model.
+model = click.option(
     "-m",
     "--model",
     default="shakes128",
-    show_default=True,
     help="Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt.",
 )
-seed_option = click.option(
-    "--seed",
-    type=click.IntRange(0, 2**63 - 1),
-    default=1337,
-    show_default=True,
-    help="Seed of the random numbers.",
+engine = choice(
+    "--engine",
+    of=("auto", "native", "torch"),
+    callback=lambda context, parameter, value: None if value == "auto" else value,
+    help="Engine that runs the model; auto is native for parts 1 to 4, and torch, the only one, for part0.",
 )
-number_options = all_of(*map(sampling_option, NUMBERS))  # take_sampling() takes them
-part_argument = click.argument("part", type=click.Choice(list(PARTS)), metavar="PART")
+weights = choice(
+    "--weights",
+    of=Precision,
+    help="Precision of the matrices; bf16 halves the bytes of weights read for a token, int8 quarters them.",
+)
+kv_cache = choice(
+    "--kv-cache",
+    of=CachePrecision,
+    help="Precision of the cached keys and values; bf16 halves their bytes.",
+)
+
+# What is written.
+prompt = all_of(
+    click.option("--prompt", help="Text to continue.", show_default="a line end"),
+    click.option("--prompt-file", type=click.Path(), help="File to continue, - for standard input."),
+    click.option(
+        "--max-new-tokens",
+        type=click.IntRange(0),
+        help="Tokens to write per sample.",
+        show_default="the model's block size",
+    ),
+)
+seed = click.option(
+    "--seed", type=click.IntRange(0, LARGEST_SEED), default=1337, help="Seed of the random numbers."
+)
+no_kv_cache = click.option("--no-kv-cache", is_flag=True, help="Recompute the whole window for each token.")
 
 
-def on_command_line(context: click.Context, name: str) -> bool:
-    """Whether a parameter was given by the user."""
-    return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+def sampling_option(name: str) -> Decorator:
+    """The option of a setting of Sampling."""
+    known = NUMBERS[name]
+    kind: Any = click.IntRange if known.whole else click.FloatRange
+    return click.option(
+        f"--{name.replace('_', '-')}",
+        type=kind(known.least, None if known.most == math.inf else known.most, min_open=known.above),
+        default=known.default,
+        help=known.help,
+    )
 
 
-def refuse_options_of_the_other_device() -> None:
-    """Raise UsageError if the current command was given an option that does not go with its --device."""
-    context = click.get_current_context()
-    for device, names in ONE_DEVICE.items():
-        for option in context.command.params:
-            if option.name not in names or context.params["device"] == device:
-                continue
-            if not on_command_line(context, option.name):
-                continue
-            if device == "cuda":
-                raise click.UsageError(f"{option.opts[0]} goes with --device cuda only")
-            reason = ": each step has its own tile" if option.name in ("br", "bc") else ""
-            raise click.UsageError(f"{option.opts[0]} does not go with --device cuda{reason}")
+sampling = all_of(*map(sampling_option, NUMBERS))  # take_sampling() takes them
+text = all_of(
+    click.option("--stop", multiple=True, help="End a sample before this text; may be repeated."),
+    seed,
+    choice(
+        "--context",
+        of=("slide", "reset"),
+        help="Past the block size: slide the window, or restart it with its last half.",
+    ),
+    no_kv_cache,
+)
 
 
-def set_threads(threads: int | None) -> None:
-    """Set the threads of PyTorch and of the kernels. None takes PyTorch's default, at most the cores."""
-    import torch
+def take_sampling(asked: dict[str, Any]) -> Sampling:
+    """Make a Sampling from click's options; its settings are removed from them."""
+    return Sampling(**{name: asked.pop(name) for name in NUMBERS})
 
-    from attention_ext import processor
 
-    torch.set_num_threads(threads or min(torch.get_num_threads(), processor.cores()))
+def read_prompt(prompt: str | None, file: str | None) -> str | None:
+    """The value of --prompt, or the text of --prompt-file, or of standard input for '-'."""
+    if file is None:
+        return prompt
+    if prompt is not None:
+        raise click.UsageError("--prompt and --prompt-file exclude each other")
+    from model import corpus
+
+    if file != "-":
+        return corpus.read(Path(file))
+    if sys.stdin is None:
+        raise click.UsageError("--prompt-file is -, but standard input is closed")
+    return corpus.decode(sys.stdin.buffer.read(), "standard input")
+
+
+def read_corpus(file: str | None) -> str:
+    """The text of the given file, or of the one that `prepare` wrote."""
+    from model import corpus
+
+    if file is None and not corpus.INPUT.exists():
+        raise click.UsageError(
+            f"there is no corpus yet; give --corpus FILE or run `{program()} prepare` first"
+        )
+    return corpus.read(Path(file) if file else corpus.INPUT)

@@ -3,68 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import re
 import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from app.cli.options import (
-    notice,
-    on_command_line,
-    program,
-    set_threads,
-    size_option,
-    take,
-    threads_option,
-    to_type,
-)
+from app.cli import options
+from app.cli.terminal import notice, program, to_type
 from attention_ext import BuildError
 from attention_ext.parts import with_gradient
 from training.recipe import OWN_TEXT, RECIPES, Recipe
 
-SHIPPED = tuple(RECIPES)
-OWN_ONLY = ("minutes", "init", "old_corpus", "block_size", "batch_chars")  # options
+# Options that do not go with a shipped recipe.
+OWN_ONLY = ("minutes", "init", "old_corpus", "block_size", "batch_chars")
 LONGEST = 100_000  # minutes
 LARGEST_BLOCK, LARGEST_BATCH = 2**16, 2**24  # characters
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """The options of train, as click gives them."""
-
-    name: str
-    corpus_file: str | None
-    minutes: float | None
-    steps: int | None
-    init: str | None
-    old_corpus: str | None
-    block_size: int | None
-    batch_chars: int | None
-    seed: int | None
-    device: str
-    part: str | None
-    out: str | None
-    resume: bool
-    overwrite: bool
-    quiet: bool
-
-
-def read_corpus(corpus_file: str | None) -> str:
-    """The text of the given file, or of the one that `prepare` wrote."""
-    from model import corpus
-
-    if corpus_file is None and not corpus.INPUT.exists():
-        raise click.UsageError(
-            f"there is no corpus yet; give --corpus FILE or run `{program()} prepare` first"
-        )
-    return corpus.read(Path(corpus_file) if corpus_file else corpus.INPUT)
 
 
 @click.command()
@@ -74,7 +35,7 @@ def read_corpus(corpus_file: str | None) -> str:
 )
 @click.option(
     "--minutes",
-    type=click.FloatRange(0, LONGEST, min_open=True),
+    type=options.Number(0, LONGEST, min_open=True),
     help="Minutes that the run takes.",
     show_default="3",
 )
@@ -86,26 +47,24 @@ def read_corpus(corpus_file: str | None) -> str:
 )
 @click.option("--init", help="Model to start from: a shipped name, a directory or ckpt.pt.")
 @click.option("--old-corpus", type=click.Path(), help="Measure what --init's model forgets of this text.")
-@size_option(
+@options.size(
     "--block-size",
     most=LARGEST_BLOCK,
     help="Characters that the model sees.",
     show_default="128, or --init's",
 )
-@size_option("--batch-chars", most=LARGEST_BATCH, help="Characters of a step.", show_default="2048")
+@options.size("--batch-chars", most=LARGEST_BATCH, help="Characters of a step.", show_default="2048")
 @click.option(
-    "--seed", type=click.IntRange(0, 2**63 - 1), help="Seed of the random numbers.", show_default="1337"
+    "--seed",
+    type=click.IntRange(0, options.LARGEST_SEED),
+    help="Seed of the random numbers.",
+    show_default="1337",
 )
-@click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    default="cpu",
-    show_default=True,
-    help="Device to train on.",
-)
-@click.option(
+@options.choice("--device", of=("cpu", "cuda"), help="Device to train on.")
+@options.choice(
     "--part",
-    type=click.Choice(with_gradient()),
+    of=with_gradient(),
+    default=None,
     help="Attention to train with; part4 has no dropout, and gradients on the CPU only.",
     show_default="part4 where it compiles, part0 for shipped names and CUDA",
 )
@@ -115,51 +74,87 @@ def read_corpus(corpus_file: str | None) -> str:
 @click.option("--resume", is_flag=True, help="Go on with a run that was stopped; give its options again.")
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint in --out.")
 @click.option("--quiet", is_flag=True, help="Print the end and warnings only.")
-@threads_option
-def train(threads: int | None, **options: Any) -> None:
+@options.threads
+def train(
+    name: str,
+    corpus_file: str | None,
+    init: str | None,
+    old_corpus: str | None,
+    device: str,
+    part: str | None,
+    out: str | None,
+    resume: bool,
+    overwrite: bool,
+    quiet: bool,
+    threads: int | None,
+    **changes: Any,
+) -> None:
     """Train a model called NAME on a text for some minutes.
 
     A shipped NAME (shakes128, shakes256, shakes1024, shakes2048) takes that model's recipe, which takes
     minutes on a GPU and a day on a CPU.
     """
-    from attention_ext import processor
+    if not re.fullmatch(r"\w[\w.-]{0,99}", name):
+        raise click.UsageError(f"NAME is {name!r}; it must be letters, digits, '.', '-' and '_'")
+    refuse_options_that_do_not_go()
+    if device == "cuda" and part not in (None, "part0"):
+        raise click.UsageError(f"{part} has no gradient on CUDA; --part {part} goes with --device cpu only")
+    options.set_threads(threads)
+    directory = Path(out or Path("out") / name)
+    check_directory(directory, replaces=resume or overwrite)
+    text = options.read_corpus(corpus_file)
 
-    o = take(TrainOptions, options)
-    check(o)
-    processor.let_waiting_threads_sleep()  # before torch is imported
-    directory = Path(o.out or Path("out") / o.name)
-    check_directory(directory, o)
-    text = read_corpus(o.corpus_file)
-    set_threads(threads)
-    run_it(o, text, directory)
+    from app.cli.train_display import watch
+    from attention_ext import attention
+    from model.checkpoint import load
+    from training.run import train as run
+    from training.start import recipe_of
+    from training.state import FILE
+
+    start = None if init is None else load(init)
+    recipe = changed(name, changes)
+    if start:
+        recipe = recipe_of(recipe, start.model, changes["block_size"])
+    part = part or default_part(name, device)
+    about = {} if name in RECIPES and part == "part0" else {"part": part}
+    with stoppable() as stop:
+        try:
+            with watch(name, quiet) as watcher:
+                record = run(
+                    recipe,
+                    text,
+                    device,
+                    directory,
+                    watcher=watcher,
+                    attend=None if part == "part0" else partial(attention, part, causal=True),
+                    start=start,
+                    old_text=None if old_corpus is None else options.read_corpus(old_corpus),
+                    resume=resume,
+                    about=about if init is None else about | {"init": init},
+                    stop=stop,
+                )
+        except KeyboardInterrupt:
+            saved = (directory / FILE).is_file()
+            notice(f"stopped; to go on: {command_to_resume()}" if saved else "stopped before the first step")
+            raise
+    print_end(record, directory, text)
 
 
-def check(o: TrainOptions) -> None:
-    """Raise UsageError if options do not go together."""
-    context = click.get_current_context()
-    if not re.fullmatch(r"\w[\w.-]{0,99}", o.name):
-        raise click.UsageError(f"NAME is {o.name!r}; it must be letters, digits, '.', '-' and '_'")
-    if o.name in SHIPPED:
-        for option in OWN_ONLY:
-            if on_command_line(context, option):
-                flag = "--" + option.replace("_", "-")
-                raise click.UsageError(f"{flag} does not go with {o.name}, which has a recipe of its own")
-    if o.minutes is not None and math.isnan(o.minutes):
-        raise click.UsageError("--minutes is nan; it must be a number")
-    if o.minutes is not None and o.steps is not None:
-        raise click.UsageError("--minutes does not go with --steps")
-    if o.old_corpus is not None and o.init is None:
-        raise click.UsageError("--old-corpus goes with --init only")
-    if o.resume and o.overwrite:
-        raise click.UsageError("--overwrite does not go with --resume")
-    if o.device == "cuda" and o.part not in (None, "part0"):
-        raise click.UsageError(
-            f"{o.part} has no gradient on CUDA; --part {o.part} goes with --device cpu only"
-        )
+def refuse_options_that_do_not_go() -> None:
+    """Raise UsageError if options of the current command do not go together."""
+    name = click.get_current_context().params["name"]
+    if name in RECIPES:
+        options.refuse(OWN_ONLY, f"does not go with {name}, which has a recipe of its own")
+    if options.given("steps"):
+        options.refuse(("minutes",), "does not go with --steps")
+    if options.given("resume"):
+        options.refuse(("overwrite",), "does not go with --resume")
+    if not options.given("init"):
+        options.refuse(("old_corpus",), "goes with --init only")
 
 
-def check_directory(directory: Path, o: TrainOptions) -> None:
-    """Raise UsageError if a checkpoint would be replaced without --overwrite.
+def check_directory(directory: Path, replaces: bool) -> None:
+    """Raise UsageError if a checkpoint would be replaced and `replaces` is False.
 
     Raises ValueError if another process trains there.
     """
@@ -168,7 +163,7 @@ def check_directory(directory: Path, o: TrainOptions) -> None:
     if (directory / LOCK).is_file():
         with only_run(directory):  # else the next message would call its run stopped
             pass
-    if o.resume or o.overwrite:
+    if replaces:
         return
     stopped = (directory / FILE).is_file()
     if stopped or any((directory / name).is_file() for name in ("model.safetensors", "ckpt.pt")):
@@ -179,68 +174,17 @@ def check_directory(directory: Path, o: TrainOptions) -> None:
         )
 
 
-def run_it(o: TrainOptions, text: str, directory: Path) -> None:
-    """Train, and print how it ended."""
-    from functools import partial
-
-    from app.cli.training_display import watch
-    from attention_ext import attention
-    from model.checkpoint import load
-    from training.run import train as run
-    from training.state import FILE
-
-    recipe, start = chosen_recipe(o), None
-    if o.init is not None:
-        from training.start import recipe_of
-
-        start = load(o.init)
-        recipe = recipe_of(recipe, start.model, o.block_size)
-    old_text = None if o.old_corpus is None else read_corpus(o.old_corpus)
-    part = o.part or default_part(o)
-    attend = None if part == "part0" else partial(attention, part, causal=True)
-    about = {} if o.name in SHIPPED and part == "part0" else {"part": part}
-    about |= {} if o.init is None else {"init": o.init}
-    with stoppable() as stop, watch(o.name, o.quiet) as watcher:
-        try:
-            record = run(
-                recipe,
-                text,
-                o.device,
-                directory,
-                watcher=watcher,
-                attend=attend,
-                start=start,
-                old_text=old_text,
-                resume=o.resume,
-                about=about,
-                stop=stop,
-            )
-        except KeyboardInterrupt:
-            watcher.close()
-            saved = (directory / FILE).is_file()
-            notice(f"stopped; to go on: {command_to_resume()}" if saved else "stopped before the first step")
-            raise
-    print_end(record, directory, text)
+def changed(name: str, changes: dict[str, Any]) -> Recipe:
+    """The recipe of the name, with the changes that are not None."""
+    changes = {option: value for option, value in changes.items() if value is not None}
+    if "steps" in changes and name not in RECIPES:
+        changes |= {"minutes": None, "eval_every": math.ceil(changes["steps"] / 20)}
+    return dataclasses.replace(RECIPES.get(name, OWN_TEXT), **changes)
 
 
-def chosen_recipe(o: TrainOptions) -> Recipe:
-    """The recipe of the name with what the options change."""
-    import dataclasses
-
-    recipe = RECIPES.get(o.name, OWN_TEXT)
-    changed: dict[str, Any] = {
-        name: value
-        for name in ("minutes", "steps", "block_size", "batch_chars", "seed")
-        if (value := getattr(o, name)) is not None
-    }
-    if o.steps is not None and o.name not in RECIPES:
-        changed |= {"minutes": None, "eval_every": math.ceil(o.steps / 20)}
-    return dataclasses.replace(recipe, **changed)
-
-
-def default_part(o: TrainOptions) -> str:
+def default_part(name: str, device: str) -> str:
     """part4 if it has a gradient here and compiles, else part0. It compiles before the run's time begins."""
-    if o.name in SHIPPED or o.device == "cuda":
+    if name in RECIPES or device == "cuda":
         return "part0"
     from attention_ext import extension
 
@@ -278,8 +222,8 @@ def command_to_resume() -> str:
     context = click.get_current_context()
     words = ["train", context.params["name"]]
     for option in context.command.params:
-        if isinstance(option, click.Option) and option.name and on_command_line(context, option.name):
-            value = context.params[option.name]
+        if isinstance(option, click.Option) and options.given(str(option.name)):
+            value = context.params[str(option.name)]
             words += [option.opts[0]] if option.is_flag else [option.opts[0], str(value)]
     words = [word for word in words if word not in ("--resume", "--overwrite")]
     return f"{to_type()} {shlex.join(words)} --resume"

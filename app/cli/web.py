@@ -1,4 +1,4 @@
-"""gpt.py web: the page that runs the kernels in a browser."""
+"""web: the page that runs the kernels in a browser."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ from pathlib import Path
 
 import click
 
-from app.cli.options import notice
+from app.cli.terminal import notice
 
 
 @click.command()
 @click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=8080,
-    show_default=True,
-    help="Port on 127.0.0.1; 0 takes a free one.",
+    "--port", type=click.IntRange(0, 65535), default=8080, help="Port on 127.0.0.1; 0 takes a free one."
 )
 @click.option(
     "--out",

@@ -246,8 +246,7 @@ MALFORMED = {
     '{"id": 1, "prompt": "a", "options": []}': "options must be an object",
     '{"id": 1, "prompt": "a", "options": {"colour": 1}}': "option 'colour' is unknown",
     '{"id": 1, "prompt": "a", "options": {"temperature": NaN}}': "temperature is nan",
-    '{"id": 1, "prompt": "a", "options": {"temperature": 1%s}}'
-    % ("0" * 400): "must be a number of",
+    '{"id": 1, "prompt": "a", "options": {"temperature": 1%s}}' % ("0" * 400): "must be a number of",
     '{"id": 1, "prompt": "a", "options": {"max_new_tokens": null}}': "max_new_tokens must be",
     '{"id": 1, "prompt": "a", "options": {"max_new_tokens": 99999999}}': "at most 1048576",
     '{"id": 1, "prompt": "a", "options": {"stop": 1}}': "stop must be",

@@ -7,10 +7,11 @@ import re
 
 import pytest
 from rich.console import Console
+from rich.live import Live
 from training_texts import TINY, words
 
-from app.cli import training_display as display
-from app.cli.training_display import Picture, Sampler, picture
+from app.cli import train_display as display
+from app.cli.train_display import Picture, Sampler, picture
 from training.run import train
 from training.watch import Status
 
@@ -52,11 +53,8 @@ def test_a_watched_run_is_the_same_run(tmp_path, monkeypatch, request, part):
 
     monkeypatch.setattr(display, "Sampler", Own)
     out = io.StringIO()
-    watcher = Picture("mine", Console(file=out, force_terminal=True, width=100, height=40))
-    try:
-        train(TINY, words(4000), out=tmp_path / "watched", watcher=watcher)
-    finally:
-        watcher.close()
+    with Live(console=Console(file=out, force_terminal=True, width=100, height=40)) as live:
+        train(TINY, words(4000), out=tmp_path / "watched", watcher=Picture("mine", live))
     train(TINY, words(4000), out=tmp_path / "alone")
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("watched", "alone")]
     assert files[0] == files[1]

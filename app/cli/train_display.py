@@ -7,54 +7,52 @@ import copy
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
+import numpy as np
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from app.cli.options import notice
+from app.cli.terminal import notice
 from attention_ext import BuildError
-from generation.engine import default_engine, open_engine
-from generation.sampling import Sampling
-from generation.texts import capacity_for, complete
-from generation.writer import Request, Writer
+from generation import generate
+from generation.engine import default_engine
 from lab.race import harmless
 from model.checkpoint import Checkpoint
 from model.gpt import GPT
 from model.tokenizer import CharTokenizer
-from training.watch import Status, Watcher
+from training.watch import Nobody, Status, Watcher
 
 SAMPLE_SHARE = 0.015  # share of the time that samples may take
 SAMPLE_SECONDS = 3.0  # least time between two samples
 REDRAW_SECONDS = 0.5
-SAMPLING = Sampling(temperature=0.8)
 PLOT_ROWS, PLOT_COLUMNS, SAMPLE_ROWS = 10, 60, 8  # the most of each
 VALIDATION, TRAINING = "cyan", "yellow"  # colors of the curves
 
 
-class Display(Watcher, Protocol):
-    """A watcher that is closed when the run is over."""
+@contextlib.contextmanager
+def watch(name: str, quiet: bool) -> Iterator[Watcher]:
+    """A picture on a terminal, else lines."""
+    seen = all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
+    console = Console(stderr=True)
+    # Without colors the curves could not be told apart.
+    if not seen or quiet or console.is_dumb_terminal or console.no_color:
+        yield Lines(quiet)
+        return
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        yield Picture(name, live)
 
-    def close(self) -> None: ...
 
-
-class Lines:
+class Lines(Nobody):
     """Writes a line on standard error for each evaluation; if quiet, only warnings."""
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
 
-    def begin(self, averaged: GPT, tokenizer: CharTokenizer) -> None:
-        pass
-
     def note(self, sentence: str) -> None:
         notice(sentence)
-
-    def stepped(self, status: Status) -> None:
-        pass
 
     def evaluated(self, status: Status) -> None:
         if self.quiet:
@@ -68,41 +66,30 @@ class Lines:
             f"{status.rate:,.0f} characters/s  {status.seconds:.0f} s, {status.left:.0f} s left"
         )
 
-    def close(self) -> None:
-        pass
-
 
 class Picture:
     """Draws the curves, the speed and a sample of the averaged weights in place, on a terminal."""
 
-    def __init__(self, name: str, console: Console) -> None:
-        self.name, self.console = name, console
+    def __init__(self, name: str, live: Live) -> None:
+        self.name, self.live = name, live
         self.sample = ""
-        self._writer: Sampler | None = None
+        self._sampler: Sampler | None = None
         self._drawn = 0.0
-        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
-        self._live.start()
 
     def begin(self, averaged: GPT, tokenizer: CharTokenizer) -> None:
-        self._writer = Sampler(averaged, tokenizer)
+        self._sampler = Sampler(averaged, tokenizer)
 
     def note(self, sentence: str) -> None:
-        self.console.print(Text(sentence))
+        self.live.console.print(Text(sentence))
 
     def stepped(self, status: Status) -> None:
-        if self._writer is not None and self._writer.due():
-            self.sample = self._writer.write()
+        if self._sampler is not None and self._sampler.due():
+            self.sample = self._sampler.write()
         if time.monotonic() - self._drawn >= REDRAW_SECONDS:
-            self._draw(status)
+            self.evaluated(status)
 
     def evaluated(self, status: Status) -> None:
-        self._draw(status)
-
-    def close(self) -> None:
-        self._live.stop()
-
-    def _draw(self, status: Status) -> None:
-        self._live.update(picture(self.name, status, self.sample, self.console), refresh=True)
+        self.live.update(picture(self.name, status, self.sample, self.live.console), refresh=True)
         self._drawn = time.monotonic()
 
 
@@ -134,17 +121,14 @@ class Sampler:
         if next(model.parameters()).is_cuda:
             model = copy.deepcopy(model).cpu()
         checkpoint = Checkpoint(model, self.tokenizer)
-        request = Request(self.tokenizer.encode(self.prompt), 1, SAMPLING, self.tokens, context="reset")
         try:
-            engine = open_engine(model, part=self.part, capacity=capacity_for(checkpoint, request))
-            written = complete(Writer(engine), self.tokenizer, [request])
-            text = "".join(piece for _, piece in written)
+            text = generate(checkpoint, self.prompt, self.tokens, part=self.part, seed=1, context="reset")
         except BuildError:
             self.part, text = "part0", ""
         self._last = time.monotonic()
         self._cost = self._last - start
         self._spent += self._cost
-        return text
+        return str(text)
 
 
 def picture(name: str, status: Status, sample: str, console: Console) -> Group:
@@ -164,7 +148,8 @@ def picture(name: str, status: Status, sample: str, console: Console) -> Group:
         parts += curves(status.curve, max(1, width - 8), status.progress)
     if sample:
         rows = max(1, min(SAMPLE_ROWS, console.height - PLOT_ROWS - 8))
-        parts.append(Panel(first_rows(sample, width - 4, rows, console), width=width, title="a sample"))
+        lines = Text(harmless(sample)).wrap(console, width - 4, overflow="fold")
+        parts.append(Panel(Text("\n").join(lines[:rows]), width=width, title="a sample"))
     return Group(*parts, "")  # the cursor's line stays empty: a terminal echoes ^C there
 
 
@@ -175,36 +160,27 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def first_rows(text: str, width: int, rows: int, console: Console) -> Text:
-    """The first rows of a text, without control characters."""
-    lines: list[Text] = []
-    for paragraph in text.split("\n"):
-        lines += Text(harmless(paragraph)).wrap(console, width, overflow="fold") or [Text()]
-        if len(lines) >= rows:
-            break
-    return Text("\n").join(lines[:rows])
-
-
 def curves(curve: Sequence[Sequence[float | None]], width: int, progress: float) -> list[Text]:
     """A plot of both losses over the steps, and its legend. A row of characters shows two of the plot.
 
     curve: rows [step, training loss or None, validation loss]. progress: the share of the run that is done,
     in [0, 1]; the curve ends at this share of the width.
     """
-    height, last = 2 * PLOT_ROWS, max(1, curve[-1][0] or 1)
-    low = min(loss for row in curve for loss in row[1:] if loss is not None)
+    rows, height = np.array(curve, dtype=float), 2 * PLOT_ROWS  # NaN for None
+    low = np.nanmin(rows[:, 1:])
     # The first losses are cut off: beside them the others would be a flat line.
-    high = max(loss for row in curve[len(curve) // 8 :] for loss in row[1:] if loss is not None)
-    grid: list[list[str]] = [[""] * width for _ in range(height)]
+    high = np.nanmax(rows[len(rows) // 8 :, 1:])
+    ends = (rows[:, 0] / max(1, rows[-1, 0]) * progress * (width - 1)).astype(int)
+    grid = np.full((height, width), "", dtype=object)  # colors
     for which, color in ((1, TRAINING), (2, VALIDATION)):
-        points = [(row[0] or 0, loss) for row in curve if (loss := row[which]) is not None]
-        above: int | None = None
-        for x, y in columns(points, width, last / max(progress, 1e-9)):
-            row = max(0, round((high - y) / max(high - low, 1e-9) * (height - 1)))
-            above = row if above is None else above
-            for between in range(min(row, above), max(row, above) + 1):
-                grid[between][x] = color
-            above = row
+        known = ~np.isnan(rows[:, which])
+        if not known.any():
+            continue
+        columns = np.arange(ends[known][0], ends[known][-1] + 1)
+        losses = np.interp(columns, ends[known], rows[known, which])
+        at = np.clip(((high - losses) / max(high - low, 1e-9) * (height - 1)).round(), 0, None).astype(int)
+        for column, above, row in zip(columns, [at[0], *at], at):
+            grid[min(above, row) : max(above, row) + 1, column] = color
     lines = []
     for number, (tops, bottoms) in enumerate(zip(grid[::2], grid[1::2])):
         loss = high - (high - low) * number / max(1, PLOT_ROWS - 1)
@@ -221,31 +197,8 @@ def curves(curve: Sequence[Sequence[float | None]], width: int, progress: float)
     return [*lines, legend]
 
 
-def columns(points: Sequence[tuple[float, float]], width: int, steps: float) -> Iterator[tuple[int, float]]:
-    """(column, loss) of a line through points (step, loss). The width stands for `steps`."""
-    for (x0, y0), (x1, y1) in zip(points, points[1:] or points):
-        first, last = (min(width - 1, int(x / steps * (width - 1))) for x in (x0, x1))
-        for x in range(first, last + 1):
-            share = (x - first) / (last - first) if last > first else 1.0
-            yield x, y0 + share * (y1 - y0)
-
-
 def cell(top: str, bottom: str) -> tuple[str, str]:
     """A character whose halves have these colors ('' is no color), and its style."""
     if top and bottom:
         return ("█", top) if top == bottom else ("▀", f"{top} on {bottom}")
     return ("▀", top) if top else ("▄", bottom) if bottom else (" ", "")
-
-
-@contextlib.contextmanager
-def watch(name: str, quiet: bool) -> Iterator[Display]:
-    """A picture on a terminal, else lines. It is closed at the end, also after an error."""
-    seen = all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
-    console = Console(stderr=True)
-    # Without colors the curves could not be told apart.
-    drawn = seen and not quiet and not console.is_dumb_terminal and not console.no_color
-    display: Display = Picture(name, console) if drawn else Lines(quiet)
-    try:
-        yield display
-    finally:
-        display.close()

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from app.cli.options import (
-    all_of,
-    kv_cache_option,
-    notice,
-    set_threads,
-    size_option,
-    threads_option,
-    weights_option,
-)
+from app.cli import options
+from app.cli.terminal import notice
 from attention_ext import PARTS, BuildError, processor
 
 if TYPE_CHECKING:
@@ -25,36 +17,25 @@ if TYPE_CHECKING:
 
 PACKAGES = {"starlette", "uvicorn", "httptools", "uvloop", "pydantic", "prometheus_client"}
 
-serve_options = all_of(
+serve_options = options.all_of(
     click.option(
         "-m",
         "--model",
         "models",
         multiple=True,
         default=["shakes256"],
-        show_default=True,
         help="Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt; may be repeated.",
     ),
+    options.choice("--part", of=PARTS, default="part4", help="Attention of requests that name no part."),
+    click.option("--host", default="127.0.0.1", help="Address to listen at."),
     click.option(
-        "--part",
-        type=click.Choice(list(PARTS)),
-        default="part4",
-        show_default=True,
-        help="Attention of requests that name no part.",
+        "--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen at; 0 takes a free one."
     ),
-    click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at."),
-    click.option(
-        "--port",
-        type=click.IntRange(0, 65535),
-        default=8000,
-        show_default=True,
-        help="Port to listen at; 0 takes a free one.",
-    ),
-    size_option("--slots", default=32, most=4096, help="Texts written at once for each model and part."),
-    size_option("--queue", default=256, most=10**6, help="Texts that may wait for each model and part."),
-    threads_option,
-    weights_option,
-    kv_cache_option,
+    options.size("--slots", default=32, most=4096, help="Texts written at once for each model and part."),
+    options.size("--queue", default=256, most=10**6, help="Texts that may wait for each model and part."),
+    options.threads,
+    options.weights,
+    options.kv_cache,
     click.option(
         "--api-key", "api_keys", multiple=True, help="A key that clients must send; may be repeated."
     ),
@@ -80,9 +61,8 @@ serve_options = all_of(
     click.option("--insecure", is_flag=True, help="Listen beyond this machine without a key."),
     click.option(
         "--grace",
-        type=click.FloatRange(0, 86_400),
+        type=options.Number(0, 86_400),
         default=10.0,
-        show_default=True,
         help="Seconds that running requests have to finish after SIGTERM or Ctrl-C.",
     ),
 )
@@ -99,14 +79,14 @@ def serve(
     insecure: bool,
     origins: tuple[str, ...],
     hosts: tuple[str, ...],
-    grace: float,
-    **options,
+    **asked,
 ) -> None:
     """Serve models through OpenAI's API.
 
     It needs more packages: pip install -e '.[serve]'. A request with a seed gets the text that --inference
     writes with that seed, alone or among others. Sampling has OpenAI's defaults: temperature 1, all tokens.
     """
+    processor.let_waiting_threads_sleep()  # before torch is imported
     try:
         from app.server import running  # noqa: F401  # imports all of them
         from app.server.security import check_host, check_origin, is_loopback
@@ -117,9 +97,7 @@ def serve(
     from app.server.settings import Settings
 
     keys = (*api_keys, *(keys_of(api_key_file) if api_key_file else ()))
-    if any(
-        not key.strip() or not key.isascii() or not key.isprintable() or key != key.strip() for key in keys
-    ):
+    if not all(key and key.isascii() and key.isprintable() and key == key.strip() for key in keys):
         raise ValueError("--api-key must be of printable ASCII characters, without spaces around it")
     if not (is_loopback(host) or keys or insecure):
         raise ValueError(
@@ -129,24 +107,17 @@ def serve(
         check_origin(origin)
     for name in hosts:
         check_host(name)
-    if math.isnan(grace):
-        raise ValueError("--grace is nan; it must be a number of seconds")
-    processor.let_waiting_threads_sleep()
-    import torch
-
     from web import build
 
-    set_threads(threads)
     settings = Settings(
         tuple(dict.fromkeys(models)),
         host=host,
-        threads=torch.get_num_threads(),
+        threads=options.set_threads(threads),
         api_keys=keys,
         origins=origins,
         hosts=hosts,
-        grace=grace,
         page=build.default_folder(),
-        **options,
+        **asked,
     )
     try:
         listen(settings)
@@ -179,6 +150,3 @@ def keys_of(file: Path) -> list[str]:
     if not keys:
         raise ValueError(f"--api-key-file {os.fspath(file)} has no key; it must have one in a line")
     return keys
-
-
-COMMANDS = (serve,)

@@ -1,0 +1,172 @@
+"""bulk: very many texts in files, over processes or a cluster."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from app.cli import options
+from app.cli.terminal import notice, one_line, program
+from attention_ext import PARTS, processor
+
+if TYPE_CHECKING:
+    from generation.bulk import Job, Progress
+
+STALL_SECONDS = 120.0  # generation.processes.STALL_SECONDS, which needs torch
+
+
+class Directory(click.Path):
+    """A directory's path. The empty path, which an unset variable gives, is refused."""
+
+    def convert(self, value, parameter, context):
+        if value == "":
+            self.fail("'' is no directory; '.' is this one")
+        return super().convert(value, parameter, context)
+
+
+bulk_options = options.all_of(
+    options.model,
+    options.size("--texts", most=options.LARGEST_SEED, help="Texts to write; text i has the seed SEED + i."),
+    click.option(
+        "--out",
+        type=Directory(file_okay=False, path_type=Path),
+        required=True,
+        help="Directory of the files.",
+    ),
+    options.choice("--part", of=PARTS, default="part4", help="Attention to use."),
+    options.choice("--format", of=("jsonl", "parquet"), help="Format of the files; parquet needs pyarrow."),
+    options.size("--workers", most=2**16, help="Processes.", show_default="one a core"),
+    click.option("--ray", metavar="ADDRESS", help="Write on this Ray cluster; 'auto' finds a running one."),
+    click.option(
+        "--prompts",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help='File with a text in each line: {"id": ..., "prompt": ..., "options": {...}}.',
+    ),
+    click.option(
+        "--timeout",
+        type=options.Number(1, 86400),
+        default=STALL_SECONDS,
+        help="Seconds of silence after which a worker is killed and its file tried again.",
+    ),
+    options.size("--shard-size", default=1024, most=10**9, help="Texts in a file."),
+    options.prompt,
+    options.sampling,
+    options.text,
+    options.engine,
+    options.simd,
+    options.weights,
+    options.kv_cache,
+)
+
+
+@click.command()
+@bulk_options
+def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **asked) -> None:
+    """Write very many texts to files, over processes or a Ray cluster. Run again, it continues.
+
+    A file holds SHARD_SIZE texts. OUT/manifest.json records the request and the files that are complete. The
+    bytes of a file are the same for any number of workers, kills and restarts. Ctrl-C stops; the same
+    command continues. The exit code is 1 if files were left out because their workers died repeatedly.
+    """
+    if asked["prompts"] is not None:
+        options.refuse(("texts", "prompt", "prompt_file"), "does not go with --prompts")
+    elif asked["texts"] is None:
+        raise click.UsageError("give --texts N or --prompts FILE")
+    processor.let_waiting_threads_sleep()
+    from generation import bulk as writing_many
+
+    job = job_of(**asked)
+
+    def open_pool(settings, shards):
+        if ray is None:
+            return writing_many.LocalPool(settings, min(workers or processor.cores(), shards), timeout)
+        from generation import cluster
+
+        return cluster.open_pool(ray, workers, settings, shards, timeout)
+
+    with progress_bar() as (show, say):
+        try:
+            manifest = writing_many.run(job, out, open_pool, say, show)
+        except KeyboardInterrupt:
+            notice(f"\nstopped; the same command goes on ({out})", nl=False)
+            raise
+        except OSError as error:
+            where = error.filename or out
+            raise click.ClickException(
+                f"{where}: {error.strerror or error}; the same command goes on"
+            ) from None
+    shards = manifest.shards.values()
+    rejected, left_out = sum(len(shard["rejected"]) for shard in shards), len(manifest.content["failed"])
+    notice(
+        f"{out}: {sum(shard['texts'] for shard in shards):,} texts, "
+        f"{sum(shard['tokens'] for shard in shards):,} tokens in {len(shards):,} files"
+        + f"; {rejected} lines were rejected" * bool(rejected)
+        + f"; {left_out} files were left out" * bool(left_out)
+    )
+    if left_out:
+        sys.exit(1)
+
+
+def job_of(prompts: Path | None, texts: int | None, shard_size: int, **asked) -> Job:
+    """The job that the options ask for. Raises ValueError, CheckpointError or BuildError."""
+    from generation import shards
+    from generation.bulk import Job, Prompts
+    from generation.engine import open_engine
+    from model import load
+
+    if asked["format"] == "parquet":
+        shards.check_parquet()
+    checkpoint = load(asked["model"])
+    found = None if prompts is None else Prompts(prompts, shard_size)
+    if found is None:
+        prompt = options.read_prompt(asked["prompt"], asked["prompt_file"])
+        asked["prompt"] = "\n" if prompt is None else prompt
+    if asked["max_new_tokens"] is None:
+        asked["max_new_tokens"] = checkpoint.model.config.block_size
+    asked["sampling"] = options.take_sampling(asked)
+    asked |= {"fingerprint": shards.fingerprint(checkpoint), "use_cache": not asked["no_kv_cache"]}
+    names = {field.name for field in fields(shards.Settings)} & asked.keys()
+    settings = shards.Settings(**{name: asked[name] for name in names})
+    shards.request_for(settings, checkpoint.tokenizer, 0)  # checks the settings
+    # compiles what the workers load
+    open_engine(checkpoint.model, settings.engine, part=settings.part, simd=settings.simd)
+    texts = found.lines if found else texts or 0
+    return Job(settings, texts, shard_size, found, shards.resolved(settings, checkpoint))
+
+
+@contextmanager
+def progress_bar() -> Iterator[tuple[Callable[[Progress], None], Callable[[str], None]]]:
+    """(show, say): show draws the progress, say prints a line above the bar."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    columns = BarColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=console, transient=True, disable=hidden, refresh_per_second=2) as bar:
+        task = bar.add_task("starting")
+
+        def show(state) -> None:
+            bar.update(task, completed=state.texts, total=state.total, description=described(state))
+
+        def say(line: str) -> None:
+            text = f"{program()}: {one_line(line)}"
+            notice(text) if hidden else console.print(text, markup=False)
+
+        yield show, say
+
+
+def described(state: Progress) -> str:
+    """The line beside the bar: texts, tokens per second, time left, workers lost."""
+    line = f"{state.texts:,} of {state.total:,} texts"
+    if state.done:
+        left = timedelta(seconds=int((state.total - state.texts) * state.seconds / state.done))
+        line += f", {state.tokens / state.seconds:,.0f} tokens/s, {left} left"
+    return f"{line}, {state.lost} workers lost"

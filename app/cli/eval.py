@@ -1,0 +1,34 @@
+"""eval: the loss of a model on a text."""
+
+from __future__ import annotations
+
+import click
+
+from app.cli import options
+from attention_ext import PARTS
+
+
+@click.command("eval")
+@options.model
+@click.option(
+    "--corpus",
+    "corpus_file",
+    type=click.Path(),
+    help="Text; its last 10 % are evaluated.",
+    show_default="what prepare got",
+)
+@options.choice("--part", of=PARTS, help="Attention to evaluate with.")
+@options.weights
+@options.kv_cache
+@options.device
+@options.step
+@options.threads
+def evaluate(model: str, corpus_file: str | None, threads: int | None, **asked) -> None:
+    """Print the loss on the last 10 % of a text, over contiguous windows of the block size."""
+    options.refuse_other_device()
+    options.set_threads(threads)
+    from lab import loss
+
+    measured = loss.held_out(model, options.read_corpus(corpus_file), **asked)
+    click.echo(f"{model}: {measured.nats:.4f} nats = {measured.bits:.4f} bits per character")
+    click.echo(f"({measured.characters:,} characters, windows of {measured.window} tokens)")

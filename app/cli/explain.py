@@ -1,0 +1,70 @@
+"""explain: what one call of attention costs, and why."""
+
+from __future__ import annotations
+
+import click
+
+from app.cli import options
+from lab.cuda.architectures import SHEETS
+
+DEFAULTS = {"cpu": {"batch": 1, "heads": 4, "N": 1024}, "cuda": {"batch": 100, "heads": 1, "N": 4096}}
+
+
+@click.command()
+@options.part
+@options.size("-B", "--batch", most=options.MOST_HEADS, help="Batch size.", show_default="1; 100 on CUDA")
+@options.size("-N", "N", help="Number of keys and of queries.", show_default="1024; 4096 on CUDA")
+@options.size("--queries", "cuda_queries", help="Number of queries, on CUDA.", show_default="as many as keys")
+@options.size("-d", "d", default=32, most=options.WIDEST_HEAD, help="Head width.")
+@options.tiles(default="auto")
+@click.option("--causal", is_flag=True, help="Use a causal mask.")
+@options.size("--heads", most=options.MOST_HEADS, help="Number of heads.", show_default="4; 1 on CUDA")
+@options.one_thread
+@options.simd
+@options.dtype
+@options.device
+@options.step
+@options.choice(
+    "--arch",
+    of=SHEETS,
+    default=None,
+    help="Explain the step for this architecture without measuring it; needs no GPU.",
+)
+@click.option(
+    "--cachegrind", is_flag=True, help="Simulate the caches with valgrind; takes about fifty times as long."
+)
+def explain(
+    part: str,
+    device: str,
+    step: str | None,
+    arch: str | None,
+    cuda_queries: int | None,
+    cachegrind: bool,
+    **sizes,
+) -> None:
+    """Show what PART costs and why: arithmetic, scratch, bytes into each cache, the bound, the time.
+
+    The bytes are the algorithm's own count. The cache misses of one head are shown beside them if Linux's
+    perf may count them, or with --cachegrind. With --device cuda a step of part4 is explained: registers,
+    spills, occupancy, bytes through shared and global memory, the bound, the time, and the counts of Nsight
+    Compute if ncu is on PATH and may count.
+    """
+    options.refuse_other_device()
+    sizes |= {name: sizes[name] or size for name, size in DEFAULTS[device].items()}
+    if device == "cuda":
+        if part != "part4":
+            raise click.UsageError(f"PART is {part}; it must be part4 with --device cuda")
+        from lab.cuda import explain as on_cuda
+
+        asked = {name: sizes[name] for name in ("N", "d", "batch", "heads", "causal", "dtype")}
+        question = on_cuda.Question(**asked, queries=cuda_queries, step=step, arch=arch)
+        on_cuda.explain(question, click.echo)
+        return
+    from lab.bench import cases
+    from lab.explain import explain as explained
+
+    lists = {"lengths": "N", "widths": "d", "masks": "causal", "simds": "simd"}
+    lists |= {name: name for name in ("br", "bc", "threads")}
+    sizes |= {name: [sizes.pop(size)] for name, size in lists.items()}
+    (cell,) = cases.plan([part], **sizes)
+    explained(cell, click.echo, cachegrind)

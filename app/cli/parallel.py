@@ -1,0 +1,74 @@
+"""parallel: attention over processes, which torchrun starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from app.cli import options
+from app.cli.terminal import notice, program
+from attention_ext import PARTS
+
+METHODS = ("split", "gather", "ring", "zigzag", "ulysses")  # attention_ext.parallel.METHODS, which need torch
+
+
+@click.command()
+@click.argument("method", type=click.Choice(METHODS), metavar="METHOD")
+@options.size("-N", "N", default=4096, help="Keys of the sequence.")
+@options.size("--queries", help="Queries, the last of the sequence.", show_default="N, in split 1")
+@options.size("--heads", default=4, most=options.MOST_HEADS, help="Number of heads.")
+@options.size("-d", "d", default=32, most=options.WIDEST_HEAD, help="Head width.")
+@click.option("--causal", is_flag=True, help="Use a causal mask.")
+@options.choice("--part", of=PARTS, default="part4", help="What computes.")
+@options.device
+@options.one_thread
+@click.option(
+    "--timeout",
+    type=options.Number(1, 86400),
+    default=30.0,
+    help="Seconds to wait for another rank; must be more than a step takes.",
+)
+def parallel(method: str, threads: int, queries: int | None, **asked) -> None:
+    """Test attention over processes by METHOD: its result, bytes, steps, waiting and time.
+
+    torchrun starts it once for each process:
+
+    \b
+    python -m torch.distributed.run --nproc-per-node 2 gpt.py parallel ring
+
+    Each process is a rank and holds a part of the sequence. METHOD is split (keys over ranks, one merge, for
+    decoding), gather (all keys to all ranks), ring (K and V go round), zigzag (a ring with equal causal work)
+    or ulysses (heads over ranks). The exit code is 1 if a result is wrong, and 2 if a rank is lost. A lost
+    rank is reported at most --timeout and five seconds after another rank began to wait for it.
+    """
+    options.check_device(asked["part"], asked["device"])
+    queries = queries or (1 if method == "split" else asked["N"])
+    if asked["causal"] and queries > asked["N"]:
+        raise click.UsageError(f"--queries is {queries}; with --causal it must be at most N = {asked['N']}")
+    check_started(method)
+    options.set_threads(threads)
+    from attention_ext.ranks import LostRank
+    from lab import parallel as over_processes
+
+    question = over_processes.Question(method=method, queries=queries, **asked)
+    try:
+        passed = over_processes.run(question, click.echo)
+    except LostRank as error:
+        if asked["device"] == "cuda":  # a kernel that waits for the lost rank may block the usual exit
+            notice(f"{program()}: error: {error}")
+            os._exit(2)
+        raise click.ClickException(str(error)) from error
+    if not passed:
+        sys.exit(1)
+
+
+def check_started(method: str) -> None:
+    """Raise UsageError, with the command, unless torchrun started this process."""
+    module = "-m gpt" if program() == "shakespeare" else "gpt.py"
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise click.UsageError(
+            "started without torchrun; the command is: "
+            f"python -m torch.distributed.run --nproc-per-node 2 {module} parallel {method}"
+        )

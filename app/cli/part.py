@@ -1,0 +1,314 @@
+"""part0 ... part4: the lab's test of a part; with --inference the part writes text instead."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from app.cli import options
+from app.cli.terminal import notice
+from attention_ext import PARTS
+from attention_ext.parts import CachePrecision, helpers_of, running_on, with_gradient
+
+if TYPE_CHECKING:
+    from generation.engine import Engine
+    from generation.texts import Completion
+
+LAB_TILE = 256  # the lab's tile, in queries and in keys
+WITH_STEPS = tuple(name for name in running_on("cuda") if PARTS[name].operator)
+TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype", "backward"}
+NOT_BACKWARD = {"br", "bc", "device", "step", "dtype"}
+ENGINE = ("engine", "simd", "br", "bc", "weights", "kv_cache", "device", "step")  # of open_engine()
+
+SEPARATOR = "-" * 15
+HELP = (
+    "An empty line writes on, /fresh forgets the text, /quit or Ctrl-D ends, Ctrl-C stops the current text."
+)
+
+test_options = options.all_of(
+    options.size("-B", "--batch", default=1, most=options.MOST_HEADS, help="Batch size of the test."),
+    options.size("--heads", default=4, most=options.MOST_HEADS, help="Number of heads of the test."),
+    options.size("-N", "N", default=1024, help="Sequence length of the test."),
+    options.size("-d", "d", default=32, most=options.WIDEST_HEAD, help="Head width of the test."),
+    options.tiles(default=LAB_TILE, show_default=f"{LAB_TILE} in the test, auto in --inference"),
+    options.threads,
+    options.simd,
+    options.device,
+    options.step,
+    click.option("--causal", is_flag=True, help="Use a causal mask in the test; the model always uses one."),
+    click.option(
+        "--backward", is_flag=True, help="Test the gradients, against float64 and PyTorch; part0 and part4."
+    ),
+    options.dtype,
+)
+inference_options = options.all_of(
+    click.option("--inference", is_flag=True, help="Write text instead of running the test."),
+    options.model,
+    options.prompt,
+    click.option(
+        "--num-samples",
+        type=click.IntRange(1),
+        default=2,
+        help="Samples to write; sample i has the seed SEED + i.",
+    ),
+    options.sampling,
+    options.text,
+    options.engine,
+    options.weights,
+    options.kv_cache,
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object per sample."),
+    click.option("--interactive", is_flag=True, help="Continue each line that you type."),
+)
+
+
+def command_of(part: str) -> click.Command:
+    """The command of one row of PARTS."""
+    summary = PARTS[part].summary
+
+    @click.command(
+        part,
+        short_help=f"Test {part} against PyTorch and profile it.",
+        help=f"Test {part} ({summary}) against PyTorch and profile it, or write text with it (--inference).",
+    )
+    @test_options
+    @inference_options
+    def command(threads: int | None, **asked: Any) -> None:
+        check(part, asked)
+        if asked["inference"] or asked["device"] == "cuda":
+            asked |= {side: None for side in ("br", "bc") if not options.given(side)}
+        if asked["inference"]:
+            write(part, threads, asked)
+        else:
+            test(part, threads, asked)
+
+    return command
+
+
+def check(part: str, asked: dict[str, Any]) -> None:
+    """Raise UsageError for an option that would be ignored, or that the part lacks."""
+    if asked["inference"]:
+        options.refuse(TEST_ONLY, "does not go with --inference")
+    else:
+        both = {"br", "bc", "threads", "simd", "inference", "device", "step"}
+        options.refuse(asked.keys() - TEST_ONLY - both, "goes with --inference only")
+    if asked["backward"]:
+        options.refuse(NOT_BACKWARD, "does not go with --backward")
+        if part not in with_gradient():
+            who = " and ".join(with_gradient())
+            raise click.UsageError(f"{part} computes no gradients; --backward goes with {who} only")
+    if asked["interactive"]:
+        options.refuse(("num_samples", "as_json"), "does not go with --interactive")
+        if asked["prompt_file"] == "-":
+            raise click.UsageError(
+                "--prompt-file - does not go with --interactive, which reads standard input"
+            )
+    if part not in WITH_STEPS:
+        options.refuse(("step",), f"goes with {' and '.join(WITH_STEPS)} only")
+    options.check_device(part, asked["device"])
+    options.refuse_other_device()
+
+
+def test(part: str, threads: int | None, asked: dict[str, Any]) -> None:
+    """Run the lab's test of a part or of its gradients; exit code 1 on a mismatch."""
+    options.set_threads(threads, sleeping=False)
+    from lab import backward, correctness
+
+    if asked["backward"]:
+        shape = backward.Shape(*(asked[name] for name in ("batch", "heads", "N", "d", "causal")))
+        passed = backward.run(part, shape, asked["simd"], echo=click.echo)
+    else:
+        settings = {name: asked[name] for name in TEST_ONLY - {"backward"} | {"simd"} | NOT_BACKWARD}
+        # Python's own handler of Ctrl-C would wait until a kernel returns.
+        before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+        try:
+            passed = correctness.run(part, **settings, echo=click.echo)
+        finally:
+            signal.signal(signal.SIGINT, before)
+    if not passed:
+        sys.exit(1)
+
+
+def write(part: str, threads: int | None, asked: dict[str, Any]) -> None:
+    """Write samples to stdout as they are made, notices to stderr."""
+    asked["threads"] = options.set_threads(threads)
+    prompt = options.read_prompt(asked["prompt"], asked["prompt_file"])
+    if asked["interactive"]:
+        converse(Session(part, asked, prompt or None))  # without one the first typed line starts the text
+    else:
+        write_samples(Session(part, asked, prompt))
+
+
+class Session:
+    """What is written and by which engine. Raises ValueError for wrong options.
+
+    asked: the options, by click's names. prompt: the text to continue; None is a line end that is not shown.
+    """
+
+    def __init__(self, part: str, asked: dict[str, Any], prompt: str | None) -> None:
+        from generation.writer import Request
+        from model import load
+
+        self.part, self.asked = part, asked
+        self.checkpoint = load(asked["model"])
+        self.shown_prompt = prompt or ""
+        self.prompt = "\n" if prompt is None else prompt
+        length = asked["max_new_tokens"]
+        self.request = Request(  # of the first sample
+            self.checkpoint.tokenizer.encode(self.prompt),
+            asked["seed"],
+            options.take_sampling(asked),
+            self.checkpoint.model.config.block_size if length is None else length,
+            asked["stop"],
+            asked["context"],
+            not asked["no_kv_cache"],
+        )
+        if self.request.seed + asked["num_samples"] > options.LARGEST_SEED + 1:
+            raise ValueError(f"seed is {self.request.seed}; the last sample's must be less than 2**63")
+
+    def open(self, slots: int, capacity: int) -> Engine:
+        """Open the requested engine."""
+        from generation.engine import open_engine
+
+        settings = {name: self.asked[name] for name in ENGINE}
+        return open_engine(self.checkpoint.model, part=self.part, slots=slots, capacity=capacity, **settings)
+
+    def announce(self, engine: Engine) -> None:
+        """Describe the model, the kernel and the engine."""
+        gpt, tokenizer, asked = self.checkpoint.model, self.checkpoint.tokenizer, self.asked
+        notice(f"Running inference using dnn model {asked['model']}")
+        notice(f"number of parameters: {gpt.num_params() / 1e6:.2f}M")
+        notice(f"Vocabulary of {len(tokenizer)} tokens from {tokenizer.source}")
+        kernel = f"Attention by {PARTS[self.part].summary}"
+        if asked["device"] == "cuda":
+            from attention_ext.cuda import kernels
+
+            kernel = kernels.describe(self.part, asked["step"], gpt.config.head_dim)
+        elif PARTS[self.part].operator:
+            from attention_ext import extension
+
+            kernel = extension.describe(asked["simd"])
+        precisions = {"weights": asked["weights"], "cache": asked["kv_cache"]}
+        rounded = "".join(f", {what} in {name}" for what, name in precisions.items() if name != "fp32")
+        notice(f"{kernel}, {engine.name} engine{rounded}")
+
+
+def write_samples(session: Session) -> None:
+    """Write all samples, in the order of their seeds; the first unfinished one is shown as it grows."""
+    from generation.texts import capacity_for, complete, slots_for
+    from generation.writer import Writer
+
+    asked, request, count = session.asked, session.request, session.asked["num_samples"]
+    capacity = capacity_for(session.checkpoint, request)
+    config = session.checkpoint.model.config
+    number_bytes = CachePrecision(asked["kv_cache"]).bytes
+    cache_bytes = number_bytes * 2 * config.n_layer * config.n_embd * capacity  # K and V
+    at_once, slots = slots_for(count, asked["threads"], cache_bytes)
+    engine = session.open(slots, capacity)
+    writer = Writer(engine, at_once)
+    writer.check(request)
+    session.announce(engine)
+    as_json = asked["as_json"]
+    requests = (replace(request, seed=request.seed + i) for i in range(count))
+    shown = tokens = 0  # the sample that is shown or printed next
+    waiting: dict[int, Completion] = {}  # the samples from that one on that have begun
+    if not as_json:
+        click.echo(session.shown_prompt, nl=False)
+    for completion, piece in complete(writer, session.checkpoint.tokenizer, requests):
+        if not piece:
+            tokens += completion.new_tokens
+        if completion.number >= shown:
+            waiting[completion.number] = completion
+        while current := waiting.get(shown):
+            if not as_json and (text := current.text):
+                click.echo(text, nl=False)  # which flushes
+                current.pieces.clear()
+            if not current.finish_reason:
+                break
+            click.echo(json.dumps(record(session, engine, current), ensure_ascii=False) if as_json else "")
+            del waiting[shown]
+            shown += 1
+            if not as_json and shown < count:
+                click.echo(f"{SEPARATOR}\n{session.shown_prompt}", nl=False)
+    rate = tokens / max(writer.seconds, 1e-9)
+    notice(
+        f"{tokens} tokens in {writer.seconds:.2f} s with {session.part}, {engine.name} engine: "
+        f"{rate:,.0f} tokens/s"
+    )
+
+
+def record(session: Session, engine: Engine, completion: Completion) -> dict[str, Any]:
+    """What --json prints of a sample."""
+    device, simd = session.asked["device"], session.asked["simd"]
+    return {
+        "model": session.asked["model"],
+        "part": session.part,
+        "engine": engine.name,
+        "device": device,
+        "simd": helpers_of(session.part, simd) if device == "cpu" else None,
+        "threads": session.asked["threads"],
+        "seed": completion.request.seed,
+        "prompt": session.prompt,
+        "text": completion.text,
+        "prompt_tokens": len(completion.request.ids),
+        "new_tokens": completion.new_tokens,
+        "prefill_seconds": completion.prefill_seconds,
+        "decode_seconds": completion.decode_seconds,
+        "tokens_per_second": completion.tokens_per_second,
+        "finish_reason": completion.finish_reason,
+    }
+
+
+def converse(session: Session) -> None:
+    """Write in turns: a line from standard input, then the model's text. Each continues all text before."""
+    from generation.texts import complete
+    from generation.writer import Writer
+
+    engine = session.open(1, session.checkpoint.model.config.block_size)
+    session.announce(engine)
+    notice(HELP)
+    tokenizer, seed, text = session.checkpoint.tokenizer, session.request.seed, session.shown_prompt
+    typed = sys.stdin.isatty()
+    if text:
+        click.echo(text)
+    if typed:
+        import readline  # noqa: F401  gives input() its history and line editing
+    while True:
+        try:
+            line = input("> " if typed else "")
+        except EOFError:
+            click.echo()
+            return
+        if line == "/quit":
+            return
+        if line == "/fresh":
+            text = ""
+            continue
+        addition = f"\n{line}" if line and text and not text.endswith("\n") else line
+        try:
+            ids = tokenizer.encode(text + addition or "\n")
+        except ValueError as error:
+            notice(str(error))
+            continue
+        text += addition
+        request = replace(session.request, ids=ids, seed=seed)
+        seed += 1
+        if not typed:
+            click.echo(line, nl=False)
+        completion = None
+        try:
+            # A new Writer: after Ctrl-C the old one still holds its text.
+            for completion, piece in complete(Writer(engine), tokenizer, [request]):
+                click.echo(piece, nl=False)
+        except KeyboardInterrupt:
+            notice("\n(stopped)", nl=False)
+        if completion:
+            text += completion.text + completion.stopped_by
+        click.echo()
+
+
+COMMANDS = tuple(command_of(part) for part in PARTS)

@@ -1,0 +1,53 @@
+"""race: several parts write the same text side by side."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from app.cli import options
+from app.cli.terminal import notice
+from attention_ext.parts import running_on
+
+
+@click.command()
+@click.argument("parts", required=False)
+@options.model
+@click.option("--prompt", default="\n", help="Text to continue.", show_default="a line end")
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(1),
+    help="Tokens that each part writes.",
+    show_default="200, or the block size if that is less",
+)
+@options.seed
+@options.sampling
+@options.no_kv_cache
+@options.engine
+@options.simd
+@options.device
+@options.step
+@options.one_thread
+def race(parts: str | None, model: str, prompt: str, threads: int, no_kv_cache: bool, **asked) -> None:
+    """Let PARTS, names separated by commas, write the same text, and time each alone.
+
+    On a terminal the texts grow in columns at their true relative speeds. A table then shows the speeds. The
+    last line says whether the texts are identical; if not, the exit code is 1. part0 has the torch engine
+    only; with --engine torch the parts differ in attention alone. With a KV cache a token takes one row of
+    attention and the parts are close; --no-kv-cache shows the differences. All parts race by default; with
+    --device cuda, part0 and part4.
+    """
+    options.refuse_other_device()
+    options.set_threads(threads)
+    from lab import race as racing
+    from model import load
+
+    names = racing.parse_parts(parts or ",".join(running_on(asked["device"])))
+    asked["use_cache"] = not no_kv_cache
+    sampling = options.take_sampling(asked)
+    runners = racing.line_up(load(model), names, prompt=prompt, sampling=sampling, **asked)
+    where = {name: asked[name] for name in ("simd", "use_cache", "device", "step")}
+    notice(f"{model}, {racing.describe(runners, **where)}")
+    if not racing.run(runners, prompt, click.echo):
+        sys.exit(1)
