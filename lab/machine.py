@@ -221,7 +221,7 @@ def describe() -> dict:
 def compiler() -> str | None:
     """The first line of the C++ compiler's --version; None without a compiler that runs."""
     try:
-        lines = toolchain.version(toolchain.find_compiler()).decode(errors="replace").splitlines()
+        lines = toolchain.version(*toolchain.find_compiler()).decode(errors="replace").splitlines()
     except BuildError:
         return None
     return lines[0] if lines else None
