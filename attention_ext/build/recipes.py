@@ -22,7 +22,7 @@ from attention_ext.parts import BuildError, resolve_simd
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CSRC = ROOT / "attention_ext" / "csrc"
-# Each implementation of simd/simd.h: its source beside KERNELS, and the flags of all that is compiled over it.
+# Each implementation of simd/simd.h: its source beside KERNELS, and the flags of all compiled over it.
 HELPERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "ispc": (("simd/ispc.cpp",), ("-DSIMD_ELSEWHERE",)),
     "portable": ((), ()),
