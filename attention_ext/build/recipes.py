@@ -68,7 +68,9 @@ class Recipe:
         outputs = [toolchain.version(*command) for command in commands]
         kernels = self.kernels.path().parent.name if self.kernels else ""
         facts = [shlex.join(self.compiler), *self.flags, processor.capabilities(), kernels, *versions]
-        named = cache.fingerprint([*facts, *outputs], *self.folders)
+        found = (path for folder in self.folders for path in sorted(folder.iterdir()))
+        inputs = (path for path in found if path.name != "cuda")  # NVRTC compiles those
+        named = cache.fingerprint([*facts, *outputs], *inputs)
         return cache.real(cache.directory()) / f"{self.name}_{named}" / self.file
 
     def make(self) -> Path:
