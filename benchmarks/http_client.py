@@ -5,97 +5,75 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import resource
 import time
 from dataclasses import dataclass
 
 WRITTEN = re.compile(rb'"completion_tokens": ?(\d+)')
+LENGTH = re.compile(rb"content-length: (\d+)", re.I)
 TEXT = (b'"text":', b'"content":')
 
 
 @dataclass
 class Answer:
-    """A stream's outcome. seconds: to its end. first: seconds to its first text."""
+    """What a server answered. tokens: as `usage` says. first: seconds to the first text."""
 
     status: int
     tokens: int
     first: float
-    seconds: float
-    events: int
     data: bytes
 
 
-class Connection(asyncio.Protocol):
-    """A persistent connection; one request at a time."""
+class Client(asyncio.Protocol):
+    """Asks a server on this machine, one request at a time, over one connection while that stays open."""
 
-    def __init__(self) -> None:
-        self.transport: asyncio.Transport | None = None
-        self.closed = asyncio.get_running_loop().create_future()
-        self._done: asyncio.Future[bytes] | None = None
-        self._chunks: list[bytes] = []
-        self._first = 0.0
-        self._tail = b""
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self._transport: asyncio.Transport | None = None
+        self._done: asyncio.Future[None] | None = None
+        self._data, self._first = bytearray(), 0.0
 
     def connection_made(self, transport) -> None:
-        self.transport = transport
+        self._transport = transport
 
     def data_received(self, data: bytes) -> None:
         if not self._first and any(text in data for text in TEXT):
             self._first = time.perf_counter()
-        self._chunks.append(data)
-        self._tail = (self._tail + data[-7:])[-7:]  # the last chunk may come in pieces
-        if self._tail == b"\r\n0\r\n\r\n" or b"content-length" in self._chunks[0].lower():
-            self._finish()
+        self._data += data
+        head = self._data.find(b"\r\n\r\n") + 4
+        length = LENGTH.search(self._data, 0, head)
+        whole = len(self._data) >= head + int(length[1]) if length else self._data.endswith(b"\r\n0\r\n\r\n")
+        if whole and self._done and not self._done.done():
+            self._done.set_result(None)
 
     def connection_lost(self, error) -> None:
-        if not self.closed.done():
-            self.closed.set_result(None)
+        self._transport = None
         if self._done and not self._done.done():
             self._done.set_exception(error or ConnectionError("closed"))
 
-    def _finish(self) -> None:
-        data = b"".join(self._chunks)
-        head, _, body = data.partition(b"\r\n\r\n")
-        length = re.search(rb"content-length: (\d+)", head.lower())
-        if length and len(body) < int(length[1]):
-            return
-        if self._done and not self._done.done():
-            self._done.set_result(data)
-
     async def ask(self, path: str, body: dict) -> Answer:
         """Send a request and read all of the answer."""
-        assert self.transport
         content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        self._chunks, self._first, self._tail = [], 0.0, b""
-        self._done = asyncio.get_running_loop().create_future()
-        start = time.perf_counter()
-        self.transport.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-        data = await self._done
-        end = time.perf_counter()
-        usage = WRITTEN.findall(data)
-        tokens = int(usage[-1]) if usage else 0
-        status = int(data[9:12])
-        return Answer(status, tokens, self._first - start, end - start, data.count(b"data: "), data)
-
-
-class Client:
-    """Asks a server on this machine, over one connection while the server keeps it open."""
-
-    def __init__(self, port: int) -> None:
-        self.port = port
-        self._connection: Connection | None = None
-
-    async def ask(self, path: str, body: dict) -> Answer:
-        """Send a request and read all of the answer."""
-        if self._connection and not self._connection.closed.done():
+        request = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+        if self._transport:
             try:
-                return await self._connection.ask(path, body)
+                return await self._answer(self._transport, request)
             except ConnectionError:  # some servers close it after a stream
                 pass
-        loop = asyncio.get_running_loop()
-        _, self._connection = await loop.create_connection(Connection, "127.0.0.1", self.port)
-        return await self._connection.ask(path, body)
+        transport, _ = await asyncio.get_running_loop().create_connection(
+            lambda: self, "127.0.0.1", self.port
+        )
+        return await self._answer(transport, request)
+
+    async def _answer(self, transport: asyncio.Transport, request: bytes) -> Answer:
+        self._data, self._first = bytearray(), 0.0
+        self._done = asyncio.get_running_loop().create_future()
+        start = time.perf_counter()
+        transport.write(request)
+        await self._done
+        usage = WRITTEN.findall(self._data)
+        tokens = int(usage[-1]) if usage else 0
+        return Answer(int(self._data[9:12]), tokens, self._first - start, bytes(self._data))
 
     async def stream(self, path: str, body: dict) -> Answer:
         """The same with a streaming request."""
@@ -103,11 +81,5 @@ class Client:
 
     def close(self) -> None:
         """Close the connection."""
-        if self._connection and self._connection.transport:
-            self._connection.transport.close()
-
-
-def cpu_seconds() -> float:
-    """CPU time of this process so far."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+        if self._transport:
+            self._transport.close()

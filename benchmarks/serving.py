@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "benchmarks"))]
 
 from attention_ext import processor  # noqa: E402
-from benchmarks.http_client import Client, cpu_seconds  # noqa: E402
+from benchmarks.http_client import Client  # noqa: E402
 from benchmarks.servers import LLAMA, OWN, Process, start  # noqa: E402
 
 PROMPT = "ROMEO:"
@@ -58,43 +58,36 @@ def engine(model: str) -> None:
         streams, texts, tokens = map(int, line.split())
         requests = (Request(ids, seed, sampling, tokens) for seed in range(texts))
         start, used = time.perf_counter(), time.process_time()
-        written = 0
         if streams == 1:  # as the command line writes one text
-            for completion, piece in complete(Writer(opened, 1), checkpoint.tokenizer, requests):
-                written += completion.new_tokens if not piece else 0
+            for _ in complete(Writer(opened, 1), checkpoint.tokenizer, requests):
+                pass
         else:
             writer = Writer(opened, streams)
             for _ in range(texts // streams):
                 batch = [writer.join(next(requests)) for _ in range(streams)]
-                while any(text.remaining for text in batch):
-                    written += sum(len(new) for _, new in writer.step())
+                while writer.step():
+                    pass
                 for text in batch:
                     writer.leave(text)
         seconds, used = time.perf_counter() - start, time.process_time() - used
-        print(json.dumps({"tokens": written, "seconds": seconds, "cpu": used}), flush=True)
+        print(json.dumps({"tokens": texts * tokens, "seconds": seconds, "cpu": used}), flush=True)
 
 
 async def streams(port: int, model: str, count: int, each: int, tokens: int, streaming: bool) -> dict:
     """`each` texts in turn over each of `count` connections at once."""
-    clients = [Client(port) for _ in range(count)]
 
-    async def one(number: int, client: Client) -> int:
-        written = 0
+    async def one(number: int, client: Client) -> None:
         for i in range(each):
             body = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "seed": number + i * count}
-            ask = client.stream if streaming else client.ask
-            answer = await ask("/v1/completions", body)
+            answer = await (client.stream if streaming else client.ask)("/v1/completions", body)
             if answer.status != 200 or answer.tokens != tokens:
                 raise click.ClickException(f"a stream gave {answer.tokens} tokens: {answer.data[-300:]!r}")
-            written += answer.tokens
-        return written
-
-    start, used = time.perf_counter(), cpu_seconds()
-    written = sum(await asyncio.gather(*(one(i, c) for i, c in enumerate(clients))))
-    seconds, used = time.perf_counter() - start, cpu_seconds() - used
-    for client in clients:
         client.close()
-    return {"tokens": written, "seconds": seconds, "client": used / seconds}
+
+    start, used = time.perf_counter(), time.process_time()
+    await asyncio.gather(*(one(number, Client(port)) for number in range(count)))
+    seconds, used = time.perf_counter() - start, time.process_time() - used
+    return {"tokens": count * each * tokens, "seconds": seconds, "client": used / seconds}
 
 
 async def first_tokens(port: int, model: str, tokens: int) -> tuple[list[float], float]:
@@ -112,13 +105,13 @@ async def first_tokens(port: int, model: str, tokens: int) -> tuple[list[float],
     others = [asyncio.create_task(other(i)) for i in range(OTHERS)]
     await asyncio.sleep(0.3)
     prober, found = Client(port), []
-    start, used = time.perf_counter(), cpu_seconds()
+    start, used = time.perf_counter(), time.process_time()
     for i in range(PROBES):
         prompt = "".join(random.Random(i).choices(characters, k=PROMPT_TOKENS))
         answer = await prober.stream("/v1/completions", {"model": model, "prompt": prompt, "max_tokens": 2})
         found.append(answer.first)
         await asyncio.sleep(random.Random(i).uniform(0.005, 0.02))
-    share = (cpu_seconds() - used) / (time.perf_counter() - start)
+    share = (time.process_time() - used) / (time.perf_counter() - start)
     prober.close()
     ending.set()
     await asyncio.gather(*others)
