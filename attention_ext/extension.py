@@ -1,4 +1,4 @@
-"""Loads what is compiled: attention's operators in torch.ops, and the Python modules of other packages."""
+"""Loads the compiled extension: its operators in torch.ops, and the class Decoder."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import functools
 import importlib.util
 import threading
 from collections.abc import Callable
-from types import ModuleType
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import library as torch_library
 
 from attention_ext import gradient as gradients
-from attention_ext.build import recipes
+from attention_ext.build import recipes, toolchain
 from attention_ext.parts import PARTS, BuildError, Dtype, check_part, resolve_simd
 
 _loading = threading.Lock()
+_libraries: dict[str, Path] = {}  # the loaded library of each SIMD helper
 
 
 def load(simd: str = "auto") -> Any:
@@ -32,7 +33,7 @@ def load(simd: str = "auto") -> Any:
 
 @functools.cache
 def _load(helpers: str) -> Any:
-    recipe = recipes.operators(helpers)
+    recipe = recipes.extension(helpers)
     library = recipe.make()
     try:
         torch.ops.load_library(str(library))
@@ -41,6 +42,7 @@ def _load(helpers: str) -> Any:
         raise BuildError(f"{library} cannot be loaded ({reason}); delete it to compile it again") from None
     _register_fakes(recipe.name)
     gradients.register(recipe.name)
+    _libraries[helpers] = library
     return getattr(torch.ops, recipe.name)
 
 
@@ -72,27 +74,28 @@ def operator(part: str, simd: str = "auto", gradient: bool = False) -> Callable:
     return getattr(load(simd), name).default
 
 
-def load_module(name: str, packages: tuple[str, ...], simd: str = "auto") -> ModuleType:
-    """The Python module `name` of C++ in the folders `package`/csrc, over one of SIMD, compiled if need be.
+def load_decoder(simd: str = "auto") -> Any:
+    """The class Decoder of generation/csrc/module.cpp, compiled first if need be.
 
     Raises ValueError and BuildError as load() does, and BuildError if Python's header is missing.
     """
-    helpers = resolve_simd(simd)
+    if not toolchain.has_python_header():
+        raise BuildError(
+            f"the native engine needs Python's header, and {toolchain.python_header()} is missing; install "
+            "it (Debian, Ubuntu: apt install python3-dev), or choose the torch engine"
+        )
+    load(simd)
     with _loading:
-        return _load_module(name, packages, helpers)
+        return _load_decoder(resolve_simd(simd))
 
 
 @functools.cache
-def _load_module(name: str, packages: tuple[str, ...], helpers: str) -> ModuleType:
-    library = recipes.module(name, packages, helpers).make()
-    spec = importlib.util.spec_from_file_location(name, library)
+def _load_decoder(helpers: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"attention_ext_{helpers}", _libraries[helpers])
     assert spec is not None and spec.loader is not None  # .so is an extension module's suffix
-    try:
-        module = importlib.util.module_from_spec(spec)
-    except ImportError as error:
-        raise BuildError(f"{library} cannot be loaded ({error}); delete it to compile it again") from None
+    module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    return module.Decoder
 
 
 def describe(simd: str = "auto") -> str:

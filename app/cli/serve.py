@@ -13,7 +13,7 @@ from app.cli.terminal import notice
 from attention_ext import PARTS, BuildError, processor
 
 if TYPE_CHECKING:
-    from app.server.settings import Settings
+    from app.server import Settings
 
 PACKAGES = {"starlette", "uvicorn", "httptools", "uvloop", "pydantic", "prometheus_client"}
 
@@ -94,7 +94,7 @@ def serve(
         if (error.name or "").partition(".")[0] not in PACKAGES:
             raise
         raise BuildError(f"serve needs {error.name}: pip install -e '.[serve]'") from None
-    from app.server.settings import Settings
+    from app.server import Settings
 
     keys = (*api_keys, *(keys_of(api_key_file) if api_key_file else ()))
     if not all(key and key.isascii() and key.isprintable() and key == key.strip() for key in keys):

@@ -1,103 +1,113 @@
-"""The application: its routes, start and end."""
+"""The application: its endpoints, its start and its end."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
-from starlette.applications import Starlette
+from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
 
-from app.server import page
-from app.server.endpoints import Writing
-from app.server.errors import ApiError
-from app.server.metrics import CONTENT_TYPE, Metrics
+from app.server import Settings, pages
 from app.server.openapi import document
-from app.server.plan import Plan
-from app.server.scheduler import Scheduler
+from app.server.requests import ApiError, Body, ChatBody, CompletionBody, parse
+from app.server.responses import Call
+from app.server.scheduler import RETRY, Metrics, Scheduler
 from app.server.security import secured
-from app.server.settings import Settings
-from app.server.site import site
 from attention_ext import PARTS
 from model.checkpoint import Checkpoint
+from web import build
+
+ABORT = "abort"  # key of a function in a scope's state: it closes the connection and drops its buffer
+SLICE_BYTES = 65_536  # bytes of a body that are sent before waiting for the reader
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 
 
 class Application:
     """A server without its sockets. `asgi` is what an ASGI server calls.
 
-    The scheduler is made when the event loop has started, and lives as long as the loop.
+    active: the calls in progress. draining: whether new requests are refused because the server is ending.
+    The scheduler begins when the event loop has started, and lives as long as the loop.
     """
 
     def __init__(self, checkpoints: Mapping[str, Checkpoint], settings: Settings) -> None:
         self.checkpoints, self.settings = checkpoints, settings
         self.metrics = Metrics()
         self.scheduler = Scheduler(checkpoints, settings, self.metrics)
-        self.writing = Writing(checkpoints, self.scheduler, settings, self.metrics)
+        self.active: set[Call] = set()
+        self.draining = False
         self.created = int(time.time())
-        self.site = site(settings.page)
+        page = settings.page
+        site = pages.Site(page) if page and build.is_whole(page) else None
         routes = [
-            Route("/", self.page),
+            Route("/", site.index if site else self.status_page),
             Route("/status", self.status_page),
             Route("/health", self.health),
             Route("/metrics", self.metrics_page),
             Route("/openapi.json", self.openapi),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
-            Route("/v1/completions", Answer(self, self.writing.completions), methods=["POST"]),
-            Route("/v1/chat/completions", Answer(self, self.writing.chat), methods=["POST"]),
+            Route("/v1/completions", Endpoint(self, CompletionBody), methods=["POST"]),
+            Route("/v1/chat/completions", Endpoint(self, ChatBody), methods=["POST"]),
         ]
-        starlette = Starlette(
-            routes=routes,
-            lifespan=self._lifespan,
-            exception_handlers={
-                HTTPException: self._http_error,
-                ApiError: self._api_error,
-                500: self._failure,
-            },
-        )
-        starlette.router.redirect_slashes = False
-        if self.site:
-            starlette.router.default = self.site
-        self.asgi: ASGIApp = secured(starlette, settings, self._count)
+        self.router = Router(routes, False, site, self._lifespan)
+        self.asgi = secured(self._answer, settings, self._refuse)
 
     @asynccontextmanager
-    async def _lifespan(self, app: Starlette):
+    async def _lifespan(self, app: Any):
         self.scheduler.start()
         yield
         if self.scheduler.loaded.is_set():  # else its thread waits for a compiler and ends with the process
             await self.scheduler.stop()
 
-    @property
-    def serves(self) -> bool:
-        """Whether requests are answered: the models are loaded and the server is not ending."""
-        return self.scheduler.ready and not self.writing.draining
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request. Errors have OpenAI's format."""
+        scope["app"] = self  # so Starlette's router raises HTTPException
+        try:
+            await self.router(scope, receive, send)
+        except ApiError as error:
+            await self._refuse(error, send)
+        except HTTPException as error:
+            path = ascii(scope["path"])[:100]
+            messages = {404: f"There is no {path}.", 405: f"{path} does not take {scope['method']}."}
+            message = messages.get(error.status_code, error.detail)
+            await self._refuse(ApiError(error.status_code, message, headers=dict(error.headers or {})), send)
+        except Exception:
+            with suppress(RuntimeError):  # raised if the response has begun
+                await self._refuse(ApiError(500, "The server failed; its log says why."), send)
+            raise
 
-    async def page(self, request: Request) -> Response:
-        return self.site.index() if self.site else await self.status_page(request)
-
-    async def status_page(self, request: Request) -> Response:
-        return HTMLResponse(
-            page.page(self.checkpoints, self.settings.part, self.status, str(request.base_url)),
-            headers=page.HEADERS,
-        )
-
-    async def health(self, request: Request) -> Response:
-        return JSONResponse({"status": self.status}, 200 if self.serves else 503)
+    async def _refuse(self, error: ApiError, send: Send) -> None:
+        self.metrics.refused.labels(str(error.status)).inc()
+        await respond(send, error.status, error.body, error.headers)
 
     @property
     def status(self) -> str:
         """The status, a word for /health."""
-        if self.writing.draining:
+        if self.draining:
             return "shutting down"
         return "ok" if self.scheduler.ready else "failed" if self.scheduler.error else "loading"
 
+    async def status_page(self, request: Request) -> Response:
+        return pages.status(self.checkpoints, self.settings.part, self.status, str(request.base_url))
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": self.status}, 200 if self.status == "ok" else 503)
+
     async def metrics_page(self, request: Request) -> Response:
-        return Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE})
+        media_type = "text/plain; version=0.0.4; charset=utf-8"
+        return Response(generate_latest(self.metrics.registry), media_type=media_type)
 
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(document(bool(self.settings.api_keys)))
@@ -106,51 +116,133 @@ class Application:
         return JSONResponse({"object": "list", "data": [self._shown(name) for name in self.checkpoints]})
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        self.writing.checkpoint(name)
-        return JSONResponse(self._shown(name))
+        return JSONResponse(self._shown(request.path_params["name"]))
 
-    def _shown(self, name: str) -> dict:
+    def _shown(self, name: str) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "shakespeare-attention",
             "parts": list(PARTS),
-            "block_size": self.checkpoints[name].model.config.block_size,
+            "block_size": self.checkpoint(name).model.config.block_size,
         }
 
-    def _count(self, refusal: ApiError) -> None:
-        self.metrics.refused.labels(str(refusal.status)).inc()
+    def checkpoint(self, model: str) -> Checkpoint:
+        """The model of this name. Raises ApiError 404."""
+        if model not in self.checkpoints:
+            raise ApiError(404, f"The model {model!r:.100} does not exist.", "model", "model_not_found")
+        return self.checkpoints[model]
 
-    async def _api_error(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        self._count(error)
-        headers = {"content-type": "application/json"} | dict(error.headers)
-        return Response(error.body(), error.status, headers)
+    def leave(self, call: Call) -> None:
+        """Free the slots of a call whose client has left or has everything."""
+        self.scheduler.cancel(call)
+        call.leave()
 
-    async def _http_error(self, request: Request, error: Exception) -> Response:
-        """Answer an error of the router in OpenAI's format."""
-        assert isinstance(error, HTTPException)
-        path = ascii(request.url.path)[:100]
-        message = {404: f"There is no {path}.", 405: f"{path} does not take {request.method}."}
-        text = message.get(error.status_code, error.detail)
-        shown = ApiError(error.status_code, text, headers=tuple((error.headers or {}).items()))
-        return await self._api_error(request, shown)
-
-    async def _failure(self, request: Request, error: Exception) -> Response:
-        return await self._api_error(request, ApiError(500, "The server failed; its log says why."))
+    def end_all(self) -> None:
+        """End all requests: a stream's last event is an error, the others get 503."""
+        for call in self.active:
+            call.put(ApiError(503, "The server ended before the text did.", code="shutting_down"))
 
 
-class Answer:
-    """An endpoint as an ASGI application, without Starlette's layers between it and the connection."""
+class Endpoint:
+    """An endpoint that writes texts, as an ASGI application, without Starlette's layers around it."""
 
-    def __init__(self, app: Application, planned: Callable[[bytes], Plan]) -> None:
-        self.app, self.planned = app, planned
+    def __init__(self, app: Application, kind: type[Body]) -> None:
+        self.app, self.kind = app, kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer: Awaitable[None] = self.app.writing.answer(self.planned, scope, receive, send)
+        """Answer a request; raises ApiError before the response has begun."""
+        app, settings = self.app, self.app.settings
+        if app.draining:
+            headers = {"connection": "close"} | RETRY
+            raise ApiError(503, "The server is ending.", code="shutting_down", headers=headers)
         try:
-            await answer
+            async with asyncio.timeout(settings.body_seconds):
+                data = await read_body(scope, receive, settings.body_bytes)
         except TimeoutError:
-            raise ApiError(408, "The body took too long.", headers=(("connection", "close"),)) from None
+            raise ApiError(408, "The body took too long.", headers={"connection": "close"}) from None
+        if data is None:
+            return
+
+        def overflowed(call: Call) -> None:
+            app.metrics.dropped.inc()
+            # The call ends when the connection is lost, without uvicorn's log entry.
+            scope["state"][ABORT]()
+
+        async def watch_for_end() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            app.leave(call)
+
+        body = parse(self.kind, data)
+        call = Call(body, app.checkpoint(body.model), settings, overflowed)
+        app.scheduler.submit(call)
+        app.active.add(call)
+        watch = asyncio.create_task(watch_for_end())
+        try:
+            await (stream if body.stream else whole)(call, send)
+        finally:
+            watch.cancel()
+            app.leave(call)  # ends the unfinished texts
+            app.active.discard(call)
+
+
+async def whole(call: Call, send: Send) -> None:
+    """Send the response to a request without a stream."""
+    while call.left and not call.gone:
+        await call.news()
+    if not call.gone:
+        await respond(send, 200, call.whole())
+
+
+async def stream(call: Call, send: Send) -> None:
+    """Send the events of a stream."""
+    await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+    await send_body(send, call.begin(), more=True)
+    while call.left:
+        try:
+            events = await call.news()
+        except ApiError as error:
+            await send_body(send, b"data: " + error.body + b"\n\n")
+            return
+        if call.gone:
+            return
+        await send_body(send, events if call.left else events + call.end(), more=bool(call.left))
+
+
+async def respond(send: Send, status: int, body: bytes, headers: Mapping[str, str] = {}) -> None:
+    """Send a whole response in JSON."""
+    shown = {"content-type": "application/json", "content-length": str(len(body)), **headers}
+    encoded = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in shown.items()]
+    await send({"type": "http.response.start", "status": status, "headers": encoded})
+    await send_body(send, body)
+
+
+async def send_body(send: Send, body: bytes, more: bool = False) -> None:
+    """Send a part of a body and wait while its reader is slow. more: whether another part follows."""
+    for start in range(0, max(len(body), 1), SLICE_BYTES):
+        end = start + SLICE_BYTES
+        part = {"body": body[start:end], "more_body": more or end < len(body)}
+        await send({"type": "http.response.body", **part})
+
+
+async def read_body(scope: Scope, receive: Receive, most: int) -> bytes | None:
+    """A request's body; None if the client has left. Raises ApiError 413 or 415."""
+    headers = dict(scope["headers"])
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if kind != b"application/json":  # a browser sends it to another site only with that site's consent
+        raise ApiError(415, "The Content-Type must be application/json.", code="unsupported_media_type")
+    length = headers.get(b"content-length", b"")
+    long = length.isdigit() and int(length) > most
+    data = b""
+    while not long:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        data += message.get("body", b"")
+        long = len(data) > most
+        if not long and not message.get("more_body"):
+            return data
+    close = {"connection": "close"}
+    raise ApiError(413, f"The body is longer than {most} bytes.", code="body_too_large", headers=close)

@@ -1,14 +1,18 @@
-"""The OpenAPI document: paths by hand, bodies from pydantic, responses from schemas.py."""
+"""The OpenAPI document: paths and responses by hand, bodies from pydantic.
+
+Responses are closed objects with all fields given, as app.server.responses writes them.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from app.server.requests import ChatBody, CompletionBody
-from app.server.schemas import RESPONSES, TEXT
 from attention_ext import __version__
+
+Schema = dict[str, Any]
 
 REFERENCE = "#/components/schemas/"
 REFUSED = {
@@ -22,28 +26,118 @@ REFUSED = {
     500: "the engine failed",
     503: "the models are loading, or the server is ending",
 }
+TEXT: Schema = {"type": "string"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+NOTHING: Schema = {"type": "null"}
+LOGPROB: Schema = {"type": "number", "maximum": 0}
 
 
-def document(keys: bool) -> dict[str, Any]:
+def record(**properties: Schema) -> Schema:
+    """An object with exactly these fields."""
+    closed = {"required": list(properties), "additionalProperties": False}
+    return {"type": "object", "properties": properties} | closed
+
+
+def array(items: Schema) -> Schema:
+    """A list."""
+    return {"type": "array", "items": items}
+
+
+def optional(schema: Schema) -> Schema:
+    """Null, or a value of the schema."""
+    return {"anyOf": [schema, NOTHING]}
+
+
+def texts(kind: str, finish: Schema, choice: dict[str, Schema], logprobs: Schema, **own: Schema) -> Schema:
+    """The response of a writing endpoint, or an event of its stream."""
+    common = {"index": COUNT, "logprobs": optional(logprobs), "finish_reason": finish}
+    named = {
+        "id": TEXT,
+        "object": {"const": kind},
+        "created": COUNT,
+        "model": TEXT,
+        "system_fingerprint": TEXT,
+    }
+    return record(**named, choices=array(record(**common, **choice)), **own)
+
+
+def event(chunk: Schema) -> Schema:
+    """An event of a stream: a chunk, an error, or the end. Some chunks have no play and no usage."""
+    chunk["required"] = [name for name in chunk["required"] if name not in ("play", "usage")]
+    data = {"contentMediaType": "application/json", "contentSchema": {"anyOf": [chunk, ERROR]}}
+    return {
+        "type": "object",
+        "required": ["data"],
+        "properties": {"data": TEXT | {"anyOf": [{"const": "[DONE]"}, data]}},
+    }
+
+
+ERROR = record(error=record(message=TEXT, type=TEXT, param=optional(TEXT), code=optional(TEXT)))
+USAGE = record(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT)
+FINISH: Schema = {"enum": ["stop", "length"]}
+COMPLETION_LOGPROBS = record(
+    tokens=array(TEXT),
+    token_logprobs=array(optional(LOGPROB)),
+    top_logprobs=optional(array(optional({"type": "object", "additionalProperties": LOGPROB}))),
+    text_offset=array(COUNT),
+)
+TOKEN = {"token": TEXT, "logprob": LOGPROB, "bytes": array(COUNT | {"maximum": 255})}
+CHAT_LOGPROBS = record(content=array(record(**TOKEN, top_logprobs=array(record(**TOKEN)))), refusal=NOTHING)
+ASSISTANT = {"const": "assistant"}
+DELTA: Schema = record(role=ASSISTANT, content=TEXT) | {"required": []}
+MESSAGE = record(role=ASSISTANT, content=TEXT, refusal=NOTHING)
+MODEL = record(
+    id=TEXT,
+    object={"const": "model"},
+    created=COUNT,
+    owned_by=TEXT,
+    parts=array(TEXT),
+    block_size=COUNT | {"minimum": 1},
+)
+COMPLETION = {"choice": {"text": TEXT}, "logprobs": COMPLETION_LOGPROBS}
+STREAMED = {"finish": optional(FINISH), "usage": optional(USAGE)}
+RESPONSES: dict[str, Schema] = {
+    "Error": ERROR,
+    "Completion": texts("text_completion", FINISH, usage=USAGE, **COMPLETION),
+    "Chat": texts("chat.completion", FINISH, {"message": MESSAGE}, CHAT_LOGPROBS, usage=USAGE, play=TEXT),
+    "CompletionEvent": event(texts("text_completion", **COMPLETION, **STREAMED)),
+    "ChatEvent": event(
+        texts("chat.completion.chunk", choice={"delta": DELTA}, logprobs=CHAT_LOGPROBS, play=TEXT, **STREAMED)
+    ),
+    "Model": MODEL,
+    "Models": record(object={"const": "list"}, data=array(MODEL)),
+    "Health": record(status={"enum": ["ok", "loading", "failed", "shutting down"]}),
+}
+
+
+class Bodies(GenerateJsonSchema):
+    """Pydantic's schemas, where null is admitted in place of any default."""
+
+    def default_schema(self, schema: Any) -> Schema:
+        made = super().default_schema(schema)
+        default = made.pop("default")
+        return (made if default is None else optional(made)) | {"default": default}
+
+
+def document(keys: bool) -> Schema:
     """The document of a server, with or without keys."""
-    _, schemas = models_json_schema(
-        [(CompletionBody, "validation"), (ChatBody, "validation")], ref_template=REFERENCE + "{model}"
+    _, bodies = models_json_schema(
+        [(CompletionBody, "validation"), (ChatBody, "validation")],
+        ref_template=REFERENCE + "{model}",
+        schema_generator=Bodies,
     )
     name = {"name": "model", "in": "path", "required": True, "schema": TEXT}
     paths = {
         "/v1/completions": {"post": _writing("Continue prompts.", "CompletionBody", "Completion")},
         "/v1/chat/completions": {"post": _writing("Continue a chat, as a play.", "ChatBody", "Chat")},
         "/v1/models": {"get": _reading("The models.", _json("Models"))},
-        "/v1/models/{model}": {
-            "get": _reading("A model.", _json("Model")) | {"parameters": [name]},
-        },
+        "/v1/models/{model}": {"get": _reading("A model.", _json("Model"), 404) | {"parameters": [name]}},
         "/health": {"get": _reading("Whether requests are answered.", _json("Health")) | {"security": []}},
         "/metrics": {"get": _reading("Prometheus' metrics.", {"text/plain": {"schema": TEXT}})},
     }
-    paths["/v1/models/{model}"]["get"]["responses"] |= _refusals(404)
     paths["/health"]["get"]["responses"]["503"] = {"description": REFUSED[503], "content": _json("Health")}
-    components: dict[str, Any] = {"schemas": schemas["$defs"] | RESPONSES}
-    shown: dict[str, Any] = {
+    components: Schema = {"schemas": bodies["$defs"] | RESPONSES}
+    shown: Schema = {
         "openapi": "3.2.0",  # the first that describes the events of a stream
         "info": {"title": "shakespeare-attention", "version": __version__},
         "paths": paths,
@@ -59,29 +153,24 @@ def document(keys: bool) -> dict[str, Any]:
     return shown
 
 
-def _json(schema: str) -> dict[str, Any]:
+def _json(schema: str) -> Schema:
     return {"application/json": {"schema": {"$ref": REFERENCE + schema}}}
 
 
-def _error(why: str) -> dict[str, Any]:
+def _error(why: str) -> Schema:
     return {"description": why, "content": _json("Error")}
 
 
-def _refusals(*codes: int) -> dict[str, Any]:
-    return {str(code): _error(REFUSED[code]) for code in codes}
+def _responses(description: str, content: Schema, *codes: int) -> Schema:
+    answered = {"200": {"description": description, "content": content}}
+    return {"responses": answered | {str(code): _error(REFUSED[code]) for code in codes}}
 
 
-def _writing(summary: str, body: str, answer: str) -> dict[str, Any]:
+def _writing(summary: str, body: str, answer: str) -> Schema:
     content = _json(answer) | {"text/event-stream": {"itemSchema": {"$ref": f"{REFERENCE}{answer}Event"}}}
-    return {
-        "summary": summary,
-        "requestBody": {"required": True, "content": _json(body)},
-        "responses": {"200": {"description": "the texts", "content": content}} | _refusals(*REFUSED),
-    }
+    asked = {"summary": summary, "requestBody": {"required": True, "content": _json(body)}}
+    return asked | _responses("the texts", content, *REFUSED)
 
 
-def _reading(summary: str, content: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "summary": summary,
-        "responses": {"200": {"description": summary, "content": content}} | _refusals(403),
-    }
+def _reading(summary: str, content: Schema, *codes: int) -> Schema:
+    return {"summary": summary} | _responses(summary, content, 403, *codes)

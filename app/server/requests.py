@@ -1,12 +1,24 @@
-"""The bodies of requests: their schemas, and refusals in OpenAI's words.
+"""The bodies of requests, what they ask a Writer for, and refusals in OpenAI's words.
 
 Types are strict and unknown fields are refused. As in OpenAI's API, null counts as a missing field.
+A chat is a play: each message is a speech, and the model, which learned only plays, writes the next one. A
+speech ends at a blank line, the default of `stop`:
+
+    ROMEO:
+    Good morrow, cousin.
+
+    ASSISTANT:
+
 """
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Annotated, Any, Literal, TypeVar
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -16,19 +28,48 @@ from pydantic import (
     ValidationError,
     WithJsonSchema,
     create_model,
+    field_validator,
 )
 
-from app.server.errors import ApiError
+from app.server import Settings
 from attention_ext import PARTS
-from generation.sampling import NUMBERS, Number
-from generation.writer import CONTEXTS
+from generation.logprobs import MOST_TOP
+from generation.sampling import NUMBERS, Number, Sampling
+from generation.writer import CONTEXTS, Request
+from model.checkpoint import Checkpoint
+from model.tokenizer import Tokenizer
 
-# The settings of Sampling that OpenAI's API has.
-OPENAIS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
-MOST_CHOICES = 128
-MOST_LOGPROBS = 5
 LARGEST_SEED = 2**63 - 1
 LARGEST_ID = 2**31 - 1
+OPENAIS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # settings that OpenAI's API has
+SPEAKER = "ASSISTANT"
+
+
+@dataclass
+class ApiError(Exception):
+    """A refusal. The client gets {"error": {"message", "type", "param", "code"}}.
+
+    param: the wrong field. code: a word for programs. headers: additional headers of the response.
+    """
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def body(self) -> bytes:
+        """The response's JSON. OpenAI's type of the error says whose mistake it is."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        shown = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": shown}).encode()
+
+
+def wrong(message: str, name: str) -> ApiError:
+    """An ApiError 400 for the value of a field."""
+    return ApiError(400, message, name, "invalid_value")
 
 
 def whole(value: Any) -> Any:
@@ -39,13 +80,15 @@ def whole(value: Any) -> Any:
 WHOLE = BeforeValidator(whole)
 Ids = list[Annotated[int, Field(ge=0, le=LARGEST_ID), WHOLE]]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
-Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE]
+Stop = StopString | Annotated[list[StopString], Field(max_length=4)]
+Choices = Annotated[int, Field(ge=1, le=Settings.most_texts), WHOLE]
 Tokens = Annotated[int, Field(ge=0), WHOLE]
-Bias = Annotated[float, Field(ge=-100, le=100)]
+Alternatives = Annotated[int, Field(ge=0, le=MOST_TOP), WHOLE]
+Name = Annotated[str, Field(min_length=1, max_length=64)]
 TOKEN_ID = r"^[0-9]{1,9}$"
 Biases = Annotated[
-    dict[Annotated[str, Field(pattern=TOKEN_ID)], Bias],
-    WithJsonSchema(  # pydantic's schema would admit other keys
+    dict[Annotated[str, Field(pattern=TOKEN_ID)], float],
+    WithJsonSchema(  # Sampling checks the numbers; pydantic's schema would admit other keys
         {
             "type": "object",
             "patternProperties": {TOKEN_ID: {"type": "number", "minimum": -100, "maximum": 100}},
@@ -55,89 +98,245 @@ Biases = Annotated[
 ]
 
 
-class Body(BaseModel):
-    """A strict object: no other fields, no other types."""
+class Fields(BaseModel):
+    """A strict object: no other fields, no other types. null stands for a field's default."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _default_for_null(cls, value: Any, handler: Any, info: Any) -> Any:
+        known = cls.model_fields[info.field_name]
+        return handler(known.default if value is None and not known.is_required() else value)
 
-class StreamOptions(Body):
-    include_usage: bool | None = Field(None, description="Send a last chunk with the usage.")
-    interval_ms: Annotated[int, Field(ge=0, le=10_000), WHOLE] | None = Field(
-        None, description="Milliseconds between two chunks of a text, by default 16. Not in OpenAI's API."
+
+class StreamOptions(Fields):
+    include_usage: bool = Field(default=False, description="Send a last chunk with the usage.")
+    interval_ms: Annotated[int, Field(ge=0, le=10_000), WHOLE] = Field(
+        default=16, description="Milliseconds between two chunks of a text. Not in OpenAI's API."
     )
 
 
-def schema(name: str, known: Number) -> tuple[Any, Any]:
-    """The type and the field of a setting of Sampling."""
-    kind = Annotated[int, WHOLE] if known.whole else float
+def setting(name: str, known: Number) -> Any:
+    """The type and the field of a setting of Sampling. Its default changes nothing, as in OpenAI's API."""
     least, most = known.served or (known.least, known.most)
-    low = {"gt": least} if known.above and not known.served else {"ge": least}
+    low: Any = {"gt": least} if known.above and not known.served else {"ge": least}
+    bounds = Field(**low, le=most)
+    kind: Any = Annotated[int, bounds, WHOLE] if known.whole else Annotated[float, bounds]
     note = None if name in OPENAIS else f"{known.help} Not in OpenAI's API."
-    return Annotated[kind, Field(**low, le=most)] | None, Field(None, description=note)  # type: ignore
+    return (kind | None if known.off is None else kind), Field(known.off, description=note)
 
 
-Chosen = create_model(
-    "Chosen", __base__=Body, **{name: schema(name, known) for name, known in NUMBERS.items()}
-)  # type: ignore
+Settable: Any = create_model(
+    "Settable", __base__=Fields, **{name: setting(name, known) for name, known in NUMBERS.items()}
+)
 
 
-class Writing(Chosen):  # type: ignore[misc, valid-type]
-    """The fields that both kinds of requests have, besides the settings of Sampling."""
+class Body(Settable):
+    """The fields of both kinds of requests besides the numbers of Sampling, and the texts that they ask for.
+
+    Each kind has `alternatives` (for each token; None sends no log-probabilities), `echo`, `play` (a chat's
+    prompt), ids() and limit().
+    """
 
     model: str
-    n: Choices | None = None
+    n: Choices = 1
     seed: Annotated[int, Field(ge=0, le=LARGEST_SEED), WHOLE] | None = Field(
         None, description="Choice i has the seed SEED + i."
     )
-    stop: StopString | Annotated[list[StopString], Field(max_length=4)] | None = None
-    logit_bias: Biases | None = None
+    stop: Stop = []
+    logit_bias: Biases = {}
     user: str | None = Field(None, description="Accepted; nothing depends on it.")
-    stream: bool | None = None
+    stream: bool = False
     stream_options: StreamOptions | None = None
     part: Literal[*PARTS] | None = Field(None, description="The attention. Not in OpenAI's API.")  # type: ignore
-    context: Literal[*CONTEXTS] | None = Field(  # type: ignore
-        None, description="What the model sees of a text beyond its block size. Not in OpenAI's API."
+    context: Literal[*CONTEXTS] = Field(  # type: ignore
+        "slide", description="What the model sees of a text beyond its block size. Not in OpenAI's API."
     )
 
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
-class CompletionBody(Writing):
+    @property
+    def interval(self) -> float:
+        """Seconds between two chunks of a text."""
+        return (self.stream_options or StreamOptions()).interval_ms / 1000
+
+    @property
+    def candidates(self) -> int:
+        """The texts that are written for each prompt; the best n of them are sent."""
+        return self.n
+
+    @property
+    def ranked(self) -> bool:
+        """Whether there are more candidates than choices."""
+        return self.candidates > self.n
+
+    def requests(self, checkpoint: Checkpoint, settings: Settings) -> list[Request]:
+        """The texts to be written, `candidates` for each prompt. Raises ApiError naming the wrong field."""
+        config = checkpoint.model.config
+        if self.stream_options is not None and not self.stream:
+            raise wrong("stream_options needs stream.", "stream_options")
+        prompts, candidates, alternatives = self.ids(checkpoint.tokenizer), self.candidates, self.alternatives
+        bias = tuple((int(token), number) for token, number in self.logit_bias.items())
+        check_tokens("logit_bias", (token for token, _ in bias), config.vocab_size)
+        name, tokens = self.limit(config.block_size)
+        texts = len(prompts) * candidates
+        most = min(settings.most_texts, settings.slots + settings.queue)
+        if texts > most:
+            field = "prompt" if len(prompts) > most else "best_of" if self.ranked else "n"
+            raise wrong(f"The request has {texts} texts; this server admits at most {most} in one.", field)
+        if tokens > settings.most_tokens:
+            raise wrong(f"{name} is {tokens}; it must be at most {settings.most_tokens}.", name)
+        if (asked := texts * tokens) > (most := settings.most_request_tokens):
+            raise wrong(f"The request asks for up to {asked} tokens; at most {most} are written.", name)
+        echoed = max(map(len, prompts)) if self.echo else 0
+        scores = 0 if alternatives is None else texts * (tokens + echoed)
+        if scores > (most := settings.most_scores):
+            message = f"logprobs of up to {scores} tokens are asked for; at most {most} are sent."
+            raise wrong(message, "logprobs")
+        if texts * echoed > settings.body_bytes:
+            raise wrong("The prompt is too long to be echoed so often.", "echo")
+        seed = secrets.randbelow(LARGEST_SEED - texts) if self.seed is None else self.seed
+        if seed + texts - 1 > LARGEST_SEED:
+            raise wrong(f"seed is {seed}; the last choice's must be less than 2**63.", "seed")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        try:
+            sampling = Sampling(**{name: getattr(self, name) for name in NUMBERS}, logit_bias=bias)
+            return [
+                Request(
+                    prompts[i // candidates],
+                    seed + i,
+                    sampling,
+                    tokens,
+                    stop,
+                    self.context,
+                    logprobs=0 if self.ranked and alternatives is None else alternatives,
+                    prompt_logprobs=self.echo and alternatives is not None,
+                )
+                for i in range(texts)
+            ]
+        except (TypeError, ValueError) as error:  # its first word is the name of the field
+            raise wrong(f"{error}.", str(error).split(" ")[0]) from None
+
+
+class CompletionBody(Body):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | Ids | list[Ids] | None = Field(
-        None, description="A text, a list of texts, ids, or a list of lists of ids; a line end by default."
+    prompt: str | list[str] | Ids | list[Ids] = Field(
+        "\n", description="A text, a list of texts, ids, or a list of lists of ids."
     )
-    max_tokens: Tokens | None = Field(None, description="16 by default.")
+    max_tokens: Tokens = 16
     best_of: Choices | None = None
-    echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS), WHOLE] | None = None
+    echo: bool = False
+    logprobs: Alternatives | None = None
     suffix: None = Field(None, description="Not supported: the model writes forwards only.")
+    play: ClassVar[None] = None
+
+    @property
+    def candidates(self) -> int:
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    def limit(self, block_size: int) -> tuple[str, int]:
+        """The most tokens of a text, after the name of their field."""
+        return "max_tokens", self.max_tokens
+
+    def ids(self, tokenizer: Tokenizer) -> list[list[int]]:
+        """The tokens of each prompt. Raises ApiError."""
+        if self.candidates < self.n:
+            raise wrong(f"best_of is {self.best_of}; it must be at least n={self.n}.", "best_of")
+        if self.stream and self.ranked:
+            raise wrong("best_of must equal n with stream: candidates are compared when they end.", "best_of")
+        single = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        given: list[Any] = [self.prompt] if single else self.prompt  # type: ignore[list-item,assignment]
+        if not given or not all(given):
+            least = "token" if given else "text"
+            raise wrong(f"prompt is empty; it must have at least one {least}.", "prompt")
+        ids = [encoded(each, tokenizer, "prompt") if isinstance(each, str) else each for each in given]
+        check_tokens("prompt", map(max, ids), len(tokenizer))
+        return ids
 
 
-class TextPart(Body):
+class TextPart(Fields):
     type: Literal["text"]
     text: str
 
 
-class Message(Body):
+class Message(Fields):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
-    name: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
-        None, description="The speaker in the play; the role in capitals by default."
-    )
+    name: Name | None = Field(None, description="The speaker in the play; the role in capitals by default.")
+
+    @property
+    def speech(self) -> str:
+        """The speaker and the text."""
+        parts = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return f"{self.name or self.role.upper()}:\n{parts}\n\n"
 
 
-class ChatBody(Writing):
+class ChatBody(Body):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    stop: Stop = ["\n\n"]
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = Field(None, description="The model's block size by default.")
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS), WHOLE] | None = None
-    speaker: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
-        None, description="Who answers in the play; ASSISTANT by default. Not in OpenAI's API."
+    logprobs: bool = False
+    top_logprobs: Alternatives | None = None
+    speaker: Name | None = Field(
+        None, description=f"Who answers in the play; {SPEAKER} by default. Not in OpenAI's API."
     )
+    echo: ClassVar[bool] = False
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def play(self) -> str:
+        """The messages as speeches, then a line with the name of the next speaker."""
+        return "".join(message.speech for message in self.messages) + f"{self.answering}:\n"
+
+    @property
+    def answering(self) -> str:
+        """The next speaker: `speaker`, else the name in the assistant's last message with a name."""
+        named = (m.name for m in reversed(self.messages) if m.role == "assistant" and m.name)
+        return self.speaker or next(named, SPEAKER)
+
+    def limit(self, block_size: int) -> tuple[str, int]:
+        """The most tokens of a text, after the name of their field. Raises ApiError."""
+        if self.max_completion_tokens is None:
+            return "max_tokens", block_size if self.max_tokens is None else self.max_tokens
+        if self.max_tokens not in (None, self.max_completion_tokens):
+            raise wrong("max_tokens and max_completion_tokens exclude each other.", "max_tokens")
+        return "max_completion_tokens", self.max_completion_tokens
+
+    def ids(self, tokenizer: Tokenizer) -> list[list[int]]:
+        """The tokens of the play. Raises ApiError."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise wrong("top_logprobs needs logprobs.", "top_logprobs")
+        encoded(self.answering, tokenizer, "speaker")
+        return [encoded(self.play, tokenizer, "messages")]
+
+
+def encoded(text: str, tokenizer: Tokenizer, name: str) -> list[int]:
+    """The tokens of a field's text. Raises ApiError for characters that the model does not know."""
+    try:
+        return tokenizer.encode(text)
+    except ValueError as error:
+        raise wrong(f"{name}: {error}.", name) from None
+
+
+def check_tokens(name: str, tokens: Iterable[int], size: int) -> None:
+    """Raise ApiError if a field has a token that the model does not have."""
+    if (largest := max(tokens, default=0)) >= size:
+        raise wrong(f"{name} has the token {largest}; it must be from 0 to {size - 1}.", name)
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -156,29 +355,24 @@ def parse(kind: type[AnyBody], data: bytes) -> AnyBody:
         return kind.model_validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-    raise refusal(kind, first["loc"], first["type"], first["msg"], first.get("input"))
-
-
-def refusal(kind: type[Body], loc: tuple[int | str, ...], error: str, message: str, value: Any) -> ApiError:
-    """An error of pydantic in OpenAI's format."""
-    if error == "json_invalid":
-        return ApiError(400, f"The body is not JSON: {message.removeprefix('Invalid JSON: ')}")
-    if not loc:
-        return ApiError(400, "The body must be a JSON object.")
-    param = path(loc)
-    name = next((str(part) for part in loc if part in MUST_BE), None)
-    if error == "extra_forbidden":
-        return ApiError(400, f"Unsupported parameter: {param!r}.", param, "unsupported_parameter")
-    if error == "none_required":
-        return ApiError(
-            400, f"Unsupported parameter: {param!r}; it must be null.", param, "unsupported_parameter"
-        )
-    if error == "missing":
-        return ApiError(400, f"Missing required parameter: {param!r}.", param, "missing_required_parameter")
-    if name is not None:
-        return ApiError(400, f"{param} {MUST_BE[name]}.", param, "invalid_value")
+    name, message, value = path(first["loc"]), first["msg"], first.get("input")
+    union = next((str(part) for part in first["loc"] if part in MUST_BE), None)
+    match first["type"]:
+        case "json_invalid":
+            raise ApiError(400, f"The body is not JSON: {message.removeprefix('Invalid JSON: ')}")
+        case _ if not name:
+            raise ApiError(400, "The body must be a JSON object.")
+        case "extra_forbidden":
+            raise ApiError(400, f"Unsupported parameter: {name!r}.", name, "unsupported_parameter")
+        case "none_required":
+            message = f"Unsupported parameter: {name!r}; it must be null."
+            raise ApiError(400, message, name, "unsupported_parameter")
+        case "missing":
+            raise ApiError(400, f"Missing required parameter: {name!r}.", name, "missing_required_parameter")
+        case _ if union:
+            raise wrong(f"{name} {MUST_BE[union]}.", name)
     shown = f" is {value!r:.100}" if isinstance(value, str | int | float | bool) else ""
-    return ApiError(400, f"{param}{shown}: {message}.", param, "invalid_value")
+    raise wrong(f"{name}{shown}: {message}.", name)
 
 
 def path(loc: tuple[int | str, ...]) -> str:

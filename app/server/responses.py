@@ -1,4 +1,4 @@
-"""The formats of responses, and the bytes of a stream's events, which are built by hand.
+"""A request in progress: its texts as they grow, and the bytes of its response in OpenAI's formats.
 
 An event costs microseconds of a core that also writes texts. So the fields that all events of a stream share
 are encoded once.
@@ -6,158 +6,267 @@ are encoded once.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
-from app.server.choices import Piece, Score
-from app.server.errors import ApiError
-from app.server.plan import Plan
+from app.server import Settings
+from app.server.requests import ApiError, Body
 from attention_ext import __version__
+from generation.texts import StopFilter
+from generation.writer import Request, Text, TokenLogprob
+from model.checkpoint import Checkpoint
 
-DONE = b"data: [DONE]\n\n"
 dumps = json.JSONEncoder(separators=(",", ":")).encode
+# A token, the characters before it, and its log-probability: None where nothing predicts the token.
+Score = tuple[int, int, TokenLogprob | None]
 
 
-@dataclass
-class Result:
-    """A choice, the sum of its pieces."""
+class Choice:
+    """A growing text of a call. Until it has ended, only the scheduler's thread uses it.
 
-    number: int
-    text: str = ""
-    scores: list[Score] = field(default_factory=list)
-    finish: str | None = None
-    new_tokens: int = 0
-    mean_logprob: float = 0.0
+    prompt: the prompt's text, if it is echoed or scored. text: the Writer's, once it has joined a batch.
+    sent_at: the time of the last event; 0 before the first token. finish: its finish_reason, "" until then.
+    """
 
-    def add(self, piece: Piece) -> None:
-        """Append a piece."""
-        self.text += piece.text
-        self.scores += piece.scores or ()
-        self.finish, self.new_tokens, self.mean_logprob = piece.finish, piece.new_tokens, piece.mean_logprob
+    def __init__(self, call: Call, number: int, request: Request, prompt: str) -> None:
+        self.call, self.number, self.request = call, number, request
+        self.text: Text | None = None
+        self.sent_at = 0.0
+        self.finish = ""
+        self.new_tokens = 0
+        self.sum_logprobs = 0.0
+        self._decoder, self._filter = call.tokenizer.decoder(), StopFilter(request.stop)
+        self._unsent = prompt if call.body.echo else ""
+        self._scores: list[Score] = []  # of tokens that are not sent
+        self._scored = self._sent = 0 if call.body.echo else len(prompt)  # characters so far
+        self._scores_decoder = call.tokenizer.decoder()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the text is complete."""
+        lacks = self.text is not None and self.text.lacks_prompt_logprobs
+        return bool(self._filter.found) or self.new_tokens == self.request.max_new_tokens and not lacks
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Append tokens that the Writer has written, up to one that completes a stop string."""
+        before = self.new_tokens
+        if self.request.stop:
+            for token in tokens:
+                self.new_tokens += 1
+                self._unsent += self._filter.feed(self._decoder.feed(token))
+                if self._filter.found:
+                    break
+        else:
+            self.new_tokens += len(tokens)
+            self._unsent += "".join(map(self._decoder.feed, tokens))
+        self._take_logprobs(self.new_tokens - before)
+
+    def end(self) -> None:
+        """Append what was held back. The decoder's last characters may complete a stop string."""
+        if not self._filter.found:
+            self._unsent += self._filter.feed(self._decoder.end()) + self._filter.end()
+        self.finish = "stop" if self._filter.found else "length"
+        self._take_logprobs(0)
+
+    def take(self) -> tuple[str, list[Score]]:
+        """The text that may be sent, and the scores of the tokens that begin in it."""
+        text, self._unsent = self._unsent, ""
+        self._sent += len(text)
+        everything = self.finish == "length"
+        count = sum(everything or start < self._sent for _, start, _ in self._scores)
+        scores, self._scores = self._scores[:count], self._scores[count:]
+        return text, scores
+
+    def _take_logprobs(self, count: int) -> None:
+        """Take the log-probabilities of the prompt and of `count` new tokens from the Writer's text."""
+        if self.text is None or self.request.logprobs is None:
+            return
+        if known := self.text.prompt_logprobs:
+            for token in self.request.ids[: -len(known)]:  # only the last tokens of a long prompt were read
+                self._score(token, None)
+            for token, each in zip(self.text.prompt, known):
+                self._score(token, each)
+            self.text.prompt_logprobs = []
+        for new in self.text.logprobs[:count]:
+            self.sum_logprobs += new.logprob
+            self._score(new.token, new)
+        self.text.logprobs.clear()
+
+    def _score(self, token: int, known: TokenLogprob | None) -> None:
+        self._scores.append((token, self._scored, known))
+        self._scored += len(self._scores_decoder.feed(token))
 
 
-class Shape:
-    """The response to a plan: one object, or the events of a stream."""
+class Call:
+    """A request in progress. The event loop owns all fields but `choices`.
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.chat = plan.play is not None
-        kind = "chat.completion" if self.chat else "text_completion"
+    overflowed: is called if more than buffer_bytes of events wait for behind_seconds. left: the number of
+    choices that have not ended. gone: whether the client has left, was dropped, or has everything.
+    Raises ApiError naming the wrong field of the body.
+    """
+
+    def __init__(
+        self, body: Body, checkpoint: Checkpoint, settings: Settings, overflowed: Callable[[Call], None]
+    ) -> None:
+        self.body, self.tokenizer = body, checkpoint.tokenizer
+        self.lane = body.model, body.part or settings.part
+        self.began = time.monotonic()
+        requests = body.requests(checkpoint, settings)
+        prompts = [request.ids for request in requests[:: body.candidates]]
+        self._prompt_tokens = sum(map(len, prompts))
+        shown = body.echo or body.alternatives is not None
+        texts = [self._decoded(ids) if shown else "" for ids in prompts]
+        self.choices = [
+            Choice(self, i, request, texts[i // body.candidates]) for i, request in enumerate(requests)
+        ]
+        self.left = len(requests)
+        self.gone = False
+        self._buffer_bytes, self._behind_seconds = settings.buffer_bytes, settings.behind_seconds
+        self._overflowed = overflowed
+        self._behind: asyncio.TimerHandle | None = None  # runs while more than buffer_bytes wait
+        self._inbox = bytearray()
+        self._error: ApiError | None = None
+        self._news = asyncio.Event()
+        self._text_of = cache(lambda token: self._decoded([token]))
+        play = body.play
+        self._chat = play is not None
+        kind = "chat.completion" if self._chat else "text_completion"
         self._common: dict[str, Any] = {
-            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "object": f"{kind}.chunk" if self.chat and plan.stream else kind,
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": f"{kind}.chunk" if self._chat and body.stream else kind,
             "created": int(time.time()),
-            "model": plan.model,
-            "system_fingerprint": f"shakespeare-attention-{__version__}-{plan.part}",
+            "model": body.model,
+            "system_fingerprint": f"shakespeare-attention-{__version__}-{self.lane[1]}",
         }
+        self._play = {"play": play} if self._chat else {}  # OpenAI's API lacks this field
         self._head = b"data: " + dumps(self._common).encode()[:-1]
-        self._tail = b',"usage":null}\n\n' if plan.include_usage else b"}\n\n"
-        self._offsets = [len(prompt) if not plan.echo else 0 for prompt in plan.prompts]
+        self._tail = b',"usage":null}\n\n' if body.include_usage else b"}\n\n"
 
-    def whole(self, results: Sequence[Result]) -> bytes:
-        """The response to a request without a stream."""
-        plan = self.plan
-        choices = []
-        for at in range(0, len(results), plan.candidates):
-            ranked = list(results[at : at + plan.candidates])
-            if plan.ranked:
-                ranked = sorted(ranked, key=lambda result: -result.mean_logprob)[: plan.n]
-            choices += ranked
-        shown = self._common | {
-            "choices": [self._choice(i, result) for i, result in enumerate(choices)],
-            "usage": self.usage(results),
-        }
-        return dumps(shown | self._own).encode()
+    def put(self, news: bytes | ApiError, ended: bool = False) -> None:
+        """Append events, or note the error that ends the request. ended: whether a choice has ended."""
+        self.left -= ended
+        if isinstance(news, ApiError):
+            self._error = news
+        else:
+            self._inbox += news
+            # A single batch may be larger; a reader that is fast enough has it at once.
+            if len(self._inbox) > self._buffer_bytes and not (self._behind or self.gone):
+                loop = asyncio.get_running_loop()
+                self._behind = loop.call_later(self._behind_seconds, self._overflowed, self)
+        self._news.set()
+
+    def leave(self) -> None:
+        """Note that the client has left or has everything."""
+        self.gone = True
+        self._in_time()
+        self._news.set()
+
+    async def news(self) -> bytes:
+        """Wait for events or the end of a choice; return all events. Raises the ApiError that ended them."""
+        await self._news.wait()
+        self._news.clear()
+        if self._error and not self.gone:
+            raise self._error
+        taken, self._inbox = bytes(self._inbox), bytearray()
+        self._in_time()
+        return taken
+
+    def _in_time(self) -> None:
+        if self._behind:
+            self._behind.cancel()
+            self._behind = None
 
     def begin(self) -> bytes:
-        """The events before the first text."""
-        if not self.chat:
+        """The events of a stream before the first text."""
+        if not self._chat:
             return b""
         delta = {"role": "assistant", "content": ""}
         choices = [
             {"index": i, "delta": delta, "logprobs": None, "finish_reason": None}
-            for i in range(len(self.plan.requests))
+            for i in range(len(self.choices))
         ]
-        own = "".join(f",{dumps(name)}:{dumps(value)}" for name, value in self._own.items())
-        return self._head + f',"choices":{dumps(choices)}{own}'.encode() + self._tail
+        return self._head + f',"choices":{dumps(choices)},{dumps(self._play)[1:-1]}'.encode() + self._tail
 
-    def event(self, piece: Piece) -> bytes:
-        """The events of a piece. A chat's text and its end are two events, as in OpenAI's API."""
-        text = dumps(piece.text)
-        scores = "null" if piece.scores is None else dumps(self._scores(piece.scores, piece.number))
-        if not self.chat:
-            return self._event(piece.number, f'"text":{text}', scores, piece.finish)
-        events = b""
-        if piece.text:
-            events = self._event(piece.number, f'"delta":{{"content":{text}}}', scores, None)
-        if piece.finish:
-            events += self._event(piece.number, '"delta":{}', "null", piece.finish)
-        return events
+    def event(self, choice: Choice) -> bytes:
+        """The events of a choice's new text. A chat's text and its end are two events, as in OpenAI's API."""
+        text, scores = choice.take()
+        if not text and not choice.finish:
+            return b""
+        shown = "null" if self.body.alternatives is None else dumps(self._shown(scores))
+        finish = f'"{choice.finish}"' if choice.finish else "null"
+        if not self._chat:
+            return self._event(choice, f'"text":{dumps(text)}', shown, finish)
+        events = self._event(choice, f'"delta":{{"content":{dumps(text)}}}', shown, "null") if text else b""
+        return events + (self._event(choice, '"delta":{}', "null", finish) if choice.finish else b"")
 
-    def end(self, results: Sequence[Result]) -> bytes:
-        """The events after the last text."""
-        if not self.plan.include_usage:
-            return DONE
-        usage = f',"choices":[],"usage":{dumps(self.usage(results))}}}\n\n'
-        return self._head + usage.encode() + DONE
+    def _event(self, choice: Choice, content: str, scores: str, finish: str) -> bytes:
+        shown = f'{{"index":{choice.number},{content},"logprobs":{scores},"finish_reason":{finish}}}'
+        return self._head + f',"choices":[{shown}]'.encode() + self._tail
 
-    @staticmethod
-    def failed(error: ApiError) -> bytes:
-        """The last event of a stream that ends with an error."""
-        return b"data: " + error.body() + b"\n\n"
+    def end(self) -> bytes:
+        """The events of a stream after the last text."""
+        usage = f',"choices":[],"usage":{dumps(self._usage)}}}\n\n'.encode()
+        return (self._head + usage if self.body.include_usage else b"") + b"data: [DONE]\n\n"
 
-    def usage(self, results: Sequence[Result]) -> dict[str, int]:
-        """The number of tokens of the prompts and of all written texts, chosen or not."""
-        written = sum(result.new_tokens for result in results)
-        prompt = self.plan.prompt_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+    def whole(self) -> bytes:
+        """The response to a request without a stream."""
+        each = self.body.candidates
+        chosen: list[Choice] = []
+        for at in range(0, len(self.choices), each):
+            ranked = self.choices[at : at + each]
+            if self.body.ranked:
+                ranked.sort(key=lambda choice: -choice.sum_logprobs / max(choice.new_tokens, 1))
+            chosen += ranked[: self.body.n]
+        shown = {"choices": [self._choice(*each) for each in enumerate(chosen)], "usage": self._usage}
+        return dumps(self._common | shown | self._play).encode()
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        text, scores = choice.take()
+        shown = None if self.body.alternatives is None else self._shown(scores)
+        common = {"index": index, "logprobs": shown, "finish_reason": choice.finish}
+        if not self._chat:
+            return common | {"text": text}
+        return common | {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     @property
-    def _own(self) -> dict[str, Any]:
-        """The field that OpenAI's API lacks: the play that the model read for a chat."""
-        return {"play": self.plan.play} if self.chat else {}
+    def _usage(self) -> dict[str, int]:
+        """The number of tokens of the prompts and of all written texts, chosen or not."""
+        prompt, written = self._prompt_tokens, sum(choice.new_tokens for choice in self.choices)
+        return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
-    def _event(self, number: int, content: str, scores: str, finish: str | None) -> bytes:
-        ended = "null" if finish is None else f'"{finish}"'
-        choice = f'{{"index":{number},{content},"logprobs":{scores},"finish_reason":{ended}}}'
-        return self._head + f',"choices":[{choice}]'.encode() + self._tail
-
-    def _choice(self, index: int, result: Result) -> dict[str, Any]:
-        scores = None if self.plan.logprobs is None else self._scores(result.scores, result.number)
-        common = {"index": index, "logprobs": scores, "finish_reason": result.finish}
-        if self.chat:
-            return common | {"message": {"role": "assistant", "content": result.text, "refusal": None}}
-        return common | {"text": result.text}
-
-    def _scores(self, scores: Sequence[Score], number: int) -> dict[str, Any]:
-        if self.chat:
-            return {"content": [chat_score(score) for score in scores], "refusal": None}
-        offset = self._offsets[number // self.plan.candidates]
+    def _shown(self, scores: Sequence[Score]) -> dict[str, Any]:
+        """Log-probabilities in the format of completions or of chats."""
+        if self._chat:
+            content = [
+                self._token(token, known.logprob)
+                | {"top_logprobs": [self._token(*each) for each in known.top]}
+                for token, _, known in scores
+                if known
+            ]
+            return {"content": content, "refusal": None}
+        tops = [
+            {self._text_of(each): logprob for each, logprob in (*known.top, (token, known.logprob))}
+            if known
+            else None
+            for token, _, known in scores
+        ]
         return {
-            "tokens": [score.token for score in scores],
-            "token_logprobs": [score.logprob for score in scores],
-            "top_logprobs": [tops(score) for score in scores] if self.plan.logprobs else None,
-            "text_offset": [offset + score.start for score in scores],
+            "tokens": [self._text_of(token) for token, _, _ in scores],
+            "token_logprobs": [known and known.logprob for _, _, known in scores],
+            "top_logprobs": tops if self.body.alternatives else None,
+            "text_offset": [start for _, start, _ in scores],
         }
 
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._text_of(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
-def tops(score: Score) -> dict[str, float] | None:
-    """Log-probabilities of the likeliest tokens and the written one, by their texts."""
-    if score.logprob is None:
-        return None
-    return dict(score.top) | {score.token: score.logprob}
-
-
-def chat_score(score: Score) -> dict[str, Any]:
-    """A token's score in a chat's format."""
-    top = [{"token": t, "logprob": p, "bytes": list(t.encode())} for t, p in score.top]
-    return {
-        "token": score.token,
-        "logprob": score.logprob,
-        "bytes": list(score.token.encode()),
-        "top_logprobs": top,
-    }
+    def _decoded(self, ids: Sequence[int]) -> str:
+        """The text of tokens. The replacement character stands for bytes that are not a character."""
+        decoder = self.tokenizer.decoder()
+        return "".join(map(decoder.feed, ids)) + decoder.end()

@@ -13,9 +13,8 @@ from typing import cast
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from app.server.app import Application
-from app.server.endpoints import ABORT
-from app.server.settings import Settings
+from app.server import Settings
+from app.server.app import ABORT, Application
 from model.checkpoint import Checkpoint
 
 HEAD_BYTES = 65_536  # most bytes of a request's line and headers
@@ -42,15 +41,17 @@ class Protocol(HttpToolsProtocol):
         if self.limit_concurrency and len(self.connections) >= self.limit_concurrency:
             transport.abort()
         else:
-            self._begin()
+            self._arm(transport.abort)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["state"][ABORT] = self.transport.abort
-        self._begin()
+        self._head = 0
+        self._arm(self.transport.abort)
 
     def on_headers_complete(self) -> None:
-        self._end()
+        self._head = -1
+        self._arm(None)
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
@@ -66,6 +67,10 @@ class Protocol(HttpToolsProtocol):
         if last and not self.transport.is_closing():
             self._arm(self.transport.close)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._arm(None)
+        super().connection_lost(exc)
+
     def stalled(self, now: float, seconds: float) -> bool:
         """Whether the reader has taken almost nothing for some seconds. It is called often."""
         size = self.transport.get_write_buffer_size()
@@ -74,26 +79,11 @@ class Protocol(HttpToolsProtocol):
         self._unread = max(self._unread, size)
         return size > 0 and now - self._since > seconds
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._end()
-        super().connection_lost(exc)
-
-    def _begin(self) -> None:
-        self._head = 0
-        self._arm(self.transport.abort)
-
-    def _arm(self, close: Callable[[], None]) -> None:
-        self._disarm()
-        self._timer = self.loop.call_later(HEAD_SECONDS, close)
-
-    def _end(self) -> None:
-        self._head = -1
-        self._disarm()
-
-    def _disarm(self) -> None:
+    def _arm(self, close: Callable[[], None] | None) -> None:
+        """Call `close` after HEAD_SECONDS, instead of what was to be called before."""
         if self._timer:
             self._timer.cancel()
-            self._timer = None
+        self._timer = self.loop.call_later(HEAD_SECONDS, close) if close else None
 
 
 class Server(uvicorn.Server):
@@ -127,21 +117,21 @@ class Server(uvicorn.Server):
 
     def end(self) -> None:
         """Begin to end; the second call ends at once."""
-        writing = self.application.writing
-        if writing.draining:
-            writing.end_all()
+        application = self.application
+        if application.draining:
+            application.end_all()
             self.should_exit = True
             return
-        writing.draining = True
+        application.draining = True
         self._ending = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
         """Wait for the running requests, at most the grace period; then close all connections."""
-        writing, grace = self.application.writing, self.application.settings.grace
-        deadline = asyncio.get_running_loop().time() + grace
-        while writing.active and asyncio.get_running_loop().time() < deadline:
+        application, now = self.application, asyncio.get_running_loop().time
+        deadline = now() + application.settings.grace
+        while application.active and now() < deadline:
             await asyncio.sleep(0.02)
-        writing.end_all()
+        application.end_all()
         self.should_exit = True
 
 
@@ -153,19 +143,13 @@ def most_connections(most: int) -> int:
 
 def bind(settings: Settings) -> socket.socket:
     """A listening socket. Raises OSError."""
-    family, kind, protocol, _, address = socket.getaddrinfo(
+    family, *_, address = socket.getaddrinfo(
         settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Accepted sockets inherit this. Otherwise Linux would buffer megabytes for a slow reader.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: is also every IPv4 address
+    listener = socket.create_server(address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=both)
+    # Accepted sockets inherit this. Otherwise Linux would buffer megabytes for a slow reader.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     return listener
 
 
@@ -181,10 +165,8 @@ def make(checkpoints: Mapping[str, Checkpoint], settings: Settings) -> Server:
         log_level=logging.WARNING,
         server_header=False,
         backlog=BACKLOG,
-        limit_concurrency=most_connections(settings.connections)
-        + 1,  # uvicorn refuses the next; Protocol does so before
-        # draining has waited already; the rest is closed
-        timeout_graceful_shutdown=1,
+        limit_concurrency=most_connections(settings.connections) + 1,  # Protocol refuses one before
+        timeout_graceful_shutdown=1,  # _drain() has waited already
     )
     return Server(config, application)
 
@@ -199,7 +181,7 @@ def serve(server: Server, listener: socket.socket, say: Callable[[str], None]) -
         await asyncio.wait((running, loaded), return_when=asyncio.FIRST_COMPLETED)
         if scheduler.error:
             server.should_exit = True
-        elif scheduler.ready and not server.application.writing.draining:
+        elif scheduler.ready and not server.application.draining:
             say("Ready. Ctrl-C ends it.")
         await running
         loaded.cancel()

@@ -1,50 +1,228 @@
 """The thread that owns all engines: requests join and leave at any step, and lanes share the cores fairly.
 
 The event loop and this thread share only two queues. Commands come through a SimpleQueue; each step returns
-its pieces in one call_soon_threadsafe(). A step releases the GIL while the engine computes.
+its events in one call_soon_threadsafe(). A step releases the GIL while the engine computes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
 from queue import Empty, SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from app.server.calls import Call
-from app.server.choices import Piece
-from app.server.errors import ApiError
-from app.server.lanes import Lane
-from app.server.metrics import Metrics
-from app.server.settings import Settings
+from app.server import Settings
+from app.server.requests import ApiError
+from app.server.responses import Call, Choice
 from generation.engine import Engine, open_engine
+from generation.writer import TOKENS_AT_ONCE, Text, Writer
 from model.checkpoint import Checkpoint
 
+STEP_TOKENS = 1024  # tokens of all texts in a step; fewer cost speed, more delay new texts
+STEP_SECONDS = 0.02  # most time of a step, which writes at least one token of each text
+SLICE_SECONDS = 3e-3  # part of a step that prompts may take
 QUANTUM = 4e-3  # seconds of a lane's turn in deficit round robin (Shreedhar and Varghese 1995)
-RETRY_SECONDS = 1
+RETRY = {"retry-after": "1"}  # seconds
+SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+TOKEN_SECONDS = tuple(m * 10.0**e for e in range(-6, 0) for m in (1, 2, 5)) + (1.0,)
+TEXTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256)
+
+News = tuple[Call, bytes | ApiError, bool]  # the arguments of Call.put()
+
+
+class Metrics:
+    """The metrics of one server, which prometheus_client shows at /metrics."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        lane: Any = {"labelnames": ("model", "part"), "registry": registry}
+        waited = "From a request's arrival to a text's first token."
+        each = "A text's mean time for a token, without its prompt's."
+        begun = "Tokens of the prompts of texts that began."
+        self._lanes = {
+            "running": Gauge("attention_texts_running", "Texts being written.", **lane),
+            "queued": Gauge("attention_texts_queued", "Texts that wait for a slot.", **lane),
+            "occupancy": Histogram(
+                "attention_batch_texts", "Texts written by a step.", buckets=TEXTS, **lane
+            ),
+            "first_token": Histogram(
+                "attention_time_to_first_token_seconds", waited, buckets=SECONDS, **lane
+            ),
+            "token_seconds": Histogram(
+                "attention_time_per_token_seconds", each, buckets=TOKEN_SECONDS, **lane
+            ),
+            "prompt_tokens": Counter("attention_prompt_tokens", begun, **lane),
+            "new_tokens": Counter("attention_new_tokens", "Tokens written.", **lane),
+            "finished": Counter("attention_texts_finished", "Texts written to their end.", **lane),
+            "cancelled": Counter(
+                "attention_texts_cancelled", "Texts ended because their client left.", **lane
+            ),
+        }
+        self.dropped = Counter("attention_streams_dropped", "Readers dropped as too slow.", registry=registry)
+        self.refused = Counter(
+            "attention_requests_refused", "Requests answered by an error.", ("status",), registry=registry
+        )
+
+    def of(self, model: str, part: str) -> SimpleNamespace:
+        """The metrics of a model and part."""
+        return SimpleNamespace(**{name: metric.labels(model, part) for name, metric in self._lanes.items()})
+
+
+class Lane:
+    """The texts of one model and part, running and waiting, and the Writer that writes them.
+
+    Texts join the running batch in the order in which they came, as soon as a slot is free. Only the
+    scheduler's thread uses it. admitted: the texts that came, which the event loop counts. left: those that
+    ended, for any reason. credit: seconds that the lane may still use in this round. deliver: sends news to
+    the event loop.
+    """
+
+    def __init__(
+        self, model: str, part: str, slots: int, metrics: Metrics, deliver: Callable[[News], None]
+    ) -> None:
+        self.model, self.part, self.slots = model, part, slots
+        self.admitted = self.left = 0
+        self.credit = 0.0
+        self.opening = False
+        self._metrics = metrics.of(model, part)
+        self._deliver = deliver
+        self._row_seconds = 0.0  # time for one token of each text in the last step
+        self._writer: Writer | None = None
+        self._waiting: deque[Choice] = deque()
+        self._running: dict[Text, Choice] = {}
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step would write."""
+        return self._writer is not None and bool(self._running or self._waiting)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether texts wait for an engine that nobody opens."""
+        return self._writer is None and not self.opening and bool(self._waiting)
+
+    def open(self, engine: Engine) -> None:
+        """Take an engine. It has one slot more than texts, which keeps the last prompt."""
+        self._writer = Writer(engine, self.slots, slice_seconds=SLICE_SECONDS)
+        self.opening = False
+
+    def add(self, call: Call) -> None:
+        """Queue a call's choices."""
+        self._waiting.extend(call.choices)
+        self._count()
+
+    def cancel(self, call: Call) -> None:
+        """End a call's choices that have not ended."""
+        waiting = deque(choice for choice in self._waiting if choice.call is not call)
+        running = [text for text, choice in self._running.items() if choice.call is call]
+        ended = len(self._waiting) - len(waiting) + len(running)
+        self._waiting = waiting
+        for text in running:
+            self._leave(text)
+        if ended:
+            self.left += ended
+            self._metrics.cancelled.inc(ended)
+            self._count()
+
+    def fail(self, error: ApiError) -> None:
+        """End all calls with an error and close the engine. The next text opens another engine."""
+        choices = [*self._waiting, *self._running.values()]
+        self.left += len(choices)
+        self._waiting.clear()
+        self._running.clear()
+        self._writer, self.opening = None, False
+        for call in {choice.call for choice in choices}:
+            self._deliver((call, error, False))
+        self._count()
+
+    def step(self) -> float:
+        """Let texts join, write some tokens of each, and return the seconds that this took."""
+        start = time.monotonic()
+        assert self._writer
+        while self._waiting and self._writer.free:
+            choice = self._waiting[0]
+            choice.text = self._writer.join(choice.request)
+            self._running[choice.text] = self._waiting.popleft()
+            self._metrics.prompt_tokens.inc(len(choice.request.ids))
+            self._count()
+        running = len(self._running)
+        # A text's first token is sent at once.
+        joining = any(choice.sent_at == 0 for choice in self._running.values())
+        fitting = int(STEP_SECONDS / self._row_seconds) if self._row_seconds else 1
+        written = self._writer.step(
+            1 if joining else max(1, min(TOKENS_AT_ONCE, STEP_TOKENS // running, fitting))
+        )
+        now = time.monotonic()
+        if written:
+            self._row_seconds = (now - start) / len(written[0][1])
+            self._metrics.new_tokens.inc(sum(len(tokens) for _, tokens in written))
+            self._metrics.occupancy.observe(len(written))
+        for text, tokens in written:
+            self._running[text].add(tokens)
+        for text, choice in list(self._running.items()):
+            self._send(text, choice, now)
+        return time.monotonic() - start
+
+    def _send(self, text: Text, choice: Choice, now: float) -> None:
+        """Deliver what a text has new, if it is due."""
+        call, first = choice.call, choice.sent_at == 0
+        ended = choice.ended
+        if first and (ended or text.new_tokens):
+            self._metrics.first_token.observe(now - call.began)
+        elif not ended and (first or now - choice.sent_at < call.body.interval):
+            return
+        choice.sent_at = now
+        if ended:
+            choice.end()
+            if text.new_tokens > 1:
+                self._metrics.token_seconds.observe(text.decode_seconds / text.new_tokens)
+            self._metrics.finished.inc()
+            self._leave(text)
+            self.left += 1
+            self._count()
+        events = call.event(choice) if call.body.stream else b""
+        if events or ended:
+            self._deliver((call, events, ended))
+
+    def _leave(self, text: Text) -> None:
+        assert self._writer
+        del self._running[text]
+        self._writer.leave(text)
+
+    def _count(self) -> None:
+        self._metrics.queued.set(len(self._waiting))
+        self._metrics.running.set(len(self._running))
 
 
 class Scheduler:
     """Writes the texts of calls. Each model and part has a lane, which is opened when it is first used.
 
-    start() opens the lanes of the default part. `ready`: whether they are open. `error`: why one is not open.
+    start() opens the lanes of the default part; `loaded` is then set. `error`: why one of them is not open.
     Only the event loop calls the public methods.
     """
 
     def __init__(self, checkpoints: Mapping[str, Checkpoint], settings: Settings, metrics: Metrics) -> None:
         self.checkpoints, self.settings, self.metrics = checkpoints, settings, metrics
-        self.ready = False
         self.error: Exception | None = None
-        self.loaded = asyncio.Event()  # set when the scheduler is ready or has failed
+        self.loaded = asyncio.Event()
         self._lanes: dict[tuple[str, str], Lane] = {}
-        self._admitted: dict[tuple[str, str], int] = {}  # texts admitted since the start
-        self._commands: SimpleQueue[tuple[str, Any, Any]] = SimpleQueue()
-        self._out: list[tuple[Call, Piece | ApiError]] = []
+        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None ends the thread
+        self._out: list[News] = []
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the lanes of the default part are open."""
+        return self.loaded.is_set() and self.error is None
 
     def start(self) -> None:
         """Open the models' engines and begin."""
@@ -53,46 +231,40 @@ class Scheduler:
 
     async def stop(self) -> None:
         """End the thread and drop the unfinished texts."""
-        self._commands.put(("stop", None, None))
+        self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
 
     def submit(self, call: Call) -> None:
         """Queue a call. Raises ApiError 429 if its lane's queue is full, 503 if the models are loading."""
         if not self.ready or not self._thread.is_alive():
-            raise ApiError(503, "The models are loading.", code="loading", headers=retry())
-        name = (call.plan.model, call.plan.part)
-        texts, admitted = len(call.choices), self._admitted.get(name, 0)
-        if self.unfinished(name) + texts > self.settings.slots + self.settings.queue:
-            message = f"The queue of {name[0]} with {name[1]} is full; try again later."
-            raise ApiError(429, message, code="rate_limit_exceeded", headers=retry())
-        self._admitted[name] = admitted + texts
-        self._commands.put(("call", name, call))
+            raise ApiError(503, "The models are loading.", code="loading", headers=RETRY)
+        lane, texts = self._lane(*call.lane), len(call.choices)
+        if lane.admitted - lane.left + texts > self.settings.slots + self.settings.queue:
+            message = f"The queue of {lane.model} with {lane.part} is full; try again later."
+            raise ApiError(429, message, code="rate_limit_exceeded", headers=RETRY)
+        lane.admitted += texts
+        self._commands.put(partial(lane.add, call))
 
     def cancel(self, call: Call) -> None:
         """End a call's unfinished texts."""
-        self._commands.put(("cancel", (call.plan.model, call.plan.part), call))
-
-    def unfinished(self, name: tuple[str, str]) -> int:
-        """The number of texts of a lane that run or wait."""
-        lane = self._lanes.get(name)
-        return self._admitted.get(name, 0) - (lane.left if lane else 0)
+        self._commands.put(partial(self._lane(*call.lane).cancel, call))
 
     def _run(self) -> None:
         torch.set_num_threads(self.settings.threads)
         try:
             for model in self.checkpoints:
-                self._lane((model, self.settings.part)).open(self._engine((model, self.settings.part)))
-            self.ready = True
+                lane = self._lane(model, self.settings.part)
+                lane.open(self._engine(lane))
         except Exception as error:  # the compiler failed, or memory did not suffice
             self.error = error
         self._tell(self.loaded.set)
-        going = self.error is None
-        while going and self._obey():
+        while not self.error and self._obey():
             for lane in list(self._lanes.values()):
                 if lane.wanted:
                     lane.opening = True
-                    threading.Thread(target=self._open, args=(lane.name,), daemon=True).start()
-                going = going and self._turn(lane)
+                    threading.Thread(target=self._open, args=(lane,), daemon=True).start()
+                if not self._turn(lane):
+                    return
 
     def _turn(self, lane: Lane) -> bool:
         """Give a lane its share of the time and obey commands meanwhile. False ends the thread."""
@@ -112,62 +284,48 @@ class Scheduler:
     def _obey(self) -> bool:
         """Obey all commands; wait for one if there is nothing to do. False ends the thread."""
         while True:
-            idle = not any(lane.ready or lane.wanted for lane in self._lanes.values())
+            idle = not any(lane.ready or lane.wanted for lane in list(self._lanes.values()))
             try:
-                command, name, argument = self._commands.get(block=idle)
+                command = self._commands.get(block=idle)
             except Empty:
                 return True
-            if command == "stop":
+            if command is None:
                 return False
-            lane = self._lane(name)
-            if command == "call":
-                lane.add(argument)
-            elif command == "cancel":
-                lane.cancel(argument)
-            elif isinstance(argument, Exception):
-                lane.fail(ApiError(500, f"{name[1]} cannot be opened: {argument}"))
-                self._flush()
-            else:
-                lane.open(argument)
+            command()
+            self._flush()
 
-    def _lane(self, name: tuple[str, str]) -> Lane:
-        if name not in self._lanes:
-            lane = Lane(*name, self.settings.slots, self.metrics, lambda *piece: self._out.append(piece))
-            self._lanes[name] = lane
-        return self._lanes[name]
+    def _lane(self, model: str, part: str) -> Lane:
+        if (model, part) not in self._lanes:
+            lane = Lane(model, part, self.settings.slots, self.metrics, self._out.append)
+            self._lanes[model, part] = lane
+        return self._lanes[model, part]
 
-    def _engine(self, name: tuple[str, str]) -> Engine:
-        s = self.settings
-        model = self.checkpoints[name[0]].model
-        return open_engine(model, part=name[1], weights=s.weights, kv_cache=s.kv_cache, slots=s.slots + 1)
+    def _engine(self, lane: Lane) -> Engine:
+        model, s = self.checkpoints[lane.model].model, self.settings
+        return open_engine(model, part=lane.part, weights=s.weights, kv_cache=s.kv_cache, slots=s.slots + 1)
 
-    def _open(self, name: tuple[str, str]) -> None:
+    def _open(self, lane: Lane) -> None:
         """Open a lane's engine in another thread while other lanes write."""
         torch.set_num_threads(self.settings.threads)
         try:
-            self._commands.put(("opened", name, self._engine(name)))
+            self._commands.put(partial(lane.open, self._engine(lane)))
         except Exception as error:  # reported to the waiting calls
-            self._commands.put(("opened", name, error))
+            self._commands.put(partial(lane.fail, ApiError(500, f"{lane.part} cannot be opened: {error}")))
 
     def _flush(self) -> None:
-        """Hand the pieces that are due to the event loop in one call."""
+        """Hand the news to the event loop in one call."""
         if self._out:
-            batch, self._out = self._out, []
-            self._tell(_put, batch)
+            self._tell(_put, self._out.copy())
+            self._out.clear()
 
-    def _tell(self, function, *arguments) -> None:
+    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._loop
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop is closed: the server has ended
-            self._commands.put(("stop", None, None))
+            self._commands.put(None)
 
 
-def _put(batch: list[tuple[Call, Piece | ApiError]]) -> None:
-    for call, piece in batch:
-        call.put(piece)
-
-
-def retry() -> tuple[tuple[str, str], ...]:
-    """The header that says when to try again."""
-    return (("retry-after", str(RETRY_SECONDS)),)
+def _put(batch: list[News]) -> None:
+    for call, news, ended in batch:
+        call.put(news, ended)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.server.errors import ApiError
-from app.server.settings import Settings
+from app.server import Settings
+from app.server.requests import ApiError
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 OPEN = "/health"  # this path needs no key
@@ -65,64 +66,53 @@ def is_ipv6(text: str) -> bool:
         return False
 
 
-def secured(app: ASGIApp, settings: Settings, count: Callable[[ApiError], None]) -> ASGIApp:
+def secured(app: ASGIApp, settings: Settings, refuse: Callable[[ApiError, Send], Awaitable[None]]) -> ASGIApp:
     """The application behind its checks: of the Host header, of origins (CORS) and of keys, if there are any.
 
-    count: is called with each refusal.
+    refuse: answers a request by an error.
     """
+
+    def checked(inner: ASGIApp, refusal: Callable[[Scope], ApiError | None]) -> ASGIApp:
+        async def call(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and (error := refusal(scope)):
+                await refuse(error, send)
+            else:
+                await inner(scope, receive, send)
+
+        return call
+
     if settings.api_keys:
-        app = KeyCheck(app, settings.api_keys, count)
+        app = checked(app, partial(key_refusal, [key.encode() for key in settings.api_keys]))
     if settings.origins:
         app = CORSMiddleware(
             app, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
-    return HostCheck(app, (*LOCAL, settings.host, *settings.hosts), count)
+    if "*" not in settings.hosts:
+        hosts = (*LOCAL, settings.host, *settings.hosts)
+        app = checked(app, partial(host_refusal, frozenset(host.strip("[]").lower() for host in hosts)))
+    return app
 
 
-class HostCheck:
-    """Refuses requests to other host names, as those of another site's page after DNS rebinding."""
-
-    def __init__(self, app: ASGIApp, hosts: Sequence[str], count: Callable[[ApiError], None]) -> None:
-        self.app, self.count = app, count
-        self.hosts = frozenset(host.strip("[]").lower() for host in hosts)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and "*" not in self.hosts:
-            given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-            if len(given) != 1 or host_of(given[0]) not in self.hosts:
-                shown = ascii(given[0][:100]) if given else "missing"
-                message = (
-                    f"The Host header is {shown}; the server must be started with --allow-host to admit it."
-                )
-                refusal = ApiError(403, message, code="host_not_allowed")
-                self.count(refusal)
-                await refusal(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
+def host_refusal(hosts: frozenset[str], scope: Scope) -> ApiError | None:
+    """The refusal of another host name, as that of another site's page after DNS rebinding."""
+    given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+    if len(given) == 1 and host_of(given[0]) in hosts:
+        return None
+    shown = ascii(given[0][:100]) if given else "missing"
+    message = f"The Host header is {shown}; the server must be started with --allow-host to admit it."
+    return ApiError(403, message, code="host_not_allowed")
 
 
-class KeyCheck:
-    """Admits requests with a key, `Authorization: Bearer KEY`, on every path but /health."""
+def key_refusal(keys: Sequence[bytes], scope: Scope) -> ApiError | None:
+    """The refusal of a request without a key, `Authorization: Bearer KEY`, on every path but /health.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], count: Callable[[ApiError], None]) -> None:
-        self.app, self.count = app, count
-        self.keys = [key.encode() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != OPEN and not self.admits(scope):
-            # LiteLLM recognizes the error by OpenAI's first words.
-            message = "Incorrect API key provided, or none; send it as 'Authorization: Bearer KEY'."
-            refusal = ApiError(
-                401, message, code="invalid_api_key", headers=(("www-authenticate", "Bearer"),)
-            )
-            self.count(refusal)
-            await refusal(scope, receive, send)
-            return
-        await self.app(scope, receive, send)
-
-    def admits(self, scope: Scope) -> bool:
-        """Whether the request has one of the keys. The time reveals nothing about the keys."""
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        matches = [hmac.compare_digest(key.strip(), each) for each in self.keys]
-        return scheme.lower() == b"bearer" and any(matches)
+    The time reveals nothing about the keys.
+    """
+    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    scheme, _, key = given.partition(b" ")
+    matches = [hmac.compare_digest(key.strip(), each) for each in keys]
+    if scope["path"] == OPEN or scheme.lower() == b"bearer" and any(matches):
+        return None
+    # LiteLLM recognizes the error by OpenAI's first words.
+    message = "Incorrect API key provided, or none; send it as 'Authorization: Bearer KEY'."
+    return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})

@@ -11,14 +11,8 @@
 
 #include "decoder.h"
 #include "groups.h"
-#include "threads.h"
 
 namespace py = pybind11;
-
-// The decoder has its own threads, and its calls of a kernel have one.
-void on_threads(int threads, const std::function<void(int)>& body) {
-    for (int thread = 0; thread < threads; thread++) body(thread);
-}
 
 namespace {
 
@@ -231,7 +225,8 @@ class SafeDecoder {
 
 }  // namespace
 
-PYBIND11_MODULE(decoder, m) {
+// ATTENTION_EXT, given by the build, is the module's name: each SIMD implementation has its own.
+PYBIND11_MODULE(ATTENTION_EXT, m) {
     using py::arg;
     py::class_<SafeDecoder>(m, "Decoder", py::module_local())
         .def(

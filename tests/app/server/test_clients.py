@@ -10,7 +10,7 @@ pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
 from serving import MODEL, raw, serving, until
 
-from app.server.settings import Settings
+from app.server import Settings
 
 LONG = {"prompt": "a" * 128, "max_tokens": 60_000}  # each token reads a window
 

@@ -9,10 +9,9 @@ import tiny
 
 pytest.importorskip("pydantic", reason="pip install -e '.[serve]'")
 
-from app.server import plan as plans
-from app.server.errors import ApiError
-from app.server.requests import ChatBody, CompletionBody, parse
-from app.server.settings import Settings
+from app.server import Settings
+from app.server.requests import ApiError, Body, ChatBody, CompletionBody, parse
+from generation.writer import Request
 from model.checkpoint import Checkpoint
 from model.tokenizer import CharTokenizer
 
@@ -59,17 +58,16 @@ CHAT = COMMON | {
 UNSUPPORTED = [*"tools functions response_format audio modalities store x Ä __class__".split(), "a b"]
 
 
-def planned(kind, **fields):
-    """The plan of a body."""
-    if kind is ChatBody:
-        return plans.of_chat(parse(kind, json.dumps(fields).encode()), CHECKPOINT, Settings())
-    return plans.of_completion(parse(kind, json.dumps(fields).encode()), CHECKPOINT, Settings())
+def asked(kind, **fields) -> tuple[Body, list[Request]]:
+    """A body and the texts that it asks for."""
+    body = parse(kind, json.dumps(fields).encode())
+    return body, body.requests(CHECKPOINT, Settings())
 
 
 def refused(kind, **fields) -> ApiError:
     """The refusal of a body."""
     with pytest.raises(ApiError) as caught:
-        planned(kind, **fields)
+        asked(kind, **fields)
     assert caught.value.status == 400
     return caught.value
 
@@ -86,7 +84,7 @@ def values(kind, name: str):
 def test_each_field(kind, name):
     good, bad = values(kind, name)
     for value in good:
-        planned(kind, **BASES[kind] | {name: value})
+        asked(kind, **BASES[kind] | {name: value})
     for value in bad:
         error = refused(kind, **BASES[kind] | {name: value})
         assert (error.param or "").startswith(name), (value, error)
@@ -94,7 +92,7 @@ def test_each_field(kind, name):
 
 
 def test_a_request_cannot_ask_for_hours():
-    assert planned(CompletionBody, model="m", n=4, max_tokens=65_536)
+    assert asked(CompletionBody, model="m", n=4, max_tokens=65_536)
     error = refused(CompletionBody, model="m", n=5, max_tokens=65_536)
     assert error.param == "max_tokens" and "327680 tokens; at most 262144" in error.message
 
@@ -122,10 +120,10 @@ def test_bodies_that_are_no_object(kind):
 
 
 def test_options_of_streams():
-    assert planned(CompletionBody, model="m", prompt="a", stream=True).interval == 0.016
+    assert asked(CompletionBody, model="m", prompt="a", stream=True)[0].interval == 0.016
     options = {"include_usage": True, "interval_ms": 0}
-    plan = planned(CompletionBody, model="m", prompt="a", stream=True, stream_options=options)
-    assert plan.include_usage and plan.interval == 0
+    body, _ = asked(CompletionBody, model="m", prompt="a", stream=True, stream_options=options)
+    assert body.include_usage and body.interval == 0
     assert refused(CompletionBody, model="m", prompt="a", stream_options={}).param == "stream_options"
     for wrong in ({"interval_ms": -1}, {"interval_ms": 1.5}, {"include_usage": 1}, {"x": 1}):
         (name,) = wrong
@@ -154,7 +152,7 @@ def test_messages():
 def test_what_goes_together():
     chat = {"model": "m", "messages": MESSAGES}
     assert refused(ChatBody, **chat, top_logprobs=2).param == "top_logprobs"
-    assert planned(ChatBody, **chat, top_logprobs=2, logprobs=True).logprobs == 2
+    assert asked(ChatBody, **chat, top_logprobs=2, logprobs=True)[1][0].logprobs == 2
     assert refused(ChatBody, **chat, max_tokens=1, max_completion_tokens=2).param == "max_tokens"
     text = {"model": "m", "prompt": "a"}
     assert refused(CompletionBody, **text, n=3, best_of=2).param == "best_of"
@@ -166,20 +164,20 @@ def test_what_goes_together():
 
 def test_large_answers_are_refused():
     text = {"model": "m", "prompt": "a"}
-    assert planned(CompletionBody, **text, logprobs=0, max_tokens=4_096)
+    assert asked(CompletionBody, **text, logprobs=0, max_tokens=4_096)
     assert refused(CompletionBody, **text, logprobs=0, max_tokens=4_097).param == "logprobs"
     assert refused(CompletionBody, **text, logprobs=0, max_tokens=200, n=100).param == "logprobs"
     long = {"model": "m", "prompt": "a" * 20_000, "max_tokens": 1, "echo": True}
-    assert planned(CompletionBody, **long)
+    assert asked(CompletionBody, **long)
     assert refused(CompletionBody, **long, logprobs=0).param == "logprobs"
     assert refused(CompletionBody, **long, n=20).param == "echo"
 
 
 def test_the_defaults_are_openais():
-    request = planned(CompletionBody, model="m", prompt="a").requests[0]
+    request = asked(CompletionBody, model="m", prompt="a")[1][0]
     assert request.max_new_tokens == 16 and request.context == "slide" and request.stop == ()
     assert (request.sampling.temperature, request.sampling.top_k, request.sampling.top_p) == (1.0, None, 1.0)
-    chat = planned(ChatBody, model="m", messages=MESSAGES).requests[0]
+    chat = asked(ChatBody, model="m", messages=MESSAGES)[1][0]
     assert chat.max_new_tokens == CHECKPOINT.model.config.block_size and chat.stop == ("\n\n",)
 
 
@@ -191,6 +189,6 @@ def test_a_chat_is_a_play():
         {"role": "user", "content": "d"},
     ]
     expected = "SYSTEM:\nBe bad\n\nROMEO:\nab\n\nJULIET:\nc\n\nUSER:\nd\n\n"
-    assert planned(ChatBody, model="m", messages=messages).play == expected + "JULIET:\n"
-    assert planned(ChatBody, model="m", messages=messages, speaker="A").play == expected + "A:\n"
-    assert planned(ChatBody, model="m", messages=MESSAGES).play == "USER:\na\n\nASSISTANT:\n"
+    assert asked(ChatBody, model="m", messages=messages)[0].play == expected + "JULIET:\n"
+    assert asked(ChatBody, model="m", messages=messages, speaker="A")[0].play == expected + "A:\n"
+    assert asked(ChatBody, model="m", messages=MESSAGES)[0].play == "USER:\na\n\nASSISTANT:\n"

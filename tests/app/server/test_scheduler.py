@@ -8,7 +8,7 @@ pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
 from serving import MODEL, serving
 
-from app.server.settings import Settings
+from app.server import Settings
 
 
 def test_an_engine_that_fails_ends_its_texts_only(extension, monkeypatch):

@@ -8,8 +8,8 @@ pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
 from serving import MODEL, serving
 
+from app.server import Settings
 from app.server.security import check_host, check_origin, host_of, is_loopback
-from app.server.settings import Settings
 
 ORIGIN = "https://example.org"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from serving import MODEL, serving
 
-from app.server.settings import Settings
+from app.server import Settings
 from web import build
 
 
