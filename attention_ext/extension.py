@@ -1,4 +1,4 @@
-"""Loads the compiled extension: its operators in torch.ops, and the class Decoder."""
+"""Loads what is compiled: attention's operators in torch.ops, and the Python modules of other packages."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import functools
 import importlib.util
 import threading
 from collections.abc import Callable
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import library as torch_library
 
 from attention_ext import gradient as gradients
-from attention_ext.build import recipes, toolchain
+from attention_ext.build import recipes
 from attention_ext.parts import PARTS, BuildError, Dtype, check_part, resolve_simd
 
 _loading = threading.Lock()
-_libraries: dict[str, Path] = {}  # the loaded library of each SIMD helper
 
 
 def load(simd: str = "auto") -> Any:
@@ -33,7 +32,7 @@ def load(simd: str = "auto") -> Any:
 
 @functools.cache
 def _load(helpers: str) -> Any:
-    recipe = recipes.extension(helpers)
+    recipe = recipes.operators(helpers)
     library = recipe.make()
     try:
         torch.ops.load_library(str(library))
@@ -42,7 +41,6 @@ def _load(helpers: str) -> Any:
         raise BuildError(f"{library} cannot be loaded ({reason}); delete it to compile it again") from None
     _register_fakes(recipe.name)
     gradients.register(recipe.name)
-    _libraries[helpers] = library
     return getattr(torch.ops, recipe.name)
 
 
@@ -74,28 +72,27 @@ def operator(part: str, simd: str = "auto", gradient: bool = False) -> Callable:
     return getattr(load(simd), name).default
 
 
-def load_decoder(simd: str = "auto") -> Any:
-    """The class Decoder of generation/csrc/module.cpp, compiled first if need be.
+def load_module(name: str, packages: tuple[str, ...], simd: str = "auto") -> ModuleType:
+    """The Python module `name` of C++ in the folders `package`/csrc, over one of SIMD, compiled if need be.
 
     Raises ValueError and BuildError as load() does, and BuildError if Python's header is missing.
     """
-    if not toolchain.has_python_header():
-        raise BuildError(
-            f"the native engine needs Python's header, and {toolchain.python_header()} is missing; install "
-            "it (Debian, Ubuntu: apt install python3-dev), or choose the torch engine"
-        )
-    load(simd)
+    helpers = resolve_simd(simd)
     with _loading:
-        return _load_decoder(resolve_simd(simd))
+        return _load_module(name, packages, helpers)
 
 
 @functools.cache
-def _load_decoder(helpers: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"attention_ext_{helpers}", _libraries[helpers])
+def _load_module(name: str, packages: tuple[str, ...], helpers: str) -> ModuleType:
+    library = recipes.module(name, packages, helpers).make()
+    spec = importlib.util.spec_from_file_location(name, library)
     assert spec is not None and spec.loader is not None  # .so is an extension module's suffix
-    module = importlib.util.module_from_spec(spec)
+    try:
+        module = importlib.util.module_from_spec(spec)
+    except ImportError as error:
+        raise BuildError(f"{library} cannot be loaded ({error}); delete it to compile it again") from None
     spec.loader.exec_module(module)
-    return module.Decoder
+    return module
 
 
 def describe(simd: str = "auto") -> str:

@@ -30,12 +30,11 @@ TRAINING = (16, 4, 128, 32)
 def row(shape: backward.Shape, threads: int, rounds: int, peak: float) -> str:
     """A row of the table. Raises ClickException if a gradient is wrong."""
     *tensors, dout = backward.normal(shape)
-    scale = shape.d**-0.5
-    both = backward.contenders("part4", tensors, dout, shape.causal, scale)
-    for error in backward.errors(both[0](), both[1](), tensors, dout, shape.causal, scale):
+    both = backward.contenders("part4", shape, tensors, dout)
+    for error in backward.errors(both, shape, tensors, dout):
         if not error.passed:
             raise click.ClickException(f"{shape}: the error of {error.name} is {error.part:.2e}")
-    ours, sdpa = backward.take_turns(both, rounds)
+    ours, sdpa = backward.seconds(both, rounds)
     mask = "causal" if shape.causal else "none"
     rate = shape.operations / ours
     name = f"({shape.B}, {shape.H}, {shape.N}, {shape.d})"
@@ -61,7 +60,7 @@ def main(lengths: tuple[int, ...], threads: tuple[int, ...], masks: tuple[str, .
     click.echo("|---|---|---|---|---|---|---|---|")
     for count in threads:
         torch.set_num_threads(count)
-        peak = fma_peak("auto", count)
+        peak = fma_peak(count)
         for mask in masks:
             for B, H, N, d in [(1, 4, N, 32) for N in lengths] + [TRAINING]:
                 click.echo(row(backward.Shape(B, H, N, d, mask == "causal"), count, rounds, peak))

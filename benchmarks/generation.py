@@ -472,7 +472,7 @@ def main(
     contenders += map(Contender, chosen[3])
     click.echo(f"{extension.describe('auto')}; PyTorch {torch.__version__}")
     watch = Load()  # from here: the compilers are done
-    peaks = [fma_peak("auto")]
+    peaks = [fma_peak()]
     results: dict[str, dict[str, dict[str, Any]]] = {}
     for name in chosen[0]:
         ready = []
@@ -488,7 +488,7 @@ def main(
                     contenders.remove(each)
                     click.echo(f"{each.name} is not installed")
             results[name] = run_case(name, ready, rounds, watch, threads > 1, text)
-    peaks.append(fma_peak("auto"))
+    peaks.append(fma_peak())
     closing, busy = closing_text(watch, peaks, threads)
     if save:
         content = {

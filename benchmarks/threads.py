@@ -107,7 +107,7 @@ def main(model: str, threads: tuple[int, ...], texts: int, weights: str, kv_cach
                 times.append(write(engine, texts)[0])
             seconds[count].append(statistics.mean(times))
             if i in (0, rounds - 1):
-                peaks[count].append(fma_peak("auto", count))
+                peaks[count].append(fma_peak(count))
     tokens = texts * (gpt.config.block_size - 1)
     click.echo(
         f"{extension.describe('auto')}, PyTorch {torch.__version__}; {model}, weights in {weights}, "

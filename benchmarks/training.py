@@ -32,8 +32,9 @@ import torch  # noqa: E402
 from app.cli.options import Numbers  # noqa: E402
 from attention_ext import extension  # noqa: E402
 from benchmarks.llm_c import LlmC  # noqa: E402
-from lab import training  # noqa: E402
-from lab.machine import BUSY_SHARE, Load, fma_peak  # noqa: E402
+from lab import profile_training  # noqa: E402
+from lab.machine import Load, busy_text, fma_peak  # noqa: E402
+from lab.timing import in_turns  # noqa: E402
 from model.loss import evaluate_windows  # noqa: E402
 from training.trainer import Trainer  # noqa: E402
 
@@ -60,10 +61,10 @@ class OfLlmC:
 
 def row(batch: int, block: int, threads: int, rounds: int, llm_c: Path | None) -> str:
     """A row of the table. Raises ClickException if a gradient differs."""
-    config = dataclasses.replace(training.SHAKES, block_size=block)
-    both = [training.trainer(part, config, batch) for part in ("part0", "part4")]
-    name, error = training.largest_error(*both)
-    if not error <= training.TOLERANCE:
+    config = dataclasses.replace(profile_training.SHAKES, block_size=block)
+    both = [profile_training.trainer(part, config, batch) for part in ("part0", "part4")]
+    name, error = profile_training.largest_error(*both)
+    if not error <= profile_training.TOLERANCE:
         raise click.ClickException(f"the gradients of {name} differ by {error:.1e} of the largest")
     with tempfile.TemporaryDirectory() as work:
         other = None if llm_c is None else OfLlmC(llm_c, Path(work), both[0], batch)
@@ -77,16 +78,11 @@ def timed(
     config, block = both[0].model.config, both[0].recipe.block_size
     if other:
         other.run(threads)
-    for each in both:
-        each.step()
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(rounds):
-        for each, seconds in zip(both, times):
-            seconds.append(training.seconds_of(each.step))
+    times = in_turns([each.step for each in both], rounds)
     if other:
         other.run(threads)
     pytorchs, native = (statistics.median(seconds) for seconds in times)
-    rate, peak = training.operations(config, batch) / native, fma_peak("auto", threads)
+    rate, peak = profile_training.operations(config, batch) / native, fma_peak(threads)
     figures = f"{1e3 * pytorchs:.1f} | {1e3 * native:.1f} | {pytorchs / native:.2f} | {error:.0e}"
     speed = f"{batch * block / native:,.0f} | {rate / 1e9:.0f} | {rate / peak:.0%}"
     third = ""
@@ -124,9 +120,8 @@ def main(
         for block in blocks:
             for batch in batches:
                 click.echo(row(batch, block, count, rounds, llm_c))
-    others = load.others()
-    if others is not None and others > BUSY_SHARE * max(threads):
-        click.echo(f"\nThe machine was busy: others took {others:.2f} processors on average.")
+    for line in busy_text(load.others(), max(threads)):
+        click.echo(f"\n{line}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,11 @@ from model.gpt import GPT
 # Seconds after which a call starts no further token, so that Ctrl-C takes effect soon. In a batch they count
 # for each group of texts that a thread writes.
 ONE_TEXT_SECONDS, BATCH_SECONDS = 2e-3, 8e-3
+
+
+def load_decoder(simd: str = "auto") -> Any:
+    """The class Decoder of generation/csrc/module.cpp. Raises as extension.load_module() does."""
+    return extension.load_module("decoder", ("model", "generation"), simd).Decoder
 
 
 class NativeEngine:
@@ -45,7 +51,7 @@ class NativeEngine:
             if name != "lm_head.weight"  # tied to transformer.wte.weight
         }
         c = self.config
-        self._decoder = extension.load_decoder(simd)(
+        self._decoder = load_decoder(simd)(
             tensors,
             block_size=c.block_size,
             vocab_size=c.vocab_size,

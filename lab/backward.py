@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from attention_ext import PARTS, attention, extension, reference
-from attention_ext.parts import check_part, with_gradient
+from attention_ext.parts import check_part, resolve_simd, with_gradient
 from lab import correctness, machine
+from lab.timing import in_turns
 
 PRODUCTS = 5  # S, dP, dV, dK and dQ, each of 2 d operations for a query and a key
 FLOOR = 1e-6  # allowed error of any float32 result, as a share of the largest gradient
@@ -35,14 +37,17 @@ class Shape:
     causal: bool
 
     @property
+    def scale(self) -> float:
+        return self.d**-0.5
+
+    @property
     def operations(self) -> int:
-        """Floating-point operations of a backward pass, without the scores that a mask hides."""
+        """Floating-point operations of a backward pass, without masked scores."""
         pairs = self.N * (self.N + 1) // 2 if self.causal else self.N**2
         return PRODUCTS * 2 * self.B * self.H * self.d * pairs
 
 
-@dataclass(frozen=True)
-class Error:
+class Error(NamedTuple):
     """The largest error of a part's gradient for one input, that of PyTorch's, and the allowed one."""
 
     name: str
@@ -71,58 +76,34 @@ def backward_of(forward: Callable[..., Tensor], tensors: Sequence[Tensor], dout:
 
 
 def contenders(
-    part: str, tensors: Sequence[Tensor], dout: Tensor, causal: bool, scale: float, simd: str = "auto"
+    part: str, shape: Shape, tensors: Sequence[Tensor], dout: Tensor, simd: str = "auto"
 ) -> tuple[Backward, Backward]:
     """The backward passes of a part and of PyTorch's scaled_dot_product_attention."""
-
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(part, q, k, v, causal=causal, scale=scale, simd=simd)
-
-    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
-
+    ours = partial(attention, part, causal=shape.causal, scale=shape.scale, simd=simd)
+    sdpa = partial(F.scaled_dot_product_attention, is_causal=shape.causal, scale=shape.scale)
     return backward_of(ours, tensors, dout), backward_of(sdpa, tensors, dout)
 
 
-def errors(
-    got: Sequence[Tensor],
-    pytorch: Sequence[Tensor],
-    tensors: Sequence[Tensor],
-    dout: Tensor,
-    causal: bool,
-    scale: float,
-) -> list[Error]:
-    """The errors of two results against the reference in float64: dq, dk and dv.
+def errors(both: Sequence[Backward], shape: Shape, tensors: Sequence[Tensor], dout: Tensor) -> list[Error]:
+    """The errors of a part's dq, dk and dv and of PyTorch's against the reference in float64.
 
     The allowed error is twice PyTorch's, plus a share of the largest gradient that grows with the root of d.
     """
     q, k, v = (t.double() for t in tensors)
-    options = dict(causal=causal, scale=scale, br=256, bc=256)
-    out, lse = reference.flash_attention(q, k, v, **options)  # type: ignore[arg-type]
-    exact = reference.flash_attention_backward(q, k, v, out, lse, dout.double(), **options)  # type: ignore[arg-type]
-    found = []
-    for name, mine, peer, right in zip(("dq", "dk", "dv"), got, pytorch, exact):
-        of_part, of_peer = (float((each - right).abs().max()) for each in (mine, peer))
-        floor = max(FLOOR, ROUNDING * math.sqrt(q.shape[3]))
-        allowed = 2 * of_peer + floor * float(right.abs().max())
-        found.append(Error(name, of_part, of_peer, allowed))
+    options: dict = dict(causal=shape.causal, scale=shape.scale, br=256, bc=256)
+    out, lse = reference.flash_attention(q, k, v, **options)
+    exact = reference.flash_attention_backward(q, k, v, out, lse, dout.double(), **options)
+    floor, found = max(FLOOR, ROUNDING * math.sqrt(shape.d)), []
+    for name, right, *got in zip(("dq", "dk", "dv"), exact, *(backward() for backward in both)):
+        of_part, of_pytorch = (float((each - right).abs().max()) for each in got)
+        allowed = 2 * of_pytorch + floor * float(right.abs().max())
+        found.append(Error(name, of_part, of_pytorch, allowed))
     return found
 
 
-def take_turns(functions: Sequence[Backward], rounds: int) -> list[float]:
-    """The median seconds of a call of each function; the functions take turns."""
-    repeats, times = [], [list[float]() for _ in functions]
-    for function in functions:
-        start = time.perf_counter()
-        function()
-        repeats.append(max(1, round(LEAST_SECONDS / (time.perf_counter() - start))))
-    for _ in range(rounds):
-        for function, count, seconds in zip(functions, repeats, times):
-            start = time.perf_counter()
-            for _ in range(count):
-                function()
-            seconds.append((time.perf_counter() - start) / count)
-    return [statistics.median(each) for each in times]
+def seconds(both: Sequence[Backward], rounds: int) -> tuple[float, ...]:
+    """The median seconds of a call of each."""
+    return tuple(map(statistics.median, in_turns(both, rounds, LEAST_SECONDS)))
 
 
 def run(
@@ -141,23 +122,20 @@ def run(
     correctness.check_memory(shape.N, shape.B * shape.H)
     echo(f"Running {part} backward test: {PARTS[part].title}\n")
     if PARTS[part].operator:
-        echo(extension.describe(simd) + "\n")
+        forward_only = " in the forward pass; portable in the backward pass"
+        echo(extension.describe(simd) + forward_only * (resolve_simd(simd) != "portable") + "\n")
     *tensors, dout = normal(shape)
-    scale = shape.d**-0.5
-    both = contenders(part, tensors, dout, shape.causal, scale, simd)
-    found = errors(both[0](), both[1](), tensors, dout, shape.causal, scale)
-    for each in found:
-        echo(
-            f"{each.name}: largest error {each.part:.2e}, PyTorch's {each.pytorch:.2e}, "
-            f"allowed {each.allowed:.2e}"
-        )
+    both = contenders(part, shape, tensors, dout, simd)
+    found = errors(both, shape, tensors, dout)
+    for name, ours, pytorchs, allowed in found:
+        echo(f"{name}: largest error {ours:.2e}, PyTorch's {pytorchs:.2e}, allowed {allowed:.2e}")
     passed = all(each.passed for each in found)
     echo(f"manual gradients == float64 gradients {passed}\n")
     if not passed:
         return False
-    ours, sdpa = take_turns(both, rounds)
+    ours, sdpa = seconds(both, rounds)
     rate = shape.operations / ours
-    share = rate / machine.fma_peak(simd, torch.get_num_threads())
+    share = rate / machine.fma_peak(threads=torch.get_num_threads())
     echo(f"{part} backward time:  {1e3 * ours:.3f}ms, {rate / 1e9:.1f} GFLOP/s, {share:.0%} of the FMA peak")
     echo(f"SDPA backward time:  {1e3 * sdpa:.3f}ms")
     echo(f"speed-up over SDPA:  {sdpa / ours:.2f}x")

@@ -16,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,7 +34,6 @@ PACKAGES = (
     "requests",
     "rich",
     "safetensors",
-    "setuptools",
     "tiktoken",
     "tqdm",
 )
@@ -232,16 +230,6 @@ def _compiler() -> str:
     return _version(toolchain.find_compiler(), "let CXX name a C++ compiler that works")
 
 
-def _ninja() -> str:
-    path = os.pathsep.join(
-        [sysconfig.get_path("scripts"), os.environ.get("PATH", "")]
-    )  # the build's search path
-    found = shutil.which("ninja", path=path)
-    if found is None:
-        raise Broken("not found; pip install ninja")
-    return _version([found], "pip install ninja")
-
-
 def _python_header() -> str:
     from attention_ext.build import toolchain
 
@@ -298,7 +286,7 @@ def _extension() -> str:
     from attention_ext import AUTO
     from attention_ext.build import cache, recipes
 
-    library = recipes.extension().path().absolute()
+    library = recipes.operators().path().absolute()
     if not library.exists():
         log = library.with_name("build.log")
         if log.exists() and library.parent not in cache.running():
@@ -399,7 +387,6 @@ CHECKS = (
     Check("instructions", _instructions, ("torch",)),
     Check("threads", _threads, ("torch",)),
     Check("compiler", _compiler, ("torch",)),
-    Check("ninja", _ninja),
     Check("Python header", _python_header, ("torch",)),
     Check("ispc", _ispc, ("torch",)),
     Check("cache", _cache, ("torch",)),

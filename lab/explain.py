@@ -15,9 +15,10 @@ from lab import counters, machine
 from lab.bench.cases import Cell
 from lab.bench.measure import Bench
 from lab.bench.results import Result, Run
-from lab.costs import Block, Costs, costs, scratch
-from lab.machine import size_text
+from lab.costs import SCALAR, block_of, chained, scratch
+from lab.text import counted, size_text
 from lab.timing import quartiles
+from lab.traffic import Case, Stream, streams, traffic
 
 AMX_SOFTMAX_INSTRUCTIONS = 7.5  # instructions of part4_amx.cpp for a vector, without loads and stores
 MISSES_SECONDS = 600  # time that one run under perf or cachegrind may take
@@ -25,36 +26,37 @@ MISSES_SECONDS = 600  # time that one run under perf or cachegrind may take
 
 @dataclass(frozen=True)
 class Level:
-    """A cache, the costs that are counted for it, and the bytes per second that it can take in."""
+    """A cache, the streams that come into it, and the bytes per second that it can take in."""
 
     cache: Cache
-    counted: Costs
+    streams: list[Stream]
     bandwidth: float
 
     @property
     def traffic(self) -> float:
         """Bytes that come in."""
-        return self.counted.traffic(self.cache.size)
+        return traffic(self.streams, self.cache.size)
 
     @property
     def keeps_all(self) -> bool:
         """Whether a second call would find all its data in this cache."""
-        return self.counted.traffic(math.inf) <= self.cache.size
+        return traffic(self.streams, math.inf) <= self.cache.size
 
 
-def levels(counted: Costs, shared: Costs, threads: int) -> list[Level]:
-    """Each cache of this machine with the bytes that come into it and its bandwidth.
+def levels(part: str, case: Case, simd: str | None) -> list[Level]:
+    """Each cache of this machine with the streams that come into it; none if they are not counted.
 
-    counted: the costs for the caches of each thread. shared: those for the caches that all threads share,
-    from the third level on. A level's bandwidth is that of reads by all threads from a buffer that fits the
-    next level but not this one.
+    From the third level on, all threads share a cache. A level's bandwidth is that of reads by all threads
+    from a buffer that fits the next level but not this one.
     """
-    caches = processor.caches()
-    found = []
+    found, caches = [], processor.caches()
     for cache, beyond in [*pairwise(caches), (caches[-1], None)]:
+        of_threads = case if cache.level < 3 else replace(case, threads=1)
+        come_in = streams(part, of_threads, block_of(simd)) if case.dtype is Dtype.FP32 else None
+        if come_in is None:
+            return []
         size = min(beyond.size // 2, 8 * cache.size) if beyond else 4 * cache.size
-        bandwidth = machine.read_bandwidth(size, threads)
-        found.append(Level(cache, counted if cache.level < 3 else shared, bandwidth))
+        found.append(Level(cache, come_in, machine.read_bandwidth(size, case.threads)))
     return found
 
 
@@ -71,27 +73,21 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
         raise ValueError(f"--cachegrind goes with --dtype fp32; {cell.dtype} is not simulated")
     echo(heading(cell) + "\n")
     echo(textwrap.fill(part.why, 100) + "\n")
-    threads = cell.threads if part.threaded else 1
-    case, block = cell.case(threads=threads), Block.of(cell.simd)
+    case = cell.case(threads=cell.threads if part.threaded else 1)
     echo(f"arithmetic  {_count(case.flops)}FLOP: 2 d for each query and key, for scores and for output")
     echo(f"scratch     {size_text(scratch(part.name, case, cell.simd))}")
     if line := softmax_text(cell):
         echo(line)
-    counted, of_one_thread = (costs(part.name, each, block) for each in (case, replace(case, threads=1)))
-    bounds = []
-    if counted and of_one_thread:
-        bounds = levels(counted, of_one_thread, threads)
-        echo("\n" + traffic_table(counted, bounds))
+    bounds = levels(part.name, case, cell.simd)
+    if bounds:
+        echo("\n" + traffic_table(case.flops, bounds))
     else:
         where = "" if cell.dtype == Dtype.FP32 else f" in {cell.dtype}"
         echo(f"\nmoved       not counted for {part.name}{where}")
 
     run, result = measured(cell)
-    peak = run.peak(cell) * threads / cell.threads
-    scalar = counted is not None and counted.scalar or cell.simd == "off"
-    lanes = Block.of("auto").lanes if scalar else 1
-    unit = "AMX" if by_amx(cell) else "FMA"
-    echo("\n" + bound_text(case.flops, counted.chained if counted else 0.0, bounds, peak, lanes, unit))
+    peak = run.peak(cell) * case.threads / cell.threads
+    echo("\n" + bound_text(cell, case, bounds, peak))
     echo(measured_text(case.flops, result, peak))
     if part.operator and cell.dtype == Dtype.FP32:
         echo(misses_text(cell, cachegrind))
@@ -129,11 +125,11 @@ def softmax_text(cell: Cell) -> str | None:
 
 def heading(cell: Cell) -> str:
     """The part, the case and the processor."""
-    part, heads = PARTS[cell.contender], cell.batch * cell.heads
+    part, heads = PARTS[cell.contender], counted(cell.batch * cell.heads, "head")
     tile = f", Br = {cell.br}, Bc = {cell.bc}" if part.tiled else ""
-    mask, number = "causal" if cell.causal else "no mask", f"{cell.threads} thread{'s' * (cell.threads > 1)}"
-    what = f"{heads} head{'s' * (heads > 1)} of N = {cell.N}, d = {cell.d}"
-    return f"{part.name}, {part.summary}: {what}{tile}, {mask}, {number}\n{processor.name()}"
+    mask, threads = "causal" if cell.causal else "no mask", counted(cell.threads, "thread")
+    what = f"{heads} of N = {cell.N}, d = {cell.d}{tile}, {mask}, {threads}"
+    return f"{part.name}, {part.summary}: {what}\n{processor.name()}"
 
 
 def measured(cell: Cell) -> tuple[Run, Result]:
@@ -161,58 +157,54 @@ def measured_text(flops: float, result: Result, peak: float) -> str:
 def misses_text(cell: Cell, cachegrind: bool) -> str:
     """The cache misses of one head on one thread, counted by perf or simulated by cachegrind."""
     caches = processor.caches()
-    first, own = caches[0], caches[:2][-1]
+    first, last = caches[0], caches[:2][-1] if cachegrind else caches[-1]
     simd = "auto" if cell.simd == "ispc" else cell.simd or "auto"
-    call = counters.Call(
-        cell.contender, cell.N, cell.d, br=cell.br or 1, bc=cell.bc or 1, causal=cell.causal, simd=simd
+    case, block = cell.case(heads=1, threads=1), block_of(cell.simd)
+    missed = counters.misses(
+        cell.contender, case, simd, (first, last) if cachegrind else None, MISSES_SECONDS
     )
-    missed = counters.misses(call, (first, own) if cachegrind else None, timeout=MISSES_SECONDS)
     if missed.l1 is None and missed.last is None:
         return f"misses      not counted: {missed.note}" + "; --cachegrind simulates them" * (not cachegrind)
     for_avx2 = cachegrind and counters.SIMULATED == "haswell"
-    # 'off' has the tiles of 16 lanes on every processor
-    block = (
-        counters.simulated_block(Block.of(cell.simd)) if for_avx2 and simd != "off" else Block.of(cell.simd)
-    )
-    expected = costs(cell.contender, cell.case(heads=1, threads=1), block)
-    levels = (first, missed.l1), (own if cachegrind else caches[-1], missed.last)
-    texts = []
-    for cache, found in levels:
-        if found is not None:
-            count = f", by the count {size_text(expected.traffic(cache.size))}" if expected else ""
-            texts.append(f"{size_text(found)} into L{cache.level}{count}")
+    if for_avx2 and simd != "off":  # which has the tiles of 16 lanes on every processor
+        block = counters.simulated_block(block)
+    expected = streams(cell.contender, case, block)
+    texts = [
+        f"{size_text(found)} into L{cache.level}"
+        + (f", by the count {size_text(traffic(expected, cache.size))}" if expected else "")
+        for cache, found in ((first, missed.l1), (last, missed.last))
+        if found is not None
+    ]
     how = "simulated by cachegrind" + " for AVX2" * for_avx2 if cachegrind else "counted by perf"
     return f"misses      of one head, {how}: {'; '.join(texts)}"
 
 
-def traffic_table(counted: Costs, bounds: list[Level]) -> str:
+def traffic_table(flops: float, bounds: list[Level]) -> str:
     """A table of the bytes of each matrix that come into each cache."""
-    titles = [f"into L{b.cache.level} ({size_text(b.cache.size)})" for b in bounds]
-    lines = ["moved       " + "".join(f"{title:>20}" for title in titles)]
-    streams = [b.counted.streams for b in bounds]
-    for i in range(len(counted.streams)):
-        sizes = [size_text(by_level[i].traffic(b.cache.size)) for b, by_level in zip(bounds, streams)]
-        lines.append(f"  {counted.streams[i].name:10}" + "".join(f"{size:>20}" for size in sizes))
-    lines.append("  all       " + "".join(f"{size_text(b.traffic):>20}" for b in bounds))
-    lines.append("FLOP / byte " + "".join(f"{counted.flops / b.traffic:>20.3g}" for b in bounds))
-    return "\n".join(lines)
+    rows = [("moved", [f"into L{b.cache.level} ({size_text(b.cache.size)})" for b in bounds])]
+    for same in zip(*(b.streams for b in bounds)):
+        sizes = [size_text(stream.traffic(b.cache.size)) for b, stream in zip(bounds, same)]
+        rows.append((f"  {same[0].name}", sizes))
+    rows.append(("  all", [size_text(b.traffic) for b in bounds]))
+    rows.append(("FLOP / byte", [f"{flops / b.traffic:.3g}" for b in bounds]))
+    return "\n".join(f"{title:12}" + "".join(f"{text:>20}" for text in texts) for title, texts in rows)
 
 
-def bound_text(flops: float, chained: float, bounds: list[Level], peak: float, lanes: int, unit: str) -> str:
+def bound_text(cell: Cell, case: Case, bounds: list[Level], peak: float) -> str:
     """The least time that each limit allows, and the limit with the longest time.
 
-    chained: multiply-adds that wait for the one before. lanes: number of lanes of a vector, of which one is
-    used. unit: the unit of the peak. A cache that keeps all matrices of a call limits only the first call,
-    which is not timed.
+    A cache that keeps all matrices of a call limits only the first call, which is not timed.
     """
-    limits = [(f"the {unit} peak", f"{peak / 1e9:.0f} GFLOP/s", flops / peak)]
-    if lanes > 1:
-        scalar = peak / lanes
-        limits.append((f"one lane of {lanes}", f"{scalar / 1e9:.1f} GFLOP/s", flops / scalar))
-    if chained:
+    unit = "AMX" if by_amx(cell) else "FMA"
+    limits = [(f"the {unit} peak", f"{peak / 1e9:.0f} GFLOP/s", case.flops / peak)]
+    if bounds and cell.contender in SCALAR or cell.simd == "off":
+        lanes = block_of("auto").lanes
+        rate = f"{peak / lanes / 1e9:.1f} GFLOP/s"
+        limits.append((f"one lane of {lanes}", rate, case.flops / (peak / lanes)))
+    if waiting := bounds and chained(cell.contender, case):
         latency = machine.fma_latency()
         each = f"{1e9 * latency:.2f} ns each"
-        limits.append(("sums, one addition at a time", each, chained * latency))
+        limits.append(("sums, one addition at a time", each, waiting * latency))
     limits += [
         (f"filling L{b.cache.level}", f"{b.bandwidth / 1e9:.0f} GB/s", b.traffic / b.bandwidth)
         for b in bounds

@@ -21,6 +21,7 @@ from attention_ext.build import toolchain
 
 BUSY_SHARE = 0.05  # on a busy machine others take more than this share of the measured threads' time
 SAMPLE_SECONDS = 2e-4
+LIMIT_SECONDS = 0.3  # time in which a limit of the machine is measured
 SLOWED_BELOW = 0.95  # a sample below this share of the fastest is slowed
 MOST_SLOWED_SHARE = 0.1  # on a busy machine a larger share of the samples is slowed
 
@@ -100,16 +101,14 @@ class Load:
         return sum(rate < SLOWED_BELOW * self._fastest for rate in self._samples) / max(1, len(self._samples))
 
 
-def fma_peak(simd: str = "auto", threads: int = 1) -> float:
+def fma_peak(threads: int = 1) -> float:
     """The highest number of floating-point operations per second of `threads` threads together."""
-    operators = extension.load(simd)
-    return _on(threads, lambda: operators.fma_peak(0.3))
+    return _on(threads, extension.load().fma_peak, LIMIT_SECONDS)
 
 
 def amx_peak(threads: int = 1) -> float:
     """The same for AMX's products in bfloat16; 0 without AMX."""
-    operators = extension.load()
-    return _on(threads, lambda: operators.amx_peak(0.3))
+    return _on(threads, extension.load().amx_peak, LIMIT_SECONDS)
 
 
 def fma_latency() -> float:
@@ -119,18 +118,17 @@ def fma_latency() -> float:
 
 def read_bandwidth(size: int, threads: int = 1) -> float:
     """Bytes per second that `threads` threads read together, each from `size` bytes already read before."""
-    operators = extension.load()
-    return _on(threads, lambda: operators.read_bandwidth(size, 0.3))
+    return _on(threads, extension.load().read_bandwidth, size, LIMIT_SECONDS)
 
 
-def _on(threads: int, work: Callable[[], float]) -> float:
-    """The sum of work() on `threads` threads at the same time, at most one for each core.
+def _on(threads: int, limit: Callable[..., float], *arguments: float) -> float:
+    """The sum of a limit on `threads` threads at the same time, at most one for each core.
 
     Operators release the GIL.
     """
     threads = min(threads, processor.cores())
     with ThreadPoolExecutor(threads) as pool:
-        return sum(pool.map(lambda _: work(), range(threads)))
+        return sum(pool.map(lambda _: limit(*arguments), range(threads)))
 
 
 def busy(load: Load, peaks: list[float], threads: int) -> str | None:
@@ -138,10 +136,7 @@ def busy(load: Load, peaks: list[float], threads: int) -> str | None:
 
     peaks: the FMA peak before and after.
     """
-    others = load.others()
-    reasons = []
-    if others is not None and others > BUSY_SHARE * min(threads, processor.cores()):
-        reasons.append(f"others took {others:.2f} processors on average")
+    reasons = taken(load.others(), min(threads, processor.cores()))
     if (slowed := load.slowed()) > MOST_SLOWED_SHARE:
         reasons.append(f"the shared cache was slow in {100 * slowed:.0f} % of samples")
     if max(peaks) / min(peaks) > 1 + BUSY_SHARE:
@@ -150,6 +145,17 @@ def busy(load: Load, peaks: list[float], threads: int) -> str | None:
         return None
     firm = "with several threads they mean nothing" if threads > 1 else "these figures are not firm"
     return f"The machine was busy: {' and '.join(reasons)}; {firm}."
+
+
+def taken(others: float | None, threads: int) -> list[str]:
+    """In a list, how many processors others took, if that is known and too much beside so many threads."""
+    much = others is not None and others > BUSY_SHARE * threads
+    return [f"others took {others:.2f} processors on average"] if much else []
+
+
+def busy_text(others: float | None, threads: int) -> list[str]:
+    """The last line of a table of figures, if others took too many processors."""
+    return [f"The machine was busy: {reason}." for reason in taken(others, threads)]
 
 
 def closing_text(load: Load, peaks: list[float], threads: int) -> tuple[str, bool]:
@@ -221,7 +227,7 @@ def describe() -> dict:
 def compiler() -> str | None:
     """The first line of the C++ compiler's --version; None without a compiler that runs."""
     try:
-        lines = toolchain.version(toolchain.find_compiler()).decode(errors="replace").splitlines()
+        lines = toolchain.version(*toolchain.find_compiler()).decode(errors="replace").splitlines()
     except BuildError:
         return None
     return lines[0] if lines else None
@@ -242,12 +248,3 @@ def commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return name.strip() + "+" * bool(changed.strip())
-
-
-def size_text(size: float) -> str:
-    """Bytes for people: 4718592 as '4.5 MiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"

@@ -69,6 +69,24 @@ def calm(timed: list[T], paces: Sequence[float], least: int) -> list[T]:
     return [each for each, pace in zip(timed, paces) if pace >= enough]
 
 
+def seconds_of(call: Callable[[], object], repeats: int = 1) -> float:
+    """The mean seconds of `repeats` calls."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats
+
+
+def in_turns(calls: Sequence[Callable[[], object]], rounds: int, least: float = 0.0) -> list[list[float]]:
+    """The seconds of each call in each round, after one to warm up; the calls take turns.
+
+    least: seconds for which a call is repeated in a round, about.
+    """
+    repeats = [max(1, round(least / seconds_of(call))) for call in calls]
+    timed = [[seconds_of(call, count) for call, count in zip(calls, repeats)] for _ in range(rounds)]
+    return [list(each) for each in zip(*timed)]
+
+
 def spread(count: int, parts: int) -> list[int]:
     """The sizes of at most `parts` nearly equal parts of `count`, larger ones first, none of them 0."""
     parts = min(parts, count)
@@ -92,10 +110,7 @@ def interval(seconds: Sequence[float]) -> tuple[float, float]:
     with less confidence.
     """
     n = len(seconds)
-    chances = (
-        math.exp(math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) - n * math.log(2))
-        for i in range(n // 2)
-    )
-    k = sum(2 * below <= 1 - CONFIDENCE for below in itertools.accumulate(chances)) or 1
+    below = itertools.accumulate(math.comb(n, i) for i in range(n // 2))
+    k = sum(1 for _ in itertools.takewhile(lambda ways: 2 * ways / 2**n <= 1 - CONFIDENCE, below)) or 1
     ordered = sorted(seconds)
     return ordered[k - 1], ordered[-k]

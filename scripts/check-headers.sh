@@ -27,10 +27,10 @@ work = Path(sys.argv[1])
 with zipfile.ZipFile(wheel) as archive:
     archive.extractall(work, [name for name in archive.namelist() if name.startswith("torch/include/")])
 wheel.unlink()
-recipe = recipes.extension("portable")
+recipe = recipes.operators("portable")
 headers = work / "torch" / "include"
-folders = [*recipe.includes, headers, headers / "torch/csrc/api/include", sysconfig.get_path("include")]
-command = [*recipe.compiler, "-std=c++17", *recipe.flags, "-fsyntax-only", *(f"-I{folder}" for folder in folders)]
+folders = [*recipe.folders, recipes.ROOT, headers]
+command = [*recipe.compiler, *recipe.flags, "-fsyntax-only", *(f"-I{folder}" for folder in folders)]
 for source in recipe.sources:
     subprocess.run([*command, source], check=True)
 print(f"{wheel.name}: {len(recipe.sources)} sources compile")

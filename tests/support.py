@@ -17,7 +17,7 @@ import torch
 from lab.bench import sequential
 from lab.bench.cases import plan
 from lab.bench.results import Result, Run
-from lab.costs import COUNTS
+from lab.traffic import COUNTS
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -84,7 +84,7 @@ EXPORT(part_names) const char* part_names() {
     return names.c_str();
 }
 
-// The sizes that the kernels are compiled with, as lab/costs.py names them.
+// The sizes that the kernels are compiled with, as lab/traffic.py names them.
 EXPORT(lanes) int32_t lanes() { return static_cast<int32_t>(simd::lanes()); }
 EXPORT(panel) int32_t panel() { return static_cast<int32_t>(simd::panel()); }
 EXPORT(rows) int32_t rows() { return static_cast<int32_t>(simd::rows()); }

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from attention_ext.build import cache, toolchain
-from attention_ext.build.recipes import CSRC, DECODER_MODULE, KERNELS, PORTABLE, ROOT, found
+from attention_ext.build.recipes import CSRC, KERNELS, ROOT, found
 from attention_ext.parts import PARTS, BuildError
 from model.checkpoint import SHIPPED, SUMS, shipped
 from web import bundle
@@ -25,10 +25,9 @@ FLAGS = (  # -flto: 2 to 6 % of the speed
     *("-target", "wasm32-wasi", "-mexec-model=reactor", "-std=c++17", "-O3", "-flto"),
     *("-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-Wl,--strip-all"),
 )
-SOURCES = (KERNELS, PORTABLE)
 MODEL = ("model", "generation")  # each has a folder csrc
 # The page does not train, its threads would wait for each other, and it has no Python.
-LEFT_OUT = (CSRC / "cpu" / "part4_backward.cpp", DECODER_MODULE)
+LEFT_OUT = ("part4_backward.cpp", "module.cpp")
 STATIC = ("index.html", "style.css", "sw.js")
 EMBEDDED = ("shakes256", "shakes1024")  # in the one file; the race needs the long window
 WEIGHTS = ".planes.gz"  # how the names of weights end
@@ -170,12 +169,12 @@ def compiled(build: str) -> Path:
     compiler = [sys.executable, "-m", "ziglang", "c++"]
     flags = [*FLAGS, *BUILDS[build]]
     own = sorted([*WEB.glob("*.cpp"), *WEB.glob("*.h")])
-    facts: list[str | bytes] = [*flags, toolchain.version(compiler), *(path.read_bytes() for path in own)]
+    facts: list[str | bytes] = [*flags, toolchain.version(*compiler), *(path.read_bytes() for path in own)]
     named = cache.fingerprint(facts, *folders())
     made = cache.real(cache.directory()) / f"attention_ext_web_{build}_{named}" / "kernels.wasm"
-    patterns = tuple(f"{package}/csrc/*.cpp" for package in MODEL)
-    shared = [path for path in (*found(CSRC, SOURCES), *found(ROOT, patterns)) if path not in LEFT_OUT]
-    units = [*shared, *sorted(WEB.glob("*.cpp"))]
+    patterns = (*(f"{package}/csrc/*.cpp" for package in MODEL), "web/*.cpp")
+    units = [*found(CSRC, *KERNELS), *found(ROOT, *patterns)]
+    units = [path for path in units if path.name not in LEFT_OUT]
 
     def write(work: Path) -> Path:
         def compile(unit: Path) -> str:

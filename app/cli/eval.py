@@ -27,8 +27,8 @@ def evaluate(model: str, corpus_file: str | None, threads: int | None, **asked) 
     """Print the loss on the last 10 % of a text, over contiguous windows of the block size."""
     options.refuse_other_device()
     options.set_threads(threads)
-    from lab import loss
+    from lab.eval import held_out_loss
 
-    measured = loss.held_out(model, options.read_corpus(corpus_file), **asked)
+    measured = held_out_loss(model, options.read_corpus(corpus_file), **asked)
     click.echo(f"{model}: {measured.nats:.4f} nats = {measured.bits:.4f} bits per character")
     click.echo(f"({measured.characters:,} characters, windows of {measured.window} tokens)")

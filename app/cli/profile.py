@@ -62,13 +62,13 @@ def profile(model: str, form: str, threads: int | None, train: bool, batch: int 
     )
     options.set_threads(threads)
     from lab import profile as profiling
-    from lab import training
+    from lab import profile_training
     from model import load
 
     checkpoint = load(model)
     if train:
-        step = training.profile(asked["part"], checkpoint.model.config, batch, asked["simd"])
-        click.echo(training.table(step) if form == "md" else json.dumps(training.figures(step)))
+        step = profile_training.profile(asked["part"], checkpoint.model.config, batch, asked["simd"])
+        click.echo(profile_training.table(step) if form == "md" else json.dumps(step))
     else:
         measured = profiling.run(checkpoint, model=model, **asked)
         click.echo(profiling.table(measured) if form == "md" else json.dumps(profiling.figures(measured)))

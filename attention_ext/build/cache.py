@@ -25,14 +25,15 @@ LOCK = "building"  # this file in a build's directory is locked while a process 
 ELSEWHERE = "TORCH_EXTENSIONS_DIR can name another directory"
 
 
-def fingerprint(facts: Iterable[str | bytes], *folders: Path) -> str:
-    """A hash, 16 hexadecimal digits, of these facts and of every file below these folders."""
+def fingerprint(facts: Iterable[str | bytes], *paths: Path) -> str:
+    """A hash, 16 hexadecimal digits, of these facts, of files and of every file below folders."""
     digest = hashlib.sha256()
     for fact in facts:
         digest.update((fact.encode() if isinstance(fact, str) else fact) + b"\0")
-    for folder in folders:
-        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-            digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    for path in paths:
+        for file in sorted(file for file in (path, *path.rglob("*")) if file.is_file()):
+            name = file.relative_to(path.parent).as_posix()
+            digest.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 

@@ -1,14 +1,16 @@
-"""What is compiled: the extension of PyTorch for each SIMD helper, and a standalone program of the kernels.
+"""What is compiled: libraries for Python over each SIMD helper, and a standalone program of the kernels.
 
-Sources are found by folder in csrc/, so a new kernel or a new precision is a new file.
+Sources are found by folder, so a new kernel or a new precision is a new file. The kernels are compiled once
+for each SIMD helper, and every library links them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import sysconfig
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pybind11
@@ -20,19 +22,22 @@ from attention_ext.parts import BuildError, resolve_simd
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CSRC = ROOT / "attention_ext" / "csrc"
-PORTABLE = "simd/portable/*.cpp"  # the helpers of simd/portable.h, in every extension and program
-# Each implementation of simd/simd.h: its sources beside PORTABLE, and the flags of its extension and program.
+# Each implementation of simd/simd.h: its source beside KERNELS, and the flags of all compiled over it.
 HELPERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "ispc": (("simd/ispc.cpp",), ("-DSIMD_ELSEWHERE",)),
     "portable": ((), ()),
     "off": (("simd/off.cpp",), ("-DSIMD_ELSEWHERE", "-fno-tree-vectorize", "-fno-tree-slp-vectorize")),
 }
 ISPC_SOURCE = "simd/simd.ispc"
-KERNELS = "cpu/*.cpp"
-MODEL = ("model/csrc/*.cpp", "generation/csrc/*.cpp", "training/csrc/*.cpp")  # below ROOT
-EXTENSION = (KERNELS, PORTABLE, "tools/limits.cpp", "bindings/operators.cpp")
-DECODER_MODULE = ROOT / "generation/csrc/module.cpp"  # compiled only where Python's header is installed
-PROGRAM = (KERNELS, PORTABLE, "tools/alone.cpp")
+KERNELS = ("cpu/*.cpp", "simd/portable/*.cpp")  # the latter: simd/portable.h, used over every helper
+OPERATORS = ("bindings/operators.cpp", "tools/limits.cpp")
+PROGRAM = ("tools/alone.cpp",)
+# Python has loaded its own functions and PyTorch's libraries before these are loaded.
+LINK = (
+    ("-shared", "-undefined", "dynamic_lookup")
+    if sys.platform == "darwin"
+    else ("-shared", f"-L{Path(torch.__file__).parent / 'lib'}", "-Wl,--as-needed", "-ltorch_cpu", "-lc10")
+)
 
 
 @dataclass(frozen=True)
@@ -40,149 +45,150 @@ class Recipe:
     """A file to compile, and everything that decides its content.
 
     name: the directory's name before the fingerprint. file: the file's name. what: a description for
-    messages. csrc: the source folders; every file in them enters the fingerprint. includes: headers' folders.
-    ispc: the compiler of ISPC_SOURCE, if needed. compile: makes the file in a folder and returns its path.
+    messages. folders: of headers; every file in them enters the fingerprint. includes: other folders of
+    headers. link: the linker's arguments. ispc: the compiler of ISPC_SOURCE, if needed. kernels: linked too.
     """
 
     name: str
     file: str
     what: str
-    csrc: tuple[Path, ...]
-    sources: tuple[Path, ...]
-    includes: tuple[str, ...]
-    flags: tuple[str, ...]
     compiler: tuple[str, ...]
-    ispc: str | None
-    compile: Callable[[Recipe, Path], Path]
+    flags: tuple[str, ...]
+    sources: tuple[Path, ...]
+    folders: tuple[Path, ...] = (CSRC,)
+    includes: tuple[str, ...] = ()
+    link: tuple[str, ...] = ()
+    ispc: str | None = None
+    kernels: Recipe | None = None
 
     def path(self) -> Path:
         """The file's path, before and after it is made. Raises BuildError if a compiler does not run."""
-        versions = [toolchain.version(self.compiler), toolchain.version([self.ispc]) if self.ispc else b""]
-        decoder = f"decoder {toolchain.has_python_header()}"
-        versions_of = (torch.__version__, pybind11.__version__, sys.version)
-        facts = (shlex.join(self.compiler), *self.flags, *versions_of)
-        named = cache.fingerprint([*facts, processor.capabilities(), decoder, *versions], *self.csrc)
+        versions = [torch.__version__, pybind11.__version__, sys.version]
+        commands = [self.compiler, (self.ispc,)] if self.ispc else [self.compiler]
+        outputs = [toolchain.version(*command) for command in commands]
+        kernels = self.kernels.path().parent.name if self.kernels else ""
+        facts = [shlex.join(self.compiler), *self.flags, processor.capabilities(), kernels, *versions]
+        found = (path for folder in self.folders for path in sorted(folder.iterdir()))
+        inputs = (path for path in found if path.name != "cuda")  # NVRTC compiles those
+        named = cache.fingerprint([*facts, *outputs], *inputs)
         return cache.real(cache.directory()) / f"{self.name}_{named}" / self.file
 
     def make(self) -> Path:
         """The file, compiled if need be. Raises BuildError as cache.make() does, or if compiling fails."""
         made = self.path()
-        cache.make(made, self.what, lambda work: self.compile(self, work))
+        cache.make(made, self.what, self._compiled)
+        return made
+
+    def _compiled(self, work: Path) -> Path:
+        link = [*self.link, *toolchain.libraries(self.compiler)]
+        if self.kernels:
+            link.insert(0, str(self.kernels.make()))
+        if self.ispc:
+            link.insert(0, str(work / "ispc.o"))
+            source = str(self.folders[0] / ISPC_SOURCE)
+            toolchain.run([self.ispc], [source, "--target=host", "-O3", "--pic", "-o", link[0]], work)
+        includes = (*self.includes, *self.folders, ROOT)
+        flags = [*self.flags, *(f"-I{folder}" for folder in includes)]
+        made = toolchain.build(list(self.compiler), self.sources, flags, link, work / self.file)
+        if made.suffix == ".so":
+            try:
+                ctypes.CDLL(str(made))  # a renamed library is not loaded twice
+            except OSError as error:
+                reason = f"{shlex.join(self.compiler)} made a library that cannot be loaded ({error})"
+                raise BuildError(reason) from None
         return made
 
 
-def extension(simd: str = "auto") -> Recipe:
-    """The extension: a library of the operators and the decoder, over one of SIMD.
+def kernels(simd: str = "auto") -> Recipe:
+    """The object file of the kernels over one of SIMD, compiled for this processor.
 
     Raises ValueError if simd is not one of SIMD, BuildError if a compiler is missing.
     """
     helpers = resolve_simd(simd)
-    compiler = toolchain.find_compiler()
     ispc = toolchain.find_ispc() if helpers == "ispc" else None
     if helpers == "ispc" and ispc is None:
         raise BuildError("simd is 'ispc', but no ispc was found on PATH; scripts/install-ispc.sh gets it")
     own, flags = HELPERS[helpers]
-    name = f"attention_ext_{helpers}"
-    sources = (*found(CSRC, (*EXTENSION, *own)), *found(ROOT, MODEL))
-    if not toolchain.has_python_header():
-        sources = tuple(path for path in sources if path != DECODER_MODULE)
+    compiler = toolchain.find_compiler()
     return Recipe(
-        name=name,
-        file="attention_ext.so",
-        what="code into a PyTorch module",
-        csrc=(CSRC, *(ROOT / folder / "csrc" for folder in ("model", "generation", "training"))),
-        sources=sources,
-        includes=(pybind11.get_include(), str(CSRC), str(ROOT)),  # PyTorch adds its own after these
-        flags=(*toolchain.flags(compiler), *flags, f"-DATTENTION_EXT={name}"),
+        name=f"attention_ext_kernels_{helpers}",
+        file="kernels.o",
+        what="the kernels",
         compiler=tuple(compiler),
+        flags=(*toolchain.flags(compiler), *flags, "-fPIC"),
+        sources=found(CSRC, *KERNELS, *own),
+        link=("-r", "-nostdlib"),
         ispc=ispc,
-        compile=make_extension,
     )
 
 
-def program(simd: str = "auto", march: str = "native", csrc: Path = CSRC) -> Recipe:
+def operators(simd: str = "auto") -> Recipe:
+    """The library of attention's operators over one of SIMD. Raises as kernels() does."""
+    over = kernels(simd)
+    name = over.name.replace("kernels_", "")
+    training = ROOT / "training" / "csrc"
+    sources = (*found(CSRC, *OPERATORS), *found(training, "*.cpp"))
+    return _library(name, "the operators", over, (CSRC, training), sources, f"-DATTENTION_EXT={name}")
+
+
+def module(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:
+    """A Python module in C++: the sources in the folders `package`/csrc, and the kernels over one of SIMD.
+
+    One of the sources has PYBIND11_MODULE(name, m). Raises as kernels() does, and BuildError if Python's
+    header is missing.
+    """
+    if not toolchain.has_python_header():
+        raise BuildError(
+            f"the native engine needs Python's header, and {toolchain.python_header()} is missing; install "
+            "it (Debian, Ubuntu: apt install python3-dev), or choose the torch engine"
+        )
+    over = kernels(simd)
+    folders = tuple(ROOT / package / "csrc" for package in packages)
+    sources = tuple(path for folder in folders for path in found(folder, "*.cpp"))
+    return _library(over.name.replace("kernels", name), f"the {name}", over, (CSRC, *folders), sources)
+
+
+def program(simd: str = "auto", march: str = "native") -> Recipe:
     """The standalone program of tools/alone.cpp, which runs one part without Python or PyTorch.
 
-    simd: 'portable', 'off', or 'auto', which is AUTO. march: the processor to compile for, as the compiler's
-    -march names it.
+    It has line numbers for debuggers and profilers. simd: 'portable', 'off', or 'auto', which is AUTO.
+    march: the processor to compile for, as the compiler's -march names it.
     Raises ValueError for another simd, BuildError if there is no compiler.
     """
-    helpers = resolve_simd(simd)
-    if helpers == "ispc":
+    if resolve_simd(simd) == "ispc":
         raise ValueError(f"simd is {simd!r}; the program's must be auto, portable or off")
-    own, flags = HELPERS[helpers]
     native = toolchain.NATIVE if march == "native" else f"-march={march}"
-    compiler = toolchain.find_compiler()
-    general = (native if flag == toolchain.NATIVE else flag for flag in toolchain.flags(compiler))
-    return Recipe(
-        name=f"attention_ext_alone_{helpers}",
+    over = kernels(simd)
+    return replace(
+        over,
+        name=over.name.replace("kernels", "alone"),
         file="alone",
         what="a standalone program of the kernels",
-        csrc=(csrc,),
-        sources=found(csrc, (*PROGRAM, *own)),
-        includes=(str(csrc),),
-        flags=(*general, *flags),
-        compiler=tuple(compiler),
-        ispc=None,
-        compile=make_program,
+        flags=("-g", *(native if flag == toolchain.NATIVE else flag for flag in over.flags)),
+        sources=(*over.sources, *found(CSRC, *PROGRAM)),
+        link=(),
     )
 
 
-def found(csrc: Path, patterns: tuple[str, ...]) -> tuple[Path, ...]:
-    """The files below csrc that match these patterns, in their order."""
-    return tuple(path for pattern in patterns for path in sorted(csrc.glob(pattern)))
+def found(folder: Path, *patterns: str) -> tuple[Path, ...]:
+    """The files below a folder that match these patterns, in their order."""
+    return tuple(path for pattern in patterns for path in sorted(folder.glob(pattern)))
 
 
-def make_extension(recipe: Recipe, work: Path) -> Path:
-    """Make an extension in `work`. torch's builder also loads it; a renamed library is not loaded twice."""
-    from torch.utils import cpp_extension  # slow to import, and only a build needs it
-
-    objects = [_run_ispc(recipe, recipe.ispc, work)] if recipe.ispc else []
-    compiler = list(recipe.compiler)
-    with toolchain.environment(compiler, work):
-        try:
-            cpp_extension.load(
-                "unfinished",
-                [str(source) for source in recipe.sources],
-                extra_cflags=list(recipe.flags),
-                extra_include_paths=list(recipe.includes),
-                extra_ldflags=[*objects, *toolchain.libraries(compiler)],
-                build_directory=str(work),
-                is_python_module=False,
-            )
-        except RuntimeError as error:
-            raise toolchain.failure(compiler, str(error), work) from None
-        except UnicodeDecodeError as error:  # the message of a failed compiler, in another encoding
-            raise toolchain.failure(compiler, error.object.decode(errors="replace"), work) from None
-        except OSError as error:
-            if error.errno is not None:
-                raise
-            made = f"{shlex.join(compiler)} made a library that cannot be loaded"
-            raise BuildError(f"{made} ({error.__cause__ or error})") from None
-    return next(work.glob("*.so"))
-
-
-def make_program(recipe: Recipe, work: Path) -> Path:
-    """Make a program in `work`, with line numbers for debuggers and profilers."""
-    made = work / recipe.file
-    sources = [str(source) for source in recipe.sources]
-    arguments = [
-        "-std=c++17",
-        "-g",
-        *recipe.flags,
-        *(f"-I{path}" for path in recipe.includes),
-        *sources,
-        *toolchain.libraries(recipe.compiler),
-        "-o",
-        str(made),
-    ]
-    toolchain.run(list(recipe.compiler), arguments, work)
-    return made
-
-
-def _run_ispc(recipe: Recipe, ispc: str, work: Path) -> str:
-    """Compile ISPC_SOURCE for this processor; returns the object file's path."""
-    made = work / "simd_ispc_kernels.o"
-    arguments = [str(CSRC / ISPC_SOURCE), "--target=host", "-O3", "--pic", "-o", str(made)]
-    toolchain.run([ispc], arguments, work)
-    return str(made)
+def _library(
+    name: str, what: str, over: Recipe, folders: tuple[Path, ...], sources: tuple[Path, ...], *flags: str
+) -> Recipe:
+    """A shared library of these sources and of the kernels, which may use PyTorch and Python."""
+    headers = Path(torch.__file__).parent / "include"
+    return Recipe(
+        name=name,
+        file=f"{name}.so",
+        what=what,
+        compiler=over.compiler,
+        flags=(*over.flags, *flags),
+        sources=sources,
+        folders=folders,
+        includes=(pybind11.get_include(), sysconfig.get_path("include"), str(headers)),
+        link=LINK,
+        kernels=over,
+    )

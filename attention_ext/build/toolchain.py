@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import importlib.util
 import os
 import platform
@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from attention_ext.parts import BuildError
@@ -23,6 +24,7 @@ VERSION_SECONDS = 60  # the time limit of a compiler's --version
 REASONS = ("no space left on device", "error:", "segmentation fault", "killed", "aborted")
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = (
+    "-std=c++17",
     "-O3",
     NATIVE,
     "-fno-math-errno",
@@ -79,7 +81,8 @@ def has_python_header() -> bool:
     return python_header().is_file()
 
 
-def version(command: Sequence[str]) -> bytes:
+@functools.cache
+def version(*command: str) -> bytes:
     """A compiler's output for --version. Raises BuildError if it does not run."""
     try:
         return subprocess.run(
@@ -95,7 +98,7 @@ def version(command: Sequence[str]) -> bytes:
 
 def flags(command: Sequence[str]) -> tuple[str, ...]:
     """FLAGS, and FLAGS_OF_GCC if the compiler is GCC. Raises BuildError if it does not run."""
-    return (*FLAGS, *FLAGS_OF_GCC) if b"Free Software Foundation" in version(command) else FLAGS
+    return (*FLAGS, *FLAGS_OF_GCC) if b"Free Software Foundation" in version(*command) else FLAGS
 
 
 def libraries(command: Sequence[str]) -> tuple[str, ...]:
@@ -110,50 +113,41 @@ def libraries(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def run(command: list[str], arguments: list[str], work: Path) -> None:
-    """Run a compiler whose output goes to `work`. Raises BuildError if it fails."""
+    """Run a compiler whose output goes to `work`; a log of a failure's output stays beside `work`.
+
+    Raises BuildError with the line that gives the reason if the compiler fails.
+    """
     done = subprocess.run(
         [*command, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
     )
-    if done.returncode != 0:
-        code = done.returncode
-        ended = f"error: ended by a signal: {signal.strsignal(-code)}\n" if code < 0 else ""
-        raise failure(command, done.stdout + done.stderr + ended, work)
-
-
-def failure(command: list[str], output: str, work: Path) -> BuildError:
-    """The error of a failed compiler: the line with the reason, and a log of all output beside `work`."""
+    if done.returncode == 0:
+        return
+    code = done.returncode
+    output = done.stdout + done.stderr
+    if code < 0:
+        output += f"error: ended by a signal: {signal.strsignal(-code)}\n"
     log = work.parent / "build.log"
-    log.write_text(output, errors="replace")
+    log.write_text(output)
     told = ((sign, line) for sign in REASONS for line in output.splitlines())
     reason = next((line for sign, line in told if sign in line.lower()), "no reason given")
-    return BuildError(f"{shlex.join(command)} failed: {reason.strip()} (full output: {log})")
+    raise BuildError(f"{shlex.join(command)} failed: {reason.strip()} (full output: {log})")
 
 
-@contextlib.contextmanager
-def environment(compiler: list[str], work: Path) -> Iterator[None]:
-    """Set the environment for torch's builder; ninja may be beside a Python that is not on PATH."""
-    changes = {
-        "CXX": _as_one_program(compiler, work),
-        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]),
-        "TORCH_DONT_CHECK_COMPILER_ABI": "1",  # only the stable C interface is used
-    }
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+def build(
+    command: list[str], sources: Sequence[Path], flags: Sequence[str], link: Sequence[str], made: Path
+) -> Path:
+    """Compile C++ sources, as many at once as there are processors, and link them as `made`; returns `made`.
 
+    The objects lie beside it. flags: of each source. link: the linker's arguments, after the objects.
+    Raises BuildError as run() does.
+    """
+    work = made.parent
+    objects = [str(work / f"{i}.o") for i in range(len(sources))]
 
-def _as_one_program(compiler: list[str], directory: Path) -> str:
-    """The compiler's path; for a command of several words, which torch would quote, a script's path."""
-    if len(compiler) == 1:
-        return compiler[0]
-    script = directory / "c++"
-    script.write_text(f'#!/bin/sh\nexec {shlex.join(compiler)} "$@"\n')
-    script.chmod(0o700)
-    return str(script)
+    def compile(source: Path, object: str) -> None:
+        run(command, [*flags, "-c", str(source), "-o", object], work)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile, sources, objects))
+    run(command, [*objects, *link, "-o", str(made)], work)
+    return made

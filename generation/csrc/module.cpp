@@ -11,8 +11,14 @@
 
 #include "decoder.h"
 #include "groups.h"
+#include "threads.h"
 
 namespace py = pybind11;
+
+// The decoder has its own threads, and its calls of a kernel have one.
+void on_threads(int threads, const std::function<void(int)>& body) {
+    for (int thread = 0; thread < threads; thread++) body(thread);
+}
 
 namespace {
 
@@ -225,8 +231,7 @@ class SafeDecoder {
 
 }  // namespace
 
-// ATTENTION_EXT, given by the build, is the module's name: each SIMD implementation has its own.
-PYBIND11_MODULE(ATTENTION_EXT, m) {
+PYBIND11_MODULE(decoder, m) {
     using py::arg;
     py::class_<SafeDecoder>(m, "Decoder", py::module_local())
         .def(

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from attention_ext import PARTS, SIMD, tiles
 from attention_ext.cuda.steps import MOST_SPLIT, STEPS
 from attention_ext.parts import DEVICES, Dtype, check_device, check_dtype, resolve_simd, running_on
-from lab import costs, machine
+from lab import machine
+from lab.text import size_text
+from lab.traffic import Case
 
 # part4_amx.cpp takes at least this many queries, for these SIMD helpers.
 FEWEST_AMX_QUERIES, AMX_SIMDS = 32, (None, "auto", "portable")
@@ -85,10 +87,10 @@ class Cell:
         rows = 2 * self.queries + 2 * self.N
         return float(self.batch * self.heads * self.d * rows * Dtype(self.dtype).bytes)
 
-    def case(self, heads: int | None = None, threads: int | None = None) -> costs.Case:
-        """The call for lab.costs. heads: by default all of the batch. threads: by default the cell's."""
+    def case(self, heads: int | None = None, threads: int | None = None) -> Case:
+        """The call, for lab.traffic. heads: by default all of the batch. threads: by default the cell's."""
         tile = {"br": self.br, "bc": self.bc} if self.br and self.bc else {}
-        return costs.Case(
+        return Case(
             self.queries,
             self.N,
             self.d,
@@ -228,5 +230,5 @@ def check_memory(cells: Sequence[Cell], available: int | None = None) -> None:
         if available is not None and cell.memory > available:
             raise ValueError(
                 f"N={cell.N}, queries={cell.queries}, d={cell.d}, heads={cell.heads}, batch={cell.batch} "
-                f"need {machine.size_text(cell.memory)}, and {machine.size_text(available)} are free"
+                f"need {size_text(cell.memory)}, and {size_text(available)} are free"
             )

@@ -23,12 +23,15 @@ from torch import Tensor
 
 from attention_ext import PARTS, extension, processor, reference
 from attention_ext.parts import Dtype
-from lab import costs, machine
+from lab import machine
 from lab.bench.cases import Cell, check_memory
 from lab.bench.contenders import Call, contenders
 from lab.bench.results import FEWEST_COUNTED_ROUNDS, FIRM_MARGIN, Result, Run
 from lab.correctness import allocated
+from lab.costs import block_of, scratch
+from lab.text import size_text
 from lab.timing import spread, time_round
+from lab.traffic import streams
 
 # Largest error of a correct contender, as a share of the largest expected value. bfloat16 rounds by up to 0.4
 # %, float16 by 0.05 %.
@@ -291,9 +294,9 @@ def exact_output(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 def verify(cell: Cell, q: Tensor, k: Tensor, v: Tensor, exact: Tensor) -> tuple[Result, Call | None]:
     """Compare a cell with the exact output (B, H, Nq, d); also return the call to time, or None."""
     available = machine.available_memory()
-    need = costs.scratch(cell.contender, cell.case(), cell.simd) if cell.contender in PARTS else 0
+    need = scratch(cell.contender, cell.case(), cell.simd) if cell.contender in PARTS else 0
     if available is not None and need > available:
-        note = f"needs {machine.size_text(need)}, and {machine.size_text(available)} are free"
+        note = f"needs {size_text(need)}, and {size_text(available)} are free"
         return Result(cell, "skipped", note), None
     call = contenders()[cell.contender].prepare(cell, q, k, v)
     result = compared(cell, *allocated(call), exact)
@@ -317,5 +320,5 @@ def traffic(cell: Cell, cache: int) -> float | None:
     """Bytes that come into a cache of `cache` bytes in one call; None if they are not counted."""
     if cell.contender not in PARTS or cell.dtype != Dtype.FP32:
         return None
-    counted = costs.costs(cell.contender, cell.case(), costs.Block.of(cell.simd))
-    return None if counted is None else counted.traffic(cache)
+    counted = streams(cell.contender, cell.case(), block_of(cell.simd))
+    return None if counted is None else sum(stream.traffic(cache) for stream in counted)

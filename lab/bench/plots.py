@@ -13,7 +13,7 @@ from lab.bench import report, sequential
 from lab.bench.cases import OF_STEP
 from lab.bench.contenders import contenders
 from lab.bench.results import Result, Run
-from lab.machine import size_text
+from lab.text import size_text
 
 try:
     import matplotlib

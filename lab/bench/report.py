@@ -15,7 +15,7 @@ from lab.bench import sequential
 from lab.bench.cases import L2, SDPA_BACKENDS, Cell, step_before
 from lab.bench.contenders import contenders
 from lab.bench.results import FIRM_MARGIN, Result, Run
-from lab.machine import size_text
+from lab.text import size_text
 from lab.timing import interval, quartiles
 
 FORMAT = 4  # the file's format

@@ -5,7 +5,7 @@ read the same number share it. Numbers of one bank at different addresses take a
 conflict.
 
 Global memory is counted twice: what the kernel asks for, and what must come from the GPU's memory at least,
-where what is asked for again and still lies in the L2 cache costs nothing. lab.costs.Stream has that count.
+where what is asked for again and still lies in the L2 cache costs nothing. lab.traffic.Stream has that count.
 
 COUNTS holds the counts by the name of a step. A step without a row there has none.
 """
@@ -21,7 +21,7 @@ import numpy as np
 
 from attention_ext.cuda.steps import Step, spans
 from attention_ext.cuda.tiles import Tile, odd_vectors
-from lab.costs import Case, Stream
+from lab.traffic import Case, Stream
 
 BANKS, NUMBER = 32, 4  # of shared memory; bytes of a number in a bank
 WAVEFRONT = BANKS * NUMBER
@@ -369,7 +369,7 @@ def _split(of: Launch) -> Count:
     lanes = min(32, 2 ** math.ceil(math.log2(max(1, of.d * of.bytes / 16))))
     partial = 4.0 * case.heads * case.Nq * count * (of.d + 2)
     streams = (*_once(of), Stream("m, l, O", partial, ((partial, 2 * partial),)))
-    exponentials = float(case.heads * case.Nq * case.visible * lanes)
+    exponentials = float(case.heads * case.Nq * case.seen * lanes)
     return Count(2, rows * count + case.heads * case.Nq, exponentials, (), streams)
 
 

@@ -15,11 +15,11 @@ from attention_ext.cuda import steps
 from attention_ext.cuda.steps import WIDEST, Step
 from attention_ext.cuda.tiles import Tile
 from attention_ext.parts import BuildError, Dtype, check_dtype
-from lab.costs import Case
 from lab.cuda import architectures, costs, nsight
 from lab.cuda.architectures import EXPONENTIALS, SHARED_BYTES, SHEETS, Device, Occupancy, occupancy
 from lab.cuda.costs import WAVEFRONT, Count, Launch
-from lab.machine import size_text
+from lab.text import size_text
+from lab.traffic import Case
 
 LONGEST = 2**24  # N; counting goes over the tiles
 WARM_UPS, REPEATS = 3, 20

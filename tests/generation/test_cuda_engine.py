@@ -13,7 +13,7 @@ from attention_ext.cuda.steps import STEPS
 from attention_ext.parts import CachePrecision, Dtype, Precision
 from generation.engine import open_engine
 from generation.texts import generate
-from lab import loss
+from lab.eval import held_out_loss
 from model import load
 
 PROMPT = [1, 2, 3]
@@ -67,7 +67,7 @@ def test_without_a_gpu_one_error_says_so(no_gpu):
     for part in ("part0", "part4"):
         for call in (
             lambda **given: open_engine(tiny.gpt(), **given),
-            lambda **given: loss.held_out("shakes128", "First Citizen:\n" * 20, **given),
+            lambda **given: held_out_loss("shakes128", "First Citizen:\n" * 20, **given),
             lambda **given: generate(load("shakes128"), max_new_tokens=1, **given),
         ):
             with naming(part), pytest.raises(BuildError, match=no_gpu):
@@ -124,6 +124,6 @@ def test_a_bf16_cache_on_a_gpu_changes_the_logits_a_little(gpu):
 
 def test_the_loss_is_that_of_the_cpu(gpu):
     text = "First Citizen:\nWe are accounted poor citizens.\n" * 60
-    expected = loss.held_out("shakes128", text).nats
+    expected = held_out_loss("shakes128", text).nats
     for part in ("part0", "part4"):
-        assert loss.held_out("shakes128", text, part, device="cuda").nats == pytest.approx(expected, abs=1e-5)
+        assert held_out_loss("shakes128", text, part, device="cuda").nats == pytest.approx(expected, abs=1e-5)

@@ -19,9 +19,9 @@ from support import naming
 
 from attention_ext import SIMD, BuildError
 from attention_ext.extension import load as load_extension
-from attention_ext.extension import load_decoder
 from attention_ext.processor import Cache
 from generation.engine import open_engine, rounded
+from generation.native import load_decoder
 from generation.sampling import Sampling
 
 GREEDY = Sampling(temperature=0)

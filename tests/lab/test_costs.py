@@ -7,7 +7,8 @@ import pytest
 from attention_ext import PARTS, attention
 from attention_ext.processor import Cache
 from lab import correctness, counters
-from lab.costs import COUNTS, Block, Case, costs, scratch
+from lab.costs import block_of, scratch
+from lab.traffic import COUNTS, Case, streams, traffic
 
 SMALL, LARGE = 32 << 10, 1 << 40
 
@@ -15,7 +16,7 @@ SMALL, LARGE = 32 << 10, 1 << 40
 @pytest.fixture(scope="module")
 def block(extension):
     """The sizes of the compiled kernels."""
-    return Block.of("auto")
+    return block_of("auto")
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -28,10 +29,10 @@ def test_flops_are_two_products_of_what_the_mask_lets_through(Nq, Nk, causal):
 @pytest.mark.parametrize("part", PARTS)
 def test_a_smaller_cache_takes_in_no_less(part, block):
     """An endless one takes in each matrix once."""
-    counted = costs(part, Case(700, 700, 64, heads=2, br=192, bc=256), block)
-    sizes = [counted.traffic(2**n) for n in range(10, 30)]
+    counted = streams(part, Case(700, 700, 64, heads=2, br=192, bc=256), block)
+    sizes = [traffic(counted, 2**n) for n in range(10, 30)]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
-    by_name = {stream.name: stream.traffic(LARGE) for stream in counted.streams}
+    by_name = {stream.name: stream.traffic(LARGE) for stream in counted}
     assert {by_name[name] for name in "QKVO"} == {2 * 700 * 64 * 4}
 
 
@@ -62,13 +63,13 @@ def test_the_count_is_what_a_simulated_cache_takes_in(block, N, d, causal):
         block = counters.simulated_block(block)
     found = {}
     for part in (name for name in COUNTS if PARTS[name].operator):
-        call = counters.Call(part, N, d, br=192, bc=256, causal=causal)
-        missed = counters.misses(call, caches)
+        case = Case(N, N, d, br=192, bc=256, causal=causal)
+        missed = counters.misses(part, case, "auto", caches, timeout=120)
         if missed.l1 is None:
             pytest.skip(missed.note)
-        counted = costs(part, Case(N, N, d, br=192, bc=256, causal=causal), block)
+        counted = streams(part, case, block)
         for cache, bytes_ in zip(caches, (missed.l1, missed.last)):
-            assert 0.5 < counted.traffic(cache.size) / bytes_ < 2, (part, cache)
-        found[part] = missed.l1, counted.traffic(SMALL)
+            assert 0.5 < traffic(counted, cache.size) / bytes_ < 2, (part, cache)
+        found[part] = missed.l1, traffic(counted, SMALL)
     simulated, count = (found["part1"][i] / found["part2"][i] for i in (0, 1))
     assert 0.5 < count / simulated < 2

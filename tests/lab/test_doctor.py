@@ -52,7 +52,7 @@ def test_this_machine_passes(cli, extension):
     assert [name.strip() for _, name, _ in lines] == [check.name for check in doctor.CHECKS]
     assert len(lines) == done.stdout.count("\n")
     states = {name.strip(): state.strip() for state, name, _ in lines}
-    needed = {"Python", "packages", "torch", "instructions", "threads", "compiler", "ninja", "extension"}
+    needed = {"Python", "packages", "torch", "instructions", "threads", "compiler", "extension"}
     for name in needed | set(checkpoint.SHIPPED):
         assert states[name] == "ok", done.stdout
     assert done.returncode == ("FAIL" in states.values()) and done.stderr == ""
@@ -129,7 +129,7 @@ def test_an_extension_is_not_compiled_here_and_a_broken_one_is_to_be_deleted(ext
     assert list(cache.iterdir()) == []
     paths = (Path(path) for path in torch.ops.loaded_libraries if "attention_ext_portable" in path)
     whole = next(path for path in paths if path.exists()).read_bytes()  # another path is that of the build
-    library = recipes.extension().path()
+    library = recipes.operators().path()
     library.parent.mkdir()
     for part in (whole[: len(whole) // 2], b""):
         library.write_bytes(part)
@@ -178,7 +178,7 @@ def names(requirements):
 
 def test_the_packages_are_those_of_setup_cfg(monkeypatch):
     """The command that brings an optional one brings it."""
-    assert names(SETUP["options"]["install_requires"]) == {*doctor.PACKAGES, "torch", "ninja"}
+    assert names(SETUP["options"]["install_requires"]) == {*doctor.PACKAGES, "torch"}
     monkeypatch.setattr(doctor.importlib.metadata, "version", absent)
     state, text = look("packages")
     assert state == "FAIL" and text.endswith("not installed; pip install -c constraints.txt -e .")

@@ -9,8 +9,9 @@ import pytest
 from attention_ext import PARTS, extension
 from attention_ext.processor import caches
 from lab import counters, machine
-from lab.costs import Block, Case, costs
-from lab.machine import size_text
+from lab.costs import block_of
+from lab.text import size_text
+from lab.traffic import Case, streams, traffic
 
 
 @pytest.mark.parametrize(
@@ -26,8 +27,8 @@ def test_each_part_is_explained(cli, extension, part):
     first = caches()[0]
     total = re.search(r"^  all +(\S+ \S+)", done.stdout, re.M)[1]
     case = Case(96, 96, 24, heads=4, causal=True, br=32, bc=48)
-    counted = costs(part, case, Block.of("auto"))
-    assert total == size_text(counted.traffic(first.size))
+    counted = streams(part, case, block_of("auto"))
+    assert total == size_text(traffic(counted, first.size))
     limits = {name: float(ms) for ms, name in re.findall(r"([\d.e-]+) ms for (.+) \(", done.stdout)}
     assert "the FMA peak" in limits and ("one lane of 16" in limits or "one lane of 8" in limits) == (
         part == "part1"
@@ -74,7 +75,7 @@ def test_the_instructions_of_the_softmax(cli):
 
 @pytest.mark.full
 def test_simulated_misses_stand_beside_the_count_or_the_reason(cli, extension, monkeypatch):
-    found = counters.Misses("cachegrind", 3 << 20, 5 << 10)
+    found = counters.Misses(3 << 20, 5 << 10)
     monkeypatch.setattr(counters, "misses", lambda *arguments, **options: found)
     done = cli("explain", "part2", "-N", 64, "--cachegrind")
     assert "misses      of one head, simulated by cachegrind" in done.stdout

@@ -30,12 +30,12 @@ ARM = platform.machine() in ("arm64", "aarch64")
 CHECKED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 RACES = ["-fsanitize=thread"]
 TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]  # they need no runtime library
-PARTS = recipes.found(CSRC, (recipes.KERNELS, recipes.PORTABLE))
+PARTS = recipes.found(CSRC, *recipes.KERNELS)
 PORTABLE = [HERE / "kernels.cpp", *PARTS]
 BACKWARD = [HERE / "backward.cpp", *PARTS]
-BINDINGS = (recipes.DECODER_MODULE, ROOT / "training/csrc/bindings.cpp")
+BINDINGS = ("module.cpp", "bindings.cpp")  # they include headers of Python or PyTorch
 WITHOUT_BINDINGS = {
-    package: [path for path in recipes.found(ROOT, (f"{package}/csrc/*.cpp",)) if path not in BINDINGS]
+    package: [path for path in recipes.found(ROOT / package / "csrc", "*.cpp") if path.name not in BINDINGS]
     for package in ("model", "generation", "training")
 }
 TRAINING = [HERE / "training.cpp", *WITHOUT_BINDINGS["training"], *PARTS]
@@ -250,7 +250,7 @@ def test_programs_for_a_mac_compile_and_link(target, cpu, link, full):
     if cpu != "apple_m1" and not full:
         pytest.skip("only in the full set")
     command = [sys.executable, "-m", "ziglang", "c++", "-target", target, f"-mcpu={cpu}"]
-    for sources in (list(recipes.found(CSRC, recipes.PROGRAM)), PORTABLE, DECODER):
+    for sources in ([*PARTS, *recipes.found(CSRC, *recipes.PROGRAM)], PORTABLE, DECODER):
         program = link([*command, "-O3", "-Wall", "-Wextra", "-Wpedantic", "-Werror"], sources)
         assert program.read_bytes()[:4] == b"\xcf\xfa\xed\xfe"  # a 64-bit program of macOS
 

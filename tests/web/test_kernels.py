@@ -14,7 +14,7 @@ from attention_ext.parts import PARTS
 from generation import generate
 from generation.sampling import Sampling, sample
 from generation.writer import uniforms
-from lab.costs import Block, Case, costs
+from lab.traffic import Block, Case, streams
 from model.checkpoint import load
 
 KERNELS = ("part1", "part2", "part3", "part4")
@@ -140,8 +140,8 @@ def test_the_costs_are_explains(node):
     ):
         case = Case(N, N, d, heads=4, causal=causal, br=192, bc=256)
         problem = {"N": N, "d": d, "heads": 4, "causal": causal, "br": 192, "bc": 256}
-        counted = costs(part, case, block)
+        counted = streams(part, case, block)
         assert counted and node("flops", **problem) == pytest.approx(case.flops)
-        expected = [stream.traffic(cache) for stream in counted.streams]
+        expected = [stream.traffic(cache) for stream in counted]
         made = node("traffic", part=part, problem=problem, block=sizes, cache=cache)
         assert made == pytest.approx(expected)

@@ -5,40 +5,24 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
-#include <exception>
 #include <iterator>
-#include <mutex>
 #include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 
 #include "bindings/boundary.h"
+#include "bindings/pool.h"
 #include "cpu/part4_amx.h"
 #include "cpu/sizes.h"
 #include "denormals.h"
 #include "gradient.h"
 #include "parts.h"
 #include "simd/simd.h"
-#include "threads.h"
 #include "tools/limits.h"
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-void on_threads(int threads, const std::function<void(int)>& body) {
-    std::exception_ptr failed;  // kept: PyTorch's pool must not see it (boundary.h)
-    std::mutex mutex;
-    torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-        try {
-            for (int64_t thread = begin; thread < end; thread++) body(static_cast<int>(thread));
-        } catch (...) {
-            const std::lock_guard<std::mutex> held(mutex);
-            failed = std::current_exception();
-        }
-    });
-    if (failed) std::rethrow_exception(failed);
-}
 
 namespace {
 

@@ -20,7 +20,7 @@ def test_ispc_is_found_by_its_variable_and_named_when_it_is_not(monkeypatch, ext
     monkeypatch.delenv("ISPC")
     monkeypatch.setattr(toolchain, "find_ispc", lambda: None)
     with pytest.raises(BuildError, match="no ispc was found on PATH; scripts/install-ispc.sh gets it"):
-        recipes.extension("ispc")
+        recipes.kernels("ispc")
 
 
 def test_no_compiler_names_the_package(monkeypatch, tmp_path):

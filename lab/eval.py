@@ -1,4 +1,4 @@
-"""The loss of a model on held-out text per character, so that models with different tokens compare."""
+"""gpt.py eval: the loss on held-out text per character, so that models with different tokens compare."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Loss:
         return self.nats / math.log(2)
 
 
-def held_out(
+def held_out_loss(
     model: str,
     text: str,
     part: str = "part0",

@@ -6,7 +6,7 @@ import pytest
 from support import naming
 
 from attention_ext.parts import CachePrecision, Precision
-from lab import loss
+from lab.eval import held_out_loss
 
 TEXT = "First Citizen:\nWe are accounted poor citizens.\n" * 60
 
@@ -15,13 +15,13 @@ def test_an_unknown_precision_is_named():
     for name, kinds in (("weights", Precision), ("kv_cache", CachePrecision)):
         message = f"{name} is 'int4'; it must be one of {', '.join(kinds)}"
         with naming(name), pytest.raises(ValueError, match=message):
-            loss.held_out("shakes128", TEXT, **{name: "int4"})
+            held_out_loss("shakes128", TEXT, **{name: "int4"})
 
 
 def test_rounding_changes_the_loss_a_little(extension):
     for part in ("part0", "part4"):
-        exact = loss.held_out("shakes128", TEXT, part).nats
+        exact = held_out_loss("shakes128", TEXT, part).nats
         for change in ({"weights": "bf16"}, {"weights": "int8"}, {"kv_cache": "bf16"}):
             with naming(part, change):
-                rounded = loss.held_out("shakes128", TEXT, part, **change).nats
+                rounded = held_out_loss("shakes128", TEXT, part, **change).nats
                 assert exact != rounded and exact == pytest.approx(rounded, abs=0.01)

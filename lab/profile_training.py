@@ -1,18 +1,18 @@
-"""Training steps in the lab: the native one beside PyTorch's, and where the time of each goes."""
+"""gpt.py profile --train: where the time of a training step goes, in C++ or in PyTorch."""
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
 
 import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 
 from attention_ext.parts import check_part, with_gradient
-from lab.machine import BUSY_SHARE, Load
+from lab.machine import Load, busy_text
+from lab.text import counted, markdown
+from lab.timing import seconds_of
 from model.gpt import GPTConfig
 from training.native import KINDS, part4
 from training.recipe import Recipe
@@ -79,27 +79,11 @@ def _error(right: torch.Tensor | None, got: torch.Tensor | None) -> float:
     return float((right - got).abs().max() / right.abs().max())
 
 
-@dataclass(frozen=True)
-class Profile:
-    """The time of a step: its seconds, and those of each kind of work, the mean of all threads.
-
-    plain: the median step without PyTorch's profiler. others: processors that other programs took, if known.
-    """
-
-    part: str
-    config: GPTConfig
-    batch: int
-    threads: int
-    steps: int
-    seconds: float
-    kinds: dict[str, float]
-    plain: float
-    others: float | None
-
-
-def profile(part: str, config: GPTConfig, batch: int | None = None, simd: str = "auto") -> Profile:
+def profile(part: str, config: GPTConfig, batch: int | None = None, simd: str = "auto") -> dict:
     """Profile training steps of a model of these sizes; for arguments and errors see trainer().
 
+    rows: the time of each kind of work, the mean of all threads; their sum is step_ms. not_profiled_ms: the
+    median step without PyTorch's profiler. processors_taken_by_others: None if unknown.
     The native step always measures itself; its profile is that of the median step. PyTorch's is the mean of
     the steps that its profiler recorded, which costs time.
     """
@@ -110,14 +94,19 @@ def profile(part: str, config: GPTConfig, batch: int | None = None, simd: str = 
     plain = statistics.median(seconds_of(of.step) for _ in range(steps))
     seconds, kinds = (_native if of.native else _pytorchs)(of, steps)
     kinds["other"] = seconds - sum(kinds.values())
-    return Profile(part, config, batch, torch.get_num_threads(), steps, seconds, kinds, plain, load.others())
-
-
-def seconds_of(function: Callable[[], None]) -> float:
-    """The seconds of one call."""
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
+    sizes = ("block_size", "n_layer", "n_head", "n_embd", "vocab_size")
+    return {
+        "part": part,
+        "batch": batch,
+        **{name: asdict(config)[name] for name in sizes},
+        "threads": torch.get_num_threads(),
+        "steps": steps,
+        "rows": [{"kind": kind, "ms": 1e3 * spent} for kind, spent in kinds.items()],
+        "step_ms": 1e3 * seconds,
+        "not_profiled_ms": 1e3 * plain,
+        "gflops": operations(config, batch) / plain / 1e9,
+        "processors_taken_by_others": load.others(),
+    }
 
 
 def _native(of: Trainer, steps: int) -> tuple[float, dict[str, float]]:
@@ -132,51 +121,28 @@ def _native(of: Trainer, steps: int) -> tuple[float, dict[str, float]]:
 
 def _pytorchs(of: Trainer, steps: int) -> tuple[float, dict[str, float]]:
     with profiler(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:
-        seconds = sum(seconds_of(of.step) for _ in range(steps)) / steps
+        seconds = seconds_of(of.step, steps)
     spent = {event.key: 1e-6 * event.self_cpu_time_total / steps for event in recorded.key_averages()}
     largest = sorted(spent, key=lambda name: -spent[name])[:SHOWN]
     rest = sum(of_one for name, of_one in spent.items() if name not in largest)
     return seconds, {name: spent[name] for name in largest} | {"other operators": rest}
 
 
-def table(p: Profile) -> str:
+def table(p: dict) -> str:
     """A profile as a Markdown table."""
-    c = p.config
-    rate = operations(c, p.batch) / p.plain
+    ms, threads = p["step_ms"], p["threads"]
+    rows = [(row["kind"], f"{row['ms']:.2f}", f"{row['ms'] / ms:.1%}") for row in p["rows"]]
     lines = [
-        f"a training step with {p.part}, {'PyTorch' if p.part == 'part0' else 'native'}: batch {p.batch}, "
-        f"block {c.block_size}, {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, {c.vocab_size} "
-        f"characters; {p.threads} thread{'s' * (p.threads > 1)}, {p.steps} steps",
+        f"a training step with {p['part']}, {'PyTorch' if p['part'] == 'part0' else 'native'}: batch "
+        f"{p['batch']}, block {p['block_size']}, {p['n_layer']} layers, {p['n_head']} heads, width "
+        f"{p['n_embd']}, {p['vocab_size']} characters; {counted(threads, 'thread')}, {p['steps']} steps",
         "",
-        "| | ms | share |",
-        "|---|---|---|",
+        markdown(("", "ms", "share"), [*rows, ("step", f"{ms:.2f}", "100.0%")]),
+        "",
     ]
-    for kind, seconds in p.kinds.items():
-        lines.append(f"| {kind} | {1e3 * seconds:.2f} | {seconds / p.seconds:.1%} |")
-    lines.append(f"| step | {1e3 * p.seconds:.2f} | 100.0% |\n")
-    if p.threads > 1 and p.part != "part0":
-        lines.append(f"Rows are the means of {p.threads} threads, so they add up to the step.")
-    lines.append(f"Not profiled: {1e3 * p.plain:.2f} ms, {rate / 1e9:.0f} GFLOP/s without the optimizers'")
-    if p.others is not None and p.others > BUSY_SHARE * p.threads:
-        lines.append(f"The machine was busy: others took {p.others:.2f} processors on average.")
-    return "\n".join(lines)
-
-
-def figures(p: Profile) -> dict:
-    """The output of -o json."""
-    c = p.config
-    return {
-        "part": p.part,
-        "batch": p.batch,
-        "block_size": c.block_size,
-        "n_layer": c.n_layer,
-        "n_head": c.n_head,
-        "n_embd": c.n_embd,
-        "vocab_size": c.vocab_size,
-        "threads": p.threads,
-        "steps": p.steps,
-        "rows": [{"kind": kind, "ms": 1e3 * seconds} for kind, seconds in p.kinds.items()],
-        "step_ms": 1e3 * p.seconds,
-        "not_profiled_ms": 1e3 * p.plain,
-        "processors_taken_by_others": p.others,
-    }
+    if threads > 1 and p["part"] != "part0":
+        lines.append(f"Rows are the means of {threads} threads, so they add up to the step.")
+    lines.append(
+        f"Not profiled: {p['not_profiled_ms']:.2f} ms, {p['gflops']:.0f} GFLOP/s without the optimizers'"
+    )
+    return "\n".join(lines + busy_text(p["processors_taken_by_others"], threads))

@@ -1,0 +1,25 @@
+"""The forms in which figures are shown: tables in Markdown, counts and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def markdown(titles: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
+    """A table in Markdown."""
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    return "\n".join(lines + [f"| {' | '.join(map(str, row))} |" for row in rows])
+
+
+def counted(count: int, what: str) -> str:
+    """'1 rank', '2 ranks'."""
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def size_text(size: float) -> str:
+    """Bytes for people: 4718592 as '4.5 MiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
