@@ -14,6 +14,7 @@ from torch import library as torch_library
 
 from attention_ext import gradient as gradients
 from attention_ext.build import recipes
+from attention_ext.checks import check_tensors
 from attention_ext.parts import PARTS, BuildError, Dtype, check_part, resolve_simd
 
 _loading = threading.Lock()
@@ -47,14 +48,15 @@ def _load(helpers: str) -> Any:
 def _register_fakes(name: str) -> None:
     """Register the operators' output shapes and types, for torch.compile and opcheck."""
 
-    def fake(q, k, v, causal, scale, return_lse, br=1, bc=1):
+    def fake(part, q, k, v, causal, scale, return_lse, br=1, bc=1):
+        check_tensors(part, q, k, v, causal)
         B, H, Nq, d = q.shape
         lse = q.new_empty((B, H, Nq) if return_lse else (0,), dtype=torch.float32)
         return q.new_empty(B, H, Nq, d), lse
 
     for part in PARTS.values():
         if part.operator:
-            torch_library.register_fake(f"{name}::{part.operator}", fake)
+            torch_library.register_fake(f"{name}::{part.operator}", functools.partial(fake, part))
     for in_place in ("gpt_gradients", "gpt_update"):
         torch_library.register_fake(f"{name}::{in_place}", lambda *_: None)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_ext import attention, tiles
-from attention_ext.cuda.steps import WIDEST, check_step
+from attention_ext.cuda import kernels as on_cuda
 from attention_ext.parts import (
     DEVICES,
     CachePrecision,
@@ -122,7 +122,7 @@ def open_engine(
     slots: int = 1,
     capacity: int | None = None,
     device: str = "cpu",
-    step: str | int | None = None,
+    kernel: str | None = None,
 ) -> Engine:
     """Open an engine for a model; the native engine and a GPU copy the weights.
 
@@ -135,7 +135,7 @@ def open_engine(
     logits; the native engine then keeps and reads half as many bytes of them.
     capacity: the longest context, in tokens; the model's block size by default.
     device: 'cpu' or 'cuda'. A GPU has only the torch engine, with part0 and part4, without simd and tile. All
-    arithmetic is float32. step: part4's kernel on CUDA, as in attention().
+    arithmetic is float32. kernel: part4's kernel on CUDA, as in attention().
     The native engine uses torch.get_num_threads() threads, read when this is called.
     Raises TypeError or ValueError naming the wrong argument, BuildError if the kernels cannot be compiled or
     there is no GPU.
@@ -159,7 +159,7 @@ def open_engine(
         capacity = longest
     if not 1 <= capacity <= longest:
         raise ValueError(f"capacity is {capacity}; it must be from 1 to block_size={longest}")
-    check_kernel(device, row, step, model.config.head_dim)
+    check_kernel(device, row, kernel, model.config.head_dim)
     if device != "cpu":
         cpu_only = (("engine", engine, "torch"), ("simd", simd, "auto"), ("br", br, None), ("bc", bc, None))
         for name, given, only in cpu_only:
@@ -171,8 +171,8 @@ def open_engine(
     if engine == "torch":
         from generation.pytorch import TorchEngine
 
-        attend = partial(attention, part, causal=True, br=br, bc=bc, simd=helpers, step=step)
-        placed = on_device(rounded(model.with_attention(attend), precision), device, row, step)
+        attend = partial(attention, part, causal=True, br=br, bc=bc, simd=helpers, kernel=kernel)
+        placed = on_device(rounded(model.with_attention(attend), precision), device, row, kernel)
         return TorchEngine(placed, slots, capacity, DTYPES[cache])
     from generation.native import NativeEngine
 
@@ -182,39 +182,39 @@ def open_engine(
     return NativeEngine(model, part, helpers, tile, precision, cache, slots, capacity)
 
 
-def check_kernel(device: str, part: Part, step: str | int | None, head_dim: int) -> None:
-    """Raise TypeError or ValueError unless a part runs on a device with this step and head width."""
+def check_kernel(device: str, part: Part, kernel: str | None, head_dim: int) -> None:
+    """Raise ValueError unless a part runs on a device with this kernel and head width."""
     check_device(device)
     if device not in part.dtypes:
         others = " and ".join(running_on(device))
         raise ValueError(f"device is {device!r}; {part.name} does not run there, only {others}")
-    if step is not None:
-        check_step(step)
+    if kernel is not None:
+        on_cuda.check_kernel(kernel)
         if device == "cpu":
-            raise ValueError(f"step is {step!r}; it must be None on the CPU: steps are CUDA kernels")
+            raise ValueError(f"kernel is {kernel!r}; it must be None on the CPU: it is one of CUDA's")
         if part.operator is None:
-            raise ValueError(f"step is {step!r}; it must be None with {part.name}, which is PyTorch's")
-    if device == "cuda" and part.operator and head_dim > WIDEST:
+            raise ValueError(f"kernel is {kernel!r}; it must be None with {part.name}, which is PyTorch's")
+    if device == "cuda" and part.operator and head_dim > on_cuda.WIDEST:
         raise ValueError(
-            f"model has heads of d={head_dim}; d must be at most {WIDEST} on CUDA in {part.name}"
+            f"model has heads of d={head_dim}; d must be at most {on_cuda.WIDEST} on CUDA in {part.name}"
         )
 
 
-def on_device(model: GPT, device: str, part: Part, step: str | int | None) -> GPT:
+def on_device(model: GPT, device: str, part: Part, kernel: str | None) -> GPT:
     """The model with its parameters moved to a device. The part's kernel is compiled first.
 
-    Raises ValueError if the GPU cannot run the step, BuildError if there is no GPU or no compiler for it.
+    Raises ValueError if the GPU cannot run the kernel, BuildError if there is no GPU or no compiler for it.
     """
     if device == "cpu":
         return model
-    from attention_ext.cuda import kernels
+    from attention_ext.cuda import driver
 
-    kernels.check_gpu()
+    driver.check_gpu()
     model = model.to(device)
     if part.operator:
-        c, name, index = model.config, "" if step is None else str(step), torch.cuda.current_device()
+        c, index = model.config, torch.cuda.current_device()
         for queries in (c.block_size, 1):  # a prompt, and each new token
-            kernels.kernel_for(name, c.n_head, queries, c.block_size, c.head_dim, Dtype.FP32, index)
+            driver.compiled(kernel, c.n_head, queries, c.block_size, c.head_dim, Dtype.FP32, index)
     return model
 
 

@@ -186,7 +186,7 @@ def complete(
 
 
 # The arguments that generate() passes to open_engine().
-ENGINE_OPTIONS = ("part", "simd", "br", "bc", "weights", "kv_cache", "device", "step")
+ENGINE_OPTIONS = ("part", "simd", "br", "bc", "weights", "kv_cache", "device", "kernel")
 
 
 def generate(
@@ -206,12 +206,12 @@ def generate(
 
     max_new_tokens: the most tokens to write; the model's block size by default.
     engine: a name, or an engine that open_engine() opened for this model. An open engine serves many texts,
-    with the part, simd, br, bc, weights, kv_cache, device and step that it was opened with.
+    with the part, simd, br, bc, weights, kv_cache, device and kernel that it was opened with.
     seed: 0 to 2**64 - 1. The same seed gives the same text with every part and engine of a device, unless
         kv_cache is 'bf16', which rounds their results.
     stop: a string or several; the text ends before the first one that appears.
     context, use_cache: see writer.Request.
-    options: part, simd, br, bc, weights, kv_cache, device, step as in open_engine(), and those of Sampling.
+    options: part, simd, br, bc, weights, kv_cache, device, kernel as in open_engine(), and those of Sampling.
     Raises ValueError or TypeError naming the wrong argument, before anything is written, and BuildError if
     the kernels cannot be compiled.
     """

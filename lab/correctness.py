@@ -18,8 +18,8 @@ from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from attention_ext import PARTS, attention, extension
-from attention_ext.cuda import kernels
-from attention_ext.cuda.steps import WIDEST
+from attention_ext.cuda import driver
+from attention_ext.cuda.kernels import WIDEST
 from attention_ext.parts import Dtype, check_dtype
 from lab import machine
 from lab.cuda import gpu
@@ -189,13 +189,13 @@ def run(
     heads: int = H,
     d: int = D,
     device: str = "cpu",
-    step: str | None = None,
+    kernel: str | None = None,
 ) -> bool:
     """Run the lab's test of `part` at length N and scale 1: reference, part, statistics. False on a mismatch.
 
     br, bc: part4's tile, in queries and keys; None takes tuned sizes. simd: the helpers under parts 1 to 4,
-    one of SIMD. dtype: that of the inputs, a Dtype or its value. device: one of parts.DEVICES. step: part4's
-    kernel on CUDA, where br and bc must be None. Raises ValueError if the part does not take them, and
+    one of SIMD. dtype: that of the inputs, a Dtype or its value. device: one of parts.DEVICES. kernel: one of
+    part4's on CUDA, where br and bc must be None. Raises ValueError if the part does not take them, and
     BuildError if there is no GPU or a kernel cannot be compiled.
     """
     kind = check_dtype(part, dtype, device)
@@ -207,7 +207,7 @@ def run(
         timed = partial(measure_on_gpu, on)
         lines.append(f"{on.describe()['name']}")
         if row.operator:
-            lines.append(describe_step(on, step, batch * heads, N, d, kind))
+            lines.append(describe_kernel(on, kernel, batch * heads, N, d, kind))
         q, k, v = synthetic_qkv(N, kind, batch, heads, d, device)
         slices = slices_of_reference(N, batch * heads, on.free())
         if slices > 1:
@@ -222,7 +222,7 @@ def run(
         echo(line)
 
     def lab(part: str) -> Tensor:
-        options: dict[str, Any] = dict(causal=causal, scale=1.0, br=br, bc=bc, simd=simd, step=step)
+        options: dict[str, Any] = dict(causal=causal, scale=1.0, br=br, bc=bc, simd=simd, kernel=kernel)
         count = 1 if PARTS[part].operator else slices
         return in_slices(lambda q, k, v: attention(part, q=q, k=k, v=v, **options), count, (q, k, v))
 
@@ -249,19 +249,18 @@ def run(
     return True
 
 
-def describe_step(on: gpu.Gpu, step: str | None, heads: int, N: int, d: int, dtype: Dtype) -> str:
-    """Compile the step that runs, and describe it in one line.
+def describe_kernel(on: gpu.Gpu, kernel: str | None, heads: int, N: int, d: int, dtype: Dtype) -> str:
+    """Compile the kernel that runs, and describe it in one line.
 
     Raises ValueError if it does not take the inputs or this GPU, BuildError if it cannot be compiled.
     """
     if d > WIDEST:
         raise ValueError(f"d is {d}; it must be at most {WIDEST} on CUDA")
-    index = on.device.index
-    kernel = kernels.kernel_for(step or "", heads, N, N, d, dtype, index)
-    row, tile = kernel.step, kernel.tile
+    chosen = driver.compiled(kernel, heads, N, N, d, dtype, on.device.index)
+    row, tile = chosen.row, chosen.tile
     return (
-        f"step {row.name}: {row.summary}; tiles of {tile.br} queries and {tile.bc} keys, "
-        f"{tile.threads[0] * tile.threads[1]} threads and {tile.shared} bytes of shared memory for a block"
+        f"kernel {row.name}: {row.summary}; tiles of {tile.br} queries and {tile.bc} keys, "
+        f"{tile.threads} threads and {tile.shared} bytes of shared memory for a block"
     )
 
 

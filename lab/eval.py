@@ -37,19 +37,21 @@ def held_out_loss(
     weights: str = "fp32",
     kv_cache: str = "fp32",
     device: str = "cpu",
-    step: str | int | None = None,
+    kernel: str | None = None,
 ) -> Loss:
     """The loss over contiguous windows of the block size, on the last 10 % of a text.
 
     model: a name for load(). part: the attention. weights: a Precision or its name. kv_cache: a
-    CachePrecision or its name, to which the keys and values that attention sees are rounded. device, step:
+    CachePrecision or its name, to which the keys and values that attention sees are rounded. device, kernel:
     as in generation.engine.open_engine.
     Raises ValueError naming what is wrong, BuildError without a GPU or what compiles the kernels.
     """
     row = check_part(part)
-    checkpoint = load(model, with_rounded_cache(partial(attention, part, causal=True, step=step), kv_cache))
-    check_kernel(device, row, step, checkpoint.model.config.head_dim)
-    gpt = on_device(rounded(checkpoint.model, weights), device, row, step)
+    checkpoint = load(
+        model, with_rounded_cache(partial(attention, part, causal=True, kernel=kernel), kv_cache)
+    )
+    check_kernel(device, row, kernel, checkpoint.model.config.head_dim)
+    gpt = on_device(rounded(checkpoint.model, weights), device, row, kernel)
     _, held_out = corpus.split(text)
     ids = checkpoint.tokenizer.encode(held_out)
     # Nothing predicts the first token, so neither it nor its characters count.

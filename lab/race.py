@@ -94,7 +94,7 @@ def line_up(
     engine: str | None = None,
     simd: str = "auto",
     device: str = "cpu",
-    step: str | None = None,
+    kernel: str | None = None,
     use_cache: bool = True,
 ) -> list[Runner]:
     """A runner for each part with a warm engine: kernels compiled, memory touched, threads started.
@@ -110,9 +110,9 @@ def line_up(
     capacity = capacity_for(checkpoint, request)
     runners = []
     for part in parts:
-        own = step if PARTS[part].operator else None
+        own = kernel if PARTS[part].operator else None
         opened = open_engine(
-            checkpoint.model, engine, part=part, simd=simd, capacity=capacity, device=device, step=own
+            checkpoint.model, engine, part=part, simd=simd, capacity=capacity, device=device, kernel=own
         )
         writer = Writer(opened)
         writer.check(request)
@@ -132,15 +132,15 @@ def _warm_up(engine: Engine, request: Request) -> None:
 
 
 def describe(
-    runners: Sequence[Runner], simd: str, use_cache: bool, device: str = "cpu", step: str | None = None
+    runners: Sequence[Runner], simd: str, use_cache: bool, device: str = "cpu", kernel: str | None = None
 ) -> str:
     """A description of the race; different engines are named."""
     lines = [f"{runners[0].count} tokens each, {'with' if use_cache else 'without'} a KV cache"]
     if device == "cuda":
-        from attention_ext.cuda import kernels
+        from attention_ext.cuda import driver
 
         head_dim = runners[0].engine.config.head_dim
-        lines += [kernels.describe(r.part, step, head_dim) for r in runners]
+        lines += [driver.describe(r.part, kernel, head_dim) for r in runners]
     elif any(PARTS[r.part].operator for r in runners):
         lines.append(extension.describe(simd))
     native = [r.part for r in runners if r.engine.name == "native"]

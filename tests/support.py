@@ -147,15 +147,15 @@ class FakeGpu:
 
 
 def gpu_run(change: float = 1.0, rounds: int = 10) -> Run:
-    """A run on a GPU with known figures: step n takes 1/n ms with a little spread, step 3 times `change`."""
+    """A run on a GPU with known figures: kernel n takes 1/n ms with a little spread, kernel3 `change` / 3."""
     machine = {"gpu": FakeGpu().describe() | {"bandwidths": FakeGpu().bandwidths()}, "caches": [], "cores": 1}
     machine |= dict.fromkeys(("cpu", "date", "isa", "simd", "os", "python", "torch", "commit"), "x")
     done = Run(machine, rounds, 0.1, FakeGpu.l2, complete=True)
     done.peaks, done.bandwidths = {1: 5e13}, {1: 3e12}
-    names = ("part0", "step1", "step2", "step3-spilled", "step3", "sdpa-math")
+    names = ("part0", "kernel1", "kernel2", "kernel3-spilled", "kernel3", "sdpa-math")
     for cell in plan(names, lengths=(4096,), heads=1, batch=100, device="cuda"):
         number = int(re.sub(r"\D", "", cell.contender.split("-")[0]) or 2)
-        factor = change if cell.contender == "step3" else 1
+        factor = change if cell.contender == "kernel3" else 1
         seconds = [1e-3 / max(1, number) * factor * (1 + 0.001 * i) for i in range(rounds)]
         result = Result(cell, error=1e-7, error_at=(0, 0, 0, 0), scratch=1000, seconds=seconds)
         result.paces = [1.0] * rounds

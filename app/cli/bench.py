@@ -180,10 +180,10 @@ def bench(
     timed. The contenders of a case are timed in turn. The default CONTENDERS are sdpa and all
     parts that take the dtype.
 
-    With --device cuda they are part0, part4 (its fastest step), step1 and the other steps (step2-unpadded,
-    ...), numba-spilled, numba-registers, sdpa-math, sdpa-efficient, sdpa-flash, sdpa-cudnn (backends of
-    PyTorch's) and flash-attn; by default all that are installed, each once. --plot then also times part1 on
-    one core of the CPU.
+    With --device cuda they are part0, part4 (its fastest kernel), kernel1 and the other kernels
+    (kernel2-unpadded, ...), numba-spilled, numba-registers, sdpa-math, sdpa-efficient, sdpa-flash, sdpa-cudnn
+    (backends of PyTorch's) and flash-attn; by default all that are installed, each once. --plot then also
+    times part1 on one core of the CPU.
     """
     refuse_options_that_do_nothing()
     from lab.bench import report, sweep

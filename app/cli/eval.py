@@ -21,7 +21,7 @@ from attention_ext import PARTS
 @options.weights
 @options.kv_cache
 @options.device
-@options.step
+@options.kernel
 @options.threads
 def evaluate(model: str, corpus_file: str | None, threads: int | None, **asked) -> None:
     """Print the loss on the last 10 % of a text, over contiguous windows of the block size."""

@@ -23,12 +23,12 @@ DEFAULTS = {"cpu": {"batch": 1, "heads": 4, "N": 1024}, "cuda": {"batch": 100, "
 @options.simd
 @options.dtype
 @options.device
-@options.step
+@options.kernel
 @options.choice(
     "--arch",
     of=SHEETS,
     default=None,
-    help="Explain the step for this architecture without measuring it; needs no GPU.",
+    help="Explain the kernel for this architecture without measuring it; needs no GPU.",
 )
 @click.option(
     "--cachegrind", is_flag=True, help="Simulate the caches with valgrind; takes about fifty times as long."
@@ -36,7 +36,7 @@ DEFAULTS = {"cpu": {"batch": 1, "heads": 4, "N": 1024}, "cuda": {"batch": 100, "
 def explain(
     part: str,
     device: str,
-    step: str | None,
+    kernel: str | None,
     arch: str | None,
     cuda_queries: int | None,
     cachegrind: bool,
@@ -45,7 +45,7 @@ def explain(
     """Show what PART costs and why: arithmetic, scratch, bytes into each cache, the bound, the time.
 
     The bytes are the algorithm's own count. The cache misses of one head are shown beside them if Linux's
-    perf may count them, or with --cachegrind. With --device cuda a step of part4 is explained: registers,
+    perf may count them, or with --cachegrind. With --device cuda a kernel of part4 is explained: registers,
     spills, occupancy, bytes through shared and global memory, the bound, the time, and the counts of Nsight
     Compute if ncu is on PATH and may count.
     """
@@ -57,7 +57,7 @@ def explain(
         from lab.cuda import explain as on_cuda
 
         asked = {name: sizes[name] for name in ("N", "d", "batch", "heads", "causal", "dtype")}
-        question = on_cuda.Question(**asked, queries=cuda_queries, step=step, arch=arch)
+        question = on_cuda.Question(**asked, queries=cuda_queries, kernel=kernel, arch=arch)
         on_cuda.explain(question, click.echo)
         return
     from lab.bench import cases

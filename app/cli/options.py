@@ -13,7 +13,7 @@ import click
 
 from app.cli.terminal import notice, program
 from attention_ext import PARTS, SIMD
-from attention_ext.cuda.steps import STEPS
+from attention_ext.cuda.kernels import KERNELS
 from attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision, running_on
 from generation.sampling import NUMBERS, Sampling
 from lab import saved
@@ -199,15 +199,15 @@ device = choice(
     is_eager=True,  # the defaults of other options depend on it
     help="Device of the attention; cuda is an NVIDIA GPU, for part0 and part4.",
 )
-step = choice(
-    "--step",
-    of=STEPS,
+kernel = choice(
+    "--kernel",
+    of=KERNELS,
     default=None,
     help="Part4's kernel on CUDA; by default the fastest that accepts the inputs.",
 )
 # Options of one device only, by the names of the commands' parameters.
 CPU_ONLY = ("threads", "simd", "simds", "cachegrind", "tune", "budget", "show")
-CUDA_ONLY = ("step", "arch", "cuda_queries", "l2s")
+CUDA_ONLY = ("kernel", "arch", "cuda_queries", "l2s")
 
 
 def tiles(**settings) -> Decorator:
@@ -221,7 +221,7 @@ def tiles(**settings) -> Decorator:
 def refuse_other_device() -> None:
     """Raise UsageError if the current command was given an option that does not go with its --device."""
     if click.get_current_context().params["device"] == "cuda":
-        refuse(("br", "bc"), "does not go with --device cuda: each step has its own tile")
+        refuse(("br", "bc"), "does not go with --device cuda: each kernel has its own tile")
         refuse(CPU_ONLY, "does not go with --device cuda")
     else:
         refuse(CUDA_ONLY, "goes with --device cuda only")

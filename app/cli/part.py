@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from generation.texts import Completion
 
 LAB_TILE = 256  # the lab's tile, in queries and in keys
-WITH_STEPS = tuple(name for name in running_on("cuda") if PARTS[name].operator)
+WITH_KERNELS = tuple(name for name in running_on("cuda") if PARTS[name].operator)
 TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype", "backward"}
-NOT_BACKWARD = {"br", "bc", "device", "step", "dtype"}
-ENGINE = ("engine", "simd", "br", "bc", "weights", "kv_cache", "device", "step")  # of open_engine()
+NOT_BACKWARD = {"br", "bc", "device", "kernel", "dtype"}
+ENGINE = ("engine", "simd", "br", "bc", "weights", "kv_cache", "device", "kernel")  # of open_engine()
 
 SEPARATOR = "-" * 15
 HELP = (
@@ -39,7 +39,7 @@ test_options = options.all_of(
     options.threads,
     options.simd,
     options.device,
-    options.step,
+    options.kernel,
     click.option("--causal", is_flag=True, help="Use a causal mask in the test; the model always uses one."),
     click.option(
         "--backward", is_flag=True, help="Test the gradients, against float64 and PyTorch; part0 and part4."
@@ -94,7 +94,7 @@ def check(part: str, asked: dict[str, Any]) -> None:
     if asked["inference"]:
         options.refuse(TEST_ONLY, "does not go with --inference")
     else:
-        both = {"br", "bc", "threads", "simd", "inference", "device", "step"}
+        both = {"br", "bc", "threads", "simd", "inference", "device", "kernel"}
         options.refuse(asked.keys() - TEST_ONLY - both, "goes with --inference only")
     if asked["backward"]:
         options.refuse(NOT_BACKWARD, "does not go with --backward")
@@ -107,8 +107,8 @@ def check(part: str, asked: dict[str, Any]) -> None:
             raise click.UsageError(
                 "--prompt-file - does not go with --interactive, which reads standard input"
             )
-    if part not in WITH_STEPS:
-        options.refuse(("step",), f"goes with {' and '.join(WITH_STEPS)} only")
+    if part not in WITH_KERNELS:
+        options.refuse(("kernel",), f"goes with {' and '.join(WITH_KERNELS)} only")
     options.check_device(part, asked["device"])
     options.refuse_other_device()
 
@@ -185,9 +185,9 @@ class Session:
         notice(f"Vocabulary of {len(tokenizer)} tokens from {tokenizer.source}")
         kernel = f"Attention by {PARTS[self.part].summary}"
         if asked["device"] == "cuda":
-            from attention_ext.cuda import kernels
+            from attention_ext.cuda import driver
 
-            kernel = kernels.describe(self.part, asked["step"], gpt.config.head_dim)
+            kernel = driver.describe(self.part, asked["kernel"], gpt.config.head_dim)
         elif PARTS[self.part].operator:
             from attention_ext import extension
 

@@ -27,7 +27,7 @@ from attention_ext.parts import running_on
 @options.engine
 @options.simd
 @options.device
-@options.step
+@options.kernel
 @options.one_thread
 def race(parts: str | None, model: str, prompt: str, threads: int, no_kv_cache: bool, **asked) -> None:
     """Let PARTS, names separated by commas, write the same text, and time each alone.
@@ -47,7 +47,7 @@ def race(parts: str | None, model: str, prompt: str, threads: int, no_kv_cache: 
     asked["use_cache"] = not no_kv_cache
     sampling = options.take_sampling(asked)
     runners = racing.line_up(load(model), names, prompt=prompt, sampling=sampling, **asked)
-    where = {name: asked[name] for name in ("simd", "use_cache", "device", "step")}
+    where = {name: asked[name] for name in ("simd", "use_cache", "device", "kernel")}
     notice(f"{model}, {racing.describe(runners, **where)}")
     if not racing.run(runners, prompt, click.echo):
         sys.exit(1)

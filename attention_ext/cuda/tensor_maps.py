@@ -1,4 +1,4 @@
-"""Tensor maps: what Hopper's copy engine is told of q, k and v (step 6)."""
+"""Tensor maps: what Hopper's copy engine is told of q, k and v (kernel 6)."""
 
 import functools
 
@@ -11,13 +11,8 @@ KINDS = {
 }
 
 
-def box_columns(d: int) -> int:
-    """Columns that one copy takes: 128 bytes, or 64 where d is at most 32."""
-    return 32 if d <= 32 else 64
-
-
-def tensor_map(t: torch.Tensor, rows: int) -> driver.CUtensorMap:
-    """The map of `t` (B, H, N, d) for copies of `rows` rows and `box_columns(d)` columns.
+def tensor_map(t: torch.Tensor, rows: int, columns: int) -> driver.CUtensorMap:
+    """The map of `t` (B, H, N, d) for copies of `rows` rows and `columns` columns, 64 or 32.
 
     Its address and its strides must be multiples of 16 bytes, and its rows contiguous and apart from each
     other. An expanded batch or head, of stride 0, needs no copy.
@@ -25,30 +20,29 @@ def tensor_map(t: torch.Tensor, rows: int) -> driver.CUtensorMap:
     Encoding runs on the CPU alone: it neither synchronises nor touches the stream. A launch copies the map,
     so a captured graph keeps its own.
     """
-    return _encode(t.data_ptr(), t.dtype, tuple(t.shape), t.stride(), rows)
+    return _encode(t.data_ptr(), t.dtype, tuple(t.shape), t.stride(), (columns, rows, 1, 1))
 
 
 @functools.lru_cache(maxsize=1024)
-def _encode(address, dtype, shape, strides, rows):
+def _encode(address, dtype, shape, strides, box):
     B, H, N, d = shape
     batch, head, row, _ = (2 * stride for stride in strides)
     # A dimension of stride 0 has one entry, which the kernel asks for. The stride of a dimension with one
     # entry is never used, but must be valid.
     batches, heads = (B if batch else 1), (H if head else 1)
     integers, words = driver.cuuint64_t, driver.cuuint32_t
-    columns = box_columns(d)
+    swizzles = driver.CUtensorMapSwizzle
+    swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_128B if box[0] == 64 else swizzles.CU_TENSOR_MAP_SWIZZLE_64B
     error, encoded = driver.cuTensorMapEncodeTiled(
         KINDS[dtype],
         4,
         address,
         [integers(n) for n in (d, N, heads, batches)],
         [integers(stride if n > 1 and stride else 16) for n, stride in ((N, row), (H, head), (B, batch))],
-        [words(n) for n in (columns, rows, 1, 1)],
+        [words(n) for n in box],
         [words(1)] * 4,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
-        if columns == 64
-        else driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
+        swizzle,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

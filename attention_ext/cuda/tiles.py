@@ -1,7 +1,7 @@
-"""The tiles of each CUDA kernel for heads of width d: sizes, threads, shared memory, macros.
+"""The tiles of each CUDA kernel for heads of width d: the only place that states them.
 
-A function gives the tiles for d, already padded, a dtype and a number of queries, the best first. The
-formulas of shared memory are those of the sources in csrc/cuda/.
+A function gives the tiles for d, already padded, a dtype and a number of queries, the best first. Its sizes
+reach the kernel as macros, lab/cuda/costs.py by their names.
 """
 
 from __future__ import annotations
@@ -16,53 +16,60 @@ from attention_ext.parts import Dtype
 class Tile:
     """How a kernel is compiled and launched for a d and a dtype.
 
-    br, bc: queries and keys of a tile. threads: of a block, in x and y. shared: bytes of shared memory.
-    macros: what its source is compiled with, beside FORMAT and HEAD_DIM.
+    br, bc: queries and keys of a tile. threads: of a block. shared: bytes of shared memory. sizes: what the
+    source is compiled with, as macros, beside those of all kernels (csrc/cuda/call.h).
     """
 
     br: int
     bc: int
-    threads: tuple[int, int]
+    threads: int
     shared: int
-    macros: Mapping[str, int] = field(default_factory=dict, hash=False)
+    sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 Tiles = Callable[[int, Dtype, int], Iterator[Tile]]
 
 
-def step1(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
-    yield Tile(32, 32, (32, 32), 4 * (3 * 32 * d + 32 * 32))
+def up(number: int, multiple: int) -> int:
+    """The least multiple that is at least `number`."""
+    return -(-number // multiple) * multiple
 
 
-def step2(padding: int) -> Tiles:
+def odd(number: int, vector: int) -> int:
+    """At least `number`, an odd multiple of `vector`: rows so far apart begin in different banks."""
+    return (number // vector | 1) * vector
+
+
+def kernel1(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
+    side = 32
+    yield Tile(side, side, side * side, 4 * (3 * side * d + side * side))
+
+
+def kernel2(padding: int) -> Tiles:
     def tiles(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
         for side in (64, 32):
             numbers = 3 * side * (d + padding) + side * (side + padding)
-            macros = {"BR": side, "BC": side, "PADDING": padding}
-            yield Tile(side, side, (side * side // 16, 1), 4 * numbers, macros)
+            yield Tile(side, side, side * side // 16, 4 * numbers, {"PADDING": padding})
 
     return tiles
 
 
-def step3(state: str) -> Tiles:
+def kernel3(state: str) -> Tiles:
     def tiles(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
-        threads = 128
+        threads, in_shared = 128, state == "shared"
         share = 1 if d <= 64 else 2 if d <= 128 else 4
-        pitch = -(-d // (4 * share)) * 4 * share
+        pitch = up(d, 4 * share)
         blocks = {"shared": 1, "registers": 3 if d <= 32 else 2, "spilled": 8}[state]
+        sizes = {"SHARE": share, "PITCH": pitch, "STRIP": 8, "BLOCKS": blocks, "O_SHARED": int(in_shared)}
         for bc in (64, 32, 16):
-            numbers = 2 * bc * pitch + (state == "shared") * threads * pitch // share
-            macros = {"THREADS": threads, "SHARE": share, "BC": bc, "BLOCKS": blocks}
-            yield Tile(
-                threads // share, bc, (threads, 1), 4 * numbers, macros | {"STATE": int(state != "shared")}
-            )
+            numbers = 2 * bc * pitch + in_shared * threads * pitch // share
+            yield Tile(threads // share, bc, threads, 4 * numbers, sizes)
 
     return tiles
 
 
-def step4(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
+def kernel4(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
     """The fastest of a sweep on an H200; a row begins with the widest heads that it is for."""
-    names = ("TX", "BC", "WARPS", "BLOCKS", "DIMS", "KEYS")
     rows = (
         (16, (4, 32, 4, 2, d, 32)),
         (32, (8, 64, 4, 2, d, 64)),
@@ -71,74 +78,68 @@ def step4(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
         (192, (16, 64, 8, 1, 64, 32), (16, 64, 4, 2, 32, 16)),
         (256, (32, 128, 4, 2, 32, 32), (32, 128, 2, 1, 32, 32)),
     )
-    for sizes in next(row[1:] for row in rows if d <= row[0]):
-        macros = dict(zip(names, sizes)) | {"TM": 8}
-        columns, bc, warps, _, dims, keys = sizes
-        warp_rows = 8 * 32 // columns
-        br, width = warps * warp_rows, -(-d // (4 * columns)) * 4 * columns
-        slab = max(bc * odd_vectors(dims), keys * width)
-        p_row = warp_rows + (4 if columns == 32 else 8)
-        numbers = br * odd_vectors(-(-d // dims) * dims) + 2 * slab + warps * keys * p_row
-        yield Tile(br, bc, (32 * warps, 1), 4 * numbers, macros)
+    for columns, bc, warps, blocks, dims, keys in next(row[1:] for row in rows if d <= row[0]):
+        rows_of_thread = 8
+        warp_rows = rows_of_thread * 32 // columns
+        sizes = {"TX": columns, "TM": rows_of_thread, "BLOCKS": blocks, "DIMS": dims, "KEYS": keys}
+        sizes |= {"WARP_ROWS": warp_rows, "Q_ROW": odd(up(d, dims), 4), "K_ROW": odd(dims, 4)}
+        sizes |= {"V_ROW": up(d, 4 * columns), "P_ROW": warp_rows + (4 if columns == 32 else 8)}
+        sizes["SLAB"] = max(bc * sizes["K_ROW"], keys * sizes["V_ROW"])
+        numbers = warps * (warp_rows * sizes["Q_ROW"] + keys * sizes["P_ROW"]) + 2 * sizes["SLAB"]
+        yield Tile(warps * warp_rows, bc, 32 * warps, 4 * numbers, sizes)
 
 
-def odd_vectors(n: int) -> int:
-    """At least n numbers, an odd number of 16 bytes."""
-    return 4 * (n // 4 | 1)
-
-
-def step5(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
+def kernel5(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
     """The fastest of a sweep on an H200; a row begins with the widest heads that it is for."""
-    names: tuple[str, ...] = ("WARPS", "M_TILES", "BC", "CHUNK", "STAGES", "BLOCKS")
+    names: tuple[str, ...] = ("M_TILES", "CHUNK", "STAGES", "BLOCKS")
     rows: tuple[tuple, ...]
     if dtype is Dtype.FP32:
         names += ("Q_SPLIT",)
         rows = (
-            (32, (4, 2, 64, 32, 2, 2, 1)),
-            (64, (4, 2, 32, 32, 2, 2, 1)),
-            (128, (4, 1, 32, 32, 2, 2, 0)),
-            (256, (4, 1, 16, 16, 2, 1, 0)),
+            (32, (4, 64, 2, 32, 2, 2, 1)),
+            (64, (4, 32, 2, 32, 2, 2, 1)),
+            (128, (4, 32, 1, 32, 2, 2, 0)),
+            (256, (4, 16, 1, 16, 2, 1, 0)),
         )
     else:
         names += ("PIPE", "Q_SHARED")
         rows = (
-            (32, (4, 2, 64, 16, 3, 2, 2, 0)),
-            (64, (4, 2, 64, 32, 3, 2, 1, 0)),
-            (128, (4, 2, 64, 64, 2, 2, 0, 1), (4, 2, 32, 32, 3, 2, 1, 1)),
-            (192, (4, 1, 32, 32, 3, 2, 1, 1)),
-            (256, (8, 1, 48, 48, 2, 1, 0, 1), (4, 1, 32, 32, 2, 2, 0, 1)),
+            (32, (4, 64, 2, 16, 3, 2, 2, 0)),
+            (64, (4, 64, 2, 32, 3, 2, 1, 0)),
+            (128, (4, 64, 2, 64, 2, 2, 0, 1), (4, 32, 2, 32, 3, 2, 1, 1)),
+            (192, (4, 32, 1, 32, 3, 2, 1, 1)),
+            (256, (8, 48, 1, 48, 2, 1, 0, 1), (4, 32, 1, 32, 2, 2, 0, 1)),
         )
-    multiple = 32 if dtype is Dtype.FP32 else 16  # of the columns, as the products see them
-    row_bytes = -(-d // multiple) * multiple * dtype.bytes
-    stride = (row_bytes // 16 | 1) * 16
-    for sizes in next(row[1:] for row in rows if d <= row[0]):
-        macros = dict(zip(names, sizes))
-        warps = macros["WARPS"]
-        br = 16 * warps * macros["M_TILES"]
-        copies = macros.get("Q_SHARED", 1) * (1 + macros.get("Q_SPLIT", 0))  # of Q in shared memory
-        shared = macros["STAGES"] * 2 * macros["BC"] * stride + copies * br * row_bytes
-        yield Tile(br, macros["BC"], (32 * warps, 1), shared, macros)
+    width = up(d, 32 if dtype is Dtype.FP32 else 16)  # as the products see it
+    stride = odd(width * dtype.bytes, 16)
+    for warps, bc, *others in next(row[1:] for row in rows if d <= row[0]):
+        sizes = {**dict(zip(names, others)), "WIDTH": width, "STRIDE": stride}
+        br = 16 * warps * sizes["M_TILES"]
+        copies = sizes.get("Q_SHARED", 1) * (1 + sizes.get("Q_SPLIT", 0))  # of Q in shared memory
+        shared = sizes["STAGES"] * 2 * bc * stride + copies * br * width * dtype.bytes
+        yield Tile(br, bc, 32 * warps, shared, sizes)
 
 
-def step6(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
+def kernel6(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
     """The fastest of a sweep on an H200. 128 threads copy; as many for each 64 queries multiply."""
-    width = 32 if d <= 32 else -(-d // 64) * 64
+    width = 32 if d <= 32 else up(d, 64)
     consumers, stages = (3 if d <= 64 else 2), 2
     bc = {32: 128, 64: 128, 128: 176, 192: 112, 256: 80}[width]
     shared = dtype.bytes * width * (64 * consumers + 2 * stages * bc) + 16 + 32 * stages + 1024
-    macros = {"CONSUMERS": consumers, "BC": bc, "STAGES": stages}
-    yield Tile(64 * consumers, bc, (128 * (consumers + 1), 1), shared, macros)
+    sizes = {"WIDTH": width, "BOX": min(64, width), "STAGES": stages, "SHARED": shared}
+    yield Tile(64 * consumers, bc, 128 * (consumers + 1), shared, sizes)
 
 
 def split(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
-    """br: queries of a block. bc: keys of a block's step. A row begins with the most queries it is for."""
-    names = ("QUERIES", "WARPS", "BLOCKS", "UNROLL")
+    """bc: keys that a block takes at a time. A row begins with the most queries that it is for."""
     most = 4 if d > 128 else 8 if dtype is Dtype.FP32 else 6  # loads of one query that fit the registers
     rows = ((1, (1, 8, 2, most)), (2, (2, 8, 2, 4)), (4, (4, 4, 3, 4)))
-    sizes = next((row[1] for row in rows if queries <= row[0]), (8, 8, 1, 4))
-    each, warps, _, unroll = sizes
+    br, warps, blocks, loads = next((row[1] for row in rows if queries <= row[0]), (8, 8, 1, 4))
     vector = 16 // dtype.bytes
-    lanes = min(32, 1 << (d // vector - 1).bit_length())  # of a row
-    width = -(-d // (lanes * vector)) * lanes * vector
-    shared = 4 * ((1 + warps) * each * width + 2 * warps * each)
-    yield Tile(each, warps * unroll * 32 // lanes, (32 * warps, 1), shared, dict(zip(names, sizes)))
+    lanes, merge_lanes = (1 << (d // numbers - 1).bit_length() for numbers in (vector, 4))
+    lanes = min(32, lanes)
+    width = up(d, lanes * vector)
+    sizes = {"BLOCKS": blocks, "LOADS": loads, "LANES": lanes, "WIDTH": width}
+    sizes |= {"MERGE_THREADS": 128, "MERGE_LANES": merge_lanes}
+    shared = 4 * ((1 + warps) * br * width + 2 * warps * br)
+    yield Tile(br, warps * loads * 32 // lanes, 32 * warps, shared, sizes)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attention_ext import PARTS, SIMD, tiles
-from attention_ext.cuda.steps import MOST_SPLIT, STEPS
+from attention_ext.cuda.kernels import KERNELS, MOST_SPLIT
 from attention_ext.parts import DEVICES, Dtype, check_device, check_dtype, resolve_simd, running_on
 from lab import machine
 from lab.text import size_text
@@ -18,12 +18,12 @@ from lab.traffic import Case
 # part4_amx.cpp takes at least this many queries, for these SIMD helpers.
 FEWEST_AMX_QUERIES, AMX_SIMDS = 32, (None, "auto", "portable")
 OTHERS = ("sdpa", "onnx")  # contenders besides the parts, see lab.bench.contenders
-# On CUDA: each step of part4, and its competitors.
-SPLIT = "split"  # the step for few queries, which has no number
-OF_STEP = {name if name == SPLIT else f"step{name}": step for name, step in STEPS.items()}
+# On CUDA: each kernel of part4, and its competitors.
+SPLIT = "split"  # the kernel for few queries, which has no number
+OF_KERNEL = {name if name == SPLIT else f"kernel{name}": kernel for name, kernel in KERNELS.items()}
 NUMBA = ("numba-spilled", "numba-registers")
 SDPA_BACKENDS = ("sdpa-math", "sdpa-efficient", "sdpa-flash", "sdpa-cudnn")
-ON_CUDA = (*OF_STEP, *NUMBA, "sdpa", *SDPA_BACKENDS, "flash-attn")
+ON_CUDA = (*OF_KERNEL, *NUMBA, "sdpa", *SDPA_BACKENDS, "flash-attn")
 L2 = ("warm", "cold")  # what the L2 cache holds before a call: what the last call left, or other data
 
 
@@ -178,11 +178,11 @@ def known_on(device: str) -> tuple[str, ...]:
     return (*running_on(device), *(OTHERS if device == "cpu" else ON_CUDA))
 
 
-def step_before(contender: str) -> str | None:
-    """The step before a step or its variant by number: step3 for step4 and step4-x."""
-    form = re.fullmatch(r"step(\d+)(-.*)?", contender)
-    before = f"step{int(form[1]) - 1}" if form else None
-    return before if before in OF_STEP else None
+def kernel_before(contender: str) -> str | None:
+    """The kernel before a kernel or its variant by number: kernel3 for kernel4 and kernel4-x."""
+    form = re.fullmatch(r"kernel(\d+)(-.*)?", contender)
+    before = f"kernel{int(form[1]) - 1}" if form else None
+    return before if before in OF_KERNEL else None
 
 
 def dtypes_of(name: str, device: str) -> tuple[str, ...]:
@@ -193,8 +193,8 @@ def dtypes_of(name: str, device: str) -> tuple[str, ...]:
     if name in PARTS:
         found = PARTS[name].dtypes.get(device, ())
         return tuple(dtype.value for dtype in Dtype if dtype.torch_name in found)
-    if name in OF_STEP:
-        return tuple(dtype.value for dtype in OF_STEP[name].dtypes)
+    if name in OF_KERNEL:
+        return tuple(dtype.value for dtype in OF_KERNEL[name].dtypes)
     if name in (*NUMBA, "onnx"):
         return (Dtype.FP32.value,)
     return tuple(dtype.value for dtype in Dtype if device == "cuda" or dtype != Dtype.FP16)
@@ -208,7 +208,7 @@ def default_names(dtype: str, device: str, queries: int | None = None) -> tuple[
     if device == "cpu":
         names = [*PARTS, "sdpa"]
     else:
-        # part4 is one of the steps, and sdpa one of the backends
+        # part4 is one of the kernels, and sdpa one of the backends
         without = {"part4", "sdpa"} if (queries or MOST_SPLIT + 1) <= MOST_SPLIT else {"part4", "sdpa", SPLIT}
         names = [name for name in known_on("cuda") if name not in without]
         for package, theirs in (("numba", NUMBA), ("flash_attn", ("flash-attn",))):

@@ -1,4 +1,4 @@
-"""The contenders of a benchmark: this repository's parts and CUDA steps, PyTorch's SDPA, and others'
+"""The contenders of a benchmark: this repository's parts and CUDA kernels, PyTorch's SDPA, and others'
 attention.
 
 prepare() raises ValueError, in one line, for a case that a contender does not take, if this is known before
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention_ext import PARTS, attention
-from lab.bench.cases import NUMBA, OF_STEP, SDPA_BACKENDS, Cell
+from lab.bench.cases import NUMBA, OF_KERNEL, SDPA_BACKENDS, Cell
 
 Call = Callable[[], Tensor]
 
@@ -42,8 +42,8 @@ def contenders() -> dict[str, Contender]:
         "sdpa": Contender("PyTorch SDPA", sdpa_call),
         "onnx": Contender("ONNX Runtime", onnx_call, own_allocator=True),
     }
-    for name, step in OF_STEP.items():
-        found[name] = Contender(f"step {step.name}", step_call)
+    for name, kernel in OF_KERNEL.items():
+        found[name] = Contender(f"kernel {kernel.name}", kernel_call)
     for name in NUMBA:
         found[name] = Contender(f"Numba, state {name.removeprefix('numba-')}", numba_call)
     for name in SDPA_BACKENDS:
@@ -79,10 +79,10 @@ SDPA = {
 }
 
 
-def step_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
-    """attention() with one of part4's steps on CUDA."""
-    step = OF_STEP[cell.contender].name
-    return partial(attention, "part4", q, k, v, causal=cell.causal, step=step)
+def kernel_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    """attention() with one of part4's kernels on CUDA."""
+    kernel = OF_KERNEL[cell.contender].name
+    return partial(attention, "part4", q, k, v, causal=cell.causal, kernel=kernel)
 
 
 def sdpa_backend_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lab.bench import report, sequential
-from lab.bench.cases import OF_STEP
+from lab.bench.cases import OF_KERNEL
 from lab.bench.contenders import contenders
 from lab.bench.results import Result, Run
 from lab.text import size_text
@@ -220,29 +220,29 @@ def roofline(run: Run) -> Figure | None:
 
 
 def ladder(run: Run) -> Figure | None:
-    """The homework's chart: the speed-up of each CUDA step over sequential C++ and over the step before.
+    """The homework's chart: the speed-up of each CUDA kernel over sequential C++ and over the kernel before.
 
-    It shows the first case with steps and, of a warm and a cold L2 cache, the first.
+    It shows the first case with kernels and, of a warm and a cold L2 cache, the first.
     """
-    steps = [r for r in run.results if r.cell.contender in OF_STEP and r.median]
-    steps = [r for r in steps if r.cell.group == steps[0].cell.group]
-    if len(steps) < 2:
+    kernels = [r for r in run.results if r.cell.contender in OF_KERNEL and r.median]
+    kernels = [r for r in kernels if r.cell.group == kernels[0].cell.group]
+    if len(kernels) < 2:
         return None
-    rows = [report.row(run, r) for r in steps]
-    cell = steps[0].cell
+    rows = [report.row(run, r) for r in kernels]
+    cell = kernels[0].cell
     charts = {
         "over_sequential": "times as fast as sequential C++",
-        "over_step_before": "times as fast as the step before",
+        "over_kernel_before": "times as fast as the kernel before",
     }
     charts = {name: label for name, label in charts.items() if any(row[name] for row in rows)}
     if not charts:
         return None
     figure = Figure(figsize=(1.6 + 0.75 * len(rows), 0.8 + 3.2 * len(charts)), layout="constrained")
-    names = [OF_STEP[row["contender"]].name for row in rows]
+    names = [OF_KERNEL[row["contender"]].name for row in rows]
     for axes, (name, label) in zip(figure.subplots(len(charts), 1, squeeze=False).flat, charts.items()):
         values = [row[name] or 0 for row in rows]
         # Variants, as 3-spilled, are hatched.
-        hatches = ["//" if "-" in step else "" for step in names]
+        hatches = ["//" if "-" in kernel else "" for kernel in names]
         bars = axes.bar(names, values, color=COLOURS[-1], edgecolor="white", hatch=hatches)
         axes.bar_label(bars, [_figure_text(value) for value in values], fontsize=9)
         axes.axhline(1, color="#666666", linewidth=1)
@@ -250,9 +250,9 @@ def ladder(run: Run) -> Figure | None:
         axes.margins(y=0.12)
         axes.set_ylabel(label, fontsize=9)
         axes.tick_params(axis="x", labelsize=9)
-    axes.set_xlabel("step")
+    axes.set_xlabel("kernel")
     shape = f"({cell.batch}, {cell.heads}, {cell.N}, {cell.d})"
-    title = f"CUDA steps at {shape}, {cell.dtype}" + ", causal" * cell.causal
+    title = f"CUDA kernels at {shape}, {cell.dtype}" + ", causal" * cell.causal
     for result in run.sequential:
         if result.cell == sequential.smaller(cell) and result.median:
             scaled = sequential.seconds(cell, run.sequential)

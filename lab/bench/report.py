@@ -12,7 +12,7 @@ from attention_ext import SIMD
 from attention_ext.parts import DEVICES, Dtype
 from lab import saved
 from lab.bench import sequential
-from lab.bench.cases import L2, SDPA_BACKENDS, Cell, step_before
+from lab.bench.cases import L2, SDPA_BACKENDS, Cell, kernel_before
 from lab.bench.contenders import contenders
 from lab.bench.results import FIRM_MARGIN, Result, Run
 from lab.text import size_text
@@ -57,7 +57,7 @@ ROW_FIGURES = (
     "bandwidth_share",
     "reading_share",
     *(f"over_{name}" for name in BASELINES),
-    "over_step_before",
+    "over_kernel_before",
     "over_sequential",
 )
 # Columns of the Markdown table.
@@ -75,7 +75,7 @@ FIGURES = {
     "scratch": "scratch",
     "over_part0": "over part0",
     "over_sdpa": "over SDPA",
-    "over_step_before": "over step before",
+    "over_kernel_before": "over kernel before",
     "over_sequential": "over C++",
     "error": "error",
 }
@@ -89,7 +89,7 @@ def row(run: Run, result: Result) -> dict:
     per second into the last of a core's own caches, by the part's own count; on a GPU those of q, k, v and
     the output, if moving them once takes longer than the arithmetic. reading_share: the time of a launch that
     only reads as many bytes, over the call's. over_part0, over_sdpa: the speed over that contender in the
-    same group; of SDPA's backends the fastest counts. over_step_before: the speed over the step with the
+    same group; of SDPA's backends the fastest counts. over_kernel_before: the speed over the kernel with the
     number before. over_sequential: that over part1 on one core, by lab.bench.sequential.
     """
     cell, median = result.cell, result.median
@@ -110,7 +110,7 @@ def row(run: Run, result: Result) -> dict:
         if result.reading is not None:
             figures["reading_share"] = result.reading / median
         others = {name: _least_median(run, names, cell.group) for name, names in BASELINES.items()}
-        others["step_before"] = _least_median(run, (step_before(cell.contender),), cell.group)
+        others["kernel_before"] = _least_median(run, (kernel_before(cell.contender),), cell.group)
         others["sequential"] = sequential.seconds(cell, run.sequential)
         for name, other in others.items():
             figures[f"over_{name}"] = None if other is None else other / median

@@ -84,11 +84,11 @@ SHEETS = {
 
 def here(index: int) -> Device:
     """The GPU with this number, by its driver. Raises BuildError if cuda-bindings is missing."""
-    from attention_ext.cuda import kernels
+    from attention_ext.cuda import driver
 
-    found = kernels.gpu(index)
+    found = driver.gpu(index)
     clock, memory_clock, bits, l2 = (
-        kernels.attribute(name, index)
+        driver.attribute(name, index)
         for name in ("CLOCK_RATE", "MEMORY_CLOCK_RATE", "GLOBAL_MEMORY_BUS_WIDTH", "L2_CACHE_SIZE")
     )
     bandwidth = 2e3 * memory_clock * bits / 8  # kHz, and two transfers in a clock

@@ -1,4 +1,4 @@
-"""What each CUDA step moves by its own loop nest: through shared memory and through global memory.
+"""What each CUDA kernel moves by its own loop nest: through shared memory and through global memory.
 
 Shared memory serves a warp's access in wavefronts of 128 bytes, one number of each of 32 banks. Lanes that
 read the same number share it. Numbers of one bank at different addresses take a wavefront each: a bank
@@ -7,20 +7,20 @@ conflict.
 Global memory is counted twice: what the kernel asks for, and what must come from the GPU's memory at least,
 where what is asked for again and still lies in the L2 cache costs nothing. lab.traffic.Stream has that count.
 
-COUNTS holds the counts by the name of a step. A step without a row there has none.
+COUNTS holds the counts by the name of a kernel. A kernel without a row there has none.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from attention_ext.cuda.steps import Step, spans
-from attention_ext.cuda.tiles import Tile, odd_vectors
+from attention_ext.cuda.kernels import Kernel
+from attention_ext.cuda.launches import splits
+from attention_ext.cuda.tiles import Tile, up
 from lab.traffic import Case, Stream
 
 BANKS, NUMBER = 32, 4  # of shared memory; bytes of a number in a bank
@@ -42,7 +42,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Count:
-    """A step's counts of one call.
+    """A kernel's counts of one call.
 
     blocks: those of all launches. exponentials: those of all threads; one that two threads compute counts
     twice. tensor: the tensor cores' work for each useful operation, in products of bfloat16; 0 without them.
@@ -79,19 +79,19 @@ class Count:
 class Launch:
     """The launch that is counted.
 
-    case: the call. step, tile: see steps.STEPS; d is padded for the step. resident: blocks that the GPU holds
-    at a time.
+    case: the call. kernel, tile: see kernels.KERNELS; d is padded for it. resident: blocks that the GPU
+    holds at a time.
     """
 
     case: Case
-    step: Step
+    kernel: Kernel
     tile: Tile
     resident: int
 
     @property
     def d(self) -> int:
         """The width of the heads in the kernel."""
-        return self.step.padded(self.case.d)
+        return self.kernel.padded(self.case.d)
 
     @property
     def bytes(self) -> int:
@@ -109,13 +109,13 @@ class Launch:
         return min(self.case.heads, -(-self.resident // self.tiles) + 1)
 
     def visits(self, br: int = 0, bc: int = 0) -> int:
-        """How often a tile of br queries meets a tile of bc keys in a head; the step's own tiles for 0."""
+        """How often a tile of br queries meets a tile of bc keys in a head; the kernel's own tiles for 0."""
         return visits(self.case, br or self.tile.br, bc or self.tile.bc)
 
 
 def costs(launch: Launch) -> Count | None:
-    """The counts of a call; None for a step that has none."""
-    count = COUNTS.get(launch.step.name)
+    """The counts of a call; None for a kernel that has none."""
+    count = COUNTS.get(launch.kernel.name)
     return count(launch) if count else None
 
 
@@ -191,7 +191,7 @@ def _vector(*strides: int) -> int:
 
 
 def _once(of: Launch) -> tuple[Stream, ...]:
-    """The global memory of a step with one launch: each tile of queries passes K and V."""
+    """The global memory of a kernel with one launch: each tile of queries passes K and V."""
     case, d = of.case, of.d
     Q = O = float(of.bytes * case.heads * case.Nq * d)
     K = float(of.bytes * case.heads * case.Nk * d)
@@ -201,7 +201,7 @@ def _once(of: Launch) -> tuple[Stream, ...]:
     return Stream("Q", Q), Stream("K", K, again), Stream("V", K, again), Stream("O", O)
 
 
-def _step1(of: Launch) -> Count:
+def _kernel1(of: Launch) -> Count:
     """32 warps of a block have a row of S each; each launch passes all Q and the whole state."""
     case, tile, d = of.case, of.tile.br, of.d
     launches = -(-case.Nk // tile)
@@ -236,9 +236,9 @@ def _step1(of: Launch) -> Count:
     return Count(launches, blocks, exponentials, _together(_times(shared(), case.heads)), streams)
 
 
-def _step2(of: Launch) -> Count:
+def _kernel2(of: Launch) -> Count:
     """4 x 4 scores a thread; a warp has 4 rows or 8 of 16 columns or 8."""
-    d, br, bc, padding = of.d, of.tile.br, of.tile.bc, of.tile.macros["PADDING"]
+    d, br, bc, padding = of.d, of.tile.br, of.tile.bc, of.tile.sizes["PADDING"]
     columns, warps = bc // 4, br * bc // 16 // 32
     pitch, p_pitch, mine = d + padding, bc + padding, -(-d // columns)
     x, y = [lane % columns for lane in LANES], [lane // columns for lane in LANES]
@@ -265,70 +265,64 @@ def _step2(of: Launch) -> Count:
     return Count(1, of.case.heads * blocks, exponentials, accesses, _once(of))
 
 
-def _step3(of: Launch) -> Count:
+def _kernel3(of: Launch) -> Count:
     """A thread has a row, or a part of its columns; it goes over the keys by strips of 8."""
-    strip, macros = 8, of.tile.macros
-    share, bc, warps = macros["SHARE"], of.tile.bc, macros["THREADS"] // 32
-    mine = -(-of.d // (4 * share))
+    strip, share, O_shared = (of.tile.sizes[name] for name in ("STRIP", "SHARE", "O_SHARED"))
+    bc, warps, mine = of.tile.bc, of.tile.threads // 32, of.tile.sizes["PITCH"] // (4 * share)
     visited, strips = of.visits(), of.visits(bc=strip)
 
     def shared() -> Iterator[Shared]:
         for name in "KV":
             yield access(name, visited * bc * 4 * mine * share / 32, LANES)  # written
             yield access(name, strips * warps * strip * mine, [4 * (lane % share) for lane in LANES], 4)
-        if not macros["STATE"]:  # O: read once a strip, written corrected and with the strip's sum
+        if O_shared:  # O: read once a strip, written corrected and with the strip's sum
             yield access("O", 3 * strips * warps * mine, [4 * lane for lane in LANES], 4)
 
-    exponentials = of.case.heads * strips * macros["THREADS"] * (strip + 1.0)
+    exponentials = of.case.heads * strips * of.tile.threads * (strip + 1.0)
     accesses = _together(_times(shared(), of.case.heads))
     return Count(1, of.case.heads * of.tiles, exponentials, accesses, _once(of))
 
 
-def _step4(of: Launch) -> Count:
+def _kernel4(of: Launch) -> Count:
     """TX threads share a row; a thread has TM rows, BC / TX keys and d / TX columns of O."""
-    m, d = of.tile.macros, of.d
-    TX, TM, BC, WARPS, dims = m["TX"], m["TM"], m["BC"], m["WARPS"], m["DIMS"]
-    groups, deep = 32 // TX, -(-d // dims) * dims
-
-    columns = -(-d // (4 * TX)) * 4  # of O, of a thread
-    rows = TM * groups  # of a warp
-    q_row, k_row, p_row = odd_vectors(deep), odd_vectors(dims), rows + (4 if TX == 32 else 8)
+    names = ("TX", "TM", "WARP_ROWS", "DIMS", "Q_ROW", "K_ROW", "V_ROW", "P_ROW")
+    TX, TM, rows, dims, q_row, k_row, v_row, p_row = (of.tile.sizes[name] for name in names)
+    BC, warps = of.tile.bc, of.tile.threads // 32
     zorder = TX < 32  # neighbouring lanes have neighbouring groups of rows
     rg = [lane // (2 * TX) * 2 + lane % 2 if zorder else lane // TX for lane in LANES]
     tx = [lane // 2 % TX if zorder else lane % TX for lane in LANES]
     visited, by_warp = of.visits(), of.visits(br=rows)
-    deepest = deep // 4  # reads of 16 bytes of a row
+    deepest = up(of.d, dims) // 4  # reads of 16 bytes of a row
 
     def shared() -> Iterator[Shared]:
         fours = [4 * lane for lane in LANES]
-        yield access("Q", of.tiles * WARPS * rows * deepest / 32, fours, 4)
+        yield access("Q", of.tiles * warps * rows * deepest / 32, fours, 4)
         for name in "KV":
             yield access(name, visited * BC * deepest / 32, fours, 4)
         yield access("Q", by_warp * deepest * TM, [4 * row * q_row for row in rg], 4)
         yield access("K", by_warp * deepest * BC / TX, [column * k_row for column in tx], 4)
         yield access("P", by_warp * BC / TX * TM / 4, [c * p_row + 4 * row for c, row in zip(tx, rg)], 4)
         yield access("P", by_warp * BC * TM / 4, [4 * row for row in rg], 4)
-        yield access("V", by_warp * BC * columns / 4, [4 * column for column in tx], 4)
+        yield access("V", by_warp * BC * v_row / TX / 4, [4 * column for column in tx], 4)
 
     exponentials = of.case.heads * by_warp * float(rows * BC)
     accesses = _together(_times(shared(), of.case.heads))
     return Count(1, of.case.heads * of.tiles, exponentials, accesses, _once(of))
 
 
-def _step5(of: Launch) -> Count:
+def _kernel5(of: Launch) -> Count:
     """Each warp reads all of a tile of K and V into the tensor cores' fragments; its part of Q stays there.
 
     The rows are an odd number of 16 bytes apart, so there are no bank conflicts. float32 takes three products
     of numbers cut to tf32, each at half the rate of bfloat16.
     """
-    warps, macros, visited = of.tile.threads[0] // 32, of.tile.macros, of.visits()
-    halves = of.bytes == 2
-    row = _up(of.d, 16 if halves else 32) * of.bytes / WAVEFRONT
+    warps, sizes, visited = of.tile.threads // 32, of.tile.sizes, of.visits()
+    row = sizes["WIDTH"] * of.bytes / WAVEFRONT
 
     def shared() -> Iterator[Shared]:
-        if macros.get("Q_SHARED", 1):  # written once, and read again for each CHUNK of keys
-            parts = 1 + visited / of.tiles * of.tile.bc / macros["CHUNK"]
-            split = 1 + macros.get("Q_SPLIT", 0)  # as pairs of high and low
+        if sizes.get("Q_SHARED", 1):  # written once, and read again for each CHUNK of keys
+            parts = 1 + visited / of.tiles * of.tile.bc / sizes["CHUNK"]
+            split = 1 + sizes.get("Q_SPLIT", 0)  # as pairs of high and low
             yield _even("Q", of.tiles * of.tile.br * row * split * parts)
         for name in "KV":
             yield _even(name, visited * (1 + warps) * of.tile.bc * row)
@@ -336,16 +330,16 @@ def _step5(of: Launch) -> Count:
     exponentials = of.case.heads * visited * float(of.tile.br * of.tile.bc)
     accesses = _together(_times(shared(), of.case.heads))
     blocks = of.case.heads * of.tiles
-    return Count(1, blocks, exponentials, accesses, _once(of), tensor=1 if halves else 6)
+    return Count(1, blocks, exponentials, accesses, _once(of), tensor=1 if of.bytes == 2 else 6)
 
 
-def _step6(of: Launch) -> Count:
+def _kernel6(of: Launch) -> Count:
     """Each consumer, four warps with 64 rows, has wgmma read its rows of Q, and all of a tile of K and of V.
 
     A block is resident for the whole launch and takes one tile of queries after the other.
     """
     consumers, visited = of.tile.br // 64, of.visits()
-    row = (32 if of.d <= 32 else _up(of.d, 64)) * of.bytes / WAVEFRONT
+    row = of.tile.sizes["WIDTH"] * of.bytes / WAVEFRONT
 
     def shared() -> Iterator[Shared]:
         yield _even("Q", (of.tiles + visited) * of.tile.br * row)
@@ -359,22 +353,17 @@ def _step6(of: Launch) -> Count:
 
 
 def _split(of: Launch) -> Count:
-    """A block has a span of the keys; a second launch merges the spans' rows, which are in global memory.
+    """A block has a split of the keys; a second launch merges the splits' rows, which are in global memory.
 
     A row of K is spread over the lanes of a warp, 16 bytes each, and all of them compute its weight. What
     passes through shared memory, the warps' results, does not grow with Nk.
     """
     case, rows = of.case, of.case.heads * of.tiles
-    count = spans(rows, case.Nk, of.tile.bc, of.resident)
-    lanes = min(32, 2 ** math.ceil(math.log2(max(1, of.d * of.bytes / 16))))
+    count = splits(rows, case.Nk, of.tile.bc, of.resident)
     partial = 4.0 * case.heads * case.Nq * count * (of.d + 2)
     streams = (*_once(of), Stream("m, l, O", partial, ((partial, 2 * partial),)))
-    exponentials = float(case.heads * case.Nq * case.seen * lanes)
+    exponentials = float(case.heads * case.Nq * case.seen * of.tile.sizes["LANES"])
     return Count(2, rows * count + case.heads * case.Nq, exponentials, (), streams)
-
-
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def _even(name: str, wavefronts: float) -> Shared:
@@ -383,14 +372,14 @@ def _even(name: str, wavefronts: float) -> Shared:
 
 
 COUNTS: dict[str, Callable[[Launch], Count]] = {
-    "1": _step1,
-    "2-unpadded": _step2,
-    "2": _step2,
-    "3-shared": _step3,
-    "3-spilled": _step3,
-    "3": _step3,
-    "4": _step4,
-    "5": _step5,
-    "6": _step6,
+    "1": _kernel1,
+    "2-unpadded": _kernel2,
+    "2": _kernel2,
+    "3-shared": _kernel3,
+    "3-spilled": _kernel3,
+    "3": _kernel3,
+    "4": _kernel4,
+    "5": _kernel5,
+    "6": _kernel6,
     "split": _split,
 }

@@ -1,18 +1,16 @@
-"""gpt.py explain part4 --device cuda: a step's resources, its own counts, its bound and its time."""
+"""gpt.py explain part4 --device cuda: a kernel's resources, its own counts, its bound and its time."""
 
 from __future__ import annotations
 
 import functools
 import json
-import math
 import statistics
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from attention_ext.build.nvrtc import Resources
-from attention_ext.cuda import steps
-from attention_ext.cuda.steps import WIDEST, Step
+from attention_ext.cuda.kernels import WIDEST, Gpu, Kernel, choose, few_queries
 from attention_ext.cuda.tiles import Tile
 from attention_ext.parts import BuildError, Dtype, check_dtype
 from lab.cuda import architectures, costs, nsight
@@ -29,7 +27,7 @@ WARM_UPS, REPEATS = 3, 20
 class Question:
     """The arguments of explain: q is (batch, heads, queries, d), k and v are (batch, heads, N, d).
 
-    queries: by default N. step: its name, or None for the fastest. arch: a key of SHEETS, or None for this
+    queries: by default N. kernel: its name, or None for the fastest. arch: a key of SHEETS, or None for this
     machine's GPU, which is also measured.
     """
 
@@ -40,7 +38,7 @@ class Question:
     causal: bool
     dtype: str
     queries: int | None = None
-    step: str | None = None
+    kernel: str | None = None
     arch: str | None = None
 
     @property
@@ -51,10 +49,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """A step for a question, compiled. blocks: resident on a multiprocessor; driver: by the driver's word."""
+    """A kernel for a question, compiled. blocks: resident on a multiprocessor; driver: by the driver."""
 
     case: Case
-    step: Step
+    kernel: Kernel
     tile: Tile
     on: Device
     resources: Resources
@@ -64,27 +62,27 @@ class Answer:
 
     @property
     def count(self) -> Count | None:
-        """The step's own count; None if it has none."""
+        """The kernel's own count; None if it has none."""
         resident = self.blocks * self.on.multiprocessors
-        return costs.costs(Launch(self.case, self.step, self.tile, resident))
+        return costs.costs(Launch(self.case, self.kernel, self.tile, resident))
 
 
 def explain(asked: Question, echo: Callable[[str], None]) -> None:
-    """Print the costs of a step on a GPU, its bound and, on this machine's GPU, its time.
+    """Print the costs of a kernel on a GPU, its bound and, on this machine's GPU, its time.
 
-    Raises ValueError if the step or the GPU does not take the arguments, BuildError without a GPU and an
+    Raises ValueError if the kernel or the GPU does not take the arguments, BuildError without a GPU and an
     architecture, or without a compiler.
     """
     answer = compiled(asked)
     count = answer.count
     echo(heading(asked, answer) + "\n")
-    echo(textwrap.fill(answer.step.why, 100) + "\n")
+    echo(textwrap.fill(answer.kernel.why, 100) + "\n")
     echo(
         f"arithmetic  {_scaled(answer.case.flops)}FLOP: 2 d for each query and key, for scores and for output"
     )
     echo(resources_text(answer, count))
     if count is None:
-        echo(f"\nmoved       not counted for step {answer.step.name}")
+        echo(f"\nmoved       not counted for kernel {answer.kernel.name}")
     else:
         echo("\n" + moved_table(count, answer.on))
     echo("\n" + bound_text(answer, count))
@@ -103,8 +101,8 @@ def explain(asked: Question, echo: Callable[[str], None]) -> None:
 
 
 def compiled(asked: Question) -> Answer:
-    """The requested step, compiled for the GPU. Raises the errors of explain()."""
-    from attention_ext.cuda import kernels
+    """The requested kernel, compiled for the GPU. Raises the errors of explain()."""
+    from attention_ext.cuda import driver
 
     dtype = check_dtype("part4", asked.dtype, "cuda")
     for name, size, most in (("d", asked.d, WIDEST), ("N", asked.N, LONGEST)):
@@ -118,39 +116,36 @@ def compiled(asked: Question) -> Answer:
         import torch
 
         try:
-            kernels.check_gpu()
+            driver.check_gpu()
         except BuildError as error:
-            raise BuildError(f"{error}; --arch {'|'.join(SHEETS)} explains a step without a GPU") from None
+            raise BuildError(f"{error}; --arch {'|'.join(SHEETS)} explains a kernel without a GPU") from None
         index = torch.cuda.current_device()
-        on, gpu = architectures.here(index), kernels.gpu(index)
+        on, gpu = architectures.here(index), driver.gpu(index)
     else:
         index, on = 0, SHEETS[asked.arch]
-        gpu = kernels.Gpu(on.name, on.capability, on.architecture.block_shared, on.multiprocessors)
-    few = steps.few_queries(Nq, Nk, asked.batch * asked.heads, gpu.multiprocessors)
-    step = kernels.choose_for(asked.step, asked.d, dtype, gpu, few)
-    distinguished = min(Nq, kernels.MOST_DISTINGUISHED)
-    tile = step.tile(asked.d, dtype, gpu.shared, distinguished)
-    _, resources = kernels.source(step, tile, asked.d, dtype, on.capability).compile()
-    shared = tile.shared + resources.shared
-    fits = occupancy(on.architecture, math.prod(tile.threads), resources.registers, shared)
+        gpu = Gpu(on.name, on.capability, on.architecture.block_shared, on.multiprocessors)
+    heads = asked.batch * asked.heads
+    few = few_queries(Nq, Nk, heads, gpu.multiprocessors)
+    kernel, tile = choose(asked.kernel, asked.d, dtype, gpu, few, Nq)
+    _, resources = driver.source(kernel, tile, asked.d, dtype, on.capability).compile()
+    fits = occupancy(on.architecture, tile.threads, resources.registers, tile.shared + resources.shared)
     blocks = fits.blocks
     if asked.arch is None:
         torch.cuda.synchronize(index)  # makes the GPU's context current
-        kernel = kernels.kernel_for(step.name, asked.batch * asked.heads, Nq, Nk, asked.d, dtype, index)
-        blocks = kernel.resident(step.kernels[0])
-    case = Case(Nq, Nk, asked.d, asked.batch * asked.heads, asked.causal, tile.br, tile.bc, 1, dtype)
-    return Answer(case, step, tile, on, resources, fits, blocks, asked.arch is None)
+        blocks = driver.load(kernel, tile, asked.d, dtype, index).resident()
+    case = Case(Nq, Nk, asked.d, heads, asked.causal, tile.br, tile.bc, 1, dtype)
+    return Answer(case, kernel, tile, on, resources, fits, blocks, asked.arch is None)
 
 
 def heading(asked: Question, answer: Answer) -> str:
-    """The step, the case and the GPU."""
+    """The kernel, the case and the GPU."""
     heads, on = asked.batch * asked.heads, answer.on
     mask = "causal" if asked.causal else "no mask"
     rows = f"{asked.queries} quer{'y' if asked.queries == 1 else 'ies'} and " if asked.queries else ""
     what = f"{heads} head{'s' * (heads > 1)} of {rows}N = {asked.N}, d = {asked.d}, {asked.dtype}, {mask}"
     source = "" if answer.driver else ", by its data sheet"
     return (
-        f"part4, step {answer.step.name}, {answer.step.summary}: {what}\n"
+        f"part4, kernel {answer.kernel.name}, {answer.kernel.summary}: {what}\n"
         f"{on.name}, {on.multiprocessors} multiprocessors at up to {on.hertz / 1e9:.2f} GHz, "
         f"{on.bandwidth / 1e12:.2f} TB/s, L2 {size_text(on.l2)}{source}"
     )
@@ -169,7 +164,7 @@ def resources_text(answer: Answer, count: Count | None) -> str:
     bound = f", limited by {' and '.join(fits.bound)}" if answer.blocks == fits.blocks else ""
     return "\n".join(
         (
-            f"launch      {blocks}{launches} of {math.prod(tile.threads)} threads; "
+            f"launch      {blocks}{launches} of {tile.threads} threads; "
             f"tiles of {tile.br} queries and {tile.bc} keys",
             f"registers   {used.registers} a thread; spilled: {spilled}; stack {used.stack} B",
             f"shared      {size_text(tile.shared + used.shared)} a block",
@@ -258,7 +253,7 @@ def measured(asked: Question, answer: Answer) -> tuple[float, float]:
     dtype = getattr(torch, Dtype(asked.dtype).torch_name)
     row = asked.batch * asked.heads * asked.d
     numbers = row * (2 * asked.lengths[0] + 2 * asked.N)
-    need = numbers * (dtype.itemsize + 4)  # step 1 has a state in float32, others have padded copies
+    need = numbers * (dtype.itemsize + 4)  # kernel 1 has a state in float32, others have padded copies
     free = gpu.free()
     if need > free:
         raise ValueError(
@@ -267,7 +262,7 @@ def measured(asked: Question, answer: Answer) -> tuple[float, float]:
         )
     shape = (asked.batch, asked.heads)
     q, k, v = (torch.randn(*shape, rows, asked.d, device=gpu.device, dtype=dtype) for rows in asked.lengths)
-    call = functools.partial(attention, "part4", q, k, v, causal=asked.causal, step=answer.step.name)
+    call = functools.partial(attention, "part4", q, k, v, causal=asked.causal, kernel=answer.kernel.name)
     gpu.time(call, WARM_UPS)
     _, launching = gpu.once(call)
     seconds = gpu.time(call, REPEATS, launching=launching)
@@ -279,11 +274,11 @@ def _arguments(asked: Question, answer: Answer) -> str:
     """The arguments of nsight.PROGRAM."""
     Nq, Nk, _ = asked.lengths
     shape = [asked.batch, asked.heads, Nq, Nk, asked.d]
-    return json.dumps([shape, Dtype(asked.dtype).torch_name, asked.causal, answer.step.name])
+    return json.dumps([shape, Dtype(asked.dtype).torch_name, asked.causal, answer.kernel.name])
 
 
 def nsight_text(counted: nsight.Counted, count: Count | None, on: Device) -> str:
-    """The homework's table, and the counts beside the step's own."""
+    """The homework's table, and the counts beside the kernel's own."""
 
     def rate(name: str) -> str:
         found = counted.per_second(name)
@@ -310,7 +305,7 @@ def nsight_text(counted: nsight.Counted, count: Count | None, on: Device) -> str
             if all(name in counted.values for name in names):
                 total = size_text(sum(counted.values[name] for name in names))
                 lines.append(
-                    f"  {names[0].split()[0]} bytes: {total}; by the step's count {size_text(expected)}"
+                    f"  {names[0].split()[0]} bytes: {total}; by the kernel's count {size_text(expected)}"
                 )
     return "\n".join(lines)
 

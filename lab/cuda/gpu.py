@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_ext.cuda import kernels
-from attention_ext.cuda.steps import Step, Tile
+from attention_ext.cuda import driver
+from attention_ext.cuda.kernels import Kernel
+from attention_ext.cuda.tiles import Tile
 from attention_ext.parts import Dtype
 
 FLUSH_CACHES = 4  # the buffer that clears the L2 cache has this many times its size
@@ -26,18 +27,17 @@ MATMUL_SIDE = 8192
 MOST_COPIED = 2**31  # bytes
 READING_BLOCKS = 16  # for each multiprocessor
 COMPUTING_BLOCKS = 4  # all resident: with more, some multiprocessors would end late
-FMAS_PER_REPEAT = 16 * 16  # CHAINS * UNROLLED of csrc/cuda/limits.cu
 FMA_REPEATS = 5000  # some 5 ms
-THREADS = 256
 TIMED = 10  # calls for a limit
 HOST_MARGIN = 1.5  # factor of the pause over the time of launching
 LONGEST_PAUSE = 0.05  # seconds
 
-LIMITS_TILE = Tile(1, 1, (THREADS, 1), 0)
-# A row like those of steps.STEPS, so that the same code compiles and launches it.
-LIMITS = Step(
+CHAINS, LINKS = 16, 16  # see csrc/cuda/limits.cu
+LIMITS_TILE = Tile(1, 1, 256, 0, {"CHAINS": CHAINS, "LINKS": LINKS})
+# A row like those of kernels.KERNELS, so that the same code compiles and launches it.
+LIMITS = Kernel(
     "limits",
-    "limits.cu",
+    {Dtype.FP32: "limits.cu"},
     ("fma_chains", "read_all", "pause"),
     "multiply-adds in registers; reading; a pause",
     "",
@@ -47,7 +47,7 @@ LIMITS = Step(
 
 def slug() -> str:
     """The name of PyTorch's current GPU as part of a file's name. Raises BuildError if there is none."""
-    kernels.check_gpu()
+    driver.check_gpu()
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
 
 
@@ -58,10 +58,10 @@ class Gpu:
     """
 
     def __init__(self) -> None:
-        kernels.check_gpu()
+        driver.check_gpu()
         self.device = torch.device("cuda", torch.cuda.current_device())
         torch.zeros(1, device=self.device)  # makes the device's context current
-        self._limits = kernels.load(LIMITS, LIMITS_TILE, 1, Dtype.FP32, self.device.index)
+        self._limits = driver.load(LIMITS, LIMITS_TILE, 1, Dtype.FP32, self.device.index)
         self._properties: Any = torch.cuda.get_device_properties(self.device)
         self._flush: tuple[Tensor, Tensor] | None = None
 
@@ -72,7 +72,7 @@ class Gpu:
 
     def describe(self) -> dict:
         """The GPU's facts above a table of figures, besides machine.describe()."""
-        on = kernels.gpu(self.device.index)
+        on = driver.gpu(self.device.index)
         return {
             "name": on.name,
             "capability": ".".join(map(str, on.capability)),
@@ -141,7 +141,7 @@ class Gpu:
 
     def fma_peak(self) -> float:
         """The highest number of float32 operations per second, by chains in registers."""
-        blocks = kernels.gpu(self.device.index).multiprocessors * COMPUTING_BLOCKS
+        blocks = driver.gpu(self.device.index).multiprocessors * COMPUTING_BLOCKS
         never = torch.zeros(1, device=self.device)
 
         def chains() -> None:
@@ -150,7 +150,7 @@ class Gpu:
                 "fma_chains", blocks, pointer, repeats, ctypes.c_float(0.5), ctypes.c_float(1)
             )
 
-        return 2 * FMAS_PER_REPEAT * FMA_REPEATS * blocks * THREADS / self._best(chains)
+        return 2 * CHAINS * LINKS * FMA_REPEATS * blocks * LIMITS_TILE.threads / self._best(chains)
 
     def tensor_peak(self, dtype: Dtype) -> float:
         """Floating-point operations per second of PyTorch's product of two large random matrices."""
@@ -175,7 +175,7 @@ class Gpu:
         return statistics.median(self.time(lambda: self._read(numbers), TIMED, cold, launching=1e-4))
 
     def _read(self, numbers: Tensor) -> None:
-        blocks = kernels.gpu(self.device.index).multiprocessors * READING_BLOCKS
+        blocks = driver.gpu(self.device.index).multiprocessors * READING_BLOCKS
         data = ctypes.c_void_p(numbers.data_ptr())
         # Zeros never add up to -1, so that nothing is written.
         self._limits.launch("read_all", blocks, data, ctypes.c_longlong(numbers.numel() // 4), data)

@@ -1,6 +1,6 @@
 """The GPU's counts of one call, through Nsight Compute (ncu): the homework's table.
 
-ncu runs a separate program, which calls the step once to warm up and once to be counted.
+ncu runs a separate program, which calls the kernel once to warm up and once to be counted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LAUNCHES = 16  # most launches to count; step 1 has one for each tile of keys
+LAUNCHES = 16  # most launches to count; kernel 1 has one for each tile of keys
 SECONDS = 300  # time that ncu may take; it runs each launch several times
 
 # ncu's metrics by their names here. Those that end in .sum are added over launches. The others are
@@ -44,10 +44,10 @@ UNITS = {
 PROGRAM = """
 import json, sys, torch
 from attention_ext import attention
-(B, H, Nq, Nk, d), dtype, causal, step = json.loads(sys.argv[1])
+(B, H, Nq, Nk, d), dtype, causal, kernel = json.loads(sys.argv[1])
 q, k, v = (torch.randn(B, H, N, d, device="cuda", dtype=getattr(torch, dtype)) for N in (Nq, Nk, Nk))
 def call():
-    attention("part4", q, k, v, causal=causal, step=step)
+    attention("part4", q, k, v, causal=causal, kernel=kernel)
     torch.cuda.synchronize()
 call()
 torch.cuda.profiler.start()

@@ -8,8 +8,8 @@ import torch
 from support import naming
 
 from attention_ext import BuildError
-from attention_ext.cuda import kernels
-from attention_ext.cuda.steps import STEPS
+from attention_ext.cuda import driver
+from attention_ext.cuda.kernels import KERNELS
 from attention_ext.parts import CachePrecision, Dtype, Precision
 from generation.engine import open_engine
 from generation.texts import generate
@@ -23,9 +23,9 @@ PROMPT = [1, 2, 3]
 def gpu() -> None:
     """Skip the test without a GPU and what compiles for it."""
     try:
-        kernels.check_gpu()
+        driver.check_gpu()
         torch.cuda.synchronize()  # makes the GPU's context current
-        kernels.kernel_for("1", 1, 16, 16, 16, Dtype.FP32, torch.cuda.current_device())
+        driver.compiled("1", 1, 16, 16, 16, Dtype.FP32, torch.cuda.current_device())
     except BuildError as error:
         pytest.skip(str(error))
 
@@ -38,7 +38,7 @@ def no_gpu(monkeypatch) -> str:
     def check_gpu() -> None:
         raise BuildError(message)
 
-    monkeypatch.setattr(kernels, "check_gpu", check_gpu)
+    monkeypatch.setattr(driver, "check_gpu", check_gpu)
     return message
 
 
@@ -50,9 +50,9 @@ def test_a_wrong_argument_is_named(no_gpu):
         (dict(simd="off"), "simd is 'off'; it must be 'auto' on CUDA"),
         (dict(br=64), "br is 64; it must be None on CUDA"),
         (dict(bc=64), "bc is 64; it must be None on CUDA"),
-        (dict(step="0"), "step is '0'; it must be one of 1,"),
-        (dict(step=1, part="part0"), "step is 1; it must be None with part0"),
-        (dict(device="cpu", step="1"), "step is '1'; it must be None on the CPU"),
+        (dict(kernel="0"), "kernel is '0'; it must be one of 1,"),
+        (dict(kernel="1", part="part0"), "kernel is '1'; it must be None with part0"),
+        (dict(device="cpu", kernel="1"), "kernel is '1'; it must be None on the CPU"),
     ):
         with naming(change), pytest.raises(ValueError, match=message):
             open_engine(tiny.gpt(), **{"device": "cuda"} | change)
@@ -77,7 +77,7 @@ def test_without_a_gpu_one_error_says_so(no_gpu):
 def test_the_command_line_refuses(failed, no_gpu):
     for arguments, message in (
         ("part4 --inference --device cuda -bc auto", "-bc does not go with --device cuda"),
-        ("part4 --inference --step 1", "--step goes with --device cuda only"),
+        ("part4 --inference --kernel 1", "--kernel goes with --device cuda only"),
         ("part4 --inference --device cuda", "there is no GPU"),
         ("eval --device cuda --threads 1", "--threads does not go with --device cuda"),
         (f"eval --device cuda --corpus {__file__}", "there is no GPU"),
@@ -93,9 +93,9 @@ def test_part0_and_part4_write_the_same_texts_on_a_gpu(gpu, weights):
     checkpoint = load("shakes128")
     options = dict(device="cuda", weights=weights, max_new_tokens=150, temperature=0)
     expected = generate(checkpoint, part="part0", **options)
-    for step in STEPS:
-        if Dtype.FP32 in STEPS[step].dtypes and STEPS[step].runs_on(kernels.gpu(0).capability):
-            assert generate(checkpoint, part="part4", step=step, **options) == expected, step
+    for kernel in KERNELS:
+        if Dtype.FP32 in KERNELS[kernel].dtypes and KERNELS[kernel].runs_on(driver.gpu(0).capability):
+            assert generate(checkpoint, part="part4", kernel=kernel, **options) == expected, kernel
 
 
 def test_a_gpus_logits_are_those_of_the_cpu(gpu):

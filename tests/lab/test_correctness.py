@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attention_ext import BuildError, attention
-from attention_ext.cuda import kernels
-from attention_ext.cuda.steps import STEPS
+from attention_ext.cuda import driver
+from attention_ext.cuda.kernels import KERNELS
 from attention_ext.parts import Dtype
 from lab import correctness
 from lab.cuda import gpu
@@ -81,23 +81,23 @@ def test_a_length_that_cannot_fit_is_refused():
 @pytest.fixture
 def on_gpu():
     try:
-        return kernels.gpu(gpu.Gpu().device.index)
+        return driver.gpu(gpu.Gpu().device.index)
     except BuildError as error:
         pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("step", [None, *STEPS])
-def test_every_step_passes(on_gpu, step, dtype):
-    if step and dtype not in STEPS[step].dtypes:
-        pytest.skip(f"step {step} does not take {dtype}")
-    if step and not STEPS[step].runs_on(on_gpu.capability):
-        pytest.skip(f"step {step} does not run on {on_gpu.name}")
-    arguments = dict(N=300, br=None, bc=None, dtype=dtype, step=step, batch=3, device="cuda")
+@pytest.mark.parametrize("kernel", [None, *KERNELS])
+def test_every_kernel_passes(on_gpu, kernel, dtype):
+    if kernel and dtype not in KERNELS[kernel].dtypes:
+        pytest.skip(f"kernel {kernel} does not take {dtype}")
+    if kernel and not KERNELS[kernel].runs_on(on_gpu.capability):
+        pytest.skip(f"kernel {kernel} does not run on {on_gpu.name}")
+    arguments = dict(N=300, br=None, bc=None, dtype=dtype, kernel=kernel, batch=3, device="cuda")
     for causal in (False, True):
         passed, lines = lines_of("part4", causal=causal, **arguments)
         assert passed, lines[-1]
-    assert any(line.startswith(f"step {step}: " if step else "step ") for line in lines)
+    assert any(line.startswith(f"kernel {kernel}: " if kernel else "kernel ") for line in lines)
     assert sum(line.startswith("cuda time:  ") for line in lines) == 2
     assert any("CUDA total" in line for line in lines)
     assert memory_of(lines)[1] >= 3 * 4 * 300 * 32 * Dtype(dtype).bytes

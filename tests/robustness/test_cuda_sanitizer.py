@@ -1,4 +1,4 @@
-"""compute-sanitizer watches every CUDA step: bad accesses, races in shared memory, wrong barriers."""
+"""compute-sanitizer watches every CUDA kernel: bad accesses, races in shared memory, wrong barriers."""
 
 from __future__ import annotations
 

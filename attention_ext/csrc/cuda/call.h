@@ -1,8 +1,10 @@
-// The arguments of every step and the functions that the steps share. No header of CUDA is needed: NVRTC
-// compiles each file alone, with these macros:
+// The arguments of every kernel and the functions that the kernels share. No header of CUDA is needed: NVRTC
+// compiles each file alone, with these macros, which cuda/driver.py and cuda/tiles.py set, and those of the
+// kernel itself:
 //   FORMAT    0, 1 or 2: q, k, v and the output are float32, bfloat16 or float16
-//   HEAD_DIM  d, a multiple of what the step's row in cuda/steps.py asks for
-// and those of the step's tile, which cuda/tiles.py sets.
+//   HEAD_DIM  d, a multiple of what the kernel's row in cuda/kernels.py asks for
+//   BR, BC    queries and keys of a tile
+//   THREADS   of a block
 #pragma once
 
 #define FP32 0
@@ -29,7 +31,7 @@ struct Strides {
 
 // softmax(scale q k^T) v for every batch and head. q is (B, H, Nq, d); k and v are (B, H, Nk, d); out is
 // (B, H, Nq, d), contiguous; lse, (B, H, Nq), gets the rows' logsumexp unless it is null.
-//   causal  query i sees the keys j <= i + Nk - Nq. The score of a hidden key becomes -inf and its weight 0. A
+//   causal  query i sees the keys j <= i + Nk - Nq. The score of a masked key becomes -inf and its weight 0. A
 //           NaN or infinity in its value may reach the rows of the same tile, because 0 times NaN is NaN.
 //   scale   of the scores, times log2(e), because the softmax takes powers of two
 struct Call {
@@ -41,6 +43,9 @@ struct Call {
     int causal;
     float scale;
 };
+
+// A loop that is unrolled, so that arrays which i indexes can be in registers.
+#define UNROLLED(i, count) _Pragma("unroll") for (int i = 0; i < (count); ++i)
 
 constexpr float LN2 = 0.6931471805599453f;
 #define INF __int_as_float(0x7f800000)

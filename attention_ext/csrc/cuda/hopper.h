@@ -1,5 +1,5 @@
-// The PTX instructions of step 6 (sm_90a), one function each: mbarriers, the copy engine (TMA), the products of
-// a warpgroup (wgmma), and the named barriers and register counts of warpgroups. A warpgroup is 128 threads,
+// The PTX instructions of kernel 6 (sm_90a), one function each: mbarriers, the copy engine (TMA), the products
+// of a warpgroup (wgmma), and the named barriers and register counts of warpgroups. A warpgroup is 128 threads,
 // four warps whose first has a number that is a multiple of 4.
 //
 // Source: PTX ISA, 'Instruction Set': 'Parallel Synchronization and Communication Instructions: mbarrier' and
@@ -126,13 +126,11 @@ __device__ inline void products_wait() {
 // reads and writes them.
 template <int n>
 __device__ inline void hold(float (&x)[n]) {
-#pragma unroll
-    for (int i = 0; i < n; i++) asm volatile("" : "+f"(x[i])::"memory");
+    UNROLLED(i, n) asm volatile("" : "+f"(x[i])::"memory");
 }
 template <int n>
 __device__ inline void hold(unsigned (&x)[n]) {
-#pragma unroll
-    for (int i = 0; i < n; i++) asm volatile("" : "+r"(x[i])::"memory");
+    UNROLLED(i, n) asm volatile("" : "+r"(x[i])::"memory");
 }
 
 // Inline assembly names its operands %0, %1, ...: TEN() is %0 to %9, TEN(1) is %10 to %19, and TWO(t) to

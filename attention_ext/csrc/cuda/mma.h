@@ -1,4 +1,4 @@
-// The PTX instructions of step 5: asynchronous copies, loads of matrices from shared memory to registers, and
+// The PTX instructions of kernel 5: asynchronous copies, loads of matrices from shared memory to registers, and
 // products on the tensor cores. All exist since sm_80. All lanes of a warp execute ldmatrix and mma together.
 //
 // Source: PTX ISA, 'Instruction Set': 'Data Movement and Conversion Instructions: cp.async', 'Warp Level Matrix

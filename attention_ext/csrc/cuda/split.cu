@@ -1,32 +1,28 @@
 // Split: few queries against many keys. The keys are split among blocks; a second kernel merges by logsumexp.
 //
 // Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); every dtype; meant for Nq from 1 to 16; d
-//     is a multiple of 8 up to 256; pointers and strides are multiples of 16 bytes. Tiles of QUERIES queries
-//     and STEP keys. Partial results in global memory, float32: O (B, H, Nq, spans, d), m and l (B, H, Nq,
-//     spans, 2).
-// Loop nest: attention_split: the grid goes over (batch, head), spans of keys and tiles of queries, a block's
-//     warps in turn over STEP keys of the span:
-//         S <- scale q K^T; m, l and O as in every step, separately for each group of LANES lanes
+//     is a multiple of 8 up to 256; pointers and strides are multiples of 16 bytes. Tiles of BR queries and
+//     BC keys. Partial results in global memory, float32: O (B, H, Nq, splits, d), m and l (B, H, Nq,
+//     splits, 2).
+// Loop nest: attention_split: the grid goes over (batch, head), splits of keys and tiles of queries, a block's
+//     warps in turn over STRIP keys of the split:
+//         S <- scale q K^T; m, l and O as in every kernel, separately for each group of LANES lanes
 //     then the O, m and l of the groups and of the warps are merged. attention_merge: for each row, over the
-//     spans
+//     splits
 //         O <- sum 2^(m_s - m) O_s / sum 2^(m_s - m) l_s
 //     A lane loads 16 bytes of a row, LANES lanes a row, 32 / LANES rows at once. The loads of
-//     the next step's K begin when S is done, those of its V when O is done: UNROLL to 2 UNROLL loads are under
+//     the next strip's K begin when S is done, those of its V when O is done: LOADS to 2 LOADS loads are under
 //     way.
-// Launch: attention_split: B H spans ceil(Nq / QUERIES) blocks of 32 WARPS threads. attention_merge: B H Nq
+// Launch: attention_split: B H splits ceil(Nq / BR) blocks of THREADS threads. attention_merge: B H Nq
 //     blocks of MERGE_THREADS threads.
-// Shared memory: q (QUERIES, WIDTH), then the warps' O (WARPS, QUERIES, WIDTH), m and l (WARPS, QUERIES),
+// Shared memory: q (BR, WIDTH), then the warps' O (WARPS, BR, WIDTH), m and l (WARPS, BR),
 //     float32; 2.3 KiB for one query at d = 64, 4.6 KiB at d = 128.
-// Registers: 128 in fp32 and 127 in bf16 for one query at d = 64, none spilled; sm_90. BLOCKS limits them:
-//
-//          Nq     QUERIES  WARPS  BLOCKS  UNROLL   registers at most
-//          1         1       8      2     4 to 8       128
-//          2         2       8      2       4          128
-//          3, 4      4       4      3       4          168
-//          more      8       8      1       4          255
-//
-//     One query has 8 loads of K under way in fp32, 6 in 16 bits, 4 where d exceeds 128.
-// Improves on steps 5 and 6 for few queries: a block for each tile of queries leaves the GPU idle. One query of
+// Registers: 128 in fp32 and 127 in bf16 for one query at d = 64, none spilled; sm_90. BLOCKS limits them to
+// 128,
+//     168 for three or four queries, 255 for more. One query has 8 loads of K under way in fp32, 6 in 16 bits,
+//     4 where d exceeds 128.
+// Improves on kernels 5 and 6 for few queries: a block for each tile of queries leaves the GPU idle. One query
+// of
 //     8 heads is 8 blocks there. Since sm_90 the merge is launched before the split has ended, which hides the
 //     launch.
 // Bound: the memory's bandwidth for one query. With 256 MiB or more of K and V it reaches 83 to 100 %; below,
@@ -45,25 +41,18 @@
 //         fp32  d = 128   85 % (2.57), 96 % (2.95), 100 % (2.94)
 #include "call.h"
 
-// Macros, by cuda/tiles.py:
-//   QUERIES  queries of a block, for all of which K and V are read once
-//   WARPS    warps of a block
-//   BLOCKS   blocks that a multiprocessor should hold: bounds the registers
-//   UNROLL   loads of K under way in a lane
-constexpr int MERGE_THREADS = 128;  // two for each of the 64 vectors of the widest row (d = 256)
+// Macros of its own, by cuda/tiles.py:
+//   BLOCKS         blocks that a multiprocessor should hold: bounds the registers
+//   LOADS          loads of K under way in a lane
+//   LANES          lanes that share a row
+//   WIDTH          numbers of a row, with the padding
+//   MERGE_THREADS  of a block that merges: two for each of the 64 vectors of the widest row (d = 256)
+//   MERGE_LANES    threads of a row there, 4 numbers each
 constexpr int d = HEAD_DIM;
 constexpr int VECTOR = 16 / sizeof(Element);
-constexpr int CHUNKS = d / VECTOR;  // of a row
-__device__ constexpr int power_of_two(int n) {
-    int p = 1;
-    while (p < n) p *= 2;
-    return p;
-}
-constexpr int LANES = power_of_two(CHUNKS) < 32 ? power_of_two(CHUNKS) : 32;
-constexpr int PER = (CHUNKS + LANES - 1) / LANES;  // chunks of a lane
-constexpr int ROWS = 32 / LANES;
-constexpr int WIDTH = LANES * PER * VECTOR;  // numbers of a row, with the padding
-constexpr int STEP = UNROLL * ROWS;          // keys of a warp at a time
+constexpr int CHUNKS = d / VECTOR, PER = WIDTH / (LANES * VECTOR);  // of a row, of a lane
+constexpr int WARPS = THREADS / 32, ROWS = 32 / LANES;
+constexpr int STRIP = LOADS * ROWS;  // keys of a warp at a time
 static_assert(d % VECTOR == 0);
 
 // What a lane loads: PER * 16 bytes of a row, zeros where the row or the chunk does not exist. Chunk c of the
@@ -74,8 +63,7 @@ struct Piece {
 };
 __device__ inline Piece load(const Element* row, int place, bool exists) {
     Piece piece;
-#pragma unroll
-    for (int c = 0; c < PER; c++) {
+    UNROLLED(c, PER) {
         piece.words[c] = {0, 0, 0, 0};
         if (exists && ((c + 1) * LANES <= CHUNKS || c * LANES + place < CHUNKS))
             asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -86,11 +74,9 @@ __device__ inline Piece load(const Element* row, int place, bool exists) {
     return piece;
 }
 __device__ inline void widen(float to[PER * VECTOR], const Piece& piece) {
-#pragma unroll
-    for (int c = 0; c < PER; c++) {
+    UNROLLED(c, PER) {
         const unsigned words[4] = {piece.words[c].x, piece.words[c].y, piece.words[c].z, piece.words[c].w};
-#pragma unroll
-        for (int w = 0; w < 4; w++) {
+        UNROLLED(w, 4) {
 #if FORMAT == FP32
             to[4 * c + w] = __uint_as_float(words[w]);
 #elif FORMAT == BF16
@@ -117,16 +103,16 @@ __device__ inline void wait_for_predecessor() {
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
-    attention_split(const Call call, float* partial, int spans) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    attention_split(const Call call, float* partial, int splits) {
     let_dependents_start();
     // sizes
-    const int Nq = call.Nq, Nk = call.Nk, groups = (Nq + QUERIES - 1) / QUERIES;
-    const int i0 = blockIdx.x % groups * QUERIES, span = blockIdx.x / groups % spans;
-    const int bh = blockIdx.x / groups / spans, b = bh / call.heads, h = bh % call.heads;
+    const int Nq = call.Nq, Nk = call.Nk, groups = (Nq + BR - 1) / BR;
+    const int i0 = blockIdx.x % groups * BR, split = blockIdx.x / groups % splits;
+    const int bh = blockIdx.x / groups / splits, b = bh / call.heads, h = bh % call.heads;
     const int sees = call.causal ? i0 + Nk - Nq + 1 : Nk;  // query i0 + i sees the keys below this + i
-    const int start = (long long)Nk * span / spans;
-    const int end = min((int)((long long)Nk * (span + 1) / spans), sees + QUERIES - 1);
+    const int start = (long long)Nk * split / splits;
+    const int end = min((int)((long long)Nk * (split + 1) / splits), sees + BR - 1);
 
     // data
     const Element* q = call.q + b * call.q_strides.batch + h * call.q_strides.head + i0 * call.q_strides.row;
@@ -134,41 +120,35 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     const Element* v = call.v + b * call.v_strides.batch + h * call.v_strides.head;
     const long long k_row = call.k_strides.row, v_row = call.v_strides.row;
     extern __shared__ __align__(16) float memory[];
-    auto q_shared = (float (*)[WIDTH])memory;                               // (QUERIES, WIDTH)
-    auto o_shared = (float (*)[QUERIES][WIDTH])(memory + QUERIES * WIDTH);  // (WARPS, QUERIES, WIDTH)
-    auto m_shared = (float (*)[QUERIES])(memory + (1 + WARPS) * QUERIES * WIDTH), l_shared = m_shared + WARPS;
+    auto q_shared = (float (*)[WIDTH])memory;                     // (BR, WIDTH)
+    auto o_shared = (float (*)[BR][WIDTH])(memory + BR * WIDTH);  // (WARPS, BR, WIDTH)
+    auto m_shared = (float (*)[BR])(memory + (1 + WARPS) * BR * WIDTH), l_shared = m_shared + WARPS;
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, place = lane % LANES, group = lane / LANES;
-    int j = start + warp * STEP + group;  // the lane's first key of the step
+    int j = start + warp * STRIP + group;  // the lane's first key of the strip
     const Element *k_at = k + j * k_row, *v_at = v + j * v_row;
-    Piece K[UNROLL], V[UNROLL];
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++) K[u] = load(k_at + u * ROWS * k_row, place, j + u * ROWS < end);
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++) V[u] = load(v_at + u * ROWS * v_row, place, j + u * ROWS < end);
+    Piece K[LOADS], V[LOADS];
+    UNROLLED(u, LOADS) K[u] = load(k_at + u * ROWS * k_row, place, j + u * ROWS < end);
+    UNROLLED(u, LOADS) V[u] = load(v_at + u * ROWS * v_row, place, j + u * ROWS < end);
 
-    for (int n = threadIdx.x; n < QUERIES * WIDTH; n += 32 * WARPS) {
+    for (int n = threadIdx.x; n < BR * WIDTH; n += THREADS) {
         const int i = n / WIDTH, c = n % WIDTH;
         q_shared[i][c] = i0 + i < Nq && c < d ? to_float(q[i * call.q_strides.row + c]) * call.scale : 0;
     }
     __syncthreads();
-    float o[QUERIES][PER * VECTOR], m[QUERIES], l[QUERIES];
-#pragma unroll
-    for (int i = 0; i < QUERIES; i++) {
+    float o[BR][PER * VECTOR], m[BR], l[BR];
+    UNROLLED(i, BR) {
         m[i] = -INF, l[i] = 0;
-#pragma unroll
-        for (int c = 0; c < PER * VECTOR; c++) o[i][c] = 0;
+        UNROLLED(c, PER * VECTOR) o[i][c] = 0;
     }
 
-    for (int j0 = start + warp * STEP; j0 < end; j0 += WARPS * STEP) {
+    for (int j0 = start + warp * STRIP; j0 < end; j0 += WARPS * STRIP) {
         // S <- q K^T
-        float s[QUERIES][UNROLL];
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++) {
+        float s[BR][LOADS];
+        UNROLLED(u, LOADS) {
             float x[PER * VECTOR];
             widen(x, K[u]);
-#pragma unroll
-            for (int i = 0; i < QUERIES; i++) {
+            UNROLLED(i, BR) {
                 s[i][u] = 0;
 #pragma unroll
                 for (int c = 0; c < PER * VECTOR; c += 4) {
@@ -178,67 +158,53 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
                 }
             }
         }
-        const int ahead = j + WARPS * STEP;
-        k_at += WARPS * STEP * k_row;
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++) K[u] = load(k_at + u * ROWS * k_row, place, ahead + u * ROWS < end);
+        const int next = j + WARPS * STRIP;
+        k_at += WARPS * STRIP * k_row;
+        UNROLLED(u, LOADS) K[u] = load(k_at + u * ROWS * k_row, place, next + u * ROWS < end);
 
         // P <- 2^(S - m), l and O as m grows
-        const bool masked = j0 + STEP > min(end, sees);
-#pragma unroll
-        for (int i = 0; i < QUERIES; i++) {
+        const bool masked = j0 + STRIP > min(end, sees);
+        UNROLLED(i, BR) {
 #pragma unroll
             for (int far = 1; far < LANES; far *= 2)
-#pragma unroll
-                for (int u = 0; u < UNROLL; u++) s[i][u] += __shfl_xor_sync(~0u, s[i][u], far);
+                UNROLLED(u, LOADS) s[i][u] += __shfl_xor_sync(~0u, s[i][u], far);
             if (masked) {
-#pragma unroll
-                for (int u = 0; u < UNROLL; u++)
+                UNROLLED(u, LOADS)
                     if (j + u * ROWS >= min(end, sees + i)) s[i][u] = -INF;
             }
             float top = m[i];
-#pragma unroll
-            for (int u = 0; u < UNROLL; u++) top = fmaxf(top, s[i][u]);
+            UNROLLED(u, LOADS) top = fmaxf(top, s[i][u]);
             const float less = subtrahend(top), shrink = exp2_approx(m[i] - less);
             m[i] = top;
             l[i] *= shrink;
-#pragma unroll
-            for (int u = 0; u < UNROLL; u++) s[i][u] = exp2_approx(s[i][u] - less), l[i] += s[i][u];
-#pragma unroll
-            for (int c = 0; c < PER * VECTOR; c++) o[i][c] *= shrink;
+            UNROLLED(u, LOADS) s[i][u] = exp2_approx(s[i][u] - less), l[i] += s[i][u];
+            UNROLLED(c, PER * VECTOR) o[i][c] *= shrink;
         }
 
         // O <- O + P V
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++) {
+        UNROLLED(u, LOADS) {
             float x[PER * VECTOR];
             widen(x, V[u]);
-#pragma unroll
-            for (int i = 0; i < QUERIES; i++)
-#pragma unroll
-                for (int c = 0; c < PER * VECTOR; c++) o[i][c] += s[i][u] * x[c];
+            UNROLLED(i, BR)
+                UNROLLED(c, PER * VECTOR) o[i][c] += s[i][u] * x[c];
         }
-        v_at += WARPS * STEP * v_row;
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++) V[u] = load(v_at + u * ROWS * v_row, place, ahead + u * ROWS < end);
-        j = ahead;
+        v_at += WARPS * STRIP * v_row;
+        UNROLLED(u, LOADS) V[u] = load(v_at + u * ROWS * v_row, place, next + u * ROWS < end);
+        j = next;
     }
 
     // Merge the groups of a warp
-#pragma unroll
-    for (int i = 0; i < QUERIES; i++) {
+    UNROLLED(i, BR) {
         float top = m[i];
 #pragma unroll
         for (int far = LANES; far < 32; far *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, far));
         const float shrink = exp2_approx(m[i] - subtrahend(top));
         l[i] *= shrink;
-#pragma unroll
-        for (int c = 0; c < PER * VECTOR; c++) o[i][c] *= shrink;
+        UNROLLED(c, PER * VECTOR) o[i][c] *= shrink;
 #pragma unroll
         for (int far = LANES; far < 32; far *= 2) {
             l[i] += __shfl_xor_sync(~0u, l[i], far);
-#pragma unroll
-            for (int c = 0; c < PER * VECTOR; c++) o[i][c] += __shfl_xor_sync(~0u, o[i][c], far);
+            UNROLLED(c, PER * VECTOR) o[i][c] += __shfl_xor_sync(~0u, o[i][c], far);
         }
         if (group == 0) {
 #pragma unroll
@@ -252,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 
     // Merge the warps of the block
     const long long all = (long long)call.batches * call.heads * Nq;
-    for (int n = threadIdx.x; n < QUERIES * d; n += 32 * WARPS) {
+    for (int n = threadIdx.x; n < BR * d; n += THREADS) {
         const int i = n / d, c = n % d;
         if (i0 + i >= Nq) break;
         float top = m_shared[0][i];
@@ -263,26 +229,25 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
             x += weight * o_shared[w][i][c];
             total += weight * l_shared[w][i];
         }
-        const long long at = ((long long)bh * Nq + i0 + i) * spans + span;
+        const long long at = ((long long)bh * Nq + i0 + i) * splits + split;
         partial[at * d + c] = x;
-        if (c == 0) *(float2*)(partial + all * spans * d + at * 2) = {top, total};
+        if (c == 0) *(float2*)(partial + all * splits * d + at * 2) = {top, total};
     }
 }
 
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
-    attention_merge(const Call call, const float* partial, int spans) {
+    attention_merge(const Call call, const float* partial, int splits) {
     wait_for_predecessor();
-    constexpr int WIDE = power_of_two(d / 4);     // threads of a row, 4 numbers each
-    constexpr int SHARES = MERGE_THREADS / WIDE;  // of the spans
+    constexpr int WIDE = MERGE_LANES, SHARES = MERGE_THREADS / WIDE;  // SHARES: of the splits
     static_assert(SHARES >= 1);
     __shared__ float4 o_shared[SHARES][WIDE];
     __shared__ float l_shared[SHARES], m_shared[MERGE_THREADS / 32];
     const long long row = blockIdx.x, all = (long long)call.batches * call.heads * call.Nq;
-    const float2* stats = (const float2*)(partial + all * spans * d) + row * spans;
-    const float4* o_spans = (const float4*)(partial + row * spans * d);
+    const float2* stats = (const float2*)(partial + all * splits * d) + row * splits;
+    const float4* o_splits = (const float4*)(partial + row * splits * d);
 
     float m = -INF;
-    for (int s = threadIdx.x; s < spans; s += MERGE_THREADS) m = fmaxf(m, stats[s].x);
+    for (int s = threadIdx.x; s < splits; s += MERGE_THREADS) m = fmaxf(m, stats[s].x);
     for (int far = 1; far < 32; far *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, far));
     if (threadIdx.x % 32 == 0) m_shared[threadIdx.x / 32] = m;
     __syncthreads();
@@ -292,12 +257,12 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
     float4 o = {0, 0, 0, 0};
     float l = 0;
 #pragma unroll 4
-    for (int s = share; s < spans; s += SHARES) {
+    for (int s = share; s < splits; s += SHARES) {
         const float2 stat = stats[s];
         const float weight = exp2_approx(stat.x - subtrahend(m));
         l += weight * stat.y;
         if (place < d / 4) {
-            const float4 x = o_spans[(long long)s * (d / 4) + place];
+            const float4 x = o_splits[(long long)s * (d / 4) + place];
             o.x += weight * x.x, o.y += weight * x.y, o.z += weight * x.z, o.w += weight * x.w;
         }
     }

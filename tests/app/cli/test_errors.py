@@ -23,10 +23,13 @@ WRONG = [
     (["part4", "--inference", "--causal"], "--causal does not go with --inference"),
     (["part4", "-N", "10000000"], "N is 10000000; the reference would need"),
     (["part4", "--dtype", "fp16"], "dtype is 'fp16'; no part takes it on the CPU"),
-    (["part4", "--step", "1"], "--step goes with --device cuda only"),
-    (["part4", "--step", "7", "--device", "cuda"], "'--step': '7' is not one of '1', "),
+    (["part4", "--kernel", "1"], "--kernel goes with --device cuda only"),
+    (["part4", "--kernel", "7", "--device", "cuda"], "'--kernel': '7' is not one of '1', "),
     (["part1", "--device", "cuda"], "part1 has no CUDA kernel; --device cuda goes with part0 and part4 only"),
-    (["part4", "--device", "cuda", "-br", "64"], "-br does not go with --device cuda: each step has its own"),
+    (
+        ["part4", "--device", "cuda", "-br", "64"],
+        "-br does not go with --device cuda: each kernel has its",
+    ),
     (["bulk", "--texts", "1", "--out", ""], "'--out': '' is no directory"),
     (["part0", "--inference", "-m", "shakes512"], "model 'shakes512' was not found"),
     (

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from attention_ext.build import nvrtc
-from attention_ext.cuda import kernels
-from attention_ext.cuda.steps import STEPS
+from attention_ext.cuda import driver
+from attention_ext.cuda.kernels import KERNELS, Gpu
 from attention_ext.parts import BuildError, Dtype
 
-ROWS = [(name, dtype) for name, step in STEPS.items() for dtype in step.dtypes]
+ROWS = [(name, dtype) for name, kernel in KERNELS.items() for dtype in kernel.dtypes]
 if not torch.cuda.is_available():  # one is skipped for all
     ROWS = ROWS[:1]
 
@@ -25,19 +25,19 @@ def nvrtc_here() -> None:
 
 
 @pytest.fixture(scope="session")
-def gpu(nvrtc: None) -> kernels.Gpu:
+def gpu(nvrtc: None) -> Gpu:
     """The GPU; skip the test if there is none."""
     try:
-        kernels.check_gpu()
+        driver.check_gpu()
     except BuildError as error:
         pytest.skip(str(error))
-    return kernels.gpu(0)
+    return driver.gpu(0)
 
 
-@pytest.fixture(params=ROWS, ids=lambda row: f"step{row[0]}-{row[1]}")
-def row(request: pytest.FixtureRequest, gpu: kernels.Gpu) -> tuple[str, Dtype]:
-    """Run the test for each step and each dtype that it takes."""
+@pytest.fixture(params=ROWS, ids=lambda row: f"kernel{row[0]}-{row[1]}")
+def row(request: pytest.FixtureRequest, gpu: Gpu) -> tuple[str, Dtype]:
+    """Run the test for each kernel and each dtype that it takes."""
     name, dtype = request.param
-    if not STEPS[name].runs_on(gpu.capability):
-        pytest.skip(f"step {name} does not run on {gpu.name}")
+    if not KERNELS[name].runs_on(gpu.capability):
+        pytest.skip(f"kernel {name} does not run on {gpu.name}")
     return name, dtype

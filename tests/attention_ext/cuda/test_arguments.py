@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attention_ext import PARTS, attention
-from attention_ext.cuda import kernels, steps
+from attention_ext.cuda.kernels import Gpu, choose
 from attention_ext.parts import Dtype
 
 
@@ -41,9 +41,7 @@ def test_parts_1_to_3_are_refused(part):
 @pytest.mark.parametrize(
     "sizes, options, error, message",
     [
-        ({}, dict(step="7"), ValueError, "step is '7'; it must be one of 1, 2-unpadded, 2"),
-        ({}, dict(step=2.5), TypeError, "step is a float; it must be a name or a number"),
-        ({}, dict(step=True), TypeError, "step is a bool; it must be a name or a number"),
+        ({}, dict(kernel="7"), ValueError, "kernel is '7'; it must be one of 1, 2-unpadded, 2"),
         ({}, dict(br=64), ValueError, "br is 64; it must be None on CUDA"),
         ({}, dict(bc=64), ValueError, "bc is 64; it must be None on CUDA"),
         (dict(dtype=torch.float64), {}, TypeError, "q is torch.float64; it must be torch.float32 or torch.b"),
@@ -51,7 +49,12 @@ def test_parts_1_to_3_are_refused(part):
         (dict(Nq=2**31), {}, ValueError, "q has Nq=2147483648 rows; it must have at most 2147482624 on CUDA"),
         (dict(Nk=2**31), {}, ValueError, "k has Nk=2147483648 rows; it must have at most 2147482624 on CUDA"),
         (dict(Nq=5), dict(causal=True), ValueError, "q has "),
-        (dict(device="cpu"), dict(step=2), ValueError, "step is 2; it must be None for tensors on cpu"),
+        (
+            dict(device="cpu"),
+            dict(kernel="2"),
+            ValueError,
+            "kernel is '2'; it must be None for tensors on",
+        ),
     ],
     ids=str,
 )
@@ -67,12 +70,11 @@ def test_tensors_on_two_devices_are_named():
             attention("part4", q, k.to(other), v)
 
 
-def test_a_gpu_that_is_too_old_or_small_is_named(monkeypatch):
-    old = kernels.Gpu("Old GPU", (7, 0), 48 * 1024, 80)
-    monkeypatch.setattr(kernels, "gpu", lambda index: old)
-    with pytest.raises(ValueError, match="step is '2'; it needs compute capability 7.5 or more; Old GPU has"):
-        kernels.choose("2", 32, Dtype.FP32, 0)
-    with pytest.raises(ValueError, match="step is '4'; it takes fp32, not bf16"):
-        kernels.choose("4", 32, Dtype.BF16, 0)
+def test_a_gpu_that_is_too_old_or_small_is_named():
+    old, small = (Gpu("A GPU", capability, 48 * 1024, 80) for capability in ((7, 0), (8, 0)))
+    with pytest.raises(ValueError, match="kernel is '2'; it needs compute capability 7.5 or more; A GPU has"):
+        choose("2", 32, Dtype.FP32, old)
+    with pytest.raises(ValueError, match="kernel is '4'; it takes fp32, not bf16"):
+        choose("4", 32, Dtype.BF16, small)
     with pytest.raises(ValueError, match="d = 256 it needs .* bytes of shared memory, and this GPU gives"):
-        steps.STEPS["2"].tile(256, Dtype.FP32, 48 * 1024)
+        choose("2", 256, Dtype.FP32, small)

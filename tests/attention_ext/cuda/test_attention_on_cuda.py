@@ -1,4 +1,4 @@
-"""attention() on a GPU: each step in each dtype against the float64 oracle, and the rest of the contract."""
+"""attention() on a GPU: each kernel in each dtype against the float64 oracle, and the contract."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPES = [
     (1, 1, 1025, 1025, 16),
 ]
 TOLERANCES = {Dtype.FP32: 1e-5, Dtype.BF16: 2e-2, Dtype.FP16: 2e-3}
-LARGEST_TILE = 256  # queries, of any step
+LARGEST_TILE = 256  # queries, of any kernel
 # Shares of the largest output, added to twice SDPA's error. In 16 bits: half a unit in the last place. SDPA
 # subtracts a row's largest score, so its largest weight is exactly 1. Steps 5 and 6 subtract an earlier
 # maximum, so that weight is rounded too, which shows where a row has one key or two.
@@ -52,9 +52,9 @@ def exact(q, k, v, causal, scale):
 
 
 def check(row, q, k, v, causal=False, scale=None):
-    """Compare a step with float64. The output's peer is SDPA in the same dtype."""
-    step, dtype = row
-    out, lse = attention("part4", q, k, v, causal=causal, scale=scale, return_lse=True, step=step)
+    """Compare a kernel with float64. The output's peer is SDPA in the same dtype."""
+    kernel, dtype = row
+    out, lse = attention("part4", q, k, v, causal=causal, scale=scale, return_lse=True, kernel=kernel)
     assert (out.dtype, lse.dtype) == (q.dtype, torch.float32) and out.is_contiguous()
     assert out.shape == q.shape and lse.shape == q.shape[:3]
     applied = 1 / math.sqrt(q.shape[3]) if scale is None else scale
@@ -65,7 +65,7 @@ def check(row, q, k, v, causal=False, scale=None):
     rounding = max(1e-6, oracle.score_rounding(q, k, applied))
     oracle.assert_close(out.float(), expected, peer.double(), max(FLOORS[dtype], rounding))
     oracle.assert_close(lse, expected_lse, expected_lse, 4 * rounding)
-    assert torch.equal(out, attention("part4", q, k, v, causal=causal, scale=scale, step=step))
+    assert torch.equal(out, attention("part4", q, k, v, causal=causal, scale=scale, kernel=kernel))
 
 
 def test_awkward_shapes(row):
@@ -76,7 +76,7 @@ def test_awkward_shapes(row):
 
 
 def test_random_cases(row):
-    """A hundred of each step and dtype: thousands in all. Few widths, because each is compiled."""
+    """A hundred of each kernel and dtype: thousands in all. Few widths, because each is compiled."""
     choose = random.Random(0)
     for seed in range(100):
         B, H, d = choose.randint(1, 3), choose.randint(1, 3), choose.choice([8, 30, 64, 104])
@@ -92,9 +92,9 @@ def test_more_queries_than_keys(row):
 
 
 def test_strides(row):
-    step, dtype = row
+    kernel, dtype = row
     q, k, v = qkv(2, 3, 70, 70, 40, dtype)
-    expected = attention("part4", q, k, v, causal=True, step=step)
+    expected = attention("part4", q, k, v, causal=True, kernel=kernel)
     fused = torch.cat([t.transpose(1, 2).flatten(2) for t in (q, k, v)], dim=2)  # (B, N, 3 H d)
     views = [t.view(2, 70, 3, 40).transpose(1, 2) for t in fused.split(120, dim=2)]
     columns = [t.mT.contiguous().mT for t in (q, k, v)]
@@ -102,10 +102,10 @@ def test_strides(row):
     odd = [torch.nn.functional.pad(t, (0, 1))[..., :40] for t in (q, k, v)]  # rows begin at odd addresses
     shifted = [torch.nn.functional.pad(t.flatten(), (1, 0))[1:].view_as(t) for t in (q, k, v)]
     for given in (views, columns, every_other, odd, shifted):
-        assert torch.equal(attention("part4", *given, causal=True, step=step), expected)
+        assert torch.equal(attention("part4", *given, causal=True, kernel=kernel), expected)
     one_head = [t[:, :1].expand(2, 3, 70, 40) for t in (q, k, v)]  # stride 0
     held = [t.contiguous() for t in one_head]
-    got, expected = (attention("part4", *given, causal=True, step=step) for given in (one_head, held))
+    got, expected = (attention("part4", *given, causal=True, kernel=kernel) for given in (one_head, held))
     assert torch.equal(got, expected)
 
 
@@ -120,16 +120,16 @@ def test_scores_of_1e4(row):
 
 
 def test_a_bad_value_reaches_the_rows_that_see_it_and_at_most_their_tile(row):
-    step, dtype = row
+    kernel, dtype = row
     N, at, d = 700, 600, 32
     clean = qkv(1, 1, N, N, d, dtype)
-    before = attention("part4", *clean, causal=True, step=step)
+    before = attention("part4", *clean, causal=True, kernel=kernel)
     close = dict(rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
     for which, value in ((which, value) for which in "qkv" for value in (math.nan, math.inf)):
         with naming(which, value):
             tensors = {name: t.clone() for name, t in zip("qkv", clean)}
             tensors[which][0, 0, at, 3] = value
-            out = attention("part4", *tensors.values(), causal=True, step=step)
+            out = attention("part4", *tensors.values(), causal=True, kernel=kernel)
             q, k, v = (t.cpu() for t in tensors.values())
             expected, _ = oracle.attention(q[:, :, at:], k, v, True, d**-0.5)  # of the rows that see it
             seen = out[:, :, at:].cpu().double()
@@ -146,7 +146,7 @@ def test_a_bad_value_reaches_the_rows_that_see_it_and_at_most_their_tile(row):
 
 def test_what_lies_beyond_the_tensors_never_counts(row):
     """Rows and columns after the last ones are NaN in memory."""
-    step, dtype = row
+    kernel, dtype = row
     for N in (1, 100, 130):
         for d in (32, 40):
             tensors = qkv(1, 2, N, N, d, dtype)
@@ -154,35 +154,37 @@ def test_what_lies_beyond_the_tensors_never_counts(row):
             for causal in (False, True):
                 with naming(N, d, causal):
                     got, expected = (
-                        attention("part4", *each, causal=causal, step=step) for each in (views, tensors)
+                        attention("part4", *each, causal=causal, kernel=kernel) for each in (views, tensors)
                     )
                     assert torch.equal(got, expected)
 
 
 def test_rows_whose_scores_are_minus_infinity(row):
-    step, dtype = row
+    kernel, dtype = row
     q, k, v = qkv(1, 1, 3, 300, 16, dtype)
     q = torch.ones_like(q)
     k[:, :, :200] = -math.inf
-    out, lse = attention("part4", q, k, v, return_lse=True, step=step)
+    out, lse = attention("part4", q, k, v, return_lse=True, kernel=kernel)
     if row == ("5", Dtype.FP32):  # its parts of tf32 are infinite and NaN
         assert out.isnan().all() and lse.isnan().all()
         return
-    expected, expected_lse = attention("part4", q, k[:, :, 200:], v[:, :, 200:], return_lse=True, step=step)
+    expected, expected_lse = attention(
+        "part4", q, k[:, :, 200:], v[:, :, 200:], return_lse=True, kernel=kernel
+    )
     torch.testing.assert_close(out, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
     torch.testing.assert_close(lse, expected_lse)
     k[:] = -math.inf
-    out, lse = attention("part4", q, k, v, return_lse=True, step=step)
+    out, lse = attention("part4", q, k, v, return_lse=True, kernel=kernel)
     assert out.isnan().all() and bool((lse == -math.inf).all())
 
 
 def test_halves_of_the_keys_merge(row):
-    step, dtype = row
+    kernel, dtype = row
     q, k, v = qkv(1, 2, 70, 300, 64, dtype)
-    whole = attention("part4", q, k, v, causal=True, return_lse=True, step=step)
+    whole = attention("part4", q, k, v, causal=True, return_lse=True, kernel=kernel)
     cut = 160
-    o1, l1 = attention("part4", q, k[:, :, :cut], v[:, :, :cut], return_lse=True, step=step)
-    o2, l2 = attention("part4", q, k[:, :, cut:], v[:, :, cut:], causal=True, return_lse=True, step=step)
+    o1, l1 = attention("part4", q, k[:, :, :cut], v[:, :, :cut], return_lse=True, kernel=kernel)
+    o2, l2 = attention("part4", q, k[:, :, cut:], v[:, :, cut:], causal=True, return_lse=True, kernel=kernel)
     out, lse = reference.merge(o1.float(), l1, o2.float(), l2)
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(out, whole[0].float(), rtol=tolerance, atol=tolerance)
@@ -191,16 +193,16 @@ def test_halves_of_the_keys_merge(row):
 
 def test_many_heads(row):
     """More heads than a grid's second dimension may have."""
-    step, dtype = row
+    kernel, dtype = row
     q, k, v = qkv(1, 1, 2, 3, 8, dtype)
     many = [t.expand(70_000, 1, *t.shape[2:]) for t in (q, k, v)]
-    out = attention("part4", *many, step=step)
-    assert torch.equal(out, attention("part4", q, k, v, step=step).expand_as(out))
+    out = attention("part4", *many, kernel=kernel)
+    assert torch.equal(out, attention("part4", q, k, v, kernel=kernel).expand_as(out))
 
 
 def test_more_than_2_31_numbers(row):
     """Keys whose batches are 2^31 numbers apart, and more rows of queries than that."""
-    step, dtype = row
+    kernel, dtype = row
     kind, far, d = getattr(torch, dtype.torch_name), 2**31 + 64, 64
     if torch.cuda.mem_get_info()[0] < 5 * far * dtype.bytes:
         pytest.skip("the GPU has too little free memory")
@@ -209,55 +211,57 @@ def test_more_than_2_31_numbers(row):
     v = held.as_strided((2, 1, 300, d), (far, 0, d, 1), 2**15)
     q, new_k, new_v = qkv(2, 1, 5, 300, d, dtype)
     k.copy_(new_k), v.copy_(new_v)
-    assert torch.equal(attention("part4", q, k, v, step=step), attention("part4", q, new_k, new_v, step=step))
+    assert torch.equal(
+        attention("part4", q, k, v, kernel=kernel), attention("part4", q, new_k, new_v, kernel=kernel)
+    )
     del held, k, v
     rows = far // d // 2
     q = torch.zeros(2, 1, rows, d, dtype=kind, device="cuda")
     last = qkv(2, 1, 200, 7, d, dtype)
     q[:, :, -200:] = last[0]
-    out = attention("part4", q, *last[1:], step=step)
-    expected = attention("part4", *last, step=step)
+    out = attention("part4", q, *last[1:], kernel=kernel)
+    expected = attention("part4", *last, kernel=kernel)
     torch.testing.assert_close(out[:, :, -200:], expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
 def test_opcheck(row):
-    step, dtype = row
+    kernel, dtype = row
     for return_lse in (False, True):
         q, k, v = qkv(1, 2, 40, 50, 32, dtype)
-        torch_library.opcheck(operator("part4", "cuda"), (q, k, v, True, 0.3, return_lse, step))
+        torch_library.opcheck(operator("part4", "cuda"), (q, k, v, True, 0.3, return_lse, kernel))
 
 
 def test_compiles_without_a_graph_break(row):
-    step, dtype = row
+    kernel, dtype = row
     q, k, v = qkv(1, 2, 40, 40, 32, dtype)
 
     def layer(q, k, v):
-        return attention("part4", q * 2, k, v, causal=True, step=step) + 1
+        return attention("part4", q * 2, k, v, causal=True, kernel=kernel) + 1
 
     expected = layer(q, k, v)
-    torch.compiler.reset()  # each step and dtype would count as compiling the same code again
+    torch.compiler.reset()  # each kernel and dtype would count as compiling the same code again
     torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(q, k, v), expected)
 
 
 def test_is_captured_in_a_graph(row):
-    step, dtype = row
+    kernel, dtype = row
     q, k, v = qkv(2, 2, 130, 130, 64, dtype)
-    attention("part4", q, k, v, causal=True, step=step)  # compiled before the capture
+    attention("part4", q, k, v, causal=True, kernel=kernel)  # compiled before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention("part4", q, k, v, causal=True, step=step)
+        out = attention("part4", q, k, v, causal=True, kernel=kernel)
     others = qkv(2, 2, 130, 130, 64, dtype, seed=1)
     for held, new in zip((q, k, v), others):
         held.copy_(new)
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(out, attention("part4", *others, causal=True, step=step))
+    assert torch.equal(out, attention("part4", *others, causal=True, kernel=kernel))
 
 
 def test_uses_the_current_stream_and_does_not_wait(row):
-    step, dtype = row
+    kernel, dtype = row
     q, k, v = qkv(1, 2, 130, 130, 64, dtype)
-    expected = attention("part4", q, k, v, step=step)
+    expected = attention("part4", q, k, v, kernel=kernel)
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     outs = []
@@ -266,7 +270,7 @@ def test_uses_the_current_stream_and_does_not_wait(row):
         with torch.cuda.stream(stream):
             torch.cuda._sleep(50_000_000)
             copies = [t.clone() for t in (q, k, v)]  # ready only after the sleep
-            outs.append(attention("part4", *copies, step=step))
+            outs.append(attention("part4", *copies, kernel=kernel))
             assert not stream.query()  # the call came back while the stream still sleeps
     torch.cuda.synchronize()
     assert all(torch.equal(out, expected) for out in outs)
@@ -275,20 +279,20 @@ def test_uses_the_current_stream_and_does_not_wait(row):
 def test_a_second_device(row):
     if torch.cuda.device_count() < 2:
         pytest.skip("there is one GPU")
-    step, dtype = row
+    kernel, dtype = row
     q, k, v = qkv(1, 2, 130, 130, 64, dtype)
-    expected = attention("part4", q, k, v, step=step)
-    got = attention("part4", *(t.to("cuda:1") for t in (q, k, v)), step=step)
+    expected = attention("part4", q, k, v, kernel=kernel)
+    got = attention("part4", *(t.to("cuda:1") for t in (q, k, v)), kernel=kernel)
     assert got.device.index == 1 and torch.equal(got.cpu(), expected.cpu())
     with pytest.raises(ValueError, match="k is on cuda:1; it must be on q's cuda:0"):
         attention("part4", q, k.to("cuda:1"), v)
 
 
 def test_inputs_are_left_alone(row):
-    step, dtype = row
+    kernel, dtype = row
     q, k, v = qkv(1, 2, 60, 60, 30, dtype)
     copies = [t.clone() for t in (q, k, v)]
-    attention("part4", q, k, v, causal=True, step=step)
+    attention("part4", q, k, v, causal=True, kernel=kernel)
     assert all(torch.equal(a, b) for a, b in zip((q, k, v), copies))
 
 

@@ -1,4 +1,4 @@
-"""Every step compiles with NVRTC, without a GPU; its registers and spills are read."""
+"""Every kernel compiles with NVRTC, without a GPU; its registers and spills are read."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ import pytest
 from support import naming
 
 from attention_ext.build import nvrtc
-from attention_ext.cuda import kernels, steps
-from attention_ext.cuda.steps import STEPS
+from attention_ext.cuda import driver
+from attention_ext.cuda.kernels import FASTEST, KERNELS, WIDEST, Gpu, choose
 from attention_ext.parts import BuildError, Dtype
 
 SHARED = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}  # bytes for a block, by NVIDIA's guide
+GPUS = {capability: Gpu("a GPU", capability, shared, 132) for capability, shared in SHARED.items()}
 WIDTHS = (32, 64, 128)
 SPILLING = 64  # bytes that a kernel may spill and still keep its state in registers
 
 
+def source_of(name, d, dtype=Dtype.FP32, capability=(9, 0)):
+    return driver.source(*choose(name, d, dtype, GPUS[capability]), d, dtype, capability)
+
+
 @functools.cache
 def resources(name, d, dtype, capability):
-    step = STEPS[name]
-    tile = step.tile(d, dtype, SHARED[capability])
-    return kernels.source(step, tile, d, dtype, capability).compile()[1]
+    return source_of(name, d, dtype, capability).compile()[1]
 
 
 def check(name, d, dtype, capability=(9, 0)):
-    """Compile a step; check that its state stays in registers and its products run beside the rest."""
+    """Compile a kernel; check that its state stays in registers and its products run beside the rest."""
     found = resources(name, d, dtype, capability)
     spilled = math.inf if name == "3-spilled" else 0 if name == "6" else SPILLING
     with naming(d, dtype, capability):
@@ -34,22 +37,22 @@ def check(name, d, dtype, capability=(9, 0)):
 
 
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", KERNELS)
 def test_each_source_compiles(name):
-    step = STEPS[name]
-    for dtype in {step.source(dtype): dtype for dtype in step.dtypes}.values():
+    kernel = KERNELS[name]
+    for dtype in {file: dtype for dtype, file in kernel.sources.items()}.values():
         check(name, 64, dtype)
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("capability", SHARED, ids=lambda c: f"sm_{c[0]}{c[1]}")
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("capability", GPUS, ids=lambda c: f"sm_{c[0]}{c[1]}")
+@pytest.mark.parametrize("name", KERNELS)
 def test_each_step_compiles_for_each_architecture(name, capability):
-    step = STEPS[name]
-    if not step.runs_on(capability):
-        pytest.skip(f"step {name} is not for compute capability {capability[0]}.{capability[1]}")
-    for dtype in step.dtypes:
+    kernel = KERNELS[name]
+    if not kernel.runs_on(capability):
+        pytest.skip(f"kernel {name} is not for compute capability {capability[0]}.{capability[1]}")
+    for dtype in kernel.dtypes:
         for d in WIDTHS if capability == (9, 0) and dtype is not Dtype.FP16 else (64,):
             check(name, d, dtype, capability)
     if name == "6":  # wider tiles, and columns that are filled
@@ -68,21 +71,20 @@ def test_only_the_spilling_state_spills():
 
 def test_the_source_is_kept_and_found(nvrtc, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    source = kernels.source(STEPS["2"], STEPS["2"].tile(32, Dtype.FP32, 10**6), 32, Dtype.FP32, (9, 0))
+    source = source_of("2", 32)
     code = source.make()
     assert code[:4] == b"\x7fELF"
     told = capsys.readouterr().err
-    assert "Compiling step2.cu for sm_90..." in told and "Compiled in" in told
+    assert "Compiling kernel2.cu for sm_90..." in told and "Compiled in" in told
     assert source.make() == code and capsys.readouterr().err == ""
-    other = kernels.source(STEPS["2"], STEPS["2"].tile(33, Dtype.FP32, 10**6), 33, Dtype.FP32, (9, 0))
-    assert other.path() != source.path()
+    assert source_of("2", 33).path() != source.path()
 
 
 def test_a_directory_that_others_can_write_to_is_refused(nvrtc, tmp_path, monkeypatch):
     tmp_path.chmod(0o777)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     with pytest.raises(BuildError, match="can be written by everybody"):
-        kernels.source(STEPS["1"], STEPS["1"].tile(32, Dtype.FP32, 10**6), 32, Dtype.FP32, (9, 0)).make()
+        source_of("1", 32).make()
 
 
 @pytest.mark.usefixtures("nvrtc")
@@ -112,16 +114,16 @@ def test_a_missing_package_is_one_sentence(monkeypatch):
 
 
 def test_the_table():
-    for name, step in STEPS.items():
-        assert name == step.name
-        assert all((nvrtc.SOURCES / step.source(dtype)).is_file() for dtype in step.dtypes)
-        for d in range(1, steps.WIDEST + 1):
-            assert d <= step.padded(d) < d + step.multiple
-            for dtype in step.dtypes:
-                tiles = [tile for n in (1, 3, 9) for tile in step.tiles(step.padded(d), dtype, n)]
+    for name, kernel in KERNELS.items():
+        assert name == kernel.name
+        assert all((nvrtc.SOURCES / file).is_file() for file in kernel.sources.values())
+        for d in range(1, WIDEST + 1):
+            assert d <= kernel.padded(d) < d + kernel.multiple
+            for dtype in kernel.dtypes:
+                tiles = [tile for n in (1, 3, 9) for tile in kernel.tiles(kernel.padded(d), dtype, n)]
                 assert tiles and all(tile.shared > 0 < tile.br for tile in tiles)
     for dtype in Dtype:
-        fastest = next(name for name in steps.FASTEST if dtype in STEPS[name].dtypes)
-        assert steps.default(64, dtype, (9, 0), 227 * 1024).name == fastest
-    with pytest.raises(ValueError, match="no step takes d = 64 on this GPU, of compute capability 7.0"):
-        steps.default(64, Dtype.FP32, (7, 0), 96 * 1024)
+        fastest = next(name for name in FASTEST if dtype in KERNELS[name].dtypes)
+        assert choose(None, 64, dtype, GPUS[9, 0])[0].name == fastest
+    with pytest.raises(ValueError, match="no kernel takes d = 64 on this GPU, of compute capability 7.0"):
+        choose(None, 64, Dtype.FP32, Gpu("a GPU", (7, 0), 96 * 1024, 80))

@@ -16,9 +16,9 @@ CASE = dict(lengths=(64,), widths=(16,), heads=2, device="cuda")
 
 
 def on_cpu(monkeypatch):
-    """Let part0 compute the steps."""
+    """Let part0 compute the kernels."""
 
-    def pretend(part, q, k, v, *, causal=False, step=None, **options):
+    def pretend(part, q, k, v, *, causal=False, kernel=None, **options):
         return attention("part0", q, k, v, causal=causal)
 
     monkeypatch.setattr(contenders, "attention", pretend)
@@ -31,23 +31,26 @@ def measured(names, rounds=3, gpu=None, **case):
 
 
 def test_a_plan_is_every_contender_with_a_warm_and_a_cold_cache():
-    cells = plan(["part4", "step1", "sdpa-math"], widths=(16, 32), device="cuda", dtype="bf16")
+    cells = plan(["part4", "kernel1", "sdpa-math"], widths=(16, 32), device="cuda", dtype="bf16")
     assert [(c.contender, c.d, c.l2) for c in cells[:6]] == [
-        (name, 16, l2) for l2 in ("warm", "cold") for name in ("part4", "step1", "sdpa-math")
+        (name, 16, l2) for l2 in ("warm", "cold") for name in ("part4", "kernel1", "sdpa-math")
     ]
     assert len(cells) == 12 and len({cell.group for cell in cells}) == 4
     assert {(c.simd, c.br, c.bc, c.threads, c.device) for c in cells} == {(None, None, None, 1, "cuda")}
-    assert not any(cell.causal for cell in plan(["step1"], queries=1, masks=[True], device="cuda"))
+    assert not any(cell.causal for cell in plan(["kernel1"], queries=1, masks=[True], device="cuda"))
 
 
 def test_a_wrong_plan():
     for arguments, message in (
-        (dict(names=["part1"]), "contender is 'part1'; on CUDA it must be one of part0, part4, step1,"),
+        (dict(names=["part1"]), "contender is 'part1'; on CUDA it must be one of part0, part4, kernel1,"),
         (dict(names=["numba-spilled"], dtype="bf16"), "contender 'numba-spilled' takes fp32 only"),
         (dict(names=["part0"], device="tpu"), "device is 'tpu'; it must be one of cpu, cuda"),
-        (dict(names=["step1"], l2s=["hot"]), "l2 is 'hot'; on CUDA it must be one of warm, cold"),
-        (dict(names=["step1"], queries=3, masks=[True]), "queries is 3; with a causal mask it must be 1 or"),
-        (dict(names=["step1"], device="cpu"), "contender is 'step1'; it must be one of part0,"),
+        (dict(names=["kernel1"], l2s=["hot"]), "l2 is 'hot'; on CUDA it must be one of warm, cold"),
+        (
+            dict(names=["kernel1"], queries=3, masks=[True]),
+            "queries is 3; with a causal mask it must be 1",
+        ),
+        (dict(names=["kernel1"], device="cpu"), "contender is 'kernel1'; it must be one of part0,"),
     ):
         with naming(arguments), pytest.raises(ValueError, match=message):
             plan(**{"device": "cuda"} | arguments)
@@ -55,9 +58,9 @@ def test_a_wrong_plan():
 
 def test_a_run_verifies_times_and_skips(monkeypatch):
     on_cpu(monkeypatch)
-    done = measured(["part0", "step1", "sdpa-math", "sdpa-cudnn"])
+    done = measured(["part0", "kernel1", "sdpa-math", "sdpa-cudnn"])
     assert done.complete and done.busy is None
-    assert [r.cell.contender for r in done.results] == ["part0", "step1", "sdpa-math", "sdpa-cudnn"] * 2
+    assert [r.cell.contender for r in done.results] == ["part0", "kernel1", "sdpa-math", "sdpa-cudnn"] * 2
     for result in done.results:
         if result.cell.contender == "sdpa-cudnn":  # refuses tensors on a CPU
             assert result.status == "skipped" and result.note and "\n" not in result.note
@@ -84,7 +87,7 @@ def test_what_does_not_fit_is_skipped_and_inputs_that_do_not_are_refused(monkeyp
 
 def test_bytes_are_counted_where_they_bound(monkeypatch):
     on_cpu(monkeypatch)
-    done = measured(["step1"], lengths=(4096,), queries=1, dtype="bf16")
+    done = measured(["kernel1"], lengths=(4096,), queries=1, dtype="bf16")
     assert {r.traffic for r in done.results} == {2 * 16 * (2 + 2 * 4096) * 2}
     assert done.tensor_peaks == {"bf16": 4e14} and done.peak(done.results[0].cell) == 4e14
     text = report.text(done, "md")
@@ -92,7 +95,7 @@ def test_bytes_are_counted_where_they_bound(monkeypatch):
     assert rows["cold"]["reading_share"] == 1e-3 / 2e-3 and rows["warm"]["reading_share"] == 5e-4 / 1e-3
     assert "| GB/s | of bandwidth | of reading |" in text
     assert "400 TFLOP/s in bf16 by PyTorch's product" in text
-    assert {r.traffic for r in measured(["step1"], lengths=(512,)).results} == {None}
+    assert {r.traffic for r in measured(["kernel1"], lengths=(512,)).results} == {None}
 
 
 def test_a_saved_run_of_a_gpu_is_read_as_it_was(tmp_path, cli):
@@ -101,7 +104,7 @@ def test_a_saved_run_of_a_gpu_is_read_as_it_was(tmp_path, cli):
     assert report.load(tmp_path / "run.json") == done
     shown = cli("bench", "--load", "run.json")
     assert shown.returncode == 0
-    assert "FMA peak 50 TFLOP/s in fp32" in shown.stdout and "| over step before | over C++ |" in shown.stdout
+    assert "FMA peak 50 TFLOP/s in fp32" in shown.stdout and "| over kernel before | over C++" in shown.stdout
     assert "sequential C++ (part1, one core of the CPU, N 4096, d 32, 2 heads): 2 s; scaled" in shown.stdout
     for form in ("csv", "jsonl"):
         assert "Fake GPU" in cli("bench", "--load", "run.json", "-o", form).stdout
@@ -116,13 +119,13 @@ def test_the_ladder(tmp_path, cli):
     done = gpu_run()
     figure = plots.ladder(done)
     over_cpp, over_before = figure.axes
-    steps = [r.cell.contender for r in done.results if r.cell.contender.startswith("step")]
-    heights = dict(zip(steps, (bar.get_height() for bar in over_cpp.patches)))
-    # Step 1 takes 1 ms, step 3 a third of it, and sequential C++ 2 s for 2 of 100 heads.
-    assert heights["step1"] == pytest.approx(100 / 1.0045e-3)
-    assert heights["step3"] == pytest.approx(3 * heights["step1"])
-    heights = dict(zip(steps, (bar.get_height() for bar in over_before.patches)))
-    assert heights["step1"] == 0 and heights["step3"] == pytest.approx(1.5)
+    kernels = [r.cell.contender for r in done.results if r.cell.contender.startswith("kernel")]
+    heights = dict(zip(kernels, (bar.get_height() for bar in over_cpp.patches)))
+    # Kernel 1 takes 1 ms, kernel 3 a third of it, and sequential C++ 2 s for 2 of 100 heads.
+    assert heights["kernel1"] == pytest.approx(100 / 1.0045e-3)
+    assert heights["kernel3"] == pytest.approx(3 * heights["kernel1"])
+    heights = dict(zip(kernels, (bar.get_height() for bar in over_before.patches)))
+    assert heights["kernel1"] == 0 and heights["kernel3"] == pytest.approx(1.5)
     assert "2 heads): 2 s; scaled by work to 100 s" in figure.get_suptitle()
     report.save(done, tmp_path / "run.json")
     drawn = cli("bench", "--load", "run.json", "--plot", "pictures")
@@ -134,13 +137,13 @@ def test_the_command_measures_on_the_gpu(monkeypatch, cli, results):
     on_cpu(monkeypatch)
     monkeypatch.setattr(cuda, "Gpu", FakeGpu)
     small = ["-N", 64, "-d", 16, "--batch", 2, "-r", 2, "--min-time", 0]
-    done = cli("bench", "part0,step2,sdpa-math", "--device", "cuda", *small, "--save", "run.json")
+    done = cli("bench", "part0,kernel2,sdpa-math", "--device", "cuda", *small, "--save", "run.json")
     assert done.returncode == 0, done.stderr
     assert "Fake GPU, compute capability 9.0, 132 multiprocessors" in done.stdout
     assert "N 64, d 16, batch 2, heads 1, mask none, device cuda\n" in done.stdout
-    assert done.stdout.count("| step2 | ") == 2
-    again = cli("bench", "step2", "--device", "cuda", *small, "--l2", "cold", "--save", "run.json")
-    assert again.stdout.count("| step2 | ") == 1
+    assert done.stdout.count("| kernel2 | ") == 2
+    again = cli("bench", "kernel2", "--device", "cuda", *small, "--l2", "cold", "--save", "run.json")
+    assert again.stdout.count("| kernel2 | ") == 1
 
 
 def test_refused_on_cuda(failed):
@@ -155,4 +158,4 @@ def test_refused_on_cuda(failed):
         with naming(arguments):
             assert message in failed("bench", "--device", "cuda", *arguments)
     if not torch.cuda.is_available():
-        assert "device is 'cuda', and" in failed("bench", "--device", "cuda", "step1", "--save")
+        assert "device is 'cuda', and" in failed("bench", "--device", "cuda", "kernel1", "--save")

@@ -1,4 +1,4 @@
-"""The counts of CUDA steps: bank conflicts, meetings of tiles, and totals that can be reckoned by hand."""
+"""The counts of CUDA kernels: bank conflicts, meetings of tiles, and totals that can be reckoned by hand."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ import itertools
 import pytest
 from support import naming
 
-from attention_ext.cuda.steps import STEPS
+from attention_ext.cuda.kernels import KERNELS, Gpu
 from lab.costs import Case
 from lab.cuda.architectures import SHEETS
 from lab.cuda.costs import BANKS, COUNTS, LANES, SAME, Launch, banked, costs, visits
 
 L2 = 50 << 20
-ROOM = SHEETS["sm_90"].architecture.block_shared
+ON = SHEETS["sm_90"]
+GPU = Gpu(ON.name, ON.capability, ON.architecture.block_shared, ON.multiprocessors)
 
 
 def count(name, N=4096, d=32, heads=100, causal=False, dtype=None):
-    step = STEPS[name]
-    dtype = dtype or step.dtypes[0]
-    tile = step.tile(d, dtype, ROOM)
+    kernel = KERNELS[name]
+    dtype = dtype or kernel.dtypes[0]
+    tile = kernel.tile(d, dtype, GPU)
     case = Case(N, N, d, heads, causal, tile.br, tile.bc, 1, dtype)
-    return costs(Launch(case, step, tile, resident=264))
+    return costs(Launch(case, kernel, tile, resident=264))
 
 
-NAMES = [name for name in STEPS if name in COUNTS]
+NAMES = [name for name in KERNELS if name in COUNTS]
 
 
 def test_bank_conflicts():
@@ -55,12 +56,12 @@ def test_meetings_of_tiles(causal):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_step_counts_at_least_what_it_must(name):
+def test_every_kernel_counts_at_least_what_it_must(name):
     for d, causal in itertools.product((8, 32, 80, 256), (False, True)):
         with naming(d, causal):
             found = count(name, N=300, d=d, heads=3, causal=causal)
             assert found.over_fewest >= 1 and all(each.wavefronts >= each.fewest > 0 for each in found.shared)
-            tensors = 4 * 300 * 3 * d * STEPS[name].dtypes[0].bytes
+            tensors = 4 * 300 * 3 * d * KERNELS[name].dtypes[0].bytes
             assert found.asked >= found.from_memory(L2) >= tensors
             assert found.exponentials >= 3 * 300 * (301 / 2 if causal else 300)
             assert found.blocks >= 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 import pytest
@@ -11,8 +10,8 @@ from support import naming
 
 from attention_ext import BuildError
 from attention_ext.build import nvrtc
-from attention_ext.cuda import kernels
-from attention_ext.cuda.steps import STEPS
+from attention_ext.cuda import driver
+from attention_ext.cuda.kernels import KERNELS
 from attention_ext.parts import Dtype
 from lab.cuda import nsight
 from lab.cuda.architectures import SHEETS, occupancy
@@ -35,7 +34,7 @@ def compiler() -> None:
 def gpu(compiler) -> int:
     """The number of a GPU; skip the test without one."""
     try:
-        kernels.check_gpu()
+        driver.check_gpu()
     except BuildError as error:
         pytest.skip(str(error))
     return torch.cuda.current_device()
@@ -48,23 +47,23 @@ def explained(**change) -> str:
 
 
 CASES = [  # one of them is compiled by default
-    pytest.param(step, arch, marks=[pytest.mark.full] * ((step, arch) != ("2", "sm_90")))
-    for step in STEPS
+    pytest.param(kernel, arch, marks=[pytest.mark.full] * ((kernel, arch) != ("2", "sm_90")))
+    for kernel in KERNELS
     for arch in SHEETS
 ]
 
 
-@pytest.mark.parametrize("step, arch", CASES)
-def test_each_step_is_explained_without_a_gpu(compiler, arch, step):
-    row, on = STEPS[step], SHEETS[arch]
+@pytest.mark.parametrize("kernel, arch", CASES)
+def test_each_kernel_is_explained_without_a_gpu(compiler, arch, kernel):
+    row, on = KERNELS[kernel], SHEETS[arch]
     dtype = row.dtypes[0]
     if not row.runs_on(on.capability):
-        with pytest.raises(ValueError, match=f"step is '{step}'; it needs compute capability"):
-            explained(arch=arch, step=step, dtype=dtype)
+        with pytest.raises(ValueError, match=f"kernel is '{kernel}'; it needs compute capability"):
+            explained(arch=arch, kernel=kernel, dtype=dtype)
         return
-    text = explained(arch=arch, step=step, dtype=dtype)
+    text = explained(arch=arch, kernel=kernel, dtype=dtype)
     assert text.startswith(
-        f"part4, step {step}, {row.summary}: 6 heads of N = 256, d = 32, {dtype}, no mask\n"
+        f"part4, kernel {kernel}, {row.summary}: 6 heads of N = 256, d = 32, {dtype}, no mask\n"
     )
     assert f"{on.name}, {on.multiprocessors} multiprocessors" in text and "by its data sheet" in text
     assert re.search(r"^registers   \d+ a thread; spilled: (none|\d+ B stored, \d+ B loaded);", text, re.M)
@@ -72,23 +71,25 @@ def test_each_step_is_explained_without_a_gpu(compiler, arch, step):
     assert text.endswith("measured    not: this is counted for an architecture, without a GPU")
     limits = {name: float(ms) for ms, name in re.findall(r"([\d.e-]+) ms for (.+?) \(", text)}
     assert re.search(r"^bound by    (.+)$", text, re.M)[1] == max(limits, key=limits.get)
-    if step in COUNTS:
+    if kernel in COUNTS:
         assert re.search(r"^  all +(\S+ \S+ +\S+ x|- +-) +\S+ \S+ +\S+ \S+$", text, re.M), text
         assert {"memory", "exponentials"} < set(limits)
-        assert ("shared memory" in limits) == (step != "split")
+        assert ("shared memory" in limits) == (kernel != "split")
     else:
-        assert f"moved       not counted for step {step}" in text
+        assert f"moved       not counted for kernel {kernel}" in text
 
 
 @pytest.mark.full
 def test_spills_and_conflicts_show(compiler):
-    assert re.search(r"spilled: [1-9]\d* B stored, [1-9]\d* B", explained(arch="sm_90", step="3-spilled"))
-    text = explained(arch="sm_90", step="2-unpadded")
+    assert re.search(r"spilled: [1-9]\d* B stored, [1-9]\d* B", explained(arch="sm_90", kernel="3-spilled"))
+    text = explained(arch="sm_90", kernel="2-unpadded")
     assert "spilled: none" in text and float(re.search(r"^  K +\S+ \S+ +(\S+) x", text, re.M)[1]) > 10
 
 
 def test_the_command(cli, compiler):
-    done = cli("explain", "part4", "--device", "cuda", "--arch", "sm_90", "--step", "2", "--causal", "-d", 40)
+    done = cli(
+        "explain", "part4", "--device", "cuda", "--arch", "sm_90", "--kernel", "2", "--causal", "-d", 40
+    )
     assert done.returncode == 0, done.stderr
     assert "100 heads of N = 4096, d = 40, fp32, causal" in done.stdout
     pairs = 4096 * 4097 / 2
@@ -99,34 +100,34 @@ def test_wrong_options(failed, monkeypatch):
     def check_gpu() -> None:
         raise BuildError("there is no GPU")
 
-    monkeypatch.setattr(kernels, "check_gpu", check_gpu)
+    monkeypatch.setattr(driver, "check_gpu", check_gpu)
     for arguments, message in (
         ("part0 --device cuda", "PART is part0; it must be part4"),
         ("part4 --device cuda --simd off", "--simd does not go with --device cuda"),
         ("part4 --device cuda --cachegrind", "--cachegrind does not go with --device cuda"),
-        ("part4 --step 1", "--step goes with --device cuda only"),
+        ("part4 --kernel 1", "--kernel goes with --device cuda only"),
         ("part4 --arch sm_90", "--arch goes with --device cuda only"),
         ("part4 --device cuda --arch sm_90 -N 9 --queries 10 --causal", "at most N=9 with a"),
         ("part4 --device cuda --arch sm_20", "'sm_20' is not one of"),
         ("part4 --device cuda --arch sm_90 -d 257", "d is 257; it must be at most 256 on CUDA"),
         ("part4 --device cuda --arch sm_90 -N 99999999", "N is 99999999; it must be at most"),
-        ("part4 --device cuda", "there is no GPU; --arch sm_80|sm_90|sm_100 explains a step without a GPU"),
+        ("part4 --device cuda", "there is no GPU; --arch sm_80|sm_90|sm_100 explains a kernel without a GPU"),
     ):
         with naming(arguments):
             assert message in failed("explain", *arguments.split())
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("d", [32, 128])
-def test_the_driver_counts_the_same_blocks(gpu, step, d):
-    row, on = STEPS[step], kernels.gpu(gpu)
+def test_the_driver_counts_the_same_blocks(gpu, kernel, d):
+    row, on = KERNELS[kernel], driver.gpu(gpu)
     dtype = row.dtypes[0]
     if not row.runs_on(on.capability):
-        pytest.skip(f"{on.name} cannot run step {step}")
-    answer = compiled(Question(**ASKED | dict(d=d, dtype=dtype), step=step))
+        pytest.skip(f"{on.name} cannot run kernel {kernel}")
+    answer = compiled(Question(**ASKED | dict(d=d, dtype=dtype), kernel=kernel))
     assert answer.driver and answer.blocks == answer.fits.blocks
-    tile = row.tile(d, Dtype(dtype), on.shared)
-    own = occupancy(answer.on.architecture, math.prod(tile.threads), answer.resources.registers, tile.shared)
+    tile = row.tile(d, Dtype(dtype), on)
+    own = occupancy(answer.on.architecture, tile.threads, answer.resources.registers, tile.shared)
     assert own.blocks == answer.blocks
 
 
@@ -136,4 +137,4 @@ def test_it_is_measured_on_a_gpu(gpu, monkeypatch):
     assert "Nsight      not counted: ncu (Nsight Compute) was not found on PATH" in text
     limits = [float(ms) for ms in re.findall(r"([\d.e-]+) ms for ", text)]
     measured = float(re.search(r"^measured    ([\d.]+) ms", text, re.M)[1])
-    assert measured > 0.9 * max(limits)  # no step is faster than its bounds
+    assert measured > 0.9 * max(limits)  # no kernel is faster than its bounds

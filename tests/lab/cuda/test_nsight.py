@@ -16,7 +16,7 @@ HEAD = (
 
 
 LINE = (
-    '"{}","321","python3","127.0.0.1","attention_step1","1","7","(32, 32, 1)","(256, 1, 1)","0",'
+    '"{}","321","python3","127.0.0.1","attention_kernel1","1","7","(32, 32, 1)","(256, 1, 1)","0",'
     '"9.0","Command line profiler metrics","{}","{}","{}"'
 )
 # for each metric, the unit and value of two launches

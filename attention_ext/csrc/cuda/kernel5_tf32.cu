@@ -1,57 +1,56 @@
-// Step 5 in float32: the tensor cores with mma.sync, as three products of tf32 parts (FlashAttention-2).
-// Source: Dao 2023, arXiv:2307.08691. Least architecture: sm_80. The softmax and the loop are in step5.h.
+// Kernel 5 in float32: the tensor cores with mma.sync, as three products of tf32 parts (FlashAttention-2).
+// Source: Dao 2023, arXiv:2307.08691. Least architecture: sm_80. The softmax and the loop are in kernel5.h.
 //
 // Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); float32; d is a multiple of 8 up to 256;
 //     pointers and strides are multiples of 16 bytes. Tiles of BR queries and BC keys.
-// Loop nest: that of step5.h; in each chunk, over groups of keys and blocks of 32 columns:
+// Loop nest: that of kernel5.h; in each chunk, over groups of keys and blocks of 32 columns:
 //         T <- Q K^T by three products, S <- S + T; later T <- P V by three products, O <- O + T
-// Launch: B H ceil(Nq / BR) blocks of 32 WARPS threads.
+// Launch: B H ceil(Nq / BR) blocks of THREADS threads.
 // Shared memory: K and V, STAGES * 2 * BC * STRIDE bytes; Q, 4 BR d bytes, or 8 BR d as two parts (Q_SPLIT).
 //     68, 98 and 98 KiB at d = 32, 64 and 128.
 // Registers: 216, 251 and 234 at d = 32, 64 and 128; sm_90, none spilled.
-// Improves on step 4: an instruction of the tensor cores does 1,024 multiply-adds. x = high + low, and x y =
+// Improves on kernel 4: an instruction of the tensor cores does 1,024 multiply-adds. x = high + low, and x y =
 //     high high + high low + low high, each exact in tf32 products. The tensor cores round sums towards zero.
 //     Over thousands of keys the error grows to 40 times SDPA's, so only sums of 32 columns or one chunk of
 //     keys are left to them.
 // Bound: the tensor cores, and shared memory at d = 128.
 // Infinite numbers, and finite ones from 3.4019e38 on, have no low part: inf - inf is NaN. A row that sees
 //     such a key, or has it in its query, is NaN; such a value makes its column NaN in the rows that see it.
-// Command: python gpt.py bench step3,step4,step5,sdpa-efficient,sdpa-math --device cuda -d 32,64,128
+// Command: python gpt.py bench kernel3,kernel4,kernel5,sdpa-efficient,sdpa-math --device cuda -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
 // Measured: NVIDIA H200, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's efficient
 //     backend:
 //         no mask  66.0 (3.19), 72.6 (2.04), 61.1 (1.30)
 //         causal   61.0 (3.13), 67.4 (1.99), 57.9 (1.29)
-//     That is 1.72, 1.69 and 1.40 times step 4; causal 1.56, 1.55 and 1.32 times.
-#include "step5.h"
+//     That is 1.72, 1.69 and 1.40 times kernel 4; causal 1.56, 1.55 and 1.32 times.
+#include "kernel5.h"
 
-// Macros beside those of step5.h: Q_SPLIT 1: the queries are kept as their two parts; 0: split at each use.
+// Macros beside those of kernel5.h: Q_SPLIT 1: the queries are kept as their two parts; 0: split at each use.
 
 constexpr int GROUP = CHUNK >= 32 ? 4 : 2;  // 8-key tiles of scores that share a load of the queries
-constexpr int Q_PARTS = Q_SPLIT ? 2 : 1;    // 16 bytes of a lane for 16 queries and K_STEP columns
-constexpr int Q_WARP = M_TILES * Q_STEPS * Q_PARTS * 512;  // bytes of a warp's queries
+constexpr int Q_PARTS = Q_SPLIT ? 2 : 1;    // 16 bytes of a lane for 16 queries and SLICE columns
+constexpr int Q_WARP = M_TILES * SLICES * Q_PARTS * 512;  // bytes of a warp's queries
 
-// In shared memory: for a tile of 16 rows and a step of K_STEP columns the four numbers of each lane, with
+// In shared memory: for a tile of 16 rows and a slice of SLICE columns the four numbers of each lane, with
 // Q_SPLIT their high parts and then their low ones.
 struct Queries {
     unsigned lane_at;  // address of the lane's first 16 bytes; the next lane's follow
-    __device__ inline unsigned at(int tile, int step) const {
-        return lane_at + (tile * Q_STEPS + step) * (Q_PARTS * 512);
+    __device__ inline unsigned at(int tile, int slice) const {
+        return lane_at + (tile * SLICES + slice) * (Q_PARTS * 512);
     }
-    __device__ inline void put(const float (&x)[4], int tile, int step) const {
+    __device__ inline void put(const float (&x)[4], int tile, int slice) const {
         unsigned high[4], low[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
+        UNROLLED(e, 4) {
             split(x[e], high[e], low[e]);
             if (!Q_SPLIT) high[e] = __float_as_uint(x[e]);
         }
-        store_shared(at(tile, step), make_uint4(high[0], high[1], high[2], high[3]));
-        if (Q_SPLIT) store_shared(at(tile, step) + 512, make_uint4(low[0], low[1], low[2], low[3]));
+        store_shared(at(tile, slice), make_uint4(high[0], high[1], high[2], high[3]));
+        if (Q_SPLIT) store_shared(at(tile, slice) + 512, make_uint4(low[0], low[1], low[2], low[3]));
     }
-    __device__ inline void get(unsigned (&high)[4], unsigned (&low)[4], int tile, int step) const {
-        const uint4 x = reload_shared(at(tile, step));
+    __device__ inline void get(unsigned (&high)[4], unsigned (&low)[4], int tile, int slice) const {
+        const uint4 x = reload_shared(at(tile, slice));
         if (Q_SPLIT) {
-            const uint4 y = reload_shared(at(tile, step) + 512);
+            const uint4 y = reload_shared(at(tile, slice) + 512);
             high[0] = x.x, high[1] = x.y, high[2] = x.z, high[3] = x.w;
             low[0] = y.x, low[1] = y.y, low[2] = y.z, low[3] = y.w;
         } else {
@@ -66,90 +65,60 @@ struct Queries {
 // GROUP tiles of 8 keys and 32 of the d columns at a time. The sum over d may take any order: of 32 columns a
 // lane has 8 t to 8 t + 7, in K two 16-byte loads.
 __device__ inline void scores(Scores& S, const Queries& Q, unsigned k) {
-#pragma unroll
-    for (int block = 0; block < DP / 32; ++block)
+    UNROLLED(block, WIDTH / 32)
 #pragma unroll
         for (int n0 = 0; n0 < CHUNK / 8; n0 += GROUP) {
             float T[M_TILES][GROUP][4] = {};
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            UNROLLED(half, 2) {
                 unsigned high[GROUP][4], low[GROUP][4];
-#pragma unroll
-                for (int n = 0; n < GROUP; ++n)
+                UNROLLED(n, GROUP)
                     split(load_shared(k + (n0 + n) * 8 * STRIDE + block * 128 + half * 16), high[n], low[n]);
-#pragma unroll
-                for (int step = 0; step < 2; ++step) {
+                UNROLLED(slice, 2) {
                     unsigned a_high[M_TILES][4], a_low[M_TILES][4];
-#pragma unroll
-                    for (int i = 0; i < M_TILES; ++i)
-                        Q.get(a_high[i], a_low[i], i, block * 4 + half * 2 + step);
-#pragma unroll
-                    for (int n = 0; n < GROUP; ++n)
-#pragma unroll
-                        for (int i = 0; i < M_TILES; ++i)
-                            multiply_tf32(T[i][n], a_low[i], high[n][2 * step], high[n][2 * step + 1]);
-#pragma unroll
-                    for (int n = 0; n < GROUP; ++n)
-#pragma unroll
-                        for (int i = 0; i < M_TILES; ++i)
-                            multiply_tf32(T[i][n], a_high[i], low[n][2 * step], low[n][2 * step + 1]);
-#pragma unroll
-                    for (int n = 0; n < GROUP; ++n)
-#pragma unroll
-                        for (int i = 0; i < M_TILES; ++i)
-                            multiply_tf32(T[i][n], a_high[i], high[n][2 * step], high[n][2 * step + 1]);
+                    UNROLLED(i, M_TILES) Q.get(a_high[i], a_low[i], i, block * 4 + half * 2 + slice);
+                    UNROLLED(n, GROUP)
+                        UNROLLED(i, M_TILES)
+                            multiply_tf32(T[i][n], a_low[i], high[n][2 * slice], high[n][2 * slice + 1]);
+                    UNROLLED(n, GROUP)
+                        UNROLLED(i, M_TILES)
+                            multiply_tf32(T[i][n], a_high[i], low[n][2 * slice], low[n][2 * slice + 1]);
+                    UNROLLED(n, GROUP)
+                        UNROLLED(i, M_TILES)
+                            multiply_tf32(T[i][n], a_high[i], high[n][2 * slice], high[n][2 * slice + 1]);
                 }
             }
-#pragma unroll
-            for (int n = 0; n < GROUP; ++n)
-#pragma unroll
-                for (int i = 0; i < M_TILES; ++i)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        S[i][n0 + n][e] = block ? S[i][n0 + n][e] + T[i][n][e] : T[i][n][e];
+            UNROLLED(n, GROUP)
+                UNROLLED(i, M_TILES)
+                    UNROLLED(e, 4) S[i][n0 + n][e] = block ? S[i][n0 + n][e] + T[i][n][e] : T[i][n][e];
         }
 }
 
 // 32 columns at a time. The sum over the keys may take any order, and so may the columns: the scores' c0 and
 // c1, keys 2 t and 2 t + 1, are a0 and a2 here; a lane has columns 4 g to 4 g + 3 of V.
 __device__ inline void add_values(Output& O, const Weights& P, unsigned v) {
-#pragma unroll
-    for (int block = 0; block < DP / 32; ++block) {
+    UNROLLED(block, WIDTH / 32) {
         float T[M_TILES][4][4] = {};
-#pragma unroll
-        for (int keys = 0; keys < CHUNK / 8; ++keys) {
+        UNROLLED(keys, CHUNK / 8) {
             unsigned a_high[M_TILES][4], a_low[M_TILES][4], high[2][4], low[2][4];
-#pragma unroll
-            for (int i = 0; i < M_TILES; ++i) {
+            UNROLLED(i, M_TILES) {
                 const unsigned (&p)[4] = P[i][keys];
                 split(make_uint4(p[0], p[2], p[1], p[3]), a_high[i], a_low[i]);
             }
-#pragma unroll
-            for (int j = 0; j < 2; ++j)
-                split(load_shared(v + (keys * 8 + j) * STRIDE + block * 128), high[j], low[j]);
-#pragma unroll
-            for (int n = 0; n < 4; ++n)
-#pragma unroll
-                for (int i = 0; i < M_TILES; ++i) multiply_tf32(T[i][n], a_low[i], high[0][n], high[1][n]);
-#pragma unroll
-            for (int n = 0; n < 4; ++n)
-#pragma unroll
-                for (int i = 0; i < M_TILES; ++i) multiply_tf32(T[i][n], a_high[i], low[0][n], low[1][n]);
-#pragma unroll
-            for (int n = 0; n < 4; ++n)
-#pragma unroll
-                for (int i = 0; i < M_TILES; ++i) multiply_tf32(T[i][n], a_high[i], high[0][n], high[1][n]);
+            UNROLLED(j, 2) split(load_shared(v + (keys * 8 + j) * STRIDE + block * 128), high[j], low[j]);
+            UNROLLED(n, 4)
+                UNROLLED(i, M_TILES) multiply_tf32(T[i][n], a_low[i], high[0][n], high[1][n]);
+            UNROLLED(n, 4)
+                UNROLLED(i, M_TILES) multiply_tf32(T[i][n], a_high[i], low[0][n], low[1][n]);
+            UNROLLED(n, 4)
+                UNROLLED(i, M_TILES) multiply_tf32(T[i][n], a_high[i], high[0][n], high[1][n]);
         }
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-#pragma unroll
-            for (int i = 0; i < M_TILES; ++i)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) O[i][block * 4 + n][e] += T[i][n][e];
+        UNROLLED(n, 4)
+            UNROLLED(i, M_TILES)
+                UNROLLED(e, 4) O[i][block * 4 + n][e] += T[i][n][e];
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(const Call call) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel5(const Call call) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int Nq = call.Nq, lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const Block block = block_of(call, BR);
@@ -158,21 +127,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
                                     TILE + 2 * t * STRIDE + g * 16);
 
     const Queries Q{shared_address(shared) + warp * Q_WARP + lane * 16};
-#pragma unroll
-    for (int i = 0; i < M_TILES; ++i)
-#pragma unroll
-        for (int b = 0; b < DP / 32; ++b) {
+    UNROLLED(i, M_TILES)
+        UNROLLED(b, WIDTH / 32) {
             float4 x[2][2] = {};
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
+            UNROLLED(h, 2)
+                UNROLLED(half, 2) {
                     const int row = warp_row + g + 16 * i + 8 * h, column = b * 32 + 8 * t + 4 * half;
                     if (row < Nq && column < D)
                         x[h][half] = *(const float4*)(block.q + row * call.q_strides.row + column);
                 }
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            UNROLLED(half, 2) {
                 const float4 upper = x[0][half], lower = x[1][half];
                 Q.put({upper.x, lower.x, upper.y, lower.y}, i, b * 4 + 2 * half);
                 Q.put({upper.z, lower.z, upper.w, lower.w}, i, b * 4 + 2 * half + 1);
@@ -184,16 +148,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
     attend<false>(s, Q, tiles, tiles.masked, tiles.count, warp_row);
     const long long first = block.head * Nq;
     finish(s, call, first, warp_row + g);
-#pragma unroll
-    for (int i = 0; i < M_TILES; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
+    UNROLLED(i, M_TILES)
+        UNROLLED(h, 2) {
             const int row = warp_row + g + 16 * i + 8 * h;
             if (row < Nq)
-#pragma unroll
-                for (int b = 0; b < DP / 32; ++b)
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
+                UNROLLED(b, WIDTH / 32)
+                    UNROLLED(half, 2) {
                         const int column = b * 32 + 8 * t + 4 * half, e = 2 * h + half;
                         if (column < D)
                             *(float4*)(call.out + (first + row) * D + column) =

@@ -1,7 +1,8 @@
-// What step5_16bit.cu and step5_tf32.cu share: the ring of tiles in shared memory, the softmax, and the loop
-// over chunks of keys. Each of them defines Queries, scores() and add_values(), the products in its arithmetic.
+// What kernel5_16bit.cu and kernel5_tf32.cu share: the ring of tiles in shared memory, the softmax, and the
+// loop over chunks of keys. Each of them defines Queries, scores() and add_values(), the products in its
+// arithmetic.
 //
-// Loop nest: the grid goes over (batch, head) and tiles of BR = 16 M_TILES WARPS queries, a block over tiles of
+// Loop nest: the grid goes over (batch, head) and tiles of BR queries, a block over tiles of
 //     BC keys, the last first:
 //         for chunks of CHUNK keys; every warp has 16 M_TILES queries and all the keys
 //             S <- Q K^T                                         tensor cores
@@ -14,28 +15,25 @@
 //     costs a multiply-add, an exponential, an addition and, in 16-bit formats, half a conversion; O is
 //     seldom rescaled. Weights reach LIMIT, so values beyond 2^127 / (LIMIT Nk) may overflow O, where SDPA's
 //     do not.
-// Masks: tiles with hidden keys come first, in a loop of their own. The loop for the others has no mask.
+// Masks: tiles with masked keys come first, in a loop of their own. The loop for the others has no mask.
 //
-// Macros, by cuda/tiles.py:
-//   WARPS    warps of a block
+// Macros of its own, by cuda/tiles.py:
 //   M_TILES  tiles of 16 queries of a warp
-//   BC       keys of a tile in shared memory
 //   CHUNK    keys whose scores are in registers at a time
 //   STAGES   tiles in shared memory
 //   BLOCKS   blocks that a multiprocessor should hold: bounds the registers
+//   WIDTH    d as the products see it; added columns are 0
+//   STRIDE   bytes of a row in shared memory
 #pragma once
 #include "call.h"
 #include "mma.h"
 
-constexpr int THREADS = 32 * WARPS, ROWS = 16 * M_TILES, BR = WARPS * ROWS;
+constexpr int WARPS = THREADS / 32, ROWS = 16 * M_TILES;
 constexpr int D = HEAD_DIM, SIZE = sizeof(Element);
-constexpr int COPY = 16 / SIZE, COPIES = D / COPY;  // elements of a 16-byte copy, copies of a row
-constexpr int WIDE = FORMAT == FP32 ? 32 : 16;
-constexpr int DP = (D + WIDE - 1) / WIDE * WIDE;     // d as the products see it; added columns are 0
-constexpr int K_STEP = FORMAT == FP32 ? 8 : 16;      // numbers that a product sums
-constexpr int STRIDE = ((DP * SIZE / 16) | 1) * 16;  // bytes of a row in shared memory: an odd number of 16
+constexpr int COPY = 16 / SIZE, COPIES = D / COPY;   // elements of a 16-byte copy, copies of a row
+constexpr int SLICE = FORMAT == FP32 ? 8 : 16;       // numbers that a product sums
 constexpr int TILE = BC * STRIDE, STAGE = 2 * TILE;  // K and V
-constexpr int CHUNKS = BC / CHUNK, UNITS = M_TILES * (CHUNK / 8), Q_STEPS = DP / K_STEP;
+constexpr int CHUNKS = BC / CHUNK, UNITS = M_TILES * (CHUNK / 8), SLICES = WIDTH / SLICE;
 // The largest sum of a lane's weights in a chunk. Float16 ends at 65,504: 2^14 leaves a factor of 4. Elsewhere
 // 2^24 leaves float32's sums over 2^31 keys far below 2^128, and m seldom moves.
 constexpr float LIMIT = FORMAT == FP16 ? 16384.0f : 16777216.0f;
@@ -43,8 +41,8 @@ constexpr float LIMIT = FORMAT == FP16 ? 16384.0f : 16777216.0f;
 static_assert(BC % CHUNK == 0 && CHUNK % 16 == 0 && STAGES >= 2, "tile");
 
 using Scores = float[M_TILES][CHUNK / 8][4];
-using Weights = unsigned[M_TILES][CHUNK / K_STEP][4];  // the bits of a float32, or of two 16-bit numbers
-using Output = float[M_TILES][DP / 8][4];
+using Weights = unsigned[M_TILES][CHUNK / SLICE][4];  // the bits of a float32, or of two 16-bit numbers
+using Output = float[M_TILES][WIDTH / 8][4];
 using Pairs = float[M_TILES][2];  // of a lane's rows g and g + 8 of each tile of 16
 
 struct Queries;  // of a warp, the left operands of Q K^T
@@ -104,13 +102,12 @@ __device__ inline Tiles begin_tiles(const Call& call, const Block& block, unsign
     const int end = keys_seen(call, min(block.first_query + BR, call.Nq) - 1);  // some row sees those below
     const int count = (end + BC - 1) / BC, unmasked = keys_seen(call, block.first_query) / BC;
     const Tiles tiles{call, block.k, block.v, ring, k_lane, v_lane, count, count - unmasked};
-    if (D != DP) {
-        constexpr int ADDED = D == DP ? 1 : (DP - D) / COPY;
+    if (D != WIDTH) {
+        constexpr int ADDED = D == WIDTH ? 1 : (WIDTH - D) / COPY;
         for (int c = threadIdx.x; c < STAGES * 2 * BC * ADDED; c += THREADS)
             store_shared(ring + c / ADDED * STRIDE + COPIES * 16 + c % ADDED * 16, make_uint4(0, 0, 0, 0));
     }
-#pragma unroll
-    for (int n = 0; n < STAGES - 1; ++n) tiles.load(n);
+    UNROLLED(n, STAGES - 1) tiles.load(n);
     return tiles;
 }
 
@@ -122,14 +119,10 @@ struct State {  // of a warp's rows; a lane has its share of l
     float scale;
 
     __device__ inline explicit State(float scale) : scale(scale) {
-#pragma unroll
-        for (int i = 0; i < M_TILES; ++i) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) m[i][h] = -INF, l[i][h] = 0.0f;
-#pragma unroll
-            for (int n = 0; n < DP / 8; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) O[i][n][e] = 0.0f;
+        UNROLLED(i, M_TILES) {
+            UNROLLED(h, 2) m[i][h] = -INF, l[i][h] = 0.0f;
+            UNROLLED(n, WIDTH / 8)
+                UNROLLED(e, 4) O[i][n][e] = 0.0f;
         }
     }
 };
@@ -139,14 +132,12 @@ template <bool SCALED>
 __device__ inline void weigh(Weights& P, Pairs& sums, const Scores& S, const Pairs& m, float scale, int unit) {
     const int i = unit / (CHUNK / 8), n = unit % (CHUNK / 8);
     float p[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
+    UNROLLED(e, 4)
         p[e] = exp2_approx(SCALED ? S[i][n][e] - m[i][e / 2] : fmaf(S[i][n][e], scale, -m[i][e / 2]));
     sums[i][0] = n ? sums[i][0] + (p[0] + p[1]) : p[0] + p[1];
     sums[i][1] = n ? sums[i][1] + (p[2] + p[3]) : p[2] + p[3];
     if constexpr (FORMAT == FP32) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) P[i][n][e] = __float_as_uint(p[e]);
+        UNROLLED(e, 4) P[i][n][e] = __float_as_uint(p[e]);
     } else {
         P[i][n / 2][n % 2 * 2] = pack(p[0], p[1]);
         P[i][n / 2][n % 2 * 2 + 1] = pack(p[2], p[3]);
@@ -168,35 +159,28 @@ __device__ inline float sum_of_row(float x) {
 template <bool SCALED>
 __device__ inline void settle(State& s, Weights& P, Pairs& sums, const Scores& S) {
     bool in_range = true;
-#pragma unroll
-    for (int i = 0; i < M_TILES; ++i) in_range = in_range && sums[i][0] < LIMIT && sums[i][1] < LIMIT;
+    UNROLLED(i, M_TILES) in_range = in_range && sums[i][0] < LIMIT && sums[i][1] < LIMIT;
     if (__any_sync(~0u, !in_range)) {
         const float scale = SCALED ? 1.0f : s.scale;
         Pairs subtracted;
-#pragma unroll
-        for (int i = 0; i < M_TILES; ++i)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
+        UNROLLED(i, M_TILES)
+            UNROLLED(h, 2) {
                 float largest = -INF;
-#pragma unroll
-                for (int n = 0; n < CHUNK / 8; ++n)
+                UNROLLED(n, CHUNK / 8)
                     largest = fmaxf(largest, fmaxf(S[i][n][2 * h] * scale, S[i][n][2 * h + 1] * scale));
                 const float m_new = fmaxf(s.m[i][h], largest_of_row(largest));
                 subtracted[i][h] = subtrahend(m_new);
                 const float correction = exp2_approx(s.m[i][h] - subtracted[i][h]);
                 s.m[i][h] = m_new;
                 s.l[i][h] *= correction;
-#pragma unroll
-                for (int n = 0; n < DP / 8; ++n) {
+                UNROLLED(n, WIDTH / 8) {
                     s.O[i][n][2 * h] *= correction;
                     s.O[i][n][2 * h + 1] *= correction;
                 }
             }
-#pragma unroll
-        for (int unit = 0; unit < UNITS; ++unit) weigh<SCALED>(P, sums, S, subtracted, s.scale, unit);
+        UNROLLED(unit, UNITS) weigh<SCALED>(P, sums, S, subtracted, s.scale, unit);
     }
-#pragma unroll
-    for (int i = 0; i < M_TILES; ++i) s.l[i][0] += sums[i][0], s.l[i][1] += sums[i][1];
+    UNROLLED(i, M_TILES) s.l[i][0] += sums[i][0], s.l[i][1] += sums[i][1];
 }
 
 // ---- one chunk after the other ----
@@ -218,22 +202,17 @@ __device__ inline void attend(State& s, const Queries& Q, const Tiles& tiles, in
             Scores S;
             scores(S, Q, at + tiles.k_lane + c * (CHUNK * STRIDE));
             if (MASKED) {
-#pragma unroll
-                for (int i = 0; i < M_TILES; ++i)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        const int visible = keys_seen(call, warp_row + 16 * i + 8 * h + g) - key - 2 * t;
-#pragma unroll
-                        for (int n = 0; n < CHUNK / 8; ++n)
-#pragma unroll
-                            for (int e = 0; e < 2; ++e)
-                                S[i][n][2 * h + e] = 8 * n + e < visible ? S[i][n][2 * h + e] * s.scale : -INF;
+                UNROLLED(i, M_TILES)
+                    UNROLLED(h, 2) {
+                        const int seen = keys_seen(call, warp_row + 16 * i + 8 * h + g) - key - 2 * t;
+                        UNROLLED(n, CHUNK / 8)
+                            UNROLLED(e, 2)
+                                S[i][n][2 * h + e] = 8 * n + e < seen ? S[i][n][2 * h + e] * s.scale : -INF;
                     }
             }
             Weights P;
             Pairs sums;
-#pragma unroll
-            for (int unit = 0; unit < UNITS; ++unit) weigh<MASKED>(P, sums, S, s.m, s.scale, unit);
+            UNROLLED(unit, UNITS) weigh<MASKED>(P, sums, S, s.m, s.scale, unit);
             settle<MASKED>(s, P, sums, S);
             add_values(s.O, P, at + tiles.v_lane + c * (CHUNK * STRIDE));
         }
@@ -242,14 +221,11 @@ __device__ inline void attend(State& s, const Queries& Q, const Tiles& tiles, in
 
 // O <- O / l, L <- m + log(l). row: the lane's first of a head's rows; first: the head's first of all rows.
 __device__ inline void finish(State& s, const Call& call, long long first, int row0) {
-#pragma unroll
-    for (int i = 0; i < M_TILES; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
+    UNROLLED(i, M_TILES)
+        UNROLLED(h, 2) {
             const float l = sum_of_row(s.l[i][h]), inverse = 1.0f / l;
             const int row = row0 + 16 * i + 8 * h;
-#pragma unroll
-            for (int n = 0; n < DP / 8; ++n) s.O[i][n][2 * h] *= inverse, s.O[i][n][2 * h + 1] *= inverse;
+            UNROLLED(n, WIDTH / 8) s.O[i][n][2 * h] *= inverse, s.O[i][n][2 * h + 1] *= inverse;
             if (call.lse && threadIdx.x % 4 == 0 && row < call.Nq)
                 call.lse[first + row] = (s.m[i][h] + log2f(l)) * LN2;
         }

@@ -1,4 +1,4 @@
-// Step 2: one launch; tiles in shared memory, 4 x 4 scores a thread.
+// Kernel 2: one launch; tiles in shared memory, 4 x 4 scores a thread.
 //
 // Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); every dtype; d up to 256. Tiles of BR
 //     queries and BC keys, 64 of each, or 32 where 64 do not fit shared memory.
@@ -9,17 +9,17 @@
 //     32.
 // Registers: 63 at d = 32 in fp32, none spilled. They hold the scores, O, m and l; a row's threads have the
 //     same m.
-// Improves on step 1: the state stays in the block. Neighbouring threads read neighbouring numbers of global
+// Improves on kernel 1: the state stays in the block. Neighbouring threads read neighbouring numbers of global
 //     memory. A number of Q or K that is read from shared memory serves four products. PADDING = 1 puts the
 //     rows of a column into different banks; with PADDING = 0 (2-unpadded) at d = 32 they are in one bank.
 // Bound: shared memory, 8.63 of the 10.5 ms by the count of `explain`; without padding 32.7 of the 34.0 ms.
-// Command: python gpt.py bench step2-unpadded,step2 --device cuda --l2 warm -r 5
-// Measured: NVIDIA H200, fp32, (100, 1, 4096, 32), no mask: 10.5 ms, 20.4 TFLOP/s, 11.2 times step 1. Without
-//     padding: 34.0 ms, 6.32 TFLOP/s, 3.48 times step 1.
+// Command: python gpt.py bench kernel2-unpadded,kernel2 --device cuda --l2 warm -r 5
+// Measured: NVIDIA H200, fp32, (100, 1, 4096, 32), no mask: 10.5 ms, 20.4 TFLOP/s, 11.2 times kernel 1. Without
+//     padding: 34.0 ms, 6.32 TFLOP/s, 3.48 times kernel 1.
 #include "call.h"
 
 constexpr int d = HEAD_DIM, EACH = 4;
-constexpr int COLUMNS = BC / EACH, ROWS = BR / EACH, THREADS = ROWS * COLUMNS;
+constexpr int COLUMNS = BC / EACH, ROWS = BR / EACH;
 constexpr int PITCH = d + PADDING, P_PITCH = BC + PADDING, WIDTH = (d + COLUMNS - 1) / COLUMNS;
 
 // Copies `rows` rows from global memory; those from `count` on are 0.
@@ -30,7 +30,7 @@ __device__ void load(float* tile, const Element* from, long long stride, int row
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) attention_step2(const Call call) {
+extern "C" __global__ void __launch_bounds__(THREADS) attention_kernel2(const Call call) {
     extern __shared__ float shared[];
     float *Q = shared, *K = Q + BR * PITCH, *V = K + BC * PITCH, *P = V + BC * PITCH;
     const Block block = block_of(call, BR);

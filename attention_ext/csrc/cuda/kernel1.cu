@@ -1,8 +1,8 @@
-// Step 1: one launch for each tile of keys; the running state is in global memory.
+// Kernel 1: one launch for each tile of keys; the running state is in global memory.
 // Source: Dao et al. 2022, arXiv:2205.14135, Algorithm 1, with its loop over keys outside.
 //
-// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); every dtype; d up to 256. Tiles of TILE =
-//     32 queries and 32 keys.
+// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); every dtype; d up to 256. Tiles of BR = 32
+//     queries and BC = 32 keys.
 // Loop nest: the host goes over tiles of keys, the grid over (batch, head) and tiles of queries. A thread
 //     computes one score, then ceil(d / 32) numbers of O.
 // Launch: ceil(Nk / 32) launches of B H ceil(Nq / 32) blocks of 32 x 32 threads.
@@ -12,27 +12,27 @@
 // Bound: shared memory, 68.2 of the 118 ms by the count of `explain`. Rows of K are d numbers apart, so at d =
 //     32 a warp's reads are all in one bank. Every launch also reads and writes m, l and O, (d + 2) * 4 bytes a
 //     row.
-// Command: python gpt.py bench step1 --device cuda --l2 warm -r 5
+// Command: python gpt.py bench kernel1 --device cuda --l2 warm -r 5
 // Measured: NVIDIA H200, fp32, (100, 1, 4096, 32), no mask: 118 ms, 1.82 TFLOP/s, 511 times sequential C++.
 #include "call.h"
 
-constexpr int TILE = 32, d = HEAD_DIM;
+constexpr int TILE = BR, d = HEAD_DIM;
 
 struct State {
     float *m, *l, *o;  // (B H, Nq), (B H, Nq), (B H, Nq, d)
 };
 
-extern "C" __global__ void __launch_bounds__(TILE* TILE)
-    attention_step1(const Call call, const State state, const int first_key) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention_kernel1(const Call call, const State state, const int first_key) {
     extern __shared__ float shared[];
     float *Q = shared, *K = Q + TILE * d, *V = K + TILE * d, *S = V + TILE * d;
-    const int column = threadIdx.x, row = threadIdx.y;
+    const int column = threadIdx.x % TILE, row = threadIdx.x / TILE;
     const Block block = block_of(call, TILE);
     const int query = block.first_query + row;
     const int seen = keys_seen(call, query) - first_key;  // keys of this tile that the query sees
     const bool last = first_key + TILE >= call.Nk;
-    const bool hidden = keys_seen(call, block.first_query + TILE - 1) <= first_key;  // the whole tile
-    if (hidden && !last) return;
+    const bool masked = keys_seen(call, block.first_query + TILE - 1) <= first_key;  // the whole tile
+    if (masked && !last) return;
 
     for (int c = column; c < d; c += TILE) {
         const int key = first_key + row;

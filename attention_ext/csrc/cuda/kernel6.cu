@@ -1,4 +1,5 @@
-// Step 6: Hopper. The copy engine feeds the tensor cores, and the softmax of one tile runs beside the products
+// Kernel 6: Hopper. The copy engine feeds the tensor cores, and the softmax of one tile runs beside the
+// products
 //     of another (FlashAttention-3).
 // Source: Shah et al. 2024, arXiv:2407.08608. Architecture: sm_90a alone.
 //
@@ -12,51 +13,41 @@
 // Shared memory: 2 Br width (Q) + stages * 4 Bc width (K and V) + 16 + 32 stages (mbarriers) + 1,024 (to begin
 //     at a multiple of it) bytes.
 // Registers: Bc / 2 (S) + Bc / 4 (P) + width / 2 (O) and about 30 more for a thread that multiplies. setmaxnreg
-//     gives it those that the threads that copy do not need.
-//
-//          d up to   Br    Bc   threads   shared memory   registers of a thread that copies, multiplies
-//             32    192   128     512         46,160          32, 160
-//             64    192   128     512         91,216          32, 160
-//            128    128   176     384        214,096          24, 240
-//            192    128   112     384        222,288          24, 240
-//            256    128    80     384        230,480          24, 240
-//
-// Improves on step 5:
+//     gives it those that the threads that copy do not need: 32 and 160 registers up to d = 64, then 24 and
+//     240.
+// Improves on kernel 5:
 //   - One thread copies, by TMA. No other thread computes addresses; mbarriers tell when a tile is full or
 //     free.
 //   - wgmma reads Q, K and V from shared memory and runs while its warps go on. S = Qi Kj^T and O += P V(j-1)
 //     begin together, and the softmax needs only S.
 //   - The warpgroups take turns to begin products, so that one has its softmax while another multiplies.
 //   - m follows the largest score only when that is 2^8 times above it. Few tiles shuffle or rescale O.
-//   - At d = 32 the gain is only 3 %: the exponentials bound both steps.
+//   - At d = 32 the gain is only 3 %: the exponentials bound both kernels.
 //   - Sweep on an H200, bf16, TFLOP/s, by an earlier version with a switch for each choice. d = 64: 489 as it
 //     is; 430 without turns; 463 and 440 with 2 and 4 of 16 powers by a polynomial instead of ex2; 442 with
 //     2 warpgroups that multiply; 479 with a block for each tile. d = 32: 306 as it is; 291 with 4 warpgroups
 //     that multiply. d = 128 causal: 547 as it is (L2_BYTES of 20 MiB); 453 with 8 MiB, 527 with 40 MiB.
 // Bound: the exponentials at d = 32 and 64, 0.414 of the 0.702 ms at d = 32; the tensor cores from d = 128 on,
 //     0.802 of the 1.24 ms. The softmax of a warpgroup has serial parts, so three warpgroups leave gaps.
-// Command: python gpt.py bench step5,step6,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16 -d 32,64,128
+// Command: python gpt.py bench kernel5,kernel6,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16 -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
 // Measured: NVIDIA H200, bf16, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over cuDNN:
 //         no mask  306 (1.26), 545 (1.16), 694 (1.04)
 //         causal   271 (1.25), 466 (1.09), 601 (1.03)
-//     That is 1.03, 1.55 and 2.16 times step 5; causal 1.06, 1.46 and 2.00 times.
+//     That is 1.03, 1.55 and 2.16 times kernel 5; causal 1.06, 1.46 and 2.00 times.
 #include "call.h"
-// A tile is boxes side by side, each as wide as a swizzled row.
-constexpr int box_row = HEAD_DIM <= 32 ? 64 : 128;  // bytes
+// Macros of its own, by cuda/tiles.py:
+//   WIDTH   columns of a tile
+//   BOX     columns of a box: a tile is boxes side by side, each as wide as a swizzled row
+//   STAGES  tiles of K, and of V, in shared memory
+//   SHARED  bytes of shared memory
+constexpr int box_row = 2 * BOX;  // bytes
 #include "hopper.h"
 
-// Macros, by cuda/tiles.py:
-//   CONSUMERS  warpgroups that multiply
-//   BC         keys of a tile
-//   STAGES     tiles of K, and of V, in shared memory
 constexpr int L2_BYTES = 20 << 20;  // of K and V that blocks share under a mask: a third of an H200's L2 cache
-constexpr int d = HEAD_DIM;
-constexpr int width = d <= 32 ? 32 : (d + 63) / 64 * 64;  // of the tiles
-constexpr int Br = 64 * CONSUMERS, Bc = BC;
-constexpr int box = box_row / 2, boxes = width / box;
-constexpr int threads = 128 * (CONSUMERS + 1);
-constexpr int stages = STAGES;
+constexpr int d = HEAD_DIM, width = WIDTH, boxes = WIDTH / BOX;
+constexpr int Br = BR, Bc = BC, stages = STAGES;
+constexpr int CONSUMERS = THREADS / 128 - 1;  // warpgroups that multiply
 static_assert(d % 8 == 0 && d <= 256, "d");
 static_assert(Bc % 16 == 0 && CONSUMERS > 1, "tiles");
 
@@ -66,7 +57,7 @@ constexpr int k_at = q_bytes, v_at = k_at + stages * tile_bytes, barriers_at = v
 constexpr int q_full = barriers_at, q_empty = q_full + 8;
 constexpr int k_full = q_empty + 8, k_empty = k_full + 8 * stages;
 constexpr int v_full = k_empty + 8 * stages, v_empty = v_full + 8 * stages;
-static_assert(v_empty + 8 * stages + 1024 <= 232448, "shared memory");
+static_assert(v_empty + 8 * stages + 1024 == SHARED, "shared memory");
 
 // Registers of a thread that copies and of one that multiplies: multiples of 8 (setmaxnreg), 65,536 in a block
 // at most.
@@ -135,7 +126,7 @@ __device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const Te
         barrier_wait(shared + q_empty, q_phase ^ 1);
         barrier_expect(shared + q_full, q_bytes);
         for (int b = 0; b < boxes; b++)
-            copy_box(shared + b * (Br * box_row), &q_map, b * box, tile.i0, q_head, q_batch, shared + q_full);
+            copy_box(shared + b * (Br * box_row), &q_map, b * BOX, tile.i0, q_head, q_batch, shared + q_full);
         q_phase ^= 1;
         for (int j = 0; j < Tc; j++) {
             const unsigned k_tile = shared + k_at + ring.stage * tile_bytes;
@@ -144,12 +135,12 @@ __device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const Te
             barrier_wait(shared + k_empty + at, ring.phase ^ 1);
             barrier_expect(shared + k_full + at, tile_bytes);
             for (int b = 0; b < boxes; b++)
-                copy_box(k_tile + b * (Bc * box_row), &k_map, b * box, j * Bc, k_head, k_batch,
+                copy_box(k_tile + b * (Bc * box_row), &k_map, b * BOX, j * Bc, k_head, k_batch,
                          shared + k_full + at);
             barrier_wait(shared + v_empty + at, ring.phase ^ 1);
             barrier_expect(shared + v_full + at, tile_bytes);
             for (int b = 0; b < boxes; b++)
-                copy_box(v_tile + b * (Bc * box_row), &v_map, b * box, j * Bc, v_head, v_batch,
+                copy_box(v_tile + b * (Bc * box_row), &v_map, b * BOX, j * Bc, v_head, v_batch,
                          shared + v_full + at);
             ring.next();
         }
@@ -159,9 +150,8 @@ __device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const Te
 // S <- Qi Kj^T, 64 rows of Q
 __device__ inline void scores(float (&S)[Bc / 2], unsigned q, unsigned k) {
     products_begin();
-#pragma unroll
-    for (int c = 0; c < width / 16; c++) {
-        const int b = c / (box / 16), in_box = c % (box / 16) * 32;
+    UNROLLED(c, width / 16) {
+        const int b = c / (BOX / 16), in_box = c % (BOX / 16) * 32;
         multiply(S, q + ((b * (Br * box_row) + in_box) >> 4), k + ((b * (Bc * box_row) + in_box) >> 4), c > 0);
     }
 }
@@ -169,8 +159,7 @@ __device__ inline void scores(float (&S)[Bc / 2], unsigned q, unsigned k) {
 // O <- P Vj + O
 __device__ inline void weighted_sum(float (&O)[width / 2], const unsigned (&P)[Bc / 4], unsigned v) {
     products_begin();
-#pragma unroll
-    for (int c = 0; c < Bc / 16; c++) multiply_from(O, P + 4 * c, v + (c * 16 * box_row >> 4));
+    UNROLLED(c, Bc / 16) multiply_from(O, P + 4 * c, v + (c * 16 * box_row >> 4));
 }
 
 struct Softmax {
@@ -189,8 +178,7 @@ struct Softmax {
         // m stays until a power exceeds 2^8, which float16 (up to 2^16) holds; O is seldom rescaled.
         moved = __any_sync(~0u, !((top[0] - m[0]) * c <= 8.0f) | !((top[1] - m[1]) * c <= 8.0f));
         if (moved) {
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
+            UNROLLED(h, 2) {
                 float m_new = fmaxf(m[h], top[h]);
                 m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, 1));
                 m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, 2));
@@ -201,8 +189,7 @@ struct Softmax {
         }
         const float less[2] = {subtrahend(m[0]) * c, subtrahend(m[1]) * c};
         float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-        for (int i = 0; i < Bc / 2; i++) {
+        UNROLLED(i, Bc / 2) {
             S[i] = exp2_approx(fmaf(S[i], c, -less[i / 2 % 2]));
             sum[i % 4] += S[i];
         }
@@ -212,8 +199,7 @@ struct Softmax {
 };
 
 __device__ inline void to_weights(unsigned (&P)[Bc / 4], const float (&S)[Bc / 2]) {
-#pragma unroll
-    for (int i = 0; i < Bc / 4; i++) P[i] = pack(S[2 * i], S[2 * i + 1]);
+    UNROLLED(i, Bc / 4) P[i] = pack(S[2 * i], S[2 * i + 1]);
 }
 
 // Transposes 4 x 4 words in the four threads of a quad. Before, word n of a thread is its piece of group n of 8
@@ -228,8 +214,7 @@ __device__ inline void transpose_quad(unsigned (&word)[4]) {
         else
             word[n + 1] = other;
     }
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
+    UNROLLED(n, 2) {
         const unsigned other = __shfl_xor_sync(~0u, high ? word[n] : word[n + 2], 2);
         if (high)
             word[n] = other;
@@ -243,19 +228,16 @@ __device__ inline void write(const Call& call, const Tile& tile, int i0, float (
                              Softmax& softmax) {
     const int lane = threadIdx.x % 32, row = i0 + threadIdx.x % 128 / 32 * 16 + lane / 4;
     const long long row0 = ((long long)tile.batch * call.heads + tile.head) * call.Nq;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
+    UNROLLED(h, 2) {
         const int i = row + 8 * h;
         float l = softmax.l[h];
         l += __shfl_xor_sync(~0u, l, 1);
         l += __shfl_xor_sync(~0u, l, 2);
         const float inverse = reciprocal(l);
         Element* out = call.out + (row0 + i) * d;
-#pragma unroll
-        for (int b = 0; b < width / 32; b++) {
+        UNROLLED(b, width / 32) {
             unsigned word[4];
-#pragma unroll
-            for (int n = 0; n < 4; n++) {
+            UNROLLED(n, 4) {
                 const int c = 16 * b + 4 * n + 2 * h;
                 word[n] = pack(O[c] * inverse, O[c + 1] * inverse);
             }
@@ -297,18 +279,15 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
         softmax.m[0] = softmax.m[1] = -INF;
         softmax.l[0] = softmax.l[1] = 0.0f;
         softmax.c = call.scale > 0.0f ? call.scale : 1.0f;
-#pragma unroll
-        for (int i = 0; i < width / 2; i++) O[i] = 0.0f;
+        UNROLLED(i, width / 2) O[i] = 0.0f;
 
         auto special = [&](int j) {  // masks and scales that are not positive: few tiles need them
             if (!(call.scale > 0.0f)) {
-#pragma unroll
-                for (int i = 0; i < Bc / 2; i++) S[i] *= call.scale;
+                UNROLLED(i, Bc / 2) S[i] *= call.scale;
             }
             if ((j + 1) * Bc > all_see) {
                 const int seen[2] = {keys_seen(call, i0 + row), keys_seen(call, i0 + row + 8)};
-#pragma unroll
-                for (int i = 0; i < Bc / 2; i++) {
+                UNROLLED(i, Bc / 2) {
                     const int column = j * Bc + i / 4 * 8 + lane % 4 * 2 + i % 2;
                     if (column >= seen[i / 2 % 2]) S[i] = -INF;
                 }
@@ -355,8 +334,7 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
                 v_ring.next();
                 to_weights(P, S);
                 if (softmax.moved) {
-#pragma unroll
-                    for (int i = 0; i < width / 2; i++) O[i] *= softmax.factor[i / 2 % 2];
+                    UNROLLED(i, width / 2) O[i] *= softmax.factor[i / 2 % 2];
                 }
             }
             if (lane == 0) barrier_arrive(shared + q_empty);
@@ -391,9 +369,9 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
     if (group == 0 && !first_turn) turn_wait(1, 256);  // takes the last turn that was passed on
 }
 
-extern "C" __global__ void __launch_bounds__(threads, 1)
-    attention_step6(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-                    const __grid_constant__ TensorMap v_map, const __grid_constant__ Call call) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    attention_kernel6(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+                      const __grid_constant__ TensorMap v_map, const __grid_constant__ Call call) {
     extern __shared__ unsigned char raw[];
     const unsigned shared = (shared_address(raw) + 1023) & ~1023u;
     const unsigned tiles = (unsigned)((call.Nq + Br - 1) / Br) * (unsigned)(call.batches * call.heads);

@@ -1,4 +1,4 @@
-// Step 4: float32 near the limit of the FMA units: register tiles, vector loads, asynchronous copies.
+// Kernel 4: float32 near the limit of the FMA units: register tiles, vector loads, asynchronous copies.
 //
 // Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); float32; d is a multiple of 4 up to 256;
 //     pointers and strides are multiples of 16 bytes. Tiles of BR queries and BC keys.
@@ -9,63 +9,43 @@
 //             P <- 2^(scale (S - m)), l <- l + rowsum(P), O <- O + P V
 //     then O <- O / l. A warp owns TM * 32 / TX whole rows, a thread TM of them: it has TM x (BC / TX) scores
 //     and TM x (d / TX) outputs. P passes through shared memory within the warp, so it needs no barrier.
-// Launch: B H ceil(Nq / BR) blocks of 32 WARPS threads, BR = WARPS * TM * 32 / TX.
-// Shared memory: Q (BR, Q_ROW), two slabs of K or V, P transposed (WARPS, KEYS, P_ROW), float32. A row is an
-//     odd number of 16 bytes long, against bank conflicts.
-// Registers: bytes spilled in the last column; sm_90. At d = 80 and 96, 255 registers and 16 and 40 bytes.
-//
-//          d up to  TX   BC  DIMS  KEYS  WARPS  BLOCKS    BR    shared memory     registers, spilled
-//             16     4   32    d    32     4      2      256     61 KiB at d =  16   254    0
-//             32     8   64    d    64     4      2      128     76 KiB at d =  32   254    0
-//             96     8   32    d    32     4      2      128     71 KiB at d =  64   252    0
-//            128    16   64    d    64     8      1      128    180 KiB at d = 128   252    0
-//            192    16   64   64    32     8      1      128    170 KiB at d = 192   255   36
-//            256    32  128   32    32     4      2       32    102 KiB at d = 256   254    0
-//     These tiles are the fastest of a sweep on an H200.
-//
-// Improves on step 3: up to 8 x 8 scores a thread, so shared memory moves 71.9 GiB instead of 203 at d = 32.
+// Launch: B H ceil(Nq / BR) blocks of THREADS threads.
+// Shared memory: Q (BR, Q_ROW), two slabs of K or V, P transposed (warps, KEYS, P_ROW), float32. A row is an
+//     odd number of 16 bytes long, so that the 16 bytes of eight neighbouring rows at one column lie in
+//     different banks. 76, 71 and 180 KiB at d = 32, 64 and 128.
+// Registers: 254, 254, 252, 252, 255 and 254 at d = 16, 32, 64, 128, 192 and 256; sm_90. None spilled up to 64,
+//     at 128 and at 256; 16, 40 and 36 bytes at d = 80, 96 and 192.
+// Improves on kernel 3: up to 8 x 8 scores a thread, so shared memory moves 71.9 GiB instead of 203 at d = 32.
 //     cp.async fills one slab while the other is multiplied: V arrives during Q K^T, the next K during P V. A
 //     16-byte load takes 2 wavefronts instead of 4 if every lane reads what lane ^ 1 or lane ^ 2 reads, hence
 //     the order of the lanes.
 // Bound: the FMA units, 3.21 of the 5.62 ms at d = 32; shared memory is busy for 2.31 ms beside them. Other
 //     instructions take issue slots: cuBLAS's product reaches 51 TFLOP/s, FMAs alone 66. At d = 32 and 64 the
 //     3,200 blocks fill the 264 places of an H200 12.1 times, so the last wave is nearly empty: 7 %. At d = 128
-//     SDPA's efficient backend is faster: it uses tensor cores for float32, and so does step 5.
-// Command: python gpt.py bench step3,step4,step5,sdpa-efficient,sdpa-math --device cuda -d 32,64,128
+//     SDPA's efficient backend is faster: it uses tensor cores for float32, and so does kernel 5.
+// Command: python gpt.py bench kernel3,kernel4,kernel5,sdpa-efficient,sdpa-math --device cuda -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
 // Measured: NVIDIA H200, fp32, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's
 //     efficient backend:
 //         no mask  38.2 (1.85), 43.0 (1.21), 43.5 (0.93)
 //         causal   39.2 (2.01), 43.5 (1.29), 43.8 (0.98)
-//     That is 1.49, 1.85 and 2.11 times step 3; causal 1.67, 1.95 and 2.21 times.
+//     That is 1.49, 1.85 and 2.11 times kernel 3; causal 1.67, 1.95 and 2.21 times.
 #include "call.h"
 
-// Macros, by cuda/tiles.py:
-//   TX       threads of a warp that share a row
-//   TM       rows of a thread, a multiple of 4
-//   BC       keys of a tile (Bc)
-//   WARPS    warps of a block
-//   BLOCKS   blocks that a multiprocessor should hold: bounds the registers
-//   DIMS     dimensions of K that a slab holds, a multiple of 4
-//   KEYS     keys of V that a slab holds, a multiple of TX
+// Macros of its own, by cuda/tiles.py:
+//   TX, TM                      threads of a warp that share a row; rows of a thread, a multiple of 4
+//   WARP_ROWS                   rows of a warp
+//   BLOCKS                      blocks that a multiprocessor should hold: bounds the registers
+//   DIMS                        dimensions of K that a slab holds, a multiple of 4
+//   KEYS                        keys of V that a slab holds, a multiple of TX
+//   Q_ROW, K_ROW, V_ROW, P_ROW  numbers of a row in shared memory
+//   SLAB                        numbers of a slab
 constexpr float SLACK = 16;  // weights stay below 2^16, far inside float32, and m seldom moves
 constexpr int d = HEAD_DIM;
-constexpr int THREADS = 32 * WARPS;
-constexpr int ROW_GROUPS = 32 / TX;  // of a warp
-constexpr int WARP_ROWS = TM * ROW_GROUPS;
-constexpr int BR = WARPS * WARP_ROWS;                // Br
-constexpr int TN = BC / TX;                          // keys of a thread
-constexpr int TD = (d + 4 * TX - 1) / (4 * TX) * 4;  // columns of O of a thread
+constexpr int ROW_GROUPS = 32 / TX;           // of a warp
+constexpr int TN = BC / TX, TD = V_ROW / TX;  // keys, and columns of O, of a thread
 constexpr int K_SLABS = (d + DIMS - 1) / DIMS, V_SLABS = BC / KEYS;
-
-// Rows in shared memory are an odd number of 16 bytes long, so that the 16 bytes of eight neighbouring rows at
-// one column lie in different banks.
-__device__ constexpr int odd(int numbers) { return 4 * ((numbers / 4) | 1); }
-constexpr int Q_ROW = odd(K_SLABS * DIMS), K_ROW = odd(DIMS), V_ROW = TD * TX;
-constexpr int P_ROW = WARP_ROWS + (TX == 32 ? 4 : 8);
-constexpr int SLAB = BC * K_ROW > KEYS* V_ROW ? BC * K_ROW : KEYS * V_ROW;
-// Shared memory: Q (BR, Q_ROW), two slabs, P transposed (WARPS, KEYS, P_ROW)
-constexpr int P_AT = BR * Q_ROW + 2 * SLAB;
+constexpr int P_AT = BR * Q_ROW + 2 * SLAB;  // where P is in shared memory
 
 static_assert(TM % 4 == 0 && BC % TX == 0 && BC % KEYS == 0 && KEYS % TX == 0 && DIMS % 4 == 0 && d % 4 == 0);
 
@@ -84,13 +64,13 @@ __device__ inline void copy_rows(float* to, const float* from, long long stride,
     if (THREADS % chunks == 0) {  // a thread copies one column
         const int i = threadIdx.x / chunks, c = threadIdx.x % chunks * 4;
         const float* at = from + i * stride + c;
-        const long long step = THREADS / chunks * stride;
+        const long long below = THREADS / chunks * stride;
         to += i * pitch + c;
 #pragma unroll
         for (int n = 0; n < rows; n += THREADS / chunks) {
             if (rows % (THREADS / chunks) == 0 || n + i < rows)
                 copy16(to + n * pitch, at, whole || (n + i < height && c < width));
-            at += step;
+            at += below;
         }
     } else {
 #pragma unroll
@@ -122,16 +102,12 @@ __device__ inline void scores(float s[TM][TN], const float* q_at, const float* k
 #pragma unroll 4
     for (int c = 0; c < DIMS; c += 4) {
         float a[TM][4];
-#pragma unroll
-        for (int i = 0; i < TM; i++) load4(a[i], q_at + ROW(i) * Q_ROW + c);
-#pragma unroll
-        for (int n = 0; n < TN; n++) {
+        UNROLLED(i, TM) load4(a[i], q_at + ROW(i) * Q_ROW + c);
+        UNROLLED(n, TN) {
             float x[4];
             load4(x, k_at + n * TX * K_ROW + c);
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-#pragma unroll
-                for (int i = 0; i < TM; i++) s[i][n] += a[i][e] * x[e];
+            UNROLLED(e, 4)
+                UNROLLED(i, TM) s[i][n] += a[i][e] * x[e];
         }
     }
 }
@@ -146,14 +122,12 @@ __device__ inline void accumulate(float o[TM][TD], const float* P, const float* 
         for (int i = 0; i < TM; i += 4) load4(p + i, p_at + k * P_ROW + i * ROW_GROUPS);
 #pragma unroll
         for (int c = 0; c < TD; c += 4) load4(v + c, v_at + k * V_ROW + c * TX);
-#pragma unroll
-        for (int i = 0; i < TM; i++)
-#pragma unroll
-            for (int c = 0; c < TD; c++) o[i][c] += p[i] * v[c];
+        UNROLLED(i, TM)
+            UNROLLED(c, TD) o[i][c] += p[i] * v[c];
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(const Call call) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(const Call call) {
     // sizes
     const int Nq = call.Nq, Nk = call.Nk, heads = call.heads;
     const int tiles = (Nq + BR - 1) / BR;
@@ -185,11 +159,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
     const float slack = SLACK / scale;
     float o[TM][TD], m[TM], l[TM];                                  // m: of scores, not yet times scale
     const int sees = call.causal ? warp_row + 4 * rg + ahead : Nk;  // row i sees the keys below this + ROW(i)
-#pragma unroll
-    for (int i = 0; i < TM; i++) {
+    UNROLLED(i, TM) {
         m[i] = -INF, l[i] = 0;
-#pragma unroll
-        for (int c = 0; c < TD; c++) o[i][c] = 0;
+        UNROLLED(c, TD) o[i][c] = 0;
     }
     const int warp_first =
         call.causal ? min(Nk, warp_row + ahead) : Nk;  // all rows of the warp see the keys below
@@ -215,10 +187,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
 
         // S <- Q K^T
         float s[TM][TN];
-#pragma unroll
-        for (int i = 0; i < TM; i++)
-#pragma unroll
-            for (int n = 0; n < TN; n++) s[i][n] = 0;
+        UNROLLED(i, TM)
+            UNROLLED(n, TN) s[i][n] = 0;
 #pragma unroll 1
         for (int slab = 0; slab < K_SLABS; slab++) {
             copies_wait();
@@ -237,24 +207,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
         // m <- max(m, rowmax(S)) if some row grew by SLACK; l and O follow
         if (active) {
             if (j0 + BC > warp_first) {
-#pragma unroll
-                for (int i = 0; i < TM; i++)
-#pragma unroll
-                    for (int n = 0; n < TN; n++)
+                UNROLLED(i, TM)
+                    UNROLLED(n, TN)
                         if (j0 + tx + TX * n >= min(Nk, sees + ROW(i))) s[i][n] = -INF;
             }
             float top[TM];
             bool grows = false;
-#pragma unroll
-            for (int i = 0; i < TM; i++) {
+            UNROLLED(i, TM) {
                 top[i] = s[i][0];
 #pragma unroll
                 for (int n = 1; n < TN; n++) top[i] = fmaxf(top[i], s[i][n]);
                 grows |= top[i] > m[i] + slack;
             }
             if (__any_sync(~0u, grows)) {
-#pragma unroll
-                for (int i = 0; i < TM; i++) {
+                UNROLLED(i, TM) {
 #pragma unroll
                     for (int far = NEIGHBOUR; far < NEIGHBOUR * TX; far *= 2)
                         top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], far));
@@ -262,8 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
                     float shrink = exp2_approx((m[i] - subtrahend(top[i])) * scale);
                     m[i] = top[i];
                     l[i] *= shrink;
-#pragma unroll
-                    for (int c = 0; c < TD; c++) o[i][c] *= shrink;
+                    UNROLLED(c, TD) o[i][c] *= shrink;
                 }
             }
         }
@@ -273,13 +238,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
             // P <- 2^(S - m), l <- l + rowsum(P)
             if (active) {
                 if (slab > 0) __syncwarp();
-#pragma unroll
-                for (int n = 0; n < TN; n++) {
+                UNROLLED(n, TN) {
                     constexpr int part = KEYS / TX;
                     if (n / part != slab) continue;
                     float* to = P + (tx + n % part * TX) * P_ROW + rg * 4;
-#pragma unroll
-                    for (int i = 0; i < TM; i++) {
+                    UNROLLED(i, TM) {
                         s[i][n] = exp2_approx(s[i][n] * scale - subtrahend(m[i]) * scale);
                         l[i] += s[i][n];
                     }
@@ -306,8 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step4(co
     }
 
     // O <- O / l
-#pragma unroll
-    for (int i = 0; i < TM; i++) {
+    UNROLLED(i, TM) {
 #pragma unroll
         for (int far = NEIGHBOUR; far < NEIGHBOUR * TX; far *= 2) l[i] += __shfl_xor_sync(~0u, l[i], far);
         const int row = warp_row + 4 * rg + ROW(i);

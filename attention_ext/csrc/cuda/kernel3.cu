@@ -1,4 +1,5 @@
-// Step 3: a row for each thread, with its state in shared memory, in local arrays that spill, or in registers.
+// Kernel 3: a row for each thread, with its state in shared memory, in local arrays that spill, or in
+// registers.
 //
 // Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); every dtype; d up to 256. Tiles of THREADS
 //     / SHARE queries and BC keys.
@@ -6,33 +7,32 @@
 //     the tile's keys, STRIP at a time. SHARE threads have a part of the columns of one row each, so that the
 //     row fits their registers: 1 thread up to d = 64, 2 up to 128, 4 up to 256.
 // Launch: B H ceil(Nq SHARE / THREADS) blocks of THREADS = 128 threads.
-// Shared memory: K and V as float32, 2 BC d numbers; 16 KiB at d = 32 and BC = 64. With STATE = SHARED also O,
+// Shared memory: K and V as float32, 2 BC d numbers; 16 KiB at d = 32 and BC = 64. With O_SHARED also O,
 //     THREADS d / SHARE numbers; 32 KiB in all.
 // Registers: __launch_bounds__ makes BLOCKS blocks fit a multiprocessor, which limits the registers of a
-//     thread. At d = 32 in fp32: 163 (3, STATE = REGISTERS); 64, with 288 bytes spilled (3-spilled, which is
-//     REGISTERS with BLOCKS = 8).
-// Improves on step 2: the weights stay in their thread. P needs no shared memory, and O += P V moves 102 GiB
+//     thread. At d = 32 in fp32: 163 (3, BLOCKS = 3); 64, with 288 bytes spilled (3-spilled, BLOCKS = 8).
+// Improves on kernel 2: the weights stay in their thread. P needs no shared memory, and O += P V moves 102 GiB
 //     through shared memory instead of 165 at d = 32. Q K^T moves 102 GiB instead of 103: a warp reads the same
 //     four numbers of K for 32 rows, and such a 16-byte load of one address takes two wavefronts, not one.
-//     Wider heads are slower than in step 2, which takes 17.8 ms at d = 64 and 35.9 ms at d = 128. At d = 64,
+//     Wider heads are slower than in kernel 2, which takes 17.8 ms at d = 64 and 35.9 ms at d = 128. At d = 64,
 //     3-shared reads and writes O for every 8 keys: 556 GiB instead of 425. 3-spilled keeps q and O, 128
-//     numbers, in 64 registers and spills 876 bytes a thread. Step 3 takes 3 % longer there. At d = 128 it
-//     moves more, 825 GiB instead of 738, because a thread of step 2 has 8 columns of O.
+//     numbers, in 64 registers and spills 876 bytes a thread. Kernel 3 takes 3 % longer there. At d = 128 it
+//     moves more, 825 GiB instead of 738, because a thread of kernel 2 has 8 columns of O.
 // Bound: shared memory, 6.52 of the 8.36 ms by the count of `explain`. 3-spilled also waits for local memory.
-// Command: python gpt.py bench step2,step3-shared,step3-spilled,step3 --device cuda -d 32,64,128 --l2 warm -r 5
-// Measured: NVIDIA H200, fp32, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 3-shared 21.3, 19.5,
-//     17.6; 3-spilled 20.8, 14.7, 10.3; 3 25.7, 23.4, 20.4. At d = 32 they are 1.04, 1.02 and 1.26 times step
-//     2; step 3 takes 8.36 ms.
+// Command: python gpt.py bench kernel2,kernel3-shared,kernel3-spilled,kernel3 --device cuda -d 32,64,128 --l2
+// warm -r 5 Measured: NVIDIA H200, fp32, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128:
+// 3-shared 21.3, 19.5,
+//     17.6; 3-spilled 20.8, 14.7, 10.3; 3 25.7, 23.4, 20.4. At d = 32 they are 1.04, 1.02 and 1.26 times
+//     kernel 2; kernel 3 takes 8.36 ms.
 #include "call.h"
 
-#define SHARED 0
-#define REGISTERS 1
-
-// STRIP: 8 scores hide the latency of the multiply-adds, and O is rescaled once for 8 keys.
-constexpr int d = HEAD_DIM, STRIP = 8, ROWS = THREADS / SHARE;
-constexpr int FOURS = (d + 3) / 4,
-              MINE = (FOURS + SHARE - 1) / SHARE;  // columns by fours: of a row, of a thread
-constexpr int PITCH = 4 * MINE * SHARE;            // what is beyond d is 0
+// Macros of its own, by cuda/tiles.py:
+//   SHARE     threads of a row
+//   PITCH     numbers of a row in shared memory; what is beyond d is 0
+//   STRIP     keys at a time: 8 scores hide the latency of the multiply-adds, and O is rescaled once for 8 keys
+//   BLOCKS    blocks that a multiprocessor should hold: bounds the registers
+//   O_SHARED  1: O is in shared memory; 0: in local arrays
+constexpr int d = HEAD_DIM, MINE = PITCH / (4 * SHARE);  // MINE: columns of a thread, by fours
 
 __device__ void load(float* tile, const Element* from, long long stride, int count) {
     for (int i = threadIdx.x; i < BC * PITCH; i += THREADS) {
@@ -54,14 +54,13 @@ __device__ void add(float4& o, float p, float4 v) {
     o.x = fmaf(p, v.x, o.x), o.y = fmaf(p, v.y, o.y), o.z = fmaf(p, v.z, o.z), o.w = fmaf(p, v.w, o.w);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step3(const Call call) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel3(const Call call) {
     extern __shared__ float4 aligned[];
     float *K = reinterpret_cast<float*>(aligned), *V = K + BC * PITCH;
-    const Block block = block_of(call, ROWS);
+    const Block block = block_of(call, BR);
     const int part = threadIdx.x % SHARE, query = block.first_query + threadIdx.x / SHARE;
     float4 q[MINE];
-#pragma unroll
-    for (int i = 0; i < MINE; ++i) {
+    UNROLLED(i, MINE) {
         float each[4] = {};
         for (int c = 0; c < 4; ++c) {
             const int column = 4 * (i * SHARE + part) + c;
@@ -70,18 +69,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step3(co
         }
         q[i] = {each[0], each[1], each[2], each[3]};
     }
-#if STATE == SHARED
+#if O_SHARED
     float4* o = aligned + 2 * BC * PITCH / 4 + threadIdx.x;  // a thread's fours are THREADS apart
 #define O(i) o[(i) * THREADS]
 #else
     float4 o[MINE];
 #define O(i) o[i]
 #endif
-#pragma unroll
-    for (int i = 0; i < MINE; ++i) O(i) = {0, 0, 0, 0};
+    UNROLLED(i, MINE) O(i) = {0, 0, 0, 0};
     float m = -INF, l = 0;
 
-    const int seen = keys_seen(call, query), keys = keys_seen(call, min(block.first_query + ROWS, call.Nq) - 1);
+    const int seen = keys_seen(call, query), keys = keys_seen(call, min(block.first_query + BR, call.Nq) - 1);
     for (int first_key = 0; first_key < keys; first_key += BC) {
         __syncthreads();  // all threads have read the previous tiles
         load(K, block.k + first_key * call.k_strides.row, call.k_strides.row, call.Nk - first_key);
@@ -89,31 +87,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step3(co
         __syncthreads();
         for (int j0 = 0; j0 < BC && first_key + j0 < keys; j0 += STRIP) {
             float s[STRIP] = {};
-#pragma unroll
-            for (int i = 0; i < MINE; ++i)
-#pragma unroll
-                for (int j = 0; j < STRIP; ++j) s[j] = dot(q[i], read(K, j0 + j, i, part), s[j]);
+            UNROLLED(i, MINE)
+                UNROLLED(j, STRIP) s[j] = dot(q[i], read(K, j0 + j, i, part), s[j]);
             float m_new = m;
-#pragma unroll
-            for (int j = 0; j < STRIP; ++j) {
+            UNROLLED(j, STRIP) {
                 for (int lane = SHARE / 2; lane > 0; lane /= 2) s[j] += __shfl_xor_sync(~0u, s[j], lane);
                 if (first_key + j0 + j >= seen) s[j] = -INF;
                 m_new = fmaxf(m_new, s[j]);
             }
             const float correction = exp2_approx(m - subtrahend(m_new));
             m = m_new, l *= correction;
-#pragma unroll
-            for (int i = 0; i < MINE; ++i) {
+            UNROLLED(i, MINE) {
                 float4& all = O(i);
                 all.x *= correction, all.y *= correction, all.z *= correction, all.w *= correction;
             }
-#pragma unroll
-            for (int j = 0; j < STRIP; ++j) l += s[j] = exp2_approx(s[j] - subtrahend(m));
-#pragma unroll
-            for (int i = 0; i < MINE; ++i) {
+            UNROLLED(j, STRIP) l += s[j] = exp2_approx(s[j] - subtrahend(m));
+            UNROLLED(i, MINE) {
                 float4 sum = O(i);
-#pragma unroll
-                for (int j = 0; j < STRIP; ++j) add(sum, s[j], read(V, j0 + j, i, part));
+                UNROLLED(j, STRIP) add(sum, s[j], read(V, j0 + j, i, part));
                 O(i) = sum;
             }
         }
@@ -121,8 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step3(co
 
     if (query >= call.Nq) return;
     const long long at = block.head * call.Nq + query;
-#pragma unroll
-    for (int i = 0; i < MINE; ++i) {
+    UNROLLED(i, MINE) {
         const float4 all = O(i);
         const float each[4] = {all.x, all.y, all.z, all.w};
         for (int c = 0; c < 4; ++c) {

@@ -1,81 +1,75 @@
-// Step 5 in bfloat16 and float16: the tensor cores with mma.sync (FlashAttention-2).
-// Source: Dao 2023, arXiv:2307.08691. Least architecture: sm_80. The softmax and the plain loop are in step5.h.
+// Kernel 5 in bfloat16 and float16: the tensor cores with mma.sync (FlashAttention-2).
+// Source: Dao 2023, arXiv:2307.08691. Least architecture: sm_80. The softmax and the plain loop are in
+// kernel5.h.
 //
 // Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); bf16 and fp16; d is a multiple of 8 up to
 //     256; pointers and strides are multiples of 16 bytes. Tiles of BR queries and BC keys.
-// Loop nest: that of step5.h. With PIPE, the tiles without a mask have a loop of their own, in which the
+// Loop nest: that of kernel5.h. With PIPE, the tiles without a mask have a loop of their own, in which the
 //     chunks of keys overlap.
-// Launch: B H ceil(Nq / BR) blocks of 32 WARPS threads.
+// Launch: B H ceil(Nq / BR) blocks of THREADS threads.
 // Shared memory: K and V, STAGES * 2 * BC * STRIDE bytes, and with Q_SHARED Q, 2 BR d bytes; 30, 54 and 100
 //     KiB at d = 32, 64 and 128.
 // Registers: 143, 241 and 255 at d = 32, 64 and 128 in bf16; sm_90, none spilled.
-// Improves on step 4: an instruction of the tensor cores does 2,048 multiply-adds. The softmax then takes as
+// Improves on kernel 4: an instruction of the tensor cores does 2,048 multiply-adds. The softmax then takes as
 //     long as the products. With PIPE, the scores of the next chunk and (PIPE 2) the product of the previous
 //     one are interleaved with the exponentials: tensor cores and exponentials work at the same time.
 // Bound: the exponentials at d = 32, shared memory from d = 64 on. At d = 128 O takes 128 registers a thread,
 //     so Q lies in shared memory and is read again for every chunk. With chunks of 64 keys these reads are 6
 //     of 38 GiB moved; with chunks of 16 they would be 25 of 56. Chunks of 64 leave no registers for a second
 //     chunk, so PIPE is 0, and the other block's products run beside the exponentials.
-// Command: python gpt.py bench step5,step6,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16 -d 32,64,128
+// Command: python gpt.py bench kernel5,kernel6,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16 -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
-// Measured: NVIDIA H200, bf16, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's flash
+// Measured: NVIDIA H200, bf16, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's
+// flash
 //     backend:
 //         no mask  298 (1.42), 353 (1.22), 322 (1.01)
 //         causal   255 (1.32), 319 (1.17), 300 (1.02)
-#include "step5.h"
+#include "kernel5.h"
 
-// Macros beside those of step5.h:
+// Macros beside those of kernel5.h:
 //   PIPE      0: one chunk after the other; 1: the next scores beside this softmax; 2: the product before, too
 //   Q_SHARED  1: the queries' fragments are in shared memory; 0: in registers
 
-constexpr int QK_PARTS = DP / 16, PV_PARTS = (CHUNK / 16) * (DP / 16);
+constexpr int QK_PARTS = WIDTH / 16, PV_PARTS = (CHUNK / 16) * (WIDTH / 16);
 static_assert(STAGES >= (PIPE ? 3 : 2), "the copies run ahead");
 static_assert(PIPE < 2 || CHUNKS >= 2, "a stage is overwritten one chunk after its last use");
 static_assert(BR <= STAGES * 2 * BC, "the tiles' memory takes the result");
 
-// For a tile of 16 rows and a step of 16 columns four registers. With Q_SHARED they lie in shared memory, from
+// For a tile of 16 rows and a slice of 16 columns four registers. With Q_SHARED they lie in shared memory, from
 // the address `at` on; the next lane's follow.
 struct Queries {
-    unsigned at, registers[Q_SHARED ? 1 : M_TILES][Q_SHARED ? 1 : Q_STEPS][4];
+    unsigned at, registers[Q_SHARED ? 1 : M_TILES][Q_SHARED ? 1 : SLICES][4];
 
-    __device__ inline void put(const unsigned (&a)[4], int tile, int step) {
+    __device__ inline void put(const unsigned (&a)[4], int tile, int slice) {
         if (Q_SHARED)
-            store_shared(at + (tile * Q_STEPS + step) * 512, make_uint4(a[0], a[1], a[2], a[3]));
+            store_shared(at + (tile * SLICES + slice) * 512, make_uint4(a[0], a[1], a[2], a[3]));
         else
-#pragma unroll
-            for (int e = 0; e < 4; ++e) registers[tile][step][e] = a[e];
+            UNROLLED(e, 4) registers[tile][slice][e] = a[e];
     }
-    __device__ inline void get(unsigned (&a)[4], int tile, int step) const {
+    __device__ inline void get(unsigned (&a)[4], int tile, int slice) const {
         if (Q_SHARED) {
-            const uint4 x = reload_shared(at + (tile * Q_STEPS + step) * 512);
+            const uint4 x = reload_shared(at + (tile * SLICES + slice) * 512);
             a[0] = x.x, a[1] = x.y, a[2] = x.z, a[3] = x.w;
         } else {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) a[e] = registers[tile][step][e];
+            UNROLLED(e, 4) a[e] = registers[tile][slice][e];
         }
     }
 };
 
 __device__ inline void clear(Scores& S) {
-#pragma unroll
-    for (int i = 0; i < M_TILES; ++i)
-#pragma unroll
-        for (int n = 0; n < CHUNK / 8; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) S[i][n][e] = 0.0f;
+    UNROLLED(i, M_TILES)
+        UNROLLED(n, CHUNK / 8)
+            UNROLLED(e, 4) S[i][n][e] = 0.0f;
 }
 
 // S += Q K^T, 16 of the d columns. All keys of the chunk share a load of the queries.
-__device__ inline void qk_part(Scores& S, const Queries& Q, unsigned k, int step) {
+__device__ inline void qk_part(Scores& S, const Queries& Q, unsigned k, int slice) {
     unsigned a[M_TILES][4];
-#pragma unroll
-    for (int i = 0; i < M_TILES; ++i) Q.get(a[i], i, step);
-#pragma unroll
-    for (int pair = 0; pair < CHUNK / 16; ++pair) {
+    UNROLLED(i, M_TILES) Q.get(a[i], i, slice);
+    UNROLLED(pair, CHUNK / 16) {
         unsigned b[4];
-        load_matrices(b, k + pair * 16 * STRIDE + step * 32);
-#pragma unroll
-        for (int i = 0; i < M_TILES; ++i) {
+        load_matrices(b, k + pair * 16 * STRIDE + slice * 32);
+        UNROLLED(i, M_TILES) {
             multiply_16bit(S[i][2 * pair], a[i], b[0], b[1]);
             multiply_16bit(S[i][2 * pair + 1], a[i], b[2], b[3]);
         }
@@ -83,24 +77,21 @@ __device__ inline void qk_part(Scores& S, const Queries& Q, unsigned k, int step
 }
 __device__ inline void scores(Scores& S, const Queries& Q, unsigned k) {
     clear(S);
-#pragma unroll
-    for (int part = 0; part < QK_PARTS; ++part) qk_part(S, Q, k, part);
+    UNROLLED(part, QK_PARTS) qk_part(S, Q, k, part);
 }
 
 // O += P V, 16 keys and 16 columns. The scores' registers, rounded in pairs, are the product's.
 __device__ inline void pv_part(Output& O, const Weights& P, unsigned v, int part) {
-    const int keys = part / (DP / 16), pair = part % (DP / 16);
+    const int keys = part / (WIDTH / 16), pair = part % (WIDTH / 16);
     unsigned b[4];
     load_transposed(b, v + keys * 16 * STRIDE + pair * 32);
-#pragma unroll
-    for (int i = 0; i < M_TILES; ++i) {
+    UNROLLED(i, M_TILES) {
         multiply_16bit(O[i][2 * pair], P[i][keys], b[0], b[1]);
         multiply_16bit(O[i][2 * pair + 1], P[i][keys], b[2], b[3]);
     }
 }
 __device__ inline void add_values(Output& O, const Weights& P, unsigned v) {
-#pragma unroll
-    for (int part = 0; part < PV_PARTS; ++part) pv_part(O, P, v, part);
+    UNROLLED(part, PV_PARTS) pv_part(O, P, v, part);
 }
 
 // The tiles from n on, which have no mask. The scores of the next chunk and, with PIPE 2, the product of the
@@ -116,8 +107,7 @@ __device__ inline void attend_interleaved(State& s, const Queries& Q, const Tile
     unsigned v_before = tile + tiles.v_lane;
     for (; n < tiles.count; ++n) {
         unsigned next_tile = 0;
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
+        UNROLLED(c, CHUNKS) {
             unsigned k_next = tile + tiles.k_lane + (c + 1) * (CHUNK * STRIDE);
             if (c == CHUNKS - 1) {
                 // The next tile is here, and no warp reads the one before this.
@@ -131,8 +121,7 @@ __device__ inline void attend_interleaved(State& s, const Queries& Q, const Tile
             clear(S_next);
             Weights P;
             Pairs sums;
-#pragma unroll
-            for (int unit = 0; unit < UNITS; ++unit) {
+            UNROLLED(unit, UNITS) {
 #pragma unroll
                 for (int part = unit * QK_PARTS / UNITS; part < (unit + 1) * QK_PARTS / UNITS; ++part)
                     qk_part(S_next, Q, k_next, part);
@@ -146,30 +135,24 @@ __device__ inline void attend_interleaved(State& s, const Queries& Q, const Tile
             const unsigned v = tile + tiles.v_lane + c * (CHUNK * STRIDE);
             if (PIPE == 2) {
                 v_before = v;
-#pragma unroll
-                for (int i = 0; i < M_TILES; ++i)
-#pragma unroll
-                    for (int x = 0; x < CHUNK / 16; ++x)
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) P_before[i][x][e] = P[i][x][e];
+                UNROLLED(i, M_TILES)
+                    UNROLLED(x, CHUNK / 16)
+                        UNROLLED(e, 4) P_before[i][x][e] = P[i][x][e];
             } else {
                 add_values(s.O, P, v);
             }
-#pragma unroll
-            for (int i = 0; i < M_TILES; ++i)
-#pragma unroll
-                for (int x = 0; x < CHUNK / 8; ++x)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) S[i][x][e] = S_next[i][x][e];
+            UNROLLED(i, M_TILES)
+                UNROLLED(x, CHUNK / 8)
+                    UNROLLED(e, 4) S[i][x][e] = S_next[i][x][e];
         }
         tile = next_tile;
     }
     if (PIPE == 2) add_values(s.O, P_before, v_before);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(const Call call) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel5(const Call call) {
     extern __shared__ __align__(128) unsigned char shared[];
-    constexpr int Q_WARP = Q_SHARED ? M_TILES * Q_STEPS * 512 : 0;  // bytes of a warp's queries
+    constexpr int Q_WARP = Q_SHARED ? M_TILES * SLICES * 512 : 0;  // bytes of a warp's queries
     const int Nq = call.Nq, lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const Block block = block_of(call, BR);
     const int warp_row = block.first_query + warp * ROWS;  // a lane's rows: warp_row + g + 16 i + 8 h
@@ -179,18 +162,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
 
     Queries Q;
     Q.at = shared_address(shared) + warp * Q_WARP + lane * 16;
-#pragma unroll
-    for (int i = 0; i < M_TILES; ++i)
-#pragma unroll
-        for (int step = 0; step < Q_STEPS; ++step) {
+    UNROLLED(i, M_TILES)
+        UNROLLED(slice, SLICES) {
             unsigned a[4];
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int row = warp_row + g + 16 * i + e % 2 * 8, column = step * 16 + e / 2 * 8 + 2 * t;
+            UNROLLED(e, 4) {
+                const int row = warp_row + g + 16 * i + e % 2 * 8, column = slice * 16 + e / 2 * 8 + 2 * t;
                 const bool inside = row < Nq && column < D;
                 a[e] = inside ? *(const unsigned*)(block.q + row * call.q_strides.row + column) : 0u;
             }
-            Q.put(a, i, step);
+            Q.put(a, i, slice);
         }
 
     State s(call.scale);
@@ -204,12 +184,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_step5(co
 
     __syncthreads();  // the tiles are no longer read: their memory takes each warp's rows
     const unsigned rows = shared_address(shared) + warp * (ROWS * STRIDE);
-#pragma unroll
-    for (int i = 0; i < M_TILES; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-#pragma unroll
-            for (int x = 0; x < DP / 8; ++x)
+    UNROLLED(i, M_TILES)
+        UNROLLED(h, 2)
+            UNROLLED(x, WIDTH / 8)
                 store_shared(rows + (16 * i + 8 * h + g) * STRIDE + x * 16 + t * 4,
                              pack(s.O[i][x][2 * h], s.O[i][x][2 * h + 1]));
     __syncwarp();

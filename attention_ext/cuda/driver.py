@@ -1,0 +1,168 @@
+"""CUDA's driver: what a GPU is, and the kernels of the table compiled, loaded and launched on it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attention_ext.build import nvrtc
+from attention_ext.cuda.kernels import MOST_SPLIT, Gpu, Kernel, choose, few_queries
+from attention_ext.cuda.tiles import Tile
+from attention_ext.parts import PARTS, BuildError, Dtype
+
+FORMATS = {dtype: number for number, dtype in enumerate(Dtype)}  # FORMAT of csrc/cuda/call.h
+CTYPES = (ctypes.Structure, ctypes.Array, ctypes._SimpleCData)
+
+
+@functools.cache
+def gpu(index: int) -> Gpu:
+    """The GPU with this number."""
+    found: Any = torch.cuda.get_device_properties(index)  # PyTorch's types leave out some of its fields
+    capability, shared = (found.major, found.minor), found.shared_memory_per_block_optin
+    return Gpu(found.name, capability, shared, found.multi_processor_count)
+
+
+def attribute(name: str, index: int) -> int:
+    """An attribute of the GPU with this number, by the driver's name without CU_DEVICE_ATTRIBUTE."""
+    driver = _driver()
+    named = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return _check(driver.cuDeviceGetAttribute(named, _check(driver.cuDeviceGet(index))))
+
+
+def check_gpu() -> None:
+    """Raise BuildError, in one line, if PyTorch cannot use a GPU here."""
+    if torch.version.cuda is None:
+        raise BuildError(
+            f"device is 'cuda', and this PyTorch ({torch.__version__}) is built without CUDA; pytorch.org "
+            "has builds with it"
+        )
+    if not torch.cuda.is_available():
+        raise BuildError("device is 'cuda', and PyTorch finds no GPU and driver here (see nvidia-smi)")
+
+
+def source(row: Kernel, tile: Tile, d: int, dtype: Dtype, capability: tuple[int, int]) -> nvrtc.Source:
+    """The kernel to compile. d: as given, not yet padded."""
+    macros = {"FORMAT": FORMATS[dtype], "HEAD_DIM": row.padded(d), **tile.sizes}
+    macros |= {"BR": tile.br, "BC": tile.bc, "THREADS": tile.threads}
+    # instructions of one architecture alone need the suffix
+    return nvrtc.Source.of(row.sources[dtype], f"sm_{capability[0]}{capability[1]}{'a' * row.only}", macros)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel on a GPU. functions: of the driver, by their names in the source."""
+
+    row: Kernel
+    tile: Tile
+    on: Gpu
+    library: object  # keeps the functions alive
+    functions: dict[str, object]
+
+    def launch(self, name: str, blocks: int, *arguments: Any, threads: int = 0, early: bool = False) -> None:
+        """Launch a function on the current stream of the current device.
+
+        arguments: ctypes objects, or the driver's tensor maps. threads: of a block without shared memory; the
+        tile's unless given. early: once all blocks of the launch before allow it, instead of at its end
+        (programmatic dependent launch); the function waits for what it reads. For sm_90 and later.
+        """
+        driver, function = _driver(), self.functions[name]
+        block, shared = (threads, 0) if threads else (self.tile.threads, self.tile.shared)
+        pointers = (ctypes.c_void_p * len(arguments))(*map(_address, arguments))
+        stream, parameters = torch.cuda.current_stream().cuda_stream, ctypes.addressof(pointers)
+        if not early:
+            _check(driver.cuLaunchKernel(function, blocks, 1, 1, block, 1, 1, shared, stream, parameters, 0))
+            return
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes, config.hStream = shared, stream
+        config.attrs, config.numAttrs = [_early()], 1
+        _check(driver.cuLaunchKernelEx(config, function, parameters, 0))
+
+    def resident(self) -> int:
+        """The most blocks of the first function that a multiprocessor holds at a time, by the driver."""
+        most = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor
+        return _check(most(self.functions[self.row.functions[0]], self.tile.threads, self.tile.shared))
+
+
+@functools.cache
+def _early() -> Any:
+    """The driver's attribute of a launch that may begin before the one before has ended."""
+    driver = _driver()
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+def _address(argument: Any) -> int:
+    """Where an argument of a launch is, from where the driver copies it."""
+    return ctypes.addressof(argument) if isinstance(argument, CTYPES) else int(argument.getPtr())
+
+
+@functools.cache
+def load(row: Kernel, tile: Tile, d: int, dtype: Dtype, index: int) -> Compiled:
+    """A kernel for heads of width d on a GPU, compiled if need be. The GPU's context must be current.
+
+    Raises BuildError if it cannot be compiled or loaded.
+    """
+    driver, on = _driver(), gpu(index)
+    code = source(row, tile, d, dtype, on.capability).make()
+    library = _check(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+    functions = {}
+    for name in row.functions:
+        function = _check(
+            driver.cuKernelGetFunction(_check(driver.cuLibraryGetKernel(library, name.encode())))
+        )
+        if tile.shared > 48 * 1024:  # more must be asked for
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(driver.cuFuncSetAttribute(function, attribute, tile.shared))
+        functions[name] = function
+    return Compiled(row, tile, on, library, functions)
+
+
+def compiled(kernel: str | None, heads: int, Nq: int, Nk: int, d: int, dtype: Dtype, index: int) -> Compiled:
+    """The kernel with this name, the fastest one for None, for a call; heads: of all batches.
+
+    Raises ValueError and BuildError as kernels.choose() and load() do. The GPU's context must be current.
+    """
+    few = few_queries(Nq, Nk, heads, gpu(index).multiprocessors)
+    return _compiled(kernel, d, dtype, index, few, min(Nq, MOST_SPLIT))
+
+
+@functools.cache
+def _compiled(kernel: str | None, d: int, dtype: Dtype, index: int, few: bool, queries: int) -> Compiled:
+    return load(*choose(kernel, d, dtype, gpu(index), few, queries), d, dtype, index)
+
+
+def describe(part: str, kernel: str | None, d: int, dtype: Dtype = Dtype.FP32) -> str:
+    """What computes a part on the current GPU, in a line for people."""
+    row, on = PARTS[part], gpu(torch.cuda.current_device())
+    if row.operator is None:
+        return f"Attention by {row.summary} on {on.name}"
+    chosen, _ = choose(kernel, d, dtype, on)
+    return f"CUDA kernel {chosen.name}, {chosen.summary}, on {on.name}"
+
+
+@functools.cache
+def _driver():
+    """The module cuda.bindings.driver. Raises BuildError if it is missing."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise nvrtc.missing("cuda.bindings is missing") from None
+    return driver
+
+
+def _check(result: tuple):
+    """The values of a call of the driver. Raises BuildError if it failed."""
+    error, *values = result
+    if error != 0:
+        _, name = _driver().cuGetErrorName(error)
+        _, text = _driver().cuGetErrorString(error)
+        raise BuildError(f"the CUDA driver failed: {name.decode()}, {text.decode()}")
+    return values[0] if values else None
