@@ -53,13 +53,13 @@ def offsets(chunks: Sequence[range]) -> Iterator[tuple[int, range]]:
         first += len(chunk)
 
 
-def visible(queries: range, keys: range, hidden: int) -> Iterator[tuple[range, range, bool]]:
+def seen(queries: range, keys: range, offset: int) -> Iterator[tuple[range, range, bool]]:
     """The causal mask of a chunk of queries and one of keys as at most two calls of a kernel.
 
     Yields indices in each chunk, and whether the call is causal. First come the queries on the diagonal; the
     last of them sees the call's last key. Then come those that see the whole chunk.
     """
-    start, stop = queries.start + hidden, queries.stop + hidden  # query i sees the keys up to i + hidden
+    start, stop = queries.start + offset, queries.stop + offset  # query i sees the keys up to i + offset
     low, high = max(start, keys.start), min(stop, keys.stop)
     if low < high:
         yield range(low - start, high - start), range(high - keys.start), True
@@ -67,13 +67,13 @@ def visible(queries: range, keys: range, hidden: int) -> Iterator[tuple[range, r
         yield range(max(start, keys.stop) - start, stop - start), range(len(keys)), False
 
 
-def pairs(queries: Sequence[range], keys: Sequence[range], causal: bool, hidden: int) -> int:
+def pairs(queries: Sequence[range], keys: Sequence[range], causal: bool, offset: int) -> int:
     """The number of pairs of a query and a key that it sees: the work, in dot products."""
     if not causal:
         return length(queries) * length(keys)
     found = 0
     for q in queries:
         for k in keys:
-            for i, j, diagonal in visible(q, k, hidden):
+            for i, j, diagonal in seen(q, k, offset):
                 found += len(i) * len(j) - (len(i) * (len(i) - 1) // 2 if diagonal else 0)
     return found

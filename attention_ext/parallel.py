@@ -38,9 +38,9 @@ from attention_ext.layout import (
     length,
     offsets,
     pairs,
+    seen,
     shares,
     take,
-    visible,
     zigzag_rows,
 )
 
@@ -59,7 +59,7 @@ __all__ = [
     "rows",
     "shares",
     "take",
-    "visible",
+    "seen",
     "zigzag_rows",
     *("gather", "ring", "split", "ulysses", "zigzag"),
 ]
@@ -116,7 +116,7 @@ class Traffic:
 class Call:
     """A method's arguments beside its tensors.
 
-    queries, keys: the rows of each rank. hidden: Nk - Nq; with causal, query i sees the keys j <= i + hidden.
+    queries, keys: the rows of each rank. offset: Nk - Nq; with causal, query i sees the keys j <= i + offset.
     """
 
     part: str
@@ -125,7 +125,7 @@ class Call:
     options: dict
     queries: Rows
     keys: Rows
-    hidden: int
+    offset: int
     rank: int
     group: dist.ProcessGroup | None
     traffic: Traffic
@@ -152,7 +152,7 @@ class Mixture:
             return
         for first, queries_of_chunk in offsets(queries):
             for offset, keys_of_chunk in offsets(keys):
-                for rows, columns, causal in visible(queries_of_chunk, keys_of_chunk, call.hidden):
+                for rows, columns, causal in seen(queries_of_chunk, keys_of_chunk, call.offset):
                     i = slice(first + rows.start, first + rows.stop)
                     j = slice(offset + columns.start, offset + columns.stop)
                     self._attend(call, i.start, q[:, :, i], k[:, :, j], v[:, :, j], causal=causal)

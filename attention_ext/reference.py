@@ -20,13 +20,13 @@ def attention(
         q, k, v = q.float(), k.float(), v.float()
     s = (scale * q) @ k.mT  # (B, H, Nq, Nk)
     if causal:
-        s = s.masked_fill(~visible(q.shape[2], k.shape[2], s.device), -torch.inf)
+        s = s.masked_fill(~seen(q.shape[2], k.shape[2], s.device), -torch.inf)
     p = torch.softmax(s, dim=-1)
     out = (p @ v).to(dtype)
     return (out, torch.logsumexp(s, dim=-1)) if return_lse else out
 
 
-def visible(Nq: int, Nk: int, device: torch.device | None = None) -> Tensor:
+def seen(Nq: int, Nk: int, device: torch.device | None = None) -> Tensor:
     """The causal mask: (Nq, Nk), True where query i sees key j."""
     return torch.ones(Nq, Nk, dtype=torch.bool, device=device).tril(Nk - Nq)
 
@@ -70,7 +70,7 @@ def flash_attention(
     B, H, Nq, d = q.shape
     Nk = k.shape[2]
     scale = d**-0.5 if scale is None else scale
-    mask = visible(Nq, Nk, q.device) if causal else None
+    mask = seen(Nq, Nk, q.device) if causal else None
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty(B, H, Nq)
     for i0 in range(0, Nq, br):  # line 3
@@ -120,7 +120,7 @@ def flash_attention_backward(
     Nq, d = q.shape[2:]
     Nk = k.shape[2]
     scale = d**-0.5 if scale is None else scale
-    mask = visible(Nq, Nk, q.device) if causal else None
+    mask = seen(Nq, Nk, q.device) if causal else None
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)  # line 3
     D = (dout * out).sum(-1) - (0 if dlse is None else dlse)  # line 4
     for j0 in range(0, Nk, bc):  # line 5

@@ -112,8 +112,8 @@ def exact(asked: Question, chunks: Sequence[range]) -> tuple[list[int], Tensor]:
         k, v = rows_of("k", asked, keys).double(), rows_of("v", asked, keys).double()
         s = asked.scale * (q @ k.mT)
         if asked.causal:
-            hidden = torch.arange(first, keys[0].stop) > position[:, None]
-            s = s.masked_fill(hidden, -torch.inf)
+            masked = torch.arange(first, keys[0].stop) > position[:, None]
+            s = s.masked_fill(masked, -torch.inf)
         m = torch.maximum(most, s.amax(-1))
         p = torch.exp(s - m[..., None]).nan_to_num()
         change = torch.exp(most - m).nan_to_num()
@@ -177,17 +177,17 @@ def synchronize(ranks: Ranks) -> None:
 
 def predict(asked: Question, queries: Rows, keys: Rows, speeds: Speeds) -> tuple[float, float, float]:
     """Seconds of the call, of the computation on the busiest rank, and of sending without overlap."""
-    P, hidden = len(keys), asked.N - asked.queries
+    P, offset = len(keys), asked.N - asked.queries
     sent = [
         parallel.expected(asked.method, queries, keys, rank, asked.heads, asked.d)[0] for rank in range(P)
     ]
     if asked.method not in ("ring", "zigzag"):
         everything = [chunk for chunks in keys for chunk in chunks]
-        work = [asked.heads * pairs(mine, everything, asked.causal, hidden) for mine in queries]
+        work = [asked.heads * pairs(mine, everything, asked.causal, offset) for mine in queries]
         if asked.method == "split":
-            work = [asked.heads * pairs(queries[0], mine, asked.causal, hidden) for mine in keys]
+            work = [asked.heads * pairs(queries[0], mine, asked.causal, offset) for mine in keys]
         if asked.method == "ulysses":
-            whole = pairs([range(asked.queries)], [range(asked.N)], asked.causal, hidden)
+            whole = pairs([range(asked.queries)], [range(asked.N)], asked.causal, offset)
             work = [share * whole for share in parallel.shares(asked.heads, P)]
         computing, sending = speeds.computing(max(work)), speeds.sending(max(sent))
         return computing + sending, computing, sending
@@ -203,7 +203,7 @@ def predict(asked: Question, queries: Rows, keys: Rows, speeds: Speeds) -> tuple
             began = [max(ended[rank], arrived[rank]) for rank in range(P)]
             sending += max(send)
         for rank in range(P):
-            found = pairs(queries[rank], keys[(rank - step) % P], asked.causal, hidden)
+            found = pairs(queries[rank], keys[(rank - step) % P], asked.causal, offset)
             seconds = speeds.computing(asked.heads * found)
             busy[rank] += seconds
             ended[rank] = began[rank] + seconds

@@ -30,7 +30,7 @@ def flash_attention(arrays: Any, options: dict[str, Any]) -> Any:
 
 
 def traffic(arrays: Any, options: dict[str, Any]) -> tuple[int, int]:
-    """Bytes that a call reads and writes in global memory: as simulated, and by global_bytes()."""
+    """Bytes that a call reads and writes in global memory: as simulated, and by the kernel's own loops."""
     from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
     from attention_ext.cuda import numba_flash
@@ -53,12 +53,16 @@ def traffic(arrays: Any, options: dict[str, Any]) -> tuple[int, int]:
         numba_flash.flash_attention(*arrays, **options)
     finally:
         FakeCUDAArray.__getitem__, FakeCUDAArray.__setitem__ = read, write
-    q, k, _ = arrays
-    tile = options["br"], options["bc"]
-    counted = numba_flash.global_bytes(
-        *q.shape[:3], k.shape[2], q.shape[3], options["state"], options["causal"], tile
-    )
-    return 4 * next(numbers), counted
+    (B, H, Nq, d), Nk = arrays[0].shape, arrays[1].shape[2]
+    br, bc, parts = options["br"], options["bc"], -(-d // numba_flash.WIDTH)
+    counted = Nq * (2 * d + 1)  # Q, O and the logsumexp
+    for i0 in range(0, Nq, br):
+        keys = min(Nk, i0 + br + Nk - Nq) if options["causal"] else Nk
+        counted += 2 * keys * d  # K and V
+        if options["state"] == "spilled":  # every tile writes the state, and all but the first read it
+            state = br * parts * (-(-d // (4 * parts)) * 4 + 2)
+            counted += (2 * -(-keys // bc) - 1) * state
+    return 4 * next(numbers), 4 * B * H * counted
 
 
 def ptx(d: int, state: str) -> str:

@@ -19,10 +19,10 @@ Shared memory: Kj and Vj, Bc x P W, padded with zeros from d on; Sij, P x Bc x B
     four numbers of Kj or Vj for all of its rows, and neighbours in Sij, so there are no bank conflicts.
 Registers: at most 128, so that two blocks are resident. They hold q, o, m and l. "spilled" reads m, l
     and o from global memory before each tile of keys and writes them back after it.
-Improves on step 2: it is Python. It is not faster: "registers" takes 12.6 ms at d = 32, step 2 10.5 and
-    step 3 8.36. Each score passes through shared memory, and Q and O are transposed by copies of their
+Improves on kernel 2: it is Python. It is not faster: "registers" takes 12.6 ms at d = 32, kernel 2 10.5
+    and kernel 3 8.36. Each score passes through shared memory, and Q and O are transposed by copies of their
     own. "spilled" is 6 % slower than "registers".
-Bound: probably shared memory, as in step 3; `explain` has no count of these kernels.
+Bound: probably shared memory, as in kernel 3; `explain` has no count of these kernels.
 Command: python gpt.py bench numba-registers,numba-spilled --device cuda --l2 warm -r 5
 Measured: NVIDIA H200, fp32, (100, 1, 4096, 32), no mask: "registers" 12.6 ms, 17.1 TFLOP/s; "spilled"
     13.4 ms, 16.0 TFLOP/s.
@@ -105,17 +105,15 @@ def _check(q: Any, k: Any, v: Any, causal: bool, state: str, br: int | None, bc:
     if state not in STATES:
         raise ValueError(f"state is {state!r}; it must be one of {', '.join(STATES)}")
     for name, t in (("q", q), ("k", k), ("v", v)):
-        if len(t.shape) != 4 or 0 in t.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(t.shape)}; it must be (B, H, N, d) with no empty dimension"
-            )
+        shape = tuple(t.shape)
+        if len(shape) != 4 or 0 in shape:
+            raise ValueError(f"{name} has shape {shape}; it must be (B, H, N, d) with no empty dimension")
         if str(t.dtype).removeprefix("torch.") != "float32":
             raise TypeError(f"{name} is {t.dtype}; it must be float32")
-    B, H, Nq, d = q.shape
-    Nk = k.shape[2]
-    for name, t in (("k", k), ("v", v)):
-        if tuple(t.shape) != (B, H, Nk, d):
-            raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {(B, H, Nk, d)}")
+        right = (*q.shape[:2], (q if name == "q" else k).shape[2], q.shape[3])
+        if shape != right:
+            raise ValueError(f"{name} has shape {shape}; it must be {right}")
+    Nq, Nk, d = q.shape[2], k.shape[2], q.shape[3]
     if d > WIDEST:
         raise ValueError(f"d is {d}; it must be at most {WIDEST}")
     if causal and Nq > Nk:
@@ -133,27 +131,6 @@ def tile(d: int) -> tuple[int, int]:
     while 4 * (2 * bc * pitch + parts * bc * br) > SHARED:
         bc //= 2
     return br, bc
-
-
-def global_bytes(
-    B: int,
-    H: int,
-    Nq: int,
-    Nk: int,
-    d: int,
-    state: str,
-    causal: bool = False,
-    tiles: tuple[int, int] | None = None,
-) -> int:
-    """Bytes that the kernel reads and writes in global memory, by its own loops; caches may serve some."""
-    br, bc = tiles or tile(d)
-    numbers = Nq * (2 * d + 1)  # Q, O and the logsumexp
-    for i0 in range(0, Nq, br):
-        keys = min(Nk, i0 + br + Nk - Nq) if causal else Nk
-        numbers += 2 * keys * d  # K and V
-        if state == "spilled":  # every tile writes the state, and all but the first read it
-            numbers += (2 * -(-keys // bc) - 1) * br * _parts(d) * (_width(d) + 2)
-    return 4 * B * H * numbers
 
 
 def _parts(d: int) -> int:
@@ -183,9 +160,9 @@ def kernel(d: int, Br: int, Bc: int, spilled: bool) -> Any:
         columns = min(W, d - y * W) if i0 + x < Nq else 0  # that this thread has
         Qi, Oi = Q[head, y * W :, i], O[head, y * W :, i]
         thread = y * Br + x
-        before = Nk - Nq if causal else Nk
-        seen = min(Nk, i + 1 + before)  # keys, by row i
-        last = min(Nk, i0 + Br + before)  # keys that any row of the block sees
+        offset = Nk - Nq if causal else Nk
+        seen = min(Nk, i + 1 + offset)  # keys, by row i
+        last = min(Nk, i0 + Br + offset)  # keys that any row of the block sees
 
         Kj = cuda.shared.array((Bc, P, W), float32, ALIGNMENT)
         Vj = cuda.shared.array((Bc, P, W), float32, ALIGNMENT)

@@ -7,12 +7,13 @@ conflict.
 Global memory is counted twice: what the kernel asks for, and what must come from the GPU's memory at least,
 where what is asked for again and still lies in the L2 cache costs nothing. lab.traffic.Stream has that count.
 
-COUNTS holds the counts by the name of a kernel. A kernel without a row there has none.
+COUNTS holds the counts of each kernel. A kernel without a row there has none.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -68,7 +69,7 @@ class Count:
     @property
     def asked(self) -> float:
         """Bytes that the kernel reads from global memory and writes to it."""
-        return sum(most(stream) for stream in self.streams)
+        return self.from_memory(1)  # a cache that holds nothing
 
     def from_memory(self, l2: int) -> float:
         """Bytes that come from the GPU's memory, or go there, with an L2 cache of `l2` bytes."""
@@ -109,19 +110,17 @@ class Launch:
         return min(self.case.heads, -(-self.resident // self.tiles) + 1)
 
     def visits(self, br: int = 0, bc: int = 0) -> int:
-        """How often a tile of br queries meets a tile of bc keys in a head; the kernel's own tiles for 0."""
-        return visits(self.case, br or self.tile.br, bc or self.tile.bc)
+        """How often a tile of br queries meets a tile of bc keys in a head, without tiles above the diagonal.
+
+        br, bc: the kernel's own tile unless given.
+        """
+        return int((-(-seen(self.case, br or self.tile.br) // (bc or self.tile.bc))).sum())
 
 
 def costs(launch: Launch) -> Count | None:
     """The counts of a call; None for a kernel that has none."""
-    count = COUNTS.get(launch.kernel.name)
+    count = COUNTS.get(launch.kernel.functions[0])
     return count(launch) if count else None
-
-
-def visits(case: Case, br: int, bc: int) -> int:
-    """How often a tile of br queries meets a tile of bc keys in a head, without tiles above the diagonal."""
-    return int((-(-seen(case, br) // bc)).sum())
 
 
 def seen(case: Case, br: int) -> np.ndarray:
@@ -130,9 +129,9 @@ def seen(case: Case, br: int) -> np.ndarray:
     return queries + case.Nk - case.Nq if case.causal else np.full_like(queries, case.Nk)
 
 
-def most(stream: Stream) -> float:
-    """A stream's bytes without a cache."""
-    return max([stream.least, *(moved for _, moved in stream.again)])
+def _even(name: str, wavefronts: float) -> Shared:
+    """Accesses without bank conflicts."""
+    return Shared(name, wavefronts, wavefronts)
 
 
 def access(name: str, times: float, addresses: Sequence[int], width: int = 1) -> Shared:
@@ -153,36 +152,41 @@ def banked(addresses: tuple[int, ...], width: int) -> tuple[int, int]:
     groups = [addresses[i : i + size] for i in range(0, len(addresses), size)]
     if width > 1:
         pairs = [first + second for first, second in zip(groups[::2], groups[1::2])]
-        groups = [
-            part for pair in pairs for part in ([pair] if _paired(pair) else [pair[:size], pair[size:]])
-        ]
-    wavefronts = 0
-    for group in groups:
-        words = {address + i for address in group for i in range(width)}
-        banks = [0] * BANKS
-        for word in words:
-            banks[word % BANKS] += 1
-        wavefronts += max(banks)
-    distinct = {address + i for address in addresses for i in range(width)}
-    return wavefronts, -(-len(distinct) // BANKS)
+        halves = ([pair] if _paired(pair) else [pair[:size], pair[size:]] for pair in pairs)
+        groups = [group for split in halves for group in split]
+
+    def words(of: tuple[int, ...]) -> set[int]:
+        return {address + i for address in of for i in range(width)}
+
+    wavefronts = sum(max(Counter(word % BANKS for word in words(group)).values()) for group in groups)
+    return wavefronts, -(-len(words(addresses)) // BANKS)
 
 
 def _paired(addresses: tuple[int, ...]) -> bool:
     return any(all(addresses[i] == addresses[i ^ far] for i in range(len(addresses))) for far in (1, 2))
 
 
-def _together(accesses: Iterator[Shared]) -> tuple[Shared, ...]:
-    """One row for each matrix."""
-    rows: dict[str, Shared] = {}
+def _count(
+    of: Launch,
+    accesses: Iterator[Shared],
+    exponentials: float,
+    streams: tuple[Stream, ...] | None = None,
+    blocks: int | None = None,
+    launches: int = 1,
+    tensor: int = 0,
+) -> Count:
+    """The counts of all heads from the accesses and exponentials of one.
+
+    streams, blocks: those of one launch with a block for each tile of queries unless given.
+    """
+    heads, rows = of.case.heads, dict[str, Shared]()
     for each in accesses:
         old = rows.get(each.name, Shared(each.name, 0, 0))
-        rows[each.name] = Shared(each.name, old.wavefronts + each.wavefronts, old.fewest + each.fewest)
-    return tuple(rows.values())
-
-
-def _times(accesses: Iterator[Shared], heads: int) -> Iterator[Shared]:
-    for each in accesses:
-        yield Shared(each.name, heads * each.wavefronts, heads * each.fewest)
+        wavefronts, fewest = heads * each.wavefronts, heads * each.fewest
+        rows[each.name] = Shared(each.name, old.wavefronts + wavefronts, old.fewest + fewest)
+    blocks = heads * of.tiles if blocks is None else blocks
+    shared, streams = tuple(rows.values()), _once(of) if streams is None else streams
+    return Count(launches, blocks, heads * exponentials, shared, streams, tensor)
 
 
 def _vector(*strides: int) -> int:
@@ -231,9 +235,8 @@ def _kernel1(of: Launch) -> Count:
         Stream("O", Q),
     )
     # each lane has the whole row's, for l and again for each of its columns of O
-    exponentials = case.heads * warps * 32.0 * (1 + tile + chunks * tile)
-    blocks = launches * case.heads * of.tiles
-    return Count(launches, blocks, exponentials, _together(_times(shared(), case.heads)), streams)
+    exponentials = warps * 32.0 * (1 + tile + chunks * tile)
+    return _count(of, shared(), exponentials, streams, launches * case.heads * of.tiles, launches)
 
 
 def _kernel2(of: Launch) -> Count:
@@ -243,14 +246,14 @@ def _kernel2(of: Launch) -> Count:
     pitch, p_pitch, mine = d + padding, bc + padding, -(-d // columns)
     x, y = [lane % columns for lane in LANES], [lane // columns for lane in LANES]
     width, p_width = (min(_vector(n), 2) for n in (pitch, p_pitch))  # of 4 rows; more would not fit registers
-    visited, blocks = of.visits(), of.tiles
+    visited = of.visits()
 
     def load(name: str, count: int, times: int) -> Iterator[Shared]:
         for i in range(0, count * d, 32):
             yield access(name, times, [(i + lane) // d * pitch % 32 + (i + lane) % d for lane in LANES])
 
     def shared() -> Iterator[Shared]:
-        yield from load("Q", br, blocks)
+        yield from load("Q", br, of.tiles)
         for name in "KV":
             yield from load(name, bc, visited)
         times = visited * warps
@@ -260,9 +263,7 @@ def _kernel2(of: Launch) -> Count:
         yield access("P", 4 * bc / p_width * times, [row * p_pitch for row in y], p_width)
         yield access("V", mine * bc * times, x)
 
-    exponentials = of.case.heads * visited * float(br * bc + br * columns)
-    accesses = _together(_times(shared(), of.case.heads))
-    return Count(1, of.case.heads * blocks, exponentials, accesses, _once(of))
+    return _count(of, shared(), visited * float(br * bc + br * columns))
 
 
 def _kernel3(of: Launch) -> Count:
@@ -278,9 +279,7 @@ def _kernel3(of: Launch) -> Count:
         if O_shared:  # O: read once a strip, written corrected and with the strip's sum
             yield access("O", 3 * strips * warps * mine, [4 * lane for lane in LANES], 4)
 
-    exponentials = of.case.heads * strips * of.tile.threads * (strip + 1.0)
-    accesses = _together(_times(shared(), of.case.heads))
-    return Count(1, of.case.heads * of.tiles, exponentials, accesses, _once(of))
+    return _count(of, shared(), strips * of.tile.threads * (strip + 1.0))
 
 
 def _kernel4(of: Launch) -> Count:
@@ -305,9 +304,7 @@ def _kernel4(of: Launch) -> Count:
         yield access("P", by_warp * BC * TM / 4, [4 * row for row in rg], 4)
         yield access("V", by_warp * BC * v_row / TX / 4, [4 * column for column in tx], 4)
 
-    exponentials = of.case.heads * by_warp * float(rows * BC)
-    accesses = _together(_times(shared(), of.case.heads))
-    return Count(1, of.case.heads * of.tiles, exponentials, accesses, _once(of))
+    return _count(of, shared(), by_warp * float(rows * BC))
 
 
 def _kernel5(of: Launch) -> Count:
@@ -327,10 +324,8 @@ def _kernel5(of: Launch) -> Count:
         for name in "KV":
             yield _even(name, visited * (1 + warps) * of.tile.bc * row)
 
-    exponentials = of.case.heads * visited * float(of.tile.br * of.tile.bc)
-    accesses = _together(_times(shared(), of.case.heads))
-    blocks = of.case.heads * of.tiles
-    return Count(1, blocks, exponentials, accesses, _once(of), tensor=1 if of.bytes == 2 else 6)
+    exponentials = visited * float(of.tile.br * of.tile.bc)
+    return _count(of, shared(), exponentials, tensor=1 if of.bytes == 2 else 6)
 
 
 def _kernel6(of: Launch) -> Count:
@@ -346,10 +341,8 @@ def _kernel6(of: Launch) -> Count:
         for name in "KV":
             yield _even(name, visited * (1 + consumers) * of.tile.bc * row)
 
-    exponentials = of.case.heads * visited * float(of.tile.br * of.tile.bc)
-    accesses = _together(_times(shared(), of.case.heads))
     blocks = min(of.resident, of.case.heads * of.tiles)
-    return Count(1, blocks, exponentials, accesses, _once(of), tensor=1)
+    return _count(of, shared(), visited * float(of.tile.br * of.tile.bc), blocks=blocks, tensor=1)
 
 
 def _split(of: Launch) -> Count:
@@ -362,24 +355,17 @@ def _split(of: Launch) -> Count:
     count = splits(rows, case.Nk, of.tile.bc, of.resident)
     partial = 4.0 * case.heads * case.Nq * count * (of.d + 2)
     streams = (*_once(of), Stream("m, l, O", partial, ((partial, 2 * partial),)))
-    exponentials = float(case.heads * case.Nq * case.seen * of.tile.sizes["LANES"])
-    return Count(2, rows * count + case.heads * case.Nq, exponentials, (), streams)
+    exponentials = float(case.Nq * case.seen * of.tile.sizes["LANES"])
+    return _count(of, iter(()), exponentials, streams, rows * count + case.heads * case.Nq, launches=2)
 
 
-def _even(name: str, wavefronts: float) -> Shared:
-    """Accesses without bank conflicts."""
-    return Shared(name, wavefronts, wavefronts)
-
-
+# By the first function of a kernel.
 COUNTS: dict[str, Callable[[Launch], Count]] = {
-    "1": _kernel1,
-    "2-unpadded": _kernel2,
-    "2": _kernel2,
-    "3-shared": _kernel3,
-    "3-spilled": _kernel3,
-    "3": _kernel3,
-    "4": _kernel4,
-    "5": _kernel5,
-    "6": _kernel6,
-    "split": _split,
+    "attention_kernel1": _kernel1,
+    "attention_kernel2": _kernel2,
+    "attention_kernel3": _kernel3,
+    "attention_kernel4": _kernel4,
+    "attention_kernel5": _kernel5,
+    "attention_kernel6": _kernel6,
+    "attention_split": _split,
 }

@@ -197,7 +197,7 @@ def moved_table(count: Count, on: Device) -> str:
                 name,
                 near.wavefronts if near else 0,
                 near.wavefronts / near.fewest if near and near.fewest else 0,
-                costs.most(far) if far else 0,
+                far.traffic(1) if far else 0,
                 far.traffic(on.l2) if far else 0,
             )
         )

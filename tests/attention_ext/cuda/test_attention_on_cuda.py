@@ -59,7 +59,7 @@ def check(row, q, k, v, causal=False, scale=None):
     assert out.shape == q.shape and lse.shape == q.shape[:3]
     applied = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     expected, expected_lse = exact(q, k, v, causal, applied)
-    mask = reference.visible(q.shape[2], k.shape[2], q.device) if causal else None
+    mask = reference.seen(q.shape[2], k.shape[2], q.device) if causal else None
     sign = (applied > 0) - (applied < 0)  # SDPA's fast backends give NaN unless the scale is positive
     peer = F.scaled_dot_product_attention(sign * q, k, v, attn_mask=mask, scale=abs(applied) or 1.0)
     rounding = max(1e-6, oracle.score_rounding(q, k, applied))

@@ -8,9 +8,9 @@ import pytest
 from support import naming
 
 from attention_ext.cuda.kernels import KERNELS, Gpu
-from lab.costs import Case
 from lab.cuda.architectures import SHEETS
-from lab.cuda.costs import BANKS, COUNTS, LANES, SAME, Launch, banked, costs, visits
+from lab.cuda.costs import BANKS, COUNTS, LANES, SAME, Launch, banked, costs
+from lab.traffic import Case
 
 L2 = 50 << 20
 ON = SHEETS["sm_90"]
@@ -25,7 +25,7 @@ def count(name, N=4096, d=32, heads=100, causal=False, dtype=None):
     return costs(Launch(case, kernel, tile, resident=264))
 
 
-NAMES = [name for name in KERNELS if name in COUNTS]
+NAMES = [name for name, kernel in KERNELS.items() if kernel.functions[0] in COUNTS]
 
 
 def test_bank_conflicts():
@@ -52,7 +52,9 @@ def test_meetings_of_tiles(causal):
             last = min(i0 + br, Nq) - 1
             keys = last + 1 + Nk - Nq if causal else Nk
             met += -(-keys // bc)
-        assert visits(Case(Nq, Nk, 8, causal=causal), br, bc) == met, (Nq, Nk, br, bc)
+        case, kernel = Case(Nq, Nk, 8, causal=causal), KERNELS["1"]
+        launch = Launch(case, kernel, kernel.tile(8, case.dtype, GPU), 1)
+        assert launch.visits(br, bc) == met, (Nq, Nk, br, bc)
 
 
 @pytest.mark.parametrize("name", NAMES)
