@@ -1,6 +1,6 @@
 """Generating text against other engines on the same weights: verified, interleaved, medians.
 
-    python benchmarks/generation.py [--cases batch1,long] [--threads 1] [--peers CTranslate2]
+    python -m benchmarks.generation [--cases batch1,long] [--threads 1] [--peers CTranslate2]
         [--corpus FILE] [--save [FILE]]
 
 Before a contender is timed, its logits are compared with float64, and its greedy text with that of our
@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import takewhile
 from multiprocessing import get_context
@@ -39,21 +39,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-ROOT = Path(__file__).resolve().parent.parent
-# A script's own folder comes first on the path; this file would hide the package `generation`.
-sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "benchmarks"))]
-
-from app.cli import options  # noqa: E402
-from attention_ext import PARTS, extension  # noqa: E402
-from attention_ext.parts import CachePrecision, Precision  # noqa: E402
-from benchmarks.peers import PEERS, ROUNDED_PEERS  # noqa: E402
-from generation.engine import ENGINES, open_engine  # noqa: E402
-from generation.sampling import Sampling  # noqa: E402
-from generation.writer import Request, Writer  # noqa: E402
-from lab import saved  # noqa: E402
-from lab.machine import Load, closing_text, describe, fma_peak, read_bandwidth  # noqa: E402
-from model import corpus, load  # noqa: E402
-from model.gpt import GPT  # noqa: E402
+from app.cli import options
+from attention_ext import PARTS, extension
+from attention_ext.parts import CachePrecision, Precision
+from benchmarks.measuring import percent, show_table, spread, write
+from benchmarks.peers import PEERS, ROUNDED_PEERS, Peer
+from generation.engine import ENGINES, open_engine
+from generation.sampling import Sampling
+from generation.writer import Request
+from lab import saved
+from lab.machine import Load, closing_text, describe, fma_peak, read_bandwidth
+from model import corpus, load
+from model.gpt import GPT
 
 # Largest errors of logits; a contender with a larger one is wrong and not timed.
 MOST_ERROR = 1e-3
@@ -140,7 +137,7 @@ class Opened:
     call: Call
 
 
-class Own:
+class Own(Peer):
     """One of our engines as a peer, driven by generation.writer.Writer as gpt.py does."""
 
     def __init__(self, model: GPT, contender: Contender, slots: int) -> None:
@@ -166,23 +163,9 @@ class Own:
             rows.append(self.engine.logits(0))
         return torch.stack(rows)  # (T, V)
 
-    def greedy(self, prompt: list[int], count: int) -> list[int]:
-        return self.greedy_batch([prompt], count)[0]
-
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        writer = Writer(self.engine, len(prompts))
         greedy = Sampling(temperature=0)
-        texts = {
-            writer.join(Request(prompt, sampling=greedy, max_new_tokens=count)): list[int]()
-            for prompt in prompts
-        }
-        while written := writer.step():
-            for text, tokens in written:
-                texts[text] += tokens
-        return list(texts.values())
-
-    def prefill(self, ids: list[int]) -> None:
-        self.greedy(ids, 1)
+        return write(self.engine, [Request(ids, sampling=greedy, max_new_tokens=count) for ids in prompts])
 
 
 def local(contender: Contender, case: str, threads: int) -> Opened | None:
@@ -247,20 +230,6 @@ def agreement(texts: list[list[int]], expected: list[int]) -> int:
     return min(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(t, expected))) for t in texts)
 
 
-@dataclass
-class Figures:
-    """One contender's figures.
-
-    error: the largest error of its logits. agreement: how much of its greedy text is as expected. seconds: of
-    each round; empty if it was wrong and not timed. loss: nats a token; None where it was not measured.
-    """
-
-    error: float
-    agreement: str = ""
-    seconds: list[float] = field(default_factory=list)
-    loss: float | None = None
-
-
 def windows(ids: list[int], size: int) -> list[list[int]]:
     """The first LOSS_TOKENS of ids, in windows of size + 1 that share the token between them."""
     return [ids[at : at + size + 1] for at in range(0, min(LOSS_TOKENS, len(ids) - size), size)]
@@ -284,7 +253,7 @@ def exact_loss(model: GPT, texts: list[list[int]]) -> float:
 def run_case(
     title: str, contenders: list[Opened], rounds: int, watch: Load, apart: bool, text: str | None
 ) -> dict[str, dict[str, Any]]:
-    """Verify, time and print one case, the contenders in turn; gives what is saved of each.
+    """Verify, time and print one case, the contenders in turn; gives the figures of each, see show().
 
     apart: each has a process of its own. text: a corpus, for the loss of rounded weights.
     """
@@ -303,148 +272,144 @@ def run_case(
                 time.sleep(PAUSE_SECONDS)
                 calls[name](*task(case, prompt))
             spent = sum(calls[name](*task(case, prompt))[0] for _ in range(count))
-            figures[name].seconds.append(spent / count)
+            figures[name]["seconds"].append(spent / count)
             watch.sample(SAMPLE_BYTES)
+    writes_one = case.batch == 1 < case.count
     texts = []
-    if text is not None and case.batch == 1 < case.count:
+    if text is not None and writes_one:
         texts = windows(checkpoint.tokenizer.encode(corpus.split(text)[1]), model.config.block_size)
     for opened in contenders if texts else []:
         if opened.contender.rounded and opened.name in first:
-            figures[opened.name].loss = loss(
+            figures[opened.name]["loss"] = loss(
                 lambda ids, call=opened.call: torch.as_tensor(call("every_logits", ids)[1]),  # type: ignore[misc]
                 texts,
             )
     needed = bytes_per_token(model, case)
-    bandwidth = read_bandwidth(int(needed)) if case.batch == 1 < case.count else 0.0
+    bandwidth = read_bandwidth(int(needed)) if writes_one else 0.0
+    if bandwidth and first:
+        figures[MEMORY_LIMIT] = {"seconds": [case.count * needed / bandwidth]}
     click.echo(f"\n{title}: {case.model}, {case.prompt} + {case.count} tokens, batch {case.batch}\n")
-    limit = case.count * needed / bandwidth if bandwidth else None
-    table(case, figures, limit)
+    show(case, figures)
     if texts:
         count = sum(len(ids) - 1 for ids in texts)
         click.echo(f"\nThe loss of fp32 over {count:,} tokens is {exact_loss(model, texts):.4f} nats")
     if bandwidth:
         click.echo(f"\nA token needs {needed / 1e6:.2f} MB, read by one thread at {bandwidth / 1e9:.0f} GB/s")
-    kept: dict[str, dict[str, Any]] = {
-        name: {key: value for key, value in asdict(each).items() if value is not None}
-        for name, each in figures.items()
-    }
-    for name, row in summary(case, figures, limit).items():
-        kept[name] = row | kept.get(name, {})
-    return kept
+        figures.get(MEMORY_LIMIT, {}).pop("seconds", None)  # it was not timed
+    return figures
 
 
 def task(case: Case, prompt: list[int]) -> tuple[Any, ...]:
     """The method of a Peer that a case times, and its arguments."""
-    if case.batch > 1:
-        return "greedy_batch", [prompt] * case.batch, case.count
-    return ("greedy", prompt, case.count) if case.count > 1 else ("prefill", prompt)
+    return ("greedy_batch", [prompt] * case.batch, case.count) if case.count > 1 else ("prefill", prompt)
 
 
 def verify(
     case: Case, model: GPT, contenders: list[Opened], ids: list[int], prompt: list[int]
-) -> tuple[dict[str, Figures], dict[str, float]]:
+) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
     """Each contender's figures before it is timed, and the seconds of one call of those that are right.
 
     ids: tokens after which logits are compared. prompt: the start of the case's texts.
     """
     exact = exact_logits(model, ids)
-    expected = Own(model, Contender("torch", "part4"), 1).greedy(prompt, case.count)
-    figures, seconds = {}, {}
+    (expected,) = Own(model, Contender("torch", "part4"), 1).greedy_batch([prompt], case.count)
+    figures: dict[str, dict[str, Any]] = {}
+    seconds = {}
     for opened in contenders:
         name, call = opened.name, opened.call
-        figures[name] = Figures(float((torch.tensor(call("logits", ids)[1]) - exact).abs().max()))
-        if not figures[name].error <= opened.contender.most_error:
+        error = float((torch.tensor(call("logits", ids)[1]) - exact).abs().max())
+        figures[name] = {"error": error, "agreement": "", "seconds": []}
+        if not error <= opened.contender.most_error:
             continue
-        seconds[name], result = call(*task(case, prompt))
+        seconds[name], written = call(*task(case, prompt))
         if case.count == 1:
             continue
-        written = result if case.batch > 1 else [result]
-        figures[name].agreement = f"{agreement(written, expected)} of {case.count}"
+        figures[name]["agreement"] = f"{agreement(written, expected)} of {case.count}"
         if case.batch > 1:
-            alone = agreement(written, call("greedy", prompt, case.count)[1])
+            alone = agreement(written, call("greedy_batch", [prompt], case.count)[1][0])
             if alone < case.count:
-                figures[name].agreement += f", {alone} as when alone"
+                figures[name]["agreement"] += f", {alone} as when alone"
     return figures, seconds
 
 
-def summary(case: Case, figures: dict[str, Figures], limit: float | None) -> dict[str, dict[str, float]]:
-    """Figures derived from the times: those of each contender that was timed, then of MEMORY_LIMIT.
+def show(case: Case, figures: dict[str, dict[str, Any]]) -> None:
+    """Print the figures, after adding those that follow from the seconds of each round.
 
-    tokens_per_second, or ms where a case only reads a prompt: of the median time. spread: the interquartile
-    range, as a share of the median. relative: the time, as a multiple of the first contender's.
-    limit: in seconds.
+    The figures are: error, the largest of its logits. agreement: how much of its greedy text is as expected.
+    seconds: of each round; empty if it was wrong. loss: nats a token, if it was measured. tokens_per_second,
+    or ms where a case only reads a prompt: of the median time. relative: the time, as a multiple of the first
+    contender's. spread: the interquartile range, as a share of the median.
     """
-    times = {name: each.seconds for name, each in figures.items() if each.seconds}
-    if limit and times:
-        times[MEMORY_LIMIT] = [limit]
-    result: dict[str, dict[str, float]] = {}
-    for name, seconds in times.items():
-        time, first = statistics.median(seconds), statistics.median(next(iter(times.values())))
-        rate = {"tokens_per_second": case.batch * case.count / time} if case.count > 1 else {"ms": 1e3 * time}
-        result[name] = rate | {"relative": time / first}
-        if len(seconds) > 1:
-            low, _, high = statistics.quantiles(seconds, n=4)
-            result[name]["spread"] = (high - low) / time
-    return result
-
-
-def table(case: Case, figures: dict[str, Figures], limit: float | None) -> None:
-    """Print the figures, relative to the first contender timed. limit: the memory limit, in seconds."""
-    rows = summary(case, figures, limit)
-    one, unit = next(iter(rows), "none"), "tokens/s" if case.count > 1 else "ms"
-    most = rows.get(MEMORY_LIMIT)
-    click.echo(
-        f"| contender | {unit} | spread | of memory limit | {one} = 1 | logit error | loss | greedy text |"
+    timed = {name: each for name, each in figures.items() if each["seconds"]}
+    for each in timed.values():
+        seconds = each["seconds"]
+        time, first = (statistics.median(of["seconds"]) for of in (each, next(iter(timed.values()))))
+        rate = {"tokens_per_second": case.batch * case.count / time}
+        each |= rate if case.count > 1 else {"ms": 1e3 * time}
+        each |= {"relative": time / first} | ({"spread": spread(seconds)} if len(seconds) > 1 else {})
+    unit, one = "tokens/s" if case.count > 1 else "ms", next(iter(timed), "none")
+    show_table(
+        f"contender | {unit} | spread | of memory limit | {one} = 1 | logit error | loss | greedy text",
+        (row(name, each, figures.get(MEMORY_LIMIT)) for name, each in figures.items()),
     )
-    click.echo("|---" * 8 + "|")
-    for name, each in figures.items():
-        if name not in rows:
-            click.echo(f"| {name} | wrong, so not timed | | | | {each.error:.0e} | | |")
-            continue
-        row = rows[name]
-        figure = f"{row['ms']:.2f}" if "ms" in row else f"{row['tokens_per_second']:.0f}"
-        nats = "" if each.loss is None else f"{each.loss:.4f}"
-        share = f"{100 * most['relative'] / row['relative']:.0f} %" if most else ""
-        click.echo(
-            f"| {name} | {figure} | {100 * row['spread']:.0f} % | {share} "
-            f"| {row['relative']:.2f} | {each.error:.0e} | {nats} | {each.agreement} |"
-        )
-    if most:
-        click.echo(
-            f"| {MEMORY_LIMIT} | {most['tokens_per_second']:.0f} | | 100 % | {most['relative']:.2f} | | | |"
-        )
 
 
-@click.command()
-@click.option("--cases", default=",".join(CASES), show_default=True, help="Cases to time.")
-@click.option("--engines", default=",".join(ENGINES), show_default=True, help="Our engines that take part.")
-@click.option("--parts", default="part4", show_default=True, help="Parts that take part, in each engine.")
-@click.option("--peers", "others", default=",".join(PEERS), help="Other engines.  [default: all installed]")
+def row(name: str, each: dict[str, Any], limit: dict[str, Any] | None) -> str:
+    """A row of the table. limit: the figures of the memory limit."""
+    if "relative" not in each:
+        return f"{name} | wrong, so not timed | | | | {each['error']:.0e} | | "
+    cells = [
+        name,
+        f"{each['ms']:.2f}" if "ms" in each else f"{each['tokens_per_second']:.0f}",
+        percent(each["spread"]) if "spread" in each else "",
+        percent(limit["relative"] / each["relative"]) if limit else "",
+        f"{each['relative']:.2f}",
+        f"{each['error']:.0e}" if "error" in each else "",
+        f"{each['loss']:.4f}" if "loss" in each else "",
+        each.get("agreement", ""),
+    ]
+    return " | ".join(cells)
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--cases", type=options.Names(CASES), default=",".join(CASES), help="Cases to time.")
+@click.option(
+    "--engines", type=options.Names(ENGINES), default=",".join(ENGINES), help="Our engines that take part."
+)
+@click.option(
+    "--parts", type=options.Names(PARTS), default="part4", help="Parts that take part, in each engine."
+)
+@click.option(
+    "--peers",
+    type=options.Names(PEERS),
+    default=",".join(PEERS),
+    help="Other engines.",
+    show_default="all installed",
+)
 @click.option(
     "--weights",
+    type=options.Names(ROUNDED_WEIGHTS),
     default=",".join(ROUNDED_WEIGHTS),
-    show_default=True,
     help="Precisions of the native engine, beside fp32.",
 )
 @click.option(
     "--corpus",
     "corpus_file",
-    type=click.Path(),
-    help="Text for the loss of rounded weights.  [default: what `gpt.py prepare` got]",
+    type=click.Path(path_type=Path),
+    help="Text for the loss of rounded weights.",
+    show_default="what `gpt.py prepare` got",
 )
-@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of each.")
-@click.option("--rounds", type=click.IntRange(2), default=5, show_default=True, help="Rounds of each.")
+@click.option("--threads", type=click.IntRange(1), default=1, help="Threads of each.")
+@click.option("--rounds", type=click.IntRange(2), default=5, help="Rounds of each.")
 @options.save("generation", "the figures")
-@click.option(
-    "--slow/--no-slow", help="Include contenders that take longer than some 20 s.  [default: no-slow]"
-)
+@click.option("--slow/--no-slow", help="Include contenders that take longer than some 20 s.")
 def main(
-    cases: str,
-    engines: str,
-    parts: str,
-    others: str,
-    weights: str,
-    corpus_file: str | None,
+    cases: tuple[str, ...],
+    engines: tuple[str, ...],
+    parts: tuple[str, ...],
+    peers: tuple[str, ...],
+    weights: tuple[str, ...],
+    corpus_file: Path | None,
     threads: int,
     rounds: int,
     save: str | None,
@@ -452,29 +417,22 @@ def main(
 ) -> None:
     """Time text generation, our engines against others; print a Markdown table for each case."""
     torch.set_num_threads(threads)
-    given = (cases, engines, parts, others, weights)
-    chosen = [[name for name in text.split(",") if name] for text in given]
-    for names, allowed in zip(chosen, map(list[str], (CASES, ENGINES, PARTS, PEERS, ROUNDED_WEIGHTS))):
-        if wrong := [name for name in names if name not in allowed]:
-            raise click.UsageError(f"{wrong[0]!r} must be one of {', '.join(allowed)}")
     if save:
         try:
             saved.check_file(save)
         except ValueError as error:
             raise click.UsageError(str(error)) from None
-    text = None
-    if corpus_file or corpus.INPUT.exists():
-        text = corpus.read(Path(corpus_file) if corpus_file else corpus.INPUT)
-    contenders = [Contender(e, p) for p in chosen[2] for e in chosen[1] if e == "torch" or PARTS[p].operator]
+    text = corpus.read(corpus_file or corpus.INPUT) if corpus_file or corpus.INPUT.exists() else None
+    contenders = [Contender(e, p) for p in parts for e in engines if e == "torch" or PARTS[p].operator]
     native = [each for each in contenders if each.engine == "native"]
-    contenders += [replace(each, weights=Precision(name)) for each in native for name in chosen[4]]
+    contenders += [replace(each, weights=Precision(name)) for each in native for name in weights]
     contenders += [replace(each, kv_cache=CachePrecision.BF16) for each in native]
-    contenders += map(Contender, chosen[3])
+    contenders += map(Contender, peers)
     click.echo(f"{extension.describe('auto')}; PyTorch {torch.__version__}")
     watch = Load()  # from here: the compilers are done
     peaks = [fma_peak()]
     results: dict[str, dict[str, dict[str, Any]]] = {}
-    for name in chosen[0]:
+    for name in cases:
         ready = []
         with ExitStack() as stack:
             for each in list(contenders):
@@ -495,8 +453,10 @@ def main(
             "format": FORMAT,
             "machine": describe() | {"simd_name": extension.load().simd_name()},
             "threads": threads,
+            "rounds": rounds,
+            "busy": closing.splitlines()[-1] if busy else None,
+            "cases": results,
         }
-        content |= {"rounds": rounds, "busy": closing.splitlines()[-1] if busy else None, "cases": results}
         saved.write(content, Path(save))
     click.echo(f"\n{closing}")
     if busy:

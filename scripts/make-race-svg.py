@@ -8,7 +8,6 @@ Without animations, or where the reader prefers reduced motion, it shows the end
 
 from __future__ import annotations
 
-import bisect
 import re
 import shlex
 import sys
@@ -85,14 +84,11 @@ class Column:
 
     def seconds_of(self, characters: int) -> float:
         """When this many characters were written."""
-        return self.marks[
-            bisect.bisect_left(self.marks, characters, key=lambda mark: mark.characters)
-        ].seconds
+        return next(mark.seconds for mark in self.marks if mark.characters >= characters)
 
     def tokens_at(self, seconds: float) -> int:
         """The tokens of all turns that had ended by then."""
-        after = bisect.bisect_right(self.marks, seconds, key=lambda mark: mark.seconds)
-        return self.marks[after - 1].tokens if after else 0
+        return max((mark.tokens for mark in self.marks if mark.seconds <= seconds), default=0)
 
 
 class Word(NamedTuple):
@@ -247,7 +243,7 @@ def head(clock: Clock, column: Column) -> list[str]:
 
 def written(clock: Clock, column: Column, prompt: str) -> list[str]:
     """A column's text, each word at its time; it scrolls when its window is full."""
-    words, scrolls, bottom = [], ["0%{transform:translateY(0)}"], LINES - 1
+    words, scrolls, bottom, top = [], ["0%{transform:translateY(0)}"], LINES - 1, 0
     for word in words_of(prompt, column.text):
         by_part = word.end - len(prompt)  # characters that the part has written when the word is there
         attributes = 'class="prompt"'
@@ -256,17 +252,13 @@ def written(clock: Clock, column: Column, prompt: str) -> list[str]:
             attributes = clock.appear(seconds)
             if word.line > bottom:
                 bottom = word.line
-                scrolls.append(f"{clock.percent(seconds)}{{transform:translateY({scrolled(bottom)}px)}}")
+                top = (LINES - 1 - bottom) * LINE_HEIGHT
+                scrolls.append(f"{clock.percent(seconds)}{{transform:translateY({top}px)}}")
         attributes += f' textLength="{len(word.text) * ADVANCE:.4g}"'  # fonts differ in their advance
         words.append(label(word.text, word.column * ADVANCE, (word.line + 1) * LINE_HEIGHT - 3, attributes))
     scroll = clock.animation("".join(scrolls))
     window = f'<svg y="{TEXT_Y}" width="{COLUMN_WIDTH:g}" height="{TEXT_HEIGHT}">'
-    return [window, f'<g transform="translate(0 {scrolled(bottom)})" {scroll}>', *words, "</g></svg>"]
-
-
-def scrolled(bottom: int) -> int:
-    """The y offset of a text whose lowest visible line is this one."""
-    return (LINES - 1 - bottom) * LINE_HEIGHT
+    return [window, f'<g transform="translate(0 {top})" {scroll}>', *words, "</g></svg>"]
 
 
 def watch(runners: Sequence[Runner], turns: Iterator[None]) -> dict[str, list[Mark]]:
@@ -280,40 +272,32 @@ def watch(runners: Sequence[Runner], turns: Iterator[None]) -> dict[str, list[Ma
     return marks
 
 
-@click.command()
-@click.option("-m", "--model", default="shakes1024", show_default=True, help="Model, as in gpt.py race.")
-@click.option("--parts", default=",".join(PARTS), show_default=True, help="Parts that race.")
-@click.option("--prompt", default="ROMEO:", show_default=True, help="Text to continue.")
-@click.option(
-    "--max-new-tokens",
-    type=click.IntRange(1),
-    default=500,
-    show_default=True,
-    help="Tokens that each part writes.",
-)
-@click.option("--no-kv-cache/--kv-cache", default=True, help="As in gpt.py race.  [default: --no-kv-cache]")
+@click.command(context_settings={"show_default": True})
+@click.option("-m", "--model", default="shakes1024", help="Model, as in gpt.py race.")
+@click.option("--parts", default=",".join(PARTS), help="Parts that race.")
+@click.option("--prompt", default="ROMEO:", help="Text to continue.")
+@click.option("--max-new-tokens", type=click.IntRange(1), default=500, help="Tokens that each part writes.")
+@click.option("--no-kv-cache/--kv-cache", default=True, help="As in gpt.py race.")
 @one_thread
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
     default=ROOT / "docs" / "figures" / "race.svg",
-    help="The picture.  [default: docs/figures/race.svg]",
+    help="The picture.",
+    show_default="docs/figures/race.svg",
 )
 def main(
     model: str, parts: str, prompt: str, max_new_tokens: int, no_kv_cache: bool, threads: int, out: Path
 ) -> None:
     """Run gpt.py race and write it as a moving picture."""
-    processor.let_waiting_threads_sleep()
     set_threads(threads)
     from lab import race
     from model import load
 
     try:
         names = race.parse_parts(parts)
-        checkpoint = load(model)
-        runners = race.line_up(
-            checkpoint, names, prompt=prompt, max_new_tokens=max_new_tokens, use_cache=not no_kv_cache
-        )
+        settings = {"prompt": prompt, "max_new_tokens": max_new_tokens, "use_cache": not no_kv_cache}
+        runners = race.line_up(load(model), names, **settings)
     except (ValueError, RuntimeError) as error:
         raise click.ClickException(str(error)) from None
     marks = watch(runners, race.race(runners))
@@ -325,10 +309,9 @@ def main(
         Column(r.part, r.engine.name, race.ordinal(place[r.part]), race.harmless(r.text), marks[r.part])
         for r in runners
     ]
-    command = ["python", "gpt.py", "race", *([parts] if tuple(names) != tuple(PARTS) else []), "-m", model]
-    command += ["--prompt", prompt, "--max-new-tokens", str(max_new_tokens)]
-    command += ["--no-kv-cache"] if no_kv_cache else []
-    command += ["-t", str(threads)] if threads != 1 else []
+    command = ["python", "gpt.py", "race", *[parts] * (names != list(PARTS)), "-m", model, "--prompt", prompt]
+    command += ["--max-new-tokens", str(max_new_tokens), *["--no-kv-cache"] * no_kv_cache]
+    command += ["-t", str(threads)] * (threads != 1)
     what, *conditions = race.describe(runners, "auto", not no_kv_cache).split("\n")
     foot = [f"$ {shlex.join(command)}", processor.name(), *conditions]
     title = f"{model}: the same text, {what}, each part timed alone"

@@ -22,48 +22,42 @@ UNIT = WIDTH / (P - 0.5) / (N // P) ** 2  # pixels for a pair of a query and a k
 def draw() -> str:
     """The picture as SVG."""
     height = TOP + P * ROW + 56
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 660 {2 * height}" font-family="sans-serif" '
-        'font-size="13">',
-        f'<rect width="660" height="{2 * height}" fill="white"/>',
-    ]
-    for place, method in enumerate(("ring", "zigzag")):
-        lines += panel(method, place * height)
-    return "\n".join([*lines, "</svg>", ""])
+    size = f'viewBox="0 0 660 {2 * height}" font-family="sans-serif" font-size="13"'
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>']
+    lines += [f'<rect width="660" height="{2 * height}" fill="white"/>', *panel("ring", 0)]
+    return "\n".join([*lines, *panel("zigzag", height), "</svg>", ""])
 
 
 def panel(method: str, y: float) -> list[str]:
     """The rows of each rank, and below them what each computes in each step."""
     rows = parallel.rows(method, N, P)
-    lines = [f'<text x="10" y="{y + 20}" font-weight="bold">{method}</text>']
-    lines.append(f'<text x="{LEFT}" y="{y + 20}">rows of the sequence, by the rank that holds them</text>')
+    lines = [text(10, y + 20, method, 'font-weight="bold"')]
+    lines.append(text(LEFT, y + 20, "rows of the sequence, by the rank that holds them"))
     for rank, chunks in enumerate(rows):
         for chunk in chunks:
             x, width = LEFT + WIDTH * chunk.start / N, WIDTH * len(chunk) / N
             lines.append(box(x, y + 28, width, 16, COLOURS[rank]))
-            lines.append(f'<text x="{x + width / 2}" y="{y + 41}" text-anchor="middle">{rank}</text>')
+            lines.append(text(x + width / 2, y + 41, str(rank), 'text-anchor="middle"'))
     start = 0.0
     for step in range(P):
         work = [parallel.pairs(rows[r], rows[(r - step) % P], True, 0) * UNIT for r in range(P)]
         for rank, width in enumerate(work):
-            top = y + TOP + rank * ROW
             if width:
+                top = y + TOP + rank * ROW
                 lines.append(box(LEFT + start, top, width, ROW - 6, COLOURS[(rank - step) % P]))
         start += max(work)
         x = LEFT + start
-        lines.append(
-            f'<line x1="{x}" y1="{y + TOP - 4}" x2="{x}" y2="{y + TOP + P * ROW}" stroke="#888" '
-            'stroke-dasharray="3"/>'
-        )
-    for rank in range(P):
-        lines.append(f'<text x="10" y="{y + TOP + rank * ROW + 15}">rank {rank}</text>')
-    whole = parallel.pairs([range(N)], [range(N)], True, 0) * UNIT
-    used = whole / P / start
-    lines.append(
-        f'<text x="{LEFT}" y="{y + TOP + P * ROW + 18}">time; colour: whose keys; {used:.0%} of the '
-        "processors used</text>"
-    )
-    return lines
+        ends = f'x1="{x}" y1="{y + TOP - 4}" x2="{x}" y2="{y + TOP + P * ROW}"'
+        lines.append(f'<line {ends} stroke="#888" stroke-dasharray="3"/>')
+    lines += [text(10, y + TOP + rank * ROW + 15, f"rank {rank}") for rank in range(P)]
+    used = parallel.pairs([range(N)], [range(N)], True, 0) * UNIT / P / start
+    legend = f"time; colour: whose keys; {used:.0%} of the processors used"
+    return [*lines, text(LEFT, y + TOP + P * ROW + 18, legend)]
+
+
+def text(x: float, y: float, words: str, attributes: str = "") -> str:
+    """A text whose base line begins at x, y."""
+    return f'<text x="{x}" y="{y}"{attributes and " " + attributes}>{words}</text>'
 
 
 def box(x: float, y: float, width: float, height: float, colour: str) -> str:

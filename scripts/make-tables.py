@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from attention_ext import PARTS  # noqa: E402
 from attention_ext.parts import Dtype  # noqa: E402
 from lab import saved  # noqa: E402
 from lab.bench import report  # noqa: E402
+from lab.text import markdown  # noqa: E402
 
 DOCUMENTS = ("README.md", "docs/benchmarking.md", "docs/decoder.md")
 MARKED = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
@@ -33,7 +34,7 @@ CASE = {"N": 1024, "queries": 1024, "d": 32, "batch": 1, "heads": 4, "causal": F
 SIMDS = (None, "auto", "portable")
 SDPA = "PyTorch's `scaled_dot_product_attention`"
 
-# The cases of benchmarks/generation.py, as columns name them.
+# The cases of benchmarks.generation, as columns name them.
 CASES = {
     "batch1": "batch 1, block 256",
     "batch32": "batch 32, block 256",
@@ -52,36 +53,26 @@ ENGINES = (
 )
 
 
-@dataclass(frozen=True)
-class Results:
-    """The contents of a file.
+def of_each(pattern: str, lines_of: Callable[[Path], list[str]]) -> list[str]:
+    """The lines of each processor's file, in the order of the files' names.
 
-    facts: a sentence on the machine. rows: those of lab.bench.report.row(). cases: figures by case and
-    contender, as benchmarks/generation.py saves them.
+    Raises OSError, and ValueError naming a file that is wrong.
     """
-
-    facts: str
-    rows: Sequence[dict[str, Any]] = ()
-    cases: dict[str, dict[str, dict[str, float]]] | None = None
-
-
-def read_all(kind: str, read: Callable[[Path], Results]) -> dict[str, Results]:
-    """The results of a kind by processor, in the order of the files' names. Raises ValueError and OSError."""
-    files = sorted(saved.RESULTS.glob(f"{kind}-*.json"))
+    files = sorted(saved.RESULTS.glob(pattern))
     if not files:
-        raise ValueError(f"{saved.RESULTS} has no {kind}-*.json")
-    found = {}
+        raise ValueError(f"{saved.RESULTS} has no {pattern}")
+    lines = []
     for file in files:
         try:
-            found[file.stem.removeprefix(f"{kind}-")] = read(file)
-        except (TypeError, KeyError, AttributeError, RecursionError, ValueError) as error:
+            lines += ["", *lines_of(file)]
+        except (TypeError, KeyError, AttributeError, RecursionError, ValueError, OverflowError) as error:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"{file} is not a file of results: {reason}") from None
-    return found
+    return lines[1:]
 
 
-def read_bench(file: Path) -> Results:
-    """A run that bench saved."""
+def read_bench(file: Path) -> tuple[str, list[dict[str, Any]]]:
+    """(a sentence on the machine, the rows of lab.bench.report.row()) of a run that bench saved."""
     content = json.loads(file.read_text())
     run = report.load(file)
     if not run.complete:
@@ -90,28 +81,9 @@ def read_bench(file: Path) -> Results:
     rows = []
     for result in run.results:
         other = onnx.get(result.cell.group)
-        ratio = other / result.median if other and result.median else None
-        rows.append(report.row(run, result) | {"over_onnx": ratio})
-    return Results(described(content), rows=rows)
-
-
-def read_generation(file: Path) -> Results:
-    """The figures that benchmarks/generation.py saved."""
-    content = json.loads(file.read_text())
-    for case in content["cases"].values():
-        for figures in case.values():
-            check_figures(figures, ("tokens_per_second", "ms", "relative", "loss"))
-            if "relative" in figures and not {"ms", "tokens_per_second"} & figures.keys():
-                raise ValueError("relative stands without ms and tokens_per_second")
-    return Results(described(content), cases=content["cases"])
-
-
-def check_figures(figures: dict, names: Sequence[str]) -> None:
-    """Raise ValueError unless every figure present is a number."""
-    for name in names:
-        value = figures.get(name, 0)
-        if type(value) not in (int, float) or not 0 <= value < 1e18:
-            raise ValueError(f"{name} is {value!r}")
+        over = other / result.median if other and result.median else None
+        rows.append(report.row(run, result) | {"over_onnx": over})
+    return described(content), rows
 
 
 def described(content: dict) -> str:
@@ -127,18 +99,10 @@ def described(content: dict) -> str:
     return f"{known}: {', '.join(facts)}." if known else f"{', '.join(facts)}."
 
 
-def markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table."""
-    head, *lines = [f"| {' | '.join(line)} |" for line in (titles, *rows)]
-    return [head, "|---" * len(titles) + "|", *lines]
-
-
-def parts() -> list[str]:
-    """The README's table of parts, on one processor."""
-    everything, lines = read_all("bench", read_bench), []
-    if README not in everything:
-        raise ValueError(f"{saved.RESULTS} has no bench-{README}.json")
-    for row in everything[README].rows:
+def parts(file: Path) -> list[str]:
+    """The README's table of parts."""
+    lines = []
+    for row in read_bench(file)[1]:
         usual = row["simd"] in SIMDS and row["dtype"] in (None, Dtype.FP32)
         if not usual or any(row[name] != value for name, value in CASE.items()):
             continue
@@ -149,7 +113,7 @@ def parts() -> list[str]:
         scratch = "" if row["scratch"] is None else f"{row['scratch']:,}"
         figures = [three_digits(row[name]) if row[name] else "" for name in ("ms", "over_sdpa")]
         lines.append([link, summary, threads, scratch, *figures])
-    return markdown(["part", "algorithm", "threads", "scratch, bytes", "ms", "speed over SDPA"], lines)
+    return [markdown(["part", "algorithm", "threads", "scratch, bytes", "ms", "speed over SDPA"], lines)]
 
 
 def three_digits(value: float) -> str:
@@ -157,67 +121,38 @@ def three_digits(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
 
 
-def bench() -> list[str]:
-    """All of `gpt.py bench`'s figures of the parts, a table for each processor."""
-    lines = []
-    for results in read_all("bench", read_bench).values():
-        lines += ["", results.facts, *report.table(list(results.rows)).split("\n")]
-    return lines[1:]
+def ratio(value: float | None) -> str:
+    """How many times faster, or nothing."""
+    return f"{value:.2f}" if value else ""
 
 
-def attention() -> list[str]:
-    """part4 against SDPA and ONNX Runtime, a table for each processor."""
-    lines = []
-    for results in read_all("attention", read_bench).values():
-        rows = [
-            [
-                *(str(row["N"]), str(row["d"]), "causal" if row["causal"] else "none"),
-                f"{row['ms']:.3g}",
-                f"{100 * row['peak_share']:.0f} %" if row["peak_share"] else "",
-                *(f"{row[name]:.2f}" if row[name] else "" for name in ("over_sdpa", "over_onnx")),
-            ]
-            for row in results.rows
-            if row["contender"] == "part4" and row["ms"] is not None
-        ]
-        rows.sort(key=lambda row: (int(row[0]), int(row[1]), row[2] == "causal"))
-        titles = ("N", "d", "mask", "part4, ms", "of FMA peak", "over SDPA", "over ONNX Runtime")
-        lines += ["", results.facts, "", *markdown(titles, rows)]
-    return lines[1:]
+def bench(file: Path) -> list[str]:
+    """All of `gpt.py bench`'s figures of the parts."""
+    facts, rows = read_bench(file)
+    return [facts, report.table(rows)]
 
 
-def attention_bf16() -> list[str]:
-    """part4 against SDPA in bfloat16, a table for each processor."""
-    lines = []
-    for results in read_all("attention_bf16", read_bench).values():
-        rows = [
-            [
-                *(str(row["N"]), str(row["heads"]), str(row["d"]), "causal" if row["causal"] else "none"),
-                *(three_digits(row[name]) for name in ("ms", "gflops")),
-                *(f"{row[name]:.2f}" if row[name] else "" for name in ("over_sdpa", "over_part0")),
-            ]
-            for row in results.rows
-            if row["contender"] == "part4" and row["ms"] is not None
-        ]
-        titles = ("N", "heads", "d", "mask", "part4, ms", "GFLOP/s", "over SDPA", "over part0")
-        lines += ["", results.facts, "", *markdown(titles, rows)]
-    return lines[1:]
+def of_part4(titles: Sequence[str], file: Path) -> list[str]:
+    """These COLUMNS of part4's results."""
+    facts, rows = read_bench(file)
+    rows = [row for row in rows if row["contender"] == "part4" and row["ms"] is not None]
+    rows.sort(key=lambda row: (row["N"], row["heads"], row["d"], row["causal"]))
+    return [facts, "", markdown(titles, ([COLUMNS[title](row) for title in titles] for row in rows))]
 
 
-def generation() -> list[str]:
-    """All engines in all cases, a table for each processor."""
-    lines = []
-    for results in read_all("generation", read_generation).values():
-        columns = [named(results, case) for case in CASES]
-        names = dict.fromkeys(name for column in columns for name in column)
-        rows = [[name, *(engine_cell(column.get(name)) for column in columns)] for name in names]
-        lines += ["", results.facts, "", *markdown(["", *CASES.values()], rows)]
-    return lines[1:]
+def generation(file: Path) -> list[str]:
+    """All engines in all cases, as benchmarks.generation saved them."""
+    content = json.loads(file.read_text())
+    columns = [named(content["cases"].get(case, {})) for case in CASES]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [[name, *(engine_cell(column.get(name)) for column in columns)] for name in names]
+    return [described(content), "", markdown(["", *CASES.values()], rows)]
 
 
-def named(results: Results, case: str) -> dict[str, dict[str, float]]:
+def named(saved_figures: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """The figures of a case by the names of tables; the memory limit comes last."""
     figures = {}
-    for name, each in ((results.cases or {}).get(case) or {}).items():
+    for name, each in saved_figures.items():
         for pattern, title in ENGINES:
             name = re.sub(f"^{pattern}$", title, name)
         figures[name] = each
@@ -237,7 +172,27 @@ def engine_cell(figures: dict[str, float] | None) -> str:
     return f"{rate} ({figures['relative']:.2f}){nats}"
 
 
-TABLES = {each.__name__: each for each in (parts, bench, attention, attention_bf16, generation)}
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "N": lambda row: str(row["N"]),
+    "heads": lambda row: str(row["heads"]),
+    "d": lambda row: str(row["d"]),
+    "mask": lambda row: "causal" if row["causal"] else "none",
+    "part4, ms": lambda row: three_digits(row["ms"]),
+    "GFLOP/s": lambda row: three_digits(row["gflops"]),
+    "of FMA peak": lambda row: f"{100 * row['peak_share']:.0f} %" if row["peak_share"] else "",
+    "over SDPA": lambda row: ratio(row["over_sdpa"]),
+    "over part0": lambda row: ratio(row["over_part0"]),
+    "over ONNX Runtime": lambda row: ratio(row["over_onnx"]),
+}
+OF_FP32 = ("N", "d", "mask", "part4, ms", "of FMA peak", "over SDPA", "over ONNX Runtime")
+OF_BF16 = ("N", "heads", "d", "mask", "part4, ms", "GFLOP/s", "over SDPA", "over part0")
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "parts": partial(of_each, f"bench-{README}.json", parts),
+    "bench": partial(of_each, "bench-*.json", bench),
+    "attention": partial(of_each, "attention-*.json", partial(of_part4, OF_FP32)),
+    "attention_bf16": partial(of_each, "attention_bf16-*.json", partial(of_part4, OF_BF16)),
+    "generation": partial(of_each, "generation-*.json", generation),
+}
 
 
 def document(text: str) -> str:

@@ -11,6 +11,7 @@ from app.cli import options
 from app.cli.terminal import notice
 from attention_ext import PARTS, SIMD
 
+MASKS = ("none", "causal")
 TILED = tuple(name for name, part in PARTS.items() if part.tiled)
 # The case of the lab's homework.
 ON_CUDA = {"lengths": (4096,), "heads": 1, "batch": 100}
@@ -79,11 +80,13 @@ sweep_options = options.all_of(
     click.option(
         "--simd",
         "simds",
-        type=options.Names(),
+        type=options.Names(SIMD),
         default="auto",
         help=f"SIMD helpers of attention's forward pass, from {', '.join(SIMD)}.",
     ),
-    click.option("--mask", "masks", type=options.Names(), default="none", help="Masks, from none, causal."),
+    click.option(
+        "--mask", "masks", type=options.Names(MASKS), default="none", help=f"Masks, from {', '.join(MASKS)}."
+    ),
     click.option("--causal", is_flag=True, help="The same as --mask causal."),
     options.size("--queries", show_default="as many as keys", help="Number of queries."),
     options.size(
@@ -239,11 +242,11 @@ def plan_of(
     """The cells of a sweep, from lab.bench.cases.plan(). With `tune`: those of TILED, without tiles."""
     from lab.bench import cases
 
-    if not set(masks) <= {"none", "causal"}:
-        raise click.UsageError(f"--mask is {','.join(masks)!r}; it must be of none, causal")
     if sizes["device"] == "cuda":
         sizes |= {name: size for name, size in ON_CUDA.items() if not options.given(name)}
-    names = contenders or cases.default_names(sizes["dtype"], sizes["device"], sizes["queries"])
+    names = contenders
+    if names is None:
+        names = cases.default_names(sizes["dtype"], sizes["device"], sizes["queries"])
     if tune:
         names = TILED
         sizes |= {"br": (None,), "bc": (None,)}

@@ -81,12 +81,19 @@ class Numbers(click.ParamType):
 
 
 class Names(click.ParamType):
-    """Names separated by commas."""
+    """Names separated by commas, each one of `of`; an empty `of` admits any."""
 
     name = "list"
 
+    def __init__(self, of: Collection[str] = ()) -> None:
+        self.of = of
+
     def convert(self, value, parameter, context) -> tuple[str, ...]:
-        return value if isinstance(value, tuple) else tuple(value.split(","))
+        names = value if isinstance(value, tuple) else tuple(value.split(",") if value else ())
+        wrong = [name for name in names if self.of and name not in self.of]
+        if wrong:
+            self.fail(f"{wrong[0]!r} must be one of {', '.join(self.of)}", parameter, context)
+        return names
 
 
 def given(name: str) -> bool:

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.peers.peer import bias_or_zeros, named_weights
+from benchmarks.peers.peer import Peer, bias_or_zeros, named_weights
 from model.gpt import GPT
 
 
-class CTranslate2:
+class CTranslate2(Peer):
     """CTranslate2's Generator.generate_batch: the decoding loop is C++, one call writes the whole text.
 
     The prompt is read at once (include_prompt_in_result=False). Decoding is greedy, and no token ends a text.
@@ -74,14 +74,8 @@ class CTranslate2:
         spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = "0"
         return spec
 
-    def logits(self, ids: list[int]) -> Tensor:
-        return self.every_logits(ids)[-1]
-
     def every_logits(self, ids: list[int]) -> Tensor:
         return torch.from_numpy(np.array(self.generator.forward_batch([ids])))[0]
-
-    def greedy(self, prompt: list[int], count: int) -> list[int]:
-        return self.greedy_batch([prompt], count)[0]
 
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         results = self.generator.generate_batch(
@@ -91,9 +85,6 @@ class CTranslate2:
             include_prompt_in_result=False,
         )
         return [result.sequences_ids[0] for result in results]
-
-    def prefill(self, ids: list[int]) -> None:
-        self.greedy(ids, 1)
 
 
 class CTranslate2Int8(CTranslate2):

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.peers.peer import bias_or_zeros, named_weights
+from benchmarks.peers.peer import Peer, bias_or_zeros, named_weights
 from model.gpt import GPT
 
 
-class LlamaCpp:
+class LlamaCpp(Peer):
     """llama.cpp through llama-cpp-python's C interface; Llama.generate() would copy logits for each token.
 
     Weights, keys and values are F32. Flash attention reads the prompt of prefill() and is off elsewhere:
@@ -105,9 +105,6 @@ class LlamaCpp:
         if status := api.llama_decode(context, batch):
             raise RuntimeError(f"{self.name} failed with status {status}")
         return torch.tensor(np.ctypeslib.as_array(api.llama_get_logits(context), (T, self.config.vocab_size)))
-
-    def greedy(self, prompt: list[int], count: int) -> list[int]:
-        return self.greedy_batch([prompt], count)[0]
 
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         return self.run(prompts, count)[0].tolist()

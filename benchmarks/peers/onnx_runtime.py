@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.peers.peer import named_weights
+from benchmarks.peers.peer import Peer, named_weights
 from model.gpt import GPT
 
 
-class OnnxRuntime:
+class OnnxRuntime(Peer):
     """ONNX Runtime on a graph of its own fused operators, like its exported generative models.
 
     GroupQueryAttention appends to its cache in place, as past and present are bound to one buffer;
@@ -84,9 +84,6 @@ class OnnxRuntime:
 
     def logits(self, ids: list[int]) -> Tensor:
         return self.read([ids])["logits"][0, 0].clone()
-
-    def greedy(self, prompt: list[int], count: int) -> list[int]:
-        return self.greedy_batch([prompt], count)[0]
 
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         buffer = self.read(prompts)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -12,35 +10,34 @@ from model.gpt import GPT
 Weights = dict[str, Tensor]
 
 
-class Peer(Protocol):
+class Peer:
     """An engine that holds a model's weights; the first call with a batch size may allocate its buffers.
 
+    name: the engine and its version.
     Prompts have at least one token, and prompt and count together at most block_size + 1: the last
     token is returned but not read.
     """
 
-    @property
-    def name(self) -> str:
-        """The engine and its version."""
+    name: str
+
+    def __init__(self, model: GPT, threads: int) -> None:
+        raise NotImplementedError
 
     def logits(self, ids: list[int]) -> Tensor:
         """Logits (V,) of the token after `ids`."""
+        return self.every_logits(ids)[-1]
 
-    def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """The `count` likeliest tokens that follow `prompt`, each given those before it."""
+    def every_logits(self, ids: list[int]) -> Tensor:
+        """Logits (T, V) of the token after each of `ids` (T,); only rounded weights need it, for the loss."""
+        raise NotImplementedError
 
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        """The same for several prompts of equal length at once."""
+        """The `count` likeliest tokens that follow each of several prompts of equal length."""
+        raise NotImplementedError
 
     def prefill(self, ids: list[int]) -> None:
         """Read `ids` at once and find the first token that follows."""
-
-
-class RoundedPeer(Peer, Protocol):
-    """A peer with rounded weights, whose loss is measured too."""
-
-    def every_logits(self, ids: list[int]) -> Tensor:
-        """Logits (T, V) of the token after each of `ids` (T,), given those before."""
+        self.greedy_batch([ids], 1)
 
 
 def named_weights(model: GPT) -> Weights:

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.peers.peer import bias_or_zeros, named_weights
+from benchmarks.peers.peer import Peer, bias_or_zeros, named_weights
 from model.gpt import GPT
 
 
-class UncachedPyTorch:
+class UncachedPyTorch(Peer):
     """nanoGPT's generate(): the whole window through the module for each token, here with SDPA.
 
     This is what nanoGPT's users run. It keeps no cache, and applies the head to the last position only.
@@ -31,9 +31,6 @@ class UncachedPyTorch:
     def logits(self, ids: list[int]) -> Tensor:
         return self.gpt(torch.tensor([ids]), last_only=True)[0, -1]
 
-    def greedy(self, prompt: list[int], count: int) -> list[int]:
-        return self.greedy_batch([prompt], count)[0]
-
     @torch.inference_mode()
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         ids = torch.tensor(prompts)  # (B, T)
@@ -42,11 +39,8 @@ class UncachedPyTorch:
             ids = torch.cat([ids, token], dim=1)
         return ids[:, -count:].tolist()
 
-    def prefill(self, ids: list[int]) -> None:
-        self.greedy(ids, 1)
 
-
-class CachedPyTorch:
+class CachedPyTorch(Peer):
     """A plain decoding loop: functions on bare tensors, SDPA over a slice of a preallocated cache.
 
     It uses no modules, because at batch 1 their calls cost more than the arithmetic. The cache is sliced, not
@@ -97,9 +91,6 @@ class CachedPyTorch:
     def logits(self, ids: list[int]) -> Tensor:
         return self.forward(torch.tensor([ids]), 0)[0]
 
-    def greedy(self, prompt: list[int], count: int) -> list[int]:
-        return self.greedy_batch([prompt], count)[0]
-
     @torch.inference_mode()
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         ids, start = torch.tensor(prompts), 0  # (B, T)
@@ -111,11 +102,8 @@ class CachedPyTorch:
             tokens.append(token)
         return torch.cat(tokens, dim=1).tolist()
 
-    def prefill(self, ids: list[int]) -> None:
-        self.greedy(ids, 1)
 
-
-class Transformers:
+class Transformers(Peer):
     """transformers' GPT2LMHeadModel and its generate(), with their defaults: a growing cache, and SDPA.
 
     This is the library's one path for this architecture; its static cache was slower here. Its linear layers
@@ -155,9 +143,6 @@ class Transformers:
     def logits(self, ids: list[int]) -> Tensor:
         return self.gpt(torch.tensor([ids]), logits_to_keep=1).logits[0, -1]
 
-    def greedy(self, prompt: list[int], count: int) -> list[int]:
-        return self.greedy_batch([prompt], count)[0]
-
     @torch.inference_mode()
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         ids = torch.tensor(prompts)
@@ -166,6 +151,3 @@ class Transformers:
             ids, attention_mask=mask, max_new_tokens=count, do_sample=False, use_cache=True
         )
         return out[:, -count:].tolist()
-
-    def prefill(self, ids: list[int]) -> None:
-        self.greedy(ids, 1)

@@ -50,12 +50,14 @@ def run(monkeypatch, quiet, tmp_path):
     """Run small cases with other engines, as on a quiet, steady machine; return exit code and output."""
     quiet(bench)
     monkeypatch.setattr(bench, "read_bandwidth", lambda size: 1e11)
-    monkeypatch.setattr(bench, "CASES", bench.CASES | CASES)
+    for name, case in CASES.items():
+        monkeypatch.setitem(bench.CASES, name, case)
     monkeypatch.setattr(bench, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(bench.corpus, "INPUT", tmp_path / "none.txt")
 
     def run(*arguments, **others):
-        monkeypatch.setattr(bench, "PEERS", others)
+        for name, other in others.items():
+            monkeypatch.setitem(bench.PEERS, name, other)
         common = ["--rounds", "2", "--engines", "torch", "--peers", ",".join(others)]
         done = CliRunner().invoke(bench.main, [*common, *arguments])
         assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
@@ -73,9 +75,10 @@ def rows(output):
 def test_the_figures_follow_from_the_times(capsys):
     case = bench.Case("shakes128", 1, 1, 100)
     seconds = {"ours": [0.1, 0.1, 0.1], "other": [0.3, 0.2, 0.1]}
-    figures = {name: bench.Figures(2e-6, "100 of 100", times) for name, times in seconds.items()}
-    figures["other"].loss = 1.23456
-    bench.table(case, figures, 0.05)
+    right = {"error": 2e-6, "agreement": "100 of 100"}
+    figures = {name: right | {"seconds": times} for name, times in seconds.items()}
+    figures["other"]["loss"] = 1.23456
+    bench.show(case, figures | {bench.MEMORY_LIMIT: {"seconds": [0.05]}})
     table = rows(capsys.readouterr().out)
     assert table["ours"] == ["1000", "0 %", "50 %", "1.00", "2e-06", "", "100 of 100"]
     assert table["other"] == ["500", "100 %", "25 %", "2.00", "2e-06", "1.2346", "100 of 100"]
@@ -83,7 +86,7 @@ def test_the_figures_follow_from_the_times(capsys):
     assert table["contender"][3] == "ours = 1"
     for batch, prompt, count, unit, figure in ((4, 1, 100, "tokens/s", "4000"), (1, 64, 1, "ms", "100.00")):
         case = bench.Case("shakes128", batch, prompt, count)
-        bench.table(case, {"ours": bench.Figures(0.0, "", [0.1, 0.1])}, None)
+        bench.show(case, {"ours": {"error": 0.0, "agreement": "", "seconds": [0.1, 0.1]}})
         table = rows(capsys.readouterr().out)
         assert table["ours"] == [figure, "0 %", "", "1.00", "0e+00", "", ""]
         assert table["contender"][0] == unit and "memory limit" not in table
@@ -144,9 +147,9 @@ def test_a_contender_in_a_process_of_its_own(extension, threads):
     ids = [3, 1, 4, 1, 5]
     with ExitStack() as stack:
         apart = bench.remote(bench.Contender("torch", "part4"), "batch1", 2, stack)
-        seconds, text = apart.call("greedy", ids, 6)
+        seconds, text = apart.call("greedy_batch", [ids], 6)
         _, logits = apart.call("logits", ids)
     here = bench.local(bench.Contender("torch", "part4"), "batch1", 1).call
     assert apart.name == "torch part4" and seconds > 0
-    assert text == here("greedy", ids, 6)[1]
+    assert text == here("greedy_batch", [ids], 6)[1]
     torch.testing.assert_close(torch.tensor(logits), torch.tensor(here("logits", ids)[1]))

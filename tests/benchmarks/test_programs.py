@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.full, pytest.mark.usefixtures("extension")]
 
 def run(name: str, arguments: str) -> subprocess.CompletedProcess:
     """In a process of its own: the server's benchmark pins itself to a core."""
-    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *arguments.split()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments.split()]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def printed(name: str, arguments: str) -> str:
@@ -48,9 +48,15 @@ def test_attention_is_a_preset_of_bench():
     assert contenders == "part0,part4,sdpa"
     assert str(saved.RESULTS / f"attention_bf16-{processor.slug()}.json") in rest
     file = str(saved.RESULTS / f"attention-{processor.slug()}.json")  # bench's own has the README's cases
-    assert attention.with_file(["part4", "--save", "-N", "64"]) == ["part4", "--save", file, "-N", "64"]
+    assert attention.with_file(["part4", "--save", "-N", "64"], "attention") == [
+        "part4",
+        "--save",
+        file,
+        "-N",
+        "64",
+    ]
     for given in (["part4", "--save", "x.json"], ["part4", "--save=x.json"], ["part4", "-N", "64"]):
-        assert attention.with_file(given) == given
+        assert attention.with_file(given, "attention") == given
 
 
 def test_backward():
@@ -126,9 +132,9 @@ def test_web(tmp_path):
 
 def test_a_wrong_argument_is_named():
     for name, arguments, message in (
-        ("backward", "--mask window", "--mask is window; it must have none or causal"),
-        ("scores", "--parts part9", "parts has 'part9'; it must hold names of part0, part1,"),
-        ("scores", "--simd avx", "simd has 'avx'; it must hold names of auto, ispc, portable, off"),
+        ("backward", "--mask window", "'--mask': 'window' must be one of none, causal"),
+        ("scores", "--parts part9", "'--parts': 'part9' must be one of part0, part1,"),
+        ("scores", "--simd avx", "'--simd': 'avx' must be one of auto, ispc, portable, off"),
         ("threads", "--threads 0", "at least 1"),
     ):
         with naming(name, arguments):

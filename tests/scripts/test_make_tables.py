@@ -109,7 +109,7 @@ def test_a_wrong_file_is_named(made, capsys):
         ("bench", "[]", "list indices"),
         ("bench", '{"format": 99}', "its format is 99"),
         ("bench", (made.parent / "stopped.json").read_text(), "the run was stopped"),
-        ("generation", json.dumps(no_rate), "relative stands without ms"),
+        ("generation", json.dumps(no_rate), "it lacks 'tokens_per_second'"),
     ):
         file = made / f"{kind}-maker-2.json"
         file.write_text(content)

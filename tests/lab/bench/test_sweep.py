@@ -22,7 +22,7 @@ def test_wrong_arguments(failed):
         (["-N", "0"], "'0' must be a number of at least 1"),
         (["-N", "1:5000"], "more than 1000 numbers"),
         (["-br", "x"], "a range like 256:4096*2 or 1:9+2 or auto"),
-        (["--mask", "both"], "--mask is 'both'"),
+        (["--mask", "both"], "'--mask': 'both' must be one of none, causal"),
         (["--show"], "--show goes with --tune only"),
         (["part1,sdpa", "-br", "64"], "-br and -bc go with part4 only"),
         (["sdpa", "--dry-run", "--save", "x.json"], "--save does not go with --dry-run"),

@@ -1,0 +1,57 @@
+"""What the benchmarks share: texts, contenders that take turns, their spread, and tables in Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import click
+
+from generation.engine import Engine
+from generation.writer import Request, Writer
+
+Name = TypeVar("Name")
+
+
+def powers(most: int) -> str:
+    """1,2,4 ... and `most`."""
+    return ",".join(map(str, sorted({most, *(2**i for i in range(most.bit_length()))})))
+
+
+def write(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
+    """The tokens of texts that are written together."""
+    writer = Writer(engine, len(requests))
+    texts = {writer.join(request): list[int]() for request in requests}
+    while written := writer.step():
+        for text, tokens in written:
+            texts[text] += tokens
+    return list(texts.values())
+
+
+def take_turns(contenders: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, list[float]]:
+    """The seconds that each contender returns in each round; the contenders take turns."""
+    seconds: dict[Name, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, measured in contenders.items():
+            seconds[name].append(measured())
+    return seconds
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """The interquartile range of at least two numbers, as a share of the median."""
+    low, median, high = statistics.quantiles(seconds, n=4)
+    return (high - low) / median
+
+
+def percent(share: float) -> str:
+    """0.5 as '50 %'."""
+    return f"{100 * share:.0f} %"
+
+
+def show_table(titles: str, rows: Iterable[str]) -> None:
+    """Print a table in Markdown, each row as soon as it is there. A line's cells have ' | ' between them."""
+    click.echo(f"| {titles} |")
+    click.echo("|---" * (titles.count("|") + 1) + "|")
+    for row in rows:
+        click.echo(f"| {row} |")
