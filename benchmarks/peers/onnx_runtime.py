@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -109,86 +109,69 @@ class OnnxRuntime(Peer):
 
 def onnx_decoder(model: GPT) -> bytes:
     """An ONNX graph from ids (B, T), positions and the cache to the next token and its logits."""
-    from onnx import TensorProto, helper, numpy_helper
+    from onnx import numpy_helper, parser
 
-    c, weights = model.config, named_weights(model)
-    nodes: list[Any] = []
-    constants: list[Any] = []
+    c = model.config
+    weights = {name.replace(".", "_"): tensor.numpy() for name, tensor in named_weights(model).items()}
+    # MatMul's are (in, out)
+    weights = {name: w.T if "_c_" in name and name.endswith("weight") else w for name, w in weights.items()}
+    weights |= {"head": weights["wte_weight"].T, "last": np.array([-1])}
+    own, norm = "com.microsoft", "<epsilon=1e-5>"
 
-    def constant(name: str, value: np.ndarray) -> str:
-        constants.append(numpy_helper.from_array(np.ascontiguousarray(value), name))
-        return name
+    def norm_of_sum(x: str, y: str, layer: str) -> str:
+        """The line that makes {layer}, LayerNorm(x + y), and {layer}_sum, x + y."""
+        inputs = ", ".join([x, y, *parameters(layer)])
+        return f'{layer}, "", "", {layer}_sum = {own}.SkipLayerNormalization{norm}({inputs})'
 
-    def node(kind: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> str:
-        own = kind in ("GroupQueryAttention", "SkipLayerNormalization", "Gelu")
-        domain = "com.microsoft" if own else ""
-        nodes.append(helper.make_node(kind, inputs, outputs, domain=domain, **attributes))
-        return outputs[0]
+    def parameters(layer: str) -> list[str]:
+        return [name for name in (f"{layer}_weight", f"{layer}_bias") if name in weights]
 
     def linear(x: str, layer: str) -> str:
-        weight = constant(f"{layer}.weight", weights[f"{layer}.weight"].T.numpy())  # (in, out)
-        x = node("MatMul", [x, weight], [f"{layer}.product"])
-        if f"{layer}.bias" not in weights:
-            return x
-        return node("Add", [x, constant(f"{layer}.bias", weights[f"{layer}.bias"].numpy())], [f"{layer}.sum"])
+        """The lines that make {layer} of x."""
+        product = f"MatMul({x}, {layer}_weight)"
+        if f"{layer}_bias" not in weights:
+            return f"{layer} = {product}"
+        return f"{layer}_product = {product}\n{layer} = Add({layer}_product, {layer}_bias)"
 
-    def norm_of_sum(x: str, y: str, layer: str) -> tuple[str, str]:
-        """LayerNorm(x + y), and x + y."""
-        parameters = [
-            constant(f"{layer}.{name}", weights[f"{layer}.{name}"].numpy())
-            for name in ("weight", "bias")
-            if f"{layer}.{name}" in weights
-        ]
-        outputs = [f"{layer}.out", "", "", f"{layer}.residual"]
-        node("SkipLayerNormalization", [x, y, *parameters], outputs, epsilon=1e-5)
-        return outputs[0], outputs[3]
-
-    x = node("Gather", [constant("wte", weights["wte.weight"].numpy()), "ids"], ["tokens"])  # (B, T, C)
-    y = node("Gather", [constant("wpe", weights["wpe.weight"].numpy()), "positions"], ["places"])  # (T, C)
-    x = node("Add", [x, y], ["embedded"])
-    normed = ""
+    lines = [
+        "tokens = Gather(wte_weight, ids)",
+        "places = Gather(wpe_weight, positions)",
+    ]  # (B, T, C), (T, C)
+    lines.append("x = Add(tokens, places)")
+    x, y = "x", ""
     for i in range(c.n_layer):
-        h = f"h.{i}"
+        h, past = f"h_{i}", f"past_key_{i}, past_value_{i}, seqlens_k, total_sequence_length"
         if i == 0:
-            names = ["weight", "bias"] if c.bias else ["weight"]
-            parameters = [constant(f"{h}.ln_1.{n}", weights[f"{h}.ln_1.{n}"].numpy()) for n in names]
-            normed = node("LayerNormalization", [x, *parameters], [f"{h}.ln_1.out"], axis=-1, epsilon=1e-5)
+            inputs = ", ".join([x, *parameters("h_0_ln_1")])
+            lines.append(f"h_0_ln_1 = LayerNormalization<axis=-1, epsilon=1e-5>({inputs})")
         else:
-            normed, x = norm_of_sum(x, y, f"{h}.ln_1")
-        qkv = linear(normed, f"{h}.attn.c_attn")
-        y = node(
-            "GroupQueryAttention",
-            [qkv, "", "", f"past_key_{i}", f"past_value_{i}", "seqlens_k", "total_sequence_length"],
-            [f"{h}.attn.out", f"present_key_{i}", f"present_value_{i}"],
-            num_heads=c.n_head,
-            kv_num_heads=c.n_head,
-        )
-        y = linear(y, f"{h}.attn.c_proj")
-        normed, x = norm_of_sum(x, y, f"{h}.ln_2")
-        y = linear(node("Gelu", [linear(normed, f"{h}.mlp.c_fc")], [f"{h}.mlp.gelu"]), f"{h}.mlp.c_proj")
-    normed, _ = norm_of_sum(x, y, "ln_f")
-    last = node("Gather", [normed, constant("last", np.array([-1]))], ["last_position"], axis=1)  # (B, 1, C)
-    node("MatMul", [last, constant("head", weights["wte.weight"].T.numpy())], ["logits"])
-    node("ArgMax", ["logits"], ["token"], axis=-1, keepdims=0)  # (B, 1)
+            lines.append(norm_of_sum(x, y, f"{h}_ln_1"))
+            x = f"{h}_ln_1_sum"
+        lines += [
+            linear(f"{h}_ln_1", f"{h}_attn_c_attn"),
+            f"{h}_attn, present_key_{i}, present_value_{i} = {own}.GroupQueryAttention"
+            f'<num_heads={c.n_head}, kv_num_heads={c.n_head}>({h}_attn_c_attn, "", "", {past})',
+            linear(f"{h}_attn", f"{h}_attn_c_proj"),
+            norm_of_sum(x, f"{h}_attn_c_proj", f"{h}_ln_2"),
+            linear(f"{h}_ln_2", f"{h}_mlp_c_fc"),
+            f"{h}_gelu = {own}.Gelu({h}_mlp_c_fc)",
+            linear(f"{h}_gelu", f"{h}_mlp_c_proj"),
+        ]
+        x, y = f"{h}_ln_2_sum", f"{h}_mlp_c_proj"
+    lines += [norm_of_sum(x, y, "ln_f"), "last_position = Gather<axis=1>(ln_f, last)"]  # (B, 1, C)
+    lines += ["logits = MatMul(last_position, head)", "token = ArgMax<axis=-1, keepdims=0>(logits)"]  # (B, 1)
 
-    def value(name: str, kind: int, *shape: int | str) -> Any:
-        return helper.make_tensor_value_info(name, kind, shape)
+    def cache(prefix: str) -> str:
+        kind = f"float[batch, {c.n_head}, {c.block_size}, {c.head_dim}]"
+        return ", ".join(f"{kind} {prefix}_{part}_{i}" for i in range(c.n_layer) for part in ("key", "value"))
 
-    def cache(prefix: str) -> list[Any]:
-        shape = ("batch", c.n_head, c.block_size, c.head_dim)
-        names = [f"{prefix}_{part}_{i}" for i in range(c.n_layer) for part in ("key", "value")]
-        return [value(name, TensorProto.FLOAT, *shape) for name in names]
-
-    inputs = [
-        value("ids", TensorProto.INT64, "batch", "sequence"),
-        value("positions", TensorProto.INT64, "sequence"),
-        value("seqlens_k", TensorProto.INT32, "batch"),
-        value("total_sequence_length", TensorProto.INT32),
-    ]
-    outputs = [
-        value("token", TensorProto.INT64, "batch", 1),
-        value("logits", TensorProto.FLOAT, "batch", 1, c.vocab_size),
-    ]
-    graph = helper.make_graph(nodes, "decoder", inputs + cache("past"), outputs + cache("present"), constants)
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=9).SerializeToString()
+    inputs = "int64[batch, sequence] ids, int64[sequence] positions, int32[batch] seqlens_k"
+    inputs = f"{inputs}, int32[] total_sequence_length, {cache('past')}"
+    outputs = f"int64[batch, 1] token, float[batch, 1, {c.vocab_size}] logits, {cache('present')}"
+    head = f'<ir_version: 9, opset_import: ["" : 17, "{own}" : 1]>'
+    decoder = parser.parse_model("\n".join([head, f"decoder ({inputs}) => ({outputs}) {{", *lines, "}"]))
+    used = {name for node in decoder.graph.node for name in node.input} & weights.keys()
+    for name in sorted(used):
+        constant = numpy_helper.from_array(np.ascontiguousarray(weights[name]), name)
+        decoder.graph.initializer.append(constant)
+    return decoder.SerializeToString()
