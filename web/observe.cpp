@@ -7,7 +7,8 @@
 
 #include "api.h"
 #include "checkpoint.h"
-#include "model/csrc/weights.h"
+#include "generation/csrc/team.h"
+#include "model/csrc/block.h"
 #include "parts.h"
 #include "scratch.h"
 
@@ -28,7 +29,7 @@ struct Observation {
 };
 
 // A (T, H d) <- attention of all heads
-void attend(const Observation& o, int64_t layer, float* A) {
+void attend(const Observation& o, int64_t layer, simd::Matrix A) {
     const int64_t T = o.T, d = o.d;
     Attention a{};
     a.B = 1, a.H = 1, a.Nq = a.Nk = T, a.d = d;
@@ -42,7 +43,7 @@ void attend(const Observation& o, int64_t layer, float* A) {
         a.k = {o.head(layer, h, 1), 0, 0, o.ldQ, 1};
         a.v = {o.head(layer, h, 2), 0, 0, o.ldQ, 1};
         FLASH.attention(a, scratch);
-        for (int64_t t = 0; t < T; t++) std::copy_n(out + t * d, d, A + (t * o.H + h) * d);
+        for (int64_t t = 0; t < T; t++) std::copy_n(out + t * d, d, A.data + t * A.ld + h * d);
     }
 }
 
@@ -52,32 +53,33 @@ EXPORT(observe)
 Observation* observe(const Checkpoint* checkpoint, int32_t precision, const int32_t* ids, int32_t count) {
     const ModelShape& s = checkpoint->shape;
     const Weights weights(s, checkpoint->lookup(), PRECISIONS[precision].precision);
-    const int64_t T = count, C = s.n_embd, width = weights.layers[0].qkv.width();
-    const int64_t ldX = row_stride(C), ldY = weights.layers[0].fc.columns();
-    auto* o = new Observation{T, s.n_head, C / s.n_head, width, weights.layers[0].qkv.columns(), {}};
-    const Buffer X(T * ldX), N(T * C), A(T * C), Y(T * ldY), O(T * weights.layers[0].out.operand_words());
-
-    const auto normalised = [&](const LayerNorm& norm, const Linear& w) {
-        for (int64_t t = 0; t < T; t++) norm(N + t * C, X + t * ldX);
-        return w.operand({N, C}, T, O);
+    const int64_t T = count, C = s.n_embd;
+    const Layer& first = weights.layers[0];
+    auto* o = new Observation{T, s.n_head, C / s.n_head, first.qkv.width(), first.qkv.columns(), {}};
+    Rows rows{};
+    const auto lay_out = [&](Scratch at) {
+        rows = {T,
+                at.matrix(T, C),
+                {},
+                at.matrix(T, C),
+                at.matrix(T, first.fc.columns()),
+                {},
+                at.matrix(T, C),
+                at.matrix(T, first.out.operand_words())};
+        return at.taken();
     };
-    const auto set = [&](const Linear& w, simd::Matrix y, simd::ConstMatrix x) {
-        for (int64_t p = 0; p < w.panels(); p++) w.set(y, x, T, p);
-    };
-    const auto add = [&](const Linear& w, simd::ConstMatrix x) {
-        for (int64_t p = 0; p < w.panels(); p++) w.add({X, ldX}, x, T, p);
-    };
-    for (int64_t t = 0; t < T; t++)
-        for (int64_t i = 0; i < C; i++) X[t * ldX + i] = weights.wte[ids[t] * C + i] + weights.wpe[t * C + i];
+    const Buffer memory(lay_out(Scratch()));
+    lay_out(Scratch(memory));
+    for (int64_t t = 0; t < T; t++) weights.embed(rows.from(t, 1).X.data, ids[t], t);
+    Trace off(1);
+    Member alone(off, 0);
     for (int64_t l = 0; l < s.n_layer; l++) {
-        const Layer& w = weights.layers[l];
         o->qkv.emplace_back(T * o->ldQ);
-        set(w.qkv, {o->qkv[l], o->ldQ}, normalised(w.ln_1, w.qkv));
-        attend(*o, l, A);
-        add(w.proj, w.proj.operand({A, C}, T, O));
-        set(w.fc, {Y, ldY}, normalised(w.ln_2, w.fc));
-        portable::gelu(Y, T * ldY);
-        add(w.out, w.out.operand({Y, ldY}, T, O));
+        rows.Q = {o->qkv[l], o->ldQ};
+        Block<Member> block(rows, alone);
+        block.qkv(weights.layers[l], 0, [](int64_t, int64_t, int64_t) {});
+        attend(*o, l, rows.A);
+        block.rest(weights.layers[l]);
     }
     return o;
 }
@@ -90,7 +92,7 @@ EXPORT(observed) void observed(const Observation* o, int32_t layer, int32_t head
         std::copy_n(o->head(layer, head, which) + t * o->ldQ, o->d, to + t * o->d);
 }
 
-// P (T, T) <- softmax(scale q k^T), causal; 0 where a key is hidden. In double: the page shows the values.
+// P (T, T) <- softmax(scale q k^T), causal; 0 where a key is masked. In double: the page shows the values.
 EXPORT(observed_weights) void observed_weights(const Observation* o, int32_t layer, int32_t head, float* P) {
     const int64_t T = o->T, d = o->d;
     const float *Q = o->head(layer, head, 0), *K = o->head(layer, head, 1);

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "decoder.h"
-#include "groups.h"
+#include "pace.h"
 #include "threads.h"
 
 namespace py = pybind11;

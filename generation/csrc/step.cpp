@@ -1,170 +1,149 @@
 // A step: one token for each of several texts.
 //
-//   x <- wte[token] + wpe[position]
-//   for each layer:
-//       q, k, v <- LN(x) Wqkv^T;   K, V <- K, V with k, v appended
-//       x <- x + attention(q, K, V) Wproj^T
-//       x <- x + gelu(LN(x) Wfc^T) Wout^T
-//   logits <- LN(x) wte^T
-//
 // Threads: the texts of a large batch are divided between them. Few texts go in stages, each of which the
 // threads share by heads and panels. Results do not depend on the number of texts or threads.
 #include <algorithm>
+#include <cmath>
+#include <utility>
 
 #include "denormals.h"
 #include "scratch.h"
+#include "simd/simd.h"
 #include "state.h"
 
+namespace {
+
+constexpr int64_t MAX_PANEL_KEYS = 128;         // in a transposed panel of the cache
 constexpr int RARELY = 200;                     // at most 0.5 % of the time is spent packing for another team
 constexpr double MOST_PACKED_TWICE = 64 << 20;  // bytes of the matrices
+
+}  // namespace
+
+Decoder::State::State(const ModelShape& s, const Tensors& tensors, Precision precision, CachePrecision kv,
+                      const Part& part, int64_t br, int64_t bc, int64_t slot_count, int64_t capacity,
+                      int threads, int64_t cache_bytes)
+    : shape(s),
+      part(part),
+      cache_bytes(cache_bytes),
+      br(br),
+      bc(bc),
+      capacity(capacity),
+      d(s.n_embd / s.n_head),
+      cache_shape{s.n_layer,
+                  s.n_head,
+                  d,
+                  capacity,
+                  part.few.queries > 0,
+                  round_up(std::min({bc, capacity, MAX_PANEL_KEYS}),
+                           kv == CachePrecision::bf16 ? 2 * portable::lanes() : simd::lanes()),
+                  kv},
+      scale(static_cast<float>(1 / std::sqrt(static_cast<double>(d)))),
+      threads(threads),
+      weights(s, tensors, precision),
+      caches(slot_count * cache_shape.words()),
+      slots(slot_count),
+      trace(threads),
+      team(new Team(4 * s.n_layer + 1, threads, trace)) {
+    for (int64_t i = 0; i < slot_count; i++) {
+        Slot& slot = slots[i];
+        slot.cache = Cache(cache_shape, caches + i * cache_shape.words());
+        slot.logits.resize(s.vocab_size);
+        slot.text.seen.resize(s.vocab_size);
+        slot.text.written.resize(s.vocab_size);
+    }
+    Attention one = attention(1, capacity);
+    if (cache_shape.transposed) one.Bc = cache_shape.panel, one.kv = kv;
+    if (cache_shape.pairs() && !cache_shape.transposed) widened_floats = 2 * capacity * d;
+    const Layer& w = weights.layers[0];
+    const auto lay_out = [&](Scratch at) {
+        Rows shared{slot_count,
+                    at.matrix(slot_count, s.n_embd),
+                    at.matrix(slot_count, w.qkv.columns()),
+                    at.matrix(slot_count, s.n_embd),
+                    at.matrix(slot_count, w.fc.columns()),
+                    at.matrix(slot_count, weights.head.columns()),
+                    {},
+                    {}};
+        rows.clear(), scratch.clear();
+        for (int thread = 0; thread < threads; thread++) {
+            shared.N = at.matrix(slot_count, s.n_embd);
+            shared.O = at.matrix(slot_count, w.out.operand_words());  // the longest row
+            rows.push_back(shared);
+            scratch.push_back(at.take(widened_floats + part.scratch(one)));
+        }
+        return at.taken();
+    };
+    memory = Buffer(lay_out(Scratch()));
+    lay_out(Scratch(memory));
+}
 
 // One head of one text: q attends to the cache, whose last token is at slot.length.
 inline void Decoder::State::attend(const Slot& slot, int64_t layer, int64_t head, const float* q, float* to,
                                    int64_t thread) const {
-    float* own = scratch + thread * scratch_floats;
-    Attention a = attention(1, 1, slot.length + 1);
+    float* own = scratch[thread];
+    Attention a = attention(1, slot.length + 1);
     a.q = {q, 0, 0, d, 1};
     a.out = to;
     if (widened_floats > 0) {
         float *K = own, *V = own + capacity * d;
         slot.cache.widen(layer, head, slot.length + 1, K, V);
         a.k = {K, 0, 0, d, 1}, a.v = {V, 0, 0, d, 1};
-    } else if (part.few.queries > 0) {
-        const bool pairs = kv == CachePrecision::bf16;
-        a.k = {slot.cache.K(layer, head), 0, 0, d, pairs ? panel / 2 : panel};
-        a.v = {slot.cache.V(layer, head), 0, 0, slot.cache.row_words(), 1};
-        a.Bc = panel, a.kv = kv;
     } else {
-        a.k = {slot.cache.K(layer, head), 0, 0, d, 1}, a.v = {slot.cache.V(layer, head), 0, 0, d, 1};
+        a.k = slot.cache.keys(layer, head), a.v = slot.cache.values(layer, head);
+        if (cache_shape.transposed) a.Bc = cache_shape.panel, a.kv = cache_shape.precision;
     }
     part.attention(a, own + widened_floats);
 }
 
-// Row r of a step, `row + r` of the buffers, is the pending token of slots[which[r]].
-template <class Pieces>
-void Decoder::State::step(const Weights& model, const int64_t* which, int64_t rows, int64_t row, int64_t thread,
-                          Pieces& pieces) {
+// Row r of `rows` is the pending token of slots[which[r]].
+void Decoder::State::step(const Weights& model, const int64_t* which, const Rows& rows, Member& member) {
     const NoDenormals flushed;
-    const int64_t C = shape.n_embd, H = shape.n_head, stages = 4 * shape.n_layer + 1;
-    float *X = x + row * ldX, *Q = qkv + row * ldQ, *A = attended + row * C, *Y = hidden + row * ldH;
-    const int64_t own = thread * static_cast<int64_t>(slots.size()) + row;  // this thread's rows
-    float *L = logits + row * ldL, *N = normed + own * C, *O = operands + own * ldO;
-
-    // A stage: body(p, begin, end) for each panel p. The rows are divided too where there are fewer panels than
-    // members.
-    const auto each = [&](int64_t stage, int64_t panels, const auto& body) {
-        const int64_t blocks = std::clamp<int64_t>((pieces.members() + panels - 1) / panels, 1, rows);
-        pieces.share(stage, blocks * panels, [&](int64_t i) {
-            const int64_t block = i / panels;
-            body(i % panels, rows * block / blocks, rows * (block + 1) / blocks);
-        });
-    };
-    // Another thread has just written most of a piece's input, so all of it is prefetched at once.
-    const auto fetch = [&](const float* from, int64_t stride, int64_t floats, int64_t begin, int64_t end) {
-        for (int64_t r = begin; pieces.members() > 1 && r < end; r++)
-            for (int64_t i = 0; i < floats; i += LINE_FLOATS) __builtin_prefetch(from + r * stride + i);
-    };
-    // The left operand of a stage's products. Each thread makes its own with its first piece.
-    simd::ConstMatrix operand{};
-    int64_t made_for = -1, made_from = 0;
-    const auto once = [&](int64_t stage, int64_t begin, const auto& make) {
-        if (made_for == stage && made_from == begin) return;
-        make();
-        made_for = stage, made_from = begin;
-    };
-    const auto normalise = [&](int64_t stage, const LayerNorm& norm, const Linear& w, int64_t begin,
-                               int64_t end) {
-        once(stage, begin, [&] {
-            fetch(X, ldX, C, begin, end);
-            trace.timed("norm", thread, [&] {
-                for (int64_t r = begin; r < end; r++) norm(N + r * C, X + r * ldX);
-                operand = w.operand({N + begin * C, C}, end - begin, O + begin * ldO);
-            });
-        });
-    };
-    for (int64_t l = 0, stage = 0; stage + 1 < stages; l++) {
+    Block<Member> block(rows, member);
+    for (int64_t l = 0; l < shape.n_layer; l++) {
         const Layer& w = model.layers[l];
-        each(stage, H, [&](int64_t h, int64_t begin, int64_t end) {
-            normalise(stage, w.ln_1, w.qkv, begin, end);
-            trace.timed("QKV", thread, [&] { w.qkv.set({Q + begin * ldQ, ldQ}, operand, end - begin, h); });
-            trace.timed("attention", thread, [&] {
-                const float* q = Q + h * w.qkv.width();
-                // All are appended before the first attends: a vector load stalls on a number just stored.
-                for (int64_t r = begin; r < end; r++) {
-                    const Slot& slot = slots[which[r]];
-                    slot.cache.append(l, h, slot.length, q + r * ldQ + d, 0, 1);
+        block.qkv(w, 0, [&](int64_t h, int64_t begin, int64_t end) {
+            const float* q = rows.Q.data + h * w.qkv.width();
+            // All are appended before the first attends: a vector load stalls on a number just stored.
+            for (int64_t r = begin; r < end; r++) {
+                const Slot& slot = slots[which[r]];
+                slot.cache.append(l, h, slot.length, q + r * rows.Q.ld + d, 0, 1);
+            }
+            for (int64_t r = begin; r < end; r++) {
+                if (r + 1 < end) {
+                    const Slot& following = slots[which[r + 1]];
+                    following.cache.prefetch(l, h, following.length);
                 }
-                for (int64_t r = begin; r < end; r++) {
-                    if (r + 1 < end) {
-                        const Slot& following = slots[which[r + 1]];
-                        following.cache.prefetch(l, h, following.length);
-                    }
-                    attend(slots[which[r]], l, h, q + r * ldQ, A + r * C + h * d, thread);
-                }
-            });
+                attend(slots[which[r]], l, h, q + r * rows.Q.ld, rows.A.data + r * rows.A.ld + h * d,
+                       member.thread);
+            }
         });
-        stage++;
-        each(stage, w.proj.panels(), [&](int64_t p, int64_t begin, int64_t end) {
-            fetch(A, C, C, begin, end);
-            trace.timed("projection", thread, [&] {
-                once(stage, begin,
-                     [&] { operand = w.proj.operand({A + begin * C, C}, end - begin, O + begin * ldO); });
-                w.proj.add({X + begin * ldX, ldX}, operand, end - begin, p);
-            });
-        });
-        stage++;
-        each(stage, w.fc.panels(), [&](int64_t p, int64_t begin, int64_t end) {
-            normalise(stage, w.ln_2, w.fc, begin, end);
-            trace.timed("MLP up", thread, [&] { w.fc.set({Y + begin * ldH, ldH}, operand, end - begin, p); });
-            trace.timed("MLP GELU", thread, [&] {
-                for (int64_t r = begin; r < end; r++)
-                    portable::gelu(Y + r * ldH + p * w.fc.width(), w.fc.columns(p));
-            });
-        });
-        stage++;
-        each(stage, w.out.panels(), [&](int64_t p, int64_t begin, int64_t end) {
-            fetch(Y, ldH, 4 * C, begin, end);
-            trace.timed("MLP down", thread, [&] {
-                once(stage, begin,
-                     [&] { operand = w.out.operand({Y + begin * ldH, ldH}, end - begin, O + begin * ldO); });
-                w.out.add({X + begin * ldX, ldX}, operand, end - begin, p);
-            });
-        });
-        stage++;
+        block.rest(w);
     }
-    each(stages - 1, model.head.panels(), [&](int64_t p, int64_t begin, int64_t end) {
-        normalise(stages - 1, model.ln_f, model.head, begin, end);
-        trace.timed("head", thread, [&] { model.head.set({L + begin * ldL, ldL}, operand, end - begin, p); });
-    });
+    block.logits(model);
 }
 
-void Decoder::State::embed_rows(const int64_t* which, int64_t rows, int64_t row) {
-    for (int64_t r = 0; r < rows; r++) {
+// Those of the slots that have a pending token.
+std::vector<int64_t> Decoder::State::behind(const int64_t* begin, const int64_t* end) const {
+    std::vector<int64_t> found;
+    std::copy_if(begin, end, std::back_inserter(found), [&](int64_t slot) { return slots[slot].pending >= 0; });
+    return found;
+}
+
+// The rows of these slots begin at `row`.
+void Decoder::State::embed_rows(const std::vector<int64_t>& which, int64_t row) {
+    for (size_t r = 0; r < which.size(); r++, row++) {
         const Slot& slot = slots[which[r]];
-        embed(x + (row + r) * ldX, slot.pending, slot.length);
+        weights.embed(rows[0].from(row, 1).X.data, slot.pending, slot.length);
     }
 }
 
-void Decoder::State::finish_rows(const int64_t* which, int64_t rows, int64_t row) {
-    for (int64_t r = 0; r < rows; r++) {
+void Decoder::State::finish_rows(const std::vector<int64_t>& which, int64_t row) {
+    for (size_t r = 0; r < which.size(); r++, row++) {
         Slot& slot = slots[which[r]];
-        std::copy_n(logits + (row + r) * ldL, shape.vocab_size, slot.logits.begin());
+        std::copy_n(rows[0].from(row, 1).L.data, shape.vocab_size, slot.logits.begin());
         slot.length++;
         slot.pending = -1;
     }
-}
-
-void Decoder::State::step_in_team(const std::vector<int64_t>& which, int members) {
-    const int64_t rows = static_cast<int64_t>(which.size());
-    trace.timed("embedding", 0, [&] { embed_rows(which.data(), rows, 0); });
-    if (members == 1) {
-        Alone alone;
-        return step(weights, which.data(), rows, 0, 0, alone);
-    }
-    team->take_turn(members, [this, texts = which.data(), rows](Member& member) {
-        Recorded pieces{trace, member};
-        step(shared_by > 1 ? shares : weights, texts, rows, 0, member.thread, pieces);
-    });
 }
 
 void Decoder::State::pack_for(int members) {
@@ -178,71 +157,76 @@ void Decoder::State::pack_for(int members) {
 }
 
 void Decoder::State::advance(const std::vector<int64_t>& which) {
-    const int64_t rows = static_cast<int64_t>(which.size());
-    if (rows == 0) return;
-    if (threads == 1 || !team->ours()) {
-        step_in_team(which, 1);
-        return finish_rows(which.data(), rows, 0);
-    }
+    const std::vector<int64_t> texts = behind(which.data(), which.data() + which.size());
+    const int64_t count = static_cast<int64_t>(texts.size());
+    if (count == 0) return;
     size_t logarithm = 0;
-    while (rows >> (logarithm + 1)) logarithm++;
+    while (count >> (logarithm + 1)) logarithm++;
     TeamSize& size = sizes[logarithm];
-    int members = size.next(Pace::Clock::now());
+    const bool helped = threads > 1 && team->helps();
+    int members = helped ? size.next(Pace::Clock::now()) : 1;
     // Panels packed for another team are correct, only slower.
-    if (size.on_trial() || Pace::Clock::now() >= packed_until) pack_for(members);
+    if (helped && (size.on_trial() || Pace::Clock::now() >= packed_until)) pack_for(members);
     const auto start = Pace::Clock::now();
-    if (!pace.together(rows, start)) members = 1;
-    step_in_team(which, members);
+    if (!pace.together(count, start)) members = 1;
+    trace.timed("embedding", 0, [&] { embed_rows(texts, 0); });
+    team->run(members, [this, which = texts.data(), count](Member& member) {
+        const bool shared = member.members > 1 && shared_by > 1;
+        step(shared ? shares : weights, which, rows[member.thread].from(0, count), member);
+    });
     const auto end = Pace::Clock::now();
-    pace.took(rows, members > 1, end - start, end);
-    size.took(members, threads, (end - start) / rows, end);
-    finish_rows(which.data(), rows, 0);
+    if (helped) pace.took(count, members > 1, end - start, end);
+    if (helped) size.took(members, threads, (end - start) / count, end);
+    finish_rows(texts, 0);
 }
 
-// A token for each of the slots from .. to - 1 of `which`.
-void Decoder::State::write_group(const std::vector<int64_t>& which, int64_t from, int64_t to, int64_t thread,
-                                 const double* uniforms, int64_t* tokens) {
-    std::vector<int64_t> behind;
-    for (int64_t s = from; s < to; s++)
-        if (slots[which[s]].pending >= 0) behind.push_back(which[s]);
-    if (const int64_t rows = static_cast<int64_t>(behind.size())) {
-        trace.timed("embedding", thread, [&] { embed_rows(behind.data(), rows, from); });
-        Alone alone;
-        step(weights, behind.data(), rows, from, thread, alone);
-        finish_rows(behind.data(), rows, from);
-    }
-    trace.timed("sampling", thread, [&] {
-        for (int64_t s = from; s < to; s++) tokens[s] = choose(which[s], uniforms[s]);
-    });
+std::vector<int64_t> Decoder::State::groups(const std::vector<int64_t>& which) const {
+    const int64_t all = static_cast<int64_t>(which.size()), share = (all + threads - 1) / threads;
+    int64_t longest = 1;
+    for (const int64_t slot : which) longest = std::max(longest, length(slot));
+    const double text = static_cast<double>(shape.n_layer * shape.n_head) *
+                        static_cast<double>(cache_shape.head_words(longest) * sizeof(float));
+    const Traffic traffic{weights.matrix_bytes, text, static_cast<double>(cache_bytes), threads};
+    const int64_t block = portable::rows(), size = group_size(traffic, share, block);
+    const int64_t turns = (share + size - 1) / size;  // groups of each thread
+    const int64_t parts = std::min(all, turns * threads);
+    // Whole register blocks if all threads then get equally many.
+    const int64_t unit = size % block || all % (block * threads) ? 1 : block, units = all / unit;
+    std::vector<int64_t> starts;
+    for (int64_t g = 0; g <= parts; g++) starts.push_back(units * g / parts * unit);
+    return starts;
 }
 
 void Decoder::State::write_groups(const std::vector<int64_t>& which,
                                   const std::vector<std::vector<double>>& uniforms, int64_t count,
                                   std::vector<std::vector<int64_t>>& tokens) {
-    const int64_t all = static_cast<int64_t>(which.size());
-    const std::vector<int64_t> starts = groups(which);
-    const int64_t parts = static_cast<int64_t>(starts.size()) - 1;
     const size_t begin = tokens.size(), end = static_cast<size_t>(count);
     if (begin == end) return;
-    tokens.resize(end, std::vector<int64_t>(all));
-    Attempts attempts;
-    Pace::Clock::duration longest{};
-    const auto write = [&](int64_t g, int64_t thread) {
-        const auto start = Pace::Clock::now();
-        attempts.attempt(
-            [&] {
-                for (size_t i = begin; i < end; i++)
-                    write_group(which, starts[g], starts[g + 1], thread, uniforms[i].data(), tokens[i].data());
-            },
-            [&] { longest = std::max(longest, Pace::Clock::now() - start); });
-    };
-    if (threads == 1 || !team->ours()) {
-        for (int64_t g = 0; g < parts; g++) write(g, 0);
-    } else {
-        team->take_turn(threads, [this, parts, &write](Member& member) {
-            Recorded{trace, member}.run(0, parts, [&](int64_t g) { write(g, member.thread); });
+    tokens.resize(end, std::vector<int64_t>(which.size()));
+    const std::vector<int64_t> starts = groups(which);
+    std::vector<Pace::Clock::duration> spent(starts.size() - 1);
+    // A token for each slot of group g.
+    const auto write = [&](int64_t g, int64_t thread, const double* uniform, int64_t* chosen) {
+        const std::vector<int64_t> texts = behind(which.data() + starts[g], which.data() + starts[g + 1]);
+        const int64_t size = static_cast<int64_t>(texts.size());
+        if (size > 0) {
+            trace.timed("embedding", thread, [&] { embed_rows(texts, starts[g]); });
+            Member alone(trace, static_cast<int>(thread));
+            step(weights, texts.data(), rows[thread].from(starts[g], size), alone);
+            finish_rows(texts, starts[g]);
+        }
+        trace.timed("sampling", thread, [&] {
+            for (int64_t s = starts[g]; s < starts[g + 1]; s++) chosen[s] = choose(which[s], uniform[s]);
         });
-    }
-    attempts.rethrow();
+    };
+    const auto write_all = [&](int64_t g, int64_t thread) {
+        const auto start = Pace::Clock::now();
+        for (size_t i = begin; i < end; i++) write(g, thread, uniforms[i].data(), tokens[i].data());
+        spent[g] = Pace::Clock::now() - start;
+    };
+    team->run(threads, [parts = static_cast<int64_t>(spent.size()), &write_all](Member& member) {
+        member.run(parts, [&](int64_t g) { write_all(g, member.thread); });
+    });
+    const auto longest = *std::max_element(spent.begin(), spent.end());
     group_seconds = std::chrono::duration<double>(longest).count() / static_cast<double>(end - begin);
 }

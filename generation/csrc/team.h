@@ -1,29 +1,285 @@
-// Threads that help with a token's step, which takes some ten microseconds.
+// The decoder's threads, which share a token's step of some ten microseconds.
 //
 // A thread pool's parallel loop ends when every thread has joined and finished. A thread that sleeps, or whose
 // core is taken, delays that by a turn of the scheduler: the time of hundreds of steps. Here the caller never
 // waits for a helper that has not taken a piece of the work. A late helper finds the work done.
+//
+// What the members of a team write while they wait for each other lies in a cache line of each member's own. A
+// line that several write moves between their cores, one after the other.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#if !defined(__wasm__)
+#include <unistd.h>
+
+#include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <system_error>
 #include <thread>
-#include <vector>
+#endif
 
-#include <unistd.h>
+#include "trace.h"
 
-#include "job.h"
-#include "member.h"
+inline void yield() {
+#if !defined(__wasm__)
+    std::this_thread::yield();
+#endif
+}
+
+// Bytes between what different members write: two cache lines, because processors fetch them in pairs.
+constexpr size_t APART = 128;
+
+// A count that belongs to a turn, which is in the upper 32 bits. Turns wrap around.
+struct Count {
+    uint64_t bits;
+
+    Count(uint64_t bits) : bits(bits) {}
+    Count(uint32_t turn, int64_t count) : bits(uint64_t{turn} << 32 | static_cast<uint32_t>(count)) {}
+
+    int32_t turns_after(uint32_t turn) const {
+        return static_cast<int32_t>(static_cast<uint32_t>(bits >> 32) - turn);
+    }
+    // The count in this turn; 0 if it is an earlier turn's.
+    int64_t in(uint32_t turn) const { return turns_after(turn) < 0 ? 0 : static_cast<uint32_t>(bits); }
+};
+
+// Counts of the pieces of a stage in Member::run().
+struct alignas(APART) Stage {
+    std::atomic<uint64_t> taken{0}, done{0};
+};
+
+// A member's place in a team.
+struct Seat {
+    alignas(APART) std::atomic<uint64_t> done{0};  // stages of Member::share(); the others wait for it
+    alignas(APART) std::atomic<uint64_t> taken{0};
+    alignas(APART) std::atomic<uint32_t> called{0};  // the last turn that it was called for
+    std::atomic<uint32_t> late{0};                   // the last turn in which another took its share
+    std::atomic<bool> asleep{false};
+    alignas(APART) std::atomic<uint32_t> left{0};  // the last turn that it has left
+};
+
+// The first error of a turn's pieces. In another thread it would end the program, so the caller throws it.
+class Failure {
+  public:
+#if defined(__wasm__)
+    template <class Body>
+    void keep(const Body& body) {
+        body();
+    }
+#else
+    template <class Body>
+    void keep(const Body& body) {
+        try {
+            body();
+        } catch (...) {
+            const std::lock_guard<std::mutex> held(mutex);
+            if (!error) error = std::current_exception();
+        }
+    }
+    // No piece may be running.
+    void rethrow() {
+        if (error) std::rethrow_exception(std::exchange(error, nullptr));
+    }
+
+  private:
+    std::exception_ptr error;
+    std::mutex mutex;
+#endif
+};
+
+// What the members of a turn share.
+struct Turn {
+    uint32_t number;
+    Stage* stages;
+    Seat* seats;
+    Failure* failure;
+};
+
+// A member in a turn; 0 is the caller. All members run the same stages, each once, in order.
+class Member {
+  public:
+    const int thread, members;
+
+    // Works alone.
+    Member(Trace& trace, int thread) : Member(trace, thread, 1, {}) {}
+
+    Member(Trace& trace, int thread, int members, const Turn& turn)
+        : thread(thread), members(members), trace(trace), turn(turn) {}
+
+    // body(), as a span of this kind.
+    template <class Body>
+    void timed(const char* kind, const Body& body) {
+        trace.timed(kind, thread, body);
+    }
+
+    // A stage: piece(i) for each i of 0 .. pieces - 1, by whichever member is free. Then waits until all are
+    // done, unless the turn is over.
+    template <class Piece>
+    void run(int64_t pieces, const Piece& piece) {
+        if (members == 1) return run_alone(pieces, piece);
+        trace.timed_waiting(thread, [&] { take_pieces(turn.stages[stage++], pieces, piece); });
+    }
+
+    // The same, but each member has a fixed share of the pieces, the same in every turn: what its pieces read
+    // stays in the caches of its core. Another member takes the share of one that is late.
+    template <class Piece>
+    void share(int64_t pieces, const Piece& piece) {
+        if (members == 1) return run_alone(pieces, piece);
+        trace.timed_waiting(thread, [&] { take_shares(pieces, piece); });
+        stage++;
+    }
+
+  private:
+    static constexpr int SPINS = 2000;  // about a stage's time; a member that takes longer lost its core
+
+    template <class Piece>
+    static void run_alone(int64_t pieces, const Piece& piece) {
+        for (int64_t i = 0; i < pieces; i++) piece(i);
+    }
+
+    template <class Piece>
+    void take_pieces(Stage& s, int64_t pieces, const Piece& piece) {
+        Count taken = s.taken.load(std::memory_order_acquire);
+        while (taken.turns_after(turn.number) <= 0 && taken.in(turn.number) < pieces) {
+            const int64_t next = taken.in(turn.number);
+            if (!s.taken.compare_exchange_weak(taken.bits, Count(turn.number, next + 1).bits,
+                                               std::memory_order_acq_rel))
+                continue;
+            turn.failure->keep([&] { piece(next); });
+            Count done = s.done.load(std::memory_order_relaxed);
+            while (!s.done.compare_exchange_weak(done.bits, Count(turn.number, done.in(turn.number) + 1).bits,
+                                                 std::memory_order_acq_rel)) {
+            }
+            taken = s.taken.load(std::memory_order_acquire);
+        }
+        for (int spins = 0;; spins++) {
+            const Count done = s.done.load(std::memory_order_acquire);
+            if (done.turns_after(turn.number) > 0 || done.in(turn.number) >= pieces) return;
+            if (Count(s.taken.load(std::memory_order_relaxed)).turns_after(turn.number) > 0) return;
+            if (spins > SPINS) yield();
+        }
+    }
+
+    template <class Piece>
+    void take_shares(int64_t pieces, const Piece& piece) {
+        take_share(thread, pieces, piece);
+        for (int i = 0; i < members; i++) {
+            const int other = (thread + i) % members;  // its own share too may have gone to another
+            const Seat& seat = turn.seats[other];
+            for (int spins = 0;; spins++) {
+                const Count done = seat.done.load(std::memory_order_acquire);
+                if (done.turns_after(turn.number) > 0) return;
+                if (done.in(turn.number) > stage) break;
+                if (spins >= SPINS) {
+                    if (spins > SPINS) yield();
+                    take_share(other, pieces, piece);
+                } else if (seat.late.load(std::memory_order_relaxed) == turn.number) {
+                    spins = SPINS - 1;
+                }
+            }
+        }
+    }
+
+    // The share of member m, unless it is taken.
+    template <class Piece>
+    void take_share(int m, int64_t pieces, const Piece& piece) {
+        Seat& seat = turn.seats[m];
+        Count taken = seat.taken.load(std::memory_order_acquire);
+        if (taken.turns_after(turn.number) > 0 || taken.in(turn.number) != stage) return;
+        if (!seat.taken.compare_exchange_strong(taken.bits, Count(turn.number, stage + 1).bits,
+                                                std::memory_order_acq_rel))
+            return;
+        if (m != thread) seat.late.store(turn.number, std::memory_order_relaxed);
+        for (int64_t p = pieces * m / members; p < pieces * (m + 1) / members; p++) piece(p);
+        seat.done.store(Count(turn.number, stage + 1).bits, std::memory_order_release);
+    }
+
+    Trace& trace;
+    const Turn turn;
+    int64_t stage = 0;
+};
+
+#if defined(__wasm__)
+
+// No threads.
+class Team {
+  public:
+    Team(int64_t, int, Trace& trace) : trace(trace) {}
+    struct Delete {
+        void operator()(Team* team) const { delete team; }
+    };
+    bool helps() const { return false; }
+    void settle() const {}
+    template <class Work>
+    void run(int, const Work& work) {
+        Member caller(trace, 0);
+        work(caller);
+    }
+
+  private:
+    Trace& trace;
+};
+
+#else
+
+// The work of a team's latest turn, which its helpers copy.
+//
+// A helper may copy it while the caller writes the next one, and then drops the copy (a sequence lock: Boehm
+// 2012, 'Can seqlocks get along with programming language memory models?').
+class alignas(APART) Job {
+    static constexpr int WORDS = 8;
+
+  public:
+    struct Copy {
+        alignas(16) uint64_t work[WORDS];
+        void (*call)(const void* work, Member&);
+        int members;
+    };
+
+    // Only the caller writes.
+    template <class Work>
+    void write(uint32_t turn, int members_of_turn, const Work& work) {
+        static_assert(std::is_trivially_copyable_v<Work> && sizeof(Work) <= sizeof(uint64_t[WORDS]));
+        begun.store(turn, std::memory_order_relaxed);
+        std::atomic_thread_fence(std::memory_order_release);
+        uint64_t copy[WORDS] = {};
+        std::memcpy(copy, static_cast<const void*>(&work), sizeof work);
+        members.store(members_of_turn, std::memory_order_relaxed);
+        call.store([](const void* data, Member& member) { (*static_cast<const Work*>(data))(member); },
+                   std::memory_order_relaxed);
+        for (int i = 0; i < WORDS; i++) words[i].store(copy[i], std::memory_order_relaxed);
+    }
+
+    // Whether `copy` is the work of this turn. If not, a later turn has begun.
+    bool read(uint32_t turn, Copy& copy) const {
+        copy.members = members.load(std::memory_order_relaxed);
+        copy.call = call.load(std::memory_order_relaxed);
+        for (int i = 0; i < WORDS; i++) copy.work[i] = words[i].load(std::memory_order_relaxed);
+        std::atomic_thread_fence(std::memory_order_acquire);
+        return begun.load(std::memory_order_relaxed) == turn;
+    }
+
+  private:
+    std::atomic<uint32_t> begun{0};
+    std::atomic<int> members{0};
+    std::atomic<void (*)(const void*, Member&)> call{nullptr};
+    std::atomic<uint64_t> words[WORDS]{};
+};
 
 class Team {
   public:
     // Has fewer helpers where the system refuses to start more. The caller alone can do all work.
-    Team(int64_t stages, int threads) : stages(stages), seats(threads) {
+    Team(int64_t stages, int threads, Trace& trace) : trace(trace), stages(stages), seats(threads) {
         helpers.reserve(threads);
         for (int thread = 1; thread < threads; thread++) {
             try {
@@ -37,12 +293,12 @@ class Team {
     // Does not delete a team in a forked process, which has the team's memory but not its threads.
     struct Delete {
         void operator()(Team* team) const {
-            if (team->ours()) delete team;
+            if (getpid() == team->process) delete team;
         }
     };
 
-    // Whether this is the process of the helpers. In a fork no other function may be called.
-    bool ours() const { return getpid() == process; }
+    // Whether there are helpers, and this is their process. If not, all work is done alone.
+    bool helps() const { return !helpers.empty() && getpid() == process; }
 
     ~Team() {
         {
@@ -56,8 +312,12 @@ class Team {
     // Runs work(member) here and on those of members - 1 helpers that join in time. A late helper runs it too:
     // what `work` reads outside of its pieces, other than its own members, must outlive the call.
     template <class Work>
-    void take_turn(int members, const Work& work) {
-        members = std::min(members, 1 + static_cast<int>(helpers.size()));
+    void run(int members, const Work& work) {
+        members = helps() ? std::min(members, 1 + static_cast<int>(helpers.size())) : 1;
+        if (members == 1) {
+            Member caller(trace, 0);
+            return work(caller);
+        }
         turn++;
         job.write(turn, members, work);
         for (int m = 1; m < members; m++) seats[m].called.store(turn, std::memory_order_release);
@@ -70,8 +330,9 @@ class Team {
             }
             woken.notify_all();
         }
-        Member caller(stages.data(), seats.data(), turn, 0, members);
+        Member caller(trace, 0, members, {turn, stages.data(), seats.data(), &failure});
         work(caller);
+        failure.rethrow();
     }
 
     // Waits until late helpers have left the turns that they were called for.
@@ -106,18 +367,22 @@ class Team {
             seen = seat.called.load(std::memory_order_acquire);
             Job::Copy copy;
             if (!job.read(seen, copy)) continue;
-            Member member(stages.data(), seats.data(), seen, thread, copy.members);
+            Member member(trace, thread, copy.members, {seen, stages.data(), seats.data(), &failure});
             copy.call(copy.work, member);
         }
     }
 
     const pid_t process = getpid();
+    Trace& trace;
     std::vector<Stage> stages;
     std::vector<Seat> seats;
     Job job;
+    Failure failure;
     std::mutex mutex;
     std::condition_variable woken;
     std::atomic<bool> over{false};
     uint32_t turn = 0;
     std::vector<std::thread> helpers;
 };
+
+#endif

@@ -19,8 +19,6 @@ class Trace {
   public:
     explicit Trace(int threads) : tracks(threads) {}
 
-    bool on() const { return recording; }
-
     void record(bool on) {
         for (Track& track : tracks) track.spans.reserve(on ? EXPECTED_SPANS : 0);
         recording = on;
@@ -46,9 +44,10 @@ class Trace {
     }
 
     // Runs body(), with a span of the caller's wait for the others: from the end of its last piece to the end
-    // of body.
+    // of body. A helper's wait may outlast the call, so it appears only as a gap between its spans.
     template <class Body>
-    void timed_waiting(const Body& body) {
+    void timed_waiting(int thread, const Body& body) {
+        if (thread > 0 || !recording) return body();
         int64_t begin = now();
         body();
         std::vector<Span>& spans = tracks[0].spans;

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cache_precision.h"
+#include "attention.h"
 #include "round_up.h"
 #include "simd/portable.h"
 
@@ -44,7 +44,13 @@ class Cache {
     float* K(int64_t layer, int64_t head) const { return memory + at(layer, head); }
     float* V(int64_t layer, int64_t head) const { return K(layer, head) + K_size; }
 
-    int64_t row_words() const { return shape.row_words(); }
+    // K and V as attention.h's parts take them; K in bf16 only if it is transposed.
+    Matrices keys(int64_t layer, int64_t head) const {
+        const int64_t d = shape.d;
+        if (shape.transposed) return {K(layer, head), 0, 0, d, shape.panel_words() / d};
+        return {K(layer, head), 0, 0, d, 1};
+    }
+    Matrices values(int64_t layer, int64_t head) const { return {V(layer, head), 0, 0, shape.row_words(), 1}; }
 
     // Writes rows of k, each followed by its v, ldK apart, to the positions from `position` on. Inlined into a
     // step, which calls it for each head and token.

@@ -44,6 +44,7 @@ class Linear {
     }
 
     const PrecisionRow& kept_in() const { return *precision; }
+    int64_t inputs() const { return shape.in; }
     int64_t outputs() const { return shape.out; }
     int64_t width() const { return shape.width; }
     int64_t panels() const { return shape.count(); }

@@ -68,6 +68,11 @@ Weights::Weights(const ModelShape& s, const Tensors& tensors, Precision precisio
     head = Linear(wte, nullptr, V, C, panel_width(V, 1, row), precision);
 }
 
+void Weights::embed(float* x, int64_t token, int64_t position) const {
+    const int64_t C = head.inputs();
+    for (int64_t i = 0; i < C; i++) x[i] = wte[token * C + i] + wpe[position * C + i];
+}
+
 Weights Weights::shared_by(int members) const {
     struct Matrix {
         const Linear& linear;

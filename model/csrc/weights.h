@@ -34,6 +34,9 @@ struct Weights {
     Weights() = default;
     Weights(const ModelShape&, const Tensors&, Precision);
 
+    // x (n_embd) <- wte[token] + wpe[position]
+    void embed(float* x, int64_t token, int64_t position) const;
+
     // Only the layers and the head, for a step that `members` share: a large enough matrix has a panel for each
     // member, and each member's panels are contiguous.
     Weights shared_by(int members) const;

@@ -1,0 +1,123 @@
+// The GPT on rows of activations, one a token: in a step the tokens of several texts, in a prompt those of one.
+//
+//   for each layer:
+//       q, k, v <- LN(x) Wqkv^T;   the caller attends
+//       x <- x + A Wproj^T
+//       x <- x + gelu(LN(x) Wfc^T) Wout^T
+//   logits <- LN(x) wte^T
+//
+// The members of a team share each line by panels. Results depend neither on the number of rows nor on that of
+// members.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "scratch.h"
+#include "weights.h"
+
+struct Rows {
+    int64_t count;
+    simd::Matrix X, Q, A, Y, L;  // x, (q, k, v) of each head, attention's result, the hidden layer, the logits
+    simd::Matrix N, O;           // a thread's own: normalized rows, and rows as the products take them
+
+    // `some` of these rows, from row r on.
+    Rows from(int64_t r, int64_t some) const {
+        const auto at = [r](simd::Matrix m) { return simd::Matrix{m.data + r * m.ld, m.ld}; };
+        return {some, at(X), at(Q), at(A), at(Y), at(L), at(N), at(O)};
+    }
+};
+
+// Member: as in generation/csrc/team.h. All members of a team call the same functions in the same order.
+template <class Member>
+class Block {
+  public:
+    Block(const Rows& rows, Member& member) : rows(rows), member(member) {}
+
+    // q, k and v of each head h; then attend(h, begin, end) for these rows. The first `skipped` columns of a
+    // head need not be computed.
+    template <class Attend>
+    void qkv(const Layer& w, int64_t skipped, const Attend& attend) {
+        each(w.qkv, [&](int64_t h, int64_t begin, int64_t end) {
+            normalize(w.ln_1, w.qkv, begin, end);
+            member.timed("QKV", [&] { w.qkv.set(at(rows.Q, begin), operand, end - begin, h, skipped); });
+            member.timed("attention", [&] { attend(h, begin, end); });
+        });
+    }
+
+    // What follows attention.
+    void rest(const Layer& w) {
+        each(w.proj, [&](int64_t p, int64_t begin, int64_t end) {
+            member.timed("projection", [&] { add(w.proj, rows.A, begin, end, p); });
+        });
+        each(w.fc, [&](int64_t p, int64_t begin, int64_t end) {
+            normalize(w.ln_2, w.fc, begin, end);
+            member.timed("MLP up", [&] { w.fc.set(at(rows.Y, begin), operand, end - begin, p); });
+            member.timed("MLP GELU", [&] {
+                for (int64_t r = begin; r < end; r++)
+                    portable::gelu(at(rows.Y, r).data + p * w.fc.width(), w.fc.columns(p));
+            });
+        });
+        each(w.out, [&](int64_t p, int64_t begin, int64_t end) {
+            member.timed("MLP down", [&] { add(w.out, rows.Y, begin, end, p); });
+        });
+    }
+
+    void logits(const Weights& w) {
+        each(w.head, [&](int64_t p, int64_t begin, int64_t end) {
+            normalize(w.ln_f, w.head, begin, end);
+            member.timed("head", [&] { w.head.set(at(rows.L, begin), operand, end - begin, p); });
+        });
+    }
+
+  private:
+    static simd::Matrix at(simd::Matrix m, int64_t r) { return {m.data + r * m.ld, m.ld}; }
+
+    // body(p, begin, end) for each panel p of w. The rows are divided too where there are fewer panels than
+    // members.
+    template <class Body>
+    void each(const Linear& w, const Body& body) {
+        const int64_t panels = w.panels();
+        const int64_t blocks = std::clamp<int64_t>((member.members + panels - 1) / panels, 1, rows.count);
+        made_from = -1;
+        member.share(blocks * panels, [&](int64_t i) {
+            const int64_t block = i / panels;
+            body(i % panels, rows.count * block / blocks, rows.count * (block + 1) / blocks);
+        });
+    }
+
+    // The left operand of w's product, from `columns` columns of m. Each thread makes its own with its first
+    // piece. Another thread has just written most of m, so all of it is prefetched at once.
+    template <class Make>
+    void once(simd::Matrix m, int64_t columns, int64_t begin, int64_t end, const Make& make) {
+        if (made_from == begin) return;
+        for (int64_t r = begin; member.members > 1 && r < end; r++)
+            for (int64_t i = 0; i < columns; i += LINE_FLOATS) __builtin_prefetch(at(m, r).data + i);
+        make();
+        made_from = begin;
+    }
+
+    void normalize(const LayerNorm& norm, const Linear& w, int64_t begin, int64_t end) {
+        once(rows.X, w.inputs(), begin, end, [&] {
+            member.timed("norm", [&] {
+                for (int64_t r = begin; r < end; r++) norm(at(rows.N, r).data, at(rows.X, r).data);
+                set_operand(w, rows.N, begin, end);
+            });
+        });
+    }
+
+    // x <- x + m W^T
+    void add(const Linear& w, simd::Matrix m, int64_t begin, int64_t end, int64_t p) {
+        once(m, w.inputs(), begin, end, [&] { set_operand(w, m, begin, end); });
+        w.add(at(rows.X, begin), operand, end - begin, p);
+    }
+
+    void set_operand(const Linear& w, simd::Matrix m, int64_t begin, int64_t end) {
+        operand = w.operand({at(m, begin).data, m.ld}, end - begin, at(rows.O, begin).data);
+    }
+
+    const Rows rows;
+    Member& member;
+    simd::ConstMatrix operand{};
+    int64_t made_from = -1;
+};
