@@ -124,7 +124,7 @@ PARTS = {
 SIMD = ("auto", "ispc", "portable", "off")
 AUTO = "portable"
 
-# Nq * Nk of a call is below this, as in csrc/bindings/operators.cpp: the size of its scratch fits 63 bits.
+# Nq * Nk of a call is below this: the size of its scratch fits 63 bits. The build gives it to the operators.
 MOST_SCORES = 2**50
 
 

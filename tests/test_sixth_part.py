@@ -27,7 +27,7 @@ void plain_attention(const Attention& a, float* S) {
             for (int64_t i = 0; i < a.Nq; i++) {
                 const float *Q = a.q.at(b, h) + i * a.q.row_stride, *K = a.k.at(b, h), *V = a.v.at(b, h);
                 float* O = a.out_at(b, h) + i * a.d;
-                const int64_t n = a.visible(i);
+                const int64_t n = a.seen(i);
                 for (int64_t j = 0; j < n; j++) {
                     S[j] = 0;
                     for (int64_t c = 0; c < a.d; c++) S[j] += Q[c] * K[j * a.k.row_stride + c];

@@ -18,7 +18,7 @@ import torch
 
 from attention_ext import processor
 from attention_ext.build import cache, toolchain
-from attention_ext.parts import BuildError, resolve_simd
+from attention_ext.parts import MOST_SCORES, BuildError, resolve_simd
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CSRC = ROOT / "attention_ext" / "csrc"
@@ -128,7 +128,8 @@ def operators(simd: str = "auto") -> Recipe:
     name = over.name.replace("kernels_", "")
     training = ROOT / "training" / "csrc"
     sources = (*found(CSRC, *OPERATORS), *found(training, "*.cpp"))
-    return _library(name, "the operators", over, (CSRC, training), sources, f"-DATTENTION_EXT={name}")
+    facts = (f"-DATTENTION_EXT={name}", f"-DMOST_SCORES={MOST_SCORES}")
+    return _library(name, "the operators", over, (CSRC, training), sources, *facts)
 
 
 def module(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:

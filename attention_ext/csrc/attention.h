@@ -33,8 +33,8 @@ struct AttentionSizes {
     int64_t Br, Bc;  // part 4's tile, at most Nq and Nk
     int threads;
 
-    // Query i sees the keys 0 .. visible(i) - 1.
-    int64_t visible(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
+    // Query i sees the keys 0 .. seen(i) - 1.
+    int64_t seen(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
 };
 
 template <class Element>

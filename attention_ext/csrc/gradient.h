@@ -18,8 +18,8 @@ struct AttentionGradient {
     float scale;
     int threads;
 
-    // Query i sees the keys 0 .. visible(i) - 1.
-    int64_t visible(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
+    // Query i sees the keys 0 .. seen(i) - 1.
+    int64_t seen(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
 };
 
 // Part 4's backward pass; its scratch in floats.

@@ -140,7 +140,7 @@ def test_scores_of_1e4(attend):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
-def test_a_bad_value_reaches_the_rows_that_see_it_and_hidden_at_most_those_of_its_tile(attend, value):
+def test_a_bad_value_reaches_the_rows_that_see_it_and_masked_at_most_those_of_its_tile(attend, value):
     at, tile = 100, 16
     for which in "qkv":
         tensors = dict(zip("qkv", attend.qkv(1, 2, 160, 160, 8)))

@@ -81,7 +81,7 @@ Gradients<T> differentiate(const Case& c, const Inputs& in, Random* random = nul
         };
         for (int64_t i : queries) {
             const float *q = row(Q, i), *dout = row(DOUT, i);
-            const int64_t n = c.visible(i);
+            const int64_t n = c.seen(i);
             T m = -std::numeric_limits<T>::infinity(), l = 0, D = 0;
             for (int64_t j = 0; j < n; j++) {
                 s[j] = static_cast<T>(c.scale) * dot(q, row(K, j), forth);

@@ -163,7 +163,7 @@ struct AttentionCase {
     Layout layouts[4];
 
     int64_t rows(int which) const { return which == K || which == V ? Nk : Nq; }
-    int64_t visible(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
+    int64_t seen(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
     int64_t floats(int which) const {
         if (layouts[which].panel) return B * layouts[which].batch;  // the last panel is padded
         return layouts[which].at(B - 1, H - 1, rows(which) - 1, d - 1) + 1;

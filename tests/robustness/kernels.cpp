@@ -98,7 +98,7 @@ Result<T> attend(const Case& c, const float* q, const float* k, const float* v, 
     for (int64_t b = 0; b < c.B; b++)
         for (int64_t h = 0; h < c.H; h++)
             for (int64_t i = 0; i < c.Nq; i++) {
-                const int64_t n = c.visible(i);
+                const int64_t n = c.seen(i);
                 T m = -std::numeric_limits<T>::infinity(), l = 0;
                 for (int64_t j = 0; j < n; j++) {
                     T s = 0;

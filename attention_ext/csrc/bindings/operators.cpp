@@ -70,9 +70,9 @@ Tensor new_tensor(const int64_t (&size)[n]) {
     return Tensor(handle);
 }
 
-// Below this limit on Nq * Nk the size of the scratch fits 63 bits. An expanded tensor may have more rows than
-// memory has bytes.
-constexpr int64_t MOST_SCORES = int64_t(1) << 50, MOST_THREADS = 1024;
+// MOST_SCORES, given by the build: below this limit on Nq * Nk the size of the scratch fits 63 bits. An
+// expanded tensor may have more rows than memory has bytes.
+constexpr int64_t MOST_THREADS = 1024;
 
 template <class Element>
 std::tuple<Tensor, Tensor> run_in(const Part& part, const Tensor& q_, const Tensor& k_, const Tensor& v_,
@@ -221,7 +221,7 @@ int64_t size(const std::string& name) {
         {"lanes", simd::lanes()},    {"panel", simd::panel()},
         {"rows", simd::rows()},      {"softmax", simd::softmax_instructions()},
         {"part2.T", part2::T},       {"part2.DEPTH", part2::DEPTH},
-        {"part4.STEP", part4::STEP}, {"MOST_SCORES", MOST_SCORES},
+        {"part4.STEP", part4::STEP},
     };
     for (const auto& [known, value] : sizes)
         if (name == known) return value;

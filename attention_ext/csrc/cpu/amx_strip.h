@@ -111,7 +111,7 @@ class Strip {
         Both m, l, all;
     };
 
-    int64_t seen(int64_t i) const { return std::min(a.visible(i), a.Nk); }
+    int64_t seen(int64_t i) const { return std::min(a.seen(i), a.Nk); }
 
     Sums sums() const {
         const auto both = [](const float* x) { return Both{_mm512_loadu_ps(x), _mm512_loadu_ps(x + PAIRS)}; };
@@ -151,8 +151,8 @@ class Strip {
         const int64_t key = block * BLOCK + j;
         // query i0 + lane + n sees it if n >= the first that does
         const int64_t from = a.causal ? std::clamp<int64_t>(key - (a.Nk - a.Nq) - i0 - lane, 0, PAIRS) : 0;
-        const __mmask16 visible = key < a.Nk ? 0xffff << from : 0;
-        return _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), visible, x);
+        const __mmask16 seen_lanes = key < a.Nk ? 0xffff << from : 0;
+        return _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen_lanes, x);
     }
 
     // max(m, scale S)

@@ -126,7 +126,7 @@ int64_t query_floats(const AttentionOf<Bf16>& a) { return one_floats(a) + Widene
 template <class Keys, class Element, class Out>
 void attend_one(const AttentionOf<Element>& a, int64_t head, int64_t i, float* scratch, Out* out, float* lse) {
     Keys keys(a, head, scratch + one_floats(a));
-    const int64_t d = a.d, Nk = a.visible(i), W = simd::lanes(), columns = keys.columns();
+    const int64_t d = a.d, Nk = a.seen(i), W = simd::lanes(), columns = keys.columns();
     const int64_t block = Nk <= a.Bc ? a.Bc : keys.block();
     float *const Q = scratch, *const O = Q + d, *const S = O + columns;
     float m = LOW, l = 0;

@@ -22,7 +22,7 @@ void naive_attention(const Attention& a, float* S) {
             float *O = a.out_at(b, h), *lse = a.lse_at(b, h);
 
             for (int64_t i = 0; i < Nq; i++) {
-                const int64_t n = a.visible(i);
+                const int64_t n = a.seen(i);
                 for (int64_t j = 0; j < n; j++) {
                     float s = 0;
                     for (int64_t c = 0; c < d; c++) s += Q[i * ldQ + c] * K[j * ldK + c];
@@ -31,12 +31,12 @@ void naive_attention(const Attention& a, float* S) {
             }
 
             for (int64_t i = 0; i < Nq; i++) {
-                const float log_sum = softmax_row(S + i * Nk, a.visible(i));
+                const float log_sum = softmax_row(S + i * Nk, a.seen(i));
                 if (lse) lse[i] = log_sum;
             }
 
             for (int64_t i = 0; i < Nq; i++) {
-                const int64_t n = a.visible(i);
+                const int64_t n = a.seen(i);
                 for (int64_t c = 0; c < d; c++) {
                     float o = 0;
                     for (int64_t j = 0; j < n; j++) o += S[i * Nk + j] * V[j * ldV + c];

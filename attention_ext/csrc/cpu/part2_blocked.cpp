@@ -37,7 +37,7 @@ void blocked_attention(const Attention& a, float* S) {
                     simd::transpose({Kt, T}, {K + j0 * ldK + c0, ldK}, cols, depth, a.scale);
                     for (int64_t i0 = 0; i0 < Nq; i0 += T) {
                         const int64_t rows = std::min(T, Nq - i0);
-                        if (j0 >= a.visible(i0 + rows - 1)) continue;  // the tile lies above the diagonal
+                        if (j0 >= a.seen(i0 + rows - 1)) continue;  // the tile lies above the diagonal
                         float* Sij = S + i0 * Nk + j0;
                         const float* Qi = Q + i0 * ldQ + c0;
                         if (c0 == 0)
@@ -49,14 +49,14 @@ void blocked_attention(const Attention& a, float* S) {
             }
 
             for (int64_t i = 0; i < Nq; i++) {
-                const float log_sum = softmax_row(S + i * Nk, a.visible(i));
+                const float log_sum = softmax_row(S + i * Nk, a.seen(i));
                 if (lse) lse[i] = log_sum;
             }
 
             std::fill_n(O, Nq * d, 0.0f);
             for (int64_t i0 = 0; i0 < Nq; i0 += T) {
                 const int64_t rows = std::min(T, Nq - i0);
-                const int64_t all = a.visible(i0), some = a.visible(i0 + rows - 1);
+                const int64_t all = a.seen(i0), some = a.seen(i0 + rows - 1);
                 for (int64_t j0 = 0; j0 < all; j0 += T) {
                     const int64_t keys = std::min(T, all - j0);
                     simd::multiply_add({O + i0 * d, d}, {S + i0 * Nk + j0, Nk, 1}, {V + j0 * ldV, ldV}, rows, d,
@@ -65,8 +65,8 @@ void blocked_attention(const Attention& a, float* S) {
                 // On the diagonal each query takes its own number of keys. Hidden values are skipped, not
                 // multiplied by 0, so that NaN in them has no effect.
                 for (int64_t i = i0; all < some && i < i0 + rows; i++)
-                    simd::add_weighted_rows(O + i * d, S + i * Nk + all, {V + all * ldV, ldV},
-                                            a.visible(i) - all, d);
+                    simd::add_weighted_rows(O + i * d, S + i * Nk + all, {V + all * ldV, ldV}, a.seen(i) - all,
+                                            d);
             }
         }
     }

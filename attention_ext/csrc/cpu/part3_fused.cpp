@@ -40,7 +40,7 @@ void fused_attention(const Attention& a, float* scratch) {
         float *O = a.out_at(b, h), *lse = a.lse_at(b, h), *S = scratch + thread * a.Nk;
 
         for (int64_t i = i0; i < std::min(i0 + QUERIES, Nq); i++) {
-            const int64_t n = a.visible(i);
+            const int64_t n = a.seen(i);
             simd::dot_rows(S, Q + i * ldQ, {K, ldK}, n, d, a.scale);
 
             const float m = simd::row_max(S, n, -std::numeric_limits<float>::infinity());

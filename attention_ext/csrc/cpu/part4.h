@@ -16,7 +16,7 @@ class Tile {
     Tile(const AttentionSizes&, int64_t i0, float* scratch);
 
     int64_t rows() const { return n; }
-    int64_t keys() const { return a.visible(i0 + n - 1); }  // those that any of its queries sees
+    int64_t keys() const { return a.seen(i0 + n - 1); }  // those that any of its queries sees
     // The end of the keys that attend(j0, ...) reads: a strip's diagonal may extend beyond the tile of keys.
     int64_t end_of_keys(int64_t j0) const;
 

@@ -174,12 +174,12 @@ void attend_panel(const AttentionGradient& a, int64_t head, int64_t n, int64_t p
         progress.set(head, n, j + keys);
     };
     // The last step's first key, which all queries of the panel see.
-    const int64_t last = a.causal ? (a.visible(i0) - 1) / STEP * STEP : a.Nk;
+    const int64_t last = a.causal ? (a.seen(i0) - 1) / STEP * STEP : a.Nk;
     for (int64_t j = 0; j < last; j += STEP) {
         const int64_t keys = std::min(STEP, last - j);
         step(j, keys, keys);
     }
-    if (a.causal) step(last, a.visible(i0 + i.count - 1) - last, a.visible(i0) - last);
+    if (a.causal) step(last, a.seen(i0 + i.count - 1) - last, a.seen(i0) - last);
     portable::transpose({a.dq + row * d, d}, {t.dQt, R}, d, i.count, 1.0f);
 }
 

@@ -95,7 +95,7 @@ void Tile::load(simd::ConstMatrix Qi) {
 // and a panel before the last key that any of them sees.
 int64_t Tile::last_step(int64_t r0) const {
     const int64_t step = std::min(STEP, a.Bc);
-    return a.causal ? (a.visible(i0 + r0) - 1) / step * step : a.Nk;
+    return a.causal ? (a.seen(i0 + r0) - 1) / step * step : a.Nk;
 }
 
 int64_t Tile::end_of_keys(int64_t j0) const {
@@ -116,7 +116,7 @@ void Tile::attend(int64_t j0, simd::ConstMatrix Kj, simd::ConstMatrix Vj) {
         }
         if (a.causal && j0 <= last && last < j0 + a.Bc) {
             const int64_t last_query = i0 + std::min(r0 + panel, n) - 1;
-            attend_step(r0, last, a.visible(last_query) - last, a.visible(i0 + r0) - last);
+            attend_step(r0, last, a.seen(last_query) - last, a.seen(i0 + r0) - last);
         }
     }
 }
