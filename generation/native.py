@@ -72,10 +72,7 @@ class NativeEngine:
             self.set_sampling(slot, Sampling())
 
     def set_sampling(self, slot: int, sampling: Sampling) -> None:
-        s = sampling
-        filters = (s.temperature, s.top_k or 0, s.top_p, s.min_p)
-        penalties = (s.repetition_penalty, s.presence_penalty, s.frequency_penalty, s.logit_bias)
-        self._decoder.set_sampling(slot, *filters, *penalties)
+        self._decoder.set_sampling(slot, sampling)
 
     def set_logprobs(self, slot: int, top: int | None) -> None:
         self._decoder.set_logprobs(slot, _or_none(top))

@@ -5,13 +5,16 @@
 #include "api.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
+#include <numeric>
 #include <string>
 #include <vector>
 
 #include "checkpoint.h"
 #include "cpu/sizes.h"
 #include "generation/csrc/decoder.h"
+#include "generation/csrc/uniforms.h"
 #include "simd/simd.h"
 #include "threads.h"
 
@@ -22,6 +25,22 @@ void on_threads(int threads, const std::function<void(int)>& body) {
 namespace {
 
 constexpr int64_t CACHE_BYTES = 8 << 20;  // the processor's; a single text does not depend on it
+
+// A decoder of one text, and the uniform numbers that choose the text's tokens.
+struct Writer {
+    Decoder decoder;
+    Uniforms uniforms{0};
+};
+
+// numbers: all of SAMPLING_NUMBERS, in their order; NaN for one that changes nothing.
+Sampling sampling_of(const double* numbers) {
+    Sampling sampling;
+    sampling.each([&](const char*, double& number) {
+        if (!std::isnan(*numbers)) number = *numbers;
+        numbers++;
+    });
+    return sampling;
+}
 
 }  // namespace
 
@@ -45,33 +64,55 @@ EXPORT(close_checkpoint) void close_checkpoint(Checkpoint* checkpoint) { delete 
 
 // precision and part: rows of PRECISIONS and PARTS.
 EXPORT(open_decoder)
-Decoder* open_decoder(const Checkpoint* checkpoint, int32_t precision, int32_t part, int32_t br, int32_t bc,
-                      int32_t capacity) {
-    return new Decoder(checkpoint->shape, checkpoint->lookup(), PRECISIONS[precision].precision,
-                       CachePrecision::fp32, PARTS[part], br, bc, 1, capacity, 1, CACHE_BYTES);
+Writer* open_decoder(const Checkpoint* checkpoint, int32_t precision, int32_t part, int32_t br, int32_t bc,
+                     int32_t capacity) {
+    return new Writer{{checkpoint->shape, checkpoint->lookup(), PRECISIONS[precision].precision,
+                       CachePrecision::fp32, PARTS[part], br, bc, 1, capacity, 1, CACHE_BYTES}};
 }
 
-EXPORT(close_decoder) void close_decoder(Decoder* decoder) { delete decoder; }
+EXPORT(close_decoder) void close_decoder(Writer* writer) { delete writer; }
 
-EXPORT(set_sampling)
-void set_sampling(Decoder* decoder, double temperature, int32_t top_k, double top_p, double min_p,
-                  double penalty) {
-    decoder->set_sampling(0, {temperature, top_k, top_p, min_p, penalty});
+// The names of SAMPLING_NUMBERS, each followed by a line end.
+EXPORT(sampling_names) const char* sampling_names() {
+    static const std::string names = [] {
+        std::string all;
+        Sampling().each([&](const char* name, double) { all += std::string(name) + '\n'; });
+        return all;
+    }();
+    return names.c_str();
 }
 
-EXPORT(prefill) void prefill(Decoder* decoder, const int32_t* ids, int32_t count, int32_t continues) {
-    decoder->prefill(0, {ids, ids + count}, continues);
+// Begins a text. sampling: as sampling_of() takes it.
+EXPORT(begin_text) void begin_text(Writer* writer, uint64_t seed, const double* sampling) {
+    writer->uniforms = Uniforms(seed);
+    writer->decoder.set_sampling(0, sampling_of(sampling));
 }
 
-// Appends `count` tokens, one for each uniform number. Token i was chosen from the i-th row of logits
-// (count, vocab_size).
-EXPORT(write_tokens)
-void write_tokens(Decoder* decoder, const double* uniforms, int32_t count, int32_t* tokens, float* logits) {
-    const int64_t V = decoder->shape().vocab_size;
+EXPORT(prefill) void prefill(Writer* writer, const int32_t* ids, int32_t count, int32_t continues) {
+    writer->decoder.prefill(0, {ids, ids + count}, continues);
+}
+
+// Appends `count` tokens. Token i was chosen from the i-th row of logits (count, vocab_size).
+EXPORT(write_tokens) void write_tokens(Writer* writer, int32_t count, int32_t* tokens, float* logits) {
+    const int64_t V = writer->decoder.shape().vocab_size;
     for (int32_t i = 0; i < count; i++) {
-        tokens[i] = static_cast<int32_t>(decoder->write({0}, {{uniforms[i]}}, 0)[0][0]);
-        std::copy_n(decoder->logits(0).data(), V, logits + i * V);
+        tokens[i] = static_cast<int32_t>(writer->decoder.write({0}, {{writer->uniforms.next()}}, 0)[0][0]);
+        std::copy_n(writer->decoder.logits(0).data(), V, logits + i * V);
     }
+}
+
+// to (V) <- the probabilities from which a token is drawn, after `count` tokens, of which the first `prompt`
+// were given. sampling: as sampling_of() takes it.
+EXPORT(distribution)
+void distribution(const float* logits, int32_t V, const int32_t* ids, int32_t count, int32_t prompt,
+                  const double* sampling, double* to) {
+    Occurrences text{std::vector<char>(V), std::vector<int32_t>(V)};
+    for (int32_t i = 0; i < count; i++) text.seen[ids[i]] = 1;
+    for (int32_t i = prompt; i < count; i++) text.written[ids[i]]++;
+    std::vector<double> weight;
+    weigh(logits, text, sampling_of(sampling), weight);
+    const double total = std::accumulate(weight.begin(), weight.end(), 0.0);
+    std::transform(weight.begin(), weight.end(), to, [&](double w) { return w / total; });
 }
 
 // The names of the operators of PARTS, each followed by a line end.

@@ -164,16 +164,19 @@ class SafeDecoder {
         return decoder->logits(slot);
     }
 
-    void set_sampling(int64_t slot, double temperature, int64_t top_k, double top_p, double min_p,
-                      double repetition_penalty, double presence_penalty, double frequency_penalty,
-                      const std::vector<std::pair<int64_t, double>>& logit_bias) {
+    void set_sampling(int64_t slot, const py::object& given) {
+        Sampling sampling;
+        sampling.each([&](const char* name, double& number) {
+            const py::object value = given.attr(name);
+            if (!value.is_none()) number = value.cast<double>();
+        });
+        sampling.logit_bias = given.attr("logit_bias").cast<std::vector<std::pair<int64_t, double>>>();
         const py::gil_scoped_release unlocked;
         const std::lock_guard<std::mutex> one(mutex);
         check("slot", slot, 0, decoder->slots() - 1);
-        for (const auto& [token, bias] : logit_bias)
+        for (const auto& [token, bias] : sampling.logit_bias)
             check("a token of logit_bias", token, 0, decoder->shape().vocab_size - 1);
-        decoder->set_sampling(slot, {temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
-                                     frequency_penalty, logit_bias});
+        decoder->set_sampling(slot, sampling);
     }
 
     void set_logprobs(int64_t slot, int64_t top) {
@@ -258,9 +261,7 @@ PYBIND11_MODULE(decoder, m) {
         .def("copy", &SafeDecoder::copy, arg("from"), arg("to"))
         .def("push", &SafeDecoder::push, arg("slot"), arg("token"))
         .def("logits", &SafeDecoder::logits, arg("slot"))
-        .def("set_sampling", &SafeDecoder::set_sampling, arg("slot"), arg("temperature"), arg("top_k"),
-             arg("top_p"), arg("min_p"), arg("repetition_penalty"), arg("presence_penalty"),
-             arg("frequency_penalty"), arg("logit_bias"))
+        .def("set_sampling", &SafeDecoder::set_sampling, arg("slot"), arg("sampling"))
         .def("set_logprobs", &SafeDecoder::set_logprobs, arg("slot"), arg("top"))
         .def("take_logprobs", &SafeDecoder::take_logprobs, arg("slot"))
         .def("record", &SafeDecoder::record, arg("on"))

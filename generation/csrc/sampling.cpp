@@ -8,13 +8,15 @@
 
 #include "refuse.h"
 
-int64_t sample(const float* logits, const Occurrences& text, double uniform, const Sampling& s) {
-    const size_t n = text.seen.size();
 #if defined(__wasm__)  // no threads, and nothing runs a thread_local's destructor
-    static std::vector<double> weight, sorted;
+#define OF_THIS_THREAD static
 #else
-    thread_local std::vector<double> weight, sorted;
+#define OF_THIS_THREAD thread_local
 #endif
+
+void weigh(const float* logits, const Occurrences& text, const Sampling& s, std::vector<double>& weight) {
+    const size_t n = text.seen.size();
+    OF_THIS_THREAD std::vector<double> sorted;
     weight.assign(logits, logits + n);
     const bool numbers = std::none_of(logits, logits + n, [](float x) { return std::isnan(x); });
     if (s.repetition_penalty != 1)
@@ -29,17 +31,23 @@ int64_t sample(const float* logits, const Occurrences& text, double uniform, con
     const auto best = std::max_element(weight.begin(), weight.end());
     if (!numbers || std::isinf(*best))
         refuse("logits hold NaN, or the largest is infinite; they must be numbers");
-    if (s.temperature == 0) return best - weight.begin();
+    if (s.temperature == 0) {
+        const auto first = static_cast<size_t>(best - weight.begin());
+        weight.assign(n, 0);
+        weight[first] = 1;
+        return;
+    }
 
     // weight <- exp((logit - max) / temperature), so the largest weight is 1
     const double highest = *best;
     for (double& w : weight) w = std::exp((w - highest) / s.temperature);
 
     double least = 0;  // smaller weights are dropped
-    if (s.top_k > 0 && s.top_k < static_cast<int64_t>(n)) {
+    if (s.top_k > 0 && s.top_k < static_cast<double>(n)) {
+        const auto last = static_cast<int64_t>(s.top_k) - 1;
         sorted = weight;
-        std::nth_element(sorted.begin(), sorted.begin() + (s.top_k - 1), sorted.end(), std::greater<>());
-        least = sorted[s.top_k - 1];
+        std::nth_element(sorted.begin(), sorted.begin() + last, sorted.end(), std::greater<>());
+        least = sorted[last];
     }
     if (s.top_p < 1) {
         sorted.clear();
@@ -53,11 +61,15 @@ int64_t sample(const float* logits, const Occurrences& text, double uniform, con
     }
     least = std::max(least, s.min_p);
 
-    double total = 0;
-    for (double& w : weight) total += w = w >= least ? w : 0;
-    double point = uniform * total;
+    for (double& w : weight) w = w >= least ? w : 0;
+}
+
+int64_t sample(const float* logits, const Occurrences& text, double uniform, const Sampling& s) {
+    OF_THIS_THREAD std::vector<double> weight;
+    weigh(logits, text, s, weight);
+    double point = uniform * std::accumulate(weight.begin(), weight.end(), 0.0);
     int64_t chosen = 0;
-    for (size_t i = 0; i < n; i++) {
+    for (size_t i = 0; i < weight.size(); i++) {
         if (weight[i] > 0) chosen = static_cast<int64_t>(i);  // the last one if rounding leaves a remainder
         if ((point -= weight[i]) < 0) break;
     }

@@ -5,13 +5,31 @@
 #include <utility>
 #include <vector>
 
-// The settings of a text; generation/sampling.py says what each does.
+// The settings that are numbers, by name and in the order of generation/sampling.py, which says what each does.
+// Each with the value that changes nothing.
+#define SAMPLING_NUMBERS(NUMBER)  \
+    NUMBER(temperature, 1)        \
+    NUMBER(top_k, 0)              \
+    NUMBER(top_p, 1)              \
+    NUMBER(min_p, 0)              \
+    NUMBER(repetition_penalty, 1) \
+    NUMBER(presence_penalty, 0)   \
+    NUMBER(frequency_penalty, 0)
+
+// The settings of a text.
 struct Sampling {
-    double temperature = 1;
-    int64_t top_k = 0;  // 0 keeps all
-    double top_p = 1, min_p = 0, repetition_penalty = 1;
-    double presence_penalty = 0, frequency_penalty = 0;
+#define NUMBER(name, off) double name = off;
+    SAMPLING_NUMBERS(NUMBER)
+#undef NUMBER
     std::vector<std::pair<int64_t, double>> logit_bias{};  // (token, what is added to its logit)
+
+    // Calls set(name, number) for each of the numbers, in their order.
+    template <class Set>
+    void each(const Set& set) {
+#define NUMBER(name, off) set(#name, name);
+        SAMPLING_NUMBERS(NUMBER)
+#undef NUMBER
+    }
 };
 
 // The occurrences of each token of the vocabulary in a text.
@@ -20,8 +38,12 @@ struct Occurrences {
     std::vector<int32_t> written;  // how often it has occurred since the prompt
 };
 
-// The token that `uniform`, in [0, 1), falls on. logits has an element for each token of the vocabulary. Throws
-// std::invalid_argument for logits with NaN or an infinite maximum.
+// weight[i] <- what the probability of token i is proportional to, 0 for tokens that are not kept. logits has
+// an element for each token of the vocabulary. Throws std::invalid_argument for logits with NaN or an infinite
+// maximum.
+void weigh(const float* logits, const Occurrences&, const Sampling&, std::vector<double>& weight);
+
+// The token that `uniform`, in [0, 1), falls on. Throws as weigh() does.
 int64_t sample(const float* logits, const Occurrences&, double uniform, const Sampling&);
 
 // A token's log-probability, and those of the likeliest tokens in descending order, ties by number.

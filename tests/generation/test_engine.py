@@ -383,7 +383,7 @@ def test_the_decoder_checks_what_it_is_given(extension):
     refused("the number of ids is 0; it must be from 1 to 16", "prefill", 0, [])
     refused("an id is 11; it must be from 0 to 10", "prefill", 0, [11])
     refused(r"slot is 0; it must be given a prompt by prefill_begin\(\)", "prefill_some", 0, 0)
-    refused("a token of logit_bias is 11", "set_sampling", 0, 1, 0, 1, 0, 1, 0, 0, [(11, 1)])
+    refused("a token of logit_bias is 11", "set_sampling", 0, Sampling(logit_bias=((11, 1),)))
     refused("from is 2; it must be from 0 to 1", "copy", 2, 0)
     decoder.prefill_begin(0, [0] * 16)
     refused("must be prefilled first", "push", 0, 0)

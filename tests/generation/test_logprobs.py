@@ -18,7 +18,8 @@ from generation.writer import Request, Writer
 from model import load
 from model.loss import evaluate
 
-SAMPLING = Sampling(1.3, 5, 0.9, 0.01, 1.3, 0.5, 0.5, ((3, 2.0),))
+PENALTIES = dict(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5)
+SAMPLING = Sampling(1.3, 5, 0.9, 0.01, **PENALTIES, logit_bias=((3, 2.0),))
 PROMPT = [i * i % 11 for i in range(90)]  # more than are read together
 
 

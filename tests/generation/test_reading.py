@@ -15,7 +15,8 @@ from generation.writer import Request, Writer
 
 USUAL = Sampling(0.8, 200)
 LONGEST = 200
-PENALISED = Sampling(2.0, 3, 0.9, 0.05, 1.3, 0.5, -0.5, ((2, 1.5),))
+PENALTIES = dict(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=-0.5)
+PENALISED = Sampling(2.0, 3, 0.9, 0.05, **PENALTIES, logit_bias=((2, 1.5),))
 SLICES = [0.0, 5e-4]
 
 

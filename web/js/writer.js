@@ -1,16 +1,17 @@
 // Writes a text with a decoder, as generation/writer.py and generation/generate.py do.
-import { Mersenne } from "./mersenne.js";
-
 export class Writer {
   // decoder: its address; its text is dropped. request: {ids, seed, sampling, context: 'slide' or 'reset',
   // useCache, capacity: tokens that the decoder holds, forced: Map from the number of a new token to its id}.
   constructor(kernels, decoder, vocabSize, request) {
     Object.assign(this, { kernels, decoder, vocabSize, request, capacity: request.capacity });
-    const { sampling, ids, seed } = request;
-    const { temperature, topK, topP, minP = 0, repetitionPenalty = 1 } = sampling;
-    kernels.c.set_sampling(this.decoder, temperature, topK, topP, minP, repetitionPenalty);
-    this.random = new Mersenne(seed);
-    this.last = ids.slice(-this.capacity); // the tokens that may be read again
+    const { temperature, topK: top_k, topP: top_p } = request.sampling,
+      sampling = { temperature, top_k, top_p };
+    const names = kernels.string(kernels.c.sampling_names()).trim().split("\n");
+    kernels.with(8 * names.length, (numbers) => {
+      kernels.doubles(numbers, names.length).set(names.map((name) => sampling[name] ?? NaN));
+      kernels.c.begin_text(decoder, BigInt(request.seed), numbers);
+    });
+    this.last = request.ids.slice(-this.capacity); // the tokens that may be read again
     this.held = 0; // tokens in the decoder; 0 before the prompt is read
     this.written = 0;
   }
@@ -41,11 +42,9 @@ export class Writer {
     let count = Math.min(most, room);
     for (let i = 0; i < count; i++) if (this.request.forced?.has(this.written + i)) count = i + 1;
     const { kernels, vocabSize: V } = this;
-    const result = kernels.with(count * /* uniforms */ (8 + /* tokens */ 4 + /* logits */ 4 * V), (at) => {
-      const tokens = at + 8 * count,
-        logits = tokens + 4 * count;
-      for (let i = 0; i < count; i++) kernels.doubles(at, count)[i] = this.random.uniform();
-      kernels.c.write_tokens(this.decoder, at, count, tokens, logits);
+    const result = kernels.with(count * /* tokens */ (4 + /* logits */ 4 * V), (tokens) => {
+      const logits = tokens + 4 * count;
+      kernels.c.write_tokens(this.decoder, count, tokens, logits);
       return { tokens: kernels.ints(tokens, count).slice(), logits: kernels.floats(logits, count * V).slice() };
     });
     this.written += count;
