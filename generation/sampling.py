@@ -86,6 +86,8 @@ class Sampling:
     logit_bias: (token id, number from -100 to 100 that is added to its logit); each id once.
     temperature: divides the logits; 0 takes the largest and ignores the filters.
     top_k: keep the k likeliest tokens (Fan et al. 2018, arXiv:1805.04833); None keeps all.
+    typical_p: keep the tokens whose surprise, -log p, is nearest to the entropy, until their probabilities
+    add up to this (Meister et al. 2022, arXiv:2202.00666; llama.cpp's 'typical'); 1 keeps all.
     top_p: keep the likeliest tokens until their probabilities, among those kept so far, add up to this
     (Holtzman et al. 2019, arXiv:1904.09751); 1 keeps all.
     min_p: keep the tokens with at least this share of the largest probability (Nguyen et al. 2024,
@@ -113,6 +115,13 @@ class Sampling:
     )
     min_p: float = number(
         0.0, "Choose among tokens with at least this share of the highest probability.", most=1
+    )
+    typical_p: float = number(
+        1.0,
+        "Choose among the tokens of typical surprise that together have this probability.",
+        most=1,
+        above=True,
+        slider=(0.05, 1, 0.05),
     )
     repetition_penalty: float = number(
         1.0,
@@ -201,15 +210,28 @@ def sample(
     least = torch.zeros(len(logits), 1, dtype=torch.float64)  # smaller weights are left out
     if sampling.top_k is not None and sampling.top_k < logits.shape[1]:
         least = weights.topk(sampling.top_k).values[:, -1:]
+    if sampling.typical_p < 1:
+        kept = (weights >= least) & (weights > 0)
+        weights = weights.where(kept, 0.0)
+        logs = weights.log().where(kept, 0.0)
+        mean = (weights * logs).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True)
+        distances = (logs - mean).abs().where(kept, math.inf)  # from the entropy
+        nearest, order = distances.sort(-1)
+        farthest = nearest.gather(-1, reached(weights.gather(-1, order), sampling.typical_p))
+        weights = weights.where(distances <= farthest, 0.0)
     if sampling.top_p < 1:
         kept = weights.where(weights >= least, 0.0).sort(-1, descending=True).values
-        sums = kept.cumsum(-1)
-        enough = sums >= sampling.top_p * sums[:, -1:]
-        least = kept.gather(-1, enough.int().argmax(-1, keepdim=True))  # where the sum first reaches top_p
-    least = least.clamp(min=sampling.min_p)
+        least = kept.gather(-1, reached(kept, sampling.top_p))
+    least = torch.maximum(least, sampling.min_p * weights.amax(-1, keepdim=True))
     cumulative = weights.where(weights >= least, 0.0).cumsum(-1)
     points = torch.tensor(uniforms, dtype=torch.float64)[:, None] * cumulative[:, -1:]  # below the last sum
     return torch.searchsorted(cumulative, points, right=True)[:, 0].tolist()
+
+
+def reached(ordered: Tensor, share: float) -> Tensor:
+    """The first place (B, 1) where the sum of weights (B, V), in this order, reaches a share of all."""
+    sums = ordered.cumsum(-1)
+    return (sums >= share * sums[:, -1:]).int().argmax(-1, keepdim=True)
 
 
 def choose(

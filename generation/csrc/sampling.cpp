@@ -14,6 +14,38 @@
 #define OF_THIS_THREAD thread_local
 #endif
 
+namespace {
+
+// The first place where the sum of weights, in this order, reaches a share of all.
+size_t reached(const std::vector<double>& ordered, double share) {
+    double rest = share * std::accumulate(ordered.begin(), ordered.end(), 0.0);
+    size_t i = 0;
+    for (; i + 1 < ordered.size() && (rest -= ordered[i]) > 0;) i++;
+    return i;
+}
+
+// Sets the weights to 0 whose logarithm is far from the mean: a token's surprise is then far from the entropy.
+// Weights below `least` are not kept before.
+void keep_typical(std::vector<double>& weight, double least, double typical_p) {
+    const auto kept = [&](double w) { return w > 0 && w >= least; };
+    double total = 0, mean = 0;
+    for (const double w : weight)
+        if (kept(w)) total += w, mean += w * std::log(w);
+    mean /= total;
+    const auto distance = [&](double w) { return std::abs(std::log(w) - mean); };
+    std::vector<std::pair<double, double>> order;  // (distance, weight)
+    for (const double w : weight)
+        if (kept(w)) order.emplace_back(distance(w), w);
+    std::sort(order.begin(), order.end());
+    std::vector<double> ordered;
+    for (const auto& [_, w] : order) ordered.push_back(w);
+    const double farthest = order[reached(ordered, typical_p)].first;
+    for (double& w : weight)
+        if (!kept(w) || distance(w) > farthest) w = 0;
+}
+
+}  // namespace
+
 void weigh(const float* logits, const Occurrences& text, const Sampling& s, std::vector<double>& weight) {
     const size_t n = text.seen.size();
     OF_THIS_THREAD std::vector<double> sorted;
@@ -49,17 +81,15 @@ void weigh(const float* logits, const Occurrences& text, const Sampling& s, std:
         std::nth_element(sorted.begin(), sorted.begin() + last, sorted.end(), std::greater<>());
         least = sorted[last];
     }
+    if (s.typical_p < 1) keep_typical(weight, least, s.typical_p);
     if (s.top_p < 1) {
         sorted.clear();
         std::copy_if(weight.begin(), weight.end(), std::back_inserter(sorted),
                      [&](double w) { return w >= least; });
         std::sort(sorted.begin(), sorted.end(), std::greater<>());
-        double rest = s.top_p * std::accumulate(sorted.begin(), sorted.end(), 0.0);
-        size_t i = 0;
-        for (; i + 1 < sorted.size() && (rest -= sorted[i]) > 0;) i++;
-        least = sorted[i];
+        least = sorted[reached(sorted, s.top_p)];
     }
-    least = std::max(least, s.min_p);
+    least = std::max(least, s.min_p * *std::max_element(weight.begin(), weight.end()));
 
     for (double& w : weight) w = w >= least ? w : 0;
 }

@@ -12,6 +12,7 @@
     NUMBER(top_k, 0)              \
     NUMBER(top_p, 1)              \
     NUMBER(min_p, 0)              \
+    NUMBER(typical_p, 1)          \
     NUMBER(repetition_penalty, 1) \
     NUMBER(presence_penalty, 0)   \
     NUMBER(frequency_penalty, 0)

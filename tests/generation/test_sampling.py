@@ -52,6 +52,20 @@ def test_min_p_keeps_a_share_of_the_likeliest():
     assert drawn(hot, min_p=0.5) == {1} and drawn(hot, min_p=0.5, temperature=2.0) == {0, 1}
 
 
+def test_typical_p_keeps_the_tokens_of_typical_surprise():
+    logits = torch.log(
+        torch.tensor([0.1, 0.4, 0.3, 0.2])
+    )  # the entropy is 1.28, the surprises 2.3, 0.9, 1.2, 1.6
+    for p, kept in [(0.01, {2}), (0.29, {2}), (0.31, {2, 3}), (0.51, {1, 2, 3}), (0.91, {0, 1, 2, 3})]:
+        assert drawn(logits, typical_p=p) == kept
+    assert drawn(torch.zeros(3), typical_p=0.3) == {0, 1, 2}  # ties are kept
+    likely = torch.log(torch.tensor([0.6, 0.2, 0.15, 0.05]))  # the likeliest may be left out
+    assert drawn(likely, typical_p=0.01) == {1} == drawn(likely, typical_p=0.01, min_p=1, top_p=0.5)
+    assert drawn(likely, typical_p=0.9, top_k=1) == {0}
+    impossible = torch.tensor([-math.inf, 0.0, 0.5, -1000.0])
+    assert drawn(impossible, typical_p=0.99) == {1, 2}
+
+
 def test_the_repetition_penalty_makes_what_has_occurred_less_likely():
     logits = torch.tensor([2.0, 1.5, -1.0, -1.5])
     greedy = dict(temperature=0)

@@ -43,6 +43,7 @@ def test_the_samplings_options_reach_it_in_both_engines(cli, extension):
         ("--top-k", 3),
         ("--top-p", 0.5),
         ("--min-p", 0.9),
+        ("--typical-p", 0.1),
         ("--repetition-penalty", 100),
         ("--presence-penalty", -2),
         ("--frequency-penalty", -2),
@@ -51,7 +52,7 @@ def test_the_samplings_options_reach_it_in_both_engines(cli, extension):
         native, by_torch = (cli(*hot, *more, "--engine", name).stdout for name in ("native", "torch"))
         assert native == by_torch, more
         texts[native] = more
-    assert len(texts) == 9
+    assert len(texts) == 10
     greedy = cli(*hot, "--temperature", 0).stdout
     assert texts[greedy] == ("--top-k", 1)
 

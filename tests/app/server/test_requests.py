@@ -32,6 +32,7 @@ COMMON = {  # field: (good values, bad values)
     "user": (["someone", "", None], [1, [], {}, True]),
     "stream": ([True, False, None], ["true", 1, 0, []]),
     "top_k": ([1, 200, None], [0, -1, 2**63, *INTS]),
+    "typical_p": ([0.5, 1, None], [0, 1.1, *FLOATS]),
     "min_p": ([0, 0.5, 1, None], [-0.1, 1.1, *FLOATS]),
     "repetition_penalty": ([0.01, 1, 100, None], [0, 1e-37, 101, *FLOATS]),
     "part": (["part0", "part4", None], ["part9", "", 4, True]),
