@@ -153,15 +153,18 @@ class Own(Peer):
         )
 
     def logits(self, ids: list[int]) -> Tensor:
-        self.engine.prefill(0, ids)
-        return self.engine.logits(0)
+        self.engine.begin(0, ids)
+        self.engine.read(0)
+        return torch.tensor(self.engine.logits(0))
 
     def every_logits(self, ids: list[int]) -> Tensor:
-        rows = [self.logits(ids[:1])]
-        for token in ids[1:]:
-            self.engine.push(0, token)
+        self.logits(ids[:1])
+        rows = []
+        for token in [*ids[1:], 0]:  # chosen by a bias, from the logits before it
+            self.engine.set_sampling(0, Sampling(0, logit_bias=((token, 100),)))
+            self.engine.write([0], [[0.0]])
             rows.append(self.engine.logits(0))
-        return torch.stack(rows)  # (T, V)
+        return torch.tensor(rows)  # (T, V)
 
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         greedy = Sampling(temperature=0)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from attention_ext import attention, tiles
 from attention_ext.cuda import kernels as on_cuda
@@ -22,7 +22,6 @@ from attention_ext.parts import (
     resolve_simd,
     running_on,
 )
-from generation.logprobs import TokenLogprob
 from generation.sampling import Sampling
 from model.gpt import GPT, Attend, GPTConfig
 from model.int8 import in_int8
@@ -50,50 +49,41 @@ class Engine(Protocol):
     capacity: int  # tokens of context of each text, at most block_size
     fast_in_step: bool  # whether texts of equal length in neighbouring slots are written faster
 
-    def set_sampling(self, slot: int, sampling: Sampling) -> None:
-        """Set how the slot's tokens are chosen from now on; the default is Sampling()."""
+    def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
+        """Set how the slot's tokens are chosen from now on; at first it is by Sampling().
 
-    def set_logprobs(self, slot: int, top: int | None) -> None:
-        """Keep the log-probabilities of the slot's tokens from now on, each with `top` alternatives, 0 to 5.
-
-        None, the default, keeps none. Log-probabilities that were not taken are dropped.
+        logprobs: keep the log-probabilities of these tokens, each with this many alternatives, 0 to 5; None
+        keeps none. Those that were not taken are dropped.
         """
 
-    def take_logprobs(self, slot: int) -> list[TokenLogprob]:
-        """The log-probabilities kept since the last call, in the order of the tokens."""
+    def take_logprobs(self, slot: int) -> Sequence[tuple[int, float, Sequence[tuple[int, float]]]]:
+        """The fields of each TokenLogprob kept since the last call, in the order of the tokens."""
 
-    def prefill(self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None) -> None:
-        """Replace the slot's tokens by `ids`, 1 to `capacity` of them.
+    def begin(self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None) -> None:
+        """Begin to replace the slot's tokens by `ids`, 1 to `capacity` of them, which read() reads.
 
         continues: the slot's text continues, and the penalties still count its earlier tokens.
         top: also keep the log-probabilities of ids[1:], each with `top` alternatives. It changes no token.
         """
 
-    def prefill_begin(
-        self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None
-    ) -> None:
-        """Begin a prefill(); the slot holds no text until prefill_some() has finished it."""
+    def read(self, slot: int, seconds: float = math.inf) -> bool:
+        """Read for about this long, at least one piece of work; return whether all tokens are read.
 
-    def prefill_some(self, slot: int, seconds: float) -> bool:
-        """Continue for about this long, at least by one piece of work; return whether all tokens are read.
-
-        The result is that of prefill(). An engine may read the whole prompt in one call.
+        The slot holds no text before. An engine may read all in one call.
         """
 
-    def prefill_drop(self, slot: int) -> None:
-        """Cancel a prefill_begin() and free its memory."""
+    def drop(self, slot: int) -> None:
+        """Cancel a begin() and free its memory."""
 
-    def next(self, slots: Sequence[int], uniforms: Sequence[float]) -> list[int]:
-        """Choose a token for each of these slots and append it; return the tokens.
+    def write(
+        self, slots: Sequence[int], uniforms: Sequence[Sequence[float]], seconds: float | None = None
+    ) -> list[list[int]]:
+        """Choose a token for each of these slots and append it, for each row of uniforms; return the rows.
 
-        uniforms: a number in [0, 1) for each slot. It decides the choice.
-        A slot with capacity + 1 tokens, whose last one is not yet read, must be prefilled first.
-        """
-
-    def write(self, slots: Sequence[int], uniforms: Sequence[Sequence[float]]) -> list[list[int]]:
-        """Do next() for the rows of uniforms in turn; return the rows of tokens.
-
-        The engine may stop early, but not before the first row. It stops when a slot is full.
+        uniforms: rows with a number in [0, 1) for each slot. It decides the choice.
+        seconds: the engine begins no further row after about this long; by default so soon that Ctrl-C takes
+        effect. It writes at least one row, and stops when a slot is full. A slot with capacity + 1 tokens,
+        whose last one is not yet read, must be read again first.
         """
 
     def copy(self, source: int, target: int) -> None:
@@ -102,10 +92,7 @@ class Engine(Protocol):
         Log-probabilities are not copied.
         """
 
-    def push(self, slot: int, token: int) -> None:
-        """Append this token, instead of choosing one, and read it."""
-
-    def logits(self, slot: int) -> Tensor:
+    def logits(self, slot: int) -> list[float]:
         """The slot's latest logits (V,). Its last token was, or its next one will be, chosen from them."""
 
 
@@ -174,12 +161,12 @@ def open_engine(
         attend = partial(attention, part, causal=True, br=br, bc=bc, simd=helpers, kernel=kernel)
         placed = on_device(rounded(model.with_attention(attend), precision), device, row, kernel)
         return TorchEngine(placed, slots, capacity, DTYPES[cache])
-    from generation.native import NativeEngine
+    from generation.native import open_decoder
 
     # Each thread of the decoder calls the kernel itself, so the tile is that of one thread.
     tuned = tiles.tile(helpers, 1, model.config.head_dim, capacity, causal=True)
     tile = (br or tuned[0], bc or tuned[1])
-    return NativeEngine(model, part, helpers, tile, precision, cache, slots, capacity)
+    return open_decoder(model, part, helpers, tile, precision, cache, slots, capacity)
 
 
 def check_kernel(device: str, part: Part, kernel: str | None, head_dim: int) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 MOST_TOP = 5  # alternatives of a token
 
 
-@dataclass(frozen=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """A token's log-probability in nats, and the likeliest tokens in its place.
 
     top: (token, log-probability), likeliest first; equal ones in the order of their ids.
@@ -19,11 +18,11 @@ class TokenLogprob:
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: Sequence[tuple[int, float]]
 
     def with_top(self, count: int) -> TokenLogprob:
         """The same with at most `count` alternatives."""
-        return self if len(self.top) <= count else TokenLogprob(self.token, self.logprob, self.top[:count])
+        return self._replace(top=self.top[:count])
 
 
 def of_logits(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
@@ -35,6 +34,6 @@ def of_logits(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogp
     likeliest = logprobs.sort(dim=-1, descending=True, stable=True)
     ids, values = (t[:, :top].tolist() for t in (likeliest.indices, likeliest.values))
     return [
-        TokenLogprob(token, float(row[token]), tuple(zip(*alternatives)))
+        TokenLogprob(token, float(row[token]), list(zip(*alternatives)))
         for token, row, alternatives in zip(tokens, logprobs, zip(ids, values))
     ]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from generation import logprobs, sampling
 from generation.logprobs import TokenLogprob
@@ -41,20 +41,20 @@ class TorchEngine:
         self._logits = torch.empty(slots, c.vocab_size, device=self._device)
         self.choose: Callable[..., list[int]] = sampling.choose  # lab/profile.py wraps it in a timer
 
-    def set_sampling(self, slot: int, sampling: Sampling) -> None:
-        self._samplings[slot] = sampling
-
-    def set_logprobs(self, slot: int, top: int | None) -> None:
-        self._tops[slot] = top
+    def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
+        self._samplings[slot], self._tops[slot] = sampling, logprobs
         self._logprobs[slot] = []
 
     def take_logprobs(self, slot: int) -> list[TokenLogprob]:
         taken, self._logprobs[slot] = self._logprobs[slot], []
         return taken
 
+    def begin(self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None) -> None:
+        self._begun[slot] = (ids, continues, top)
+
     @torch.inference_mode()
-    def prefill(self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None) -> None:
-        self._begun.pop(slot, None)
+    def read(self, slot: int, seconds: float = math.inf) -> bool:
+        ids, continues, top = self._begun.pop(slot)
         if not continues:
             self._seen[slot].clear()
             self._written[slot].clear()
@@ -65,42 +65,33 @@ class TorchEngine:
             caches = [cache.of(slot, slot + 1, 0) for cache in self._caches]
             logits = self.model(torch.tensor([ids], device=self._device), caches)[0, :-1]
             self._logprobs[slot] += logprobs.of_logits(logits, ids[1:], top)
-        self._read(slot, [ids])
+        self._append(slot, [ids])
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # its time counts for the prompt, not for the next token
-
-    def prefill_begin(
-        self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None
-    ) -> None:
-        self._begun[slot] = (ids, continues, top)
-
-    def prefill_some(self, slot: int, seconds: float) -> bool:
-        self.prefill(slot, *self._begun[slot])
         return True
 
-    def prefill_drop(self, slot: int) -> None:
+    def drop(self, slot: int) -> None:
         self._begun.pop(slot, None)
 
     @torch.inference_mode()
-    def next(self, slots: Sequence[int], uniforms: Sequence[float]) -> list[int]:
+    def write(
+        self, slots: Sequence[int], uniforms: Sequence[Sequence[float]], seconds: float | None = None
+    ) -> list[list[int]]:
         waiting = [slot for slot in sorted(slots) if self._pending[slot] >= 0]
         for _, run in itertools.groupby(enumerate(waiting), lambda it: (it[1] - it[0], self._lengths[it[1]])):
             together = [slot for _, slot in run]
-            self._read(together[0], [[self._pending[slot]] for slot in together])
+            self._append(together[0], [[self._pending[slot]] for slot in together])
         at = list(slots)
         samplings, seen = [self._samplings[slot] for slot in at], [self._seen[slot] for slot in at]
         written = [self._written[slot] for slot in at]
-        tokens = self.choose(self._logits[at].cpu(), uniforms, samplings, seen, written)
+        tokens = self.choose(self._logits[at].cpu(), uniforms[0], samplings, seen, written)
         for slot, token in zip(at, tokens):
             self._pending[slot] = token
             self._seen[slot].add(token)
             self._written[slot][token] += 1
             if (top := self._tops[slot]) is not None:
                 self._logprobs[slot] += logprobs.of_logits(self._logits[slot : slot + 1], [token], top)
-        return tokens
-
-    def write(self, slots: Sequence[int], uniforms: Sequence[Sequence[float]]) -> list[list[int]]:
-        return [self.next(slots, uniforms[0])]  # one step takes about as long as a native call
+        return [tokens]  # one step takes about as long as a native call
 
     @torch.inference_mode()
     def copy(self, source: int, target: int) -> None:
@@ -114,17 +105,10 @@ class TorchEngine:
         self._written[target] = Counter(self._written[source])
         self._begun.pop(target, None)
 
-    @torch.inference_mode()
-    def push(self, slot: int, token: int) -> None:
-        pending = self._pending[slot]
-        self._read(slot, [[token] if pending < 0 else [pending, token]])
-        self._seen[slot].add(token)
-        self._written[slot][token] += 1
+    def logits(self, slot: int) -> list[float]:
+        return self._logits[slot].tolist()
 
-    def logits(self, slot: int) -> Tensor:
-        return self._logits[slot].to("cpu", copy=True)
-
-    def _read(self, first: int, ids: Sequence[Sequence[int]]) -> None:
+    def _append(self, first: int, ids: Sequence[Sequence[int]]) -> None:
         """Append a row of ids to each slot from `first` on; these slots must hold equally many tokens."""
         end, length = first + len(ids), self._lengths[first]
         caches = [cache.of(first, end, length) for cache in self._caches]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -24,11 +23,17 @@ class Read:
     top: int | None
     logprobs: list[TokenLogprob]  # of prompt[1:]
 
-    def serves(self, text: Text) -> bool:
+    def begins(self, text: Text) -> bool:
         """Whether a text can begin with a copy of this prompt."""
         wanted = text.prompt_top
         enough = wanted is None or self.top is not None and self.top >= wanted
         return text.is_new and text.prompt == self.prompt and enough
+
+    def begin(self, text: Text) -> None:
+        """Record that a text's slot holds this prompt."""
+        text.held = len(self.prompt)
+        if (top := text.prompt_top) is not None:
+            text.prompt_logprobs = [None, *(each.with_top(top) for each in self.logprobs)]
 
 
 class Reader:
@@ -36,10 +41,10 @@ class Reader:
 
     A prompt that several texts wait for is read once and copied.
     keeper: the slot that keeps the last prompt for texts that join later, or None.
-    slice_seconds: the time of a call of read(); None sets no limit.
+    slice_seconds: the time of a call of read().
     """
 
-    def __init__(self, engine: Engine, keeper: int | None, slice_seconds: float | None) -> None:
+    def __init__(self, engine: Engine, keeper: int | None, slice_seconds: float) -> None:
         self.waiting: list[Text] = []  # in the order in which they began to wait
         self._engine, self._keeper, self._slice = engine, keeper, slice_seconds
         self._begun: dict[Text, int | None] = {}  # texts that are partly read, with their Read.top
@@ -53,16 +58,11 @@ class Reader:
         for the shortest. If the first text took all the time, the next call begins with the shortest.
         """
         start = time.perf_counter()
-        for text in texts:
-            if (text.is_new or text.is_stale) and text not in self.waiting:
-                self.waiting.append(text)
+        end = start + self._slice
+        needing = (text for text in texts if text.is_new or text.is_stale)
+        self.waiting += [text for text in needing if text not in self.waiting]
         if self._kept:
             self._copy(self._kept)
-        if self._slice is None:
-            while self.waiting:
-                self._go_on(self.waiting[0], math.inf)
-            return
-        end = start + self._slice
         if self.waiting and not self._shortest_is_due:
             self._go_on(self.waiting[0], start + self._slice / 2)
             self._shortest_is_due = time.perf_counter() >= end
@@ -70,7 +70,7 @@ class Reader:
                 return
         while self.waiting and (self._shortest_is_due or time.perf_counter() < end):
             self._shortest_is_due = False
-            self._go_on(min(self.waiting, key=lambda text: text.window), end)
+            self._go_on(min(self.waiting, key=lambda text: len(text.window)), end)
 
     def drop(self, text: Text) -> None:
         """Forget a text and free the memory of its unfinished reading."""
@@ -78,27 +78,18 @@ class Reader:
             self.waiting.remove(text)
         if text in self._begun:
             del self._begun[text]
-            self._engine.prefill_drop(text.slot)
+            self._engine.drop(text.slot)
 
     def _go_on(self, text: Text, end: float) -> None:
         """Read until `end`, at least one piece of work, for a text or for one with the same prompt."""
         if text.is_new:
             same = (each for each in self._begun if each.is_new and each.prompt == text.prompt)
             text = next(same, text)
-        if end == math.inf:
-            top = self._top(text)
-            self._engine.prefill(text.slot, text.ids_of_window(), continues=not text.is_new, top=top)
-        else:
-            if text not in self._begun:
-                top = self._top(text)
-                self._engine.prefill_begin(
-                    text.slot, text.ids_of_window(), continues=not text.is_new, top=top
-                )
-                self._begun[text] = top
-            if not self._engine.prefill_some(text.slot, max(0.0, end - time.perf_counter())):
-                return
-            top = self._begun.pop(text)
-        self._finish(text, top)
+        if text not in self._begun:
+            self._begun[text] = top = self._top(text)
+            self._engine.begin(text.slot, text.window, not text.is_new, top)
+        if self._engine.read(text.slot, max(0.0, end - time.perf_counter())):
+            self._finish(text, self._begun.pop(text))
 
     def _top(self, text: Text) -> int | None:
         """The most alternatives that any new text with the same prompt requests."""
@@ -110,13 +101,12 @@ class Reader:
     def _finish(self, text: Text, top: int | None) -> None:
         """Record that a text's window is read. Copy a prompt to the other texts that wait for it."""
         self.waiting.remove(text)
-        was_new = text.is_new
-        text.hold(text.window)
-        if not was_new:
+        if not text.is_new:
+            text.held = len(text.window)
             return
-        logprobs = [] if top is None else self._engine.take_logprobs(text.slot)
-        text.take_prompt_logprobs(logprobs)
-        done = Read(text.prompt, text.slot, top, logprobs)
+        taken = [] if top is None else self._engine.take_logprobs(text.slot)
+        done = Read(text.prompt, text.slot, top, [TokenLogprob._make(each) for each in taken])
+        done.begin(text)
         self._copy(done)
         if self._keeper is not None:
             if self._kept is None or self._kept.prompt != text.prompt:
@@ -125,8 +115,7 @@ class Reader:
 
     def _copy(self, source: Read) -> None:
         """Copy a prompt, from a slot without a new token, to the waiting texts that begin with it."""
-        for text in [each for each in self.waiting if each not in self._begun and source.serves(each)]:
+        for text in [each for each in self.waiting if each not in self._begun and source.begins(each)]:
             self._engine.copy(source.slot, text.slot)
-            text.hold(len(text.prompt))
-            text.take_prompt_logprobs(source.logprobs)
+            source.begin(text)
             self.waiting.remove(text)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any
 
 from generation.engine import Engine, open_engine
 from generation.sampling import Sampling
 from generation.writer import Request, Text, Writer
 from model.checkpoint import Checkpoint
-from model.tokenizer import Decoder, Tokenizer
+from model.tokenizer import Tokenizer
 
 AT_ONCE = 32  # texts that are written together, for each thread
 MOST_CACHE_BYTES = 2**31  # of all texts together, unless AT_ONCE texts for one thread need more
@@ -65,7 +65,6 @@ class StopFilter:
         return released
 
 
-@dataclass
 class Completion:
     """The text of a request, without the prompt, with its number of tokens and its times.
 
@@ -74,14 +73,13 @@ class Completion:
     the stop string that ended the text; the text ends before it. The seconds are those of writer.Text.
     """
 
-    request: Request
-    number: int = 0
-    pieces: list[str] = field(default_factory=list)
-    finish_reason: str = ""
-    stopped_by: str = ""
-    new_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
+    def __init__(self, request: Request, number: int, tokenizer: Tokenizer) -> None:
+        self.request, self.number = request, number
+        self.pieces: list[str] = []
+        self.finish_reason = self.stopped_by = ""
+        self.new_tokens = 0
+        self.prefill_seconds = self.decode_seconds = 0.0
+        self._decoder, self._filter = tokenizer.decoder(), StopFilter(request.stop)
 
     @property
     def text(self) -> str:
@@ -93,46 +91,32 @@ class Completion:
         """New tokens per second of decoding."""
         return self.new_tokens / max(self.decode_seconds, 1e-9)
 
-
-@dataclass
-class Growing:
-    """A completion in progress, with its token decoder and its stop filter."""
-
-    completion: Completion
-    decoder: Decoder
-    filter: StopFilter
-
-    def add(self, tokens: Sequence[int]) -> str:
-        """Append tokens, up to one that completes a stop string; return the text that may be shown now."""
-        if not self.filter.stop:
-            self.completion.new_tokens += len(tokens)
-            return self._show("".join(map(self.decoder.feed, tokens)))
-        shown = ""
-        for token in tokens:
-            self.completion.new_tokens += 1
-            shown += self.filter.feed(self.decoder.feed(token))
-            if self.filter.found:
-                break
-        return self._show(shown)
-
     @property
     def ended(self) -> bool:
         """Whether a stop string was found or max_new_tokens is reached."""
-        return bool(self.filter.found) or self.completion.new_tokens == self.completion.request.max_new_tokens
+        return bool(self._filter.found) or self.new_tokens == self.request.max_new_tokens
 
-    def finish(self) -> str:
-        """Fill in the completion and return the text that was held back."""
-        done, found = self.completion, self.filter.found
-        rest = "" if found else self.filter.feed(self.decoder.end()) + self.filter.end()
-        # The decoder's last characters may complete a stop string.
-        found = found or self.filter.found
-        done.finish_reason, done.stopped_by = ("stop", found) if found else ("length", "")
-        return self._show(rest)
+    def add(self, tokens: Sequence[int]) -> None:
+        """Append tokens, up to one that completes a stop string."""
+        if not self.request.stop:
+            self.new_tokens += len(tokens)
+            return self._show("".join(map(self._decoder.feed, tokens)))
+        for token in tokens:
+            self.new_tokens += 1
+            self._show(self._filter.feed(self._decoder.feed(token)))
+            if self._filter.found:
+                return
 
-    def _show(self, text: str) -> str:
+    def end(self) -> None:
+        """Append what was held back. The decoder's last characters may complete a stop string."""
+        if not self._filter.found:
+            self._show(self._filter.feed(self._decoder.end()) + self._filter.end())
+        self.finish_reason = "stop" if self._filter.found else "length"
+        self.stopped_by = self._filter.found or ""
+
+    def _show(self, text: str) -> None:
         if text:
-            self.completion.pieces.append(text)
-        return text
+            self.pieces.append(text)
 
 
 def complete(
@@ -141,22 +125,30 @@ def complete(
     """Write all requests, as many at once as the writer has slots. Yield each completion with its new text.
 
     A request joins as soon as a slot is free; with an engine that is `fast_in_step`, when all slots are free.
-    Pieces of different completions alternate. A finished completion is filled in and yielded once more, with
-    an empty text. After any end the writer holds no text.
+    Pieces of different completions alternate. A finished completion is yielded once more, with an empty text.
+    After any end the writer holds no text.
     Raises ValueError if the writer holds other texts, and as Writer.join() does.
     """
     if writer.texts:
         raise ValueError(f"writer holds {len(writer.texts)} texts; it must hold none")
     waiting = enumerate(requests)
-    growing: dict[Text, Growing] = {}
+    growing: dict[Text, Completion] = {}
 
-    def finish(each: Growing, text: Text) -> Iterator[tuple[Completion, str]]:
-        done = each.completion
-        done.prefill_seconds, done.decode_seconds = text.prefill_seconds, text.decode_seconds
-        if rest := each.finish():
-            yield done, rest
-        writer.leave(text)
-        yield done, ""
+    def grown(text: Text, tokens: Sequence[int]) -> Iterator[tuple[Completion, str]]:
+        """Append tokens. At its end, let the text leave."""
+        done = growing[text]
+        before = len(done.pieces)
+        done.add(tokens)
+        ended = done.ended
+        if ended:
+            done.end()
+            done.prefill_seconds, done.decode_seconds = text.prefill_seconds, text.decode_seconds
+            del growing[text]
+            writer.leave(text)
+        if piece := "".join(done.pieces[before:]):
+            yield done, piece
+        if ended:
+            yield done, ""
 
     try:
         while True:
@@ -164,21 +156,16 @@ def complete(
             while may_join and writer.free and (following := next(waiting, None)):
                 number, request = following
                 text = writer.join(request)
-                growing[text] = Growing(
-                    Completion(request, number), tokenizer.decoder(), StopFilter(request.stop)
-                )
+                growing[text] = Completion(request, number, tokenizer)
                 if growing[text].ended:  # max_new_tokens is 0
-                    yield from finish(growing.pop(text), text)
+                    yield from grown(text, [])
             if not growing:
                 return
             for text, tokens in writer.step():
-                each = growing[text]
                 # A text that is alone is streamed token by token. In a batch this would cost too much.
                 for some in (tokens,) if len(growing) > 1 else ([token] for token in tokens):
-                    if piece := each.add(some):
-                        yield each.completion, piece
-                    if each.ended:
-                        yield from finish(growing.pop(text), text)
+                    yield from grown(text, some)
+                    if text not in growing:
                         break
     finally:
         for text in list(writer.texts):
@@ -234,16 +221,14 @@ def generate(
         raise ValueError("engine was opened for another model; it must be one for the checkpoint's")
     writer = Writer(engine)
     writer.check(request)
-    pieces = _pieces(writer, checkpoint.tokenizer, request)
-    return pieces if stream else "".join(pieces)
 
+    def pieces() -> Iterator[str]:
+        for completion, piece in complete(writer, checkpoint.tokenizer, [request]):
+            completion.pieces.clear()
+            if piece:
+                yield piece
 
-def _pieces(writer: Writer, tokenizer: Tokenizer, request: Request) -> Iterator[str]:
-    """Yield the pieces of one text and keep none."""
-    for completion, piece in complete(writer, tokenizer, [request]):
-        completion.pieces.clear()
-        if piece:
-            yield piece
+    return pieces() if stream else "".join(pieces())
 
 
 def capacity_for(checkpoint: Checkpoint, request: Request) -> int:

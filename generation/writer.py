@@ -6,11 +6,10 @@ neighbours that join and leave.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +31,8 @@ class Request:
 
     ids: the prompt's tokens, at least one. If they exceed the engine's capacity, only the last ones are read.
     seed: 0 to 2**64 - 1. max_new_tokens: the most tokens to write; None sets no limit.
-    stop: strings; the text ends before the first one that appears. generation.texts.complete() applies
-    them, because the Writer handles tokens only.
+    stop: strings; the text ends before the first one that appears. generation.texts.complete() applies them,
+    because the Writer handles tokens only.
     context: what the model sees when a text is longer than the engine's capacity. 'slide': the last
     `capacity` tokens, at positions counted from the window's start, as in nanoGPT; each token costs a whole
     window. 'reset': the window restarts with its last half, which costs one prefill for each half window.
@@ -56,8 +55,8 @@ class Request:
     def __post_init__(self) -> None:
         if len(self.ids) == 0:
             raise ValueError("prompt is empty; it must have at least one token")
-        numbers = ("seed", self.seed), ("max_new_tokens", self.max_new_tokens), ("logprobs", self.logprobs)
-        for name, number in numbers:
+        for name in ("seed", "max_new_tokens", "logprobs"):
+            number = getattr(self, name)
             if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
                 raise TypeError(f"{name} is a {type(number).__name__}; it must be a whole number")
         if not 0 <= self.seed < 2**64:
@@ -80,8 +79,9 @@ class Request:
 class Text:
     """A growing text in a slot of an engine.
 
-    new_tokens: the number of tokens after the prompt. prefill_seconds: the time until the prompt is read.
-    decode_seconds: the time of writing since then. Both include the work for its neighbours in these steps.
+    prompt: the part of the request's prompt that is read. new_tokens: the number of tokens after it.
+    prefill_seconds: the time until the prompt is read. decode_seconds: the time of writing since then. Both
+    include the work for its neighbours in these steps.
     logprobs: those of the new tokens, if requested; the caller may clear the list.
     prompt_logprobs: those of the tokens of `prompt`, None for the first one. None until the prompt is read,
     or if not requested.
@@ -89,28 +89,32 @@ class Text:
 
     def __init__(self, request: Request, slot: int, capacity: int) -> None:
         self.request, self.slot = request, slot
+        self.prompt = tuple(request.ids[-capacity:])
         self.new_tokens = 0
         self.prefill_seconds = self.decode_seconds = 0.0
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.held = 0  # tokens in the engine's slot; 0 until the prompt is read
         self._capacity = capacity
-        self.prompt = tuple(request.ids[-capacity:])  # the part that is read
         self._last = deque(self.prompt, capacity)
-        self._held = 0  # tokens in the engine's slot; 0 until the prompt is read
-        self._chunks = chunks_of_uniforms(request.seed)
-        self._drawn: list[float] = []
-        self._used = 0  # how many of those are used
+        self._random = torch.Generator().manual_seed(request.seed)
+        self._drawn: list[float] = []  # uniform numbers, one for each of the next tokens
 
     @property
     def remaining(self) -> float:
         """Tokens that may still be written."""
         most = self.request.max_new_tokens
-        return float("inf") if most is None else most - self.new_tokens
+        return math.inf if most is None else most - self.new_tokens
 
     @property
     def is_new(self) -> bool:
         """Whether its prompt has not been read yet."""
-        return self._held == 0
+        return self.held == 0
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether its window must be read again before the next token."""
+        return not self.request.use_cache and self.new_tokens > 0 or self.held > self._capacity
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
@@ -118,53 +122,35 @@ class Text:
         return self.request.prompt_logprobs and self.prompt_logprobs is None
 
     @property
-    def is_stale(self) -> bool:
-        """Whether its window must be read again before the next token."""
-        return not self.request.use_cache and self.new_tokens > 0 or self._held > self._capacity
-
-    @property
-    def room(self) -> int:
-        """Tokens that fit its slot before its window must be read again."""
-        return self._capacity + 1 - self._held if self.request.use_cache else 1
-
-    @property
     def prompt_top(self) -> int | None:
         """Alternatives of each token of the prompt; None if its log-probabilities were not requested."""
         return self.request.logprobs if self.request.prompt_logprobs else None
 
     @property
-    def window(self) -> int:
-        """The number of tokens that are read next: the prompt, or the window again."""
-        if self._held > self._capacity and self.request.context == "reset":
-            return max(1, self._capacity // 2)
-        return len(self._last) if self._held == 0 else min(self._held, self._capacity)
+    def room(self) -> int:
+        """Tokens that fit its slot before its window must be read again."""
+        return self._capacity + 1 - self.held if self.request.use_cache else 1
 
-    def ids_of_window(self) -> list[int]:
-        """The tokens that are read next."""
-        return list(self._last)[-self.window :]
-
-    def hold(self, count: int) -> None:
-        """Record that the engine's slot holds the last `count` tokens."""
-        self._held = count
-
-    def take_prompt_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
-        """Record the log-probabilities of the prompt's tokens but the first, if requested."""
-        if (top := self.prompt_top) is not None:
-            self.prompt_logprobs = [None, *(each.with_top(top) for each in logprobs)]
+    @property
+    def window(self) -> list[int]:
+        """The tokens that are read next: the prompt, or the window again."""
+        size = self.held or len(self._last)
+        if self.held > self._capacity:
+            size = self._capacity if self.request.context == "slide" else max(1, self._capacity // 2)
+        return list(self._last)[-size:]
 
     def draw(self, count: int) -> list[float]:
-        """The next `count` uniform numbers; append() removes those that were used."""
-        if len(self._drawn) < self._used + count:
-            self._drawn, self._used = self._drawn[self._used :], 0
-            while len(self._drawn) < count:
-                self._drawn += next(self._chunks)
-        return self._drawn[self._used : self._used + count]
+        """The uniform numbers in [0, 1) for the next tokens; append() removes those that were used."""
+        while len(self._drawn) < count:
+            more = torch.rand(UNIFORMS_AT_ONCE, dtype=torch.float64, generator=self._random)
+            self._drawn += more.tolist()
+        return self._drawn[:count]
 
     def append(self, tokens: Sequence[int]) -> None:
         """Record the tokens that the engine has appended. Each used one of the drawn numbers."""
-        self._used += len(tokens)
+        del self._drawn[: len(tokens)]
         self._last.extend(tokens)
-        self._held += len(tokens)
+        self.held += len(tokens)
         self.new_tokens += len(tokens)
 
 
@@ -174,20 +160,20 @@ class Writer:
     texts: the most at once; by default the engine's number of slots. If there are fewer texts than slots,
     the last slot keeps the last prompt, and a text with the same prompt copies it from there.
     slice_seconds: the approximate time of a step that may go into reading prompts and windows, so that a long
-    one does not stop the other texts; None sets no limit. It changes no text.
+    one does not stop the other texts. It changes no text.
     Raises ValueError if texts is not from 1 to the engine's number of slots, or slice_seconds is negative.
     """
 
-    def __init__(self, engine: Engine, texts: int | None = None, slice_seconds: float | None = None) -> None:
+    def __init__(self, engine: Engine, texts: int | None = None, slice_seconds: float = math.inf) -> None:
         texts = engine.slots if texts is None else texts
         if not 1 <= texts <= engine.slots:
             raise ValueError(f"texts is {texts}; it must be from 1 to {engine.slots}, the engine's slots")
-        if slice_seconds is not None and not 0 <= slice_seconds < math.inf:
-            raise ValueError(f"slice_seconds is {slice_seconds}; it must be a number of at least 0, or None")
+        if not slice_seconds >= 0:
+            raise ValueError(f"slice_seconds is {slice_seconds}; it must be at least 0")
         self.engine = engine
         self.seconds = 0.0  # total time of all steps
-        self._free = list(range(texts))
         self.texts: list[Text] = []
+        self._free = list(range(texts))
         self._reader = Reader(engine, engine.slots - 1 if texts < engine.slots else None, slice_seconds)
 
     @property
@@ -198,8 +184,7 @@ class Writer:
     def check(self, request: Request) -> None:
         """Raise ValueError if a request's prompt or logit_bias has a token outside the model's vocabulary."""
         vocab_size = self.engine.config.vocab_size
-        read = request.ids[-self.engine.capacity :]
-        if not all(0 <= token < vocab_size for token in read):
+        if not all(0 <= token < vocab_size for token in request.ids[-self.engine.capacity :]):
             raise ValueError(f"prompt has a token outside 0 .. {vocab_size - 1}")
         for token, _ in request.sampling.logit_bias:
             if token >= vocab_size:
@@ -214,8 +199,7 @@ class Writer:
         if not self._free:
             raise ValueError("the writer has no free slot; a text must leave before another can join")
         text = Text(request, self._free.pop(0), self.engine.capacity)
-        self.engine.set_sampling(text.slot, request.sampling)
-        self.engine.set_logprobs(text.slot, request.logprobs)
+        self.engine.set_sampling(text.slot, request.sampling, request.logprobs)
         self.texts.append(text)
         return text
 
@@ -240,7 +224,16 @@ class Writer:
         read = time.perf_counter()
         waiting = self._reader.waiting
         writing = [text for text in unfinished if text.remaining > 0 and text not in waiting]
-        written = self._write(writing, most)
+        written: list[list[int]] = []
+        if writing:
+            count = int(min(most, TOKENS_AT_ONCE, *(min(text.room, text.remaining) for text in writing)))
+            uniforms = list(zip(*(text.draw(count) for text in writing)))
+            rows = self.engine.write([text.slot for text in writing], uniforms)
+            written = [list(tokens) for tokens in zip(*rows)]
+        for text, tokens in zip(writing, written):
+            text.append(tokens)
+            if text.request.logprobs is not None:
+                text.logprobs += map(TokenLogprob._make, self.engine.take_logprobs(text.slot))
         end = time.perf_counter()
         self.seconds += end - start
         for text in unfinished:
@@ -248,29 +241,3 @@ class Writer:
             text.prefill_seconds += prefilled - start
             text.decode_seconds += end - prefilled
         return list(zip(writing, written))
-
-    def _write(self, texts: Sequence[Text], most: int) -> list[list[int]]:
-        """Append 1 to `most` tokens to each of these texts; return them."""
-        if not texts:
-            return []
-        count = int(min(most, TOKENS_AT_ONCE, *(min(text.room, text.remaining) for text in texts)))
-        rows = list(zip(*(text.draw(count) for text in texts)))
-        steps = self.engine.write([text.slot for text in texts], rows)
-        written = [list(tokens) for tokens in zip(*steps)]
-        for text, tokens in zip(texts, written):
-            text.append(tokens)
-            if text.request.logprobs is not None:
-                text.logprobs += self.engine.take_logprobs(text.slot)
-        return written
-
-
-def uniforms(seed: int) -> Iterator[float]:
-    """The uniform numbers in [0, 1) of a seed, one for each token of its text."""
-    return itertools.chain.from_iterable(chunks_of_uniforms(seed))
-
-
-def chunks_of_uniforms(seed: int) -> Iterator[list[float]]:
-    """The numbers of uniforms(), UNIFORMS_AT_ONCE at a time."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield torch.rand(UNIFORMS_AT_ONCE, dtype=torch.float64, generator=generator).tolist()

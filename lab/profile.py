@@ -28,7 +28,6 @@ from torch import nn
 
 from attention_ext.parts import helpers_of
 from generation.engine import Engine, open_engine
-from generation.native import NativeEngine
 from generation.pytorch import TorchEngine
 from generation.writer import Request, Writer
 from lab.machine import BUSY_SHARE, Load
@@ -125,9 +124,9 @@ class Hooks:
         return tokens
 
 
-def recorder(engine: Engine) -> NativeEngine | Hooks:
+def recorder(engine: Any) -> Any:
     """The recorder of an engine's spans, with record(on) and spans()."""
-    return engine if isinstance(engine, NativeEngine) else Hooks(engine)  # type: ignore[arg-type]
+    return engine if engine.name == "native" else Hooks(engine)
 
 
 @dataclass(frozen=True)
@@ -269,10 +268,10 @@ def _measure(engine: Engine, prompt_tokens: int, tokens: int) -> tuple[Phase, Ph
 
 
 def _repetition(
-    engine: Engine, spans_of: NativeEngine | Hooks, recorded: bool, ids: Sequence[int], tokens: int
+    engine: Engine, spans_of: Any, recorded: bool, ids: Sequence[int], tokens: int
 ) -> tuple[Phase, Phase]:
     """One prefill, and the decoding of one text after it."""
-    threads = torch.get_num_threads() if isinstance(engine, NativeEngine) else 1
+    threads = torch.get_num_threads() if engine.name == "native" else 1
 
     def phase(call: Callable[[], object], count: int) -> Phase:
         spans_of.record(recorded)
@@ -284,8 +283,12 @@ def _repetition(
         spans_of.record(False)
         return Phase(calls, [Span(*span) for span in spans_of.spans()], threads)
 
-    engine.prefill(0, ids)  # the first prefill after spans were taken has page faults again
-    prefill = phase(lambda: engine.prefill(0, ids), 1)
+    def read() -> None:
+        engine.begin(0, ids)
+        engine.read(0)
+
+    read()  # the first one after spans were taken has page faults again
+    prefill = phase(read, 1)
     writer = _writer(engine, ids)
     writer.step(1)  # reads the prompt again
     return prefill, phase(lambda: writer.step(1), tokens)

@@ -89,15 +89,16 @@ EXPORT(begin_text) void begin_text(Writer* writer, uint64_t seed, const double* 
 }
 
 EXPORT(prefill) void prefill(Writer* writer, const int32_t* ids, int32_t count, int32_t continues) {
-    writer->decoder.prefill(0, {ids, ids + count}, continues);
+    writer->decoder.begin(0, {ids, ids + count}, continues);
+    writer->decoder.read(0);
 }
 
 // Appends `count` tokens. Token i was chosen from the i-th row of logits (count, vocab_size).
 EXPORT(write_tokens) void write_tokens(Writer* writer, int32_t count, int32_t* tokens, float* logits) {
-    const int64_t V = writer->decoder.shape().vocab_size;
     for (int32_t i = 0; i < count; i++) {
-        tokens[i] = static_cast<int32_t>(writer->decoder.write({0}, {{writer->uniforms.next()}}, 0)[0][0]);
-        std::copy_n(writer->decoder.logits(0).data(), V, logits + i * V);
+        tokens[i] = static_cast<int32_t>(writer->decoder.write({0}, {{writer->uniforms.next()}})[0][0]);
+        const std::vector<float> row = writer->decoder.logits(0);
+        logits = std::copy(row.begin(), row.end(), logits);
     }
 }
 

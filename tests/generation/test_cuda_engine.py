@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
+from steps import choose, forced, logits, prefill
 from support import naming
 
 from attention_ext import BuildError
@@ -102,22 +103,22 @@ def test_a_gpus_logits_are_those_of_the_cpu(gpu):
     model = tiny.gpt()
     on_cpu, on_gpu = (open_engine(model, "torch", slots=2, device=device) for device in ("cpu", "cuda"))
     for engine in (on_cpu, on_gpu):
-        engine.prefill(0, PROMPT)
+        prefill(engine, 0, PROMPT)
         engine.copy(0, 1)
-        engine.push(1, 5)
+        list(forced(engine, 1, [5]))
     assert on_gpu._caches[0].k.is_cuda and on_gpu._logits.is_cuda
     for slot in (0, 1):
-        torch.testing.assert_close(on_gpu.logits(slot), on_cpu.logits(slot), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits(on_gpu, slot), logits(on_cpu, slot), rtol=1e-5, atol=1e-5)
     assert next(model.parameters()).device.type == "cpu"  # the caller's model stays
     uniforms = [0.3, 0.6]
-    assert on_gpu.next([0, 1], uniforms) == on_cpu.next([0, 1], uniforms)
+    assert choose(on_gpu, [0, 1], uniforms) == choose(on_cpu, [0, 1], uniforms)
 
 
 def test_a_bf16_cache_on_a_gpu_changes_the_logits_a_little(gpu):
     caches = [open_engine(tiny.gpt(), part="part4", device="cuda", kv_cache=each) for each in CachePrecision]
     for engine in caches:
-        engine.prefill(0, PROMPT)
-    exact, rounded = (engine.logits(0) for engine in caches)
+        prefill(engine, 0, PROMPT)
+    exact, rounded = (logits(engine) for engine in caches)
     assert not torch.equal(exact, rounded)
     torch.testing.assert_close(rounded, exact, rtol=0.1, atol=0.1)
 

@@ -15,6 +15,7 @@ import tiny
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from steps import choose, forced, logits, prefill
 from support import naming
 
 from attention_ext import SIMD, BuildError
@@ -97,11 +98,9 @@ def test_the_logits_are_the_models(kernel, simd, config):
     exact = expected(gpt, tokens)
     engine = open_engine(gpt, "native", part=kernel, simd=simd, bc=16)
     for prompt in {1, 2, 3, 4, 5, len(tokens) - 1, len(tokens)} & set(range(1, len(tokens) + 1)):
-        engine.prefill(0, tokens[:prompt])
-        for i in range(prompt, len(tokens)):
-            torch.testing.assert_close(engine.logits(0).double(), exact[i - 1], atol=1e-4, rtol=0)
-            engine.push(0, tokens[i])
-        torch.testing.assert_close(engine.logits(0).double(), exact[-1], atol=1e-4, rtol=0)
+        prefill(engine, 0, tokens[:prompt])
+        for made, right in zip(forced(engine, 0, tokens[prompt:]), exact[prompt - 1 :], strict=True):
+            torch.testing.assert_close(made.double(), right, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
@@ -112,16 +111,16 @@ def test_rounded_weights_are_those_of_the_rounded_model(extension, config, weigh
     exact = expected(rounded(gpt, weights), tokens)[-1]
     native, by_torch = (open_engine(gpt, name, weights=weights, slots=3) for name in ("native", "torch"))
     for engine in (native, by_torch):
-        engine.prefill(0, tokens)
-        torch.testing.assert_close(engine.logits(0).double(), exact, atol=1e-4, rtol=0)
+        prefill(engine, 0, tokens)
+        torch.testing.assert_close(logits(engine).double(), exact, atol=1e-4, rtol=0)
     if len(tokens) > 1:
         for slot in range(3):
-            native.prefill(slot, tokens[:-1])
-        native.push(0, tokens[-1])
-        torch.testing.assert_close(native.logits(0).double(), exact, atol=1e-4, rtol=0)
-        for slot in range(3):
+            prefill(native, slot, tokens[:-1])
+        *_, last = forced(native, 0, tokens[-1:])
+        torch.testing.assert_close(last.double(), exact, atol=1e-4, rtol=0)
+        for slot in (1, 2):
             native.set_sampling(slot, GREEDY)
-        assert len(set(native.next([0, 1, 2], [0.5] * 3)[1:])) == 1
+        assert len(set(choose(native, [1, 2], [0.5] * 2))) == 1
     if gpt.config.vocab_size > 1:
         assert (exact - expected(gpt, tokens)[-1]).abs().max() > 1e-4  # the rounding has an effect
 
@@ -129,14 +128,14 @@ def test_rounded_weights_are_those_of_the_rounded_model(extension, config, weigh
 def test_a_prompt_with_tiles_of_any_size(extension):
     gpt = model(block_size=4000, n_embd=64, n_head=1, n_layer=1)
     tokens = ids(gpt, 4000)
-    logits = []
+    made = []
     # br=512: only the last chunk is small enough for its keys to be divided.
     for tile in ({}, dict(br=512, bc=256), dict(br=4, bc=4000), dict(br=4000, bc=4)):
         engine = open_engine(gpt, "native", **tile)
-        engine.prefill(0, tokens)
-        logits.append(engine.logits(0))
+        prefill(engine, 0, tokens)
+        made.append(logits(engine))
         with naming(tile):
-            torch.testing.assert_close(logits[-1], logits[0], atol=1e-4, rtol=0)
+            torch.testing.assert_close(made[-1], made[0], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["native", "torch"])
@@ -149,13 +148,11 @@ def test_a_bf16_cache_holds_rounded_keys_and_values(kernel, simd, name):
         allowed = 1e-4 + 0.3 * (exact - right).abs().max()
         engine = open_engine(gpt, name, part=kernel, simd=simd, bc=16, kv_cache="bf16", slots=2)
         for prompt in {1, 2, len(tokens) - 1, len(tokens)} & set(range(1, len(tokens) + 1)):
-            engine.prefill(0, tokens[:prompt])
+            prefill(engine, 0, tokens[:prompt])
             engine.copy(0, 1)
-            for i in range(prompt, len(tokens) + 1):
+            for i, made in enumerate(forced(engine, 1, tokens[prompt:]), prompt):
                 with naming(config, prompt, i):
-                    assert (engine.logits(1) - right[i - 1]).abs().max() < allowed
-                if i < len(tokens):
-                    engine.push(1, tokens[i])
+                    assert (made - right[i - 1]).abs().max() < allowed
 
 
 @pytest.mark.parametrize(
@@ -172,21 +169,21 @@ def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count, weights,
     alone = []
     for prompt, numbers in zip(prompts, uniforms):
         engine = open_engine(gpt, "native", part=kernel, **precisions)
-        engine.prefill(0, prompt)
-        alone.append([(engine.next([0], [u]), engine.logits(0)) for u in numbers])
+        prefill(engine, 0, prompt)
+        alone.append([(choose(engine, [0], [u]), logits(engine)) for u in numbers])
 
     threads(count)
     for together in (1, 2, 5):  # work is divided differently if there are fewer texts than threads
         engine = open_engine(gpt, "native", part=kernel, slots=5, **precisions)
         for slot, prompt in enumerate(prompts):
-            engine.prefill(slot, prompt)
+            prefill(engine, slot, prompt)
         for step in range(20):
             for start in range(0, 5, together):
                 slots = list(range(start, min(start + together, 5)))
-                tokens = engine.next(slots, [uniforms[s][step] for s in slots])
+                tokens = choose(engine, slots, [uniforms[s][step] for s in slots])
                 for slot, token in zip(slots, tokens):
                     assert [token] == alone[slot][step][0]
-                    assert torch.equal(engine.logits(slot), alone[slot][step][1])
+                    assert torch.equal(logits(engine, slot), alone[slot][step][1])
 
 
 @settings(
@@ -215,12 +212,12 @@ def test_both_engines_choose_the_same_tokens(extension, seed, **chosen):
     texts = []
     for engine in (native, by_torch):
         engine.set_sampling(0, sampling)
-        engine.prefill(0, prompt)
-        text = [engine.next([0], [u])[0] for u in uniforms]
-        engine.prefill(0, text[-3:], continues=True)  # earlier tokens still count for the penalty
-        text += [engine.next([0], [u])[0] for u in uniforms]
-        engine.prefill(0, text[-3:])
-        texts.append(text + [engine.next([0], [u])[0] for u in uniforms])
+        prefill(engine, 0, prompt)
+        text = [choose(engine, [0], [u])[0] for u in uniforms]
+        prefill(engine, 0, text[-3:], continues=True)  # earlier tokens still count for the penalty
+        text += [choose(engine, [0], [u])[0] for u in uniforms]
+        prefill(engine, 0, text[-3:])
+        texts.append(text + [choose(engine, [0], [u])[0] for u in uniforms])
     assert texts[0] == texts[1]
 
 
@@ -228,9 +225,9 @@ def test_a_penalty_that_overflows_is_refused(extension):
     for name, temperature in itertools.product(("native", "torch"), (0, 0.8)):
         engine = open_engine(model(), name)
         engine.set_sampling(0, Sampling(temperature, repetition_penalty=1e-320))
-        engine.prefill(0, list(range(11)))
+        prefill(engine, 0, list(range(11)))
         with naming(name, temperature), pytest.raises(ValueError, match="the largest is infinite"):
-            engine.next([0], [0.5])
+            choose(engine, [0], [0.5])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -238,12 +235,12 @@ def test_a_penalty_that_overflows_is_refused(extension):
 def test_a_fork_can_use_and_drop_the_engine(extension, threads):
     threads(2)
     engine = open_engine(model(block_size=300), "native")
-    engine.prefill(0, [1] * 100)
-    expected = [engine.next([0], [i / 50]) for i in range(50)]
+    prefill(engine, 0, [1] * 100)
+    expected = [choose(engine, [0], [i / 50]) for i in range(50)]
     child = os.fork()
     if child == 0:
-        engine.prefill(0, [1] * 100)
-        same = [engine.next([0], [i / 50]) for i in range(50)] == expected
+        prefill(engine, 0, [1] * 100)
+        same = [choose(engine, [0], [i / 50]) for i in range(50)] == expected
         engine = None
         os._exit(0 if same else 1)
     deadline = time.monotonic() + 30
@@ -253,11 +250,11 @@ def test_a_fork_can_use_and_drop_the_engine(extension, threads):
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert done == (child, 0)
-    engine.prefill(0, [1] * 100)
-    assert [engine.next([0], [i / 50]) for i in range(50)] == expected
+    prefill(engine, 0, [1] * 100)
+    assert [choose(engine, [0], [i / 50]) for i in range(50)] == expected
 
 
-def test_several_tokens_at_once_are_those_of_one_at_a_time(engine, monkeypatch):
+def test_several_tokens_at_once_are_those_of_one_at_a_time(engine):
     gpt = model(block_size=50)
     rows = torch.rand(60, 2, generator=torch.Generator().manual_seed(0)).tolist()
     sampling = Sampling(repetition_penalty=1.2)
@@ -265,21 +262,19 @@ def test_several_tokens_at_once_are_those_of_one_at_a_time(engine, monkeypatch):
     for each in (alone, together):
         for slot in range(2):
             each.set_sampling(slot, sampling)
-        each.prefill(0, [1, 2])
-        each.prefill(1, [3, 4, 5])
-    expected = [alone.next([0, 1], row) for row in rows[:48]]  # slot 1 is full after these
-    monkeypatch.setattr("generation.native.BATCH_SECONDS", 0)
-    written = together.write([0, 1], rows)
+        prefill(each, 0, [1, 2])
+        prefill(each, 1, [3, 4, 5])
+    expected = [choose(alone, [0, 1], row) for row in rows[:48]]  # slot 1 is full after these
+    written = together.write([0, 1], rows, 0)
     assert len(written) == 1
-    monkeypatch.setattr("generation.native.BATCH_SECONDS", 60)
     while len(written) < 48:
-        written += together.write([0, 1], rows[len(written) :])
+        written += together.write([0, 1], rows[len(written) :], 60)
     assert written == expected
     with pytest.raises(ValueError):
         together.write([0, 1], rows)
     with pytest.raises(ValueError):
-        together.prefill(0, [1] * 51)
-    together.prefill(0, [1] * 50)
+        prefill(together, 0, [1] * 51)
+    prefill(together, 0, [1] * 50)
 
 
 @pytest.mark.parametrize("cache_bytes", [1, 3 << 20, 6 << 20, 1 << 40])
@@ -289,32 +284,31 @@ def test_a_batch_in_groups_of_any_size_is_written_as_each_text_alone(
 ):
     """The size of the processor's last cache decides how many slots are stepped together."""
     threads(threads_used)
-    monkeypatch.setattr("generation.native.BATCH_SECONDS", 60)
     monkeypatch.setattr("attention_ext.processor.caches", lambda: (Cache(3, cache_bytes, 16, 64),))
     gpt = model(n_embd=64, block_size=500)
     texts, steps = 25, 6
     rows = torch.rand(steps, texts, generator=torch.Generator().manual_seed(0)).tolist()
     batch, alone = open_engine(gpt, "native", slots=texts), open_engine(gpt, "native")
     for i in range(texts):
-        batch.prefill(i, ids(gpt, 380 + i, seed=i))
+        prefill(batch, i, ids(gpt, 380 + i, seed=i))
     order = [*range(1, texts), 0]
-    written = batch.write(order, rows)
+    written = batch.write(order, rows, 60)
     assert len(written) == steps and all(len(row) == texts for row in written)
     for i, slot in enumerate(order):
-        alone.prefill(0, ids(gpt, 380 + slot, seed=slot))
-        assert [alone.next([0], [row[i]])[0] for row in rows] == [row[i] for row in written]
+        prefill(alone, 0, ids(gpt, 380 + slot, seed=slot))
+        assert [choose(alone, [0], [row[i]])[0] for row in rows] == [row[i] for row in written]
 
 
 def test_the_weights_are_the_engines_own(extension):
     gpt = model()
     engine = open_engine(gpt, "native")
-    engine.prefill(0, [1, 2, 3])
-    before = engine.logits(0)
+    prefill(engine, 0, [1, 2, 3])
+    before = logits(engine)
     with torch.no_grad():
         for parameter in gpt.parameters():
             parameter.zero_()
-    engine.prefill(0, [1, 2, 3])
-    assert torch.equal(engine.logits(0), before) and before.abs().max() > 0
+    prefill(engine, 0, [1, 2, 3])
+    assert torch.equal(logits(engine), before) and before.abs().max() > 0
 
 
 def test_threads_of_python_take_turns(extension):
@@ -323,8 +317,8 @@ def test_threads_of_python_take_turns(extension):
     texts = [[], []]
 
     def write(slot):
-        engine.prefill(slot, [1])
-        texts[slot] = [engine.next([slot], [i / 300])[0] for i in range(300)]
+        prefill(engine, slot, [1])
+        texts[slot] = [choose(engine, [slot], [i / 300])[0] for i in range(300)]
 
     for _ in range(3):
         running = [threading.Thread(target=write, args=(slot,)) for slot in range(2)]
@@ -352,7 +346,7 @@ def test_wrong_arguments_are_named(extension):
 
 
 def test_the_decoder_checks_what_it_is_given(extension):
-    """Wrong calls of the class below NativeEngine."""
+    """Wrong calls from Python."""
     tensors = {n: t.detach().numpy() for n, t in model().state_dict().items()}
     right = dict(block_size=16, vocab_size=11, n_layer=2, n_head=2, n_embd=16, part="part4_flash", slots=2)
     right |= dict(precision="fp32", kv_cache="fp32", br=16, bc=16, threads=1, cache_bytes=1 << 20)
@@ -379,23 +373,23 @@ def test_the_decoder_checks_what_it_is_given(extension):
         with naming(call, arguments), pytest.raises(ValueError, match=message):
             getattr(decoder, call)(*arguments)
 
-    refused("slot is 0; it must be prefilled first", "write", [0], [[0.5]], 0)
-    refused("slot is 2; it must be from 0 to 1", "prefill", 2, [0])
-    refused("the number of ids is 0; it must be from 1 to 16", "prefill", 0, [])
-    refused("an id is 11; it must be from 0 to 10", "prefill", 0, [11])
-    refused(r"slot is 0; it must be given a prompt by prefill_begin\(\)", "prefill_some", 0, 0)
+    refused("slot is 0; it must be read first", "write", [0], [[0.5]])
+    refused("slot is 2; it must be from 0 to 1", "begin", 2, [0])
+    refused("the number of ids is 0; it must be from 1 to 16", "begin", 0, [])
+    refused("an id is 11; it must be from 0 to 10", "begin", 0, [11])
+    refused("top is 6; it must be from 0 to 5", "begin", 0, [1], False, 6)
+    refused(r"slot is 0; it must be given ids by begin\(\) first", "read", 0)
     refused("a token of logit_bias is 11", "set_sampling", 0, Sampling(logit_bias=((11, 1),)))
     refused("from is 2; it must be from 0 to 1", "copy", 2, 0)
-    decoder.prefill_begin(0, [0] * 16)
-    refused("must be prefilled first", "push", 0, 0)
-    refused("seconds must be at least 0", "prefill_some", 0, float("nan"))
-    decoder.prefill(0, [0] * 16)
-    assert len(decoder.write([0], [[0.5]], 0)) == 1
-    refused("slot is 0; it must be prefilled again: it is full", "write", [0], [[0.5]], 0)
-    refused("the number of uniforms is 1; it must be the number of slots, 2", "write", [0, 1], [[0.5]], 0)
-    decoder.prefill(1, [0])
-    refused("token is 11; it must be from 0 to 10", "push", 1, 11)
+    refused("logprobs is 6; it must be from 0 to 5", "set_sampling", 0, Sampling(), 6)
+    decoder.begin(0, [0] * 16)
+    refused("must be read first", "write", [0], [[0.5]])
+    refused("seconds must be at least 0", "read", 0, float("nan"))
+    assert decoder.read(0) and len(decoder.write([0], [[0.5]])) == 1
+    refused("slot is 0; it must be read again: it is full", "write", [0], [[0.5]])
+    refused("the number of uniforms is 1; it must be the number of slots, 2", "write", [0, 1], [[0.5]])
+    prefill(decoder, 1, [0])
     for uniform in (1.0, -0.1, float("nan")):
-        refused("a uniform is outside", "write", [1], [[0.5], [uniform]], 0)
-    refused("slot is 1; it must be named once", "write", [1, 1], [[0.5, 0.5]], 0)
-    assert decoder.write([], [[]], 0) == [[]]
+        refused("a uniform is outside", "write", [1], [[0.5], [uniform]])
+    refused("slot is 1; it must be named once", "write", [1, 1], [[0.5, 0.5]])
+    assert decoder.write([], [[]]) == [[]]

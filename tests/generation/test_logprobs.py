@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import tiny
 import torch
+from steps import prefill
 from torch.nn import functional as F
 
 from attention_ext import attention
@@ -106,6 +107,6 @@ def test_equal_alternatives_are_in_the_order_of_their_ids(extension):
             gpt.transformer.wte.weight[row] = gpt.transformer.wte.weight[2]
     for name in ("native", "torch"):
         engine = open_engine(gpt, name)
-        engine.prefill(0, [2, 2, 2], top=5)
-        equal = [[t for t, _ in each.top if t in (1, 2, 4, 7)] for each in engine.take_logprobs(0)]
+        prefill(engine, 0, [2, 2, 2], top=5)
+        equal = [[t for t, _ in top if t in (1, 2, 4, 7)] for *_, top in engine.take_logprobs(0)]
         assert len(equal) == 2 and equal == [sorted(ids) for ids in equal] and engine.take_logprobs(0) == []

@@ -114,8 +114,8 @@ def test_a_prompt_that_texts_share_is_read_once(extension, threads, monkeypatch,
     """Also by texts that join while it is being read; after its reader has left, another one goes on."""
     threads(1)
     engine = open_engine(model(), "native", slots=4)
-    reads, begin = [], engine.prefill_begin
-    monkeypatch.setattr(engine, "prefill_begin", lambda *a, **k: reads.append(a[0]) or begin(*a, **k))
+    reads, begin = [], engine.begin
+    monkeypatch.setattr(engine, "begin", lambda *a, **k: reads.append(a[0]) or begin(*a, **k))
     writer = Writer(engine, slice_seconds=slice_seconds)
     request = Request([1, 2] * 90, 0, USUAL, 9)
     first = writer.join(request)

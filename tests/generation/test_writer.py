@@ -89,7 +89,7 @@ def test_a_prompt_that_texts_share_is_read_once(monkeypatch, kept):
     """Once for texts that join together; if a slot keeps the prompt, also for texts that join later."""
     engine = open_engine(model(), part="part0", slots=3)
     reads = []
-    monkeypatch.setattr(engine, "prefill", lambda *a, f=engine.prefill, **k: reads.append(a[1]) or f(*a, **k))
+    monkeypatch.setattr(engine, "begin", lambda *a, f=engine.begin: reads.append(a[1]) or f(*a))
     writer = Writer(engine, 2 if kept else 3)
     first = [written(writer, Request([1, 2], 0, USUAL, 5), Request([1, 2], 1, USUAL, 5)) for _ in range(2)]
     assert first[0] == first[1] and reads == [[1, 2]] * (1 if kept else 2)

@@ -7,6 +7,7 @@ import json
 import pytest
 import tiny
 import torch
+from steps import choose, prefill
 from support import naming
 
 from attention_ext.build import toolchain
@@ -100,13 +101,13 @@ def test_recording_changes_no_bit(case):
         engine = open_engine(gpt, case[0], slots=3)
         spans_of = profile.recorder(engine)
         spans_of.record(recorded)
-        engine.prefill(0, [i % 11 for i in range(PROMPT[case[0]])])
+        prefill(engine, 0, [i % 11 for i in range(PROMPT[case[0]])])
         engine.copy(0, 1)
         engine.copy(0, 2)
         run = []
         for u in uniforms:
-            tokens = engine.next([0], [u]) + engine.next([1, 2], [u, 1 - u])
-            run.append((tokens, [engine.logits(slot).tolist() for slot in range(3)]))
+            tokens = choose(engine, [0], [u]) + choose(engine, [1, 2], [u, 1 - u])
+            run.append((tokens, [engine.logits(slot) for slot in range(3)]))
         runs.append(run)
         assert bool(spans_of.spans()) is recorded
         assert spans_of.spans() == []  # the call before took them

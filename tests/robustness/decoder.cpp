@@ -21,6 +21,15 @@ void on_threads(int, const std::function<void(int)>&) { std::abort(); }  // the 
 
 namespace {
 
+// Appends a token to a text in slot 0: a bias lifts its logit above all others.
+void push(Decoder& decoder, int64_t token) {
+    Sampling certain;
+    certain.temperature = 0;
+    certain.logit_bias = {{token, 1e9}};
+    decoder.set_sampling(0, certain);
+    decoder.write({0}, {{0.5}});
+}
+
 std::string attempt(uint64_t seed) {
     std::mt19937_64 random(seed);
     const auto from = [&](int64_t least, int64_t most) {
@@ -62,15 +71,21 @@ std::string attempt(uint64_t seed) {
     Decoder many = decoder(slots, threads), one = decoder(slots, 1), steps = decoder(1, 1);
     many.record(recorded);
     const double temperatures[] = {0, 0.01, 0.8, 5}, shares[] = {1, 0.9, 0.01}, penalties[] = {1, 1.1, 0.5};
-    std::vector<int64_t> tops;  // of the log-probabilities that only `many` gives
+    std::vector<int64_t> tops;  // of the log-probabilities that only `many` gives; -1 for none
+    const auto top = [&](int64_t slot) {
+        return tops[slot] < 0 ? std::nullopt : std::optional<int64_t>(tops[slot]);
+    };
     for (int64_t slot = 0; slot < slots; slot++) {
-        Sampling sampling{temperatures[random() % 4], any({0, 1, 3, 1000}), shares[random() % 3],
-                          from(0, 1) ? 0 : 0.05, penalties[random() % 3]};
+        Sampling sampling;
+        sampling.temperature = temperatures[random() % 4];
+        sampling.top_k = static_cast<double>(any({0, 1, 3, 1000}));
+        sampling.top_p = shares[random() % 3], sampling.typical_p = shares[random() % 3];
+        sampling.min_p = from(0, 1) ? 0 : 0.05;
+        sampling.repetition_penalty = penalties[random() % 3];
         if (from(0, 1)) sampling.presence_penalty = 0.7, sampling.frequency_penalty = -0.3;
         if (from(0, 1)) sampling.logit_bias = {{V - 1, 3.0}, {V / 2, -2.0}};
-        many.set_sampling(slot, sampling), one.set_sampling(slot, sampling);
         tops.push_back(any({-1, 0, 3, 5}));
-        many.set_logprobs(slot, tops.back());
+        many.set_sampling(slot, sampling, top(slot)), one.set_sampling(slot, sampling);
     }
 
     // With a cache in bf16, an error of float32 in a layer's input may round a key or value of it the other
@@ -91,30 +106,31 @@ std::string attempt(uint64_t seed) {
         prompts.push_back(some_ids());
         unread.push_back(slot);
         const bool continues = from(0, 1);
-        many.prefill_begin(slot, prompts[slot], continues, tops[slot]);
-        one.prefill(slot, prompts[slot], continues);
+        many.begin(slot, prompts[slot], continues, top(slot));
+        one.begin(slot, prompts[slot], continues), one.read(slot);
     }
     for (int64_t given_up = 0; !unread.empty();) {
         const size_t at = random() % unread.size();
         const int64_t slot = unread[at];
         if (given_up < slots && from(0, 9) == 0) {
             given_up++;
-            many.prefill_drop(slot);
-            if (many.reading(slot) || many.length(slot) != 0) return "a prompt that was given up is held";
-            many.prefill_begin(slot, prompts[slot], true, tops[slot]);
+            many.drop(slot);
+            if (many.length(slot) != 0) return "a prompt that was given up is held";
+            many.begin(slot, prompts[slot], true, top(slot));
             many.take_logprobs(slot);
         }
-        if (many.prefill_some(slot, slices[random() % 4])) unread.erase(unread.begin() + at);
+        if (many.read(slot, slices[random() % 4])) unread.erase(unread.begin() + at);
     }
     for (int64_t slot = 0; slot < slots; slot++) {
         const std::vector<int64_t>& ids = prompts[slot];
         if (many.logits(slot) != one.logits(slot)) return "threads or slices change what a prompt gives";
         const std::vector<TokenLogprob> given = many.take_logprobs(slot);
         if (given.size() != (tops[slot] < 0 ? 0 : ids.size() - 1)) return "log-probabilities of a prompt lack";
-        steps.prefill(0, {ids[0]}, false);
+        steps.begin(0, {ids[0]}, false), steps.read(0);
         for (size_t i = 1; i < ids.size(); i++) {
+            push(steps, ids[i]);
             if (tops[slot] >= 0) {
-                const std::vector<float>& logits = steps.logits(0);
+                const std::vector<float> logits = steps.logits(0);
                 const TokenLogprob right = token_logprob(logits.data(), V, ids[i], tops[slot]);
                 float most = 0;
                 for (const float x : logits) most = std::max(most, std::fabs(x));
@@ -123,17 +139,18 @@ std::string attempt(uint64_t seed) {
                     !(std::fabs(is.logprob - right.logprob) <= 2 * allowed * (1 + most)))
                     return "log-probabilities of a prompt are not those of steps";
             }
-            steps.push(0, ids[i]);
         }
+        push(steps, 0);  // reads the last one
+        const std::vector<float> last = steps.logits(0), right = one.logits(slot);
         for (int64_t i = 0; i < V; i++) {
-            const float a = steps.logits(0)[i], b = one.logits(slot)[i];
+            const float a = last[i], b = right[i];
             if (!(std::fabs(a - b) <= allowed * (1 + std::fabs(a)))) return "steps give what prefill does not";
         }
     }
     for (int turn = 0; turn < 40; turn++) {
         std::vector<int64_t> some;
         for (int64_t slot = 0; slot < slots; slot++)  // the last token need not fit the cache
-            if (many.length(slot) <= capacity && !many.reading(slot) && from(0, 3)) some.push_back(slot);
+            if (many.length(slot) <= capacity && many.length(slot) > 0 && from(0, 3)) some.push_back(slot);
         std::vector<std::vector<double>> uniforms(static_cast<size_t>(from(1, 3)));
         for (std::vector<double>& row : uniforms)
             for (size_t i = 0; i < some.size(); i++) row.push_back(static_cast<double>(from(0, 999)) / 1000);
@@ -150,18 +167,16 @@ std::string attempt(uint64_t seed) {
         const int64_t slot = from(0, slots - 1), other = from(0, slots - 1);
         if (from(0, 9) == 0) {  // a text that joins in the middle; at the end some are still being read
             const std::vector<int64_t> ids = some_ids();
-            many.prefill_begin(slot, ids, false), one.prefill(slot, ids, false);
+            many.begin(slot, ids, false);
+            one.begin(slot, ids, false), one.read(slot);
         }
         for (int64_t s = 0; s < slots; s++)
-            if (many.reading(s) && from(0, 1)) many.prefill_some(s, slices[random() % 4]);
-        const bool held = !many.reading(slot);
-        if (from(0, 9) == 0 && slot != other && held) many.copy(slot, other), one.copy(slot, other);
-        if (from(0, 9) == 0 && many.length(slot) < capacity && held) {
-            const int64_t token = from(0, V - 1);
-            many.push(slot, token), one.push(slot, token);
-        }
+            if (many.length(s) == 0 && from(0, 1)) many.read(s, slices[random() % 4]);
+        if (from(0, 9) == 0 && slot != other && many.length(slot) > 0)
+            many.copy(slot, other), one.copy(slot, other);
         for (int64_t s = 0; s < slots; s++)
-            if (!many.reading(s) && many.logits(s) != one.logits(s)) return "threads change what a step gives";
+            if (many.length(s) > 0 && many.logits(s) != one.logits(s))
+                return "threads change what a step gives";
         if (recorded && from(0, 9) == 0 && many.spans().empty() && !some.empty()) return "nothing was recorded";
     }
     return "";

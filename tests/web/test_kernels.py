@@ -8,12 +8,12 @@ import random
 import pytest
 import torch
 from node_process import Refused
+from steps import choose, prefill
 from support import ROOT
 
 from attention_ext.parts import PARTS
 from generation import generate
 from generation.sampling import Sampling, sample
-from generation.writer import uniforms
 from lab.traffic import Block, Case, streams
 from model.checkpoint import load
 
@@ -79,9 +79,9 @@ def test_a_branch_goes_on_with_the_seeds_numbers(node, extension):
 
     engine = open_engine(checkpoint.model, "native", part="part4")
     engine.set_sampling(0, Sampling(top_k=200))
-    engine.prefill(0, checkpoint.tokenizer.encode(PROMPT + made[: at + 1]))
-    rest = list(itertools.islice(uniforms(5), at + 1, length))
-    tokens = [engine.next([0], [u])[0] for u in rest]
+    prefill(engine, 0, checkpoint.tokenizer.encode(PROMPT + made[: at + 1]))
+    numbers = torch.rand(length, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).tolist()
+    tokens = [choose(engine, [0], [u])[0] for u in numbers[at + 1 :]]
     assert made[at + 1 :] == "".join(checkpoint.tokenizer.characters[t] for t in tokens)
 
 
