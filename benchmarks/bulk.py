@@ -31,6 +31,8 @@ from app.cli.options import Numbers  # noqa: E402
 from benchmarks.measuring import percent, powers, show_table  # noqa: E402
 from generation import bulk, cluster, shards  # noqa: E402
 from generation.engine import open_engine  # noqa: E402
+from generation.jobs import Job  # noqa: E402
+from generation.processes import LocalPool  # noqa: E402
 from model import load  # noqa: E402
 
 TITLES = (
@@ -38,7 +40,7 @@ TITLES = (
 )
 
 
-def measure(job: bulk.Job, open_pool: Callable) -> tuple[float, float, list[dict]]:
+def measure(job: Job, open_pool: Callable) -> tuple[float, float, list[dict]]:
     """(seconds, seconds with the start of the processes, shards of the manifest) of a job."""
     began = ended = 0.0
 
@@ -65,9 +67,9 @@ def measure(job: bulk.Job, open_pool: Callable) -> tuple[float, float, list[dict
     return ended - began, ended - start, list(manifest.shards.values())
 
 
-def local_pool(workers: int, settings: shards.Settings, count: int) -> bulk.LocalPool:
+def processes(workers: int, settings: shards.Settings, count: int) -> LocalPool:
     """Processes, at most one for each of `count` shards."""
-    return bulk.LocalPool(settings, min(workers, count))
+    return LocalPool(settings, min(workers, count))
 
 
 @click.command(context_settings={"show_default": True})
@@ -86,7 +88,7 @@ def main(
     settings = shards.Settings(model, shards.fingerprint(checkpoint), max_new_tokens=length)
     open_engine(checkpoint.model)  # compiles it
     resolved = shards.resolved(settings, checkpoint)
-    kinds: dict[str, Callable] = {"processes": local_pool}
+    kinds: dict[str, Callable] = {"processes": processes}
     if with_ray:
         kinds["Ray"] = partial(cluster.open_pool, "local")
     found: dict[str, list[tuple[float, float, list[dict]]]] = {
@@ -96,7 +98,7 @@ def main(
     for _ in range(rounds):
         for case, runs in found.items():
             count, kind = case.split()
-            job = bulk.Job(settings, shard_size * each * int(count), shard_size, resolved=resolved)
+            job = Job(settings, shard_size * each * int(count), shard_size, resolved=resolved)
             runs.append(measure(job, partial(kinds[kind], int(count))))
             for file in runs[-1][2]:
                 if sums.setdefault(file["first"], file["sha256"]) != file["sha256"]:

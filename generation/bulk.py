@@ -15,27 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from generation.jobs import SHARD_SIZE, BulkError, Job, Prompts
-from generation.manifest import MANIFEST, Manifest, file_of, mix_of
-from generation.processes import LocalPool
+from generation.jobs import BulkError, Job, Manifest, file_of, mix_of
 from generation.shards import Loss, Settings, Shard, Task
 from model.files import UNFINISHED, locked, write_file
 
-__all__ = [
-    "MANIFEST",
-    "SHARD_SIZE",
-    "UNFINISHED",
-    "BulkError",
-    "Job",
-    "LocalPool",
-    "Loss",
-    "Manifest",
-    "Pool",
-    "Progress",
-    "Prompts",
-    "file_of",
-    "run",
-]
 ATTEMPTS = 3  # attempts at a shard before the job leaves it out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ from generation.sampling import Sampling
 from model.gpt import GPT, Attend, GPTConfig
 from model.int8 import in_int8
 
+Name = TypeVar("Name", Precision, CachePrecision)
 ENGINES = ("native", "torch")
 # How a model is rounded to each precision. The result is kept in float32.
 ROUNDINGS: dict[Precision, Callable[[GPT], GPT]] = {
@@ -136,9 +137,7 @@ def open_engine(
         raise ValueError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
     if engine == "native" and row.operator is None:
         raise ValueError(f"engine is 'native'; it must be 'torch' with {part}, which is PyTorch's attention")
-    check_precision(weights)
-    check_cache_precision(kv_cache)
-    precision, cache = Precision(weights), CachePrecision(kv_cache)
+    precision, cache = _member(Precision, "weights", weights), _member(CachePrecision, "kv_cache", kv_cache)
     if slots < 1:
         raise ValueError(f"slots is {slots}; it must be at least 1")
     longest = model.config.block_size
@@ -208,12 +207,9 @@ def on_device(model: GPT, device: str, part: Part, kernel: str | None) -> GPT:
 def rounded(model: GPT, weights: str) -> GPT:
     """The model with matrices, for int8 also activations, rounded to a Precision; all stay float32.
 
-    weights: a Precision or its name.
-
-    Raises ValueError for another name.
+    weights: a Precision or its name. Raises ValueError for another name.
     """
-    check_precision(weights)
-    return ROUNDINGS[Precision(weights)](model)
+    return ROUNDINGS[_member(Precision, "weights", weights)](model)
 
 
 def with_rounded_cache(attend: Attend, kv_cache: str) -> Attend:
@@ -221,23 +217,17 @@ def with_rounded_cache(attend: Attend, kv_cache: str) -> Attend:
 
     kv_cache: a CachePrecision or its name. Raises ValueError for another name.
     """
-    check_cache_precision(kv_cache)
-    dtype = DTYPES[CachePrecision(kv_cache)]
+    dtype = DTYPES[_member(CachePrecision, "kv_cache", kv_cache)]
     if dtype is torch.float32:
         return attend
     return lambda q, k, v: attend(q, k.to(dtype).float(), v.to(dtype).float())
 
 
-def check_precision(weights: str) -> None:
-    """Raise ValueError unless `weights` is a Precision or the name of one."""
-    if weights not in list(Precision):
-        raise ValueError(f"weights is {weights!r}; it must be one of {', '.join(Precision)}")
-
-
-def check_cache_precision(kv_cache: str) -> None:
-    """Raise ValueError unless `kv_cache` is a CachePrecision or the name of one."""
-    if kv_cache not in list(CachePrecision):
-        raise ValueError(f"kv_cache is {kv_cache!r}; it must be one of {', '.join(CachePrecision)}")
+def _member(kind: type[Name], name: str, value: str) -> Name:
+    """The member of an enum with this name. Raises ValueError naming the argument if there is none."""
+    if value not in list(kind):
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(kind)}")
+    return kind(value)
 
 
 def default_engine(part: str) -> str:

@@ -23,7 +23,7 @@ from attention_ext import __version__, processor, tiles
 from attention_ext.parts import PARTS, CachePrecision, helpers_of
 from generation.engine import default_engine, open_engine
 from generation.sampling import NUMBERS, Sampling
-from generation.texts import complete, slots_for
+from generation.texts import capacity_for, complete, slots_for
 from generation.writer import Request, Writer
 from model.checkpoint import Checkpoint, load
 from model.tokenizer import Tokenizer
@@ -125,11 +125,9 @@ def resolved(settings: Settings, checkpoint: Checkpoint) -> dict[str, Any]:
 
 def capacity_of(settings: Settings, checkpoint: Checkpoint) -> int:
     """Tokens of context that the longest text needs; the block size for prompts from a file."""
-    longest = checkpoint.model.config.block_size
     if settings.prompt is None:
-        return longest
-    prompt = len(checkpoint.tokenizer.encode(settings.prompt))
-    return min(longest, max(1, prompt + settings.max_new_tokens))
+        return checkpoint.model.config.block_size
+    return capacity_for(checkpoint, request_for(settings, checkpoint.tokenizer, 0))
 
 
 def this_machine(parquet: bool = False) -> dict[str, str]:
@@ -184,26 +182,20 @@ def request_of_line(
         raise TypeError("options must be an object")
     if unknown := options.keys() - set(LINE_OPTIONS):
         raise ValueError(f"option {min(unknown)!r} is unknown; it must be one of {', '.join(LINE_OPTIONS)}")
-    sampling = replace(settings.sampling, **{name: options[name] for name in NUMBERS if name in options})
-    most = options.get("max_new_tokens", settings.max_new_tokens)
-    if (
-        not isinstance(most, int)
-        or isinstance(most, bool)
-        or most > max(MOST_NEW_TOKENS, settings.max_new_tokens)
-    ):
-        raise ValueError(f"max_new_tokens must be a whole number of at most {MOST_NEW_TOKENS}")
     stop = options.get("stop", settings.stop)
     if not isinstance(stop, (str, list, tuple)):
         raise TypeError("stop must be a string or a list of strings")
-    return identity, Request(
-        tokenizer.encode(prompt),
-        options.get("seed", settings.seed + index),
-        sampling,
-        most,
-        (stop,) if isinstance(stop, str) else tuple(stop),
-        options.get("context", settings.context),
-        settings.use_cache,
+    request = replace(
+        request_for(settings, tokenizer, index),
+        ids=tokenizer.encode(prompt),
+        sampling=replace(settings.sampling, **{name: options[name] for name in NUMBERS if name in options}),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        **{name: options[name] for name in ("seed", "max_new_tokens", "context") if name in options},
     )
+    most = request.max_new_tokens
+    if most is None or most > max(MOST_NEW_TOKENS, settings.max_new_tokens):
+        raise ValueError(f"max_new_tokens must be a whole number of at most {MOST_NEW_TOKENS}")
+    return identity, request
 
 
 class Stop(Exception):
@@ -223,65 +215,54 @@ class Scribe:
         if fingerprint(self.checkpoint) != settings.fingerprint:
             raise ValueError(f"model {settings.model!r} is not the one that the job was started with")
         self.settings = settings
-        config, capacity = self.checkpoint.model.config, capacity_of(settings, self.checkpoint)
-        cache_bytes = CachePrecision(settings.kv_cache).bytes * 2 * config.n_layer * config.n_embd * capacity
-        self.at_once, slots = slots_for(2**31, 1, cache_bytes)
-        names = ("part", "simd", "br", "bc", "weights", "kv_cache")
+        model, capacity = self.checkpoint.model, capacity_of(settings, self.checkpoint)
+        kv_cache = CachePrecision(settings.kv_cache)
+        self.at_once, slots = slots_for(2**31, 1, model.config, capacity, kv_cache)
+        names = ("engine", "part", "simd", "br", "bc", "weights", "kv_cache")
         chosen = {name: getattr(settings, name) for name in names}
-        self.engine = open_engine(
-            self.checkpoint.model, settings.engine, slots=slots, capacity=capacity, **chosen
-        )
+        self.engine = open_engine(model, slots=slots, capacity=capacity, **chosen)
 
     def write(self, task: Task, wanted: Callable[[], bool] = lambda: True) -> Shard:
         """Write a task's texts. Raises Stop soon after wanted() is false."""
         start, cpu_start = time.perf_counter(), time.process_time()
         rejected: list[tuple[int, str]] = []
-        indices: list[int] = []
-        identities: list[str | int] = []
-        records: dict[int, dict] = {}
-        tokens = 0
-        requests = self._requests(task, indices, identities, rejected)
+        rows: dict[int, dict[str, Any]] = {}  # of the requests, by their numbers
+
+        def requests() -> Iterator[Request]:
+            for number, (row, request) in enumerate(self._requests(task, rejected)):
+                rows[number] = row
+                yield request
+
         writer = Writer(self.engine, self.at_once)
         asked = start
-        for done, piece in complete(writer, self.checkpoint.tokenizer, requests):
+        for done, piece in complete(writer, self.checkpoint.tokenizer, requests()):
             if time.perf_counter() - asked > ASK_SECONDS:
                 asked = time.perf_counter()
                 if not wanted():
                     raise Stop
-            if piece:
-                continue
-            index = indices[done.number]
-            identity = {} if task.lines is None else {"id": identities[done.number]}
-            records[index] = {
-                "index": index,
-                **identity,
-                "seed": done.request.seed,
-                "text": done.text,
-                "new_tokens": done.new_tokens,
-                "finish_reason": done.finish_reason,
-            }
-            tokens += done.new_tokens
-        rows = [records[index] for index in sorted(records)]
+            if not piece:
+                rows[done.number] |= {"seed": done.request.seed, "text": done.text}
+                rows[done.number] |= {"new_tokens": done.new_tokens, "finish_reason": done.finish_reason}
+        written = list(rows.values())
         parquet = self.settings.format == "parquet"
-        data = in_parquet(rows, task.lines is not None) if parquet else in_jsonl(rows)
+        data = in_parquet(written, task.lines is not None) if parquet else in_jsonl(written)
+        tokens = sum(row["new_tokens"] for row in written)
         seconds = time.perf_counter() - start
         cpu_seconds = time.process_time() - cpu_start
-        return Shard(data, len(rows), tokens, seconds, cpu_seconds, rejected, this_machine(parquet))
+        return Shard(data, len(written), tokens, seconds, cpu_seconds, rejected, this_machine(parquet))
 
     def _requests(
-        self,
-        task: Task,
-        indices: list[int],
-        identities: list[str | int],
-        rejected: list[tuple[int, str]],
-    ) -> Iterator[Request]:
-        """The task's requests; the lists are filled while they are iterated. An empty line has no request."""
+        self, task: Task, rejected: list[tuple[int, str]]
+    ) -> Iterator[tuple[dict[str, Any], Request]]:
+        """The first fields of each text's row, and its request. An empty line has none.
+
+        rejected: gets the lines that have none because they are malformed.
+        """
         tokenizer = self.checkpoint.tokenizer
         if task.lines is None:
             first = request_for(self.settings, tokenizer, 0)
             for index in range(task.first, task.first + task.count):
-                indices.append(index)
-                yield replace(first, seed=self.settings.seed + index)
+                yield {"index": index}, replace(first, seed=self.settings.seed + index)
             return
         for index, line in enumerate(task.lines, task.first):
             if not line.strip():
@@ -291,9 +272,7 @@ class Scribe:
             except (ValueError, TypeError, RecursionError) as error:
                 rejected.append((index + 1, str(error)))
                 continue
-            indices.append(index)
-            identities.append(identity)
-            yield request
+            yield {"index": index, "id": identity}, request
 
 
 def in_jsonl(rows: Sequence[dict]) -> bytes:

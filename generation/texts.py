@@ -6,22 +6,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
+from attention_ext.parts import CachePrecision
 from generation.engine import Engine, open_engine
 from generation.sampling import Sampling
 from generation.writer import Request, Text, Writer
 from model.checkpoint import Checkpoint
+from model.gpt import GPTConfig
 from model.tokenizer import Tokenizer
 
 AT_ONCE = 32  # texts that are written together, for each thread
 MOST_CACHE_BYTES = 2**31  # of all texts together, unless AT_ONCE texts for one thread need more
 
 
-def slots_for(texts: int, threads: int, cache_bytes: int) -> tuple[int, int]:
+def slots_for(
+    texts: int, threads: int, config: GPTConfig, capacity: int, kv_cache: CachePrecision
+) -> tuple[int, int]:
     """(texts at once, slots of the engine) for this number of texts with one prompt.
 
-    cache_bytes: bytes of one text's keys and values. If not all texts are written at once, one more slot
-    keeps the prompt for texts that join later.
+    capacity: tokens of context of each text. If not all texts are written at once, one more slot keeps the
+    prompt for texts that join later.
     """
+    cache_bytes = kv_cache.bytes * 2 * config.n_layer * config.n_embd * capacity  # K and V of a text
     at_once = min(texts, AT_ONCE * threads, max(AT_ONCE, MOST_CACHE_BYTES // cache_bytes))
     return at_once, at_once + (texts > at_once)
 

@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from generation import bulk, cluster
+from generation.jobs import MANIFEST
 from generation.shards import Scribe, Task
+from model.files import UNFINISHED
 
 TEXTS, SIZE = 46, 4  # the last file has fewer texts than the others
 TOKENS = 200  # of a text, beyond the model's window
@@ -58,11 +60,11 @@ def rows(directory: Path) -> list[dict]:
 
 def check(directory: Path, expected: dict[str, str], texts: int = TEXTS) -> dict:
     """Check a finished job's files against its manifest and these hashes; return the manifest."""
-    manifest = json.loads((directory / bulk.MANIFEST).read_text())
+    manifest = json.loads((directory / MANIFEST).read_text())
     assert manifest["complete"] and files(directory) == expected
     assert {name: shard["sha256"] for name, shard in manifest["shards"].items()} == expected
     assert [row["index"] for row in rows(directory)] == list(range(texts))  # none lost, none twice
-    assert not list(directory.glob(f"*{bulk.UNFINISHED}"))
+    assert not list(directory.glob(f"*{UNFINISHED}"))
     return manifest
 
 

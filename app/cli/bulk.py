@@ -17,7 +17,8 @@ from app.cli.terminal import notice, one_line, program
 from attention_ext import PARTS, processor
 
 if TYPE_CHECKING:
-    from generation.bulk import Job, Progress
+    from generation.bulk import Progress
+    from generation.jobs import Job
 
 STALL_SECONDS = 120.0  # generation.processes.STALL_SECONDS, which needs torch
 
@@ -81,12 +82,13 @@ def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **aske
         raise click.UsageError("give --texts N or --prompts FILE")
     processor.let_waiting_threads_sleep()
     from generation import bulk as writing_many
+    from generation.processes import LocalPool
 
     job = job_of(**asked)
 
     def open_pool(settings, shards):
         if ray is None:
-            return writing_many.LocalPool(settings, min(workers or processor.cores(), shards), timeout)
+            return LocalPool(settings, min(workers or processor.cores(), shards), timeout)
         from generation import cluster
 
         return cluster.open_pool(ray, workers, settings, shards, timeout)
@@ -117,8 +119,8 @@ def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **aske
 def job_of(prompts: Path | None, texts: int | None, shard_size: int, **asked) -> Job:
     """The job that the options ask for. Raises ValueError, CheckpointError or BuildError."""
     from generation import shards
-    from generation.bulk import Job, Prompts
     from generation.engine import open_engine
+    from generation.jobs import Job, Prompts
     from model import load
 
     if asked["format"] == "parquet":

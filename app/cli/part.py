@@ -204,10 +204,8 @@ def write_samples(session: Session) -> None:
 
     asked, request, count = session.asked, session.request, session.asked["num_samples"]
     capacity = capacity_for(session.checkpoint, request)
-    config = session.checkpoint.model.config
-    number_bytes = CachePrecision(asked["kv_cache"]).bytes
-    cache_bytes = number_bytes * 2 * config.n_layer * config.n_embd * capacity  # K and V
-    at_once, slots = slots_for(count, asked["threads"], cache_bytes)
+    config, kv_cache = session.checkpoint.model.config, CachePrecision(asked["kv_cache"])
+    at_once, slots = slots_for(count, asked["threads"], config, capacity, kv_cache)
     engine = session.open(slots, capacity)
     writer = Writer(engine, at_once)
     writer.check(request)

@@ -13,8 +13,9 @@ from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, files, here
 
 from attention_ext import PARTS
 from generation import bulk, load, shards
-from generation.bulk import Job, LocalPool
 from generation.engine import open_engine
+from generation.jobs import Job
+from generation.processes import LocalPool
 from generation.shards import Settings
 from model import checkpoint
 

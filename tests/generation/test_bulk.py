@@ -17,8 +17,10 @@ from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, Here, check, files, here, rows
 from support import ROOT, naming
 
 from generation import bulk, generate, load, shards
-from generation.bulk import BulkError, Job, LocalPool, Loss, Prompts
-from model.files import locked
+from generation.jobs import MANIFEST, BulkError, Job, Prompts
+from generation.processes import LocalPool
+from generation.shards import Loss
+from model.files import UNFINISHED, locked
 
 
 def processes(workers):
@@ -86,7 +88,7 @@ def test_ctrl_c_stops_and_the_command_goes_on(model, slow_expected, tmp_path, cl
     assert process.returncode == 130 and "Traceback" not in err
     assert "the same command goes on" in err and err.count("\n") <= 2
     assert group_ends(process)
-    manifest = json.loads((tmp_path / "out" / bulk.MANIFEST).read_text())
+    manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
     assert not manifest["complete"] and len(manifest["shards"]) < len(slow_expected)
     done = cli(*command(model, tmp_path / "out", SLOW)[2:])
     assert done.returncode == 0 and f"{TEXTS} texts, {TEXTS * SLOW:,} tokens in 12 files" in done.stderr
@@ -114,7 +116,7 @@ def test_files_that_are_missing_or_changed_are_written_again(job, expected, tmp_
     first, second, *_ = sorted(expected)
     (tmp_path / first).write_text("changed")
     (tmp_path / second).unlink()
-    (tmp_path / f"texts-1.jsonlx{bulk.UNFINISHED}").write_text("half")
+    (tmp_path / f"texts-1.jsonlx{UNFINISHED}").write_text("half")
     lines = []
     bulk.run(job, tmp_path, here(), lines.append)
     assert lines == [f"2 files are missing or changed, the first is {first}; they are written again"]
@@ -127,13 +129,13 @@ def test_a_directory_that_is_not_the_jobs_is_refused(job, tmp_path):
         bulk.run(job, tmp_path, here())
     (tmp_path / "texts-1.jsonl").unlink()
     for text in ("", "{", "[]", "{}", '{"request": 1, "version": 1}', "\udcff"):
-        (tmp_path / bulk.MANIFEST).write_bytes(os.fsencode(text))
+        (tmp_path / MANIFEST).write_bytes(os.fsencode(text))
         with pytest.raises(BulkError, match="is not a manifest"):
             bulk.run(job, tmp_path, here())
-    (tmp_path / bulk.MANIFEST).unlink()
+    (tmp_path / MANIFEST).unlink()
     bulk.run(job, tmp_path, here())
-    content = json.loads((tmp_path / bulk.MANIFEST).read_text())
-    (tmp_path / bulk.MANIFEST).write_text(json.dumps(content | {"version": 2}))
+    content = json.loads((tmp_path / MANIFEST).read_text())
+    (tmp_path / MANIFEST).write_text(json.dumps(content | {"version": 2}))
     with pytest.raises(BulkError, match="has version 2"):
         bulk.run(job, tmp_path, here())
     taken = rf"another process \({os.getpid()}\) writes texts in"
@@ -184,7 +186,7 @@ def test_a_full_disk_leaves_whole_files(job, expected, tmp_path, monkeypatch, st
         bulk.run(job, tmp_path, here())
     assert str(tmp_path) in str(error.value.filename)
     monkeypatch.undo()
-    assert not list(tmp_path.glob(f"*{bulk.UNFINISHED}")) and 0 < len(files(tmp_path)) < len(expected)
+    assert not list(tmp_path.glob(f"*{UNFINISHED}")) and 0 < len(files(tmp_path)) < len(expected)
     bulk.run(job, tmp_path, here())
     check(tmp_path, expected)
 

@@ -22,7 +22,8 @@ import pytest
 from bulk_jobs import Here, check, files, here
 
 from generation import bulk, cluster
-from generation.bulk import BulkError, LocalPool
+from generation.jobs import MANIFEST, BulkError
+from generation.processes import LocalPool
 from generation.shards import Shard, Task
 
 pytestmark = pytest.mark.full
@@ -125,7 +126,7 @@ def test_a_driver_killed_at_any_moment_loses_and_doubles_nothing(job, expected, 
         os.waitpid(child, 0)
         found.add(len(files(out)))
         with contextlib.suppress(FileNotFoundError):
-            listed = json.loads((out / bulk.MANIFEST).read_text())["shards"]
+            listed = json.loads((out / MANIFEST).read_text())["shards"]
             assert files(out).items() >= {name: shard["sha256"] for name, shard in listed.items()}.items()
         assert expected.items() >= files(out).items()
         if len(files(out)) == len(expected):
