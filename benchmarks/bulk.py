@@ -32,7 +32,7 @@ from benchmarks.measuring import percent, powers, show_table  # noqa: E402
 from generation import bulk, cluster, shards  # noqa: E402
 from generation.engine import open_engine  # noqa: E402
 from generation.jobs import Job  # noqa: E402
-from generation.processes import LocalPool  # noqa: E402
+from generation.processes import Pool, local_pool  # noqa: E402
 from model import load  # noqa: E402
 
 TITLES = (
@@ -67,9 +67,9 @@ def measure(job: Job, open_pool: Callable) -> tuple[float, float, list[dict]]:
     return ended - began, ended - start, list(manifest.shards.values())
 
 
-def processes(workers: int, settings: shards.Settings, count: int) -> LocalPool:
+def processes(workers: int, settings: shards.Settings, count: int) -> Pool:
     """Processes, at most one for each of `count` shards."""
-    return LocalPool(settings, min(workers, count))
+    return local_pool(settings, min(workers, count))
 
 
 @click.command(context_settings={"show_default": True})

@@ -13,29 +13,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from generation.jobs import BulkError, Job, Manifest, file_of, mix_of
-from generation.shards import Loss, Settings, Shard, Task
+from generation.processes import Pool
+from generation.shards import Loss, Settings, Task
 from model.files import UNFINISHED, locked, write_file
 
 ATTEMPTS = 3  # attempts at a shard before the job leaves it out
-
-
-class Pool(Protocol):
-    """Workers that write shards. A worker that dies or stalls is replaced."""
-
-    workers: int
-    idle: int  # tasks that the pool can take now
-
-    def give(self, task: Task) -> None:
-        """Let a worker write a task."""
-
-    def wait(self) -> list[tuple[Task, Shard | Loss]]:
-        """Wait until a task has ended, or a worker may take one; return the tasks that have ended."""
-
-    def close(self) -> None:
-        """End all workers at once."""
 
 
 @dataclass

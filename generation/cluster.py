@@ -1,4 +1,4 @@
-"""Shards over a Ray cluster: the Pool of generation.bulk, made of Ray actors.
+"""Shards over a Ray cluster: a Pool whose workers are Ray actors.
 
 Ray starts the actors, places them on nodes, moves tasks and bytes, and reports deaths. Nodes need the same
 version of this package, and the model under the same name. They need no shared disk: only the driver writes
@@ -8,18 +8,15 @@ files.
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
-from collections import deque
 from typing import Any
 
 import torch
 
 from generation.jobs import BulkError
-from generation.processes import STALL_SECONDS, TICK, Patience
+from generation.processes import ALIVE, STALL_SECONDS, Pool
 from generation.shards import Loss, Scribe, Settings, Shard, Task
 
-MOST_FAILED_STARTS = 20  # in a row
 MOST_ASK_SECONDS = 10.0  # longest time between two questions whether an actor still writes
 
 
@@ -51,7 +48,7 @@ class Actor:
 
 def open_pool(
     address: str, workers: int | None, settings: Settings, shards: int, timeout: float = STALL_SECONDS
-) -> RayPool:
+) -> Pool:
     """The actors on the cluster at an address: `workers`, or one for each CPU; at most one for each shard.
 
     timeout: seconds without progress after which an actor is killed.
@@ -70,134 +67,58 @@ def open_pool(
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise BulkError(f"no Ray cluster at {address!r}: {str(error).splitlines()[0]}") from None
     cpus = int(ray.cluster_resources().get("CPU", 0))
-    return RayPool(ray, settings, max(1, min(workers or cpus, shards)), ours, timeout)
+    kind = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0, max_concurrency=2)(Actor)
+    shared, ask_seconds = ray.put(settings), min(MOST_ASK_SECONDS, timeout / 4)
+    count = max(1, min(workers or cpus, shards))
+    closed = ray.shutdown if ours else lambda: None
+    return Pool(lambda: RayLink(ray, kind.remote(shared), ask_seconds), count, timeout, closed)
 
 
-class RayPool:
-    """Actors of one CPU each. An actor gets a task when it has a node, so no task waits for a lost node.
+class RayLink:
+    """The link to an actor of one CPU. It takes tasks when it has a node, so no task waits for a lost node.
 
-    ray: the module, initialised. ours: disconnect from the cluster at the end. timeout: seconds.
+    ray: the module, initialised. ask_seconds: time between two questions whether the actor still writes.
     """
 
-    def __init__(
-        self,
-        ray: Any,
-        settings: Settings,
-        workers: int,
-        ours: bool = False,
-        timeout: float = STALL_SECONDS,
-    ) -> None:
-        self._ray, self._ours, self.workers = ray, ours, workers
-        options = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": 2}
-        self._kind = ray.remote(**options)(Actor)
-        self._settings = ray.put(settings)
-        self._failed_starts = 0
-        self._free: deque[Any] = deque()
-        self._starting: dict[Any, Any] = {}  # reference to the result of ready() -> the actor
-        self._busy: dict[Any, tuple[Task, Any]] = {}  # reference to that of write() -> (task, actor)
-        self._asked: dict[Any, Any] = {}  # reference to that of alive() -> reference to that of write()
-        self._signs: dict[Any, int] = {}  # reference to that of write() -> the last answer
-        self._ask_seconds, self._asked_at = min(MOST_ASK_SECONDS, timeout / 4), time.monotonic()
-        self._patience = Patience(timeout)
-        for _ in range(workers):
-            self._start()
+    name = "an actor"
 
-    @property
-    def idle(self) -> int:
-        return len(self._free)
+    def __init__(self, ray: Any, actor: Any, ask_seconds: float) -> None:
+        self._ray, self._actor, self._ask_seconds = ray, actor, ask_seconds
+        self._death = "the actor was lost"
+        self._writing: Any = None  # the reference to the result of write()
+        self._signs = 0
 
-    def give(self, task: Task) -> None:
-        actor = self._free.popleft()
-        reference = actor.write.remote(task)
-        self._busy[reference] = task, actor
-        self._patience.heard(reference)
+    def start(self) -> None:
+        self._get(self._actor.ready.remote())
 
-    def wait(self) -> list[tuple[Task, Shard | Loss]]:
+    def send(self, task: Task) -> None:
+        self._writing = self._actor.write.remote(task)
+
+    def receive(self) -> Any:
         while True:
-            pending = [*self._starting, *self._busy, *self._asked]
-            ready, _ = self._ray.wait(pending, num_returns=1, timeout=TICK)
-            ended: list[tuple[Task, Shard | Loss]] = []
-            for reference in ready:
-                result = self._result(reference)
-                if reference in self._asked:
-                    self._answered(self._asked.pop(reference), result)
-                elif reference in self._starting:
-                    self._started(reference, result)
-                else:
-                    ended.append(self._ended(reference, result))
-            for reference in self._patience.exhausted():
-                ended.append(self._ended(reference, self._patience.loss("an actor")))
-            if ended or (ready and self._free):
-                return ended
-            self._ask()
+            ended, _ = self._ray.wait([self._writing], timeout=self._ask_seconds)
+            if ended:
+                return self._get(self._writing)
+            signs = self._get(self._actor.alive.remote())
+            if signs != self._signs:
+                self._signs = signs
+                return ALIVE
 
-    def _result(self, reference: Any) -> Any:
-        """The result of an actor's call, or a Loss."""
+    def end(self) -> None:
+        with contextlib.suppress(Exception):  # the actor or the cluster may be gone
+            self._ray.kill(self._actor)
+
+    def death(self) -> str:
+        return self._death
+
+    def _get(self, reference: Any) -> Any:
+        """The result of an actor's call, or a Loss if our code failed in it."""
         errors = self._ray.exceptions
         try:
             return self._ray.get(reference)
-        except errors.RayTaskError as error:  # raised by our code
+        except errors.RayTaskError as error:
             cause = error.cause or error
             return Loss(f"{type(cause).__name__}: {cause}", died=False)
-        except errors.RayError as error:
-            return Loss(f"{type(error).__name__}: {str(error).splitlines()[0]}")
-
-    def _started(self, reference: Any, result: Loss | None) -> None:
-        """Handle that an actor has a node, or was lost before."""
-        actor = self._starting.pop(reference)
-        if not isinstance(result, Loss):
-            self._failed_starts = 0
-            self._free.append(actor)
-            return
-        self._failed_starts += 1
-        if self._failed_starts > MOST_FAILED_STARTS:
-            raise BulkError(f"Ray starts no actor: {result.reason}")
-        self._replace(actor)
-
-    def _ended(self, reference: Any, result: Shard | Loss) -> tuple[Task, Shard | Loss]:
-        """The task of an actor with its shard or loss."""
-        task, actor = self._busy.pop(reference)
-        self._patience.forget(reference)
-        self._signs.pop(reference, None)
-        if isinstance(result, Loss) and result.died:
-            self._replace(actor)
-        else:
-            self._free.append(actor)
-        return task, result
-
-    def _ask(self) -> None:
-        """Ask the busy actors that have answered the last question, from time to time."""
-        now = time.monotonic()
-        if now - self._asked_at < self._ask_seconds:
-            return
-        self._asked_at = now
-        waiting = set(self._asked.values())
-        for reference, (_, actor) in self._busy.items():
-            if reference not in waiting:
-                self._asked[actor.alive.remote()] = reference
-
-    def _answered(self, reference: Any, signs: int | Loss) -> None:
-        """Handle an actor's answer on its progress."""
-        if reference in self._busy and not isinstance(signs, Loss):
-            if signs != self._signs.get(reference):
-                self._patience.heard(reference)
-            self._signs[reference] = signs
-
-    def close(self) -> None:
-        actors = [*self._free, *self._starting.values(), *(actor for _, actor in self._busy.values())]
-        for actor in actors:
-            self._end(actor)
-        if self._ours:
-            self._ray.shutdown()
-
-    def _end(self, actor: Any) -> None:
-        with contextlib.suppress(Exception):  # the actor or the cluster may be gone
-            self._ray.kill(actor)
-
-    def _replace(self, actor: Any) -> None:
-        self._end(actor)  # if only the bytes were lost, the actor is still alive
-        self._start()
-
-    def _start(self) -> None:
-        actor = self._kind.remote(self._settings)
-        self._starting[actor.ready.remote()] = actor
+        except errors.RayError as error:  # also if only the bytes were lost
+            self._death = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            raise EOFError from None

@@ -1,4 +1,7 @@
-"""Workers on this machine, one process each. A worker that dies or stalls is replaced."""
+"""Workers that write shards, each behind a link to the driver; here each is a process of this machine.
+
+A worker that dies or stalls is replaced.
+"""
 
 from __future__ import annotations
 
@@ -8,161 +11,204 @@ import queue
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import connection, resource_tracker
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from generation.jobs import BulkError
 from generation.shards import Loss, Scribe, Settings, Shard, Stop, Task
 
-ALIVE, GONE = "alive", "gone"  # a worker's message while it writes; the message for one that died
+# What a link says of its worker: it can take tasks; it still writes; it died.
+READY, ALIVE, GONE = "ready", "alive", "gone"
 TICK = 0.5  # seconds between two checks of the workers' silence
 # A writing worker sends a message five times a second. It is silent while it starts and opens the model, two
 # to five seconds on an idle core; the rest is for busy machines.
 STALL_SECONDS = 120.0
+MOST_FAILED_STARTS = 20  # in a row
 
 
-class Patience:
-    """How long each worker with a task has been silent.
+class Link(Protocol):
+    """The driver's end of a worker. Calls may block; they raise EOFError or OSError if it is gone."""
 
-    Only time in which the driver runs counts: Ctrl-Z stops the workers too.
-    """
+    name: str
 
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
-        self._silent: dict[Any, float] = {}
-        self._looked = time.monotonic()
+    def start(self) -> None:
+        """Wait until the worker can take tasks."""
 
-    def heard(self, worker: Any) -> None:
-        """Note that a worker got a task or sent a message."""
-        self._silent[worker] = 0.0
+    def send(self, task: Task) -> None:
+        """Let it write a task."""
 
-    def forget(self, worker: Any) -> None:
-        """Note that a worker has no task any more."""
-        self._silent.pop(worker, None)
+    def receive(self) -> Any:
+        """Wait for ALIVE, or the Shard or Loss of the task."""
 
-    def exhausted(self) -> list[Any]:
-        """The workers that were silent for more than `timeout` seconds. Call it at least every TICK."""
-        now = time.monotonic()
-        passed, self._looked = min(now - self._looked, 2 * TICK), now
-        for worker in self._silent:
-            self._silent[worker] += passed
-        return [worker for worker, seconds in self._silent.items() if seconds > self.timeout]
+    def end(self) -> None:
+        """Kill the worker. Another thread may be waiting in another call."""
 
-    def loss(self, name: str) -> Loss:
-        """The loss of the shard of such a worker."""
-        return Loss(f"{name} gave no sign of life for {self.timeout:g} s and was killed", stalled=True)
+    def death(self) -> str:
+        """How a worker that is gone died."""
 
 
 @dataclass(eq=False)
 class _Worker:
-    """A process, the driver's end of its pipe, and its task.
+    """A link and its task.
 
     A thread of the driver talks with it, because a process that stops within a message blocks its reader.
     """
 
-    process: Any
-    pipe: connection.Connection
+    link: Link
+    ready: bool = False
     task: Task | None = None
+    silent: float = 0.0  # seconds since it got the task, or said something
     loss: Loss | None = None
     tasks: queue.SimpleQueue[Task | None] = field(default_factory=queue.SimpleQueue)
 
     def converse(self, said: queue.SimpleQueue[tuple[_Worker, Any]]) -> None:
-        """Pass on tasks and put the process's messages into `said`, until it is gone or a task is None."""
+        """Pass on tasks and put the worker's messages into `said`, until it is gone or a task is None."""
         try:
+            self.link.start()
+            said.put((self, READY))
             while (task := self.tasks.get()) is not None:
-                self.pipe.send(task)
-                while (word := self.pipe.recv()) == ALIVE:
+                self.link.send(task)
+                while (word := self.link.receive()) == ALIVE:
                     said.put((self, ALIVE))
                 said.put((self, word))
         except (EOFError, OSError):
             said.put((self, GONE))
 
 
-class LocalPool:
-    """Processes of this machine, each with one thread and its own engine.
+class Pool:
+    """Workers that write shards.
 
-    timeout: seconds of silence after which a worker is killed.
+    open_link: starts a worker. timeout: seconds of silence after which a worker is killed. closed: is called
+    after all workers were killed.
     """
 
-    def __init__(self, settings: Settings, workers: int, timeout: float = STALL_SECONDS) -> None:
-        self.settings, self.workers = settings, workers
-        self._context = multiprocessing.get_context("spawn")
+    def __init__(
+        self,
+        open_link: Callable[[], Link],
+        workers: int,
+        timeout: float = STALL_SECONDS,
+        closed: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.workers = workers
+        self._open, self._timeout, self._closed = open_link, timeout, closed
         self._said: queue.SimpleQueue[tuple[_Worker, Any]] = queue.SimpleQueue()
-        self._patience = Patience(timeout)
+        self._failed_starts = 0
+        self._looked = time.monotonic()  # when silence was measured last
         self._all = [self._start() for _ in range(workers)]
 
     @property
     def idle(self) -> int:
-        return sum(worker.task is None for worker in self._all)
+        """Tasks that the pool can take now."""
+        return sum(worker.ready and worker.task is None for worker in self._all)
 
     @property
-    def processes(self) -> list[int]:
-        """The workers' process ids."""
-        return [worker.process.pid for worker in self._all]
+    def links(self) -> list[Link]:
+        """The links of all workers."""
+        return [worker.link for worker in self._all]
 
     def give(self, task: Task) -> None:
-        worker = next(worker for worker in self._all if worker.task is None)
-        worker.task = task
-        self._patience.heard(worker)
+        """Let a worker write a task."""
+        worker = next(worker for worker in self._all if worker.ready and worker.task is None)
+        worker.task, worker.silent = task, 0.0
         worker.tasks.put(task)
 
     def wait(self) -> list[tuple[Task, Shard | Loss]]:
+        """Wait until a task has ended, or a worker may take one; return the tasks that have ended."""
         while True:
             with contextlib.suppress(queue.Empty):
                 worker, word = self._said.get(timeout=TICK)
-                if word != ALIVE:
-                    return [self._ended(worker, word)]
-                self._patience.heard(worker)
-            for silent in self._patience.exhausted():
-                self._patience.forget(silent)
-                silent.loss = self._patience.loss(f"worker {silent.process.pid}")
-                silent.process.kill()  # its thread notices
-
-    def _ended(self, worker: _Worker, word: Any) -> tuple[Task, Shard | Loss]:
-        """The task of a worker with its shard or loss."""
-        assert worker.task
-        task, outcome = worker.task, word
-        self._patience.forget(worker)
-        if word == GONE:
-            outcome = self._bury(worker)
-            self._all[self._all.index(worker)] = self._start()
-        worker.task = None
-        return task, outcome
+                if word == READY:
+                    worker.ready, self._failed_starts = True, 0
+                    return []
+                if word == ALIVE:
+                    worker.silent = 0.0
+                elif worker.task:
+                    return [(worker.task, self._outcome(worker, word))]
+                else:
+                    self._failed_starts += 1
+                    if self._failed_starts > MOST_FAILED_STARTS:
+                        raise BulkError(f"no worker starts: {worker.link.death()}")
+                    self._replace(worker)
+            # Only time in which the driver runs counts: Ctrl-Z stops the workers too.
+            now = time.monotonic()
+            passed, self._looked = min(now - self._looked, 2 * TICK), now
+            for worker in self._all:
+                worker.silent += passed
+                if worker.task and worker.silent > self._timeout and not worker.loss:
+                    reason = f"{worker.link.name} gave no sign of life for {self._timeout:g} s and was killed"
+                    worker.loss = Loss(reason, stalled=True)
+                    worker.link.end()  # its thread notices
 
     def close(self) -> None:
+        """End all workers at once: they hold nothing that the driver lacks."""
         for worker in self._all:
-            worker.process.kill()  # it holds nothing that the driver lacks
+            worker.link.end()
             worker.tasks.put(None)
-        for worker in self._all:
-            worker.process.join()
+        self._closed()
+
+    def _outcome(self, worker: _Worker, word: Any) -> Shard | Loss:
+        """The outcome of a worker's task. A worker that is gone is replaced."""
+        worker.task = None
+        if word != GONE:
+            return word
+        self._replace(worker)
+        return worker.loss or Loss(worker.link.death())
+
+    def _replace(self, worker: _Worker) -> None:
+        worker.link.end()
+        self._all[self._all.index(worker)] = self._start()
 
     def _start(self) -> _Worker:
-        ours, theirs = self._context.Pipe()
+        worker = _Worker(self._open())
+        threading.Thread(target=worker.converse, args=(self._said,), daemon=True).start()
+        return worker
+
+
+class Process:
+    """The link to a process of this machine, with one thread and its own engine."""
+
+    def __init__(self, settings: Settings) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
         # Ctrl-C reaches all processes of a terminal; only the driver handles it.
         resource_tracker.ensure_running()  # its start would unblock the signal
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            process = self._context.Process(target=work, args=(self.settings, theirs), daemon=True)
-            process.start()
+            self._process = context.Process(target=work, args=(settings, theirs), daemon=True)
+            self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        worker = _Worker(process, ours)
-        threading.Thread(target=worker.converse, args=(self._said,), daemon=True).start()
-        return worker
+        self.pid = self._process.pid
+        self.name = f"worker {self.pid}"
 
-    def _bury(self, worker: _Worker) -> Loss:
-        """Close the pipe of a dead worker; return how it died."""
-        worker.pipe.close()
-        worker.process.join()
-        code, name = worker.process.exitcode, f"worker {worker.process.pid}"
-        if worker.loss:
-            return worker.loss
+    def start(self) -> None:
+        pass  # its pipe takes a task at once
+
+    def send(self, task: Task) -> None:
+        self._pipe.send(task)
+
+    def receive(self) -> Any:
+        return self._pipe.recv()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def death(self) -> str:
+        code = self._process.exitcode or 0
         if code < 0:
-            return Loss(f"{name} was killed by {signal.Signals(-code).name}")
-        return Loss(f"{name} ended with exit code {code}")
+            return f"{self.name} was killed by {signal.Signals(-code).name}"
+        return f"{self.name} ended with exit code {code}"
+
+
+def local_pool(settings: Settings, workers: int, timeout: float = STALL_SECONDS) -> Pool:
+    """Processes of this machine."""
+    return Pool(lambda: Process(settings), workers, timeout)
 
 
 def work(settings: Settings, pipe: connection.Connection) -> None:

@@ -82,13 +82,13 @@ def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **aske
         raise click.UsageError("give --texts N or --prompts FILE")
     processor.let_waiting_threads_sleep()
     from generation import bulk as writing_many
-    from generation.processes import LocalPool
+    from generation.processes import local_pool
 
     job = job_of(**asked)
 
     def open_pool(settings, shards):
         if ray is None:
-            return LocalPool(settings, min(workers or processor.cores(), shards), timeout)
+            return local_pool(settings, min(workers or processor.cores(), shards), timeout)
         from generation import cluster
 
         return cluster.open_pool(ray, workers, settings, shards, timeout)

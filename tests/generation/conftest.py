@@ -15,7 +15,7 @@ from attention_ext import PARTS
 from generation import bulk, load, shards
 from generation.engine import open_engine
 from generation.jobs import Job
-from generation.processes import LocalPool
+from generation.processes import local_pool
 from generation.shards import Settings
 from model import checkpoint
 
@@ -88,5 +88,5 @@ def long(job) -> Job:
 def long_expected(long, tmp_path_factory) -> tuple[dict[str, str], float]:
     """The hashes of its files, and the seconds that two workers took."""
     directory, start = tmp_path_factory.mktemp("long"), time.monotonic()
-    bulk.run(long, directory, lambda settings, shards: LocalPool(settings, 2))
+    bulk.run(long, directory, lambda settings, shards: local_pool(settings, 2))
     return files(directory), time.monotonic() - start

@@ -18,13 +18,13 @@ from support import ROOT, naming
 
 from generation import bulk, generate, load, shards
 from generation.jobs import MANIFEST, BulkError, Job, Prompts
-from generation.processes import LocalPool
+from generation.processes import local_pool
 from generation.shards import Loss
 from model.files import UNFINISHED, locked
 
 
 def processes(workers):
-    return lambda settings, shards: LocalPool(settings, workers)
+    return lambda settings, shards: local_pool(settings, workers)
 
 
 def test_two_processes_write_the_same_bytes(job, expected, model, tmp_path):

@@ -23,7 +23,7 @@ from bulk_jobs import Here, check, files, here
 
 from generation import bulk, cluster
 from generation.jobs import MANIFEST, BulkError
-from generation.processes import LocalPool
+from generation.processes import local_pool
 from generation.shards import Shard, Task
 
 pytestmark = pytest.mark.full
@@ -80,14 +80,14 @@ def kill_process(pids: list[int], chance) -> bool:
 
 def test_killed_workers_cost_a_retry(long, long_expected, tmp_path):
     """While workers start, and while they write."""
-    pools: list[LocalPool] = []
+    pools: list[local_pool] = []
 
     def open_pool(settings, shards):
-        pools.append(LocalPool(settings, 2))
+        pools.append(local_pool(settings, 2))
         return pools[-1]
 
     def kill(chance):
-        return bool(pools) and kill_process(pools[-1].processes, chance)
+        return bool(pools) and kill_process([link.pid for link in pools[-1].links], chance)
 
     lost = kill_at_random_moments(long, *long_expected, tmp_path, open_pool, kill)
     assert all(reason.endswith("was killed by SIGKILL") for reason in lost)
@@ -138,15 +138,15 @@ def test_a_driver_killed_at_any_moment_loses_and_doubles_nothing(job, expected, 
 
 def test_a_stalled_worker_is_killed_and_its_file_tried_again(slow, slow_expected, tmp_path):
     """The driver names it in one line."""
-    pools, stopped, lines = list[LocalPool](), list[int](), list[str]()
+    pools, stopped, lines = list[local_pool](), list[int](), list[str]()
 
     def open_pool(settings, shards):
-        pools.append(LocalPool(settings, 2, timeout=10))  # which must be longer than a worker takes to start
+        pools.append(local_pool(settings, 2, timeout=10))  # which must be longer than a worker takes to start
         return pools[-1]
 
     def progress(state):
         if state.texts and not stopped:
-            stopped.append(pools[0].processes[0])
+            stopped.append(pools[0].links[0].pid)
             os.kill(stopped[0], signal.SIGSTOP)
 
     bulk.run(slow, tmp_path, open_pool, lines.append, progress)
