@@ -57,8 +57,6 @@ def _register_fakes(name: str) -> None:
     for part in PARTS.values():
         if part.operator:
             torch_library.register_fake(f"{name}::{part.operator}", functools.partial(fake, part))
-    for in_place in ("gpt_gradients", "gpt_update"):
-        torch_library.register_fake(f"{name}::{in_place}", lambda *_: None)
 
 
 def operator(part: str, simd: str = "auto", gradient: bool = False) -> Callable:

@@ -14,7 +14,6 @@ from lab.machine import Load, busy_text
 from lab.text import counted, markdown
 from lab.timing import seconds_of
 from model.gpt import GPTConfig
-from training.native import KINDS, part4
 from training.recipe import Recipe
 from training.trainer import Trainer
 
@@ -45,8 +44,7 @@ def trainer(part: str, config: GPTConfig, batch: int, simd: str = "auto") -> Tra
     )
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (10 * config.block_size + 10_000,), generator=generator)
-    attend = None if part == "part0" else part4(simd)
-    return Trainer(recipe, config.vocab_size, ids, torch.device("cpu"), attend)
+    return Trainer(recipe, config.vocab_size, ids, torch.device("cpu"), part, simd)
 
 
 def operations(config: GPTConfig, batch: int) -> int:
@@ -66,7 +64,7 @@ def largest_error(pytorchs: Trainer, native: Trainer) -> tuple[str, float]:
     T, tokens = pytorchs.recipe.block_size, pytorchs.recipe.batch_chars
     window = pytorchs.ids[torch.arange(tokens // T)[:, None] * 7 + torch.arange(T + 1)]
     for each in (pytorchs, native):
-        each._gradients(window[:, :-1], window[:, 1:])
+        each._gradients(window)
     named = zip(pytorchs.model.named_parameters(), native.model.parameters())
     errors = {name: _error(p.grad, q.grad) for (name, p), q in named}
     return max(errors.items(), key=lambda item: item[1])
@@ -112,11 +110,11 @@ def profile(part: str, config: GPTConfig, batch: int | None = None, simd: str = 
 def _native(of: Trainer, steps: int) -> tuple[float, dict[str, float]]:
     measured = []
     for _ in range(steps):
-        of.native_step.seconds.zero_()
+        of.native.take_seconds()
         seconds = seconds_of(of.step)
-        measured.append((seconds, (of.native_step.seconds / torch.get_num_threads()).tolist()))
-    seconds, spent = sorted(measured)[steps // 2]
-    return seconds, dict(zip(KINDS, spent))
+        measured.append((seconds, of.native.take_seconds()))
+    seconds, spent = sorted(measured, key=lambda each: each[0])[steps // 2]
+    return seconds, {kind: of_all / torch.get_num_threads() for kind, of_all in spent.items()}
 
 
 def _pytorchs(of: Trainer, steps: int) -> tuple[float, dict[str, float]]:

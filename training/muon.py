@@ -20,14 +20,13 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict], lr: Tensor, weight_decay: float, momentum: float = 0.95):
         super().__init__(groups, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["momentum"] = torch.zeros_like(p)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             rows, cols = group["shape"]
-            for p in group["params"]:
-                if "momentum" not in self.state[p]:
-                    self.state[p]["momentum"] = torch.zeros_like(p)
             buffers = [self.state[p]["momentum"] for p in group["params"]]
             update = _muon_direction(
                 [p.grad for p in group["params"]], buffers, group["momentum"], rows, cols

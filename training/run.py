@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoint import Checkpoint, save, save_record
-from model.gpt import GPT, Attend
+from model.gpt import GPT
 from model.loss import evaluate, evaluate_windows
 from training.recipe import Recipe
 from training.schedule import BySteps, ByTime
@@ -38,7 +38,7 @@ def train(
     out: Path | None = None,
     *,
     watcher: Watcher = Nobody(),
-    attend: Attend | None = None,
+    part: str = "part0",
     start: Checkpoint | None = None,
     old_text: str | None = None,
     resume: bool = False,
@@ -47,7 +47,7 @@ def train(
 ) -> dict:
     """Train on the first 90 % of `text` and keep the average with the best loss on the validation text.
 
-    attend: see Trainer. start: the model to fine-tune; the recipe has its sizes (training.start.recipe_of).
+    part: see Trainer. start: the model to fine-tune; the recipe has its sizes (training.start.recipe_of).
     old_text: the loss on its last 10 % is measured before and after fine-tuning.
     resume: continue the run whose state is in `out`; the other arguments must be those of that run.
     about: further settings to record. stop: is asked after each step whether to stop.
@@ -76,7 +76,9 @@ def train(
     material = divide(text, recipe, tokenizer)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # a bad path fails now, not after hundreds of steps
-    trainer = Trainer(recipe, len(material.tokenizer), material.training, torch.device(device), attend, model)
+    trainer = Trainer(
+        recipe, len(material.tokenizer), material.training, torch.device(device), part, start=model
+    )
     identity = {
         "corpus_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "characters": len(text),

@@ -1,9 +1,9 @@
 """One step of training: Muon, AdamW and an average of the weights.
 
 Hidden matrices are trained with Muon, embeddings and norms with AdamW. An exponential moving average of the
-weights is evaluated and saved. On a GPU the whole step is one CUDA graph around a compiled model, because
-kernel launches bound a step of this size. On a CPU the same code runs without a graph. With part4's attention
-and no dropout, training/native.py has the step in C++.
+weights is evaluated and saved. On a GPU the whole training step is one CUDA graph around a compiled model,
+because kernel launches bound one of this size. On a CPU the same code runs without a graph. With part4's
+attention and no dropout, the class TrainingStep of training/csrc does it in C++.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.gpt import GPT, Attend, GPTConfig
+from attention_ext import attention, extension
+from model.gpt import GPT, GPTConfig
 from training.muon import Muon
-from training.native import NativeStep, helpers_of, is_native
 from training.recipe import Recipe
 
 CLIP = 1.0  # the largest norm of all gradients
@@ -32,15 +34,21 @@ def sinusoids(length: int, width: int) -> Tensor:
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)[:, :width]
 
 
+def load_training_step(simd: str = "auto") -> Any:
+    """The class TrainingStep of training/csrc, compiled if need be; see extension.load_module()."""
+    return extension.load_module("training_step", ("training", "model"), simd).TrainingStep
+
+
 class Trainer:
     """A model, its average, and one training step over a corpus held on the device.
 
-    ids: (N,) int64 training tokens. attend: attention of a step, with a gradient; None takes PyTorch's, the
-    only one with the recipe's dropout. start: the model with the initial weights; it must have the recipe's
-    sizes.
-    Before a step, lr is set to its share of the peak learning rate, and decay to that of the average.
-    native: whether the step is the one in C++. It needs a CPU, part4's attention, given as
-    partial(attention, 'part4', causal=True), no dropout and no biases. Any other step is PyTorch's.
+    ids: (N,) int64 training tokens. part: the attention of a training step, with a gradient; part0 is
+    PyTorch's, the only one with the recipe's dropout. start: the model with the initial weights; it must have
+    the recipe's sizes.
+    Before a training step, lr is set to its share of the peak learning rate, decay to that of the average.
+    native: the TrainingStep in C++ over the SIMD helpers `simd`, with torch.get_num_threads() threads: for
+    part4 on a CPU, without dropout and biases. None if the training step is PyTorch's.
+    Raises BuildError as load_training_step() does.
     """
 
     def __init__(
@@ -49,11 +57,13 @@ class Trainer:
         vocab_size: int,
         ids: Tensor,
         device: torch.device,
-        attend: Attend | None = None,
+        part: str = "part0",
+        simd: str = "auto",
         start: GPT | None = None,
     ) -> None:
         torch.manual_seed(recipe.seed)
         self.recipe, self.ids, self.device = recipe, ids.to(device), device
+        self.batch = max(1, recipe.batch_chars // recipe.block_size)
         config = GPTConfig(
             block_size=recipe.block_size,
             vocab_size=vocab_size,
@@ -63,22 +73,17 @@ class Trainer:
             dropout=recipe.dropout,
             bias=start is not None and start.config.bias,
         )
-
-        def with_dropout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            dropout = recipe.dropout if self.model.training else 0.0
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-
-        self.model = GPT(config, attend or with_dropout)
+        sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
+        with_dropout = partial(sdpa, dropout_p=recipe.dropout)
+        attend = with_dropout if part == "part0" else partial(attention, part, causal=True, simd=simd)
+        self.model = GPT(config, attend)
         positions = self.model.transformer.wpe.weight
         with torch.no_grad():
             positions.copy_(0.1 * sinusoids(*positions.shape))
         if start is not None:
             self.model.load_state_dict(start.state_dict())
         self.model.to(device)
-        # The average is evaluated without dropout, so its attention needs none.
-        self.averaged = GPT(
-            config, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        ).to(device)
+        self.averaged = GPT(config, sdpa).to(device)  # is evaluated without dropout
         self.averaged.load_state_dict(self.model.state_dict())
         self.averaged.eval()
 
@@ -109,27 +114,75 @@ class Trainer:
             fused=on_gpu,
             capturable=on_gpu,
         )
+        for other in (*others, positions):
+            averages = {name: torch.zeros_like(other) for name in ("exp_avg", "exp_avg_sq")}
+            self.adam.state[other] = {"step": torch.zeros((), device=device), **averages}
         self.loss = torch.zeros((), device=device)
-        self.native = is_native(config, device, attend)
-        if self.native:
-            simd = helpers_of(attend) or "auto"
-            self.native_step = NativeStep(self.model, self.averaged, self.muon, self.adam, simd)
+        in_cpp = part == "part4" and device.type == "cpu" and recipe.dropout == 0 and not config.bias
+        self.native: Any = self._native_step(simd) if in_cpp else None
         self.step = self._captured_step() if on_gpu else self._step
+
+    def _native_step(self, simd: str) -> Any:
+        """The TrainingStep on the tensors of the model, its average and its optimizers."""
+        recipe, config, group = self.recipe, self.model.config, self.adam.param_groups[0]
+        states = {**self.muon.state, **self.adam.state}
+        parameters = []
+        for p, average in zip(self.model.parameters(), self.averaged.parameters()):
+            p.grad = torch.zeros_like(p)
+            tensors = {"value": p, "gradient": p.grad, "average": average, **states[p]}
+            parameters.append({name: t.detach().numpy() for name, t in tensors.items()})
+        return load_training_step(simd)(
+            parameters,
+            batch=self.batch,
+            block_size=config.block_size,
+            vocab_size=config.vocab_size,
+            n_layer=config.n_layer,
+            n_head=config.n_head,
+            n_embd=config.n_embd,
+            threads=torch.get_num_threads(),
+            clip=CLIP,
+            muon_rate=recipe.muon_lr,
+            adam_rate=recipe.adam_lr,
+            position_rate=recipe.position_lr,
+            weight_decay=recipe.weight_decay,
+            momentum=self.muon.defaults["momentum"],
+            betas=group["betas"],
+            epsilon=group["eps"],
+        )
 
     def _batch_loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Mean cross-entropy, a scalar, of the model on tokens x (B, T) and the next ones y (B, T)."""
-        bf16 = self.device.type == "cuda"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             logits = self.model(x)
         return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
 
+    def _step(self) -> None:
+        """Do a training step on a new random batch, and set self.loss."""
+        T = self.recipe.block_size
+        starts = torch.randint(len(self.ids) - T, (self.batch, 1), device=self.device)
+        self._gradients(self.ids[starts + torch.arange(T + 1, device=self.device)])  # (batch, T + 1)
+        self._update()
+
+    def _gradients(self, tokens: Tensor) -> None:
+        """Set the clipped gradients and the loss for tokens (B, T + 1): T tokens and the one after each."""
+        if self.native:
+            loss, _ = self.native.gradients(tokens.numpy())
+            self.loss.fill_(loss)
+            return
+        for p in self.model.parameters():
+            p.grad = None
+        loss = self._batch_loss(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.loss.copy_(loss.detach())
+
     def _update(self) -> None:
         """Step both optimizers and update the average; the gradients are set."""
+        if self.native:
+            self.native.update(self.lr.item(), self.decay.item())
+            return
         recipe = self.recipe
         peaks = [recipe.muon_lr] * len(self.muon.param_groups) + [recipe.adam_lr, recipe.position_lr]
-        if self.native:
-            fraction = self.lr.item()
-            return self.native_step.update([peak * fraction for peak in peaks], self.decay.item())
         for group, peak in zip((*self.muon.param_groups, *self.adam.param_groups), peaks):
             group["lr"].copy_(peak * self.lr)
         self.muon.step()
@@ -137,27 +190,6 @@ class Trainer:
         with torch.no_grad():
             for a, p in zip(self.averaged.parameters(), self.model.parameters()):
                 a.lerp_(p, 1 - self.decay)
-
-    def _step(self) -> None:
-        """Do a step on a new random batch and store the loss in self.loss."""
-        T = self.recipe.block_size
-        batch = max(1, self.recipe.batch_chars // T)
-        starts = torch.randint(len(self.ids) - T, (batch, 1), device=self.device)
-        window = self.ids[starts + torch.arange(T + 1, device=self.device)]  # (batch, T + 1)
-        loss = self._gradients(window[:, :-1], window[:, 1:])
-        self._update()
-        self.loss.copy_(loss)
-
-    def _gradients(self, x: Tensor, y: Tensor) -> Tensor:
-        """Set the clipped gradients for tokens x (B, T) and the next ones y (B, T); return the loss."""
-        if self.native:
-            return self.native_step.gradients(x, y, CLIP)
-        for p in self.model.parameters():
-            p.grad = None
-        loss = self._batch_loss(x, y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        return loss.detach()
 
     def _captured_step(self) -> Callable[[], None]:
         """The step as a CUDA graph; model, optimizers and average are reset after the warm-up."""
@@ -183,56 +215,37 @@ class Trainer:
         return graph.replay
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The CPU tensors, by name, that the next steps depend on besides the corpus and the recipe."""
-        tensors = {f"model.{name}": t for name, t in _untied(self.model).items()}
-        tensors |= {f"averaged.{name}": t for name, t in _untied(self.averaged).items()}
-        for kind, optimizer in self._optimizers().items():
-            for index, values in optimizer.state_dict()["state"].items():
-                tensors |= {f"{kind}.{index}.{name}": t for name, t in values.items()}
-        tensors["generator.cpu"] = torch.get_rng_state()
+        """Copies on the CPU, by name, of what the next training steps depend on besides corpus and recipe."""
+        tensors = self._tensors() | {"generator.cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             tensors["generator.cuda"] = torch.cuda.get_rng_state(self.device)
         return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from a state_dict(). Raises ValueError if it is from another model or device."""
-        for kind, model in (("model", self.model), ("averaged", self.averaged)):
-            own, saved = _untied(model), _below(kind, state)
-            if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in saved.items()}:
-                raise ValueError(f"state has a {kind} of other sizes; they must be those of this run")
-            with torch.no_grad():
-                for name, tensor in own.items():
-                    tensor.copy_(saved[name])
-        for kind, optimizer in self._optimizers().items():
-            _restore(optimizer, _below(kind, state))
-        generators = _below("generator", state)
-        if generators.keys() != {"cpu", self.device.type}:
+        """Continue from a state_dict(), in the same tensors: a captured graph or the native step has them.
+
+        Raises ValueError if the state is from another model or device.
+        """
+        own = self._tensors()
+        if any(name not in state or state[name].shape != t.shape for name, t in own.items()):
+            raise ValueError("state is of a model of other sizes; they must be those of this run")
+        devices = {name.removeprefix("generator.") for name in state if name.startswith("generator.")}
+        if devices != {"cpu", self.device.type}:
             raise ValueError(f"state is not one of a run on {self.device.type}")
-        torch.set_rng_state(generators["cpu"])
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(state[name])
+        torch.set_rng_state(state["generator.cpu"])
         if self.device.type == "cuda":
-            torch.cuda.set_rng_state(generators["cuda"], self.device)
+            torch.cuda.set_rng_state(state["generator.cuda"], self.device)
 
-    def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        return {"muon": self.muon, "adam": self.adam}
-
-
-def _untied(model: GPT) -> dict[str, Tensor]:
-    """The model's tensors by name, without the head's, which is the embedding's."""
-    return {name: t for name, t in model.state_dict().items() if name != "lm_head.weight"}
-
-
-def _below(kind: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names begin with the kind, under the rest of their names."""
-    return {name.split(".", 1)[1]: t for name, t in state.items() if name.split(".", 1)[0] == kind}
-
-
-def _restore(optimizer: torch.optim.Optimizer, saved: dict[str, Tensor]) -> None:
-    """Set the optimizer's tensors; existing ones in place, because a captured graph may hold them."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for name, tensor in saved.items():
-        index, key = name.split(".", 1)
-        values = optimizer.state[parameters[int(index)]]
-        if key in values:
-            values[key].copy_(tensor)
-        else:
-            values[key] = tensor.to(parameters[int(index)].device if tensor.ndim else "cpu", copy=True)
+    def _tensors(self) -> dict[str, Tensor]:
+        """The tensors of the model, its average and the optimizers. The head's weight is the embedding's."""
+        named: dict[str, Tensor] = {}
+        for kind, model in (("model", self.model), ("averaged", self.averaged)):
+            weights = model.state_dict().items()
+            named |= {f"{kind}.{name}": t for name, t in weights if name != "lm_head.weight"}
+        for kind, optimizer in (("muon", self.muon), ("adam", self.adam)):
+            for index, values in optimizer.state_dict()["state"].items():
+                named |= {f"{kind}.{index}.{name}": t for name, t in values.items()}
+        return named

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from app.cli import options
 from app.cli.terminal import notice
-from app.server import Settings
 from attention_ext import PARTS, BuildError, processor
+
+if TYPE_CHECKING:
+    from app.server import Settings
 
 PACKAGES = {"starlette", "uvicorn", "httptools", "uvloop", "pydantic", "prometheus_client"}
 
@@ -20,25 +23,16 @@ serve_options = options.all_of(
         "--model",
         "models",
         multiple=True,
-        default=Settings.models,
+        default=["shakes256"],
         help="Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt; may be repeated.",
     ),
-    options.choice(
-        "--part", of=PARTS, default=Settings.part, help="Attention of requests that name no part."
-    ),
-    click.option("--host", default=Settings.host, help="Address to listen at."),
+    options.choice("--part", of=PARTS, default="part4", help="Attention of requests that name no part."),
+    click.option("--host", default="127.0.0.1", help="Address to listen at."),
     click.option(
-        "--port",
-        type=click.IntRange(0, 65535),
-        default=Settings.port,
-        help="Port to listen at; 0 takes a free one.",
+        "--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen at; 0 takes a free one."
     ),
-    options.size(
-        "--slots", default=Settings.slots, most=4096, help="Texts written at once for each model and part."
-    ),
-    options.size(
-        "--queue", default=Settings.queue, most=10**6, help="Texts that may wait for each model and part."
-    ),
+    options.size("--slots", default=32, most=4096, help="Texts written at once for each model and part."),
+    options.size("--queue", default=256, most=10**6, help="Texts that may wait for each model and part."),
     options.threads,
     options.weights,
     options.kv_cache,
@@ -68,7 +62,7 @@ serve_options = options.all_of(
     click.option(
         "--grace",
         type=options.Number(0, 86_400),
-        default=Settings.grace,
+        default=10.0,
         help="Seconds that running requests have to finish after SIGTERM or Ctrl-C.",
     ),
 )
@@ -100,6 +94,7 @@ def serve(
         if (error.name or "").partition(".")[0] not in PACKAGES:
             raise
         raise BuildError(f"serve needs {error.name}: pip install -e '.[serve]'") from None
+    from app.server import Settings
 
     keys = (*api_keys, *(keys_of(api_key_file) if api_key_file else ()))
     if not all(key and key.isascii() and key.isprintable() and key == key.strip() for key in keys):

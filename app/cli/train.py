@@ -10,7 +10,6 @@ import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,6 @@ def train(
     text = options.read_corpus(corpus_file)
 
     from app.cli.train_display import watch
-    from attention_ext import attention
     from model.checkpoint import load
     from training.run import train as run
     from training.start import recipe_of
@@ -126,7 +124,7 @@ def train(
                     device,
                     directory,
                     watcher=watcher,
-                    attend=None if part == "part0" else partial(attention, part, causal=True),
+                    part=part,
                     start=start,
                     old_text=None if old_corpus is None else options.read_corpus(old_corpus),
                     resume=resume,
@@ -186,10 +184,10 @@ def default_part(name: str, device: str) -> str:
     """part4 if it has a gradient here and compiles, else part0. It compiles before the run's time begins."""
     if name in RECIPES or device == "cuda":
         return "part0"
-    from attention_ext import extension
+    from training.trainer import load_training_step
 
     try:
-        extension.load()
+        load_training_step()
     except BuildError as error:
         notice(f"{program()}: warning: {error}; training with part0")
         return "part0"

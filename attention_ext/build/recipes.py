@@ -126,10 +126,8 @@ def operators(simd: str = "auto") -> Recipe:
     """The library of attention's operators over one of SIMD. Raises as kernels() does."""
     over = kernels(simd)
     name = over.name.replace("kernels_", "")
-    training = ROOT / "training" / "csrc"
-    sources = (*found(CSRC, *OPERATORS), *found(training, "*.cpp"))
     facts = (f"-DATTENTION_EXT={name}", f"-DMOST_SCORES={MOST_SCORES}")
-    return _library(name, "the operators", over, (CSRC, training), sources, *facts)
+    return _library(name, "the operators", over, (CSRC,), found(CSRC, *OPERATORS), *facts)
 
 
 def module(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:
@@ -138,15 +136,16 @@ def module(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:
     One of the sources has PYBIND11_MODULE(name, m). Raises as kernels() does, and BuildError if Python's
     header is missing.
     """
+    what = name.replace("_", " ")
     if not toolchain.has_python_header():
         raise BuildError(
-            f"the native engine needs Python's header, and {toolchain.python_header()} is missing; install "
-            "it (Debian, Ubuntu: apt install python3-dev), or choose the torch engine"
+            f"the {what} needs Python's header, and {toolchain.python_header()} is missing; install it "
+            "(Debian, Ubuntu: apt install python3-dev), or choose the torch engine, or part0 for training"
         )
     over = kernels(simd)
     folders = tuple(ROOT / package / "csrc" for package in packages)
     sources = tuple(path for folder in folders for path in found(folder, "*.cpp"))
-    return _library(over.name.replace("kernels", name), f"the {name}", over, (CSRC, *folders), sources)
+    return _library(over.name.replace("kernels", name), f"the {what}", over, (CSRC, *folders), sources)
 
 
 def program(simd: str = "auto", march: str = "native") -> Recipe:

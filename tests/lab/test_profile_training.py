@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from lab import profile_training
-from training.native import KINDS
 
 SMALL = dataclasses.replace(
     profile_training.SHAKES, block_size=8, vocab_size=9, n_layer=1, n_head=2, n_embd=16
@@ -19,7 +18,7 @@ SMALL = dataclasses.replace(
 
 def test_both_steps_agree_and_a_wrong_gradient_is_found(extension):
     both = [profile_training.trainer(part, SMALL, 3) for part in ("part0", "part4")]
-    assert [each.native for each in both] == [False, True]
+    assert [each.native is not None for each in both] == [False, True]
     assert profile_training.largest_error(*both)[1] <= profile_training.TOLERANCE
     with torch.no_grad():
         both[1].model.transformer.h[0].ln_2.weight[3] += 0.1
@@ -36,7 +35,7 @@ def test_a_profile_adds_up(part, extension, monkeypatch, threads):
     assert p["not_profiled_ms"] > 0 and p["steps"] >= 5
     assert list(kinds)[-1] == "other"
     if part == "part4":
-        assert list(kinds)[:-1] == list(KINDS)
+        assert list(kinds)[0] == "packing" and list(kinds)[-2] == "waiting"
         assert all(kinds[kind] > 0 for kind in ("products", "attention, backward", "Muon"))
     else:
         assert any("mm" in kind for kind in kinds)

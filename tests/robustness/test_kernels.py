@@ -38,7 +38,7 @@ WITHOUT_BINDINGS = {
     package: [path for path in recipes.found(ROOT / package / "csrc", "*.cpp") if path.name not in BINDINGS]
     for package in ("model", "generation", "training")
 }
-TRAINING = [HERE / "training.cpp", *WITHOUT_BINDINGS["training"], *PARTS]
+TRAINING = [HERE / "training.cpp", *WITHOUT_BINDINGS["model"], *WITHOUT_BINDINGS["training"], *PARTS]
 # The float64 reference takes most of the time: it is optimised, and not sanitized.
 OF_A_SOURCE = {
     HERE / "kernels.cpp": ("-O2", "-fno-sanitize=address,undefined"),

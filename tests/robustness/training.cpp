@@ -13,12 +13,9 @@
 #include <vector>
 
 #include "generated.h"
-#include "training/csrc/model.h"
-#include "training/csrc/update.h"
+#include "training/csrc/training_step.h"
 
 namespace {
-
-constexpr int64_t OF_LAYER = 6;  // parameters
 
 struct Case {
     uint64_t seed;
@@ -48,31 +45,11 @@ void describe(const Case& c) {
 // One tensor for each parameter, between guard pages.
 using Tensors = std::vector<std::unique_ptr<Guarded>>;
 
-std::vector<int64_t> counts(const training::Sizes& s) {
-    std::vector<int64_t> all{s.V * s.C, s.T * s.C};
-    for (int64_t l = 0; l < s.L; l++)
-        for (const int64_t rows : {int64_t{1}, 3 * s.C, s.C, int64_t{1}, 4 * s.C, 4 * s.C})
-            all.push_back(rows * s.C);
-    all.push_back(s.C);
-    return all;
-}
-
 Tensors tensors(const training::Sizes& s, Random& random) {
     Tensors all;
-    for (const int64_t count : counts(s)) all.push_back(std::make_unique<Guarded>(count, random));
+    for (const training::Shape& shape : training::shapes(s))
+        all.push_back(std::make_unique<Guarded>(shape.count, random));
     return all;
-}
-
-template <class Float>
-training::ModelOf<Float> model_of(const training::Sizes& s, const Tensors& t) {
-    training::ModelOf<Float> model{};
-    model.wte = t[0]->data, model.wpe = t[1]->data, model.ln_f = t.back()->data;
-    for (int64_t l = 0; l < s.L; l++) {
-        const size_t first = static_cast<size_t>(2 + OF_LAYER * l);
-        const auto at = [&](size_t i) { return t[first + i]->data; };
-        model.layers.push_back({at(0), at(1), at(2), at(3), at(4), at(5)});
-    }
-    return model;
 }
 
 std::vector<float> copied(const Tensors& tensors) {
@@ -87,16 +64,6 @@ std::string check(const char* what, const Tensors& tensors) {
     for (const float x : copied(tensors))
         if (!std::isfinite(x)) return std::string("; a ") + what + " is not finite";
     return "";
-}
-
-// The shape of the matrices of parameter i, of `count` numbers; (0, 0) for AdamW.
-std::pair<int64_t, int64_t> shape_of(const training::Sizes& s, size_t i, int64_t count) {
-    const bool in_layer = i >= 2 && i < static_cast<size_t>(2 + OF_LAYER * s.L);
-    const size_t which = (i - 2) % static_cast<size_t>(OF_LAYER);
-    if (!in_layer || which == 0 || which == 3) return {0, 0};
-    if (which == 1) return {s.C, s.C};
-    const int64_t cols = which == 5 ? 4 * s.C : s.C;
-    return {count / cols, cols};
 }
 
 struct Stepped {
@@ -124,32 +91,28 @@ Stepped run(const Case& c, int threads, Random& memory) {
     };
     each(values, [&] { return 0.3f * random.normal(); });
     for (const Tensors* state : {&first, &second, &averages}) each(*state, [] { return 0.0f; });
-    std::vector<int64_t> tokens(static_cast<size_t>(2 * s.rows()));
+    std::vector<int64_t> tokens(static_cast<size_t>(s.B * (s.T + 1)));
     for (int64_t& token : tokens) token = random.from(0, s.V - 1);
 
-    std::vector<training::Run> runs;
-    std::vector<training::Parameter> parameters;
-    for (size_t i = 0; i < values.size(); i++) {
-        runs.push_back({gradients[i]->data, gradients[i]->n});
-        const auto [rows, cols] = shape_of(s, i, values[i]->n);
-        parameters.push_back({values[i]->data, gradients[i]->data, first[i]->data,
-                              rows ? nullptr : second[i]->data, averages[i]->data, values[i]->n, rows, cols,
-                              0.01});
+    Guarded scratch(training::scratch_floats(s), memory);
+    training::TrainingStep step{s, {c.clip, 0.01, 0.01, 0.01, 0.1, 0.95, 0.9, 0.99, 1e-8}, {}, scratch.data};
+    std::vector<float> updates(values.size());
+    const std::vector<training::Shape> shapes = training::shapes(s);
+    for (size_t i = 0; i < shapes.size(); i++) {
+        const bool muon = shapes[i].rows > 0;
+        step.parameters.push_back({shapes[i], values[i]->data, gradients[i]->data, averages[i]->data,
+                                   first[i]->data, muon ? nullptr : second[i]->data,
+                                   muon ? nullptr : &updates[i]});
     }
-    training::Settings settings{0.1, 0.95, 0.9, 0.99, 1e-8, 0.5, 1, threads};
-    double seconds[training::KINDS] = {};
     Stepped done{};
-    for (int step = 1; step <= 2; step++) {
-        Guarded scratch(training::gradients_scratch(s), memory);
-        const training::Result result =
-            training::gradients(s, {tokens.data(), tokens.data() + s.rows()}, model_of<const float>(s, values),
-                                model_of<float>(s, gradients), runs, c.clip, scratch.data, seconds);
-        settings.step = step;
-        Guarded more(training::update_scratch(parameters, settings), memory);
-        training::update(parameters, settings, more.data, seconds);
-        if (!scratch.whole() || !more.whole()) done.wrong += "; wrote beside the scratch";
+    for (int count = 0; count < 2; count++) {
+        std::fill_n(scratch.data, scratch.n, NAN);
+        const training::Result result = step.gradients(tokens.data());
+        std::fill_n(scratch.data, scratch.n, NAN);
+        step.update(1.0, 0.5);
         done.loss = result.loss, done.norm = result.norm;
     }
+    if (!scratch.whole()) done.wrong += "; wrote beside the scratch";
     done.wrong += check("parameter", values) + check("gradient", gradients) + check("momentum", first) +
                   check("square", second) + check("average", averages);
     double square = 0;

@@ -9,15 +9,15 @@ import math
 from functools import partial
 
 import pytest
+import tiny
 import torch
 from support import naming
-from torch import library as torch_library
+from training_texts import TINY
 
-from attention_ext import attention
-from attention_ext import extension as loader
+from training import trainer as trainers
 from training.muon import Muon
-from training.native import KINDS, part4
 from training.recipe import Recipe
+from training.start import recipe_of
 from training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("extension")
@@ -39,12 +39,12 @@ SIZES = [
 ]
 
 
-def trainer(attend=None, sizes=SIZES[0], factor=1.0, recipe=RECIPE) -> Trainer:
+def trainer(part="part4", sizes=SIZES[0], factor=1.0, recipe=RECIPE) -> Trainer:
     """A trainer of a model of these sizes, whose first weights are multiplied by a factor."""
     batch, block, V, C, heads, layers = sizes
     change = dict(block_size=block, batch_chars=batch * block, n_embd=C, n_head=heads, n_layer=layers)
     ids = torch.randint(V, (500,), generator=torch.Generator().manual_seed(1))
-    made = Trainer(dataclasses.replace(recipe, **change), V, ids, CPU, attend)
+    made = Trainer(dataclasses.replace(recipe, **change), V, ids, CPU, part)
     with torch.no_grad():
         for p in made.model.parameters():
             p.mul_(factor)
@@ -52,19 +52,18 @@ def trainer(attend=None, sizes=SIZES[0], factor=1.0, recipe=RECIPE) -> Trainer:
     return made
 
 
-def batch_of(sizes, seed=0) -> tuple[torch.Tensor, torch.Tensor]:
+def tokens_of(sizes, seed=0) -> torch.Tensor:
     batch, block, V, *_ = sizes
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(V, (batch, block), generator=generator) for _ in range(2))  # type: ignore[return-value]
+    return torch.randint(V, (batch, block + 1), generator=torch.Generator().manual_seed(seed))
 
 
-def exact(of: Trainer, x: torch.Tensor, y: torch.Tensor) -> tuple[float, float, list[torch.Tensor]]:
+def exact(of: Trainer, tokens: torch.Tensor) -> tuple[float, float, list[torch.Tensor]]:
     """The loss, the norm and the clipped gradients in float64, by PyTorch."""
     model = copy.deepcopy(of.model).double()
     for block in model.transformer.h:
         block.attn.attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
-    logits = model(x)
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+    logits = model(tokens[:, :-1])
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     return loss.item(), norm.item(), [p.grad for p in model.parameters()]  # type: ignore[misc]
@@ -73,13 +72,12 @@ def exact(of: Trainer, x: torch.Tensor, y: torch.Tensor) -> tuple[float, float, 
 def test_loss_norm_and_gradients(threads):
     threads(2)
     for sizes, factor in itertools.product(SIZES, (1.0, 5.0)):
-        native = trainer(part4(), sizes, factor)
-        assert native.native
-        x, y = batch_of(sizes)
-        loss, norm, gradients = exact(native, x, y)
+        native, tokens = trainer("part4", sizes, factor), tokens_of(sizes)
+        loss, norm, gradients = exact(native, tokens)
         with naming(sizes, factor):
-            assert float(native._gradients(x, y)) == pytest.approx(loss, rel=1e-5, abs=1e-6)
-            assert float(native.native_step.norm) == pytest.approx(norm, rel=1e-4, abs=1e-6)
+            got_loss, got_norm = native.native.gradients(tokens.numpy())
+            assert got_loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
+            assert got_norm == pytest.approx(norm, rel=1e-4, abs=1e-6)
             for (name, p), right in zip(native.model.named_parameters(), gradients):
                 allowed = 1e-4 * float(right.abs().max()) + 1e-9
                 with naming(name):
@@ -94,9 +92,9 @@ def test_no_bit_depends_on_the_threads(threads):
         seen = []
         for count in (1, 2, 3, 16):
             threads(count)
-            native = trainer(part4(), sizes, 3.0)
+            native = trainer("part4", sizes, 3.0)
             for step in range(2):
-                native._gradients(*batch_of(sizes, step))
+                native._gradients(tokens_of(sizes, step))
                 native._update()
             found = [p.grad.clone() for p in native.model.parameters()]
             found += [p.detach() for model in (native.model, native.averaged) for p in model.parameters()]
@@ -105,17 +103,17 @@ def test_no_bit_depends_on_the_threads(threads):
                 assert all(map(torch.equal, found, seen[0]))
 
 
-def test_the_step_follows_pytorchs(threads):
+def test_the_training_step_follows_pytorchs(threads):
     """Weights, averages and the optimizers' states after some steps, from the same gradients each time."""
     threads(2)
-    pytorchs, native = trainer(), trainer(part4())
-    assert not pytorchs.native and native.native
+    pytorchs, native = trainer("part0"), trainer("part4")
+    assert pytorchs.native is None and native.native is not None
     start = [p.detach().clone() for p in native.model.parameters()]
     for step in range(6):
         for each in (pytorchs, native):
             each.lr.fill_((step + 1) / 6)
-        loss = pytorchs._gradients(*batch_of(SIZES[0], step))
-        torch.testing.assert_close(native._gradients(*batch_of(SIZES[0], step)), loss, rtol=1e-4, atol=0)
+            each._gradients(tokens_of(SIZES[0], step))
+        torch.testing.assert_close(native.loss, pytorchs.loss, rtol=1e-4, atol=0)
         for p, q in zip(pytorchs.model.parameters(), native.model.parameters()):
             q.grad.copy_(p.grad)
         for each in (pytorchs, native):
@@ -135,11 +133,11 @@ def test_the_step_follows_pytorchs(threads):
                 torch.testing.assert_close(other.state[q][key], value, rtol=1e-4, atol=1e-7)
 
 
-def pytorchs_direction(gradient: torch.Tensor, rows: int) -> torch.Tensor:
-    """Minus Muon's first direction for matrices of so many rows, times their scale."""
+def pytorchs_direction(gradient: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Minus Muon's first direction for matrices of this shape, times their scale."""
     value = torch.nn.Parameter(torch.zeros_like(gradient))
     value.grad = gradient
-    group = dict(params=[value], shape=(rows, gradient.shape[1]))
+    group = dict(params=[value], shape=shape)
     Muon([group], torch.ones((), dtype=gradient.dtype), weight_decay=0.0).step()
     return value.detach()
 
@@ -147,80 +145,93 @@ def pytorchs_direction(gradient: torch.Tensor, rows: int) -> torch.Tensor:
 def test_the_direction_of_muon(threads):
     """Also of a matrix of low rank, whose small singular values rounding replaces, in PyTorch too."""
     threads(2)
-    operators, generator = loader.load(), torch.Generator().manual_seed(0)
-    empty, seconds = [torch.empty(0)], torch.zeros(len(KINDS), dtype=torch.float64)
-    shapes = (((96, 32), 32), ((32, 128), 32), ((128, 32), 128), ((24, 40), 24))
-    for (shape, rows), rank in itertools.product(shapes, (1, 5, 99)):
-        rank = min(rank, *shape)
-        scratch = torch.empty(operators.update_scratch([rows], [shape[1]], 2))
-        left, right = (torch.randn(n, rank, generator=generator) for n in shape)
-        gradient = left @ right.T + 1e-4 * torch.randn(shape, generator=generator)
-        exact, peer = (
-            pytorchs_direction(gradient.to(dtype), rows) for dtype in (torch.float64, torch.float32)
-        )
-        value, momentum, average = torch.zeros(shape), torch.zeros(shape), torch.zeros(shape)
-        operators.gpt_update(
-            [value], [gradient], [momentum], empty, [], [average], [rows], [shape[1]], [1.0], 0.0, 0.95, 0.9,
-            0.99, 1e-8, 0.5, scratch, seconds,
-        )  # fmt: skip
-        allowed = 4 * float((peer - exact).abs().max()) + 1e-4 * float(exact.abs().max())
-        with naming(shape, rows, rank):
-            torch.testing.assert_close(value.double(), exact, rtol=0, atol=allowed)
-            torch.testing.assert_close(average, value / 2)
-            torch.testing.assert_close(momentum, 0.05 * gradient)
+    torch.manual_seed(0)
+    recipe = dataclasses.replace(RECIPE, muon_lr=1.0, weight_decay=0.0, average=0.5)
+    native = trainer("part4", (1, 4, 7, 32, 2, 3), recipe=recipe)
+    for block, rank in zip(native.model.transformer.h, (1, 5, 99)):
+        for name, p in block.named_parameters():
+            if p.ndim == 2:
+                low = min(rank, *p.shape)
+                left, right = (torch.randn(n, low) for n in p.shape)
+                p.grad.copy_(left @ right.T + 1e-4 * torch.randn(p.shape))
+                p.data.zero_()
+    native.averaged.load_state_dict(native.model.state_dict())
+    native._update()
+    for group in native.muon.param_groups:
+        for p in group["params"]:
+            exact, peer = (
+                pytorchs_direction(p.grad.to(dtype), group["shape"])
+                for dtype in (torch.float64, torch.float32)
+            )
+            allowed = 4 * float((peer - exact).abs().max()) + 1e-4 * float(exact.abs().max())
+            with naming(tuple(p.shape)):
+                torch.testing.assert_close(p.detach().double(), exact, rtol=0, atol=allowed)
+                torch.testing.assert_close(native.muon.state[p]["momentum"], 0.05 * p.grad)
+    for p, average in zip(
+        native.model.transformer.h.parameters(), native.averaged.transformer.h.parameters()
+    ):
+        if p.ndim == 2:
+            torch.testing.assert_close(average, p / 2)
 
 
-def test_a_whole_step_learns_and_keeps_its_time(threads):
+def test_training_steps_learn_and_measure_their_time(threads):
     threads(2)
-    native = Trainer(RECIPE, 8, torch.arange(400) % 8, CPU, part4())
+    native = Trainer(RECIPE, 8, torch.arange(400) % 8, CPU, "part4")
     native.step()
     before = float(native.loss)
     for _ in range(100):
         native.step()
     assert float(native.loss) < 0.1 < 1 < before
-    seconds = dict(zip(KINDS, native.native_step.seconds.tolist()))
+    seconds = native.native.take_seconds()
     assert all(spent >= 0 for spent in seconds.values()) and seconds["products"] > 0 and seconds["Muon"] > 0
+    assert set(native.native.take_seconds().values()) == {0.0}
 
 
 def test_what_is_not_native_is_pytorchs():
-    for attend, dropout, expected in (
-        (partial(attention, "part4", causal=True), 0.0, True),
-        (part4(), 0.1, False),
-        (None, 0.0, False),
-        (partial(attention, "part0", causal=True), 0.0, False),
-        (partial(attention, "part4", causal=True, scale=0.1), 0.0, False),
-        (lambda q, k, v: attention("part4", q, k, v, causal=True), 0.0, False),
+    biased = tiny.gpt(bias=True)
+    for part, dropout, start, expected in (
+        ("part4", 0.0, None, True),
+        ("part4", 0.1, None, False),
+        ("part4", 0.0, biased, False),
+        ("part0", 0.0, None, False),
     ):
-        made = trainer(attend, recipe=dataclasses.replace(RECIPE, dropout=dropout))
-        with naming(attend, dropout):
-            assert made.native is expected
+        recipe = dataclasses.replace(recipe_of(TINY, biased, None), dropout=dropout)
+        made = Trainer(recipe, 11, torch.arange(500) % 11, CPU, part, start=start)
+        with naming(part, dropout, start is None):
+            assert (made.native is not None) is expected
             made.step()
             assert math.isfinite(float(made.loss)) and float(made.loss) > 0
 
 
-def test_the_operator_checks_its_arguments():
-    native = trainer(part4())
-    x, y = batch_of(SIZES[0])
-    native._gradients(x, y)
-    step = native.native_step
-    right = dict(
-        ids=x, targets=y, parameters=step._values, heads=2, clip=1.0,
-        gradients=[p.grad for p in native.model.parameters()], scratch=step._scratch,
-        results=torch.zeros(2), seconds=torch.zeros(len(KINDS), dtype=torch.float64),
-    )  # fmt: skip
-    gradients = loader.load().gpt_gradients
-    tests = ("test_schema", "test_faketensor")
-    torch_library.opcheck(gradients.default, tuple(right.values()), test_utils=tests)
+def test_the_class_checks_its_arguments(monkeypatch):
+    native = trainer("part4")
     for wrong, message in (
-        (dict(ids=torch.full((4, 16), 12)), "ids has 12; each must be from 0 to 11"),
-        (dict(targets=torch.full((4, 16), -1)), "targets has -1; each must be from 0 to 11"),
-        (dict(targets=torch.zeros(4, 15, dtype=torch.int64)), "targets has 60 numbers; it must have 64"),
-        (dict(ids=torch.zeros(4, 8, dtype=torch.int64)), "ids has rows of 8 tokens; it must have as many as"),
-        (dict(ids=torch.zeros(4, 16)), "ids must be int64, contiguous and on the CPU"),
-        (dict(heads=3), "heads is 3; it must divide the width, 32"),
-        (dict(heads=0), "heads is 0; it must divide the width, 32"),
-        (dict(scratch=torch.zeros(5)), "scratch has 5 numbers; it must have"),
-        (dict(parameters=[torch.zeros(3, 3)]), "parameters has 1 tensors; it must have 3, and 6 for each"),
+        (torch.full((4, 17), 12), "a token is 12; it must be from 0 to 11"),
+        (torch.full((4, 17), -1), "a token is -1; it must be from 0 to 11"),
+        (torch.zeros(4, 16, dtype=torch.int64), "the size of tokens is 64; it must be 68"),
+        (torch.zeros(17, 4, dtype=torch.int64).T, "tokens has gaps; it must be contiguous"),
+        (torch.zeros(4, 17), "tokens has another type"),
     ):
-        with pytest.raises(RuntimeError, match=message):
-            gradients(*(right | wrong).values())
+        with pytest.raises(ValueError, match=message):
+            native.native.gradients(wrong.numpy())
+    made = trainers.load_training_step()
+    monkeypatch.setattr(trainers, "load_training_step", lambda simd: lambda all, **others: (all, others))
+    right, sizes = trainer("part4").native
+    for changed, message in (
+        (dict(n_head=3), "n_embd is 32; it must be a multiple of n_head=3"),
+        (dict(n_head=0), "n_head is 0; it must be from 1 to"),
+        (dict(n_layer=1), "the number of parameters is 15; it must be 9"),
+        (dict(vocab_size=11), "the size of value of parameter 0 is 384; it must be 352"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made(right, **sizes | changed)
+    for name, wrong, message in (
+        ("momentum", None, "there is no momentum of parameter 3"),
+        ("gradient", torch.zeros(96, 32, dtype=torch.float64), "gradient of parameter 3 has another type"),
+        ("average", torch.zeros(32, 96).T, "average of parameter 3 has gaps; it must be contiguous"),
+    ):
+        arrays = {other: array for other, array in right[3].items() if other != name}
+        if wrong is not None:
+            arrays[name] = wrong.numpy()
+        with pytest.raises(ValueError, match=message):
+            made([*right[:3], arrays, *right[4:]], **sizes)

@@ -45,7 +45,7 @@ def test_a_smaller_block_cuts_the_positions_and_a_larger_one_is_refused():
 def test_a_trainer_starts_from_the_model():
     start = tiny.gpt(bias=True)
     recipe = recipe_of(TINY, start, None)
-    trainer = Trainer(recipe, 11, torch.arange(500) % 11, torch.device("cpu"), None, start)
+    trainer = Trainer(recipe, 11, torch.arange(500) % 11, torch.device("cpu"), start=start)
     for model in (trainer.model, trainer.averaged):
         for (name, a), b in zip(model.state_dict().items(), start.state_dict().values()):
             assert torch.equal(a, b), name

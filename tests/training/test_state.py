@@ -19,7 +19,6 @@ from training_texts import TINY, words
 
 from model import files
 from model.checkpoint import load
-from training.native import part4
 from training.run import train
 from training.state import FILE, load_state, save_state
 from training.watch import Nobody, Status
@@ -66,7 +65,7 @@ def test_a_resumed_run_is_the_run_without_an_interruption(tmp_path, whole, steps
 
 
 def test_a_resumed_run_in_cpp_is_too(tmp_path, extension):
-    arguments = dict(recipe=dataclasses.replace(TINY, dropout=0.0), attend=part4())
+    arguments = dict(recipe=dataclasses.replace(TINY, dropout=0.0), part="part4")
     expected = train(**arguments, text=TEXT, out=tmp_path / "whole"), tmp_path / "whole"
     assert_resumed(tmp_path / "parts", expected, (17, 18), **arguments)
 

@@ -28,11 +28,11 @@
 #include "attention.h"
 #include "gradient.h"
 #include "memory.h"
-#include "model.h"
 #include "norm.h"
 #include "parts.h"
 #include "phases.h"
 #include "products.h"
+#include "training_step.h"
 
 namespace training {
 namespace {
@@ -44,35 +44,39 @@ constexpr int64_t WIDTH = 16;             // columns of an embedding's gradient 
 
 struct Block {
     int64_t first, count;
+    int64_t end() const { return first + count; }
 };
 
 simd::Matrix from(simd::Matrix m, int64_t row) { return {m.data + row * m.ld, m.ld}; }
 simd::ConstMatrix constant(simd::Matrix m) { return {m.data, m.ld}; }
 simd::ConstMatrix read_from(simd::Matrix m, int64_t row) { return constant(from(m, row)); }
 
-class Step {
+class Gradients {
   public:
-    Step(const Sizes& s, const Batch& batch, const ModelOf<const float>& model, const ModelOf<float>& grads,
-         const std::vector<Run>& runs, float clip, float* scratch)
-        : s(s), batch(batch), model(model), grads(grads), clip(clip), memory(s, model, scratch) {
+    Gradients(const TrainingStep& step, const int64_t* tokens)
+        : s(step.sizes),
+          parameters(step.parameters),
+          clip(step.settings.clip),
+          tokens(tokens),
+          memory(s, parameters, step.scratch) {
         const int64_t M = s.rows();
         block_rows = round_up(M / (BLOCKS_PER_THREAD * s.threads), 8);
         block_rows = std::clamp(block_rows, LEAST_ROWS, MOST_ROWS);
         blocks = (M + block_rows - 1) / block_rows;
-        for (const Run& run : runs)
-            for (int64_t i = 0; i < run.count; i += CHUNK)
-                chunks.push_back({run.data + i, std::min(CHUNK, run.count - i)});
+        for (const Parameter& p : parameters)
+            for (int64_t i = 0; i < p.shape.count; i += CHUNK)
+                chunks.push_back({p.gradient + i, std::min(CHUNK, p.shape.count - i)});
         squares.resize(chunks.size());
-        for (const Layer* layer : memory.packed.all())
-            for (int64_t piece = 0; piece < layer->pieces(); piece++) to_pack.push_back({layer, piece});
+        for (const Weight* w : memory.weights())
+            for (int64_t panel = 0; panel < w->panels(); panel++) to_pack.push_back({w, panel});
     }
 
     int64_t phases() const { return /* pack, embed, four at the end */ 6 + 4 * s.L; }
 
     void run(Phases::Member& m) {
         m.run(static_cast<int64_t>(to_pack.size()), [&](int64_t i) {
-            const Piece& piece = to_pack[static_cast<size_t>(i)];
-            piece.layer->pack(piece.number);
+            const auto [weight, panel] = to_pack[static_cast<size_t>(i)];
+            weight->pack(panel);
             m.clock.lap(PACKING);
         });
         m.run(blocks, [&](int64_t i) {
@@ -96,7 +100,8 @@ class Step {
         for (int64_t l = s.L - 1; l >= 0; l--) {
             backward_of_attention(m, l);
             m.run(blocks, [&](int64_t i) {
-                qkv_backward(m, block(i), l);
+                back(m, block(i), memory.dx, memory.dx_2, memory.dqkv[l % 2], layer(l).w_qkv,
+                     layer(l).normal_1);
                 if (l > 0) mlp_backward(m, block(i), l - 1);
             });
         }
@@ -105,178 +110,158 @@ class Step {
 
     Result result() const {
         double loss = 0;
-        for (int64_t r = 0; r < s.rows(); r++) loss += static_cast<double>(memory.shared.losses[r]);
+        for (int64_t r = 0; r < s.rows(); r++) loss += static_cast<double>(memory.losses[r]);
         return {static_cast<float>(loss / static_cast<double>(s.rows())), static_cast<float>(norm())};
     }
 
   private:
-    struct Piece {
-        const Layer* layer;
-        int64_t number;
+    struct Chunk {
+        float* data;
+        int64_t count;
     };
 
-    Sizes s;
-    Batch batch;
-    ModelOf<const float> model;
-    ModelOf<float> grads;
-    float clip;
-    Memory memory;
+    const Sizes s;
+    const std::vector<Parameter>& parameters;
+    const double clip;
+    const int64_t* const tokens;
+    const Memory memory;
     int64_t block_rows, blocks;
-    std::vector<Run> chunks;
+    std::vector<Chunk> chunks;  // of all gradients
     std::vector<double> squares;
-    std::vector<Piece> to_pack;
+    std::vector<std::pair<const Weight*, int64_t>> to_pack;
 
     Block block(int64_t i) const { return {i * block_rows, std::min(block_rows, s.rows() - i * block_rows)}; }
-    const PackedLayer& packed(int64_t l) const { return memory.packed.layers[static_cast<size_t>(l)]; }
-    const LayerActivations& kept(int64_t l) const { return memory.layers[static_cast<size_t>(l)]; }
+    int64_t id(int64_t row) const { return tokens[row + row / s.T]; }
+    int64_t target(int64_t row) const { return tokens[row + row / s.T + 1]; }
+    const Layer& layer(int64_t l) const { return memory.layers[static_cast<size_t>(l)]; }
     const ThreadScratch& own(const Phases::Member& m) const {
         return memory.threads[static_cast<size_t>(m.thread)];
     }
 
     void embed(Block b) const {
-        for (int64_t r = b.first; r < b.first + b.count; r++) {
-            const float *const token = model.wte + batch.ids[r] * s.C, *const place = model.wpe + r % s.T * s.C;
-            float* const x = from(memory.shared.x, r).data;
+        for (int64_t r = b.first; r < b.end(); r++) {
+            const float* const token = parameters[WTE].value + id(r) * s.C;
+            const float* const place = parameters[WPE].value + r % s.T * s.C;
+            float* const x = from(memory.x, r).data;
             for (int64_t c = 0; c < s.C; c++) x[c] = token[c] + place[c];
         }
     }
 
-    void normalize_rows(Block b, simd::Matrix y, float* factor) const {
-        const simd::Matrix& x = memory.shared.x;
-        for (int64_t r = b.first; r < b.first + b.count; r++)
-            factor[r] = normalize(y.data + r * y.ld, x.data + r * x.ld, s.C);
+    // The norm of x, and its product with W.
+    void normalize_and_multiply(Phases::Member& m, Block b, simd::Matrix y, const Normalized& to,
+                                const Weight& W) const {
+        normalize_rows(m, b, to);
+        multiply(from(y, b.first), read_from(to.rows, b.first), W.forward, b.count);
+        m.clock.lap(PRODUCTS);
     }
 
-    // Norm and QKV of layer l.
-    void enter(Phases::Member& m, Block b, int64_t l) const {
-        const LayerActivations& a = kept(l);
-        normalize_rows(b, a.normal_1, a.factor_1);
+    void normalize_rows(Phases::Member& m, Block b, const Normalized& to) const {
+        for (int64_t r = b.first; r < b.end(); r++)
+            to.factor[r] = normalize(from(to.rows, r).data, from(memory.x, r).data, s.C);
         m.clock.lap(NORM);
-        multiply_panels(from(a.qkv, b.first), read_from(a.normal_1, b.first), packed(l).qkv.forward, b.count,
-                        3 * s.C, s.C, false);
-        m.clock.lap(PRODUCTS);
+    }
+
+    // The way back: dx <- before + the gradient of the norm's input, from dy, that of its product with W.
+    void back(Phases::Member& m, Block b, simd::Matrix dx, simd::Matrix before, simd::Matrix dy,
+              const Weight& W, const Normalized& of) const {
+        const simd::Matrix d_normal = own(m).d_normal;
+        multiply(d_normal, read_from(dy, b.first), W.backward, b.count);
+        m.clock.lap(PRODUCTS_BACKWARD);
+        for (int64_t r = b.first; r < b.end(); r++)
+            normalize_backward(from(dx, r).data, before.data ? from(before, r).data : nullptr,
+                               from(d_normal, r - b.first).data, from(of.rows, r).data, of.factor[r], s.C);
+        m.clock.lap(NORM);
+    }
+
+    void enter(Phases::Member& m, Block b, int64_t l) const {
+        normalize_and_multiply(m, b, layer(l).qkv, layer(l).normal_1, layer(l).w_qkv);
     }
 
     // Attention of a tile of queries of a head.
     void attend(Phases::Member& m, int64_t l, int64_t head, int64_t tile) const {
-        const LayerActivations& kept_l = kept(l);
+        const Layer& of = layer(l);
         const int64_t first = head / s.H * s.T, h = head % s.H, d = s.d();
         const int64_t i0 = tile * QUERIES, n = std::min(QUERIES, s.T - i0);
-        const float* const q = kept_l.qkv.data + first * kept_l.qkv.ld + h * d;
-        const int64_t ld = kept_l.qkv.ld;
+        const float* const q = of.qkv.data + first * of.qkv.ld + h * d;
+        const int64_t ld = of.qkv.ld;
         Attention a = attention_call(s, i0, n);
         a.q = {q + i0 * ld, 0, 0, ld, 1}, a.k = {q + s.C, 0, 0, ld, 1}, a.v = {q + 2 * s.C, 0, 0, ld, 1};
-        a.out = kept_l.out + (head * s.T + i0) * d, a.lse = kept_l.lse + head * s.T + i0;
+        a.out = of.out + (head * s.T + i0) * d, a.lse = of.lse + head * s.T + i0;
         flash_attention(a, own(m).attention);
         for (int64_t i = 0; i < n; i++)
-            std::copy_n(a.out + i * d, d, from(kept_l.joined, first + i0 + i).data + h * d);
+            std::copy_n(a.out + i * d, d, from(of.joined, first + i0 + i).data + h * d);
     }
 
     // Projection, norm and MLP of layer l.
     void leave(Phases::Member& m, Block b, int64_t l) const {
-        const LayerActivations& a = kept(l);
-        const PackedLayer& w = packed(l);
-        const simd::Matrix x = from(memory.shared.x, b.first), h = from(a.h, b.first), g = own(m).g;
-        multiply_panels(x, read_from(a.joined, b.first), w.projection.forward, b.count, s.C, s.C, true);
+        const Layer& of = layer(l);
+        const simd::Matrix x = from(memory.x, b.first), h = from(of.h, b.first), g = own(m).g;
+        multiply(x, read_from(of.joined, b.first), of.w_projection.forward, b.count, true);
         m.clock.lap(PRODUCTS);
-        normalize_rows(b, a.normal_2, a.factor_2);
-        m.clock.lap(NORM);
-        for (int64_t p = 0; p < panels_of(4 * s.C); p++) {
-            multiply_panel(h, read_from(a.normal_2, b.first), w.up.forward, b.count, 4 * s.C, s.C, p, false);
+        normalize_rows(m, b, of.normal_2);
+        const Linear& up = of.w_up.forward;
+        for (int64_t p = 0; p < up.panels(); p++) {
+            up.set(h, read_from(of.normal_2.rows, b.first), b.count, p);
             m.clock.lap(PRODUCTS);
-            const int64_t at = p * portable::panel(), n = std::min(portable::panel(), 4 * s.C - at);
+            const int64_t at = p * up.width(), n = std::min(up.width(), 4 * s.C - at);
             for (int64_t r = 0; r < b.count; r++) {
-                std::copy_n(h.data + r * h.ld + at, n, g.data + r * g.ld + at);
-                portable::gelu(g.data + r * g.ld + at, n);
+                float* const to = from(g, r).data + at;
+                std::copy_n(from(h, r).data + at, n, to);
+                portable::gelu(to, n);
             }
             m.clock.lap(GELU);
         }
-        multiply_panels(x, constant(g), w.down.forward, b.count, s.C, 4 * s.C, true);
+        multiply(x, constant(g), of.w_down.forward, b.count, true);
         m.clock.lap(PRODUCTS);
     }
 
     // The head, the loss and its gradient, and back through the last norm.
     void predict(Phases::Member& m, Block b) const {
-        const SharedActivations& a = memory.shared;
-        const Layer& head = memory.packed.head;
-        normalize_rows(b, a.normal, a.factor);
-        m.clock.lap(NORM);
-        multiply_panels(from(a.dlogits, b.first), read_from(a.normal, b.first), head.forward, b.count, s.V, s.C,
-                        false);
-        m.clock.lap(PRODUCTS);
+        const Memory& a = memory;
+        normalize_and_multiply(m, b, a.dlogits, a.normal, a.w_head);
         const float share = 1 / static_cast<float>(s.rows());
-        for (int64_t r = b.first; r < b.first + b.count; r++) {
+        for (int64_t r = b.first; r < b.end(); r++) {
             float* const logits = from(a.dlogits, r).data;
-            const float right = logits[batch.targets[r]];
+            const float right = logits[target(r)];
             const float most = portable::row_max(logits, s.V, -std::numeric_limits<float>::infinity());
             const float sum = portable::exp_sum(logits, s.V, most);
             a.losses[r] = std::log(sum) + (most - right);
             portable::scale_row(logits, s.V, share / sum);
-            logits[batch.targets[r]] -= share;
+            logits[target(r)] -= share;
         }
         m.clock.lap(LOSS);
-        const simd::Matrix d_normal = own(m).d_normal;
-        multiply_panels(d_normal, read_from(a.dlogits, b.first), head.backward, b.count, s.C, s.V, false);
-        m.clock.lap(PRODUCTS_BACKWARD);
-        for (int64_t r = 0; r < b.count; r++)
-            normalize_backward(from(a.dx, b.first + r).data, nullptr, d_normal.data + r * d_normal.ld,
-                               from(a.normal, b.first + r).data, a.factor[b.first + r], s.C);
-        m.clock.lap(NORM);
+        back(m, b, a.dx, {}, a.dlogits, a.w_head, a.normal);
     }
 
     // From dx after layer l to dx_2 and the gradient of the attention's output.
     void mlp_backward(Phases::Member& m, Block b, int64_t l) const {
-        const LayerActivations& kept_l = kept(l);
-        const SharedActivations& a = memory.shared;
-        const PackedLayer& w = packed(l);
-        const simd::Matrix dh = from(a.dh, b.first), g = from(a.g, b.first), h = from(kept_l.h, b.first);
-        for (int64_t p = 0; p < panels_of(4 * s.C); p++) {
-            multiply_panel(dh, read_from(a.dx, b.first), w.down.backward, b.count, 4 * s.C, s.C, p, false);
+        const Layer& of = layer(l);
+        const Memory& a = memory;
+        const simd::Matrix dh = from(a.dh, b.first), g = from(a.g, b.first), h = from(of.h, b.first);
+        const Linear& down = of.w_down.backward;
+        for (int64_t p = 0; p < down.panels(); p++) {
+            down.set(dh, read_from(a.dx, b.first), b.count, p);
             m.clock.lap(PRODUCTS_BACKWARD);
-            const int64_t at = p * portable::panel(), n = std::min(portable::panel(), 4 * s.C - at);
+            const int64_t at = p * down.width(), n = std::min(down.width(), 4 * s.C - at);
             for (int64_t r = 0; r < b.count; r++)
-                portable::gelu_gradient(dh.data + r * dh.ld + at, g.data + r * g.ld + at,
-                                        h.data + r * h.ld + at, n);
+                portable::gelu_gradient(from(dh, r).data + at, from(g, r).data + at, from(h, r).data + at, n);
             m.clock.lap(GELU_BACKWARD);
         }
-        const simd::Matrix d_normal = own(m).d_normal;
-        multiply_panels(d_normal, constant(dh), w.up.backward, b.count, s.C, 4 * s.C, false);
+        back(m, b, a.dx_2, a.dx, a.dh, of.w_up, of.normal_2);
+        multiply(from(a.djoined, b.first), read_from(a.dx_2, b.first), of.w_projection.backward, b.count);
         m.clock.lap(PRODUCTS_BACKWARD);
-        for (int64_t r = 0; r < b.count; r++)
-            normalize_backward(from(a.dx_2, b.first + r).data, from(a.dx, b.first + r).data,
-                               d_normal.data + r * d_normal.ld, from(kept_l.normal_2, b.first + r).data,
-                               kept_l.factor_2[b.first + r], s.C);
-        m.clock.lap(NORM);
-        multiply_panels(from(a.djoined, b.first), read_from(a.dx_2, b.first), w.projection.backward, b.count,
-                        s.C, s.C, false);
-        m.clock.lap(PRODUCTS_BACKWARD);
-    }
-
-    // From dqkv and dx_2 to dx before layer l.
-    void qkv_backward(Phases::Member& m, Block b, int64_t l) const {
-        const LayerActivations& kept_l = kept(l);
-        const SharedActivations& a = memory.shared;
-        const simd::Matrix d_normal = own(m).d_normal;
-        multiply_panels(d_normal, read_from(a.dqkv[l % 2], b.first), packed(l).qkv.backward, b.count, s.C,
-                        3 * s.C, false);
-        m.clock.lap(PRODUCTS_BACKWARD);
-        for (int64_t r = 0; r < b.count; r++)
-            normalize_backward(from(a.dx, b.first + r).data, from(a.dx_2, b.first + r).data,
-                               d_normal.data + r * d_normal.ld, from(kept_l.normal_1, b.first + r).data,
-                               kept_l.factor_1[b.first + r], s.C);
-        m.clock.lap(NORM);
     }
 
     void head_backward(Phases::Member& m, int64_t l, int64_t head) const {
-        const LayerActivations& kept_l = kept(l);
+        const Layer& of = layer(l);
         const ThreadScratch& t = own(m);
-        const simd::Matrix djoined = memory.shared.djoined, dqkv = memory.shared.dqkv[l % 2];
-        const int64_t first = head / s.H * s.T, h = head % s.H, d = s.d(), ld = kept_l.qkv.ld;
-        const float* const q = kept_l.qkv.data + first * ld + h * d;
+        const simd::Matrix djoined = memory.djoined, dqkv = memory.dqkv[l % 2];
+        const int64_t first = head / s.H * s.T, h = head % s.H, d = s.d(), ld = of.qkv.ld;
+        const float* const q = of.qkv.data + first * ld + h * d;
         AttentionGradient a = gradient_call(s);
         a.q = {q, 0, 0, ld, 1}, a.k = {q + s.C, 0, 0, ld, 1}, a.v = {q + 2 * s.C, 0, 0, ld, 1};
         a.dout = {from(djoined, first).data + h * d, 0, 0, djoined.ld, 1};
-        a.out = kept_l.out + head * s.T * d, a.lse = kept_l.lse + head * s.T;
+        a.out = of.out + head * s.T * d, a.lse = of.lse + head * s.T;
         a.dq = t.dq, a.dk = t.dk, a.dv = t.dv;
         flash_backward(a, t.attention);
         for (int64_t i = 0; i < s.T; i++) {
@@ -288,43 +273,38 @@ class Step {
         }
     }
 
-    static int64_t pieces_of(const std::vector<WeightGradient>& each) {
+    static int64_t tiles_of(const std::vector<WeightGradient>& each) {
         int64_t all = 0;
-        for (const WeightGradient& w : each) all += w.pieces();
+        for (const WeightGradient& w : each) all += w.tiles();
         return all;
     }
 
-    void compute(Phases::Member& m, const std::vector<WeightGradient>& each, int64_t piece) const {
+    void compute(Phases::Member& m, const std::vector<WeightGradient>& each, int64_t tile) const {
         for (const WeightGradient& w : each) {
-            if (piece < w.pieces()) {
-                w.compute(piece, s.rows(), own(m).tile);
+            if (tile < w.tiles()) {
+                w.compute(tile, s.rows(), own(m).tile);
                 return m.clock.lap(WEIGHT_GRADIENTS);
             }
-            piece -= w.pieces();
+            tile -= w.tiles();
         }
     }
 
     WeightGradient of_qkv(int64_t l) const {
-        return {constant(memory.shared.dqkv[l % 2]), constant(kept(l).normal_1), &packed(l).qkv,
-                grads.layers[static_cast<size_t>(l)].c_attn, packed(l).dscale_1};
+        return {constant(memory.dqkv[l % 2]), constant(layer(l).normal_1.rows), &layer(l).w_qkv};
     }
 
     // Attention's backward pass over the heads of layer l, and the weight gradients that are ready. Longer
     // pieces come first.
     void backward_of_attention(Phases::Member& m, int64_t l) const {
-        const SharedActivations& a = memory.shared;
-        const PackedLayer& w = packed(l);
-        const LayerOf<float>& grad = grads.layers[static_cast<size_t>(l)];
-        std::vector<WeightGradient> ready{
-            {constant(a.dh), constant(kept(l).normal_2), &w.up, grad.c_fc, w.dscale_2},
-            {constant(a.dx), constant(a.g), &w.down, grad.mlp_proj, nullptr},
-            {constant(a.dx_2), constant(kept(l).joined), &w.projection, grad.attn_proj, nullptr}};
-        if (l + 1 < s.L)
-            ready.push_back(of_qkv(l + 1));
-        else
-            ready.push_back({constant(a.dlogits), constant(a.normal), &memory.packed.head, grads.wte,
-                             memory.packed.dscale_head});
-        const int64_t heads = s.B * s.H, tiles = pieces_of(ready);
+        const Memory& a = memory;
+        const Layer& of = layer(l);
+        const std::vector<WeightGradient> ready{
+            {constant(a.dh), constant(of.normal_2.rows), &of.w_up},
+            {constant(a.dx), constant(a.g), &of.w_down},
+            {constant(a.dx_2), constant(of.joined), &of.w_projection},
+            l + 1 < s.L ? of_qkv(l + 1)
+                        : WeightGradient{constant(a.dlogits), constant(a.normal.rows), &a.w_head}};
+        const int64_t heads = s.B * s.H, tiles = tiles_of(ready);
         const bool long_heads = 2 * s.T * s.T * s.d() > TILE * portable::panel() * s.rows();
         m.run(heads + tiles, [&](int64_t i) {
             const int64_t head = long_heads ? i : i - tiles;
@@ -338,25 +318,27 @@ class Step {
     void add_tokens(int64_t piece) const {
         const int64_t c0 = piece * WIDTH, n = std::min(WIDTH, s.C - c0);
         for (int64_t r = 0; r < s.rows(); r++) {
-            float* const to = grads.wte + batch.ids[r] * s.C + c0;
-            const float* const dx = from(memory.shared.dx, r).data + c0;
+            float* const to = parameters[WTE].gradient + id(r) * s.C + c0;
+            const float* const dx = from(memory.dx, r).data + c0;
             for (int64_t c = 0; c < n; c++) to[c] += dx[c];
         }
     }
 
     void add_places(int64_t t) const {
-        float* const to = grads.wpe + t * s.C;
+        float* const to = parameters[WPE].gradient + t * s.C;
         std::fill_n(to, s.C, 0.0f);
         for (int64_t b = 0; b < s.B; b++) {
-            const float* const dx = from(memory.shared.dx, b * s.T + t).data;
+            const float* const dx = from(memory.dx, b * s.T + t).data;
             for (int64_t c = 0; c < s.C; c++) to[c] += dx[c];
         }
     }
 
-    void add_parts(float* to, const float* parts, int64_t out) const {
+    // The gradient of the norm before W.
+    void add_parts(const Weight& W) const {
+        float* const to = W.norm->gradient;
         std::fill_n(to, s.C, 0.0f);
-        for (int64_t i = 0; i < WeightGradient::row_tiles(out); i++)
-            for (int64_t c = 0; c < s.C; c++) to[c] += parts[i * s.C + c];
+        for (int64_t i = 0; i < W.row_tiles(); i++)
+            for (int64_t c = 0; c < s.C; c++) to[c] += W.dscale[i * s.C + c];
     }
 
     double norm() const {
@@ -367,7 +349,7 @@ class Step {
 
     void finish(Phases::Member& m) {
         const std::vector<WeightGradient> ready{of_qkv(0)};
-        const int64_t tiles = pieces_of(ready), columns = (s.C + WIDTH - 1) / WIDTH;
+        const int64_t tiles = tiles_of(ready), columns = (s.C + WIDTH - 1) / WIDTH;
         m.run(tiles + columns + s.T, [&](int64_t i) {
             if (i < tiles) return compute(m, ready, i);
             if (i < tiles + columns)
@@ -378,24 +360,22 @@ class Step {
         });
         m.run(s.L + 1, [&](int64_t l) {
             if (l == s.L) {
-                add_parts(grads.ln_f, memory.packed.dscale_head, s.V);
+                add_parts(memory.w_head);
             } else {
-                add_parts(grads.layers[static_cast<size_t>(l)].ln_1, packed(l).dscale_1, 3 * s.C);
-                add_parts(grads.layers[static_cast<size_t>(l)].ln_2, packed(l).dscale_2, 4 * s.C);
+                add_parts(layer(l).w_qkv), add_parts(layer(l).w_up);
             }
             m.clock.lap(NORM);
         });
         m.run(static_cast<int64_t>(chunks.size()), [&](int64_t i) {
-            const Run& chunk = chunks[static_cast<size_t>(i)];
+            const Chunk& chunk = chunks[static_cast<size_t>(i)];
             squares[static_cast<size_t>(i)] = static_cast<double>(
                 sum_of(chunk.count, [&](int64_t j) { return chunk.data[j] * chunk.data[j]; }));
             m.clock.lap(CLIPPING);
         });
-        const float factor =
-            static_cast<float>(static_cast<double>(clip) / (norm() + 1e-6));  // as PyTorch does
+        const float factor = static_cast<float>(clip / (norm() + 1e-6));  // as PyTorch does
         if (factor >= 1) return;
         m.run(static_cast<int64_t>(chunks.size()), [&](int64_t i) {
-            const Run& chunk = chunks[static_cast<size_t>(i)];
+            const Chunk& chunk = chunks[static_cast<size_t>(i)];
             portable::scale_row(chunk.data, chunk.count, factor);
             m.clock.lap(CLIPPING);
         });
@@ -405,17 +385,13 @@ class Step {
 }  // namespace
 
 int64_t gradients_scratch(const Sizes& s) {
-    ModelOf<const float> model{};
-    model.layers.resize(static_cast<size_t>(s.L));
-    return Memory(s, model, nullptr).space.taken();
+    return Memory(s, std::vector<Parameter>(shapes(s).size()), nullptr).scratch.taken();
 }
 
-Result gradients(const Sizes& s, const Batch& batch, const ModelOf<const float>& model,
-                 const ModelOf<float>& grads, const std::vector<Run>& runs, float clip, float* scratch,
-                 double* seconds) {
-    Step step(s, batch, model, grads, runs, clip, scratch);
-    Phases::run(step.phases(), s.threads, seconds, [&](Phases::Member& member) { step.run(member); });
-    return step.result();
+Result TrainingStep::gradients(const int64_t* tokens) {
+    Gradients of(*this, tokens);
+    Phases::run(of.phases(), sizes.threads, seconds, [&](Phases::Member& member) { of.run(member); });
+    return of.result();
 }
 
 }  // namespace training

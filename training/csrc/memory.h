@@ -1,4 +1,4 @@
-// All scratch of a step: packed weights, activations, and each thread's own.
+// All scratch of the gradients: packed weights, activations, and each thread's own.
 #pragma once
 
 #include <algorithm>
@@ -6,12 +6,12 @@
 #include <cstdint>
 #include <vector>
 
-#include "activations.h"
 #include "attention.h"
 #include "gradient.h"
-#include "model.h"
 #include "parts.h"
 #include "products.h"
+#include "scratch.h"
+#include "training_step.h"
 
 namespace training {
 
@@ -39,71 +39,79 @@ struct ThreadScratch {
     simd::Matrix g, d_normal;
     float *tile, *attention, *dq, *dk, *dv;
 
-    ThreadScratch(const Sizes& s, Space& space) {
+    ThreadScratch(const Sizes& s, Scratch& scratch) {
         const int64_t last = s.T % QUERIES;
         int64_t most = flash_backward_scratch(gradient_call(s));
         for (const int64_t n : {std::min(QUERIES, s.T), last})
             if (n > 0) most = std::max(most, flash_scratch(attention_call(s, s.T - n, n)));
-        g = space.matrix(MOST_ROWS, 4 * s.C), d_normal = space.matrix(MOST_ROWS, s.C);
-        tile = space.take(WeightGradient::scratch()), attention = space.take(most);
-        dq = space.take(s.T * s.d()), dk = space.take(s.T * s.d()), dv = space.take(s.T * s.d());
+        g = scratch.matrix(MOST_ROWS, 4 * s.C), d_normal = scratch.matrix(MOST_ROWS, s.C);
+        tile = scratch.take(WeightGradient::scratch()), attention = scratch.take(most);
+        for (float** each : {&dq, &dk, &dv}) *each = scratch.take(s.T * s.d());
     }
 };
 
-// A layer's packed matrices, and the partial sums of its norms' gradients, one for each row of tiles of dW.
-struct PackedLayer {
-    Layer qkv, projection, up, down;
-    float *dscale_1, *dscale_2;
+// LN(x) without its weight, a row per token, and the factors of normalize().
+struct Normalized {
+    simd::Matrix rows;
+    float* factor;
+
+    Normalized(const Sizes& s, Scratch& scratch)
+        : rows(scratch.matrix(s.rows(), s.C)), factor(scratch.take(s.rows())) {}
 };
 
-inline Layer packed(const float* W, const float* scale, int64_t out, int64_t in, Space& space) {
-    Layer layer{W, scale, out, in, nullptr, nullptr};
-    layer.forward = space.take(layer.forward_floats());
-    layer.backward = space.take(layer.backward_floats());
-    return layer;
-}
+// A layer's packed weights, and the activations that it keeps for its backward pass, a row per token. out and
+// lse are the attention's, head by head; joined has out's heads in a row. h is GELU's input.
+struct Layer {
+    Weight w_qkv, w_projection, w_up, w_down;
+    Normalized normal_1, normal_2;
+    simd::Matrix qkv, joined, h;
+    float *out, *lse;
 
-struct PackedModel {
-    std::vector<PackedLayer> layers;
-    Layer head;
-    float* dscale_head;
-
-    PackedModel(const Sizes& s, const ModelOf<const float>& model, Space& space) {
-        const int64_t C = s.C;
-        for (const LayerOf<const float>& w : model.layers) {
-            PackedLayer p{};
-            p.qkv = packed(w.c_attn, w.ln_1, 3 * C, C, space);
-            p.projection = packed(w.attn_proj, nullptr, C, C, space);
-            p.up = packed(w.c_fc, w.ln_2, 4 * C, C, space);
-            p.down = packed(w.mlp_proj, nullptr, C, 4 * C, space);
-            p.dscale_1 = space.take(WeightGradient::row_tiles(3 * C) * C);
-            p.dscale_2 = space.take(WeightGradient::row_tiles(4 * C) * C);
-            layers.push_back(p);
-        }
-        head = packed(model.wte, model.ln_f, s.V, C, space);
-        dscale_head = space.take(WeightGradient::row_tiles(s.V) * C);
-    }
-
-    std::vector<const Layer*> all() const {
-        std::vector<const Layer*> each{&head};
-        for (const PackedLayer& p : layers)
-            for (const Layer* layer : {&p.qkv, &p.projection, &p.up, &p.down}) each.push_back(layer);
-        return each;
-    }
+    Layer(const Sizes& s, const Parameter* p, Scratch& scratch)
+        : w_qkv(p + C_ATTN, p + LN_1, 3 * s.C, s.C, scratch),
+          w_projection(p + ATTN_PROJ, nullptr, s.C, s.C, scratch),
+          w_up(p + C_FC, p + LN_2, 4 * s.C, s.C, scratch),
+          w_down(p + MLP_PROJ, nullptr, s.C, 4 * s.C, scratch),
+          normal_1(s, scratch),
+          normal_2(s, scratch),
+          qkv(scratch.matrix(s.rows(), 3 * s.C)),
+          joined(scratch.matrix(s.rows(), s.C)),
+          h(scratch.matrix(s.rows(), 4 * s.C)),
+          out(scratch.take(s.rows() * s.C)),
+          lse(scratch.take(s.rows() * s.H)) {}
 };
 
-// All scratch of a step.
+// What the layers use in turn: x is the residual stream, dx its gradient after a layer, dx_2 that between its
+// attention and its MLP. w_head, normal and dlogits belong to the head. dqkv has one buffer for even layers and
+// one for odd ones: a layer's is in use until the next one's is complete.
 struct Memory {
-    Space space;
-    PackedModel packed;
-    SharedActivations shared;
-    std::vector<LayerActivations> layers;
+    Scratch scratch;
+    Weight w_head;
+    Normalized normal;
+    simd::Matrix x, dlogits, dx, dx_2, djoined, dqkv[2], g, dh;
+    float* losses;
+    std::vector<Layer> layers;
     std::vector<ThreadScratch> threads;
 
-    Memory(const Sizes& s, const ModelOf<const float>& model, float* start)
-        : space(start), packed(s, model, space), shared(s, space) {
-        for (int64_t l = 0; l < s.L; l++) layers.emplace_back(s, space);
-        for (int t = 0; t < s.threads; t++) threads.emplace_back(s, space);
+    Memory(const Sizes& s, const std::vector<Parameter>& parameters, float* start)
+        : scratch(start), w_head(&parameters[WTE], &parameters.back(), s.V, s.C, scratch), normal(s, scratch) {
+        const int64_t M = s.rows();
+        for (simd::Matrix* each : {&x, &dx, &dx_2, &djoined}) *each = scratch.matrix(M, s.C);
+        dlogits = scratch.matrix(M, s.V);
+        for (simd::Matrix& each : dqkv) each = scratch.matrix(M, 3 * s.C);
+        g = scratch.matrix(M, 4 * s.C), dh = scratch.matrix(M, 4 * s.C);
+        losses = scratch.take(M);
+        for (int64_t l = 0; l < s.L; l++)
+            layers.emplace_back(s, parameters.data() + FIRST_LAYER + l * OF_LAYER, scratch);
+        for (int t = 0; t < s.threads; t++) threads.emplace_back(s, scratch);
+    }
+
+    std::vector<const Weight*> weights() const {
+        std::vector<const Weight*> all{&w_head};
+        for (const Layer& each : layers)
+            for (const Weight* w : {&each.w_qkv, &each.w_projection, &each.w_up, &each.w_down})
+                all.push_back(w);
+        return all;
     }
 };
 

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "denormals.h"
-#include "model.h"
 #include "threads.h"
+#include "training_step.h"
 
 namespace training {
 

@@ -11,16 +11,14 @@
 // the error at that of five steps on X, 1e-5 of the largest number; five on one A would make it 4e-3. For a
 // square matrix a step on X is as cheap. One piece does all of a matrix's step, up to its average, in the
 // caches of one core.
-#include "update.h"
-
 #include <algorithm>
 #include <cmath>
 
-#include "activations.h"
 #include "norm.h"
 #include "phases.h"
-#include "products.h"
+#include "scratch.h"
 #include "simd/portable.h"
+#include "training_step.h"
 
 namespace training {
 namespace {
@@ -29,16 +27,17 @@ constexpr int64_t WIDE = 2;  // from this ratio of columns to rows on, steps are
 constexpr float A1 = 3.4445f, A3 = -4.7750f, A5 = 2.0315f;  // Jordan's quintic, with a steep slope at 0
 constexpr float LEAST_NORM = 1e-7f;
 constexpr int64_t CHUNK = 4096;  // numbers in a piece of AdamW
+constexpr int64_t DEPTH = 256;   // terms of a sum at a time: half a panel of this many rows stays in L1
 
 // The workspace of a matrix (rows, cols) with the smaller side n: X^T (m, n), its successor, and five n x n.
 struct Workspace {
     int64_t n, m;
     simd::Matrix x, next_x, A, square, P, Q, next;
 
-    Workspace(int64_t rows, int64_t cols, Space& space) : n(std::min(rows, cols)), m(std::max(rows, cols)) {
+    Workspace(const Shape& s, Scratch& scratch) : n(std::min(s.rows, s.cols)), m(std::max(s.rows, s.cols)) {
         for (simd::Matrix* each : {&x, &next_x})  // or x itself (n, m)
-            *each = {space.take(std::max(m * distance(n), n * distance(m))), distance(n)};
-        for (simd::Matrix* each : {&A, &square, &P, &Q, &next}) *each = space.matrix(n, n);
+            *each = {scratch.take(std::max(m * row_stride(n), n * row_stride(m))), row_stride(n)};
+        for (simd::Matrix* each : {&A, &square, &P, &Q, &next}) *each = scratch.matrix(n, n);
     }
 
     // The numbers of steps on one A.
@@ -114,14 +113,24 @@ void orthogonalize(Workspace& w, float norm) {
     }
 }
 
-// Muon's step of the number-th matrix of a parameter.
-void muon(const Parameter& p, int64_t number, const Settings& s, float* scratch) {
-    Space space(scratch);
-    Workspace w(p.rows, p.cols, space);
-    const int64_t rows = p.rows, cols = p.cols, start = number * rows * cols;
+// What every parameter's update takes.
+struct Update {
+    const Settings& settings;
+    double fraction, average;
+
+    float decayed(double rate) const { return static_cast<float>(1 - rate * settings.weight_decay); }
+    float toward() const { return static_cast<float>(1 - average); }  // the values, from their average
+};
+
+// Muon's update of the number-th matrix of a parameter.
+void muon(const Parameter& p, int64_t number, const Update& update, float* scratch) {
+    const Settings& s = update.settings;
+    Scratch memory(scratch);
+    Workspace w(p.shape, memory);
+    const int64_t rows = p.shape.rows, cols = p.shape.cols, start = number * rows * cols;
     const float blend = static_cast<float>(1 - s.momentum), keep = static_cast<float>(s.momentum);
     const bool lying = rows < cols;
-    const simd::Matrix x = lying ? simd::Matrix{w.next_x.data, distance(cols)} : w.x;
+    const simd::Matrix x = lying ? simd::Matrix{w.next_x.data, row_stride(cols)} : w.x;
     float square = 0;
     for (int64_t r = 0; r < rows; r++) {
         float *const b = p.first + start + r * cols, *const to = x.data + r * x.ld;
@@ -136,13 +145,13 @@ void muon(const Parameter& p, int64_t number, const Settings& s, float* scratch)
     orthogonalize(w, std::sqrt(square));
     simd::Matrix direction = w.x;
     if (lying) {
-        direction = {w.next_x.data, distance(cols)};
+        direction = {w.next_x.data, row_stride(cols)};
         portable::transpose(direction, {w.x.data, w.x.ld}, cols, rows, 1.0f);
     }
     const double ratio = static_cast<double>(rows) / static_cast<double>(cols);
-    const float length = static_cast<float>(p.rate * std::sqrt(std::max(1.0, ratio)));
-    const float decayed = static_cast<float>(1 - p.rate * s.weight_decay);
-    const float toward = static_cast<float>(1 - s.average);
+    const double rate = update.fraction * s.muon_rate;
+    const float length = static_cast<float>(rate * std::sqrt(std::max(1.0, ratio)));
+    const float decayed = update.decayed(rate), toward = update.toward();
     for (int64_t r = 0; r < rows; r++) {
         float *const value = p.value + start + r * cols, *const average = p.average + start + r * cols;
         const float* const u = direction.data + r * direction.ld;
@@ -153,16 +162,16 @@ void muon(const Parameter& p, int64_t number, const Settings& s, float* scratch)
     }
 }
 
-void adamw(const Parameter& p, int64_t number, const Settings& s) {
-    const int64_t begin = number * CHUNK, end = std::min(p.count, begin + CHUNK);
-    const double step = static_cast<double>(s.step);
-    const double correction_1 = 1 - std::pow(s.beta_1, step), correction_2 = 1 - std::pow(s.beta_2, step);
-    const float decayed = static_cast<float>(1 - p.rate * s.weight_decay);
+void adamw(const Parameter& p, double rate, int64_t number, const Update& update) {
+    const Settings& s = update.settings;
+    const int64_t begin = number * CHUNK, end = std::min(p.shape.count, begin + CHUNK);
+    const double updates = static_cast<double>(*p.updates);
+    const double correction_1 = 1 - std::pow(s.beta_1, updates), correction_2 = 1 - std::pow(s.beta_2, updates);
     const float blend_1 = static_cast<float>(1 - s.beta_1), blend_2 = static_cast<float>(1 - s.beta_2);
     const float beta_2 = static_cast<float>(s.beta_2), epsilon = static_cast<float>(s.epsilon);
-    const float length = static_cast<float>(p.rate / correction_1);
+    const float length = static_cast<float>(rate / correction_1);
     const float root = static_cast<float>(1 / std::sqrt(correction_2));
-    const float toward = static_cast<float>(1 - s.average);
+    const float decayed = update.decayed(rate), toward = update.toward();
     for (int64_t i = begin; i < end; i++) {
         const float g = p.gradient[i];
         p.first[i] += blend_1 * (g - p.first[i]);
@@ -177,42 +186,58 @@ struct Piece {
     int64_t number, cost;
 };
 
-int64_t thread_scratch(const std::vector<Parameter>& parameters) {
+int64_t thread_scratch(const Sizes& s) {
     int64_t most = 0;
-    for (const Parameter& p : parameters) {
-        if (p.rows == 0) continue;
-        Space space(nullptr);
-        const Workspace w(p.rows, p.cols, space);
-        most = std::max(most, space.taken());
+    for (const Shape& shape : shapes(s)) {
+        if (shape.rows == 0) continue;
+        Scratch memory(nullptr);
+        const Workspace w(shape, memory);
+        most = std::max(most, memory.taken());
     }
     return most;
 }
 
 }  // namespace
 
-int64_t update_scratch(const std::vector<Parameter>& parameters, const Settings& s) {
-    return s.threads * thread_scratch(parameters);
+std::vector<Shape> shapes(const Sizes& s) {
+    const int64_t C = s.C;
+    std::vector<Shape> all{{s.V * C, 0, 0}, {s.T * C, 0, 0}};
+    for (int64_t l = 0; l < s.L; l++)
+        for (const Shape& each :
+             {/* LN_1 */ Shape{C, 0, 0}, /* C_ATTN */ Shape{3 * C * C, C, C},
+              /* ATTN_PROJ */ Shape{C * C, C, C}, /* LN_2 */ Shape{C, 0, 0},
+              /* C_FC */ Shape{4 * C * C, 4 * C, C}, /* MLP_PROJ */ Shape{4 * C * C, C, 4 * C}})
+            all.push_back(each);
+    all.push_back({C, 0, 0});
+    return all;
 }
 
-void update(const std::vector<Parameter>& parameters, const Settings& s, float* scratch, double* seconds) {
+int64_t update_scratch(const Sizes& s) { return s.threads * thread_scratch(s); }
+
+void TrainingStep::update(double fraction, double average) {
     std::vector<Piece> pieces;
     for (const Parameter& p : parameters) {
-        const int64_t matrix = p.rows * p.cols, n = std::min(p.rows, p.cols);
-        const int64_t count = matrix > 0 ? p.count / matrix : (p.count + CHUNK - 1) / CHUNK;
+        const Shape& s = p.shape;
+        const int64_t matrix = s.rows * s.cols, n = std::min(s.rows, s.cols);
+        const int64_t count = matrix > 0 ? s.count / matrix : (s.count + CHUNK - 1) / CHUNK;
         for (int64_t i = 0; i < count; i++) pieces.push_back({&p, i, matrix * n});
+        if (p.updates) ++*p.updates;
     }
     std::stable_sort(pieces.begin(), pieces.end(),
                      [](const Piece& a, const Piece& b) { return a.cost > b.cost; });
-    const int64_t own = thread_scratch(parameters);
-    Phases::run(1, s.threads, seconds, [&](Phases::Member& m) {
+    const int64_t own = thread_scratch(sizes);
+    const Update every{settings, fraction, average};
+    Phases::run(1, sizes.threads, seconds, [&](Phases::Member& m) {
         m.run(static_cast<int64_t>(pieces.size()), [&](int64_t i) {
-            const Piece& piece = pieces[static_cast<size_t>(i)];
-            const bool matrix = piece.parameter->rows > 0;
-            if (matrix)
-                muon(*piece.parameter, piece.number, s, scratch + m.thread * own);
-            else
-                adamw(*piece.parameter, piece.number, s);
-            m.clock.lap(matrix ? MUON : ADAMW);
+            const auto [parameter, number, cost] = pieces[static_cast<size_t>(i)];
+            if (cost > 0) {
+                muon(*parameter, number, every, scratch + m.thread * own);
+            } else {
+                const bool positions = parameter == &parameters[WPE];
+                adamw(*parameter, fraction * (positions ? settings.position_rate : settings.adam_rate), number,
+                      every);
+            }
+            m.clock.lap(cost > 0 ? MUON : ADAMW);
         });
     });
 }

@@ -14,7 +14,8 @@ from attention_ext.build import recipes, toolchain
 def test_every_source_is_compiled_and_every_part_has_a_row():
     on_disk = {path for path in recipes.ROOT.glob("*/csrc/**/*.cpp")}
     recipe = recipes.module("decoder", ("model", "generation"), "portable")
-    compiled = {*recipe.sources, *recipe.kernels.sources, *recipes.program("off").sources}
+    training = recipes.module("training_step", ("model", "training"), "portable")
+    compiled = {*recipe.sources, *training.sources, *recipe.kernels.sources, *recipes.program("off").sources}
     compiled |= {*recipes.operators("portable").sources, *recipes.kernels("off").sources}
     assert on_disk == compiled | {recipes.CSRC / source for source in recipes.HELPERS["ispc"][0]}
     rows = re.findall(r"^ +PART\((\w+), (\w+), ", (recipes.CSRC / "parts.h").read_text(), re.M)

@@ -1,0 +1,100 @@
+// The training step of nanoGPT without biases: gradients, then Muon, AdamW and the average of the weights.
+//
+//   x <- wte[id] + wpe[t];  each layer: x <- x + attention(LN(x)), x <- x + MLP(LN(x));  logits <- LN(x) wte^T
+//
+// No torch header: the training step builds alone.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace training {
+
+// B sequences of T tokens; V characters, width C, H heads, L layers. All at least 1, C a multiple of H.
+struct Sizes {
+    int64_t B, T, V, C, H, L;
+    int threads;
+
+    int64_t rows() const { return B * T; }
+    int64_t d() const { return C / H; }
+};
+
+// The parameters in their order: wte (V, C), wpe (T, C), then for each layer these, then ln_f (C). Matrices
+// (out, in), row-major, as in PyTorch: c_attn (3C, C), attn_proj (C, C), c_fc (4C, C), mlp_proj (C, 4C);
+// ln_1, ln_2 (C).
+enum OfLayer { LN_1, C_ATTN, ATTN_PROJ, LN_2, C_FC, MLP_PROJ, OF_LAYER };
+constexpr int64_t WTE = 0, WPE = 1, FIRST_LAYER = 2;
+
+// Muon trains the matrices of the layers, each (rows, cols): c_attn has three. AdamW trains the rest, whose
+// rows and cols are 0.
+struct Shape {
+    int64_t count;  // numbers
+    int64_t rows, cols;
+};
+
+std::vector<Shape> shapes(const Sizes&);
+
+// A parameter with its gradient, the average of its values and its optimizer's state.
+struct Parameter {
+    Shape shape;
+    float *value, *gradient, *average;
+    float *first, *second;  // Muon: momentum and null; AdamW: averages of the gradient and of its square
+    float* updates;         // AdamW: how many there were; Muon: null
+};
+
+// clip: gradients with a larger norm are scaled to this one. The rates are the learning rates' peaks.
+struct Settings {
+    double clip, muon_rate, adam_rate, position_rate, weight_decay, momentum, beta_1, beta_2, epsilon;
+};
+
+// The kinds of a training step's work; the seconds of each are summed over all threads.
+#define EACH_KIND(KIND)                             \
+    KIND(PACKING, "packing")                        \
+    KIND(EMBEDDING, "embedding")                    \
+    KIND(NORM, "norm")                              \
+    KIND(PRODUCTS, "products")                      \
+    KIND(ATTENTION, "attention")                    \
+    KIND(GELU, "GELU")                              \
+    KIND(LOSS, "loss")                              \
+    KIND(PRODUCTS_BACKWARD, "products, backward")   \
+    KIND(ATTENTION_BACKWARD, "attention, backward") \
+    KIND(GELU_BACKWARD, "GELU, backward")           \
+    KIND(WEIGHT_GRADIENTS, "weights' gradients")    \
+    KIND(CLIPPING, "clipping")                      \
+    KIND(MUON, "Muon")                              \
+    KIND(ADAMW, "AdamW")                            \
+    KIND(WAITING, "waiting")
+
+#define KIND_VALUE(kind, name) kind,
+enum Kind { EACH_KIND(KIND_VALUE) KINDS };
+#undef KIND_VALUE
+#define KIND_NAME(kind, name) name,
+inline constexpr const char* KIND_NAMES[] = {EACH_KIND(KIND_NAME)};
+#undef KIND_NAME
+
+struct Result {
+    float loss, norm;  // the mean cross-entropy in nats; the norm of all gradients before they are clipped
+};
+
+// scratch: scratch_floats(sizes), with any content.
+struct TrainingStep {
+    Sizes sizes;
+    Settings settings;
+    std::vector<Parameter> parameters;
+    float* scratch;
+    double seconds[KINDS] = {};
+
+    // Writes the clipped gradients of the mean cross-entropy. tokens (B, T + 1), each of 0 .. V - 1: those of a
+    // row, and the one that follows them.
+    Result gradients(const int64_t* tokens);
+
+    // Updates all parameters and their averages. fraction: of the peak rates; average: the averages' decay.
+    void update(double fraction, double average);
+};
+
+int64_t gradients_scratch(const Sizes&);
+int64_t update_scratch(const Sizes&);
+inline int64_t scratch_floats(const Sizes& s) { return std::max(gradients_scratch(s), update_scratch(s)); }
+
+}  // namespace training
