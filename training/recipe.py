@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 DECAYS: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "linear": lambda progress: 1 - progress,
-    "late": lambda progress: min(
-        1.0, (1 - progress) / 0.4
-    ),  # constant, then linear: 'warm-up, stable, decay'
+    # constant, then linear: 'warm-up, stable, decay'
+    "late": lambda progress: min(1.0, (1 - progress) / 0.4),
 }
 
 
@@ -86,15 +85,3 @@ FINE_TUNING = replace(
     adam_lr=OWN_TEXT.adam_lr / 2,
     position_lr=OWN_TEXT.position_lr / 2,
 )
-
-
-def learning_rate(recipe: Recipe, step: int) -> float:
-    """Fraction of the peak learning rate of a run by steps: linear warm-up, then the decay to 0.
-
-    The warm-up takes at most a tenth of the steps.
-    """
-    warmup = min(recipe.warmup, max(1, recipe.steps // 10))
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = (step - warmup) / max(1, recipe.steps - warmup)
-    return DECAYS[recipe.decay](min(1.0, progress))

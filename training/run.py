@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import platform
@@ -19,12 +18,12 @@ from model.checkpoint import Checkpoint, save, save_record
 from model.gpt import GPT
 from model.loss import evaluate, evaluate_windows
 from training.recipe import Recipe
-from training.schedule import BySteps, ByTime
+from training.schedule import ByTime, Schedule
 from training.start import fitted
 from training.state import FILE, check_state, load_state, only_run, save_state
 from training.text import MOST_EVALUATED, MOST_OLD, MOST_WATCHED, Material, divide, encode, fit, windows
 from training.trainer import Trainer
-from training.watch import Nobody, Status, Watcher
+from training.watch import Status, Watcher
 
 STATE_SECONDS = 8.0  # time between two states, unless writing one takes long
 STATE_SHARE = 0.04  # share of the time that writing states may take
@@ -34,10 +33,10 @@ MARGIN = 1.2  # factor on the estimated time of a run's end
 def train(
     recipe: Recipe,
     text: str,
+    out: Path,
     device: str = "cpu",
-    out: Path | None = None,
     *,
-    watcher: Watcher = Nobody(),
+    watcher: Watcher = Watcher(),
     part: str = "part0",
     start: Checkpoint | None = None,
     old_text: str | None = None,
@@ -50,7 +49,7 @@ def train(
     part: see Trainer. start: the model to fine-tune; the recipe has its sizes (training.start.recipe_of).
     old_text: the loss on its last 10 % is measured before and after fine-tuning.
     resume: continue the run whose state is in `out`; the other arguments must be those of that run.
-    about: further settings to record. stop: is asked after each step whether to stop.
+    about: further settings to record. stop: is asked after each training step whether to stop.
     Writes a checkpoint directory to `out` at every new best, and a state every ten seconds. Returns the
     training record: corpus hash, recipe, device, losses (nats per character) and the loss curve as
     [step, training loss, validation loss], the training loss being the mean since the row before.
@@ -61,8 +60,6 @@ def train(
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda', but PyTorch finds no GPU here; it must be 'cpu'")
     if resume:
-        if out is None:
-            raise ValueError("out is None; it must be the directory of the run to resume")
         check_state(out)
     if recipe.test_share:
         recipe, notes = fit(text, recipe)
@@ -74,13 +71,11 @@ def train(
         if new:
             watcher.note(f"the model's vocabulary grows by {len(new)} characters: {new[:20]!r}")
     material = divide(text, recipe, tokenizer)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)  # a bad path fails now, not after hundreds of steps
-    trainer = Trainer(
-        recipe, len(material.tokenizer), material.training, torch.device(device), part, start=model
-    )
+    out.mkdir(parents=True, exist_ok=True)  # a bad path fails now, not after hundreds of training steps
+    size, on = len(material.tokenizer), torch.device(device)
+    trainer = Trainer(recipe, size, material.training, on, part, start=model)
     identity = {
-        "corpus_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "corpus_sha256": _sha256(text.encode()),
         "characters": len(text),
         "recipe": asdict(recipe),
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
@@ -88,18 +83,20 @@ def train(
         **(about or {}),
     }
     if start is not None:
-        identity["init_sha256"] = _sha256(start.model)
+        weights = start.model.state_dict().values()
+        identity["init_sha256"] = _sha256(*(t.float().cpu().contiguous().numpy() for t in weights))
     if old_text is not None:
-        identity["old_corpus_sha256"] = hashlib.sha256(old_text.encode()).hexdigest()
+        identity["old_corpus_sha256"] = _sha256(old_text.encode())
     run = _Run(trainer, material, out, watcher, identity)
     if old_text is not None and start is not None:
-        run.old = encode(old_text, start.tokenizer)  # type: ignore[arg-type]  # fitted() has refused others
-    with contextlib.nullcontext() if out is None else only_run(out):
+        ids = encode(old_text, start.tokenizer)  # type: ignore[arg-type]  # fitted() has refused others
+        run.old = _held_out(ids[int(0.9 * len(ids)) :], recipe.block_size, MOST_OLD)
+    with only_run(out):
         if resume:
             run.resume()
-        elif out is not None:
+        else:
             (out / FILE).unlink(missing_ok=True)  # of a run that this one replaces
-        run.schedule.begin(time.monotonic())  # on a GPU the trainer has compiled its step before
+        run.schedule.begin(time.monotonic())  # on a GPU the trainer has compiled its training step before
         watcher.begin(trainer.averaged, material.tokenizer)
         if not run.schedule.done and start is not None:
             run.measure_start(start.model)
@@ -107,27 +104,30 @@ def train(
 
 
 class _Run:
-    """A run in progress. best: the weights with the least validation loss. old: tokens of the old text."""
+    """A run in progress. best: the weights with the least validation loss. old: held-out tokens, or None."""
 
     def __init__(
-        self, trainer: Trainer, material: Material, out: Path | None, watcher: Watcher, identity: dict
+        self, trainer: Trainer, material: Material, out: Path, watcher: Watcher, identity: dict
     ) -> None:
         recipe = trainer.recipe
         self.trainer, self.out, self.watcher = trainer, out, watcher
         self.tokenizer, self.identity = material.tokenizer, identity
-        self.schedule = BySteps(recipe) if recipe.minutes is None else ByTime(recipe)
+        self.batch_chars = trainer.batch * recipe.block_size  # of a training step
+        self.schedule = Schedule(recipe) if recipe.minutes is None else ByTime(recipe)
         self.record: dict[str, Any] = identity | {"curve": []}
         self.best: dict[str, Tensor] = {}
         self.best_loss = math.inf
         self.old: Tensor | None = None
-        tested = bool(recipe.test_share)
-        self.validation = _held_out(material.validation, trainer, MOST_EVALUATED if tested else None)
-        self.watched = _held_out(material.validation, trainer, MOST_WATCHED if tested else None)
-        self.test = _held_out(material.test, trainer, MOST_EVALUATED) if tested else None
+        self.validation = self.watched = material.validation
+        self.test: Tensor | None = None
+        if recipe.test_share:
+            self.validation = _held_out(material.validation, recipe.block_size, MOST_EVALUATED)
+            self.watched = _held_out(material.validation, recipe.block_size, MOST_WATCHED)
+            self.test = _held_out(material.test, recipe.block_size, MOST_EVALUATED)
         self._loss_sum = torch.zeros((), device=trainer.device, dtype=torch.float64)
         self._losses = 0
         self._saved_at, self._save_seconds = time.monotonic(), 0.0
-        self._evaluated_at, self._evaluation_seconds = -1, 0.0  # the step of the last evaluation
+        self._evaluated_at, self._evaluation_seconds = -1, 0.0  # the training steps before the last one
 
     def go(self, stop: Callable[[], bool]) -> dict:
         """Train until the schedule ends, measure the best weights, and return the record."""
@@ -159,19 +159,18 @@ class _Run:
         if trainer.device.type == "cuda" and trainer.recipe.minutes is not None:
             torch.cuda.synchronize(trainer.device)  # else only the launch is timed
         schedule.stepped(time.monotonic() - start)
-        if isinstance(schedule, ByTime) and self._evaluated_at < 0:  # a forward pass is a third of a step
-            self._reserve(schedule.step_seconds / 2 / self._batch(trainer.recipe))
+        if self._evaluated_at < 0:  # a forward pass is a third of a training step
+            self._reserve(schedule.step_seconds / 2 / self.batch_chars)
 
     def measure_start(self, model: GPT) -> None:
         """Measure the losses before the first step: a row of the curve, and the loss on the old text."""
         self._losses = 1
         self._loss_sum.fill_(math.nan)
-        if self.old is not None:
-            self.record["old_loss_before"] = _old_loss(model, self.old, self.trainer.recipe.block_size)
+        self._measure_old("old_loss_before", model)
         self._evaluate()
 
     def _evaluate(self) -> None:
-        """Add a row to the curve, once for each step. Keep the average if it is the best.
+        """Add a row to the curve, once for each training step. Keep the average if it is the best.
 
         Raises ValueError if the loss is infinite or NaN.
         """
@@ -201,64 +200,52 @@ class _Run:
         return {"val_loss": loss, "best_step": done, "seconds_to_best": seconds}
 
     def _save_best(self, record: dict) -> None:
-        if self.out is not None:
-            save(self.out, self.trainer.averaged, self.tokenizer, record)
+        save(self.out, self.trainer.averaged, self.tokenizer, record)
 
     def _loss(self, held_out: Tensor) -> float:
-        model = self.trainer.averaged
-        batch = self.trainer.recipe.batch_chars
-        if held_out.ndim == 1:
-            return evaluate(model, held_out, batch)
-        return evaluate_windows(model, held_out, batch)
+        """The average's loss on tokens that no training step sees."""
+        return _loss(self.trainer.averaged, held_out, self.trainer.recipe.batch_chars)
+
+    def _measure_old(self, name: str, model: GPT) -> None:
+        """Record a model's loss on the old text under this name, if there is one."""
+        if self.old is not None:
+            self.record[name] = _loss(model, self.old, block_size=self.trainer.recipe.block_size)
 
     def _reserve(self, seconds_per_char: float) -> None:
-        """Tell a schedule by time how long the end of the run will take."""
-        if not isinstance(self.schedule, ByTime):
-            return
+        """Tell the schedule how long the end of the run will take."""
         parts = [self.watched, self.test, None if self.watched is self.validation else self.validation]
-        characters = sum(part.numel() for part in parts if part is not None)
-        characters += 0 if self.old is None else min(len(self.old), MOST_OLD)
+        characters = sum(part.numel() for part in (*parts, self.old) if part is not None)
         self.schedule.finishing = MARGIN * seconds_per_char * characters + self._save_seconds + 0.1
 
     def _finish(self) -> dict:
         """Measure the best weights on all held-out text, and write the record."""
-        recipe, schedule = self.trainer.recipe, self.schedule
         if self.test is not None:
-            _copy_into(self.trainer.averaged, self.best)
+            self._evaluated_weights(self.best)
             self.record["val_loss"] = self._loss(self.validation)
             self.record["test_loss"] = self._loss(self.test)
-            if self.old is not None:
-                self.record["old_loss_after"] = _old_loss(self.trainer.averaged, self.old, recipe.block_size)
-            seconds = schedule.elapsed()
-            self.record |= {"steps": schedule.done, "seconds": round(seconds, 1)}
-            self.record["characters_per_second"] = round(schedule.done * self._batch(recipe) / seconds)
-        if self.out is not None:
-            save_record(self.out, self.record)  # with the whole curve, past the best step
-            (self.out / FILE).unlink(missing_ok=True)
+            self._measure_old("old_loss_after", self.trainer.averaged)
+            done, seconds = self.schedule.done, self.schedule.elapsed()
+            self.record |= {"steps": done, "seconds": round(seconds, 1)}
+            self.record["characters_per_second"] = round(done * self.batch_chars / seconds)
+        save_record(self.out, self.record)  # with the whole curve, past the best step
+        (self.out / FILE).unlink(missing_ok=True)
         return self.record
 
-    @staticmethod
-    def _batch(recipe: Recipe) -> int:
-        return max(1, recipe.batch_chars // recipe.block_size) * recipe.block_size
-
     def _status(self) -> Status:
-        recipe, schedule = self.trainer.recipe, self.schedule
+        schedule = self.schedule
         done, progress, seconds = schedule.done, schedule.progress(), schedule.seconds
         return Status(
             done=done,
-            steps=max(done, round(done / progress)) if progress else recipe.steps,
+            steps=max(done, round(done / progress)) if progress else schedule.recipe.steps,
             progress=progress,
             seconds=seconds,
             left=schedule.left(),
-            rate=done * self._batch(recipe) / max(seconds, 1e-9),
+            rate=done * self.batch_chars / max(seconds, 1e-9),
             learning_rate=schedule.rate(),
             curve=self.record["curve"],
-            best=self.best_loss,
         )
 
     def _save_state(self) -> None:
-        if self.out is None:
-            return
         start = time.monotonic()
         if not math.isfinite(total := self._loss_sum.item()):  # no run can continue from such weights
             raise ValueError(
@@ -278,7 +265,6 @@ class _Run:
 
     def resume(self) -> None:
         """Continue from the state in `out`. The files of the best weights are written again."""
-        assert self.out is not None
         tensors, progress = load_state(self.out, self.identity)
         try:
             self.trainer.load_state_dict(tensors)
@@ -292,9 +278,13 @@ class _Run:
         if math.isfinite(self.best_loss):
             self.best = {n.removeprefix("best."): t for n, t in tensors.items() if n.startswith("best.")}
             current = _copied(self.trainer.averaged)
-            _copy_into(self.trainer.averaged, self.best)
+            self._evaluated_weights(self.best)
             self._save_best(self.record)
-            _copy_into(self.trainer.averaged, current)
+            self._evaluated_weights(current)
+
+    def _evaluated_weights(self, weights: dict[str, Tensor]) -> None:
+        """Let the average have these weights."""
+        self.trainer.averaged.load_state_dict(weights, strict=False)  # the head's are the embedding's
 
     def _interrupt(self) -> None:
         """Save the state, keep the current average if it is the best so far, and raise KeyboardInterrupt.
@@ -308,39 +298,27 @@ class _Run:
         raise KeyboardInterrupt
 
 
-def _held_out(ids: Tensor, trainer: Trainer, most: int | None) -> Tensor:
-    """The held-out tokens (N,) to evaluate: all, or at most `most` characters in windows (n, T + 1)."""
-    if most is not None and len(ids) > most:
-        ids = windows(ids, trainer.recipe.block_size, most)
-    return ids.to(trainer.device)
+def _held_out(ids: Tensor, block_size: int, most: int) -> Tensor:
+    """The tokens (N,) if they are at most `most`, else evenly spaced windows (n, block_size + 1) of them."""
+    return ids if len(ids) <= most else windows(ids, min(block_size, len(ids) - 1), most)
 
 
-def _old_loss(model: GPT, ids: Tensor, block_size: int) -> float:
-    """The model's loss on the last tenth of a text, or on evenly spaced windows of it of this size."""
-    held_out = ids[int(0.9 * len(ids)) :]
-    device = next(model.parameters()).device
-    if len(held_out) > MOST_OLD:
-        chosen = windows(held_out, min(block_size, len(held_out) - 1), MOST_OLD)
-        return evaluate_windows(model, chosen.to(device))
-    return evaluate(model, held_out.to(device), block_size=block_size)
+def _loss(model: GPT, ids: Tensor, batch_chars: int = 16_384, block_size: int | None = None) -> float:
+    """The model's loss on tokens as _held_out() gives them."""
+    ids = ids.to(next(model.parameters()).device)
+    if ids.ndim == 2:
+        return evaluate_windows(model, ids, batch_chars)
+    return evaluate(model, ids, batch_chars, block_size)
 
 
-def _sha256(model: GPT) -> str:
-    """A hash of the model's weights."""
+def _sha256(*data: Any) -> str:
     digest = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    for each in data:
+        digest.update(each)
     return digest.hexdigest()
 
 
 def _copied(model: GPT) -> dict[str, Tensor]:
-    return {
-        n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items() if n != "lm_head.weight"
-    }
-
-
-@torch.no_grad()
-def _copy_into(model: GPT, weights: dict[str, Tensor]) -> None:
-    own = model.state_dict()
-    for name, tensor in weights.items():
-        own[name].copy_(tensor)
+    """The model's weights on the CPU, without the head's, which are the embedding's."""
+    weights = model.state_dict().items()
+    return {name: t.detach().to("cpu", copy=True) for name, t in weights if name != "lm_head.weight"}

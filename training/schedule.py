@@ -1,11 +1,11 @@
-"""The progress of a run. BySteps counts steps. ByTime counts seconds and ends on time on a busy machine."""
+"""The progress of a run: Schedule counts steps; ByTime counts seconds and ends on time on a busy machine."""
 
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
-from training.recipe import DECAYS, Recipe, learning_rate
+from training.recipe import DECAYS, Recipe
 
 EVALUATIONS = 40  # most evaluations of a run by time; a long one has more
 LONGEST_WAIT = 60.0  # seconds between two evaluations, unless they take long
@@ -13,70 +13,54 @@ EVALUATING = 0.03  # share of the time that evaluations may take
 MOST_STEPS = 10  # one slow step counts as at most this many
 
 
-class Schedule(Protocol):
-    """The progress of a run."""
+class Schedule:
+    """The recipe's number of training steps, with an evaluation after every `eval_every` and the last.
 
-    done: int  # steps
-    seconds: float  # time of the run, including the time before a resumption
+    done: training steps. seconds: the time of the run, including the time before a resumption.
+    step_seconds: the time of a usual training step. finishing: the run's estimate of the time that its end
+    will take. Only ByTime takes these into account.
+    """
 
-    def begin(self, at: float) -> None:
-        """Start the clock at this time.monotonic(); `seconds` continue from their value."""
-
-    def elapsed(self) -> float:
-        """Seconds up to now, including those after the last step."""
-
-    def left(self) -> float:
-        """Estimated seconds until the end."""
-
-    def stepped(self, seconds: float) -> None:
-        """Count a step, the seconds that it took, and the time since the step before."""
-
-    def evaluated(self, seconds: float) -> None:
-        """Record the seconds of an evaluation."""
-
-    def rate(self) -> float:
-        """The next step's share of the peak learning rate."""
-
-    def progress(self) -> float:
-        """The share of the run that is done, from 0 to 1."""
-
-    def evaluation_due(self) -> bool: ...
-
-    def ended(self) -> bool: ...
-
-    def state(self) -> dict[str, Any]:
-        """The state for load(); it can be written as JSON."""
-
-    def load(self, state: dict[str, Any]) -> None: ...
-
-
-class BySteps:
-    """The recipe's number of steps, with an evaluation after every `eval_every` and the last."""
+    STATE: tuple[str, ...] = ("done", "seconds")
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.done, self.seconds = recipe, 0, 0.0
+        self.step_seconds = self.finishing = 0.0
 
     def begin(self, at: float) -> None:
+        """Start the clock at this time.monotonic(); `seconds` continue from their value."""
         self._lap = at
 
     def elapsed(self) -> float:
+        """Seconds up to now, including those after the last training step."""
         return self.seconds + time.monotonic() - self._lap
 
     def left(self) -> float:
+        """Estimated seconds until the end."""
         return self.seconds / max(1, self.done) * (self.recipe.steps - self.done)
 
     def stepped(self, seconds: float) -> None:
+        """Count a training step, the seconds that it took, and the time since the one before."""
         self.done += 1
         lap = time.monotonic()
         self.seconds, self._lap = self.seconds + lap - self._lap, lap
 
     def evaluated(self, seconds: float) -> None:
-        pass
+        """Record the seconds of an evaluation."""
 
     def rate(self) -> float:
-        return learning_rate(self.recipe, self.done)
+        """The next training step's share of the peak learning rate: linear warm-up, then the decay to 0.
+
+        The warm-up takes at most a tenth of the steps.
+        """
+        steps = self.recipe.steps
+        warmup = min(self.recipe.warmup, max(1, steps // 10))
+        if self.done < warmup:
+            return (self.done + 1) / warmup
+        return DECAYS[self.recipe.decay](min(1.0, (self.done - warmup) / max(1, steps - warmup)))
 
     def progress(self) -> float:
+        """The share of the run that is done, from 0 to 1."""
         return self.done / self.recipe.steps
 
     def evaluation_due(self) -> bool:
@@ -86,14 +70,16 @@ class BySteps:
         return self.done >= self.recipe.steps
 
     def state(self) -> dict[str, Any]:
-        return {"done": self.done, "seconds": self.seconds}
+        """The state for load(); it can be written as JSON."""
+        return {name: getattr(self, name) for name in self.STATE}
 
     def load(self, state: dict[str, Any]) -> None:
-        self.done, self.seconds = state["done"], state["seconds"]
+        for name in self.STATE:
+            setattr(self, name, state[name])
 
 
-class ByTime:
-    """The recipe's minutes, of which `finishing` seconds are kept for the work after the last step.
+class ByTime(Schedule):
+    """The recipe's minutes, of which `finishing` seconds are kept for the work after the last training step.
 
     A step counts as at most MOST_STEPS usual ones. So a step during which the machine slept makes the run end
     later, but does not shorten the decay of the learning rate.
@@ -105,35 +91,21 @@ class ByTime:
     )
 
     def __init__(self, recipe: Recipe) -> None:
-        assert recipe.minutes is not None
-        self.recipe, self.done, self.seconds = recipe, 0, 0.0
-        self.finishing = 0.0  # the run updates this estimate
-        self.step_seconds = 0.0  # time of a usual step
+        super().__init__(recipe)
+        self._budget = 60 * (recipe.minutes or 0)  # seconds
         self._evaluating = 0.0  # time of all evaluations
         self._evaluation_seconds = 0.0  # time of a usual evaluation
         self._wait = min(self._budget / EVALUATIONS, LONGEST_WAIT)
         self._next_evaluation = self._wait
 
-    @property
-    def _budget(self) -> float:
-        return 60 * (self.recipe.minutes or 0)
-
-    def begin(self, at: float) -> None:
-        self._lap = at
-
-    def elapsed(self) -> float:
-        return self.seconds + time.monotonic() - self._lap
-
     def left(self) -> float:
         return max(0.0, self._budget - self.seconds)
 
     def stepped(self, seconds: float) -> None:
-        self.done += 1
+        super().stepped(seconds)
         counted = min(seconds, MOST_STEPS * self.step_seconds) if self.step_seconds else seconds
         self.step_seconds += 0.1 * (counted - self.step_seconds) if self.step_seconds else counted
-        lap = time.monotonic()
-        self.seconds += lap - self._lap - (seconds - counted)
-        self._lap = lap
+        self.seconds -= seconds - counted
 
     def evaluated(self, seconds: float) -> None:
         usual = self._evaluation_seconds
@@ -160,10 +132,3 @@ class ByTime:
 
     def _training_seconds(self) -> float:
         return max(0.5 * self._budget, self._budget - self.finishing)
-
-    def state(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.STATE}
-
-    def load(self, state: dict[str, Any]) -> None:
-        for name in self.STATE:
-            setattr(self, name, state[name])

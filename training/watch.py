@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from model.gpt import GPT
 from model.tokenizer import CharTokenizer
@@ -15,7 +14,7 @@ class Status:
 
     steps: the estimated total. progress: 0 to 1. seconds: since the start. left: estimated seconds until the
     end. rate: characters per second of the whole time. learning_rate: the share of the peak. curve: [step,
-    training loss, validation loss] of each evaluation. best: the least validation loss.
+    training loss, validation loss] of each evaluation.
     """
 
     done: int
@@ -26,36 +25,19 @@ class Status:
     rate: float
     learning_rate: float
     curve: list[list[float]]
-    best: float
 
 
-class Watcher(Protocol):
-    """A run calls these methods in its own thread; their time counts as the run's."""
+class Watcher:
+    """A run calls these methods, which do nothing here, in its own thread; their time counts as the run's."""
 
     def begin(self, averaged: GPT, tokenizer: CharTokenizer) -> None:
-        """The run begins. averaged: the model that is evaluated and saved; it changes at each step."""
+        """The run begins. averaged: the model that is evaluated and saved; each training step changes it."""
 
     def note(self, sentence: str) -> None:
         """Report a sentence that the user should know."""
 
     def stepped(self, status: Status) -> None:
-        """A step is done."""
+        """A training step is done."""
 
     def evaluated(self, status: Status) -> None:
         """The last row of the curve is new."""
-
-
-class Nobody:
-    """A watcher that does nothing."""
-
-    def begin(self, averaged: GPT, tokenizer: CharTokenizer) -> None:
-        pass
-
-    def note(self, sentence: str) -> None:
-        pass
-
-    def stepped(self, status: Status) -> None:
-        pass
-
-    def evaluated(self, status: Status) -> None:
-        pass

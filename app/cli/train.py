@@ -121,8 +121,8 @@ def train(
                 record = run(
                     recipe,
                     text,
-                    device,
                     directory,
+                    device,
                     watcher=watcher,
                     part=part,
                     start=start,

@@ -23,7 +23,7 @@ from lab.race import harmless
 from model.checkpoint import Checkpoint
 from model.gpt import GPT
 from model.tokenizer import CharTokenizer
-from training.watch import Nobody, Status, Watcher
+from training.watch import Status, Watcher
 
 SAMPLE_SHARE = 0.015  # share of the time that samples may take
 SAMPLE_SECONDS = 3.0  # least time between two samples
@@ -45,7 +45,7 @@ def watch(name: str, quiet: bool) -> Iterator[Watcher]:
         yield Picture(name, live)
 
 
-class Lines(Nobody):
+class Lines(Watcher):
     """Writes a line on standard error for each evaluation; if quiet, only warnings."""
 
     def __init__(self, quiet: bool = False) -> None:
@@ -67,7 +67,7 @@ class Lines(Nobody):
         )
 
 
-class Picture:
+class Picture(Watcher):
     """Draws the curves, the speed and a sample of the averaged weights in place, on a terminal."""
 
     def __init__(self, name: str, live: Live) -> None:

@@ -48,7 +48,7 @@ def test_the_record_has_the_whole_curve_and_the_weights_are_the_best(tmp_path, m
     losses = iter([2.0, 1.5, 1.7])
     seen = []
 
-    def evaluate(model, ids, batch):
+    def evaluate(model, *_):
         seen.append(model.transformer.wte.weight.detach().clone())
         return next(losses)
 
@@ -97,12 +97,12 @@ def test_a_run_with_a_test_part_measures_the_best_weights_on_all_held_out_text(t
     assert record["val_loss"] != pytest.approx(watched, abs=1e-4)
 
 
-def test_a_text_shorter_than_a_block_is_refused():
+def test_a_text_shorter_than_a_block_is_refused(tmp_path):
     with pytest.raises(ValueError, match="text has 7 characters for training; .* more than block_size=8"):
-        train(RECIPE, "abcdefgh")
+        train(RECIPE, "abcdefgh", tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
-def test_a_missing_gpu_is_named():
+def test_a_missing_gpu_is_named(tmp_path):
     with pytest.raises(ValueError, match="device is 'cuda', but PyTorch finds no GPU"):
-        train(RECIPE, TEXT, device="cuda")
+        train(RECIPE, TEXT, tmp_path, device="cuda")

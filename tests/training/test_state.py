@@ -21,7 +21,7 @@ from model import files
 from model.checkpoint import load
 from training.run import train
 from training.state import FILE, load_state, save_state
-from training.watch import Nobody, Status
+from training.watch import Status, Watcher
 
 TEXT = words(4000)
 
@@ -32,7 +32,7 @@ def lasting(record: dict) -> dict:
     return {name: value for name, value in record.items() if name not in timed}
 
 
-class StoppedAt(Nobody):
+class StoppedAt(Watcher):
     """A watcher that ends the run at each of these steps, once."""
 
     def __init__(self, *steps: int) -> None:
@@ -100,8 +100,9 @@ import sys
 from pathlib import Path
 from training_texts import TINY, words
 from training import run
+from training.watch import Watcher
 run.STATE_SECONDS, run.STATE_SHARE = 0.0, 1e9  # a state after each step
-class Slowly(run.Nobody):
+class Slowly(Watcher):
     def stepped(self, status):
         print(status.done, flush=True)
 run.train(TINY, words(4000), out=Path(sys.argv[1]), resume=len(sys.argv) > 2, watcher=Slowly())

@@ -20,7 +20,7 @@ CURVE = [[10, 3.0, 2.9], [20, 2.0, 2.1], [40, 1.0, 1.5]]
 
 def test_the_picture_has_the_figures_the_curves_and_the_sample():
     times = dict(seconds=10.0, left=75.0, rate=12345.6)
-    status = Status(done=40, steps=80, progress=0.5, learning_rate=0.5, curve=CURVE, best=1.5, **times)
+    status = Status(done=40, steps=80, progress=0.5, learning_rate=0.5, curve=CURVE, **times)
     console = Console(file=io.StringIO(), width=100, height=40)
     console.print(picture("mine", status, "to [b]be\x1b[31m or\tnot", console))
     text = console.file.getvalue()
