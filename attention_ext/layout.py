@@ -45,7 +45,31 @@ def length(chunks: Sequence[range]) -> int:
     return sum(map(len, chunks))
 
 
-def offsets(chunks: Sequence[range]) -> Iterator[tuple[int, range]]:
+def kernel_calls(
+    queries: Sequence[range], keys: Sequence[range], causal: bool, offset: int
+) -> Iterator[tuple[slice, slice, bool]]:
+    """The calls of a kernel by which these queries attend to these keys.
+
+    causal: query i of the sequence sees the keys j <= i + offset. Yields the rows of q and of k in a rank's
+    tensors, and whether the call is causal: then its last query sees its last key. A chunk of queries and one
+    of keys need two calls at most: for the queries on the diagonal, and for those that see the whole chunk.
+    """
+    if not causal:  # every query sees all keys, whatever their position
+        yield slice(0, length(queries)), slice(0, length(keys)), False
+        return
+    for first, q in _with_first_row(queries):
+        for first_key, k in _with_first_row(keys):
+            start, stop = q.start + offset, q.stop + offset  # query i sees the keys up to i + offset
+            low, high = max(start, k.start), min(stop, k.stop)
+            if low < high:
+                rows = slice(first + low - start, first + high - start)
+                yield rows, slice(first_key, first_key + high - k.start), True
+            if max(start, k.stop) < stop and k:
+                rows = slice(first + max(start, k.stop) - start, first + len(q))
+                yield rows, slice(first_key, first_key + len(k)), False
+
+
+def _with_first_row(chunks: Sequence[range]) -> Iterator[tuple[int, range]]:
     """Each chunk with the index of its first row in a rank's tensor."""
     first = 0
     for chunk in chunks:
@@ -53,27 +77,10 @@ def offsets(chunks: Sequence[range]) -> Iterator[tuple[int, range]]:
         first += len(chunk)
 
 
-def seen(queries: range, keys: range, offset: int) -> Iterator[tuple[range, range, bool]]:
-    """The causal mask of a chunk of queries and one of keys as at most two calls of a kernel.
-
-    Yields indices in each chunk, and whether the call is causal. First come the queries on the diagonal; the
-    last of them sees the call's last key. Then come those that see the whole chunk.
-    """
-    start, stop = queries.start + offset, queries.stop + offset  # query i sees the keys up to i + offset
-    low, high = max(start, keys.start), min(stop, keys.stop)
-    if low < high:
-        yield range(low - start, high - start), range(high - keys.start), True
-    if max(start, keys.stop) < stop and keys:
-        yield range(max(start, keys.stop) - start, stop - start), range(len(keys)), False
-
-
 def pairs(queries: Sequence[range], keys: Sequence[range], causal: bool, offset: int) -> int:
     """The number of pairs of a query and a key that it sees: the work, in dot products."""
-    if not causal:
-        return length(queries) * length(keys)
     found = 0
-    for q in queries:
-        for k in keys:
-            for i, j, diagonal in seen(q, k, offset):
-                found += len(i) * len(j) - (len(i) * (len(i) - 1) // 2 if diagonal else 0)
+    for i, j, diagonal in kernel_calls(queries, keys, causal, offset):
+        rows = i.stop - i.start
+        found += rows * (j.stop - j.start) - (rows * (rows - 1) // 2 if diagonal else 0)
     return found

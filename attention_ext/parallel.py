@@ -32,38 +32,9 @@ from torch import Tensor
 
 import attention_ext
 from attention_ext import agreement, reference
-from attention_ext.layout import (
-    Rows,
-    contiguous,
-    length,
-    offsets,
-    pairs,
-    seen,
-    shares,
-    take,
-    zigzag_rows,
-)
+from attention_ext.layout import Rows, contiguous, kernel_calls, length, shares, zigzag_rows
 
-__all__ = [
-    "METHODS",
-    "Call",
-    "Mixture",
-    "Rows",
-    "Traffic",
-    "attention",
-    "check_method",
-    "contiguous",
-    "expected",
-    "length",
-    "pairs",
-    "rows",
-    "shares",
-    "take",
-    "seen",
-    "zigzag_rows",
-    *("gather", "ring", "split", "ulysses", "zigzag"),
-]
-SPIN_SECONDS = 1.0
+SPIN_SECONDS = 1.0  # for which a wait on CUDA polls
 
 
 def rows(method: str, N: int, ranks: int) -> Rows:
@@ -85,24 +56,30 @@ class Traffic:
     _seconds: float = 0.0
     _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
+    def count(self, sent: int) -> None:
+        """Count a step with this many bytes."""
+        self.sent += sent
+        self.steps += 1
+
     def wait(self, works: Sequence[dist.Work], device: torch.device) -> None:
         """Wait for all of these; on gloo each operation of batch_isend_irecv has its own.
 
         On CUDA this process waits too, not only the stream; else a lost rank would go unnoticed.
         """
         start = time.perf_counter()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
-        for event in events[:1]:
-            event.record()  # type: ignore[no-untyped-call]
+        if device.type != "cuda":
+            for work in works:
+                work.wait()
+            self._seconds += time.perf_counter() - start
+            return
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()  # type: ignore[no-untyped-call]
         for work in works:
-            while events and not work.is_completed() and time.perf_counter() - start < SPIN_SECONDS:
+            while not work.is_completed() and time.perf_counter() - start < SPIN_SECONDS:
                 pass  # NCCL's own wait polls once a millisecond, until the group's timeout
             work.wait()
-        for event in events[1:]:
-            event.record()  # type: ignore[no-untyped-call]
-            self._events.append((events[0], event))
-        if not events:
-            self._seconds += time.perf_counter() - start
+        after.record()  # type: ignore[no-untyped-call]
+        self._events.append((before, after))
 
     @property
     def waited(self) -> float:
@@ -117,11 +94,11 @@ class Call:
     """A method's arguments beside its tensors.
 
     queries, keys: the rows of each rank. offset: Nk - Nq; with causal, query i sees the keys j <= i + offset.
+    options: of attention_ext.attention().
     """
 
     part: str
     causal: bool
-    scale: float
     options: dict
     queries: Rows
     keys: Rows
@@ -131,8 +108,8 @@ class Call:
     traffic: Traffic
 
     @property
-    def ranks(self) -> int:
-        """P."""
+    def P(self) -> int:
+        """The number of ranks."""
         return len(self.keys)
 
 
@@ -145,35 +122,24 @@ class Mixture:
 
     def add(
         self, call: Call, q: Tensor, queries: Sequence[range], k: Tensor, v: Tensor, keys: Sequence[range]
-    ):
+    ) -> None:
         """Attend from these queries to these keys: q (B, H, n, d), k and v (B, H, m, d)."""
-        if not call.causal:  # every query sees all keys, whatever their position
-            self._attend(call, 0, q, k, v, causal=False)
-            return
-        for first, queries_of_chunk in offsets(queries):
-            for offset, keys_of_chunk in offsets(keys):
-                for rows, columns, causal in seen(queries_of_chunk, keys_of_chunk, call.offset):
-                    i = slice(first + rows.start, first + rows.stop)
-                    j = slice(offset + columns.start, offset + columns.stop)
-                    self._attend(call, i.start, q[:, :, i], k[:, :, j], v[:, :, j], causal=causal)
-
-    def _attend(self, call: Call, first: int, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> None:
         if not q.numel() or not k.numel():
             return
-        out, lse = attention_ext.attention(
-            call.part, q, k, v, causal=causal, scale=call.scale, return_lse=True, **call.options
-        )
-        i = slice(first, first + q.shape[2])
-        self.out[:, :, i], self.lse[:, :, i] = reference.merge(
-            self.out[:, :, i], self.lse[:, :, i], out.float(), lse
-        )
+        for i, j, causal in kernel_calls(queries, keys, call.causal, call.offset):
+            out, lse = attention_ext.attention(
+                call.part, q[:, :, i], k[:, :, j], v[:, :, j], causal=causal, return_lse=True, **call.options
+            )
+            self.out[:, :, i], self.lse[:, :, i] = reference.merge(
+                self.out[:, :, i], self.lse[:, :, i], out.float(), lse
+            )
 
 
 def split(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """For decoding: each rank holds some keys and all queries; one merge.
 
     q: (B, H, Nq, d), equal on all ranks. k, v: (B, H, n, d), a rank's keys. Returns (B, H, Nq, d) on each
-    rank. Sent: 4 H Nq (d + 1) (P - 1) bytes, the output and the logsumexp, whatever N is. One step.
+    rank. The output and the logsumexp are sent, whatever N is.
     Rabe & Staats 2021, arXiv:2112.05682; 'Flash-Decoding' (Dao et al. 2023) does the same over a GPU's
     processors.
     """
@@ -190,8 +156,8 @@ def gather(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """All keys to all ranks, then one call of the kernel.
 
     q, k, v: (B, H, n, d), a rank's rows. Returns (B, H, n, d). Memory: all of K and V on every rank.
-    Sent: 2 w H N d (P - 1) / P bytes, before anything is computed; one step. all_gather needs equal sizes, so
-    shorter ranks fill up to the longest: with max(n) for N / P it is 2 w H max(n) d (P - 1).
+    K and V are sent before anything is computed. all_gather needs equal sizes: shorter ranks fill up to the
+    longest.
     """
     longest = max(map(length, call.keys))
     padded = k.new_zeros(2, *k.shape[:2], longest, k.shape[3])
@@ -207,14 +173,14 @@ def ring(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """K and V pass around a ring; the next keys arrive while a rank computes with its current ones.
 
     q, k, v: (B, H, n, d), a rank's rows. Returns (B, H, n, d). Memory: two ranks' keys.
-    Sent: 2 w H N d (P - 1) / P bytes in P - 1 steps; exactly 2 w H d (N - n'), n' the rows of the next rank,
-    which never gets its own.
+    Sent are all keys but those of the next rank, which never gets its own.
     With a causal mask and rows in order, rank 0 has the least work and rank P - 1 the most. Each step waits
     for the slowest rank: at best (P / 2) / (P - 1/2) of the processors' time is used.
     Liu, Zaharia & Abbeel 2023, arXiv:2310.01889. Brandon et al. 2023, arXiv:2311.09431, assign the rows
-    round-robin ('striped') to balance the causal work.
+    round-robin ('striped') to balance the causal work. zigzag_rows() balances it too, in two chunks a rank:
+    zhuzilin's ring-flash-attention, zigzag_ring_flash_attn.
     """
-    P, rank = call.ranks, call.rank
+    P, rank = call.P, call.rank
     mixture = Mixture(q)
     held = torch.stack((k, v))  # (2, B, H, n, d)
     for step in range(P):
@@ -230,30 +196,20 @@ def ring(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return mixture.out
 
 
-def zigzag(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A ring whose ranks hold an early and a late chunk, zigzag_rows(): equal causal work in each step.
-
-    q, k, v: (B, H, n, d), the rows of both chunks. Returns (B, H, n, d). Bytes and steps are ring's.
-    zhuzilin's ring-flash-attention, zigzag_ring_flash_attn.
-    """
-    return ring(call, q, k, v)
-
-
 def ulysses(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Heads over ranks: each rank exchanges its rows of all heads for all rows of its heads, and back.
 
     q, k, v: (B, H, n, d), a rank's rows. Returns (B, H, n, d). The kernel sees whole sequences, so nothing is
     merged and the causal work is equal. Ranks beyond the number of heads in all texts are idle.
-    Sent: 4 w H N d (P - 1) / P^2 bytes in 2 steps; exactly w d (3 n (H - h) + h (N - n)), h a rank's heads.
     Jacobs et al. 2023, arXiv:2309.14509.
     """
     B, H, _, d = q.shape
-    heads = contiguous(shares(B * H, call.ranks))
+    heads = contiguous(shares(B * H, call.P))
     mine = heads[call.rank][0]
     n, m = [length(rows) for rows in call.queries], [length(rows) for rows in call.keys]
     qkv = [t.reshape(B * H, -1, d) for t in (q, k, v)]
     sending = [torch.cat([t[h.start : h.stop] for t in qkv], dim=1) for (h,) in heads]  # (h, n + 2 m, d)
-    arrived = _all_to_all(call, sending, [(len(mine), n[r] + 2 * m[r], d) for r in range(call.ranks)])
+    arrived = _all_to_all(call, sending, [(len(mine), n[r] + 2 * m[r], d) for r in range(call.P)])
     pieces = [part.split((n[r], m[r], m[r]), dim=1) for r, part in enumerate(arrived)]
     whole = [torch.cat(each, dim=1)[None] for each in zip(*pieces)]  # each (1, h, N, d)
     mixture = Mixture(whole[0])
@@ -264,32 +220,30 @@ def ulysses(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _exchange(call: Call, sent: Tensor, to: int, arriving: Tensor, source: int) -> list[dist.Work]:
     """Start to send to one rank and to receive from another. An empty tensor is not sent."""
-    operations = []
-    if sent.numel():
-        operations.append(dist.P2POp(dist.isend, sent, group=call.group, group_peer=to))
-    if arriving.numel():
-        operations.append(dist.P2POp(dist.irecv, arriving, group=call.group, group_peer=source))
-    call.traffic.sent += sent.nbytes
-    call.traffic.steps += 1
+    operations = [
+        dist.P2POp(operation, tensor, group=call.group, group_peer=peer)
+        for operation, tensor, peer in ((dist.isend, sent, to), (dist.irecv, arriving, source))
+        if tensor.numel()
+    ]
+    call.traffic.count(sent.nbytes)
     return dist.batch_isend_irecv(operations) if operations else []
 
 
 def _all_gather(call: Call, tensor: Tensor) -> list[Tensor]:
     """The tensors of all ranks, all of one shape. Each is sent P - 1 times."""
-    if call.ranks == 1:
+    if call.P == 1:
         return [tensor]
-    arrived = [torch.empty_like(tensor) for _ in range(call.ranks)]
+    arrived = [torch.empty_like(tensor) for _ in range(call.P)]
     if tensor.numel():
         work = dist.all_gather(arrived, tensor, group=call.group, async_op=True)
         call.traffic.wait([work], tensor.device)
-    call.traffic.sent += (call.ranks - 1) * tensor.nbytes
-    call.traffic.steps += 1
+    call.traffic.count((call.P - 1) * tensor.nbytes)
     return arrived
 
 
 def _all_to_all(call: Call, sending: list[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Send sending[r] to rank r; the tensors that arrive have these shapes."""
-    if call.ranks == 1:
+    if call.P == 1:
         return sending
     counts = [math.prod(shape) for shape in shapes]
     flat = torch.cat([tensor.flatten() for tensor in sending])
@@ -297,17 +251,13 @@ def _all_to_all(call: Call, sending: list[Tensor], shapes: Sequence[tuple[int, .
     lengths = [tensor.numel() for tensor in sending]
     work = dist.all_to_all_single(arrived, flat, counts, lengths, group=call.group, async_op=True)
     call.traffic.wait([work], flat.device)
-    call.traffic.sent += flat.nbytes - sending[call.rank].nbytes
-    call.traffic.steps += 1
+    call.traffic.count(flat.nbytes - sending[call.rank].nbytes)
     return [part.view(shape) for part, shape in zip(arrived.split(counts), shapes)]
 
 
+# A zigzag is a ring with the rows of zigzag_rows(): equal causal work in each step.
 METHODS: dict[str, Callable[[Call, Tensor, Tensor, Tensor], Tensor]] = {
-    "split": split,
-    "gather": gather,
-    "ring": ring,
-    "zigzag": zigzag,
-    "ulysses": ulysses,
+    **{"split": split, "gather": gather, "ring": ring, "zigzag": ring, "ulysses": ulysses}
 }
 
 
@@ -320,7 +270,7 @@ def check_method(method: str) -> None:
 def expected(
     method: str, queries: Rows, keys: Rows, rank: int, heads: int, d: int, width: int = 4
 ) -> tuple[int, int]:
-    """The bytes that a rank sends and the steps, by the formula in the method's docstring.
+    """The bytes that a rank sends and the steps, for any shares of the rows.
 
     heads: in all texts. width: bytes of a number.
     """
@@ -350,7 +300,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     simd: str = "auto",
-    step: str | int | None = None,
+    kernel: str | None = None,
     group: dist.ProcessGroup | None = None,
     traffic: Traffic | None = None,
 ) -> Tensor:
@@ -361,7 +311,7 @@ def attention(
     sequence is the ranks' rows in order, in zigzag in the order of zigzag_rows().
     lengths: the rows of q and k of every rank, in split those of k, if all ranks know them. With None the
     ranks first compare their arguments by small messages, so that a wrong one ends all of them.
-    part, causal, scale, simd, step: as in attention_ext.attention(). With causal, query i of the whole
+    part, causal, scale, simd, kernel: as in attention_ext.attention(). With causal, query i of the whole
     sequence sees the keys j <= i + (Nk - Nq).
     group: the processes; all by default. traffic: counts what this rank sends.
     Returns (B, H, n, d) in q's dtype, in split the same bits on all ranks. Computes no gradients.
@@ -377,21 +327,12 @@ def attention(
             described: list = [None] * P
             dist.all_gather_object(described, mine, group=group)
         else:
-            described = [mine | agreement.with_lengths(method, mine, n) for n in lengths]
+            described = [agreement.with_rows(mine, n) for n in lengths]
             if len(lengths) != P or described[rank] != mine:
                 raise ValueError(f"lengths is {list(lengths)}; it must have the rows of each of {P} ranks")
-        agreement.check(described)
+        queries, keys, offset = agreement.rows(described)
         check_method(method)
-        n, m = ([each[name][2] for each in described] for name in ("q", "k"))
-        if method == "zigzag":
-            queries, keys = zigzag_rows(sum(n), P), zigzag_rows(sum(m), P)
-        else:
-            keys = contiguous(m)
-            queries = tuple((range(n[0]),) for _ in n) if method == "split" else contiguous(n)
-        agreement.check_rows(method, causal, queries, keys, n, m)
-        Nq, Nk = (n[0] if method == "split" else sum(n)), sum(m)
-        scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-        options = {"simd": simd} | ({"step": step} if step is not None else {})
+        options = {"scale": scale, "simd": simd, "kernel": kernel}
         traffic = Traffic() if traffic is None else traffic
-        call = Call(part, causal, scale, options, queries, keys, Nk - Nq, rank, group, traffic)
+        call = Call(part, causal, options, queries, keys, offset, rank, group, traffic)
         return METHODS[method](call, q, k, v).to(q.dtype)

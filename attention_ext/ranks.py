@@ -62,12 +62,10 @@ def join(device: str = "cpu", timeout: float = 30.0) -> Iterator[Ranks]:
         torch.cuda.set_device(where)
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a wait ends, and no watchdog aborts
     roll = RollCall(rank, count, min(timeout, ROLL_CALL))
-    limit = timedelta(seconds=timeout)
+    backend, bound = ("cpu:gloo,cuda:nccl", where) if device == "cuda" else ("gloo", None)
     with roll.on_sigterm():
         try:
-            backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-            bound = where if device == "cuda" else None
-            dist.init_process_group(backend, timeout=limit, device_id=bound)
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=bound)
             yield Ranks(rank, count, local, where)
             meet()  # a rank that fails at the end is still named
         except (SystemExit, KeyboardInterrupt):
@@ -130,9 +128,8 @@ class RollCall:
         self.rank, self.count, self.patience = rank, count, patience
         self.lock = threading.Lock()
         self._run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._store: dist.Store | None = None
-        if agent:  # else rank 0 holds the store and opens its port later
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # else rank 0 opens its port later
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             limit = timedelta(seconds=patience)
             self._store = dist.TCPStore(address, port, is_master=False, timeout=limit)
@@ -151,8 +148,7 @@ class RollCall:
         if self._store is None:
             return None
         others = [rank for rank in range(self.count) if rank != self.rank]
-        end = time.monotonic() + self.patience
-        silent = others
+        end, silent = time.monotonic() + self.patience, others
         try:
             while silent and time.monotonic() < end:
                 silent = [rank for rank in silent if not self._store.check([self._key(rank)])]
@@ -160,13 +156,10 @@ class RollCall:
             answers = {r: self._store.get(self._key(r)).decode() for r in others if r not in silent}
         except dist.DistError:
             return f"the store of the run does not answer, so torchrun has ended (seen by rank {self.rank})"
-        failed = [f"rank {r} failed with {text}" for r, text in answers.items() if text != HERE]
-        if failed:
+        if failed := [f"rank {r} failed with {text}" for r, text in answers.items() if text != HERE]:
             return "; ".join(failed)
-        if silent:
-            names = " and ".join(f"rank {rank}" for rank in silent)
-            return f"{names} did not answer rank {self.rank}: killed or stalled"
-        return None
+        names = " and ".join(f"rank {rank}" for rank in silent)
+        return f"{names} did not answer rank {self.rank}: killed or stalled" if silent else None
 
     @contextlib.contextmanager
     def on_sigterm(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -60,16 +61,26 @@ def synthetic_qkv(
     return tuple(planes)  # type: ignore[return-value]
 
 
-def measure(name: str, function: Callable[[], Tensor]) -> Run:
+def allocated(function: Callable[[], Tensor]) -> tuple[Tensor, int]:
+    """The result of `function`, and the most bytes that PyTorch's allocator had allocated meanwhile."""
+    run = measure("", function, warm_up=False)
+    return run.out, run.memory
+
+
+def measure(name: str, function: Callable[[], Tensor], warm_up: bool = True) -> Run:
     """Call `function` once to warm up and once under PyTorch's profiler, as a row called `name`."""
-    function()
+    if warm_up:
+        function()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         with record_function(name):
             start = time.perf_counter()
             out = function()
             seconds = time.perf_counter() - start
-    table = profiler.key_averages().table(sort_by="cpu_memory_usage", row_limit=10)
-    return Run(out, seconds, _peak_memory(profiler), table)
+    recorded: Any = profiler.profiler  # PyTorch's public averages give sums, not the peak
+    events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
+    held = accumulate(event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()))
+    table = profiler.key_averages().table(sort_by="cpu_memory_usage", row_limit=10) if warm_up else ""
+    return Run(out, seconds, max(held, default=0), table)
 
 
 def measure_on_gpu(on: gpu.Gpu, name: str, function: Callable[[], Tensor]) -> Run:
@@ -111,24 +122,6 @@ def in_slices(function: Callable[..., Tensor], count: int, tensors: Sequence[Ten
     B, H, N, d = tensors[0].shape
     slices = zip(*(t.view(1, B * H, -1, d).tensor_split(count, dim=1) for t in tensors))
     return torch.cat([function(*each) for each in slices], dim=1).view(B, H, N, d)
-
-
-def _peak_memory(profiler: profile) -> int:
-    """The highest sum of the allocations and releases that the profiler recorded, in bytes."""
-    recorded: Any = profiler.profiler  # PyTorch's public averages give sums, not the peak
-    events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
-    peak = held = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
-
-
-def allocated(function: Callable[[], Tensor]) -> tuple[Tensor, int]:
-    """The result of `function`, and the most bytes that PyTorch's allocator had allocated meanwhile."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        out = function()
-    return out, _peak_memory(profiler)
 
 
 def mismatch(expected: Tensor, got: Tensor, dtype: Dtype = Dtype.FP32) -> str | None:
@@ -199,32 +192,28 @@ def run(
     BuildError if there is no GPU or a kernel cannot be compiled.
     """
     kind = check_dtype(part, dtype, device)
-    row = PARTS[part]
-    lines = [f"Running {part} test: {row.title}\n"]
-    timed, slices = measure, 1
+    row, slices, shown = PARTS[part], 1, []
+    timed: Callable[..., Run] = measure
     if device == "cuda":
         on = gpu.Gpu()
         timed = partial(measure_on_gpu, on)
-        lines.append(f"{on.describe()['name']}")
+        shown.append(on.describe()["name"])
         if row.operator:
-            lines.append(describe_kernel(on, kernel, batch * heads, N, d, kind))
-        q, k, v = synthetic_qkv(N, kind, batch, heads, d, device)
+            shown.append(describe_kernel(on, kernel, batch * heads, N, d, kind))
         slices = slices_of_reference(N, batch * heads, on.free())
         if slices > 1:
-            lines.append(f"The reference's N x N matrices do not fit at once: {slices} slices of heads")
-        lines[-1] += "\n"
+            shown.append(f"The reference's N x N matrices do not fit at once: {slices} slices of heads")
     else:
         check_memory(N, batch * heads)
-        q, k, v = synthetic_qkv(N, kind, batch, heads, d)
         if row.operator:
-            lines.append(extension.describe(simd) + "\n")
-    for line in lines:
-        echo(line)
+            shown.append(extension.describe(simd))
+    tensors = synthetic_qkv(N, kind, batch, heads, d, device)
+    echo("\n".join([f"Running {part} test: {row.title}\n", *shown]) + "\n" * bool(shown))
 
     def lab(part: str) -> Tensor:
         options: dict[str, Any] = dict(causal=causal, scale=1.0, br=br, bc=bc, simd=simd, kernel=kernel)
         count = 1 if PARTS[part].operator else slices
-        return in_slices(lambda q, k, v: attention(part, q=q, k=k, v=v, **options), count, (q, k, v))
+        return in_slices(partial(attention, part, **options), count, tensors)
 
     echo("-----RUNNING REFERENCE IMPLEMENTATION-----\n")
     reference = timed(f"REFERENCE - {row.title}", lambda: lab("part0"))

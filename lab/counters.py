@@ -7,10 +7,8 @@ the program cancels.
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
-import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -20,6 +18,7 @@ from pathlib import Path
 from attention_ext import PARTS, BuildError, processor
 from attention_ext.build import recipes
 from attention_ext.processor import Cache
+from lab.command import run
 from lab.costs import scratch
 from lab.machine import available_memory
 from lab.traffic import FLOAT_BYTES, Block, Case
@@ -124,7 +123,7 @@ def simulated_block(block: Block) -> Block:
 def _by_perf(perf: str, command: Sequence[str], timeout: float) -> dict[str, float]:
     """Counts by event, the mean of five runs. Raises Refused."""
     events = ",".join(f"{event}:u" for pair in EVENTS["perf"] for event in pair)
-    code, output = _run([perf, "stat", "-x,", "-r5", "-e", events, "--", *command], timeout)
+    code, _, output = run([perf, "stat", "-x,", "-r5", "-e", events, "--", *command], timeout, LC_ALL="C")
     if code != 0:
         complaints = (line for line in output.splitlines() if line.strip() not in ("", "Error:"))
         raise Refused(f"perf stat failed: {next(complaints, f'it ended with {code}').strip()}")
@@ -157,7 +156,7 @@ def _by_cachegrind(
         # Instructions go through the last level too: a fixed I1 gives the same counts on all machines.
         options = ["--tool=cachegrind", "--cache-sim=yes", f"--D1={D1}", "--I1=32768,8,64", f"--LL={LL}"]
         options.append(f"--cachegrind-out-file={out}")
-        code, output = _run([valgrind, *options, *command], timeout)
+        code, _, output = run([valgrind, *options, *command], timeout, LC_ALL="C")
         if code != 0 or not out.exists():
             complaints = (line for line in output.splitlines() if line and not line.startswith(("==", "--")))
             raise BuildError(f"valgrind cannot run {command[0]}: {next(complaints, f'it ended with {code}')}")
@@ -171,22 +170,3 @@ def parse_cachegrind(text: str) -> dict[str, float]:
     if missing := [event for pair in EVENTS["cachegrind"] for event in pair if event not in counts]:
         raise BuildError(f"cachegrind's file has no {', '.join(missing)}")
     return counts
-
-
-def _run(command: Sequence[str], timeout: float) -> tuple[int, str]:
-    """The exit code and standard error of a command, killed with its children after `timeout` seconds."""
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"LC_ALL": "C"},
-        start_new_session=True,
-    )
-    with process:
-        try:
-            _, output = process.communicate(timeout=timeout)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return process.returncode, output

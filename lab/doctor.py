@@ -6,6 +6,7 @@ end its process.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -21,22 +22,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+from lab.command import run as run_command
+
 OK, ABSENT, BROKEN = "ok", "--", "FAIL"
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 10)
 # Other packages that the commands import: distribution names.
-PACKAGES = (
-    "click",
-    "numpy",
-    "pooch",
-    "pybind11",
-    "requests",
-    "rich",
-    "safetensors",
-    "tiktoken",
-    "tqdm",
-)
+PACKAGES = ("click", "numpy", "pooch", "pybind11", "requests", "rich", "safetensors", "tiktoken", "tqdm")
 # Packages of optional features: the extra of setup.cfg that brings each, and its purpose.
 OPTIONAL = {
     "matplotlib": ("lab", "plots"),
@@ -92,11 +84,11 @@ class Check(NamedTuple):
 
 def run(echo: Callable[[str], None]) -> bool:
     """Echo a line for each check; False if something is broken."""
-    fine = True
+    states = set()
     for name, state, text in examine():
         echo(f"{state:4}  {name:13} {text}")
-        fine = fine and state != BROKEN
-    return fine
+        states.add(state)
+    return BROKEN not in states
 
 
 def examine() -> Iterator[tuple[str, str, str]]:
@@ -131,30 +123,20 @@ def _reason(error: Exception) -> str:
 def _output(command: list[str], seconds: float) -> str:
     """The text that a program writes to stdout, or else to stderr. Raises Broken if it fails or takes too
     long.
-
-    Its output goes through files, because a pipe stays open as long as any child of the program has it.
     """
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=ROOT, start_new_session=True
-        )
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise Broken(f"did not answer within {seconds} s") from None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read().decode(errors="replace").strip())
+    try:
+        code, out, err = run_command(command, seconds)
+    except subprocess.TimeoutExpired:
+        raise Broken(f"did not answer within {seconds} s") from None
     if code:
         how = f"failed with exit code {code}" if code > 0 else f"was ended: {signal.strsignal(-code)}"
-        last = texts[1].splitlines()[-1:]
-        raise Broken(": ".join([how, *last]))
-    return texts[0] or texts[1]
+        raise Broken(": ".join([how, *err.splitlines()[-1:]]))
+    return out or err
+
+
+def _python_says(program: str, *arguments: str) -> str:
+    """The last line that a program in Python prints. Raises Broken as _output() does."""
+    return _output([sys.executable, "-c", program, *arguments], TORCH_SECONDS).splitlines()[-1]
 
 
 def _version(command: list[str], remedy: str) -> str:
@@ -182,20 +164,18 @@ def _packages() -> str:
 
 def _installed(package: str) -> str | None:
     """A package's version; None if it is not installed."""
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 @functools.cache
 def _torch() -> tuple[str, str, int]:
     """torch's version, its instruction set and threads, found in another process."""
     try:
-        output = _output([sys.executable, "-c", TORCH], TORCH_SECONDS)
+        version, capability, threads = json.loads(_python_says(TORCH))
     except Broken as error:
         raise Broken(f"its import {error}; {INSTALL}") from None
-    version, capability, threads = json.loads(output.splitlines()[-1])
     return version, capability, threads
 
 
@@ -257,11 +237,8 @@ def _cache() -> str:
     if not there.is_dir():
         raise Broken(f"{there} is no directory; {cache.ELSEWHERE}")
     made = there == directory
-    try:
-        with tempfile.TemporaryDirectory(
-            prefix="doctor", dir=there
-        ):  # permissions do not tell what root can write
-            pass
+    try:  # permissions do not tell what root can write
+        tempfile.TemporaryDirectory(prefix="doctor", dir=there).cleanup()
     except OSError as error:
         how = "written" if made else "made"
         raise Broken(f"{directory} cannot be {how}: {error.strerror}; {cache.ELSEWHERE}") from None
@@ -294,39 +271,31 @@ def _extension() -> str:
         raise Missing("not compiled yet; the first use of parts 1 to 4 compiles it")
     cache.check_owner(library.parent)
     try:
-        load = [sys.executable, "-c", EXTENSION, str(library), f"attention_ext_{AUTO}"]
-        name = _output(load, TORCH_SECONDS)
+        name = _python_says(EXTENSION, str(library), f"attention_ext_{AUTO}")
     except Broken as error:
         raise Broken(f"loading {library} {error}; delete it to compile it again") from None
     return f"{library} ({name})"
 
 
 def _gpu() -> str:
-    built, gpus = json.loads(_output([sys.executable, "-c", GPU], TORCH_SECONDS).splitlines()[-1])
+    built, gpus = json.loads(_python_says(GPU))
     driver = _driver()
+    purpose = "(for part4 --device cuda)"
     if built is None:
         there = f"NVIDIA's driver {driver} is here, but " if driver else ""
-        raise Missing(
-            f"{there}this PyTorch has no CUDA (for part4 --device cuda); pytorch.org has builds with it"
-        )
+        raise Missing(f"{there}this PyTorch has no CUDA {purpose}; pytorch.org has builds with it")
     if not gpus:
-        why = (
-            f"none that PyTorch, for CUDA {built}, can use with driver {driver}"
-            if driver
-            else "no GPU or driver"
-        )
-        raise Missing(f"{why} (for part4 --device cuda); nvidia-smi shows what there is")
+        unusable = f"none that PyTorch, for CUDA {built}, can use with driver {driver}"
+        why = unusable if driver else "no GPU or driver"
+        raise Missing(f"{why} {purpose}; nvidia-smi shows what there is")
     names = ", ".join(f"{name} ({major}.{minor})" for name, major, minor in gpus)
     return f"{names}, driver {driver or 'unknown'}, PyTorch for CUDA {built}"
 
 
 def _driver() -> str | None:
     """The version of NVIDIA's driver; None if none is loaded."""
-    try:
-        words = DRIVER.read_text().split()
-    except OSError:
-        return None
-    return next((word for word in words if word[:1].isdigit() and "." in word), None)
+    text = DRIVER.read_text() if DRIVER.exists() else ""
+    return next((word for word in text.split() if word[:1].isdigit() and "." in word), None)
 
 
 def _nvrtc() -> str:
@@ -336,7 +305,7 @@ def _nvrtc() -> str:
     if missing := [name for name, version in packages.items() if version is None]:
         lacking = " and ".join(missing)
         raise Missing(f"{lacking} not installed (CUDA kernels, for part4 --device cuda); {nvrtc.INSTALL}")
-    return _output([sys.executable, "-c", NVRTC], VERSION_SECONDS)
+    return _python_says(NVRTC)
 
 
 def _tiles() -> str:

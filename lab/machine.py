@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -26,16 +25,8 @@ SLOWED_BELOW = 0.95  # a sample below this share of the fastest is slowed
 MOST_SLOWED_SHARE = 0.1  # on a busy machine a larger share of the samples is slowed
 
 
-class Times(NamedTuple):
-    """Seconds: processor time of the machine, processor time of this process, wall time."""
-
-    busy: float
-    own: float
-    wall: float
-
-
-def processor_times() -> Times | None:
-    """The times by /proc/stat; None without it.
+def processor_times() -> tuple[float, float, float] | None:
+    """Seconds by /proc/stat; None without it: of the machine's processors, of this process's, and wall time.
 
     A child process counts as this process after it has ended and been waited for.
     """
@@ -44,40 +35,30 @@ def processor_times() -> Times | None:
     except OSError:
         return None
     user, nice, system, _, _, irq, softirq, steal = fields[:8]
-    ticks = os.sysconf("SC_CLK_TCK")
-    busy = (user + nice + system + irq + softirq + steal) / ticks
+    busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
     times = os.times()
-    own = time.process_time() + times.children_user + times.children_system
-    return Times(busy, own, time.monotonic())
+    return busy, time.process_time() + times.children_user + times.children_system, time.monotonic()
 
 
-def read_rate(size: int, seconds: float) -> float:
-    """Bytes per second at which this thread reads the same `size` bytes for `seconds`."""
-    return extension.load().read_bandwidth(size, seconds)
+def read_rate(size: int) -> float:
+    """Bytes per second at which this thread reads the same `size` bytes for SAMPLE_SECONDS."""
+    return extension.load().read_bandwidth(size, SAMPLE_SECONDS)
 
 
 class Load:
     """The load of other programs: processor time, and the bandwidth of the shared cache and memory.
 
     A program on another core, or in another virtual machine, shows only in the bandwidth.
-    times: returns the processor times so far, or None. read: returns bytes per second for a size and a
-    duration. now: a clock in seconds.
     """
 
-    def __init__(
-        self,
-        times: Callable[[], Times | None] = processor_times,
-        read: Callable[[int, float], float] = read_rate,
-        now: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._times, self._read, self._now = times, read, now
-        self._start = times()
+    def __init__(self) -> None:
+        self._start = processor_times()
         self._samples: list[float] = []  # bytes per second
         self._fastest = 0.0
 
     def others(self) -> float | None:
         """The mean number of processors that other programs took since this was made; None if unknown."""
-        now = self._times()
+        now = processor_times()
         if now is None or self._start is None:
             return None
         busy, own, wall = (b - a for a, b in zip(self._start, now))
@@ -89,11 +70,11 @@ class Load:
         size: more than the core's own caches hold. patience: the longest time to wait for a fast sample. Only
         the first sample of a call is kept.
         """
-        end = self._now() + patience
-        self._samples.append(self._read(size, SAMPLE_SECONDS))
-        rate, self._fastest = self._samples[-1], max(self._samples[-1], self._fastest)
-        while rate < SLOWED_BELOW * self._fastest and self._now() < end:
-            rate = self._read(size, SAMPLE_SECONDS)
+        end, rate = time.perf_counter() + patience, read_rate(size)
+        self._samples.append(rate)
+        self._fastest = max(rate, self._fastest)
+        while rate < SLOWED_BELOW * self._fastest and time.perf_counter() < end:
+            rate = read_rate(size)
         return min(1.0, rate / self._fastest)
 
     def slowed(self) -> float:

@@ -8,18 +8,21 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention_ext import PARTS, attention, operator, parallel, processor
-from attention_ext.parallel import Call, Mixture, Rows, Traffic, length, pairs
+from attention_ext import PARTS, attention, operator, parallel, processor, reference
+from attention_ext.layout import Rows, length, pairs, shares, take
+from attention_ext.parallel import Traffic
 from attention_ext.ranks import Ranks, join, meet
 from lab import machine
 from lab.correctness import mismatch
+from lab.text import counted
+from lab.timing import seconds_of
 
 BLOCK = 4096  # rows of one seed
 CHECKED = 16  # rows of each rank that are compared with float64
@@ -50,6 +53,15 @@ class Question:
     @property
     def scale(self) -> float:
         return self.d**-0.5
+
+    @property
+    def offset(self) -> int:
+        """Query i sees the keys j <= i + offset."""
+        return self.N - self.queries
+
+    def work(self, queries: Sequence[range], keys: Sequence[range]) -> int:
+        """Pairs of a query and a key that it sees, in all heads."""
+        return self.heads * pairs(queries, keys, self.causal, self.offset)
 
 
 @dataclass(frozen=True)
@@ -103,10 +115,9 @@ def exact(asked: Question, chunks: Sequence[range]) -> tuple[list[int], Tensor]:
     which = sorted({i * (n - 1) // max(1, CHECKED - 1) for i in range(CHECKED)}) if n else []
     q = rows_of("q", asked, chunks)[:, :, which].double()
     position = torch.tensor([i for chunk in chunks for i in chunk], dtype=torch.long)[which]
-    position += asked.N - asked.queries
-    total = torch.zeros(1, asked.heads, len(which), asked.d, dtype=torch.float64)
-    most = torch.full(total.shape[:3], -torch.inf, dtype=torch.float64)
-    weight = torch.zeros_like(most)
+    position += asked.offset
+    out = torch.zeros(1, asked.heads, len(which), asked.d, dtype=torch.float64)
+    lse = out.new_full(out.shape[:3], -torch.inf)
     for first in range(0, asked.N if which else 0, BLOCK):
         keys = [range(first, min(first + BLOCK, asked.N))]
         k, v = rows_of("k", asked, keys).double(), rows_of("v", asked, keys).double()
@@ -114,11 +125,10 @@ def exact(asked: Question, chunks: Sequence[range]) -> tuple[list[int], Tensor]:
         if asked.causal:
             masked = torch.arange(first, keys[0].stop) > position[:, None]
             s = s.masked_fill(masked, -torch.inf)
-        m = torch.maximum(most, s.amax(-1))
-        p = torch.exp(s - m[..., None]).nan_to_num()
-        change = torch.exp(most - m).nan_to_num()
-        total, weight, most = change[..., None] * total + p @ v, change * weight + p.sum(-1), m
-    return which, total / weight[..., None]
+        of_block = s.logsumexp(-1)
+        p = (s - of_block[..., None]).exp().nan_to_num()
+        out, lse = reference.merge(out, lse, p @ v, of_block)
+    return which, out
 
 
 def measure_speeds(asked: Question, ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, sent: int) -> Speeds:
@@ -126,9 +136,7 @@ def measure_speeds(asked: Question, ranks: Ranks, q: Tensor, k: Tensor, v: Tenso
     found = torch.zeros(3, dtype=torch.float64)
     if ranks.rank == 0:
         few = q[:, :, : max(LEAST, SAMPLE[asked.device] // max(1, asked.heads * k.shape[2]))]
-        chunks = [range(few.shape[2])], [range(k.shape[2])]
-        call = Call(asked.part, False, asked.scale, {}, (), (), 0, 0, None, Traffic())
-        seconds = best(lambda: Mixture(few).add(call, few, chunks[0], k, v, chunks[1]), ranks)
+        seconds = best(lambda: k.numel() and attention(asked.part, few, k, v, scale=asked.scale), ranks)
         found[0] = asked.heads * max(1, few.shape[2] * k.shape[2]) / seconds
     meet()
     if ranks.count > 1:
@@ -157,15 +165,15 @@ def measure_speeds(asked: Question, ranks: Ranks, q: Tensor, k: Tensor, v: Tenso
 
 def best(function: Callable[[], object], ranks: Ranks, count: int = 5, limit: float = LONG) -> float:
     """Seconds of the fastest of `count` calls, after one to warm up."""
-    found = []
-    for _ in range(count + 1):
-        synchronize(ranks)
-        start = time.perf_counter()
+
+    def finished() -> None:
         function()
         synchronize(ranks)
-        found.append(time.perf_counter() - start)
-        if sum(found) > limit:
-            break
+
+    synchronize(ranks)
+    found = [seconds_of(finished)]
+    while len(found) <= count and sum(found) <= limit:
+        found.append(seconds_of(finished))
     return min(found[1:] or found)
 
 
@@ -177,18 +185,18 @@ def synchronize(ranks: Ranks) -> None:
 
 def predict(asked: Question, queries: Rows, keys: Rows, speeds: Speeds) -> tuple[float, float, float]:
     """Seconds of the call, of the computation on the busiest rank, and of sending without overlap."""
-    P, offset = len(keys), asked.N - asked.queries
-    sent = [
-        parallel.expected(asked.method, queries, keys, rank, asked.heads, asked.d)[0] for rank in range(P)
-    ]
+    P = len(keys)
     if asked.method not in ("ring", "zigzag"):
+        sent = [
+            parallel.expected(asked.method, queries, keys, rank, asked.heads, asked.d)[0] for rank in range(P)
+        ]
         everything = [chunk for chunks in keys for chunk in chunks]
-        work = [asked.heads * pairs(mine, everything, asked.causal, offset) for mine in queries]
+        work = [asked.work(mine, everything) for mine in queries]
         if asked.method == "split":
-            work = [asked.heads * pairs(queries[0], mine, asked.causal, offset) for mine in keys]
+            work = [asked.work(queries[0], mine) for mine in keys]
         if asked.method == "ulysses":
-            whole = pairs([range(asked.queries)], [range(asked.N)], asked.causal, offset)
-            work = [share * whole for share in parallel.shares(asked.heads, P)]
+            whole = asked.work([range(asked.queries)], [range(asked.N)]) // asked.heads
+            work = [share * whole for share in shares(asked.heads, P)]
         computing, sending = speeds.computing(max(work)), speeds.sending(max(sent))
         return computing + sending, computing, sending
     # A step of rank r begins when it has computed the step before and its keys have arrived, which rank r - 1
@@ -203,8 +211,7 @@ def predict(asked: Question, queries: Rows, keys: Rows, speeds: Speeds) -> tuple
             began = [max(ended[rank], arrived[rank]) for rank in range(P)]
             sending += max(send)
         for rank in range(P):
-            found = pairs(queries[rank], keys[(rank - step) % P], asked.causal, offset)
-            seconds = speeds.computing(asked.heads * found)
+            seconds = speeds.computing(asked.work(queries[rank], keys[(rank - step) % P]))
             busy[rank] += seconds
             ended[rank] = began[rank] + seconds
     return max(ended), max(busy), sending
@@ -240,68 +247,41 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
         start = time.perf_counter()
         out = parallel.attention(asked.method, q, k, v, **options, lengths=known, traffic=traffic)
         synchronize(ranks)
-        total += time.perf_counter() - start
-        waited += traffic.waited
-        longest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+        took = time.perf_counter() - start
+        total, waited = total + took, waited + traffic.waited
+        longest = torch.tensor(took, dtype=torch.float64)
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         seconds.append(longest.item())
-    measured = min(seconds)
 
     formula = parallel.expected(asked.method, queries, keys, ranks.rank, asked.heads, asked.d)
     speeds = measure_speeds(asked, ranks, q, k, v, formula[0])
-    predicted, computing, sending = predict(asked, queries, keys, speeds)
     wrong = []
+    error = None
     if asked.N * asked.heads * asked.d <= MOST_NUMBERS:
         which, expected = exact(asked, mine)
         got = out[:, :, which].cpu()
         error = float((got.double() - expected).abs().max()) if which else 0.0
         wrong += [f"float64: {found}" for found in [mismatch(expected, got)] if which and found]
-    else:
-        error = math.nan
     alone = compare_with_one_process(asked, ranks, queries, out, speeds, wrong)
     if (traffic.sent, traffic.steps) != formula:
         wrong.append(f"sent {traffic.sent} bytes in {traffic.steps} steps; by the formula {formula}")
+    row = (length(mine), length(here), traffic.sent, formula[0], traffic.steps, formula[1], waited / total)
     everyone: list = [None] * ranks.count
-    own = (length(mine), length(here), traffic.sent, traffic.steps, formula, waited / total, error, wrong)
-    dist.all_gather_object(everyone, own)
-
-    for line in table(everyone):
-        echo(line)
+    dist.all_gather_object(everyone, (row, error, wrong))
+    rows, errors, all_wrong = zip(*everyone)
+    echo("rank   queries      keys     bytes sent   by formula  steps  by formula  communicating")
+    for rank, (n, m, sent, of_formula, steps, steps_of_formula, waited) in enumerate(rows):
+        numbers = f"{rank:4}{n:10,}{m:10,}{sent:15,}{of_formula:13,}{steps:7}{steps_of_formula:12}"
+        echo(f"{numbers}{waited:14.0%}")
     echo("")
-    errors = [each[6] for each in everyone]
-    if math.isnan(errors[0]):
-        echo(f"float64         not compared: K has more than {MOST_NUMBERS:,} numbers")
-    else:
-        echo(f"float64         largest error {max(errors):.1e}, in {CHECKED} rows of each rank")
-    if alone is None:
-        echo(
-            "one process     not compared: it would take too much memory or more than a quarter of --timeout"
-        )
-    else:
-        share = alone / measured / ranks.count
-        echo(
-            f"one process     {duration(alone)}; with {counted(ranks.count, 'rank')} "
-            f"{alone / measured:.2f} times as fast, {share:.0%} of ideal"
-        )
-    waiting = statistics.mean(each[5] for each in everyone)
-    echo(
-        f"measured        {duration(measured)}, the fastest of {len(seconds)} (median "
-        f"{duration(statistics.median(seconds))}); {waiting:.0%} of the ranks' time communicating"
-    )
-    overlap = max(0.0, computing + sending - predicted)
-    echo(
-        f"predicted       {duration(predicted)}: computing {duration(computing)}, "
-        f"sending {duration(sending)}, less overlap {duration(overlap)}"
-    )
-    if ranks.count > 1:
-        echo(
-            f"                from {speeds.work / 1e9:.3g} G pairs/s alone, "
-            f"{speeds.bandwidth / 1e9:.3g} GB/s and {speeds.latency * 1e6:.0f} us between ranks, "
-            f"{speeds.crowd:.3g} threads for a core"
-        )
-    for line in published(asked, ranks.count):
-        echo(line)
-    lines = [f"rank {rank}: {each}" for rank, found in enumerate(everyone) for each in found[7]]
+    of_float64 = f"not compared: K has more than {MOST_NUMBERS:,} numbers"
+    if error is not None:
+        of_float64 = f"largest error {max(errors):.1e}, in {CHECKED} rows of each rank"
+    found = {"float64": of_float64} | times(ranks, alone, seconds, [row[-1] for row in rows])
+    found |= prediction(predict(asked, queries, keys, speeds), speeds, ranks) | published(asked, ranks)
+    for title, text in found.items():
+        echo(f"{title:16}{text}")
+    lines = [f"rank {rank}: {each}" for rank, found in enumerate(all_wrong) for each in found]
     echo(f"\nattention over {counted(ranks.count, 'rank')} == attention {not lines}")
     for line in lines:
         echo(line)
@@ -312,8 +292,7 @@ def compare_with_one_process(
     asked: Question, ranks: Ranks, queries: Rows, out: Tensor, speeds: Speeds, wrong: list[str]
 ) -> float | None:
     """Compute everything on rank 0 and compare. Returns its seconds, None if too much. Adds to `wrong`."""
-    everything = [range(asked.queries)], [range(asked.N)]
-    work = asked.heads * pairs(*everything, asked.causal, asked.N - asked.queries)
+    work = asked.work([range(asked.queries)], [range(asked.N)])
     need = 8 * asked.heads * asked.d * (asked.N + asked.queries)
     if PARTS[asked.part].name in ("part0", "part1", "part2"):
         need += 12 * asked.heads * asked.N * asked.queries
@@ -321,33 +300,35 @@ def compare_with_one_process(
     if ranks.device.type == "cuda":
         available = torch.cuda.mem_get_info()[0]
     fits = work / speeds.work < asked.timeout / 4 and (available is None or 2 * need < available)
-    agreed = torch.tensor(int(fits))
-    dist.broadcast(agreed, 0)
-    if not agreed.item():
+    if not of_rank_0(float(fits)):
         return None
-    seconds = 0.0
-    if ranks.rank == 0:
-        whole = [rows_of(n, asked, [range(asked.queries if n == "q" else asked.N)]) for n in "qkv"]
-        q, k, v = (t.to(ranks.device) for t in whole)
-        held: list[Tensor] = []
-
-        def compute() -> None:
-            held[:] = [attention(asked.part, q, k, v, causal=asked.causal, scale=asked.scale)]
-
-        seconds = best(compute, ranks, count=2)
-        for rank, chunks in enumerate(queries):
-            got = out
-            if rank:
-                got = out.new_empty(1, asked.heads, length(chunks), asked.d)
-                hand_over(dist.irecv, got, rank)
-            different = mismatch(parallel.take(held[0], chunks), got) if got.numel() else None
-            if different:
-                wrong.append(f"one process, rows of rank {rank}: {different}")
-    else:
+    if ranks.rank:
         hand_over(dist.isend, out, 0)
-    time_of_one = torch.tensor(seconds, dtype=torch.float64)
-    dist.broadcast(time_of_one, 0)
-    return time_of_one.item()
+        return of_rank_0(0.0)
+    whole = [rows_of(n, asked, [range(asked.queries if n == "q" else asked.N)]) for n in "qkv"]
+    q, k, v = (t.to(ranks.device) for t in whole)
+    held: list[Tensor] = []
+
+    def compute() -> None:
+        held[:] = [attention(asked.part, q, k, v, causal=asked.causal, scale=asked.scale)]
+
+    seconds = best(compute, ranks, count=2)
+    for rank, chunks in enumerate(queries):
+        got = out
+        if rank:
+            got = out.new_empty(1, asked.heads, length(chunks), asked.d)
+            hand_over(dist.irecv, got, rank)
+        different = mismatch(take(held[0], chunks), got) if got.numel() else None
+        if different:
+            wrong.append(f"one process, rows of rank {rank}: {different}")
+    return of_rank_0(seconds)
+
+
+def of_rank_0(number: float) -> float:
+    """Rank 0's number, on each rank."""
+    sent = torch.tensor(number, dtype=torch.float64)
+    dist.broadcast(sent, 0)
+    return sent.item()
 
 
 def hand_over(operation: Callable, tensor: Tensor, peer: int) -> None:
@@ -369,30 +350,51 @@ def describe(asked: Question, ranks: Ranks) -> str:
     )
 
 
-def counted(count: int, what: str) -> str:
-    """'1 rank', '2 ranks'."""
-    return f"{count} {what}{'s' * (count != 1)}"
+def times(
+    ranks: Ranks, alone: float | None, seconds: Sequence[float], waited: Sequence[float]
+) -> dict[str, str]:
+    """The times beside that of one process. waited: the share of each rank's time."""
+    fastest = min(seconds)
+    one = "not compared: it would take too much memory or more than a quarter of --timeout"
+    if alone is not None:
+        one = (
+            f"{duration(alone)}; with {counted(ranks.count, 'rank')} {alone / fastest:.2f} times as fast, "
+            f"{alone / fastest / ranks.count:.0%} of ideal"
+        )
+    median, waiting = statistics.median(seconds), statistics.mean(waited)
+    return {
+        "one process": one,
+        "measured": f"{duration(fastest)}, the fastest of {len(seconds)} (median {duration(median)}); "
+        f"{waiting:.0%} of the ranks' time communicating",
+    }
 
 
-def table(everyone: Sequence[tuple]) -> Iterator[str]:
-    """A line for each rank."""
-    yield "rank   queries      keys     bytes sent   by formula  steps  by formula  communicating"
-    for rank, (n, m, sent, steps, formula, waited, *_) in enumerate(everyone):
-        yield (
-            f"{rank:4}{n:10,}{m:10,}{sent:15,}{formula[0]:13,}{steps:7}{formula[1]:12}{waited:14.0%}"
-        ).rstrip()
+def prediction(predicted: tuple[float, float, float], speeds: Speeds, ranks: Ranks) -> dict[str, str]:
+    """The result of predict(), and the speeds that it is made from."""
+    total, computing, sending = predicted
+    overlap = max(0.0, computing + sending - total)
+    found = {
+        "predicted": f"{duration(total)}: computing {duration(computing)}, sending {duration(sending)}, "
+        f"less overlap {duration(overlap)}"
+    }
+    if ranks.count > 1:
+        found[""] = (
+            f"from {speeds.work / 1e9:.3g} G pairs/s alone, {speeds.bandwidth / 1e9:.3g} GB/s and "
+            f"{speeds.latency * 1e6:.0f} us between ranks, {speeds.crowd:.3g} threads for a core"
+        )
+    return found
 
 
-def published(asked: Question, count: int) -> Iterator[str]:
+def published(asked: Question, ranks: Ranks) -> dict[str, str]:
     """Published figures, and the bound of a ring."""
-    if not asked.causal or asked.method not in ("ring", "zigzag"):
-        return
-    figures = " / ".join(map(str, PUBLISHED.values()))
-    names = ", ".join(PUBLISHED)
-    yield f"published       {figures} % of ideal: {names}; ring-flash-attention, eight H800"
-    if asked.method == "ring":
-        most = count / 2 / (count - 0.5)
-        yield f"at most         {most:.0%} of ideal for a causal ring of {counted(count, 'rank')}"
+    found = {}
+    if asked.causal and asked.method in ("ring", "zigzag"):
+        figures, names = " / ".join(map(str, PUBLISHED.values())), ", ".join(PUBLISHED)
+        found["published"] = f"{figures} % of ideal: {names}; ring-flash-attention, eight H800"
+    if asked.causal and asked.method == "ring":
+        most = ranks.count / 2 / (ranks.count - 0.5)
+        found["at most"] = f"{most:.0%} of ideal for a causal ring of {counted(ranks.count, 'rank')}"
+    return found
 
 
 def duration(seconds: float) -> str:

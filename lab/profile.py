@@ -30,21 +30,13 @@ from attention_ext.parts import helpers_of
 from generation.engine import Engine, open_engine
 from generation.pytorch import TorchEngine
 from generation.writer import Request, Writer
-from lab.machine import BUSY_SHARE, Load
+from lab.machine import Load, busy_text
+from lab.text import counted, markdown
 from model.checkpoint import Checkpoint
 
 KINDS = (
-    "embedding",
-    "norm",
-    "QKV",
-    "attention",
-    "projection",
-    "MLP up",
-    "MLP GELU",
-    "MLP down",
-    "head",
-    "sampling",
-    "waiting",
+    *("embedding", "norm", "QKV", "attention", "projection", "MLP up", "MLP GELU", "MLP down"),
+    *("head", "sampling", "waiting"),
 )
 DEFAULT_TOKENS = 200  # tokens to write if the block size allows it
 REPETITIONS = 9  # repetitions with recording, and as many without; odd, so that one is the median
@@ -84,24 +76,23 @@ class Hooks:
         self._between("embedding", t.wte.register_forward_pre_hook, t.drop.register_forward_hook)
         for block in t.h:
             qkv, projection, up, down = block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
-            self._around("norm", block.ln_1)
-            self._around("QKV", qkv)
+            self._around(norm=block.ln_1, QKV=qkv)
             self._between("attention", qkv.register_forward_hook, projection.register_forward_pre_hook)
-            self._around("projection", projection)
-            self._around("norm", block.ln_2)
-            self._around("MLP up", up)
+            self._around(projection=projection, norm=block.ln_2, MLP_up=up)
             self._between("MLP GELU", up.register_forward_hook, down.register_forward_pre_hook)
-            self._around("MLP down", down)
-        self._around("norm", t.ln_f)
-        self._around("head", gpt.lm_head)
+            self._around(MLP_down=down)
+        self._around(norm=t.ln_f, head=gpt.lm_head)
 
     def spans(self) -> list[Span]:
         """The spans since the last call."""
         spans, self._spans = self._spans, []
         return spans
 
-    def _around(self, kind: str, module: nn.Module) -> None:
-        self._between(kind, module.register_forward_pre_hook, module.register_forward_hook)
+    def _around(self, **modules: nn.Module) -> None:
+        """Let a span last as long as a module's call; the modules are given by its kind."""
+        for name, module in modules.items():
+            kind = name.replace("_", " ")
+            self._between(kind, module.register_forward_pre_hook, module.register_forward_hook)
 
     def _between(self, kind: str, register_begin: Callable, register_end: Callable) -> None:
         """Let a span last from one hook to another; each is given by the function that registers it.
@@ -182,22 +173,20 @@ def run(
     *,
     model: str,
     part: str = "part4",
-    engine: str | None = None,
     simd: str = "auto",
-    br: int | None = None,
-    bc: int | None = None,
     weights: str = "fp32",
     kv_cache: str = "fp32",
     prompt_tokens: int | None = None,
     tokens: int | None = None,
     trace_file: Path | None = None,
+    **others: Any,
 ) -> Profile:
     """Profile the reading of a prompt and the writing of `tokens` tokens after it by generation.writer.
 
     The prompt is the model's own text after token 0. The first token after it needs no reading and is not
     measured. Each later token is measured with the reading of the token before it.
 
-    model: the model's name, for the output. part, engine, simd, br, bc, weights, kv_cache: as in
+    model: the model's name, for the output. part, simd, weights, kv_cache, others: as in
     generation.engine.open_engine.
     prompt_tokens: by default half of the block size. tokens: by default DEFAULT_TOKENS, at most the rest of
     the block size. trace_file: the trace is written to it as JSON.
@@ -209,42 +198,24 @@ def run(
         prompt_tokens = max(1, longest // 2)
     if tokens is None:
         tokens = max(1, min(DEFAULT_TOKENS, longest - prompt_tokens))
-    for name, number in (("prompt_tokens", prompt_tokens), ("tokens", tokens)):
-        if not isinstance(number, int) or isinstance(number, bool):
-            raise TypeError(f"{name} is a {type(number).__name__}; it must be a whole number")
-        if number < 1:
-            raise ValueError(f"{name} is {number}; it must be at least 1")
-    if prompt_tokens + tokens > longest:
+    if not (prompt_tokens >= 1 and tokens >= 1 and prompt_tokens + tokens <= longest):
         raise ValueError(
             f"prompt_tokens is {prompt_tokens} and tokens is {tokens}; "
-            f"together they must be at most block_size={longest}"
+            f"together they must be at most block_size={longest}, and each at least 1"
         )
-    opened = open_engine(
-        checkpoint.model,
-        engine,
-        part=part,
-        simd=simd,
-        br=br,
-        bc=bc,
-        weights=weights,
-        kv_cache=kv_cache,
-        capacity=prompt_tokens + tokens,
-    )
-    settings = {
+    chosen: dict[str, Any] = {"part": part, "simd": simd, "weights": weights, "kv_cache": kv_cache}
+    engine = open_engine(checkpoint.model, capacity=prompt_tokens + tokens, **chosen, **others)
+    settings: dict[str, Any] = {
         "model": model,
         "part": part,
-        "engine": opened.name,
+        "engine": engine.name,
         "simd": helpers_of(part, simd),
-        "weights": weights,
-        "kv_cache": kv_cache,
-        "threads": torch.get_num_threads(),
-        "prompt_tokens": prompt_tokens,
-        "new_tokens": tokens,
-        "repetitions": REPETITIONS,
     }
+    settings |= {"weights": weights, "kv_cache": kv_cache, "threads": torch.get_num_threads()}
+    settings |= {"prompt_tokens": prompt_tokens, "new_tokens": tokens, "repetitions": REPETITIONS}
     with open(trace_file, "w") if trace_file else nullcontext() as file:  # before it takes time
         load = Load()
-        profile = Profile(settings, *_measure(opened, prompt_tokens, tokens), load.others())
+        profile = Profile(settings, *_measure(engine, prompt_tokens, tokens), load.others())
         if file:
             json.dump(trace(profile), file)
     return profile
@@ -304,29 +275,29 @@ def _writer(engine: Engine, ids: Sequence[int]) -> Writer:
 def figures(profile: Profile) -> dict:
     """The output of -o json: the settings, a row for each kind, and the cost of recording."""
     prefill, decode, new_tokens = profile.prefill, profile.decode, profile.settings["new_tokens"]
-    shares = {"prefill": prefill.shares(), "decode": decode.shares()}
-    ms, us = 1e3 * prefill.seconds, 1e6 * decode.seconds / new_tokens
+
+    def speeds(prefill: float, decode: float) -> dict[str, float]:
+        return {
+            "prefill_ms": 1e3 * prefill,
+            "decode_us_per_token": 1e6 * decode / new_tokens,
+            "tokens_per_second": new_tokens / decode,
+        }
+
+    recorded = speeds(prefill.seconds, decode.seconds)
+    rows = [
+        {
+            "kind": kind,
+            "prefill_ms": recorded["prefill_ms"] * of_prefill,
+            "prefill_percent": 100 * of_prefill,
+            "decode_us_per_token": recorded["decode_us_per_token"] * of_decode,
+            "decode_percent": 100 * of_decode,
+        }
+        for (kind, of_prefill), of_decode in zip(prefill.shares().items(), decode.shares().values())
+    ]
     return profile.settings | {
-        "rows": [
-            {
-                "kind": kind,
-                "prefill_ms": ms * shares["prefill"][kind],
-                "prefill_percent": 100 * shares["prefill"][kind],
-                "decode_us_per_token": us * shares["decode"][kind],
-                "decode_percent": 100 * shares["decode"][kind],
-            }
-            for kind in (*KINDS, "other")
-        ],
-        "recorded": {
-            "prefill_ms": ms,
-            "decode_us_per_token": us,
-            "tokens_per_second": new_tokens / decode.seconds,
-        },
-        "not_recorded": {
-            "prefill_ms": 1e3 * profile.plain[0],
-            "decode_us_per_token": 1e6 * profile.plain[1] / new_tokens,
-            "tokens_per_second": new_tokens / profile.plain[1],
-        },
+        "rows": rows,
+        "recorded": recorded,
+        "not_recorded": speeds(*profile.plain),
         "processors_taken_by_others": profile.others,
     }
 
@@ -334,38 +305,34 @@ def figures(profile: Profile) -> dict:
 def table(profile: Profile) -> str:
     """The figures as a Markdown table, with the settings above it and the cost of recording below."""
     f = figures(profile)
-    threads = f"{f['threads']} thread{'s' * (f['threads'] > 1)}"
+    threads = counted(f["threads"], "thread")
     helpers = "" if f["simd"] is None else f", {f['simd']} helpers"
-    recorded, plain = f["recorded"], f["not_recorded"]
+    rows = []
+    for row in f["rows"]:
+        ms, us = row["prefill_ms"], row["decode_us_per_token"]
+        of_prefill = (f"{ms:.3f}", f"{row['prefill_percent']:.1f} %") if ms else ("", "")
+        if ms or us:
+            rows.append((row["kind"], *of_prefill, f"{us:.2f}", f"{row['decode_percent']:.1f} %"))
+    total = f["recorded"]
+    ms, us = total["prefill_ms"], total["decode_us_per_token"]
+    rows.append(("wall time", f"{ms:.3f}", "100.0 %", f"{us:.2f}", "100.0 %"))
     lines = [
         f"{f['model']}: {f['part']}{helpers}, {f['engine']} engine, weights in {f['weights']}, "
         f"cache in {f['kv_cache']}, {threads}; "
         f"a prompt of {f['prompt_tokens']} tokens, then {f['new_tokens']} more",
         "",
-        "| | prefill, ms | share | decode, µs per token | share |",
-        "|---" * 5 + "|",
+        markdown(("", "prefill, ms", "share", "decode, µs per token", "share"), rows),
+        "",
     ]
-    for row in f["rows"]:
-        if row["prefill_ms"] == row["decode_us_per_token"] == 0:
-            continue
-        cells = (
-            f"{row['prefill_ms']:.3f} | {row['prefill_percent']:.1f} %" if row["prefill_ms"] else " | ",
-            f"{row['decode_us_per_token']:.2f} | {row['decode_percent']:.1f} %",
-        )
-        lines.append(f"| {row['kind']} | {' | '.join(cells)} |")
-    ms, us = recorded["prefill_ms"], recorded["decode_us_per_token"]
-    lines.append(f"| wall time | {ms:.3f} | 100.0 % | {us:.2f} | 100.0 % |\n")
     if profile.decode.threads > 1:
         lines.append(f"Rows are the means of {threads}, so they add up to the wall time.")
-    for name, of in (("Recording", recorded), ("Not recording", plain)):
+    for name, of in (("Recording", total), ("Not recording", f["not_recorded"])):
         lines.append(
             f"{name}: {of['prefill_ms']:.3f} ms, {of['decode_us_per_token']:.2f} µs per token, "
             f"{of['tokens_per_second']:,.0f} tokens/s"
         )
     lines.append(f"Medians of {REPETITIONS} repetitions of each, in turn")
-    if profile.others is not None and profile.others > BUSY_SHARE * f["threads"]:
-        lines.append(f"The machine was busy: others took {profile.others:.2f} processors on average.")
-    return "\n".join(lines)
+    return "\n".join(lines + busy_text(profile.others, f["threads"]))
 
 
 def trace(profile: Profile) -> dict:
@@ -376,32 +343,29 @@ def trace(profile: Profile) -> dict:
     has the number of the process, PROCESS, which makes it the main thread; the helpers have the next numbers.
     There is no thread 0: Perfetto would merge its spans with those of the main thread.
     """
-    s = profile.settings
-    name = f"{s['model']} {s['part']}, {s['engine']} engine"
-    events: list[dict] = [_metadata("process_name", 0, name)]
-    threads = profile.decode.threads
-    events += [_metadata("thread_name", i, f"helper {i}" if i else "calling thread") for i in range(threads)]
-    (begin, end), first = profile.prefill.calls[0], profile.decode.calls[0][0]
-    prompt = {"tokens": s["prompt_tokens"]}
-    positions = [{"position": s["prompt_tokens"] + i} for i in range(s["new_tokens"])]
-    spans = _events(profile.prefill, begin, ["prefill"], [prompt])
-    spans += _events(
-        profile.decode, first - (end - begin), [f"token {i}" for i in range(s["new_tokens"])], positions
-    )
+    settings, (begin, end) = profile.settings, profile.prefill.calls[0]
+    prompt, tokens = settings["prompt_tokens"], range(settings["new_tokens"])
+    calls = [(f"token {i}", {"position": prompt + i}) for i in tokens]
+    spans = _events(profile.prefill, begin, [("prefill", {"tokens": prompt})])
+    spans += _events(profile.decode, profile.decode.calls[0][0] - (end - begin), calls)
     spans.sort(key=lambda event: (event["ts"], -event["dur"]))  # a call before its spans
-    return {"traceEvents": events + spans, "displayTimeUnit": "ns", "otherData": s}
+    names = [("process_name", 0, f"{settings['model']} {settings['part']}, {settings['engine']} engine")]
+    for i in range(profile.decode.threads):
+        names.append(("thread_name", i, f"helper {i}" if i else "calling thread"))
+    events = [
+        {"name": name, "ph": "M", "ts": 0, "pid": PROCESS, "tid": PROCESS + thread, "args": {"name": value}}
+        for name, thread, value in names
+    ]
+    return {"traceEvents": events + spans, "displayTimeUnit": "ns", "otherData": settings}
 
 
-def _metadata(name: str, thread: int, value: str) -> dict:
-    args = {"name": value}
-    return {"name": name, "ph": "M", "ts": 0, "pid": PROCESS, "tid": PROCESS + thread, "args": args}
-
-
-def _events(phase: Phase, zero: int, names: Sequence[str], arguments: Sequence[dict]) -> list[dict]:
-    """The calls of a phase, each with a name and arguments, and its spans. Times start at `zero`."""
-
-    def event(name: str, thread: int, begin: int, end: int, args: dict) -> dict:
-        return {
+def _events(phase: Phase, zero: int, named: Sequence[tuple[str, dict]]) -> list[dict]:
+    """The calls of a phase, each with its name and arguments, and its spans. Times start at `zero`."""
+    begins = [begin for begin, _ in phase.calls]
+    calls = [(Span(name, 0, *call), args) for call, (name, args) in zip(phase.calls, named)]
+    spans = [(span, named[bisect(begins, span.begin) - 1][1]) for span in phase.spans]
+    return [
+        {
             "name": name,
             "ph": "X",
             "ts": (begin - zero) / 1e3,
@@ -410,7 +374,5 @@ def _events(phase: Phase, zero: int, names: Sequence[str], arguments: Sequence[d
             "tid": PROCESS + thread,
             "args": args,
         }
-
-    begins = [begin for begin, _ in phase.calls]
-    calls = [event(name, 0, *call, args) for name, call, args in zip(names, phase.calls, arguments)]
-    return calls + [event(*span, arguments[bisect(begins, span.begin) - 1]) for span in phase.spans]
+        for (name, thread, begin, end), args in calls + spans
+    ]

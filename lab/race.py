@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group
@@ -91,34 +93,26 @@ def line_up(
     max_new_tokens: int | None = None,
     seed: int = 1337,
     sampling: Sampling = Sampling(),
-    engine: str | None = None,
-    simd: str = "auto",
-    device: str = "cpu",
     kernel: str | None = None,
     use_cache: bool = True,
+    **engine: Any,
 ) -> list[Runner]:
     """A runner for each part with a warm engine: kernels compiled, memory touched, threads started.
 
     max_new_tokens: tokens of each part; by default DEFAULT_TOKENS, at most the block size.
-    The other arguments and the errors are those of generate().
+    The other arguments and the errors are those of generate() and open_engine().
     """
-    tokenizer = checkpoint.tokenizer
-    count = max_new_tokens
-    if count is None:
-        count = min(DEFAULT_TOKENS, checkpoint.model.config.block_size)
-    request = Request(tokenizer.encode(prompt), seed, sampling, count, use_cache=use_cache)
+    count = max_new_tokens or min(DEFAULT_TOKENS, checkpoint.model.config.block_size)
+    request = Request(checkpoint.tokenizer.encode(prompt), seed, sampling, count, use_cache=use_cache)
     capacity = capacity_for(checkpoint, request)
     runners = []
     for part in parts:
         own = kernel if PARTS[part].operator else None
-        opened = open_engine(
-            checkpoint.model, engine, part=part, simd=simd, capacity=capacity, device=device, kernel=own
-        )
-        writer = Writer(opened)
+        writer = Writer(open_engine(checkpoint.model, part=part, capacity=capacity, kernel=own, **engine))
         writer.check(request)
         _warm_up(writer.engine, request)
         writer.join(request)
-        runners.append(Runner(part, writer, tokenizer, count))
+        runners.append(Runner(part, writer, checkpoint.tokenizer, count))
     return runners
 
 
@@ -160,12 +154,10 @@ def run(runners: Sequence[Runner], prompt: str, echo: Echo) -> bool:
         if seen:
             _watch(runners, prompt)
         else:
-            for _ in race(runners):
-                pass
-    except KeyboardInterrupt:
-        report(runners, prompt, echo, harmless if seen else str)
-        raise
-    return report(runners, prompt, echo, harmless if seen else str)
+            deque(race(runners), maxlen=0)
+    finally:
+        same = report(runners, prompt, echo, harmless if seen else str)
+    return same
 
 
 def race(runners: Sequence[Runner]) -> Iterator[None]:
@@ -242,8 +234,7 @@ def report(runners: Sequence[Runner], prompt: str, echo: Echo, shown: Callable[[
         echo(line)
     first = next((r for r in runners if r.part == "part0"), runners[0])
     differing = {r.part: at for r in runners if (at := parting(first.tokens, r.tokens)) is not None}
-    texts = runners if differing else [max(runners, key=lambda r: len(r.tokens))]
-    for r in texts:
+    for r in runners if differing else [max(runners, key=lambda r: len(r.tokens))]:
         echo()
         if differing:
             at = differing.get(r.part)
@@ -251,31 +242,27 @@ def report(runners: Sequence[Runner], prompt: str, echo: Echo, shown: Callable[[
         echo(shown(prompt + r.text))
     echo()
     complete = all(r.done for r in runners)
-    stopped = "" if complete else "stopped; "
     if differing:
         which = ", ".join(f"{part} differs from {first.part} at token {at}" for part, at in differing.items())
-        echo(f"{stopped}not identical: {which}")
+        verdict = f"not identical: {which}"
     elif complete:
-        echo(f"identical: all {len(runners)} texts of {first.count} tokens are the same")
+        verdict = f"identical: all {len(runners)} texts of {first.count} tokens are the same"
     else:
         common = min(len(r.tokens) for r in runners)
-        echo(f"{stopped}identical so far: all {len(runners)} texts begin with the same {common} tokens")
+        verdict = f"identical so far: all {len(runners)} texts begin with the same {common} tokens"
+    echo(verdict if complete else f"stopped; {verdict}")
     return not differing
 
 
 def table_lines(runners: Sequence[Runner]) -> list[str]:
     """The table of speeds, the winner first."""
-    slowest = min(runners, key=lambda r: r.rate)
-    base = next((r for r in runners if r.part == "part0"), slowest)
-    place = places(runners)
-    head = f"{'place':6}{'part':7}{'engine':8}{'tokens':>6}{'seconds':>10}{'tokens/s':>10}"
-    lines = [f"{head}{f'over {base.part}':>12}"]
+    base = next((r for r in runners if r.part == "part0"), min(runners, key=lambda r: r.rate))
+    place, form = places(runners), "{:<6}{:7}{:8}{:>6}{:>10}{:>10}{:>12}"
+    lines = [form.format("place", "part", "engine", "tokens", "seconds", "tokens/s", f"over {base.part}")]
     for r in sorted(runners, key=lambda r: (place.get(r.part, math.inf), -r.rate)):
+        figures = len(r.tokens), f"{r.seconds:.3f}", f"{r.rate:,.0f}"
         over = f"{r.rate / base.rate:.2f}" if base.rate else "-"
-        lines.append(
-            f"{place.get(r.part, '-'):<6}{r.part:7}{r.engine.name:8}{len(r.tokens):6}{r.seconds:10.3f}"
-            f"{r.rate:10,.0f}{over:>12}"
-        )
+        lines.append(form.format(place.get(r.part, "-"), r.part, r.engine.name, *figures, over))
     return lines
 
 

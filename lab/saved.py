@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +33,8 @@ def check_file(save: str) -> None:
 
 def write(content: dict[str, Any], file: Path) -> None:
     """Write JSON to a file, which is replaced atomically. Each list of numbers takes one line."""
+    from model.files import write_file  # its package imports torch
+
     text = json.dumps(content, indent=1)
     text = re.sub(r"\[\n([\d\s.,eE+-]*)\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text)
-    file = file.resolve()
-    handle, unfinished = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-    try:
-        with open(handle, "w") as out:
-            out.write(text + "\n")
-        os.chmod(unfinished, 0o666 & ~_umask())
-        os.replace(unfinished, file)
-    except BaseException:
-        os.unlink(unfinished)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    write_file(file.resolve(), f"{text}\n".encode())

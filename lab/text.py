@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 
 def markdown(titles: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     """A table in Markdown."""
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    heading = f"| {' | '.join(titles)} |".replace("|  |", "| |")
+    lines = [heading, "|---" * len(titles) + "|"]
     return "\n".join(lines + [f"| {' | '.join(map(str, row))} |" for row in rows])
 
 

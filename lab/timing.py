@@ -39,21 +39,20 @@ def time_round(
     call: Callable[[], object],
     bursts: Sequence[int],
     pace: Callable[[bool], float],
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Round:
     """Time bursts of calls.
 
     pace(wait) returns the machine's speed, at most 1; wait: it may wait until the machine is fast again. A
-    burst's pace is the slower one of the samples before and after it. clock: returns seconds.
+    burst's pace is the slower one of the samples before and after it.
     """
     times, paces, pages, before = [], [], 0, 0.0
     for repeats in bursts:
         if before < machine.SLOWED_BELOW:
             before = pace(True)
-        faults, ticks = machine.page_faults(), [clock()]
+        faults, ticks = machine.page_faults(), [time.perf_counter()]
         for _ in range(repeats):
             call()
-            ticks.append(clock())
+            ticks.append(time.perf_counter())
         pages += machine.page_faults() - faults
         after = pace(False)
         times.append([end - start for start, end in itertools.pairwise(ticks)])

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from attention_ext import parallel  # noqa: E402
+from attention_ext import layout, parallel  # noqa: E402
 
 P, N = 4, 800
 COLOURS = ("#4477aa", "#66ccee", "#ccbb44", "#ee6677")
@@ -40,7 +40,7 @@ def panel(method: str, y: float) -> list[str]:
             lines.append(text(x + width / 2, y + 41, str(rank), 'text-anchor="middle"'))
     start = 0.0
     for step in range(P):
-        work = [parallel.pairs(rows[r], rows[(r - step) % P], True, 0) * UNIT for r in range(P)]
+        work = [layout.pairs(rows[r], rows[(r - step) % P], True, 0) * UNIT for r in range(P)]
         for rank, width in enumerate(work):
             if width:
                 top = y + TOP + rank * ROW
@@ -50,7 +50,7 @@ def panel(method: str, y: float) -> list[str]:
         ends = f'x1="{x}" y1="{y + TOP - 4}" x2="{x}" y2="{y + TOP + P * ROW}"'
         lines.append(f'<line {ends} stroke="#888" stroke-dasharray="3"/>')
     lines += [text(10, y + TOP + rank * ROW + 15, f"rank {rank}") for rank in range(P)]
-    used = parallel.pairs([range(N)], [range(N)], True, 0) * UNIT / P / start
+    used = layout.pairs([range(N)], [range(N)], True, 0) * UNIT / P / start
     legend = f"time; colour: whose keys; {used:.0%} of the processors used"
     return [*lines, text(LEFT, y + TOP + P * ROW + 18, legend)]
 

@@ -22,7 +22,7 @@ from app.cli.terminal import one_line  # noqa: E402
 from attention_ext import PARTS  # noqa: E402
 from attention_ext.parts import Dtype  # noqa: E402
 from lab import saved  # noqa: E402
-from lab.bench import report  # noqa: E402
+from lab.bench import report, run_file  # noqa: E402
 from lab.text import markdown  # noqa: E402
 
 DOCUMENTS = ("README.md", "docs/benchmarking.md", "docs/decoder.md")
@@ -74,7 +74,7 @@ def of_each(pattern: str, lines_of: Callable[[Path], list[str]]) -> list[str]:
 def read_bench(file: Path) -> tuple[str, list[dict[str, Any]]]:
     """(a sentence on the machine, the rows of lab.bench.report.row()) of a run that bench saved."""
     content = json.loads(file.read_text())
-    run = report.load(file)
+    run = run_file.load(file)
     if not run.complete:
         raise ValueError("the run was stopped before its end")
     onnx = {result.cell.group: result.median for result in run.results if result.cell.contender == "onnx"}

@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from attention_ext import layout as rows_of
 from attention_ext import parallel
 
 RANKS = 4
@@ -22,15 +23,15 @@ def tensors(case: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     )  # type: ignore[return-value]
 
 
-def layout(case: dict) -> tuple[parallel.Rows, parallel.Rows]:
+def layout(case: dict) -> tuple[rows_of.Rows, rows_of.Rows]:
     """The rows of q and of k of each rank."""
     P = len(case["keys"])
     if case["method"] == "zigzag":
-        return parallel.zigzag_rows(sum(case["queries"]), P), parallel.zigzag_rows(sum(case["keys"]), P)
-    keys = parallel.contiguous(case["keys"])
+        return rows_of.zigzag_rows(sum(case["queries"]), P), rows_of.zigzag_rows(sum(case["keys"]), P)
+    keys = rows_of.contiguous(case["keys"])
     if case["method"] == "split":
         return tuple((range(sum(case["queries"])),) for _ in keys), keys
-    return parallel.contiguous(case["queries"]), keys
+    return rows_of.contiguous(case["queries"]), keys
 
 
 def run(rank: int, folder: str, cases: list[dict]) -> None:
@@ -47,12 +48,12 @@ def run(rank: int, folder: str, cases: list[dict]) -> None:
             continue
         q, k, v = tensors(case)
         queries, keys = layout(case)
-        mine = [parallel.take(q, queries[rank]), *(parallel.take(t, keys[rank]) for t in (k, v))]
+        mine = [rows_of.take(q, queries[rank]), *(rows_of.take(t, keys[rank]) for t in (k, v))]
         if rank == case["wrong_rank"]:
             mine = [t.double() if case["wrong"] == "dtype" else t[..., :-1] for t in mine]
         traffic = parallel.Traffic()
         options = {name: case[name] for name in ("part", "causal", "scale")}
-        options["lengths"] = [parallel.length(rows) for rows in keys] if case["known"] else None
+        options["lengths"] = [rows_of.length(rows) for rows in keys] if case["known"] else None
         try:
             options |= dict(group=groups[P - 1], traffic=traffic)
             with torch.inference_mode(case["inference"]):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,6 +15,13 @@ from app.cli import options
 from app.cli.terminal import notice
 from attention_ext import PARTS, SIMD
 
+if TYPE_CHECKING:  # they import torch
+    from lab.bench.cases import Cell
+    from lab.bench.results import Run
+
+# Operations per second, to weight the cells of the progress bar.
+ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 2e13}
+REFRESH_SECONDS = 0.2  # least time between two pictures of the progress bar
 MASKS = ("none", "causal")
 TILED = tuple(name for name, part in PARTS.items() if part.tiled)
 # The case of the lab's homework.
@@ -189,32 +200,144 @@ def bench(
     times part1 on one core of the CPU.
     """
     refuse_options_that_do_nothing()
-    from lab.bench import report, sweep
+    from lab import saved
+    from lab.bench import compare as comparing
+    from lab.bench import report, run_file
 
     if show:
-        click.echo(sweep.tuned_text())
+        show_tiles()
         return
     if save and sizes["contenders"] is None:
         check_not_contenders(save)
     cells = [] if load else plan_of(tune, **sizes)
     if dry_run:
-        click.echo(sweep.plan_text(cells, rounds))
+        click.echo(report.plan_text(cells, rounds))
         return
     if tune:
         rows, columns = ([n for n in sizes[side] if n] for side in ("br", "bc"))
-        sweep.find_tiles(cells, budget, rows, columns, click.echo)
+        find_tiles(cells, budget, rows, columns)
         return
-    old = report.load(load) if load else None
+    old = run_file.load(load) if load else None
     if old:
         cells, rounds = [result.cell for result in old.results], old.rounds
     # Wrong options are reported before anything is measured.
-    out = sweep.Output(cells, rounds, form=form, save=save, old=compare, threshold=threshold / 100, plot=plot)
-    run, stopped = (old, False) if old else sweep.measure(cells, rounds, min_time, plot is not None)
-    slower = out.show(run, click.echo, notice)
+    if save:
+        saved.check_file(save)
+    before = run_file.load(Path(compare)) if compare else None
+    if before:
+        comparing.check(before, cells, rounds)
+    if plot:
+        from lab.bench import plots
+
+        Path(plot).mkdir(parents=True, exist_ok=True)
+    run, stopped = (old, False) if old else measured(cells, rounds, min_time, plot is not None)
+
+    if save and any(result.seconds for result in run.results):  # else the file may hold another run
+        run_file.save(run, Path(save))
+    click.echo(report.text(run, form))
+    slower = False
+    if before:
+        compared = comparing.compare(before, run, threshold / 100)
+        click.echo("\n" + comparing.text(compared, before, run, threshold / 100))
+        slower = compared.worse
+    for sentence in filter(None, (run.busy, report.infirm(run))):
+        notice(sentence)
+    for file in plots.draw(run, Path(plot)) if plot else ():
+        notice(f"wrote {file}")
     if stopped:
         raise KeyboardInterrupt
     if slower and fail_on_regression:
         sys.exit(1)
+
+
+def measured(cells: list[Cell], rounds: int, min_time: float, against_cpu: bool) -> tuple[Run, bool]:
+    """The run of a sweep, with a progress bar, and whether Ctrl-C stopped it.
+
+    against_cpu: with cells on a GPU, also time sequential C++.
+    """
+    from lab.bench.cuda import GpuBench
+    from lab.bench.measure import Bench
+
+    bench: Bench | GpuBench
+    if cells[0].device == "cuda":
+        bench = GpuBench(cells, rounds, min_time, against_cpu=against_cpu)
+    else:
+        bench = Bench(cells, rounds, min_time)
+    # A cell's time is unknown; its operations and the requested least time are known.
+    weight = {
+        cell: max(min_time, rounds * cell.flops / ASSUMED_FLOPS[cell.device]) / rounds for cell in cells
+    }
+    times = 1 + rounds  # verified, timed
+    try:
+        with progress(sum(weight.values()) * times, "measuring") as advance, closing(bench.run()) as spent:
+            for cell, _ in spent:
+                advance(0 if bench.again else weight[cell], cell.contender + " again" * bench.again)
+    except KeyboardInterrupt:
+        return bench.done, True
+    return bench.done, False
+
+
+def find_tiles(cells: list[Cell], budget: float, br: list[int], bc: list[int]) -> None:
+    """Tune the tile for each cell, within `budget` seconds in all, and keep the results.
+
+    br, bc: sides to try; empty for all.
+    """
+    from attention_ext import tiles
+    from lab.bench import tune
+    from lab.bench.cases import check_memory
+
+    check_memory(cells)
+    found = []
+    try:
+        with progress(budget, "tuning") as advance:
+            for cell in cells:
+                best, start = None, time.perf_counter()
+                for best in tune.tune(cell, budget / len(cells), tune.candidates(cell.N, br, bc)):
+                    advance(time.perf_counter() - start, f"N={cell.N}, d={cell.d}: {best.br} x {best.bc}")
+                    start = time.perf_counter()
+                if best:
+                    found.append(best)
+    finally:  # Ctrl-C keeps the finished cells
+        if found:
+            click.echo(tune.text(found))
+            tiles.write(found)
+            click.echo(f"\nKept in {tiles.path()} for part4's auto tiles on this processor.")
+
+
+def show_tiles() -> None:
+    """Print the kept tiles of this processor."""
+    from attention_ext import processor, tiles
+    from lab.bench import tune
+
+    if found := tiles.read():
+        click.echo(f"{tune.text(found)}\n\nFrom {tiles.path()}, for {processor.name()}.")
+    else:
+        click.echo(f"Nothing is kept for this processor in {tiles.path()}.")
+
+
+@contextmanager
+def progress(total: float, doing: str) -> Iterator[Callable[[float, str], None]]:
+    """A bar with the time left, on stderr if that is a terminal; gives the function that advances it.
+
+    The bar is drawn between measurements, not by another thread.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=False) as bar:
+        task, drawn = bar.add_task(doing, total=total), 0.0
+
+        def advance(amount: float, what: str) -> None:
+            nonlocal drawn
+            bar.update(task, advance=amount, description=f"{doing} {what}")
+            if time.monotonic() - drawn > REFRESH_SECONDS:
+                bar.refresh()
+                drawn = time.monotonic()
+
+        yield advance
 
 
 def refuse_options_that_do_nothing() -> None:

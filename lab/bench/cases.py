@@ -142,25 +142,20 @@ def plan(
         elif dtype not in taken:
             raise ValueError(f"dtype is {dtype!r}; contender {name!r} takes {' and '.join(taken)} only")
     if device == "cuda":
-        cells = []
-        for N, d, causal, l2, name in itertools.product(lengths, widths, masks, l2s, names):
-            shape = (N, queries or N, d, batch, heads, _hides(causal, queries, N))
-            cells.append(Cell(name, None, *shape, None, None, 1, dtype, device, l2))
-        return list(dict.fromkeys(cells))
+        threads = (1,)
     cells = []
-    for N, d, causal, count in itertools.product(lengths, widths, masks, threads):
-        causal = _hides(causal, queries, N)
-        for name in names:
-            part = PARTS.get(name)
-            for simd in simds if part and part.operator else (None,):
-                tile_sizes = itertools.product(br, bc) if part and part.tiled else ((None, None),)
-                for rows, columns in tile_sizes:
-                    if part and part.tiled:
-                        rows_of_all = batch * heads * (queries or N)
-                        tuned = tiles.tile(resolve_simd(simd or "auto"), count, d, N, causal, rows_of_all)
-                        rows, columns = rows or tuned[0], columns or tuned[1]
-                    case = (N, queries or N, d, batch, heads, causal, rows, columns, count, dtype)
-                    cells.append(Cell(name, simd, *case))
+    cases = itertools.product(lengths, widths, masks, threads, l2s if device == "cuda" else (None,), names)
+    for N, d, causal, count, l2, name in cases:
+        part = PARTS.get(name) if device == "cpu" else None
+        tiled = part is not None and part.tiled
+        shape = (N, queries or N, d, batch, heads, _hides(causal, queries, N))
+        tried = itertools.product(br, bc) if tiled else ((None, None),)
+        for simd, (rows, columns) in itertools.product(simds if part and part.operator else (None,), tried):
+            if tiled:
+                rows_of_all, helpers = batch * heads * (queries or N), resolve_simd(simd or "auto")
+                tuned = tiles.tile(helpers, count, d, N, shape[-1], rows_of_all)
+                rows, columns = rows or tuned[0], columns or tuned[1]
+            cells.append(Cell(name, simd, *shape, rows, columns, count, dtype, device, l2))
     return list(dict.fromkeys(cells))
 
 

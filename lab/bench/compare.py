@@ -7,8 +7,9 @@ import statistics
 from dataclasses import dataclass
 
 from lab.bench.cases import Cell
-from lab.bench.report import CASE, case_text
+from lab.bench.report import CASE, case, case_text
 from lab.bench.results import Result, Run
+from lab.text import counted, markdown
 
 FALSE_DISCOVERY_RATE = 0.01  # share of the reported differences that may be chance
 THRESHOLD = 0.05  # share of the time; two runs of the same code on a quiet machine differ by less
@@ -68,8 +69,8 @@ def check(before: Run, cells: list[Cell], rounds: int) -> None:
     least_p = 2 / math.comb(fewest + rounds, rounds)  # if all rounds of one run are faster
     if least_p * len(both) > FALSE_DISCOVERY_RATE:
         raise ValueError(
-            f"the runs have {fewest} and {rounds} rounds, too few to tell a difference in {len(both)} "
-            f"cell{'s' * (len(both) > 1)} from chance; measure with -r 10 or more"
+            f"the runs have {fewest} and {rounds} rounds, too few to tell a difference in "
+            f"{counted(len(both), 'cell')} from chance; measure with -r 10 or more"
         )
 
 
@@ -104,8 +105,11 @@ def compare(before: Run, now: Run, threshold: float = THRESHOLD) -> Comparison:
 def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
     """The comparison as text: a Markdown table of the differences, or a line that there are none."""
     lines = []
-    for what, name_of in (("processor", _processor_of), ("GPU", _gpu_of)):
-        earlier, later = name_of(before), name_of(now)
+    for what in ("processor", "GPU"):
+        earlier, later = (
+            run.machine.get("cpu") if what == "processor" else (run.machine.get("gpu") or {}).get("name")
+            for run in (before, now)
+        )
         if earlier != later:
             lines.append(f"The earlier run was on another {what}: {earlier}.")
     lines += [f"In the run of {run.machine.get('date')}: {run.busy}" for run in (before, now) if run.busy]
@@ -116,42 +120,24 @@ def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
         )
     for result in compared.broken:
         lines.append(f"Right before, wrong now: {case(result.cell)}; {result.note}")
-    cells = f"{compared.cells} cell{'s' * (compared.cells != 1)}"
-    if not compared.differences:
-        lines.append(f"No difference above {100 * threshold:g} % and above chance in {cells}.")
-        return "\n".join(lines)
-    found = compared.differences
-    unsaid = ("device",) if all(each.cell.device == "cpu" for each in found) else ("threads",)
+    cells, found = counted(compared.cells, "cell"), compared.differences
+    if not found:
+        return "\n".join([*lines, f"No difference above {100 * threshold:g} % and above chance in {cells}."])
+    unsaid = "device" if all(each.cell.device == "cpu" for each in found) else "threads"
     names = [name for name in CASE if any(getattr(each.cell, name) is not None for each in found)]
-    names = [name for name in names if name not in unsaid]
+    names = [name for name in names if name != unsaid]
+    rows = [
+        [
+            each.cell.contender,
+            *(case_text(name, getattr(each.cell, name)) for name in names),
+            *(f"{1e3 * seconds:.4g}" for seconds in (each.before, each.now)),
+            f"{100 * each.change:+.1f} % {'slower' if each.change > 0 else 'faster'}",
+            f"{each.p:.0e}",
+        ]
+        for each in found
+    ]
     titles = ["contender", *(CASE[name] for name in names), "before, ms", "now, ms", "change", "by chance"]
     lines.append(
         f"{len(found)} of {cells} differ by more than {100 * threshold:g} % and by more than chance:"
     )
-    lines += ["", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for each in found:
-        values = [each.cell.contender, *(case_text(name, getattr(each.cell, name)) for name in names)]
-        word = "slower" if each.change > 0 else "faster"
-        figures = [f"{1e3 * each.before:.4g}", f"{1e3 * each.now:.4g}", f"{100 * each.change:+.1f} % {word}"]
-        lines.append(f"| {' | '.join([*values, *figures, f'{each.p:.0e}'])} |")
-    return "\n".join(lines)
-
-
-def _processor_of(run: Run) -> str | None:
-    return run.machine.get("cpu")
-
-
-def _gpu_of(run: Run) -> str | None:
-    gpu = run.machine.get("gpu")
-    return gpu["name"] if gpu else None
-
-
-def case(cell: Cell) -> str:
-    """A cell in one line."""
-    unsaid = {"cpu": ("device",), "cuda": ("threads",)}[cell.device]
-    fields = [
-        f"{title} {case_text(name, getattr(cell, name))}"
-        for name, title in CASE.items()
-        if getattr(cell, name) is not None and name not in unsaid
-    ]
-    return f"{cell.contender}, {', '.join(fields)}"
+    return "\n".join([*lines, "", markdown(titles, rows)])

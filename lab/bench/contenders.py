@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -47,7 +48,7 @@ def contenders() -> dict[str, Contender]:
     for name in NUMBA:
         found[name] = Contender(f"Numba, state {name.removeprefix('numba-')}", numba_call)
     for name in SDPA_BACKENDS:
-        found[name] = Contender(f"SDPA, {SDPA[name].title}", sdpa_backend_call)
+        found[name] = Contender(f"SDPA, {SDPA[name][0]}", sdpa_backend_call)
     return found | {"flash-attn": Contender("flash-attn", flash_attn_call)}
 
 
@@ -62,20 +63,12 @@ def sdpa_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     return partial(F.scaled_dot_product_attention, q, k, v, is_causal=cell.causal)
 
 
-@dataclass(frozen=True)
-class Backend:
-    """A backend of PyTorch's SDPA. warned: its name in warnings."""
-
-    title: str
-    kind: SDPBackend
-    warned: str
-
-
+# Backends of PyTorch's SDPA: the title, the kind and the name in warnings.
 SDPA = {
-    "sdpa-math": Backend("math", SDPBackend.MATH, "Math"),
-    "sdpa-efficient": Backend("memory-efficient", SDPBackend.EFFICIENT_ATTENTION, "Memory efficient"),
-    "sdpa-flash": Backend("FlashAttention-2", SDPBackend.FLASH_ATTENTION, "Flash attention"),
-    "sdpa-cudnn": Backend("cuDNN", SDPBackend.CUDNN_ATTENTION, "CuDNN attention"),
+    "sdpa-math": ("math", SDPBackend.MATH, "Math"),
+    "sdpa-efficient": ("memory-efficient", SDPBackend.EFFICIENT_ATTENTION, "Memory efficient"),
+    "sdpa-flash": ("FlashAttention-2", SDPBackend.FLASH_ATTENTION, "Flash attention"),
+    "sdpa-cudnn": ("cuDNN", SDPBackend.CUDNN_ATTENTION, "CuDNN attention"),
 }
 
 
@@ -87,10 +80,10 @@ def kernel_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
 
 def sdpa_backend_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     """SDPA by one backend. Raises ValueError, with PyTorch's reason, if it refuses the inputs."""
-    backend = SDPA[cell.contender]
+    _, kind, name = SDPA[cell.contender]
 
     def call() -> Tensor:
-        with sdpa_kernel(backend.kind):
+        with sdpa_kernel(kind):
             return F.scaled_dot_product_attention(q, k, v, is_causal=cell.causal)
 
     with warnings.catch_warnings(record=True) as caught:
@@ -100,15 +93,15 @@ def sdpa_backend_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise ValueError(why_refused(backend, [str(w.message) for w in caught], error)) from None
+            raise ValueError(why_refused(name, [str(w.message) for w in caught], error)) from None
     return call
 
 
-def why_refused(backend: Backend, warned: Sequence[str], error: Exception) -> str:
+def why_refused(name: str, warned: Sequence[str], error: Exception) -> str:
     """The reason among PyTorch's warnings, in one line: the one that follows its "... not used because:"."""
     lines = [re.sub(r"\s*\(Triggered internally.*", "", each, flags=re.S).strip() for each in warned]
     for heading, reason in zip(lines, lines[1:]):
-        if heading.startswith(backend.warned) and "because" in heading:
+        if heading.startswith(name) and "because" in heading:
             return " ".join(reason.split())
     return first_line(error)
 
@@ -119,32 +112,37 @@ def first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def numba_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
-    """The kernels in Numba, with the state spilled or in registers. Raises ValueError if they fail."""
-    state = cell.contender.removeprefix("numba-")
+@contextmanager
+def first_call(of: str) -> Iterator[None]:
+    """Make any error but that of full memory a ValueError in one line: packages raise types of their own."""
     try:
-        from attention_ext.cuda import numba_flash
-
-        numba_flash.flash_attention(q, k, v, causal=cell.causal, state=state)
+        yield
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # Numba's own types; any type if NumPy is too new
-        raise ValueError(f"Numba for CUDA: {first_line(error)}") from None
-    return lambda: numba_flash.flash_attention(q, k, v, causal=cell.causal, state=state)[0]
+    except Exception as error:
+        raise ValueError(f"{of}: {first_line(error)}") from None
+
+
+def numba_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    """The kernels in Numba, with the state spilled or in registers. Raises ValueError if they fail."""
+    with first_call("Numba for CUDA"):
+        from attention_ext.cuda.numba_flash import flash_attention
+
+        state = cell.contender.removeprefix("numba-")
+        call = partial(flash_attention, q, k, v, causal=cell.causal, state=state)
+        call()
+    return lambda: call()[0]
 
 
 def flash_attn_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     """flash-attn's function on inputs (B, N, H, d), its layout. Raises ValueError if it cannot run."""
-    q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
-    try:
+    with first_call("flash-attn"):
         from flash_attn import flash_attn_func
 
-        flash_attn_func(q, k, v, causal=cell.causal)
-    except torch.OutOfMemoryError:
-        raise
-    except (ImportError, RuntimeError) as error:
-        raise ValueError(f"flash-attn: {first_line(error)}") from None
-    return lambda: flash_attn_func(q, k, v, causal=cell.causal).transpose(1, 2)
+        inputs = (t.transpose(1, 2).contiguous() for t in (q, k, v))
+        call = partial(flash_attn_func, *inputs, causal=cell.causal)
+        call()
+    return lambda: call().transpose(1, 2)
 
 
 def onnx_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
@@ -160,15 +158,8 @@ def onnx_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
             "contender 'onnx' needs ONNX Runtime: pip install -c constraints.txt -e '.[bench]'"
         ) from None
     B, H, d = cell.batch, cell.heads, cell.d
-    node = helper.make_node(
-        "MultiHeadAttention",
-        ["q", "k", "v"],
-        ["o"],
-        domain="com.microsoft",
-        num_heads=H,
-        scale=d**-0.5,
-        unidirectional=int(cell.causal),
-    )
+    settings = {"num_heads": H, "scale": d**-0.5, "unidirectional": int(cell.causal)}
+    node = helper.make_node("MultiHeadAttention", ["q", "k", "v"], ["o"], domain="com.microsoft", **settings)
     value = [
         helper.make_tensor_value_info(n, TensorProto.FLOAT, [B, t.shape[2], H * d])
         for n, t in (("q", q), ("k", k), ("v", v), ("o", q))

@@ -11,7 +11,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +23,7 @@ from lab import machine
 from lab.bench import sequential
 from lab.bench.cases import Cell, check_memory
 from lab.bench.contenders import Call, contenders
-from lab.bench.measure import MIN_TIME_SECONDS, ROUNDS, Spent, compared, exact_output, inputs
+from lab.bench.measure import MIN_TIME_SECONDS, ROUNDS, Spent, compared, exact_output, inputs, whole_rounds
 from lab.bench.results import Result, Run
 from lab.cuda.gpu import Gpu
 
@@ -48,7 +48,7 @@ class Verified:
 class GpuBench:
     """A sweep that can be stopped, like measure.Bench: `done` holds the results of run().
 
-    against_cpu: also time sequential C++ for each case. gpu: the GPU that measures. clock: returns seconds.
+    against_cpu: also time sequential C++ for each case. gpu: the GPU that measures.
     Raises BuildError without a GPU or a compiler for it, and ValueError for fewer than 2 rounds and for cells
     that do not fit the GPU's memory.
     """
@@ -63,7 +63,6 @@ class GpuBench:
         *,
         against_cpu: bool = False,
         gpu: Gpu | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if rounds < 2:
             raise ValueError(f"rounds is {rounds}; it must be at least 2")
@@ -72,7 +71,7 @@ class GpuBench:
         self.cells = list(cells)
         about = machine.describe() | {"gpu": self.gpu.describe()}
         self.done = Run(about, rounds, min_time, self.gpu.l2)
-        self.against_cpu, self.clock = against_cpu, clock
+        self.against_cpu = against_cpu
 
     def run(self) -> Spent:
         """Measure; yield each cell with the seconds that were just spent on it.
@@ -112,7 +111,7 @@ class GpuBench:
         readings: dict[str | None, float] = {}  # by the cell's L2
         running: list[tuple[Result, Verified]] = []
         for cell in cells:
-            start = self.clock()
+            start = time.perf_counter()
             if cell.contender not in verified:
                 verified[cell.contender] = self._verify(cell, q, k, v, exact)
             found = verified[cell.contender]
@@ -125,19 +124,15 @@ class GpuBench:
                         readings[cell.l2] = self.gpu.reading(cell.least_traffic, cell.l2 == "cold")
                     result.reading = readings[cell.l2]
                 running.append((result, found))
-            yield cell, self.clock() - start
+            yield cell, time.perf_counter() - start
         del exact  # its memory is free again
-        try:
+        with whole_rounds([result for result, _ in running]):
             for _ in range(self.done.rounds):
                 for result, found in running:
-                    start = self.clock()
+                    start = time.perf_counter()
                     result.seconds.append(self._time(found, result.cell.l2 == "cold"))
                     result.paces.append(1.0)
-                    yield result.cell, self.clock() - start
-        finally:  # after an interrupted round all cells keep the same number of rounds
-            fewest = min((len(result.paces) for result, _ in running), default=0)
-            for result, _ in running:
-                del result.seconds[fewest:], result.paces[fewest:]
+                    yield result.cell, time.perf_counter() - start
 
     def _verify(self, cell: Cell, q: Tensor, k: Tensor, v: Tensor, exact: Tensor) -> Verified:
         try:

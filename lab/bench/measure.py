@@ -15,8 +15,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from lab.bench.results import FEWEST_COUNTED_ROUNDS, FIRM_MARGIN, Result, Run
 from lab.correctness import allocated
 from lab.costs import block_of, scratch
 from lab.text import size_text
-from lab.timing import spread, time_round
+from lab.timing import seconds_of, spread, time_round
 from lab.traffic import streams
 
 # Largest error of a correct contender, as a share of the largest expected value. bfloat16 rounds by up to 0.4
@@ -39,74 +39,47 @@ WRONG_ERROR = {Dtype.FP32: 1e-4, Dtype.BF16: 1e-2, Dtype.FP16: 2e-3}
 ROUNDS, MIN_TIME_SECONDS = 10, 0.2
 PAGE_FAULT_SECONDS = 1e-6  # about
 MOST_FAULT_SHARE = 0.01  # share of a round's time; with more, the round is measured again
-SLICE = 2**26  # float64 scores that exact_output() holds at once
+SLICE = 2**24  # float64 scores that exact_output() holds at once
 MOST_TRIES = 4  # tries of such a round; then the cell is not timed again in this pass
 # Before shorter calls, an untimed one clears the caches of the last contender's data.
 SHORT_CALL_SECONDS = 0.02
 BURST_SECONDS = 0.005  # time between two samples of the bandwidth; disturbances take some 10 ms
 BUFFER_CACHES = 4  # a sample of the bandwidth reads this many times the size of the core's last own cache
+PASSES, FURTHER_PASSES = 5, 8  # through the sweep, and at most through the cells that are not firm
+FURTHER_SHARE = 0.25  # share of the time so far that further passes may take
+WARM_UP_SAMPLES = 20  # samples of the bandwidth before the first round, which show the fast rate
+WAIT_SECONDS, WAIT_SHARE = 0.01, 0.1  # longest wait for a fast sample, and share of the time for all waits
 
 Spent = Generator[tuple[Cell, float], None, None]  # a cell with the seconds that were just spent on it
 Verified = tuple[Result, float]  # a correct result with the seconds of a call
 
 
-@dataclass(frozen=True)
-class Passes:
-    """How a run's rounds are spread, and how long it waits for a fast machine.
-
-    count: passes through the sweep, among which the rounds are divided. further: most passes through the
-    cells that are not firm. further_share: share of the time so far that they may take. warm_up_samples:
-    samples of the bandwidth before the first round, which show the fast rate. wait_seconds: longest wait for
-    one fast sample. wait_share: share of the time so far that waiting may take.
-    """
-
-    count: int = 5
-    further: int = 8
-    further_share: float = 0.25
-    warm_up_samples: int = 20
-    wait_seconds: float = 0.01
-    wait_share: float = 0.1
-
-
 class Pace:
-    """The bandwidth beyond a core's own caches, as a share of the fastest so far.
+    """The bandwidth beyond a core's own caches of `cache` bytes, as a share of the fastest so far."""
 
-    load: takes the samples, of `size` bytes. passes: how long to wait. clock: returns seconds.
-    """
-
-    def __init__(
-        self, load: machine.Load, size: int, passes: Passes, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self.load, self.size, self.passes, self.clock = load, size, passes, clock
-        self.start, self.waited = clock(), 0.0
+    def __init__(self, cache: int) -> None:
+        self.load, self.size = machine.Load(), BUFFER_CACHES * cache
+        self.start, self.waited = time.perf_counter(), 0.0
 
     def __call__(self, wait: bool = False) -> float:
-        """A sample. wait: wait until it is fast, as long as `passes` allows."""
-        start = self.clock()
-        patient = wait and self.waited < self.passes.wait_share * (start - self.start)
-        pace = self.load.sample(self.size, self.passes.wait_seconds if patient else 0.0)
+        """A sample. wait: wait until it is fast, for a while."""
+        start = time.perf_counter()
+        patient = wait and self.waited < WAIT_SHARE * (start - self.start)
+        pace = self.load.sample(self.size, WAIT_SECONDS if patient else 0.0)
         if wait:
-            self.waited += self.clock() - start
+            self.waited += time.perf_counter() - start
         return pace
 
 
 class Bench:
     """A sweep that can be stopped: `done` holds the results of run().
 
-    again: whether run() is in further passes. load: makes the Load that watches other programs, after all
-    compilation. clock: returns seconds. Raises ValueError for fewer than 2 rounds and for cells that do not
-    fit the memory.
+    again: whether run() is in further passes. Raises ValueError for fewer than 2 rounds and for cells that do
+    not fit the memory.
     """
 
     def __init__(
-        self,
-        cells: Sequence[Cell],
-        rounds: int = ROUNDS,
-        min_time: float = MIN_TIME_SECONDS,
-        *,
-        passes: Passes = Passes(),
-        load: Callable[[], machine.Load] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        self, cells: Sequence[Cell], rounds: int = ROUNDS, min_time: float = MIN_TIME_SECONDS
     ) -> None:
         if rounds < 2:
             raise ValueError(f"rounds is {rounds}; it must be at least 2")
@@ -115,10 +88,7 @@ class Bench:
         core = processor.caches()[:2][-1]  # the second level belongs to one core nearly everywhere
         self.done = Run(machine.describe(), rounds, min_time, core.size)
         self.again = False
-        self.passes, self.clock = passes, clock
-        self._new_load = load or machine.Load
         self._exact: tuple[tuple, Tensor] | None = None
-        self._pace = self._new_pace()
 
     def run(self) -> Spent:
         """Measure; yield each cell with the seconds that were just spent on it.
@@ -143,13 +113,14 @@ class Bench:
         self.done.machine["simd_name"] = "; ".join(names)
         for threads in dict.fromkeys(cell.threads for cell in self.cells):
             torch.set_num_threads(threads)
-            self._measure_limits(threads)
+            self.done.peaks[threads] = machine.fma_peak(threads=threads)
+            self.done.bandwidths[threads] = machine.read_bandwidth(BUFFER_CACHES * self.done.cache, threads)
             if any(cell.dtype == Dtype.BF16 for cell in self.cells) and (peak := machine.amx_peak(threads)):
                 self.done.amx_peaks[threads] = peak
-        self._pace = self._new_pace()  # the compilers are done
-        for _ in range(self.passes.warm_up_samples):
+        self._pace = Pace(self.done.cache)  # the compilers are done
+        for _ in range(WARM_UP_SAMPLES):
             self._pace()
-        first, *later = spread(self.done.rounds, self.passes.count)
+        first, *later = spread(self.done.rounds, PASSES)
         right = []
         for _, group in itertools.groupby(self.cells, key=lambda cell: cell.group):
             verified = yield from self._verify(list(group))
@@ -162,38 +133,29 @@ class Bench:
             for verified in right:
                 yield from self._time(verified, rounds)
         self.done.complete = True
-        yield from self._time_again(right, self.passes.further_share * (self.clock() - self._pace.start))
-
-    def _new_pace(self) -> Pace:
-        return Pace(self._new_load(), BUFFER_CACHES * self.done.cache, self.passes, self.clock)
-
-    def _measure_limits(self, threads: int) -> None:
-        """Measure the FMA peak and the bandwidth of `threads` threads."""
-        self.done.peaks[threads] = machine.fma_peak(threads=threads)
-        self.done.bandwidths[threads] = machine.read_bandwidth(BUFFER_CACHES * self.done.cache, threads)
+        yield from self._time_again(right, FURTHER_SHARE * (time.perf_counter() - self._pace.start))
 
     def _verify(self, group: list[Cell]) -> Generator[tuple[Cell, float], None, list[Verified]]:
         """Add the group's results; return the correct ones with the seconds of a call."""
         torch.set_num_threads(group[0].threads)
         q, k, v = inputs(group[0])
-        exact = self._expected(group[0], q, k, v)
+        if self._exact is None or self._exact[0] != group[0].inputs:  # other numbers of threads share it
+            self._exact = group[0].inputs, exact_output(q, k, v, group[0].causal)
         right = []
         for cell in group:
-            start = self.clock()
-            result, call = verify(cell, q, k, v, exact)
+            start = time.perf_counter()
+            result, call = verify(cell, q, k, v, self._exact[1])
             self.done.results.append(result)
             if call:
                 result.traffic = traffic(cell, self.done.cache)
-                once = self.clock()
-                call()
-                right.append((result, self.clock() - once))
-            yield cell, self.clock() - start
+                right.append((result, seconds_of(call)))
+            yield cell, time.perf_counter() - start
         return right
 
     def _time_again(self, groups: list[list[Verified]], seconds: float) -> Spent:
         """Time the cells that are not firm in further passes, for `seconds`, few threads first."""
-        end, self.again = self.clock() + seconds, True
-        rounds = spread(self.done.rounds, self.passes.count)[0]
+        end, self.again = time.perf_counter() + seconds, True
+        rounds = spread(self.done.rounds, PASSES)[0]
         least = self.done.min_time / self.done.rounds
 
         def loose(result: Result) -> bool:
@@ -203,14 +165,14 @@ class Bench:
 
         for threads in sorted({group[0][0].cell.threads for group in groups}):
             alike = [group for group in groups if group[0][0].cell.threads == threads]
-            for _ in range(self.passes.further):
+            for _ in range(FURTHER_PASSES):
                 again = [[each for each in group if loose(each[0])] for group in alike]
                 if not any(again):
                     break
                 machine.return_freed_memory()
                 for group in filter(None, again):
                     will_take = (rounds + 1) * sum(max(once, least) for _, once in group)
-                    if self.clock() + will_take < end:
+                    if time.perf_counter() + will_take < end:
                         yield from self._time(group, rounds)
 
     def _time(self, group: list[Verified], rounds: int) -> Spent:
@@ -218,7 +180,6 @@ class Bench:
         cell = group[0][0].cell
         torch.set_num_threads(cell.threads)
         q, k, v = inputs(cell)
-        before = [len(result.seconds) for result, _ in group]
         running: list[tuple[Result, Call, bool, list[int]]] = []
         faulting = set()  # cells that get new pages in every call
         for result, once in group:
@@ -226,12 +187,12 @@ class Bench:
             repeats = max(1, math.ceil(self.done.min_time / self.done.rounds / once))
             bursts = spread(repeats, max(1, round(repeats * once / BURST_SECONDS)))
             running.append((result, call, once < SHORT_CALL_SECONDS, bursts))
-        try:
+        with whole_rounds([result for result, _ in group]):
             for _ in range(rounds):
                 for result, call, short, bursts in running:
                     if short:
                         call()
-                    timed = time_round(call, bursts, self._pace, self.clock)
+                    timed = time_round(call, bursts, self._pace)
                     lost, tries = 0.0, 1
                     while (
                         timed.pages * PAGE_FAULT_SECONDS > MOST_FAULT_SHARE * timed.spent
@@ -239,26 +200,24 @@ class Bench:
                     ):
                         # The allocator chose memory that is new in this pass; its pages stay from now on.
                         lost, tries = lost + timed.spent, tries + 1
-                        timed = time_round(call, bursts, self._pace, self.clock)
+                        timed = time_round(call, bursts, self._pace)
                         if tries == MOST_TRIES:
                             faulting.add(result.cell)
                     result.seconds.append(timed.seconds)
                     result.paces.append(timed.pace)
                     yield result.cell, lost + timed.spent
-        finally:  # after an interrupted round all cells keep the same number of rounds
-            fewest = min(len(result.paces) - had for (result, *_), had in zip(running, before))
-            for (result, *_), had in zip(running, before):
-                del result.seconds[had + fewest :], result.paces[had + fewest :]
 
-    def _expected(self, cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The exact output (B, H, Nq, d) in float64. The last one is kept for other numbers of threads."""
-        case = cell.inputs
-        if self._exact is None or self._exact[0] != case:
-            exact, _ = reference.flash_attention(
-                q.double(), k.double(), v.double(), causal=cell.causal, br=512, bc=512
-            )
-            self._exact = case, exact
-        return self._exact[1]
+
+@contextmanager
+def whole_rounds(results: Sequence[Result]) -> Iterator[None]:
+    """Add rounds to results; after an interrupted one all keep the same number of them."""
+    before = [len(result.seconds) for result in results]
+    try:
+        yield
+    finally:
+        fewest = min((len(result.paces) - had for result, had in zip(results, before)), default=0)
+        for result, had in zip(results, before):
+            del result.seconds[had + fewest :], result.paces[had + fewest :]
 
 
 def inputs(cell: Cell, device: torch.device | str = "cpu") -> list[Tensor]:

@@ -6,20 +6,23 @@ so that a picture is legible in black and white.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from lab.bench import report, sequential
 from lab.bench.cases import OF_KERNEL
 from lab.bench.contenders import contenders
 from lab.bench.results import Result, Run
-from lab.text import size_text
+from lab.text import counted, size_text
 
 try:
     import matplotlib
+    import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 except ImportError:
     raise ValueError("--plot needs Matplotlib: pip install -c constraints.txt -e '.[lab]'") from None
 
@@ -39,27 +42,21 @@ SETTINGS = {
 }
 
 
-def look(contender: str) -> tuple[str, str, str]:
-    """A contender's colour, marker and line."""
+def look(contender: str) -> dict[str, str]:
+    """A contender's colour, marker and line, as arguments of Axes.plot()."""
     if contender in OTHER_LOOKS:
-        return OTHER_LOOKS[contender]
-    number = [name for name in contenders() if name not in OTHER_LOOKS].index(contender)
-    return COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)], LINES[number % len(LINES)]
+        chosen: tuple[str, ...] = OTHER_LOOKS[contender]
+    else:
+        number = [name for name in contenders() if name not in OTHER_LOOKS].index(contender)
+        chosen = tuple(looks[number % len(looks)] for looks in (COLOURS, MARKERS, LINES))
+    return dict(zip(("color", "marker", "linestyle"), chosen))
 
 
 def draw(run: Run, directory: Path) -> list[Path]:
     """Draw every picture that the run has figures for; return the written files."""
-    pictures: dict[str, Callable[[Run], Figure | None]] = {
-        "time": time,
-        "tiles": tiles,
-        "roofline": roofline,
-        "threads": scaling,
-        "memory": memory,
-        "ladder": ladder,
-    }
     written = []
     with matplotlib.rc_context(SETTINGS):  # type: ignore[arg-type]
-        for name, picture in pictures.items():
+        for name, picture in PICTURES.items():
             figure = picture(run)
             if figure is None:
                 continue
@@ -76,86 +73,78 @@ def time(run: Run) -> Figure | None:
     """Time of a call against N, log-log; a panel for each head width and number of threads."""
 
     def panel(axes: Axes, results: list[Result]) -> None:
-        for name, points in _by_contender(results, lambda r: r.median and 1e3 * r.median, min).items():
-            _line(axes, name, points)
+        _lines(axes, _points(results, "N", lambda r: 1e3 * (r.median or 0), min))
         _log_log(axes, "N, keys and queries", "ms a call")
 
-    return _panels(run, "Time of attention by length", panel, lambda r: bool(r.seconds), 2)
+    return _panels([r for r in run.results if r.seconds], "Time of attention by length", panel, least=2)
 
 
 def memory(run: Run) -> Figure | None:
     """Scratch against N, log-log."""
 
     def panel(axes: Axes, results: list[Result]) -> None:
-        for name, points in _by_contender(results, lambda r: r.scratch or None, max).items():
-            _line(axes, name, points)
+        _lines(axes, _points(results, "N", lambda r: r.scratch or 0, max))
         _log_log(axes, "N, keys and queries", "scratch")
         axes.yaxis.set_major_locator(LogLocator(base=16))
         axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: size_text(size)))
+        axes.yaxis.set_major_formatter(lambda size, _: size_text(size))
 
     title, largest = "Memory beyond the output by length", "; with the largest tile"
-    return _panels(run, title, panel, lambda r: bool(r.scratch), 2, tiled=largest)
+    return _panels([r for r in run.results if r.scratch], title, panel, least=2, tiled=largest)
 
 
 def scaling(run: Run) -> Figure | None:
     """Speed-up over the fewest threads, at the longest N; a panel for each head width."""
-    counts = sorted({r.cell.threads for r in run.results if r.seconds})
+    timed = _longest([r for r in run.results if r.seconds])
+    counts = sorted({r.cell.threads for r in timed})
     if len(counts) < 2:
         return None
-    longest = max(r.cell.N for r in run.results if r.seconds)
 
     def panel(axes: Axes, results: list[Result]) -> None:
-        points = _by_contender(results, lambda r: r.median, min, lambda r: r.cell.threads)
-        axes.plot(counts, [c / counts[0] for c in counts], color="#999999", linewidth=1, label="ideal")
-        for name, times in points.items():
-            if counts[0] in times:
-                _line(axes, name, {c: times[counts[0]] / t for c, t in times.items()})
+        fewest = counts[0]
+        axes.plot(counts, [c / fewest for c in counts], color="#999999", linewidth=1, label="ideal")
+        points = _points(results, "threads", lambda r: r.median or 0, min)
+        speeds = {
+            name: {count: times[fewest] / seconds for count, seconds in times.items()}
+            for name, times in points.items()
+            if fewest in times
+        }
+        _lines(axes, speeds)
         axes.set_xticks(counts)
-        axes.set_xlabel("threads")
-        axes.set_ylabel(f"speed, {counts[0]} thread{'s' * (counts[0] > 1)} = 1")
+        axes.set(xlabel="threads", ylabel=f"speed, {counted(fewest, 'thread')} = 1")
 
-    title = f"Speed by threads, N = {longest}"
-    return _panels(run, title, panel, lambda r: bool(r.seconds) and r.cell.N == longest, 1, by_threads=False)
+    return _panels(timed, f"Speed by threads, N = {timed[0].cell.N}", panel, by_threads=False)
 
 
 def tiles(run: Run) -> Figure | None:
     """Speed by tile, as a share of the best tile's, of the first tiled part at the longest N."""
     timed = [r for r in run.results if r.cell.br and r.seconds]
-    if not timed:
-        return None
-    name, longest = timed[0].cell.contender, max(r.cell.N for r in timed)
-    timed = [r for r in timed if r.cell.contender == name and r.cell.N == longest]
+    timed = _longest([r for r in timed if r.cell.contender == timed[0].cell.contender])
     rows, columns = (sorted({getattr(r.cell, side) for r in timed}) for side in ("br", "bc"))
-    by_threads: dict[int, set] = {}  # whose number may decide the tile that is taken unless one is asked for
-    for r in timed:
-        by_threads.setdefault(r.cell.threads, set()).add((r.cell.br, r.cell.bc))
-    if max(len(tried) for tried in by_threads.values()) < 2:
+    # The number of threads may decide the tile that is taken unless one is asked for.
+    tried = {(r.cell.threads, r.cell.br, r.cell.bc) for r in timed}
+    if not any(count > 1 for count in Counter(threads for threads, _, _ in tried).values()):
         return None
 
     def panel(axes: Axes, results: list[Result]) -> None:
-        best = min(r.median for r in results if r.median)
-        share: list[list[float]] = [[0.0] * len(columns) for _ in rows]
-        for r in results:
-            if r.median:  # of several SIMD helpers the fastest
-                row, column = rows.index(r.cell.br), columns.index(r.cell.bc)
-                share[row][column] = max(100 * best / r.median, share[row][column])
+        share = np.full((len(rows), len(columns)), np.nan)
+        best = min(r.median or 0 for r in results)
+        for r in results:  # of several SIMD helpers the fastest
+            at = rows.index(r.cell.br), columns.index(r.cell.bc)
+            share[at] = np.fmax(share[at], 100 * best / (r.median or 1))
         axes.grid(False)
-        shown = [[value or float("nan") for value in values] for values in share]
-        axes.imshow(shown, cmap="cividis", vmin=50, vmax=100, origin="lower", aspect="auto")
-        for i, values in enumerate(share):
-            for j, value in enumerate(values):
-                if value:
-                    colour = "black" if value > 75 else "white"
-                    axes.text(j, i, f"{value:.0f}", ha="center", va="center", color=colour)
-        axes.set_xticks(range(len(columns)), [str(c) for c in columns])
-        axes.set_yticks(range(len(rows)), [str(r) for r in rows])
-        axes.set_xlabel("Bc, keys")
-        axes.set_ylabel("Br, queries")
+        axes.imshow(share, cmap="cividis", vmin=50, vmax=100, origin="lower", aspect="auto")
+        for (i, j), value in np.ndenumerate(share):
+            if not np.isnan(value):
+                colour = "black" if value > 75 else "white"
+                axes.text(j, i, f"{value:.0f}", ha="center", va="center", color=colour)
+        axes.set_xticks(range(len(columns)), columns)
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set(xlabel="Bc, keys", ylabel="Br, queries")
 
-    title = f"Speed of {name} by tile, N = {longest}, in % of the best"
-    keep = {id(r) for r in timed}
-    return _panels(run, title, panel, lambda r: id(r) in keep, 2, legend=False, tiled="")
+    cell = timed[0].cell
+    title = f"Speed of {cell.contender} by tile, N = {cell.N}, in % of the best"
+    return _panels(timed, title, panel, legend=False, tiled="")
 
 
 def roofline(run: Run) -> Figure | None:
@@ -164,59 +153,30 @@ def roofline(run: Run) -> Figure | None:
     Williams, Waterman & Patterson 2009 (doi:10.1145/1498765.1498785). Bytes are the part's own count of
     transfers into the last of a core's own caches.
     """
-    counted = [r for r in run.results if r.seconds and r.traffic and r.cell.device == "cpu"]
-    if not counted:
+    found = _longest([r for r in run.results if r.seconds and r.traffic and r.cell.device == "cpu"])
+    if not found:
         return None
-    longest = max(r.cell.N for r in counted)
 
     def panel(axes: Axes, results: list[Result]) -> None:
         threads = results[0].cell.threads
         peak, bandwidth = run.peaks[threads] / 1e9, run.bandwidths[threads] / 1e9
-        best: dict[str, Result] = {}
-        for r in results:
-            fastest = best.setdefault(r.cell.contender, r)
-            if r.median and fastest.median and r.median < fastest.median:
-                best[r.cell.contender] = r
+        fastest = {r.cell.contender: r for r in sorted(results, key=lambda r: -(r.median or 0))}
         points = {
-            name: (r.cell.flops / r.traffic, r.cell.flops / r.median / 1e9)
-            for name, r in best.items()
-            if r.traffic and r.median
+            name: {r.cell.flops / (r.traffic or 1): r.cell.flops / (r.median or 1) / 1e9}
+            for name, r in fastest.items()
         }
         ridge = peak / bandwidth
-        left = min([ridge, *(x for x, _ in points.values())]) / 2
-        right = max([ridge, *(x for x, _ in points.values())]) * 2
+        intensities = [ridge, *(x for point in points.values() for x in point)]
+        left, right = min(intensities) / 2, max(intensities) * 2
         axes.plot([left, ridge, right], [left * bandwidth, peak, peak], color="#666666", linewidth=1.5)
-        axes.annotate(
-            f"FMA peak, {peak:.0f} GFLOP/s",
-            (right, peak),
-            (-4, 4),
-            textcoords="offset points",
-            ha="right",
-            fontsize=9,
-        )
-        axes.annotate(
-            f"{bandwidth:.0f} GB/s", (left, left * bandwidth), (14, 2), textcoords="offset points", fontsize=9
-        )
-        for name, (x, y) in points.items():
-            colour, marker, _ = look(name)
-            axes.plot(
-                [x],
-                [y],
-                color=colour,
-                marker=marker,
-                markersize=9,
-                linestyle="",
-                label=contenders()[name].title,
-            )
-        _log_log(axes, "", "GFLOP/s")
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(FuncFormatter(_plain))
+        small: dict = {"textcoords": "offset points", "fontsize": 9}
+        axes.annotate(f"FMA peak, {peak:.0f} GFLOP/s", (right, peak), (-4, 4), ha="right", **small)
+        axes.annotate(f"{bandwidth:.0f} GB/s", (left, left * bandwidth), (14, 2), **small)
+        _lines(axes, points, markersize=9, linestyle="")
+        _log_log(axes, f"FLOP per byte from beyond {size_text(run.cache)} of cache", "GFLOP/s", base=10)
         axes.set_ylim(top=1.6 * peak)
-        axes.set_xlabel(f"FLOP per byte from beyond {size_text(run.cache)} of cache")
 
-    title = f"Roofline, N = {longest}"
-    keep = {id(r) for r in counted if r.cell.N == longest}
-    return _panels(run, title, panel, lambda r: id(r) in keep, 1)
+    return _panels(found, f"Roofline, N = {found[0].cell.N}", panel)
 
 
 def ladder(run: Run) -> Figure | None:
@@ -226,23 +186,21 @@ def ladder(run: Run) -> Figure | None:
     """
     kernels = [r for r in run.results if r.cell.contender in OF_KERNEL and r.median]
     kernels = [r for r in kernels if r.cell.group == kernels[0].cell.group]
-    if len(kernels) < 2:
-        return None
     rows = [report.row(run, r) for r in kernels]
-    cell = kernels[0].cell
     charts = {
         "over_sequential": "times as fast as sequential C++",
         "over_kernel_before": "times as fast as the kernel before",
     }
     charts = {name: label for name, label in charts.items() if any(row[name] for row in rows)}
-    if not charts:
+    if len(kernels) < 2 or not charts:
         return None
+    cell = kernels[0].cell
     figure = Figure(figsize=(1.6 + 0.75 * len(rows), 0.8 + 3.2 * len(charts)), layout="constrained")
     names = [OF_KERNEL[row["contender"]].name for row in rows]
     for axes, (name, label) in zip(figure.subplots(len(charts), 1, squeeze=False).flat, charts.items()):
-        values = [row[name] or 0 for row in rows]
         # Variants, as 3-spilled, are hatched.
         hatches = ["//" if "-" in kernel else "" for kernel in names]
+        values = [row[name] or 0 for row in rows]
         bars = axes.bar(names, values, color=COLOURS[-1], edgecolor="white", hatch=hatches)
         axes.bar_label(bars, [_figure_text(value) for value in values], fontsize=9)
         axes.axhline(1, color="#666666", linewidth=1)
@@ -266,31 +224,32 @@ def _figure_text(value: float) -> str:
     return "" if not value else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def _longest(results: list[Result]) -> list[Result]:
+    """The results at the longest N among them."""
+    return [r for r in results if r.cell.N == max(each.cell.N for each in results)]
+
+
 def _panels(
-    run: Run,
+    results: list[Result],
     title: str,
     panel: Callable[[Axes, list[Result]], None],
-    fits: Callable[[Result], bool],
-    least: int,
+    least: int = 1,
     by_threads: bool = True,
     legend: bool = True,
     tiled: str = "; with the best tile",
 ) -> Figure | None:
-    """A figure with a panel for each head width and mask (and number of threads), of the results that fit.
+    """A figure with a panel for each head width and mask (and number of threads).
 
     least: different lengths that a panel needs. tiled: added to the title if several tiles were timed.
     None if no panel is left.
     """
     groups: dict[tuple, list[Result]] = {}
-    for r in run.results:
-        if fits(r):
-            key = (r.cell.causal, r.cell.d, r.cell.threads if by_threads else 0)
-            groups.setdefault(key, []).append(r)
-    if legend and least > 1:
-        groups = {key: rs for key, rs in groups.items() if len({r.cell.N for r in rs}) >= least}
+    for r in results:
+        groups.setdefault((r.cell.causal, r.cell.d, r.cell.threads if by_threads else 0), []).append(r)
+    groups = {key: rs for key, rs in groups.items() if len({r.cell.N for r in rs}) >= least}
     if not groups:
         return None
-    counts = len({key[2] for key in groups})
+    counts = len({threads for _, _, threads in groups})
     across = counts if counts > 1 else min(3, len(groups))
     down = -(-len(groups) // across)
     figure = Figure(figsize=(5.2 * across + (1.6 if legend else 0), 3.9 * down + 0.5), layout="constrained")
@@ -299,62 +258,51 @@ def _panels(
         for rs in groups.values()
     )
     figure.suptitle(title + tiled * tiles_of_one, fontsize=13)
-    axes = figure.subplots(down, across, squeeze=False, sharey=True)
-    for place, key in zip(axes.flat, sorted(groups)):
+    handles: dict[str, Any] = {}
+    axes = list(figure.subplots(down, across, squeeze=False, sharey=True).flat)
+    for place, key in zip(axes, sorted(groups)):
         causal, d, threads = key
-        words = [f"d = {d}"] + ["causal"] * causal
-        words += [f"{threads} thread{'s' * (threads > 1)}"] * by_threads
+        words = [f"d = {d}"] + ["causal"] * causal + [counted(threads, "thread")] * by_threads
         place.set_title(", ".join(words), fontsize=11)
         panel(place, groups[key])
-    for place in axes.flat[len(groups) :]:
+        handles |= dict(zip(*reversed(place.get_legend_handles_labels())))
+    for place in axes[len(groups) :]:
         place.remove()
     if legend:
-        handles = {}
-        for place in axes.flat[: len(groups)]:
-            handles.update({label: handle for handle, label in zip(*place.get_legend_handles_labels())})
-        figure.legend(handles.values(), handles.keys(), loc="outside right center")
+        figure.legend(list(handles.values()), list(handles), loc="outside right center")
     return figure
 
 
-def _by_contender(
-    results: list[Result],
-    value: Callable[[Result], float | None],
-    choose: Callable,
-    along: Callable[[Result], int] = lambda r: r.cell.N,
-) -> dict[str, dict[int, float]]:
-    """Contender -> N -> value; `choose` selects among several tiles or SIMD helpers."""
-    found: dict[str, dict[int, float]] = {}
+Points = dict[str, dict[float, float]]  # of each contender: y by x
+
+
+def _points(results: list[Result], x: str, y: Callable[[Result], float], choose: Callable) -> Points:
+    """Points by a field of the cell; `choose` selects among several tiles or SIMD helpers."""
+    found: Points = {}
     for r in results:
-        number = value(r)
-        if number is not None:
-            at = found.setdefault(r.cell.contender, {})
-            at[along(r)] = choose(at.get(along(r), number), number)
+        points, at = found.setdefault(r.cell.contender, {}), getattr(r.cell, x)
+        points[at] = choose(points.get(at, y(r)), y(r))
     return found
 
 
-def _line(axes: Axes, name: str, points: dict[int, float]) -> None:
-    colour, marker, line = look(name)
-    xs = sorted(points)
-    axes.plot(
-        xs,
-        [points[x] for x in xs],
-        color=colour,
-        marker=marker,
-        linestyle=line,
-        label=contenders()[name].title,
-    )
+def _lines(axes: Axes, found: Points, **settings: Any) -> None:
+    for name, points in found.items():
+        xs = sorted(points)
+        arguments = look(name) | {"label": contenders()[name].title} | settings
+        axes.plot(xs, [points[x] for x in xs], **arguments)
 
 
-def _log_log(axes: Axes, x: str, y: str) -> None:
-    axes.set_xscale("log", base=2)
+def _log_log(axes: Axes, x: str, y: str, base: int = 2) -> None:
+    axes.set_xscale("log", base=base)
     axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(_plain))
+        axis.set_major_formatter(lambda number, _: f"{number:g}")
         axis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+    axes.set(xlabel=x, ylabel=y)
 
 
-def _plain(number: float, _: int) -> str:
-    return f"{number:g}"
+PICTURES: dict[str, Callable[[Run], Figure | None]] = {
+    **{"time": time, "tiles": tiles, "roofline": roofline},
+    **{"threads": scaling, "memory": memory, "ladder": ladder},
+}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from lab.bench.cases import Cell
 from lab.timing import calm, interval
 
+FORMAT = 4  # of as_json()
 FIRM_MARGIN = 0.025  # largest margin of a firm median; two firm medians can differ by twice as much
 FEWEST_COUNTED_ROUNDS = 6  # these count even if disturbed; interval() needs as many for its confidence
 
@@ -85,3 +86,8 @@ class Run:
             return self.tensor_peaks[cell.dtype]
         amx = self.amx_peaks.get(cell.threads) if cell.by_amx else None
         return amx or self.peaks[cell.threads]
+
+
+def as_json(run: Run) -> dict:
+    """The run as run_file.load() reads it."""
+    return {"format": FORMAT} | asdict(run)

@@ -6,7 +6,6 @@ the time is scaled by the work.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,6 +15,8 @@ from attention_ext.parts import BuildError, Dtype
 from lab.bench.cases import Cell
 from lab.bench.measure import exact_output, inputs, verify
 from lab.bench.results import Result
+from lab.text import counted
+from lab.timing import seconds_of
 
 FLOPS = 6e9  # most operations of a call; part1 takes some two seconds
 CALLS = 3
@@ -51,12 +52,8 @@ def measure(cell: Cell) -> Result:
     try:
         q, k, v = inputs(small)
         result, call = verify(small, q, k, v, exact_output(q, k, v, small.causal))
-        for _ in range(CALLS if call else 0):
-            assert call is not None
-            start = time.perf_counter()
-            call()
-            result.seconds.append(time.perf_counter() - start)
-            result.paces.append(1.0)
+        if call:
+            result.seconds, result.paces = [seconds_of(call) for _ in range(CALLS)], [1.0] * CALLS
     except BuildError as error:
         return Result(small, "skipped", str(error))
     finally:
@@ -67,7 +64,7 @@ def measure(cell: Cell) -> Result:
 def text(result: Result) -> str:
     """One line on the timed case; times for larger cells are scaled by work."""
     cell = result.cell
-    case = f"N {cell.N}, d {cell.d}, {cell.heads} head{'s' * (cell.heads > 1)}" + ", causal" * cell.causal
+    case = f"N {cell.N}, d {cell.d}, {counted(cell.heads, 'head')}" + ", causal" * cell.causal
     if result.median is None:
         return f"sequential C++ ({case}): {result.status}: {result.note}"
     return f"sequential C++ (part1, one core of the CPU, {case}): {result.median:.3g} s; scaled by work"

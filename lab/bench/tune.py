@@ -18,6 +18,9 @@ from attention_ext import attention
 from attention_ext.parts import resolve_simd
 from attention_ext.tiles import DEFAULT, Tuned
 from lab.bench.cases import Cell
+from lab.bench.measure import inputs
+from lab.text import markdown
+from lab.timing import seconds_of
 
 SIDES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
 LEAST_GAIN = 0.01  # share of the time that a tile must save to replace the default one
@@ -44,14 +47,11 @@ def tune(cell: Cell, budget: float, tried: Sequence[tuple[int, int]] | None = No
     remaining = list(tried or candidates(cell.N))
     default = remaining[0]
     seconds: dict[tuple[int, int], list[float]] = {tile: [] for tile in remaining}
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(cell.batch, cell.heads, cell.N, cell.d, generator=generator) for _ in range(3))
+    q, k, v = inputs(cell)
 
     def once(tile: tuple[int, int], repeats: int) -> None:
-        start = time.perf_counter()
-        for _ in range(repeats):
-            attention(cell.contender, q, k, v, causal=cell.causal, br=tile[0], bc=tile[1], simd=simd)
-        seconds[tile].append((time.perf_counter() - start) / repeats)
+        options: dict = dict(causal=cell.causal, br=tile[0], bc=tile[1], simd=simd)
+        seconds[tile].append(seconds_of(lambda: attention(cell.contender, q, k, v, **options), repeats))
 
     before = torch.get_num_threads()
     torch.set_num_threads(cell.threads)
@@ -84,11 +84,10 @@ def text(found: Sequence[Tuned]) -> str:
     """The found tiles as a Markdown table."""
     default = f"{DEFAULT[0]} x {DEFAULT[1]}, ms"
     titles = ("SIMD", "threads", "d", "N", "mask", "Br", "Bc", "ms", default, "gain")
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for t in found:
-        gain = f"{100 * (t.default_seconds / t.seconds - 1):.1f} %"
-        mask = "causal" if t.causal else "none"
-        times = (f"{1e3 * seconds:.4g}" for seconds in (t.seconds, t.default_seconds))
-        values = (t.simd, t.threads, t.d, t.N, mask, t.br, t.bc, *times, gain)
-        lines.append(f"| {' | '.join(map(str, values))} |")
-    return "\n".join(lines)
+    rows = [
+        (t.simd, t.threads, t.d, t.N, "causal" if t.causal else "none", t.br, t.bc)
+        + (f"{1e3 * t.seconds:.4g}", f"{1e3 * t.default_seconds:.4g}")
+        + (f"{100 * (t.default_seconds / t.seconds - 1):.1f} %",)
+        for t in found
+    ]
+    return markdown(titles, rows)

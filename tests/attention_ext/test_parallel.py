@@ -23,7 +23,7 @@ import torch.distributed as dist
 from parallel_ranks import RANKS
 from support import ROOT, Done, naming
 
-from attention_ext import PARTS, parallel
+from attention_ext import PARTS, layout, parallel
 from attention_ext.parallel import METHODS
 
 DEFAULTS = dict(B=1, H=2, d=16, seed=0, part="part4", causal=False, scale=None, dtype="float32")
@@ -34,8 +34,8 @@ def case(method: str, keys, queries=None, **settings) -> dict:
     keys = list(keys)
     queries = list(keys if queries is None else queries)
     if method == "zigzag":
-        shared = (parallel.zigzag_rows(sum(n), len(keys)) for n in (queries, keys))
-        queries, keys = ([parallel.length(rows) for rows in each] for each in shared)
+        shared = (layout.zigzag_rows(sum(n), len(keys)) for n in (queries, keys))
+        queries, keys = ([layout.length(rows) for rows in each] for each in shared)
     return DEFAULTS | {"method": method, "keys": keys, "queries": queries} | settings
 
 
@@ -46,7 +46,7 @@ def all_cases() -> list[dict]:
         for P in range(1, RANKS + 1):
             for N in (1, 2, 63, 130):
                 for causal in (False, True):
-                    found.append(case(method, parallel.shares(N, P), causal=causal, seed=N))
+                    found.append(case(method, layout.shares(N, P), causal=causal, seed=N))
         for part in PARTS:
             found.append(case(method, [50, 50, 50], part=part, causal=True, B=2, H=3))
         for lengths in ([0, 70, 0], [40, 0, 1], [1, 2, 60, 0]):
@@ -115,7 +115,7 @@ def check(case, results):
         assert (sent, steps) == parallel.expected(case["method"], queries, keys, rank, H, case["d"], width)
         assert waited >= 0
         if not out.numel():
-            assert not parallel.length(queries[rank])
+            assert not layout.length(queries[rank])
         elif out.dtype == torch.float32:
             mine, peer = (
                 torch.cat([t[..., c.start : c.stop, :] for c in queries[rank]], dim=-2)
@@ -123,7 +123,7 @@ def check(case, results):
             )
             oracle.assert_close(out, mine, peer, floor)
         else:
-            mine = parallel.take(expected, queries[rank])
+            mine = layout.take(expected, queries[rank])
             torch.testing.assert_close(out.double(), mine, rtol=1 / 64, atol=1e-2)
         if case["method"] == "split":
             assert torch.equal(out, results[0][0])
@@ -149,9 +149,9 @@ def test_the_rows_of_the_ranks_are_all_rows_once_and_zigzag_shares_the_causal_wo
         rows = parallel.rows(method, N, P)
         with naming(method, P, N):
             assert sorted(i for chunks in rows for chunk in chunks for i in chunk) == list(range(N))
-            assert max(map(parallel.length, rows)) - min(map(parallel.length, rows)) <= 2
+            assert max(map(layout.length, rows)) - min(map(layout.length, rows)) <= 2
     for method, worst in (("ring", 1.75), ("zigzag", 1.0)):  # times the mean work
-        work = [parallel.pairs(m, [range(4096)], True, 0) for m in parallel.rows(method, 4096, 4)]
+        work = [layout.pairs(m, [range(4096)], True, 0) for m in parallel.rows(method, 4096, 4)]
         assert max(work) / (sum(work) / 4) == pytest.approx(worst, rel=1e-3)
 
 

@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 
-from attention_ext import parallel as methods
+from attention_ext import layout
 from lab import parallel
 from lab.parallel import Question, Speeds
 
@@ -50,7 +50,7 @@ def test_the_rows_compared_with_float64_are_those_of_the_sequence(causal):
     q = parallel.rows_of("q", asked, [range(50)])
     expected, _ = oracle.attention(q, k, v, causal, asked.scale)
     for rank in range(3):
-        assert torch.equal(parallel.rows_of("k", asked, keys[rank]), methods.take(k, keys[rank]))
+        assert torch.equal(parallel.rows_of("k", asked, keys[rank]), layout.take(k, keys[rank]))
         which, got = parallel.exact(asked, queries[rank])
-        assert len(which) == min(parallel.CHECKED, methods.length(queries[rank]))
-        torch.testing.assert_close(got, methods.take(expected, queries[rank])[:, :, which])
+        assert len(which) == min(parallel.CHECKED, layout.length(queries[rank]))
+        torch.testing.assert_close(got, layout.take(expected, queries[rank])[:, :, which])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -22,7 +23,7 @@ def test_a_failed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     def full(*paths):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(saved.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError):
         saved.write({"a": 2}, tmp_path / "x.json")
     assert [json.loads(file.read_text()) for file in tmp_path.iterdir()] == [{"a": 1}]

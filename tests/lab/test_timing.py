@@ -9,10 +9,11 @@ import torch
 from lab import timing
 
 
-def test_a_round_is_what_its_fast_bursts_took():
+def test_a_round_is_what_its_fast_bursts_took(monkeypatch):
     """Three bursts of two calls. The second was slowed, so a fast pace is awaited after it."""
     paces = iter([1.0, 1.0, 0.5, 0.97, 0.96])
     waits, now = [], [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     takes = iter([1.0, 2.0, 100.0, 100.0, 3.0, 4.0])
 
     def pace(wait):
@@ -23,11 +24,11 @@ def test_a_round_is_what_its_fast_bursts_took():
     def call():
         now[0] += next(takes)
 
-    timed = timing.time_round(call, [2, 2, 2], pace, clock=lambda: now[0])
+    timed = timing.time_round(call, [2, 2, 2], pace)
     assert timed == (2.5, 1.0, 210.0, timed.pages)
     assert waits == [True, False, False, True, False]
     paces, takes = iter([0.4, 0.6, 0.6, 0.5]), iter([1.0, 2.0])
-    timed = timing.time_round(call, [1, 1], lambda wait: next(paces), clock=lambda: now[0])
+    timed = timing.time_round(call, [1, 1], lambda wait: next(paces))
     assert timed[:3] == (2.0, 0.5, 3.0)
 
 

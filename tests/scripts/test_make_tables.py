@@ -10,7 +10,7 @@ import pytest
 from support import ROOT, bench_run, naming
 
 from lab import saved
-from lab.bench import report
+from lab.bench import run_file
 
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "make-tables.py"))
 MACHINE = {
@@ -45,7 +45,7 @@ def made(results):
     for name, change in (("amd-zen-5", {}), ("maker-0", {"cpu": "Maker 0", "microarchitecture": None})):
         run.machine |= MACHINE | change
         for kind in ("bench", "attention", "attention_bf16"):
-            report.save(run, results / f"{kind}-{name}.json")
+            run_file.save(run, results / f"{kind}-{name}.json")
     saved.write(GENERATION, results / "generation-amd-zen-5.json")
     return results
 
@@ -104,7 +104,7 @@ def test_a_wrong_file_is_named(made, capsys):
     no_rate["cases"]["prefill"]["native part4"].pop("ms")
     stopped = bench_run(lengths=(1024,), widths=(32,))
     stopped.complete = False
-    report.save(stopped, made.parent / "stopped.json")
+    run_file.save(stopped, made.parent / "stopped.json")
     for kind, content, reason in (
         ("bench", "[]", "list indices"),
         ("bench", '{"format": 99}', "its format is 99"),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from lab.bench import contenders, report
+from lab.bench import contenders, run_file
 
 plots = pytest.importorskip("lab.bench.plots", exc_type=ValueError)
 
 
 def test_pictures(tmp_path, cli, made):
     pytest.importorskip("matplotlib")
-    report.save(made(br=(16, 32), bc=(16, 32)), tmp_path / "run.json")
+    run_file.save(made(br=(16, 32), bc=(16, 32)), tmp_path / "run.json")
     cli("bench", "--load", "run.json", "--plot", "pictures")
     names = {file.name for file in (tmp_path / "pictures").iterdir()}
     expected = ("time", "tiles", "roofline", "threads", "memory")
@@ -33,4 +33,6 @@ def test_pictures_show_the_runs_figures(made):
     looks = {(line.get_marker(), line.get_linestyle()) for line in lines.values()}
     assert len(looks) == 3  # the lines can be told apart without colour
     assert plots.tiles(made()) is None and plots.scaling(made(threads=(1,))) is None
-    assert len({plots.look(name) for name in contenders.contenders()}) == len(contenders.contenders())
+    assert len({tuple(plots.look(name).values()) for name in contenders.contenders()}) == len(
+        contenders.contenders()
+    )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attention_ext import processor
-from lab.bench import contenders, report
+from lab.bench import contenders, run_file
 
 SMALL = ["-N", "64", "-d", "16", "-r", "2", "--min-time", "0"]
 
@@ -21,13 +21,13 @@ def test_slowed_rounds_are_left_out(tmp_path, cli, made, rows):
     for result, slowed in zip(done.results, (0, 3, 5)):
         result.seconds[:slowed] = [1e-3 * (2 + i) for i in range(slowed)]
         result.paces[:slowed] = [0.9 + 0.01 * i for i in range(slowed)]
-    report.save(done, tmp_path / "run.json")
-    assert report.load(tmp_path / "run.json") == done
+    run_file.save(done, tmp_path / "run.json")
+    assert run_file.load(tmp_path / "run.json") == done
     table = rows(cli("bench", "--load", "run.json"))
     assert [row["left out"] for row in table] == ["0", "3", "4"]
     assert [result.median for result in done.results] == pytest.approx([1.0045e-3, 1.006e-3, 1.0075e-3])
     assert max(done.results[2].counted) == 6e-3 and len(done.results[2].seconds) == 10
-    report.save(made(), tmp_path / "run.json")
+    run_file.save(made(), tmp_path / "run.json")
     assert "left out" not in rows(cli("bench", "--load", "run.json"))[0]
 
 
@@ -45,7 +45,7 @@ def test_every_form_holds_the_same_figures(run, tmp_path, rows):
 
 def test_another_file_is_refused(tmp_path, failed, made):
     file = tmp_path / "run.json"
-    report.save(made(), file)
+    run_file.save(made(), file)
     right = file.read_text()
     wrong = ["", "[]", "{}", '{"format": 99}', '{"format": 3, "results": [1]}']
     for old, new in (
@@ -66,7 +66,7 @@ def test_a_run_is_kept_in_files_alone(tmp_path, cli, run, monkeypatch, made):
     assert cli("bench", "sdpa", "-N", "8", "--save", tmp_path).returncode == 2
     done = cli("bench", "sdpa", "-N", "8", "--save", "/dev/null")
     assert done.returncode == 2 and "save is '/dev/null'; it must be a file" in done.stderr
-    report.save(made(), tmp_path / "run.json")
+    run_file.save(made(), tmp_path / "run.json")
     kept = (tmp_path / "run.json").read_text()
 
     def interrupted(*arguments, **options):
@@ -93,7 +93,7 @@ def test_medians_that_are_not_firm_are_named(tmp_path, cli, made):
     done = made(lengths=(64,), br=(16, 32))
     for i, result in enumerate(done.results[:5]):
         result.seconds[:3] = [1e-3 * (0.89 - 0.05 * i)] * 3
-    report.save(done, tmp_path / "run.json")
+    run_file.save(done, tmp_path / "run.json")
     assert cli("bench", "--load", "run.json").stderr == (
         "Not firm: in 5 of 8 cells the median's interval is wider than 2.5 % either way "
         "(part0 threads=2, sdpa threads=1, part4 Br=32 threads=1, ...).\n"

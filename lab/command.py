@@ -1,0 +1,34 @@
+"""Runs another program, for a limited time, and collects what it writes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(command: Sequence[str], seconds: float, **env: str) -> tuple[int, str, str]:
+    """The exit code, the standard output and the standard error of a command that runs in ROOT.
+
+    Its output goes through files, because a pipe stays open as long as any child of the program has it.
+    Raises TimeoutExpired after `seconds`; then the program and its children are killed.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        settings: dict = {"cwd": ROOT, "env": os.environ | env, "start_new_session": True}
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, **settings)
+        try:
+            code = process.wait(seconds)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace").strip())
+    return code, texts[0], texts[1]
