@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 
 def markdown(titles: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     """A table in Markdown."""
-    heading = f"| {' | '.join(titles)} |".replace("|  |", "| |")
-    lines = [heading, "|---" * len(titles) + "|"]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     return "\n".join(lines + [f"| {' | '.join(map(str, row))} |" for row in rows])
 
 

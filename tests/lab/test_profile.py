@@ -77,7 +77,7 @@ def test_the_table():
         "a prompt of 7 tokens, then 2 more"
     )
     assert lines[2:10] == [
-        "| | prefill, ms | share | decode, µs per token | share |",
+        "|  | prefill, ms | share | decode, µs per token | share |",
         "|---|---|---|---|---|",
         "| QKV | 1.500 | 37.5 % | 0.00 | 0.0 % |",
         "| head |  |  | 2.00 | 10.0 % |",
