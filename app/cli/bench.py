@@ -55,116 +55,79 @@ NOT_WITH = {
 
 sweep_options = options.all_of(
     click.argument("contenders", type=options.Names(), required=False, metavar="[CONTENDERS]"),
-    click.option(
+    options.option(
         "-N",
         "lengths",
+        "Numbers of keys.",
         type=options.Numbers(),
         default="1024",
         show_default="1024; 4096 on CUDA",
-        help="Numbers of keys.",
     ),
-    click.option(
-        "-d", "widths", type=options.Numbers(options.WIDEST_HEAD), default="32", help="Head widths."
+    options.option("-d", "widths", "Head widths.", type=options.Numbers(options.WIDEST_HEAD), default="32"),
+    options.option(
+        "-br", "--br", "Rows of part4's tiles, in queries.", type=options.Numbers(auto=True), default="auto"
     ),
-    click.option(
-        "-br",
-        "--br",
-        type=options.Numbers(auto=True),
-        default="auto",
-        help="Rows of part4's tiles, in queries.",
+    options.option(
+        "-bc", "--bc", "Columns of part4's tiles, in keys.", type=options.Numbers(auto=True), default="auto"
     ),
-    click.option(
-        "-bc",
-        "--bc",
-        type=options.Numbers(auto=True),
-        default="auto",
-        help="Columns of part4's tiles, in keys.",
-    ),
-    click.option(
+    options.option(
         "-t",
         "--threads",
+        "Numbers of threads.",
         type=options.Numbers(options.MOST_THREADS),
         default="1",
-        help="Numbers of threads.",
         callback=options.warned_of_threads,
     ),
-    click.option(
+    options.option(
         "--simd",
         "simds",
+        f"SIMD helpers of attention's forward pass, from {', '.join(SIMD)}.",
         type=options.Names(SIMD),
         default="auto",
-        help=f"SIMD helpers of attention's forward pass, from {', '.join(SIMD)}.",
     ),
-    click.option(
-        "--mask", "masks", type=options.Names(MASKS), default="none", help=f"Masks, from {', '.join(MASKS)}."
+    options.option(
+        "--mask", "masks", f"Masks, from {', '.join(MASKS)}.", type=options.Names(MASKS), default="none"
     ),
-    click.option("--causal", is_flag=True, help="The same as --mask causal."),
-    options.size("--queries", show_default="as many as keys", help="Number of queries."),
+    options.flag("--causal", "The same as --mask causal."),
+    options.size("--queries", "Number of queries.", show_default="as many as keys"),
     options.size(
-        "--heads", default=4, most=options.MOST_HEADS, show_default="4; 1 on CUDA", help="Number of heads."
+        "--heads", "Number of heads.", most=options.MOST_HEADS, default=4, show_default="4; 1 on CUDA"
     ),
     options.size(
-        "-B", "--batch", default=1, most=options.MOST_HEADS, show_default="1; 100 on CUDA", help="Batch size."
+        "-B", "--batch", "Batch size.", most=options.MOST_HEADS, default=1, show_default="1; 100 on CUDA"
     ),
     options.dtype,
     options.device,
-    click.option(
+    options.option(
         "--l2",
         "l2s",
+        "On CUDA, what the L2 cache holds before a call: what the last call left, or other data.",
         type=options.Names(),
         default="warm,cold",
-        help="On CUDA, what the L2 cache holds before a call: what the last call left, or other data.",
     ),
 )
 run_options = options.all_of(
-    click.option(
-        "-r",
-        "--rounds",
-        type=click.IntRange(2, 10**6),
-        default=10,
-        help="Number of times that each contender is timed.",
+    options.whole(
+        "-r", "--rounds", "Number of times that each contender is timed.", least=2, most=10**6, default=10
     ),
-    click.option(
-        "--min-time",
-        type=options.Number(0, 3600),
-        default=0.2,
-        help="Seconds of timing per contender, at least.",
-    ),
-    options.choice(
-        "-o", "--output", "form", of=("md", "csv", "json", "jsonl"), help="Format of the results."
-    ),
-    click.option("--dry-run", is_flag=True, help="Print what would be measured."),
+    options.number("--min-time", "Seconds of timing per contender, at least.", most=3600, default=0.2),
+    options.choice("-o", "--output", "form", "Format of the results.", of=("md", "csv", "json", "jsonl")),
+    options.flag("--dry-run", "Print what would be measured."),
     options.save("bench", "the run"),
-    click.option(
-        "--load",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="Show the run in this file instead of measuring.",
+    options.file("--load", "Show the run in this file instead of measuring.", exists=True),
+    options.file("--compare", "Show significant differences from the run in this file.", exists=True),
+    options.number(
+        "--threshold", "Smallest difference that --compare shows, in percent.", most=100, default=5
     ),
-    click.option(
-        "--compare",
-        type=click.Path(exists=True, dir_okay=False),
-        help="Show significant differences from the run in this file.",
-    ),
-    click.option(
-        "--threshold",
-        type=options.Number(0, 100),
-        default=5,
-        help="Smallest difference that --compare shows, in percent.",
-    ),
-    click.option(
-        "--fail-on-regression", is_flag=True, help="Exit with 1 if --compare finds a slower result."
-    ),
-    click.option("--plot", type=click.Path(file_okay=False), help="Draw the results into this directory."),
+    options.flag("--fail-on-regression", "Exit with 1 if --compare finds a slower result."),
+    options.folder("--plot", "Draw the results into this directory."),
 )
 tune_options = options.all_of(
-    click.option("--tune", is_flag=True, help="Find part4's fastest tiles and keep them for auto."),
-    click.option(
-        "--budget",
-        type=options.Number(0, 86400, min_open=True),
-        default=60,
-        help="Seconds that --tune takes, for all cases together.",
+    options.flag("--tune", "Find part4's fastest tiles and keep them for auto."),
+    options.number(
+        "--budget", "Seconds that --tune takes, for all cases together.", most=86400, above=True, default=60
     ),
-    click.option("--show", is_flag=True, help="With --tune: print the kept tiles instead of measuring."),
+    options.flag("--show", "With --tune: print the kept tiles instead of measuring."),
 )
 
 
@@ -179,10 +142,10 @@ def bench(
     dry_run: bool,
     save: str | None,
     load: Path | None,
-    compare: str | None,
+    compare: Path | None,
     threshold: float,
     fail_on_regression: bool,
-    plot: str | None,
+    plot: Path | None,
     tune: bool,
     budget: float,
     show: bool,
@@ -223,13 +186,13 @@ def bench(
     # Wrong options are reported before anything is measured.
     if save:
         saved.check_file(save)
-    before = run_file.load(Path(compare)) if compare else None
+    before = run_file.load(compare) if compare else None
     if before:
         comparing.check(before, cells, rounds)
     if plot:
         from lab.bench import plots
 
-        Path(plot).mkdir(parents=True, exist_ok=True)
+        plot.mkdir(parents=True, exist_ok=True)
     run, stopped = (old, False) if old else measured(cells, rounds, min_time, plot is not None)
 
     if save and any(result.seconds for result in run.results):  # else the file may hold another run
@@ -242,7 +205,7 @@ def bench(
         slower = compared.worse
     for sentence in filter(None, (run.busy, report.infirm(run))):
         notice(sentence)
-    for file in plots.draw(run, Path(plot)) if plot else ():
+    for file in plots.draw(run, plot) if plot else ():
         notice(f"wrote {file}")
     if stopped:
         raise KeyboardInterrupt

@@ -23,40 +23,23 @@ if TYPE_CHECKING:
 STALL_SECONDS = 120.0  # generation.processes.STALL_SECONDS, which needs torch
 
 
-class Directory(click.Path):
-    """A directory's path. The empty path, which an unset variable gives, is refused."""
-
-    def convert(self, value, parameter, context):
-        if value == "":
-            self.fail("'' is no directory; '.' is this one")
-        return super().convert(value, parameter, context)
-
-
 bulk_options = options.all_of(
     options.model,
-    options.size("--texts", most=options.LARGEST_SEED, help="Texts to write; text i has the seed SEED + i."),
-    click.option(
-        "--out",
-        type=Directory(file_okay=False, path_type=Path),
-        required=True,
-        help="Directory of the files.",
-    ),
-    options.choice("--part", of=PARTS, default="part4", help="Attention to use."),
-    options.choice("--format", of=("jsonl", "parquet"), help="Format of the files; parquet needs pyarrow."),
-    options.size("--workers", most=2**16, help="Processes.", show_default="one a core"),
-    click.option("--ray", metavar="ADDRESS", help="Write on this Ray cluster; 'auto' finds a running one."),
-    click.option(
-        "--prompts",
-        type=click.Path(dir_okay=False, path_type=Path),
-        help='File with a text in each line: {"id": ..., "prompt": ..., "options": {...}}.',
-    ),
-    click.option(
+    options.size("--texts", "Texts to write; text i has the seed SEED + i.", most=options.LARGEST_SEED),
+    options.folder("--out", "Directory of the files.", required=True),
+    options.choice("--part", "Attention to use.", of=PARTS, default="part4"),
+    options.choice("--format", "Format of the files; parquet needs pyarrow.", of=("jsonl", "parquet")),
+    options.size("--workers", "Processes.", most=2**16, show_default="one a core"),
+    options.option("--ray", "Write on this Ray cluster; 'auto' finds a running one.", metavar="ADDRESS"),
+    options.file("--prompts", 'File with a text in each line: {"id": ..., "prompt": ..., "options": {...}}.'),
+    options.number(
         "--timeout",
-        type=options.Number(1, 86400),
+        "Seconds of silence after which a worker is killed and its file tried again.",
+        least=1,
+        most=86400,
         default=STALL_SECONDS,
-        help="Seconds of silence after which a worker is killed and its file tried again.",
     ),
-    options.size("--shard-size", default=1024, most=10**9, help="Texts in a file."),
+    options.size("--shard-size", "Texts in a file.", most=10**9, default=1024),
     options.prompt,
     options.sampling,
     options.text,

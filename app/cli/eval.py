@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from app.cli import options
@@ -10,20 +12,16 @@ from attention_ext import PARTS
 
 @click.command("eval")
 @options.model
-@click.option(
-    "--corpus",
-    "corpus_file",
-    type=click.Path(),
-    help="Text; its last 10 % are evaluated.",
-    show_default="what prepare got",
+@options.path(
+    "--corpus", "corpus_file", "Text; its last 10 % are evaluated.", show_default="what prepare got"
 )
-@options.choice("--part", of=PARTS, help="Attention to evaluate with.")
+@options.choice("--part", "Attention to evaluate with.", of=PARTS)
 @options.weights
 @options.kv_cache
 @options.device
 @options.kernel
 @options.threads
-def evaluate(model: str, corpus_file: str | None, threads: int | None, **asked) -> None:
+def evaluate(model: str, corpus_file: Path | None, threads: int | None, **asked) -> None:
     """Print the loss on the last 10 % of a text, over contiguous windows of the block size."""
     options.refuse_other_device()
     options.set_threads(threads)

@@ -12,13 +12,13 @@ DEFAULTS = {"cpu": {"batch": 1, "heads": 4, "N": 1024}, "cuda": {"batch": 100, "
 
 @click.command()
 @options.part
-@options.size("-B", "--batch", most=options.MOST_HEADS, help="Batch size.", show_default="1; 100 on CUDA")
-@options.size("-N", "N", help="Number of keys and of queries.", show_default="1024; 4096 on CUDA")
-@options.size("--queries", "cuda_queries", help="Number of queries, on CUDA.", show_default="as many as keys")
-@options.size("-d", "d", default=32, most=options.WIDEST_HEAD, help="Head width.")
+@options.size("-B", "--batch", "Batch size.", most=options.MOST_HEADS, show_default="1; 100 on CUDA")
+@options.size("-N", "N", "Number of keys and of queries.", show_default="1024; 4096 on CUDA")
+@options.size("--queries", "cuda_queries", "Number of queries, on CUDA.", show_default="as many as keys")
+@options.size("-d", "d", "Head width.", most=options.WIDEST_HEAD, default=32)
 @options.tiles(default="auto")
-@click.option("--causal", is_flag=True, help="Use a causal mask.")
-@options.size("--heads", most=options.MOST_HEADS, help="Number of heads.", show_default="4; 1 on CUDA")
+@options.flag("--causal", "Use a causal mask.")
+@options.size("--heads", "Number of heads.", most=options.MOST_HEADS, show_default="4; 1 on CUDA")
 @options.one_thread
 @options.simd
 @options.dtype
@@ -26,13 +26,11 @@ DEFAULTS = {"cpu": {"batch": 1, "heads": 4, "N": 1024}, "cuda": {"batch": 100, "
 @options.kernel
 @options.choice(
     "--arch",
+    "Explain the kernel for this architecture without measuring it; needs no GPU.",
     of=SHEETS,
     default=None,
-    help="Explain the kernel for this architecture without measuring it; needs no GPU.",
 )
-@click.option(
-    "--cachegrind", is_flag=True, help="Simulate the caches with valgrind; takes about fifty times as long."
-)
+@options.flag("--cachegrind", "Simulate the caches with valgrind; takes about fifty times as long.")
 def explain(
     part: str,
     device: str,

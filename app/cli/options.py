@@ -38,6 +38,15 @@ class Number(click.FloatRange):
         return number
 
 
+class Directory(click.Path):
+    """A directory's path. The empty path, which an unset variable gives, is refused."""
+
+    def convert(self, value, parameter, context):
+        if value == "":
+            self.fail("'' is no directory; '.' is this one")
+        return super().convert(value, parameter, context)
+
+
 class TileSize(click.ParamType):
     """A whole number of at least 1, or 'auto', which gives None: the kernel chooses."""
 
@@ -120,15 +129,51 @@ def all_of(*options: Decorator) -> Decorator:
     return add
 
 
-def size(*names: str, most: int = LARGEST_SIZE, **settings) -> Decorator:
-    """A whole number from 1 to `most`."""
-    return click.option(*names, type=click.IntRange(1, most), **settings)
+def option(*words: str, **settings) -> Decorator:
+    """click.option(); the last word is the help."""
+    *names, help = words
+    return click.option(*names, help=help, **settings)
 
 
-def choice(*names: str, of: Iterable[str], **settings) -> Decorator:
+def flag(*words: str) -> Decorator:
+    """An option without a value."""
+    return option(*words, is_flag=True)
+
+
+def whole(*words: str, least: int = 1, most: int | None = None, **settings) -> Decorator:
+    """A whole number from `least` to `most`."""
+    return option(*words, type=click.IntRange(least, most), **settings)
+
+
+def size(*words: str, most: int = LARGEST_SIZE, **settings) -> Decorator:
+    """A whole number from 1 to `most`, which fits 31 bits."""
+    return whole(*words, most=most, **settings)
+
+
+def number(*words: str, most: float, least: float = 0, above: bool = False, **settings) -> Decorator:
+    """A number from `least` to `most`. above: without `least` itself."""
+    return option(*words, type=Number(least, most, min_open=above), **settings)
+
+
+def choice(*words: str, of: Iterable[str], **settings) -> Decorator:
     """One of these words, by default the first."""
-    words = [str(word) for word in of]
-    return click.option(*names, type=click.Choice(words), **({"default": words[0]} | settings))
+    known = [str(word) for word in of]
+    return option(*words, type=click.Choice(known), **({"default": known[0]} | settings))
+
+
+def path(*words: str, **settings) -> Decorator:
+    """The path of a file or of standard input."""
+    return option(*words, type=click.Path(path_type=Path), **settings)
+
+
+def file(*words: str, exists: bool = False, **settings) -> Decorator:
+    """The path of a file."""
+    return option(*words, type=click.Path(exists, dir_okay=False, path_type=Path), **settings)
+
+
+def folder(*words: str, **settings) -> Decorator:
+    """The path of a directory."""
+    return option(*words, type=Directory(file_okay=False, path_type=Path), **settings)
 
 
 def save(kind: str, what: str) -> Decorator:
@@ -146,14 +191,14 @@ def save(kind: str, what: str) -> Decorator:
             return str(saved.default_file(f"{kind}_cuda", gpu.slug()))
         return str(saved.default_file(kind))
 
-    return click.option(
+    return option(
         "--save",
+        f"Save {what} to FILE; without FILE, to this processor's or GPU's in benchmarks/results/.",
         is_flag=False,
         flag_value="",  # the callback's value for --save without FILE
         type=click.Path(dir_okay=False),
         metavar="[FILE]",
         callback=default,
-        help=f"Save {what} to FILE; without FILE, to this processor's or GPU's in benchmarks/results/.",
     )
 
 
@@ -185,32 +230,32 @@ def set_threads(threads: int | None, sleeping: bool = True) -> int:
 
 threads = size(
     "--threads",
+    "Most threads to use; a text takes the fastest number of them.",
     most=MOST_THREADS,
-    help="Most threads to use; a text takes the fastest number of them.",
     show_default="all cores",
     callback=warned_of_threads,
 )
 one_thread = size(
-    "-t", "--threads", default=1, most=MOST_THREADS, help="Threads to use.", callback=warned_of_threads
+    "-t", "--threads", "Threads to use.", most=MOST_THREADS, default=1, callback=warned_of_threads
 )
 
 # Where and how attention is computed.
 part = click.argument("part", type=click.Choice(list(PARTS)), metavar="PART")
 simd = choice(
-    "--simd", of=SIMD, help="SIMD helpers of attention's forward pass: auto is portable, off is scalar loops."
+    "--simd", "SIMD helpers of attention's forward pass: auto is portable, off is scalar loops.", of=SIMD
 )
-dtype = choice("--dtype", of=Dtype, help="Format of the inputs and the output.")
+dtype = choice("--dtype", "Format of the inputs and the output.", of=Dtype)
 device = choice(
     "--device",
+    "Device of the attention; cuda is an NVIDIA GPU, for part0 and part4.",
     of=DEVICES,
     is_eager=True,  # the defaults of other options depend on it
-    help="Device of the attention; cuda is an NVIDIA GPU, for part0 and part4.",
 )
 kernel = choice(
     "--kernel",
+    "Part4's kernel on CUDA; by default the fastest that accepts the inputs.",
     of=KERNELS,
     default=None,
-    help="Part4's kernel on CUDA; by default the fastest that accepts the inputs.",
 )
 # Options of one device only, by the names of the commands' parameters.
 CPU_ONLY = ("threads", "simd", "simds", "cachegrind", "tune", "budget", "show")
@@ -242,66 +287,57 @@ def check_device(part: str, device: str) -> None:
 
 
 # What runs the model.
-model = click.option(
+model = option(
     "-m",
     "--model",
+    "Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt.",
     default="shakes128",
-    help="Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt.",
 )
 engine = choice(
     "--engine",
+    "Engine that runs the model; auto is native for parts 1 to 4, and torch, the only one, for part0.",
     of=("auto", "native", "torch"),
     callback=lambda context, parameter, value: None if value == "auto" else value,
-    help="Engine that runs the model; auto is native for parts 1 to 4, and torch, the only one, for part0.",
 )
 weights = choice(
     "--weights",
+    "Precision of the matrices; bf16 halves the bytes of weights read for a token, int8 quarters them.",
     of=Precision,
-    help="Precision of the matrices; bf16 halves the bytes of weights read for a token, int8 quarters them.",
 )
 kv_cache = choice(
-    "--kv-cache",
-    of=CachePrecision,
-    help="Precision of the cached keys and values; bf16 halves their bytes.",
+    "--kv-cache", "Precision of the cached keys and values; bf16 halves their bytes.", of=CachePrecision
 )
 
 # What is written.
 prompt = all_of(
-    click.option("--prompt", help="Text to continue.", show_default="a line end"),
-    click.option("--prompt-file", type=click.Path(), help="File to continue, - for standard input."),
-    click.option(
-        "--max-new-tokens",
-        type=click.IntRange(0),
-        help="Tokens to write per sample.",
-        show_default="the model's block size",
-    ),
+    option("--prompt", "Text to continue.", show_default="a line end"),
+    path("--prompt-file", "File to continue, - for standard input."),
+    whole("--max-new-tokens", "Tokens to write per sample.", least=0, show_default="the model's block size"),
 )
-seed = click.option(
-    "--seed", type=click.IntRange(0, LARGEST_SEED), default=1337, help="Seed of the random numbers."
-)
-no_kv_cache = click.option("--no-kv-cache", is_flag=True, help="Recompute the whole window for each token.")
+seed = whole("--seed", "Seed of the random numbers.", least=0, most=LARGEST_SEED, default=1337)
+no_kv_cache = flag("--no-kv-cache", "Recompute the whole window for each token.")
 
 
 def sampling_option(name: str) -> Decorator:
     """The option of a setting of Sampling."""
     known = NUMBERS[name]
     kind: Any = click.IntRange if known.whole else click.FloatRange
-    return click.option(
+    return option(
         f"--{name.replace('_', '-')}",
+        known.help,
         type=kind(known.least, None if known.most == math.inf else known.most, min_open=known.above),
         default=known.default,
-        help=known.help,
     )
 
 
 sampling = all_of(*map(sampling_option, NUMBERS))  # take_sampling() takes them
 text = all_of(
-    click.option("--stop", multiple=True, help="End a sample before this text; may be repeated."),
+    option("--stop", "End a sample before this text; may be repeated.", multiple=True),
     seed,
     choice(
         "--context",
+        "Past the block size: slide the window, or restart it with its last half.",
         of=("slide", "reset"),
-        help="Past the block size: slide the window, or restart it with its last half.",
     ),
     no_kv_cache,
 )
@@ -312,7 +348,7 @@ def take_sampling(asked: dict[str, Any]) -> Sampling:
     return Sampling(**{name: asked.pop(name) for name in NUMBERS})
 
 
-def read_prompt(prompt: str | None, file: str | None) -> str | None:
+def read_prompt(prompt: str | None, file: Path | None) -> str | None:
     """The value of --prompt, or the text of --prompt-file, or of standard input for '-'."""
     if file is None:
         return prompt
@@ -320,14 +356,14 @@ def read_prompt(prompt: str | None, file: str | None) -> str | None:
         raise click.UsageError("--prompt and --prompt-file exclude each other")
     from model import corpus
 
-    if file != "-":
-        return corpus.read(Path(file))
+    if str(file) != "-":
+        return corpus.read(file)
     if sys.stdin is None:
         raise click.UsageError("--prompt-file is -, but standard input is closed")
     return corpus.decode(sys.stdin.buffer.read(), "standard input")
 
 
-def read_corpus(file: str | None) -> str:
+def read_corpus(file: Path | None) -> str:
     """The text of the given file, or of the one that `prepare` wrote."""
     from model import corpus
 
@@ -335,4 +371,4 @@ def read_corpus(file: str | None) -> str:
         raise click.UsageError(
             f"there is no corpus yet; give --corpus FILE or run `{program()} prepare` first"
         )
-    return corpus.read(Path(file) if file else corpus.INPUT)
+    return corpus.read(file or corpus.INPUT)

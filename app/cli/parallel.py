@@ -16,19 +16,20 @@ METHODS = ("split", "gather", "ring", "zigzag", "ulysses")  # attention_ext.para
 
 @click.command()
 @click.argument("method", type=click.Choice(METHODS), metavar="METHOD")
-@options.size("-N", "N", default=4096, help="Keys of the sequence.")
-@options.size("--queries", help="Queries, the last of the sequence.", show_default="N, in split 1")
-@options.size("--heads", default=4, most=options.MOST_HEADS, help="Number of heads.")
-@options.size("-d", "d", default=32, most=options.WIDEST_HEAD, help="Head width.")
-@click.option("--causal", is_flag=True, help="Use a causal mask.")
-@options.choice("--part", of=PARTS, default="part4", help="What computes.")
+@options.size("-N", "N", "Keys of the sequence.", default=4096)
+@options.size("--queries", "Queries, the last of the sequence.", show_default="N, in split 1")
+@options.size("--heads", "Number of heads.", most=options.MOST_HEADS, default=4)
+@options.size("-d", "d", "Head width.", most=options.WIDEST_HEAD, default=32)
+@options.flag("--causal", "Use a causal mask.")
+@options.choice("--part", "What computes.", of=PARTS, default="part4")
 @options.device
 @options.one_thread
-@click.option(
+@options.number(
     "--timeout",
-    type=options.Number(1, 86400),
+    "Seconds to wait for another rank; must be more than a step takes.",
+    least=1,
+    most=86400,
     default=30.0,
-    help="Seconds to wait for another rank; must be more than a step takes.",
 )
 def parallel(method: str, threads: int, queries: int | None, **asked) -> None:
     """Test attention over processes by METHOD: its result, bytes, steps, waiting and time.

@@ -31,38 +31,31 @@ HELP = (
 )
 
 test_options = options.all_of(
-    options.size("-B", "--batch", default=1, most=options.MOST_HEADS, help="Batch size of the test."),
-    options.size("--heads", default=4, most=options.MOST_HEADS, help="Number of heads of the test."),
-    options.size("-N", "N", default=1024, help="Sequence length of the test."),
-    options.size("-d", "d", default=32, most=options.WIDEST_HEAD, help="Head width of the test."),
+    options.size("-B", "--batch", "Batch size of the test.", most=options.MOST_HEADS, default=1),
+    options.size("--heads", "Number of heads of the test.", most=options.MOST_HEADS, default=4),
+    options.size("-N", "N", "Sequence length of the test.", default=1024),
+    options.size("-d", "d", "Head width of the test.", most=options.WIDEST_HEAD, default=32),
     options.tiles(default=LAB_TILE, show_default=f"{LAB_TILE} in the test, auto in --inference"),
     options.threads,
     options.simd,
     options.device,
     options.kernel,
-    click.option("--causal", is_flag=True, help="Use a causal mask in the test; the model always uses one."),
-    click.option(
-        "--backward", is_flag=True, help="Test the gradients, against float64 and PyTorch; part0 and part4."
-    ),
+    options.flag("--causal", "Use a causal mask in the test; the model always uses one."),
+    options.flag("--backward", "Test the gradients, against float64 and PyTorch; part0 and part4."),
     options.dtype,
 )
 inference_options = options.all_of(
-    click.option("--inference", is_flag=True, help="Write text instead of running the test."),
+    options.flag("--inference", "Write text instead of running the test."),
     options.model,
     options.prompt,
-    click.option(
-        "--num-samples",
-        type=click.IntRange(1),
-        default=2,
-        help="Samples to write; sample i has the seed SEED + i.",
-    ),
+    options.whole("--num-samples", "Samples to write; sample i has the seed SEED + i.", default=2),
     options.sampling,
     options.text,
     options.engine,
     options.weights,
     options.kv_cache,
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON object per sample."),
-    click.option("--interactive", is_flag=True, help="Continue each line that you type."),
+    options.flag("--json", "as_json", "Print one JSON object per sample."),
+    options.flag("--interactive", "Continue each line that you type."),
 )
 
 
@@ -82,7 +75,9 @@ def command_of(part: str) -> click.Command:
         if asked["inference"] or asked["device"] == "cuda":
             asked |= {side: None for side in ("br", "bc") if not options.given(side)}
         if asked["inference"]:
-            write(part, threads, asked)
+            asked["threads"] = options.set_threads(threads)
+            session = Session(part, asked)
+            converse(session) if asked["interactive"] else write(session)
         else:
             test(part, threads, asked)
 
@@ -103,7 +98,7 @@ def check(part: str, asked: dict[str, Any]) -> None:
             raise click.UsageError(f"{part} computes no gradients; --backward goes with {who} only")
     if asked["interactive"]:
         options.refuse(("num_samples", "as_json"), "does not go with --interactive")
-        if asked["prompt_file"] == "-":
+        if str(asked["prompt_file"]) == "-":
             raise click.UsageError(
                 "--prompt-file - does not go with --interactive, which reads standard input"
             )
@@ -133,30 +128,22 @@ def test(part: str, threads: int | None, asked: dict[str, Any]) -> None:
         sys.exit(1)
 
 
-def write(part: str, threads: int | None, asked: dict[str, Any]) -> None:
-    """Write samples to stdout as they are made, notices to stderr."""
-    asked["threads"] = options.set_threads(threads)
-    prompt = options.read_prompt(asked["prompt"], asked["prompt_file"])
-    if asked["interactive"]:
-        converse(Session(part, asked, prompt or None))  # without one the first typed line starts the text
-    else:
-        write_samples(Session(part, asked, prompt))
-
-
 class Session:
     """What is written and by which engine. Raises ValueError for wrong options.
 
-    asked: the options, by click's names. prompt: the text to continue; None is a line end that is not shown.
+    asked: the options, by click's names. Without a prompt, a line end that is not shown is continued.
     """
 
-    def __init__(self, part: str, asked: dict[str, Any], prompt: str | None) -> None:
+    def __init__(self, part: str, asked: dict[str, Any]) -> None:
         from generation.writer import Request
         from model import load
 
         self.part, self.asked = part, asked
         self.checkpoint = load(asked["model"])
+        prompt = options.read_prompt(asked["prompt"], asked["prompt_file"])
         self.shown_prompt = prompt or ""
-        self.prompt = "\n" if prompt is None else prompt
+        # in turns the first typed line starts the text
+        self.prompt = "\n" if prompt is None or asked["interactive"] and not prompt else prompt
         length = asked["max_new_tokens"]
         self.request = Request(  # of the first sample
             self.checkpoint.tokenizer.encode(self.prompt),
@@ -197,7 +184,7 @@ class Session:
         notice(f"{kernel}, {engine.name} engine{rounded}")
 
 
-def write_samples(session: Session) -> None:
+def write(session: Session) -> None:
     """Write all samples, in the order of their seeds; the first unfinished one is shown as it grows."""
     from generation.texts import capacity_for, complete, slots_for
     from generation.writer import Writer

@@ -6,15 +6,17 @@ from pathlib import Path
 
 import click
 
+from app.cli import options
+
 
 @click.command()
-@click.option("--corpus", "corpus_file", type=click.Path(), help="Use this file instead of downloading.")
-def prepare(corpus_file: str | None) -> None:
+@options.path("--corpus", "corpus_file", "Use this file instead of downloading.")
+def prepare(corpus_file: Path | None) -> None:
     """Get Tiny Shakespeare from the network or a file, check it and count its characters."""
     from model import corpus
     from model.tokenizer import CharTokenizer
 
-    path = Path(corpus_file) if corpus_file else corpus.download()
+    path = corpus_file or corpus.download()
     text = corpus.read(path)
     tokenizer = CharTokenizer.from_text(text)
     training, validation = corpus.split(tokenizer.encode(text))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import click
 
@@ -21,34 +20,22 @@ MOST_BATCH = 256
 @options.tiles(default="auto")
 @options.weights
 @options.kv_cache
-@click.option(
+@options.whole(
     "--prompt-tokens",
-    type=click.IntRange(1),
+    "Tokens of the prompt, which is the model's own text.",
     show_default="half of the block size",
-    help="Tokens of the prompt, which is the model's own text.",
 )
-@click.option(
-    "--tokens",
-    type=click.IntRange(1),
-    show_default="200, or the rest of the block size",
-    help="Tokens to write after the prompt.",
+@options.whole(
+    "--tokens", "Tokens to write after the prompt.", show_default="200, or the rest of the block size"
 )
-@click.option(
-    "--trace",
-    "trace_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write a trace for ui.perfetto.dev or chrome://tracing.",
+@options.path(
+    "--trace", "trace_file", "Write a trace for ui.perfetto.dev or chrome://tracing.", metavar="FILE"
 )
-@options.choice("-o", "--output", "form", of=("md", "json"), help="Format of the table.")
-@click.option(
-    "--train",
-    is_flag=True,
-    help="Show where the time of a training step goes instead, for a new model of MODEL's sizes.",
+@options.choice("-o", "--output", "form", "Format of the table.", of=("md", "json"))
+@options.flag(
+    "--train", "Show where the time of a training step goes instead, for a new model of MODEL's sizes."
 )
-@options.size(
-    "--batch", most=MOST_BATCH, help="Batch size of a training step.", show_default="2048 characters"
-)
+@options.size("--batch", "Batch size of a training step.", most=MOST_BATCH, show_default="2048 characters")
 @options.threads
 def profile(model: str, form: str, threads: int | None, train: bool, batch: int | None, **asked) -> None:
     """Show where a token's time goes with PART: embedding, QKV, attention, MLP, sampling and so on.

@@ -14,12 +14,9 @@ from attention_ext.parts import running_on
 @click.command()
 @click.argument("parts", required=False)
 @options.model
-@click.option("--prompt", default="\n", help="Text to continue.", show_default="a line end")
-@click.option(
-    "--max-new-tokens",
-    type=click.IntRange(1),
-    help="Tokens that each part writes.",
-    show_default="200, or the block size if that is less",
+@options.option("--prompt", "Text to continue.", default="\n", show_default="a line end")
+@options.whole(
+    "--max-new-tokens", "Tokens that each part writes.", show_default="200, or the block size if that is less"
 )
 @options.seed
 @options.sampling

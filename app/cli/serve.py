@@ -18,52 +18,46 @@ if TYPE_CHECKING:
 PACKAGES = {"starlette", "uvicorn", "httptools", "uvloop", "pydantic", "prometheus_client"}
 
 serve_options = options.all_of(
-    click.option(
+    options.option(
         "-m",
         "--model",
         "models",
-        multiple=True,
+        "Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt; may be repeated.",
         default=["shakes256"],
-        help="Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt; may be repeated.",
+        multiple=True,
     ),
-    options.choice("--part", of=PARTS, default="part4", help="Attention of requests that name no part."),
-    click.option("--host", default="127.0.0.1", help="Address to listen at."),
-    click.option(
-        "--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen at; 0 takes a free one."
-    ),
-    options.size("--slots", default=32, most=4096, help="Texts written at once for each model and part."),
-    options.size("--queue", default=256, most=10**6, help="Texts that may wait for each model and part."),
+    options.choice("--part", "Attention of requests that name no part.", of=PARTS, default="part4"),
+    options.option("--host", "Address to listen at.", default="127.0.0.1"),
+    options.whole("--port", "Port to listen at; 0 takes a free one.", least=0, most=65535, default=8000),
+    options.size("--slots", "Texts written at once for each model and part.", most=4096, default=32),
+    options.size("--queue", "Texts that may wait for each model and part.", most=10**6, default=256),
     options.threads,
     options.weights,
     options.kv_cache,
-    click.option(
-        "--api-key", "api_keys", multiple=True, help="A key that clients must send; may be repeated."
+    options.option("--api-key", "api_keys", "A key that clients must send; may be repeated.", multiple=True),
+    options.file(
+        "--api-key-file", "File with a key in each line; other users cannot see it in a list of processes."
     ),
-    click.option(
-        "--api-key-file",
-        type=click.Path(dir_okay=False, path_type=Path),
-        help="File with a key in each line; other users cannot see it in a list of processes.",
-    ),
-    click.option(
+    options.option(
         "--allow-origin",
         "origins",
+        "Let pages of this origin call from a browser; may be repeated.",
         multiple=True,
         metavar="URL",
-        help="Let pages of this origin call from a browser; may be repeated.",
     ),
-    click.option(
+    options.option(
         "--allow-host",
         "hosts",
+        "Admit this name in the Host header too, or * for any; may be repeated.",
         multiple=True,
         metavar="NAME",
-        help="Admit this name in the Host header too, or * for any; may be repeated.",
     ),
-    click.option("--insecure", is_flag=True, help="Listen beyond this machine without a key."),
-    click.option(
+    options.flag("--insecure", "Listen beyond this machine without a key."),
+    options.number(
         "--grace",
-        type=options.Number(0, 86_400),
+        "Seconds that running requests have to finish after SIGTERM or Ctrl-C.",
+        most=86_400,
         default=10.0,
-        help="Seconds that running requests have to finish after SIGTERM or Ctrl-C.",
     ),
 )
 

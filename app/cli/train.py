@@ -29,59 +29,39 @@ LARGEST_BLOCK, LARGEST_BATCH = 2**16, 2**24  # characters
 
 @click.command()
 @click.argument("name")
-@click.option(
-    "--corpus", "corpus_file", type=click.Path(), help="Text to learn.", show_default="what prepare got"
-)
-@click.option(
-    "--minutes",
-    type=options.Number(0, LONGEST, min_open=True),
-    help="Minutes that the run takes.",
-    show_default="3",
-)
-@click.option(
-    "--steps",
-    type=click.IntRange(1),
-    help="Train for this many steps instead.",
-    show_default="the shipped recipe's",
-)
-@click.option("--init", help="Model to start from: a shipped name, a directory or ckpt.pt.")
-@click.option("--old-corpus", type=click.Path(), help="Measure what --init's model forgets of this text.")
+@options.path("--corpus", "corpus_file", "Text to learn.", show_default="what prepare got")
+@options.number("--minutes", "Minutes that the run takes.", most=LONGEST, above=True, show_default="3")
+@options.whole("--steps", "Train for this many steps instead.", show_default="the shipped recipe's")
+@options.option("--init", "Model to start from: a shipped name, a directory or ckpt.pt.")
+@options.path("--old-corpus", "Measure what --init's model forgets of this text.")
 @options.size(
-    "--block-size",
-    most=LARGEST_BLOCK,
-    help="Characters that the model sees.",
-    show_default="128, or --init's",
+    "--block-size", "Characters that the model sees.", most=LARGEST_BLOCK, show_default="128, or --init's"
 )
-@options.size("--batch-chars", most=LARGEST_BATCH, help="Characters of a step.", show_default="2048")
-@click.option(
-    "--seed",
-    type=click.IntRange(0, options.LARGEST_SEED),
-    help="Seed of the random numbers.",
-    show_default="1337",
+@options.size("--batch-chars", "Characters of a step.", most=LARGEST_BATCH, show_default="2048")
+@options.whole(
+    "--seed", "Seed of the random numbers.", least=0, most=options.LARGEST_SEED, show_default="1337"
 )
-@options.choice("--device", of=("cpu", "cuda"), help="Device to train on.")
+@options.choice("--device", "Device to train on.", of=("cpu", "cuda"))
 @options.choice(
     "--part",
+    "Attention to train with; part4 has no dropout, and gradients on the CPU only.",
     of=with_gradient(),
     default=None,
-    help="Attention to train with; part4 has no dropout, and gradients on the CPU only.",
     show_default="part4 where it compiles, part0 for shipped names and CUDA",
 )
-@click.option(
-    "--out", type=click.Path(file_okay=False), help="Directory of the checkpoint.", show_default="out/NAME"
-)
-@click.option("--resume", is_flag=True, help="Go on with a run that was stopped; give its options again.")
-@click.option("--overwrite", is_flag=True, help="Replace the checkpoint in --out.")
-@click.option("--quiet", is_flag=True, help="Print the end and warnings only.")
+@options.folder("--out", "Directory of the checkpoint.", show_default="out/NAME")
+@options.flag("--resume", "Go on with a run that was stopped; give its options again.")
+@options.flag("--overwrite", "Replace the checkpoint in --out.")
+@options.flag("--quiet", "Print the end and warnings only.")
 @options.threads
 def train(
     name: str,
-    corpus_file: str | None,
+    corpus_file: Path | None,
     init: str | None,
-    old_corpus: str | None,
+    old_corpus: Path | None,
     device: str,
     part: str | None,
-    out: str | None,
+    out: Path | None,
     resume: bool,
     overwrite: bool,
     quiet: bool,
@@ -99,7 +79,7 @@ def train(
     if device == "cuda" and part not in (None, "part0"):
         raise click.UsageError(f"{part} has no gradient on CUDA; --part {part} goes with --device cpu only")
     options.set_threads(threads)
-    directory = Path(out or Path("out") / name)
+    directory = out or Path("out") / name
     check_directory(directory, replaces=resume or overwrite)
     text = options.read_corpus(corpus_file)
 

@@ -6,25 +6,19 @@ from pathlib import Path
 
 import click
 
+from app.cli import options
 from app.cli.terminal import notice
 
 
 @click.command()
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8080, help="Port on 127.0.0.1; 0 takes a free one."
-)
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False),
-    help="Folder of the page's files.",
-    show_default="in the build cache",
-)
-@click.option("--build", "only_build", is_flag=True, help="Make the files and exit.")
-def web(port: int, out: str | None, only_build: bool) -> None:
+@options.whole("--port", "Port on 127.0.0.1; 0 takes a free one.", least=0, most=65535, default=8080)
+@options.folder("--out", "Folder of the page's files.", show_default="in the build cache")
+@options.flag("--build", "only_build", "Make the files and exit.")
+def web(port: int, out: Path | None, only_build: bool) -> None:
     """Show a web page that writes, races and explains in your browser. Its files are made on first use."""
     from web import build, serve
 
-    folder = Path(out) if out else build.default_folder()
+    folder = out or build.default_folder()
     build.make(folder)
     if only_build:
         click.echo(f"{folder}: open {folder / 'shakespeare.html'}, or publish the folder")
