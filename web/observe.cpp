@@ -59,7 +59,7 @@ Observation* observe(const Checkpoint* checkpoint, int32_t precision, const int3
     Rows rows{};
     const auto lay_out = [&](Scratch at) {
         rows = {T,
-                at.matrix(T, C),
+                at.matrix(T, first.proj.columns()),
                 {},
                 at.matrix(T, C),
                 at.matrix(T, first.fc.columns()),

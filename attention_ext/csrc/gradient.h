@@ -9,17 +9,10 @@
 
 #include "attention.h"
 
-struct AttentionGradient {
-    int64_t B, H, Nq, Nk, d;
+struct AttentionGradient : AttentionSizes {
     Matrices q, k, v, dout;
     const float *out, *lse, *dlse;
     float *dq, *dk, *dv;
-    bool causal;
-    float scale;
-    int threads;
-
-    // Query i sees the keys 0 .. seen(i) - 1.
-    int64_t seen(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
 };
 
 // Part 4's backward pass; its scratch in floats.

@@ -25,7 +25,8 @@ void Decoder::State::begin_prompt(Slot& slot, const std::vector<int64_t>& ids, i
     if (top >= 0) prompt.logprobs.resize(T - 1);
     const Layer& w = weights.layers[0];
     const auto lay_out = [&](Scratch at) {
-        prompt.X = at.matrix(T, C), prompt.Q = at.matrix(T, w.qkv.columns()), prompt.A = at.take(T * C);
+        prompt.X = at.matrix(T, w.proj.columns()), prompt.Q = at.matrix(T, w.qkv.columns()),
+        prompt.A = at.take(T * C);
         prompt.rows.clear(), prompt.scratch.clear();
         for (int thread = 0; thread < threads; thread++) {
             prompt.rows.push_back({PREFILL_ROWS,

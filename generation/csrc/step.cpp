@@ -57,7 +57,7 @@ Decoder::State::State(const ModelShape& s, const Tensors& tensors, Precision pre
     const Layer& w = weights.layers[0];
     const auto lay_out = [&](Scratch at) {
         Rows shared{slot_count,
-                    at.matrix(slot_count, s.n_embd),
+                    at.matrix(slot_count, w.proj.columns()),
                     at.matrix(slot_count, w.qkv.columns()),
                     at.matrix(slot_count, s.n_embd),
                     at.matrix(slot_count, w.fc.columns()),

@@ -16,6 +16,7 @@
 #include "scratch.h"
 #include "weights.h"
 
+// Rows of the results have room for all columns that a product sets, Linear::columns().
 struct Rows {
     int64_t count;
     simd::Matrix X, Q, A, Y, L;  // x, (q, k, v) of each head, attention's result, the hidden layer, the logits

@@ -1,6 +1,7 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <utility>
 
 Linear::Linear(const float* W, const float* b, int64_t out, int64_t in, int64_t width, Precision precision)
     : shape{out, in, width}, precision(&row_of(precision)), weights(this->precision->pack(W, shape)) {
@@ -14,11 +15,11 @@ Linear::Linear(const Panels& shape, float* memory) : shape(shape), precision(&ro
     for (int64_t p = 0; memory && p < panels(); p++) starts.push_back(memory + p * panel_words(shape.width));
 }
 
-Linear Linear::with_width(int64_t width, const std::function<float*(int64_t p)>& place) const {
+Linear Linear::with_width(int64_t width, std::vector<float*> panels) const {
     Linear other;
     other.shape = {shape.out, shape.in, width};
     other.precision = precision;
-    for (int64_t p = 0; p < other.panels(); p++) other.starts.push_back(place(p));
+    other.starts = std::move(panels);
     if (bias) {
         other.bias = Buffer(columns());
         std::copy_n(static_cast<const float*>(bias), columns(), static_cast<float*>(other.bias));

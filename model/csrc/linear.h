@@ -1,7 +1,6 @@
 // A linear layer with packed weights.
 #pragma once
 
-#include <functional>
 #include <vector>
 
 #include "precision.h"
@@ -24,8 +23,8 @@ class Linear {
         fp32_pack_panel(starts[p], W, scale, shape, p, transposed);
     }
 
-    // The same layer in panels of another width, panel p at place(p); no weight is rounded again.
-    Linear with_width(int64_t width, const std::function<float*(int64_t p)>& place) const;
+    // The same layer in panels of another width, at these places; no weight is rounded again.
+    Linear with_width(int64_t width, std::vector<float*> panels) const;
 
     // 32-bit words of a panel of this width.
     int64_t panel_words(int64_t width) const {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "round_up.h"
+#include "scratch.h"
 
 namespace {
 
@@ -73,49 +73,35 @@ void Weights::embed(float* x, int64_t token, int64_t position) const {
     for (int64_t i = 0; i < C; i++) x[i] = wte[token * C + i] + wpe[position * C + i];
 }
 
-Weights Weights::shared_by(int members) const {
-    struct Matrix {
-        const Linear& linear;
-        int64_t width, words, panels;
+std::vector<Linear*> Weights::matrices() {
+    std::vector<Linear*> all;
+    for (Layer& w : layers) all.insert(all.end(), {&w.qkv, &w.proj, &w.fc, &w.out});
+    all.push_back(&head);
+    return all;
+}
 
-        Matrix(const Linear& linear, int64_t width)
-            : linear(linear),
-              width(width),
-              words(linear.panel_words(width)),
-              panels((linear.outputs() + width - 1) / width) {}
-    };
-    std::vector<Matrix> matrices;  // in the order in which a step reads them
-    const auto divide = [&](const Linear& w) {
-        matrices.emplace_back(w, panel_width(w.outputs(), members, w.kept_in()));
-    };
-    for (const Layer& w : layers) {
-        matrices.emplace_back(w.qkv, w.qkv.width());
-        divide(w.proj), divide(w.fc), divide(w.out);
-    }
-    divide(head);
-
-    const auto owner = [&](const Matrix& w, int64_t p) { return ((p + 1) * members - 1) / w.panels; };
-    std::vector<int64_t> next(members + 1);  // where a member's next panel goes
-    for (const Matrix& w : matrices)
-        for (int64_t p = 0; p < w.panels; p++) next[owner(w, p) + 1] += w.words;
-    for (int m = 0; m < members; m++) next[m + 1] += next[m];
+Weights Weights::shared_by(int members) {
     Weights shared;
-    shared.memory = Buffer(next[members]);
-    std::vector<Linear> made;
-    for (const Matrix& w : matrices) {
-        made.push_back(w.linear.with_width(w.width, [&](int64_t p) {
-            int64_t& at = next[owner(w, p)];
-            return shared.memory + std::exchange(at, at + w.words);
-        }));
-    }
-    auto taken = made.begin();
-    const auto take = [&] { return std::move(*taken++); };
-    for (const Layer& w : layers) {
-        Layer& to = shared.layers.emplace_back();
-        to.ln_1 = w.ln_1, to.ln_2 = w.ln_2;
-        to.qkv = take(), to.proj = take(), to.fc = take(), to.out = take();
-    }
+    for (const Layer& w : layers) shared.layers.push_back({w.ln_1, w.ln_2, {}, {}, {}, {}});
     shared.ln_f = ln_f;
-    shared.head = take();
+    const std::vector<Linear*> from = matrices(), to = shared.matrices();
+    const auto width = [&](size_t i) {  // a panel of q, k and v stays a head's
+        const Linear& w = *from[i];
+        return i % 4 == 0 && i / 4 < layers.size() ? w.width() : panel_width(w.outputs(), members, w.kept_in());
+    };
+    std::vector<std::vector<float*>> panels(from.size());
+    const auto lay_out = [&](Scratch at) {
+        for (int member = 0; member < members; member++)
+            for (size_t i = 0; i < from.size(); i++) {
+                const int64_t count = (from[i]->outputs() + width(i) - 1) / width(i);
+                panels[i].resize(count);
+                for (int64_t p = count * member / members; p < count * (member + 1) / members; p++)
+                    panels[i][p] = at.take(from[i]->panel_words(width(i)));
+            }
+        return at.taken();
+    };
+    shared.memory = Buffer(lay_out(Scratch()));
+    lay_out(Scratch(shared.memory));
+    for (size_t i = 0; i < from.size(); i++) *to[i] = from[i]->with_width(width(i), std::move(panels[i]));
     return shared;
 }

@@ -39,8 +39,10 @@ struct Weights {
 
     // Only the layers and the head, for a step that `members` share: a large enough matrix has a panel for each
     // member, and each member's panels are contiguous.
-    Weights shared_by(int members) const;
+    Weights shared_by(int members);
 
   private:
+    std::vector<Linear*> matrices();  // in the order in which a step reads them
+
     Buffer memory;  // holds shared panels
 };

@@ -14,6 +14,7 @@
 #include "attention.h"
 #include "cpu/amx_packing.h"
 #include "cpu/tiles_of_amx.h"
+#include "scratch.h"
 #include "simd/exp2_avx512.h"
 #include "simd/simd.h"
 
@@ -34,20 +35,11 @@ struct TileScratch {
     float *S, *correction;
     uint32_t* P;
 
-    static int64_t floats(const Sizes& n, int64_t queries) {
-        return /* Q */ queries * n.d / 2 + /* O */ queries * n.d + /* m, l, all */ 3 * queries +
-               /* S */ BLOCK * BLOCK + /* correction */ BLOCK + /* P */ n.step * BLOCK / 2;
-    }
-
-    TileScratch(const Sizes& n, int64_t queries, float* scratch) {
-        Q = reinterpret_cast<uint32_t*>(scratch);
-        O = scratch + queries * n.d / 2;
-        m = O + queries * n.d;
-        l = m + queries;
-        all = l + queries;
-        S = all + queries;
-        correction = S + BLOCK * BLOCK;
-        P = reinterpret_cast<uint32_t*>(correction + BLOCK);
+    TileScratch(const Sizes& n, int64_t queries, Scratch& scratch) {
+        const auto words = [&](int64_t count) { return reinterpret_cast<uint32_t*>(scratch.take(count)); };
+        Q = words(queries * n.d / 2), O = scratch.take(queries * n.d);
+        for (float** each : {&m, &l, &all}) *each = scratch.take(queries);
+        S = scratch.take(BLOCK * BLOCK), correction = scratch.take(BLOCK), P = words(n.step * BLOCK / 2);
     }
 };
 

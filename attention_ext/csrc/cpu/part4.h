@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "cpu/sizes.h"
+#include "scratch.h"
 #include "simd/simd.h"
 
 namespace part4 {
@@ -13,7 +14,7 @@ namespace part4 {
 class Tile {
   public:
     static int64_t floats(const AttentionSizes&);  // scratch
-    Tile(const AttentionSizes&, int64_t i0, float* scratch);
+    Tile(const AttentionSizes&, int64_t i0, Scratch scratch);
 
     int64_t rows() const { return n; }
     int64_t keys() const { return a.seen(i0 + n - 1); }  // those that any of its queries sees
@@ -36,6 +37,7 @@ class Tile {
     const AttentionSizes& a;
     int64_t i0, n, padded, R;
     float *Qt, *Ot, *St, *m, *l, *correction;
+    int64_t taken;  // of the scratch
 };
 
 // Attention of a head's tile of queries from i0 on; `out` and `lse` are its rows. Scratch: tile_floats().

@@ -24,32 +24,35 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "cpu/amx_packing.h"
 #include "cpu/amx_strip.h"
-#include "round_up.h"
+#include "scratch.h"
 #include "simd/simd.h"
 #include "threads.h"
 
 namespace amx {
 namespace {
 
-// What all threads share: V^T of all heads in tiles, with the largest finite magnitude of each block, and the
-// copied rows of K.
+// Queries of a tile: whole strips.
+int64_t tile_queries(const AttentionSizes& a) { return round_up(a.Br, BLOCK); }
+
+// The scratch of a call: V^T of all heads in tiles, with the largest finite magnitude of each block, the copied
+// rows of K, and each thread's own.
 struct Shared {
     uint32_t *V, *K;
-    float *largest, *rest;  // rest: the scratch behind it
+    float* largest;
+    std::vector<TileScratch> tiles;  // each thread's
+    int64_t taken;                   // of the scratch
 
-    static int64_t floats(const AttentionSizes& a, const Sizes& n) {
+    Shared(const AttentionSizes& a, const Sizes& n, Scratch scratch) {
         const int64_t heads = a.B * a.H;
-        return heads * (n.values() + n.copied_keys()) + /* largest */ round_up(heads * n.blocks(), PAIRS);
-    }
-
-    Shared(const AttentionSizes& a, const Sizes& n, float* scratch) {
-        V = reinterpret_cast<uint32_t*>(scratch);
-        K = V + a.B * a.H * n.values();
-        largest = reinterpret_cast<float*>(K + a.B * a.H * n.copied_keys());
-        rest = scratch + floats(a, n);
+        V = reinterpret_cast<uint32_t*>(scratch.take(heads * n.values()));
+        K = reinterpret_cast<uint32_t*>(scratch.take(heads * n.copied_keys()));
+        largest = scratch.take(heads * n.blocks());
+        for (int thread = 0; thread < a.threads; thread++) tiles.emplace_back(n, tile_queries(a), scratch);
+        taken = scratch.taken();
     }
 
     void pack(const AttentionOf<Bf16>& a, const Sizes& n, int64_t head, int64_t block) const {
@@ -70,16 +73,12 @@ struct Shared {
     }
 };
 
-// Queries of a tile: whole strips.
-int64_t tile_queries(const AttentionSizes& a) { return round_up(a.Br, BLOCK); }
-
 // A tile of queries of a head, from i0 on.
 template <bool LSE>
 void attend_tile(const AttentionOf<Bf16>& a, const Sizes& n, const Shared& shared, int64_t head, int64_t i0,
-                 float* scratch) {
+                 const TileScratch& t) {
     const int64_t rows = std::min(tile_queries(a), a.Nq - i0), queries = round_up(rows, BLOCK);
     const Bf16* Qi = a.q_of(head) + i0 * a.q.row_stride;
-    const TileScratch t(n, queries, scratch);
     const Keys keys = shared.keys(a, n, head);
 
     configure();
@@ -132,13 +131,13 @@ bool takes(const AttentionOf<Bf16>& a) {
 
 int64_t scratch(const AttentionOf<Bf16>& a) {
     const Sizes n(a);
-    return Shared::floats(a, n) + a.threads * TileScratch::floats(n, tile_queries(a));
+    return Shared(a, n, Scratch()).taken;
 }
 
 void attention(const AttentionOf<Bf16>& a, float* scratch) {
     constexpr int64_t TOGETHER = 8;  // blocks that are packed by one thread
     const Sizes n(a);
-    const Shared shared(a, n, scratch);
+    const Shared shared(a, n, Scratch(scratch));
     const int64_t heads = a.B * a.H, tile = tile_queries(a), tiles = (a.Nq + tile - 1) / tile;
 
     for_each_item(heads, (n.blocks() + TOGETHER - 1) / TOGETHER, a.threads,
@@ -148,8 +147,7 @@ void attention(const AttentionOf<Bf16>& a, float* scratch) {
                   });
     for_each_item(heads, tiles, a.threads, [&](int64_t head, int64_t item, int thread) {
         const int64_t i0 = (tiles - 1 - item) * tile;  // causal: the longest first
-        float* own = shared.rest + thread * TileScratch::floats(n, tile);
-        (a.lse ? attend_tile<true> : attend_tile<false>)(a, n, shared, head, i0, own);
+        (a.lse ? attend_tile<true> : attend_tile<false>)(a, n, shared, head, i0, shared.tiles[thread]);
     });
 }
 

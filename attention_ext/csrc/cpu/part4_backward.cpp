@@ -28,7 +28,7 @@
 #include <vector>
 
 #include "gradient.h"
-#include "round_up.h"
+#include "scratch.h"
 #include "simd/constants.h"
 #include "simd/portable.h"
 #include "threads.h"
@@ -42,21 +42,15 @@ struct Panel {
     int64_t R, d;
     float *Qt, *dOt, *dQt, *St, *dPt, *lse, *rest, *D;
 
-    static int64_t strip() { return (STEP + portable::panel()) * portable::panel(); }
-    static int64_t floats(int64_t d) {
-        return /* Qt, dOt, dQt */ 3 * d * portable::panel() + /* St, dPt */ 2 * strip() +
-               /* lse, rest, D */ 3 * portable::panel();
+    Panel(int64_t d, Scratch& scratch) : R(portable::panel()), d(d) {
+        for (float** each : {&Qt, &dOt, &dQt}) *each = scratch.take(d * R);
+        for (float** each : {&St, &dPt}) *each = scratch.take((STEP + R) * R);
+        for (float** each : {&lse, &rest, &D}) *each = scratch.take(R);
     }
-
-    Panel(int64_t d, float* scratch) : R(portable::panel()), d(d) {
-        Qt = scratch;
-        dOt = Qt + d * R;
-        dQt = dOt + d * R;
-        St = dQt + d * R;
-        dPt = St + strip();
-        lse = dPt + strip();
-        rest = lse + R;
-        D = rest + R;
+    static int64_t floats(int64_t d) {
+        Scratch counted;
+        Panel(d, counted);
+        return counted.taken();
     }
 };
 
@@ -151,7 +145,8 @@ void attend_panel(const AttentionGradient& a, int64_t head, int64_t n, int64_t p
                   float* scratch) {
     const int64_t b = head / a.H, h = head % a.H, d = a.d, R = portable::panel();
     const int64_t i0 = (panels - 1 - n) * R, row = head * a.Nq + i0;  // causal: the longest first
-    const Panel t(d, scratch);
+    Scratch own(scratch);
+    const Panel t(d, own);
     Queries i{};
     i.count = std::min(R, a.Nq - i0), i.padded = round_up(i.count, portable::lanes());
     i.Q = {a.q.at(b, h) + i0 * a.q.row_stride, a.q.row_stride};

@@ -25,7 +25,6 @@
 
 #include "attention.h"
 #include "cpu/part4.h"
-#include "round_up.h"
 #include "simd/constants.h"
 #include "simd/simd.h"
 #include "threads.h"
@@ -49,7 +48,7 @@ namespace part4 {
 void attend_tile(const Attention& a, int64_t head, int64_t i0, float* scratch, float* out, float* lse) {
     const int64_t ldQ = a.q.row_stride, ldK = a.k.row_stride, ldV = a.v.row_stride;
     const float *Q = a.q_of(head), *K = a.k_of(head), *V = a.v_of(head);
-    Tile tile(a, i0, scratch);
+    Tile tile(a, i0, Scratch(scratch));
 
     tile.load({Q + i0 * ldQ, ldQ});                                 // lines 4, 5
     for (int64_t j0 = 0; j0 < tile.keys(); j0 += a.Bc)              // line 6
@@ -57,26 +56,14 @@ void attend_tile(const Attention& a, int64_t head, int64_t i0, float* scratch, f
     tile.store(out, lse);                                           // lines 12 to 15
 }
 
-// The row stride is an odd number of cache lines. With a power of two, the rows of a strip would share few sets
-// of L1, which costs 2 to 4 % at Br = 256.
-static int64_t row_of(int64_t Br) {
-    constexpr int64_t LINE_FLOATS = 16;  // at least the lanes
-    return round_up(Br, LINE_FLOATS) | LINE_FLOATS;
-}
+int64_t Tile::floats(const AttentionSizes& a) { return Tile(a, 0, Scratch()).taken; }
 
-int64_t Tile::floats(const AttentionSizes& a) {
-    const int64_t R = row_of(a.Br), panel = simd::panel();
-    return /* Qt, Ot */ 2 * a.d * R + /* St */ (STEP + panel) * panel + /* m, l, correction */ 3 * R;
-}
-
-Tile::Tile(const AttentionSizes& a, int64_t i0, float* scratch)
-    : a(a), i0(i0), n(std::min(a.Br, a.Nq - i0)), padded(round_up(n, simd::lanes())), R(row_of(a.Br)) {
-    Qt = scratch;
-    Ot = Qt + a.d * R;
-    St = Ot + a.d * R;
-    m = St + (STEP + simd::panel()) * simd::panel();
-    l = m + R;
-    correction = l + R;
+Tile::Tile(const AttentionSizes& a, int64_t i0, Scratch scratch)
+    : a(a), i0(i0), n(std::min(a.Br, a.Nq - i0)), padded(round_up(n, simd::lanes())), R(row_stride(a.Br)) {
+    for (float** each : {&Qt, &Ot}) *each = scratch.take(a.d * R);
+    St = scratch.take((STEP + simd::panel()) * simd::panel());
+    for (float** each : {&m, &l, &correction}) *each = scratch.take(R);
+    taken = scratch.taken();
 }
 
 void Tile::load(simd::ConstMatrix Qi) {
