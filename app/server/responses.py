@@ -17,7 +17,7 @@ from typing import Any
 from app.server import Settings
 from app.server.requests import ApiError, Body
 from attention_ext import __version__
-from generation.texts import StopFilter
+from generation.texts import Completion
 from generation.writer import Request, Text, TokenLogprob
 from model.checkpoint import Checkpoint
 
@@ -26,22 +26,21 @@ dumps = json.JSONEncoder(separators=(",", ":")).encode
 Score = tuple[int, int, TokenLogprob | None]
 
 
-class Choice:
+class Choice(Completion):
     """A growing text of a call. Until it has ended, only the scheduler's thread uses it.
 
-    prompt: the prompt's text, if it is echoed or scored. text: the Writer's, once it has joined a batch.
-    sent_at: the time of the last event; 0 before the first token. finish: its finish_reason, "" until then.
+    prompt: the prompt's text, if it is echoed or scored. joined: the Writer's text, once it is in a batch.
+    sent_at: the time of the last event; 0 before the first token.
     """
 
     def __init__(self, call: Call, number: int, request: Request, prompt: str) -> None:
-        self.call, self.number, self.request = call, number, request
-        self.text: Text | None = None
+        super().__init__(request, number, call.tokenizer)
+        self.call = call
+        self.joined: Text | None = None
         self.sent_at = 0.0
-        self.finish = ""
-        self.new_tokens = 0
         self.sum_logprobs = 0.0
-        self._decoder, self._filter = call.tokenizer.decoder(), StopFilter(request.stop)
-        self._unsent = prompt if call.body.echo else ""
+        if call.body.echo:
+            self.pieces.append(prompt)
         self._scores: list[Score] = []  # of tokens that are not sent
         self._scored = self._sent = 0 if call.body.echo else len(prompt)  # characters so far
         self._scores_decoder = call.tokenizer.decoder()
@@ -49,53 +48,44 @@ class Choice:
     @property
     def ended(self) -> bool:
         """Whether the text is complete."""
-        lacks = self.text is not None and self.text.lacks_prompt_logprobs
-        return bool(self._filter.found) or self.new_tokens == self.request.max_new_tokens and not lacks
+        lacks = self.joined is not None and self.joined.lacks_prompt_logprobs
+        return super().ended and not lacks
 
     def add(self, tokens: Sequence[int]) -> None:
         """Append tokens that the Writer has written, up to one that completes a stop string."""
         before = self.new_tokens
-        if self.request.stop:
-            for token in tokens:
-                self.new_tokens += 1
-                self._unsent += self._filter.feed(self._decoder.feed(token))
-                if self._filter.found:
-                    break
-        else:
-            self.new_tokens += len(tokens)
-            self._unsent += "".join(map(self._decoder.feed, tokens))
+        super().add(tokens)
         self._take_logprobs(self.new_tokens - before)
 
     def end(self) -> None:
-        """Append what was held back. The decoder's last characters may complete a stop string."""
-        if not self._filter.found:
-            self._unsent += self._filter.feed(self._decoder.end()) + self._filter.end()
-        self.finish = "stop" if self._filter.found else "length"
+        """Append what was held back, and set finish_reason."""
+        super().end()
         self._take_logprobs(0)
 
     def take(self) -> tuple[str, list[Score]]:
         """The text that may be sent, and the scores of the tokens that begin in it."""
-        text, self._unsent = self._unsent, ""
+        text = self.text
+        self.pieces.clear()
         self._sent += len(text)
-        everything = self.finish == "length"
+        everything = self.finish_reason == "length"
         count = sum(everything or start < self._sent for _, start, _ in self._scores)
         scores, self._scores = self._scores[:count], self._scores[count:]
         return text, scores
 
     def _take_logprobs(self, count: int) -> None:
         """Take the log-probabilities of the prompt and of `count` new tokens from the Writer's text."""
-        if self.text is None or self.request.logprobs is None:
+        if self.joined is None or self.request.logprobs is None:
             return
-        if known := self.text.prompt_logprobs:
+        if known := self.joined.prompt_logprobs:
             for token in self.request.ids[: -len(known)]:  # only the last tokens of a long prompt were read
                 self._score(token, None)
-            for token, each in zip(self.text.prompt, known):
+            for token, each in zip(self.joined.prompt, known):
                 self._score(token, each)
-            self.text.prompt_logprobs = []
-        for new in self.text.logprobs[:count]:
+            self.joined.prompt_logprobs = []
+        for new in self.joined.logprobs[:count]:
             self.sum_logprobs += new.logprob
             self._score(new.token, new)
-        self.text.logprobs.clear()
+        self.joined.logprobs.clear()
 
     def _score(self, token: int, known: TokenLogprob | None) -> None:
         self._scores.append((token, self._scored, known))
@@ -195,14 +185,14 @@ class Call:
     def event(self, choice: Choice) -> bytes:
         """The events of a choice's new text. A chat's text and its end are two events, as in OpenAI's API."""
         text, scores = choice.take()
-        if not text and not choice.finish:
+        if not text and not choice.finish_reason:
             return b""
         shown = "null" if self.body.alternatives is None else dumps(self._shown(scores))
-        finish = f'"{choice.finish}"' if choice.finish else "null"
+        finish = f'"{choice.finish_reason}"' if choice.finish_reason else "null"
         if not self._chat:
             return self._event(choice, f'"text":{dumps(text)}', shown, finish)
         events = self._event(choice, f'"delta":{{"content":{dumps(text)}}}', shown, "null") if text else b""
-        return events + (self._event(choice, '"delta":{}', "null", finish) if choice.finish else b"")
+        return events + (self._event(choice, '"delta":{}', "null", finish) if choice.finish_reason else b"")
 
     def _event(self, choice: Choice, content: str, scores: str, finish: str) -> bytes:
         shown = f'{{"index":{choice.number},{content},"logprobs":{scores},"finish_reason":{finish}}}'
@@ -228,7 +218,7 @@ class Call:
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         text, scores = choice.take()
         shown = None if self.body.alternatives is None else self._shown(scores)
-        common = {"index": index, "logprobs": shown, "finish_reason": choice.finish}
+        common = {"index": index, "logprobs": shown, "finish_reason": choice.finish_reason}
         if not self._chat:
             return common | {"text": text}
         return common | {"message": {"role": "assistant", "content": text, "refusal": None}}

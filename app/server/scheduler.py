@@ -149,8 +149,8 @@ class Lane:
         assert self._writer
         while self._waiting and self._writer.free:
             choice = self._waiting[0]
-            choice.text = self._writer.join(choice.request)
-            self._running[choice.text] = self._waiting.popleft()
+            choice.joined = self._writer.join(choice.request)
+            self._running[choice.joined] = self._waiting.popleft()
             self._metrics.prompt_tokens.inc(len(choice.request.ids))
             self._count()
         running = len(self._running)

@@ -23,7 +23,7 @@ from bulk_jobs import Here, check, files, here
 
 from generation import bulk, cluster
 from generation.jobs import MANIFEST, BulkError
-from generation.processes import local_pool
+from generation.processes import Pool, local_pool
 from generation.shards import Shard, Task
 
 pytestmark = pytest.mark.full
@@ -80,7 +80,7 @@ def kill_process(pids: list[int], chance) -> bool:
 
 def test_killed_workers_cost_a_retry(long, long_expected, tmp_path):
     """While workers start, and while they write."""
-    pools: list[local_pool] = []
+    pools: list[Pool] = []
 
     def open_pool(settings, shards):
         pools.append(local_pool(settings, 2))
@@ -138,7 +138,7 @@ def test_a_driver_killed_at_any_moment_loses_and_doubles_nothing(job, expected, 
 
 def test_a_stalled_worker_is_killed_and_its_file_tried_again(slow, slow_expected, tmp_path):
     """The driver names it in one line."""
-    pools, stopped, lines = list[local_pool](), list[int](), list[str]()
+    pools, stopped, lines = list[Pool](), list[int](), list[str]()
 
     def open_pool(settings, shards):
         pools.append(local_pool(settings, 2, timeout=10))  # which must be longer than a worker takes to start
