@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,8 +65,7 @@ class Question:
         return self.heads * pairs(queries, keys, self.causal, self.offset)
 
 
-@dataclass(frozen=True)
-class Speeds:
+class Speeds(NamedTuple):
     """The speeds that a prediction uses.
 
     work: pairs of a query and a key in one head that one rank computes in a second while the others wait.
@@ -90,10 +90,8 @@ class Speeds:
 def rows_of(name: str, asked: Question, chunks: Sequence[range]) -> Tensor:
     """Rows of q, k or v, (1, H, n, d): standard normal, the same for every number of ranks."""
     found = [torch.empty(1, asked.heads, 0, asked.d)]
-    for chunk in chunks:
+    for chunk in filter(len, chunks):
         for block in range(chunk.start // BLOCK, -(-chunk.stop // BLOCK)):
-            if not len(chunk):
-                continue
             generator = torch.Generator().manual_seed(3 * block + "qkv".index(name))
             made = torch.randn(1, asked.heads, BLOCK, asked.d, generator=generator)
             first = block * BLOCK
@@ -274,11 +272,11 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
         numbers = f"{rank:4}{n:10,}{m:10,}{sent:15,}{of_formula:13,}{steps:7}{steps_of_formula:12}"
         echo(f"{numbers}{waited:14.0%}")
     echo("")
-    of_float64 = f"not compared: K has more than {MOST_NUMBERS:,} numbers"
+    found = {"float64": f"not compared: K has more than {MOST_NUMBERS:,} numbers"}
     if error is not None:
-        of_float64 = f"largest error {max(errors):.1e}, in {CHECKED} rows of each rank"
-    found = {"float64": of_float64} | times(ranks, alone, seconds, [row[-1] for row in rows])
-    found |= prediction(predict(asked, queries, keys, speeds), speeds, ranks) | published(asked, ranks)
+        found["float64"] = f"largest error {max(errors):.1e}, in {CHECKED} rows of each rank"
+    waiting = statistics.mean(row[-1] for row in rows)
+    found |= conclusions(asked, speeds, seconds, alone, waiting, predict(asked, queries, keys, speeds))
     for title, text in found.items():
         echo(f"{title:16}{text}")
     lines = [f"rank {rank}: {each}" for rank, found in enumerate(all_wrong) for each in found]
@@ -350,50 +348,39 @@ def describe(asked: Question, ranks: Ranks) -> str:
     )
 
 
-def times(
-    ranks: Ranks, alone: float | None, seconds: Sequence[float], waited: Sequence[float]
+def conclusions(
+    asked: Question,
+    speeds: Speeds,
+    seconds: Sequence[float],
+    alone: float | None,
+    waiting: float,
+    predicted: tuple[float, float, float],
 ) -> dict[str, str]:
-    """The times beside that of one process. waited: the share of each rank's time."""
-    fastest = min(seconds)
-    one = "not compared: it would take too much memory or more than a quarter of --timeout"
-    if alone is not None:
-        one = (
-            f"{duration(alone)}; with {counted(ranks.count, 'rank')} {alone / fastest:.2f} times as fast, "
-            f"{alone / fastest / ranks.count:.0%} of ideal"
-        )
-    median, waiting = statistics.median(seconds), statistics.mean(waited)
-    return {
-        "one process": one,
-        "measured": f"{duration(fastest)}, the fastest of {len(seconds)} (median {duration(median)}); "
-        f"{waiting:.0%} of the ranks' time communicating",
-    }
-
-
-def prediction(predicted: tuple[float, float, float], speeds: Speeds, ranks: Ranks) -> dict[str, str]:
-    """The result of predict(), and the speeds that it is made from."""
-    total, computing, sending = predicted
+    """The measured times beside one process's, predict()'s and published ones. waiting: a share."""
+    count, fastest, median = dist.get_world_size(), min(seconds), statistics.median(seconds)
+    ranks, (total, computing, sending) = counted(count, "rank"), predicted
     overlap = max(0.0, computing + sending - total)
     found = {
+        "one process": "not compared: it would take too much memory or more than a quarter of --timeout",
+        "measured": f"{duration(fastest)}, the fastest of {len(seconds)} (median {duration(median)}); "
+        f"{waiting:.0%} of the ranks' time communicating",
         "predicted": f"{duration(total)}: computing {duration(computing)}, sending {duration(sending)}, "
-        f"less overlap {duration(overlap)}"
+        f"less overlap {duration(overlap)}",
     }
-    if ranks.count > 1:
+    if alone is not None:
+        faster = alone / fastest
+        ideal = f"{faster / count:.0%} of ideal"
+        found["one process"] = f"{duration(alone)}; with {ranks} {faster:.2f} times as fast, {ideal}"
+    if count > 1:
         found[""] = (
             f"from {speeds.work / 1e9:.3g} G pairs/s alone, {speeds.bandwidth / 1e9:.3g} GB/s and "
             f"{speeds.latency * 1e6:.0f} us between ranks, {speeds.crowd:.3g} threads for a core"
         )
-    return found
-
-
-def published(asked: Question, ranks: Ranks) -> dict[str, str]:
-    """Published figures, and the bound of a ring."""
-    found = {}
     if asked.causal and asked.method in ("ring", "zigzag"):
         figures, names = " / ".join(map(str, PUBLISHED.values())), ", ".join(PUBLISHED)
         found["published"] = f"{figures} % of ideal: {names}; ring-flash-attention, eight H800"
     if asked.causal and asked.method == "ring":
-        most = ranks.count / 2 / (ranks.count - 0.5)
-        found["at most"] = f"{most:.0%} of ideal for a causal ring of {counted(ranks.count, 'rank')}"
+        found["at most"] = f"{count / 2 / (count - 0.5):.0%} of ideal for a causal ring of {ranks}"
     return found
 
 
