@@ -8,13 +8,13 @@ creates a process group and names a lost rank; other process groups work too.
 P is the number of ranks, N of all keys, H of the heads in all texts, d the head width, and w the bytes of a
 number, 4 in float32. Ranks hold equal shares of the rows:
 
-| method  | bytes sent by a rank       | steps | while it computes | causal work in equal shares |
-|---------|----------------------------|-------|-------------------|-----------------------------|
-| split   | 4 H Nq (d + 1) (P - 1)     | 1     |                   | any                         |
-| gather  | 2 w H N d (P - 1) / P      | 1     |                   | no                          |
-| ring    | 2 w H N d (P - 1) / P      | P - 1 | sends             | no                          |
-| zigzag  | 2 w H N d (P - 1) / P      | P - 1 | sends             | yes                         |
-| ulysses | 4 w H N d (P - 1) / P^2    | 2     |                   | yes                         |
+| method  | bytes sent by a rank       | exchanges | while it computes | causal work in equal shares |
+|---------|----------------------------|-----------|-------------------|-----------------------------|
+| split   | 4 H Nq (d + 1) (P - 1)     | 1         |                   | any                         |
+| gather  | 2 w H N d (P - 1) / P      | 1         |                   | no                          |
+| ring    | 2 w H N d (P - 1) / P      | P - 1     | sends             | no                          |
+| zigzag  | 2 w H N d (P - 1) / P      | P - 1     | sends             | yes                         |
+| ulysses | 4 w H N d (P - 1) / P^2    | 2         |                   | yes                         |
 
 expected() has the same for any shares; Traffic counts what is sent.
 """
@@ -47,19 +47,19 @@ def rows(method: str, N: int, ranks: int) -> Rows:
 class Traffic:
     """What a rank has sent, and how long it waited.
 
-    sent: bytes of tensors to other ranks. steps: exchanges, one after another. Comparing the ranks' arguments
+    sent: bytes of tensors to other ranks. exchanges: one after another. Comparing the ranks' arguments
     in attention() is not counted.
     """
 
     sent: int = 0
-    steps: int = 0
+    exchanges: int = 0
     _seconds: float = 0.0
     _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def count(self, sent: int) -> None:
-        """Count a step with this many bytes."""
+        """Count an exchange of this many bytes."""
         self.sent += sent
-        self.steps += 1
+        self.exchanges += 1
 
     def wait(self, works: Sequence[dist.Work], device: torch.device) -> None:
         """Wait for all of these; on gloo each operation of batch_isend_irecv has its own.
@@ -174,7 +174,7 @@ def ring(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     q, k, v: (B, H, n, d), a rank's rows. Returns (B, H, n, d). Memory: two ranks' keys.
     Sent are all keys but those of the next rank, which never gets its own.
-    With a causal mask and rows in order, rank 0 has the least work and rank P - 1 the most. Each step waits
+    With a causal mask and rows in order, rank 0 has the least work and rank P - 1 the most. Each turn waits
     for the slowest rank: at best (P / 2) / (P - 1/2) of the processors' time is used.
     Liu, Zaharia & Abbeel 2023, arXiv:2310.01889. Brandon et al. 2023, arXiv:2311.09431, assign the rows
     round-robin ('striped') to balance the causal work. zigzag_rows() balances it too, in two chunks a rank:
@@ -183,14 +183,14 @@ def ring(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     P, rank = call.P, call.rank
     mixture = Mixture(q)
     held = torch.stack((k, v))  # (2, B, H, n, d)
-    for step in range(P):
-        owner, next_owner = (rank - step) % P, (rank - step - 1) % P
+    for turn in range(P):
+        owner, next_owner = (rank - turn) % P, (rank - turn - 1) % P
         works: list[dist.Work] = []
-        if step < P - 1:
+        if turn < P - 1:
             arriving = held.new_empty(*held.shape[:3], length(call.keys[next_owner]), held.shape[4])
             works = _exchange(call, held, (rank + 1) % P, arriving, (rank - 1) % P)
         mixture.add(call, q, call.queries[rank], held[0], held[1], call.keys[owner])
-        if step < P - 1:
+        if turn < P - 1:
             call.traffic.wait(works, q.device)
             held = arriving
     return mixture.out
@@ -255,7 +255,7 @@ def _all_to_all(call: Call, sending: list[Tensor], shapes: Sequence[tuple[int, .
     return [part.view(shape) for part, shape in zip(arrived.split(counts), shapes)]
 
 
-# A zigzag is a ring with the rows of zigzag_rows(): equal causal work in each step.
+# A zigzag is a ring with the rows of zigzag_rows(): equal causal work in each turn.
 METHODS: dict[str, Callable[[Call, Tensor, Tensor, Tensor], Tensor]] = {
     **{"split": split, "gather": gather, "ring": ring, "zigzag": ring, "ulysses": ulysses}
 }
@@ -270,7 +270,7 @@ def check_method(method: str) -> None:
 def expected(
     method: str, queries: Rows, keys: Rows, rank: int, heads: int, d: int, width: int = 4
 ) -> tuple[int, int]:
-    """The bytes that a rank sends and the steps, for any shares of the rows.
+    """The bytes that a rank sends and the exchanges, for any shares of the rows.
 
     heads: in all texts. width: bytes of a number.
     """

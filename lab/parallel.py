@@ -197,19 +197,19 @@ def predict(asked: Question, queries: Rows, keys: Rows, speeds: Speeds) -> tuple
             work = [share * whole for share in shares(asked.heads, P)]
         computing, sending = speeds.computing(max(work)), speeds.sending(max(sent))
         return computing + sending, computing, sending
-    # A step of rank r begins when it has computed the step before and its keys have arrived, which rank r - 1
-    # began to send in its own step before.
+    # A turn of rank r begins when it has computed the turn before and its keys have arrived, which rank r - 1
+    # began to send in its own turn before.
     began, ended = [0.0] * P, [0.0] * P
     busy, sending = [0.0] * P, 0.0
-    for step in range(P):
-        if step:
-            owners = [(rank - step) % P for rank in range(P)]
+    for turn in range(P):
+        if turn:
+            owners = [(rank - turn) % P for rank in range(P)]
             send = [speeds.sending(8 * asked.heads * asked.d * length(keys[owner])) for owner in owners]
             arrived = [max(began[rank], began[rank - 1]) + send[rank] for rank in range(P)]
             began = [max(ended[rank], arrived[rank]) for rank in range(P)]
             sending += max(send)
         for rank in range(P):
-            seconds = speeds.computing(asked.work(queries[rank], keys[(rank - step) % P]))
+            seconds = speeds.computing(asked.work(queries[rank], keys[(rank - turn) % P]))
             busy[rank] += seconds
             ended[rank] = began[rank] + seconds
     return max(ended), max(busy), sending
@@ -261,15 +261,23 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
         error = float((got.double() - expected).abs().max()) if which else 0.0
         wrong += [f"float64: {found}" for found in [mismatch(expected, got)] if which and found]
     alone = compare_with_one_process(asked, ranks, queries, out, speeds, wrong)
-    if (traffic.sent, traffic.steps) != formula:
-        wrong.append(f"sent {traffic.sent} bytes in {traffic.steps} steps; by the formula {formula}")
-    row = (length(mine), length(here), traffic.sent, formula[0], traffic.steps, formula[1], waited / total)
+    if (traffic.sent, traffic.exchanges) != formula:
+        wrong.append(f"sent {traffic.sent} bytes in {traffic.exchanges} exchanges; by the formula {formula}")
+    row = (
+        length(mine),
+        length(here),
+        traffic.sent,
+        formula[0],
+        traffic.exchanges,
+        formula[1],
+        waited / total,
+    )
     everyone: list = [None] * ranks.count
     dist.all_gather_object(everyone, (row, error, wrong))
     rows, errors, all_wrong = zip(*everyone)
-    echo("rank   queries      keys     bytes sent   by formula  steps  by formula  communicating")
-    for rank, (n, m, sent, of_formula, steps, steps_of_formula, waited) in enumerate(rows):
-        numbers = f"{rank:4}{n:10,}{m:10,}{sent:15,}{of_formula:13,}{steps:7}{steps_of_formula:12}"
+    echo("rank   queries      keys     bytes sent   by formula  exchanges  by formula  communicating")
+    for rank, (n, m, sent, of_formula, exchanges, of_formula_too, waited) in enumerate(rows):
+        numbers = f"{rank:4}{n:10,}{m:10,}{sent:15,}{of_formula:13,}{exchanges:11}{of_formula_too:12}"
         echo(f"{numbers}{waited:14.0%}")
     echo("")
     found = {"float64": f"not compared: K has more than {MOST_NUMBERS:,} numbers"}

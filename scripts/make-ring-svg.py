@@ -29,7 +29,7 @@ def draw() -> str:
 
 
 def panel(method: str, y: float) -> list[str]:
-    """The rows of each rank, and below them what each computes in each step."""
+    """The rows of each rank, and below them what each computes in each turn."""
     rows = parallel.rows(method, N, P)
     lines = [text(10, y + 20, method, 'font-weight="bold"')]
     lines.append(text(LEFT, y + 20, "rows of the sequence, by the rank that holds them"))
@@ -39,12 +39,12 @@ def panel(method: str, y: float) -> list[str]:
             lines.append(box(x, y + 28, width, 16, COLOURS[rank]))
             lines.append(text(x + width / 2, y + 41, str(rank), 'text-anchor="middle"'))
     start = 0.0
-    for step in range(P):
-        work = [layout.pairs(rows[r], rows[(r - step) % P], True, 0) * UNIT for r in range(P)]
+    for turn in range(P):
+        work = [layout.pairs(rows[r], rows[(r - turn) % P], True, 0) * UNIT for r in range(P)]
         for rank, width in enumerate(work):
             if width:
                 top = y + TOP + rank * ROW
-                lines.append(box(LEFT + start, top, width, ROW - 6, COLOURS[(rank - step) % P]))
+                lines.append(box(LEFT + start, top, width, ROW - 6, COLOURS[(rank - turn) % P]))
         start += max(work)
         x = LEFT + start
         ends = f'x1="{x}" y1="{y + TOP - 4}" x2="{x}" y2="{y + TOP + P * ROW}"'

@@ -58,7 +58,7 @@ def run(rank: int, folder: str, cases: list[dict]) -> None:
             options |= dict(group=groups[P - 1], traffic=traffic)
             with torch.inference_mode(case["inference"]):
                 out = parallel.attention(case["method"], *mine, **options)
-            done.append((out.clone(), traffic.sent, traffic.steps, traffic.waited))
+            done.append((out.clone(), traffic.sent, traffic.exchanges, traffic.waited))
         except (ValueError, TypeError) as error:
             done.append(f"{type(error).__name__}: {error}")
     torch.save(done, f"{folder}/{rank}.pt")

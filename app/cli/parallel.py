@@ -26,13 +26,13 @@ METHODS = ("split", "gather", "ring", "zigzag", "ulysses")  # attention_ext.para
 @options.one_thread
 @options.number(
     "--timeout",
-    "Seconds to wait for another rank; must be more than a step takes.",
+    "Seconds to wait for another rank; must be more than a turn takes.",
     least=1,
     most=86400,
     default=30.0,
 )
 def parallel(method: str, threads: int, queries: int | None, **asked) -> None:
-    """Test attention over processes by METHOD: its result, bytes, steps, waiting and time.
+    """Test attention over processes by METHOD: its result, bytes, exchanges, waiting and time.
 
     torchrun starts it once for each process:
 

@@ -1,4 +1,4 @@
-"""Attention over processes: exact in every method, with the bytes and steps of the formula."""
+"""Attention over processes: exact in every method, with the bytes and exchanges of the formula."""
 
 from __future__ import annotations
 
@@ -108,11 +108,13 @@ def check(case, results):
     peers, _ = oracle.torch_float32_in_orders(q.float(), k.float(), v.float(), case["causal"], scale)
     floor = 1e-6 + 2 * oracle.score_rounding(q, k, scale)
     for rank in range(P):
-        out, sent, steps, waited = results[rank]
+        out, sent, exchanges, waited = results[rank]
         assert str(out.dtype) == f"torch.{case['dtype']}"
         width = out.element_size()
         H = case["B"] * case["H"]
-        assert (sent, steps) == parallel.expected(case["method"], queries, keys, rank, H, case["d"], width)
+        assert (sent, exchanges) == parallel.expected(
+            case["method"], queries, keys, rank, H, case["d"], width
+        )
         assert waited >= 0
         if not out.numel():
             assert not layout.length(queries[rank])
