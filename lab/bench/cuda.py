@@ -49,8 +49,7 @@ class GpuBench:
     """A sweep that can be stopped, like measure.Bench: `done` holds the results of run().
 
     against_cpu: also time sequential C++ for each case. gpu: the GPU that measures.
-    Raises BuildError without a GPU or a compiler for it, and ValueError for fewer than 2 rounds and for cells
-    that do not fit the GPU's memory.
+    Raises BuildError without a GPU or a compiler for it, and ValueError for cells that do not fit its memory.
     """
 
     again = False  # there are no further passes
@@ -64,8 +63,6 @@ class GpuBench:
         against_cpu: bool = False,
         gpu: Gpu | None = None,
     ) -> None:
-        if rounds < 2:
-            raise ValueError(f"rounds is {rounds}; it must be at least 2")
         self.gpu = gpu or Gpu()
         check_memory(cells, self.gpu.free())
         self.cells = list(cells)

@@ -74,15 +74,12 @@ class Pace:
 class Bench:
     """A sweep that can be stopped: `done` holds the results of run().
 
-    again: whether run() is in further passes. Raises ValueError for fewer than 2 rounds and for cells that do
-    not fit the memory.
+    again: whether run() is in further passes. Raises ValueError for cells that do not fit the memory.
     """
 
     def __init__(
         self, cells: Sequence[Cell], rounds: int = ROUNDS, min_time: float = MIN_TIME_SECONDS
     ) -> None:
-        if rounds < 2:
-            raise ValueError(f"rounds is {rounds}; it must be at least 2")
         check_memory(cells)
         self.cells = list(cells)
         core = processor.caches()[:2][-1]  # the second level belongs to one core nearly everywhere
