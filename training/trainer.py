@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention_ext import attention, extension
+from attention_ext import attention, extension, tiles
 from model.gpt import GPT, GPTConfig
 from training.muon import Muon
 from training.recipe import Recipe
@@ -125,6 +125,7 @@ class Trainer:
     def _native_step(self, simd: str) -> Any:
         """The TrainingStep on the tensors of the model, its average and its optimizers."""
         recipe, config, group = self.recipe, self.model.config, self.adam.param_groups[0]
+        br, bc = tiles.DEFAULT
         states = {**self.muon.state, **self.adam.state}
         parameters = []
         for p, average in zip(self.model.parameters(), self.averaged.parameters()):
@@ -139,6 +140,8 @@ class Trainer:
             n_layer=config.n_layer,
             n_head=config.n_head,
             n_embd=config.n_embd,
+            br=br,
+            bc=bc,
             threads=torch.get_num_threads(),
             clip=CLIP,
             muon_rate=recipe.muon_lr,

@@ -31,6 +31,7 @@ Case draw(uint64_t seed, Random& random, int threads) {
         s.B = random.from(1, 6), s.T = random.size(250), s.V = random.size(130);
         s.H = random.from(1, 4), s.C = s.H * random.size(40), s.L = random.from(1, 2);
     } while (s.B * s.T * s.L * s.C * (12 * s.C + s.V + s.T) > 4'000'000);
+    s.Br = random.one_in(2) ? 192 : random.from(1, 250), s.Bc = random.one_in(2) ? 256 : random.from(1, 250);
     s.threads = threads == 1 ? 1 : static_cast<int>(random.from(1, threads));
     c.clip = random.one_in(2) ? 1e-3f : 1e3f;
     return c;
@@ -38,8 +39,8 @@ Case draw(uint64_t seed, Random& random, int threads) {
 
 void describe(const Case& c) {
     const training::Sizes& s = c.sizes;
-    set_running(c.seed, "B ", s.B, ", T ", s.T, ", V ", s.V, ", C ", s.C, ", H ", s.H, ", L ", s.L,
-                ", threads ", s.threads, ", clip ", c.clip);
+    set_running(c.seed, "B ", s.B, ", T ", s.T, ", V ", s.V, ", C ", s.C, ", H ", s.H, ", L ", s.L, ", Br ",
+                s.Br, ", Bc ", s.Bc, ", threads ", s.threads, ", clip ", c.clip);
 }
 
 // One tensor for each parameter, between guard pages.

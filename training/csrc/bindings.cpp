@@ -1,5 +1,5 @@
-// The training step as a Python class. It checks arguments, admits one call at a time, and releases the GIL
-// during the call. Only this file includes Python's headers.
+// The training step as a Python class. It checks the arrays, admits one call at a time, and releases the GIL
+// during the call; GPTConfig has checked the sizes. Only this file includes Python's headers.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -21,11 +21,6 @@ namespace {
     throw py::value_error(what + " is " + std::to_string(value) + "; it must be " + must);
 }
 
-void check(const std::string& what, int64_t value, int64_t low, int64_t high) {
-    if (value < low || value > high)
-        refuse(what, value, "from " + std::to_string(low) + " to " + std::to_string(high));
-}
-
 // The numbers of an array of `count` ones. The array must outlive the pointer.
 template <class Number>
 Number* numbers(const py::buffer& array, const std::string& name, int64_t count) {
@@ -42,22 +37,14 @@ Number* numbers(const py::buffer& array, const std::string& name, int64_t count)
 // A parameter's arrays by name: value, gradient, average, and the state of its optimizer.
 using Arrays = std::map<std::string, py::buffer>;
 
-constexpr int64_t MAX_SIZE = int64_t{1} << 31;
-
 class TrainingStep {
   public:
     TrainingStep(std::vector<Arrays> arrays, int64_t batch, int64_t block_size, int64_t vocab_size,
-                 int64_t n_layer, int64_t n_head, int64_t n_embd, int threads, double clip, double muon_rate,
-                 double adam_rate, double position_rate, double weight_decay, double momentum,
-                 std::pair<double, double> betas, double epsilon)
+                 int64_t n_layer, int64_t n_head, int64_t n_embd, int64_t br, int64_t bc, int threads,
+                 double clip, double muon_rate, double adam_rate, double position_rate, double weight_decay,
+                 double momentum, std::pair<double, double> betas, double epsilon)
         : kept(std::move(arrays)) {
-        const std::pair<const char*, int64_t> sizes[] = {{"batch", batch},           {"block_size", block_size},
-                                                         {"vocab_size", vocab_size}, {"n_layer", n_layer},
-                                                         {"n_head", n_head},         {"n_embd", n_embd}};
-        for (const auto& [name, size] : sizes) check(name, size, 1, MAX_SIZE);
-        if (n_embd % n_head) refuse("n_embd", n_embd, "a multiple of n_head=" + std::to_string(n_head));
-        check("threads", threads, 1, 1024);
-        step.sizes = {batch, block_size, vocab_size, n_embd, n_head, n_layer, threads};
+        step.sizes = {batch, block_size, vocab_size, n_embd, n_head, n_layer, br, bc, threads};
         step.settings = {clip,     muon_rate,   adam_rate,    position_rate, weight_decay,
                          momentum, betas.first, betas.second, epsilon};
         const std::vector<training::Shape> shapes = training::shapes(step.sizes);
@@ -75,7 +62,9 @@ class TrainingStep {
         const int64_t* const tokens = numbers<int64_t>(array, "tokens", count);
         const py::gil_scoped_release unlocked;
         const std::lock_guard<std::mutex> one(mutex);
-        for (int64_t i = 0; i < count; i++) check("a token", tokens[i], 0, s.V - 1);
+        for (int64_t i = 0; i < count; i++)
+            if (tokens[i] < 0 || tokens[i] >= s.V)
+                refuse("a token", tokens[i], "from 0 to " + std::to_string(s.V - 1));
         const training::Result result = step.gradients(tokens);
         return {result.loss, result.norm};
     }
@@ -124,12 +113,13 @@ class TrainingStep {
 PYBIND11_MODULE(training_step, m) {
     using py::arg;
     py::class_<TrainingStep>(m, "TrainingStep", py::module_local())
-        .def(py::init<std::vector<Arrays>, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, double,
-                      double, double, double, double, double, std::pair<double, double>, double>(),
+        .def(py::init<std::vector<Arrays>, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                      int64_t, int, double, double, double, double, double, double, std::pair<double, double>,
+                      double>(),
              arg("parameters"), py::kw_only(), arg("batch"), arg("block_size"), arg("vocab_size"),
-             arg("n_layer"), arg("n_head"), arg("n_embd"), arg("threads"), arg("clip"), arg("muon_rate"),
-             arg("adam_rate"), arg("position_rate"), arg("weight_decay"), arg("momentum"), arg("betas"),
-             arg("epsilon"))
+             arg("n_layer"), arg("n_head"), arg("n_embd"), arg("br"), arg("bc"), arg("threads"), arg("clip"),
+             arg("muon_rate"), arg("adam_rate"), arg("position_rate"), arg("weight_decay"), arg("momentum"),
+             arg("betas"), arg("epsilon"))
         .def("gradients", &TrainingStep::gradients, arg("tokens"),
              "Write the clipped gradients for tokens (B, T + 1); returns the loss and the norm.")
         .def("update", &TrainingStep::update, arg("fraction"), arg("average"),

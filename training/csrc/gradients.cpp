@@ -85,7 +85,7 @@ class Gradients {
             enter(m, block(i), 0);
         });
         for (int64_t l = 0; l < s.L; l++) {
-            const int64_t tiles = (s.T + QUERIES - 1) / QUERIES;
+            const int64_t tiles = (s.T + s.Br - 1) / s.Br;
             m.run(s.B * s.H * tiles, [&](int64_t i) {
                 attend(m, l, i / tiles, tiles - 1 - i % tiles);
                 m.clock.lap(ATTENTION);
@@ -181,7 +181,7 @@ class Gradients {
     void attend(Phases::Member& m, int64_t l, int64_t head, int64_t tile) const {
         const Layer& of = layer(l);
         const int64_t first = head / s.H * s.T, h = head % s.H, d = s.d();
-        const int64_t i0 = tile * QUERIES, n = std::min(QUERIES, s.T - i0);
+        const int64_t i0 = tile * s.Br, n = std::min(s.Br, s.T - i0);
         const float* const q = of.qkv.data + first * of.qkv.ld + h * d;
         const int64_t ld = of.qkv.ld;
         Attention a = attention_call(s, i0, n);

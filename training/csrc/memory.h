@@ -15,15 +15,14 @@
 
 namespace training {
 
-constexpr int64_t MOST_ROWS = 128;            // rows of a block
-constexpr int64_t QUERIES = 192, KEYS = 256;  // an attention tile, part 4's default
+constexpr int64_t MOST_ROWS = 128;  // rows of a block
 
 // A head's attention for the queries i0 .. i0 + n - 1, which see the keys before i0 + n.
 inline Attention attention_call(const Sizes& s, int64_t i0, int64_t n) {
     Attention a{};
     a.B = 1, a.H = 1, a.Nq = n, a.Nk = i0 + n, a.d = s.d();
     a.causal = true, a.scale = 1 / std::sqrt(static_cast<float>(s.d()));
-    a.Br = std::min(QUERIES, a.Nq), a.Bc = std::min(KEYS, a.Nk), a.threads = 1;
+    a.Br = std::min(s.Br, a.Nq), a.Bc = std::min(s.Bc, a.Nk), a.threads = 1;
     return a;
 }
 
@@ -40,9 +39,9 @@ struct ThreadScratch {
     float *tile, *attention, *dq, *dk, *dv;
 
     ThreadScratch(const Sizes& s, Scratch& scratch) {
-        const int64_t last = s.T % QUERIES;
+        const int64_t last = s.T % s.Br;
         int64_t most = flash_backward_scratch(gradient_call(s));
-        for (const int64_t n : {std::min(QUERIES, s.T), last})
+        for (const int64_t n : {std::min(s.Br, s.T), last})
             if (n > 0) most = std::max(most, flash_scratch(attention_call(s, s.T - n, n)));
         g = scratch.matrix(MOST_ROWS, 4 * s.C), d_normal = scratch.matrix(MOST_ROWS, s.C);
         tile = scratch.take(WeightGradient::scratch()), attention = scratch.take(most);

@@ -11,9 +11,10 @@
 
 namespace training {
 
-// B sequences of T tokens; V characters, width C, H heads, L layers. All at least 1, C a multiple of H.
+// B sequences of T tokens; V characters, width C, H heads, L layers; attention's tile Br x Bc. All at least 1,
+// C a multiple of H.
 struct Sizes {
-    int64_t B, T, V, C, H, L;
+    int64_t B, T, V, C, H, L, Br, Bc;
     int threads;
 
     int64_t rows() const { return B * T; }

@@ -1,15 +1,15 @@
 // Muon (K. Jordan et al. 2024, kellerjordan.github.io/posts/muon) and AdamW (Loshchilov & Hutter 2017,
 // arXiv:1711.05101), one matrix or one chunk of the other parameters per piece, over all threads.
 //
-// Muon's direction is the result of five steps X <- a X + b (X X^T) X + c (X X^T)^2 X from the gradient's
-// momentum, divided by its norm. Each step multiplies X by a polynomial in the smaller matrix A = X X^T. So
-// some steps are done on A alone, where each product is symmetric and half of it is a copy:
+// Muon's direction is the result of five iterations X <- a X + b (X X^T) X + c (X X^T)^2 X from the gradient's
+// momentum, divided by its norm. Each multiplies X by a polynomial in the smaller matrix A = X X^T. So some
+// are done on A alone, where each product is symmetric and half of it is a copy:
 //
 //   P <- a I + b A + c A^2;  Q <- P Q;  A <- P (P A)          then X <- Q X, once
 //
-// A loses the smallest singular values of X to rounding, and the steps enlarge them. Three steps on one A keep
-// the error at that of five steps on X, 1e-5 of the largest number; five on one A would make it 4e-3. For a
-// square matrix a step on X is as cheap. One piece does all of a matrix's step, up to its average, in the
+// A loses the smallest singular values of X to rounding, and the iterations enlarge them. Three on one A keep
+// the error at that of five on X, 1e-5 of the largest number; five on one A would make it 4e-3. For a square
+// matrix an iteration on X is as cheap. One piece does all of a matrix's update, up to its average, in the
 // caches of one core.
 #include <algorithm>
 #include <cmath>
@@ -23,7 +23,7 @@
 namespace training {
 namespace {
 
-constexpr int64_t WIDE = 2;  // from this ratio of columns to rows on, steps are done on A
+constexpr int64_t WIDE = 2;  // from this ratio of columns to rows on, iterations are done on A
 constexpr float A1 = 3.4445f, A3 = -4.7750f, A5 = 2.0315f;  // Jordan's quintic, with a steep slope at 0
 constexpr float LEAST_NORM = 1e-7f;
 constexpr int64_t CHUNK = 4096;  // numbers in a piece of AdamW
@@ -40,7 +40,7 @@ struct Workspace {
         for (simd::Matrix* each : {&A, &square, &P, &Q, &next}) *each = scratch.matrix(n, n);
     }
 
-    // The numbers of steps on one A.
+    // The numbers of iterations on one A.
     std::vector<int> stages() const { return m >= WIDE * n ? std::vector{2, 3} : std::vector{1, 1, 1, 1, 1}; }
 };
 
@@ -77,10 +77,10 @@ void product(simd::Matrix C, simd::Matrix X, simd::Matrix Y, int64_t rows, int64
                            std::min(portable::panel(), cols - c), depth);
 }
 
-// Q after `steps` steps on A, which is overwritten.
-void polynomial(Workspace& w, int steps) {
+// Q after `iterations` on A, which is overwritten.
+void polynomial(Workspace& w, int iterations) {
     const int64_t n = w.n;
-    for (int i = 0; i < steps; i++) {
+    for (int i = 0; i < iterations; i++) {
         symmetric_product(w.square, w.A, w.A, n);
         for (int64_t r = 0; r < n; r++) {
             float* const p = w.P.data + r * w.P.ld;
@@ -88,7 +88,7 @@ void polynomial(Workspace& w, int steps) {
             for (int64_t c = 0; c < n; c++) p[c] = A3 * a[c] + A5 * a2[c];
             p[r] += A1;
         }
-        if (i + 1 < steps) {
+        if (i + 1 < iterations) {
             symmetric_product(w.square, w.P, w.A, n);
             symmetric_product(w.A, w.P, w.square, n);
         }
@@ -105,9 +105,9 @@ void polynomial(Workspace& w, int steps) {
 void orthogonalize(Workspace& w, float norm) {
     const float factor = 1 / (norm + LEAST_NORM);
     for (int64_t r = 0; r < w.m; r++) portable::scale_row(w.x.data + r * w.x.ld, w.n, factor);
-    for (const int steps : w.stages()) {
+    for (const int iterations : w.stages()) {
         symmetric_product(w.A, {w.x.data, 1, w.x.ld}, {w.x.data, w.x.ld}, w.n, w.m);
-        polynomial(w, steps);
+        polynomial(w, iterations);
         product(w.next_x, w.x, w.Q, w.m, w.n, w.n);
         std::swap(w.x, w.next_x);
     }
@@ -186,15 +186,11 @@ struct Piece {
     int64_t number, cost;
 };
 
+// A thread's scratch: the workspace of the largest matrix.
 int64_t thread_scratch(const Sizes& s) {
-    int64_t most = 0;
-    for (const Shape& shape : shapes(s)) {
-        if (shape.rows == 0) continue;
-        Scratch memory(nullptr);
-        const Workspace w(shape, memory);
-        most = std::max(most, memory.taken());
-    }
-    return most;
+    Scratch counted;
+    const Workspace w({0, 4 * s.C, s.C}, counted);
+    return counted.taken();
 }
 
 }  // namespace
@@ -202,13 +198,11 @@ int64_t thread_scratch(const Sizes& s) {
 std::vector<Shape> shapes(const Sizes& s) {
     const int64_t C = s.C;
     std::vector<Shape> all{{s.V * C, 0, 0}, {s.T * C, 0, 0}};
+    const Shape norm{C, 0, 0}, c_attn{3 * C * C, C, C}, attn_proj{C * C, C, C}, c_fc{4 * C * C, 4 * C, C},
+        mlp_proj{4 * C * C, C, 4 * C};
     for (int64_t l = 0; l < s.L; l++)
-        for (const Shape& each :
-             {/* LN_1 */ Shape{C, 0, 0}, /* C_ATTN */ Shape{3 * C * C, C, C},
-              /* ATTN_PROJ */ Shape{C * C, C, C}, /* LN_2 */ Shape{C, 0, 0},
-              /* C_FC */ Shape{4 * C * C, 4 * C, C}, /* MLP_PROJ */ Shape{4 * C * C, C, 4 * C}})
-            all.push_back(each);
-    all.push_back({C, 0, 0});
+        for (const Shape& each : {norm, c_attn, attn_proj, norm, c_fc, mlp_proj}) all.push_back(each);
+    all.push_back(norm);
     return all;
 }
 

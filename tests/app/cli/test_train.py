@@ -74,10 +74,10 @@ def test_a_text_of_one_line_ends_with_a_command_that_works(cli, tmp_path):
 
 
 def test_without_a_compiler_it_trains_with_part0(cli, monkeypatch):
-    def missing():
+    def missing(*_):
         raise BuildError("no C++ compiler was found")
 
-    monkeypatch.setattr(extension, "load", missing)
+    monkeypatch.setattr(extension, "load_module", missing)
     done = cli("train", "mine", *SMALL, "--steps", 1)
     assert done.returncode == 0
     assert "gpt.py: warning: no C++ compiler was found; training with part0\n" in done.stderr
