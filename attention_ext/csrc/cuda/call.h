@@ -94,23 +94,43 @@ __device__ inline unsigned pack(float low, float high) {
 // then 2^-inf = 0 and not 2^(-inf + inf) = NaN.
 __device__ inline float subtrahend(float m) { return m == -INF ? 0.0f : m; }
 
-// The tile of queries of this block, and where its head begins.
+// The largest of x, and the sum, over the lanes whose numbers differ in the bits from `low` to below `high`.
+template <int low, int high>
+__device__ inline float largest(float x) {
+#pragma unroll
+    for (int far = low; far < high; far *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, far));
+    return x;
+}
+template <int low, int high>
+__device__ inline float sum(float x) {
+#pragma unroll
+    for (int far = low; far < high; far *= 2) x += __shfl_xor_sync(~0u, x, far);
+    return x;
+}
+
+// A tile of queries, and where its head begins.
 struct Block {
     const Element *q, *k, *v;
     long long head;  // of all batches
     int first_query;
 };
 
-// The grid is flat, because its other dimensions are at most 65,535. A head's tiles are neighbours, so that its
-// keys and values stay in the L2 cache; with a causal mask the tiles with most keys come first.
+__device__ inline Block block_at(const Call& call, unsigned head, int first_query) {
+    const unsigned b = head / call.heads, h = head % call.heads;
+    return {call.q + b * call.q_strides.batch + h * call.q_strides.head,
+            call.k + b * call.k_strides.batch + h * call.k_strides.head,
+            call.v + b * call.v_strides.batch + h * call.v_strides.head, head, first_query};
+}
+
+// The block's own. The grid is flat, because its other dimensions are at most 65,535. A head's tiles are
+// neighbours, so that its keys and values stay in the L2 cache; with a causal mask the tiles with most keys
+// come first.
 __device__ inline Block block_of(const Call& call, int rows) {
     const unsigned tiles = (call.Nq + rows - 1) / rows;
     const unsigned tile = blockIdx.x % tiles, head = blockIdx.x / tiles;
-    const unsigned b = head / call.heads, h = head % call.heads;
-    const int first = (call.causal ? tiles - 1 - tile : tile) * rows;
-    return {call.q + b * call.q_strides.batch + h * call.q_strides.head,
-            call.k + b * call.k_strides.batch + h * call.k_strides.head,
-            call.v + b * call.v_strides.batch + h * call.v_strides.head, head, first};
+    Block block = block_at(call, head, 0);
+    block.first_query = (call.causal ? tiles - 1 - tile : tile) * rows;
+    return block;
 }
 
 // How many keys a query sees; they are the first ones.

@@ -102,8 +102,8 @@ __device__ inline void turn_pass(int barrier, int threads) {
 // The matrix descriptor by which wgmma finds a tile in shared memory. Its rows are box_row = 128 or 64 bytes,
 // which the copy engine has swizzled: the 16-byte pieces of a row are permuted by the row's number, against
 // bank conflicts. The lower half: bits 0 to 13 the address, bits 16 to 29 `next`, the bytes to the next columns
-// of a wider tile, which only a B of multiply_from needs. Both count 16 bytes, so offset / 16
-// moves the address.
+// of a wider tile, which only a B of multiply_from needs. Both count 16 bytes, so offset / 16 moves the
+// address.
 __device__ inline unsigned tile_at(unsigned address, int next) {
     return address >> 4 | (unsigned)(next >> 4) << 16;
 }
@@ -190,11 +190,8 @@ __device__ inline void hold(unsigned (&x)[n]) {
 #define SUM_16 F16(0)
 #define SUM_32 F32(0)
 #define SUM_40 F32(0), F8(32)
-#define SUM_48 F32(0), F16(32)
 #define SUM_56 F32(0), F16(32), F8(48)
 #define SUM_64 F64(0)
-#define SUM_72 F64(0), F8(64)
-#define SUM_80 F64(0), F16(64)
 #define SUM_88 F64(0), F16(64), F8(80)
 #define SUM_96 F64(0), F32(64)
 #define SUM_128 F64(0), F64(64)
@@ -202,11 +199,8 @@ __device__ inline void hold(unsigned (&x)[n]) {
 PRODUCT(32, TEN() "," SIX(1), SUM_16, 16, 17, 18, 19, 20, 21)
 PRODUCT(64, TEN() "," TEN(1) "," TEN(2) "," TWO(3), SUM_32, 32, 33, 34, 35, 36, 37)
 PRODUCT(80, TENS_4, SUM_40, 40, 41, 42, 43, 44, 45)
-PRODUCT(96, TENS_4 "," EIGHT(4), SUM_48, 48, 49, 50, 51, 52, 53)
 PRODUCT(112, TENS_4 "," TEN(4) "," SIX(5), SUM_56, 56, 57, 58, 59, 60, 61)
 PRODUCT(128, TENS_4 "," TEN(4) "," TEN(5) "," FOUR(6), SUM_64, 64, 65, 66, 67, 68, 69)
-PRODUCT(144, TENS_7 "," TWO(7), SUM_72, 72, 73, 74, 75, 76, 77)
-PRODUCT(160, TENS_7 "," TEN(7), SUM_80, 80, 81, 82, 83, 84, 85)
 PRODUCT(176, TENS_7 "," TEN(7) "," EIGHT(8), SUM_88, 88, 89, 90, 91, 92, 93)
 PRODUCT(192, TENS_7 "," TEN(7) "," TEN(8) "," SIX(9), SUM_96, 96, 97, 98, 99, 100, 101)
 PRODUCT(256, TENS_7 "," TEN(7) "," TEN(8) "," TEN(9) "," TEN(10) "," TEN(11) "," EIGHT(12), SUM_128, 128, 129,

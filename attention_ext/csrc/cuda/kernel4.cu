@@ -13,16 +13,16 @@
 // Shared memory: Q (BR, Q_ROW), two slabs of K or V, P transposed (warps, KEYS, P_ROW), float32. A row is an
 //     odd number of 16 bytes long, so that the 16 bytes of eight neighbouring rows at one column lie in
 //     different banks. 76, 71 and 180 KiB at d = 32, 64 and 128.
-// Registers: 254, 254, 252, 252, 255 and 254 at d = 16, 32, 64, 128, 192 and 256; sm_90. None spilled up to 64,
-//     at 128 and at 256; 16, 40 and 36 bytes at d = 80, 96 and 192.
+// Registers: 254, 242, 242, 255 and 254 at d = 32, 64, 128, 192 and 256; sm_90. None of these is spilled but 12
+//     bytes at d = 192; 76 are at d = 200.
 // Improves on kernel 3: up to 8 x 8 scores a thread, so shared memory moves 71.9 GiB instead of 203 at d = 32.
 //     cp.async fills one slab while the other is multiplied: V arrives during Q K^T, the next K during P V. A
 //     16-byte load takes 2 wavefronts instead of 4 if every lane reads what lane ^ 1 or lane ^ 2 reads, hence
 //     the order of the lanes.
 // Bound: the FMA units, 3.21 of the 5.62 ms at d = 32; shared memory is busy for 2.31 ms beside them. Other
 //     instructions take issue slots: cuBLAS's product reaches 51 TFLOP/s, FMAs alone 66. At d = 32 and 64 the
-//     3,200 blocks fill the 264 places of an H200 12.1 times, so the last wave is nearly empty: 7 %. At d = 128
-//     SDPA's efficient backend is faster: it uses tensor cores for float32, and so does kernel 5.
+//     3,200 blocks fill the 264 places of an H200 12.1 times, so the last wave is nearly empty: 7 %. At d =
+//     128 SDPA's efficient backend is faster: it uses tensor cores for float32, and so does kernel 5.
 // Command: python gpt.py bench kernel3,kernel4,kernel5,sdpa-efficient,sdpa-math --device cuda -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
 // Measured: NVIDIA H200, fp32, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's
@@ -31,6 +31,7 @@
 //         causal   39.2 (2.01), 43.5 (1.29), 43.8 (0.98)
 //     That is 1.49, 1.85 and 2.11 times kernel 3; causal 1.67, 1.95 and 2.21 times.
 #include "call.h"
+#include "mma.h"
 
 // Macros of its own, by cuda/tiles.py:
 //   TX, TM                      threads of a warp that share a row; rows of a thread, a multiple of 4
@@ -54,8 +55,6 @@ __device__ inline void copy16(float* to, const float* from, bool exists) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
                  "r"(exists ? 16 : 0));
 }
-__device__ inline void copies_commit() { asm volatile("cp.async.commit_group;"); }
-__device__ inline void copies_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 
 // `rows` rows of `columns` numbers. Row i of the source exists below `height`, column c below `width`.
 template <int rows, int columns, int pitch, bool whole>
@@ -118,10 +117,8 @@ __device__ inline void accumulate(float o[TM][TD], const float* P, const float* 
 #pragma unroll 8
     for (int k = 0; k < KEYS; k++) {
         float p[TM], v[TD];
-#pragma unroll
-        for (int i = 0; i < TM; i += 4) load4(p + i, p_at + k * P_ROW + i * ROW_GROUPS);
-#pragma unroll
-        for (int c = 0; c < TD; c += 4) load4(v + c, v_at + k * V_ROW + c * TX);
+        UNROLLED(n, TM / 4) load4(p + 4 * n, p_at + k * P_ROW + 4 * n * ROW_GROUPS);
+        UNROLLED(n, TD / 4) load4(v + 4 * n, v_at + k * V_ROW + 4 * n * TX);
         UNROLLED(i, TM)
             UNROLLED(c, TD) o[i][c] += p[i] * v[c];
     }
@@ -129,19 +126,15 @@ __device__ inline void accumulate(float o[TM][TD], const float* P, const float* 
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(const Call call) {
     // sizes
-    const int Nq = call.Nq, Nk = call.Nk, heads = call.heads;
-    const int tiles = (Nq + BR - 1) / BR;
-    const int all = call.batches * heads;
+    const int Nq = call.Nq, Nk = call.Nk;
+    const int tiles = (Nq + BR - 1) / BR, all = call.batches * call.heads;
     // causal: the tiles with the most keys come first, over all heads, so that all blocks end together
     const int i0 = (call.causal ? tiles - 1 - (int)(blockIdx.x / all) : (int)(blockIdx.x % tiles)) * BR;
-    const int bh = call.causal ? blockIdx.x % all : blockIdx.x / tiles, b = bh / heads, h = bh % heads;
-    const int ahead = call.causal ? Nk - Nq + 1 : Nk;  // row i sees the keys below min(Nk, i + ahead)
-    const int end = call.causal ? min(Nk, min(i0 + BR, Nq) - 1 + ahead) : Nk;  // the tile sees the keys below
+    const Block block = block_at(call, call.causal ? blockIdx.x % all : blockIdx.x / tiles, i0);
+    const int end = keys_seen(call, min(i0 + BR, Nq) - 1);  // the tile sees the keys below
 
     // data
-    const float* q = call.q + b * call.q_strides.batch + h * call.q_strides.head + i0 * call.q_strides.row;
-    const float* k = call.k + b * call.k_strides.batch + h * call.k_strides.head;
-    const float* v = call.v + b * call.v_strides.batch + h * call.v_strides.head;
+    const float *q = block.q + i0 * call.q_strides.row, *k = block.k, *v = block.v;
     const long long k_row = call.k_strides.row, v_row = call.v_strides.row;
     extern __shared__ __align__(16) float memory[];
     float* Q = memory;
@@ -157,22 +150,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(
 
     const float scale = fmaxf(fabsf(call.scale), 1e-30f);  // not 0: 0 * -inf is NaN
     const float slack = SLACK / scale;
-    float o[TM][TD], m[TM], l[TM];                                  // m: of scores, not yet times scale
-    const int sees = call.causal ? warp_row + 4 * rg + ahead : Nk;  // row i sees the keys below this + ROW(i)
+    float o[TM][TD], m[TM], l[TM];  // m: of scores, not yet times scale
     UNROLLED(i, TM) {
         m[i] = -INF, l[i] = 0;
         UNROLLED(c, TD) o[i][c] = 0;
     }
-    const int warp_first =
-        call.causal ? min(Nk, warp_row + ahead) : Nk;  // all rows of the warp see the keys below
-    const int warp_end =
-        call.causal ? min(Nk, warp_row + WARP_ROWS - 1 + ahead) : Nk;  // none sees the keys from here on
+    const int warp_first = keys_seen(call, warp_row);                // all rows of the warp see the keys below
+    const int warp_end = keys_seen(call, warp_row + WARP_ROWS - 1);  // none sees the keys from here on
 
     if (end > 0) {
         copy_tile<BR, K_SLABS * DIMS, Q_ROW>(Q, q, call.q_strides.row, Nq - i0, d);
         copy_tile<BC, DIMS, K_ROW>(memory + now, k, k_row, Nk, d);
-        copies_commit();
-        copies_wait();
+        close_group();
+        wait_groups<0>();
         if (call.scale < 0) {  // Q <- -Q, by the thread that copied it: the weights take |scale|
 #pragma unroll 1
             for (int at = threadIdx.x; at < BR * K_SLABS * DIMS / 4; at += THREADS) {
@@ -191,14 +181,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(
             UNROLLED(n, TN) s[i][n] = 0;
 #pragma unroll 1
         for (int slab = 0; slab < K_SLABS; slab++) {
-            copies_wait();
+            wait_groups<0>();
             __syncthreads();  // the slab is here, and nobody reads `next`
             if (slab + 1 < K_SLABS)
                 copy_tile<BC, DIMS, K_ROW>(memory + next, k + j0 * k_row + (slab + 1) * DIMS, k_row, Nk - j0,
                                            d - (slab + 1) * DIMS);
             else
                 copy_tile<KEYS, d, V_ROW>(memory + next, v + j0 * v_row, v_row, Nk - j0, d);
-            copies_commit();
+            close_group();
             if (active) scores(s, q_at + slab * DIMS, memory + now + tx * K_ROW);
             int swap = now;
             now = next, next = swap;
@@ -207,24 +197,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(
         // m <- max(m, rowmax(S)) if some row grew by SLACK; l and O follow
         if (active) {
             if (j0 + BC > warp_first) {
-                UNROLLED(i, TM)
+                UNROLLED(i, TM) {
+                    const int seen = keys_seen(call, warp_row + 4 * rg + ROW(i)) - j0;
                     UNROLLED(n, TN)
-                        if (j0 + tx + TX * n >= min(Nk, sees + ROW(i))) s[i][n] = -INF;
+                        if (tx + TX * n >= seen) s[i][n] = -INF;
+                }
             }
             float top[TM];
             bool grows = false;
             UNROLLED(i, TM) {
-                top[i] = s[i][0];
-#pragma unroll
-                for (int n = 1; n < TN; n++) top[i] = fmaxf(top[i], s[i][n]);
+                top[i] = -INF;
+                UNROLLED(n, TN) top[i] = fmaxf(top[i], s[i][n]);
                 grows |= top[i] > m[i] + slack;
             }
             if (__any_sync(~0u, grows)) {
                 UNROLLED(i, TM) {
-#pragma unroll
-                    for (int far = NEIGHBOUR; far < NEIGHBOUR * TX; far *= 2)
-                        top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], far));
-                    top[i] = fmaxf(top[i], m[i]);
+                    top[i] = fmaxf(largest<NEIGHBOUR, NEIGHBOUR * TX>(top[i]), m[i]);
                     float shrink = exp2_approx((m[i] - subtrahend(top[i])) * scale);
                     m[i] = top[i];
                     l[i] *= shrink;
@@ -252,14 +240,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(
                 }
             }
             const int first = j0 + slab * KEYS;
-            copies_wait();
+            wait_groups<0>();
             __syncthreads();
             if (slab + 1 < V_SLABS)
                 copy_tile<KEYS, d, V_ROW>(memory + next, v + (first + KEYS) * v_row, v_row, Nk - first - KEYS,
                                           d);
             else if (j0 + BC < end)
                 copy_tile<BC, DIMS, K_ROW>(memory + next, k + (j0 + BC) * k_row, k_row, Nk - j0 - BC, d);
-            copies_commit();
+            close_group();
 
             // O <- O + P V
             if (active) accumulate(o, P, memory + now, tx, rg);
@@ -270,11 +258,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(
 
     // O <- O / l
     UNROLLED(i, TM) {
-#pragma unroll
-        for (int far = NEIGHBOUR; far < NEIGHBOUR * TX; far *= 2) l[i] += __shfl_xor_sync(~0u, l[i], far);
+        l[i] = sum<NEIGHBOUR, NEIGHBOUR * TX>(l[i]);
         const int row = warp_row + 4 * rg + ROW(i);
         if (row >= Nq) continue;
-        const long long at = (long long)bh * Nq + row;
+        const long long at = block.head * Nq + row;
         const float part = 1.0f / l[i];
 #pragma unroll
         for (int c = 0; c < TD; c += 4)

@@ -2,8 +2,8 @@
 // loop over chunks of keys. Each of them defines Queries, scores() and add_values(), the products in its
 // arithmetic.
 //
-// Loop nest: the grid goes over (batch, head) and tiles of BR queries, a block over tiles of
-//     BC keys, the last first:
+// Loop nest: the grid goes over (batch, head) and tiles of BR queries, a block over tiles of BC keys, the last
+//     first:
 //         for chunks of CHUNK keys; every warp has 16 M_TILES queries and all the keys
 //             S <- Q K^T                                         tensor cores
 //             P <- 2^(scale S - m), l <- l + rowsum(P)           registers; S becomes P without leaving them
@@ -12,9 +12,8 @@
 // Shared memory: STAGES tiles of K and of V. STRIDE is a row rounded up to an odd number of 16 bytes, against
 //     bank conflicts of ldmatrix and 16-byte loads.
 // Softmax: m is the maximum of some earlier chunk. Only a sum of weights beyond LIMIT raises it. So a score
-//     costs a multiply-add, an exponential, an addition and, in 16-bit formats, half a conversion; O is
-//     seldom rescaled. Weights reach LIMIT, so values beyond 2^127 / (LIMIT Nk) may overflow O, where SDPA's
-//     do not.
+//     costs a multiply-add, an exponential, an addition and, in 16-bit formats, half a conversion; O is seldom
+//     rescaled. Weights reach LIMIT, so values beyond 2^127 / (LIMIT Nk) may overflow O, where SDPA's do not.
 // Masks: tiles with masked keys come first, in a loop of their own. The loop for the others has no mask.
 //
 // Macros of its own, by cuda/tiles.py:
@@ -113,7 +112,7 @@ __device__ inline Tiles begin_tiles(const Call& call, const Block& block, unsign
 
 // ---- the softmax ----
 
-struct State {  // of a warp's rows; a lane has its share of l
+struct State {  // of a warp's rows; four neighbouring lanes share a row, and a lane has its share of l
     Output O;
     Pairs m, l;
     float scale;
@@ -144,15 +143,6 @@ __device__ inline void weigh(Weights& P, Pairs& sums, const Scores& S, const Pai
     }
 }
 
-__device__ inline float largest_of_row(float x) {  // a row's numbers are in four neighbouring lanes
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-__device__ inline float sum_of_row(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-
 // Adds the chunk's sums to l once its weights are known to be in range. m is the maximum of some earlier chunk,
 // so a later score may exceed it. If a sum of weights reaches LIMIT, or is NaN as in a row's first chunk (m =
 // -inf), the warp updates m, rescales l and O, and computes the weights again.
@@ -165,10 +155,10 @@ __device__ inline void settle(State& s, Weights& P, Pairs& sums, const Scores& S
         Pairs subtracted;
         UNROLLED(i, M_TILES)
             UNROLLED(h, 2) {
-                float largest = -INF;
+                float most = -INF;
                 UNROLLED(n, CHUNK / 8)
-                    largest = fmaxf(largest, fmaxf(S[i][n][2 * h] * scale, S[i][n][2 * h + 1] * scale));
-                const float m_new = fmaxf(s.m[i][h], largest_of_row(largest));
+                    most = fmaxf(most, fmaxf(S[i][n][2 * h] * scale, S[i][n][2 * h + 1] * scale));
+                const float m_new = fmaxf(s.m[i][h], largest<1, 4>(most));
                 subtracted[i][h] = subtrahend(m_new);
                 const float correction = exp2_approx(s.m[i][h] - subtracted[i][h]);
                 s.m[i][h] = m_new;
@@ -223,7 +213,7 @@ __device__ inline void attend(State& s, const Queries& Q, const Tiles& tiles, in
 __device__ inline void finish(State& s, const Call& call, long long first, int row0) {
     UNROLLED(i, M_TILES)
         UNROLLED(h, 2) {
-            const float l = sum_of_row(s.l[i][h]), inverse = 1.0f / l;
+            const float l = sum<1, 4>(s.l[i][h]), inverse = 1.0f / l;
             const int row = row0 + 16 * i + 8 * h;
             UNROLLED(n, WIDTH / 8) s.O[i][n][2 * h] *= inverse, s.O[i][n][2 * h + 1] *= inverse;
             if (call.lse && threadIdx.x % 4 == 0 && row < call.Nq)

@@ -1,6 +1,6 @@
 // Kernel 5 in bfloat16 and float16: the tensor cores with mma.sync (FlashAttention-2).
 // Source: Dao 2023, arXiv:2307.08691. Least architecture: sm_80. The softmax and the plain loop are in
-// kernel5.h.
+//     kernel5.h.
 //
 // Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); bf16 and fp16; d is a multiple of 8 up to
 //     256; pointers and strides are multiples of 16 bytes. Tiles of BR queries and BC keys.
@@ -19,8 +19,7 @@
 //     chunk, so PIPE is 0, and the other block's products run beside the exponentials.
 // Command: python gpt.py bench kernel5,kernel6,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16 -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
-// Measured: NVIDIA H200, bf16, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's
-// flash
+// Measured: NVIDIA H200, bf16, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's flash
 //     backend:
 //         no mask  298 (1.42), 353 (1.22), 322 (1.01)
 //         causal   255 (1.32), 319 (1.17), 300 (1.02)

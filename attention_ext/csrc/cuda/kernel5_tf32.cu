@@ -13,9 +13,9 @@
 //     high high + high low + low high, each exact in tf32 products. The tensor cores round sums towards zero.
 //     Over thousands of keys the error grows to 40 times SDPA's, so only sums of 32 columns or one chunk of
 //     keys are left to them.
-// Bound: the tensor cores, and shared memory at d = 128.
-// Infinite numbers, and finite ones from 3.4019e38 on, have no low part: inf - inf is NaN. A row that sees
-//     such a key, or has it in its query, is NaN; such a value makes its column NaN in the rows that see it.
+// Bound: the tensor cores, and shared memory at d = 128. Infinite numbers, and finite ones from 3.4019e38 on,
+//     have no low part: inf - inf is NaN. A row that sees such a key, or has it in its query, is NaN; such a
+//     value makes its column NaN in the rows that see it.
 // Command: python gpt.py bench kernel3,kernel4,kernel5,sdpa-efficient,sdpa-math --device cuda -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
 // Measured: NVIDIA H200, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's efficient

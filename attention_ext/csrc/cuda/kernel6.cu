@@ -1,21 +1,20 @@
 // Kernel 6: Hopper. The copy engine feeds the tensor cores, and the softmax of one tile runs beside the
-// products
-//     of another (FlashAttention-3).
+//     products of another (FlashAttention-3).
 // Source: Shah et al. 2024, arXiv:2407.08608. Architecture: sm_90a alone.
 //
 // Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); bf16 and fp16; d is a multiple of 8 up to
 //     256; rows, heads and batches start at multiples of 16 bytes. Tiles of Br queries and Bc keys, 32, 64,
-//     128, 192 or 256 columns wide: the copy engine fills what is beyond d, and the keys beyond Nk, with zeros.
+//     128, 192 or 256 columns wide: the copy engine fills what is beyond d, and the keys beyond Nk, with
+//     zeros.
 // Loop nest: a block goes over its tiles of queries, every gridDim-th one, and for each over tiles of keys:
 //         S <- Qi Kj^T, P <- 2^(c S - c m), O <- O + P Vj
 // Launch: min(tiles of queries, multiprocessors) blocks. 128 threads of a block copy; a warpgroup of 128
 //     threads multiplies for each 64 rows of Q.
 // Shared memory: 2 Br width (Q) + stages * 4 Bc width (K and V) + 16 + 32 stages (mbarriers) + 1,024 (to begin
 //     at a multiple of it) bytes.
-// Registers: Bc / 2 (S) + Bc / 4 (P) + width / 2 (O) and about 30 more for a thread that multiplies. setmaxnreg
-//     gives it those that the threads that copy do not need: 32 and 160 registers up to d = 64, then 24 and
-//     240.
-// Improves on kernel 5:
+// Registers: Bc / 2 (S) + Bc / 4 (P) + width / 2 (O) and about 30 more for a thread that multiplies.
+//     setmaxnreg gives it those that the threads that copy do not need: 32 and 160 registers up to d = 64,
+//     then 24 and 240. Improves on kernel 5:
 //   - One thread copies, by TMA. No other thread computes addresses; mbarriers tell when a tile is full or
 //     free.
 //   - wgmma reads Q, K and V from shared memory and runs while its warps go on. S = Qi Kj^T and O += P V(j-1)
@@ -62,16 +61,22 @@ static_assert(v_empty + 8 * stages + 1024 == SHARED, "shared memory");
 // Registers of a thread that copies and of one that multiplies: multiples of 8 (setmaxnreg), 65,536 in a block
 // at most.
 constexpr int producer_registers = CONSUMERS == 3 ? 32 : 24;
-constexpr int consumer_registers = CONSUMERS == 2 ? 240 : CONSUMERS == 3 ? 160 : 112;
+constexpr int consumer_registers = CONSUMERS == 3 ? 160 : 240;
 
-// The next stage, and the parity of its mbarriers' phase.
+// The stages of K or V: their mbarriers, the next stage, and the parity of its mbarriers' phase.
 struct Ring {
-    unsigned stage = 0, phase = 0;
-    __device__ void next() {
+    unsigned full, empty, stage = 0, phase = 0;
+    __device__ inline void wait() const { barrier_wait(full + 8 * stage, phase); }
+    __device__ inline void next() {
         if (++stage == stages) {
             stage = 0;
             phase ^= 1;
         }
+    }
+    // The warp has read the stage.
+    __device__ inline void release() {
+        if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * stage);
+        next();
     }
 };
 
@@ -111,37 +116,34 @@ __device__ inline float reciprocal(float x) {
     return y;
 }
 
+// Announces and starts the copies of `rows` rows of a tile's head. A dimension that repeats the same numbers,
+// of stride 0, has one entry in the map.
+template <int rows>
+__device__ inline void copy_rows(unsigned to, const TensorMap& map, const Strides& strides, const Tile& tile,
+                                 int first, unsigned full) {
+    const int head = strides.head ? tile.head : 0, batch = strides.batch ? tile.batch : 0;
+    barrier_expect(full, rows * width * 2);
+    for (int b = 0; b < boxes; b++)
+        copy_box(to + b * (rows * box_row), &map, b * BOX, first, head, batch, full);
+}
+
 // The thread that copies: Q once, then K and V tile by tile into the stages as they become free.
 __device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map,
                         const Call& call, unsigned shared, unsigned tiles) {
-    Ring ring;
+    Ring ring{shared + k_full, shared + k_empty};
     unsigned q_phase = 0;
     for (unsigned index = blockIdx.x; index < tiles; index += gridDim.x) {
         const Tile tile = query_tile(call, index);
         const int Tc = key_tiles(keys_seen(call, min(tile.i0 + Br, call.Nq) - 1));
-        // A dimension that repeats the same numbers, of stride 0, has one entry in the map.
-        const int k_head = call.k_strides.head ? tile.head : 0, k_batch = call.k_strides.batch ? tile.batch : 0;
-        const int v_head = call.v_strides.head ? tile.head : 0, v_batch = call.v_strides.batch ? tile.batch : 0;
-        const int q_head = call.q_strides.head ? tile.head : 0, q_batch = call.q_strides.batch ? tile.batch : 0;
         barrier_wait(shared + q_empty, q_phase ^ 1);
-        barrier_expect(shared + q_full, q_bytes);
-        for (int b = 0; b < boxes; b++)
-            copy_box(shared + b * (Br * box_row), &q_map, b * BOX, tile.i0, q_head, q_batch, shared + q_full);
+        copy_rows<Br>(shared, q_map, call.q_strides, tile, tile.i0, shared + q_full);
         q_phase ^= 1;
         for (int j = 0; j < Tc; j++) {
-            const unsigned k_tile = shared + k_at + ring.stage * tile_bytes;
-            const unsigned v_tile = shared + v_at + ring.stage * tile_bytes;
-            const unsigned at = 8 * ring.stage;
-            barrier_wait(shared + k_empty + at, ring.phase ^ 1);
-            barrier_expect(shared + k_full + at, tile_bytes);
-            for (int b = 0; b < boxes; b++)
-                copy_box(k_tile + b * (Bc * box_row), &k_map, b * BOX, j * Bc, k_head, k_batch,
-                         shared + k_full + at);
-            barrier_wait(shared + v_empty + at, ring.phase ^ 1);
-            barrier_expect(shared + v_full + at, tile_bytes);
-            for (int b = 0; b < boxes; b++)
-                copy_box(v_tile + b * (Bc * box_row), &v_map, b * BOX, j * Bc, v_head, v_batch,
-                         shared + v_full + at);
+            const unsigned to = shared + ring.stage * tile_bytes, at = shared + 8 * ring.stage;
+            barrier_wait(at + k_empty, ring.phase ^ 1);
+            copy_rows<Bc>(to + k_at, k_map, call.k_strides, tile, j * Bc, at + k_full);
+            barrier_wait(at + v_empty, ring.phase ^ 1);
+            copy_rows<Bc>(to + v_at, v_map, call.v_strides, tile, j * Bc, at + v_full);
             ring.next();
         }
     }
@@ -179,9 +181,7 @@ struct Softmax {
         moved = __any_sync(~0u, !((top[0] - m[0]) * c <= 8.0f) | !((top[1] - m[1]) * c <= 8.0f));
         if (moved) {
             UNROLLED(h, 2) {
-                float m_new = fmaxf(m[h], top[h]);
-                m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, 1));
-                m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, 2));
+                const float m_new = largest<1, 4>(fmaxf(m[h], top[h]));
                 factor[h] = exp2_approx((m[h] - subtrahend(m_new)) * c);
                 m[h] = m_new;
                 l[h] *= factor[h];
@@ -230,10 +230,7 @@ __device__ inline void write(const Call& call, const Tile& tile, int i0, float (
     const long long row0 = ((long long)tile.batch * call.heads + tile.head) * call.Nq;
     UNROLLED(h, 2) {
         const int i = row + 8 * h;
-        float l = softmax.l[h];
-        l += __shfl_xor_sync(~0u, l, 1);
-        l += __shfl_xor_sync(~0u, l, 2);
-        const float inverse = reciprocal(l);
+        const float l = sum<1, 4>(softmax.l[h]), inverse = reciprocal(l);
         Element* out = call.out + (row0 + i) * d;
         UNROLLED(b, width / 32) {
             unsigned word[4];
@@ -258,7 +255,7 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
     const unsigned k = tile_at(shared + k_at, 0);
     const unsigned v = tile_at(shared + v_at, Bc * box_row);
     const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;  // of the group's 64, and 8 below it
-    Ring k_ring, v_ring;
+    Ring k_ring{shared + k_full, shared + k_empty}, v_ring{shared + v_full, shared + v_empty};
     unsigned q_phase = 0;
     bool first_turn = group == 0;
     auto turn_begins = [&] {
@@ -297,56 +294,52 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
         barrier_wait(shared + q_full, q_phase);
         q_phase ^= 1;
         if (mine > 0) {
-            barrier_wait(shared + k_full + 8 * k_ring.stage, k_ring.phase);
+            k_ring.wait();
             hold(S);
             scores(S, q, k + (k_ring.stage * tile_bytes >> 4));
             products_commit();
             products_wait<0>();
             hold(S);
-            if (lane == 0) barrier_arrive(shared + k_empty + 8 * k_ring.stage);
-            k_ring.next();
+            k_ring.release();
             special(0);
             softmax(S);
             to_weights(P, S);
 #pragma unroll 1
             for (int j = 1; j < mine; j++) {  // P is that of tile j - 1
-                barrier_wait(shared + k_full + 8 * k_ring.stage, k_ring.phase);
+                k_ring.wait();
                 turn_begins();
                 hold(S);
                 hold(O);
                 hold(P);
                 scores(S, q, k + (k_ring.stage * tile_bytes >> 4));
                 products_commit();
-                barrier_wait(shared + v_full + 8 * v_ring.stage, v_ring.phase);
+                v_ring.wait();
                 weighted_sum(O, P, v + (v_ring.stage * tile_bytes >> 4));
                 products_commit();
                 turn_ends();
                 products_wait<1>();
                 hold(S);
-                if (lane == 0) barrier_arrive(shared + k_empty + 8 * k_ring.stage);
-                k_ring.next();
+                k_ring.release();
                 special(j);
                 softmax(S);
                 products_wait<0>();
                 hold(O);
                 hold(P);
-                if (lane == 0) barrier_arrive(shared + v_empty + 8 * v_ring.stage);
-                v_ring.next();
+                v_ring.release();
                 to_weights(P, S);
                 if (softmax.moved) {
                     UNROLLED(i, width / 2) O[i] *= softmax.factor[i / 2 % 2];
                 }
             }
             if (lane == 0) barrier_arrive(shared + q_empty);
-            barrier_wait(shared + v_full + 8 * v_ring.stage, v_ring.phase);
+            v_ring.wait();
             hold(O);
             hold(P);
             weighted_sum(O, P, v + (v_ring.stage * tile_bytes >> 4));
             products_commit();
             products_wait<0>();
             hold(O);
-            if (lane == 0) barrier_arrive(shared + v_empty + 8 * v_ring.stage);
-            v_ring.next();
+            v_ring.release();
             write(call, tile, i0, O, softmax);
         } else if (lane == 0) {
             barrier_arrive(shared + q_empty);
@@ -354,16 +347,14 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
         // Tiles that only other warpgroups see: this one just frees them and passes its turn.
 #pragma unroll 1
         for (int j = mine; j < Tc; j++) {
-            barrier_wait(shared + k_full + 8 * k_ring.stage, k_ring.phase);
-            if (lane == 0) barrier_arrive(shared + k_empty + 8 * k_ring.stage);
-            k_ring.next();
+            k_ring.wait();
+            k_ring.release();
             if (j > 0) {
                 turn_begins();
                 turn_ends();
             }
-            barrier_wait(shared + v_full + 8 * v_ring.stage, v_ring.phase);
-            if (lane == 0) barrier_arrive(shared + v_empty + 8 * v_ring.stage);
-            v_ring.next();
+            v_ring.wait();
+            v_ring.release();
         }
     }
     if (group == 0 && !first_turn) turn_wait(1, 256);  // takes the last turn that was passed on

@@ -1,9 +1,8 @@
 // Split: few queries against many keys. The keys are split among blocks; a second kernel merges by logsumexp.
 //
 // Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); every dtype; meant for Nq from 1 to 16; d
-//     is a multiple of 8 up to 256; pointers and strides are multiples of 16 bytes. Tiles of BR queries and
-//     BC keys. Partial results in global memory, float32: O (B, H, Nq, splits, d), m and l (B, H, Nq,
-//     splits, 2).
+//     is a multiple of 8 up to 256; pointers and strides are multiples of 16 bytes. Tiles of BR queries and BC
+//     keys. Partial results in global memory, float32: O (B, H, Nq, splits, d), m and l (B, H, Nq, splits, 2).
 // Loop nest: attention_split: the grid goes over (batch, head), splits of keys and tiles of queries, a block's
 //     warps in turn over STRIP keys of the split:
 //         S <- scale q K^T; m, l and O as in every kernel, separately for each group of LANES lanes
@@ -13,22 +12,21 @@
 //     A lane loads 16 bytes of a row, LANES lanes a row, 32 / LANES rows at once. The loads of
 //     the next strip's K begin when S is done, those of its V when O is done: LOADS to 2 LOADS loads are under
 //     way.
-// Launch: attention_split: B H splits ceil(Nq / BR) blocks of THREADS threads. attention_merge: B H Nq
-//     blocks of MERGE_THREADS threads.
-// Shared memory: q (BR, WIDTH), then the warps' O (WARPS, BR, WIDTH), m and l (WARPS, BR),
-//     float32; 2.3 KiB for one query at d = 64, 4.6 KiB at d = 128.
-// Registers: 128 in fp32 and 127 in bf16 for one query at d = 64, none spilled; sm_90. BLOCKS limits them to
-// 128,
-//     168 for three or four queries, 255 for more. One query has 8 loads of K under way in fp32, 6 in 16 bits,
-//     4 where d exceeds 128.
+// Launch: attention_split: B H splits ceil(Nq / BR) blocks of THREADS threads. attention_merge: B H Nq blocks
+//     of MERGE_THREADS threads.
+// Shared memory: q (BR, WIDTH), then the warps' O (WARPS, BR, WIDTH), m and l (WARPS, BR), float32; 2.3 KiB
+//     for one query at d = 64, 4.6 KiB at d = 128.
+// Registers: 128 for one query at d = 64, none spilled; sm_90. BLOCKS limits them to 128, 168 for three or
+//     four queries, 255 for more. One query has 8 loads of K under way in fp32, 6 in 16 bits, 4 where d
+//     exceeds 128.
 // Improves on kernels 5 and 6 for few queries: a block for each tile of queries leaves the GPU idle. One query
-// of
-//     8 heads is 8 blocks there. Since sm_90 the merge is launched before the split has ended, which hides the
-//     launch.
+//     of 8 heads is 8 blocks there. Since sm_90 the merge is launched before the split has ended, which hides
+//     the launch.
 // Bound: the memory's bandwidth for one query. With 256 MiB or more of K and V it reaches 83 to 100 %; below,
-//     beginning and ending show: a launch that only reads 64 MiB has 74 %, one that reads 128 MiB 87 %. Five to
-//     sixteen queries with many heads read K and V at a third of the bandwidth: shuffles and FMAs bound them.
-//     In bf16 cuDNN is up to 4 % faster; in fp32 split is 2.6 to 4.5 times as fast as the best backend of SDPA.
+//     beginning and ending show: a launch that only reads 64 MiB has 74 %, one that reads 128 MiB 87 %. Five
+//     to sixteen queries with many heads read K and V at a third of the bandwidth: shuffles and FMAs bound
+//     them. In bf16 cuDNN is up to 4 % faster; in fp32 split is 2.6 to 4.5 times as fast as the best backend
+//     of SDPA.
 // Command: python gpt.py bench split,sdpa-efficient,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16
 //          --queries 1 -N 8192:131072*4 --batch 1 --heads 32 -d 64,128 --l2 cold -r 10
 //          python gpt.py bench split,sdpa-efficient,sdpa-math --device cuda --queries 1
@@ -79,9 +77,6 @@ __device__ inline void widen(float to[PER * VECTOR], const Piece& piece) {
         UNROLLED(w, 4) {
 #if FORMAT == FP32
             to[4 * c + w] = __uint_as_float(words[w]);
-#elif FORMAT == BF16
-            to[8 * c + 2 * w] = __uint_as_float(words[w] << 16);
-            to[8 * c + 2 * w + 1] = __uint_as_float(words[w] & 0xffff0000u);
 #else
             to[8 * c + 2 * w] = to_float((Element)(words[w] & 0xffff));
             to[8 * c + 2 * w + 1] = to_float((Element)(words[w] >> 16));
@@ -109,15 +104,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     // sizes
     const int Nq = call.Nq, Nk = call.Nk, groups = (Nq + BR - 1) / BR;
     const int i0 = blockIdx.x % groups * BR, split = blockIdx.x / groups % splits;
-    const int bh = blockIdx.x / groups / splits, b = bh / call.heads, h = bh % call.heads;
     const int sees = call.causal ? i0 + Nk - Nq + 1 : Nk;  // query i0 + i sees the keys below this + i
     const int start = (long long)Nk * split / splits;
     const int end = min((int)((long long)Nk * (split + 1) / splits), sees + BR - 1);
 
     // data
-    const Element* q = call.q + b * call.q_strides.batch + h * call.q_strides.head + i0 * call.q_strides.row;
-    const Element* k = call.k + b * call.k_strides.batch + h * call.k_strides.head;
-    const Element* v = call.v + b * call.v_strides.batch + h * call.v_strides.head;
+    const Block block = block_at(call, blockIdx.x / groups / splits, i0);
+    const Element *q = block.q + i0 * call.q_strides.row, *k = block.k, *v = block.v;
     const long long k_row = call.k_strides.row, v_row = call.v_strides.row;
     extern __shared__ __align__(16) float memory[];
     auto q_shared = (float (*)[WIDTH])memory;                     // (BR, WIDTH)
@@ -195,17 +188,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
     // Merge the groups of a warp
     UNROLLED(i, BR) {
-        float top = m[i];
-#pragma unroll
-        for (int far = LANES; far < 32; far *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, far));
+        const float top = largest<LANES, 32>(m[i]);
         const float shrink = exp2_approx(m[i] - subtrahend(top));
         l[i] *= shrink;
         UNROLLED(c, PER * VECTOR) o[i][c] *= shrink;
-#pragma unroll
-        for (int far = LANES; far < 32; far *= 2) {
-            l[i] += __shfl_xor_sync(~0u, l[i], far);
-            UNROLLED(c, PER * VECTOR) o[i][c] += __shfl_xor_sync(~0u, o[i][c], far);
-        }
+        l[i] = sum<LANES, 32>(l[i]);
+        UNROLLED(c, PER * VECTOR) o[i][c] = sum<LANES, 32>(o[i][c]);
         if (group == 0) {
 #pragma unroll
             for (int c = 0; c < PER * VECTOR; c += 4)
@@ -229,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             x += weight * o_shared[w][i][c];
             total += weight * l_shared[w][i];
         }
-        const long long at = ((long long)bh * Nq + i0 + i) * splits + split;
+        const long long at = (block.head * Nq + i0 + i) * splits + split;
         partial[at * d + c] = x;
         if (c == 0) *(float2*)(partial + all * splits * d + at * 2) = {top, total};
     }
@@ -248,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
 
     float m = -INF;
     for (int s = threadIdx.x; s < splits; s += MERGE_THREADS) m = fmaxf(m, stats[s].x);
-    for (int far = 1; far < 32; far *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, far));
+    m = largest<1, 32>(m);
     if (threadIdx.x % 32 == 0) m_shared[threadIdx.x / 32] = m;
     __syncthreads();
     for (int w = 0; w < MERGE_THREADS / 32; w++) m = fmaxf(m, m_shared[w]);
