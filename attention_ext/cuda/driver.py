@@ -70,15 +70,16 @@ class Compiled:
         (programmatic dependent launch); the function waits for what it reads. For sm_90 and later.
         """
         driver, function = _driver(), self.functions[name]
-        block, shared = (threads, 0) if threads else (self.tile.threads, self.tile.shared)
+        y = 1 if threads else self.tile.threads_y
+        x, shared = (threads, 0) if threads else (self.tile.threads // y, self.tile.shared)
         pointers = (ctypes.c_void_p * len(arguments))(*map(_address, arguments))
         stream, parameters = torch.cuda.current_stream().cuda_stream, ctypes.addressof(pointers)
         if not early:
-            _check(driver.cuLaunchKernel(function, blocks, 1, 1, block, 1, 1, shared, stream, parameters, 0))
+            _check(driver.cuLaunchKernel(function, blocks, 1, 1, x, y, 1, shared, stream, parameters, 0))
             return
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = x, y, 1
         config.sharedMemBytes, config.hStream = shared, stream
         config.attrs, config.numAttrs = [_early()], 1
         _check(driver.cuLaunchKernelEx(config, function, parameters, 0))

@@ -16,8 +16,8 @@ from attention_ext.parts import Dtype
 class Tile:
     """How a kernel is compiled and launched for a d and a dtype.
 
-    br, bc: queries and keys of a tile. threads: of a block. shared: bytes of shared memory. sizes: what the
-    source is compiled with, as macros, beside those of all kernels (csrc/cuda/call.h).
+    br, bc: queries and keys of a tile. threads: of a block, in `threads_y` rows. shared: bytes of shared
+    memory. sizes: what the source is compiled with, as macros, beside those of all (csrc/cuda/call.h).
     """
 
     br: int
@@ -25,6 +25,7 @@ class Tile:
     threads: int
     shared: int
     sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    threads_y: int = 1
 
 
 Tiles = Callable[[int, Dtype, int], Iterator[Tile]]
@@ -42,7 +43,7 @@ def odd(number: int, vector: int) -> int:
 
 def kernel1(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
     side = 32
-    yield Tile(side, side, side * side, 4 * (3 * side * d + side * side))
+    yield Tile(side, side, side * side, 4 * (3 * side * d + side * side), threads_y=side)
 
 
 def kernel2(padding: int) -> Tiles:

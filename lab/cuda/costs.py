@@ -7,7 +7,7 @@ conflict.
 Global memory is counted twice: what the kernel asks for, and what must come from the GPU's memory at least,
 where what is asked for again and still lies in the L2 cache costs nothing. lab.traffic.Stream has that count.
 
-COUNTS holds the counts of each kernel. A kernel without a row there has none.
+COUNTS holds the counts of each kernel.
 """
 
 from __future__ import annotations
@@ -62,11 +62,6 @@ class Count:
         return sum(each.wavefronts for each in self.shared)
 
     @property
-    def over_fewest(self) -> float:
-        """Wavefronts over the fewest that could carry the numbers; 1 is best."""
-        return self.wavefronts / sum(each.fewest for each in self.shared) if self.shared else 1.0
-
-    @property
     def asked(self) -> float:
         """Bytes that the kernel reads from global memory and writes to it."""
         return self.from_memory(1)  # a cache that holds nothing
@@ -117,10 +112,9 @@ class Launch:
         return int((-(-seen(self.case, br or self.tile.br) // (bc or self.tile.bc))).sum())
 
 
-def costs(launch: Launch) -> Count | None:
-    """The counts of a call; None for a kernel that has none."""
-    count = COUNTS.get(launch.kernel.functions[0])
-    return count(launch) if count else None
+def counted(launch: Launch) -> Count:
+    """The counts of a call."""
+    return COUNTS[launch.kernel.functions[0]](launch)
 
 
 def seen(case: Case, br: int) -> np.ndarray:

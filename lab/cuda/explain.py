@@ -15,9 +15,9 @@ from attention_ext.cuda.tiles import Tile
 from attention_ext.parts import BuildError, Dtype, check_dtype
 from lab.cuda import architectures, costs, nsight
 from lab.cuda.architectures import EXPONENTIALS, SHARED_BYTES, SHEETS, Device, Occupancy, occupancy
-from lab.cuda.costs import WAVEFRONT, Count, Launch
+from lab.cuda.costs import WAVEFRONT, Count, Launch, Shared
 from lab.text import size_text
-from lab.traffic import Case
+from lab.traffic import Case, Stream
 
 LONGEST = 2**24  # N; counting goes over the tiles
 WARM_UPS, REPEATS = 3, 20
@@ -59,12 +59,7 @@ class Answer:
     fits: Occupancy
     blocks: int
     driver: bool
-
-    @property
-    def count(self) -> Count | None:
-        """The kernel's own count; None if it has none."""
-        resident = self.blocks * self.on.multiprocessors
-        return costs.costs(Launch(self.case, self.kernel, self.tile, resident))
+    count: Count
 
 
 def explain(asked: Question, echo: Callable[[str], None]) -> None:
@@ -74,28 +69,22 @@ def explain(asked: Question, echo: Callable[[str], None]) -> None:
     architecture, or without a compiler.
     """
     answer = compiled(asked)
-    count = answer.count
     echo(heading(asked, answer) + "\n")
     echo(textwrap.fill(answer.kernel.why, 100) + "\n")
     echo(
         f"arithmetic  {_scaled(answer.case.flops)}FLOP: 2 d for each query and key, for scores and for output"
     )
-    echo(resources_text(answer, count))
-    if count is None:
-        echo(f"\nmoved       not counted for kernel {answer.kernel.name}")
-    else:
-        echo("\n" + moved_table(count, answer.on))
-    echo("\n" + bound_text(answer, count))
+    echo(resources_text(answer) + "\n\n" + moved_table(answer) + "\n\n" + bound_text(answer))
     if asked.arch is not None:
         echo("measured    not: this is counted for an architecture, without a GPU")
         return
     seconds, error = measured(asked, answer)
-    peak = limits(answer, count)[0]
+    peak = limits(answer)[0]
     rate = answer.case.flops / seconds
     share = f"{100 * peak[2] / seconds:.0f} % of {peak[0]}"
     echo(f"measured    {1e3 * seconds:.3g} ms (IQR {1e3 * error:.2g}), {rate / 1e12:.3g} TFLOP/s = {share}")
     try:
-        echo(nsight_text(nsight.count(_arguments(asked, answer)), count, answer.on))
+        echo(nsight_text(nsight.count(_arguments(asked, answer)), answer))
     except nsight.NotCounted as reason:
         echo(f"Nsight      not counted: {reason}")
 
@@ -134,7 +123,8 @@ def compiled(asked: Question) -> Answer:
         torch.cuda.synchronize(index)  # makes the GPU's context current
         blocks = driver.load(kernel, tile, asked.d, dtype, index).resident()
     case = Case(Nq, Nk, asked.d, heads, asked.causal, tile.br, tile.bc, 1, dtype)
-    return Answer(case, kernel, tile, on, resources, fits, blocks, asked.arch is None)
+    count = costs.counted(Launch(case, kernel, tile, blocks * on.multiprocessors))
+    return Answer(case, kernel, tile, on, resources, fits, blocks, asked.arch is None, count)
 
 
 def heading(asked: Question, answer: Answer) -> str:
@@ -151,11 +141,10 @@ def heading(asked: Question, answer: Answer) -> str:
     )
 
 
-def resources_text(answer: Answer, count: Count | None) -> str:
+def resources_text(answer: Answer) -> str:
     """The resources of a launch: blocks, registers, spills, shared memory, occupancy."""
-    tile, used, fits = answer.tile, answer.resources, answer.fits
-    blocks = f"{count.blocks:,} blocks" if count else "blocks"
-    launches = f" in {count.launches:,} launches" if count and count.launches > 1 else ""
+    tile, used, fits, count = answer.tile, answer.resources, answer.fits, answer.count
+    launches = f" in {count.launches:,} launches" if count.launches > 1 else ""
     spilled = f"{used.spill_stores} B stored, {used.spill_loads} B loaded" if used.spill_stores else "none"
     resident = f"{answer.blocks} block{'s' * (answer.blocks != 1)} a multiprocessor"
     share = f"{answer.blocks * fits.warps} of {fits.most} warps = {100 * fits.share(answer.blocks):.0f} %"
@@ -164,7 +153,7 @@ def resources_text(answer: Answer, count: Count | None) -> str:
     bound = f", limited by {' and '.join(fits.bound)}" if answer.blocks == fits.blocks else ""
     return "\n".join(
         (
-            f"launch      {blocks}{launches} of {tile.threads} threads; "
+            f"launch      {count.blocks:,} blocks{launches} of {tile.threads} threads; "
             f"tiles of {tile.br} queries and {tile.bc} keys",
             f"registers   {used.registers} a thread; spilled: {spilled}; stack {used.stack} B",
             f"shared      {size_text(tile.shared + used.shared)} a block",
@@ -174,64 +163,49 @@ def resources_text(answer: Answer, count: Count | None) -> str:
     )
 
 
-def moved_table(count: Count, on: Device) -> str:
+def moved_table(answer: Answer) -> str:
     """Bytes of each matrix through shared memory, over the fewest possible, and through global memory."""
-    titles = ("shared memory", "over the fewest", "global memory", f"past L2 ({size_text(on.l2)})")
+    count, l2 = answer.count, answer.on.l2
+    titles = ("shared memory", "over the fewest", "global memory", f"past L2 ({size_text(l2)})")
     lines = ["moved       " + "".join(f"{title:>20}" for title in titles)]
     shared = {each.name: each for each in count.shared}
     streams = {each.name: each for each in count.streams}
 
-    def line(name: str, wavefronts: float, ratio: float, asked: float, memory: float) -> str:
-        cells = [
-            size_text(WAVEFRONT * wavefronts) if wavefronts else "-",
-            f"{ratio:.3g} x" if wavefronts else "-",
-            size_text(asked) if asked else "-",
-            size_text(memory) if memory else "-",
-        ]
-        return f"  {name:10}" + "".join(f"{cell:>20}" for cell in cells)
+    def line(name: str, wavefronts: float, fewest: float, asked: float, memory: float) -> str:
+        near, asked_text, far = (size_text(n) if n else "-" for n in (WAVEFRONT * wavefronts, asked, memory))
+        ratio = f"{wavefronts / fewest:.3g} x" if fewest else "-"
+        return f"  {name:10}" + "".join(f"{cell:>20}" for cell in (near, ratio, asked_text, far))
 
     for name in sorted({*streams, *shared}, key=ORDER.index):
-        near, far = shared.get(name), streams.get(name)
-        lines.append(
-            line(
-                name,
-                near.wavefronts if near else 0,
-                near.wavefronts / near.fewest if near and near.fewest else 0,
-                far.traffic(1) if far else 0,
-                far.traffic(on.l2) if far else 0,
-            )
-        )
-    lines.append(line("all", count.wavefronts, count.over_fewest, count.asked, count.from_memory(on.l2)))
+        near, far = shared.get(name, Shared(name, 0, 0)), streams.get(name, Stream(name, 0))
+        lines.append(line(name, near.wavefronts, near.fewest, far.traffic(1), far.traffic(l2)))
+    fewest = sum(each.fewest for each in count.shared)
+    lines.append(line("all", count.wavefronts, fewest, count.asked, count.from_memory(l2)))
     return "\n".join(lines)
 
 
-def limits(answer: Answer, count: Count | None) -> list[tuple[str, str, float]]:
+def limits(answer: Answer) -> list[tuple[str, str, float]]:
     """(name, its rate as text, least seconds) of each limit; the arithmetic's peak is the first."""
-    on, tensor = answer.on, count.tensor if count else 0
+    on, count = answer.on, answer.count
+    tensor = count.tensor
     rate = on.rate(on.architecture.tensor / tensor if tensor else 2 * on.architecture.fma)
     unit = "tensor" if tensor else "FMA"
     products = ", in three products of tf32" if tensor > 1 else ""
     found = [(f"the {unit} peak", f"{rate / 1e12:.4g} TFLOP/s{products}", answer.case.flops / rate)]
-    if count:
-        shared, exponentials = on.rate(SHARED_BYTES), on.rate(EXPONENTIALS)
-        if count.wavefronts:
-            least = WAVEFRONT * count.wavefronts / shared
-            found.append(("shared memory", f"{shared / 1e12:.3g} TB/s", least))
-        found += [
-            (
-                "exponentials",
-                f"{_scaled(count.exponentials).strip()} of them, {exponentials / 1e12:.3g} T a second",
-                count.exponentials / exponentials,
-            ),
-        ]
-    if count and on.bandwidth:  # some drivers give no clock of the memory
+    if count.wavefronts:
+        shared = on.rate(SHARED_BYTES)
+        found.append(("shared memory", f"{shared / 1e12:.3g} TB/s", WAVEFRONT * count.wavefronts / shared))
+    exponentials = on.rate(EXPONENTIALS)
+    many = f"{_scaled(count.exponentials).strip()} of them, {exponentials / 1e12:.3g} T a second"
+    found.append(("exponentials", many, count.exponentials / exponentials))
+    if on.bandwidth:  # some drivers give no clock of the memory
         found.append(("memory", f"{on.bandwidth / 1e12:.3g} TB/s", count.from_memory(on.l2) / on.bandwidth))
     return found
 
 
-def bound_text(answer: Answer, count: Count | None) -> str:
+def bound_text(answer: Answer) -> str:
     """The least time that each limit allows, and the longest."""
-    found = limits(answer, count)
+    found = limits(answer)
     lines = [
         f"{'at least' if i == 0 else '':12}{1e3 * seconds:.3g} ms for {name} ({rate})"
         for i, (name, rate, seconds) in enumerate(found)
@@ -277,7 +251,7 @@ def _arguments(asked: Question, answer: Answer) -> str:
     return json.dumps([shape, Dtype(asked.dtype).torch_name, asked.causal, answer.kernel.name])
 
 
-def nsight_text(counted: nsight.Counted, count: Count | None, on: Device) -> str:
+def nsight_text(counted: nsight.Counted, answer: Answer) -> str:
     """The homework's table, and the counts beside the kernel's own."""
 
     def rate(name: str) -> str:
@@ -292,21 +266,18 @@ def nsight_text(counted: nsight.Counted, count: Count | None, on: Device) -> str
         ("SM efficiency", share("SM efficiency")),
         *((f"{name} throughput", rate(name)) for name in nsight.METRICS if name.split()[0] in PLACES),
     ]
-    some = f", of {counted.launches} of its launches" if count and counted.launches < count.launches else ""
+    count = answer.count
+    some = f", of {counted.launches} of its launches" if counted.launches < count.launches else ""
     lines = [f"Nsight      of one call, {1e3 * counted.seconds:.3g} ms{some}"]
     lines += [f"  {name:26}{value:>16}" for name, value in rows]
-    if count:
-        part = counted.launches / count.launches
-        own = {
-            ("shared load", "shared store"): part * WAVEFRONT * count.wavefronts,
-            ("memory read", "memory write"): part * count.from_memory(on.l2),
-        }
-        for names, expected in own.items():
-            if all(name in counted.values for name in names):
-                total = size_text(sum(counted.values[name] for name in names))
-                lines.append(
-                    f"  {names[0].split()[0]} bytes: {total}; by the kernel's count {size_text(expected)}"
-                )
+    part = counted.launches / count.launches
+    for place, names, own in (
+        ("shared", ("shared load", "shared store"), WAVEFRONT * count.wavefronts),
+        ("memory", ("memory read", "memory write"), count.from_memory(answer.on.l2)),
+    ):
+        if all(name in counted.values for name in names):
+            total = size_text(sum(counted.values[name] for name in names))
+            lines.append(f"  {place} bytes: {total}; by the kernel's count {size_text(part * own)}")
     return "\n".join(lines)
 
 

@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     attention_kernel1(const Call call, const State state, const int first_key) {
     extern __shared__ float shared[];
     float *Q = shared, *K = Q + TILE * d, *V = K + TILE * d, *S = V + TILE * d;
-    const int column = threadIdx.x % TILE, row = threadIdx.x / TILE;
+    const int column = threadIdx.x, row = threadIdx.y;
     const Block block = block_of(call, TILE);
     const int query = block.first_query + row;
     const int seen = keys_seen(call, query) - first_key;  // keys of this tile that the query sees

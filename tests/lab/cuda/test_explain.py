@@ -15,7 +15,6 @@ from attention_ext.cuda.kernels import KERNELS
 from attention_ext.parts import Dtype
 from lab.cuda import nsight
 from lab.cuda.architectures import SHEETS, occupancy
-from lab.cuda.costs import COUNTS
 from lab.cuda.explain import Question, compiled, explain
 
 ASKED = dict(N=256, d=32, batch=2, heads=3, causal=False, dtype="fp32")
@@ -71,12 +70,9 @@ def test_each_kernel_is_explained_without_a_gpu(compiler, arch, kernel):
     assert text.endswith("measured    not: this is counted for an architecture, without a GPU")
     limits = {name: float(ms) for ms, name in re.findall(r"([\d.e-]+) ms for (.+?) \(", text)}
     assert re.search(r"^bound by    (.+)$", text, re.M)[1] == max(limits, key=limits.get)
-    if row.functions[0] in COUNTS:
-        assert re.search(r"^  all +(\S+ \S+ +\S+ x|- +-) +\S+ \S+ +\S+ \S+$", text, re.M), text
-        assert {"memory", "exponentials"} < set(limits)
-        assert ("shared memory" in limits) == (kernel != "split")
-    else:
-        assert f"moved       not counted for kernel {kernel}" in text
+    assert re.search(r"^  all +(\S+ \S+ +\S+ x|- +-) +\S+ \S+ +\S+ \S+$", text, re.M), text
+    assert {"memory", "exponentials"} < set(limits)
+    assert ("shared memory" in limits) == (kernel != "split")
 
 
 @pytest.mark.full
