@@ -153,7 +153,7 @@ def with_helpers(simd: str, link, command: list[str], tmp_path: Path, target: st
         objects = [tmp_path / "simd.o"]
         run(ispc, CSRC / recipes.ISPC_SOURCE, f"--target={target}", "-O3", "--pic", "-o", objects[0])
     own, options = recipes.HELPERS[simd]
-    return link([*command, *options], [*PORTABLE, *recipes.found(CSRC, own)], *objects)
+    return link([*command, *options], [*PORTABLE, *recipes.found(CSRC, *own)], *objects)
 
 
 @pytest.mark.parametrize("simd", recipes.HELPERS)

@@ -9,6 +9,7 @@ import pytest
 
 from attention_ext import PARTS
 from attention_ext.build import toolchain
+from attention_ext.extension import _load_module
 
 
 def test_inference_notices_go_to_stderr_and_text_to_stdout(cli, part):
@@ -122,6 +123,7 @@ def test_without_pythons_header_the_torch_engine_writes(cli, extension, monkeypa
     common = ("part4", "--inference", "--max-new-tokens", 10, "--num-samples", 1)
     expected = cli(*common).stdout
     monkeypatch.setattr(toolchain, "has_python_header", lambda: False)
+    _load_module.cache_clear()
     done = cli(*common)
     assert done.stdout == expected and "torch engine" in done.stderr.splitlines()[-1]
     message = failed(*common, "--engine", "native")
