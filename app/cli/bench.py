@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from app.cli import options
-from app.cli.terminal import notice
+from app.cli.terminal import notice, progress
 from attention_ext import PARTS, SIMD
 
 if TYPE_CHECKING:  # they import torch
@@ -21,7 +20,6 @@ if TYPE_CHECKING:  # they import torch
 
 # Operations per second, to weight the cells of the progress bar.
 ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 2e13}
-REFRESH_SECONDS = 0.2  # least time between two pictures of the progress bar
 MASKS = ("none", "causal")
 TILED = tuple(name for name, part in PARTS.items() if part.tiled)
 # The case of the lab's homework.
@@ -29,28 +27,13 @@ ON_CUDA = {"lengths": (4096,), "heads": 1, "batch": 100}
 # Options that need another option, and options that another one excludes.
 ONLY_WITH = {"show": "tune", "budget": "tune", "fail_on_regression": "compare", "threshold": "compare"}
 CASES = ("lengths", "widths", "br", "bc", "threads", "simds", "masks", "causal", "heads", "batch", "l2s")
+MEASURING = ("contenders", "queries", "dtype", "device", "rounds", "min_time", "save")
 NOT_WITH = {
     "compare": ("form", "dry_run"),
     "dry_run": ("save", "plot", "form", "tune"),
     "causal": ("masks",),
-    "load": (
-        *CASES,
-        *("contenders", "queries", "dtype", "device", "rounds", "min_time", "save"),
-        "dry_run",
-        "tune",
-    ),
-    "tune": (
-        "contenders",
-        "dtype",
-        "device",
-        "queries",
-        "rounds",
-        "min_time",
-        "form",
-        "save",
-        "compare",
-        "plot",
-    ),
+    "load": (*CASES, *MEASURING, "dry_run", "tune"),
+    "tune": (*MEASURING, "form", "compare", "plot"),
 }
 
 sweep_options = options.all_of(
@@ -232,9 +215,11 @@ def measured(cells: list[Cell], rounds: int, min_time: float, against_cpu: bool)
     }
     times = 1 + rounds  # verified, timed
     try:
-        with progress(sum(weight.values()) * times, "measuring") as advance, closing(bench.run()) as spent:
+        with progress(times=True) as (update, _), closing(bench.run()) as spent:
+            update(total=sum(weight.values()) * times)
             for cell, _ in spent:
-                advance(0 if bench.again else weight[cell], cell.contender + " again" * bench.again)
+                what = f"measuring {cell.contender}{' again' * bench.again}"
+                update(advance=0 if bench.again else weight[cell], description=what)
     except KeyboardInterrupt:
         return bench.done, True
     return bench.done, False
@@ -252,11 +237,13 @@ def find_tiles(cells: list[Cell], budget: float, br: list[int], bc: list[int]) -
     check_memory(cells)
     found = []
     try:
-        with progress(budget, "tuning") as advance:
+        with progress(times=True) as (update, _):
+            update(total=budget)
             for cell in cells:
                 best, start = None, time.perf_counter()
                 for best in tune.tune(cell, budget / len(cells), tune.candidates(cell.N, br, bc)):
-                    advance(time.perf_counter() - start, f"N={cell.N}, d={cell.d}: {best.br} x {best.bc}")
+                    what = f"tuning N={cell.N}, d={cell.d}: {best.br} x {best.bc}"
+                    update(advance=time.perf_counter() - start, description=what)
                     start = time.perf_counter()
                 if best:
                     found.append(best)
@@ -276,31 +263,6 @@ def show_tiles() -> None:
         click.echo(f"{tune.text(found)}\n\nFrom {tiles.path()}, for {processor.name()}.")
     else:
         click.echo(f"Nothing is kept for this processor in {tiles.path()}.")
-
-
-@contextmanager
-def progress(total: float, doing: str) -> Iterator[Callable[[float, str], None]]:
-    """A bar with the time left, on stderr if that is a terminal; gives the function that advances it.
-
-    The bar is drawn between measurements, not by another thread.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=False) as bar:
-        task, drawn = bar.add_task(doing, total=total), 0.0
-
-        def advance(amount: float, what: str) -> None:
-            nonlocal drawn
-            bar.update(task, advance=amount, description=f"{doing} {what}")
-            if time.monotonic() - drawn > REFRESH_SECONDS:
-                bar.refresh()
-                drawn = time.monotonic()
-
-        yield advance
 
 
 def refuse_options_that_do_nothing() -> None:

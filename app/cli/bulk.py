@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from app.cli import options
-from app.cli.terminal import notice, one_line, program
+from app.cli.terminal import notice, progress
 from attention_ext import PARTS, processor
 
 if TYPE_CHECKING:
@@ -76,7 +74,11 @@ def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **aske
 
         return cluster.open_pool(ray, workers, settings, shards, timeout)
 
-    with progress_bar() as (show, say):
+    with progress() as (update, say):
+
+        def show(state: Progress) -> None:
+            update(completed=state.texts, total=state.total, description=described(state))
+
         try:
             manifest = writing_many.run(job, out, open_pool, say, show)
         except KeyboardInterrupt:
@@ -124,28 +126,6 @@ def job_of(prompts: Path | None, texts: int | None, shard_size: int, **asked) ->
     open_engine(checkpoint.model, settings.engine, part=settings.part, simd=settings.simd)
     texts = found.lines if found else texts or 0
     return Job(settings, texts, shard_size, found, shards.resolved(settings, checkpoint))
-
-
-@contextmanager
-def progress_bar() -> Iterator[tuple[Callable[[Progress], None], Callable[[str], None]]]:
-    """(show, say): show draws the progress, say prints a line above the bar."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    console = Console(stderr=True)
-    hidden = not console.is_terminal
-    columns = BarColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=console, transient=True, disable=hidden, refresh_per_second=2) as bar:
-        task = bar.add_task("starting")
-
-        def show(state) -> None:
-            bar.update(task, completed=state.texts, total=state.total, description=described(state))
-
-        def say(line: str) -> None:
-            text = f"{program()}: {one_line(line)}"
-            notice(text) if hidden else console.print(text, markup=False)
-
-        yield show, say
 
 
 def described(state: Progress) -> str:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
+
+REFRESH_SECONDS = 0.2  # least time between two pictures of a progress bar
 
 
 def program() -> str:
@@ -31,3 +36,34 @@ def one_line(text: str) -> str:
     """The text in one line, with control characters escaped: file names and contents may hold any."""
     text = text.replace("\n\t", " ").rstrip()  # click lists a missing argument's choices over several lines
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+@contextmanager
+def progress(times: bool = False) -> Iterator[tuple[Callable[..., None], Callable[[str], None]]]:
+    """(update, say) of a progress bar, on stderr if that is a terminal; it vanishes at the end.
+
+    update: takes the arguments of rich's Progress.update(), and draws the bar, not by another thread, which
+    would disturb what is measured. say: prints a line above the bar. times: show the time spent and left.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+    timed = "{task.description}", BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    columns = timed if times else (BarColumn(), "{task.description}")
+    console, drawn = Console(stderr=True), 0.0
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=False) as bar:
+        task = bar.add_task("starting")
+
+        def update(**state) -> None:
+            nonlocal drawn
+            bar.update(task, **state)
+            if time.monotonic() - drawn > REFRESH_SECONDS:
+                bar.refresh()
+                drawn = time.monotonic()
+
+        def say(line: str) -> None:
+            text = f"{program()}: {one_line(line)}"
+            notice(text) if hidden else console.print(text, markup=False)
+
+        yield update, say
