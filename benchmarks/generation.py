@@ -43,7 +43,7 @@ from app.cli import options
 from attention_ext import PARTS, extension
 from attention_ext.parts import CachePrecision, Precision
 from benchmarks.measuring import percent, show_table, spread, write
-from benchmarks.peers import PEERS, ROUNDED_PEERS, Peer
+from benchmarks.peers import PEERS, Peer
 from generation.engine import ENGINES, open_engine
 from generation.sampling import Sampling
 from generation.writer import Request
@@ -52,20 +52,9 @@ from lab.machine import Load, closing_text, describe, fma_peak, read_bandwidth
 from model import corpus, load
 from model.gpt import GPT
 
-# Largest errors of logits; a contender with a larger one is wrong and not timed.
-MOST_ERROR = 1e-3
-MOST_ERROR_OF_PEERS = {
-    "LlamaCpp": 1e-2,  # its GELU is the tanh approximation in half precision
-    "LlamaCppQ8": 1.0,
-    "CTranslate2Int8": 1.0,
-}
-MOST_ERROR_OF_WEIGHTS = {  # the table shows the rounding of the weights; tests check it more closely
-    Precision.FP32: MOST_ERROR,
-    Precision.BF16: 1e-1,
-    Precision.INT8: 5e-1,
-}
+# The largest errors of our logits. The table shows the rounding of weights; tests check it more closely.
+MOST_ERROR = {"fp32": Peer.most_error, "bf16": 1e-1, "int8": 5e-1}
 LOSS_TOKENS = 16_384  # tokens over which a loss is measured
-MOST_ERROR_OF_CACHES = {CachePrecision.FP32: MOST_ERROR, CachePrecision.BF16: 1e-1}
 LEAST_SECONDS = 0.05  # of one measurement
 SAMPLE_BYTES = 4 << 20  # read in a bandwidth sample; as many as a token of the first case reads
 PAUSE_SECONDS = 0.3  # in which idle threads of another process fall asleep
@@ -118,14 +107,14 @@ class Contender:
     @property
     def rounded(self) -> bool:
         """Whether its weights are rounded."""
-        return self.weights is not Precision.FP32 or self.engine in ROUNDED_PEERS
+        return self.weights is not Precision.FP32 if self.part else PEERS[self.engine].rounded
 
     @property
     def most_error(self) -> float:
         """The largest error that its logits may have."""
         if self.part is None:
-            return MOST_ERROR_OF_PEERS.get(self.engine, MOST_ERROR)
-        return max(MOST_ERROR_OF_WEIGHTS[self.weights], MOST_ERROR_OF_CACHES[self.kv_cache])
+            return PEERS[self.engine].most_error
+        return max(MOST_ERROR[self.weights], MOST_ERROR[self.kv_cache])
 
 
 @dataclass(frozen=True)

@@ -25,4 +25,3 @@ PEERS: dict[str, type[Peer]] = {
         LlamaCppQ8,
     )
 }
-ROUNDED_PEERS = (CTranslate2Int8.__name__, LlamaCppQ8.__name__)

@@ -91,3 +91,5 @@ class CTranslate2Int8(CTranslate2):
     """The same with int8: a scale for each output, and activations of each row rounded to 8 bits."""
 
     precision = "int8"
+    rounded = True
+    most_error = 1.0

@@ -26,6 +26,7 @@ class LlamaCpp(Peer):
     """
 
     precision = "F32"  # the matrices' type, by gguf's name
+    most_error = 1e-2  # its GELU is the tanh approximation in half precision
 
     def __init__(self, model: GPT, threads: int) -> None:
         import llama_cpp
@@ -120,6 +121,8 @@ class LlamaCppQ8(LlamaCpp):
     """
 
     precision = "Q8_0"
+    rounded = True
+    most_error = 1.0
 
 
 def write_gguf(path: Path, model: GPT, precision: str = "F32", tokens: Sequence[str] = ()) -> None:

@@ -13,12 +13,15 @@ Weights = dict[str, Tensor]
 class Peer:
     """An engine that holds a model's weights; the first call with a batch size may allocate its buffers.
 
-    name: the engine and its version.
+    name: the engine and its version. rounded: whether its weights are, so that its loss is measured too.
+    most_error: the largest error of its logits; with a larger one it is wrong and not timed.
     Prompts have at least one token, and prompt and count together at most block_size + 1: the last
     token is returned but not read.
     """
 
     name: str
+    rounded = False
+    most_error = 1e-3
 
     def __init__(self, model: GPT, threads: int) -> None:
         raise NotImplementedError
