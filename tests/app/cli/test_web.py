@@ -69,7 +69,6 @@ def test_a_source_that_does_not_compile_is_one_line(cli, tmp_path, monkeypatch):
     if not importlib.util.find_spec("ziglang"):
         pytest.skip(build.NO_ZIG)
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-include", "missing.h"))
-    monkeypatch.setattr(build, "SOURCES", ())
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     done = cli("web", "--build", "--out", tmp_path / "page")
     notice, error = done.stderr.splitlines()
