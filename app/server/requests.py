@@ -155,14 +155,9 @@ class Body(Settable):
     )
 
     @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def interval(self) -> float:
-        """Seconds between two chunks of a text."""
-        return (self.stream_options or StreamOptions()).interval_ms / 1000
+    def options(self) -> StreamOptions:
+        """How a stream is sent."""
+        return self.stream_options or StreamOptions()
 
     @property
     def candidates(self) -> int:

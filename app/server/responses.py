@@ -126,7 +126,8 @@ class Call:
         }
         self._play = {"play": play} if self._chat else {}  # OpenAI's API lacks this field
         self._head = b"data: " + dumps(self._common).encode()[:-1]
-        self._tail = b',"usage":null}\n\n' if body.include_usage else b"}\n\n"
+        self.interval = body.options.interval_ms / 1000  # seconds between two chunks of a text
+        self._tail = b',"usage":null}\n\n' if body.options.include_usage else b"}\n\n"
 
     def put(self, news: bytes | ApiError, ended: bool = False) -> None:
         """Append events, or note the error that ends the request. ended: whether a choice has ended."""
@@ -192,7 +193,7 @@ class Call:
     def end(self) -> bytes:
         """The events of a stream after the last text."""
         usage = f',"choices":[],"usage":{dumps(self._usage)}}}\n\n'.encode()
-        return (self._head + usage if self.body.include_usage else b"") + b"data: [DONE]\n\n"
+        return (self._head + usage if self.body.options.include_usage else b"") + b"data: [DONE]\n\n"
 
     def whole(self) -> bytes:
         """The response to a request without a stream."""

@@ -177,7 +177,7 @@ class Lane:
         ended = choice.ended
         if first and (ended or text.new_tokens):
             self._metrics.first_token.observe(now - call.began)
-        elif not ended and (first or now - choice.sent_at < call.body.interval):
+        elif not ended and (first or now - choice.sent_at < call.interval):
             return
         choice.sent_at = now
         if ended:

@@ -121,10 +121,10 @@ def test_bodies_that_are_no_object(kind):
 
 
 def test_options_of_streams():
-    assert asked(CompletionBody, model="m", prompt="a", stream=True)[0].interval == 0.016
+    assert asked(CompletionBody, model="m", prompt="a", stream=True)[0].options.interval_ms == 16
     options = {"include_usage": True, "interval_ms": 0}
     body, _ = asked(CompletionBody, model="m", prompt="a", stream=True, stream_options=options)
-    assert body.include_usage and body.interval == 0
+    assert body.options.include_usage and body.options.interval_ms == 0
     assert refused(CompletionBody, model="m", prompt="a", stream_options={}).param == "stream_options"
     for wrong in ({"interval_ms": -1}, {"interval_ms": 1.5}, {"include_usage": 1}, {"x": 1}):
         (name,) = wrong
