@@ -13,23 +13,26 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+import click
+
+from app.cli.options import all_of
+from model import load
+
+PROMPT = "ROMEO:"
+CORES = sorted(os.sched_getaffinity(0))
 ROOT = Path(__file__).resolve().parent.parent
 TICKS = os.sysconf("SC_CLK_TCK")
 START_SECONDS = 120.0
 
 
-@dataclass(frozen=True)
-class Contender:
-    """A server.
-
-    command: gives its command line from (model, port, streams, folder), and may write files into the folder.
-    """
-
-    name: str
-    command: Callable[[str, int, int, Path], Sequence[str]]
+core_options = all_of(
+    click.option("--core", type=click.IntRange(0), default=CORES[0], help="Server's.  [default: first]"),
+    click.option(
+        "--client-core", type=click.IntRange(0), default=CORES[-1], help="Its client's.  [default: last]"
+    ),
+)
 
 
 def own_command(model: str, port: int, streams: int, folder: Path) -> Sequence[str]:
@@ -44,9 +47,7 @@ def llama_command(model: str, port: int, streams: int, folder: Path) -> Sequence
     The cache is F32, and flash attention is off, which is faster here (see benchmarks.peers). Its only
     sampler is the temperature, because gpt.py serve's defaults filter no tokens either.
     """
-    # Imported here, because they import torch, which must follow an engine's settings.
-    from benchmarks.peers.llama import write_gguf
-    from model import load
+    from benchmarks.peers.llama import write_gguf  # a package of its own
 
     checkpoint, file = load(model), folder / f"{Path(model).name}.gguf"
     tokenizer = checkpoint.tokenizer
@@ -59,8 +60,9 @@ def llama_command(model: str, port: int, streams: int, folder: Path) -> Sequence
     return [*command, "--samplers", "temperature", "--temp", "1"]
 
 
-OWN = Contender("gpt.py serve", own_command)
-LLAMA = Contender("llama-server", llama_command)
+# Each gives its command line from (model, port, streams, folder), and may write files into the folder.
+OWN, LLAMA = "gpt.py serve", "llama-server"
+SERVERS: dict[str, Callable[[str, int, int, Path], Sequence[str]]] = {OWN: own_command, LLAMA: llama_command}
 
 
 class Process:
@@ -125,8 +127,8 @@ class Process:
         raise RuntimeError(f"no server answers: {' '.join(map(str, self.child.args))}")  # type: ignore
 
 
-def start(contender: Contender, model: str, streams: int, core: int, folder: Path) -> Process:
+def start(name: str, model: str, streams: int, core: int, folder: Path) -> Process:
     """Start a server at a free port; wait until it answers."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
-    return Process(contender.command(model, port, streams, folder), core, port=port)
+    return Process(SERVERS[name](model, port, streams, folder), core, port=port)

@@ -1,6 +1,6 @@
 """The server against its own engine and llama.cpp's server: 32 streams, one stream, time to the first token.
 
-    python benchmarks/serving.py [-m shakes256] [--rounds 5] [--streams 32] [--core N] [--client-core N]
+    python -m benchmarks.serving [-m shakes256] [--rounds 5] [--streams 32] [--core N] [--client-core N]
 
 llama-server takes part if it is in the PATH; scripts/build-llama-server.sh builds it. The servers and the
 engine are pinned to one core and take turns, round by round; the client has another. `usage` counts the
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -20,35 +21,32 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
-ROOT = Path(__file__).resolve().parent.parent
-# A script's own folder comes first on the path; a file there could hide a package of its name.
-sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "benchmarks"))]
+from attention_ext import processor
 
-from attention_ext import processor  # noqa: E402
+processor.let_waiting_threads_sleep()  # before torch is imported, for the engine's process
+
+import torch  # noqa: E402
+
 from benchmarks.http_client import Client  # noqa: E402
-from benchmarks.servers import LLAMA, OWN, Process, start  # noqa: E402
+from benchmarks.measuring import show_table, write  # noqa: E402
+from benchmarks.servers import LLAMA, OWN, PROMPT, Process, core_options, start  # noqa: E402
+from generation.engine import open_engine  # noqa: E402
+from generation.sampling import Sampling  # noqa: E402
+from generation.texts import complete  # noqa: E402
+from generation.writer import Request, Writer  # noqa: E402
+from model import load  # noqa: E402
 
-PROMPT = "ROMEO:"
 EACH = 6  # texts of a stream in a round
 OTHERS, PROMPT_TOKENS, PROBES = 8, 200, 100
-CORES = sorted(os.sched_getaffinity(0))
 
 
 def engine(model: str) -> None:
     """Answer each line 'STREAMS TEXTS TOKENS' by the engine's own time for this many texts in batches."""
-    processor.let_waiting_threads_sleep()
-    import torch
-
-    from generation.engine import open_engine
-    from generation.sampling import Sampling
-    from generation.texts import complete
-    from generation.writer import Request, Writer
-    from model import load
-
     torch.set_num_threads(1)
     checkpoint = load(model)
     opened = open_engine(checkpoint.model, slots=33)
@@ -56,19 +54,14 @@ def engine(model: str) -> None:
     print("Ready", flush=True)
     for line in sys.stdin:
         streams, texts, tokens = map(int, line.split())
-        requests = (Request(ids, seed, sampling, tokens) for seed in range(texts))
+        requests = [Request(ids, seed, sampling, tokens) for seed in range(texts)]
         start, used = time.perf_counter(), time.process_time()
         if streams == 1:  # as the command line writes one text
             for _ in complete(Writer(opened, 1), checkpoint.tokenizer, requests):
                 pass
         else:
-            writer = Writer(opened, streams)
-            for _ in range(texts // streams):
-                batch = [writer.join(next(requests)) for _ in range(streams)]
-                while writer.step():
-                    pass
-                for text in batch:
-                    writer.leave(text)
+            for at in range(0, texts, streams):
+                write(opened, requests[at : at + streams])
         seconds, used = time.perf_counter() - start, time.process_time() - used
         print(json.dumps({"tokens": texts * tokens, "seconds": seconds, "cpu": used}), flush=True)
 
@@ -126,8 +119,8 @@ def compare(
     rounds: int,
     tokens: int,
     streaming: bool,
-) -> None:
-    """Print a row for each server: `count` texts at once, relative to the engine's batch of as many."""
+) -> Iterator[str]:
+    """A row for each server: `count` texts at once, relative to the engine's batch of as many."""
     each = EACH if count > 1 else 4 * EACH
     alone: list[dict] = []
     served: dict[str, list[dict]] = {name: [] for name in servers}
@@ -143,11 +136,11 @@ def compare(
 
     for name, runs in served.items():
         over = [f"{rate(runs, by) / rate(alone, by):.0%}" for by in ("seconds", "cpu")]
-        faster = [rate(served[OWN.name], by) / rate(runs, by) for by in ("seconds", "cpu")]
+        faster = [rate(served[OWN], by) / rate(runs, by) for by in ("seconds", "cpu")]
         client = statistics.median(run["client"] for run in runs[1:])
-        click.echo(
-            f"| {name} | {count} | {rate(runs, 'seconds'):,.0f} | {' | '.join(over)} "
-            f"| {faster[0]:.2f} ({faster[1]:.2f}) | {client:.0%} |"
+        yield (
+            f"{name} | {count} | {rate(runs, 'seconds'):,.0f} | {' | '.join(over)} "
+            f"| {faster[0]:.2f} ({faster[1]:.2f}) | {client:.0%}"
         )
 
 
@@ -157,8 +150,7 @@ def compare(
 @click.option("--stream/--no-stream", "streaming", default=True, help="Stream the answers.")
 @click.option("--tokens", type=click.IntRange(2), default=240, show_default=True, help="Tokens of each text.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--core", type=click.IntRange(0), default=CORES[0], help="Servers' core.  [default: first]")
-@click.option("--client-core", type=click.IntRange(0), default=CORES[-1], help="Client's.  [default: last]")
+@core_options
 @click.option("--engine", "as_engine", is_flag=True, hidden=True)
 def main(
     model: str,
@@ -172,23 +164,22 @@ def main(
 ) -> None:
     """Print the servers' speeds relative to the engine's, and their times to the first token."""
     if as_engine:
-        engine(model)
-        return
+        return engine(model)
     os.sched_setaffinity(0, {client_core})
     name = processor.microarchitecture() or processor.name()
     click.echo(f"{name}; {model}, texts of {tokens} tokens, load average {os.getloadavg()[0]:.1f}")
     contenders = [OWN, LLAMA] if shutil.which("llama-server") else [OWN]
     with contextlib.ExitStack() as ends, tempfile.TemporaryDirectory() as folder:
-        own = Process([sys.executable, __file__, "--engine", "-m", model], core, "Ready")
+        own = Process([sys.executable, "-m", "benchmarks.serving", "--engine", "-m", model], core, "Ready")
         ends.callback(own.end)
         servers = {}
         for each in contenders:
-            servers[each.name] = server = start(each, model, count, core, Path(folder))
+            servers[each] = server = start(each, model, count, core, Path(folder))
             ends.callback(server.end)
-        click.echo("\n| server | at once | tokens/s | of the engine's | per CPU second | own is | client |")
-        click.echo("|---" * 7 + "|")
-        for at_once in (count, 1):
-            compare(own, servers, model, at_once, rounds, tokens, streaming)
+        click.echo()
+        rows = (compare(own, servers, model, each, rounds, tokens, streaming) for each in (count, 1))
+        titles = "server | at once | tokens/s | of the engine's | per CPU second | own is | client"
+        show_table(titles, itertools.chain.from_iterable(rows))
         click.echo(f"\nFirst token with {OTHERS} others, prompt of {PROMPT_TOKENS}:")
         for name, server in servers.items():
             found, client = asyncio.run(first_tokens(server.port, model, tokens))

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Build llama.cpp's llama-server, which benchmarks/serving.py compares with, from the sources in PyPI's
 # llama-cpp-python: the llama.cpp of the other comparisons. It needs cmake, ninja, a C++ compiler and some minutes.
-# usage: scripts/build-llama-server.sh FOLDER     then: PATH=FOLDER/bin:$PATH python benchmarks/serving.py
+# usage: scripts/build-llama-server.sh FOLDER     then: PATH=FOLDER/bin:$PATH python -m benchmarks.serving
 set -eu
 cd "$(dirname "$0")/.."
 [ $# -eq 1 ] || { sed -n '2,4s/^# //p' "$0" >&2; exit 2; }
