@@ -83,8 +83,11 @@ def explain(asked: Question, echo: Callable[[str], None]) -> None:
     rate = answer.case.flops / seconds
     share = f"{100 * peak[2] / seconds:.0f} % of {peak[0]}"
     echo(f"measured    {1e3 * seconds:.3g} ms (IQR {1e3 * error:.2g}), {rate / 1e12:.3g} TFLOP/s = {share}")
+    case, name = answer.case, answer.kernel.name
+    shape = [asked.batch, asked.heads, case.Nq, case.Nk, case.d]
+    arguments = json.dumps([shape, case.dtype.torch_name, asked.causal, name])
     try:
-        echo(nsight_text(nsight.count(_arguments(asked, answer)), answer))
+        echo(nsight_text(nsight.count(arguments), answer))
     except nsight.NotCounted as reason:
         echo(f"Nsight      not counted: {reason}")
 
@@ -244,19 +247,13 @@ def measured(asked: Question, answer: Answer) -> tuple[float, float]:
     return median, high - low
 
 
-def _arguments(asked: Question, answer: Answer) -> str:
-    """The arguments of nsight.PROGRAM."""
-    Nq, Nk, _ = asked.lengths
-    shape = [asked.batch, asked.heads, Nq, Nk, asked.d]
-    return json.dumps([shape, Dtype(asked.dtype).torch_name, asked.causal, answer.kernel.name])
-
-
 def nsight_text(counted: nsight.Counted, answer: Answer) -> str:
     """The homework's table, and the counts beside the kernel's own."""
 
     def rate(name: str) -> str:
-        found = counted.per_second(name)
-        return "not counted" if found is None else f"{found / 1e9:,.0f} GB/s"
+        if name not in counted.values or not counted.seconds:
+            return "not counted"
+        return f"{counted.values[name] / counted.seconds / 1e9:,.0f} GB/s"
 
     def share(name: str) -> str:
         return f"{counted.values[name]:.1f} %" if name in counted.values else "not counted"

@@ -16,6 +16,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHES = 16  # most launches to count; kernel 1 has one for each tile of keys
 SECONDS = 300  # time that ncu may take; it runs each launch several times
+OPTIONS = (
+    "--clock-control=none",  # the clocks are left as they are for others
+    *("--profile-from-start=off", "--kernel-name=regex:attention_", f"--launch-count={LAUNCHES}", "--csv"),
+)
 
 # ncu's metrics by their names here. Those that end in .sum are added over launches. The others are
 # percentages: their mean is taken, with the launches weighted by time.
@@ -72,50 +76,24 @@ class Counted:
     seconds: float
     values: dict[str, float]
 
-    def per_second(self, name: str) -> float | None:
-        """Bytes per second; None if they were not counted."""
-        value = self.values.get(name)
-        return None if value is None or not self.seconds else value / self.seconds
 
-
-def command(arguments: str) -> list[str]:
-    """The command line of ncu. arguments: JSON for PROGRAM."""
+def count(arguments: str) -> Counted:
+    """The GPU's counts of a call. arguments: JSON for PROGRAM. Raises NotCounted."""
     tool = shutil.which("ncu")
     if tool is None:
         raise NotCounted("ncu (Nsight Compute) was not found on PATH")
-    return [
-        tool,
-        "--clock-control=none",  # the clocks are left as they are for others
-        "--profile-from-start=off",
-        "--kernel-name=regex:attention_",
-        f"--launch-count={LAUNCHES}",
-        "--csv",
-        f"--metrics={','.join(METRICS.values())}",
-        sys.executable,
-        "-c",
-        PROGRAM,
-        arguments,
-    ]
-
-
-def count(arguments: str) -> Counted:
-    """The GPU's counts of a call. Raises NotCounted."""
-    line = command(arguments)
+    metrics = ",".join(METRICS.values())
+    line = [tool, *OPTIONS, f"--metrics={metrics}", sys.executable, "-c", PROGRAM, arguments]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"PYTHONPATH": path, "LC_ALL": "C"}
     try:
         done = subprocess.run(
-            line,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
-            timeout=SECONDS,
-            env=os.environ | {"PYTHONPATH": path, "LC_ALL": "C"},
+            line, capture_output=True, text=True, errors="replace", timeout=SECONDS, env=env, input=""
         )
     except subprocess.TimeoutExpired:
         raise NotCounted(f"ncu took more than {SECONDS} s") from None
     except OSError as error:
-        raise NotCounted(f"{line[0]}: {error.strerror}") from None
+        raise NotCounted(f"{tool}: {error.strerror}") from None
     if done.returncode or '"Metric Name"' not in done.stdout:
         raise NotCounted(complaint(done.stdout + done.stderr, done.returncode))
     return parse(done.stdout)

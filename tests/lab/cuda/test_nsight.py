@@ -37,8 +37,7 @@ def test_launches_are_added_and_percentages_weighted():
     assert found.values["achieved occupancy"] == pytest.approx((40 * 10 + 80 * 30) / 40)
     assert found.values["shared load"] == 1_500_000 * 128
     assert found.values["memory read"] == pytest.approx(3e6)
-    assert found.per_second("memory read") == pytest.approx(3e6 / 40e-6)
-    assert "SM efficiency" not in found.values and found.per_second("global load") is None
+    assert not {"SM efficiency", "global load"} & found.values.keys()
 
 
 @pytest.fixture
