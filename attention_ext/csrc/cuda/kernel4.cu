@@ -150,11 +150,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(
 
     const float scale = fmaxf(fabsf(call.scale), 1e-30f);  // not 0: 0 * -inf is NaN
     const float slack = SLACK / scale;
-    float o[TM][TD], m[TM], l[TM];  // m: of scores, not yet times scale
-    UNROLLED(i, TM) {
-        m[i] = -INF, l[i] = 0;
-        UNROLLED(c, TD) o[i][c] = 0;
-    }
+    float o[TM][TD] = {}, m[TM], l[TM] = {};  // m: of scores, not yet times scale
+    UNROLLED(i, TM) m[i] = -INF;
     const int warp_first = keys_seen(call, warp_row);                // all rows of the warp see the keys below
     const int warp_end = keys_seen(call, warp_row + WARP_ROWS - 1);  // none sees the keys from here on
 
@@ -176,9 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(
         const bool active = j0 < warp_end;
 
         // S <- Q K^T
-        float s[TM][TN];
-        UNROLLED(i, TM)
-            UNROLLED(n, TN) s[i][n] = 0;
+        float s[TM][TN] = {};
 #pragma unroll 1
         for (int slab = 0; slab < K_SLABS; slab++) {
             wait_groups<0>();

@@ -113,16 +113,12 @@ __device__ inline Tiles begin_tiles(const Call& call, const Block& block, unsign
 // ---- the softmax ----
 
 struct State {  // of a warp's rows; four neighbouring lanes share a row, and a lane has its share of l
-    Output O;
-    Pairs m, l;
+    Output O = {};
+    Pairs m, l = {};
     float scale;
 
     __device__ inline explicit State(float scale) : scale(scale) {
-        UNROLLED(i, M_TILES) {
-            UNROLLED(h, 2) m[i][h] = -INF, l[i][h] = 0.0f;
-            UNROLLED(n, WIDTH / 8)
-                UNROLLED(e, 4) O[i][n][e] = 0.0f;
-        }
+        UNROLLED(i, M_TILES) m[i][0] = m[i][1] = -INF;
     }
 };
 

@@ -270,13 +270,12 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
         const int all_see = keys_seen(call, i0);
         const int mine = i0 < call.Nq ? key_tiles(keys_seen(call, min(i0 + 64, call.Nq) - 1)) : 0;
 
-        float S[Bc / 2], O[width / 2];
+        float S[Bc / 2], O[width / 2] = {};
         unsigned P[Bc / 4];
         Softmax softmax;
         softmax.m[0] = softmax.m[1] = -INF;
         softmax.l[0] = softmax.l[1] = 0.0f;
         softmax.c = call.scale > 0.0f ? call.scale : 1.0f;
-        UNROLLED(i, width / 2) O[i] = 0.0f;
 
         auto special = [&](int j) {  // masks and scales that are not positive: few tiles need them
             if (!(call.scale > 0.0f)) {

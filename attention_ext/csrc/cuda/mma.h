@@ -24,9 +24,6 @@ __device__ inline void copy_async(unsigned to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
 }
-__device__ inline void copy_async(unsigned to, const void* from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
 // Ends a group: all copies that this thread has started since the last one.
 __device__ inline void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most OPEN of the thread's groups are under way. Other threads' copies need a barrier as well.

@@ -129,20 +129,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         q_shared[i][c] = i0 + i < Nq && c < d ? to_float(q[i * call.q_strides.row + c]) * call.scale : 0;
     }
     __syncthreads();
-    float o[BR][PER * VECTOR], m[BR], l[BR];
-    UNROLLED(i, BR) {
-        m[i] = -INF, l[i] = 0;
-        UNROLLED(c, PER * VECTOR) o[i][c] = 0;
-    }
+    float o[BR][PER * VECTOR] = {}, m[BR], l[BR] = {};
+    UNROLLED(i, BR) m[i] = -INF;
 
     for (int j0 = start + warp * STRIP; j0 < end; j0 += WARPS * STRIP) {
         // S <- q K^T
-        float s[BR][LOADS];
+        float s[BR][LOADS] = {};
         UNROLLED(u, LOADS) {
             float x[PER * VECTOR];
             widen(x, K[u]);
             UNROLLED(i, BR) {
-                s[i][u] = 0;
 #pragma unroll
                 for (int c = 0; c < PER * VECTOR; c += 4) {
                     const int at = (c / VECTOR * LANES + place) * VECTOR + c % VECTOR;
