@@ -32,7 +32,7 @@ MICROARCHITECTURES = (
 @functools.cache
 def name() -> str:
     """The processor's name, for people and as a key of saved results."""
-    values = dict(_fields())
+    values = _fields()
     if "model name" in values:
         return "{model name}, family {cpu family}, model {model}".format_map(values)
     if "CPU part" in values:  # ARM
@@ -61,7 +61,9 @@ def capabilities() -> str:
     """The processor's features that decide what -march=native means, or on ARM -mcpu=native."""
     x86 = ("vendor_id", "cpu family", "model", "stepping", "flags")
     kept = (*x86, "Features", "CPU implementer", "CPU variant", "CPU part")
-    return "\n".join(f"{field}: {value}" for field, value in _fields() if field in kept) or _fallback()
+    return (
+        "\n".join(f"{field}: {value}" for field, value in _fields().items() if field in kept) or _fallback()
+    )
 
 
 def cores() -> int:
@@ -96,7 +98,8 @@ def caches() -> tuple[Cache, ...]:
             if (index / "type").read_text().strip() == "Instruction":
                 continue
             level = int((index / "level").read_text())
-            size = _bytes((index / "size").read_text().strip())
+            text = (index / "size").read_text().strip()  # such as 1024K
+            size = int(text.rstrip("KM")) << {"K": 10, "M": 20}.get(text[-1:], 0)
             ways = int((index / "ways_of_associativity").read_text())
             line = int((index / "coherency_line_size").read_text())
         except (OSError, ValueError):
@@ -115,12 +118,6 @@ def _caches_of_macos() -> tuple[Cache, ...]:
         if int(size or 0) > 0 and int(line or 0) > 0:
             found.append(replace(assumed, size=int(size), line=int(line)))
     return tuple(found)
-
-
-def _bytes(text: str) -> int:
-    """'1024K' as bytes."""
-    unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
-    return int(text.rstrip("KM")) * unit
 
 
 @functools.cache
@@ -144,18 +141,18 @@ def let_waiting_threads_sleep() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def _fields() -> list[tuple[str, str]]:
+def _fields() -> dict[str, str]:
     """The fields of the first core in Linux's /proc/cpuinfo; none on other systems."""
     try:
         lines = CPUINFO.read_text().split("\n\n")[0].splitlines()
     except OSError:
-        return []
-    return [(field.strip(), value.strip()) for field, _, value in (line.partition(":") for line in lines)]
+        return {}
+    return {field.strip(): value.strip() for field, _, value in (line.partition(":") for line in lines)}
 
 
 def _vendor_family_model() -> tuple[str, str, str] | None:
     """An x86 processor's vendor, family and model; None for others."""
-    values = dict(_fields())
+    values = _fields()
     if not {"vendor_id", "cpu family", "model"} <= values.keys():
         return None
     return VENDORS.get(values["vendor_id"], values["vendor_id"]), values["cpu family"], values["model"]

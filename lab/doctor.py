@@ -191,10 +191,6 @@ def _dotted(release: tuple[int, ...]) -> str:
     return ".".join(map(str, release))
 
 
-def _instructions() -> str:
-    return f"{_torch()[1]} (as PyTorch sees it), {platform.machine()}"
-
-
 def _threads() -> str:
     from attention_ext import processor
 
@@ -353,7 +349,7 @@ CHECKS = (
     Check("Python", _python),
     Check("packages", _packages),
     Check("torch", _torch_version),
-    Check("instructions", _instructions, ("torch",)),
+    Check("instructions", lambda: f"{_torch()[1]} (as PyTorch sees it), {platform.machine()}", ("torch",)),
     Check("threads", _threads, ("torch",)),
     Check("compiler", _compiler, ("torch",)),
     Check("Python header", _python_header, ("torch",)),

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+
 from lab import machine
 
 CONFIDENCE = 0.95  # least confidence of a median's interval
@@ -94,10 +96,8 @@ def spread(count: int, parts: int) -> list[int]:
 
 def quartiles(seconds: Sequence[float]) -> tuple[float, float]:
     """The first and the third quartile of at least one number."""
-    if len(seconds) == 1:
-        return seconds[0], seconds[0]
-    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return low, high
+    low, high = np.percentile(seconds, (25, 75))
+    return float(low), float(high)
 
 
 def interval(seconds: Sequence[float]) -> tuple[float, float]:

@@ -15,7 +15,6 @@ from lab.bench.results import FIRM_MARGIN, Result, Run, as_json
 from lab.text import counted, markdown, size_text
 from lab.timing import interval, quartiles
 
-FORMATS = ("md", "csv", "json", "jsonl")
 MOST_NAMED = 3  # cells that infirm() names
 # The baselines of "over ..." columns; the fastest one counts.
 BASELINES: dict[str, tuple[str, ...]] = {"part0": ("part0",), "sdpa": ("sdpa", *SDPA_BACKENDS)}
@@ -105,7 +104,7 @@ def case(cell: Cell) -> str:
 
 
 def text(run: Run, form: str) -> str:
-    """The run in one of FORMATS, without a final line end."""
+    """The run as md, csv, json or jsonl, without a final line end."""
     rows = [row(run, result) for result in run.results]
     if form == "json":
         return json.dumps(as_json(run) | {"rows": rows}, indent=1)
