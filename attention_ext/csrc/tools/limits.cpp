@@ -17,30 +17,34 @@ constexpr int W = 8, CHAINS = 4;
 constexpr int W = 4, CHAINS = 4;
 #endif
 
-// Floating-point operations per second of one thread, the best of several runs within `seconds`.
-double fma_peak(double seconds) {
-    typedef float Vec __attribute__((vector_size(W * sizeof(float))));
-    using Clock = std::chrono::steady_clock;
-    constexpr int64_t STEPS = 20000;
+typedef float Vec __attribute__((vector_size(W * sizeof(float))));
+
+double multiply_adds(int64_t steps) {
     // volatile: the compiler must not see that 1 * 0.999 + 0.001 is 1, or it drops that chain.
     volatile float given[2] = {0.999f, 0.001f};
     Vec acc[CHAINS][3], factor = Vec{} + given[0], term = Vec{} + given[1];
     for (int i = 0; i < CHAINS; i++)  // all different, so that none is dropped
         for (int v = 0; v < 3; v++) acc[i][v] = Vec{} + static_cast<float>(3 * i + v);
-    const auto begin = Clock::now();
-    double best = 0;
-    while (std::chrono::duration<double>(Clock::now() - begin).count() < seconds) {
-        const auto start = Clock::now();
-        for (int64_t step = 0; step < STEPS; step++)
-            for (int i = 0; i < CHAINS; i++)
-                for (int v = 0; v < 3; v++) acc[i][v] = acc[i][v] * factor + term;
-        const double elapsed = std::chrono::duration<double>(Clock::now() - start).count();
-        best = std::max(best, 2.0 * W * CHAINS * 3 * STEPS / elapsed);
-    }
+    for (int64_t step = 0; step < steps; step++)
+        for (int i = 0; i < CHAINS; i++)
+            for (int v = 0; v < 3; v++) acc[i][v] = acc[i][v] * factor + term;
     Vec total{};
     for (int i = 0; i < CHAINS; i++) total += acc[i][0] + acc[i][1] + acc[i][2];
     volatile float kept = total[0];  // the results are used, so the work is done
     (void)kept;
+    return 2.0 * W * CHAINS * 3 * static_cast<double>(steps);
+}
+
+// Floating-point operations per second of one thread, the best of several runs within `seconds`.
+double fma_peak(double seconds) {
+    using Clock = std::chrono::steady_clock;
+    const auto begin = Clock::now();
+    double best = 0;
+    while (std::chrono::duration<double>(Clock::now() - begin).count() < seconds) {
+        const auto start = Clock::now();
+        const double work = multiply_adds(20000);
+        best = std::max(best, work / std::chrono::duration<double>(Clock::now() - start).count());
+    }
     return best;
 }
 
@@ -89,7 +93,6 @@ double fma_latency(double seconds) {
 // Bytes per second that one thread reads from a buffer of `bytes`, the best of several passes within `seconds`:
 // the bandwidth of the cache level, or memory, that holds it.
 double read_bandwidth(int64_t bytes, double seconds) {
-    typedef float Vec __attribute__((vector_size(W * sizeof(float))));
     using Clock = std::chrono::steady_clock;
     const int64_t blocks = std::max<int64_t>(1, bytes / static_cast<int64_t>(sizeof(Vec)) / CHAINS);
     std::vector<Vec> buffer(blocks * CHAINS, Vec{} + 1.0f);

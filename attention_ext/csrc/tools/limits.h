@@ -3,6 +3,9 @@
 
 #include <cstdint>
 
+// The work that fma_peak() times: independent sums in registers. Returns the floating-point operations.
+double multiply_adds(int64_t steps);
+
 // The FMA peak of one thread, in floating-point operations per second.
 double fma_peak(double seconds);
 
