@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,23 @@ class Refused(Exception):
 
 
 class Node:
-    """The modules of web/js in a process of node. node(method, **argument) calls; session.mjs lists what."""
+    """The page's modules in a process of node. node(method, **argument) calls; session.mjs lists what."""
 
     def __init__(self, program: str) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        modules = Path(self.folder.name, "js")
+        build.write_scripts(modules)
         self.process = subprocess.Popen(
-            [program, RELAXED, WEB_TESTS / "session.mjs", (ROOT / "web" / "js").as_uri()],
+            [program, RELAXED, WEB_TESTS / "session.mjs", modules.as_uri()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.folder.cleanup()
 
     def __call__(self, method: str, **argument: Any) -> Any:
         assert self.process.stdin and self.process.stdout

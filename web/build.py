@@ -5,18 +5,18 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
-import os
 import shutil
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from attention_ext.build import cache, toolchain
-from attention_ext.build.recipes import CSRC, KERNELS, ROOT, found
-from attention_ext.parts import PARTS, BuildError
+from attention_ext import tiles
+from attention_ext.build import cache
+from attention_ext.build.recipes import CSRC, KERNELS, ROOT, Recipe, found
+from attention_ext.parts import PARTS, BuildError, Precision
+from generation.sampling import NUMBERS
 from model.checkpoint import SHIPPED, SUMS, shipped
-from web import bundle
+from web import bundle, traffic
 
 WEB = Path(__file__).resolve().parent
 # Each build of the kernels: its flags. 'relaxed' has fused multiply-adds, which not every browser has.
@@ -25,11 +25,13 @@ FLAGS = (  # -flto: 2 to 6 % of the speed
     *("-target", "wasm32-wasi", "-mexec-model=reactor", "-std=c++17", "-O3", "-flto"),
     *("-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-Wl,--strip-all"),
 )
-MODEL = ("model", "generation")  # each has a folder csrc
+FOLDERS = tuple(ROOT / package / "csrc" for package in ("model", "generation", "web"))
 # The page does not train, its threads would wait for each other, and it has no Python.
 LEFT_OUT = ("part4_backward.cpp", "module.cpp")
 STATIC = ("index.html", "style.css", "sw.js")
-EMBEDDED = ("shakes256", "shakes1024")  # in the one file; the race needs the long window
+MODEL = "shakes256"  # the page begins with it, and with the first of the precisions
+PRECISIONS = {"bf16": "bf16, smaller", "fp32": "fp32, exact"}  # how the page names them
+EMBEDDED = (MODEL, "shakes1024")  # in the one file; the race needs the long window
 WEIGHTS = ".planes.gz"  # how the names of weights end
 STAMP = "shakespeare-page.json"  # in the page's folder: see stamp()
 MAKER = "gpt.py web --build"  # in the stamp
@@ -48,13 +50,13 @@ def make(folder: Path) -> bool:
     Raises BuildError if the kernels cannot be compiled, ValueError if the folder holds other files.
     """
     folder, hashed = cache.real(folder), fingerprint()
-    if is_current(folder, hashed):
+    if is_whole(folder, hashed):
         return False
     check_replaceable(folder)
     kernels = {f"kernels-{name}.wasm.gz": compiled(name) for name in BUILDS}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with cache.locked(cache.real(cache.directory()) / "attention_ext_page.lock"):
-        if is_current(folder, hashed):  # another process made it while this one waited
+        if is_whole(folder, hashed):  # another process made it while this one waited
             return False
         unfinished = f".{folder.name}-{STAMP}-"
         for left in folder.parent.glob(f"{unfinished}*"):  # of a build that was killed
@@ -71,35 +73,57 @@ def make(folder: Path) -> bool:
 
 def write_page(folder: Path, kernels: dict[str, Path], hashed: str) -> None:
     """Write all files of the page into a new folder, and the stamp that names them."""
-    (folder / "js").mkdir(parents=True)
+    write_scripts(folder / "js")
     for name, path in kernels.items():
         (folder / name).write_bytes(packed(path.read_bytes()))
-    for path in sorted((WEB / "js").glob("*.js")):
-        shutil.copyfile(path, folder / "js" / path.name)
     for name in STATIC:
         shutil.copyfile(WEB / name, folder / name)
     write_text(folder / "sources.json", json.dumps(sources()))
     write_models(folder / "models")
     write_text(folder / "index.html", hinted((WEB / "index.html").read_text(encoding="utf-8"), folder))
-    own = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
-    weights = [name for name in own if name.startswith("models/") and name.endswith(WEIGHTS)]
-    kept = [name for name in own if name != "sw.js" and name not in weights]
+    weights = [name for name in files(folder) if name.endswith(WEIGHTS)]
+    kept = [name for name in files(folder) if name not in ("sw.js", *weights)]
     worker = (folder / "sw.js").read_text(encoding="utf-8").replace("VERSION", hashed)
-    for word, names in (("FILES", kept), ("WEIGHTS", weights)):
-        worker = worker.replace(f'"{word}"', json.dumps(names))
+    worker = worker.replace('"FILES"', json.dumps(kept)).replace('"WEIGHTS"', json.dumps(weights))
     write_text(folder / "sw.js", worker)
     write_text(folder / "shakespeare.html", bundle.one_file(folder, WEB, EMBEDDED))
     write_stamp(folder, hashed)
 
 
+def write_scripts(folder: Path) -> None:
+    """Write the modules into a new folder, with facts.js and traffic.js."""
+    shutil.copytree(WEB / "js", folder)
+    write_text(folder / "facts.js", facts())
+    write_text(folder / "traffic.js", traffic.javascript())
+
+
+def facts() -> str:
+    """A module with what Python's tables say."""
+    settings = [
+        {"name": name, "default": known.default, "whole": known.whole, "slider": known.slider}
+        for name, known in NUMBERS.items()
+        if known.slider
+    ]
+    tables = {
+        "MODEL": MODEL,
+        "WEIGHTS": PRECISIONS,
+        "PRECISIONS": list(Precision),
+        "TILE": tiles.DEFAULT,
+        "SETTINGS": settings,
+    }
+    return "".join(f"export const {name} = {json.dumps(table)};\n" for name, table in tables.items())
+
+
 def write_stamp(folder: Path, hashed: str) -> None:
     """Write the stamp of a page whose other files are all there."""
-    sizes = {
-        path.relative_to(folder).as_posix(): path.stat().st_size
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-    write_text(folder / STAMP, json.dumps({"made by": MAKER, "hash": hashed, "bytes": sizes}, indent=1))
+    about = {"made by": MAKER, "hash": hashed, "bytes": files(folder)}
+    write_text(folder / STAMP, json.dumps(about, indent=1))
+
+
+def files(folder: Path) -> dict[str, int]:
+    """The bytes of each file of a folder, by its path inside."""
+    found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
 
 
 def write_text(path: Path, text: str) -> None:
@@ -115,18 +139,12 @@ def stamp(folder: Path) -> dict | None:
     return found if isinstance(found, dict) and found.get("made by") == MAKER else None
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether a folder holds a page with all its files."""
+def is_whole(folder: Path, hashed: str | None = None) -> bool:
+    """Whether a folder holds a page with all its files; of the sources with this hash, if one is given."""
     found = stamp(folder)
-    return found is not None and all(
-        (folder / name).is_file() and (folder / name).stat().st_size == size
-        for name, size in found["bytes"].items()
-    )
-
-
-def is_current(folder: Path, hashed: str) -> bool:
-    """Whether a folder holds a whole page of these sources and checkpoints."""
-    return (stamp(folder) or {}).get("hash") == hashed and is_whole(folder)
+    if found is None or hashed not in (None, found["hash"]):
+        return False
+    return found["bytes"].items() <= files(folder).items()
 
 
 def check_replaceable(folder: Path) -> None:
@@ -149,57 +167,33 @@ def check_replaceable(folder: Path) -> None:
 
 def fingerprint() -> str:
     """A hash of the sources and the checkpoints."""
-    files = [path for path in sorted(WEB.rglob("*")) if path.is_file()]
-    own = [
-        path.read_bytes() for path in files if path.suffix in (".py", ".js", ".css", ".html", ".cpp", ".h")
-    ]
+    own = [(WEB / name).read_bytes() for name in files(WEB) if not name.endswith(".pyc")]
     sums = [(shipped(name) / SUMS).read_bytes() for name in SHIPPED]
-    return cache.fingerprint([*FLAGS, *own, *sums], *folders())
-
-
-def folders() -> list[Path]:
-    """Those of the sources that the page shares."""
-    return [CSRC, *(ROOT / package / "csrc" for package in MODEL)]
+    return cache.fingerprint([*FLAGS, facts(), traffic.javascript(), *own, *sums], CSRC, *FOLDERS)
 
 
 def compiled(build: str) -> Path:
     """The path of a build's WebAssembly, compiled if need be. Raises BuildError if that fails."""
     if not importlib.util.find_spec("ziglang"):
         raise BuildError(NO_ZIG)
-    compiler = [sys.executable, "-m", "ziglang", "c++"]
-    flags = [*FLAGS, *BUILDS[build]]
-    own = sorted([*WEB.glob("*.cpp"), *WEB.glob("*.h")])
-    facts: list[str | bytes] = [*flags, toolchain.version(*compiler), *(path.read_bytes() for path in own)]
-    named = cache.fingerprint(facts, *folders())
-    made = cache.real(cache.directory()) / f"attention_ext_web_{build}_{named}" / "kernels.wasm"
-    patterns = (*(f"{package}/csrc/*.cpp" for package in MODEL), "web/*.cpp")
-    units = [*found(CSRC, *KERNELS), *found(ROOT, *patterns)]
-    units = [path for path in units if path.name not in LEFT_OUT]
-
-    def write(work: Path) -> Path:
-        def compile(unit: Path) -> str:
-            made = str(work / f"{units.index(unit)}.o")
-            toolchain.run(compiler, [*flags, f"-I{CSRC}", f"-I{ROOT}", "-c", str(unit), "-o", made], work)
-            return made
-
-        # In parallel, before the link: for its first link zig compiles its C++ library, which takes a minute.
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(compile, units))
-        file = work / made.name
-        toolchain.run(compiler, [*flags, *objects, "-o", str(file)], work)
-        return file
-
-    cache.make(made, f"the kernels to WebAssembly ({build})", write)
-    return made
+    flags = (*FLAGS, *BUILDS[build])
+    own = (path for folder in FOLDERS for path in found(folder, "*.cpp"))
+    sources = (*found(CSRC, *KERNELS, "tools/limits.cpp"), *own)
+    return Recipe(
+        name=f"attention_ext_web_{build}",
+        file="kernels.wasm",
+        what=f"the kernels to WebAssembly ({build})",
+        compiler=(sys.executable, "-m", "ziglang", "c++"),
+        flags=flags,
+        sources=tuple(path for path in sources if path.name not in LEFT_OUT),
+        folders=(CSRC, *FOLDERS),
+        link=flags,
+    ).make()
 
 
 def sources() -> dict[str, dict[str, str]]:
     """The C++ of each part that is a kernel, for the page to show."""
-    paths = {
-        name: next((CSRC / "cpu").glob(f"{part.operator}.cpp"))
-        for name, part in PARTS.items()
-        if part.operator
-    }
+    paths = {name: CSRC / "cpu" / f"{part.operator}.cpp" for name, part in PARTS.items() if part.operator}
     return {
         name: {"name": path.name, "text": path.read_text(encoding="utf-8")} for name, path in paths.items()
     }
@@ -216,12 +210,12 @@ def write_models(folder: Path) -> None:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         characters = json.loads((directory / "meta.json").read_text(encoding="utf-8"))["characters"]
         exact = (directory / "model.safetensors").read_bytes()
-        files = {}
+        offered = {}
         for precision, content in (("bf16", save(rounded(load(exact)))), ("fp32", exact)):
             path = folder / f"{name}-{precision}{WEIGHTS}"
             path.write_bytes(packed(planes(content)))
-            files[precision] = {"path": f"models/{path.name}", "bytes": path.stat().st_size}
-        index[name] = {"config": config, "characters": characters, "files": files}
+            offered[precision] = {"path": f"models/{path.name}", "bytes": path.stat().st_size}
+        index[name] = {"config": config, "characters": characters, "files": offered}
     write_text(folder / "models.json", json.dumps(index))
 
 
@@ -239,7 +233,7 @@ def planes(content: bytes) -> bytes:
     """Bytes in another order: the first of each four, the second, the third, the fourth, and what is left.
 
     The exponents of bfloat16 and float32 come together so, and gzip makes less of them: bf16 weights become a
-    ninth smaller. js/planes.js restores the order.
+    ninth smaller. js/models.js restores the order.
     """
     whole = len(content) // 4 * 4
     return b"".join([*(content[first:whole:4] for first in range(4)), content[whole:]])
@@ -257,6 +251,7 @@ def hinted(html: str, folder: Path) -> str:
     """
     weights = sorted(path.relative_to(folder).as_posix() for path in (folder / "models").glob(f"*{WEIGHTS}"))
     early = (WEB / "early.js").read_text(encoding="utf-8").replace('"WEIGHTS"', json.dumps(weights))
+    early = early.replace("MODEL", MODEL).replace("PRECISION", next(iter(PRECISIONS)))
     links = ['<link rel="preload" as="fetch" crossorigin href="models/models.json">']
     for path in sorted((folder / "js").glob("*.js")):
         if path.name not in ("worker.js", "session.js"):  # the worker's

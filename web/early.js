@@ -2,7 +2,7 @@
 // before the modules arrive.
 {
   const asked = new URLSearchParams(location.hash.replace(/^[^?]*/, "")),
-    wanted = `${asked.get("model") ?? "shakes256"}-${asked.get("weights") ?? "bf16"}`,
+    wanted = `${asked.get("model") ?? "MODEL"}-${asked.get("weights") ?? "PRECISION"}`,
     path = "WEIGHTS".find((name) => name === `models/${wanted}.planes.gz`),
     link = { rel: "preload", as: "fetch", crossOrigin: "anonymous", href: path };
   if (path) document.head.append(Object.assign(document.createElement("link"), link));

@@ -9,28 +9,24 @@ const OWN = `shakespeare-attention ${registration.scope} `, // all pages of an o
 // Revalidates with the server: the browser's own cache may have files of another version.
 const fresh = (url) => new Request(url, { cache: "no-cache" });
 
-self.addEventListener("install", (event) => {
-  event.waitUntil(
-    caches
-      .open(CACHE)
-      .then((cache) => cache.addAll(files.map(fresh)))
-      .then(() => self.skipWaiting()),
-  );
+const on = (type, work) => self.addEventListener(type, (event) => event.waitUntil(work(event)));
+
+on("install", async () => {
+  await (await caches.open(CACHE)).addAll(files.map(fresh));
+  await self.skipWaiting();
 });
 
-self.addEventListener("activate", (event) => {
-  const old = caches
-    .keys()
-    .then((names) => names.filter((name) => name.startsWith(OWN) && name !== CACHE))
-    .then((names) => Promise.all(names.map((name) => caches.delete(name))));
-  event.waitUntil(old.then(() => self.clients.claim()));
+on("activate", async () => {
+  const old = (await caches.keys()).filter((name) => name.startsWith(OWN) && name !== CACHE);
+  await Promise.all(old.map((name) => caches.delete(name)));
+  await self.clients.claim();
 });
 
 // The paths of weights that the page has loaded, perhaps before this worker started.
-self.addEventListener("message", (event) => {
-  const wanted = event.data.map(absolute).filter((url) => weights.includes(url));
-  const keep = async (cache, url) => (await cache.match(url)) ?? cache.add(fresh(url));
-  event.waitUntil(caches.open(CACHE).then((cache) => Promise.all(wanted.map((url) => keep(cache, url)))));
+on("message", async ({ data }) => {
+  const cache = await caches.open(CACHE),
+    wanted = data.map(absolute).filter((url) => weights.includes(url));
+  await Promise.all(wanted.map(async (url) => (await cache.match(url)) ?? cache.add(fresh(url))));
 });
 
 self.addEventListener("fetch", (event) => {

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from app.cli import options
 from app.cli.terminal import notice
-from app.server import Settings
 from attention_ext import PARTS, BuildError, processor
+
+if TYPE_CHECKING:
+    from app.server import Settings
 
 PACKAGES = {"starlette", "uvicorn", "httptools", "uvloop", "pydantic", "prometheus_client"}
 
@@ -20,20 +23,14 @@ serve_options = options.all_of(
         "--model",
         "models",
         "Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt; may be repeated.",
-        default=Settings.models,
+        default=["shakes256"],
         multiple=True,
     ),
-    options.choice("--part", "Attention of requests that name no part.", of=PARTS, default=Settings.part),
-    options.option("--host", "Address to listen at.", default=Settings.host),
-    options.whole(
-        "--port", "Port to listen at; 0 takes a free one.", least=0, most=65535, default=Settings.port
-    ),
-    options.size(
-        "--slots", "Texts written at once for each model and part.", most=4096, default=Settings.slots
-    ),
-    options.size(
-        "--queue", "Texts that may wait for each model and part.", most=10**6, default=Settings.queue
-    ),
+    options.choice("--part", "Attention of requests that name no part.", of=PARTS, default="part4"),
+    options.option("--host", "Address to listen at.", default="127.0.0.1"),
+    options.whole("--port", "Port to listen at; 0 takes a free one.", least=0, most=65535, default=8000),
+    options.size("--slots", "Texts written at once for each model and part.", most=4096, default=32),
+    options.size("--queue", "Texts that may wait for each model and part.", most=10**6, default=256),
     options.threads,
     options.weights,
     options.kv_cache,
@@ -60,7 +57,7 @@ serve_options = options.all_of(
         "--grace",
         "Seconds that running requests have to finish after SIGTERM or Ctrl-C.",
         most=86_400,
-        default=Settings.grace,
+        default=10.0,
     ),
 )
 
@@ -91,6 +88,7 @@ def serve(
         if (error.name or "").partition(".")[0] not in PACKAGES:
             raise
         raise BuildError(f"serve needs {error.name}: pip install -e '.[serve]'") from None
+    from app.server import Settings
 
     keys = (*api_keys, *(keys_of(api_key_file) if api_key_file else ()))
     if not all(key and key.isascii() and key.isprintable() and key == key.strip() for key in keys):

@@ -84,7 +84,7 @@ class Application:
             message = messages.get(error.status_code, error.detail)
             await self._refuse(ApiError(error.status_code, message, headers=dict(error.headers or {})), send)
         except Exception:
-            with suppress(Exception):  # raised if the response has begun
+            with suppress(RuntimeError):  # raised if the response has begun
                 await self._refuse(ApiError(500, "The server failed; its log says why."), send)
             raise
 

@@ -29,8 +29,8 @@ Score = tuple[int, int, TokenLogprob | None]
 class Choice(Completion):
     """A growing text of a call. Until it has ended, only the scheduler's thread uses it.
 
-    prompt: the prompt's text, if it is echoed or scored. joined: the Writer's text, once it is in the batch.
-    sent_at: the time of the last event; 0 before the first token. `pieces` are those that are not sent.
+    prompt: the prompt's text, if it is echoed or scored. joined: the Writer's text, once it is in a batch.
+    sent_at: the time of the last event; 0 before the first token.
     """
 
     def __init__(self, call: Call, number: int, request: Request, prompt: str) -> None:
@@ -38,38 +38,32 @@ class Choice(Completion):
         self.call = call
         self.joined: Text | None = None
         self.sent_at = 0.0
+        self.sum_logprobs = 0.0
         if call.body.echo:
             self.pieces.append(prompt)
-        self._sent = self._read = 0 if call.body.echo else len(prompt)  # characters of texts, and of tokens
-        self._scored = 0  # new tokens
         self._scores: list[Score] = []  # of tokens that are not sent
+        self._scored = self._sent = 0 if call.body.echo else len(prompt)  # characters so far
         self._scores_decoder = call.tokenizer.decoder()
 
     @property
     def ended(self) -> bool:
-        """Whether the text is complete, and its prompt's log-probabilities are known if they are sent."""
-        return super().ended and not (self.joined and self.joined.lacks_prompt_logprobs)
+        """Whether the text is complete."""
+        lacks = self.joined is not None and self.joined.lacks_prompt_logprobs
+        return super().ended and not lacks
 
-    @property
-    def mean_logprob(self) -> float:
-        """The mean log-probability of the new tokens, before they are taken."""
-        assert self.joined
-        known = self.joined.logprobs[: self.new_tokens]
-        return sum(each.logprob for each in known) / max(len(known), 1)
+    def add(self, tokens: Sequence[int]) -> None:
+        """Append tokens that the Writer has written, up to one that completes a stop string."""
+        before = self.new_tokens
+        super().add(tokens)
+        self._take_logprobs(self.new_tokens - before)
+
+    def end(self) -> None:
+        """Append what was held back, and set finish_reason."""
+        super().end()
+        self._take_logprobs(0)
 
     def take(self) -> tuple[str, list[Score]]:
         """The text that may be sent, and the scores of the tokens that begin in it."""
-        assert self.joined
-        if known := self.joined.prompt_logprobs:
-            for token in self.request.ids[: -len(known)]:  # only the last tokens of a long prompt were read
-                self._score(token, None)
-            for token, each in zip(self.joined.prompt, known):
-                self._score(token, each)
-            self.joined.prompt_logprobs = []
-        for new in self.joined.logprobs[: self.new_tokens - self._scored]:
-            self._score(new.token, new)
-        self.joined.logprobs.clear()
-        self._scored = self.new_tokens
         text = self.text
         self.pieces.clear()
         self._sent += len(text)
@@ -78,9 +72,24 @@ class Choice(Completion):
         scores, self._scores = self._scores[:count], self._scores[count:]
         return text, scores
 
+    def _take_logprobs(self, count: int) -> None:
+        """Take the log-probabilities of the prompt and of `count` new tokens from the Writer's text."""
+        if self.joined is None or self.request.logprobs is None:
+            return
+        if known := self.joined.prompt_logprobs:
+            for token in self.request.ids[: -len(known)]:  # only the last tokens of a long prompt were read
+                self._score(token, None)
+            for token, each in zip(self.joined.prompt, known):
+                self._score(token, each)
+            self.joined.prompt_logprobs = []
+        for new in self.joined.logprobs[:count]:
+            self.sum_logprobs += new.logprob
+            self._score(new.token, new)
+        self.joined.logprobs.clear()
+
     def _score(self, token: int, known: TokenLogprob | None) -> None:
-        self._scores.append((token, self._read, known))
-        self._read += len(self._scores_decoder.feed(token))
+        self._scores.append((token, self._scored, known))
+        self._scored += len(self._scores_decoder.feed(token))
 
 
 class Call:
@@ -202,7 +211,7 @@ class Call:
         for at in range(0, len(self.choices), each):
             ranked = self.choices[at : at + each]
             if self.body.ranked:
-                ranked.sort(key=lambda choice: -choice.mean_logprob)
+                ranked.sort(key=lambda choice: -choice.sum_logprobs / max(choice.new_tokens, 1))
             chosen += ranked[: self.body.n]
         shown = {"choices": [self._choice(*each) for each in enumerate(chosen)], "usage": self._usage}
         return dumps(self._common | shown | self._play).encode()

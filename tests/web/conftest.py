@@ -32,8 +32,7 @@ def node(node_program: str) -> Iterator[Node]:
     """The modules, without kernels."""
     made = Node(node_program)
     yield made
-    made.process.kill()
-    made.process.communicate()
+    made.close()
 
 
 @pytest.fixture(scope="session")

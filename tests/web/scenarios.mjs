@@ -100,6 +100,7 @@ const open = async (query, count) => {
   await page.goto(`${home}#write?pace=0&${new URLSearchParams(query)}`);
   if (count) await written(count);
 };
+const barsAreShown = () => until("the bars", () => document.getElementById("bars").ariaBusy === "false");
 const problem = () =>
   until("a problem", () => !document.getElementById("problem").hidden).then(() => textOf("problem"));
 
@@ -139,6 +140,7 @@ const scenarios = {
     await open(query, query.length);
     const plain = await textOf("text-new");
     await set("position", at);
+    await barsAreShown();
     const bars = page.locator("#bars button");
     const chosen = await bars.evaluateAll((all) => all.findIndex((bar) => bar.ariaCurrent !== "true"));
     await bars.nth(chosen).click();
@@ -219,12 +221,12 @@ const scenarios = {
     };
   },
 
-  // Every part's steps, to the end; where the canvas is drawn.
+  // Every part's frames, to the end; where the canvas is drawn.
   async tiles() {
     await open({ length: 60 }, 60);
     await show("tiles");
     const made = {};
-    await until("the steps", () => document.getElementById("tiles-at").max > 0);
+    await until("the frames", () => document.getElementById("tiles-at").max > 0);
     for (const part of await page.$$eval("#tiles-part option", (all) => all.map(({ value }) => value))) {
       await page.selectOption("#tiles-part", part);
       await until(part, (name) => document.getElementById("source-title").textContent.includes(name), part);
@@ -235,7 +237,7 @@ const scenarios = {
           at.value = Math.round(s * at.max);
           at.dispatchEvent(new Event("input"));
         }, share);
-        titles.push(await textOf("step-title"));
+        titles.push(await textOf("frame-title"));
       }
       made[part] = await page.evaluate(
         (t) => ({
@@ -256,7 +258,7 @@ const scenarios = {
       await set("tiles-at", 0);
       const start = Date.now();
       await page.click("#tiles-play");
-      await until("two steps", () => document.getElementById("tiles-at").value > 1);
+      await until("two frames", () => document.getElementById("tiles-at").value > 1);
       seconds.push((Date.now() - start) / 1000);
       await page.click("#tiles-play");
     }
@@ -279,7 +281,7 @@ const scenarios = {
     await written(query.length);
     const text = await textOf("text-new");
     await show("tiles");
-    await until("the steps", () => document.getElementById("tiles-at").max > 0);
+    await until("the frames", () => document.getElementById("tiles-at").max > 0);
     return text;
   },
 
@@ -360,6 +362,7 @@ const scenarios = {
     await tabTo("position");
     for (let i = 0; i < 3; i++) await page.keyboard.press("ArrowLeft");
     const position = await textOf("position-out");
+    await barsAreShown();
     await page.keyboard.press("Tab");
     if (await page.evaluate(() => document.activeElement.getAttribute("aria-current") === "true"))
       await page.keyboard.press("Tab");

@@ -4,9 +4,9 @@ import { createInterface } from "node:readline";
 
 const modules = process.argv[2];
 const load = (name) => import(`${modules}/${name}.js`);
-const [{ Session }, { readCheckpoint, encode }, sampling, tiling, formulas, caches, costs, state, writer, { commandFor }] =
+const [{ Session }, { readCheckpoint, encode }, tiling, formulas, caches, traffic, state, writer, { commandFor }] =
   await Promise.all(
-    ["session", "checkpoint", "sampling", "tiling", "formulas", "caches", "costs", "state", "writer", "command"].map(load),
+    ["session", "checkpoint", "tiling", "formulas", "caches", "traffic", "state", "writer", "command"].map(load),
   );
 const { build } = await load("kernels");
 const session = new Session();
@@ -22,6 +22,11 @@ const files = ({ directory, weights }) => ({
 });
 
 const range = (from, to) => Array.from({ length: Math.max(0, to - from) }, (_, n) => from + n);
+const walk = ({ part, sizes, l1, l2 }) => {
+  const frames = tiling.frames(part, sizes),
+    { after } = caches.simulate(frames, tiling.matrices(part, sizes), l1, l2);
+  return frames.map((frame, n) => ({ ...frame, ...after[n] }));
+};
 
 const calls = {
   async load(a) {
@@ -31,14 +36,14 @@ const calls = {
   // The text of a request, whose prompt is text.
   text({ prompt, length, stop = [], ...request }) {
     const { characters } = session.checkpoint;
-    const sampled = { temperature: 0.8, topK: 200, topP: 1, ...request.sampling };
+    const sampled = { temperature: 0.8, top_k: 200, ...request.sampling };
     session.begin({
       part: "part4",
       context: "slide",
       useCache: true,
       capacity: session.checkpoint.config.block_size,
       ...request,
-      seed: BigInt(request.seed ?? 1),
+      seed: request.seed ?? 1,
       sampling: sampled,
       ids: encode(prompt, characters),
     });
@@ -53,61 +58,49 @@ const calls = {
     }
     return text;
   },
-  observe: (a) => session.observe({ ids: encode(a.text, session.checkpoint.characters) }),
+  observe({ text, size }) {
+    const { maps, ...seen } = session.observe({ ids: encode(text, session.checkpoint.characters), size });
+    return { ...seen, maps: maps.map((map) => Array.from(map)) };
+  },
   weights: (a) => Array.from(session.weights(a)),
-  maps: (a) => session.maps(a).maps.map((map) => Array.from(map)),
-  telling: () => session.maps({ size: 1 }).telling,
   heads: (a) => {
     const { q, k, v } = session.heads(a);
     return [q, k, v].map((x) => Array.from(x));
   },
   build: () => build(),
   block: () => session.block(),
-  scratch: (a) => session.scratch(a),
-  attention: (a) => session.attention(a),
-  peak: () => session.peak({ ms: 20 }),
-  bandwidth: (a) => session.bandwidth({ ms: 20, ...a }),
-  distribution: ({ logits, ...settings }) => [sampling.before(logits), sampling.after(logits, settings)],
+  distribution: (a) => [formulas.softmax(a.logits), session.distribution(a)].map((p) => Array.from(p)),
   parts: () => session.kernels.parts,
   // 'fine', or why a checkpoint is refused.
   check(a) {
     readCheckpoint(files(a));
     return "fine";
   },
-  traffic: ({ part, problem, block, cache }) =>
-    costs.traffic(part, problem, block, cache).map(({ bytes }) => bytes),
-  flops: (problem) => costs.flops(problem),
-  anchors: ({ part, sizes }) => [...new Set(tiling.steps(part, sizes).map(({ anchor }) => anchor))],
-  walk({ part, sizes, l1, l2 }) {
-    const steps = tiling.steps(part, sizes),
-      { after } = caches.simulate(steps, tiling.matrices(part, sizes), l1, l2);
-    const covered = { scores: new Set(), written: new Set() };
-    for (const { scores, boxes } of steps) {
-      if (scores)
-        for (let i = scores[0]; i < scores[1]; i++)
-          for (let j = scores[2]; j < Math.min(scores[3], i + 1); j++) covered.scores.add(i * 1000 + j);
-      for (const { m, r, w } of boxes)
-        if (m === "O" && w) for (let i = r[0]; i < r[1]; i++) covered.written.add(i);
+  // of: a Case's arguments
+  traffic: ({ part, of, block, cache }) =>
+    traffic.streams(part, new traffic.Case(...of), block).map((stream) => stream.traffic(cache)),
+  flops: ({ of }) => new traffic.Case(...of).flops,
+  anchors: ({ part, sizes }) => [...new Set(tiling.frames(part, sizes).map(({ anchor }) => anchor))],
+  walk(a) {
+    const frames = walk(a),
+      scores = new Set(),
+      written = new Set();
+    for (const { makes, area, boxes } of frames) {
+      const [i0, i1, j0, j1] = makes ? area : [0, 0, 0, 0];
+      for (const i of range(i0, i1)) for (const j of range(j0, Math.min(j1, i + 1))) scores.add(i * 1000 + j);
+      if (boxes.O) for (const i of range(...boxes.O.r)) written.add(i);
     }
-    return {
-      steps: steps.length,
-      scores: covered.scores.size,
-      rows: covered.written.size,
-      bytes: after.map((a) => a.bytes),
-    };
+    return { scores: scores.size, rows: written.size, bytes: frames.map(({ bytes }) => bytes) };
   },
-  // For each step: the matrices that its loops touch, those that have boxes, and how many scores S has elsewhere.
-  boxes({ part, sizes }) {
-    return tiling.steps(part, sizes).map(({ title, touch, boxes, scores }) => {
-      const all = [...touch()],
-        [i0, i1, j0, j1] = scores ?? [0, 0, 0, 0],
-        made = new Set(all.flatMap(({ m, i, c0, c1 }) => (m === "S" ? range(c0, c1).map((c) => `${i} ${c}`) : [])));
-      let lost = 0;
-      for (const i of range(i0, i1))
-        for (const j of range(j0, Math.min(j1, i + 1)))
-          if (!made.has(tiling.scoreAt(part, sizes, i, j).join(" "))) lost++;
-      const names = (list) => [...new Set(list.map(({ m }) => m))].sort();
-      return { title, touched: names(all), drawn: names(boxes), lost };
+  // For each frame how many of the scores that it makes S has elsewhere.
+  lost({ part, sizes }) {
+    return tiling.frames(part, sizes).map(({ title, touch, makes, area }) => {
+      const ofS = [...touch()].filter(({ m }) => m === "S"),
+        made = new Set(ofS.flatMap(({ i, c0, c1 }) => range(c0, c1).map((c) => `${i} ${c}`))),
+        [i0, i1, j0, j1] = makes ? area : [0, 0, 0, 0];
+      const all = range(i0, i1).flatMap((i) => range(j0, Math.min(j1, i + 1)).map((j) => [i, j]));
+      const lost = all.filter(([i, j]) => !made.has(tiling.scoreAt(part, sizes, i, j).join(" ")));
+      return { title, lost: lost.length };
     });
   },
   online({ layer, head, T, d, i, bc }) {
@@ -115,7 +108,7 @@ const calls = {
     return { history: formulas.online(S, T, i, bc), S: Array.from(S), P: Array.from(P), O: Array.from(O) };
   },
   parse: ({ fragment }) => state.parse(fragment),
-  command: ({ choices, own }) => commandFor({ ...state.DEFAULTS, ...choices }, own),
+  command: ({ choices, own }) => commandFor({ ...state.parse("").choices, ...choices }, own),
   format: ({ view, choices }) => state.format(view, choices),
 };
 

@@ -19,7 +19,7 @@ def quick(page_folder, monkeypatch):
 def test_two_builds_at_once_make_one_page(quick, tmp_path):
     with ThreadPoolExecutor(2) as pool:
         made = list(pool.map(build.make, [tmp_path / "page"] * 2))
-    assert sorted(made) == [False, True] and build.is_current(tmp_path / "page", build.fingerprint())
+    assert sorted(made) == [False, True] and build.is_whole(tmp_path / "page", build.fingerprint())
     assert [path.name for path in tmp_path.iterdir()] == ["page"]
 
 

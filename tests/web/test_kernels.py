@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from support import ROOT
 
 from attention_ext.parts import PARTS
 from generation import generate
-from generation.sampling import Sampling, sample
+from generation.sampling import NUMBERS, Sampling, sample
 from lab.traffic import Block, Case, streams
 from model.checkpoint import load
 
@@ -87,14 +88,22 @@ def test_a_branch_goes_on_with_the_seeds_numbers(node, extension):
 
 def test_the_distribution_shown_is_the_one_drawn_from(node):
     rng = random.Random(0)
-    for settings in {}, {"topP": 0.5}, {"topK": 12, "topP": 0.9, "temperature": 1.7}, {"temperature": 0}:
-        full = {"temperature": 0.8, "topK": 65, "topP": 1} | settings
-        logits = [rng.gauss(0, 2) for _ in range(65)]
-        model, filtered = node("distribution", logits=logits, **full)
-        assert torch.allclose(torch.tensor(model), torch.tensor(logits).softmax(-1), atol=1e-6)
-        sampling = Sampling(full["temperature"], full["topK"], full["topP"])
+    node.load()
+    ids, prompt = [5, 7, 7, 9], 2
+    for settings in (
+        {"top_p": 0.5},
+        {"top_k": 12, "top_p": 0.9, "temperature": 1.7},
+        {"temperature": 0.0},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.7, "min_p": 0.02},
+    ):
+        logits = torch.tensor([rng.gauss(0, 2) for _ in range(65)])
+        sampling = Sampling(**{"top_k": None} | settings)
+        settings = {name: getattr(sampling, name) for name in NUMBERS}
+        given = {"sampling": settings, "ids": ids, "prompt": prompt}
+        model, filtered = node("distribution", logits=logits.tolist(), **given)
+        assert torch.allclose(torch.tensor(model), logits.softmax(-1), atol=1e-6)
         for u in (0, 0.999999, *(rng.random() for _ in range(200))):
-            (drawn,) = sample(torch.tensor([logits], dtype=torch.float64), [u], sampling)
+            (drawn,) = sample(logits[None], [u], sampling, [set(ids)], [Counter(ids[prompt:])])
             below = sum(filtered[:drawn])
             assert below - 1e-9 <= u <= below + filtered[drawn] + 1e-9
 
@@ -112,8 +121,9 @@ def test_weights_and_heads_are_pythons(node):
     with torch.no_grad():
         model(torch.tensor([ids]))
     node.load()
-    assert node("observe", text=TEXT) == {"T": len(TEXT), "layers": 4, "heads": 4, "d": 32}
-    maps, reach = node("maps", size=25), {}
+    seen_by_page = node("observe", text=TEXT, size=25)
+    maps, telling, reach = seen_by_page.pop("maps"), seen_by_page.pop("telling"), {}
+    assert seen_by_page == {"T": len(TEXT), "layers": 4, "heads": 4, "d": 32}
     for layer, head in itertools.product(range(4), range(4)):
         q, k, v = (x[0, head] for x in seen[layer])
         for made, expected in zip(node("heads", layer=layer, head=head), (q, k, v)):
@@ -127,21 +137,21 @@ def test_weights_and_heads_are_pythons(node):
         assert (made - expected).abs().max() < 1e-5
         cells = expected.unfold(0, 8, 8).unfold(1, 8, 8).amax((-1, -2))
         assert torch.allclose(torch.tensor(maps[4 * layer + head]).view(25, 25), cells, atol=1e-5)
-    assert tuple(node("telling").values()) == max(reach, key=lambda which: reach[which])
+    assert tuple(telling.values()) == max(reach, key=lambda which: reach[which])
 
 
 def test_the_costs_are_explains(node):
     node.load()
     sizes = node("block")
-    block = Block(*map(sizes.get, ("lanes", "panel", "rows", "part2Tile", "part2Depth", "part4Step")))
+    block = Block(**sizes)
     assert (block.lanes, block.panel) == (4, 12)
     for part, N, d, causal, cache in itertools.product(
         KERNELS, (1, 33, 1024), (24, 64), (False, True), (2048, 2**15, 2**21)
     ):
-        case = Case(N, N, d, heads=4, causal=causal, br=192, bc=256)
-        problem = {"N": N, "d": d, "heads": 4, "causal": causal, "br": 192, "bc": 256}
+        call = (N, N, d, 4, causal, 192, 256)
+        case = Case(*call)
         counted = streams(part, case, block)
-        assert counted and node("flops", **problem) == pytest.approx(case.flops)
+        assert counted and node("flops", of=call) == pytest.approx(case.flops)
         expected = [stream.traffic(cache) for stream in counted]
-        made = node("traffic", part=part, problem=problem, block=sizes, cache=cache)
+        made = node("traffic", part=part, of=call, block=sizes, cache=cache)
         assert made == pytest.approx(expected)

@@ -17,7 +17,7 @@ from generation import generate
 from model.checkpoint import load, save
 from web import build
 
-WITH_STEPS = ("part1", "part2", "part3", "part4")  # others show the formula's
+WITH_FRAMES = ("part1", "part2", "part3", "part4")  # others show the formula's
 QUERY = {"model": "shakes256", "seed": "7", "length": 60}
 
 
@@ -103,8 +103,8 @@ def test_a_weight_is_named_with_both_characters(visit, node: Node):
     text = "ROMEO:" + native(QUERY)
     made = visit("attention", query=QUERY, i=i, j=j)
     node.load(precision="bf16")
-    node("observe", text=text)
-    layer, head = node("telling").values()
+    seen = node("observe", text=text)
+    layer, head = seen["telling"].values()
     assert (layer, head) != (0, 0)
     weight = node("weights", layer=layer, head=head)[i * len(text) + j]
     names = [f"“{ {' ': '␣', chr(10): '⏎'}.get(text[k], text[k]) }” at {k + 1}" for k in (i, j)]
@@ -114,21 +114,21 @@ def test_a_weight_is_named_with_both_characters(visit, node: Node):
 
 
 @pytest.mark.full
-def test_a_link_shows_the_weight_and_the_step(visit):
-    query = QUERY | {"layer": 2, "head": 1, "query": 49, "key": 46, "step": 7}
-    made = visit("link", query=query, other="#tiles?pace=0&length=60&part=part1&n=48&step=30")
+def test_a_link_shows_the_weight_and_the_frame(visit):
+    query = QUERY | {"layer": 2, "head": 1, "query": 49, "key": 46, "frame": 7}
+    made = visit("link", query=query, other="#tiles?pace=0&length=60&part=part1&n=48&frame=30")
     assert re.match("Layer 3, head 2: “.” at 50 gives “.” at 47 the weight", made["said"])
-    assert made["step"].startswith("Step 8 of") and "step=8" in made["address"]
-    assert made["other"].startswith("Step 31 of") and made["title"].startswith("Tiles – ")
+    assert made["frame"].startswith("Frame 8 of") and "frame=8" in made["address"]
+    assert made["other"].startswith("Frame 31 of") and made["title"].startswith("Tiles – ")
 
 
-def test_tiles_steps_through_every_part(visit):
+def test_tiles_shows_every_part(visit):
     shown_of = visit("tiles")
     made, (slow, normal, fast) = shown_of["made"], shown_of["seconds"]
     assert slow > normal > fast
     assert list(made) == [name for name, part in PARTS.items() if part.operator]
     for part, shown in made.items():
-        assert shown["lines"] == (part in WITH_STEPS) and shown["paper"] >= 1
+        assert shown["lines"] == (part in WITH_FRAMES) and shown["paper"] >= 1
         assert len(set(shown["titles"])) == 4
         assert shown["bytes"][0] == shown["bytes"][2] and shown["bytes"][1] == shown["bytes"][3]  # at the end
         assert bool(shown["online"]) == (part == "part4")

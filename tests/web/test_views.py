@@ -1,4 +1,4 @@
-"""What the views compute: the steps of Tiles, their caches and costs, the address, the command."""
+"""What the views compute: the frames of Tiles, their caches and costs, the address, the command."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import pytest
 import torch
 from support import ROOT, naming
 
+from generation.sampling import NUMBERS
 from web import build
 
 KERNELS = ("part1", "part2", "part3", "part4")
-WITH_A_SIXTH = (*KERNELS, "part5")  # it gets the steps of the formula
+WITH_A_SIXTH = (*KERNELS, "part5")  # it gets the frames of the formula
 SIZES = [
     {"N": N, "d": 32, "Br": br, "Bc": bc, "rows": 4}
     for N, br, bc in ((1, 1, 1), (13, 4, 5), (32, 8, 8), (48, 48, 1))
@@ -23,15 +24,15 @@ PLENTY = 1 << 20
 
 
 @pytest.mark.parametrize("part", WITH_A_SIXTH)
-def test_the_steps_compute_every_score_and_every_output_and_draw_what_they_touch(node, part):
+def test_the_frames_compute_every_score_and_every_output(node, part):
     for sizes in SIZES:
         walk, N = node("walk", part=part, sizes=sizes, l1=PLENTY, l2=PLENTY), sizes["N"]
-        moved = [each["l1"] for each in walk["bytes"]]
+        moved = [inner for inner, _ in walk["bytes"]]
         with naming(sizes):
             assert walk["scores"] == N * (N + 1) // 2 and walk["rows"] == N
             assert moved == sorted(moved) and moved[-1] >= 4 * 64 * (N * 32 // 16)  # Q, K, V and O come in
-            for step in node("boxes", part=part, sizes=sizes):
-                assert step["drawn"] == step["touched"] and step["lost"] == 0, step["title"]
+            for frame in node("lost", part=part, sizes=sizes):
+                assert frame["lost"] == 0, frame["title"]
 
 
 @pytest.mark.parametrize("part", KERNELS)
@@ -48,10 +49,10 @@ def test_the_caches_take_in_about_what_explain_counts(node, part):
         SIZES[2:3] + [{"N": 48, "d": 32, "Br": 16, "Bc": 8, "rows": 4}], (1024, 2048, 4096, 8192, PLENTY)
     ):
         block = {"lanes": 4, "panel": sizes["Br"], "rows": 4}
-        block |= {"part2Tile": sizes["Br"], "part2Depth": 64, "part4Step": sizes["Bc"]}
-        problem = {"N": sizes["N"], "d": 32, "heads": 1, "causal": True, "br": sizes["Br"], "bc": sizes["Bc"]}
-        counted = sum(node("traffic", part=part, problem=problem, block=block, cache=cache))
-        came = node("walk", part=part, sizes=sizes, l1=cache, l2=PLENTY)["bytes"][-1]["l1"]
+        block |= {"part2_tile": sizes["Br"], "part2_depth": 64, "part4_step": sizes["Bc"]}
+        call = (sizes["N"], sizes["N"], 32, 1, True, sizes["Br"], sizes["Bc"])
+        counted = sum(node("traffic", part=part, of=call, block=block, cache=cache))
+        came, _ = node("walk", part=part, sizes=sizes, l1=cache, l2=PLENTY)["bytes"][-1]
         low, high = (0.99, 1.07) if cache == PLENTY else (1 / 2.7, 2.7)
         assert low <= came / counted <= high, (sizes, cache, came, counted)
 
@@ -92,7 +93,7 @@ def test_the_address_keeps_all_choices(node):
 def test_a_value_out_of_its_range_is_ignored(node):
     for wrong in """
         seed=-1 seed=18446744073709551616 length=0 length=1.5 length=1e9 temperature=-1 topp=0 window=5000
-        l1=60 n=33 br=0 part=flash tempo=soon weights=int8 layer=-2 key=-2 step=1.5 endless= branches=3:65.5
+        l1=60 n=33 br=0 part=flash tempo=soon weights=int8 layer=-2 key=-2 frame=1.5 endless= branches=3:65.5
         branches=0.5:65,:,3
     """.split():
         found = node("parse", fragment=f"#race?{wrong}")["choices"]
@@ -112,10 +113,10 @@ def test_the_command_writes_the_same_text(node, extension, choices):
     assert words[:2] == ["python", "gpt.py"]
     done = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True, check=True)
     node.load(precision="bf16")
-    names = {"temperature": "temperature", "topK": "topk", "topP": "topp"}
-    defaults = {"seed": "1337", "context": "slide", "topk": 65, "topp": 1}
+    defaults = {"seed": "1337", "context": "slide"}
     chosen = defaults | choices | {"prompt": choices["prompt"] or "\n", "stop": [*choices.get("stop", "")]}
-    chosen["sampling"] = {name: chosen[option] for name, option in names.items()}
+    names = {name: name.replace("_", "") for name in NUMBERS}
+    chosen["sampling"] = {name: chosen[choice] for name, choice in names.items() if choice in chosen}
     assert done.stdout == f"{chosen['prompt']}{node('text', **chosen)}\n"
 
 

@@ -20,7 +20,7 @@ export const visits = ({
     return answered.includes("/sw.js");
   },
 
-  // What a link shows of the views Attention and Tiles, what the address says after a step on, and what another link
+  // What a link shows of the views Attention and Tiles, what the address says after a frame on, and what another link
   // shows that is followed in the open page.
   async link({ query, other }) {
     await open(query, query.length);
@@ -28,19 +28,19 @@ export const visits = ({
     await until("the map", () => document.getElementById("heat-status").textContent !== "");
     const said = await textOf("heat-status");
     await show("tiles");
-    await until("the steps", () => document.getElementById("tiles-at").max > 0);
-    const step = await textOf("tiles-status");
+    await until("the frames", () => document.getElementById("tiles-at").max > 0);
+    const frame = await textOf("tiles-status");
     await page.click("#tiles-on");
-    await until("the step in the address", (now) => location.hash.includes(now), `step=${query.step + 1}`);
+    await until("the frame in the address", (now) => location.hash.includes(now), `frame=${query.frame + 1}`);
     const address = page.url(),
       next = await textOf("tiles-status");
     await page.evaluate((hash) => {
       location.hash = hash;
     }, other);
-    await until("the other step", (before) => document.getElementById("tiles-status").textContent !== before, next);
+    await until("the other frame", (before) => document.getElementById("tiles-status").textContent !== before, next);
     const title = await page.title();
     await until("the other text", () => document.documentElement.dataset.written === "60");
-    return { said, step, address, title, other: await textOf("tiles-status") };
+    return { said, frame, address, title, other: await textOf("tiles-status") };
   },
 
   // A model that cannot be loaded, a model that is slow, and another seed meanwhile.

@@ -1,123 +1,94 @@
 // The view Attention: the weights of every layer and head for the text, as maps.
-import { $, colour, make, number, onTheme, shown } from "./dom.js";
-import { encode } from "./checkpoint.js";
+import { $, colour, make, number, on, say, shown } from "./dom.js";
+import { allHeads, Reading } from "./reading.js";
 
 const MAP = 96; // side of a small map, in cells
-const OF = "attention"; // the worker's name for the text of this view
+const SEEN = 400; // characters before the query that are shown
 
 // Weights (n x n) -> pixels; the square root makes small weights visible.
-export function paint(canvas, P, n, from, to, scale = 1) {
+function paint(canvas, P, n) {
   canvas.width = canvas.height = n;
   const pen = canvas.getContext("2d"),
     image = pen.createImageData(n, n),
-    pixels = new Uint32Array(image.data.buffer);
-  const shades = new Uint32Array(256);
-  for (let i = 0; i < 256; i++) {
+    pixels = new Uint32Array(image.data.buffer),
+    [from, to] = ["--sheet", "--red"].map(colour);
+  const shades = Uint32Array.from({ length: 256 }, (_, i) => {
     const [r, g, b] = from.map((x, c) => Math.round(x + ((to[c] - x) * i) / 255));
-    shades[i] = (255 << 24) | (b << 16) | (g << 8) | r;
-  }
-  for (let i = 0; i < n * n; i++) pixels[i] = shades[Math.min(255, (255 * Math.sqrt(P[i] * scale)) | 0)];
+    return (255 << 24) | (b << 16) | (g << 8) | r;
+  });
+  for (let i = 0; i < n * n; i++) pixels[i] = shades[Math.min(255, (255 * Math.sqrt(P[i])) | 0)];
   pen.putImageData(image, 0, 0);
 }
 
-export class AttentionView {
+export class AttentionView extends Reading {
   constructor(page) {
-    this.page = page;
-    for (const id of ["query", "key"]) $(id).addEventListener("input", () => this.keep());
+    super(page, "attention");
+    for (const id of ["query", "key"]) on(id, "input", () => this.keep());
     const box = document.querySelector(".heat");
-    const at = (event) => {
-      const { left, top, width, height } = box.getBoundingClientRect();
-      const cell = (x, size) => Math.max(0, Math.min(this.T - 1, Math.floor((x / size) * this.T)));
-      if (!this.T) return;
-      $("query").value = cell(event.clientY - top, height);
-      $("key").value = cell(event.clientX - left, width);
+    const at = ({ clientX, clientY }) => {
+      if (!this.P) return;
+      const { left, top, width, height } = box.getBoundingClientRect(),
+        { T } = this.seen;
+      const cell = (share) => Math.max(0, Math.min(T - 1, Math.floor(share * T)));
+      $("query").value = cell((clientY - top) / height);
+      $("key").value = cell((clientX - left) / width);
       this.keep();
     };
-    box.addEventListener("pointermove", at);
-    box.addEventListener("pointerdown", at);
-    onTheme(() => {
-      if (this.P) this.redraw();
-    });
+    for (const type of ["pointermove", "pointerdown"]) box.addEventListener(type, at);
   }
 
-  // Reads the text, unless it was read before.
-  async show() {
-    const { text, engine } = this.page;
-    if (!engine || !text?.written || (this.of === text && this.written === text.written)) return;
-    const { written } = text,
-      { characters, config } = engine;
-    Object.assign(this, { of: text, written });
-    const current = () => this.of === text && this.written === written && this.page.engine === engine;
-    const all = [...(text.dropped ? "" : text.prompt || "\n"), ...text.text].slice(-config.block_size);
-    try {
-      const ids = encode(all.join(""), characters);
-      const { T, layers, heads } = await engine.call("observe", { of: OF, ids });
-      const { maps, telling } = await engine.call("maps", { of: OF, size: MAP });
-      if (!current()) return;
-      Object.assign(this, { T, layers, heads, characters: all, small: maps, engine, P: null });
-      this.drawMaps();
-      for (const id of ["query", "key"]) $(id).max = T - 1;
-      $("query").value = this.page.choices.query < 0 ? T - 1 : Math.min(this.page.choices.query, T - 1);
-      const { layer, head } = this.page.choices.layer < 0 ? telling : this.page.choices;
-      await this.choose(Math.min(layer, layers - 1), Math.max(0, Math.min(head, heads - 1)));
-    } catch (error) {
-      if (!current()) return;
-      this.of = null;
-      this.page.problem(error);
-    }
+  async read() {
+    const { page, engine } = this,
+      seen = await this.observe(this.characters.slice(-engine.config.block_size), MAP);
+    if (!this.isCurrent()) return;
+    Object.assign(this, { seen, P: null });
+    this.drawMaps();
+    for (const id of ["query", "key"]) $(id).max = seen.T - 1;
+    $("query").value = page.choices.query < 0 ? seen.T - 1 : page.choices.query;
+    await this.choose(this.chosen(seen));
   }
 
   drawMaps() {
-    $("maps").style.gridTemplateColumns = `repeat(${this.heads}, minmax(0, 1fr))`;
-    this.buttons = this.small.map((_, i) => {
-      const layer = Math.floor(i / this.heads),
-        head = i % this.heads;
-      const button = make(
-        "button",
-        { type: "button", title: `layer ${layer + 1}, head ${head + 1}` },
-        make("canvas", {}),
-      );
-      button.ariaLabel = button.title;
+    $("maps").style.gridTemplateColumns = `repeat(${this.seen.heads}, minmax(0, 1fr))`;
+    this.buttons = allHeads(this.seen).map(({ layer, head, title }) => {
+      const button = make("button", { type: "button", title, ariaLabel: title }, make("canvas"));
       button.addEventListener("click", () => {
         this.page.choose({ key: -1 });
-        this.choose(layer, head);
+        this.choose({ layer, head });
       });
       return button;
     });
     $("maps").replaceChildren(...this.buttons);
-    this.paintMaps();
-  }
-
-  paintMaps() {
-    const from = colour("--sheet"),
-      to = colour("--red");
-    this.buttons.forEach((button, i) => {
-      const map = this.small[i];
-      paint(button.firstChild, map, Math.sqrt(map.length), from, to);
-    });
+    this.redraw();
   }
 
   redraw() {
-    this.paintMaps();
-    paint($("heat"), this.P, this.T, colour("--sheet"), colour("--red"));
+    this.seen?.maps.forEach((map, i) => paint(this.buttons[i].firstChild, map, Math.sqrt(map.length)));
+    if (!this.P) return;
+    paint($("heat"), this.P, this.seen.T);
+    this.shade(Number($("query").value));
+  }
+
+  async choose({ layer, head }) {
+    const { page, engine, seen } = this;
+    if (engine !== page.engine) return; // another model was chosen
+    page.choose({ layer, head });
+    const P = await this.call("weights", { layer, head });
+    if (seen !== this.seen || page.choices.layer !== layer || page.choices.head !== head) return;
+    Object.assign(this, { P, layer, head });
+    this.buttons.forEach((button, i) => {
+      button.ariaPressed = String(i === layer * seen.heads + head);
+    });
+    paint($("heat"), P, seen.T);
+    const row = this.row(Number($("query").value));
+    $("key").value = page.choices.key < 0 ? row.indexOf(Math.max(...row)) : page.choices.key;
     this.point();
   }
 
-  async choose(layer, head) {
-    const { page, engine, small } = this;
-    if (engine !== page.engine) return; // another model was chosen
-    page.choose({ layer, head });
-    const P = await engine.call("weights", { of: OF, layer, head });
-    if (small !== this.small || page.choices.layer !== layer || page.choices.head !== head) return;
-    Object.assign(this, { P, layer, head });
-    this.buttons.forEach((button, i) => {
-      button.ariaPressed = String(i === layer * this.heads + head);
-    });
-    paint($("heat"), this.P, this.T, colour("--sheet"), colour("--red"));
-    const i = Number($("query").value),
-      row = this.P.subarray(i * this.T, i * this.T + i + 1);
-    $("key").value = page.choices.key < 0 ? row.indexOf(Math.max(...row)) : page.choices.key;
-    this.point();
+  // The weights that a query gives to the keys that it sees.
+  row(i) {
+    const { T } = this.seen;
+    return this.P.subarray(i * T, i * T + i + 1);
   }
 
   // The sliders' query and key are choices: a link shows them again.
@@ -129,39 +100,37 @@ export class AttentionView {
   // Names the query and the key of the sliders, and the weight.
   point() {
     if (!this.P) return;
-    const { T, characters } = this,
-      i = Number($("query").value),
-      j = Number($("key").value);
+    const { T, characters } = this.seen,
+      [i, j] = ["query", "key"].map((id) => Number($(id).value));
     $("cross-h").style.top = `${(100 * (i + 0.5)) / T}%`;
     $("cross-v").style.left = `${(100 * (j + 0.5)) / T}%`;
     const name = (at) => `“${shown(characters[at])}” at ${number(at + 1)}`;
-    $("query-out").textContent = name(i);
-    $("key-out").textContent = name(j);
-    const weight = this.P[i * T + j];
-    $("heat-status").textContent =
+    say("query-out", name(i));
+    say("key-out", name(j));
+    const where = `Layer ${this.layer + 1}, head ${this.head + 1}`,
+      weight = this.P[i * T + j].toFixed(5);
+    say(
+      "heat-status",
       j > i
         ? `${name(i)} does not see ${name(j)}, which comes later.`
-        : `Layer ${this.layer + 1}, head ${this.head + 1}: ${name(i)} gives ${name(j)} the weight ${weight.toFixed(5)}.`;
-    if (i !== this.shaded || this.shadedOf !== this.P) this.shade(i);
+        : `${where}: ${name(i)} gives ${name(j)} the weight ${weight}.`,
+    );
+    if (i !== this.shaded || this.P !== this.shadedOf) this.shade(i);
   }
 
   // The text before the query, each character as dark as its weight.
   shade(i) {
     Object.assign(this, { shaded: i, shadedOf: this.P });
-    const from = Math.max(0, i - 400),
-      row = this.P.subarray(i * this.T, i * this.T + i + 1);
-    const [r, g, b] = colour("--red");
-    $("seen").replaceChildren(
-      ...this.characters.slice(from, i + 1).map((c, n) => {
-        const mark = make("mark", {
-          textContent: c === "\n" ? "⏎\n" : c,
-          className: from + n === i ? "query" : "",
-        });
-        const share = Math.sqrt(row[from + n]);
-        if (share > 0.05) mark.style.backgroundColor = `rgb(${r} ${g} ${b} / ${(0.75 * share).toFixed(3)})`;
-        return mark;
-      }),
-    );
+    const from = Math.max(0, i - SEEN),
+      row = this.row(i).subarray(from),
+      [r, g, b] = colour("--red");
+    const marks = this.seen.characters.slice(from, i + 1).map((c, n) => {
+      const mark = make("mark", { className: from + n === i ? "query" : "" }, c === "\n" ? "⏎\n" : c);
+      const share = Math.sqrt(row[n]);
+      if (share > 0.05) mark.style.backgroundColor = `rgb(${r} ${g} ${b} / ${(0.75 * share).toFixed(3)})`;
+      return mark;
+    });
+    $("seen").replaceChildren(...marks);
     $("seen").scrollTop = $("seen").scrollHeight;
   }
 }

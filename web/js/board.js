@@ -1,19 +1,20 @@
 // Draws the view Tiles: Q left of S, K above it, V below it, O right of it, scratch in the corners.
 import { colour } from "./dom.js";
+import { SCORES } from "./tiling.js";
 
 const GAP = 3; // between the matrices, in cells
 const EDGE = 4; // around them, in cells
-const NAMES = { Q: "Q", K: "Kᵀ", V: "Vᵀ", S: "S", O: "O" };
 const SCRATCH = { Kt: "tile of Kᵀ", Qt: "tile of Qᵀ", Ot: "tile of Oᵀ", ml: "m and l" };
+const SHADES = [0.18, 0.5, 1]; // in memory only, in L2, in L1
 
 const css = ([r, g, b], alpha = 1) => `rgb(${r} ${g} ${b} / ${alpha})`;
 
 // Sizes a canvas to its place on the page, in device pixels; its pen works in CSS pixels.
-export function fit(canvas, ratio) {
+function fit(canvas, isSquare) {
   const width = canvas.clientWidth || 320,
-    height = ratio ? width * ratio : canvas.clientHeight;
+    height = isSquare ? width : canvas.clientHeight;
   const density = devicePixelRatio || 1;
-  if (ratio) canvas.style.aspectRatio = `${1 / ratio}`;
+  if (isSquare) canvas.style.aspectRatio = "1";
   canvas.width = Math.round(width * density);
   canvas.height = Math.round(height * density);
   const pen = canvas.getContext("2d");
@@ -21,124 +22,111 @@ export function fit(canvas, ratio) {
   return { pen, width, height };
 }
 
-// view: {N, d, heads: {q, k, v}, results: {S, P, O}, step, kinds (N N): 0 empty, 1 score, 2 weight, weightOf(i, j),
+// view: {N, d, heads: {q, k, v}, results: {S, P, O}, boxes, kinds (N N): 0 empty, SCORES or WEIGHTS, weightOf(i, j),
 // progress (N): share of O, place(m, i, c): 0, 1 or 2, scoreAt(i, j): where S has a score,
-// scratch: [[m, [rows, columns]], ...]}.
+// matrices: {name: [rows, columns]}}.
 export function draw(canvas, view) {
-  const { N, d } = view,
-    cells = N + 2 * (d + GAP + EDGE);
-  const { pen, width } = fit(canvas, 1),
-    size = width / cells;
-  const ink = colour("--ink"),
-    red = colour("--red"),
-    blue = colour("--blue"),
-    rule = colour("--rule");
-  const left = EDGE + d + GAP,
-    top = EDGE + d + GAP;
+  const { N, d, heads, results, kinds } = view,
+    scratch = Object.entries(view.matrices).filter(([m]) => m in SCRATCH);
+  const { pen, width } = fit(canvas, true),
+    size = width / (N + 2 * (d + GAP + EDGE));
+  const [ink, red, blue, rule, soft] = ["--ink", "--red", "--blue", "--rule", "--soft"].map(colour);
+  const start = EDGE + d + GAP, // of S, from the left and from the top
+    end = start + N + GAP; // where O and V begin
   // Scratch is at most as wide as a corner.
-  const narrow = Math.min(1, d / Math.max(1, ...view.scratch.map(([, [, columns]]) => columns)));
+  const narrow = Math.min(1, d / Math.max(1, ...scratch.map(([, [, columns]]) => columns)));
   const wide = (m) => (m in SCRATCH ? narrow : 1);
   // The place of row r and column c of a matrix, in cells. K and V are transposed.
   const places = {
-    Q: (r, c) => [EDGE + c, top + r],
-    O: (r, c) => [left + N + GAP + c, top + r],
-    K: (r, c) => [left + r, EDGE + c],
-    V: (r, c) => [left + r, top + N + GAP + c],
-    S: (r, c) => [left + c, top + r],
+    Q: (r, c) => [EDGE + c, start + r],
+    O: (r, c) => [end + c, start + r],
+    K: (r, c) => [start + r, EDGE + c],
+    V: (r, c) => [start + r, end + c],
+    S: (r, c) => [start + c, start + r],
     Kt: (r, c) => [EDGE + c * narrow, EDGE + r],
     Qt: (r, c) => [EDGE + c * narrow, EDGE + r],
-    Ot: (r, c) => [left + N + GAP + c * narrow, EDGE + r],
-    ml: (r, c) => [left + N + GAP + c * narrow, top + N + GAP + 1 + r],
+    Ot: (r, c) => [end + c * narrow, EDGE + r],
+    ml: (r, c) => [end + c * narrow, end + 1 + r],
   };
   const cell = (m, r, c, fill) => {
     const [x, y] = places[m](r, c);
     pen.fillStyle = fill;
     pen.fillRect(x * size, y * size, size * wide(m) * 1.02, size * 1.02);
   };
-  const most = (values) => values.reduce((m, x) => Math.max(m, Math.abs(x)), 1e-9);
-  const shades = [0.18, 0.5, 1]; // memory, L2, L1
-  const matrix = (m, values, rows) => {
-    const top = most(values);
-    for (let r = 0; r < N; r++) {
-      for (let c = 0; c < d; c++) {
-        const x = Math.sqrt(Math.abs(values[r * d + c]) / top) * rows(r);
-        const dark = shades[view.place(m, r, c)];
-        cell(m, r, c, css(ink, 0.06 + 0.94 * dark * x));
-      }
-    }
+  const shade = (m, r, c) => SHADES[view.place(m, r, c)];
+  const each = (rows, columns, use) => {
+    for (let r = 0; r < rows; r++) for (let c = 0; c < columns; c++) use(r, c);
   };
-  matrix("Q", view.heads.q, () => 1);
-  matrix("K", view.heads.k, () => 1);
-  matrix("V", view.heads.v, () => 1);
-  matrix("O", view.results.O, (r) => view.progress[r]);
-  for (const [m, [rows, columns]] of view.scratch)
-    for (let r = 0; r < rows; r++)
-      for (let c = 0; c < columns; c++) cell(m, r, c, css(ink, 0.6 * shades[view.place(m, r, c)]));
-  const largest = most(view.results.S);
-  for (let i = 0; i < N; i++) {
-    for (let j = 0; j < N; j++) {
-      const kind = view.kinds[i * N + j];
-      if (kind === 0) {
-        if (j <= i) cell("S", i, j, css(rule, 0.35));
-        continue;
-      }
-      const share = kind === 1 ? Math.abs(view.results.S[i * N + j]) / largest : view.weightOf(i, j);
-      const dark = shades[view.place("S", ...view.scoreAt(i, j))];
-      cell("S", i, j, css(kind === 1 ? ink : red, dark * (0.2 + 0.8 * Math.sqrt(share))));
-    }
+  const most = (values) => values.reduce((m, x) => Math.max(m, Math.abs(x)), 1e-9);
+  for (const [m, values] of Object.entries({ Q: heads.q, K: heads.k, V: heads.v, O: results.O })) {
+    const top = most(values);
+    each(N, d, (r, c) => {
+      const share = Math.sqrt(Math.abs(values[r * d + c]) / top) * (m === "O" ? view.progress[r] : 1);
+      cell(m, r, c, css(ink, 0.06 + 0.94 * shade(m, r, c) * share));
+    });
   }
+  for (const [m, [rows, columns]] of scratch)
+    each(rows, columns, (r, c) => cell(m, r, c, css(ink, 0.6 * shade(m, r, c))));
+  const largest = most(results.S);
+  each(N, N, (i, j) => {
+    const kind = kinds[i * N + j];
+    if (kind) {
+      const share = kind === SCORES ? Math.abs(results.S[i * N + j]) / largest : view.weightOf(i, j);
+      const dark = shade("S", ...view.scoreAt(i, j)) * (0.2 + 0.8 * Math.sqrt(share));
+      cell("S", i, j, css(kind === SCORES ? ink : red, dark));
+    } else if (j <= i) cell("S", i, j, css(rule, 0.35));
+  });
   pen.lineWidth = Math.max(1.5, size / 3);
-  for (const { m, r, c, w } of view.step.boxes) {
+  for (const [m, { r, c, w }] of Object.entries(view.boxes)) {
     const [x0, y0] = places[m](r[0], c[0]),
       [x1, y1] = places[m](r[1] - 1, c[1] - 1);
     pen.strokeStyle = css(w ? red : blue);
     pen.strokeRect(x0 * size, y0 * size, (x1 - x0 + wide(m)) * size, (y1 - y0 + 1) * size);
   }
-  pen.fillStyle = css(colour("--soft"));
+  pen.fillStyle = css(soft);
   pen.font = `italic ${Math.max(11, size * 2.2)}px ${getComputedStyle(document.body).fontFamily}`;
-  pen.textAlign = "center";
-  const label = (m, x, y) => pen.fillText(NAMES[m] ?? SCRATCH[m], x * size, y * size);
-  label("Q", EDGE + d / 2, top - 1);
-  label("O", left + N + GAP + d / 2, top - 1);
-  for (const [m] of view.scratch) {
+  const label = (text, align, x, y) => {
+    pen.textAlign = align;
+    pen.fillText(text, x * size, y * size);
+  };
+  label("Q", "center", EDGE + d / 2, start - 1);
+  label("O", "center", end + d / 2, start - 1);
+  label("Kᵀ", "right", start - 1, EDGE + d / 2);
+  label("Vᵀ", "right", start - 1, end + d / 2);
+  label("S", "right", start - 0.6, start - 0.8);
+  for (const [m] of scratch) {
     const [x, y] = places[m](0, 0);
-    pen.textAlign = "left";
-    label(m, x, y - 0.8);
+    label(SCRATCH[m], "left", x, y - 0.8);
   }
-  pen.textAlign = "right";
-  label("K", left - 1, EDGE + d / 2);
-  label("V", left - 1, top + N + GAP + d / 2);
-  label("S", left - 0.6, top - 0.8);
 }
 
 // A row's running m (line) and l (bars) after each tile; `now` is the last tile that is done.
 export function drawRow(canvas, history, now) {
   const { pen, width, height } = fit(canvas),
     pad = 14,
-    n = history.length;
-  const red = colour("--red"),
-    blue = colour("--blue");
-  const x = (j) => pad + ((j + 0.5) * (width - 2 * pad)) / n;
+    inside = height - 2 * pad,
+    each = (width - 2 * pad) / history.length;
+  const [red, blue] = ["--red", "--blue"].map(colour);
   const ms = history.map(({ m }) => m),
     low = Math.min(...ms),
-    high = Math.max(...ms),
+    range = Math.max(...ms) - low,
     tall = Math.max(...history.map(({ l }) => l));
-  const y = (m) =>
-    height - pad - (height - 2 * pad) * (0.15 + 0.8 * (high > low ? (m - low) / (high - low) : 1));
-  const bar = Math.min(24, (width - 2 * pad) / n / 2);
+  const x = (j) => pad + (j + 0.5) * each,
+    y = (m) => height - pad - inside * (0.15 + 0.8 * (range > 0 ? (m - low) / range : 1));
+  const bar = Math.min(24, each / 2);
   history.forEach(({ l }, j) => {
-    const h = ((height - 2 * pad) * l) / tall;
+    const h = (inside * l) / tall;
     pen.fillStyle = css(red, j <= now ? 0.55 : 0.1);
     pen.fillRect(x(j) - bar / 2, height - pad - h, bar, h);
   });
   pen.strokeStyle = pen.fillStyle = css(blue);
   pen.lineWidth = 2;
-  pen.beginPath();
-  history.slice(0, now + 1).forEach(({ m }, j) => (j ? pen.lineTo(x(j), y(m)) : pen.moveTo(x(j), y(m))));
-  pen.stroke();
-  history.slice(0, now + 1).forEach(({ m }, j) => {
-    pen.beginPath();
-    pen.arc(x(j), y(m), 3, 0, 7);
-    pen.fill();
+  const line = new Path2D();
+  ms.slice(0, now + 1).forEach((m, j) => {
+    line.lineTo(x(j), y(m));
+    const point = new Path2D();
+    point.arc(x(j), y(m), 3, 0, 7);
+    pen.fill(point);
   });
+  pen.stroke(line);
 }

@@ -1,72 +1,60 @@
-// Two caches of a processor: lines of 64 bytes in sets of 8. The least recently used line of a set is replaced.
+// Two caches of a processor: lines in sets. The least recently used line of a set is replaced.
+import { CACHE_WAYS, FLOAT_BYTES, LINE } from "./traffic.js";
 
-const LINE_FLOATS = 16;
-const WAYS = 8;
-export const LINE_BYTES = 64;
+const LINE_BYTES = LINE * FLOAT_BYTES;
 
 class Cache {
   constructor(bytes) {
     const lines = Math.max(1, Math.floor(bytes / LINE_BYTES));
-    this.ways = Math.min(WAYS, lines);
-    this.sets = Array.from({ length: Math.max(1, Math.floor(lines / WAYS)) }, () => []); // each from the oldest line to the latest
-    this.misses = 0;
+    this.ways = Math.min(CACHE_WAYS, lines);
+    // Each from the oldest line to the latest.
+    this.sets = Array.from({ length: Math.max(1, Math.floor(lines / CACHE_WAYS)) }, () => new Set());
+    this.bytes = 0; // that came in
   }
 
   // Uses a line; returns whether it was in the cache.
   use(line) {
     const set = this.sets[line % this.sets.length],
-      at = set.indexOf(line);
-    if (at >= 0) set.splice(at, 1);
-    else this.misses++;
-    set.push(line);
-    if (set.length > this.ways) set.shift();
-    return at >= 0;
+      wasThere = set.delete(line);
+    set.add(line);
+    if (set.size > this.ways) set.delete(set.values().next().value);
+    if (!wasThere) this.bytes += LINE_BYTES;
+    return wasThere;
+  }
+
+  lines() {
+    return this.sets.flatMap((set) => [...set]);
   }
 }
 
-// The memory of matrices {name: [rows, columns]} behind two caches. Each matrix begins at a line.
-export class Memory {
-  constructor(matrices, l1, l2) {
-    this.at = {};
-    this.size = 0; // in lines
-    for (const [name, [rows, columns]] of Object.entries(matrices)) {
-      this.at[name] = { first: this.size * LINE_FLOATS, columns };
-      this.size += Math.ceil((rows * columns) / LINE_FLOATS);
+// Runs frames over matrices {name: [rows, columns]} behind caches of l1 and l2 bytes. Returns `after` each frame
+// {places: of each line, 2 in L1, 1 in L2 only, 0 in memory only; bytes: what came into [L1, L2] so far; boxes: what the
+// frame touched, {name: {r, c, w}}, rows and columns [from, to)}, and line(name, row, column). Matrices begin at lines.
+export function simulate(frames, matrices, l1, l2) {
+  const first = {};
+  let lines = 0;
+  for (const [name, [rows, columns]] of Object.entries(matrices)) {
+    first[name] = lines * LINE;
+    lines += Math.ceil((rows * columns) / LINE);
+  }
+  const line = (m, i, c) => Math.floor((first[m] + i * matrices[m][1] + c) / LINE);
+  const inner = new Cache(l1),
+    outer = new Cache(l2);
+  const after = frames.map(({ touch, area }) => {
+    const boxes = {};
+    for (const { m, i, c0, c1, w } of touch()) {
+      const box = (boxes[m] ??= { r: [i, i + 1], c: [c0, c1], w });
+      box.r = [Math.min(box.r[0], i), Math.max(box.r[1], i + 1)];
+      box.c = [Math.min(box.c[0], c0), Math.max(box.c[1], c1)];
+      box.w ||= w;
+      const last = line(m, i, c1 - 1);
+      for (let at = line(m, i, c0); at <= last; at++) if (!inner.use(at)) outer.use(at);
     }
-    this.l1 = new Cache(l1);
-    this.l2 = new Cache(l2);
-  }
-
-  line(m, i, c) {
-    const { first, columns } = this.at[m];
-    return Math.floor((first + i * columns + c) / LINE_FLOATS);
-  }
-
-  // Reads or writes the columns [c0, c1) of a row.
-  touch({ m, i, c0, c1 }) {
-    const last = this.line(m, i, c1 - 1);
-    for (let line = this.line(m, i, c0); line <= last; line++) if (!this.l1.use(line)) this.l2.use(line);
-  }
-
-  // The place of each line: 2 in L1, 1 in L2 only, 0 in memory only.
-  places() {
-    const found = new Uint8Array(this.size);
-    for (const line of this.l2.sets.flat()) found[line] = 1;
-    for (const line of this.l1.sets.flat()) found[line] = 2;
-    return found;
-  }
-
-  bytes() {
-    return { l1: LINE_BYTES * this.l1.misses, l2: LINE_BYTES * this.l2.misses };
-  }
-}
-
-// {places, bytes} after each step.
-export function simulate(steps, matrices, l1, l2) {
-  const memory = new Memory(matrices, l1, l2);
-  const after = steps.map((step) => {
-    for (const access of step.touch()) memory.touch(access);
-    return { places: memory.places(), bytes: memory.bytes() };
+    if (area) boxes.S = { ...boxes.S, r: area.slice(0, 2), c: area.slice(2) };
+    const places = new Uint8Array(lines);
+    for (const at of outer.lines()) places[at] = 1;
+    for (const at of inner.lines()) places[at] = 2;
+    return { places, bytes: [inner.bytes, outer.bytes], boxes };
   });
-  return { memory, after };
+  return { line, after };
 }

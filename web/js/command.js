@@ -1,4 +1,5 @@
 // The command that writes the same text as the page, or the reason why there is none.
+import { SETTINGS } from "./state.js";
 
 const MOST_SEED = 2n ** 63n - 1n; // the command line's limit
 
@@ -20,16 +21,15 @@ function withoutCommand(choices, own) {
 }
 
 function words(choices) {
+  const settings = SETTINGS.filter(({ choice, default: value }) => choices[choice] !== value);
   const all = [
     "python gpt.py part4 --inference --num-samples 1",
     `-m ${choices.model}`,
     `--prompt=${quoted(choices.prompt || "\n")}`,
     `--seed ${choices.seed}`,
     `--max-new-tokens ${choices.length}`,
-    `--temperature ${choices.temperature}`,
-    `--top-k ${choices.topk}`,
+    ...settings.map(({ name, choice }) => `--${name.replaceAll("_", "-")} ${choices[choice]}`),
   ];
-  if (choices.topp < 1) all.push(`--top-p ${choices.topp}`);
   if (choices.weights !== "fp32") all.push(`--weights ${choices.weights}`);
   if (choices.stop) all.push(`--stop=${quoted(choices.stop)}`);
   if (choices.context === "reset") all.push("--context reset");

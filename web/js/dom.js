@@ -2,6 +2,12 @@
 
 export const $ = (id) => document.getElementById(id);
 
+export const on = (id, type, call) => $(id).addEventListener(type, call);
+
+export function say(id, text) {
+  $(id).textContent = text;
+}
+
 // An element with properties and children.
 export function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
@@ -10,14 +16,26 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
+// A copy of a template's element.
+export const copy = (id) => $(id).content.firstElementChild.cloneNode(true);
+
+export const option = (value, label = value) => make("option", { value, textContent: label });
+
+// A row of a table: its heading, if any, and its cells, texts or elements.
+export function tableRow(heading, ...cells) {
+  const first = heading === null ? [] : [make("th", { scope: "row" }, heading)];
+  return make("tr", {}, ...first, ...cells.map((cell) => make("td", {}, cell)));
+}
+
 export const frame = () => new Promise((done) => requestAnimationFrame(done));
+
+// Whether someone wants no animation.
+export const isStill = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
 // A colour of style.css as [red, green, blue] from 0 to 255.
 export function colour(name) {
-  const canvas = new OffscreenCanvas(1, 1),
-    pen = canvas.getContext("2d");
-  pen.fillStyle = getComputedStyle(document.documentElement).getPropertyValue(name);
-  const probe = make("i");
+  const pen = new OffscreenCanvas(1, 1).getContext("2d"),
+    probe = make("i");
   probe.style.color = `var(${name})`;
   document.body.append(probe);
   pen.fillStyle = getComputedStyle(probe).color;
@@ -26,23 +44,15 @@ export function colour(name) {
   return [...pen.getImageData(0, 0, 1, 1).data.slice(0, 3)];
 }
 
-// Calls a function when the colours of the page change.
-export function onTheme(call) {
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", call);
-}
-
 // The visible form of a single character.
-export function shown(character) {
-  return { "\n": "⏎", " ": "␣" }[character] ?? character;
-}
+export const shown = (character) => ({ "\n": "⏎", " ": "␣" })[character] ?? character;
 
 export const number = (x, digits = 0) =>
   x.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 
 // 3 significant digits.
 export function brief(x) {
-  if (x >= 100) return number(x);
-  if (Number.isInteger(x)) return number(x);
+  if (x >= 100 || Number.isInteger(x)) return number(x);
   return number(x, Math.max(0, 2 - Math.floor(Math.log10(x))));
 }
 

@@ -1,4 +1,6 @@
 // The page's side of the worker, and the files that both need: beside the page, or inside it.
+import { encode } from "./checkpoint.js";
+import { parseBranches, sampling } from "./state.js";
 
 const inside = (name) => document.getElementById(`asset:${name}`);
 
@@ -31,9 +33,7 @@ async function opened(name) {
   return answer.body;
 }
 
-export async function json(name) {
-  return JSON.parse(new TextDecoder().decode(await asset(name)));
-}
+export const json = async (name) => JSON.parse(new TextDecoder().decode(await asset(name)));
 
 function newWorker() {
   const element = inside("worker.js");
@@ -44,8 +44,12 @@ function newWorker() {
 // The error of a call of a closed Engine.
 export class Closed extends Error {}
 
-// A Session in a worker. call() calls one of its methods and returns a promise.
+// A Session in a worker. call() calls one of its methods and returns a promise. With a model it is a source of Writing in
+// text.js.
 export class Engine {
+  isPaced = true;
+  by = "with part4";
+
   constructor() {
     this.worker = newWorker();
     this.waiting = new Map();
@@ -56,9 +60,7 @@ export class Engine {
       if (error === undefined) resolve(result);
       else reject(new Error(error));
     };
-    this.worker.onerror = (event) => {
-      this.fail(new Error(event.message || "the worker did not start"));
-    };
+    this.worker.onerror = (event) => this.fail(new Error(event.message || "the worker did not start"));
   }
 
   fail(error) {
@@ -74,6 +76,30 @@ export class Engine {
       this.worker.postMessage({ id, method, argument });
     });
   }
+
+  begin({ prompt, length, branches, ...choices }) {
+    const { characters, config } = this,
+      endless = choices.endless === 1,
+      ids = encode(prompt || "\n", characters),
+      forced = parseBranches(branches).map(([at, c]) => [at, characters.indexOf(c)]);
+    return this.call("begin", {
+      part: "part4",
+      ids,
+      seed: choices.seed,
+      context: endless ? "reset" : choices.context,
+      useCache: true,
+      sampling: sampling(choices),
+      capacity: endless ? config.block_size : Math.min(config.block_size, ids.length + length),
+      forced: forced.filter(([, id]) => id >= 0),
+    });
+  }
+
+  async more(most) {
+    const { tokens, logits, elapsed } = await this.call("more", { most });
+    return { piece: tokens.map((token) => this.characters[token]).join(""), logits, elapsed };
+  }
+
+  halt() {} // the page asks for no more
 
   close() {
     this.closed = true;

@@ -1,5 +1,13 @@
 // The formulas of attention for one head, with a causal mask and scaled scores.
 
+// The probabilities of logits.
+export function softmax(logits) {
+  const m = Math.max(...logits),
+    weights = Float64Array.from(logits, (x) => Math.exp(x - m)),
+    l = weights.reduce((sum, w) => sum + w, 0);
+  return weights.map((w) => w / l);
+}
+
 // S (N, N) scaled scores, P (N, N) weights, O (N, d).
 export function results({ q, k, v }, N, d) {
   const S = new Float64Array(N * N),
@@ -10,11 +18,8 @@ export function results({ q, k, v }, N, d) {
     for (let j = 0; j <= i; j++) {
       for (let c = 0; c < d; c++) S[i * N + j] += scale * q[i * d + c] * k[j * d + c];
     }
-    const m = Math.max(...S.subarray(i * N, i * N + i + 1));
-    let l = 0;
-    for (let j = 0; j <= i; j++) l += P[i * N + j] = Math.exp(S[i * N + j] - m);
+    P.set(softmax(S.subarray(i * N, i * N + i + 1)), i * N);
     for (let j = 0; j <= i; j++) {
-      P[i * N + j] /= l;
       for (let c = 0; c < d; c++) O[i * d + c] += P[i * N + j] * v[j * d + c];
     }
   }

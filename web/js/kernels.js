@@ -1,7 +1,5 @@
 // An instance of the kernels in WebAssembly, and access to its memory.
 
-export const PRECISIONS = ["fp32", "bf16"]; // the first rows of model/csrc/precision.h
-
 // An error of the kernels, with their message.
 export class Refused extends Error {}
 
@@ -12,20 +10,14 @@ const RELAXED = new Uint8Array([
 ]);
 
 // The build that this browser runs fastest: 'relaxed' has fused multiply-adds.
-export function build() {
-  return WebAssembly.validate(RELAXED) ? "relaxed" : "simd";
-}
+export const build = () => (WebAssembly.validate(RELAXED) ? "relaxed" : "simd");
+
+const EBADF = 8; // there are no files
 
 export class Kernels {
-  // bytes: those of a build. Raises WebAssembly.CompileError if the browser has no SIMD.
-  static async load(bytes) {
-    return Kernels.of(await WebAssembly.compile(bytes));
-  }
-
   static async of(module) {
     const kernels = new Kernels();
-    kernels.module = module;
-    const instance = await WebAssembly.instantiate(module, {
+    const { exports } = await WebAssembly.instantiate(module, {
       page: {
         refuse: (text) => {
           throw new Refused(kernels.string(text));
@@ -34,48 +26,45 @@ export class Kernels {
       wasi_snapshot_preview1: {
         // The steady clock, in nanoseconds. The decoder reads it; no result depends on it.
         clock_time_get: (clock, precision, to) => {
-          kernels.view().setBigUint64(to, BigInt(Math.round(performance.now() * 1e6)), true);
+          kernels.view(BigUint64Array, to, 1)[0] = BigInt(Math.round(performance.now() * 1e6));
           return 0;
         },
-        fd_close: () => 8, // EBADF: there are no files
-        fd_seek: () => 8,
-        fd_write: () => 8,
+        fd_close: () => EBADF,
+        fd_seek: () => EBADF,
+        fd_write: () => EBADF,
       },
     });
-    kernels.c = instance.exports;
-    kernels.c._initialize();
+    kernels.c = exports;
+    exports._initialize();
+    const lines = (at) => kernels.string(at).match(/.+/g);
+    kernels.settings = lines(exports.sampling_names());
     // The rows of csrc/parts.h, whose operators are a name and an algorithm: part4_flash.
-    const operators = kernels.string(kernels.c.part_names()).trim().split("\n");
-    kernels.parts = operators.map((operator) => {
+    kernels.parts = lines(exports.part_names()).map((operator) => {
       const [name, ...algorithm] = operator.split("_");
       return { name, algorithm: algorithm.join(" ") };
     });
     return kernels;
   }
 
-  // The row of a part's name. Raises Refused if there is none.
-  part(name) {
-    const row = this.parts.findIndex((part) => part.name === name);
-    if (row < 0) throw new Refused(`part is ${name}; it must be one of ${this.parts.map((part) => part.name).join(", ")}`);
-    return row;
+  // Settings of sampling, {name: value}, as the kernels take them. NaN stands for one that changes nothing.
+  inOrder(sampling) {
+    return Float64Array.from(this.settings, (name) => sampling[name] ?? NaN);
   }
 
-  // Memory moves when it grows, so each use makes a new view.
-  view() {
-    return new DataView(this.c.memory.buffer);
+  // The row of a part's name. Raises Refused if there is none.
+  part(name) {
+    const names = this.parts.map((part) => part.name);
+    if (!names.includes(name)) throw new Refused(`part is ${name}; it must be one of ${names.join(", ")}`);
+    return names.indexOf(name);
   }
-  floats(at, count) {
-    return new Float32Array(this.c.memory.buffer, at, count);
-  }
-  ints(at, count) {
-    return new Int32Array(this.c.memory.buffer, at, count);
-  }
-  doubles(at, count) {
-    return new Float64Array(this.c.memory.buffer, at, count);
+
+  // Numbers in memory, which moves when it grows: each use makes a new view.
+  view(Type, at, count) {
+    return new Type(this.c.memory.buffer, at, count);
   }
 
   string(at) {
-    const bytes = new Uint8Array(this.c.memory.buffer, at);
+    const bytes = this.view(Uint8Array, at);
     return new TextDecoder().decode(bytes.slice(0, bytes.indexOf(0)));
   }
 
@@ -88,18 +77,19 @@ export class Kernels {
     return result;
   }
 
-  withInts(values, use) {
-    return this.with(4 * values.length, (at) => {
-      this.ints(at, values.length).set(values);
-      return use(at);
+  // Calls use(address, ...) with copies of typed arrays.
+  withCopies([values, ...others], use) {
+    return this.with(values.byteLength, (at) => {
+      this.view(values.constructor, at, values.length).set(values);
+      return others.length ? this.withCopies(others, use.bind(null, at)) : use(at);
     });
   }
 
-  withString(text, use) {
-    const bytes = new TextEncoder().encode(`${text}\0`);
-    return this.with(bytes.length, (at) => {
-      new Uint8Array(this.c.memory.buffer, at, bytes.length).set(bytes);
-      return use(at);
+  // The numbers that write(address) writes.
+  written(Type, count, write) {
+    return this.with(Type.BYTES_PER_ELEMENT * count, (at) => {
+      write(at);
+      return this.view(Type, at, count).slice();
     });
   }
 
@@ -108,8 +98,9 @@ export class Kernels {
     const { block_size, vocab_size, n_layer, n_head, n_embd } = config;
     const made = this.c.open_checkpoint(block_size, vocab_size, n_layer, n_head, n_embd);
     for (const [name, { data }] of tensors) {
-      const at = this.withString(name, (text) => this.c.add_tensor(made, text, data.length));
-      this.floats(at, data.length).set(data);
+      const bytes = new TextEncoder().encode(`${name}\0`);
+      const at = this.withCopies([bytes], (text) => this.c.add_tensor(made, text, data.length));
+      this.view(Float32Array, at, data.length).set(data);
     }
     return made;
   }

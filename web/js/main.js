@@ -1,7 +1,8 @@
 // The page: the choices, the model, the views.
-import { $, make } from "./dom.js";
+import { $, option, say } from "./dom.js";
 import { AttentionView } from "./attention.js";
 import { Closed } from "./engine.js";
+import { bind } from "./fields.js";
 import { build } from "./kernels.js";
 import { MeasureView } from "./measure.js";
 import { Models } from "./models.js";
@@ -12,18 +13,16 @@ import { TilesView } from "./tiles.js";
 import { WriteView } from "./write.js";
 
 class Page {
-  constructor() {
-    Object.assign(this, parse(location.hash));
-    this.engine = this.text = null;
-  }
+  choices = {};
+  engine = null;
+  text = null;
 
   async start() {
-    $("build").textContent = `The kernels are the ${build() === "relaxed" ? "relaxed " : ""}SIMD build.`;
+    say("build", `The kernels are the ${build() === "relaxed" ? "relaxed " : ""}SIMD build.`);
     [this.models, this.server] = await Promise.all([Models.open(), openServer()]);
-    if (!(this.choices.model in this.models.index)) this.choices.model = Object.keys(this.models.index)[0];
-    $("model").replaceChildren(
-      ...Object.keys(this.models.index).map((name) => make("option", { textContent: name })),
-    );
+    Object.assign(this.choices, this.follow());
+    $("model").replaceChildren(...Object.keys(this.models.index).map((name) => option(name)));
+    bind((changes) => this.choose(changes));
     this.views = {
       write: new WriteView(this),
       race: new RaceView(this),
@@ -38,26 +37,28 @@ class Page {
     await this.views.write.write();
   }
 
+  // Takes the view from the address; returns its choices.
+  follow() {
+    const { view, choices } = parse(location.hash);
+    if (!(choices.model in this.models.index)) [choices.model] = Object.keys(this.models.index);
+    this.view = view;
+    return choices;
+  }
+
   // Someone followed a link or went back.
   moved() {
     if (!namesView(location.hash)) return this.remember(); // the link to #main
-    const { view, choices } = parse(location.hash);
-    const other = location.hash.includes("?") && JSON.stringify(choices) !== JSON.stringify(this.choices);
-    this.view = view;
-    if (other) {
-      this.choices = choices;
-      if (!(choices.model in this.models.index)) this.choices.model = Object.keys(this.models.index)[0];
-      this.views.write.write();
-    }
-    this.show();
+    const choices = this.follow(),
+      isOther = JSON.stringify(choices) !== JSON.stringify(this.choices);
+    if (location.hash.includes("?") && isOther) this.views.write.write(choices); // links of the page have a view only
+    return this.show();
   }
 
   show() {
     for (const name of VIEWS) $(name).hidden = name !== this.view;
     for (const link of document.querySelectorAll("nav a")) {
       const isHere = link.hash === `#${this.view}`;
-      if (isHere) link.setAttribute("aria-current", "page");
-      else link.removeAttribute("aria-current");
+      link.ariaCurrent = isHere ? "page" : null;
       if (isHere) document.title = `${link.textContent} – ${$("title").textContent}`;
     }
     for (const [name, view] of Object.entries(this.views)) if (name !== this.view) view.hide?.();
@@ -84,7 +85,7 @@ class Page {
   offerPrecisions() {
     const here = this.models.precisions(this.choices.model);
     for (const option of $("weights").options) option.disabled = !here.includes(option.value);
-    if (!here.includes(this.choices.weights)) this.choices.weights = here[0];
+    if (!here.includes(this.choices.weights)) [this.choices.weights] = here;
   }
 
   // Whether the server can write with the chosen model; if not, the browser does.
@@ -172,7 +173,7 @@ class Page {
   problem(error) {
     if (error instanceof Closed) return; // someone chose another model
     $("problem").hidden = !error;
-    $("problem").textContent = error ? sentence(error.message) : "";
+    say("problem", error ? sentence(error.message) : "");
   }
 }
 

@@ -1,7 +1,6 @@
 // The page's checkpoints, and workers that have loaded one.
 import { asset, Engine, json } from "./engine.js";
 import { build } from "./kernels.js";
-import { joined } from "./planes.js";
 
 // {name: {config, characters, files: {precision: {path, bytes}}}}
 export class Models {
@@ -23,8 +22,7 @@ export class Models {
     return [...this.files.keys()];
   }
 
-  bytes(name, precision, progress) {
-    const { path, bytes } = this.index[name].files[precision];
+  weights({ path, bytes }, progress) {
     if (!this.files.has(path)) {
       const loading = asset(path, (done) => progress(Math.min(1, done / bytes))).then(joined);
       this.files.set(path, loading);
@@ -35,18 +33,18 @@ export class Models {
 
   // A worker with a model, and what its load() returns; progress(share of the bytes).
   async engine(name, precision, progress = () => {}) {
-    const { config, characters } = this.index[name];
-    const files = this.bytes(name, precision, progress);
-    return this.engineOf(files.then((weights) => ({ config, characters, weights, precision })));
+    const { config, characters, files } = this.index[name];
+    return this.engineOf(config, characters, this.weights(files[precision], progress), precision);
   }
 
-  // files: a promise. The worker starts and compiles the kernels while they load.
-  async engineOf(files) {
+  // weights: a promise. The worker starts and compiles the kernels while they load.
+  async engineOf(config, characters, weights, precision) {
     const engine = new Engine();
-    files.catch(() => {}); // it is awaited below
+    weights.catch(() => {}); // it is awaited below
     try {
       await engine.call("compile", { wasm: await this.wasm });
-      return Object.assign(engine, await engine.call("load", await files));
+      const files = { config, characters, weights: await weights, precision };
+      return Object.assign(engine, await engine.call("load", files));
     } catch (error) {
       engine.close();
       throw error;
@@ -55,25 +53,30 @@ export class Models {
 
   // A worker with the checkpoint of the reader's files. Raises Error with a sentence.
   async engineOfFiles(files) {
-    const find = (name) =>
-      files.find((file) => file.name === name || file.name.endsWith(name.replace(/^model/, "")));
-    const read = async (name) => {
-      const file = files.find((each) => each.name === name);
-      if (!file)
-        throw new Error(`${name} is missing; a checkpoint has model.safetensors, config.json and meta.json`);
-      try {
-        return JSON.parse(await file.text());
-      } catch (error) {
-        throw new Error(`${name} is not JSON: ${error.message}`);
-      }
-    };
-    const weights = find("model.safetensors");
+    const weights = files.find((file) => file.name.endsWith(".safetensors"));
     if (!weights) throw new Error("choose model.safetensors with its config.json and meta.json");
-    const [config, meta] = [await read("config.json"), await read("meta.json")];
-    return this.engineOf(
-      weights
-        .arrayBuffer()
-        .then((buffer) => ({ config, characters: meta?.characters, weights: buffer, precision: "fp32" })),
-    );
+    const [config, meta] = await Promise.all(["config.json", "meta.json"].map((name) => parsed(files, name)));
+    return this.engineOf(config, meta?.characters, weights.arrayBuffer(), "fp32");
   }
+}
+
+async function parsed(files, name) {
+  const file = files.find((each) => each.name === name);
+  if (!file) throw new Error(`${name} is missing; a checkpoint has model.safetensors, config.json and meta.json`);
+  try {
+    return JSON.parse(await file.text());
+  } catch (error) {
+    throw new Error(`${name} is not JSON: ${error.message}`);
+  }
+}
+
+// Bytes in their own order again. In the page's weights the first byte of each four comes first, then the second bytes,
+// the third, the fourth, and the rest, as planes() in web/build.py says.
+function joined(bytes) {
+  const count = Math.floor(bytes.byteLength / 4),
+    [a, b, c, d] = [0, 1, 2, 3].map((plane) => new Uint8Array(bytes, plane * count, count)),
+    whole = new Uint8Array(bytes.slice(0)),
+    words = new Uint32Array(whole.buffer, 0, count);
+  for (let i = 0; i < count; i++) words[i] = a[i] | (b[i] << 8) | (c[i] << 16) | (d[i] << 24);
+  return whole.buffer;
 }

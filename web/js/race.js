@@ -1,22 +1,21 @@
 // The view Race: the parts write the same text one after the other, and are shown at their relative speeds.
-import { $, brief, frame, make, number } from "./dom.js";
+import { $, brief, copy, frame, isStill, make, number, on, say, tableRow } from "./dom.js";
 import { encode } from "./checkpoint.js";
 
-const CASE = { H: 4, N: 1024, d: 32 };
+const CASE = { heads: 4, N: 1024, d: 32 };
+const MODEL = "shakes1024"; // has the long window
 const LONGEST_SHOW = 9; // seconds in which the slowest part is shown
 const PROMPT = "GLOUCESTER:\n",
   SEED = 1; // seed of the text that fills the window
+const WARM_UPS = 2; // browsers optimise a kernel after its first runs
 
 export class RaceView {
   constructor(page) {
     this.page = page;
-    $("race-form").addEventListener("submit", (event) => {
+    on("race-form", "submit", (event) => {
       event.preventDefault();
       this.start();
     });
-    for (const id of ["window", "count"]) {
-      $(id).addEventListener("change", () => page.choose({ [id]: Number($(id).value) }));
-    }
   }
 
   // The parts of the kernels, as a Session has them.
@@ -27,174 +26,137 @@ export class RaceView {
   }
 
   newLane({ name, algorithm }) {
-    const lane = {
-      time: make("p", { className: "status" }),
-      past: make("span", { className: "past" }),
-      text: make("span"),
-    };
-    lane.box = make(
-      "div",
-      { className: "lane" },
-      make("h3", {}, name, make("small", { textContent: algorithm })),
-      lane.time,
-      make("div", { className: "written" }, lane.past, lane.text),
-    );
-    $("lanes").append(lane.box);
-    return lane;
+    const box = copy("lane"),
+      [title, time, { children }] = box.children,
+      [past, text] = children;
+    title.append(name, make("small", {}, algorithm));
+    $("lanes").append(box);
+    return { box, time, past, text };
   }
 
-  fill() {
-    for (const id of ["window", "count"]) $(id).value = this.page.choices[id];
-  }
-
-  show() {
-    this.fill();
-  }
   hide() {
     this.cancelled = true;
   }
 
   async start() {
     const { window: size, count } = this.page.choices,
-      mine = {};
-    this.current = mine;
+      button = $("race-form").querySelector("button");
     this.cancelled = false;
     this.page.text?.halt(); // it would slow the parts
-    let ended = false;
-    const going = () => this.current === mine && !this.cancelled;
-    const say = (text) => {
-      $("race-status").textContent = text;
-    };
-    $("race-form").querySelector("button").disabled = true;
+    button.disabled = true;
     try {
-      say("Loading shakes1024 …");
-      this.engine ??= await this.page.models.engine("shakes1024", "bf16", (share) => this.page.progress(share));
-      this.page.progress(1);
-      this.offer(this.engine.parts);
-      const past = await this.past(size);
-      for (const lane of Object.values(this.lanes)) {
-        lane.past.textContent = `… ${past.text.slice(-80).replace(/^\S*\s/, "")}`;
-        lane.text.textContent = lane.time.textContent = "";
-        lane.box.classList.remove("won");
-      }
-      const runs = {};
-      for (const { name: part } of [...this.parts].reverse()) {
-        if (!going()) return;
-        say(`${part} writes ${count} characters, each after reading ${number(size)} again …`);
-        runs[part] = await this.measure(part, past.ids, size, count, going);
-      }
-      if (!going()) return;
-      await this.replay(runs, count, going, say);
-      if (!going()) return;
-      await this.alone(say);
-      ended = true;
+      await this.run(size, count);
+      if (this.cancelled) say("race-status", "Stopped, because another view was shown.");
     } catch (error) {
       this.page.problem(error);
-    } finally {
-      if (!ended) say(this.cancelled ? "Stopped, because another view was shown." : "");
-      $("race-form").querySelector("button").disabled = false;
+      say("race-status", "");
     }
+    button.disabled = false;
   }
 
-  // A text of `length` characters, written with a cache.
+  // Returns early if it is cancelled.
+  async run(size, count) {
+    say("race-status", `Loading ${MODEL} …`);
+    this.engine ??= await this.page.models.engine(MODEL, "bf16", (share) => this.page.progress(share));
+    this.page.progress(1);
+    this.offer(this.engine.parts);
+    const past = await this.past(size);
+    for (const lane of Object.values(this.lanes)) {
+      lane.past.textContent = `… ${this.written(past.slice(-80)).replace(/^\S*\s/, "")}`;
+      lane.text.textContent = lane.time.textContent = "";
+      lane.box.classList.remove("won");
+    }
+    const runs = {};
+    for (const { name: part } of [...this.parts].reverse()) {
+      if (this.cancelled) return;
+      say("race-status", `${part} writes ${count} characters, each after reading ${number(size)} again …`);
+      runs[part] = await this.measure(part, past, count);
+    }
+    if (!this.cancelled) await this.replay(runs, count);
+    if (!this.cancelled) await this.alone();
+  }
+
+  written(tokens) {
+    return tokens.map((id) => this.engine.characters[id]).join("");
+  }
+
+  begin(ids, part, seed, capacity, useCache) {
+    const sampling = { temperature: 0.8 };
+    return this.engine.call("begin", { ids, part, seed, capacity, useCache, sampling, context: "slide" });
+  }
+
+  // The tokens of a text of a length, written with a cache.
   async past(size) {
     const { characters, config } = this.engine,
       ids = encode(PROMPT, characters);
-    await this.engine.call("begin", {
-      part: "part4",
-      ids: [...ids],
-      seed: SEED,
-      sampling: { temperature: 0.8, topK: 65, topP: 1 },
-      context: "slide",
-      useCache: true,
-      capacity: config.block_size,
-    });
+    await this.begin([...ids], "part4", SEED, config.block_size, true);
     while (ids.length < size) ids.push(...(await this.engine.call("more", { most: size - ids.length })).tokens);
-    return { ids, text: ids.map((id) => characters[id]).join("") };
+    return ids;
   }
 
-  // {text, milliseconds of each character} of a part that reads the whole window again and again.
-  async measure(part, ids, size, count, going) {
-    const request = {
-      part,
-      ids,
-      seed: SEED + 1,
-      sampling: { temperature: 0.8, topK: 65, topP: 1 },
-      context: "slide",
-      useCache: false,
-      capacity: size,
-    };
-    for (let i = 0; i < 2; i++) {
-      // Browsers optimise a kernel after its first runs.
-      await this.engine.call("begin", request);
-      await this.engine.call("more", { most: 1, perToken: true });
+  // {text, milliseconds of each character, their total} of a part that reads the whole window again and again.
+  async measure(part, past, count) {
+    const begin = () => this.begin(past, part, SEED + 1, past.length, false),
+      more = () => this.engine.call("more", { most: 1 });
+    for (let i = 0; i < WARM_UPS; i++) {
+      await begin();
+      await more();
     }
-    await this.engine.call("begin", request);
-    const run = { text: "", milliseconds: [] },
+    await begin();
+    const run = { text: "", milliseconds: [], total: 0 },
       lane = this.lanes[part];
-    while (run.milliseconds.length < count && going()) {
-      const { tokens, milliseconds } = await this.engine.call("more", { most: 1, perToken: true });
-      run.text += this.engine.characters[tokens[0]];
-      run.milliseconds.push(milliseconds[0]);
+    while (run.milliseconds.length < count && !this.cancelled) {
+      const { tokens, elapsed } = await more();
+      run.text += this.written(tokens);
+      run.milliseconds.push(elapsed);
+      run.total += elapsed;
       lane.text.textContent = run.text;
       lane.time.textContent = `${number(run.milliseconds.length)} of ${number(count)}`;
     }
-    run.total = run.milliseconds.reduce((sum, x) => sum + x, 0);
     return run;
   }
 
   // Shows all parts side by side, with the measured times.
-  async replay(runs, count, going, say) {
-    const slowest = Math.max(...Object.values(runs).map((run) => run.total)) / 1e3;
-    const fastest = Math.min(...Object.values(runs).map((run) => run.total));
-    const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
-    const factor = still ? Infinity : Math.max(1, slowest / LONGEST_SHOW);
-    say(
-      "Measured one after the other; now side by side at their true relative speed" +
-        (factor > 1 && !still ? `, ${brief(factor)} times as fast as it was.` : "."),
-    );
+  async replay(runs, count) {
+    const totals = Object.values(runs).map(({ total }) => total),
+      fastest = Math.min(...totals),
+      atOnce = isStill(),
+      factor = Math.max(1, Math.max(...totals) / 1e3 / LONGEST_SHOW);
+    const faster = factor > 1 && !atOnce ? `, ${brief(factor)} times as fast as it was` : "";
+    const said = "Measured one after the other; now side by side at their true relative speed";
+    say("race-status", `${said}${faster}.`);
     const start = performance.now();
-    for (let done = false; !done && going(); await frame()) {
-      const now = still ? Infinity : (performance.now() - start) * factor;
+    for (let done = false; !done && !this.cancelled; await frame()) {
+      const now = atOnce ? Infinity : (performance.now() - start) * factor;
       done = true;
-      for (const { name: part } of this.parts) {
-        const run = runs[part],
-          lane = this.lanes[part];
+      for (const [part, { text, milliseconds, total }] of Object.entries(runs)) {
+        const { box, text: shown, time } = this.lanes[part];
         let at = 0,
           spent = 0;
-        while (at < count && spent + run.milliseconds[at] <= now) spent += run.milliseconds[at++];
-        lane.text.textContent = run.text.slice(0, at);
-        lane.box.classList.toggle("won", at === count && run.total === fastest);
-        lane.time.textContent =
-          at < count
-            ? `${brief(Math.min(now, run.total) / 1e3)} s`
-            : `${brief(run.total / 1e3)} s, ${brief(run.total / count)} ms a character`;
+        while (at < count && spent + milliseconds[at] <= now) spent += milliseconds[at++];
+        shown.textContent = text.slice(0, at);
+        box.classList.toggle("won", at === count && total === fastest);
+        const each = at < count ? "" : `, ${brief(total / count)} ms a character`;
+        time.textContent = `${brief((at < count ? now : total) / 1e3)} s${each}`;
         done &&= at === count;
       }
     }
-    this.runs = runs;
   }
 
   // Bars with the time of one call of attention.
-  async alone(say) {
-    const body = $("alone").tBodies[0],
-      times = {};
-    for (const { name: part } of this.parts) times[part] = await this.engine.call("attention", { part, ...CASE });
+  async alone() {
+    const times = {};
+    for (const { name: part } of this.parts)
+      times[part] = (await this.engine.call("attention", { part, ...CASE })).milliseconds;
     const most = Math.max(...Object.values(times));
-    body.replaceChildren(
-      ...this.parts.map(({ name: part, algorithm }) => {
-        const bar = make("i");
-        bar.style.width = `${(100 * times[part]) / most}%`;
-        return make(
-          "tr",
-          {},
-          make("th", { scope: "row", textContent: `${part}, ${algorithm}` }),
-          make("td", {}, bar),
-          make("td", { textContent: brief(times[part]) }),
-        );
-      }),
-    );
+    const rows = this.parts.map(({ name: part, algorithm }) => {
+      const bar = make("i");
+      bar.style.width = `${(100 * times[part]) / most}%`;
+      return tableRow(`${part}, ${algorithm}`, bar, brief(times[part]));
+    });
+    $("alone").tBodies[0].replaceChildren(...rows);
     const gain = brief(times.part1 / times.part4);
-    say(`${$("race-status").textContent} Attention alone: part4 is ${gain} times as fast as part1 here.`);
+    const said = $("race-status").textContent;
+    say("race-status", `${said} Attention alone: part4 is ${gain} times as fast as part1 here.`);
   }
 }

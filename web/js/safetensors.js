@@ -3,6 +3,10 @@
 // The message says what is wrong with a checkpoint.
 export class CheckpointError extends Error {}
 
+export function check(holds, message) {
+  if (!holds) throw new CheckpointError(message);
+}
+
 const MOST_HEADER_BYTES = 100_000_000;
 const BYTES = { F64: 8, F32: 4, F16: 2, BF16: 2 }; // bytes of the types that a model may have
 const OTHER_TYPES = ["BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "U16", "I32", "U32", "I64", "U64"];
@@ -11,47 +15,41 @@ const TOKEN = /("(?:[^"\\]|\\.)*")(\s*:)?|-?\d[\d.eE+-]*|[{}]/g;
 const NUMBER = /^-?\d/;
 const WHOLE = /^\d+$/; // sizes; 1.0, 1e0 and -0 are refused
 
-const isObject = (x) => typeof x === "object" && x !== null && !Array.isArray(x);
-const isSize = (x) => Number.isSafeInteger(x) && x >= 0;
+export const isObject = (x) => typeof x === "object" && x !== null && !Array.isArray(x);
+const areSizes = (list) => Array.isArray(list) && list.every((x) => Number.isSafeInteger(x) && x >= 0);
 
-function refuse(why) {
-  throw new CheckpointError(`model.safetensors cannot be read: ${why}`);
-}
+const checkFile = (holds, why) => check(holds, `model.safetensors cannot be read: ${why}`);
 
 // The tensors of a file by name: Map of {shape, data: Float32Array}.
 export function readSafetensors(buffer) {
-  const tensors = new Map();
   const { entries, start } = header(buffer);
-  for (const { name, dtype, shape, begin, end } of entries) {
-    tensors.set(name, { shape, data: floats(buffer.slice(start + begin, start + end), dtype) });
-  }
-  return tensors;
+  return new Map(
+    entries.map(({ name, dtype, shape, begin, end }) => {
+      return [name, { shape, data: floats(buffer.slice(start + begin, start + end), dtype) }];
+    }),
+  );
 }
 
 // The header's tensors in the order of their bytes, and where the bytes start.
 function header(buffer) {
-  if (buffer.byteLength < 8) refuse("it has no header");
+  const size = buffer.byteLength;
+  checkFile(size >= 8, "it has no header");
   const length = Number(new DataView(buffer).getBigUint64(0, true));
-  if (length > MOST_HEADER_BYTES) refuse(`its header claims ${length} bytes`);
-  if (8 + length > buffer.byteLength) refuse("it ends inside its header");
+  checkFile(length <= MOST_HEADER_BYTES, `its header claims ${length} bytes`);
+  checkFile(8 + length <= size, "it ends inside its header");
   const parsed = strictJson(new Uint8Array(buffer, 8, length));
-  if (!isObject(parsed)) refuse("its header is not an object");
+  checkFile(isObject(parsed), "its header is not an object");
   const { __metadata__: metadata, ...described } = parsed;
   const values = isObject(metadata ?? {}) ? Object.values(metadata ?? {}) : [metadata];
-  if (!values.every((value) => typeof value === "string")) {
-    refuse("its metadata must be strings");
-  }
+  checkFile(values.every((value) => typeof value === "string"), "its metadata must be strings");
   const entries = Object.entries(described).map(([name, entry]) => checked(name, entry));
   entries.sort((a, b) => a.begin - b.begin || a.end - b.end);
   let at = 0;
   for (const { name, begin, end } of entries) {
-    if (begin !== at)
-      refuse(`${name} begins at ${begin}; it must begin where the tensor before it ends, ${at}`);
+    checkFile(begin === at, `${name} begins at ${begin}; it must begin where the tensor before it ends, ${at}`);
     at = end;
   }
-  if (8 + length + at !== buffer.byteLength) {
-    refuse(`it has ${buffer.byteLength - 8 - length} bytes of tensors; its header says ${at}`);
-  }
+  checkFile(8 + length + at === size, `it has ${size - 8 - length} bytes of tensors; its header says ${at}`);
   return { entries, start: 8 + length };
 }
 
@@ -63,7 +61,7 @@ function strictJson(bytes) {
     checkNames(text);
     return JSON.parse(text.replace(TOKEN, (token) => (NUMBER.test(token) && !WHOLE.test(token) ? "null" : token)));
   } catch (error) {
-    refuse(`its header is not JSON (${error.message})`);
+    return checkFile(false, `its header is not JSON (${error.message})`);
   }
 }
 
@@ -85,16 +83,14 @@ function checkNames(text) {
 
 function checked(name, entry) {
   const { dtype, shape, data_offsets: offsets } = isObject(entry) ? entry : {};
-  if (typeof dtype !== "string" || !Object.hasOwn(BYTES, dtype)) {
-    if (OTHER_TYPES.includes(dtype)) throw new CheckpointError(`${name} must be a dense tensor of floats`);
-    refuse(`${name} has the type ${JSON.stringify(dtype)}`);
-  }
-  if (!Array.isArray(shape) || !shape.every(isSize)) refuse(`${name} has no shape`);
-  if (!Array.isArray(offsets) || offsets.length !== 2 || !offsets.every(isSize))
-    refuse(`${name} has no offsets`);
-  const bytes = shape.reduce((product, n) => product * n, BYTES[dtype]);
-  const [begin, end] = offsets;
-  if (end - begin !== bytes) refuse(`${name} has ${end - begin} bytes; its shape needs ${bytes}`);
+  check(!OTHER_TYPES.includes(dtype), `${name} must be a dense tensor of floats`);
+  const isKnown = typeof dtype === "string" && Object.hasOwn(BYTES, dtype);
+  checkFile(isKnown, `${name} has the type ${JSON.stringify(dtype)}`);
+  checkFile(areSizes(shape), `${name} has no shape`);
+  checkFile(areSizes(offsets) && offsets.length === 2, `${name} has no offsets`);
+  const needed = shape.reduce((product, n) => product * n, BYTES[dtype]),
+    [begin, end] = offsets;
+  checkFile(end - begin === needed, `${name} has ${end - begin} bytes; its shape needs ${needed}`);
   return { name, dtype, shape, begin, end };
 }
 

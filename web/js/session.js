@@ -1,11 +1,11 @@
 // The work of the page's worker: it holds a checkpoint and answers calls by name. It uses no DOM, so it runs in node.
-import { Kernels, PRECISIONS, Refused } from "./kernels.js";
+import { PRECISIONS, TILE } from "./facts.js";
+import { Kernels } from "./kernels.js";
 import { readCheckpoint } from "./checkpoint.js";
+import { Block } from "./traffic.js";
 import { Writer } from "./writer.js";
 
-const LONGEST_MS = 8; // limit of a call that writes: half a frame
-const BR = 192,
-  BC = 256; // part4's tile; no text depends on it
+const AT_ONCE = 128; // most tokens of a call
 const LEAST_TICKS_MS = 10; // shortest time that is measured
 const FAR = 16; // characters
 
@@ -17,9 +17,8 @@ export class Session {
 
   // {config, characters, parts of the kernels}. Raises CheckpointError if the files are not a checkpoint's.
   async load({ config, characters, weights, precision }) {
-    const checkpoint = readCheckpoint({ config, characters, weights });
+    this.checkpoint = readCheckpoint({ config, characters, weights });
     this.precision = PRECISIONS.indexOf(precision);
-    this.checkpoint = checkpoint;
     await this.restart();
     return { config, characters, parts: this.kernels.parts };
   }
@@ -34,19 +33,11 @@ export class Session {
 
   // Begins a text; see Writer for the request, whose `part` is a name and `forced` a list of pairs here.
   begin(request) {
-    const { block_size, vocab_size } = this.checkpoint.config,
-      { ids, capacity } = request;
-    if (!(capacity >= 1 && capacity <= block_size)) {
-      throw new Refused(`capacity is ${capacity}; it must be from 1 to the block size, ${block_size}`);
-    }
-    if (!ids.length || !ids.every((id) => id >= 0 && id < vocab_size))
-      throw new Refused("the prompt has no tokens of the model");
+    const { vocab_size } = this.checkpoint.config;
     this.writer = null;
-    this.open(this.kernels.part(request.part), capacity);
-    this.writer = new Writer(this.kernels, this.decoder.at, vocab_size, {
-      ...request,
-      forced: new Map(request.forced ?? []),
-    });
+    this.open(this.kernels.part(request.part), request.capacity);
+    const own = { ...request, forced: new Map(request.forced) };
+    this.writer = new Writer(this.kernels, this.decoder.at, vocab_size, own);
   }
 
   // Keeps the decoder for the next text, because it packs and rounds the weights.
@@ -55,141 +46,110 @@ export class Session {
     const { c } = this.kernels;
     if (this.decoder) c.close_decoder(this.decoder.at);
     this.decoder = null;
-    const at = c.open_decoder(this.handle, this.precision, part, BR, BC, capacity);
+    const at = c.open_decoder(this.handle, this.precision, part, ...TILE, capacity);
     this.decoder = { at, part, capacity };
   }
 
-  // Writes 1 to `most` tokens, for half a frame at most: {tokens, logits, seconds of each token}.
-  more({ most, perToken = false }) {
+  // Writes 1 to `most` tokens, for half a frame: {tokens, logits of each, elapsed milliseconds}.
+  more({ most }) {
     const start = performance.now(),
-      V = this.checkpoint.config.vocab_size;
-    const tokens = [],
-      blocks = [],
-      milliseconds = [];
-    while (tokens.length < most && (tokens.length === 0 || performance.now() - start < LONGEST_MS)) {
-      const before = performance.now();
-      const written = this.writer.write(perToken ? 1 : Math.min(16, most - tokens.length));
-      const each = (performance.now() - before) / written.tokens.length;
-      written.tokens.forEach((token) => {
-        tokens.push(token);
-        milliseconds.push(each);
-      });
-      blocks.push(written.logits);
-    }
-    const logits = new Float32Array(tokens.length * V);
-    let at = 0;
-    for (const block of blocks) {
-      logits.set(block, at);
-      at += block.length;
-    }
-    return { tokens, logits, milliseconds, elapsed: performance.now() - start };
+      written = this.writer.write(Math.min(most, AT_ONCE));
+    return { ...written, elapsed: performance.now() - start };
+  }
+
+  // The probabilities from which a token is drawn. ids: the tokens before it, of which the first `prompt` were given.
+  distribution({ logits, ids, prompt, sampling }) {
+    const { kernels } = this,
+      row = Float32Array.from(logits),
+      copies = [row, Int32Array.from(ids), kernels.inOrder(sampling)];
+    return kernels.withCopies(copies, (at, seen, settings) =>
+      kernels.written(Float64Array, row.length, (to) =>
+        kernels.c.distribution(at, row.length, seen, ids.length, prompt, settings, to),
+      ),
+    );
   }
 
   // Reads a text of at most block_size tokens. Later calls refer to it by its name `of`; a name holds one text.
-  observe({ of = "text", ids }) {
-    const { kernels } = this;
-    if (this.observations[of]) kernels.c.close_observation(this.observations[of].at);
-    delete this.observations[of];
-    const at = kernels.withInts(ids, (list) =>
-      kernels.c.observe(this.handle, this.precision, list, ids.length),
-    );
-    this.observations[of] = { at, T: ids.length };
-    const { n_layer, n_head, n_embd } = this.checkpoint.config;
-    return { T: ids.length, layers: n_layer, heads: n_head, d: n_embd / n_head };
-  }
-
-  // Attention's weights (T, T) of a head: query by key.
-  weights({ of = "text", layer, head }) {
-    const { at, T } = this.observations[of],
-      { kernels } = this;
-    return kernels.with(4 * T * T, (to) => {
-      kernels.c.observed_weights(at, layer, head, to);
-      return kernels.floats(to, T * T).slice();
-    });
-  }
-
   // maps: each head's weights, the largest of each cell of a size x size map: Float32Array for layer * heads + head.
   // telling: {layer, head} of the head that looks back furthest (reach), for the views to begin with.
-  maps({ of = "text", size }) {
-    const { T } = this.observations[of],
-      { n_layer, n_head } = this.checkpoint.config,
-      maps = [];
+  observe({ of = "text", ids, size = 1 }) {
+    const { kernels } = this,
+      { n_layer: layers, n_head: heads, n_embd } = this.checkpoint.config,
+      T = ids.length;
+    if (this.observations[of]) kernels.c.close_observation(this.observations[of].at);
+    delete this.observations[of];
+    const at = kernels.withCopies([Int32Array.from(ids)], (list) =>
+      kernels.c.observe(this.handle, this.precision, list, T),
+    );
+    this.observations[of] = { at, T, d: n_embd / heads };
+    const maps = [];
     let telling = null,
       most = -1;
-    for (let layer = 0; layer < n_layer; layer++) {
-      for (let head = 0; head < n_head; head++) {
+    for (let layer = 0; layer < layers; layer++) {
+      for (let head = 0; head < heads; head++) {
         const P = this.weights({ of, layer, head }),
           far = reach(P, T);
         maps.push(shrunk(P, T, Math.min(size, T)));
         if (far > most) [most, telling] = [far, { layer, head }];
       }
     }
-    return { maps, telling };
+    return { T, layers, heads, d: n_embd / heads, maps, telling };
+  }
+
+  // Attention's weights (T, T) of a head: query by key.
+  weights({ of = "text", layer, head }) {
+    const { at, T } = this.observations[of],
+      { kernels } = this;
+    return kernels.written(Float32Array, T * T, (to) => kernels.c.observed_weights(at, layer, head, to));
   }
 
   // q, k and v (T, d) of a head.
   heads({ of = "text", layer, head }) {
-    const { at, T } = this.observations[of],
-      { kernels } = this,
-      { n_embd, n_head } = this.checkpoint.config;
-    const d = n_embd / n_head;
-    const copy = (which) =>
-      kernels.with(4 * T * d, (to) => {
-        kernels.c.observed(at, layer, head, which, to);
-        return kernels.floats(to, T * d).slice();
-      });
-    return { q: copy(0), k: copy(1), v: copy(2), T, d };
+    const { at, T, d } = this.observations[of],
+      { kernels } = this;
+    const [q, k, v] = [0, 1, 2].map((which) =>
+      kernels.written(Float32Array, T * d, (to) => kernels.c.observed(at, layer, head, which, to)),
+    );
+    return { q, k, v, T, d };
   }
 
-  // The time of a call of each part over noise, in milliseconds: the least of calls that fill `ms`.
-  attention({ part, H, N, d, br = 192, bc = 256, causal = false, ms = 150 }) {
-    const { c } = this.kernels,
-      call = c.open_call(this.kernels.part(part), H, N, d, br, bc, causal ? 1 : 0);
-    c.run_call(call); // touches all memory
-    const least = timed(() => c.run_call(call), ms);
-    c.close_call(call);
-    return least;
+  // The least milliseconds of a part's calls over noise, which fill `ms`, and its bytes of scratch.
+  attention({ part, heads, N, d, ms = 150 }) {
+    const { kernels } = this,
+      { attend, scratch_floats } = kernels.c,
+      sizes = [kernels.part(part), heads, N, d, ...TILE],
+      inputs = 3 * heads * N * d,
+      scratch = scratch_floats(...sizes);
+    return kernels.with(4 * (inputs + heads * N * d + scratch), (data) => {
+      kernels.view(Float32Array, data, inputs).set(Array.from({ length: inputs }, () => 2 * Math.random() - 1));
+      attend(...sizes, data); // touches all memory
+      return { milliseconds: timed(() => attend(...sizes, data), ms), scratch: 4 * scratch };
+    });
   }
 
   // Operations per second of multiply-adds in registers.
   peak({ ms = 200 } = {}) {
-    const steps = 200_000;
-    let work = 0;
-    const least = timed(() => {
-      work = this.kernels.c.multiply_adds(steps);
-    }, ms);
-    return work / (least / 1e3);
+    const { multiply_adds } = this.kernels.c,
+      steps = 200_000;
+    return (multiply_adds(steps) / timed(() => multiply_adds(steps), ms)) * 1e3;
   }
 
   // Bytes per second of sequential reads from a buffer.
   bandwidth({ bytes, ms = 150 }) {
-    const floats = Math.floor(bytes / 64) * 16,
+    const { read_floats } = this.kernels.c,
+      floats = Math.floor(bytes / 64) * 16,
       passes = Math.max(1, Math.ceil(2 ** 24 / bytes));
     return this.kernels.with(4 * floats, (data) => {
-      this.kernels.floats(data, floats).fill(1);
-      let moved = 0;
-      const least = timed(() => {
-        moved = this.kernels.c.read_floats(data, floats, passes);
-      }, ms);
-      return moved / (least / 1e3);
+      this.kernels.view(Float32Array, data, floats).fill(1);
+      const read = () => read_floats(data, floats, passes);
+      return (read() / timed(read, ms)) * 1e3;
     });
   }
 
-  // The sizes that the kernels are compiled with, as costs.js takes them.
+  // The sizes that the kernels are compiled with, as traffic.js takes them.
   block() {
     const { c } = this.kernels;
-    return {
-      lanes: c.lanes(),
-      panel: c.panel(),
-      rows: c.rows(),
-      part2Tile: c.part2_tile(),
-      part2Depth: c.part2_depth(),
-      part4Step: c.part4_step(),
-    };
-  }
-
-  scratch({ part, H, N, d, br, bc }) {
-    return 4 * this.kernels.c.scratch_floats(this.kernels.part(part), H, N, d, br, bc);
+    return Object.fromEntries(Object.keys(new Block()).map((name) => [name, c[name]()]));
   }
 }
 
@@ -228,7 +188,7 @@ export function shrunk(P, T, size) {
     const row = Math.floor((i * size) / T) * size;
     for (let j = 0; j <= i; j++) {
       const cell = row + Math.floor((j * size) / T);
-      if (P[i * T + j] > map[cell]) map[cell] = P[i * T + j];
+      map[cell] = Math.max(map[cell], P[i * T + j]);
     }
   }
   return map;

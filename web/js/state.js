@@ -1,74 +1,65 @@
 // The choices in the fragment of the address: #view?name=value&... Defaults are left out.
+import { MODEL, SETTINGS as KNOWN, WEIGHTS } from "./facts.js";
 
-export const DEFAULTS = {
-  model: "shakes256",
-  weights: "bf16",
-  where: "browser", // who writes: the browser, or the server that the page comes from
-  prompt: "ROMEO:",
-  seed: "1337",
-  length: 250,
-  context: "slide",
-  stop: "",
-  temperature: 0.8,
-  topk: 65,
-  topp: 1,
-  endless: 0,
-  pace: 150,
-  branches: "", // 'position:character code' of each, with commas
-  layer: -1, // the head that looks back furthest: Session.maps()
-  head: -1,
-  query: -1, // the last query
-  key: -1, // the key with the largest weight
-  part: "part4",
-  step: 0,
-  tempo: "normal", // pace of Tiles; `pace` is that of a text
-  n: 32,
-  br: 8,
-  bc: 8,
-  l1: 11, // log2 of the bytes
-  l2: 13,
-  window: 1024,
-  count: 16,
+const text = (value, admits = () => true) => ({ value, admits });
+// by: the values are multiples of it; 0 admits fractions.
+const number = (value, least, most, by = 1) => ({
+  ...{ value, least, most, by },
+  admits: (x) => x >= least && x <= most && (by === 0 || x % by === 0),
+});
+// of: the values, or {value: how a field shows it}.
+function oneOf(of, value) {
+  const [values, labels] = Array.isArray(of) ? [of, {}] : [Object.keys(of), of];
+  return { value: value ?? values[0], values, labels, admits: (x) => values.includes(x) };
+}
+export const isSeed = (digits) => /^[0-9]{1,20}$/.test(digits) && BigInt(digits) < 2n ** 64n;
+
+// The settings of sampling that have a field: {name, choice: its name here, default, slider: [least, most, step]}.
+export const SETTINGS = KNOWN.map((setting) => ({ ...setting, choice: setting.name.replaceAll("_", "") }));
+
+export const CHOICES = {
+  model: text(MODEL),
+  weights: oneOf(WEIGHTS),
+  where: oneOf({ browser: "this browser", server: "the server" }), // the server that the page comes from
+  prompt: text("ROMEO:"),
+  seed: text("1337", isSeed),
+  length: number(250, 1, 20000),
+  context: oneOf({ slide: "slide", reset: "restart, faster" }),
+  stop: text(""),
+  ...Object.fromEntries(
+    SETTINGS.map(({ choice, default: value, whole, slider: [least, most] }) => [
+      choice,
+      number(value, least, most ?? Infinity, whole ? 1 : 0),
+    ]),
+  ),
+  endless: number(0, 0, 1),
+  pace: number(150, 0, 1000), // characters a second; 0: as fast as it can
+  branches: text(""), // 'position:character code' of each, with commas
+  layer: number(-1, -1, 1000), // -1: of the head that looks back furthest, Session.observe()
+  head: number(-1, -1, 1000),
+  query: number(-1, -1, 100000), // -1: the last one
+  key: number(-1, -1, 100000), // -1: the one with the largest weight
+  part: text("part4", (name) => /^part[0-9]{1,2}$/.test(name)), // the kernels' table decides which exist
+  frame: number(0, 0, 1e6), // of Tiles
+  tempo: oneOf(["slow", "normal", "fast"], "normal"), // pace of Tiles; `pace` is that of a text
+  n: oneOf([16, 32, 48], 32),
+  br: number(8, 1, 48),
+  bc: number(8, 1, 48),
+  l1: number(11, 9, 14), // log2 of the bytes
+  l2: number(13, 11, 17),
+  window: oneOf([256, 512, 1024], 1024),
+  count: oneOf([8, 16, 32, 64], 16),
 };
-// The values that an address may have: [least, most, multiple of], where 0 admits fractions, or a list.
-const ANY = 0;
-const ADMITTED = {
-  weights: ["bf16", "fp32"],
-  where: ["browser", "server"],
-  context: ["slide", "reset"],
-  tempo: ["slow", "normal", "fast"],
-  length: [1, 20000, 1],
-  temperature: [0, 2, ANY],
-  topk: [1, 100000, 1],
-  topp: [0.05, 1, ANY],
-  endless: [0, 1, 1],
-  pace: [0, 1000, 1],
-  layer: [-1, 1000, 1],
-  head: [-1, 1000, 1],
-  query: [-1, 100000, 1],
-  key: [-1, 100000, 1],
-  step: [0, 1e6, 1],
-  n: [16, 48, 16],
-  br: [1, 48, 1],
-  bc: [1, 48, 1],
-  l1: [9, 14, 1],
-  l2: [11, 17, 1],
-  window: [256, 1024, 256],
-  count: [8, 64, 8],
-};
+const DEFAULTS = Object.fromEntries(Object.entries(CHOICES).map(([name, { value }]) => [name, value]));
 export const VIEWS = ["write", "race", "attention", "tiles", "measure"];
 
-// Whether a value may stand in the address.
-function admits(name, value) {
-  if (name === "seed") return isSeed(value);
-  if (name === "part") return /^part[0-9]{1,2}$/.test(value); // the kernels' table decides which exist
-  const limits = ADMITTED[name];
-  if (!limits || typeof DEFAULTS[name] === "string") return !limits || limits.includes(value);
-  const [least, most, step] = limits;
-  return value >= least && value <= most && (step === ANY || value % step === 0);
+// The value that a text means for a choice; undefined if there is none.
+export function admitted(name, given) {
+  const { value, admits } = CHOICES[name];
+  let meant = typeof value === "string" ? given : given === "" ? NaN : Number(given);
+  if (name === "branches") meant = formatBranches(parseBranches(given));
+  return admits(meant) ? meant : undefined;
 }
-
-export const isSeed = (text) => /^[0-9]{1,20}$/.test(text) && BigInt(text) < 2n ** 64n;
 
 // Whether a fragment names a view, or is empty; #main does not.
 export function namesView(fragment) {
@@ -80,23 +71,19 @@ export function namesView(fragment) {
 export function parse(fragment) {
   const [view, query = ""] = fragment.replace(/^#/, "").split(/\?(.*)/s);
   const choices = { ...DEFAULTS };
-  for (const [name, value] of new URLSearchParams(query)) {
-    if (!Object.hasOwn(DEFAULTS, name)) continue;
-    let meant = typeof DEFAULTS[name] === "string" ? value : value === "" ? NaN : Number(value);
-    if (name === "branches") meant = formatBranches(parseBranches(value));
-    if (admits(name, meant)) choices[name] = meant;
-  }
+  for (const [name, given] of new URLSearchParams(query))
+    if (Object.hasOwn(CHOICES, name)) choices[name] = admitted(name, given) ?? choices[name];
   return { view: VIEWS.includes(view) ? view : "write", choices };
 }
 
 export function format(view, choices) {
-  const query = new URLSearchParams();
-  for (const [name, value] of Object.entries(DEFAULTS)) {
-    if (choices[name] !== value) query.set(name, choices[name]);
-  }
-  const text = query.toString();
-  return `#${view}${text ? `?${text}` : ""}`;
+  const chosen = Object.entries(DEFAULTS).filter(([name, value]) => choices[name] !== value);
+  const query = new URLSearchParams(chosen.map(([name]) => [name, choices[name]])).toString();
+  return `#${view}${query ? `?${query}` : ""}`;
 }
+
+// The settings of sampling by their own names.
+export const sampling = (choices) => Object.fromEntries(SETTINGS.map(({ name, choice }) => [name, choices[choice]]));
 
 // 'position:code,...' <-> [[position, character], ...]
 export function parseBranches(text) {

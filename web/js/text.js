@@ -1,17 +1,19 @@
-// A text while it is written: tokens, the logits of each, and the speed.
-import { encode } from "./checkpoint.js";
-import { frame } from "./dom.js";
+// A text while it is written: its characters, the logits of each, and the speed.
+//
+// A source writes it: an Engine in this browser, or `gpt.py serve`. Its begin(choices) begins a text, and its more(most)
+// gives the next {piece, logits of its characters or null, elapsed milliseconds}, or null after the end.
+import { frame, isStill } from "./dom.js";
+import { parseBranches } from "./state.js";
 import { stopped } from "./writer.js";
 
 const KEPT = 8192; // characters of an endless text that remain
 
-export class Text {
-  // choices: those of state.js. branches: [[position, character], ...].
-  constructor(engine, choices, branches) {
-    Object.assign(this, { engine, choices, branches });
-    this.prompt = choices.prompt;
+export class Writing {
+  // choices: those of state.js.
+  constructor(source, choices) {
+    Object.assign(this, { source, choices, prompt: choices.prompt });
     this.text = "";
-    this.logits = []; // one row for each character of `text`, from `dropped` on
+    this.logits = []; // one row for each character of `text`, from `dropped` on; none by a server
     this.dropped = 0; // characters that were removed
     this.milliseconds = 0;
     this.running = true;
@@ -26,70 +28,60 @@ export class Text {
 
   halt() {
     this.running = false;
+    this.source.halt();
   }
 
-  // Writes until the end, a stop string or halt(). shown(piece) is called for each new piece; true: cut off.
+  // Writes until the end, a stop string or halt(). show(piece) is called for each new piece; true: cut off.
   async run(show) {
-    const { engine, choices } = this,
-      { characters, config } = engine,
-      V = config.vocab_size;
-    const endless = choices.endless === 1,
-      stops = choices.stop ? [choices.stop] : [];
-    const ids = encode(this.prompt || "\n", characters);
-    const index = new Map(characters.map((c, i) => [c, i]));
-    const known = this.branches.filter(([, c]) => index.has(c));
-    await engine.call("begin", {
-      part: "part4",
-      ids,
-      seed: BigInt(choices.seed),
-      context: endless || choices.context === "reset" ? "reset" : "slide",
-      useCache: true,
-      sampling: { temperature: choices.temperature, topK: choices.topk, topP: choices.topp },
-      capacity: endless ? config.block_size : Math.min(config.block_size, ids.length + choices.length),
-      forced: known.map(([at, c]) => [at, index.get(c)]),
-    });
-    // At its pace an endless text moves least.
-    const isStill = matchMedia("(prefers-reduced-motion: reduce)").matches && !endless;
-    const pace = isStill ? 0 : choices.pace;
-    const hurry = this.branches.at(-1)?.[0] ?? 0; // the text before a branch was shown already
-    let start = performance.now();
-    while (this.running && (endless || this.written < choices.length)) {
-      const left = endless ? Infinity : choices.length - this.written;
-      let most = Math.min(left, 4096);
-      if (this.written < hurry) most = Math.min(most, hurry - this.written);
-      else if (pace)
-        most = Math.min(most, Math.floor(((performance.now() - start) / 1e3) * pace) - this.written + hurry);
-      if (most < 1) {
+    const { source, choices } = this,
+      endless = choices.endless === 1,
+      length = endless ? Infinity : choices.length,
+      pace = source.isPaced && (endless || !isStill()) ? choices.pace : 0, // at its pace an endless text moves least
+      hurry = parseBranches(choices.branches).at(-1)?.[0] ?? 0; // the text before a branch was shown already
+    try {
+      await source.begin(choices);
+      let start = performance.now();
+      while (this.running && this.written < length) {
+        let most = Math.min(length - this.written, 4096);
+        if (this.written < hurry) {
+          most = Math.min(most, hurry - this.written);
+          start = performance.now();
+        } else if (pace) {
+          const due = hurry + Math.floor(((performance.now() - start) / 1e3) * pace);
+          most = Math.min(most, due - this.written);
+        }
+        if (most > 0) {
+          const next = await source.more(most);
+          if (!next || !this.running) break;
+          this.add(next, show);
+        }
         await frame();
-        continue;
       }
-      const { tokens, logits, elapsed } = await engine.call("more", { most });
-      if (!this.running) return;
-      if (this.written < hurry) start = performance.now();
-      this.milliseconds += elapsed;
-      const piece = tokens.map((token) => characters[token]).join("");
-      for (let i = 0; i < tokens.length; i++) this.logits.push(logits.subarray(i * V, (i + 1) * V));
-      const before = this.text.length;
-      this.text += piece;
-      const whole = stops.length ? stopped(this.text, stops, before) : null;
-      if (whole !== null) {
-        this.text = whole;
-        this.logits.length = whole.length;
-        this.running = false;
-        show("", true);
-        return;
-      }
-      if (endless && this.text.length > KEPT) {
-        const much = this.text.length - KEPT / 2;
-        this.text = this.text.slice(much);
-        this.logits.splice(0, much);
-        this.dropped += much;
-        show("", true);
-      } else {
-        show(piece, false);
-      }
-      await frame();
+    } catch (error) {
+      if (this.running) throw error;
+    } finally {
+      this.running = false;
     }
-    this.running = false;
+  }
+
+  add({ piece, logits, elapsed }, show) {
+    const { stop, endless } = this.choices,
+      before = this.text.length;
+    this.text += piece;
+    this.milliseconds += elapsed;
+    const V = (logits?.length ?? 0) / piece.length;
+    for (let i = 0; V && i < piece.length; i++) this.logits.push(logits.subarray(i * V, (i + 1) * V));
+    const whole = stop ? stopped(this.text, [stop], before) : null,
+      surplus = endless && this.text.length > KEPT ? this.text.length - KEPT / 2 : 0;
+    if (whole !== null) {
+      this.text = whole;
+      this.logits.length = Math.min(this.logits.length, whole.length);
+      this.running = false;
+    } else if (surplus) {
+      this.text = this.text.slice(surplus);
+      this.logits.splice(0, surplus);
+      this.dropped += surplus;
+    }
+    show(piece, whole !== null || surplus > 0);
   }
 }

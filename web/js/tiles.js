@@ -1,16 +1,15 @@
-// The view Tiles: the steps of a part over the text's own Q, K and V, with two small caches.
-import { $, bytes, frame, make, number, onTheme } from "./dom.js";
-import { encode } from "./checkpoint.js";
+// The view Tiles: the frames of a part over the text's own Q, K and V, with two small caches.
+import { $, bytes, frame, make, number, on, option, say, tableRow } from "./dom.js";
 import { draw, drawRow } from "./board.js";
 import { simulate } from "./caches.js";
-import { traffic } from "./costs.js";
 import { json } from "./engine.js";
+import { fill } from "./fields.js";
 import { online, results } from "./formulas.js";
-import { matrices, scoreAt, steps } from "./tiling.js";
+import { allHeads, Reading } from "./reading.js";
+import { frames, matrices, scoreAt } from "./tiling.js";
+import { Case, streams, traffic } from "./traffic.js";
 
-const A_STEP_MS = { slow: 1200, normal: 450, fast: 120 };
-const OF = "tiles"; // the worker's name for the text of this view
-const FIELDS = ["br", "bc", "l1", "l2"];
+const A_FRAME_MS = { slow: 1200, normal: 450, fast: 120 };
 // In our words: standard attention, and FlashAttention-2's Algorithm 1 (Dao 2023, arXiv:2307.08691) by its line numbers.
 const PLAIN = { 1: "S ← scale · Q Kᵀ", 2: "P ← softmax(S), row by row", 3: "O ← P V" };
 const FLASH = {
@@ -27,301 +26,222 @@ const FLASH = {
   14: "  write O and L",
 };
 
-export class TilesView {
+export class TilesView extends Reading {
   constructor(page) {
-    this.page = page;
+    super(page, "tiles");
     this.at = 0;
-    $("tiles-form").addEventListener("submit", (event) => event.preventDefault());
-    $("tiles-part").addEventListener("change", () => {
-      page.choose({ part: $("tiles-part").value, step: 0 });
+    on("tiles-form", "submit", (event) => event.preventDefault());
+    on("tiles-part", "change", ({ target }) => {
+      page.choose({ part: target.value, frame: 0 });
       this.make();
     });
-    $("tiles-pace").addEventListener("change", () => page.choose({ tempo: $("tiles-pace").value }));
-    $("tiles-n").addEventListener("change", () => {
-      page.choose({ n: Number($("tiles-n").value), step: 0 });
+    on("tiles-n", "change", () => {
+      page.choose({ frame: 0 });
       this.load();
     });
-    $("tiles-head").addEventListener("change", () => {
-      const [layer, head] = $("tiles-head").value.split(",").map(Number);
+    on("tiles-head", "change", ({ target }) => {
+      const [layer, head] = target.value.split(",").map(Number);
       page.choose({ layer, head, key: -1 });
       this.load();
     });
-    for (const id of FIELDS)
-      $(id).addEventListener("input", () => {
-        page.choose({ [id]: Number($(id).value) });
-        this.make(true);
-      });
-    $("row").addEventListener("input", () => {
+    on("tiles-sizes", "input", () => this.make(true));
+    on("row", "input", () => {
       this.pinned = true;
       this.showRow();
     });
-    $("tiles-at").addEventListener("input", () => {
+    const go = (at) => {
       this.pause();
-      this.move(Number($("tiles-at").value));
-    });
-    $("tiles-back").addEventListener("click", () => {
-      this.pause();
-      this.move(this.at - 1);
-    });
-    $("tiles-on").addEventListener("click", () => {
-      this.pause();
-      this.move(this.at + 1);
-    });
-    $("tiles-play").addEventListener("click", () => (this.playing ? this.pause() : this.play()));
-    onTheme(() => this.steps && this.go(this.at));
-    addEventListener("resize", () => {
-      if (!$("tiles").hidden && this.steps) this.go(this.at);
-    });
+      this.move(at);
+    };
+    on("tiles-at", "input", ({ target }) => go(Number(target.value)));
+    on("tiles-back", "click", () => go(this.at - 1));
+    on("tiles-on", "click", () => go(this.at + 1));
+    on("tiles-play", "click", () => (this.playing ? this.pause() : this.play()));
+    addEventListener("resize", () => $("tiles").hidden || this.redraw());
   }
 
   hide() {
     this.pause();
   }
 
-  // Reads the text, unless it was read before.
-  async show() {
-    const { text, engine } = this.page;
-    if (!engine || !text?.written) return;
-    if (this.of === text && this.written === text.written) {
-      if (this.steps) this.go(this.at);
-      return;
-    }
-    const { written } = text;
-    Object.assign(this, { of: text, written });
-    const current = () => this.of === text && this.written === written && this.page.engine === engine;
-    try {
-      this.sources ??= await json("sources.json");
-      this.block ??= await engine.call("block");
-      if (!current()) return;
-      const all = [...(text.dropped ? "" : text.prompt || "\n"), ...text.text].slice(
-        0,
-        engine.config.block_size,
-      );
-      this.ids = encode(all.join(""), engine.characters);
-      $("tiles-part").replaceChildren(
-        ...engine.parts.map(({ name, algorithm }) =>
-          make("option", { value: name, textContent: `${name}, ${algorithm}` }),
-        ),
-      );
-      $("tiles-pace").value = this.page.choices.tempo;
-      const { n_layer, n_head } = engine.config;
-      $("tiles-head").replaceChildren(
-        ...Array.from({ length: n_layer * n_head }, (_, i) => {
-          const layer = Math.floor(i / n_head),
-            head = i % n_head;
-          return make("option", {
-            value: `${layer},${head}`,
-            textContent: `layer ${layer + 1}, head ${head + 1}`,
-          });
-        }),
-      );
-      await this.load();
-    } catch (error) {
-      if (!current()) return;
-      this.of = null;
-      this.page.problem(error);
-    }
+  redraw() {
+    if (this.frames) this.go(this.at);
+  }
+
+  async read() {
+    const { engine } = this;
+    this.sources ??= await json("sources.json");
+    this.block ??= await engine.call("block");
+    if (!this.isCurrent()) return;
+    const parts = engine.parts.map(({ name, algorithm }) => option(name, `${name}, ${algorithm}`));
+    $("tiles-part").replaceChildren(...parts);
+    const { n_layer: layers, n_head: heads } = engine.config;
+    const titles = allHeads({ layers, heads }).map(({ layer, head, title }) => option(`${layer},${head}`, title));
+    $("tiles-head").replaceChildren(...titles);
+    await this.load();
   }
 
   // Q, K and V of the text's first N characters.
   async load() {
-    const { engine, choices } = this.page,
-      { n_layer, n_head } = engine.config;
-    const N = Math.min([16, 32, 48].includes(choices.n) ? choices.n : 32, this.ids.length);
-    const mine = (this.latest = {});
-    await engine.call("observe", { of: OF, ids: this.ids.slice(0, N) });
-    const chosen = choices.layer < 0 ? (await engine.call("maps", { of: OF, size: 1 })).telling : choices;
-    const layer = Math.min(chosen.layer, n_layer - 1),
-      head = Math.max(0, Math.min(chosen.head, n_head - 1));
-    const heads = await engine.call("heads", { of: OF, layer, head });
+    const mine = (this.latest = {}),
+      seen = await this.observe(this.characters.slice(0, this.page.choices.n)),
+      { layer, head } = this.chosen(seen),
+      heads = await this.call("heads", { layer, head });
     if (this.latest !== mine) return;
-    Object.assign(this, { N, d: heads.d, heads, results: results(heads, N, heads.d) });
+    const { T: N, d } = seen;
+    Object.assign(this, { N, d, heads, results: results(heads, N, d) });
     $("tiles-head").value = `${layer},${head}`;
-    $("tiles-n").value = choices.n;
     this.make();
   }
 
-  // Makes the steps for the choices. keep: stay at about the same place.
+  // Makes the frames for the choices. keep: stay at about the same place.
   make(keep = false) {
     if (!this.heads) return;
-    const { choices } = this.page,
-      { N, d } = this,
-      clip = (x) => Math.max(1, Math.min(Math.round(x), N));
-    const part = this.page.engine.parts.some(({ name }) => name === choices.part) ? choices.part : "part4";
-    this.sizes = { N, d, Br: clip(choices.br), Bc: clip(choices.bc), rows: this.block.rows };
-    $("tiles-part").value = part;
-    for (const id of FIELDS) $(id).value = choices[id];
+    const { choices, engine } = this.page,
+      { N, d, block } = this;
+    const part = engine.parts.some(({ name }) => name === choices.part) ? choices.part : "part4",
+      Br = Math.min(choices.br, N),
+      Bc = Math.min(choices.bc, N),
+      sizes = { N, d, Br, Bc, rows: block.rows },
+      l1 = 2 ** choices.l1,
+      l2 = Math.max(l1, 2 ** choices.l2);
     $("br").max = $("bc").max = N;
-    $("br-name").textContent = part === "part2" ? "T" : "Br";
+    fill(choices);
+    $("tiles-part").value = part;
+    say("br-name", part === "part2" ? "T" : "Br");
     $("br").disabled = part !== "part2" && part !== "part4";
     $("bc").disabled = part !== "part4";
-    $("br-out").textContent = this.sizes.Br;
-    $("bc-out").textContent = this.sizes.Bc;
-    const l1 = 2 ** choices.l1,
-      l2 = Math.max(l1, 2 ** choices.l2);
-    $("l1-out").textContent = bytes(l1);
-    $("l2-out").textContent = bytes(l2);
-    const share = keep && this.steps ? this.at / this.steps.length : null;
-    this.part = part;
-    this.steps = steps(part, this.sizes);
-    const memory = matrices(part, this.sizes);
-    this.scratch = Object.entries(memory).filter(([m]) => !["Q", "K", "V", "S", "O"].includes(m));
-    Object.assign(this, simulate(this.steps, memory, l1, l2));
-    const problem = { N, d, heads: 1, causal: true, br: this.sizes.Br, bc: this.sizes.Bc };
-    const block = { ...this.block, part2Tile: this.sizes.Br, panel: this.sizes.Br, part4Step: this.sizes.Bc };
-    this.counted = [l1, l2].map((cache) =>
-      traffic(part, problem, block, cache)?.reduce((sum, s) => sum + s.bytes, 0),
-    );
+    for (const [name, shown] of Object.entries({ br: Br, bc: Bc, l1: bytes(l1), l2: bytes(l2) })) say(`${name}-out`, shown);
+    const share = keep && this.frames ? this.at / this.frames.length : null;
+    Object.assign(this, { part, sizes, frames: frames(part, sizes), matrices: matrices(part, sizes) });
+    Object.assign(this, simulate(this.frames, this.matrices, l1, l2));
+    const small = { ...block, part2_tile: Br, panel: Br, part4_step: Bc };
+    const counted = streams(part, new Case(N, N, d, 1, true, Br, Bc), small);
+    this.counted = counted && [l1, l2].map((cache) => traffic(counted, cache));
     this.showCode();
     $("online").hidden = part !== "part4";
     $("row").max = N - 1;
     this.pinned &&= keep;
-    $("tiles-at").max = this.steps.length - 1;
-    if (share === null) this.go(choices.step);
-    else this.move(Math.round(share * this.steps.length));
+    $("tiles-at").max = this.frames.length - 1;
+    if (share === null) this.go(choices.frame);
+    else this.move(Math.round(share * this.frames.length));
   }
 
   showCode() {
-    const paper = this.part === "part4" ? FLASH : PLAIN;
-    this.paper = Object.fromEntries(
-      Object.entries(paper).map(([n, text]) => [n, make("li", { textContent: `${n.padStart(2)}  ${text}` })]),
-    );
-    $("paper").replaceChildren(...Object.values(this.paper));
+    const paper = Object.entries(this.part === "part4" ? FLASH : PLAIN);
+    this.paper = new Map(paper.map(([n, text]) => [Number(n), make("li", {}, `${n.padStart(2)}  ${text}`)]));
+    $("paper").replaceChildren(...this.paper.values());
     const { name, text } = this.sources[this.part];
-    $("source-title").textContent = `Our C++: ${name}`;
-    this.lines = text.split("\n").map((line) => make("span", { textContent: line || " " }));
+    say("source-title", `Our C++: ${name}`);
+    this.lines = text.split("\n").map((line) => make("span", {}, line || " "));
     $("source").replaceChildren(...this.lines);
-    $("source").setAttribute("aria-label", name);
+    $("source").ariaLabel = name;
   }
 
-  // Goes to a chosen step; a link shows it again.
+  // Goes to a chosen frame; a link shows it again.
   move(at) {
-    this.page.choose({ step: Math.max(0, Math.min(at, this.steps.length - 1)) });
-    this.go(this.page.choices.step);
+    this.page.choose({ frame: this.clip(at) });
+    this.go(at);
   }
 
-  // Shows a step.
+  clip(at) {
+    return Math.max(0, Math.min(at, this.frames.length - 1));
+  }
+
+  // Shows a frame.
   go(at) {
-    this.at = Math.max(0, Math.min(at, this.steps.length - 1));
-    const step = this.steps[this.at],
-      { places, bytes: moved } = this.after[this.at];
-    const { kinds, progress } = this.stateAt(this.at),
-      { memory, N } = this;
+    this.at = this.clip(at);
+    const now = this.frames[this.at],
+      { places, bytes: moved, boxes } = this.after[this.at],
+      { N, d, heads, matrices } = this;
     draw($("board"), {
-      N,
-      d: this.d,
-      heads: this.heads,
-      results: this.results,
-      step,
-      kinds,
-      progress,
-      place: (m, i, c) => places[memory.line(m, i, c)],
+      ...{ N, d, heads, matrices, boxes, results: this.results },
+      ...this.stateAt(this.at),
+      place: (m, i, c) => places[this.line(m, i, c)],
       scoreAt: (i, j) => scoreAt(this.part, this.sizes, i, j),
-      scratch: this.scratch,
-      weightOf: (i, j) => this.weight(step, i, j),
+      weightOf: (i, j) => this.weight(now, i, j),
     });
     $("tiles-at").value = this.at;
-    $("tiles-status").textContent = `Step ${number(this.at + 1)} of ${number(this.steps.length)}`;
-    $("tiles-at").setAttribute("aria-valuetext", `${this.at + 1}: ${step.title}`);
-    $("step-title").textContent = step.title;
-    $("step-text").textContent = step.text;
+    $("tiles-at").ariaValueText = `${this.at + 1}: ${now.title}`;
+    say("tiles-status", `Frame ${number(this.at + 1)} of ${number(this.frames.length)}`);
+    say("frame-title", now.title);
+    say("frame-text", now.text);
     this.showBytes(moved);
-    for (const [n, line] of Object.entries(this.paper))
-      line.className = step.paper.includes(Number(n)) ? "now" : "";
-    const now = (line) => step.anchor !== null && line.textContent.includes(step.anchor);
-    for (const line of this.lines) line.className = now(line) ? "now" : "";
-    const here = this.lines.find(now) ?? this.lines[0];
+    for (const [n, line] of this.paper) line.className = now.paper.includes(n) ? "now" : "";
+    const isNow = (line) => now.anchor !== null && line.textContent.includes(now.anchor);
+    for (const line of this.lines) line.className = isNow(line) ? "now" : "";
+    const here = this.lines.find(isNow) ?? this.lines[0];
     $("source").scrollTop = Math.max(0, here.offsetTop - this.lines[0].offsetTop - 90);
     this.showRow();
   }
 
-  // The kinds of S's cells and the progress of O's rows after a step.
+  // The kinds of S's cells and the progress of O's rows after a frame.
   stateAt(at) {
     const { N } = this,
       kinds = new Uint8Array(N * N),
       progress = new Float32Array(N);
-    const fill = ([i0, i1, j0, j1], kind) => {
-      for (let i = i0; i < i1; i++) for (let j = j0; j < Math.min(j1, i + 1); j++) kinds[i * N + j] = kind;
-    };
-    for (const step of this.steps.slice(0, at + 1)) {
-      if (step.forget) fill(step.forget, 0);
-      if (step.scores) fill(step.scores, 1);
-      if (step.weights) fill(step.weights, 2);
-      if (step.output) for (let i = step.output[0]; i < step.output[1]; i++) progress[i] = step.output[2];
-    }
+    this.frames.slice(0, at + 1).forEach(({ frees, makes, area, done }, n) => {
+      if (frees) kinds.fill(0);
+      if (makes) {
+        const [i0, i1, j0, j1] = area;
+        for (let i = i0; i < i1; i++) kinds.fill(makes, i * N + j0, i * N + Math.max(j0, Math.min(j1, i + 1)));
+      }
+      if (done) progress.fill(done, ...this.after[n].boxes.O.r);
+    });
     return { kinds, progress };
   }
 
   // The weight of a cell: the final one, or in part 4 that with the current m.
-  weight(step, i, j) {
-    const {
-      N,
-      results: { S, P },
-    } = this;
-    if (this.part !== "part4") return P[i * N + j];
-    const history = online(S, N, i, this.sizes.Bc),
-      tile = Math.min(Math.max(0, step.tile[2]), history.length - 1);
-    return Math.exp(S[i * N + j] - history[tile].m);
+  weight({ tile }, i, j) {
+    const { N, results } = this;
+    if (!tile) return results.P[i * N + j];
+    const history = online(results.S, N, i, this.sizes.Bc),
+      now = Math.min(Math.max(0, tile[2]), history.length - 1);
+    return Math.exp(results.S[i * N + j] - history[now].m);
   }
 
   showBytes(moved) {
-    const rows = [
-      ["so far", moved.l1, moved.l2],
-      ["in all", ...Object.values(this.after.at(-1).bytes)],
-      ...(this.counted[0] === undefined ? [] : [["as explain counts", ...this.counted]]),
-    ];
-    $("bytes").replaceChildren(
-      ...rows.map(([name, ...values]) =>
-        make(
-          "tr",
-          {},
-          make("th", { scope: "row", textContent: name }),
-          ...values.map((x) => make("td", { textContent: bytes(x) })),
-        ),
-      ),
-    );
+    const rows = { "so far": moved, "in all": this.after.at(-1).bytes };
+    if (this.counted) rows["as explain counts"] = this.counted;
+    const cells = Object.entries(rows).map(([name, values]) => tableRow(name, ...values.map(bytes)));
+    $("bytes").replaceChildren(...cells);
   }
 
   showRow() {
-    if (this.part !== "part4" || !this.steps) return;
-    const [i0, i1, tile] = this.steps[this.at].tile;
+    if (!this.frames?.[this.at].tile) return;
+    const [i0, i1, tile] = this.frames[this.at].tile;
     if (!this.pinned) $("row").value = i1 - 1; // follows the tile until someone chooses a row
     const i = Number($("row").value);
     const history = online(this.results.S, this.N, i, this.sizes.Bc);
     const now = i < i0 ? history.length - 1 : i >= i1 ? -1 : Math.min(tile, history.length - 1);
-    $("row-out").textContent = `query ${i + 1}`;
+    say("row-out", `query ${i + 1}`);
     drawRow($("ml"), history, now);
-    if (now < 0) {
-      $("ml-text").textContent = "m = −∞, l = 0: this query has not begun.";
-      return;
-    }
+    if (now < 0) return say("ml-text", "m = −∞, l = 0: this query has not begun.");
     const { m, l, correction } = history[now];
-    $("ml-text").textContent =
-      `m = ${m.toFixed(4)} (line), l = ${l.toFixed(4)} (bars)` +
-      (now === 0
-        ? ""
-        : correction < 1
-          ? `; m moved, so O is multiplied by ${correction.toFixed(4)}.`
-          : "; m did not move.");
+    const moved = correction < 1 ? `m moved, so O is multiplied by ${correction.toFixed(4)}` : "m did not move";
+    const values = `m = ${m.toFixed(4)} (line), l = ${l.toFixed(4)} (bars)`;
+    return say("ml-text", now === 0 ? values : `${values}; ${moved}.`);
   }
 
   async play() {
-    this.playing = true;
-    $("step").ariaBusy = "true"; // a screen reader reads the last step only
-    $("tiles-play").textContent = "Pause";
-    if (this.at === this.steps.length - 1) this.at = -1;
+    this.showPlaying(true);
+    if (this.at === this.frames.length - 1) this.at = -1;
     for (let last = -Infinity; this.playing; await frame()) {
-      if (performance.now() - last < A_STEP_MS[this.page.choices.tempo]) continue;
+      if (performance.now() - last < A_FRAME_MS[this.page.choices.tempo]) continue;
       last = performance.now();
       this.move(this.at + 1);
-      if (this.at === this.steps.length - 1) break;
+      if (this.at === this.frames.length - 1) break;
     }
     this.pause();
   }
 
   pause() {
-    this.playing = false;
-    $("step").ariaBusy = "false";
-    $("tiles-play").textContent = "Play";
+    this.showPlaying(false);
+  }
+
+  showPlaying(isPlaying) {
+    this.playing = isPlaying;
+    $("frame").ariaBusy = String(isPlaying); // a screen reader reads the last frame only
+    say("tiles-play", isPlaying ? "Pause" : "Play");
   }
 }

@@ -18,17 +18,8 @@ function sentence(error) {
 self.onmessage = async ({ data: { id, method, argument } }) => {
   try {
     const result = await session[method](argument);
-    const buffers = [
-      result,
-      result?.logits,
-      result?.q,
-      result?.k,
-      result?.v,
-      ...(Array.isArray(result) ? result : []),
-    ]
-      .filter((x) => x instanceof Float32Array)
-      .map((x) => x.buffer);
-    self.postMessage({ id, result }, buffers);
+    const arrays = [result, ...Object.values(ArrayBuffer.isView(result) ? {} : (result ?? {}))];
+    self.postMessage({ id, result }, arrays.filter(ArrayBuffer.isView).map(({ buffer }) => buffer));
   } catch (error) {
     const spoilt = error instanceof Refused || error instanceof WebAssembly.RuntimeError;
     if (spoilt && session.checkpoint) await session.restart().catch(() => {}); // the next call reports the reason

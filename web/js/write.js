@@ -1,115 +1,60 @@
 // The view Write: a text, the distribution of each of its characters, branches.
-import { $, make, number, shown } from "./dom.js";
+import { $, copy, make, number, on, say, shown } from "./dom.js";
 import { Closed } from "./engine.js";
-import { after, before } from "./sampling.js";
+import { fill } from "./fields.js";
+import { softmax } from "./formulas.js";
 import { commandFor } from "./command.js";
-import { ServerText } from "./server.js";
-import { formatBranches, isSeed, parseBranches } from "./state.js";
-import { Text } from "./text.js";
+import { encode } from "./checkpoint.js";
+import { Server } from "./server.js";
+import { formatBranches, parseBranches, sampling, SETTINGS } from "./state.js";
+import { Writing } from "./text.js";
 
 const BARS = 10;
-const FIELDS = [
-  "model",
-  "weights",
-  "where",
-  "prompt",
-  "seed",
-  "length",
-  "context",
-  "stop",
-  "pace",
-  "temperature",
-  "topk",
-  "topp",
-];
-const NUMBERS = ["length", "pace", "temperature", "topk", "topp"];
+const BARS_EVERY_MS = 100; // while a text is written
 
 export class WriteView {
   constructor(page) {
-    this.page = page;
-    this.selected = null; // the chosen position
-    this.drawn = 0;
-    $("text-new").append("");
-    this.bind();
-  }
-
-  get choices() {
-    return this.page.choices;
-  }
-  get text() {
-    return this.page.text;
-  }
-
-  bind() {
-    $("write-form").addEventListener("submit", (event) => {
+    // selected: the chosen position. node: the new text.
+    Object.assign(this, { page, choices: page.choices, selected: null, drawn: 0, node: new Text("") });
+    $("text-new").append(this.node);
+    on("write-form", "submit", (event) => {
       event.preventDefault();
       this.restart();
     });
-    $("prompt").addEventListener("keydown", (event) => {
+    on("prompt", "keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.restart();
     });
-    $("halt").addEventListener("click", () => this.text?.halt());
-    $("another").addEventListener("click", () => {
-      $("seed").value = String(Math.floor(Math.random() * 1e6));
+    on("halt", "click", () => this.text?.halt());
+    on("another", "click", () => {
+      page.choose({ seed: String(Math.floor(Math.random() * 1e6)) });
       this.restart();
     });
-    $("unbranch").addEventListener("click", () => {
+    on("unbranch", "click", () => {
       const branches = parseBranches(this.choices.branches).slice(0, -1);
       this.write({ branches: formatBranches(branches) });
     });
-    for (const id of ["temperature", "topk", "topp"]) {
-      $(id).addEventListener("input", () => {
-        this.showSettings();
-        this.read();
-        this.drawBars();
-      });
-      $(id).addEventListener("change", () => this.restart());
-    }
-    for (const id of ["model", "weights"]) {
-      $(id).addEventListener("change", () => {
-        this.page.own = false;
-        this.restart();
-      });
-    }
-    for (const id of ["where", "seed", "length", "context", "stop", "endless"])
-      $(id).addEventListener("change", () => this.restart());
-    $("pace").addEventListener("change", () => {
-      this.read();
-      this.write(); // the same text, with its branches
+    on("settings", "input", () => {
+      this.showSettings();
+      this.drawBars();
     });
-    $("position").addEventListener("input", () => this.select(Number($("position").value)));
-    $("text").addEventListener("click", (event) => this.touch(event));
-    $("file").addEventListener("click", () => {
+    on("settings", "change", ({ target: { id, files } }) => {
+      if (id === "file") return page.openFiles([...files]);
+      if (id === "pace") return this.write(); // the same text, with its branches
+      if (id === "model" || id === "weights") page.own = false;
+      return this.restart();
+    });
+    on("position", "input", () => this.select(Number($("position").value)));
+    on("text", "click", (event) => this.touch(event));
+    on("file", "click", () => {
       $("file").value = ""; // the same file, repaired, is a choice too
     });
-    $("file").addEventListener("change", () => this.page.openFiles([...$("file").files]));
   }
 
-  // Sets the fields to the choices.
-  fill() {
-    this.offerPace();
-    $("topk").max = this.page.engine?.config.vocab_size ?? 65;
-    this.filled = {};
-    for (const id of FIELDS) {
-      $(id).value = this.choices[id];
-      this.filled[id] = $(id).value;
-    }
-    $("endless").checked = this.choices.endless === 1;
-    this.showSettings();
+  get text() {
+    return this.page.text;
   }
-
-  // A link may have a pace that the list lacks.
-  offerPace() {
-    const { pace } = this.choices;
-    if ([...$("pace").options].some((option) => option.value === String(pace))) return;
-    $("pace").append(make("option", { value: pace, textContent: `${pace} a second` }));
-  }
-
-  // The value of a field: the choice, until the field is changed. A slider cannot show each value of a link.
-  meant(id) {
-    const { value } = $(id);
-    if (value === this.filled[id]) return this.choices[id];
-    return NUMBERS.includes(id) ? Number(value) : value;
+  get vocabulary() {
+    return this.page.engine?.config.vocab_size ?? 65;
   }
 
   // An endless text would slow the measurements of the other views.
@@ -118,104 +63,91 @@ export class WriteView {
   }
 
   showSettings() {
-    const all = this.page.engine?.config.vocab_size ?? 65;
-    for (const id of ["temperature", "topp"]) $(`${id}-out`).textContent = twoDigits(this.meant(id));
-    $("topk-out").textContent = this.meant("topk") >= all ? "all" : this.meant("topk");
+    for (const { choice, whole, slider } of SETTINGS) {
+      const value = this.choices[choice];
+      const isAll = slider[1] === null && value >= this.vocabulary;
+      say(`${choice}-out`, isAll ? "all" : whole ? value : twoDigits(value));
+    }
   }
 
-  // Takes the choices from the fields. A field without a valid value is set to its choice again.
-  read() {
-    const changes = {};
-    for (const id of FIELDS) {
-      changes[id] = this.meant(id);
-      this.filled[id] = $(id).value;
-    }
-    if (!isSeed(changes.seed)) changes.seed = this.choices.seed;
-    if (!Number.isInteger(changes.length) || changes.length < 1 || changes.length > 20000) {
-      changes.length = this.choices.length;
-    }
-    changes.endless = $("endless").checked ? 1 : 0;
-    this.page.choose(changes);
+  // Sets the fields to the choices.
+  fill() {
+    for (const { choice, slider } of SETTINGS) $(choice).max = slider[1] ?? this.vocabulary;
+    $("prompt").value = this.choices.prompt;
+    fill(this.choices);
+    this.showSettings();
   }
 
   restart() {
-    this.read();
-    return this.write({ branches: "", query: -1, key: -1, step: 0 });
+    return this.write({ prompt: $("prompt").value, branches: "", query: -1, key: -1, frame: 0 });
   }
 
   async write(changes = {}) {
-    const mine = (this.latest = {});
-    this.page.choose(changes);
+    const { page } = this,
+      mine = (this.latest = {});
+    page.choose(changes);
     this.text?.halt();
     this.selected = null;
     delete document.documentElement.dataset.written;
-    const engine = await this.page.ready();
+    const engine = await page.ready();
     if (!engine || this.latest !== mine) return;
-    const byServer = this.page.offerServer();
-    if (byServer) this.page.choose({ branches: "" });
+    const byServer = page.offerServer();
+    if (byServer) page.choose({ branches: "" });
     this.fill();
-    const branches = parseBranches(this.choices.branches);
-    const text = byServer
-      ? new ServerText(this.page.server, { ...this.choices })
-      : new Text(engine, { ...this.choices }, branches);
-    this.page.text = text;
+    const text = new Writing(byServer ? new Server(page.server) : engine, { ...this.choices });
+    page.text = text;
     $("next").hidden = byServer; // the server sends no logits
     this.clear(text);
-    $("halt").disabled = false;
-    $("write-status").ariaBusy = "true"; // a screen reader reads the status at the end only
-    $("unbranch").hidden = branches.length === 0;
+    this.showRunning(true);
+    $("unbranch").hidden = !this.choices.branches;
     try {
-      await text.run((piece, whole) => {
-        if (this.text === text) this.append(piece, whole);
-      });
+      await text.run((piece, isCut) => this.text === text && this.append(piece, isCut));
     } catch (error) {
       if (error instanceof Closed) return; // the text of another model follows
-      if (this.latest === mine) this.page.problem(error);
+      if (this.latest === mine) page.problem(error);
     }
     if (this.text !== text) return;
-    text.running = false;
-    $("halt").disabled = true;
-    $("write-status").ariaBusy = "false";
-    if (this.page.engine !== engine) return; // the next text's model
+    this.showRunning(false);
+    if (page.engine !== engine) return; // the next text's model
     this.drawBars();
     this.status();
-    if (this.latest === mine) this.page.written();
+    if (this.latest === mine) page.written();
+  }
+
+  showRunning(isRunning) {
+    $("halt").disabled = !isRunning;
+    $("write-status").ariaBusy = String(isRunning); // a screen reader reads the status at the end only
   }
 
   clear(text) {
     this.page.problem(null);
-    $("text-prompt").textContent = text.prompt || "\n";
-    $("text-new").firstChild.data = "";
+    say("text-prompt", text.prompt || "\n");
+    this.node.data = "";
     this.mark();
     this.showCommand();
     this.status();
   }
 
-  append(piece, whole) {
-    const node = $("text-new").firstChild,
-      box = $("text");
-    const follows = box.scrollTop + box.clientHeight > box.scrollHeight - 40;
-    if (whole) node.data = this.text.text;
-    else node.appendData(piece);
+  append(piece, isCut) {
+    const box = $("text"),
+      follows = box.scrollTop + box.clientHeight > box.scrollHeight - 40;
+    if (isCut) this.node.data = this.text.text;
+    else this.node.appendData(piece);
     if (follows) box.scrollTop = box.scrollHeight;
     const now = performance.now();
-    if (now - this.drawn < 100) return;
+    if (now - this.drawn < BARS_EVERY_MS) return;
     this.drawn = now;
     if (this.selected === null) this.drawBars();
-    $("write-status").textContent = `${number(this.text.written)} characters`;
+    say("write-status", `${number(this.text.written)} characters`);
   }
 
   status() {
     const { text } = this;
-    if (!text || text.running || !text.written) {
-      $("write-status").textContent = "";
-      return;
-    }
+    if (!text || text.running || !text.written) return say("write-status", "");
     // A browser's clock may tick once in a millisecond.
-    const speed =
-      text.milliseconds < 10 ? "" : `, ${number(Math.round(text.speed / 100) * 100)} a second without the pace`;
-    const by = text.by ? ` by ${text.by}` : " with part4";
-    $("write-status").textContent = `${number(text.written)} characters${by}${speed}`;
+    const speed = `, ${number(Math.round(text.speed / 100) * 100)} a second without the pace`;
+    const shownSpeed = text.milliseconds < 10 ? "" : speed;
+    return say("write-status", `${number(text.written)} characters ${text.source.by}${shownSpeed}`);
   }
 
   showCommand() {
@@ -227,24 +159,14 @@ export class WriteView {
   }
 
   // Handles a click on the text.
-  touch(event) {
-    const node = $("text-new").firstChild;
-    let at = -1;
-    const range = document.caretPositionFromPoint?.(event.clientX, event.clientY);
-    if (range) at = range.offsetNode === node ? range.offset : -1;
-    else {
-      const old = document.caretRangeFromPoint?.(event.clientX, event.clientY);
-      if (old?.startContainer === node) at = old.startOffset;
-    }
-    if (at < 0) return;
+  touch({ clientX, clientY }) {
+    const { node } = this,
+      caret = document.caretPositionFromPoint?.(clientX, clientY),
+      old = caret ? null : document.caretRangeFromPoint?.(clientX, clientY);
+    let at = caret?.offset ?? old?.startOffset;
+    if ((caret?.offsetNode ?? old?.startContainer) !== node) return;
     // The caret is before or after the letter.
-    const box = (i) => {
-      const r = document.createRange();
-      r.setStart(node, i);
-      r.setEnd(node, i + 1);
-      return r.getBoundingClientRect();
-    };
-    if (at > 0 && (at >= node.length || event.clientX < box(at).left)) at--;
+    if (at > 0 && (at >= node.length || clientX < letter(node, at).getBoundingClientRect().left)) at--;
     this.select(Math.min(at, node.length - 1));
   }
 
@@ -255,86 +177,69 @@ export class WriteView {
 
   // Underlines branches and marks the chosen letter.
   mark(at = -1) {
-    const node = $("text-new").firstChild;
     if (!globalThis.CSS?.highlights) return;
-    const letter = (i) => {
-      const range = document.createRange();
-      range.setStart(node, i);
-      range.setEnd(node, i + 1);
-      return range;
+    const highlight = (name, places) => {
+      const inside = places.filter((i) => i >= 0 && i < this.node.length);
+      CSS.highlights.set(name, new Highlight(...inside.map((i) => letter(this.node, i))));
     };
-    CSS.highlights.delete("chosen");
-    if (at >= 0 && at < node.length) CSS.highlights.set("chosen", new Highlight(letter(at)));
+    highlight("chosen", [at]);
     const dropped = this.text?.dropped ?? 0;
-    const branches = parseBranches(this.choices.branches)
-      .map(([i]) => i - dropped)
-      .filter((i) => i >= 0 && i < node.length);
-    CSS.highlights.set("branch", new Highlight(...branches.map(letter)));
+    highlight("branch", parseBranches(this.choices.branches).map(([i]) => i - dropped));
   }
 
-  drawBars() {
+  async drawBars() {
     const { text } = this;
-    if (!text?.text.length || !text.logits) return;
-    const last = text.text.length - 1,
-      at = Math.min(this.selected ?? last, last);
+    if (!text?.logits.length) return;
+    const last = text.logits.length - 1,
+      at = Math.min(this.selected ?? last, last),
+      logits = text.logits[at],
+      chosen = text.text[at],
+      { source } = text;
     $("position").max = last;
     $("position").value = at;
-    $("position-out").textContent = number(text.dropped + at + 1);
+    say("position-out", number(text.dropped + at + 1));
     this.mark(this.selected === null && text.running ? -1 : at);
-    const logits = text.logits[at],
-      { characters } = this.page.engine;
-    const p = before(logits);
-    const filtered = after(logits, {
-      temperature: this.choices.temperature,
-      topK: this.choices.topk,
-      topP: this.choices.topp,
-    });
-    const order = p
-      .map((_, i) => i)
-      .sort((a, b) => p[b] - p[a])
-      .slice(0, BARS);
-    const chosen = characters.indexOf(text.text[at]);
-    if (!order.includes(chosen)) order[BARS - 1] = chosen;
+    const latest = (this.bars = {}),
+      prompt = encode(text.dropped ? "" : text.prompt || "\n", source.characters),
+      ids = [...prompt, ...encode(text.text.slice(0, at), source.characters)];
+    const request = { logits, ids, prompt: prompt.length, sampling: sampling(this.choices) };
+    $("bars").ariaBusy = "true";
+    const filtered = await source.call("distribution", request);
+    if (this.bars !== latest) return;
+    this.showBars(softmax(logits), filtered, source.characters, chosen);
+    $("bars").ariaBusy = "false";
+  }
+
+  // p, filtered: the probabilities of the characters before and after the filters.
+  showBars(p, filtered, characters, chosen) {
+    const order = [...p.keys()].sort((a, b) => p[b] - p[a]).slice(0, BARS),
+      index = characters.indexOf(chosen);
+    if (!order.includes(index)) order[BARS - 1] = index;
     const most = Math.max(...order.map((i) => Math.max(p[i], filtered[i])));
     this.rows ??= Array.from({ length: BARS }, () => this.newBar());
     this.rows.forEach((row, rank) => {
       const i = order[rank];
       row.item.hidden = i === undefined;
       if (i === undefined) return;
+      row.character = characters[i];
       row.name.textContent = shown(characters[i]);
+      row.spoken.textContent = spoken(characters[i]);
       row.before.style.transform = `scaleX(${p[i] / most})`;
       row.after.style.transform = `scaleX(${filtered[i] / most})`;
       row.left.textContent = percent(p[i]);
       row.right.textContent = percent(filtered[i]);
-      if (i === chosen) row.button.setAttribute("aria-current", "true");
-      else row.button.removeAttribute("aria-current");
-      row.spoken.textContent = spoken(characters[i]);
-      row.character = characters[i];
+      row.button.ariaCurrent = i === index ? "true" : null;
     });
   }
 
   newBar() {
-    const row = {
-      name: make("b", { ariaHidden: "true" }),
-      spoken: make("span", { className: "hidden" }),
-      before: make("i", { className: "before" }),
-      after: make("i", { className: "after" }),
-    };
-    row.left = make("span");
-    row.right = make("span");
-    row.button = make(
-      "button",
-      { type: "button" },
-      row.name,
-      row.spoken,
-      make("span", { className: "track" }, row.before, row.after),
-      row.left,
-      make("span", { className: "hidden", textContent: "after the filters" }),
-      row.right,
-    );
-    row.button.addEventListener("click", () => this.branch(row.character));
-    row.item = make("li", {}, row.button);
-    $("bars").append(row.item);
+    const item = copy("bar"),
+      button = item.firstChild,
+      [name, spoken, track, left, , right] = button.children,
+      [before, after] = track.children,
+      row = { item, button, name, spoken, before, after, left, right };
+    button.addEventListener("click", () => this.branch(row.character));
+    $("bars").append(item);
     return row;
   }
 
@@ -347,6 +252,14 @@ export class WriteView {
     const kept = parseBranches(this.choices.branches).filter(([i]) => i < position);
     this.write({ branches: formatBranches([...kept, [position, character]]) });
   }
+}
+
+// The range of a letter of a text node.
+function letter(node, i) {
+  const range = document.createRange();
+  range.setStart(node, i);
+  range.setEnd(node, i + 1);
+  return range;
 }
 
 const percent = (p) =>

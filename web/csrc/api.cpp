@@ -5,6 +5,7 @@
 #include "api.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <numeric>
@@ -24,6 +25,8 @@ void on_threads(int threads, const std::function<void(int)>& body) {
 
 namespace {
 
+using Clock = std::chrono::steady_clock;
+constexpr std::chrono::milliseconds HALF_A_FRAME{8};
 constexpr int64_t CACHE_BYTES = 8 << 20;  // the processor's; a single text does not depend on it
 
 // A decoder of one text, and the uniform numbers that choose the text's tokens.
@@ -55,12 +58,8 @@ Checkpoint* open_checkpoint(int32_t block_size, int32_t vocab_size, int32_t n_la
 
 // The memory into which the page writes the tensor's floats.
 EXPORT(add_tensor) float* add_tensor(Checkpoint* checkpoint, const char* name, int32_t floats) {
-    Checkpoint::Tensor& tensor = checkpoint->tensors[name];
-    tensor = {Buffer(floats), floats};
-    return tensor.data;
+    return checkpoint->tensors[name] = Buffer(floats);
 }
-
-EXPORT(close_checkpoint) void close_checkpoint(Checkpoint* checkpoint) { delete checkpoint; }
 
 // precision and part: rows of PRECISIONS and PARTS.
 EXPORT(open_decoder)
@@ -74,11 +73,9 @@ EXPORT(close_decoder) void close_decoder(Writer* writer) { delete writer; }
 
 // The names of SAMPLING_NUMBERS, each followed by a line end.
 EXPORT(sampling_names) const char* sampling_names() {
-    static const std::string names = [] {
-        std::string all;
-        Sampling().each([&](const char* name, double) { all += std::string(name) + '\n'; });
-        return all;
-    }();
+    static std::string names;
+    names.clear();
+    Sampling().each([](const char* name, double) { names += std::string(name) + '\n'; });
     return names.c_str();
 }
 
@@ -93,13 +90,17 @@ EXPORT(prefill) void prefill(Writer* writer, const int32_t* ids, int32_t count, 
     writer->decoder.read(0);
 }
 
-// Appends `count` tokens. Token i was chosen from the i-th row of logits (count, vocab_size).
-EXPORT(write_tokens) void write_tokens(Writer* writer, int32_t count, int32_t* tokens, float* logits) {
-    for (int32_t i = 0; i < count; i++) {
+// Appends 1 to `most` tokens, for half a frame; returns their number. Token i was chosen from the i-th row of
+// logits (most, vocab_size).
+EXPORT(write_tokens) int32_t write_tokens(Writer* writer, int32_t most, int32_t* tokens, float* logits) {
+    const auto end = Clock::now() + HALF_A_FRAME;
+    int32_t i = 0;
+    do {
         tokens[i] = static_cast<int32_t>(writer->decoder.write({0}, {{writer->uniforms.next()}})[0][0]);
         const std::vector<float> row = writer->decoder.logits(0);
         logits = std::copy(row.begin(), row.end(), logits);
-    }
+    } while (++i < most && Clock::now() < end);
+    return i;
 }
 
 // to (V) <- the probabilities from which a token is drawn, after `count` tokens, of which the first `prompt`
@@ -118,11 +119,9 @@ void distribution(const float* logits, int32_t V, const int32_t* ids, int32_t co
 
 // The names of the operators of PARTS, each followed by a line end.
 EXPORT(part_names) const char* part_names() {
-    static const std::string names = [] {
-        std::string all;
-        for (const Part& part : PARTS) all += std::string(part.name) + '\n';
-        return all;
-    }();
+    static std::string names;
+    names.clear();
+    for (const Part& part : PARTS) names += std::string(part.name) + '\n';
     return names.c_str();
 }
 

@@ -1,0 +1,45 @@
+// The fields: each that has a name shows the choice of this name, within its bounds. A slider's value stands in the
+// <output> for it.
+import { $, make, option } from "./dom.js";
+import { admitted, CHOICES, SETTINGS } from "./state.js";
+
+const all = () => document.querySelectorAll("[name]:not(meta)");
+
+// Gives the fields their bounds, and lets them call changed({name: value}).
+export function bind(changed) {
+  $("sampling").replaceWith(...SETTINGS.flatMap(slider));
+  for (const field of all()) {
+    const { name } = field,
+      { least, most, by, labels, values } = CHOICES[name];
+    if (values) field.append(...values.map((value) => option(value, labels[value])));
+    if (field.type === "range" || field.type === "number")
+      Object.assign(field, { min: least, max: most, step: field.step || by });
+    field.addEventListener(field.type === "range" ? "input" : "change", () => {
+      const value = admitted(name, field.type === "checkbox" ? Number(field.checked) : field.value);
+      if (value !== undefined) changed({ [name]: value });
+    });
+  }
+}
+
+// Shows choices in the fields. A link may have a value that a list lacks.
+export function fill(choices) {
+  for (const field of all()) {
+    const value = choices[field.name];
+    if (field.type === "checkbox") field.checked = value === 1;
+    else field.value = value;
+    if (field.options && field.value !== String(value)) {
+      field.append(option(value));
+      field.value = value;
+    }
+  }
+}
+
+// The label and the slider of a setting of sampling: top_k is "Top-k".
+function slider({ name, choice, slider: [, , step] }) {
+  const label = name[0].toUpperCase() + name.slice(1).replaceAll("_", "-");
+  const output = make("output", { id: `${choice}-out`, htmlFor: choice });
+  return [
+    make("label", { className: "slider", htmlFor: choice }, make("span", {}, label), output),
+    make("input", { type: "range", id: choice, name: choice, step }),
+  ];
+}
