@@ -58,7 +58,8 @@ class Gradients {
           parameters(step.parameters),
           clip(step.settings.clip),
           tokens(tokens),
-          memory(s, parameters, step.scratch) {
+          memory(s, parameters, step.scratch),
+          weights(memory.weights()) {
         const int64_t M = s.rows();
         block_rows = round_up(M / (BLOCKS_PER_THREAD * s.threads), 8);
         block_rows = std::clamp(block_rows, LEAST_ROWS, MOST_ROWS);
@@ -67,32 +68,32 @@ class Gradients {
             for (int64_t i = 0; i < p.shape.count; i += CHUNK)
                 chunks.push_back({p.gradient + i, std::min(CHUNK, p.shape.count - i)});
         squares.resize(chunks.size());
-        for (const Weight* w : memory.weights())
+        for (const Weight* w : weights)
             for (int64_t panel = 0; panel < w->panels(); panel++) to_pack.push_back({w, panel});
     }
 
     int64_t phases() const { return /* pack, embed, four at the end */ 6 + 4 * s.L; }
 
-    void run(Phases::Member& m) {
+    void run(Member& m) {
         m.run(static_cast<int64_t>(to_pack.size()), [&](int64_t i) {
             const auto [weight, panel] = to_pack[static_cast<size_t>(i)];
             weight->pack(panel);
-            m.clock.lap(PACKING);
+            m.lap(PACKING);
         });
         m.run(blocks, [&](int64_t i) {
             embed(block(i));
-            m.clock.lap(EMBEDDING);
-            enter(m, block(i), 0);
+            m.lap(EMBEDDING);
+            enter(m, block(i), layer(0));
         });
         for (int64_t l = 0; l < s.L; l++) {
             const int64_t tiles = (s.T + s.Br - 1) / s.Br;
             m.run(s.B * s.H * tiles, [&](int64_t i) {
                 attend(m, l, i / tiles, tiles - 1 - i % tiles);
-                m.clock.lap(ATTENTION);
+                m.lap(ATTENTION);
             });
             m.run(blocks, [&](int64_t i) {
                 leave(m, block(i), l);
-                if (l + 1 < s.L) return enter(m, block(i), l + 1);
+                if (l + 1 < s.L) return enter(m, block(i), layer(l + 1));
                 predict(m, block(i));
                 mlp_backward(m, block(i), l);
             });
@@ -125,6 +126,7 @@ class Gradients {
     const double clip;
     const int64_t* const tokens;
     const Memory memory;
+    const std::vector<const Weight*> weights;
     int64_t block_rows, blocks;
     std::vector<Chunk> chunks;  // of all gradients
     std::vector<double> squares;
@@ -134,9 +136,7 @@ class Gradients {
     int64_t id(int64_t row) const { return tokens[row + row / s.T]; }
     int64_t target(int64_t row) const { return tokens[row + row / s.T + 1]; }
     const Layer& layer(int64_t l) const { return memory.layers[static_cast<size_t>(l)]; }
-    const ThreadScratch& own(const Phases::Member& m) const {
-        return memory.threads[static_cast<size_t>(m.thread)];
-    }
+    const ThreadScratch& own(const Member& m) const { return memory.threads[static_cast<size_t>(m.thread)]; }
 
     void embed(Block b) const {
         for (int64_t r = b.first; r < b.end(); r++) {
@@ -147,78 +147,86 @@ class Gradients {
         }
     }
 
-    // The norm of x, and its product with W.
-    void normalize_and_multiply(Phases::Member& m, Block b, simd::Matrix y, const Normalized& to,
-                                const Weight& W) const {
-        normalize_rows(m, b, to);
-        multiply(from(y, b.first), read_from(to.rows, b.first), W.forward, b.count);
-        m.clock.lap(PRODUCTS);
-    }
-
-    void normalize_rows(Phases::Member& m, Block b, const Normalized& to) const {
+    void normalize_rows(Member& m, Block b, const Normalized& to) const {
         for (int64_t r = b.first; r < b.end(); r++)
             to.factor[r] = normalize(from(to.rows, r).data, from(memory.x, r).data, s.C);
-        m.clock.lap(NORM);
+        m.lap(NORM);
     }
 
     // The way back: dx <- before + the gradient of the norm's input, from dy, that of its product with W.
-    void back(Phases::Member& m, Block b, simd::Matrix dx, simd::Matrix before, simd::Matrix dy,
-              const Weight& W, const Normalized& of) const {
+    void back(Member& m, Block b, simd::Matrix dx, simd::Matrix before, simd::Matrix dy, const Weight& W,
+              const Normalized& of) const {
         const simd::Matrix d_normal = own(m).d_normal;
         multiply(d_normal, read_from(dy, b.first), W.backward, b.count);
-        m.clock.lap(PRODUCTS_BACKWARD);
+        m.lap(PRODUCTS_BACKWARD);
         for (int64_t r = b.first; r < b.end(); r++)
             normalize_backward(from(dx, r).data, before.data ? from(before, r).data : nullptr,
                                from(d_normal, r - b.first).data, from(of.rows, r).data, of.factor[r], s.C);
-        m.clock.lap(NORM);
+        m.lap(NORM);
     }
 
-    void enter(Phases::Member& m, Block b, int64_t l) const {
-        normalize_and_multiply(m, b, layer(l).qkv, layer(l).normal_1, layer(l).w_qkv);
+    // y <- LN(x) W^T
+    void enter(Member& m, Block b, simd::Matrix y, const Normalized& to, const Weight& W) const {
+        normalize_rows(m, b, to);
+        multiply(from(y, b.first), read_from(to.rows, b.first), W.forward, b.count);
+        m.lap(PRODUCTS);
     }
+
+    void enter(Member& m, Block b, const Layer& next) const {
+        enter(m, b, next.qkv, next.normal_1, next.w_qkv);
+    }
+
+    // The call of layer l's attention, or of its gradient, for n queries of a head, from query i0 on.
+    template <class Call>
+    Call attention(int64_t l, int64_t head, int64_t i0, int64_t n) const {
+        const Layer& of = layer(l);
+        const int64_t d = s.d(), ld = of.qkv.ld, row = first_row(head);
+        const float *const q = from(of.qkv, row).data + head % s.H * d, *const k = q + s.C, *const v = k + s.C;
+        Call a = call_of<Call>(s, i0, n);
+        a.q = {q + i0 * ld, 0, 0, ld, 1}, a.k = {k, 0, 0, ld, 1}, a.v = {v, 0, 0, ld, 1};
+        a.out = of.out + (head * s.T + i0) * d, a.lse = of.lse + head * s.T + i0;
+        return a;
+    }
+
+    int64_t first_row(int64_t head) const { return head / s.H * s.T; }
 
     // Attention of a tile of queries of a head.
-    void attend(Phases::Member& m, int64_t l, int64_t head, int64_t tile) const {
-        const Layer& of = layer(l);
-        const int64_t first = head / s.H * s.T, h = head % s.H, d = s.d();
-        const int64_t i0 = tile * s.Br, n = std::min(s.Br, s.T - i0);
-        const float* const q = of.qkv.data + first * of.qkv.ld + h * d;
-        const int64_t ld = of.qkv.ld;
-        Attention a = attention_call(s, i0, n);
-        a.q = {q + i0 * ld, 0, 0, ld, 1}, a.k = {q + s.C, 0, 0, ld, 1}, a.v = {q + 2 * s.C, 0, 0, ld, 1};
-        a.out = of.out + (head * s.T + i0) * d, a.lse = of.lse + head * s.T + i0;
+    void attend(Member& m, int64_t l, int64_t head, int64_t tile) const {
+        const int64_t i0 = tile * s.Br, n = std::min(s.Br, s.T - i0), d = s.d();
+        const auto a = attention<Attention>(l, head, i0, n);
         flash_attention(a, own(m).attention);
         for (int64_t i = 0; i < n; i++)
-            std::copy_n(a.out + i * d, d, from(of.joined, first + i0 + i).data + h * d);
+            std::copy_n(a.out + i * d, d,
+                        from(layer(l).joined, first_row(head) + i0 + i).data + head % s.H * d);
     }
 
     // Projection, norm and MLP of layer l.
-    void leave(Phases::Member& m, Block b, int64_t l) const {
+    void leave(Member& m, Block b, int64_t l) const {
         const Layer& of = layer(l);
         const simd::Matrix x = from(memory.x, b.first), h = from(of.h, b.first), g = own(m).g;
         multiply(x, read_from(of.joined, b.first), of.w_projection.forward, b.count, true);
-        m.clock.lap(PRODUCTS);
+        m.lap(PRODUCTS);
         normalize_rows(m, b, of.normal_2);
         const Linear& up = of.w_up.forward;
         for (int64_t p = 0; p < up.panels(); p++) {
             up.set(h, read_from(of.normal_2.rows, b.first), b.count, p);
-            m.clock.lap(PRODUCTS);
+            m.lap(PRODUCTS);
             const int64_t at = p * up.width(), n = std::min(up.width(), 4 * s.C - at);
             for (int64_t r = 0; r < b.count; r++) {
                 float* const to = from(g, r).data + at;
                 std::copy_n(from(h, r).data + at, n, to);
                 portable::gelu(to, n);
             }
-            m.clock.lap(GELU);
+            m.lap(GELU);
         }
         multiply(x, constant(g), of.w_down.forward, b.count, true);
-        m.clock.lap(PRODUCTS);
+        m.lap(PRODUCTS);
     }
 
     // The head, the loss and its gradient, and back through the last norm.
-    void predict(Phases::Member& m, Block b) const {
+    void predict(Member& m, Block b) const {
         const Memory& a = memory;
-        normalize_and_multiply(m, b, a.dlogits, a.normal, a.w_head);
+        enter(m, b, a.dlogits, a.normal, a.w_head);
         const float share = 1 / static_cast<float>(s.rows());
         for (int64_t r = b.first; r < b.end(); r++) {
             float* const logits = from(a.dlogits, r).data;
@@ -229,43 +237,38 @@ class Gradients {
             portable::scale_row(logits, s.V, share / sum);
             logits[target(r)] -= share;
         }
-        m.clock.lap(LOSS);
+        m.lap(LOSS);
         back(m, b, a.dx, {}, a.dlogits, a.w_head, a.normal);
     }
 
     // From dx after layer l to dx_2 and the gradient of the attention's output.
-    void mlp_backward(Phases::Member& m, Block b, int64_t l) const {
+    void mlp_backward(Member& m, Block b, int64_t l) const {
         const Layer& of = layer(l);
         const Memory& a = memory;
         const simd::Matrix dh = from(a.dh, b.first), g = from(a.g, b.first), h = from(of.h, b.first);
         const Linear& down = of.w_down.backward;
         for (int64_t p = 0; p < down.panels(); p++) {
             down.set(dh, read_from(a.dx, b.first), b.count, p);
-            m.clock.lap(PRODUCTS_BACKWARD);
+            m.lap(PRODUCTS_BACKWARD);
             const int64_t at = p * down.width(), n = std::min(down.width(), 4 * s.C - at);
             for (int64_t r = 0; r < b.count; r++)
                 portable::gelu_gradient(from(dh, r).data + at, from(g, r).data + at, from(h, r).data + at, n);
-            m.clock.lap(GELU_BACKWARD);
+            m.lap(GELU_BACKWARD);
         }
         back(m, b, a.dx_2, a.dx, a.dh, of.w_up, of.normal_2);
         multiply(from(a.djoined, b.first), read_from(a.dx_2, b.first), of.w_projection.backward, b.count);
-        m.clock.lap(PRODUCTS_BACKWARD);
+        m.lap(PRODUCTS_BACKWARD);
     }
 
-    void head_backward(Phases::Member& m, int64_t l, int64_t head) const {
-        const Layer& of = layer(l);
+    void head_backward(Member& m, int64_t l, int64_t head) const {
         const ThreadScratch& t = own(m);
-        const simd::Matrix djoined = memory.djoined, dqkv = memory.dqkv[l % 2];
-        const int64_t first = head / s.H * s.T, h = head % s.H, d = s.d(), ld = of.qkv.ld;
-        const float* const q = of.qkv.data + first * ld + h * d;
-        AttentionGradient a = gradient_call(s);
-        a.q = {q, 0, 0, ld, 1}, a.k = {q + s.C, 0, 0, ld, 1}, a.v = {q + 2 * s.C, 0, 0, ld, 1};
-        a.dout = {from(djoined, first).data + h * d, 0, 0, djoined.ld, 1};
-        a.out = of.out + head * s.T * d, a.lse = of.lse + head * s.T;
+        const int64_t first = first_row(head), d = s.d(), at = head % s.H * d;
+        auto a = attention<AttentionGradient>(l, head, 0, s.T);
+        a.dout = {from(memory.djoined, first).data + at, 0, 0, memory.djoined.ld, 1};
         a.dq = t.dq, a.dk = t.dk, a.dv = t.dv;
         flash_backward(a, t.attention);
         for (int64_t i = 0; i < s.T; i++) {
-            float* to = from(dqkv, first + i).data + h * d;
+            float* to = from(memory.dqkv[l % 2], first + i).data + at;
             for (const float* each : {t.dq, t.dk, t.dv}) {
                 std::copy_n(each + i * d, d, to);
                 to += s.C;
@@ -279,11 +282,11 @@ class Gradients {
         return all;
     }
 
-    void compute(Phases::Member& m, const std::vector<WeightGradient>& each, int64_t tile) const {
+    void compute(Member& m, const std::vector<WeightGradient>& each, int64_t tile) const {
         for (const WeightGradient& w : each) {
             if (tile < w.tiles()) {
                 w.compute(tile, s.rows(), own(m).tile);
-                return m.clock.lap(WEIGHT_GRADIENTS);
+                return m.lap(WEIGHT_GRADIENTS);
             }
             tile -= w.tiles();
         }
@@ -295,7 +298,7 @@ class Gradients {
 
     // Attention's backward pass over the heads of layer l, and the weight gradients that are ready. Longer
     // pieces come first.
-    void backward_of_attention(Phases::Member& m, int64_t l) const {
+    void backward_of_attention(Member& m, int64_t l) const {
         const Memory& a = memory;
         const Layer& of = layer(l);
         const std::vector<WeightGradient> ready{
@@ -310,7 +313,7 @@ class Gradients {
             const int64_t head = long_heads ? i : i - tiles;
             if (head < 0 || head >= heads) return compute(m, ready, long_heads ? i - heads : i);
             head_backward(m, l, head);
-            m.clock.lap(ATTENTION_BACKWARD);
+            m.lap(ATTENTION_BACKWARD);
         });
     }
 
@@ -347,7 +350,7 @@ class Gradients {
         return std::sqrt(sum);
     }
 
-    void finish(Phases::Member& m) {
+    void finish(Member& m) {
         const std::vector<WeightGradient> ready{of_qkv(0)};
         const int64_t tiles = tiles_of(ready), columns = (s.C + WIDTH - 1) / WIDTH;
         m.run(tiles + columns + s.T, [&](int64_t i) {
@@ -356,28 +359,25 @@ class Gradients {
                 add_tokens(i - tiles);
             else
                 add_places(i - tiles - columns);
-            m.clock.lap(EMBEDDING);
+            m.lap(EMBEDDING);
         });
-        m.run(s.L + 1, [&](int64_t l) {
-            if (l == s.L) {
-                add_parts(memory.w_head);
-            } else {
-                add_parts(layer(l).w_qkv), add_parts(layer(l).w_up);
-            }
-            m.clock.lap(NORM);
+        m.run(static_cast<int64_t>(weights.size()), [&](int64_t i) {
+            const Weight& W = *weights[static_cast<size_t>(i)];
+            if (W.norm) add_parts(W);
+            m.lap(NORM);
         });
         m.run(static_cast<int64_t>(chunks.size()), [&](int64_t i) {
             const Chunk& chunk = chunks[static_cast<size_t>(i)];
             squares[static_cast<size_t>(i)] = static_cast<double>(
                 sum_of(chunk.count, [&](int64_t j) { return chunk.data[j] * chunk.data[j]; }));
-            m.clock.lap(CLIPPING);
+            m.lap(CLIPPING);
         });
         const float factor = static_cast<float>(clip / (norm() + 1e-6));  // as PyTorch does
         if (factor >= 1) return;
         m.run(static_cast<int64_t>(chunks.size()), [&](int64_t i) {
             const Chunk& chunk = chunks[static_cast<size_t>(i)];
             portable::scale_row(chunk.data, chunk.count, factor);
-            m.clock.lap(CLIPPING);
+            m.lap(CLIPPING);
         });
     }
 };
@@ -390,7 +390,7 @@ int64_t gradients_scratch(const Sizes& s) {
 
 Result TrainingStep::gradients(const int64_t* tokens) {
     Gradients of(*this, tokens);
-    Phases::run(of.phases(), sizes.threads, seconds, [&](Phases::Member& member) { of.run(member); });
+    run_phases(of.phases(), sizes.threads, seconds, [&](Member& member) { of.run(member); });
     return of.result();
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "attention.h"
@@ -17,19 +18,13 @@ namespace training {
 
 constexpr int64_t MOST_ROWS = 128;  // rows of a block
 
-// A head's attention for the queries i0 .. i0 + n - 1, which see the keys before i0 + n.
-inline Attention attention_call(const Sizes& s, int64_t i0, int64_t n) {
-    Attention a{};
-    a.B = 1, a.H = 1, a.Nq = n, a.Nk = i0 + n, a.d = s.d();
+// A head's causal attention, or its gradient, for the queries i0 .. i0 + n - 1 and the keys before i0 + n.
+template <class Call>
+Call call_of(const Sizes& s, int64_t i0, int64_t n) {
+    Call a{};
+    a.B = 1, a.H = 1, a.Nq = n, a.Nk = i0 + n, a.d = s.d(), a.threads = 1;
     a.causal = true, a.scale = 1 / std::sqrt(static_cast<float>(s.d()));
-    a.Br = std::min(s.Br, a.Nq), a.Bc = std::min(s.Bc, a.Nk), a.threads = 1;
-    return a;
-}
-
-inline AttentionGradient gradient_call(const Sizes& s) {
-    AttentionGradient a{};
-    a.B = 1, a.H = 1, a.Nq = s.T, a.Nk = s.T, a.d = s.d();
-    a.causal = true, a.scale = 1 / std::sqrt(static_cast<float>(s.d())), a.threads = 1;
+    if constexpr (std::is_same_v<Call, Attention>) a.Br = std::min(s.Br, a.Nq), a.Bc = std::min(s.Bc, a.Nk);
     return a;
 }
 
@@ -39,10 +34,9 @@ struct ThreadScratch {
     float *tile, *attention, *dq, *dk, *dv;
 
     ThreadScratch(const Sizes& s, Scratch& scratch) {
-        const int64_t last = s.T % s.Br;
-        int64_t most = flash_backward_scratch(gradient_call(s));
-        for (const int64_t n : {std::min(s.Br, s.T), last})
-            if (n > 0) most = std::max(most, flash_scratch(attention_call(s, s.T - n, n)));
+        int64_t most = flash_backward_scratch(call_of<AttentionGradient>(s, 0, s.T));
+        for (const int64_t n : {std::min(s.Br, s.T), s.T % s.Br})
+            if (n > 0) most = std::max(most, flash_scratch(call_of<Attention>(s, s.T - n, n)));
         g = scratch.matrix(MOST_ROWS, 4 * s.C), d_normal = scratch.matrix(MOST_ROWS, s.C);
         tile = scratch.take(WeightGradient::scratch()), attention = scratch.take(most);
         for (float** each : {&dq, &dk, &dv}) *each = scratch.take(s.T * s.d());

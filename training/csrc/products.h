@@ -14,6 +14,20 @@ namespace training {
 constexpr int64_t TOKENS = 128;  // terms of a sum at a time: this many rows of a panel stay in L1
 constexpr int64_t TILE = 64;     // rows of a tile of a weight's gradient
 
+// C <- A B, with `some` terms of each sum at a time; A (rows, depth), B (depth, cols).
+inline void multiply_some(simd::Matrix C, const simd::Strided& A, simd::ConstMatrix B, int64_t rows,
+                          int64_t cols, int64_t depth, int64_t some) {
+    for (int64_t k = 0; k < depth; k += some) {
+        const simd::Strided a{A.data + k * A.depth_stride, A.row_stride, A.depth_stride};
+        const simd::ConstMatrix b{B.data + k * B.ld, B.ld};
+        const int64_t terms = std::min(some, depth - k);
+        if (k == 0)
+            portable::multiply(C, a, b, rows, cols, terms);
+        else
+            portable::multiply_add(C, a, b, rows, cols, terms, terms);
+    }
+}
+
 // y <- x W^T, or with `add` y <- y + x W^T; x (rows, in). Padding columns of y are set too.
 inline void multiply(simd::Matrix y, simd::ConstMatrix x, const Linear& W, int64_t rows, bool add = false) {
     for (int64_t p = 0; p < W.panels(); p++) add ? W.add(y, x, rows, p) : W.set(y, x, rows, p);
@@ -65,15 +79,8 @@ struct WeightGradient {
         const int64_t P = portable::panel(), i = number / w->backward.panels(),
                       p = number % w->backward.panels();
         const int64_t in = w->in(), out = std::min(TILE, w->out() - i * TILE), cols = std::min(P, in - p * P);
-        for (int64_t t = 0; t < rows; t += TOKENS) {
-            const int64_t some = std::min(TOKENS, rows - t);
-            const simd::Strided A{dY.data + t * dY.ld + i * TILE, 1, dY.ld};
-            const simd::ConstMatrix B{X.data + t * X.ld + p * P, X.ld};
-            if (t == 0)
-                portable::multiply({tile, P}, A, B, out, cols, some);
-            else
-                portable::multiply_add({tile, P}, A, B, out, cols, some, some);
-        }
+        multiply_some({tile, P}, {dY.data + i * TILE, 1, dY.ld}, {X.data + p * P, X.ld}, out, cols, rows,
+                      TOKENS);
         const float* const scale = w->norm ? w->norm->value + p * P : nullptr;
         float* const part = scale ? w->dscale + i * in + p * P : nullptr;
         if (part) std::fill_n(part, cols, 0.0f);

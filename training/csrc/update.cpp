@@ -16,6 +16,7 @@
 
 #include "norm.h"
 #include "phases.h"
+#include "products.h"
 #include "scratch.h"
 #include "simd/portable.h"
 #include "training_step.h"
@@ -49,17 +50,8 @@ void symmetric_product(simd::Matrix C, const simd::Strided& X, simd::ConstMatrix
     const int64_t width = 2 * portable::lanes();
     for (int64_t c = 0; c < n; c += width) {
         const int64_t cols = std::min(width, n - c);
-        const simd::Matrix to{C.data + c * C.ld + c, C.ld};
-        for (int64_t k = 0; k < depth; k += DEPTH) {
-            const int64_t some = std::min(DEPTH, depth - k);
-            const simd::Strided left{X.data + c * X.row_stride + k * X.depth_stride, X.row_stride,
-                                     X.depth_stride};
-            const simd::ConstMatrix right{Y.data + k * Y.ld + c, Y.ld};
-            if (k == 0)
-                portable::multiply(to, left, right, n - c, cols, some);
-            else
-                portable::multiply_add(to, left, right, n - c, cols, some, some);
-        }
+        multiply_some({C.data + c * C.ld + c, C.ld}, {X.data + c * X.row_stride, X.row_stride, X.depth_stride},
+                      {Y.data + c, Y.ld}, n - c, cols, depth, DEPTH);
         if (c + width < n)
             portable::transpose({C.data + c * C.ld + c + width, C.ld}, {C.data + (c + width) * C.ld + c, C.ld},
                                 n - c - width, cols, 1.0f);
@@ -221,7 +213,7 @@ void TrainingStep::update(double fraction, double average) {
                      [](const Piece& a, const Piece& b) { return a.cost > b.cost; });
     const int64_t own = thread_scratch(sizes);
     const Update every{settings, fraction, average};
-    Phases::run(1, sizes.threads, seconds, [&](Phases::Member& m) {
+    run_phases(1, sizes.threads, seconds, [&](Member& m) {
         m.run(static_cast<int64_t>(pieces.size()), [&](int64_t i) {
             const auto [parameter, number, cost] = pieces[static_cast<size_t>(i)];
             if (cost > 0) {
@@ -231,7 +223,7 @@ void TrainingStep::update(double fraction, double average) {
                 adamw(*parameter, fraction * (positions ? settings.position_rate : settings.adam_rate), number,
                       every);
             }
-            m.clock.lap(cost > 0 ? MUON : ADAMW);
+            m.lap(cost > 0 ? MUON : ADAMW);
         });
     });
 }
