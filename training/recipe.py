@@ -20,10 +20,10 @@ class Recipe:
     """All settings of a training run, except the corpus and the device.
 
     block_size in characters; batch_chars is batch size times block size.
-    average: largest decay of the exponential moving average of the weights, per step.
-    warmup: steps of the linear warm-up. decay: one of DECAYS.
-    minutes: the length of the run, which ignores steps and eval_every then; None takes `steps` steps.
-    window: the average covers at most this share of the steps done; 0 sets no limit.
+    average: largest decay of the exponential moving average of the weights, per training step.
+    warmup: training steps of the linear warm-up. decay: one of DECAYS.
+    minutes: the length of the run, which ignores steps and eval_every then; None takes `steps` ones.
+    window: the average covers at most this share of the training steps done; 0 sets no limit.
     test_share: share of the text, at its end, that nothing selects on. The rest of the last tenth of the text
     is the validation text.
     """
@@ -49,7 +49,7 @@ class Recipe:
     test_share: float = 0.0
 
     def average_decay(self, done: int) -> float:
-        """The decay of the average in the step after `done` steps."""
+        """The decay of the average in the training step after `done` ones."""
         return min(self.average, 1 - 1 / max(1.0, self.window * done)) if self.window else self.average
 
 
@@ -59,9 +59,9 @@ RECIPES = {
     "shakes1024": Recipe(block_size=1024, steps=40_000, dropout=0.08, muon_lr=0.02),
     "shakes2048": Recipe(block_size=2048, steps=20_000, dropout=0.06, muon_lr=0.04),
 }
-# Small batches: on a CPU, many steps learn more in a minute than few with larger batches. The rates are from
-# 180 runs of 950 to 17,000 steps on Tiny Shakespeare (an H100). Half or twice a rate moved the loss by at
-# most 0.02 nats, the seed by 0.01. Dropout gained nothing below 30 passes over the text.
+# Small batches: on a CPU, many training steps learn more in a minute than few with larger batches. The rates
+# are from 180 runs of 950 to 17,000 training steps on Tiny Shakespeare (an H100). Half or twice a rate moved
+# the loss by at most 0.02 nats, the seed by 0.01. Dropout gained nothing below 30 passes over the text.
 OWN_TEXT = Recipe(
     block_size=128,
     steps=0,

@@ -163,7 +163,7 @@ class _Run:
             self._reserve(schedule.step_seconds / 2 / self.batch_chars)
 
     def measure_start(self, model: GPT) -> None:
-        """Measure the losses before the first step: a row of the curve, and the loss on the old text."""
+        """Measure the losses before any training step: a row of the curve, and the loss on the old text."""
         self._losses = 1
         self._loss_sum.fill_(math.nan)
         self._measure_old("old_loss_before", model)
@@ -227,7 +227,7 @@ class _Run:
             done, seconds = self.schedule.done, self.schedule.elapsed()
             self.record |= {"steps": done, "seconds": round(seconds, 1)}
             self.record["characters_per_second"] = round(done * self.batch_chars / seconds)
-        save_record(self.out, self.record)  # with the whole curve, past the best step
+        save_record(self.out, self.record)  # with the whole curve, past the best one
         (self.out / FILE).unlink(missing_ok=True)
         return self.record
 

@@ -1,4 +1,4 @@
-"""The progress of a run: Schedule counts steps; ByTime counts seconds and ends on time on a busy machine."""
+"""The progress of a run: Schedule counts training steps, ByTime seconds, also on a busy machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from training.recipe import DECAYS, Recipe
 EVALUATIONS = 40  # most evaluations of a run by time; a long one has more
 LONGEST_WAIT = 60.0  # seconds between two evaluations, unless they take long
 EVALUATING = 0.03  # share of the time that evaluations may take
-MOST_STEPS = 10  # one slow step counts as at most this many
+MOST_STEPS = 10  # one slow training step counts as at most this many
 
 
 class Schedule:
@@ -81,8 +81,8 @@ class Schedule:
 class ByTime(Schedule):
     """The recipe's minutes, of which `finishing` seconds are kept for the work after the last training step.
 
-    A step counts as at most MOST_STEPS usual ones. So a step during which the machine slept makes the run end
-    later, but does not shorten the decay of the learning rate.
+    A training step counts as at most MOST_STEPS usual ones. So one during which the machine slept makes the
+    run end later, but does not shorten the decay of the learning rate.
     """
 
     STATE = (

@@ -1,4 +1,4 @@
-"""The state of a run: one file with all that its next steps depend on, replaced atomically."""
+"""The state of a run: one file with all that its next training steps depend on, replaced atomically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One step of training: Muon, AdamW and an average of the weights.
+"""A training step: Muon, AdamW and an average of the weights.
 
 Hidden matrices are trained with Muon, embeddings and norms with AdamW. An exponential moving average of the
 weights is evaluated and saved. On a GPU the whole training step is one CUDA graph around a compiled model,
@@ -96,8 +96,8 @@ class Trainer:
                 matrices.setdefault(shape, []).append(p)
             elif p is not positions:
                 others.append(p)
-        self.lr = torch.ones((), device=device)  # fraction of the peak, set before each step
-        self.decay = torch.full((), recipe.average, device=device)  # the average's, set before each step
+        self.lr = torch.ones((), device=device)  # fraction of the peak
+        self.decay = torch.full((), recipe.average, device=device)  # the average's
         self.muon = Muon(
             [dict(params=ps, shape=shape) for shape, ps in matrices.items()],
             lr=torch.zeros((), device=device),
@@ -195,7 +195,7 @@ class Trainer:
                 a.lerp_(p, 1 - self.decay)
 
     def _captured_step(self) -> Callable[[], None]:
-        """The step as a CUDA graph; model, optimizers and average are reset after the warm-up."""
+        """The training step as a CUDA graph; model, optimizers and average are reset after the warm-up."""
         start = copy.deepcopy(self.model.state_dict())
         self._batch_loss = torch.compile(self._batch_loss)  # type: ignore[method-assign]
         self.muon.step = torch.compile(self.muon.step)  # type: ignore[method-assign]
