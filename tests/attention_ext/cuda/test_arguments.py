@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention_ext import PARTS, attention
+from attention_ext import PARTS, attention, operator
 from attention_ext.cuda.kernels import Gpu, choose
 from attention_ext.parts import Dtype
 
@@ -61,6 +61,17 @@ def test_parts_1_to_3_are_refused(part):
 def test_a_wrong_argument_is_named(sizes, options, error, message):
     with pytest.raises(error, match=message):
         attention("part4", *qkv(**sizes), **options)
+
+
+def test_the_operator_called_directly_checks_too():
+    q, k, v = qkv()
+    for tensors, kernel, message in (
+        ((q, k[..., :4], v), None, r"k has shape \(1, 2, 4, 4\)"),
+        ((q, k, v[:, :, :2]), "2", "v has shape"),
+        ((q, k, v), "7", "kernel is '7'; it must be one of 1,"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            operator("part4", "cuda")(*tensors, False, 1.0, False, kernel)
 
 
 def test_tensors_on_two_devices_are_named():
