@@ -66,8 +66,8 @@ def test_a_wrong_argument_is_named(sizes, options, error, message):
 def test_the_operator_called_directly_checks_too():
     q, k, v = qkv()
     for tensors, kernel, message in (
-        ((q, k[..., :4], v), None, r"k has shape \(1, 2, 4, 4\)"),
-        ((q, k, v[:, :, :2]), "2", "v has shape"),
+        ((q, *qkv(d=4)[1:]), None, r"k has shape \(1, 2, 4, 4\)"),
+        ((q, k, qkv(Nk=2)[2]), "2", r"v has shape \(1, 2, 2, 8\)"),
         ((q, k, v), "7", "kernel is '7'; it must be one of 1,"),
     ):
         with pytest.raises(ValueError, match=message):
