@@ -5,13 +5,20 @@ The decoder's sums are exact within a group. Here they are float32 sums over the
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model.gpt import GPT
 
-GROUP, BITS = 128, 21  # INT8_GROUP, INT8_BITS of attention_ext/csrc/simd/portable.h
+HEADER = Path(__file__).resolve().parent.parent / "attention_ext/csrc/simd/portable.h"
+# As the header states them: no compiler is needed.
+GROUP, BITS = map(
+    int, re.findall(r"^constexpr \w+ INT8_(?:GROUP|BITS) = (\d+);", HEADER.read_text("utf-8"), re.M)
+)
 LEAST_EXPONENT = -107  # least exponent of a row's largest number; smaller rows use the scale of this one
 
 
