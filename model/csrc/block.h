@@ -55,8 +55,8 @@ class Block {
             normalize(w.ln_2, w.fc, begin, end);
             member.timed("MLP up", [&] { w.fc.set(at(rows.Y, begin), operand, end - begin, p); });
             member.timed("MLP GELU", [&] {
-                for (int64_t r = begin; r < end; r++)
-                    portable::gelu(at(rows.Y, r).data + p * w.fc.width(), w.fc.columns(p));
+                float* y = at(rows.Y, begin).data + p * w.fc.width();
+                for (int64_t r = begin; r < end; r++, y += rows.Y.ld) portable::gelu(y, w.fc.columns(p));
             });
         });
         each(w.out, [&](int64_t p, int64_t begin, int64_t end) {

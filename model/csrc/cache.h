@@ -46,9 +46,8 @@ class Cache {
 
     // K and V as attention.h's parts take them; K in bf16 only if it is transposed.
     Matrices keys(int64_t layer, int64_t head) const {
-        const int64_t d = shape.d;
-        if (shape.transposed) return {K(layer, head), 0, 0, d, shape.panel_words() / d};
-        return {K(layer, head), 0, 0, d, 1};
+        const int64_t row_of_panel = shape.transposed ? shape.panel / (shape.pairs() ? 2 : 1) : 1;
+        return {K(layer, head), 0, 0, shape.d, row_of_panel};
     }
     Matrices values(int64_t layer, int64_t head) const { return {V(layer, head), 0, 0, shape.row_words(), 1}; }
 

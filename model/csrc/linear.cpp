@@ -3,22 +3,24 @@
 #include <algorithm>
 #include <utility>
 
+Linear::Linear(const Panels& shape, const PrecisionRow* precision)
+    : shape(shape), precision(precision), count(shape.count()), last(round_up(shape.rows(count - 1), unit())) {}
+
 Linear::Linear(const float* W, const float* b, int64_t out, int64_t in, int64_t width, Precision precision)
-    : shape{out, in, width}, precision(&row_of(precision)), weights(this->precision->pack(W, shape)) {
+    : Linear({out, in, width}, &row_of(precision)) {
+    weights = this->precision->pack(W, shape);
     for (int64_t p = 0; p < panels(); p++) starts.push_back(weights + p * panel_words(width));
     if (!b) return;
     bias = Buffer(columns());
     std::copy_n(b, out, static_cast<float*>(bias));
 }
 
-Linear::Linear(const Panels& shape, float* memory) : shape(shape), precision(&row_of(Precision::fp32)) {
+Linear::Linear(const Panels& shape, float* memory) : Linear(shape, &row_of(Precision::fp32)) {
     for (int64_t p = 0; memory && p < panels(); p++) starts.push_back(memory + p * panel_words(shape.width));
 }
 
 Linear Linear::with_width(int64_t width, std::vector<float*> panels) const {
-    Linear other;
-    other.shape = {shape.out, shape.in, width};
-    other.precision = precision;
+    Linear other({shape.out, shape.in, width}, precision);
     other.starts = std::move(panels);
     if (bias) {
         other.bias = Buffer(columns());

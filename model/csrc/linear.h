@@ -46,10 +46,10 @@ class Linear {
     int64_t inputs() const { return shape.in; }
     int64_t outputs() const { return shape.out; }
     int64_t width() const { return shape.width; }
-    int64_t panels() const { return shape.count(); }
+    int64_t panels() const { return count; }
     // Columns that the products set: the outputs, rounded up to vectors; and those of panel p.
-    int64_t columns() const { return round_up(shape.out, unit()); }
-    int64_t columns(int64_t p) const { return round_up(shape.rows(p), unit()); }
+    int64_t columns() const { return (count - 1) * shape.width + last; }
+    int64_t columns(int64_t p) const { return p + 1 < count ? shape.width : last; }
 
     // Columns of panel p of y (rows, columns()); those before the `first` of them need not be set.
     void set(simd::Matrix y, simd::ConstMatrix x, int64_t rows, int64_t p, int64_t first = 0) const;
@@ -58,10 +58,12 @@ class Linear {
     void add(simd::Matrix y, simd::ConstMatrix x, int64_t rows, int64_t p) const;
 
   private:
+    Linear(const Panels&, const PrecisionRow*);
     int64_t unit() const { return precision->vectors * portable::lanes(); }
 
     Panels shape{};
     const PrecisionRow* precision = nullptr;
-    Buffer weights, bias;        // weights: empty if the panels lie elsewhere
-    std::vector<float*> starts;  // of the panels
+    int64_t count = 0, last = 0;  // panels, and columns of the last one: divisions take part of a step's time
+    Buffer weights, bias;         // weights: empty if the panels lie elsewhere
+    std::vector<float*> starts;   // of the panels
 };

@@ -1,22 +1,19 @@
-// The SIMD helpers' interface on top of simd.ispc, whose exported functions have C names.
+// The SIMD helpers' interface on top of simd.ispc, whose exported functions have C names: the products and the
+// softmax. The others are the portable ones.
 #include "simd/simd.h"
 
 extern "C" {
 int64_t ispc_lanes();
 int64_t ispc_panel();
 int64_t ispc_rows();
-void ispc_transpose(float*, int64_t, const float*, int64_t, int64_t, int64_t, float);
 void ispc_multiply(float*, int64_t, const float*, int64_t, int64_t, const float*, int64_t, int64_t, int64_t,
                    int64_t);
 void ispc_multiply_add(float*, int64_t, const float*, int64_t, int64_t, const float*, int64_t, int64_t, int64_t,
                        int64_t, int64_t);
 void ispc_dot_rows(float*, const float*, const float*, int64_t, int64_t, int64_t, float);
 void ispc_add_weighted_rows(float*, const float*, const float*, int64_t, int64_t, int64_t);
-float ispc_row_max(const float*, int64_t, float);
 float ispc_exp_sum(float*, int64_t, float);
-void ispc_scale_row(float*, int64_t, float);
 bool ispc_online_softmax(float*, int64_t, int64_t, int64_t, int64_t, float*, float*, float*);
-void ispc_scale_columns(float*, int64_t, int64_t, int64_t, const float*);
 }
 
 namespace simd {
@@ -36,10 +33,6 @@ int64_t softmax_instructions() { return lanes() == 16 ? 15 : 16; }
 
 bool may_use_tiles() { return false; }
 
-void transpose(Matrix T, ConstMatrix X, int64_t rows, int64_t cols, float scale) {
-    ispc_transpose(T.data, T.ld, X.data, X.ld, rows, cols, scale);
-}
-
 void multiply(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth) {
     ispc_multiply(C.data, C.ld, A.data, A.row_stride, A.depth_stride, B.data, B.ld, rows, cols, depth);
 }
@@ -58,19 +51,21 @@ void add_weighted_rows(float* o, const float* p, ConstMatrix B, int64_t rows, in
     ispc_add_weighted_rows(o, p, B.data, B.ld, rows, cols);
 }
 
-float row_max(const float* x, int64_t n, float m) { return ispc_row_max(x, n, m); }
-
 float exp_sum(float* x, int64_t n, float m) { return ispc_exp_sum(x, n, m); }
-
-void scale_row(float* x, int64_t n, float a) { ispc_scale_row(x, n, a); }
 
 bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* m, float* l,
                     float* correction) {
     return ispc_online_softmax(S.data, S.ld, rows, cols, first, m, l, correction);
 }
 
+// These take no time to speak of.
+void transpose(Matrix T, ConstMatrix X, int64_t rows, int64_t cols, float scale) {
+    portable::transpose(T, X, rows, cols, scale);
+}
+float row_max(const float* x, int64_t n, float m) { return portable::row_max(x, n, m); }
+void scale_row(float* x, int64_t n, float a) { portable::scale_row(x, n, a); }
 void scale_columns(Matrix C, int64_t rows, int64_t cols, const float* a) {
-    ispc_scale_columns(C.data, C.ld, rows, cols, a);
+    portable::scale_columns(C, rows, cols, a);
 }
 
 }  // namespace simd

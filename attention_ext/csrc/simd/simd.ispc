@@ -31,16 +31,6 @@ export uniform int64 ispc_panel() { return VECS * programCount; }
 
 export uniform int64 ispc_rows() { return ROWS; }
 
-export void ispc_transpose(uniform float T[], uniform int64 ldT, const uniform float X[], uniform int64 ldX,
-                           uniform int64 rows, uniform int64 cols, uniform float scale) {
-    // Lanes span the columns of X; each lane writes to its own row of T.
-    for (uniform int64 r0 = 0; r0 < rows; r0 += programCount) {
-        const uniform int64 r1 = min(r0 + programCount, rows);
-        for (uniform int64 c = 0; c < cols; c++)
-            for (uniform int64 r = r0; r < r1; r++) T[c * ldT + r] = scale * X[r * ldX + c];
-    }
-}
-
 // R rows by VS vectors of C in registers over the whole depth; with STAIRS column c takes the products
 // k < first + c. The accumulators have names, because ispc keeps an array in memory. Conditions on R, VS and
 // STAIRS are constant at compile time.
@@ -268,18 +258,6 @@ export void ispc_add_weighted_rows(uniform float o[], const uniform float p[], c
 }
 
 // The whole vectors of a row, then the rest under a mask.
-export uniform float ispc_row_max(const uniform float x[], uniform int64 n, uniform float m) {
-    float even = m, odd = m;
-    uniform int64 i = 0;
-    for (; i + 2 * programCount <= n; i += 2 * programCount) {
-        even = larger(even, x[i + programIndex]);
-        odd = larger(odd, x[i + programCount + programIndex]);
-    }
-    for (; i < n; i += programCount)
-        if (i + programIndex < n) even = larger(even, x[i + programIndex]);
-    return reduce_max(larger(even, odd));
-}
-
 export uniform float ispc_exp_sum(uniform float x[], uniform int64 n, uniform float m) {
     float total = 0.0f, witness = 0.0f;
     uniform int64 i = 0;
@@ -298,12 +276,6 @@ export uniform float ispc_exp_sum(uniform float x[], uniform int64 n, uniform fl
         witness += y;
     }
     return reduce_add(nan_if(witness, total));
-}
-
-export void ispc_scale_row(uniform float x[], uniform int64 n, uniform float a) {
-    uniform int64 i = 0;
-    for (; i + programCount <= n; i += programCount) x[i + programIndex] *= a;
-    if (i + programIndex < n) x[i + programIndex] *= a;
 }
 
 export uniform bool ispc_online_softmax(uniform float S[], uniform int64 ldS, uniform int64 rows,
@@ -343,13 +315,4 @@ export uniform bool ispc_online_softmax(uniform float S[], uniform int64 ldS, un
         moved = moved || a != 1.0f;
     }
     return any(moved);
-}
-
-export void ispc_scale_columns(uniform float C[], uniform int64 ldC, uniform int64 rows, uniform int64 cols,
-                               const uniform float a[]) {
-    for (uniform int64 c = 0; c < cols; c += programCount)
-        if (c + programIndex < cols) {
-            const float factor = a[c + programIndex];
-            for (uniform int64 i = 0; i < rows; i++) C[i * ldC + c + programIndex] *= factor;
-        }
 }

@@ -24,16 +24,6 @@ constexpr int ROWS = 2, VECS = 2, WIDE = 4;
 
 typedef unsigned char ByteVec __attribute__((vector_size(W)));
 
-template <int away = 1, size_t... I>
-INLINE int32_t greatest(IntVec v, std::index_sequence<I...> lanes) {
-    const IntVec other = __builtin_shufflevector(v, v, (I ^ away)...);
-    v = other > v ? other : v;
-    if constexpr (2 * away < W)
-        return greatest<2 * away>(v, lanes);
-    else
-        return v[0];
-}
-
 // Adds to each lane of acc the dot product of four bytes: the first of a are at most 127, those of b are
 // signed.
 INLINE IntVec dot4(IntVec acc, IntVec a, IntVec b) {
@@ -182,7 +172,8 @@ void to_fixed(uint32_t* row, const float* x, int64_t n) {
     }
     for (; i + W <= n; i += W) even = larger(even, magnitude(load(x + i)));
     if (i < n) odd = larger(odd, magnitude(load_part(x + i, n - i, 0.0f)));
-    const Scale scale(bit_cast<float>(greatest(larger(even, odd), std::make_index_sequence<W>())));
+    const int32_t largest = reduce(larger(even, odd), larger, std::make_index_sequence<W>());
+    const Scale scale(bit_cast<float>(largest));
     std::memcpy(row + 3 * blocks, &scale.scale, sizeof scale.scale);
 
     // Adding SIMD_ROUND rounds, as for 2^x. A row with NaN has no numbers, but its digits have 7 bits too.

@@ -91,8 +91,8 @@ INLINE To bit_cast(From from) {
 }
 
 // Reduces all lanes by op, as a tree: each step combines a lane with the lane `away` from it.
-template <int away = 1, class Op, size_t... I>
-INLINE float reduce(Vec v, Op op, std::index_sequence<I...> lanes) {
+template <int away = 1, class V, class Op, size_t... I>
+INLINE auto reduce(V v, Op op, std::index_sequence<I...> lanes) {
     v = op(v, __builtin_shufflevector(v, v, (I ^ away)...));
     if constexpr (2 * away < W)
         return reduce<2 * away>(v, op, lanes);
