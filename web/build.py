@@ -109,7 +109,7 @@ def facts() -> str:
         "WEIGHTS": PRECISIONS,
         "PRECISIONS": list(Precision),
         "TILE": tiles.DEFAULT,
-        "SETTINGS": settings,
+        "SLIDERS": settings,
     }
     return "".join(f"export const {name} = {json.dumps(table)};\n" for name, table in tables.items())
 

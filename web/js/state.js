@@ -1,5 +1,5 @@
 // The choices in the fragment of the address: #view?name=value&... Defaults are left out.
-import { MODEL, SETTINGS as KNOWN, WEIGHTS } from "./facts.js";
+import { MODEL, SLIDERS, WEIGHTS } from "./facts.js";
 
 const text = (value, admits = () => true) => ({ value, admits });
 // by: the values are multiples of it; 0 admits fractions.
@@ -15,7 +15,7 @@ function oneOf(of, value) {
 export const isSeed = (digits) => /^[0-9]{1,20}$/.test(digits) && BigInt(digits) < 2n ** 64n;
 
 // The settings of sampling that have a field: {name, choice: its name here, default, slider: [least, most, step]}.
-export const SETTINGS = KNOWN.map((setting) => ({ ...setting, choice: setting.name.replaceAll("_", "") }));
+export const SETTINGS = SLIDERS.map((setting) => ({ ...setting, choice: setting.name.replaceAll("_", "") }));
 
 export const CHOICES = {
   model: text(MODEL),
