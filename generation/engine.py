@@ -24,14 +24,14 @@ from attention_ext.parts import (
 )
 from generation.sampling import Sampling
 from model.gpt import GPT, Attend, GPTConfig
-from model.int8 import in_int8
+from model.rounding import in_bf16, in_int8
 
 Name = TypeVar("Name", Precision, CachePrecision)
 ENGINES = ("native", "torch")
 # How a model is rounded to each precision. The result is kept in float32.
 ROUNDINGS: dict[Precision, Callable[[GPT], GPT]] = {
     Precision.FP32: lambda model: model,
-    Precision.BF16: GPT.in_bf16,
+    Precision.BF16: in_bf16,
     Precision.INT8: in_int8,
 }
 # The type of the cached keys and values.

@@ -169,17 +169,6 @@ class GPT(nn.Module):
         other.tie_head()
         return other.eval()
 
-    def in_bf16(self) -> GPT:
-        """A model whose matrices, including the head's, are rounded to bfloat16. All else is shared.
-
-        The matrices stay float32, and so do the sums. The embeddings are not rounded.
-        """
-        other = self.with_attention(self.attend)
-        for module in other.modules():
-            if isinstance(module, nn.Linear):
-                module.weight = nn.Parameter(module.weight.bfloat16().float(), requires_grad=False)
-        return other
-
     def tie_head(self) -> None:
         """Make the head's weight the token embedding (Press & Wolf 2016, arXiv:1608.05859)."""
         self.lm_head.weight = self.transformer.wte.weight

@@ -1,11 +1,13 @@
-"""Products of int8 weights and integer activations in PyTorch, as in the native decoder.
+"""Models with rounded matrices in PyTorch, as the native decoder rounds them: to bfloat16 or to int8.
 
-The decoder's sums are exact within a group. Here they are float32 sums over the rounded values.
+The decoder's sums of int8 weights times integer activations are exact within a group. Here they are float32
+sums over the rounded values.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -55,14 +57,24 @@ def in_int8(model: GPT) -> GPT:
 
     All numbers stay float32. All else is shared. The embeddings are not rounded.
     """
+    return _with_matrices(model, round_weights, Int8Linear)
+
+
+def in_bf16(model: GPT) -> GPT:
+    """A model whose matrices, including the head's, are rounded to bfloat16; see in_int8() for the rest."""
+    return _with_matrices(model, lambda weight: weight.bfloat16().float(), nn.Linear)
+
+
+def _with_matrices(model: GPT, rounded: Callable[[Tensor], Tensor], kind: type[nn.Linear]) -> GPT:
+    """The model with its linear layers replaced by layers of a kind with rounded weights."""
     other = model.with_attention(model.attend)
     for parent in list(other.modules()):
         for name, module in parent.named_children():
             if not isinstance(module, nn.Linear):
                 continue
             with torch.device("meta"):
-                layer = Int8Linear(module.in_features, module.out_features, module.bias is not None)
-            layer.weight = nn.Parameter(round_weights(module.weight.detach()), requires_grad=False)
+                layer = kind(module.in_features, module.out_features, module.bias is not None)
+            layer.weight = nn.Parameter(rounded(module.weight.detach()), requires_grad=False)
             layer.bias = module.bias
             setattr(parent, name, layer)
     return other.eval()
