@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from generation.jobs import BulkError
-from generation.processes import ALIVE, STALL_SECONDS, Pool
+from generation.processes import ALIVE, STALL_SECONDS, Pool, Worker
 from generation.shards import Loss, Scribe, Settings, Shard, Task
 
 MOST_ASK_SECONDS = 10.0  # longest time between two questions whether an actor still writes
@@ -71,11 +71,11 @@ def open_pool(
     shared, ask_seconds = ray.put(settings), min(MOST_ASK_SECONDS, timeout / 4)
     count = max(1, min(workers or cpus, shards))
     closed = ray.shutdown if ours else lambda: None
-    return Pool(lambda: RayLink(ray, kind.remote(shared), ask_seconds), count, timeout, closed)
+    return Pool(lambda: RayWorker(ray, kind.remote(shared), ask_seconds), count, timeout, closed)
 
 
-class RayLink:
-    """The link to an actor of one CPU. It takes tasks when it has a node, so no task waits for a lost node.
+class RayWorker(Worker):
+    """An actor of one CPU. It takes tasks when it has a node, so no task waits for a lost node.
 
     ray: the module, initialised. ask_seconds: time between two questions whether the actor still writes.
     """
@@ -83,6 +83,7 @@ class RayLink:
     name = "an actor"
 
     def __init__(self, ray: Any, actor: Any, ask_seconds: float) -> None:
+        super().__init__()
         self._ray, self._actor, self._ask_seconds = ray, actor, ask_seconds
         self._death = "the actor was lost"
         self._writing: Any = None  # the reference to the result of write()

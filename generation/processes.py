@@ -1,4 +1,4 @@
-"""Workers that write shards, each behind a link to the driver; here each is a process of this machine.
+"""Workers that write shards, and the pool of them; here each worker is a process of this machine.
 
 A worker that dies or stalls is replaced.
 """
@@ -12,16 +12,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from multiprocessing import connection, resource_tracker
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from generation.jobs import BulkError
 from generation.shards import Loss, Scribe, Settings, Shard, Stop, Task
 
-# What a link says of its worker: it can take tasks; it still writes; it died.
+# What a worker says: it can take tasks; it still writes; it died.
 READY, ALIVE, GONE = "ready", "alive", "gone"
 TICK = 0.5  # seconds between two checks of the workers' silence
 # A writing worker sends a message five times a second. It is silent while it starts and opens the model, two
@@ -30,10 +29,21 @@ STALL_SECONDS = 120.0
 MOST_FAILED_STARTS = 20  # in a row
 
 
-class Link(Protocol):
-    """The driver's end of a worker. Calls may block; they raise EOFError or OSError if it is gone."""
+class Worker:
+    """A worker as the driver sees it: its task, and calls that reach it.
+
+    A thread of the driver makes the calls, because a process that stops within a message blocks its reader.
+    They raise EOFError or OSError if the worker is gone.
+    """
 
     name: str
+
+    def __init__(self) -> None:
+        self.ready = False
+        self.task: Task | None = None
+        self.silent = 0.0  # seconds since it got the task, or said something
+        self.loss: Loss | None = None  # why it was killed
+        self.tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
 
     def start(self) -> None:
         """Wait until the worker can take tasks."""
@@ -48,31 +58,17 @@ class Link(Protocol):
         """Kill the worker. Another thread may be waiting in another call."""
 
     def death(self) -> str:
-        """How a worker that is gone died."""
+        """How a worker that has ended died."""
+        raise NotImplementedError
 
-
-@dataclass(eq=False)
-class _Worker:
-    """A link and its task.
-
-    A thread of the driver talks with it, because a process that stops within a message blocks its reader.
-    """
-
-    link: Link
-    ready: bool = False
-    task: Task | None = None
-    silent: float = 0.0  # seconds since it got the task, or said something
-    loss: Loss | None = None
-    tasks: queue.SimpleQueue[Task | None] = field(default_factory=queue.SimpleQueue)
-
-    def converse(self, said: queue.SimpleQueue[tuple[_Worker, Any]]) -> None:
+    def converse(self, said: queue.SimpleQueue[tuple[Worker, Any]]) -> None:
         """Pass on tasks and put the worker's messages into `said`, until it is gone or a task is None."""
         try:
-            self.link.start()
+            self.start()
             said.put((self, READY))
             while (task := self.tasks.get()) is not None:
-                self.link.send(task)
-                while (word := self.link.receive()) == ALIVE:
+                self.send(task)
+                while (word := self.receive()) == ALIVE:
                     said.put((self, ALIVE))
                 said.put((self, word))
         except (EOFError, OSError):
@@ -82,37 +78,32 @@ class _Worker:
 class Pool:
     """Workers that write shards.
 
-    open_link: starts a worker. timeout: seconds of silence after which a worker is killed. closed: is called
+    start: starts a worker. timeout: seconds of silence after which a worker is killed. closed: is called
     after all workers were killed.
     """
 
     def __init__(
         self,
-        open_link: Callable[[], Link],
+        start: Callable[[], Worker],
         workers: int,
         timeout: float = STALL_SECONDS,
         closed: Callable[[], object] = lambda: None,
     ) -> None:
         self.workers = workers
-        self._open, self._timeout, self._closed = open_link, timeout, closed
-        self._said: queue.SimpleQueue[tuple[_Worker, Any]] = queue.SimpleQueue()
+        self._new, self._timeout, self._closed = start, timeout, closed
+        self._said: queue.SimpleQueue[tuple[Worker, Any]] = queue.SimpleQueue()
         self._failed_starts = 0
         self._looked = time.monotonic()  # when silence was measured last
-        self._all = [self._start() for _ in range(workers)]
+        self.all = [self._start() for _ in range(workers)]
 
     @property
     def idle(self) -> int:
         """Tasks that the pool can take now."""
-        return sum(worker.ready and worker.task is None for worker in self._all)
-
-    @property
-    def links(self) -> list[Link]:
-        """The links of all workers."""
-        return [worker.link for worker in self._all]
+        return sum(worker.ready and worker.task is None for worker in self.all)
 
     def give(self, task: Task) -> None:
         """Let a worker write a task."""
-        worker = next(worker for worker in self._all if worker.ready and worker.task is None)
+        worker = next(worker for worker in self.all if worker.ready and worker.task is None)
         worker.task, worker.silent = task, 0.0
         worker.tasks.put(task)
 
@@ -131,47 +122,48 @@ class Pool:
                 else:
                     self._failed_starts += 1
                     if self._failed_starts > MOST_FAILED_STARTS:
-                        raise BulkError(f"no worker starts: {worker.link.death()}")
+                        raise BulkError(f"no worker starts: {worker.death()}")
                     self._replace(worker)
             # Only time in which the driver runs counts: Ctrl-Z stops the workers too.
             now = time.monotonic()
             passed, self._looked = min(now - self._looked, 2 * TICK), now
-            for worker in self._all:
+            for worker in self.all:
                 worker.silent += passed
                 if worker.task and worker.silent > self._timeout and not worker.loss:
-                    reason = f"{worker.link.name} gave no sign of life for {self._timeout:g} s and was killed"
+                    reason = f"{worker.name} gave no sign of life for {self._timeout:g} s and was killed"
                     worker.loss = Loss(reason, stalled=True)
-                    worker.link.end()  # its thread notices
+                    worker.end()  # its thread notices
 
     def close(self) -> None:
         """End all workers at once: they hold nothing that the driver lacks."""
-        for worker in self._all:
-            worker.link.end()
+        for worker in self.all:
+            worker.end()
             worker.tasks.put(None)
         self._closed()
 
-    def _outcome(self, worker: _Worker, word: Any) -> Shard | Loss:
+    def _outcome(self, worker: Worker, word: Any) -> Shard | Loss:
         """The outcome of a worker's task. A worker that is gone is replaced."""
         worker.task = None
         if word != GONE:
             return word
         self._replace(worker)
-        return worker.loss or Loss(worker.link.death())
+        return worker.loss or Loss(worker.death())
 
-    def _replace(self, worker: _Worker) -> None:
-        worker.link.end()
-        self._all[self._all.index(worker)] = self._start()
+    def _replace(self, worker: Worker) -> None:
+        worker.end()
+        self.all[self.all.index(worker)] = self._start()
 
-    def _start(self) -> _Worker:
-        worker = _Worker(self._open())
+    def _start(self) -> Worker:
+        worker = self._new()
         threading.Thread(target=worker.converse, args=(self._said,), daemon=True).start()
         return worker
 
 
-class Process:
-    """The link to a process of this machine, with one thread and its own engine."""
+class Process(Worker):
+    """A process of this machine, with one thread and its own engine."""
 
     def __init__(self, settings: Settings) -> None:
+        super().__init__()
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         # Ctrl-C reaches all processes of a terminal; only the driver handles it.
@@ -185,9 +177,6 @@ class Process:
         theirs.close()
         self.pid = self._process.pid
         self.name = f"worker {self.pid}"
-
-    def start(self) -> None:
-        pass  # its pipe takes a task at once
 
     def send(self, task: Task) -> None:
         self._pipe.send(task)

@@ -7,7 +7,7 @@ import json
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from model.files import write_file
 
@@ -17,26 +17,6 @@ if TYPE_CHECKING:
 
 class VocabularyError(ValueError):
     """A vocabulary is missing or malformed; the message names the file and the error."""
-
-
-class Decoder(Protocol):
-    """Turns token ids into text, one at a time."""
-
-    def feed(self, id: int) -> str: ...
-
-    def end(self) -> str: ...
-
-
-class Tokenizer(Protocol):
-    """A vocabulary, as generation uses it."""
-
-    source: str  # its origin, for messages
-
-    def __len__(self) -> int: ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decoder(self) -> Decoder: ...
 
 
 class CharTokenizer:
@@ -104,7 +84,7 @@ class CharTokenizer:
             raise ValueError(f"the model does not know {len(unknown)} of the text's characters: {shown}")
         return [self._ids[c] for c in text]
 
-    def decoder(self) -> Decoder:
+    def decoder(self) -> _CharDecoder:
         """A decoder from ids to text."""
         return _CharDecoder(self.characters)
 
@@ -153,7 +133,7 @@ class GPT2Tokenizer:
         """The ids of a text; '<|endoftext|>' is the special token, as in nanoGPT."""
         return self._encoding.encode(text, allowed_special={"<|endoftext|>"})
 
-    def decoder(self) -> Decoder:
+    def decoder(self) -> _BytesDecoder:
         """A decoder from ids to text. It emits a character after its last byte."""
         return _BytesDecoder(self._encoding)
 
@@ -169,3 +149,6 @@ class _BytesDecoder:
 
     def end(self) -> str:
         return self._utf8.decode(b"", final=True)
+
+
+Tokenizer = CharTokenizer | GPT2Tokenizer  # `source` is a vocabulary's origin, for messages

@@ -87,7 +87,7 @@ def test_killed_workers_cost_a_retry(long, long_expected, tmp_path):
         return pools[-1]
 
     def kill(chance):
-        return bool(pools) and kill_process([link.pid for link in pools[-1].links], chance)
+        return bool(pools) and kill_process([worker.pid for worker in pools[-1].all], chance)
 
     lost = kill_at_random_moments(long, *long_expected, tmp_path, open_pool, kill)
     assert all(reason.endswith("was killed by SIGKILL") for reason in lost)
@@ -146,7 +146,7 @@ def test_a_stalled_worker_is_killed_and_its_file_tried_again(slow, slow_expected
 
     def progress(state):
         if state.texts and not stopped:
-            stopped.append(pools[0].links[0].pid)
+            stopped.append(pools[0].all[0].pid)
             os.kill(stopped[0], signal.SIGSTOP)
 
     bulk.run(slow, tmp_path, open_pool, lines.append, progress)
