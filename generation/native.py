@@ -57,7 +57,8 @@ def open_decoder(
         threads=torch.get_num_threads(),
         cache_bytes=processor.caches()[-1].size,
     )
-    decoder.name, decoder.config, decoder.fast_in_step = "native", c, False
+    decoder.name, decoder.fast_in_step = "native", False
+    decoder.config, decoder.slots, decoder.capacity = c, slots, capacity
     for slot in range(slots):
         decoder.set_sampling(slot, Sampling())
     return decoder

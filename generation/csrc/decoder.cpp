@@ -3,16 +3,20 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <limits>
 #include <utility>
 
 #include "refuse.h"
-#include "state.h"
+#include "scratch.h"
+#include "simd/portable.h"
+#include "simd/simd.h"
 
 namespace {
 
 // From this many texts per thread on, threads are fastest with separate texts (Zen 5 and Intel Xeon).
 constexpr int64_t LEAST_APART = 2;
+constexpr int64_t MAX_PANEL_KEYS = 128;  // in a transposed panel of the cache
 constexpr int64_t MAX_SIZE = int64_t{1} << 31, MAX_THREADS = 1024;
 // After these a call begins no further row, so that Ctrl-C takes effect soon.
 constexpr double ONE_TEXT_SECONDS = 2e-3, BATCH_SECONDS = 8e-3;
@@ -26,21 +30,9 @@ void check(const std::string& what, int64_t value, int64_t low, int64_t high) {
         refuse(what, value, "from " + std::to_string(low) + " to " + std::to_string(high));
 }
 
-}  // namespace
-
-int64_t Decoder::State::choose(int64_t which, double uniform) {
-    Slot& slot = slots[which];
-    slot.pending = sample(slot.logits.data(), slot.text, uniform, slot.sampling);
-    slot.text.seen[slot.pending] = 1;
-    slot.text.written[slot.pending]++;
-    if (slot.top >= 0)
-        slot.logprobs.push_back(token_logprob(slot.logits.data(), shape.vocab_size, slot.pending, slot.top));
-    return slot.pending;
-}
-
-Decoder::Decoder(const ModelShape& shape, const Tensors& tensors, Precision precision, CachePrecision kv,
-                 const Part& part, int64_t br, int64_t bc, int64_t slots, int64_t capacity, int threads,
-                 int64_t cache_bytes) {
+// The shape, if it and the other arguments are in range.
+const ModelShape& checked(const ModelShape& shape, int64_t br, int64_t bc, int64_t slots, int64_t capacity,
+                          int threads, int64_t cache_bytes) {
     check("block_size", shape.block_size, 1, MAX_SIZE);
     check("vocab_size", shape.vocab_size, 1, MAX_SIZE);
     check("n_layer", shape.n_layer, 1, MAX_SIZE);
@@ -54,21 +46,90 @@ Decoder::Decoder(const ModelShape& shape, const Tensors& tensors, Precision prec
     check("capacity", capacity, 1, shape.block_size);
     check("threads", threads, 1, MAX_THREADS);
     check("cache_bytes", cache_bytes, 1, INT64_MAX);
-    state = std::make_unique<State>(shape, tensors, precision, kv, part, br, bc, slots, capacity, threads,
-                                    cache_bytes);
+    return shape;
+}
+
+}  // namespace
+
+int64_t Decoder::choose(int64_t which, double uniform) {
+    Slot& slot = slots[which];
+    slot.pending = sample(slot.logits.data(), slot.text, uniform, slot.sampling);
+    slot.text.seen[slot.pending] = 1;
+    slot.text.written[slot.pending]++;
+    if (slot.top >= 0)
+        slot.logprobs.push_back(token_logprob(slot.logits.data(), shape.vocab_size, slot.pending, slot.top));
+    return slot.pending;
+}
+
+Decoder::Decoder(const ModelShape& s, const Tensors& tensors, Precision precision, CachePrecision kv,
+                 const Part& part, int64_t br, int64_t bc, int64_t slot_count, int64_t capacity, int threads,
+                 int64_t cache_bytes)
+    : shape(checked(s, br, bc, slot_count, capacity, threads, cache_bytes)),
+      part(part),
+      cache_bytes(cache_bytes),
+      br(br),
+      bc(bc),
+      capacity(capacity),
+      d(s.n_embd / s.n_head),
+      cache_shape{s.n_layer,
+                  s.n_head,
+                  d,
+                  capacity,
+                  part.few.queries > 0,
+                  round_up(std::min({bc, capacity, MAX_PANEL_KEYS}),
+                           kv == CachePrecision::bf16 ? 2 * portable::lanes() : simd::lanes()),
+                  kv},
+      scale(static_cast<float>(1 / std::sqrt(static_cast<double>(d)))),
+      threads(threads),
+      weights(s, tensors, precision),
+      caches(slot_count * cache_shape.words()),
+      slots(slot_count),
+      trace(threads),
+      team(new Team(4 * s.n_layer + 1, threads, trace)) {
+    for (int64_t i = 0; i < slot_count; i++) {
+        Slot& slot = slots[i];
+        slot.cache = Cache(cache_shape, caches + i * cache_shape.words());
+        slot.logits.resize(s.vocab_size);
+        slot.text.seen.resize(s.vocab_size);
+        slot.text.written.resize(s.vocab_size);
+    }
+    Attention one = attention(1, capacity);
+    if (cache_shape.transposed) one.Bc = cache_shape.panel, one.kv = kv;
+    if (cache_shape.pairs() && !cache_shape.transposed) widened_floats = 2 * capacity * d;
+    const Layer& w = weights.layers[0];
+    const auto lay_out = [&](Scratch at) {
+        Rows shared{slot_count,
+                    at.matrix(slot_count, w.proj.columns()),
+                    at.matrix(slot_count, w.qkv.columns()),
+                    at.matrix(slot_count, s.n_embd),
+                    at.matrix(slot_count, w.fc.columns()),
+                    at.matrix(slot_count, weights.head.columns()),
+                    {},
+                    {}};
+        rows.clear(), scratch.clear();
+        for (int thread = 0; thread < threads; thread++) {
+            shared.N = at.matrix(slot_count, s.n_embd);
+            shared.O = at.matrix(slot_count, w.out.operand_words());  // the longest row
+            rows.push_back(shared);
+            scratch.push_back(at.take(widened_floats + part.scratch(one)));
+        }
+        return at.taken();
+    };
+    memory = Buffer(lay_out(Scratch()));
+    lay_out(Scratch(memory));
 }
 
 Decoder::~Decoder() = default;
 
 Slot& Decoder::slot_of(const char* name, int64_t slot) {
-    check(name, slot, 0, slots() - 1);
-    return state->slots[slot];
+    check(name, slot, 0, static_cast<int64_t>(slots.size()) - 1);
+    return slots[slot];
 }
 
 void Decoder::set_sampling(int64_t slot, const Sampling& sampling, std::optional<int64_t> logprobs) {
     Slot& s = slot_of("slot", slot);
     for (const auto& [token, bias] : sampling.logit_bias)
-        check("a token of logit_bias", token, 0, state->shape.vocab_size - 1);
+        check("a token of logit_bias", token, 0, shape.vocab_size - 1);
     if (logprobs) check("logprobs", *logprobs, 0, MAX_TOP);
     s.sampling = sampling;
     s.top = logprobs.value_or(-1);
@@ -81,8 +142,8 @@ std::vector<TokenLogprob> Decoder::take_logprobs(int64_t slot) {
 
 void Decoder::begin(int64_t slot, const std::vector<int64_t>& ids, bool continues, std::optional<int64_t> top) {
     Slot& s = slot_of("slot", slot);
-    check("the number of ids", static_cast<int64_t>(ids.size()), 1, capacity());
-    for (const int64_t id : ids) check("an id", id, 0, state->shape.vocab_size - 1);
+    check("the number of ids", static_cast<int64_t>(ids.size()), 1, capacity);
+    for (const int64_t id : ids) check("an id", id, 0, shape.vocab_size - 1);
     if (top) check("top", *top, 0, MAX_TOP);
     if (!continues) {
         std::fill(s.text.seen.begin(), s.text.seen.end(), 0);
@@ -90,14 +151,14 @@ void Decoder::begin(int64_t slot, const std::vector<int64_t>& ids, bool continue
         s.logprobs.clear();
     }
     for (const int64_t id : ids) s.text.seen[id] = 1;
-    state->begin_prompt(s, ids, top.value_or(-1));
+    begin_prompt(s, ids, top.value_or(-1));
 }
 
 bool Decoder::read(int64_t slot, double seconds) {
     Slot& s = slot_of("slot", slot);
     if (!s.prompt) refuse("slot", slot, "given ids by begin() first");
     if (!(seconds >= 0)) ::refuse("seconds must be at least 0");
-    return state->read_prompt(s, seconds);
+    return read_prompt(s, seconds);
 }
 
 void Decoder::drop(int64_t slot) { slot_of("slot", slot).prompt.reset(); }
@@ -113,25 +174,25 @@ std::vector<std::vector<int64_t>> Decoder::write(const std::vector<int64_t>& whi
         for (const double u : row)
             if (!(u >= 0 && u < 1)) ::refuse("a uniform is outside [0, 1)");
     }
-    std::vector<char> taken(slots());
-    int64_t room = capacity();
+    std::vector<char> taken(slots.size());
+    int64_t room = capacity;
     for (const int64_t slot : which) {
         slot_of("slot", slot);
         const int64_t length = this->length(slot);
         if (length == 0) refuse("slot", slot, "read first");
-        if (length > capacity()) refuse("slot", slot, "read again: it is full");
+        if (length > capacity) refuse("slot", slot, "read again: it is full");
         if (taken[slot]++) refuse("slot", slot, "named once");
-        room = std::min(room, capacity() + 1 - length);
+        room = std::min(room, capacity + 1 - length);
     }
     const double patience = seconds.value_or(all == 1 ? ONE_TEXT_SECONDS : BATCH_SECONDS);
     std::vector<std::vector<int64_t>> rows;
-    if (most > 1 && all >= LEAST_APART * state->threads) {
+    if (most > 1 && all >= LEAST_APART * threads) {
         // Earlier rows tell how many more fit; the first one is tried alone.
         const int64_t limit = std::min(most, room);
         int64_t fit = 1;
-        if (state->group_seconds == 0) state->write_groups(which, uniforms, fit, rows);
-        fit = static_cast<int64_t>(std::clamp<double>(patience / state->group_seconds, fit, limit));
-        state->write_groups(which, uniforms, fit, rows);
+        if (group_seconds == 0) write_groups(which, uniforms, fit, rows);
+        fit = static_cast<int64_t>(std::clamp<double>(patience / group_seconds, fit, limit));
+        write_groups(which, uniforms, fit, rows);
         return rows;
     }
     using Clock = std::chrono::steady_clock;
@@ -139,10 +200,10 @@ std::vector<std::vector<int64_t>> Decoder::write(const std::vector<int64_t>& whi
     for (int64_t i = 0; i < most; i++) {
         const std::chrono::duration<double> spent = Clock::now() - start;
         if (i > 0 && (i >= room || spent.count() > patience)) break;
-        state->advance(which);
+        advance(which);
         std::vector<int64_t>& row = rows.emplace_back();
-        state->trace.timed("sampling", 0, [&] {
-            for (int64_t s = 0; s < all; s++) row.push_back(state->choose(which[s], uniforms[i][s]));
+        trace.timed("sampling", 0, [&] {
+            for (int64_t s = 0; s < all; s++) row.push_back(choose(which[s], uniforms[i][s]));
         });
     }
     return rows;
@@ -159,9 +220,7 @@ void Decoder::copy(int64_t from, int64_t to) {
 
 std::vector<float> Decoder::logits(int64_t slot) { return slot_of("slot", slot).logits; }
 
-void Decoder::record(bool on) { state->trace.record(on); }
-std::vector<Span> Decoder::spans() { return state->trace.take(); }
+void Decoder::record(bool on) { trace.record(on); }
+std::vector<Span> Decoder::spans() { return trace.take(); }
 
-int64_t Decoder::slots() const { return static_cast<int64_t>(state->slots.size()); }
-int64_t Decoder::capacity() const { return state->capacity; }
-int64_t Decoder::length(int64_t slot) const { return state->length(slot); }
+int64_t Decoder::length(int64_t slot) const { return slots[slot].length + (slots[slot].pending >= 0); }

@@ -5,20 +5,17 @@
 // in a batch, and over any number of threads.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <limits>
 #include <memory>
 #include <optional>
 #include <vector>
 
-#include "cache_precision.h"
-#include "model/csrc/precision.h"
-#include "model/csrc/shape.h"
+#include "pace.h"
 #include "parts.h"
-#include "sampling.h"
-#include "trace.h"
-
-struct Slot;
+#include "slot.h"
+#include "team.h"
 
 constexpr int64_t MAX_TOP = 5;  // alternatives of a token
 
@@ -67,13 +64,74 @@ class Decoder {
     void record(bool on);       // whether threads record their spans; off at first
     std::vector<Span> spans();  // the spans since the last call, thread by thread, each in order
 
-    int64_t slots() const;
-    int64_t capacity() const;
     int64_t length(int64_t slot) const;  // tokens read, and the one chosen last; 0 until all are read
 
   private:
-    struct State;
-    std::unique_ptr<State> state;
+    ModelShape shape;
+    const Part& part;
+    int64_t cache_bytes, br, bc, capacity, d;
+    CacheShape cache_shape;
+    float scale;  // attention's
+    int threads;
+    Weights weights;
+    Weights shares;                          // a copy of the matrices in panels for a team of `shared_by`
+    int shared_by = 1;                       // `shares` is empty if 1
+    Pace::Clock::time_point packed_until{};  // no packing before this time
+    Buffer caches;
+    std::vector<Slot> slots;
+
+    // Each thread's rows of a step, one for each slot, of which N and O are its own; and its scratch for
+    // attention, behind the K and V of a head in fp32 if the part cannot read the cache.
+    Buffer memory;
+    std::vector<Rows> rows;
+    std::vector<float*> scratch;
+    int64_t widened_floats = 0;
+
+    Trace trace;
+    Pace pace;
+    std::array<TeamSize, 32> sizes;            // by the binary logarithm of the rows
+    double group_seconds = 0;                  // per row of a group, in the last write_groups()
+    std::unique_ptr<Team, Team::Delete> team;  // declared last: its threads read the members above
 
     Slot& slot_of(const char* name, int64_t slot);  // checked
+
+    // Prepares to read ids. top: as in prefill().
+    void begin_prompt(Slot& slot, const std::vector<int64_t>& ids, int64_t top);
+
+    // Reads on for at least one piece, until `seconds` are over. Returns whether the logits after the last
+    // token are computed. K and V are then in the cache.
+    bool read_prompt(Slot& slot, double seconds);
+
+    // Reads the pending tokens of those of these slots that have one, with the help of the team.
+    void advance(const std::vector<int64_t>& which);
+
+    // Appends rows of tokens for these slots until there are `count`; row i comes from uniforms[i]. The slots
+    // are divided into groups, each of which goes through all new rows on one thread.
+    void write_groups(const std::vector<int64_t>& which, const std::vector<std::vector<double>>& uniforms,
+                      int64_t count, std::vector<std::vector<int64_t>>& tokens);
+
+    int64_t choose(int64_t slot, double uniform);
+
+    // A call of the part for a head, without its tensors. Inlined into a step, which calls the part for each
+    // head and text.
+    Attention attention(int64_t Nq, int64_t Nk) const {
+        Attention a{};
+        a.B = 1, a.H = 1, a.Nq = Nq, a.Nk = Nk, a.d = d;
+        a.causal = true;
+        a.scale = scale;
+        a.Br = std::min(br, Nq), a.Bc = std::min(bc, Nk);
+        a.threads = 1;
+        return a;
+    }
+
+    void prompt_piece(Slot& slot, int64_t stage, int64_t i, int64_t thread);
+    void finish_prompt(Slot& slot);
+    std::vector<int64_t> behind(const int64_t* begin, const int64_t* end) const;
+    void embed_rows(const std::vector<int64_t>& which, int64_t row);
+    void finish_rows(const std::vector<int64_t>& which, int64_t row);
+    void step(const Weights& model, const int64_t* which, const Rows& rows, Member& member);
+    void attend(const Slot& slot, int64_t layer, int64_t head, const float* q, float* to, int64_t thread) const;
+    void pack_for(int members);
+    // The start of each group of these slots, and the end of the last one.
+    std::vector<int64_t> groups(const std::vector<int64_t>& which) const;
 };

@@ -135,7 +135,5 @@ PYBIND11_MODULE(decoder, m) {
         .def("copy", alone(&Decoder::copy), arg("source"), arg("target"))
         .def("logits", alone(&Decoder::logits), arg("slot"))
         .def("record", alone(&Decoder::record), arg("on"))
-        .def("spans", &spans)
-        .def_property_readonly("slots", [](const Shared& decoder) { return decoder.slots(); })
-        .def_property_readonly("capacity", [](const Shared& decoder) { return decoder.capacity(); });
+        .def("spans", &spans);
 }

@@ -5,11 +5,11 @@
 #include <limits>
 #include <utility>
 
+#include "decoder.h"
 #include "denormals.h"
 #include "scratch.h"
-#include "state.h"
 
-void Decoder::State::begin_prompt(Slot& slot, const std::vector<int64_t>& ids, int64_t top) {
+void Decoder::begin_prompt(Slot& slot, const std::vector<int64_t>& ids, int64_t top) {
     slot.length = 0, slot.pending = -1;
     slot.prompt.reset();
     const int64_t T = static_cast<int64_t>(ids.size()), C = shape.n_embd, chunk = std::min(br, T);
@@ -49,7 +49,7 @@ void Decoder::State::begin_prompt(Slot& slot, const std::vector<int64_t>& ids, i
     slot.prompt = std::move(made);
 }
 
-bool Decoder::State::read_prompt(Slot& slot, double seconds) {
+bool Decoder::read_prompt(Slot& slot, double seconds) {
     using Clock = std::chrono::steady_clock;
     const auto start = Clock::now();
     const auto is_over = [&] { return std::chrono::duration<double>(Clock::now() - start).count() >= seconds; };
@@ -82,7 +82,7 @@ bool Decoder::State::read_prompt(Slot& slot, double seconds) {
     return true;
 }
 
-void Decoder::State::finish_prompt(Slot& slot) {
+void Decoder::finish_prompt(Slot& slot) {
     Prompt& prompt = *slot.prompt;
     Rows last = rows[0].from(0, 1);
     last.X = prompt.rows_of(prompt.stages.T - 1, 1, 0).X;
@@ -94,7 +94,7 @@ void Decoder::State::finish_prompt(Slot& slot) {
     slot.prompt.reset();
 }
 
-void Decoder::State::prompt_piece(Slot& slot, int64_t stage, int64_t i, int64_t thread) {
+void Decoder::prompt_piece(Slot& slot, int64_t stage, int64_t i, int64_t thread) {
     Prompt& prompt = *slot.prompt;
     const PromptStages& stages = prompt.stages;
     const int64_t layer = stage / 3, H = shape.n_head, T = stages.T;

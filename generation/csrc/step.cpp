@@ -6,80 +6,21 @@
 #include <cmath>
 #include <utility>
 
+#include "decoder.h"
 #include "denormals.h"
 #include "scratch.h"
 #include "simd/simd.h"
-#include "state.h"
 
 namespace {
 
-constexpr int64_t MAX_PANEL_KEYS = 128;         // in a transposed panel of the cache
 constexpr int RARELY = 200;                     // at most 0.5 % of the time is spent packing for another team
 constexpr double MOST_PACKED_TWICE = 64 << 20;  // bytes of the matrices
 
 }  // namespace
 
-Decoder::State::State(const ModelShape& s, const Tensors& tensors, Precision precision, CachePrecision kv,
-                      const Part& part, int64_t br, int64_t bc, int64_t slot_count, int64_t capacity,
-                      int threads, int64_t cache_bytes)
-    : shape(s),
-      part(part),
-      cache_bytes(cache_bytes),
-      br(br),
-      bc(bc),
-      capacity(capacity),
-      d(s.n_embd / s.n_head),
-      cache_shape{s.n_layer,
-                  s.n_head,
-                  d,
-                  capacity,
-                  part.few.queries > 0,
-                  round_up(std::min({bc, capacity, MAX_PANEL_KEYS}),
-                           kv == CachePrecision::bf16 ? 2 * portable::lanes() : simd::lanes()),
-                  kv},
-      scale(static_cast<float>(1 / std::sqrt(static_cast<double>(d)))),
-      threads(threads),
-      weights(s, tensors, precision),
-      caches(slot_count * cache_shape.words()),
-      slots(slot_count),
-      trace(threads),
-      team(new Team(4 * s.n_layer + 1, threads, trace)) {
-    for (int64_t i = 0; i < slot_count; i++) {
-        Slot& slot = slots[i];
-        slot.cache = Cache(cache_shape, caches + i * cache_shape.words());
-        slot.logits.resize(s.vocab_size);
-        slot.text.seen.resize(s.vocab_size);
-        slot.text.written.resize(s.vocab_size);
-    }
-    Attention one = attention(1, capacity);
-    if (cache_shape.transposed) one.Bc = cache_shape.panel, one.kv = kv;
-    if (cache_shape.pairs() && !cache_shape.transposed) widened_floats = 2 * capacity * d;
-    const Layer& w = weights.layers[0];
-    const auto lay_out = [&](Scratch at) {
-        Rows shared{slot_count,
-                    at.matrix(slot_count, w.proj.columns()),
-                    at.matrix(slot_count, w.qkv.columns()),
-                    at.matrix(slot_count, s.n_embd),
-                    at.matrix(slot_count, w.fc.columns()),
-                    at.matrix(slot_count, weights.head.columns()),
-                    {},
-                    {}};
-        rows.clear(), scratch.clear();
-        for (int thread = 0; thread < threads; thread++) {
-            shared.N = at.matrix(slot_count, s.n_embd);
-            shared.O = at.matrix(slot_count, w.out.operand_words());  // the longest row
-            rows.push_back(shared);
-            scratch.push_back(at.take(widened_floats + part.scratch(one)));
-        }
-        return at.taken();
-    };
-    memory = Buffer(lay_out(Scratch()));
-    lay_out(Scratch(memory));
-}
-
 // One head of one text: q attends to the cache, whose last token is at slot.length.
-inline void Decoder::State::attend(const Slot& slot, int64_t layer, int64_t head, const float* q, float* to,
-                                   int64_t thread) const {
+inline void Decoder::attend(const Slot& slot, int64_t layer, int64_t head, const float* q, float* to,
+                            int64_t thread) const {
     float* own = scratch[thread];
     Attention a = attention(1, slot.length + 1);
     a.q = {q, 0, 0, d, 1};
@@ -96,7 +37,7 @@ inline void Decoder::State::attend(const Slot& slot, int64_t layer, int64_t head
 }
 
 // Row r of `rows` is the pending token of slots[which[r]].
-void Decoder::State::step(const Weights& model, const int64_t* which, const Rows& rows, Member& member) {
+void Decoder::step(const Weights& model, const int64_t* which, const Rows& rows, Member& member) {
     const NoDenormals flushed;
     Block<Member> block(rows, member);
     for (int64_t l = 0; l < shape.n_layer; l++) {
@@ -123,21 +64,21 @@ void Decoder::State::step(const Weights& model, const int64_t* which, const Rows
 }
 
 // Those of the slots that have a pending token.
-std::vector<int64_t> Decoder::State::behind(const int64_t* begin, const int64_t* end) const {
+std::vector<int64_t> Decoder::behind(const int64_t* begin, const int64_t* end) const {
     std::vector<int64_t> found;
     std::copy_if(begin, end, std::back_inserter(found), [&](int64_t slot) { return slots[slot].pending >= 0; });
     return found;
 }
 
 // The rows of these slots begin at `row`.
-void Decoder::State::embed_rows(const std::vector<int64_t>& which, int64_t row) {
+void Decoder::embed_rows(const std::vector<int64_t>& which, int64_t row) {
     for (size_t r = 0; r < which.size(); r++, row++) {
         const Slot& slot = slots[which[r]];
         weights.embed(rows[0].from(row, 1).X.data, slot.pending, slot.length);
     }
 }
 
-void Decoder::State::finish_rows(const std::vector<int64_t>& which, int64_t row) {
+void Decoder::finish_rows(const std::vector<int64_t>& which, int64_t row) {
     for (size_t r = 0; r < which.size(); r++, row++) {
         Slot& slot = slots[which[r]];
         std::copy_n(rows[0].from(row, 1).L.data, shape.vocab_size, slot.logits.begin());
@@ -146,7 +87,7 @@ void Decoder::State::finish_rows(const std::vector<int64_t>& which, int64_t row)
     }
 }
 
-void Decoder::State::pack_for(int members) {
+void Decoder::pack_for(int members) {
     if (members == 1 || members == shared_by || weights.matrix_bytes > MOST_PACKED_TWICE) return;
     const auto start = Pace::Clock::now();
     team->settle();
@@ -156,7 +97,7 @@ void Decoder::State::pack_for(int members) {
     packed_until = packed + RARELY * (packed - start);
 }
 
-void Decoder::State::advance(const std::vector<int64_t>& which) {
+void Decoder::advance(const std::vector<int64_t>& which) {
     const std::vector<int64_t> texts = behind(which.data(), which.data() + which.size());
     const int64_t count = static_cast<int64_t>(texts.size());
     if (count == 0) return;
@@ -180,7 +121,7 @@ void Decoder::State::advance(const std::vector<int64_t>& which) {
     finish_rows(texts, 0);
 }
 
-std::vector<int64_t> Decoder::State::groups(const std::vector<int64_t>& which) const {
+std::vector<int64_t> Decoder::groups(const std::vector<int64_t>& which) const {
     const int64_t all = static_cast<int64_t>(which.size()), share = (all + threads - 1) / threads;
     int64_t longest = 1;
     for (const int64_t slot : which) longest = std::max(longest, length(slot));
@@ -197,9 +138,8 @@ std::vector<int64_t> Decoder::State::groups(const std::vector<int64_t>& which) c
     return starts;
 }
 
-void Decoder::State::write_groups(const std::vector<int64_t>& which,
-                                  const std::vector<std::vector<double>>& uniforms, int64_t count,
-                                  std::vector<std::vector<int64_t>>& tokens) {
+void Decoder::write_groups(const std::vector<int64_t>& which, const std::vector<std::vector<double>>& uniforms,
+                           int64_t count, std::vector<std::vector<int64_t>>& tokens) {
     const size_t begin = tokens.size(), end = static_cast<size_t>(count);
     if (begin == end) return;
     tokens.resize(end, std::vector<int64_t>(which.size()));
