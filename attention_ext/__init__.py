@@ -98,6 +98,8 @@ def attention(
     row, helpers = check_part(part), resolve_simd(simd)
     if scale is not None and not isinstance(scale, (int, float)):
         raise TypeError(f"scale is a {type(scale).__name__}; it must be a number")
+    if kernel is not None and not isinstance(kernel, str):
+        raise TypeError(f"kernel is a {type(kernel).__name__}; it must be a name")
     tiles.check_sides(br, bc)
     if row.operator is None:
         check_tensors(row, q, k, v, causal)

@@ -61,7 +61,7 @@ class Application:
             Route("/v1/completions", Endpoint(self, CompletionBody), methods=["POST"]),
             Route("/v1/chat/completions", Endpoint(self, ChatBody), methods=["POST"]),
         ]
-        self.router = Router(routes, False, site, self._lifespan)
+        self.router = Router(routes, redirect_slashes=False, default=site, lifespan=self._lifespan)
         self.asgi = secured(self._answer, settings, self._refuse)
 
     @asynccontextmanager
@@ -200,7 +200,8 @@ async def stream(call: Call, send: Send) -> None:
     """Send the events of a stream."""
     await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
     await send_body(send, call.begin(), more=True)
-    while call.left:
+    more = True
+    while more:
         try:
             events = await call.news()
         except ApiError as error:
@@ -208,7 +209,8 @@ async def stream(call: Call, send: Send) -> None:
             return
         if call.gone:
             return
-        await send_body(send, events if call.left else events + call.end(), more=bool(call.left))
+        more = call.left > 0  # now: texts may end while a slow reader is waited for
+        await send_body(send, events if more else events + call.end(), more=more)
 
 
 async def respond(send: Send, status: int, body: bytes, headers: Mapping[str, str] = {}) -> None:

@@ -143,11 +143,13 @@ def most_connections(most: int) -> int:
 
 def bind(settings: Settings) -> socket.socket:
     """A listening socket. Raises OSError."""
-    family, *_, address = socket.getaddrinfo(
+    family, *_ = socket.getaddrinfo(
         settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: is also every IPv4 address
-    listener = socket.create_server(address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=both)
+    listener = socket.create_server(
+        (settings.host, settings.port), family=family, backlog=BACKLOG, dualstack_ipv6=both
+    )
     # Accepted sockets inherit this. Otherwise Linux would buffer megabytes for a slow reader.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     return listener

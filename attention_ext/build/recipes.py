@@ -80,7 +80,8 @@ class Recipe:
         return made
 
     def _compiled(self, work: Path) -> Path:
-        link = [*self.link, *toolchain.libraries(self.compiler)]
+        # An object file must not bring a C++ library of its own.
+        link = [*self.link, *(() if "-r" in self.link else toolchain.libraries(self.compiler))]
         if self.kernels:
             link.insert(0, str(self.kernels.make()))
         if self.ispc:

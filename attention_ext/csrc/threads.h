@@ -10,7 +10,7 @@
 #include "denormals.h"
 
 // Runs body(thread) for thread = 0 .. threads - 1, concurrently where the pool allows it. Each program that
-// links the kernels defines it; bindings/operators.cpp uses PyTorch's pool.
+// links the kernels defines it; bindings/pool.h uses PyTorch's pool.
 void on_threads(int threads, const std::function<void(int)>& body);
 
 // body(head, item, thread) for each of `heads` heads and each item of 0 .. items - 1. A head's items are handed

@@ -167,6 +167,7 @@ std::vector<std::vector<int64_t>> Decoder::write(const std::vector<int64_t>& whi
                                                  const std::vector<std::vector<double>>& uniforms,
                                                  std::optional<double> seconds) {
     const int64_t all = static_cast<int64_t>(which.size()), most = static_cast<int64_t>(uniforms.size());
+    if (seconds && !(*seconds >= 0)) ::refuse("seconds must be at least 0");
     for (const std::vector<double>& row : uniforms) {
         if (row.size() != which.size())
             refuse("the number of uniforms", static_cast<int64_t>(row.size()),

@@ -19,7 +19,8 @@
 
 constexpr int64_t MAX_TOP = 5;  // alternatives of a token
 
-// Methods throw std::invalid_argument naming the wrong argument, on the page refuse(), and change nothing then.
+// Methods throw std::invalid_argument naming the wrong argument, on the page refuse(), and change nothing
+// then. But write() may have stepped texts before it finds logits that are no numbers.
 class Decoder {
   public:
     // precision: the matrices'. kv: the cache's. br, bc: a tiled part's tile. slots: the number of texts that
@@ -95,7 +96,7 @@ class Decoder {
 
     Slot& slot_of(const char* name, int64_t slot);  // checked
 
-    // Prepares to read ids. top: as in prefill().
+    // Prepares to read ids. top: -1 without log-probabilities.
     void begin_prompt(Slot& slot, const std::vector<int64_t>& ids, int64_t top);
 
     // Reads on for at least one piece, until `seconds` are over. Returns whether the logits after the last

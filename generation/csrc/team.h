@@ -68,7 +68,7 @@ struct Seat {
     alignas(APART) std::atomic<uint32_t> left{0};  // the last turn that it has left
 };
 
-// The first error of a turn's pieces. In another thread it would end the program, so the caller throws it.
+// The first error of run()'s pieces. In another thread it would end the program, so the caller throws it.
 class Failure {
   public:
 #if defined(__wasm__)

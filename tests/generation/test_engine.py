@@ -385,6 +385,7 @@ def test_the_decoder_checks_what_it_is_given(extension):
     decoder.begin(0, [0] * 16)
     refused("must be read first", "write", [0], [[0.5]])
     refused("seconds must be at least 0", "read", 0, float("nan"))
+    refused("seconds must be at least 0", "write", [0], [[0.5]], float("nan"))
     assert decoder.read(0) and len(decoder.write([0], [[0.5]])) == 1
     refused("slot is 0; it must be read again: it is full", "write", [0], [[0.5]])
     refused("the number of uniforms is 1; it must be the number of slots, 2", "write", [0, 1], [[0.5]])

@@ -1,11 +1,14 @@
 // The training step as a Python class. It checks the arrays, admits one call at a time, and releases the GIL
-// during the call; GPTConfig has checked the sizes. Only this file includes Python's headers.
+// during the call. Only this file includes Python's headers.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <array>
 #include <map>
 #include <mutex>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -24,8 +27,9 @@ namespace {
 // The numbers of an array of `count` ones. The array must outlive the pointer.
 template <class Number>
 Number* numbers(const py::buffer& array, const std::string& name, int64_t count) {
-    const py::buffer_info view = array.request();
-    if (!view.item_type_is_equivalent_to<Number>()) throw py::value_error(name + " has another type");
+    const py::buffer_info view = array.request(!std::is_const_v<Number>);  // writable, or an error
+    if (!view.item_type_is_equivalent_to<std::remove_const_t<Number>>())
+        throw py::value_error(name + " has another type");
     if (view.size != count) refuse("the size of " + name, view.size, std::to_string(count));
     int64_t contiguous = sizeof(Number);
     for (int64_t i = view.ndim - 1; i >= 0; contiguous *= view.shape[i--])
@@ -44,6 +48,18 @@ class TrainingStep {
                  double clip, double muon_rate, double adam_rate, double position_rate, double weight_decay,
                  double momentum, std::pair<double, double> betas, double epsilon)
         : kept(std::move(arrays)) {
+        const std::pair<const char*, int64_t> sizes[] = {{"batch", batch},
+                                                         {"block_size", block_size},
+                                                         {"vocab_size", vocab_size},
+                                                         {"n_layer", n_layer},
+                                                         {"n_head", n_head},
+                                                         {"n_embd", n_embd},
+                                                         {"br", br},
+                                                         {"bc", bc},
+                                                         {"threads", threads}};
+        for (const auto& [name, size] : sizes)
+            if (size < 1) refuse(name, size, "at least 1");
+        if (n_embd % n_head) refuse("n_embd", n_embd, "a multiple of n_head=" + std::to_string(n_head));
         step.sizes = {batch, block_size, vocab_size, n_embd, n_head, n_layer, br, bc, threads};
         step.settings = {clip,     muon_rate,   adam_rate,    position_rate, weight_decay,
                          momentum, betas.first, betas.second, epsilon};
@@ -59,7 +75,7 @@ class TrainingStep {
     std::pair<float, float> gradients(const py::buffer& array) {
         const training::Sizes& s = step.sizes;
         const int64_t count = s.B * (s.T + 1);
-        const int64_t* const tokens = numbers<int64_t>(array, "tokens", count);
+        const int64_t* const tokens = numbers<const int64_t>(array, "tokens", count);
         const py::gil_scoped_release unlocked;
         const std::lock_guard<std::mutex> one(mutex);
         for (int64_t i = 0; i < count; i++)
@@ -76,10 +92,14 @@ class TrainingStep {
     }
 
     py::dict take_seconds() {
-        const std::lock_guard<std::mutex> one(mutex);
+        std::array<double, training::KINDS> seconds{};
+        {
+            const py::gil_scoped_release unlocked;
+            const std::lock_guard<std::mutex> one(mutex);
+            std::swap_ranges(seconds.begin(), seconds.end(), step.seconds);
+        }
         py::dict taken;
-        for (int kind = 0; kind < training::KINDS; kind++)
-            taken[training::KIND_NAMES[kind]] = std::exchange(step.seconds[kind], 0.0);
+        for (int kind = 0; kind < training::KINDS; kind++) taken[training::KIND_NAMES[kind]] = seconds[kind];
         return taken;
     }
 

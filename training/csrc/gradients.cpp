@@ -27,11 +27,11 @@
 
 #include "attention.h"
 #include "gradient.h"
-#include "memory.h"
 #include "norm.h"
 #include "parts.h"
 #include "phases.h"
 #include "products.h"
+#include "training_memory.h"
 #include "training_step.h"
 
 namespace training {

@@ -45,7 +45,7 @@ export class Server {
     });
     if (!answer.ok) {
       const refusal = await answer.json().catch(() => null);
-      throw new Error(refusal?.error.message ?? `the server answered ${answer.status}`);
+      throw new Error(refusal?.error?.message ?? `the server answered ${answer.status}`);
     }
     this.pieces = pieces(answer.body);
   }

@@ -62,7 +62,7 @@ void blocked_attention(const Attention& a, float* S) {
                     simd::multiply_add({O + i0 * d, d}, {S + i0 * Nk + j0, Nk, 1}, {V + j0 * ldV, ldV}, rows, d,
                                        keys, keys);
                 }
-                // On the diagonal each query takes its own number of keys. Hidden values are skipped, not
+                // On the diagonal each query takes its own number of keys. Masked values are skipped, not
                 // multiplied by 0, so that NaN in them has no effect.
                 for (int64_t i = i0; all < some && i < i0 + rows; i++)
                     simd::add_weighted_rows(O + i * d, S + i * Nk + all, {V + all * ldV, ldV}, a.seen(i) - all,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
 from serving import MODEL
 
+from app.server.app import stream
 from attention_ext import PARTS
 from model import load
 from model.loss import evaluate
@@ -181,6 +184,24 @@ def test_the_shapes_of_chats(client):
     assert [e["choices"][0]["finish_reason"] for e in streamed.events].count(None) == len(streamed.events) - 2
     longer = client.chat(USER, seed=1, stop=[], max_completion_tokens=128).text()
     assert longer.startswith(choice["message"]["content"]) and len(longer) == 128
+
+
+def test_a_stream_is_whole_although_its_reader_was_waited_for():
+    """The last text ends while a part before it is sent."""
+    call = SimpleNamespace(left=1, gone=False, begin=lambda: b"", end=lambda: b"[DONE]")
+    parts, bodies = [b"one", b"two"], []
+
+    async def news() -> bytes:
+        return parts.pop(0)
+
+    async def send(message) -> None:
+        bodies.append((message.get("body"), message.get("more_body")))
+        if message.get("body") == b"one":
+            call.left = 0
+
+    call.news = news
+    asyncio.run(stream(call, send))
+    assert bodies[1:] == [(b"", True), (b"one", True), (b"two[DONE]", False)]
 
 
 def test_errors_have_openais_shape(client):
