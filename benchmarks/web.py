@@ -74,8 +74,8 @@ def compile_for(march: str) -> None:
 
 
 @click.command(context_settings={"show_default": True})
-@choice("-m", "--model", of=SHIPPED, default="shakes256")
-@choice("--weights", of=("fp32", "bf16"))
+@choice("-m", "--model", "The model.", of=SHIPPED, default="shakes256")
+@choice("--weights", "Precision of the weights.", of=("fp32", "bf16"))
 @click.option("--march", default="x86-64-v2", help="-march of the native engine.")
 @click.option("--core", type=click.IntRange(0), default=0, help="Core of both.")
 @click.option(

@@ -14,14 +14,17 @@ import re
 from pathlib import Path
 
 IMPORT = re.compile(r'^import \{ ([^}]*) \} from "\./([\w-]+\.js)";$', re.M)
-COMMENT = re.compile(r"^ *//.*\n", re.M)  # the files beside the page have them
+# Comments and indentation, which the files beside the page have. No string of the page contains ' // '.
+COMMENT = re.compile(r"^ *//.*\n|^ +| +// .*$", re.M)
 EXPORT = re.compile(r"^export (?=(?:async )?(?:function\*?|class|const) ([\w$]+))", re.M)
 
 
 def one_file(folder: Path, source: Path, models: tuple[str, ...]) -> str:
     """The page of `folder` with everything that it loads inside, and these models in bf16."""
-    html = (source / "index.html").read_text(encoding="utf-8")
-    style = (folder / "style.css").read_text(encoding="utf-8")
+    html, style = (
+        re.sub(r"^ +", "", path.read_text(encoding="utf-8"), flags=re.M)
+        for path in (source / "index.html", folder / "style.css")
+    )
     script, worker = joined(folder / "js", "main.js"), joined(folder / "js", "worker.js")
     index = json.loads((folder / "models" / "models.json").read_text(encoding="utf-8"))
     inside = {name: index[name] | {"files": {"bf16": index[name]["files"]["bf16"]}} for name in models}
