@@ -20,6 +20,8 @@ for version; do
 import subprocess, sys, sysconfig, zipfile
 from pathlib import Path
 
+import pybind11
+
 from attention_ext.build import recipes
 
 work = Path(sys.argv[1])
@@ -27,12 +29,14 @@ work = Path(sys.argv[1])
 with zipfile.ZipFile(wheel) as archive:
     archive.extractall(work, [name for name in archive.namelist() if name.startswith("torch/include/")])
 wheel.unlink()
-recipe = recipes.operators("portable")
-headers = work / "torch" / "include"
-folders = [*recipe.folders, recipes.ROOT, headers]
-command = [*recipe.compiler, *recipe.flags, "-fsyntax-only", *(f"-I{folder}" for folder in folders)]
-for source in recipe.sources:
+operators = recipes.operators("portable")
+step = recipes.module("training_step", ("training", "model"), "portable")
+own = [*step.folders, recipes.ROOT, pybind11.get_include(), sysconfig.get_path("include")]
+folders = [*own, work / "torch" / "include"]
+command = [*step.compiler, *operators.flags, "-fsyntax-only", *(f"-I{folder}" for folder in folders)]
+sources = [*operators.sources, *step.sources]
+for source in sources:
     subprocess.run([*command, source], check=True)
-print(f"{wheel.name}: {len(recipe.sources)} sources compile")
+print(f"{wheel.name}: {len(sources)} sources compile")
 END
 done
