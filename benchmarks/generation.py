@@ -24,13 +24,14 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
+from importlib.util import find_spec
 from itertools import takewhile
 from multiprocessing import get_context
+from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,11 @@ from app.cli import options
 from attention_ext import PARTS, extension
 from attention_ext.parts import CachePrecision, Precision
 from benchmarks.measuring import percent, show_table, spread, write
-from benchmarks.peers import PEERS, Peer
+from benchmarks.peers import Peer
+from benchmarks.peers.ctranslate import CTranslate2, CTranslate2Int8
+from benchmarks.peers.llama import LlamaCpp, LlamaCppQ8
+from benchmarks.peers.onnx_runtime import OnnxRuntime
+from benchmarks.peers.pytorch import CachedPyTorch, Transformers, UncachedPyTorch
 from generation.engine import ENGINES, open_engine
 from generation.sampling import Sampling
 from generation.writer import Request
@@ -52,6 +57,9 @@ from lab.machine import Load, closing_text, describe, fma_peak, read_bandwidth
 from model import corpus, load
 from model.gpt import GPT
 
+PYTORCH = (UncachedPyTorch, CachedPyTorch, Transformers)
+OTHERS = (CTranslate2, CTranslate2Int8, OnnxRuntime, LlamaCpp, LlamaCppQ8)
+PEERS: dict[str, type[Peer]] = {peer.__name__: peer for peer in (*PYTORCH, *OTHERS)}
 # The largest errors of our logits. The table shows the rounding of weights; tests check it more closely.
 MOST_ERROR = {"fp32": Peer.most_error, "bf16": 1e-1, "int8": 5e-1}
 LOSS_TOKENS = 16_384  # tokens over which a loss is measured
@@ -62,7 +70,6 @@ BUSY_EXIT_CODE = 3
 FORMAT = 1  # of the file that --save writes
 ROUNDED_WEIGHTS = [each.value for each in Precision if each is not Precision.FP32]
 MEMORY_LIMIT = "memory limit"  # the last row of a table
-Call = Callable[..., tuple[float, Any]]  # runs the named method of a Peer: (seconds, result as a list)
 
 
 @dataclass(frozen=True)
@@ -104,27 +111,6 @@ class Contender:
         cache = None if self.kv_cache is CachePrecision.FP32 else f"kv-{self.kv_cache}"
         return " ".join(filter(None, (self.engine, self.part, precision, cache)))
 
-    @property
-    def rounded(self) -> bool:
-        """Whether its weights are rounded."""
-        return self.weights is not Precision.FP32 if self.part else PEERS[self.engine].rounded
-
-    @property
-    def most_error(self) -> float:
-        """The largest error that its logits may have."""
-        if self.part is None:
-            return PEERS[self.engine].most_error
-        return max(MOST_ERROR[self.weights], MOST_ERROR[self.kv_cache])
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A contender that is ready. name: in the table. call: runs a method of its Peer."""
-
-    contender: Contender
-    name: str
-    call: Call
-
 
 class Own(Peer):
     """One of our engines as a peer, driven by generation.writer.Writer as gpt.py does."""
@@ -132,6 +118,8 @@ class Own(Peer):
     def __init__(self, model: GPT, contender: Contender, slots: int) -> None:
         assert contender.part
         self.name = contender.name
+        self.rounded = contender.weights is not Precision.FP32
+        self.most_error = max(MOST_ERROR[contender.weights], MOST_ERROR[contender.kv_cache])
         self.engine = open_engine(
             model,
             contender.engine,
@@ -160,47 +148,40 @@ class Own(Peer):
         return write(self.engine, [Request(ids, sampling=greedy, max_new_tokens=count) for ids in prompts])
 
 
-def local(contender: Contender, case: str, threads: int) -> Opened | None:
-    """A contender in this process; None if it is not installed."""
-    torch.set_num_threads(threads)
-    model = load(CASES[case].model).model
-    try:
-        if contender.part is None:
-            peer = PEERS[contender.engine](model, threads)
-        else:
-            peer = Own(model, contender, CASES[case].batch)
-    except ImportError:
-        return None
+class Opened:
+    """A contender that is ready."""
 
-    def call(method: str, *arguments: Any) -> tuple[float, Any]:
+    def __init__(self, contender: Contender, case: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        model = load(CASES[case].model).model
+        if contender.part is None:
+            self.peer = PEERS[contender.engine](model, threads)
+        else:
+            self.peer = Own(model, contender, CASES[case].batch)
+
+    def get(self, name: str) -> Any:
+        """An attribute of its Peer."""
+        return getattr(self.peer, name)
+
+    def call(self, method: str, *arguments: Any) -> tuple[float, Any]:
+        """(seconds, result as a list) of a method of its Peer."""
         start = time.perf_counter()
-        result = getattr(peer, method)(*arguments)
+        result = getattr(self.peer, method)(*arguments)
         seconds = time.perf_counter() - start
         return seconds, result.tolist() if isinstance(result, Tensor) else result
 
-    return Opened(contender, peer.name, call)
+    def loss(self, texts: list[list[int]]) -> float:
+        """The mean loss of texts."""
+        return loss(self.peer.every_logits, texts)
 
 
-def remote(contender: Contender, case: str, threads: int, stack: ExitStack) -> Opened | None:
-    """The same in its own process, which lives until the stack is closed."""
-    pool = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
+class OwnProcess(BaseManager):
+    """A process in which a contender is opened; it lives until the `with` block ends."""
 
-    def call(*task: Any) -> tuple[float, Any]:
-        return pool.submit(answer, contender, case, threads, *task).result()
-
-    name = pool.submit(answer, contender, case, threads).result()
-    return Opened(contender, name, call) if name else None
+    open: Callable[[Contender, str, int], Opened]
 
 
-opened_once = cache(local)
-
-
-def answer(contender: Contender, case: str, threads: int, *task: Any) -> Any:
-    """Answer remote() in the contender's process: a call's result, or the name; None if not installed."""
-    opened = opened_once(contender, case, threads)
-    if opened is None:
-        return None
-    return opened.call(*task) if task else opened.name
+OwnProcess.register("open", Opened)
 
 
 def exact_logits(model: GPT, ids: list[int]) -> Tensor:
@@ -236,12 +217,6 @@ def loss(every_logits: Callable[[list[int]], Tensor], texts: list[list[int]]) ->
     return float(total) / sum(len(ids) - 1 for ids in texts)
 
 
-def exact_loss(model: GPT, texts: list[list[int]]) -> float:
-    """The same of the model's own weights, in float32."""
-    with torch.inference_mode():
-        return loss(lambda ids: model(torch.tensor([ids]))[0], texts)
-
-
 def run_case(
     title: str, contenders: list[Opened], rounds: int, watch: Load, apart: bool, text: str | None
 ) -> dict[str, dict[str, Any]]:
@@ -255,40 +230,40 @@ def run_case(
     torch.manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (max(100, case.prompt),)).tolist()
     prompt = ids if case.prompt > 1 else [0]  # a line end
-    figures, first = verify(case, model, contenders, ids, prompt)
-    calls = {opened.name: opened.call for opened in contenders}
+    opened = {each.get("name"): each for each in contenders}
+    figures, first = verify(case, model, opened, ids, prompt)
     repeats = {name: max(1, round(LEAST_SECONDS / seconds)) for name, seconds in first.items()}
     for _ in range(rounds):
         for name, count in repeats.items():
+            call = partial(opened[name].call, *task(case, prompt))
             if apart:
                 time.sleep(PAUSE_SECONDS)
-                calls[name](*task(case, prompt))
-            spent = sum(calls[name](*task(case, prompt))[0] for _ in range(count))
-            figures[name]["seconds"].append(spent / count)
+                call()
+            figures[name]["seconds"].append(sum(call()[0] for _ in range(count)) / count)
             watch.sample(SAMPLE_BYTES)
-    writes_one = case.batch == 1 < case.count
-    texts = []
-    if text is not None and writes_one:
-        texts = windows(checkpoint.tokenizer.encode(corpus.split(text)[1]), model.config.block_size)
-    for opened in contenders if texts else []:
-        if opened.contender.rounded and opened.name in first:
-            figures[opened.name]["loss"] = loss(
-                lambda ids, call=opened.call: torch.as_tensor(call("every_logits", ids)[1]),  # type: ignore[misc]
-                texts,
-            )
-    needed = bytes_per_token(model, case)
-    bandwidth = read_bandwidth(int(needed)) if writes_one else 0.0
-    if bandwidth and first:
-        figures[MEMORY_LIMIT] = {"seconds": [case.count * needed / bandwidth]}
     click.echo(f"\n{title}: {case.model}, {case.prompt} + {case.count} tokens, batch {case.batch}\n")
-    show(case, figures)
+    if case.batch > 1 or case.count == 1:
+        show(case, figures)
+        return figures
+    texts = []
+    if text is not None:
+        texts = windows(checkpoint.tokenizer.encode(corpus.split(text)[1]), model.config.block_size)
+        for name in first:
+            if opened[name].get("rounded"):
+                figures[name]["loss"] = opened[name].loss(texts)
+    needed = bytes_per_token(model, case)
+    bandwidth = read_bandwidth(int(needed))
+    limit = {MEMORY_LIMIT: {"seconds": [case.count * needed / bandwidth]}} if first else {}
+    show(case, figures | limit)
     if texts:
+        with torch.inference_mode():
+            exact = loss(lambda ids: model(torch.tensor([ids]))[0], texts)
         count = sum(len(ids) - 1 for ids in texts)
-        click.echo(f"\nThe loss of fp32 over {count:,} tokens is {exact_loss(model, texts):.4f} nats")
-    if bandwidth:
-        click.echo(f"\nA token needs {needed / 1e6:.2f} MB, read by one thread at {bandwidth / 1e9:.0f} GB/s")
-        figures.get(MEMORY_LIMIT, {}).pop("seconds", None)  # it was not timed
-    return figures
+        click.echo(f"\nThe loss of fp32 over {count:,} tokens is {exact:.4f} nats")
+    click.echo(f"\nA token needs {needed / 1e6:.2f} MB, read by one thread at {bandwidth / 1e9:.0f} GB/s")
+    for each in limit.values():
+        del each["seconds"]  # it was not timed
+    return figures | limit
 
 
 def task(case: Case, prompt: list[int]) -> tuple[Any, ...]:
@@ -297,7 +272,7 @@ def task(case: Case, prompt: list[int]) -> tuple[Any, ...]:
 
 
 def verify(
-    case: Case, model: GPT, contenders: list[Opened], ids: list[int], prompt: list[int]
+    case: Case, model: GPT, contenders: dict[str, Opened], ids: list[int], prompt: list[int]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
     """Each contender's figures before it is timed, and the seconds of one call of those that are right.
 
@@ -307,18 +282,17 @@ def verify(
     (expected,) = Own(model, Contender("torch", "part4"), 1).greedy_batch([prompt], case.count)
     figures: dict[str, dict[str, Any]] = {}
     seconds = {}
-    for opened in contenders:
-        name, call = opened.name, opened.call
-        error = float((torch.tensor(call("logits", ids)[1]) - exact).abs().max())
+    for name, opened in contenders.items():
+        error = float((torch.tensor(opened.call("logits", ids)[1]) - exact).abs().max())
         figures[name] = {"error": error, "agreement": "", "seconds": []}
-        if not error <= opened.contender.most_error:
+        if not error <= opened.get("most_error"):
             continue
-        seconds[name], written = call(*task(case, prompt))
+        seconds[name], written = opened.call(*task(case, prompt))
         if case.count == 1:
             continue
         figures[name]["agreement"] = f"{agreement(written, expected)} of {case.count}"
         if case.batch > 1:
-            alone = agreement(written, call("greedy_batch", [prompt], case.count)[1][0])
+            alone = agreement(written, opened.call("greedy_batch", [prompt], case.count)[1][0])
             if alone < case.count:
                 figures[name]["agreement"] += f", {alone} as when alone"
     return figures, seconds
@@ -363,45 +337,31 @@ def row(name: str, each: dict[str, Any], limit: dict[str, Any] | None) -> str:
     return " | ".join(cells)
 
 
+def names(words: str, help: str, of: Collection[str], **settings: Any) -> options.Decorator:
+    """An option that takes some of these names, by default all."""
+    return options.option(words, help, type=options.Names(of), **{"default": ",".join(of)} | settings)
+
+
 @click.command(context_settings={"show_default": True})
-@click.option("--cases", type=options.Names(CASES), default=",".join(CASES), help="Cases to time.")
-@click.option(
-    "--engines", type=options.Names(ENGINES), default=",".join(ENGINES), help="Our engines that take part."
+@names("--cases", "Cases to time.", CASES)
+@names("--engines", "Our engines that take part.", ENGINES)
+@names("--parts", "Parts that take part, in each engine.", PARTS, default="part4")
+@names("--peers", "Other engines.", PEERS, show_default="all installed")
+@names("--weights", "Precisions of the native engine, beside fp32.", ROUNDED_WEIGHTS)
+@options.path(
+    "--corpus", "file", "Text for the loss of rounded weights.", show_default="what `gpt.py prepare` got"
 )
-@click.option(
-    "--parts", type=options.Names(PARTS), default="part4", help="Parts that take part, in each engine."
-)
-@click.option(
-    "--peers",
-    type=options.Names(PEERS),
-    default=",".join(PEERS),
-    help="Other engines.",
-    show_default="all installed",
-)
-@click.option(
-    "--weights",
-    type=options.Names(ROUNDED_WEIGHTS),
-    default=",".join(ROUNDED_WEIGHTS),
-    help="Precisions of the native engine, beside fp32.",
-)
-@click.option(
-    "--corpus",
-    "corpus_file",
-    type=click.Path(path_type=Path),
-    help="Text for the loss of rounded weights.",
-    show_default="what `gpt.py prepare` got",
-)
-@click.option("--threads", type=click.IntRange(1), default=1, help="Threads of each.")
-@click.option("--rounds", type=click.IntRange(2), default=5, help="Rounds of each.")
+@options.whole("--threads", "Threads of each.", default=1)
+@options.whole("--rounds", "Rounds of each.", least=2, default=5)
 @options.save("generation", "the figures")
-@click.option("--slow/--no-slow", help="Include contenders that take longer than some 20 s.")
+@options.flag("--slow/--no-slow", "Include contenders that take longer than some 20 s.")
 def main(
     cases: tuple[str, ...],
     engines: tuple[str, ...],
     parts: tuple[str, ...],
     peers: tuple[str, ...],
     weights: tuple[str, ...],
-    corpus_file: Path | None,
+    file: Path | None,
     threads: int,
     rounds: int,
     save: str | None,
@@ -414,29 +374,30 @@ def main(
             saved.check_file(save)
         except ValueError as error:
             raise click.UsageError(str(error)) from None
-    text = corpus.read(corpus_file or corpus.INPUT) if corpus_file or corpus.INPUT.exists() else None
+    text = corpus.read(file or corpus.INPUT) if file or corpus.INPUT.exists() else None
     contenders = [Contender(e, p) for p in parts for e in engines if e == "torch" or PARTS[p].operator]
     native = [each for each in contenders if each.engine == "native"]
     contenders += [replace(each, weights=Precision(name)) for each in native for name in weights]
     contenders += [replace(each, kv_cache=CachePrecision.BF16) for each in native]
-    contenders += map(Contender, peers)
+    for peer in peers:
+        if all(map(find_spec, PEERS[peer].packages)):
+            contenders.append(Contender(peer))
+        else:
+            click.echo(f"{peer} is not installed")
     click.echo(f"{extension.describe('auto')}; PyTorch {torch.__version__}")
     watch = Load()  # from here: the compilers are done
     peaks = [fma_peak()]
     results: dict[str, dict[str, dict[str, Any]]] = {}
     for name in cases:
-        ready = []
         with ExitStack() as stack:
-            for each in list(contenders):
+            ready = []
+            for each in contenders:
                 if each.engine == "UncachedPyTorch" and CASES[name].slow_without_cache and not slow:
                     click.echo(f"\n{name}: {each.name} is slow and left out; --slow includes it")
                     continue
-                opened = remote(each, name, threads, stack) if threads > 1 else local(each, name, threads)
-                if opened:
-                    ready.append(opened)
-                else:
-                    contenders.remove(each)
-                    click.echo(f"{each.name} is not installed")
+                if threads > 1:
+                    process = stack.enter_context(OwnProcess(ctx=get_context("spawn")))
+                ready.append((process.open if threads > 1 else Opened)(each, name, threads))
             results[name] = run_case(name, ready, rounds, watch, threads > 1, text)
     peaks.append(fma_peak())
     closing, busy = closing_text(watch, peaks, threads)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.peers import bias_or_zeros, named_weights
 from model.gpt import GPT
 from model.loss import evaluate_windows
 
@@ -83,15 +84,14 @@ def write_model(path: Path, model: GPT) -> None:
     """A checkpoint of version 3; biases that the model lacks are 0."""
     c = model.config
     header = (*MODEL, c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd, c.vocab_size)
-    weights = {name.removeprefix("transformer."): t for name, t in model.state_dict().items()}
+    weights = named_weights(model)
     names = [*FIRST, *(f"h.{i}.{name}" for name in LAYER for i in range(c.n_layer)), *LAST]
     with open(path, "wb") as file:
         file.write(_header(header))
         for name in names:
-            tensor = weights.get(name)
-            if tensor is None:
-                tensor = torch.zeros(len(weights[name.removesuffix("bias") + "weight"]))
-            file.write(tensor.detach().float().contiguous().numpy().tobytes())
+            layer, _, kind = name.rpartition(".")
+            tensor = weights[name] if kind == "weight" else bias_or_zeros(weights, layer)
+            file.write(tensor.numpy().tobytes())
 
 
 def write_ids(path: Path, ids: Tensor) -> None:

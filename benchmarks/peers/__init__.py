@@ -1,27 +1,61 @@
 """Other engines that run a checkpoint's own weights on the CPU, in float32 or int8, behind one interface.
 
 Each engine is one class. Its docstring names the path taken through the engine, and the reason. An engine
-whose package is not installed is left out.
+whose packages are not installed is left out.
 """
 
 from __future__ import annotations
 
-from benchmarks.peers.ctranslate import CTranslate2, CTranslate2Int8
-from benchmarks.peers.llama import LlamaCpp, LlamaCppQ8
-from benchmarks.peers.onnx_runtime import OnnxRuntime
-from benchmarks.peers.peer import Peer
-from benchmarks.peers.pytorch import CachedPyTorch, Transformers, UncachedPyTorch
+import torch
+from torch import Tensor
 
-PEERS: dict[str, type[Peer]] = {
-    engine.__name__: engine
-    for engine in (
-        UncachedPyTorch,
-        CachedPyTorch,
-        Transformers,
-        CTranslate2,
-        CTranslate2Int8,
-        OnnxRuntime,
-        LlamaCpp,
-        LlamaCppQ8,
-    )
-}
+from model.gpt import GPT
+
+
+class Peer:
+    """An engine that holds a model's weights; the first call with a batch size may allocate its buffers.
+
+    packages: what it imports. name: the engine and its version. rounded: whether its weights are, so that its
+    loss is measured too. most_error: the largest error of its logits; with a larger one it is wrong and not
+    timed.
+    Prompts have at least one token, and prompt and count together at most block_size + 1: the last
+    token is returned but not read.
+    """
+
+    packages: tuple[str, ...] = ()
+    name: str
+    rounded = False
+    most_error = 1e-3
+
+    def __init__(self, model: GPT, threads: int) -> None:
+        raise NotImplementedError
+
+    def logits(self, ids: list[int]) -> Tensor:
+        """Logits (V,) of the token after `ids`."""
+        return self.every_logits(ids)[-1]
+
+    def every_logits(self, ids: list[int]) -> Tensor:
+        """Logits (T, V) of the token after each of `ids` (T,); only rounded weights need it, for the loss."""
+        raise NotImplementedError
+
+    def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+        """The `count` likeliest tokens that follow each of several prompts of equal length."""
+        raise NotImplementedError
+
+    def prefill(self, ids: list[int]) -> None:
+        """Read `ids` at once and find the first token that follows."""
+        self.greedy_batch([ids], 1)
+
+
+def named_weights(model: GPT) -> dict[str, Tensor]:
+    """The state dict without nanoGPT's prefix: wte.weight, h.0.attn.c_attn.weight (out, in) and so on."""
+    return {
+        name.removeprefix("transformer."): tensor.detach().float().contiguous()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"  # tied to wte.weight
+    }
+
+
+def bias_or_zeros(weights: dict[str, Tensor], layer: str) -> Tensor:
+    """A layer's bias, for the engines that must have one."""
+    return weights.get(f"{layer}.bias", torch.zeros(len(weights[f"{layer}.weight"])))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.peers.peer import Peer, bias_or_zeros, named_weights
+from benchmarks.peers import Peer, bias_or_zeros, named_weights
 from model.gpt import GPT
 
 
@@ -20,6 +20,7 @@ class CTranslate2(Peer):
     Token i is named "i".
     """
 
+    packages = ("ctranslate2",)
     precision = "float32"
 
     def __init__(self, model: GPT, threads: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.peers.peer import Peer, bias_or_zeros, named_weights
+from benchmarks.peers import Peer, bias_or_zeros, named_weights
 from model.gpt import GPT
 
 
@@ -25,6 +25,7 @@ class LlamaCpp(Peer):
     some thousandths, and the text may differ too. Its biases are zeros here.
     """
 
+    packages = ("llama_cpp", "gguf")
     precision = "F32"  # the matrices' type, by gguf's name
     most_error = 1e-2  # its GELU is the tanh approximation in half precision
 
@@ -69,8 +70,13 @@ class LlamaCpp(Peer):
             self.contexts[B, flash] = context, batch
         return self.contexts[B, flash]
 
-    def run(self, prompts: list[list[int]], count: int, flash: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """The `count` tokens (B, count) after the prompts, and the logits (B, V) of the last of them."""
+    def run(
+        self, prompts: list[list[int]], count: int, flash: bool = False, every: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The `count` tokens (B, count) after the prompts, and the logits (B, V) of the last of them.
+
+        every: of one prompt (T,) and one token, the logits (T, V) after each token of the prompt.
+        """
         api, (B, T) = self.api, (len(prompts), len(prompts[0]))
         context, batch = self.context(B, flash)
         size = B * self.config.block_size
@@ -80,14 +86,15 @@ class LlamaCpp(Peer):
         api.llama_memory_clear(api.llama_get_memory(context), False)
         token[: T * B] = np.array(prompts).T.reshape(-1)  # position by position, so that i % B holds
         position[: T * B] = np.repeat(np.arange(T), B)
-        wanted[: T * B] = np.arange(T * B) >= (T - 1) * B
+        wanted[: T * B] = every or np.arange(T * B) >= (T - 1) * B
         batch.n_tokens = T * B
         tokens = np.empty((B, count), dtype=np.int64)
         for i in range(count):
             if status := api.llama_decode(context, batch):
                 raise RuntimeError(f"{self.name} failed with status {status}")
-            logits = np.ctypeslib.as_array(api.llama_get_logits(context), (B, self.config.vocab_size))
-            tokens[:, i] = token[:B] = logits.argmax(-1)
+            rows = (T if every else B, self.config.vocab_size)
+            logits = np.ctypeslib.as_array(api.llama_get_logits(context), rows)
+            tokens[:, i] = token[:B] = logits[-B:].argmax(-1)
             position[:B] = T + i
             wanted[:B] = 1
             batch.n_tokens = B
@@ -97,15 +104,7 @@ class LlamaCpp(Peer):
         return torch.tensor(self.run([ids], 1)[1][0])
 
     def every_logits(self, ids: list[int]) -> Tensor:
-        api, T = self.api, len(ids)
-        context, batch = self.context(1, False)
-        api.llama_memory_clear(api.llama_get_memory(context), False)
-        for i, token in enumerate(ids):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
-        batch.n_tokens = T
-        if status := api.llama_decode(context, batch):
-            raise RuntimeError(f"{self.name} failed with status {status}")
-        return torch.tensor(np.ctypeslib.as_array(api.llama_get_logits(context), (T, self.config.vocab_size)))
+        return torch.tensor(self.run([ids], 1, every=True)[1])
 
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         return self.run(prompts, count)[0].tolist()

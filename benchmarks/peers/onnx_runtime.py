@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.peers.peer import Peer, named_weights
+from benchmarks.peers import Peer, named_weights
 from model.gpt import GPT
 
 
@@ -22,6 +22,8 @@ class OnnxRuntime(Peer):
     in the graph, writes the token into the buffer that the next call reads. Its flash attention is switched
     off, because it is slower for so narrow a model; ORT_GQA_DISABLE_FLASH_ATTENTION=0 keeps it on.
     """
+
+    packages = ("onnxruntime", "onnx")
 
     def __init__(self, model: GPT, threads: int) -> None:
         import onnxruntime

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.peers.peer import Peer, bias_or_zeros, named_weights
+from benchmarks.peers import Peer, bias_or_zeros, named_weights
 from model.gpt import GPT
 
 
@@ -109,6 +109,8 @@ class Transformers(Peer):
     This is the library's one path for this architecture; its static cache was slower here. Its linear layers
     are (in, out) and have biases, which are zero here; its "gelu" is exact.
     """
+
+    packages = ("transformers",)
 
     def __init__(self, model: GPT, threads: int) -> None:
         import transformers

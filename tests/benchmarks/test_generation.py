@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from contextlib import ExitStack
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -145,11 +145,14 @@ def test_wrong_arguments(run):
 @pytest.mark.full
 def test_a_contender_in_a_process_of_its_own(extension, threads):
     ids = [3, 1, 4, 1, 5]
-    with ExitStack() as stack:
-        apart = bench.remote(bench.Contender("torch", "part4"), "batch1", 2, stack)
-        seconds, text = apart.call("greedy_batch", [ids], 6)
-        _, logits = apart.call("logits", ids)
-    here = bench.local(bench.Contender("torch", "part4"), "batch1", 1).call
-    assert apart.name == "torch part4" and seconds > 0
-    assert text == here("greedy_batch", [ids], 6)[1]
-    torch.testing.assert_close(torch.tensor(logits), torch.tensor(here("logits", ids)[1]))
+    contender = bench.Contender("torch", "part4")
+    with bench.OwnProcess(ctx=get_context("spawn")) as process:
+        apart = process.open(contender, "batch1", 2)
+        name, (seconds, text), (_, logits) = (
+            apart.get("name"),
+            apart.call("greedy_batch", [ids], 6),
+            apart.call("logits", ids),
+        )
+    here = bench.Opened(contender, "batch1", 1)
+    assert name == "torch part4" and seconds > 0 and text == here.call("greedy_batch", [ids], 6)[1]
+    torch.testing.assert_close(torch.tensor(logits), torch.tensor(here.call("logits", ids)[1]))
