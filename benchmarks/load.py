@@ -19,8 +19,10 @@ from pathlib import Path
 
 import click
 
+from app.cli.options import file, whole
 from attention_ext import processor
-from benchmarks.servers import OWN, PROMPT, TICKS, Process, core_options, start
+from benchmarks import servers
+from benchmarks.servers import OWN, PROMPT, Process, cpu_seconds, start
 from model import load
 
 SAMPLE_SECONDS = 0.1
@@ -39,19 +41,6 @@ def write_tokenizer(folder: Path, model: str) -> None:
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
 
 
-def session_seconds(session: int) -> float:
-    """CPU time so far of all processes of a session."""
-    total = 0
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = file.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        if int(fields[3]) == session:
-            total += int(fields[11]) + int(fields[12])
-    return total / TICKS
-
-
 def measure(command: list[str], out: Path, server: Process) -> tuple[dict, float, float]:
     """AIPerf's figures, and the shares of a core that it and the server used during the measured requests.
 
@@ -61,7 +50,7 @@ def measure(command: list[str], out: Path, server: Process) -> tuple[dict, float
     with tempfile.TemporaryFile("w+") as said:
         child = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
         while child.poll() is None:
-            samples.append((time.time(), session_seconds(child.pid), server.cpu_seconds()))
+            samples.append((time.time(), cpu_seconds(child.pid), server.cpu_seconds()))
             time.sleep(SAMPLE_SECONDS)
         if child.returncode:
             said.seek(0)
@@ -74,13 +63,10 @@ def measure(command: list[str], out: Path, server: Process) -> tuple[dict, float
 
 
 @click.command()
-@click.option("--aiperf", required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("-m", "--model", default="shakes256", show_default=True)
-@click.option("--streams", type=click.IntRange(1, 512), default=32, show_default=True)
-@click.option("--requests", type=click.IntRange(1), default=960, show_default=True)
-@click.option("--tokens", type=click.IntRange(2), default=240, show_default=True, help="Tokens of each text.")
-@click.option("--interval", type=click.IntRange(0), default=16, show_default=True, help="Event interval, ms.")
-@core_options
+@file("--aiperf", "AIPerf's program.", required=True, exists=True)
+@whole("--requests", "Texts in all.", default=960, show_default=True)
+@whole("--interval", "Event interval, ms.", least=0, default=16, show_default=True)
+@servers.options
 def main(
     aiperf: Path,
     model: str,

@@ -1,9 +1,11 @@
-"""Processes that speak OpenAI's API, each on one core: this project's server, and llama.cpp's."""
+"""Processes, each on one core: servers of OpenAI's API, this project's and llama.cpp's; a cheap client."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,11 +15,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import click
-
-from app.cli.options import all_of
+from app.cli.options import all_of, option, whole
 from model import load
 
 PROMPT = "ROMEO:"
@@ -25,13 +26,17 @@ CORES = sorted(os.sched_getaffinity(0))
 ROOT = Path(__file__).resolve().parent.parent
 TICKS = os.sysconf("SC_CLK_TCK")
 START_SECONDS = 120.0
+WRITTEN = re.compile(rb'"completion_tokens": ?(\d+)')
+LENGTH = re.compile(rb"content-length: (\d+)", re.I)
+TEXT = (b'"text":', b'"content":')
 
-
-core_options = all_of(
-    click.option("--core", type=click.IntRange(0), default=CORES[0], help="Server's.  [default: first]"),
-    click.option(
-        "--client-core", type=click.IntRange(0), default=CORES[-1], help="Its client's.  [default: last]"
-    ),
+# What every benchmark of a server asks.
+options = all_of(
+    option("-m", "--model", "The model.", default="shakes256", show_default=True),
+    whole("--streams", "Texts at once.", most=512, default=32, show_default=True),
+    whole("--tokens", "Tokens of each text.", least=2, default=240, show_default=True),
+    whole("--core", "Server's.", least=0, default=CORES[0], show_default="first"),
+    whole("--client-core", "Its client's.", least=0, default=CORES[-1], show_default="last"),
 )
 
 
@@ -66,7 +71,7 @@ SERVERS: dict[str, Callable[[str, int, int, Path], Sequence[str]]] = {OWN: own_c
 
 
 class Process:
-    """A child process on one core."""
+    """A child process on one core. said: its line with `ready`, if one was asked for."""
 
     def __init__(self, command: Sequence[str], core: int, ready: str = "", port: int = 0) -> None:
         """Start it. Wait until it prints a line with `ready`, or until the server at the port is healthy."""
@@ -77,12 +82,10 @@ class Process:
             stdout=subprocess.PIPE if ready else subprocess.DEVNULL,
             stderr=subprocess.STDOUT if ready else subprocess.DEVNULL,
             text=True,
+            start_new_session=True,  # see cpu_seconds()
             preexec_fn=lambda: os.sched_setaffinity(0, {core}),
         )
-        if ready:
-            self.read_until(ready)
-        else:
-            self._wait_for_health()
+        self.said = self.read_until(ready) if ready else self._wait_for_health()
 
     def read_until(self, text: str) -> str:
         """Read lines until one that contains a text; return it."""
@@ -95,9 +98,8 @@ class Process:
         raise RuntimeError(f"the process ended: {said}")
 
     def cpu_seconds(self) -> float:
-        """CPU time of all its threads so far."""
-        fields = Path(f"/proc/{self.child.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS
+        """CPU time so far of all its threads."""
+        return cpu_seconds(self.child.pid)
 
     def ask(self, question: str) -> dict:
         """Send a line, read a line of JSON."""
@@ -115,16 +117,29 @@ class Process:
             self.child.kill()
             self.child.wait()
 
-    def _wait_for_health(self) -> None:
+    def _wait_for_health(self) -> str:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self.child.poll() is None:
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
-                    return
+                    return ""
             except (urllib.error.URLError, ConnectionError):
                 time.sleep(0.1)
         self.child.kill()
         raise RuntimeError(f"no server answers: {' '.join(map(str, self.child.args))}")  # type: ignore
+
+
+def cpu_seconds(session: int) -> float:
+    """CPU time so far of the processes of a session, which has the id of its first one."""
+    total = 0
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = file.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[3]) == session:
+            total += int(fields[11]) + int(fields[12])
+    return total / TICKS
 
 
 def start(name: str, model: str, streams: int, core: int, folder: Path) -> Process:
@@ -132,3 +147,64 @@ def start(name: str, model: str, streams: int, core: int, folder: Path) -> Proce
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     return Process(SERVERS[name](model, port, streams, folder), core, port=port)
+
+
+@dataclass
+class Answer:
+    """What a server answered. tokens: as `usage` says. first: seconds to the first text."""
+
+    status: int
+    tokens: int
+    first: float
+    data: bytes
+
+
+class Client:
+    """Asks a server on this machine, one request at a time, over one connection while that stays open.
+
+    It is cheap: it reads raw bytes, and counts tokens by `usage`, not by events.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, path: str, body: dict) -> Answer:
+        """Send a request and read all of the answer."""
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        request = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+        if self.connection:
+            try:
+                return await self._answer(*self.connection, request)
+            except ConnectionError:  # some servers close it after a stream
+                self.close()
+        self.connection = await asyncio.open_connection("127.0.0.1", self.port)
+        return await self._answer(*self.connection, request)
+
+    async def _answer(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes
+    ) -> Answer:
+        start, first, data, whole = time.perf_counter(), 0.0, bytearray(), False
+        writer.write(request)
+        while not whole:
+            piece = await reader.read(2**16)
+            if not piece:
+                raise ConnectionError("closed")
+            if not first and any(text in piece for text in TEXT):
+                first = time.perf_counter() - start
+            data += piece
+            head = data.find(b"\r\n\r\n") + 4
+            length = LENGTH.search(data, 0, head)
+            whole = len(data) >= head + int(length[1]) if length else data.endswith(b"\r\n0\r\n\r\n")
+        usage = WRITTEN.findall(data)
+        return Answer(int(data[9:12]), int(usage[-1]) if usage else 0, first, bytes(data))
+
+    async def stream(self, path: str, body: dict) -> Answer:
+        """The same with a streaming request."""
+        return await self.ask(path, body | {"stream": True, "stream_options": {"include_usage": True}})
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self.connection:
+            self.connection[1].close()

@@ -32,9 +32,10 @@ processor.let_waiting_threads_sleep()  # before torch is imported, for the engin
 
 import torch  # noqa: E402
 
-from benchmarks.http_client import Client  # noqa: E402
+from app.cli.options import option, whole  # noqa: E402
+from benchmarks import servers as processes  # noqa: E402
 from benchmarks.measuring import show_table, write  # noqa: E402
-from benchmarks.servers import LLAMA, OWN, PROMPT, Process, core_options, start  # noqa: E402
+from benchmarks.servers import LLAMA, OWN, PROMPT, Client, Process, start  # noqa: E402
 from generation.engine import open_engine  # noqa: E402
 from generation.sampling import Sampling  # noqa: E402
 from generation.texts import complete  # noqa: E402
@@ -66,7 +67,7 @@ def engine(model: str) -> None:
         print(json.dumps({"tokens": texts * tokens, "seconds": seconds, "cpu": used}), flush=True)
 
 
-async def streams(port: int, model: str, count: int, each: int, tokens: int, streaming: bool) -> dict:
+async def ask(port: int, model: str, count: int, each: int, tokens: int, streaming: bool) -> dict:
     """`each` texts in turn over each of `count` connections at once."""
 
     async def one(number: int, client: Client) -> None:
@@ -128,7 +129,7 @@ def compare(
         alone.append(own.ask(f"{count} {count * each} {tokens}"))
         for name, server in servers.items():
             before = server.cpu_seconds()
-            run = asyncio.run(streams(server.port, model, count, each, tokens, streaming))
+            run = asyncio.run(ask(server.port, model, count, each, tokens, streaming))
             served[name].append(run | {"cpu": server.cpu_seconds() - before})
 
     def rate(runs: list[dict], by: str) -> float:
@@ -145,21 +146,18 @@ def compare(
 
 
 @click.command()
-@click.option("-m", "--model", default="shakes256", show_default=True)
-@click.option("--streams", "count", type=click.IntRange(2, 512), default=32, show_default=True)
-@click.option("--stream/--no-stream", "streaming", default=True, help="Stream the answers.")
-@click.option("--tokens", type=click.IntRange(2), default=240, show_default=True, help="Tokens of each text.")
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
-@core_options
-@click.option("--engine", "as_engine", is_flag=True, hidden=True)
+@processes.options
+@option("--stream/--no-stream", "streaming", "Stream the answers.", default=True)
+@whole("--rounds", "Rounds of each.", default=5, show_default=True)
+@option("--engine", "as_engine", "Be the engine's process.", is_flag=True, hidden=True)
 def main(
     model: str,
-    count: int,
-    streaming: bool,
+    streams: int,
     tokens: int,
-    rounds: int,
     core: int,
     client_core: int,
+    streaming: bool,
+    rounds: int,
     as_engine: bool,
 ) -> None:
     """Print the servers' speeds relative to the engine's, and their times to the first token."""
@@ -174,10 +172,10 @@ def main(
         ends.callback(own.end)
         servers = {}
         for each in contenders:
-            servers[each] = server = start(each, model, count, core, Path(folder))
+            servers[each] = server = start(each, model, streams, core, Path(folder))
             ends.callback(server.end)
         click.echo()
-        rows = (compare(own, servers, model, each, rounds, tokens, streaming) for each in (count, 1))
+        rows = (compare(own, servers, model, each, rounds, tokens, streaming) for each in (streams, 1))
         titles = "server | at once | tokens/s | of the engine's | per CPU second | own is | client"
         show_table(titles, itertools.chain.from_iterable(rows))
         click.echo(f"\nFirst token with {OTHERS} others, prompt of {PROMPT_TOKENS}:")

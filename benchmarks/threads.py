@@ -65,16 +65,12 @@ def memory_limit(model: GPT, weights: str, kv_cache: str, threads: int) -> float
 @click.command(context_settings={"show_default": True})
 @click.option("-m", "--model", type=click.Choice(SHIPPED), default="shakes256")
 @click.option(
-    "--threads",
-    type=options.Numbers(),
-    default=powers(processor.cores()),
-    help="Numbers of threads.",
-    show_default="to all cores",
+    "--threads", type=options.Numbers(), default=powers(processor.cores()), help="Numbers of threads."
 )
-@click.option("--texts", type=click.IntRange(1), default=1, help="Texts at a time.")
+@options.whole("--texts", "Texts at a time.", default=1)
 @options.weights
 @options.kv_cache
-@click.option("--rounds", type=click.IntRange(2), default=9, help="Rounds of each.")
+@options.whole("--rounds", "Rounds of each.", least=2, default=9)
 def main(model: str, threads: tuple[int, ...], texts: int, weights: str, kv_cache: str, rounds: int) -> None:
     """Print tokens per second by the number of threads."""
     gpt = load(model).model

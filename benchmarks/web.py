@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -23,10 +22,11 @@ from pathlib import Path
 
 import click
 
-from app.cli.options import choice, set_threads
+from app.cli.options import choice, option, set_threads, whole
 from attention_ext import processor
 from attention_ext.build import toolchain
 from benchmarks.measuring import percent, show_table, spread, take_turns, write
+from benchmarks.servers import Process
 from generation.engine import open_engine
 from generation.writer import Request
 from model import load
@@ -39,33 +39,6 @@ VISITS = 5  # over each line
 LINES = ((10, 40), (1.6, 150))
 
 
-class Page:
-    """The page in Chromium, by web.mjs."""
-
-    def __init__(self, home: str, program: str, model: str, weights: str) -> None:
-        asked = {"home": home, "program": program, "model": model, "weights": weights}
-        given = json.dumps(asked | {"lines": LINES, "visits": VISITS})
-        script = str(Path(__file__).with_suffix(".mjs"))
-        self.process = subprocess.Popen(
-            ["node", script, given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.facts = self.answer()
-
-    def answer(self) -> dict:
-        assert self.process.stdout
-        line = self.process.stdout.readline()
-        if not line:
-            raise click.ClickException("the page did not answer; its error is above")
-        return json.loads(line)
-
-    def write(self, seed: int) -> tuple[float, list[int]]:
-        """Seconds, and the tokens of a text of a whole block."""
-        assert self.process.stdin
-        print(json.dumps({"seed": seed}), file=self.process.stdin, flush=True)
-        made = self.answer()
-        return made["seconds"], made["ids"]
-
-
 def compile_for(march: str) -> None:
     """Let this process compile its extension for the processor that -march names."""
     native = toolchain.NATIVE
@@ -76,19 +49,15 @@ def compile_for(march: str) -> None:
 @click.command(context_settings={"show_default": True})
 @choice("-m", "--model", "The model.", of=SHIPPED, default="shakes256")
 @choice("--weights", "Precision of the weights.", of=("fp32", "bf16"))
-@click.option("--march", default="x86-64-v2", help="-march of the native engine.")
-@click.option("--core", type=click.IntRange(0), default=0, help="Core of both.")
-@click.option(
-    "--out", type=click.Path(file_okay=False), help="Folder of the page.", show_default="in the build cache"
-)
-@click.option("--rounds", type=click.IntRange(2), default=15, help="Rounds of each.")
-def main(model: str, weights: str, march: str, core: int, out: str | None, rounds: int) -> None:
+@option("--march", "-march of the native engine.", default="x86-64-v2")
+@whole("--core", "Core of both.", least=0, default=0)
+@whole("--rounds", "Rounds of each.", least=2, default=15)
+def main(model: str, weights: str, march: str, core: int, rounds: int) -> None:
     """Print tokens per second of the page and of the native engine."""
     program = os.environ.get("CHROMIUM") or shutil.which("chromium")
     if not program or not shutil.which("node"):
         raise click.ClickException("chromium and node are needed; CHROMIUM can name the browser")
-    folder = Path(out) if out else build.default_folder()
-    build.make(folder)
+    folder = build.make()
     compile_for(march)
     os.sched_setaffinity(0, {core})  # the browser's processes inherit it
     set_threads(1)
@@ -107,16 +76,24 @@ def main(model: str, weights: str, march: str, core: int, out: str | None, round
     native = f"native engine, {march}"
     with serve.server(folder, 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        page = Page(f"http://127.0.0.1:{server.server_address[1]}/", program, model, weights)
-        if any(page.write(seed)[1] != own(seed)[1] for seed in range(TEXTS)):
+        asked = {"program": program, "model": model, "weights": weights, "lines": LINES, "visits": VISITS}
+        asked["home"] = f"http://127.0.0.1:{server.server_address[1]}/"
+        script = str(Path(__file__).with_suffix(".mjs"))
+        page = Process(["node", script, json.dumps(asked)], core, ready="{")
+        facts = json.loads(page.said)
+
+        def by_page(seed: int) -> tuple[float, list[int]]:
+            written = page.ask(json.dumps({"seed": seed}))
+            return written["seconds"], written["ids"]
+
+        if any(by_page(seed)[1] != own(seed)[1] for seed in range(TEXTS)):
             raise click.ClickException("the page writes another text, so nothing is timed")
-        seconds = take_turns(
-            {"page": partial(mean_seconds, page.write), native: partial(mean_seconds, own)}, rounds
-        )
-        page.process.communicate()
+        contenders = {"page": partial(mean_seconds, by_page), native: partial(mean_seconds, own)}
+        seconds = take_turns(contenders, rounds)
+        page.end()
         server.shutdown()
-    facts = f"{page.facts['browser']}, {page.facts['build']} build"
-    click.echo(f"{processor.name()}; {facts}; {model}, {weights}, texts of {count} tokens, one core\n")
+    browser = f"{facts['browser']}, {facts['build']} build"
+    click.echo(f"{processor.name()}; {browser}; {model}, {weights}, texts of {count} tokens, one core\n")
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     show_table(
         "engine | tokens/s | spread | of the native engine",
@@ -128,7 +105,7 @@ def main(model: str, weights: str, march: str, core: int, out: str | None, round
     )
     click.echo()
     titles = "a first visit's line | bytes | the line alone | until text shows"
-    show_table(titles, map(visit_row, LINES, page.facts["first"]))
+    show_table(titles, map(visit_row, LINES, facts["first"]))
 
 
 def visit_row(line: tuple[float, float], visits: list[dict]) -> str:
