@@ -42,8 +42,7 @@ figures:  ## Remake the figures and the blocks of output in docs/, some six minu
 	$(python) scripts/make-race-svg.py
 
 docs:  ## Rewrite the help texts in docs/cli.md, and the tables of results
-	$(python) scripts/make-cli-docs.py
-	$(python) scripts/make-tables.py
+	$(python) scripts/make-docs.py
 
 web:  ## Make the page in out/page
 	$(python) gpt.py web --build --out out/page

@@ -14,10 +14,10 @@ TEXT = (ROOT / "docs" / "cli.md").read_text()
 
 def test_the_file_is_what_the_script_writes():
     """In a process of its own: click keeps the help's option in the form of the first call."""
-    script = ROOT / "scripts" / "make-cli-docs.py"
-    code = "import runpy, sys; sys.stdout.write(runpy.run_path(sys.argv[1])['document']())"
+    script = ROOT / "scripts" / "make-docs.py"
+    code = "import runpy, sys; sys.stdout.write(runpy.run_path(sys.argv[1])['help_texts']())"
     done = subprocess.run([sys.executable, "-c", code, script], capture_output=True, text=True, check=True)
-    assert done.stdout == TEXT, "run: python scripts/make-cli-docs.py"
+    assert done.stdout == TEXT, "run: python scripts/make-docs.py"
 
 
 def test_the_help_is_the_commands(process):

@@ -1,4 +1,4 @@
-"""The documents' tables of results: scripts/make-tables.py makes them from benchmarks/results/."""
+"""The documents' tables of results: scripts/make-docs.py makes them from benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support import ROOT, bench_run, naming
 from lab import saved
 from lab.bench import run_file
 
-SCRIPT = runpy.run_path(str(ROOT / "scripts" / "make-tables.py"))
+SCRIPT = runpy.run_path(str(ROOT / "scripts" / "make-docs.py"))
 MACHINE = {
     "cpu": "Maker 1",
     "microarchitecture": "Maker One",
@@ -61,7 +61,7 @@ def table(name):
 def test_the_documents_are_what_the_script_writes(name):
     text = (ROOT / name).read_text()
     assert "<!-- results: " in text
-    assert text == SCRIPT["document"](text), "run: python scripts/make-tables.py"
+    assert text == SCRIPT["document"](text), "run: python scripts/make-docs.py"
 
 
 def test_every_table_is_in_a_document():
@@ -94,7 +94,7 @@ def failure(capsys) -> str:
         SCRIPT["main"]()
     out, err = capsys.readouterr()
     assert (stopped.value.code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("make-tables.py: error: ")
+    assert err.startswith("make-docs.py: error: ")
     assert before == [(ROOT / name).read_text() for name in SCRIPT["DOCUMENTS"]]
     return err
 

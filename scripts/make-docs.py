@@ -1,6 +1,6 @@
-"""Write the tables of results in README.md and docs/, from the files in benchmarks/results/.
+"""Write what documents copy: docs/cli.md, the help of each command, and the tables of benchmarks/results/.
 
-python scripts/make-tables.py
+python scripts/make-docs.py
 
 A table stands between `<!-- results: NAME -->` and `<!-- end of results -->`; NAME is one of TABLES.
 """
@@ -15,15 +15,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from app.cli import cli  # noqa: E402
 from app.cli.terminal import one_line  # noqa: E402
 from attention_ext import PARTS  # noqa: E402
 from attention_ext.parts import Dtype  # noqa: E402
 from lab import saved  # noqa: E402
 from lab.bench import report, run_file  # noqa: E402
 from lab.text import markdown  # noqa: E402
+
+HEAD = """\
+# The command line
+
+The help of `gpt.py` and of each command, written by `python scripts/make-docs.py`.
+
+"""
+WIDTH = 98  # what click uses of the 100 columns that gpt.py asks for
 
 DOCUMENTS = ("README.md", "docs/benchmarking.md", "docs/decoder.md")
 MARKED = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
@@ -51,6 +62,17 @@ ENGINES = (
     (r"PyTorch ([\d.]+)\S*, no cache", r"nanoGPT's loop, PyTorch \1"),
     (r"PyTorch ([\d.]+)\S*, cached", r"cached PyTorch \1"),
 )
+
+
+def help_texts() -> str:
+    """The text of docs/cli.md."""
+    return HEAD + "\n".join([help_text("gpt.py"), *(help_text("gpt.py", name) for name in cli.commands)])
+
+
+def help_text(*words: str) -> str:
+    """A heading, the command and what it prints on a terminal of 100 columns or more."""
+    shown = CliRunner().invoke(cli, [*words[1:], "--help"], prog_name=words[0], terminal_width=WIDTH)
+    return f"## {words[-1]}\n\n```text\n$ python {' '.join(words)} --help\n{shown.output}```\n"
 
 
 def of_each(pattern: str, lines_of: Callable[[Path], list[str]]) -> list[str]:
@@ -121,11 +143,6 @@ def three_digits(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
 
 
-def ratio(value: float | None) -> str:
-    """How many times faster, or nothing."""
-    return f"{value:.2f}" if value else ""
-
-
 def bench(file: Path) -> list[str]:
     """All of `gpt.py bench`'s figures of the parts."""
     facts, rows = read_bench(file)
@@ -143,25 +160,21 @@ def of_part4(titles: Sequence[str], file: Path) -> list[str]:
 def generation(file: Path) -> list[str]:
     """All engines in all cases, as benchmarks.generation saved them."""
     content = json.loads(file.read_text())
-    columns = [named(content["cases"].get(case, {})) for case in CASES]
+    columns = [content["cases"].get(case, {}) for case in CASES]
     names = dict.fromkeys(name for column in columns for name in column)
-    rows = [[name, *(engine_cell(column.get(name)) for column in columns)] for name in names]
+    rows = [[titled(name), *(figures_of(column.get(name)) for column in columns)] for name in names]
+    rows.sort(key=lambda row: row[0] == "memory limit")  # it comes last
     return [described(content), "", markdown(["", *CASES.values()], rows)]
 
 
-def named(saved_figures: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """The figures of a case by the names of tables; the memory limit comes last."""
-    figures = {}
-    for name, each in saved_figures.items():
-        for pattern, title in ENGINES:
-            name = re.sub(f"^{pattern}$", title, name)
-        figures[name] = each
-    if limit := figures.pop("memory limit", None):
-        figures["memory limit"] = limit
-    return figures
+def titled(name: str) -> str:
+    """The name of an engine in tables."""
+    for pattern, title in ENGINES:
+        name = re.sub(f"^{pattern}$", title, name)
+    return name
 
 
-def engine_cell(figures: dict[str, float] | None) -> str:
+def figures_of(figures: dict[str, float] | None) -> str:
     """Tokens per second or milliseconds, the time relative to the native engine's, and the loss."""
     if figures is None:
         return ""
@@ -180,9 +193,9 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "part4, ms": lambda row: three_digits(row["ms"]),
     "GFLOP/s": lambda row: three_digits(row["gflops"]),
     "of FMA peak": lambda row: f"{100 * row['peak_share']:.0f} %" if row["peak_share"] else "",
-    "over SDPA": lambda row: ratio(row["over_sdpa"]),
-    "over part0": lambda row: ratio(row["over_part0"]),
-    "over ONNX Runtime": lambda row: ratio(row["over_onnx"]),
+    "over SDPA": lambda row: f"{row['over_sdpa']:.2f}" if row["over_sdpa"] else "",
+    "over part0": lambda row: f"{row['over_part0']:.2f}" if row["over_part0"] else "",
+    "over ONNX Runtime": lambda row: f"{row['over_onnx']:.2f}" if row["over_onnx"] else "",
 }
 OF_FP32 = ("N", "d", "mask", "part4, ms", "of FMA peak", "over SDPA", "over ONNX Runtime")
 OF_BF16 = ("N", "heads", "d", "mask", "part4, ms", "GFLOP/s", "over SDPA", "over part0")
@@ -211,9 +224,9 @@ def main() -> None:
     try:
         made = {name: document((ROOT / name).read_text()) for name in DOCUMENTS}
     except (OSError, ValueError) as error:
-        print(f"make-tables.py: error: {one_line(str(error))}", file=sys.stderr)
+        print(f"make-docs.py: error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(2)
-    for name, text in made.items():
+    for name, text in (*made.items(), ("docs/cli.md", help_texts())):
         (ROOT / name).write_text(text)
 
 
