@@ -12,8 +12,8 @@ import re
 import shlex
 import sys
 import textwrap
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from xml.sax.saxutils import escape
@@ -23,12 +23,13 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from app.cli.options import one_thread, set_threads  # noqa: E402
+from app.cli.options import file, one_thread, option, set_threads, whole  # noqa: E402
 from attention_ext import PARTS, processor  # noqa: E402
 
 if TYPE_CHECKING:
     from lab.race import Runner
 
+FIGURE = ROOT / "docs" / "figures" / "race.svg"
 # The race is played in real time if the slowest part takes this long; else it is sped up or slowed down.
 SHORTEST_SECONDS, LONGEST_SECONDS = 3.0, 12.0
 START_SECONDS, PAUSE_SECONDS = 1.0, 5.0  # pauses before and after the race, in each loop
@@ -56,52 +57,27 @@ text{font-family:SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font
 """
 
 
-class Mark(NamedTuple):
-    """A part's progress after a turn."""
-
-    seconds: float
-    tokens: int
-    characters: int
-
-
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """One part's race.
 
-    place: '1st'. text: what it wrote, without the prompt, in printable characters and line ends.
-    marks: after each turn, the last one at the end of the text.
+    place: '1st'. text: what it wrote, without the prompt, in printable characters and line ends. seconds,
+    tokens, characters: its progress after each turn, the last one at the end of the text.
     """
 
     part: str
     engine: str
     place: str
     text: str
-    marks: Sequence[Mark]
-
-    @property
-    def seconds(self) -> float:
-        return self.marks[-1].seconds
-
-    def seconds_of(self, characters: int) -> float:
-        """When this many characters were written."""
-        return next(mark.seconds for mark in self.marks if mark.characters >= characters)
-
-    def tokens_at(self, seconds: float) -> int:
-        """The tokens of all turns that had ended by then."""
-        return max((mark.tokens for mark in self.marks if mark.seconds <= seconds), default=0)
+    seconds: Sequence[float]
+    tokens: Sequence[int]
+    characters: Sequence[int]
 
 
-class Word(NamedTuple):
-    """A word, or the piece of one that fits a line; end: of the text up to here, in characters."""
+def words_of(prompt: str, text: str) -> Iterator[tuple[int, int, str, int]]:
+    """The words of prompt + text in lines of CHARACTERS, wrapped between words; none spans both.
 
-    line: int
-    column: int
-    text: str
-    end: int
-
-
-def words_of(prompt: str, text: str) -> Iterator[Word]:
-    """The words of prompt + text in lines of CHARACTERS, wrapped between words; none spans both."""
+    Gives (line, column, word or the piece of one that fits a line, characters of the text up to its end).
+    """
     line = column = at = 0
     for source in (prompt, text):
         for piece in re.findall(rf"\n|[^\S\n]|\S{{1,{CHARACTERS}}}", source):
@@ -112,33 +88,27 @@ def words_of(prompt: str, text: str) -> Iterator[Word]:
             if not piece.isspace():
                 if column + len(piece) > CHARACTERS:
                     line, column = line + 1, 0
-                yield Word(line, column, piece, at)
+                yield line, column, piece, at
             column += len(piece)
 
 
-@dataclass
 class Clock:
     """Places moments of the race in the loop, and collects the animations that start or end there.
 
-    stretch: seconds as played for one second of the race.
+    slowest: seconds of the race. stretch: seconds as played for one of them.
     """
 
-    slowest: float
-
-    def __post_init__(self) -> None:
-        length = min(max(self.slowest, SHORTEST_SECONDS), LONGEST_SECONDS)
-        self.stretch = 1.0 if length == self.slowest else float(f"{length / self.slowest:.2g}")
-        self.loop = START_SECONDS + self.slowest * self.stretch + PAUSE_SECONDS
+    def __init__(self, slowest: float) -> None:
+        length = min(max(slowest, SHORTEST_SECONDS), LONGEST_SECONDS)
+        self.stretch = 1.0 if length == slowest else float(f"{length / slowest:.2g}")
+        self.loop = START_SECONDS + slowest * self.stretch + PAUSE_SECONDS
         self.keyframes: list[str] = []
 
-    @property
     def tempo(self) -> str:
         """The speed of the animation, in words."""
-        if self.stretch == 1:
-            return "in real time"
-        if self.stretch < 1:
-            return f"at {1 / self.stretch:.3g} times the real speed"
-        return f"slowed down {self.stretch:g} times"
+        if self.stretch > 1:
+            return f"slowed down {self.stretch:g} times"
+        return "in real time" if self.stretch == 1 else f"at {1 / self.stretch:.3g} times the real speed"
 
     def percent(self, seconds: float) -> str:
         """A moment of the race, as keyframes name it."""
@@ -172,15 +142,16 @@ class Clock:
 
 def picture(columns: Sequence[Column], prompt: str, title: str, foot: Sequence[str]) -> str:
     """The race as an SVG. title: what races; foot: lines of small print."""
-    clock = Clock(max(column.seconds for column in columns))
-    title = f"{title}, {clock.tempo}"
+    slowest = max(column.seconds[-1] for column in columns)
+    clock = Clock(slowest)
+    title = f"{title}, {clock.tempo()}"
     all_columns = len(columns) * (COLUMN_WIDTH + COLUMN_GAP) - COLUMN_GAP
     inner = max(all_columns, (len(title) + 12) * ADVANCE)  # the time is beside the title
     foot = [line for text in foot for line in textwrap.wrap(text, int(inner / SMALL_ADVANCE))]
     foot_y = TEXT_Y + TEXT_HEIGHT + 28
     width, height = inner + 2 * MARGIN, foot_y + (len(foot) - 1) * LINE_HEIGHT + 16
 
-    times = [(at, f"{at:.2f} s") for at in clock.ticks(clock.slowest)]
+    times = [(at, f"{at:.2f} s") for at in clock.ticks(slowest)]
     body = [
         f'<rect class="frame" x=".5" y=".5" width="{width - 1:g}" height="{height - 1}" rx="8"/>',
         label(title, MARGIN, TITLE_Y),
@@ -192,7 +163,7 @@ def picture(columns: Sequence[Column], prompt: str, title: str, foot: Sequence[s
         body += [*written(clock, column, prompt), "</g>"]
     body += [label(line, MARGIN, foot_y + i * LINE_HEIGHT, 'class="small"') for i, line in enumerate(foot)]
 
-    results = "; ".join(f"{c.part} {c.place} in {c.seconds:.2f} s" for c in columns)
+    results = "; ".join(f"{c.part} {c.place} in {c.seconds[-1]:.2f} s" for c in columns)
     first = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height}" width="{width:g}" '
         f'height="{height}" role="img" aria-labelledby="title desc">',
@@ -219,10 +190,10 @@ def numbers(clock: Clock, x: float, y: float, values: Sequence[tuple[float, str]
 
 def head(clock: Clock, column: Column) -> list[str]:
     """A column's name, place, title, engine, speed and progress."""
-    end = column.seconds
+    end = column.seconds[-1]
     titles = textwrap.wrap(PARTS[column.part].title, int(COLUMN_WIDTH / SMALL_ADVANCE))
     ticks = clock.ticks(end)
-    tokens = [column.tokens_at(at) for at in ticks]
+    tokens = [(0, *column.tokens)[bisect_right(column.seconds, at)] for at in ticks]
     rates = [(at, f"{count / at if at else 0:,.0f} tokens/s") for at, count in zip(ticks, tokens)]
     frames = "0%{transform:scaleX(0)}" + "".join(
         f"{clock.percent(at)}{{transform:scaleX({count / tokens[-1]:.3f})}}"
@@ -244,48 +215,42 @@ def head(clock: Clock, column: Column) -> list[str]:
 def written(clock: Clock, column: Column, prompt: str) -> list[str]:
     """A column's text, each word at its time; it scrolls when its window is full."""
     words, scrolls, bottom, top = [], ["0%{transform:translateY(0)}"], LINES - 1, 0
-    for word in words_of(prompt, column.text):
-        by_part = word.end - len(prompt)  # characters that the part has written when the word is there
+    for line, place, word, end in words_of(prompt, column.text):
+        by_part = end - len(prompt)  # characters that the part has written when the word is there
         attributes = 'class="prompt"'
         if by_part > 0:
-            seconds = column.seconds_of(by_part)
+            seconds = column.seconds[bisect_left(column.characters, by_part)]
             attributes = clock.appear(seconds)
-            if word.line > bottom:
-                bottom = word.line
+            if line > bottom:
+                bottom = line
                 top = (LINES - 1 - bottom) * LINE_HEIGHT
                 scrolls.append(f"{clock.percent(seconds)}{{transform:translateY({top}px)}}")
-        attributes += f' textLength="{len(word.text) * ADVANCE:.4g}"'  # fonts differ in their advance
-        words.append(label(word.text, word.column * ADVANCE, (word.line + 1) * LINE_HEIGHT - 3, attributes))
+        attributes += f' textLength="{len(word) * ADVANCE:.4g}"'  # fonts differ in their advance
+        words.append(label(word, place * ADVANCE, (line + 1) * LINE_HEIGHT - 3, attributes))
     scroll = clock.animation("".join(scrolls))
     window = f'<svg y="{TEXT_Y}" width="{COLUMN_WIDTH:g}" height="{TEXT_HEIGHT}">'
     return [window, f'<g transform="translate(0 {top})" {scroll}>', *words, "</g></svg>"]
 
 
-def watch(runners: Sequence[Runner], turns: Iterator[None]) -> dict[str, list[Mark]]:
-    """Each part's progress after each of its turns. turns: lab.race.race() over the runners."""
-    marks: dict[str, list[Mark]] = {runner.part: [] for runner in runners}
+def watch(runners: Sequence[Runner], turns: Iterator[None]) -> dict[str, list[tuple[float, int, int]]]:
+    """Each part's (seconds, tokens, characters) after each of its turns. turns: race() over the runners."""
+    seen: dict[str, list[tuple[float, int, int]]] = {runner.part: [] for runner in runners}
     for _ in turns:
         for runner in runners:
-            seen = marks[runner.part]
-            if len(runner.tokens) > (seen[-1].tokens if seen else 0):
-                seen.append(Mark(runner.seconds, len(runner.tokens), len(runner.text)))
-    return marks
+            now = (runner.seconds, len(runner.tokens), len(runner.text))
+            if now[1] > (seen[runner.part][-1][1] if seen[runner.part] else 0):
+                seen[runner.part].append(now)
+    return seen
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("-m", "--model", default="shakes1024", help="Model, as in gpt.py race.")
-@click.option("--parts", default=",".join(PARTS), help="Parts that race.")
-@click.option("--prompt", default="ROMEO:", help="Text to continue.")
-@click.option("--max-new-tokens", type=click.IntRange(1), default=500, help="Tokens that each part writes.")
-@click.option("--no-kv-cache/--kv-cache", default=True, help="As in gpt.py race.")
+@option("-m", "--model", "Model, as in gpt.py race.", default="shakes1024")
+@option("--parts", "Parts that race.", default=",".join(PARTS))
+@option("--prompt", "Text to continue.", default="ROMEO:")
+@whole("--max-new-tokens", "Tokens that each part writes.", default=500)
+@option("--no-kv-cache/--kv-cache", "As in gpt.py race.", default=True)
 @one_thread
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=ROOT / "docs" / "figures" / "race.svg",
-    help="The picture.",
-    show_default="docs/figures/race.svg",
-)
+@file("--out", "The picture.", default=FIGURE, show_default="docs/figures/race.svg")
 def main(
     model: str, parts: str, prompt: str, max_new_tokens: int, no_kv_cache: bool, threads: int, out: Path
 ) -> None:
@@ -300,13 +265,15 @@ def main(
         runners = race.line_up(load(model), names, **settings)
     except (ValueError, RuntimeError) as error:
         raise click.ClickException(str(error)) from None
-    marks = watch(runners, race.race(runners))
+    progress = watch(runners, race.race(runners))
     if not race.report(runners, prompt, click.echo):
         raise click.ClickException("the texts differ, so there is no picture")
 
     place = race.places(runners)
     columns = [
-        Column(r.part, r.engine.name, race.ordinal(place[r.part]), race.harmless(r.text), marks[r.part])
+        Column(
+            r.part, r.engine.name, race.ordinal(place[r.part]), race.harmless(r.text), *zip(*progress[r.part])
+        )
         for r in runners
     ]
     command = ["python", "gpt.py", "race", *[parts] * (names != list(PARTS)), "-m", model, "--prompt", prompt]
