@@ -1,16 +1,11 @@
 #!/bin/sh
 # Try the project on ARM, in an arm64 Debian under qemu: compile the extension, test every part and let it write a
 # text, and run the tests of attention and of the engines. It takes half an hour.
-# usage: scripts/try-arm.sh [FOLDER] [-- PYTEST OPTION...]     as root on Debian on x86-64
-# FOLDER keeps the system, some 2 GB, for the next call; without it a temporary folder is used. SUITE and MIRROR name
-# another Debian, TORCH another version of PyTorch. The default is the last one whose ARM wheel on PyPI is for the CPU
-# alone: later ones bring gigabytes of CUDA. For those, PIP_EXTRA_INDEX_URL can name PyTorch's index of CPU wheels.
+# usage: scripts/try-arm.sh FOLDER [PYTEST OPTION...]     as root on Debian on x86-64
+# FOLDER keeps the system, some 2 GB, for the next call. SUITE and MIRROR name another Debian, TORCH another version of
+# PyTorch. The default is the last one whose ARM wheel on PyPI is for the CPU alone: later ones bring gigabytes of CUDA.
+# For those, PIP_EXTRA_INDEX_URL can name PyTorch's index of CPU wheels.
 set -eu
-
-usage() {
-    echo "usage: scripts/try-arm.sh [FOLDER] [-- PYTEST OPTION...], as root on Debian on x86-64" >&2
-    exit 2
-}
 
 # The processor that qemu imitates: /proc/cpuinfo would still be this machine's, and -mcpu=native reads it.
 PROCESSOR=neoverse-n1
@@ -47,23 +42,12 @@ arm() {
         sh -c 'cd /project && exec "$@"' sh "$@"
 }
 
-# Run a step and keep whether it passed.
+# Run a command in the arm64 system and keep whether it passed.
 step() {
-    name=$1
-    shift
-    echo "== $name"
+    echo "== $*"
     start=$(date +%s)
-    if "$@"; then verdict=passed; else verdict=FAILED; fi
-    echo "$verdict: $name ($(($(date +%s) - start)) s)" | tee -a "$folder/results"
-}
-
-agrees() {
-    arm python gpt.py "$1" -N 128 -br 32 -bc 32 > "$folder/$1" && grep "^manual attention" "$folder/$1"
-}
-
-writes() {
-    arm python gpt.py "$1" --inference -m shakes256 --num-samples 1 --max-new-tokens 100 > "$folder/$1" &&
-        cmp "$folder/part0" "$folder/$1" && { [ "$1" != part4 ] || cat "$folder/$1"; }
+    if arm "$@"; then verdict=passed; else verdict=FAILED; fi
+    echo "$verdict: $* ($(($(date +%s) - start)) s)" | tee -a "$folder/results"
 }
 
 # Everything that needs mounts. The mounts and all processes end with this process's namespaces.
@@ -95,16 +79,13 @@ inside() {
 
     : > "$folder/results"
     arm sh -c 'uname -m; g++ --version | head -n 1; python --version'
-    step "compiling the extension" arm python -c 'from attention_ext import extension; print(extension.describe())'
-    step "gpt.py doctor" arm python gpt.py doctor
-    parts=$(arm python -c 'from attention_ext import PARTS; print(*PARTS)')
-    for part in $parts; do
-        step "$part agrees with PyTorch" agrees "$part"
+    step python gpt.py doctor  # compiles
+    for part in $(arm python -c 'from attention_ext import PARTS; print(*PARTS)'); do
+        step python gpt.py "$part" -N 128 -br 32 -bc 32
+        text="--inference -m shakes256 --num-samples 1 --max-new-tokens 100"
+        step sh -c "python gpt.py $part $text > /tmp/$part && cat /tmp/$part && cmp /tmp/part0 /tmp/$part"
     done
-    for part in $parts; do
-        step "$part writes part0's text" writes "$part"
-    done
-    step "the tests" arm python -m pytest -q -p no:cacheprovider tests/attention_ext tests/generation/test_engine.py "$@"
+    step python -m pytest -q -p no:cacheprovider tests/attention_ext tests/generation/test_engine.py "$@"
     echo "== $(arm python -c 'import platform, torch; print("torch", torch.__version__, platform.machine())'), in sum:"
     cat "$folder/results"
     ! grep -q FAILED "$folder/results"
@@ -117,21 +98,13 @@ if [ "${1:-}" = --inside ]; then  # the call below
     exit
 fi
 
-folder=
-if [ $# -gt 0 ] && [ "$1" != -- ]; then
-    folder=$1
-    shift
+if [ $# -eq 0 ] || [ "$(id -u)" != 0 ] || [ "$(uname -m)" != x86_64 ]; then
+    sed -n '4s/^# //p' "$0" >&2
+    exit 2
 fi
-[ $# -eq 0 ] || [ "$1" = -- ] || usage
-[ $# -eq 0 ] || shift
-[ "$(id -u)" = 0 ] && [ "$(uname -m)" = x86_64 ] || usage
-if [ -z "$folder" ]; then
-    folder=$(mktemp -d)
-    trap 'rm -rf --one-file-system "$folder"' EXIT
-    trap 'exit 130' INT TERM
-fi
-mkdir -p "$folder"
-folder=$(realpath "$folder")
+mkdir -p "$1"
+folder=$(realpath "$1")
+shift
 cd "$(dirname "$0")/.."
 if [ ! -e "$folder/tools" ]; then
     mkdir -p "$folder/packages"

@@ -7,16 +7,6 @@
 set -eu
 cd "$(dirname "$0")/.."
 
-# an environment, and what is installed into it
-clients="
-openai openai==3.51.0
-litellm litellm==1.106.2
-langchain langchain-openai==1.7.3
-llm llm==0.36
-schemathesis schemathesis==4.32.5
-"
-node_clients="openai@7.55.0"
-
 PYTHON=${PYTHON:-.venv/bin/python}
 "$PYTHON" -c 'import starlette, uvicorn' || { echo "$PYTHON has no starlette: pip install -e '.[serve]'" >&2; exit 2; }
 if [ -z "${WORK:-}" ]; then
@@ -33,22 +23,18 @@ if ! "$PYTHON" -m pip download -q --no-deps -d "$WORK/probe" openai==3.51.0 > "$
     exit 0
 fi
 
-echo "$clients" | while read -r name packages; do
-    [ -n "$name" ] || continue
-    stamp="$WORK/$name/installed: $packages"
-    [ -e "$stamp" ] && continue
-    echo "+ $name: pip install $packages"
-    rm -rf "${WORK:?}/$name"
-    "$PYTHON" -m venv "$WORK/$name"
-    # shellcheck disable=SC2086  # several packages
-    "$WORK/$name/bin/pip" install -q $packages
-    : > "$stamp"
-done
+while read -r name package; do
+    [ -x "$WORK/$name/bin/pip" ] || "$PYTHON" -m venv "$WORK/$name"
+    "$WORK/$name/bin/pip" install -q "$package"
+done <<END
+openai openai==3.51.0
+litellm litellm==1.106.2
+langchain langchain-openai==1.7.3
+llm llm==0.36
+schemathesis schemathesis==4.32.5
+END
 if command -v npm > /dev/null; then
-    echo "+ node: npm install $node_clients"
-    mkdir -p "$WORK/node"
-    # shellcheck disable=SC2086
-    (cd "$WORK/node" && npm install --silent --no-audit --no-fund --ignore-scripts --prefix . $node_clients)
+    npm install --silent --no-audit --no-fund --ignore-scripts --prefix "$WORK/node" openai@7.55.0
 else
     echo "npm is missing: its client is skipped"
 fi
