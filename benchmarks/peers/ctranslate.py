@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.peers import Peer, bias_or_zeros, named_weights
+from benchmarks.peers import Peer
+from benchmarks.peers.pytorch import gpt2
 from model.gpt import GPT
 
 
@@ -20,7 +21,7 @@ class CTranslate2(Peer):
     Token i is named "i".
     """
 
-    packages = ("ctranslate2",)
+    packages = ("ctranslate2", "transformers")
     precision = "float32"
 
     def __init__(self, model: GPT, threads: int) -> None:
@@ -28,7 +29,6 @@ class CTranslate2(Peer):
 
         rounded = "" if self.precision == "float32" else f", {self.precision}"
         self.name = f"CTranslate2 {ctranslate2.__version__}{rounded}"
-        self.ctranslate2 = ctranslate2
         with tempfile.TemporaryDirectory() as directory:
             spec = self.specification(model)
             spec.validate()
@@ -43,34 +43,14 @@ class CTranslate2(Peer):
             )
 
     def specification(self, model: GPT) -> Any:
-        """The library's description of a pre-norm decoder, filled with the weights."""
-        specs, weights = self.ctranslate2.specs, named_weights(model)
-        spec = specs.TransformerDecoderModelSpec.from_config(
-            model.config.n_layer, model.config.n_head, activation=specs.Activation.GELU
-        )
+        """The library's description of transformers' model, without the biases that the checkpoint lacks."""
+        from ctranslate2.converters import transformers
+        from ctranslate2.specs.model_spec import OPTIONAL
 
-        def linear(target: Any, layer: str) -> None:
-            target.weight = weights[f"{layer}.weight"].numpy()
-            if f"{layer}.bias" in weights:
-                target.bias = weights[f"{layer}.bias"].numpy()
-
-        def norm(target: Any, layer: str) -> None:
-            target.gamma = weights[f"{layer}.weight"].numpy()
-            target.beta = bias_or_zeros(weights, layer).numpy()
-
-        decoder = spec.decoder
-        decoder.scale_embeddings = False
-        decoder.embeddings.weight = weights["wte.weight"].numpy()
-        decoder.position_encodings.encodings = weights["wpe.weight"].numpy()
-        decoder.projection.weight = weights["wte.weight"].numpy()
-        norm(decoder.layer_norm, "ln_f")
-        for i, layer in enumerate(decoder.layer):
-            norm(layer.self_attention.layer_norm, f"h.{i}.ln_1")
-            linear(layer.self_attention.linear[0], f"h.{i}.attn.c_attn")
-            linear(layer.self_attention.linear[1], f"h.{i}.attn.c_proj")
-            norm(layer.ffn.layer_norm, f"h.{i}.ln_2")
-            linear(layer.ffn.linear_0, f"h.{i}.mlp.c_fc")
-            linear(layer.ffn.linear_1, f"h.{i}.mlp.c_proj")
+        spec = transformers.GPT2Loader().get_model_spec(gpt2(model))
+        for layer in spec.decoder.layer if not model.config.bias else ():
+            for linear in (*layer.self_attention.linear, layer.ffn.linear_0, layer.ffn.linear_1):
+                linear.bias = OPTIONAL
         spec.register_vocabulary([str(token) for token in range(model.config.vocab_size)])
         spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = "0"
         return spec

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -117,29 +119,7 @@ class Transformers(Peer):
 
         self.name = f"transformers {transformers.__version__}"
         torch.set_num_threads(threads)
-        c = model.config
-        config = transformers.GPT2Config(
-            vocab_size=c.vocab_size,
-            n_positions=c.block_size,
-            n_embd=c.n_embd,
-            n_layer=c.n_layer,
-            n_head=c.n_head,
-            activation_function="gelu",
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
-        self.gpt = transformers.GPT2LMHeadModel(config).eval()
-        weights = named_weights(model)
-        layers = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
-        state = {f"transformer.{name}": tensor for name, tensor in weights.items()}
-        for layer in layers:
-            if ".c_" in layer:
-                state[f"transformer.{layer}.weight"] = weights[f"{layer}.weight"].T
-            if "wte" not in layer and "wpe" not in layer:
-                state[f"transformer.{layer}.bias"] = bias_or_zeros(weights, layer)
-        state["lm_head.weight"] = weights["wte.weight"]
-        self.gpt.load_state_dict(state)
+        self.gpt = gpt2(model)
 
     @torch.inference_mode()
     def logits(self, ids: list[int]) -> Tensor:
@@ -153,3 +133,33 @@ class Transformers(Peer):
             ids, attention_mask=mask, max_new_tokens=count, do_sample=False, use_cache=True
         )
         return out[:, -count:].tolist()
+
+
+def gpt2(model: GPT) -> Any:
+    """The weights as transformers' GPT2LMHeadModel; biases that they lack are 0."""
+    import transformers
+
+    c = model.config
+    config = transformers.GPT2Config(
+        vocab_size=c.vocab_size,
+        n_positions=c.block_size,
+        n_embd=c.n_embd,
+        n_layer=c.n_layer,
+        n_head=c.n_head,
+        activation_function="gelu",
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    gpt = transformers.GPT2LMHeadModel(config).eval()
+    weights = named_weights(model)
+    layers = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
+    state = {f"transformer.{name}": tensor for name, tensor in weights.items()}
+    for layer in layers:
+        if ".c_" in layer:
+            state[f"transformer.{layer}.weight"] = weights[f"{layer}.weight"].T
+        if "wte" not in layer and "wpe" not in layer:
+            state[f"transformer.{layer}.bias"] = bias_or_zeros(weights, layer)
+    state["lm_head.weight"] = weights["wte.weight"]
+    gpt.load_state_dict(state)
+    return gpt
