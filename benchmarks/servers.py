@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,13 +13,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from app.cli.options import all_of, option, whole
 from model import load
 
+OWN, LLAMA = "gpt.py serve", "llama-server"
 PROMPT = "ROMEO:"
 CORES = sorted(os.sched_getaffinity(0))
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,13 +40,7 @@ options = all_of(
 )
 
 
-def own_command(model: str, port: int, streams: int, folder: Path) -> Sequence[str]:
-    """gpt.py serve."""
-    gpt = [sys.executable, str(ROOT / "gpt.py"), "serve", "-m", model, "--port", str(port)]
-    return [*gpt, "--slots", str(streams), "--threads", "1"]
-
-
-def llama_command(model: str, port: int, streams: int, folder: Path) -> Sequence[str]:
+def llama_command(model: str, port: int, streams: int, folder: Path) -> list[str]:
     """llama.cpp's llama-server with the same weights in F32, and its continuous batching.
 
     The cache is F32, and flash attention is off, which is faster here (see benchmarks.peers). Its only
@@ -58,16 +52,11 @@ def llama_command(model: str, port: int, streams: int, folder: Path) -> Sequence
     tokenizer = checkpoint.tokenizer
     tokens = [tokenizer.decoder().feed(token) for token in range(checkpoint.model.config.vocab_size)]
     write_gguf(file, checkpoint.model, tokens=tokens)
-    command = [shutil.which("llama-server") or "llama-server", "--model", str(file), "--port", str(port)]
+    command = [LLAMA, "--model", str(file), "--port", str(port)]
     command += ["--parallel", str(streams), "--ctx-size", str(streams * checkpoint.model.config.block_size)]
     command += ["--cont-batching", "--threads", "1", "--threads-batch", "1", "--log-disable"]
     command += ["--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off"]
     return [*command, "--samplers", "temperature", "--temp", "1"]
-
-
-# Each gives its command line from (model, port, streams, folder), and may write files into the folder.
-OWN, LLAMA = "gpt.py serve", "llama-server"
-SERVERS: dict[str, Callable[[str, int, int, Path], Sequence[str]]] = {OWN: own_command, LLAMA: llama_command}
 
 
 class Process:
@@ -143,10 +132,13 @@ def cpu_seconds(session: int) -> float:
 
 
 def start(name: str, model: str, streams: int, core: int, folder: Path) -> Process:
-    """Start a server at a free port; wait until it answers."""
+    """Start OWN or LLAMA at a free port, with its files in the folder; wait until it answers."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
-    return Process(SERVERS[name](model, port, streams, folder), core, port=port)
+    own = [sys.executable, str(ROOT / "gpt.py"), "serve", "-m", model, "--port", str(port), "--threads", "1"]
+    own += ["--slots", str(streams)]
+    command = own if name == OWN else llama_command(model, port, streams, folder)
+    return Process(command, core, port=port)
 
 
 @dataclass
