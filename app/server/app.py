@@ -23,7 +23,6 @@ from app.server.scheduler import RETRY, Metrics, Scheduler
 from app.server.security import secured
 from attention_ext import PARTS
 from model.checkpoint import Checkpoint
-from web import build
 
 ABORT = "abort"  # key of a function in a scope's state: it closes the connection and drops its buffer
 SLICE_BYTES = 65_536  # bytes of a body that are sent before waiting for the reader
@@ -49,7 +48,7 @@ class Application:
         self.draining = False
         self.created = int(time.time())
         page = settings.page
-        site = pages.Site(page) if page and build.is_whole(page) else None
+        site = pages.Site(page, settings.most_tokens) if page and page.is_dir() else None
         routes = [
             Route("/", site.index if site else self.status_page),
             Route("/status", self.status_page),

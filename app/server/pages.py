@@ -15,7 +15,7 @@ from starlette.types import Scope
 from attention_ext import PARTS, __version__
 from model.checkpoint import Checkpoint
 
-HINT = '<meta name="server" content="/v1">\n</head>'
+HINT = '<meta name="server" content="/v1" data-most-tokens="{}">\n</head>'
 COMMON = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 SITE_HEADERS = COMMON | {
     "cache-control": "no-cache",  # the page may be built again
@@ -79,14 +79,14 @@ def status(checkpoints: Mapping[str, Checkpoint], part: str, status: str, addres
 class Site(StaticFiles):
     """The files of a page that `gpt.py web --build` has made in a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, most_tokens: int) -> None:
         super().__init__(directory=folder)
-        self.folder = folder
+        self.folder, self.most_tokens = folder, most_tokens
 
     async def index(self, request: Request) -> Response:
         """The page with a hint that it may ask the server to write."""
         html = (self.folder / "index.html").read_text(encoding="utf-8")
-        return HTMLResponse(html.replace("</head>", HINT, 1), headers=SITE_HEADERS)
+        return HTMLResponse(html.replace("</head>", HINT.format(self.most_tokens), 1), headers=SITE_HEADERS)
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         if scope["method"] not in ("GET", "HEAD"):

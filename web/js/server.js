@@ -1,15 +1,14 @@
 // A text by `gpt.py serve`, if the page comes from there.
 import { sampling } from "./state.js";
 
-const MOST = 65536; // characters of an endless text: the server's limit
-
-// The server's models, or null if the page does not come from such a server.
+// The server {api: its address, models, most: tokens of a text}, or null if the page does not come from such a server.
 export async function openServer() {
   const meta = document.querySelector('meta[name="server"]');
   if (!meta) return null;
   const answer = await fetch(`${meta.content}/models`);
   if (!answer.ok) throw new Error(`the server's models cannot be read (${answer.status})`);
-  return { api: meta.content, models: (await answer.json()).data.map((model) => model.id) };
+  const models = (await answer.json()).data.map((model) => model.id);
+  return { api: meta.content, models, most: Number(meta.dataset.mostTokens) };
 }
 
 // A source of Writing in text.js, without logits.
@@ -30,7 +29,7 @@ export class Server {
       model,
       prompt: prompt || "\n",
       seed: "SEED",
-      max_tokens: endless ? MOST : length,
+      max_tokens: endless ? this.server.most : length,
       context: endless ? "reset" : context,
       ...sampling(choices),
       ...(stop && { stop }),

@@ -6,7 +6,6 @@ import pytest
 from serving import MODEL, serving
 
 from app.server import Settings
-from web import build
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +15,6 @@ def folder(tmp_path_factory):
     (made / "js").mkdir()
     (made / "index.html").write_text("<head>\n<title>A page</title>\n</head>")
     (made / "js" / "main.js").write_text("// code")
-    build.write_stamp(made, "of some sources")
     (made.parent / "secret").write_text("not the page's")
     return made
 
@@ -31,7 +29,9 @@ def paged(folder, extension):
 def test_the_page_knows_its_server(paged):
     page = paged.get("/")
     assert (
-        page.status == 200 and b'<meta name="server" content="/v1">' in page.data and b"A page" in page.data
+        page.status == 200
+        and b'<meta name="server" content="/v1" data-most-tokens="65536">' in page.data
+        and b"A page" in page.data
     )
     assert page.headers["content-security-policy"] == "frame-ancestors 'none'"
     assert MODEL in paged.get("/status").data.decode()
