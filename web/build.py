@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import importlib.util
 import json
@@ -33,49 +34,52 @@ MODEL = "shakes256"  # the page begins with it, and with the first of the precis
 PRECISIONS = {"bf16": "bf16, smaller", "fp32": "fp32, exact"}  # how the page names them
 EMBEDDED = (MODEL, "shakes1024")  # in the one file; the race needs the long window
 WEIGHTS = ".planes.gz"  # how the names of weights end
-STAMP = "shakespeare-page.json"  # in the page's folder: see stamp()
+STAMP = "shakespeare-page.json"  # names the files of a page in its folder
 MAKER = "gpt.py web --build"  # in the stamp
 NO_ZIG = "the page's kernels are compiled by ziglang, which is missing here: pip install ziglang"
 
 
-def default_folder() -> Path:
-    """The page's folder in the build cache. Raises BuildError without a home directory."""
-    return cache.directory() / "attention_ext_page"
+def path() -> Path:
+    """The folder of the page of these sources in the build cache, before and after it is made.
 
-
-def make(folder: Path) -> bool:
-    """Make the page in a folder, unless it is there and up to date; whether it was made.
-
-    The page is made beside the folder and renamed, so the folder holds a whole page or none.
-    Raises BuildError if the kernels cannot be compiled, ValueError if the folder holds other files.
+    Raises BuildError without a home directory.
     """
-    folder, hashed = cache.real(folder), fingerprint()
-    if is_whole(folder, hashed):
-        return False
+    return cache.real(cache.directory()) / f"attention_ext_page_{fingerprint()}" / "page"
+
+
+def make() -> Path:
+    """The page's folder in the build cache, made if need be. Raises BuildError, as cache.make() does."""
+    made = path()
+    for name in () if made.exists() else BUILDS:
+        compiled(name)  # its errors come first
+    cache.make(made, "the page", write_page)
+    return made
+
+
+def put(folder: Path) -> None:
+    """Put the page into a folder, in place of one that was put there before.
+
+    It is copied beside the folder and renamed, so the folder holds a whole page or none. Raises BuildError as
+    make() does, ValueError if the folder holds other files.
+    """
+    folder = cache.real(folder)
     check_replaceable(folder)
-    kernels = {f"kernels-{name}.wasm.gz": compiled(name) for name in BUILDS}
+    page = make()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with cache.locked(cache.real(cache.directory()) / "attention_ext_page.lock"):
-        if is_whole(folder, hashed):  # another process made it while this one waited
-            return False
-        unfinished = f".{folder.name}-{STAMP}-"
-        for left in folder.parent.glob(f"{unfinished}*"):  # of a build that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=unfinished) as work:
-            made = Path(work) / "made"
-            write_page(made, kernels, hashed)
-            check_replaceable(folder)
-            if folder.exists():
-                folder.rename(Path(work) / "replaced")
-            made.rename(folder)
-    return True
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as work:
+        made = Path(shutil.copytree(page, Path(work) / "made"))
+        check_replaceable(folder)
+        if folder.exists():
+            folder.rename(Path(work) / "replaced")
+        made.rename(folder)
 
 
-def write_page(folder: Path, kernels: dict[str, Path], hashed: str) -> None:
-    """Write all files of the page into a new folder, and the stamp that names them."""
+def write_page(work: Path) -> Path:
+    """Write all files of the page into the new folder work/page, and the stamp that names them."""
+    folder = work / "page"
     write_scripts(folder / "js")
-    for name, path in kernels.items():
-        (folder / name).write_bytes(packed(path.read_bytes()))
+    for name in BUILDS:
+        (folder / f"kernels-{name}.wasm.gz").write_bytes(packed(compiled(name).read_bytes()))
     for name in STATIC:
         shutil.copyfile(WEB / name, folder / name)
     write_text(folder / "sources.json", json.dumps(sources()))
@@ -83,11 +87,12 @@ def write_page(folder: Path, kernels: dict[str, Path], hashed: str) -> None:
     write_text(folder / "index.html", hinted((WEB / "index.html").read_text(encoding="utf-8"), folder))
     weights = [name for name in files(folder) if name.endswith(WEIGHTS)]
     kept = [name for name in files(folder) if name not in ("sw.js", *weights)]
-    worker = (folder / "sw.js").read_text(encoding="utf-8").replace("VERSION", hashed)
+    worker = (folder / "sw.js").read_text(encoding="utf-8").replace("VERSION", fingerprint())
     worker = worker.replace('"FILES"', json.dumps(kept)).replace('"WEIGHTS"', json.dumps(weights))
     write_text(folder / "sw.js", worker)
     write_text(folder / "shakespeare.html", bundle.one_file(folder, WEB, EMBEDDED))
-    write_stamp(folder, hashed)
+    write_stamp(folder)
+    return folder
 
 
 def write_scripts(folder: Path) -> None:
@@ -114,37 +119,18 @@ def facts() -> str:
     return "".join(f"export const {name} = {json.dumps(table)};\n" for name, table in tables.items())
 
 
-def write_stamp(folder: Path, hashed: str) -> None:
-    """Write the stamp of a page whose other files are all there."""
-    about = {"made by": MAKER, "hash": hashed, "bytes": files(folder)}
-    write_text(folder / STAMP, json.dumps(about, indent=1))
-
-
-def files(folder: Path) -> dict[str, int]:
-    """The bytes of each file of a folder, by its path inside."""
-    found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
+def files(folder: Path) -> list[str]:
+    """The paths of all files of a folder inside it."""
+    return [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
 def write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", newline="\n")
 
 
-def stamp(folder: Path) -> dict | None:
-    """A page's stamp: "hash" of all that decides its files, "bytes" of each file. None without one."""
-    try:
-        found = json.loads((folder / STAMP).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) and found.get("made by") == MAKER else None
-
-
-def is_whole(folder: Path, hashed: str | None = None) -> bool:
-    """Whether a folder holds a page with all its files; of the sources with this hash, if one is given."""
-    found = stamp(folder)
-    if found is None or hashed not in (None, found["hash"]):
-        return False
-    return found["bytes"].items() <= files(folder).items()
+def write_stamp(folder: Path) -> None:
+    """Write the stamp of a page whose other files are all there."""
+    write_text(folder / STAMP, json.dumps({"made by": MAKER, "files": files(folder)}, indent=1))
 
 
 def check_replaceable(folder: Path) -> None:
@@ -154,8 +140,10 @@ def check_replaceable(folder: Path) -> None:
     remedy = "choose another one, or remove it yourself"
     if not folder.is_dir():
         raise ValueError(f"folder is {folder}, a file; {remedy}")
-    found = stamp(folder)
-    own = {STAMP, *found["bytes"]} if found else set()
+    own: set[str] = set()
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it has no stamp of a build
+        stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
+        own = {STAMP, *stamp["files"]} if stamp["made by"] == MAKER else own
     own |= {parent.as_posix() for name in own for parent in Path(name).parents}
     other = next((path for path in folder.rglob("*") if path.relative_to(folder).as_posix() not in own), None)
     if other:

@@ -110,7 +110,7 @@ def serve(
         api_keys=keys,
         origins=origins,
         hosts=hosts,
-        page=build.default_folder(),
+        page=build.path(),
         **asked,
     )
     try:

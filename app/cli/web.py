@@ -18,8 +18,9 @@ def web(port: int, out: Path | None, only_build: bool) -> None:
     """Show a web page that writes, races and explains in your browser. Its files are made on first use."""
     from web import build, serve
 
-    folder = out or build.default_folder()
-    build.make(folder)
+    if out:
+        build.put(out)
+    folder = out or build.make()
     if only_build:
         click.echo(f"{folder}: open {folder / 'shakespeare.html'}, or publish the folder")
         return

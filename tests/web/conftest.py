@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from node_process import WEB_TESTS, Node
 
+from attention_ext.build import cache
 from web import build
 
 BROWSERS = {"chromium": ("CHROMIUM", ("chromium",)), "firefox": ("FIREFOX", ("firefox-esr", "firefox"))}
@@ -53,8 +54,8 @@ def wasm(request: pytest.FixtureRequest) -> Iterator[None]:
 def page_folder(wasm: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page's files, made by one of the workers for all."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "page"
-    build.make(folder)
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made" / "page"
+    cache.make(folder, "the page", build.write_page)
     return folder
 
 

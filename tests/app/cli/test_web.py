@@ -15,14 +15,18 @@ from web import build, serve
 @pytest.fixture
 def made(monkeypatch, tmp_path):
     """A page of one file, as if it had been made before."""
-    (tmp_path / "page").mkdir()
-    (tmp_path / "page" / "index.html").write_text("a page")
-    build.write_stamp(tmp_path / "page", build.fingerprint())
-    return tmp_path / "page"
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    folder = build.path()
+    folder.mkdir(parents=True)
+    for each in (*folder.parents[:2], folder):
+        each.chmod(0o700)
+    (folder / "index.html").write_text("a page")
+    build.write_stamp(folder)
+    return folder
 
 
-def test_it_serves_the_folder_until_it_is_stopped(process, made):
-    shown = process("web", "--port", 0, "--out", made)
+def test_it_serves_the_page_until_it_is_stopped(process, made):
+    shown = process("web", "--port", 0)
     port = int(re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\n", shown.stdout.readline())[1])
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     for path, status in (("/", 200), ("/index.html", 200), ("/../../etc/passwd", 404), ("/nothing", 404)):
@@ -36,13 +40,12 @@ def test_it_serves_the_folder_until_it_is_stopped(process, made):
 
 def test_a_port_that_is_taken_is_one_line(failed, made):
     with serve.server(made, 0) as server:
-        assert "Address already in use" in failed("web", "--port", server.server_address[1], "--out", made)
+        assert "Address already in use" in failed("web", "--port", server.server_address[1])
 
 
 @pytest.mark.parametrize("other", ["stamp", "folder/thesis.txt", "js/mine.js", "empty/", "link"])
 def test_what_no_build_wrote_is_never_replaced(failed, made, tmp_path, other):
-    """A page that is out of date is no exception, and neither is a file that looks like a stamp."""
-    build.write_stamp(made, "of older sources")
+    """The folder of a page is no exception, and neither is a file that looks like a stamp."""
     for folder in (made, tmp_path / "own"):
         mine = folder / other
         mine.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +58,7 @@ def test_what_no_build_wrote_is_never_replaced(failed, made, tmp_path, other):
         said = failed("web", "--build", "--out", folder)
         assert f"but it has {other.split('/')[0]}" in said and "remove it yourself" in said
         assert mine.exists() and list(tmp_path.iterdir())
-    no_stamp_of_a_build = '{"bytes": {"stamp": 4, "link": 0}}'
+    no_stamp_of_a_build = '{"files": ["stamp", "link"]}'
     (tmp_path / "own" / build.STAMP).write_text(no_stamp_of_a_build)
     assert "but it has " in failed("web", "--build", "--out", tmp_path / "own")
 
