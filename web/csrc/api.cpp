@@ -1,9 +1,7 @@
 // The decoder for a page: JavaScript fills in a checkpoint's tensors, opens a decoder and writes with it.
 //
-// The page has checked all arguments: every tensor's size, every token, every setting. Pointers are addresses
-// in WebAssembly's memory. The page closes what it opens. After refuse() it drops the whole instance.
-#include "api.h"
-
+// Pointers are addresses in WebAssembly's memory. The page closes what it opens. After refuse() it drops the
+// whole instance.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -12,10 +10,10 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint.h"
 #include "cpu/sizes.h"
 #include "generation/csrc/decoder.h"
 #include "generation/csrc/uniforms.h"
+#include "page.h"
 #include "simd/simd.h"
 #include "threads.h"
 
@@ -71,12 +69,15 @@ Writer* open_decoder(const Checkpoint* checkpoint, int32_t precision, int32_t pa
 
 EXPORT(close_decoder) void close_decoder(Writer* writer) { delete writer; }
 
-// The names of SAMPLING_NUMBERS, each followed by a line end.
-EXPORT(sampling_names) const char* sampling_names() {
-    static std::string names;
-    names.clear();
-    Sampling().each([](const char* name, double) { names += std::string(name) + '\n'; });
-    return names.c_str();
+// The names of the operators of PARTS, each followed by a line end, and after an empty line those of
+// SAMPLING_NUMBERS.
+EXPORT(names) const char* names() {
+    static std::string lines;
+    lines.clear();
+    for (const Part& part : PARTS) lines += std::string(part.name) + '\n';
+    lines += '\n';
+    Sampling().each([](const char* name, double) { lines += std::string(name) + '\n'; });
+    return lines.c_str();
 }
 
 // Begins a text. sampling: as sampling_of() takes it.
@@ -115,14 +116,6 @@ void distribution(const float* logits, int32_t V, const int32_t* ids, int32_t co
     weigh(logits, text, sampling_of(sampling), weight);
     const double total = std::accumulate(weight.begin(), weight.end(), 0.0);
     std::transform(weight.begin(), weight.end(), to, [&](double w) { return w / total; });
-}
-
-// The names of the operators of PARTS, each followed by a line end.
-EXPORT(part_names) const char* part_names() {
-    static std::string names;
-    names.clear();
-    for (const Part& part : PARTS) names += std::string(part.name) + '\n';
-    return names.c_str();
 }
 
 // The sizes that the kernels are compiled with, as lab/traffic.py names them.

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "api.h"
+#include "page.h"
 #include "parts.h"
 #include "tools/limits.h"
 

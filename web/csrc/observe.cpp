@@ -5,10 +5,9 @@
 #include <cmath>
 #include <vector>
 
-#include "api.h"
-#include "checkpoint.h"
 #include "generation/csrc/team.h"
 #include "model/csrc/block.h"
+#include "page.h"
 #include "parts.h"
 #include "scratch.h"
 
@@ -25,27 +24,11 @@ struct Observation {
     const float* head(int64_t layer, int64_t h, int64_t which) const {
         return qkv[layer] + h * width + which * d;
     }
+    Matrices matrix(int64_t layer, int64_t h, int64_t which) const {
+        return {head(layer, h, which), 0, 0, ldQ, 1};
+    }
     float scale() const { return static_cast<float>(1 / std::sqrt(static_cast<double>(d))); }
 };
-
-// A (T, H d) <- attention of all heads
-void attend(const Observation& o, int64_t layer, simd::Matrix A) {
-    const int64_t T = o.T, d = o.d;
-    Attention a{};
-    a.B = 1, a.H = 1, a.Nq = a.Nk = T, a.d = d;
-    a.causal = true, a.scale = o.scale();
-    a.Br = std::min(BR, T), a.Bc = std::min(BC, T);
-    a.threads = 1;
-    const Buffer out(T * d), scratch(FLASH.scratch(a));
-    a.out = out;
-    for (int64_t h = 0; h < o.H; h++) {
-        a.q = {o.head(layer, h, 0), 0, 0, o.ldQ, 1};
-        a.k = {o.head(layer, h, 1), 0, 0, o.ldQ, 1};
-        a.v = {o.head(layer, h, 2), 0, 0, o.ldQ, 1};
-        FLASH.attention(a, scratch);
-        for (int64_t t = 0; t < T; t++) std::copy_n(out + t * d, d, A.data + t * A.ld + h * d);
-    }
-}
 
 }  // namespace
 
@@ -71,14 +54,25 @@ Observation* observe(const Checkpoint* checkpoint, int32_t precision, const int3
     const Buffer memory(lay_out(Scratch()));
     lay_out(Scratch(memory));
     for (int64_t t = 0; t < T; t++) weights.embed(rows.from(t, 1).X.data, ids[t], t);
+    Attention a{};
+    a.B = 1, a.H = 1, a.Nq = a.Nk = T, a.d = o->d;
+    a.causal = true, a.scale = o->scale();
+    a.Br = std::min(BR, T), a.Bc = std::min(BC, T);
+    a.threads = 1;
+    const Buffer out(T * o->d), scratch(FLASH.scratch(a));
+    a.out = out;
     Trace off(1);
     Member alone(off, 0);
     for (int64_t l = 0; l < s.n_layer; l++) {
         o->qkv.emplace_back(T * o->ldQ);
         rows.Q = {o->qkv[l], o->ldQ};
         Block<Member> block(rows, alone);
-        block.qkv(weights.layers[l], 0, [](int64_t, int64_t, int64_t) {});
-        attend(*o, l, rows.A);
+        block.qkv(weights.layers[l], 0, [&](int64_t h, int64_t, int64_t) {  // all rows: it is alone
+            a.q = o->matrix(l, h, 0), a.k = o->matrix(l, h, 1), a.v = o->matrix(l, h, 2);
+            FLASH.attention(a, scratch);
+            for (int64_t t = 0; t < T; t++)
+                std::copy_n(out + t * o->d, o->d, rows.A.data + t * rows.A.ld + h * o->d);
+        });
         block.rest(weights.layers[l]);
     }
     return o;

@@ -1,4 +1,5 @@
-// A checkpoint whose tensors the page has filled in. The page has checked their names and sizes.
+// How the page calls: functions exported by their names, with C's types and sizes in 32 bits. It has checked
+// the arguments, and a checkpoint's tensors, which it has filled in.
 #pragma once
 
 #include <map>
@@ -6,6 +7,8 @@
 
 #include "buffer.h"
 #include "generation/csrc/decoder.h"
+
+#define EXPORT(name) extern "C" __attribute__((export_name(#name)))
 
 struct Checkpoint {
     ModelShape shape;
