@@ -36,10 +36,10 @@ export class Kernels {
     });
     kernels.c = exports;
     exports._initialize();
-    const lines = (at) => kernels.string(at).match(/.+/g);
-    kernels.settings = lines(exports.sampling_names());
+    const [operators, settings] = kernels.string(exports.names()).split("\n\n");
+    kernels.settings = settings.match(/.+/g);
     // The rows of csrc/parts.h, whose operators are a name and an algorithm: part4_flash.
-    kernels.parts = lines(exports.part_names()).map((operator) => {
+    kernels.parts = operators.split("\n").map((operator) => {
       const [name, ...algorithm] = operator.split("_");
       return { name, algorithm: algorithm.join(" ") };
     });
@@ -77,19 +77,18 @@ export class Kernels {
     return result;
   }
 
-  // Calls use(address, ...) with copies of typed arrays.
-  withCopies([values, ...others], use) {
-    return this.with(values.byteLength, (at) => {
-      this.view(values.constructor, at, values.length).set(values);
-      return others.length ? this.withCopies(others, use.bind(null, at)) : use(at);
-    });
-  }
-
-  // The numbers that write(address) writes.
-  written(Type, count, write) {
-    return this.with(Type.BYTES_PER_ELEMENT * count, (at) => {
-      write(at);
-      return this.view(Type, at, count).slice();
+  // Calls a function of the kernels. It gets the address of a copy of each typed array, which then takes what the function
+  // wrote there.
+  call(name, ...given) {
+    const n = given.findIndex(ArrayBuffer.isView);
+    if (n < 0) return this.c[name](...given);
+    const array = given[n];
+    return this.with(array.byteLength, (at) => {
+      const copy = () => this.view(array.constructor, at, array.length);
+      copy().set(array);
+      const result = this.call(name, ...given.with(n, at));
+      array.set(copy());
+      return result;
     });
   }
 
@@ -98,8 +97,7 @@ export class Kernels {
     const { block_size, vocab_size, n_layer, n_head, n_embd } = config;
     const made = this.c.open_checkpoint(block_size, vocab_size, n_layer, n_head, n_embd);
     for (const [name, { data }] of tensors) {
-      const bytes = new TextEncoder().encode(`${name}\0`);
-      const at = this.withCopies([bytes], (text) => this.c.add_tensor(made, text, data.length));
+      const at = this.call("add_tensor", made, new TextEncoder().encode(`${name}\0`), data.length);
       this.view(Float32Array, at, data.length).set(data);
     }
     return made;

@@ -61,12 +61,10 @@ export class Session {
   distribution({ logits, ids, prompt, sampling }) {
     const { kernels } = this,
       row = Float32Array.from(logits),
-      copies = [row, Int32Array.from(ids), kernels.inOrder(sampling)];
-    return kernels.withCopies(copies, (at, seen, settings) =>
-      kernels.written(Float64Array, row.length, (to) =>
-        kernels.c.distribution(at, row.length, seen, ids.length, prompt, settings, to),
-      ),
-    );
+      text = Int32Array.from(ids),
+      made = new Float64Array(row.length);
+    kernels.call("distribution", row, row.length, text, text.length, prompt, kernels.inOrder(sampling), made);
+    return made;
   }
 
   // Reads a text of at most block_size tokens. Later calls refer to it by its name `of`; a name holds one text.
@@ -78,9 +76,7 @@ export class Session {
       T = ids.length;
     if (this.observations[of]) kernels.c.close_observation(this.observations[of].at);
     delete this.observations[of];
-    const at = kernels.withCopies([Int32Array.from(ids)], (list) =>
-      kernels.c.observe(this.handle, this.precision, list, T),
-    );
+    const at = kernels.call("observe", this.handle, this.precision, Int32Array.from(ids), T);
     this.observations[of] = { at, T, d: n_embd / heads };
     const maps = [];
     let telling = null,
@@ -99,17 +95,16 @@ export class Session {
   // Attention's weights (T, T) of a head: query by key.
   weights({ of = "text", layer, head }) {
     const { at, T } = this.observations[of],
-      { kernels } = this;
-    return kernels.written(Float32Array, T * T, (to) => kernels.c.observed_weights(at, layer, head, to));
+      P = new Float32Array(T * T);
+    this.kernels.call("observed_weights", at, layer, head, P);
+    return P;
   }
 
   // q, k and v (T, d) of a head.
   heads({ of = "text", layer, head }) {
     const { at, T, d } = this.observations[of],
-      { kernels } = this;
-    const [q, k, v] = [0, 1, 2].map((which) =>
-      kernels.written(Float32Array, T * d, (to) => kernels.c.observed(at, layer, head, which, to)),
-    );
+      [q, k, v] = [0, 1, 2].map(() => new Float32Array(T * d));
+    for (const [which, to] of [q, k, v].entries()) this.kernels.call("observed", at, layer, head, which, to);
     return { q, k, v, T, d };
   }
 

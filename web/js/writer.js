@@ -5,9 +5,7 @@ export class Writer {
   // useCache, capacity: tokens that the decoder holds, forced: Map from the number of a new token to its id}.
   constructor(kernels, decoder, vocabSize, request) {
     Object.assign(this, { kernels, decoder, vocabSize, request, capacity: request.capacity });
-    kernels.withCopies([kernels.inOrder(request.sampling)], (settings) =>
-      kernels.c.begin_text(decoder, BigInt(request.seed), settings),
-    );
+    kernels.call("begin_text", decoder, BigInt(request.seed), kernels.inOrder(request.sampling));
     this.last = request.ids.slice(-this.capacity); // the tokens that may be read again
     this.held = 0; // tokens in the decoder; 0 before the prompt is read
     this.written = 0;
@@ -27,9 +25,8 @@ export class Writer {
 
   // Reads the last tokens.
   load(count) {
-    const ids = Int32Array.from(this.last.slice(-count)),
-      continues = this.held > 0 ? 1 : 0;
-    this.kernels.withCopies([ids], (at) => this.kernels.c.prefill(this.decoder, at, ids.length, continues));
+    const ids = Int32Array.from(this.last.slice(-count));
+    this.kernels.call("prefill", this.decoder, ids, ids.length, this.held > 0 ? 1 : 0);
     this.held = ids.length;
   }
 
@@ -40,14 +37,11 @@ export class Writer {
     if (this.held === 0 || this.isFull || (!useCache && this.written > 0)) this.read();
     most = Math.min(most, useCache ? capacity + 1 - this.held : 1);
     for (let i = 0; i < most; i++) if (forced?.has(this.written + i)) most = i + 1;
-    const { tokens, logits } = kernels.with(4 * most * (1 + V), (at) => {
-      const rows = at + 4 * most,
-        count = kernels.c.write_tokens(this.decoder, most, at, rows);
-      return {
-        tokens: [...kernels.view(Int32Array, at, count)],
-        logits: kernels.view(Float32Array, rows, count * V).slice(),
-      };
-    });
+    const ids = new Int32Array(most),
+      rows = new Float32Array(most * V),
+      count = kernels.call("write_tokens", this.decoder, most, ids, rows),
+      tokens = [...ids.subarray(0, count)],
+      logits = rows.slice(0, count * V);
     this.written += tokens.length;
     this.held += tokens.length;
     const other = forced?.get(this.written - 1);
