@@ -147,6 +147,19 @@ class Page {
     }
   }
 
+  // Runs a measurement of a view. Its button rests meanwhile, and no text is written, which would slow it.
+  async measured(view, button, work) {
+    this.text?.halt();
+    button.disabled = true;
+    try {
+      await work();
+    } catch (error) {
+      this.problem(error);
+      say(`${view}-status`, "");
+    }
+    button.disabled = false;
+  }
+
   // A text is complete.
   written() {
     if (this.view !== "write") this.views[this.view].show?.();

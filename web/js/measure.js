@@ -18,8 +18,9 @@ const NEAR = 1.4; // bandwidths within this factor share a name
 
 export class MeasureView {
   constructor(page) {
-    this.page = page;
-    on("measure-go", "click", () => this.measure());
+    on("measure-go", "click", ({ target }) => {
+      if (page.engine) page.measured("measure", target, () => this.measure(page.engine));
+    });
     on("copy", "click", () => this.copy());
   }
 
@@ -27,39 +28,30 @@ export class MeasureView {
     if (!this.rows) this.draw(EMPTY_PEAK, [], []);
   }
 
-  async measure() {
-    const { engine } = this.page;
-    if (!engine) return;
-    $("measure-go").disabled = true;
-    this.page.text?.halt(); // it would slow the measurement
-    try {
-      say("measure-status", "Multiply-adds …");
-      const peak = await engine.call("peak", {}),
-        block = await engine.call("block"),
-        bandwidths = [],
-        points = [];
-      for (const size of BUFFERS) {
-        say("measure-status", `Reads from ${bytes(size)} …`);
-        bandwidths.push(await engine.call("bandwidth", { bytes: size }));
-      }
-      for (const { name: part } of engine.parts) {
-        say("measure-status", `${part} …`);
-        const { milliseconds, scratch } = await engine.call("attention", { part, N, heads: CALL.heads, d: CALL.d });
-        const counted = streams(part, CALL, block), // undefined for a part without counts
-          moved = counted && traffic(counted, L1),
-          speed = CALL.flops / (milliseconds / 1e3);
-        points.push({ part, milliseconds, speed, moved, scratch, intensity: CALL.flops / moved });
-      }
-      this.draw(peak, bandwidths, points);
-      this.table(peak, points);
-      $("copy").disabled = false;
-      const reads = BUFFERS.map((size, i) => `${brief(bandwidths[i] / 1e9)} GB/s from ${bytes(size)}`).join(", "),
-        sizes = `${CALL.heads} heads, N = ${number(N)}, d = ${CALL.d}, no mask`;
-      say("measure-status", `One worker: ${brief(peak / 1e9)} GFLOP/s of multiply-adds; reads of ${reads}. ${sizes}.`);
-    } catch (error) {
-      this.page.problem(error);
+  async measure(engine) {
+    say("measure-status", "Multiply-adds …");
+    const peak = await engine.call("peak", {}),
+      block = await engine.call("block"),
+      bandwidths = [],
+      points = [];
+    for (const size of BUFFERS) {
+      say("measure-status", `Reads from ${bytes(size)} …`);
+      bandwidths.push(await engine.call("bandwidth", { bytes: size }));
     }
-    $("measure-go").disabled = false;
+    for (const { name: part } of engine.parts) {
+      say("measure-status", `${part} …`);
+      const { milliseconds, scratch } = await engine.call("attention", { part, N, heads: CALL.heads, d: CALL.d });
+      const counted = streams(part, CALL, block), // undefined for a part without counts
+        moved = counted && traffic(counted, L1),
+        speed = CALL.flops / (milliseconds / 1e3);
+      points.push({ part, milliseconds, speed, moved, scratch, intensity: CALL.flops / moved });
+    }
+    this.draw(peak, bandwidths, points);
+    this.table(peak, points);
+    $("copy").disabled = false;
+    const reads = BUFFERS.map((size, i) => `${brief(bandwidths[i] / 1e9)} GB/s from ${bytes(size)}`).join(", "),
+      sizes = `${CALL.heads} heads, N = ${number(N)}, d = ${CALL.d}, no mask`;
+    say("measure-status", `One worker: ${brief(peak / 1e9)} GFLOP/s of multiply-adds; reads of ${reads}. ${sizes}.`);
   }
 
   table(peak, points) {

@@ -14,7 +14,7 @@ export class RaceView {
     this.page = page;
     on("race-form", "submit", (event) => {
       event.preventDefault();
-      this.start();
+      page.measured("race", event.submitter, () => this.run(page.choices.window, page.choices.count));
     });
   }
 
@@ -38,24 +38,8 @@ export class RaceView {
     this.cancelled = true;
   }
 
-  async start() {
-    const { window: size, count } = this.page.choices,
-      button = $("race-form").querySelector("button");
-    this.cancelled = false;
-    this.page.text?.halt(); // it would slow the parts
-    button.disabled = true;
-    try {
-      await this.run(size, count);
-      if (this.cancelled) say("race-status", "Stopped, because another view was shown.");
-    } catch (error) {
-      this.page.problem(error);
-      say("race-status", "");
-    }
-    button.disabled = false;
-  }
-
-  // Returns early if it is cancelled.
   async run(size, count) {
+    this.cancelled = false;
     say("race-status", `Loading ${MODEL} …`);
     this.engine ??= await this.page.models.engine(MODEL, "bf16", (share) => this.page.progress(share));
     this.page.progress(1);
@@ -68,12 +52,13 @@ export class RaceView {
     }
     const runs = {};
     for (const { name: part } of [...this.parts].reverse()) {
-      if (this.cancelled) return;
+      if (this.cancelled) break;
       say("race-status", `${part} writes ${count} characters, each after reading ${number(size)} again …`);
       runs[part] = await this.measure(part, past, count);
     }
     if (!this.cancelled) await this.replay(runs, count);
     if (!this.cancelled) await this.alone();
+    if (this.cancelled) say("race-status", "Stopped, because another view was shown.");
   }
 
   written(tokens) {

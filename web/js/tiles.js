@@ -50,22 +50,22 @@ export class TilesView extends Reading {
       this.showRow();
     });
     const go = (at) => {
-      this.pause();
-      this.move(at);
+      this.playing = false;
+      this.go(at);
     };
     on("tiles-at", "input", ({ target }) => go(Number(target.value)));
     on("tiles-back", "click", () => go(this.at - 1));
     on("tiles-on", "click", () => go(this.at + 1));
-    on("tiles-play", "click", () => (this.playing ? this.pause() : this.play()));
+    on("tiles-play", "click", () => (this.isPlaying ? (this.playing = false) : this.play()));
     addEventListener("resize", () => $("tiles").hidden || this.redraw());
   }
 
   hide() {
-    this.pause();
+    this.playing = false;
   }
 
   redraw() {
-    if (this.frames) this.go(this.at);
+    if (this.frames) this.go(this.at, false);
   }
 
   async read() {
@@ -123,8 +123,8 @@ export class TilesView extends Reading {
     $("row").max = N - 1;
     this.pinned &&= keep;
     $("tiles-at").max = this.frames.length - 1;
-    if (share === null) this.go(choices.frame);
-    else this.move(Math.round(share * this.frames.length));
+    if (share === null) this.go(choices.frame, false);
+    else this.go(Math.round(share * this.frames.length));
   }
 
   showCode() {
@@ -138,19 +138,10 @@ export class TilesView extends Reading {
     $("source").ariaLabel = name;
   }
 
-  // Goes to a chosen frame; a link shows it again.
-  move(at) {
-    this.page.choose({ frame: this.clip(at) });
-    this.go(at);
-  }
-
-  clip(at) {
-    return Math.max(0, Math.min(at, this.frames.length - 1));
-  }
-
-  // Shows a frame.
-  go(at) {
-    this.at = this.clip(at);
+  // Shows a frame. isChosen: a link shows it again.
+  go(at, isChosen = true) {
+    this.at = Math.max(0, Math.min(at, this.frames.length - 1));
+    if (isChosen) this.page.choose({ frame: this.at });
     const now = this.frames[this.at],
       { places, bytes: moved, boxes } = this.after[this.at],
       { N, d, heads, matrices } = this;
@@ -224,23 +215,19 @@ export class TilesView extends Reading {
   }
 
   async play() {
-    this.showPlaying(true);
+    this.playing = true;
     if (this.at === this.frames.length - 1) this.at = -1;
-    for (let last = -Infinity; this.playing; await frame()) {
+    for (let last = -Infinity; this.isPlaying; await frame()) {
       if (performance.now() - last < A_FRAME_MS[this.page.choices.tempo]) continue;
       last = performance.now();
-      this.move(this.at + 1);
+      this.go(this.at + 1);
       if (this.at === this.frames.length - 1) break;
     }
-    this.pause();
+    this.playing = false;
   }
 
-  pause() {
-    this.showPlaying(false);
-  }
-
-  showPlaying(isPlaying) {
-    this.playing = isPlaying;
+  set playing(isPlaying) {
+    this.isPlaying = isPlaying;
     $("frame").ariaBusy = String(isPlaying); // a screen reader reads the last frame only
     say("tiles-play", isPlaying ? "Pause" : "Play");
   }
