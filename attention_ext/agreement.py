@@ -3,8 +3,6 @@
 A wrong argument ends every rank with the same error, which names the rank.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """What the tensors of a call must be. torch is not imported here."""
 
-from __future__ import annotations
-
 from attention_ext.parts import DEVICES, MOST_SCORES, Part, with_gradient
 
 

@@ -1,7 +1,5 @@
 """Loads what is compiled: attention's operators in torch.ops, and the Python modules of other packages."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import threading

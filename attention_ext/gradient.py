@@ -1,7 +1,5 @@
 """Part 4's gradient on the CPU: its operators in PyTorch's autograd, with their fake implementations."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, library
 

@@ -3,8 +3,6 @@
 A chunk is a range of rows; a rank holds one or, in a zigzag, two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -19,8 +19,6 @@ number, 4 in float32. Ranks hold equal shares of the rows:
 expected() has the same for any shares; Traffic counts what is sent.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Its C++ side is csrc/parts.h. torch is not imported here, because `gpt.py --help` needs only the table.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,7 +30,7 @@ class Dtype(enum.StrEnum):
         return 4 if self is Dtype.FP32 else 2
 
     @staticmethod
-    def of(torch_dtype: object) -> Dtype:
+    def of(torch_dtype: object) -> "Dtype":
         """The Dtype of a PyTorch dtype. Raises ValueError if there is none."""
         name = str(torch_dtype).removeprefix("torch.")
         for dtype in Dtype:

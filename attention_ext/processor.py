@@ -1,7 +1,5 @@
 """The processor of this machine, as the system describes it."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os

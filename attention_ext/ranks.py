@@ -5,8 +5,6 @@ ranks that wait for it fail too. A rank that does not answer in time was killed 
 to torchrun, so it outlives every rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Attention in plain PyTorch: part0, merge(), and part4's algorithm for reading."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

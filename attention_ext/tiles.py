@@ -3,8 +3,6 @@
 Results are kept in a JSON file, with a list for each processor, so that machines can share a home directory.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -146,8 +144,8 @@ def _read_all() -> dict[str, list[Tuned]]:
 def _checked(entry: dict) -> Tuned:
     for field in fields(Tuned):
         value = entry[field.name]
-        if type(value).__name__ != field.type:  # the exact type: no int for a float, no bool for an int
+        if type(value) is not field.type:  # the exact type: no int for a float, no bool for an int
             raise ValueError(f"{field.name} is {value!r}")
-        if field.type in ("int", "float") and not 0 < value < 2**63:
+        if field.type in (int, float) and not 0 < value < 2**63:
             raise ValueError(f"{field.name} is {value!r}")
     return Tuned(**{field.name: entry[field.name] for field in fields(Tuned)})

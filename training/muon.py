@@ -1,7 +1,5 @@
 """Muon, the optimizer of the hidden matrices (K. Jordan et al. 2024, kellerjordan.github.io/posts/muon)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

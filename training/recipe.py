@@ -1,7 +1,5 @@
 """Recipes, which decide a training run: those of the shipped checkpoints, and those of an own text."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A whole run: train() keeps the best weights, the record, and the state from which a run can continue."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import platform

@@ -1,7 +1,5 @@
 """The progress of a run: Schedule counts training steps, ByTime seconds, also on a busy machine."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

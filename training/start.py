@@ -1,7 +1,5 @@
 """Fine-tuning: fit the model that a run starts from to a text and a block size."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -1,7 +1,5 @@
 """The state of a run: one file with all that its next training steps depend on, replaced atomically."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The text of a run: checked, divided and encoded."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

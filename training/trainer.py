@@ -6,8 +6,6 @@ because kernel launches bound one of this size. On a CPU the same code runs with
 attention and no dropout, the class TrainingStep of training/csrc does it in C++.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How a run reports its progress."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from model.gpt import GPT

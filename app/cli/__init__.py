@@ -1,7 +1,5 @@
 """The command line: parse, call, print; no maths. Commands import torch when they run."""
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

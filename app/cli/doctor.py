@@ -1,7 +1,5 @@
 """doctor: what this machine offers."""
 
-from __future__ import annotations
-
 import sys
 
 import click

@@ -1,7 +1,5 @@
 """eval: the loss of a model on a text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

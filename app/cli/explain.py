@@ -1,7 +1,5 @@
 """explain: what one call of attention costs, and why."""
 
-from __future__ import annotations
-
 import click
 
 from app.cli import options

@@ -1,7 +1,5 @@
 """4Daccess: one element of a 4-D tensor."""
 
-from __future__ import annotations
-
 import sys
 
 import click

@@ -1,7 +1,5 @@
 """What several commands share: types of values, options, and settings made before a command starts."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

@@ -1,7 +1,5 @@
 """parallel: attention over processes, which torchrun starts."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """prepare: the text that train and eval read by default."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """profile: where the time of a token goes, or of a training step."""
 
-from __future__ import annotations
-
 import json
 
 import click

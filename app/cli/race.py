@@ -1,7 +1,5 @@
 """race: several parts write the same text side by side."""
 
-from __future__ import annotations
-
 import sys
 
 import click

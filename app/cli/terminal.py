@@ -1,7 +1,5 @@
 """What commands say: the program's name, and lines for the person at the terminal."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

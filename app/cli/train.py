@@ -1,7 +1,5 @@
 """train: learn a text, for some minutes or by the recipe of a shipped model."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """What train shows while it runs: a live picture on a terminal, else a line for each evaluation."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import sys

@@ -1,7 +1,5 @@
 """web: the page that runs the kernels in a browser."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -4,8 +4,6 @@ Its packages are the extra [serve]. A request passes running (its connection), s
 body) and scheduler (a Writer for each model and part). Its events come back through responses and app.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The application: its endpoints, its start and its end."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Responses are closed objects with all fields given, as app.server.responses writes them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema

@@ -1,7 +1,5 @@
 """What / shows: the page of web/, if it is built, with a hint that a server is behind it; or the status."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path

@@ -11,8 +11,6 @@ speech ends at a blank line, the default of `stop`:
 
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

@@ -4,8 +4,6 @@ An event costs microseconds of a core that also writes texts. So the fields that
 are encoded once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets
@@ -33,7 +31,7 @@ class Choice(Completion):
     sent_at: the time of the last event; 0 before the first token.
     """
 
-    def __init__(self, call: Call, number: int, request: Request, prompt: str) -> None:
+    def __init__(self, call: "Call", number: int, request: Request, prompt: str) -> None:
         super().__init__(request, number, call.tokenizer)
         self.call = call
         self.joined: Text | None = None
@@ -101,7 +99,7 @@ class Call:
     """
 
     def __init__(
-        self, body: Body, checkpoint: Checkpoint, settings: Settings, overflowed: Callable[[Call], None]
+        self, body: Body, checkpoint: Checkpoint, settings: Settings, overflowed: Callable[["Call"], None]
     ) -> None:
         self.body, self.tokenizer = body, checkpoint.tokenizer
         self.lane = body.model, body.part or settings.part

@@ -1,7 +1,5 @@
 """The server's process: its socket, its signals, and the limits of its connections."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import resource

@@ -4,8 +4,6 @@ The event loop and this thread share only two queues. Commands come through a Si
 its events in one call_soon_threadsafe(). A step releases the GIL while the engine computes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -3,8 +3,6 @@
 Plain ASGI: the queue of Starlette's BaseHTTPMiddleware has no bound.
 """
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 import re

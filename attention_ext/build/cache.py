@@ -6,8 +6,6 @@ killed, the second builds. Only a finished file gets the name that is loaded. Di
 write to are refused (SECURITY.md).
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

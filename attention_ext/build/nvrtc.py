@@ -1,7 +1,5 @@
 """Compiles CUDA kernels with NVRTC, through NVIDIA's cuda-core. Neither a GPU nor nvcc is needed."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys
@@ -43,7 +41,7 @@ class Source:
     macros: tuple[tuple[str, str], ...]
 
     @staticmethod
-    def of(file: str, arch: str, macros: Mapping[str, int]) -> Source:
+    def of(file: str, arch: str, macros: Mapping[str, int]) -> "Source":
         """A source with these macros, in any order."""
         return Source(file, arch, tuple(sorted((name, str(value)) for name, value in macros.items())))
 

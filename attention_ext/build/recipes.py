@@ -4,8 +4,6 @@ Sources are found by folder, so a new kernel or a new precision is a new file. T
 for each SIMD helper, and every library links them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import shlex
 import sys
@@ -59,7 +57,7 @@ class Recipe:
     includes: tuple[str, ...] = ()
     link: tuple[str, ...] = ()
     ispc: str | None = None
-    kernels: Recipe | None = None
+    kernels: "Recipe | None" = None
 
     def path(self) -> Path:
         """The file's path, before and after it is made. Raises BuildError if a compiler does not run."""

@@ -1,7 +1,5 @@
 """Finds the compilers of this machine, runs them, and reports why one failed."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

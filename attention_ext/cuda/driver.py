@@ -1,7 +1,5 @@
 """CUDA's driver: what a GPU is, and the kernels of the table compiled, loaded and launched on it."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Neither torch nor CUDA is imported here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -30,8 +30,6 @@ Measured: NVIDIA H200, fp32, (100, 1, 4096, 32), no mask: "registers" 12.6 ms, 1
 The kernels run on a GPU and, with NUMBA_ENABLE_CUDASIM=1, in Numba's simulator without one.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any

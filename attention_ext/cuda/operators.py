@@ -1,7 +1,5 @@
 """Part 4 on CUDA as a PyTorch operator, torch.ops.attention_ext_cuda.flash, with its fake."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ A function gives the tiles for d, already padded, a dtype and a number of querie
 reach the kernel as macros, lab/cuda/costs.py by their names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
