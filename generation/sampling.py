@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+MOST_BIAS = 100  # of a token's logit, up or down, as in OpenAI's API
+
 
 @dataclass(frozen=True)
 class Number:
@@ -83,7 +85,7 @@ class Sampling:
     multiplied where they are negative (Keskar et al. 2019, arXiv:1909.05858); 1 changes nothing.
     frequency_penalty, presence_penalty: a written token loses its count times the first, and the second once,
     as in OpenAI's completions. The prompt does not count.
-    logit_bias: (token id, number from -100 to 100 that is added to its logit); each id once.
+    logit_bias: (token id, number up to MOST_BIAS that is added to its logit); each id once.
     temperature: divides the logits; 0 takes the largest and ignores the filters.
     top_k: keep the k likeliest tokens (Fan et al. 2018, arXiv:1805.04833); None keeps all.
     typical_p: keep the tokens whose surprise, -log p, is nearest to the entropy, until their probabilities
@@ -149,8 +151,9 @@ class Sampling:
                 raise TypeError(f"logit_bias has ({token!r}, {bias!r}); it must be a token id and a number")
             if token < 0:
                 raise ValueError(f"logit_bias has token {token}; it must be at least 0")
-            if not -100 <= bias <= 100:
-                raise ValueError(f"logit_bias has {bias} for token {token}; it must be from -100 to 100")
+            if not abs(bias) <= MOST_BIAS:
+                bounds = f"from -{MOST_BIAS} to {MOST_BIAS}"
+                raise ValueError(f"logit_bias has {bias} for token {token}; it must be {bounds}")
         if len({token for token, _ in pairs}) < len(pairs):
             raise ValueError("logit_bias has a token twice; it must have each once")
 

@@ -162,7 +162,7 @@ class Endpoint:
         if data is None:
             return
 
-        def overflowed(call: Call) -> None:
+        def overflowed() -> None:
             app.metrics.dropped.inc()
             # The call ends when the connection is lost, without uvicorn's log entry.
             scope["state"][ABORT]()

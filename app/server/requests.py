@@ -32,7 +32,7 @@ from pydantic import (
 from app.server import Settings
 from attention_ext import PARTS
 from generation.logprobs import MOST_TOP
-from generation.sampling import NUMBERS, Number, Sampling
+from generation.sampling import MOST_BIAS, NUMBERS, Number, Sampling
 from generation.writer import CONTEXTS, Request
 from model.checkpoint import Checkpoint
 from model.tokenizer import Tokenizer
@@ -70,12 +70,8 @@ def wrong(message: str, name: str) -> ApiError:
     return ApiError(400, message, name, "invalid_value")
 
 
-def whole(value: Any) -> Any:
-    """2 for 2.0, which is the same number in JSON; any other value unchanged."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-WHOLE = BeforeValidator(whole)
+# 2.0 is the same number in JSON as 2.
+WHOLE = BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n)
 Ids = list[Annotated[int, Field(ge=0, le=LARGEST_ID), WHOLE]]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Stop = StopString | Annotated[list[StopString], Field(max_length=4)]
@@ -89,7 +85,7 @@ Biases = Annotated[
     WithJsonSchema(  # Sampling checks the numbers; pydantic's schema would admit other keys
         {
             "type": "object",
-            "patternProperties": {TOKEN_ID: {"type": "number", "minimum": -100, "maximum": 100}},
+            "patternProperties": {TOKEN_ID: {"type": "number", "minimum": -MOST_BIAS, "maximum": MOST_BIAS}},
             "additionalProperties": False,
         }
     ),

@@ -99,7 +99,7 @@ class Call:
     """
 
     def __init__(
-        self, body: Body, checkpoint: Checkpoint, settings: Settings, overflowed: Callable[["Call"], None]
+        self, body: Body, checkpoint: Checkpoint, settings: Settings, overflowed: Callable[[], None]
     ) -> None:
         self.body, self.tokenizer = body, checkpoint.tokenizer
         self.lane = body.model, body.part or settings.part
@@ -146,7 +146,7 @@ class Call:
             # A single batch may be larger; a reader that is fast enough has it at once.
             if len(self._inbox) > self._buffer_bytes and not (self._behind or self.gone):
                 loop = asyncio.get_running_loop()
-                self._behind = loop.call_later(self._behind_seconds, self._overflowed, self)
+                self._behind = loop.call_later(self._behind_seconds, self._overflowed)
         self._news.set()
 
     def leave(self) -> None:
@@ -211,16 +211,15 @@ class Call:
             if self.body.ranked:
                 ranked.sort(key=lambda choice: -choice.sum_logprobs / max(choice.new_tokens, 1))
             chosen += ranked[: self.body.n]
-        shown = {"choices": [self._choice(*each) for each in enumerate(chosen)], "usage": self._usage}
-        return dumps(self._common | shown | self._play).encode()
-
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        text, scores = choice.take()
-        shown = None if self.body.alternatives is None else self._shown(scores)
-        common = {"index": index, "logprobs": shown, "finish_reason": choice.finish_reason}
-        if not self._chat:
-            return common | {"text": text}
-        return common | {"message": {"role": "assistant", "content": text, "refusal": None}}
+        choices = []
+        for index, choice in enumerate(chosen):
+            text, scores = choice.take()
+            shown = None if self.body.alternatives is None else self._shown(scores)
+            message = {"role": "assistant", "content": text, "refusal": None}
+            content = {"message": message} if self._chat else {"text": text}
+            about = {"index": index, "logprobs": shown, "finish_reason": choice.finish_reason}
+            choices.append(about | content)
+        return dumps(self._common | {"choices": choices, "usage": self._usage} | self._play).encode()
 
     @property
     def _usage(self) -> dict[str, int]:
@@ -231,11 +230,10 @@ class Call:
     def _shown(self, scores: Sequence[Score]) -> dict[str, Any]:
         """Log-probabilities in the format of completions or of chats."""
         if self._chat:
+            scored = [(token, known) for token, _, known in scores if known]
+            likeliest = [{"top_logprobs": [self._token(*each) for each in known.top]} for _, known in scored]
             content = [
-                self._token(token, known.logprob)
-                | {"top_logprobs": [self._token(*each) for each in known.top]}
-                for token, _, known in scores
-                if known
+                self._token(token, known.logprob) | top for (token, known), top in zip(scored, likeliest)
             ]
             return {"content": content, "refusal": None}
         tops = [

@@ -133,12 +133,6 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def most_connections(most: int) -> int:
-    """The number of connections to hold: `most`, or fewer if the process may not open as many files."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return most if files == resource.RLIM_INFINITY else min(most, max(files - OWN_FILES, 1))
-
-
 def bind(settings: Settings) -> socket.socket:
     """A listening socket. Raises OSError."""
     family, *_ = socket.getaddrinfo(
@@ -155,7 +149,10 @@ def bind(settings: Settings) -> socket.socket:
 
 def make(checkpoints: Mapping[str, Checkpoint], settings: Settings) -> Server:
     """A server that does not run yet."""
-    application = Application(checkpoints, settings)
+    application, most = Application(checkpoints, settings), settings.connections
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files != resource.RLIM_INFINITY:
+        most = min(most, max(files - OWN_FILES, 1))
     config = uvicorn.Config(
         application.asgi,
         http=Protocol,
@@ -165,7 +162,7 @@ def make(checkpoints: Mapping[str, Checkpoint], settings: Settings) -> Server:
         log_level=logging.WARNING,
         server_header=False,
         backlog=BACKLOG,
-        limit_concurrency=most_connections(settings.connections) + 1,  # Protocol refuses one before
+        limit_concurrency=most + 1,  # Protocol refuses one before
         timeout_graceful_shutdown=1,  # _drain() has waited already
     )
     return Server(config, application)

@@ -8,7 +8,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
@@ -36,33 +36,34 @@ TEXTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 News = tuple[Call, bytes | ApiError, bool]  # the arguments of Call.put()
 
 
+# The metrics of a model and part: their kind, name, meaning and buckets.
+LANE_METRICS: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
+    "running": (Gauge, "texts_running", "Texts being written.", {}),
+    "queued": (Gauge, "texts_queued", "Texts that wait for a slot.", {}),
+    "occupancy": (Histogram, "batch_texts", "Texts written by a step.", {"buckets": TEXTS}),
+    "first_token": (
+        *(Histogram, "time_to_first_token_seconds", "From a request's arrival to a text's first token."),
+        {"buckets": SECONDS},
+    ),
+    "token_seconds": (
+        *(Histogram, "time_per_token_seconds", "A text's mean time for a token, without its prompt's."),
+        {"buckets": TOKEN_SECONDS},
+    ),
+    "prompt_tokens": (Counter, "prompt_tokens", "Tokens of the prompts of texts that began.", {}),
+    "new_tokens": (Counter, "new_tokens", "Tokens written.", {}),
+    "finished": (Counter, "texts_finished", "Texts written to their end.", {}),
+    "cancelled": (Counter, "texts_cancelled", "Texts ended because their client left.", {}),
+}
+
+
 class Metrics:
     """The metrics of one server, which prometheus_client shows at /metrics."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        lane: Any = {"labelnames": ("model", "part"), "registry": registry}
-        waited = "From a request's arrival to a text's first token."
-        each = "A text's mean time for a token, without its prompt's."
-        begun = "Tokens of the prompts of texts that began."
         self._lanes = {
-            "running": Gauge("attention_texts_running", "Texts being written.", **lane),
-            "queued": Gauge("attention_texts_queued", "Texts that wait for a slot.", **lane),
-            "occupancy": Histogram(
-                "attention_batch_texts", "Texts written by a step.", buckets=TEXTS, **lane
-            ),
-            "first_token": Histogram(
-                "attention_time_to_first_token_seconds", waited, buckets=SECONDS, **lane
-            ),
-            "token_seconds": Histogram(
-                "attention_time_per_token_seconds", each, buckets=TOKEN_SECONDS, **lane
-            ),
-            "prompt_tokens": Counter("attention_prompt_tokens", begun, **lane),
-            "new_tokens": Counter("attention_new_tokens", "Tokens written.", **lane),
-            "finished": Counter("attention_texts_finished", "Texts written to their end.", **lane),
-            "cancelled": Counter(
-                "attention_texts_cancelled", "Texts ended because their client left.", **lane
-            ),
+            key: kind(f"attention_{name}", meaning, ("model", "part"), registry=registry, **more)
+            for key, (kind, name, meaning, more) in LANE_METRICS.items()
         }
         self.dropped = Counter("attention_streams_dropped", "Readers dropped as too slow.", registry=registry)
         self.refused = Counter(
@@ -118,28 +119,29 @@ class Lane:
         self._count()
 
     def cancel(self, call: Call) -> None:
-        """End a call's choices that have not ended."""
+        """End the texts of a call whose client has left or has everything."""
+        self._metrics.cancelled.inc(self._end(call))
+
+    def _end(self, call: Call, error: ApiError | None = None) -> int:
+        """End a call's choices that have not ended, and return their number. error: is sent to the client."""
         waiting = deque(choice for choice in self._waiting if choice.call is not call)
         running = [text for text, choice in self._running.items() if choice.call is call]
         ended = len(self._waiting) - len(waiting) + len(running)
         self._waiting = waiting
         for text in running:
             self._leave(text)
-        if ended:
-            self.left += ended
-            self._metrics.cancelled.inc(ended)
-            self._count()
+        self.left += ended
+        self._count()
+        if error:
+            self._deliver((call, error, False))
+        return ended
 
     def fail(self, error: ApiError) -> None:
         """End all calls with an error and close the engine. The next text opens another engine."""
         choices = [*self._waiting, *self._running.values()]
-        self.left += len(choices)
-        self._waiting.clear()
-        self._running.clear()
         self._writer, self.opening = None, False
         for call in {choice.call for choice in choices}:
-            self._deliver((call, error, False))
-        self._count()
+            self._end(call, error)
 
     def step(self) -> float:
         """Let texts join, write some tokens of each, and return the seconds that this took."""
@@ -163,14 +165,19 @@ class Lane:
             self._row_seconds = (now - start) / len(written[0][1])
             self._metrics.new_tokens.inc(sum(len(tokens) for _, tokens in written))
             self._metrics.occupancy.observe(len(written))
-        for text, tokens in written:
-            self._running[text].add(tokens)
+        new = dict(written)
         for text, choice in list(self._running.items()):
-            self._send(text, choice, now)
+            try:
+                if text in self._running:  # else another text of its request has failed
+                    self._send(text, choice, new.get(text, ()), now)
+            except Exception as error:  # the error of one request must not end the others
+                self._end(choice.call, ApiError(500, f"The request failed: {error}"))
         return time.monotonic() - start
 
-    def _send(self, text: Text, choice: Choice, now: float) -> None:
-        """Deliver what a text has new, if it is due."""
+    def _send(self, text: Text, choice: Choice, tokens: Sequence[int], now: float) -> None:
+        """Append new tokens to a text, and deliver what it has new, if that is due."""
+        if tokens:
+            choice.add(tokens)
         call, first = choice.call, choice.sent_at == 0
         ended = choice.ended
         if first and (ended or text.new_tokens):
@@ -191,9 +198,9 @@ class Lane:
             self._deliver((call, events, ended))
 
     def _leave(self, text: Text) -> None:
-        assert self._writer
         del self._running[text]
-        self._writer.leave(text)
+        if self._writer:
+            self._writer.leave(text)
 
     def _count(self) -> None:
         self._metrics.queued.set(len(self._waiting))

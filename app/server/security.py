@@ -7,6 +7,7 @@ import hmac
 import ipaddress
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from starlette.middleware.cors import CORSMiddleware
@@ -52,16 +53,11 @@ def check_origin(origin: str) -> None:
 
 def check_host(host: str) -> None:
     """Raise ValueError if no Host header has this name; '*' stands for any."""
-    if host != "*" and not NAME.fullmatch(host) and not is_ipv6(host.removeprefix("[").removesuffix("]")):
-        raise ValueError(f"--allow-host is {host!r}; it must be a name or an address without a port, or *")
-
-
-def is_ipv6(text: str) -> bool:
-    """Whether a text is an IPv6 address as written in headers."""
-    try:
-        return str(ipaddress.IPv6Address(text)) == text.lower()
-    except ValueError:
-        return False
+    address = host.removeprefix("[").removesuffix("]").lower()
+    with suppress(ValueError):
+        if host == "*" or NAME.fullmatch(host) or str(ipaddress.IPv6Address(address)) == address:
+            return
+    raise ValueError(f"--allow-host is {host!r}; it must be a name or an address without a port, or *")
 
 
 def secured(app: ASGIApp, settings: Settings, refuse: Callable[[ApiError, Send], Awaitable[None]]) -> ASGIApp:

@@ -1,6 +1,8 @@
-"""A failure ends one lane only."""
+"""A failure ends one lane or one request only."""
 
 from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -27,6 +29,27 @@ def test_an_engine_that_fails_ends_its_texts_only(extension, monkeypatch):
             streamed = client.complete(seed=1, stream=True).data
             assert b'"type": "server_error"' in streamed and b"[DONE]" not in streamed
         assert client.complete(seed=1).text() == before
+        client.idle()
+
+
+def test_an_error_of_one_request_ends_that_request_only(extension, monkeypatch):
+    with serving(Settings((MODEL,))) as client, ThreadPoolExecutor() as threads:
+        from app.server.responses import Call
+
+        before = client.complete(seed=1, max_tokens=60).text()
+        event = Call.event
+
+        def fail(call, choice):
+            if call.body.user == "broken":
+                raise KeyError("no such token")
+            return event(call, choice)
+
+        monkeypatch.setattr(Call, "event", fail)
+        others = [threads.submit(client.complete, seed=1, max_tokens=60) for _ in range(2)]
+        for _ in range(3):
+            broken = client.complete(user="broken", n=3, stream=True).data
+            assert b"no such token" in broken and b"[DONE]" not in broken
+        assert {other.result().text() for other in others} == {before}
         client.idle()
 
 
