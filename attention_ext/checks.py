@@ -3,8 +3,11 @@
 from attention_ext.parts import DEVICES, MOST_SCORES, Part, with_gradient
 
 
-def check_tensors(part: Part, q, k, v, causal: bool) -> None:
-    """Raise TypeError or ValueError, naming the argument, if a tensor is none that the part takes."""
+def check_tensors(part: Part, q, k, v, causal: bool, least: int = 1) -> None:
+    """Raise TypeError or ValueError, naming the argument, if a tensor is none that the part takes.
+
+    least: rows that a tensor must have.
+    """
     import torch
 
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -24,10 +27,9 @@ def check_tensors(part: Part, q, k, v, causal: bool) -> None:
                 raise TypeError(f"{name} is {t.dtype}; it must be {known} in {part.name}")
             if t.dtype != q.dtype:
                 raise TypeError(f"{name} is {t.dtype}; it must be q's {q.dtype}")
-        if t.dim() != 4 or t.numel() == 0:
-            raise ValueError(
-                f"{name} has shape {tuple(t.shape)}; it must be (B, H, N, d) with no empty dimension"
-            )
+        if t.dim() != 4 or 0 in t.shape and (least or 0 in (*t.shape[:2], t.shape[3])):
+            which = "no empty dimension" if least else "no empty dimension but N"
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be (B, H, N, d) with {which}")
     (B, H, Nq, d), Nk = q.shape, k.shape[2]
     if k.shape != (B, H, Nk, d):
         raise ValueError(

@@ -1,12 +1,17 @@
-"""Which rows of a sequence a rank holds, and which keys its queries see.
+"""Which rows of a sequence a rank holds, which keys its queries see, and whether the ranks agree.
 
-A chunk is a range of rows; a rank holds one or, in a zigzag, two.
+A chunk is a range of rows; a rank holds one or, in a zigzag, two. Each rank checks and describes its own
+arguments; a wrong one ends every rank with the same error, which names the rank.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+from attention_ext.checks import check_tensors
+from attention_ext.parts import check_part
 
 # For each rank the chunks of the sequence that it holds, in the order of its tensors' rows.
 Rows = tuple[tuple[range, ...], ...]
@@ -82,3 +87,64 @@ def pairs(queries: Sequence[range], keys: Sequence[range], causal: bool, offset:
         rows = i.stop - i.start
         found += rows * (j.stop - j.start) - (rows * (rows - 1) // 2 if diagonal else 0)
     return found
+
+
+def describe(
+    method: str, part: str, causal: bool, scale: float | None, q: Tensor, k: Tensor, v: Tensor
+) -> dict | Exception:
+    """A rank's arguments, as the ranks compare them, or what is wrong with them."""
+    try:
+        check_tensors(check_part(part), q, k, v, causal=False, least=0)
+    except (TypeError, ValueError) as error:
+        return error
+    shapes = {name: tuple(t.shape) for name, t in (("q", q), ("k", k), ("v", v))}
+    about = {"method": method, "part": part, "causal": causal, "scale": scale}
+    return about | shapes | {"q.dtype": str(q.dtype), "q.device": q.device.type}
+
+
+def with_rows(mine: dict, n: int) -> dict:
+    """This rank's arguments with n rows, as another rank would describe its own."""
+    divided = "kv" if mine["method"] == "split" else "qkv"  # the tensors whose rows are spread over the ranks
+    return mine | {name: (*mine[name][:2], n, *mine[name][3:]) for name in divided}
+
+
+def agreed_rows(described: Sequence[dict | Exception]) -> tuple[Rows, Rows, int]:
+    """The rows of q and of k of each rank, and the offset Nk - Nq.
+
+    Raises ValueError or TypeError, naming the rank and the argument, if one is wrong or differs from most
+    ranks', if the rows do not fit the method, or if k has too few.
+    """
+    everyone: list[dict] = []
+    for rank, each in enumerate(described):
+        if isinstance(each, Exception):
+            raise type(each)(f"rank {rank}: {each}")
+        everyone.append(each)
+    method, P = everyone[0]["method"], len(everyone)
+    for name in everyone[0]:
+        in_common = [with_rows(each, "N")[name] for each in everyone]  # type: ignore[arg-type]
+        usual = Counter(in_common).most_common(1)[0][0]
+        for rank, value in enumerate(in_common):
+            if value != usual:
+                what = f"{name} of shape {everyone[rank][name]}" if name in "qkv" else f"{name} {value}"
+                shown = f"({', '.join(map(str, usual))})" if name in "qkv" else usual
+                raise ValueError(f"rank {rank} has {what}; the others have {shown}")
+
+    n, m = ([each[name][2] for each in everyone] for name in "qk")
+    Nq, Nk = (n[0] if method == "split" else sum(n)), sum(m)
+    queries, keys = (
+        zigzag_rows(N, P) if method == "zigzag" else contiguous(x) for N, x in ((Nq, n), (Nk, m))
+    )
+    if method == "split":
+        queries = ((range(Nq),),) * P
+    for name, layout, found in (("q", queries, n), ("k", keys, m)):
+        for rank, chunks in enumerate(layout):
+            if length(chunks) != found[rank]:
+                raise ValueError(
+                    f"rank {rank}: {name} has {found[rank]} rows; zigzag_rows({sum(found)}, {P}) "
+                    f"gives it {length(chunks)}"
+                )
+    if not Nk and Nq:
+        raise ValueError("k has no rows on any rank; it must have at least one")
+    if everyone[0]["causal"] and Nq > Nk:
+        raise ValueError(f"q has Nq={Nq} rows; with causal=True it must have at most Nk={Nk}")
+    return queries, keys, Nk - Nq

@@ -29,15 +29,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attention_ext
-from attention_ext import agreement, reference
+from attention_ext import layout, reference
 from attention_ext.layout import Rows, contiguous, kernel_calls, length, shares, zigzag_rows
+from attention_ext.parts import one_of
 
 SPIN_SECONDS = 1.0  # for which a wait on CUDA polls
 
 
 def rows(method: str, N: int, ranks: int) -> Rows:
     """The rows of each rank in equal shares, in the method's layout."""
-    check_method(method)
+    one_of("method", method, METHODS)
     return zigzag_rows(N, ranks) if method == "zigzag" else contiguous(shares(N, ranks))
 
 
@@ -91,8 +92,8 @@ class Traffic:
 class Call:
     """A method's arguments beside its tensors.
 
-    queries, keys: the rows of each rank. offset: Nk - Nq; with causal, query i sees the keys j <= i + offset.
-    options: of attention_ext.attention().
+    queries, keys: the rows of each of P ranks. offset: Nk - Nq; with causal, query i sees the keys up to
+    i + offset. options: of attention_ext.attention().
     """
 
     part: str
@@ -102,13 +103,9 @@ class Call:
     keys: Rows
     offset: int
     rank: int
+    P: int
     group: dist.ProcessGroup | None
     traffic: Traffic
-
-    @property
-    def P(self) -> int:
-        """The number of ranks."""
-        return len(self.keys)
 
 
 class Mixture:
@@ -183,10 +180,16 @@ def ring(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     held = torch.stack((k, v))  # (2, B, H, n, d)
     for turn in range(P):
         owner, next_owner = (rank - turn) % P, (rank - turn - 1) % P
-        works: list[dist.Work] = []
         if turn < P - 1:
             arriving = held.new_empty(*held.shape[:3], length(call.keys[next_owner]), held.shape[4])
-            works = _exchange(call, held, (rank + 1) % P, arriving, (rank - 1) % P)
+            ways = (dist.isend, held, (rank + 1) % P), (dist.irecv, arriving, (rank - 1) % P)
+            operations = [  # an empty tensor is not sent
+                dist.P2POp(operation, tensor, group=call.group, group_peer=peer)
+                for operation, tensor, peer in ways
+                if tensor.numel()
+            ]
+            works = dist.batch_isend_irecv(operations) if operations else []
+            call.traffic.count(held.nbytes)
         mixture.add(call, q, call.queries[rank], held[0], held[1], call.keys[owner])
         if turn < P - 1:
             call.traffic.wait(works, q.device)
@@ -214,17 +217,6 @@ def ulysses(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     mixture.add(call, whole[0], [range(sum(n))], whole[1], whole[2], [range(sum(m))])
     back = [part.contiguous() for part in mixture.out[0].to(q.dtype).split(n, dim=1)]
     return torch.cat(_all_to_all(call, back, [(len(h), n[call.rank], d) for (h,) in heads])).view(q.shape)
-
-
-def _exchange(call: Call, sent: Tensor, to: int, arriving: Tensor, source: int) -> list[dist.Work]:
-    """Start to send to one rank and to receive from another. An empty tensor is not sent."""
-    operations = [
-        dist.P2POp(operation, tensor, group=call.group, group_peer=peer)
-        for operation, tensor, peer in ((dist.isend, sent, to), (dist.irecv, arriving, source))
-        if tensor.numel()
-    ]
-    call.traffic.count(sent.nbytes)
-    return dist.batch_isend_irecv(operations) if operations else []
 
 
 def _all_gather(call: Call, tensor: Tensor) -> list[Tensor]:
@@ -257,12 +249,6 @@ def _all_to_all(call: Call, sending: list[Tensor], shapes: Sequence[tuple[int, .
 METHODS: dict[str, Callable[[Call, Tensor, Tensor, Tensor], Tensor]] = {
     **{"split": split, "gather": gather, "ring": ring, "zigzag": ring, "ulysses": ulysses}
 }
-
-
-def check_method(method: str) -> None:
-    """Raise ValueError for a name that is not in METHODS."""
-    if method not in METHODS:
-        raise ValueError(f"method is {method!r}; it must be one of {', '.join(METHODS)}")
 
 
 def expected(
@@ -320,17 +306,17 @@ def attention(
     # gloo's collectives refuse the tensors of inference_mode
     with torch.inference_mode(False), torch.no_grad():
         rank, P = dist.get_rank(group), dist.get_world_size(group)
-        mine = agreement.describe(method, part, causal, scale, q, k, v)
+        mine = layout.describe(method, part, causal, scale, q, k, v)
+        described: list = [mine] * P
         if lengths is None:
-            described: list = [None] * P
             dist.all_gather_object(described, mine, group=group)
-        else:
-            described = [agreement.with_rows(mine, n) for n in lengths]
+        elif not isinstance(mine, Exception):
+            described = [layout.with_rows(mine, n) for n in lengths]
             if len(lengths) != P or described[rank] != mine:
                 raise ValueError(f"lengths is {list(lengths)}; it must have the rows of each of {P} ranks")
-        queries, keys, offset = agreement.rows(described)
-        check_method(method)
+        queries, keys, offset = layout.agreed_rows(described)
+        one_of("method", method, METHODS)
         options = {"scale": scale, "simd": simd, "kernel": kernel}
         traffic = Traffic() if traffic is None else traffic
-        call = Call(part, causal, options, queries, keys, offset, rank, group, traffic)
+        call = Call(part, causal, options, queries, keys, offset, rank, P, group, traffic)
         return METHODS[method](call, q, k, v).to(q.dtype)

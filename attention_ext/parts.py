@@ -4,7 +4,7 @@ Its C++ side is csrc/parts.h. torch is not imported here, because `gpt.py --help
 """
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 
@@ -32,11 +32,10 @@ class Dtype(enum.StrEnum):
     @staticmethod
     def of(torch_dtype: object) -> "Dtype":
         """The Dtype of a PyTorch dtype. Raises ValueError if there is none."""
+        known = {dtype.torch_name: dtype for dtype in Dtype}
         name = str(torch_dtype).removeprefix("torch.")
-        for dtype in Dtype:
-            if dtype.torch_name == name:
-                return dtype
-        raise ValueError(f"dtype is {torch_dtype}; it must be float32, bfloat16 or float16")
+        one_of("dtype", name, known)
+        return known[name]
 
 
 @dataclass(frozen=True)
@@ -146,20 +145,19 @@ class CachePrecision(enum.StrEnum):
     @property
     def bytes(self) -> int:
         """The bytes of a number."""
-        return {CachePrecision.FP32: 4, CachePrecision.BF16: 2}[self]
+        return Dtype(self).bytes
+
+
+def one_of(name: str, value: str, known: Collection[str]) -> None:
+    """Raise ValueError, naming the argument, unless its value is one of the known ones."""
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
 
 
 def check_part(part: str) -> Part:
     """The row of a part. Raises ValueError for a name that is not in PARTS."""
-    if part not in PARTS:
-        raise ValueError(f"part is {part!r}; it must be one of {', '.join(PARTS)}")
+    one_of("part", part, PARTS)
     return PARTS[part]
-
-
-def check_device(device: str) -> None:
-    """Raise ValueError unless this is a kind of device."""
-    if device not in DEVICES:
-        raise ValueError(f"device is {device!r}; it must be one of {', '.join(DEVICES)}")
 
 
 def check_dtype(part: str, dtype: str, device: str = "cpu") -> Dtype:
@@ -167,11 +165,10 @@ def check_dtype(part: str, dtype: str, device: str = "cpu") -> Dtype:
 
     Raises ValueError for an unknown dtype, device or part, or if the part does not take the dtype there.
     """
-    check_device(device)
-    if dtype not in list(Dtype):
-        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(Dtype)}")
+    one_of("device", device, DEVICES)
+    one_of("dtype", dtype, list(Dtype))
+    one_of("part", part, PARTS)
     found = Dtype(dtype)
-    check_part(part)
     who = taking(found, device)
     if not who:
         raise ValueError(f"dtype is {found.value!r}; no part takes it on {DEVICES[device]}")
@@ -198,8 +195,7 @@ def with_gradient() -> tuple[str, ...]:
 
 def resolve_simd(simd: str) -> str:
     """The helpers that `simd`, one of SIMD, stands for. Raises ValueError for another name."""
-    if simd not in SIMD:
-        raise ValueError(f"simd is {simd!r}; it must be one of {', '.join(SIMD)}")
+    one_of("simd", simd, SIMD)
     return AUTO if simd == "auto" else simd
 
 

@@ -71,7 +71,9 @@ def join(device: str = "cpu", timeout: float = 30.0) -> Iterator[Ranks]:
             raise
         except BaseException as error:
             roll.lock.acquire()  # never released: this thread reports, not the watching one
-            own = not _is_of_an_exchange(error)
+            # gloo raises plain RuntimeErrors, as the CPU's allocator does
+            plain = type(error) is RuntimeError and "DefaultCPUAllocator" not in str(error)
+            own = not plain and not isinstance(error, dist.DistError)  # not one of an exchange
             roll.answer(f"{type(error).__name__}: {error}" if own else HERE)
             _abort_nccl(where)
             if own:
@@ -80,12 +82,6 @@ def join(device: str = "cpu", timeout: float = 30.0) -> Iterator[Ranks]:
             raise LostRank(roll.sentence() or f"rank {rank}: {one_line(error)}") from error
         finally:
             _leave()
-
-
-def _is_of_an_exchange(error: BaseException) -> bool:
-    """Whether torch.distributed raised it; gloo raises plain RuntimeErrors, as the CPU's allocator does."""
-    plain = type(error) is RuntimeError and "DefaultCPUAllocator" not in str(error)
-    return plain or isinstance(error, dist.DistError)
 
 
 def one_line(error: BaseException) -> str:

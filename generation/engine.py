@@ -17,8 +17,8 @@ from attention_ext.parts import (
     Dtype,
     Part,
     Precision,
-    check_device,
     check_part,
+    one_of,
     resolve_simd,
     running_on,
 )
@@ -170,7 +170,7 @@ def open_engine(
 
 def check_kernel(device: str, part: Part, kernel: str | None, head_dim: int) -> None:
     """Raise ValueError unless a part runs on a device with this kernel and head width."""
-    check_device(device)
+    one_of("device", device, DEVICES)
     if device not in part.dtypes:
         others = " and ".join(running_on(device))
         raise ValueError(f"device is {device!r}; {part.name} does not run there, only {others}")

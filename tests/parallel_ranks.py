@@ -50,7 +50,7 @@ def run(rank: int, folder: str, cases: list[dict]) -> None:
         queries, keys = layout(case)
         mine = [rows_of.take(q, queries[rank]), *(rows_of.take(t, keys[rank]) for t in (k, v))]
         if rank == case["wrong_rank"]:
-            mine = [t.double() if case["wrong"] == "dtype" else t[..., :-1] for t in mine]
+            mine = [t.bfloat16() if case["wrong"] == "dtype" else t[..., :-1] for t in mine]
         traffic = parallel.Traffic()
         options = {name: case[name] for name in ("part", "causal", "scale")}
         options["lengths"] = [rows_of.length(rows) for rows in keys] if case["known"] else None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from attention_ext.cuda import launches, tiles
 from attention_ext.cuda.launches import Launch
 from attention_ext.cuda.tiles import Tile, Tiles
-from attention_ext.parts import Dtype
+from attention_ext.parts import Dtype, one_of
 
 HALVES = (Dtype.BF16, Dtype.FP16)
 WIDEST = 256  # the largest d
@@ -204,8 +204,7 @@ KERNELS = {
 
 def check_kernel(kernel: str) -> Kernel:
     """The row with this name. Raises ValueError if there is none."""
-    if kernel not in KERNELS:
-        raise ValueError(f"kernel is {kernel!r}; it must be one of {', '.join(KERNELS)}")
+    one_of("kernel", kernel, KERNELS)
     return KERNELS[kernel]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from attention_ext import PARTS, SIMD, tiles
 from attention_ext.cuda.kernels import KERNELS, MOST_SPLIT
-from attention_ext.parts import DEVICES, Dtype, check_device, check_dtype, resolve_simd, running_on
+from attention_ext.parts import DEVICES, Dtype, check_dtype, one_of, resolve_simd, running_on
 from lab import machine
 from lab.text import size_text
 from lab.traffic import Case
@@ -126,7 +126,7 @@ def plan(
     threads and simds, and every contender is timed with each of l2s, from L2. Raises ValueError naming the
     wrong argument.
     """
-    check_device(device)
+    one_of("device", device, DEVICES)
     choices = (("contender", names, known_on(device)), ("simd", simds, SIMD), ("l2", l2s, L2))
     for what, chosen, known in choices:
         for name in chosen:
