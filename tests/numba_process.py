@@ -1,6 +1,6 @@
 """What the tests of the Numba kernels run in a process of its own, where Numba simulates CUDA.
 
-Numba reads NUMBA_ENABLE_CUDASIM when it is imported. Arrays are NumPy's, so the process needs no torch.
+Numba reads NUMBA_ENABLE_CUDASIM when it is imported. Tensors come and go as NumPy's arrays.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import os
 import sys
 import warnings
 from typing import Any
+
+import torch
 
 
 def simulate() -> None:
@@ -26,7 +28,8 @@ def flash_attention(arrays: Any, options: dict[str, Any]) -> Any:
         warnings.simplefilter("error")
         # NumPy warns of inf - inf and of what overflows; a GPU does not
         warnings.simplefilter("ignore", RuntimeWarning)
-        return numba_flash.flash_attention(*arrays, **options)
+        results = numba_flash.flash_attention(*map(torch.from_numpy, arrays), **options)
+        return [t.numpy() for t in results]
 
 
 def traffic(arrays: Any, options: dict[str, Any]) -> tuple[int, int]:
@@ -50,7 +53,7 @@ def traffic(arrays: Any, options: dict[str, Any]) -> tuple[int, int]:
 
     FakeCUDAArray.__getitem__, FakeCUDAArray.__setitem__ = counted_read, counted_write
     try:
-        numba_flash.flash_attention(*arrays, **options)
+        numba_flash.flash_attention(*map(torch.from_numpy, arrays), **options)
     finally:
         FakeCUDAArray.__getitem__, FakeCUDAArray.__setitem__ = read, write
     (B, H, Nq, d), Nk = arrays[0].shape, arrays[1].shape[2]

@@ -31,14 +31,22 @@ The kernels run on a GPU and, with NUMBA_ENABLE_CUDASIM=1, in Numba's simulator 
 """
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from numba import cuda, float32
 from numba.cuda.core import config
+from torch import Tensor
+
+from attention_ext.checks import check_tensors
+from attention_ext.parts import Part, one_of
+from attention_ext.tiles import check_sides
 
 STATES = ("registers", "spilled")
+TAKEN = Part("numba", "", "", dtypes={"cpu": ("float32",), "cuda": ("float32",)})
 WIDEST = 256  # the largest d
 WIDTH = 32  # columns of a thread, at most
 THREADS = 256  # of a block
@@ -54,71 +62,50 @@ config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # of small grids, which small inputs hav
 
 
 def flash_attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     causal: bool = False,
     scale: float | None = None,
     state: str = "registers",
     br: int | None = None,
     bc: int | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v, (B, H, Nq, d), and the rows' logsumexp m + log(l), (B, H, Nq).
 
-    q: (B, H, Nq, d). k, v: (B, H, Nk, d), d up to 256. float32, any strides: tensors on a GPU, whose kernel
-    runs on PyTorch's current stream, or NumPy's arrays in the simulator.
+    q: (B, H, Nq, d). k, v: (B, H, Nk, d), d up to 256. float32, any strides: on a GPU, whose kernel runs on
+    PyTorch's current stream, or on the CPU in the simulator.
     causal: query i sees the keys j <= i + (Nk - Nq). scale: 1/sqrt(d) unless given. state: one of STATES.
     br, bc: queries and keys of a tile, each at least 1; tile()'s unless given.
     Raises ValueError, naming the argument, for wrong shapes and values, TypeError for another dtype.
     """
-    _check(q, k, v, causal, state, br, bc)
+    one_of("state", state, STATES)
+    check_tensors(TAKEN, q, k, v, causal)
+    check_sides(br, bc)
     B, H, Nq, d = q.shape
-    Nk = k.shape[2]
+    if d > WIDEST:
+        raise ValueError(f"d is {d}; it must be at most {WIDEST}")
     br, bc = (default if given is None else given for given, default in zip((br, bc), tile(d)))
     parts = _parts(d)
     scale = d**-0.5 if scale is None else scale
     blocks = B * H * -(-Nq // br)
     held = blocks * br * parts * (_width(d) + 2) if state == "spilled" else 1  # numbers
+    Q, K, V = (t.flatten(0, 1) for t in (q.mT, k, v))
+    O, lse, spill = q.new_empty(B * H, d, Nq), q.new_empty(B * H, Nq), q.new_empty(held)
+    tensors = [t.contiguous() for t in (Q, K, V)] + [O, lse, spill]
 
-    def launch(contiguous: Any, empty: Any, stream: Any) -> tuple[Any, Any]:
-        Q = contiguous(q.reshape(B * H, Nq, d).swapaxes(1, 2))
-        K, V = (contiguous(t.reshape(B * H, Nk, d)) for t in (k, v))
-        O, lse, spill = empty((B * H, d, Nq)), empty((B * H, Nq)), empty(held)
-        run = kernel(d, br, bc, state == "spilled")[blocks, (br, parts), stream]
+    def run(arrays: Sequence[Any], stream: Any = 0) -> None:
         # scores are in units of ln 2, because a GPU has an instruction for 2^x
-        run(Q, K, V, O, lse, spill, bool(causal), np.float32(scale * math.log2(math.e)))
-        return contiguous(O.swapaxes(1, 2)).reshape(B, H, Nq, d), lse.reshape(B, H, Nq)
+        numbers = bool(causal), np.float32(scale * math.log2(math.e))
+        kernel(d, br, bc, state == "spilled")[blocks, (br, parts), stream](*arrays, *numbers)
 
-    if isinstance(q, np.ndarray):
-        return launch(np.ascontiguousarray, lambda shape: np.empty(shape, np.float32), 0)
-    import torch
-
-    with torch.cuda.device(q.device), cuda.gpus[q.device.index]:
-        stream = cuda.external_stream(torch.cuda.current_stream().cuda_stream)
-        return launch(torch.Tensor.contiguous, q.new_empty, stream)
-
-
-def _check(q: Any, k: Any, v: Any, causal: bool, state: str, br: int | None, bc: int | None) -> None:
-    if state not in STATES:
-        raise ValueError(f"state is {state!r}; it must be one of {', '.join(STATES)}")
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        shape = tuple(t.shape)
-        if len(shape) != 4 or 0 in shape:
-            raise ValueError(f"{name} has shape {shape}; it must be (B, H, N, d) with no empty dimension")
-        if str(t.dtype).removeprefix("torch.") != "float32":
-            raise TypeError(f"{name} is {t.dtype}; it must be float32")
-        right = (*q.shape[:2], (q if name == "q" else k).shape[2], q.shape[3])
-        if shape != right:
-            raise ValueError(f"{name} has shape {shape}; it must be {right}")
-    Nq, Nk, d = q.shape[2], k.shape[2], q.shape[3]
-    if d > WIDEST:
-        raise ValueError(f"d is {d}; it must be at most {WIDEST}")
-    if causal and Nq > Nk:
-        raise ValueError(f"q has Nq={Nq} rows; with a causal mask it may have at most Nk={Nk}")
-    for name, size in (("br", br), ("bc", bc)):
-        if size is not None and size < 1:
-            raise ValueError(f"{name} is {size}; it must be at least 1")
+    if q.is_cuda:
+        with torch.cuda.device(q.device), cuda.gpus[q.device.index]:
+            run(tensors, cuda.external_stream(torch.cuda.current_stream().cuda_stream))
+    else:
+        run([t.numpy() for t in tensors])
+    return O.mT.reshape(B, H, Nq, d).contiguous(), lse.view(B, H, Nq)
 
 
 def tile(d: int) -> tuple[int, int]:
