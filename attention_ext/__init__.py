@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from attention_ext import tiles
 from attention_ext.checks import check_gradient, check_tensors
@@ -17,42 +17,24 @@ from attention_ext.parts import AUTO, PARTS, SIMD, BuildError, Part, check_part,
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from typing_extensions import Unpack
 
 __all__ = ["AUTO", "PARTS", "SIMD", "BuildError", "Part", "attention", "operator"]
 __version__ = "0.1.0"
 
 
-class Options(TypedDict, total=False):
-    """The options of attention() that do not change what it returns."""
-
-    causal: bool
-    scale: float | None
-    br: int | None
-    bc: int | None
-    simd: str
-    kernel: str | None
-
-
 @overload
 def attention(
-    part: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[Options],
+    part: str, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Any
 ) -> Tensor: ...
 
 
 @overload
 def attention(
-    part: str, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **others: Unpack[Options]
+    part: str, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
 ) -> tuple[Tensor, Tensor]: ...
 
 
-def attention(
+def attention(  # type: ignore[misc]  # another option is a TypeError
     part: str,
     q: Tensor,
     k: Tensor,
@@ -131,10 +113,8 @@ def attention(
             if not (br and bc or torch.compiler.is_compiling()):  # a compiled graph cannot read files
                 tuned = tiles.tile(helpers, torch.get_num_threads(), d, Nk, causal, B * H * Nq)
             tile = (br or tuned[0], bc or tuned[1])
-        if gradient:  # the backward pass needs the logsumexp
-            out, lse = operator(part, helpers, gradient)(q, k, v, causal, scale, *tile)
-        else:
-            out, lse = operator(part, helpers)(q, k, v, causal, scale, return_lse, *tile)
+        rest = tile if gradient else (return_lse, *tile)  # the backward pass needs the logsumexp
+        out, lse = operator(part, helpers, gradient)(q, k, v, causal, scale, *rest)
         return (out, lse) if return_lse else out
     except Exception:  # the operators in C++ check the tensors too, but raise RuntimeErrors
         check_tensors(row, q, k, v, causal)
@@ -147,6 +127,7 @@ _operators: dict[tuple[str, str, bool], Callable] = {}
 def operator(part: str, simd: str = "auto", gradient: bool = False) -> Callable:
     """The PyTorch operator of one of parts 1 to 4; compiles the extension on first use.
 
+    Raises ValueError for a part without such an operator, and errors as extension.load() does.
     simd: one of SIMD, or 'cuda' for part4's operator on CUDA. gradient: part4's with a gradient, on the CPU.
     """
     key = part, simd, gradient
@@ -158,5 +139,10 @@ def operator(part: str, simd: str = "auto", gradient: bool = False) -> Callable:
         else:
             from attention_ext import extension
 
-            _operators[key] = extension.operator(part, simd, gradient)
+            row = check_part(part)
+            name = row.gradient if gradient else row.operator
+            if name is None:
+                what = "with a gradient" if gradient else "with an operator"
+                raise ValueError(f"part is {part!r}; it must be one {what}; {part} has none")
+            _operators[key] = getattr(extension.load(simd), name).default
     return _operators[key]

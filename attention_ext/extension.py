@@ -8,9 +8,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch import library as torch_library
 
-from attention_ext import gradient as gradients
 from attention_ext.build import recipes
 from attention_ext.checks import check_tensors
 from attention_ext.parts import PARTS, BuildError, Dtype, check_part, resolve_simd
@@ -38,13 +38,13 @@ def _load(helpers: str) -> Any:
     except OSError as error:
         reason = error.__cause__ or error  # torch's own message names only the library
         raise BuildError(f"{library} cannot be loaded ({reason}); delete it to compile it again") from None
-    _register_fakes(recipe.name)
-    gradients.register(recipe.name)
-    return getattr(torch.ops, recipe.name)
+    loaded = getattr(torch.ops, recipe.name)
+    _register(recipe.name, loaded.part4_backward.default)
+    return loaded
 
 
-def _register_fakes(name: str) -> None:
-    """Register the operators' output shapes and types, for torch.compile and opcheck."""
+def _register(name: str, backward: Callable) -> None:
+    """Tell PyTorch of the operators' outputs, for torch.compile and opcheck, and of part4's gradient."""
 
     def fake(part, q, k, v, causal, scale, return_lse, br=1, bc=1):
         check_tensors(part, q, k, v, causal)
@@ -52,22 +52,34 @@ def _register_fakes(name: str) -> None:
         lse = q.new_empty((B, H, Nq) if return_lse else (0,), dtype=torch.float32)
         return q.new_empty(B, H, Nq, d), lse
 
+    def fake_with_gradient(q, k, v, causal, scale, br, bc):
+        return fake(PARTS["part4"], q, k, v, causal, scale, True)
+
+    def fake_backward(dout, dlse, q, k, v, out, lse, causal, scale):
+        return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+
+    def save(ctx, inputs, output) -> None:
+        q, k, v, ctx.causal, ctx.scale, *_ = inputs
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.set_materialize_grads(False)
+
+    def gradient(ctx, dout: Tensor | None, dlse: Tensor | None):
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = out.new_zeros(1).expand_as(out) if dout is None else dout
+        dlse = out.new_empty(0) if dlse is None else dlse
+        return *backward(dout, dlse, q, k, v, out, lse, ctx.causal, ctx.scale), None, None, None, None
+
+    def refuse(ctx, *grads):
+        raise RuntimeError("part4 has no second gradient; only part0 has")
+
+    forward = f"{name}::{PARTS['part4'].gradient}"
+    torch_library.register_fake(forward, fake_with_gradient)
+    torch_library.register_fake(f"{name}::part4_backward", fake_backward)
+    torch_library.register_autograd(forward, gradient, setup_context=save)
+    torch_library.register_autograd(f"{name}::part4_backward", refuse)
     for part in PARTS.values():
         if part.operator:
             torch_library.register_fake(f"{name}::{part.operator}", functools.partial(fake, part))
-
-
-def operator(part: str, simd: str = "auto", gradient: bool = False) -> Callable:
-    """The PyTorch operator of one of parts 1 to 4. gradient: part4's operator with a gradient.
-
-    Raises ValueError for a part without such an operator, and errors as load() does.
-    """
-    row = check_part(part)
-    name = row.gradient if gradient else row.operator
-    if name is None:
-        what = "with a gradient" if gradient else "with an operator"
-        raise ValueError(f"part is {part!r}; it must be one {what}; {part} has none")
-    return getattr(load(simd), name).default
 
 
 def load_module(name: str, packages: tuple[str, ...], simd: str = "auto") -> ModuleType:

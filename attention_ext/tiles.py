@@ -4,8 +4,10 @@ Results are kept in a JSON file, with a list for each processor, so that machine
 """
 
 import functools
+import itertools
 import json
 import math
+import operator
 import os
 import tempfile
 from dataclasses import asdict, dataclass, fields
@@ -47,22 +49,18 @@ def tile(
     queries: B H Nq, of all heads; DEFAULT is made smaller where several threads would have too few tiles.
     """
     fitting = [tuned for tuned in _fitting(simd, threads, d, causal) if N <= 2 * tuned.N <= 4 * N]
-    if not fitting:
-        return DEFAULT if threads == 1 or queries is None else (_shared(simd, threads, queries), DEFAULT[1])
-    nearest = min(fitting, key=lambda tuned: abs(math.log(tuned.N / N)))
-    return nearest.br, nearest.bc
-
-
-def _shared(simd: str, threads: int, queries: int) -> int:
-    """Rows of a tile so that each thread has TILES_PER_THREAD tiles; at least a panel.
-
-    A panel is the number of queries that the kernel multiplies at a time. Any multiple of it cuts the queries
-    into the same strips, so the number of threads changes no bit of the result.
-    """
+    if fitting:
+        nearest = min(fitting, key=lambda tuned: abs(math.log(tuned.N / N)))
+        return nearest.br, nearest.bc
+    if threads == 1 or queries is None:
+        return DEFAULT
     from attention_ext import extension
 
+    # A panel is the number of queries that the kernel multiplies at a time. Any multiple of it cuts queries
+    # into the same strips, so the number of threads changes no bit of the result.
     panel = extension.size("panel", simd)
-    return max(panel, min(DEFAULT[0], queries // (TILES_PER_THREAD * threads) // panel * panel))
+    shared = queries // (TILES_PER_THREAD * threads) // panel * panel
+    return max(panel, min(DEFAULT[0], shared)), DEFAULT[1]
 
 
 @functools.cache
@@ -95,7 +93,7 @@ def path() -> Path:
 
 def read() -> list[Tuned]:
     """The results for this processor. Raises ValueError if the file is not in write()'s format."""
-    return [tuned for tuned in _read_all().get(processor.name(), [])]
+    return _read_all().get(processor.name(), [])
 
 
 def write(found: list[Tuned]) -> None:
@@ -104,19 +102,16 @@ def write(found: list[Tuned]) -> None:
         everything = _read_all()
     except ValueError:  # a broken file is replaced
         everything = {}
-    kept = {_case(tuned): tuned for tuned in [*everything.get(processor.name(), []), *found]}
+    case = operator.attrgetter("simd", "threads", "d", "N", "causal")
+    kept = {case(tuned): tuned for tuned in [*everything.get(processor.name(), []), *found]}
     everything[processor.name()] = list(kept.values())
     file = path()
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     text = json.dumps({cpu: [asdict(t) for t in entries] for cpu, entries in everything.items()}, indent=1)
-    handle, unfinished = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-    try:
-        with open(handle, "w") as out:
-            out.write(text)
-        os.replace(unfinished, file)
-    except BaseException:
-        os.unlink(unfinished)
-        raise
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        unfinished = Path(folder) / file.name
+        unfinished.write_text(text)
+        unfinished.replace(file)
     forget()
 
 
@@ -126,26 +121,18 @@ def forget() -> None:
     _fitting.cache_clear()
 
 
-def _case(t: Tuned) -> tuple:
-    return t.simd, t.threads, t.d, t.N, t.causal
-
-
 def _read_all() -> dict[str, list[Tuned]]:
     file = path()
     if not file.exists():
         return {}
     try:
         content = json.loads(file.read_text())
-        return {cpu: [_checked(entry) for entry in entries] for cpu, entries in content.items()}
+        found = {cpu: [Tuned(**entry) for entry in entries] for cpu, entries in content.items()}
+        for tuned, field in itertools.product(itertools.chain(*found.values()), fields(Tuned)):
+            value = getattr(tuned, field.name)
+            # the exact type: no int for a float, no bool for an int
+            if type(value) is not field.type or field.type in (int, float) and not 0 < value < 2**63:
+                raise ValueError(f"{field.name} is {value!r}")
+        return found
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise ValueError(f"{file} is not a file of tile sizes ({error}); delete it") from None
-
-
-def _checked(entry: dict) -> Tuned:
-    for field in fields(Tuned):
-        value = entry[field.name]
-        if type(value) is not field.type:  # the exact type: no int for a float, no bool for an int
-            raise ValueError(f"{field.name} is {value!r}")
-        if field.type in (int, float) and not 0 < value < 2**63:
-            raise ValueError(f"{field.name} is {value!r}")
-    return Tuned(**{field.name: entry[field.name] for field in fields(Tuned)})

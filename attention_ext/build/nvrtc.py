@@ -38,17 +38,12 @@ class Source:
 
     file: str
     arch: str
-    macros: tuple[tuple[str, str], ...]
-
-    @staticmethod
-    def of(file: str, arch: str, macros: Mapping[str, int]) -> "Source":
-        """A source with these macros, in any order."""
-        return Source(file, arch, tuple(sorted((name, str(value)) for name, value in macros.items())))
+    macros: Mapping[str, int]
 
     def path(self) -> Path:
         """Where the compiled kernel is kept. Raises BuildError if NVRTC is missing."""
-        facts = (self.file, self.arch, *(f"{name}={value}" for name, value in self.macros), *versions())
-        named = cache.fingerprint(facts, SOURCES)
+        macros = sorted(f"{name}={value}" for name, value in self.macros.items())
+        named = cache.fingerprint((self.file, self.arch, *macros, *versions()), SOURCES)
         return cache.real(cache.directory()) / f"attention_ext_cuda_{named}" / f"{Path(self.file).stem}.cubin"
 
     def make(self) -> bytes:
@@ -67,7 +62,7 @@ class Source:
             name=self.file,
             arch=self.arch,
             std="c++17",
-            define_macro=list(self.macros) or None,
+            define_macro=[(name, str(value)) for name, value in self.macros.items()] or None,
             include_path=str(SOURCES),
             ptxas_options=["-v"],
             no_cache=True,  # the log would be empty

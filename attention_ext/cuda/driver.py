@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attention_ext.build import nvrtc
 from attention_ext.cuda.kernels import MOST_SPLIT, Gpu, Kernel, choose, few_queries
@@ -13,6 +14,7 @@ from attention_ext.cuda.tiles import Tile
 from attention_ext.parts import PARTS, BuildError, Dtype
 
 FORMATS = {dtype: number for number, dtype in enumerate(Dtype)}  # FORMAT of csrc/cuda/call.h
+TENSOR_MAP_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 CTYPES = (ctypes.Structure, ctypes.Array, ctypes._SimpleCData)
 
 
@@ -47,7 +49,7 @@ def source(row: Kernel, tile: Tile, d: int, dtype: Dtype, capability: tuple[int,
     macros = {"FORMAT": FORMATS[dtype], "HEAD_DIM": row.padded(d), **tile.sizes}
     macros |= {"BR": tile.br, "BC": tile.bc, "THREADS": tile.threads}
     # instructions of one architecture alone need the suffix
-    return nvrtc.Source.of(row.sources[dtype], f"sm_{capability[0]}{capability[1]}{'a' * row.only}", macros)
+    return nvrtc.Source(row.sources[dtype], f"sm_{capability[0]}{capability[1]}{'a' * row.only}", macros)
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,43 @@ def load(row: Kernel, tile: Tile, d: int, dtype: Dtype, index: int) -> Compiled:
             _check(driver.cuFuncSetAttribute(function, attribute, tile.shared))
         functions[name] = function
     return Compiled(row, tile, on, library, functions)
+
+
+def tensor_map(t: Tensor, rows: int, columns: int) -> Any:
+    """What Hopper's copy engine is told of `t` (B, H, N, d): copies have `rows` rows and 64 or 32 columns.
+
+    Its address and its strides must be multiples of 16 bytes, and its rows contiguous and apart from each
+    other. An expanded batch or head, of stride 0, needs no copy.
+
+    Encoding runs on the CPU alone: it neither synchronises nor touches the stream. A launch copies the map,
+    so a captured graph keeps its own.
+    """
+    return _tensor_map(t.data_ptr(), t.dtype, tuple(t.shape), t.stride(), (columns, rows, 1, 1))
+
+
+@functools.lru_cache(maxsize=1024)
+def _tensor_map(address, dtype, shape, strides, box):
+    driver = _driver()
+    B, H, N, d = shape
+    batch, head, row, _ = (2 * stride for stride in strides)
+    # A dimension of stride 0 has one entry, which the kernel asks for. The stride of a dimension with one
+    # entry is never used, but must be valid.
+    batches, heads = (B if batch else 1), (H if head else 1)
+    integers, words = driver.cuuint64_t, driver.cuuint32_t
+    encoded = driver.cuTensorMapEncodeTiled(
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{TENSOR_MAP_TYPES[dtype]}"),
+        4,
+        address,
+        [integers(n) for n in (d, N, heads, batches)],
+        [integers(stride if n > 1 and stride else 16) for n, stride in ((N, row), (H, head), (B, batch))],
+        [words(n) for n in box],
+        [words(1)] * 4,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{2 * box[0]}B"),
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    return _check(encoded)
 
 
 def compiled(kernel: str | None, heads: int, Nq: int, Nk: int, d: int, dtype: Dtype, index: int) -> Compiled:

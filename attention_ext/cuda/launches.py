@@ -58,7 +58,7 @@ def for_each_tile_of_keys(kernel: Compiled, call: Call, q: Tensor, k: Tensor, v:
 
 def resident(kernel: Compiled, call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Kernel 6: at most a block for each multiprocessor, which takes one tile after the other."""
-    from attention_ext.cuda.tensor_maps import tensor_map
+    from attention_ext.cuda.driver import tensor_map
 
     tile, box = kernel.tile, kernel.tile.sizes["BOX"]
     maps = tensor_map(q, tile.br, box), tensor_map(k, tile.bc, box), tensor_map(v, tile.bc, box)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attention_ext import attention, reference
 from attention_ext.extension import load
-from attention_ext.gradient import FORWARD
+from attention_ext.parts import PARTS
 from lab.correctness import allocated
 
 pytestmark = pytest.mark.usefixtures("extension")
@@ -216,8 +216,8 @@ def test_opcheck_and_compiling_without_a_graph_break():
     q, k, v, dout, dlse = inputs(1, 2, 20, 30, 8)
     out, lse = attention("part4", q, k, v, causal=True, return_lse=True)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    torch_library.opcheck(getattr(load(), FORWARD).default, (*leaves, True, 0.3, 8, 16))
-    torch_library.opcheck(getattr(load(), FORWARD).default, (q, k, v, True, 0.3, 8, 16))
+    torch_library.opcheck(getattr(load(), PARTS["part4"].gradient).default, (*leaves, True, 0.3, 8, 16))
+    torch_library.opcheck(getattr(load(), PARTS["part4"].gradient).default, (q, k, v, True, 0.3, 8, 16))
     backward = load().part4_backward.default
     for of_lse in (dlse, torch.empty(0)):
         torch_library.opcheck(backward, (dout, of_lse, q, k, v, out, lse, True, 0.3))

@@ -93,7 +93,7 @@ def test_an_error_of_the_compiler_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "wrong.cu").write_text("not C++\n")
     message = r"\ANVRTC failed to compile wrong.cu for sm_90: .*error.*\Z"  # `.` matches no line end
     with pytest.raises(BuildError, match=message):
-        nvrtc.Source.of("wrong.cu", "sm_90", {}).compile()
+        nvrtc.Source("wrong.cu", "sm_90", {}).compile()
 
 
 def test_ptxas_report():
