@@ -24,35 +24,23 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            rows, cols = group["shape"]
-            buffers = [self.state[p]["momentum"] for p in group["params"]]
-            update = _muon_direction(
-                [p.grad for p in group["params"]], buffers, group["momentum"], rows, cols
-            )
-            sizes = [p.numel() // (rows * cols) for p in group["params"]]
+            (rows, cols), momentum, parameters = group["shape"], group["momentum"], group["params"]
+            nesterov = []
+            for p in parameters:  # (n * rows, cols), n matrices each
+                buffer = self.state[p]["momentum"].lerp_(p.grad, 1 - momentum)
+                nesterov.append(p.grad.lerp(buffer, momentum).view(-1, rows, cols))
+            x = torch.cat(nesterov)
+            if rows > cols:
+                x = x.mT
+            if x.is_cuda:
+                x = x.bfloat16()
+            x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+            # the nearest orthogonal matrices, by a quintic with a steep slope at 0; Jordan's coefficients
+            for _ in range(5):
+                a = x @ x.mT
+                x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+            x = (x.mT if rows > cols else x).float()
             scale = math.sqrt(max(1, rows / cols))
-            for p, u in zip(group["params"], update.split(sizes)):
+            for p, u in zip(parameters, x.split([len(matrices) for matrices in nesterov])):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.sub_(group["lr"] * scale * u.view_as(p))
-
-
-def _muon_direction(
-    grads: list[Tensor], buffers: list[Tensor], momentum: float, rows: int, cols: int
-) -> Tensor:
-    """Nesterov momentum, then the nearest orthogonal matrices.
-
-    grads, buffers: one tensor (n * rows, cols) per parameter, n matrices each; the buffers are updated.
-    Returns (matrices of all parameters, rows, cols).
-    """
-    for g, b in zip(grads, buffers):
-        b.lerp_(g, 1 - momentum)
-    x = torch.cat([g.lerp(b, momentum).view(-1, rows, cols) for g, b in zip(grads, buffers)])
-    if rows > cols:
-        x = x.mT
-    if x.is_cuda:
-        x = x.bfloat16()
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(5):  # a quintic with a steep slope at 0; Jordan's coefficients
-        a = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-    return (x.mT if rows > cols else x).float()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 # Share of the peak learning rate after the warm-up, by the progress in [0, 1]; each ends at 0.
 DECAYS: dict[str, Callable[[float], float]] = {
@@ -73,13 +73,4 @@ OWN_TEXT = Recipe(
     minutes=3.0,
     window=0.04,
     test_share=0.05,
-)
-# Fine-tuning takes half the rates: 500 steps of shakes256 on 466,000 characters of other prose ended at 1.198
-# nats, with the full rates at 1.204, with a quarter at 1.235, from scratch at 1.360 (Zen 5). Lower rates
-# forget less.
-FINE_TUNING = replace(
-    OWN_TEXT,
-    muon_lr=OWN_TEXT.muon_lr / 2,
-    adam_lr=OWN_TEXT.adam_lr / 2,
-    position_lr=OWN_TEXT.position_lr / 2,
 )

@@ -16,12 +16,11 @@ from model.checkpoint import Checkpoint, save, save_record
 from model.gpt import GPT
 from model.loss import evaluate, evaluate_windows
 from training.recipe import Recipe
-from training.schedule import ByTime, Schedule
+from training.schedule import ByTime, Schedule, Watcher
 from training.start import fitted
 from training.state import FILE, check_state, load_state, only_run, save_state
-from training.text import MOST_EVALUATED, MOST_OLD, MOST_WATCHED, Material, divide, encode, fit, windows
+from training.text import MOST_EVALUATED, MOST_OLD, MOST_WATCHED, Material, divide, fit, windows
 from training.trainer import Trainer
-from training.watch import Status, Watcher
 
 STATE_SECONDS = 8.0  # time between two states, unless writing one takes long
 STATE_SHARE = 0.04  # share of the time that writing states may take
@@ -87,7 +86,7 @@ def train(
         identity["old_corpus_sha256"] = _sha256(old_text.encode())
     run = _Run(trainer, material, out, watcher, identity)
     if old_text is not None and start is not None:
-        ids = encode(old_text, start.tokenizer)  # type: ignore[arg-type]  # fitted() has refused others
+        ids = torch.tensor(start.tokenizer.encode(old_text))
         run.old = _held_out(ids[int(0.9 * len(ids)) :], recipe.block_size, MOST_OLD)
     with only_run(out):
         if resume:
@@ -96,9 +95,7 @@ def train(
             (out / FILE).unlink(missing_ok=True)  # of a run that this one replaces
         run.schedule.begin(time.monotonic())  # on a GPU the trainer has compiled its training step before
         watcher.begin(trainer.averaged, material.tokenizer)
-        if not run.schedule.done and start is not None:
-            run.measure_start(start.model)
-        return run.go(stop)
+        return run.go(stop, None if start is None else start.model)
 
 
 class _Run:
@@ -110,9 +107,8 @@ class _Run:
         recipe = trainer.recipe
         self.trainer, self.out, self.watcher = trainer, out, watcher
         self.tokenizer, self.identity = material.tokenizer, identity
-        self.batch_chars = trainer.batch * recipe.block_size  # of a training step
         self.schedule = Schedule(recipe) if recipe.minutes is None else ByTime(recipe)
-        self.record: dict[str, Any] = identity | {"curve": []}
+        self.record: dict[str, Any] = identity | {"curve": self.schedule.curve}
         self.best: dict[str, Tensor] = {}
         self.best_loss = math.inf
         self.old: Tensor | None = None
@@ -127,8 +123,13 @@ class _Run:
         self._saved_at, self._save_seconds = time.monotonic(), 0.0
         self._evaluated_at, self._evaluation_seconds = -1, 0.0  # the training steps before the last one
 
-    def go(self, stop: Callable[[], bool]) -> dict:
+    def go(self, stop: Callable[[], bool], start: GPT | None) -> dict:
         """Train until the schedule ends, measure the best weights, and return the record."""
+        if start is not None and not self.schedule.done:  # the losses before any training step
+            self._losses = 1
+            self._loss_sum.fill_(math.nan)
+            self._measure_old("old_loss_before", start)
+            self._evaluate()
         if self.schedule.done and self.schedule.evaluation_due():
             self._evaluate()  # not if the run was resumed after it
         while not self.schedule.ended():
@@ -139,12 +140,22 @@ class _Run:
                 self._save_state()
             if due:
                 self._evaluate()
-            self.watcher.stepped(self._status())
+            self.watcher.stepped(self.schedule)
             if stop():
                 self._interrupt()
         self._save_state()
         self._evaluate()
-        return self._finish()
+        if self.test is not None:  # the best weights are measured on all held-out text
+            self._evaluated_weights(self.best)
+            self.record["val_loss"] = self._loss(self.validation)
+            self.record["test_loss"] = self._loss(self.test)
+            self._measure_old("old_loss_after", self.trainer.averaged)
+            done, seconds = self.schedule.done, self.schedule.elapsed()
+            self.record |= {"steps": done, "seconds": round(seconds, 1)}
+            self.record["characters_per_second"] = round(done * self.schedule.characters / seconds)
+        save_record(self.out, self.record)  # with the whole curve, past the best one
+        (self.out / FILE).unlink(missing_ok=True)
+        return self.record
 
     def _step(self) -> None:
         trainer, schedule = self.trainer, self.schedule
@@ -158,14 +169,7 @@ class _Run:
             torch.cuda.synchronize(trainer.device)  # else only the launch is timed
         schedule.stepped(time.monotonic() - start)
         if self._evaluated_at < 0:  # a forward pass is a third of a training step
-            self._reserve(schedule.step_seconds / 2 / self.batch_chars)
-
-    def measure_start(self, model: GPT) -> None:
-        """Measure the losses before any training step: a row of the curve, and the loss on the old text."""
-        self._losses = 1
-        self._loss_sum.fill_(math.nan)
-        self._measure_old("old_loss_before", model)
-        self._evaluate()
+            self._reserve(schedule.step_seconds / 2 / schedule.characters)
 
     def _evaluate(self) -> None:
         """Add a row to the curve, once for each training step. Keep the average if it is the best.
@@ -183,7 +187,7 @@ class _Run:
         self._loss_sum.zero_()
         self._losses, self._evaluated_at = 0, done
         row = [done, None if math.isnan(train_loss) else round(train_loss, 4), round(loss, 4)]
-        self.record["curve"].append(row)
+        self.schedule.curve.append(row)
         if not math.isfinite(loss):
             raise ValueError(f"the validation loss is {loss} at step {done}: training diverged")
         if loss < self.best_loss:
@@ -191,7 +195,7 @@ class _Run:
             self.best = _copied(self.trainer.averaged)
             self.record |= self._best_at(loss)
             self._save_best(self.record)
-        self.watcher.evaluated(self._status())
+        self.watcher.evaluated(self.schedule)
 
     def _best_at(self, loss: float) -> dict[str, Any]:
         done, seconds = self.schedule.done, round(self.schedule.seconds)
@@ -214,34 +218,6 @@ class _Run:
         parts = [self.watched, self.test, None if self.watched is self.validation else self.validation]
         characters = sum(part.numel() for part in (*parts, self.old) if part is not None)
         self.schedule.finishing = MARGIN * seconds_per_char * characters + self._save_seconds + 0.1
-
-    def _finish(self) -> dict:
-        """Measure the best weights on all held-out text, and write the record."""
-        if self.test is not None:
-            self._evaluated_weights(self.best)
-            self.record["val_loss"] = self._loss(self.validation)
-            self.record["test_loss"] = self._loss(self.test)
-            self._measure_old("old_loss_after", self.trainer.averaged)
-            done, seconds = self.schedule.done, self.schedule.elapsed()
-            self.record |= {"steps": done, "seconds": round(seconds, 1)}
-            self.record["characters_per_second"] = round(done * self.batch_chars / seconds)
-        save_record(self.out, self.record)  # with the whole curve, past the best one
-        (self.out / FILE).unlink(missing_ok=True)
-        return self.record
-
-    def _status(self) -> Status:
-        schedule = self.schedule
-        done, progress, seconds = schedule.done, schedule.progress(), schedule.seconds
-        return Status(
-            done=done,
-            steps=max(done, round(done / progress)) if progress else schedule.recipe.steps,
-            progress=progress,
-            seconds=seconds,
-            left=schedule.left(),
-            rate=done * self.batch_chars / max(seconds, 1e-9),
-            learning_rate=schedule.rate(),
-            curve=self.record["curve"],
-        )
 
     def _save_state(self) -> None:
         start = time.monotonic()
@@ -268,6 +244,7 @@ class _Run:
             self.trainer.load_state_dict(tensors)
             self.schedule.load(progress["schedule"])
             self.record, self._evaluated_at = progress["record"], progress["evaluated_at"]
+            self.schedule.curve = self.record["curve"]
             total, self._losses = progress["losses"]
             self._loss_sum.fill_(total)
             self.best_loss = math.inf if progress["best_loss"] is None else progress["best_loss"]

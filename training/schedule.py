@@ -1,8 +1,10 @@
-"""The progress of a run: Schedule counts training steps, ByTime seconds, also on a busy machine."""
+"""The progress of a run, and who is told of it. Schedule counts training steps, ByTime seconds."""
 
 import time
 from typing import Any
 
+from model.gpt import GPT
+from model.tokenizer import CharTokenizer
 from training.recipe import DECAYS, Recipe
 
 EVALUATIONS = 40  # most evaluations of a run by time; a long one has more
@@ -16,7 +18,8 @@ class Schedule:
 
     done: training steps. seconds: the time of the run, including the time before a resumption.
     step_seconds: the time of a usual training step. finishing: the run's estimate of the time that its end
-    will take. Only ByTime takes these into account.
+    will take. Only ByTime takes these into account. characters: of a training step. curve: [done, training
+    loss, validation loss] of each evaluation.
     """
 
     STATE: tuple[str, ...] = ("done", "seconds")
@@ -24,6 +27,8 @@ class Schedule:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.done, self.seconds = recipe, 0, 0.0
         self.step_seconds = self.finishing = 0.0
+        self.characters = max(1, recipe.batch_chars // recipe.block_size) * recipe.block_size
+        self.curve: list[list[float | None]] = []
 
     def begin(self, at: float) -> None:
         """Start the clock at this time.monotonic(); `seconds` continue from their value."""
@@ -60,6 +65,15 @@ class Schedule:
     def progress(self) -> float:
         """The share of the run that is done, from 0 to 1."""
         return self.done / self.recipe.steps
+
+    def steps(self) -> int:
+        """The estimated number of all training steps."""
+        progress = self.progress()
+        return max(self.done, round(self.done / progress)) if progress else self.recipe.steps
+
+    def speed(self) -> float:
+        """Characters per second of the whole time."""
+        return self.done * self.characters / max(self.seconds, 1e-9)
 
     def evaluation_due(self) -> bool:
         return self.done % self.recipe.eval_every == 0 or self.ended()
@@ -130,3 +144,19 @@ class ByTime(Schedule):
 
     def _training_seconds(self) -> float:
         return max(0.5 * self._budget, self._budget - self.finishing)
+
+
+class Watcher:
+    """A run calls these methods, which do nothing here, in its own thread; their time counts as the run's."""
+
+    def begin(self, averaged: GPT, tokenizer: CharTokenizer) -> None:
+        """The run begins. averaged: the model that is evaluated and saved; each training step changes it."""
+
+    def note(self, sentence: str) -> None:
+        """Report a sentence that the user should know."""
+
+    def stepped(self, schedule: Schedule) -> None:
+        """A training step is done."""
+
+    def evaluated(self, schedule: Schedule) -> None:
+        """The last row of the curve is new."""

@@ -62,26 +62,21 @@ def fit(text: str, recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 def repeated_share(training: str, held_out: str) -> float:
     """The share of passages of WINDOW characters in `held_out` that are also in `training`."""
-    passages = _hashes(codes(held_out))
+    passages = _hashes(held_out)
     passages = np.unique(passages[:: max(1, len(passages) // WINDOWS)])
-    found, whole = np.zeros(len(passages), dtype=bool), codes(training)
+    found = np.zeros(len(passages), dtype=bool)
     sieve = np.zeros(2**20, dtype=bool)  # indexed by the first 20 bits; few other passages pass it
     sieve[passages >> np.uint64(44)] = True
-    for start in range(0, len(whole), 2**20):  # a piece at a time takes little memory
-        piece = _hashes(whole[start : start + 2**20 + WINDOW - 1])
+    for start in range(0, len(training), 2**20):  # a piece at a time takes little memory
+        piece = _hashes(training[start : start + 2**20 + WINDOW - 1])
         found |= np.isin(passages, piece[sieve[piece >> np.uint64(44)]])
     return float(found.mean()) if len(found) else 0.0
 
 
-def codes(text: str) -> np.ndarray:
-    """The code points of a text, (N,) uint32."""
-    return np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-
-
-def _hashes(points: np.ndarray) -> np.ndarray:
+def _hashes(text: str) -> np.ndarray:
     """A 64-bit polynomial hash of every passage of WINDOW characters, by doubling the length five times."""
-    hashes, factor = points.astype(np.uint64), np.array([0x9E3779B97F4A7C15], dtype=np.uint64)
-    length = 1
+    hashes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32).astype(np.uint64)
+    factor, length = np.array([0x9E3779B97F4A7C15], dtype=np.uint64), 1
     while length < WINDOW and len(hashes) > length:
         hashes = hashes[:-length] * factor + hashes[length:]
         factor, length = factor * factor, 2 * length
@@ -94,7 +89,7 @@ def divide(text: str, recipe: Recipe, tokenizer: CharTokenizer | None = None) ->
     Raises ValueError if the part for training is not longer than a block.
     """
     tokenizer = tokenizer or CharTokenizer.from_text(text)
-    ids = encode(text, tokenizer)
+    ids = torch.tensor(tokenizer.encode(text))
     training, held_out = ids[: (cut := len(corpus.split(text)[0]))], ids[cut:]
     if len(training) <= recipe.block_size:
         raise ValueError(
@@ -105,14 +100,6 @@ def divide(text: str, recipe: Recipe, tokenizer: CharTokenizer | None = None) ->
     return Material(
         tokenizer, training, held_out[: len(held_out) - tested], held_out[len(held_out) - tested :]
     )
-
-
-def encode(text: str, tokenizer: CharTokenizer) -> Tensor:
-    """The ids of a text, (N,) int64. Raises ValueError naming the characters that the vocabulary lacks."""
-    tokenizer.encode("".join(set(text)))  # raises an error that names them
-    table = np.zeros(0x110000, dtype=np.int64)
-    table[codes("".join(tokenizer.characters))] = np.arange(len(tokenizer))
-    return torch.from_numpy(table[codes(text)])
 
 
 def windows(ids: Tensor, block_size: int, most: int) -> Tensor:

@@ -21,6 +21,7 @@ from model.gpt import GPT, GPTConfig
 from training.muon import Muon
 from training.recipe import Recipe
 
+SIZES = ("block_size", "n_layer", "n_head", "n_embd")
 CLIP = 1.0  # the largest norm of all gradients
 
 
@@ -62,15 +63,8 @@ class Trainer:
         torch.manual_seed(recipe.seed)
         self.recipe, self.ids, self.device = recipe, ids.to(device), device
         self.batch = max(1, recipe.batch_chars // recipe.block_size)
-        config = GPTConfig(
-            block_size=recipe.block_size,
-            vocab_size=vocab_size,
-            n_layer=recipe.n_layer,
-            n_head=recipe.n_head,
-            n_embd=recipe.n_embd,
-            dropout=recipe.dropout,
-            bias=start is not None and start.config.bias,
-        )
+        sizes: dict[str, Any] = {name: getattr(recipe, name) for name in (*SIZES, "dropout")}
+        config = GPTConfig(vocab_size=vocab_size, bias=start is not None and start.config.bias, **sizes)
         sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
         with_dropout = partial(sdpa, dropout_p=recipe.dropout)
         attend = with_dropout if part == "part0" else partial(attention, part, causal=True, simd=simd)
@@ -103,10 +97,7 @@ class Trainer:
         )
         on_gpu = device.type == "cuda"
         self.adam = torch.optim.AdamW(
-            [
-                dict(params=others, lr=torch.zeros((), device=device)),
-                dict(params=[positions], lr=torch.zeros((), device=device)),
-            ],
+            [dict(params=ps, lr=torch.zeros((), device=device)) for ps in (others, [positions])],
             betas=(0.9, 0.99),
             weight_decay=recipe.weight_decay,
             fused=on_gpu,
@@ -133,11 +124,8 @@ class Trainer:
         return load_training_step(simd)(
             parameters,
             batch=self.batch,
-            block_size=config.block_size,
             vocab_size=config.vocab_size,
-            n_layer=config.n_layer,
-            n_head=config.n_head,
-            n_embd=config.n_embd,
+            **{name: getattr(config, name) for name in SIZES},
             br=br,
             bc=bc,
             threads=torch.get_num_threads(),

@@ -5,6 +5,7 @@ import copy
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 
 import numpy as np
 from rich.console import Console, Group
@@ -21,7 +22,7 @@ from lab.race import harmless
 from model.checkpoint import Checkpoint
 from model.gpt import GPT
 from model.tokenizer import CharTokenizer
-from training.watch import Status, Watcher
+from training.schedule import Schedule, Watcher
 
 SAMPLE_SHARE = 0.015  # share of the time that samples may take
 SAMPLE_SECONDS = 3.0  # least time between two samples
@@ -52,27 +53,26 @@ class Lines(Watcher):
     def note(self, sentence: str) -> None:
         notice(sentence)
 
-    def evaluated(self, status: Status) -> None:
+    def evaluated(self, run: Schedule) -> None:
         if self.quiet:
             return
-        done, train, validation = status.curve[-1]
+        done, train, validation = run.curve[-1]
         if train is None:
             notice(f"before the first step: val {validation:.4f}")
             return
         notice(
-            f"step {done}/{status.steps}  train {train:.4f}  val {validation:.4f}  "
-            f"{status.rate:,.0f} characters/s  {status.seconds:.0f} s, {status.left:.0f} s left"
+            f"step {done}/{run.steps()}  train {train:.4f}  val {validation:.4f}  "
+            f"{run.speed():,.0f} characters/s  {run.seconds:.0f} s, {run.left():.0f} s left"
         )
 
 
 class Picture(Watcher):
     """Draws the curves, the speed and a sample of the averaged weights in place, on a terminal."""
 
+    _sampler: "Sampler | None" = None
+
     def __init__(self, name: str, live: Live) -> None:
-        self.name, self.live = name, live
-        self.sample = ""
-        self._sampler: Sampler | None = None
-        self._drawn = 0.0
+        self.name, self.live, self.sample, self._drawn = name, live, "", 0.0
 
     def begin(self, averaged: GPT, tokenizer: CharTokenizer) -> None:
         self._sampler = Sampler(averaged, tokenizer)
@@ -80,14 +80,14 @@ class Picture(Watcher):
     def note(self, sentence: str) -> None:
         self.live.console.print(Text(sentence))
 
-    def stepped(self, status: Status) -> None:
+    def stepped(self, run: Schedule) -> None:
         if self._sampler is not None and self._sampler.due():
             self.sample = self._sampler.write()
         if time.monotonic() - self._drawn >= REDRAW_SECONDS:
-            self.evaluated(status)
+            self.evaluated(run)
 
-    def evaluated(self, status: Status) -> None:
-        self.live.update(picture(self.name, status, self.sample, self.live.console), refresh=True)
+    def evaluated(self, run: Schedule) -> None:
+        self.live.update(picture(self.name, run, self.sample, self.live.console), refresh=True)
         self._drawn = time.monotonic()
 
 
@@ -102,15 +102,15 @@ class Sampler:
         except BuildError:
             self.part, native = "part0", False
         self.tokens = 300 if native else 100
-        self._cost = 0.05 if native else 1.0  # seconds; an estimate until the first sample
-        self._began = self._last = time.monotonic()
-        self._spent = 0.0
+        self._wait(0.05 if native else 1.0)  # an estimate for the first sample
+
+    def _wait(self, seconds: float) -> None:
+        """Set the time of the next sample, which probably takes these seconds."""
+        self._next = time.monotonic() + max(SAMPLE_SECONDS, seconds / SAMPLE_SHARE)
 
     def due(self) -> bool:
         """Whether it is time for the next sample."""
-        now = time.monotonic()
-        affordable = SAMPLE_SHARE * (now - self._began) >= self._spent + self._cost
-        return affordable and now - self._last >= SAMPLE_SECONDS
+        return time.monotonic() >= self._next
 
     def write(self) -> str:
         """A sample. If the kernels cannot be compiled, PyTorch's attention is used from now on."""
@@ -123,39 +123,30 @@ class Sampler:
             text = generate(checkpoint, self.prompt, self.tokens, part=self.part, seed=1, context="reset")
         except BuildError:
             self.part, text = "part0", ""
-        self._last = time.monotonic()
-        self._cost = self._last - start
-        self._spent += self._cost
+        self._wait(time.monotonic() - start)
         return str(text)
 
 
-def picture(name: str, status: Status, sample: str, console: Console) -> Group:
+def picture(name: str, run: Schedule, sample: str, console: Console) -> Group:
     """The whole picture, fitted to the console."""
     head = Table.grid(padding=(0, 2))
     head.add_row(
         Text(name, style="bold"),
-        f"step {status.done:,} of {status.steps:,}",
-        f"{status.rate:,.0f} characters/s",
-        f"learning rate {status.learning_rate:.0%}",
-        f"{clock(status.left)} left",
+        f"step {run.done:,} of {run.steps():,}",
+        f"{run.speed():,.0f} characters/s",
+        f"learning rate {run.rate():.0%}",
+        f"{timedelta(seconds=round(run.left()))} left",
     )
     width = min(PLOT_COLUMNS + 8, console.width)
-    full = round(width * status.progress)
+    full = round(width * run.progress())
     parts: list = [head, Text("━" * full, VALIDATION) + Text("─" * (width - full), "dim")]
-    if status.curve:
-        parts += curves(status.curve, max(1, width - 8), status.progress)
+    if run.curve:
+        parts += curves(run.curve, max(1, width - 8), run.progress())
     if sample:
         rows = max(1, min(SAMPLE_ROWS, console.height - PLOT_ROWS - 8))
         lines = Text(harmless(sample)).wrap(console, width - 4, overflow="fold")
         parts.append(Panel(Text("\n").join(lines[:rows]), width=width, title="a sample"))
     return Group(*parts, "")  # the cursor's line stays empty: a terminal echoes ^C there
-
-
-def clock(seconds: float) -> str:
-    """90 as '1:30', 3700 as '1:01:40'."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def curves(curve: Sequence[Sequence[float | None]], width: int, progress: float) -> list[Text]:
@@ -179,24 +170,17 @@ def curves(curve: Sequence[Sequence[float | None]], width: int, progress: float)
         at = np.clip(((high - losses) / max(high - low, 1e-9) * (height - 1)).round(), 0, None).astype(int)
         for column, above, row in zip(columns, [at[0], *at], at):
             grid[min(above, row) : max(above, row) + 1, column] = color
-    lines = []
-    for number, (tops, bottoms) in enumerate(zip(grid[::2], grid[1::2])):
-        loss = high - (high - low) * number / max(1, PLOT_ROWS - 1)
-        line = Text(f"{loss:7.3f} ")
-        for top, bottom in zip(tops, bottoms):
-            line.append(*cell(top, bottom))
-        lines.append(line)
-    train, validation = curve[-1][1], curve[-1][2]
-    legend = Text(" " * 8)
-    legend.append("validation ", VALIDATION)
-    legend.append(f"{validation:.4f}   ")
-    legend.append("training ", TRAINING)
-    legend.append("-" if train is None else f"{train:.4f}")
-    return [*lines, legend]
+    lines = [
+        Text.assemble(f"{loss:7.3f} ", *map(cell, tops, bottoms))
+        for loss, tops, bottoms in zip(np.linspace(high, low, PLOT_ROWS), grid[::2], grid[1::2])
+    ]
+    _, train, validation = curve[-1]
+    known = f"{validation:.4f}   ", ("training ", TRAINING), "-" if train is None else f"{train:.4f}"
+    return [*lines, Text.assemble(" " * 8, ("validation ", VALIDATION), *known)]
 
 
 def cell(top: str, bottom: str) -> tuple[str, str]:
     """A character whose halves have these colors ('' is no color), and its style."""
-    if top and bottom:
-        return ("█", top) if top == bottom else ("▀", f"{top} on {bottom}")
-    return ("▀", top) if top else ("▄", bottom) if bottom else (" ", "")
+    if top:
+        return "▀", f"{top} on {bottom}" if bottom else top
+    return ("▄", bottom) if bottom else (" ", "")

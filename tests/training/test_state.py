@@ -20,8 +20,8 @@ from training_texts import TINY, words
 from model import files
 from model.checkpoint import load
 from training.run import train
+from training.schedule import Schedule, Watcher
 from training.state import FILE, load_state, save_state
-from training.watch import Status, Watcher
 
 TEXT = words(4000)
 
@@ -38,8 +38,8 @@ class StoppedAt(Watcher):
     def __init__(self, *steps: int) -> None:
         self.left, self.done = set(steps), 0
 
-    def stepped(self, status: Status) -> None:
-        self.done = status.done
+    def stepped(self, schedule: Schedule) -> None:
+        self.done = schedule.done
 
     def stop(self) -> bool:
         stops = self.done in self.left
@@ -100,11 +100,11 @@ import sys
 from pathlib import Path
 from training_texts import TINY, words
 from training import run
-from training.watch import Watcher
+from training.schedule import Watcher
 run.STATE_SECONDS, run.STATE_SHARE = 0.0, 1e9  # a state after each step
 class Slowly(Watcher):
-    def stepped(self, status):
-        print(status.done, flush=True)
+    def stepped(self, schedule):
+        print(schedule.done, flush=True)
 run.train(TINY, words(4000), out=Path(sys.argv[1]), resume=len(sys.argv) > 2, watcher=Slowly())
 """
 

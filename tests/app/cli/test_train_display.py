@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 
@@ -13,20 +14,20 @@ from training_texts import TINY, words
 from app.cli import train_display as display
 from app.cli.train_display import Picture, Sampler, picture
 from training.run import train
-from training.watch import Status
+from training.schedule import Schedule
 
 CURVE = [[10, 3.0, 2.9], [20, 2.0, 2.1], [40, 1.0, 1.5]]
 
 
 def test_the_picture_has_the_figures_the_curves_and_the_sample():
-    times = dict(seconds=10.0, left=75.0, rate=12345.6)
-    status = Status(done=40, steps=80, progress=0.5, learning_rate=0.5, curve=CURVE, **times)
+    run = Schedule(dataclasses.replace(TINY, steps=80))
+    run.done, run.seconds, run.curve = 40, 75.0, CURVE
     console = Console(file=io.StringIO(), width=100, height=40)
-    console.print(picture("mine", status, "to [b]be\x1b[31m or\tnot", console))
+    console.print(picture("mine", run, "to [b]be\x1b[31m or\tnot", console))
     text = console.file.getvalue()
     head, bar, *_ = text.splitlines()
     assert re.fullmatch(
-        r"mine  step 40 of 80  12,346 characters/s  learning rate 50%  1:15 left *", head.rstrip()
+        r"mine  step 40 of 80  68 characters/s  learning rate 55%  0:01:15 left *", head.rstrip()
     )
     assert len(bar.rstrip()) == 68
     assert "validation 1.5000   training 1.0000" in text and "to [b]be?[31m or not" in text
