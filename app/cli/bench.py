@@ -12,7 +12,7 @@ import click
 
 from app.cli import options
 from app.cli.terminal import notice, progress
-from attention_ext import PARTS, SIMD
+from attention_ext import PARTS
 
 if TYPE_CHECKING:  # they import torch
     from lab.bench.cases import Cell
@@ -24,7 +24,7 @@ MASKS = ("none", "causal")
 TILED = tuple(name for name, part in PARTS.items() if part.tiled)
 # The case of the lab's homework.
 ON_CUDA = {"lengths": (4096,), "heads": 1, "batch": 100}
-# Options that need another option, and options that another one excludes.
+# For options.refuse_combinations().
 ONLY_WITH = {"show": "tune", "budget": "tune", "fail_on_regression": "compare", "threshold": "compare"}
 CASES = ("lengths", "widths", "br", "bc", "threads", "simds", "masks", "causal", "heads", "batch", "l2s")
 MEASURING = ("contenders", "queries", "dtype", "device", "rounds", "min_time", "save")
@@ -38,39 +38,13 @@ NOT_WITH = {
 
 sweep_options = options.all_of(
     click.argument("contenders", type=options.Names(), required=False, metavar="[CONTENDERS]"),
-    options.option(
-        "-N",
-        "lengths",
-        "Numbers of keys.",
-        type=options.Numbers(),
-        default="1024",
-        show_default="1024; 4096 on CUDA",
-    ),
-    options.option("-d", "widths", "Head widths.", type=options.Numbers(options.WIDEST_HEAD), default="32"),
-    options.option(
-        "-br", "--br", "Rows of part4's tiles, in queries.", type=options.Numbers(auto=True), default="auto"
-    ),
-    options.option(
-        "-bc", "--bc", "Columns of part4's tiles, in keys.", type=options.Numbers(auto=True), default="auto"
-    ),
-    options.option(
-        "-t",
-        "--threads",
-        "Numbers of threads.",
-        type=options.Numbers(options.MOST_THREADS),
-        default="1",
-        callback=options.warned_of_threads,
-    ),
-    options.option(
-        "--simd",
-        "simds",
-        f"SIMD helpers of attention's forward pass, from {', '.join(SIMD)}.",
-        type=options.Names(SIMD),
-        default="auto",
-    ),
-    options.option(
-        "--mask", "masks", f"Masks, from {', '.join(MASKS)}.", type=options.Names(MASKS), default="none"
-    ),
+    options.numbers("-N", "lengths", "Numbers of keys.", default="1024", show_default="1024; 4096 on CUDA"),
+    options.numbers("-d", "widths", "Head widths.", most=options.WIDEST_HEAD, default="32"),
+    options.numbers("-br", "--br", "Rows of part4's tiles, in queries.", auto=True, default="auto"),
+    options.numbers("-bc", "--bc", "Columns of part4's tiles, in keys.", auto=True, default="auto"),
+    options.some_threads,
+    options.simds,
+    options.names("--mask", "masks", f"Masks, from {', '.join(MASKS)}.", of=MASKS, default="none"),
     options.flag("--causal", "The same as --mask causal."),
     options.size("--queries", "Number of queries.", show_default="as many as keys"),
     options.size(
@@ -81,11 +55,10 @@ sweep_options = options.all_of(
     ),
     options.dtype,
     options.device,
-    options.option(
+    options.names(
         "--l2",
         "l2s",
         "On CUDA, what the L2 cache holds before a call: what the last call left, or other data.",
-        type=options.Names(),
         default="warm,cold",
     ),
 )
@@ -118,22 +91,7 @@ tune_options = options.all_of(
 @sweep_options
 @run_options
 @tune_options
-def bench(
-    rounds: int,
-    min_time: float,
-    form: str,
-    dry_run: bool,
-    save: str | None,
-    load: Path | None,
-    compare: Path | None,
-    threshold: float,
-    fail_on_regression: bool,
-    plot: Path | None,
-    tune: bool,
-    budget: float,
-    show: bool,
-    **sizes,
-) -> None:
+def bench(rounds, save, load, compare, plot, tune, **asked) -> None:
     """Time CONTENDERS over a sweep: part0 to part4, sdpa (PyTorch's), onnx (ONNX Runtime's).
 
     Lists are 32,64 and ranges 1:9+2 or 256:4096*2. Each result is checked against float64 before it is
@@ -145,23 +103,32 @@ def bench(
     (backends of PyTorch's) and flash-attn; by default all that are installed, each once. --plot then also
     times part1 on one core of the CPU.
     """
-    refuse_options_that_do_nothing()
+    options.refuse_other_device()
+    options.refuse_combinations(ONLY_WITH, NOT_WITH)
     from lab import saved
+    from lab.bench import cases, report, run_file
     from lab.bench import compare as comparing
-    from lab.bench import report, run_file
 
-    if show:
-        show_tiles()
+    sizes = {name: asked[name] for name in ("contenders", "queries", "dtype", "device", *CASES)}
+    if asked["show"]:
+        from attention_ext import processor, tiles
+        from lab.bench import tune as tuning
+
+        found, file = tiles.read(), tiles.path()
+        kept = f"{tuning.text(found)}\n\nFrom {file}, for {processor.name()}."
+        click.echo(kept if found else f"Nothing is kept for this processor in {file}.")
         return
     if save and sizes["contenders"] is None:
-        check_not_contenders(save)
+        known = {*cases.known_on("cpu"), *cases.known_on("cuda")}
+        if {*save.split(",")} <= known:
+            raise click.UsageError(f"--save is {save!r}; it must be a file; CONTENDERS come before --save")
     cells = [] if load else plan_of(tune, **sizes)
-    if dry_run:
+    if asked["dry_run"]:
         click.echo(report.plan_text(cells, rounds))
         return
     if tune:
         rows, columns = ([n for n in sizes[side] if n] for side in ("br", "bc"))
-        find_tiles(cells, budget, rows, columns)
+        find_tiles(cells, asked["budget"], rows, columns)
         return
     old = run_file.load(load) if load else None
     if old:
@@ -176,15 +143,16 @@ def bench(
         from lab.bench import plots
 
         plot.mkdir(parents=True, exist_ok=True)
-    run, stopped = (old, False) if old else measured(cells, rounds, min_time, plot is not None)
+    run, stopped = (old, False) if old else measured(cells, rounds, asked["min_time"], plot is not None)
 
     if save and any(result.seconds for result in run.results):  # else the file may hold another run
         run_file.save(run, Path(save))
-    click.echo(report.text(run, form))
+    click.echo(report.text(run, asked["form"]))
     slower = False
     if before:
-        compared = comparing.compare(before, run, threshold / 100)
-        click.echo("\n" + comparing.text(compared, before, run, threshold / 100))
+        threshold = asked["threshold"] / 100
+        compared = comparing.compare(before, run, threshold)
+        click.echo("\n" + comparing.text(compared, before, run, threshold))
         slower = compared.worse
     for sentence in filter(None, (run.busy, report.infirm(run))):
         notice(sentence)
@@ -192,7 +160,7 @@ def bench(
         notice(f"wrote {file}")
     if stopped:
         raise KeyboardInterrupt
-    if slower and fail_on_regression:
+    if slower and asked["fail_on_regression"]:
         sys.exit(1)
 
 
@@ -252,36 +220,6 @@ def find_tiles(cells: list[Cell], budget: float, br: list[int], bc: list[int]) -
             click.echo(tune.text(found))
             tiles.write(found)
             click.echo(f"\nKept in {tiles.path()} for part4's auto tiles on this processor.")
-
-
-def show_tiles() -> None:
-    """Print the kept tiles of this processor."""
-    from attention_ext import processor, tiles
-    from lab.bench import tune
-
-    if found := tiles.read():
-        click.echo(f"{tune.text(found)}\n\nFrom {tiles.path()}, for {processor.name()}.")
-    else:
-        click.echo(f"Nothing is kept for this processor in {tiles.path()}.")
-
-
-def refuse_options_that_do_nothing() -> None:
-    """Raise UsageError for an option that would be ignored."""
-    options.refuse_other_device()
-    for name, needed in ONLY_WITH.items():
-        if not options.given(needed):
-            options.refuse((name,), f"goes with --{needed} only")
-    for name, useless in NOT_WITH.items():
-        if options.given(name):
-            options.refuse(useless, f"does not go with --{name.replace('_', '-')}")
-
-
-def check_not_contenders(save: str) -> None:
-    """Raise UsageError if the value of --save is a list of contenders."""
-    from lab.bench import cases
-
-    if {*save.split(",")} <= {*cases.known_on("cpu"), *cases.known_on("cuda")}:
-        raise click.UsageError(f"--save is {save!r}; it must be a file; CONTENDERS come before --save")
 
 
 def plan_of(

@@ -29,15 +29,7 @@ DEFAULTS = {"cpu": {"batch": 1, "heads": 4, "N": 1024}, "cuda": {"batch": 100, "
     default=None,
 )
 @options.flag("--cachegrind", "Simulate the caches with valgrind; takes about fifty times as long.")
-def explain(
-    part: str,
-    device: str,
-    kernel: str | None,
-    arch: str | None,
-    cuda_queries: int | None,
-    cachegrind: bool,
-    **sizes,
-) -> None:
+def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> None:
     """Show what PART costs and why: arithmetic, scratch, bytes into each cache, the bound, the time.
 
     The bytes are the algorithm's own count. The cache misses of one head are shown beside them if Linux's

@@ -3,7 +3,8 @@
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,21 @@ def refuse(names: Collection[str], why: str) -> None:
             raise click.UsageError(f"{parameter.opts[0] if option else parameter.name.upper()} {why}")
 
 
+def refuse_combinations(
+    only_with: Mapping[str, str] = {}, not_with: Mapping[str, Collection[str]] = {}
+) -> None:
+    """Raise UsageError for options that the given ones make useless, by the parameters' names.
+
+    only_with: the option that each one needs. not_with: the options that each one excludes.
+    """
+    for name, needed in only_with.items():
+        if not given(needed):
+            refuse((name,), f"goes with --{needed} only")
+    for name, useless in not_with.items():
+        if given(name):
+            refuse(useless, f"does not go with --{name.replace('_', '-')}")
+
+
 def all_of(*options: Decorator) -> Decorator:
     """One decorator that adds these options in this order."""
 
@@ -133,19 +149,19 @@ def option(*words: str, **settings) -> Decorator:
     return click.option(*names, help=help, **settings)
 
 
-def flag(*words: str) -> Decorator:
-    """An option without a value."""
-    return option(*words, is_flag=True)
+def numbers(*words: str, most: int = LARGEST_SIZE, auto: bool = False, **settings) -> Decorator:
+    """A list of Numbers."""
+    return option(*words, type=Numbers(most, auto), **settings)
+
+
+def names(*words: str, of: Collection[str] = (), **settings) -> Decorator:
+    """A list of Names."""
+    return option(*words, type=Names(of), **settings)
 
 
 def whole(*words: str, least: int = 1, most: int | None = None, **settings) -> Decorator:
     """A whole number from `least` to `most`."""
     return option(*words, type=click.IntRange(least, most), **settings)
-
-
-def size(*words: str, most: int = LARGEST_SIZE, **settings) -> Decorator:
-    """A whole number from 1 to `most`, which fits 31 bits."""
-    return whole(*words, most=most, **settings)
 
 
 def number(*words: str, most: float, least: float = 0, above: bool = False, **settings) -> Decorator:
@@ -159,19 +175,15 @@ def choice(*words: str, of: Iterable[str], **settings) -> Decorator:
     return option(*words, type=click.Choice(known), **({"default": known[0]} | settings))
 
 
-def path(*words: str, **settings) -> Decorator:
-    """The path of a file or of standard input."""
-    return option(*words, type=click.Path(path_type=Path), **settings)
-
-
 def file(*words: str, exists: bool = False, **settings) -> Decorator:
     """The path of a file."""
     return option(*words, type=click.Path(exists, dir_okay=False, path_type=Path), **settings)
 
 
-def folder(*words: str, **settings) -> Decorator:
-    """The path of a directory."""
-    return option(*words, type=Directory(file_okay=False, path_type=Path), **settings)
+flag = partial(option, is_flag=True)
+size = partial(whole, most=LARGEST_SIZE)  # it fits 31 bits
+path = partial(option, type=click.Path(path_type=Path))  # of a file or of standard input
+folder = partial(option, type=Directory(file_okay=False, path_type=Path))
 
 
 def save(kind: str, what: str) -> Decorator:
@@ -226,21 +238,27 @@ def set_threads(threads: int | None, sleeping: bool = True) -> int:
     return count
 
 
+BOUNDED: dict[str, Any] = {"most": MOST_THREADS, "callback": warned_of_threads}
 threads = size(
     "--threads",
     "Most threads to use; a text takes the fastest number of them.",
-    most=MOST_THREADS,
     show_default="all cores",
-    callback=warned_of_threads,
+    **BOUNDED,
 )
-one_thread = size(
-    "-t", "--threads", "Threads to use.", most=MOST_THREADS, default=1, callback=warned_of_threads
-)
+one_thread = size("-t", "--threads", "Threads to use.", default=1, **BOUNDED)
+some_threads = numbers("-t", "--threads", "Numbers of threads.", default="1", **BOUNDED)
 
 # Where and how attention is computed.
 part = click.argument("part", type=click.Choice(list(PARTS)), metavar="PART")
 simd = choice(
     "--simd", "SIMD helpers of attention's forward pass: auto is portable, off is scalar loops.", of=SIMD
+)
+simds = names(
+    "--simd",
+    "simds",
+    f"SIMD helpers of attention's forward pass, from {', '.join(SIMD)}.",
+    of=SIMD,
+    default="auto",
 )
 dtype = choice("--dtype", "Format of the inputs and the output.", of=Dtype)
 device = choice(
@@ -318,14 +336,10 @@ no_kv_cache = flag("--no-kv-cache", "Recompute the whole window for each token."
 
 def sampling_option(name: str) -> Decorator:
     """The option of a setting of Sampling."""
-    known = NUMBERS[name]
+    known, words = NUMBERS[name], f"--{name.replace('_', '-')}"
     kind: Any = click.IntRange if known.whole else click.FloatRange
-    return option(
-        f"--{name.replace('_', '-')}",
-        known.help,
-        type=kind(known.least, None if known.most == math.inf else known.most, min_open=known.above),
-        default=known.default,
-    )
+    bounds = kind(known.least, None if known.most == math.inf else known.most, min_open=known.above)
+    return option(words, known.help, type=bounds, default=known.default)
 
 
 sampling = all_of(*map(sampling_option, NUMBERS))  # take_sampling() takes them

@@ -46,7 +46,12 @@ def parallel(method: str, threads: int, queries: int | None, **asked) -> None:
     queries = queries or (1 if method == "split" else asked["N"])
     if asked["causal"] and queries > asked["N"]:
         raise click.UsageError(f"--queries is {queries}; with --causal it must be at most N = {asked['N']}")
-    check_started(method)
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        module = "-m gpt" if program() == "shakespeare" else "gpt.py"
+        raise click.UsageError(
+            "started without torchrun; the command is: "
+            f"python -m torch.distributed.run --nproc-per-node 2 {module} parallel {method}"
+        )
     options.set_threads(threads)
     from attention_ext.ranks import LostRank
     from lab import parallel as over_processes
@@ -61,13 +66,3 @@ def parallel(method: str, threads: int, queries: int | None, **asked) -> None:
         raise click.ClickException(str(error)) from error
     if not passed:
         sys.exit(1)
-
-
-def check_started(method: str) -> None:
-    """Raise UsageError, with the command, unless torchrun started this process."""
-    module = "-m gpt" if program() == "shakespeare" else "gpt.py"
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise click.UsageError(
-            "started without torchrun; the command is: "
-            f"python -m torch.distributed.run --nproc-per-node 2 {module} parallel {method}"
-        )

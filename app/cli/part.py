@@ -23,7 +23,10 @@ LAB_TILE = 256  # the lab's tile, in queries and in keys
 WITH_KERNELS = tuple(name for name in running_on("cuda") if PARTS[name].operator)
 TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype", "backward"}
 NOT_BACKWARD = {"br", "bc", "device", "kernel", "dtype"}
+NOT_WITH = {"inference": TEST_ONLY, "backward": NOT_BACKWARD, "interactive": ("num_samples", "as_json")}
 ENGINE = ("engine", "simd", "br", "bc", "weights", "kv_cache", "device", "kernel")  # of open_engine()
+
+MEASURED = ("new_tokens", "prefill_seconds", "decode_seconds", "tokens_per_second", "finish_reason")
 
 SEPARATOR = "-" * 15
 HELP = (
@@ -86,22 +89,15 @@ def command_of(part: str) -> click.Command:
 
 def check(part: str, asked: dict[str, Any]) -> None:
     """Raise UsageError for an option that would be ignored, or that the part lacks."""
-    if asked["inference"]:
-        options.refuse(TEST_ONLY, "does not go with --inference")
-    else:
+    if not asked["inference"]:
         both = {"br", "bc", "threads", "simd", "inference", "device", "kernel"}
         options.refuse(asked.keys() - TEST_ONLY - both, "goes with --inference only")
-    if asked["backward"]:
-        options.refuse(NOT_BACKWARD, "does not go with --backward")
-        if part not in with_gradient():
-            who = " and ".join(with_gradient())
-            raise click.UsageError(f"{part} computes no gradients; --backward goes with {who} only")
-    if asked["interactive"]:
-        options.refuse(("num_samples", "as_json"), "does not go with --interactive")
-        if str(asked["prompt_file"]) == "-":
-            raise click.UsageError(
-                "--prompt-file - does not go with --interactive, which reads standard input"
-            )
+    options.refuse_combinations(not_with=NOT_WITH)
+    if asked["backward"] and part not in with_gradient():
+        who = " and ".join(with_gradient())
+        raise click.UsageError(f"{part} computes no gradients; --backward goes with {who} only")
+    if asked["interactive"] and str(asked["prompt_file"]) == "-":
+        raise click.UsageError("--prompt-file - does not go with --interactive, which reads standard input")
     if part not in WITH_KERNELS:
         options.refuse(("kernel",), f"goes with {' and '.join(WITH_KERNELS)} only")
     options.check_device(part, asked["device"])
@@ -240,11 +236,7 @@ def record(session: Session, engine: Engine, completion: Completion) -> dict[str
         "prompt": session.prompt,
         "text": completion.text,
         "prompt_tokens": len(completion.request.ids),
-        "new_tokens": completion.new_tokens,
-        "prefill_seconds": completion.prefill_seconds,
-        "decode_seconds": completion.decode_seconds,
-        "tokens_per_second": completion.tokens_per_second,
-        "finish_reason": completion.finish_reason,
+        **{name: getattr(completion, name) for name in MEASURED},
     }
 
 

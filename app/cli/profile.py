@@ -35,7 +35,7 @@ MOST_BATCH = 256
 )
 @options.size("--batch", "Batch size of a training step.", most=MOST_BATCH, show_default="2048 characters")
 @options.threads
-def profile(model: str, form: str, threads: int | None, train: bool, batch: int | None, **asked) -> None:
+def profile(model, form, threads, train, batch, **asked) -> None:
     """Show where a token's time goes with PART: embedding, QKV, attention, MLP, sampling and so on.
 
     The prefill of a prompt and the decoding after it are measured separately. The last lines show what the

@@ -1,19 +1,10 @@
 """serve: an OpenAI-compatible server."""
 
-from __future__ import annotations
-
-import os
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 import click
 
 from app.cli import options
 from app.cli.terminal import notice
 from attention_ext import PARTS, BuildError, processor
-
-if TYPE_CHECKING:
-    from app.server import Settings
 
 PACKAGES = {"starlette", "uvicorn", "httptools", "uvloop", "pydantic", "prometheus_client"}
 
@@ -64,17 +55,7 @@ serve_options = options.all_of(
 
 @click.command()
 @serve_options
-def serve(
-    models: tuple[str, ...],
-    host: str,
-    threads: int | None,
-    api_keys: tuple[str, ...],
-    api_key_file: Path | None,
-    insecure: bool,
-    origins: tuple[str, ...],
-    hosts: tuple[str, ...],
-    **asked,
-) -> None:
+def serve(models, host, threads, api_keys, api_key_file, insecure, origins, hosts, **asked) -> None:
     """Serve models through OpenAI's API.
 
     It needs more packages: pip install -e '.[serve]'. A request with a seed gets the text that --inference
@@ -82,15 +63,21 @@ def serve(
     """
     processor.let_waiting_threads_sleep()  # before torch is imported
     try:
-        from app.server import running  # noqa: F401  # imports all of them
+        from app.server import Settings, running  # the latter imports all of them
         from app.server.security import check_host, check_origin, is_loopback
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in PACKAGES:
             raise
         raise BuildError(f"serve needs {error.name}: pip install -e '.[serve]'") from None
-    from app.server import Settings
+    from model import corpus, load
+    from web import build
 
-    keys = (*api_keys, *(keys_of(api_key_file) if api_key_file else ()))
+    keys = list(api_keys)
+    if api_key_file:
+        found = [line.strip() for line in corpus.read(api_key_file).splitlines() if line.strip()]
+        if not found:
+            raise ValueError(f"--api-key-file {api_key_file} has no key; it must have one in a line")
+        keys += found
     if not all(key and key.isascii() and key.isprintable() and key == key.strip() for key in keys):
         raise ValueError("--api-key must be of printable ASCII characters, without spaces around it")
     if not (is_loopback(host) or keys or insecure):
@@ -101,46 +88,24 @@ def serve(
         check_origin(origin)
     for name in hosts:
         check_host(name)
-    from web import build
-
     settings = Settings(
         tuple(dict.fromkeys(models)),
         host=host,
         threads=options.set_threads(threads),
-        api_keys=keys,
+        api_keys=tuple(keys),
         origins=origins,
         hosts=hosts,
         page=build.path(),
         **asked,
     )
+    shown = ", ".join(settings.models)
     try:
-        listen(settings)
+        checkpoints = {name: load(name) for name in settings.models}
+        server, listener = running.make(checkpoints, settings), running.bind(settings)
+        address, port = listener.getsockname()[:2]
+        notice(f"Loading {shown}; http://{f'[{address}]' if ':' in address else address}:{port}")
+        running.serve(server, listener, notice)
     except MemoryError:
         raise ValueError(
-            f"memory does not suffice for {', '.join(settings.models)} with --slots {settings.slots};"
-            " fewer slots need less"
+            f"memory does not suffice for {shown} with --slots {settings.slots}; fewer slots need less"
         ) from None
-
-
-def listen(settings: Settings) -> None:
-    """Load the models and serve them. Raises MemoryError."""
-    from app.server import running
-    from model import load
-
-    checkpoints = {name: load(name) for name in settings.models}
-    server, listener = running.make(checkpoints, settings), running.bind(settings)
-    address, port = listener.getsockname()[:2]
-    shown = f"[{address}]" if ":" in address else address
-    notice(f"Loading {', '.join(settings.models)}; http://{shown}:{port}")
-    running.serve(server, listener, notice)
-
-
-def keys_of(file: Path) -> list[str]:
-    """The keys in a file, one in each line. Raises ValueError if there are none, OSError."""
-    try:
-        keys = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--api-key-file {os.fspath(file)} is not UTF-8: {error.reason}") from None
-    if not keys:
-        raise ValueError(f"--api-key-file {os.fspath(file)} has no key; it must have one in a line")
-    return keys

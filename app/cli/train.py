@@ -53,18 +53,7 @@ LARGEST_BLOCK, LARGEST_BATCH = 2**16, 2**24  # characters
 @options.flag("--quiet", "Print the end and warnings only.")
 @options.threads
 def train(
-    name: str,
-    corpus_file: Path | None,
-    init: str | None,
-    old_corpus: Path | None,
-    device: str,
-    part: str | None,
-    out: Path | None,
-    resume: bool,
-    overwrite: bool,
-    quiet: bool,
-    threads: int | None,
-    **changes: Any,
+    name, corpus_file, init, old_corpus, device, part, out, resume, overwrite, quiet, threads, **changes
 ) -> None:
     """Train a model called NAME on a text for some minutes.
 
@@ -73,7 +62,11 @@ def train(
     """
     if not re.fullmatch(r"\w[\w.-]{0,99}", name):
         raise click.UsageError(f"NAME is {name!r}; it must be letters, digits, '.', '-' and '_'")
-    refuse_options_that_do_not_go()
+    if name in RECIPES:
+        options.refuse(OWN_ONLY, f"does not go with {name}, which has a recipe of its own")
+    options.refuse_combinations(
+        {"old_corpus": "init"}, not_with={"steps": ("minutes",), "resume": ("overwrite",)}
+    )
     if device == "cuda" and part not in (None, "part0"):
         raise click.UsageError(f"{part} has no gradient on CUDA; --part {part} goes with --device cpu only")
     options.set_threads(threads)
@@ -93,40 +86,17 @@ def train(
         recipe = recipe_of(recipe, start.model, changes["block_size"])
     part = part or default_part(name, device)
     about = {} if name in RECIPES and part == "part0" else {"part": part}
-    with stoppable() as stop:
-        try:
-            with watch(name, quiet) as watcher:
-                record = run(
-                    recipe,
-                    text,
-                    directory,
-                    device,
-                    watcher=watcher,
-                    part=part,
-                    start=start,
-                    old_text=None if old_corpus is None else options.read_corpus(old_corpus),
-                    resume=resume,
-                    about=about if init is None else about | {"init": init},
-                    stop=stop,
-                )
-        except KeyboardInterrupt:
-            saved = (directory / FILE).is_file()
-            notice(f"stopped; to go on: {command_to_resume()}" if saved else "stopped before the first step")
-            raise
+    about |= {} if init is None else {"init": init}
+    old_text = None if old_corpus is None else options.read_corpus(old_corpus)
+    settings: Any = dict(part=part, start=start, old_text=old_text, resume=resume, about=about)
+    try:
+        with stoppable() as stop, watch(name, quiet) as watcher:
+            record = run(recipe, text, directory, device, **settings, watcher=watcher, stop=stop)
+    except KeyboardInterrupt:
+        saved = (directory / FILE).is_file()
+        notice(f"stopped; to go on: {command_to_resume()}" if saved else "stopped before the first step")
+        raise
     print_end(record, directory, text)
-
-
-def refuse_options_that_do_not_go() -> None:
-    """Raise UsageError if options of the current command do not go together."""
-    name = click.get_current_context().params["name"]
-    if name in RECIPES:
-        options.refuse(OWN_ONLY, f"does not go with {name}, which has a recipe of its own")
-    if options.given("steps"):
-        options.refuse(("minutes",), "does not go with --steps")
-    if options.given("resume"):
-        options.refuse(("overwrite",), "does not go with --resume")
-    if not options.given("init"):
-        options.refuse(("old_corpus",), "goes with --init only")
 
 
 def check_directory(directory: Path, replaces: bool) -> None:
