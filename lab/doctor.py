@@ -22,11 +22,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from attention_ext import AUTO, BuildError, processor, tiles
+from attention_ext.build import cache, nvrtc, toolchain
 from lab.command import run as run_command
 
 OK, ABSENT, BROKEN = "ok", "--", "FAIL"
 
-OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 10)
+OLDEST_TORCH = (2, 10)
 # Other packages that the commands import: distribution names.
 PACKAGES = ("click", "numpy", "pooch", "pybind11", "requests", "rich", "safetensors", "tiktoken", "tqdm")
 # Packages of optional features: the extra of setup.cfg that brings each, and its purpose.
@@ -112,8 +114,6 @@ def examine() -> Iterator[tuple[str, str, str]]:
 
 def _reason(error: Exception) -> str:
     """The error's message, with its type unless the message was written for users."""
-    from attention_ext import BuildError
-
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     told = isinstance(error, (Broken, BuildError, ValueError)) and str(error)
@@ -149,12 +149,6 @@ def _version(command: list[str], remedy: str) -> str:
     return f"{output.splitlines()[0] if output else 'no version'} ({shlex.join([path, *command[1:]])})"
 
 
-def _python() -> str:
-    if sys.version_info < OLDEST_PYTHON:
-        raise Broken(f"{platform.python_version()}; it must be at least {_dotted(OLDEST_PYTHON)}")
-    return f"{platform.python_version()} ({sys.executable})"
-
-
 def _packages() -> str:
     missing = [name for name in PACKAGES if _installed(name) is None]
     if missing:
@@ -176,24 +170,12 @@ def _torch() -> tuple[str, str, int]:
         version, capability, threads = json.loads(_python_says(TORCH))
     except Broken as error:
         raise Broken(f"its import {error}; {INSTALL}") from None
+    if tuple(map(int, version.split("+")[0].split(".")[:2])) < OLDEST_TORCH:
+        raise Broken(f"{version}; it must be at least {'.'.join(map(str, OLDEST_TORCH))}: {INSTALL}")
     return version, capability, threads
 
 
-def _torch_version() -> str:
-    version = _torch()[0]
-    release = tuple(int(number) for number in version.split("+")[0].split(".")[:2])
-    if release < OLDEST_TORCH:
-        raise Broken(f"{version}; it must be at least {_dotted(OLDEST_TORCH)}: {INSTALL}")
-    return version
-
-
-def _dotted(release: tuple[int, ...]) -> str:
-    return ".".join(map(str, release))
-
-
 def _threads() -> str:
-    from attention_ext import processor
-
     cores, threads = processor.cores(), _torch()[2]
     chosen = os.environ.get("OMP_NUM_THREADS")
     text = f"{threads} of {cores} cores, OMP_NUM_THREADS {'is ' + chosen if chosen else 'not set'}"
@@ -201,22 +183,16 @@ def _threads() -> str:
 
 
 def _compiler() -> str:
-    from attention_ext.build import toolchain
-
     return _version(toolchain.find_compiler(), "let CXX name a C++ compiler that works")
 
 
 def _python_header() -> str:
-    from attention_ext.build import toolchain
-
     if not toolchain.has_python_header():
         raise Missing(f"no {toolchain.python_header()}, so no native engine; apt install python3-dev")
     return str(toolchain.python_header())
 
 
 def _ispc() -> str:
-    from attention_ext.build import toolchain
-
     found = toolchain.find_ispc()
     if found is None:
         raise Missing(
@@ -226,8 +202,6 @@ def _ispc() -> str:
 
 
 def _cache() -> str:
-    from attention_ext.build import cache
-
     directory = cache.directory().absolute()
     there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if not there.is_dir():
@@ -249,15 +223,12 @@ def _cache() -> str:
 
 
 def _builds() -> str:
-    from attention_ext.build import cache
-
     running = ", ".join(str(path) for path in cache.running())
     return f"one is running, and others wait for it, in {running}" if running else "none is running"
 
 
 def _extension() -> str:
-    from attention_ext import AUTO
-    from attention_ext.build import cache, recipes
+    from attention_ext.build import recipes  # imports torch
 
     library = recipes.operators().path().absolute()
     if not library.exists():
@@ -295,8 +266,6 @@ def _driver() -> str | None:
 
 
 def _nvrtc() -> str:
-    from attention_ext.build import nvrtc
-
     packages = {name: _installed(name) for name in ("cuda-core", "cuda-bindings")}
     if missing := [name for name, version in packages.items() if version is None]:
         lacking = " and ".join(missing)
@@ -305,8 +274,6 @@ def _nvrtc() -> str:
 
 
 def _tiles() -> str:
-    from attention_ext import tiles
-
     found = tiles.read()
     if not found:
         raise Missing("none tuned for this processor (one default serves); bench --tune finds them")
@@ -346,9 +313,9 @@ def _optional(package: str) -> str:
 
 
 CHECKS = (
-    Check("Python", _python),
+    Check("Python", lambda: f"{platform.python_version()} ({sys.executable})"),
     Check("packages", _packages),
-    Check("torch", _torch_version),
+    Check("torch", lambda: _torch()[0]),
     Check("instructions", lambda: f"{_torch()[1]} (as PyTorch sees it), {platform.machine()}", ("torch",)),
     Check("threads", _threads, ("torch",)),
     Check("compiler", _compiler, ("torch",)),
