@@ -6,14 +6,13 @@ ncu runs a separate program, which calls the kernel once to warm up and once to 
 from __future__ import annotations
 
 import csv
-import os
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from lab.command import run
+
 LAUNCHES = 16  # most launches to count; kernel 1 has one for each tile of keys
 SECONDS = 300  # time that ncu may take; it runs each launch several times
 OPTIONS = (
@@ -84,19 +83,15 @@ def count(arguments: str) -> Counted:
         raise NotCounted("ncu (Nsight Compute) was not found on PATH")
     metrics = ",".join(METRICS.values())
     line = [tool, *OPTIONS, f"--metrics={metrics}", sys.executable, "-c", PROGRAM, arguments]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = os.environ | {"PYTHONPATH": path, "LC_ALL": "C"}
     try:
-        done = subprocess.run(
-            line, capture_output=True, text=True, errors="replace", timeout=SECONDS, env=env, input=""
-        )
+        code, out, err = run(line, SECONDS, LC_ALL="C")
     except subprocess.TimeoutExpired:
         raise NotCounted(f"ncu took more than {SECONDS} s") from None
     except OSError as error:
         raise NotCounted(f"{tool}: {error.strerror}") from None
-    if done.returncode or '"Metric Name"' not in done.stdout:
-        raise NotCounted(complaint(done.stdout + done.stderr, done.returncode))
-    return parse(done.stdout)
+    if code or '"Metric Name"' not in out:
+        raise NotCounted(complaint(f"{out}\n{err}", code))
+    return parse(out)
 
 
 def complaint(output: str, code: int) -> str:
