@@ -152,22 +152,6 @@ class Phase:
         return {kind: ns / (wall * self.threads) for kind, ns in took.items()}
 
 
-@dataclass(frozen=True)
-class Profile:
-    """The settings, the prefill and the decoding.
-
-    Each was repeated REPETITIONS times with spans and as often without. Here are the repetitions with spans
-    whose wall time is the median. plain: the median seconds without spans, of the prefill and of the
-    decoding. others: the mean number of processors that other processes took; None if unknown.
-    """
-
-    settings: dict[str, Any]
-    prefill: Phase
-    decode: Phase
-    plain: tuple[float, float]
-    others: float | None
-
-
 def run(
     checkpoint: Checkpoint,
     *,
@@ -180,8 +164,8 @@ def run(
     tokens: int | None = None,
     trace_file: Path | None = None,
     **others: Any,
-) -> Profile:
-    """Profile the reading of a prompt and the writing of `tokens` tokens after it by generation.writer.
+) -> dict[str, Any]:
+    """The figures() of the reading of a prompt and the writing of `tokens` tokens after it.
 
     The prompt is the model's own text after token 0. The first token after it needs no reading and is not
     measured. Each later token is measured with the reading of the token before it.
@@ -203,26 +187,26 @@ def run(
             f"prompt_tokens is {prompt_tokens} and tokens is {tokens}; "
             f"together they must be at most block_size={longest}, and each at least 1"
         )
-    chosen: dict[str, Any] = {"part": part, "simd": simd, "weights": weights, "kv_cache": kv_cache}
-    engine = open_engine(checkpoint.model, capacity=prompt_tokens + tokens, **chosen, **others)
-    settings: dict[str, Any] = {
-        "model": model,
-        "part": part,
-        "engine": engine.name,
-        "simd": helpers_of(part, simd),
-    }
-    settings |= {"weights": weights, "kv_cache": kv_cache, "threads": torch.get_num_threads()}
-    settings |= {"prompt_tokens": prompt_tokens, "new_tokens": tokens, "repetitions": REPETITIONS}
+    precisions: dict[str, Any] = {"weights": weights, "kv_cache": kv_cache}
+    capacity = prompt_tokens + tokens
+    engine = open_engine(checkpoint.model, part=part, simd=simd, capacity=capacity, **precisions, **others)
+    about = {"model": model, "part": part, "engine": engine.name, "simd": helpers_of(part, simd)}
+    sizes = {"prompt_tokens": prompt_tokens, "new_tokens": tokens, "repetitions": REPETITIONS}
+    settings = about | precisions | {"threads": torch.get_num_threads()} | sizes
     with open(trace_file, "w") if trace_file else nullcontext() as file:  # before it takes time
         load = Load()
-        profile = Profile(settings, *_measure(engine, prompt_tokens, tokens), load.others())
+        prefill, decode, plain = measure(engine, prompt_tokens, tokens)
         if file:
-            json.dump(trace(profile), file)
-    return profile
+            json.dump(trace(settings, prefill, decode), file)
+    return figures(settings, prefill, decode, plain) | {"processors_taken_by_others": load.others()}
 
 
-def _measure(engine: Engine, prompt_tokens: int, tokens: int) -> tuple[Phase, Phase, tuple[float, float]]:
-    """A Profile's prefill, decode and plain."""
+def measure(engine: Engine, prompt_tokens: int, tokens: int) -> tuple[Phase, Phase, list[float]]:
+    """The prefill and the decoding, each repeated REPETITIONS times with spans and as often without.
+
+    The phases are the repetitions with spans whose wall time is the median. Last, the median seconds without
+    spans, of the prefill and of the decoding.
+    """
     writer = _writer(engine, [0])
     ids = [0] + [token for _ in range(prompt_tokens - 1) for _, tokens in writer.step(1) for token in tokens]
     spans_of = recorder(engine)
@@ -235,7 +219,7 @@ def _measure(engine: Engine, prompt_tokens: int, tokens: int) -> tuple[Phase, Ph
                 phases[recorded].append(pair)
     prefill, decode = (sorted(of, key=lambda phase: phase.seconds) for of in zip(*phases[True]))
     plain = [statistics.median(phase.seconds for phase in of) for of in zip(*phases[False])]
-    return prefill[REPETITIONS // 2], decode[REPETITIONS // 2], (plain[0], plain[1])
+    return prefill[REPETITIONS // 2], decode[REPETITIONS // 2], plain
 
 
 def _repetition(
@@ -272,9 +256,9 @@ def _writer(engine: Engine, ids: Sequence[int]) -> Writer:
     return writer
 
 
-def figures(profile: Profile) -> dict:
+def figures(settings: dict[str, Any], prefill: Phase, decode: Phase, plain: Sequence[float]) -> dict:
     """The output of -o json: the settings, a row for each kind, and the cost of recording."""
-    prefill, decode, new_tokens = profile.prefill, profile.decode, profile.settings["new_tokens"]
+    new_tokens = settings["new_tokens"]
 
     def speeds(prefill: float, decode: float) -> dict[str, float]:
         return {
@@ -294,28 +278,20 @@ def figures(profile: Profile) -> dict:
         }
         for (kind, of_prefill), of_decode in zip(prefill.shares().items(), decode.shares().values())
     ]
-    return profile.settings | {
-        "rows": rows,
-        "recorded": recorded,
-        "not_recorded": speeds(*profile.plain),
-        "processors_taken_by_others": profile.others,
-    }
+    return settings | {"rows": rows, "recorded": recorded, "not_recorded": speeds(*plain)}
 
 
-def table(profile: Profile) -> str:
+def table(f: dict[str, Any]) -> str:
     """The figures as a Markdown table, with the settings above it and the cost of recording below."""
-    f = figures(profile)
     threads = counted(f["threads"], "thread")
     helpers = "" if f["simd"] is None else f", {f['simd']} helpers"
+    total = {"kind": "wall time", "prefill_percent": 100, "decode_percent": 100} | f["recorded"]
     rows = []
-    for row in f["rows"]:
+    for row in [*f["rows"], total]:
         ms, us = row["prefill_ms"], row["decode_us_per_token"]
         of_prefill = (f"{ms:.3f}", f"{row['prefill_percent']:.1f} %") if ms else ("", "")
         if ms or us:
             rows.append((row["kind"], *of_prefill, f"{us:.2f}", f"{row['decode_percent']:.1f} %"))
-    total = f["recorded"]
-    ms, us = total["prefill_ms"], total["decode_us_per_token"]
-    rows.append(("wall time", f"{ms:.3f}", "100.0 %", f"{us:.2f}", "100.0 %"))
     lines = [
         f"{f['model']}: {f['part']}{helpers}, {f['engine']} engine, weights in {f['weights']}, "
         f"cache in {f['kv_cache']}, {threads}; "
@@ -324,18 +300,18 @@ def table(profile: Profile) -> str:
         markdown(("", "prefill, ms", "share", "decode, µs per token", "share"), rows),
         "",
     ]
-    if profile.decode.threads > 1:
+    if f["threads"] > 1 and f["engine"] == "native":
         lines.append(f"Rows are the means of {threads}, so they add up to the wall time.")
-    for name, of in (("Recording", total), ("Not recording", f["not_recorded"])):
+    for name, of in (("Recording", f["recorded"]), ("Not recording", f["not_recorded"])):
         lines.append(
             f"{name}: {of['prefill_ms']:.3f} ms, {of['decode_us_per_token']:.2f} µs per token, "
             f"{of['tokens_per_second']:,.0f} tokens/s"
         )
     lines.append(f"Medians of {REPETITIONS} repetitions of each, in turn")
-    return "\n".join(lines + busy_text(profile.others, f["threads"]))
+    return "\n".join(lines + busy_text(f["processors_taken_by_others"], f["threads"]))
 
 
-def trace(profile: Profile) -> dict:
+def trace(settings: dict[str, Any], prefill: Phase, decode: Phase) -> dict:
     """A trace for ui.perfetto.dev and chrome://tracing, in microseconds from the beginning of the prefill.
 
     Prefill and decoding come from two repetitions, so the tokens are shifted to the end of the prefill. A
@@ -343,14 +319,14 @@ def trace(profile: Profile) -> dict:
     has the number of the process, PROCESS, which makes it the main thread; the helpers have the next numbers.
     There is no thread 0: Perfetto would merge its spans with those of the main thread.
     """
-    settings, (begin, end) = profile.settings, profile.prefill.calls[0]
+    begin, end = prefill.calls[0]
     prompt, tokens = settings["prompt_tokens"], range(settings["new_tokens"])
     calls = [(f"token {i}", {"position": prompt + i}) for i in tokens]
-    spans = _events(profile.prefill, begin, [("prefill", {"tokens": prompt})])
-    spans += _events(profile.decode, profile.decode.calls[0][0] - (end - begin), calls)
+    spans = _events(prefill, begin, [("prefill", {"tokens": prompt})])
+    spans += _events(decode, decode.calls[0][0] - (end - begin), calls)
     spans.sort(key=lambda event: (event["ts"], -event["dur"]))  # a call before its spans
     names = [("process_name", 0, f"{settings['model']} {settings['part']}, {settings['engine']} engine")]
-    for i in range(profile.decode.threads):
+    for i in range(decode.threads):
         names.append(("thread_name", i, f"helper {i}" if i else "calling thread"))
     events = [
         {"name": name, "ph": "M", "ts": 0, "pid": PROCESS, "tid": PROCESS + thread, "args": {"name": value}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -126,21 +127,21 @@ def _pytorchs(of: Trainer, steps: int) -> tuple[float, dict[str, float]]:
     return seconds, {name: spent[name] for name in largest} | {"other operators": rest}
 
 
-def table(p: dict) -> str:
+def table(f: dict[str, Any]) -> str:
     """A profile as a Markdown table."""
-    ms, threads = p["step_ms"], p["threads"]
-    rows = [(row["kind"], f"{row['ms']:.2f}", f"{row['ms'] / ms:.1%}") for row in p["rows"]]
+    ms, threads = f["step_ms"], f["threads"]
+    rows = [(row["kind"], f"{row['ms']:.2f}", f"{row['ms'] / ms:.1%}") for row in f["rows"]]
     lines = [
-        f"a training step with {p['part']}, {'PyTorch' if p['part'] == 'part0' else 'native'}: batch "
-        f"{p['batch']}, block {p['block_size']}, {p['n_layer']} layers, {p['n_head']} heads, width "
-        f"{p['n_embd']}, {p['vocab_size']} characters; {counted(threads, 'thread')}, {p['steps']} steps",
+        f"a training step with {f['part']}, {'PyTorch' if f['part'] == 'part0' else 'native'}: batch "
+        f"{f['batch']}, block {f['block_size']}, {f['n_layer']} layers, {f['n_head']} heads, width "
+        f"{f['n_embd']}, {f['vocab_size']} characters; {counted(threads, 'thread')}, {f['steps']} steps",
         "",
         markdown(("", "ms", "share"), [*rows, ("step", f"{ms:.2f}", "100.0%")]),
         "",
     ]
-    if threads > 1 and p["part"] != "part0":
+    if threads > 1 and f["part"] != "part0":
         lines.append(f"Rows are the means of {threads} threads, so they add up to the step.")
     lines.append(
-        f"Not profiled: {p['not_profiled_ms']:.2f} ms, {p['gflops']:.0f} GFLOP/s without the optimizers'"
+        f"Not profiled: {f['not_profiled_ms']:.2f} ms, {f['gflops']:.0f} GFLOP/s without the optimizers'"
     )
-    return "\n".join(lines + busy_text(p["processors_taken_by_others"], threads))
+    return "\n".join(lines + busy_text(f["processors_taken_by_others"], threads))

@@ -52,8 +52,8 @@ def profile(model, form, threads, train, batch, **asked) -> None:
 
     checkpoint = load(model)
     if train:
-        step = profile_training.profile(asked["part"], checkpoint.model.config, batch, asked["simd"])
-        click.echo(profile_training.table(step) if form == "md" else json.dumps(step))
+        found = profile_training.profile(asked["part"], checkpoint.model.config, batch, asked["simd"])
+        table = profile_training.table
     else:
-        measured = profiling.run(checkpoint, model=model, **asked)
-        click.echo(profiling.table(measured) if form == "md" else json.dumps(profiling.figures(measured)))
+        found, table = profiling.run(checkpoint, model=model, **asked), profiling.table
+    click.echo(table(found) if form == "md" else json.dumps(found))

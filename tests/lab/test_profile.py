@@ -13,7 +13,7 @@ from support import naming
 from attention_ext.build import toolchain
 from generation.engine import open_engine
 from lab import profile
-from lab.profile import KINDS, Phase, Profile, Span
+from lab.profile import KINDS, Phase, Span
 from model import load
 
 CASES = [("native", 1), ("native", 2), ("torch", 1), ("torch", 2)]
@@ -39,9 +39,9 @@ def case(request, extension, threads):
 
 
 def test_spans_do_not_overlap_and_their_shares_add_up(case):
-    sizes = dict(prompt_tokens=PROMPT[case[0]], tokens=TOKENS)
-    measured = profile.run(load("shakes128"), model="shakes128", engine=case[0], **sizes)
-    for phase in (measured.prefill, measured.decode):
+    engine = open_engine(load("shakes128").model, case[0])
+    prefill, decode, plain = profile.measure(engine, PROMPT[case[0]], TOKENS)
+    for phase in (prefill, decode):
         assert phase.threads == (case[1] if case[0] == "native" else 1)
         for thread in range(phase.threads):
             spans = [span for span in phase.spans if span.thread == thread]
@@ -53,8 +53,8 @@ def test_spans_do_not_overlap_and_their_shares_add_up(case):
         shares = phase.shares()
         assert sum(shares.values()) == pytest.approx(1)
         assert min(shares.values()) >= 0 and shares["attention"] > 0
-    assert len(measured.prefill.calls) == 1 and len(measured.decode.calls) == TOKENS
-    f = profile.figures(measured)
+    assert len(prefill.calls) == 1 and len(decode.calls) == TOKENS
+    f = profile.figures({"new_tokens": TOKENS}, prefill, decode, plain)
     for column in ("prefill_ms", "decode_us_per_token"):
         assert sum(row[column] for row in f["rows"]) == pytest.approx(f["recorded"][column])
     for column in ("prefill_percent", "decode_percent"):
@@ -70,8 +70,8 @@ def test_the_table():
     decode = Phase([(9_000_000, 9_010_000), (9_020_000, 9_050_000)], later, 2)
     settings = dict(model="m", part="part4", engine="native", simd="off", weights="fp32", kv_cache="bf16")
     settings |= dict(threads=2, prompt_tokens=7, new_tokens=2, repetitions=1)
-    fields = dict(settings=settings, prefill=prefill, decode=decode, plain=(2e-3, 3e-5))
-    lines = profile.table(Profile(**fields, others=0.0)).splitlines()
+    figures = profile.figures(settings, prefill, decode, (2e-3, 3e-5))
+    lines = profile.table(figures | {"processors_taken_by_others": 0.0}).splitlines()
     assert lines[0] == (
         "m: part4, off helpers, native engine, weights in fp32, cache in bf16, 2 threads; "
         "a prompt of 7 tokens, then 2 more"
@@ -90,7 +90,8 @@ def test_the_table():
     assert lines[12] == "Recording: 4.000 ms, 20.00 µs per token, 50,000 tokens/s"
     assert lines[13] == "Not recording: 2.000 ms, 15.00 µs per token, 66,667 tokens/s"
     assert len(lines) == 15
-    assert "others took 1.50 processors" in profile.table(Profile(**fields, others=1.5)).splitlines()[-1]
+    busy = profile.table(figures | {"processors_taken_by_others": 1.5}).splitlines()[-1]
+    assert "others took 1.50 processors" in busy
 
 
 def test_recording_changes_no_bit(case):
