@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -16,12 +16,14 @@ from lab.bench.cases import Cell
 from lab.bench.measure import Bench
 from lab.bench.results import Result, Run
 from lab.costs import SCALAR, block_of, chained, scratch
-from lab.text import counted, size_text
+from lab.text import counted, scaled, size_text
 from lab.timing import quartiles
 from lab.traffic import Case, Stream, streams, traffic
 
 AMX_SOFTMAX_INSTRUCTIONS = 7.5  # instructions of part4_amx.cpp for a vector, without loads and stores
 MISSES_SECONDS = 600  # time that one run under perf or cachegrind may take
+
+Limit = tuple[str, str, float]  # its name, its rate as text, and the least seconds that it allows
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
     echo(heading(cell) + "\n")
     echo(textwrap.fill(part.why, 100) + "\n")
     case = cell.case(threads=cell.threads if part.threaded else 1)
-    echo(f"arithmetic  {_count(case.flops)}FLOP: 2 d for each query and key, for scores and for output")
+    echo(arithmetic_text(case))
     echo(f"scratch     {size_text(scratch(part.name, case, cell.simd))}")
     if line := softmax_text(cell):
         echo(line)
@@ -87,7 +89,7 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
 
     run, result = measured(cell)
     peak = run.peak(cell) * case.threads / cell.threads
-    echo("\n" + bound_text(cell, case, bounds, peak))
+    echo("\n" + bound_text(limits(cell, case, bounds, peak)))
     echo(measured_text(case.flops, result, peak))
     if part.operator and cell.dtype == Dtype.FP32:
         echo(misses_text(cell, cachegrind))
@@ -190,34 +192,38 @@ def traffic_table(flops: float, bounds: list[Level]) -> str:
     return "\n".join(f"{title:12}" + "".join(f"{text:>20}" for text in texts) for title, texts in rows)
 
 
-def bound_text(cell: Cell, case: Case, bounds: list[Level], peak: float) -> str:
-    """The least time that each limit allows, and the limit with the longest time.
+def limits(cell: Cell, case: Case, bounds: list[Level], peak: float) -> list[Limit]:
+    """The limits of a call; the first is the peak of the arithmetic.
 
     A cache that keeps all matrices of a call limits only the first call, which is not timed.
     """
     unit = "AMX" if by_amx(cell) else "FMA"
-    limits = [(f"the {unit} peak", f"{peak / 1e9:.0f} GFLOP/s", case.flops / peak)]
+    found = [(f"the {unit} peak", f"{peak / 1e9:.0f} GFLOP/s", case.flops / peak)]
     if bounds and cell.contender in SCALAR or cell.simd == "off":
         lanes = block_of("auto").lanes
         rate = f"{peak / lanes / 1e9:.1f} GFLOP/s"
-        limits.append((f"one lane of {lanes}", rate, case.flops / (peak / lanes)))
+        found.append((f"one lane of {lanes}", rate, case.flops / (peak / lanes)))
     if waiting := bounds and chained(cell.contender, case):
         latency = machine.fma_latency()
         each = f"{1e9 * latency:.2f} ns each"
-        limits.append(("sums, one addition at a time", each, waiting * latency))
-    limits += [
+        found.append(("sums, one addition at a time", each, waiting * latency))
+    found += [
         (f"filling L{b.cache.level}", f"{b.bandwidth / 1e9:.0f} GB/s", b.traffic / b.bandwidth)
         for b in bounds
         if not b.keeps_all
     ]
-    slowest = max(limits, key=lambda limit: limit[2])
+    return found
+
+
+def arithmetic_text(case: Case) -> str:
+    """The operations of a call."""
+    return f"arithmetic  {scaled(case.flops)}FLOP: 2 d for each query and key, for scores and for output"
+
+
+def bound_text(limits: Sequence[Limit]) -> str:
+    """The least time that each limit allows, and the limit with the longest time."""
     lines = [
         f"{'at least' if i == 0 else '':12}{1e3 * seconds:.3g} ms for {name} ({rate})"
         for i, (name, rate, seconds) in enumerate(limits)
     ]
-    return "\n".join([*lines, f"bound by    {slowest[0]}"])
-
-
-def _count(number: float) -> str:
-    """537e6 as '0.537 G', with the unit's letter."""
-    return f"{number / 1e9:.3g} G" if number >= 1e8 else f"{number / 1e6:.3g} M"
+    return "\n".join([*lines, f"bound by    {max(limits, key=lambda limit: limit[2])[0]}"])

@@ -16,6 +16,13 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
 
 
+def scaled(number: float) -> str:
+    """537e6 as '0.537 G', with the unit's letter."""
+    if number >= 1e11:
+        return f"{number / 1e12:.3g} T"
+    return f"{number / 1e9:.3g} G" if number >= 1e8 else f"{number / 1e6:.3g} M"
+
+
 def size_text(size: float) -> str:
     """Bytes for people: 4718592 as '4.5 MiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -38,6 +38,8 @@ def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> No
     Compute if ncu is on PATH and may count.
     """
     options.refuse_other_device()
+    from lab.bench import cases
+
     sizes |= {name: sizes[name] or size for name, size in DEFAULTS[device].items()}
     if device == "cuda":
         if part != "part4":
@@ -45,10 +47,10 @@ def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> No
         from lab.cuda import explain as on_cuda
 
         asked = {name: sizes[name] for name in ("N", "d", "batch", "heads", "causal", "dtype")}
-        question = on_cuda.Question(**asked, queries=cuda_queries, kernel=kernel, arch=arch)
-        on_cuda.explain(question, click.echo)
+        asked |= {"queries": cuda_queries or sizes["N"], "device": device}
+        cell = cases.Cell(part, simd=None, br=None, bc=None, threads=1, **asked)
+        on_cuda.explain(cell, click.echo, kernel, arch)
         return
-    from lab.bench import cases
     from lab.explain import explain as explained
 
     lists = {"lengths": "N", "widths": "d", "masks": "causal", "simds": "simd"}

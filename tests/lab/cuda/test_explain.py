@@ -13,11 +13,15 @@ from attention_ext.build import nvrtc
 from attention_ext.cuda import driver
 from attention_ext.cuda.kernels import KERNELS
 from attention_ext.parts import Dtype
+from lab.bench.cases import Cell
 from lab.cuda import nsight
 from lab.cuda.architectures import SHEETS, occupancy
-from lab.cuda.explain import Question, compiled, explain
+from lab.cuda.explain import compiled, explain
 
-ASKED = dict(N=256, d=32, batch=2, heads=3, causal=False, dtype="fp32")
+
+def cell(**change) -> Cell:
+    asked = dict(N=256, d=32, batch=2, heads=3, causal=False, dtype="fp32") | change
+    return Cell("part4", queries=asked["N"], simd=None, br=None, bc=None, threads=1, device="cuda", **asked)
 
 
 @pytest.fixture
@@ -39,9 +43,9 @@ def gpu(compiler) -> int:
     return torch.cuda.current_device()
 
 
-def explained(**change) -> str:
+def explained(kernel=None, arch=None, **change) -> str:
     lines: list[str] = []
-    explain(Question(**ASKED | change), lines.append)
+    explain(cell(**change), lines.append, kernel, arch)
     return "\n".join(lines)
 
 
@@ -120,7 +124,7 @@ def test_the_driver_counts_the_same_blocks(gpu, kernel, d):
     dtype = row.dtypes[0]
     if not row.runs_on(on.capability):
         pytest.skip(f"{on.name} cannot run kernel {kernel}")
-    answer = compiled(Question(**ASKED | dict(d=d, dtype=dtype), kernel=kernel))
+    answer = compiled(cell(d=d, dtype=dtype), kernel)
     assert answer.driver and answer.blocks == answer.fits.blocks
     tile = row.tile(d, Dtype(dtype), on)
     own = occupancy(answer.on.architecture, tile.threads, answer.resources.registers, tile.shared)
