@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attention_ext import PARTS, extension
+from attention_ext.parts import check_part
 from generation.engine import Engine, open_engine
 from generation.sampling import Sampling
 from generation.texts import capacity_for
@@ -72,19 +73,6 @@ class Runner:
             self.text += self._decoder.end()
 
 
-def parse_parts(names: str) -> list[str]:
-    """'part0,part4' as a list. Raises ValueError unless it names at least two of PARTS, each once."""
-    parts = [name.strip() for name in names.split(",")]
-    for name in parts:
-        if name not in PARTS:
-            raise ValueError(f"parts has {name!r}; it must hold names of {', '.join(PARTS)}, with commas")
-        if parts.count(name) > 1:
-            raise ValueError(f"parts has {name} more than once; each must be there once")
-    if len(parts) < 2:
-        raise ValueError(f"parts is {names!r}; a race needs two parts or more")
-    return parts
-
-
 def line_up(
     checkpoint: Checkpoint,
     parts: Sequence[str],
@@ -99,15 +87,18 @@ def line_up(
 ) -> list[Runner]:
     """A runner for each part with a warm engine: kernels compiled, memory touched, threads started.
 
+    parts: names of PARTS, at least two and each once, or ValueError is raised.
     max_new_tokens: tokens of each part; by default DEFAULT_TOKENS, at most the block size.
     The other arguments and the errors are those of generate() and open_engine().
     """
+    if len(parts) < 2 or len(set(parts)) < len(parts):
+        raise ValueError(f"parts is {','.join(parts)!r}; it must name two or more, each once")
     count = max_new_tokens or min(DEFAULT_TOKENS, checkpoint.model.config.block_size)
     request = Request(checkpoint.tokenizer.encode(prompt), seed, sampling, count, use_cache=use_cache)
     capacity = capacity_for(checkpoint, request)
     runners = []
     for part in parts:
-        own = kernel if PARTS[part].operator else None
+        own = kernel if check_part(part).operator else None
         writer = Writer(open_engine(checkpoint.model, part=part, capacity=capacity, kernel=own, **engine))
         writer.check(request)
         _warm_up(writer.engine, request)

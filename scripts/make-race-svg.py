@@ -260,7 +260,7 @@ def main(
     from model import load
 
     try:
-        names = race.parse_parts(parts)
+        names = parts.split(",")
         settings = {"prompt": prompt, "max_new_tokens": max_new_tokens, "use_cache": not no_kv_cache}
         runners = race.line_up(load(model), names, **settings)
     except (ValueError, RuntimeError) as error:

@@ -6,11 +6,12 @@ import click
 
 from app.cli import options
 from app.cli.terminal import notice
+from attention_ext import PARTS
 from attention_ext.parts import running_on
 
 
 @click.command()
-@click.argument("parts", required=False)
+@click.argument("parts", type=options.Names(PARTS), required=False)
 @options.model
 @options.option("--prompt", "Text to continue.", default="\n", show_default="a line end")
 @options.whole(
@@ -24,7 +25,9 @@ from attention_ext.parts import running_on
 @options.device
 @options.kernel
 @options.one_thread
-def race(parts: str | None, model: str, prompt: str, threads: int, no_kv_cache: bool, **asked) -> None:
+def race(
+    parts: tuple[str, ...] | None, model: str, prompt: str, threads: int, no_kv_cache: bool, **asked
+) -> None:
     """Let PARTS, names separated by commas, write the same text, and time each alone.
 
     On a terminal the texts grow in columns at their true relative speeds. A table then shows the speeds. The
@@ -38,7 +41,7 @@ def race(parts: str | None, model: str, prompt: str, threads: int, no_kv_cache: 
     from lab import race as racing
     from model import load
 
-    names = racing.parse_parts(parts or ",".join(running_on(asked["device"])))
+    names = parts or running_on(asked["device"])
     asked["use_cache"] = not no_kv_cache
     sampling = options.take_sampling(asked)
     runners = racing.line_up(load(model), names, prompt=prompt, sampling=sampling, **asked)

@@ -150,9 +150,9 @@ def test_a_part_that_errs_is_found_and_exits_1(cli, extension, monkeypatch):
 
 def test_an_error_is_one_line(failed):
     for arguments, message in (
-        (["part0,part9"], "parts has 'part9'; it must hold names of part0, part1"),
-        (["part0,part0"], "parts has part0 more than once"),
-        (["part4"], "parts is 'part4'; a race needs two parts or more"),
+        (["part0,part9"], "'part9' must be one of part0, part1"),
+        (["part0,part0"], "parts is 'part0,part0'; it must name two or more, each once"),
+        (["part4"], "parts is 'part4'; it must name two or more, each once"),
         (["--engine", "native"], "engine is 'native'; it must be 'torch' with part0"),
     ):
         with naming(arguments):
