@@ -123,11 +123,6 @@ def seen(case: Case, br: int) -> np.ndarray:
     return queries + case.Nk - case.Nq if case.causal else np.full_like(queries, case.Nk)
 
 
-def _even(name: str, wavefronts: float) -> Shared:
-    """Accesses without bank conflicts."""
-    return Shared(name, wavefronts, wavefronts)
-
-
 def access(name: str, times: float, addresses: Sequence[int], width: int = 1) -> Shared:
     """`times` accesses of a warp to these addresses, in numbers, each to `width` neighbouring numbers."""
     wavefronts, fewest = banked(tuple(addresses), width)
@@ -146,7 +141,8 @@ def banked(addresses: tuple[int, ...], width: int) -> tuple[int, int]:
     groups = [addresses[i : i + size] for i in range(0, len(addresses), size)]
     if width > 1:
         pairs = [first + second for first, second in zip(groups[::2], groups[1::2])]
-        halves = ([pair] if _paired(pair) else [pair[:size], pair[size:]] for pair in pairs)
+        together = (any(all(of[i] == of[i ^ far] for i in range(2 * size)) for far in (1, 2)) for of in pairs)
+        halves = ([of] if one else [of[:size], of[size:]] for of, one in zip(pairs, together))
         groups = [group for split in halves for group in split]
 
     def words(of: tuple[int, ...]) -> set[int]:
@@ -154,10 +150,6 @@ def banked(addresses: tuple[int, ...], width: int) -> tuple[int, int]:
 
     wavefronts = sum(max(Counter(word % BANKS for word in words(group)).values()) for group in groups)
     return wavefronts, -(-len(words(addresses)) // BANKS)
-
-
-def _paired(addresses: tuple[int, ...]) -> bool:
-    return any(all(addresses[i] == addresses[i ^ far] for i in range(len(addresses))) for far in (1, 2))
 
 
 def _count(
@@ -301,25 +293,26 @@ def _kernel4(of: Launch) -> Count:
     return _count(of, shared(), by_warp * float(rows * BC))
 
 
-def _kernel5(of: Launch) -> Count:
+def _kernel5(of: Launch, readers: int | None = None, blocks: int | None = None) -> Count:
     """Each warp reads all of a tile of K and V into the tensor cores' fragments; its part of Q stays there.
 
     The rows are an odd number of 16 bytes apart, so there are no bank conflicts. float32 takes three products
-    of numbers cut to tf32, each at half the rate of bfloat16.
+    of numbers cut to tf32, each at half the rate of bfloat16. readers: those of K and V, if not all warps.
     """
-    warps, sizes, visited = of.tile.threads // 32, of.tile.sizes, of.visits()
-    row = sizes["WIDTH"] * of.bytes / WAVEFRONT
+    br, bc, sizes, visited = of.tile.br, of.tile.bc, of.tile.sizes, of.visits()
+    row, readers = sizes["WIDTH"] * of.bytes / WAVEFRONT, readers or of.tile.threads // 32
 
     def shared() -> Iterator[Shared]:
+        moved = {name: visited * (1 + readers) * bc * row for name in "KV"}
         if sizes.get("Q_SHARED", 1):  # written once, and read again for each CHUNK of keys
-            parts = 1 + visited / of.tiles * of.tile.bc / sizes["CHUNK"]
+            parts = of.tiles + visited * bc / sizes.get("CHUNK", bc)
             split = 1 + sizes.get("Q_SPLIT", 0)  # as pairs of high and low
-            yield _even("Q", of.tiles * of.tile.br * row * split * parts)
-        for name in "KV":
-            yield _even(name, visited * (1 + warps) * of.tile.bc * row)
+            moved["Q"] = br * row * split * parts
+        for name, wavefronts in moved.items():
+            yield Shared(name, wavefronts, wavefronts)
 
-    exponentials = visited * float(of.tile.br * of.tile.bc)
-    return _count(of, shared(), exponentials, tensor=1 if of.bytes == 2 else 6)
+    tensor = 1 if of.bytes == 2 else 6
+    return _count(of, shared(), visited * float(br * bc), blocks=blocks, tensor=tensor)
 
 
 def _kernel6(of: Launch) -> Count:
@@ -327,16 +320,7 @@ def _kernel6(of: Launch) -> Count:
 
     A block is resident for the whole launch and takes one tile of queries after the other.
     """
-    consumers, visited = of.tile.br // 64, of.visits()
-    row = of.tile.sizes["WIDTH"] * of.bytes / WAVEFRONT
-
-    def shared() -> Iterator[Shared]:
-        yield _even("Q", (of.tiles + visited) * of.tile.br * row)
-        for name in "KV":
-            yield _even(name, visited * (1 + consumers) * of.tile.bc * row)
-
-    blocks = min(of.resident, of.case.heads * of.tiles)
-    return _count(of, shared(), visited * float(of.tile.br * of.tile.bc), blocks=blocks, tensor=1)
+    return _kernel5(of, readers=of.tile.br // 64, blocks=min(of.resident, of.case.heads * of.tiles))
 
 
 def _split(of: Launch) -> Count:
