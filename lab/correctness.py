@@ -24,6 +24,7 @@ from attention_ext.cuda.kernels import WIDEST
 from attention_ext.parts import Dtype, check_dtype
 from lab import machine
 from lab.cuda import gpu
+from lab.text import counted
 
 B, H, D = 1, 4, 32  # the lab's sizes
 # Relative and absolute tolerance. The lab allows 1e-4 on outputs of 0.08 to 0.2, and rounding is 1e-7. Two
@@ -139,33 +140,19 @@ def mismatch(expected: Tensor, got: Tensor, dtype: Dtype = Dtype.FP32) -> str | 
     )
 
 
-def check_memory(N: int, count: int = B * H) -> None:
-    """Raise ValueError if the reference's N x N matrices of `count` heads would not fit the memory."""
-    need = MATRICES * 4 * count * N * N
-    available = machine.available_memory()
-    if available is not None and need > available:
-        most = int((available / (MATRICES * 4 * count)) ** 0.5)
-        heads = "" if count == B * H else f" with {count} heads"
-        raise ValueError(
-            f"N is {N}; the reference would need {need / 2**30:.0f} GiB, so it must be at most {most} "
-            f"here{heads}"
-        )
+def heads_at_once(N: int, least: int, free: float | None) -> int:
+    """The most heads whose N x N matrices the reference can hold in `free` bytes; None is unknown.
 
-
-def slices_of_reference(N: int, count: int, free: int) -> int:
-    """The number of slices of `count` heads for the reference on a GPU with `free` bytes of free memory.
-
-    Raises ValueError if a single head does not fit.
+    Raises ValueError if these are fewer than `least`.
     """
     each = MATRICES * 4 * N * N
-    at_once = int(FREE_SHARE * free) // each
-    if at_once < 1:
-        most = int((FREE_SHARE * free / (MATRICES * 4)) ** 0.5)
+    if free is not None and least * each > free:
+        most = int((free / (MATRICES * 4 * least)) ** 0.5)
         raise ValueError(
-            f"N is {N}; the reference would need {each / 2**30:.0f} GiB for a head, so it must be at most "
-            f"{most} on this GPU"
+            f"N is {N}; the reference would need {least * each / 2**30:.0f} GiB, "
+            f"so it must be at most {most} here with {counted(least, 'head')}"
         )
-    return -(-count // at_once)
+    return least if free is None else int(free) // each
 
 
 def run(
@@ -200,11 +187,11 @@ def run(
         shown.append(on.describe()["name"])
         if row.operator:
             shown.append(describe_kernel(on, kernel, batch * heads, N, d, kind))
-        slices = slices_of_reference(N, batch * heads, on.free())
+        slices = -(-batch * heads // heads_at_once(N, 1, FREE_SHARE * on.free()))
         if slices > 1:
             shown.append(f"The reference's N x N matrices do not fit at once: {slices} slices of heads")
     else:
-        check_memory(N, batch * heads)
+        heads_at_once(N, batch * heads, machine.available_memory())
         if row.operator:
             shown.append(extension.describe(simd))
     tensors = synthetic_qkv(N, kind, batch, heads, d, device)

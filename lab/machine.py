@@ -17,6 +17,8 @@ import torch
 
 from attention_ext import AUTO, BuildError, __version__, extension, processor
 from attention_ext.build import toolchain
+from lab.command import ROOT
+from lab.text import size_text
 
 BUSY_SHARE = 0.05  # on a busy machine others take more than this share of the measured threads' time
 SAMPLE_SECONDS = 2e-4
@@ -157,6 +159,16 @@ def available_memory() -> int | None:
         return None
 
 
+def check_memory(what: str, need: float, available: float | None = None) -> None:
+    """Raise ValueError, which says `what` needs so many bytes, if they are not free.
+
+    available: the free bytes; by default those of the machine.
+    """
+    available = available_memory() if available is None else available
+    if available is not None and need > available:
+        raise ValueError(f"{what} need {size_text(need)}, and {size_text(available)} are free")
+
+
 def keep_freed_memory() -> None:
     """Let glibc keep freed memory, up to 2 GB in all; other C libraries are not changed.
 
@@ -216,16 +228,10 @@ def compiler() -> str | None:
 
 def commit() -> str | None:
     """The commit of this code, with a + if files differ from it; None outside a git checkout."""
-    root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
+    if not (ROOT / ".git").exists():
         return None
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(root), *words]
-        return subprocess.run(command, capture_output=True, check=True, text=True).stdout
-
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]  # no tag: the commit's hash
     try:
-        name, changed = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "-uno")
+        return subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return name.strip() + "+" * bool(changed.strip())

@@ -29,7 +29,6 @@ from lab.bench.contenders import Call, contenders
 from lab.bench.results import FEWEST_COUNTED_ROUNDS, FIRM_MARGIN, Result, Run
 from lab.correctness import allocated
 from lab.costs import block_of, scratch
-from lab.text import size_text
 from lab.timing import seconds_of, spread, time_round
 from lab.traffic import streams
 
@@ -189,20 +188,18 @@ class Bench:
                 for result, call, short, bursts in running:
                     if short:
                         call()
-                    timed = time_round(call, bursts, self._pace)
-                    lost, tries = 0.0, 1
-                    while (
-                        timed.pages * PAGE_FAULT_SECONDS > MOST_FAULT_SHARE * timed.spent
-                        and result.cell not in faulting
-                    ):
-                        # The allocator chose memory that is new in this pass; its pages stay from now on.
-                        lost, tries = lost + timed.spent, tries + 1
+                    spent = 0.0
+                    for _ in range(1 if result.cell in faulting else MOST_TRIES):
                         timed = time_round(call, bursts, self._pace)
-                        if tries == MOST_TRIES:
-                            faulting.add(result.cell)
+                        spent += timed.spent
+                        # The allocator chose memory that is new in this pass; its pages stay from now on.
+                        if timed.pages * PAGE_FAULT_SECONDS <= MOST_FAULT_SHARE * timed.spent:
+                            break
+                    else:
+                        faulting.add(result.cell)
                     result.seconds.append(timed.seconds)
                     result.paces.append(timed.pace)
-                    yield result.cell, lost + timed.spent
+                    yield result.cell, spent
 
 
 @contextmanager
@@ -249,11 +246,11 @@ def exact_output(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 def verify(cell: Cell, q: Tensor, k: Tensor, v: Tensor, exact: Tensor) -> tuple[Result, Call | None]:
     """Compare a cell with the exact output (B, H, Nq, d); also return the call to time, or None."""
-    available = machine.available_memory()
-    need = scratch(cell.contender, cell.case(), cell.simd) if cell.contender in PARTS else 0
-    if available is not None and need > available:
-        note = f"needs {size_text(need)}, and {size_text(available)} are free"
-        return Result(cell, "skipped", note), None
+    if cell.contender in PARTS:
+        try:
+            machine.check_memory("its matrices", scratch(cell.contender, cell.case(), cell.simd))
+        except ValueError as error:
+            return Result(cell, "skipped", str(error)), None
     call = contenders()[cell.contender].prepare(cell, q, k, v)
     result = compared(cell, *allocated(call), exact)
     return result, call if result.status == "ok" else None

@@ -38,11 +38,9 @@ def candidates(N: int, br: Sequence[int] = (), bc: Sequence[int] = ()) -> list[t
 def tune(cell: Cell, budget: float, tried: Sequence[tuple[int, int]] | None = None) -> Iterator[Tuned]:
     """Yield the best tile for a cell so far, each time that the slower half has been dropped.
 
-    cell: a cell of a tiled part. budget: seconds to take; tiles beyond it are not tried. tried: tiles (br,
-    bc), the default one first; by default candidates(). Raises ValueError if the budget is not above 0.
+    cell: a cell of a tiled part. budget: seconds to take, above 0; tiles beyond it are not tried. tried:
+    tiles (br, bc), the default one first; by default candidates().
     """
-    if not budget > 0:
-        raise ValueError(f"budget is {budget}; it must be more than 0 seconds")
     simd = resolve_simd(cell.simd or "auto")
     remaining = list(tried or candidates(cell.N))
     default = remaining[0]

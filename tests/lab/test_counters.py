@@ -11,7 +11,7 @@ from support import script
 from attention_ext import PARTS, BuildError
 from attention_ext.build import recipes
 from attention_ext.processor import Cache
-from lab import counters
+from lab import counters, machine
 from lab.traffic import Case
 
 KERNELS = [part.operator for part in PARTS.values() if part.operator]
@@ -79,8 +79,8 @@ def test_a_missing_tool_is_reported(monkeypatch):
 
 @pytest.mark.full
 def test_what_cannot_be_counted_is_named(cachegrind, monkeypatch):
-    monkeypatch.setattr(counters, "available_memory", lambda: 2**34)
-    with pytest.raises(ValueError, match="N is 1048576; counting would need 4096.. GiB and 16.0 GiB"):
+    monkeypatch.setattr(machine, "available_memory", lambda: 2**34)
+    with pytest.raises(ValueError, match="N is 1048576; the matrices that are counted need 409. GiB, and 16"):
         count("part1", N=2**20)
     with pytest.raises(BuildError, match="valgrind cannot run .*Cache set count is not a power of two"):
         count(caches=(L1, Cache(2, 3 << 20, 16, 64)))

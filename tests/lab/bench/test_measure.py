@@ -60,7 +60,7 @@ def test_what_is_wrong_is_shown_and_not_timed(run, monkeypatch):
 def test_what_does_not_fit_is_skipped_and_inputs_that_do_not_are_refused(run, monkeypatch, rows):
     monkeypatch.setattr(machine, "available_memory", lambda: 10 << 20)
     skipped, timed = rows(run("part0,sdpa", "-N", 1024, "-d", 16, *SMALL[4:]))
-    assert skipped["ms"].startswith("skipped: needs 32 Mi") and timed["ms"]
+    assert skipped["ms"].startswith("skipped: its matrices need 32 Mi") and timed["ms"]
     monkeypatch.setattr(machine, "available_memory", lambda: 1000)
     for arguments in (["part0", *SMALL], ["--tune", *SMALL[:4]]):
         done = run(*arguments)
