@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from lab.bench import sequential
 from lab.bench.cases import plan
+from lab.bench.cuda import smaller
 from lab.bench.results import Result, Run
 from lab.traffic import COUNTS
 
@@ -160,6 +160,6 @@ def gpu_run(change: float = 1.0, rounds: int = 10) -> Run:
         result = Result(cell, error=1e-7, error_at=(0, 0, 0, 0), scratch=1000, seconds=seconds)
         result.paces = [1.0] * rounds
         done.results.append(result)
-    small = sequential.smaller(done.results[0].cell)
+    small = smaller(done.results[0].cell)
     done.sequential = [Result(small, error=1e-7, error_at=(0, 0, 0, 0), seconds=[2.0] * 3, paces=[1.0] * 3)]
     return done

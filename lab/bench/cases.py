@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attention_ext import PARTS, SIMD, tiles
-from attention_ext.cuda.kernels import KERNELS, MOST_SPLIT
-from attention_ext.parts import DEVICES, Dtype, check_dtype, one_of, resolve_simd, running_on
+from attention_ext import AUTO, PARTS, SIMD, extension, tiles
+from attention_ext.cuda.kernels import MOST_SPLIT
+from attention_ext.parts import DEVICES, Dtype, check_dtype, one_of, resolve_simd
 from lab import machine
-from lab.text import size_text
+from lab.bench.contenders import SPLIT, contenders
 from lab.traffic import Case
 
-# part4_amx.cpp takes at least this many queries, for these SIMD helpers.
-FEWEST_AMX_QUERIES, AMX_SIMDS = 32, (None, "auto", "portable")
-OTHERS = ("sdpa", "onnx")  # contenders besides the parts, see lab.bench.contenders
-# On CUDA: each kernel of part4, and its competitors.
-SPLIT = "split"  # the kernel for few queries, which has no number
-OF_KERNEL = {name if name == SPLIT else f"kernel{name}": kernel for name, kernel in KERNELS.items()}
-NUMBA = ("numba-spilled", "numba-registers")
-SDPA_BACKENDS = ("sdpa-math", "sdpa-efficient", "sdpa-flash", "sdpa-cudnn")
-ON_CUDA = (*OF_KERNEL, *NUMBA, "sdpa", *SDPA_BACKENDS, "flash-attn")
 L2 = ("warm", "cold")  # what the L2 cache holds before a call: what the last call left, or other data
 
 
@@ -53,8 +43,11 @@ class Cell:
     @property
     def by_amx(self) -> bool:
         """Whether AMX computes this on a processor that has it; assumed for PyTorch's SDPA."""
-        ours = self.contender == "part4" and self.queries >= FEWEST_AMX_QUERIES and self.simd in AMX_SIMDS
-        return self.device == "cpu" and self.dtype == Dtype.BF16 and (ours or self.contender == "sdpa")
+        if self.device != "cpu" or self.dtype != Dtype.BF16:
+            return False
+        if self.contender != "part4":
+            return self.contender == "sdpa"
+        return resolve_simd(self.simd or "auto") == AUTO and self.queries >= extension.size("amx.BLOCK")
 
     @property
     def inputs(self) -> tuple:
@@ -136,7 +129,7 @@ def plan(
         if len(set(chosen)) < len(chosen) or not chosen:
             raise ValueError(f"{what} is {','.join(chosen)!r}; it must name one or more, each once")
     for name in names:
-        taken = dtypes_of(name, device)
+        taken = contenders()[name].dtypes[device]
         if name in PARTS:
             check_dtype(name, dtype, device)
         elif dtype not in taken:
@@ -170,29 +163,7 @@ def _hides(causal: bool, queries: int | None, N: int) -> bool:
 
 def known_on(device: str) -> tuple[str, ...]:
     """The contenders on a device of DEVICES."""
-    return (*running_on(device), *(OTHERS if device == "cpu" else ON_CUDA))
-
-
-def kernel_before(contender: str) -> str | None:
-    """The kernel before a kernel or its variant by number: kernel3 for kernel4 and kernel4-x."""
-    form = re.fullmatch(r"kernel(\d+)(-.*)?", contender)
-    before = f"kernel{int(form[1]) - 1}" if form else None
-    return before if before in OF_KERNEL else None
-
-
-def dtypes_of(name: str, device: str) -> tuple[str, ...]:
-    """The dtypes that a contender of known_on(device) is timed in.
-
-    PyTorch's backends and flash-attn are not checked here: their dtypes depend on their versions.
-    """
-    if name in PARTS:
-        found = PARTS[name].dtypes.get(device, ())
-        return tuple(dtype.value for dtype in Dtype if dtype.torch_name in found)
-    if name in OF_KERNEL:
-        return tuple(dtype.value for dtype in OF_KERNEL[name].dtypes)
-    if name in (*NUMBA, "onnx"):
-        return (Dtype.FP32.value,)
-    return tuple(dtype.value for dtype in Dtype if device == "cuda" or dtype != Dtype.FP16)
+    return tuple(name for name, contender in contenders().items() if device in contender.dtypes)
 
 
 def default_names(dtype: str, device: str, queries: int | None = None) -> tuple[str, ...]:
@@ -200,30 +171,24 @@ def default_names(dtype: str, device: str, queries: int | None = None) -> tuple[
 
     queries: as in plan(); SPLIT is for few. Raises ValueError if no contender takes the dtype.
     """
-    if device == "cpu":
-        names = [*PARTS, "sdpa"]
-    else:
-        # part4 is one of the kernels, and sdpa one of the backends
-        without = {"part4", "sdpa"} if (queries or MOST_SPLIT + 1) <= MOST_SPLIT else {"part4", "sdpa", SPLIT}
-        names = [name for name in known_on("cuda") if name not in without]
-        for package, theirs in (("numba", NUMBA), ("flash_attn", ("flash-attn",))):
-            if importlib.util.find_spec(package) is None:
-                names = [name for name in names if name not in theirs]
-    taken = tuple(name for name in names if dtype in dtypes_of(name, device))
+    # on CUDA part4 is one of the kernels, and sdpa one of the backends
+    without = {"onnx"} if device == "cpu" else {"part4", "sdpa"}
+    if queries is None or queries > MOST_SPLIT:
+        without.add(SPLIT)
+    taken = tuple(
+        name
+        for name, each in contenders().items()
+        if name not in without
+        and dtype in each.dtypes.get(device, ())
+        and (each.package is None or importlib.util.find_spec(each.package))
+    )
     if not taken:
         raise ValueError(f"dtype is {dtype!r}; no part takes it on {DEVICES[device]}")
     return taken
 
 
 def check_memory(cells: Sequence[Cell], available: int | None = None) -> None:
-    """Raise ValueError if a cell's inputs and outputs need more memory than is free.
-
-    available: the free bytes; by default those of the machine.
-    """
-    available = machine.available_memory() if available is None else available
+    """Raise ValueError if a cell's inputs and outputs need more memory than is available, in bytes."""
     for cell in cells:
-        if available is not None and cell.memory > available:
-            raise ValueError(
-                f"N={cell.N}, queries={cell.queries}, d={cell.d}, heads={cell.heads}, batch={cell.batch} "
-                f"need {size_text(cell.memory)}, and {size_text(available)} are free"
-            )
+        sizes = f"N={cell.N}, queries={cell.queries}, d={cell.d}, heads={cell.heads}, batch={cell.batch}"
+        machine.check_memory(sizes, cell.memory, available)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from lab.bench.cases import Cell
-from lab.bench.report import CASE, case, case_text
+from lab.bench.report import beside_cells, case
 from lab.bench.results import Result, Run
-from lab.text import counted, markdown
+from lab.text import counted
 
 FALSE_DISCOVERY_RATE = 0.01  # share of the reported differences that may be chance
 THRESHOLD = 0.05  # share of the time; two runs of the same code on a quiet machine differ by less
@@ -105,13 +105,13 @@ def compare(before: Run, now: Run, threshold: float = THRESHOLD) -> Comparison:
 def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
     """The comparison as text: a Markdown table of the differences, or a line that there are none."""
     lines = []
-    for what in ("processor", "GPU"):
-        earlier, later = (
-            run.machine.get("cpu") if what == "processor" else (run.machine.get("gpu") or {}).get("name")
-            for run in (before, now)
-        )
-        if earlier != later:
-            lines.append(f"The earlier run was on another {what}: {earlier}.")
+    earlier, later = (
+        {"processor": run.machine.get("cpu"), "GPU": (run.machine.get("gpu") or {}).get("name")}
+        for run in (before, now)
+    )
+    for what, name in earlier.items():
+        if name != later[what]:
+            lines.append(f"The earlier run was on another {what}: {name}.")
     lines += [f"In the run of {run.machine.get('date')}: {run.busy}" for run in (before, now) if run.busy]
     if any(compared.alone):
         lines.append(
@@ -123,21 +123,16 @@ def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
     cells, found = counted(compared.cells, "cell"), compared.differences
     if not found:
         return "\n".join([*lines, f"No difference above {100 * threshold:g} % and above chance in {cells}."])
-    unsaid = "device" if all(each.cell.device == "cpu" for each in found) else "threads"
-    names = [name for name in CASE if any(getattr(each.cell, name) is not None for each in found)]
-    names = [name for name in names if name != unsaid]
-    rows = [
+    figures = [
         [
-            each.cell.contender,
-            *(case_text(name, getattr(each.cell, name)) for name in names),
             *(f"{1e3 * seconds:.4g}" for seconds in (each.before, each.now)),
             f"{100 * each.change:+.1f} % {'slower' if each.change > 0 else 'faster'}",
             f"{each.p:.0e}",
         ]
         for each in found
     ]
-    titles = ["contender", *(CASE[name] for name in names), "before, ms", "now, ms", "change", "by chance"]
     lines.append(
         f"{len(found)} of {cells} differ by more than {100 * threshold:g} % and by more than chance:"
     )
-    return "\n".join([*lines, "", markdown(titles, rows)])
+    titles = ("before, ms", "now, ms", "change", "by chance")
+    return "\n".join([*lines, "", beside_cells([asdict(each.cell) for each in found], titles, figures)])

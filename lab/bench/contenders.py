@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,49 +21,15 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention_ext import PARTS, attention
-from lab.bench.cases import NUMBA, OF_KERNEL, SDPA_BACKENDS, Cell
+from attention_ext.cuda.kernels import KERNELS
+from attention_ext.parts import Dtype
+
+if TYPE_CHECKING:
+    from lab.bench.cases import Cell
 
 Call = Callable[[], Tensor]
-
-
-@dataclass(frozen=True)
-class Contender:
-    """title: the name in pictures. prepare: returns the call to time for a cell and its q, k and v.
-
-    own_allocator: it does not use PyTorch's allocator, so its scratch is unknown.
-    """
-
-    title: str
-    prepare: Callable[[Cell, Tensor, Tensor, Tensor], Call]
-    own_allocator: bool = False
-
-
-def contenders() -> dict[str, Contender]:
-    """All contenders by name, the parts first."""
-    found = {name: Contender(name, part_call) for name in PARTS} | {
-        "sdpa": Contender("PyTorch SDPA", sdpa_call),
-        "onnx": Contender("ONNX Runtime", onnx_call, own_allocator=True),
-    }
-    for name, kernel in OF_KERNEL.items():
-        found[name] = Contender(f"kernel {kernel.name}", kernel_call)
-    for name in NUMBA:
-        found[name] = Contender(f"Numba, state {name.removeprefix('numba-')}", numba_call)
-    for name in SDPA_BACKENDS:
-        found[name] = Contender(f"SDPA, {SDPA[name][0]}", sdpa_backend_call)
-    return found | {"flash-attn": Contender("flash-attn", flash_attn_call)}
-
-
-def part_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
-    """attention() with the cell's part, tile and SIMD helpers."""
-    simd = cell.simd or "auto"
-    return partial(attention, cell.contender, q, k, v, causal=cell.causal, br=cell.br, bc=cell.bc, simd=simd)
-
-
-def sdpa_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
-    """PyTorch's scaled_dot_product_attention on contiguous inputs."""
-    return partial(F.scaled_dot_product_attention, q, k, v, is_causal=cell.causal)
-
-
+SPLIT = "split"  # the kernel for few queries, which has no number
+OF_KERNEL = {name if name == SPLIT else f"kernel{name}": kernel for name, kernel in KERNELS.items()}
 # Backends of PyTorch's SDPA: the title, the kind and the name in warnings.
 SDPA = {
     "sdpa-math": ("math", SDPBackend.MATH, "Math"),
@@ -72,10 +39,50 @@ SDPA = {
 }
 
 
-def kernel_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
-    """attention() with one of part4's kernels on CUDA."""
-    kernel = OF_KERNEL[cell.contender].name
-    return partial(attention, "part4", q, k, v, causal=cell.causal, kernel=kernel)
+@dataclass(frozen=True)
+class Contender:
+    """title: the name in pictures. prepare: returns the call to time for a cell and its q, k and v.
+
+    dtypes: those that it is timed in, by device; some versions of PyTorch's backends and of flash-attn refuse
+    some of them. package: it needs this one. own_allocator: it does not use PyTorch's allocator, so its
+    scratch is unknown.
+    """
+
+    title: str
+    prepare: Callable[[Cell, Tensor, Tensor, Tensor], Call]
+    dtypes: Mapping[str, Sequence[Dtype]]
+    package: str | None = None
+    own_allocator: bool = False
+
+
+def contenders() -> dict[str, Contender]:
+    """All contenders by name, the parts first."""
+    fp32, on_cuda, found = (Dtype.FP32,), {"cuda": tuple(Dtype)}, {}
+    for name, part in PARTS.items():
+        dtypes = {device: tuple(map(Dtype.of, names)) for device, names in part.dtypes.items()}
+        found[name] = Contender(name, attention_call, dtypes)
+    for name, kernel in OF_KERNEL.items():
+        found[name] = Contender(f"kernel {kernel.name}", attention_call, {"cuda": kernel.dtypes})
+    for state in ("spilled", "registers"):
+        found[f"numba-{state}"] = Contender(f"Numba, state {state}", numba_call, {"cuda": fp32}, "numba")
+    found["sdpa"] = Contender("PyTorch SDPA", sdpa_call, on_cuda | {"cpu": (*fp32, Dtype.BF16)})
+    found["onnx"] = Contender("ONNX Runtime", onnx_call, {"cpu": fp32}, "onnxruntime", own_allocator=True)
+    for name, (title, _, _) in SDPA.items():
+        found[name] = Contender(f"SDPA, {title}", sdpa_backend_call, on_cuda)
+    return found | {"flash-attn": Contender("flash-attn", flash_attn_call, on_cuda, "flash_attn")}
+
+
+def attention_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    """attention() with the cell's part, tile and SIMD helpers, or with one of part4's kernels on CUDA."""
+    kernel = OF_KERNEL.get(cell.contender)
+    part, name = ("part4", kernel.name) if kernel else (cell.contender, None)
+    chosen: dict[str, Any] = {"br": cell.br, "bc": cell.bc, "simd": cell.simd or "auto", "kernel": name}
+    return partial(attention, part, q, k, v, causal=cell.causal, **chosen)
+
+
+def sdpa_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    """PyTorch's scaled_dot_product_attention on contiguous inputs."""
+    return partial(F.scaled_dot_product_attention, q, k, v, is_causal=cell.causal)
 
 
 def sdpa_backend_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:

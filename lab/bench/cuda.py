@@ -3,6 +3,9 @@
 All cells of a case share their inputs and one float64 result. They are timed in turn, round by round, so that
 a change of the GPU's clock affects all of them. lab.cuda.gpu times a call. A round records its median call. A
 contender that refuses a case is skipped, with its reason.
+
+Sequential C++, part1 on one core of the CPU, is the baseline of the homework's chart. A GPU's case would take
+minutes there. So fewer heads are timed, or one head at a shorter length, and the time is scaled by the work.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,29 +23,31 @@ from torch import Tensor
 from attention_ext import BuildError
 from attention_ext.parts import Dtype
 from lab import machine
-from lab.bench import sequential
 from lab.bench.cases import Cell, check_memory
 from lab.bench.contenders import Call, contenders
-from lab.bench.measure import MIN_TIME_SECONDS, ROUNDS, Spent, compared, exact_output, inputs, whole_rounds
+from lab.bench.measure import (
+    MIN_TIME_SECONDS,
+    ROUNDS,
+    Spent,
+    compared,
+    exact_output,
+    inputs,
+    verify,
+    whole_rounds,
+)
 from lab.bench.results import Result, Run
 from lab.cuda.gpu import Gpu
+from lab.text import counted
+from lab.timing import seconds_of
 
 MOST_CALLS = 50  # most calls that the host launches ahead
 SHORT_CALL_SECONDS = 0.005  # before shorter calls, an untimed one restores the caches
+SEQUENTIAL_FLOPS, SEQUENTIAL_CALLS = 6e9, 3  # most operations of a call, some two seconds; timed calls
 CHANGED_PEAK = 0.05  # change between the beginning and the end above which figures are not firm
 
 
-@dataclass
-class Verified:
-    """A contender at a case. call: the function to time, or None.
-
-    once, launching: seconds of a call, and seconds in which the host launches it.
-    """
-
-    result: Result
-    call: Call | None = None
-    once: float = 0.0
-    launching: float = 0.0
+# A contender's result, and its call with the seconds of one and those in which the host launches it, or None.
+Verified = tuple[Result, tuple[Call, float, float] | None]
 
 
 class GpuBench:
@@ -99,35 +104,35 @@ class GpuBench:
     def _case(self, cells: list[Cell]) -> Spent:
         """Verify the contenders of a case and time the correct ones."""
         if self.against_cpu:
-            small = sequential.smaller(cells[0])
+            small = smaller(cells[0])
             if all(result.cell != small for result in self.done.sequential):
-                self.done.sequential.append(sequential.measure(cells[0]))
+                self.done.sequential.append(time_sequential(cells[0]))
         q, k, v = inputs(cells[0], self.gpu.device)
         exact = exact_output(q, k, v, cells[0].causal)
         verified: dict[str, Verified] = {}
         readings: dict[str | None, float] = {}  # by the cell's L2
-        running: list[tuple[Result, Verified]] = []
+        running: list[tuple[Result, Call, float, float]] = []
         for cell in cells:
             start = time.perf_counter()
             if cell.contender not in verified:
                 verified[cell.contender] = self._verify(cell, q, k, v, exact)
-            found = verified[cell.contender]
-            result = replace(found.result, cell=cell, seconds=[], paces=[])
+            found, timed = verified[cell.contender]
+            result = replace(found, cell=cell, seconds=[], paces=[])
             self.done.results.append(result)
-            if found.call:
+            if timed:
                 if cell.least_traffic / self.done.bandwidths[1] > cell.flops / self.done.peak(cell):
                     result.traffic = cell.least_traffic
                     if cell.l2 not in readings:
                         readings[cell.l2] = self.gpu.reading(cell.least_traffic, cell.l2 == "cold")
                     result.reading = readings[cell.l2]
-                running.append((result, found))
+                running.append((result, *timed))
             yield cell, time.perf_counter() - start
         del exact  # its memory is free again
-        with whole_rounds([result for result, _ in running]):
+        with whole_rounds([result for result, *_ in running]):
             for _ in range(self.done.rounds):
-                for result, found in running:
+                for result, call, once, launching in running:
                     start = time.perf_counter()
-                    result.seconds.append(self._time(found, result.cell.l2 == "cold"))
+                    result.seconds.append(self._time(call, once, launching, result.cell.l2 == "cold"))
                     result.paces.append(1.0)
                     yield result.cell, time.perf_counter() - start
 
@@ -136,21 +141,67 @@ class GpuBench:
             call = contenders()[cell.contender].prepare(cell, q, k, v)
             result = compared(cell, *self.gpu.allocated(call), exact)
         except torch.OutOfMemoryError:
-            return Verified(Result(cell, "skipped", "needs more memory than the GPU has free"))
+            return Result(cell, "skipped", "needs more memory than the GPU has free"), None
         except (BuildError, ValueError, TypeError) as error:
-            return Verified(Result(cell, "skipped", str(error)))
-        if result.status != "ok":
-            return Verified(result)
-        return Verified(result, call, *self.gpu.once(call))
+            return Result(cell, "skipped", str(error)), None
+        return result, (call, *self.gpu.once(call)) if result.status == "ok" else None
 
-    def _time(self, verified: Verified, cold: bool) -> float:
+    def _time(self, call: Call, once: float, launching: float, cold: bool) -> float:
         """Seconds of the median call of a round."""
-        call, seconds = verified.call, list[float]()
-        assert call is not None
-        repeats = max(1, math.ceil(self.done.min_time / self.done.rounds / verified.once))
+        seconds: list[float] = []
+        repeats = max(1, math.ceil(self.done.min_time / self.done.rounds / once))
         while len(seconds) < repeats:
-            if not cold and verified.once < SHORT_CALL_SECONDS:
+            if not cold and once < SHORT_CALL_SECONDS:
                 call()
             count = min(MOST_CALLS, repeats - len(seconds))
-            seconds += self.gpu.time(call, count, cold, verified.launching)
+            seconds += self.gpu.time(call, count, cold, launching)
         return statistics.median(seconds)
+
+
+def smaller(cell: Cell) -> Cell:
+    """The cell that is timed on the CPU in place of one on a GPU: float32, few enough operations."""
+    heads = cell.batch * cell.heads
+    small = replace(
+        cell, contender="part1", simd="auto", batch=1, heads=1, dtype=Dtype.FP32.value, device="cpu", l2=None
+    )
+    while small.flops > SEQUENTIAL_FLOPS and small.N > 1:
+        small = replace(small, N=small.N // 2, queries=max(1, small.queries // 2))
+    if small.N < cell.N:
+        return small
+    return replace(small, heads=max(1, min(heads, int(SEQUENTIAL_FLOPS / small.flops))))
+
+
+def sequential_seconds(cell: Cell, results: Sequence[Result]) -> float | None:
+    """The time of sequential C++ for a cell, scaled by work; None if `results` lack it."""
+    small = smaller(cell)
+    for result in results:
+        if result.cell == small and result.median is not None:
+            return result.median * cell.flops / small.flops
+    return None
+
+
+def time_sequential(cell: Cell) -> Result:
+    """Verify and time smaller(cell) on one thread; it is skipped if it cannot be compiled."""
+    small = smaller(cell)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        q, k, v = inputs(small)
+        result, call = verify(small, q, k, v, exact_output(q, k, v, small.causal))
+        if call:
+            result.seconds = [seconds_of(call) for _ in range(SEQUENTIAL_CALLS)]
+            result.paces = [1.0] * SEQUENTIAL_CALLS
+    except BuildError as error:
+        return Result(small, "skipped", str(error))
+    finally:
+        torch.set_num_threads(before)
+    return result
+
+
+def sequential_text(result: Result) -> str:
+    """One line on the timed case; times for larger cells are scaled by work."""
+    cell = result.cell
+    case = f"N {cell.N}, d {cell.d}, {counted(cell.heads, 'head')}" + ", causal" * cell.causal
+    if result.median is None:
+        return f"sequential C++ ({case}): {result.status}: {result.note}"
+    return f"sequential C++ (part1, one core of the CPU, {case}): {result.median:.3g} s; scaled by work"

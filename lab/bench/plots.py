@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lab.bench import report, sequential
-from lab.bench.cases import OF_KERNEL
-from lab.bench.contenders import contenders
+from lab.bench import report
+from lab.bench.contenders import OF_KERNEL, contenders
+from lab.bench.cuda import sequential_seconds, sequential_text, smaller
 from lab.bench.results import Result, Run
 from lab.text import counted, size_text
 
@@ -212,9 +212,9 @@ def ladder(run: Run) -> Figure | None:
     shape = f"({cell.batch}, {cell.heads}, {cell.N}, {cell.d})"
     title = f"CUDA kernels at {shape}, {cell.dtype}" + ", causal" * cell.causal
     for result in run.sequential:
-        if result.cell == sequential.smaller(cell) and result.median:
-            scaled = sequential.seconds(cell, run.sequential)
-            title += f"\n{sequential.text(result)} to {scaled:.3g} s"
+        if result.cell == smaller(cell) and result.median:
+            scaled = sequential_seconds(cell, run.sequential)
+            title += f"\n{sequential_text(result)} to {scaled:.3g} s"
     figure.suptitle(title, fontsize=9)
     return figure
 

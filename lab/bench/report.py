@@ -5,19 +5,21 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from attention_ext.parts import Dtype
-from lab.bench import sequential
-from lab.bench.cases import SDPA_BACKENDS, Cell, kernel_before
+from lab.bench.cases import Cell
+from lab.bench.contenders import SDPA
+from lab.bench.cuda import sequential_seconds, sequential_text
 from lab.bench.results import FIRM_MARGIN, Result, Run, as_json
 from lab.text import counted, markdown, size_text
 from lab.timing import interval, quartiles
 
 MOST_NAMED = 3  # cells that infirm() names
 # The baselines of "over ..." columns; the fastest one counts.
-BASELINES: dict[str, tuple[str, ...]] = {"part0": ("part0",), "sdpa": ("sdpa", *SDPA_BACKENDS)}
+BASELINES: dict[str, tuple[str, ...]] = {"part0": ("part0",), "sdpa": ("sdpa", *SDPA)}
 # Repeated in each row of CSV and JSON lines.
 MACHINE_COLUMNS = ("cpu", "isa", "simd_name", "torch", "commit", "date")
 
@@ -57,7 +59,7 @@ def row(run: Run, result: Result) -> dict:
     the output, if moving them once takes longer than the arithmetic. reading_share: the time of a launch that
     only reads as many bytes, over the call's. over_part0, over_sdpa: the speed over that contender in the
     same group; of SDPA's backends the fastest counts. over_kernel_before: the speed over the kernel with the
-    number before. over_sequential: that over part1 on one core, by lab.bench.sequential.
+    number before. over_sequential: that over part1 on one core, by lab.bench.cuda.
     """
     cell, median = result.cell, result.median
     named = asdict(cell) | {"status": result.status, "note": result.note}
@@ -80,12 +82,14 @@ def row(run: Run, result: Result) -> dict:
         figures["gbps"] = result.traffic / median / 1e9
         figures["bandwidth_share"] = result.traffic / median / run.bandwidths[cell.threads]
     others = {name: _least_median(run, names, cell.group) for name, names in BASELINES.items()}
-    others["kernel_before"] = _least_median(run, (kernel_before(cell.contender),), cell.group)
-    others["sequential"] = sequential.seconds(cell, run.sequential)
+    # kernel3 is before kernel4 and its variants kernel4-x
+    if kernel := re.fullmatch(r"kernel(\d+)(-.*)?", cell.contender):
+        others["kernel_before"] = _least_median(run, (f"kernel{int(kernel[1]) - 1}",), cell.group)
+    others["sequential"] = sequential_seconds(cell, run.sequential)
     return named | figures | {f"over_{name}": other and other / median for name, other in others.items()}
 
 
-def _least_median(run: Run, contenders: tuple[str | None, ...], group: tuple) -> float | None:
+def _least_median(run: Run, contenders: tuple[str, ...], group: tuple) -> float | None:
     medians = [r.median for r in run.results if r.cell.contender in contenders and r.cell.group == group]
     return min((median for median in medians if median is not None), default=None)
 
@@ -140,7 +144,7 @@ def header(run: Run) -> str:
             f"multiprocessors, {size_text(gpu['memory'])}, L2 {size_text(gpu['l2'])}; host {m['cpu']}",
             f"{software}, CUDA {gpu['cuda']}, {when}",
             ", ".join(limits),
-            *map(sequential.text, run.sequential),
+            *map(sequential_text, run.sequential),
         ]
     else:
         caches = ", ".join(f"L{cache['level']} {size_text(cache['size'])}" for cache in m["caches"])
@@ -165,12 +169,6 @@ def table(rows: list[dict]) -> str:
     """Rows of row() as a Markdown table, with the values that all rows share above it."""
     if not rows:
         return "Nothing was measured."
-    varying, alike = _case(rows)
-    same = [
-        f"{CASE[name]} {case_text(name, values.pop())}"
-        for name in alike
-        if (values := {r[name] for r in rows if r[name] is not None})
-    ]
     shown = [name for name in SHOWN if name == "ms" or any(r[name] is not None for r in rows)]
     unwanted = {"left_out"} if not any(r["left_out"] for r in rows) else set()
     unwanted |= {"gflops"} if "tflops" in shown else set()
@@ -180,9 +178,24 @@ def table(rows: list[dict]) -> str:
         figures = [_figure(name, r[name]) if r["status"] == "ok" or name == "error" else "" for name in shown]
         if r["status"] != "ok":
             figures[0] = f"{r['status']}: {r['note']}"
-        lines.append([r["contender"], *(case_text(name, r[name]) for name in varying), *figures])
-    titles = ["contender", *(CASE[name] for name in varying), *(SHOWN[name][0] for name in shown)]
-    return "\n".join([", ".join(same), "", markdown(titles, lines)])
+        lines.append(figures)
+    return beside_cells(rows, [SHOWN[name][0] for name in shown], lines)
+
+
+def beside_cells(rows: Sequence[dict], titles: Sequence[str], figures: Sequence[Sequence[str]]) -> str:
+    """A Markdown table of cells, given as dictionaries, and figures; what all cells share stands above it."""
+    varying, alike = _case(rows)
+    same = [
+        f"{CASE[name]} {case_text(name, values.pop())}"
+        for name in alike
+        if (values := {r[name] for r in rows if r[name] is not None})
+    ]
+    lines = [
+        [r["contender"], *(case_text(name, r[name]) for name in varying), *of_cell]
+        for r, of_cell in zip(rows, figures)
+    ]
+    table = markdown(["contender", *(CASE[name] for name in varying), *titles], lines)
+    return "\n".join([", ".join(same), "", table])
 
 
 def infirm(run: Run) -> str | None:
@@ -204,7 +217,7 @@ def infirm(run: Run) -> str | None:
     )
 
 
-def _case(rows: list[dict]) -> tuple[list[str], list[str]]:
+def _case(rows: Sequence[dict]) -> tuple[list[str], list[str]]:
     """The names of CASE that differ between rows, and the others. Usual values of some are left out."""
     usual = {
         "queries": lambda r: r["N"],

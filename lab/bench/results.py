@@ -64,7 +64,7 @@ class Run:
     why the figures are not firm. complete: False if the run was stopped.
 
     On a GPU the cache is L2, and the number of threads is 1. tensor_peaks: the peak of a product of large
-    matrices, by dtype. sequential: part1's results on one core, for lab.bench.sequential.smaller() cells.
+    matrices, by dtype. sequential: part1's results on one core, for lab.bench.cuda.smaller() cells.
     """
 
     machine: dict
@@ -84,8 +84,8 @@ class Run:
         """The peak of the instructions that compute a cell; on a GPU, of those that can compute it."""
         if cell.device == "cuda" and cell.dtype in self.tensor_peaks:
             return self.tensor_peaks[cell.dtype]
-        amx = self.amx_peaks.get(cell.threads) if cell.by_amx else None
-        return amx or self.peaks[cell.threads]
+        amx = self.amx_peaks.get(cell.threads)
+        return amx if amx and cell.by_amx else self.peaks[cell.threads]
 
 
 def as_json(run: Run) -> dict:

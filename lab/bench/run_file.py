@@ -44,41 +44,40 @@ def load(file: Path) -> Run:
 def _result(entry: dict) -> Result:
     cell, result = Cell(**entry["cell"]), Result(**entry)
     result.cell, result.error_at = cell, result.error_at and tuple(result.error_at)
-    known = {"contender": contenders(), "simd": (None, *SIMD), "dtype": list(Dtype)}
-    for name, values in (known | {"device": DEVICES, "l2": (None, *L2)}).items():
+    known = {"contender": contenders(), "simd": (None, *SIMD), "dtype": list(Dtype), "device": DEVICES}
+    for name, values in (known | {"l2": (None, *L2)}).items():
         _check(name, getattr(cell, name), getattr(cell, name) in values)
     _check("causal", cell.causal, isinstance(cell.causal, bool))
-    sizes = ("N", "queries", "d", "batch", "heads", "threads")
-    for name in (*sizes, *(side for side in ("br", "bc") if getattr(cell, side) is not None)):
-        _check(name, getattr(cell, name), type(getattr(cell, name)) is int)
-        _check_positive(name, getattr(cell, name))
+    for name in ("N", "queries", "d", "batch", "heads", "threads", "br", "bc"):
+        size = getattr(cell, name)
+        absent = size is None and name in ("br", "bc")
+        _check(name, size, absent or type(size) is int and _positive(size))
     _check("status", result.status, result.status in ("ok", "wrong", "skipped"))
     _check("note", result.note, isinstance(result.note, str | None))
     for name in ("error", "scratch"):  # may be 0
         _check(name, getattr(result, name), isinstance(getattr(result, name), int | float | None))
-    given = [figure for figure in (result.traffic, result.reading) if figure is not None]
-    _check_positive("traffic and reading", *given)
-    _check_positive("seconds", *result.seconds)
-    _check_positive("paces", *result.paces)
-    _check("paces", result.paces, max(result.paces, default=1) <= 1)
-    _check("paces", result.paces, len(result.paces) == len(result.seconds))
+    for name in ("traffic", "reading"):
+        _check(name, getattr(result, name), getattr(result, name) is None or _positive(getattr(result, name)))
+    _check("seconds", result.seconds, _positive(*result.seconds))
+    right = _positive(*result.paces) and max(result.paces, default=1) <= 1
+    _check("paces", result.paces, right and len(result.paces) == len(result.seconds))
     return result
 
 
 def _check_run(run: Run) -> None:
     threads = {result.cell.threads for result in run.results}
     for name in ("peaks", "bandwidths", "amx_peaks", "tensor_peaks"):
-        _check_positive(name, *getattr(run, name).values())
+        _check(name, getattr(run, name), _positive(*getattr(run, name).values()))
     _check("bandwidths", run.bandwidths, threads <= run.peaks.keys() <= run.bandwidths.keys())
-    _check_positive("cache", run.cache)
+    _check("cache", run.cache, _positive(run.cache))
     _check("busy", run.busy, isinstance(run.busy, str | None))
     gpu = run.machine.get("gpu")
     _check("gpu", gpu, gpu is None or isinstance(gpu, dict) and isinstance(gpu.get("name"), str))
 
 
-def _check_positive(name: str, *values: object) -> None:
-    for value in values:  # no machine measures more
-        _check(name, value, type(value) in (int, float) and 0 < value < 1e18)  # type: ignore[operator]
+def _positive(*values: float) -> bool:
+    """Whether all are numbers that a machine can measure."""
+    return all(type(value) in (int, float) and 0 < value < 1e18 for value in values)
 
 
 def _check(name: str, value: object, holds: bool) -> None:

@@ -221,7 +221,7 @@ int64_t size(const std::string& name) {
         {"lanes", simd::lanes()},    {"panel", simd::panel()},
         {"rows", simd::rows()},      {"softmax", simd::softmax_instructions()},
         {"part2.T", part2::T},       {"part2.DEPTH", part2::DEPTH},
-        {"part4.STEP", part4::STEP},
+        {"part4.STEP", part4::STEP}, {"amx.BLOCK", amx::BLOCK},
     };
     for (const auto& [known, value] : sizes)
         if (name == known) return value;

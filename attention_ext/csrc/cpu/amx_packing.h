@@ -8,13 +8,13 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "cpu/sizes.h"
 #include "round_up.h"
 
 #define INLINE inline __attribute__((always_inline))
 
 namespace amx {
 
-constexpr int64_t BLOCK = 32;      // queries of a strip, and keys that are multiplied at a time
 constexpr int64_t PAIRS = 16;      // pairs of features or keys in a row of a tile; the lanes of a vector
 constexpr int64_t HALF = 16 * 16;  // 32-bit numbers of a tile
 
