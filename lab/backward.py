@@ -37,10 +37,6 @@ class Shape:
     causal: bool
 
     @property
-    def scale(self) -> float:
-        return self.d**-0.5
-
-    @property
     def operations(self) -> int:
         """Floating-point operations of a backward pass, without masked scores."""
         pairs = self.N * (self.N + 1) // 2 if self.causal else self.N**2
@@ -79,8 +75,8 @@ def contenders(
     part: str, shape: Shape, tensors: Sequence[Tensor], dout: Tensor, simd: str = "auto"
 ) -> tuple[Backward, Backward]:
     """The backward passes of a part and of PyTorch's scaled_dot_product_attention."""
-    ours = partial(attention, part, causal=shape.causal, scale=shape.scale, simd=simd)
-    sdpa = partial(F.scaled_dot_product_attention, is_causal=shape.causal, scale=shape.scale)
+    ours = partial(attention, part, causal=shape.causal, simd=simd)
+    sdpa = partial(F.scaled_dot_product_attention, is_causal=shape.causal)
     return backward_of(ours, tensors, dout), backward_of(sdpa, tensors, dout)
 
 
@@ -90,7 +86,7 @@ def errors(both: Sequence[Backward], shape: Shape, tensors: Sequence[Tensor], do
     The allowed error is twice PyTorch's, plus a share of the largest gradient that grows with the root of d.
     """
     q, k, v = (t.double() for t in tensors)
-    options: dict = dict(causal=shape.causal, scale=shape.scale, br=256, bc=256)
+    options: dict = dict(causal=shape.causal, scale=shape.d**-0.5, br=256, bc=256)
     out, lse = reference.flash_attention(q, k, v, **options)
     exact = reference.flash_attention_backward(q, k, v, out, lse, dout.double(), **options)
     floor, found = max(FLOOR, ROUNDING * math.sqrt(shape.d)), []
@@ -107,11 +103,7 @@ def seconds(both: Sequence[Backward], rounds: int) -> tuple[float, ...]:
 
 
 def run(
-    part: str,
-    shape: Shape,
-    simd: str = "auto",
-    echo: Callable[[str], None] = print,
-    rounds: int = 9,
+    part: str, shape: Shape, simd: str = "auto", echo: Callable[[str], None] = print, rounds: int = 9
 ) -> bool:
     """Test a part's gradients on normal numbers and time them; False if one is wrong.
 

@@ -28,10 +28,7 @@ SWEPT_BYTES = 256 << 20  # bytes written before each call under perf, to empty a
 SIMULATED = {"x86_64": "haswell", "aarch64": "armv8-a"}.get(platform.machine(), "native")
 # Missed reads and missed writes of the first level, and of the last.
 EVENTS = {
-    "perf": (
-        ("L1-dcache-load-misses", "L1-dcache-store-misses"),
-        ("LLC-load-misses", "LLC-store-misses"),
-    ),
+    "perf": (("L1-dcache-load-misses", "L1-dcache-store-misses"), ("LLC-load-misses", "LLC-store-misses")),
     "cachegrind": (("D1mr", "D1mw"), ("DLmr", "DLmw")),
 }
 
@@ -73,23 +70,21 @@ def misses(part: str, case: Case, simd: str, caches: tuple[Cache, Cache] | None,
     swept = SWEPT_BYTES if caches is None else 2 * max(cache.size for cache in caches)
     need = 4 * FLOAT_BYTES * case.heads * case.K + scratch(part, case, simd) + swept
     check_memory(f"N is {case.Nk}; the matrices that are counted", need)
-    program = str(recipes.program(simd, "native" if caches is None else SIMULATED).make())
+    program = recipes.program(simd, "native" if caches is None else SIMULATED).make()
 
-    counts = []
-    for repeats in (0, 1):
-        sizes = (case.Nk, case.d, case.br, case.bc, int(case.causal), case.heads, repeats, swept)
-        command = [program, str(PARTS[part].operator), *map(str, sizes)]
-        try:
-            if caches is None:
-                counts.append(_by_perf(tool, command, timeout))
-            else:
-                counts.append(_by_cachegrind(tool, command, caches, timeout))
-        except subprocess.TimeoutExpired:
-            raise ValueError(
-                f"N is {case.Nk}; {source} takes more than {timeout:g} s for it, so it must be smaller"
-            ) from None
-        except Refused as error:
-            return Misses(None, None, str(error))
+    asked = (program, PARTS[part].operator, case.Nk, case.d, case.br, case.bc, int(case.causal), case.heads)
+    commands = [[str(word) for word in (*asked, repeats, swept)] for repeats in (0, 1)]
+    try:
+        if caches is None:
+            counts = [_by_perf(tool, command, timeout) for command in commands]
+        else:
+            counts = [_by_cachegrind(tool, command, caches, timeout) for command in commands]
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            f"N is {case.Nk}; {source} takes more than {timeout:g} s for it, so it must be smaller"
+        ) from None
+    except Refused as error:
+        return Misses(None, None, str(error))
 
     lines = [cache.line for cache in caches or (processor.caches()[0],) * 2]
     found = [event for event in counts[0] if event in counts[1]]

@@ -263,22 +263,14 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
     alone = compare_with_one_process(asked, ranks, queries, out, speeds, wrong)
     if (traffic.sent, traffic.exchanges) != formula:
         wrong.append(f"sent {traffic.sent} bytes in {traffic.exchanges} exchanges; by the formula {formula}")
-    row = (
-        length(mine),
-        length(here),
-        traffic.sent,
-        formula[0],
-        traffic.exchanges,
-        formula[1],
-        waited / total,
-    )
+    sent, exchanges = zip((traffic.sent, traffic.exchanges), formula)
     everyone: list = [None] * ranks.count
+    row = (ranks.rank, length(mine), length(here), *sent, *exchanges, waited / total)
     dist.all_gather_object(everyone, (row, error, wrong))
     rows, errors, all_wrong = zip(*everyone)
     echo("rank   queries      keys     bytes sent   by formula  exchanges  by formula  communicating")
-    for rank, (n, m, sent, of_formula, exchanges, of_formula_too, waited) in enumerate(rows):
-        numbers = f"{rank:4}{n:10,}{m:10,}{sent:15,}{of_formula:13,}{exchanges:11}{of_formula_too:12}"
-        echo(f"{numbers}{waited:14.0%}")
+    for row in rows:
+        echo("{:4}{:10,}{:10,}{:15,}{:13,}{:11}{:12}{:14.0%}".format(*row))
     echo("")
     found = {"float64": f"not compared: K has more than {MOST_NUMBERS:,} numbers"}
     if error is not None:

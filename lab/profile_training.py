@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ TOLERANCE = 1e-4  # tolerance as a share of the largest gradient of a parameter
 SHOWN = 12  # PyTorch's operators in the table
 SECONDS = 2.0  # time of a profile
 LEAST_STEPS, MOST_STEPS = 5, 100
+SIZES = ("block_size", "n_layer", "n_head", "n_embd")  # of GPTConfig and Recipe
 
 
 def trainer(part: str, config: GPTConfig, batch: int, simd: str = "auto") -> Trainer:
@@ -34,15 +34,8 @@ def trainer(part: str, config: GPTConfig, batch: int, simd: str = "auto") -> Tra
     """
     if check_part(part).name not in with_gradient():
         raise ValueError(f"part is {part!r}; it must be one with a gradient: {', '.join(with_gradient())}")
-    recipe = Recipe(
-        block_size=config.block_size,
-        steps=1,
-        dropout=0.0,
-        batch_chars=batch * config.block_size,
-        n_layer=config.n_layer,
-        n_head=config.n_head,
-        n_embd=config.n_embd,
-    )
+    sizes: dict[str, Any] = {name: getattr(config, name) for name in SIZES}
+    recipe = Recipe(steps=1, dropout=0.0, batch_chars=batch * config.block_size, **sizes)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (10 * config.block_size + 10_000,), generator=generator)
     return Trainer(recipe, config.vocab_size, ids, torch.device("cpu"), part, simd)
@@ -93,11 +86,10 @@ def profile(part: str, config: GPTConfig, batch: int | None = None, simd: str = 
     plain = statistics.median(seconds_of(of.step) for _ in range(steps))
     seconds, kinds = (_native if of.native else _pytorchs)(of, steps)
     kinds["other"] = seconds - sum(kinds.values())
-    sizes = ("block_size", "n_layer", "n_head", "n_embd", "vocab_size")
     return {
         "part": part,
         "batch": batch,
-        **{name: asdict(config)[name] for name in sizes},
+        **{name: getattr(config, name) for name in (*SIZES, "vocab_size")},
         "threads": torch.get_num_threads(),
         "steps": steps,
         "rows": [{"kind": kind, "ms": 1e3 * spent} for kind, spent in kinds.items()],

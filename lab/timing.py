@@ -37,11 +37,7 @@ class Round(NamedTuple):
     pages: int
 
 
-def time_round(
-    call: Callable[[], object],
-    bursts: Sequence[int],
-    pace: Callable[[bool], float],
-) -> Round:
+def time_round(call: Callable[[], object], bursts: Sequence[int], pace: Callable[[bool], float]) -> Round:
     """Time bursts of calls.
 
     pace(wait) returns the machine's speed, at most 1; wait: it may wait until the machine is fast again. A

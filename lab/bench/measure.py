@@ -53,23 +53,6 @@ Spent = Generator[tuple[Cell, float], None, None]  # a cell with the seconds tha
 Verified = tuple[Result, float]  # a correct result with the seconds of a call
 
 
-class Pace:
-    """The bandwidth beyond a core's own caches of `cache` bytes, as a share of the fastest so far."""
-
-    def __init__(self, cache: int) -> None:
-        self.load, self.size = machine.Load(), BUFFER_CACHES * cache
-        self.start, self.waited = time.perf_counter(), 0.0
-
-    def __call__(self, wait: bool = False) -> float:
-        """A sample. wait: wait until it is fast, for a while."""
-        start = time.perf_counter()
-        patient = wait and self.waited < WAIT_SHARE * (start - self.start)
-        pace = self.load.sample(self.size, WAIT_SECONDS if patient else 0.0)
-        if wait:
-            self.waited += time.perf_counter() - start
-        return pace
-
-
 class Bench:
     """A sweep that can be stopped: `done` holds the results of run().
 
@@ -101,7 +84,7 @@ class Bench:
             if self.done.complete:
                 threads = max(self.done.peaks)
                 peaks = [self.done.peaks[threads], machine.fma_peak(threads=threads)]
-                self.done.busy = machine.busy(self._pace.load, peaks, threads)
+                self.done.busy = machine.busy(self._load, peaks, threads)
 
     def _run(self) -> Spent:
         simds = dict.fromkeys(cell.simd for cell in self.cells if cell.simd)
@@ -113,7 +96,7 @@ class Bench:
             self.done.bandwidths[threads] = machine.read_bandwidth(BUFFER_CACHES * self.done.cache, threads)
             if any(cell.dtype == Dtype.BF16 for cell in self.cells) and (peak := machine.amx_peak(threads)):
                 self.done.amx_peaks[threads] = peak
-        self._pace = Pace(self.done.cache)  # the compilers are done
+        self._load, self._began, self._waited = machine.Load(), time.perf_counter(), 0.0  # after compilers
         for _ in range(WARM_UP_SAMPLES):
             self._pace()
         first, *later = spread(self.done.rounds, PASSES)
@@ -129,7 +112,19 @@ class Bench:
             for verified in right:
                 yield from self._time(verified, rounds)
         self.done.complete = True
-        yield from self._time_again(right, FURTHER_SHARE * (time.perf_counter() - self._pace.start))
+        yield from self._time_again(right, FURTHER_SHARE * (time.perf_counter() - self._began))
+
+    def _pace(self, wait: bool = False) -> float:
+        """The bandwidth beyond a core's own caches, as a share of the fastest so far.
+
+        wait: wait until it is fast, for a while.
+        """
+        start = time.perf_counter()
+        patient = wait and self._waited < WAIT_SHARE * (start - self._began)
+        pace = self._load.sample(BUFFER_CACHES * self.done.cache, WAIT_SECONDS if patient else 0.0)
+        if wait:
+            self._waited += time.perf_counter() - start
+        return pace
 
     def _verify(self, group: list[Cell]) -> Generator[tuple[Cell, float], None, list[Verified]]:
         """Add the group's results; return the correct ones with the seconds of a call."""

@@ -117,10 +117,6 @@ class Occupancy:
         """The resources that limit the number of blocks."""
         return tuple(name for name, blocks in self.limits.items() if blocks == self.blocks)
 
-    def share(self, blocks: int) -> float:
-        """Resident warps with `blocks` blocks over the most."""
-        return blocks * self.warps / self.most
-
 
 def occupancy(on: Architecture, threads: int, registers: int, shared: int) -> Occupancy:
     """The blocks that fit a multiprocessor.

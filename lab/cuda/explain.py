@@ -130,7 +130,8 @@ def resources_text(answer: Answer) -> str:
     launches = f" in {count.launches:,} launches" if count.launches > 1 else ""
     spilled = f"{used.spill_stores} B stored, {used.spill_loads} B loaded" if used.spill_stores else "none"
     resident = f"{counted(answer.blocks, 'block')} a multiprocessor"
-    share = f"{answer.blocks * fits.warps} of {fits.most} warps = {100 * fits.share(answer.blocks):.0f} %"
+    warps = answer.blocks * fits.warps
+    share = f"{warps} of {fits.most} warps = {100 * warps / fits.most:.0f} %"
     others = ", ".join(f"{number} by {name}" for name, number in fits.limits.items())
     said = "by the driver" if answer.driver else "counted from ptxas's report"
     bound = f", limited by {' and '.join(fits.bound)}" if answer.blocks == fits.blocks else ""
