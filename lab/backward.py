@@ -1,7 +1,5 @@
 """The lab's test of a part's gradients: their error beside PyTorch's and their time beside SDPA's."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Runs another program, for a limited time, and collects what it writes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

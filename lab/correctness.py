@@ -3,8 +3,6 @@
 On a GPU the time is that between CUDA events around a call, and the memory that of PyTorch's allocator.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The costs of a call beside its traffic: its scratch, its waiting sums, the sizes of the kernels' blocks."""
 
-from __future__ import annotations
-
 from attention_ext import PARTS, extension
 from attention_ext.parts import check_part
 from lab.traffic import FLOAT_BYTES, Block, Case

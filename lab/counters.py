@@ -5,8 +5,6 @@ compiles it. It runs twice, without a call and with one. The difference is the c
 the program cancels.
 """
 
-from __future__ import annotations
-
 import platform
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ Nothing is compiled or changed here. torch is first imported in another process,
 end its process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.metadata

@@ -1,7 +1,5 @@
 """gpt.py eval: the loss on held-out text per character, so that models with different tokens compare."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """gpt.py explain: the costs of a part by its own count, its bound on this machine, and its time."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The machine that a measurement runs on: its description, its limits, and the load of other programs."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

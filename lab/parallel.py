@@ -3,8 +3,6 @@
 Every rank makes its own rows from a seed for each block of rows, so no rank holds more than its method needs.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -11,8 +11,6 @@ other: the time outside all spans: Python, the calls, waking the threads, readin
 is a separate call, so that each has its place; gpt.py --inference writes about ten tokens in a call.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from bisect import bisect

@@ -1,7 +1,5 @@
 """gpt.py profile --train: where the time of a training step goes, in C++ or in PyTorch."""
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

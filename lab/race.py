@@ -1,7 +1,5 @@
 """gpt.py race: several parts write the same text side by side, each timed alone."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -1,7 +1,5 @@
 """Files of results: JSON, one for each kind of measurement and each processor."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

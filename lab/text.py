@@ -1,7 +1,5 @@
 """The forms in which figures are shown: tables in Markdown, counts and sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 

@@ -6,8 +6,6 @@ round's time is that of the median call between fast samples. Only the samples d
 never the calls' own times; see calm().
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

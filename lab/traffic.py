@@ -10,8 +10,6 @@ COUNTS holds the counts by part; those of a part without a row are unknown. web/
 file for the page, and names the forms of Python that it knows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

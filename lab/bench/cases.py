@@ -1,7 +1,5 @@
 """The cells of a sweep: which contender is timed at which size, tile, mask and number of threads."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 from collections.abc import Sequence

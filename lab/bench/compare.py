@@ -1,7 +1,5 @@
 """gpt.py bench --compare: the statistically significant differences between two runs."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import asdict, dataclass

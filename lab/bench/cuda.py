@@ -8,8 +8,6 @@ Sequential C++, part1 on one core of the CPU, is the baseline of the homework's 
 minutes there. So fewer heads are timed, or one head at a shorter length, and the time is scaled by the work.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

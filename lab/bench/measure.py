@@ -10,8 +10,6 @@ with too few undisturbed rounds. They stop for a cell when its median is firm, s
 slightly lower than stated.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

@@ -4,8 +4,6 @@ Contenders differ by marker and line as well as by colour (Okabe & Ito's palette
 so that a picture is legible in black and white.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The forms of a run: Markdown, CSV, JSON and JSON lines, and the plan of a sweep."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """The results of a sweep: one for each cell, and the run that holds them."""
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import asdict, dataclass, field
 

@@ -1,7 +1,5 @@
 """The file that keeps a run. A file that another program wrote or damaged is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields
 from pathlib import Path

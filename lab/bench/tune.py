@@ -4,8 +4,6 @@ All tiles are timed a few times, the slower half is dropped, the rest are timed 
 the time goes to tiles of similar speed (Jamieson & Talwalkar 2016, arXiv:1502.07943).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

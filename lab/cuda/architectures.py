@@ -4,8 +4,6 @@ Source: CUDA C++ Programming Guide, tables of compute capabilities and of arithm
 sheets of the GPUs in SHEETS.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

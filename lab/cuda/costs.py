@@ -10,8 +10,6 @@ where what is asked for again and still lies in the L2 cache costs nothing. lab.
 COUNTS holds the counts of each kernel.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

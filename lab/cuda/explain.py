@@ -1,7 +1,5 @@
 """gpt.py explain part4 --device cuda: a kernel's resources, its own counts, its bound and its time."""
 
-from __future__ import annotations
-
 import functools
 import json
 import statistics

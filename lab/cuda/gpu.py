@@ -5,8 +5,6 @@ call takes the host tens of microseconds, longer than a short kernel runs. So th
 has launched some calls, and then runs them without a gap.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 import statistics

@@ -3,8 +3,6 @@
 ncu runs a separate program, which calls the kernel once to warm up and once to be counted.
 """
 
-from __future__ import annotations
-
 import csv
 import shutil
 import subprocess
