@@ -15,6 +15,7 @@ Schema = dict[str, Any]
 REFERENCE = "#/components/schemas/"
 REFUSED = {
     400: "a field is wrong",
+    401: "the key is missing or wrong",
     403: "the Host header is not admitted",
     404: "there is no such model",
     408: "the body took too long",
@@ -124,30 +125,28 @@ def document(keys: bool) -> Schema:
         ref_template=REFERENCE + "{model}",
         schema_generator=Bodies,
     )
+    always = (401, 403) if keys else (403,)
     name = {"name": "model", "in": "path", "required": True, "schema": TEXT}
-    paths = {
-        "/v1/completions": {"post": _writing("Continue prompts.", "CompletionBody", "Completion")},
-        "/v1/chat/completions": {"post": _writing("Continue a chat, as a play.", "ChatBody", "Chat")},
-        "/v1/models": {"get": _reading("The models.", _json("Models"))},
-        "/v1/models/{model}": {"get": _reading("A model.", _json("Model"), 404) | {"parameters": [name]}},
-        "/health": {"get": _reading("Whether requests are answered.", _json("Health")) | {"security": []}},
-        "/metrics": {"get": _reading("Prometheus' metrics.", {"text/plain": {"schema": TEXT}})},
-    }
-    paths["/health"]["get"]["responses"]["503"] = {"description": REFUSED[503], "content": _json("Health")}
-    components: Schema = {"schemas": bodies["$defs"] | RESPONSES}
+    metrics = {"text/plain": {"schema": TEXT}}
+    health = operation("Whether requests are answered.", _json("Health"), 403, security=[])
+    health["responses"]["503"] = {"description": REFUSED[503], "content": _json("Health")}
+    model = operation("A model.", _json("Model"), *always, 404, parameters=[name])
     shown: Schema = {
         "openapi": "3.2.0",  # the first that describes the events of a stream
         "info": {"title": "shakespeare-attention", "version": __version__},
-        "paths": paths,
-        "components": components,
+        "paths": {
+            "/v1/completions": {"post": writing("Continue prompts.", "Completion", keys)},
+            "/v1/chat/completions": {"post": writing("Continue a chat, as a play.", "Chat", keys)},
+            "/v1/models": {"get": operation("The models.", _json("Models"), *always)},
+            "/v1/models/{model}": {"get": model},
+            "/health": {"get": health},
+            "/metrics": {"get": operation("Prometheus' metrics.", metrics, *always)},
+        },
+        "components": {"schemas": bodies["$defs"] | RESPONSES},
     }
     if keys:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        shown["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         shown["security"] = [{"key": []}]
-        for path in paths.values():
-            for operation in path.values():
-                operation["responses"].setdefault("401", _error("the key is missing or wrong"))
-        del paths["/health"]["get"]["responses"]["401"]
     return shown
 
 
@@ -155,20 +154,17 @@ def _json(schema: str) -> Schema:
     return {"application/json": {"schema": {"$ref": REFERENCE + schema}}}
 
 
-def _error(why: str) -> Schema:
-    return {"description": why, "content": _json("Error")}
+def operation(summary: str, content: Schema, *codes: int, **more: Any) -> Schema:
+    """A method of a path: what it answers, and the codes of its errors."""
+    errors = {str(code): {"description": REFUSED[code], "content": _json("Error")} for code in codes}
+    answered = {"200": {"description": summary, "content": content}}
+    return {"summary": summary, "responses": answered | errors} | more
 
 
-def _responses(description: str, content: Schema, *codes: int) -> Schema:
-    answered = {"200": {"description": description, "content": content}}
-    return {"responses": answered | {str(code): _error(REFUSED[code]) for code in codes}}
-
-
-def _writing(summary: str, body: str, answer: str) -> Schema:
+def writing(summary: str, answer: str, keys: bool) -> Schema:
+    """A method that writes texts: its body, its answer or the events of a stream."""
     content = _json(answer) | {"text/event-stream": {"itemSchema": {"$ref": f"{REFERENCE}{answer}Event"}}}
-    asked = {"summary": summary, "requestBody": {"required": True, "content": _json(body)}}
-    return asked | _responses("the texts", content, *REFUSED)
-
-
-def _reading(summary: str, content: Schema, *codes: int) -> Schema:
-    return {"summary": summary} | _responses(summary, content, 403, *codes)
+    codes = [code for code in REFUSED if keys or code != 401]
+    return operation(
+        summary, content, *codes, requestBody={"required": True, "content": _json(f"{answer}Body")}
+    )
