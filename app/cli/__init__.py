@@ -71,14 +71,15 @@ def cli() -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line with these arguments; None takes those of the process.
 
-    A wrong request gives one line on stderr and exit code 2.
+    A command that returns False gives exit code 1, a wrong request one line on stderr and exit code 2.
     """
     # Kineto writes a line to stderr at each start and stop of the profiler unless told not to.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     warnings.showwarning = show_warning  # type: ignore[assignment]  # it takes fewer arguments
     try:
         with cli.make_context(program(), sys.argv[1:] if arguments is None else list(arguments)) as context:
-            cli.invoke(context)
+            if cli.invoke(context) is False:
+                sys.exit(1)
     except click.exceptions.Exit as done:
         sys.exit(done.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:

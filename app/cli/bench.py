@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -91,7 +90,7 @@ tune_options = options.all_of(
 @sweep_options
 @run_options
 @tune_options
-def bench(rounds, save, load, compare, plot, tune, **asked) -> None:
+def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
     """Time CONTENDERS over a sweep: part0 to part4, sdpa (PyTorch's), onnx (ONNX Runtime's).
 
     Lists are 32,64 and ranges 1:9+2 or 256:4096*2. Each result is checked against float64 before it is
@@ -117,7 +116,7 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> None:
         found, file = tiles.read(), tiles.path()
         kept = f"{tuning.text(found)}\n\nFrom {file}, for {processor.name()}."
         click.echo(kept if found else f"Nothing is kept for this processor in {file}.")
-        return
+        return True
     if save and sizes["contenders"] is None:
         known = {*cases.known_on("cpu"), *cases.known_on("cuda")}
         if {*save.split(",")} <= known:
@@ -125,11 +124,11 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> None:
     cells = [] if load else plan_of(tune, **sizes)
     if asked["dry_run"]:
         click.echo(report.plan_text(cells, rounds))
-        return
+        return True
     if tune:
         rows, columns = ([n for n in sizes[side] if n] for side in ("br", "bc"))
         find_tiles(cells, asked["budget"], rows, columns)
-        return
+        return True
     old = run_file.load(load) if load else None
     if old:
         cells, rounds = [result.cell for result in old.results], old.rounds
@@ -160,8 +159,7 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> None:
         notice(f"wrote {file}")
     if stopped:
         raise KeyboardInterrupt
-    if slower and asked["fail_on_regression"]:
-        sys.exit(1)
+    return not (slower and asked["fail_on_regression"])
 
 
 def measured(cells: list[Cell], rounds: int, min_time: float, against_cpu: bool) -> tuple[Run, bool]:

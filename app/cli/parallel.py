@@ -1,7 +1,6 @@
 """parallel: attention over processes, which torchrun starts."""
 
 import os
-import sys
 
 import click
 
@@ -29,7 +28,7 @@ METHODS = ("split", "gather", "ring", "zigzag", "ulysses")  # attention_ext.para
     most=86400,
     default=30.0,
 )
-def parallel(method: str, threads: int, queries: int | None, **asked) -> None:
+def parallel(method: str, threads: int, queries: int | None, **asked) -> bool:
     """Test attention over processes by METHOD: its result, bytes, exchanges, waiting and time.
 
     torchrun starts it once for each process:
@@ -58,11 +57,9 @@ def parallel(method: str, threads: int, queries: int | None, **asked) -> None:
 
     question = over_processes.Question(method=method, queries=queries, **asked)
     try:
-        passed = over_processes.run(question, click.echo)
+        return over_processes.run(question, click.echo)
     except LostRank as error:
         if asked["device"] == "cuda":  # a kernel that waits for the lost rank may block the usual exit
             notice(f"{program()}: error: {error}")
             os._exit(2)
         raise click.ClickException(str(error)) from error
-    if not passed:
-        sys.exit(1)

@@ -73,7 +73,7 @@ def command_of(part: str) -> click.Command:
     )
     @test_options
     @inference_options
-    def command(threads: int | None, **asked: Any) -> None:
+    def command(threads: int | None, **asked: Any) -> bool:
         check(part, asked)
         if asked["inference"] or asked["device"] == "cuda":
             asked |= {side: None for side in ("br", "bc") if not options.given(side)}
@@ -81,8 +81,8 @@ def command_of(part: str) -> click.Command:
             asked["threads"] = options.set_threads(threads)
             session = Session(part, asked)
             converse(session) if asked["interactive"] else write(session)
-        else:
-            test(part, threads, asked)
+            return True
+        return test(part, threads, asked)
 
     return command
 
@@ -104,8 +104,8 @@ def check(part: str, asked: dict[str, Any]) -> None:
     options.refuse_other_device()
 
 
-def test(part: str, threads: int | None, asked: dict[str, Any]) -> None:
-    """Run the lab's test of a part or of its gradients; exit code 1 on a mismatch."""
+def test(part: str, threads: int | None, asked: dict[str, Any]) -> bool:
+    """Run the lab's test of a part or of its gradients; False on a mismatch."""
     options.set_threads(threads, sleeping=False)
     from lab import backward, correctness
 
@@ -120,8 +120,7 @@ def test(part: str, threads: int | None, asked: dict[str, Any]) -> None:
             passed = correctness.run(part, **settings, echo=click.echo)
         finally:
             signal.signal(signal.SIGINT, before)
-    if not passed:
-        sys.exit(1)
+    return passed
 
 
 class Session:

@@ -1,7 +1,5 @@
 """race: several parts write the same text side by side."""
 
-import sys
-
 import click
 
 from app.cli import options
@@ -25,9 +23,7 @@ from attention_ext.parts import running_on
 @options.device
 @options.kernel
 @options.one_thread
-def race(
-    parts: tuple[str, ...] | None, model: str, prompt: str, threads: int, no_kv_cache: bool, **asked
-) -> None:
+def race(parts, model, prompt, threads, no_kv_cache, **asked) -> bool:
     """Let PARTS, names separated by commas, write the same text, and time each alone.
 
     On a terminal the texts grow in columns at their true relative speeds. A table then shows the speeds. The
@@ -47,5 +43,4 @@ def race(
     runners = racing.line_up(load(model), names, prompt=prompt, sampling=sampling, **asked)
     where = {name: asked[name] for name in ("simd", "use_cache", "device", "kernel")}
     notice(f"{model}, {racing.describe(runners, **where)}")
-    if not racing.run(runners, prompt, click.echo):
-        sys.exit(1)
+    return racing.run(runners, prompt, click.echo)
