@@ -130,23 +130,6 @@ def scratch(
     return 4 * load(simd).scratch(name, bf16, B, H, Nq, Nk, d, br, bc, threads)
 
 
-def uses_amx(queries: int, simd: str = "auto") -> bool:
-    """Whether part4 uses AMX for this many bfloat16 queries on this machine."""
-    return load(simd).uses_amx(queries)
-
-
 def size(name: str, simd: str = "auto") -> int:
     """A constant that the kernels are compiled with, by its name in csrc/bindings/operators.cpp."""
     return load(simd).size(name)
-
-
-def read_4d(t: torch.Tensor, index: tuple[int, int, int, int]) -> float:
-    """t[index] as the extension reads it, by strides; t is a float32 CPU tensor (B, H, N, d).
-
-    Raises ValueError if t or index is anything else.
-    """
-    if t.dtype != torch.float32 or t.device.type != "cpu" or t.ndim != 4:
-        raise ValueError(f"t is {t.dtype} on {t.device} of shape {tuple(t.shape)}; it must be 4-D float32")
-    if len(index) != 4 or any(not 0 <= i < n for i, n in zip(index, t.shape)):
-        raise ValueError(f"index is {index}; it must be inside the shape {tuple(t.shape)}")
-    return load().read_4d(t, *index)

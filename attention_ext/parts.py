@@ -31,7 +31,7 @@ class Dtype(enum.StrEnum):
 
     @staticmethod
     def of(torch_dtype: object) -> "Dtype":
-        """The Dtype of a PyTorch dtype. Raises ValueError if there is none."""
+        """The Dtype of a PyTorch dtype or its name. Raises ValueError if there is none."""
         known = {dtype.torch_name: dtype for dtype in Dtype}
         name = str(torch_dtype).removeprefix("torch.")
         one_of("dtype", name, known)

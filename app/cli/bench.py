@@ -1,7 +1,5 @@
 """bench: the parts and their competitors, timed over a sweep."""
 
-from __future__ import annotations
-
 import time
 from contextlib import closing
 from pathlib import Path
@@ -162,7 +160,7 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
     return not (slower and asked["fail_on_regression"])
 
 
-def measured(cells: list[Cell], rounds: int, min_time: float, against_cpu: bool) -> tuple[Run, bool]:
+def measured(cells: list["Cell"], rounds: int, min_time: float, against_cpu: bool) -> tuple["Run", bool]:
     """The run of a sweep, with a progress bar, and whether Ctrl-C stopped it.
 
     against_cpu: with cells on a GPU, also time sequential C++.
@@ -191,7 +189,7 @@ def measured(cells: list[Cell], rounds: int, min_time: float, against_cpu: bool)
     return bench.done, False
 
 
-def find_tiles(cells: list[Cell], budget: float, br: list[int], bc: list[int]) -> None:
+def find_tiles(cells: list["Cell"], budget: float, br: list[int], bc: list[int]) -> None:
     """Tune the tile for each cell, within `budget` seconds in all, and keep the results.
 
     br, bc: sides to try; empty for all.

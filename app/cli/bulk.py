@@ -1,7 +1,5 @@
 """bulk: very many texts in files, over processes or a cluster."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -75,7 +73,7 @@ def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **aske
 
     with progress() as (update, say):
 
-        def show(state: Progress) -> None:
+        def show(state: "Progress") -> None:
             update(completed=state.texts, total=state.total, description=described(state))
 
         try:
@@ -99,7 +97,7 @@ def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **aske
     return not left_out
 
 
-def job_of(prompts: Path | None, texts: int | None, shard_size: int, **asked) -> Job:
+def job_of(prompts: Path | None, texts: int | None, shard_size: int, **asked) -> "Job":
     """The job that the options ask for. Raises ValueError, CheckpointError or BuildError."""
     from generation import shards
     from generation.engine import open_engine
@@ -126,7 +124,7 @@ def job_of(prompts: Path | None, texts: int | None, shard_size: int, **asked) ->
     return Job(settings, texts, shard_size, found, shards.resolved(settings, checkpoint))
 
 
-def described(state: Progress) -> str:
+def described(state: "Progress") -> str:
     """The line beside the bar: texts, tokens per second, time left, workers lost."""
     line = f"{state.texts:,} of {state.total:,} texts"
     if state.done:

@@ -1,7 +1,5 @@
 """part0 ... part4: the lab's test of a part; with --inference the part writes text instead."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys
@@ -152,14 +150,14 @@ class Session:
         if self.request.seed + asked["num_samples"] > options.LARGEST_SEED + 1:
             raise ValueError(f"seed is {self.request.seed}; the last sample's must be less than 2**63")
 
-    def open(self, slots: int, capacity: int) -> Engine:
+    def open(self, slots: int, capacity: int) -> "Engine":
         """Open the requested engine."""
         from generation.engine import open_engine
 
         settings = {name: self.asked[name] for name in ENGINE}
         return open_engine(self.checkpoint.model, part=self.part, slots=slots, capacity=capacity, **settings)
 
-    def announce(self, engine: Engine) -> None:
+    def announce(self, engine: "Engine") -> None:
         """Describe the model, the kernel and the engine."""
         gpt, tokenizer, asked = self.checkpoint.model, self.checkpoint.tokenizer, self.asked
         notice(f"Running inference using dnn model {asked['model']}")
@@ -221,7 +219,7 @@ def write(session: Session) -> None:
     )
 
 
-def record(session: Session, engine: Engine, completion: Completion) -> dict[str, Any]:
+def record(session: Session, engine: "Engine", completion: "Completion") -> dict[str, Any]:
     """What --json prints of a sample."""
     device, simd = session.asked["device"], session.asked["simd"]
     return {

@@ -17,7 +17,7 @@ from app.cli import options
 from app.cli.terminal import notice, program, to_type
 from attention_ext import BuildError
 from attention_ext.parts import with_gradient
-from training.recipe import OWN_TEXT, RECIPES, Recipe
+from training.recipe import OWN_TEXT, RECIPES
 
 # Options that do not go with a shipped recipe.
 OWN_ONLY = ("minutes", "init", "old_corpus", "block_size", "batch_chars")
@@ -81,9 +81,12 @@ def train(
     from training.state import FILE
 
     start = None if init is None else load(init)
-    recipe = changed(name, changes)
+    changes = {option: value for option, value in changes.items() if value is not None}
+    if "steps" in changes and name not in RECIPES:
+        changes |= {"minutes": None, "eval_every": math.ceil(changes["steps"] / 20)}
+    recipe = dataclasses.replace(RECIPES.get(name, OWN_TEXT), **changes)
     if start:
-        recipe = recipe_of(recipe, start.model, changes["block_size"])
+        recipe = recipe_of(recipe, start.model, changes.get("block_size"))
     part = part or default_part(name, device)
     about = {} if name in RECIPES and part == "part0" else {"part": part}
     about |= {} if init is None else {"init": init}
@@ -118,14 +121,6 @@ def check_directory(directory: Path, replaces: bool) -> None:
             f"{directory} holds a {'run that was stopped' if stopped else 'checkpoint'}; "
             f"give {go_on}--overwrite to replace it, or --out for another directory"
         )
-
-
-def changed(name: str, changes: dict[str, Any]) -> Recipe:
-    """The recipe of the name, with the changes that are not None."""
-    changes = {option: value for option, value in changes.items() if value is not None}
-    if "steps" in changes and name not in RECIPES:
-        changes |= {"minutes": None, "eval_every": math.ceil(changes["steps"] / 20)}
-    return dataclasses.replace(RECIPES.get(name, OWN_TEXT), **changes)
 
 
 def default_part(name: str, device: str) -> str:
