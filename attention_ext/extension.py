@@ -130,6 +130,11 @@ def scratch(
     return 4 * load(simd).scratch(name, bf16, B, H, Nq, Nk, d, br, bc, threads)
 
 
+def uses_amx(queries: int, simd: str = "auto") -> bool:
+    """Whether part4 uses AMX for this many bfloat16 queries on this machine."""
+    return load(simd).uses_amx(queries)
+
+
 def size(name: str, simd: str = "auto") -> int:
     """A constant that the kernels are compiled with, by its name in csrc/bindings/operators.cpp."""
     return load(simd).size(name)

@@ -244,7 +244,7 @@ def four_d_access(seed: int | None = None, echo: Callable[[str], None] = print) 
     generator.seed() if seed is None else generator.manual_seed(seed)
     t = torch.rand(2, 4, 16, 32, generator=generator)
     index = tuple(int(torch.randint(n, (), generator=generator)) for n in t.shape)
-    expected, result = t[index].item(), extension.read_4d(t, index)  # type: ignore[arg-type]
+    expected, result = t[index].item(), extension.load().read_4d(t, *index)
     echo(f"Tensor Shape: {tuple(t.shape)}")
     echo(f"4D Tensor Index: {index}")
     echo(f"Expected: {expected:.6f}")

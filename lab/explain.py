@@ -97,11 +97,7 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
 
 def by_amx(cell: Cell) -> bool:
     """Whether AMX computes this cell."""
-    return (
-        cell.contender == "part4"
-        and cell.by_amx
-        and extension.load(cell.simd or "auto").uses_amx(cell.queries)
-    )
+    return cell.contender == "part4" and cell.by_amx and extension.uses_amx(cell.queries, cell.simd or "auto")
 
 
 def softmax_text(cell: Cell) -> str | None:

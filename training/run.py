@@ -142,7 +142,11 @@ class _Run:
                 self._evaluate()
             self.watcher.stepped(self.schedule)
             if stop():
-                self._interrupt()
+                self._save_state()  # as that of a continuing run, without a row for this evaluation
+                loss = self._loss(self.watched)
+                if loss < self.best_loss:
+                    self._save_best(self.record | self._best_at(loss))
+                raise KeyboardInterrupt
         self._save_state()
         self._evaluate()
         if self.test is not None:  # the best weights are measured on all held-out text
@@ -260,17 +264,6 @@ class _Run:
     def _evaluated_weights(self, weights: dict[str, Tensor]) -> None:
         """Let the average have these weights."""
         self.trainer.averaged.load_state_dict(weights, strict=False)  # the head's are the embedding's
-
-    def _interrupt(self) -> None:
-        """Save the state, keep the current average if it is the best so far, and raise KeyboardInterrupt.
-
-        The state is that of a continuing run: it has no row for this evaluation.
-        """
-        self._save_state()
-        loss = self._loss(self.watched)
-        if loss < self.best_loss:
-            self._save_best(self.record | self._best_at(loss))
-        raise KeyboardInterrupt
 
 
 def _held_out(ids: Tensor, block_size: int, most: int) -> Tensor:
