@@ -45,54 +45,46 @@ const one = (i) => `query ${i + 1}`;
 const several = (i0, i1) => `queries ${i0 + 1} to ${i1}`;
 const tile = (i0, i1, j0, j1) => `${several(i0, i1)}, keys ${j0 + 1} to ${j1}`;
 
-function* part1({ N, d }) {
-  for (let i = 0; i < N; i++) {
-    yield {
-      title: `Scores of ${one(i)}`,
-      text: "One row of Q is multiplied with every key that it may see. This one row reads all of K. The scores go to an N × N matrix in memory.",
-      anchor: "s += Q[i * ldQ + c] * K[j * ldK + c]",
-      paper: [1],
-      area: [i, i + 1, 0, i + 1],
-      makes: SCORES,
-      *touch() {
-        for (let j = 0; j <= i; j++) yield* [read("Q", i, 0, d), read("K", j, 0, d), write("S", i, j, j + 1)];
-      },
-    };
-  }
-  yield* softmaxRows(N);
-  for (let i = 0; i < N; i++) {
-    yield {
-      title: `Output of ${one(i)}`,
-      text: "Each number of the output adds up a whole row of weights times a column of V. It reads down the column, so a cache line of V is fetched for one number, and again for the next column.",
-      anchor: "o += S[i * Nk + j] * V[j * ldV + c]",
-      paper: [3],
-      area: [i, i + 1, 0, i + 1],
-      done: 1,
-      *touch() {
-        for (let c = 0; c < d; c++) {
-          for (let j = 0; j <= i; j++) yield* [read("S", i, j, j + 1), read("V", j, c, c + 1)];
-          yield write("O", i, c, c + 1);
-        }
-      },
-    };
-  }
+// Frames that compute one query after the other.
+function* byRow(N, ...stages) {
+  for (let i = 0; i < N; i++) for (const stage of stages) yield { area: [i, i + 1, 0, i + 1], ...stage(i) };
 }
 
-function* softmaxRows(N) {
-  for (let i = 0; i < N; i++) {
-    yield {
-      title: `Softmax of row ${i + 1}`,
-      text: "The row is read for its largest score, again for the exponentials and their sum, and again to divide. The matrix was just written; if it does not fit the cache, it comes back from memory.",
-      anchor: "const float log_sum = softmax_row(S + i * Nk",
-      paper: [2],
-      area: [i, i + 1, 0, i + 1],
-      makes: WEIGHTS,
-      *touch() {
-        for (const of of [read, write, write]) yield of("S", i, 0, i + 1);
-      },
-    };
-  }
+function* part1({ N, d }) {
+  yield* byRow(N, (i) => ({
+    title: `Scores of ${one(i)}`,
+    text: "One row of Q is multiplied with every key that it may see. This one row reads all of K. The scores go to an N × N matrix in memory.",
+    anchor: "s += Q[i * ldQ + c] * K[j * ldK + c]",
+    paper: [1],
+    makes: SCORES,
+    *touch() {
+      for (let j = 0; j <= i; j++) yield* [read("Q", i, 0, d), read("K", j, 0, d), write("S", i, j, j + 1)];
+    },
+  }));
+  yield* byRow(N, softmax);
+  yield* byRow(N, (i) => ({
+    title: `Output of ${one(i)}`,
+    text: "Each number of the output adds up a whole row of weights times a column of V. It reads down the column, so a cache line of V is fetched for one number, and again for the next column.",
+    anchor: "o += S[i * Nk + j] * V[j * ldV + c]",
+    paper: [3],
+    done: 1,
+    *touch() {
+      for (let c = 0; c < d; c++) {
+        for (let j = 0; j <= i; j++) yield* [read("S", i, j, j + 1), read("V", j, c, c + 1)];
+        yield write("O", i, c, c + 1);
+      }
+    },
+  }));
 }
+
+const softmax = (i) => ({
+  title: `Softmax of row ${i + 1}`,
+  text: "The row is read for its largest score, again for the exponentials and their sum, and again to divide. The matrix was just written; if it does not fit the cache, it comes back from memory.",
+  anchor: "const float log_sum = softmax_row(S + i * Nk",
+  paper: [2],
+  makes: WEIGHTS,
+  touch: () => [read, write, write].map((of) => of("S", i, 0, i + 1)),
+});
 
 function* part2({ N, d, Br: T, rows: R }) {
   for (const [j0, j1] of pieces(0, N, T)) {
@@ -129,7 +121,7 @@ function* part2({ N, d, Br: T, rows: R }) {
       };
     }
   }
-  yield* softmaxRows(N);
+  yield* byRow(N, softmax);
   for (const [i0, i1] of pieces(0, N, T)) {
     for (const [j0, j1] of pieces(0, i1, T)) {
       const isDiagonal = j1 > i0 + 1;
@@ -160,45 +152,40 @@ function* part2({ N, d, Br: T, rows: R }) {
   }
 }
 
-function* part3({ N, d }) {
-  for (let i = 0; i < N; i++) {
-    const n = i + 1,
-      area = [i, n, 0, n];
-    yield {
+const part3 = ({ N, d }) =>
+  byRow(
+    N,
+    (i) => ({
       title: `Scores of ${one(i)}`,
       text: "The scores are computed one row at a time. The row is all the memory that they need, and it stays in L1. In return, each query reads all of K.",
       anchor: "simd::dot_rows(S, Q + i * ldQ",
       paper: [1],
-      area,
       makes: SCORES,
       frees: true,
       *touch() {
-        for (let j = 0; j < n; j++) yield* [read("Q", i, 0, d), read("K", j, 0, d), write("S", 0, j, j + 1)];
+        for (let j = 0; j <= i; j++) yield* [read("Q", i, 0, d), read("K", j, 0, d), write("S", 0, j, j + 1)];
       },
-    };
-    yield {
+    }),
+    (i) => ({
       title: `Exponentials of ${one(i)}`,
       text: "The largest score m is subtracted, so no exponential overflows; l is their sum. The row has not left L1 since it was written.",
       anchor: "l += simd::exp_sum(S + j, keys",
       paper: [2],
-      area,
       makes: WEIGHTS,
-      touch: () => [read("S", 0, 0, n), write("S", 0, 0, n)],
-    };
-    yield {
+      touch: () => [read("S", 0, 0, i + 1), write("S", 0, 0, i + 1)],
+    }),
+    (i) => ({
       title: `Output of ${one(i)}`,
       text: "The output is the weighted sum of the rows of V. The division by l comes last, for d numbers instead of N. Then the row of scores is dropped.",
       anchor: "simd::add_weighted_rows(O + i * d, S + j",
       paper: [3],
-      area,
       done: 1,
       *touch() {
-        for (let j = 0; j < n; j++) yield* [read("S", 0, j, j + 1), read("V", j, 0, d)];
+        for (let j = 0; j <= i; j++) yield* [read("S", 0, j, j + 1), read("V", j, 0, d)];
         yield write("O", i, 0, d);
       },
-    };
-  }
-}
+    }),
+  );
 
 function* part4({ N, d, Br, Bc, rows: R }) {
   for (const [i0, i1] of pieces(0, N, Br)) {
