@@ -4,9 +4,9 @@ import { createInterface } from "node:readline";
 
 const modules = process.argv[2];
 const load = (name) => import(`${modules}/${name}.js`);
-const [{ Session }, { readCheckpoint, encode }, tiling, formulas, caches, traffic, state, writer, { commandFor }] =
+const [{ Session }, { readCheckpoint, encode }, tiling, formulas, caches, traffic, state, writer] =
   await Promise.all(
-    ["session", "checkpoint", "tiling", "formulas", "caches", "traffic", "state", "writer", "command"].map(load),
+    ["session", "checkpoint", "tiling", "formulas", "caches", "traffic", "state", "writer"].map(load),
   );
 const { build } = await load("kernels");
 const session = new Session();
@@ -108,7 +108,7 @@ const calls = {
     return { history: formulas.online(S, T, i, bc), S: Array.from(S), P: Array.from(P), O: Array.from(O) };
   },
   parse: ({ fragment }) => state.parse(fragment),
-  command: ({ choices, own }) => commandFor({ ...state.parse("").choices, ...choices }, own),
+  command: ({ choices, own }) => state.commandFor({ ...state.parse("").choices, ...choices }, own),
   format: ({ view, choices }) => state.format(view, choices),
 };
 

@@ -79,7 +79,7 @@ export class RaceView {
     return ids;
   }
 
-  // {text, milliseconds of each character, their total} of a part that reads the whole window again and again.
+  // {text, ends: milliseconds at which each character is there} of a part that reads the whole window again and again.
   async measure(part, past, count) {
     const begin = () => this.begin(past, part, SEED + 1, past.length, false),
       more = () => this.engine.call("more", { most: 1 });
@@ -88,22 +88,21 @@ export class RaceView {
       await more();
     }
     await begin();
-    const run = { text: "", milliseconds: [], total: 0 },
+    const run = { text: "", ends: [] },
       lane = this.lanes[part];
-    while (run.milliseconds.length < count && !this.cancelled) {
+    while (run.ends.length < count && !this.cancelled) {
       const { tokens, elapsed } = await more();
       run.text += this.written(tokens);
-      run.milliseconds.push(elapsed);
-      run.total += elapsed;
+      run.ends.push((run.ends.at(-1) ?? 0) + elapsed);
       lane.text.textContent = run.text;
-      lane.time.textContent = `${number(run.milliseconds.length)} of ${number(count)}`;
+      lane.time.textContent = `${number(run.ends.length)} of ${number(count)}`;
     }
     return run;
   }
 
   // Shows all parts side by side, with the measured times.
   async replay(runs, count) {
-    const totals = Object.values(runs).map(({ total }) => total),
+    const totals = Object.values(runs).map(({ ends }) => ends.at(-1)),
       fastest = Math.min(...totals),
       atOnce = isStill(),
       factor = Math.max(1, Math.max(...totals) / 1e3 / LONGEST_SHOW);
@@ -114,11 +113,10 @@ export class RaceView {
     for (let done = false; !done && !this.cancelled; await frame()) {
       const now = atOnce ? Infinity : (performance.now() - start) * factor;
       done = true;
-      for (const [part, { text, milliseconds, total }] of Object.entries(runs)) {
-        const { box, text: shown, time } = this.lanes[part];
-        let at = 0,
-          spent = 0;
-        while (at < count && spent + milliseconds[at] <= now) spent += milliseconds[at++];
+      for (const [part, { text, ends }] of Object.entries(runs)) {
+        const { box, text: shown, time } = this.lanes[part],
+          at = ends.filter((end) => end <= now).length,
+          total = ends.at(-1);
         shown.textContent = text.slice(0, at);
         box.classList.toggle("won", at === count && total === fastest);
         const each = at < count ? "" : `, ${brief(total / count)} ms a character`;

@@ -3,10 +3,9 @@ import { $, copy, make, number, on, say, shown } from "./dom.js";
 import { Closed } from "./engine.js";
 import { fill } from "./fields.js";
 import { softmax } from "./formulas.js";
-import { commandFor } from "./command.js";
 import { encode } from "./checkpoint.js";
 import { Server } from "./server.js";
-import { formatBranches, parseBranches, sampling, SETTINGS } from "./state.js";
+import { commandFor, formatBranches, parseBranches, sampling, SETTINGS } from "./state.js";
 import { Writing } from "./text.js";
 
 const BARS = 10;
