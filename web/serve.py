@@ -9,14 +9,10 @@ from typing import Any
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Serves a folder without a log; names the types that the page needs itself."""
+    """Serves a folder without a log; names the type of modules itself."""
 
     protocol_version = "HTTP/1.1"  # keeps connections
-    extensions_map = SimpleHTTPRequestHandler.extensions_map | {
-        ".js": "text/javascript",
-        ".json": "application/json",
-        ".wasm": "application/wasm",
-    }
+    extensions_map = SimpleHTTPRequestHandler.extensions_map | {".js": "text/javascript"}
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

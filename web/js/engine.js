@@ -6,18 +6,16 @@ const inside = (name) => document.getElementById(`asset:${name}`);
 
 // A file's bytes. Packed ones are unpacked as they arrive. progress(bytes so far) is called meanwhile.
 export async function asset(name, progress = () => {}) {
-  const reader = (await opened(name)).getReader();
-  let next = await reader.read(),
-    size = 0;
-  const isPacked = next.value?.[0] === 0x1f && next.value[1] === 0x8b; // the server may have unpacked it
-  const bytes = new ReadableStream({
-    async pull(controller) {
-      if (next.done) return controller.close();
-      controller.enqueue(next.value);
-      progress((size += next.value.length));
-      next = await reader.read();
-    },
-  });
+  let size = 0;
+  const transform = (chunk, controller) => {
+    progress((size += chunk.length));
+    controller.enqueue(chunk);
+  };
+  const [start, bytes] = (await opened(name)).pipeThrough(new TransformStream({ transform })).tee(),
+    reader = start.getReader(),
+    { value } = await reader.read();
+  reader.cancel();
+  const isPacked = value?.[0] === 0x1f && value[1] === 0x8b; // the server may have unpacked it
   return new Response(isPacked ? bytes.pipeThrough(new DecompressionStream("gzip")) : bytes).arrayBuffer();
 }
 
