@@ -7,8 +7,6 @@ PyTorch's SDPA and, if it is installed and takes the dtype, ONNX Runtime take pa
 means benchmarks/results/attention-PROCESSOR.json, with --dtype bf16 attention_bf16-PROCESSOR.json.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 

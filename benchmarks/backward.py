@@ -7,8 +7,6 @@ with float64 before they are timed: part4's error may be twice SDPA's. Both then
 median of the rounds; the FMA peak is measured in the same run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import click

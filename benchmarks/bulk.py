@@ -9,8 +9,6 @@ than 1 where other programs take the cores. 'per core-second' is a worker's outp
 time, which other programs affect least. '--ray' adds actors on a Ray cluster of this machine.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import tempfile

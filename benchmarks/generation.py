@@ -19,8 +19,6 @@ same run, over as many bytes as a token needs in fp32: all weights but the posit
 values so far.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

@@ -6,8 +6,6 @@ single batch, so that its first loss can be compared with PyTorch's. Its model h
 and the tanh approximation of GELU.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -7,8 +7,6 @@ The server has one core, AIPerf another. `usage` counts the tokens, because an e
 programs' shares of their cores are printed: the one at 100 % is the bottleneck.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What the benchmarks share: texts, contenders that take turns, their spread, and tables in Markdown."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar

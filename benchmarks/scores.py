@@ -11,8 +11,6 @@ the median ratio of the rounds: a shared machine is slower for seconds at a time
 our kernels exceeds --limit in any column.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 from collections.abc import Iterator

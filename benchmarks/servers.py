@@ -1,7 +1,5 @@
 """Processes, each on one core: servers of OpenAI's API, this project's and llama.cpp's; a cheap client."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -8,8 +8,6 @@ tokens. A ratio is that of two medians, printed per second and per CPU second; o
 is more reliable.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -7,8 +7,6 @@ must be the same. A figure is the median of the rounds. The memory limit of one 
 threads together read a token's bytes, each repeatedly its own share, measured in the same run.
 """
 
-from __future__ import annotations
-
 import statistics
 from functools import partial
 

@@ -9,8 +9,6 @@ FMA peak is measured in the same run. FOLDER is a clone of llm.c. It gets the sa
 its first loss must confirm; its step is gradients and AdamW. It runs before and after the rounds.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import statistics

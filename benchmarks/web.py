@@ -8,8 +8,6 @@ A figure is the median of the rounds. At the end, Chromium emulates first visits
 The time that the line alone needs for their bytes stands beside them; both are medians.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ python scripts/make-docs.py
 A table stands between `<!-- results: NAME -->` and `<!-- end of results -->`; NAME is one of TABLES.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

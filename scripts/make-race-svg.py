@@ -6,8 +6,6 @@ The picture is one SVG with CSS animations: no script and no font of its own, so
 Without animations, or where the reader prefers reduced motion, it shows the end of the race.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys
@@ -232,7 +230,7 @@ def written(clock: Clock, column: Column, prompt: str) -> list[str]:
     return [window, f'<g transform="translate(0 {top})" {scroll}>', *words, "</g></svg>"]
 
 
-def watch(runners: Sequence[Runner], turns: Iterator[None]) -> dict[str, list[tuple[float, int, int]]]:
+def watch(runners: Sequence["Runner"], turns: Iterator[None]) -> dict[str, list[tuple[float, int, int]]]:
     """Each part's (seconds, tokens, characters) after each of its turns. turns: race() over the runners."""
     seen: dict[str, list[tuple[float, int, int]]] = {runner.part: [] for runner in runners}
     for _ in turns:

@@ -3,8 +3,6 @@
 python scripts/make-ring-svg.py
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

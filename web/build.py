@@ -1,7 +1,5 @@
 """Make the page: compile the kernels to WebAssembly, convert the checkpoints, gather the files."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import importlib.util

@@ -4,8 +4,6 @@ A module becomes a function that returns what it exports; only the forms of impo
 modules use are known, each on a line of its own.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

@@ -1,7 +1,5 @@
 """Show the page's files on this machine, to this machine only."""
 
-from __future__ import annotations
-
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path

@@ -4,8 +4,6 @@ FORMS has a template for each form of Python that is translated; another one rai
 fields gets a constructor that takes them in their order.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Each engine is one class. Its docstring names the path taken through the engine,
 whose packages are not installed is left out.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

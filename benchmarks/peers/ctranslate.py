@@ -1,7 +1,5 @@
 """CTranslate2, in float32 and int8."""
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any
 

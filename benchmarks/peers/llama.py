@@ -1,7 +1,5 @@
 """llama.cpp through llama-cpp-python, and the GGUF file that it and llama-server read."""
 
-from __future__ import annotations
-
 import ctypes
 import tempfile
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """ONNX Runtime, and the decoder that is exported for it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Engines on PyTorch: its model without and with a key-value cache, and transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
