@@ -22,7 +22,7 @@ values so far.
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -66,7 +66,7 @@ SAMPLE_BYTES = 4 << 20  # read in a bandwidth sample; as many as a token of the 
 PAUSE_SECONDS = 0.3  # in which idle threads of another process fall asleep
 BUSY_EXIT_CODE = 3
 FORMAT = 1  # of the file that --save writes
-ROUNDED_WEIGHTS = [each.value for each in Precision if each is not Precision.FP32]
+ROUNDED = [each.value for each in Precision if each is not Precision.FP32]
 MEMORY_LIMIT = "memory limit"  # the last row of a table
 
 
@@ -335,17 +335,17 @@ def row(name: str, each: dict[str, Any], limit: dict[str, Any] | None) -> str:
     return " | ".join(cells)
 
 
-def names(words: str, help: str, of: Collection[str], **settings: Any) -> options.Decorator:
-    """An option that takes some of these names, by default all."""
-    return options.option(words, help, type=options.Names(of), **{"default": ",".join(of)} | settings)
-
-
 @click.command(context_settings={"show_default": True})
-@names("--cases", "Cases to time.", CASES)
-@names("--engines", "Our engines that take part.", ENGINES)
-@names("--parts", "Parts that take part, in each engine.", PARTS, default="part4")
-@names("--peers", "Other engines.", PEERS, show_default="all installed")
-@names("--weights", "Precisions of the native engine, beside fp32.", ROUNDED_WEIGHTS)
+@options.names("--cases", "Cases to time.", of=CASES, default=",".join(CASES))
+@options.names("--engines", "Our engines that take part.", of=ENGINES, default=",".join(ENGINES))
+@options.names("--parts", "Parts that take part, in each engine.", of=PARTS, default="part4")
+@options.names("--peers", "Other engines.", of=PEERS, default=",".join(PEERS), show_default="all installed")
+@options.names(
+    "--weights",
+    "Precisions of the native engine, beside fp32.",
+    of=ROUNDED,
+    default=",".join(ROUNDED),
+)
 @options.path(
     "--corpus", "file", "Text for the loss of rounded weights.", show_default="what `gpt.py prepare` got"
 )

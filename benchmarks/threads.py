@@ -62,9 +62,7 @@ def memory_limit(model: GPT, weights: str, kv_cache: str, threads: int) -> float
 
 @click.command(context_settings={"show_default": True})
 @click.option("-m", "--model", type=click.Choice(SHIPPED), default="shakes256")
-@click.option(
-    "--threads", type=options.Numbers(), default=powers(processor.cores()), help="Numbers of threads."
-)
+@options.numbers("--threads", "Numbers of threads.", default=powers(processor.cores()))
 @options.whole("--texts", "Texts at a time.", default=1)
 @options.weights
 @options.kv_cache
