@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from attention_ext import AUTO, BuildError, processor, tiles
 from attention_ext.build import cache, nvrtc, toolchain
@@ -27,6 +27,7 @@ from lab.command import run as run_command
 OK, ABSENT, BROKEN = "ok", "--", "FAIL"
 
 OLDEST_TORCH = (2, 10)
+CHECKPOINTS = ("shakes128", "shakes256", "shakes1024", "shakes2048")
 # Other packages that the commands import: distribution names.
 PACKAGES = ("click", "numpy", "pooch", "pybind11", "requests", "rich", "safetensors", "tiktoken", "tqdm")
 # Packages of optional features: the extra of setup.cfg that brings each, and its purpose.
@@ -71,17 +72,6 @@ class Broken(Exception):
     """Something does not work; the message names it and the one remedy."""
 
 
-class Check(NamedTuple):
-    """A line of the report: its name, its check, and the names of the lines that it depends on.
-
-    look: returns the result. Raises Missing for a missing option, any other error for a broken one.
-    """
-
-    name: str
-    look: Callable[[], str]
-    needs: tuple[str, ...] = ()
-
-
 def run(echo: Callable[[str], None]) -> bool:
     """Echo a line for each check; False if something is broken."""
     states = set()
@@ -95,19 +85,19 @@ def examine() -> Iterator[tuple[str, str, str]]:
     """(name, OK or ABSENT or BROKEN, one line of text) of each check. Only Ctrl-C stops it early."""
     unknown = set()
     _torch.cache_clear()
-    for check in CHECKS:
-        if lacking := [name for name in check.needs if name in unknown]:
+    for name, (look, *needs) in CHECKS.items():
+        if lacking := [needed for needed in needs if needed in unknown]:
             state, text = ABSENT, f"not checked without {lacking[0]}"
         else:
             try:
-                state, text = OK, check.look()
+                state, text = OK, look()
             except Missing as error:
                 state, text = ABSENT, str(error)
             except Exception as error:
                 state, text = BROKEN, _reason(error)
         if state == BROKEN or lacking:
-            unknown.add(check.name)
-        yield check.name, state, "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+            unknown.add(name)
+        yield name, state, "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
 def _reason(error: Exception) -> str:
@@ -310,25 +300,24 @@ def _optional(package: str) -> str:
     return f"{version} ({purpose})"
 
 
-CHECKS = (
-    Check("Python", lambda: f"{platform.python_version()} ({sys.executable})"),
-    Check("packages", _packages),
-    Check("torch", lambda: _torch()[0]),
-    Check("instructions", lambda: f"{_torch()[1]} (as PyTorch sees it), {platform.machine()}", ("torch",)),
-    Check("threads", _threads, ("torch",)),
-    Check("compiler", _compiler, ("torch",)),
-    Check("Python header", _python_header, ("torch",)),
-    Check("ispc", _ispc, ("torch",)),
-    Check("cache", _cache, ("torch",)),
-    Check("builds", _builds, ("torch", "cache")),
-    Check("extension", _extension, ("torch", "compiler", "cache")),
-    Check("GPU", _gpu, ("torch",)),
-    Check("NVRTC", _nvrtc),
-    Check("tiles", _tiles),
-    *(
-        Check(name, functools.partial(_checkpoint, name), ("packages", "torch"))
-        for name in ("shakes128", "shakes256", "shakes1024", "shakes2048")
-    ),
-    Check("corpus", _corpus, ("packages", "torch")),
-    *(Check(name, functools.partial(_optional, name)) for name in OPTIONAL),
-)
+# Each line: a function that returns its result, and the names of the lines that it depends on. The function
+# raises Missing for a missing option, any other error for a broken one.
+CHECKS: dict[str, tuple[Any, ...]] = {
+    "Python": (lambda: f"{platform.python_version()} ({sys.executable})",),
+    "packages": (_packages,),
+    "torch": (lambda: _torch()[0],),
+    "instructions": (lambda: f"{_torch()[1]} (as PyTorch sees it), {platform.machine()}", "torch"),
+    "threads": (_threads, "torch"),
+    "compiler": (_compiler, "torch"),
+    "Python header": (_python_header, "torch"),
+    "ispc": (_ispc, "torch"),
+    "cache": (_cache, "torch"),
+    "builds": (_builds, "torch", "cache"),
+    "extension": (_extension, "torch", "compiler", "cache"),
+    "GPU": (_gpu, "torch"),
+    "NVRTC": (_nvrtc,),
+    "tiles": (_tiles,),
+    **{name: (functools.partial(_checkpoint, name), "packages", "torch") for name in CHECKPOINTS},
+    "corpus": (_corpus, "packages", "torch"),
+    **{name: (functools.partial(_optional, name),) for name in OPTIONAL},
+}
