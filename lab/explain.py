@@ -3,8 +3,9 @@
 import math
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from attention_ext import PARTS, extension, processor
 from attention_ext.parts import Dtype
@@ -24,23 +25,13 @@ MISSES_SECONDS = 600  # time that one run under perf or cachegrind may take
 Limit = tuple[str, str, float]  # its name, its rate as text, and the least seconds that it allows
 
 
-@dataclass(frozen=True)
-class Level:
-    """A cache, the streams that come into it, and the bytes per second that it can take in."""
+class Level(NamedTuple):
+    """A cache, the streams that come into it, their bytes, and the bytes per second that it can take in."""
 
     cache: Cache
     streams: list[Stream]
+    traffic: float
     bandwidth: float
-
-    @property
-    def traffic(self) -> float:
-        """Bytes that come in."""
-        return traffic(self.streams, self.cache.size)
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether a second call would find all its data in this cache."""
-        return traffic(self.streams, math.inf) <= self.cache.size
 
 
 def levels(part: str, case: Case, simd: str | None) -> list[Level]:
@@ -56,7 +47,8 @@ def levels(part: str, case: Case, simd: str | None) -> list[Level]:
         if come_in is None:
             return []
         size = min(beyond.size // 2, 8 * cache.size) if beyond else 4 * cache.size
-        found.append(Level(cache, come_in, machine.read_bandwidth(size, case.threads)))
+        bandwidth = machine.read_bandwidth(size, case.threads)
+        found.append(Level(cache, come_in, traffic(come_in, cache.size), bandwidth))
     return found
 
 
@@ -208,7 +200,7 @@ def limits(cell: Cell, case: Case, bounds: list[Level], peak: float) -> list[Lim
     found += [
         (f"filling L{b.cache.level}", f"{b.bandwidth / 1e9:.0f} GB/s", b.traffic / b.bandwidth)
         for b in bounds
-        if not b.keeps_all
+        if traffic(b.streams, math.inf) > b.cache.size
     ]
     return found
 

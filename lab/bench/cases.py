@@ -139,7 +139,11 @@ def plan(
     for N, d, causal, count, l2, name in cases:
         part = PARTS.get(name) if device == "cpu" else None
         tiled = part is not None and part.tiled
-        shape = (N, queries or N, d, batch, heads, _hides(causal, queries, N))
+        if causal and queries not in (None, 1, N):
+            raise ValueError(
+                f"queries is {queries}; with a causal mask it must be 1 or N={N}: PyTorch's mask differs"
+            )
+        shape = (N, queries or N, d, batch, heads, causal and queries != 1)  # one query sees all keys
         tried = itertools.product(br, bc) if tiled else ((None, None),)
         for simd, (rows, columns) in itertools.product(simds if part and part.operator else (None,), tried):
             if tiled:
@@ -148,15 +152,6 @@ def plan(
                 rows, columns = rows or tuned[0], columns or tuned[1]
             cells.append(Cell(name, simd, *shape, rows, columns, count, dtype, device, l2))
     return list(dict.fromkeys(cells))
-
-
-def _hides(causal: bool, queries: int | None, N: int) -> bool:
-    """Whether a mask hides anything. Raises ValueError if contenders would use different masks."""
-    if causal and queries not in (None, 1, N):
-        raise ValueError(
-            f"queries is {queries}; with a causal mask it must be 1 or N={N}: PyTorch's mask differs"
-        )
-    return causal and queries != 1  # one query sees all keys
 
 
 def known_on(device: str) -> tuple[str, ...]:

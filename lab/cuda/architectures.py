@@ -4,7 +4,6 @@ Source: CUDA C++ Programming Guide, tables of compute capabilities and of arithm
 sheets of the GPUs in SHEETS.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 WARP = 32  # threads
@@ -93,31 +92,8 @@ def here(index: int) -> Device:
     return Device(found.name, found.capability, found.multiprocessors, 1e3 * clock, bandwidth, l2)
 
 
-@dataclass(frozen=True)
-class Occupancy:
-    """How many blocks of a kernel a multiprocessor holds.
-
-    limits: the blocks that each resource allows, by its name. warps: of a block. most: warps of a
-    multiprocessor.
-    """
-
-    limits: Mapping[str, int]
-    warps: int
-    most: int
-
-    @property
-    def blocks(self) -> int:
-        """Blocks at a time."""
-        return min(self.limits.values())
-
-    @property
-    def bound(self) -> tuple[str, ...]:
-        """The resources that limit the number of blocks."""
-        return tuple(name for name, blocks in self.limits.items() if blocks == self.blocks)
-
-
-def occupancy(on: Architecture, threads: int, registers: int, shared: int) -> Occupancy:
-    """The blocks that fit a multiprocessor.
+def occupancy(on: Architecture, threads: int, registers: int, shared: int) -> dict[str, int]:
+    """The blocks of a kernel that each resource of a multiprocessor allows, which holds the fewest of them.
 
     threads: of a block. registers: of a thread. shared: bytes of a block, static and dynamic.
     """
@@ -125,10 +101,9 @@ def occupancy(on: Architecture, threads: int, registers: int, shared: int) -> Oc
     each = -(-registers * WARP // REGISTER_UNIT) * REGISTER_UNIT  # registers of a warp
     by_registers = REGISTERS // QUARTERS // each * QUARTERS // warps if each else on.blocks
     bytes_each = -(-(shared + on.reserved) // SHARED_UNIT) * SHARED_UNIT
-    limits = {
+    return {
         "registers": by_registers,
         "shared memory": on.shared // bytes_each if bytes_each else on.blocks,
         "threads": on.warps // warps,
         "blocks": on.blocks,
     }
-    return Occupancy(limits, warps, on.warps)

@@ -18,7 +18,7 @@ from attention_ext.parts import BuildError, check_dtype
 from lab.bench.cases import Cell, check_memory
 from lab.bench.measure import inputs
 from lab.cuda import architectures, costs, gpu, nsight
-from lab.cuda.architectures import EXPONENTIALS, SHARED_BYTES, SHEETS, Device, Occupancy, occupancy
+from lab.cuda.architectures import EXPONENTIALS, SHARED_BYTES, SHEETS, WARP, Device, occupancy
 from lab.cuda.costs import WAVEFRONT, Count, Launch, Shared
 from lab.explain import Limit, arithmetic_text, bound_text
 from lab.text import counted, scaled, size_text
@@ -32,14 +32,18 @@ ORDER = ("Q", "K", "S", "P", "V", "m, l, O", "O")  # order of a table's rows
 
 @dataclass(frozen=True)
 class Answer:
-    """A kernel for a cell, compiled. blocks: resident on a multiprocessor; driver: by the driver."""
+    """A kernel for a cell, compiled.
+
+    fits: blocks that each resource of a multiprocessor allows. blocks: those that are resident; driver: by
+    the driver.
+    """
 
     case: Case
     kernel: Kernel
     tile: Tile
     on: Device
     resources: Resources
-    fits: Occupancy
+    fits: dict[str, int]
     blocks: int
     driver: bool
     count: Count
@@ -99,7 +103,7 @@ def compiled(cell: Cell, name: str | None = None, arch: str | None = None) -> An
     kernel, tile = choose(name, d, dtype, limits, few, Nq)
     _, resources = driver.source(kernel, tile, d, dtype, on.capability).compile()
     fits = occupancy(on.architecture, tile.threads, resources.registers, tile.shared + resources.shared)
-    blocks = fits.blocks
+    blocks = min(fits.values())
     if arch is None:
         torch.cuda.synchronize(index)  # makes the GPU's context current
         blocks = driver.load(kernel, tile, d, dtype, index).resident()
@@ -128,11 +132,12 @@ def resources_text(answer: Answer) -> str:
     launches = f" in {count.launches:,} launches" if count.launches > 1 else ""
     spilled = f"{used.spill_stores} B stored, {used.spill_loads} B loaded" if used.spill_stores else "none"
     resident = f"{counted(answer.blocks, 'block')} a multiprocessor"
-    warps = answer.blocks * fits.warps
-    share = f"{warps} of {fits.most} warps = {100 * warps / fits.most:.0f} %"
-    others = ", ".join(f"{number} by {name}" for name, number in fits.limits.items())
+    warps, most = answer.blocks * -(-tile.threads // WARP), answer.on.architecture.warps
+    share = f"{warps} of {most} warps = {100 * warps / most:.0f} %"
+    others = ", ".join(f"{number} by {name}" for name, number in fits.items())
     said = "by the driver" if answer.driver else "counted from ptxas's report"
-    bound = f", limited by {' and '.join(fits.bound)}" if answer.blocks == fits.blocks else ""
+    bounds = [name for name, number in fits.items() if number == min(fits.values())]
+    bound = f", limited by {' and '.join(bounds)}" if answer.blocks == min(fits.values()) else ""
     return "\n".join(
         (
             f"launch      {count.blocks:,} blocks{launches} of {tile.threads} threads; "
