@@ -1,19 +1,25 @@
-"""Loads what is compiled: attention's operators in torch.ops, and the Python modules of other packages."""
+"""Loads what is compiled: attention's operators in torch.ops, and the Python modules of other packages.
 
+torch is imported for the operators only.
+"""
+
+from __future__ import annotations
+
+import ctypes
 import functools
 import importlib.util
 import threading
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from torch import library as torch_library
-
+from attention_ext import processor
 from attention_ext.build import recipes
 from attention_ext.checks import check_tensors
 from attention_ext.parts import PARTS, BuildError, Dtype, check_part, resolve_simd
+
+if TYPE_CHECKING:
+    import torch
 
 _loading = threading.Lock()
 
@@ -31,6 +37,8 @@ def load(simd: str = "auto") -> Any:
 
 @functools.cache
 def _load(helpers: str) -> Any:
+    import torch
+
     recipe = recipes.operators(helpers)
     library = recipe.make()
     try:
@@ -45,6 +53,7 @@ def _load(helpers: str) -> Any:
 
 def _register(name: str, backward: Callable) -> None:
     """Tell PyTorch of the operators' outputs, for torch.compile and opcheck, and of part4's gradient."""
+    import torch
 
     def fake(part, q, k, v, causal, scale, return_lse, br=1, bc=1):
         check_tensors(part, q, k, v, causal)
@@ -63,7 +72,7 @@ def _register(name: str, backward: Callable) -> None:
         ctx.save_for_backward(q, k, v, *output)
         ctx.set_materialize_grads(False)
 
-    def gradient(ctx, dout: Tensor | None, dlse: Tensor | None):
+    def gradient(ctx, dout: torch.Tensor | None, dlse: torch.Tensor | None):
         q, k, v, out, lse = ctx.saved_tensors
         dout = out.new_zeros(1).expand_as(out) if dout is None else dout
         dlse = out.new_empty(0) if dlse is None else dlse
@@ -73,17 +82,30 @@ def _register(name: str, backward: Callable) -> None:
         raise RuntimeError("part4 has no second gradient; only part0 has")
 
     forward = f"{name}::{PARTS['part4'].gradient}"
-    torch_library.register_fake(forward, fake_with_gradient)
-    torch_library.register_fake(f"{name}::part4_backward", fake_backward)
-    torch_library.register_autograd(forward, gradient, setup_context=save)
-    torch_library.register_autograd(f"{name}::part4_backward", refuse)
+    torch.library.register_fake(forward, fake_with_gradient)
+    torch.library.register_fake(f"{name}::part4_backward", fake_backward)
+    torch.library.register_autograd(forward, gradient, setup_context=save)
+    torch.library.register_autograd(f"{name}::part4_backward", refuse)
     for part in PARTS.values():
         if part.operator:
-            torch_library.register_fake(f"{name}::{part.operator}", functools.partial(fake, part))
+            torch.library.register_fake(f"{name}::{part.operator}", functools.partial(fake, part))
+
+
+def load_library(name: str, packages: tuple[str, ...], simd: str = "auto") -> ctypes.CDLL:
+    """The library `name` of C++ in the folders `package`/csrc, over one of SIMD, compiled if need be.
+
+    It needs neither Python nor PyTorch. Raises ValueError and BuildError as load() does.
+    """
+    with _loading:
+        library = recipes.library(name, packages, simd).make()
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError as error:
+            raise BuildError(f"{library} cannot be loaded ({error}); delete it to compile it again") from None
 
 
 def load_module(name: str, packages: tuple[str, ...], simd: str = "auto") -> ModuleType:
-    """The Python module `name` of C++ in the folders `package`/csrc, over one of SIMD, compiled if need be.
+    """The same as a Python module, which may use PyTorch.
 
     Raises ValueError and BuildError as load() does, and BuildError if Python's header is missing.
     """
@@ -106,9 +128,15 @@ def _load_module(name: str, packages: tuple[str, ...], helpers: str) -> ModuleTy
 
 
 def describe(simd: str = "auto") -> str:
-    """One line for people: the SIMD helpers, instruction set and number of threads in use."""
-    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-    return f"SIMD: {load(simd).simd_name()}, {capability}, {threads} thread{'s' * (threads > 1)}"
+    """One line for people: the SIMD helpers, instruction set and number of PyTorch's threads."""
+    import torch
+
+    return describe_helpers(load(simd).simd_name(), torch.get_num_threads())
+
+
+def describe_helpers(name: str, threads: int) -> str:
+    """One line for people: SIMD helpers, the processor's instruction set and a number of threads."""
+    return f"SIMD: {name}, {processor.instructions()}, {threads} thread{'s' * (threads > 1)}"
 
 
 def scratch(

@@ -64,6 +64,20 @@ def capabilities() -> str:
     )
 
 
+def instructions() -> str:
+    """The widest vectors of this processor, by PyTorch's names: 'AVX512', 'AVX2' or 'DEFAULT'."""
+    flags = set(_fields().get("flags", "").split())
+    if flags >= {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"}:
+        return "AVX512"
+    return "AVX2" if flags >= {"avx2", "fma"} else "DEFAULT"
+
+
+def threads() -> int:
+    """The threads of the native engine by default: OMP_NUM_THREADS, as in PyTorch, else cores()."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return min(int(wanted), cores()) if wanted.isdecimal() and int(wanted) else cores()
+
+
 def cores() -> int:
     """Cores that this process may use, within a container's CPU quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

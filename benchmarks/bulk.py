@@ -82,9 +82,9 @@ def main(
 ) -> None:
     """Print tokens per second by the number of processes."""
     checkpoint = load(model)
-    length = checkpoint.model.config.block_size
+    length = checkpoint.config.block_size
     settings = shards.Settings(model, shards.fingerprint(checkpoint), max_new_tokens=length)
-    open_engine(checkpoint.model)  # compiles it
+    open_engine(checkpoint)  # compiles it
     resolved = shards.resolved(settings, checkpoint)
     kinds: dict[str, Callable] = {"processes": processes}
     if with_ray:

@@ -193,7 +193,7 @@ def exact_logits(model: GPT, ids: list[int]) -> Tensor:
 def bytes_per_token(model: GPT, case: Case) -> float:
     """Bytes that one token of a single text must read, on average: weights, and K and V of the context."""
     context = case.prompt + (case.count - 1) / 2  # the last token sees all others
-    return 4 * model.num_params() + 4 * 2 * model.config.n_layer * model.config.n_embd * context
+    return 4 * model.config.num_params + 4 * 2 * model.config.n_layer * model.config.n_embd * context
 
 
 def agreement(texts: list[list[int]], expected: list[int]) -> int:

@@ -48,10 +48,10 @@ def llama_command(model: str, port: int, streams: int, folder: Path) -> list[str
 
     checkpoint, file = load(model), folder / f"{Path(model).name}.gguf"
     tokenizer = checkpoint.tokenizer
-    tokens = [tokenizer.decoder().feed(token) for token in range(checkpoint.model.config.vocab_size)]
+    tokens = [tokenizer.decoder().feed(token) for token in range(checkpoint.config.vocab_size)]
     write_gguf(file, checkpoint.model, tokens=tokens)
     command = [LLAMA, "--model", str(file), "--port", str(port)]
-    command += ["--parallel", str(streams), "--ctx-size", str(streams * checkpoint.model.config.block_size)]
+    command += ["--parallel", str(streams), "--ctx-size", str(streams * checkpoint.config.block_size)]
     command += ["--cont-batching", "--threads", "1", "--threads-batch", "1", "--log-disable"]
     command += ["--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off"]
     return [*command, "--samplers", "temperature", "--temp", "1"]

@@ -48,7 +48,7 @@ def engine(model: str) -> None:
     """Answer each line 'STREAMS TEXTS TOKENS' by the engine's own time for this many texts in batches."""
     torch.set_num_threads(1)
     checkpoint = load(model)
-    opened = open_engine(checkpoint.model, slots=33)
+    opened = open_engine(checkpoint, slots=33)
     ids, sampling = checkpoint.tokenizer.encode(PROMPT), Sampling(1.0, None)
     print("Ready", flush=True)
     for line in sys.stdin:

@@ -3,8 +3,8 @@
 from generation import generate, load
 print(generate(load("shakes256"), prompt="ROMEO:", max_new_tokens=200, part="part4", seed=1))
 
-Import them before torch: PyTorch's threads then sleep while they wait, so a busy core does not stall them.
-The settings of generation.sampling need no torch.
+The native engine, which parts 1 to 4 use, needs no torch. Import generation before torch: PyTorch's threads
+then sleep while they wait, so a busy core does not stall them.
 """
 
 from __future__ import annotations

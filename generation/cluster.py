@@ -11,8 +11,6 @@ import contextlib
 import warnings
 from typing import Any
 
-import torch
-
 from generation.jobs import BulkError
 from generation.processes import ALIVE, STALL_SECONDS, Pool, Worker
 from generation.shards import Loss, Scribe, Settings, Shard, Task
@@ -37,7 +35,6 @@ class Actor:
 
     def write(self, task: Task) -> Shard:
         """Write a task and return its shard."""
-        torch.set_num_threads(1)  # holds for the calling thread
         self.scribe = self.scribe or Scribe(self.settings)
         return self.scribe.write(task, self._wanted)
 

@@ -1,20 +1,20 @@
-"""The Engine protocol, which computes the next tokens of several texts, and open_engine()."""
+"""The Engine protocol, which computes the next tokens of several texts, and open_engine().
+
+Only the torch engine imports torch.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import torch
-
-from attention_ext import attention, tiles
+from attention_ext import processor, tiles
 from attention_ext.cuda import kernels as on_cuda
 from attention_ext.parts import (
     DEVICES,
     CachePrecision,
-    Dtype,
     Part,
     Precision,
     check_part,
@@ -23,19 +23,14 @@ from attention_ext.parts import (
     running_on,
 )
 from generation.sampling import Sampling
-from model.gpt import GPT, Attend, GPTConfig
-from model.rounding import in_bf16, in_int8
+from model.checkpoint import Checkpoint
+from model.config import GPTConfig
+
+if TYPE_CHECKING:
+    from model.gpt import GPT
 
 Name = TypeVar("Name", Precision, CachePrecision)
 ENGINES = ("native", "torch")
-# How a model is rounded to each precision. The result is kept in float32.
-ROUNDINGS: dict[Precision, Callable[[GPT], GPT]] = {
-    Precision.FP32: lambda model: model,
-    Precision.BF16: in_bf16,
-    Precision.INT8: in_int8,
-}
-# The type of the cached keys and values.
-DTYPES = {CachePrecision.FP32: torch.float32, CachePrecision.BF16: torch.bfloat16}
 
 
 class Engine(Protocol):
@@ -49,6 +44,11 @@ class Engine(Protocol):
     slots: int  # the most texts that the engine holds
     capacity: int  # tokens of context of each text, at most block_size
     fast_in_step: bool  # whether texts of equal length in neighbouring slots are written faster
+    simd_name: str | None  # the SIMD helpers under the part; None for part0 and on a GPU
+    threads: int  # the most that it uses on the CPU
+
+    def uniforms(self, seed: int) -> Callable[[int], list[float]]:
+        """A function that gives the next `count` numbers of a seed, in [0, 1): torch.rand's in float64."""
 
     def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
         """Set how the slot's tokens are chosen from now on; at first it is by Sampling().
@@ -98,7 +98,7 @@ class Engine(Protocol):
 
 
 def open_engine(
-    model: GPT,
+    model: Checkpoint | GPT,
     engine: str | None = None,
     *,
     part: str = "part4",
@@ -111,10 +111,11 @@ def open_engine(
     capacity: int | None = None,
     device: str = "cpu",
     kernel: str | None = None,
+    threads: int | None = None,
 ) -> Engine:
     """Open an engine for a model; the native engine and a GPU copy the weights.
 
-    engine: one of ENGINES; None takes native for parts 1 to 4 where it can be compiled, else torch.
+    engine: one of ENGINES; None takes native for parts 1 to 4, else torch.
     part, simd, br, bc: as in attention(). slots: the most texts at a time.
     weights: a Precision or its name. 'bf16' rounds the matrices to bfloat16, which changes the logits; the
     native engine then reads half as many bytes of weights for each token. 'int8' rounds them to int8 with
@@ -124,11 +125,12 @@ def open_engine(
     capacity: the longest context, in tokens; the model's block size by default.
     device: 'cpu' or 'cuda'. A GPU has only the torch engine, with part0 and part4, without simd and tile. All
     arithmetic is float32. kernel: part4's kernel on CUDA, as in attention().
-    The native engine uses torch.get_num_threads() threads, read when this is called.
+    threads: the most that it uses; the torch engine then sets PyTorch's. None takes PyTorch's number where
+    torch is imported, else processor.threads().
     Raises TypeError or ValueError naming the wrong argument, BuildError if the kernels cannot be compiled or
     there is no GPU.
     """
-    for name, number in (("slots", slots), ("capacity", capacity)):
+    for name, number in (("slots", slots), ("capacity", capacity), ("threads", threads)):
         if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
             raise TypeError(f"{name} is a {type(number).__name__}; it must be a whole number")
     row, helpers = check_part(part), resolve_simd(simd)
@@ -137,9 +139,10 @@ def open_engine(
         raise ValueError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
     if engine == "native" and row.operator is None:
         raise ValueError(f"engine is 'native'; it must be 'torch' with {part}, which is PyTorch's attention")
-    precision, cache = _member(Precision, "weights", weights), _member(CachePrecision, "kv_cache", kv_cache)
-    if slots < 1:
-        raise ValueError(f"slots is {slots}; it must be at least 1")
+    precision, cache = member(Precision, "weights", weights), member(CachePrecision, "kv_cache", kv_cache)
+    for name, number in (("slots", slots), ("threads", threads)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} is {number}; it must be at least 1")
     longest = model.config.block_size
     if capacity is None:
         capacity = longest
@@ -155,17 +158,20 @@ def open_engine(
     if engine is None:
         engine = default_engine(part)
     if engine == "torch":
-        from generation.pytorch import TorchEngine
+        from generation.pytorch import open_torch
 
-        attend = partial(attention, part, causal=True, br=br, bc=bc, simd=helpers, kernel=kernel)
-        placed = on_device(rounded(model.with_attention(attend), precision), device, row, kernel)
-        return TorchEngine(placed, slots, capacity, DTYPES[cache])
-    from generation.native import open_decoder
+        tile = (br, bc)
+        return open_torch(
+            model, row, helpers, tile, precision, cache, slots, capacity, device, kernel, threads
+        )
+    from generation.native import Decoder
 
     # Each thread of the decoder calls the kernel itself, so the tile is that of one thread.
     tuned = tiles.tile(helpers, 1, model.config.head_dim, capacity, causal=True)
     tile = (br or tuned[0], bc or tuned[1])
-    return open_decoder(model, part, helpers, tile, precision, cache, slots, capacity)
+    if threads is None:
+        threads = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else processor.threads()
+    return Decoder(model, part, helpers, tile, precision, cache, slots, capacity, threads)
 
 
 def check_kernel(device: str, part: Part, kernel: str | None, head_dim: int) -> None:
@@ -186,44 +192,7 @@ def check_kernel(device: str, part: Part, kernel: str | None, head_dim: int) -> 
         )
 
 
-def on_device(model: GPT, device: str, part: Part, kernel: str | None) -> GPT:
-    """The model with its parameters moved to a device. The part's kernel is compiled first.
-
-    Raises ValueError if the GPU cannot run the kernel, BuildError if there is no GPU or no compiler for it.
-    """
-    if device == "cpu":
-        return model
-    from attention_ext.cuda import driver
-
-    driver.check_gpu()
-    model = model.to(device)
-    if part.operator:
-        c, index = model.config, torch.cuda.current_device()
-        for queries in (c.block_size, 1):  # a prompt, and each new token
-            driver.compiled(kernel, c.n_head, queries, c.block_size, c.head_dim, Dtype.FP32, index)
-    return model
-
-
-def rounded(model: GPT, weights: str) -> GPT:
-    """The model with matrices, for int8 also activations, rounded to a Precision; all stay float32.
-
-    weights: a Precision or its name. Raises ValueError for another name.
-    """
-    return ROUNDINGS[_member(Precision, "weights", weights)](model)
-
-
-def with_rounded_cache(attend: Attend, kv_cache: str) -> Attend:
-    """The attention over keys and values rounded to a CachePrecision; all stay float32.
-
-    kv_cache: a CachePrecision or its name. Raises ValueError for another name.
-    """
-    dtype = DTYPES[_member(CachePrecision, "kv_cache", kv_cache)]
-    if dtype is torch.float32:
-        return attend
-    return lambda q, k, v: attend(q, k.to(dtype).float(), v.to(dtype).float())
-
-
-def _member(kind: type[Name], name: str, value: str) -> Name:
+def member(kind: type[Name], name: str, value: str) -> Name:
     """The member of an enum with this name. Raises ValueError naming the argument if there is none."""
     if value not in list(kind):
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(kind)}")
@@ -232,8 +201,4 @@ def _member(kind: type[Name], name: str, value: str) -> Name:
 
 def default_engine(part: str) -> str:
     """The name of the engine that a part uses by default."""
-    if check_part(part).operator is None:
-        return "torch"
-    from attention_ext.build import toolchain
-
-    return "native" if toolchain.has_python_header() else "torch"
+    return "native" if check_part(part).operator else "torch"

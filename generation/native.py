@@ -1,64 +1,214 @@
-"""The native engine: the decoder of generation/csrc, which runs without Python or PyTorch."""
+"""The native engine: the decoder of generation/csrc, which knows neither Python nor PyTorch, by ctypes."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
+import ctypes
+import functools
+import math
+import threading
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, byref, c_bool, c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from attention_ext import extension, processor
 from attention_ext.parts import PARTS, CachePrecision, Precision
-from generation.engine import Engine
+from generation.logprobs import MOST_TOP
 from generation.sampling import Sampling
-from model.gpt import GPT
+from model.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from model.gpt import GPT
+
+# What a failure of each kind in csrc/c_api.cpp raises.
+FAILURES = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 
 
-def load_decoder(simd: str = "auto") -> Any:
-    """The class Decoder of generation/csrc/module.cpp. Raises as extension.load_module() does."""
-    return extension.load_module("decoder", ("model", "generation"), simd).Decoder
+class Span(ctypes.Structure):
+    """struct Span of csrc/trace.h."""
+
+    _fields_ = [("kind", c_char_p), ("thread", c_int), ("begin", c_int64), ("end", c_int64)]
 
 
-def open_decoder(
-    model: GPT,
-    part: str,
-    simd: str,
-    tile: tuple[int, int],
-    weights: Precision,
-    kv_cache: CachePrecision,
-    slots: int,
-    capacity: int,
-) -> Engine:
-    """The decoder of a model, which holds the packed weights and the slots' caches.
+# The functions of csrc/c_api.cpp: what each returns, and takes; addresses of arrays are c_void_p.
+FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "error": (c_char_p, (c_void_p,)),
+    "simd_name": (c_char_p, ()),
+    "sampling_names": (c_char_p, ()),
+    "uniforms_bytes": (c_int64, ()),
+    "uniforms_seed": (None, (c_void_p, c_uint64)),
+    "uniforms_next": (None, (c_void_p, c_int64, c_void_p)),
+    "open_decoder": (c_void_p, (c_void_p, c_char_p, c_char_p, c_char_p, c_int64, *3 * (c_void_p,))),
+    "close_decoder": (None, (c_void_p,)),
+    "set_sampling": (c_bool, (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
+    "begin": (c_bool, (c_void_p, c_int64, c_int64, c_void_p, c_bool, c_int64)),
+    "read_for": (c_bool, (c_void_p, c_int64, c_double, c_void_p)),
+    "drop": (c_bool, (c_void_p, c_int64)),
+    "write_rows": (c_bool, (c_void_p, c_int64, c_void_p, c_int64, *4 * (c_void_p,))),
+    "copy": (c_bool, (c_void_p, c_int64, c_int64)),
+    "logits": (c_bool, (c_void_p, c_int64, c_void_p)),
+    "take_logprobs": (c_bool, (c_void_p, c_int64, c_void_p)),
+    "fetch_logprobs": (None, (c_void_p, c_void_p, c_void_p)),
+    "record": (c_bool, (c_void_p, c_bool)),
+    "take_spans": (c_bool, (c_void_p, c_void_p, POINTER(POINTER(Span)))),
+}
 
-    tile: (br, bc) of a tiled part. It uses torch.get_num_threads() threads. record(on) switches the recording
-    of spans on or off, initially off; spans() gives those since the last call as (kind, thread, begin, end),
-    thread by thread, in nanoseconds of time.monotonic_ns(). Thread 0 is the caller.
+
+@functools.cache
+def library(simd: str = "auto") -> ctypes.CDLL:
+    """The library of csrc/ over one of SIMD, compiled if need be. Raises as extension.load() does."""
+    made = extension.load_library("decoder", ("model", "generation"), simd)
+    for name, (result, arguments) in FUNCTIONS.items():
+        function = getattr(made, name)
+        function.restype, function.argtypes = result, arguments
+    return made
+
+
+class Decoder:
+    """An Engine that holds the packed weights and the slots' caches. Its calls take turns.
+
+    tile: (br, bc) of a tiled part. The other arguments and the errors are those of open_engine().
     """
-    tensors = {
-        name: tensor.detach().contiguous().numpy()
-        for name, tensor in model.state_dict().items()
-        if name != "lm_head.weight"  # tied to transformer.wte.weight
-    }
-    c = model.config
-    decoder = load_decoder(simd)(
-        tensors,
-        block_size=c.block_size,
-        vocab_size=c.vocab_size,
-        n_layer=c.n_layer,
-        n_head=c.n_head,
-        n_embd=c.n_embd,
-        precision=str(weights),
-        kv_cache=str(kv_cache),
-        part=PARTS[part].operator,
-        br=tile[0],
-        bc=tile[1],
-        slots=slots,
-        capacity=capacity,
-        threads=torch.get_num_threads(),
-        cache_bytes=processor.caches()[-1].size,
-    )
-    decoder.name, decoder.fast_in_step = "native", False
-    decoder.config, decoder.slots, decoder.capacity = c, slots, capacity
-    for slot in range(slots):
-        decoder.set_sampling(slot, Sampling())
-    return decoder
+
+    name, fast_in_step = "native", False
+
+    def __init__(
+        self,
+        model: Checkpoint | GPT,
+        part: str,
+        simd: str,
+        tile: tuple[int, int],
+        weights: Precision,
+        kv_cache: CachePrecision,
+        slots: int,
+        capacity: int,
+        threads: int,
+    ) -> None:
+        c = model.config
+        self.config, self.slots, self.capacity, self.threads = c, slots, capacity, threads
+        self._c, self._lock = library(simd), threading.Lock()
+        self.simd_name = self._c.simd_name().decode()
+        self._settings = self._c.sampling_names().decode().split()
+        sizes = (c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd, *tile, slots, capacity, threads)
+        tensors = model.weights
+        self._handle = self._c.open_decoder(
+            integers([*sizes, processor.caches()[-1].size]),
+            weights.encode(),
+            kv_cache.encode(),
+            str(PARTS[part].operator).encode(),
+            len(tensors),
+            (c_char_p * len(tensors))(*(name.encode() for name in tensors)),
+            (c_void_p * len(tensors))(*(tensor.ctypes.data for tensor in tensors.values())),
+            integers([tensor.size for tensor in tensors.values()]),
+        )
+        if not self._handle:
+            raise self._error()
+        for slot in range(slots):
+            self.set_sampling(slot, Sampling())
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._c.close_decoder(self._handle)
+
+    def uniforms(self, seed: int) -> Callable[[int], list[float]]:
+        state = ctypes.create_string_buffer(self._c.uniforms_bytes())
+        self._c.uniforms_seed(state, seed)
+
+        def following(count: int) -> list[float]:
+            numbers = (c_double * count)()
+            self._c.uniforms_next(state, count, numbers)
+            return list(numbers)
+
+        return following
+
+    def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
+        values = (getattr(sampling, name) for name in self._settings)
+        numbers = (c_double * len(self._settings))(*(math.nan if v is None else v for v in values))
+        tokens, biases = zip(*sampling.logit_bias) if sampling.logit_bias else ((), ())
+        added = (c_double * len(biases))(*biases)
+        with self._lock:
+            self._do("set_sampling", slot, numbers, len(tokens), integers(tokens), added, no(logprobs))
+
+    def take_logprobs(self, slot: int) -> list[tuple[int, float, list[tuple[int, float]]]]:
+        count, width = c_int64(), 1 + MOST_TOP
+        with self._lock:
+            self._do("take_logprobs", slot, byref(count))
+            tokens, logprobs = (c_int64 * (count.value * width))(), (c_double * (count.value * width))()
+            self._c.fetch_logprobs(self._handle, tokens, logprobs)
+        pairs = list(zip(tokens, logprobs))
+        rows = (pairs[at : at + width] for at in range(0, len(pairs), width))
+        return [(*first, [pair for pair in top if pair[0] >= 0]) for first, *top in rows]
+
+    def begin(self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None) -> None:
+        with self._lock:
+            self._do("begin", slot, len(ids), integers(ids), continues, no(top))
+
+    def read(self, slot: int, seconds: float = math.inf) -> bool:
+        done = c_bool()
+        with self._lock:
+            self._do("read_for", slot, seconds, byref(done))
+        return done.value
+
+    def drop(self, slot: int) -> None:
+        with self._lock:
+            self._do("drop", slot)
+
+    def write(
+        self, slots: Sequence[int], uniforms: Sequence[Sequence[float]], seconds: float | None = None
+    ) -> list[list[int]]:
+        count, rows, written = len(slots), len(uniforms), c_int64()
+        for row in uniforms:
+            if len(row) != count:
+                must = f"it must be the number of slots, {count}"
+                raise ValueError(f"the number of uniforms is {len(row)}; {must}")
+        numbers = (c_double * (count * rows))(*chain.from_iterable(uniforms))
+        tokens = (c_int64 * (count * rows))()
+        limit = None if seconds is None else byref(c_double(seconds))
+        with self._lock:
+            self._do("write_rows", count, integers(slots), rows, numbers, limit, tokens, byref(written))
+        return [tokens[row * count : (row + 1) * count] for row in range(written.value)]
+
+    def copy(self, source: int, target: int) -> None:
+        with self._lock:
+            self._do("copy", source, target)
+
+    def logits(self, slot: int) -> list[float]:
+        made = (c_float * self.config.vocab_size)()
+        with self._lock:
+            self._do("logits", slot, made)
+        return list(made)
+
+    def record(self, on: bool) -> None:
+        """Switch the recording of spans on or off; it is off at first."""
+        with self._lock:
+            self._do("record", on)
+
+    def spans(self) -> list[tuple[str, int, int, int]]:
+        """(kind, thread, begin, end) of each span since the last call, thread by thread; 0 is the caller.
+
+        In nanoseconds of time.monotonic_ns().
+        """
+        count, spans = c_int64(), POINTER(Span)()
+        with self._lock:
+            self._do("take_spans", byref(count), byref(spans))
+            return [(s.kind.decode(), s.thread, s.begin, s.end) for s in spans[: count.value]]
+
+    def _do(self, function: str, *arguments: Any) -> None:
+        """Call a function that may fail. Raises ValueError naming the wrong argument."""
+        if not getattr(self._c, function)(self._handle, *arguments):
+            raise self._error()
+
+    def _error(self) -> Exception:
+        kind = c_int()
+        message = self._c.error(byref(kind)).decode()
+        return FAILURES[kind.value](message)
+
+
+def integers(numbers: Sequence[int]) -> ctypes.Array[c_int64]:
+    """An array of numbers for the library."""
+    return (c_int64 * len(numbers))(*numbers)
+
+
+def no(number: int | None) -> int:
+    """-1 for None."""
+    return -1 if number is None else number

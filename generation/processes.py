@@ -15,8 +15,6 @@ from collections.abc import Callable
 from multiprocessing import connection, resource_tracker
 from typing import Any
 
-import torch
-
 from generation.jobs import BulkError
 from generation.shards import Loss, Scribe, Settings, Shard, Stop, Task
 
@@ -203,7 +201,6 @@ def local_pool(settings: Settings, workers: int, timeout: float = STALL_SECONDS)
 def work(settings: Settings, pipe: connection.Connection) -> None:
     """Run a worker: write the arriving tasks until the driver is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
     scribe = None
 
     def wanted() -> bool:

@@ -1,4 +1,4 @@
-"""The torch engine: the PyTorch model, with any attention."""
+"""The torch engine: the PyTorch model, with any attention, rounded to any precision, on any device."""
 
 from __future__ import annotations
 
@@ -6,14 +6,29 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
+from attention_ext import attention, extension
+from attention_ext.parts import CachePrecision, Dtype, Part, Precision
 from generation import logprobs, sampling
+from generation.engine import Engine, member
 from generation.logprobs import TokenLogprob
 from generation.sampling import Sampling
-from model.gpt import GPT
+from model.checkpoint import Checkpoint
+from model.gpt import GPT, Attend
 from model.kv_cache import KVCache
+from model.rounding import in_bf16, in_int8
+
+# How a model is rounded to each precision. The result is kept in float32.
+ROUNDINGS: dict[Precision, Callable[[GPT], GPT]] = {
+    Precision.FP32: lambda model: model,
+    Precision.BF16: in_bf16,
+    Precision.INT8: in_int8,
+}
+# The type of the cached keys and values.
+DTYPES = {CachePrecision.FP32: torch.float32, CachePrecision.BF16: torch.bfloat16}
 
 
 class TorchEngine:
@@ -25,8 +40,11 @@ class TorchEngine:
     name = "torch"
     fast_in_step = True
 
-    def __init__(self, model: GPT, slots: int, capacity: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: GPT, slots: int, capacity: int, dtype: torch.dtype, simd_name: str | None = None
+    ) -> None:
         self.model, self.config, self.slots, self.capacity = model, model.config, slots, capacity
+        self.simd_name, self.threads = simd_name, torch.get_num_threads()
         c, self._device = model.config, model.transformer.wte.weight.device
         sizes = (slots, c.n_head, capacity, c.head_dim)
         self._caches = [KVCache(*sizes, dtype, self._device) for _ in range(c.n_layer)]
@@ -40,6 +58,10 @@ class TorchEngine:
         self._begun: dict[int, tuple[Sequence[int], bool, int | None]] = {}  # prompts to be read
         self._logits = torch.empty(slots, c.vocab_size, device=self._device)
         self.choose: Callable[..., list[int]] = sampling.choose  # lab/profile.py wraps it in a timer
+
+    def uniforms(self, seed: int) -> Callable[[int], list[float]]:
+        generator = torch.Generator().manual_seed(seed)
+        return lambda count: torch.rand(count, dtype=torch.float64, generator=generator).tolist()
 
     def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
         self._samplings[slot], self._tops[slot] = sampling, logprobs
@@ -116,3 +138,64 @@ class TorchEngine:
         self._logits[first:end] = self.model(tokens, caches, last_only=True)[:, -1]
         self._lengths[first:end] = [length + len(ids[0])] * len(ids)
         self._pending[first:end] = [-1] * len(ids)
+
+
+def open_torch(
+    model: Checkpoint | GPT,
+    part: Part,
+    simd: str,
+    tile: tuple[int | None, int | None],
+    weights: Precision,
+    kv_cache: CachePrecision,
+    slots: int,
+    capacity: int,
+    device: str,
+    kernel: str | None,
+    threads: int | None,
+) -> Engine:
+    """The torch engine of a model; see open_engine()."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    gpt = model if isinstance(model, GPT) else model.model
+    options = {"br": tile[0], "bc": tile[1], "simd": simd, "kernel": kernel}
+    attend: Attend = partial(attention, part.name, causal=True, **options)  # type: ignore[arg-type]
+    placed = on_device(rounded(gpt.with_attention(attend), weights), device, part, kernel)
+    name = extension.load(simd).simd_name() if part.operator and device == "cpu" else None
+    return TorchEngine(placed, slots, capacity, DTYPES[kv_cache], name)
+
+
+def on_device(model: GPT, device: str, part: Part, kernel: str | None) -> GPT:
+    """The model with its parameters moved to a device. The part's kernel is compiled first.
+
+    Raises ValueError if the GPU cannot run the kernel, BuildError if there is no GPU or no compiler for it.
+    """
+    if device == "cpu":
+        return model
+    from attention_ext.cuda import driver
+
+    driver.check_gpu()
+    model = model.to(device)
+    if part.operator:
+        c, index = model.config, torch.cuda.current_device()
+        for queries in (c.block_size, 1):  # a prompt, and each new token
+            driver.compiled(kernel, c.n_head, queries, c.block_size, c.head_dim, Dtype.FP32, index)
+    return model
+
+
+def rounded(model: GPT, weights: str) -> GPT:
+    """The model with matrices, for int8 also activations, rounded to a Precision; all stay float32.
+
+    weights: a Precision or its name. Raises ValueError for another name.
+    """
+    return ROUNDINGS[member(Precision, "weights", weights)](model)
+
+
+def with_rounded_cache(attend: Attend, kv_cache: str) -> Attend:
+    """The attention over keys and values rounded to a CachePrecision; all stay float32.
+
+    kv_cache: a CachePrecision or its name. Raises ValueError for another name.
+    """
+    dtype = DTYPES[member(CachePrecision, "kv_cache", kv_cache)]
+    if dtype is torch.float32:
+        return attend
+    return lambda q, k, v: attend(q, k.to(dtype).float(), v.to(dtype).float())

@@ -17,8 +17,6 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
-import torch
-
 from attention_ext import __version__, processor, tiles
 from attention_ext.parts import PARTS, CachePrecision, helpers_of
 from generation.engine import default_engine, open_engine
@@ -26,6 +24,7 @@ from generation.sampling import NUMBERS, Sampling
 from generation.texts import capacity_for, complete, slots_for
 from generation.writer import Request, Writer
 from model.checkpoint import Checkpoint, load
+from model.config import EMBEDDING, HEAD
 from model.tokenizer import Tokenizer
 
 MOST_NEW_TOKENS = 2**20  # limit for a line of a prompts file: an endless text would block its shard
@@ -100,9 +99,10 @@ class Loss:
 
 def fingerprint(checkpoint: Checkpoint) -> str:
     """A hash of a model's configuration, weights and vocabulary."""
-    digest = hashlib.sha256(json.dumps(asdict(checkpoint.model.config)).encode())
-    for name, tensor in sorted(checkpoint.model.state_dict().items()):
-        digest.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())
+    digest = hashlib.sha256(json.dumps(asdict(checkpoint.config)).encode())
+    weights = {**checkpoint.weights, HEAD: checkpoint.weights[EMBEDDING]}
+    for name, array in sorted(weights.items()):
+        digest.update(name.encode() + array.tobytes())
     tokenizer = checkpoint.tokenizer
     digest.update(json.dumps(getattr(tokenizer, "characters", None) or len(tokenizer)).encode())
     return digest.hexdigest()
@@ -117,7 +117,7 @@ def resolved(settings: Settings, checkpoint: Checkpoint) -> dict[str, Any]:
     simd = helpers_of(s.part, s.simd) or "auto"
     chosen = {"engine": s.engine or default_engine(s.part), "simd": simd, "br": s.br, "bc": s.bc}
     if PARTS[s.part].tiled:
-        d, capacity = checkpoint.model.config.head_dim, capacity_of(s, checkpoint)
+        d, capacity = checkpoint.config.head_dim, capacity_of(s, checkpoint)
         br, bc = tiles.tile(simd, 1, d, capacity, causal=True)
         chosen |= {"br": s.br or br, "bc": s.bc or bc}
     return chosen
@@ -126,22 +126,20 @@ def resolved(settings: Settings, checkpoint: Checkpoint) -> dict[str, Any]:
 def capacity_of(settings: Settings, checkpoint: Checkpoint) -> int:
     """Tokens of context that the longest text needs; the block size for prompts from a file."""
     if settings.prompt is None:
-        return checkpoint.model.config.block_size
+        return checkpoint.config.block_size
     return capacity_for(checkpoint, request_for(settings, checkpoint.tokenizer, 0))
 
 
-def this_machine(parquet: bool = False) -> dict[str, str]:
-    """The processor and the versions, which can change a text's bytes besides the settings."""
+def this_machine(*packages: str) -> dict[str, str]:
+    """What can change a text's bytes besides the settings: the processor, and versions, also of packages."""
     features = hashlib.sha256(processor.capabilities().encode()).hexdigest()[:16]
-    versions = {"pyarrow": metadata.version("pyarrow")} if parquet else {}
     return {
         "processor": processor.name(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "instructions": processor.instructions(),
         "features": features,
         "python": platform.python_version(),
-        "torch": torch.__version__,
         "shakespeare-attention": __version__,
-        **versions,
+        **{name: metadata.version(name) for name in packages},
     }
 
 
@@ -215,12 +213,12 @@ class Scribe:
         if fingerprint(self.checkpoint) != settings.fingerprint:
             raise ValueError(f"model {settings.model!r} is not the one that the job was started with")
         self.settings = settings
-        model, capacity = self.checkpoint.model, capacity_of(settings, self.checkpoint)
+        capacity = capacity_of(settings, self.checkpoint)
         kv_cache = CachePrecision(settings.kv_cache)
-        self.at_once, slots = slots_for(2**31, 1, model.config, capacity, kv_cache)
+        self.at_once, slots = slots_for(2**31, 1, self.checkpoint.config, capacity, kv_cache)
         names = ("engine", "part", "simd", "br", "bc", "weights", "kv_cache")
         chosen = {name: getattr(settings, name) for name in names}
-        self.engine = open_engine(model, slots=slots, capacity=capacity, **chosen)
+        self.engine = open_engine(self.checkpoint, slots=slots, capacity=capacity, threads=1, **chosen)
 
     def write(self, task: Task, wanted: Callable[[], bool] = lambda: True) -> Shard:
         """Write a task's texts. Raises Stop soon after wanted() is false."""
@@ -249,7 +247,8 @@ class Scribe:
         tokens = sum(row["new_tokens"] for row in written)
         seconds = time.perf_counter() - start
         cpu_seconds = time.process_time() - cpu_start
-        return Shard(data, len(written), tokens, seconds, cpu_seconds, rejected, this_machine(parquet))
+        packages = ["pyarrow"] * parquet + ["torch"] * (self.engine.name == "torch")
+        return Shard(data, len(written), tokens, seconds, cpu_seconds, rejected, this_machine(*packages))
 
     def _requests(
         self, task: Task, rejected: list[tuple[int, str]]

@@ -11,7 +11,7 @@ from generation.engine import Engine, open_engine
 from generation.sampling import Sampling
 from generation.writer import Request, Text, Writer
 from model.checkpoint import Checkpoint
-from model.gpt import GPTConfig
+from model.config import GPTConfig
 from model.tokenizer import Tokenizer
 
 AT_ONCE = 32  # texts that are written together, for each thread
@@ -178,7 +178,7 @@ def complete(
 
 
 # The arguments that generate() passes to open_engine().
-ENGINE_OPTIONS = ("part", "simd", "br", "bc", "weights", "kv_cache", "device", "kernel")
+ENGINE_OPTIONS = ("part", "simd", "br", "bc", "weights", "kv_cache", "device", "kernel", "threads")
 
 
 def generate(
@@ -198,12 +198,12 @@ def generate(
 
     max_new_tokens: the most tokens to write; the model's block size by default.
     engine: a name, or an engine that open_engine() opened for this model. An open engine serves many texts,
-    with the part, simd, br, bc, weights, kv_cache, device and kernel that it was opened with.
+    with the options that it was opened with.
     seed: 0 to 2**64 - 1. The same seed gives the same text with every part and engine of a device, unless
         kv_cache is 'bf16', which rounds their results.
     stop: a string or several; the text ends before the first one that appears.
     context, use_cache: see writer.Request.
-    options: part, simd, br, bc, weights, kv_cache, device, kernel as in open_engine(), and those of Sampling.
+    options: ENGINE_OPTIONS as in open_engine(), and those of Sampling.
     Raises ValueError or TypeError naming the wrong argument, before anything is written, and BuildError if
     the kernels cannot be compiled.
     """
@@ -215,14 +215,14 @@ def generate(
     if not isinstance(prompt, str):
         raise TypeError(f"prompt is a {type(prompt).__name__}; it must be a string")
     if max_new_tokens is None:
-        max_new_tokens = checkpoint.model.config.block_size
+        max_new_tokens = checkpoint.config.block_size
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     ids = checkpoint.tokenizer.encode(prompt)
     request = Request(ids, seed, sampling, max_new_tokens, stops, context, use_cache)
     if engine is None or isinstance(engine, str):
         capacity = capacity_for(checkpoint, request)
-        engine = open_engine(checkpoint.model, engine, capacity=capacity, **chosen)
-    if engine.config != checkpoint.model.config:
+        engine = open_engine(checkpoint, engine, capacity=capacity, **chosen)
+    if engine.config != checkpoint.config:
         raise ValueError("engine was opened for another model; it must be one for the checkpoint's")
     writer = Writer(engine)
     writer.check(request)
@@ -238,6 +238,6 @@ def generate(
 
 def capacity_for(checkpoint: Checkpoint, request: Request) -> int:
     """Tokens of context that a request needs, at most the model's block size."""
-    longest = checkpoint.model.config.block_size
+    longest = checkpoint.config.block_size
     most = longest if request.max_new_tokens is None else request.max_new_tokens
     return min(longest, max(1, len(request.ids) + most))

@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from generation.engine import Engine
 from generation.logprobs import MOST_TOP
@@ -87,7 +85,9 @@ class Text:
     or if not requested.
     """
 
-    def __init__(self, request: Request, slot: int, capacity: int) -> None:
+    def __init__(
+        self, request: Request, slot: int, capacity: int, uniforms: Callable[[int], list[float]]
+    ) -> None:
         self.request, self.slot = request, slot
         self.prompt = tuple(request.ids[-capacity:])
         self.new_tokens = 0
@@ -97,7 +97,7 @@ class Text:
         self.held = 0  # tokens in the engine's slot; 0 until the prompt is read
         self._capacity = capacity
         self._last = deque(self.prompt, capacity)
-        self._random = torch.Generator().manual_seed(request.seed)
+        self._uniforms = uniforms
         self._drawn: list[float] = []  # uniform numbers, one for each of the next tokens
 
     @property
@@ -142,8 +142,7 @@ class Text:
     def draw(self, count: int) -> list[float]:
         """The uniform numbers in [0, 1) for the next tokens; append() removes those that were used."""
         while len(self._drawn) < count:
-            more = torch.rand(UNIFORMS_AT_ONCE, dtype=torch.float64, generator=self._random)
-            self._drawn += more.tolist()
+            self._drawn += self._uniforms(UNIFORMS_AT_ONCE)
         return self._drawn[:count]
 
     def append(self, tokens: Sequence[int]) -> None:
@@ -198,7 +197,8 @@ class Writer:
         self.check(request)
         if not self._free:
             raise ValueError("the writer has no free slot; a text must leave before another can join")
-        text = Text(request, self._free.pop(0), self.engine.capacity)
+        uniforms = self.engine.uniforms(request.seed)
+        text = Text(request, self._free.pop(0), self.engine.capacity, uniforms)
         self.engine.set_sampling(text.slot, request.sampling, request.logprobs)
         self.texts.append(text)
         return text

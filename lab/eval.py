@@ -8,7 +8,8 @@ import torch
 
 from attention_ext import attention
 from attention_ext.parts import check_part
-from generation.engine import check_kernel, on_device, rounded, with_rounded_cache
+from generation.engine import check_kernel
+from generation.pytorch import on_device, rounded, with_rounded_cache
 from model import corpus
 from model.checkpoint import load
 from model.loss import evaluate
@@ -45,13 +46,12 @@ def held_out_loss(
     Raises ValueError naming what is wrong, BuildError without a GPU or what compiles the kernels.
     """
     row = check_part(part)
-    checkpoint = load(
-        model, with_rounded_cache(partial(attention, part, causal=True, kernel=kernel), kv_cache)
-    )
-    check_kernel(device, row, kernel, checkpoint.model.config.head_dim)
-    gpt = on_device(rounded(checkpoint.model, weights), device, row, kernel)
+    checkpoint = load(model)
+    attend = with_rounded_cache(partial(attention, part, causal=True, kernel=kernel), kv_cache)
+    check_kernel(device, row, kernel, checkpoint.config.head_dim)
+    gpt = on_device(rounded(checkpoint.model.with_attention(attend), weights), device, row, kernel)
     _, held_out = corpus.split(text)
     ids = checkpoint.tokenizer.encode(held_out)
     # Nothing predicts the first token, so neither it nor its characters count.
     nats = evaluate(gpt, torch.tensor(ids, device=device)) * (len(ids) - 1) / (len(held_out) - 1)
-    return Loss(nats, len(held_out), checkpoint.model.config.block_size)
+    return Loss(nats, len(held_out), checkpoint.config.block_size)

@@ -175,7 +175,7 @@ def run(
     Raises TypeError or ValueError naming a wrong argument, OSError if trace_file cannot be written, and
     BuildError if the kernels cannot be compiled.
     """
-    longest = checkpoint.model.config.block_size
+    longest = checkpoint.config.block_size
     if prompt_tokens is None:
         prompt_tokens = max(1, longest // 2)
     if tokens is None:
@@ -187,7 +187,7 @@ def run(
         )
     precisions: dict[str, Any] = {"weights": weights, "kv_cache": kv_cache}
     capacity = prompt_tokens + tokens
-    engine = open_engine(checkpoint.model, part=part, simd=simd, capacity=capacity, **precisions, **others)
+    engine = open_engine(checkpoint, part=part, simd=simd, capacity=capacity, **precisions, **others)
     about = {"model": model, "part": part, "engine": engine.name, "simd": helpers_of(part, simd)}
     sizes = {"prompt_tokens": prompt_tokens, "new_tokens": tokens, "repetitions": REPETITIONS}
     settings = about | precisions | {"threads": torch.get_num_threads()} | sizes

@@ -11,7 +11,7 @@ from attention_ext.parts import check_part, with_gradient
 from lab.machine import Load, busy_text
 from lab.text import counted, markdown
 from lab.timing import seconds_of
-from model.gpt import GPTConfig
+from model.config import GPTConfig
 from training.recipe import Recipe
 from training.trainer import Trainer
 

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from attention_ext import PARTS, extension
+from attention_ext import extension
 from attention_ext.parts import check_part
 from generation.engine import Engine, open_engine
 from generation.sampling import Sampling
@@ -91,13 +91,13 @@ def line_up(
     """
     if len(parts) < 2 or len(set(parts)) < len(parts):
         raise ValueError(f"parts is {','.join(parts)!r}; it must name two or more, each once")
-    count = max_new_tokens or min(DEFAULT_TOKENS, checkpoint.model.config.block_size)
+    count = max_new_tokens or min(DEFAULT_TOKENS, checkpoint.config.block_size)
     request = Request(checkpoint.tokenizer.encode(prompt), seed, sampling, count, use_cache=use_cache)
     capacity = capacity_for(checkpoint, request)
     runners = []
     for part in parts:
         own = kernel if check_part(part).operator else None
-        writer = Writer(open_engine(checkpoint.model, part=part, capacity=capacity, kernel=own, **engine))
+        writer = Writer(open_engine(checkpoint, part=part, capacity=capacity, kernel=own, **engine))
         writer.check(request)
         _warm_up(writer.engine, request)
         writer.join(request)
@@ -115,7 +115,7 @@ def _warm_up(engine: Engine, request: Request) -> None:
 
 
 def describe(
-    runners: Sequence[Runner], simd: str, use_cache: bool, device: str = "cpu", kernel: str | None = None
+    runners: Sequence[Runner], use_cache: bool, device: str = "cpu", kernel: str | None = None
 ) -> str:
     """A description of the race; different engines are named."""
     lines = [f"{runners[0].count} tokens each, {'with' if use_cache else 'without'} a KV cache"]
@@ -124,8 +124,9 @@ def describe(
 
         head_dim = runners[0].engine.config.head_dim
         lines += [driver.describe(r.part, kernel, head_dim) for r in runners]
-    elif any(PARTS[r.part].operator for r in runners):
-        lines.append(extension.describe(simd))
+    else:
+        engines = (r.engine for r in runners if r.engine.simd_name)
+        lines += [extension.describe_helpers(str(e.simd_name), e.threads) for e in islice(engines, 1)]
     native = [r.part for r in runners if r.engine.name == "native"]
     if 0 < len(native) < len(runners):
         lines.append(f"Engines differ, not attention alone: native for {', '.join(native)}")

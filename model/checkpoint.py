@@ -1,36 +1,41 @@
 """Load and save checkpoints: a model with its vocabulary.
 
 A checkpoint is a directory with model.safetensors and config.json, or a nanoGPT ckpt.pt. The files are
-not trusted: a pickle cannot call anything, and every tensor is checked against the configuration before
-the model is made. SHA256SUMS, if present, shows whether the files have changed since they were saved.
+not trusted: a pickle cannot call anything, and every tensor is checked against the configuration.
+SHA256SUMS, if present, shows whether the files have changed since they were saved. Only a ckpt.pt and
+Checkpoint.model need torch.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import pickle
 import re
 import warnings
 import zipfile
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+import numpy as np
 import safetensors
-import safetensors.torch
-import torch
-from torch import Tensor
-from torch.nn import functional as F
+import safetensors.numpy
+from numpy.typing import NDArray
 
+from model.config import EMBEDDING, HEAD, GPTConfig
 from model.files import write_file
-from model.gpt import GPT, Attend, GPTConfig
 from model.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from model.gpt import GPT
 
 CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
 SHIPPED = ("shakes128", "shakes256", "shakes1024", "shakes2048")
 SUMS = "SHA256SUMS"  # in a checkpoint's directory, for sha256sum -c
+FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}  # safetensors' names
 SUMMED = ("config.json", "meta.json", "model.safetensors")  # all files that a model and its vocabulary need
 
 
@@ -38,21 +43,26 @@ class CheckpointError(ValueError):
     """A checkpoint is missing or malformed; the message names the file and what is wrong."""
 
 
+Weights = Mapping[str, NDArray[np.float32]]
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model in evaluation mode and its vocabulary."""
+    """A model's configuration and its vocabulary, with its weights as arrays and as a PyTorch model.
 
-    model: GPT
+    weights: by nanoGPT's names, contiguous; without lm_head.weight, which is tied to transformer.wte.weight.
+    """
+
+    config: GPTConfig
+    weights: Weights
     tokenizer: Tokenizer
 
+    @cached_property
+    def model(self) -> GPT:
+        """The model in evaluation mode with PyTorch's attention. Imports torch; it shares the weights."""
+        from model.gpt import GPT
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's own causal attention: q (B, H, Nq, d), k and v (B, H, Nk, d) -> (B, H, Nq, d)."""
-    Nq, Nk = q.shape[2], k.shape[2]
-    if Nq in (1, Nk):  # one query sees all keys
-        return F.scaled_dot_product_attention(q, k, v, is_causal=Nq > 1)
-    seen = torch.ones(Nq, Nk, dtype=torch.bool, device=q.device).tril(Nk - Nq)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return GPT.of(self.config, self.weights)
 
 
 def shipped(name: str) -> Path:
@@ -60,10 +70,10 @@ def shipped(name: str) -> Path:
     return CHECKPOINTS / name
 
 
-def load(name: str, attend: Attend = causal_attention) -> Checkpoint:
+def load(name: str) -> Checkpoint:
     """Load a shipped checkpoint, a checkpoint directory, a nanoGPT ckpt.pt or a directory with one.
 
-    name: one of SHIPPED, or a path. attend: the model's attention, see model.gpt.GPT; PyTorch's by default.
+    name: one of SHIPPED, or a path. A ckpt.pt needs torch.
     Raises CheckpointError or tokenizer.VocabularyError, which name the file and the error. Warns of
     well-formed files with a wrong checksum.
     """
@@ -73,9 +83,9 @@ def load(name: str, attend: Attend = causal_attention) -> Checkpoint:
     if path.is_dir() and not (path / "config.json").is_file() and (path / "ckpt.pt").is_file():
         path = path / "ckpt.pt"
     if path.is_dir():
-        args, weights, dataset = _read_directory(path)
+        args, stored, dataset = _read_directory(path)
     elif path.is_file():
-        args, weights, dataset = _read_nanogpt(path)
+        args, stored, dataset = _read_nanogpt(path)
         if damaged := _damaged_member(path):
             what = f"{damaged} does not match its checksum"
             warnings.warn(f"{path}: {what}; the text may be garbage", stacklevel=2)
@@ -86,10 +96,10 @@ def load(name: str, attend: Attend = causal_attention) -> Checkpoint:
             "a directory with model.safetensors and config.json, or a nanoGPT ckpt.pt"
         )
     try:
-        config = GPTConfig(**args)
+        config = replace(GPTConfig(**args), dropout=0.0)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{name}: the configuration is wrong: {error}") from None
-    model = _assemble(name, config, weights, attend)
+    weights = _checked(name, config, stored)
     tokenizer = _find_vocabulary(path, dataset, config.vocab_size)
     if len(tokenizer) != config.vocab_size:
         raise CheckpointError(
@@ -99,7 +109,7 @@ def load(name: str, attend: Attend = causal_attention) -> Checkpoint:
     if changed := _changed(path):
         what = " and ".join(changed) + (" does" if len(changed) == 1 else " do")
         warnings.warn(f"{path}: {what} not match {SUMS}; the text may be garbage", stacklevel=2)
-    return Checkpoint(model, tokenizer)
+    return Checkpoint(config, weights, tokenizer)
 
 
 def save(directory: Path, model: GPT, tokenizer: CharTokenizer, record: dict) -> None:
@@ -108,12 +118,7 @@ def save(directory: Path, model: GPT, tokenizer: CharTokenizer, record: dict) ->
     Each file is replaced as a whole.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    weights = {
-        name: tensor.detach().cpu().contiguous()
-        for name, tensor in model.state_dict().items()
-        if name != "lm_head.weight"  # tied to transformer.wte.weight
-    }
-    write_file(directory / "model.safetensors", safetensors.torch.save(weights))
+    write_file(directory / "model.safetensors", safetensors.numpy.save(model.weights))
     config = asdict(model.config) | {"dropout": 0.0}
     write_file(directory / "config.json", (json.dumps(config, indent=1) + "\n").encode())
     tokenizer.write_meta_json(directory / "meta.json")
@@ -141,7 +146,8 @@ def _sum_line(path: Path) -> str:
         return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}"
 
 
-def _read_directory(path: Path) -> tuple[dict, dict[str, Tensor], str | None]:
+def _read_directory(path: Path) -> tuple[dict, dict[str, np.ndarray], str | None]:
+    """A directory's configuration, weights and data set. bfloat16, which NumPy lacks, becomes float32."""
     config_file, weights_file = path / "config.json", path / "model.safetensors"
     for file in (config_file, weights_file):
         if not file.is_file():
@@ -153,14 +159,27 @@ def _read_directory(path: Path) -> tuple[dict, dict[str, Tensor], str | None]:
     if not isinstance(args, dict):
         raise CheckpointError(f"{config_file} holds a {type(args).__name__}; it must be an object")
     try:
-        weights = safetensors.torch.load(weights_file.read_bytes())  # load_file leaks two kilobytes a call
+        stored = dict(safetensors.deserialize(weights_file.read_bytes()))
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{weights_file} cannot be read: {error}") from None
+    weights = {}
+    for name, tensor in stored.items():
+        if tensor["dtype"] == "BF16":
+            flat = (np.frombuffer(tensor["data"], np.uint16).astype(np.uint32) << 16).view(np.float32)
+        elif tensor["dtype"] in FLOATS:
+            flat = np.frombuffer(tensor["data"], FLOATS[tensor["dtype"]])
+        else:
+            raise CheckpointError(f"{path}: {name} must be a dense tensor of floats")
+        weights[name] = flat.reshape(tensor["shape"])
     return args, weights, args.pop("dataset", None)
 
 
-def _read_nanogpt(path: Path) -> tuple[dict, dict[str, Tensor], str | None]:
+def _read_nanogpt(path: Path) -> tuple[dict, dict[str, np.ndarray], str | None]:
     """A ckpt.pt's model_args, weights with torch.compile's prefix removed, and data set."""
+    try:
+        import torch
+    except ImportError:
+        raise CheckpointError(f"{path} needs PyTorch: pip install torch") from None
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can raise nearly anything
@@ -171,11 +190,18 @@ def _read_nanogpt(path: Path) -> tuple[dict, dict[str, Tensor], str | None]:
     for key in ("model", "model_args"):
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(key), dict):
             raise CheckpointError(f"{path} has no dict {key!r}; a nanoGPT checkpoint must have one")
-    weights = {
-        str(name).removeprefix("_orig_mod."): tensor
-        for name, tensor in checkpoint["model"].items()
-        if not str(name).endswith((".attn.bias", ".attn.masked_bias"))  # causal masks, not parameters
-    }
+    weights = {}
+    floats = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    for key, t in checkpoint["model"].items():
+        name = str(key).removeprefix("_orig_mod.")
+        if name.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks, not parameters
+            continue
+        plain = isinstance(t, torch.Tensor) and t.layout == torch.strided and not t.is_nested
+        if not plain or t.device.type != "cpu" or t.dtype not in floats:
+            raise CheckpointError(f"{path}: {name} must be a dense tensor of floats")
+        if not t.is_contiguous():  # a view of a few bytes could claim any size
+            raise CheckpointError(f"{path}: {name} must be contiguous")
+        weights[name] = t.detach().float().numpy()
     config = checkpoint.get("config")
     return checkpoint["model_args"], weights, config.get("dataset") if isinstance(config, dict) else None
 
@@ -193,44 +219,29 @@ def _damaged_member(path: Path) -> str | None:
             return "a part"
 
 
-def _assemble(name: str, config: GPTConfig, weights: dict[str, Tensor], attend: Attend) -> GPT:
-    """Build a model from weights by nanoGPT's names. Each is checked before anything is allocated."""
+def _checked(name: str, config: GPTConfig, weights: dict[str, np.ndarray]) -> Weights:
+    """The weights in float32, without the tied head's. Raises CheckpointError unless they fit and are finite.
+
+    Nothing is allocated for a configuration that does not fit.
+    """
     if config.n_layer > len(weights):
         raise CheckpointError(f"{name}: n_layer is {config.n_layer}, but there are {len(weights)} tensors")
-    config = dataclasses.replace(config, dropout=0.0)
-    try:
-        model = GPT.without_weights(config, attend)
-    except (RuntimeError, TypeError) as error:  # sizes or their product overflow
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(f"{name}: the configuration is wrong: {reason}") from None
-    expected = {n: t.shape for n, t in model.state_dict().items()}
-    if missing := sorted(expected.keys() - weights.keys() - {"lm_head.weight"}):
+    expected = config.shapes()
+    if missing := sorted(expected.keys() - weights.keys()):
         raise CheckpointError(f"{name}: {len(missing)} tensors are missing, the first is {missing[0]}")
-    if surplus := sorted(weights.keys() - expected.keys()):
+    if surplus := sorted(weights.keys() - expected.keys() - {HEAD}):
         raise CheckpointError(f"{name}: {len(surplus)} tensors are unexpected, the first is {surplus[0]}")
-    weights.setdefault("lm_head.weight", weights["transformer.wte.weight"])
-    weights = {n: _checked(f"{name}: {n}", weights[n], shape) for n, shape in expected.items()}
-    if not torch.equal(weights["lm_head.weight"], weights["transformer.wte.weight"]):
-        raise CheckpointError(f"{name}: lm_head.weight differs from transformer.wte.weight")
-    model.load_state_dict(weights, assign=True)
-    model.tie_head()
-    return model.eval()
-
-
-def _checked(name: str, tensor: Any, shape: torch.Size) -> Tensor:
-    """`tensor` in float32. Raises CheckpointError unless it is dense, floating, finite and of this shape."""
-    floats = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-    plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_nested
-    if not plain or tensor.device.type != "cpu" or tensor.dtype not in floats:
-        raise CheckpointError(f"{name} must be a dense tensor of floats")
-    if tensor.shape != shape:
-        raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}")
-    if not tensor.is_contiguous():  # a view of a few bytes could claim any size
-        raise CheckpointError(f"{name} must be contiguous")
-    tensor = tensor.float()
-    if not torch.isfinite(tensor).all():
-        raise CheckpointError(f"{name} holds NaN or infinity")
-    return tensor
+    for tensor, shape in (expected | {HEAD: expected[EMBEDDING]}).items():
+        if (its := weights.get(tensor, weights[EMBEDDING]).shape) != shape:
+            raise CheckpointError(f"{name}: {tensor} has shape {its}; it must be {shape}")
+    if not np.array_equal(weights.get(HEAD, weights[EMBEDDING]), weights[EMBEDDING], equal_nan=True):
+        raise CheckpointError(f"{name}: {HEAD} differs from {EMBEDDING}")
+    with np.errstate(over="ignore"):  # an infinity is refused below
+        found = {tensor: weights[tensor].astype(np.float32, copy=False) for tensor in expected}
+    for tensor, array in found.items():
+        if not np.isfinite(array).all():
+            raise CheckpointError(f"{name}: {tensor} holds NaN or infinity")
+    return found
 
 
 def _find_vocabulary(directory: Path, dataset: str | None, vocab_size: int) -> Tokenizer:

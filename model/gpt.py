@@ -1,4 +1,4 @@
-"""nanoGPT's architecture: GPTConfig -> CausalSelfAttention -> MLP -> Block -> GPT.
+"""nanoGPT's architecture: CausalSelfAttention -> MLP -> Block -> GPT.
 
 Field and parameter names are nanoGPT's, so its checkpoints load unchanged. The one difference is the
 attention layer: it gets a callable and does not know its implementation.
@@ -7,54 +7,20 @@ attention layer: it gets a callable and does not know its implementation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from model.config import EMBEDDING, HEAD, GPTConfig
 from model.kv_cache import KVCache
 
 # (B, H, Nq, d), (B, H, Nk, d), (B, H, Nk, d) -> (B, H, Nq, d); causal and scaled by 1/sqrt(d)
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """Sizes of a model.
-
-    block_size: the longest context, in tokens.  vocab_size: V.  n_layer: L.  n_head: H.
-    n_embd: C, a multiple of n_head.  dropout: probability, used while training only.
-    bias: whether Linear and LayerNorm layers have one.
-    Raises ValueError naming the first field that is out of range.
-    """
-
-    block_size: int = 1024
-    vocab_size: int = 50304
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
-    dropout: float = 0.0
-    bias: bool = True
-
-    def __post_init__(self) -> None:
-        for field in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{field} is {value!r}; it must be a whole number of at least 1")
-        if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd is {self.n_embd}; it must be a multiple of n_head={self.n_head}")
-        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout!r}; it must be at least 0 and less than 1")
-        if not isinstance(self.bias, bool):
-            raise ValueError(f"bias is {self.bias!r}; it must be true or false")
-
-    @property
-    def head_dim(self) -> int:
-        """d, the width of one head."""
-        return self.n_embd // self.n_head
 
 
 class CausalSelfAttention(nn.Module):
@@ -121,6 +87,15 @@ class Transformer(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
 
 
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """PyTorch's own causal attention: q (B, H, Nq, d), k and v (B, H, Nk, d) -> (B, H, Nq, d)."""
+    Nq, Nk = q.shape[2], k.shape[2]
+    if Nq in (1, Nk):  # one query sees all keys
+        return F.scaled_dot_product_attention(q, k, v, is_causal=Nq > 1)
+    seen = torch.ones(Nq, Nk, dtype=torch.bool, device=q.device).tril(Nk - Nq)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
 class _Uninitialised(TorchFunctionMode):
     """Leaves parameters as they are made: a random number on the meta device imports PyTorch's compiler."""
 
@@ -162,20 +137,32 @@ class GPT(nn.Module):
         with torch.device("meta"), _Uninitialised():
             return cls(config, attend)
 
+    @classmethod
+    def of(cls, config: GPTConfig, weights: Mapping[str, NDArray[np.float32]]) -> GPT:
+        """A model in evaluation mode over these arrays, which it shares, with PyTorch's attention."""
+        tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
+        return cls._over(config, tensors | {HEAD: tensors[EMBEDDING]}, causal_attention)
+
     def with_attention(self, attend: Attend) -> GPT:
         """A model with the same, shared parameters and another attention, in evaluation mode."""
-        other = GPT.without_weights(self.config, attend)
-        other.load_state_dict(self.state_dict(), assign=True)
-        other.tie_head()
-        return other.eval()
+        return self._over(self.config, self.state_dict(), attend)
+
+    @classmethod
+    def _over(cls, config: GPTConfig, tensors: Mapping[str, Tensor], attend: Attend) -> GPT:
+        model = cls.without_weights(config, attend)
+        model.load_state_dict(tensors, assign=True)
+        model.tie_head()
+        return model.eval()
 
     def tie_head(self) -> None:
         """Make the head's weight the token embedding (Press & Wolf 2016, arXiv:1608.05859)."""
         self.lm_head.weight = self.transformer.wte.weight
 
-    def num_params(self) -> int:
-        """Number of parameters without the position embeddings, as nanoGPT counts them."""
-        return sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
+    @property
+    def weights(self) -> dict[str, NDArray[np.float32]]:
+        """The parameters as arrays without the tied head's; on the CPU they share the memory."""
+        parameters = {name: t for name, t in self.state_dict().items() if name != HEAD}
+        return {name: t.detach().cpu().contiguous().numpy() for name, t in parameters.items()}
 
     def forward(
         self, ids: Tensor, caches: Sequence[KVCache] | None = None, last_only: bool = False

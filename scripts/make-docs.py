@@ -18,7 +18,7 @@ from click.testing import CliRunner
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from app.cli import cli  # noqa: E402
+from app.cli import COMMANDS, cli  # noqa: E402
 from app.cli.terminal import one_line  # noqa: E402
 from attention_ext import PARTS  # noqa: E402
 from attention_ext.parts import Dtype  # noqa: E402
@@ -64,7 +64,7 @@ ENGINES = (
 
 def help_texts() -> str:
     """The text of docs/cli.md."""
-    return HEAD + "\n".join([help_text("gpt.py"), *(help_text("gpt.py", name) for name in cli.commands)])
+    return HEAD + "\n".join([help_text("gpt.py"), *(help_text("gpt.py", name) for name in COMMANDS)])
 
 
 def help_text(*words: str) -> str:

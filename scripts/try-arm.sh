@@ -75,7 +75,7 @@ inside() {
     [ -x "$root/venv/bin/pip" ] || arm python3 -m venv /venv
     # PyTorch chooses the versions of its own dependencies; ours are the tested ones.
     arm sh -c 'grep -v ^torch== constraints.txt > /tmp/constraints.txt'
-    arm pip install -q -c /tmp/constraints.txt "torch==${TORCH:-2.10.0}" -e . pytest pytest-xdist hypothesis
+    arm pip install -q -c /tmp/constraints.txt "torch==${TORCH:-2.10.0}" -e '.[torch]' pytest pytest-xdist hypothesis
 
     : > "$folder/results"
     arm sh -c 'uname -m; g++ --version | head -n 1; python --version'

@@ -7,7 +7,8 @@ from functools import partial
 import torch
 
 from attention_ext import attention
-from model.gpt import GPT, Attend, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT, Attend
 from model.tokenizer import CharTokenizer
 
 CHARACTERS = list("\n abcdefghi")

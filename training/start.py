@@ -43,7 +43,7 @@ def fitted(checkpoint: Checkpoint, text: str, block_size: int, seed: int) -> tup
         )
     new = "".join(sorted(set(text) - set(known.characters)))
     tokenizer = CharTokenizer([*known.characters, *new])
-    config = dataclasses.replace(checkpoint.model.config, block_size=block_size, vocab_size=len(tokenizer))
+    config = dataclasses.replace(checkpoint.config, block_size=block_size, vocab_size=len(tokenizer))
     weights = dict(checkpoint.model.state_dict())
     old = weights["transformer.wte.weight"]  # (V, C)
     generator = torch.Generator().manual_seed(seed)

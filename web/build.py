@@ -26,7 +26,7 @@ FLAGS = (  # -flto: 2 to 6 % of the speed
 )
 FOLDERS = tuple(ROOT / package / "csrc" for package in ("model", "generation", "web"))
 # The page does not train, its threads would wait for each other, and it has no Python.
-LEFT_OUT = ("part4_backward.cpp", "module.cpp")
+LEFT_OUT = ("part4_backward.cpp", "c_api.cpp")
 STATIC = ("index.html", "style.css", "sw.js")
 MODEL = "shakes256"  # the page begins with it, and with the first of the precisions
 PRECISIONS = {"bf16": "bf16, smaller", "fp32": "fp32, exact"}  # how the page names them

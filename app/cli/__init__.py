@@ -1,52 +1,57 @@
 """The command line: parse, call, print; no maths. Commands import torch when they run."""
 
+import importlib
 import os
 import sys
 import warnings
 
 import click
 
-from app.cli import part
-from app.cli.bench import bench
-from app.cli.bulk import bulk
-from app.cli.doctor import doctor
-from app.cli.eval import evaluate
-from app.cli.explain import explain
-from app.cli.four_d_access import four_d_access
-from app.cli.parallel import parallel
-from app.cli.prepare import prepare
-from app.cli.profile import profile
-from app.cli.race import race
-from app.cli.serve import serve
 from app.cli.terminal import notice, one_line, program
-from app.cli.train import train
-from app.cli.web import web
 from attention_ext import PARTS, BuildError, __version__
 
 # The sections of `gpt.py --help`: (what to type, the sentence that describes it).
 WRITE = [(f"{name} --inference", f"Write text with {name}: {part.summary}.") for name, part in PARTS.items()]
-SECTIONS: dict[str, tuple[click.Command, ...]] = {
-    "Write many texts": (bulk,),
-    "Serve": (serve,),
-    "Lab test": (*part.COMMANDS, four_d_access, parallel),
-    "Measure": (bench, explain, profile, race, doctor),
-    "Train": (prepare, train, evaluate),
-    "Show": (web,),
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "Write many texts": ("bulk",),
+    "Serve": ("serve",),
+    "Lab test": (*PARTS, "4Daccess", "parallel"),
+    "Measure": ("bench", "explain", "profile", "race", "doctor"),
+    "Train": ("prepare", "train", "eval"),
+    "Show": ("web",),
 }
+COMMANDS = tuple(name for names in SECTIONS.values() for name in names)
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 
 
 class Commands(click.Group):
-    """A group whose help shows its commands in sections. Each command has its whole sentence."""
+    """A group whose help shows its commands in sections. A command's file is imported when it is needed."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        return command_of(name) if name in COMMANDS else None
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         rows = {"Write": WRITE}
-        for heading, commands in SECTIONS.items():
-            rows[heading] = [(str(c.name), first_sentence(c)) for c in commands]
+        for heading, names in SECTIONS.items():
+            rows[heading] = [(name, first_sentence(command_of(name))) for name in names]
         width = max(len(name) for section in rows.values() for name, _ in section)
         for heading, section in rows.items():
             with formatter.section(heading):
                 formatter.write_dl([(name.ljust(width), sentence) for name, sentence in section])
+
+
+def command_of(name: str) -> click.Command:
+    """The command of one of SECTIONS' names."""
+    if name in PARTS:
+        from app.cli import part
+
+        return part.command_of(name)
+    module = importlib.import_module(f"app.cli.{name.replace('4D', 'four_d_')}")
+    commands = (found for found in vars(module).values() if isinstance(found, click.Command))
+    return next(command for command in commands if command.name == name)
 
 
 def first_sentence(command: click.Command) -> str:
@@ -55,11 +60,7 @@ def first_sentence(command: click.Command) -> str:
     return sentence if sentence.endswith(".") else f"{sentence}."
 
 
-@click.group(
-    cls=Commands,
-    commands=[command for section in SECTIONS.values() for command in section],
-    context_settings=SETTINGS,
-)
+@click.group(cls=Commands, context_settings=SETTINGS)
 @click.version_option(__version__, message="shakespeare-attention %(version)s")
 def cli() -> None:
     """Write Shakespeare with a small GPT whose attention you choose, and measure each choice.
@@ -97,6 +98,10 @@ def main(arguments: list[str] | None = None) -> None:
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except (ValueError, BuildError) as error:
         fail(str(error))
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        fail("this command needs PyTorch: pip install torch, or pip install -e '.[torch]'")
 
 
 def fail(message: str) -> None:

@@ -112,14 +112,14 @@ def job_of(prompts: Path | None, texts: int | None, shard_size: int, **asked) ->
         prompt = options.read_prompt(asked["prompt"], asked["prompt_file"])
         asked["prompt"] = "\n" if prompt is None else prompt
     if asked["max_new_tokens"] is None:
-        asked["max_new_tokens"] = checkpoint.model.config.block_size
+        asked["max_new_tokens"] = checkpoint.config.block_size
     asked["sampling"] = options.take_sampling(asked)
     asked |= {"fingerprint": shards.fingerprint(checkpoint), "use_cache": not asked["no_kv_cache"]}
     names = {field.name for field in fields(shards.Settings)} & asked.keys()
     settings = shards.Settings(**{name: asked[name] for name in names})
     shards.request_for(settings, checkpoint.tokenizer, 0)  # checks the settings
     # compiles what the workers load
-    open_engine(checkpoint.model, settings.engine, part=settings.part, simd=settings.simd)
+    open_engine(checkpoint, settings.engine, part=settings.part, simd=settings.simd)
     texts = found.lines if found else texts or 0
     return Job(settings, texts, shard_size, found, shards.resolved(settings, checkpoint))
 

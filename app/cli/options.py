@@ -222,6 +222,14 @@ def warned_of_threads(context, parameter, value):
     return value
 
 
+def threads_for(threads: int | None) -> int:
+    """The threads of an engine; None takes all cores. PyTorch's, if it is imported later, then sleep."""
+    from attention_ext import processor
+
+    processor.let_waiting_threads_sleep()
+    return threads or processor.threads()
+
+
 def set_threads(threads: int | None, sleeping: bool = True) -> int:
     """Set and return the threads of PyTorch and of the kernels; None takes PyTorch's, at most the cores.
 

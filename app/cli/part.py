@@ -22,7 +22,8 @@ WITH_KERNELS = tuple(name for name in running_on("cuda") if PARTS[name].operator
 TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype", "backward"}
 NOT_BACKWARD = {"br", "bc", "device", "kernel", "dtype"}
 NOT_WITH = {"inference": TEST_ONLY, "backward": NOT_BACKWARD, "interactive": ("num_samples", "as_json")}
-ENGINE = ("engine", "simd", "br", "bc", "weights", "kv_cache", "device", "kernel")  # of open_engine()
+# Options of open_engine().
+ENGINE = ("engine", "simd", "br", "bc", "weights", "kv_cache", "device", "kernel", "threads")
 
 MEASURED = ("new_tokens", "prefill_seconds", "decode_seconds", "tokens_per_second", "finish_reason")
 
@@ -76,7 +77,7 @@ def command_of(part: str) -> click.Command:
         if asked["inference"] or asked["device"] == "cuda":
             asked |= {side: None for side in ("br", "bc") if not options.given(side)}
         if asked["inference"]:
-            asked["threads"] = options.set_threads(threads)
+            asked["threads"] = options.threads_for(threads)
             session = Session(part, asked)
             converse(session) if asked["interactive"] else write(session)
             return True
@@ -142,7 +143,7 @@ class Session:
             self.checkpoint.tokenizer.encode(self.prompt),
             asked["seed"],
             options.take_sampling(asked),
-            self.checkpoint.model.config.block_size if length is None else length,
+            self.checkpoint.config.block_size if length is None else length,
             asked["stop"],
             asked["context"],
             not asked["no_kv_cache"],
@@ -155,23 +156,23 @@ class Session:
         from generation.engine import open_engine
 
         settings = {name: self.asked[name] for name in ENGINE}
-        return open_engine(self.checkpoint.model, part=self.part, slots=slots, capacity=capacity, **settings)
+        return open_engine(self.checkpoint, part=self.part, slots=slots, capacity=capacity, **settings)
 
     def announce(self, engine: "Engine") -> None:
         """Describe the model, the kernel and the engine."""
-        gpt, tokenizer, asked = self.checkpoint.model, self.checkpoint.tokenizer, self.asked
+        config, tokenizer, asked = self.checkpoint.config, self.checkpoint.tokenizer, self.asked
         notice(f"Running inference using dnn model {asked['model']}")
-        notice(f"number of parameters: {gpt.num_params() / 1e6:.2f}M")
+        notice(f"number of parameters: {config.num_params / 1e6:.2f}M")
         notice(f"Vocabulary of {len(tokenizer)} tokens from {tokenizer.source}")
         kernel = f"Attention by {PARTS[self.part].summary}"
         if asked["device"] == "cuda":
             from attention_ext.cuda import driver
 
-            kernel = driver.describe(self.part, asked["kernel"], gpt.config.head_dim)
-        elif PARTS[self.part].operator:
+            kernel = driver.describe(self.part, asked["kernel"], config.head_dim)
+        elif engine.simd_name:
             from attention_ext import extension
 
-            kernel = extension.describe(asked["simd"])
+            kernel = extension.describe_helpers(engine.simd_name, engine.threads)
         precisions = {"weights": asked["weights"], "cache": asked["kv_cache"]}
         rounded = "".join(f", {what} in {name}" for what, name in precisions.items() if name != "fp32")
         notice(f"{kernel}, {engine.name} engine{rounded}")
@@ -184,7 +185,7 @@ def write(session: Session) -> None:
 
     asked, request, count = session.asked, session.request, session.asked["num_samples"]
     capacity = capacity_for(session.checkpoint, request)
-    config, kv_cache = session.checkpoint.model.config, CachePrecision(asked["kv_cache"])
+    config, kv_cache = session.checkpoint.config, CachePrecision(asked["kv_cache"])
     at_once, slots = slots_for(count, asked["threads"], config, capacity, kv_cache)
     engine = session.open(slots, capacity)
     writer = Writer(engine, at_once)
@@ -242,7 +243,7 @@ def converse(session: Session) -> None:
     from generation.texts import complete
     from generation.writer import Writer
 
-    engine = session.open(1, session.checkpoint.model.config.block_size)
+    engine = session.open(1, session.checkpoint.config.block_size)
     session.announce(engine)
     notice(HELP)
     tokenizer, seed, text = session.checkpoint.tokenizer, session.request.seed, session.shown_prompt
@@ -283,6 +284,3 @@ def converse(session: Session) -> None:
         if completion:
             text += completion.text + completion.stopped_by
         click.echo()
-
-
-COMMANDS = tuple(command_of(part) for part in PARTS)

@@ -52,7 +52,7 @@ def profile(model, form, threads, train, batch, **asked) -> None:
 
     checkpoint = load(model)
     if train:
-        found = profile_training.profile(asked["part"], checkpoint.model.config, batch, asked["simd"])
+        found = profile_training.profile(asked["part"], checkpoint.config, batch, asked["simd"])
         table = profile_training.table
     else:
         found, table = profiling.run(checkpoint, model=model, **asked), profiling.table

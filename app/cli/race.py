@@ -33,7 +33,7 @@ def race(parts, model, prompt, threads, no_kv_cache, **asked) -> bool:
     --device cuda, part0 and part4.
     """
     options.refuse_other_device()
-    options.set_threads(threads)
+    asked["threads"] = options.threads_for(threads)
     from lab import race as racing
     from model import load
 
@@ -41,6 +41,6 @@ def race(parts, model, prompt, threads, no_kv_cache, **asked) -> bool:
     asked["use_cache"] = not no_kv_cache
     sampling = options.take_sampling(asked)
     runners = racing.line_up(load(model), names, prompt=prompt, sampling=sampling, **asked)
-    where = {name: asked[name] for name in ("simd", "use_cache", "device", "kernel")}
+    where = {name: asked[name] for name in ("use_cache", "device", "kernel")}
     notice(f"{model}, {racing.describe(runners, **where)}")
     return racing.run(runners, prompt, click.echo)

@@ -91,7 +91,7 @@ def serve(models, host, threads, api_keys, api_key_file, insecure, origins, host
     settings = Settings(
         tuple(dict.fromkeys(models)),
         host=host,
-        threads=options.set_threads(threads),
+        threads=options.threads_for(threads),
         api_keys=tuple(keys),
         origins=origins,
         hosts=hosts,

@@ -118,7 +118,7 @@ class Sampler:
         model = self.averaged
         if next(model.parameters()).is_cuda:
             model = copy.deepcopy(model).cpu()
-        checkpoint = Checkpoint(model, self.tokenizer)
+        checkpoint = Checkpoint(model.config, model.weights, self.tokenizer)
         try:
             text = generate(checkpoint, self.prompt, self.tokens, part=self.part, seed=1, context="reset")
         except BuildError:

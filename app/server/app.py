@@ -122,7 +122,7 @@ class Application:
             "created": self.created,
             "owned_by": "shakespeare-attention",
             "parts": list(PARTS),
-            "block_size": self.checkpoint(name).model.config.block_size,
+            "block_size": self.checkpoint(name).config.block_size,
         }
 
     def checkpoint(self, model: str) -> Checkpoint:

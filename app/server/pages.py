@@ -59,8 +59,8 @@ def status(checkpoints: Mapping[str, Checkpoint], part: str, status: str, addres
     """The status page. part: the default part. address: the server's address in the reader's request."""
     rows = ""
     for name, checkpoint in checkpoints.items():
-        config = checkpoint.model.config
-        cells = (f"{checkpoint.model.num_params():,}", config.block_size, f"{config.vocab_size:,}")
+        config = checkpoint.config
+        cells = (f"{config.num_params:,}", config.block_size, f"{config.vocab_size:,}")
         rows += f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
     html = TEMPLATE.format(
         version=__version__,

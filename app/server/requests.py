@@ -165,7 +165,7 @@ class Body(Settable):
 
     def requests(self, checkpoint: Checkpoint, settings: Settings) -> list[Request]:
         """The texts to be written, `candidates` for each prompt. Raises ApiError naming the wrong field."""
-        config = checkpoint.model.config
+        config = checkpoint.config
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options needs stream.", "stream_options")
         prompts, candidates, alternatives = self.ids(checkpoint.tokenizer), self.candidates, self.alternatives

@@ -14,7 +14,6 @@ from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from app.server import Settings
@@ -255,7 +254,6 @@ class Scheduler:
         self._commands.put(partial(self._lane(*call.lane).cancel, call))
 
     def _run(self) -> None:
-        torch.set_num_threads(self.settings.threads)
         try:
             for model in self.checkpoints:
                 lane = self._lane(model, self.settings.part)
@@ -306,12 +304,18 @@ class Scheduler:
         return self._lanes[model, part]
 
     def _engine(self, lane: Lane) -> Engine:
-        model, s = self.checkpoints[lane.model].model, self.settings
-        return open_engine(model, part=lane.part, weights=s.weights, kv_cache=s.kv_cache, slots=s.slots + 1)
+        s = self.settings
+        return open_engine(
+            self.checkpoints[lane.model],
+            part=lane.part,
+            weights=s.weights,
+            kv_cache=s.kv_cache,
+            slots=s.slots + 1,
+            threads=s.threads,
+        )
 
     def _open(self, lane: Lane) -> None:
         """Open a lane's engine in another thread while other lanes write."""
-        torch.set_num_threads(self.settings.threads)
         try:
             self._commands.put(partial(lane.open, self._engine(lane)))
         except Exception as error:  # reported to the waiting calls

@@ -11,9 +11,6 @@ import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import pybind11
-import torch
-
 from attention_ext import processor
 from attention_ext.build import cache, toolchain
 from attention_ext.parts import MOST_SCORES, BuildError, resolve_simd
@@ -26,16 +23,13 @@ HELPERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "portable": ((), ()),
     "off": (("simd/off.cpp",), ("-DSIMD_ELSEWHERE", "-fno-tree-vectorize", "-fno-tree-slp-vectorize")),
 }
+TORCH_VERSION = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10, the oldest with all that is used
 ISPC_SOURCE = "simd/simd.ispc"
 KERNELS = ("cpu/*.cpp", "simd/portable/*.cpp")  # the latter: simd/portable.h, used over every helper
 OPERATORS = ("bindings/operators.cpp", "tools/limits.cpp")
 PROGRAM = ("tools/alone.cpp",)
-# Python has loaded its own functions and PyTorch's libraries before these are loaded.
-LINK = (
-    ("-shared", "-undefined", "dynamic_lookup")
-    if sys.platform == "darwin"
-    else ("-shared", f"-L{Path(torch.__file__).parent / 'lib'}", "-Wl,--as-needed", "-ltorch_cpu", "-lc10")
-)
+# Python has loaded its own functions before a library is loaded.
+LINK = ("-shared", "-undefined", "dynamic_lookup") if sys.platform == "darwin" else ("-shared",)
 
 
 @dataclass(frozen=True)
@@ -45,6 +39,7 @@ class Recipe:
     name: the directory's name before the fingerprint. file: the file's name. what: a description for
     messages. folders: of headers; every file in them enters the fingerprint. includes: other folders of
     headers. link: the linker's arguments. ispc: the compiler of ISPC_SOURCE, if needed. kernels: linked too.
+    versions: of packages whose headers it includes.
     """
 
     name: str
@@ -58,14 +53,14 @@ class Recipe:
     link: tuple[str, ...] = ()
     ispc: str | None = None
     kernels: "Recipe | None" = None
+    versions: tuple[str, ...] = ()
 
     def path(self) -> Path:
         """The file's path, before and after it is made. Raises BuildError if a compiler does not run."""
-        versions = [torch.__version__, pybind11.__version__, sys.version]
         commands = [self.compiler, (self.ispc,)] if self.ispc else [self.compiler]
         outputs = [toolchain.version(*command) for command in commands]
         kernels = self.kernels.path().parent.name if self.kernels else ""
-        facts = [shlex.join(self.compiler), *self.flags, processor.capabilities(), kernels, *versions]
+        facts = [shlex.join(self.compiler), *self.flags, processor.capabilities(), kernels, *self.versions]
         found = (path for folder in self.folders for path in sorted(folder.iterdir()))
         inputs = (path for path in found if path.name != "cuda")  # NVRTC compiles those
         named = cache.fingerprint([*facts, *outputs], *inputs)
@@ -122,29 +117,43 @@ def kernels(simd: str = "auto") -> Recipe:
 
 
 def operators(simd: str = "auto") -> Recipe:
-    """The library of attention's operators over one of SIMD. Raises as kernels() does."""
+    """The library of attention's operators over one of SIMD; it needs torch. Raises as kernels() does."""
     over = kernels(simd)
     name = over.name.replace("kernels_", "")
     facts = (f"-DATTENTION_EXT={name}", f"-DMOST_SCORES={MOST_SCORES}")
-    return _library(name, "the operators", over, (CSRC,), found(CSRC, *OPERATORS), *facts)
+    return with_torch(_library(name, "the operators", over, (CSRC,), found(CSRC, *OPERATORS), *facts))
 
 
-def module(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:
-    """A Python module in C++: the sources in the folders `package`/csrc, and the kernels over one of SIMD.
+def library(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:
+    """The C++ in the folders `package`/csrc, and the kernels over one of SIMD; it needs no Python.
 
-    One of the sources has PYBIND11_MODULE(name, m). Raises as kernels() does, and BuildError if Python's
-    header is missing.
+    Raises as kernels() does.
     """
-    what = name.replace("_", " ")
-    if not toolchain.has_python_header():
-        raise BuildError(
-            f"the {what} needs Python's header, and {toolchain.python_header()} is missing; install it "
-            "(Debian, Ubuntu: apt install python3-dev), or choose the torch engine, or part0 for training"
-        )
     over = kernels(simd)
     folders = tuple(ROOT / package / "csrc" for package in packages)
     sources = tuple(path for folder in folders for path in found(folder, "*.cpp"))
-    return _library(over.name.replace("kernels", name), f"the {what}", over, (CSRC, *folders), sources)
+    title = name.replace("_", " ")
+    return _library(over.name.replace("kernels", name), f"the {title}", over, (CSRC, *folders), sources)
+
+
+def module(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:
+    """The same as a Python module: one of the sources has PYBIND11_MODULE(name, m). It may use PyTorch.
+
+    Raises as kernels() does, and BuildError if Python's header is missing.
+    """
+    if not toolchain.has_python_header():
+        raise BuildError(
+            f"the {name.replace('_', ' ')} needs Python's header, and {toolchain.python_header()} is "
+            "missing; install it (Debian, Ubuntu: apt install python3-dev), or choose part0"
+        )
+    import pybind11
+
+    made = with_torch(library(name, packages, simd))
+    return replace(
+        made,
+        includes=(pybind11.get_include(), sysconfig.get_path("include"), *made.includes),
+        versions=(*made.versions, pybind11.__version__, sys.version),
+    )
 
 
 def program(simd: str = "auto", march: str = "native") -> Recipe:
@@ -177,8 +186,7 @@ def found(folder: Path, *patterns: str) -> tuple[Path, ...]:
 def _library(
     name: str, what: str, over: Recipe, folders: tuple[Path, ...], sources: tuple[Path, ...], *flags: str
 ) -> Recipe:
-    """A shared library of these sources and of the kernels, which may use PyTorch and Python."""
-    headers = Path(torch.__file__).parent / "include"
+    """A shared library of these sources and of the kernels."""
     return Recipe(
         name=name,
         file=f"{name}.so",
@@ -187,7 +195,21 @@ def _library(
         flags=(*over.flags, *flags),
         sources=sources,
         folders=folders,
-        includes=(pybind11.get_include(), sysconfig.get_path("include"), str(headers)),
         link=LINK,
         kernels=over,
+    )
+
+
+def with_torch(recipe: Recipe) -> Recipe:
+    """The recipe with PyTorch's headers and libraries, which Python has loaded before."""
+    import torch
+
+    folder = Path(torch.__file__).parent
+    libraries = (f"-L{folder / 'lib'}", "-Wl,--as-needed", "-ltorch_cpu", "-lc10")
+    return replace(
+        recipe,
+        flags=(*recipe.flags, TORCH_VERSION),
+        includes=(*recipe.includes, str(folder / "include")),
+        link=recipe.link if sys.platform == "darwin" else (*recipe.link, *libraries),
+        versions=(*recipe.versions, torch.__version__),
     )

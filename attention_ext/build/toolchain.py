@@ -28,7 +28,6 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fvisibility=hidden",
-    "-DTORCH_TARGET_VERSION=0x020a000000000000",  # PyTorch 2.10, the oldest with all that operators.cpp uses
 )
 # GCC 13 splits multiply-adds for some processors; the bits of a row would then depend on its place in a tile.
 FLAGS_OF_GCC = ("--param=avoid-fma-max-bits=0",)

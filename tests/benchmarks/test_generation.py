@@ -11,12 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from attention_ext import processor
-from attention_ext.build import toolchain
 from benchmarks import generation as bench
-
-needs_header = pytest.mark.skipif(
-    not toolchain.has_python_header(), reason="no Python.h, so no native engine"
-)
 
 CASES = {
     "short": bench.Case("shakes128", 1, 1, 4),
@@ -93,7 +88,6 @@ def test_the_figures_follow_from_the_times(capsys):
 
 
 @pytest.mark.full
-@needs_header
 def test_the_native_engine_writes_the_same(run):
     code, output = run("--cases", "pair", "--engines", "native", "--parts", "part0,part4")
     assert code == 0

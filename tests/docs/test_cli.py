@@ -7,7 +7,7 @@ import sys
 
 from support import ROOT
 
-from app.cli import cli
+from app.cli import COMMANDS
 
 TEXT = (ROOT / "docs" / "cli.md").read_text()
 
@@ -28,4 +28,4 @@ def test_the_help_is_the_commands(process):
 
 
 def test_every_command_has_a_section():
-    assert [line[3:] for line in TEXT.splitlines() if line.startswith("## ")] == ["gpt.py", *cli.commands]
+    assert [line[3:] for line in TEXT.splitlines() if line.startswith("## ")] == ["gpt.py", *COMMANDS]

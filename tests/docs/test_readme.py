@@ -9,7 +9,7 @@ import shlex
 import pytest
 from support import ROOT
 
-from app.cli import cli as commands
+from app.cli import COMMANDS, command_of
 from model.checkpoint import SHIPPED
 
 README = (ROOT / "README.md").read_text()
@@ -21,7 +21,7 @@ DOCUMENTS = {
     "SECURITY.md": (1, 0),
     "docs/attention.md": (9, 5),
     "docs/benchmarking.md": (2, 3),
-    "docs/cli.md": (0, len(commands.commands)),
+    "docs/cli.md": (0, len(COMMANDS)),
     "docs/decoder.md": (3, 3),
     "docs/gpu.md": (7, 10),
     "docs/scale.md": (6, 10),
@@ -70,4 +70,4 @@ def test_every_shown_command_is_valid(name):
     for command in shown:
         words = shlex.split(command.replace("$part", "part1").replace("$n", "128"), comments=True)
         if words and "--help" not in words:
-            commands.commands[words[0]].make_context("gpt.py", words[1:])
+            command_of(words[0]).make_context("gpt.py", words[1:])

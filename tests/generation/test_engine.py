@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import os
 import signal
@@ -21,9 +22,11 @@ from support import naming
 from attention_ext import SIMD, BuildError
 from attention_ext.extension import load as load_extension
 from attention_ext.processor import Cache
-from generation.engine import open_engine, rounded
-from generation.native import load_decoder
+from generation.engine import open_engine
+from generation.native import Decoder
+from generation.pytorch import rounded
 from generation.sampling import Sampling
+from model.checkpoint import Checkpoint
 
 GREEDY = Sampling(temperature=0)
 
@@ -347,27 +350,22 @@ def test_wrong_arguments_are_named(extension):
 
 def test_the_decoder_checks_what_it_is_given(extension):
     """Wrong calls from Python."""
-    tensors = {n: t.detach().numpy() for n, t in model().state_dict().items()}
-    right = dict(block_size=16, vocab_size=11, n_layer=2, n_head=2, n_embd=16, part="part4_flash", slots=2)
-    right |= dict(precision="fp32", kv_cache="fp32", br=16, bc=16, threads=1, cache_bytes=1 << 20)
-    right |= dict(capacity=16)
-    Decoder, name = load_decoder(), "transformer.wte.weight"
-    for change, message in (
-        (dict(n_head=0), "n_head is 0"),
-        (dict(n_head=3), "n_embd is 16; it must be a multiple of n_head=3"),
-        (dict(vocab_size=12), f"the size of {name} is 176; it must be 192"),
-        (dict(part="part5"), "part is part5; it must be a part's operator"),
+    gpt = model()
+    checkpoint = Checkpoint(gpt.config, gpt.weights, tiny.VOCABULARY)
+    right = dict(part="part4", simd="auto", tile=(16, 16), weights="fp32", kv_cache="fp32", slots=2)
+    right |= dict(capacity=16, threads=1)
+    wider = dataclasses.replace(checkpoint, config=dataclasses.replace(gpt.config, vocab_size=12))
+    for wrong, change, message in (
+        (wider, {}, "the size of transformer.wte.weight is 176; it must be 192"),
+        (dataclasses.replace(checkpoint, weights={}), {}, "tensors has no transformer.wte.weight"),
+        (checkpoint, dict(part="part0"), "part is 'None'; it must be one of part1_naive"),
+        (checkpoint, dict(threads=0), "threads is 0; it must be from 1 to 1024"),
+        (checkpoint, dict(weights="int4"), "precision is 'int4'; it must be one of fp32, bf16, int8"),
     ):
-        with pytest.raises(ValueError, match=message):
-            Decoder(tensors, **right | change)
-    for wrong, message in (
-        (tensors[name].astype("f8"), f"{name} has another type"),
-        (tensors[name].T, f"{name} has gaps"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Decoder(tensors | {name: wrong}, **right)
+        with naming(change), pytest.raises(ValueError, match=message):
+            Decoder(wrong, **right | change)
 
-    decoder = Decoder(tensors, **right)
+    decoder = Decoder(checkpoint, **right)
 
     def refused(message, call, *arguments):
         with naming(call, arguments), pytest.raises(ValueError, match=message):

@@ -12,8 +12,9 @@ from steps import prefill
 from torch.nn import functional as F
 
 from attention_ext import attention
-from generation.engine import open_engine, rounded
+from generation.engine import open_engine
 from generation.logprobs import of_logits
+from generation.pytorch import rounded
 from generation.sampling import Sampling
 from generation.writer import Request, Writer
 from model import load

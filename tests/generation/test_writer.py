@@ -75,7 +75,7 @@ def test_a_cached_token_costs_one_position(monkeypatch):
         rows.append((q.shape[2], k.shape[2]))
         return attention(part, q, k, v, **options)
 
-    monkeypatch.setattr("generation.engine.attention", counting)
+    monkeypatch.setattr("generation.pytorch.attention", counting)
     gpt = model(n_layer=1)
     tokens(open_engine(gpt, part="part0"), [1, 2, 3], 4, 0)
     assert rows == [(3, 3), (1, 4), (1, 5), (1, 6)]

@@ -10,7 +10,6 @@ import torch
 from steps import choose, prefill
 from support import naming
 
-from attention_ext.build import toolchain
 from generation.engine import open_engine
 from lab import profile
 from lab.profile import KINDS, Phase, Span
@@ -32,8 +31,6 @@ def once(monkeypatch):
 def case(request, extension, threads):
     """Run the test for each engine with one and two threads; the number is set."""
     name, count = request.param
-    if name == "native" and not toolchain.has_python_header():
-        pytest.skip("no Python.h, so no native engine")
     threads(count)
     return name, count
 

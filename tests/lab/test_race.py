@@ -21,7 +21,7 @@ from support import ROOT, naming
 
 import attention_ext
 from attention_ext import PARTS
-from generation import engine
+from generation import pytorch
 from lab import race
 from model.tokenizer import CharTokenizer
 
@@ -139,7 +139,7 @@ def test_a_part_that_errs_is_found_and_exits_1(cli, extension, monkeypatch):
         return out + (part == "part2" and k.shape[2] > 10) * torch.randn(out.shape)
 
     right = attention_ext.attention
-    monkeypatch.setattr(engine, "attention", wrong)
+    monkeypatch.setattr(pytorch, "attention", wrong)
     done = cli("race", "part0,part2,part4", "--engine", "torch", "--prompt", "ROMEO:\n", *SHORT)
     assert done.returncode == 1
     last = done.stdout.splitlines()[-1]

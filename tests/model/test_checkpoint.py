@@ -29,11 +29,11 @@ def directory(tmp_path):
 
 @pytest.mark.parametrize("name", checkpoint.SHIPPED)
 def test_shipped_checkpoints_are_what_the_recipes_say(name):
-    loaded = load(name, tiny.attend)
-    config, recipe = loaded.model.config, RECIPES[name]
+    loaded = load(name)
+    config, recipe = loaded.config, RECIPES[name]
     assert (config.n_layer, config.n_head, config.n_embd, config.vocab_size) == (4, 4, 128, 65)
     assert config.block_size == int(name.removeprefix("shakes")) == recipe.block_size
-    assert f"{loaded.model.num_params() / 1e6:.2f}M" == "0.80M"
+    assert f"{loaded.config.num_params / 1e6:.2f}M" == "0.80M"
     assert len(loaded.tokenizer) == 65
     assert not loaded.model.training
     record = json.loads((checkpoint.shipped(name) / "training.json").read_text())
@@ -42,9 +42,9 @@ def test_shipped_checkpoints_are_what_the_recipes_say(name):
 
 
 def test_round_trip(directory):
-    loaded = load(str(directory), tiny.attend)
+    loaded = load(str(directory))
     expected = tiny.gpt()
-    assert loaded.model.config == expected.config
+    assert loaded.config == expected.config
     assert loaded.tokenizer.source == str(directory / "meta.json")
     for (name, a), (_, b) in zip(loaded.model.state_dict().items(), expected.state_dict().items()):
         assert torch.equal(a, b), name
@@ -59,12 +59,12 @@ def test_nanogpts_checkpoint_with_meta_pickle(tmp_path, prefix, bias):
     data.mkdir(parents=True)
     (data / "meta.pkl").write_bytes(pickle.dumps({"itos": dict(enumerate(tiny.CHARACTERS))}))
     expected = nanogpt_file(out / "ckpt.pt", prefix=prefix, bias=bias)
-    loaded = load(str(out / "ckpt.pt"), tiny.attend)
+    loaded = load(str(out / "ckpt.pt"))
     ids = torch.randint(11, (1, 16))
     with torch.no_grad():
         torch.testing.assert_close(loaded.model(ids), expected(ids))
     assert loaded.tokenizer.characters == tiny.CHARACTERS
-    assert loaded.model.config.dropout == 0
+    assert loaded.config.dropout == 0
 
 
 def test_the_vocabulary_of_a_data_set_in_the_current_folder_is_found(tmp_path, monkeypatch):
@@ -73,15 +73,15 @@ def test_the_vocabulary_of_a_data_set_in_the_current_folder_is_found(tmp_path, m
     VOCABULARY.write_meta_json(tmp_path / "data" / "mine" / "meta.json")
     (tmp_path / "far" / "out").mkdir(parents=True)
     nanogpt_file(tmp_path / "far" / "out" / "ckpt.pt", config={"dataset": "mine"})
-    assert len(load("far/out/ckpt.pt", tiny.attend).tokenizer) == 11
+    assert len(load("far/out/ckpt.pt").tokenizer) == 11
 
 
 def test_a_vocabulary_beside_the_checkpoint_comes_first(tmp_path):
     nanogpt_file(tmp_path / "ckpt.pt", config={"dataset": "shakespeare_char"})
     with pytest.raises(CheckpointError, match="has 65 tokens; it must have vocab_size=11"):
-        load(str(tmp_path / "ckpt.pt"), tiny.attend)
+        load(str(tmp_path / "ckpt.pt"))
     VOCABULARY.write_meta_json(tmp_path / "meta.json")
-    assert len(load(str(tmp_path / "ckpt.pt"), tiny.attend).tokenizer) == 11
+    assert len(load(str(tmp_path / "ckpt.pt")).tokenizer) == 11
 
 
 def test_a_dataset_name_cannot_leave_the_data_directory(tmp_path):
@@ -90,14 +90,14 @@ def test_a_dataset_name_cannot_leave_the_data_directory(tmp_path):
     (tmp_path / "out").mkdir()
     nanogpt_file(tmp_path / "out" / "ckpt.pt", config={"dataset": "../elsewhere"})
     with pytest.raises(CheckpointError, match="no vocabulary"):
-        load(str(tmp_path / "out" / "ckpt.pt"), tiny.attend)
+        load(str(tmp_path / "out" / "ckpt.pt"))
 
 
 def test_a_hostile_checkpoint_is_refused_unexecuted(tmp_path):
     proof, path = tmp_path / "executed", tmp_path / "ckpt.pt"
     nanogpt_file(path, extra=Hostile(f"touch {proof}"))
     with pytest.raises(CheckpointError, match="ckpt.pt is refused.*tensors and plain values only"):
-        load(str(path), tiny.attend)
+        load(str(path))
     assert not proof.exists()
     torch.load(path, weights_only=False)  # an unsafe load runs it, so this test can fail
     assert proof.exists()
@@ -107,7 +107,7 @@ def test_a_hostile_checkpoint_is_refused_unexecuted(tmp_path):
 def test_a_checkpoint_without_its_parts_is_refused(tmp_path, key):
     nanogpt_file(tmp_path / "ckpt.pt", **{key: 3})
     with pytest.raises(CheckpointError, match=f"has no dict '{key}'"):
-        load(str(tmp_path / "ckpt.pt"), tiny.attend)
+        load(str(tmp_path / "ckpt.pt"))
 
 
 def test_an_untied_head_is_refused(tmp_path):
@@ -115,7 +115,7 @@ def test_an_untied_head_is_refused(tmp_path):
     state["lm_head.weight"] = state["lm_head.weight"] + 1
     nanogpt_file(tmp_path / "ckpt.pt", model=state)
     with pytest.raises(CheckpointError, match="lm_head.weight differs from transformer.wte.weight"):
-        load(str(tmp_path / "ckpt.pt"), tiny.attend)
+        load(str(tmp_path / "ckpt.pt"))
 
 
 def test_odd_tensors_are_refused(tmp_path):
@@ -132,14 +132,14 @@ def test_odd_tensors_are_refused(tmp_path):
         state[name] = spoil(state[name])
         nanogpt_file(tmp_path / "ckpt.pt", model=state)
         with pytest.raises(CheckpointError, match=f"{name} {message}"):
-            load(str(tmp_path / "ckpt.pt"), tiny.attend)
+            load(str(tmp_path / "ckpt.pt"))
 
 
 def test_a_nanogpt_directory_and_a_weights_file_load_too(tmp_path, directory):
     nanogpt_file(tmp_path / "ckpt.pt")
     VOCABULARY.write_meta_json(tmp_path / "meta.json")
-    assert load(str(tmp_path), tiny.attend).model.config.n_embd == 16
-    assert load(str(directory / "model.safetensors"), tiny.attend).model.config.n_embd == 16
+    assert load(str(tmp_path)).model.config.n_embd == 16
+    assert load(str(directory / "model.safetensors")).model.config.n_embd == 16
 
 
 def test_the_users_data_set_comes_before_this_projects(tmp_path):
@@ -148,7 +148,7 @@ def test_the_users_data_set_comes_before_this_projects(tmp_path):
     VOCABULARY.write_meta_json(data / "meta.json")
     (tmp_path / "out").mkdir()
     nanogpt_file(tmp_path / "out" / "ckpt.pt", config={"dataset": "shakespeare_char"})
-    assert load(str(tmp_path / "out" / "ckpt.pt"), tiny.attend).tokenizer.source == str(data / "meta.json")
+    assert load(str(tmp_path / "out" / "ckpt.pt")).tokenizer.source == str(data / "meta.json")
 
 
 def config_change(directory, **change):
@@ -199,13 +199,13 @@ def test_damage_is_named(directory, damage):
     spoil, message = DAMAGE[damage]
     spoil(directory)
     with pytest.raises(CheckpointError, match=message):
-        load(str(directory), tiny.attend)
+        load(str(directory))
 
 
 def test_half_precision_weights_become_float32(directory):
     weights_change(directory, WTE, torch.full((11, 16), 0.5, dtype=torch.bfloat16))
     (directory / checkpoint.SUMS).unlink()  # it would warn: the files have changed
-    model = load(str(directory), tiny.attend).model
+    model = load(str(directory)).model
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 

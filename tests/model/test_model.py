@@ -11,7 +11,7 @@ from support import naming
 from torch.nn import functional as F
 
 from attention_ext import attention
-from model.gpt import GPTConfig
+from model.config import GPTConfig
 from model.kv_cache import KVCache
 
 

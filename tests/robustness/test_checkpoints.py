@@ -64,7 +64,7 @@ def outcome(path: Path) -> str:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            load(str(path), tiny.attend)
+            load(str(path))
         except REFUSED as error:
             assert str(path) in str(error)
             return "refused"
@@ -213,7 +213,7 @@ def test_a_hostile_vocabulary_is_refused_unexecuted(cli, tmp_path, form):
     for place in (out, data):
         (place / "meta.pkl").write_bytes(content)
         with pytest.raises(VocabularyError, match="meta.pkl"):
-            load(str(out / "ckpt.pt"), tiny.attend)
+            load(str(out / "ckpt.pt"))
         done = cli("part0", "--inference", "-m", out / "ckpt.pt")
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.strip().isprintable()
         (place / "meta.pkl").unlink()
@@ -234,7 +234,7 @@ def test_hostile_objects_anywhere_in_a_checkpoint_are_refused_unexecuted(tmp_pat
         content[place] = content[place] | {"extra": hostile} if place == "model_args" else hostile
     torch.save(content, path, _use_new_zipfile_serialization=zipped)
     with pytest.raises(CheckpointError, match="ckpt.pt is refused"):
-        load(str(path), tiny.attend)
+        load(str(path))
     assert not proof.exists()
 
 

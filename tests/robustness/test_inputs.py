@@ -11,7 +11,7 @@ import tiny
 from support import Done
 from training_texts import words
 
-from app.cli import cli as commands
+from app import cli as commands
 from app.cli.options import Numbers, TileSize
 from attention_ext import PARTS
 from lab import machine
@@ -157,7 +157,7 @@ def values(option: click.Parameter) -> list[str]:
 
 
 def test_every_command_is_tried():
-    assert COMMANDS.keys() | SKIPPED.keys() | PARTS.keys() == commands.commands.keys()
+    assert COMMANDS.keys() | SKIPPED.keys() | PARTS.keys() == set(commands.COMMANDS)
 
 
 CASES = [(name, base) for name, bases in COMMANDS.items() for base in bases]
@@ -175,7 +175,7 @@ def test_options_at_and_beyond_their_bounds(cli, tmp_path, monkeypatch, threads,
     (tmp_path / "own.txt").write_text(words(2000))
     measures = name in ("bench", "explain") and "--dry-run" not in base
     outcomes = set()
-    for option in commands.commands[name].params:
+    for option in commands.command_of(name).params:
         if not isinstance(option, click.Option):
             continue
         flag = option.opts[0]

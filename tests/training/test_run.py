@@ -6,7 +6,6 @@ import dataclasses
 import json
 
 import pytest
-import tiny
 import torch
 from training_texts import TINY, words
 
@@ -29,7 +28,7 @@ def test_it_learns_and_what_it_saves_has_the_loss_it_records(tmp_path):
     assert record["curve"][0][0] == 30 and record["curve"][-1][0] == 80
     assert record["val_loss"] < 1.0 < record["curve"][0][2]
     assert json.loads((tmp_path / "training.json").read_text()) == json.loads(json.dumps(record))
-    loaded = load(str(tmp_path), tiny.attend)
+    loaded = load(str(tmp_path))
     held_out = torch.tensor(loaded.tokenizer.encode(corpus.split(TEXT)[1]))
     assert evaluate(loaded.model, held_out) == pytest.approx(record["val_loss"], abs=1e-5)
 
@@ -41,7 +40,7 @@ def test_the_best_so_far_survives_an_interruption_and_a_divergence(tmp_path, mon
         train(RECIPE, TEXT, out=tmp_path)
     record = json.loads((tmp_path / "training.json").read_text())
     assert (record["val_loss"], record["best_step"]) == (1.5, 60)
-    load(str(tmp_path), tiny.attend)
+    load(str(tmp_path))
 
 
 def test_the_record_has_the_whole_curve_and_the_weights_are_the_best(tmp_path, monkeypatch):
@@ -56,7 +55,7 @@ def test_the_record_has_the_whole_curve_and_the_weights_are_the_best(tmp_path, m
     record = train(RECIPE, TEXT, out=tmp_path)
     assert [(step, loss) for step, _, loss in record["curve"]] == [(30, 2.0), (60, 1.5), (80, 1.7)]
     assert (record["val_loss"], record["best_step"]) == (1.5, 60)
-    assert torch.equal(load(str(tmp_path), tiny.attend).model.transformer.wte.weight, seen[1])
+    assert torch.equal(load(str(tmp_path)).model.transformer.wte.weight, seen[1])
     assert not torch.equal(seen[1], seen[2])
 
 
@@ -87,7 +86,7 @@ def test_a_run_with_a_test_part_measures_the_best_weights_on_all_held_out_text(t
     monkeypatch.setattr(run, "MOST_WATCHED", 64)
     text = words(8000)
     record = train(TINY, text, out=tmp_path)
-    loaded = load(str(tmp_path), tiny.attend)
+    loaded = load(str(tmp_path))
     ids = torch.tensor(loaded.tokenizer.encode(text))
     validation, test = ids[7200:7600], ids[7600:]
     assert evaluate(loaded.model, validation) == pytest.approx(record["val_loss"], abs=1e-5)

@@ -15,7 +15,7 @@ from training.run import train
 from training.start import fitted, recipe_of
 from training.trainer import Trainer
 
-START = Checkpoint(tiny.gpt(), tiny.VOCABULARY)  # knows a to i, space and line end
+START = Checkpoint(tiny.gpt().config, tiny.gpt().weights, tiny.VOCABULARY)  # knows a to i, space and line end
 
 
 def test_new_characters_are_appended_near_the_mean_of_the_others():
@@ -86,4 +86,4 @@ def test_a_vocabulary_of_words_is_refused():
         source = "GPT-2 encodings"
 
     with pytest.raises(ValueError, match="the model's vocabulary is GPT-2 encodings; it must be one of char"):
-        fitted(Checkpoint(START.model, Words()), "abc", 16, seed=1)
+        fitted(dataclasses.replace(START, tokenizer=Words()), "abc", 16, seed=1)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-import tiny
 import torch
 from support import ROOT, start_python
 from training_texts import TINY, words
@@ -171,7 +170,7 @@ def test_a_state_of_another_run_is_refused_and_a_new_run_removes_it(tmp_path):
         train(**arguments, **stopped_at(3))  # before the first evaluation
     record = json.loads((tmp_path / "training.json").read_text())
     assert record["best_step"] == 3 and record["curve"] == []
-    load(str(tmp_path), tiny.attend)
+    load(str(tmp_path))
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     for changed, message in (
         (dict(text=TEXT + "a"), "its (characters|corpus_sha256) "),

@@ -78,7 +78,7 @@ def test_a_branch_goes_on_with_the_seeds_numbers(node, extension):
     made = node("text", prompt=PROMPT, seed=5, length=length, forced=[[at, id_of]])
     assert made[: at + 1] == plain[:at] + other
 
-    engine = open_engine(checkpoint.model, "native", part="part4")
+    engine = open_engine(checkpoint, "native", part="part4")
     engine.set_sampling(0, Sampling(top_k=200))
     prefill(engine, 0, checkpoint.tokenizer.encode(PROMPT + made[: at + 1]))
     numbers = torch.rand(length, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).tolist()
@@ -116,7 +116,7 @@ def test_weights_and_heads_are_pythons(node):
         seen.append((q, k, v))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    model = load("shakes256", record).model
+    model = checkpoint.model.with_attention(record)
     ids = checkpoint.tokenizer.encode(TEXT)
     with torch.no_grad():
         model(torch.tensor([ids]))

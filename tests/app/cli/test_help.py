@@ -8,8 +8,7 @@ import sys
 
 from support import ROOT
 
-from app.cli import cli as commands
-from app.cli import first_sentence
+from app.cli import COMMANDS, command_of, first_sentence
 from attention_ext import PARTS
 
 
@@ -33,7 +32,7 @@ def test_commands_are_listed_in_sections(cli):
     assert headings[:4] == ["Options:", "Write:", "Write many texts:", "Serve:"]
     assert headings[4:] == ["Lab test:", "Measure:", "Train:", "Show:"]
     names = [line[2:].split("  ")[0] for line in lines[lines.index("Write:") :] if re.match(r"  \w", line)]
-    assert names == [*(f"{part} --inference" for part in PARTS), *commands.commands]
+    assert names == [*(f"{part} --inference" for part in PARTS), *COMMANDS]
 
 
 def test_no_sentence_is_cut(cli, monkeypatch):
@@ -41,7 +40,7 @@ def test_no_sentence_is_cut(cli, monkeypatch):
         monkeypatch.setenv("COLUMNS", columns)
         shown = " ".join(cli("--help").stdout.split())
         assert "..." not in shown.removeprefix("Usage: gpt.py [OPTIONS] COMMAND [ARGS]...")
-        for command in commands.commands.values():
+        for command in map(command_of, COMMANDS):
             assert " ".join(first_sentence(command).split()) in shown
         for name, part in PARTS.items():
             assert f"Write text with {name}: {part.summary}." in shown

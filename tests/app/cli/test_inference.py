@@ -8,9 +8,6 @@ import re
 import pytest
 
 from attention_ext import PARTS
-from attention_ext import extension as extension_module
-from attention_ext.build import toolchain
-from attention_ext.extension import _load_module
 
 
 def test_inference_notices_go_to_stderr_and_text_to_stdout(cli, part):
@@ -118,18 +115,6 @@ def test_writing_in_turns(cli, extension):
     again = cli(*common, "--interactive", input="ROMEO:\n/fresh\nROMEO:\n").stdout
     other = cli(*common, "--num-samples", 1, "--seed", 1338, "--prompt", "ROMEO:").stdout
     assert again == first + other + "\n"
-
-
-def test_without_pythons_header_the_torch_engine_writes(cli, extension, monkeypatch, failed):
-    common = ("part4", "--inference", "--max-new-tokens", 10, "--num-samples", 1)
-    expected = cli(*common).stdout
-    monkeypatch.setattr(toolchain, "has_python_header", lambda: False)
-    _load_module.cache_clear()
-    done = cli(*common)
-    assert done.stdout == expected and "torch engine" in done.stderr.splitlines()[-1]
-    extension_module._load_module.cache_clear()  # it was loaded with the header
-    message = failed(*common, "--engine", "native")
-    assert "install it (Debian, Ubuntu: apt install python3-dev)" in message
 
 
 def test_prompts_from_a_file_and_from_standard_input(cli, tmp_path):

@@ -7,7 +7,7 @@ import re
 import click
 import pytest
 
-from app.cli import cli as commands
+from app.cli import COMMANDS, command_of
 from attention_ext.parts import CachePrecision, Precision
 from generation.engine import ENGINES
 from generation.writer import CONTEXTS
@@ -23,7 +23,7 @@ CHOICES = {
 
 def parameters(name: str) -> list[click.Parameter]:
     """The options or arguments of this name, of all commands."""
-    return [p for command in commands.commands.values() for p in command.params if p.name == name]
+    return [p for command in map(command_of, COMMANDS) for p in command.params if p.name == name]
 
 
 @pytest.mark.parametrize("name", CHOICES)

@@ -16,7 +16,8 @@ from model.checkpoint import Checkpoint
 from model.tokenizer import CharTokenizer
 
 CHARACTERS = sorted(set("\n :ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefgh"))
-CHECKPOINT = Checkpoint(tiny.gpt(vocab_size=len(CHARACTERS)), CharTokenizer(CHARACTERS))
+GPT = tiny.gpt(vocab_size=len(CHARACTERS))
+CHECKPOINT = Checkpoint(GPT.config, GPT.weights, CharTokenizer(CHARACTERS))
 MESSAGES = [{"role": "user", "content": "a"}]
 FLOATS = ["1", True, [], {}, "nan"]
 INTS = [*FLOATS, 1.5]
@@ -179,7 +180,7 @@ def test_the_defaults_are_openais():
     assert request.max_new_tokens == 16 and request.context == "slide" and request.stop == ()
     assert (request.sampling.temperature, request.sampling.top_k, request.sampling.top_p) == (1.0, None, 1.0)
     chat = asked(ChatBody, model="m", messages=MESSAGES)[1][0]
-    assert chat.max_new_tokens == CHECKPOINT.model.config.block_size and chat.stop == ("\n\n",)
+    assert chat.max_new_tokens == CHECKPOINT.config.block_size and chat.stop == ("\n\n",)
 
 
 def test_a_chat_is_a_play():

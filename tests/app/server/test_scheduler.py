@@ -14,7 +14,7 @@ from app.server import Settings
 
 
 def test_an_engine_that_fails_ends_its_texts_only(extension, monkeypatch):
-    from generation.native import load_decoder
+    from generation.native import Decoder
 
     with serving(Settings((MODEL,))) as client:
         before = client.complete(seed=1).text()
@@ -23,7 +23,7 @@ def test_an_engine_that_fails_ends_its_texts_only(extension, monkeypatch):
             raise ValueError("logits hold NaN")
 
         with monkeypatch.context() as patch:
-            patch.setattr(load_decoder(), "write", fail)
+            patch.setattr(Decoder, "write", fail)
             failed = client.complete(seed=1)
             assert failed.status == 500 and "logits hold NaN" in failed.json()["error"]["message"]
             streamed = client.complete(seed=1, stream=True).data

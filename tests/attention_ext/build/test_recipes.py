@@ -14,7 +14,7 @@ from attention_ext.build import recipes, toolchain
 def test_every_source_is_compiled_and_every_part_has_a_row():
     packages = ("attention_ext", "generation", "model", "training")  # the page has a build of its own
     on_disk = {path for package in packages for path in (recipes.ROOT / package).glob("csrc/**/*.cpp")}
-    recipe = recipes.module("decoder", ("model", "generation"), "portable")
+    recipe = recipes.library("decoder", ("model", "generation"), "portable")
     training = recipes.module("training_step", ("model", "training"), "portable")
     compiled = {*recipe.sources, *training.sources, *recipe.kernels.sources, *recipes.program("off").sources}
     compiled |= {*recipes.operators("portable").sources, *recipes.kernels("off").sources}

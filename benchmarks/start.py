@@ -1,0 +1,113 @@
+"""The time of each command from Enter to its first character, with its memory and its slowest imports.
+
+    python -m benchmarks.start [-r 11] [--core 0]
+
+The commands take turns, round by round, each in a new process on one core, after a round that compiles and
+fills the caches. A figure is the median of the rounds. CPU seconds are those of the whole process until it
+ends; on a busy machine they are more reliable. The imports are those of one more start, by package.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from app.cli import options
+from attention_ext import processor
+from benchmarks.measuring import show_table
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = ("--inference", "-m", "shakes256", "--num-samples", "1", "--max-new-tokens", "20")
+COMMANDS = {
+    "--help": ("--help",),
+    "part4 --inference": ("part4", *TEXT),
+    "part0 --inference": ("part0", *TEXT),
+    "race part1,part4": ("race", "part1,part4", "--max-new-tokens", "20"),
+    "bulk": ("bulk", "--texts", "1", "--max-new-tokens", "20", "--workers", "1", "--out", "OUT"),
+    "serve": ("serve", "--port", "0"),
+    "part4": ("part4",),
+    "doctor": ("doctor",),
+}
+SIGNS = {"bulk": b"tokens in", "serve": b"Ready"}  # the output that is waited for, if not the first character
+SLOWEST = 4  # imports that are shown
+
+
+class Start(NamedTuple):
+    """A start's seconds until its output, CPU seconds, and MiB of memory at most."""
+
+    seconds: float
+    cpu_seconds: float
+    memory: float
+
+
+def start(name: str, *python: str) -> tuple[Start, str]:
+    """A start of a command, and what it wrote to stderr. python: Python's options. Raises ClickException."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
+        words = [str(Path(folder, "texts")) if word == "OUT" else word for word in COMMANDS[name]]
+        began, shown = time.perf_counter(), b""
+        both = subprocess.STDOUT if name in SIGNS else errors
+        process = subprocess.Popen(
+            [sys.executable, *python, "gpt.py", *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=both
+        )
+        assert process.stdout
+        while more := os.read(process.stdout.fileno(), 1 << 16):
+            shown += more
+            if SIGNS.get(name, b"") in shown:
+                break
+        seconds = time.perf_counter() - began
+        if name == "serve":
+            process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        errors.seek(0)
+        said = errors.read()
+    if not more or process.returncode not in (0, 130):
+        raise click.ClickException(f"{name} failed: {said or shown.decode()}")
+    return Start(seconds, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024), said
+
+
+def slowest_imports(name: str) -> str:
+    """The packages whose modules take longest to import, with milliseconds."""
+    if name in SIGNS:
+        return ""
+    packages: dict[str, int] = {}
+    for line in re.finditer(r"import time: +(\d+) \| +\d+ \| +(\w+)", start(name, "-Ximporttime")[1]):
+        packages[line[2]] = packages.get(line[2], 0) + int(line[1])
+    order = sorted(packages, key=packages.__getitem__, reverse=True)
+    return ", ".join(f"{package} {packages[package] / 1000:.0f}" for package in order[:SLOWEST])
+
+
+@click.command()
+@options.whole("-r", "--rounds", "Starts of each command.", default=11, show_default=True)
+@options.whole("--core", "The core of all processes.", least=0, default=0, show_default=True)
+def main(rounds: int, core: int) -> None:
+    """Start each command repeatedly."""
+    os.sched_setaffinity(0, {core})
+    for name in COMMANDS:
+        start(name)
+    starts: dict[str, list[Start]] = {name: [] for name in COMMANDS}
+    for _ in range(rounds):
+        for name, measured in starts.items():
+            measured.append(start(name)[0])
+    click.echo(f"{processor.name()}; one core, medians of {rounds} starts\n")
+
+    def row(name: str) -> str:
+        seconds, cpu_seconds, memory = map(statistics.median, zip(*starts[name]))
+        return f"{name} | {seconds:.2f} | {cpu_seconds:.2f} | {memory:.0f} | {slowest_imports(name)}"
+
+    show_table("command | seconds | CPU seconds | MiB | slowest imports, ms", map(row, starts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The sizes of a GPT, which decide the names and shapes of its parameters. torch is not imported here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"  # one tensor: the head is tied to the embedding
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a model.
+
+    block_size: the longest context, in tokens.  vocab_size: V.  n_layer: L.  n_head: H.
+    n_embd: C, a multiple of n_head.  dropout: probability, used while training only.
+    bias: whether Linear and LayerNorm layers have one.
+    Raises ValueError naming the first field that is out of range.
+    """
+
+    block_size: int = 1024
+    vocab_size: int = 50304
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{field} is {value!r}; it must be a whole number of at least 1")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd is {self.n_embd}; it must be a multiple of n_head={self.n_head}")
+        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout!r}; it must be at least 0 and less than 1")
+        if not isinstance(self.bias, bool):
+            raise ValueError(f"bias is {self.bias!r}; it must be true or false")
+
+    @property
+    def head_dim(self) -> int:
+        """d, the width of one head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters without the position embeddings, as nanoGPT counts them."""
+        return sum(map(math.prod, self.shapes().values())) - self.block_size * self.n_embd
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each parameter by nanoGPT's name. HEAD is left out: it is EMBEDDING."""
+        C = self.n_embd
+        layer: dict[str, tuple[int, ...]] = {
+            "ln_1": (C,),
+            "attn.c_attn": (3 * C, C),
+            "attn.c_proj": (C, C),
+            "ln_2": (C,),
+            "mlp.c_fc": (4 * C, C),
+            "mlp.c_proj": (C, 4 * C),
+        }
+        layers = {f"transformer.h.{i}.{name}": layer[name] for i in range(self.n_layer) for name in layer}
+        layers["transformer.ln_f"] = (C,)
+        shapes: dict[str, tuple[int, ...]] = {
+            EMBEDDING: (self.vocab_size, C),
+            "transformer.wpe.weight": (self.block_size, C),
+        }
+        shapes |= {f"{name}.weight": shape for name, shape in layers.items()}
+        if self.bias:
+            shapes |= {f"{name}.bias": shape[:1] for name, shape in layers.items()}
+        return shapes

@@ -1,0 +1,71 @@
+"""Texts by parts 1 to 4 need no PyTorch. What needs it says so in one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support import ROOT
+from tiny import VOCABULARY, nanogpt_file
+
+MISSING = 'raise ModuleNotFoundError("No module named \'torch\'", name="torch")\n'
+
+
+@pytest.fixture
+def without_torch(tmp_path, extension):
+    """Run Python where PyTorch cannot be imported; returns (exit code, stdout, stderr)."""
+    (tmp_path / "torch.py").write_text(MISSING)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+
+    def run(*words) -> tuple[int, str, str]:
+        command = [sys.executable, *map(str, words)]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+TEXT = ("-m", "shakes256", "--max-new-tokens", "60")
+
+
+def test_the_commands_that_write_texts(without_torch, cli, tmp_path):
+    expected = cli("part0", "--inference", *TEXT, "--num-samples", 1).stdout
+    for part in ("part1", "part4"):
+        assert without_torch("gpt.py", part, "--inference", *TEXT, "--num-samples", 1)[:2] == (0, expected)
+    code, shown, _ = without_torch("gpt.py", "race", "part1,part4", *TEXT)
+    assert code == 0 and "identical: all 2 texts" in shown and expected.strip() in shown
+    out = tmp_path / "texts"
+    code, _, said = without_torch("gpt.py", "bulk", "--texts", 2, "--out", out, "--workers", 1, *TEXT)
+    assert code == 0 and "2 texts" in said
+
+
+def test_the_functions_of_python(without_torch, cli):
+    code = (
+        "import sys; from generation import generate, load\n"
+        "checkpoint = load('shakes256')\n"
+        "print(end=generate(checkpoint, max_new_tokens=60, temperature=0.8, top_k=200))\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    written = cli("part0", "--inference", *TEXT, "--num-samples", 1).stdout
+    assert without_torch("-c", code) == (0, written.removesuffix("\n"), "")
+
+
+def test_the_server_starts_without_importing_it(without_torch):
+    pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
+    assert without_torch("-c", "from app.server import app, running, scheduler")[0] == 0
+
+
+def test_what_needs_it_is_refused_in_one_line(without_torch, tmp_path):
+    nanogpt_file(tmp_path / "ckpt.pt")
+    VOCABULARY.write_meta_json(tmp_path / "meta.json")
+    for words in (
+        ("part0", "--inference"),
+        ("part4",),
+        ("bench",),
+        ("eval", "--corpus", "README.md"),
+        ("part4", "--inference", "-m", tmp_path / "ckpt.pt"),
+    ):
+        code, shown, said = without_torch("gpt.py", *words)
+        assert code == 2 and shown == "" and said.count("\n") == 1 and "needs PyTorch: pip install" in said
