@@ -1,11 +1,8 @@
-"""The costs of a call beside its traffic: its scratch, its waiting sums, the sizes of the kernels' blocks."""
+"""The costs of a call beside its traffic: its scratch, and the sizes of the kernels' blocks."""
 
 from attention_ext import PARTS, extension
 from attention_ext.parts import check_part
 from lab.traffic import FLOAT_BYTES, Block, Case
-
-OVERLAPPED_MULTIPLY_ADDS = 128  # most multiply-adds of the next sum that begin before a sum ends
-SCALAR = ("part1",)  # parts that use one lane of a vector, and sum each output in one chain of additions
 
 
 def block_of(simd: str | None = "auto") -> Block:
@@ -26,14 +23,3 @@ def scratch(part: str, case: Case, simd: str | None = "auto") -> int:
     return extension.scratch(
         part, *sizes, threads=case.threads, simd=simd or "auto", dtype=case.dtype, **tile
     )
-
-
-def chained(part: str, case: Case) -> float:
-    """Multiply-adds that wait for the one before: those of the sums over the keys, for each output.
-
-    A processor can begin only some of the operations after a sum. The scores are short sums, so several are
-    in progress at a time. Parts that are not SCALAR have many sums in progress.
-    """
-    if part not in SCALAR:
-        return 0
-    return case.heads * case.Nq * max(0, case.seen - OVERLAPPED_MULTIPLY_ADDS) * case.d

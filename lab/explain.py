@@ -14,12 +14,14 @@ from lab import counters, machine
 from lab.bench.cases import Cell
 from lab.bench.measure import Bench
 from lab.bench.results import Result, Run
-from lab.costs import SCALAR, block_of, chained, scratch
+from lab.costs import block_of, scratch
 from lab.text import counted, scaled, size_text
 from lab.timing import quartiles
 from lab.traffic import Case, Stream, streams, traffic
 
 AMX_SOFTMAX_INSTRUCTIONS = 7.5  # instructions of part4_amx.cpp for a vector, without loads and stores
+SCALAR = ("part1",)  # parts that use one lane of a vector, and sum each output in one chain of additions
+OVERLAPPED_MULTIPLY_ADDS = 128  # most multiply-adds of the next sum that begin before a sum ends
 MISSES_SECONDS = 600  # time that one run under perf or cachegrind may take
 
 Limit = tuple[str, str, float]  # its name, its rate as text, and the least seconds that it allows
@@ -189,11 +191,14 @@ def limits(cell: Cell, case: Case, bounds: list[Level], peak: float) -> list[Lim
     """
     unit = "AMX" if by_amx(cell) else "FMA"
     found = [(f"the {unit} peak", f"{peak / 1e9:.0f} GFLOP/s", case.flops / peak)]
-    if bounds and cell.contender in SCALAR or cell.simd == "off":
+    scalar = bool(bounds) and cell.contender in SCALAR
+    if scalar or cell.simd == "off":
         lanes = block_of("auto").lanes
         rate = f"{peak / lanes / 1e9:.1f} GFLOP/s"
         found.append((f"one lane of {lanes}", rate, case.flops / (peak / lanes)))
-    if waiting := bounds and chained(cell.contender, case):
+    if scalar and case.seen > OVERLAPPED_MULTIPLY_ADDS:
+        # The sums over the keys; those of the scores are short, so several are in progress at a time.
+        waiting = case.heads * case.Nq * (case.seen - OVERLAPPED_MULTIPLY_ADDS) * case.d
         latency = machine.fma_latency()
         each = f"{1e9 * latency:.2f} ns each"
         found.append(("sums, one addition at a time", each, waiting * latency))

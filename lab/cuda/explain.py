@@ -212,8 +212,6 @@ def nsight_text(found: nsight.Counted, answer: Answer) -> str:
     some = f", of {found.launches} of its launches" if found.launches < count.launches else ""
     lines = [f"Nsight      of one call, {1e3 * found.seconds:.3g} ms{some}"]
     for name, metric in nsight.METRICS.items():
-        if metric == nsight.TIME:
-            continue
         rate, text = metric.endswith(".sum"), "not counted"
         if name in values and not rate:
             text = f"{values[name]:.1f} %"

@@ -22,7 +22,6 @@ OPTIONS = (
 # percentages: their mean is taken, with the launches weighted by time.
 TIME = "gpu__time_duration.sum"
 METRICS = {
-    "time": TIME,
     "achieved occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
     "SM efficiency": "smsp__cycles_active.avg.pct_of_peak_sustained_elapsed",
     "shared load": "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum",
@@ -79,7 +78,7 @@ def count(arguments: str) -> Counted:
     tool = shutil.which("ncu")
     if tool is None:
         raise NotCounted("ncu (Nsight Compute) was not found on PATH")
-    metrics = ",".join(METRICS.values())
+    metrics = ",".join((TIME, *METRICS.values()))
     line = [tool, *OPTIONS, f"--metrics={metrics}", sys.executable, "-c", PROGRAM, arguments]
     try:
         code, out, err = run(line, SECONDS, LC_ALL="C")
@@ -123,7 +122,7 @@ def parse(output: str) -> Counted:
     values = {}
     for name, metric in METRICS.items():
         found = [(each[metric], each.get(TIME, 0.0)) for each in launches.values() if metric in each]
-        if not found or name == "time":
+        if not found:
             continue
         total = sum(value for value, _ in found)
         if metric.endswith(".sum"):
