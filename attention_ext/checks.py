@@ -14,19 +14,17 @@ def check_tensors(part: Part, q, k, v, causal: bool, least: int = 1) -> None:
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name} is a {type(t).__name__}; it must be a tensor")
         device = t.device
-        if device != q.device or name == "q":
-            if device.type not in part.dtypes:
-                where = " or ".join(DEVICES[device] for device in part.dtypes)
-                raise ValueError(f"{name} is on {device}; it must be on {where} in {part.name}")
-            if device != q.device:
-                raise ValueError(f"{name} is on {device}; it must be on q's {q.device}")
-        if t.dtype != q.dtype or name == "q":
-            dtypes = part.dtypes[device.type]
-            if str(t.dtype).removeprefix("torch.") not in dtypes:
-                known = " or ".join(f"torch.{dtype}" for dtype in dtypes)
-                raise TypeError(f"{name} is {t.dtype}; it must be {known} in {part.name}")
-            if t.dtype != q.dtype:
-                raise TypeError(f"{name} is {t.dtype}; it must be q's {q.dtype}")
+        if device.type not in part.dtypes:
+            where = " or ".join(DEVICES[device] for device in part.dtypes)
+            raise ValueError(f"{name} is on {device}; it must be on {where} in {part.name}")
+        if device != q.device:
+            raise ValueError(f"{name} is on {device}; it must be on q's {q.device}")
+        dtypes = part.dtypes[device.type]
+        if str(t.dtype).removeprefix("torch.") not in dtypes:
+            known = " or ".join(f"torch.{dtype}" for dtype in dtypes)
+            raise TypeError(f"{name} is {t.dtype}; it must be {known} in {part.name}")
+        if t.dtype != q.dtype:
+            raise TypeError(f"{name} is {t.dtype}; it must be q's {q.dtype}")
         if t.dim() != 4 or 0 in t.shape and (least or 0 in (*t.shape[:2], t.shape[3])):
             which = "no empty dimension" if least else "no empty dimension but N"
             raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be (B, H, N, d) with {which}")

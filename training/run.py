@@ -87,7 +87,7 @@ def train(
     run = _Run(trainer, material, out, watcher, identity)
     if old_text is not None and start is not None:
         ids = torch.tensor(start.tokenizer.encode(old_text))
-        run.old = _held_out(ids[int(0.9 * len(ids)) :], recipe.block_size, MOST_OLD)
+        run.old = windows(ids[int(0.9 * len(ids)) :], recipe.block_size, MOST_OLD)
     with only_run(out):
         if resume:
             run.resume()
@@ -115,9 +115,9 @@ class _Run:
         self.validation = self.watched = material.validation
         self.test: Tensor | None = None
         if recipe.test_share:
-            self.validation = _held_out(material.validation, recipe.block_size, MOST_EVALUATED)
-            self.watched = _held_out(material.validation, recipe.block_size, MOST_WATCHED)
-            self.test = _held_out(material.test, recipe.block_size, MOST_EVALUATED)
+            self.validation = windows(material.validation, recipe.block_size, MOST_EVALUATED)
+            self.watched = windows(material.validation, recipe.block_size, MOST_WATCHED)
+            self.test = windows(material.test, recipe.block_size, MOST_EVALUATED)
         self._loss_sum = torch.zeros((), device=trainer.device, dtype=torch.float64)
         self._losses = 0
         self._saved_at, self._save_seconds = time.monotonic(), 0.0
@@ -266,13 +266,8 @@ class _Run:
         self.trainer.averaged.load_state_dict(weights, strict=False)  # the head's are the embedding's
 
 
-def _held_out(ids: Tensor, block_size: int, most: int) -> Tensor:
-    """The tokens (N,) if they are at most `most`, else evenly spaced windows (n, block_size + 1) of them."""
-    return ids if len(ids) <= most else windows(ids, min(block_size, len(ids) - 1), most)
-
-
 def _loss(model: GPT, ids: Tensor, batch_chars: int = 16_384, block_size: int | None = None) -> float:
-    """The model's loss on tokens as _held_out() gives them."""
+    """The model's loss on tokens as text.windows() gives them."""
     ids = ids.to(next(model.parameters()).device)
     if ids.ndim == 2:
         return evaluate_windows(model, ids, batch_chars)

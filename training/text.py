@@ -103,10 +103,13 @@ def divide(text: str, recipe: Recipe, tokenizer: CharTokenizer | None = None) ->
 
 
 def windows(ids: Tensor, block_size: int, most: int) -> Tensor:
-    """At most `most` characters of ids (N,) as evenly spaced windows (n, block_size + 1); all if they fit.
+    """ids (N,) if they are at most `most`, else evenly spaced windows (n, block_size + 1) of them.
 
     Neighbouring windows share a token, because the last one of a window is only predicted.
     """
+    if len(ids) <= most:
+        return ids
+    block_size = min(block_size, len(ids) - 1)
     every = ids.unfold(0, block_size + 1, block_size)
     count = max(1, min(len(every), most // block_size))
     return every[torch.linspace(0, len(every) - 1, count).round().long()]
