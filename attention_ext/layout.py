@@ -6,6 +6,7 @@ arguments; a wrong one ends every rank with the same error, which names the rank
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,8 +25,7 @@ def shares(N: int, count: int) -> list[int]:
 
 def contiguous(lengths: Sequence[int]) -> Rows:
     """Rank r holds the lengths[r] rows that follow those of rank r - 1."""
-    starts = [sum(lengths[:r]) for r in range(len(lengths))]
-    return tuple((range(start, start + n),) for start, n in zip(starts, lengths))
+    return tuple((range(start, start + n),) for start, n in zip(accumulate(lengths, initial=0), lengths))
 
 
 def zigzag_rows(N: int, ranks: int) -> Rows:
@@ -60,8 +60,9 @@ def kernel_calls(
     if not causal:  # every query sees all keys, whatever their position
         yield slice(0, length(queries)), slice(0, length(keys)), False
         return
-    for first, q in _with_first_row(queries):
-        for first_key, k in _with_first_row(keys):
+    # first, first_key: the rows of a rank's tensors at which a chunk begins
+    for first, q in zip(accumulate(map(len, queries), initial=0), queries):
+        for first_key, k in zip(accumulate(map(len, keys), initial=0), keys):
             start, stop = q.start + offset, q.stop + offset  # query i sees the keys up to i + offset
             low, high = max(start, k.start), min(stop, k.stop)
             if low < high:
@@ -70,14 +71,6 @@ def kernel_calls(
             if max(start, k.stop) < stop and k:
                 rows = slice(first + max(start, k.stop) - start, first + len(q))
                 yield rows, slice(first_key, first_key + len(k)), False
-
-
-def _with_first_row(chunks: Sequence[range]) -> Iterator[tuple[int, range]]:
-    """Each chunk with the index of its first row in a rank's tensor."""
-    first = 0
-    for chunk in chunks:
-        yield first, chunk
-        first += len(chunk)
 
 
 def pairs(queries: Sequence[range], keys: Sequence[range], causal: bool, offset: int) -> int:

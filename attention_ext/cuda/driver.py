@@ -72,7 +72,9 @@ class Compiled:
         driver, function = _driver(), self.functions[name]
         y = 1 if threads else self.tile.threads_y
         x, shared = (threads, 0) if threads else (self.tile.threads // y, self.tile.shared)
-        pointers = (ctypes.c_void_p * len(arguments))(*map(_address, arguments))
+        # where the arguments are, from where the driver copies them
+        places = [ctypes.addressof(a) if isinstance(a, CTYPES) else int(a.getPtr()) for a in arguments]
+        pointers = (ctypes.c_void_p * len(arguments))(*places)
         stream, parameters = torch.cuda.current_stream().cuda_stream, ctypes.addressof(pointers)
         if not early:
             _check(driver.cuLaunchKernel(function, blocks, 1, 1, x, y, 1, shared, stream, parameters, 0))
@@ -98,11 +100,6 @@ def _early() -> Any:
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
     return attribute
-
-
-def _address(argument: Any) -> int:
-    """Where an argument of a launch is, from where the driver copies it."""
-    return ctypes.addressof(argument) if isinstance(argument, CTYPES) else int(argument.getPtr())
 
 
 @functools.cache
