@@ -149,27 +149,15 @@ def write_gguf(path: Path, model: GPT, precision: str = "F32", tokens: Sequence[
         writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
         writer.add_token_scores([0.0] * len(tokens))
 
-    def add_matrix(name: str, tensor: Tensor) -> None:
-        writer.add_tensor(name, gguf.quantize(tensor.numpy(), kind), raw_dtype=kind)
-
-    add_matrix("token_embd.weight", weights["wte.weight"])
-    writer.add_tensor("position_embd.weight", weights["wpe.weight"].numpy())
-    layers = {"ln_f": "output_norm"}
-    for i in range(c.n_layer):
-        layers |= {
-            f"h.{i}.ln_1": f"blk.{i}.attn_norm",
-            f"h.{i}.attn.c_attn": f"blk.{i}.attn_qkv",
-            f"h.{i}.attn.c_proj": f"blk.{i}.attn_output",
-            f"h.{i}.ln_2": f"blk.{i}.ffn_norm",
-            f"h.{i}.mlp.c_fc": f"blk.{i}.ffn_up",
-            f"h.{i}.mlp.c_proj": f"blk.{i}.ffn_down",
-        }
-    for layer, name in layers.items():
-        if "norm" in name:
-            writer.add_tensor(f"{name}.weight", weights[f"{layer}.weight"].numpy())
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, c.n_layer)
+    for layer in dict.fromkeys(name.rpartition(".")[0] for name in weights):
+        name, weight = names.get_name(f"transformer.{layer}"), weights[f"{layer}.weight"]
+        if weight.dim() == 2 and layer != "wpe":
+            writer.add_tensor(f"{name}.weight", gguf.quantize(weight.numpy(), kind), raw_dtype=kind)
         else:
-            add_matrix(f"{name}.weight", weights[f"{layer}.weight"])
-        writer.add_tensor(f"{name}.bias", bias_or_zeros(weights, layer).numpy())
+            writer.add_tensor(f"{name}.weight", weight.numpy())
+        if layer not in ("wte", "wpe"):
+            writer.add_tensor(f"{name}.bias", bias_or_zeros(weights, layer).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.peers import Peer, bias_or_zeros, named_weights
+from benchmarks.peers import Peer, named_weights
 from model.gpt import GPT
 
 
@@ -150,14 +150,9 @@ def gpt2(model: GPT) -> Any:
         pad_token_id=None,
     )
     gpt = transformers.GPT2LMHeadModel(config).eval()
-    weights = named_weights(model)
-    layers = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
-    state = {f"transformer.{name}": tensor for name, tensor in weights.items()}
-    for layer in layers:
-        if ".c_" in layer:
-            state[f"transformer.{layer}.weight"] = weights[f"{layer}.weight"].T
-        if "wte" not in layer and "wpe" not in layer:
-            state[f"transformer.{layer}.bias"] = bias_or_zeros(weights, layer)
-    state["lm_head.weight"] = weights["wte.weight"]
-    gpt.load_state_dict(state)
+    state = {
+        f"transformer.{name}": w.T if ".c_" in name and w.dim() == 2 else w
+        for name, w in named_weights(model).items()
+    }
+    gpt.load_state_dict(state, strict=False)  # other biases are 0 from the start, and the head is tied
     return gpt
