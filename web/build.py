@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import importlib.util
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -209,10 +210,8 @@ def rounded(weights: dict) -> dict:
     """The weights with those matrices in bfloat16 that --weights bf16 rounds: all but the embeddings."""
     import torch
 
-    def is_rounded(name: str) -> bool:
-        return weights[name].dim() == 2 and ".wte." not in name and ".wpe." not in name
-
-    return {name: w.to(torch.bfloat16) if is_rounded(name) else w for name, w in weights.items()}
+    matrices = {name for name, w in weights.items() if w.dim() == 2 and not re.search(r"\.w[tp]e\.", name)}
+    return {name: w.to(torch.bfloat16) if name in matrices else w for name, w in weights.items()}
 
 
 def planes(content: bytes) -> bytes:
