@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from attention_ext import AUTO, BuildError, processor, tiles
-from attention_ext.build import cache, nvrtc, toolchain
+from attention_ext.build import cache, nvrtc, recipes, toolchain
 from lab.command import run as run_command
 
 OK, ABSENT, BROKEN = "ok", "--", "FAIL"
@@ -29,7 +29,7 @@ OK, ABSENT, BROKEN = "ok", "--", "FAIL"
 OLDEST_TORCH = (2, 10)
 CHECKPOINTS = ("shakes128", "shakes256", "shakes1024", "shakes2048")
 # Other packages that the commands import: distribution names.
-PACKAGES = ("click", "numpy", "pooch", "pybind11", "requests", "rich", "safetensors", "tiktoken", "tqdm")
+PACKAGES = ("click", "numpy", "pooch", "requests", "rich", "safetensors", "tiktoken", "tqdm")
 # Packages of optional features: the extra of setup.cfg that brings each, and its purpose.
 OPTIONAL = {
     "matplotlib": ("lab", "plots"),
@@ -41,11 +41,7 @@ INSTALL = "pip install -c constraints.txt -e ."
 VERSION_SECONDS, TORCH_SECONDS = 10, 120  # torch takes long to read from a cold disk
 BUILD_BYTES = 16 << 20  # free space that a build needs; it writes some 2 MB
 
-TORCH = """
-import json, torch
-found = torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-print(json.dumps(found))
-"""
+TORCH = "import torch; print(torch.__version__)"
 GPU = """
 import json, torch
 gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -57,7 +53,14 @@ from attention_ext.build import nvrtc
 core, found = nvrtc.versions()
 print(f"NVRTC {found}, cuda-core {core}")
 """
-EXTENSION = """
+DECODER_RECIPE = functools.partial(recipes.library, "decoder", ("model", "generation"))
+DECODER = """
+import ctypes, sys
+name = ctypes.CDLL(sys.argv[1]).simd_name
+name.restype = ctypes.c_char_p
+print(name().decode())
+"""
+OPERATORS = """
 import sys, torch
 torch.ops.load_library(sys.argv[1])
 print(getattr(torch.ops, sys.argv[2]).simd_name())
@@ -84,7 +87,6 @@ def run(echo: Callable[[str], None]) -> bool:
 def examine() -> Iterator[tuple[str, str, str]]:
     """(name, OK or ABSENT or BROKEN, one line of text) of each check. Only Ctrl-C stops it early."""
     unknown = set()
-    _torch.cache_clear()
     for name, (look, *needs) in CHECKS.items():
         if lacking := [needed for needed in needs if needed in unknown]:
             state, text = ABSENT, f"not checked without {lacking[0]}"
@@ -95,7 +97,7 @@ def examine() -> Iterator[tuple[str, str, str]]:
                 state, text = ABSENT, str(error)
             except Exception as error:
                 state, text = BROKEN, _reason(error)
-        if state == BROKEN or lacking:
+        if state != OK:
             unknown.add(name)
         yield name, state, "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
@@ -151,23 +153,23 @@ def _installed(package: str) -> str | None:
     return None
 
 
-@functools.cache
-def _torch() -> tuple[str, str, int]:
-    """torch's version, its instruction set and threads, found in another process."""
+def _torch() -> str:
+    """torch's version, found in another process."""
+    if _installed("torch") is None:
+        raise Missing(f"not installed (part0, the lab, training and CUDA); {INSTALL[:-1]}'.[torch]'")
     try:
-        version, capability, threads = json.loads(_python_says(TORCH))
+        version = _python_says(TORCH)
     except Broken as error:
         raise Broken(f"its import {error}; {INSTALL}") from None
     if tuple(map(int, version.split("+")[0].split(".")[:2])) < OLDEST_TORCH:
         raise Broken(f"{version}; it must be at least {'.'.join(map(str, OLDEST_TORCH))}: {INSTALL}")
-    return version, capability, threads
+    return version
 
 
 def _threads() -> str:
-    cores, threads = processor.cores(), _torch()[2]
     chosen = os.environ.get("OMP_NUM_THREADS")
-    text = f"{threads} of {cores} cores, OMP_NUM_THREADS {'is ' + chosen if chosen else 'not set'}"
-    return text + ("; more threads than cores wait for each other" if threads > cores else "")
+    use = f"{processor.threads()} of {processor.cores()} cores"
+    return f"{use}, OMP_NUM_THREADS {'is ' + chosen if chosen else 'not set'}"
 
 
 def _compiler() -> str:
@@ -176,7 +178,7 @@ def _compiler() -> str:
 
 def _python_header() -> str:
     if not toolchain.has_python_header():
-        raise Missing(f"no {toolchain.python_header()}, so no native engine; apt install python3-dev")
+        raise Missing(f"no {toolchain.python_header()}, so no native training step; apt install python3-dev")
     return str(toolchain.python_header())
 
 
@@ -215,18 +217,17 @@ def _builds() -> str:
     return f"one is running, and others wait for it, in {running}" if running else "none is running"
 
 
-def _extension() -> str:
-    from attention_ext.build import recipes  # imports torch
-
-    library = recipes.operators().path().absolute()
+def _compiled(recipe: Callable[[], Any], program: str, *arguments: str) -> str:
+    """A library's path and what a program that loads it prints. Nothing is compiled."""
+    library = recipe().path().absolute()
     if not library.exists():
         log = library.with_name("build.log")
         if log.exists() and library.parent not in cache.running():
             raise Broken(f"its last build failed; {log} has the reason")
-        raise Missing("not compiled yet; the first use of parts 1 to 4 compiles it")
+        raise Missing("not compiled yet; its first use compiles it")
     cache.check_owner(library.parent)
     try:
-        name = _python_says(EXTENSION, str(library), f"attention_ext_{AUTO}")
+        name = _python_says(program, str(library), *arguments)
     except Broken as error:
         raise Broken(f"loading {library} {error}; delete it to compile it again") from None
     return f"{library} ({name})"
@@ -305,19 +306,23 @@ def _optional(package: str) -> str:
 CHECKS: dict[str, tuple[Any, ...]] = {
     "Python": (lambda: f"{platform.python_version()} ({sys.executable})",),
     "packages": (_packages,),
-    "torch": (lambda: _torch()[0],),
-    "instructions": (lambda: f"{_torch()[1]} (as PyTorch sees it), {platform.machine()}", "torch"),
-    "threads": (_threads, "torch"),
-    "compiler": (_compiler, "torch"),
-    "Python header": (_python_header, "torch"),
-    "ispc": (_ispc, "torch"),
-    "cache": (_cache, "torch"),
-    "builds": (_builds, "torch", "cache"),
-    "extension": (_extension, "torch", "compiler", "cache"),
+    "torch": (_torch,),
+    "instructions": (lambda: f"{processor.instructions()}, {platform.machine()}",),
+    "threads": (_threads,),
+    "compiler": (_compiler,),
+    "Python header": (_python_header,),
+    "ispc": (_ispc,),
+    "cache": (_cache,),
+    "builds": (_builds, "cache"),
+    "decoder": (functools.partial(_compiled, DECODER_RECIPE, DECODER), "compiler", "cache"),
+    "operators": (
+        functools.partial(_compiled, recipes.operators, OPERATORS, f"attention_ext_{AUTO}"),
+        *("torch", "compiler", "cache"),
+    ),
     "GPU": (_gpu, "torch"),
     "NVRTC": (_nvrtc,),
     "tiles": (_tiles,),
-    **{name: (functools.partial(_checkpoint, name), "packages", "torch") for name in CHECKPOINTS},
-    "corpus": (_corpus, "packages", "torch"),
+    **{name: (functools.partial(_checkpoint, name), "packages") for name in CHECKPOINTS},
+    "corpus": (_corpus, "packages"),
     **{name: (functools.partial(_optional, name),) for name in OPTIONAL},
 }

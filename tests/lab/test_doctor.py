@@ -47,20 +47,20 @@ def test_this_machine_passes(cli, extension):
     assert [name.strip() for _, name, _ in lines] == list(doctor.CHECKS)
     assert len(lines) == done.stdout.count("\n")
     states = {name.strip(): state.strip() for state, name, _ in lines}
-    needed = {"Python", "packages", "torch", "instructions", "threads", "compiler", "extension"}
+    needed = {"Python", "packages", "torch", "instructions", "threads", "compiler", "operators"}
     for name in needed | set(checkpoint.SHIPPED):
         assert states[name] == "ok", done.stdout
     assert done.returncode == ("FAIL" in states.values()) and done.stderr == ""
 
 
 def test_a_broken_compiler_exits_1_and_the_rest_is_still_checked(cli, monkeypatch):
-    kept = ("compiler", "extension", "shakes128", "corpus")
+    kept = ("compiler", "operators", "shakes128", "corpus")
     monkeypatch.setattr(doctor, "CHECKS", {name: doctor.CHECKS[name] for name in kept})
     monkeypatch.setenv("CXX", "/bin/false")
     done = cli("doctor")
     assert done.returncode == 1
     assert [line[:4] for line in done.stdout.splitlines()][:3] == ["FAIL", "--  ", "ok  "]
-    assert "extension     not checked without compiler\n" in done.stdout
+    assert "operators     not checked without compiler\n" in done.stdout
 
 
 def test_it_starts_without_torch():
@@ -119,8 +119,8 @@ def test_a_build_that_is_running_is_seen_and_not_disturbed(cache):
 
 
 def test_an_extension_is_not_compiled_here_and_a_broken_one_is_to_be_deleted(extension, cache):
-    state, text = look("extension")
-    assert state == "--" and "the first use of parts 1 to 4 compiles it" in text
+    state, text = look("operators")
+    assert state == "--" and "its first use compiles it" in text
     assert list(cache.iterdir()) == []
     paths = (Path(path) for path in torch.ops.loaded_libraries if "attention_ext_portable" in path)
     whole = next(path for path in paths if path.exists()).read_bytes()  # another path is that of the build
@@ -128,7 +128,7 @@ def test_an_extension_is_not_compiled_here_and_a_broken_one_is_to_be_deleted(ext
     library.parent.mkdir()
     for part in (whole[: len(whole) // 2], b""):
         library.write_bytes(part)
-        state, text = look("extension")
+        state, text = look("operators")
         assert state == "FAIL" and text.startswith(f"loading {library} ")
         assert text.endswith("; delete it to compile it again")
 
@@ -173,7 +173,7 @@ def names(requirements):
 
 def test_the_packages_are_those_of_setup_cfg(monkeypatch):
     """The command that brings an optional one brings it."""
-    assert names(SETUP["options"]["install_requires"]) == {*doctor.PACKAGES, "torch"}
+    assert names(SETUP["options"]["install_requires"]) == {*doctor.PACKAGES}
     monkeypatch.setattr(doctor.importlib.metadata, "version", absent)
     state, text = look("packages")
     assert state == "FAIL" and text.endswith("not installed; pip install -c constraints.txt -e .")
