@@ -137,7 +137,7 @@ class Precision(enum.StrEnum):
 
 
 class CachePrecision(enum.StrEnum):
-    """The format of the cached keys and values; the rows of attention_ext/csrc/cache_precision.h."""
+    """The format of the cached keys and values; the rows of attention_ext/csrc/attention.h."""
 
     FP32 = "fp32"
     BF16 = "bf16"

@@ -42,7 +42,7 @@ void plain_attention(const Attention& a, float* S) {
             }
 }
 """
-CPP_ROW = "    PART(part5, plain, false, none, none)"
+CPP_ROW = "    PART(part5, plain, none, none)"
 PYTHON_ROW = """\
         Part("part5", "PLAIN ATTENTION", "a part that a test adds", operator="part5_plain"),
 """
@@ -64,7 +64,7 @@ def copy(tmp_path_factory, extension):
     csrc = made / "attention_ext" / "csrc"
     (csrc / "cpu" / "part5_plain.cpp").write_text(KERNEL)
     rows = (csrc / "parts.h").read_text()
-    (last,) = re.findall(r"^ *PART\(part4, flash, true, flash_decoding, flash_bf16\)", rows, re.M)
+    (last,) = re.findall(r"^ *PART\(part4, flash, flash_decoding, flash_bf16\)", rows, re.M)
     (csrc / "parts.h").write_text(rows.replace(last, f"{last} \\\n{CPP_ROW}"))
     insert(made / "attention_ext" / "parts.py", r"^    \)\n\}$", PYTHON_ROW)
     return made

@@ -14,7 +14,17 @@
 #include <cstdint>
 
 #include "bf16.h"
-#include "cache_precision.h"
+
+// The precisions of cached keys and values. The Python side is CachePrecision in attention_ext/parts.py.
+enum class CachePrecision { fp32, bf16 };
+
+struct CachePrecisionRow {
+    CachePrecision precision;
+    const char* name;
+};
+
+inline constexpr CachePrecisionRow CACHE_PRECISIONS[] = {{CachePrecision::fp32, "fp32"},
+                                                         {CachePrecision::bf16, "bf16"}};
 
 template <class Element>
 struct MatricesOf {  // one (N, d) matrix per batch and head; strides in elements
@@ -53,3 +63,20 @@ struct AttentionOf : AttentionSizes {
 };
 
 using Attention = AttentionOf<float>;
+
+// A backward pass: the gradients of `out` and `lse`, in float32.
+//
+//   P = exp(scale q k^T - lse)    dS = scale * P * (dout v^T - D + dlse), D = rowsum(dout * out)
+//   dq = dS k                     dk = dS^T q                            dv = P^T dout
+//
+// q, dout (B, H, Nq, d); k, v (B, H, Nk, d): strided, the last dimension contiguous. out, dq (B, H, Nq, d),
+// dk, dv (B, H, Nk, d), lse and dlse (B, H, Nq): contiguous; dlse may be null. causal as in a call.
+struct AttentionGradient : AttentionSizes {
+    Matrices q, k, v, dout;
+    const float *out, *lse, *dlse;
+    float *dq, *dk, *dv;
+};
+
+// Part 4's backward pass; its scratch in floats.
+int64_t flash_backward_scratch(const AttentionGradient&);
+void flash_backward(const AttentionGradient&, float* scratch);

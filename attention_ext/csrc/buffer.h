@@ -1,4 +1,4 @@
-// Memory for weights, caches and activations.
+// Memory: for weights, caches and activations, and for a call.
 #pragma once
 
 #ifdef __linux__
@@ -10,6 +10,17 @@
 #include <memory>
 #include <new>
 
+#include "simd/portable.h"
+
+// n rounded up to a multiple of `unit`.
+constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+constexpr int64_t LINE_FLOATS = 16;  // floats of a cache line
+
+// The stride of rows of n floats: an odd number of cache lines. With a power of two the rows would share few
+// sets of L1.
+constexpr int64_t row_stride(int64_t n) { return round_up(n, LINE_FLOATS) | LINE_FLOATS; }
+
 // Floats, initially 0, aligned to a cache line. Large buffers are on huge pages where Linux has them. That
 // saves page walks: 5 % of a step at a context of 2048. It also spreads a buffer evenly over the sets of a
 // cache, so that one of nearly L2's size stays in L2.
@@ -17,23 +28,45 @@ class Buffer {
   public:
     Buffer() = default;
     explicit Buffer(int64_t size) {
-        size_t bytes = size * sizeof(float);
-        const bool huge = bytes >= HUGE_PAGE_BYTES / 2;
-        if (huge) bytes = (bytes + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
-        const auto align = static_cast<std::align_val_t>(huge ? HUGE_PAGE_BYTES : CACHE_LINE_BYTES);
+        const int64_t floats = sizeof(float) * size;
+        const int64_t unit = floats >= HUGE_PAGE_BYTES / 2 ? HUGE_PAGE_BYTES : CACHE_LINE_BYTES;
+        const int64_t bytes = round_up(floats, unit);
+        const auto align = static_cast<std::align_val_t>(unit);
         data = {static_cast<float*>(operator new(bytes, align)), Free{align}};
 #ifdef MADV_HUGEPAGE
-        if (huge) madvise(data.get(), bytes, MADV_HUGEPAGE);
+        if (unit == HUGE_PAGE_BYTES) madvise(data.get(), bytes, MADV_HUGEPAGE);
 #endif
         std::fill_n(data.get(), size, 0.0f);
     }
     operator float*() const { return data.get(); }
 
   private:
-    static constexpr size_t CACHE_LINE_BYTES = 64, HUGE_PAGE_BYTES = 2 << 20;
+    static constexpr int64_t CACHE_LINE_BYTES = 64, HUGE_PAGE_BYTES = 2 << 20;
     struct Free {
         std::align_val_t align{};
         void operator()(float* p) const { operator delete(p, align); }
     };
     std::unique_ptr<float, Free> data{nullptr, Free{}};
+};
+
+// Memory that lives for a call, in consecutive pieces of a block, each on cache lines of its own. From null it
+// only counts, so that a struct states the sizes of its pieces once.
+class Scratch {
+  public:
+    explicit Scratch(float* start = nullptr) : start(start) {}
+
+    float* take(int64_t floats) {
+        float* const piece = start ? start + used : nullptr;
+        used += round_up(floats, LINE_FLOATS);
+        return piece;
+    }
+    simd::Matrix matrix(int64_t rows, int64_t cols) {
+        const int64_t ld = row_stride(cols);
+        return {take(rows * ld), ld};
+    }
+    int64_t taken() const { return used; }
+
+  private:
+    float* start;
+    int64_t used = 0;
 };

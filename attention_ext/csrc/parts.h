@@ -6,19 +6,32 @@
 #include <string>
 
 #include "attention.h"
-#include "cpu/sizes.h"
+
+// Sizes of the kernels, which the code that counts their costs asks for too.
+namespace part2 {
+constexpr int64_t T = 96;      // edge of a tile of scores: six cache lines of floats
+constexpr int64_t DEPTH = 64;  // features of K transposed at a time: 24 KB
+}  // namespace part2
+
+namespace part4 {
+constexpr int64_t FEW = 3;     // at most this many queries are taken one at a time, with lanes that span keys
+constexpr int64_t STEP = 128;  // keys of a strip, not counting its diagonal
+}  // namespace part4
+
+namespace amx {
+constexpr int64_t BLOCK = 32;  // queries of a strip, the fewest of a call; keys that are multiplied at a time
+}  // namespace amx
 
 // A row for each part. Part `number` with the kernel `name` has the functions name_scratch and name_attention,
 // the file cpu/number_name.cpp and the operator number_name.
-// tiled: takes Br and Bc. few: its functions for few queries, or none. bf16: those for bfloat16 tensors, or
-// none.
+// few: its functions for few queries, or none. bf16: those for bfloat16 tensors, or none.
 //
-//         number, name, tiled, few, bf16
-#define EACH_PART(PART)                     \
-    PART(part1, naive, false, none, none)   \
-    PART(part2, blocked, false, none, none) \
-    PART(part3, fused, false, none, none)   \
-    PART(part4, flash, true, flash_decoding, flash_bf16)
+//         number, name, few, bf16
+#define EACH_PART(PART)              \
+    PART(part1, naive, none, none)   \
+    PART(part2, blocked, none, none) \
+    PART(part3, fused, none, none)   \
+    PART(part4, flash, flash_decoding, flash_bf16)
 
 template <class Element>
 struct Kernel {
@@ -36,7 +49,6 @@ struct FewQueries : Kernel<float> {
 struct Part {
     const char* name;  // the operator's name
     Kernel<float> whole;
-    bool tiled;
     FewQueries few;
     Kernel<Bf16> bf16;
 
@@ -56,8 +68,8 @@ struct Part {
     bool takes_bf16() const { return bf16.attention != nullptr; }
 };
 
-#define DECLARE_PART(number, name, tiled, few, bf16) \
-    int64_t name##_scratch(const Attention&);        \
+#define DECLARE_PART(number, name, few, bf16) \
+    int64_t name##_scratch(const Attention&); \
     void name##_attention(const Attention&, float* scratch);
 EACH_PART(DECLARE_PART)
 #undef DECLARE_PART
@@ -79,8 +91,7 @@ inline constexpr FewQueries flash_decoding{
     {flash_decoding_scratch, flash_decoding_attention}, flash_decoding_takes, part4::FEW};
 inline constexpr Kernel<Bf16> flash_bf16{flash_bf16_scratch, flash_bf16_attention};
 
-#define PART_ROW(number, name, tiled, few, bf16) \
-    {#number "_" #name, {name##_scratch, name##_attention}, tiled, few, bf16},
+#define PART_ROW(number, name, few, bf16) {#number "_" #name, {name##_scratch, name##_attention}, few, bf16},
 inline constexpr Part PARTS[] = {EACH_PART(PART_ROW)};
 #undef PART_ROW
 

@@ -10,10 +10,8 @@
 #include <string>
 
 #include "decoder.h"
-#include "pace.h"
 #include "simd/simd.h"
 #include "threads.h"
-#include "uniforms.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 

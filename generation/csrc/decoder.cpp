@@ -7,8 +7,7 @@
 #include <limits>
 #include <utility>
 
-#include "refuse.h"
-#include "scratch.h"
+#include "model/csrc/refuse.h"
 #include "simd/portable.h"
 #include "simd/simd.h"
 
@@ -17,32 +16,17 @@ namespace {
 // From this many texts per thread on, threads are fastest with separate texts (Zen 5 and Intel Xeon).
 constexpr int64_t LEAST_APART = 2;
 constexpr int64_t MAX_PANEL_KEYS = 128;  // in a transposed panel of the cache
-constexpr int64_t MAX_SIZE = int64_t{1} << 31, MAX_THREADS = 1024;
+constexpr int64_t MAX_SLOTS = int64_t{1} << 31, MAX_THREADS = 1024;
 // After these a call begins no further row, so that Ctrl-C takes effect soon.
 constexpr double ONE_TEXT_SECONDS = 2e-3, BATCH_SECONDS = 8e-3;
-
-[[noreturn]] void refuse(const std::string& what, int64_t value, const std::string& must) {
-    ::refuse((what + " is " + std::to_string(value) + "; it must be " + must).c_str());
-}
-
-void check(const std::string& what, int64_t value, int64_t low, int64_t high) {
-    if (value < low || value > high)
-        refuse(what, value, "from " + std::to_string(low) + " to " + std::to_string(high));
-}
 
 // The shape, if it and the other arguments are in range.
 const ModelShape& checked(const ModelShape& shape, int64_t br, int64_t bc, int64_t slots, int64_t capacity,
                           int threads, int64_t cache_bytes) {
-    check("block_size", shape.block_size, 1, MAX_SIZE);
-    check("vocab_size", shape.vocab_size, 1, MAX_SIZE);
-    check("n_layer", shape.n_layer, 1, MAX_SIZE);
-    check("n_head", shape.n_head, 1, MAX_SIZE);
-    check("n_embd", shape.n_embd, 1, MAX_SIZE);
-    if (shape.n_embd % shape.n_head)
-        refuse("n_embd", shape.n_embd, "a multiple of n_head=" + std::to_string(shape.n_head));
+    shape.check();
     check("br", br, 1, INT64_MAX);
     check("bc", bc, 1, INT64_MAX);
-    check("slots", slots, 1, MAX_SIZE);
+    check("slots", slots, 1, MAX_SLOTS);
     check("capacity", capacity, 1, shape.block_size);
     check("threads", threads, 1, MAX_THREADS);
     check("cache_bytes", cache_bytes, 1, INT64_MAX);
@@ -140,40 +124,19 @@ std::vector<TokenLogprob> Decoder::take_logprobs(int64_t slot) {
     return std::exchange(slot_of("slot", slot).logprobs, {});
 }
 
-void Decoder::begin(int64_t slot, const std::vector<int64_t>& ids, bool continues, std::optional<int64_t> top) {
-    Slot& s = slot_of("slot", slot);
-    check("the number of ids", static_cast<int64_t>(ids.size()), 1, capacity);
-    for (const int64_t id : ids) check("an id", id, 0, shape.vocab_size - 1);
-    if (top) check("top", *top, 0, MAX_TOP);
-    if (!continues) {
-        std::fill(s.text.seen.begin(), s.text.seen.end(), 0);
-        std::fill(s.text.written.begin(), s.text.written.end(), 0);
-        s.logprobs.clear();
-    }
-    for (const int64_t id : ids) s.text.seen[id] = 1;
-    begin_prompt(s, ids, top.value_or(-1));
-}
-
-bool Decoder::read(int64_t slot, double seconds) {
-    Slot& s = slot_of("slot", slot);
-    if (!s.prompt) refuse("slot", slot, "given ids by begin() first");
-    if (!(seconds >= 0)) ::refuse("seconds must be at least 0");
-    return read_prompt(s, seconds);
-}
-
 void Decoder::drop(int64_t slot) { slot_of("slot", slot).prompt.reset(); }
 
 std::vector<std::vector<int64_t>> Decoder::write(const std::vector<int64_t>& which,
                                                  const std::vector<std::vector<double>>& uniforms,
                                                  std::optional<double> seconds) {
     const int64_t all = static_cast<int64_t>(which.size()), most = static_cast<int64_t>(uniforms.size());
-    if (seconds && !(*seconds >= 0)) ::refuse("seconds must be at least 0");
+    if (seconds && !(*seconds >= 0)) refuse("seconds must be at least 0");
     for (const std::vector<double>& row : uniforms) {
         if (row.size() != which.size())
             refuse("the number of uniforms", static_cast<int64_t>(row.size()),
                    "the number of slots, " + std::to_string(all));
         for (const double u : row)
-            if (!(u >= 0 && u < 1)) ::refuse("a uniform is outside [0, 1)");
+            if (!(u >= 0 && u < 1)) refuse("a uniform is outside [0, 1)");
     }
     std::vector<char> taken(slots.size());
     int64_t room = capacity;

@@ -6,10 +6,22 @@
 #include <utility>
 
 #include "decoder.h"
-#include "denormals.h"
-#include "scratch.h"
+#include "model/csrc/refuse.h"
+#include "threads.h"
 
-void Decoder::begin_prompt(Slot& slot, const std::vector<int64_t>& ids, int64_t top) {
+void Decoder::begin(int64_t which, const std::vector<int64_t>& ids, bool continues,
+                    std::optional<int64_t> logprobs) {
+    Slot& slot = slot_of("slot", which);
+    check("the number of ids", static_cast<int64_t>(ids.size()), 1, capacity);
+    for (const int64_t id : ids) check("an id", id, 0, shape.vocab_size - 1);
+    if (logprobs) check("top", *logprobs, 0, MAX_TOP);
+    if (!continues) {
+        std::fill(slot.text.seen.begin(), slot.text.seen.end(), 0);
+        std::fill(slot.text.written.begin(), slot.text.written.end(), 0);
+        slot.logprobs.clear();
+    }
+    for (const int64_t id : ids) slot.text.seen[id] = 1;
+    const int64_t top = logprobs.value_or(-1);
     slot.length = 0, slot.pending = -1;
     slot.prompt.reset();
     const int64_t T = static_cast<int64_t>(ids.size()), C = shape.n_embd, chunk = std::min(br, T);
@@ -49,7 +61,10 @@ void Decoder::begin_prompt(Slot& slot, const std::vector<int64_t>& ids, int64_t 
     slot.prompt = std::move(made);
 }
 
-bool Decoder::read_prompt(Slot& slot, double seconds) {
+bool Decoder::read(int64_t which, double seconds) {
+    Slot& slot = slot_of("slot", which);
+    if (!slot.prompt) refuse("slot", which, "given ids by begin() first");
+    if (!(seconds >= 0)) refuse("seconds must be at least 0");
     using Clock = std::chrono::steady_clock;
     const auto start = Clock::now();
     const auto is_over = [&] { return std::chrono::duration<double>(Clock::now() - start).count() >= seconds; };
@@ -78,20 +93,15 @@ bool Decoder::read_prompt(Slot& slot, double seconds) {
         } while (prompt.stage < count && !is_over());
     }
     if (prompt.stage < count) return false;
-    finish_prompt(slot);
-    return true;
-}
-
-void Decoder::finish_prompt(Slot& slot) {
-    Prompt& prompt = *slot.prompt;
     Rows last = rows[0].from(0, 1);
-    last.X = prompt.rows_of(prompt.stages.T - 1, 1, 0).X;
+    last.X = prompt.rows_of(stages.T - 1, 1, 0).X;
     Member caller(trace, 0);
     Block<Member>(last, caller).logits(weights);
     std::copy_n(last.L.data, shape.vocab_size, slot.logits.begin());
     std::move(prompt.logprobs.begin(), prompt.logprobs.end(), std::back_inserter(slot.logprobs));
-    slot.length = prompt.stages.T;
+    slot.length = stages.T;
     slot.prompt.reset();
+    return true;
 }
 
 void Decoder::prompt_piece(Slot& slot, int64_t stage, int64_t i, int64_t thread) {

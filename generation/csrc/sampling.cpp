@@ -6,7 +6,7 @@
 #include <iterator>
 #include <numeric>
 
-#include "refuse.h"
+#include "model/csrc/refuse.h"
 
 #if defined(__wasm__)  // no threads, and nothing runs a thread_local's destructor
 #define OF_THIS_THREAD static

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <random>
 #include <utility>
 #include <vector>
 
@@ -56,3 +57,19 @@ struct TokenLogprob {
 
 // The softmax of logits (vocab_size) is in float64. top: the number of likeliest tokens to return.
 TokenLogprob token_logprob(const float* logits, int64_t vocab_size, int64_t token, int64_t top);
+
+// The uniform numbers of a seed: those of torch.rand(dtype=torch.float64) on the CPU.
+class Uniforms {
+  public:
+    // As in PyTorch, only the lower 32 bits of a seed are used.
+    explicit Uniforms(uint64_t seed) : bits(static_cast<uint32_t>(seed)) {}
+
+    // The next number in [0, 1): the lower 53 bits of two draws, the upper one first.
+    double next() {
+        const uint64_t upper = bits(), lower = bits();
+        return static_cast<double>((upper << 32 | lower) & ((uint64_t{1} << 53) - 1)) * 0x1p-53;
+    }
+
+  private:
+    std::mt19937 bits;
+};

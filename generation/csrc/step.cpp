@@ -6,10 +6,10 @@
 #include <cmath>
 #include <utility>
 
+#include "buffer.h"
 #include "decoder.h"
-#include "denormals.h"
-#include "scratch.h"
 #include "simd/simd.h"
+#include "threads.h"
 
 namespace {
 

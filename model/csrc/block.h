@@ -13,7 +13,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "scratch.h"
+#include "buffer.h"
 #include "weights.h"
 
 // Rows of the results have room for all columns that a product sets, Linear::columns().

@@ -67,7 +67,7 @@ void from_pairs(float* x, const float* row, int64_t n) {
 Cache::Cache(const CacheShape& shape, float* memory)
     : shape(shape),
       head_size(shape.head_words(shape.capacity)),
-      K_size(round_up(shape.K_words(shape.capacity), CacheShape::LINE_WORDS)),
+      K_size(round_up(shape.K_words(shape.capacity), LINE_FLOATS)),
       memory(memory) {}
 
 void Cache::append_pairs(int64_t layer, int64_t head, int64_t position, const float* k, int64_t ldK,

@@ -5,12 +5,10 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "round_up.h"
+#include "buffer.h"
 #include "simd/portable.h"
 
 struct CacheShape {
-    static constexpr int64_t LINE_WORDS = 16;  // words of a cache line
-
     int64_t layers, heads, d, capacity;  // capacity: in tokens
     bool transposed;                     // whether K is
     int64_t panel;                       // keys of a transposed panel of K; with bf16 a multiple of 2 lanes()
@@ -28,7 +26,7 @@ struct CacheShape {
     int64_t V_words(int64_t keys) const { return keys * row_words(); }
     // Words of a head; K and V each begin on a cache line.
     int64_t head_words(int64_t keys) const {
-        return round_up(K_words(keys), LINE_WORDS) + round_up(V_words(keys), LINE_WORDS);
+        return round_up(K_words(keys), LINE_FLOATS) + round_up(V_words(keys), LINE_FLOATS);
     }
     int64_t words() const { return layers * heads * head_words(capacity); }
 };

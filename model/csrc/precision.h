@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "buffer.h"
-#include "round_up.h"
 #include "simd/portable.h"
 
 // A matrix (out, in) in panels of `width` rows, the last one padded with zeros. Panel p, (in, width), is the

@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "scratch.h"
+#include "buffer.h"
+#include "refuse.h"
 
 namespace {
 
@@ -41,6 +42,16 @@ int64_t panel_width(int64_t out, int members, const PrecisionRow& row) {
 }
 
 }  // namespace
+
+void ModelShape::check() const {
+    constexpr int64_t MOST = int64_t{1} << 31;
+    ::check("block_size", block_size, 1, MOST);
+    ::check("vocab_size", vocab_size, 1, MOST);
+    ::check("n_layer", n_layer, 1, MOST);
+    ::check("n_head", n_head, 1, MOST);
+    ::check("n_embd", n_embd, 1, MOST);
+    if (n_embd % n_head) refuse("n_embd", n_embd, "a multiple of n_head=" + std::to_string(n_head));
+}
 
 Weights::Weights(const ModelShape& s, const Tensors& tensors, Precision precision) : layers(s.n_layer) {
     const int64_t C = s.n_embd, V = s.vocab_size;

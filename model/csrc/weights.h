@@ -4,10 +4,21 @@
 // read, so that a step is one sequential stream through them.
 #pragma once
 
+#include <functional>
+#include <string>
 #include <vector>
 
 #include "linear.h"
-#include "shape.h"
+
+struct ModelShape {
+    int64_t block_size, vocab_size, n_layer, n_head, n_embd;
+
+    void check() const;  // rejects a size that is out of range
+};
+
+// A checkpoint's tensor by nanoGPT's name; null for a bias that the model does not have. `floats` is the size
+// that the tensor must have.
+using Tensors = std::function<const float*(const std::string& name, int64_t floats)>;
 
 // Ba, Kiros & Hinton 2016 (arXiv:1607.06450), with PyTorch's epsilon.
 struct LayerNorm {

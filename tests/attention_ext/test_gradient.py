@@ -262,12 +262,12 @@ def test_wrong_tensors_are_named_by_the_operator():
     out, lse = attention("part4", q, k, v, return_lse=True)
     right = dict(dout=dout, dlse=dlse, q=q, k=k, v=v, out=out, lse=lse, causal=False, scale=1.0)
     for change, message in (
-        (dict(dout=dout.double()), "dout has another type; it must be float32"),
-        (dict(dout=dout[:, :, 1:]), r"dout has shape \(1, 2, 19, 8\); it must have the shape of q"),
-        (dict(out=out[..., 1:]), r"out has shape \(1, 2, 20, 7\); it must have the shape of q"),
-        (dict(v=v[:, :, 1:]), r"v has shape \(1, 2, 29, 8\); it must have the shape of k"),
-        (dict(k=k[:, :1]), r"k has shape \(1, 1, 30, 8\); it must be \(B, H, Nk, d\)"),
-        (dict(lse=lse[:, :, 1:]), r"lse has shape \(1, 2, 19\); it must be \(B, H, Nq\)"),
+        (dict(dout=dout.double()), "dout must be float32 on the CPU"),
+        (dict(dout=dout[:, :, 1:]), r"dout has shape \(1, 2, 19, 8\); it must be \(1, 2, 20, 8\)"),
+        (dict(out=out[..., 1:]), r"out has shape \(1, 2, 20, 7\); it must be \(1, 2, 20, 8\)"),
+        (dict(v=v[:, :, 1:]), r"v has shape \(1, 2, 29, 8\); it must be \(1, 2, 30, 8\)"),
+        (dict(k=k[:, :1]), r"k has shape \(1, 1, 30, 8\); it must be \(1, 2, any, 8\)"),
+        (dict(lse=lse[:, :, 1:]), r"lse has shape \(1, 2, 19\); it must be \(1, 2, 20\)"),
         (dict(dlse=dlse.double()), "dlse must be float32 on the CPU"),
         (dict(k=k[:, :, :9], v=v[:, :, :9], causal=True), "q has Nq=20; with causal it must be at most"),
     ):

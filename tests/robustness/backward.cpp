@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "generated.h"
-#include "gradient.h"
+#include "attention.h"
 #include "parts.h"
 
 namespace {

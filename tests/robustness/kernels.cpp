@@ -21,7 +21,7 @@
 #include "bf16.h"
 #include "generated.h"
 #include "parts.h"
-#include "round_up.h"
+#include "buffer.h"
 #include "simd/portable.h"
 #include "threads.h"
 

@@ -219,7 +219,7 @@ def test_the_class_checks_its_arguments(monkeypatch):
     right, sizes = trainer("part4").native
     for changed, message in (
         (dict(n_layer=1), "the number of parameters is 15; it must be 9"),
-        (dict(br=0), "br is 0; it must be at least 1"),
+        (dict(br=0), "br is 0; it must be from 1 to"),
         (dict(n_head=3), "n_embd is 32; it must be a multiple of n_head=3"),
         (dict(vocab_size=11), "the size of value of parameter 0 is 384; it must be 352"),
     ):

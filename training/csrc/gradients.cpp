@@ -26,12 +26,9 @@
 #include <limits>
 
 #include "attention.h"
-#include "gradient.h"
-#include "norm.h"
+#include "layers.h"
 #include "parts.h"
 #include "phases.h"
-#include "products.h"
-#include "training_memory.h"
 #include "training_step.h"
 
 namespace training {

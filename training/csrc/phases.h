@@ -8,7 +8,6 @@
 #include <thread>
 #include <vector>
 
-#include "denormals.h"
 #include "threads.h"
 #include "training_step.h"
 

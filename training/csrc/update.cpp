@@ -14,10 +14,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "norm.h"
+#include "buffer.h"
+#include "layers.h"
 #include "phases.h"
-#include "products.h"
-#include "scratch.h"
 #include "simd/portable.h"
 #include "training_step.h"
 

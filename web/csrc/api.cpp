@@ -10,10 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "cpu/sizes.h"
 #include "generation/csrc/decoder.h"
-#include "generation/csrc/uniforms.h"
 #include "page.h"
+#include "parts.h"
 #include "simd/simd.h"
 #include "threads.h"
 

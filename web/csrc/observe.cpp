@@ -5,11 +5,11 @@
 #include <cmath>
 #include <vector>
 
+#include "buffer.h"
 #include "generation/csrc/team.h"
 #include "model/csrc/block.h"
 #include "page.h"
 #include "parts.h"
-#include "scratch.h"
 
 namespace {
 

@@ -4,11 +4,15 @@
 #pragma once
 
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <exception>
+#include <mutex>
 #include <new>
 #include <stdexcept>
 #include <string>
+
+#include "threads.h"
 
 inline std::string text_of(const std::string& text) { return text; }
 inline std::string text_of(const char* text) { return text; }
@@ -55,3 +59,18 @@ void guarded(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
 
 // Like TORCH_BOX, for m.impl().
 #define BOX(function) guarded<TORCH_BOX(function)>
+
+// Over PyTorch's pool, which must not see an exception either. A library includes this file once.
+void on_threads(int threads, const std::function<void(int)>& body) {
+    std::exception_ptr failed;
+    std::mutex mutex;
+    torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+        try {
+            for (int64_t thread = begin; thread < end; thread++) body(static_cast<int>(thread));
+        } catch (...) {
+            const std::lock_guard<std::mutex> held(mutex);
+            failed = std::current_exception();
+        }
+    });
+    if (failed) std::rethrow_exception(failed);
+}

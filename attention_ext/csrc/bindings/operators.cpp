@@ -12,13 +12,8 @@
 #include <utility>
 
 #include "bindings/boundary.h"
-#include "bindings/pool.h"
-#include "cpu/part4_amx.h"
-#include "cpu/sizes.h"
-#include "denormals.h"
-#include "gradient.h"
-#include "parts.h"
-#include "simd/simd.h"
+#include "cpu/part4.h"
+#include "threads.h"
 #include "tools/limits.h"
 
 using torch::headeronly::ScalarType;
@@ -26,18 +21,31 @@ using torch::stable::Tensor;
 
 namespace {
 
-std::string shape(const Tensor& t) {
+template <class Element>
+constexpr bool IS_BF16 = std::is_same_v<Element, Bf16>;
+
+constexpr int64_t ANY = -1;  // in a shape: any size from 1 on
+
+template <class Size>
+std::string shape(int64_t dimensions, const Size& size) {
     std::string text = "(";
-    for (int64_t i = 0; i < t.dim(); i++) text += (i ? ", " : "") + std::to_string(t.size(i));
+    for (int64_t i = 0; i < dimensions; i++)
+        text += (i ? ", " : "") + (size(i) == ANY ? "any" : std::to_string(size(i)));
     return text + ")";
 }
 
-void checked(const Tensor& t, const char* name, ScalarType type, const char* what) {
-    REQUIRE(t.is_cpu(), name, " is on another device; it must be on the CPU");
-    REQUIRE(t.scalar_type() == type, name, " has another type; it must be ", what);
-    REQUIRE(t.dim() == 4, name, " has shape ", shape(t), "; it must have four dimensions (B, H, N, d)");
-    for (int64_t i = 0; i < 4; i++)
-        REQUIRE(t.size(i) >= 1, name, " has shape ", shape(t), "; no dimension may be empty");
+// Throws unless t is on the CPU and has this type and shape.
+template <class Element>
+void check(const Tensor& t, const char* name, std::initializer_list<int64_t> shape_of_t) {
+    constexpr ScalarType type = IS_BF16<Element> ? ScalarType::BFloat16 : ScalarType::Float;
+    REQUIRE(t.is_cpu() && t.scalar_type() == type, name, " must be ", IS_BF16<Element> ? "bfloat16" : "float32",
+            " on the CPU");
+    const int64_t dimensions = static_cast<int64_t>(shape_of_t.size());
+    const auto is = [&](int64_t i) { return t.size(i); };
+    const auto must = [&](int64_t i) { return shape_of_t.begin()[i]; };
+    bool fits = t.dim() == dimensions;
+    for (int64_t i = 0; fits && i < dimensions; i++) fits = must(i) == ANY ? is(i) >= 1 : is(i) == must(i);
+    REQUIRE(fits, name, " has shape ", shape(t.dim(), is), "; it must be ", shape(dimensions, must));
 }
 
 // t itself if its rows, or its columns, are contiguous, else a copy whose rows are.
@@ -46,14 +54,18 @@ Tensor with_contiguous_rows(const Tensor& t, bool or_columns = false) {
     return rows || (or_columns && columns) ? t : torch::stable::contiguous(t);
 }
 
-template <class Element>
-MatricesOf<Element> matrices(const Tensor& t) {
-    return {static_cast<const Element*>(t.const_data_ptr()), t.stride(0), t.stride(1), t.stride(2),
-            t.size(3) == 1 ? 1 : t.stride(3)};
+template <class Number>
+Number* data(const Tensor& t) {
+    if constexpr (std::is_const_v<Number>)
+        return static_cast<Number*>(t.const_data_ptr());
+    else
+        return static_cast<Number*>(t.mutable_data_ptr());
 }
 
 template <class Element>
-constexpr bool IS_BF16 = std::is_same_v<Element, Bf16>;
+MatricesOf<Element> matrices(const Tensor& t) {
+    return {data<const Element>(t), t.stride(0), t.stride(1), t.stride(2), t.size(3) == 1 ? 1 : t.stride(3)};
+}
 
 // An uninitialised contiguous tensor, through the C interface: torch::stable::empty looks up its operator by
 // name, which takes a microsecond, and a call for one token takes only a few.
@@ -70,63 +82,49 @@ Tensor new_tensor(const int64_t (&size)[n]) {
     return Tensor(handle);
 }
 
-// MOST_SCORES, given by the build: below this limit on Nq * Nk the size of the scratch fits 63 bits. An
-// expanded tensor may have more rows than memory has bytes.
-constexpr int64_t MOST_THREADS = 1024;
+constexpr uint32_t MOST_THREADS = 1024;
 
+// The sizes of a call whose tensors fit each other. MOST_SCORES, given by the build: below this limit on Nq *
+// Nk the size of the scratch fits 63 bits. An expanded tensor may have more rows than memory has bytes.
 template <class Element>
-std::tuple<Tensor, Tensor> run_in(const Part& part, const Tensor& q_, const Tensor& k_, const Tensor& v_,
-                                  bool causal, double scale, bool return_lse, int64_t br, int64_t bc) {
-    constexpr ScalarType type = IS_BF16<Element> ? ScalarType::BFloat16 : ScalarType::Float;
-    const char* of_q = part.takes_bf16() ? "float32 or bfloat16" : "float32";
-    const char* of_others = IS_BF16<Element> ? "bfloat16, as q is" : "float32";
-    checked(q_, "q", type, of_q), checked(k_, "k", type, of_others), checked(v_, "v", type, of_others);
-    const bool transposed = !IS_BF16<Element> && q_.size(2) <= part.few.queries;
-    const Tensor q = with_contiguous_rows(q_), k = with_contiguous_rows(k_, transposed),
-                 v = with_contiguous_rows(v_);
-    const int64_t B = q.size(0), H = q.size(1), Nq = q.size(2), Nk = k.size(2), d = q.size(3);
-    REQUIRE(k.size(0) == B && k.size(1) == H && k.size(3) == d, "k has shape ", shape(k),
-            "; it must be (B, H, Nk, d) like q, which has shape ", shape(q));
-    REQUIRE(v.size(0) == B && v.size(1) == H && v.size(2) == Nk && v.size(3) == d, "v has shape ", shape(v),
-            "; it must have the shape of k, ", shape(k));
+AttentionSizes sizes(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, float scale, int64_t br,
+                     int64_t bc) {
+    check<Element>(q, "q", {ANY, ANY, ANY, ANY});
+    const int64_t B = q.size(0), H = q.size(1), Nq = q.size(2), d = q.size(3);
+    check<Element>(k, "k", {B, H, ANY, d});
+    const int64_t Nk = k.size(2);
+    check<Element>(v, "v", {B, H, Nk, d});
     REQUIRE(!causal || Nq <= Nk, "q has Nq=", Nq, "; with causal it must be at most Nk=", Nk);
     REQUIRE(Nq <= (MOST_SCORES - 1) / Nk, "q has Nq=", Nq, " and k has Nk=", Nk,
             "; their product must be below 2^50");
-    REQUIRE(br >= 1, "br is ", br, "; it must be at least 1");
-    REQUIRE(bc >= 1, "bc is ", bc, "; it must be at least 1");
+    REQUIRE(br >= 1 && bc >= 1, "the tile is ", br, " x ", bc, "; its sides must be at least 1");
+    const int threads = static_cast<int>(std::min(torch::stable::get_num_threads(), MOST_THREADS));
+    return {B, H, Nq, Nk, d, causal, scale, std::min(br, Nq), std::min(bc, Nk), threads};
+}
 
-    const Tensor out = new_tensor<Element>({B, H, Nq, d});
-    const Tensor lse = return_lse ? new_tensor<float>({B, H, Nq}) : new_tensor<float>({0});
-    AttentionOf<Element> a{};
-    a.B = B, a.H = H, a.Nq = Nq, a.Nk = Nk, a.d = d;
+template <class Element>
+std::tuple<Tensor, Tensor> run(const Part& part, const Tensor& q_, const Tensor& k_, const Tensor& v_,
+                               bool causal, double scale, bool return_lse, int64_t br, int64_t bc) {
+    AttentionOf<Element> a{sizes<Element>(q_, k_, v_, causal, static_cast<float>(scale), br, bc)};
+    const bool transposed = !IS_BF16<Element> && a.Nq <= part.few.queries;
+    const Tensor q = with_contiguous_rows(q_), k = with_contiguous_rows(k_, transposed),
+                 v = with_contiguous_rows(v_);
+    const Tensor out = new_tensor<Element>({a.B, a.H, a.Nq, a.d});
+    const Tensor lse = return_lse ? new_tensor<float>({a.B, a.H, a.Nq}) : new_tensor<float>({0});
     a.q = matrices<Element>(q), a.k = matrices<Element>(k), a.v = matrices<Element>(v);
-    a.out = static_cast<Element*>(out.mutable_data_ptr());
-    a.lse = return_lse ? static_cast<float*>(lse.mutable_data_ptr()) : nullptr;
-    a.causal = causal, a.scale = static_cast<float>(scale);
-    a.Br = std::min(br, Nq), a.Bc = std::min(bc, Nk);
-    a.threads = static_cast<int>(std::min<int64_t>(torch::stable::get_num_threads(), MOST_THREADS));
-    const Tensor buffer = new_tensor<float>({part.scratch(a)});
+    a.out = data<Element>(out);
+    a.lse = return_lse ? data<float>(lse) : nullptr;
+    const Tensor scratch = new_tensor<float>({part.scratch(a)});
     const NoDenormals flushed;
-    part.attention(a, static_cast<float*>(buffer.mutable_data_ptr()));
+    part.attention(a, data<float>(scratch));
     return {out, lse};
 }
 
-std::tuple<Tensor, Tensor> run(const Part& part, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
-                               double scale, bool return_lse, int64_t br, int64_t bc) {
-    const bool bf16 = q.scalar_type() == ScalarType::BFloat16 && part.takes_bf16();
-    return (bf16 ? run_in<Bf16> : run_in<float>)(part, q, k, v, causal, scale, return_lse, br, bc);
-}
-
 template <size_t part>
-std::tuple<Tensor, Tensor> untiled(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double scale,
-                                   bool return_lse) {
-    return run(PARTS[part], q, k, v, causal, scale, return_lse, 1, 1);
-}
-
-template <size_t part>
-std::tuple<Tensor, Tensor> tiled(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double scale,
-                                 bool return_lse, int64_t br, int64_t bc) {
-    return run(PARTS[part], q, k, v, causal, scale, return_lse, br, bc);
+std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double scale,
+                                  bool return_lse, int64_t br, int64_t bc) {
+    const bool bf16 = q.scalar_type() == ScalarType::BFloat16 && PARTS[part].takes_bf16();
+    return (bf16 ? run<Bf16> : run<float>)(PARTS[part], q, k, v, causal, scale, return_lse, br, bc);
 }
 
 const Part& named(const std::string& part) {
@@ -139,65 +137,31 @@ const Part& named(const std::string& part) {
 // operator with a gradient through Python, which takes longer than a token's attention.
 std::tuple<Tensor, Tensor> with_gradient(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                                          double scale, int64_t br, int64_t bc) {
-    return run_in<float>(named("part4_flash"), q, k, v, causal, scale, true, br, bc);
-}
-
-void same_shape(const Tensor& t, const char* name, const Tensor& as, const char* of) {
-    bool same = t.dim() == as.dim();
-    for (int64_t i = 0; same && i < t.dim(); i++) same = t.size(i) == as.size(i);
-    REQUIRE(same, name, " has shape ", shape(t), "; it must have the shape of ", of, ", ", shape(as));
-}
-
-// The data of a checked float32 CPU tensor with one number per query.
-const float* of_rows(const Tensor& t, const char* name, const Tensor& q) {
-    REQUIRE(t.is_cpu() && t.scalar_type() == ScalarType::Float, name, " must be float32 on the CPU");
-    REQUIRE(t.dim() == 3 && t.size(0) == q.size(0) && t.size(1) == q.size(1) && t.size(2) == q.size(2), name,
-            " has shape ", shape(t), "; it must be (B, H, Nq) as q has ", shape(q));
-    return static_cast<const float*>(t.const_data_ptr());
+    return run<float>(named("part4_flash"), q, k, v, causal, scale, true, br, bc);
 }
 
 // The gradients of q, k and v from those of out and lse; an empty dlse stands for no gradient.
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dout_, const Tensor& dlse_, const Tensor& q_,
                                             const Tensor& k_, const Tensor& v_, const Tensor& out_,
                                             const Tensor& lse_, bool causal, double scale) {
-    const std::pair<const char*, const Tensor*> tensors[] = {
-        {"q", &q_}, {"k", &k_}, {"v", &v_}, {"out", &out_}, {"dout", &dout_}};
-    for (const auto& [name, t] : tensors) checked(*t, name, ScalarType::Float, "float32");
-    REQUIRE(k_.size(0) == q_.size(0) && k_.size(1) == q_.size(1) && k_.size(3) == q_.size(3), "k has shape ",
-            shape(k_), "; it must be (B, H, Nk, d) like q, which has shape ", shape(q_));
-    same_shape(v_, "v", k_, "k"), same_shape(out_, "out", q_, "q"), same_shape(dout_, "dout", q_, "q");
+    AttentionGradient a{sizes<float>(q_, k_, v_, causal, static_cast<float>(scale), 1, 1)};
+    for (const auto& [name, t] : {std::pair{"out", &out_}, {"dout", &dout_}})
+        check<float>(*t, name, {a.B, a.H, a.Nq, a.d});
+    check<float>(lse_, "lse", {a.B, a.H, a.Nq});
+    if (dlse_.numel() > 0) check<float>(dlse_, "dlse", {a.B, a.H, a.Nq});
     const Tensor q = with_contiguous_rows(q_), k = with_contiguous_rows(k_), v = with_contiguous_rows(v_),
                  dout = with_contiguous_rows(dout_), out = torch::stable::contiguous(out_),
                  lse = torch::stable::contiguous(lse_), dlse = torch::stable::contiguous(dlse_);
-    const int64_t B = q.size(0), H = q.size(1), Nq = q.size(2), Nk = k.size(2), d = q.size(3);
-    REQUIRE(!causal || Nq <= Nk, "q has Nq=", Nq, "; with causal it must be at most Nk=", Nk);
-
-    const Tensor dq = new_tensor<float>({B, H, Nq, d}), dk = new_tensor<float>({B, H, Nk, d}),
-                 dv = new_tensor<float>({B, H, Nk, d});
-    AttentionGradient a{};
-    a.B = B, a.H = H, a.Nq = Nq, a.Nk = Nk, a.d = d;
+    const Tensor dq = new_tensor<float>({a.B, a.H, a.Nq, a.d}), dk = new_tensor<float>({a.B, a.H, a.Nk, a.d}),
+                 dv = new_tensor<float>({a.B, a.H, a.Nk, a.d});
     a.q = matrices<float>(q), a.k = matrices<float>(k), a.v = matrices<float>(v);
     a.dout = matrices<float>(dout);
-    a.out = static_cast<const float*>(out.const_data_ptr());
-    a.lse = of_rows(lse, "lse", q);
-    a.dlse = dlse.numel() == 0 ? nullptr : of_rows(dlse, "dlse", q);
-    a.dq = static_cast<float*>(dq.mutable_data_ptr()), a.dk = static_cast<float*>(dk.mutable_data_ptr()),
-    a.dv = static_cast<float*>(dv.mutable_data_ptr());
-    a.causal = causal, a.scale = static_cast<float>(scale);
-    a.threads = static_cast<int>(std::min<int64_t>(torch::stable::get_num_threads(), MOST_THREADS));
-    const Tensor buffer = new_tensor<float>({flash_backward_scratch(a)});
-    flash_backward(a, static_cast<float*>(buffer.mutable_data_ptr()));
+    a.out = data<const float>(out), a.lse = data<const float>(lse);
+    a.dlse = dlse.numel() > 0 ? data<const float>(dlse) : nullptr;
+    a.dq = data<float>(dq), a.dk = data<float>(dk), a.dv = data<float>(dv);
+    const Tensor scratch = new_tensor<float>({flash_backward_scratch(a)});
+    flash_backward(a, data<float>(scratch));
     return {dq, dk, dv};
-}
-
-template <class Element>
-int64_t scratch_in(const Part& part, int64_t B, int64_t H, int64_t Nq, int64_t Nk, int64_t d, int64_t br,
-                   int64_t bc, int64_t threads) {
-    AttentionOf<Element> a{};
-    a.B = B, a.H = H, a.Nq = Nq, a.Nk = Nk, a.d = d;
-    a.Br = std::min(br, Nq), a.Bc = std::min(bc, Nk);
-    a.threads = static_cast<int>(threads);
-    return part.scratch(a);
 }
 
 // Floats of scratch that a part takes for a call of these sizes, in bfloat16 or in float32.
@@ -205,7 +169,9 @@ int64_t scratch(const std::string& part, bool bf16, int64_t B, int64_t H, int64_
                 int64_t br, int64_t bc, int64_t threads) {
     const Part& row = named(part);
     REQUIRE(!bf16 || row.takes_bf16(), "part is ", part, "; it must be one that takes bfloat16");
-    return (bf16 ? scratch_in<Bf16> : scratch_in<float>)(row, B, H, Nq, Nk, d, br, bc, threads);
+    const AttentionSizes sizes{
+        B, H, Nq, Nk, d, false, 0, std::min(br, Nq), std::min(bc, Nk), static_cast<int>(threads)};
+    return bf16 ? row.scratch(AttentionOf<Bf16>{sizes}) : row.scratch(Attention{sizes});
 }
 
 // Whether part 4 uses AMX for this many bfloat16 queries on this machine.
@@ -228,35 +194,16 @@ int64_t size(const std::string& name) {
     REQUIRE(false, "name is ", name, "; it must be the name of a size");
 }
 
-// t[i][j][k][l], read by the strides.
+// t[i][j][k][l] of a float32 CPU tensor, read by the strides. Python has checked it.
 double read_4d(const Tensor& t, int64_t i, int64_t j, int64_t k, int64_t l) {
-    REQUIRE(t.is_cpu() && t.scalar_type() == ScalarType::Float && t.dim() == 4,
-            "t must be a float32 CPU tensor with four dimensions");
-    const int64_t index[4] = {i, j, k, l};
-    int64_t offset = 0;
-    for (int n = 0; n < 4; n++) {
-        REQUIRE(index[n] >= 0 && index[n] < t.size(n), "index ", index[n], " of dimension ", n,
-                " is outside 0 .. ", t.size(n) - 1);
-        offset += index[n] * t.stride(n);
-    }
-    return static_cast<const float*>(t.const_data_ptr())[offset];
+    return data<const float>(t)[i * t.stride(0) + j * t.stride(1) + k * t.stride(2) + l * t.stride(3)];
 }
 
 std::string simd_name() { return simd::name(); }
 
-const std::string QKV = "(Tensor q, Tensor k, Tensor v, bool causal, float scale, bool return_lse";
-
-template <size_t part>
-void implement(torch::stable::detail::StableLibrary& m) {
-    if constexpr (PARTS[part].tiled)
-        m.impl(PARTS[part].name, BOX(&tiled<part>));
-    else
-        m.impl(PARTS[part].name, BOX(&untiled<part>));
-}
-
 template <size_t... part>
 void implement_all(torch::stable::detail::StableLibrary& m, std::index_sequence<part...>) {
-    (implement<part>(m), ...);
+    (m.impl(PARTS[part].name, BOX(&attend<part>)), ...);
 }
 
 }  // namespace
@@ -267,9 +214,9 @@ void implement_all(torch::stable::detail::StableLibrary& m, std::index_sequence<
 #define LIBRARY_IMPL(name, key, m) STABLE_TORCH_LIBRARY_IMPL(name, key, m)
 
 LIBRARY(ATTENTION_EXT, m) {
-    for (const Part& part : PARTS)
-        m.def(
-            (part.name + QKV + (part.tiled ? ", SymInt br, SymInt bc" : "") + ") -> (Tensor, Tensor)").c_str());
+    const std::string arguments =
+        "(Tensor q, Tensor k, Tensor v, bool causal, float scale, bool return_lse, SymInt br=1, SymInt bc=1)";
+    for (const Part& part : PARTS) m.def((part.name + arguments + " -> (Tensor, Tensor)").c_str());
     m.def(
         "part4_with_gradient(Tensor q, Tensor k, Tensor v, bool causal, float scale, SymInt br, SymInt bc) -> "
         "(Tensor, Tensor)");

@@ -21,11 +21,10 @@
 #include <limits>
 #include <type_traits>
 
+#include "buffer.h"
 #include "cpu/part4.h"
 #include "cpu/softmax.h"
-#include "denormals.h"
 #include "parts.h"
-#include "round_up.h"
 #include "simd/portable.h"
 #include "simd/simd.h"
 #include "threads.h"

@@ -12,8 +12,8 @@
 #include <algorithm>
 
 #include "attention.h"
-#include "cpu/sizes.h"
 #include "cpu/softmax.h"
+#include "parts.h"
 #include "simd/simd.h"
 
 using part2::DEPTH, part2::T;

@@ -4,8 +4,8 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "cpu/sizes.h"
-#include "scratch.h"
+#include "buffer.h"
+#include "parts.h"
 #include "simd/simd.h"
 
 namespace part4 {
@@ -54,3 +54,14 @@ template <class Element>
 void split_attention(const AttentionOf<Element>&, float* scratch);
 
 }  // namespace part4
+
+// With AMX, Intel's instructions that multiply tiles of matrices: part4_amx.cpp.
+namespace amx {
+
+// Whether this processor, its kernel, the build and the shape permit it. Asks the kernel once.
+bool takes(const AttentionOf<Bf16>&);
+
+int64_t scratch(const AttentionOf<Bf16>&);  // in floats
+void attention(const AttentionOf<Bf16>&, float* scratch);
+
+}  // namespace amx

@@ -27,8 +27,8 @@
 #include <thread>
 #include <vector>
 
-#include "gradient.h"
-#include "scratch.h"
+#include "attention.h"
+#include "buffer.h"
 #include "simd/constants.h"
 #include "simd/portable.h"
 #include "threads.h"
@@ -119,30 +119,10 @@ void attend(const Panel& t, const Queries& i, const Keys& j, int64_t keys, int64
     portable::multiply_add({t.dQt, R}, {j.K.data, 1, j.K.ld}, {t.dPt, R}, d, i.padded, keys, first);
 }
 
-// The number of finished keys of each panel of each head.
-class Progress {
-  public:
-    Progress(int64_t heads, int64_t panels) : panels(panels), done(static_cast<size_t>(heads * panels)) {}
-
-    void wait(int64_t head, int64_t panel, int64_t keys) const {
-        while (at(head, panel).load(std::memory_order_acquire) < keys) std::this_thread::yield();
-    }
-    void set(int64_t head, int64_t panel, int64_t keys) {
-        done[static_cast<size_t>(head * panels + panel)].store(keys, std::memory_order_release);
-    }
-
-  private:
-    int64_t panels;
-    std::vector<std::atomic<int64_t>> done;
-
-    const std::atomic<int64_t>& at(int64_t head, int64_t panel) const {
-        return done[static_cast<size_t>(head * panels + panel)];
-    }
-};
-
-// The n-th panel of a head in the order in which panels add to dK and dV.
-void attend_panel(const AttentionGradient& a, int64_t head, int64_t n, int64_t panels, Progress& progress,
-                  float* scratch) {
+// The n-th panel of a head in the order in which panels add to dK and dV. done: the number of its finished
+// keys; the panel before it has done[-1].
+void attend_panel(const AttentionGradient& a, int64_t head, int64_t n, int64_t panels,
+                  std::atomic<int64_t>* done, float* scratch) {
     const int64_t b = head / a.H, h = head % a.H, d = a.d, R = portable::panel();
     const int64_t i0 = (panels - 1 - n) * R, row = head * a.Nq + i0;  // causal: the longest first
     Scratch own(scratch);
@@ -159,14 +139,14 @@ void attend_panel(const AttentionGradient& a, int64_t head, int64_t n, int64_t p
             std::fill_n(dK + j * d, keys * d, 0.0f);
             std::fill_n(dV + j * d, keys * d, 0.0f);
         } else {
-            progress.wait(head, n - 1, j + keys);
+            while (done[-1].load(std::memory_order_acquire) < j + keys) std::this_thread::yield();
         }
         const Keys rows{{a.k.at(b, h) + j * a.k.row_stride, a.k.row_stride},
                         {a.v.at(b, h) + j * a.v.row_stride, a.v.row_stride},
                         {dK + j * d, d},
                         {dV + j * d, d}};
         attend(t, i, rows, keys, first);
-        progress.set(head, n, j + keys);
+        done->store(j + keys, std::memory_order_release);
     };
     // The last step's first key, which all queries of the panel see.
     const int64_t last = a.causal ? (a.seen(i0) - 1) / STEP * STEP : a.Nk;
@@ -184,8 +164,8 @@ int64_t flash_backward_scratch(const AttentionGradient& a) { return a.threads * 
 
 void flash_backward(const AttentionGradient& a, float* scratch) {
     const int64_t heads = a.B * a.H, panels = (a.Nq + portable::panel() - 1) / portable::panel();
-    Progress progress(heads, panels);
+    std::vector<std::atomic<int64_t>> done(heads * panels);
     for_each_item(heads, panels, a.threads, [&](int64_t head, int64_t n, int thread) {
-        attend_panel(a, head, n, panels, progress, scratch + thread * Panel::floats(a.d));
+        attend_panel(a, head, n, panels, &done[head * panels + n], scratch + thread * Panel::floats(a.d));
     });
 }

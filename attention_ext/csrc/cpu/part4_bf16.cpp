@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "cpu/part4.h"
-#include "cpu/part4_amx.h"
 #include "parts.h"
 
 namespace part4 {

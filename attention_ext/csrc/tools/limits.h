@@ -1,4 +1,4 @@
-// The limits of this processor, measured.
+// The limits of this processor, measured on one thread: the best of several runs within `seconds`.
 #pragma once
 
 #include <cstdint>
@@ -6,14 +6,13 @@
 // The work that fma_peak() times: independent sums in registers. Returns the floating-point operations.
 double multiply_adds(int64_t steps);
 
-// The FMA peak of one thread, in floating-point operations per second.
+// Floating-point operations per second: of multiply-adds, and of AMX's products in bfloat16, 0 without AMX.
 double fma_peak(double seconds);
-
-// The same for AMX's products in bfloat16; 0 without AMX.
 double amx_peak(double seconds);
 
 // Seconds of a multiply-add that depends on the one before it.
 double fma_latency(double seconds);
 
-// Bytes per second that one thread reads repeatedly from a buffer of `bytes`.
+// Bytes per second that are read from a buffer of `bytes`: the bandwidth of the cache, or memory, that holds
+// it.
 double read_bandwidth(int64_t bytes, double seconds);
