@@ -184,7 +184,7 @@ def test_training_steps_learn_and_measure_their_time(threads):
     assert float(native.loss) < 0.1 < 1 < before
     seconds = native.native.take_seconds()
     assert all(spent >= 0 for spent in seconds.values()) and seconds["products"] > 0 and seconds["Muon"] > 0
-    assert set(native.native.take_seconds().values()) == {0.0}
+    assert native.native.take_seconds() == {}
 
 
 def test_what_is_not_native_is_pytorchs():

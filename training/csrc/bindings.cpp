@@ -1,7 +1,5 @@
 // The training step as a Python class. It checks the arrays, admits one call at a time, and releases the GIL
 // during the call. Only this file includes Python's headers.
-#include <algorithm>
-#include <array>
 #include <map>
 #include <string>
 #include <utility>
@@ -62,12 +60,8 @@ class TrainingStep {
         alone(mutex, [&] { step.update(fraction, average); });
     }
 
-    py::dict take_seconds() {
-        std::array<double, training::KINDS> seconds{};
-        alone(mutex, [&] { std::swap_ranges(seconds.begin(), seconds.end(), step.seconds); });
-        py::dict taken;
-        for (int kind = 0; kind < training::KINDS; kind++) taken[training::KIND_NAMES[kind]] = seconds[kind];
-        return taken;
+    std::map<std::string, double> take_seconds() {
+        return alone(mutex, [&] { return std::exchange(step.seconds, {}); });
     }
 
   private:

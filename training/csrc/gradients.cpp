@@ -75,18 +75,18 @@ class Gradients {
         m.run(static_cast<int64_t>(to_pack.size()), [&](int64_t i) {
             const auto [weight, panel] = to_pack[static_cast<size_t>(i)];
             weight->pack(panel);
-            m.lap(PACKING);
+            m.lap("packing");
         });
         m.run(blocks, [&](int64_t i) {
             embed(block(i));
-            m.lap(EMBEDDING);
+            m.lap("embedding");
             enter(m, block(i), layer(0));
         });
         for (int64_t l = 0; l < s.L; l++) {
             const int64_t tiles = (s.T + s.Br - 1) / s.Br;
             m.run(s.B * s.H * tiles, [&](int64_t i) {
                 attend(m, l, i / tiles, tiles - 1 - i % tiles);
-                m.lap(ATTENTION);
+                m.lap("attention");
             });
             m.run(blocks, [&](int64_t i) {
                 leave(m, block(i), l);
@@ -147,7 +147,7 @@ class Gradients {
     void normalize_rows(Member& m, Block b, const Normalized& to) const {
         for (int64_t r = b.first; r < b.end(); r++)
             to.factor[r] = normalize(from(to.rows, r).data, from(memory.x, r).data, s.C);
-        m.lap(NORM);
+        m.lap("norm");
     }
 
     // The way back: dx <- before + the gradient of the norm's input, from dy, that of its product with W.
@@ -155,18 +155,18 @@ class Gradients {
               const Normalized& of) const {
         const simd::Matrix d_normal = own(m).d_normal;
         multiply(d_normal, read_from(dy, b.first), W.backward, b.count);
-        m.lap(PRODUCTS_BACKWARD);
+        m.lap("products, backward");
         for (int64_t r = b.first; r < b.end(); r++)
             normalize_backward(from(dx, r).data, before.data ? from(before, r).data : nullptr,
                                from(d_normal, r - b.first).data, from(of.rows, r).data, of.factor[r], s.C);
-        m.lap(NORM);
+        m.lap("norm");
     }
 
     // y <- LN(x) W^T
     void enter(Member& m, Block b, simd::Matrix y, const Normalized& to, const Weight& W) const {
         normalize_rows(m, b, to);
         multiply(from(y, b.first), read_from(to.rows, b.first), W.forward, b.count);
-        m.lap(PRODUCTS);
+        m.lap("products");
     }
 
     void enter(Member& m, Block b, const Layer& next) const {
@@ -202,22 +202,22 @@ class Gradients {
         const Layer& of = layer(l);
         const simd::Matrix x = from(memory.x, b.first), h = from(of.h, b.first), g = own(m).g;
         multiply(x, read_from(of.joined, b.first), of.w_projection.forward, b.count, true);
-        m.lap(PRODUCTS);
+        m.lap("products");
         normalize_rows(m, b, of.normal_2);
         const Linear& up = of.w_up.forward;
         for (int64_t p = 0; p < up.panels(); p++) {
             up.set(h, read_from(of.normal_2.rows, b.first), b.count, p);
-            m.lap(PRODUCTS);
+            m.lap("products");
             const int64_t at = p * up.width(), n = std::min(up.width(), 4 * s.C - at);
             for (int64_t r = 0; r < b.count; r++) {
                 float* const to = from(g, r).data + at;
                 std::copy_n(from(h, r).data + at, n, to);
                 portable::gelu(to, n);
             }
-            m.lap(GELU);
+            m.lap("GELU");
         }
         multiply(x, constant(g), of.w_down.forward, b.count, true);
-        m.lap(PRODUCTS);
+        m.lap("products");
     }
 
     // The head, the loss and its gradient, and back through the last norm.
@@ -234,7 +234,7 @@ class Gradients {
             portable::scale_row(logits, s.V, share / sum);
             logits[target(r)] -= share;
         }
-        m.lap(LOSS);
+        m.lap("loss");
         back(m, b, a.dx, {}, a.dlogits, a.w_head, a.normal);
     }
 
@@ -246,15 +246,15 @@ class Gradients {
         const Linear& down = of.w_down.backward;
         for (int64_t p = 0; p < down.panels(); p++) {
             down.set(dh, read_from(a.dx, b.first), b.count, p);
-            m.lap(PRODUCTS_BACKWARD);
+            m.lap("products, backward");
             const int64_t at = p * down.width(), n = std::min(down.width(), 4 * s.C - at);
             for (int64_t r = 0; r < b.count; r++)
                 portable::gelu_gradient(from(dh, r).data + at, from(g, r).data + at, from(h, r).data + at, n);
-            m.lap(GELU_BACKWARD);
+            m.lap("GELU, backward");
         }
         back(m, b, a.dx_2, a.dx, a.dh, of.w_up, of.normal_2);
         multiply(from(a.djoined, b.first), read_from(a.dx_2, b.first), of.w_projection.backward, b.count);
-        m.lap(PRODUCTS_BACKWARD);
+        m.lap("products, backward");
     }
 
     void head_backward(Member& m, int64_t l, int64_t head) const {
@@ -283,7 +283,7 @@ class Gradients {
         for (const WeightGradient& w : each) {
             if (tile < w.tiles()) {
                 w.compute(tile, s.rows(), own(m).tile);
-                return m.lap(WEIGHT_GRADIENTS);
+                return m.lap("weights' gradients");
             }
             tile -= w.tiles();
         }
@@ -310,7 +310,7 @@ class Gradients {
             const int64_t head = long_heads ? i : i - tiles;
             if (head < 0 || head >= heads) return compute(m, ready, long_heads ? i - heads : i);
             head_backward(m, l, head);
-            m.lap(ATTENTION_BACKWARD);
+            m.lap("attention, backward");
         });
     }
 
@@ -356,25 +356,25 @@ class Gradients {
                 add_tokens(i - tiles);
             else
                 add_places(i - tiles - columns);
-            m.lap(EMBEDDING);
+            m.lap("embedding");
         });
         m.run(static_cast<int64_t>(weights.size()), [&](int64_t i) {
             const Weight& W = *weights[static_cast<size_t>(i)];
             if (W.norm) add_parts(W);
-            m.lap(NORM);
+            m.lap("norm");
         });
         m.run(static_cast<int64_t>(chunks.size()), [&](int64_t i) {
             const Chunk& chunk = chunks[static_cast<size_t>(i)];
             squares[static_cast<size_t>(i)] = static_cast<double>(
                 sum_of(chunk.count, [&](int64_t j) { return chunk.data[j] * chunk.data[j]; }));
-            m.lap(CLIPPING);
+            m.lap("clipping");
         });
         const float factor = static_cast<float>(clip / (norm() + 1e-6));  // as PyTorch does
         if (factor >= 1) return;
         m.run(static_cast<int64_t>(chunks.size()), [&](int64_t i) {
             const Chunk& chunk = chunks[static_cast<size_t>(i)];
             portable::scale_row(chunk.data, chunk.count, factor);
-            m.lap(CLIPPING);
+            m.lap("clipping");
         });
     }
 };

@@ -4,12 +4,13 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "threads.h"
-#include "training_step.h"
 
 namespace training {
 
@@ -37,18 +38,18 @@ class Member {
         }
         for (int spins = 0; p.done.load(std::memory_order_acquire) < pieces; spins++)
             if (spins > SPINS) std::this_thread::yield();
-        lap(WAITING);
+        lap("waiting");
     }
 
-    // Adds the time since the last lap to one of KINDS.
-    void lap(Kind kind) {
+    // Adds the time since the last lap to that of a kind of work.
+    void lap(const char* kind) {
         const auto now = std::chrono::steady_clock::now();
         spent[kind] += now - last;
         last = now;
     }
 
-    void add_to(double* seconds) const {
-        for (int k = 0; k < KINDS; k++) seconds[k] += std::chrono::duration<double>(spent[k]).count();
+    void add_to(std::map<std::string, double>& seconds) const {
+        for (const auto& [kind, time] : spent) seconds[kind] += std::chrono::duration<double>(time).count();
     }
 
   private:
@@ -56,12 +57,12 @@ class Member {
     std::vector<Phase>& phases;
     size_t phase = 0;
     std::chrono::steady_clock::time_point last = std::chrono::steady_clock::now();
-    std::chrono::steady_clock::duration spent[KINDS] = {};
+    std::map<const char*, std::chrono::steady_clock::duration> spent;
 };
 
 // Runs work(member) on each of `threads` threads, with at most `most` phases.
 template <class Work>
-void run_phases(int64_t most, int threads, double* seconds, const Work& work) {
+void run_phases(int64_t most, int threads, std::map<std::string, double>& seconds, const Work& work) {
     std::vector<Phase> phases(static_cast<size_t>(most));
     std::mutex mutex;
     on_threads(threads, [&](int thread) {

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
+#include <string>
 #include <vector>
 
 namespace training {
@@ -49,31 +51,6 @@ struct Settings {
     double clip, muon_rate, adam_rate, position_rate, weight_decay, momentum, beta_1, beta_2, epsilon;
 };
 
-// The kinds of a training step's work; the seconds of each are summed over all threads.
-#define EACH_KIND(KIND)                             \
-    KIND(PACKING, "packing")                        \
-    KIND(EMBEDDING, "embedding")                    \
-    KIND(NORM, "norm")                              \
-    KIND(PRODUCTS, "products")                      \
-    KIND(ATTENTION, "attention")                    \
-    KIND(GELU, "GELU")                              \
-    KIND(LOSS, "loss")                              \
-    KIND(PRODUCTS_BACKWARD, "products, backward")   \
-    KIND(ATTENTION_BACKWARD, "attention, backward") \
-    KIND(GELU_BACKWARD, "GELU, backward")           \
-    KIND(WEIGHT_GRADIENTS, "weights' gradients")    \
-    KIND(CLIPPING, "clipping")                      \
-    KIND(MUON, "Muon")                              \
-    KIND(ADAMW, "AdamW")                            \
-    KIND(WAITING, "waiting")
-
-#define KIND_VALUE(kind, name) kind,
-enum Kind { EACH_KIND(KIND_VALUE) KINDS };
-#undef KIND_VALUE
-#define KIND_NAME(kind, name) name,
-inline constexpr const char* KIND_NAMES[] = {EACH_KIND(KIND_NAME)};
-#undef KIND_NAME
-
 struct Result {
     float loss, norm;  // the mean cross-entropy in nats; the norm of all gradients before they are clipped
 };
@@ -84,7 +61,7 @@ struct TrainingStep {
     Settings settings;
     std::vector<Parameter> parameters;
     float* scratch;
-    double seconds[KINDS] = {};
+    std::map<std::string, double> seconds{};  // of each kind of work, summed over all threads
 
     // Writes the clipped gradients of the mean cross-entropy. tokens (B, T + 1), each of 0 .. V - 1: those of a
     // row, and the one that follows them.

@@ -222,7 +222,7 @@ void TrainingStep::update(double fraction, double average) {
                 adamw(*parameter, fraction * (positions ? settings.position_rate : settings.adam_rate), number,
                       every);
             }
-            m.lap(cost > 0 ? MUON : ADAMW);
+            m.lap(cost > 0 ? "Muon" : "AdamW");
         });
     });
 }

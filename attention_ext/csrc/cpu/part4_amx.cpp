@@ -32,7 +32,6 @@
 #include "threads.h"
 
 namespace amx {
-namespace {
 
 // ---- What the tiles are loaded from, padded with zeros to whole tiles ----
 
@@ -162,22 +161,20 @@ struct Keys {
 
 // LSE: whether the logsumexp is computed.
 template <bool LSE>
-class Strip {
+class Strip : TileScratch {
   public:
     // The strip from query r0 of a tile on, which is query i0 of its head.
     Strip(const AttentionOf<Bf16>& a, const Sizes& n, const Keys& keys, const TileScratch& tile, int64_t r0,
           int64_t i0)
-        : a(a), n(n), keys(keys), i0(i0) {
-        Q = tile.Q + r0 * n.d / 2;
-        O = tile.O + r0 * n.d;
-        m = tile.m + r0;
-        l = tile.l + r0;
-        all = tile.all + r0;
-        S = tile.S;
-        correction = tile.correction;
-        P = tile.P;
-        scale = a.scale * SIMD_LOG2E;
-        most_l = std::min(MOST, MOST_SUM / keys.largest);
+        : TileScratch(tile),
+          a(a),
+          n(n),
+          keys(keys),
+          i0(i0),
+          scale(a.scale * SIMD_LOG2E),
+          most_l(std::min(MOST, MOST_SUM / keys.largest)) {
+        Q += r0 * n.d / 2, O += r0 * n.d;
+        for (float** each : {&m, &l, &all}) *each += r0;
     }
 
     // Attends to the blocks begin .. end - 1 of keys, a step at a time.
@@ -356,14 +353,13 @@ class Strip {
     const Sizes& n;
     const Keys& keys;
     int64_t i0;
-    const uint32_t* Q;
-    float *O, *m, *l, *all, *S, *correction;
-    uint32_t* P;
     float scale;   // of the scores, in units of log(2)
     float most_l;  // before m must move
 };
 
 // ---- a tile of queries, and a call ----
+
+namespace {
 
 // Queries of a tile: whole strips.
 int64_t tile_queries(const AttentionSizes& a) { return round_up(a.Br, BLOCK); }
@@ -394,12 +390,8 @@ struct Shared {
 
     Keys keys(const AttentionOf<Bf16>& a, const Sizes& n, int64_t head) const {
         const float* of_blocks = largest + head * n.blocks();
-        Keys keys;
-        keys.K = a.k_of(head);
-        keys.copied_K = K + head * n.copied_keys();
-        keys.Vt = V + head * n.values();
-        keys.largest = *std::max_element(of_blocks, of_blocks + n.blocks());
-        return keys;
+        return {a.k_of(head), K + head * n.copied_keys(), V + head * n.values(),
+                *std::max_element(of_blocks, of_blocks + n.blocks())};
     }
 };
 

@@ -6,10 +6,8 @@ extern "C" {
 int64_t ispc_lanes();
 int64_t ispc_panel();
 int64_t ispc_rows();
-void ispc_multiply(float*, int64_t, const float*, int64_t, int64_t, const float*, int64_t, int64_t, int64_t,
-                   int64_t);
-void ispc_multiply_add(float*, int64_t, const float*, int64_t, int64_t, const float*, int64_t, int64_t, int64_t,
-                       int64_t, int64_t);
+void ispc_product(float*, int64_t, const float*, int64_t, int64_t, const float*, int64_t, int64_t, int64_t,
+                  int64_t, int64_t, bool);
 void ispc_dot_rows(float*, const float*, const float*, int64_t, int64_t, int64_t, float);
 void ispc_add_weighted_rows(float*, const float*, const float*, int64_t, int64_t, int64_t);
 float ispc_exp_sum(float*, int64_t, float);
@@ -19,10 +17,9 @@ bool ispc_online_softmax(float*, int64_t, int64_t, int64_t, int64_t, float*, flo
 namespace simd {
 
 int64_t lanes() { return ispc_lanes(); }
-
 int64_t panel() { return ispc_panel(); }
-
 int64_t rows() { return ispc_rows(); }
+bool may_use_tiles() { return false; }
 
 const char* name() {
     return lanes() == 16 ? "ISPC, 16 floats" : lanes() == 8 ? "ISPC, 8 floats" : "ISPC, 4 floats";
@@ -31,16 +28,15 @@ const char* name() {
 // As simd.ispc has them: the maximum, x - m, 2^x, the sum and that of the witness.
 int64_t softmax_instructions() { return lanes() == 16 ? 15 : 16; }
 
-bool may_use_tiles() { return false; }
-
 void multiply(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth) {
-    ispc_multiply(C.data, C.ld, A.data, A.row_stride, A.depth_stride, B.data, B.ld, rows, cols, depth);
+    ispc_product(C.data, C.ld, A.data, A.row_stride, A.depth_stride, B.data, B.ld, rows, cols, depth, depth,
+                 false);
 }
 
 void multiply_add(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth,
                   int64_t first) {
-    ispc_multiply_add(C.data, C.ld, A.data, A.row_stride, A.depth_stride, B.data, B.ld, rows, cols, depth,
-                      first);
+    ispc_product(C.data, C.ld, A.data, A.row_stride, A.depth_stride, B.data, B.ld, rows, cols, depth, first,
+                 true);
 }
 
 void dot_rows(float* s, const float* x, ConstMatrix B, int64_t rows, int64_t depth, float scale) {

@@ -11,15 +11,10 @@ namespace simd {
 static float exp2_or_zero(float x) { return x < SIMD_EXP2_LEAST ? 0.0f : std::exp2(x); }
 
 int64_t lanes() { return 16; }  // nothing depends on it here; the tiles are as for AVX-512
-
 int64_t panel() { return 48; }
-
 int64_t rows() { return 1; }
-
 const char* name() { return "off (scalar loops)"; }
-
 int64_t softmax_instructions() { return 0; }
-
 bool may_use_tiles() { return false; }
 
 void transpose(Matrix T, ConstMatrix X, int64_t rows, int64_t cols, float scale) {

@@ -26,9 +26,7 @@ static inline float larger(float a, float b) { return b > a ? b : a; }  // a whe
 static inline float nan_if(float witness, float x) { return witness == witness ? x : witness; }
 
 export uniform int64 ispc_lanes() { return programCount; }
-
 export uniform int64 ispc_panel() { return VECS * programCount; }
-
 export uniform int64 ispc_rows() { return ROWS; }
 
 // R rows by VS vectors of C in registers over the whole depth; with STAIRS column c takes the products
@@ -147,10 +145,10 @@ static inline uniform int64 block_columns(uniform float* uniform C, uniform int6
     return c;
 }
 
-static inline void product(uniform float* uniform C, uniform int64 ldC, const uniform float* uniform A,
-                           uniform int64 row_stride, uniform int64 depth_stride,
-                           const uniform float* uniform B, uniform int64 ldB, uniform int64 rows,
-                           uniform int64 cols, uniform int64 depth, uniform int64 first, uniform bool add) {
+export void ispc_product(uniform float C[], uniform int64 ldC, const uniform float A[], uniform int64 row_stride,
+                         uniform int64 depth_stride, const uniform float B[], uniform int64 ldB,
+                         uniform int64 rows, uniform int64 cols, uniform int64 depth, uniform int64 first,
+                         uniform bool add) {
     uniform int64 c = 0;
     for (; rows == 1 && first >= depth && c + 4 * programCount <= cols; c += 4 * programCount)
         four_columns(C + c, A, depth_stride, B + c, ldB, depth, add);
@@ -167,19 +165,6 @@ static inline void product(uniform float* uniform C, uniform int64 ldC, const un
             C[i * ldC + c + programIndex] = acc;
         }
     }
-}
-
-export void ispc_multiply(uniform float C[], uniform int64 ldC, const uniform float A[],
-                          uniform int64 row_stride, uniform int64 depth_stride, const uniform float B[],
-                          uniform int64 ldB, uniform int64 rows, uniform int64 cols, uniform int64 depth) {
-    product(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, depth, false);
-}
-
-export void ispc_multiply_add(uniform float C[], uniform int64 ldC, const uniform float A[],
-                              uniform int64 row_stride, uniform int64 depth_stride, const uniform float B[],
-                              uniform int64 ldB, uniform int64 rows, uniform int64 cols,
-                              uniform int64 depth, uniform int64 first) {
-    product(C, ldC, A, row_stride, depth_stride, B, ldB, rows, cols, depth, first, true);
 }
 
 // a and b hold partial sums in runs of G lanes. In the result the runs are half as long: those of a are in the lanes
@@ -257,24 +242,19 @@ export void ispc_add_weighted_rows(uniform float o[], const uniform float p[], c
     }
 }
 
+static inline void add_exp(uniform float x[], uniform int64 i, uniform float m, float &total, float &witness) {
+    const float y = (x[i + programIndex] - m) * SIMD_LOG2E, e = exp2_bounded(y);
+    x[i + programIndex] = e;
+    total += e;
+    witness += y;
+}
+
 // The whole vectors of a row, then the rest under a mask.
 export uniform float ispc_exp_sum(uniform float x[], uniform int64 n, uniform float m) {
     float total = 0.0f, witness = 0.0f;
     uniform int64 i = 0;
-    for (; i + programCount <= n; i += programCount) {
-        const float y = (x[i + programIndex] - m) * SIMD_LOG2E;
-        const float e = exp2_bounded(y);
-        x[i + programIndex] = e;
-        total += e;
-        witness += y;
-    }
-    if (i + programIndex < n) {
-        const float y = (x[i + programIndex] - m) * SIMD_LOG2E;
-        const float e = exp2_bounded(y);
-        x[i + programIndex] = e;
-        total += e;
-        witness += y;
-    }
+    for (; i + programCount <= n; i += programCount) add_exp(x, i, m, total, witness);
+    if (i + programIndex < n) add_exp(x, i, m, total, witness);
     return reduce_add(nan_if(witness, total));
 }
 
