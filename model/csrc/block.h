@@ -41,7 +41,8 @@ class Block {
     void qkv(const Layer& w, int64_t skipped, const Attend& attend) {
         each(w.qkv, [&](int64_t h, int64_t begin, int64_t end) {
             normalize(w.ln_1, w.qkv, begin, end);
-            member.timed("QKV", [&] { w.qkv.set(at(rows.Q, begin), operand, end - begin, h, skipped); });
+            member.timed("QKV",
+                         [&] { w.qkv.multiply(at(rows.Q, begin), operand, end - begin, h, false, skipped); });
             member.timed("attention", [&] { attend(h, begin, end); });
         });
     }
@@ -53,7 +54,7 @@ class Block {
         });
         each(w.fc, [&](int64_t p, int64_t begin, int64_t end) {
             normalize(w.ln_2, w.fc, begin, end);
-            member.timed("MLP up", [&] { w.fc.set(at(rows.Y, begin), operand, end - begin, p); });
+            member.timed("MLP up", [&] { w.fc.multiply(at(rows.Y, begin), operand, end - begin, p, false); });
             member.timed("MLP GELU", [&] {
                 float* y = at(rows.Y, begin).data + p * w.fc.width();
                 for (int64_t r = begin; r < end; r++, y += rows.Y.ld) portable::gelu(y, w.fc.columns(p));
@@ -67,7 +68,7 @@ class Block {
     void logits(const Weights& w) {
         each(w.head, [&](int64_t p, int64_t begin, int64_t end) {
             normalize(w.ln_f, w.head, begin, end);
-            member.timed("head", [&] { w.head.set(at(rows.L, begin), operand, end - begin, p); });
+            member.timed("head", [&] { w.head.multiply(at(rows.L, begin), operand, end - begin, p, false); });
         });
     }
 
@@ -110,7 +111,7 @@ class Block {
     // x <- x + m W^T
     void add(const Linear& w, simd::Matrix m, int64_t begin, int64_t end, int64_t p) {
         once(m, w.inputs(), begin, end, [&] { set_operand(w, m, begin, end); });
-        w.add(at(rows.X, begin), operand, end - begin, p);
+        w.multiply(at(rows.X, begin), operand, end - begin, p, true);
     }
 
     void set_operand(const Linear& w, simd::Matrix m, int64_t begin, int64_t end) {

@@ -38,17 +38,12 @@ Linear Linear::with_width(int64_t width, std::vector<float*> panels) const {
     return other;
 }
 
-void Linear::set(simd::Matrix y, simd::ConstMatrix x, int64_t rows, int64_t p, int64_t first) const {
+void Linear::multiply(simd::Matrix y, simd::ConstMatrix x, int64_t rows, int64_t p, bool add,
+                      int64_t first) const {
     y.data += p * width();
     const int64_t end = columns(p);
-    for (int64_t r = 0; bias && r < rows; r++) std::copy_n(bias + p * width(), end, y.data + r * y.ld);
-    precision->multiply(y, x, starts[p], shape, rows, first, end, bias != nullptr);
-}
-
-void Linear::add(simd::Matrix y, simd::ConstMatrix x, int64_t rows, int64_t p) const {
-    y.data += p * width();
-    const int64_t end = columns(p);
-    for (int64_t r = 0; bias && r < rows; r++)
-        for (int64_t c = 0; c < end; c++) y.data[r * y.ld + c] += bias[p * width() + c];
-    precision->multiply(y, x, starts[p], shape, rows, 0, end, true);
+    const float* const b = bias ? bias + p * width() : nullptr;
+    for (int64_t r = 0; b && r < rows; r++)
+        for (int64_t c = 0; c < end; c++) y.data[r * y.ld + c] = add ? y.data[r * y.ld + c] + b[c] : b[c];
+    precision->multiply(y, x, starts[p], shape, rows, first, end, add || b);
 }

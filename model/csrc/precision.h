@@ -1,5 +1,5 @@
-// The table of the precisions that weights can be kept in. Another precision is a row here and a file
-// model/csrc/name.cpp.
+// The table of the precisions that weights can be kept in. Another precision is a row here and its functions
+// in precision.cpp.
 #pragma once
 
 #include <algorithm>
@@ -63,3 +63,7 @@ inline const PrecisionRow& row_of(Precision precision) { return PRECISIONS[stati
 // times `scale` (out).
 void fp32_pack_panel(float* panel, const float* W, const float* scale, const Panels&, int64_t p,
                      bool transposed);
+
+// C <- A B, or with `add` C + A B, with `some` terms of each sum at a time; A (rows, depth), B (depth, cols).
+void multiply_some(simd::Matrix C, const simd::Strided& A, simd::ConstMatrix B, int64_t rows, int64_t cols,
+                   int64_t depth, int64_t some, bool add = false);

@@ -206,7 +206,7 @@ class Gradients {
         normalize_rows(m, b, of.normal_2);
         const Linear& up = of.w_up.forward;
         for (int64_t p = 0; p < up.panels(); p++) {
-            up.set(h, read_from(of.normal_2.rows, b.first), b.count, p);
+            up.multiply(h, read_from(of.normal_2.rows, b.first), b.count, p, false);
             m.lap("products");
             const int64_t at = p * up.width(), n = std::min(up.width(), 4 * s.C - at);
             for (int64_t r = 0; r < b.count; r++) {
@@ -245,7 +245,7 @@ class Gradients {
         const simd::Matrix dh = from(a.dh, b.first), g = from(a.g, b.first), h = from(of.h, b.first);
         const Linear& down = of.w_down.backward;
         for (int64_t p = 0; p < down.panels(); p++) {
-            down.set(dh, read_from(a.dx, b.first), b.count, p);
+            down.multiply(dh, read_from(a.dx, b.first), b.count, p, false);
             m.lap("products, backward");
             const int64_t at = p * down.width(), n = std::min(down.width(), 4 * s.C - at);
             for (int64_t r = 0; r < b.count; r++)

@@ -56,23 +56,9 @@ inline void normalize_backward(float* dx, const float* before, const float* dy, 
 constexpr int64_t TOKENS = 128;  // terms of a sum at a time: this many rows of a panel stay in L1
 constexpr int64_t TILE = 64;     // rows of a tile of a weight's gradient
 
-// C <- A B, with `some` terms of each sum at a time; A (rows, depth), B (depth, cols).
-inline void multiply_some(simd::Matrix C, const simd::Strided& A, simd::ConstMatrix B, int64_t rows,
-                          int64_t cols, int64_t depth, int64_t some) {
-    for (int64_t k = 0; k < depth; k += some) {
-        const simd::Strided a{A.data + k * A.depth_stride, A.row_stride, A.depth_stride};
-        const simd::ConstMatrix b{B.data + k * B.ld, B.ld};
-        const int64_t terms = std::min(some, depth - k);
-        if (k == 0)
-            portable::multiply(C, a, b, rows, cols, terms);
-        else
-            portable::multiply_add(C, a, b, rows, cols, terms, terms);
-    }
-}
-
 // y <- x W^T, or with `add` y <- y + x W^T; x (rows, in). Padding columns of y are set too.
 inline void multiply(simd::Matrix y, simd::ConstMatrix x, const Linear& W, int64_t rows, bool add = false) {
-    for (int64_t p = 0; p < W.panels(); p++) add ? W.add(y, x, rows, p) : W.set(y, x, rows, p);
+    for (int64_t p = 0; p < W.panels(); p++) W.multiply(y, x, rows, p, add);
 }
 
 // W (out, in), its columns scaled by the weight of the norm before it, so that activations are kept once:
