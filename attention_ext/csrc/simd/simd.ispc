@@ -5,7 +5,7 @@
 #include "constants.h"
 
 #define ROWS 8  // rows of a register block
-#define VECS 3  // vectors of columns for which the products are fastest
+#define VECS 3  // vectors of columns for which the products are fastest, at most 4 in a block
 
 #define INF floatbits(0x7f800000)
 
@@ -33,12 +33,13 @@ export uniform int64 ispc_rows() { return ROWS; }
 // k < first + c. The accumulators have names, because ispc keeps an array in memory. Conditions on R, VS and
 // STAIRS are constant at compile time.
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7)
-#define DECLARE(i) float x##i = 0.0f, y##i = 0.0f, z##i = 0.0f;
+#define DECLARE(i) float x##i = 0.0f, y##i = 0.0f, z##i = 0.0f, w##i = 0.0f;
 #define LOAD(i)                                                                      \
     if (add && i < R) {                                                              \
         x##i = C[i * ldC + programIndex];                                            \
         if (VS > 1) y##i = C[i * ldC + programCount + programIndex];                 \
         if (VS > 2) z##i = C[i * ldC + 2 * programCount + programIndex];             \
+        if (VS > 3) w##i = C[i * ldC + 3 * programCount + programIndex];             \
     }
 #define ADD_PRODUCT(i)                                                               \
     if (i < R) {                                                                     \
@@ -48,6 +49,7 @@ export uniform int64 ispc_rows() { return ROWS; }
         if (VS > 1 && done < 1) y##i += a * y;                                       \
         if (VS > 2 && done == 2) z##i = seen ? z##i + a * z : z##i;                  \
         if (VS > 2 && done < 2) z##i += a * z;                                       \
+        if (VS > 3) w##i += a * w;                                                   \
     }
 // Products k to END: the first DONE vectors of a row are complete; the next takes products only in lanes with SEEN.
 #define ADD_PRODUCTS(DONE, SEEN, END)                                                \
@@ -55,9 +57,10 @@ export uniform int64 ispc_rows() { return ROWS; }
         const uniform int done = DONE;                                               \
         const bool seen = SEEN;                                                      \
         const float x = B[k * ldB + programIndex];                                   \
-        float y = 0.0f, z = 0.0f;                                                    \
+        float y = 0.0f, z = 0.0f, w = 0.0f;                                          \
         if (VS > 1) y = B[k * ldB + V + programIndex];                               \
         if (VS > 2) z = B[k * ldB + 2 * V + programIndex];                           \
+        if (VS > 3) w = B[k * ldB + 3 * V + programIndex];                           \
         EACH_ROW(ADD_PRODUCT)                                                        \
     }
 #define STORE(i)                                                                     \
@@ -65,6 +68,7 @@ export uniform int64 ispc_rows() { return ROWS; }
         C[i * ldC + programIndex] = x##i;                                            \
         if (VS > 1) C[i * ldC + programCount + programIndex] = y##i;                 \
         if (VS > 2) C[i * ldC + 2 * programCount + programIndex] = z##i;             \
+        if (VS > 3) C[i * ldC + 3 * programCount + programIndex] = w##i;             \
     }
 
 template <int R, int VS, int STAIRS>
@@ -104,32 +108,6 @@ static inline void block_column(uniform float* uniform C, uniform int64 ldC, con
                                     first, add);
 }
 
-// One row of four vectors of columns: a single row needs more vectors for enough independent sums.
-static inline void four_columns(uniform float* uniform C, const uniform float* uniform A,
-                                uniform int64 depth_stride, const uniform float* uniform B, uniform int64 ldB,
-                                uniform int64 depth, uniform bool add) {
-    const uniform int V = programCount;
-    float w = 0.0f, x = 0.0f, y = 0.0f, z = 0.0f;
-    if (add) {
-        w = C[programIndex];
-        x = C[V + programIndex];
-        y = C[2 * V + programIndex];
-        z = C[3 * V + programIndex];
-    }
-    for (uniform int64 k = 0; k < depth; k++) {
-        const uniform float a = A[k * depth_stride];
-        const uniform float* uniform b = B + k * ldB;
-        w += a * b[programIndex];
-        x += a * b[V + programIndex];
-        y += a * b[2 * V + programIndex];
-        z += a * b[3 * V + programIndex];
-    }
-    C[programIndex] = w;
-    C[V + programIndex] = x;
-    C[2 * V + programIndex] = y;
-    C[3 * V + programIndex] = z;
-}
-
 // Whole vectors of columns from c on, VS at a time; returns where they end.
 template <int VS>
 static inline uniform int64 block_columns(uniform float* uniform C, uniform int64 ldC,
@@ -150,8 +128,9 @@ export void ispc_product(uniform float C[], uniform int64 ldC, const uniform flo
                          uniform int64 rows, uniform int64 cols, uniform int64 depth, uniform int64 first,
                          uniform bool add) {
     uniform int64 c = 0;
+    // a single row needs more vectors for enough independent sums
     for (; rows == 1 && first >= depth && c + 4 * programCount <= cols; c += 4 * programCount)
-        four_columns(C + c, A, depth_stride, B + c, ldB, depth, add);
+        register_block<1, 4, 0>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, depth, 0, add);
     c = block_columns<3>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first, add);
     c = block_columns<2>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first, add);
     c = block_columns<1>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first, add);
@@ -243,7 +222,8 @@ export void ispc_add_weighted_rows(uniform float o[], const uniform float p[], c
 }
 
 static inline void add_exp(uniform float x[], uniform int64 i, uniform float m, float &total, float &witness) {
-    const float y = (x[i + programIndex] - m) * SIMD_LOG2E, e = exp2_bounded(y);
+    const float y = (x[i + programIndex] - m) * SIMD_LOG2E;
+    const float e = exp2_bounded(y);
     x[i + programIndex] = e;
     total += e;
     witness += y;
