@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "generated.h"
 #include "attention.h"
+#include "generated.h"
 #include "parts.h"
 
 namespace {

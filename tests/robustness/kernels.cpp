@@ -19,9 +19,9 @@
 #include <vector>
 
 #include "bf16.h"
+#include "buffer.h"
 #include "generated.h"
 #include "parts.h"
-#include "buffer.h"
 #include "simd/portable.h"
 #include "threads.h"
 
