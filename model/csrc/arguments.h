@@ -31,7 +31,7 @@ template <class Number>
 Number* numbers(const py::buffer_info& view, const std::string& name, int64_t count) {
     if (!view.item_type_is_equivalent_to<std::remove_const_t<Number>>())
         refuse((name + " has another type").c_str());
-    if (view.size != count) refuse("the size of " + name, view.size, std::to_string(count));
+    if (view.size != count) refuse(("the size of " + name).c_str(), view.size, std::to_string(count));
     int64_t contiguous = sizeof(Number);
     for (int64_t i = view.ndim - 1; i >= 0; contiguous *= view.shape[i--])
         if (view.shape[i] != 1 && view.strides[i] != contiguous)

@@ -12,11 +12,12 @@ __attribute__((import_module("page"), import_name("refuse"))) extern "C" [[noret
 [[noreturn]] inline void refuse(const char* why) { throw std::invalid_argument(why); }
 #endif
 
-[[noreturn]] inline void refuse(const std::string& what, int64_t value, const std::string& must) {
-    refuse((what + " is " + std::to_string(value) + "; it must be " + must).c_str());
+[[noreturn]]
+__attribute__((noinline)) inline void refuse(const char* what, int64_t value, const std::string& must) {
+    refuse((std::string(what) + " is " + std::to_string(value) + "; it must be " + must).c_str());
 }
 
-inline void check(const std::string& what, int64_t value, int64_t low, int64_t high) {
+__attribute__((noinline)) inline void check(const char* what, int64_t value, int64_t low, int64_t high) {
     if (value < low || value > high)
         refuse(what, value, "from " + std::to_string(low) + " to " + std::to_string(high));
 }
