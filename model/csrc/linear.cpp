@@ -42,8 +42,10 @@ void Linear::multiply(simd::Matrix y, simd::ConstMatrix x, int64_t rows, int64_t
                       int64_t first) const {
     y.data += p * width();
     const int64_t end = columns(p);
-    const float* const b = bias ? bias + p * width() : nullptr;
-    for (int64_t r = 0; b && r < rows; r++)
-        for (int64_t c = 0; c < end; c++) y.data[r * y.ld + c] = add ? y.data[r * y.ld + c] + b[c] : b[c];
-    precision->multiply(y, x, starts[p], shape, rows, first, end, add || b);
+    for (int64_t r = 0; bias && r < rows; r++) {
+        float* const to = y.data + r * y.ld;
+        if (!add) std::fill_n(to, end, 0.0f);
+        for (int64_t c = 0; c < end; c++) to[c] += bias[p * width() + c];
+    }
+    precision->multiply(y, x, starts[p], shape, rows, first, end, add || bias);
 }
