@@ -1,21 +1,50 @@
 // The training step as a Python class. It checks the arrays, admits one call at a time, and releases the GIL
 // during the call. Only this file includes Python's headers.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
 #include <map>
+#include <mutex>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "bindings/boundary.h"
 #include "buffer.h"
-#include "model/csrc/arguments.h"
+#include "model/csrc/refuse.h"
+#include "model/csrc/weights.h"
 #include "training_step.h"
 
+namespace py = pybind11;
+
 namespace {
+
+// The numbers of an array of `count` ones. The array must outlive the pointer.
+template <class Number>
+Number* numbers(const py::buffer_info& view, const std::string& name, int64_t count) {
+    if (!view.item_type_is_equivalent_to<std::remove_const_t<Number>>())
+        refuse((name + " has another type").c_str());
+    if (view.size != count) refuse(("the size of " + name).c_str(), view.size, std::to_string(count));
+    int64_t contiguous = sizeof(Number);
+    for (int64_t i = view.ndim - 1; i >= 0; contiguous *= view.shape[i--])
+        if (view.shape[i] != 1 && view.strides[i] != contiguous)
+            refuse((name + " has gaps; it must be contiguous").c_str());
+    return static_cast<Number*>(view.ptr);
+}
 
 // A parameter's arrays by name: value, gradient, average, and the state of its optimizer.
 using Arrays = std::map<std::string, py::buffer>;
 
 class TrainingStep {
+    // body(), without the GIL, as the only call.
+    template <class Body>
+    auto alone(const Body& body) {
+        const py::gil_scoped_release unlocked;
+        const std::lock_guard<std::mutex> one(mutex);
+        return body();
+    }
+
   public:
     // options: the model's shape, sizes and settings, by their names in training_step.h.
     TrainingStep(std::vector<Arrays> arrays, const py::kwargs& options) : kept(std::move(arrays)) {
@@ -25,7 +54,8 @@ class TrainingStep {
             return n;
         };
         const auto number = [&](const char* name) { return options[name].cast<double>(); };
-        const ModelShape s = shape_of(options);
+        const ModelShape s{size("block_size"), size("vocab_size"), size("n_layer"), size("n_head"),
+                           size("n_embd")};
         s.check();
         step.sizes = {size("batch"), s.block_size, s.vocab_size,
                       s.n_embd,      s.n_head,     s.n_layer,
@@ -49,7 +79,7 @@ class TrainingStep {
         const int64_t count = s.B * (s.T + 1);
         const py::buffer_info view = array.request();
         const int64_t* const tokens = numbers<const int64_t>(view, "tokens", count);
-        return alone(mutex, [&] {
+        return alone([&] {
             for (int64_t i = 0; i < count; i++) check("a token", tokens[i], 0, s.V - 1);
             const training::Result result = step.gradients(tokens);
             return std::pair(result.loss, result.norm);
@@ -57,11 +87,11 @@ class TrainingStep {
     }
 
     void update(double fraction, double average) {
-        alone(mutex, [&] { step.update(fraction, average); });
+        alone([&] { step.update(fraction, average); });
     }
 
     std::map<std::string, double> take_seconds() {
-        return alone(mutex, [&] { return std::exchange(step.seconds, {}); });
+        return alone([&] { return std::exchange(step.seconds, {}); });
     }
 
   private:
