@@ -4,7 +4,7 @@ python := .venv/bin/python
 eslint := tests/web/node_modules/.bin/eslint
 cpp := $(shell git ls-files '*.cpp' '*.cu' '*.h' 2>/dev/null)
 
-.PHONY: help setup test test-all robustness lint format bench figures docs web ci
+.PHONY: help setup test test-all robustness lint format bench figures docs web wheels ci
 
 help:  ## List these tasks
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -46,6 +46,9 @@ docs:  ## Rewrite the help texts in docs/cli.md, and the tables of results
 
 web:  ## Make the page in out/page
 	$(python) gpt.py web --build --out out/page
+
+wheels:  ## Write wheels for Linux and macOS, which need no compiler
+	$(python) scripts/make-wheels.py
 
 ci:  ## Run the checks that a change must pass, in a fresh clone of the last commit
 	bash .ci/run

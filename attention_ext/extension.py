@@ -14,9 +14,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from attention_ext import processor
-from attention_ext.build import recipes
+from attention_ext.build import prebuilt, recipes
 from attention_ext.checks import check_tensors
-from attention_ext.parts import PARTS, BuildError, Dtype, check_part, resolve_simd
+from attention_ext.parts import AUTO, PARTS, BuildError, Dtype, check_part, resolve_simd
 
 if TYPE_CHECKING:
     import torch
@@ -94,10 +94,15 @@ def _register(name: str, backward: Callable) -> None:
 def load_library(name: str, packages: tuple[str, ...], simd: str = "auto") -> ctypes.CDLL:
     """The library `name` of C++ in the folders `package`/csrc, over one of SIMD, compiled if need be.
 
-    It needs neither Python nor PyTorch. Raises ValueError and BuildError as load() does.
+    It needs neither Python nor PyTorch. A wheel brings it for AUTO. Raises ValueError and
+    BuildError as load() does.
     """
     with _loading:
-        library = recipes.library(name, packages, simd).make()
+        library = prebuilt.find(name) if resolve_simd(simd) == AUTO else None
+        if library is None:
+            from attention_ext.build import recipes
+
+            library = recipes.library(name, packages, simd).make()
         try:
             return ctypes.CDLL(str(library))
         except OSError as error:

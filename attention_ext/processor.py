@@ -66,10 +66,14 @@ def capabilities() -> str:
 
 def instructions() -> str:
     """The widest vectors of this processor, by PyTorch's names: 'AVX512', 'AVX2' or 'DEFAULT'."""
-    flags = set(_fields().get("flags", "").split())
-    if flags >= {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"}:
+    if features() >= {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"}:
         return "AVX512"
-    return "AVX2" if flags >= {"avx2", "fma"} else "DEFAULT"
+    return "AVX2" if features() >= {"avx2", "fma"} else "DEFAULT"
+
+
+def features() -> set[str]:
+    """The processor's features by Linux' names; none on other systems."""
+    return set(f"{_fields().get('flags', '')} {_fields().get('Features', '')}".split())
 
 
 def threads() -> int:

@@ -105,7 +105,8 @@ def _native(of: Trainer, steps: int) -> tuple[float, dict[str, float]]:
         seconds = seconds_of(of.step)
         measured.append((seconds, of.native.take_seconds()))
     seconds, spent = sorted(measured, key=lambda each: each[0])[steps // 2]
-    return seconds, {kind: of_all / torch.get_num_threads() for kind, of_all in spent.items()}
+    order = sorted(spent, key=lambda kind: (kind == "waiting", -spent[kind]))  # the largest first
+    return seconds, {kind: spent[kind] / torch.get_num_threads() for kind in order}
 
 
 def _pytorchs(of: Trainer, steps: int) -> tuple[float, dict[str, float]]:

@@ -25,6 +25,7 @@ import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
+from checkpoints import SHIPPED as SHIPPED
 from model.config import EMBEDDING, HEAD, GPTConfig
 from model.files import write_file
 from model.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from model.gpt import GPT
 
 CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
-SHIPPED = ("shakes128", "shakes256", "shakes1024", "shakes2048")
 SUMS = "SHA256SUMS"  # in a checkpoint's directory, for sha256sum -c
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}  # safetensors' names
 SUMMED = ("config.json", "meta.json", "model.safetensors")  # all files that a model and its vocabulary need

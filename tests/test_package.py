@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from support import ROOT, copy_tree
+
+from attention_ext.build import prebuilt
 
 PACKAGES = ("app", "attention_ext", "checkpoints", "generation", "lab", "model", "training", "web")
 CACHES = shutil.ignore_patterns("__pycache__")
@@ -76,3 +80,28 @@ def test_the_installed_command_writes_the_text_of_the_checkout(environment, tmp_
 def test_the_installation_has_every_file(environment):
     for name in PACKAGES:
         assert files(packages(environment) / name) == files(ROOT / name), name
+
+
+@pytest.mark.full
+def test_a_wheel_writes_the_text_without_a_compiler_and_without_torch(tmp_path, monkeypatch, extension):
+    """With the kernels for plain x86-64, as on a processor without AVX2."""
+    pytest.importorskip("ziglang", reason="pip install ziglang")
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        pytest.skip("the wheel is made for Linux on x86-64")
+    monkeypatch.setitem(prebuilt.LEVELS, "x86_64", {"x86_64": set()})
+    make = runpy.run_path(str(ROOT / "scripts" / "make-wheels.py"))
+    make["wheel"]("manylinux_2_17_x86_64", tmp_path)
+    (wheel,) = tmp_path.glob("*-py3-none-manylinux_2_17_x86_64.whl")
+    made = tmp_path / "environment"
+    venv.create(made, with_pip=False, symlinks=True)
+    pip = (sys.executable, "-m", "pip", "--python", made / "bin" / "python", "install", "--quiet")
+    run(*pip, "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    (packages(made) / "needed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (packages(made) / "torch.py").write_text('raise ModuleNotFoundError("no torch", name="torch")\n')
+    command, own = made / "bin" / "shakespeare", {"PATH": "", "CXX": "none", "HOME": str(tmp_path)}
+    expected = run(sys.executable, ROOT / "gpt.py", *TEXT, cwd=tmp_path)
+    assert run(command, *TEXT, cwd=tmp_path, **own) == expected
+    assert run(command, *TEXT[2:], cwd=tmp_path, **own) == expected  # part4 --inference is the default
+    command_line = [command, "--compile", *TEXT]
+    done = subprocess.run(command_line, cwd=tmp_path, env=own, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "CXX is 'none'" in done.stderr

@@ -9,6 +9,7 @@ import click
 
 from app.cli.terminal import notice, one_line, program
 from attention_ext import PARTS, BuildError, __version__
+from attention_ext.build import prebuilt
 
 # The sections of `gpt.py --help`: (what to type, the sentence that describes it).
 WRITE = [(f"{name} --inference", f"Write text with {name}: {part.summary}.") for name, part in PARTS.items()]
@@ -26,6 +27,13 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "sh
 
 class Commands(click.Group):
     """A group whose help shows its commands in sections. A command's file is imported when it is needed."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        own = {"-h", *(word for option in self.params for word in option.opts), "--help"}
+        at = next((i for i, word in enumerate(args) if word not in own), len(args))
+        if at < len(args) and args[at].startswith("-"):
+            args = [*args[:at], "part4", "--inference", *args[at:]]
+        return super().parse_args(context, args)
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -61,12 +69,16 @@ def first_sentence(command: click.Command) -> str:
 
 
 @click.group(cls=Commands, context_settings=SETTINGS)
+@click.option("--compile", "compiled", is_flag=True, help="Compile for this processor, also from a wheel.")
 @click.version_option(__version__, message="shakespeare-attention %(version)s")
-def cli() -> None:
+def cli(compiled: bool) -> None:
     """Write Shakespeare with a small GPT whose attention you choose, and measure each choice.
 
-    part0 is PyTorch, part1 naive, part2 blocked, part3 fused, part4 flash.
+    part0 is PyTorch, part1 naive, part2 blocked, part3 fused, part4 flash. Options without a command are
+    those of part4 --inference.
     """
+    if compiled:
+        os.environ[prebuilt.COMPILE] = "1"
 
 
 def main(arguments: list[str] | None = None) -> None:

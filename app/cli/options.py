@@ -14,6 +14,7 @@ from app.cli.terminal import notice, program
 from attention_ext import PARTS, SIMD
 from attention_ext.cuda.kernels import KERNELS
 from attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision, running_on
+from checkpoints import DEFAULT
 from generation.sampling import NUMBERS, Sampling
 from lab import saved
 
@@ -315,7 +316,7 @@ model = option(
     "-m",
     "--model",
     "Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt.",
-    default="shakes128",
+    default=DEFAULT,
 )
 engine = choice(
     "--engine",

@@ -35,7 +35,8 @@ def test_a_profile_adds_up(part, extension, monkeypatch, threads):
     assert p["not_profiled_ms"] > 0 and p["steps"] >= 5
     assert list(kinds)[-1] == "other"
     if part == "part4":
-        assert list(kinds)[0] == "packing" and list(kinds)[-2] == "waiting"
+        *works, waiting, _ = kinds
+        assert waiting == "waiting" and works == sorted(works, key=lambda kind: -kinds[kind])
         assert all(kinds[kind] > 0 for kind in ("products", "attention, backward", "Muon"))
     else:
         assert any("mm" in kind for kind in kinds)

@@ -1,0 +1,39 @@
+"""The libraries that a wheel brings, compiled for several processors; scripts/make-wheels.py makes them.
+
+A checkout has none: its libraries are compiled for this very processor.
+"""
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+from attention_ext import processor
+
+FOLDER = Path(__file__).resolve().parent.parent / "prebuilt"
+COMPILE = "ATTENTION_COMPILE"  # set to compile for this processor although a wheel brings libraries
+V3 = {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
+V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+# Clang's name of each kind of processor, the best first, and its features as Linux names them.
+LEVELS: dict[str, dict[str, set[str]]] = {
+    "x86_64": {
+        "x86_64_v4+avx512vnni": V4 | {"avx512_vnni"},
+        "x86_64_v4": V4,
+        "x86_64_v3": V3,
+        "x86_64": set(),
+    },
+    "aarch64": {"generic+dotprod": {"asimddp"}, "generic": set()},
+    "arm64": {"apple_m1": set()},
+}
+
+
+def find(name: str) -> Path | None:
+    """The best of a wheel's libraries of this name for this processor; None if there is none."""
+    if not FOLDER.is_dir() or os.environ.get(COMPILE):
+        return None
+    features = processor.features()
+    for level, needed in LEVELS.get(platform.machine(), {}).items():
+        library = FOLDER / f"{name}-{level}{'.dylib' if sys.platform == 'darwin' else '.so'}"
+        if needed <= features and library.is_file():
+            return library
+    return None

@@ -1,0 +1,85 @@
+"""Write wheels that need no compiler: dist/*.whl for Linux and macOS, on x86-64 and ARM.
+
+    python scripts/make-wheels.py [--platform manylinux_2_17_x86_64] [--out dist]
+
+The package ziglang compiles the decoder for each platform and for each kind of processor of
+attention_ext/build/prebuilt.py. A wheel fits every version of Python: the decoder has a C interface. It holds
+two of the shipped models. pip and setuptools must be installed; the network is not used.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from app.cli import options  # noqa: E402
+from attention_ext.build import prebuilt, recipes, toolchain  # noqa: E402
+
+# pip's name of each platform: Clang's target, and the key of prebuilt.LEVELS.
+PLATFORMS = {
+    "manylinux_2_17_x86_64": ("x86_64-linux-gnu.2.17", "x86_64"),
+    "manylinux_2_17_aarch64": ("aarch64-linux-gnu.2.17", "aarch64"),
+    "macosx_11_0_arm64": ("aarch64-macos.11.0", "arm64"),
+    "macosx_11_0_x86_64": ("x86_64-macos.11.0", "x86_64"),
+}
+MODELS = ("shakes256", "shakes1024")
+ZIG = [sys.executable, "-m", "ziglang", "c++"]
+
+
+def compile_for(target: str, level: str, library: Path) -> None:
+    """Compile the decoder for a kind of processor."""
+    recipe = recipes.library("decoder", ("model", "generation"))
+    assert recipe.kernels
+    flags = [flag for flag in toolchain.flags(ZIG) if flag != toolchain.NATIVE]
+    flags += ["-fPIC", *(f"-I{folder}" for folder in (*recipe.folders, ROOT))]
+    machine = ["-target", target, f"-mcpu={level}"]
+    with tempfile.TemporaryDirectory() as work:
+        made, sources = Path(work, library.name), (*recipe.sources, *recipe.kernels.sources)
+        toolchain.build(ZIG, sources, [*flags, *machine], ["-shared", "-s", *machine], made)
+        shutil.copyfile(made, library)
+
+
+def wheel(platform: str, out: Path) -> None:
+    """Write the wheel of a platform to a folder."""
+    target, machine = PLATFORMS[platform]
+    tracked = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
+    with tempfile.TemporaryDirectory() as work:
+        for name in filter(None, tracked.split("\0")):
+            model = Path(name).parts[1] if name.startswith("checkpoints/") else MODELS[0]
+            if model in (*MODELS, "__init__.py"):
+                Path(work, name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(ROOT / name, Path(work, name))
+        folder = Path(work, prebuilt.FOLDER.relative_to(ROOT))
+        folder.mkdir()
+        for level in prebuilt.LEVELS[machine]:
+            suffix = ".dylib" if "macos" in target else ".so"
+            compile_for(target, level, folder / f"decoder-{level}{suffix}")
+        options = ["-q", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(out)]
+        named = f"--config-settings=--build-option=--plat-name={platform}"
+        subprocess.run([sys.executable, "-m", "pip", "wheel", *options, named, work], check=True)
+
+
+@click.command()
+@options.choice(
+    "--platform",
+    "platforms",
+    "Only for this one; may be repeated.",
+    of=PLATFORMS,
+    default=None,
+    multiple=True,
+)
+@options.folder("--out", "Folder of the wheels.", default=ROOT / "dist")
+def main(platforms: tuple[str, ...], out: Path) -> None:
+    """Write the wheels."""
+    for platform in platforms or PLATFORMS:
+        wheel(platform, out)
+
+
+if __name__ == "__main__":
+    main()
