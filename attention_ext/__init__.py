@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
 from attention_ext import tiles
 from attention_ext.checks import check_gradient, check_tensors
@@ -22,19 +22,36 @@ __all__ = ["AUTO", "PARTS", "SIMD", "BuildError", "Part", "attention", "operator
 __version__ = "0.1.0"
 
 
+class Options(TypedDict, total=False):
+    """The options of attention() that do not change what it returns."""
+
+    causal: bool
+    scale: float | None
+    br: int | None
+    bc: int | None
+    simd: str
+    kernel: str | None
+
+
 @overload
 def attention(
-    part: str, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Any
+    part: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[Options],
 ) -> Tensor: ...
 
 
 @overload
 def attention(
-    part: str, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
+    part: str, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]: ...
 
 
-def attention(  # type: ignore[misc]  # another option is a TypeError
+def attention(
     part: str,
     q: Tensor,
     k: Tensor,
