@@ -93,6 +93,13 @@ def test_serving():
     assert re.search(r"median [\d.]+ ms, 99th of 100 [\d.]+ ms", shown)
 
 
+def test_start():
+    rows = table(printed("start", "-r 1"))
+    assert rows[0] == ["command", "seconds", "CPU seconds", "MiB", "slowest imports, ms"] and len(rows) == 9
+    memory = {row[0]: float(row[3]) for row in rows[1:]}
+    assert memory["part4 --inference"] < memory["part0 --inference"] / 3
+
+
 def test_threads():
     text = printed("threads", "--threads 1,3 --texts 7 --rounds 2 --weights bf16 --kv-cache bf16")
     assert "weights in bf16, cache in bf16" in text

@@ -1,0 +1,83 @@
+"""The kernels of a wheel against those compiled for this very processor: tokens per second of one thread.
+
+    python -m benchmarks.wheels [--weights bf16] [--rounds 9]
+
+The decoder is compiled for each kind of processor that a wheel has and this one is. All take turns, after
+their texts have been compared: they must be the same. A figure is the median of the rounds.
+"""
+
+import platform
+import runpy
+import statistics
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import click
+
+from app.cli import options
+from attention_ext import processor
+from attention_ext.build import prebuilt
+from benchmarks.measuring import percent, show_table, spread, take_turns, write
+from generation import native
+from generation.engine import Engine, open_engine
+from generation.writer import Request
+from lab.timing import seconds_of
+from model import load
+
+ROOT = Path(__file__).resolve().parent.parent
+HERE = "this processor"
+PLATFORM = f"manylinux_2_17_{platform.machine()}"
+TEXTS = {"one text": 1, "32 texts": 32}
+
+
+def engines(weights: str) -> dict[str, Engine]:
+    """An engine over each library, by the kind of processor that it is compiled for."""
+    make = runpy.run_path(str(ROOT / "scripts" / "make-wheels.py"))
+    target, machine = make["PLATFORMS"][PLATFORM]
+    opened, checkpoint = {}, load("shakes256")
+    levels = prebuilt.LEVELS[machine]
+    with tempfile.TemporaryDirectory() as folder:
+        for level in (HERE, *levels):
+            if level != HERE:
+                if not levels[level] <= processor.features():
+                    continue
+                prebuilt.FOLDER, prebuilt.LEVELS[machine] = Path(folder), {level: set()}
+                make["compile_for"](target, level, Path(folder, f"decoder-{level}.so"))
+            native.library.cache_clear()
+            opened[level] = open_engine(checkpoint, weights=weights, slots=max(TEXTS.values()), threads=1)
+    return opened
+
+
+def texts_of(engine: Engine, count: int) -> list[list[int]]:
+    """The tokens of texts of a whole block."""
+    length = engine.config.block_size - 1
+    return write(engine, [Request([0], seed, max_new_tokens=length) for seed in range(count)])
+
+
+@click.command(context_settings={"show_default": True})
+@options.weights
+@options.whole("--rounds", "Rounds of each.", least=2, default=9)
+def main(weights: str, rounds: int) -> None:
+    """Print tokens per second by the kind of processor."""
+    opened = engines(weights)
+    for name, engine in opened.items():
+        if texts_of(engine, 2) != texts_of(opened[HERE], 2):
+            raise click.ClickException(f"{name} writes another text, so nothing is timed")
+    click.echo(f"{processor.name()}; shakes256, weights in {weights}, one thread\n")
+
+    def rows():
+        for title, count in TEXTS.items():
+            calls = {name: partial(seconds_of, partial(texts_of, e, count)) for name, e in opened.items()}
+            seconds = take_turns(calls, rounds)
+            tokens, own = count * (opened[HERE].config.block_size - 1), statistics.median(seconds[HERE])
+            for name, times in seconds.items():
+                median = statistics.median(times)
+                cells = f"{tokens / median:,.0f} | {percent(spread(times))} | {own / median:.2f}"
+                yield f"{title} | {name} | {cells}"
+
+    show_table("texts | compiled for | tokens/s | spread | of this processor's", rows())
+
+
+if __name__ == "__main__":
+    main()
