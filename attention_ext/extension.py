@@ -1,6 +1,6 @@
-"""Loads what is compiled: attention's operators in torch.ops, and the Python modules of other packages.
+"""Loads what is compiled: attention's operators in torch.ops, libraries with a C interface, Python modules.
 
-torch is imported for the operators only.
+A library with a C interface needs no torch.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+CPUS = Path("/sys/devices/system/cpu")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of each period, or "max"
 VENDORS = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}
 # (vendor, family, ranges of models, name), as Linux names them; in a cloud the model's name is often only
@@ -72,14 +73,19 @@ def instructions() -> str:
 
 
 def features() -> set[str]:
-    """The processor's features by Linux' names; none on other systems."""
+    """The processor's features by Linux' names; of a Mac only those that come with AVX2."""
+    if sysctl("hw.optional.avx2_0") == "1":
+        return {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
     return set(f"{_fields().get('flags', '')} {_fields().get('Features', '')}".split())
 
 
 def threads() -> int:
-    """The threads of the native engine by default: OMP_NUM_THREADS, as in PyTorch, else cores()."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    return min(int(wanted), cores()) if wanted.isdecimal() and int(wanted) else cores()
+    """An engine's threads by default: OMP_NUM_THREADS, else one for each physical core; at most cores()."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").strip()
+    if wanted.isdecimal() and int(wanted):
+        return min(int(wanted), cores())
+    siblings = {path.read_text() for path in CPUS.glob("cpu[0-9]*/topology/thread_siblings_list")}
+    return min(len(siblings) or cores(), cores())
 
 
 def cores() -> int:

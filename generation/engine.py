@@ -170,7 +170,8 @@ def open_engine(
     tuned = tiles.tile(helpers, 1, model.config.head_dim, capacity, causal=True)
     tile = (br or tuned[0], bc or tuned[1])
     if threads is None:
-        threads = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else processor.threads()
+        of_torch = getattr(sys.modules.get("torch"), "get_num_threads", processor.threads)
+        threads = of_torch()
     return Decoder(model, part, helpers, tile, precision, cache, slots, capacity, threads)
 
 

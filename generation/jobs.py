@@ -196,11 +196,8 @@ def file_of(task: Task, settings: Settings) -> str:
 
 def mix_of(machines) -> str:
     """The line that reports shards of unlike machines."""
-    differ = [
-        name
-        for name in ("features", "instructions", "python", "torch", "shakespeare-attention", "pyarrow")
-        if len({machine.get(name) for machine in machines}) > 1
-    ]
+    known = {name for machine in machines for name in machine if name != "processor"}
+    differ = [name for name in known if len({machine.get(name) for machine in machines}) > 1]
     names = sorted({f"{machine['processor']} ({machine['instructions']})" for machine in machines})
     what = "processors with different instruction sets" if "features" in differ else "unlike versions"
     return f"warning: shards come from {what} ({'; '.join(names)}): another run may give other bytes"

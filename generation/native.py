@@ -6,6 +6,7 @@ import ctypes
 import functools
 import math
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_bool, c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from itertools import chain
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from attention_ext import extension, processor
 from attention_ext.parts import PARTS, CachePrecision, Precision
-from generation.logprobs import MOST_TOP
 from generation.sampling import Sampling
 from model.checkpoint import Checkpoint
 
@@ -25,7 +25,7 @@ FAILURES = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 
 
 class Span(ctypes.Structure):
-    """struct Span of csrc/trace.h."""
+    """struct Span of csrc/team.h."""
 
     _fields_ = [("kind", c_char_p), ("thread", c_int), ("begin", c_int64), ("end", c_int64)]
 
@@ -35,6 +35,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "error": (c_char_p, (c_void_p,)),
     "simd_name": (c_char_p, ()),
     "sampling_names": (c_char_p, ()),
+    "most_top": (c_int64, ()),
     "uniforms_bytes": (c_int64, ()),
     "uniforms_seed": (None, (c_void_p, c_uint64)),
     "uniforms_next": (None, (c_void_p, c_int64, c_void_p)),
@@ -91,6 +92,11 @@ class Decoder:
         self._settings = self._c.sampling_names().decode().split()
         sizes = (c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd, *tile, slots, capacity, threads)
         tensors = model.weights
+        for tensor, data in tensors.items():
+            if data.dtype != "float32":
+                raise ValueError(f"{tensor} is {data.dtype}; it must be float32")
+            if not data.flags.c_contiguous:
+                raise ValueError(f"{tensor} has gaps; it must be contiguous")
         self._handle = self._c.open_decoder(
             integers([*sizes, processor.caches()[-1].size]),
             weights.encode(),
@@ -109,6 +115,9 @@ class Decoder:
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self._c.close_decoder(self._handle)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Decoder cannot be copied")
 
     def uniforms(self, seed: int) -> Callable[[int], list[float]]:
         state = ctypes.create_string_buffer(self._c.uniforms_bytes())
@@ -130,7 +139,7 @@ class Decoder:
             self._do("set_sampling", slot, numbers, len(tokens), integers(tokens), added, no(logprobs))
 
     def take_logprobs(self, slot: int) -> list[tuple[int, float, list[tuple[int, float]]]]:
-        count, width = c_int64(), 1 + MOST_TOP
+        count, width = c_int64(), 1 + self._c.most_top()
         with self._lock:
             self._do("take_logprobs", slot, byref(count))
             tokens, logprobs = (c_int64 * (count.value * width))(), (c_double * (count.value * width))()
@@ -205,10 +214,13 @@ class Decoder:
 
 
 def integers(numbers: Sequence[int]) -> ctypes.Array[c_int64]:
-    """An array of numbers for the library."""
-    return (c_int64 * len(numbers))(*numbers)
+    """An array of numbers for the library. Raises ValueError for one that does not fit 64 bits."""
+    try:
+        return (c_int64 * len(numbers)).from_buffer(array("q", numbers)) if numbers else (c_int64 * 0)()
+    except OverflowError:
+        raise ValueError(f"a number in {list(numbers)!r:.100} does not fit 64 bits") from None
 
 
 def no(number: int | None) -> int:
-    """-1 for None."""
-    return -1 if number is None else number
+    """What stands for None in csrc/c_api.cpp, else the number."""
+    return -(2**63) if number is None else number

@@ -1,7 +1,7 @@
 """A shard of many texts: the settings that decide its bytes, and the Scribe that writes it.
 
 Text i depends only on the settings, its prompt and its seed. So a shard's bytes are the same on every worker
-with the same instruction set, and do not depend on earlier shards.
+with the same kernels, and do not depend on earlier shards.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from importlib import metadata
 from typing import Any
 
 from attention_ext import __version__, processor, tiles
+from attention_ext.build import prebuilt
 from attention_ext.parts import PARTS, CachePrecision, helpers_of
 from generation.engine import default_engine, open_engine
 from generation.sampling import NUMBERS, Sampling
@@ -130,13 +131,16 @@ def capacity_of(settings: Settings, checkpoint: Checkpoint) -> int:
     return capacity_for(checkpoint, request_for(settings, checkpoint.tokenizer, 0))
 
 
-def this_machine(*packages: str) -> dict[str, str]:
-    """What can change a text's bytes besides the settings: the processor, and versions, also of packages."""
+def this_machine(kernels: str, *packages: str) -> dict[str, str]:
+    """What can change a text's bytes besides the settings: the processor, what its kernels are compiled for,
+    and versions, also of packages.
+    """
     features = hashlib.sha256(processor.capabilities().encode()).hexdigest()[:16]
     return {
         "processor": processor.name(),
         "instructions": processor.instructions(),
         "features": features,
+        "kernels": kernels,
         "python": platform.python_version(),
         "shakespeare-attention": __version__,
         **{name: metadata.version(name) for name in packages},
@@ -248,7 +252,15 @@ class Scribe:
         seconds = time.perf_counter() - start
         cpu_seconds = time.process_time() - cpu_start
         packages = ["pyarrow"] * parquet + ["torch"] * (self.engine.name == "torch")
-        return Shard(data, len(written), tokens, seconds, cpu_seconds, rejected, this_machine(*packages))
+        return Shard(
+            data,
+            len(written),
+            tokens,
+            seconds,
+            cpu_seconds,
+            rejected,
+            this_machine(prebuilt.level("decoder"), *packages),
+        )
 
     def _requests(
         self, task: Task, rejected: list[tuple[int, str]]

@@ -21,17 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from attention_ext import AUTO, BuildError, processor, tiles
-from attention_ext.build import cache, nvrtc, recipes, toolchain
+from attention_ext.build import cache, nvrtc, prebuilt, recipes, toolchain
+from checkpoints import PRESENT
 from lab.command import run as run_command
 
 OK, ABSENT, BROKEN = "ok", "--", "FAIL"
 
 OLDEST_TORCH = (2, 10)
-CHECKPOINTS = ("shakes128", "shakes256", "shakes1024", "shakes2048")
 # Other packages that the commands import: distribution names.
 PACKAGES = ("click", "numpy", "pooch", "requests", "rich", "safetensors", "tiktoken", "tqdm")
 # Packages of optional features: the extra of setup.cfg that brings each, and its purpose.
 OPTIONAL = {
+    "pybind11": ("torch", "the native training step"),
     "matplotlib": ("lab", "plots"),
     "scipy": ("lab", "statistics of comparisons"),
     "onnxruntime": ("bench", "comparisons with other engines"),
@@ -53,7 +54,7 @@ from attention_ext.build import nvrtc
 core, found = nvrtc.versions()
 print(f"NVRTC {found}, cuda-core {core}")
 """
-DECODER_RECIPE = functools.partial(recipes.library, "decoder", ("model", "generation"))
+BROUGHT = prebuilt.find("decoder")  # by a wheel
 DECODER = """
 import ctypes, sys
 name = ctypes.CDLL(sys.argv[1]).simd_name
@@ -173,6 +174,8 @@ def _threads() -> str:
 
 
 def _compiler() -> str:
+    if BROUGHT and not any(map(shutil.which, ("c++", "g++", "clang++"))) and "CXX" not in os.environ:
+        raise Missing("none, and none is needed for a text: the decoder is compiled already")
     return _version(toolchain.find_compiler(), "let CXX name a C++ compiler that works")
 
 
@@ -215,6 +218,12 @@ def _cache() -> str:
 def _builds() -> str:
     running = ", ".join(str(path) for path in cache.running())
     return f"one is running, and others wait for it, in {running}" if running else "none is running"
+
+
+def _decoder() -> str:
+    if BROUGHT:
+        return f"{BROUGHT} ({_python_says(DECODER, str(BROUGHT))})"
+    return _compiled(functools.partial(recipes.library, "decoder", ("model", "generation")), DECODER)
 
 
 def _compiled(recipe: Callable[[], Any], program: str, *arguments: str) -> str:
@@ -314,7 +323,7 @@ CHECKS: dict[str, tuple[Any, ...]] = {
     "ispc": (_ispc,),
     "cache": (_cache,),
     "builds": (_builds, "cache"),
-    "decoder": (functools.partial(_compiled, DECODER_RECIPE, DECODER), "compiler", "cache"),
+    "decoder": (_decoder, *(() if BROUGHT else ("compiler", "cache"))),
     "operators": (
         functools.partial(_compiled, recipes.operators, OPERATORS, f"attention_ext_{AUTO}"),
         *("torch", "compiler", "cache"),
@@ -322,7 +331,7 @@ CHECKS: dict[str, tuple[Any, ...]] = {
     "GPU": (_gpu, "torch"),
     "NVRTC": (_nvrtc,),
     "tiles": (_tiles,),
-    **{name: (functools.partial(_checkpoint, name), "packages") for name in CHECKPOINTS},
+    **{name: (functools.partial(_checkpoint, name), "packages") for name in PRESENT},
     "corpus": (_corpus, "packages"),
     **{name: (functools.partial(_optional, name),) for name in OPTIONAL},
 }

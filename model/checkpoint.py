@@ -14,17 +14,18 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
+from checkpoints import DEFAULT, PRESENT
 from checkpoints import SHIPPED as SHIPPED
 from model.config import EMBEDDING, HEAD, GPTConfig
 from model.files import write_file
@@ -43,10 +44,13 @@ class CheckpointError(ValueError):
     """A checkpoint is missing or malformed; the message names the file and what is wrong."""
 
 
+NO_FLOATS = "must be a dense tensor of floats"
+# The tensors of a file by their names: the shape, and a function that makes the array; it raises ValueError.
+Stored = dict[str, tuple[tuple[int, ...], Callable[[], np.ndarray]]]
 Weights = Mapping[str, NDArray[np.float32]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Checkpoint:
     """A model's configuration and its vocabulary, with its weights as arrays and as a PyTorch model.
 
@@ -92,7 +96,7 @@ def load(name: str) -> Checkpoint:
         path = path.parent
     else:
         raise CheckpointError(
-            f"model {name!r} was not found; it must be one of {', '.join(SHIPPED)}, "
+            f"model {name!r} was not found; it must be one of {', '.join(PRESENT)}, "
             "a directory with model.safetensors and config.json, or a nanoGPT ckpt.pt"
         )
     try:
@@ -146,8 +150,8 @@ def _sum_line(path: Path) -> str:
         return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}"
 
 
-def _read_directory(path: Path) -> tuple[dict, dict[str, np.ndarray], str | None]:
-    """A directory's configuration, weights and data set. bfloat16, which NumPy lacks, becomes float32."""
+def _read_directory(path: Path) -> tuple[dict, Stored, str | None]:
+    """A directory's configuration, weights and data set."""
     config_file, weights_file = path / "config.json", path / "model.safetensors"
     for file in (config_file, weights_file):
         if not file.is_file():
@@ -162,19 +166,23 @@ def _read_directory(path: Path) -> tuple[dict, dict[str, np.ndarray], str | None
         stored = dict(safetensors.deserialize(weights_file.read_bytes()))
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{weights_file} cannot be read: {error}") from None
-    weights = {}
-    for name, tensor in stored.items():
-        if tensor["dtype"] == "BF16":
-            flat = (np.frombuffer(tensor["data"], np.uint16).astype(np.uint32) << 16).view(np.float32)
-        elif tensor["dtype"] in FLOATS:
-            flat = np.frombuffer(tensor["data"], FLOATS[tensor["dtype"]])
-        else:
-            raise CheckpointError(f"{path}: {name} must be a dense tensor of floats")
-        weights[name] = flat.reshape(tensor["shape"])
+    weights: Stored = {n: (tuple(t["shape"]), partial(_decoded, t)) for n, t in stored.items()}
     return args, weights, args.pop("dataset", None)
 
 
-def _read_nanogpt(path: Path) -> tuple[dict, dict[str, np.ndarray], str | None]:
+def _decoded(stored: dict[str, Any]) -> np.ndarray:
+    """The array of a tensor of a safetensors file. bfloat16, which NumPy lacks, becomes float32."""
+    kind, data = stored["dtype"], stored["data"]
+    if kind == "BF16":
+        flat = (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    elif kind in FLOATS:
+        flat = np.frombuffer(data, FLOATS[kind])
+    else:
+        raise ValueError(NO_FLOATS)
+    return flat.reshape(stored["shape"])
+
+
+def _read_nanogpt(path: Path) -> tuple[dict, Stored, str | None]:
     """A ckpt.pt's model_args, weights with torch.compile's prefix removed, and data set."""
     try:
         import torch
@@ -190,18 +198,21 @@ def _read_nanogpt(path: Path) -> tuple[dict, dict[str, np.ndarray], str | None]:
     for key in ("model", "model_args"):
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(key), dict):
             raise CheckpointError(f"{path} has no dict {key!r}; a nanoGPT checkpoint must have one")
-    weights = {}
-    floats = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-    for key, t in checkpoint["model"].items():
+
+    def array(tensor: Any) -> np.ndarray:
+        floats = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+        plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_nested
+        if not plain or tensor.device.type != "cpu" or tensor.dtype not in floats or tensor.is_neg():
+            raise ValueError(NO_FLOATS)
+        if not tensor.is_contiguous():  # a view of a few bytes could claim any size
+            raise ValueError("must be contiguous")
+        return tensor.detach().float().numpy()
+
+    weights: Stored = {}
+    for key, tensor in checkpoint["model"].items():
         name = str(key).removeprefix("_orig_mod.")
-        if name.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks, not parameters
-            continue
-        plain = isinstance(t, torch.Tensor) and t.layout == torch.strided and not t.is_nested
-        if not plain or t.device.type != "cpu" or t.dtype not in floats:
-            raise CheckpointError(f"{path}: {name} must be a dense tensor of floats")
-        if not t.is_contiguous():  # a view of a few bytes could claim any size
-            raise CheckpointError(f"{path}: {name} must be contiguous")
-        weights[name] = t.detach().float().numpy()
+        if not name.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks, not parameters
+            weights[name] = tuple(getattr(tensor, "shape", ())), partial(array, tensor)
     config = checkpoint.get("config")
     return checkpoint["model_args"], weights, config.get("dataset") if isinstance(config, dict) else None
 
@@ -219,29 +230,35 @@ def _damaged_member(path: Path) -> str | None:
             return "a part"
 
 
-def _checked(name: str, config: GPTConfig, weights: dict[str, np.ndarray]) -> Weights:
+def _checked(name: str, config: GPTConfig, stored: Stored) -> Weights:
     """The weights in float32, without the tied head's. Raises CheckpointError unless they fit and are finite.
 
-    Nothing is allocated for a configuration that does not fit.
+    Nothing is allocated for a tensor that does not fit the configuration.
     """
-    if config.n_layer > len(weights):
-        raise CheckpointError(f"{name}: n_layer is {config.n_layer}, but there are {len(weights)} tensors")
+    if config.n_layer > len(stored):
+        raise CheckpointError(f"{name}: n_layer is {config.n_layer}, but there are {len(stored)} tensors")
     expected = config.shapes()
-    if missing := sorted(expected.keys() - weights.keys()):
+    if missing := sorted(expected.keys() - stored.keys()):
         raise CheckpointError(f"{name}: {len(missing)} tensors are missing, the first is {missing[0]}")
-    if surplus := sorted(weights.keys() - expected.keys() - {HEAD}):
+    if surplus := sorted(stored.keys() - expected.keys() - {HEAD}):
         raise CheckpointError(f"{name}: {len(surplus)} tensors are unexpected, the first is {surplus[0]}")
-    for tensor, shape in (expected | {HEAD: expected[EMBEDDING]}).items():
-        if (its := weights.get(tensor, weights[EMBEDDING]).shape) != shape:
-            raise CheckpointError(f"{name}: {tensor} has shape {its}; it must be {shape}")
-    if not np.array_equal(weights.get(HEAD, weights[EMBEDDING]), weights[EMBEDDING], equal_nan=True):
+    weights = {}
+    for tensor, (shape, array) in stored.items():
+        must = expected.get(tensor, expected[EMBEDDING])
+        try:
+            if shape != must and shape != ():  # () may be no tensor at all
+                raise ValueError(f"has shape {shape}; it must be {must}")
+            with np.errstate(over="ignore"):  # an infinity is refused below
+                weights[tensor] = array().astype(np.float32, copy=False)
+            if weights[tensor].shape != must:
+                raise ValueError(f"has shape {shape}; it must be {must}")
+            if not np.isfinite(weights[tensor]).all():
+                raise ValueError("holds NaN or infinity")
+        except ValueError as error:
+            raise CheckpointError(f"{name}: {tensor} {error}") from None
+    if not np.array_equal(weights.pop(HEAD, weights[EMBEDDING]), weights[EMBEDDING]):
         raise CheckpointError(f"{name}: {HEAD} differs from {EMBEDDING}")
-    with np.errstate(over="ignore"):  # an infinity is refused below
-        found = {tensor: weights[tensor].astype(np.float32, copy=False) for tensor in expected}
-    for tensor, array in found.items():
-        if not np.isfinite(array).all():
-            raise CheckpointError(f"{name}: {tensor} holds NaN or infinity")
-    return found
+    return weights
 
 
 def _find_vocabulary(directory: Path, dataset: str | None, vocab_size: int) -> Tokenizer:
@@ -251,7 +268,7 @@ def _find_vocabulary(directory: Path, dataset: str | None, vocab_size: int) -> T
         places.append(directory.resolve().parent / "data" / dataset)  # as in a nanoGPT checkout
         places.append(Path("data") / dataset)  # the folder of `prepare`
         if dataset == "shakespeare_char":  # nanoGPT's name of the text that the shipped models learned
-            places.append(shipped(SHIPPED[0]))
+            places.append(shipped(DEFAULT))
     for place in places:
         if (place / "meta.json").is_file():
             return CharTokenizer.from_meta_json(place / "meta.json")

@@ -14,8 +14,9 @@ from attention_ext import tiles
 from attention_ext.build import cache
 from attention_ext.build.recipes import CSRC, KERNELS, ROOT, Recipe, found
 from attention_ext.parts import PARTS, BuildError, Precision
+from checkpoints import PRESENT
 from generation.sampling import NUMBERS
-from model.checkpoint import SHIPPED, SUMS, shipped
+from model.checkpoint import SUMS, shipped
 from web import bundle, traffic
 
 WEB = Path(__file__).resolve().parent
@@ -155,7 +156,7 @@ def check_replaceable(folder: Path) -> None:
 def fingerprint() -> str:
     """A hash of the sources and the checkpoints."""
     own = [(WEB / name).read_bytes() for name in files(WEB) if not name.endswith(".pyc")]
-    sums = [(shipped(name) / SUMS).read_bytes() for name in SHIPPED]
+    sums = [(shipped(name) / SUMS).read_bytes() for name in PRESENT]
     return cache.fingerprint([*FLAGS, facts(), traffic.javascript(), *own, *sums], CSRC, *FOLDERS)
 
 
@@ -192,7 +193,7 @@ def write_models(folder: Path) -> None:
 
     folder.mkdir()
     index = {}
-    for name in SHIPPED:
+    for name in PRESENT:
         directory = shipped(name)
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         characters = json.loads((directory / "meta.json").read_text(encoding="utf-8"))["characters"]

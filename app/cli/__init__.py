@@ -1,4 +1,4 @@
-"""The command line: parse, call, print; no maths. Commands import torch when they run."""
+"""The command line: parse, call, print; no maths. A command imports what it needs when it runs."""
 
 import importlib
 import os
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        fail("this command needs PyTorch: pip install torch, or pip install -e '.[torch]'")
+        fail("this command needs PyTorch: pip install torch pybind11")
 
 
 def fail(message: str) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from generation.bulk import Progress
     from generation.jobs import Job
 
-STALL_SECONDS = 120.0  # generation.processes.STALL_SECONDS, which needs torch
+STALL_SECONDS = 120.0  # generation.processes.STALL_SECONDS
 
 
 bulk_options = options.all_of(

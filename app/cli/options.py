@@ -14,7 +14,7 @@ from app.cli.terminal import notice, program
 from attention_ext import PARTS, SIMD
 from attention_ext.cuda.kernels import KERNELS
 from attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision, running_on
-from checkpoints import DEFAULT
+from checkpoints import DEFAULT, PRESENT
 from generation.sampling import NUMBERS, Sampling
 from lab import saved
 
@@ -315,7 +315,7 @@ def check_device(part: str, device: str) -> None:
 model = option(
     "-m",
     "--model",
-    "Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt.",
+    f"Model: {', '.join(PRESENT)}, a directory or ckpt.pt.",
     default=DEFAULT,
 )
 engine = choice(

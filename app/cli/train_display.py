@@ -17,7 +17,6 @@ from rich.text import Text
 from app.cli.terminal import notice
 from attention_ext import BuildError
 from generation import generate
-from generation.engine import default_engine
 from lab.race import harmless
 from model.checkpoint import Checkpoint
 from model.gpt import GPT
@@ -97,12 +96,8 @@ class Sampler:
     def __init__(self, averaged: GPT, tokenizer: CharTokenizer) -> None:
         self.averaged, self.tokenizer = averaged, tokenizer
         self.prompt = "\n" if "\n" in tokenizer.characters else tokenizer.characters[0]
-        try:
-            self.part, native = "part4", default_engine("part4") == "native"
-        except BuildError:
-            self.part, native = "part0", False
-        self.tokens = 300 if native else 100
-        self._wait(0.05 if native else 1.0)  # an estimate for the first sample
+        self.part, self.tokens = "part4", 300
+        self._wait(0.05)  # an estimate for the first sample
 
     def _wait(self, seconds: float) -> None:
         """Set the time of the next sample, which probably takes these seconds."""
@@ -122,7 +117,7 @@ class Sampler:
         try:
             text = generate(checkpoint, self.prompt, self.tokens, part=self.part, seed=1, context="reset")
         except BuildError:
-            self.part, text = "part0", ""
+            self.part, self.tokens, text = "part0", 100, ""
         self._wait(time.monotonic() - start)
         return str(text)
 

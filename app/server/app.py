@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import asynccontextmanager, suppress
+from importlib.util import find_spec
 from typing import Any
 
 from prometheus_client import generate_latest
@@ -121,7 +122,7 @@ class Application:
             "object": "model",
             "created": self.created,
             "owned_by": "shakespeare-attention",
-            "parts": list(PARTS),
+            "parts": [name for name, part in PARTS.items() if part.operator or find_spec("torch")],
             "block_size": self.checkpoint(name).config.block_size,
         }
 

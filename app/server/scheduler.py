@@ -318,6 +318,9 @@ class Scheduler:
         """Open a lane's engine in another thread while other lanes write."""
         try:
             self._commands.put(partial(lane.open, self._engine(lane)))
+        except ModuleNotFoundError as error:
+            refused = ApiError(400, f"{lane.part} needs {error.name}, which this server lacks.", "part")
+            self._commands.put(partial(lane.fail, refused))
         except Exception as error:  # reported to the waiting calls
             self._commands.put(partial(lane.fail, ApiError(500, f"{lane.part} cannot be opened: {error}")))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from attention_ext import processor
 
 FOLDER = Path(__file__).resolve().parent.parent / "prebuilt"
-COMPILE = "ATTENTION_COMPILE"  # set to compile for this processor although a wheel brings libraries
+COMPILE = "ATTENTION_COMPILE"  # 1: compile for this processor although a wheel brings libraries
 V3 = {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 # Clang's name of each kind of processor, the best first, and its features as Linux names them.
@@ -27,13 +27,19 @@ LEVELS: dict[str, dict[str, set[str]]] = {
 }
 
 
+def level(name: str) -> str:
+    """What a library is compiled for: one of LEVELS, or 'this processor'."""
+    found = find(name)
+    return found.stem.removeprefix(f"{name}-") if found else "this processor"
+
+
 def find(name: str) -> Path | None:
     """The best of a wheel's libraries of this name for this processor; None if there is none."""
-    if not FOLDER.is_dir() or os.environ.get(COMPILE):
+    if not FOLDER.is_dir() or os.environ.get(COMPILE, "0") != "0":
         return None
     features = processor.features()
-    for level, needed in LEVELS.get(platform.machine(), {}).items():
-        library = FOLDER / f"{name}-{level}{'.dylib' if sys.platform == 'darwin' else '.so'}"
+    for kind, needed in LEVELS.get(platform.machine(), {}).items():
+        library = FOLDER / f"{name}-{kind}{'.dylib' if sys.platform == 'darwin' else '.so'}"
         if needed <= features and library.is_file():
             return library
     return None

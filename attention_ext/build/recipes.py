@@ -146,8 +146,10 @@ def module(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:
             f"the {name.replace('_', ' ')} needs Python's header, and {toolchain.python_header()} is "
             "missing; install it (Debian, Ubuntu: apt install python3-dev), or choose part0"
         )
-    import pybind11
-
+    try:
+        import pybind11
+    except ImportError:
+        raise BuildError(f"the {name.replace('_', ' ')} needs pybind11: pip install pybind11") from None
     made = with_torch(library(name, packages, simd))
     return replace(
         made,

@@ -2,12 +2,16 @@
 //
 // A function that may fail returns whether it did not; error() then says why. Pointers are to arrays of the
 // caller, of the lengths that the comments give. The caller calls a decoder from one thread at a time.
+#include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <exception>
+#include <functional>
+#include <limits>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "decoder.h"
 #include "simd/simd.h"
@@ -57,8 +61,10 @@ const Row& find(const std::string& what, const std::string& name, const Row (&ta
     throw std::invalid_argument(what + " is '" + name + "'; it must be one of " + names);
 }
 
-// A negative number stands for none.
-std::optional<int64_t> given(int64_t number) { return number < 0 ? std::nullopt : std::optional(number); }
+// The least number stands for none.
+std::optional<int64_t> given(int64_t number) {
+    return number == std::numeric_limits<int64_t>::min() ? std::nullopt : std::optional(number);
+}
 
 }  // namespace
 
@@ -78,6 +84,9 @@ EXPORT const char* sampling_names() {
     }();
     return all.c_str();
 }
+
+// The most alternatives of a token's log-probability.
+EXPORT int64_t most_top() { return MAX_TOP; }
 
 // The generator of a seed in `state`, which has uniforms_bytes() bytes.
 EXPORT int64_t uniforms_bytes() { return sizeof(Uniforms); }
@@ -106,14 +115,15 @@ EXPORT Handle* open_decoder(const int64_t* sizes, const char* precision, const c
         made = new Handle(ModelShape{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]}, lookup,
                           find("precision", precision, PRECISIONS).precision,
                           find("kv_cache", kv_cache, CACHE_PRECISIONS).precision, find("part", part, PARTS),
-                          sizes[5], sizes[6], sizes[7], sizes[8], static_cast<int>(sizes[9]), sizes[10]);
+                          sizes[5], sizes[6], sizes[7], sizes[8],
+                          static_cast<int>(std::clamp<int64_t>(sizes[9], INT32_MIN, INT32_MAX)), sizes[10]);
     });
     return made;
 }
 
 EXPORT void close_decoder(Handle* decoder) { delete decoder; }
 
-// numbers: all of SAMPLING_NUMBERS, in their order; NaN for one that changes nothing. logprobs: -1 keeps none.
+// numbers: all of SAMPLING_NUMBERS, in their order; NaN for one that changes nothing. logprobs: see given().
 EXPORT bool set_sampling(Handle* decoder, int64_t slot, const double* numbers, int64_t biases,
                          const int64_t* tokens, const double* values, int64_t logprobs) {
     return guarded([&] {
@@ -127,7 +137,7 @@ EXPORT bool set_sampling(Handle* decoder, int64_t slot, const double* numbers, i
     });
 }
 
-// top: -1 computes no log-probabilities.
+// top: see given().
 EXPORT bool begin(Handle* decoder, int64_t slot, int64_t count, const int64_t* ids, bool continues,
                   int64_t top) {
     return guarded([&] { decoder->begin(slot, {ids, ids + count}, continues, given(top)); });

@@ -360,12 +360,25 @@ def test_the_decoder_checks_what_it_is_given(extension):
         (dataclasses.replace(checkpoint, weights={}), {}, "tensors has no transformer.wte.weight"),
         (checkpoint, dict(part="part0"), "part is 'None'; it must be one of part1_naive"),
         (checkpoint, dict(threads=0), "threads is 0; it must be from 1 to 1024"),
+        (checkpoint, dict(threads=2**32 + 1), "threads is 2147483647; it must be from 1 to 1024"),
+        (checkpoint, dict(slots=2**64 + 1), "does not fit 64 bits"),
         (checkpoint, dict(weights="int4"), "precision is 'int4'; it must be one of fp32, bf16, int8"),
     ):
         with naming(change), pytest.raises(ValueError, match=message):
             Decoder(wrong, **right | change)
 
+    name = "transformer.wte.weight"
+    for wrong, message in (
+        (gpt.weights[name].astype("f8"), f"{name} is float64; it must be float32"),
+        (gpt.weights[name].astype("f2"), f"{name} is float16; it must be float32"),
+        (gpt.weights[name].T, f"{name} has gaps; it must be contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Decoder(dataclasses.replace(checkpoint, weights=gpt.weights | {name: wrong}), **right)
+
     decoder = Decoder(checkpoint, **right)
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.copy(decoder)
 
     def refused(message, call, *arguments):
         with naming(call, arguments), pytest.raises(ValueError, match=message):
@@ -376,6 +389,8 @@ def test_the_decoder_checks_what_it_is_given(extension):
     refused("the number of ids is 0; it must be from 1 to 16", "begin", 0, [])
     refused("an id is 11; it must be from 0 to 10", "begin", 0, [11])
     refused("top is 6; it must be from 0 to 5", "begin", 0, [1], False, 6)
+    refused("top is -3; it must be from 0 to 5", "begin", 0, [1], False, -3)
+    refused("does not fit 64 bits", "begin", 0, [2**64 + 1])
     refused(r"slot is 0; it must be given ids by begin\(\) first", "read", 0)
     refused("a token of logit_bias is 11", "set_sampling", 0, Sampling(logit_bias=((11, 1),)))
     refused("from is 2; it must be from 0 to 1", "copy", 2, 0)
@@ -392,3 +407,11 @@ def test_the_decoder_checks_what_it_is_given(extension):
         refused("a uniform is outside", "write", [1], [[0.5], [uniform]])
     refused("slot is 1; it must be named once", "write", [1, 1], [[0.5, 0.5]])
     assert decoder.write([], [[]]) == [[]]
+
+
+def test_the_uniform_numbers_are_pytorchs(engine):
+    opened = engine(model())
+    for seed in (0, 1337, 2**32, 2**63, 2**64 - 1):
+        expected = torch.rand(600, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        numbers = opened.uniforms(seed)
+        assert [*numbers(1), *numbers(256), *numbers(343)] == expected.tolist()

@@ -127,6 +127,7 @@ def test_odd_tensors_are_refused(tmp_path):
         (lambda t: torch.zeros(1, 1).expand(16, 16), "must be contiguous"),
         (lambda t: t.double() * 1e300, "holds NaN or infinity"),
         (lambda t: 3, "must be a dense tensor of floats"),
+        (torch._neg_view, "must be a dense tensor of floats"),
     ):
         state = dict(tiny.gpt(bias=False).state_dict())
         state[name] = spoil(state[name])
