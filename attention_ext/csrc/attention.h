@@ -49,10 +49,10 @@ struct AttentionSizes {
 
 template <class Element>
 struct AttentionOf : AttentionSizes {
-    MatricesOf<Element> q, k, v;
-    Element* out;
-    float* lse;
-    CachePrecision kv;  // precision of k and v
+    MatricesOf<Element> q{}, k{}, v{};
+    Element* out = nullptr;
+    float* lse = nullptr;
+    CachePrecision kv = CachePrecision::fp32;  // precision of k and v
 
     // The matrices of head 0 .. B * H - 1.
     const Element* q_of(int64_t head) const { return q.at(head / H, head % H); }
@@ -72,9 +72,9 @@ using Attention = AttentionOf<float>;
 // q, dout (B, H, Nq, d); k, v (B, H, Nk, d): strided, the last dimension contiguous. out, dq (B, H, Nq, d),
 // dk, dv (B, H, Nk, d), lse and dlse (B, H, Nq): contiguous; dlse may be null. causal as in a call.
 struct AttentionGradient : AttentionSizes {
-    Matrices q, k, v, dout;
-    const float *out, *lse, *dlse;
-    float *dq, *dk, *dv;
+    Matrices q{}, k{}, v{}, dout{};
+    const float *out = nullptr, *lse = nullptr, *dlse = nullptr;
+    float *dq = nullptr, *dk = nullptr, *dv = nullptr;
 };
 
 // Part 4's backward pass; its scratch in floats.

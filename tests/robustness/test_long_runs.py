@@ -58,7 +58,7 @@ def test_a_long_text_takes_no_more_memory_than_its_first_tenth(
             sizes.append(resident(running.pid))
     assert running.wait() == 0
     assert written == texts * (length + 1) + (texts - 1) * len(SEPARATOR)  # with the newlines
-    assert sizes[0] > 50 << 20 and max(sizes) <= 1.05 * sizes[0]
+    assert sizes[0] > 20 << 20 and max(sizes) <= 1.05 * sizes[0]
 
 
 LOAD_AND_FREE = """

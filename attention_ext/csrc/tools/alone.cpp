@@ -89,9 +89,8 @@ int main(int argc, char** argv) {
     const float *q = noise(size, 1), *k = noise(size, 2), *v = noise(size, 3);
     float* out = zeros(size);
     const float scale = 1 / std::sqrt(static_cast<float>(d));
-    Attention a{{1, H, N, N, d, causal, scale, std::min(Br, N), std::min(Bc, N), /* threads */ 1}};
-    a.q = matrices(q), a.k = matrices(k), a.v = matrices(v);
-    a.out = out;
+    const AttentionSizes sizes{1, H, N, N, d, causal, scale, std::min(Br, N), std::min(Bc, N), /* threads */ 1};
+    Attention a{sizes, matrices(q), matrices(k), matrices(v), out, /* lse */ nullptr, CachePrecision::fp32};
     float *scratch = zeros(part->scratch(a)), *other = zeros(sweep / sizeof(float));
 
     write_lines(other, sweep);

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 
 import pytest
+import torch
 
 from attention_ext import PARTS, BuildError
 from attention_ext.build import recipes, toolchain
@@ -21,6 +23,20 @@ def test_every_source_is_compiled_and_every_part_has_a_row():
     assert on_disk == compiled | {recipes.CSRC / source for source in recipes.HELPERS["ispc"][0]}
     rows = re.findall(r"^ +PART\((\w+), (\w+), ", (recipes.CSRC / "parts.h").read_text(), re.M)
     assert {"_".join(row) for row in rows} == {part.operator for part in PARTS.values() if part.operator}
+
+
+def test_versions_decide_what_is_compiled_with_them_only(monkeypatch):
+    def paths():
+        decoder = recipes.library("decoder", ("model", "generation"))
+        training = recipes.module("training_step", ("training", "model"))
+        return [recipe.path() for recipe in (decoder, recipes.operators(), training)]
+
+    before = paths()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "9.9.9")
+        assert [a == b for a, b in zip(before, paths())] == [True, False, False]
+    monkeypatch.setattr(sys, "version", "9.9.9")
+    assert [a == b for a, b in zip(before, paths())] == [True, True, False]
 
 
 @pytest.mark.full
