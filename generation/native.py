@@ -173,8 +173,10 @@ class Decoder:
         numbers = (c_double * (count * rows))(*chain.from_iterable(uniforms))
         tokens = (c_int64 * (count * rows))()
         limit = None if seconds is None else byref(c_double(seconds))
+        order, c = integers(slots), self._c
         with self._lock:
-            self._do("write_rows", count, integers(slots), rows, numbers, limit, tokens, byref(written))
+            if not c.write_rows(self._handle, count, order, rows, numbers, limit, tokens, byref(written)):
+                raise self._error()
         return [tokens[row * count : (row + 1) * count] for row in range(written.value)]
 
     def copy(self, source: int, target: int) -> None:
