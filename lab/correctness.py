@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import DeviceType
+from torch.autograd.profiler import profile as cpu_profile
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
@@ -67,16 +68,19 @@ def allocated(function: Callable[[], Tensor]) -> tuple[Tensor, int]:
 
 
 def measure(name: str, function: Callable[[], Tensor], warm_up: bool = True) -> Run:
-    """Call `function` once to warm up and once under PyTorch's profiler, as a row called `name`."""
+    """Call `function` once to warm up and once under PyTorch's profiler, as a row called `name`.
+
+    The profiler is autograd's: torch.profiler imports PyTorch's compiler, which takes longer than the test.
+    """
     if warm_up:
         function()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with cpu_profile(use_kineto=True, profile_memory=True) as profiler:
         with record_function(name):
             start = time.perf_counter()
             out = function()
             seconds = time.perf_counter() - start
-    recorded: Any = profiler.profiler  # PyTorch's public averages give sums, not the peak
-    events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
+    recorded: Any = profiler.kineto_results  # PyTorch's public averages give sums, not the peak
+    events = [e for e in recorded.events() if e.name() == "[memory]"]
     held = accumulate(event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()))
     table = profiler.key_averages().table(sort_by="cpu_memory_usage", row_limit=10) if warm_up else ""
     return Run(out, seconds, max(held, default=0), table)
