@@ -1,5 +1,6 @@
 """The command line: parse, call, print; no maths. A command imports what it needs when it runs."""
 
+import gc
 import importlib
 import os
 import sys
@@ -86,6 +87,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     A command that returns False gives exit code 1, a wrong request one line on stderr and exit code 2.
     """
+    # Modules are no garbage; looking for some in them took 0.7 s of part4's test on a Zen 3.
+    gc.set_threshold(50_000)
     # Kineto writes a line to stderr at each start and stop of the profiler unless told not to.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     warnings.showwarning = show_warning  # type: ignore[assignment]  # it takes fewer arguments
