@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from attention_ext import processor
-from attention_ext.build import prebuilt, recipes
+from attention_ext.build import prebuilt
 from attention_ext.checks import check_tensors
 from attention_ext.parts import AUTO, PARTS, BuildError, Dtype, check_part, resolve_simd
 
@@ -38,6 +38,8 @@ def load(simd: str = "auto") -> Any:
 @functools.cache
 def _load(helpers: str) -> Any:
     import torch
+
+    from attention_ext.build import recipes
 
     recipe = recipes.operators(helpers)
     library = recipe.make()
@@ -100,7 +102,7 @@ def load_library(name: str, packages: tuple[str, ...], simd: str = "auto") -> ct
     with _loading:
         library = prebuilt.find(name) if resolve_simd(simd) == AUTO else None
         if library is None:
-            from attention_ext.build import recipes
+            from attention_ext.build import recipes  # a wheel needs no compiler's
 
             library = recipes.library(name, packages, simd).make()
         try:
@@ -121,6 +123,8 @@ def load_module(name: str, packages: tuple[str, ...], simd: str = "auto") -> Mod
 
 @functools.cache
 def _load_module(name: str, packages: tuple[str, ...], helpers: str) -> ModuleType:
+    from attention_ext.build import recipes
+
     library = recipes.module(name, packages, helpers).make()
     spec = importlib.util.spec_from_file_location(name, library)
     assert spec is not None and spec.loader is not None  # .so is an extension module's suffix

@@ -5,7 +5,6 @@ import math
 import os
 import platform
 import re
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -147,6 +146,8 @@ def sysctl(name: str) -> str:
     """What macOS reports under this name; '' if nothing, and on other systems."""
     if sys.platform != "darwin":
         return ""
+    import subprocess
+
     command = ["/usr/sbin/sysctl", "-n", name]
     try:
         return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()

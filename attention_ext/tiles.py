@@ -9,7 +9,6 @@ import json
 import math
 import operator
 import os
-import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -98,6 +97,8 @@ def read() -> list[Tuned]:
 
 def write(found: list[Tuned]) -> None:
     """Add these to the results for this processor; an earlier result for the same case is replaced."""
+    import tempfile
+
     try:
         everything = _read_all()
     except ValueError:  # a broken file is replaced

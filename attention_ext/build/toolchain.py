@@ -12,7 +12,6 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from attention_ext.parts import BuildError
@@ -138,6 +137,8 @@ def build(
     The objects lie beside it. flags: of each source. link: the linker's arguments, after the objects.
     Raises BuildError as run() does.
     """
+    from concurrent.futures import ThreadPoolExecutor
+
     work = made.parent
     objects = [str(work / f"{i}.o") for i in range(len(sources))]
 
