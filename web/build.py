@@ -157,7 +157,7 @@ def fingerprint() -> str:
     """A hash of the sources and the checkpoints."""
     own = [(WEB / name).read_bytes() for name in files(WEB) if not name.endswith(".pyc")]
     sums = [(shipped(name) / SUMS).read_bytes() for name in PRESENT]
-    return cache.fingerprint([*FLAGS, facts(), traffic.javascript(), *own, *sums], CSRC, *FOLDERS)
+    return cache.fingerprint([*FLAGS, facts(), traffic.SOURCE.read_bytes(), *own, *sums], CSRC, *FOLDERS)
 
 
 def compiled(build: str) -> Path:
