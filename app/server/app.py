@@ -15,7 +15,6 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from app.server import Settings, pages
-from app.server.openapi import document
 from app.server.requests import ApiError, Body, ChatBody, CompletionBody, parse
 from app.server.responses import Call
 from app.server.scheduler import RETRY, Metrics, Scheduler
@@ -108,6 +107,8 @@ class Application:
         return Response(generate_latest(self.metrics.registry), media_type=media_type)
 
     async def openapi(self, request: Request) -> Response:
+        from app.server.openapi import document  # most servers are never asked for it
+
         return JSONResponse(document(bool(self.settings.api_keys)))
 
     async def models(self, request: Request) -> Response:

@@ -95,7 +95,8 @@ Biases = Annotated[
 class Fields(BaseModel):
     """A strict object: no other fields, no other types. null stands for a field's default."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    # deferred: a server starts sooner, and the first request takes what it saves
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
     @field_validator("*", mode="wrap")
     @classmethod
