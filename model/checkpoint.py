@@ -243,7 +243,7 @@ def _checked(name: str, config: GPTConfig, stored: Stored) -> Weights:
     if surplus := sorted(stored.keys() - expected.keys() - {HEAD}):
         raise CheckpointError(f"{name}: {len(surplus)} tensors are unexpected, the first is {surplus[0]}")
     weights = {}
-    for tensor, (shape, array) in stored.items():
+    for tensor, (shape, array) in sorted(stored.items()):  # safetensors gives them in any order
         must = expected.get(tensor, expected[EMBEDDING])
         try:
             if shape != must and shape != ():  # () may be no tensor at all
