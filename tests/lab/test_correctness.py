@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
+from support import ROOT
 
 from attention_ext import BuildError, attention
 from attention_ext.cuda import driver
@@ -46,6 +50,15 @@ def test_every_part_passes(part, causal):
     assert sum(line.startswith("cpu time:  ") for line in lines) == 2
     assert lines[-1].startswith("speed-up over PyTorch:  ")
     assert any(line.strip().startswith("aten::") for line in lines)  # the profiler's table of operators
+
+
+def test_the_test_imports_no_compiler():
+    """torch._dynamo takes longer to import than the test."""
+    code = (
+        "import sys, model; from lab import correctness; model.load('shakes128').model\n"
+        "sys.exit(not correctness.run('part4', 64, 64, 64, False) or 'torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
 
 
 def test_memory_is_what_the_algorithms_need(extension, threads):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
-import sys
 
 import pytest
 import safetensors.torch
 import tiny
 import torch
-from support import ROOT, Hostile
+from support import Hostile
 
 from model import checkpoint
 from model.checkpoint import CheckpointError, load, save
@@ -211,9 +209,3 @@ def test_half_precision_weights_become_float32(directory):
     (directory / checkpoint.SUMS).unlink()  # it would warn: the files have changed
     model = load(str(directory)).model
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-def test_loading_imports_no_compiler():
-    """torch._dynamo takes longer to import than a text to write."""
-    code = "import sys, model; model.load('shakes128'); sys.exit('torch._dynamo' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
