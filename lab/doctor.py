@@ -29,10 +29,13 @@ OK, ABSENT, BROKEN = "ok", "--", "FAIL"
 
 OLDEST_TORCH = (2, 10)
 # Other packages that the commands import: distribution names.
-PACKAGES = ("click", "numpy", "pooch", "requests", "rich", "safetensors", "tiktoken", "tqdm")
+PACKAGES = ("click", "numpy", "safetensors")
 # Packages of optional features: the extra of setup.cfg that brings each, and its purpose.
 OPTIONAL = {
     "pybind11": ("torch", "the native training step"),
+    "pooch": ("torch", "the download of Tiny Shakespeare"),
+    "rich": ("torch", "pictures and progress bars"),
+    "tiktoken": ("torch", "GPT-2's vocabulary"),
     "matplotlib": ("lab", "plots"),
     "scipy": ("lab", "statistics of comparisons"),
     "onnxruntime": ("bench", "comparisons with other engines"),

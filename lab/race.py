@@ -1,19 +1,16 @@
 """gpt.py race: several parts write the same text side by side, each timed alone."""
 
+from __future__ import annotations
+
 import math
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import cycle, islice
-from typing import Any
-
-from rich import box
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from attention_ext import extension
 from attention_ext.parts import check_part
@@ -23,6 +20,10 @@ from generation.texts import capacity_for
 from generation.writer import Request, Writer
 from model.checkpoint import Checkpoint
 from model.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+    from rich.text import Text
 
 DEFAULT_TOKENS = 200  # tokens that each part writes if the block size allows it
 # Seconds of a part's turn. After turns of a single token the caches would hold another part's data, and
@@ -136,12 +137,12 @@ def describe(
 def run(runners: Sequence[Runner], prompt: str, echo: Echo) -> bool:
     """Race, and echo the table, the texts and whether they are the same. False if they differ.
 
-    On a terminal the texts grow in columns on stderr. After Ctrl-C the results so far are echoed, then
-    KeyboardInterrupt is raised again.
+    On a terminal, and with rich, the texts grow in columns on stderr. After Ctrl-C the results so far are
+    echoed, then KeyboardInterrupt is raised again.
     """
     seen = all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
     try:
-        if seen:
+        if seen and find_spec("rich"):
             _watch(runners, prompt)
         else:
             deque(race(runners), maxlen=0)
@@ -165,6 +166,9 @@ def places(runners: Sequence[Runner]) -> dict[str, int]:
 
 
 def _watch(runners: Sequence[Runner], prompt: str) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
     console = Console(stderr=True)
     drawn = -math.inf
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
@@ -179,6 +183,11 @@ def _watch(runners: Sequence[Runner], prompt: str) -> None:
 
 def columns(runners: Sequence[Runner], prompt: str, console: Console) -> Group:
     """The race so far, fitted to the console: a column for each runner, with the end of its text."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
     between = len(runners) - 1
     width = max(1, min(WIDEST_COLUMN, (console.width - between) // len(runners)))
     height = max(1, min(MOST_ROWS, console.height - 5))  # the head has four lines, the cursor one
@@ -202,6 +211,8 @@ def ordinal(place: int) -> str:
 
 def tail(text: str, width: int, height: int, console: Console) -> Text:
     """The last `height` lines of a text wrapped to this width. Markup is not interpreted."""
+    from rich.text import Text
+
     lines: list[Text] = []
     for paragraph in reversed(text.split("\n")):
         lines[:0] = Text(harmless(paragraph)).wrap(console, width, overflow="fold") or [Text()]

@@ -47,9 +47,7 @@ def download() -> Path:
     import requests
 
     try:
-        fetched = pooch.retrieve(
-            URL, known_hash=f"sha256:{SHA256}", fname=INPUT.name, path=INPUT.parent, progressbar=True
-        )
+        fetched = pooch.retrieve(URL, known_hash=f"sha256:{SHA256}", fname=INPUT.name, path=INPUT.parent)
     except requests.RequestException as error:
         reason = type(error).__name__
         raise ConnectionError(f"{URL} could not be downloaded ({reason}); --corpus takes a file") from None

@@ -23,6 +23,12 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Show": ("web",),
 }
 COMMANDS = tuple(name for names in SECTIONS.values() for name in names)
+# What a plain install lacks and some commands need.
+NEEDED = {
+    "torch": "PyTorch: pip install torch pybind11",
+    "pooch": "pooch: pip install pooch",
+    "rich": "rich: pip install rich",
+}
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 
 
@@ -114,9 +120,9 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, BuildError) as error:
         fail(str(error))
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        if error.name not in NEEDED:
             raise
-        fail("this command needs PyTorch: pip install torch pybind11")
+        fail(f"this command needs {NEEDED[error.name]}")
 
 
 def fail(message: str) -> None:

@@ -26,11 +26,11 @@ from attention_ext.parts import running_on
 def race(parts, model, prompt, threads, no_kv_cache, **asked) -> bool:
     """Let PARTS, names separated by commas, write the same text, and time each alone.
 
-    On a terminal the texts grow in columns at their true relative speeds. A table then shows the speeds. The
-    last line says whether the texts are identical; if not, the exit code is 1. part0 has the torch engine
-    only; with --engine torch the parts differ in attention alone. With a KV cache a token takes one row of
-    attention and the parts are close; --no-kv-cache shows the differences. All parts race by default; with
-    --device cuda, part0 and part4.
+    On a terminal, and with the package rich, the texts grow in columns at their true relative speeds. A
+    table then shows the speeds. The last line says whether the texts are identical; if not, the exit code
+    is 1. part0 has the torch engine only; with --engine torch the parts differ in attention alone. With a KV
+    cache a token takes one row of attention and the parts are close; --no-kv-cache shows the differences.
+    All parts race by default; with --device cuda, part0 and part4.
     """
     options.refuse_other_device()
     asked["threads"] = options.threads_for(threads)

@@ -42,10 +42,14 @@ def progress(times: bool = False) -> Iterator[tuple[Callable[..., None], Callabl
 
     update: takes the arguments of rich's Progress.update(), and draws the bar, not by another thread, which
     would disturb what is measured. say: prints a line above the bar. times: show the time spent and left.
+    Without rich there is no bar.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
-
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+    except ModuleNotFoundError:
+        yield (lambda **state: None), lambda line: notice(f"{program()}: {one_line(line)}")
+        return
     timed = "{task.description}", BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     columns = timed if times else (BarColumn(), "{task.description}")
     console, drawn = Console(stderr=True), 0.0

@@ -10,13 +10,16 @@ import pytest
 from support import ROOT
 from tiny import VOCABULARY, nanogpt_file
 
-MISSING = 'raise ModuleNotFoundError("No module named \'torch\'", name="torch")\n'
+MISSING = "raise ModuleNotFoundError(name={!r})\n"
+# the extra torch of setup.cfg
+EXTRA = ("torch", "pooch", "requests", "rich", "tiktoken")
 
 
 @pytest.fixture
 def without_torch(tmp_path, extension):
-    """Run Python where PyTorch cannot be imported; returns (exit code, stdout, stderr)."""
-    (tmp_path / "torch.py").write_text(MISSING)
+    """Run Python with a plain install's packages only; returns (exit code, stdout, stderr)."""
+    for name in EXTRA:
+        (tmp_path / f"{name}.py").write_text(MISSING.format(name))
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
 
     def run(*words) -> tuple[int, str, str]:
@@ -69,3 +72,8 @@ def test_what_needs_it_is_refused_in_one_line(without_torch, tmp_path):
     ):
         code, shown, said = without_torch("gpt.py", *words)
         assert code == 2 and shown == "" and said.count("\n") == 1 and "needs PyTorch: pip install" in said
+    assert without_torch("gpt.py", "prepare") == (
+        2,
+        "",
+        "gpt.py: error: this command needs pooch: pip install pooch\n",
+    )
