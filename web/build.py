@@ -10,6 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
+from safetensors.numpy import load, save
+
 from attention_ext import tiles
 from attention_ext.build import cache
 from attention_ext.build.recipes import CSRC, KERNELS, ROOT, Recipe, found
@@ -189,8 +192,6 @@ def sources() -> dict[str, dict[str, str]]:
 
 def write_models(folder: Path) -> None:
     """Write each shipped checkpoint's weights, packed, in fp32 and bf16, and models.json about them."""
-    from safetensors.torch import load, save
-
     folder.mkdir()
     index = {}
     for name in PRESENT:
@@ -199,7 +200,7 @@ def write_models(folder: Path) -> None:
         characters = json.loads((directory / "meta.json").read_text(encoding="utf-8"))["characters"]
         exact = (directory / "model.safetensors").read_bytes()
         offered = {}
-        for precision, content in (("bf16", save(rounded(load(exact)))), ("fp32", exact)):
+        for precision, content in (("bf16", rounded(exact)), ("fp32", exact)):
             path = folder / f"{name}-{precision}{WEIGHTS}"
             path.write_bytes(packed(planes(content)))
             offered[precision] = {"path": f"models/{path.name}", "bytes": path.stat().st_size}
@@ -207,12 +208,22 @@ def write_models(folder: Path) -> None:
     write_text(folder / "models.json", json.dumps(index))
 
 
-def rounded(weights: dict) -> dict:
-    """The weights with those matrices in bfloat16 that --weights bf16 rounds: all but the embeddings."""
-    import torch
+def rounded(content: bytes) -> bytes:
+    """A safetensors file of float32 with those matrices in bfloat16 that --weights bf16 rounds.
 
-    matrices = {name for name, w in weights.items() if w.dim() == 2 and not re.search(r"\.w[tp]e\.", name)}
-    return {name: w.to(torch.bfloat16) if name in matrices else w for name, w in weights.items()}
+    These are all but the embeddings.
+    """
+    made = {}
+    for name, w in load(content).items():
+        if w.ndim == 2 and not re.search(r"\.w[tp]e\.", name):
+            bits = w.view(np.uint32)  # to the nearest, ties to even
+            w = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+        made[name] = w
+    saved = save(made)
+    begin = 8 + int.from_bytes(saved[:8], "little")
+    header = saved[8:begin].rstrip().replace(b'"U16"', b'"BF16"')  # NumPy has no bfloat16
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + saved[begin:]
 
 
 def planes(content: bytes) -> bytes:
