@@ -97,18 +97,19 @@ def load_library(name: str, packages: tuple[str, ...], simd: str = "auto") -> ct
     """The library `name` of C++ in the folders `package`/csrc, over one of SIMD, compiled if need be.
 
     It needs neither Python nor PyTorch. A wheel brings it for AUTO. Raises ValueError and
-    BuildError as load() does.
+    BuildError as load() does, and BuildError if a wheel's library is missing or broken.
     """
     with _loading:
-        library = prebuilt.find(name) if resolve_simd(simd) == AUTO else None
-        if library is None:
+        if resolve_simd(simd) == AUTO and prebuilt.in_wheel():
+            library, remedy = prebuilt.checked(name), prebuilt.REMEDY
+        else:
             from attention_ext.build import recipes  # a wheel needs no compiler's
 
-            library = recipes.library(name, packages, simd).make()
+            library, remedy = recipes.library(name, packages, simd).make(), "delete it to compile it again"
         try:
             return ctypes.CDLL(str(library))
         except OSError as error:
-            raise BuildError(f"{library} cannot be loaded ({error}); delete it to compile it again") from None
+            raise BuildError(f"{library} cannot be loaded ({error}); {remedy}") from None
 
 
 def load_module(name: str, packages: tuple[str, ...], simd: str = "auto") -> ModuleType:

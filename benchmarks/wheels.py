@@ -43,7 +43,9 @@ def engines(weights: str) -> dict[str, Engine]:
                 if not levels[level] <= processor.features():
                     continue
                 prebuilt.FOLDER, prebuilt.LEVELS[machine] = Path(folder), {level: set()}
+                Path(folder, prebuilt.SUMS).unlink(missing_ok=True)
                 make["compile_for"](target, level, Path(folder, f"decoder-{level}.so"))
+                make["write_sums"](Path(folder))
             native.library.cache_clear()
             opened[level] = open_engine(checkpoint, weights=weights, slots=max(TEXTS.values()), threads=1)
     return opened

@@ -3,14 +3,15 @@
     python scripts/make-wheels.py [--platform manylinux_2_17_x86_64] [--out dist]
 
 The package ziglang compiles the decoder for each platform and for each kind of processor of
-attention_ext/build/prebuilt.py. A wheel fits every version of Python: the decoder has a C interface. It holds
-two of the shipped models. pip and setuptools must be installed; the network is not used.
+attention_ext/build/prebuilt.py. A wheel fits every version of Python: the decoder has a C
+interface. It holds two of the shipped models. pip and setuptools must be installed; the network is not used.
 """
 
 import shutil
 import subprocess
 import sys
 import tempfile
+from hashlib import sha256
 from pathlib import Path
 
 import click
@@ -42,8 +43,15 @@ def compile_for(target: str, level: str, library: Path) -> None:
     with tempfile.TemporaryDirectory() as work:
         made, sources = Path(work, "build", library.name), (*recipe.sources, *recipe.kernels.sources)
         made.parent.mkdir()
-        toolchain.build(ZIG, sources, [*flags, *machine], ["-shared", "-s", *machine], made)
+        # Linking compiles the C++ library: without -mcpu once for all levels.
+        toolchain.build(ZIG, sources, [*flags, *machine], ["-shared", "-s", *machine[:2]], made)
         shutil.copyfile(made, library)
+
+
+def write_sums(folder: Path) -> None:
+    """Write the file that names the libraries in a folder with their SHA-256."""
+    lines = (f"{sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in folder.iterdir())
+    (folder / prebuilt.SUMS).write_text("".join(lines), encoding="utf-8")
 
 
 def wheel(platform: str, out: Path) -> None:
@@ -63,6 +71,7 @@ def wheel(platform: str, out: Path) -> None:
                 continue  # no Mac says that it has AVX-512
             suffix = ".dylib" if "macos" in target else ".so"
             compile_for(target, level, folder / f"decoder-{level}{suffix}")
+        write_sums(folder)
         options = ["-q", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(out)]
         named = f"--config-settings=--build-option=--plat-name={platform}"
         subprocess.run([sys.executable, "-m", "pip", "wheel", *options, named, work], check=True)

@@ -3,14 +3,18 @@
 A checkout has none: its libraries are compiled for this very processor.
 """
 
+import hashlib
 import os
 import platform
 import sys
 from pathlib import Path
 
 from attention_ext import processor
+from attention_ext.parts import BuildError
 
+SUMS = "SHA256SUMS"  # beside the libraries, for sha256sum -c
 FOLDER = Path(__file__).resolve().parent.parent / "prebuilt"
+REMEDY = "install the package again, or give --compile"
 COMPILE = "ATTENTION_COMPILE"  # 1: compile for this processor although a wheel brings libraries
 V3 = {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -35,7 +39,7 @@ def level(name: str) -> str:
 
 def find(name: str) -> Path | None:
     """The best of a wheel's libraries of this name for this processor; None if there is none."""
-    if not FOLDER.is_dir() or os.environ.get(COMPILE, "0") != "0":
+    if not in_wheel():
         return None
     features = processor.features()
     for kind, needed in LEVELS.get(platform.machine(), {}).items():
@@ -43,3 +47,22 @@ def find(name: str) -> Path | None:
         if needed <= features and library.is_file():
             return library
     return None
+
+
+def in_wheel() -> bool:
+    """Whether a wheel brings libraries, and none is to be compiled instead."""
+    return FOLDER.is_dir() and os.environ.get(COMPILE, "0") == "0"
+
+
+def checked(name: str) -> Path:
+    """The library of find(). Raises BuildError if a wheel has none, or if it is not as it was made.
+
+    Loading a truncated one could end the process.
+    """
+    library = find(name)
+    if library is None:
+        raise BuildError(f"{FOLDER} has no {name} for this processor, {platform.machine()}; {REMEDY}")
+    digest = hashlib.sha256(library.read_bytes()).hexdigest()
+    if f"{digest}  {library.name}" not in (FOLDER / SUMS).read_text(encoding="utf-8").splitlines():
+        raise BuildError(f"{library} is not the file that {SUMS} beside it names; {REMEDY}")
+    return library

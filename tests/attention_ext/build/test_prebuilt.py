@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 
-from attention_ext import processor
+from attention_ext import BuildError, extension, processor
 from attention_ext.build import prebuilt
 
 
 @pytest.fixture
 def wheel(monkeypatch, tmp_path):
-    """A wheel with libraries for x86-64, but not for AVX-512 without VNNI."""
+    """A wheel with libraries for x86-64, but not for AVX-512 without VNNI, and for ARM."""
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
     monkeypatch.setattr(prebuilt.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(prebuilt.sys, "platform", "linux")
     monkeypatch.delenv(prebuilt.COMPILE, raising=False)
-    for level in ("x86_64", "x86_64_v3", "x86_64_v4+avx512vnni"):
+    for level in ("x86_64", "x86_64_v3", "x86_64_v4+avx512vnni", *prebuilt.LEVELS["aarch64"]):
         (tmp_path / f"decoder-{level}.so").touch()
 
 
@@ -30,8 +32,14 @@ def test_the_best_library_that_the_processor_can_run_is_taken(wheel, monkeypatch
     ):
         monkeypatch.setattr(processor, "features", lambda: features)
         assert prebuilt.level("decoder") == level
-    monkeypatch.setattr(prebuilt.platform, "machine", lambda: "riscv64")
-    assert prebuilt.find("decoder") is None
+    for machine, features, level in (
+        ("aarch64", {"asimd"}, "generic"),
+        ("aarch64", {"asimd", "asimddp"}, "generic+dotprod"),
+        ("riscv64", set(), "this processor"),
+    ):
+        monkeypatch.setattr(prebuilt.platform, "machine", lambda: machine)
+        monkeypatch.setattr(processor, "features", lambda: features)
+        assert prebuilt.level("decoder") == level
 
 
 def test_nothing_is_taken_where_it_is_to_be_compiled(wheel, monkeypatch, tmp_path):
@@ -41,3 +49,19 @@ def test_nothing_is_taken_where_it_is_to_be_compiled(wheel, monkeypatch, tmp_pat
     monkeypatch.delenv(prebuilt.COMPILE)
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "none")
     assert prebuilt.find("decoder") is None
+
+
+def test_a_library_that_cannot_be_loaded_is_a_sentence(wheel, monkeypatch, tmp_path):
+    """A missing one, a truncated one, and one that this system's libc does not take."""
+    monkeypatch.setattr(processor, "features", set)
+    library = tmp_path / "decoder-x86_64.so"
+    digest = hashlib.sha256(b"another system's").hexdigest()
+    (tmp_path / prebuilt.SUMS).write_text(f"{digest}  {library.name}\n")
+    for content, why in (
+        (b"another", f"is not the file that {prebuilt.SUMS} beside it names"),
+        (b"another system's", r"cannot be loaded \("),
+        (None, "has no decoder for this processor, x86_64"),
+    ):
+        library.unlink() if content is None else library.write_bytes(content)
+        with pytest.raises(BuildError, match=f"{why}.*; {prebuilt.REMEDY}"):
+            extension.load_library("decoder", ("model", "generation"))
