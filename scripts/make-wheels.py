@@ -3,7 +3,7 @@
     python scripts/make-wheels.py [--platform manylinux_2_17_x86_64] [--out dist]
 
 The package ziglang compiles the decoder for each platform and for each kind of processor of
-attention_ext/build/prebuilt.py. A wheel fits every version of Python: the decoder has a C
+attention_ext/build/prebuilt.py, and for the page. A wheel fits every version of Python: the decoder has a C
 interface. It holds two of the shipped models. pip and setuptools must be installed; the network is not used.
 """
 
@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from app.cli import options  # noqa: E402
 from attention_ext.build import prebuilt, recipes, toolchain  # noqa: E402
+from web import build  # noqa: E402
 
 # pip's name of each platform: Clang's target, and the key of prebuilt.LEVELS.
 PLATFORMS = {
@@ -72,6 +73,8 @@ def wheel(platform: str, out: Path) -> None:
             suffix = ".dylib" if "macos" in target else ".so"
             compile_for(target, level, folder / f"decoder-{level}{suffix}")
         write_sums(folder)
+        for name in build.BUILDS:
+            shutil.copyfile(build.compiled(name), Path(work, prebuilt.page(name).relative_to(ROOT)))
         options = ["-q", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(out)]
         named = f"--config-settings=--build-option=--plat-name={platform}"
         subprocess.run([sys.executable, "-m", "pip", "wheel", *options, named, work], check=True)

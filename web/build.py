@@ -14,7 +14,7 @@ import numpy as np
 from safetensors.numpy import load, save
 
 from attention_ext import tiles
-from attention_ext.build import cache
+from attention_ext.build import cache, prebuilt
 from attention_ext.build.recipes import CSRC, KERNELS, ROOT, Recipe, found
 from attention_ext.parts import PARTS, BuildError, Precision
 from checkpoints import PRESENT
@@ -164,7 +164,12 @@ def fingerprint() -> str:
 
 
 def compiled(build: str) -> Path:
-    """The path of a build's WebAssembly, compiled if need be. Raises BuildError if that fails."""
+    """The path of a build's WebAssembly: a wheel's, or compiled if need be.
+
+    Raises BuildError if that fails.
+    """
+    if (brought := prebuilt.page(build)).is_file():
+        return brought
     if not importlib.util.find_spec("ziglang"):
         raise BuildError(NO_ZIG)
     flags = (*FLAGS, *BUILDS[build])

@@ -1,10 +1,13 @@
 """serve: an OpenAI-compatible server."""
 
+import contextlib
+
 import click
 
 from app.cli import options
 from app.cli.terminal import notice
 from attention_ext import PARTS, BuildError, processor
+from attention_ext.build import prebuilt
 
 PACKAGES = {"starlette", "uvicorn", "httptools", "uvloop", "pydantic", "prometheus_client"}
 
@@ -68,7 +71,8 @@ def serve(models, host, threads, api_keys, api_key_file, insecure, origins, host
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in PACKAGES:
             raise
-        raise BuildError(f"serve needs {error.name}: pip install -e '.[serve]'") from None
+        needed = "prometheus_client pydantic starlette 'uvicorn[standard]'"
+        raise BuildError(f"serve needs {error.name}: pip install {needed}") from None
     from model import corpus, load
     from web import build
 
@@ -99,6 +103,9 @@ def serve(models, host, threads, api_keys, api_key_file, insecure, origins, host
         **asked,
     )
     shown = ", ".join(settings.models)
+    if prebuilt.page(next(iter(build.BUILDS))).is_file():  # nothing is to be compiled
+        with contextlib.suppress(BuildError):
+            build.make()
     try:
         checkpoints = {name: load(name) for name in settings.models}
         server, listener = running.make(checkpoints, settings), running.bind(settings)

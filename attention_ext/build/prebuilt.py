@@ -66,3 +66,8 @@ def checked(name: str) -> Path:
     if f"{digest}  {library.name}" not in (FOLDER / SUMS).read_text(encoding="utf-8").splitlines():
         raise BuildError(f"{library} is not the file that {SUMS} beside it names; {REMEDY}")
     return library
+
+
+def page(build: str) -> Path:
+    """The WebAssembly of one of web.build.BUILDS in a wheel; there is none in a checkout."""
+    return FOLDER / f"page-{build}.wasm"
