@@ -145,7 +145,9 @@ def build(
     def compile(source: Path, object: str) -> None:
         run(command, [*flags, "-c", str(source), "-o", object], work)
 
+    # The longest first, so that no processor waits for one that began late.
+    order = sorted(zip(sources, objects), key=lambda pair: pair[0].stat().st_size, reverse=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile, sources, objects))
+        list(pool.map(compile, *zip(*order)))
     run(command, [*objects, *link, "-o", str(made)], work)
     return made
