@@ -1,18 +1,20 @@
-"""gpt.py eval: the loss on held-out text per character, so that models with different tokens compare."""
+"""gpt.py eval: the loss on held-out text per character, so that models with different tokens compare.
+
+The native engine computes it for parts 1 to 4 on the CPU, without PyTorch.
+"""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
+import numpy as np
 
 from attention_ext import attention
 from attention_ext.parts import check_part
-from generation.engine import check_kernel
-from generation.pytorch import on_device, rounded, with_rounded_cache
+from generation.engine import Engine, check_kernel, open_engine
 from model import corpus
 from model.checkpoint import load
-from model.loss import evaluate
 
 
 @dataclass(frozen=True)
@@ -37,21 +39,47 @@ def held_out_loss(
     kv_cache: str = "fp32",
     device: str = "cpu",
     kernel: str | None = None,
+    threads: int | None = None,
 ) -> Loss:
     """The loss over contiguous windows of the block size, on the last 10 % of a text.
 
     model: a name for load(). part: the attention. weights: a Precision or its name. kv_cache: a
     CachePrecision or its name, to which the keys and values that attention sees are rounded. device, kernel:
-    as in generation.engine.open_engine.
+    as in generation.engine.open_engine. threads: of the native engine.
     Raises ValueError naming what is wrong, BuildError without a GPU or what compiles the kernels.
     """
     row = check_part(part)
     checkpoint = load(model)
-    attend = with_rounded_cache(partial(attention, part, causal=True, kernel=kernel), kv_cache)
     check_kernel(device, row, kernel, checkpoint.config.head_dim)
-    gpt = on_device(rounded(checkpoint.model.with_attention(attend), weights), device, row, kernel)
     _, held_out = corpus.split(text)
     ids = checkpoint.tokenizer.encode(held_out)
+    if row.operator and device == "cpu":
+        opened = open_engine(checkpoint, part=part, weights=weights, kv_cache=kv_cache, threads=threads)
+        nats = native_loss(opened, ids)
+    else:
+        import torch
+
+        from generation.pytorch import on_device, rounded, with_rounded_cache
+        from model.loss import evaluate
+
+        attend = with_rounded_cache(partial(attention, part, causal=True, kernel=kernel), kv_cache)
+        gpt = on_device(rounded(checkpoint.model.with_attention(attend), weights), device, row, kernel)
+        nats = evaluate(gpt, torch.tensor(ids, device=device))
     # Nothing predicts the first token, so neither it nor its characters count.
-    nats = evaluate(gpt, torch.tensor(ids, device=device)) * (len(ids) - 1) / (len(held_out) - 1)
-    return Loss(nats, len(held_out), checkpoint.config.block_size)
+    return Loss(nats * (len(ids) - 1) / (len(held_out) - 1), len(held_out), checkpoint.config.block_size)
+
+
+def native_loss(engine: Engine, ids: Sequence[int]) -> float:
+    """What model.loss.evaluate() gives, by the log-probabilities of prompts. Raises ValueError likewise."""
+    if len(ids) < 2:
+        raise ValueError(f"ids has {len(ids)} tokens; it must have at least 2")
+    T, total = engine.capacity, 0.0
+    for start in range(0, len(ids) - 1, T):
+        engine.begin(0, ids[start : start + T], top=0)
+        while not engine.read(0):
+            pass
+        total -= sum(logprob for _, logprob, _ in engine.take_logprobs(0))
+        if start + T < len(ids):  # the token after the window
+            logits = np.array(engine.logits(0))
+            total += np.logaddexp.reduce(logits) - logits[ids[start + T]]
+    return total / (len(ids) - 1)

@@ -13,7 +13,7 @@ from attention_ext import PARTS
 @options.path(
     "--corpus", "corpus_file", "Text; its last 10 % are evaluated.", show_default="what prepare got"
 )
-@options.choice("--part", "Attention to evaluate with.", of=PARTS)
+@options.choice("--part", "Attention to evaluate with.", of=PARTS, default="part4")
 @options.weights
 @options.kv_cache
 @options.device
@@ -22,9 +22,12 @@ from attention_ext import PARTS
 def evaluate(model: str, corpus_file: Path | None, threads: int | None, **asked) -> None:
     """Print the loss on the last 10 % of a text, over contiguous windows of the block size."""
     options.refuse_other_device()
-    options.set_threads(threads)
+    if PARTS[asked["part"]].operator and asked["device"] == "cpu":
+        threads = options.threads_for(threads)
+    else:
+        threads = options.set_threads(threads)
     from lab.eval import held_out_loss
 
-    measured = held_out_loss(model, options.read_corpus(corpus_file), **asked)
+    measured = held_out_loss(model, options.read_corpus(corpus_file), threads=threads, **asked)
     click.echo(f"{model}: {measured.nats:.4f} nats = {measured.bits:.4f} bits per character")
     click.echo(f"({measured.characters:,} characters, windows of {measured.window} tokens)")

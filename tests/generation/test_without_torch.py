@@ -44,6 +44,14 @@ def test_the_commands_that_write_texts(without_torch, cli, tmp_path):
     assert code == 0 and "2 texts" in said
 
 
+def test_the_loss_is_that_with_torch(without_torch, cli, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("First Citizen:\nWe are accounted poor citizens.\n" * 60)
+    for changed in ((), ("--weights", "int8"), ("--kv-cache", "bf16")):
+        expected = cli("eval", "--corpus", text, "--part", "part0", *changed).stdout
+        assert without_torch("gpt.py", "eval", "--corpus", text, *changed) == (0, expected, "")
+
+
 def test_the_functions_of_python(without_torch, cli):
     code = (
         "import sys; from generation import generate, load\n"
@@ -67,7 +75,7 @@ def test_what_needs_it_is_refused_in_one_line(without_torch, tmp_path):
         ("part0", "--inference"),
         ("part4",),
         ("bench",),
-        ("eval", "--corpus", "README.md"),
+        ("eval", "--corpus", "README.md", "--part", "part0"),
         ("part4", "--inference", "-m", tmp_path / "ckpt.pt"),
     ):
         code, shown, said = without_torch("gpt.py", *words)
