@@ -8,9 +8,11 @@ files.
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from typing import Any
 
+from attention_ext.build import prebuilt
 from generation.jobs import BulkError
 from generation.processes import ALIVE, STALL_SECONDS, Pool, Worker
 from generation.shards import Loss, Scribe, Settings, Shard, Task
@@ -64,7 +66,14 @@ def open_pool(
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise BulkError(f"no Ray cluster at {address!r}: {str(error).splitlines()[0]}") from None
     cpus = int(ray.cluster_resources().get("CPU", 0))
-    kind = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0, max_concurrency=2)(Actor)
+    passed = {name: os.environ[name] for name in (prebuilt.COMPILE,) if name in os.environ}
+    kind = ray.remote(
+        num_cpus=1,
+        max_restarts=0,
+        max_task_retries=0,
+        max_concurrency=2,
+        runtime_env={"env_vars": passed} if passed else None,
+    )(Actor)
     shared, ask_seconds = ray.put(settings), min(MOST_ASK_SECONDS, timeout / 4)
     count = max(1, min(workers or cpus, shards))
     closed = ray.shutdown if ours else lambda: None
