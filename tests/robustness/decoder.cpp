@@ -3,8 +3,8 @@
 //   decoder SEED COUNT
 //
 // runs the models of the seeds SEED .. SEED + COUNT - 1. It prints the seed and the shape of a model that fails
-// or ends the program. Threads, slices of prompts and log-probabilities must change no bit. Prefill and steps
-// must agree to float32's precision.
+// or ends the program. Threads, slices of prompts, log-probabilities and the C interface must change no bit.
+// Prefill and steps must agree to float32's precision.
 #include "generation/csrc/decoder.h"
 
 #include <algorithm>
@@ -15,11 +15,66 @@
 #include <random>
 
 #include "running.h"
-#include "threads.h"
 
-void on_threads(int, const std::function<void(int)>&) { std::abort(); }  // the decoder has its own threads
+// Of generation/csrc/c_api.cpp; a handle is a void*, as in generation/native.py.
+extern "C" {
+const char* error(int* kind);
+void* open_decoder(const int64_t* sizes, const char* precision, const char* kv_cache, const char* part,
+                   int64_t tensors, const char* const* names, const float* const* data, const int64_t* floats);
+void close_decoder(void* decoder);
+bool set_sampling(void* decoder, int64_t slot, const double* numbers, int64_t biases, const int64_t* tokens,
+                  const double* values, int64_t logprobs);
+bool begin(void* decoder, int64_t slot, int64_t count, const int64_t* ids, bool continues, int64_t top);
+bool read_for(void* decoder, int64_t slot, double seconds, bool* done);
+bool write_rows(void* decoder, int64_t count, const int64_t* slots, int64_t rows, const double* uniforms,
+                const double* seconds, int64_t* tokens, int64_t* written);
+bool logits(void* decoder, int64_t slot, float* to);
+bool take_logprobs(void* decoder, int64_t slot, int64_t* count);
+void fetch_logprobs(const void* decoder, int64_t* tokens, double* logprobs);
+}
 
 namespace {
+
+// The text after a prompt by an opened decoder of one slot, with log-probabilities, and by its C interface.
+std::string compare(Decoder& direct, void* c, int64_t V, const std::vector<int64_t>& ids) {
+    const std::vector<double> uniforms = {0.1, 0.5, 0.9};
+    const int64_t slot = 0, biased = V - 1, top = MAX_TOP;
+    const double lift = 3, patience = 1e6;
+    Sampling sampling;
+    sampling.logit_bias = {{biased, lift}};
+    std::vector<double> numbers;
+    sampling.each([&](const char*, double& number) { numbers.push_back(number); });
+    direct.set_sampling(slot, sampling, top);
+    direct.begin(slot, ids, false, top), direct.read(slot);
+    const std::vector<std::vector<int64_t>> rows =
+        direct.write({slot}, {{uniforms[0]}, {uniforms[1]}, {uniforms[2]}}, patience);
+    const std::vector<TokenLogprob> right = direct.take_logprobs(slot);
+
+    bool done = false;
+    int64_t written = 0, count = 0;
+    std::vector<int64_t> tokens(uniforms.size());
+    std::vector<float> last(V);
+    if (!set_sampling(c, slot, numbers.data(), 1, &biased, &lift, top) ||
+        !begin(c, slot, static_cast<int64_t>(ids.size()), ids.data(), false, top) ||
+        !read_for(c, slot, INFINITY, &done) || !done ||
+        !write_rows(c, 1, &slot, 3, uniforms.data(), &patience, tokens.data(), &written) ||
+        !logits(c, slot, last.data()) || !take_logprobs(c, slot, &count))
+        return "the C interface refuses what the class takes";
+    if (last != direct.logits(slot) || written != static_cast<int64_t>(rows.size()) ||
+        count != static_cast<int64_t>(right.size()))
+        return "the C interface changes what is written";
+    for (int64_t row = 0; row < written; row++)
+        if (tokens[row] != rows[row][0]) return "the C interface changes what is chosen";
+    std::vector<int64_t> given(count * (1 + MAX_TOP));
+    std::vector<double> logprobs(given.size());
+    fetch_logprobs(c, given.data(), logprobs.data());
+    for (int64_t i = 0; i < count; i++)
+        if (given[i * (1 + MAX_TOP)] != right[i].token || logprobs[i * (1 + MAX_TOP)] != right[i].logprob)
+            return "the C interface changes log-probabilities";
+    int kind = 0;
+    const bool refused = !read_for(c, 1, 0, &done) && *error(&kind) && kind == 1;
+    return refused ? "" : "the C interface takes a slot that is not there";
+}
 
 // Appends a token to a text in slot 0: a bias lifts its logit above all others.
 void push(Decoder& decoder, int64_t token) {
@@ -179,7 +234,20 @@ std::string attempt(uint64_t seed) {
                 return "threads change what a step gives";
         if (recorded && from(0, 9) == 0 && many.spans().empty() && !some.empty()) return "nothing was recorded";
     }
-    return "";
+    std::vector<const char*> names;
+    std::vector<const float*> data;
+    std::vector<int64_t> floats;
+    for (const auto& [name, w] : weights) {
+        names.push_back(name.c_str()), data.push_back(w.data());
+        floats.push_back(static_cast<int64_t>(w.size()));
+    }
+    const int64_t sizes[] = {T, V, shape.n_layer, H, H * d, br, bc, 1, capacity, threads, INT64_MAX};
+    void* c = open_decoder(sizes, precision.name, kv.name, part.name, static_cast<int64_t>(names.size()),
+                           names.data(), data.data(), floats.data());
+    if (!c) return "the C interface opens no decoder";
+    const std::string wrong = compare(steps, c, V, some_ids());
+    close_decoder(c);
+    return wrong;
 }
 
 }  // namespace

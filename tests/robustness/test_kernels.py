@@ -33,7 +33,7 @@ TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]  # they n
 PARTS = recipes.found(CSRC, *recipes.KERNELS)
 PORTABLE = [HERE / "kernels.cpp", *PARTS]
 BACKWARD = [HERE / "backward.cpp", *PARTS]
-BINDINGS = ("c_api.cpp", "bindings.cpp")  # for Python
+BINDINGS = ("bindings.cpp",)  # for Python
 WITHOUT_BINDINGS = {
     package: [path for path in recipes.found(ROOT / package / "csrc", "*.cpp") if path.name not in BINDINGS]
     for package in ("model", "generation", "training")
