@@ -3,6 +3,7 @@
 Results are kept in a JSON file, with a list for each processor, so that machines can share a home directory.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -92,7 +93,9 @@ def path() -> Path:
 
 def read() -> list[Tuned]:
     """The results for this processor. Raises ValueError if the file is not in write()'s format."""
-    return _read_all().get(processor.name(), [])
+    with contextlib.suppress(RuntimeError):  # no home directory
+        return _read_all().get(processor.name(), [])
+    return []
 
 
 def write(found: list[Tuned]) -> None:

@@ -92,6 +92,11 @@ def serve(models, host, threads, api_keys, api_key_file, insecure, origins, host
         check_origin(origin)
     for name in hosts:
         check_host(name)
+    page = None
+    with contextlib.suppress(BuildError):  # a server needs no page
+        page = build.path()
+        if prebuilt.page(next(iter(build.BUILDS))).is_file():  # nothing is to be compiled
+            build.make()
     settings = Settings(
         tuple(dict.fromkeys(models)),
         host=host,
@@ -99,13 +104,10 @@ def serve(models, host, threads, api_keys, api_key_file, insecure, origins, host
         api_keys=tuple(keys),
         origins=origins,
         hosts=hosts,
-        page=build.path(),
+        page=page,
         **asked,
     )
     shown = ", ".join(settings.models)
-    if prebuilt.page(next(iter(build.BUILDS))).is_file():  # nothing is to be compiled
-        with contextlib.suppress(BuildError):
-            build.make()
     try:
         checkpoints = {name: load(name) for name in settings.models}
         server, listener = running.make(checkpoints, settings), running.bind(settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +34,13 @@ def test_another_processor_takes_the_default(monkeypatch):
     assert tiles.tile("portable", 1, 16, 1000, False) == DEFAULT
     tiles.write([FOUND])
     assert len(json.loads(tiles.path().read_text())) == 2
+
+
+def test_without_a_home_directory_there_is_none(monkeypatch):
+    for name in ("ATTENTION_TILES", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pathlib.Path.home", lambda: Path("~nobody-of-this-name").expanduser())
+    assert tiles.read() == []
 
 
 def test_a_broken_file_is_refused_and_does_no_harm():
