@@ -34,16 +34,21 @@ class Resources:
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel to compile: a file of SOURCES, its macros, and the architecture, such as sm_90a."""
+    """A kernel to compile: its file, its macros, and the architecture, such as sm_90a.
+
+    folder: of the file; None for SOURCES, whose headers every file may include.
+    """
 
     file: str
     arch: str
     macros: Mapping[str, int]
+    folder: Path | None = None
 
     def path(self) -> Path:
         """Where the compiled kernel is kept. Raises BuildError if NVRTC is missing."""
         macros = sorted(f"{name}={value}" for name, value in self.macros.items())
-        named = cache.fingerprint((self.file, self.arch, *macros, *versions()), SOURCES)
+        folders = (SOURCES, self.folder) if self.folder else (SOURCES,)
+        named = cache.fingerprint((self.file, self.arch, *macros, *versions()), *folders)
         return cache.real(cache.directory()) / f"attention_ext_cuda_{named}" / f"{Path(self.file).stem}.cubin"
 
     def make(self) -> bytes:
@@ -62,13 +67,14 @@ class Source:
             name=self.file,
             arch=self.arch,
             std="c++17",
+            device_as_default_execution_space=True,  # a generic lambda cannot say where it runs
             define_macro=[(name, str(value)) for name, value in self.macros.items()] or None,
-            include_path=str(SOURCES),
+            include_path=[str(SOURCES), *([str(self.folder)] if self.folder else [])],
             ptxas_options=["-v"],
             no_cache=True,  # the log would be empty
         )
         log = io.StringIO()
-        text = (SOURCES / self.file).read_text()
+        text = ((self.folder or SOURCES) / self.file).read_text()
         try:
             program = core.Program(text, "c++", options)
             code = program.compile("cubin", logs=log).code
