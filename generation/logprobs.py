@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 MOST_TOP = 5  # alternatives of a token
 
@@ -26,15 +26,16 @@ class TokenLogprob(NamedTuple):
         return self._replace(top=self.top[:count])
 
 
-def of_logits(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+def of_logits(logits: NDArray[np.float32], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
     """The log-probability of a token in each row of logits (B, V), each with `top` alternatives.
 
     The softmax is in float64. The native engine's token_logprob() does the same.
     """
-    logprobs = logits.cpu().double().log_softmax(-1)
-    likeliest = logprobs.sort(dim=-1, descending=True, stable=True)
-    ids, values = (t[:, :top].tolist() for t in (likeliest.indices, likeliest.values))
+    rows = logits.astype(np.float64)
+    rows -= rows.max(-1, keepdims=True)
+    rows -= np.log(np.exp(rows).sum(-1, keepdims=True))
+    likeliest = np.argsort(-rows, axis=-1, kind="stable")[:, :top]
     return [
-        TokenLogprob(token, float(row[token]), list(zip(*alternatives)))
-        for token, row, alternatives in zip(tokens, logprobs, zip(ids, values))
+        TokenLogprob(token, float(row[token]), list(zip(ids.tolist(), row[ids].tolist())))
+        for token, row, ids in zip(tokens, rows, likeliest)
     ]

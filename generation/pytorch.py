@@ -38,7 +38,7 @@ class TorchEngine:
     """
 
     name = "torch"
-    fast_in_step = True
+    fast_in_step, tokens_at_once = True, 1
 
     def __init__(
         self, model: GPT, slots: int, capacity: int, dtype: torch.dtype, simd_name: str | None = None
@@ -86,7 +86,7 @@ class TorchEngine:
         if top is not None:  # a separate pass, so that the text's logits do not depend on it
             caches = [cache.of(slot, slot + 1, 0) for cache in self._caches]
             logits = self.model(torch.tensor([ids], device=self._device), caches)[0, :-1]
-            self._logprobs[slot] += logprobs.of_logits(logits, ids[1:], top)
+            self._logprobs[slot] += logprobs.of_logits(logits.cpu().numpy(), ids[1:], top)
         self._append(slot, [ids])
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # its time counts for the prompt, not for the next token
@@ -112,7 +112,8 @@ class TorchEngine:
             self._seen[slot].add(token)
             self._written[slot][token] += 1
             if (top := self._tops[slot]) is not None:
-                self._logprobs[slot] += logprobs.of_logits(self._logits[slot : slot + 1], [token], top)
+                row = self._logits[slot : slot + 1].cpu().numpy()
+                self._logprobs[slot] += logprobs.of_logits(row, [token], top)
         return [tokens]  # one step takes about as long as a native call
 
     @torch.inference_mode()
