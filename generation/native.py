@@ -71,7 +71,7 @@ class Decoder:
     tile: (br, bc) of a tiled part. The other arguments and the errors are those of open_engine().
     """
 
-    name, fast_in_step = "native", False
+    name, fast_in_step, tokens_at_once = "native", False, 32
 
     def __init__(
         self,

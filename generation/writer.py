@@ -20,7 +20,6 @@ from generation.sampling import Sampling
 
 CONTEXTS = ("slide", "reset")
 UNIFORMS_AT_ONCE = 256  # one draw costs as much as a small model's token
-TOKENS_AT_ONCE = 32  # the most tokens of each text that one step asks an engine for
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ class Writer:
         self._reader.drop(text)
         self._free.append(text.slot)
 
-    def step(self, most: int = TOKENS_AT_ONCE) -> list[tuple[Text, list[int]]]:
+    def step(self, most: float = math.inf) -> list[tuple[Text, list[int]]]:
         """Append 1 to `most` tokens to each unfinished text, as many as the engine writes in one call.
 
         Returns these texts in the order in which they joined, each with its new tokens. With slice_seconds,
@@ -226,7 +225,9 @@ class Writer:
         writing = [text for text in unfinished if text.remaining > 0 and text not in waiting]
         written: list[list[int]] = []
         if writing:
-            count = int(min(most, TOKENS_AT_ONCE, *(min(text.room, text.remaining) for text in writing)))
+            count = int(
+                min(most, self.engine.tokens_at_once, *(min(text.room, text.remaining) for text in writing))
+            )
             uniforms = list(zip(*(text.draw(count) for text in writing)))
             rows = self.engine.write([text.slot for text in writing], uniforms)
             written = [list(tokens) for tokens in zip(*rows)]

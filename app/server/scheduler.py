@@ -20,7 +20,7 @@ from app.server import Settings
 from app.server.requests import ApiError
 from app.server.responses import Call, Choice
 from generation.engine import Engine, open_engine
-from generation.writer import TOKENS_AT_ONCE, Text, Writer
+from generation.writer import Text, Writer
 from model.checkpoint import Checkpoint
 
 STEP_TOKENS = 1024  # tokens of all texts in a step; fewer cost speed, more delay new texts
@@ -156,9 +156,7 @@ class Lane:
         # A text's first token is sent at once.
         joining = any(choice.sent_at == 0 for choice in self._running.values())
         fitting = int(STEP_SECONDS / self._row_seconds) if self._row_seconds else 1
-        written = self._writer.step(
-            1 if joining else max(1, min(TOKENS_AT_ONCE, STEP_TOKENS // running, fitting))
-        )
+        written = self._writer.step(1 if joining else max(1, min(STEP_TOKENS // running, fitting)))
         now = time.monotonic()
         if written:
             self._row_seconds = (now - start) / len(written[0][1])
