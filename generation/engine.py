@@ -1,6 +1,6 @@
 """The Engine protocol, which computes the next tokens of several texts, and open_engine().
 
-Only the torch engine imports torch.
+Only the torch engine imports torch, and only the cuda engine CUDA.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from model.gpt import GPT
 
 Name = TypeVar("Name", Precision, CachePrecision)
-ENGINES = ("native", "torch")
+ENGINES = ("native", "torch", "cuda")
 
 
 class Engine(Protocol):
@@ -44,6 +44,7 @@ class Engine(Protocol):
     slots: int  # the most texts that the engine holds
     capacity: int  # tokens of context of each text, at most block_size
     fast_in_step: bool  # whether texts of equal length in neighbouring slots are written faster
+    tokens_at_once: int  # the most of each text that are worth asking for in a call of write()
     simd_name: str | None  # the SIMD helpers under the part; None for part0 and on a GPU
     threads: int  # the most that it uses on the CPU
 
@@ -115,7 +116,8 @@ def open_engine(
 ) -> Engine:
     """Open an engine for a model; the native engine and a GPU copy the weights.
 
-    engine: one of ENGINES; None takes native for parts 1 to 4, else torch.
+    engine: one of ENGINES; None takes native for parts 1 to 4, else torch. On a GPU, None takes cuda for
+    part4 without a kernel if the model fits it, else torch.
     part, simd, br, bc: as in attention(). slots: the most texts at a time.
     weights: a Precision or its name. 'bf16' rounds the matrices to bfloat16, which changes the logits; the
     native engine then reads half as many bytes of weights for each token. 'int8' rounds them to int8 with
@@ -123,8 +125,8 @@ def open_engine(
     kv_cache: a CachePrecision or its name. 'bf16' rounds all keys and values to bfloat16, which changes the
     logits; the native engine then keeps and reads half as many bytes of them.
     capacity: the longest context, in tokens; the model's block size by default.
-    device: 'cpu' or 'cuda'. A GPU has only the torch engine, with part0 and part4, without simd and tile. All
-    arithmetic is float32. kernel: part4's kernel on CUDA, as in attention().
+    device: 'cpu' or 'cuda'. A GPU has the cuda and the torch engine, with part0 and part4, without simd and
+    tile. All arithmetic is float32. kernel: part4's kernel in the torch engine, as in attention().
     threads: the most that it uses; the torch engine then sets PyTorch's. None takes PyTorch's number where
     torch is imported, else processor.threads().
     Raises TypeError or ValueError naming the wrong argument, BuildError if the kernels cannot be compiled or
@@ -137,8 +139,12 @@ def open_engine(
     tiles.check_sides(br, bc)
     if engine not in (None, *ENGINES):
         raise ValueError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
-    if engine == "native" and row.operator is None:
-        raise ValueError(f"engine is 'native'; it must be 'torch' with {part}, which is PyTorch's attention")
+    if engine in ("native", "cuda") and row.operator is None:
+        raise ValueError(
+            f"engine is {engine!r}; it must be 'torch' with {part}, which is PyTorch's attention"
+        )
+    if engine == "cuda" and kernel is not None:
+        raise ValueError(f"kernel is {kernel!r}; it must be None with engine='cuda', which has its own")
     precision, cache = member(Precision, "weights", weights), member(CachePrecision, "kv_cache", kv_cache)
     for name, number in (("slots", slots), ("threads", threads)):
         if number is not None and number < 1:
@@ -149,11 +155,22 @@ def open_engine(
     if not 1 <= capacity <= longest:
         raise ValueError(f"capacity is {capacity}; it must be from 1 to block_size={longest}")
     check_kernel(device, row, kernel, model.config.head_dim)
-    if device != "cpu":
-        cpu_only = (("engine", engine, "torch"), ("simd", simd, "auto"), ("br", br, None), ("bc", bc, None))
-        for name, given, only in cpu_only:
+    if engine == ("native" if device == "cuda" else "cuda"):
+        others = " or ".join(repr(name) for name in ENGINES if name != engine)
+        raise ValueError(f"engine is {engine!r}; it must be {others} on {DEVICES[device]}")
+    if device == "cuda":
+        for name, given, only in (("simd", simd, "auto"), ("br", br, None), ("bc", bc, None)):
             if given not in (None, only):
                 raise ValueError(f"{name} is {given!r}; it must be {only!r} on {DEVICES[device]}")
+        if engine == "cuda" or engine is None and row.operator and kernel is None:
+            from generation import cuda
+
+            try:
+                return cuda.CudaEngine(model, precision, cache, slots, capacity)
+            except cuda.Unfit as error:
+                if engine == "cuda":
+                    raise
+                print(f"{error}; the torch engine writes", file=sys.stderr, flush=True)
         engine = "torch"
     if engine is None:
         engine = default_engine(part)

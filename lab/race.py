@@ -62,12 +62,12 @@ class Runner:
         return len(self.tokens) == self.count
 
     def turn(self) -> None:
-        """Write for TURN_SECONDS, or one token if that takes longer."""
+        """Write for TURN_SECONDS, or a step if that takes longer."""
         end = self.seconds + TURN_SECONDS
         while not self.done and self.seconds < end:
-            ((_, (token,)),) = self._writer.step(1)
-            self.tokens.append(token)
-            self.text += self._decoder.feed(token)
+            ((_, tokens),) = self._writer.step()
+            self.tokens += tokens
+            self.text += "".join(map(self._decoder.feed, tokens))
         if self.done:
             self.text += self._decoder.end()
 
@@ -124,13 +124,17 @@ def describe(
         from attention_ext.cuda import driver
 
         head_dim = runners[0].engine.config.head_dim
-        lines += [driver.describe(r.part, kernel, head_dim) for r in runners]
+        lines += [
+            getattr(r.engine, "description", None) or driver.describe(r.part, kernel, head_dim)
+            for r in runners
+        ]
     else:
         engines = (r.engine for r in runners if r.engine.simd_name)
         lines += [extension.describe_helpers(str(e.simd_name), e.threads) for e in islice(engines, 1)]
-    native = [r.part for r in runners if r.engine.name == "native"]
-    if 0 < len(native) < len(runners):
-        lines.append(f"Engines differ, not attention alone: native for {', '.join(native)}")
+    own = [r for r in runners if r.engine.name != "torch"]
+    if 0 < len(own) < len(runners):
+        parts = ", ".join(r.part for r in own)
+        lines.append(f"Engines differ, not attention alone: {own[0].engine.name} for {parts}")
     return "\n".join(lines)
 
 

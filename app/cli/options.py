@@ -320,8 +320,8 @@ model = option(
 )
 engine = choice(
     "--engine",
-    "Engine that runs the model; auto is native for parts 1 to 4, and torch, the only one, for part0.",
-    of=("auto", "native", "torch"),
+    "Engine that runs the model; auto is native for parts 1 to 4, cuda for part4 on a GPU, else torch.",
+    of=("auto", "native", "torch", "cuda"),
     callback=lambda context, parameter, value: None if value == "auto" else value,
 )
 weights = choice(

@@ -4,7 +4,7 @@ import json
 import signal
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -14,6 +14,7 @@ from attention_ext import PARTS
 from attention_ext.parts import CachePrecision, helpers_of, running_on, with_gradient
 
 if TYPE_CHECKING:
+    from generation.cuda import CudaEngine
     from generation.engine import Engine
     from generation.texts import Completion
 
@@ -165,10 +166,12 @@ class Session:
         notice(f"number of parameters: {config.num_params / 1e6:.2f}M")
         notice(f"Vocabulary of {len(tokenizer)} tokens from {tokenizer.source}")
         kernel = f"Attention by {PARTS[self.part].summary}"
-        if asked["device"] == "cuda":
+        if asked["device"] == "cuda" and engine.name == "torch":
             from attention_ext.cuda import driver
 
             kernel = driver.describe(self.part, asked["kernel"], config.head_dim)
+        elif engine.name == "cuda":
+            kernel = cast("CudaEngine", engine).description
         elif engine.simd_name:
             from attention_ext import extension
 

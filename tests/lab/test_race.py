@@ -37,7 +37,7 @@ class Clockwork:
     def __init__(self, text, cost):
         self.tokens, self.cost, self.seconds = iter(LETTERS.encode(text)), cost, 0.0
 
-    def step(self, most):
+    def step(self):
         self.seconds += self.cost
         return [(self, [next(self.tokens)])]
 

@@ -1,0 +1,86 @@
+// What the decoder needs of PTX: the blocks of a cluster, which share their memories, and barriers that count the
+// bytes which others store. Source: PTX ISA, 'st.async', 'mbarrier', 'barrier.cluster' and 'mapa'.
+#pragma once
+
+#include "call.h"
+
+extern __shared__ __align__(128) unsigned char memory[];
+
+// The block's shared memory.
+__device__ inline unsigned char* shared_memory() { return memory; }
+
+// The block's number in its cluster.
+__device__ inline unsigned rank() {
+    unsigned r;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+}
+
+// Waits for all threads of the cluster; what they stored before is seen after it.
+__device__ inline void sync_cluster() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// A barrier in shared memory. A phase of it ends when arrive() was called and as many bytes as it expects were
+// stored. They may come first.
+using Barrier = unsigned long long;
+
+// Call sync_cluster() before others store.
+__device__ inline void initialise(Barrier& barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barrier)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ inline void arrive(Barrier& barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
+                 "r"(bytes)
+                 : "memory");
+}
+
+// Waits for the end of the barrier's phase with this parity; by whole warps.
+__device__ inline void wait(Barrier& barrier, unsigned parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(shared_address(&barrier)),
+        "r"(parity)
+        : "memory");
+    __syncwarp();
+}
+
+// The address, in another block's shared memory, of what is at `p` in the own.
+__device__ inline unsigned in_block(const void* p, unsigned block) {
+    unsigned address;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(block));
+    return address;
+}
+
+// Stores numbers at the place of `p` in another block, whose barrier counts them.
+__device__ inline void store_async(const void* p, unsigned block, const float (&x)[1], const Barrier& barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+                     in_block(p, block)),
+                 "f"(x[0]), "r"(in_block(&barrier, block))
+                 : "memory");
+}
+__device__ inline void store_async(const void* p, unsigned block, const float (&x)[2], const Barrier& barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+                     in_block(p, block)),
+                 "f"(x[0]), "f"(x[1]), "r"(in_block(&barrier, block))
+                 : "memory");
+}
+__device__ inline void store_async(const void* p, unsigned block, const float (&x)[4], const Barrier& barrier) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+            in_block(p, block)),
+        "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(in_block(&barrier, block))
+        : "memory");
+}
+
+// Copies 16 bytes from global to shared memory.
+__device__ inline void copy_async(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
