@@ -7,7 +7,8 @@ import click
 from app.cli import options
 
 NOT_WITH_TRAIN = ("engine", "br", "bc", "weights", "kv_cache", "prompt_tokens", "tokens", "trace_file")
-MOST_BATCH = 256
+ON_CPU = ("engine", "simd", "br", "bc", "trace_file", "threads", "train", "batch")
+MOST_BATCH, MOST_TEXTS = 256, 4096
 
 
 @click.command()
@@ -33,15 +34,30 @@ MOST_BATCH = 256
 @options.flag(
     "--train", "Show where the time of a training step goes instead, for a new model of MODEL's sizes."
 )
+@options.device
+@options.size("--texts", "Texts that are written together on a GPU.", most=MOST_TEXTS, default=1)
 @options.size("--batch", "Batch size of a training step.", most=MOST_BATCH, show_default="2048 characters")
 @options.threads
-def profile(model, form, threads, train, batch, **asked) -> None:
+def profile(model, form, threads, train, batch, device, texts, **asked) -> None:
     """Show where a token's time goes with PART: embedding, QKV, attention, MLP, sampling and so on.
 
     The prefill of a prompt and the decoding after it are measured separately. The last lines show what the
     recording itself costs. With --train a training step on random text is measured, without dropout:
-    PyTorch's for part0, the native one for part4.
+    PyTorch's for part0, the native one for part4. With --device cuda the cuda engine is measured, by clocks
+    in its kernel.
     """
+    if device == "cuda":
+        options.refuse(ON_CPU, "does not go with --device cuda")
+        if asked["part"] != "part4":
+            raise click.UsageError(f"PART is {asked['part']}; it must be part4 with --device cuda")
+        from lab.cuda import profile as on_cuda
+        from model import load
+
+        names = ("weights", "kv_cache", "prompt_tokens", "tokens")
+        found = on_cuda.run(load(model), model=model, texts=texts, **{name: asked[name] for name in names})
+        click.echo(on_cuda.table(found) if form == "md" else json.dumps(found))
+        return
+    options.refuse(("texts",), "goes with --device cuda only")
     options.refuse(
         NOT_WITH_TRAIN if train else ("batch",), f"{'does not go with' if train else 'needs'} --train"
     )

@@ -1,0 +1,79 @@
+"""gpt.py profile --device cuda: where a token's time goes in the cuda engine, by clocks in the kernel."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from attention_ext.parts import CachePrecision, Precision
+from generation.cuda import CudaEngine, gpu
+from generation.engine import member
+from lab.text import markdown
+from model.checkpoint import Checkpoint
+
+DEFAULT_TOKENS, REPETITIONS = 200, 5
+
+
+def run(
+    checkpoint: Checkpoint,
+    *,
+    model: str,
+    texts: int,
+    weights: str,
+    kv_cache: str,
+    prompt_tokens: int | None,
+    tokens: int | None,
+) -> dict[str, Any]:
+    """The figures of writing `tokens` tokens of each of so many texts after the same prompt.
+
+    The arguments are those of lab.profile.run(). us: microseconds of each phase for a step of all texts, by
+    the cycles of the first block and the GPU's highest clock. step_us: of the call, without the clocks.
+    Raises ValueError and BuildError as open_engine() does.
+    """
+    longest = checkpoint.config.block_size
+    prompt_tokens = max(1, longest // 2) if prompt_tokens is None else prompt_tokens
+    tokens = max(1, min(DEFAULT_TOKENS, longest - prompt_tokens)) if tokens is None else tokens
+    if not (prompt_tokens >= 1 and tokens >= 1 and prompt_tokens + tokens <= longest):
+        raise ValueError(
+            f"prompt_tokens is {prompt_tokens} and tokens is {tokens}; "
+            f"together they must be at most block_size={longest}, and each at least 1"
+        )
+    ids = [i % checkpoint.config.vocab_size for i in range(prompt_tokens)]
+    best: dict[bool, tuple[float, dict[str, int]]] = {}
+    for clocks in (False, True):
+        precisions = member(Precision, "weights", weights), member(CachePrecision, "kv_cache", kv_cache)
+        engine = CudaEngine(checkpoint, *precisions, texts, longest, clocks)
+        uniforms = engine.uniforms(0)
+        for _ in range(REPETITIONS):
+            engine.begin(0, ids)
+            engine.read(0)
+            for slot in range(1, texts):
+                engine.copy(0, slot)
+            rows = [uniforms(texts) for _ in range(tokens)]
+            start = time.perf_counter()
+            written = len(engine.write(range(texts), rows, float("inf")))
+            seconds = (time.perf_counter() - start) / written
+            if clocks not in best or seconds < best[clocks][0]:
+                best[clocks] = seconds, {name: n // written for name, n in engine.cycles().items()}
+    us = {name: 1e6 * cycles / gpu().hertz for name, cycles in best[True][1].items()}
+    sizes = {"texts": texts, "prompt_tokens": prompt_tokens, "new_tokens": tokens}
+    about = {"model": model, "engine": engine.description, "weights": weights, "kv_cache": kv_cache}
+    return about | sizes | {"us": us, "step_us": 1e6 * best[False][0]}
+
+
+def table(f: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    total = sum(f["us"].values())
+    rows = [(name, f"{us:.2f}", f"{100 * us / total:.1f} %") for name, us in f["us"].items()]
+    return "\n".join(
+        (
+            f"{f['model']}: {f['engine']}, weights in {f['weights']}, cache in {f['kv_cache']}; {f['texts']} "
+            f"texts, a prompt of {f['prompt_tokens']} tokens, then {f['new_tokens']} more",
+            "",
+            markdown(("", "µs per step", "share"), [*rows, ("all, with clocks", f"{total:.2f}", "100 %")]),
+            "",
+            f"Without clocks, with the call: {f['step_us']:.2f} µs per step, "
+            f"{1e6 * f['texts'] / f['step_us']:,.0f} tokens/s",
+            f"The fastest of {REPETITIONS} calls; waiting is the time until other blocks' data are there",
+        )
+    )
