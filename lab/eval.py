@@ -51,6 +51,10 @@ def held_out_loss(
     row = check_part(part)
     checkpoint = load(model)
     check_kernel(device, row, kernel, checkpoint.config.head_dim)
+    if device == "cuda":
+        from attention_ext.cuda import driver
+
+        driver.check_gpu()
     _, held_out = corpus.split(text)
     ids = checkpoint.tokenizer.encode(held_out)
     if row.operator and device == "cpu":
