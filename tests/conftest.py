@@ -24,7 +24,7 @@ from support import ROOT, Done
 
 from app import cli as command_line
 from attention_ext import PARTS, BuildError, extension, tiles
-from attention_ext.build import toolchain
+from attention_ext.build import nvrtc, toolchain
 from lab import saved
 
 
@@ -164,3 +164,12 @@ def process(tmp_path: Path):
         each.kill()
         each.communicate() if not each.stdout.closed else each.stderr.close()
         each.wait()
+
+
+@pytest.fixture(scope="session", name="nvrtc")
+def nvrtc_here() -> None:
+    """Skip the test if nothing can be compiled for a GPU here."""
+    try:
+        nvrtc.versions()
+    except BuildError as error:
+        pytest.skip(str(error))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import cuda_on_cpu
 import pytest
 import tiny
 from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, files, here
 
 from attention_ext import PARTS
-from generation import bulk, load, shards
+from attention_ext.parts import BuildError, CachePrecision, Precision
+from generation import bulk, cuda, load, shards
 from generation.engine import open_engine
 from generation.jobs import Job
 from generation.processes import local_pool
@@ -26,13 +30,35 @@ ENGINES = [
     )
     for part, row in PARTS.items()
     for name in (("native", "torch") if row.operator else ("torch",))
-]
+] + [pytest.param(("part4", "cuda"), id="part4 cuda", marks=pytest.mark.full)]
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory) -> Callable[..., None]:
+    """Lets the cuda engine run on the CPU, where g++ is; see cuda_on_cpu.install()."""
+    if not shutil.which("g++"):
+        pytest.skip("g++ is missing, which compiles the cuda engine for the CPU")
+    return partial(cuda_on_cpu.install, tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.fixture(scope="session")
+def no_clusters() -> str | None:
+    """Why no GPU here runs the cuda engine, or None."""
+    try:
+        cuda.layout_for(tiny.gpt().config, Precision.FP32, CachePrecision.FP32, cuda.gpu())
+    except (BuildError, cuda.Unfit) as error:
+        return str(error)
+    return None
 
 
 @pytest.fixture(params=ENGINES)
 def engine(request):
     """Run the test for each part in each of its engines; opens an engine of a model."""
     part, name = request.param
+    if name == "cuda":
+        if request.getfixturevalue("no_clusters"):  # small blocks, because each thread takes turns here
+            request.getfixturevalue("emulated")(request.getfixturevalue("monkeypatch"), 32, 1, (2,))
+        return partial(open_engine, engine=name, part=part, device="cuda")
     if PARTS[part].operator:
         request.getfixturevalue("extension")
     return partial(open_engine, engine=name, part=part)

@@ -1,7 +1,13 @@
-"""The torch engine on another device: what it holds there, the arguments that it refuses, texts on a GPU."""
+"""The cuda engine, and the torch engine on a GPU: what they hold and refuse, the texts that they write.
+
+The contract of every engine is tested on the cuda engine by the fixture `engine`.
+"""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -12,12 +18,23 @@ from attention_ext import BuildError
 from attention_ext.cuda import driver
 from attention_ext.cuda.kernels import KERNELS
 from attention_ext.parts import CachePrecision, Dtype, Precision
+from generation import cuda, pytorch
 from generation.engine import open_engine
+from generation.sampling import Sampling
 from generation.texts import generate
 from lab.eval import held_out_loss
 from model import load
+from model.config import EMBEDDING, GPTConfig
 
 PROMPT = [1, 2, 3]
+SHAKES256 = GPTConfig(256, 65, 4, 4, 128, bias=False)
+H100 = 227 * 1024  # bytes of shared memory for a block
+MIXED = dict(top_k=20, top_p=0.9, typical_p=0.9, min_p=0.02, temperature=1.2)
+SAMPLINGS = [
+    *(dict(temperature=0), dict(top_k=5), dict(top_p=0.8), dict(min_p=0.1), dict(typical_p=0.7), MIXED),
+    *(dict(repetition_penalty=1.3), dict(presence_penalty=0.7, frequency_penalty=0.3)),
+    *(dict(logit_bias=((1, 3.0), (20, -50.0))), dict(temperature=1e-300)),
+]
 
 
 @pytest.fixture
@@ -32,6 +49,13 @@ def gpu() -> None:
 
 
 @pytest.fixture
+def a_gpu_with_clusters(no_clusters) -> None:
+    """Skip the test unless a GPU runs the cuda engine."""
+    if no_clusters:
+        pytest.skip(no_clusters)
+
+
+@pytest.fixture
 def no_gpu(monkeypatch) -> str:
     """A machine without a GPU; the error that says so."""
     message = "device is 'cuda', and there is no GPU"
@@ -40,6 +64,7 @@ def no_gpu(monkeypatch) -> str:
         raise BuildError(message)
 
     monkeypatch.setattr(driver, "check_gpu", check_gpu)
+    monkeypatch.setattr(cuda, "gpu", check_gpu)
     return message
 
 
@@ -47,7 +72,10 @@ def test_a_wrong_argument_is_named(no_gpu):
     for change, message in (
         (dict(device="tpu"), "device is 'tpu'; it must be one of cpu, cuda"),
         (dict(part="part1"), "device is 'cuda'; part1 does not run there, only part0 and part4"),
-        (dict(engine="native"), "engine is 'native'; it must be 'torch' on CUDA"),
+        (dict(engine="native"), "engine is 'native'; it must be 'torch' or 'cuda' on CUDA"),
+        (dict(engine="cuda", device="cpu"), "engine is 'cuda'; it must be 'native' or 'torch' on the CPU"),
+        (dict(engine="cuda", part="part0"), "engine is 'cuda'; it must be 'torch' with part0"),
+        (dict(engine="cuda", kernel="4"), "kernel is '4'; it must be None with engine='cuda'"),
         (dict(simd="off"), "simd is 'off'; it must be 'auto' on CUDA"),
         (dict(br=64), "br is 64; it must be None on CUDA"),
         (dict(bc=64), "bc is 64; it must be None on CUDA"),
@@ -128,3 +156,180 @@ def test_the_loss_is_that_of_the_cpu(gpu):
     expected = held_out_loss("shakes128", text).nats
     for part in ("part0", "part4"):
         assert held_out_loss("shakes128", text, part, device="cuda").nats == pytest.approx(expected, abs=1e-5)
+
+
+# The cuda engine, as far as it needs no GPU
+
+
+def gpu_of(capability=(9, 0), shared=H100, clusters=7):
+    return SimpleNamespace(
+        name="a GPU", capability=capability, shared=shared, clusters=lambda layout: clusters
+    )
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(texts=1),
+        pytest.param(dict(texts=5), marks=pytest.mark.full),
+        pytest.param(
+            dict(texts=5, weights=Precision.BF16, kv_cache=CachePrecision.BF16), marks=pytest.mark.full
+        ),
+        pytest.param(dict(texts=3, config=GPTConfig(64, 100, 2, 6, 96, bias=True)), marks=pytest.mark.full),
+        pytest.param(dict(texts=1, config=GPTConfig(64, 10, 2, 32, 256), blocks=16), marks=pytest.mark.full),
+        pytest.param(dict(texts=2, clocks=True, capability=(10, 0)), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_the_decoder_compiles_without_spilling(change):
+    asked = dict(config=SHAKES256, blocks=16, weights=Precision.FP32, kv_cache=CachePrecision.FP32) | change
+    texts, capability = asked.pop("texts"), asked.pop("capability", (9, 0))
+    _, found = cuda.Layout(**asked).source(texts, capability).compile()
+    assert 0 < found.registers <= 255 and found.spill_stores == 0, found
+
+
+@pytest.mark.parametrize("weights", [Precision.FP32, Precision.BF16])
+def test_the_blocks_hold_each_row_of_each_matrix_once(weights):
+    checkpoint = tiny.gpt(n_embd=32, n_head=4, n_layer=2, vocab_size=21, bias=True)
+    tensors = checkpoint.weights
+    packed = cuda.Layout(checkpoint.config, 8, weights, CachePrecision.FP32).pack(tensors)
+    rounded = (lambda x: x) if weights is Precision.FP32 else pytorch_bits
+
+    def joined(field, parts=1):
+        return np.concatenate([np.array_split(block, parts) for block in field], axis=1).reshape(
+            -1, *field.shape[2:]
+        )
+
+    for i in range(2):
+        layer, vectors, name = packed["layers"][:, i], packed["vectors"][:, i], f"transformer.h.{i}"
+        assert (joined(layer["qkv"], 3) == rounded(tensors[f"{name}.attn.c_attn.weight"])).all()
+        assert (joined(layer["fc"]) == rounded(tensors[f"{name}.mlp.c_fc.weight"])).all()
+        assert (joined(layer["out"]) == rounded(tensors[f"{name}.mlp.c_proj.weight"])).all()
+        assert (joined(vectors["qkv"], 3) == tensors[f"{name}.attn.c_attn.bias"]).all()
+        assert (vectors["ln_2"]["bias"] == tensors[f"{name}.ln_2.bias"]).all()
+    head = joined(packed["head"])
+    assert (head[:21] == rounded(tensors[EMBEDDING])).all() and not head[21:].any()
+
+
+def pytorch_bits(x):
+    return torch.from_numpy(x).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+
+def test_what_does_not_fit_is_a_sentence():
+    fp32, bf16, int8 = (Precision(name) for name in ("fp32", "bf16", "int8"))
+    for config, weights, on, message in (
+        (SHAKES256, int8, gpu_of(), "the cuda engine has weights in fp32 and bf16, not int8"),
+        (SHAKES256, fp32, gpu_of((8, 6)), "the cuda engine needs compute capability 9.0; a GPU has 8.6"),
+        (GPTConfig(64, 65, 1, 4, 48), fp32, gpu_of(), "takes heads of 4, 8, 16, 32, 64, 128, not 12"),
+        (GPTConfig(64, 65, 1, 3, 12), fp32, gpu_of(), "takes n_embd of multiples of 8, not 12"),
+        (GPTConfig(64, 65, 12, 12, 768), bf16, gpu_of(), "does not fit the shared memory of 16 blocks"),
+        (SHAKES256, fp32, gpu_of(clusters=0), "does not fit the shared memory of 16 blocks"),
+    ):
+        with naming(message), pytest.raises(cuda.Unfit, match=message):
+            cuda.layout_for(config, weights, CachePrecision.FP32, on)
+    found = cuda.layout_for(SHAKES256, fp32, CachePrecision.FP32, gpu_of())
+    assert (found.blocks, found.most_texts(H100)) == (16, 5)
+    assert cuda.layout_for(GPTConfig(64, 65, 1, 2, 8), fp32, CachePrecision.FP32, gpu_of()).blocks == 8
+
+
+def test_what_does_not_fit_is_written_by_the_torch_engine(monkeypatch, capsys):
+    def unfit(*arguments):
+        raise cuda.Unfit("a model that does not fit")
+
+    monkeypatch.setattr(cuda, "CudaEngine", unfit)
+    monkeypatch.setattr(pytorch, "open_torch", lambda *arguments: "torch")
+    assert open_engine(tiny.gpt(), device="cuda") == "torch"
+    assert capsys.readouterr().err == "a model that does not fit; the torch engine writes\n"
+    with pytest.raises(ValueError, match="a model that does not fit"):
+        open_engine(tiny.gpt(), "cuda", device="cuda")
+
+
+def test_the_uniform_numbers_are_pytorchs():
+    for seed in (0, 1337, 2**64 - 1):
+        following = cuda.CudaEngine.uniforms(object(), seed)
+        generator = torch.Generator().manual_seed(seed)
+        for count in (1, 300):
+            assert following(count) == torch.rand(count, dtype=torch.float64, generator=generator).tolist()
+
+
+# The cuda engine on the CPU, whose blocks run in any order and get each other's data late
+
+
+@pytest.mark.parametrize(
+    "threads, team, blocks, change",
+    [
+        (64, 2, 4, dict(bias=True)),
+        pytest.param(64, 1, 8, dict(bias=False, n_head=1), marks=pytest.mark.full),
+        pytest.param(256, 8, 16, dict(n_embd=32, n_head=4, vocab_size=70), marks=pytest.mark.full),
+        pytest.param(256, 8, 8, dict(n_embd=64, n_head=16), marks=pytest.mark.full),  # two units a block
+        pytest.param(
+            128, 4, 8, dict(n_embd=48, n_head=6, vocab_size=3), marks=pytest.mark.full
+        ),  # idle blocks
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
+def test_no_order_of_the_blocks_changes_a_text(
+    emulated, monkeypatch, threads, team, blocks, change, precision
+):
+    emulated(monkeypatch, threads, team, (blocks,))
+    model, rounded = tiny.gpt(**change), dict(weights=precision, kv_cache=precision)
+    vocab_size = model.config.vocab_size
+    uniforms = np.random.default_rng(0).random((6, 9)).tolist()
+    expected = open_engine(model, "torch", slots=9, **rounded)
+    engine = open_engine(model, "cuda", device="cuda", slots=9, **rounded)
+    for slot in range(9):
+        for each in (expected, engine):
+            prefill(each, slot, [token * token % vocab_size for token in range(1 + slot)])
+            each.set_sampling(slot, Sampling(**SAMPLINGS[slot] | dict(logit_bias=())))
+        torch.testing.assert_close(logits(engine, slot), logits(expected, slot), rtol=1e-4, atol=1e-4)
+    written = engine.write(range(9), uniforms, 100)
+    assert len(written) == 6
+    assert written == [choose(expected, range(9), row) for row in uniforms]
+    with pytest.raises(ValueError, match="slot is 0; it must be read first"):
+        engine.begin(0, [1])
+        engine.write([0], [[0.5]])
+
+
+# The cuda engine on a GPU
+
+
+@pytest.mark.usefixtures("a_gpu_with_clusters")
+@pytest.mark.parametrize("weights, kv_cache", [("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "bf16")])
+def test_its_texts_are_those_of_the_cpu(extension, weights, kv_cache):
+    precisions = dict(weights=weights, kv_cache=kv_cache)
+    for name in ("shakes128", "shakes1024"):
+        checkpoint = load(name)
+        on_gpu = open_engine(checkpoint, "cuda", device="cuda", **precisions)
+        on_cpu = open_engine(checkpoint, **precisions)
+        for sampling in SAMPLINGS:
+            texts = [
+                generate(checkpoint, "ROMEO:", 150, engine=engine, seed=3, **sampling)
+                for engine in (on_gpu, on_cpu)
+            ]
+            with naming(name, sampling):
+                assert texts[0] == texts[1]
+
+
+@pytest.mark.usefixtures("a_gpu_with_clusters")
+def test_a_batch_changes_no_bit_on_a_gpu():
+    checkpoint = load("shakes128")
+    alone, many = (open_engine(checkpoint, "cuda", device="cuda", slots=n) for n in (1, 100))
+    uniforms = np.random.default_rng(1).random((30, 100))
+    lengths = [1 + 7 * slot % 90 for slot in range(100)]
+    for slot, length in enumerate(lengths):
+        prefill(many, slot, [token % 65 for token in range(length)])
+        many.set_sampling(slot, Sampling(top_p=0.9 if slot % 3 else 1.0))
+    rows = many.write(range(100), uniforms, 10)
+    assert len(rows) == 30
+    for slot in range(0, 100, 9):
+        prefill(alone, 0, [token % 65 for token in range(lengths[slot])])
+        alone.set_sampling(0, Sampling(top_p=0.9 if slot % 3 else 1.0))
+        for row in range(30):
+            assert choose(alone, [0], [uniforms[row][slot]]) == [rows[row][slot]]
+        assert alone.logits(0) == many.logits(slot)
+        prefill(
+            alone, 0, [*(token % 65 for token in range(lengths[slot])), *(row[slot] for row in rows[:-1])]
+        )
+        assert alone.logits(0) == many.logits(slot)  # a window that is read again

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention_ext.build import nvrtc
 from attention_ext.cuda import driver
 from attention_ext.cuda.kernels import KERNELS, Gpu
 from attention_ext.parts import BuildError, Dtype
@@ -13,15 +12,6 @@ from attention_ext.parts import BuildError, Dtype
 ROWS = [(name, dtype) for name, kernel in KERNELS.items() for dtype in kernel.dtypes]
 if not torch.cuda.is_available():  # one is skipped for all
     ROWS = ROWS[:1]
-
-
-@pytest.fixture(scope="session", name="nvrtc")
-def nvrtc_here() -> None:
-    """Skip the test if nothing can be compiled for a GPU here."""
-    try:
-        nvrtc.versions()
-    except BuildError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,110 @@
+"""The cuda engine without a GPU: its driver and its kernel run on the CPU, emulator.cpp says how."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from attention_ext.parts import BuildError
+from generation import cuda
+
+HERE = Path(__file__).resolve().parent
+
+
+class Driver:
+    """What generation/cuda.py calls of CUDA's driver, over the memory of this process."""
+
+    CU_MEMHOSTALLOC_PORTABLE = 0
+
+    def __init__(self) -> None:
+        self._held: dict[int, np.ndarray] = {}
+        self._seeds = itertools.count()
+
+    def cuMemAlloc(self, size: int) -> tuple[int, int]:
+        memory = np.full(size + 64, 0xFF, np.uint8)
+        address = -(-memory.ctypes.data // 64) * 64
+        self._held[address] = memory
+        return 0, address
+
+    def cuMemHostAlloc(self, size: int, flags: int) -> tuple[int, int]:
+        return self.cuMemAlloc(size)
+
+    def cuMemFree(self, address: int) -> tuple[int]:
+        del self._held[address]
+        return (0,)
+
+    cuMemFreeHost = cuMemFree
+
+    def cuMemsetD8(self, address: int, value: int, size: int) -> tuple[int]:
+        ctypes.memset(address, value, size)
+        return (0,)
+
+    def cuMemcpyHtoD(self, to: int, origin: int, size: int, stream: object = None) -> tuple[int]:
+        ctypes.memmove(to, origin, size)
+        return (0,)
+
+    cuMemcpyDtoH = cuMemcpyHtoDAsync = cuMemcpyDtoDAsync = cuMemcpyHtoD
+
+    def cuStreamSynchronize(self, stream: object) -> tuple[int]:
+        return (0,)
+
+    def cuLaunchKernelEx(self, config: object, function: object, pointers: int, extra: int) -> tuple[int]:
+        work = ctypes.c_void_p.from_address(pointers)
+        if function(work, config.gridDimX, next(self._seeds)):
+            raise AssertionError("the blocks wait for each other forever")
+        return (0,)
+
+
+class Gpu:
+    """A GPU of two clusters at most. directory: where kernels are built."""
+
+    name, capability, shared, stream, hertz = "the CPU", (9, 0), 227 * 1024, None, 10**9
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def activate(self) -> None:
+        pass
+
+    def clusters(self, layout: cuda.Layout) -> int:
+        return 2
+
+    def launch(self, layout: cuda.Layout, texts: int, clusters: int) -> SimpleNamespace:
+        return SimpleNamespace(gridDimX=clusters * layout.blocks)
+
+    @functools.cache
+    def kernel(self, layout: cuda.Layout, texts: int) -> tuple:
+        source = layout.source(texts, self.capability)
+        named = "-".join(f"{name}{value}" for name, value in source.macros.items())
+        work = self._directory / named
+        if not work.is_dir():
+            shutil.copytree(HERE, work)
+            shutil.copy(cuda.SOURCES / source.file, work)
+            macros = [f"-D{name}={value}" for name, value in source.macros.items()]
+            flags = ["-std=c++17", "-O1", "-fno-strict-aliasing", "-shared", "-fPIC", "-w", *macros]
+            command = ["g++", *flags, "emulator.cpp", "-o", "emulator.so"]
+            done = subprocess.run(command, cwd=work, capture_output=True, text=True)
+            if done.returncode:
+                raise BuildError(done.stderr[:2000])
+        library = ctypes.CDLL(work / "emulator.so")
+        library.run.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
+        return library.run, library
+
+
+def install(directory: Path, monkeypatch, threads: int, team: int, clusters: tuple[int, ...]) -> None:
+    """Let the cuda engine run here, with so many threads a block and these sizes of clusters.
+
+    directory: where its kernels are built.
+    """
+    driver, gpu = Driver(), Gpu(directory)
+    monkeypatch.setattr(cuda, "_driver", lambda: driver)
+    monkeypatch.setattr(cuda, "gpu", lambda: gpu)
+    for name, value in (("THREADS", threads), ("TEAM", team), ("CLUSTERS", clusters)):
+        monkeypatch.setattr(cuda, name, value)
