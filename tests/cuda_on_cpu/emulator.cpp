@@ -140,7 +140,8 @@ void change(unsigned char* barrier, const Change& how) {
 }
 
 void deliver() {
-    const auto later = std::partition(stores.begin(), stores.end(), [](const Store& s) { return s.due > rounds; });
+    const auto later =
+        std::partition(stores.begin(), stores.end(), [](const Store& s) { return s.due > rounds; });
     std::for_each(later, stores.end(), [](const Store& s) {
         std::memcpy(s.to, s.bytes, s.count);
         change(s.barrier, [&](Bits& bits) { bits.bytes -= s.count; });
@@ -230,14 +231,12 @@ extern "C" __attribute__((visibility("default"))) int run(const Work* work, int 
                 fiber.begun = true, fiber.block = b, fiber.thread = t;
                 getcontext(&fiber.start);
                 fiber.start.uc_stack = {&stacks[(b * THREADS + t) * STACK], 0, STACK};
-                makecontext(
-                    &fiber.start,
-                    reinterpret_cast<void (*)()>(+[] {
-                        decode(*given);
-                        current->ended = true;
-                        _longjmp(scheduler, 1);
-                    }),
-                    0);
+                makecontext(&fiber.start, reinterpret_cast<void (*)()>(+[] {
+                    decode(*given);
+                    current->ended = true;
+                    _longjmp(scheduler, 1);
+                }),
+                            0);
                 setcontext(&fiber.start);
             }
         }

@@ -1,5 +1,5 @@
-// What the decoder needs of PTX: the blocks of a cluster, which share their memories, and barriers that count the
-// bytes which others store. Source: PTX ISA, 'st.async', 'mbarrier', 'barrier.cluster' and 'mapa'.
+// What the decoder needs of PTX: the blocks of a cluster, which share their memories, and barriers that count
+// the bytes which others store. Source: PTX ISA, 'st.async', 'mbarrier', 'barrier.cluster' and 'mapa'.
 #pragma once
 
 #include "call.h"
@@ -60,10 +60,10 @@ __device__ inline unsigned in_block(const void* p, unsigned block) {
 
 // Stores numbers at the place of `p` in another block, whose barrier counts them.
 __device__ inline void store_async(const void* p, unsigned block, const float (&x)[1], const Barrier& barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
-                     in_block(p, block)),
-                 "f"(x[0]), "r"(in_block(&barrier, block))
-                 : "memory");
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(in_block(p, block)),
+        "f"(x[0]), "r"(in_block(&barrier, block))
+        : "memory");
 }
 __device__ inline void store_async(const void* p, unsigned block, const float (&x)[2], const Barrier& barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(

@@ -216,9 +216,9 @@ __device__ inline void reduce(float (&x)[count][numbers], int lane, float (&resu
     }
 }
 
-// The products of a block's `rows` rows of a matrix with K numbers of each text. A warp has rows that follow each
-// other. finish(row, text, product) returns what becomes of each; store(row, text, numbers, lane, lanes) gets
-// those of this and the following rows in `lanes` lanes, after all of these lanes are finished.
+// The products of a block's `rows` rows of a matrix with K numbers of each text. A warp has rows that follow
+// each other. finish(row, text, product) returns what becomes of each; store(row, text, numbers, lane, lanes)
+// gets those of this and the following rows in `lanes` lanes, after all of these lanes are finished.
 template <int rows, int K, class Finish, class Store>
 __device__ inline void products(const Weight (&matrix)[rows][K], int texts, const Inputs<K>& in,
                                 const Finish& finish, const Store& store) {
@@ -244,7 +244,8 @@ __device__ inline void products(const Weight (&matrix)[rows][K], int texts, cons
     reduce(sums, lane, found);
     const int index = lane / lanes, row = first + index / TEXTS * numbers, text = index % TEXTS;
     const bool wanted = index < each / numbers * TEXTS && row < rows && text < texts;
-    UNROLLED(i, numbers) if (wanted) found[i] = finish(row + i, text, found[i]);
+    UNROLLED(i, numbers)
+        if (wanted) found[i] = finish(row + i, text, found[i]);
     __syncwarp();
     if (wanted) store(row, text, found, lane % lanes, lanes);
 }
@@ -684,7 +685,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
     {
         const auto* from = reinterpret_cast<const uint4*>(work.weights + block);
         auto* to = reinterpret_cast<uint4*>(&s.weights);
-        for (int i = thread; i < int(sizeof(Weights) / sizeof(uint4)); i += THREADS) copy_async(to + i, from + i);
+        for (int i = thread; i < int(sizeof(Weights) / sizeof(uint4)); i += THREADS)
+            copy_async(to + i, from + i);
         wait_for_copies();
         if (thread < BARRIERS) initialise(s.barriers[thread]);
 #if CLOCKS
