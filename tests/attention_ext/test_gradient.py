@@ -275,6 +275,7 @@ def test_wrong_tensors_are_named_by_the_operator():
             load().part4_backward(**right | change)
 
 
+@pytest.mark.full
 def test_the_reference_is_exact_in_float64():
     q, k, v, dout, dlse = (t.double() for t in inputs(2, 2, 70, 91, 24))
     for causal, (br, bc) in itertools.product((False, True), ((1, 1), (16, 7), (500, 500))):

@@ -118,6 +118,7 @@ def test_a_build_that_is_running_is_seen_and_not_disturbed(cache):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # this fails if anything holds it
 
 
+@pytest.mark.full
 def test_an_extension_is_not_compiled_here_and_a_broken_one_is_to_be_deleted(extension, cache):
     state, text = look("operators")
     assert state == "--" and "its first use compiles it" in text

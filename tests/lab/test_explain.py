@@ -14,9 +14,8 @@ from lab.text import size_text
 from lab.traffic import Case, streams, traffic
 
 
-@pytest.mark.parametrize(
-    "part", [pytest.param(part, marks=[pytest.mark.full] * (part != "part4")) for part in PARTS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("part", PARTS)
 def test_each_part_is_explained(cli, extension, part):
     done = cli("explain", part, "-N", 96, "-d", 24, "-br", 32, "-bc", 48, "--causal")
     assert done.returncode == 0, done.stderr

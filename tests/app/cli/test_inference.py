@@ -24,7 +24,7 @@ def test_inference_notices_go_to_stderr_and_text_to_stdout(cli, part):
     assert all(sample.startswith("ROMEO:") for sample in samples)
 
 
-@pytest.mark.parametrize("weights", ["fp32", "int8"])
+@pytest.mark.parametrize("weights", ["fp32", pytest.param("int8", marks=pytest.mark.full)])
 def test_the_same_seed_gives_the_same_text_in_every_part(cli, extension, weights):
     common = ("--inference", "-m", "shakes256", "--seed", 5, "--num-samples", 1, "--weights", weights)
     texts = {cli(part, *common, *more).stdout for part in PARTS for more in ([], ["--no-kv-cache"])}

@@ -116,7 +116,8 @@ def test_unfit_texts_are_refused_in_one_line(failed, text):
 STEPS = (*SMALL, "--steps", 160, "--part", "part0", "--out", "a b")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_say_how_to_go_on_and_that_command_goes_on(process, cli, number):
     running = process("train", "mine", *STEPS)
     while not running.stderr.readline().startswith("step 8/160"):  # the first evaluation
