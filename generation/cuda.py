@@ -24,7 +24,7 @@ from attention_ext.parts import BuildError, CachePrecision, Precision
 from generation import logprobs
 from generation.logprobs import TokenLogprob
 from generation.sampling import NUMBERS, Sampling
-from model.checkpoint import Checkpoint
+from model.checkpoint import Checkpoint, bf16_bits
 from model.config import EMBEDDING, GPTConfig
 
 if TYPE_CHECKING:
@@ -168,13 +168,6 @@ def padded(fields: list[Any]) -> np.dtype:
     """A record of these fields that ends at a multiple of 16 bytes, the size of a vector load."""
     size = np.dtype(fields).itemsize
     return np.dtype([*fields, ("padding", np.uint8, -size % 16)])
-
-
-def bf16_bits(x: Floats) -> NDArray[np.uint16]:
-    """The bits of numbers rounded to bfloat16, to nearest, ties to even; NaN stays NaN."""
-    bits = np.ascontiguousarray(x).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1) >> 16).astype(np.uint16)
-    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
 
 
 def layout_for(config: GPTConfig, weights: Precision, kv_cache: CachePrecision, on: Any) -> Layout:

@@ -278,3 +278,10 @@ def _find_vocabulary(directory: Path, dataset: str | None, vocab_size: int) -> T
         return GPT2Tokenizer(vocab_size)
     looked = ", ".join(str(place) for place in places)
     raise CheckpointError(f"no vocabulary (meta.json or meta.pkl) was found in {looked}")
+
+
+def bf16_bits(x: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The bits of numbers rounded to bfloat16, to nearest, ties to even; NaN stays NaN. Of x's shape."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 from safetensors.numpy import load, save
 
 from attention_ext import tiles
@@ -19,7 +18,7 @@ from attention_ext.build.recipes import CSRC, KERNELS, ROOT, Recipe, found
 from attention_ext.parts import PARTS, BuildError, Precision
 from checkpoints import PRESENT
 from generation.sampling import NUMBERS
-from model.checkpoint import SUMS, shipped
+from model.checkpoint import SUMS, bf16_bits, shipped
 from web import bundle, traffic
 
 WEB = Path(__file__).resolve().parent
@@ -221,8 +220,7 @@ def rounded(content: bytes) -> bytes:
     made = {}
     for name, w in load(content).items():
         if w.ndim == 2 and not re.search(r"\.w[tp]e\.", name):
-            bits = w.view(np.uint32)  # to the nearest, ties to even
-            w = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+            w = bf16_bits(w)
         made[name] = w
     saved = save(made)
     begin = 8 + int.from_bytes(saved[:8], "little")
