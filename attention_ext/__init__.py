@@ -133,8 +133,12 @@ def attention(
         rest = tile if gradient else (return_lse, *tile)  # the backward pass needs the logsumexp
         out, lse = operator(part, helpers, gradient)(q, k, v, causal, scale, *rest)
         return (out, lse) if return_lse else out
-    except Exception:  # the operators in C++ check the tensors too, but raise RuntimeErrors
+    except Exception as error:  # the operators in C++ check the tensors too, but raise RuntimeErrors
         check_tensors(row, q, k, v, causal)
+        if type(error) is RuntimeError and ("part4", "cuda", False) in _operators:
+            from attention_ext.cuda import operators
+
+            operators.raise_reason(error)
         raise
 
 

@@ -37,6 +37,11 @@ def check_tensors(part: Part, q, k, v, causal: bool, least: int = 1) -> None:
         raise ValueError(f"v has shape {tuple(v.shape)}; it must be k's, {tuple(k.shape)}")
     if causal and Nq > Nk:
         raise ValueError(f"q has Nq={Nq} rows; with causal=True it must have at most Nk={Nk}")
+    check_size(Nq, Nk)
+
+
+def check_size(Nq: int, Nk: int) -> None:
+    """Raise ValueError if a call has too many scores."""
     if Nq * Nk >= MOST_SCORES:
         raise ValueError(f"q has Nq={Nq} and k Nk={Nk} rows; their product must be below 2^50")
 

@@ -21,7 +21,9 @@ from attention_ext.parts import AUTO, PARTS, BuildError, Dtype, check_part, reso
 if TYPE_CHECKING:
     import torch
 
-_loading = threading.Lock()
+    from attention_ext.build.recipes import Recipe
+
+_loading = threading.RLock()
 
 
 def load(simd: str = "auto") -> Any:
@@ -37,20 +39,29 @@ def load(simd: str = "auto") -> Any:
 
 @functools.cache
 def _load(helpers: str) -> Any:
-    import torch
-
     from attention_ext.build import recipes
 
     recipe = recipes.operators(helpers)
-    library = recipe.make()
+    loaded = load_operators(recipe)
+    _register(recipe.name, loaded.part4_backward.default)
+    return loaded
+
+
+def load_operators(recipe: Recipe) -> Any:
+    """The operators of a recipe's library, torch.ops.<its name>, compiled first if need be.
+
+    Raises BuildError as load() does.
+    """
+    import torch
+
+    with _loading:
+        library = recipe.make()
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
         reason = error.__cause__ or error  # torch's own message names only the library
         raise BuildError(f"{library} cannot be loaded ({reason}); delete it to compile it again") from None
-    loaded = getattr(torch.ops, recipe.name)
-    _register(recipe.name, loaded.part4_backward.default)
-    return loaded
+    return getattr(torch.ops, recipe.name)
 
 
 def _register(name: str, backward: Callable) -> None:

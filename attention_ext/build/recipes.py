@@ -27,6 +27,7 @@ TORCH_VERSION = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10, the oldest 
 ISPC_SOURCE = "simd/simd.ispc"
 KERNELS = ("cpu/*.cpp", "simd/portable/*.cpp")  # the latter: simd/portable.h, used over every helper
 OPERATORS = ("bindings/operators.cpp", "tools/limits.cpp")
+LAUNCHER = ("bindings/launcher.cpp",)
 PROGRAM = ("tools/alone.cpp",)
 # Python has loaded its own functions before a library is loaded.
 LINK = ("-shared", "-undefined", "dynamic_lookup") if sys.platform == "darwin" else ("-shared",)
@@ -122,6 +123,24 @@ def operators(simd: str = "auto") -> Recipe:
     name = over.name.replace("kernels_", "")
     facts = (f"-DATTENTION_EXT={name}", f"-DMOST_SCORES={MOST_SCORES}")
     return with_torch(_library(name, "the operators", over, (CSRC,), found(CSRC, *OPERATORS), *facts))
+
+
+def launcher() -> Recipe:
+    """The library of part 4's operator on CUDA; it needs torch, and neither CUDA's headers nor a GPU.
+
+    Raises BuildError if there is no compiler.
+    """
+    compiler = toolchain.find_compiler()
+    made = Recipe(
+        name="attention_ext_cuda",
+        file="launcher.so",
+        what="the launcher of CUDA kernels",
+        compiler=tuple(compiler),
+        flags=(*toolchain.flags(compiler), "-fPIC"),
+        sources=found(CSRC, *LAUNCHER),
+        link=LINK,
+    )
+    return with_torch(made)
 
 
 def library(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:

@@ -1,4 +1,4 @@
-"""CUDA's driver: what a GPU is, and the kernels of the table compiled, loaded and launched on it."""
+"""CUDA's driver: what a GPU is, and the kernels of the table compiled and loaded on it."""
 
 import ctypes
 import functools
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attention_ext.build import nvrtc
 from attention_ext.cuda.kernels import MOST_SPLIT, Gpu, Kernel, choose, few_queries
@@ -14,8 +13,6 @@ from attention_ext.cuda.tiles import Tile
 from attention_ext.parts import PARTS, BuildError, Dtype
 
 FORMATS = {dtype: number for number, dtype in enumerate(Dtype)}  # FORMAT of csrc/cuda/call.h
-TENSOR_MAP_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
-CTYPES = (ctypes.Structure, ctypes.Array, ctypes._SimpleCData)
 
 
 @functools.cache
@@ -54,52 +51,31 @@ def source(row: Kernel, tile: Tile, d: int, dtype: Dtype, capability: tuple[int,
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel on a GPU. functions: of the driver, by their names in the source."""
+    """A kernel on a GPU.
+
+    width: of its heads, padded. functions: of the driver, by their names in the source.
+    """
 
     row: Kernel
     tile: Tile
+    width: int
     on: Gpu
     library: object  # keeps the functions alive
-    functions: dict[str, object]
+    functions: dict[str, Any]
 
-    def launch(self, name: str, blocks: int, *arguments: Any, threads: int = 0, early: bool = False) -> None:
-        """Launch a function on the current stream of the current device.
-
-        arguments: ctypes objects, or the driver's tensor maps. threads: of a block without shared memory; the
-        tile's unless given. early: once all blocks of the launch before allow it, instead of at its end
-        (programmatic dependent launch); the function waits for what it reads. For sm_90 and later.
-        """
-        driver, function = _driver(), self.functions[name]
-        y = 1 if threads else self.tile.threads_y
-        x, shared = (threads, 0) if threads else (self.tile.threads // y, self.tile.shared)
+    def launch(self, name: str, blocks: int, *arguments: Any) -> None:
+        """Launch a function on the current stream of the current device. arguments: ctypes objects."""
+        driver, tile = _driver(), self.tile
         # where the arguments are, from where the driver copies them
-        places = [ctypes.addressof(a) if isinstance(a, CTYPES) else int(a.getPtr()) for a in arguments]
-        pointers = (ctypes.c_void_p * len(arguments))(*places)
+        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         stream, parameters = torch.cuda.current_stream().cuda_stream, ctypes.addressof(pointers)
-        if not early:
-            _check(driver.cuLaunchKernel(function, blocks, 1, 1, x, y, 1, shared, stream, parameters, 0))
-            return
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = x, y, 1
-        config.sharedMemBytes, config.hStream = shared, stream
-        config.attrs, config.numAttrs = [_early()], 1
-        _check(driver.cuLaunchKernelEx(config, function, parameters, 0))
+        sizes = (blocks, 1, 1, tile.threads, 1, 1, tile.shared)
+        _check(driver.cuLaunchKernel(self.functions[name], *sizes, stream, parameters, 0))
 
     def resident(self) -> int:
         """The most blocks of the first function that a multiprocessor holds at a time, by the driver."""
         most = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor
         return _check(most(self.functions[self.row.functions[0]], self.tile.threads, self.tile.shared))
-
-
-@functools.cache
-def _early() -> Any:
-    """The driver's attribute of a launch that may begin before the one before has ended."""
-    driver = _driver()
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
-    return attribute
 
 
 @functools.cache
@@ -120,44 +96,7 @@ def load(row: Kernel, tile: Tile, d: int, dtype: Dtype, index: int) -> Compiled:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(driver.cuFuncSetAttribute(function, attribute, tile.shared))
         functions[name] = function
-    return Compiled(row, tile, on, library, functions)
-
-
-def tensor_map(t: Tensor, rows: int, columns: int) -> Any:
-    """What Hopper's copy engine is told of `t` (B, H, N, d): copies have `rows` rows and 64 or 32 columns.
-
-    Its address and its strides must be multiples of 16 bytes, and its rows contiguous and apart from each
-    other. An expanded batch or head, of stride 0, needs no copy.
-
-    Encoding runs on the CPU alone: it neither synchronises nor touches the stream. A launch copies the map,
-    so a captured graph keeps its own.
-    """
-    return _tensor_map(t.data_ptr(), t.dtype, tuple(t.shape), t.stride(), (columns, rows, 1, 1))
-
-
-@functools.lru_cache(maxsize=1024)
-def _tensor_map(address, dtype, shape, strides, box):
-    driver = _driver()
-    B, H, N, d = shape
-    batch, head, row, _ = (2 * stride for stride in strides)
-    # A dimension of stride 0 has one entry, which the kernel asks for. The stride of a dimension with one
-    # entry is never used, but must be valid.
-    batches, heads = (B if batch else 1), (H if head else 1)
-    integers, words = driver.cuuint64_t, driver.cuuint32_t
-    encoded = driver.cuTensorMapEncodeTiled(
-        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{TENSOR_MAP_TYPES[dtype]}"),
-        4,
-        address,
-        [integers(n) for n in (d, N, heads, batches)],
-        [integers(stride if n > 1 and stride else 16) for n, stride in ((N, row), (H, head), (B, batch))],
-        [words(n) for n in box],
-        [words(1)] * 4,
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{2 * box[0]}B"),
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    return _check(encoded)
+    return Compiled(row, tile, row.padded(d), on, library, functions)
 
 
 def compiled(kernel: str | None, heads: int, Nq: int, Nk: int, d: int, dtype: Dtype, index: int) -> Compiled:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from attention_ext.cuda import launches, tiles
-from attention_ext.cuda.launches import Launch
+from attention_ext.cuda.launches import Planner
 from attention_ext.cuda.tiles import Tile, Tiles
 from attention_ext.parts import Dtype, one_of
 
@@ -34,7 +34,7 @@ class Kernel:
     that the files define.
     summary: the algorithm in a few words. why: what it improves on, and what still limits it.
     tiles: gives the tiles for d and a dtype, the best first; the first that fits shared memory is taken.
-    launch: launches the functions for a call.
+    plan: how the functions are launched for a call.
     multiple: d is padded to a multiple of it. vectors: rows are read 16 bytes at a time; inputs whose rows do
     not begin at multiples of 16 bytes are copied first.
     capability: the least compute capability. only: the kernel runs on this major capability alone.
@@ -46,7 +46,7 @@ class Kernel:
     summary: str
     why: str
     tiles: Tiles
-    launch: Launch = launches.once
+    plan: Planner = launches.once
     multiple: int = 1
     vectors: bool = False
     capability: tuple[int, int] = (7, 5)

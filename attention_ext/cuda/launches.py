@@ -1,7 +1,6 @@
 """How the functions of the CUDA kernels are launched for a call: once, or as kernels 1, 6 and split need it.
 
-Nothing here waits for the GPU, and all memory comes from PyTorch's allocator, so a CUDA graph can capture a
-call.
+A function here gives the Plan for a call's sizes; csrc/bindings/launcher.cpp keeps it and follows it.
 """
 
 from __future__ import annotations
@@ -11,74 +10,81 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from attention_ext.cuda.driver import Compiled
 
 EARLY_LAUNCH = (9, 0)  # the least compute capability
 MOST_WAVES, WAVE_COST = 8, 0.02  # of blocks, by which splits() chooses
 
 
-class Strides(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_longlong) for name in ("batch", "head", "row")]
-
-
-class Call(ctypes.Structure):
-    """struct Call of csrc/cuda/call.h."""
+class Launch(ctypes.Structure):
+    """struct Launch of csrc/bindings/launcher.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse")),
-        *((f"{name}_strides", Strides) for name in "qkv"),
-        *((name, ctypes.c_int) for name in ("batches", "heads", "Nq", "Nk", "causal")),
-        ("scale", ctypes.c_float),
+        ("function", ctypes.c_void_p),
+        ("blocks", ctypes.c_uint64),
+        *((name, ctypes.c_uint32) for name in ("x", "y", "shared")),
+        ("early", ctypes.c_int32),
     ]
 
 
-Launch = Callable[["Compiled", Call, "Tensor", "Tensor", "Tensor"], None]
+class Plan(ctypes.Structure):
+    """struct Plan of csrc/bindings/launcher.cpp.
+
+    A function's arguments are struct Call of csrc/cuda/call.h, the scratch and a number; with a box, the
+    tensor maps of q, k and v, then struct Call.
+    """
+
+    _fields_ = [
+        ("launches", Launch * 2),
+        *((name, ctypes.c_int32) for name in ("count", "repeats", "number", "step")),
+        ("scratch", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("width", "vectors", "br", "bc", "box")),
+    ]
 
 
-def once(kernel: Compiled, call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """A block for each tile of queries of each head."""
-    kernel.launch(kernel.row.functions[0], _tiles(kernel, call), call)
+Planner = Callable[["Compiled", int, int, int], Plan]
 
 
-def _tiles(kernel: Compiled, call: Call) -> int:
-    return call.batches * call.heads * -(-call.Nq // kernel.tile.br)
+def once(kernel: Compiled, heads: int, Nq: int, Nk: int) -> Plan:
+    """A block for each tile of queries of each head; heads: of all batches."""
+    return _plan(kernel, _launch(kernel, _tiles(kernel, heads, Nq)))
 
 
-def for_each_tile_of_keys(kernel: Compiled, call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
+def for_each_tile_of_keys(kernel: Compiled, heads: int, Nq: int, Nk: int) -> Plan:
     """Kernel 1: as many launches as tiles of keys, with the state of all rows in global memory."""
-    import torch
-
-    m, l, o = (q.new_empty(size, dtype=torch.float32) for size in (q.shape[:3], q.shape[:3], q.shape))
-    state = (ctypes.c_void_p * 3)(*(t.data_ptr() for t in (m, l, o)))
-    for first_key in range(0, call.Nk, kernel.tile.bc):
-        kernel.launch(kernel.row.functions[0], _tiles(kernel, call), call, state, ctypes.c_int(first_key))
+    bc, d = kernel.tile.bc, kernel.width
+    launch = _launch(kernel, _tiles(kernel, heads, Nq))
+    return _plan(kernel, launch, scratch=heads * Nq * (d + 2), repeats=-(-Nk // bc), step=bc)
 
 
-def resident(kernel: Compiled, call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
+def resident(kernel: Compiled, heads: int, Nq: int, Nk: int) -> Plan:
     """Kernel 6: at most a block for each multiprocessor, which takes one tile after the other."""
-    from attention_ext.cuda.driver import tensor_map
-
-    tile, box = kernel.tile, kernel.tile.sizes["BOX"]
-    maps = tensor_map(q, tile.br, box), tensor_map(k, tile.bc, box), tensor_map(v, tile.bc, box)
-    blocks = min(_tiles(kernel, call), kernel.on.multiprocessors)
-    kernel.launch(kernel.row.functions[0], blocks, *maps, call)
+    blocks = min(_tiles(kernel, heads, Nq), kernel.on.multiprocessors)
+    return _plan(kernel, _launch(kernel, blocks), box=kernel.tile.sizes["BOX"])
 
 
-def split(kernel: Compiled, call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
+def split(kernel: Compiled, heads: int, Nq: int, Nk: int) -> Plan:
     """Few queries: a block for each split of the keys, then one for each row, which merges the results."""
-    import torch
+    rows, sizes = _tiles(kernel, heads, Nq), kernel.tile.sizes
+    count = splits(rows, Nk, kernel.tile.bc, kernel.on.multiprocessors * sizes["BLOCKS"])
+    attend, merge = _launch(kernel, rows * count), _launch(kernel, heads * Nq, 1)
+    merge.x, merge.shared, merge.early = sizes["MERGE_THREADS"], 0, kernel.on.capability >= EARLY_LAUNCH
+    return _plan(kernel, attend, merge, scratch=heads * Nq * count * (kernel.width + 2), number=count)
 
-    attend, merge = kernel.row.functions
-    rows, sizes = _tiles(kernel, call), kernel.tile.sizes
-    count = splits(rows, call.Nk, kernel.tile.bc, kernel.on.multiprocessors * sizes["BLOCKS"])
-    B, H, Nq, d = q.shape
-    partial = q.new_empty(B * H * Nq * count * (d + 2), dtype=torch.float32)
-    arguments = call, ctypes.c_void_p(partial.data_ptr()), ctypes.c_int(count)
-    kernel.launch(attend, rows * count, *arguments)
-    early = kernel.on.capability >= EARLY_LAUNCH
-    kernel.launch(merge, B * H * Nq, *arguments, threads=sizes["MERGE_THREADS"], early=early)
+
+def _tiles(kernel: Compiled, heads: int, Nq: int) -> int:
+    return heads * -(-Nq // kernel.tile.br)
+
+
+def _launch(kernel: Compiled, blocks: int, function: int = 0) -> Launch:
+    tile, named = kernel.tile, kernel.functions[kernel.row.functions[function]]
+    return Launch(int(named), blocks, tile.threads // tile.threads_y, tile.threads_y, tile.shared)
+
+
+def _plan(kernel: Compiled, *launches: Launch, repeats: int = 1, **others: int) -> Plan:
+    row, tile = kernel.row, kernel.tile
+    sizes = {"width": kernel.width, "vectors": row.vectors, "br": tile.br, "bc": tile.bc, **others}
+    return Plan((Launch * 2)(*launches), len(launches), repeats, **sizes)
 
 
 def splits(rows: int, keys: int, together: int, slots: int) -> int:

@@ -11,12 +11,13 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "threads.h"
 
 inline std::string text_of(const std::string& text) { return text; }
 inline std::string text_of(const char* text) { return text; }
-template <class Number>
+template <class Number, class = std::enable_if_t<std::is_arithmetic_v<Number>>>
 std::string text_of(Number number) {
     return std::to_string(number);
 }

@@ -18,12 +18,9 @@
 
 constexpr int TILE = BR, d = HEAD_DIM;
 
-struct State {
-    float *m, *l, *o;  // (B H, Nq), (B H, Nq), (B H, Nq, d)
-};
-
+// state: m (B H, Nq), l (B H, Nq) and O (B H, Nq, d), one after the other.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_kernel1(const Call call, const State state, const int first_key) {
+    attention_kernel1(const Call call, float* state, const int first_key) {
     extern __shared__ float shared[];
     float *Q = shared, *K = Q + TILE * d, *V = K + TILE * d, *S = V + TILE * d;
     const int column = threadIdx.x, row = threadIdx.y;
@@ -49,24 +46,25 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (query >= call.Nq) return;
 
     // From here on a warp works on its own row.
-    const long long at = block.head * call.Nq + query;
-    float m = first_key ? state.m[at] : -INF, l = first_key ? state.l[at] : 0;
+    const long long at = block.head * call.Nq + query, rows = (long long)call.batches * call.heads * call.Nq;
+    float *state_m = state, *state_l = state_m + rows, *state_o = state_l + rows;
+    float m = first_key ? state_m[at] : -INF, l = first_key ? state_l[at] : 0;
     float m_new = m;
     for (int j = 0; j < TILE; ++j) m_new = fmaxf(m_new, S[row * TILE + j]);
     const float correction = exp2_approx(m - subtrahend(m_new));
     l *= correction;
     for (int j = 0; j < TILE; ++j) l += exp2_approx(S[row * TILE + j] - subtrahend(m_new));
     for (int c = column; c < d; c += TILE) {
-        float o = first_key ? state.o[at * d + c] * correction : 0;
+        float o = first_key ? state_o[at * d + c] * correction : 0;
         for (int j = 0; j < TILE && j < seen; ++j)
             o += exp2_approx(S[row * TILE + j] - subtrahend(m_new)) * V[j * d + c];
         if (last)
             call.out[at * d + c] = to_element(o / l);
         else
-            state.o[at * d + c] = o;
+            state_o[at * d + c] = o;
     }
     __syncwarp();  // every lane of the row has read m and l
     if (column > 0) return;
-    state.m[at] = m_new, state.l[at] = l;
+    state_m[at] = m_new, state_l[at] = l;
     if (last && call.lse) call.lse[at] = LN2 * subtrahend(m_new) + logf(l);
 }

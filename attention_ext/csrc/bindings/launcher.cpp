@@ -1,0 +1,370 @@
+// Part 4 on CUDA as PyTorch's operator attention_ext_cuda::flash: checks the tensors, allocates and launches.
+//
+// Python chooses and compiles. For sizes that are new it is called back and gives a Plan, which is kept: a
+// later call of these sizes does not enter Python. Nothing waits for the GPU, and all memory comes from
+// PyTorch's allocator, so a CUDA graph can capture a call. No header of CUDA is needed: the driver is opened by
+// the first call, and what is used of cuda.h is declared here. PyTorch's functions for CUDA are found in the
+// same way, because a PyTorch without CUDA lacks them.
+#include <dlfcn.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <climits>
+#include <cmath>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <unordered_map>
+
+#include "bindings/boundary.h"
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// The device that the operator is registered for; a test has none but the CPU.
+#ifndef LAUNCHER_DEVICE
+#define LAUNCHER_DEVICE CUDA
+#endif
+
+namespace {
+
+// Of cuda.h
+struct alignas(64) TensorMap {
+    uint64_t opaque[16];
+};
+struct LaunchAttribute {
+    int id;
+    alignas(8) int value;
+    char others[60];
+};
+struct LaunchConfig {
+    unsigned grid[3], block[3], shared;
+    void* stream;
+    const LaunchAttribute* attributes;
+    unsigned attribute_count;
+};
+constexpr int FLOAT16 = 6, BFLOAT16 = 9;              // CU_TENSOR_MAP_DATA_TYPE_
+constexpr int SWIZZLE_64B = 2, SWIZZLE_128B = 3;      // CU_TENSOR_MAP_SWIZZLE_
+constexpr int L2_256B = 3;                            // CU_TENSOR_MAP_L2_PROMOTION_
+constexpr int PROGRAMMATIC_STREAM_SERIALIZATION = 6;  // CU_LAUNCH_ATTRIBUTE_
+
+// The functions of the libraries that are opened.
+struct Libraries {
+    int (*error_string)(int, const char**);
+    int (*device)(int*, int index);
+    int (*retain_context)(void**, int device);
+    int (*current_context)(void**);
+    int (*set_context)(void*);
+    int (*encode)(TensorMap*, int type, uint32_t rank, const void* address, const uint64_t* size,
+                  const uint64_t* stride, const uint32_t* box, const uint32_t* step, int interleave,
+                  int swizzle, int l2, int fill);
+    int (*launch)(const LaunchConfig*, void* function, void** parameters, void** extra);
+
+    int32_t (*current_stream)(int32_t index, void**);
+    int32_t (*create_guard)(int32_t index, void**);
+    int32_t (*delete_guard)(void*);
+
+    Libraries() {
+        const auto opened = [](const char* name) {
+            void* library = dlopen(name, RTLD_LAZY);
+            REQUIRE(library, name, " cannot be loaded: ", dlerror());
+            return library;
+        };
+        const auto find = [](auto& function, void* library, const char* name) {
+            function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
+            REQUIRE(function, name, " is missing: ", dlerror());
+        };
+        void* driver = opened("libcuda.so.1");
+        find(error_string, driver, "cuGetErrorString");
+        find(device, driver, "cuDeviceGet");
+        find(retain_context, driver, "cuDevicePrimaryCtxRetain");
+        find(current_context, driver, "cuCtxGetCurrent");
+        find(set_context, driver, "cuCtxSetCurrent");
+        find(encode, driver, "cuTensorMapEncodeTiled");
+        find(launch, driver, "cuLaunchKernelEx");
+        void* pytorch = opened("libtorch_cuda.so");
+        find(current_stream, pytorch, "aoti_torch_get_current_cuda_stream");
+        find(create_guard, pytorch, "aoti_torch_create_cuda_guard");
+        find(delete_guard, pytorch, "aoti_torch_delete_cuda_guard");
+    }
+
+    void check(int error) const {
+        if (error == 0) return;
+        const char* text = nullptr;
+        error_string(error, &text);
+        REQUIRE(false, "the CUDA driver failed: ", text ? text : "unknown error");
+    }
+};
+
+const Libraries& libraries() {
+    static const Libraries found;
+    return found;
+}
+
+// Makes a device PyTorch's current one, and its context this thread's, until the end of the scope.
+class OnDevice {
+  public:
+    explicit OnDevice(int32_t index) {
+        const Libraries& cuda = libraries();
+        REQUIRE(cuda.create_guard(index, &guard_) == 0, "device ", index, " cannot be used");
+        void* context = nullptr;
+        cuda.check(cuda.current_context(&context));
+        if (context) return;
+        int device = 0;  // a new thread has no context before PyTorch launches something there
+        cuda.check(cuda.device(&device, index));
+        cuda.check(cuda.retain_context(&context, device));
+        cuda.check(cuda.set_context(context));
+    }
+    ~OnDevice() {
+        if (guard_) libraries().delete_guard(guard_);
+    }
+    OnDevice(const OnDevice&) = delete;
+
+  private:
+    void* guard_ = nullptr;
+};
+
+// struct Strides and struct Call of cuda/call.h
+struct Strides {
+    long long batch, head, row;
+};
+struct Call {
+    const void *q, *k, *v;
+    void* out;
+    float* lse;
+    Strides q_strides, k_strides, v_strides;
+    int batches, heads, Nq, Nk, causal;
+    float scale;
+};
+
+// How a call is launched. Its Python side is in attention_ext/cuda/launches.py.
+struct Launch {
+    void* function;  // the driver's
+    uint64_t blocks;
+    uint32_t x, y, shared;  // threads of a block, bytes of its shared memory
+    int32_t early;          // once the launch before allows it (programmatic dependent launch)
+};
+struct Plan {
+    Launch launches[2];
+    int32_t count, repeats;  // launches; how often all of them are repeated
+    int32_t number, step;    // an argument, and what it grows by in a repetition
+    int64_t scratch;         // floats
+    int32_t width, vectors;  // numbers of a row with its padding; whether rows begin at multiples of 16 bytes
+    int32_t br, bc, box;     // box: columns that the copy engine takes at once; 0: no tensor maps
+};
+
+struct Sizes {
+    int device, format;  // FORMAT of cuda/call.h
+    int64_t B, H, Nq, Nk, d;
+    std::string kernel;
+
+    auto all() const { return std::tie(device, format, B, H, Nq, Nk, d, kernel); }
+    bool operator==(const Sizes& other) const { return all() == other.all(); }
+};
+struct Hash {
+    size_t operator()(const Sizes& s) const {
+        size_t hash = std::hash<std::string>()(s.kernel);
+        for (const int64_t n : {int64_t{s.device}, int64_t{s.format}, s.B, s.H, s.Nq, s.Nk, s.d})
+            hash = (hash ^ static_cast<size_t>(n)) * 0x9e3779b97f4a7c15u, hash ^= hash >> 29;
+        return hash;
+    }
+};
+
+// Fills in the plan and returns true, or writes why there is none.
+constexpr size_t MOST_TEXT = 1024;
+using Planner = bool(const char* kernel, int format, int device, int64_t heads, int64_t Nq, int64_t Nk,
+                     int64_t d, Plan*, char* why);
+Planner* planner = nullptr;
+
+void plan_by(int64_t function) { planner = reinterpret_cast<Planner*>(function); }
+
+Plan plan_for(const Sizes& sizes) {
+    constexpr size_t MOST_PLANS = 1 << 14;
+    static std::unordered_map<Sizes, Plan, Hash> known;
+    static std::mutex mutex;
+    {
+        const std::lock_guard<std::mutex> held(mutex);
+        if (const auto found = known.find(sizes); found != known.end()) return found->second;
+    }
+    // Without the lock: whoever waits for it may hold Python's.
+    REQUIRE(planner, "attention_ext.cuda.operators must be loaded first");
+    Plan plan{};
+    char why[MOST_TEXT] = "";
+    const char* kernel = sizes.kernel.empty() ? nullptr : sizes.kernel.c_str();
+    REQUIRE(
+        planner(kernel, sizes.format, sizes.device, sizes.B * sizes.H, sizes.Nq, sizes.Nk, sizes.d, &plan, why),
+        why);
+    const std::lock_guard<std::mutex> held(mutex);
+    if (known.size() >= MOST_PLANS) known.clear();
+    known.emplace(sizes, plan);
+    return plan;
+}
+
+// An uninitialised contiguous tensor.
+template <size_t n>
+Tensor new_tensor(const int64_t (&size)[n], ScalarType type, const Tensor& beside) {
+    static const int32_t types[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(),
+                                    aoti_torch_dtype_float16()};
+    int64_t stride[n];
+    stride[n - 1] = 1;
+    for (size_t i = n - 1; i > 0; i--) stride[i - 1] = stride[i] * size[i];
+    const int32_t dtype = types[type == ScalarType::Float ? 0 : type == ScalarType::BFloat16 ? 1 : 2];
+    const int32_t device = beside.is_cpu() ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda();
+    AtenTensorHandle handle = nullptr;
+    const AOTITorchError error =
+        aoti_torch_empty_strided(n, size, stride, dtype, device, beside.get_device_index(), &handle);
+    REQUIRE(error == AOTI_TORCH_SUCCESS, "CUDA out of memory: there is not enough for ", size[0] * stride[0],
+            " numbers");  // cuda/operators.py knows the beginning
+    return Tensor(handle);
+}
+
+// A tensor (B, H, N, d) as a kernel reads it.
+struct Matrices {
+    Tensor tensor;
+    const void* data;
+    Strides strides;
+};
+
+// The tensor itself, or a copy whose rows are padded and aligned.
+Matrices laid_out(const Tensor& t, const Plan& plan, int bytes) {
+    constexpr uintptr_t ALIGNMENT = 16;  // bytes of a vector load
+    const auto size = t.sizes(), stride = t.strides();
+    const void* data = t.const_data_ptr();
+    bool fits = size[3] == plan.width && (stride[3] == 1 || size[3] == 1);
+    if (plan.vectors) {
+        fits = fits && reinterpret_cast<uintptr_t>(data) % ALIGNMENT == 0;
+        for (int i = 0; i < 3; i++) fits = fits && (size[i] == 1 || stride[i] * bytes % ALIGNMENT == 0);
+        fits = fits && (stride[2] > 0 || size[2] == 1);  // a tensor map cannot repeat a row
+    }
+    if (fits) return {t, data, {stride[0], stride[1], stride[2]}};
+    const long long N = size[2], width = plan.width;
+    Tensor made = new_tensor({size[0], size[1], N, width}, t.scalar_type(), t);
+    if (width > size[3]) torch::stable::zero_(made);
+    Tensor part = torch::stable::narrow(made, 3, 0, size[3]);
+    torch::stable::copy_(part, t);
+    return {made, made.const_data_ptr(), {size[1] * N * width, N * width, width}};
+}
+
+// What Hopper's copy engine is told of 16-bit matrices whose rows are contiguous, apart from each other and
+// aligned. It encodes on the CPU alone. A launch copies the map, so a captured graph keeps its own.
+void encode(TensorMap* map, const Matrices& m, int type, uint32_t rows, uint32_t columns, int64_t d) {
+    const auto size = m.tensor.sizes();
+    const Strides& s = m.strides;
+    // A dimension of stride 0 has one entry, which the kernel asks for. The stride of a dimension with one
+    // entry is never used, but must be valid.
+    const auto entries = [](int64_t n, long long stride) { return stride ? static_cast<uint64_t>(n) : 1; };
+    const auto bytes = [](int64_t n, long long stride) {
+        return n > 1 && stride ? 2 * static_cast<uint64_t>(stride) : 16;
+    };
+    const uint64_t sizes[] = {static_cast<uint64_t>(d), static_cast<uint64_t>(size[2]),
+                              entries(size[1], s.head), entries(size[0], s.batch)};
+    const uint64_t strides[] = {bytes(size[2], s.row), bytes(size[1], s.head), bytes(size[0], s.batch)};
+    const uint32_t box[] = {columns, rows, 1, 1}, steps[] = {1, 1, 1, 1};
+    const int swizzle = columns == 64 ? SWIZZLE_128B : SWIZZLE_64B;
+    const Libraries& cuda = libraries();
+    cuda.check(cuda.encode(map, type, 4, m.data, sizes, strides, box, steps, 0, swizzle, L2_256B, 0));
+}
+
+void launch(const Launch& of, void** parameters, void* stream) {
+    static const LaunchAttribute early{PROGRAMMATIC_STREAM_SERIALIZATION, 1, {}};
+    REQUIRE(of.blocks <= INT_MAX, "the call takes ", of.blocks, " blocks; a launch has at most 2^31 - 1");
+    const LaunchConfig config{{static_cast<unsigned>(of.blocks), 1, 1},
+                              {of.x, of.y, 1},
+                              of.shared,
+                              stream,
+                              of.early ? &early : nullptr,
+                              of.early ? 1u : 0u};
+    const Libraries& cuda = libraries();
+    cuda.check(cuda.launch(&config, of.function, parameters, nullptr));
+}
+
+// Throws unless the tensors fit each other. The planner checks the sizes.
+Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
+    const ScalarType type = q.scalar_type();
+    REQUIRE(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
+            "q must be float32, bfloat16 or float16");
+    const int device = q.get_device_index();
+    for (const Tensor* t : {&q, &k, &v}) {
+        REQUIRE(t->is_cuda() == q.is_cuda() && t->get_device_index() == device && t->scalar_type() == type,
+                "q, k and v must have one dtype and be on one device");
+        REQUIRE(t->dim() == 4, "q, k and v must be (B, H, N, d)");
+        for (const int64_t n : t->sizes()) REQUIRE(n >= 1, "q, k and v must have no empty dimension");
+    }
+    const auto s = q.sizes(), of_k = k.sizes(), of_v = v.sizes();
+    for (int i = 0; i < 4; i++)
+        REQUIRE(of_k[i] == of_v[i] && (i == 2 || of_k[i] == s[i]), "k and v must be (B, H, Nk, d), as q is");
+    REQUIRE(!causal || s[2] <= of_k[2], "q has more rows than k; with causal it must not");
+    const int format = type == ScalarType::Float ? 0 : type == ScalarType::BFloat16 ? 1 : 2;
+    return {device, format, s[0], s[1], s[2], of_k[2], s[3], {}};
+}
+
+// The output (B, H, Nq, d), contiguous, and the logsumexp (B, H, Nq), or an empty tensor without it. kernel: by
+// its name, or the fastest. scale: 1 / sqrt(d) unless given.
+std::tuple<Tensor, Tensor> flash(const Tensor& q_, const Tensor& k_, const Tensor& v_, bool causal,
+                                 std::optional<double> scale, bool return_lse,
+                                 std::optional<std::string> kernel) {
+    Sizes s = sizes_of(q_, k_, v_, causal);
+    REQUIRE(!kernel || !kernel->empty(), "kernel must be a name");
+    if (kernel) s.kernel = *kernel;
+    const OnDevice current(s.device);
+    const Plan plan = plan_for(s);
+    const int bytes = s.format == 0 ? 4 : 2;
+    const Matrices q = laid_out(q_, plan, bytes), k = laid_out(k_, plan, bytes), v = laid_out(v_, plan, bytes);
+    Tensor out = new_tensor({s.B, s.H, s.Nq, plan.width}, q_.scalar_type(), q_);
+    const Tensor lse = return_lse ? new_tensor({s.B, s.H, s.Nq}, ScalarType::Float, q_)
+                                  : new_tensor({0}, ScalarType::Float, q_);
+    std::optional<Tensor> held;
+    if (plan.scratch) held = new_tensor({plan.scratch}, ScalarType::Float, q_);
+
+    constexpr double LN2 = 0.693147180559945309417;
+    const double factor = scale ? *scale : 1 / std::sqrt(static_cast<double>(s.d));
+    Call call{q.data,
+              k.data,
+              v.data,
+              out.mutable_data_ptr(),
+              return_lse ? static_cast<float*>(lse.mutable_data_ptr()) : nullptr,
+              q.strides,
+              k.strides,
+              v.strides,
+              static_cast<int>(s.B),
+              static_cast<int>(s.H),
+              static_cast<int>(s.Nq),
+              static_cast<int>(s.Nk),
+              causal,
+              static_cast<float>(factor / LN2)};
+    void* scratch = held ? held->mutable_data_ptr() : nullptr;
+    int number = plan.number;
+    // Where the arguments are. The driver copies as many as the function has.
+    TensorMap maps[3];
+    void *with_maps[] = {&maps[0], &maps[1], &maps[2], &call}, *without[] = {&call, &scratch, &number};
+    if (plan.box) {
+        const int type = s.format == 1 ? BFLOAT16 : FLOAT16;
+        encode(&maps[0], q, type, plan.br, plan.box, plan.width);
+        encode(&maps[1], k, type, plan.bc, plan.box, plan.width);
+        encode(&maps[2], v, type, plan.bc, plan.box, plan.width);
+    }
+    void* stream = nullptr;
+    REQUIRE(libraries().current_stream(s.device, &stream) == 0, "PyTorch has no current stream");
+    for (int i = 0; i < plan.repeats; i++, number += plan.step)
+        for (int j = 0; j < plan.count; j++) launch(plan.launches[j], plan.box ? with_maps : without, stream);
+    if (plan.width == s.d) return {out, lse};
+    return {torch::stable::contiguous(torch::stable::narrow(out, 3, 0, s.d)), lse};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(attention_ext_cuda, m) {
+    m.def(
+        "flash(Tensor q, Tensor k, Tensor v, bool causal, float? scale, bool return_lse, str? kernel=None) -> "
+        "(Tensor, Tensor)");
+    m.def("plan_by(int function) -> ()");
+}
+
+// The macro takes a name and no macro.
+#define LIBRARY_IMPL(name, key, m) STABLE_TORCH_LIBRARY_IMPL(name, key, m)
+LIBRARY_IMPL(attention_ext_cuda, LAUNCHER_DEVICE, m) { m.impl("flash", BOX(&flash)); }
+
+STABLE_TORCH_LIBRARY_IMPL(attention_ext_cuda, CompositeExplicitAutograd, m) {
+    m.impl("plan_by", BOX(&plan_by));
+}
