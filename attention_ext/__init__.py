@@ -103,18 +103,13 @@ def attention(
     if row.operator is None:
         check_tensors(row, q, k, v, causal)
     try:
-        if kernel is not None and not q.is_cuda:
+        on_cuda = q.is_cuda
+        if kernel is not None and not on_cuda:
             raise ValueError(f"kernel is {kernel!r}; it must be None for tensors on {q.device}")
-        (B, H, Nq, d), Nk = q.shape, k.shape[2]
-        scale = 1 / math.sqrt(d) if scale is None else float(scale)
-        if row.operator is None:
-            from attention_ext import reference
-
-            return reference.attention(q, k, v, causal=causal, scale=scale, return_lse=return_lse)
         gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        if gradient:
+        if gradient and row.operator:
             check_gradient(row, q, k, v)
-        if q.is_cuda and "cuda" in row.dtypes:
+        if on_cuda and row.operator and "cuda" in row.dtypes:
             for name, size in (("br", br), ("bc", bc)):
                 if size is not None:
                     raise ValueError(
@@ -122,6 +117,12 @@ def attention(
                     )
             out, lse = operator(part, "cuda")(q, k, v, causal, scale, return_lse, kernel)
             return (out, lse) if return_lse else out
+        (B, H, Nq, d), Nk = q.shape, k.shape[2]
+        scale = 1 / math.sqrt(d) if scale is None else float(scale)
+        if row.operator is None:
+            from attention_ext import reference
+
+            return reference.attention(q, k, v, causal=causal, scale=scale, return_lse=return_lse)
         if (part, helpers, gradient) not in _operators:
             check_tensors(row, q, k, v, causal)  # before it is compiled
         tile: tuple[int, ...] = ()

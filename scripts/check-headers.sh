@@ -34,7 +34,7 @@ step = recipes.module("training_step", ("training", "model"), "portable")
 own = [*step.folders, recipes.ROOT, pybind11.get_include(), sysconfig.get_path("include")]
 folders = [*own, work / "torch" / "include"]
 command = [*step.compiler, *operators.flags, "-fsyntax-only", *(f"-I{folder}" for folder in folders)]
-sources = [*operators.sources, *step.sources]
+sources = [*operators.sources, *recipes.launcher().sources, *step.sources]
 for source in sources:
     subprocess.run([*command, source], check=True)
 print(f"{wheel.name}: {len(sources)} sources compile")

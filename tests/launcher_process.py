@@ -1,0 +1,277 @@
+"""Runs the launcher of the CUDA kernels without a GPU, in a process of its own: python launcher_process.py
+
+Its operator is compiled for tensors of the CPU. A library of a few functions stands in for CUDA's driver
+and for PyTorch's part for CUDA. Instead of a kernel, Python reads the arguments of a launch as the kernel
+would, and computes attention from what they point at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attention_ext import reference
+from attention_ext.build import recipes
+from attention_ext.cuda import driver
+from attention_ext.cuda.kernels import KERNELS, Gpu, Kernel, choose
+from attention_ext.parts import Dtype
+
+STREAM = 7
+STAND_IN = """
+#include <stdint.h>
+#include <string.h>
+static int (*launched)(const void*, void*, void**);
+void on_launch(int (*function)(const void*, void*, void**)) { launched = function; }
+int cuGetErrorString(int error, const char** text) { return *text = "wrong", 0; }
+int cuDeviceGet(int* device, int index) { return *device = index, 0; }
+int cuDevicePrimaryCtxRetain(void** context, int device) { return *context = (void*)1, 0; }
+static _Thread_local void* current;
+int cuCtxGetCurrent(void** context) { return *context = current, 0; }
+int cuCtxSetCurrent(void* context) { return current = context, 0; }
+int cuTensorMapEncodeTiled(uint64_t* map, int type, uint32_t rank, uint64_t address, const uint64_t* sizes,
+                           const uint64_t* strides, const uint32_t* box, const uint32_t* steps,
+                           int interleave, int swizzle, int l2, int fill) {
+    const uint64_t numbers[] = {type, box[0], box[1], swizzle};
+    map[0] = address;
+    memcpy(map + 1, sizes, 32), memcpy(map + 5, strides, 24), memcpy(map + 8, numbers, 32);
+    return rank == 4 && box[2] * box[3] == 1 && !interleave && l2 == 3 && !fill ? 0 : 1;
+}
+int cuLaunchKernelEx(const void* config, void* function, void** arguments, void** extra) {
+    return current ? launched(config, function, arguments) : 201;
+}
+int aoti_torch_get_current_cuda_stream(int index, void** stream) { return *stream = (void*)STREAM, 0; }
+int aoti_torch_create_cuda_guard(int index, void** guard) { return *guard = 0, 0; }
+int aoti_torch_delete_cuda_guard(void* guard) { return 0; }
+"""
+
+
+class Strides(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_longlong) for name in ("batch", "head", "row")]
+
+
+class Call(ctypes.Structure):
+    """struct Call of csrc/cuda/call.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse")),
+        *((f"{name}_strides", Strides) for name in "qkv"),
+        *((name, ctypes.c_int) for name in ("batches", "heads", "Nq", "Nk", "causal")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint * 3) for name in ("grid", "block")),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(ctypes.c_int)),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
+LAUNCHED = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
+)
+ON = Gpu("A GPU", (9, 0), 227 * 1024, 132)
+running: driver.Compiled  # what the next launches must be of
+asked: list[str | None] = []  # the kernels that the launcher has asked Python for
+wrong: list[BaseException] = []  # what a launch raised
+launches, dtype_of_call = 0, torch.float32  # of this call
+
+
+def matrices(at: int, strides: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The tensor at an address."""
+    extent = 1 + sum(stride * (n - 1) for stride, n in zip(strides, shape))
+    data = (ctypes.c_char * (extent * dtype.itemsize)).from_address(at)
+    return torch.frombuffer(data, dtype=dtype).as_strided(shape, strides)
+
+
+def follow(config: Config, function: int, arguments: Any, dtype: torch.dtype) -> None:
+    """Check a launch, and compute attention at the last one of a call."""
+    row, tile, width = running.row, running.tile, running.width
+    name = row.functions[function - 1]
+    maps = "BOX" in tile.sizes
+    call = Call.from_address(arguments[3 if maps else 0])
+    tiles = call.batches * call.heads * -(-call.Nq // tile.br)
+    block = (tile.threads // tile.threads_y, tile.threads_y, 1)
+    shared, last, early = tile.shared, True, False
+    if maps:
+        tiles = min(tiles, ON.multiprocessors)
+        for at, name_of, rows in zip(range(3), "qkv", (tile.br, tile.bc, tile.bc)):
+            map = (ctypes.c_uint64 * 12).from_address(arguments[at])
+            strides = getattr(call, f"{name_of}_strides")
+            n = call.Nq if name_of == "q" else call.Nk
+            assert map[0] == getattr(call, name_of) and list(map[1:3]) == [width, n]
+            both = ((strides.head, call.heads), (strides.batch, call.batches))
+            assert list(map[3:5]) == [entries if stride else 1 for stride, entries in both]
+            for stride, entries, told in zip((strides.row, *(s for s, _ in both)), map[2:5], map[5:8]):
+                assert told == 2 * stride or entries == 1 and told % 16 == 0
+            box = tile.sizes["BOX"]
+            assert list(map[8:]) == [9 if dtype is torch.bfloat16 else 6, box, rows, 3 if box == 64 else 2]
+    else:
+        number = ctypes.c_int.from_address(arguments[2]).value
+        if row.name in ("1", "split"):
+            scratch = ctypes.c_void_p.from_address(arguments[1]).value
+            rows = call.batches * call.heads * call.Nq * (number if row.name == "split" else 1)
+            assert scratch is not None
+            ctypes.memset(scratch, 255, 4 * rows * (width + 2))
+        if row.name == "1":
+            assert number == launches * tile.bc
+            last = number + tile.bc >= call.Nk
+        if row.name == "split" and name == "attention_split":
+            tiles, last = tiles * number, False
+        elif row.name == "split":
+            tiles, block, shared, early = call.batches * call.heads * call.Nq, (128, 1, 1), 0, True
+    assert (config.grid[:], config.block[:], config.shared) == ([tiles, 1, 1], list(block), shared)
+    assert config.stream == STREAM and config.attribute_count == early
+    assert not early or (config.attributes[0], config.attributes[2]) == (6, 1)
+    if not last:
+        return
+    found = []
+    for name_of, n in zip("qkv", (call.Nq, call.Nk, call.Nk)):
+        s = getattr(call, f"{name_of}_strides")
+        strides, shape = (s.batch, s.head, s.row, 1), (call.batches, call.heads, n, width)
+        address = getattr(call, name_of)
+        if row.vectors:
+            used = [stride for stride, entries in zip(strides, shape[:3]) if entries > 1]
+            assert not any(each * dtype.itemsize % 16 for each in used) and address % 16 == 0
+        found.append(matrices(address, strides, shape, dtype).float())
+    out, lse = reference.attention(
+        *found, causal=bool(call.causal), scale=call.scale * math.log(2), return_lse=True
+    )
+    contiguous = torch.empty(out.shape).stride()
+    matrices(call.out, contiguous, out.shape, dtype).copy_(out)
+    if call.lse:
+        matrices(call.lse, lse.contiguous().stride(), lse.shape, torch.float32).copy_(lse)
+
+
+def loaded() -> Any:
+    """The operator, over the stand-in. Its launches go to follow()."""
+    work = Path(tempfile.mkdtemp())
+    (work / "standin.c").write_text(f"#define STREAM {STREAM}\n{STAND_IN}")
+    for name in ("libtorch_cuda.so", "libcuda.so.1"):  # found by these names, as they are loaded already
+        command = ["cc", "-shared", "-fPIC", f"-Wl,-soname,{name}", work / "standin.c", "-o", work / name]
+        subprocess.run(command, check=True)
+        library = ctypes.CDLL(str(work / name))
+    library.on_launch(on_launch)
+    made = recipes.launcher()
+    recipes.launcher = lambda: dataclasses.replace(made, flags=(*made.flags, "-DLAUNCHER_DEVICE=CPU"))
+    driver.compiled = compiled
+    from attention_ext.cuda import operators
+
+    return operators
+
+
+def compiled(
+    kernel: str | None, heads: int, Nq: int, Nk: int, d: int, dtype: Dtype, index: int
+) -> driver.Compiled:
+    asked.append(kernel)
+    return chosen(kernel, d, dtype, Nq)
+
+
+def chosen(kernel: str | None, d: int, dtype: Dtype, Nq: int) -> driver.Compiled:
+    row, tile = choose(kernel, d, dtype, ON, queries=min(Nq, 16))
+    functions = {name: number + 1 for number, name in enumerate(row.functions)}
+    return driver.Compiled(row, tile, row.padded(d), ON, None, functions)
+
+
+@LAUNCHED
+def on_launch(config, function, arguments) -> int:
+    global launches
+    try:
+        follow(config.contents, function, arguments, dtype_of_call)
+        launches += 1
+        return 0
+    except BaseException as error:
+        wrong.append(error)
+        return 1
+
+
+def inputs(B: int, H: int, Nq: int, Nk: int, d: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    """Tensors of these shapes, with all kinds of strides."""
+    q, k, v = (torch.randn(B, H, n, d).to(dtype) for n in (Nq, Nk, Nk))
+    pad = torch.nn.functional.pad
+    return [
+        [q, k, v],
+        [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)],
+        [t.mT.contiguous().mT for t in (q, k, v)],
+        *([pad(t, (0, more))[..., :d] for t in (q, k, v)] for more in (1, 16)),
+        [pad(t.flatten(), (1, 0))[1:].view_as(t) for t in (q, k, v)],
+        [t[:, :1].expand_as(t) for t in (q, k, v)],
+        [t[:, :, :1].expand_as(t) for t in (q, k, v)],
+    ]
+
+
+def check(flash: Any, kernel: Kernel, dtype: Dtype, shape: tuple[int, ...], causal: bool) -> int:
+    """Call a kernel with all kinds of strides; compare with part0. Returns the number of calls."""
+    global running, launches, dtype_of_call
+    B, H, Nq, Nk, d = shape
+    dtype_of_call = getattr(torch, dtype.torch_name)
+    running = chosen(kernel.name, d, dtype, Nq)
+    before, cases = len(asked), inputs(B, H, Nq, Nk, d, dtype_of_call)
+    for q, k, v in cases:
+        launches = 0
+        out, lse = flash(q, k, v, causal, None, True, kernel.name)
+        assert out.is_contiguous() and out.shape == q.shape
+        close = dict(rtol=1e-5, atol=1e-5) if dtype is Dtype.FP32 else dict(rtol=1e-2, atol=1e-2)
+        expected = reference.attention(q, k, v, causal=causal, scale=d**-0.5, return_lse=True)
+        torch.testing.assert_close((out, lse), expected, **close)
+        launches = 0
+        other, none = flash(q, k, v, causal, d**-0.5, False, kernel.name)
+        assert torch.equal(out, other) and none.shape == (0,)
+    assert len(asked) <= before + 1, "Python was asked twice for the same sizes"
+    return 2 * len(cases)
+
+
+def main() -> None:
+    """Check every kernel, and what is refused."""
+    operators = loaded()
+    flash, calls = operators.flash, 0
+    try:
+        for kernel in KERNELS.values():
+            for dtype in kernel.dtypes:
+                for shape in ((2, 3, 70, 90, 32), (1, 2, 3, 700, 33), (1, 1, 1, 1, 64), (3, 1, 200, 200, 80)):
+                    for causal in (False, True):
+                        calls += check(flash, kernel, dtype, shape, causal)
+    except RuntimeError as error:
+        raise (wrong or [error])[-1] from None
+    q, k, v = inputs(1, 2, 3, 700, 33, torch.float32)[0]
+    refused = (
+        ((q, k, v[:, :, :5]), None, "k and v must be (B, H, Nk, d), as q is"),
+        ((q, k.bfloat16(), v), None, "q, k and v must have one dtype and be on one device"),
+        ((q.double(), k.double(), v.double()), None, "q must be float32, bfloat16 or float16"),
+        ((q, k, v), "7", "kernel is '7'; it must be one of 1,"),
+        ((q, k, v), "", "kernel must be a name"),
+        ((q, k, v), "6", "kernel is '6'; it takes bf16, fp16, not fp32"),
+    )
+    for tensors, name, message in refused:
+        try:
+            flash(*tensors, False, 1.0, False, name)
+        except RuntimeError as error:
+            assert str(error).startswith(message), error
+            try:
+                operators.raise_reason(error)
+                assert not message.startswith("kernel is")
+            except ValueError as reason:
+                assert str(reason) == str(error) and message.startswith("kernel is")
+        else:
+            raise AssertionError(message)
+    with ThreadPoolExecutor(1) as new:  # a thread without a context
+        new.submit(check, flash, KERNELS["2"], Dtype.FP32, (1, 1, 9, 9, 8), True).result()
+    print(f"{calls} calls")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
