@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from attention_ext import attention, extension
+from attention_ext import attention, extension, operator
 from attention_ext.parts import CachePrecision, Dtype, Part, Precision
 from generation import logprobs, sampling
 from generation.engine import Engine, member
@@ -177,6 +177,7 @@ def on_device(model: GPT, device: str, part: Part, kernel: str | None) -> GPT:
     driver.check_gpu()
     model = model.to(device)
     if part.operator:
+        operator(part.name, "cuda")
         c, index = model.config, torch.cuda.current_device()
         for queries in (c.block_size, 1):  # a prompt, and each new token
             driver.compiled(kernel, c.n_head, queries, c.block_size, c.head_dim, Dtype.FP32, index)

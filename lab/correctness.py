@@ -17,7 +17,7 @@ from torch.autograd.profiler import profile as cpu_profile
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from attention_ext import PARTS, attention, extension
+from attention_ext import PARTS, attention, extension, operator
 from attention_ext.cuda import driver
 from attention_ext.cuda.kernels import WIDEST
 from attention_ext.parts import Dtype, check_dtype
@@ -234,6 +234,7 @@ def describe_kernel(on: gpu.Gpu, kernel: str | None, heads: int, N: int, d: int,
     """
     if d > WIDEST:
         raise ValueError(f"d is {d}; it must be at most {WIDEST} on CUDA")
+    operator("part4", "cuda")
     chosen = driver.compiled(kernel, heads, N, N, d, dtype, on.device.index)
     row, tile = chosen.row, chosen.tile
     return (
