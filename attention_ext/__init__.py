@@ -99,7 +99,8 @@ def attention(
         raise TypeError(f"scale is a {type(scale).__name__}; it must be a number")
     if kernel is not None and not isinstance(kernel, str):
         raise TypeError(f"kernel is a {type(kernel).__name__}; it must be a name")
-    tiles.check_sides(br, bc)
+    if br is not None or bc is not None:
+        tiles.check_sides(br, bc)
     if row.operator is None:
         check_tensors(row, q, k, v, causal)
     try:
@@ -110,20 +111,17 @@ def attention(
         if gradient and row.operator:
             check_gradient(row, q, k, v)
         if on_cuda and row.operator and "cuda" in row.dtypes:
-            for name, size in (("br", br), ("bc", bc)):
-                if size is not None:
-                    raise ValueError(
-                        f"{name} is {size}; it must be None on CUDA, where each kernel has its own tile"
-                    )
-            out, lse = operator(part, "cuda")(q, k, v, causal, scale, return_lse, kernel)
-            return (out, lse) if return_lse else out
+            if br is not None or bc is not None:
+                side = f"bc is {bc}" if br is None else f"br is {br}"
+                raise ValueError(f"{side}; it must be None on CUDA, where each kernel has its own tile")
+            return operator(part, "cuda", False, return_lse)(q, k, v, causal, scale, kernel)
         (B, H, Nq, d), Nk = q.shape, k.shape[2]
         scale = 1 / math.sqrt(d) if scale is None else float(scale)
         if row.operator is None:
             from attention_ext import reference
 
             return reference.attention(q, k, v, causal=causal, scale=scale, return_lse=return_lse)
-        if (part, helpers, gradient) not in _operators:
+        if (part, helpers, gradient, False) not in _operators:
             check_tensors(row, q, k, v, causal)  # before it is compiled
         tile: tuple[int, ...] = ()
         if row.tiled:
@@ -136,28 +134,29 @@ def attention(
         return (out, lse) if return_lse else out
     except Exception as error:  # the operators in C++ check the tensors too, but raise RuntimeErrors
         check_tensors(row, q, k, v, causal)
-        if type(error) is RuntimeError and ("part4", "cuda", False) in _operators:
+        if type(error) is RuntimeError and q.is_cuda and row.operator:
             from attention_ext.cuda import operators
 
             operators.raise_reason(error)
         raise
 
 
-_operators: dict[tuple[str, str, bool], Callable] = {}
+_operators: dict[tuple[str, str, bool, bool], Callable] = {}
 
 
-def operator(part: str, simd: str = "auto", gradient: bool = False) -> Callable:
+def operator(part: str, simd: str = "auto", gradient: bool = False, lse: bool = False) -> Callable:
     """The PyTorch operator of one of parts 1 to 4; compiles the extension on first use.
 
     Raises ValueError for a part without such an operator, and errors as extension.load() does.
     simd: one of SIMD, or 'cuda' for part4's operator on CUDA. gradient: part4's with a gradient, on the CPU.
+    lse: on CUDA, the one that gives the logsumexp too; the others take it as an argument.
     """
-    key = part, simd, gradient
+    key = part, simd, gradient, lse
     if key not in _operators:  # torch.compile can trace a look-up in a table but not a build
         if simd == "cuda":
             from attention_ext.cuda import operators
 
-            _operators[key] = operators.flash
+            _operators[key] = operators.flash_with_lse if lse else operators.flash
         else:
             from attention_ext import extension
 

@@ -1,7 +1,6 @@
-"""Part 4 on CUDA as a PyTorch operator, torch.ops.attention_ext_cuda.flash: what Python adds to the launcher.
+"""Part 4 on CUDA as PyTorch operators, torch.ops.attention_ext_cuda: what Python adds to the launcher.
 
-csrc/bindings/launcher.cpp defines the operator. Here are its fake, and the choice of a kernel for sizes that
-are new.
+csrc/bindings/launcher.cpp defines them. Here are their fakes, and the choice of a kernel for new sizes.
 """
 
 import ctypes
@@ -75,13 +74,17 @@ def _check_sizes(kernel: str | None, Nq: int, Nk: int, d: int) -> None:
             raise ValueError(f"{name} has {rows}={n} rows; it must have at most {MOST_ROWS} on CUDA")
 
 
-def _fake(q, k, v, causal, scale, return_lse, kernel=None):
+def _fake(q, k, v, causal, scale, kernel=None):
     check(q, k, v, causal, kernel)
-    rows = q.shape[:3]
-    return q.new_empty(*rows, q.shape[3]), q.new_empty(rows if return_lse else (0,), dtype=torch.float32)
+    return q.new_empty(q.shape)
+
+
+def _fake_with_lse(q, k, v, causal, scale, kernel=None):
+    return _fake(q, k, v, causal, scale, kernel), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 _operators = extension.load_operators(recipes.launcher())  # BuildError if it cannot be compiled
 _operators.plan_by(ctypes.cast(_planned, ctypes.c_void_p).value)
 library.register_fake("attention_ext_cuda::flash", _fake)
-flash = _operators.flash.default
+library.register_fake("attention_ext_cuda::flash_with_lse", _fake_with_lse)
+flash, flash_with_lse = _operators.flash.default, _operators.flash_with_lse.default

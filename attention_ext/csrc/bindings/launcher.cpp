@@ -1,4 +1,5 @@
-// Part 4 on CUDA as PyTorch's operator attention_ext_cuda::flash: checks the tensors, allocates and launches.
+// Part 4 on CUDA as PyTorch's operators attention_ext_cuda::flash and flash_with_lse: they check the tensors,
+// allocate and launch.
 //
 // Python chooses and compiles. For sizes that are new it is called back and gives a Plan, which is kept: a
 // later call of these sizes does not enter Python. Nothing waits for the GPU, and all memory comes from
@@ -299,11 +300,10 @@ Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
     return {device, format, s[0], s[1], s[2], of_k[2], s[3], {}};
 }
 
-// The output (B, H, Nq, d), contiguous, and the logsumexp (B, H, Nq), or an empty tensor without it. kernel: by
-// its name, or the fastest. scale: 1 / sqrt(d) unless given.
-std::tuple<Tensor, Tensor> flash(const Tensor& q_, const Tensor& k_, const Tensor& v_, bool causal,
-                                 std::optional<double> scale, bool return_lse,
-                                 std::optional<std::string> kernel) {
+// The output (B, H, Nq, d), contiguous; with lse also the rows' logsumexp, (B, H, Nq). kernel: by its name, or
+// the fastest. scale: 1 / sqrt(d) unless given.
+Tensor attend(const Tensor& q_, const Tensor& k_, const Tensor& v_, bool causal, std::optional<double> scale,
+              const std::optional<std::string>& kernel, std::optional<Tensor>* lse = nullptr) {
     Sizes s = sizes_of(q_, k_, v_, causal);
     REQUIRE(!kernel || !kernel->empty(), "kernel must be a name");
     if (kernel) s.kernel = *kernel;
@@ -312,8 +312,7 @@ std::tuple<Tensor, Tensor> flash(const Tensor& q_, const Tensor& k_, const Tenso
     const int bytes = s.format == 0 ? 4 : 2;
     const Matrices q = laid_out(q_, plan, bytes), k = laid_out(k_, plan, bytes), v = laid_out(v_, plan, bytes);
     Tensor out = new_tensor({s.B, s.H, s.Nq, plan.width}, q_.scalar_type(), q_);
-    const Tensor lse = return_lse ? new_tensor({s.B, s.H, s.Nq}, ScalarType::Float, q_)
-                                  : new_tensor({0}, ScalarType::Float, q_);
+    if (lse) *lse = new_tensor({s.B, s.H, s.Nq}, ScalarType::Float, q_);
     std::optional<Tensor> held;
     if (plan.scratch) held = new_tensor({plan.scratch}, ScalarType::Float, q_);
 
@@ -323,7 +322,7 @@ std::tuple<Tensor, Tensor> flash(const Tensor& q_, const Tensor& k_, const Tenso
               k.data,
               v.data,
               out.mutable_data_ptr(),
-              return_lse ? static_cast<float*>(lse.mutable_data_ptr()) : nullptr,
+              lse ? static_cast<float*>((*lse)->mutable_data_ptr()) : nullptr,
               q.strides,
               k.strides,
               v.strides,
@@ -348,22 +347,36 @@ std::tuple<Tensor, Tensor> flash(const Tensor& q_, const Tensor& k_, const Tenso
     REQUIRE(libraries().current_stream(s.device, &stream) == 0, "PyTorch has no current stream");
     for (int i = 0; i < plan.repeats; i++, number += plan.step)
         for (int j = 0; j < plan.count; j++) launch(plan.launches[j], plan.box ? with_maps : without, stream);
-    if (plan.width == s.d) return {out, lse};
-    return {torch::stable::contiguous(torch::stable::narrow(out, 3, 0, s.d)), lse};
+    return plan.width == s.d ? out : torch::stable::contiguous(torch::stable::narrow(out, 3, 0, s.d));
+}
+
+Tensor flash(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, std::optional<double> scale,
+             std::optional<std::string> kernel) {
+    return attend(q, k, v, causal, scale, kernel);
+}
+
+std::tuple<Tensor, Tensor> flash_with_lse(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+                                          std::optional<double> scale, std::optional<std::string> kernel) {
+    std::optional<Tensor> lse;
+    const Tensor out = attend(q, k, v, causal, scale, kernel, &lse);
+    return {out, *lse};
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY(attention_ext_cuda, m) {
-    m.def(
-        "flash(Tensor q, Tensor k, Tensor v, bool causal, float? scale, bool return_lse, str? kernel=None) -> "
-        "(Tensor, Tensor)");
+    const std::string arguments = "(Tensor q, Tensor k, Tensor v, bool causal, float? scale, str? kernel=None)";
+    m.def(("flash" + arguments + " -> Tensor").c_str());
+    m.def(("flash_with_lse" + arguments + " -> (Tensor, Tensor)").c_str());
     m.def("plan_by(int function) -> ()");
 }
 
 // The macro takes a name and no macro.
 #define LIBRARY_IMPL(name, key, m) STABLE_TORCH_LIBRARY_IMPL(name, key, m)
-LIBRARY_IMPL(attention_ext_cuda, LAUNCHER_DEVICE, m) { m.impl("flash", BOX(&flash)); }
+LIBRARY_IMPL(attention_ext_cuda, LAUNCHER_DEVICE, m) {
+    m.impl("flash", BOX(&flash));
+    m.impl("flash_with_lse", BOX(&flash_with_lse));
+}
 
 STABLE_TORCH_LIBRARY_IMPL(attention_ext_cuda, CompositeExplicitAutograd, m) {
     m.impl("plan_by", BOX(&plan_by));

@@ -71,7 +71,7 @@ def test_the_operator_called_directly_checks_too():
         ((q, k, v), "7", "kernel is '7'; it must be one of 1,"),
     ):
         with pytest.raises(ValueError, match=message):
-            operator("part4", "cuda")(*tensors, False, 1.0, False, kernel)
+            operator("part4", "cuda")(*tensors, False, 1.0, kernel)
 
 
 def test_tensors_on_two_devices_are_named():

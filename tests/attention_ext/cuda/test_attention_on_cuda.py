@@ -226,9 +226,9 @@ def test_more_than_2_31_numbers(row):
 
 def test_opcheck(row):
     kernel, dtype = row
-    for return_lse in (False, True):
+    for lse in (False, True):
         q, k, v = qkv(1, 2, 40, 50, 32, dtype)
-        torch_library.opcheck(operator("part4", "cuda"), (q, k, v, True, 0.3, return_lse, kernel))
+        torch_library.opcheck(operator("part4", "cuda", lse=lse), (q, k, v, True, 0.3, kernel))
 
 
 def test_compiles_without_a_graph_break(row):
