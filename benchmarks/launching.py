@@ -1,6 +1,6 @@
 """The host's time for a call of attention on CUDA: part 4 and PyTorch's SDPA.
 
-    python -m benchmarks.launching [--dtype fp32,bf16] [--rounds 9]
+    python -m benchmarks.launching [--dtype fp32,bf16] [--rounds 25]
 
 The host launches calls without waiting for the GPU, fewer than the driver queues; so kernels that take
 longer than their launch do not count. The contenders take turns, after their results have been compared. A
@@ -58,7 +58,7 @@ def row(dtype: Dtype, shape: tuple[int, ...], rounds: int) -> str:
 
 @click.command(context_settings={"show_default": True})
 @options.names("--dtype", "Formats of the inputs.", of=list(Dtype), default="fp32,bf16")
-@options.whole("--rounds", "Rounds of each.", least=2, default=9)
+@options.whole("--rounds", "Rounds of each.", least=2, default=25)
 def main(dtype: tuple[str, ...], rounds: int) -> None:
     """Print microseconds of the host for a call."""
     try:
