@@ -28,7 +28,6 @@ import torch  # noqa: E402
 from app.cli.options import Numbers  # noqa: E402
 from benchmarks.measuring import percent, powers, show_table  # noqa: E402
 from generation import bulk, cluster, shards  # noqa: E402
-from generation.engine import open_engine  # noqa: E402
 from generation.jobs import Job  # noqa: E402
 from generation.processes import Pool, local_pool  # noqa: E402
 from model import load  # noqa: E402
@@ -84,7 +83,6 @@ def main(
     checkpoint = load(model)
     length = checkpoint.config.block_size
     settings = shards.Settings(model, shards.fingerprint(checkpoint), max_new_tokens=length)
-    open_engine(checkpoint)  # compiles it
     resolved = shards.resolved(settings, checkpoint)
     kinds: dict[str, Callable] = {"processes": processes}
     if with_ray:

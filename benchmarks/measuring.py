@@ -23,7 +23,7 @@ def write(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     texts = {writer.join(request): list[int]() for request in requests}
     while written := writer.step():
         for text, tokens in written:
-            texts[text] += tokens
+            texts[text] += tokens.tolist()
     return list(texts.values())
 
 

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from attention_ext.build import nvrtc
 from attention_ext.parts import BuildError, CachePrecision, Precision
 from generation import logprobs
+from generation.engine import rows_of
 from generation.logprobs import TokenLogprob
 from generation.sampling import NUMBERS, Sampling
 from model.checkpoint import Checkpoint, bf16_bits
@@ -192,6 +193,7 @@ class Gpu:
     """The first GPU that CUDA shows: its primary context, which PyTorch uses too, and a stream of its own.
 
     capability: (major, minor). shared: the most bytes of shared memory for a block. hertz: its clock's.
+    memory: its bytes.
     """
 
     def __init__(self) -> None:
@@ -206,6 +208,7 @@ class Gpu:
         self.capability = (major, minor)
         self.shared = self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         self.hertz = 1000 * self._attribute("CLOCK_RATE")
+        self.memory = int(_check(driver.cuDeviceTotalMem(self._device)))
 
     def _attribute(self, name: str) -> int:
         named = getattr(_driver().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
@@ -299,6 +302,43 @@ class Memory:
             self._free(self.address)
 
 
+def settings_of(sampling: Sampling) -> list[float]:
+    """A text's settings, as decoder.cu reads them."""
+    return [float(getattr(sampling, name) or 0) for name in NUMBERS] + [float(bool(sampling.logit_bias))]
+
+
+class Uniforms:
+    """The numbers in [0, 1) of a seed, torch.rand's in float64: each call gives the next ones.
+
+    To make a generator takes 0.2 ms, to seed one 3 us. So all texts share one for their first numbers, and only
+    longer texts have their own.
+    """
+
+    _shared: Any = np.random.MT19937()
+    _lock = threading.Lock()
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed & 0xFFFFFFFF  # the bits that PyTorch uses
+        self._own: Any = None
+        self._given = 0  # raw numbers of the first call
+
+    def __call__(self, count: int) -> NDArray[np.float64]:
+        if self._given and self._own is None:
+            self._own = np.random.MT19937()
+            self._own._legacy_seeding(self._seed)
+            self._own.random_raw(self._given, output=False)
+        if self._own is not None:
+            raw = self._own.random_raw(2 * count)
+        else:
+            with self._lock:
+                self._shared._legacy_seeding(self._seed)
+                raw = self._shared.random_raw(2 * count)
+            self._given = 2 * count
+        # The upper half of a number comes first. Reversed, it lies where a little-endian number has it.
+        joined = raw[::-1].astype(np.uint32).view(np.uint64)[::-1]
+        return (joined & np.uint64(2**53 - 1)) * 2.0**-53
+
+
 class CudaEngine:
     """An Engine on the first GPU. Its calls take turns.
 
@@ -348,8 +388,8 @@ class CudaEngine:
         # Prompts to be read, how many of their tokens are; then as in begin().
         self._begun: dict[int, tuple[list[int], int, bool, int | None]] = {}
         self._pass_seconds = FIRST_PASS_SECONDS
-        for slot in range(slots):
-            self.set_sampling(slot, Sampling())
+        self._settings, self._settings_changed = np.tile(settings_of(Sampling()), (slots, 1)), True
+        self._samplings = [Sampling()] * slots
         on.kernel(self._layout, 1)  # compiled now, not while the first text waits
 
     @property
@@ -358,29 +398,25 @@ class CudaEngine:
         blocks = f"{self._clusters} clusters of {self._layout.blocks} blocks"
         return f"The whole model in one launch, part 4's attention, {blocks} on {self._gpu.name}"
 
-    def uniforms(self, seed: int) -> Callable[[int], list[float]]:
-        bits: Any = np.random.MT19937()
-        bits._legacy_seeding(seed & 0xFFFFFFFF)  # as in PyTorch, only the lower 32 bits are used
-
-        def following(count: int) -> list[float]:
-            upper, lower = bits.random_raw(2 * count).reshape(count, 2).T.astype(np.uint64)
-            kept = (upper << np.uint64(32) | lower) & np.uint64(2**53 - 1)
-            return (kept * 2.0**-53).tolist()
-
-        return following
+    def uniforms(self, seed: int) -> Callable[[int], NDArray[np.float64]]:
+        return Uniforms(seed)
 
     def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
         self._check_slot(slot)
-        bias = np.zeros(self.config.vocab_size)
-        for token, number in sampling.logit_bias:
-            if token >= len(bias):
-                raise ValueError(f"a token of logit_bias is {token}; it must be from 0 to {len(bias) - 1}")
-            bias[token] = number
-        settings = [getattr(sampling, name) or 0 for name in NUMBERS] + [bool(sampling.logit_bias)]
+        V = self.config.vocab_size
+        for token, _ in sampling.logit_bias:
+            if token >= V:
+                raise ValueError(f"a token of logit_bias is {token}; it must be from 0 to {V - 1}")
         with self._lock:
-            self._gpu.activate()
-            self._fill("sampling", slot, np.array(settings, float))
-            self._fill("bias", slot, bias)
+            if sampling is not self._samplings[slot]:  # the texts of a job share theirs
+                self._samplings[slot], self._settings[slot] = sampling, settings_of(sampling)
+                self._settings_changed = True
+                if sampling.logit_bias:
+                    bias = np.zeros(V)
+                    tokens, numbers = zip(*sampling.logit_bias)
+                    bias[list(tokens)] = numbers
+                    self._gpu.activate()
+                    self._fill("bias", slot, bias)
             self._tops[slot], self._logprobs[slot] = logprobs, []
 
     def take_logprobs(self, slot: int) -> list[TokenLogprob]:
@@ -435,36 +471,35 @@ class CudaEngine:
             self._begun.pop(slot, None)
 
     def write(
-        self, slots: Sequence[int], uniforms: Sequence[Sequence[float]], seconds: float | None = None
-    ) -> list[list[int]]:
+        self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None
+    ) -> NDArray[np.int32]:
         at = np.array(slots, np.int64)
-        if wrong := [len(row) for row in uniforms if len(row) != len(at)]:
-            must = f"it must be the number of slots, {len(at)}"
-            raise ValueError(f"the number of uniforms is {wrong[0]}; {must}")
-        numbers = np.array(uniforms, float)
+        numbers = rows_of(uniforms, len(at))
         if not ((numbers >= 0) & (numbers < 1)).all():
             raise ValueError("a uniform is outside [0, 1)")
         if seconds is not None and not seconds >= 0:
             raise ValueError("seconds must be at least 0")
-        for slot in slots:
+        for slot in at[(at < 0) | (at >= self.slots)]:
             self._check_slot(slot)
-        if len(set(slots)) < len(at):
+        if len(np.unique(at)) < len(at):
             raise ValueError(f"slots is {list(slots)}; each must be named once")
         with self._lock:
             self._gpu.activate()
             texts = np.empty(len(at), TEXT)
             texts["slot"], texts["length"], texts["token"] = at, self._lengths[at], self._pending[at]
             held = texts["length"] + (texts["token"] >= 0)
-            for slot, length in zip(slots, held):
-                if length == 0 or length > self.capacity:
-                    state = "read first" if length == 0 else "read again: it is full"
-                    raise ValueError(f"slot is {slot}; it must be {state}")
+            for wrong, state in ((held == 0, "first"), (held > self.capacity, "again: it is full")):
+                if wrong.any():
+                    raise ValueError(f"slot is {at[wrong][0]}; it must be read {state}")
             passes = -(-len(at) // (self._most_texts * self._clusters))  # of each cluster, for a row
             together = -(-len(at) // (passes * self._clusters))
             fit = (SECONDS if seconds is None else seconds) / (passes * self._pass_seconds)
             rows = int(min(len(numbers), max(1, fit), self.capacity + 1 - int(held.max())))
             clusters = min(self._clusters, -(-len(at) // together))
             scored = any(self._tops[slot] is not None for slot in slots)
+            if self._settings_changed:
+                self._fill("sampling", 0, self._settings)
+                self._settings_changed = False
             start = time.perf_counter()
             chosen = self._launch(texts, numbers[:rows], together, clusters, scored)
             self._pass_seconds = (time.perf_counter() - start) / (rows * passes)
@@ -476,20 +511,30 @@ class CudaEngine:
                         self._logprobs[slot] += logprobs.of_logits(every[:, i], chosen[:, i].tolist(), top)
         if (chosen < 0).any():
             raise ValueError("logits hold NaN, or the largest is infinite; they must be numbers")
-        return chosen.tolist()
+        return chosen
 
-    def copy(self, source: int, target: int) -> None:
-        self._check_slot(source)
-        self._check_slot(target)
+    def copy(self, source: int, *targets: int) -> None:
+        for slot in (source, *targets):
+            self._check_slot(slot)
+        at = np.setdiff1d(targets, [source])
         with self._lock:
             self._gpu.activate()
-            for name in ("keys", "values", "logits", "seen", "written"):
-                start, size = self._held[name].address, self._sizes[name]
-                to, origin = start + target * size, start + source * size
-                if to != origin:
-                    _check(_driver().cuMemcpyDtoDAsync(to, origin, size, self._gpu.stream))
-            self._lengths[target], self._pending[target] = self._lengths[source], self._pending[source]
-            self._begun.pop(target, None)
+            for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1):
+                self._copy_to_run(source, run)
+            self._lengths[at], self._pending[at] = self._lengths[source], self._pending[source]
+            for slot in self._begun.keys() & set(targets):
+                del self._begun[slot]
+
+    def _copy_to_run(self, source: int, run: NDArray[Any]) -> None:
+        """Copy a slot to neighbouring ones: to the first, from there to the next, to two, four ..."""
+        for name in ("keys", "values", "logits", "seen", "written"):
+            start, size = self._held[name].address, self._sizes[name]
+            origin, done = source, 0
+            while done < len(run):
+                count = min(max(done, 1), len(run) - done)
+                to, of = (start + int(slot) * size for slot in (run[done], origin))
+                _check(_driver().cuMemcpyDtoDAsync(to, of, count * size, self._gpu.stream))
+                origin, done = run[0], done + count
 
     def logits(self, slot: int) -> list[float]:
         self._check_slot(slot)
@@ -546,24 +591,26 @@ class CudaEngine:
         """
         driver, count, stream = _driver(), len(texts), self._gpu.stream
         rows = 1 if uniforms is None else len(uniforms)
-        numbers = b"" if uniforms is None else uniforms.tobytes()
-        given = np.frombuffer(numbers + texts.tobytes(), np.uint8)
-        if given.size > self._given.size:
-            self._given, self._staged = Memory(2 * given.size, host=True), Memory(2 * given.size)
+        drawn = 0 if uniforms is None else uniforms.nbytes
+        given = drawn + texts.nbytes
+        if given > self._given.size:
+            self._given, self._staged = Memory(2 * given, host=True), Memory(2 * given)
         size = 4 * rows * count
         if size > self._chosen.size:
             self._chosen = Memory(2 * size, host=True)
         if every and size * self.config.vocab_size > self._every.size:
             self._every = Memory(size * self.config.vocab_size)
-        self._given.bytes[: given.size] = given
+        if uniforms is not None:
+            self._given.bytes[:drawn].view(float).reshape(uniforms.shape)[:] = uniforms
+        self._given.bytes[drawn:given] = texts.view(np.uint8)
         work = Work(
             **{name: memory.address for name, memory in self._held.items()},
             weights=self._weights.address,
             tokens=self._tokens.address,
             positions=self._positions.address,
             every=self._every.address if every else None,
-            texts=self._staged.address + len(numbers),
-            uniforms=self._staged.address if numbers else None,
+            texts=self._staged.address + drawn,
+            uniforms=self._staged.address if drawn else None,
             chosen=self._chosen.address,
             cycles=self._cycles.address,
             count=count,
@@ -574,7 +621,7 @@ class CudaEngine:
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(work))
         function, _ = self._gpu.kernel(self._layout, together)
         config = self._gpu.launch(self._layout, together, clusters)
-        _check(driver.cuMemcpyHtoDAsync(self._staged.address, self._given.address, given.size, stream))
+        _check(driver.cuMemcpyHtoDAsync(self._staged.address, self._given.address, given, stream))
         _check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
         _check(driver.cuStreamSynchronize(stream))
         return self._chosen.bytes[:size].view(np.int32).reshape(rows, count).copy()

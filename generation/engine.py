@@ -8,7 +8,10 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from attention_ext import processor, tiles
 from attention_ext.cuda import kernels as on_cuda
@@ -48,7 +51,7 @@ class Engine(Protocol):
     simd_name: str | None  # the SIMD helpers under the part; None for part0 and on a GPU
     threads: int  # the most that it uses on the CPU
 
-    def uniforms(self, seed: int) -> Callable[[int], list[float]]:
+    def uniforms(self, seed: int) -> Callable[[int], NDArray[np.float64]]:
         """A function that gives the next `count` numbers of a seed, in [0, 1): torch.rand's in float64."""
 
     def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
@@ -78,18 +81,19 @@ class Engine(Protocol):
         """Cancel a begin() and free its memory."""
 
     def write(
-        self, slots: Sequence[int], uniforms: Sequence[Sequence[float]], seconds: float | None = None
-    ) -> list[list[int]]:
-        """Choose a token for each of these slots and append it, for each row of uniforms; return the rows.
+        self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None
+    ) -> NDArray[Any]:
+        """Choose a token for each of these slots and append it, for each row of uniforms.
 
-        uniforms: rows with a number in [0, 1) for each slot. It decides the choice.
+        Returns the tokens, whole numbers: (rows that were written, slots).
+        uniforms: (rows, slots) in [0, 1). They decide the choices.
         seconds: the engine begins no further row after about this long; by default so soon that Ctrl-C takes
         effect. It writes at least one row, and stops when a slot is full. A slot with capacity + 1 tokens,
         whose last one is not yet read, must be read again first.
         """
 
-    def copy(self, source: int, target: int) -> None:
-        """Copy the text of slot `source` to slot `target`; each keeps its own sampling.
+    def copy(self, source: int, *targets: int) -> None:
+        """Copy the text of slot `source` to other slots; each keeps its own sampling.
 
         Log-probabilities are not copied.
         """
@@ -215,6 +219,15 @@ def member(kind: type[Name], name: str, value: str) -> Name:
     if value not in list(kind):
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(kind)}")
     return kind(value)
+
+
+def rows_of(uniforms: ArrayLike, count: int) -> NDArray[np.float64]:
+    """The numbers (rows, count) of a call of write(). Raises ValueError for another number of them in a row."""
+    numbers = np.ascontiguousarray(uniforms, float)
+    if numbers.ndim != 2 or numbers.shape[1] != count:
+        must = f"it must be the number of slots, {count}"
+        raise ValueError(f"the number of uniforms is {numbers.shape[-1]}; {must}")
+    return numbers
 
 
 def default_engine(part: str) -> str:

@@ -49,6 +49,8 @@ class Job:
         what = asdict(self.settings) | {"texts": self.texts, "shard_size": self.shard_size}
         what |= {"prompts_sha256": self.prompts.sha256 if self.prompts else None}
         del what["model"]
+        if self.settings.device == "cpu":  # as before there was another
+            del what["device"]
         return json.loads(json.dumps(what))
 
     def tasks(self) -> Iterator[Task]:

@@ -9,11 +9,14 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_bool, c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
-from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from attention_ext import extension, processor
 from attention_ext.parts import PARTS, CachePrecision, Precision
+from generation.engine import rows_of
 from generation.sampling import Sampling
 from model.checkpoint import Checkpoint
 
@@ -119,14 +122,14 @@ class Decoder:
     def __reduce__(self) -> Any:
         raise TypeError("a Decoder cannot be copied")
 
-    def uniforms(self, seed: int) -> Callable[[int], list[float]]:
+    def uniforms(self, seed: int) -> Callable[[int], NDArray[np.float64]]:
         state = ctypes.create_string_buffer(self._c.uniforms_bytes())
         self._c.uniforms_seed(state, seed)
 
-        def following(count: int) -> list[float]:
-            numbers = (c_double * count)()
-            self._c.uniforms_next(state, count, numbers)
-            return list(numbers)
+        def following(count: int) -> NDArray[np.float64]:
+            numbers = np.empty(count)
+            self._c.uniforms_next(state, count, numbers.ctypes.data)
+            return numbers
 
         return following
 
@@ -163,25 +166,22 @@ class Decoder:
             self._do("drop", slot)
 
     def write(
-        self, slots: Sequence[int], uniforms: Sequence[Sequence[float]], seconds: float | None = None
-    ) -> list[list[int]]:
-        count, rows, written = len(slots), len(uniforms), c_int64()
-        for row in uniforms:
-            if len(row) != count:
-                must = f"it must be the number of slots, {count}"
-                raise ValueError(f"the number of uniforms is {len(row)}; {must}")
-        numbers = (c_double * (count * rows))(*chain.from_iterable(uniforms))
-        tokens = (c_int64 * (count * rows))()
+        self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None
+    ) -> NDArray[np.int64]:
+        numbers, written = rows_of(uniforms, len(slots)), c_int64()
+        rows, count = numbers.shape
+        tokens = np.empty((rows, count), np.int64)
         limit = None if seconds is None else byref(c_double(seconds))
-        order, c = integers(slots), self._c
+        arrays = (integers(slots), rows, numbers.ctypes.data, limit, tokens.ctypes.data, byref(written))
         with self._lock:
-            if not c.write_rows(self._handle, count, order, rows, numbers, limit, tokens, byref(written)):
+            if not self._c.write_rows(self._handle, count, *arrays):
                 raise self._error()
-        return [tokens[row * count : (row + 1) * count] for row in range(written.value)]
+        return tokens[: written.value]
 
-    def copy(self, source: int, target: int) -> None:
+    def copy(self, source: int, *targets: int) -> None:
         with self._lock:
-            self._do("copy", source, target)
+            for target in targets:
+                self._do("copy", source, target)
 
     def logits(self, slot: int) -> list[float]:
         made = (c_float * self.config.vocab_size)()

@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 
 from attention_ext import attention, extension, operator
 from attention_ext.parts import CachePrecision, Dtype, Part, Precision
 from generation import logprobs, sampling
-from generation.engine import Engine, member
+from generation.engine import Engine, member, rows_of
 from generation.logprobs import TokenLogprob
 from generation.sampling import Sampling
 from model.checkpoint import Checkpoint
@@ -59,9 +61,9 @@ class TorchEngine:
         self._logits = torch.empty(slots, c.vocab_size, device=self._device)
         self.choose: Callable[..., list[int]] = sampling.choose  # lab/profile.py wraps it in a timer
 
-    def uniforms(self, seed: int) -> Callable[[int], list[float]]:
+    def uniforms(self, seed: int) -> Callable[[int], NDArray[np.float64]]:
         generator = torch.Generator().manual_seed(seed)
-        return lambda count: torch.rand(count, dtype=torch.float64, generator=generator).tolist()
+        return lambda count: torch.rand(count, dtype=torch.float64, generator=generator).numpy()
 
     def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
         self._samplings[slot], self._tops[slot] = sampling, logprobs
@@ -97,8 +99,9 @@ class TorchEngine:
 
     @torch.inference_mode()
     def write(
-        self, slots: Sequence[int], uniforms: Sequence[Sequence[float]], seconds: float | None = None
-    ) -> list[list[int]]:
+        self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None
+    ) -> NDArray[np.int64]:
+        numbers = rows_of(uniforms, len(slots))
         waiting = [slot for slot in sorted(slots) if self._pending[slot] >= 0]
         for _, run in itertools.groupby(enumerate(waiting), lambda it: (it[1] - it[0], self._lengths[it[1]])):
             together = [slot for _, slot in run]
@@ -106,7 +109,7 @@ class TorchEngine:
         at = list(slots)
         samplings, seen = [self._samplings[slot] for slot in at], [self._seen[slot] for slot in at]
         written = [self._written[slot] for slot in at]
-        tokens = self.choose(self._logits[at].cpu(), uniforms[0], samplings, seen, written)
+        tokens = self.choose(self._logits[at].cpu(), numbers[0], samplings, seen, written)
         for slot, token in zip(at, tokens):
             self._pending[slot] = token
             self._seen[slot].add(token)
@@ -114,19 +117,20 @@ class TorchEngine:
             if (top := self._tops[slot]) is not None:
                 row = self._logits[slot : slot + 1].cpu().numpy()
                 self._logprobs[slot] += logprobs.of_logits(row, [token], top)
-        return [tokens]  # one step takes about as long as a native call
+        return np.array([tokens], np.int64)  # one step takes about as long as a native call
 
     @torch.inference_mode()
-    def copy(self, source: int, target: int) -> None:
-        length = self._lengths[target] = self._lengths[source]
-        for cache in self._caches:
-            cache.k[target, :, :length] = cache.k[source, :, :length]
-            cache.v[target, :, :length] = cache.v[source, :, :length]
-        self._pending[target] = self._pending[source]
-        self._logits[target] = self._logits[source]
-        self._seen[target] = set(self._seen[source])
-        self._written[target] = Counter(self._written[source])
-        self._begun.pop(target, None)
+    def copy(self, source: int, *targets: int) -> None:
+        for target in targets:
+            length = self._lengths[target] = self._lengths[source]
+            for cache in self._caches:
+                cache.k[target, :, :length] = cache.k[source, :, :length]
+                cache.v[target, :, :length] = cache.v[source, :, :length]
+            self._pending[target] = self._pending[source]
+            self._logits[target] = self._logits[source]
+            self._seen[target] = set(self._seen[source])
+            self._written[target] = Counter(self._written[source])
+            self._begun.pop(target, None)
 
     def logits(self, slot: int) -> list[float]:
         return self._logits[slot].tolist()

@@ -45,7 +45,7 @@ class Reader:
     """
 
     def __init__(self, engine: Engine, keeper: int | None, slice_seconds: float) -> None:
-        self.waiting: list[Text] = []  # in the order in which they began to wait
+        self.waiting: dict[Text, None] = {}  # in the order in which they began to wait
         self._engine, self._keeper, self._slice = engine, keeper, slice_seconds
         self._begun: dict[Text, int | None] = {}  # texts that are partly read, with their Read.top
         self._kept: Read | None = None
@@ -59,12 +59,11 @@ class Reader:
         """
         start = time.perf_counter()
         end = start + self._slice
-        needing = (text for text in texts if text.is_new or text.is_stale)
-        self.waiting += [text for text in needing if text not in self.waiting]
+        self.waiting.update((text, None) for text in texts if text.is_new or text.is_stale)
         if self._kept:
             self._copy(self._kept)
         if self.waiting and not self._shortest_is_due:
-            self._go_on(self.waiting[0], start + self._slice / 2)
+            self._go_on(next(iter(self.waiting)), start + self._slice / 2)
             self._shortest_is_due = time.perf_counter() >= end
             if self._shortest_is_due:
                 return
@@ -74,8 +73,7 @@ class Reader:
 
     def drop(self, text: Text) -> None:
         """Forget a text and free the memory of its unfinished reading."""
-        if text in self.waiting:
-            self.waiting.remove(text)
+        self.waiting.pop(text, None)
         if text in self._begun:
             del self._begun[text]
             self._engine.drop(text.slot)
@@ -100,7 +98,7 @@ class Reader:
 
     def _finish(self, text: Text, top: int | None) -> None:
         """Record that a text's window is read. Copy a prompt to the other texts that wait for it."""
-        self.waiting.remove(text)
+        del self.waiting[text]
         if not text.is_new:
             text.held = len(text.window)
             return
@@ -115,7 +113,9 @@ class Reader:
 
     def _copy(self, source: Read) -> None:
         """Copy a prompt, from a slot without a new token, to the waiting texts that begin with it."""
-        for text in [each for each in self.waiting if each not in self._begun and source.begins(each)]:
-            self._engine.copy(source.slot, text.slot)
+        texts = [each for each in self.waiting if each not in self._begun and source.begins(each)]
+        if texts:
+            self._engine.copy(source.slot, *(text.slot for text in texts))
+        for text in texts:
             source.begin(text)
-            self.waiting.remove(text)
+            del self.waiting[text]

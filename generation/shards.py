@@ -20,7 +20,7 @@ from typing import Any
 from attention_ext import __version__, processor, tiles
 from attention_ext.build import prebuilt
 from attention_ext.parts import PARTS, CachePrecision, helpers_of
-from generation.engine import default_engine, open_engine
+from generation.engine import Engine, open_engine
 from generation.sampling import NUMBERS, Sampling
 from generation.texts import capacity_for, complete, slots_for
 from generation.writer import Request, Writer
@@ -30,6 +30,7 @@ from model.tokenizer import Tokenizer
 
 MOST_NEW_TOKENS = 2**20  # limit for a line of a prompts file: an endless text would block its shard
 ASK_SECONDS = 0.2  # time between two questions whether a shard is still wanted
+WRITE_SECONDS = 1.0  # of a call of the engine: nobody waits for its tokens
 LINE_OPTIONS = (*NUMBERS, "max_new_tokens", "seed", "stop", "context")
 
 
@@ -50,6 +51,7 @@ class Settings:
     bc: int | None = None
     weights: str = "fp32"
     kv_cache: str = "fp32"
+    device: str = "cpu"
     prompt: str | None = "\n"
     max_new_tokens: int = 256
     sampling: Sampling = Sampling()
@@ -112,16 +114,27 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 def resolved(settings: Settings, checkpoint: Checkpoint) -> dict[str, Any]:
     """The engine, SIMD helpers and tile that this machine chooses for 'auto'.
 
-    They decide the last bits of the logits; tuned tiles differ between machines.
+    They decide the last bits of the logits; tuned tiles differ between machines. The engine is opened once, so
+    that what the workers load is compiled. Raises as open_engine() does.
     """
     s = settings
+    engine = opened(s, checkpoint).name
+    if s.device == "cuda":
+        return {"engine": engine}
     simd = helpers_of(s.part, s.simd) or "auto"
-    chosen = {"engine": s.engine or default_engine(s.part), "simd": simd, "br": s.br, "bc": s.bc}
+    chosen = {"engine": engine, "simd": simd, "br": s.br, "bc": s.bc}
     if PARTS[s.part].tiled:
         d, capacity = checkpoint.config.head_dim, capacity_of(s, checkpoint)
         br, bc = tiles.tile(simd, 1, d, capacity, causal=True)
         chosen |= {"br": s.br or br, "bc": s.bc or bc}
     return chosen
+
+
+def opened(settings: Settings, checkpoint: Checkpoint, **sizes: int) -> Engine:
+    """The engine of the settings, with one thread. sizes: slots and capacity. Raises as open_engine() does."""
+    names = ("engine", "part", "simd", "br", "bc", "weights", "kv_cache", "device")
+    chosen = {name: getattr(settings, name) for name in names}
+    return open_engine(checkpoint, threads=1, **sizes, **chosen)
 
 
 def capacity_of(settings: Settings, checkpoint: Checkpoint) -> int:
@@ -207,10 +220,11 @@ class Stop(Exception):
 class Scribe:
     """Writes shards with one model and engine.
 
+    texts: the most of a shard; on a GPU there are no more slots.
     Raises ValueError if the model is not the one of the settings, and the errors of load() and open_engine().
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, texts: int = 2**31) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the driver has shown them
             self.checkpoint = load(settings.model)
@@ -219,10 +233,9 @@ class Scribe:
         self.settings = settings
         capacity = capacity_of(settings, self.checkpoint)
         kv_cache = CachePrecision(settings.kv_cache)
-        self.at_once, slots = slots_for(2**31, 1, self.checkpoint.config, capacity, kv_cache)
-        names = ("engine", "part", "simd", "br", "bc", "weights", "kv_cache")
-        chosen = {name: getattr(settings, name) for name in names}
-        self.engine = open_engine(self.checkpoint, slots=slots, capacity=capacity, threads=1, **chosen)
+        sizes = (self.checkpoint.config, capacity, kv_cache, settings.device)
+        self.at_once, slots = slots_for(texts if settings.device == "cuda" else 2**31, 1, *sizes)
+        self.engine = opened(settings, self.checkpoint, slots=slots, capacity=capacity)
 
     def write(self, task: Task, wanted: Callable[[], bool] = lambda: True) -> Shard:
         """Write a task's texts. Raises Stop soon after wanted() is false."""
@@ -235,7 +248,7 @@ class Scribe:
                 rows[number] = row
                 yield request
 
-        writer = Writer(self.engine, self.at_once)
+        writer = Writer(self.engine, self.at_once, seconds=WRITE_SECONDS)
         asked = start
         for done, piece in complete(writer, self.checkpoint.tokenizer, requests()):
             if time.perf_counter() - asked > ASK_SECONDS:
@@ -243,8 +256,9 @@ class Scribe:
                 if not wanted():
                     raise Stop
             if not piece:
-                rows[done.number] |= {"seed": done.request.seed, "text": done.text}
-                rows[done.number] |= {"new_tokens": done.new_tokens, "finish_reason": done.finish_reason}
+                row = rows[done.number]
+                row["seed"], row["text"] = done.request.seed, done.text
+                row["new_tokens"], row["finish_reason"] = done.new_tokens, done.finish_reason
         written = list(rows.values())
         parquet = self.settings.format == "parquet"
         data = in_parquet(written, task.lines is not None) if parquet else in_jsonl(written)
@@ -252,6 +266,11 @@ class Scribe:
         seconds = time.perf_counter() - start
         cpu_seconds = time.process_time() - cpu_start
         packages = ["pyarrow"] * parquet + ["torch"] * (self.engine.name == "torch")
+        gpu = {}
+        if self.settings.device == "cuda":
+            from generation import cuda
+
+            gpu["gpu"] = cuda.gpu().name
         return Shard(
             data,
             len(written),
@@ -259,7 +278,7 @@ class Scribe:
             seconds,
             cpu_seconds,
             rejected,
-            this_machine(prebuilt.level("decoder"), *packages),
+            this_machine(prebuilt.level("decoder"), *packages) | gpu,
         )
 
     def _requests(
@@ -273,7 +292,7 @@ class Scribe:
         if task.lines is None:
             first = request_for(self.settings, tokenizer, 0)
             for index in range(task.first, task.first + task.count):
-                yield {"index": index}, replace(first, seed=self.settings.seed + index)
+                yield {"index": index}, first.with_seed(self.settings.seed + index)
             return
         for index, line in enumerate(task.lines, task.first):
             if not line.strip():
@@ -288,7 +307,8 @@ class Scribe:
 
 def in_jsonl(rows: Sequence[dict]) -> bytes:
     """A line of JSON for each row."""
-    return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows).encode()
+    encode = json.JSONEncoder(ensure_ascii=False).encode  # dumps() would make an encoder for each row
+    return "".join(f"{encode(row)}\n" for row in rows).encode()
 
 
 def check_parquet() -> None:

@@ -6,11 +6,16 @@ neighbours that join and leave.
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from generation.engine import Engine
 from generation.logprobs import MOST_TOP
@@ -20,6 +25,7 @@ from generation.sampling import Sampling
 
 CONTEXTS = ("slide", "reset")
 UNIFORMS_AT_ONCE = 256  # one draw costs as much as a small model's token
+NONE = np.empty(0)
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,12 @@ class Request:
         if self.prompt_logprobs and self.logprobs is None:
             raise ValueError("prompt_logprobs is True; it must be False where logprobs is None")
 
+    def with_seed(self, seed: int) -> Request:
+        """The same with another seed, without the checks, which would cost a tenth of a text on a GPU."""
+        made = object.__new__(Request)
+        made.__dict__.update(self.__dict__, seed=seed)
+        return made
+
 
 class Text:
     """A growing text in a slot of an engine.
@@ -85,7 +97,7 @@ class Text:
     """
 
     def __init__(
-        self, request: Request, slot: int, capacity: int, uniforms: Callable[[int], list[float]]
+        self, request: Request, slot: int, capacity: int, uniforms: Callable[[int], NDArray[np.float64]]
     ) -> None:
         self.request, self.slot = request, slot
         self.prompt = tuple(request.ids[-capacity:])
@@ -96,8 +108,10 @@ class Text:
         self.held = 0  # tokens in the engine's slot; 0 until the prompt is read
         self._capacity = capacity
         self._last = deque(self.prompt, capacity)
+        # Whether its window may be read again, for which its tokens are kept.
+        self._keeps = not request.use_cache or len(self.prompt) + self.remaining > capacity + 1
         self._uniforms = uniforms
-        self._drawn: list[float] = []  # uniform numbers, one for each of the next tokens
+        self._drawn = NONE  # uniform numbers, one for each of the next tokens
 
     @property
     def remaining(self) -> float:
@@ -138,16 +152,18 @@ class Text:
             size = self._capacity if self.request.context == "slide" else max(1, self._capacity // 2)
         return list(self._last)[-size:]
 
-    def draw(self, count: int) -> list[float]:
+    def draw(self, count: int) -> NDArray[np.float64]:
         """The uniform numbers in [0, 1) for the next tokens; append() removes those that were used."""
-        while len(self._drawn) < count:
-            self._drawn += self._uniforms(UNIFORMS_AT_ONCE)
+        if (lacking := count - len(self._drawn)) > 0:
+            drawn = self._uniforms(max(lacking, int(min(UNIFORMS_AT_ONCE, self.remaining))))
+            self._drawn = np.concatenate([self._drawn, drawn]) if len(self._drawn) else drawn
         return self._drawn[:count]
 
-    def append(self, tokens: Sequence[int]) -> None:
+    def append(self, tokens: NDArray[Any]) -> None:
         """Record the tokens that the engine has appended. Each used one of the drawn numbers."""
-        del self._drawn[: len(tokens)]
-        self._last.extend(tokens)
+        self._drawn = self._drawn[len(tokens) :]
+        if self._keeps:
+            self._last.extend(tokens.tolist())
         self.held += len(tokens)
         self.new_tokens += len(tokens)
 
@@ -159,10 +175,17 @@ class Writer:
     the last slot keeps the last prompt, and a text with the same prompt copies it from there.
     slice_seconds: the approximate time of a step that may go into reading prompts and windows, so that a long
     one does not stop the other texts. It changes no text.
+    seconds: as in Engine.write(), in each step.
     Raises ValueError if texts is not from 1 to the engine's number of slots, or slice_seconds is negative.
     """
 
-    def __init__(self, engine: Engine, texts: int | None = None, slice_seconds: float = math.inf) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        texts: int | None = None,
+        slice_seconds: float = math.inf,
+        seconds: float | None = None,
+    ) -> None:
         texts = engine.slots if texts is None else texts
         if not 1 <= texts <= engine.slots:
             raise ValueError(f"texts is {texts}; it must be from 1 to {engine.slots}, the engine's slots")
@@ -170,8 +193,9 @@ class Writer:
             raise ValueError(f"slice_seconds is {slice_seconds}; it must be at least 0")
         self.engine = engine
         self.seconds = 0.0  # total time of all steps
-        self.texts: list[Text] = []
-        self._free = list(range(texts))
+        self.texts: dict[Text, None] = {}  # in the order in which they joined
+        self._free = list(range(texts))  # a heap
+        self._seconds = seconds
         self._reader = Reader(engine, engine.slots - 1 if texts < engine.slots else None, slice_seconds)
 
     @property
@@ -197,18 +221,21 @@ class Writer:
         if not self._free:
             raise ValueError("the writer has no free slot; a text must leave before another can join")
         uniforms = self.engine.uniforms(request.seed)
-        text = Text(request, self._free.pop(0), self.engine.capacity, uniforms)
+        # The lowest slots: an engine may copy to neighbours at once.
+        text = Text(request, heapq.heappop(self._free), self.engine.capacity, uniforms)
         self.engine.set_sampling(text.slot, request.sampling, request.logprobs)
-        self.texts.append(text)
+        self.texts[text] = None
         return text
 
     def leave(self, text: Text) -> None:
         """End a text and free its slot. Raises ValueError if it has left before."""
-        self.texts.remove(text)
+        if text not in self.texts:
+            raise ValueError("the text has left before")
+        del self.texts[text]
         self._reader.drop(text)
-        self._free.append(text.slot)
+        heapq.heappush(self._free, text.slot)
 
-    def step(self, most: float = math.inf) -> list[tuple[Text, list[int]]]:
+    def step(self, most: float = math.inf) -> list[tuple[Text, NDArray[Any]]]:
         """Append 1 to `most` tokens to each unfinished text, as many as the engine writes in one call.
 
         Returns these texts in the order in which they joined, each with its new tokens. With slice_seconds,
@@ -223,14 +250,16 @@ class Writer:
         read = time.perf_counter()
         waiting = self._reader.waiting
         writing = [text for text in unfinished if text.remaining > 0 and text not in waiting]
-        written: list[list[int]] = []
+        written: NDArray[Any] = np.empty((0, 0), int)  # (texts, tokens)
         if writing:
             count = int(
                 min(most, self.engine.tokens_at_once, *(min(text.room, text.remaining) for text in writing))
             )
-            uniforms = list(zip(*(text.draw(count) for text in writing)))
-            rows = self.engine.write([text.slot for text in writing], uniforms)
-            written = [list(tokens) for tokens in zip(*rows)]
+            uniforms = np.empty((len(writing), count))
+            for row, text in zip(uniforms, writing):
+                row[:] = text.draw(count)
+            rows = self.engine.write([text.slot for text in writing], uniforms.T, self._seconds)
+            written = np.ascontiguousarray(rows.T)
         for text, tokens in zip(writing, written):
             text.append(tokens)
             if text.request.logprobs is not None:

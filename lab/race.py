@@ -66,8 +66,8 @@ class Runner:
         end = self.seconds + TURN_SECONDS
         while not self.done and self.seconds < end:
             ((_, tokens),) = self._writer.step()
-            self.tokens += tokens
-            self.text += "".join(map(self._decoder.feed, tokens))
+            self.tokens.extend(map(int, tokens))
+            self.text += self._decoder.feed_all(tokens)
         if self.done:
             self.text += self._decoder.end()
 

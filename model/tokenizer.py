@@ -7,12 +7,18 @@ import json
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from model.files import write_file
 
 if TYPE_CHECKING:
     import tiktoken
+
+
+FEW = 8  # ids that are faster decoded one after the other
 
 
 class VocabularyError(ValueError):
@@ -35,6 +41,7 @@ class CharTokenizer:
         self._ids = {c: i for i, c in enumerate(self.characters)}
         if not self._ids or len(self._ids) != len(self.characters):
             raise VocabularyError(f"{source}: there must be at least one character, all different")
+        self._points = np.array([ord(c) for c in self.characters], "<u4")
 
     @classmethod
     def from_text(cls, text: str) -> CharTokenizer:
@@ -86,12 +93,17 @@ class CharTokenizer:
 
     def decoder(self) -> _CharDecoder:
         """A decoder from ids to text."""
-        return _CharDecoder(self.characters)
+        return _CharDecoder(self.characters, self._points)
 
 
 class _CharDecoder:
-    def __init__(self, characters: Sequence[str]) -> None:
-        self.feed = characters.__getitem__
+    def __init__(self, characters: Sequence[str], points: NDArray[np.uint32]) -> None:
+        self.feed, self._points = characters.__getitem__, points
+
+    def feed_all(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        if len(ids) < FEW:
+            return "".join(map(self.feed, ids))
+        return self._points[ids].tobytes().decode("utf-32-le", "surrogatepass")
 
     def end(self) -> str:
         return ""
@@ -146,6 +158,9 @@ class _BytesDecoder:
     def feed(self, id: int) -> str:
         known = id < self._encoding.n_vocab
         return self._utf8.decode(self._encoding.decode_single_token_bytes(id) if known else b"\xff")
+
+    def feed_all(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        return "".join(map(self.feed, map(int, ids)))
 
     def end(self) -> str:
         return self._utf8.decode(b"", final=True)

@@ -20,7 +20,7 @@ def prefill(engine: Engine, slot: int, ids: Sequence[int], **more) -> None:
 def choose(engine: Engine, slots: Sequence[int], uniforms: Sequence[float]) -> list[int]:
     """A token for each of these slots."""
     (tokens,) = engine.write(slots, [uniforms])
-    return tokens
+    return tokens.tolist()
 
 
 def logits(engine: Engine, slot: int = 0) -> Tensor:

@@ -16,15 +16,18 @@ if TYPE_CHECKING:
     from generation.jobs import Job
 
 STALL_SECONDS = 120.0  # generation.processes.STALL_SECONDS
-
+SHARD_SIZE = 1024  # generation.jobs.SHARD_SIZE
+GPU_SHARD_SIZE = 8192  # which are written at once, if the GPU's memory suffices
+GPU_WORKERS = 2  # one prepares and packs texts while the GPU writes those of the other
 
 bulk_options = options.all_of(
     options.model,
     options.size("--texts", "Texts to write; text i has the seed SEED + i.", most=options.LARGEST_SEED),
     options.folder("--out", "Directory of the files.", required=True),
     options.choice("--part", "Attention to use.", of=PARTS, default="part4"),
+    options.device,
     options.choice("--format", "Format of the files; parquet needs pyarrow.", of=("jsonl", "parquet")),
-    options.size("--workers", "Processes.", most=2**16, show_default="one a core"),
+    options.size("--workers", "Processes.", most=2**16, show_default=f"one a core, on a GPU {GPU_WORKERS}"),
     options.option("--ray", "Write on this Ray cluster; 'auto' finds a running one.", metavar="ADDRESS"),
     options.file("--prompts", 'File with a text in each line: {"id": ..., "prompt": ..., "options": {...}}.'),
     options.number(
@@ -34,7 +37,9 @@ bulk_options = options.all_of(
         most=86400,
         default=STALL_SECONDS,
     ),
-    options.size("--shard-size", "Texts in a file.", most=10**9, default=1024),
+    options.size(
+        "--shard-size", "Texts in a file.", most=10**9, show_default=f"{SHARD_SIZE}, on a GPU {GPU_SHARD_SIZE}"
+    ),
     options.prompt,
     options.sampling,
     options.text,
@@ -54,6 +59,11 @@ def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **aske
     bytes of a file are the same for any number of workers, kills and restarts. Ctrl-C stops; the same
     command continues. The exit code is 1 if files were left out because their workers died repeatedly.
     """
+    cuda = asked["device"] == "cuda"
+    options.check_device(asked["part"], asked["device"])
+    options.refuse_other_device()
+    if cuda:
+        options.refuse(("ray",), "does not go with --device cuda: its processes share the first GPU here")
     if asked["prompts"] is not None:
         options.refuse(("texts", "prompt", "prompt_file"), "does not go with --prompts")
     elif asked["texts"] is None:
@@ -62,11 +72,13 @@ def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **aske
     from generation import bulk as writing_many
     from generation.processes import local_pool
 
+    asked["shard_size"] = asked["shard_size"] or (GPU_SHARD_SIZE if cuda else SHARD_SIZE)
+    processes = workers or (GPU_WORKERS if cuda else processor.cores())
     job = job_of(**asked)
 
     def open_pool(settings, shards):
         if ray is None:
-            return local_pool(settings, min(workers or processor.cores(), shards), timeout)
+            return local_pool(settings, min(processes, shards), timeout)
         from generation import cluster
 
         return cluster.open_pool(ray, workers, settings, shards, timeout)
@@ -100,7 +112,6 @@ def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **aske
 def job_of(prompts: Path | None, texts: int | None, shard_size: int, **asked) -> "Job":
     """The job that the options ask for. Raises ValueError, CheckpointError or BuildError."""
     from generation import shards
-    from generation.engine import open_engine
     from generation.jobs import Job, Prompts
     from model import load
 
@@ -118,8 +129,6 @@ def job_of(prompts: Path | None, texts: int | None, shard_size: int, **asked) ->
     names = {field.name for field in fields(shards.Settings)} & asked.keys()
     settings = shards.Settings(**{name: asked[name] for name in names})
     shards.request_for(settings, checkpoint.tokenizer, 0)  # checks the settings
-    # compiles what the workers load
-    open_engine(checkpoint, settings.engine, part=settings.part, simd=settings.simd)
     texts = found.lines if found else texts or 0
     return Job(settings, texts, shard_size, found, shards.resolved(settings, checkpoint))
 

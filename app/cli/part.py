@@ -189,7 +189,7 @@ def write(session: Session) -> None:
     asked, request, count = session.asked, session.request, session.asked["num_samples"]
     capacity = capacity_for(session.checkpoint, request)
     config, kv_cache = session.checkpoint.config, CachePrecision(asked["kv_cache"])
-    at_once, slots = slots_for(count, asked["threads"], config, capacity, kv_cache)
+    at_once, slots = slots_for(count, asked["threads"], config, capacity, kv_cache, asked["device"])
     engine = session.open(slots, capacity)
     writer = Writer(engine, at_once)
     writer.check(request)

@@ -8,8 +8,11 @@ from app.cli import options
 from app.cli.terminal import notice
 from attention_ext import PARTS, BuildError, processor
 from attention_ext.build import prebuilt
+from attention_ext.parts import CachePrecision
 
 PACKAGES = {"starlette", "uvicorn", "httptools", "uvloop", "pydantic", "prometheus_client"}
+
+SLOTS, MOST_SLOTS = 32, 4096
 
 serve_options = options.all_of(
     options.option(
@@ -21,9 +24,15 @@ serve_options = options.all_of(
         multiple=True,
     ),
     options.choice("--part", "Attention of requests that name no part.", of=PARTS, default="part4"),
+    options.device,
     options.option("--host", "Address to listen at.", default="127.0.0.1"),
     options.whole("--port", "Port to listen at; 0 takes a free one.", least=0, most=65535, default=8000),
-    options.size("--slots", "Texts written at once for each model and part.", most=4096, default=32),
+    options.size(
+        "--slots",
+        "Texts written at once for each model and part.",
+        most=MOST_SLOTS,
+        show_default=f"{SLOTS}; what an eighth of a GPU's memory holds, at most {MOST_SLOTS}",
+    ),
     options.size("--queue", "Texts that may wait for each model and part.", most=10**6, default=256),
     options.threads,
     options.weights,
@@ -58,12 +67,15 @@ serve_options = options.all_of(
 
 @click.command()
 @serve_options
-def serve(models, host, threads, api_keys, api_key_file, insecure, origins, hosts, **asked) -> None:
+def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origins, hosts, **asked) -> None:
     """Serve models through OpenAI's API.
 
     It needs more packages: pip install -e '.[serve]'. A request with a seed gets the text that --inference
     writes with that seed, alone or among others. Sampling has OpenAI's defaults: temperature 1, all tokens.
     """
+    device = asked["device"]
+    options.check_device(asked["part"], device)
+    options.refuse_other_device()
     processor.let_waiting_threads_sleep()  # before torch is imported
     try:
         from app.server import Settings, running  # the latter imports all of them
@@ -73,6 +85,7 @@ def serve(models, host, threads, api_keys, api_key_file, insecure, origins, host
             raise
         needed = "prometheus_client pydantic starlette 'uvicorn[standard]'"
         raise BuildError(f"serve needs {error.name}: pip install {needed}") from None
+    from generation.texts import slots_for
     from model import corpus, load
     from web import build
 
@@ -97,9 +110,18 @@ def serve(models, host, threads, api_keys, api_key_file, insecure, origins, host
         page = build.path()
         if prebuilt.page(next(iter(build.BUILDS))).is_file():  # nothing is to be compiled
             build.make()
+    names = tuple(dict.fromkeys(models))
+    checkpoints = {name: load(name) for name in names}
+    if slots is None and device == "cuda":
+        kv_cache = CachePrecision(asked["kv_cache"])
+        configs = [checkpoint.config for checkpoint in checkpoints.values()]
+        slots = min(
+            slots_for(MOST_SLOTS, 1, config, config.block_size, kv_cache, device)[0] for config in configs
+        )
     settings = Settings(
-        tuple(dict.fromkeys(models)),
+        names,
         host=host,
+        slots=slots or SLOTS,
         threads=options.threads_for(threads),
         api_keys=tuple(keys),
         origins=origins,
@@ -109,7 +131,6 @@ def serve(models, host, threads, api_keys, api_key_file, insecure, origins, host
     )
     shown = ", ".join(settings.models)
     try:
-        checkpoints = {name: load(name) for name in settings.models}
         server, listener = running.make(checkpoints, settings), running.bind(settings)
         address, port = listener.getsockname()[:2]
         notice(f"Loading {shown}; http://{f'[{address}]' if ':' in address else address}:{port}")

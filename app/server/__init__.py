@@ -13,6 +13,7 @@ class Settings:
     """A server's models, its address and its limits, fixed when it starts.
 
     models: names for model.checkpoint.load(); the first one is the page's example. part: the default part.
+    device: of the engines.
     slots: texts that each model and part writes at once. queue: texts that may wait for each. threads: of
     the engines. api_keys: if empty, no key is needed. origins: origins whose pages may call. hosts:
     additional names in the Host header; '*' admits any. grace: seconds for running requests when the server
@@ -25,6 +26,7 @@ class Settings:
 
     models: tuple[str, ...] = ("shakes256",)
     part: str = "part4"
+    device: str = "cpu"
     host: str = "127.0.0.1"
     port: int = 8000
     slots: int = 32

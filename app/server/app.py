@@ -20,6 +20,7 @@ from app.server.responses import Call
 from app.server.scheduler import RETRY, Metrics, Scheduler
 from app.server.security import secured
 from attention_ext import PARTS
+from attention_ext.parts import running_on
 from model.checkpoint import Checkpoint
 
 ABORT = "abort"  # key of a function in a scope's state: it closes the connection and drops its buffer
@@ -123,7 +124,11 @@ class Application:
             "object": "model",
             "created": self.created,
             "owned_by": "shakespeare-attention",
-            "parts": [name for name, part in PARTS.items() if part.operator or find_spec("torch")],
+            "parts": [
+                name
+                for name in running_on(self.settings.device)
+                if PARTS[name].operator or find_spec("torch")
+            ],
             "block_size": self.checkpoint(name).config.block_size,
         }
 
@@ -175,6 +180,9 @@ class Endpoint:
             app.leave(call)
 
         body = parse(self.kind, data)
+        if body.part and body.part not in (able := running_on(settings.device)):
+            message = f"{body.part} does not run on this server's GPU, only {' and '.join(able)}."
+            raise ApiError(400, message, "part")
         call = Call(body, app.checkpoint(body.model), settings, overflowed)
         app.scheduler.submit(call)
         app.active.add(call)

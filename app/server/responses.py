@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+from numpy.typing import NDArray
+
 from app.server import Settings
 from app.server.requests import ApiError, Body
 from attention_ext import __version__
@@ -49,7 +51,7 @@ class Choice(Completion):
         lacks = self.joined is not None and self.joined.lacks_prompt_logprobs
         return super().ended and not lacks
 
-    def add(self, tokens: Sequence[int]) -> None:
+    def add(self, tokens: Sequence[int] | NDArray[Any]) -> None:
         """Append tokens that the Writer has written, up to one that completes a stop string."""
         before = self.new_tokens
         super().add(tokens)

@@ -5,6 +5,7 @@ its events in one call_soon_threadsafe(). A step releases the GIL while the engi
 """
 
 import asyncio
+import math
 import threading
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from app.server import Settings
@@ -30,7 +32,7 @@ QUANTUM = 4e-3  # seconds of a lane's turn in deficit round robin (Shreedhar and
 RETRY = {"retry-after": "1"}  # seconds
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 TOKEN_SECONDS = tuple(m * 10.0**e for e in range(-6, 0) for m in (1, 2, 5)) + (1.0,)
-TEXTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256)
+TEXTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096)
 
 News = tuple[Call, bytes | ApiError, bool]  # the arguments of Call.put()
 
@@ -84,9 +86,9 @@ class Lane:
     """
 
     def __init__(
-        self, model: str, part: str, slots: int, metrics: Metrics, deliver: Callable[[News], None]
+        self, model: str, part: str, settings: Settings, metrics: Metrics, deliver: Callable[[News], None]
     ) -> None:
-        self.model, self.part, self.slots = model, part, slots
+        self.model, self.part, self.slots, self._device = model, part, settings.slots, settings.device
         self.admitted = self.left = 0
         self.credit = 0.0
         self.opening = False
@@ -156,13 +158,14 @@ class Lane:
         # A text's first token is sent at once.
         joining = any(choice.sent_at == 0 for choice in self._running.values())
         fitting = int(STEP_SECONDS / self._row_seconds) if self._row_seconds else 1
-        written = self._writer.step(1 if joining else max(1, min(STEP_TOKENS // running, fitting)))
+        most = max(1, min(STEP_TOKENS // running, fitting)) if self._device == "cpu" else math.inf
+        written = self._writer.step(1 if joining else most)  # on a GPU a call ends by itself after 5 ms
         now = time.monotonic()
         if written:
             self._row_seconds = (now - start) / len(written[0][1])
             self._metrics.new_tokens.inc(sum(len(tokens) for _, tokens in written))
             self._metrics.occupancy.observe(len(written))
-        new = dict(written)
+        new: dict[Text, Sequence[int] | NDArray[Any]] = dict(written)
         for text, choice in list(self._running.items()):
             try:
                 if text in self._running:  # else another text of its request has failed
@@ -171,9 +174,11 @@ class Lane:
                 self._end(choice.call, ApiError(500, f"The request failed: {error}"))
         return time.monotonic() - start
 
-    def _send(self, text: Text, choice: Choice, tokens: Sequence[int], now: float) -> None:
+    def _send(
+        self, text: Text, choice: Choice, tokens: Sequence[int] | NDArray[Any], now: float
+    ) -> None:
         """Append new tokens to a text, and deliver what it has new, if that is due."""
-        if tokens:
+        if len(tokens):
             choice.add(tokens)
         call, first = choice.call, choice.sent_at == 0
         ended = choice.ended
@@ -297,7 +302,7 @@ class Scheduler:
 
     def _lane(self, model: str, part: str) -> Lane:
         if (model, part) not in self._lanes:
-            lane = Lane(model, part, self.settings.slots, self.metrics, self._out.append)
+            lane = Lane(model, part, self.settings, self.metrics, self._out.append)
             self._lanes[model, part] = lane
         return self._lanes[model, part]
 
@@ -306,6 +311,7 @@ class Scheduler:
         return open_engine(
             self.checkpoints[lane.model],
             part=lane.part,
+            device=s.device,
             weights=s.weights,
             kv_cache=s.kv_cache,
             slots=s.slots + 1,

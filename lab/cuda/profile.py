@@ -47,8 +47,7 @@ def run(
         for _ in range(REPETITIONS):
             engine.begin(0, ids)
             engine.read(0)
-            for slot in range(1, texts):
-                engine.copy(0, slot)
+            engine.copy(0, *range(1, texts))
             rows = [uniforms(texts) for _ in range(tokens)]
             start = time.perf_counter()
             written = len(engine.write(range(texts), rows, float("inf")))

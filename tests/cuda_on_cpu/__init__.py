@@ -66,6 +66,7 @@ class Gpu:
     """A GPU of two clusters at most. directory: where kernels are built."""
 
     name, capability, shared, stream, hertz = "the CPU", (9, 0), 227 * 1024, None, 10**9
+    memory = 1 << 20
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -247,10 +247,12 @@ def test_what_does_not_fit_is_written_by_the_torch_engine(monkeypatch, capsys):
 
 def test_the_uniform_numbers_are_pytorchs():
     for seed in (0, 1337, 2**64 - 1):
-        following = cuda.CudaEngine.uniforms(object(), seed)
+        following = cuda.Uniforms(seed)
+        cuda.Uniforms(7)(5)  # another text's
         generator = torch.Generator().manual_seed(seed)
-        for count in (1, 300):
-            assert following(count) == torch.rand(count, dtype=torch.float64, generator=generator).tolist()
+        for count in (1, 300, 2):
+            expected = torch.rand(count, dtype=torch.float64, generator=generator)
+            assert following(count).tolist() == expected.tolist()
 
 
 # The cuda engine on the CPU, whose blocks run in any order and get each other's data late
@@ -284,7 +286,7 @@ def test_no_order_of_the_blocks_changes_a_text(
             prefill(each, slot, [token * token % vocab_size for token in range(1 + slot)])
             each.set_sampling(slot, Sampling(**SAMPLINGS[slot] | dict(logit_bias=())))
         torch.testing.assert_close(logits(engine, slot), logits(expected, slot), rtol=1e-4, atol=1e-4)
-    written = engine.write(range(9), uniforms, 100)
+    written = engine.write(range(9), uniforms, 100).tolist()
     assert len(written) == 6
     assert written == [choose(expected, range(9), row) for row in uniforms]
     with pytest.raises(ValueError, match="slot is 0; it must be read first"):

@@ -268,10 +268,10 @@ def test_several_tokens_at_once_are_those_of_one_at_a_time(engine):
         prefill(each, 0, [1, 2])
         prefill(each, 1, [3, 4, 5])
     expected = [choose(alone, [0, 1], row) for row in rows[:48]]  # slot 1 is full after these
-    written = together.write([0, 1], rows, 0)
+    written = together.write([0, 1], rows, 0).tolist()
     assert len(written) == 1
     while len(written) < 48:
-        written += together.write([0, 1], rows[len(written) :], 60)
+        written += together.write([0, 1], rows[len(written) :], 60).tolist()
     assert written == expected
     with pytest.raises(ValueError):
         together.write([0, 1], rows)
@@ -406,7 +406,7 @@ def test_the_decoder_checks_what_it_is_given(extension):
     for uniform in (1.0, -0.1, float("nan")):
         refused("a uniform is outside", "write", [1], [[0.5], [uniform]])
     refused("slot is 1; it must be named once", "write", [1, 1], [[0.5, 0.5]])
-    assert decoder.write([], [[]]) == [[]]
+    assert decoder.write([], [[]]).shape == (1, 0)
 
 
 def test_the_uniform_numbers_are_pytorchs(engine):

@@ -51,7 +51,7 @@ def write(writer, *requests):
     texts = {writer.join(request): [] for request in requests}
     while step := writer.step():
         for text, tokens in step:
-            texts[text] += tokens
+            texts[text] += tokens.tolist()
     for text in texts:
         writer.leave(text)
     return list(texts.items())

@@ -29,7 +29,7 @@ def written(writer, *requests, most=32):
     while step := writer.step(limit := next(steps)):
         for text, tokens in step:
             assert 1 <= len(tokens) <= limit
-            texts[text] += tokens
+            texts[text] += tokens.tolist()
     for text in texts:
         writer.leave(text)
     return list(texts.values())
