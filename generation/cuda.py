@@ -222,9 +222,7 @@ class Gpu:
     def kernel(self, layout: Layout, texts: int) -> tuple[Any, Any]:
         """The function for passes of so many texts, and the library that keeps it alive."""
         driver = _driver()
-        code = layout.source(texts, self.capability).make()
-        library = _check(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
-        function = _check(driver.cuKernelGetFunction(_check(driver.cuLibraryGetKernel(library, b"decode"))))
+        function, library = load(layout.source(texts, self.capability), "decode")
         for name, value in (
             ("MAX_DYNAMIC_SHARED_SIZE_BYTES", layout.shared(texts)),
             ("NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 1),
@@ -254,6 +252,18 @@ class Gpu:
         most = _driver().cuOccupancyMaxActiveClusters
         error, count = most(self.kernel(layout, texts)[0], self.launch(layout, texts, 1))
         return 0 if error else count
+
+
+def load(source: nvrtc.Source, name: str) -> tuple[Any, Any]:
+    """A kernel of a source, compiled if need be, and the library that keeps it alive."""
+    driver = _driver()
+    library = _check(driver.cuLibraryLoadData(source.make(), [], [], 0, [], [], 0))
+    return _check(driver.cuKernelGetFunction(_check(driver.cuLibraryGetKernel(library, name.encode())))), library
+
+
+def launch(function: Any, blocks: int, threads: int, stream: int, arguments: int) -> None:
+    """Launch a kernel without shared memory. arguments: the address of those of its arguments."""
+    _check(_driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, 0))
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from attention_ext import attention, extension, operator
 from attention_ext.parts import CachePrecision, Dtype, Part, Precision
 from generation import logprobs, sampling
 from generation.engine import Engine, member, rows_of
+from generation.graph import ROWS, SECONDS, Graphs, serves
 from generation.logprobs import TokenLogprob
 from generation.sampling import Sampling
 from model.checkpoint import Checkpoint
@@ -36,20 +37,32 @@ DTYPES = {CachePrecision.FP32: torch.float32, CachePrecision.BF16: torch.bfloat1
 class TorchEngine:
     """Runs the PyTorch model on its device. Neighbouring slots with equally many tokens are read together.
 
-    dtype: the type of the cached keys and values. Tokens are chosen on the CPU.
+    dtype: the type of the cached keys and values. part: if its steps on a GPU are CUDA graphs, see graph.py;
+    in these, texts of one sampling without penalties, biases and log-probabilities are also chosen there.
+    Other tokens are chosen on the CPU.
     """
 
     name = "torch"
     fast_in_step, tokens_at_once = True, 1
 
     def __init__(
-        self, model: GPT, slots: int, capacity: int, dtype: torch.dtype, simd_name: str | None = None
+        self,
+        model: GPT,
+        slots: int,
+        capacity: int,
+        dtype: torch.dtype,
+        simd_name: str | None = None,
+        part: Part | None = None,
     ) -> None:
         self.model, self.config, self.slots, self.capacity = model, model.config, slots, capacity
         self.simd_name, self.threads = simd_name, torch.get_num_threads()
         c, self._device = model.config, model.transformer.wte.weight.device
-        sizes = (slots, c.n_head, capacity, c.head_dim)
+        sizes = (slots + (part is not None), c.n_head, capacity, c.head_dim)
         self._caches = [KVCache(*sizes, dtype, self._device) for _ in range(c.n_layer)]
+        self._graphs: Graphs | None = None
+        if part is not None:
+            self._graphs = Graphs(model, self._caches, part)
+            self.fast_in_step, self.tokens_at_once = False, ROWS
         self._lengths = [0] * slots  # tokens in the cache
         self._pending = [-1] * slots  # the chosen token that is not yet read; -1 for none
         self._seen: list[set[int]] = [set() for _ in range(slots)]
@@ -101,12 +114,22 @@ class TorchEngine:
     def write(
         self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None
     ) -> NDArray[np.int64]:
-        numbers = rows_of(uniforms, len(slots))
+        numbers, at = rows_of(uniforms, len(slots)), list(slots)
         waiting = [slot for slot in sorted(slots) if self._pending[slot] >= 0]
-        for _, run in itertools.groupby(enumerate(waiting), lambda it: (it[1] - it[0], self._lengths[it[1]])):
-            together = [slot for _, slot in run]
-            self._append(together[0], [[self._pending[slot]] for slot in together])
-        at = list(slots)
+        if self._graphs and waiting:
+            if full := [slot for slot in waiting if self._lengths[slot] == self.capacity]:
+                raise ValueError(f"slot is {full[0]}; it must be read again: it is full")
+            state = [[of[slot] for slot in waiting] for of in (self._lengths, self._pending)]
+            if len(waiting) == len(at) and (sampling := self._shared_sampling(at)):
+                return self._write_rows(at, numbers, sampling, SECONDS if seconds is None else seconds)
+            self._logits[waiting] = self._graphs.read(waiting, *state)
+            for slot in waiting:
+                self._lengths[slot] += 1
+        else:
+            by_run = itertools.groupby(enumerate(waiting), lambda it: (it[1] - it[0], self._lengths[it[1]]))
+            for _, run in by_run:
+                together = [slot for _, slot in run]
+                self._append(together[0], [[self._pending[slot]] for slot in together])
         samplings, seen = [self._samplings[slot] for slot in at], [self._seen[slot] for slot in at]
         written = [self._written[slot] for slot in at]
         tokens = self.choose(self._logits[at].cpu(), numbers[0], samplings, seen, written)
@@ -119,15 +142,43 @@ class TorchEngine:
                 self._logprobs[slot] += logprobs.of_logits(row, [token], top)
         return np.array([tokens], np.int64)  # one step takes about as long as a native call
 
+    def _shared_sampling(self, at: Sequence[int]) -> Sampling | None:
+        """The sampling of these slots, if it is the same and nothing needs the host."""
+        first = self._samplings[at[0]]
+        bound = (first.presence_penalty, first.frequency_penalty, first.logit_bias)
+        if first.repetition_penalty != 1 or any(bound):
+            return None
+        same = all(self._tops[slot] is None and self._samplings[slot] == first for slot in at)
+        return first if same else None
+
+    def _write_rows(
+        self, at: list[int], numbers: NDArray[np.float64], sampling: Sampling, seconds: float
+    ) -> NDArray[np.int64]:
+        """write() by the graph of a sampling, for slots whose last token is pending."""
+        assert self._graphs
+        lengths, pending = ([of[slot] for slot in at] for of in (self._lengths, self._pending))
+        most = self.capacity - max(lengths)
+        chosen, logits = self._graphs.write(at, lengths, pending, numbers[:most], sampling, seconds)
+        if (chosen < 0).any():
+            raise ValueError("logits hold NaN, or the largest is infinite; they must be numbers")
+        self._logits[at] = logits
+        for slot, tokens in zip(at, chosen.T.tolist()):
+            self._lengths[slot] += len(tokens)
+            self._pending[slot] = tokens[-1]
+            self._seen[slot].update(tokens)
+            self._written[slot].update(tokens)
+        return chosen
+
     @torch.inference_mode()
     def copy(self, source: int, *targets: int) -> None:
+        length, at = self._lengths[source], list(targets)
+        for cache in self._caches:
+            cache.k[at, :, :length] = cache.k[source, :, :length].clone()
+            cache.v[at, :, :length] = cache.v[source, :, :length].clone()
+        self._logits[at] = self._logits[source].clone()
         for target in targets:
-            length = self._lengths[target] = self._lengths[source]
-            for cache in self._caches:
-                cache.k[target, :, :length] = cache.k[source, :, :length]
-                cache.v[target, :, :length] = cache.v[source, :, :length]
+            self._lengths[target] = length
             self._pending[target] = self._pending[source]
-            self._logits[target] = self._logits[source]
             self._seen[target] = set(self._seen[source])
             self._written[target] = Counter(self._written[source])
             self._begun.pop(target, None)
@@ -166,7 +217,8 @@ def open_torch(
     attend: Attend = partial(attention, part.name, causal=True, **options)  # type: ignore[arg-type]
     placed = on_device(rounded(gpt.with_attention(attend), weights), device, part, kernel)
     name = extension.load(simd).simd_name() if part.operator and device == "cpu" else None
-    return TorchEngine(placed, slots, capacity, DTYPES[kv_cache], name)
+    in_graphs = device == "cuda" and serves(gpt.config, part, kernel)
+    return TorchEngine(placed, slots, capacity, DTYPES[kv_cache], name, part if in_graphs else None)
 
 
 def on_device(model: GPT, device: str, part: Part, kernel: str | None) -> GPT:

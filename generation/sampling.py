@@ -204,13 +204,26 @@ def sample(
         logits = logits.index_add(
             1, torch.tensor(ids), torch.tensor(biases, dtype=torch.float64).expand(len(logits), -1)
         )
-    largest = logits.amax(-1, keepdim=True)
-    if not largest.isfinite().all():
+    tokens = drawn(logits, torch.tensor(uniforms, dtype=torch.float64), sampling).tolist()
+    if min(tokens, default=0) < 0:
         raise ValueError("logits hold NaN, or the largest is infinite; they must be numbers")
+    return tokens
+
+
+def drawn(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
+    """The token ids (B,) of sample(), after penalties and bias, on the tensors' device; it waits for nothing.
+
+    logits: (B, V) in float64. uniforms: (B,) in float64. -1 where the logits hold NaN, or the largest is
+    infinite.
+    """
+    import torch
+
+    largest = logits.amax(-1, keepdim=True)
+    good = largest[:, 0].isfinite()
     if sampling.temperature == 0:
-        return logits.argmax(-1).tolist()
+        return logits.argmax(-1).where(good, -1)
     weights = ((logits - largest) / sampling.temperature).exp()  # the likeliest token's weight is 1
-    least = torch.zeros(len(logits), 1, dtype=torch.float64)  # smaller weights are left out
+    least = torch.zeros_like(largest)  # smaller weights are left out
     if sampling.top_k is not None and sampling.top_k < logits.shape[1]:
         least = weights.topk(sampling.top_k).values[:, -1:]
     if sampling.typical_p < 1:
@@ -227,8 +240,8 @@ def sample(
         least = kept.gather(-1, reached(kept, sampling.top_p))
     least = torch.maximum(least, sampling.min_p * weights.amax(-1, keepdim=True))
     cumulative = weights.where(weights >= least, 0.0).cumsum(-1)
-    points = torch.tensor(uniforms, dtype=torch.float64)[:, None] * cumulative[:, -1:]  # below the last sum
-    return torch.searchsorted(cumulative, points, right=True)[:, 0].tolist()
+    points = uniforms[:, None] * cumulative[:, -1:]  # below the last sum
+    return torch.searchsorted(cumulative, points, right=True)[:, 0].where(good, -1)
 
 
 def reached(ordered: Tensor, share: float) -> Tensor:

@@ -40,9 +40,7 @@ class CausalSelfAttention(nn.Module):
             part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, d)
             for part in self.c_attn(x).split(C, dim=2)
         )
-        if cache is not None:
-            k, v = cache.update(k, v)  # (B, H, Nk, d): everything so far
-        y = self.attend(q, k, v)  # (B, H, T, d)
+        y = self.attend(q, k, v) if cache is None else cache.attend(self.attend, q, k, v)  # (B, H, T, d)
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.resid_dropout(self.c_proj(y))
 
@@ -180,7 +178,7 @@ class GPT(nn.Module):
                 f"ids has {T} tokens after {start} in the cache; "
                 f"together they must be at most block_size={self.config.block_size}"
             )
-        positions = torch.arange(start, start + T, device=ids.device)
+        positions = caches[0].positions(T) if caches else torch.arange(T, device=ids.device)
         t = self.transformer
         x = t.drop(t.wte(ids) + t.wpe(positions))  # (B, T, C)
         for layer, block in enumerate(t.h):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -33,6 +34,14 @@ class KVCache:
         part = copy.copy(self)
         part.k, part.v, part.length = self.k[start:end], self.v[start:end], length
         return part
+
+    def positions(self, count: int) -> Tensor:
+        """The positions (count,) of the next tokens."""
+        return torch.arange(self.length, self.length + count, device=self.k.device)
+
+    def attend(self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Append k and v, and let q (B, H, T, d) attend to all keys and values so far."""
+        return attend(q, *self.update(k, v))
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k and v, (B, H, T, d); return all keys and values so far, (B, H, length, d).
