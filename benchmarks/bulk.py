@@ -1,12 +1,15 @@
 """The speed of gpt.py bulk with 1, 2, 4 ... processes, relative to one process.
 
     python -m benchmarks.bulk [-m shakes256] [--workers 1,2,4] [--shard-size 2560] [--shards 2] [--ray]
+    python -m benchmarks.bulk --device cuda --shard-size 8192 --shards 6 --workers 1,2
 
 Each process writes `--shards` files with one thread. The numbers of processes take turns; all must write the
 same bytes. A job's time runs from its first task to its last file. It excludes the start of the processes,
 some two seconds; 'with start' includes it. 'share of a core' is a worker's processor time per second: less
 than 1 where other programs take the cores. 'per core-second' is a worker's output per second of processor
-time, which other programs affect least. '--ray' adds actors on a Ray cluster of this machine.
+time, which other programs affect least. '--ray' adds actors on a Ray cluster of this machine. With a GPU the last
+row is the engine alone: as many texts at once as a file has, from numbers that are there, with no text made of
+the tokens.
 """
 
 import itertools
@@ -14,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,11 +27,12 @@ from attention_ext import processor
 
 processor.let_waiting_threads_sleep()  # before torch is imported
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from app.cli.options import Numbers  # noqa: E402
 from benchmarks.measuring import percent, powers, show_table  # noqa: E402
-from generation import bulk, cluster, shards  # noqa: E402
+from generation import bulk, cluster, cuda, shards  # noqa: E402
 from generation.jobs import Job  # noqa: E402
 from generation.processes import Pool, local_pool  # noqa: E402
 from model import load  # noqa: E402
@@ -46,9 +51,11 @@ def measure(job: Job, open_pool: Callable) -> tuple[float, float, list[dict]]:
         nonlocal began
         pool = open_pool(settings, count)
         left = ready = pool.workers
+        # On a GPU the texts at once decide the kernel, and a larger file would open another engine.
+        small = shards.Task(0, job.shard_size if settings.device == "cuda" else 1)
         while ready:
             while left and pool.idle:
-                pool.give(shards.Task(0, 1))
+                pool.give(small)
                 left -= 1
             ready -= len(pool.wait())
         began = time.perf_counter()
@@ -64,6 +71,25 @@ def measure(job: Job, open_pool: Callable) -> tuple[float, float, list[dict]]:
     return ended - began, ended - start, list(manifest.shards.values())
 
 
+def alone(settings: shards.Settings, texts: int, rounds: int) -> float:
+    """Tokens per second of the engine of the settings, at most `texts` at once."""
+    scribe = shards.Scribe(settings, texts)
+    engine, texts = scribe.engine, scribe.at_once
+    engine.begin(0, scribe.checkpoint.tokenizer.encode("\n"))
+    engine.read(0)
+    kept = engine.slots - 1  # which has the prompt; never written
+    engine.copy(0, kept)
+    slots, uniforms = range(texts - (kept < texts)), np.random.default_rng(0).random((engine.capacity, texts))
+    found = []
+    for _ in range(1 + rounds):
+        engine.copy(kept, *slots)
+        tokens, start = 0, time.perf_counter()
+        while tokens < settings.max_new_tokens:
+            tokens += len(engine.write(slots, uniforms[tokens : settings.max_new_tokens, : len(slots)], 1.0))
+        found.append(len(slots) * tokens / (time.perf_counter() - start))
+    return statistics.median(found[1:])
+
+
 def processes(workers: int, settings: shards.Settings, count: int) -> Pool:
     """Processes, at most one for each of `count` shards."""
     return local_pool(settings, min(workers, count))
@@ -76,13 +102,24 @@ def processes(workers: int, settings: shards.Settings, count: int) -> Pool:
 @click.option("--shards", "each", type=click.IntRange(1), default=2, help="Files of each.")
 @click.option("--rounds", type=click.IntRange(1), default=3, help="Rounds of each.")
 @click.option("--ray", "with_ray", is_flag=True, help="Measure Ray's actors too.")
+@click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu")
+@click.option("--tokens", type=click.IntRange(1), show_default="the block size", help="Of each text.")
 def main(
-    model: str, workers: tuple[int, ...], shard_size: int, each: int, rounds: int, with_ray: bool
+    model: str,
+    workers: tuple[int, ...],
+    shard_size: int,
+    each: int,
+    rounds: int,
+    with_ray: bool,
+    device: str,
+    tokens: int | None,
 ) -> None:
     """Print tokens per second by the number of processes."""
     checkpoint = load(model)
-    length = checkpoint.config.block_size
-    settings = shards.Settings(model, shards.fingerprint(checkpoint), max_new_tokens=length)
+    length = tokens or checkpoint.config.block_size
+    settings = shards.Settings(
+        model, shards.fingerprint(checkpoint), max_new_tokens=length, device=device
+    )
     resolved = shards.resolved(settings, checkpoint)
     kinds: dict[str, Callable] = {"processes": processes}
     if with_ray:
@@ -94,12 +131,15 @@ def main(
     for _ in range(rounds):
         for case, runs in found.items():
             count, kind = case.split()
-            job = Job(settings, shard_size * each * int(count), shard_size, resolved=resolved)
+            count_of_files = each if device == "cuda" else each * int(count)  # a GPU is one, however many share it
+            job = Job(settings, shard_size * count_of_files, shard_size, resolved=resolved)
             runs.append(measure(job, partial(kinds[kind], int(count))))
             for file in runs[-1][2]:
                 if sums.setdefault(file["first"], file["sha256"]) != file["sha256"]:
                     raise click.ClickException(f"{case} write other bytes than other numbers do")
     name = processor.microarchitecture() or processor.name()
+    if device == "cuda":
+        name += f", {cuda.gpu().name}"
     click.echo(
         f"{name}, PyTorch {torch.__version__}; {model}, {shard_size} texts of {length} tokens in a file\n"
     )
@@ -121,6 +161,9 @@ def main(
         )
 
     show_table(TITLES, map(row, found))
+    if device == "cuda":
+        rate = alone(replace(settings, **resolved), shard_size, rounds)
+        click.echo(f"| the engine alone | {rate:,.0f} | | {rate / first:.2f} |")
 
 
 if __name__ == "__main__":

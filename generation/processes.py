@@ -213,7 +213,8 @@ def work(settings: Settings, pipe: connection.Connection) -> None:
         except (EOFError, OSError):
             return
         try:
-            scribe = scribe or Scribe(settings, task.count)
+            if scribe is None or scribe.texts < task.count:
+                scribe = Scribe(settings, task.count)
             outcome: Shard | Loss = scribe.write(task, wanted)
         except Stop:
             return

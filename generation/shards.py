@@ -233,8 +233,9 @@ class Scribe:
         self.settings = settings
         capacity = capacity_of(settings, self.checkpoint)
         kv_cache = CachePrecision(settings.kv_cache)
+        self.texts = texts if settings.device == "cuda" else 2**31
         sizes = (self.checkpoint.config, capacity, kv_cache, settings.device)
-        self.at_once, slots = slots_for(texts if settings.device == "cuda" else 2**31, 1, *sizes)
+        self.at_once, slots = slots_for(self.texts, 1, *sizes)
         self.engine = opened(settings, self.checkpoint, slots=slots, capacity=capacity)
 
     def write(self, task: Task, wanted: Callable[[], bool] = lambda: True) -> Shard:
