@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from attention_ext import processor
@@ -17,6 +20,7 @@ processor.let_waiting_threads_sleep()
 workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ.setdefault("OMP_NUM_THREADS", str(max(1, processor.cores() // workers)))
 
+import cuda_on_cpu
 import pooch  # noqa: F401  (its log keeps the stream of its import, which a test would close)
 import pytest
 import torch
@@ -164,6 +168,14 @@ def process(tmp_path: Path):
         each.kill()
         each.communicate() if not each.stdout.closed else each.stderr.close()
         each.wait()
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory) -> Callable[..., None]:
+    """Lets the cuda engine run on the CPU, where g++ is; see cuda_on_cpu.install()."""
+    if not shutil.which("g++"):
+        pytest.skip("g++ is missing, which compiles the cuda engine for the CPU")
+    return partial(cuda_on_cpu.install, tmp_path_factory.mktemp("emulated"))
 
 
 @pytest.fixture(scope="session", name="nvrtc")

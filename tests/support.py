@@ -31,6 +31,11 @@ class Done:
     stderr: str
 
 
+def resident(process: int | str) -> int:
+    """The resident memory of a process in bytes."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 @contextmanager
 def naming(*case: object) -> Iterator[None]:
     """Name the case, one of a loop, in the message of an exception."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import cuda_on_cpu
 import pytest
 import tiny
 from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, files, here
@@ -31,14 +28,6 @@ ENGINES = [
     for part, row in PARTS.items()
     for name in (("native", "torch") if row.operator else ("torch",))
 ] + [pytest.param(("part4", "cuda"), id="part4 cuda", marks=pytest.mark.full)]
-
-
-@pytest.fixture(scope="session")
-def emulated(tmp_path_factory) -> Callable[..., None]:
-    """Lets the cuda engine run on the CPU, where g++ is; see cuda_on_cpu.install()."""
-    if not shutil.which("g++"):
-        pytest.skip("g++ is missing, which compiles the cuda engine for the CPU")
-    return partial(cuda_on_cpu.install, tmp_path_factory.mktemp("emulated"))
 
 
 @pytest.fixture(scope="session")

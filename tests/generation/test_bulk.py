@@ -41,6 +41,20 @@ def test_two_processes_write_the_same_bytes(job, expected, model, tmp_path):
         assert rows(tmp_path)[i] == usual | {"index": i, "seed": 5 + i, "text": text}
 
 
+@pytest.mark.parametrize("stop", [(), ("a", "bc")])
+def test_the_cuda_engine_writes_the_same_texts(emulated, monkeypatch, settings, model, tmp_path, stop):
+    emulated(monkeypatch, 32, 1, (2,))
+    checkpoint = load(str(model))
+    for device, engine in (("cpu", "native"), ("cuda", "cuda")):
+        chosen = replace(settings, device=device, max_new_tokens=9, stop=stop)
+        job = Job(chosen, 11, 8, resolved=shards.resolved(chosen, checkpoint))
+        assert job.resolved["engine"] == engine
+        manifest = bulk.run(job, tmp_path / device, here()).content
+        (machine,) = manifest["machines"].values()
+        assert ("device" in manifest["request"]) == ("gpu" in machine) == (device == "cuda")
+    assert rows(tmp_path / "cuda") == rows(tmp_path / "cpu")
+
+
 def command(model, out, tokens=TOKENS) -> list[str]:
     given = f"--texts {TEXTS} --shard-size {SIZE} --max-new-tokens {tokens} --seed 5 --workers 1".split()
     return [sys.executable, str(ROOT / "gpt.py"), "bulk", "-m", str(model), "--out", str(out), *given]
@@ -312,6 +326,9 @@ def test_wrong_requests_are_one_line(failed, model):
         (["--texts", 3, "--prompt", ""], "prompt is empty"),
         (["--texts", 2**62, "--seed", 2**63 - 5], "the last text's must be less than 2**63"),
         (["--texts", 3, "--part", "part0", "--engine", "native"], "engine is 'native'"),
+        (["--texts", 3, "--device", "cuda", "--part", "part1"], "part1 has no CUDA kernel"),
+        (["--texts", 3, "--device", "cuda", "--simd", "off"], "--simd does not go with --device cuda"),
+        (["--texts", 3, "--device", "cuda", "--ray", "auto"], "--ray does not go with --device cuda"),
     ):
         with naming(given):
             assert line in failed("bulk", "-m", model, "--out", "o", *given)

@@ -5,6 +5,7 @@ The contract of every engine is tested on the cuda engine by the fixture `engine
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import tiny
 import torch
 from steps import choose, forced, logits, prefill
-from support import naming
+from support import naming, resident
 
 from attention_ext import BuildError
 from attention_ext.cuda import driver
@@ -21,7 +22,8 @@ from attention_ext.parts import CachePrecision, Dtype, Precision
 from generation import cuda, pytorch
 from generation.engine import open_engine
 from generation.sampling import Sampling
-from generation.texts import generate
+from generation.texts import complete, generate
+from generation.writer import Request, Writer
 from lab.eval import held_out_loss
 from model import load
 from model.config import EMBEDDING, GPTConfig
@@ -335,3 +337,43 @@ def test_a_batch_changes_no_bit_on_a_gpu():
             alone, 0, [*(token % 65 for token in range(lengths[slot])), *(row[slot] for row in rows[:-1])]
         )
         assert alone.logits(0) == many.logits(slot)  # a window that is read again
+
+
+def free_bytes() -> int:
+    """Free memory of the GPU."""
+    cuda.gpu().activate()
+    return int(cuda._check(cuda._driver().cuMemGetInfo())[0])
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("a_gpu_with_clusters")
+def test_ten_million_tokens_at_constant_memory():
+    checkpoint, texts = load("shakes256"), 39_100
+    length = checkpoint.config.block_size
+    engine = open_engine(checkpoint, "cuda", device="cuda", slots=1000)
+    requests = (Request([0], seed, max_new_tokens=length) for seed in range(texts))
+    taken = []  # (resident bytes, free bytes of the GPU) after each thousand texts
+    tokens = done = 0
+    for completion, piece in complete(Writer(engine), checkpoint.tokenizer, requests):
+        if not piece:
+            tokens, done = tokens + completion.new_tokens, done + 1
+            if done % 1000 == 0:
+                taken.append((resident("self"), free_bytes()))
+    assert tokens == texts * length > 10**7
+    most, least = (pick(column) for pick, column in zip((max, min), zip(*taken[4:])))
+    assert most <= taken[3][0] + (8 << 20) and least >= taken[3][1] - (8 << 20)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("a_gpu_with_clusters")
+def test_a_killed_process_frees_the_gpu(process):
+    before = free_bytes()
+    options = "--device cuda -m shakes256 --num-samples 2000 --max-new-tokens 100000 --context reset"
+    running = process("part4", "--inference", *options.split())
+    assert running.stdout.read(100)
+    assert free_bytes() < before - (1 << 30)  # the caches
+    running.kill()
+    end = time.monotonic() + 10
+    while free_bytes() < before - (64 << 20):
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from support import ROOT
+from support import ROOT, resident
 
 from model.checkpoint import save
 
@@ -36,11 +36,6 @@ def model(tmp_path) -> Path:
     """A checkpoint directory of the tiny model."""
     save(tmp_path / "tiny", tiny.gpt(block_size=64), tiny.VOCABULARY, {})
     return tmp_path / "tiny"
-
-
-def resident(process: int | str) -> int:
-    """The resident memory of a process in bytes."""
-    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize("engine, context", LENGTHS)

@@ -31,6 +31,8 @@ WRONG = [
         "-br does not go with --device cuda: each kernel has its",
     ),
     (["bulk", "--texts", "1", "--out", ""], "'--out': '' is no directory"),
+    (["serve", "--device", "cuda", "--threads", "2"], "--threads does not go with --device cuda"),
+    (["serve", "--device", "cuda", "--part", "part3"], "part3 has no CUDA kernel"),
     (["part0", "--inference", "-m", "shakes512"], "model 'shakes512' was not found"),
     (
         ["part0", "--inference", "--prompt", "naïve 日本"],

@@ -8,9 +8,12 @@ import pytest
 
 pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
+import tiny
 from serving import MODEL, serving
 
 from app.server import Settings
+from model import load
+from model.checkpoint import save
 
 
 def test_an_engine_that_fails_ends_its_texts_only(extension, monkeypatch):
@@ -66,3 +69,28 @@ def test_a_part_that_cannot_be_opened(extension, monkeypatch):
             assert refused.status == 500 and "no room" in refused.json()["error"]["message"]
             assert client.complete().status == 200
         assert client.complete(part="part2").status == 200
+
+
+def test_the_cuda_engine_serves_the_same_texts(emulated, extension, tmp_path, monkeypatch):
+    save(tmp_path, tiny.gpt(), tiny.VOCABULARY, {})
+    checkpoint = load(str(tmp_path))
+    fields = [
+        {"prompt": "ab", "max_tokens": 9, "seed": 1, "stream": True},
+        {"prompt": "c" * 20, "max_tokens": 6, "seed": 2, "temperature": 0.5, "logprobs": 2},
+        {"prompt": "ab", "max_tokens": 12, "seed": 3, "stop": ["a"], "top_p": 0.8},
+        {"prompt": "d", "max_tokens": 20, "seed": 4, "context": "reset", "presence_penalty": 1},
+    ]
+    found = {}
+    for device in ("cpu", "cuda"):
+        if device == "cuda":
+            emulated(monkeypatch, 32, 1, (2,))
+        settings = Settings(("tiny",), device=device, slots=3)
+        with serving(settings, {"tiny": checkpoint}) as client, ThreadPoolExecutor() as threads:
+            made = [threads.submit(client.complete, model="tiny", **each) for each in fields]
+            found[device] = [each.result().text() for each in made]
+            refused = client.complete(model="tiny", prompt="a", part="part2", max_tokens=1)
+            assert (refused.status == 400) == (device == "cuda")
+            if device == "cuda":
+                assert refused.json()["error"]["param"] == "part"
+            client.idle()
+    assert found["cuda"] == found["cpu"]
