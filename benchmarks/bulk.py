@@ -7,9 +7,8 @@ Each process writes `--shards` files with one thread. The numbers of processes t
 same bytes. A job's time runs from its first task to its last file. It excludes the start of the processes,
 some two seconds; 'with start' includes it. 'share of a core' is a worker's processor time per second: less
 than 1 where other programs take the cores. 'per core-second' is a worker's output per second of processor
-time, which other programs affect least. '--ray' adds actors on a Ray cluster of this machine. With a GPU the last
-row is the engine alone: as many texts at once as a file has, from numbers that are there, with no text made of
-the tokens.
+time, which other programs affect least. '--ray' adds actors on a Ray cluster of this machine. With a GPU the
+last row is the engine alone: as many texts at once as a file has, and no text is made of the tokens.
 """
 
 import itertools
@@ -117,9 +116,7 @@ def main(
     """Print tokens per second by the number of processes."""
     checkpoint = load(model)
     length = tokens or checkpoint.config.block_size
-    settings = shards.Settings(
-        model, shards.fingerprint(checkpoint), max_new_tokens=length, device=device
-    )
+    settings = shards.Settings(model, shards.fingerprint(checkpoint), max_new_tokens=length, device=device)
     resolved = shards.resolved(settings, checkpoint)
     kinds: dict[str, Callable] = {"processes": processes}
     if with_ray:
@@ -131,7 +128,9 @@ def main(
     for _ in range(rounds):
         for case, runs in found.items():
             count, kind = case.split()
-            count_of_files = each if device == "cuda" else each * int(count)  # a GPU is one, however many share it
+            count_of_files = (
+                each if device == "cuda" else each * int(count)
+            )  # a GPU is one, however many share it
             job = Job(settings, shard_size * count_of_files, shard_size, resolved=resolved)
             runs.append(measure(job, partial(kinds[kind], int(count))))
             for file in runs[-1][2]:

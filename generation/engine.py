@@ -80,9 +80,7 @@ class Engine(Protocol):
     def drop(self, slot: int) -> None:
         """Cancel a begin() and free its memory."""
 
-    def write(
-        self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None
-    ) -> NDArray[Any]:
+    def write(self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None) -> NDArray[Any]:
         """Choose a token for each of these slots and append it, for each row of uniforms.
 
         Returns the tokens, whole numbers: (rows that were written, slots).
@@ -222,7 +220,7 @@ def member(kind: type[Name], name: str, value: str) -> Name:
 
 
 def rows_of(uniforms: ArrayLike, count: int) -> NDArray[np.float64]:
-    """The numbers (rows, count) of a call of write(). Raises ValueError for another number of them in a row."""
+    """The numbers (rows, count) of a call of write(). Raises ValueError unless a row has so many."""
     numbers = np.ascontiguousarray(uniforms, float)
     if numbers.ndim != 2 or numbers.shape[1] != count:
         must = f"it must be the number of slots, {count}"

@@ -1,4 +1,4 @@
-"""The torch engine's step on a GPU as a CUDA graph: a token of each of many texts, and the choice of the next.
+"""The torch engine's step on a GPU as a CUDA graph: many texts read a token each and choose the next.
 
 PyTorch launches some sixty kernels for a token, each of which costs the host more than it costs the GPU. A
 graph launches them at once. So nothing in it may depend on numbers that the host knows: lengths, slots and
@@ -69,11 +69,13 @@ class Texts:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         return cls(
-            *(zeros(count) for _ in range(3)),
-            zeros(count, vocab_size, dtype=torch.float32),
-            zeros(ROWS, count, dtype=torch.float64),
-            zeros(ROWS, count),
-            zeros(1),
+            at=zeros(count),
+            lengths=zeros(count),
+            pending=zeros(count),
+            logits=zeros(count, vocab_size, dtype=torch.float32),
+            uniforms=zeros(ROWS, count, dtype=torch.float64),
+            chosen=zeros(ROWS, count),
+            row=zeros(1),
         )
 
 

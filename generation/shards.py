@@ -114,8 +114,8 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 def resolved(settings: Settings, checkpoint: Checkpoint) -> dict[str, Any]:
     """The engine, SIMD helpers and tile that this machine chooses for 'auto'.
 
-    They decide the last bits of the logits; tuned tiles differ between machines. The engine is opened once, so
-    that what the workers load is compiled. Raises as open_engine() does.
+    They decide the last bits of the logits; tuned tiles differ between machines. The engine is opened once,
+    so that what the workers load is compiled. Raises as open_engine() does.
     """
     s = settings
     engine = opened(s, checkpoint).name
@@ -131,10 +131,10 @@ def resolved(settings: Settings, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def opened(settings: Settings, checkpoint: Checkpoint, **sizes: int) -> Engine:
-    """The engine of the settings, with one thread. sizes: slots and capacity. Raises as open_engine() does."""
+    """The engine of the settings, with one thread. sizes: slots and capacity. Raises as open_engine()."""
     names = ("engine", "part", "simd", "br", "bc", "weights", "kv_cache", "device")
-    chosen = {name: getattr(settings, name) for name in names}
-    return open_engine(checkpoint, threads=1, **sizes, **chosen)
+    chosen: dict[str, Any] = {name: getattr(settings, name) for name in names}
+    return open_engine(checkpoint, threads=1, **chosen | sizes)
 
 
 def capacity_of(settings: Settings, checkpoint: Checkpoint) -> int:

@@ -17,8 +17,8 @@ from model.config import GPTConfig
 from model.tokenizer import Tokenizer
 
 AT_ONCE = 32  # texts that are written together, for each thread
-# Of a GPU's memory, for the caches of an engine. To read so much takes any GPU 3 ms or more, a hundred times the
-# latencies of a step, so that more texts at once would gain a percent.
+# Of a GPU's memory, for the caches of an engine. To read so much takes any GPU 3 ms or more, a hundred times
+# the latencies of a step, so that more texts at once would gain a percent.
 GPU_SHARE = 8
 MOST_CACHE_BYTES = 2**31  # of all texts together, unless AT_ONCE texts for one thread need more
 

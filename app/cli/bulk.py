@@ -38,7 +38,10 @@ bulk_options = options.all_of(
         default=STALL_SECONDS,
     ),
     options.size(
-        "--shard-size", "Texts in a file.", most=10**9, show_default=f"{SHARD_SIZE}, on a GPU {GPU_SHARD_SIZE}"
+        "--shard-size",
+        "Texts in a file.",
+        most=10**9,
+        show_default=f"{SHARD_SIZE}, on a GPU {GPU_SHARD_SIZE}",
     ),
     options.prompt,
     options.sampling,

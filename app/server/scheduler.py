@@ -174,9 +174,7 @@ class Lane:
                 self._end(choice.call, ApiError(500, f"The request failed: {error}"))
         return time.monotonic() - start
 
-    def _send(
-        self, text: Text, choice: Choice, tokens: Sequence[int] | NDArray[Any], now: float
-    ) -> None:
+    def _send(self, text: Text, choice: Choice, tokens: Sequence[int] | NDArray[Any], now: float) -> None:
         """Append new tokens to a text, and deliver what it has new, if that is due."""
         if len(tokens):
             choice.add(tokens)

@@ -1,9 +1,10 @@
 // Attention of one new token of each of many texts, over caches in slots. The lengths are read from the GPU's
 // memory, so one CUDA graph serves all of them.
 //
-// A block has a head of a text. It stores the new key and value, and part 4's online softmax goes over the keys:
-// PARTS lanes take a key, a warp WARP_KEYS of them, STRIP times before it needs them; the warps take turns. Their
-// results are merged in shared memory. Every key and value is read once: 2 length HEAD_DIM elements.
+// A block has a head of a text. It stores the new key and value, and part 4's online softmax goes over the
+// keys: PARTS lanes take a key, a warp WARP_KEYS of them, STRIP times before it needs them; the warps take
+// turns. Their results are merged in shared memory. Every key and value is read once: 2 length HEAD_DIM
+// elements.
 //
 // Macros: FORMAT of call.h for the keys and values; HEAD_DIM, a multiple of 4 up to 128; THREADS.
 #include "call.h"
@@ -15,12 +16,12 @@ constexpr int ROUND = WARPS * WARP_KEYS;  // keys until a lane's next one
 
 // Of `texts` texts, each with a block for every head.
 struct Step {
-    const float *q, *k, *v;           // (texts, heads, HEAD_DIM), of the new tokens
-    Element *keys, *values;           // (slots, heads, capacity, HEAD_DIM)
+    const float *q, *k, *v;            // (texts, heads, HEAD_DIM), of the new tokens
+    Element *keys, *values;            // (slots, heads, capacity, HEAD_DIM)
     const long long *slots, *lengths;  // (texts): where a text is, and its tokens in the cache
-    float* out;                       // (texts, heads, HEAD_DIM)
-    int heads, capacity, row;         // row: numbers from one text's q, k or v to the next one's
-    float scale;                      // of the scores, times log2(e)
+    float* out;                        // (texts, heads, HEAD_DIM)
+    int heads, capacity, row;          // row: numbers from one text's q, k or v to the next one's
+    float scale;                       // of the scores, times log2(e)
 };
 
 __device__ inline float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
@@ -42,8 +43,10 @@ __device__ inline float4 rounded(float4 x) { return {rounded(x.x), rounded(x.y),
 // Stores rounded numbers.
 __device__ inline void store4(float* p, float4 x) { *reinterpret_cast<float4*>(p) = x; }
 __device__ inline void store4(unsigned short* p, float4 x) {
-    const unsigned bits[] = {__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w)};
-    *reinterpret_cast<uint2*>(p) = {bits[0] >> 16 | (bits[1] & 0xffff0000u), bits[2] >> 16 | (bits[3] & 0xffff0000u)};
+    const unsigned bits[] = {__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z),
+                             __float_as_uint(x.w)};
+    *reinterpret_cast<uint2*>(p) = {bits[0] >> 16 | (bits[1] & 0xffff0000u),
+                                    bits[2] >> 16 | (bits[3] & 0xffff0000u)};
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_constant__ Step step) {
