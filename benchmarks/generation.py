@@ -2,6 +2,7 @@
 
     python -m benchmarks.generation [--cases batch1,long] [--threads 1] [--peers CTranslate2]
         [--corpus FILE] [--save [FILE]]
+    python -m benchmarks.generation --device cuda [--cases batch1024] [--dtypes bf16] [--peers GraphPyTorch]
 
 Before a contender is timed, its logits are compared with float64, and its greedy text with that of our
 PyTorch engine. Equally likely tokens may be chosen differently, so a different text is only reported. Times
@@ -22,6 +23,7 @@ values so far.
 import statistics
 import sys
 import time
+from collections import ChainMap
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -58,6 +60,8 @@ from model.gpt import GPT
 PYTORCH = (UncachedPyTorch, CachedPyTorch, Transformers)
 OTHERS = (CTranslate2, CTranslate2Int8, OnnxRuntime, LlamaCpp, LlamaCppQ8)
 PEERS: dict[str, type[Peer]] = {peer.__name__: peer for peer in (*PYTORCH, *OTHERS)}
+# of on_gpu.py, beside PYTORCH
+ON_GPU = dict.fromkeys(("GraphPyTorch", "CompiledPyTorch", "CompiledGraphPyTorch"))
 # The largest errors of our logits. The table shows the rounding of weights; tests check it more closely.
 MOST_ERROR = {"fp32": Peer.most_error, "bf16": 1e-1, "int8": 5e-1}
 LOSS_TOKENS = 16_384  # tokens over which a loss is measured
@@ -86,7 +90,10 @@ CASES = {
     "batch32": Case("shakes256", 32, 1, 255, slow_without_cache=True),
     "long": Case("shakes2048", 1, 1, 2047, slow_without_cache=True),
     "prefill": Case("shakes2048", 1, 1024, 1),
+    "batch1024": Case("shakes256", 1024, 1, 255),
+    "batch8192": Case("shakes256", 8192, 1, 255),
 }
+ON_CPU = ("batch1", "batch32", "long", "prefill")  # the cases that are timed there by default
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,7 @@ class Contender:
 class Own(Peer):
     """One of our engines as a peer, driven by generation.writer.Writer as gpt.py does."""
 
-    def __init__(self, model: GPT, contender: Contender, slots: int) -> None:
+    def __init__(self, model: GPT, contender: Contender, slots: int, device: str = "cpu") -> None:
         assert contender.part
         self.name = contender.name
         self.rounded = contender.weights is not Precision.FP32
@@ -125,6 +132,7 @@ class Own(Peer):
             weights=contender.weights,
             kv_cache=contender.kv_cache,
             slots=slots,
+            device=device,
         )
 
     def logits(self, ids: list[int]) -> Tensor:
@@ -149,7 +157,10 @@ class Own(Peer):
 class Opened:
     """A contender that is ready."""
 
-    def __init__(self, contender: Contender, case: str, threads: int) -> None:
+    def __init__(self, contender: Contender, case: str, threads: int, peer: Peer | None = None) -> None:
+        if peer is not None:
+            self.peer = peer
+            return
         torch.set_num_threads(threads)
         model = load(CASES[case].model).model
         if contender.part is None:
@@ -336,10 +347,20 @@ def row(name: str, each: dict[str, Any], limit: dict[str, Any] | None) -> str:
 
 
 @click.command(context_settings={"show_default": True})
-@options.names("--cases", "Cases to time.", of=CASES, default=",".join(CASES))
+@options.device
+@options.names("--dtypes", "Formats of weights and cache on a GPU.", of=("fp32", "bf16"), default="fp32,bf16")
+@options.names(
+    "--cases", "Cases to time.", of=CASES, show_default=f"{','.join(ON_CPU)}; on a GPU all", default=None
+)
 @options.names("--engines", "Our engines that take part.", of=ENGINES, default=",".join(ENGINES))
 @options.names("--parts", "Parts that take part, in each engine.", of=PARTS, default="part4")
-@options.names("--peers", "Other engines.", of=PEERS, default=",".join(PEERS), show_default="all installed")
+@options.names(
+    "--peers",
+    "Other engines.",
+    of=ChainMap[str, Any](PEERS, ON_GPU),
+    default=",".join((*PEERS, *ON_GPU)),
+    show_default="all installed",
+)
 @options.names(
     "--weights",
     "Precisions of the native engine, beside fp32.",
@@ -354,7 +375,9 @@ def row(name: str, each: dict[str, Any], limit: dict[str, Any] | None) -> str:
 @options.save("generation", "the figures")
 @options.flag("--slow/--no-slow", "Include contenders that take longer than some 20 s.")
 def main(
-    cases: tuple[str, ...],
+    device: str,
+    dtypes: tuple[str, ...],
+    cases: tuple[str, ...] | None,
     engines: tuple[str, ...],
     parts: tuple[str, ...],
     peers: tuple[str, ...],
@@ -372,12 +395,20 @@ def main(
             saved.check_file(save)
         except ValueError as error:
             raise click.UsageError(str(error)) from None
+    if device == "cuda":
+        from benchmarks import on_gpu
+
+        content = on_gpu.compare(cases or tuple(CASES), engines, dtypes, peers, rounds)
+        if save:
+            saved.write(content | {"format": FORMAT, "rounds": rounds}, Path(save))
+        return
+    cases = cases or ON_CPU
     text = corpus.read(file or corpus.INPUT) if file or corpus.INPUT.exists() else None
     contenders = [Contender(e, p) for p in parts for e in engines if e == "torch" or PARTS[p].operator]
     native = [each for each in contenders if each.engine == "native"]
     contenders += [replace(each, weights=Precision(name)) for each in native for name in weights]
     contenders += [replace(each, kv_cache=CachePrecision.BF16) for each in native]
-    for peer in peers:
+    for peer in (name for name in peers if name in PEERS):
         if all(map(find_spec, PEERS[peer].packages)):
             contenders.append(Contender(peer))
         else:

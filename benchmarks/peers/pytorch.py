@@ -49,10 +49,12 @@ class CachedPyTorch(Peer):
 
     name = f"PyTorch {torch.__version__}, cached"
 
-    def __init__(self, model: GPT, threads: int) -> None:
+    def __init__(
+        self, model: GPT, threads: int, device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
         torch.set_num_threads(threads)
-        self.config = model.config
-        weights = named_weights(model)
+        self.config, self.device, self.dtype = model.config, device, dtype
+        weights = {name: tensor.to(device, dtype) for name, tensor in named_weights(model).items()}
         self.wte, self.wpe = weights["wte.weight"], weights["wpe.weight"]
         self.layers = [
             tuple(
@@ -84,16 +86,17 @@ class CachedPyTorch(Peer):
         """Keys and values (2, B, H, block_size, d) of each layer, for every text of this batch size."""
         if B not in self.caches:
             c = self.config
-            self.caches[B] = [torch.zeros(2, B, c.n_head, c.block_size, c.head_dim) for _ in self.layers]
+            sizes = (2, B, c.n_head, c.block_size, c.head_dim)
+            self.caches[B] = [torch.zeros(sizes, device=self.device, dtype=self.dtype) for _ in self.layers]
         return self.caches[B]
 
     @torch.inference_mode()
     def logits(self, ids: list[int]) -> Tensor:
-        return self.forward(torch.tensor([ids]), 0)[0]
+        return self.forward(torch.tensor([ids], device=self.device), 0)[0].float().cpu()
 
     @torch.inference_mode()
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        ids, start = torch.tensor(prompts), 0  # (B, T)
+        ids, start = torch.tensor(prompts, device=self.device), 0  # (B, T)
         tokens = []
         for _ in range(count):
             token = self.forward(ids, start).argmax(-1, keepdim=True)  # (B, 1)
@@ -112,20 +115,23 @@ class Transformers(Peer):
 
     packages = ("transformers",)
 
-    def __init__(self, model: GPT, threads: int) -> None:
+    def __init__(
+        self, model: GPT, threads: int, device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
         import transformers
 
         self.name = f"transformers {transformers.__version__}"
         torch.set_num_threads(threads)
-        self.gpt = gpt2(model)
+        self.gpt, self.device = gpt2(model).to(device, dtype), device
 
     @torch.inference_mode()
     def logits(self, ids: list[int]) -> Tensor:
-        return self.gpt(torch.tensor([ids]), logits_to_keep=1).logits[0, -1]
+        prompt = torch.tensor([ids], device=self.device)
+        return self.gpt(prompt, logits_to_keep=1).logits[0, -1].float().cpu()
 
     @torch.inference_mode()
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        ids = torch.tensor(prompts)
+        ids = torch.tensor(prompts, device=self.device)
         mask = torch.ones_like(ids)
         out = self.gpt.generate(
             ids, attention_mask=mask, max_new_tokens=count, do_sample=False, use_cache=True

@@ -9,9 +9,11 @@ from multiprocessing import get_context
 import pytest
 import torch
 from click.testing import CliRunner
+from support import FakeGpu
 
 from attention_ext import processor
 from benchmarks import generation as bench
+from benchmarks import on_gpu
 
 CASES = {
     "short": bench.Case("shakes128", 1, 1, 4),
@@ -150,3 +152,21 @@ def test_a_contender_in_a_process_of_its_own(extension, threads):
     here = bench.Opened(contender, "batch1", 1)
     assert name == "torch part4" and seconds > 0 and text == here.call("greedy_batch", [ids], 6)[1]
     torch.testing.assert_close(torch.tensor(logits), torch.tensor(here.call("logits", ids)[1]))
+
+
+def test_a_gpus_contenders(monkeypatch, capsys):
+    """Without a GPU: the steps that would be captured run one by one, and the limits are made up."""
+    monkeypatch.setattr(on_gpu, "Gpu", FakeGpu)
+    monkeypatch.setattr(on_gpu, "DEVICE", "cpu")
+    monkeypatch.setattr(on_gpu.GraphPyTorch, "captured", lambda self, run: run)
+    monkeypatch.setattr(bench, "LEAST_SECONDS", 0.0)
+    for name, case in CASES.items():
+        monkeypatch.setitem(bench.CASES, name, case)
+    peers = ("CachedPyTorch", "GraphPyTorch")
+    content = on_gpu.compare(("pair", "read"), ("native", "torch"), ("fp32", "bf16"), peers, 2)
+    out = capsys.readouterr().out
+    assert "Fake GPU" in out and "vLLM is not installed" in out and "a step moves" in out
+    for title, figures in content["cases"].items():
+        assert len(figures) == 3 and "wrong" not in out, out
+        if title == "pair fp32":
+            assert {each["agreement"] for each in figures.values()} == {"4 of 4"}
