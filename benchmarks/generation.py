@@ -281,14 +281,20 @@ def task(case: Case, prompt: list[int]) -> tuple[Any, ...]:
 
 
 def verify(
-    case: Case, model: GPT, contenders: dict[str, Opened], ids: list[int], prompt: list[int]
+    case: Case,
+    model: GPT,
+    contenders: dict[str, Opened],
+    ids: list[int],
+    prompt: list[int],
+    part: str = "part4",
 ) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
     """Each contender's figures before it is timed, and the seconds of one call of those that are right.
 
-    ids: tokens after which logits are compared. prompt: the start of the case's texts.
+    ids: tokens after which logits are compared. prompt: the start of the case's texts. part: that writes what
+    is expected.
     """
     exact = exact_logits(model, ids)
-    (expected,) = Own(model, Contender("torch", "part4"), 1).greedy_batch([prompt], case.count)
+    (expected,) = Own(model, Contender("torch", part), 1).greedy_batch([prompt], case.count)
     figures: dict[str, dict[str, Any]] = {}
     seconds = {}
     for name, opened in contenders.items():

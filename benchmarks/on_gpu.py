@@ -164,7 +164,7 @@ def peer_of(contender: bench.Contender, case: bench.Case, dtype: str) -> Peer:
     if contender.part:
         peer: Peer = Own(model, contender, case.batch)
     else:
-        peer = PEERS[contender.engine](model, torch.get_num_threads(), DEVICE, DTYPES[dtype])
+        peer = PEERS[contender.engine](model, 1, DEVICE, DTYPES[dtype])
         peer.name += f" {dtype}"
     peer.most_error = MOST_ERROR[dtype]
     return peer
@@ -191,6 +191,7 @@ def compare(
     cases: Sequence[str], engines: Sequence[str], dtypes: Sequence[str], peers: Sequence[str], rounds: int
 ) -> dict[str, Any]:
     """Verify, time and print all cases; the figures, and the machine."""
+    torch.set_num_threads(1)  # what is expected comes from the CPU, a token at a time
     gpu = Gpu()
     on = gpu.describe()
     click.echo(f"{on['name']}, PyTorch {torch.__version__}, CUDA {on['cuda']}")
@@ -209,13 +210,13 @@ def compare(
         ready = []
         for each in contenders:
             mine = replace(each, **given) if each.part else each  # type: ignore[arg-type]
-            ready.append(bench.Opened(mine, title, 0, peer_of(mine, case, dtype)))
+            ready.append(bench.Opened(mine, title, 1, peer_of(mine, case, dtype)))
         model = load(case.model).model
         torch.manual_seed(0)
         ids = torch.randint(model.config.vocab_size, (max(100, case.prompt),)).tolist()
         prompt = ids if case.prompt > 1 else [0]
         by_name = {each.get("name"): each for each in ready}
-        figures, first = bench.verify(case, model, by_name, ids, prompt)
+        figures, first = bench.verify(case, model, by_name, ids, prompt, "part0")
         repeats = {name: max(1, round(bench.LEAST_SECONDS / seconds)) for name, seconds in first.items()}
         for name in repeats:  # the first call compiled and captured
             by_name[name].call(*bench.task(case, prompt))

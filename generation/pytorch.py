@@ -34,6 +34,9 @@ ROUNDINGS: dict[Precision, Callable[[GPT], GPT]] = {
 DTYPES = {CachePrecision.FP32: torch.float32, CachePrecision.BF16: torch.bfloat16}
 
 
+MOST_UNCOUNTED = 64  # calls whose tokens wait to be counted
+
+
 class TorchEngine:
     """Runs the PyTorch model on its device. Neighbouring slots with equally many tokens are read together.
 
@@ -67,6 +70,7 @@ class TorchEngine:
         self._pending = [-1] * slots  # the chosen token that is not yet read; -1 for none
         self._seen: list[set[int]] = [set() for _ in range(slots)]
         self._written: list[Counter[int]] = [Counter() for _ in range(slots)]  # since the prompt
+        self._uncounted: list[list[NDArray[np.int64]]] = [[] for _ in range(slots)]  # tokens for these two
         self._samplings = [Sampling()] * slots
         self._tops: list[int | None] = [None] * slots
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(slots)]  # not taken yet
@@ -91,6 +95,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def read(self, slot: int, seconds: float = math.inf) -> bool:
+        self._count(slot)
         ids, continues, top = self._begun.pop(slot)
         if not continues:
             self._seen[slot].clear()
@@ -130,6 +135,8 @@ class TorchEngine:
             for _, run in by_run:
                 together = [slot for _, slot in run]
                 self._append(together[0], [[self._pending[slot]] for slot in together])
+        for slot in at:
+            self._count(slot)
         samplings, seen = [self._samplings[slot] for slot in at], [self._seen[slot] for slot in at]
         written = [self._written[slot] for slot in at]
         tokens = self.choose(self._logits[at].cpu(), numbers[0], samplings, seen, written)
@@ -162,15 +169,24 @@ class TorchEngine:
         if (chosen < 0).any():
             raise ValueError("logits hold NaN, or the largest is infinite; they must be numbers")
         self._logits[at] = logits
-        for slot, tokens in zip(at, chosen.T.tolist()):
-            self._lengths[slot] += len(tokens)
-            self._pending[slot] = tokens[-1]
+        for slot, tokens, last in zip(at, chosen.T, chosen[-1].tolist()):
+            self._lengths[slot] += len(chosen)
+            self._pending[slot] = last
+            self._uncounted[slot].append(tokens)
+            if len(self._uncounted[slot]) == MOST_UNCOUNTED:
+                self._count(slot)
+        return chosen
+
+    def _count(self, slot: int) -> None:
+        """Count the tokens that graphs have chosen: most samplings do not need it."""
+        for tokens in map(np.ndarray.tolist, self._uncounted[slot]):
             self._seen[slot].update(tokens)
             self._written[slot].update(tokens)
-        return chosen
+        self._uncounted[slot].clear()
 
     @torch.inference_mode()
     def copy(self, source: int, *targets: int) -> None:
+        self._count(source)
         length, at = self._lengths[source], list(targets)
         for cache in self._caches:
             cache.k[at, :, :length] = cache.k[source, :, :length].clone()
@@ -179,6 +195,7 @@ class TorchEngine:
         for target in targets:
             self._lengths[target] = length
             self._pending[target] = self._pending[source]
+            self._uncounted[target].clear()
             self._seen[target] = set(self._seen[source])
             self._written[target] = Counter(self._written[source])
             self._begun.pop(target, None)

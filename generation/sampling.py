@@ -219,10 +219,14 @@ def drawn(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
     import torch
 
     largest = logits.amax(-1, keepdim=True)
-    good = largest[:, 0].isfinite()
+    good = largest[:, 0].abs() < math.inf
     if sampling.temperature == 0:
         return logits.argmax(-1).where(good, -1)
     weights = ((logits - largest) / sampling.temperature).exp()  # the likeliest token's weight is 1
+    points = uniforms[:, None]
+    limits = (sampling.top_p, sampling.typical_p, sampling.min_p)
+    if limits == (1, 1, 0) and (sampling.top_k or logits.shape[1]) >= logits.shape[1]:
+        return found(weights, points).where(good, -1)  # on a GPU each operation that is left out is time
     least = torch.zeros_like(largest)  # smaller weights are left out
     if sampling.top_k is not None and sampling.top_k < logits.shape[1]:
         least = weights.topk(sampling.top_k).values[:, -1:]
@@ -239,9 +243,16 @@ def drawn(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
         kept = weights.where(weights >= least, 0.0).sort(-1, descending=True).values
         least = kept.gather(-1, reached(kept, sampling.top_p))
     least = torch.maximum(least, sampling.min_p * weights.amax(-1, keepdim=True))
-    cumulative = weights.where(weights >= least, 0.0).cumsum(-1)
-    points = uniforms[:, None] * cumulative[:, -1:]  # below the last sum
-    return torch.searchsorted(cumulative, points, right=True)[:, 0].where(good, -1)
+    return found(weights.where(weights >= least, 0.0), points).where(good, -1)
+
+
+def found(weights: Tensor, points: Tensor) -> Tensor:
+    """The place (B,) in weights (B, V) that each point (B, 1), a share of their sum, falls on."""
+    import torch
+
+    cumulative = weights.cumsum(-1)
+    below = points * cumulative[:, -1:]  # below the last sum
+    return torch.searchsorted(cumulative, below, right=True)[:, 0]
 
 
 def reached(ordered: Tensor, share: float) -> Tensor:
