@@ -528,7 +528,7 @@ class CudaEngine:
     def copy(self, source: int, *targets: int) -> None:
         for slot in (source, *targets):
             self._check_slot(slot)
-        at = np.setdiff1d(targets, [source])
+        at = np.setdiff1d(np.array(targets, np.int64), [source])
         with self._lock:
             self._gpu.activate()
             for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1):

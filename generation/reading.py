@@ -59,7 +59,7 @@ class Reader:
         """
         start = time.perf_counter()
         end = start + self._slice
-        self.waiting.update((text, None) for text in texts if text.is_new or text.is_stale)
+        self.waiting.update((text, None) for text in texts if text.needs_reading)
         if self._kept:
             self._copy(self._kept)
         if self.waiting and not self._shortest_is_due:

@@ -89,6 +89,7 @@ class Text:
     """A growing text in a slot of an engine.
 
     prompt: the part of the request's prompt that is read. new_tokens: the number of tokens after it.
+    remaining: tokens that may still be written.
     prefill_seconds: the time until the prompt is read. decode_seconds: the time of writing since then. Both
     include the work for its neighbours in these steps.
     logprobs: those of the new tokens, if requested; the caller may clear the list.
@@ -102,22 +103,18 @@ class Text:
         self.request, self.slot = request, slot
         self.prompt = tuple(request.ids[-capacity:])
         self.new_tokens = 0
+        self.remaining = math.inf if request.max_new_tokens is None else request.max_new_tokens
         self.prefill_seconds = self.decode_seconds = 0.0
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self.held = 0  # tokens in the engine's slot; 0 until the prompt is read
         self._capacity = capacity
+        self._uncached = not request.use_cache
         self._last = deque(self.prompt, capacity)
         # Whether its window may be read again, for which its tokens are kept.
-        self._keeps = not request.use_cache or len(self.prompt) + self.remaining > capacity + 1
+        self._keeps = self._uncached or len(self.prompt) + self.remaining > capacity + 1
         self._uniforms = uniforms
         self._drawn = NONE  # uniform numbers, one for each of the next tokens
-
-    @property
-    def remaining(self) -> float:
-        """Tokens that may still be written."""
-        most = self.request.max_new_tokens
-        return math.inf if most is None else most - self.new_tokens
 
     @property
     def is_new(self) -> bool:
@@ -125,9 +122,9 @@ class Text:
         return self.held == 0
 
     @property
-    def is_stale(self) -> bool:
-        """Whether its window must be read again before the next token."""
-        return not self.request.use_cache and self.new_tokens > 0 or self.held > self._capacity
+    def needs_reading(self) -> bool:
+        """Whether its prompt must be read before the next token, or its window again."""
+        return not 0 < self.held <= self._capacity or self._uncached and self.new_tokens > 0
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
@@ -142,7 +139,7 @@ class Text:
     @property
     def room(self) -> int:
         """Tokens that fit its slot before its window must be read again."""
-        return self._capacity + 1 - self.held if self.request.use_cache else 1
+        return 1 if self._uncached else self._capacity + 1 - self.held
 
     @property
     def window(self) -> list[int]:
@@ -161,11 +158,13 @@ class Text:
 
     def append(self, tokens: NDArray[Any]) -> None:
         """Record the tokens that the engine has appended. Each used one of the drawn numbers."""
-        self._drawn = self._drawn[len(tokens) :]
+        count = len(tokens)
+        self._drawn = self._drawn[count:]
         if self._keeps:
             self._last.extend(tokens.tolist())
-        self.held += len(tokens)
-        self.new_tokens += len(tokens)
+        self.held += count
+        self.new_tokens += count
+        self.remaining -= count
 
 
 class Writer:
@@ -196,6 +195,7 @@ class Writer:
         self.texts: dict[Text, None] = {}  # in the order in which they joined
         self._free = list(range(texts))  # a heap
         self._seconds = seconds
+        self._worth = engine.tokens_at_once  # tokens of each text that are worth asking for now
         self._reader = Reader(engine, engine.slots - 1 if texts < engine.slots else None, slice_seconds)
 
     @property
@@ -252,14 +252,15 @@ class Writer:
         writing = [text for text in unfinished if text.remaining > 0 and text not in waiting]
         written: NDArray[Any] = np.empty((0, 0), int)  # (texts, tokens)
         if writing:
-            count = int(
-                min(most, self.engine.tokens_at_once, *(min(text.room, text.remaining) for text in writing))
-            )
+            count = int(min(most, self._worth, *(min(text.room, text.remaining) for text in writing)))
             uniforms = np.empty((len(writing), count))
             for row, text in zip(uniforms, writing):
                 row[:] = text.draw(count)
             rows = self.engine.write([text.slot for text in writing], uniforms.T, self._seconds)
             written = np.ascontiguousarray(rows.T)
+            # Numbers beyond what the engine writes in its time are drawn for nothing.
+            if len(rows) < count or count == self._worth:
+                self._worth = min(2 * len(rows), self.engine.tokens_at_once)
         for text, tokens in zip(writing, written):
             text.append(tokens)
             if text.request.logprobs is not None:

@@ -280,6 +280,21 @@ def test_several_tokens_at_once_are_those_of_one_at_a_time(engine):
     prefill(together, 0, [1] * 50)
 
 
+def test_a_text_is_copied_to_any_slots(engine):
+    """To none, to neighbours and others, and to itself; what is not named keeps its text."""
+    opened = engine(model(), slots=9)
+    for slot in range(9):
+        prefill(opened, slot, [slot] * (1 + slot % 3))
+    kept = [opened.logits(slot) for slot in range(9)]
+    opened.copy(2)
+    opened.copy(2, 4, 8, 5, 2, 6, 0)
+    for slot in range(9):
+        assert opened.logits(slot) == kept[2 if slot in (0, 2, 4, 5, 6, 8) else slot]
+    alike = choose(opened, [0, 2, 4, 8], [0.5] * 4)
+    assert len(set(alike)) == 1
+    assert len(set(choose(opened, [0, 2, 4, 8], [0.7] * 4))) == 1
+
+
 @pytest.mark.parametrize("cache_bytes", [1, 3 << 20, 6 << 20, 1 << 40])
 @pytest.mark.parametrize("threads_used", [1, 2])
 def test_a_batch_in_groups_of_any_size_is_written_as_each_text_alone(
