@@ -6,6 +6,7 @@ A worker that dies or stalls is replaced.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import queue
 import signal
@@ -201,6 +202,7 @@ def local_pool(settings: Settings, workers: int, timeout: float = STALL_SECONDS)
 def work(settings: Settings, pipe: connection.Connection) -> None:
     """Run a worker: write the arriving tasks until the driver is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.set_threshold(100_000)  # thousands of texts live at a time, and few objects are in cycles
     scribe = None
 
     def wanted() -> bool:
