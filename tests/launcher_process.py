@@ -133,7 +133,8 @@ def follow(config: Config, function: int, arguments: Any, dtype: torch.dtype) ->
         if row.name == "split" and name == "attention_split":
             tiles, last = tiles * number, False
         elif row.name == "split":
-            tiles, block, shared, early = call.batches * call.heads * call.Nq, (128, 1, 1), 0, True
+            tiles, block = call.batches * call.heads * call.Nq, (tile.sizes["MERGE_THREADS"], 1, 1)
+            shared, early = 0, True
     assert (config.grid[:], config.block[:], config.shared) == ([tiles, 1, 1], list(block), shared)
     assert config.stream == STREAM and config.attribute_count == early
     assert not early or (config.attributes[0], config.attributes[2]) == (6, 1)

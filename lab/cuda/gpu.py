@@ -1,8 +1,8 @@
 """The GPU that a measurement runs on: its description, its limits, its memory, and how a call on it is timed.
 
 A time is the GPU's: that between two CUDA events on the stream, one before and one after a call. Launching a
-call takes the host tens of microseconds, longer than a short kernel runs. So the GPU pauses until the host
-has launched some calls, and then runs them without a gap.
+call takes the host longer than a short kernel runs. So the GPU pauses until the host has launched some calls,
+and then runs them without a gap.
 """
 
 import ctypes
