@@ -236,7 +236,8 @@ def check(operators: Any, kernel: Kernel, dtype: Dtype, shape: tuple[int, ...], 
 
 
 def main() -> None:
-    """Check every kernel, and what is refused."""
+    """Check every kernel, torch.compile, and what is refused."""
+    global running, dtype_of_call
     operators = loaded()
     calls = 0
     try:
@@ -248,6 +249,14 @@ def main() -> None:
     except RuntimeError as error:
         raise (wrong or [error])[-1] from None
     q, k, v = inputs(1, 2, 3, 700, 33, torch.float32)[0]
+
+    def layer(q: torch.Tensor) -> torch.Tensor:
+        out, lse = operators.flash_with_lse(2 * q, k, v, True, None, None)
+        return out + lse[..., None]
+
+    running = chosen(None, 33, Dtype.FP32, 3)
+    dtype_of_call = torch.float32
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True)(q), layer(q))
     refused = (
         ((q, k, v[:, :, :5]), None, "k and v must be (B, H, Nk, d), as q is"),
         ((q, k.bfloat16(), v), None, "q, k and v must have one dtype and be on one device"),

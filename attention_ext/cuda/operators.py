@@ -74,13 +74,13 @@ def _check_sizes(kernel: str | None, Nq: int, Nk: int, d: int) -> None:
             raise ValueError(f"{name} has {rows}={n} rows; it must have at most {MOST_ROWS} on CUDA")
 
 
-def _fake(q, k, v, causal, scale, kernel=None):
-    check(q, k, v, causal, kernel)
+def _fake(q, k, v, causal, scale, name=None):
+    check(q, k, v, causal, name)
     return q.new_empty(q.shape)
 
 
-def _fake_with_lse(q, k, v, causal, scale, kernel=None):
-    return _fake(q, k, v, causal, scale, kernel), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _fake_with_lse(q, k, v, causal, scale, name=None):
+    return _fake(q, k, v, causal, scale, name), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 _operators = extension.load_operators(recipes.launcher())  # BuildError if it cannot be compiled

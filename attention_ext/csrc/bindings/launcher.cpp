@@ -365,7 +365,8 @@ std::tuple<Tensor, Tensor> flash_with_lse(const Tensor& q, const Tensor& k, cons
 }  // namespace
 
 STABLE_TORCH_LIBRARY(attention_ext_cuda, m) {
-    const std::string arguments = "(Tensor q, Tensor k, Tensor v, bool causal, float? scale, str? kernel=None)";
+    // torch.compile's code has arguments `kernel` of its own
+    const std::string arguments = "(Tensor q, Tensor k, Tensor v, bool causal, float? scale, str? name=None)";
     m.def(("flash" + arguments + " -> Tensor").c_str());
     m.def(("flash_with_lse" + arguments + " -> (Tensor, Tensor)").c_str());
     m.def("plan_by(int function) -> ()");
