@@ -107,7 +107,7 @@ def attention(
         on_cuda = q.is_cuda
         if kernel is not None and not on_cuda:
             raise ValueError(f"kernel is {kernel!r}; it must be None for tensors on {q.device}")
-        gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        gradient = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
         if gradient and row.operator:
             check_gradient(row, q, k, v)
         if on_cuda and row.operator and "cuda" in row.dtypes:
