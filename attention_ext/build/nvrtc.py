@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from attention_ext.build import cache
 from attention_ext.parts import BuildError
@@ -60,8 +60,11 @@ class Source:
         cache.make(made, f"{self.file} for {self.arch}", self._write)
         return made.read_bytes()
 
-    def compile(self) -> tuple[bytes, Resources]:
-        """The machine code and its resources, always compiled anew. Raises BuildError as make() does."""
+    def compile(self, kind: Literal["cubin", "ptx"] = "cubin") -> tuple[bytes, Resources]:
+        """The machine code and its resources, always compiled anew. Raises BuildError as make() does.
+
+        kind: "ptx" gives text without resources, which the driver compiles for a later architecture.
+        """
         core = _core()
         options = core.ProgramOptions(
             name=self.file,
@@ -77,7 +80,7 @@ class Source:
         text = ((self.folder or SOURCES) / self.file).read_text()
         try:
             program = core.Program(text, "c++", options)
-            code = program.compile("cubin", logs=log).code
+            code = program.compile(kind, logs=log).code
         except Exception as error:  # cuda-core has types of its own for each compiler
             what = f"{self.file} for {self.arch}"
             raise BuildError(f"NVRTC failed to compile {what}: {_reason(error)}") from None

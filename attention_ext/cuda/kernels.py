@@ -4,11 +4,11 @@ Neither torch nor CUDA is imported here.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from attention_ext.cuda import launches, tiles
 from attention_ext.cuda.launches import Planner
-from attention_ext.cuda.tiles import Tile, Tiles
+from attention_ext.cuda.tiles import Capability, Tile, Tiles
 from attention_ext.parts import Dtype, one_of
 
 HALVES = (Dtype.BF16, Dtype.FP16)
@@ -21,7 +21,7 @@ class Gpu:
     """What decides which kernel runs. shared: the most bytes of shared memory for a block."""
 
     name: str
-    capability: tuple[int, int]
+    capability: Capability
     shared: int
     multiprocessors: int
 
@@ -33,11 +33,13 @@ class Kernel:
     name: what --kernel takes. sources: its file in csrc/cuda/ for each dtype that it takes. functions: those
     that the files define.
     summary: the algorithm in a few words. why: what it improves on, and what still limits it.
-    tiles: gives the tiles for d and a dtype, the best first; the first that fits shared memory is taken.
+    tiles: gives the tiles for d, a dtype and a capability, the best first; the first that fits shared memory
+    is taken.
     plan: how the functions are launched for a call.
     multiple: d is padded to a multiple of it. vectors: rows are read 16 bytes at a time; inputs whose rows do
     not begin at multiples of 16 bytes are copied first.
-    capability: the least compute capability. only: the kernel runs on this major capability alone.
+    capability: the least compute capability; earlier: that of some dtypes. only: the kernel runs on this major
+    capability alone.
     """
 
     name: str
@@ -49,7 +51,8 @@ class Kernel:
     plan: Planner = launches.once
     multiple: int = 1
     vectors: bool = False
-    capability: tuple[int, int] = (7, 5)
+    capability: Capability = (7, 5)
+    earlier: Mapping[Dtype, Capability] = field(default_factory=dict)
     only: bool = False
 
     @property
@@ -57,9 +60,13 @@ class Kernel:
         """The dtypes that it takes."""
         return tuple(self.sources)
 
-    def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Whether a GPU of this compute capability can run the kernel."""
-        return capability >= self.capability and not (self.only and capability[0] != self.capability[0])
+    def least(self, dtype: Dtype) -> Capability:
+        """The least compute capability for a dtype."""
+        return self.earlier.get(dtype, self.capability)
+
+    def runs_on(self, capability: Capability, dtype: Dtype) -> bool:
+        """Whether a GPU of this compute capability can run the kernel in a dtype."""
+        return capability >= self.least(dtype) and not (self.only and capability[0] != self.capability[0])
 
     def padded(self, d: int) -> int:
         """The width of the heads that the kernel is compiled for."""
@@ -72,15 +79,16 @@ class Kernel:
         """
         if dtype not in self.sources:
             raise ValueError(f"kernel is {self.name!r}; it takes {', '.join(self.sources)}, not {dtype}")
-        if not self.runs_on(on.capability):
-            major, minor = self.capability
+        if not self.runs_on(on.capability, dtype):
+            major, minor = self.least(dtype)
             has = ".".join(map(str, on.capability))
             needs = f"{major}.x" if self.only else f"{major}.{minor} or more"
+            needs += f" in {dtype}" * bool(self.earlier)
             raise ValueError(
                 f"kernel is {self.name!r}; it needs compute capability {needs}; {on.name} has {has}"
             )
         least = 0
-        for tile in self.tiles(self.padded(d), dtype, queries):
+        for tile in self.tiles(self.padded(d), dtype, queries, on.capability):
             if tile.shared <= on.shared:
                 return tile
             least = tile.shared
@@ -156,7 +164,6 @@ KERNELS = {
             tiles.kernel4,
             multiple=4,
             vectors=True,
-            capability=(8, 0),
         ),
         Kernel(
             "5",
@@ -169,6 +176,7 @@ KERNELS = {
             multiple=8,
             vectors=True,
             capability=(8, 0),
+            earlier={Dtype.FP16: (7, 5)},
         ),
         Kernel(
             "6",
@@ -196,7 +204,6 @@ KERNELS = {
             launches.split,
             multiple=8,
             vectors=True,
-            capability=(8, 0),
         ),
     )
 }

@@ -1,7 +1,7 @@
 """The tiles of each CUDA kernel for heads of width d: the only place that states them.
 
-A function gives the tiles for d, already padded, a dtype and a number of queries, the best first. Its sizes
-reach the kernel as macros, lab/cuda/costs.py by their names.
+A function gives the tiles for d, already padded, a dtype, a number of queries and a compute capability, the best
+first. Its sizes reach the kernel as macros, lab/cuda/costs.py by their names.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +26,9 @@ class Tile:
     threads_y: int = 1
 
 
-Tiles = Callable[[int, Dtype, int], Iterator[Tile]]
+Capability = tuple[int, int]
+Tiles = Callable[[int, Dtype, int, Capability], Iterator[Tile]]
+ASYNCHRONOUS = (8, 0)  # the least capability with cp.async, which needs no registers; a T4 is before it
 
 
 def up(number: int, multiple: int) -> int:
@@ -39,13 +41,13 @@ def odd(number: int, vector: int) -> int:
     return (number // vector | 1) * vector
 
 
-def kernel1(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
+def kernel1(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterator[Tile]:
     side = 32
     yield Tile(side, side, side * side, 4 * (3 * side * d + side * side), threads_y=side)
 
 
 def kernel2(padding: int) -> Tiles:
-    def tiles(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
+    def tiles(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterator[Tile]:
         for side in (64, 32):
             numbers = 3 * side * (d + padding) + side * (side + padding)
             yield Tile(side, side, side * side // 16, 4 * numbers, {"PADDING": padding})
@@ -54,7 +56,7 @@ def kernel2(padding: int) -> Tiles:
 
 
 def kernel3(state: str) -> Tiles:
-    def tiles(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
+    def tiles(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterator[Tile]:
         threads, in_shared = 128, state == "shared"
         share = 1 if d <= 64 else 2 if d <= 128 else 4
         pitch = up(d, 4 * share)
@@ -67,9 +69,13 @@ def kernel3(state: str) -> Tiles:
     return tiles
 
 
-def kernel4(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
-    """The fastest of a sweep on an H200; a row begins with the widest heads that it is for."""
-    rows = (
+def kernel4(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterator[Tile]:
+    """The fastest of a sweep on an H200; a row begins with the widest heads that it is for.
+
+    Those before 8.0 are not measured: they fit 64 KiB, if possible twice, and the registers.
+    """
+    rows_of_thread = 8
+    rows: tuple[tuple, ...] = (
         (16, (4, 32, 4, 2, d, 32)),
         (32, (8, 64, 4, 2, d, 64)),
         (96, (8, 32, 4, 2, d, 32)),
@@ -77,19 +83,31 @@ def kernel4(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
         (192, (16, 64, 8, 1, 64, 32), (16, 64, 4, 2, 32, 16)),
         (256, (32, 128, 4, 2, 32, 32), (32, 128, 2, 1, 32, 32)),
     )
+    if capability < ASYNCHRONOUS:
+        rows_of_thread = 8 if d <= 128 else 4
+        rows = (
+            (16, (4, 32, 2, 4, d, 8)),
+            (32, (8, 32, 4, 2, d, 8)),
+            (64, (8, 32, 2, 2, 32, 8)),
+            (96, (8, 32, 4, 1, 32, 8)),
+            (224, (16, 64, 4, 1, 32, 16)),
+            (256, (16, 64, 3, 1, 32, 16)),
+        )
     for columns, bc, warps, blocks, dims, keys in next(row[1:] for row in rows if d <= row[0]):
-        rows_of_thread = 8
         warp_rows = rows_of_thread * 32 // columns
         sizes = {"TX": columns, "TM": rows_of_thread, "BLOCKS": blocks, "DIMS": dims, "KEYS": keys}
         sizes |= {"WARP_ROWS": warp_rows, "Q_ROW": odd(up(d, dims), 4), "K_ROW": odd(dims, 4)}
-        sizes |= {"V_ROW": up(d, 4 * columns), "P_ROW": warp_rows + (4 if columns == 32 else 8)}
+        sizes |= {"V_ROW": up(d, 4 * columns), "P_ROW": warp_rows + (4 if warp_rows == 8 else 8)}
         sizes["SLAB"] = max(bc * sizes["K_ROW"], keys * sizes["V_ROW"])
         numbers = warps * (warp_rows * sizes["Q_ROW"] + keys * sizes["P_ROW"]) + 2 * sizes["SLAB"]
         yield Tile(warps * warp_rows, bc, 32 * warps, 4 * numbers, sizes)
 
 
-def kernel5(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
-    """The fastest of a sweep on an H200; a row begins with the widest heads that it is for."""
+def kernel5(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterator[Tile]:
+    """The fastest of a sweep on an H200; a row begins with the widest heads that it is for.
+
+    Those before 8.0, in float16, are not measured: they fit 64 KiB and the registers.
+    """
     names: tuple[str, ...] = ("M_TILES", "CHUNK", "STAGES", "BLOCKS")
     rows: tuple[tuple, ...]
     if dtype is Dtype.FP32:
@@ -99,6 +117,14 @@ def kernel5(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
             (64, (4, 32, 2, 32, 2, 2, 1)),
             (128, (4, 32, 1, 32, 2, 2, 0)),
             (256, (4, 16, 1, 16, 2, 1, 0)),
+        )
+    elif capability < ASYNCHRONOUS:
+        names += ("PIPE", "Q_SHARED")
+        rows = (
+            (32, (4, 64, 2, 32, 2, 2, 0, 0)),
+            (64, (4, 32, 2, 32, 2, 2, 0, 0)),
+            (192, (8, 32, 1, 32, 2, 1, 0, 0)),
+            (256, (4, 16, 1, 16, 2, 1, 0, 1), (3, 16, 1, 16, 2, 1, 0, 1)),
         )
     else:
         names += ("PIPE", "Q_SHARED")
@@ -119,7 +145,7 @@ def kernel5(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
         yield Tile(br, bc, 32 * warps, shared, sizes)
 
 
-def kernel6(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
+def kernel6(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterator[Tile]:
     """The fastest of a sweep on an H200. 128 threads copy; as many for each 64 queries multiply."""
     width = 32 if d <= 32 else up(d, 64)
     consumers, stages = (3 if d <= 64 else 2), 2
@@ -129,7 +155,7 @@ def kernel6(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
     yield Tile(64 * consumers, bc, 128 * (consumers + 1), shared, sizes)
 
 
-def split(d: int, dtype: Dtype, queries: int) -> Iterator[Tile]:
+def split(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterator[Tile]:
     """bc: keys that a block takes at a time. A row begins with the most queries that it is for."""
     most = 4 if d > 128 else 8 if dtype is Dtype.FP32 else 6  # loads of one query that fit the registers
     rows = ((1, (1, 8, 2, most)), (2, (2, 8, 2, 4)), (4, (4, 4, 3, 4)))

@@ -125,7 +125,7 @@ def test_part0_and_part4_write_the_same_texts_on_a_gpu(gpu, weights):
     options = dict(device="cuda", weights=weights, max_new_tokens=150, temperature=0)
     expected = generate(checkpoint, part="part0", **options)
     for kernel in KERNELS:
-        if Dtype.FP32 in KERNELS[kernel].dtypes and KERNELS[kernel].runs_on(driver.gpu(0).capability):
+        if Dtype.FP32 in KERNELS[kernel].dtypes and KERNELS[kernel].runs_on(driver.gpu(0).capability, Dtype.FP32):
             assert generate(checkpoint, part="part4", kernel=kernel, **options) == expected, kernel
 
 

@@ -104,7 +104,7 @@ def on_gpu():
 def test_every_kernel_passes(on_gpu, kernel, dtype):
     if kernel and dtype not in KERNELS[kernel].dtypes:
         pytest.skip(f"kernel {kernel} does not take {dtype}")
-    if kernel and not KERNELS[kernel].runs_on(on_gpu.capability):
+    if kernel and not KERNELS[kernel].runs_on(on_gpu.capability, Dtype(dtype)):
         pytest.skip(f"kernel {kernel} does not run on {on_gpu.name}")
     arguments = dict(N=300, br=None, bc=None, dtype=dtype, kernel=kernel, batch=3, device="cuda")
     for causal in (False, True):

@@ -16,9 +16,9 @@ def main() -> None:
     """Run all of them; compute-sanitizer reports what is wrong."""
     capability, count = driver.gpu(0).capability, 0
     for name, kernel in KERNELS.items():
-        if not kernel.runs_on(capability):
-            continue
         for dtype in kernel.dtypes:
+            if not kernel.runs_on(capability, dtype):
+                continue
             for (B, H, Nq, Nk, d), causal in CASES:
                 kind = getattr(torch, dtype.torch_name)
                 q, k, v = (torch.randn(B, H, n, d).to(kind).cuda() for n in (Nq, Nk, Nk))

@@ -76,6 +76,9 @@ __device__ inline float to_float(unsigned short bits) {
 __device__ inline Element to_element(float x) {
 #if FORMAT == FP32
     return x;
+#elif FORMAT == BF16 && __CUDA_ARCH__ < 800  // has no such instruction
+    const unsigned bits = __float_as_uint(x);
+    return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fff;
 #else
     unsigned short bits;
     asm("cvt.rn." KIND ".f32 %0, %1;" : "=h"(bits) : "f"(x));
@@ -85,9 +88,13 @@ __device__ inline Element to_element(float x) {
 
 // Two numbers rounded to 16 bits in one register, `low` in the lower half. PTX names the upper one first.
 __device__ inline unsigned pack(float low, float high) {
+#if __CUDA_ARCH__ < 800
+    return (unsigned)to_element(low) | (unsigned)to_element(high) << 16;
+#else
     unsigned both;
     asm("cvt.rn." KIND "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
+#endif
 }
 
 // What is subtracted from a row's scores: its maximum m, or 0 while the row has seen no key. Its weights are

@@ -50,15 +50,22 @@ constexpr int P_AT = BR * Q_ROW + 2 * SLAB;  // where P is in shared memory
 
 static_assert(TM % 4 == 0 && BC % TX == 0 && BC % KEYS == 0 && KEYS % TX == 0 && DIMS % 4 == 0 && d % 4 == 0);
 
-// Copies 16 bytes from global to shared memory, or zeros. Source: PTX ISA, cp.async.
-__device__ inline void copy16(float* to, const float* from, bool exists) {
+// Copies 16 bytes from global to shared memory, or zeros; since sm_80 while the thread goes on. n is unused.
+// Source: PTX ISA, cp.async.
+__device__ inline void copy16(int n, float* to, const float* from, bool exists) {
+#if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
                  "r"(exists ? 16 : 0));
+#else
+    *(float4*)to = exists ? *(const float4*)from : float4{0, 0, 0, 0};
+#endif
 }
 
-// `rows` rows of `columns` numbers. Row i of the source exists below `height`, column c below `width`.
-template <int rows, int columns, int pitch, bool whole>
-__device__ inline void copy_rows(float* to, const float* from, long long stride, int height, int width) {
+// `rows` rows of `columns` numbers, 16 bytes at a time: copy(n, to, from, exists), where n counts those of the
+// thread. Row i of the source exists below `height`, column c below `width`.
+template <int rows, int columns, int pitch, bool whole, class Copy>
+__device__ inline void copy_rows(Copy copy, float* to, const float* from, long long stride, int height,
+                                 int width) {
     constexpr int chunks = columns / 4;
     if (THREADS % chunks == 0) {  // a thread copies one column
         const int i = threadIdx.x / chunks, c = threadIdx.x % chunks * 4;
@@ -68,7 +75,7 @@ __device__ inline void copy_rows(float* to, const float* from, long long stride,
 #pragma unroll
         for (int n = 0; n < rows; n += THREADS / chunks) {
             if (rows % (THREADS / chunks) == 0 || n + i < rows)
-                copy16(to + n * pitch, at, whole || (n + i < height && c < width));
+                copy(n / (THREADS / chunks), to + n * pitch, at, whole || (n + i < height && c < width));
             at += below;
         }
     } else {
@@ -76,17 +83,52 @@ __device__ inline void copy_rows(float* to, const float* from, long long stride,
         for (int n = 0; n < rows * chunks; n += THREADS) {
             const int at = n + (int)threadIdx.x, i = at / chunks, c = at % chunks * 4;
             if (rows * chunks % THREADS == 0 || at < rows * chunks)
-                copy16(to + i * pitch + c, from + i * stride + c, whole || (i < height && c < width));
+                copy(n / THREADS, to + i * pitch + c, from + i * stride + c,
+                     whole || (i < height && c < width));
         }
     }
 }
-template <int rows, int columns, int pitch>
-__device__ inline void copy_tile(float* to, const float* from, long long stride, int height, int width) {
+template <int rows, int columns, int pitch, class Copy>
+__device__ inline void copy_tile(Copy copy, float* to, const float* from, long long stride, int height,
+                                 int width) {
     if (height >= rows && width >= columns)
-        copy_rows<rows, columns, pitch, true>(to, from, stride, height, width);
+        copy_rows<rows, columns, pitch, true>(copy, to, from, stride, height, width);
     else
-        copy_rows<rows, columns, pitch, false>(to, from, stride, height, width);
+        copy_rows<rows, columns, pitch, false>(copy, to, from, stride, height, width);
 }
+
+// A slab on its way to shared memory while the other one is multiplied. Without cp.async the thread's part of
+// it is in registers until the end.
+struct Slab {
+#if __CUDA_ARCH__ >= 800
+    template <int rows, int columns, int pitch>
+    __device__ inline void begin(float* to, const float* from, long long stride, int height, int width) {
+        copy_tile<rows, columns, pitch>(copy16, to, from, stride, height, width);
+        close_group();
+    }
+    template <int rows, int columns, int pitch>
+    __device__ inline void end(float*) {
+        wait_groups<0>();
+    }
+#else
+    static constexpr int OF_K = (BC * DIMS / 4 + THREADS - 1) / THREADS;
+    static constexpr int OF_V = (KEYS * d / 4 + THREADS - 1) / THREADS;
+    float4 held[OF_K > OF_V ? OF_K : OF_V];
+
+    template <int rows, int columns, int pitch>
+    __device__ inline void begin(float* to, const float* from, long long stride, int height, int width) {
+        const auto load = [&](int n, float*, const float* at, bool exists) {
+            held[n] = exists ? *(const float4*)at : float4{0, 0, 0, 0};
+        };
+        copy_tile<rows, columns, pitch>(load, to, from, stride, height, width);
+    }
+    template <int rows, int columns, int pitch>
+    __device__ inline void end(float* to) {
+        const auto store = [&](int n, float* at, const float*, bool) { *(float4*)at = held[n]; };
+        copy_rows<rows, columns, pitch, true>(store, to, to, 0, 0, 0);
+    }
+#endif
+};
 
 __device__ inline void load4(float to[4], const float* from) {
     float4 x = *(const float4*)from;
@@ -139,6 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(
     extern __shared__ __align__(16) float memory[];
     float* Q = memory;
     int now = BR * Q_ROW, next = now + SLAB;  // the slabs' places
+    Slab coming;
 
     // rows and columns of this thread
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -156,9 +199,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(
     const int warp_end = keys_seen(call, warp_row + WARP_ROWS - 1);  // none sees the keys from here on
 
     if (end > 0) {
-        copy_tile<BR, K_SLABS * DIMS, Q_ROW>(Q, q, call.q_strides.row, Nq - i0, d);
-        copy_tile<BC, DIMS, K_ROW>(memory + now, k, k_row, Nk, d);
-        close_group();
+        copy_tile<BR, K_SLABS * DIMS, Q_ROW>(copy16, Q, q, call.q_strides.row, Nq - i0, d);
+        coming.begin<BC, DIMS, K_ROW>(memory + now, k, k_row, Nk, d);
         wait_groups<0>();
         if (call.scale < 0) {  // Q <- -Q, by the thread that copied it: the weights take |scale|
 #pragma unroll 1
@@ -176,14 +218,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(
         float s[TM][TN] = {};
 #pragma unroll 1
         for (int slab = 0; slab < K_SLABS; slab++) {
-            wait_groups<0>();
+            coming.end<BC, DIMS, K_ROW>(memory + now);
             __syncthreads();  // the slab is here, and nobody reads `next`
             if (slab + 1 < K_SLABS)
-                copy_tile<BC, DIMS, K_ROW>(memory + next, k + j0 * k_row + (slab + 1) * DIMS, k_row, Nk - j0,
-                                           d - (slab + 1) * DIMS);
+                coming.begin<BC, DIMS, K_ROW>(memory + next, k + j0 * k_row + (slab + 1) * DIMS, k_row, Nk - j0,
+                                              d - (slab + 1) * DIMS);
             else
-                copy_tile<KEYS, d, V_ROW>(memory + next, v + j0 * v_row, v_row, Nk - j0, d);
-            close_group();
+                coming.begin<KEYS, d, V_ROW>(memory + next, v + j0 * v_row, v_row, Nk - j0, d);
             if (active) scores(s, q_at + slab * DIMS, memory + now + tx * K_ROW);
             int swap = now;
             now = next, next = swap;
@@ -235,14 +276,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(
                 }
             }
             const int first = j0 + slab * KEYS;
-            wait_groups<0>();
+            coming.end<KEYS, d, V_ROW>(memory + now);
             __syncthreads();
             if (slab + 1 < V_SLABS)
-                copy_tile<KEYS, d, V_ROW>(memory + next, v + (first + KEYS) * v_row, v_row, Nk - first - KEYS,
-                                          d);
+                coming.begin<KEYS, d, V_ROW>(memory + next, v + (first + KEYS) * v_row, v_row,
+                                             Nk - first - KEYS, d);
             else if (j0 + BC < end)
-                copy_tile<BC, DIMS, K_ROW>(memory + next, k + (j0 + BC) * k_row, k_row, Nk - j0 - BC, d);
-            close_group();
+                coming.begin<BC, DIMS, K_ROW>(memory + next, k + (j0 + BC) * k_row, k_row, Nk - j0 - BC, d);
 
             // O <- O + P V
             if (active) accumulate(o, P, memory + now, tx, rg);

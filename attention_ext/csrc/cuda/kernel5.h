@@ -37,7 +37,7 @@ constexpr int CHUNKS = BC / CHUNK, UNITS = M_TILES * (CHUNK / 8), SLICES = WIDTH
 // 2^24 leaves float32's sums over 2^31 keys far below 2^128, and m seldom moves.
 constexpr float LIMIT = FORMAT == FP16 ? 16384.0f : 16777216.0f;
 
-static_assert(BC % CHUNK == 0 && CHUNK % 16 == 0 && STAGES >= 2, "tile");
+static_assert(BC % CHUNK == 0 && CHUNK % 16 == 0 && (STAGES > 1 || CHUNKS == 1), "tile");
 
 using Scores = float[M_TILES][CHUNK / 8][4];
 using Weights = unsigned[M_TILES][CHUNK / SLICE][4];  // the bits of a float32, or of two 16-bit numbers
@@ -61,36 +61,91 @@ struct Tiles {
     int count;
     int masked;  // the first ones, in which some row of the block does not see some key
 
-    // The copies of tile n begin.
-    __device__ inline void load(int n) const {
+    // f(i, row, column) for each 16 bytes of a tile of K, or of V, that the thread copies; i counts them.
+    template <class F>
+    __device__ inline void each_copy(F f) const {
+        UNROLLED(i, (BC * COPIES + THREADS - 1) / THREADS) {
+            const int c0 = i * THREADS, c = c0 + threadIdx.x;
+            if (BC * COPIES % THREADS != 0 && c >= BC * COPIES) break;
+            f(i, THREADS % COPIES == 0 ? c0 / COPIES + threadIdx.x / COPIES : c / COPIES,
+              (THREADS % COPIES == 0 ? threadIdx.x : c) % COPIES);
+        }
+    }
+
+#if __CUDA_ARCH__ >= 800
+    // The copies of tile n begin, of its keys, its values or both.
+    template <bool KEYS = true, bool VALUES = true>
+    __device__ inline void load(int n) {
         if (n < count) {
             const int j0 = first_key(n);
             const unsigned to = ring + n % STAGES * STAGE;
             const Element *k_tile = k + j0 * call.k_strides.row, *v_tile = v + j0 * call.v_strides.row;
-#pragma unroll
-            for (int c0 = 0; c0 < BC * COPIES; c0 += THREADS) {
-                const int c = c0 + threadIdx.x;
-                if (BC * COPIES % THREADS != 0 && c >= BC * COPIES) break;
-                const int row = THREADS % COPIES == 0 ? c0 / COPIES + threadIdx.x / COPIES : c / COPIES;
-                const int column = (THREADS % COPIES == 0 ? threadIdx.x : c) % COPIES;
+            each_copy([&](int, int row, int column) {
                 const bool inside = j0 + row < call.Nk;
                 const int source = inside ? row : 0;
-                copy_async(to + row * STRIDE + column * 16,
-                           k_tile + source * call.k_strides.row + column * COPY, inside ? 16 : 0);
-                copy_async(to + TILE + row * STRIDE + column * 16,
-                           v_tile + source * call.v_strides.row + column * COPY, inside ? 16 : 0);
-            }
+                if (KEYS)
+                    copy_async(to + row * STRIDE + column * 16,
+                               k_tile + source * call.k_strides.row + column * COPY, inside ? 16 : 0);
+                if (VALUES)
+                    copy_async(to + TILE + row * STRIDE + column * 16,
+                               v_tile + source * call.v_strides.row + column * COPY, inside ? 16 : 0);
+            });
         }
         close_group();
     }
 
-    // Tile n's first byte, once it is here. The copies of the tile STAGES - 1 further begin.
-    __device__ inline unsigned next(int n) const {
-        wait_groups<STAGES - 2>();
+    __device__ inline void start() {
+        if (STAGES == 1) load<true, false>(0);
+        UNROLLED(n, STAGES - 1) load(n);
+    }
+
+    // Tile n's first byte, once it is here. The copies of the tile STAGES - 1 further begin. With one stage
+    // only the keys are here then, and the copies of the values begin.
+    __device__ inline unsigned next(int n) {
+        wait_groups<STAGES == 1 ? 0 : STAGES - 2>();
         __syncthreads();
-        load(n + STAGES - 1);
+        load<STAGES != 1, true>(n + STAGES - 1);
         return ring + n % STAGES * STAGE;
     }
+
+    // With one stage: tile n's values are here, and the copies of the next tile's keys begin.
+    __device__ inline void wait_for_values(int n) {
+        if (STAGES > 1) return;
+        wait_groups<0>();
+        __syncthreads();
+        load<true, false>(n + 1);
+    }
+#else
+    // Without cp.async the thread's part of the next tile is in registers while it computes.
+    uint4 held[2][(BC * COPIES + THREADS - 1) / THREADS];
+    static_assert(STAGES == 2, "one tile is on its way");
+
+    __device__ inline void load(int n) {
+        if (n >= count) return;
+        const int j0 = first_key(n);
+        each_copy([&](int i, int row, int column) {
+            const bool inside = j0 + row < call.Nk;
+            const long long at = j0 + row;
+            held[0][i] = held[1][i] = make_uint4(0, 0, 0, 0);
+            if (inside) held[0][i] = *(const uint4*)(k + at * call.k_strides.row + column * COPY);
+            if (inside) held[1][i] = *(const uint4*)(v + at * call.v_strides.row + column * COPY);
+        });
+    }
+
+    __device__ inline void start() { load(0); }
+
+    __device__ inline unsigned next(int n) {
+        const unsigned to = ring + n % STAGES * STAGE;
+        each_copy([&](int i, int row, int column) {
+            store_shared(to + row * STRIDE + column * 16, held[0][i]);
+            store_shared(to + TILE + row * STRIDE + column * 16, held[1][i]);
+        });
+        __syncthreads();
+        load(n + 1);
+        return to;
+    }
+    __device__ inline void wait_for_values(int) {}
+#endif
 
     __device__ inline int first_key(int n) const { return (count - 1 - n) * BC; }
 };
@@ -100,13 +155,13 @@ __device__ inline Tiles begin_tiles(const Call& call, const Block& block, unsign
                                     unsigned v_lane) {
     const int end = keys_seen(call, min(block.first_query + BR, call.Nq) - 1);  // some row sees those below
     const int count = (end + BC - 1) / BC, unmasked = keys_seen(call, block.first_query) / BC;
-    const Tiles tiles{call, block.k, block.v, ring, k_lane, v_lane, count, count - unmasked};
+    Tiles tiles{call, block.k, block.v, ring, k_lane, v_lane, count, count - unmasked};
     if (D != WIDTH) {
         constexpr int ADDED = D == WIDTH ? 1 : (WIDTH - D) / COPY;
         for (int c = threadIdx.x; c < STAGES * 2 * BC * ADDED; c += THREADS)
             store_shared(ring + c / ADDED * STRIDE + COPIES * 16 + c % ADDED * 16, make_uint4(0, 0, 0, 0));
     }
-    UNROLLED(n, STAGES - 1) tiles.load(n);
+    tiles.start();
     return tiles;
 }
 
@@ -174,7 +229,7 @@ __device__ inline void settle(State& s, Weights& P, Pairs& sums, const Scores& S
 // Tiles `from` to `to` - 1: S <- Q K^T, P <- 2^(scale S - m), O <- O + P V. MASKED: some row of the block may
 // not see some key; warp_row: the warp's first row.
 template <bool MASKED>
-__device__ inline void attend(State& s, const Queries& Q, const Tiles& tiles, int from, int to, int warp_row) {
+__device__ inline void attend(State& s, const Queries& Q, Tiles& tiles, int from, int to, int warp_row) {
     const Call& call = tiles.call;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     for (int tile = from; tile < to; ++tile) {
@@ -183,7 +238,10 @@ __device__ inline void attend(State& s, const Queries& Q, const Tiles& tiles, in
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             const int c = MASKED ? CHUNKS - 1 - chunk : chunk;
             const int key = tiles.first_key(tile) + c * CHUNK;
-            if (MASKED && key >= keys_seen(call, warp_row + ROWS - 1)) continue;
+            if (MASKED && key >= keys_seen(call, warp_row + ROWS - 1)) {
+                tiles.wait_for_values(tile);
+                continue;
+            }
 
             Scores S;
             scores(S, Q, at + tiles.k_lane + c * (CHUNK * STRIDE));
@@ -200,6 +258,7 @@ __device__ inline void attend(State& s, const Queries& Q, const Tiles& tiles, in
             Pairs sums;
             UNROLLED(unit, UNITS) weigh<MASKED>(P, sums, S, s.m, s.scale, unit);
             settle<MASKED>(s, P, sums, S);
+            tiles.wait_for_values(tile);
             add_values(s.O, P, at + tiles.v_lane + c * (CHUNK * STRIDE));
         }
     }

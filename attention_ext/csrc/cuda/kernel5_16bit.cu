@@ -95,7 +95,7 @@ __device__ inline void add_values(Output& O, const Weights& P, unsigned v) {
 
 // The tiles from n on, which have no mask. The scores of the next chunk and, with PIPE 2, the product of the
 // chunk before are interleaved with the exponentials of this one.
-__device__ inline void attend_interleaved(State& s, const Queries& Q, const Tiles& tiles, int n) {
+__device__ inline void attend_interleaved(State& s, const Queries& Q, Tiles& tiles, int n) {
     if (n >= tiles.count) return;
     wait_groups<STAGES - 2>();
     __syncthreads();
@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel5(
     const int Nq = call.Nq, lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const Block block = block_of(call, BR);
     const int warp_row = block.first_query + warp * ROWS;  // a lane's rows: warp_row + g + 16 i + 8 h
-    const Tiles tiles = begin_tiles(call, block, shared_address(shared) + WARPS * Q_WARP,
+    Tiles tiles = begin_tiles(call, block, shared_address(shared) + WARPS * Q_WARP,
                                     (lane / 16 * 8 + lane % 8) * STRIDE + lane / 8 % 2 * 16,
                                     TILE + lane % 16 * STRIDE + lane / 16 * 16);
 

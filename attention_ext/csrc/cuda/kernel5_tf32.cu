@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel5(
     const int Nq = call.Nq, lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const Block block = block_of(call, BR);
     const int warp_row = block.first_query + warp * ROWS;  // a lane's rows: warp_row + g + 16 i + 8 h
-    const Tiles tiles = begin_tiles(call, block, shared_address(shared) + WARPS * Q_WARP, g * STRIDE + t * 32,
+    Tiles tiles = begin_tiles(call, block, shared_address(shared) + WARPS * Q_WARP, g * STRIDE + t * 32,
                                     TILE + 2 * t * STRIDE + g * 16);
 
     const Queries Q{shared_address(shared) + warp * Q_WARP + lane * 16};

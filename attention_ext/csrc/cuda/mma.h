@@ -1,5 +1,6 @@
 // The PTX instructions of kernel 5: asynchronous copies, loads of matrices from shared memory to registers, and
-// products on the tensor cores. All exist since sm_80. All lanes of a warp execute ldmatrix and mma together.
+// products on the tensor cores. All exist since sm_80; sm_75 has ldmatrix and a product of half the size in
+// float16. All lanes of a warp execute ldmatrix and mma together.
 //
 // Source: PTX ISA, 'Instruction Set': 'Data Movement and Conversion Instructions: cp.async', 'Warp Level Matrix
 // Multiply-Accumulate Instructions', there 'Matrix Fragments for mma.m16n8k16 with floating point type',
@@ -18,6 +19,7 @@
 // exchange.
 #pragma once
 
+#if __CUDA_ARCH__ >= 800
 // cp.async: copies 16 bytes from global to shared memory while the thread goes on. The first `bytes` are read,
 // the others become 0. .cg bypasses L1; .L2::128B fetches the whole 128 bytes into L2.
 __device__ inline void copy_async(unsigned to, const void* from, int bytes) {
@@ -31,6 +33,11 @@ template <int OPEN>
 __device__ inline void wait_groups() {
     asm volatile("cp.async.wait_group %0;" ::"n"(OPEN) : "memory");
 }
+#else
+__device__ inline void close_group() {}
+template <int OPEN>
+__device__ inline void wait_groups() {}
+#endif
 
 // 16 bytes of shared memory.
 __device__ inline uint4 load_shared(unsigned from) {
@@ -70,20 +77,33 @@ __device__ inline void load_transposed(unsigned (&x)[4], unsigned row) {
                  : "r"(row));
 }
 
-// mma.sync: c (16 x 8) += a (16 x 16) b (16 x 8), 16-bit factors, float32 sums.
+// mma.sync: c (16 x 8) += a (16 x 16) b (16 x 8), 16-bit factors, float32 sums. sm_75 has half of it, in
+// float16.
 __device__ inline void multiply_16bit(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#if __CUDA_ARCH__ < 800
+    UNROLLED(half, 2)
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, "
+            "%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[2 * half]), "r"(a[2 * half + 1]), "r"(half ? b1 : b0));
+#else
     asm("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND
         ".f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
 }
 
 // x = high + low, both tf32, which has 11 significant bits and keeps the upper 19 bits of a float32. Adding
 // 0x1000, half of the last kept bit, rounds; the mask clears the other 13. The tensor cores ignore those bits
 // of `low`. An infinite x gives low = NaN, and so do numbers that round to infinity.
 __device__ inline void split(float x, unsigned& high, unsigned& low) {
+#ifdef SPLIT_MUL
+    high = __float_as_uint(x * (1.0f + 1.0f / 3072)) & 0xffffe000u;
+#else
     high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+#endif
     low = __float_as_uint(x - __uint_as_float(high));
 }
 __device__ inline void split(uint4 x, unsigned (&high)[4], unsigned (&low)[4]) {

@@ -28,6 +28,6 @@ def gpu(nvrtc: None) -> Gpu:
 def row(request: pytest.FixtureRequest, gpu: Gpu) -> tuple[str, Dtype]:
     """Run the test for each kernel and each dtype that it takes."""
     name, dtype = request.param
-    if not KERNELS[name].runs_on(gpu.capability):
+    if not KERNELS[name].runs_on(gpu.capability, dtype):
         pytest.skip(f"kernel {name} does not run on {gpu.name}")
     return name, dtype

@@ -13,6 +13,9 @@ from torch import library as torch_library
 from torch.nn import functional as F
 
 from attention_ext import attention, operator, reference
+from attention_ext.build import nvrtc
+from attention_ext.cuda import driver
+from attention_ext.cuda.kernels import Gpu
 from attention_ext.parts import Dtype
 
 # (B, H, Nq, Nk, d): one row, odd widths, tiles that are not full, few queries, wide heads
@@ -294,6 +297,27 @@ def test_inputs_are_left_alone(row):
     copies = [t.clone() for t in (q, k, v)]
     attention("part4", q, k, v, causal=True, kernel=kernel)
     assert all(torch.equal(a, b) for a, b in zip((q, k, v), copies))
+
+
+@pytest.fixture
+def t4(gpu, monkeypatch):
+    """Let the GPU run what a T4 would: code of compute capability 7.5, which the driver compiles for this one."""
+    monkeypatch.setattr(driver, "gpu", lambda index: Gpu("T4", (7, 5), 64 * 1024, 40))
+    monkeypatch.setattr(nvrtc.Source, "make", lambda source: source.compile("ptx")[0] + b"\0")
+    driver._compiled.cache_clear()
+    yield
+    driver._compiled.cache_clear()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", Dtype, ids=str)
+def test_what_a_t4_runs(t4, dtype):
+    assert driver.compiled(None, 1, 300, 300, 64, dtype, 0).on.capability == (7, 5)
+    for d in (16, 32, 64, 96, 128, 192, 256):
+        for Nq, Nk in ((1, 700), (123, 123), (130, 300)):
+            for causal in (False, True):
+                with naming(d, Nq, Nk, causal):
+                    check((None, dtype), *qkv(1, 2, Nq, Nk, d, dtype), causal)
 
 
 def test_the_default_step_and_part0(gpu):

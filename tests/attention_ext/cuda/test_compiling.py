@@ -13,8 +13,9 @@ from attention_ext.cuda import driver
 from attention_ext.cuda.kernels import FASTEST, KERNELS, WIDEST, Gpu, choose
 from attention_ext.parts import BuildError, Dtype
 
-SHARED = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}  # bytes for a block, by NVIDIA's guide
-GPUS = {capability: Gpu("a GPU", capability, shared, 132) for capability, shared in SHARED.items()}
+# KiB for a block, by NVIDIA's guide
+SHARED = {(7, 5): 64, (8, 0): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227}
+GPUS = {capability: Gpu("a GPU", capability, shared * 1024, 132) for capability, shared in SHARED.items()}
 WIDTHS = (32, 64, 128)
 SPILLING = 64  # bytes that a kernel may spill and still keep its state in registers
 
@@ -50,10 +51,12 @@ def test_each_source_compiles(name):
 @pytest.mark.parametrize("name", KERNELS)
 def test_each_step_compiles_for_each_architecture(name, capability):
     kernel = KERNELS[name]
-    if not kernel.runs_on(capability):
+    dtypes = [dtype for dtype in kernel.dtypes if kernel.runs_on(capability, dtype)]
+    if not dtypes:
         pytest.skip(f"kernel {name} is not for compute capability {capability[0]}.{capability[1]}")
-    for dtype in kernel.dtypes:
-        for d in WIDTHS if capability == (9, 0) and dtype is not Dtype.FP16 else (64,):
+    for dtype in dtypes:
+        every = capability == (9, 0) and dtype is not Dtype.FP16 or capability == (7, 5) and name in "45"
+        for d in WIDTHS if every else (64,):
             check(name, d, dtype, capability)
     if name == "6":  # wider tiles, and columns that are filled
         for d in (40, 192, 256):
@@ -120,10 +123,14 @@ def test_the_table():
         for d in range(1, WIDEST + 1):
             assert d <= kernel.padded(d) < d + kernel.multiple
             for dtype in kernel.dtypes:
-                tiles = [tile for n in (1, 3, 9) for tile in kernel.tiles(kernel.padded(d), dtype, n)]
+                tiles = [tile for n in (1, 3, 9) for tile in kernel.tiles(kernel.padded(d), dtype, n, (9, 0))]
                 assert tiles and all(tile.shared > 0 < tile.br for tile in tiles)
     for dtype in Dtype:
         fastest = next(name for name in FASTEST if dtype in KERNELS[name].dtypes)
         assert choose(None, 64, dtype, GPUS[9, 0])[0].name == fastest
+        assert choose(None, 64, dtype, GPUS[7, 5], few=True)[0].name == "split"
+    for dtype, name in ((Dtype.FP32, "4"), (Dtype.FP16, "5"), (Dtype.BF16, "3")):
+        for d in range(1, WIDEST + 1):
+            assert choose(None, d, dtype, GPUS[7, 5])[0].name == name, d
     with pytest.raises(ValueError, match="no kernel takes d = 64 on this GPU, of compute capability 7.0"):
         choose(None, 64, Dtype.FP32, Gpu("a GPU", (7, 0), 96 * 1024, 80))

@@ -60,7 +60,7 @@ CASES = [  # one of them is compiled by default
 def test_each_kernel_is_explained_without_a_gpu(compiler, arch, kernel):
     row, on = KERNELS[kernel], SHEETS[arch]
     dtype = row.dtypes[0]
-    if not row.runs_on(on.capability):
+    if not row.runs_on(on.capability, dtype):
         with pytest.raises(ValueError, match=f"kernel is '{kernel}'; it needs compute capability"):
             explained(arch=arch, kernel=kernel, dtype=dtype)
         return
@@ -122,7 +122,7 @@ def test_wrong_options(failed, monkeypatch):
 def test_the_driver_counts_the_same_blocks(gpu, kernel, d):
     row, on = KERNELS[kernel], driver.gpu(gpu)
     dtype = row.dtypes[0]
-    if not row.runs_on(on.capability):
+    if not row.runs_on(on.capability, dtype):
         pytest.skip(f"{on.name} cannot run kernel {kernel}")
     answer = compiled(cell(d=d, dtype=dtype), kernel)
     assert answer.driver and answer.blocks == min(answer.fits.values())
