@@ -38,8 +38,8 @@ class Kernel:
     plan: how the functions are launched for a call.
     multiple: d is padded to a multiple of it. vectors: rows are read 16 bytes at a time; inputs whose rows do
     not begin at multiples of 16 bytes are copied first.
-    capability: the least compute capability; earlier: that of some dtypes. only: the kernel runs on this major
-    capability alone.
+    capability: the least compute capability; earlier: that of some dtypes. only: the kernel runs on this
+    major capability alone.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """The tiles of each CUDA kernel for heads of width d: the only place that states them.
 
-A function gives the tiles for d, already padded, a dtype, a number of queries and a compute capability, the best
-first. Its sizes reach the kernel as macros, lab/cuda/costs.py by their names.
+A function gives the tiles for d, already padded, a dtype, a number of queries and a compute capability, the
+best first. Its sizes reach the kernel as macros, lab/cuda/costs.py by their names.
 """
 
 from collections.abc import Callable, Iterator, Mapping

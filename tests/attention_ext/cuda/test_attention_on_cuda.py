@@ -301,7 +301,7 @@ def test_inputs_are_left_alone(row):
 
 @pytest.fixture
 def t4(gpu, monkeypatch):
-    """Let the GPU run what a T4 would: code of compute capability 7.5, which the driver compiles for this one."""
+    """Let the GPU run what a T4 would: code of compute capability 7.5, which the driver compiles again."""
     monkeypatch.setattr(driver, "gpu", lambda index: Gpu("T4", (7, 5), 64 * 1024, 40))
     monkeypatch.setattr(nvrtc.Source, "make", lambda source: source.compile("ptx")[0] + b"\0")
     driver._compiled.cache_clear()
@@ -313,11 +313,10 @@ def t4(gpu, monkeypatch):
 @pytest.mark.parametrize("dtype", Dtype, ids=str)
 def test_what_a_t4_runs(t4, dtype):
     assert driver.compiled(None, 1, 300, 300, 64, dtype, 0).on.capability == (7, 5)
-    for d in (16, 32, 64, 96, 128, 192, 256):
-        for Nq, Nk in ((1, 700), (123, 123), (130, 300)):
-            for causal in (False, True):
-                with naming(d, Nq, Nk, causal):
-                    check((None, dtype), *qkv(1, 2, Nq, Nk, d, dtype), causal)
+    for d, Nq, Nk in ((64, 1, 700), (32, 123, 123), (64, 130, 300), (200, 63, 63), (256, 130, 300)):
+        for causal in (False, True):
+            with naming(d, Nq, Nk, causal):
+                check((None, dtype), *qkv(1, 2, Nq, Nk, d, dtype), causal)
 
 
 def test_the_default_step_and_part0(gpu):
