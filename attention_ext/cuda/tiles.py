@@ -157,14 +157,21 @@ def kernel6(d: int, dtype: Dtype, queries: int, capability: Capability) -> Itera
 
 def split(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterator[Tile]:
     """bc: keys that a block takes at a time. A row begins with the most queries that it is for."""
+    merge = {"MERGE_THREADS": 128, "MERGE_LANES": 1 << (d // 4 - 1).bit_length()}
+    tensor = dtype is Dtype.FP16 or (dtype is Dtype.BF16 and capability >= ASYNCHRONOUS)
+    if queries > 4 and d <= 128 and tensor:
+        width = up(d, 32)
+        for warps in (8, 4):
+            strip, blocks = (32 if d <= 32 else 16), (2 if d <= 64 else 1)
+            sizes = {"TENSOR": 1, "STRIP": strip, "BLOCKS": blocks, "LANES": 1, "WIDTH": width, **merge}
+            yield Tile(16, warps * strip, 32 * warps, 4 * warps * 16 * (width + 2), sizes)
+        return
     most = 4 if d > 128 else 8 if dtype is Dtype.FP32 else 6  # loads of one query that fit the registers
     rows = ((1, (1, 8, 2, most)), (2, (2, 8, 2, 4)), (4, (4, 4, 3, 4)))
     br, warps, blocks, loads = next((row[1] for row in rows if queries <= row[0]), (8, 8, 1, 4))
     vector = 16 // dtype.bytes
-    lanes, merge_lanes = (1 << (d // numbers - 1).bit_length() for numbers in (vector, 4))
-    lanes = min(32, lanes)
+    lanes = min(32, 1 << (d // vector - 1).bit_length())
     width = up(d, lanes * vector)
-    sizes = {"BLOCKS": blocks, "LOADS": loads, "LANES": lanes, "WIDTH": width}
-    sizes |= {"MERGE_THREADS": 128, "MERGE_LANES": merge_lanes}
+    sizes = {"TENSOR": 0, "BLOCKS": blocks, "LOADS": loads, "LANES": lanes, "WIDTH": width, **merge}
     shared = 4 * ((1 + warps) * br * width + 2 * warps * br)
     yield Tile(br, warps * loads * 32 // lanes, 32 * warps, shared, sizes)

@@ -124,9 +124,10 @@ def test_part0_and_part4_write_the_same_texts_on_a_gpu(gpu, weights):
     checkpoint = load("shakes128")
     options = dict(device="cuda", weights=weights, max_new_tokens=150, temperature=0)
     expected = generate(checkpoint, part="part0", **options)
-    for kernel in KERNELS:
-        if Dtype.FP32 in KERNELS[kernel].dtypes and KERNELS[kernel].runs_on(driver.gpu(0).capability, Dtype.FP32):
-            assert generate(checkpoint, part="part4", kernel=kernel, **options) == expected, kernel
+    on = driver.gpu(0).capability
+    for name, kernel in KERNELS.items():
+        if Dtype.FP32 in kernel.dtypes and kernel.runs_on(on, Dtype.FP32):
+            assert generate(checkpoint, part="part4", kernel=name, **options) == expected, name
 
 
 def test_a_gpus_logits_are_those_of_the_cpu(gpu):

@@ -47,9 +47,13 @@
 //   MERGE_THREADS  of a block that merges: two for each of the 64 vectors of the widest row (d = 256)
 //   MERGE_LANES    threads of a row there, 4 numbers each
 constexpr int d = HEAD_DIM;
+constexpr int WARPS = THREADS / 32;
+#if TENSOR
+#include "split_mma.h"
+#else
 constexpr int VECTOR = 16 / sizeof(Element);
 constexpr int CHUNKS = d / VECTOR, PER = WIDTH / (LANES * VECTOR);  // of a row, of a lane
-constexpr int WARPS = THREADS / 32, ROWS = 32 / LANES;
+constexpr int ROWS = 32 / LANES;
 constexpr int STRIP = LOADS * ROWS;  // keys of a warp at a time
 static_assert(d % VECTOR == 0);
 
@@ -84,6 +88,7 @@ __device__ inline void widen(float to[PER * VECTOR], const Piece& piece) {
         }
     }
 }
+#endif
 
 // Since sm_90 the merge may be launched while the split runs; it then waits for all that the split writes (PTX
 // ISA, griddepcontrol).
@@ -113,11 +118,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const Element *q = block.q + i0 * call.q_strides.row, *k = block.k, *v = block.v;
     const long long k_row = call.k_strides.row, v_row = call.v_strides.row;
     extern __shared__ __align__(16) float memory[];
-    auto q_shared = (float (*)[WIDTH])memory;                     // (BR, WIDTH)
-    auto o_shared = (float (*)[BR][WIDTH])(memory + BR * WIDTH);  // (WARPS, BR, WIDTH)
-    auto m_shared = (float (*)[BR])(memory + (1 + WARPS) * BR * WIDTH), l_shared = m_shared + WARPS;
+    auto o_shared = (float (*)[BR][WIDTH])memory;                                    // (WARPS, BR, WIDTH)
+    auto m_shared = (float (*)[BR])(o_shared + WARPS), l_shared = m_shared + WARPS;  // (WARPS, BR)
+    const int warp = threadIdx.x / 32;
+#if TENSOR
+    attend_strips(q, call.q_strides.row, Nq - i0, k, k_row, v, v_row, start + warp * STRIP, WARPS * STRIP, end,
+                  sees, call.scale, o_shared[warp], m_shared[warp], l_shared[warp]);
+#else
+    auto q_shared = (float (*)[WIDTH])(l_shared + WARPS);  // (BR, WIDTH)
 
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, place = lane % LANES, group = lane / LANES;
+    const int lane = threadIdx.x % 32, place = lane % LANES, group = lane / LANES;
     int j = start + warp * STRIP + group;  // the lane's first key of the strip
     const Element *k_at = k + j * k_row, *v_at = v + j * v_row;
     Piece K[LOADS], V[LOADS];
@@ -198,6 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
         if (lane == 0) m_shared[warp][i] = top, l_shared[warp][i] = l[i];
     }
+#endif
     __syncthreads();
 
     // Merge the warps of the block
