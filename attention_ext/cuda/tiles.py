@@ -162,9 +162,12 @@ def split(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterato
     if queries > 4 and d <= 128 and tensor:
         width = up(d, 32)
         for warps in (8, 4):
-            strip, blocks = (32 if d <= 32 else 16), (2 if d <= 64 else 1)
-            sizes = {"TENSOR": 1, "STRIP": strip, "BLOCKS": blocks, "LANES": 1, "WIDTH": width, **merge}
-            yield Tile(16, warps * strip, 32 * warps, 4 * warps * 16 * (width + 2), sizes)
+            strip = (64 if d <= 32 else 32) // dtype.bytes
+            blocks = 2 if d <= 64 else 1
+            q_row = odd(width * dtype.bytes, 64)
+            sizes = {"TENSOR": 1, "STRIP": strip, "BLOCKS": blocks, "LANES": 1, "WIDTH": width, "Q_ROW": q_row}
+            shared = 4 * warps * 16 * (width + 2) + 16 * q_row
+            yield Tile(16, warps * strip, 32 * warps, shared, {**sizes, **merge})
         return
     most = 4 if d > 128 else 8 if dtype is Dtype.FP32 else 6  # loads of one query that fit the registers
     rows = ((1, (1, 8, 2, most)), (2, (2, 8, 2, 4)), (4, (4, 4, 3, 4)))

@@ -122,8 +122,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     auto m_shared = (float (*)[BR])(o_shared + WARPS), l_shared = m_shared + WARPS;  // (WARPS, BR)
     const int warp = threadIdx.x / 32;
 #if TENSOR
-    attend_strips(q, call.q_strides.row, Nq - i0, k, k_row, v, v_row, start + warp * STRIP, WARPS * STRIP, end,
-                  sees, call.scale, o_shared[warp], m_shared[warp], l_shared[warp]);
+    attend_strips(q, call.q_strides.row, Nq - i0, shared_address(l_shared + WARPS), k, k_row, v, v_row,
+                  start + warp * STRIP, WARPS * STRIP, end, sees, call.scale, o_shared[warp], m_shared[warp],
+                  l_shared[warp]);
 #else
     auto q_shared = (float (*)[WIDTH])(l_shared + WARPS);  // (BR, WIDTH)
 

@@ -1,20 +1,26 @@
-// Split for five to sixteen queries in 16 bits: the tensor cores multiply. split.cu includes it with TENSOR.
+// Split for five to sixteen queries: the tensor cores multiply. split.cu includes it with TENSOR.
 //
-// A warp takes STRIP keys of the split at a time, with the tile of 16 queries of mma.sync (mma.h: which lanes
-// hold what). K and V go from global memory to the registers that the products read, without shared memory:
-//     K  the sum over d may take any order, so lane 4 g + t has 8 neighbouring columns of key g, from 8 t on
-//     V  lane 4 g + t has 2 VW neighbouring columns of the keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, from 2 VW g
-//     on.
-//        prmt pairs those of two keys; the n-th of them is column g of the product's n-th tile.
+// A warp takes STRIP keys at a time, with a tile of 16 queries (mma.h: which lanes hold what). K and V go from
+// global memory to the registers that the products read, without shared memory. A sum may take any order, so
+// lane 4 g + t loads neighbouring numbers: of K those of key g, of V those of some keys, which stand for column
+// g of as many tiles.
+//     16 bits  8 columns of K from 8 t on, for two products; V of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, which
+//              prmt pairs
+//     float32  4 columns of K from 4 t on, for two products; V of keys 2 t and 2 t + 1. Three products of tf32
+//              parts; only short sums are left to the tensor cores (kernel5_tf32.cu)
 #pragma once
 #include "mma.h"
 
-constexpr int UNITS = STRIP / 16;            // of 16 keys
-constexpr int K_LOADS = WIDTH / 32;          // of a lane for 8 keys
-constexpr int VW = WIDTH % 64 == 0 ? 4 : 2;  // words of a lane's load of V
-constexpr int V_LOADS = WIDTH / (16 * VW);   // of a lane for each of its keys
-static_assert(BR == 16 && WIDTH % 32 == 0 && STRIP % 16 == 0);
+constexpr bool PARTS = FORMAT == FP32;
+constexpr int SIZE = sizeof(Element), UNIT = PARTS ? 8 : 16;  // keys of a product of P and V
+constexpr int UNITS = STRIP / UNIT, TILES = UNIT / 8;         // of S, for a unit
+constexpr int K_WIDE = 16 / SIZE, K_LOADS = WIDTH / (4 * K_WIDE);
+constexpr int VW = PARTS || WIDTH % 64 == 0 ? 4 : 2;  // words of a lane's load of V
+constexpr int V_WIDE = VW * 4 / SIZE, V_LOADS = WIDTH / (8 * V_WIDE), V_KEYS = UNIT / 4;
+static_assert(BR == 16 && WIDTH % 32 == 0 && STRIP % UNIT == 0);
 
+// Words of a row, or zeros. ld.global.nc.L1::no_allocate (PTX ISA, ld.global.nc) keeps what is read once out of
+// L1.
 __device__ inline void load_words(unsigned (&x)[4], const Element* from, bool exists) {
     x[0] = x[1] = x[2] = x[3] = 0;
     if (exists)
@@ -32,71 +38,133 @@ __device__ inline void load_words(unsigned (&x)[2], const Element* from, bool ex
 
 // The keys from j0 on and their values, of a warp.
 struct Strip {
-    unsigned K[UNITS][2][K_LOADS][4], V[UNITS][4][V_LOADS][VW];
+    unsigned K[UNITS][TILES][K_LOADS][4], V[UNITS][V_KEYS][V_LOADS][VW];
 
     __device__ inline void load_keys(const Element* k, long long row, int j0, int end) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         UNROLLED(u, UNITS)
-            UNROLLED(n, 2) {
-                const int j = j0 + 16 * u + 8 * n + g;
-                UNROLLED(b, K_LOADS)
-                    load_words(K[u][n][b], k + j * row + 32 * b + 8 * t, j < end && 32 * b + 8 * t < d);
+            UNROLLED(n, TILES) {
+                const int j = j0 + UNIT * u + 8 * n + g;
+                UNROLLED(b, K_LOADS) {
+                    const int c = (4 * b + t) * K_WIDE;
+                    load_words(K[u][n][b], k + j * row + c, j < end && c < d);
+                }
             }
     }
     __device__ inline void load_values(const Element* v, long long row, int j0, int end) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         UNROLLED(u, UNITS)
-            UNROLLED(n, 4) {
-                const int j = j0 + 16 * u + 2 * t + n % 2 + n / 2 * 8;
-                UNROLLED(b, V_LOADS)
-                    load_words(V[u][n][b], v + j * row + (8 * b + g) * 2 * VW,
-                               j < end && (8 * b + g) * 2 * VW < d);
+            UNROLLED(n, V_KEYS) {
+                const int j = j0 + UNIT * u + 2 * t + n % 2 + n / 2 * 8;
+                UNROLLED(b, V_LOADS) {
+                    const int c = (8 * b + g) * V_WIDE;
+                    load_words(V[u][n][b], v + j * row + c, j < end && c < d);
+                }
             }
     }
 };
 
+using Scores = float[UNITS][TILES][4];
+using Output = float[V_LOADS][V_WIDE][4];
+
+#if FORMAT == FP32
+// c += a b in three products
+__device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    unsigned a_high[4], a_low[4], b_high[2], b_low[2];
+    UNROLLED(e, 4) split(__uint_as_float(a[e]), a_high[e], a_low[e]);
+    split(__uint_as_float(b0), b_high[0], b_low[0]);
+    split(__uint_as_float(b1), b_high[1], b_low[1]);
+    multiply_tf32(c, a_low, b_high[0], b_high[1]);
+    multiply_tf32(c, a_high, b_low[0], b_low[1]);
+    multiply_tf32(c, a_high, b_high[0], b_high[1]);
+}
+#else
+__device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    multiply_16bit(c, a, b0, b1);
+}
+#endif
+
+// S <- Q K^T. q: where the lane reads the queries.
+__device__ inline void scores(Scores& S, unsigned q, const Strip& strip) {
+    UNROLLED(b, K_LOADS) {
+        const uint4 x = reload_shared(q + b * 64), y = reload_shared(q + b * 64 + 8 * Q_ROW);
+        const unsigned Q[2][4] = {{x.x, y.x, x.y, y.y}, {x.z, y.z, x.w, y.w}};
+        UNROLLED(u, UNITS)
+            UNROLLED(n, TILES) {
+                const unsigned (&k)[4] = strip.K[u][n][b];
+                float T[4] = {};  // of 16 columns in float32
+                UNROLLED(part, 2) multiply(PARTS ? T : S[u][n], Q[part], k[2 * part], k[2 * part + 1]);
+                if (PARTS)
+                    UNROLLED(e, 4) S[u][n][e] += T[e];
+            }
+    }
+}
+
+// O <- O + P V. S has the weights.
+__device__ inline void add_values(Output& O, const Scores& S, const Strip& strip) {
+    unsigned P[UNITS][4];
+    UNROLLED(u, UNITS)
+        UNROLLED(e, 4) {
+            if (PARTS)  // a0 and a2 are keys 2 t and 2 t + 1
+                P[u][e] = __float_as_uint(S[u][0][e % 2 * 2 + e / 2]);
+            else
+                P[u][e] = pack(S[u][(e / 2) % TILES][e % 2 * 2], S[u][(e / 2) % TILES][e % 2 * 2 + 1]);
+        }
+    UNROLLED(b, V_LOADS)
+        UNROLLED(n, V_WIDE) {
+            float T[4] = {};  // of the strip's keys in float32
+            UNROLLED(u, UNITS) {
+                auto& V = strip.V[u];
+                if (PARTS) {
+                    multiply(T, P[u], V[0][b][n % VW], V[1][b][n % VW]);
+                } else {
+                    const unsigned halves = n % 2 ? 0x7632 : 0x5410;
+                    multiply(O[b][n], P[u], __byte_perm(V[0][b][n / 2 % VW], V[1][b][n / 2 % VW], halves),
+                             __byte_perm(V[2 % V_KEYS][b][n / 2 % VW], V[3 % V_KEYS][b][n / 2 % VW], halves));
+                }
+            }
+            if (PARTS)
+                UNROLLED(e, 4) O[b][n][e] += T[e];
+        }
+}
+
 // All strips of the warp, from `start` on, every `apart` keys. Query i sees the keys below min(end, sees + i).
-// o (16, WIDTH), m and l (16): the warp's results.
-__device__ inline void attend_strips(const Element* q, long long q_row, int queries, const Element* k,
-                                     long long k_row, const Element* v, long long v_row, int start, int apart,
-                                     int end, int sees, float scale, float (*o)[WIDTH], float* m_out,
-                                     float* l_out) {
+// q_shared: memory for the queries, rows of Q_ROW bytes. o (16, WIDTH), m and l (16): the warp's results.
+__device__ inline void attend_strips(const Element* q, long long q_row, int queries, unsigned q_shared,
+                                     const Element* k, long long k_row, const Element* v, long long v_row,
+                                     int start, int apart, int end, int sees, float scale, float (*o)[WIDTH],
+                                     float* m_out, float* l_out) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     Strip strip;
     strip.load_keys(k, k_row, start, end);
     strip.load_values(v, v_row, start, end);
-    unsigned Q[K_LOADS][2][4];  // two products of 16 columns
-    UNROLLED(b, K_LOADS)
-        UNROLLED(h, 2) {
-            unsigned x[4];
-            load_words(x, q + (g + 8 * h) * q_row + 32 * b + 8 * t, g + 8 * h < queries && 32 * b + 8 * t < d);
-            UNROLLED(e, 4) Q[b][e / 2][h + e % 2 * 2] = x[e];
-        }
-    float O[V_LOADS][2 * VW][4] = {}, m[2] = {-INF, -INF}, l[2] = {};
+    for (int n = threadIdx.x; n < BR * WIDTH / K_WIDE; n += THREADS) {
+        const int row = n / (WIDTH / K_WIDE), c = n % (WIDTH / K_WIDE);
+        unsigned x[4];
+        load_words(x, q + row * q_row + c * K_WIDE, row < queries && c * K_WIDE < d);
+        store_shared(q_shared + row * Q_ROW + c * 16, make_uint4(x[0], x[1], x[2], x[3]));
+    }
+    __syncthreads();
+    const unsigned q_at = q_shared + g * Q_ROW + t * 16;
+    Output O = {};
+    float m[2] = {-INF, -INF}, l[2] = {};
 
     for (int j0 = start; j0 < end; j0 += apart) {
-        // S <- Q K^T
-        float S[UNITS][2][4] = {};
-        UNROLLED(u, UNITS)
-            UNROLLED(b, K_LOADS)
-                UNROLLED(part, 2)
-                    UNROLLED(n, 2)
-                        multiply_16bit(S[u][n], Q[b][part], strip.K[u][n][b][2 * part],
-                                       strip.K[u][n][b][2 * part + 1]);
+        Scores S = {};
+        scores(S, q_at, strip);
         strip.load_keys(k, k_row, j0 + apart, end);
 
-        // m <- max(m, rowmax(S)), P <- 2^(scale S - m), l <- l + rowsum(P)
+        // m <- max(m, rowmax(S)); l and O follow
         const bool masked = j0 + STRIP > min(end, sees);
-        unsigned P[UNITS][4];
         float top[2];
         UNROLLED(h, 2) {
             top[h] = m[h];
             UNROLLED(u, UNITS)
-                UNROLLED(n, 2)
+                UNROLLED(n, TILES)
                     UNROLLED(e, 2) {
                         float& s = S[u][n][2 * h + e];
-                        s *= scale;
-                        if (masked && j0 + 16 * u + 8 * n + 2 * t + e >= min(end, sees + g + 8 * h)) s = -INF;
+                        const int j = j0 + UNIT * u + 8 * n + 2 * t + e;
+                        s = masked && j >= min(end, sees + g + 8 * h) ? -INF : s * scale;
                         top[h] = fmaxf(top[h], s);
                     }
             top[h] = largest<1, 4>(top[h]);
@@ -107,28 +175,18 @@ __device__ inline void attend_strips(const Element* q, long long q_row, int quer
                 m[h] = top[h];
                 l[h] *= shrink;
                 UNROLLED(b, V_LOADS)
-                    UNROLLED(n, 2 * VW) O[b][n][2 * h] *= shrink, O[b][n][2 * h + 1] *= shrink;
+                    UNROLLED(n, V_WIDE) O[b][n][2 * h] *= shrink, O[b][n][2 * h + 1] *= shrink;
             }
         }
-        UNROLLED(u, UNITS)
-            UNROLLED(n, 2)
-                UNROLLED(h, 2) {
-                    const float less = subtrahend(m[h]);
-                    const float p0 = exp2_approx(S[u][n][2 * h] - less),
-                                p1 = exp2_approx(S[u][n][2 * h + 1] - less);
-                    l[h] += p0 + p1;
-                    P[u][2 * n + h] = pack(p0, p1);
-                }
 
-        // O <- O + P V
+        // P <- 2^(S - m), l <- l + rowsum(P)
         UNROLLED(u, UNITS)
-            UNROLLED(b, V_LOADS)
-                UNROLLED(n, 2 * VW) {
-                    const unsigned halves = n % 2 ? 0x7632 : 0x5410;
-                    auto& V = strip.V[u];
-                    multiply_16bit(O[b][n], P[u], __byte_perm(V[0][b][n / 2], V[1][b][n / 2], halves),
-                                   __byte_perm(V[2][b][n / 2], V[3][b][n / 2], halves));
+            UNROLLED(n, TILES)
+                UNROLLED(e, 4) {
+                    S[u][n][e] = exp2_approx(S[u][n][e] - subtrahend(m[e / 2]));
+                    l[e / 2] += S[u][n][e];
                 }
+        add_values(O, S, strip);
         strip.load_values(v, v_row, j0 + apart, end);
     }
 
@@ -137,6 +195,6 @@ __device__ inline void attend_strips(const Element* q, long long q_row, int quer
         if (t == 0) m_out[g + 8 * h] = m[h], l_out[g + 8 * h] = l[h];
         UNROLLED(b, V_LOADS)
             UNROLLED(e, 2)
-                UNROLLED(n, 2 * VW) o[g + 8 * h][(8 * b + 2 * t + e) * 2 * VW + n] = O[b][n][2 * h + e];
+                UNROLLED(n, V_WIDE) o[g + 8 * h][(8 * b + 2 * t + e) * V_WIDE + n] = O[b][n][2 * h + e];
     }
 }
