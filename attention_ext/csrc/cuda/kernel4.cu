@@ -19,6 +19,8 @@
 //     cp.async fills one slab while the other is multiplied: V arrives during Q K^T, the next K during P V. A
 //     16-byte load takes 2 wavefronts instead of 4 if every lane reads what lane ^ 1 or lane ^ 2 reads, hence
 //     the order of the lanes.
+// Before sm_80 there is no cp.async: a thread holds its part of the next slab in registers while it multiplies,
+//     and stores it between two barriers. The tiles fit the 64 KiB of a T4; the speed there is not measured.
 // Bound: the FMA units, 3.21 of the 5.62 ms at d = 32; shared memory is busy for 2.31 ms beside them. Other
 //     instructions take issue slots: cuBLAS's product reaches 51 TFLOP/s, FMAs alone 66. At d = 32 and 64 the
 //     3,200 blocks fill the 264 places of an H200 12.1 times, so the last wave is nearly empty: 7 %. At d =

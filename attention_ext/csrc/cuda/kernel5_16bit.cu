@@ -1,6 +1,6 @@
 // Kernel 5 in bfloat16 and float16: the tensor cores with mma.sync (FlashAttention-2).
-// Source: Dao 2023, arXiv:2307.08691. Least architecture: sm_80. The softmax and the plain loop are in
-//     kernel5.h.
+// Source: Dao 2023, arXiv:2307.08691. Least architecture: sm_80; in float16 sm_75. The softmax and the plain
+//     loop are in kernel5.h.
 //
 // Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); bf16 and fp16; d is a multiple of 8 up to
 //     256; pointers and strides are multiples of 16 bytes. Tiles of BR queries and BC keys.
@@ -13,6 +13,8 @@
 // Improves on kernel 4: an instruction of the tensor cores does 2,048 multiply-adds. The softmax then takes as
 //     long as the products. With PIPE, the scores of the next chunk and (PIPE 2) the product of the previous
 //     one are interleaved with the exponentials: tensor cores and exponentials work at the same time.
+// Before sm_80 a thread holds its part of the next tile in registers, two products do the work of one, and PIPE
+//     is 0. The tiles fit the 64 KiB of a T4; the speed there is not measured.
 // Bound: the exponentials at d = 32, shared memory from d = 64 on. At d = 128 O takes 128 registers a thread,
 //     so Q lies in shared memory and is read again for every chunk. With chunks of 64 keys these reads are 6
 //     of 38 GiB moved; with chunks of 16 they would be 25 of 56. Chunks of 64 leave no registers for a second
