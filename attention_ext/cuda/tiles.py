@@ -116,7 +116,13 @@ def kernel5(d: int, dtype: Dtype, queries: int, capability: Capability) -> Itera
             (32, (4, 64, 2, 32, 2, 2, 1)),
             (64, (4, 32, 2, 32, 2, 2, 1)),
             (128, (4, 32, 1, 32, 2, 2, 0)),
-            (256, (4, 16, 1, 16, 2, 1, 0)),
+            (
+                256,
+                (8, 32, 1, 32, 2, 1, 0),
+                (8, 32, 1, 32, 1, 1, 0),
+                (8, 16, 1, 16, 1, 1, 0),
+                (4, 16, 1, 16, 2, 1, 0),
+            ),
         )
     elif capability < ASYNCHRONOUS:
         names += ("PIPE", "Q_SHARED")
@@ -158,14 +164,12 @@ def kernel6(d: int, dtype: Dtype, queries: int, capability: Capability) -> Itera
 def split(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterator[Tile]:
     """bc: keys that a block takes at a time. A row begins with the most queries that it is for."""
     merge = {"MERGE_THREADS": 128, "MERGE_LANES": 1 << (d // 4 - 1).bit_length()}
-    tensor = dtype is Dtype.FP16 or (dtype is Dtype.BF16 and capability >= ASYNCHRONOUS)
-    if queries > 4 and d <= 128 and tensor:
+    if _multiplies_16(d, dtype, queries, capability):
+        strip, blocks = (64 if d <= 32 else 32) // dtype.bytes, 2 if d <= 64 else 1
         width = up(d, 32)
+        q_row = odd(width * dtype.bytes, 64)
+        sizes = {"TENSOR": 1, "STRIP": strip, "BLOCKS": blocks, "LANES": 1, "WIDTH": width, "Q_ROW": q_row}
         for warps in (8, 4):
-            strip = (64 if d <= 32 else 32) // dtype.bytes
-            blocks = 2 if d <= 64 else 1
-            q_row = odd(width * dtype.bytes, 64)
-            sizes = {"TENSOR": 1, "STRIP": strip, "BLOCKS": blocks, "LANES": 1, "WIDTH": width, "Q_ROW": q_row}
             shared = 4 * warps * 16 * (width + 2) + 16 * q_row
             yield Tile(16, warps * strip, 32 * warps, shared, {**sizes, **merge})
         return
@@ -178,3 +182,10 @@ def split(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterato
     sizes = {"TENSOR": 0, "BLOCKS": blocks, "LOADS": loads, "LANES": lanes, "WIDTH": width, **merge}
     shared = 4 * ((1 + warps) * br * width + 2 * warps * br)
     yield Tile(br, warps * loads * 32 // lanes, 32 * warps, shared, sizes)
+
+
+def _multiplies_16(d: int, dtype: Dtype, queries: int, capability: Capability) -> bool:
+    """Whether the tensor cores multiply a tile of 16 queries in split: they have the dtype and it is faster."""
+    if dtype is Dtype.FP32:
+        return queries > 4 and d <= 128 and capability >= ASYNCHRONOUS
+    return queries > 1 and d <= 192 and (dtype is Dtype.FP16 or capability >= ASYNCHRONOUS)

@@ -332,7 +332,9 @@ def _split(of: Launch) -> Count:
     partial = 4.0 * case.heads * case.Nq * count * (of.d + 2)
     streams = (*_once(of), Stream("m, l, O", partial, ((partial, 2 * partial),)))
     exponentials = float(case.Nq * case.seen * of.tile.sizes["LANES"])
-    return _count(of, iter(()), exponentials, streams, rows * count + case.heads * case.Nq, launches=2)
+    tensor = of.tile.sizes["TENSOR"] * (1 if of.bytes == 2 else 6)
+    blocks = rows * count + case.heads * case.Nq
+    return _count(of, iter(()), exponentials, streams, blocks, launches=2, tensor=tensor)
 
 
 # By the first function of a kernel.

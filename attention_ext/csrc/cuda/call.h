@@ -140,6 +140,14 @@ __device__ inline Block block_of(const Call& call, int rows) {
     return block;
 }
 
+// The block's own, where with a causal mask the tiles with most keys come first over all heads, so that all
+// blocks end together. It reads the keys of many heads at a time, which takes more bandwidth.
+__device__ inline Block block_across_heads(const Call& call, int rows) {
+    if (!call.causal) return block_of(call, rows);
+    const unsigned tiles = (call.Nq + rows - 1) / rows, all = call.batches * call.heads;
+    return block_at(call, blockIdx.x % all, (tiles - 1 - blockIdx.x / all) * rows);
+}
+
 // How many keys a query sees; they are the first ones.
 __device__ inline int keys_seen(const Call& call, int query) {
     return call.causal ? min(query + 1 + call.Nk - call.Nq, call.Nk) : call.Nk;

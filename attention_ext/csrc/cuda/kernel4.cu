@@ -171,10 +171,8 @@ __device__ inline void accumulate(float o[TM][TD], const float* P, const float* 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(const Call call) {
     // sizes
     const int Nq = call.Nq, Nk = call.Nk;
-    const int tiles = (Nq + BR - 1) / BR, all = call.batches * call.heads;
-    // causal: the tiles with the most keys come first, over all heads, so that all blocks end together
-    const int i0 = (call.causal ? tiles - 1 - (int)(blockIdx.x / all) : (int)(blockIdx.x % tiles)) * BR;
-    const Block block = block_at(call, call.causal ? blockIdx.x % all : blockIdx.x / tiles, i0);
+    const Block block = block_across_heads(call, BR);
+    const int i0 = block.first_query;
     const int end = keys_seen(call, min(i0 + BR, Nq) - 1);  // the tile sees the keys below
 
     // data

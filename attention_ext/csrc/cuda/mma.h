@@ -99,11 +99,7 @@ __device__ inline void multiply_16bit(float (&c)[4], const unsigned (&a)[4], uns
 // 0x1000, half of the last kept bit, rounds; the mask clears the other 13. The tensor cores ignore those bits
 // of `low`. An infinite x gives low = NaN, and so do numbers that round to infinity.
 __device__ inline void split(float x, unsigned& high, unsigned& low) {
-#ifdef SPLIT_MUL
-    high = __float_as_uint(x * (1.0f + 1.0f / 3072)) & 0xffffe000u;
-#else
     high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
-#endif
     low = __float_as_uint(x - __uint_as_float(high));
 }
 __device__ inline void split(uint4 x, unsigned (&high)[4], unsigned (&low)[4]) {

@@ -214,6 +214,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
     // Merge the warps of the block
     const long long all = (long long)call.batches * call.heads * Nq;
+#ifdef BY_ONE
+    for (int n = threadIdx.x; n < BR * d; n += THREADS) {
+        const int i = n / d, c = n % d;
+        if (i0 + i >= Nq) break;
+        float top = m_shared[0][i];
+        for (int w = 1; w < WARPS; w++) top = fmaxf(top, m_shared[w][i]);
+        float x = 0, total = 0;
+        for (int w = 0; w < WARPS; w++) {
+            const float weight = exp2_approx(m_shared[w][i] - subtrahend(top));
+            x += weight * o_shared[w][i][c];
+            total += weight * l_shared[w][i];
+        }
+        const long long at = (block.head * Nq + i0 + i) * splits + split;
+        partial[at * d + c] = x;
+#else
     for (int n = threadIdx.x; n < BR * d / 4; n += THREADS) {
         const int i = n / (d / 4), c = n % (d / 4) * 4;
         if (i0 + i >= Nq) break;
@@ -229,6 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
         const long long at = (block.head * Nq + i0 + i) * splits + split;
         *(float4*)(partial + at * d + c) = x;
+#endif
         if (c == 0) *(float2*)(partial + all * splits * d + at * 2) = {top, total};
     }
 }
@@ -236,7 +252,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
     attention_merge(const Call call, const float* partial, int splits) {
     wait_for_predecessor();
-#ifdef OLD_MERGE
     constexpr int WIDE = MERGE_LANES, SHARES = MERGE_THREADS / WIDE;  // SHARES: of the splits
     static_assert(SHARES >= 1);
     __shared__ float4 o_shared[SHARES][WIDE];
@@ -275,51 +290,4 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
         call.out[row * d + c] = to_element(x / total);
         if (call.lse && c == 0) call.lse[row] = m * LN2 + logf(total);
     }
-#else
-    constexpr int WIDE = MERGE_LANES, SHARES = MERGE_THREADS / WIDE;  // SHARES: of the splits
-    constexpr int AT_ONCE = 8;                                        // loads of a thread under way
-    static_assert(SHARES >= 1);
-    __shared__ float4 o_shared[SHARES][WIDE];
-    __shared__ float l_shared[SHARES], m_shared[SHARES];
-    const long long row = blockIdx.x, all = (long long)call.batches * call.heads * call.Nq;
-    const float2* stats = (const float2*)(partial + all * splits * d) + row * splits;
-    const float4* o_splits = (const float4*)(partial + row * splits * d);
-
-    const int share = threadIdx.x / WIDE, place = threadIdx.x % WIDE;
-    float4 o = {0, 0, 0, 0};
-    float l = 0, m = -INF;
-    for (int first = share; first < splits; first += AT_ONCE * SHARES) {
-        float2 stat[AT_ONCE];
-        float4 x[AT_ONCE];
-        UNROLLED(n, AT_ONCE) {
-            const int s = first + n * SHARES;
-            stat[n] = s < splits ? stats[s] : float2{-INF, 0};
-            x[n] = s < splits && place < d / 4 ? o_splits[(long long)s * (d / 4) + place] : float4{0, 0, 0, 0};
-        }
-        float top = m;
-        UNROLLED(n, AT_ONCE) top = fmaxf(top, stat[n].x);
-        const float less = subtrahend(top), shrink = exp2_approx(m - less);
-        m = top, l *= shrink;
-        o.x *= shrink, o.y *= shrink, o.z *= shrink, o.w *= shrink;
-        UNROLLED(n, AT_ONCE) {
-            const float weight = exp2_approx(stat[n].x - less);
-            l += weight * stat[n].y;
-            o.x += weight * x[n].x, o.y += weight * x[n].y, o.z += weight * x[n].z, o.w += weight * x[n].w;
-        }
-    }
-    o_shared[share][place] = o;
-    if (place == 0) l_shared[share] = l, m_shared[share] = m;
-    __syncthreads();
-
-    for (int c = threadIdx.x; c < d; c += MERGE_THREADS) {
-        float top = -INF, x = 0, total = 0;
-        for (int n = 0; n < SHARES; n++) top = fmaxf(top, m_shared[n]);
-        for (int n = 0; n < SHARES; n++) {
-            const float weight = exp2_approx(m_shared[n] - subtrahend(top));
-            x += weight * ((const float*)&o_shared[n][0])[c], total += weight * l_shared[n];
-        }
-        call.out[row * d + c] = to_element(x / total);
-        if (call.lse && c == 0) call.lse[row] = top * LN2 + logf(total);
-    }
-#endif
 }
