@@ -104,7 +104,7 @@ def compiled(kernel: str | None, heads: int, Nq: int, Nk: int, d: int, dtype: Dt
 
     Raises ValueError and BuildError as kernels.choose() and load() do. The GPU's context must be current.
     """
-    few = few_queries(Nq, Nk, heads, gpu(index).multiprocessors)
+    few = few_queries(Nq, Nk, heads, gpu(index).multiprocessors, dtype)
     return _compiled(kernel, d, dtype, index, few, min(Nq, MOST_SPLIT))
 
 

@@ -165,11 +165,10 @@ def split(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterato
     """bc: keys that a block takes at a time. A row begins with the most queries that it is for."""
     merge = {"MERGE_THREADS": 128, "MERGE_LANES": 1 << (d // 4 - 1).bit_length()}
     if _multiplies_16(d, dtype, queries, capability):
-        strip, blocks = (64 if d <= 32 else 32) // dtype.bytes, 2 if d <= 64 else 1
-        width = up(d, 32)
+        strip, width = (64 if d <= 32 else 32) // dtype.bytes, up(d, 32)
         q_row = odd(width * dtype.bytes, 64)
-        sizes = {"TENSOR": 1, "STRIP": strip, "BLOCKS": blocks, "LANES": 1, "WIDTH": width, "Q_ROW": q_row}
-        for warps in (8, 4):
+        sizes = {"TENSOR": 1, "STRIP": strip, "BLOCKS": 2, "LANES": 1, "WIDTH": width, "Q_ROW": q_row}
+        for warps in (8 if d <= 64 else 4, 2):
             shared = 4 * warps * 16 * (width + 2) + 16 * q_row
             yield Tile(16, warps * strip, 32 * warps, shared, {**sizes, **merge})
         return
@@ -185,7 +184,7 @@ def split(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterato
 
 
 def _multiplies_16(d: int, dtype: Dtype, queries: int, capability: Capability) -> bool:
-    """Whether the tensor cores multiply a tile of 16 queries in split: they have the dtype and it is faster."""
-    if dtype is Dtype.FP32:
-        return queries > 4 and d <= 128 and capability >= ASYNCHRONOUS
-    return queries > 1 and d <= 192 and (dtype is Dtype.FP16 or capability >= ASYNCHRONOUS)
+    """Whether the tensor cores multiply a tile of 16 queries in split: they have the dtype and are faster."""
+    if dtype is not Dtype.FP16 and capability < ASYNCHRONOUS:
+        return False
+    return queries > 4 or (queries > 2 and d <= 192 and dtype is not Dtype.FP32)

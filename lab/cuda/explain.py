@@ -99,7 +99,7 @@ def compiled(cell: Cell, name: str | None = None, arch: str | None = None) -> An
     else:
         on = SHEETS[arch]
         limits = Gpu(on.name, on.capability, on.architecture.block_shared, on.multiprocessors)
-    few = few_queries(Nq, Nk, cell.batch * cell.heads, on.multiprocessors)
+    few = few_queries(Nq, Nk, cell.batch * cell.heads, on.multiprocessors, dtype)
     kernel, tile = choose(name, d, dtype, limits, few, Nq)
     _, resources = driver.source(kernel, tile, d, dtype, on.capability).compile()
     fits = occupancy(on.architecture, tile.threads, resources.registers, tile.shared + resources.shared)

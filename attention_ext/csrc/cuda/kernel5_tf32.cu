@@ -121,14 +121,10 @@ __device__ inline void add_values(Output& O, const Weights& P, unsigned v) {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel5(const Call call) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int Nq = call.Nq, lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-#ifdef OF_ONE
-    const Block block = block_of(call, BR);
-#else
     const Block block = block_across_heads(call, BR);
-#endif
     const int warp_row = block.first_query + warp * ROWS;  // a lane's rows: warp_row + g + 16 i + 8 h
     Tiles tiles = begin_tiles(call, block, shared_address(shared) + WARPS * Q_WARP, g * STRIDE + t * 32,
-                                    TILE + 2 * t * STRIDE + g * 16);
+                              TILE + 2 * t * STRIDE + g * 16);
 
     const Queries Q{shared_address(shared) + warp * Q_WARP + lane * 16};
     UNROLLED(i, M_TILES)

@@ -214,21 +214,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
     // Merge the warps of the block
     const long long all = (long long)call.batches * call.heads * Nq;
-#ifdef BY_ONE
-    for (int n = threadIdx.x; n < BR * d; n += THREADS) {
-        const int i = n / d, c = n % d;
-        if (i0 + i >= Nq) break;
-        float top = m_shared[0][i];
-        for (int w = 1; w < WARPS; w++) top = fmaxf(top, m_shared[w][i]);
-        float x = 0, total = 0;
-        for (int w = 0; w < WARPS; w++) {
-            const float weight = exp2_approx(m_shared[w][i] - subtrahend(top));
-            x += weight * o_shared[w][i][c];
-            total += weight * l_shared[w][i];
-        }
-        const long long at = (block.head * Nq + i0 + i) * splits + split;
-        partial[at * d + c] = x;
-#else
     for (int n = threadIdx.x; n < BR * d / 4; n += THREADS) {
         const int i = n / (d / 4), c = n % (d / 4) * 4;
         if (i0 + i >= Nq) break;
@@ -244,7 +229,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
         const long long at = (block.head * Nq + i0 + i) * splits + split;
         *(float4*)(partial + at * d + c) = x;
-#endif
         if (c == 0) *(float2*)(partial + all * splits * d + at * 2) = {top, total};
     }
 }
