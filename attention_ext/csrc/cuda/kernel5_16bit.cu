@@ -158,8 +158,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel5(
     const Block block = block_of(call, BR);
     const int warp_row = block.first_query + warp * ROWS;  // a lane's rows: warp_row + g + 16 i + 8 h
     Tiles tiles = begin_tiles(call, block, shared_address(shared) + WARPS * Q_WARP,
-                                    (lane / 16 * 8 + lane % 8) * STRIDE + lane / 8 % 2 * 16,
-                                    TILE + lane % 16 * STRIDE + lane / 16 * 16);
+                              (lane / 16 * 8 + lane % 8) * STRIDE + lane / 8 % 2 * 16,
+                              TILE + lane % 16 * STRIDE + lane / 16 * 16);
 
     Queries Q;
     Q.at = shared_address(shared) + warp * Q_WARP + lane * 16;

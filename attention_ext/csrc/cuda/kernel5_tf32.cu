@@ -7,8 +7,9 @@
 //         T <- Q K^T by three products, S <- S + T; later T <- P V by three products, O <- O + T
 // Launch: B H ceil(Nq / BR) blocks of THREADS threads.
 // Shared memory: K and V, STAGES * 2 * BC * STRIDE bytes; Q, 4 BR d bytes, or 8 BR d as two parts (Q_SPLIT).
-//     68, 98 and 98 KiB at d = 32, 64 and 128.
-// Registers: 216, 251 and 234 at d = 32, 64 and 128; sm_90, none spilled.
+//     68, 98 and 98 KiB at d = 32, 64 and 128; 162, 194, 226 and 193 KiB at d = 160, 192, 224 and 256.
+// Registers: 218, 254 and 236 at d = 32, 64 and 128; sm_90, none spilled. 255 beyond; 20, 44, 72 and 36 bytes
+//     are spilled at d = 160, 192, 224 and 256.
 // Improves on kernel 4: an instruction of the tensor cores does 1,024 multiply-adds. x = high + low, and x y =
 //     high high + high low + low high, each exact in tf32 products. The tensor cores round sums towards zero.
 //     Over thousands of keys the error grows to 40 times SDPA's, so only sums of 32 columns or one chunk of

@@ -9,24 +9,21 @@
 //     then the O, m and l of the groups and of the warps are merged. attention_merge: for each row, over the
 //     splits
 //         O <- sum 2^(m_s - m) O_s / sum 2^(m_s - m) l_s
-//     A lane loads 16 bytes of a row, LANES lanes a row, 32 / LANES rows at once. The loads of
-//     the next strip's K begin when S is done, those of its V when O is done: LOADS to 2 LOADS loads are under
-//     way.
+//     A lane loads 16 bytes of a row, LANES lanes a row, 32 / LANES rows at once. The loads of the next strip's
+//     K begin when S is done, those of its V when O is done: LOADS to 2 LOADS loads are under way. With TENSOR
+//     the tensor cores multiply (split_mma.h).
 // Launch: attention_split: B H splits ceil(Nq / BR) blocks of THREADS threads. attention_merge: B H Nq blocks
 //     of MERGE_THREADS threads.
-// Shared memory: q (BR, WIDTH), then the warps' O (WARPS, BR, WIDTH), m and l (WARPS, BR), float32; 2.3 KiB
-//     for one query at d = 64, 4.6 KiB at d = 128.
-// Registers: 128 for one query at d = 64, none spilled; sm_90. BLOCKS limits them to 128, 168 for three or
-//     four queries, 255 for more. One query has 8 loads of K under way in fp32, 6 in 16 bits, 4 where d
-//     exceeds 128.
+// Shared memory: the warps' O (WARPS, BR, WIDTH), m and l (WARPS, BR), then q (BR, WIDTH), float32; 2.3 KiB for
+//     one query at d = 64, 4.6 KiB at d = 128.
+// Registers: 128 for one query at d = 64, none spilled; sm_90. BLOCKS limits them to 128, to 168 for three or
+//     four queries in fp32. One query has 8 loads of K under way in fp32, 6 in 16 bits, 4 where d exceeds 128.
 // Improves on kernels 5 and 6 for few queries: a block for each tile of queries leaves the GPU idle. One query
 //     of 8 heads is 8 blocks there. Since sm_90 the merge is launched before the split has ended, which hides
 //     the launch.
 // Bound: the memory's bandwidth for one query. With 256 MiB or more of K and V it reaches 83 to 100 %; below,
-//     beginning and ending show: a launch that only reads 64 MiB has 74 %, one that reads 128 MiB 87 %. Five
-//     to sixteen queries with many heads read K and V at a third of the bandwidth: shuffles and FMAs bound
-//     them. In bf16 cuDNN is up to 4 % faster; in fp32 split is 2.6 to 4.5 times as fast as the best backend
-//     of SDPA.
+//     beginning and ending show: a launch that only reads 64 MiB has 74 %, one that reads 128 MiB 87 %. In bf16
+//     cuDNN is up to 4 % faster; in fp32 split is 2.6 to 4.5 times as fast as the best backend of SDPA.
 // Command: python gpt.py bench split,sdpa-efficient,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16
 //          --queries 1 -N 8192:131072*4 --batch 1 --heads 32 -d 64,128 --l2 cold -r 10
 //          python gpt.py bench split,sdpa-efficient,sdpa-math --device cuda --queries 1
@@ -40,9 +37,10 @@
 #include "call.h"
 
 // Macros of its own, by cuda/tiles.py:
+//   TENSOR         1: the tensor cores multiply, with the macros of split_mma.h
 //   BLOCKS         blocks that a multiprocessor should hold: bounds the registers
 //   LOADS          loads of K under way in a lane
-//   LANES          lanes that share a row
+//   LANES          lanes that share a row, and compute its weight
 //   WIDTH          numbers of a row, with the padding
 //   MERGE_THREADS  of a block that merges: two for each of the 64 vectors of the widest row (d = 256)
 //   MERGE_LANES    threads of a row there, 4 numbers each

@@ -1,4 +1,5 @@
-// Split for five to sixteen queries: the tensor cores multiply. split.cu includes it with TENSOR.
+// Split on the tensor cores, for five to sixteen queries, and in 16 bits for three and four up to d = 192.
+// split.cu includes it with TENSOR. float32 and bfloat16 need sm_80, float16 sm_75.
 //
 // A warp takes STRIP keys at a time, with a tile of 16 queries (mma.h: which lanes hold what). K and V go from
 // global memory to the registers that the products read, without shared memory. A sum may take any order, so
@@ -8,6 +9,11 @@
 //              prmt pairs
 //     float32  4 columns of K from 4 t on, for two products; V of keys 2 t and 2 t + 1. Three products of tf32
 //              parts; only short sums are left to the tensor cores (kernel5_tf32.cu)
+// Improves on lanes that share a row: those exchange sums for every query and key, and take three times as long
+//     for sixteen queries of 64 heads.
+//
+// Macros of its own, by cuda/tiles.py: STRIP, and Q_ROW, bytes of a row of the queries in shared memory: an odd
+// multiple of 64, so that eight lanes read different banks.
 #pragma once
 #include "mma.h"
 
