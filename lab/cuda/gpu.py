@@ -39,7 +39,7 @@ LIMITS = Kernel(
     ("fma_chains", "read_all", "pause"),
     "multiply-adds in registers; reading; a pause",
     "",
-    lambda d, dtype, queries: iter([LIMITS_TILE]),
+    lambda d, dtype, queries, capability: iter([LIMITS_TILE]),
 )
 
 
