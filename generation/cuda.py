@@ -1,20 +1,22 @@
-"""The cuda engine: model, caches and the choice of a token in one launch, csrc/cuda/decoder.cu.
+"""The cuda engine: model, caches and the choice of a token in one launch, csrc/cuda/cluster.cu and grid.cu.
 
-It needs cuda-core and a GPU with clusters of blocks (compute capability 9.0 or more), but no PyTorch.
+It needs cuda-core and a GPU, but no PyTorch. Clusters of blocks, for few texts, need compute capability 9.0.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -34,34 +36,37 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float32]
 
 SOURCES = Path(__file__).resolve().parent / "csrc" / "cuda"
-CAPABILITY = (9, 0)  # the least that has clusters
+CAPABILITY, CLUSTER_CAPABILITY = (8, 0), (9, 0)  # the least that reduces integers in a warp, and has clusters
 CLUSTERS = (16, 8)  # blocks of a cluster, the best first; a GPU may refuse 16
 THREADS, LANES = 256, 32  # of a block, of a warp
-TEAM, STRIP = (
-    8,
-    2,
-)  # warps that attend to a text together, and a lane's keys at a time: best of 2, 4, 8 on an H100
-MOST_TEXTS = 5  # of a pass: what shared memory has room for beside shakes256 in float32
+# Warps that attend to a text together in a cluster, and a lane's keys at a time: best of 2, 4, 8 on an H100.
+TEAM, STRIP = 8, 2
+MOST_TEXTS = 5  # of a cluster's pass: what shared memory has room for beside shakes256 in float32
+GRID_TEXTS = (1, 2, 4, 8)  # of a block of the grid: with more, the registers do not suffice for two blocks
+PROMPT_TEXTS = 4  # tokens of a prompt in a block
+GRID_STRIP, PROMPT_STRIP = 4, 2  # as STRIP
+RESIDENT = 2  # blocks of a multiprocessor: one reads keys while the other multiplies
 WEIGHT_BITS = {Precision.FP32: 32, Precision.BF16: 16}  # int8 has no kernel
 FORMATS = {CachePrecision.FP32: 0, CachePrecision.BF16: 1}  # FORMAT of attention_ext/csrc/cuda/call.h
 HEAD_DIMS = (4, 8, 16, 32, 64, 128)  # a power of two of lanes reads a key
-BARRIERS, SETTINGS = 4, len(NUMBERS) + 1  # of decoder.cu; a text's settings, and whether logits have a bias
-# What decoder.cu counts the cycles of, in the words of gpt.py profile.
+BARRIERS, SETTINGS = 4, len(NUMBERS) + 1  # of cluster.cu; a text's settings, and whether logits have a bias
+# What the kernels count the cycles of, in the words of gpt.py profile.
 PHASES = ("embedding", "QKV", "attention", "projection", "MLP up", "MLP down", "head", "sampling", "waiting")
-PROMPT_TOKENS = 512  # of a prompt in a launch, which takes a few milliseconds
+CACHE_SHARE = 4  # of the L2 cache, for the weights that each block of the grid reads for every token
 SECONDS = 0.005  # of a launch by default, so that Ctrl-C and a client that leaves take effect soon
-FIRST_PASS_SECONDS = 2e-5  # the guess before one was measured
-TEXT = np.dtype([(name, np.int32) for name in ("slot", "length", "token")])  # struct Text
+FIRST_ROW_SECONDS = 2e-5  # the guess before one was measured
+TEXT = np.dtype([(name, np.int32) for name in ("slot", "length", "token", "flags")])  # struct Text
+FIRST, LAST = 1, 2  # flags of a Text
 
 
 class Work(ctypes.Structure):
-    """struct Work of csrc/cuda/decoder.cu."""
+    """struct Work of csrc/cuda/decoder.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weights", "tokens", "positions", "keys", "values", "logits")),
         *((name, ctypes.c_void_p) for name in ("every", "seen", "written", "sampling", "bias", "texts")),
-        *((name, ctypes.c_void_p) for name in ("uniforms", "chosen", "cycles")),
-        *((name, ctypes.c_int) for name in ("count", "rows", "capacity")),
+        *((name, ctypes.c_void_p) for name in ("uniforms", "chosen", "cycles", "arrived")),
+        *((name, ctypes.c_int) for name in ("count", "rows", "capacity", "leading")),
         ("scale", ctypes.c_float),
     ]
 
@@ -71,77 +76,68 @@ class Unfit(ValueError):
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a cluster of `blocks` holds a model: what decoder.cu is compiled with.
+class Layout(ABC):
+    """How blocks hold a model: what a kernel is compiled with.
 
     clocks: whether it counts the cycles of its phases.
     """
 
     config: GPTConfig
-    blocks: int
     weights: Precision
     kv_cache: CachePrecision
-    clocks: bool = False
+    clocks: bool = field(default=False, kw_only=True)
 
     @property
-    def head_rows(self) -> int:
-        """A block's rows of the head, of which the last block's may lie beyond the vocabulary."""
-        return -(-self.config.vocab_size // self.blocks)
-
-    @property
+    @abstractmethod
     def image(self) -> np.dtype:
-        """struct Weights, a block's share of the weights."""
-        c, share = self.config, self.config.n_embd // self.blocks
+        """struct Weights."""
+
+    @abstractmethod
+    def shared(self, texts: int) -> int:
+        """Bytes of struct Shared, a block's shared memory, for passes of this many texts."""
+
+    @abstractmethod
+    def most_texts(self, shared: int) -> int:
+        """The most texts of a pass in so many bytes of shared memory; 0 if the model does not fit."""
+
+    @abstractmethod
+    def source(self, texts: int, capability: tuple[int, int]) -> nvrtc.Source:
+        """The kernel for passes of this many texts."""
+
+    @abstractmethod
+    def pack(self, tensors: Mapping[str, Floats]) -> NDArray[Any]:
+        """The weights, (blocks that hold different ones,) of `image`."""
+
+    def _image(self, matrices: Mapping[str, tuple[int, int]], outputs: Mapping[str, int]) -> np.dtype:
+        """struct Weights of matrices with these shapes, the last one the head, which have so many outputs."""
+        c = self.config
         weight = np.float32 if self.weights is Precision.FP32 else np.uint16
-        rows = {"qkv": 3 * share, "proj": share, "fc": 4 * share, "out": share}
-        layer = [(name, weight, (n, c.n_embd * (4 if name == "out" else 1))) for name, n in rows.items()]
+        *layer, head = [(name, weight, shape) for name, shape in matrices.items()]
         norm = [(name, np.float32, c.n_embd) for name in ("gain", "bias")[: 1 + c.bias]]
         vectors: list[Any] = [(name, norm) for name in ("ln_1", "ln_2")]
         if c.bias:
-            vectors += [(name, np.float32, n) for name, n in rows.items()]
-        fields: list[Any] = [("layers", layer, c.n_layer), ("head", weight, (self.head_rows, c.n_embd))]
+            vectors += [(name, np.float32, n) for name, n in outputs.items()]
+        fields: list[Any] = [("layers", layer, c.n_layer), head]
         return padded([*fields, ("vectors", padded(vectors), c.n_layer), ("ln_f", norm)])
 
-    def shared(self, texts: int) -> int:
-        """Bytes of struct Shared, a block's shared memory, for passes of this many texts."""
+    def _source(self, file: str, texts: int, capability: tuple[int, int], **macros: int) -> nvrtc.Source:
         c = self.config
-        units = c.n_head * max(1, self.blocks // c.n_head)
-        choice = -(-self.blocks * self.head_rows // 2) * 2 + 2 * c.vocab_size
-        various = -(-max(4 * c.n_embd, TEAM * (c.head_dim + 4), choice) // 4) * 4
-        qkv = -(-units // self.blocks) * 3 * c.head_dim
-        floats = 2 * c.n_embd + qkv + various + units * (c.head_dim + 2)
-        size = texts * (4 * floats + 8 * SETTINGS + 16) + 8 * (BARRIERS + self.clocks * (len(PHASES) + 1))
-        return self.image.itemsize + -(-size // 16) * 16
-
-    def most_texts(self, shared: int) -> int:
-        """The most texts of a pass in so many bytes of shared memory; 0 if the model does not fit."""
-        rows = -(-4 * self.config.n_embd // self.blocks * LANES // THREADS)  # a warp's, of the widest matrix
-        most = min(MOST_TEXTS, LANES // rows)
-        return max((texts for texts in range(1, most + 1) if self.shared(texts) <= shared), default=0)
-
-    def source(self, texts: int, capability: tuple[int, int]) -> nvrtc.Source:
-        """The kernel for passes of this many texts."""
-        c = self.config
-        macros = {"FORMAT": FORMATS[self.kv_cache], "WEIGHT_BITS": WEIGHT_BITS[self.weights]}
+        macros |= {"FORMAT": FORMATS[self.kv_cache], "WEIGHT_BITS": WEIGHT_BITS[self.weights]}
         macros |= {"LAYERS": c.n_layer, "HEADS": c.n_head, "HEAD_DIM": c.head_dim, "VOCAB": c.vocab_size}
-        macros |= {"BLOCKS": self.blocks, "TEXTS": texts, "THREADS": THREADS, "TEAM": TEAM, "STRIP": STRIP}
-        macros |= {"BIAS": c.bias, "CLOCKS": self.clocks, "SHARED_BYTES": self.shared(texts)}
+        macros |= {"TEXTS": texts, "THREADS": THREADS, "BIAS": c.bias, "CLOCKS": self.clocks}
+        macros |= {"SHARED_BYTES": self.shared(texts)}
         arch = f"sm_{capability[0]}{capability[1]}"
-        return nvrtc.Source("decoder.cu", arch, {name: int(n) for name, n in macros.items()}, SOURCES)
+        return nvrtc.Source(file, arch, {name: int(n) for name, n in macros.items()}, SOURCES)
 
-    def pack(self, tensors: Mapping[str, Floats]) -> NDArray[Any]:
-        """The weights of each block, (blocks,) of `image`."""
+    def _pack(
+        self,
+        made: NDArray[Any],
+        tensors: Mapping[str, Floats],
+        matrix: Callable[[Floats, int], Floats],
+        vector: Callable[[Floats, int], Floats],
+    ) -> None:
+        """Fill `made`. matrix, vector: what is held of a tensor, of so many parts."""
         c = self.config
-        made = np.zeros(self.blocks, self.image)
-
-        def shares(tensor: Floats, parts: int = 1) -> Floats:
-            """Each block's rows, its share of each of so many parts."""
-            split = tensor.reshape(parts, self.blocks, -1, *tensor.shape[1:])
-            return split.swapaxes(0, 1).reshape(self.blocks, -1, *tensor.shape[1:])
-
-        def matrix(tensor: Floats, parts: int = 1) -> NDArray[Any]:
-            rows = shares(tensor, parts)
-            return rows if self.weights is Precision.FP32 else bf16_bits(rows)
 
         def fill_norm(norm: NDArray[Any], name: str) -> None:
             norm["gain"] = tensors[f"{name}.weight"]
@@ -152,17 +148,124 @@ class Layout:
         matrices |= {"fc": ("mlp.c_fc", 1), "out": ("mlp.c_proj", 1)}
         for i in range(c.n_layer):
             layer, vectors, prefix = made["layers"][:, i], made["vectors"][:, i], f"transformer.h.{i}"
-            for field, (name, parts) in matrices.items():
-                layer[field] = matrix(tensors[f"{prefix}.{name}.weight"], parts)
+            for name, (full, parts) in matrices.items():
+                layer[name] = self._weight(matrix(tensors[f"{prefix}.{full}.weight"], parts))
                 if c.bias:
-                    vectors[field] = shares(tensors[f"{prefix}.{name}.bias"], parts)
+                    vectors[name] = vector(tensors[f"{prefix}.{full}.bias"], parts)
             for name in ("ln_1", "ln_2"):
                 fill_norm(vectors[name], f"{prefix}.{name}")
         fill_norm(made["ln_f"], "transformer.ln_f")
+
+    def _weight(self, numbers: Floats) -> NDArray[Any]:
+        return numbers if self.weights is Precision.FP32 else bf16_bits(numbers)
+
+    def _counters(self) -> int:
+        """Bytes of the cycles in struct Shared."""
+        return 8 * self.clocks * (len(PHASES) + 1)
+
+
+@dataclass(frozen=True)
+class Cluster(Layout):
+    """A cluster of `blocks` holds the model in its shared memory, each block a share: cluster.cu."""
+
+    blocks: int
+
+    @property
+    def head_rows(self) -> int:
+        """A block's rows of the head, of which the last block's may lie beyond the vocabulary."""
+        return -(-self.config.vocab_size // self.blocks)
+
+    @property
+    def image(self) -> np.dtype:
+        C, share = self.config.n_embd, self.config.n_embd // self.blocks
+        rows = {"qkv": 3 * share, "proj": share, "fc": 4 * share, "out": share}
+        matrices = {name: (n, C * (4 if name == "out" else 1)) for name, n in rows.items()}
+        return self._image(matrices | {"head": (self.head_rows, C)}, rows)
+
+    def shared(self, texts: int) -> int:
+        c = self.config
+        units = c.n_head * max(1, self.blocks // c.n_head)
+        choice = -(-self.blocks * self.head_rows // 2) * 2 + 2 * c.vocab_size
+        various = -(-max(4 * c.n_embd, TEAM * (c.head_dim + 4), choice) // 4) * 4
+        qkv = -(-units // self.blocks) * 3 * c.head_dim
+        floats = 2 * c.n_embd + qkv + various + units * (c.head_dim + 2)
+        size = texts * (4 * floats + 8 * SETTINGS + 16) + 8 * BARRIERS + self._counters()
+        return self.image.itemsize + -(-size // 16) * 16
+
+    def most_texts(self, shared: int) -> int:
+        rows = -(-4 * self.config.n_embd // self.blocks * LANES // THREADS)  # a warp's, of the widest matrix
+        most = min(MOST_TEXTS, LANES // rows)
+        return max((texts for texts in range(1, most + 1) if self.shared(texts) <= shared), default=0)
+
+    def source(self, texts: int, capability: tuple[int, int]) -> nvrtc.Source:
+        return self._source("cluster.cu", texts, capability, BLOCKS=self.blocks, TEAM=TEAM, STRIP=STRIP)
+
+    def pack(self, tensors: Mapping[str, Floats]) -> NDArray[Any]:
+        c = self.config
+        made = np.zeros(self.blocks, self.image)
+
+        def shares(tensor: Floats, parts: int) -> Floats:
+            """Each block's rows, its share of each of so many parts."""
+            split = tensor.reshape(parts, self.blocks, -1, *tensor.shape[1:])
+            return split.swapaxes(0, 1).reshape(self.blocks, -1, *tensor.shape[1:])
+
+        self._pack(made, tensors, shares, shares)
         head = np.zeros((self.blocks * self.head_rows, c.n_embd), np.float32)
         head[: c.vocab_size] = tensors[EMBEDDING]
-        made["head"] = matrix(head)
+        made["head"] = self._weight(shares(head, 1))
         return made
+
+
+@dataclass(frozen=True)
+class Grid(Layout):
+    """Every block reads all weights: grid.cu. prompt: whether it reads a prompt, or writes texts."""
+
+    prompt: bool = False
+
+    @property
+    def image(self) -> np.dtype:
+        C = self.config.n_embd
+        matrices = {"qkv": (C, 3 * C), "proj": (C, C), "fc": (C, 4 * C), "out": (4 * C, C)}
+        outputs = {name: columns for name, (_, columns) in matrices.items()}
+        return self._image(matrices | {"head": (C, -(-self.config.vocab_size // 4) * 4)}, outputs)
+
+    def shared(self, texts: int) -> int:
+        c = self.config
+        warps, together = THREADS // LANES, texts if self.prompt else 1
+        units = texts // together * c.n_head * max(1, warps // (texts // together * c.n_head))
+        logits = -(-c.vocab_size // 4) * 4
+        various = max(4 * c.n_embd, (logits + 2 * c.vocab_size + 2) // 4 * 4)
+        partial = max(4 * THREADS * texts, units * together * (c.head_dim + 4))
+        size = texts * (4 * (2 * c.n_embd + various) + 20) + 4 * partial
+        size = -(-size // 8) * 8 + self._counters()
+        return -(-size // 16) * 16
+
+    def most_texts(self, shared: int) -> int:
+        sizes = [texts for texts in GRID_TEXTS if self.shared(texts) <= shared]
+        return max((texts for texts in sizes if not self.prompt or texts <= PROMPT_TEXTS), default=0)
+
+    def source(self, texts: int, capability: tuple[int, int]) -> nvrtc.Source:
+        strip = PROMPT_STRIP if self.prompt else GRID_STRIP
+        macros = {"PROMPT": int(self.prompt), "STRIP": strip, "RESIDENT": RESIDENT}
+        return self._source("grid.cu", texts, capability, **macros)
+
+    def pack(self, tensors: Mapping[str, Floats]) -> NDArray[Any]:
+        made = np.zeros(1, self.image)
+        self._pack(made, tensors, lambda tensor, parts: tensor.T, lambda tensor, parts: tensor)
+        made["head"][..., : self.config.vocab_size] = self._weight(tensors[EMBEDDING].T)
+        return made
+
+
+class Launch(NamedTuple):
+    """A kernel for passes of `texts` texts, or tokens of a prompt, on so many blocks.
+
+    leading: of the blocks, those whose attention comes before that of the others.
+    """
+
+    layout: Layout
+    texts: int
+    blocks: int
+    leading: int
 
 
 def padded(fields: list[Any]) -> np.dtype:
@@ -171,8 +274,13 @@ def padded(fields: list[Any]) -> np.dtype:
     return np.dtype([*fields, ("padding", np.uint8, -size % 16)])
 
 
-def layout_for(config: GPTConfig, weights: Precision, kv_cache: CachePrecision, on: Any) -> Layout:
-    """How a Gpu holds a model. Raises Unfit, in a sentence, if it does not."""
+def layouts_for(
+    config: GPTConfig, weights: Precision, kv_cache: CachePrecision, on: Any, clocks: bool = False
+) -> tuple[Cluster | None, Grid]:
+    """How a Gpu holds a model for few texts, or None if it cannot, and for many.
+
+    Raises Unfit, in a sentence, if the cuda engine does not take the model.
+    """
     if weights not in WEIGHT_BITS:
         raise Unfit(f"the cuda engine has weights in {' and '.join(WEIGHT_BITS)}, not {weights}")
     if on.capability < CAPABILITY:
@@ -182,18 +290,24 @@ def layout_for(config: GPTConfig, weights: Precision, kv_cache: CachePrecision, 
         raise Unfit(f"the cuda engine takes heads of {', '.join(map(str, HEAD_DIMS))}, not {config.head_dim}")
     if config.n_embd % CLUSTERS[-1]:
         raise Unfit(f"the cuda engine takes n_embd of multiples of {CLUSTERS[-1]}, not {config.n_embd}")
-    for blocks in CLUSTERS:
-        made = Layout(config, blocks, weights, kv_cache)
-        if config.n_embd % blocks == 0 and made.most_texts(on.shared) and on.clusters(made):
-            return made
-    raise Unfit(f"the model does not fit the shared memory of {CLUSTERS[0]} blocks of {on.name} in {weights}")
+    grid = Grid(config, weights, kv_cache, clocks=clocks)
+    size, most = grid.image.itemsize, on.cache // CACHE_SHARE
+    if size > most or not grid.most_texts(on.shared):
+        has = f"the model has {size:,} in {weights}"
+        raise Unfit(f"the cuda engine takes {most:,} bytes of weights on {on.name}; {has}")
+    if on.capability >= CLUSTER_CAPABILITY:
+        for blocks in CLUSTERS:
+            made = Cluster(config, weights, kv_cache, blocks, clocks=clocks)
+            if config.n_embd % blocks == 0 and made.most_texts(on.shared) and on.clusters(made):
+                return made, grid
+    return None, grid
 
 
 class Gpu:
     """The first GPU that CUDA shows: its primary context, which PyTorch uses too, and a stream of its own.
 
-    capability: (major, minor). shared: the most bytes of shared memory for a block. hertz: its clock's.
-    memory: its bytes.
+    capability: (major, minor). shared: the most bytes of shared memory for a block. cache: bytes of
+    the L2 cache. hertz: its clock's. memory: its bytes.
     """
 
     def __init__(self) -> None:
@@ -207,6 +321,8 @@ class Gpu:
         major, minor = (self._attribute(f"COMPUTE_CAPABILITY_{name}") for name in ("MAJOR", "MINOR"))
         self.capability = (major, minor)
         self.shared = self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+        self.cache = self._attribute("L2_CACHE_SIZE")
+        self.multiprocessors = self._attribute("MULTIPROCESSOR_COUNT")
         self.hertz = 1000 * self._attribute("CLOCK_RATE")
         self.memory = int(_check(driver.cuDeviceTotalMem(self._device)))
 
@@ -223,35 +339,48 @@ class Gpu:
         """The function for passes of so many texts, and the library that keeps it alive."""
         driver = _driver()
         function, library = load(layout.source(texts, self.capability), "decode")
-        for name, value in (
-            ("MAX_DYNAMIC_SHARED_SIZE_BYTES", layout.shared(texts)),
-            ("NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 1),
-        ):
+        attributes = {"MAX_DYNAMIC_SHARED_SIZE_BYTES": layout.shared(texts)}
+        if isinstance(layout, Cluster):
+            attributes["NON_PORTABLE_CLUSTER_SIZE_ALLOWED"] = 1
+        for name, value in attributes.items():
             named = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
             _check(driver.cuFuncSetAttribute(function, named, value))
         return function, library
 
-    def launch(self, layout: Layout, texts: int, clusters: int) -> Any:
-        """The driver's description of a launch of so many clusters."""
+    @functools.cache
+    def launch(self, layout: Layout, texts: int, blocks: int) -> Any:
+        """The driver's description of a launch of so many blocks."""
         driver = _driver()
-        config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
-        config.gridDimX, config.gridDimY, config.gridDimZ = clusters * layout.blocks, 1, 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
         config.sharedMemBytes, config.hStream = layout.shared(texts), self.stream
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        size = attribute.value.clusterDim
-        size.x, size.y, size.z = layout.blocks, 1, 1
-        attribute.value.clusterDim = size
+        attribute = driver.CUlaunchAttribute()
+        if isinstance(layout, Cluster):
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = attribute.value.clusterDim
+            size.x, size.y, size.z = layout.blocks, 1, 1
+            attribute.value.clusterDim = size
+        else:  # blocks of a prompt wait for each other, so all must run
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = int(isinstance(layout, Grid) and layout.prompt)
         config.attrs, config.numAttrs = [attribute], 1
         return config
 
     @functools.cache
-    def clusters(self, layout: Layout) -> int:
+    def clusters(self, layout: Cluster) -> int:
         """The most clusters that run at a time; 0 if the GPU takes none of this size."""
         texts = layout.most_texts(self.shared)
         most = _driver().cuOccupancyMaxActiveClusters
-        error, count = most(self.kernel(layout, texts)[0], self.launch(layout, texts, 1))
+        error, count = most(self.kernel(layout, texts)[0], self.launch(layout, texts, layout.blocks))
         return 0 if error else count
+
+    @functools.cache
+    def resident(self, layout: Grid, texts: int) -> int:
+        """The most blocks that run at a time."""
+        shared = layout.shared(texts) + self._attribute("RESERVED_SHARED_MEMORY_PER_BLOCK")
+        of_one = self._attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR") // shared
+        return min(RESIDENT, of_one) * self.multiprocessors
 
 
 def load(source: nvrtc.Source, name: str) -> tuple[Any, Any]:
@@ -314,11 +443,6 @@ class Memory:
             self._free(self.address)
 
 
-def settings_of(sampling: Sampling) -> list[float]:
-    """A text's settings, as decoder.cu reads them."""
-    return [float(getattr(sampling, name) or 0) for name in NUMBERS] + [float(bool(sampling.logit_bias))]
-
-
 class Uniforms:
     """The numbers in [0, 1) of a seed, torch.rand's in float64: each call gives the next ones.
 
@@ -354,9 +478,9 @@ class Uniforms:
 class CudaEngine:
     """An Engine on the first GPU. Its calls take turns.
 
-    A number is summed in the same order whatever else is written, so a text's bits do not depend on the
-    batch. Prompts are read by the same kernel. clocks: whether cycles() has something to tell. The other
-    arguments and the errors are those of open_engine(), and Unfit.
+    A number is summed in the same order whatever else is written, so a text's bits depend on the batch only
+    in whether a cluster writes it, with few others, or the grid. clocks: whether cycles() has something to
+    tell. The other arguments and the errors are those of open_engine(), and Unfit.
     """
 
     name, fast_in_step, tokens_at_once, threads = "cuda", False, 256, 1
@@ -375,11 +499,17 @@ class CudaEngine:
         on.activate()
         c, tensors = model.config, model.weights
         self.config, self.slots, self.capacity = c, slots, capacity
-        found = layout_for(c, weights, kv_cache, on)
-        self._layout = Layout(c, found.blocks, weights, kv_cache, clocks)
-        self._clusters, self._most_texts = on.clusters(found), self._layout.most_texts(on.shared)
+        self._cluster, self._grid = layouts_for(c, weights, kv_cache, on, clocks)
+        self._reader = Grid(c, weights, kv_cache, prompt=True, clocks=clocks)
+        # Clusters at a time, and texts of a pass of each; and of a block of the grid; the same of prompts.
+        self._clusters = on.clusters(self._cluster) if self._cluster else 0
+        self._few = self._cluster.most_texts(on.shared) if self._cluster else 0
+        self._many, self._read_together = (each.most_texts(on.shared) for each in (self._grid, self._reader))
+        self._read_blocks = on.resident(self._reader, self._read_together)
         self._lock = threading.Lock()
-        self._weights = self._uploaded(self._layout.pack(tensors))
+        self._weights: dict[type[Layout], Memory] = {Grid: self._uploaded(self._grid.pack(tensors))}
+        if self._cluster:
+            self._weights[Cluster] = self._uploaded(self._cluster.pack(tensors))
         self._tokens = self._uploaded(tensors[EMBEDDING])
         self._positions = self._uploaded(tensors["transformer.wpe.weight"][:capacity])
         V, cached = (
@@ -390,25 +520,41 @@ class CudaEngine:
         self._sizes = {"keys": cached, "values": cached, "logits": 4 * V, "seen": 4 * V, "written": 4 * V}
         self._sizes |= {"sampling": 8 * SETTINGS, "bias": 8 * V}
         self._held = {name: Memory(slots * size) for name, size in self._sizes.items()}
-        self._given, self._staged = Memory(1 << 16, host=True), Memory(1 << 16)
+        # What a launch is given, on the host and on the GPU: of texts, and of prompts.
+        self._given = {prompts: (Memory(1 << 16, host=True), Memory(1 << 16)) for prompts in (False, True)}
         self._chosen, self._cycles = Memory(1 << 12, host=True), Memory(8 * len(PHASES), host=True)
-        self._every = Memory(4)
+        self._every, self._arrived = Memory(4), Memory(4 * on.multiprocessors * RESIDENT)
+        self._work = Work(
+            **{name: memory.address for name, memory in self._held.items()},
+            tokens=self._tokens.address,
+            positions=self._positions.address,
+            cycles=self._cycles.address,
+            arrived=self._arrived.address,
+            capacity=capacity,
+            scale=1 / (math.sqrt(c.head_dim) * math.log(2)),
+        )
+        self._work_at = (ctypes.c_void_p * 1)(ctypes.addressof(self._work))
         self._lengths = np.zeros(slots, np.int32)  # tokens in the cache
         self._pending = np.full(slots, -1, np.int32)  # the chosen token that is not yet read; -1 for none
-        self._tops: list[int | None] = [None] * slots
+        self._samplings = [Sampling()] * slots
+        self._settings = {"sampling": np.tile(settings(Sampling()), (slots, 1)), "bias": np.zeros((slots, V))}
+        self._stale = set(self._settings)  # those that the GPU has not got
+        self._tops: dict[int, int] = {}  # of the slots that want logprobs
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(slots)]  # not taken yet
         # Prompts to be read, how many of their tokens are; then as in begin().
         self._begun: dict[int, tuple[list[int], int, bool, int | None]] = {}
-        self._pass_seconds = FIRST_PASS_SECONDS
-        self._settings, self._settings_changed = np.tile(settings_of(Sampling()), (slots, 1)), True
-        self._samplings = [Sampling()] * slots
-        on.kernel(self._layout, 1)  # compiled now, not while the first text waits
+        self._prompts: dict[int, tuple[list[int], bool]] = {}  # that wait to be read together
+        self._row_seconds: dict[Launch, float] = {}
+        on.kernel(*self._launch_of(1)[:2])  # compiled now, not while the first text waits
 
     @property
     def description(self) -> str:
         """What computes the texts, in a line for people."""
-        blocks = f"{self._clusters} clusters of {self._layout.blocks} blocks"
-        return f"The whole model in one launch, part 4's attention, {blocks} on {self._gpu.name}"
+        name = self._gpu.name
+        where = (
+            f"{self._clusters} clusters of {self._cluster.blocks} blocks of {name}" if self._cluster else name
+        )
+        return f"The whole model in one launch, part 4's attention, on {where}"
 
     def uniforms(self, seed: int) -> Callable[[int], NDArray[np.float64]]:
         return Uniforms(seed)
@@ -420,16 +566,20 @@ class CudaEngine:
             if token >= V:
                 raise ValueError(f"a token of logit_bias is {token}; it must be from 0 to {V - 1}")
         with self._lock:
-            if sampling is not self._samplings[slot]:  # the texts of a job share theirs
-                self._samplings[slot], self._settings[slot] = sampling, settings_of(sampling)
-                self._settings_changed = True
-                if sampling.logit_bias:
-                    bias = np.zeros(V)
-                    tokens, numbers = zip(*sampling.logit_bias)
-                    bias[list(tokens)] = numbers
-                    self._gpu.activate()
-                    self._fill("bias", slot, bias)
-            self._tops[slot], self._logprobs[slot] = logprobs, []
+            self._logprobs[slot] = []
+            self._tops.pop(slot, None)
+            if logprobs is not None:
+                self._tops[slot] = logprobs
+            before, self._samplings[slot] = self._samplings[slot], sampling
+            if sampling is before or sampling == before:
+                return
+            self._settings["sampling"][slot] = settings(sampling)
+            self._stale.add("sampling")
+            if sampling.logit_bias != before.logit_bias:
+                self._settings["bias"][slot] = 0
+                for token, number in sampling.logit_bias:
+                    self._settings["bias"][slot, token] = number
+                self._stale.add("bias")
 
     def take_logprobs(self, slot: int) -> list[TokenLogprob]:
         with self._lock:
@@ -443,6 +593,9 @@ class CudaEngine:
         if not (0 <= min(ids) and max(ids) < self.config.vocab_size):
             raise ValueError(f"ids has a token outside 0 .. {self.config.vocab_size - 1}")
         with self._lock:
+            if continues and slot in self._prompts:
+                self._read_prompts()
+            self._prompts.pop(slot, None)
             self._lengths[slot], self._pending[slot] = 0, -1
             self._begun[slot] = (list(ids), 0, continues, top)
 
@@ -451,32 +604,79 @@ class CudaEngine:
         with self._lock:
             if slot not in self._begun:
                 raise ValueError(f"slot is {slot}; it must be one that was begun")
-            self._gpu.activate()
             ids, done, continues, top = self._begun[slot]
             if done == 0 and not continues:
                 self._logprobs[slot] = []
+            most = self._read_together * self._read_blocks
+            if top is None and len(ids) <= most:
+                self._prompts[slot] = ids, continues
+                done = len(ids)
             while done < len(ids):
                 if done and time.monotonic() >= end:
                     self._begun[slot] = (ids, done, continues, top)
                     return False
-                some = ids[done : done + PROMPT_TOKENS]
-                texts = np.empty(len(some), TEXT)
-                texts["slot"], texts["token"], texts["length"] = slot, some, range(done, done + len(some))
-                self._launch(texts, None, self._most_texts, 1, every=top is not None)
+                some = ids[done : done + most]
+                ends = LAST * (done + len(some) == len(ids))
+                self._read_some(
+                    slot, some, done, FIRST * (done == 0 and not continues), ends, top is not None
+                )
                 if top is not None:
                     following = ids[done + 1 : done + 1 + len(some)]
                     rows = self._every_logits(len(some))[: len(following)]
                     self._logprobs[slot] += logprobs.of_logits(rows, following, top)
                 done += len(some)
             del self._begun[slot]
-            counts = np.bincount(ids, minlength=self.config.vocab_size).astype(np.int32)
-            if continues:
-                counts += self._fetched("seen", slot, np.int32)
-            else:
-                self._fill("written", slot, np.zeros_like(counts))
-            self._fill("seen", slot, counts)
             self._lengths[slot] = len(ids)
         return True
+
+    def _read_prompts(self) -> None:
+        """Read the prompts that wait, as many as possible in a launch; a block has tokens of one prompt."""
+        if len(self._prompts) < 2:  # faster than below
+            for slot, (prompt, continues) in self._prompts.items():
+                self._read_some(slot, prompt, 0, FIRST * (not continues), LAST, False)
+            self._prompts.clear()
+            return
+        of_block, blocks = self._read_together, self._read_blocks
+        waiting, self._prompts = self._prompts, {}
+        slots = np.fromiter(waiting, np.int32)
+        tokens = np.fromiter((len(ids) for ids, _ in waiting.values()), np.int64)
+        ids = np.fromiter(itertools.chain.from_iterable(ids for ids, _ in waiting.values()), np.int32)
+        continued = np.fromiter((continues for _, continues in waiting.values()), bool)
+        ends, owned = np.cumsum(tokens), np.cumsum(-(-tokens // of_block))
+        first = 0
+        while first < len(slots):
+            before = owned[first - 1] if first else 0
+            last = int(np.searchsorted(owned, before + blocks, "right"))
+            some = slice(first, last)
+            starts = np.concatenate([[before], owned[some][:-1]]) - before
+            position = np.arange(tokens[some].sum()) - np.repeat(
+                ends[some] - tokens[some] - (ends[first] - tokens[first]), tokens[some]
+            )
+            texts = np.full((owned[last - 1] - before) * of_block, -1, TEXT)
+            flags = np.where(position == 0, np.repeat(FIRST * ~continued[some], tokens[some]), 0)
+            flags[ends[some] - (ends[first] - tokens[first]) - 1] |= LAST
+            at = np.repeat(starts * of_block, tokens[some]) + position
+            texts["slot"][at], texts["length"][at] = np.repeat(slots[some], tokens[some]), position
+            texts["token"][at] = ids[ends[first] - tokens[first] : ends[last - 1]]
+            texts["flags"][at] = flags
+            self._launch_prompts(texts, False)
+            first = last
+
+    def _read_some(
+        self, slot: int, ids: Sequence[int], length: int, first: int, last: int, every: bool
+    ) -> None:
+        """Read tokens of a prompt, after `length` others. first, last: flags of the first and the last."""
+        texts = np.zeros(len(ids), TEXT)
+        texts["slot"], texts["token"], texts["length"] = slot, ids, np.arange(length, length + len(ids))
+        texts["flags"][0] = first
+        texts["flags"][-1] |= last
+        self._launch_prompts(texts, every)
+
+    def _launch_prompts(self, texts: NDArray[Any], every: bool) -> None:
+        """Read tokens of prompts: (count,) of TEXT, in each block those of one."""
+        self._gpu.activate()
+        blocks = -(-len(texts) // self._read_together)
+        self._launch(Launch(self._reader, self._read_together, blocks, blocks), texts, None, every)
 
     def drop(self, slot: int) -> None:
         with self._lock:
@@ -497,29 +697,26 @@ class CudaEngine:
             raise ValueError(f"slots is {list(slots)}; each must be named once")
         with self._lock:
             self._gpu.activate()
-            texts = np.empty(len(at), TEXT)
+            self._read_prompts()
+            texts = np.zeros(len(at), TEXT)
             texts["slot"], texts["length"], texts["token"] = at, self._lengths[at], self._pending[at]
             held = texts["length"] + (texts["token"] >= 0)
             for wrong, state in ((held == 0, "first"), (held > self.capacity, "again: it is full")):
                 if wrong.any():
                     raise ValueError(f"slot is {at[wrong][0]}; it must be read {state}")
-            passes = -(-len(at) // (self._most_texts * self._clusters))  # of each cluster, for a row
-            together = -(-len(at) // (passes * self._clusters))
-            fit = (SECONDS if seconds is None else seconds) / (passes * self._pass_seconds)
+            launch = self._launch_of(len(at))
+            seconds = SECONDS if seconds is None else seconds
+            fit = seconds / self._row_seconds.get(launch, FIRST_ROW_SECONDS)
             rows = int(min(len(numbers), max(1, fit), self.capacity + 1 - int(held.max())))
-            clusters = min(self._clusters, -(-len(at) // together))
-            scored = any(self._tops[slot] is not None for slot in slots)
-            if self._settings_changed:
-                self._fill("sampling", 0, self._settings)
-                self._settings_changed = False
+            scored = bool(self._tops) and not self._tops.keys().isdisjoint(slots)
             start = time.perf_counter()
-            chosen = self._launch(texts, numbers[:rows], together, clusters, scored)
-            self._pass_seconds = (time.perf_counter() - start) / (rows * passes)
+            chosen = self._launch(launch, texts, numbers[:rows], scored)
+            self._row_seconds[launch] = (time.perf_counter() - start) / rows
             self._lengths[at], self._pending[at] = held + rows - 1, chosen[-1]
             if scored:
                 every = self._every_logits(chosen.size).reshape(*chosen.shape, -1)
                 for i, slot in enumerate(slots):
-                    if (top := self._tops[slot]) is not None:
+                    if (top := self._tops.get(slot)) is not None:
                         self._logprobs[slot] += logprobs.of_logits(every[:, i], chosen[:, i].tolist(), top)
         if (chosen < 0).any():
             raise ValueError("logits hold NaN, or the largest is infinite; they must be numbers")
@@ -531,6 +728,7 @@ class CudaEngine:
         at = np.setdiff1d(np.array(targets, np.int64), [source])
         with self._lock:
             self._gpu.activate()
+            self._read_prompts()
             for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1):
                 self._copy_to_run(source, run)
             self._lengths[at], self._pending[at] = self._lengths[source], self._pending[source]
@@ -552,7 +750,12 @@ class CudaEngine:
         self._check_slot(slot)
         with self._lock:
             self._gpu.activate()
-            return self._fetched("logits", slot, np.float32).tolist()
+            self._read_prompts()
+            made = np.empty(self.config.vocab_size, np.float32)
+            address = self._held["logits"].address + slot * self._sizes["logits"]
+            _check(_driver().cuStreamSynchronize(self._gpu.stream))
+            _check(_driver().cuMemcpyDtoH(made.ctypes.data, address, made.nbytes))
+            return made.tolist()
 
     def cycles(self) -> dict[str, int]:
         """The cycles of each of PHASES in the last launch, in the first block."""
@@ -568,72 +771,70 @@ class CudaEngine:
         _check(_driver().cuMemcpyHtoD(made.address, data.ctypes.data, data.nbytes))
         return made
 
-    def _fill(self, name: str, slot: int, data: NDArray[Any]) -> None:
-        """Set a slot's numbers, after what is under way."""
-        _check(_driver().cuStreamSynchronize(self._gpu.stream))
-        address = self._held[name].address + slot * self._sizes[name]
-        _check(_driver().cuMemcpyHtoD(address, data.ctypes.data, data.nbytes))
-
-    def _fetched(self, name: str, slot: int, dtype: Any) -> NDArray[Any]:
-        """A slot's numbers, after what is under way."""
-        _check(_driver().cuStreamSynchronize(self._gpu.stream))
-        made = np.empty(self._sizes[name] // np.dtype(dtype).itemsize, dtype)
-        address = self._held[name].address + slot * self._sizes[name]
-        _check(_driver().cuMemcpyDtoH(made.ctypes.data, address, made.nbytes))
-        return made
-
     def _every_logits(self, rows: int) -> Floats:
         """The logits that the last launch kept, (rows, vocab_size)."""
         made = np.empty((rows, self.config.vocab_size), np.float32)
+        _check(_driver().cuStreamSynchronize(self._gpu.stream))
         _check(_driver().cuMemcpyDtoH(made.ctypes.data, self._every.address, made.nbytes))
         return made
 
-    def _launch(
-        self,
-        texts: NDArray[Any],
-        uniforms: NDArray[np.float64] | None,
-        together: int,
-        clusters: int,
-        every: bool,
-    ) -> NDArray[np.int32]:
-        """Write a row of tokens for each row of uniforms, or read a prompt without them; wait for the end.
+    def _launch_of(self, count: int) -> Launch:
+        """What writes so many texts: one pass of clusters, if they suffice, else the grid."""
+        on = self._gpu
+        if self._cluster and count <= self._clusters * self._few:
+            together = -(-count // self._clusters)
+            blocks = -(-count // together) * self._cluster.blocks
+            return Launch(self._cluster, together, blocks, blocks)
+        for texts in GRID_TEXTS:
+            resident = on.resident(self._grid, texts)
+            if texts == self._many or count <= texts * resident:
+                break
+        blocks = min(-(-count // texts), resident)
+        return Launch(self._grid, texts, blocks, blocks if blocks <= on.multiprocessors else -(-blocks // 2))
 
-        texts: (count,) of TEXT. together: the texts of a pass. every: keep the logits of every row.
-        Returns the tokens, (rows, count).
+    def _launch(
+        self, launch: Launch, texts: NDArray[Any], uniforms: NDArray[np.float64] | None, every: bool
+    ) -> NDArray[np.int32]:
+        """Write a row of tokens for each row of uniforms and wait for them, or begin to read prompts without.
+
+        texts: (count,) of TEXT. every: keep the logits of every row. Returns the tokens, (rows, count).
         """
-        driver, count, stream = _driver(), len(texts), self._gpu.stream
+        driver, count, stream, work = _driver(), len(texts), self._gpu.stream, self._work
+        for name in self._stale:
+            array = self._settings[name]
+            _check(driver.cuMemcpyHtoD(self._held[name].address, array.ctypes.data, array.nbytes))
+        self._stale.clear()
         rows = 1 if uniforms is None else len(uniforms)
-        drawn = 0 if uniforms is None else uniforms.nbytes
-        given = drawn + texts.nbytes
-        if given > self._given.size:
-            self._given, self._staged = Memory(2 * given, host=True), Memory(2 * given)
+        given = texts.nbytes + (0 if uniforms is None else uniforms.nbytes)
+        prompts = uniforms is None
+        if prompts:  # the launch before this may not have got what it was given
+            _check(driver.cuStreamSynchronize(stream))
+        if given > self._given[prompts][0].size:
+            self._given[prompts] = Memory(2 * given, host=True), Memory(2 * given)
+        host, staged = self._given[prompts]
         size = 4 * rows * count
         if size > self._chosen.size:
             self._chosen = Memory(2 * size, host=True)
         if every and size * self.config.vocab_size > self._every.size:
             self._every = Memory(size * self.config.vocab_size)
+        host.bytes[: texts.nbytes] = texts.view(np.uint8)
         if uniforms is not None:
-            self._given.bytes[:drawn].view(float).reshape(uniforms.shape)[:] = uniforms
-        self._given.bytes[drawn:given] = texts.view(np.uint8)
-        work = Work(
-            **{name: memory.address for name, memory in self._held.items()},
-            weights=self._weights.address,
-            tokens=self._tokens.address,
-            positions=self._positions.address,
-            every=self._every.address if every else None,
-            texts=self._staged.address + drawn,
-            uniforms=self._staged.address if drawn else None,
-            chosen=self._chosen.address,
-            cycles=self._cycles.address,
-            count=count,
-            rows=rows,
-            capacity=self.capacity,
-            scale=1 / (math.sqrt(self.config.head_dim) * math.log(2)),
-        )
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(work))
-        function, _ = self._gpu.kernel(self._layout, together)
-        config = self._gpu.launch(self._layout, together, clusters)
-        _check(driver.cuMemcpyHtoDAsync(self._staged.address, self._given.address, given, stream))
-        _check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
-        _check(driver.cuStreamSynchronize(stream))
+            host.bytes[texts.nbytes : given].view(float).reshape(uniforms.shape)[:] = uniforms
+        work.weights = self._weights[type(launch.layout)].address
+        work.every = self._every.address if every else None
+        work.texts, work.uniforms = staged.address, staged.address + texts.nbytes
+        work.chosen, work.count, work.rows, work.leading = self._chosen.address, count, rows, launch.leading
+        function, _ = self._gpu.kernel(launch.layout, launch.texts)
+        config = self._gpu.launch(*launch[:3])
+        _check(driver.cuMemcpyHtoDAsync(staged.address, host.address, given, stream))
+        _check(driver.cuMemsetD8Async(self._arrived.address, 0, self._arrived.size, stream))
+        _check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(self._work_at), 0))
+        if not prompts:
+            _check(driver.cuStreamSynchronize(stream))
         return self._chosen.bytes[:size].view(np.int32).reshape(rows, count).copy()
+
+
+def settings(sampling: Sampling) -> NDArray[np.float64]:
+    """What a kernel is told of the choice of a text's tokens, (SETTINGS,)."""
+    numbers = [getattr(sampling, name) or 0 for name in NUMBERS]
+    return np.array([*numbers, bool(sampling.logit_bias)], float)

@@ -50,6 +50,9 @@ class Driver:
         ctypes.memmove(to, origin, size)
         return (0,)
 
+    def cuMemsetD8Async(self, address: int, value: int, size: int, stream: object) -> tuple[int]:
+        return self.cuMemsetD8(address, value, size)
+
     cuMemcpyDtoH = cuMemcpyHtoDAsync = cuMemcpyDtoDAsync = cuMemcpyHtoD
 
     def cuStreamSynchronize(self, stream: object) -> tuple[int]:
@@ -63,10 +66,10 @@ class Driver:
 
 
 class Gpu:
-    """A GPU of two clusters at most. directory: where kernels are built."""
+    """A GPU of two clusters or five blocks at most. directory: where kernels are built."""
 
     name, capability, shared, stream, hertz = "the CPU", (9, 0), 227 * 1024, None, 10**9
-    memory = 1 << 20
+    cache, memory, multiprocessors = 10**7, 1 << 20, 3
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -74,22 +77,35 @@ class Gpu:
     def activate(self) -> None:
         pass
 
-    def clusters(self, layout: cuda.Layout) -> int:
+    def clusters(self, layout: cuda.Cluster) -> int:
         return 2
 
-    def launch(self, layout: cuda.Layout, texts: int, clusters: int) -> SimpleNamespace:
-        return SimpleNamespace(gridDimX=clusters * layout.blocks)
+    def resident(self, layout: cuda.Grid, texts: int) -> int:
+        return 5
+
+    def launch(self, layout: cuda.Layout, texts: int, blocks: int) -> SimpleNamespace:
+        return SimpleNamespace(gridDimX=blocks)
 
     @functools.cache
     def kernel(self, layout: cuda.Layout, texts: int) -> tuple:
         source = layout.source(texts, self.capability)
-        named = "-".join(f"{name}{value}" for name, value in source.macros.items())
+        named = source.file + "-".join(f"{name}{value}" for name, value in source.macros.items())
         work = self._directory / named
         if not work.is_dir():
-            shutil.copytree(HERE, work)
-            shutil.copy(cuda.SOURCES / source.file, work)
-            macros = [f"-D{name}={value}" for name, value in source.macros.items()]
-            flags = ["-std=c++17", "-O1", "-fno-strict-aliasing", "-shared", "-fPIC", "-w", *macros]
+            shutil.copytree(cuda.SOURCES, work)
+            shutil.copytree(HERE, work, dirs_exist_ok=True)  # its headers in place of those with PTX
+            macros = [f"-D{name}={value}" for name, value in ({"BLOCKS": 1} | source.macros).items()]
+            macros += [f'-DKERNEL="{source.file}"']
+            flags = [
+                "-std=c++17",
+                "-O1",
+                "-U_FORTIFY_SOURCE",
+                "-fno-strict-aliasing",
+                "-shared",
+                "-fPIC",
+                "-w",
+                *macros,
+            ]
             command = ["g++", *flags, "emulator.cpp", "-o", "emulator.so"]
             done = subprocess.run(command, cwd=work, capture_output=True, text=True)
             if done.returncode:

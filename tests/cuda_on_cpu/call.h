@@ -1,4 +1,4 @@
-// What decoder.cu uses of attention_ext/csrc/cuda/call.h, without PTX.
+// What the kernels use of attention_ext/csrc/cuda/call.h, without PTX.
 #pragma once
 
 #if FORMAT == 0

@@ -1,8 +1,8 @@
-// Runs generation/csrc/cuda/decoder.cu on the CPU: each CUDA thread is a fiber, and fibers change at every
+// Runs a KERNEL of generation/csrc/cuda on the CPU: each CUDA thread is a fiber, and fibers change at every
 // point where threads wait for each other. The order of the blocks is random, blocks pause at random, and what
 // a block stores into another one arrives at random times, as a GPU may do it.
 //
-// Built with the decoder's macros; call.h and cluster.h beside it stand for CUDA's.
+// Built with the kernel's macros; call.h and ptx.h beside it stand for CUDA's.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -176,6 +176,7 @@ T __reduce_max_sync(unsigned, T x) {
 inline bool __all_sync(unsigned, bool x) { return __reduce_min_sync(~0u, static_cast<int>(x)); }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline long long clock64() { return emulated::rounds; }
+inline void atomicAdd(int* p, int x) { *p += x; }
 template <class To, class From>
 To bits_of(From x) {
     To y;
@@ -194,7 +195,7 @@ inline double __hiloint2double(int high, int low) {
 using std::max;
 using std::min;
 
-#include "decoder.cu"
+#include KERNEL
 
 // Runs so many blocks; 1 if they wait forever, as seen after STUCK rounds.
 extern "C" __attribute__((visibility("default"))) int run(const Work* work, int count, unsigned seed) {

@@ -31,10 +31,10 @@ ENGINES = [
 
 
 @pytest.fixture(scope="session")
-def no_clusters() -> str | None:
+def no_cuda_engine() -> str | None:
     """Why no GPU here runs the cuda engine, or None."""
     try:
-        cuda.layout_for(tiny.gpt().config, Precision.FP32, CachePrecision.FP32, cuda.gpu())
+        cuda.layouts_for(tiny.gpt().config, Precision.FP32, CachePrecision.FP32, cuda.gpu())
     except (BuildError, cuda.Unfit) as error:
         return str(error)
     return None
@@ -45,7 +45,7 @@ def engine(request):
     """Run the test for each part in each of its engines; opens an engine of a model."""
     part, name = request.param
     if name == "cuda":
-        if request.getfixturevalue("no_clusters"):  # small blocks, because each thread takes turns here
+        if request.getfixturevalue("no_cuda_engine"):  # small blocks, because each thread takes turns here
             request.getfixturevalue("emulated")(request.getfixturevalue("monkeypatch"), 32, 1, (2,))
         return partial(open_engine, engine=name, part=part, device="cuda")
     if PARTS[part].operator:

@@ -51,10 +51,10 @@ def gpu() -> None:
 
 
 @pytest.fixture
-def a_gpu_with_clusters(no_clusters) -> None:
+def a_gpu(no_cuda_engine) -> None:
     """Skip the test unless a GPU runs the cuda engine."""
-    if no_clusters:
-        pytest.skip(no_clusters)
+    if no_cuda_engine:
+        pytest.skip(no_cuda_engine)
 
 
 @pytest.fixture
@@ -164,39 +164,47 @@ def test_the_loss_is_that_of_the_cpu(gpu):
 # The cuda engine, as far as it needs no GPU
 
 
-def gpu_of(capability=(9, 0), shared=H100, clusters=7):
+def gpu_of(capability=(9, 0), shared=H100, clusters=7, cache=50 << 20):
     return SimpleNamespace(
-        name="a GPU", capability=capability, shared=shared, clusters=lambda layout: clusters
+        name="a GPU", capability=capability, shared=shared, cache=cache, clusters=lambda layout: clusters
     )
+
+
+FP32 = dict(config=SHAKES256, weights=Precision.FP32, kv_cache=CachePrecision.FP32)
+BF16 = FP32 | dict(weights=Precision.BF16, kv_cache=CachePrecision.BF16)
+WIDE = FP32 | dict(config=GPTConfig(64, 100, 2, 6, 96, bias=True))
+FULL = pytest.mark.full
 
 
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(
-    "change",
+    "layout, texts, capability",
     [
-        dict(texts=1),
-        pytest.param(dict(texts=5), marks=pytest.mark.full),
-        pytest.param(
-            dict(texts=5, weights=Precision.BF16, kv_cache=CachePrecision.BF16), marks=pytest.mark.full
-        ),
-        pytest.param(dict(texts=3, config=GPTConfig(64, 100, 2, 6, 96, bias=True)), marks=pytest.mark.full),
-        pytest.param(dict(texts=1, config=GPTConfig(64, 10, 2, 32, 256), blocks=16), marks=pytest.mark.full),
-        pytest.param(dict(texts=2, clocks=True, capability=(10, 0)), marks=pytest.mark.full),
+        (cuda.Cluster(**FP32, blocks=16), 1, (9, 0)),
+        pytest.param(cuda.Cluster(**FP32, blocks=16), 5, (9, 0), marks=FULL),
+        pytest.param(cuda.Cluster(**BF16, blocks=16), 5, (9, 0), marks=FULL),
+        pytest.param(cuda.Cluster(**WIDE, blocks=16), 3, (9, 0), marks=FULL),
+        pytest.param(cuda.Cluster(**FP32, blocks=16, clocks=True), 2, (10, 0), marks=FULL),
+        (cuda.Grid(**FP32), 4, (9, 0)),
+        pytest.param(cuda.Grid(**BF16), 8, (9, 0), marks=FULL),
+        pytest.param(cuda.Grid(**WIDE), 1, (8, 0), marks=FULL),
+        pytest.param(cuda.Grid(**FP32, clocks=True), 1, (8, 6), marks=FULL),
+        pytest.param(cuda.Grid(**FP32, prompt=True), 4, (8, 9), marks=FULL),
+        pytest.param(cuda.Grid(**BF16, prompt=True), 4, (10, 0), marks=FULL),
     ],
-    ids=str,
+    ids=lambda x: type(x).__name__ if isinstance(x, cuda.Layout) else str(x),
 )
-def test_the_decoder_compiles_without_spilling(change):
-    asked = dict(config=SHAKES256, blocks=16, weights=Precision.FP32, kv_cache=CachePrecision.FP32) | change
-    texts, capability = asked.pop("texts"), asked.pop("capability", (9, 0))
-    _, found = cuda.Layout(**asked).source(texts, capability).compile()
-    assert 0 < found.registers <= 255 and found.spill_stores == 0, found
+def test_the_decoder_compiles_and_hardly_spills(layout, texts, capability):
+    _, found = layout.source(texts, capability).compile()
+    few = 32 if isinstance(layout, cuda.Grid) else 0  # bytes: two blocks share the registers there
+    assert 0 < found.registers <= 255 and found.spill_stores <= few, found
 
 
 @pytest.mark.parametrize("weights", [Precision.FP32, Precision.BF16])
 def test_the_blocks_hold_each_row_of_each_matrix_once(weights):
     checkpoint = tiny.gpt(n_embd=32, n_head=4, n_layer=2, vocab_size=21, bias=True)
     tensors = checkpoint.weights
-    packed = cuda.Layout(checkpoint.config, 8, weights, CachePrecision.FP32).pack(tensors)
+    packed = cuda.Cluster(checkpoint.config, weights, CachePrecision.FP32, 8).pack(tensors)
     rounded = (lambda x: x) if weights is Precision.FP32 else pytorch_bits
 
     def joined(field, parts=1):
@@ -220,20 +228,26 @@ def pytorch_bits(x):
 
 
 def test_what_does_not_fit_is_a_sentence():
-    fp32, bf16, int8 = (Precision(name) for name in ("fp32", "bf16", "int8"))
+    fp32, int8, cache = Precision.FP32, Precision.INT8, CachePrecision.FP32
     for config, weights, on, message in (
         (SHAKES256, int8, gpu_of(), "the cuda engine has weights in fp32 and bf16, not int8"),
-        (SHAKES256, fp32, gpu_of((8, 6)), "the cuda engine needs compute capability 9.0; a GPU has 8.6"),
+        (SHAKES256, fp32, gpu_of((7, 5)), "the cuda engine needs compute capability 8.0; a GPU has 7.5"),
         (GPTConfig(64, 65, 1, 4, 48), fp32, gpu_of(), "takes heads of 4, 8, 16, 32, 64, 128, not 12"),
         (GPTConfig(64, 65, 1, 3, 12), fp32, gpu_of(), "takes n_embd of multiples of 8, not 12"),
-        (GPTConfig(64, 65, 12, 12, 768), bf16, gpu_of(), "does not fit the shared memory of 16 blocks"),
-        (SHAKES256, fp32, gpu_of(clusters=0), "does not fit the shared memory of 16 blocks"),
+        (
+            GPTConfig(64, 65, 12, 12, 768),
+            fp32,
+            gpu_of(),
+            "takes 13,107,200 bytes of weights on a GPU; the model has",
+        ),
     ):
         with naming(message), pytest.raises(cuda.Unfit, match=message):
-            cuda.layout_for(config, weights, CachePrecision.FP32, on)
-    found = cuda.layout_for(SHAKES256, fp32, CachePrecision.FP32, gpu_of())
-    assert (found.blocks, found.most_texts(H100)) == (16, 5)
-    assert cuda.layout_for(GPTConfig(64, 65, 1, 2, 8), fp32, CachePrecision.FP32, gpu_of()).blocks == 8
+            cuda.layouts_for(config, weights, cache, on)
+    found, grid = cuda.layouts_for(SHAKES256, fp32, cache, gpu_of())
+    assert (found.blocks, found.most_texts(H100), grid.most_texts(H100)) == (16, 5, 8)
+    assert cuda.layouts_for(GPTConfig(64, 65, 1, 2, 8), fp32, cache, gpu_of())[0].blocks == 8
+    for on in (gpu_of((8, 6)), gpu_of(clusters=0)):
+        assert cuda.layouts_for(SHAKES256, fp32, cache, on)[0] is None
 
 
 def test_what_does_not_fit_is_written_by_the_torch_engine(monkeypatch, capsys):
@@ -262,36 +276,38 @@ def test_the_uniform_numbers_are_pytorchs():
 
 
 @pytest.mark.parametrize(
-    "threads, team, blocks, change",
+    "threads, team, blocks, count, change",
     [
-        (64, 2, 4, dict(bias=True)),
-        pytest.param(64, 1, 8, dict(bias=False, n_head=1), marks=pytest.mark.full),
-        pytest.param(256, 8, 16, dict(n_embd=32, n_head=4, vocab_size=70), marks=pytest.mark.full),
-        pytest.param(256, 8, 8, dict(n_embd=64, n_head=16), marks=pytest.mark.full),  # two units a block
-        pytest.param(
-            128, 4, 8, dict(n_embd=48, n_head=6, vocab_size=3), marks=pytest.mark.full
-        ),  # idle blocks
+        (64, 2, 4, 9, dict(bias=True)),
+        (64, 2, 4, 45, dict(bias=True)),  # more than the clusters take: the grid, in two passes
+        pytest.param(64, 1, 8, 9, dict(bias=False, n_head=1), marks=FULL),
+        pytest.param(256, 8, 16, 9, dict(n_embd=32, n_head=4, vocab_size=70), marks=FULL),
+        pytest.param(256, 8, 8, 9, dict(n_embd=64, n_head=16), marks=FULL),  # two units a block
+        pytest.param(128, 4, 8, 9, dict(n_embd=48, n_head=6, vocab_size=3), marks=FULL),  # idle blocks
+        pytest.param(128, 4, 8, 21, dict(n_embd=48, n_head=6, vocab_size=3), marks=FULL),
+        pytest.param(256, 8, 32, 12, dict(n_embd=32, n_head=1, vocab_size=70), marks=FULL),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_no_order_of_the_blocks_changes_a_text(
-    emulated, monkeypatch, threads, team, blocks, change, precision
+    emulated, monkeypatch, threads, team, blocks, count, change, precision
 ):
     emulated(monkeypatch, threads, team, (blocks,))
     model, rounded = tiny.gpt(**change), dict(weights=precision, kv_cache=precision)
     vocab_size = model.config.vocab_size
-    uniforms = np.random.default_rng(0).random((6, 9)).tolist()
-    expected = open_engine(model, "torch", slots=9, **rounded)
-    engine = open_engine(model, "cuda", device="cuda", slots=9, **rounded)
-    for slot in range(9):
+    uniforms = np.random.default_rng(0).random((6, count)).tolist()
+    expected = open_engine(model, "torch", slots=count, **rounded)
+    engine = open_engine(model, "cuda", device="cuda", slots=count, **rounded)
+    for slot in range(count):
         for each in (expected, engine):
-            prefill(each, slot, [token * token % vocab_size for token in range(1 + slot)])
-            each.set_sampling(slot, Sampling(**SAMPLINGS[slot] | dict(logit_bias=())))
+            prefill(each, slot, [token * token % vocab_size for token in range(1 + slot % 9)])
+            each.set_sampling(slot, Sampling(**SAMPLINGS[slot % 9] | dict(logit_bias=())))
+    for slot in range(count):
         torch.testing.assert_close(logits(engine, slot), logits(expected, slot), rtol=1e-4, atol=1e-4)
-    written = engine.write(range(9), uniforms, 100).tolist()
+    written = engine.write(range(count), uniforms, 100).tolist()
     assert len(written) == 6
-    assert written == [choose(expected, range(9), row) for row in uniforms]
+    assert written == [choose(expected, range(count), row) for row in uniforms]
     with pytest.raises(ValueError, match="slot is 0; it must be read first"):
         engine.begin(0, [1])
         engine.write([0], [[0.5]])
@@ -300,7 +316,7 @@ def test_no_order_of_the_blocks_changes_a_text(
 # The cuda engine on a GPU
 
 
-@pytest.mark.usefixtures("a_gpu_with_clusters")
+@pytest.mark.usefixtures("a_gpu")
 @pytest.mark.parametrize("weights, kv_cache", [("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "bf16")])
 def test_its_texts_are_those_of_the_cpu(extension, weights, kv_cache):
     precisions = dict(weights=weights, kv_cache=kv_cache)
@@ -317,7 +333,7 @@ def test_its_texts_are_those_of_the_cpu(extension, weights, kv_cache):
                 assert texts[0] == texts[1]
 
 
-@pytest.mark.usefixtures("a_gpu_with_clusters")
+@pytest.mark.usefixtures("a_gpu")
 def test_a_batch_changes_no_bit_on_a_gpu():
     checkpoint = load("shakes128")
     alone, many = (open_engine(checkpoint, "cuda", device="cuda", slots=n) for n in (1, 100))
@@ -347,7 +363,7 @@ def free_bytes() -> int:
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("a_gpu_with_clusters")
+@pytest.mark.usefixtures("a_gpu")
 def test_ten_million_tokens_at_constant_memory():
     checkpoint, texts = load("shakes256"), 39_100
     length = checkpoint.config.block_size
@@ -366,7 +382,7 @@ def test_ten_million_tokens_at_constant_memory():
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("a_gpu_with_clusters")
+@pytest.mark.usefixtures("a_gpu")
 def test_a_killed_process_frees_the_gpu(process):
     before = free_bytes()
     options = "--device cuda -m shakes256 --num-samples 2000 --max-new-tokens 100000 --context reset"

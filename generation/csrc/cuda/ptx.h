@@ -1,5 +1,5 @@
-// What the decoder needs of PTX: the blocks of a cluster, which share their memories, and barriers that count
-// the bytes which others store. Source: PTX ISA, 'st.async', 'mbarrier', 'barrier.cluster' and 'mapa'.
+// What the kernels need of PTX: the blocks of a cluster, which share their memories, barriers that count the
+// bytes which others store, and a barrier of all blocks.
 #pragma once
 
 #include "call.h"
@@ -84,3 +84,17 @@ __device__ inline void copy_async(void* to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Counts what blocks have done, and waits until it is so much. All blocks run at a time. What a block stored
+// before is seen by those that waited. Called by all threads.
+__device__ inline void announce(unsigned* arrived, unsigned count = 1) {
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    __threadfence();
+    atomicAdd(arrived, count);
+}
+__device__ inline void await(const unsigned* arrived, unsigned count) {
+    unsigned seen = threadIdx.x > 0 ? count : 0;
+    while (seen < count) asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(seen) : "l"(arrived) : "memory");
+    __syncthreads();
+}

@@ -1,4 +1,4 @@
-// generation/csrc/cuda/cluster.h, without PTX.
+// generation/csrc/cuda/ptx.h, without PTX.
 #pragma once
 
 using Barrier = unsigned long long;
@@ -46,3 +46,12 @@ void store_async(const void* p, unsigned block, const float (&x)[n], const Barri
 
 inline void copy_async(void* to, const void* from) { std::memcpy(to, from, 16); }
 inline void wait_for_copies() {}
+
+inline void announce(unsigned* arrived, unsigned count = 1) {
+    __syncthreads();
+    if (emulated::current->thread == 0) *arrived += count, emulated::progress = emulated::rounds;
+}
+inline void await(const unsigned* arrived, unsigned count) {
+    while (emulated::current->thread == 0 && *arrived < count) emulated::yield();
+    __syncthreads();
+}

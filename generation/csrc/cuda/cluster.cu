@@ -1,4 +1,4 @@
-// The GPT in one launch that writes many tokens: layers, attention and the choice of a token.
+// The GPT for few texts, in one launch that writes many tokens: layers, attention and the choice of a token.
 //
 // A cluster of BLOCKS blocks holds all matrices in its shared memory, each block the same share of the rows of
 // every matrix. A pass of up to TEXTS texts goes through a layer in five phases: q, k and v; attention; its
@@ -6,24 +6,19 @@
 // memory of the blocks that need it. A store counts its bytes at a barrier (mbarrier) of the block that gets
 // it, so a block waits for its data alone and not for the cluster. Source: PTX ISA, 'st.async' and 'mbarrier'.
 //
-// A number is summed in the same order whatever else a pass holds, and a prompt is read by the same phases, a
-// token in the place of a text. So a text has the same bits alone, in a batch, and when its window is read
-// again.
+// A number is summed in the same order whatever else a pass holds, so a text has the same bits alone and in a
+// pass. grid.cu reads the prompts.
 //
 // Why no block overwrites what another still reads, or completes its barrier too soon: all phases but the first
 // need data of all blocks, which come after these have read the data of the phase before. So a block is at most
 // two phases ahead of another, or three at a choice, and four barriers in turn are enough. What it stores goes
 // to another buffer than those that the blocks behind still read.
 //
-// Macros, which generation/cuda.py sets: FORMAT of call.h for the keys and values; WEIGHT_BITS, 32 or 16
-// (bfloat16); LAYERS, HEADS, HEAD_DIM, VOCAB; BLOCKS, TEXTS, THREADS; TEAM, the warps that attend to a text
-// together; STRIP, a lane's keys at a time; BIAS, whether layers have one; CLOCKS, whether the cycles of the
-// phases are counted; SHARED_BYTES.
-#include "call.h"
-#include "cluster.h"
+// Macros beside those of decoder.h: BLOCKS of a cluster; TEAM, the warps that attend to a text together; STRIP, a
+// lane's keys at a time.
+#include "choose.h"
+#include "ptx.h"
 
-constexpr int WIDTH = HEADS * HEAD_DIM, HIDDEN = 4 * WIDTH;
-constexpr int LANES = 32, WARPS = THREADS / LANES;
 constexpr int TEAMS = WARPS / TEAM;  // warps that attend to a text together
 
 // Rows of each matrix in a block's share, and of the head's, the last of which may be empty.
@@ -38,7 +33,6 @@ constexpr int PARTS = HEAD_DIM / 4, WARP_KEYS = LANES / PARTS, SPLIT_KEYS = TEAM
 constexpr int ROUND = SPLITS * SPLIT_KEYS;  // keys until a split's next ones
 constexpr int PARTIAL = HEAD_DIM + 4;       // numbers of a warp's result: O, not divided by its sum; m and l
 
-constexpr int most(int a, int b) { return a > b ? a : b; }
 constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
 
 // Of a text's memory for one thing after the other: the warps' results of attention, the MLP's hidden numbers,
@@ -46,21 +40,8 @@ constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1)
 constexpr int LOGITS = BLOCKS * HEAD_ROWS, WEIGHTS = (LOGITS + 1) / 2 * 2;
 constexpr int VARIOUS = (most(most(HIDDEN, TEAM* PARTIAL), WEIGHTS + 2 * VOCAB) + 3) / 4 * 4;
 
-#if WEIGHT_BITS == 16
-using Weight = unsigned short;
-#else
-using Weight = float;
-#endif
-
 struct Layer {
     Weight qkv[QKV_ROWS][WIDTH], proj[SHARE][WIDTH], fc[FC_ROWS][WIDTH], out[SHARE][HIDDEN];
-};
-
-struct Norm {
-    float gain[WIDTH];
-#if BIAS
-    float bias[WIDTH];
-#endif
 };
 
 struct __align__(16) Vectors {
@@ -78,9 +59,7 @@ struct __align__(16) Weights {
     Norm ln_f;
 };
 
-constexpr int SETTINGS = 9;  // of generation/csrc/sampling.h, in its order; and whether logits have a bias
 constexpr int BARRIERS = 4;
-enum Phase { EMBEDDING, QKV, ATTENTION, PROJECTION, MLP_UP, MLP_DOWN, HEAD, SAMPLING, WAITING, PHASES };
 
 struct __align__(16) Shared {
     Weights weights;
@@ -97,41 +76,7 @@ struct __align__(16) Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES && TEXTS <= BLOCKS, "generation/cuda.py counts the same");
 
-struct Text {
-    int slot, length, token;  // tokens in the cache, and the one to be read next; -1 if the logits are known
-};
-
-// Of `count` texts, or tokens of a prompt in one slot, which have a Text each.
-struct Work {
-    const Weights* weights;           // of each block of a cluster
-    const float *tokens, *positions;  // the embeddings, (VOCAB, WIDTH) and (positions, WIDTH)
-    Element *keys, *values;           // (slots, LAYERS, HEADS, capacity, HEAD_DIM)
-    float* logits;                    // (slots, VOCAB), the latest
-    float* every;                     // (rows, count, VOCAB) of this call, unless it is null
-    int *seen, *written;              // (slots, VOCAB): how often a token has occurred, and since the prompt
-    const double* sampling;           // (slots, SETTINGS)
-    const double* bias;               // (slots, VOCAB), added to the logits
-    const Text* texts;
-    const double* uniforms;  // (rows, count) in [0, 1); null for a prompt
-    int* chosen;             // (rows, count); -1 where the logits hold NaN, or the largest is infinite
-    long long* cycles;       // (PHASES) of the first block
-    int count, rows, capacity;
-    float scale;  // of the scores, times log2(e)
-};
-
 __device__ inline Shared& own() { return *reinterpret_cast<Shared*>(shared_memory()); }
-
-// Counts the cycles since the last call for a phase.
-__device__ inline void count(Phase phase) {
-#if CLOCKS
-    Shared& s = own();
-    if (threadIdx.x == 0) {
-        const long long now = clock64();
-        s.cycles[phase] += now - s.last;
-        s.last = now;
-    }
-#endif
-}
 
 // Where a block's threads are in the sequence of phases that exchange data.
 struct Exchange {
@@ -145,10 +90,10 @@ struct Exchange {
     }
 
     __device__ void wait(Phase phase) {
-        count(phase);
+        count(own(), phase);
         ::wait(barrier(), turn / BARRIERS % 2);
         turn++;
-        count(WAITING);
+        count(own(), WAITING);
     }
 
     // Stores numbers at the place of `p`, which is in the own shared memory, in another block's.
@@ -167,17 +112,6 @@ struct Exchange {
         for (unsigned block = lane; block < BLOCKS; block += lanes) store(p, block, x);
     }
 };
-
-__device__ inline float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
-__device__ inline float4 load4(const unsigned short* p) {  // bfloat16
-    const uint2 bits = *reinterpret_cast<const uint2*>(p);
-    return {__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xffff0000u), __uint_as_float(bits.y << 16),
-            __uint_as_float(bits.y & 0xffff0000u)};
-}
-
-__device__ inline float dot(float sum, float4 a, float4 b) {
-    return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
-}
 
 // A lane's numbers of K of each text: four at 4 lane, then at 4 LANES + 4 lane ...
 template <int K, int texts = TEXTS>
@@ -300,21 +234,16 @@ __device__ inline Inputs<WIDTH> normalised(const Norm& norm) {
 #endif
 }
 
-// Where the keys and values of a slot's head begin.
-__device__ inline long long head_at(const Work& work, int slot, int layer, int head) {
-    return ((long long)(slot * LAYERS + layer) * HEADS + head) * work.capacity * HEAD_DIM;
-}
-
 // A lane's keys and values of a strip.
 struct Strip {
     float4 k[STRIP], v[STRIP];
 };
 
-// Loads the strip of text t from key j0 on, but for the keys that this pass adds.
+// Loads the strip of text t from key j0 on, but for the key that this step adds.
 __device__ inline Strip load_strip(const Work& work, int layer, int head, int t, int j0) {
     const Shared& s = own();
     const int lane = threadIdx.x % LANES;
-    const int cached = work.uniforms ? s.length[t] : s.length[0], j = j0 + lane / PARTS;
+    const int cached = s.length[t], j = j0 + lane / PARTS;
     const long long at = head_at(work, s.slot[t], layer, head) + j * HEAD_DIM + 4 * (lane % PARTS);
     const Element *K = work.keys + at, *V = work.values + at;
     Strip strip;
@@ -347,9 +276,7 @@ __device__ inline void attend(const Work& work, int layer, int texts, Strip stri
         const int head = unit / SPLITS, first = first_key(unit);
 #pragma unroll 1
         for (int t = team; t < texts; t += TEAMS) {
-            const bool reads = s.token[t] >= 0;
-            const int cached = work.uniforms ? s.length[t] : s.length[0], keys = s.length[t] + reads;
-            const int added = work.uniforms ? t : 0;  // the text whose token is key `cached`
+            const int cached = s.length[t], keys = cached + (s.token[t] >= 0);
             const float4 q = load4(&s.qkv[mine][t][0][4 * part]);
             float m = -INF, l = 0;
             float4 o = {};
@@ -358,9 +285,9 @@ __device__ inline void attend(const Work& work, int layer, int texts, Strip stri
                 float score[STRIP], highest = m;
                 UNROLLED(i, STRIP) {
                     const int j = j0 + i * ROUND + lane / PARTS;
-                    if (j >= cached && j < keys) {
-                        strip.k[i] = rounded(load4(&s.qkv[mine][added + j - cached][1][4 * part]));
-                        strip.v[i] = rounded(load4(&s.qkv[mine][added + j - cached][2][4 * part]));
+                    if (j == cached && j < keys) {
+                        strip.k[i] = rounded(load4(&s.qkv[mine][t][1][4 * part]));
+                        strip.v[i] = rounded(load4(&s.qkv[mine][t][2][4 * part]));
                     }
                     score[i] = -INF;
                     if (j0 + i * ROUND < keys) {  // some lane has a key
@@ -446,9 +373,8 @@ __device__ inline float4 attended(int t, int k) {
     return {o.x * share, o.y * share, o.z * share, o.w * share};
 }
 
-// A token for each of `texts` texts through all layers. The logits, if they are wanted, go to various[t] of
-// block t.
-__device__ inline void step(const Work& work, int texts, bool logits, Exchange& exchange) {
+// A token for each of `texts` texts through all layers. The logits go to various[t] of block t.
+__device__ inline void step(const Work& work, int texts, Exchange& exchange) {
     Shared& s = own();
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const unsigned block = rank();
@@ -461,7 +387,7 @@ __device__ inline void step(const Work& work, int texts, bool logits, Exchange& 
         }
     }
     __syncthreads();
-    count(EMBEDDING);
+    count(s, EMBEDDING);
     int units = 0;  // of this block
     for (int unit = block; unit < UNITS; unit += BLOCKS) units++;
     const int row_bytes = texts * int(sizeof(float));
@@ -509,8 +435,7 @@ __device__ inline void step(const Work& work, int texts, bool logits, Exchange& 
         products(
             layer.fc, texts, normalised(vectors.ln_2),
             [&](int row, int, float y) {
-                if (BIAS) y += fc[row];
-                return 0.5f * y * (1 + erff(y * 0.70710678118654752f));  // GELU
+                return gelu(BIAS ? y + fc[row] : y);
             },
             [&](int row, int t, const auto& y, int part, int parts) {
                 exchange.store_to_all(&s.various[t][block * FC_ROWS + row], y, part, parts);
@@ -521,7 +446,6 @@ __device__ inline void step(const Work& work, int texts, bool logits, Exchange& 
                  sum_with(out), to_x);
         exchange.wait(MLP_DOWN);
     }
-    if (!logits) return;
     exchange.expect(block < texts ? LOGITS * int(sizeof(float)) : 0);
     products(
         s.weights.head, texts, normalised(s.weights.ln_f), [](int, int, float y) { return y; },
@@ -531,151 +455,6 @@ __device__ inline void step(const Work& work, int texts, bool logits, Exchange& 
                 if (part == 0) exchange.store(&s.various[t][block * HEAD_ROWS + row + n], t, y[n]);
         });
     exchange.wait(HEAD);
-}
-
-// Numbers of other lanes: CUDA's functions for double need a header.
-__device__ inline double from_lane(double x, int lane) {
-    return __hiloint2double(__shfl_sync(~0u, __double2hiint(x), lane),
-                            __shfl_sync(~0u, __double2loint(x), lane));
-}
-
-template <class Merge>
-__device__ inline double over_warp(double x, const Merge& merge) {
-#pragma unroll
-    for (int far = LANES / 2; far > 0; far /= 2) x = merge(x, from_lane(x, (threadIdx.x % LANES) ^ far));
-    return x;
-}
-
-// The largest of the lanes' numbers: first its upper half, in an order that an integer has, then its lower one.
-__device__ inline double largest_of_warp(double x) {
-    const long long bits = __double_as_longlong(x), ordered = bits < 0 ? bits ^ 0x7fffffffffffffffll : bits;
-    const int high = __reduce_max_sync(~0u, int(ordered >> 32));
-    const unsigned low = __reduce_max_sync(~0u, int(ordered >> 32) == high ? unsigned(ordered) : 0u);
-    const long long found = (long long)high << 32 | low;
-    return __longlong_as_double(found < 0 ? found ^ 0x7fffffffffffffffll : found);
-}
-
-// The token that `uniform` falls on, by generation/csrc/sampling.cpp's rules; -1 if the logits hold NaN, or the
-// largest is infinite. By one warp. memory: VOCAB numbers.
-__device__ inline int choose(const float* logits, const double* settings, const double* bias, const int* seen,
-                             const int* written, double uniform, double* memory) {
-    const double temperature = settings[0], top_k = settings[1], top_p = settings[2], min_p = settings[3],
-                 typical_p = settings[4], repetition = settings[5], presence = settings[6],
-                 frequency = settings[7];
-    const bool biased = settings[8] != 0, penalised = presence != 0 || frequency != 0;
-    const auto larger = [](double a, double b) { return a > b ? a : b; };
-    const auto smaller = [](double a, double b) { return a < b ? a : b; };
-    const auto plus = [](double a, double b) { return a + b; };
-    const double infinity = __longlong_as_double(0x7ff0000000000000ll);
-
-    // A lane has EACH tokens that follow each other.
-    constexpr int EACH = (VOCAB + LANES - 1) / LANES;
-    const int lane = threadIdx.x % LANES, first = lane * EACH;
-    double weight[EACH], best = -infinity;
-    bool numbers = true;
-    UNROLLED(e, EACH) {
-        const int i = first + e;
-        weight[e] = -infinity;
-        if (i >= VOCAB) continue;
-        double w = logits[i];
-        numbers = numbers && w == w;
-        if (repetition != 1 && seen[i]) w = w > 0 ? w / repetition : w * repetition;
-        if (const int count = penalised ? written[i] : 0) w -= count * frequency + presence;
-        weight[e] = biased ? w + bias[i] : w;
-        best = larger(best, weight[e]);
-    }
-    best = largest_of_warp(best);
-    if (!__all_sync(~0u, numbers) || best == infinity || best == -infinity) return -1;
-    if (temperature == 0) {
-        int likeliest = VOCAB;
-        UNROLLED(e, EACH)
-            if (weight[e] == best) likeliest = min(likeliest, first + e);
-        return __reduce_min_sync(~0u, likeliest);
-    }
-    // float32's exp errs by less than the logits do.
-    const double inverse = 1 / larger(temperature, 1e-300);
-    UNROLLED(e, EACH) weight[e] = expf(float((weight[e] - best) * inverse));
-
-    // What the filters keep does not depend on the order of equal weights, so none is sorted: each weight is
-    // compared with all.
-    double least = 0;
-    const auto share_out = [&] {
-        __syncwarp();
-        UNROLLED(e, EACH)
-            if (first + e < VOCAB) memory[first + e] = weight[e];
-        __syncwarp();
-    };
-    if (top_k > 0 && top_k < VOCAB) {
-        share_out();
-#pragma unroll 1
-        for (int e = 0; e < EACH; e++) {
-            int above = 0, as_large = 0;
-#pragma unroll 1
-            for (int j = 0; j < VOCAB; j++) above += memory[j] > weight[e], as_large += memory[j] >= weight[e];
-            if (above < top_k && top_k <= as_large && first + e < VOCAB) least = weight[e];
-        }
-        least = over_warp(least, larger);
-    }
-    if (typical_p < 1) {
-        share_out();
-        double total = 0, mean = 0, farthest = 0;
-        const auto kept = [&](double w) { return w > 0 && w >= least; };
-        UNROLLED(e, EACH)
-            if (kept(weight[e])) total += weight[e], mean += weight[e] * log(weight[e]);
-        total = over_warp(total, plus), mean = over_warp(mean, plus) / total;
-        const auto distance = [&](double w) { return fabs(log(w) - mean); };
-#pragma unroll 1
-        for (int e = 0; e < EACH; e++) {
-            if (!kept(weight[e])) continue;
-            double nearer = 0;  // the weight of all tokens that are nearer
-#pragma unroll 1
-            for (int j = 0; j < VOCAB; j++)
-                if (kept(memory[j]) && distance(memory[j]) < distance(weight[e])) nearer += memory[j];
-            if (nearer < typical_p * total) farthest = larger(farthest, distance(weight[e]));
-        }
-        farthest = over_warp(farthest, larger);
-        UNROLLED(e, EACH)
-            if (!kept(weight[e]) || distance(weight[e]) > farthest) weight[e] = 0;
-    }
-    if (top_p < 1) {
-        share_out();
-        double total = 0, lowest = infinity;
-        UNROLLED(e, EACH) total += weight[e] >= least ? weight[e] : 0;
-        total = over_warp(total, plus);
-#pragma unroll 1
-        for (int e = 0; e < EACH; e++) {
-            if (!(weight[e] >= least) || first + e >= VOCAB) continue;
-            double above = 0;
-#pragma unroll 1
-            for (int j = 0; j < VOCAB; j++) above += memory[j] > weight[e] ? memory[j] : 0;
-            if (above < top_p * total) lowest = smaller(lowest, weight[e]);
-        }
-        least = over_warp(lowest, smaller);
-    }
-    if (min_p > 0) {
-        double highest = 0;
-        UNROLLED(e, EACH) highest = larger(highest, weight[e]);
-        least = larger(least, min_p * over_warp(highest, larger));
-    }
-
-    double sum = 0;
-    UNROLLED(e, EACH) sum += weight[e] >= least ? weight[e] : 0;
-    double before = sum;  // the sum of all lanes up to this one
-#pragma unroll
-    for (int far = 1; far < LANES; far *= 2) {
-        const double other = from_lane(before, max(lane - far, 0));
-        if (lane >= far) before += other;
-    }
-    const double point = uniform * from_lane(before, LANES - 1);
-    double reached = before - sum;
-    int found = VOCAB, last = -1;  // last: if rounding leaves a remainder
-    UNROLLED(e, EACH) {
-        if (!(weight[e] >= least) || weight[e] == 0) continue;
-        reached += weight[e], last = first + e;
-        if (found == VOCAB && reached > point) found = first + e;
-    }
-    found = __reduce_min_sync(~0u, found);
-    return found < VOCAB ? found : __reduce_max_sync(~0u, last);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_constant__ Work work) {
@@ -689,10 +468,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
             copy_async(to + i, from + i);
         wait_for_copies();
         if (thread < BARRIERS) initialise(s.barriers[thread]);
-#if CLOCKS
-        if (thread < PHASES) s.cycles[thread] = 0;
-        if (thread == 0) s.last = clock64();
-#endif
+        start_counting(s);
         sync_cluster();
     }
     Exchange exchange;
@@ -702,7 +478,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
         if (thread < texts) {
             const Text text = work.texts[start + thread];
             s.slot[thread] = text.slot, s.length[thread] = text.length, s.token[thread] = text.token;
-            for (int i = 0; work.uniforms && i < SETTINGS; i++)
+            for (int i = 0; i < SETTINGS; i++)
                 s.settings[thread][i] = work.sampling[text.slot * SETTINGS + i];
         }
         sync_cluster();  // the first row may only choose, and other blocks' choices must come after this
@@ -716,40 +492,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
             for (int t = 0; t < texts; t++) reads = reads || s.token[t] >= 0;
             const int t = block,
                       place = row * work.count + start + t;  // the text whose token this block chooses
-            const bool logits = work.uniforms || work.every || start + texts == work.count;
-            const bool chooses = logits && t < texts && thread < LANES;
-            const double uniform = chooses && work.uniforms ? work.uniforms[place] : 0;
-            if (reads) step(work, texts, logits, exchange);
+            const bool chooses = t < texts && thread < LANES;
+            const double uniform = chooses ? work.uniforms[place] : 0;
+            if (reads) step(work, texts, exchange);
             if (chooses) {
                 const long long at = (long long)s.slot[t] * VOCAB;
                 float *found = s.various[t], *kept = work.logits + at;
-                const bool last = work.uniforms ? row + 1 == work.rows : start + t + 1 == work.count;
+                const bool last = row + 1 == work.rows;
                 for (int i = lane; i < VOCAB; i += LANES) {
                     if (s.token[t] < 0) found[i] = kept[i];
                     if (work.every) work.every[(long long)place * VOCAB + i] = found[i];
                     if (last) kept[i] = found[i];
                 }
                 __syncwarp();
-                if (work.uniforms) {
-                    auto* memory = reinterpret_cast<double*>(found + WEIGHTS);
-                    const int token = choose(found, s.settings[t], work.bias + at, work.seen + at,
-                                             work.written + at, uniform, memory);
-                    for (unsigned other = lane; other < BLOCKS; other += LANES)
-                        exchange.store(&s.next[t], other, __int_as_float(max(token, 0)));
-                    if (lane == 0) {
-                        work.chosen[place] = token;
-                        if (token >= 0) work.seen[at + token]++, work.written[at + token]++;
-                    }
+                auto* memory = reinterpret_cast<double*>(found + WEIGHTS);
+                const int token = choose(found, s.settings[t], work.bias + at, work.seen + at, work.written + at,
+                                         uniform, memory);
+                for (unsigned other = lane; other < BLOCKS; other += LANES)
+                    exchange.store(&s.next[t], other, __int_as_float(max(token, 0)));
+                if (lane == 0) {
+                    work.chosen[place] = token;
+                    if (token >= 0) work.seen[at + token]++, work.written[at + token]++;
                 }
             }
-            if (work.uniforms) {
-                exchange.expect(texts * int(sizeof(int)));
-                exchange.wait(SAMPLING);
-            }
+            exchange.expect(texts * int(sizeof(int)));
+            exchange.wait(SAMPLING);
         }
     }
-#if CLOCKS
-    if (thread < PHASES && blockIdx.x == 0) work.cycles[thread] = s.cycles[thread];
-#endif
+    report(s, work);
     sync_cluster();  // no block ends while another may store into its shared memory
 }

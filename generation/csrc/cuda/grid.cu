@@ -1,0 +1,408 @@
+// The GPT for many texts, in one launch that writes many tokens, or for a prompt (PROMPT).
+//
+// A block takes TEXTS texts, or tokens of a prompt, through all layers, and reads all weights, which stay in the
+// L2 cache. Blocks that write texts take turns in pairs: one reads its keys while the other multiplies. The tokens
+// of a block are of one prompt. Blocks of prompts wait for all keys of a layer.
+//
+// A number is summed in the same order whatever else is written, but not in the order of cluster.cu.
+//
+// Macros beside those of decoder.h: PROMPT; STRIP, a lane's keys at a time; RESIDENT, the blocks of a
+// multiprocessor that the registers must suffice for.
+#include "choose.h"
+#include "ptx.h"
+
+constexpr int LOGITS = (VOCAB + 3) / 4 * 4;
+
+// Each matrix as (inputs, outputs), so that the lanes of a warp read neighbours.
+struct Layer {
+    Weight qkv[WIDTH][3 * WIDTH], proj[WIDTH][WIDTH], fc[WIDTH][HIDDEN], out[HIDDEN][WIDTH];
+};
+
+struct __align__(16) Vectors {
+    Norm ln_1, ln_2;
+#if BIAS
+    float qkv[3 * WIDTH], proj[WIDTH], fc[HIDDEN], out[WIDTH];
+#endif
+};
+
+struct __align__(16) Weights {
+    Layer layers[LAYERS];
+    Weight head[WIDTH][LOGITS];
+    Vectors vectors[LAYERS];
+    Norm ln_f;
+};
+
+// Attention: QUERIES rows read the same keys together. VECTOR elements are a lane's part of a key.
+constexpr int QUERIES = PROMPT ? TEXTS : 1, SETS = TEXTS / QUERIES;
+constexpr int VECTOR = PROMPT || HEAD_DIM == 4 ? 4 : 16 / int(sizeof(Element));
+constexpr int SPLITS = most(1, WARPS / (SETS * HEADS)), UNITS = SETS * HEADS * SPLITS;  // a unit has a warp
+constexpr int PARTS = HEAD_DIM / VECTOR, KEYS = LANES / PARTS;                            // of a warp at a time
+constexpr int PARTIAL = HEAD_DIM + 4;  // numbers of a unit's result for a row: O, not divided by its sum; m and l
+
+// Of a row's memory for one thing after the other: the queries, the MLP's hidden numbers, the logits and the
+// weights of the choice.
+constexpr int VARIOUS = most(HIDDEN, LOGITS + 2 * VOCAB + 2 & ~3);
+
+struct __align__(16) Shared {
+    float x[TEXTS][WIDTH], in[TEXTS][WIDTH];  // in: what the next matrix is multiplied with
+    float various[TEXTS][VARIOUS];
+    float partial[most(4 * THREADS * TEXTS, UNITS* QUERIES* PARTIAL)];
+    int slot[TEXTS], length[TEXTS], token[TEXTS], next[TEXTS], flags[TEXTS];
+#if CLOCKS
+    long long cycles[PHASES], last;
+#endif
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "generation/cuda.py counts the same");
+
+__device__ inline Shared& own() { return *reinterpret_cast<Shared*>(shared_memory()); }
+
+__device__ inline void add_multiple(float4& sum, float a, float4 x) {
+    sum.x = fmaf(a, x.x, sum.x), sum.y = fmaf(a, x.y, sum.y);
+    sum.z = fmaf(a, x.z, sum.z), sum.w = fmaf(a, x.w, sum.w);
+}
+
+constexpr int slices(int groups, int most) {  // the most slices, a power of two, of so many groups
+    int n = 1;
+    while (2 * n <= most && groups % (2 * n) == 0) n *= 2;
+    return n;
+}
+
+// The products of each row of `in` with a matrix; finish(row, column, product) gets each. A thread has four
+// columns and a slice of the inputs. Called by all threads, which may read the results after it.
+template <int K, int N, class Finish>
+__device__ inline void multiply(const Weight (&matrix)[K][N], const float* in, int stride, const Finish& finish) {
+    constexpr int QUADS = N / 4, LINE = QUADS < THREADS ? (QUADS + LANES - 1) / LANES * LANES : THREADS;
+    constexpr int GROUP = TEXTS <= 2 ? 8 : 4;  // inputs whose weights are loaded while others are used
+    constexpr int SLICES = slices(K / GROUP, THREADS / LINE), DEPTH = K / SLICES;
+    static_assert(N % 4 == 0 && K % GROUP == 0, "generation/cuda.py asks for multiples of 8");
+    float* partial = own().partial;
+    const int slice = threadIdx.x / LINE;
+#pragma unroll 1
+    for (int first = 0; first < QUADS; first += LINE) {
+        const int quad = first + threadIdx.x % LINE;
+        if (slice < SLICES) {
+            float4 sums[TEXTS] = {};
+            if (quad < QUADS) {
+                const Weight* at = &matrix[slice * DEPTH][4 * quad];
+                const float* x = in + slice * DEPTH;
+                float4 w[GROUP];
+                UNROLLED(i, GROUP) w[i] = load4(at + i * N);
+#pragma unroll 2
+                for (int k = 0; k < DEPTH; k += GROUP) {
+                    float4 next[GROUP];
+                    const bool more = k + GROUP < DEPTH;
+                    UNROLLED(i, GROUP) next[i] = more ? load4(at + (k + GROUP + i) * N) : float4{};
+                    UNROLLED(r, TEXTS) {
+                        UNROLLED(i, GROUP / 4) {
+                            const float4 part = load4(x + r * stride + k + 4 * i);
+                            add_multiple(sums[r], part.x, w[4 * i]);
+                            add_multiple(sums[r], part.y, w[4 * i + 1]);
+                            add_multiple(sums[r], part.z, w[4 * i + 2]);
+                            add_multiple(sums[r], part.w, w[4 * i + 3]);
+                        }
+                    }
+                    UNROLLED(i, GROUP) w[i] = next[i];
+                }
+            }
+            UNROLLED(r, TEXTS)
+                reinterpret_cast<float4*>(partial)[(slice * TEXTS + r) * LINE + threadIdx.x % LINE] = sums[r];
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < TEXTS * 4 * LINE; i += THREADS) {
+            const int column = 4 * first + i % (4 * LINE);
+            float y = 0;
+            UNROLLED(n, SLICES) y += partial[n * TEXTS * 4 * LINE + i];
+            if (column < N) finish(i / (4 * LINE), column, y);
+        }
+        __syncthreads();
+    }
+}
+
+// LayerNorm of each row of x to `in`, as PyTorch's. Called by all threads, which may read it after this.
+__device__ inline void normalise(const Norm& norm) {
+    Shared& s = own();
+    const int lane = threadIdx.x % LANES;
+    for (int r = threadIdx.x / LANES; r < TEXTS; r += WARPS) {
+        float4 row[(WIDTH + 4 * LANES - 1) / (4 * LANES)];
+        float total = 0, squares = 0;
+        UNROLLED(i, int(sizeof(row) / sizeof(float4))) {
+            const int k = 4 * (i * LANES + lane);
+            row[i] = k < WIDTH ? load4(&s.x[r][k]) : float4{};
+            total += (row[i].x + row[i].y) + (row[i].z + row[i].w);
+        }
+        const float mean = sum<1, LANES>(total) * (1.0f / WIDTH);
+        UNROLLED(i, int(sizeof(row) / sizeof(float4))) {
+            row[i] = {row[i].x - mean, row[i].y - mean, row[i].z - mean, row[i].w - mean};
+            if (4 * (i * LANES + lane) < WIDTH) squares = dot(squares, row[i], row[i]);
+        }
+        const float scale = rsqrtf(sum<1, LANES>(squares) * (1.0f / WIDTH) + 1e-5f);
+        UNROLLED(i, int(sizeof(row) / sizeof(float4))) {
+            const int k = 4 * (i * LANES + lane);
+            if (k >= WIDTH) continue;
+            const float4 gain = load4(&norm.gain[k]);
+            float4 y = {row[i].x * scale * gain.x, row[i].y * scale * gain.y, row[i].z * scale * gain.z,
+                        row[i].w * scale * gain.w};
+#if BIAS
+            const float4 bias = load4(&norm.bias[k]);
+            y.x += bias.x, y.y += bias.y, y.z += bias.z, y.w += bias.w;
+#endif
+            *reinterpret_cast<float4*>(&s.in[r][k]) = y;
+        }
+    }
+    __syncthreads();
+}
+
+// A lane's part of a key or value, and of a strip of both.
+struct __align__(VECTOR * sizeof(Element)) Part {
+    Element at[VECTOR];
+};
+struct Strip {
+    Part k[STRIP], v[STRIP];
+};
+
+// What a warp attends to: QUERIES rows from `row` on, a head, and of its keys those of every SPLITS-th strip.
+struct Unit {
+    int row, head, split, keys;  // keys: in the cache, of the last row; 0 if there is nothing to do
+    const Element *k, *v;        // the lane's part of the first
+
+    __device__ Unit(const Work& work, int layer, int texts, int unit) {
+        const Shared& s = own();
+        split = unit % SPLITS, head = unit / SPLITS % HEADS, row = unit / (SPLITS * HEADS) * QUERIES;
+        keys = unit < UNITS && row < texts && s.token[row] >= 0 ? s.length[PROMPT ? texts - 1 : row] + 1 : 0;
+        const int slot = keys > 0 ? s.slot[row] : 0;
+        const long long at = head_at(work, slot, layer, head) + VECTOR * (threadIdx.x % LANES % PARTS);
+        k = work.keys + at, v = work.values + at;
+    }
+    __device__ int begin() const { return split * STRIP * KEYS; }
+    __device__ Strip load(int first) const {
+        Strip strip;
+        UNROLLED(i, STRIP) {
+            const int j = first + i * KEYS + threadIdx.x % LANES / PARTS;
+            strip.k[i] = strip.v[i] = Part{};
+            if (j >= keys) continue;
+            strip.k[i] = *reinterpret_cast<const Part*>(k + j * HEAD_DIM);
+            strip.v[i] = *reinterpret_cast<const Part*>(v + j * HEAD_DIM);
+        }
+        return strip;
+    }
+};
+
+// Attention of each row to `in`: part 4's online softmax, a strip of keys at a time. For a prompt, the next strip
+// is loaded while one is used; for texts, the registers do not suffice. Called by all threads, which may read the
+// result after this.
+__device__ inline void attend(const Work& work, int layer, int texts) {
+    Shared& s = own();
+    const int lane = threadIdx.x % LANES, part = lane % PARTS;
+    constexpr int STEP = SPLITS * STRIP * KEYS;
+#pragma unroll 1
+    for (int number = threadIdx.x / LANES; number < UNITS; number += WARPS) {
+        const Unit unit(work, layer, texts, number);
+        if (unit.keys == 0) continue;
+        Strip strip = unit.load(unit.begin());
+        float q[QUERIES][VECTOR], o[QUERIES][VECTOR] = {}, m[QUERIES], l[QUERIES] = {};
+        UNROLLED(t, QUERIES) {
+            m[t] = -INF;
+            UNROLLED(e, VECTOR) q[t][e] = s.various[unit.row + t][unit.head * HEAD_DIM + VECTOR * part + e];
+        }
+#pragma unroll 1
+        for (int first = unit.begin(); first < unit.keys; first += STEP) {
+            Strip following;
+            if (PROMPT) following = unit.load(first + STEP);
+            UNROLLED(t, QUERIES) {
+                float score[STRIP], highest = m[t];
+                UNROLLED(i, STRIP) {
+                    score[i] = 0;
+                    UNROLLED(e, VECTOR) score[i] = fmaf(q[t][e], to_float(strip.k[i].at[e]), score[i]);
+                    score[i] = sum<1, PARTS>(score[i]);
+                    if (first + i * KEYS + lane / PARTS > s.length[unit.row + t]) score[i] = -INF;
+                    highest = fmaxf(highest, score[i]);
+                }
+                const float correction = exp2_approx(m[t] - subtrahend(highest));
+                m[t] = highest, l[t] *= correction;
+                UNROLLED(e, VECTOR) o[t][e] *= correction;
+                UNROLLED(i, STRIP) {
+                    const float p = exp2_approx(score[i] - subtrahend(highest));
+                    l[t] += p;
+                    UNROLLED(e, VECTOR) o[t][e] = fmaf(p, to_float(strip.v[i].at[e]), o[t][e]);
+                }
+            }
+            strip = PROMPT ? following : unit.load(first + STEP);
+        }
+        UNROLLED(t, QUERIES) {
+            const float all = largest<PARTS, LANES>(m[t]), factor = exp2_approx(m[t] - subtrahend(all));
+            float* result = s.partial + (((unit.row + t) * HEADS + unit.head) * SPLITS + unit.split) * PARTIAL;
+            UNROLLED(e, VECTOR) {
+                const float whole = sum<PARTS, LANES>(o[t][e] * factor);
+                if (lane < PARTS) result[VECTOR * part + e] = whole;
+            }
+            const float total = sum<PARTS, LANES>(l[t] * factor);
+            if (lane == 0) result[HEAD_DIM] = all, result[HEAD_DIM + 1] = total;
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < texts * WIDTH; i += THREADS) {
+        const int column = i % WIDTH;
+        const float* results = s.partial + (i / WIDTH * HEADS + column / HEAD_DIM) * SPLITS * PARTIAL;
+        float m = -INF, l = 0, o = 0;
+        UNROLLED(n, SPLITS) m = fmaxf(m, results[n * PARTIAL + HEAD_DIM]);
+        UNROLLED(n, SPLITS) {
+            const float factor = exp2_approx(results[n * PARTIAL + HEAD_DIM] - subtrahend(m));
+            l = fmaf(results[n * PARTIAL + HEAD_DIM + 1], factor, l);
+            o = fmaf(results[n * PARTIAL + column % HEAD_DIM], factor, o);
+        }
+        s.in[i / WIDTH][column] = o / l;
+    }
+    __syncthreads();
+}
+
+// Lets a block read keys in turn with another. Half of the blocks go first.
+struct Turns {
+    static constexpr unsigned ALL = 1u << 31;  // more than any block has
+    const Work& work;
+    int other;  // this block's partner; -1 if it has none
+    unsigned taken = 0;
+
+    __device__ explicit Turns(const Work& work) : work(work), other(blockIdx.x + work.leading) {
+        if (blockIdx.x >= work.leading) other = blockIdx.x - work.leading;
+        if (other >= gridDim.x) other = -1;
+    }
+    __device__ void begin() {
+        if (other >= 0) await(work.arrived + other, taken + (blockIdx.x >= work.leading));
+    }
+    __device__ void end(unsigned count = 1) {
+        if (other >= 0) announce(work.arrived + blockIdx.x, count);
+        taken += count;
+    }
+    __device__ void end_all() { end(ALL); }
+};
+
+// A token for each row through all layers. The logits, if they are wanted, go to `various`.
+__device__ inline void step(const Work& work, int texts, bool logits, Turns& turns) {
+    Shared& s = own();
+    for (int i = threadIdx.x; i < TEXTS * WIDTH; i += THREADS) {
+        const int r = i / WIDTH, token = max(s.token[r], 0), position = max(0, min(s.length[r], work.capacity - 1));
+        s.x[r][i % WIDTH] = work.tokens[token * WIDTH + i % WIDTH] + work.positions[position * WIDTH + i % WIDTH];
+    }
+    __syncthreads();
+    count(s, EMBEDDING);
+    const auto add_to_x = [&s](const float* bias) {
+        return [&s, bias](int r, int column, float y) { s.x[r][column] += BIAS ? y + bias[column] : y; };
+    };
+#pragma unroll 1
+    for (int l = 0; l < LAYERS; l++) {
+        const Layer& layer = work.weights->layers[l];
+        const Vectors& vectors = work.weights->vectors[l];
+#if BIAS
+        const float *qkv = vectors.qkv, *proj = vectors.proj, *fc = vectors.fc, *out = vectors.out;
+#else
+        const float *qkv = nullptr, *proj = nullptr, *fc = nullptr, *out = nullptr;
+#endif
+        normalise(vectors.ln_1);
+        multiply(layer.qkv, s.in[0], WIDTH, [&](int r, int column, float y) {
+            if (BIAS) y += qkv[column];
+            const int which = column / WIDTH, k = column % WIDTH;
+            if (which == 0) {
+                s.various[r][k] = y * work.scale;
+            } else if (r < texts && s.token[r] >= 0) {
+                Element* to = which == 1 ? work.keys : work.values;
+                to[head_at(work, s.slot[r], l, k / HEAD_DIM) + (long long)s.length[r] * HEAD_DIM + k % HEAD_DIM] =
+                    to_element(y);
+            }
+        });
+        count(s, QKV);
+        if (PROMPT) {
+            announce(work.arrived);
+            await(work.arrived, (l + 1) * gridDim.x);
+        } else {
+            turns.begin();
+        }
+        count(s, WAITING);
+        attend(work, l, texts);
+        if (!PROMPT) turns.end();
+        count(s, ATTENTION);
+        multiply(layer.proj, s.in[0], WIDTH, add_to_x(proj));
+        count(s, PROJECTION);
+        normalise(vectors.ln_2);
+        multiply(layer.fc, s.in[0], WIDTH,
+                 [&](int r, int column, float y) { s.various[r][column] = gelu(BIAS ? y + fc[column] : y); });
+        count(s, MLP_UP);
+        multiply(layer.out, s.various[0], VARIOUS, add_to_x(out));
+        count(s, MLP_DOWN);
+    }
+    if (!logits) return;
+    normalise(work.weights->ln_f);
+    multiply(work.weights->head, s.in[0], WIDTH, [&](int r, int column, float y) { s.various[r][column] = y; });
+    count(s, HEAD);
+}
+
+// What becomes of row t's logits: they are kept if it is the last row, or given away.
+__device__ inline float* logits_of(const Work& work, int t, int place, bool last) {
+    Shared& s = own();
+    float *found = s.various[t], *kept = work.logits + (long long)s.slot[t] * VOCAB;
+    for (int i = threadIdx.x % LANES; i < VOCAB; i += LANES) {
+        if (s.token[t] < 0) found[i] = kept[i];
+        if (work.every) work.every[(long long)place * VOCAB + i] = found[i];
+        if (last) kept[i] = found[i];
+    }
+    __syncwarp();
+    return found;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode(const __grid_constant__ Work work) {
+    Shared& s = own();
+    const int thread = threadIdx.x, lane = thread % LANES;
+    Turns turns(work);
+    start_counting(s);
+    for (int start = blockIdx.x * TEXTS; start < work.count; start += gridDim.x * TEXTS) {
+        __syncthreads();
+        if (thread < TEXTS) {
+            const Text text = start + thread < work.count ? work.texts[start + thread] : Text{-1, -1, -1, 0};
+            s.slot[thread] = text.slot, s.length[thread] = text.length, s.token[thread] = text.token;
+            s.flags[thread] = text.flags;
+        }
+        __syncthreads();
+        int texts = 0;
+        while (texts < TEXTS && s.slot[texts] >= 0) texts++;
+#if PROMPT
+        if (s.flags[0] & FIRST) {
+            for (int i = thread; i < VOCAB; i += THREADS)
+                work.seen[s.slot[0] * VOCAB + i] = work.written[s.slot[0] * VOCAB + i] = 0;
+        }
+        bool logits = work.every;
+        for (int t = 0; t < texts; t++) logits = logits || s.flags[t] & LAST;
+        step(work, texts, logits, turns);
+        for (int t = thread / LANES; t < texts; t += WARPS) {
+            if (logits) logits_of(work, t, start + t, s.flags[t] & LAST);
+            if (lane == 0) atomicAdd(&work.seen[s.slot[t] * VOCAB + s.token[t]], 1);
+        }
+#else
+        for (int row = 0; row < work.rows; row++) {
+            if (row > 0 && thread < texts) {
+                s.length[thread] += s.token[thread] >= 0;
+                s.token[thread] = s.next[thread];
+            }
+            __syncthreads();
+            bool reads = false;
+            for (int t = 0; t < texts; t++) reads = reads || s.token[t] >= 0;
+            if (reads) step(work, texts, true, turns);
+            for (int t = thread / LANES; t < texts; t += WARPS) {
+                const int place = row * work.count + start + t;
+                const long long at = (long long)s.slot[t] * VOCAB;
+                float* found = logits_of(work, t, place, row + 1 == work.rows);
+                const int token = choose(found, work.sampling + s.slot[t] * SETTINGS, work.bias + at, work.seen + at,
+                                         work.written + at, work.uniforms[place],
+                                         reinterpret_cast<double*>(found + LOGITS));
+                if (lane == 0) {
+                    s.next[t] = max(token, 0);
+                    work.chosen[place] = token;
+                    if (token >= 0) work.seen[at + token]++, work.written[at + token]++;
+                }
+            }
+            __syncthreads();
+            count(s, SAMPLING);
+        }
+#endif
+    }
+    if (!PROMPT) turns.end_all();
+    report(s, work);
+}
