@@ -612,9 +612,6 @@ class CudaEngine:
                 self._prompts[slot] = ids, continues
                 done = len(ids)
             while done < len(ids):
-                if done and time.monotonic() >= end:
-                    self._begun[slot] = (ids, done, continues, top)
-                    return False
                 some = ids[done : done + most]
                 ends = LAST * (done + len(some) == len(ids))
                 self._read_some(
@@ -625,6 +622,9 @@ class CudaEngine:
                     rows = self._every_logits(len(some))[: len(following)]
                     self._logprobs[slot] += logprobs.of_logits(rows, following, top)
                 done += len(some)
+                if done < len(ids) and time.monotonic() >= end:
+                    self._begun[slot] = (ids, done, continues, top)
+                    return False
             del self._begun[slot]
             self._lengths[slot] = len(ids)
         return True
