@@ -14,8 +14,8 @@
 // two phases ahead of another, or three at a choice, and four barriers in turn are enough. What it stores goes
 // to another buffer than those that the blocks behind still read.
 //
-// Macros beside those of decoder.h: BLOCKS of a cluster; TEAM, the warps that attend to a text together; STRIP, a
-// lane's keys at a time.
+// Macros beside those of decoder.h: BLOCKS of a cluster; TEAM, the warps that attend to a text together; STRIP,
+// a lane's keys at a time.
 #include "choose.h"
 #include "ptx.h"
 
@@ -434,9 +434,7 @@ __device__ inline void step(const Work& work, int texts, Exchange& exchange) {
         exchange.expect(HIDDEN * row_bytes);
         products(
             layer.fc, texts, normalised(vectors.ln_2),
-            [&](int row, int, float y) {
-                return gelu(BIAS ? y + fc[row] : y);
-            },
+            [&](int row, int, float y) { return gelu(BIAS ? y + fc[row] : y); },
             [&](int row, int t, const auto& y, int part, int parts) {
                 exchange.store_to_all(&s.various[t][block * FC_ROWS + row], y, part, parts);
             });
@@ -478,8 +476,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
         if (thread < texts) {
             const Text text = work.texts[start + thread];
             s.slot[thread] = text.slot, s.length[thread] = text.length, s.token[thread] = text.token;
-            for (int i = 0; i < SETTINGS; i++)
-                s.settings[thread][i] = work.sampling[text.slot * SETTINGS + i];
+            for (int i = 0; i < SETTINGS; i++) s.settings[thread][i] = work.sampling[text.slot * SETTINGS + i];
         }
         sync_cluster();  // the first row may only choose, and other blocks' choices must come after this
         for (int row = 0; row < work.rows; row++) {
@@ -506,8 +503,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
                 }
                 __syncwarp();
                 auto* memory = reinterpret_cast<double*>(found + WEIGHTS);
-                const int token = choose(found, s.settings[t], work.bias + at, work.seen + at, work.written + at,
-                                         uniform, memory);
+                const int token = choose(found, s.settings[t], work.bias + at, work.seen + at,
+                                         work.written + at, uniform, memory);
                 for (unsigned other = lane; other < BLOCKS; other += LANES)
                     exchange.store(&s.next[t], other, __int_as_float(max(token, 0)));
                 if (lane == 0) {

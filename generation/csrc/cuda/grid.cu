@@ -1,8 +1,8 @@
 // The GPT for many texts, in one launch that writes many tokens, or for a prompt (PROMPT).
 //
-// A block takes TEXTS texts, or tokens of a prompt, through all layers, and reads all weights, which stay in the
-// L2 cache. Blocks that write texts take turns in pairs: one reads its keys while the other multiplies. The tokens
-// of a block are of one prompt. Blocks of prompts wait for all keys of a layer.
+// A block takes TEXTS texts, or tokens of a prompt, through all layers, and reads all weights, which stay in
+// the L2 cache. Blocks that write texts take turns in pairs: one reads its keys while the other multiplies. The
+// tokens of a block are of one prompt. Blocks of prompts wait for all keys of a layer.
 //
 // A number is summed in the same order whatever else is written, but not in the order of cluster.cu.
 //
@@ -36,8 +36,9 @@ struct __align__(16) Weights {
 constexpr int QUERIES = PROMPT ? TEXTS : 1, SETS = TEXTS / QUERIES;
 constexpr int VECTOR = PROMPT || HEAD_DIM == 4 ? 4 : 16 / int(sizeof(Element));
 constexpr int SPLITS = most(1, WARPS / (SETS * HEADS)), UNITS = SETS * HEADS * SPLITS;  // a unit has a warp
-constexpr int PARTS = HEAD_DIM / VECTOR, KEYS = LANES / PARTS;                            // of a warp at a time
-constexpr int PARTIAL = HEAD_DIM + 4;  // numbers of a unit's result for a row: O, not divided by its sum; m and l
+constexpr int PARTS = HEAD_DIM / VECTOR, KEYS = LANES / PARTS;                          // of a warp at a time
+constexpr int PARTIAL =
+    HEAD_DIM + 4;  // numbers of a unit's result for a row: O, not divided by its sum; m and l
 
 // Of a row's memory for one thing after the other: the queries, the MLP's hidden numbers, the logits and the
 // weights of the choice.
@@ -46,7 +47,7 @@ constexpr int VARIOUS = most(HIDDEN, LOGITS + 2 * VOCAB + 2 & ~3);
 struct __align__(16) Shared {
     float x[TEXTS][WIDTH], in[TEXTS][WIDTH];  // in: what the next matrix is multiplied with
     float various[TEXTS][VARIOUS];
-    float partial[most(4 * THREADS * TEXTS, UNITS* QUERIES* PARTIAL)];
+    float partial[most(4 * THREADS * TEXTS, UNITS * QUERIES * PARTIAL)];
     int slot[TEXTS], length[TEXTS], token[TEXTS], next[TEXTS], flags[TEXTS];
 #if CLOCKS
     long long cycles[PHASES], last;
@@ -70,7 +71,8 @@ constexpr int slices(int groups, int most) {  // the most slices, a power of two
 // The products of each row of `in` with a matrix; finish(row, column, product) gets each. A thread has four
 // columns and a slice of the inputs. Called by all threads, which may read the results after it.
 template <int K, int N, class Finish>
-__device__ inline void multiply(const Weight (&matrix)[K][N], const float* in, int stride, const Finish& finish) {
+__device__ inline void multiply(const Weight (&matrix)[K][N], const float* in, int stride,
+                                const Finish& finish) {
     constexpr int QUADS = N / 4, LINE = QUADS < THREADS ? (QUADS + LANES - 1) / LANES * LANES : THREADS;
     constexpr int GROUP = TEXTS <= 2 ? 8 : 4;  // inputs whose weights are loaded while others are used
     constexpr int SLICES = slices(K / GROUP, THREADS / LINE), DEPTH = K / SLICES;
@@ -187,9 +189,9 @@ struct Unit {
     }
 };
 
-// Attention of each row to `in`: part 4's online softmax, a strip of keys at a time. For a prompt, the next strip
-// is loaded while one is used; for texts, the registers do not suffice. Called by all threads, which may read the
-// result after this.
+// Attention of each row to `in`: part 4's online softmax, a strip of keys at a time. For a prompt, the next
+// strip is loaded while one is used; for texts, the registers do not suffice. Called by all threads, which may
+// read the result after this.
 __device__ inline void attend(const Work& work, int layer, int texts) {
     Shared& s = own();
     const int lane = threadIdx.x % LANES, part = lane % PARTS;
@@ -280,8 +282,10 @@ struct Turns {
 __device__ inline void step(const Work& work, int texts, bool logits, Turns& turns) {
     Shared& s = own();
     for (int i = threadIdx.x; i < TEXTS * WIDTH; i += THREADS) {
-        const int r = i / WIDTH, token = max(s.token[r], 0), position = max(0, min(s.length[r], work.capacity - 1));
-        s.x[r][i % WIDTH] = work.tokens[token * WIDTH + i % WIDTH] + work.positions[position * WIDTH + i % WIDTH];
+        const int r = i / WIDTH, token = max(s.token[r], 0),
+                  position = max(0, min(s.length[r], work.capacity - 1));
+        s.x[r][i % WIDTH] =
+            work.tokens[token * WIDTH + i % WIDTH] + work.positions[position * WIDTH + i % WIDTH];
     }
     __syncthreads();
     count(s, EMBEDDING);
@@ -305,8 +309,8 @@ __device__ inline void step(const Work& work, int texts, bool logits, Turns& tur
                 s.various[r][k] = y * work.scale;
             } else if (r < texts && s.token[r] >= 0) {
                 Element* to = which == 1 ? work.keys : work.values;
-                to[head_at(work, s.slot[r], l, k / HEAD_DIM) + (long long)s.length[r] * HEAD_DIM + k % HEAD_DIM] =
-                    to_element(y);
+                to[head_at(work, s.slot[r], l, k / HEAD_DIM) + (long long)s.length[r] * HEAD_DIM +
+                   k % HEAD_DIM] = to_element(y);
             }
         });
         count(s, QKV);
@@ -389,9 +393,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode(const __g
                 const int place = row * work.count + start + t;
                 const long long at = (long long)s.slot[t] * VOCAB;
                 float* found = logits_of(work, t, place, row + 1 == work.rows);
-                const int token = choose(found, work.sampling + s.slot[t] * SETTINGS, work.bias + at, work.seen + at,
-                                         work.written + at, work.uniforms[place],
-                                         reinterpret_cast<double*>(found + LOGITS));
+                const int token =
+                    choose(found, work.sampling + s.slot[t] * SETTINGS, work.bias + at, work.seen + at,
+                           work.written + at, work.uniforms[place], reinterpret_cast<double*>(found + LOGITS));
                 if (lane == 0) {
                     s.next[t] = max(token, 0);
                     work.chosen[place] = token;
