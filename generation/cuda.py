@@ -54,7 +54,7 @@ BARRIERS, SETTINGS = 4, len(NUMBERS) + 1  # of cluster.cu; a text's settings, an
 PHASES = ("embedding", "QKV", "attention", "projection", "MLP up", "MLP down", "head", "sampling", "waiting")
 CACHE_SHARE = 4  # of the L2 cache, for the weights that each block of the grid reads for every token
 SECONDS = 0.005  # of a launch by default, so that Ctrl-C and a client that leaves take effect soon
-FIRST_ROW_SECONDS = 2e-5  # the guess before one was measured
+FIRST_ROW_SECONDS = 2e-5  # for each text of a multiprocessor: the guess before one was measured
 TEXT = np.dtype([(name, np.int32) for name in ("slot", "length", "token", "flags")])  # struct Text
 FIRST, LAST = 1, 2  # flags of a Text
 
@@ -306,8 +306,8 @@ def layouts_for(
 class Gpu:
     """The first GPU that CUDA shows: its primary context, which PyTorch uses too, and a stream of its own.
 
-    capability: (major, minor). shared: the most bytes of shared memory for a block. cache: bytes of
-    the L2 cache. hertz: its clock's. memory: its bytes.
+    capability: (major, minor). shared: the most bytes of shared memory for a block. cache: bytes of the L2
+    cache. hertz: its clock's. memory: its bytes.
     """
 
     def __init__(self) -> None:
@@ -706,7 +706,8 @@ class CudaEngine:
                     raise ValueError(f"slot is {at[wrong][0]}; it must be read {state}")
             launch = self._launch_of(len(at))
             seconds = SECONDS if seconds is None else seconds
-            fit = seconds / self._row_seconds.get(launch, FIRST_ROW_SECONDS)
+            guess = FIRST_ROW_SECONDS * max(1.0, len(at) / self._gpu.multiprocessors)
+            fit = seconds / self._row_seconds.get(launch, guess)
             rows = int(min(len(numbers), max(1, fit), self.capacity + 1 - int(held.max())))
             scored = bool(self._tops) and not self._tops.keys().isdisjoint(slots)
             start = time.perf_counter()
