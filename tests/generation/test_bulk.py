@@ -41,6 +41,7 @@ def test_two_processes_write_the_same_bytes(job, expected, model, tmp_path):
         assert rows(tmp_path)[i] == usual | {"index": i, "seed": 5 + i, "text": text}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stop", [(), ("a", "bc")])
 def test_the_cuda_engine_writes_the_same_texts(emulated, monkeypatch, settings, model, tmp_path, stop):
     emulated(monkeypatch, 32, 1, (2,))

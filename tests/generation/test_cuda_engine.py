@@ -278,7 +278,7 @@ def test_the_uniform_numbers_are_pytorchs():
 @pytest.mark.parametrize(
     "threads, team, blocks, count, change",
     [
-        (64, 2, 4, 9, dict(bias=True)),
+        pytest.param(64, 2, 4, 9, dict(bias=True), marks=FULL),
         (64, 2, 4, 45, dict(bias=True)),  # more than the clusters take: the grid, in two passes
         pytest.param(64, 1, 8, 9, dict(bias=False, n_head=1), marks=FULL),
         pytest.param(256, 8, 16, 9, dict(n_embd=32, n_head=4, vocab_size=70), marks=FULL),
