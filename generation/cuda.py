@@ -5,6 +5,7 @@ It needs cuda-core and a GPU, but no PyTorch. Clusters of blocks, for few texts,
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attention_ext.build import nvrtc
+from attention_ext.build import cache, nvrtc
 from attention_ext.parts import BuildError, CachePrecision, Precision
 from generation import logprobs
 from generation.engine import rows_of
@@ -39,17 +40,19 @@ SOURCES = Path(__file__).resolve().parent / "csrc" / "cuda"
 CAPABILITY, CLUSTER_CAPABILITY = (8, 0), (9, 0)  # the least that reduces integers in a warp, and has clusters
 CLUSTERS = (16, 8)  # blocks of a cluster, the best first; a GPU may refuse 16
 THREADS, LANES = 256, 32  # of a block, of a warp
-# Warps that attend to a text together in a cluster, and a lane's keys at a time: best of 2, 4, 8 on an H100.
+# Warps that attend to a text together in a cluster, and a lane's keys at a time: for a pass of one text, and
+# for one of more. Best of 1, 2, 4, 8 warps on an H200; other strips came within 3 %.
 TEAM, STRIP = 8, 2
+TEAM_OF_MORE, STRIP_OF_MORE = 1, 6
 MOST_TEXTS = 5  # of a cluster's pass: what shared memory has room for beside shakes256 in float32
 GRID_TEXTS = (1, 2, 4, 8)  # of a block of the grid: with more, the registers do not suffice for two blocks
 PROMPT_TEXTS = 4  # tokens of a prompt in a block
 GRID_STRIP, PROMPT_STRIP = 4, 2  # as STRIP
-RESIDENT = 2  # blocks of a multiprocessor: one reads keys while the other multiplies
+RESIDENT = 2  # blocks of a multiprocessor, of which one may read keys while the other multiplies
 WEIGHT_BITS = {Precision.FP32: 32, Precision.BF16: 16}  # int8 has no kernel
 FORMATS = {CachePrecision.FP32: 0, CachePrecision.BF16: 1}  # FORMAT of attention_ext/csrc/cuda/call.h
 HEAD_DIMS = (4, 8, 16, 32, 64, 128)  # a power of two of lanes reads a key
-BARRIERS, SETTINGS = 4, len(NUMBERS) + 1  # of cluster.cu; a text's settings, and whether logits have a bias
+BARRIERS, SETTINGS = 4, len(NUMBERS) + 2  # of cluster.cu; a text's settings and what follows from them
 # What the kernels count the cycles of, in the words of gpt.py profile.
 PHASES = ("embedding", "QKV", "attention", "projection", "MLP up", "MLP down", "head", "sampling", "waiting")
 CACHE_SHARE = 4  # of the L2 cache, for the weights that each block of the grid reads for every token
@@ -108,7 +111,7 @@ class Layout(ABC):
     def pack(self, tensors: Mapping[str, Floats]) -> NDArray[Any]:
         """The weights, (blocks that hold different ones,) of `image`."""
 
-    def _image(self, matrices: Mapping[str, tuple[int, int]], outputs: Mapping[str, int]) -> np.dtype:
+    def _image(self, matrices: Mapping[str, tuple[int, ...]], outputs: Mapping[str, int]) -> np.dtype:
         """struct Weights of matrices with these shapes, the last one the head, which have so many outputs."""
         c = self.config
         weight = np.float32 if self.weights is Precision.FP32 else np.uint16
@@ -186,19 +189,26 @@ class Cluster(Layout):
         c = self.config
         units = c.n_head * max(1, self.blocks // c.n_head)
         choice = -(-self.blocks * self.head_rows // 2) * 2 + 2 * c.vocab_size
-        various = -(-max(4 * c.n_embd, TEAM * (c.head_dim + 4), choice) // 4) * 4
+        team, _ = self.attending(texts)
+        various = -(-max(4 * c.n_embd, team * (c.head_dim + 4), choice) // 4) * 4
         qkv = -(-units // self.blocks) * 3 * c.head_dim
-        floats = 2 * c.n_embd + qkv + various + units * (c.head_dim + 2)
-        size = texts * (4 * floats + 8 * SETTINGS + 16) + 8 * BARRIERS + self._counters()
+        result = -(-texts * (c.head_dim + 2) // 4) * 16
+        size = texts * (4 * (2 * c.n_embd + qkv + various) + 16) + units * result
+        size += 8 * SETTINGS + 8 * BARRIERS + self._counters()
         return self.image.itemsize + -(-size // 16) * 16
+
+    def attending(self, texts: int) -> tuple[int, int]:
+        """(warps that attend to a text together, a lane's keys at a time) of passes of this many texts."""
+        return (TEAM, STRIP) if texts == 1 else (TEAM_OF_MORE, STRIP_OF_MORE)
 
     def most_texts(self, shared: int) -> int:
         rows = -(-4 * self.config.n_embd // self.blocks * LANES // THREADS)  # a warp's, of the widest matrix
-        most = min(MOST_TEXTS, LANES // rows)
+        most = min(MOST_TEXTS, self.blocks) if rows <= LANES else 0
         return max((texts for texts in range(1, most + 1) if self.shared(texts) <= shared), default=0)
 
     def source(self, texts: int, capability: tuple[int, int]) -> nvrtc.Source:
-        return self._source("cluster.cu", texts, capability, BLOCKS=self.blocks, TEAM=TEAM, STRIP=STRIP)
+        team, strip = self.attending(texts)
+        return self._source("cluster.cu", texts, capability, BLOCKS=self.blocks, TEAM=team, STRIP=strip)
 
     def pack(self, tensors: Mapping[str, Floats]) -> NDArray[Any]:
         c = self.config
@@ -227,7 +237,16 @@ class Grid(Layout):
         C = self.config.n_embd
         matrices = {"qkv": (C, 3 * C), "proj": (C, C), "fc": (C, 4 * C), "out": (4 * C, C)}
         outputs = {name: columns for name, (_, columns) in matrices.items()}
-        return self._image(matrices | {"head": (C, -(-self.config.vocab_size // 4) * 4)}, outputs)
+        matrices["head"] = C, -(-self.config.vocab_size // 4) * 4
+        if self._tiled:
+            shapes = {name: (-(-n // 16), -(-k // 16), LANES, 8) for name, (k, n) in matrices.items()}
+            return self._image(shapes, outputs)
+        return self._image(matrices, outputs)
+
+    @property
+    def _tiled(self) -> bool:
+        """Whether the matrices are tiles for the tensor cores."""
+        return self.weights is Precision.BF16
 
     def shared(self, texts: int) -> int:
         c = self.config
@@ -235,8 +254,12 @@ class Grid(Layout):
         units = texts // together * c.n_head * max(1, warps // (texts // together * c.n_head))
         logits = -(-c.vocab_size // 4) * 4
         various = max(4 * c.n_embd, (logits + 2 * c.vocab_size + 2) // 4 * 4)
-        partial = max(4 * THREADS * texts, units * together * (c.head_dim + 4))
-        size = texts * (4 * (2 * c.n_embd + various) + 20) + 4 * partial
+        held, partial = c.n_embd, units * together * (c.head_dim + 4)
+        if self._tiled:
+            held, various = ((n + 15) // 32 * 32 + 16 for n in (held, various))
+        else:
+            partial = max(4 * THREADS * texts, partial)
+        size = texts * (4 * (c.n_embd + held + various) + 20) + 4 * partial
         size = -(-size // 8) * 8 + self._counters()
         return -(-size // 16) * 16
 
@@ -250,9 +273,18 @@ class Grid(Layout):
         return self._source("grid.cu", texts, capability, **macros)
 
     def pack(self, tensors: Mapping[str, Floats]) -> NDArray[Any]:
+        def matrix(tensor: Floats, parts: int = 1) -> Floats:
+            outputs, inputs = tensor.shape
+            if not self._tiled:
+                return np.pad(tensor.T, ((0, 0), (0, -outputs % 4)))
+            # Lane 4 g + t of a tile has the outputs g and g + 8, and of each two pairs of inputs from 4 t on.
+            tiled = np.pad(tensor, ((0, -outputs % 16), (0, -inputs % 16)))
+            tiled = tiled.reshape(-(-outputs // 16), 2, 8, -1, 4, 2, 2)  # tile, half, g, tile, t, pair, input
+            return tiled.transpose(0, 3, 2, 4, 5, 1, 6).reshape(-(-outputs // 16), -1, LANES, 8)
+
         made = np.zeros(1, self.image)
-        self._pack(made, tensors, lambda tensor, parts: tensor.T, lambda tensor, parts: tensor)
-        made["head"][..., : self.config.vocab_size] = self._weight(tensors[EMBEDDING].T)
+        self._pack(made, tensors, matrix, lambda tensor, parts: tensor)
+        made["head"] = self._weight(matrix(tensors[EMBEDDING]))
         return made
 
 
@@ -307,7 +339,7 @@ class Gpu:
     """The first GPU that CUDA shows: its primary context, which PyTorch uses too, and a stream of its own.
 
     capability: (major, minor). shared: the most bytes of shared memory for a block. cache: bytes of the L2
-    cache. hertz: its clock's. memory: its bytes.
+    cache. hertz: its clock's. memory: its bytes. identity: no other GPU's.
     """
 
     def __init__(self) -> None:
@@ -325,6 +357,7 @@ class Gpu:
         self.multiprocessors = self._attribute("MULTIPROCESSOR_COUNT")
         self.hertz = 1000 * self._attribute("CLOCK_RATE")
         self.memory = int(_check(driver.cuDeviceTotalMem(self._device)))
+        self.identity = _check(driver.cuDeviceGetUuid(self._device)).bytes.hex()
 
     def _attribute(self, name: str) -> int:
         named = getattr(_driver().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
@@ -395,6 +428,20 @@ def load(source: nvrtc.Source, name: str) -> tuple[Any, Any]:
 def launch(function: Any, blocks: int, threads: int, stream: int, arguments: int) -> None:
     """Launch a kernel without shared memory. arguments: the address of those of its arguments."""
     _check(_driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, 0))
+
+
+@contextlib.contextmanager
+def turn(identity: str) -> Iterator[None]:
+    """Have a GPU alone among the launches of all processes that take turns.
+
+    A GPU shares its time among processes: two launches both end late, and it is idle while both processes
+    work on the texts. The system releases the lock when the process ends.
+    """
+    import fcntl
+
+    with open(cache.directory() / f"gpu_{identity}", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @functools.cache
@@ -470,9 +517,11 @@ class Uniforms:
                 self._shared._legacy_seeding(self._seed)
                 raw = self._shared.random_raw(2 * count)
             self._given = 2 * count
-        # The upper half of a number comes first. Reversed, it lies where a little-endian number has it.
-        joined = raw[::-1].astype(np.uint32).view(np.uint64)[::-1]
-        return (joined & np.uint64(2**53 - 1)) * 2.0**-53
+        halves = raw.view(np.int64)  # which becomes float twice as fast as uint64
+        joined = halves[::2] << 32  # the upper half comes first
+        joined |= halves[1::2]
+        joined &= 2**53 - 1
+        return joined * 2.0**-53
 
 
 class CudaEngine:
@@ -710,9 +759,7 @@ class CudaEngine:
             fit = seconds / self._row_seconds.get(launch, guess)
             rows = int(min(len(numbers), max(1, fit), self.capacity + 1 - int(held.max())))
             scored = bool(self._tops) and not self._tops.keys().isdisjoint(slots)
-            start = time.perf_counter()
-            chosen = self._launch(launch, texts, numbers[:rows], scored)
-            self._row_seconds[launch] = (time.perf_counter() - start) / rows
+            chosen = self._launch(launch, texts, numbers[:rows], scored, seconds > SECONDS)
             self._lengths[at], self._pending[at] = held + rows - 1, chosen[-1]
             if scored:
                 every = self._every_logits(chosen.size).reshape(*chosen.shape, -1)
@@ -791,14 +838,22 @@ class CudaEngine:
             if texts == self._many or count <= texts * resident:
                 break
         blocks = min(-(-count // texts), resident)
-        return Launch(self._grid, texts, blocks, blocks if blocks <= on.multiprocessors else -(-blocks // 2))
+        # Where the tensor cores multiply, there is too little to do beside the reading of keys to take turns.
+        turns = blocks > on.multiprocessors and self._grid.weights is Precision.FP32
+        return Launch(self._grid, texts, blocks, -(-blocks // 2) if turns else blocks)
 
     def _launch(
-        self, launch: Launch, texts: NDArray[Any], uniforms: NDArray[np.float64] | None, every: bool
+        self,
+        launch: Launch,
+        texts: NDArray[Any],
+        uniforms: NDArray[np.float64] | None,
+        every: bool,
+        long: bool = False,
     ) -> NDArray[np.int32]:
         """Write a row of tokens for each row of uniforms and wait for them, or begin to read prompts without.
 
-        texts: (count,) of TEXT. every: keep the logits of every row. Returns the tokens, (rows, count).
+        texts: (count,) of TEXT. every: keep the logits of every row. long: whether processes take turns.
+        Returns the tokens, (rows, count).
         """
         driver, count, stream, work = _driver(), len(texts), self._gpu.stream, self._work
         for name in self._stale:
@@ -829,13 +884,19 @@ class CudaEngine:
         config = self._gpu.launch(*launch[:3])
         _check(driver.cuMemcpyHtoDAsync(staged.address, host.address, given, stream))
         _check(driver.cuMemsetD8Async(self._arrived.address, 0, self._arrived.size, stream))
-        _check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(self._work_at), 0))
-        if not prompts:
-            _check(driver.cuStreamSynchronize(stream))
+        with turn(self._gpu.identity) if long else contextlib.nullcontext():
+            start = time.perf_counter()
+            _check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(self._work_at), 0))
+            if not prompts:
+                _check(driver.cuStreamSynchronize(stream))
+                self._row_seconds[launch] = (time.perf_counter() - start) / rows
         return self._chosen.bytes[:size].view(np.int32).reshape(rows, count).copy()
 
 
 def settings(sampling: Sampling) -> NDArray[np.float64]:
     """What a kernel is told of the choice of a text's tokens, (SETTINGS,)."""
     numbers = [getattr(sampling, name) or 0 for name in NUMBERS]
-    return np.array([*numbers, bool(sampling.logit_bias)], float)
+    adjusted = sampling.repetition_penalty != 1 or any(
+        (sampling.presence_penalty, sampling.frequency_penalty, sampling.logit_bias)
+    )
+    return np.array([*numbers, adjusted, 1 / max(sampling.temperature, 1e-300)], float)

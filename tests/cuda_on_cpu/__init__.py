@@ -69,7 +69,7 @@ class Gpu:
     """A GPU of two clusters or five blocks at most. directory: where kernels are built."""
 
     name, capability, shared, stream, hertz = "the CPU", (9, 0), 227 * 1024, None, 10**9
-    cache, memory, multiprocessors = 10**7, 1 << 20, 3
+    cache, memory, multiprocessors, identity = 10**7, 1 << 20, 3, "none"
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -2,7 +2,7 @@
 // point where threads wait for each other. The order of the blocks is random, blocks pause at random, and what
 // a block stores into another one arrives at random times, as a GPU may do it.
 //
-// Built with the kernel's macros; call.h and ptx.h beside it stand for CUDA's.
+// Built with the kernel's macros; call.h, mma.h and ptx.h beside it stand for CUDA's.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -64,6 +64,7 @@ struct Fiber {
 
 struct Store {
     unsigned char *to, *barrier;
+    const void* from;  // where a copy reads when it arrives; null: `bytes`
     unsigned char bytes[16];
     int count;
     long long due;  // round
@@ -143,7 +144,7 @@ void deliver() {
     const auto later =
         std::partition(stores.begin(), stores.end(), [](const Store& s) { return s.due > rounds; });
     std::for_each(later, stores.end(), [](const Store& s) {
-        std::memcpy(s.to, s.bytes, s.count);
+        std::memcpy(s.to, s.from ? s.from : s.bytes, s.count);
         change(s.barrier, [&](Bits& bits) { bits.bytes -= s.count; });
     });
     stores.erase(later, stores.end());
@@ -177,11 +178,19 @@ inline bool __all_sync(unsigned, bool x) { return __reduce_min_sync(~0u, static_
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline long long clock64() { return emulated::rounds; }
 inline void atomicAdd(int* p, int x) { *p += x; }
+inline int __ldcg(const int* p) { return *p; }
 template <class To, class From>
 To bits_of(From x) {
     To y;
     std::memcpy(&y, &x, sizeof y);
     return y;
+}
+inline unsigned __float_as_uint(float x) { return bits_of<unsigned>(x); }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned which) {
+    const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+    unsigned made = 0;
+    for (int i = 0; i < 4; i++) made |= (bytes >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
+    return made;
 }
 inline float __uint_as_float(unsigned x) { return bits_of<float>(x); }
 inline float __int_as_float(int x) { return bits_of<float>(x); }

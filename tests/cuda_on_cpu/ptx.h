@@ -36,12 +36,21 @@ inline unsigned char* in_block(const void* p, unsigned block) {
     return blocks[first + block].shared + (static_cast<const unsigned char*>(p) - emulated::block().shared);
 }
 
+inline long long some_time_later() {
+    return emulated::rounds + emulated::chance() % (emulated::chance() % 8 == 0 ? 60 : 4);
+}
+
 template <int n>
 void store_async(const void* p, unsigned block, const float (&x)[n], const Barrier& barrier) {
-    emulated::Store store{in_block(p, block), in_block(&barrier, block), {}, 4 * n, emulated::rounds};
-    store.due += emulated::chance() % 8 == 0 ? emulated::chance() % 60 : emulated::chance() % 4;
+    emulated::Store store{in_block(p, block), in_block(&barrier, block), nullptr, {}, 4 * n, some_time_later()};
     std::memcpy(store.bytes, x, sizeof x);
     emulated::stores.push_back(store);
+}
+
+inline void publish() {}
+inline void copy_to_block(const void* p, unsigned block, int bytes, const Barrier& barrier) {
+    emulated::stores.push_back(
+        {in_block(p, block), in_block(&barrier, block), p, {}, bytes, some_time_later()});
 }
 
 inline void copy_async(void* to, const void* from) { std::memcpy(to, from, 16); }

@@ -5,6 +5,7 @@ The contract of every engine is tested on the cuda engine by the fixture `engine
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 
@@ -311,6 +312,21 @@ def test_no_order_of_the_blocks_changes_a_text(
     with pytest.raises(ValueError, match="slot is 0; it must be read first"):
         engine.begin(0, [1])
         engine.write([0], [[0.5]])
+
+
+@pytest.mark.full
+def test_long_launches_of_processes_take_turns(emulated, monkeypatch):
+    emulated(monkeypatch, 32, 1, (2,))
+    engine = open_engine(tiny.gpt(), "cuda", device="cuda")
+    prefill(engine, 0, [1])
+    long = threading.Thread(target=engine.write, args=([0], [[0.5]], 1.0))
+    with cuda.turn(cuda.gpu().identity):  # its file is opened anew, as another process does
+        engine.write([0], [[0.5]])  # short: it waits for nobody
+        long.start()
+        long.join(0.2)
+        assert long.is_alive()
+    long.join(60)
+    assert not long.is_alive()
 
 
 # The cuda engine on a GPU

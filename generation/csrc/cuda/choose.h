@@ -25,6 +25,12 @@ __device__ inline double largest_of_warp(double x) {
     return __longlong_as_double(found < 0 ? found ^ 0x7fffffffffffffffll : found);
 }
 
+// Counts a token that was written. No thread waits for the memory.
+__device__ inline void count_token(const Work& work, long long at) {
+    atomicAdd(work.seen + at, 1);
+    atomicAdd(work.written + at, 1);
+}
+
 // The token that `uniform` falls on, by generation/csrc/sampling.cpp's rules; -1 if the logits hold NaN, or the
 // largest is infinite. By one warp. memory: VOCAB numbers.
 __device__ inline int choose(const float* logits, const double* settings, const double* bias, const int* seen,
@@ -32,7 +38,7 @@ __device__ inline int choose(const float* logits, const double* settings, const 
     const double temperature = settings[0], top_k = settings[1], top_p = settings[2], min_p = settings[3],
                  typical_p = settings[4], repetition = settings[5], presence = settings[6],
                  frequency = settings[7];
-    const bool biased = settings[8] != 0, penalised = presence != 0 || frequency != 0;
+    const bool adjusted = settings[8] != 0, penalised = presence != 0 || frequency != 0;
     const auto larger = [](double a, double b) { return a > b ? a : b; };
     const auto smaller = [](double a, double b) { return a < b ? a : b; };
     const auto plus = [](double a, double b) { return a + b; };
@@ -41,30 +47,42 @@ __device__ inline int choose(const float* logits, const double* settings, const 
     // A lane has EACH tokens that follow each other.
     constexpr int EACH = (VOCAB + LANES - 1) / LANES;
     const int lane = threadIdx.x % LANES, first = lane * EACH;
-    double weight[EACH], best = -infinity;
+    float logit[EACH], largest = -INF;
     bool numbers = true;
     UNROLLED(e, EACH) {
-        const int i = first + e;
-        weight[e] = -infinity;
-        if (i >= VOCAB) continue;
-        double w = logits[i];
-        numbers = numbers && w == w;
-        if (repetition != 1 && seen[i]) w = w > 0 ? w / repetition : w * repetition;
-        if (const int count = penalised ? written[i] : 0) w -= count * frequency + presence;
-        weight[e] = biased ? w + bias[i] : w;
-        best = larger(best, weight[e]);
+        logit[e] = first + e < VOCAB ? logits[first + e] : -INF;
+        numbers = numbers && logit[e] == logit[e];
+        largest = fmaxf(largest, logit[e]);
     }
-    best = largest_of_warp(best);
-    if (!__all_sync(~0u, numbers) || best == infinity || best == -infinity) return -1;
+    float below[EACH];  // less the largest
+    if (adjusted) {
+        double weight[EACH], best = -infinity;
+        UNROLLED(e, EACH) {
+            const int i = first + e;
+            double w = logit[e];
+            if (i < VOCAB) {
+                if (repetition != 1 && __ldcg(seen + i)) w = w > 0 ? w / repetition : w * repetition;
+                if (const int count = penalised ? __ldcg(written + i) : 0) w -= count * frequency + presence;
+                w += bias[i];
+            }
+            weight[e] = w, best = larger(best, w);
+        }
+        best = largest_of_warp(best), largest = float(best);
+        UNROLLED(e, EACH) below[e] = float(weight[e] - best);
+    } else {
+        largest = ::largest<1, LANES>(largest);
+        UNROLLED(e, EACH) below[e] = logit[e] - largest;
+    }
+    if (!__all_sync(~0u, numbers) || largest == INF || largest == -INF) return -1;
     if (temperature == 0) {
         int likeliest = VOCAB;
         UNROLLED(e, EACH)
-            if (weight[e] == best) likeliest = min(likeliest, first + e);
+            if (below[e] == 0) likeliest = min(likeliest, first + e);
         return __reduce_min_sync(~0u, likeliest);
     }
     // float32's exp errs by less than the logits do.
-    const double inverse = 1 / larger(temperature, 1e-300);
-    UNROLLED(e, EACH) weight[e] = expf(float((weight[e] - best) * inverse));
+    double weight[EACH];
+    UNROLLED(e, EACH) weight[e] = expf(float(below[e] * settings[9]));
 
     // What the filters keep does not depend on the order of equal weights, so none is sorted: each weight is
     // compared with all.

@@ -4,10 +4,12 @@
 // every matrix. A pass of up to TEXTS texts goes through a layer in five phases: q, k and v; attention; its
 // projection; the two halves of the MLP. In each, a block computes its share and stores it into the shared
 // memory of the blocks that need it. A store counts its bytes at a barrier (mbarrier) of the block that gets
-// it, so a block waits for its data alone and not for the cluster. Source: PTX ISA, 'st.async' and 'mbarrier'.
+// it, so a block waits for its data alone and not for the cluster. Many numbers of a pass of several texts go
+// as one copy, from where they are to the same place in the other blocks. Source: PTX ISA, 'st.async',
+// 'cp.async.bulk' and 'mbarrier'.
 //
-// A number is summed in the same order whatever else a pass holds, so a text has the same bits alone and in a
-// pass. grid.cu reads the prompts.
+// A number is summed in the same order whatever other texts a pass of this many holds. grid.cu reads the
+// prompts.
 //
 // Why no block overwrites what another still reads, or completes its barrier too soon: all phases but the first
 // need data of all blocks, which come after these have read the data of the phase before. So a block is at most
@@ -20,6 +22,11 @@
 #include "ptx.h"
 
 constexpr int TEAMS = WARPS / TEAM;  // warps that attend to a text together
+
+// A block collects its results for several texts before it sends them. Those of one text go as they are found.
+constexpr bool COLLECTED = TEXTS > 1;
+constexpr bool MERGED =
+    TEAM > 1 || !COLLECTED;  // whether warps' results of attention are merged, and then sent
 
 // Rows of each matrix in a block's share, and of the head's, the last of which may be empty.
 constexpr int SHARE = WIDTH / BLOCKS, QKV_ROWS = 3 * SHARE, FC_ROWS = 4 * SHARE;
@@ -61,13 +68,18 @@ struct __align__(16) Weights {
 
 constexpr int BARRIERS = 4;
 
+// Of a unit of attention: each text's output, not divided by its sum, and m and l.
+struct __align__(16) Result {
+    float output[TEXTS][HEAD_DIM], state[TEXTS][2];
+};
+
 struct __align__(16) Shared {
     Weights weights;
     float x[TEXTS][WIDTH], normed[TEXTS][WIDTH];
     float qkv[OWN_UNITS][TEXTS][3][HEAD_DIM];  // of the token that is read
     float various[TEXTS][VARIOUS];
-    float outputs[TEXTS][UNITS][HEAD_DIM], states[TEXTS][UNITS][2];  // attention's results; m and l
-    double settings[TEXTS][SETTINGS];
+    Result results[UNITS];
+    double settings[SETTINGS];  // of the text whose token this block chooses
     int slot[TEXTS], length[TEXTS], token[TEXTS], next[TEXTS];
     Barrier barriers[BARRIERS];
 #if CLOCKS
@@ -77,6 +89,11 @@ struct __align__(16) Shared {
 static_assert(sizeof(Shared) == SHARED_BYTES && TEXTS <= BLOCKS, "generation/cuda.py counts the same");
 
 __device__ inline Shared& own() { return *reinterpret_cast<Shared*>(shared_memory()); }
+
+// The MLP's hidden numbers, which each block computes a share of.
+__device__ inline float& hidden(int t, int k) {
+    return reinterpret_cast<float*>(own().various)[(k / FC_ROWS * TEXTS + t) * FC_ROWS + k % FC_ROWS];
+}
 
 // Where a block's threads are in the sequence of phases that exchange data.
 struct Exchange {
@@ -111,126 +128,179 @@ struct Exchange {
     __device__ void store_to_all(const void* p, const float (&x)[n], int lane, int lanes) const {
         for (unsigned block = lane; block < BLOCKS; block += lanes) store(p, block, x);
     }
-};
 
-// A lane's numbers of K of each text: four at 4 lane, then at 4 LANES + 4 lane ...
-template <int K, int texts = TEXTS>
-struct Inputs {
-    static constexpr int PIECES = (K + 4 * LANES - 1) / (4 * LANES);
-    float4 at[PIECES][texts];
+    // Copies so many bytes at `p`, which all threads have stored, to the other blocks, where nothing changes
+    // them before all blocks have them.
+    __device__ void copy_to_others(const void* p, int bytes) const {
+        publish();
+        __syncthreads();
+        if (threadIdx.x < BLOCKS && threadIdx.x != rank()) copy_to_block(p, threadIdx.x, bytes, barrier());
+    }
 
-    template <class Load>
-    __device__ explicit Inputs(const Load& load) {
-        UNROLLED(i, PIECES) {
-            const int k = 4 * (i * LANES + threadIdx.x % LANES);
-            UNROLLED(t, texts) at[i][t] = k < K ? load(t, k) : float4{};
+    // Stores the collected numbers of each text, (texts, count), `copies` times. `run` of them stay together.
+    // to(text, number, copy, store) calls store with the place and the block.
+    template <int count, int run, class To>
+    __device__ void store_collected(const float* collected, int texts, int copies, const To& to) const {
+        constexpr int n = run % 4 == 0 ? 4 : 1;
+        __syncthreads();
+        for (int i = threadIdx.x; i < texts * (count / n) * copies; i += THREADS) {
+            const int copy = i % copies, number = i / copies % (count / n) * n, t = i / copies / (count / n);
+            float x[n];
+            UNROLLED(e, n) x[e] = collected[t * count + number + e];
+            to(t, number, copy, [&](const float* p, unsigned block) { store(p, block, x); });
         }
     }
 };
 
-// Sums each of `count` groups of numbers, a power of two, over the lanes. The group of a lane is
-// lane / (LANES / count). The additions are those of a tree over the lanes, from the farthest on, whatever the
-// count.
-template <int count, int numbers, int far = LANES / 2>
-__device__ inline void reduce(float (&x)[count][numbers], int lane, float (&result)[numbers]) {
+// Sums each of `count` groups of numbers, a power of two, over the 2 far lanes whose numbers differ in the bits
+// up to `far`. A lane gets the group that its highest of these bits tell. The additions are those of a tree
+// over the lanes, from the farthest on, whatever the count. Sums `all`, too, for all lanes.
+template <int far, int count, int numbers, class... All>
+__device__ inline void reduce(float (&x)[count][numbers], float (&result)[numbers], All&... all) {
+    if constexpr (far > 0) ((all += __shfl_xor_sync(~0u, all, far)), ...);
     if constexpr (count > 1) {
         float half[count / 2][numbers];
-        const bool upper = lane & far;
+        const bool upper = threadIdx.x & far;
         UNROLLED(i, count / 2)
             UNROLLED(j, numbers) {
                 const float low = x[i][j], high = x[i + count / 2][j];
                 half[i][j] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, far);
             }
-        reduce<count / 2, numbers, far / 2>(half, lane, result);
+        reduce<far / 2>(half, result, all...);
     } else if constexpr (far > 0) {
         UNROLLED(j, numbers) x[0][j] += __shfl_xor_sync(~0u, x[0][j], far);
-        reduce<1, numbers, far / 2>(x, lane, result);
+        reduce<far / 2>(x, result, all...);
     } else {
         UNROLLED(j, numbers) result[j] = x[0][j];
     }
 }
 
-// The products of a block's `rows` rows of a matrix with K numbers of each text. A warp has rows that follow
-// each other. finish(row, text, product) returns what becomes of each; store(row, text, numbers, lane, lanes)
-// gets those of this and the following rows in `lanes` lanes, after all of these lanes are finished.
-template <int rows, int K, class Finish, class Store>
-__device__ inline void products(const Weight (&matrix)[rows][K], int texts, const Inputs<K>& in,
-                                const Finish& finish, const Store& store) {
-    constexpr int each = (rows + WARPS - 1) / WARPS, numbers = each % 4 == 0 && rows % each == 0 ? 4 : 1;
-    constexpr int count = power_of_two(each / numbers * TEXTS), lanes = LANES / count;
-    static_assert(count <= LANES, "a warp has as many products as lanes at most");
-    const int first = threadIdx.x / LANES * each, lane = threadIdx.x % LANES;
+// 1 / the standard deviation of a row, as PyTorch's LayerNorm has it.
+__device__ inline float inverse_deviation(float squares) { return rsqrtf(squares * (1.0f / WIDTH) + 1e-5f); }
+
+// How a warp multiplies: `each` rows of a matrix, which follow each other, by `lanes` lanes each. A lane has
+// four inputs at 4 lane, then at 4 lanes + 4 lane ...
+template <int rows, int K>
+struct Split {
+    static constexpr int each = (rows + WARPS - 1) / WARPS, lanes = LANES / power_of_two(each);
+    static constexpr int pieces = (K + 4 * lanes - 1) / (4 * lanes);
+    static_assert(each <= LANES, "generation/cuda.py takes no more");
+    __device__ static int input(int piece) { return 4 * (piece * lanes + int(threadIdx.x) % lanes); }
+};
+
+// The products of a block's rows of a matrix with K numbers of each text, of which in(text, piece) returns a
+// lane's. finish(row, text, product) returns what becomes of each; store(row, text, numbers, lane, lanes) gets
+// those of this and the following rows in `lanes` lanes. squares: the lane's sum of them, if the inputs are not
+// yet divided by their standard deviation.
+template <int rows, int K, class In, class Finish, class Store, class... Squares>
+__device__ inline void products(const Weight (&matrix)[rows][K], int texts, const In& in, const Finish& finish,
+                                const Store& store, Squares... squares) {
+    using Of = Split<rows, K>;
+    constexpr int count = power_of_two(TEXTS) < Of::lanes ? power_of_two(TEXTS) : Of::lanes;
+    constexpr int numbers = (TEXTS + count - 1) / count, same = Of::lanes / count;
+    const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES * Of::each, own_row = lane / Of::lanes;
+    const int row = first + own_row;
+    const bool any = own_row < Of::each && row < rows;
+    const Weight* weights = matrix[any ? row : 0];
     float sums[count][numbers] = {};
-    UNROLLED(i, each) {
-        const int row = first + i;
-        if (rows % each == 0 && rows / each == WARPS || row < rows) {
-            UNROLLED(piece, Inputs<K>::PIECES) {
-                const int k = 4 * (piece * LANES + lane);
-                const float4 w = K % (4 * LANES) == 0 || k < K ? load4(&matrix[row][k]) : float4{};
-                UNROLLED(t, TEXTS) {
-                    float& sum = sums[i / numbers * TEXTS + t][i % numbers];
-                    sum = dot(sum, w, in.at[piece][t]);
-                }
-            }
+    UNROLLED(piece, Of::pieces) {
+        const int k = Of::input(piece);
+        if (K % (4 * Of::lanes) != 0 && k >= K) break;
+        const float4 w = load4(weights + k);
+        UNROLLED(t, TEXTS) {
+            float& sum = sums[t / numbers][t % numbers];
+            sum = dot(sum, w, in(t, piece));
         }
     }
     float found[numbers];
-    reduce(sums, lane, found);
-    const int index = lane / lanes, row = first + index / TEXTS * numbers, text = index % TEXTS;
-    const bool wanted = index < each / numbers * TEXTS && row < rows && text < texts;
-    UNROLLED(i, numbers)
-        if (wanted) found[i] = finish(row + i, text, found[i]);
-    __syncwarp();
-    if (wanted) store(row, text, found, lane % lanes, lanes);
+    reduce<Of::lanes / 2>(sums, found, squares...);
+    float scale = 1;
+    ((scale = inverse_deviation(squares)), ...);
+    if constexpr (TEXTS == 1 && Of::each % 4 == 0 && rows % Of::each == 0) {
+        const float y = finish(any ? row : 0, 0, found[0] * scale);
+        UNROLLED(quad, Of::each / 4) {
+            float four[4];
+            UNROLLED(i, 4) four[i] = __shfl_sync(~0u, y, (4 * quad + i) * Of::lanes);
+            if (first < rows) store(first + 4 * quad, 0, four, lane, LANES);
+        }
+    } else {
+        UNROLLED(n, numbers) {
+            const int text = lane % Of::lanes / same * numbers + n;
+            if (!any || text >= texts) continue;
+            const float y[1] = {finish(row, text, found[n] * scale)};
+            store(row, text, y, lane % same, same);
+        }
+    }
 }
 
-// A lane's numbers of LayerNorm of x[t], as PyTorch's; called by whole warps. EIGHTH lanes have the whole row,
-// for shorter sums over lanes.
-__device__ inline Inputs<WIDTH, 1> normalised(const Norm& norm, int t) {
-    constexpr int EIGHTH = 8;
-    const float* x = own().x[t];
-    const int lane = threadIdx.x % LANES;
-    float4 row[(WIDTH + 4 * EIGHTH - 1) / (4 * EIGHTH)];
-    float total = 0, squares = 0;
-    UNROLLED(i, int(sizeof(row) / sizeof(float4))) {
-        const int k = 4 * (i * EIGHTH + lane % EIGHTH);
-        row[i] = k < WIDTH ? load4(x + k) : float4{};
-        total += (row[i].x + row[i].y) + (row[i].z + row[i].w);
+// A lane's numbers of a row for a Split.
+template <class Of>
+struct Row {
+    float4 at[Of::pieces];
+};
+
+// LayerNorm of x[t], as PyTorch's, but not divided by the standard deviation; squares: the lane's sum of those
+// of its numbers less their mean. Called by whole warps.
+template <class Of>
+__device__ inline Row<Of> centred(const Norm& norm, int t, float& squares) {
+    Row<Of> row;
+    float total = 0;
+    UNROLLED(i, Of::pieces) {
+        const int k = Of::input(i);
+        row.at[i] = k < WIDTH ? load4(&own().x[t][k]) : float4{};
+        total += (row.at[i].x + row.at[i].y) + (row.at[i].z + row.at[i].w);
     }
-    const float mean = sum<1, EIGHTH>(total) * (1.0f / WIDTH);
-    UNROLLED(i, int(sizeof(row) / sizeof(float4))) {
-        const float4 apart = {row[i].x - mean, row[i].y - mean, row[i].z - mean, row[i].w - mean};
-        if (4 * (i * EIGHTH + lane % EIGHTH) < WIDTH) squares = dot(squares, apart, apart);
+    const float mean = sum<1, Of::lanes>(total) * (1.0f / WIDTH);
+    squares = 0;
+    UNROLLED(i, Of::pieces) {
+        const int k = Of::input(i);
+        if (k >= WIDTH) break;
+        float4& x = row.at[i];
+        x = {x.x - mean, x.y - mean, x.z - mean, x.w - mean};
+        squares += dot(0, x, x);
+        const float4 gain = load4(&norm.gain[k]);
+        x = {x.x * gain.x, x.y * gain.y, x.z * gain.z, x.w * gain.w};
     }
-    const float scale = rsqrtf(sum<1, EIGHTH>(squares) * (1.0f / WIDTH) + 1e-5f);
-    return Inputs<WIDTH, 1>([&](int, int k) {
-        const float4 at = load4(x + k), gain = load4(&norm.gain[k]);
-        float4 y = {(at.x - mean) * scale * gain.x, (at.y - mean) * scale * gain.y,
-                    (at.z - mean) * scale * gain.z, (at.w - mean) * scale * gain.w};
-#if BIAS
-        const float4 bias = load4(&norm.bias[k]);
-        y.x += bias.x, y.y += bias.y, y.z += bias.z, y.w += bias.w;
-#endif
-        return y;
-    });
+    return row;
 }
 
-// Of all texts. Each is normalised by one warp, or by all if it is alone.
-__device__ inline Inputs<WIDTH> normalised(const Norm& norm) {
-#if TEXTS == 1
-    return normalised(norm, 0);
-#else
-    Shared& s = own();
-    const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+// LayerNorm of each text to `normed`, by one warp each.
+__device__ inline void normalise(const Norm& norm) {
+    using Of = Split<WARPS, WIDTH>;  // all lanes
+    const int warp = threadIdx.x / LANES;
     for (int t = warp; t < TEXTS; t += WARPS) {
-        const Inputs<WIDTH, 1> row = normalised(norm, t);
-        UNROLLED(i, int(sizeof(row) / sizeof(float4))) {
-            const int k = 4 * (i * LANES + lane);
-            if (k < WIDTH) *reinterpret_cast<float4*>(&s.normed[t][k]) = row.at[i][0];
+        float squares;
+        const Row<Of> row = centred<Of>(norm, t, squares);
+        const float scale = inverse_deviation(sum<1, LANES>(squares));
+        UNROLLED(i, Of::pieces) {
+            const int k = Of::input(i);
+            if (k >= WIDTH) break;
+            const float4 x = row.at[i];
+            float4 y = {x.x * scale, x.y * scale, x.z * scale, x.w * scale};
+#if BIAS
+            const float4 bias = load4(&norm.bias[k]);
+            y.x += bias.x, y.y += bias.y, y.z += bias.z, y.w += bias.w;
+#endif
+            *reinterpret_cast<float4*>(&own().normed[t][k]) = y;
         }
     }
     __syncthreads();
-    return Inputs<WIDTH>([&](int t, int k) { return load4(&s.normed[t][k]); });
+}
+
+// products() with LayerNorm of the texts. Each warp normalises one text without bias for itself, and its sum of
+// squares is added up beside the products.
+template <int rows, class Finish, class Store>
+__device__ inline void products_of_normalised(const Weight (&matrix)[rows][WIDTH], const Norm& norm, int texts,
+                                              const Finish& finish, const Store& store) {
+    using Of = Split<rows, WIDTH>;
+#if TEXTS == 1 && !BIAS
+    float squares;
+    const Row<Of> row = centred<Of>(norm, 0, squares);
+    products(matrix, texts, [&](int, int piece) { return row.at[piece]; }, finish, store, squares);
+#else
+    normalise(norm);
+    const auto in = [](int t, int piece) { return load4(&own().normed[t][Of::input(piece)]); };
+    products(matrix, texts, in, finish, store);
 #endif
 }
 
@@ -276,67 +346,81 @@ __device__ inline void attend(const Work& work, int layer, int texts, Strip stri
         const int head = unit / SPLITS, first = first_key(unit);
 #pragma unroll 1
         for (int t = team; t < texts; t += TEAMS) {
-            const int cached = s.length[t], keys = cached + (s.token[t] >= 0);
+            const int cached = s.length[t];
             const float4 q = load4(&s.qkv[mine][t][0][4 * part]);
             float m = -INF, l = 0;
             float4 o = {};
-#pragma unroll 1
-            for (int j0 = first; j0 < keys; j0 += STRIP * ROUND) {
-                float score[STRIP], highest = m;
-                UNROLLED(i, STRIP) {
-                    const int j = j0 + i * ROUND + lane / PARTS;
-                    if (j == cached && j < keys) {
-                        strip.k[i] = rounded(load4(&s.qkv[mine][t][1][4 * part]));
-                        strip.v[i] = rounded(load4(&s.qkv[mine][t][2][4 * part]));
-                    }
-                    score[i] = -INF;
-                    if (j0 + i * ROUND < keys) {  // some lane has a key
-                        const float product = sum<1, PARTS>(dot(0, q, strip.k[i]));
-                        if (j < keys) score[i] = product;
-                    }
-                    highest = fmaxf(highest, score[i]);
-                }
+            const auto rescale = [&](float highest) {
                 const float correction = exp2_approx(m - subtrahend(highest));
                 m = highest, l *= correction;
                 o.x *= correction, o.y *= correction, o.z *= correction, o.w *= correction;
+            };
+            const auto add = [&](float score, float4 v) {
+                const float p = exp2_approx(score - subtrahend(m));
+                l += p;
+                o.x = fmaf(p, v.x, o.x), o.y = fmaf(p, v.y, o.y);
+                o.z = fmaf(p, v.z, o.z), o.w = fmaf(p, v.w, o.w);
+            };
+#pragma unroll 1
+            for (int j0 = first; j0 < cached; j0 += STRIP * ROUND) {
+                float score[STRIP], highest = m;
                 UNROLLED(i, STRIP) {
-                    if (j0 + i * ROUND >= keys) break;
-                    const float p = exp2_approx(score[i] - subtrahend(m));
-                    l += p;
-                    o.x = fmaf(p, strip.v[i].x, o.x), o.y = fmaf(p, strip.v[i].y, o.y);
-                    o.z = fmaf(p, strip.v[i].z, o.z), o.w = fmaf(p, strip.v[i].w, o.w);
+                    const float product = sum<1, PARTS>(dot(0, q, strip.k[i]));
+                    score[i] = j0 + i * ROUND + lane / PARTS < cached ? product : -INF;
+                    highest = fmaxf(highest, score[i]);
                 }
-                if (j0 + STRIP * ROUND < keys) strip = load_strip(work, layer, head, t, j0 + STRIP * ROUND);
+                rescale(highest);
+                UNROLLED(i, STRIP) add(score[i], strip.v[i]);
+                if (j0 + STRIP * ROUND < cached) strip = load_strip(work, layer, head, t, j0 + STRIP * ROUND);
             }
             if (t + TEAMS < texts) strip = load_strip(work, layer, head, t + TEAMS, first);
+            // The key that this step adds.
+            const int place = cached - first >= 0 ? (cached - first) % ROUND : ROUND;
+            if (s.token[t] >= 0 && place < WARP_KEYS) {
+                const float score = sum<1, PARTS>(dot(0, q, rounded(load4(&s.qkv[mine][t][1][4 * part]))));
+                if (lane / PARTS == place) {
+                    rescale(fmaxf(m, score));
+                    add(score, rounded(load4(&s.qkv[mine][t][2][4 * part])));
+                }
+            }
             const float all = largest<PARTS, LANES>(m), factor = exp2_approx(m - subtrahend(all));
-            float* warps = &s.various[t][warp * PARTIAL];
+            float* output = MERGED ? &s.various[t][warp * PARTIAL] : s.results[unit].output[t];
+            float* state = MERGED ? output + HEAD_DIM : s.results[unit].state[t];
             const float4 sums = {sum<PARTS, LANES>(o.x * factor), sum<PARTS, LANES>(o.y * factor),
                                  sum<PARTS, LANES>(o.z * factor), sum<PARTS, LANES>(o.w * factor)};
             const float total = sum<PARTS, LANES>(l * factor);
-            if (lane < PARTS) *reinterpret_cast<float4*>(warps + 4 * part) = sums;
-            if (lane == 0) warps[HEAD_DIM] = all, warps[HEAD_DIM + 1] = total;
+            if (lane < PARTS) *reinterpret_cast<float4*>(output + 4 * part) = sums;
+            if (lane == 0) state[0] = all, state[1] = total;
         }
-        __syncthreads();
-        // Merge the warps. PARTS lanes take a text and the blocks that its result goes to.
-        constexpr int GROUPS = THREADS / PARTS;
+        if (MERGED) {
+            __syncthreads();
+            // Merge the warps. PARTS lanes take a text and, of one text, a block that its result goes to.
+            constexpr int GROUPS = THREADS / PARTS, COPIES = COLLECTED ? 1 : BLOCKS;
 #pragma unroll 1
-        for (int pair = threadIdx.x / PARTS; pair < texts * BLOCKS; pair += GROUPS) {
-            const int t = pair / BLOCKS;
-            const float* of_warps = s.various[t];
-            float m = -INF, l = 0, o[4] = {};
-            UNROLLED(w, TEAM) m = fmaxf(m, of_warps[w * PARTIAL + HEAD_DIM]);
-            UNROLLED(w, TEAM) {
-                const float factor = exp2_approx(of_warps[w * PARTIAL + HEAD_DIM] - subtrahend(m));
-                const float4 more = load4(&of_warps[w * PARTIAL + 4 * part]);
-                l = fmaf(of_warps[w * PARTIAL + HEAD_DIM + 1], factor, l);
-                o[0] = fmaf(more.x, factor, o[0]), o[1] = fmaf(more.y, factor, o[1]);
-                o[2] = fmaf(more.z, factor, o[2]), o[3] = fmaf(more.w, factor, o[3]);
+            for (int pair = threadIdx.x / PARTS; pair < texts * COPIES; pair += GROUPS) {
+                const int t = pair / COPIES;
+                const float* of_warps = s.various[t];
+                float m = -INF, l = 0, o[4] = {};
+                UNROLLED(w, TEAM) m = fmaxf(m, of_warps[w * PARTIAL + HEAD_DIM]);
+                UNROLLED(w, TEAM) {
+                    const float factor = exp2_approx(of_warps[w * PARTIAL + HEAD_DIM] - subtrahend(m));
+                    const float4 more = load4(&of_warps[w * PARTIAL + 4 * part]);
+                    l = fmaf(of_warps[w * PARTIAL + HEAD_DIM + 1], factor, l);
+                    o[0] = fmaf(more.x, factor, o[0]), o[1] = fmaf(more.y, factor, o[1]);
+                    o[2] = fmaf(more.z, factor, o[2]), o[3] = fmaf(more.w, factor, o[3]);
+                }
+                Result& result = s.results[unit];
+                const float state[2] = {m, l};
+                if (COLLECTED) {
+                    *reinterpret_cast<float4*>(&result.output[t][4 * part]) = {o[0], o[1], o[2], o[3]};
+                    if (part == 0) result.state[t][0] = m, result.state[t][1] = l;
+                } else {
+                    exchange.store(&result.output[t][4 * part], pair % BLOCKS, o);
+                    if (part == 0) exchange.store(result.state[t], pair % BLOCKS, state);
+                }
             }
-            exchange.store(&s.outputs[t][unit][4 * part], pair % BLOCKS, o);
-            const float state[2] = {m, l};
-            if (part == 0) exchange.store(s.states[t][unit], pair % BLOCKS, state);
         }
+        if (COLLECTED) exchange.copy_to_others(&s.results[unit], sizeof(Result));
         // The block that reads a key has also stored it, so the cache needs no fence.
 #pragma unroll 1
         for (int i = threadIdx.x; i < texts * 2 * HEAD_DIM; i += THREADS) {
@@ -357,15 +441,14 @@ __device__ inline void attend(const Work& work, int layer, int texts, Strip stri
 // Four numbers of the attention's output, merged from the splits of their head.
 __device__ inline float4 attended(int t, int k) {
     const int unit = k / HEAD_DIM * SPLITS;  // the first of its head
-    const auto* outputs = own().outputs[t] + unit;
-    const auto* states = own().states[t] + unit;
+    const auto* results = own().results + unit;
     float m = -INF, l = 0;
     float4 o = {};
-    UNROLLED(i, SPLITS) m = fmaxf(m, states[i][0]);
+    UNROLLED(i, SPLITS) m = fmaxf(m, results[i].state[t][0]);
     UNROLLED(i, SPLITS) {
-        const float factor = exp2_approx(states[i][0] - subtrahend(m));
-        const float4 more = load4(&outputs[i][k % HEAD_DIM]);
-        l = fmaf(states[i][1], factor, l);
+        const float factor = exp2_approx(results[i].state[t][0] - subtrahend(m));
+        const float4 more = load4(&results[i].output[t][k % HEAD_DIM]);
+        l = fmaf(results[i].state[t][1], factor, l);
         o.x = fmaf(more.x, factor, o.x), o.y = fmaf(more.y, factor, o.y);
         o.z = fmaf(more.z, factor, o.z), o.w = fmaf(more.w, factor, o.w);
     }
@@ -397,8 +480,28 @@ __device__ inline void step(const Work& work, int texts, Exchange& exchange) {
             return s.x[t][block * SHARE + row] + (BIAS ? y + bias[row] : y);
         };
     };
+    // Results are collected in memory that no thread reads in that phase.
+    float *of_x = s.normed[0], *of_qkv = s.various[0];
+    const auto collect = [](float* to, const auto& y, int part) {
+        for (int n = 0; n < int(sizeof(y) / sizeof(float)); n++)
+            if (part == 0) to[n] = y[n];
+    };
     const auto to_x = [&](int row, int t, const auto& y, int part, int parts) {
-        exchange.store_to_all(&s.x[t][block * SHARE + row], y, part, parts);
+        if (COLLECTED) {
+            collect(of_x + t * SHARE + row, y, part);
+        } else {
+            exchange.store_to_all(&s.x[t][block * SHARE + row], y, part, parts);
+        }
+    };
+    const auto send_x = [&] {
+        if (COLLECTED)
+            exchange.store_collected<SHARE, SHARE>(
+                of_x, texts, BLOCKS,
+                [&](int t, int row, int to, const auto& store) { store(&s.x[t][block * SHARE + row], to); });
+    };
+    const auto send_qkv = [&](int t, int row, int split, const auto& store) {
+        const int column = block * SHARE + row % SHARE, i = column / HEAD_DIM * SPLITS + split;
+        store(&s.qkv[i / BLOCKS][t][row / SHARE][column % HEAD_DIM], i % BLOCKS);
     };
 #pragma unroll 1  // the code of one layer stays in the instruction cache
     for (int l = 0; l < LAYERS; l++) {
@@ -413,40 +516,57 @@ __device__ inline void step(const Work& work, int texts, Exchange& exchange) {
         Strip strip;
         if (const int t = warp / TEAM; block < UNITS && t < texts)
             strip = load_strip(work, l, block / SPLITS, t, first_key(block));
-        products(
-            layer.qkv, texts, normalised(vectors.ln_1),
+        products_of_normalised(
+            layer.qkv, vectors.ln_1, texts,
             [&](int row, int, float y) { return (BIAS ? y + qkv[row] : y) * (row < SHARE ? work.scale : 1); },
             [&](int first, int t, const auto& y, int part, int parts) {
-                for (int n = 0; n < int(sizeof(y) / sizeof(float)); n++) {
-                    const int row = first + n, column = block * SHARE + row % SHARE;
-                    const int unit = column / HEAD_DIM * SPLITS;  // the first of its head
-                    for (int i = unit + part; i < unit + SPLITS; i += parts)
-                        exchange.store(&s.qkv[i / BLOCKS][t][row / SHARE][column % HEAD_DIM], i % BLOCKS, y[n]);
-                }
+                if (COLLECTED) return collect(of_qkv + t * QKV_ROWS + first, y, part);
+                for (int n = 0; n < int(sizeof(y) / sizeof(float)); n++)
+                    for (int split = part; split < SPLITS; split += parts)
+                        send_qkv(t, first + n, split,
+                                 [&](const float* p, unsigned to) { exchange.store(p, to, y[n]); });
             });
+        if (COLLECTED) exchange.store_collected<QKV_ROWS, SHARE>(of_qkv, texts, SPLITS, send_qkv);
         exchange.wait(QKV);
-        exchange.expect(UNITS * (HEAD_DIM + 2) * row_bytes);
+        exchange.expect(COLLECTED ? (UNITS - units) * int(sizeof(Result)) : UNITS * (HEAD_DIM + 2) * row_bytes);
         attend(work, l, texts, strip, exchange);
         exchange.wait(ATTENTION);
         exchange.expect(WIDTH * row_bytes);
-        products(layer.proj, texts, Inputs<WIDTH>(attended), sum_with(proj), to_x);
+        const auto at = [](int piece) { return Split<SHARE, WIDTH>::input(piece); };
+        if constexpr (COLLECTED) {  // each warp merges the splits of one text, for all warps
+            for (int t = warp; t < texts; t += WARPS)
+                for (int k = 4 * lane; k < WIDTH; k += 4 * LANES)
+                    *reinterpret_cast<float4*>(&s.various[t][k]) = attended(t, k);
+            __syncthreads();
+            const auto in = [&](int t, int piece) { return load4(&s.various[t][at(piece)]); };
+            products(layer.proj, texts, in, sum_with(proj), to_x);
+        } else {
+            const auto in = [&](int t, int piece) { return attended(t, at(piece)); };
+            products(layer.proj, texts, in, sum_with(proj), to_x);
+        }
+        send_x();
         exchange.wait(PROJECTION);
-        exchange.expect(HIDDEN * row_bytes);
-        products(
-            layer.fc, texts, normalised(vectors.ln_2),
-            [&](int row, int, float y) { return gelu(BIAS ? y + fc[row] : y); },
+        exchange.expect((COLLECTED ? HIDDEN - FC_ROWS : HIDDEN) * row_bytes);
+        products_of_normalised(
+            layer.fc, vectors.ln_2, texts, [&](int row, int, float y) { return gelu(BIAS ? y + fc[row] : y); },
             [&](int row, int t, const auto& y, int part, int parts) {
-                exchange.store_to_all(&s.various[t][block * FC_ROWS + row], y, part, parts);
+                float* to = &hidden(t, block * FC_ROWS + row);
+                if (COLLECTED) return collect(to, y, part);
+                exchange.store_to_all(to, y, part, parts);
             });
+        if (COLLECTED) exchange.copy_to_others(&hidden(0, block * FC_ROWS), FC_ROWS * row_bytes);
         exchange.wait(MLP_UP);
         exchange.expect(WIDTH * row_bytes);
-        products(layer.out, texts, Inputs<HIDDEN>([&](int t, int k) { return load4(&s.various[t][k]); }),
-                 sum_with(out), to_x);
+        products(
+            layer.out, texts,
+            [](int t, int piece) { return load4(&hidden(t, Split<SHARE, HIDDEN>::input(piece))); },
+            sum_with(out), to_x);
+        send_x();
         exchange.wait(MLP_DOWN);
     }
     exchange.expect(block < texts ? LOGITS * int(sizeof(float)) : 0);
-    products(
-        s.weights.head, texts, normalised(s.weights.ln_f), [](int, int, float y) { return y; },
+    products_of_normalised(
+        s.weights.head, s.weights.ln_f, texts, [](int, int, float y) { return y; },
         [&](int row, int t, const auto& y, int part, int) {
             // Rows beyond the vocabulary, too: block t then knows that all others have come as far.
             for (int n = 0; n < int(sizeof(y) / sizeof(float)); n++)
@@ -476,7 +596,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
         if (thread < texts) {
             const Text text = work.texts[start + thread];
             s.slot[thread] = text.slot, s.length[thread] = text.length, s.token[thread] = text.token;
-            for (int i = 0; i < SETTINGS; i++) s.settings[thread][i] = work.sampling[text.slot * SETTINGS + i];
+            for (int i = 0; i < SETTINGS && thread == block; i++)
+                s.settings[i] = work.sampling[text.slot * SETTINGS + i];
         }
         sync_cluster();  // the first row may only choose, and other blocks' choices must come after this
         for (int row = 0; row < work.rows; row++) {
@@ -495,21 +616,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
             if (chooses) {
                 const long long at = (long long)s.slot[t] * VOCAB;
                 float *found = s.various[t], *kept = work.logits + at;
-                const bool last = row + 1 == work.rows;
-                for (int i = lane; i < VOCAB; i += LANES) {
-                    if (s.token[t] < 0) found[i] = kept[i];
+                const bool last = row + 1 == work.rows, known = s.token[t] < 0;
+                for (int i = lane; i < VOCAB && (known || last || work.every); i += LANES) {
+                    if (known) found[i] = kept[i];
                     if (work.every) work.every[(long long)place * VOCAB + i] = found[i];
                     if (last) kept[i] = found[i];
                 }
                 __syncwarp();
                 auto* memory = reinterpret_cast<double*>(found + WEIGHTS);
-                const int token = choose(found, s.settings[t], work.bias + at, work.seen + at,
-                                         work.written + at, uniform, memory);
-                for (unsigned other = lane; other < BLOCKS; other += LANES)
-                    exchange.store(&s.next[t], other, __int_as_float(max(token, 0)));
+                const int token = choose(found, s.settings, work.bias + at, work.seen + at, work.written + at,
+                                         uniform, memory);
+                if (lane < BLOCKS) exchange.store(&s.next[t], lane, __int_as_float(max(token, 0)));
                 if (lane == 0) {
                     work.chosen[place] = token;
-                    if (token >= 0) work.seen[at + token]++, work.written[at + token]++;
+                    if (token >= 0) count_token(work, at + token);
                 }
             }
             exchange.expect(texts * int(sizeof(int)));

@@ -25,7 +25,9 @@ struct Norm {
 #endif
 };
 
-constexpr int SETTINGS = 9;  // of generation/csrc/sampling.h, in its order; and whether logits have a bias
+// Of generation/csrc/sampling.h, in its order; whether logits are changed before the choice; and
+// 1 / temperature.
+constexpr int SETTINGS = 10;
 enum Phase { EMBEDDING, QKV, ATTENTION, PROJECTION, MLP_UP, MLP_DOWN, HEAD, SAMPLING, WAITING, PHASES };
 
 struct Weights;  // of each kernel its own

@@ -1,21 +1,37 @@
 // The GPT for many texts, in one launch that writes many tokens, or for a prompt (PROMPT).
 //
 // A block takes TEXTS texts, or tokens of a prompt, through all layers, and reads all weights, which stay in
-// the L2 cache. Blocks that write texts take turns in pairs: one reads its keys while the other multiplies. The
-// tokens of a block are of one prompt. Blocks of prompts wait for all keys of a layer.
+// the L2 cache. Tensor cores multiply weights of 16 bits. With those of 32 bits, blocks that write texts take
+// turns in pairs: one reads its keys while the other multiplies. The tokens of a block are of one prompt.
+// Blocks of prompts wait for all keys of a layer.
 //
 // A number is summed in the same order whatever else is written, but not in the order of cluster.cu.
 //
 // Macros beside those of decoder.h: PROMPT; STRIP, a lane's keys at a time; RESIDENT, the blocks of a
 // multiprocessor that the registers must suffice for.
 #include "choose.h"
+#include "mma.h"
 #include "ptx.h"
 
 constexpr int LOGITS = (VOCAB + 3) / 4 * 4;
+constexpr int tiles(int n) { return (n + 15) / 16; }
 
-// Each matrix as (inputs, outputs), so that the lanes of a warp read neighbours.
+// A matrix of K inputs and N outputs.
+#if WEIGHT_BITS == 16
+template <int K, int N>
+struct Matrix {  // tiles of 16 outputs and 16 inputs, of which each lane has its part of a product's A
+    uint4 tile[tiles(N)][tiles(K)][LANES];
+};
+#else
+template <int K, int N>
+using Matrix = Weight[K][N];  // so that the lanes of a warp read neighbours
+#endif
+
 struct Layer {
-    Weight qkv[WIDTH][3 * WIDTH], proj[WIDTH][WIDTH], fc[WIDTH][HIDDEN], out[HIDDEN][WIDTH];
+    Matrix<WIDTH, 3 * WIDTH> qkv;
+    Matrix<WIDTH, WIDTH> proj;
+    Matrix<WIDTH, HIDDEN> fc;
+    Matrix<HIDDEN, WIDTH> out;
 };
 
 struct __align__(16) Vectors {
@@ -27,7 +43,7 @@ struct __align__(16) Vectors {
 
 struct __align__(16) Weights {
     Layer layers[LAYERS];
-    Weight head[WIDTH][LOGITS];
+    Matrix<WIDTH, LOGITS> head;
     Vectors vectors[LAYERS];
     Norm ln_f;
 };
@@ -37,17 +53,20 @@ constexpr int QUERIES = PROMPT ? TEXTS : 1, SETS = TEXTS / QUERIES;
 constexpr int VECTOR = PROMPT || HEAD_DIM == 4 ? 4 : 16 / int(sizeof(Element));
 constexpr int SPLITS = most(1, WARPS / (SETS * HEADS)), UNITS = SETS * HEADS * SPLITS;  // a unit has a warp
 constexpr int PARTS = HEAD_DIM / VECTOR, KEYS = LANES / PARTS;                          // of a warp at a time
-constexpr int PARTIAL =
-    HEAD_DIM + 4;  // numbers of a unit's result for a row: O, not divided by its sum; m and l
+// Numbers of a unit's result for a row: O, not divided by its sum; m and l.
+constexpr int PARTIAL = HEAD_DIM + 4;
+
+// Floats of a row. The tensor cores' rows are 16 floats modulo 32 apart: two of them are in different banks.
+constexpr int pitch(int floats) { return WEIGHT_BITS == 16 ? (floats + 15) / 32 * 32 + 16 : floats; }
 
 // Of a row's memory for one thing after the other: the queries, the MLP's hidden numbers, the logits and the
 // weights of the choice.
-constexpr int VARIOUS = most(HIDDEN, LOGITS + 2 * VOCAB + 2 & ~3);
+constexpr int PITCH = pitch(WIDTH), VARIOUS = pitch(most(HIDDEN, (LOGITS + 2 * VOCAB + 2) / 4 * 4));
 
 struct __align__(16) Shared {
-    float x[TEXTS][WIDTH], in[TEXTS][WIDTH];  // in: what the next matrix is multiplied with
+    float x[TEXTS][WIDTH], in[TEXTS][PITCH];  // in: what the next matrix is multiplied with
     float various[TEXTS][VARIOUS];
-    float partial[most(4 * THREADS * TEXTS, UNITS * QUERIES * PARTIAL)];
+    float partial[most(WEIGHT_BITS == 16 ? 0 : 4 * THREADS * TEXTS, UNITS * QUERIES * PARTIAL)];
     int slot[TEXTS], length[TEXTS], token[TEXTS], next[TEXTS], flags[TEXTS];
 #if CLOCKS
     long long cycles[PHASES], last;
@@ -57,6 +76,72 @@ static_assert(sizeof(Shared) == SHARED_BYTES, "generation/cuda.py counts the sam
 
 __device__ inline Shared& own() { return *reinterpret_cast<Shared*>(shared_memory()); }
 
+// The products of each row of `in` with a matrix; finish(row, column, product) gets each. Called by all
+// threads, which may read the results after it.
+#if WEIGHT_BITS == 16
+// Two numbers as the sums of three with 8 significant bits each, in pairs of bfloat16. The sums are exact.
+__device__ inline void in_terms(float a, float b, unsigned (&terms)[3]) {
+    UNROLLED(i, 3) {
+        const unsigned bits_a = __float_as_uint(a), bits_b = __float_as_uint(b);
+        terms[i] = __byte_perm(bits_a, bits_b, 0x7632);  // the upper halves
+        a -= __uint_as_float(bits_a & 0xffff0000u), b -= __uint_as_float(bits_b & 0xffff0000u);
+    }
+}
+
+__device__ inline void load(unsigned (&to)[4], const uint4& from) {
+    const uint4 x = from;
+    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+}
+
+// The tensor cores multiply (mma.h: which lanes hold what). A warp has up to TOGETHER tiles of 16 outputs at a
+// time, which share the rows' terms. Lane 4 g + t has of a tile the inputs 4 t to 4 t + 3: those of row g, one
+// float4, are in the order of a product's B, and of the weights' A. Lanes without a row repeat the last.
+template <int K, int N, class Finish>
+__device__ inline void multiply(const Matrix<K, N>& matrix, const float* in, int stride, const Finish& finish) {
+    constexpr int OUTPUTS = tiles(N), DEPTH = tiles(K), OF_WARP = (OUTPUTS + WARPS - 1) / WARPS;
+    constexpr int PASSES = (OF_WARP + 3) / 4, TOGETHER = (OF_WARP + PASSES - 1) / PASSES;
+    constexpr int AHEAD = 8 / TOGETHER;  // inputs whose weights are loaded while others are used
+    const int lane = threadIdx.x % LANES, g = lane / 4, t = lane % 4;
+    const float* x = in + min(g, TEXTS - 1) * stride + 4 * t;
+#pragma unroll 1
+    for (int first = threadIdx.x / LANES; first < OUTPUTS; first += TOGETHER * WARPS) {
+        const uint4* a[TOGETHER];
+        unsigned w[AHEAD][TOGETHER][4];
+        float sums[3][TOGETHER][4] = {};
+        UNROLLED(n, TOGETHER) {
+            constexpr bool all = OUTPUTS % (TOGETHER * WARPS) == 0;
+            a[n] = &matrix.tile[all ? first + n * WARPS : min(first + n * WARPS, OUTPUTS - 1)][0][lane];
+        }
+        UNROLLED(i, AHEAD) {
+            UNROLLED(n, TOGETHER)
+                if (i < DEPTH) load(w[i][n], a[n][i * LANES]);
+        }
+#pragma unroll 1
+        for (int from = 0; from < DEPTH; from += AHEAD) {
+            UNROLLED(i, AHEAD) {
+                const int k = from + i;
+                if (DEPTH % AHEAD && k >= DEPTH) continue;
+                const float4 part = load4(x + 16 * k);
+                unsigned b0[3], b1[3];
+                in_terms(part.x, part.y, b0), in_terms(part.z, part.w, b1);
+                UNROLLED(term, 3) {
+                    UNROLLED(n, TOGETHER) multiply_16bit(sums[term][n], w[i][n], b0[term], b1[term]);
+                }
+                if (k + AHEAD >= DEPTH) continue;
+                UNROLLED(n, TOGETHER) load(w[i][n], a[n][(k + AHEAD) * LANES]);
+            }
+        }
+        UNROLLED(n, TOGETHER) {
+            UNROLLED(i, 4) {
+                const int row = 2 * t + i % 2, column = 16 * (first + n * WARPS) + g + 8 * (i / 2);
+                const float y = sums[2][n][i] + sums[1][n][i] + sums[0][n][i];  // the smallest first
+                if (row < TEXTS && column < N) finish(row, column, y);
+            }
+        }
+    }
+    __syncthreads();
+}
+#else
 __device__ inline void add_multiple(float4& sum, float a, float4 x) {
     sum.x = fmaf(a, x.x, sum.x), sum.y = fmaf(a, x.y, sum.y);
     sum.z = fmaf(a, x.z, sum.z), sum.w = fmaf(a, x.w, sum.w);
@@ -68,11 +153,9 @@ constexpr int slices(int groups, int most) {  // the most slices, a power of two
     return n;
 }
 
-// The products of each row of `in` with a matrix; finish(row, column, product) gets each. A thread has four
-// columns and a slice of the inputs. Called by all threads, which may read the results after it.
+// A thread has four columns and a slice of the inputs.
 template <int K, int N, class Finish>
-__device__ inline void multiply(const Weight (&matrix)[K][N], const float* in, int stride,
-                                const Finish& finish) {
+__device__ inline void multiply(const Matrix<K, N>& matrix, const float* in, int stride, const Finish& finish) {
     constexpr int QUADS = N / 4, LINE = QUADS < THREADS ? (QUADS + LANES - 1) / LANES * LANES : THREADS;
     constexpr int GROUP = TEXTS <= 2 ? 8 : 4;  // inputs whose weights are loaded while others are used
     constexpr int SLICES = slices(K / GROUP, THREADS / LINE), DEPTH = K / SLICES;
@@ -119,6 +202,7 @@ __device__ inline void multiply(const Weight (&matrix)[K][N], const float* in, i
         __syncthreads();
     }
 }
+#endif
 
 // LayerNorm of each row of x to `in`, as PyTorch's. Called by all threads, which may read it after this.
 __device__ inline void normalise(const Norm& norm) {
@@ -302,7 +386,7 @@ __device__ inline void step(const Work& work, int texts, bool logits, Turns& tur
         const float *qkv = nullptr, *proj = nullptr, *fc = nullptr, *out = nullptr;
 #endif
         normalise(vectors.ln_1);
-        multiply(layer.qkv, s.in[0], WIDTH, [&](int r, int column, float y) {
+        multiply(layer.qkv, s.in[0], PITCH, [&](int r, int column, float y) {
             if (BIAS) y += qkv[column];
             const int which = column / WIDTH, k = column % WIDTH;
             if (which == 0) {
@@ -324,10 +408,10 @@ __device__ inline void step(const Work& work, int texts, bool logits, Turns& tur
         attend(work, l, texts);
         if (!PROMPT) turns.end();
         count(s, ATTENTION);
-        multiply(layer.proj, s.in[0], WIDTH, add_to_x(proj));
+        multiply(layer.proj, s.in[0], PITCH, add_to_x(proj));
         count(s, PROJECTION);
         normalise(vectors.ln_2);
-        multiply(layer.fc, s.in[0], WIDTH,
+        multiply(layer.fc, s.in[0], PITCH,
                  [&](int r, int column, float y) { s.various[r][column] = gelu(BIAS ? y + fc[column] : y); });
         count(s, MLP_UP);
         multiply(layer.out, s.various[0], VARIOUS, add_to_x(out));
@@ -335,7 +419,7 @@ __device__ inline void step(const Work& work, int texts, bool logits, Turns& tur
     }
     if (!logits) return;
     normalise(work.weights->ln_f);
-    multiply(work.weights->head, s.in[0], WIDTH, [&](int r, int column, float y) { s.various[r][column] = y; });
+    multiply(work.weights->head, s.in[0], PITCH, [&](int r, int column, float y) { s.various[r][column] = y; });
     count(s, HEAD);
 }
 
@@ -357,6 +441,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode(const __g
     const int thread = threadIdx.x, lane = thread % LANES;
     Turns turns(work);
     start_counting(s);
+    for (int i = thread; i < TEXTS * PITCH; i += THREADS) s.in[0][i] = 0;  // what follows a row must be no NaN
     for (int start = blockIdx.x * TEXTS; start < work.count; start += gridDim.x * TEXTS) {
         __syncthreads();
         if (thread < TEXTS) {
@@ -399,7 +484,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode(const __g
                 if (lane == 0) {
                     s.next[t] = max(token, 0);
                     work.chosen[place] = token;
-                    if (token >= 0) work.seen[at + token]++, work.written[at + token]++;
+                    if (token >= 0) count_token(work, at + token);
                 }
             }
             __syncthreads();

@@ -79,6 +79,18 @@ __device__ inline void store_async(const void* p, unsigned block, const float (&
         : "memory");
 }
 
+// Makes what the thread stored in shared memory known to copies that are begun after a barrier.
+__device__ inline void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Copies bytes, a multiple of 16, at `p` to the same place in another block, whose barrier counts them.
+__device__ inline void copy_to_block(const void* p, unsigned block, int bytes, const Barrier& barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            in_block(p, block)),
+        "r"(shared_address(p)), "r"(bytes), "r"(in_block(&barrier, block))
+        : "memory");
+}
+
 // Copies 16 bytes from global to shared memory.
 __device__ inline void copy_async(void* to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");

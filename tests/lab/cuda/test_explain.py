@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,7 +133,7 @@ def test_the_driver_counts_the_same_blocks(gpu, kernel, d):
 
 
 def test_it_is_measured_on_a_gpu(gpu, monkeypatch):
-    monkeypatch.setattr(nsight.shutil, "which", lambda name: None)
+    monkeypatch.setattr(nsight, "shutil", SimpleNamespace(which=lambda name: None))
     text = explained(N=2048, batch=20)
     assert "Nsight      not counted: ncu (Nsight Compute) was not found on PATH" in text
     limits = [float(ms) for ms in re.findall(r"([\d.e-]+) ms for ", text)]
