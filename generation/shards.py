@@ -17,6 +17,9 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from attention_ext import __version__, processor, tiles
 from attention_ext.build import prebuilt
 from attention_ext.parts import PARTS, CachePrecision, helpers_of
@@ -242,25 +245,7 @@ class Scribe:
         """Write a task's texts. Raises Stop soon after wanted() is false."""
         start, cpu_start = time.perf_counter(), time.process_time()
         rejected: list[tuple[int, str]] = []
-        rows: dict[int, dict[str, Any]] = {}  # of the requests, by their numbers
-
-        def requests() -> Iterator[Request]:
-            for number, (row, request) in enumerate(self._requests(task, rejected)):
-                rows[number] = row
-                yield request
-
-        writer = Writer(self.engine, self.at_once, seconds=WRITE_SECONDS)
-        asked = start
-        for done, piece in complete(writer, self.checkpoint.tokenizer, requests()):
-            if time.perf_counter() - asked > ASK_SECONDS:
-                asked = time.perf_counter()
-                if not wanted():
-                    raise Stop
-            if not piece:
-                row = rows[done.number]
-                row["seed"], row["text"] = done.request.seed, done.text
-                row["new_tokens"], row["finish_reason"] = done.new_tokens, done.finish_reason
-        written = list(rows.values())
+        written = self._together(task, wanted) or self._each(task, wanted, rejected)
         parquet = self.settings.format == "parquet"
         data = in_parquet(written, task.lines is not None) if parquet else in_jsonl(written)
         tokens = sum(row["new_tokens"] for row in written)
@@ -281,6 +266,60 @@ class Scribe:
             rejected,
             this_machine(prebuilt.level("decoder"), *packages) | gpu,
         )
+
+    def _each(
+        self, task: Task, wanted: Callable[[], bool], rejected: list[tuple[int, str]]
+    ) -> list[dict[str, Any]]:
+        """The rows of texts that join and leave, each by itself. rejected: as in _requests()."""
+        rows: dict[int, dict[str, Any]] = {}  # of the requests, by their numbers
+
+        def requests() -> Iterator[Request]:
+            for number, (row, request) in enumerate(self._requests(task, rejected)):
+                rows[number] = row
+                yield request
+
+        writer = Writer(self.engine, self.at_once, seconds=WRITE_SECONDS)
+        asked = time.perf_counter()
+        for done, piece in complete(writer, self.checkpoint.tokenizer, requests()):
+            if time.perf_counter() - asked > ASK_SECONDS:
+                asked = time.perf_counter()
+                if not wanted():
+                    raise Stop
+            if not piece:
+                row = rows[done.number]
+                row["seed"], row["text"] = done.request.seed, done.text
+                row["new_tokens"], row["finish_reason"] = done.new_tokens, done.finish_reason
+        return list(rows.values())
+
+    def _together(self, task: Task, wanted: Callable[[], bool]) -> list[dict[str, Any]]:
+        """The rows of texts that begin and end together; none if these do not.
+
+        _each() would give the same, in 65 us a text of 255 tokens instead of 24 (Zen 3). A GPU takes some 50.
+        """
+        s, engine, tokenizer = self.settings, self.engine, self.checkpoint.tokenizer
+        first = request_for(s, tokenizer, task.first)
+        tokens, slots = s.max_new_tokens, range(task.count)
+        fit = task.count <= self.at_once and 0 < tokens <= engine.capacity + 1 - len(first.ids)
+        if task.lines is not None or s.stop or not s.use_cache or not fit:
+            return []
+        for slot in slots:
+            engine.set_sampling(slot, s.sampling)
+        engine.begin(0, first.ids)
+        engine.read(0)
+        engine.copy(0, *slots[1:])
+        seeds = range(first.seed, first.seed + task.count)
+        uniforms = np.array([engine.uniforms(seed)(tokens) for seed in seeds]).T  # (tokens, texts)
+        written: list[NDArray[Any]] = []
+        while (done := sum(map(len, written))) < tokens:
+            if not wanted():
+                raise Stop
+            written.append(engine.write(slots, uniforms[done:], WRITE_SECONDS))
+        texts = tokenizer.decode_all(np.concatenate(written).T)
+        same = {"new_tokens": tokens, "finish_reason": "length"}
+        return [
+            {"index": index, "seed": seed, "text": text} | same
+            for index, (seed, text) in enumerate(zip(seeds, texts), task.first)
+        ]
 
     def _requests(
         self, task: Task, rejected: list[tuple[int, str]]
@@ -307,9 +346,10 @@ class Scribe:
 
 
 def in_jsonl(rows: Sequence[dict]) -> bytes:
-    """A line of JSON for each row."""
-    encode = json.JSONEncoder(ensure_ascii=False).encode  # dumps() would make an encoder for each row
-    return "".join(f"{encode(row)}\n" for row in rows).encode()
+    """A line of JSON for each row; index is its first field."""
+    # One call takes half the time of one for each row. A string with this border has its quotes escaped.
+    lines = json.dumps(rows, ensure_ascii=False)[1:-1].replace('}, {"index": ', '}\n{"index": ')
+    return (lines + "\n" * bool(rows)).encode()
 
 
 def check_parquet() -> None:

@@ -91,6 +91,11 @@ class CharTokenizer:
             raise ValueError(f"the model does not know {len(unknown)} of the text's characters: {shown}")
         return [self._ids[c] for c in text]
 
+    def decode_all(self, ids: NDArray[Any]) -> list[str]:
+        """The texts of ids (texts, tokens)."""
+        text, length = self.decoder().feed_all(ids.ravel()), ids.shape[1]
+        return [text[at : at + length] for at in range(0, len(text), length)]
+
     def decoder(self) -> _CharDecoder:
         """A decoder from ids to text."""
         return _CharDecoder(self.characters, self._points)
@@ -144,6 +149,11 @@ class GPT2Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of a text; '<|endoftext|>' is the special token, as in nanoGPT."""
         return self._encoding.encode(text, allowed_special={"<|endoftext|>"})
+
+    def decode_all(self, ids: NDArray[Any]) -> list[str]:
+        """The texts of ids (texts, tokens)."""
+        decoders = [self.decoder() for _ in ids]
+        return [decoder.feed_all(row) + decoder.end() for decoder, row in zip(decoders, ids)]
 
     def decoder(self) -> _BytesDecoder:
         """A decoder from ids to text. It emits a character after its last byte."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from support import ROOT, naming
 from generation import bulk, generate, load, shards
 from generation.jobs import MANIFEST, BulkError, Job, Prompts
 from generation.processes import local_pool
-from generation.shards import Loss
+from generation.shards import Loss, Stop, Task
 from model.files import UNFINISHED, locked
 
 
@@ -39,6 +40,20 @@ def test_two_processes_write_the_same_bytes(job, expected, model, tmp_path):
     for i in (0, 17, TEXTS - 1):
         text = generate(load(str(model)), max_new_tokens=TOKENS, seed=5 + i)
         assert rows(tmp_path)[i] == usual | {"index": i, "seed": 5 + i, "text": text}
+
+
+def test_texts_that_begin_and_end_together_are_the_same(settings, model):
+    """Up to 16 tokens fit the window with a prompt of one token, 11 with one of six."""
+    checkpoint = load(str(model))
+    for prompt, tokens in itertools.product(("a", "abcdef"), (0, 1, 11, 12, 16, 17)):
+        scribe = shards.Scribe(replace(settings, prompt=prompt, max_new_tokens=tokens))
+        shard = scribe.write(Task(3, 5))
+        for i, line in enumerate(shard.data.decode().splitlines(), 3):
+            text = generate(checkpoint, prompt, tokens, seed=5 + i)
+            row = {"index": i, "seed": 5 + i, "text": text, "new_tokens": tokens, "finish_reason": "length"}
+            assert line == json.dumps(row, ensure_ascii=False), (prompt, tokens)
+    with pytest.raises(Stop):
+        shards.Scribe(replace(settings, max_new_tokens=9)).write(Task(0, 3), lambda: False)
 
 
 @pytest.mark.full
@@ -307,6 +322,17 @@ def test_prompts_from_a_file(settings, model, prompts, tmp_path):
     prompts.write_bytes(prompts.read_bytes() + b"\n")
     with pytest.raises(BulkError, match=r"another request \(.*prompts_sha256\)"):
         bulk.run(replace(job, prompts=Prompts(prompts, SIZE)), tmp_path / "out", here())
+
+
+def test_a_row_is_a_line_whatever_its_strings_hold():
+    hostile = ['}, {"index": ', "}, {", '"}, {"index": 1', "\n", "\u2028", "\\", '\\"}, {"index": ']
+    made = [
+        {"index": i, "id": text, "text": other} for i, (text, other) in enumerate(zip(hostile, hostile[1:]))
+    ]
+    for some in ([], made[:1], made):
+        assert shards.in_jsonl(some).decode() == "".join(
+            json.dumps(r, ensure_ascii=False) + "\n" for r in some
+        )
 
 
 def test_parquet(job, settings, model, tmp_path):
