@@ -14,12 +14,15 @@ import torch
 
 from app.cli.options import Names, Numbers
 from attention_ext import extension, processor
-from benchmarks.measuring import show_table
+from benchmarks.measuring import QUIET, quiet, show_table
 from lab import backward
 from lab.machine import fma_peak
 
 TRAINING = (16, 4, 128, 32)
-TITLES = "(B, H, N, d) | mask | threads | part4, ms | SDPA, ms | SDPA / part4 | GFLOP/s | of the FMA peak"
+TITLES = (
+    "(B, H, N, d) | mask | threads | part4, ms | SDPA, ms | SDPA / part4 | GFLOP/s | of the FMA peak "
+    f"| {QUIET}"
+)
 
 
 def row(shape: backward.Shape, threads: int, rounds: int, peak: float) -> str:
@@ -29,12 +32,13 @@ def row(shape: backward.Shape, threads: int, rounds: int, peak: float) -> str:
     for error in backward.errors(both, shape, tensors, dout):
         if not error.passed:
             raise click.ClickException(f"{shape}: the error of {error.name} is {error.part:.2e}")
-    ours, sdpa = backward.seconds(both, rounds)
+    samples = backward.seconds(both, rounds)
+    ours, sdpa = (each.median for each in samples)
     rate = shape.operations / ours
     mask = "causal" if shape.causal else "none"
     return (
         f"({shape.B}, {shape.H}, {shape.N}, {shape.d}) | {mask} | {threads} | {1e3 * ours:.2f} "
-        f"| {1e3 * sdpa:.2f} | {sdpa / ours:.2f} | {rate / 1e9:.0f} | {rate / peak:.0%}"
+        f"| {1e3 * sdpa:.2f} | {sdpa / ours:.2f} | {rate / 1e9:.0f} | {rate / peak:.0%} | {quiet(samples[0])}"
     )
 
 

@@ -20,7 +20,6 @@ same run, over as many bytes as a token needs in fp32: all weights but the posit
 values so far.
 """
 
-import statistics
 import sys
 import time
 from collections import ChainMap
@@ -43,7 +42,7 @@ from torch.nn import functional as F
 from app.cli import options
 from attention_ext import PARTS, extension
 from attention_ext.parts import CachePrecision, Precision
-from benchmarks.measuring import percent, show_table, spread, write
+from benchmarks.measuring import QUIET, percent, show_table, spread, write
 from benchmarks.peers import Peer
 from benchmarks.peers.ctranslate import CTranslate2, CTranslate2Int8
 from benchmarks.peers.llama import LlamaCpp, LlamaCppQ8
@@ -54,6 +53,7 @@ from generation.sampling import Sampling
 from generation.writer import Request
 from lab import saved
 from lab.machine import Load, closing_text, describe, fma_peak, read_bandwidth
+from lab.timing import PATIENCE, Samples
 from model import corpus, load
 from model.gpt import GPT
 
@@ -248,8 +248,9 @@ def run_case(
             if apart:
                 time.sleep(PAUSE_SECONDS)
                 call()
+            before = watch.sample(SAMPLE_BYTES, PATIENCE)
             figures[name]["seconds"].append(sum(call()[0] for _ in range(count)) / count)
-            watch.sample(SAMPLE_BYTES)
+            figures[name].setdefault("paces", []).append(min(before, watch.sample(SAMPLE_BYTES)))
     click.echo(f"\n{title}: {case.model}, {case.prompt} + {case.count} tokens, batch {case.batch}\n")
     if case.batch > 1 or case.count == 1:
         show(case, figures)
@@ -317,32 +318,44 @@ def show(case: Case, figures: dict[str, dict[str, Any]]) -> None:
     """Print the figures, after adding those that follow from the seconds of each round.
 
     The figures are: error, the largest of its logits. agreement: how much of its greedy text is as expected.
-    seconds: of each round; empty if it was wrong. loss: nats a token, if it was measured. tokens_per_second,
-    or ms where a case only reads a prompt: of the median time. relative: the time, as a multiple of the first
-    contender's. spread: the interquartile range, as a share of the median.
+    seconds: of each round; empty if it was wrong. paces: the machine's speed beside them, if it was
+    sampled. quiet, all: how many rounds were quiet, and the median of all relative to theirs. loss: nats
+    a token, if it was measured. tokens_per_second, or ms where a case only reads a prompt: of the median
+    time in quiet rounds. relative: the time, as a multiple of the first contender's. spread: the
+    interquartile range, as a share of the median.
     """
     timed = {name: each for name, each in figures.items() if each["seconds"]}
     for each in timed.values():
-        seconds = each["seconds"]
-        time, first = (statistics.median(of["seconds"]) for of in (each, next(iter(timed.values()))))
+        samples, first = map(samples_of, (each, next(iter(timed.values()))))
+        time, seconds = samples.median, samples.counted
         rate = {"tokens_per_second": case.batch * case.count / time}
         each |= rate if case.count > 1 else {"ms": 1e3 * time}
-        each |= {"relative": time / first} | ({"spread": spread(seconds)} if len(seconds) > 1 else {})
+        each |= {"relative": time / first.median} | ({"spread": spread(seconds)} if len(seconds) > 1 else {})
+        if "paces" in each:
+            each |= {"quiet": samples.quiet, "all": samples.disturbance}
     unit, one = "tokens/s" if case.count > 1 else "ms", next(iter(timed), "none")
     show_table(
-        f"contender | {unit} | spread | of memory limit | {one} = 1 | logit error | loss | greedy text",
+        f"contender | {unit} | spread | {QUIET} | of memory limit | {one} = 1 | logit error | loss "
+        "| greedy text",
         (row(name, each, figures.get(MEMORY_LIMIT)) for name, each in figures.items()),
     )
+
+
+def samples_of(figures: dict[str, Any]) -> Samples:
+    """The times of a contender; without paces all are quiet."""
+    return Samples(figures["seconds"], figures.get("paces", [1.0] * len(figures["seconds"])))
 
 
 def row(name: str, each: dict[str, Any], limit: dict[str, Any] | None) -> str:
     """A row of the table. limit: the figures of the memory limit."""
     if "relative" not in each:
-        return f"{name} | wrong, so not timed | | | | {each['error']:.0e} | | "
+        return f"{name} | wrong, so not timed | | | | | | {each['error']:.0e} | | "
     cells = [
         name,
         f"{each['ms']:.2f}" if "ms" in each else f"{each['tokens_per_second']:.0f}",
         percent(each["spread"]) if "spread" in each else "",
+        each.get("quiet", ""),
+        f"{each['all']:.2f}" if "all" in each else "",
         percent(limit["relative"] / each["relative"]) if limit else "",
         f"{each['relative']:.2f}",
         f"{each['error']:.0e}" if "error" in each else "",
@@ -410,7 +423,8 @@ def main(
         return
     cases = cases or ON_CPU
     text = corpus.read(file or corpus.INPUT) if file or corpus.INPUT.exists() else None
-    contenders = [Contender(e, p) for p in parts for e in engines if e == "torch" or PARTS[p].operator]
+    on_cpu = [engine for engine in engines if engine != "cuda"]
+    contenders = [Contender(e, p) for p in parts for e in on_cpu if e == "torch" or PARTS[p].operator]
     native = [each for each in contenders if each.engine == "native"]
     contenders += [replace(each, weights=Precision(name)) for each in native for name in weights]
     contenders += [replace(each, kv_cache=CachePrecision.BF16) for each in native]

@@ -7,7 +7,6 @@ longer than their launch do not count. The contenders take turns, after their re
 figure is the median of the rounds.
 """
 
-import statistics
 from collections.abc import Callable
 from functools import partial
 
@@ -52,7 +51,7 @@ def row(dtype: Dtype, shape: tuple[int, ...], rounds: int) -> str:
     for call in calls:
         host_seconds(call)
     seconds = take_turns({i: partial(host_seconds, call) for i, call in enumerate(calls)}, rounds)
-    times = (f"{1e6 * statistics.median(each):.1f} | {percent(spread(each))}" for each in seconds.values())
+    times = (f"{1e6 * each.median:.1f} | {percent(spread(each.counted))}" for each in seconds.values())
     return f"{dtype} | {shape} | {' | '.join(times)}"
 
 

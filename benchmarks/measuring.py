@@ -2,12 +2,15 @@
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from generation.engine import Engine
 from generation.writer import Request, Writer
+
+if TYPE_CHECKING:
+    from lab.timing import Samples
 
 Name = TypeVar("Name")
 
@@ -27,13 +30,19 @@ def write(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     return list(texts.values())
 
 
-def take_turns(contenders: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, list[float]]:
+QUIET = "quiet | all samples' time"  # the titles of quiet()
+
+
+def quiet(samples: "Samples") -> str:
+    """How many samples were quiet, and the median of all as a multiple of the quiet ones'."""
+    return f"{samples.quiet} | {samples.disturbance:.2f}"
+
+
+def take_turns(contenders: Mapping[Name, Callable[[], float]], rounds: int) -> "dict[Name, Samples]":
     """The seconds that each contender returns in each round; the contenders take turns."""
-    seconds: dict[Name, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, measured in contenders.items():
-            seconds[name].append(measured())
-    return seconds
+    from lab import timing  # it imports torch, and benchmarks.start measures memory without it
+
+    return dict(zip(contenders, timing.take_turns([*contenders.values()], rounds)))
 
 
 def spread(seconds: Sequence[float]) -> float:

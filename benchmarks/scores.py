@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from app.cli.options import Names
 from attention_ext import PARTS, SIMD, attention, extension, processor, reference
 from benchmarks.measuring import show_table
-from lab.timing import in_turns
+from lab.timing import Samples, in_turns
 
 SCALES = (1, 1.5, 2, 3, 4, 5, 6, 8)
 DENORMAL = 1e-40
@@ -55,8 +55,10 @@ def ratios(
     calls, firsts, found = [partial(call, part, simd, *case) for case in cases], [], []
     for other in calls[1:]:
         both = in_turns([calls[0], other], rounds, CALL_SECONDS)
-        firsts += both[0]
-        found.append(statistics.median(seconds / first for first, seconds in zip(*both)))
+        firsts += both[0].counted
+        pairs = [min(paces) for paces in zip(*(samples.paces for samples in both))]
+        ratios = [seconds / first for first, seconds in zip(*(samples.seconds for samples in both))]
+        found.append(Samples(ratios, pairs).median)
     return statistics.median(firsts), found
 
 

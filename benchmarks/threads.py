@@ -16,7 +16,7 @@ import torch
 from app.cli import options
 from attention_ext import extension, processor
 from attention_ext.parts import CachePrecision, Precision
-from benchmarks.measuring import percent, powers, show_table, spread, take_turns, write
+from benchmarks.measuring import QUIET, percent, powers, quiet, show_table, spread, take_turns, write
 from generation.engine import Engine, open_engine
 from generation.writer import Request
 from lab.machine import fma_peak, read_bandwidth
@@ -27,7 +27,7 @@ from model.gpt import GPT
 
 LEAST_SECONDS = 0.2  # of one measurement: a virtual machine's cores change places within seconds
 WEIGHT_BYTES = {Precision.FP32: 4, Precision.BF16: 2, Precision.INT8: 1}  # without int8's scales
-TITLES = "threads | tokens/s | spread | times the first | FMA peak | of memory limit"
+TITLES = f"threads | tokens/s | spread | times the first | FMA peak | of memory limit | {QUIET}"
 
 
 def open_with(model: GPT, threads: int, weights: str, kv_cache: str, texts: int) -> Engine:
@@ -80,16 +80,16 @@ def main(model: str, threads: tuple[int, ...], texts: int, weights: str, kv_cach
         {count: partial(mean_seconds, engine, texts) for count, engine in engines.items()}, rounds
     )
     tokens = texts * (gpt.config.block_size - 1)
-    rates = {count: tokens / statistics.median(times) for count, times in seconds.items()}
+    rates = {count: tokens / times.median for count, times in seconds.items()}
     for count in threads:
         peaks[count].append(fma_peak(count))
 
     def row(count: int) -> str:
         share = rates[count] / memory_limit(gpt, weights, kv_cache, count) if texts == 1 else None
         return (
-            f"{count} | {rates[count]:.0f} | {percent(spread(seconds[count]))} "
+            f"{count} | {rates[count]:.0f} | {percent(spread(seconds[count].counted))} "
             f"| {rates[count] / rates[threads[0]]:.2f} | {sum(peaks[count]) / sum(peaks[threads[0]]):.2f} "
-            f"| {percent(share) if share else ''}"
+            f"| {percent(share) if share else ''} | {quiet(seconds[count])}"
         )
 
     click.echo(

@@ -4,9 +4,10 @@
 
 shakes128's sizes, float32, no dropout. A step is gradients, clipping, Muon, AdamW and the average of the
 weights. The gradients of one batch are compared first: each may differ by 1e-4 of its parameter's largest.
-Both then take turns; a figure is the median of the rounds. The GFLOP/s exclude the optimizers' products; the
-FMA peak is measured in the same run. FOLDER is a clone of llm.c. It gets the same weights and batch, which
-its first loss must confirm; its step is gradients and AdamW. It runs before and after the rounds.
+Both then take turns; a figure is the median of the quiet rounds. The GFLOP/s exclude the optimizers'
+products; the FMA peak is measured in the same run. FOLDER is a clone of llm.c. It gets the same weights and
+batch, which its first loss must confirm; its step is gradients and AdamW. It runs before and after the
+rounds.
 """
 
 import dataclasses
@@ -26,14 +27,14 @@ import torch  # noqa: E402
 from app.cli.options import Numbers  # noqa: E402
 from attention_ext import extension  # noqa: E402
 from benchmarks.llm_c import LlmC  # noqa: E402
-from benchmarks.measuring import show_table  # noqa: E402
+from benchmarks.measuring import QUIET, quiet, show_table  # noqa: E402
 from lab import profile_training as training  # noqa: E402
 from lab.machine import Load, busy_text, fma_peak  # noqa: E402
 from lab.timing import in_turns  # noqa: E402
 
 TITLES = (
     "batch | threads | PyTorch, ms | native, ms | ratio | gradients differ by | characters/s | GFLOP/s "
-    "| of the FMA peak"
+    f"| of the FMA peak | {QUIET}"
 )
 
 
@@ -54,7 +55,7 @@ def row(threads: int, block: int, batch: int, rounds: int, llm_c: Path | None) -
         times = in_turns([each.step for each in both], rounds)
         if llm_c:
             others += program.seconds(threads)
-    pytorchs, native = (statistics.median(seconds) for seconds in times)
+    pytorchs, native = (samples.median for samples in times)
     rate, peak = training.operations(config, batch) / native, fma_peak(threads)
     third = (
         f" | {1e3 * statistics.median(others):.0f} | {statistics.median(others) / native:.1f}"
@@ -64,7 +65,7 @@ def row(threads: int, block: int, batch: int, rounds: int, llm_c: Path | None) -
     return (
         f"{batch} x {block} | {threads} | {1e3 * pytorchs:.1f} | {1e3 * native:.1f} "
         f"| {pytorchs / native:.2f} | {error:.0e} | {batch * block / native:,.0f} "
-        f"| {rate / 1e9:.0f} | {rate / peak:.0%}{third}"
+        f"| {rate / 1e9:.0f} | {rate / peak:.0%} | {quiet(times[1])}{third}"
     )
 
 

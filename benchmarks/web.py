@@ -23,7 +23,7 @@ import click
 from app.cli.options import choice, option, set_threads, whole
 from attention_ext import processor
 from attention_ext.build import toolchain
-from benchmarks.measuring import percent, show_table, spread, take_turns, write
+from benchmarks.measuring import QUIET, percent, quiet, show_table, spread, take_turns, write
 from benchmarks.servers import Process
 from generation.engine import open_engine
 from generation.writer import Request
@@ -92,12 +92,12 @@ def main(model: str, weights: str, march: str, core: int, rounds: int) -> None:
         server.shutdown()
     browser = f"{facts['browser']}, {facts['build']} build"
     click.echo(f"{processor.name()}; {browser}; {model}, {weights}, texts of {count} tokens, one core\n")
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    medians = {name: times.median for name, times in seconds.items()}
     show_table(
-        "engine | tokens/s | spread | of the native engine",
+        f"engine | tokens/s | spread | of the native engine | {QUIET}",
         (
-            f"{name} | {count / median:,.0f} | {percent(spread(seconds[name]))} "
-            f"| {percent(medians[native] / median)}"
+            f"{name} | {count / median:,.0f} | {percent(spread(seconds[name].counted))} "
+            f"| {percent(medians[native] / median)} | {quiet(seconds[name])}"
             for name, median in medians.items()
         ),
     )

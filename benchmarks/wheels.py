@@ -8,7 +8,6 @@ their texts have been compared: they must be the same. A figure is the median of
 
 import platform
 import runpy
-import statistics
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ import click
 from app.cli import options
 from attention_ext import processor
 from attention_ext.build import prebuilt
-from benchmarks.measuring import percent, show_table, spread, take_turns, write
+from benchmarks.measuring import QUIET, percent, quiet, show_table, spread, take_turns, write
 from generation import native
 from generation.engine import Engine, open_engine
 from generation.writer import Request
@@ -72,13 +71,13 @@ def main(weights: str, rounds: int) -> None:
         for title, count in TEXTS.items():
             calls = {name: partial(seconds_of, partial(texts_of, e, count)) for name, e in opened.items()}
             seconds = take_turns(calls, rounds)
-            tokens, own = count * (opened[HERE].config.block_size - 1), statistics.median(seconds[HERE])
+            tokens, own = count * (opened[HERE].config.block_size - 1), seconds[HERE].median
             for name, times in seconds.items():
-                median = statistics.median(times)
-                cells = f"{tokens / median:,.0f} | {percent(spread(times))} | {own / median:.2f}"
-                yield f"{title} | {name} | {cells}"
+                median = times.median
+                cells = f"{tokens / median:,.0f} | {percent(spread(times.counted))} | {own / median:.2f}"
+                yield f"{title} | {name} | {cells} | {quiet(times)}"
 
-    show_table("texts | compiled for | tokens/s | spread | of this processor's", rows())
+    show_table(f"texts | compiled for | tokens/s | spread | of this processor's | {QUIET}", rows())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The lab's test of a part's gradients: their error beside PyTorch's and their time beside SDPA's."""
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 from attention_ext import PARTS, attention, extension, reference
 from attention_ext.parts import check_part, resolve_simd, with_gradient
 from lab import correctness, machine
-from lab.timing import in_turns
+from lab.timing import Samples, in_turns
 
 PRODUCTS = 5  # S, dP, dV, dK and dQ, each of 2 d operations for a query and a key
 FLOOR = 1e-6  # allowed error of any float32 result, as a share of the largest gradient
@@ -95,9 +94,9 @@ def errors(both: Sequence[Backward], shape: Shape, tensors: Sequence[Tensor], do
     return found
 
 
-def seconds(both: Sequence[Backward], rounds: int) -> tuple[float, ...]:
-    """The median seconds of a call of each."""
-    return tuple(map(statistics.median, in_turns(both, rounds, LEAST_SECONDS)))
+def seconds(both: Sequence[Backward], rounds: int) -> list[Samples]:
+    """The seconds of a call of each."""
+    return in_turns(both, rounds, LEAST_SECONDS)
 
 
 def run(
@@ -123,10 +122,12 @@ def run(
     echo(f"manual gradients == float64 gradients {passed}\n")
     if not passed:
         return False
-    ours, sdpa = seconds(both, rounds)
+    samples = seconds(both, rounds)
+    ours, sdpa = (each.median for each in samples)
     rate = shape.operations / ours
     share = rate / machine.fma_peak(threads=torch.get_num_threads())
     echo(f"{part} backward time:  {1e3 * ours:.3f}ms, {rate / 1e9:.1f} GFLOP/s, {share:.0%} of the FMA peak")
+    echo(f"quiet samples:       {samples[0].quiet}; all take {samples[0].disturbance:.2f} times as long")
     echo(f"SDPA backward time:  {1e3 * sdpa:.3f}ms")
     echo(f"speed-up over SDPA:  {sdpa / ours:.2f}x")
     return True

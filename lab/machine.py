@@ -21,7 +21,7 @@ from lab.text import size_text
 BUSY_SHARE = 0.05  # on a busy machine others take more than this share of the measured threads' time
 SAMPLE_SECONDS = 2e-4
 LIMIT_SECONDS = 0.3  # time in which a limit of the machine is measured
-SLOWED_BELOW = 0.95  # a sample below this share of the fastest is slowed
+SLOWED_BELOW = 0.95  # a sample below this share of the fastest is slowed, any other quiet
 MOST_SLOWED_SHARE = 0.1  # on a busy machine a larger share of the samples is slowed
 
 
@@ -45,16 +45,22 @@ def read_rate(size: int) -> float:
     return extension.load().read_bandwidth(size, SAMPLE_SECONDS)
 
 
-class Load:
-    """The load of other programs: processor time, and the bandwidth of the shared cache and memory.
+def nop_rate() -> float:
+    """Loops of NOPs per second that this thread does now; one takes some 10 us."""
+    return 1 / extension.load().nops()
 
-    A program on another core, or in another virtual machine, shows only in the bandwidth.
+
+class Load:
+    """The load of other programs: processor time, the core's rate, and the bandwidth of the shared cache.
+
+    Another virtual machine shows only in a sample: on this core in the rate of NOPs, on another in the
+    bandwidth.
     """
 
     def __init__(self) -> None:
         self._start = processor_times()
-        self._samples: list[float] = []  # bytes per second
-        self._fastest = 0.0
+        self._samples: list[tuple[float, float]] = []  # bytes and loops of NOPs per second
+        self._fastest = 0.0, 0.0
 
     def others(self) -> float | None:
         """The mean number of processors that other programs took since this was made; None if unknown."""
@@ -64,22 +70,31 @@ class Load:
         busy, own, wall = (b - a for a, b in zip(self._start, now))
         return max(0.0, busy - own) / wall
 
-    def sample(self, size: int, patience: float = 0.0) -> float:
-        """The speed at which this thread reads `size` bytes now, as a share of the fastest so far.
+    def sample(self, size: int = 0, patience: float = 0.0) -> float:
+        """The speed of this thread now, as a share of the fastest so far: of NOPs or of reading `size` bytes,
+        the lower one.
 
-        size: more than the core's own caches hold. patience: the longest time to wait for a fast sample. Only
-        the first sample of a call is kept.
+        size: more than the core's own caches hold, or 0 to read none. patience: the longest time to wait for
+        a fast sample. Only the first sample of a call is kept.
         """
-        end, rate = time.perf_counter() + patience, read_rate(size)
-        self._samples.append(rate)
-        self._fastest = max(rate, self._fastest)
-        while rate < SLOWED_BELOW * self._fastest and time.perf_counter() < end:
-            rate = read_rate(size)
-        return min(1.0, rate / self._fastest)
+
+        def measure() -> tuple[float, float]:
+            rates = read_rate(size) if size else 1.0, nop_rate()
+            self._fastest = max(rates[0], self._fastest[0]), max(rates[1], self._fastest[1])
+            return rates
+
+        end, rates = time.perf_counter() + patience, measure()
+        self._samples.append(rates)
+        while self._share(rates) < SLOWED_BELOW and time.perf_counter() < end:
+            rates = measure()
+        return self._share(rates)
+
+    def _share(self, rates: tuple[float, float]) -> float:
+        return min(rate / fastest for rate, fastest in zip(rates, self._fastest))
 
     def slowed(self) -> float:
         """The share of samples that were slowed."""
-        return sum(rate < SLOWED_BELOW * self._fastest for rate in self._samples) / max(1, len(self._samples))
+        return sum(self._share(rates) < SLOWED_BELOW for rates in self._samples) / max(1, len(self._samples))
 
 
 def fma_peak(threads: int = 1) -> float:
@@ -119,7 +134,7 @@ def busy(load: Load, peaks: list[float], threads: int) -> str | None:
     """
     reasons = taken(load.others(), min(threads, processor.cores()))
     if (slowed := load.slowed()) > MOST_SLOWED_SHARE:
-        reasons.append(f"the shared cache was slow in {100 * slowed:.0f} % of samples")
+        reasons.append(f"the core or the shared cache was slow in {100 * slowed:.0f} % of samples")
     if max(peaks) / min(peaks) > 1 + BUSY_SHARE:
         reasons.append(f"the FMA peak went from {peaks[0] / 1e9:.0f} to {peaks[-1] / 1e9:.0f} GFLOP/s")
     if not reasons:

@@ -1,9 +1,9 @@
 """Timing of a call on a machine that others use too.
 
-Other programs slow the shared cache and memory for milliseconds at a time, and no system counter shows it. So
-a round consists of short bursts of calls, with a sample of the bandwidth before and after each burst. The
-round's time is that of the median call between fast samples. Only the samples decide which bursts count,
-never the calls' own times; see calm().
+Other programs slow a core, the shared cache and memory for milliseconds at a time, and no system counter
+shows it. So a round consists of short bursts of calls, with a sample of the machine's speed before and
+after each burst. The round's time is that of the median call between fast samples. Only the samples decide
+which bursts count, never the calls' own times; see calm().
 """
 
 import itertools
@@ -11,6 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -18,6 +19,9 @@ import numpy as np
 from lab import machine
 
 CONFIDENCE = 0.95  # least confidence of a median's interval
+WARM_UP_SAMPLES = 20  # of the machine's speed, which show its fastest
+PATIENCE = 0.01  # seconds; longest wait for a quiet machine before a sample
+FEWEST_QUIET = 3  # samples that count even if disturbed
 
 T = TypeVar("T")
 
@@ -25,11 +29,12 @@ T = TypeVar("T")
 class Round(NamedTuple):
     """The result of time_round().
 
-    seconds: time of the median call in calm() bursts. pace: that of the calmest burst. spent: seconds of all
-    calls. pages: memory pages that the system gave to the process for them.
+    seconds: time of the median call in calm() bursts. every: that in all bursts. pace: that of the calmest
+    burst. spent: seconds of all calls. pages: memory pages that the system gave to the process for them.
     """
 
     seconds: float
+    every: float
     pace: float
     spent: float
     pages: int
@@ -54,14 +59,64 @@ def time_round(call: Callable[[], object], bursts: Sequence[int], pace: Callable
         times.append([end - start for start, end in itertools.pairwise(ticks)])
         paces.append(min(before, after))
         before = after
-    median = statistics.median(itertools.chain(*calm(times, paces, 1)))
-    return Round(median, max(paces), sum(map(sum, times)), pages)
+    quiet, every = (statistics.median(itertools.chain(*kept)) for kept in (calm(times, paces, 1), times))
+    return Round(quiet, every, max(paces), sum(map(sum, times)), pages)
 
 
 def calm(timed: list[T], paces: Sequence[float], least: int) -> list[T]:
     """The items that were timed undisturbed, and the next calmest ones if there are fewer than `least`."""
     enough = min([machine.SLOWED_BELOW, *sorted(paces, reverse=True)[:least]])
     return [each for each, pace in zip(timed, paces) if pace >= enough]
+
+
+class Samples(NamedTuple):
+    """Times that were measured one by one; paces: the lower speed of the machine before and after each."""
+
+    seconds: list[float]
+    paces: list[float]
+
+    def add(self, seconds: float, pace: float) -> None:
+        """Append a sample."""
+        self.seconds.append(seconds)
+        self.paces.append(pace)
+
+    @property
+    def counted(self) -> list[float]:
+        """Seconds of the quiet samples, but of at least FEWEST_QUIET."""
+        return calm(self.seconds, self.paces, FEWEST_QUIET)
+
+    @property
+    def median(self) -> float:
+        """The median seconds of those that count."""
+        return statistics.median(self.counted)
+
+    @property
+    def disturbance(self) -> float:
+        """The median of all samples, as a multiple of that of those that count."""
+        return statistics.median(self.seconds) / self.median
+
+    @property
+    def quiet(self) -> str:
+        """How many samples were quiet, as '5 of 9'."""
+        return quiet_of(self.paces)
+
+
+def quiet_of(paces: Sequence[float]) -> str:
+    """How many of them are those of quiet samples, as '5 of 9'."""
+    return f"{sum(pace >= machine.SLOWED_BELOW for pace in paces)} of {len(paces)}"
+
+
+def take_turns(calls: Sequence[Callable[[], float]], rounds: int) -> list[Samples]:
+    """The seconds that each call returns in each round; the calls take turns."""
+    load, samples = machine.Load(), [Samples([], []) for _ in calls]
+    for _ in range(WARM_UP_SAMPLES):
+        load.sample()
+    for _ in range(rounds):
+        for call, found in zip(calls, samples):
+            before = load.sample(patience=PATIENCE)
+            seconds = call()
+            found.add(seconds, min(before, load.sample()))
+    return samples
 
 
 def seconds_of(call: Callable[[], object], repeats: int = 1) -> float:
@@ -72,14 +127,13 @@ def seconds_of(call: Callable[[], object], repeats: int = 1) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def in_turns(calls: Sequence[Callable[[], object]], rounds: int, least: float = 0.0) -> list[list[float]]:
+def in_turns(calls: Sequence[Callable[[], object]], rounds: int, least: float = 0.0) -> list[Samples]:
     """The seconds of each call in each round, after one to warm up; the calls take turns.
 
     least: seconds for which a call is repeated in a round, about.
     """
     repeats = [max(1, round(least / seconds_of(call))) for call in calls]
-    timed = [[seconds_of(call, count) for call, count in zip(calls, repeats)] for _ in range(rounds)]
-    return [list(each) for each in zip(*timed)]
+    return take_turns([partial(seconds_of, call, count) for call, count in zip(calls, repeats)], rounds)
 
 
 def spread(count: int, parts: int) -> list[int]:

@@ -97,7 +97,7 @@ class Quiet:
     """The Load of a machine on which nothing else runs."""
 
     others = slowed = staticmethod(lambda: 0.0)
-    sample = staticmethod(lambda size, patience=0.0: 1.0)
+    sample = staticmethod(lambda size=0, patience=0.0: 1.0)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from lab.bench.contenders import Call, contenders
 from lab.bench.results import FEWEST_COUNTED_ROUNDS, FIRM_MARGIN, Result, Run
 from lab.correctness import allocated
 from lab.costs import block_of, scratch
-from lab.timing import seconds_of, spread, time_round
+from lab.timing import PATIENCE, WARM_UP_SAMPLES, seconds_of, spread, time_round
 from lab.traffic import streams
 
 # Largest error of a correct contender, as a share of the largest expected value. bfloat16 rounds by up to 0.4
@@ -40,12 +40,11 @@ SLICE = 2**24  # float64 scores that exact_output() holds at once
 MOST_TRIES = 4  # tries of such a round; then the cell is not timed again in this pass
 # Before shorter calls, an untimed one clears the caches of the last contender's data.
 SHORT_CALL_SECONDS = 0.02
-BURST_SECONDS = 0.005  # time between two samples of the bandwidth; disturbances take some 10 ms
+BURST_SECONDS = 0.005  # time between two samples of the speed; disturbances take some 10 ms
 BUFFER_CACHES = 4  # a sample of the bandwidth reads this many times the size of the core's last own cache
 PASSES, FURTHER_PASSES = 5, 8  # through the sweep, and at most through the cells that are not firm
 FURTHER_SHARE = 0.25  # share of the time so far that further passes may take
-WARM_UP_SAMPLES = 20  # samples of the bandwidth before the first round, which show the fast rate
-WAIT_SECONDS, WAIT_SHARE = 0.01, 0.1  # longest wait for a fast sample, and share of the time for all waits
+WAIT_SHARE = 0.1  # of the time, for all waits for a fast sample
 
 Spent = Generator[tuple[Cell, float], None, None]  # a cell with the seconds that were just spent on it
 Verified = tuple[Result, float]  # a correct result with the seconds of a call
@@ -113,13 +112,14 @@ class Bench:
         yield from self._time_again(right, FURTHER_SHARE * (time.perf_counter() - self._began))
 
     def _pace(self, wait: bool = False) -> float:
-        """The bandwidth beyond a core's own caches, as a share of the fastest so far.
+        """The machine's speed, with the bandwidth beyond a core's own caches, as a share of the fastest so
+        far.
 
         wait: wait until it is fast, for a while.
         """
         start = time.perf_counter()
         patient = wait and self._waited < WAIT_SHARE * (start - self._began)
-        pace = self._load.sample(BUFFER_CACHES * self.done.cache, WAIT_SECONDS if patient else 0.0)
+        pace = self._load.sample(BUFFER_CACHES * self.done.cache, PATIENCE if patient else 0.0)
         if wait:
             self._waited += time.perf_counter() - start
         return pace
@@ -191,6 +191,7 @@ class Bench:
                     else:
                         faulting.add(result.cell)
                     result.seconds.append(timed.seconds)
+                    result.every.append(timed.every)
                     result.paces.append(timed.pace)
                     yield result.cell, spent
 
@@ -204,7 +205,8 @@ def whole_rounds(results: Sequence[Result]) -> Iterator[None]:
     finally:
         fewest = min((len(result.paces) - had for result, had in zip(results, before)), default=0)
         for result, had in zip(results, before):
-            del result.seconds[had + fewest :], result.paces[had + fewest :]
+            for kept in (result.seconds, result.every, result.paces):
+                del kept[had + fewest :]
 
 
 def inputs(cell: Cell, device: torch.device | str = "cpu") -> list[Tensor]:

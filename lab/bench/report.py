@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -13,7 +14,7 @@ from lab.bench.contenders import SDPA
 from lab.bench.cuda import sequential_seconds, sequential_text
 from lab.bench.results import FIRM_MARGIN, Result, Run, as_json
 from lab.text import counted, markdown, size_text
-from lab.timing import interval, quartiles
+from lab.timing import interval, quartiles, quiet_of
 
 MOST_NAMED = 3  # cells that infirm() names
 # The baselines of "over ..." columns; the fastest one counts.
@@ -31,7 +32,8 @@ FIGURES = {
     "low_ms": None,
     "high_ms": None,
     "margin": ("± %", "percent"),
-    "left_out": ("left out", ","),
+    "quiet": ("quiet", ""),
+    "all_ms": ("all, ms", ""),
     "gflops": ("GFLOP/s", ""),
     "tflops": ("TFLOP/s", ""),
     "peak_share": ("of peak", ".0%"),
@@ -52,12 +54,13 @@ def row(run: Run, result: Result) -> dict:
     """A result as a flat row of figures; None for missing ones.
 
     ms, iqr_ms: median and interquartile range. low_ms, high_ms: the median's interval(); margin: half its
-    width, as a share of the median. left_out: rounds that were slowed and do not count. gbps: 10^9 bytes
-    per second into the last of a core's own caches, by the part's own count; on a GPU those of q, k, v and
-    the output, if moving them once takes longer than the arithmetic. reading_share: the time of a launch that
-    only reads as many bytes, over the call's. over_part0, over_sdpa: the speed over that contender in the
-    same group; of SDPA's backends the fastest counts. over_kernel_before: the speed over the kernel with the
-    number before. over_sequential: that over part1 on one core, by lab.bench.cuda.
+    width, as a share of the median. quiet: how many rounds were quiet; all_ms: the median of all rounds,
+    with the disturbed bursts of each. gbps: 10^9 bytes per second into the last of a core's own caches, by
+    the part's own count; on a GPU those of q, k, v and the output, if moving them once takes longer than
+    the arithmetic. reading_share: the time of a launch that only reads as many bytes, over the call's.
+    over_part0, over_sdpa: the speed over that contender in the same group; of SDPA's backends the fastest
+    counts. over_kernel_before: the speed over the kernel with the number before. over_sequential: that over
+    part1 on one core, by lab.bench.cuda.
     """
     cell, median = result.cell, result.median
     named = asdict(cell) | {"status": result.status, "note": result.note}
@@ -70,7 +73,8 @@ def row(run: Run, result: Result) -> dict:
     figures |= {
         **{"ms": 1e3 * median, "iqr_ms": 1e3 * (third - first), "low_ms": 1e3 * low, "high_ms": 1e3 * high},
         "margin": result.margin,
-        "left_out": len(result.seconds) - len(result.counted),
+        "quiet": quiet_of(result.paces) if cell.device == "cpu" else None,
+        "all_ms": 1e3 * statistics.median(result.every) if result.every else None,
         "gflops": rate / 1e9,
         "tflops": rate / 1e12 if cell.device == "cuda" else None,
         "peak_share": rate / run.peak(cell),
@@ -168,9 +172,8 @@ def table(rows: list[dict]) -> str:
     if not rows:
         return "Nothing was measured."
     shown = [name for name in SHOWN if name == "ms" or any(r[name] is not None for r in rows)]
-    unwanted = {"left_out"} if not any(r["left_out"] for r in rows) else set()
-    unwanted |= {"gflops"} if "tflops" in shown else set()
-    shown = [name for name in shown if name not in unwanted]
+    if "tflops" in shown:
+        shown.remove("gflops")
     lines = []
     for r in rows:
         figures = [_figure(name, r[name]) if r["status"] == "ok" or name == "error" else "" for name in shown]
@@ -237,9 +240,9 @@ def case_text(name: str, value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _figure(name: str, value: float | None) -> str:
-    if value is None:
-        return ""
+def _figure(name: str, value: float | str | None) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
     form = SHOWN[name][1]
     if form == "percent":
         return f"{100 * value:.1f}"

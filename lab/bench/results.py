@@ -16,10 +16,11 @@ class Result:
     """The result of a cell. status: 'ok', 'wrong' or 'skipped'; `note` has the reason.
 
     error: the largest difference from float64, at index error_at. scratch: the most bytes that PyTorch's
-    allocator allocated beyond the output; None for contenders with their own allocator. seconds: time of each
-    round, the first pass first. paces: the bandwidth beside each round, as a share of the fastest. traffic:
-    bytes that come into Run.cache in one call, by the part's own count; None if not counted. reading: seconds
-    of a launch on a GPU that only reads the traffic, timed like a call.
+    allocator allocated beyond the output; None for contenders with their own allocator. seconds: time of
+    each round, the first pass first. every: the same with its disturbed bursts; empty on a GPU and in older
+    files. paces: the machine's speed beside each round, as a share of the fastest. traffic: bytes that come
+    into Run.cache in one call, by the part's own count; None if not counted. reading: seconds of a launch
+    on a GPU that only reads the traffic, timed like a call.
     """
 
     cell: Cell
@@ -29,6 +30,7 @@ class Result:
     error_at: tuple[int, ...] | None = None
     scratch: int | None = None
     seconds: list[float] = field(default_factory=list)
+    every: list[float] = field(default_factory=list)
     paces: list[float] = field(default_factory=list)
     traffic: float | None = None
     reading: float | None = None

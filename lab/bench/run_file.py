@@ -56,7 +56,8 @@ def _result(entry: dict) -> Result:
         _check(name, getattr(result, name), isinstance(getattr(result, name), int | float | None))
     for name in ("traffic", "reading"):
         _check(name, getattr(result, name), getattr(result, name) is None or _positive(getattr(result, name)))
-    _check("seconds", result.seconds, _positive(*result.seconds))
+    for name in ("seconds", "every"):
+        _check(name, getattr(result, name), _positive(*getattr(result, name)))
     right = _positive(*result.paces) and max(result.paces, default=1) <= 1
     _check("paces", result.paces, right and len(result.paces) == len(result.seconds))
     return result

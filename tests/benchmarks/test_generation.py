@@ -77,29 +77,29 @@ def test_the_figures_follow_from_the_times(capsys):
     figures["other"]["loss"] = 1.23456
     bench.show(case, figures | {bench.MEMORY_LIMIT: {"seconds": [0.05]}})
     table = rows(capsys.readouterr().out)
-    assert table["ours"] == ["1000", "0 %", "50 %", "1.00", "2e-06", "", "100 of 100"]
-    assert table["other"] == ["500", "100 %", "25 %", "2.00", "2e-06", "1.2346", "100 of 100"]
-    assert table["memory limit"] == ["2000", "", "100 %", "0.50", "", "", ""]
-    assert table["contender"][3] == "ours = 1"
+    assert table["ours"] == ["1000", "0 %", "", "", "50 %", "1.00", "2e-06", "", "100 of 100"]
+    assert table["other"] == ["500", "100 %", "", "", "25 %", "2.00", "2e-06", "1.2346", "100 of 100"]
+    assert table["memory limit"] == ["2000", "", "", "", "100 %", "0.50", "", "", ""]
+    assert table["contender"][5] == "ours = 1"
     for batch, prompt, count, unit, figure in ((4, 1, 100, "tokens/s", "4000"), (1, 64, 1, "ms", "100.00")):
         case = bench.Case("shakes128", batch, prompt, count)
         bench.show(case, {"ours": {"error": 0.0, "agreement": "", "seconds": [0.1, 0.1]}})
         table = rows(capsys.readouterr().out)
-        assert table["ours"] == [figure, "0 %", "", "1.00", "0e+00", "", ""]
+        assert table["ours"] == [figure, "0 %", "", "", "", "1.00", "0e+00", "", ""]
         assert table["contender"][0] == unit and "memory limit" not in table
 
 
 @pytest.mark.full
 def test_the_native_engine_writes_the_same(run):
-    code, output = run("--cases", "pair", "--engines", "native", "--parts", "part0,part4")
+    code, output = run("--cases", "pair", "--engines", "native,cuda", "--parts", "part0,part4")
     assert code == 0
     table = rows(output)
     ours = ["native part4", "native part4 bf16", "native part4 int8", "native part4 kv-bf16"]
-    assert list(table) == ["contender", *ours]  # part0 has no native engine
-    errors = [float(table[name][4]) for name in ours]
+    assert list(table) == ["contender", *ours]  # part0 has no native engine, the CPU no cuda engine
+    errors = [float(table[name][6]) for name in ours]
     assert errors[0] < 1e-4 < errors[1] < errors[2] < 0.5  # the rounding is visible
     assert 1e-4 < errors[3] < 0.1
-    assert table["native part4"][-1] == "4 of 4" and float(table["native part4"][4]) < 1e-4
+    assert table["native part4"][-1] == "4 of 4" and float(table["native part4"][6]) < 1e-4
 
 
 def test_what_is_wrong_is_not_timed(run):
@@ -110,7 +110,7 @@ def test_what_is_wrong_is_not_timed(run):
     code, output = run("--cases", "short", **wrong)
     assert code == 0
     table = rows(output)
-    assert table["wrong"] == ["wrong, so not timed", "", "", "", "5e-03", "", ""]
+    assert table["wrong"] == ["wrong, so not timed", "", "", "", "", "", "5e-03", "", ""]
     assert table["NaN"][0] == "wrong, so not timed"
     assert float(table["torch part4"][3]) == 1
 

@@ -64,7 +64,8 @@ def test_backward():
     sizes = [f"(1, 4, {N}, 32)" for N in (9, 70)] + ["(16, 4, 128, 32)"]
     cases = [[size, mask, count] for count in "12" for mask in ("none", "causal") for size in sizes]
     assert head[:3] == ["(B, H, N, d)", "mask", "threads"] and [row[:3] for row in rows] == cases
-    assert all(float(figure.rstrip("%")) >= 0 for row in rows for figure in row[3:])
+    assert all(float(figure.rstrip("%")) >= 0 for row in rows for figure in row[3:-2])
+    assert {row[-2] for row in rows} <= {"0 of 1", "1 of 1"} and {row[-1] for row in rows} == {"1.00"}
 
 
 def test_bulk():

@@ -16,11 +16,14 @@ def test_the_closing_text_says_whether_the_machine_was_busy(monkeypatch):
     assert "\nThe machine was busy: the FMA peak went from 100 to 80 GFLOP/s" in text and busy
 
 
-def test_slowed_reading_is_named(monkeypatch):
-    """The cause may be a program on another core that shares the last cache."""
+@pytest.mark.parametrize("slow", ["read_rate", "nop_rate"])
+def test_a_slowed_machine_is_named(monkeypatch, slow):
+    """The cause may be a program on another core that shares the last cache, or one on this core."""
     reads = iter([1e11, 9.7e10, 9e10, 1e11])
     monkeypatch.setattr(machine, "processor_times", lambda: None)
-    monkeypatch.setattr(machine, "read_rate", lambda size: next(reads))
+    monkeypatch.setattr(machine, "read_rate", lambda size: 1e11)
+    monkeypatch.setattr(machine, "nop_rate", lambda: 1e5)
+    monkeypatch.setattr(machine, slow, lambda *size: next(reads))
     load = machine.Load()
     assert load.slowed() == 0 and machine.busy(load, [1e11, 1e11], 1) is None
     assert [load.sample(1 << 20) for _ in range(4)] == [1, 0.97, 0.9, 1] and load.slowed() == 0.25
@@ -39,5 +42,6 @@ def test_the_limits_are_plausible(extension):
     assert 1e9 < machine.fma_peak() < 1e12
     assert 1e8 < machine.read_bandwidth(1 << 20) < 1e13
     assert 1e8 < machine.read_rate(1 << 20) < 1e13
+    assert 1e3 < machine.nop_rate() < 1e7
     assert 1e-10 < machine.fma_latency() < 1e-7
     assert machine.fma_peak() * machine.fma_latency() > 4  # an FMA is two operations, on several lanes

@@ -233,6 +233,7 @@ LIBRARY(ATTENTION_EXT, m) {
     m.def("fma_peak(float seconds) -> float");
     m.def("amx_peak(float seconds) -> float");
     m.def("fma_latency(float seconds) -> float");
+    m.def("nops() -> float");
     m.def("read_bandwidth(SymInt bytes, float seconds) -> float");
 }
 
@@ -251,5 +252,6 @@ LIBRARY_IMPL(ATTENTION_EXT, CompositeExplicitAutograd, m) {
     m.impl("fma_peak", BOX(&fma_peak));
     m.impl("amx_peak", BOX(&amx_peak));
     m.impl("fma_latency", BOX(&fma_latency));
+    m.impl("nops", BOX(&nops));
     m.impl("read_bandwidth", BOX(&read_bandwidth));
 }

@@ -30,13 +30,15 @@ double multiply_adds(int64_t steps) {
     return 2.0 * W * CHAINS * 3 * static_cast<double>(steps);
 }
 
+using Clock = std::chrono::steady_clock;
+
+static double since(Clock::time_point start) {
+    return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
 // Seconds of the fastest run(), repeated for `seconds`; at least once, even if the thread loses its core.
 template <class Run>
 static double fastest(double seconds, const Run& run) {
-    using Clock = std::chrono::steady_clock;
-    const auto since = [](Clock::time_point start) {
-        return std::chrono::duration<double>(Clock::now() - start).count();
-    };
     const auto begin = Clock::now();
     double best = std::numeric_limits<double>::infinity();
     do {
@@ -82,6 +84,12 @@ double fma_latency(double seconds) {
         given = sum;  // the result is used, so the work is done
     });
     return best / STEPS;
+}
+
+double nops() {
+    const auto start = Clock::now();
+    for (int i = 0; i < 3000; i++) asm volatile(".rept 60\n nop\n .endr");
+    return since(start);
 }
 
 double read_bandwidth(int64_t bytes, double seconds) {

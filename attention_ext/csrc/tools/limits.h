@@ -13,6 +13,10 @@ double amx_peak(double seconds);
 // Seconds of a multiply-add that depends on the one before it.
 double fma_latency(double seconds);
 
+// Seconds of a loop of NOPs, some 10 us of a core's full rate of instructions. A program on the same core, be
+// it on its other thread or in another virtual machine, slows it more than it slows multiply_adds().
+double nops();
+
 // Bytes per second that are read from a buffer of `bytes`: the bandwidth of the cache, or memory, that holds
 // it.
 double read_bandwidth(int64_t bytes, double seconds);
