@@ -19,6 +19,9 @@ void multiply_some(simd::Matrix C, const simd::Strided& A, simd::ConstMatrix B, 
     }
 }
 
+// One row reads its panel as one stream already.
+static bool is_few(int64_t rows) { return rows > 1 && rows <= portable::FEW_ROWS; }
+
 // ---- float32: the panels as they are ----
 
 void fp32_pack_panel(float* panel, const float* W, const float* scale, const Panels& s, int64_t p,
@@ -47,6 +50,8 @@ void fp32_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, cons
     // for few rows of x.
     constexpr int64_t DEPTH = 256;
     y.data += first;
+    if (is_few(rows) && (end - first) % portable::lanes() == 0)
+        return portable::multiply_few(y, x, {panel + first, s.width}, rows, end - first, s.in, add);
     multiply_some(y, {x.data, x.ld, 1}, {panel + first, s.width}, rows, end - first, s.in,
                   s.width > portable::panel() ? s.in : DEPTH, add);
 }
@@ -69,8 +74,8 @@ Buffer bf16_pack(const float* W, const Panels& s) {
 // The columns before the first are computed too: a pair cannot be split.
 void bf16_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, const Panels& s, int64_t rows,
                    int64_t, int64_t end, bool add) {
-    portable::multiply_bf16(y, x, {reinterpret_cast<const uint32_t*>(panel), s.width / 2}, rows, end, s.in,
-                            add);
+    const auto multiply = is_few(rows) ? portable::multiply_few_bf16 : portable::multiply_bf16;
+    multiply(y, x, {reinterpret_cast<const uint32_t*>(panel), s.width / 2}, rows, end, s.in, add);
 }
 
 // ---- int8 with a float32 scale for each output and group of inputs: a quarter of the memory, and 6 % of that

@@ -132,10 +132,10 @@ def test_scores_of_1e4(attend):
     for causal in MASKS:
         check(attend, q * (1e4 / s.abs().max()), k, v, causal, scale=1.0)
     # Equal keys have equal scores to the last bit: at 1e4, a bit changes a weight by a thousandth.
-    for Nq in (1, 20):
+    for Nq, largest in ((1, 1e4), (20, 1e4), (20, 1e30)):
         q, k, v = attend.qkv(1, 2, Nq, 39, 33)
         k = k[:, :, :1].expand_as(k)
-        out = attend(q, k, v, scale=1e4 / float((q @ k.mT).abs().max()))
+        out = attend(q, k, v, scale=largest / float((q @ k.mT).abs().max()))
         torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
 
 

@@ -397,7 +397,11 @@ std::string attempt_int8(Random& random) {
         const int bits = portable::INT8_BITS;
         for (int64_t k = 0; k < depth && i != bad && wrong.empty(); k++) {
             int64_t got = 0;
-            for (int digit = 0; digit < 3; digit++) {
+            if (portable::INT8_PAIRS) {
+                got = A[i * ldA + k % 2 * blocks + k / 4] >> 8 * (k & 2) & 65535;
+                if (got > 16383) wrong = "; a number has more than 14 bits";
+            }
+            for (int digit = portable::INT8_PAIRS ? 2 : 0; digit < 3; digit++) {
                 const uint32_t byte = A[i * ldA + digit * blocks + k / 4] >> 8 * (k % 4) & 255;
                 if (byte > 127) wrong = "; a digit has more than 7 bits";
                 got = 128 * got + byte;
@@ -481,6 +485,47 @@ std::string attempt_int8(Random& random) {
     return wrong;
 }
 
+// Few rows together have the bits of each row alone, whose product attention's cases check.
+std::string attempt_few(Random& random) {
+    const int64_t depth = random.size(MOST), rows = random.from(1, portable::FEW_ROWS), W = portable::lanes();
+    const bool pairs = random.one_in(2), add = random.one_in(2);
+    const int64_t cols = (pairs ? 2 : 1) * W * random.from(1, 9), words = cols / (pairs ? 2 : 1);
+    const int64_t ldA = depth + random.from(0, 3), ldB = words + random.from(0, 3),
+                  ldC = cols + random.from(0, 3);
+    Guarded a((rows - 1) * ldA + depth, random), b((depth - 1) * ldB + words, random),
+        c((rows - 1) * ldC + cols, random), one(cols, random);
+    for (Guarded* input : {&a, &b}) {
+        for (int64_t i = 0; i < input->n; i++) input->data[i] = random.normal();
+        input->let(PROT_READ);
+    }
+    if (add)
+        for (int64_t i = 0; i < c.n; i++) c.data[i] = random.normal();
+    const std::vector<float> before(c.data, c.data + c.n);
+    const portable::Bf16Pairs in_pairs{reinterpret_cast<const uint32_t*>(b.data), ldB};
+    if (pairs)
+        portable::multiply_few_bf16({c.data, ldC}, {a.data, ldA}, in_pairs, rows, cols, depth, add);
+    else
+        portable::multiply_few({c.data, ldC}, {a.data, ldA}, {b.data, ldB}, rows, cols, depth, add);
+    std::string wrong;
+    for (int64_t i = 0; i < rows; i++) {
+        const float* row = a.data + i * ldA;
+        std::copy_n(before.data() + i * ldC, cols, one.data);
+        if (pairs)
+            portable::multiply_bf16({one.data, cols}, {row, ldA}, in_pairs, 1, cols, depth, add);
+        else if (add)
+            portable::multiply_add({one.data, cols}, {row, ldA, 1}, {b.data, ldB}, 1, cols, depth, depth);
+        else
+            portable::multiply({one.data, cols}, {row, ldA, 1}, {b.data, ldB}, 1, cols, depth);
+        for (int64_t j = 0; j < cols && wrong.empty(); j++)
+            if (!same(one.data[j], c.data[i * ldC + j])) wrong = "; few rows differ from one row";
+        for (int64_t j = cols; j < ldC && i + 1 < rows; j++)
+            if (!same(c.data[i * ldC + j], before[i * ldC + j])) wrong += "; wrote between few rows";
+    }
+    for (const Guarded* t : {&a, &b, &c, &one})
+        if (!t->whole()) wrong += "; few rows wrote beside a matrix";
+    return wrong;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -488,6 +533,6 @@ int main(int argc, char** argv) {
         Random random(seed);
         const Case c = draw(seed, random, threads);
         describe(c);
-        return attempt(c, random) + attempt_rows(random) + attempt_int8(random);
+        return attempt(c, random) + attempt_rows(random) + attempt_int8(random) + attempt_few(random);
     });
 }

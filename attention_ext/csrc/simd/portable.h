@@ -42,6 +42,17 @@ struct Bf16Pairs {
 // C[i][c] <- sum_k A[i][k] * B[k][c], or with `add` C[i][c] <- C[i][c] + that sum; cols is a multiple of 2 W.
 void multiply_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth, bool add);
 
+// The same for at most FEW_ROWS rows, the fastest where B comes from memory; and in float32, where cols is a
+// multiple of W.
+#if defined(__wasm__)
+constexpr int64_t FEW_ROWS = 0;  // the page writes one text at a time, and is small
+#else
+constexpr int64_t FEW_ROWS = 8;
+#endif
+void multiply_few_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth,
+                       bool add);
+void multiply_few(Matrix C, ConstMatrix A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth, bool add);
+
 // o <- o + sum_j p[j] * B[j]; cols is a multiple of 2 W.
 void add_weighted_rows_bf16(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols);
 
@@ -51,9 +62,17 @@ void add_weighted_rows_bf16(float* o, const float* p, Bf16Pairs B, int64_t rows,
 constexpr int64_t INT8_GROUP = 128;
 constexpr int INT8_BITS = 21;
 
+// Whether the two upper digits are one number of 14 bits instead.
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+constexpr bool INT8_PAIRS = true;
+#else
+constexpr bool INT8_PAIRS = false;
+#endif
+
 // Rows of activations as whole numbers of INT8_BITS bits. Each row has int8_blocks(n) words of the highest
 // digits, as many of the middle ones, as many of the lowest, and its scale, a power of 2. Byte j of word k
-// belongs to number 4 k + j.
+// belongs to number 4 k + j. With INT8_PAIRS the first words have the upper 14 bits of the numbers 4 k and
+// 4 k + 2 in their halves, the second words those of 4 k + 1 and 4 k + 3.
 struct FixedRows {
     const uint32_t* data;
     int64_t ld;

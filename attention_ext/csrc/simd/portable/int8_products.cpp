@@ -49,17 +49,33 @@ INLINE IntVec dot4(IntVec acc, IntVec a, IntVec b) {
 #endif
 }
 
+// Without a dot product of bytes, two products of numbers of 16 bits replace the four of the two upper digits.
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+static_assert(INT8_PAIRS);
+INLINE IntVec dot2(IntVec a, IntVec b) {
+    return bit_cast<IntVec>(_mm256_madd_epi16(bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
+}
+// The bytes 0 and 2 of each lane of b as numbers of 16 bits; and the bytes 1 and 3.
+INLINE IntVec even_bytes(IntVec b) {
+    return bit_cast<IntVec>(_mm256_srai_epi16(_mm256_slli_epi16(bit_cast<__m256i>(b), 8), 8));
+}
+INLINE IntVec odd_bytes(IntVec b) { return bit_cast<IntVec>(_mm256_srai_epi16(bit_cast<__m256i>(b), 8)); }
+// The numbers 4 j and 4 j + 2 in the halves of lane j < 2; 4 j + 1 and 4 j + 3 in those of lane 2 + j.
+INLINE UintVec pairs(UintVec u) {
+    const UintVec pair = u | __builtin_shufflevector(u, u, 2, 3, 4, 5, 6, 7, 0, 1) << 16;
+    return __builtin_shufflevector(pair, pair, 0, 4, 1, 5, 2, 6, 3, 7);
+}
+#else
+static_assert(!INT8_PAIRS);
+[[maybe_unused]] INLINE IntVec dot2(IntVec a, IntVec) { return a; }
+[[maybe_unused]] INLINE IntVec even_bytes(IntVec b) { return b; }
+[[maybe_unused]] INLINE IntVec odd_bytes(IntVec b) { return b; }
+[[maybe_unused]] INLINE UintVec pairs(UintVec u) { return u; }
+#endif
+
 INLINE IntVec load_int(const uint32_t* p) {
     IntVec v;
     std::memcpy(&v, p, sizeof v);
-    return v;
-}
-
-// Keeps a vector in a register: GCC would load it again for each of its uses.
-INLINE IntVec once(IntVec v) {
-#if defined(__x86_64__)
-    __asm__("" : "+v"(v));
-#endif
     return v;
 }
 
@@ -76,22 +92,27 @@ INLINE void int8_block(float* C, int64_t ldC, const uint32_t* A, int64_t ldA, co
         B += 2 * ldB;
         IntVec high[R][VS], middle[R][VS] = {}, low[R][VS] = {};
         for (int i = 0; i < R; i++)
-            for (int v = 0; v < VS; v++) high[i][v] = load_int(offsets + v * W);
+            for (int v = 0; v < VS; v++) high[i][v] = load_int(offsets + v * W) * (INT8_PAIRS ? 128 : 1);
         for (; k < end; k++, B += ldB) {
             const auto add = [&](int i, int v, IntVec b) {
                 const uint32_t* a = A + i * ldA + k;
-                high[i][v] = dot4(high[i][v], splat_int(a[0]), b);
-                middle[i][v] = dot4(middle[i][v], splat_int(a[blocks]), b);
+                if constexpr (INT8_PAIRS) {
+                    high[i][v] +=
+                        dot2(splat_int(a[0]), even_bytes(b)) + dot2(splat_int(a[blocks]), odd_bytes(b));
+                } else {
+                    high[i][v] = dot4(high[i][v], splat_int(a[0]), b);
+                    middle[i][v] = dot4(middle[i][v], splat_int(a[blocks]), b);
+                }
                 low[i][v] = dot4(low[i][v], splat_int(a[2 * blocks]), b);
             };
             if constexpr (R <= 2) {  // the digits of the rows stay in registers; of more rows, a part of B does
                 for (int v = 0; v < VS; v++) {
-                    const IntVec b = once(load_int(B + v * W));
+                    const IntVec b = kept(load_int(B + v * W));
                     for (int i = 0; i < R; i++) add(i, v, b);
                 }
             } else {
                 IntVec b[VS];
-                for (int v = 0; v < VS; v++) b[v] = once(load_int(B + v * W));
+                for (int v = 0; v < VS; v++) b[v] = kept(load_int(B + v * W));
                 for (int i = 0; i < R; i++)
                     for (int v = 0; v < VS; v++) add(i, v, b[v]);
             }
@@ -99,7 +120,8 @@ INLINE void int8_block(float* C, int64_t ldC, const uint32_t* A, int64_t ldA, co
         for (int v = 0; v < VS; v++) {
             const Vec scale = bit_cast<Vec>(load_int(scales + v * W));
             for (int i = 0; i < R; i++) {
-                const Vec upper = __builtin_convertvector(high[i][v] * 128 + middle[i][v], Vec);
+                const IntVec sum = INT8_PAIRS ? high[i][v] : high[i][v] * 128 + middle[i][v];
+                const Vec upper = __builtin_convertvector(sum, Vec);
                 total[i][v] += (upper * 128.0f + __builtin_convertvector(low[i][v], Vec)) * scale;
             }
         }
@@ -183,7 +205,12 @@ void to_fixed(uint32_t* row, const float* x, int64_t n) {
         return bits + (1u << (INT8_BITS - 1)) - bit_cast<uint32_t>(SIMD_ROUND);
     };
     const auto store_digits = [&](UintVec u, int64_t bytes) {
-        for (int digit = 0; digit < 3; digit++) {
+        if constexpr (INT8_PAIRS) {
+            const UintVec pair = pairs(u >> 7 & 16383);
+            std::memcpy(digits + i, &pair, bytes);
+            std::memcpy(digits + 4 * blocks + i, reinterpret_cast<const char*>(&pair) + W, bytes);
+        }
+        for (int digit = INT8_PAIRS ? 2 : 0; digit < 3; digit++) {
             const ByteVec seven = __builtin_convertvector(u >> (14 - 7 * digit) & 127, ByteVec);
             std::memcpy(digits + 4 * blocks * digit + i, &seven, bytes);
         }

@@ -27,6 +27,11 @@ constexpr int ROWS = 4, VECS = 3;
 // pass (AMD Zen 5).
 constexpr int TALL = W == 16 ? 8 : ROWS;
 constexpr int64_t LONG = 48;
+// Of the sums: 2 % of the whole kernel; 4 for short sums in 16 registers, 2 % of Q K^T at d = 32 (AMD Zen 3).
+constexpr int UNROLL = W == 8 ? 4 : 2;
+// Rows of a block of one vector, the last columns of many matrices. ROWS sums would not hide an addition's
+// latency, and 16 registers hold more.
+constexpr int NARROW = REGISTERS == 16 ? 2 * ROWS : ROWS;
 constexpr int WIDE = 8;  // vectors in a block of one row: enough independent sums to hide an addition's latency
 
 // The functions below are inlined into loops that were tuned with them, so they take plain pointers and
@@ -74,7 +79,7 @@ INLINE void register_block(float* C, int64_t ldC, const float* A, int64_t row_st
     if (!STAIRS && depth <= 0)
         __builtin_unreachable();  // otherwise GCC keeps a copy of C on the stack for that case
     const int64_t all = STAIRS ? std::min(first, depth) : depth;
-#pragma GCC unroll 2  // 2 % of the whole kernel
+#pragma GCC unroll UNROLL
     for (int64_t k = 0; k < all; k++)
         add_products<0, false>(acc, A + k * depth_stride, row_stride, B + k * ldB, 0);
     if constexpr (STAIRS) descend<0>(acc, A, row_stride, depth_stride, B, ldB, all, depth, first);
@@ -132,9 +137,10 @@ INLINE int64_t block_columns(float* C, int64_t ldC, const float* A, int64_t row_
         for (; c + VS * W <= cols && first + c < depth; c += VS * W)
             block_column<ROWS, VS, ADD, true>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth,
                                               first + c);
+    constexpr int R = VS == 1 ? NARROW : ROWS;
     for (; c + VS * W <= cols; c += VS * W)
-        block_column<ROWS, VS, ADD, false>(C + c, ldC, A, row_stride, depth_stride, columns(B, c), ldB, rows,
-                                           depth, 0);
+        block_column<R, VS, ADD, false>(C + c, ldC, A, row_stride, depth_stride, columns(B, c), ldB, rows,
+                                        depth, 0);
     return c;
 }
 
@@ -216,9 +222,8 @@ const char* name() {
     return W == 16 ? "portable C++, 16 floats" : W == 8 ? "portable C++, 8 floats" : "portable C++, 4 floats";
 }
 
-// The maximum, x - m and the sum; 2^x; where 2^x loses NaN, another sum. Without AVX-512 2^x selects by an
-// instruction of its own.
-int64_t softmax_instructions() { return 3 + (KEEPS_NAN ? 8 : W == 16 ? 11 + 1 : 12 + 1); }
+// The maximum and the sum; x - m and 2^x; where 2^x loses NaN, another sum.
+int64_t softmax_instructions() { return 2 + (KEEPS_NAN ? 9 : W == 16 ? 13 : 11); }
 
 bool may_use_tiles() { return true; }
 

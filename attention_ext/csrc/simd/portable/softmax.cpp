@@ -1,11 +1,55 @@
 // The softmax down the columns of a tile of scores: the online one, and its gradient.
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "simd/portable.h"
 #include "simd/portable/vectors.h"
 
 namespace portable {
+namespace {
+
+// Powers of 2 for the online softmax: of() gives 2^(x - m) for x <= m + SIMD_MAX_LAG + 1/2. m is -inf or of
+// reference(), one for each lane. NEAR: the caller knows that near() holds.
+#if defined(__AVX512F__)
+struct Powers {
+    Vec m, witness{};
+
+    explicit Powers(Vec m) : m(m) {}
+    static INLINE Vec reference(Vec most) { return most; }
+    INLINE bool near() const { return false; }
+    template <bool NEAR>
+    INLINE Vec of(Vec x) {
+        const Vec y = x - m;
+        if (!KEEPS_NAN) witness += y;
+        return exp2_bounded(y);
+    }
+};
+#else
+// As exp2_bounded(), in fewer instructions where no mask selects. m is a whole number and part of the constant
+// that rounds x, so the low bits of z are the exponent of 2^(x - m). At m - 127 they are 0, a factor of 0.
+struct Powers {
+    static constexpr float FAR = 1 << 21;  // z is not exact beyond it: m is subtracted first
+    static constexpr Vec witness{};        // NaN stays NaN
+    Vec far, round, least;
+
+    static INLINE IntVec is_far(Vec m) { return (m > FAR) | (m < -FAR); }
+    static INLINE Vec reference(Vec most) { return is_far(most) ? most : (most + SIMD_ROUND) - SIMD_ROUND; }
+    INLINE explicit Powers(Vec m) : far(is_far(m) ? m : Vec{}) {
+        const Vec in_constant = is_far(m) ? Vec{} : m;
+        round = SIMD_ROUND + 127.0f - in_constant;
+        least = in_constant - 127.0f;
+    }
+    INLINE bool near() const { return !any(far != 0.0f); }
+    template <bool NEAR>
+    INLINE Vec of(Vec x) const {
+        const Vec y = max(NEAR ? x : x - far, least), z = y + round;
+        return exp2_near_0(y - (z - round)) * bit_cast<Vec>(bit_cast<UintVec>(z) << 23);
+    }
+};
+#endif
+
+}  // namespace
 
 bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* m, float* l,
                     float* correction) {
@@ -21,34 +65,39 @@ bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* 
         const Vec before = load(m + c);
         Vec even = before, odd = before;  // two independent chains of maxima
         int64_t j = 0;
+#pragma GCC unroll 2
         for (; j + 1 < all; j += 2) {
             even = max(even, load(S.data + j * ldS + c));
             odd = max(odd, load(S.data + (j + 1) * ldS + c));
         }
         for (; j < some; j++) even = max(even, live(j, load(S.data + j * ldS + c)));
         const Vec most = max(even, odd);
-        const Vec after = most > before + SIMD_MAX_LAG ? most : before;
+        const Vec after = most > before + SIMD_MAX_LAG ? Powers::reference(most) : before;
         const Vec subtracted = after == low ? Vec{} : after;  // -inf - -inf would be NaN
 
-        Vec total{}, witness{};
-        const auto exponentiate = [&](int64_t j, Vec x) {
-            const Vec p = exp2_bounded(x);
-            store(S.data + j * ldS + c, p);
-            total += p;
-            if (!KEEPS_NAN) witness += x;
+        Powers powers(subtracted);
+        Vec total{};
+        const auto exponentiate = [&](auto near) {
+            const auto step = [&](int64_t j, auto mask) {
+                float* s = S.data + j * ldS + c;
+                const Vec p = powers.of<near>(mask(j, load(s)));
+                store(s, p);
+                total += p;
+            };
+            for (j = 0; j < all; j++) step(j, [](int64_t, Vec x) { return x; });
+            for (; j < some; j++) step(j, live);
         };
-        for (j = 0; j < all; j++) exponentiate(j, load(S.data + j * ldS + c) - subtracted);
-        for (; j < some; j++) exponentiate(j, live(j, load(S.data + j * ldS + c) - subtracted));
+        if (powers.near())
+            exponentiate(std::true_type());
+        else
+            exponentiate(std::false_type());
         const Vec a = exp2_bounded(before - subtracted);
         store(m + c, after);
-        store(l + c, nan_if(witness, a * load(l + c) + total));
+        store(l + c, nan_if(powers.witness, a * load(l + c) + total));
         store(correction + c, a);
         moved |= a != 1.0f;
     }
-    int64_t halves[sizeof moved / sizeof(int64_t)], any = 0;
-    std::memcpy(halves, &moved, sizeof moved);
-    for (const int64_t half : halves) any |= half;
-    return any != 0;
+    return any(moved);
 }
 
 void softmax_gradient(Matrix S, Matrix dP, int64_t rows, int64_t cols, int64_t first, const float* lse,

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <utility>
 
-#if defined(__AVX512DQ__)
+#if defined(__AVX512DQ__) || defined(__AVX__) && !defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -25,6 +25,12 @@ constexpr int W = 8;
 constexpr int W = 4;
 #endif
 
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int REGISTERS = 32;  // of a vector each
+#else
+constexpr int REGISTERS = 16;
+#endif
+
 typedef float Vec __attribute__((vector_size(W * sizeof(float))));
 typedef int32_t IntVec __attribute__((vector_size(W * sizeof(float))));
 typedef uint32_t UintVec __attribute__((vector_size(W * sizeof(float))));
@@ -36,6 +42,15 @@ INLINE Vec splat(float x) { return Vec{} + x; }
 INLINE Vec load(const float* p) {
     Vec v;
     std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+// Keeps a vector in a register: GCC would load it again for each of its uses.
+template <class V>
+INLINE V kept(V v) {
+#if defined(__x86_64__)
+    __asm__("" : "+v"(v));
+#endif
     return v;
 }
 
@@ -75,7 +90,12 @@ INLINE void store_part(float* p, Vec v, int64_t n) {
         if (i < count) p[i] = lane[i];
 }
 
-INLINE Vec max(Vec a, Vec b) { return b > a ? b : a; }  // a where either is NaN
+// The larger one; a where either is NaN.
+#if defined(__AVX__) && !defined(__AVX512F__)
+INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(b, a); }  // GCC compares and selects
+#else
+INLINE Vec max(Vec a, Vec b) { return b > a ? b : a; }
+#endif
 
 INLINE IntVec lane_numbers() {
     IntVec n;
@@ -102,6 +122,13 @@ INLINE auto reduce(V v, Op op, std::index_sequence<I...> lanes) {
 
 INLINE float sum(Vec v) {
     return reduce(v, [](Vec a, Vec b) { return a + b; }, std::make_index_sequence<W>());
+}
+
+INLINE bool any(IntVec mask) {
+    int64_t halves[sizeof mask / sizeof(int64_t)], found = 0;
+    std::memcpy(halves, &mask, sizeof mask);
+    for (const int64_t half : halves) found |= half;
+    return found != 0;
 }
 
 INLINE float largest(Vec v) { return reduce(v, max, std::make_index_sequence<W>()); }
@@ -132,6 +159,15 @@ INLINE __m512 exp2_denormal(__m512 x) {
 
 #endif
 
+// 2^f for |f| <= 1/2.
+INLINE Vec exp2_near_0(Vec f) {
+    Vec p = f * SIMD_EXP2_C5 + SIMD_EXP2_C4;
+    p = p * f + SIMD_EXP2_C3;
+    p = p * f + SIMD_EXP2_C2;
+    p = p * f + SIMD_EXP2_C1;
+    return p * f + SIMD_EXP2_C0;
+}
+
 // 2^x for x <= 8, as constants.h describes. Unless KEEPS_NAN, the result for NaN is 0 and callers test their
 // inputs.
 #if defined(__AVX512DQ__) && !defined(__znver3__) && !defined(__znver4__) && !defined(__znver5__)
@@ -145,12 +181,7 @@ constexpr bool KEEPS_NAN = false;
 INLINE Vec exp2_bounded(Vec x) {
     const Vec round = splat(SIMD_ROUND);
     const Vec z = x + round;
-    const Vec f = x - (z - round);
-    Vec p = f * SIMD_EXP2_C5 + SIMD_EXP2_C4;
-    p = p * f + SIMD_EXP2_C3;
-    p = p * f + SIMD_EXP2_C2;
-    p = p * f + SIMD_EXP2_C1;
-    p = p * f + SIMD_EXP2_C0;
+    const Vec p = exp2_near_0(x - (z - round));
     const UintVec bits = bit_cast<UintVec>(p) + (bit_cast<UintVec>(z) << 23);  // far below the least they wrap
     return x >= SIMD_EXP2_LEAST ? bit_cast<Vec>(bits) : Vec{};
 }
