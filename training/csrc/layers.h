@@ -11,6 +11,7 @@
 #include "model/csrc/linear.h"
 #include "parts.h"
 #include "simd/portable.h"
+#include "simd/portable/vectors.h"
 #include "training_step.h"
 
 namespace training {
@@ -53,8 +54,11 @@ inline void normalize_backward(float* dx, const float* before, const float* dy, 
 
 // ---- products ----
 
-constexpr int64_t TOKENS = 128;  // terms of a sum at a time: this many rows of a panel stay in L1
-constexpr int64_t TILE = 64;     // rows of a tile of a weight's gradient
+// A tile of a weight's gradient has TILE rows and GROUP panels of columns. TOKENS: terms of a sum at a time,
+// whose rows of X and dY stay in L1. Narrow panels share cache lines, so larger tiles and fewer tokens at a
+// time take 15 % less time (AMD Zen 3).
+constexpr bool NARROW = portable::W < 16;
+constexpr int64_t TILE = NARROW ? 128 : 64, GROUP = NARROW ? 2 : 1, TOKENS = NARROW ? 64 : 128;
 
 // y <- x W^T, or with `add` y <- y + x W^T; x (rows, in). Padding columns of y are set too.
 inline void multiply(simd::Matrix y, simd::ConstMatrix x, const Linear& W, int64_t rows, bool add = false) {
@@ -100,12 +104,13 @@ struct WeightGradient {
     simd::ConstMatrix dY, X;  // (rows, out), (rows, in)
     const Weight* w;
 
-    int64_t tiles() const { return w->row_tiles() * w->backward.panels(); }
-    static int64_t scratch() { return TILE * portable::panel(); }
+    static int64_t width() { return GROUP * portable::panel(); }
+    int64_t columns() const { return (w->in() + width() - 1) / width(); }
+    int64_t tiles() const { return w->row_tiles() * columns(); }
+    static int64_t scratch() { return TILE * width(); }
 
     void compute(int64_t number, int64_t rows, float* tile) const {
-        const int64_t P = portable::panel(), i = number / w->backward.panels(),
-                      p = number % w->backward.panels();
+        const int64_t P = width(), i = number / columns(), p = number % columns();
         const int64_t in = w->in(), out = std::min(TILE, w->out() - i * TILE), cols = std::min(P, in - p * P);
         multiply_some({tile, P}, {dY.data + i * TILE, 1, dY.ld}, {X.data + p * P, X.ld}, out, cols, rows,
                       TOKENS);
