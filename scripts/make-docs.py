@@ -37,7 +37,8 @@ WIDTH = 98  # what click uses of the 100 columns that gpt.py asks for
 DOCUMENTS = ("README.md", "docs/benchmarking.md", "docs/decoder.md")
 MARKED = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
-README = "amd-zen-5"  # the processor of the README's table
+# The processors of the README's table: the first one's scratch is given.
+README = {"amd-zen-5": "Zen 5, AVX-512", "amd-zen-3": "Zen 3, AVX2"}
 # The case of the README's table of parts.
 CASE = {"N": 1024, "queries": 1024, "d": 32, "batch": 1, "heads": 4, "causal": False, "threads": 1}
 SIMDS = (None, "auto", "portable")
@@ -73,7 +74,7 @@ def help_text(*words: str) -> str:
     return f"## {words[-1]}\n\n```text\n$ python {' '.join(words)} --help\n{shown.output}```\n"
 
 
-def of_each(pattern: str, lines_of: Callable[[Path], list[str]]) -> list[str]:
+def of_each(pattern: str, lines_of: Callable[[Path], list[Any]]) -> list[Any]:
     """The lines of each processor's file, in the order of the files' names.
 
     Raises OSError, and ValueError naming a file that is wrong.
@@ -119,21 +120,36 @@ def described(content: dict) -> str:
     return f"{known}: {', '.join(facts)}." if known else f"{', '.join(facts)}."
 
 
-def parts(file: Path) -> list[str]:
+def parts() -> list[str]:
     """The README's table of parts."""
-    lines = []
-    for row in read_bench(file)[1]:
-        usual = row["simd"] in SIMDS and row["dtype"] in (None, Dtype.FP32)
-        if not usual or any(row[name] != value for name, value in CASE.items()):
-            continue
-        part, name = PARTS.get(row["contender"]), row["contender"]
-        link = f"[{name}](attention_ext/csrc/cpu/{part.operator}.cpp)" if part and part.operator else name
-        summary = part.summary if part else SDPA if name == "sdpa" else ""
-        threads = "1" if part and not part.threaded else "all"
-        scratch = "" if row["scratch"] is None else f"{row['scratch']:,}"
-        figures = [three_digits(row[name]) if row[name] else "" for name in ("ms", "over_sdpa")]
-        lines.append([link, summary, threads, scratch, *figures])
-    return [markdown(["part", "algorithm", "threads", "scratch, bytes", "ms", "speed over SDPA"], lines)]
+    lines: dict[str, list[str]] = {}
+    titles = ["part", "algorithm", "threads", "scratch, bytes"]
+    for slug, title in README.items():
+        titles += [f"{title}, ms", "over SDPA"]
+        for row in of_each(f"bench-{slug}.json", usual):
+            figures = [three_digits(row[name]) if row[name] else "" for name in ("ms", "over_sdpa")]
+            name = row["contender"]
+            lines.setdefault(name, described_part(name, row["scratch"])).extend(figures)
+    return [markdown(titles, lines.values())]
+
+
+def usual(file: Path) -> list[dict[str, Any]]:
+    """The rows of the README's case."""
+    return [
+        row
+        for row in read_bench(file)[1]
+        if row["simd"] in SIMDS and row["dtype"] in (None, Dtype.FP32)
+        if all(row[name] == value for name, value in CASE.items())
+    ]
+
+
+def described_part(name: str, scratch: int | None) -> list[str]:
+    """A contender's cells before its figures."""
+    part = PARTS.get(name)
+    link = f"[{name}](attention_ext/csrc/cpu/{part.operator}.cpp)" if part and part.operator else name
+    summary = part.summary if part else SDPA if name == "sdpa" else ""
+    threads = "1" if part and not part.threaded else "all"
+    return [link, summary, threads, "" if scratch is None else f"{scratch:,}"]
 
 
 def three_digits(value: float) -> str:
@@ -198,7 +214,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 OF_FP32 = ("N", "d", "mask", "part4, ms", "of FMA peak", "over SDPA", "over ONNX Runtime")
 OF_BF16 = ("N", "heads", "d", "mask", "part4, ms", "GFLOP/s", "over SDPA", "over part0")
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "parts": partial(of_each, f"bench-{README}.json", parts),
+    "parts": parts,
     "bench": partial(of_each, "bench-*.json", bench),
     "attention": partial(of_each, "attention-*.json", partial(of_part4, OF_FP32)),
     "attention_bf16": partial(of_each, "attention_bf16-*.json", partial(of_part4, OF_BF16)),
