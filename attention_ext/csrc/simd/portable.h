@@ -30,6 +30,13 @@ namespace portable {
 
 using simd::ConstMatrix, simd::Matrix, simd::Strided;
 
+// Whether blocks for few rows or columns are left out: the page is small, and writes one text at a time.
+#if defined(__wasm__)
+constexpr bool SMALL = true;
+#else
+constexpr bool SMALL = false;
+#endif
+
 #include "simd/helpers.h"
 
 // A matrix in bfloat16, the upper halves of floats, in pairs: with W = lanes() and j = g W + i, the word
@@ -44,11 +51,7 @@ void multiply_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t c
 
 // The same for at most FEW_ROWS rows, the fastest where B comes from memory; and in float32, where cols is a
 // multiple of W.
-#if defined(__wasm__)
-constexpr int64_t FEW_ROWS = 0;  // the page writes one text at a time, and is small
-#else
-constexpr int64_t FEW_ROWS = 8;
-#endif
+constexpr int64_t FEW_ROWS = SMALL ? 0 : 8;
 void multiply_few_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth,
                        bool add);
 void multiply_few(Matrix C, ConstMatrix A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth, bool add);

@@ -31,7 +31,7 @@ constexpr int64_t LONG = 48;
 constexpr int UNROLL = W == 8 ? 4 : 2;
 // Rows of a block of one vector, the last columns of many matrices. ROWS sums would not hide an addition's
 // latency, and 16 registers hold more.
-constexpr int NARROW = REGISTERS == 16 ? 2 * ROWS : ROWS;
+constexpr int NARROW = REGISTERS == 16 && !SMALL ? 2 * ROWS : ROWS;
 constexpr int WIDE = 8;  // vectors in a block of one row: enough independent sums to hide an addition's latency
 
 // The functions below are inlined into loops that were tuned with them, so they take plain pointers and
