@@ -28,6 +28,7 @@ from attention_ext.parts import (
 from generation.sampling import Sampling
 from model.checkpoint import Checkpoint
 from model.config import GPTConfig
+from model.draft import Draft
 
 if TYPE_CHECKING:
     from model.gpt import GPT
@@ -115,6 +116,7 @@ def open_engine(
     device: str = "cpu",
     kernel: str | None = None,
     threads: int | None = None,
+    draft: Draft | str | None = None,
 ) -> Engine:
     """Open an engine for a model; the native engine and a GPU copy the weights.
 
@@ -191,7 +193,7 @@ def open_engine(
     if threads is None:
         of_torch = getattr(sys.modules.get("torch"), "get_num_threads", processor.threads)
         threads = of_torch()
-    return Decoder(model, part, helpers, tile, precision, cache, slots, capacity, threads)
+    return Decoder(model, part, helpers, tile, precision, cache, slots, capacity, threads, None)
 
 
 def check_kernel(device: str, part: Part, kernel: str | None, head_dim: int) -> None:
