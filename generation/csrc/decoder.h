@@ -218,8 +218,8 @@ class Decoder {
     void embed_rows(const std::vector<Token>& tokens, int64_t row);
     void finish_row(const Token& token, int64_t row);
     void step(const Weights& model, const Token* tokens, bool apart, const Rows& rows, Member& member);
-    void attend(const Token& token, int64_t layer, int64_t head, const float* q, float* to,
-                int64_t thread) const;
+    void attend(const Token& first, int64_t count, int64_t layer, int64_t head, const float* q, int64_t ldQ,
+                float* to, int64_t ld, int64_t thread) const;
     void pack_for(int members);
     // The start of each group of these slots, and the end of the last one.
     std::vector<int64_t> groups(const std::vector<int64_t>& which) const;

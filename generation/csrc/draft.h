@@ -73,9 +73,9 @@ class DraftPace {
     // to that token is a later step.
     bool pays(int64_t rows, double probability) const {
         if (rows >= MOST_ROWS) return false;
-        double price = cost(rows + 1) - cost(rows);  // a later row may be so cheap that this one pays too
-        for (int64_t more = rows + 2; more <= std::min(rows + 3, MOST_ROWS); more++)
-            price = std::min(price, (cost(more) - cost(rows)) / static_cast<double>(more - rows));
+        double price = cost(rows + 1) - cost(rows);
+        // The row after it may be so cheap that both pay: products take rows in blocks.
+        if (rows + 2 <= MOST_ROWS) price = std::min(price, (cost(rows + 2) - cost(rows)) / 2);
         return probability * seconds > price * tokens;
     }
 
@@ -89,18 +89,23 @@ class DraftPace {
 
     void took(int64_t rows, double elapsed, int64_t given) {
         double& cost = costs[rows];
-        // A step that lost its core tells nothing; but if all are slower, the estimate follows soon.
-        cost = cost == 0 ? elapsed : cost + RATE * (std::min(elapsed, 2 * cost) - cost);
+        // A quarter of the steps take less: other programs only add to a time, and differences are needed.
+        if (cost == 0 || elapsed < cost / 2)
+            cost = elapsed;
+        else
+            cost *= elapsed < cost ? 1 - RATE : 1 + RATE / 3;
         // What was not tried for long becomes cheap, and is tried again.
         for (int64_t other = 2; other <= MOST_ROWS; other++)
             if (other != rows) costs[other] *= 1 - FORGOTTEN;
-        seconds += SHARE * (std::min(elapsed, 2 * cost) - seconds);
-        tokens += SHARE * (static_cast<double>(given) - tokens);
+        const double share = std::max(SHARE, 1.0 / static_cast<double>(++steps));
+        seconds += share * (cost - seconds);
+        tokens += share * (static_cast<double>(given) - tokens);
     }
 
   private:
     static constexpr double FIRST_ROW = 0.1;  // a row's share of a step, before it was measured
-    static constexpr double RATE = 1.0 / 8, SHARE = 1.0 / 64, FORGOTTEN = 1.0 / 1024;
+    static constexpr double RATE = 1.0 / 32, SHARE = 1.0 / 64, FORGOTTEN = 1.0 / 2048;
+    int64_t steps = 0;
     std::array<double, MOST_ROWS + 1> costs{};  // by the number of rows; 0 where unknown
     double seconds = 0, tokens = 0;             // of a step, on average
 };

@@ -1,6 +1,7 @@
 #include "ngrams.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <numeric>
 #include <utility>
@@ -61,13 +62,19 @@ const Ngrams::Powers& Ngrams::powers(double exponent) const {
 
 // weight (V) <- the probabilities after `tail` to the power of `exponent`, not normalized.
 void Ngrams::weigh_all(const Tail& tail, double exponent, float* weight) const {
-    const Powers& of = powers(exponent);
-    for (int64_t i = 0; i < vocab_size; i++) weight[i] = of.share[tables.first[i]];
+    std::array<uint64_t, Tail::MOST> hashes;  // all first: their buckets come from afar
     uint64_t hash = FACTOR;
     for (int64_t n = 0; n < tail.size(); n++) {
-        hash = extended(hash, tail[n]);
-        const uint64_t bucket = hash >> (64 - bits);
-        const auto tag = static_cast<int>(hash >> 20 & 1023);
+        hashes[n] = hash = extended(hash, tail[n]);
+        __builtin_prefetch(&tables.starts[hash >> (64 - bits)]);
+    }
+    for (int64_t n = 0; n < tail.size(); n++)
+        __builtin_prefetch(tables.records.data() + tables.starts[hashes[n] >> (64 - bits)]);
+    const Powers& of = powers(exponent);
+    for (int64_t i = 0; i < vocab_size; i++) weight[i] = of.share[tables.first[i]];
+    for (int64_t n = 0; n < tail.size(); n++) {
+        const uint64_t bucket = hashes[n] >> (64 - bits);
+        const auto tag = static_cast<int>(hashes[n] >> 20 & 1023);
         const uint8_t* at = tables.records.data() + tables.starts[bucket];
         const uint8_t* end = tables.records.data() + tables.starts[bucket + 1];
         while (at < end && (at[0] | (at[1] & 3) << 8) != tag) at += HEAD + 2 * (at[1] >> 2);

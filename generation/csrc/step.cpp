@@ -18,15 +18,29 @@ constexpr double MOST_PACKED_TWICE = 64 << 20;  // bytes of the matrices
 
 }  // namespace
 
-// One head of one row: q attends to the cache up to the row's own token.
-inline void Decoder::attend(const Token& token, int64_t layer, int64_t head, const float* q, float* to,
-                            int64_t thread) const {
-    const Slot& slot = slots[token.slot];
-    const int64_t seen = token.position + 1;
+// One head of `count` rows of a text: each q attends to the cache up to its row's own token. q's rows are ldQ
+// apart, those of `to` ld.
+inline void Decoder::attend(const Token& first, int64_t count, int64_t layer, int64_t head, const float* q,
+                            int64_t ldQ, float* to, int64_t ld, int64_t thread) const {
+    const Slot& slot = slots[first.slot];
+    const int64_t seen = first.position + count;
     float* own = scratch[thread];
-    Attention a = attention(1, seen);
-    a.q = {q, 0, 0, d, 1};
+    if (count > 1 && !cache_shape.transposed) {
+        for (Token token = first; token.position < seen; token.position++, q += ldQ, to += ld)
+            attend(token, 1, layer, head, q, ldQ, to, ld, thread);
+        return;
+    }
+    Attention a = attention(count, seen);
+    a.q = {q, 0, 0, ldQ, 1};
     a.out = to;
+    if (count > 1) {
+        a.k = slot.cache.keys(layer, head), a.v = slot.cache.values(layer, head);
+        a.Bc = cache_shape.panel, a.kv = cache_shape.precision;
+        a.out = own;
+        part.few.together.attention(a, own + MOST_ROWS * d);
+        for (int64_t r = 0; r < count; r++) std::copy_n(a.out + r * d, d, to + r * ld);
+        return;
+    }
     if (widened_floats > 0) {
         float *K = own, *V = own + capacity * d;
         slot.cache.widen(layer, head, seen, K, V);
@@ -50,10 +64,11 @@ void Decoder::step(const Weights& model, const Token* tokens, bool apart, const 
             // All are appended before the first attends: a vector load stalls on a number just stored.
             for (int64_t r = begin; r < end; r++)
                 slots[tokens[r].slot].cache.append(l, h, tokens[r].position, q + r * rows.Q.ld + d, 0, 1);
-            for (int64_t r = begin; r < end; r++) {
-                if (r + 1 < end && tokens[r + 1].slot != tokens[r].slot)
-                    slots[tokens[r + 1].slot].cache.prefetch(l, h, tokens[r + 1].position);
-                attend(tokens[r], l, h, q + r * rows.Q.ld, rows.A.data + r * rows.A.ld + h * d, member.thread);
+            for (int64_t r = begin, next = begin; r < end; r = next) {
+                while (next < end && tokens[next].slot == tokens[r].slot) next++;
+                if (next < end) slots[tokens[next].slot].cache.prefetch(l, h, tokens[next].position);
+                attend(tokens[r], next - r, l, h, q + r * rows.Q.ld, rows.Q.ld,
+                       rows.A.data + r * rows.A.ld + h * d, rows.A.ld, member.thread);
             }
         });
         block.rest(w);

@@ -59,6 +59,13 @@ void multiply_few(Matrix C, ConstMatrix A, ConstMatrix B, int64_t rows, int64_t 
 // o <- o + sum_j p[j] * B[j]; cols is a multiple of 2 W.
 void add_weighted_rows_bf16(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols);
 
+// O[i] <- O[i] + sum_j P[i][j] * B[j] for j < min(n, first + i), with the bits of add_weighted_rows(): a causal
+// mask's last rows. first > 0; for bfloat16 cols is a multiple of 2 W.
+void add_weighted_few(Matrix O, ConstMatrix P, ConstMatrix B, int64_t rows, int64_t n, int64_t first,
+                      int64_t cols);
+void add_weighted_few_bf16(Matrix O, ConstMatrix P, Bf16Pairs B, int64_t rows, int64_t n, int64_t first,
+                           int64_t cols);
+
 // Products with int8 weights: the weights of an output that share a scale, and the bits of a whole number that
 // stands for an activation. The number plus half of 2^bits is three digits of 7 bits, each in a byte. Every
 // processor's dot product of bytes takes these, signed or not.
