@@ -33,7 +33,7 @@ TITLES = f"threads | tokens/s | spread | times the first | FMA peak | of memory 
 def open_with(model: GPT, threads: int, weights: str, kv_cache: str, texts: int) -> Engine:
     """The engine for this many threads and texts."""
     torch.set_num_threads(threads)
-    return open_engine(model, "native", weights=weights, kv_cache=kv_cache, slots=texts)
+    return open_engine(model, "native", weights=weights, kv_cache=kv_cache, slots=texts, draft="off")
 
 
 def texts_of(engine: Engine, count: int) -> list[list[int]]:

@@ -31,20 +31,24 @@ WINDOW = 256  # tokens that the model reads at once; three quarters of them see 
 HEAD, PAIR, START = 3, 2, 4  # bytes of a record, of a token in it, of a bucket
 MOST_LISTED = 63  # tokens of a record
 IN_BUCKET = 4  # records
-TRIES = 14  # sizes that are tried
+TRIES = 9  # sizes that are tried
 HEADER = 500  # bytes of the file beside the tables
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+
+class NoDraft(ValueError):
+    """The model's vocabulary is too large for a draft."""
 
 
 def make(checkpoint: Checkpoint, ids: Sequence[int], seconds: float = math.inf) -> Draft:
     """The draft of a model from a text's tokens, at most MOST_BYTES.
 
     seconds: the most time for the model's reading; of the rest of the text only the tokens count.
-    Raises ValueError if the vocabulary is not of at most MOST_VOCABULARY characters, or there is no text.
+    Raises NoDraft if the vocabulary is not of at most MOST_VOCABULARY characters, ValueError without a text.
     """
     vocabulary = code_points(checkpoint.tokenizer)
     if not 0 < len(vocabulary) <= MOST_VOCABULARY:
-        raise ValueError(
+        raise NoDraft(
             f"the model's vocabulary has {checkpoint.config.vocab_size} tokens; "
             f"a draft needs one of at most {MOST_VOCABULARY} characters"
         )
@@ -52,7 +56,7 @@ def make(checkpoint: Checkpoint, ids: Sequence[int], seconds: float = math.inf) 
         raise ValueError("the text is empty; a draft needs one")
     text = np.array(ids, np.int64)
     levels = _levels(text, *_expected(checkpoint, text, seconds), len(vocabulary))
-    low, high = 1e-3, float(len(text))  # what a token must change: the file is too large, and small enough
+    low, high = 0.1, max(1.0, len(text) / 100)  # what a token must change: the file is too large, and small enough
     best = _pruned(levels, high)
     for _ in range(TRIES):
         middle = math.sqrt(low * high)
@@ -181,7 +185,7 @@ def _pruned(levels: list[_Level], least: float) -> tuple[NDArray[Any], ...]:
     return first, *_packed(hashes, numbers, heads, listed_tokens, listed_codes)
 
 
-def _share(code: NDArray[np.uint8]) -> NDArray[np.float32]:
+def _share(code: NDArray[np.uint8]) -> NDArray[Any]:
     return (code.astype(np.float32) / 255) ** 2
 
 

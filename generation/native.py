@@ -6,6 +6,7 @@ import ctypes
 import functools
 import math
 import threading
+import warnings
 from array import array
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_bool, c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
@@ -88,10 +89,11 @@ def library(simd: str = "auto") -> ctypes.CDLL:
 class Decoder:
     """An Engine that holds the packed weights and the slots' caches. Its calls take turns.
 
-    tile: (br, bc) of a tiled part. draft: what guesses the next tokens. The other arguments and the errors are those of open_engine().
+    tile: (br, bc) of a tiled part. draft: what guesses the next tokens; one with damaged tables is ignored with a
+    warning. The other arguments and the errors are those of open_engine().
     """
 
-    name, fast_in_step, tokens_at_once = "native", False, 32
+    name, fast_in_step, tokens_at_once = "native", False, 64
 
     def __init__(
         self,
@@ -132,7 +134,10 @@ class Decoder:
             raise self._error()
         for slot in range(slots):
             self.set_sampling(slot, Sampling())
-        self.set_draft(draft)
+        try:
+            self.set_draft(draft)
+        except ValueError as error:
+            warnings.warn(f"{error}; the draft is ignored", stacklevel=3)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
@@ -202,15 +207,16 @@ class Decoder:
 
     def set_draft(self, draft: Draft | None) -> None:
         """Guess tokens by this draft from now on, or not at all. It changes no text."""
-        self.draft = draft
+        self.draft: Draft | None = None
         if draft is None:
             tables: list[Any] = [0, None, 0, None, 0, None]
         else:
-            arrays = (draft.first, draft.starts, draft.records)
+            arrays: tuple[NDArray[Any], ...] = (draft.first, draft.starts, draft.records)
             sizes = (len(draft.first), len(draft.starts) - 1, len(draft.records))
             tables = [item for size, array in zip(sizes, arrays) for item in (size, array.ctypes.data)]
         with self._lock:
             self._do("set_draft", *tables)
+        self.draft = draft
 
     def draft_counts(self) -> DraftCounts:
         """What drafts did since the last call."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -59,7 +60,7 @@ def load(path: Path, tokenizer: Tokenizer) -> Draft:
         stored = dict(safetensors.deserialize(path.read_bytes()))
         if found := sorted(stored.keys() ^ TENSORS.keys()):
             raise ValueError(f"tensor {found[0]} is missing or unexpected")
-        tensors = {}
+        tensors: dict[str, Any] = {}
         for name, kind in TENSORS.items():
             if stored[name]["dtype"] != kind or len(stored[name]["shape"]) != 1:
                 raise ValueError(f"tensor {name} must be a row of {kind}")

@@ -16,6 +16,7 @@ from attention_ext.parts import CachePrecision, helpers_of, running_on, with_gra
 if TYPE_CHECKING:
     from generation.cuda import CudaEngine
     from generation.engine import Engine
+    from generation.native import Decoder
     from generation.texts import Completion
 
 LAB_TILE = 256  # the lab's tile, in queries and in keys
@@ -24,7 +25,7 @@ TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype", "backward"}
 NOT_BACKWARD = {"br", "bc", "device", "kernel", "dtype"}
 NOT_WITH = {"inference": TEST_ONLY, "backward": NOT_BACKWARD, "interactive": ("num_samples", "as_json")}
 # Options of open_engine().
-ENGINE = ("engine", "simd", "br", "bc", "weights", "kv_cache", "device", "kernel", "threads")
+ENGINE = ("engine", "simd", "br", "bc", "weights", "kv_cache", "device", "kernel", "threads", "draft")
 
 MEASURED = ("new_tokens", "prefill_seconds", "decode_seconds", "tokens_per_second", "finish_reason")
 
@@ -57,6 +58,7 @@ inference_options = options.all_of(
     options.engine,
     options.weights,
     options.kv_cache,
+    options.draft,
     options.flag("--json", "as_json", "Print one JSON object per sample."),
     options.flag("--interactive", "Continue each line that you type."),
 )
@@ -238,6 +240,7 @@ def record(session: Session, engine: "Engine", completion: "Completion") -> dict
         "text": completion.text,
         "prompt_tokens": len(completion.request.ids),
         **{name: getattr(completion, name) for name in MEASURED},
+        "draft": cast("Decoder", engine).draft_counts()._asdict() if engine.name == "native" else None,
     }
 
 
