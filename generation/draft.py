@@ -56,7 +56,8 @@ def make(checkpoint: Checkpoint, ids: Sequence[int], seconds: float = math.inf) 
         raise ValueError("the text is empty; a draft needs one")
     text = np.array(ids, np.int64)
     levels = _levels(text, *_expected(checkpoint, text, seconds), len(vocabulary))
-    low, high = 0.1, max(1.0, len(text) / 100)  # what a token must change: the file is too large, and small enough
+    # What a token must change, in tokens of the text. A file of `low` is too large, one of `high` small.
+    low, high = 0.1, max(1.0, len(text) / 100)
     best = _pruned(levels, high)
     for _ in range(TRIES):
         middle = math.sqrt(low * high)
@@ -130,9 +131,7 @@ def _levels(
         flat = number[seen, None] * V + tokens[n:][seen]
         size = int(keep.sum())
         sums = np.bincount(flat.ravel(), shares[n:][seen].ravel(), size * V).astype(np.float32)
-        levels.append(
-            _Level(known[keep], shorter[keep], counts[keep].astype(float), sums.reshape(size, V))
-        )
+        levels.append(_Level(known[keep], shorter[keep], counts[keep].astype(float), sums.reshape(size, V)))
     return levels
 
 

@@ -197,17 +197,21 @@ def open_engine(
     if threads is None:
         of_torch = getattr(sys.modules.get("torch"), "get_num_threads", processor.threads)
         threads = of_torch()
-    return Decoder(model, part, helpers, tile, precision, cache, slots, capacity, threads, chosen_draft(model, draft))
+    return Decoder(
+        model, part, helpers, tile, precision, cache, slots, capacity, threads, chosen_draft(model, draft)
+    )
 
 
 def chosen_draft(model: Checkpoint | GPT, draft: Draft | str) -> Draft | None:
-    """The draft that open_engine()'s argument names, or None. Raises DraftError if it does not fit the model."""
+    """The draft that open_engine()'s argument names, or None. Raises DraftError if it does not fit."""
     if isinstance(draft, Draft) or draft == "off":
         return draft if isinstance(draft, Draft) else None
     if not isinstance(model, Checkpoint):
         if draft == "auto":
             return None
-        raise ValueError(f"draft is {draft!r}; it must be 'auto', 'off' or a Draft for a model without a vocabulary")
+        raise ValueError(
+            f"draft is {draft!r}; it must be 'auto', 'off' or a Draft for a model without a vocabulary"
+        )
     return model.draft if draft == "auto" else named_draft(draft, model.tokenizer)
 
 

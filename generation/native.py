@@ -89,8 +89,8 @@ def library(simd: str = "auto") -> ctypes.CDLL:
 class Decoder:
     """An Engine that holds the packed weights and the slots' caches. Its calls take turns.
 
-    tile: (br, bc) of a tiled part. draft: what guesses the next tokens; one with damaged tables is ignored with a
-    warning. The other arguments and the errors are those of open_engine().
+    tile: (br, bc) of a tiled part. draft: what guesses the next tokens; one with damaged tables is ignored
+    with a warning. The other arguments and the errors are those of open_engine().
     """
 
     name, fast_in_step, tokens_at_once = "native", False, 64

@@ -225,8 +225,8 @@ def measure(engine: Engine, prompt_tokens: int, tokens: int) -> tuple[Phase, Pha
 def measure_drafts(engine: Engine, prompt_tokens: int, tokens: int) -> dict[str, float] | None:
     """The same writing in calls as long as gpt.py --inference makes, with and without the engine's draft.
 
-    None without a draft. Times are medians: of a token without and with it, and of what it adds up from: in
-    each step the guessing, and a step with guesses, of which the last is the share of rows that gave no token.
+    None without a draft. The times of a token are medians; those of a step are means of all steps: guessing,
+    the verification of guesses, and what of it the rows cost that gave no token.
     """
     if getattr(engine, "draft", None) is None:
         return None
@@ -359,12 +359,12 @@ def table(f: dict[str, Any]) -> str:
     if drafts := f.get("drafts"):
         lines += [
             "",
-            f"Drafts: {drafts['on_us_per_token']:.2f} µs per token instead of {drafts['off_us_per_token']:.2f}. "
-            f"{drafts['hits_percent']:.0f} % of the guesses hit. A step has {drafts['drafted_per_step']:.2f} of "
-            f"them, of which {drafts['accepted_percent']:.0f} % are accepted, and gives "
+            f"Drafts: {drafts['on_us_per_token']:.2f} µs per token, {drafts['off_us_per_token']:.2f} without "
+            f"them. {drafts['hits_percent']:.0f} % of the guesses hit. "
+            f"A step has {drafts['drafted_per_step']:.2f} of them, {drafts['accepted_percent']:.0f} % of which are accepted, and gives "
             f"{drafts['tokens_per_step']:.2f} tokens.",
             f"Of a step, guessing takes {drafts['guessing_us_per_step']:.2f} µs and the verification "
-            f"{drafts['verifying_us_per_step']:.2f} µs, of which {drafts['wasted_us_per_step']:.2f} µs are for "
+            f"{drafts['verifying_us_per_step']:.2f} µs, {drafts['wasted_us_per_step']:.2f} µs of them for "
             "rows that are thrown away.",
         ]
     return "\n".join(lines + busy_text(f["processors_taken_by_others"], f["threads"]))

@@ -88,8 +88,8 @@ def line_up(
 
     parts: names of PARTS, at least two and each once, or ValueError is raised.
     max_new_tokens: tokens of each part; by default DEFAULT_TOKENS, at most the block size.
-    The other arguments and the errors are those of generate() and open_engine(). Without drafts, so that a token
-    is one pass of attention.
+    The other arguments and the errors are those of generate() and open_engine(). Without drafts, so that a
+    token is one pass.
     """
     if len(parts) < 2 or len(set(parts)) < len(parts):
         raise ValueError(f"parts is {','.join(parts)!r}; it must name two or more, each once")

@@ -17,8 +17,8 @@ from attention_ext import BuildError
 def draft(model: str, corpus_file: Path | None) -> None:
     """Make the draft of a model from the text that it learned, and write it beside the model.
 
-    The model reads the first 90 % of the text; its probabilities after each context of at most five characters
-    become the draft. It takes seconds, at most 300 KB, and changes no text.
+    The model reads the first 90 % of the text. Its probabilities after each context of at most five
+    characters become the draft. It takes seconds, at most 300 KB, and changes no text.
     """
     from model.checkpoint import directory_of
 
@@ -32,8 +32,8 @@ def draft(model: str, corpus_file: Path | None) -> None:
 def make_draft(directory: Path, text: str, seconds: float = math.inf) -> Path | None:
     """Make the draft of the model in a directory from a text's training part; returns its path.
 
-    seconds: the most time of the model's reading. None, with a notice, where the kernels do not compile or the
-    model's vocabulary has no draft.
+    seconds: the most time of the model's reading. None, with a notice, where the kernels do not compile or
+    no draft can have the model's vocabulary.
     """
     from generation import draft
     from model import corpus, load

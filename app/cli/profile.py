@@ -6,7 +6,17 @@ import click
 
 from app.cli import options
 
-NOT_WITH_TRAIN = ("engine", "br", "bc", "weights", "kv_cache", "draft", "prompt_tokens", "tokens", "trace_file")
+NOT_WITH_TRAIN = (
+    "engine",
+    "br",
+    "bc",
+    "weights",
+    "kv_cache",
+    "draft",
+    "prompt_tokens",
+    "tokens",
+    "trace_file",
+)
 ON_CPU = ("engine", "simd", "br", "bc", "draft", "trace_file", "threads", "train", "batch")
 MOST_BATCH, MOST_TEXTS = 256, 4096
 

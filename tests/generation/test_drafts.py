@@ -1,4 +1,4 @@
-"""Drafts change no text: in every part, whatever they guess, for any settings, alone and among other texts."""
+"""Drafts change no text: in every part, whatever they guess, for any settings, alone and among others."""
 
 from __future__ import annotations
 
