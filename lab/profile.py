@@ -359,10 +359,10 @@ def table(f: dict[str, Any]) -> str:
     if drafts := f.get("drafts"):
         lines += [
             "",
-            f"Drafts: {drafts['on_us_per_token']:.2f} µs per token, {drafts['off_us_per_token']:.2f} without "
-            f"them. {drafts['hits_percent']:.0f} % of the guesses hit. "
-            f"A step has {drafts['drafted_per_step']:.2f} of them, {drafts['accepted_percent']:.0f} % of which are accepted, and gives "
-            f"{drafts['tokens_per_step']:.2f} tokens.",
+            f"With drafts: {drafts['on_us_per_token']:.2f} µs per token, without: "
+            f"{drafts['off_us_per_token']:.2f}. {drafts['hits_percent']:.0f} % of the guesses hit.",
+            f"A step has {drafts['drafted_per_step']:.2f} guesses, {drafts['accepted_percent']:.0f} % of them "
+            f"are accepted, and it gives {drafts['tokens_per_step']:.2f} tokens.",
             f"Of a step, guessing takes {drafts['guessing_us_per_step']:.2f} µs and the verification "
             f"{drafts['verifying_us_per_step']:.2f} µs, {drafts['wasted_us_per_step']:.2f} µs of them for "
             "rows that are thrown away.",
