@@ -90,7 +90,7 @@ class Layout(ABC):
     kv_cache: CachePrecision
     clocks: bool = field(default=False, kw_only=True)
 
-    @property
+    @functools.cached_property
     @abstractmethod
     def image(self) -> np.dtype:
         """struct Weights."""
@@ -178,7 +178,7 @@ class Cluster(Layout):
         """A block's rows of the head, of which the last block's may lie beyond the vocabulary."""
         return -(-self.config.vocab_size // self.blocks)
 
-    @property
+    @functools.cached_property
     def image(self) -> np.dtype:
         C, share = self.config.n_embd, self.config.n_embd // self.blocks
         rows = {"qkv": 3 * share, "proj": share, "fc": 4 * share, "out": share}
@@ -232,7 +232,7 @@ class Grid(Layout):
 
     prompt: bool = False
 
-    @property
+    @functools.cached_property
     def image(self) -> np.dtype:
         C = self.config.n_embd
         matrices = {"qkv": (C, 3 * C), "proj": (C, C), "fc": (C, 4 * C), "out": (4 * C, C)}
@@ -593,6 +593,7 @@ class CudaEngine:
         # Prompts to be read, how many of their tokens are; then as in begin().
         self._begun: dict[int, tuple[list[int], int, bool, int | None]] = {}
         self._prompts: dict[int, tuple[list[int], bool]] = {}  # that wait to be read together
+        self._launches: dict[int, Launch] = {}  # of so many texts; to find one takes longer than a token
         self._row_seconds: dict[Launch, float] = {}
         on.kernel(*self._launch_of(1)[:2])  # compiled now, not while the first text waits
 
@@ -753,7 +754,9 @@ class CudaEngine:
             for wrong, state in ((held == 0, "first"), (held > self.capacity, "again: it is full")):
                 if wrong.any():
                     raise ValueError(f"slot is {at[wrong][0]}; it must be read {state}")
-            launch = self._launch_of(len(at))
+            if len(at) not in self._launches:
+                self._launches[len(at)] = self._launch_of(len(at))
+            launch = self._launches[len(at)]
             seconds = SECONDS if seconds is None else seconds
             guess = FIRST_ROW_SECONDS * max(1.0, len(at) / self._gpu.multiprocessors)
             fit = seconds / self._row_seconds.get(launch, guess)
