@@ -38,7 +38,7 @@ Floats = NDArray[np.float32]
 
 SOURCES = Path(__file__).resolve().parent / "csrc" / "cuda"
 CAPABILITY, CLUSTER_CAPABILITY = (8, 0), (9, 0)  # the least that reduces integers in a warp, and has clusters
-CLUSTERS = (16, 8)  # blocks of a cluster, the best first; a GPU may refuse 16
+CLUSTERS = (16, 8)  # blocks of a cluster, the best for one text first; a GPU may refuse 16
 THREADS, LANES = 256, 32  # of a block, of a warp
 # Warps that attend to a text together in a cluster, and a lane's keys at a time: for a pass of one text, and
 # for one of more. Best of 1, 2, 4, 8 warps on an H200; other strips came within 3 %.
@@ -90,7 +90,7 @@ class Layout(ABC):
     kv_cache: CachePrecision
     clocks: bool = field(default=False, kw_only=True)
 
-    @property
+    @functools.cached_property
     @abstractmethod
     def image(self) -> np.dtype:
         """struct Weights."""
@@ -178,7 +178,7 @@ class Cluster(Layout):
         """A block's rows of the head, of which the last block's may lie beyond the vocabulary."""
         return -(-self.config.vocab_size // self.blocks)
 
-    @property
+    @functools.cached_property
     def image(self) -> np.dtype:
         C, share = self.config.n_embd, self.config.n_embd // self.blocks
         rows = {"qkv": 3 * share, "proj": share, "fc": 4 * share, "out": share}
@@ -232,7 +232,7 @@ class Grid(Layout):
 
     prompt: bool = False
 
-    @property
+    @functools.cached_property
     def image(self) -> np.dtype:
         C = self.config.n_embd
         matrices = {"qkv": (C, 3 * C), "proj": (C, C), "fc": (C, 4 * C), "out": (4 * C, C)}
@@ -308,8 +308,8 @@ def padded(fields: list[Any]) -> np.dtype:
 
 def layouts_for(
     config: GPTConfig, weights: Precision, kv_cache: CachePrecision, on: Any, clocks: bool = False
-) -> tuple[Cluster | None, Grid]:
-    """How a Gpu holds a model for few texts, or None if it cannot, and for many.
+) -> tuple[list[Cluster], Grid]:
+    """How a Gpu may hold a model for few texts, the best for one text first, and for many.
 
     Raises Unfit, in a sentence, if the cuda engine does not take the model.
     """
@@ -327,12 +327,13 @@ def layouts_for(
     if size > most or not grid.most_texts(on.shared):
         has = f"the model has {size:,} in {weights}"
         raise Unfit(f"the cuda engine takes {most:,} bytes of weights on {on.name}; {has}")
-    if on.capability >= CLUSTER_CAPABILITY:
-        for blocks in CLUSTERS:
-            made = Cluster(config, weights, kv_cache, blocks, clocks=clocks)
-            if config.n_embd % blocks == 0 and made.most_texts(on.shared) and on.clusters(made):
-                return made, grid
-    return None, grid
+    clusters: list[Cluster] = []
+    for blocks in CLUSTERS if on.capability >= CLUSTER_CAPABILITY else ():
+        made = Cluster(config, weights, kv_cache, blocks, clocks=clocks)
+        # To ask the GPU takes a compilation. The second is asked when texts are written by it.
+        if config.n_embd % blocks == 0 and made.most_texts(on.shared) and (clusters or on.clusters(made)):
+            clusters.append(made)
+    return clusters, grid
 
 
 class Gpu:
@@ -548,17 +549,16 @@ class CudaEngine:
         on.activate()
         c, tensors = model.config, model.weights
         self.config, self.slots, self.capacity = c, slots, capacity
-        self._cluster, self._grid = layouts_for(c, weights, kv_cache, on, clocks)
+        self._clusters, self._grid = layouts_for(c, weights, kv_cache, on, clocks)
         self._reader = Grid(c, weights, kv_cache, prompt=True, clocks=clocks)
-        # Clusters at a time, and texts of a pass of each; and of a block of the grid; the same of prompts.
-        self._clusters = on.clusters(self._cluster) if self._cluster else 0
-        self._few = self._cluster.most_texts(on.shared) if self._cluster else 0
+        # Texts of a block of the grid, tokens of a prompt in one, and blocks of prompts at a time.
         self._many, self._read_together = (each.most_texts(on.shared) for each in (self._grid, self._reader))
         self._read_blocks = on.resident(self._reader, self._read_together)
         self._lock = threading.Lock()
-        self._weights: dict[type[Layout], Memory] = {Grid: self._uploaded(self._grid.pack(tensors))}
-        if self._cluster:
-            self._weights[Cluster] = self._uploaded(self._cluster.pack(tensors))
+        self._weights: dict[Layout, Memory] = {
+            layout: self._uploaded(layout.pack(tensors)) for layout in (*self._clusters, self._grid)
+        }
+        self._weights[self._reader] = self._weights[self._grid]
         self._tokens = self._uploaded(tensors[EMBEDDING])
         self._positions = self._uploaded(tensors["transformer.wpe.weight"][:capacity])
         V, cached = (
@@ -593,16 +593,17 @@ class CudaEngine:
         # Prompts to be read, how many of their tokens are; then as in begin().
         self._begun: dict[int, tuple[list[int], int, bool, int | None]] = {}
         self._prompts: dict[int, tuple[list[int], bool]] = {}  # that wait to be read together
+        self._launches: dict[int, Launch] = {}  # of so many texts; to find one takes longer than a token
         self._row_seconds: dict[Launch, float] = {}
         on.kernel(*self._launch_of(1)[:2])  # compiled now, not while the first text waits
 
     @property
     def description(self) -> str:
         """What computes the texts, in a line for people."""
-        name = self._gpu.name
-        where = (
-            f"{self._clusters} clusters of {self._cluster.blocks} blocks of {name}" if self._cluster else name
-        )
+        where = self._gpu.name
+        if self._clusters:
+            layout = self._clusters[0]
+            where = f"{self._gpu.clusters(layout)} clusters of {layout.blocks} blocks of {where}"
         return f"The whole model in one launch, part 4's attention, on {where}"
 
     def uniforms(self, seed: int) -> Callable[[int], NDArray[np.float64]]:
@@ -753,7 +754,9 @@ class CudaEngine:
             for wrong, state in ((held == 0, "first"), (held > self.capacity, "again: it is full")):
                 if wrong.any():
                     raise ValueError(f"slot is {at[wrong][0]}; it must be read {state}")
-            launch = self._launch_of(len(at))
+            if len(at) not in self._launches:
+                self._launches[len(at)] = self._launch_of(len(at))
+            launch = self._launches[len(at)]
             seconds = SECONDS if seconds is None else seconds
             guess = FIRST_ROW_SECONDS * max(1.0, len(at) / self._gpu.multiprocessors)
             fit = seconds / self._row_seconds.get(launch, guess)
@@ -829,10 +832,17 @@ class CudaEngine:
     def _launch_of(self, count: int) -> Launch:
         """What writes so many texts: one pass of clusters, if they suffice, else the grid."""
         on = self._gpu
-        if self._cluster and count <= self._clusters * self._few:
-            together = -(-count // self._clusters)
-            blocks = -(-count // together) * self._cluster.blocks
-            return Launch(self._cluster, together, blocks, blocks)
+        found: Launch | None = None
+        for layout in self._clusters:
+            if found and found.texts == 1:
+                break
+            at_a_time = on.clusters(layout)
+            together = -(-count // at_a_time) if at_a_time else math.inf
+            if together <= layout.most_texts(on.shared) and (not found or together < found.texts):
+                blocks = -(-count // int(together)) * layout.blocks
+                found = Launch(layout, int(together), blocks, blocks)
+        if found:
+            return found
         for texts in GRID_TEXTS:
             resident = on.resident(self._grid, texts)
             if texts == self._many or count <= texts * resident:
@@ -876,7 +886,7 @@ class CudaEngine:
         host.bytes[: texts.nbytes] = texts.view(np.uint8)
         if uniforms is not None:
             host.bytes[texts.nbytes : given].view(float).reshape(uniforms.shape)[:] = uniforms
-        work.weights = self._weights[type(launch.layout)].address
+        work.weights = self._weights[launch.layout].address
         work.every = self._every.address if every else None
         work.texts, work.uniforms = staged.address, staged.address + texts.nbytes
         work.chosen, work.count, work.rows, work.leading = self._chosen.address, count, rows, launch.leading

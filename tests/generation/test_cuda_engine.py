@@ -244,11 +244,13 @@ def test_what_does_not_fit_is_a_sentence():
     ):
         with naming(message), pytest.raises(cuda.Unfit, match=message):
             cuda.layouts_for(config, weights, cache, on)
-    found, grid = cuda.layouts_for(SHAKES256, fp32, cache, gpu_of())
+    (found,), grid = cuda.layouts_for(SHAKES256, fp32, cache, gpu_of())
     assert (found.blocks, found.most_texts(H100), grid.most_texts(H100)) == (16, 5, 8)
-    assert cuda.layouts_for(GPTConfig(64, 65, 1, 2, 8), fp32, cache, gpu_of())[0].blocks == 8
+    both, _ = cuda.layouts_for(SHAKES256, Precision.BF16, cache, gpu_of())
+    assert [each.blocks for each in both] == [16, 8]
+    assert cuda.layouts_for(GPTConfig(64, 65, 1, 2, 8), fp32, cache, gpu_of())[0][0].blocks == 8
     for on in (gpu_of((8, 6)), gpu_of(clusters=0)):
-        assert cuda.layouts_for(SHAKES256, fp32, cache, on)[0] is None
+        assert cuda.layouts_for(SHAKES256, fp32, cache, on)[0] == []
 
 
 def test_what_does_not_fit_is_written_by_the_torch_engine(monkeypatch, capsys):

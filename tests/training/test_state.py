@@ -35,10 +35,10 @@ class StoppedAt(Watcher):
     """A watcher that ends the run at each of these steps, once."""
 
     def __init__(self, *steps: int) -> None:
-        self.left, self.done = set(steps), 0
+        self.left, self.done, self.seconds = set(steps), 0, 0.0
 
     def stepped(self, schedule: Schedule) -> None:
-        self.done = schedule.done
+        self.done, self.seconds = schedule.done, schedule.seconds
 
     def stop(self) -> bool:
         stops = self.done in self.left
@@ -85,12 +85,14 @@ def assert_resumed(out: Path, whole: tuple[dict, Path], steps: tuple[int, ...], 
 @pytest.mark.full
 def test_a_run_by_time_goes_on_with_the_time_that_is_left(tmp_path):
     recipe = dataclasses.replace(TINY, minutes=1 / 15)
+    watcher = StoppedAt()
     with pytest.raises(KeyboardInterrupt):
-        train(recipe, TEXT, out=tmp_path, **stopped_at(5))
+        train(recipe, TEXT, out=tmp_path, stop=lambda: watcher.seconds > 2.0, watcher=watcher)
     time.sleep(1.0)  # does not count
     start = time.monotonic()
     record = train(recipe, TEXT, out=tmp_path, resume=True)
-    assert record["steps"] > 5 and record["seconds"] > time.monotonic() - start
+    # One of the first two seconds is left to a busy machine: steps are not charged with all of its delays.
+    assert record["steps"] > 5 and record["seconds"] > time.monotonic() - start + 1.0
     assert record["curve"][-1][0] == record["steps"]
 
 

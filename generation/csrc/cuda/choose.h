@@ -31,58 +31,18 @@ __device__ inline void count_token(const Work& work, long long at) {
     atomicAdd(work.written + at, 1);
 }
 
-// The token that `uniform` falls on, by generation/csrc/sampling.cpp's rules; -1 if the logits hold NaN, or the
-// largest is infinite. By one warp. memory: VOCAB numbers.
-__device__ inline int choose(const float* logits, const double* settings, const double* bias, const int* seen,
-                             const int* written, double uniform, double* memory) {
-    const double temperature = settings[0], top_k = settings[1], top_p = settings[2], min_p = settings[3],
-                 typical_p = settings[4], repetition = settings[5], presence = settings[6],
-                 frequency = settings[7];
-    const bool adjusted = settings[8] != 0, penalised = presence != 0 || frequency != 0;
+constexpr int EACH = (VOCAB + LANES - 1) / LANES;  // tokens of a lane
+
+// Sets the weights that the filters leave out to 0. A lane has EACH tokens that follow each other. By one warp.
+// memory: VOCAB numbers.
+__device__ inline void filter(double top_k, double typical_p, double top_p, double min_p, double* memory,
+                              float (&of_lane)[EACH]) {
     const auto larger = [](double a, double b) { return a > b ? a : b; };
     const auto smaller = [](double a, double b) { return a < b ? a : b; };
     const auto plus = [](double a, double b) { return a + b; };
-    const double infinity = __longlong_as_double(0x7ff0000000000000ll);
-
-    // A lane has EACH tokens that follow each other.
-    constexpr int EACH = (VOCAB + LANES - 1) / LANES;
-    const int lane = threadIdx.x % LANES, first = lane * EACH;
-    float logit[EACH], largest = -INF;
-    bool numbers = true;
-    UNROLLED(e, EACH) {
-        logit[e] = first + e < VOCAB ? logits[first + e] : -INF;
-        numbers = numbers && logit[e] == logit[e];
-        largest = fmaxf(largest, logit[e]);
-    }
-    float below[EACH];  // less the largest
-    if (adjusted) {
-        double weight[EACH], best = -infinity;
-        UNROLLED(e, EACH) {
-            const int i = first + e;
-            double w = logit[e];
-            if (i < VOCAB) {
-                if (repetition != 1 && __ldcg(seen + i)) w = w > 0 ? w / repetition : w * repetition;
-                if (const int count = penalised ? __ldcg(written + i) : 0) w -= count * frequency + presence;
-                w += bias[i];
-            }
-            weight[e] = w, best = larger(best, w);
-        }
-        best = largest_of_warp(best), largest = float(best);
-        UNROLLED(e, EACH) below[e] = float(weight[e] - best);
-    } else {
-        largest = ::largest<1, LANES>(largest);
-        UNROLLED(e, EACH) below[e] = logit[e] - largest;
-    }
-    if (!__all_sync(~0u, numbers) || largest == INF || largest == -INF) return -1;
-    if (temperature == 0) {
-        int likeliest = VOCAB;
-        UNROLLED(e, EACH)
-            if (below[e] == 0) likeliest = min(likeliest, first + e);
-        return __reduce_min_sync(~0u, likeliest);
-    }
-    // float32's exp errs by less than the logits do.
+    const int first = threadIdx.x % LANES * EACH;
     double weight[EACH];
-    UNROLLED(e, EACH) weight[e] = expf(float(below[e] * settings[9]));
+    UNROLLED(e, EACH) weight[e] = of_lane[e];
 
     // What the filters keep does not depend on the order of equal weights, so none is sorted: each weight is
     // compared with all.
@@ -127,7 +87,7 @@ __device__ inline int choose(const float* logits, const double* settings, const 
     }
     if (top_p < 1) {
         share_out();
-        double total = 0, lowest = infinity;
+        double total = 0, lowest = INF;
         UNROLLED(e, EACH) total += weight[e] >= least ? weight[e] : 0;
         total = over_warp(total, plus);
 #pragma unroll 1
@@ -145,21 +105,72 @@ __device__ inline int choose(const float* logits, const double* settings, const 
         UNROLLED(e, EACH) highest = larger(highest, weight[e]);
         least = larger(least, min_p * over_warp(highest, larger));
     }
+    UNROLLED(e, EACH) of_lane[e] = weight[e] >= least ? float(weight[e]) : 0;
+}
 
-    double sum = 0;
-    UNROLLED(e, EACH) sum += weight[e] >= least ? weight[e] : 0;
-    double before = sum;  // the sum of all lanes up to this one
+// The token that `uniform` falls on, by generation/csrc/sampling.cpp's rules; -1 if the logits hold NaN, or the
+// largest is infinite. By one warp. memory: VOCAB numbers.
+__device__ inline int choose(const float* logits, const double* settings, const double* bias, const int* seen,
+                             const int* written, double uniform, double* memory) {
+    const double temperature = settings[0], top_k = settings[1], top_p = settings[2], min_p = settings[3],
+                 typical_p = settings[4], repetition = settings[5], presence = settings[6],
+                 frequency = settings[7];
+    const bool adjusted = settings[8] != 0, penalised = presence != 0 || frequency != 0;
+    const int lane = threadIdx.x % LANES, first = lane * EACH;
+    float logit[EACH], largest = -INF;
+    bool numbers = true;
+    UNROLLED(e, EACH) {
+        logit[e] = first + e < VOCAB ? logits[first + e] : -INF;
+        numbers = numbers && logit[e] == logit[e];
+        largest = fmaxf(largest, logit[e]);
+    }
+    float below[EACH];  // less the largest
+    if (adjusted) {
+        double weight[EACH], best = -INF;
+        UNROLLED(e, EACH) {
+            const int i = first + e;
+            double w = logit[e];
+            if (i < VOCAB) {
+                if (repetition != 1 && __ldcg(seen + i)) w = w > 0 ? w / repetition : w * repetition;
+                if (const int count = penalised ? __ldcg(written + i) : 0) w -= count * frequency + presence;
+                w += bias[i];
+            }
+            weight[e] = w, best = best > w ? best : w;
+        }
+        best = largest_of_warp(best), largest = float(best);
+        UNROLLED(e, EACH) below[e] = float(weight[e] - best);
+    } else {
+        largest = ::largest<1, LANES>(largest);
+        UNROLLED(e, EACH) below[e] = logit[e] - largest;
+    }
+    if (!__all_sync(~0u, numbers) || largest == INF || largest == -INF) return -1;
+    if (temperature == 0) {
+        int likeliest = VOCAB;
+        UNROLLED(e, EACH)
+            if (below[e] == 0) likeliest = min(likeliest, first + e);
+        return __reduce_min_sync(~0u, likeliest);
+    }
+    // float32's exp and sums err by less than the logits do.
+    float kept[EACH];                                 // 0 where a filter leaves a token out
+    const float inverse = fminf(settings[9], 3e38f);  // of the temperature; finite, so that 0 stays 0
+    UNROLLED(e, EACH) kept[e] = expf(below[e] * inverse);
+    if (top_k > 0 || typical_p < 1 || top_p < 1 || min_p > 0)
+        filter(top_k, typical_p, top_p, min_p, memory, kept);
+
+    float sum = 0;
+    UNROLLED(e, EACH) sum += kept[e];
+    float before = sum;  // the sum of all lanes up to this one
 #pragma unroll
     for (int far = 1; far < LANES; far *= 2) {
-        const double other = from_lane(before, max(lane - far, 0));
+        const float other = __shfl_sync(~0u, before, max(lane - far, 0));
         if (lane >= far) before += other;
     }
-    const double point = uniform * from_lane(before, LANES - 1);
-    double reached = before - sum;
+    const float point = float(uniform) * __shfl_sync(~0u, before, LANES - 1);
+    float reached = before - sum;
     int found = VOCAB, last = -1;  // last: if rounding leaves a remainder
     UNROLLED(e, EACH) {
-        if (!(weight[e] >= least) || weight[e] == 0) continue;
-        reached += weight[e], last = first + e;
+        if (kept[e] == 0) continue;
+        reached += kept[e], last = first + e;
         if (found == VOCAB && reached > point) found = first + e;
     }
     found = __reduce_min_sync(~0u, found);

@@ -179,13 +179,19 @@ __device__ inline void reduce(float (&x)[count][numbers], float (&result)[number
 __device__ inline float inverse_deviation(float squares) { return rsqrtf(squares * (1.0f / WIDTH) + 1e-5f); }
 
 // How a warp multiplies: `each` rows of a matrix, which follow each other, by `lanes` lanes each. A lane has
-// four inputs at 4 lane, then at 4 lanes + 4 lane ...
+// four inputs at 4 lane, then at 4 lanes + 4 lane ... Rows of 16 bits that are loaded together take these
+// pieces in another order: the same piece of each would be in the same banks.
 template <int rows, int K>
 struct Split {
     static constexpr int each = (rows + WARPS - 1) / WARPS, lanes = LANES / power_of_two(each);
     static constexpr int pieces = (K + 4 * lanes - 1) / (4 * lanes);
+    static constexpr int together = sizeof(Weight) == 2 && lanes < LANES / 2 ? LANES / 2 / lanes : 1;
+    static constexpr int orders = pieces % together == 0 ? together : 1;
     static_assert(each <= LANES, "generation/cuda.py takes no more");
-    __device__ static int input(int piece) { return 4 * (piece * lanes + int(threadIdx.x) % lanes); }
+    __device__ static int input(int piece) {
+        const int lane = threadIdx.x % LANES;
+        return 4 * ((piece ^ lane / lanes % orders) * lanes + lane % lanes);
+    }
 };
 
 // The products of a block's rows of a matrix with K numbers of each text, of which in(text, piece) returns a
@@ -309,23 +315,26 @@ struct Strip {
     float4 k[STRIP], v[STRIP];
 };
 
-// Loads the strip of text t from key j0 on, but for the key that this step adds.
-__device__ inline Strip load_strip(const Work& work, int layer, int head, int t, int j0) {
-    const Shared& s = own();
-    const int lane = threadIdx.x % LANES;
-    const int cached = s.length[t], j = j0 + lane / PARTS;
-    const long long at = head_at(work, s.slot[t], layer, head) + j * HEAD_DIM + 4 * (lane % PARTS);
+// Loads a strip: keys from the element `at` on, of which the cache holds the first ones up to key `left`.
+__device__ inline Strip load_strip(const Work& work, long long at, int left) {
     const Element *K = work.keys + at, *V = work.values + at;
     Strip strip;
     UNROLLED(i, STRIP) {
-        const bool held = j + i * ROUND < cached;
+        const bool held = i * ROUND < left;
         strip.k[i] = held ? load4(K + i * ROUND * HEAD_DIM) : float4{};
         strip.v[i] = held ? load4(V + i * ROUND * HEAD_DIM) : float4{};
     }
     return strip;
 }
+// Of text t, from key j0 on, without the key that this step adds.
+__device__ inline Strip load_strip(const Work& work, int layer, int head, int t, int j0) {
+    const Shared& s = own();
+    const int lane = threadIdx.x % LANES, j = j0 + lane / PARTS;
+    const long long at = head_at(work, s.slot[t], layer, head) + j * HEAD_DIM + 4 * (lane % PARTS);
+    return load_strip(work, at, s.length[t] - j);
+}
 
-__device__ inline int first_key(int unit) {
+__device__ inline int first_key(unsigned unit) {
     return unit % SPLITS * SPLIT_KEYS + threadIdx.x / LANES % TEAM * WARP_KEYS;
 }
 
@@ -337,52 +346,47 @@ __device__ inline float4 rounded(float4 x) {
 
 // Attention of this block's units: part 4's online softmax over their keys, a strip at a time. `strip` is the
 // first one. Each result goes to all blocks.
-__device__ inline void attend(const Work& work, int layer, int texts, Strip strip, const Exchange& exchange) {
+__device__ inline void attend(const Work& work, int layer, int texts, unsigned block, Strip strip,
+                              const Exchange& exchange) {
     Shared& s = own();
     const int warp = threadIdx.x / LANES % TEAM, team = threadIdx.x / LANES / TEAM;
     const int lane = threadIdx.x % LANES, part = lane % PARTS;
 #pragma unroll 1
-    for (int unit = rank(), mine = 0; unit < UNITS; unit += BLOCKS, mine++) {
+    for (int mine = 0; mine < OWN_UNITS; mine++) {
+        const unsigned unit = block + mine * BLOCKS;
+        if (UNITS % BLOCKS != 0 && unit >= UNITS) break;
         const int head = unit / SPLITS, first = first_key(unit);
 #pragma unroll 1
         for (int t = team; t < texts; t += TEAMS) {
-            const int cached = s.length[t];
+            const int cached = s.length[t], keys = cached + (s.token[t] >= 0);
             const float4 q = load4(&s.qkv[mine][t][0][4 * part]);
+            const float4 k_new = rounded(load4(&s.qkv[mine][t][1][4 * part]));  // the key that this step adds
+            const float4 v_new = rounded(load4(&s.qkv[mine][t][2][4 * part]));
             float m = -INF, l = 0;
             float4 o = {};
-            const auto rescale = [&](float highest) {
+#pragma unroll 1
+            for (int j0 = first; j0 < keys; j0 += STRIP * ROUND) {
+                float score[STRIP], highest = m;
+                UNROLLED(i, STRIP) {
+                    const int j = j0 + i * ROUND + lane / PARTS;
+                    if (j == cached) strip.k[i] = k_new, strip.v[i] = v_new;
+                    const float product = sum<1, PARTS>(dot(0, q, strip.k[i]));
+                    score[i] = j < keys ? product : -INF;
+                    highest = fmaxf(highest, score[i]);
+                }
                 const float correction = exp2_approx(m - subtrahend(highest));
                 m = highest, l *= correction;
                 o.x *= correction, o.y *= correction, o.z *= correction, o.w *= correction;
-            };
-            const auto add = [&](float score, float4 v) {
-                const float p = exp2_approx(score - subtrahend(m));
-                l += p;
-                o.x = fmaf(p, v.x, o.x), o.y = fmaf(p, v.y, o.y);
-                o.z = fmaf(p, v.z, o.z), o.w = fmaf(p, v.w, o.w);
-            };
-#pragma unroll 1
-            for (int j0 = first; j0 < cached; j0 += STRIP * ROUND) {
-                float score[STRIP], highest = m;
                 UNROLLED(i, STRIP) {
-                    const float product = sum<1, PARTS>(dot(0, q, strip.k[i]));
-                    score[i] = j0 + i * ROUND + lane / PARTS < cached ? product : -INF;
-                    highest = fmaxf(highest, score[i]);
+                    const float p = exp2_approx(score[i] - subtrahend(m));
+                    const float4 v = strip.v[i];
+                    l += p;
+                    o.x = fmaf(p, v.x, o.x), o.y = fmaf(p, v.y, o.y);
+                    o.z = fmaf(p, v.z, o.z), o.w = fmaf(p, v.w, o.w);
                 }
-                rescale(highest);
-                UNROLLED(i, STRIP) add(score[i], strip.v[i]);
-                if (j0 + STRIP * ROUND < cached) strip = load_strip(work, layer, head, t, j0 + STRIP * ROUND);
+                if (j0 + STRIP * ROUND < keys) strip = load_strip(work, layer, head, t, j0 + STRIP * ROUND);
             }
             if (t + TEAMS < texts) strip = load_strip(work, layer, head, t + TEAMS, first);
-            // The key that this step adds.
-            const int place = cached - first >= 0 ? (cached - first) % ROUND : ROUND;
-            if (s.token[t] >= 0 && place < WARP_KEYS) {
-                const float score = sum<1, PARTS>(dot(0, q, rounded(load4(&s.qkv[mine][t][1][4 * part]))));
-                if (lane / PARTS == place) {
-                    rescale(fmaxf(m, score));
-                    add(score, rounded(load4(&s.qkv[mine][t][2][4 * part])));
-                }
-            }
             const float all = largest<PARTS, LANES>(m), factor = exp2_approx(m - subtrahend(all));
             float* output = MERGED ? &s.various[t][warp * PARTIAL] : s.results[unit].output[t];
             float* state = MERGED ? output + HEAD_DIM : s.results[unit].state[t];
@@ -452,7 +456,7 @@ __device__ inline float4 attended(int t, int k) {
         o.x = fmaf(more.x, factor, o.x), o.y = fmaf(more.y, factor, o.y);
         o.z = fmaf(more.z, factor, o.z), o.w = fmaf(more.w, factor, o.w);
     }
-    const float share = 1 / l;
+    const float share = reciprocal_approx(l);
     return {o.x * share, o.y * share, o.z * share, o.w * share};
 }
 
@@ -471,8 +475,8 @@ __device__ inline void step(const Work& work, int texts, Exchange& exchange) {
     }
     __syncthreads();
     count(s, EMBEDDING);
-    int units = 0;  // of this block
-    for (int unit = block; unit < UNITS; unit += BLOCKS) units++;
+    const int units =
+        UNITS % BLOCKS == 0 ? OWN_UNITS : (UNITS - int(block) + BLOCKS - 1) / BLOCKS;  // of this block
     const int row_bytes = texts * int(sizeof(float));
     // x + y, in all blocks
     const auto sum_with = [&](const float* bias) {
@@ -503,6 +507,13 @@ __device__ inline void step(const Work& work, int texts, Exchange& exchange) {
         const int column = block * SHARE + row % SHARE, i = column / HEAD_DIM * SPLITS + split;
         store(&s.qkv[i / BLOCKS][t][row / SHARE][column % HEAD_DIM], i % BLOCKS);
     };
+    // The first strip of a warp's first text.
+    const bool attends = block < UNITS && warp / TEAM < texts;
+    const int j0 = first_key(block) + lane / PARTS, left = attends ? s.length[warp / TEAM] - j0 : 0;
+    const long long layer_keys = (long long)HEADS * work.capacity * HEAD_DIM;
+    const long long own_keys =
+        head_at(work, attends ? s.slot[warp / TEAM] : 0, 0, attends ? block / SPLITS : 0) + j0 * HEAD_DIM +
+        4 * (lane % PARTS);
 #pragma unroll 1  // the code of one layer stays in the instruction cache
     for (int l = 0; l < LAYERS; l++) {
         const Layer& layer = s.weights.layers[l];
@@ -513,9 +524,7 @@ __device__ inline void step(const Work& work, int texts, Exchange& exchange) {
         const float *qkv = nullptr, *proj = nullptr, *fc = nullptr, *out = nullptr;
 #endif
         exchange.expect(units * 3 * HEAD_DIM * row_bytes);
-        Strip strip;
-        if (const int t = warp / TEAM; block < UNITS && t < texts)
-            strip = load_strip(work, l, block / SPLITS, t, first_key(block));
+        const Strip strip = load_strip(work, own_keys + l * layer_keys, left);
         products_of_normalised(
             layer.qkv, vectors.ln_1, texts,
             [&](int row, int, float y) { return (BIAS ? y + qkv[row] : y) * (row < SHARE ? work.scale : 1); },
@@ -529,7 +538,7 @@ __device__ inline void step(const Work& work, int texts, Exchange& exchange) {
         if (COLLECTED) exchange.store_collected<QKV_ROWS, SHARE>(of_qkv, texts, SPLITS, send_qkv);
         exchange.wait(QKV);
         exchange.expect(COLLECTED ? (UNITS - units) * int(sizeof(Result)) : UNITS * (HEAD_DIM + 2) * row_bytes);
-        attend(work, l, texts, strip, exchange);
+        attend(work, l, texts, block, strip, exchange);
         exchange.wait(ATTENTION);
         exchange.expect(WIDTH * row_bytes);
         const auto at = [](int piece) { return Split<SHARE, WIDTH>::input(piece); };
@@ -591,7 +600,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
     }
     Exchange exchange;
     for (int start = cluster * TEXTS; start < work.count; start += clusters * TEXTS) {
-        const int texts = min(TEXTS, work.count - start);
+        const int texts = TEXTS == 1 ? 1 : min(TEXTS, work.count - start);
         __syncthreads();
         if (thread < texts) {
             const Text text = work.texts[start + thread];

@@ -6,6 +6,13 @@
 
 extern __shared__ __align__(128) unsigned char memory[];
 
+// 1 / x, to one unit in the last place.
+__device__ inline float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // The block's shared memory.
 __device__ inline unsigned char* shared_memory() { return memory; }
 
