@@ -104,7 +104,7 @@ class DraftPace {
 
   private:
     static constexpr double FIRST_ROW = 0.1;  // a row's share of a step, before it was measured
-    static constexpr double RATE = 1.0 / 32, SHARE = 1.0 / 64, FORGOTTEN = 1.0 / 2048;
+    static constexpr double RATE = 1.0 / 32, SHARE = 1.0 / 64, FORGOTTEN = 1.0 / 16384;
     int64_t steps = 0;
     std::array<double, MOST_ROWS + 1> costs{};  // by the number of rows; 0 where unknown
     double seconds = 0, tokens = 0;             // of a step, on average
