@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from generation.engine import open_engine
 from generation.logprobs import MOST_TOP
 from generation.native import Decoder
+from generation.writer import Request, Writer
 from model.checkpoint import Checkpoint
 from model.draft import MOST_BYTES, Draft, code_points
 
@@ -27,6 +28,8 @@ LEAST_COUNT = 3  # occurrences of a context; rarer ones could be passages of the
 MOST_CONTEXTS = 60_000  # of a length; a file cannot hold more
 SMOOTHING = 0.5  # occurrences that the shorter context counts for
 SHARPNESS = 1.4  # a guess takes the probabilities to about this power, so errors count after it
+OWN_TOKENS = 2**18  # of own_text(): seconds
+AT_ONCE = 32  # texts
 WINDOW = 256  # tokens that the model reads at once; three quarters of them see at least the first quarter
 HEAD, PAIR, START = 3, 2, 4  # bytes of a record, of a token in it, of a bucket
 MOST_LISTED = 63  # tokens of a record
@@ -67,6 +70,27 @@ def make(checkpoint: Checkpoint, ids: Sequence[int], seconds: float = math.inf) 
         else:
             low = middle
     return Draft(vocabulary, *best)
+
+
+def own_text(checkpoint: Checkpoint, count: int = OWN_TOKENS) -> list[int]:
+    """At least so many tokens that the model writes itself: for make(), where its training text is not there."""
+    rng, block = np.random.default_rng(0), checkpoint.config.block_size
+    writer = Writer(open_engine(checkpoint, "native", slots=AT_ONCE, draft="off"))
+    ids: list[int] = []
+    while len(ids) < count:
+        firsts = rng.integers(checkpoint.config.vocab_size, size=AT_ONCE).tolist()
+        texts = [
+            writer.join(Request([first], len(ids) + i, max_new_tokens=max(1, block - 1)))
+            for i, first in enumerate(firsts)
+        ]
+        written = {text: [first] for text, first in zip(texts, firsts)}
+        while texts[0].remaining:
+            for text, tokens in writer.step():
+                written[text] += tokens.tolist()
+        for text in texts:
+            ids += written[text]
+            writer.leave(text)
+    return ids
 
 
 def _expected(

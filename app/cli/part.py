@@ -16,7 +16,6 @@ from attention_ext.parts import CachePrecision, helpers_of, running_on, with_gra
 if TYPE_CHECKING:
     from generation.cuda import CudaEngine
     from generation.engine import Engine
-    from generation.native import Decoder
     from generation.texts import Completion
 
 LAB_TILE = 256  # the lab's tile, in queries and in keys
@@ -240,7 +239,6 @@ def record(session: Session, engine: "Engine", completion: "Completion") -> dict
         "text": completion.text,
         "prompt_tokens": len(completion.request.ids),
         **{name: getattr(completion, name) for name in MEASURED},
-        "draft": cast("Decoder", engine).draft_counts()._asdict() if engine.name == "native" else None,
     }
 
 
