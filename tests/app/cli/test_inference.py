@@ -139,7 +139,9 @@ def test_a_draft_is_made_and_changes_no_text(cli, extension, tmp_path):
     expected = cli(*write).stdout
     for more in (("--corpus", "text.txt"), ()):
         done = cli("draft", "-m", "mine", *more)
-        assert re.fullmatch(r"wrote mine/draft.safetensors: [\d,]+ bytes, \d+\.\d s\n", done.stdout), done.stderr
+        assert re.fullmatch(r"wrote mine/draft.safetensors: [\d,]+ bytes, \d+\.\d s\n", done.stdout), (
+            done.stderr
+        )
         assert DRAFT in (tiny_model / "SHA256SUMS").read_text()
         for draft in ("auto", "off", "mine"):
             assert cli(*write, "--draft", draft).stdout == expected
