@@ -59,7 +59,7 @@ def main(model: str, weights: str, march: str, core: int, rounds: int) -> None:
     compile_for(march)
     os.sched_setaffinity(0, {core})  # the browser's processes inherit it
     set_threads(1)
-    engine = open_engine(load(model), "native", simd="portable", weights=weights)
+    engine = open_engine(load(model), "native", simd="portable", weights=weights, draft="off")
     count = engine.config.block_size - 1
 
     def own(seed: int) -> tuple[float, list[int]]:

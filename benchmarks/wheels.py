@@ -46,7 +46,8 @@ def engines(weights: str) -> dict[str, Engine]:
                 make["compile_for"](target, level, Path(folder, f"decoder-{level}.so"))
                 make["write_sums"](Path(folder))
             native.library.cache_clear()
-            opened[level] = open_engine(checkpoint, weights=weights, slots=max(TEXTS.values()), threads=1)
+            slots = max(TEXTS.values())
+            opened[level] = open_engine(checkpoint, weights=weights, slots=slots, threads=1, draft="off")
     return opened
 
 

@@ -26,8 +26,9 @@ from attention_ext.parts import (
     running_on,
 )
 from generation.sampling import Sampling
-from model.checkpoint import Checkpoint
+from model.checkpoint import Checkpoint, named_draft
 from model.config import GPTConfig
+from model.draft import Draft
 
 if TYPE_CHECKING:
     from model.gpt import GPT
@@ -115,6 +116,7 @@ def open_engine(
     device: str = "cpu",
     kernel: str | None = None,
     threads: int | None = None,
+    draft: Draft | str = "auto",
 ) -> Engine:
     """Open an engine for a model; the native engine and a GPU copy the weights.
 
@@ -131,6 +133,8 @@ def open_engine(
     tile. All arithmetic is float32. kernel: part4's kernel in the torch engine, as in attention().
     threads: the most that it uses; the torch engine then sets PyTorch's. None takes PyTorch's number where
     torch is imported, else processor.threads().
+    draft: what guesses the next tokens of one to four texts in the native engine. It changes no text. 'auto'
+    takes the checkpoint's own if it has one, 'off' none. Else a Draft, a model's name or a draft's file.
     Raises TypeError or ValueError naming the wrong argument, BuildError if the kernels cannot be compiled or
     there is no GPU.
     """
@@ -176,6 +180,8 @@ def open_engine(
         engine = "torch"
     if engine is None:
         engine = default_engine(part)
+    if engine != "native" and not (isinstance(draft, str) and draft in ("auto", "off")):
+        raise ValueError(f"draft is {draft!r}; it must be 'auto' or 'off' but in the native engine")
     if engine == "torch":
         from generation.pytorch import open_torch
 
@@ -191,7 +197,22 @@ def open_engine(
     if threads is None:
         of_torch = getattr(sys.modules.get("torch"), "get_num_threads", processor.threads)
         threads = of_torch()
-    return Decoder(model, part, helpers, tile, precision, cache, slots, capacity, threads)
+    return Decoder(
+        model, part, helpers, tile, precision, cache, slots, capacity, threads, chosen_draft(model, draft)
+    )
+
+
+def chosen_draft(model: Checkpoint | GPT, draft: Draft | str) -> Draft | None:
+    """The draft that open_engine()'s argument names, or None. Raises DraftError if it does not fit."""
+    if isinstance(draft, Draft) or draft == "off":
+        return draft if isinstance(draft, Draft) else None
+    if not isinstance(model, Checkpoint):
+        if draft == "auto":
+            return None
+        raise ValueError(
+            f"draft is {draft!r}; it must be 'auto', 'off' or a Draft for a model without a vocabulary"
+        )
+    return model.draft if draft == "auto" else named_draft(draft, model.tokenizer)
 
 
 def check_kernel(device: str, part: Part, kernel: str | None, head_dim: int) -> None:

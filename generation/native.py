@@ -6,10 +6,11 @@ import ctypes
 import functools
 import math
 import threading
+import warnings
 from array import array
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_bool, c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,6 +20,7 @@ from attention_ext.parts import PARTS, CachePrecision, Precision
 from generation.engine import rows_of
 from generation.sampling import Sampling
 from model.checkpoint import Checkpoint
+from model.draft import Draft
 
 if TYPE_CHECKING:
     from model.gpt import GPT
@@ -31,6 +33,20 @@ class Span(ctypes.Structure):
     """struct Span of csrc/team.h."""
 
     _fields_ = [("kind", c_char_p), ("thread", c_int), ("begin", c_int64), ("end", c_int64)]
+
+
+class DraftCounts(NamedTuple):
+    """struct DraftCounts of csrc/draft.h."""
+
+    steps: int
+    tokens: int
+    guesses: int
+    hits: int
+    drafted: int
+    accepted: int
+    guessing: float
+    verifying: float
+    wasted: float
 
 
 # The functions of csrc/c_api.cpp: what each returns, and takes; addresses of arrays are c_void_p.
@@ -49,6 +65,8 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "read_for": (c_bool, (c_void_p, c_int64, c_double, c_void_p)),
     "drop": (c_bool, (c_void_p, c_int64)),
     "write_rows": (c_bool, (c_void_p, c_int64, c_void_p, c_int64, *4 * (c_void_p,))),
+    "set_draft": (c_bool, (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
+    "draft_counts": (c_bool, (c_void_p, c_void_p)),
     "copy": (c_bool, (c_void_p, c_int64, c_int64)),
     "logits": (c_bool, (c_void_p, c_int64, c_void_p)),
     "take_logprobs": (c_bool, (c_void_p, c_int64, c_void_p)),
@@ -71,10 +89,11 @@ def library(simd: str = "auto") -> ctypes.CDLL:
 class Decoder:
     """An Engine that holds the packed weights and the slots' caches. Its calls take turns.
 
-    tile: (br, bc) of a tiled part. The other arguments and the errors are those of open_engine().
+    tile: (br, bc) of a tiled part. draft: what guesses the next tokens; one with damaged tables is ignored
+    with a warning. The other arguments and the errors are those of open_engine().
     """
 
-    name, fast_in_step, tokens_at_once = "native", False, 32
+    name, fast_in_step, tokens_at_once = "native", False, 64
 
     def __init__(
         self,
@@ -87,6 +106,7 @@ class Decoder:
         slots: int,
         capacity: int,
         threads: int,
+        draft: Draft | None = None,
     ) -> None:
         c = model.config
         self.config, self.slots, self.capacity, self.threads = c, slots, capacity, threads
@@ -114,6 +134,10 @@ class Decoder:
             raise self._error()
         for slot in range(slots):
             self.set_sampling(slot, Sampling())
+        try:
+            self.set_draft(draft)
+        except ValueError as error:
+            warnings.warn(f"{error}; the draft is ignored", stacklevel=3)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
@@ -142,14 +166,17 @@ class Decoder:
             self._do("set_sampling", slot, numbers, len(tokens), integers(tokens), added, no(logprobs))
 
     def take_logprobs(self, slot: int) -> list[tuple[int, float, list[tuple[int, float]]]]:
+        rows = (list(zip(*row)) for row in zip(*(a.tolist() for a in self.take_logprob_arrays(slot))))
+        return [(*first, [pair for pair in top if pair[0] >= 0]) for first, *top in rows]
+
+    def take_logprob_arrays(self, slot: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The same as arrays (tokens, 1 + MOST_TOP): tokens, -1 where an alternative lacks; and logprobs."""
         count, width = c_int64(), 1 + self._c.most_top()
         with self._lock:
             self._do("take_logprobs", slot, byref(count))
-            tokens, logprobs = (c_int64 * (count.value * width))(), (c_double * (count.value * width))()
-            self._c.fetch_logprobs(self._handle, tokens, logprobs)
-        pairs = list(zip(tokens, logprobs))
-        rows = (pairs[at : at + width] for at in range(0, len(pairs), width))
-        return [(*first, [pair for pair in top if pair[0] >= 0]) for first, *top in rows]
+            tokens, logprobs = np.empty((count.value, width), np.int64), np.empty((count.value, width))
+            self._c.fetch_logprobs(self._handle, tokens.ctypes.data, logprobs.ctypes.data)
+        return tokens, logprobs
 
     def begin(self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None) -> None:
         with self._lock:
@@ -177,6 +204,26 @@ class Decoder:
             if not self._c.write_rows(self._handle, count, *arrays):
                 raise self._error()
         return tokens[: written.value]
+
+    def set_draft(self, draft: Draft | None) -> None:
+        """Guess tokens by this draft from now on, or not at all. It changes no text."""
+        self.draft: Draft | None = None
+        if draft is None:
+            tables: list[Any] = [0, None, 0, None, 0, None]
+        else:
+            arrays: tuple[NDArray[Any], ...] = (draft.first, draft.starts, draft.records)
+            sizes = (len(draft.first), len(draft.starts) - 1, len(draft.records))
+            tables = [item for size, array in zip(sizes, arrays) for item in (size, array.ctypes.data)]
+        with self._lock:
+            self._do("set_draft", *tables)
+        self.draft = draft
+
+    def draft_counts(self) -> DraftCounts:
+        """What drafts did since the last call."""
+        numbers = (c_double * len(DraftCounts._fields))()
+        with self._lock:
+            self._do("draft_counts", numbers)
+        return DraftCounts(*map(int, numbers[:6]), *numbers[6:])
 
     def copy(self, source: int, *targets: int) -> None:
         with self._lock:

@@ -193,7 +193,7 @@ def complete(
 
 
 # The arguments that generate() passes to open_engine().
-ENGINE_OPTIONS = ("part", "simd", "br", "bc", "weights", "kv_cache", "device", "kernel", "threads")
+ENGINE_OPTIONS = ("part", "simd", "br", "bc", "weights", "kv_cache", "device", "kernel", "threads", "draft")
 
 
 def generate(

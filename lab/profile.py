@@ -19,13 +19,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from attention_ext.parts import helpers_of
 from generation.engine import Engine, open_engine
+from generation.native import Decoder, DraftCounts
 from generation.pytorch import TorchEngine
 from generation.writer import Request, Writer
 from lab.machine import Load, busy_text
@@ -34,7 +35,7 @@ from model.checkpoint import Checkpoint
 
 KINDS = (
     *("embedding", "norm", "QKV", "attention", "projection", "MLP up", "MLP GELU", "MLP down"),
-    *("head", "sampling", "waiting"),
+    *("head", "sampling", "draft", "waiting"),
 )
 DEFAULT_TOKENS = 200  # tokens to write if the block size allows it
 REPETITIONS = 9  # repetitions with recording, and as many without; odd, so that one is the median
@@ -194,9 +195,11 @@ def run(
     with open(trace_file, "w") if trace_file else nullcontext() as file:  # before it takes time
         load = Load()
         prefill, decode, plain = measure(engine, prompt_tokens, tokens)
+        drafts = measure_drafts(engine, prompt_tokens, tokens)
         if file:
             json.dump(trace(settings, prefill, decode), file)
-    return figures(settings, prefill, decode, plain) | {"processors_taken_by_others": load.others()}
+    found = figures(settings, prefill, decode, plain) | {"drafts": drafts}
+    return found | {"processors_taken_by_others": load.others()}
 
 
 def measure(engine: Engine, prompt_tokens: int, tokens: int) -> tuple[Phase, Phase, list[float]]:
@@ -205,8 +208,7 @@ def measure(engine: Engine, prompt_tokens: int, tokens: int) -> tuple[Phase, Pha
     The phases are the repetitions with spans whose wall time is the median. Last, the median seconds without
     spans, of the prefill and of the decoding.
     """
-    writer = _writer(engine, [0])
-    ids = [0] + [token for _ in range(prompt_tokens - 1) for _, tokens in writer.step(1) for token in tokens]
+    ids = _own_text(engine, prompt_tokens)
     spans_of = recorder(engine)
     phases: dict[bool, list[tuple[Phase, Phase]]] = {False: [], True: []}
     for repetition in range(-1, REPETITIONS):
@@ -218,6 +220,54 @@ def measure(engine: Engine, prompt_tokens: int, tokens: int) -> tuple[Phase, Pha
     prefill, decode = (sorted(of, key=lambda phase: phase.seconds) for of in zip(*phases[True]))
     plain = [statistics.median(phase.seconds for phase in of) for of in zip(*phases[False])]
     return prefill[REPETITIONS // 2], decode[REPETITIONS // 2], plain
+
+
+def measure_drafts(engine: Engine, prompt_tokens: int, tokens: int) -> dict[str, float] | None:
+    """The same writing in calls as long as gpt.py --inference makes, with and without the engine's draft.
+
+    None without a draft. The times of a token are medians; those of a step are means of all steps: guessing,
+    the verification of guesses, and what of it the rows cost that gave no token.
+    """
+    if getattr(engine, "draft", None) is None:
+        return None
+    decoder = cast(Decoder, engine)
+    draft, ids = decoder.draft, _own_text(engine, prompt_tokens)
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    counts = []
+    for repetition in range(-1, REPETITIONS):
+        for on in (False, True) if repetition % 2 else (True, False):
+            decoder.set_draft(draft if on else None)
+            decoder.draft_counts()
+            writer = _writer(engine, ids)
+            writer.step(1)
+            begin = monotonic_ns()
+            left = tokens
+            while left:
+                left -= len(writer.step(left)[0][1])
+            if repetition >= 0:
+                seconds[on].append(1e-9 * (monotonic_ns() - begin))
+                counts += [decoder.draft_counts()] if on else []
+    done = {name: sum(getattr(each, name) for each in counts) for name in DraftCounts._fields}
+    steps = max(1, done["steps"])
+    return {
+        "off_us_per_token": 1e6 * statistics.median(seconds[False]) / tokens,
+        "on_us_per_token": 1e6 * statistics.median(seconds[True]) / tokens,
+        "hits_percent": 100 * done["hits"] / max(1, done["guesses"]),
+        "tokens_per_step": done["tokens"] / steps,
+        "drafted_per_step": done["drafted"] / steps,
+        "accepted_percent": 100 * done["accepted"] / max(1, done["drafted"]),
+        "guessing_us_per_step": 1e6 * done["guessing"] / steps,
+        "verifying_us_per_step": 1e6 * done["verifying"] / steps,
+        "wasted_us_per_step": 1e6 * done["wasted"] / steps,
+    }
+
+
+def _own_text(engine: Engine, prompt_tokens: int) -> list[int]:
+    """The model's text after token 0, which is the first of these tokens."""
+    writer, ids = _writer(engine, [0]), [0]
+    while len(ids) < prompt_tokens:
+        ids += [token for _, tokens in writer.step(1) for token in tokens]
+    return ids
 
 
 def _repetition(
@@ -306,6 +356,17 @@ def table(f: dict[str, Any]) -> str:
             f"{of['tokens_per_second']:,.0f} tokens/s"
         )
     lines.append(f"Medians of {REPETITIONS} repetitions of each, in turn")
+    if drafts := f.get("drafts"):
+        lines += [
+            "",
+            f"With drafts: {drafts['on_us_per_token']:.2f} µs per token, without: "
+            f"{drafts['off_us_per_token']:.2f}. {drafts['hits_percent']:.0f} % of the guesses hit.",
+            f"A step has {drafts['drafted_per_step']:.2f} guesses, {drafts['accepted_percent']:.0f} % of them "
+            f"are accepted, and it gives {drafts['tokens_per_step']:.2f} tokens.",
+            f"Of a step, guessing takes {drafts['guessing_us_per_step']:.2f} µs, and the verification "
+            f"{drafts['verifying_us_per_step']:.2f} µs.",
+            f"Rows that are thrown away take {drafts['wasted_us_per_step']:.2f} µs of it.",
+        ]
     return "\n".join(lines + busy_text(f["processors_taken_by_others"], f["threads"]))
 
 

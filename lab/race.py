@@ -88,7 +88,8 @@ def line_up(
 
     parts: names of PARTS, at least two and each once, or ValueError is raised.
     max_new_tokens: tokens of each part; by default DEFAULT_TOKENS, at most the block size.
-    The other arguments and the errors are those of generate() and open_engine().
+    The other arguments and the errors are those of generate() and open_engine(). Without drafts, so that a
+    token is one pass.
     """
     if len(parts) < 2 or len(set(parts)) < len(parts):
         raise ValueError(f"parts is {','.join(parts)!r}; it must name two or more, each once")
@@ -98,7 +99,8 @@ def line_up(
     runners = []
     for part in parts:
         own = kernel if check_part(part).operator else None
-        writer = Writer(open_engine(checkpoint, part=part, capacity=capacity, kernel=own, **engine))
+        opened = open_engine(checkpoint, part=part, capacity=capacity, kernel=own, draft="off", **engine)
+        writer = Writer(opened)
         writer.check(request)
         _warm_up(writer.engine, request)
         writer.join(request)

@@ -14,7 +14,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,6 +28,9 @@ from numpy.typing import NDArray
 from checkpoints import DEFAULT, PRESENT
 from checkpoints import SHIPPED as SHIPPED
 from model.config import EMBEDDING, HEAD, GPTConfig
+from model.draft import FILE as DRAFT
+from model.draft import Draft, DraftError
+from model.draft import load as load_draft
 from model.files import write_file
 from model.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer
 
@@ -55,11 +58,13 @@ class Checkpoint:
     """A model's configuration and its vocabulary, with its weights as arrays and as a PyTorch model.
 
     weights: by nanoGPT's names, contiguous; without lm_head.weight, which is tied to transformer.wte.weight.
+    draft: what guesses the next tokens, if the model has one.
     """
 
     config: GPTConfig
     weights: Weights
     tokenizer: Tokenizer
+    draft: Draft | None = None
 
     @cached_property
     def model(self) -> GPT:
@@ -79,11 +84,9 @@ def load(name: str) -> Checkpoint:
 
     name: one of SHIPPED, or a path. A ckpt.pt needs torch.
     Raises CheckpointError or tokenizer.VocabularyError, which name the file and the error. Warns of
-    well-formed files with a wrong checksum.
+    well-formed files with a wrong checksum, and of a draft that does not fit, which is ignored.
     """
-    path = shipped(name) if name in SHIPPED else Path(name)
-    if path.name == "model.safetensors":
-        path = path.parent
+    path = _path_of(name)
     if path.is_dir() and not (path / "config.json").is_file() and (path / "ckpt.pt").is_file():
         path = path / "ckpt.pt"
     if path.is_dir():
@@ -113,7 +116,18 @@ def load(name: str) -> Checkpoint:
     if changed := _changed(path):
         what = " and ".join(changed) + (" does" if len(changed) == 1 else " do")
         warnings.warn(f"{path}: {what} not match {SUMS}; the text may be garbage", stacklevel=2)
-    return Checkpoint(config, weights, tokenizer)
+    return Checkpoint(config, weights, tokenizer, _own_draft(path, tokenizer))
+
+
+def _path_of(name: str) -> Path:
+    path = shipped(name) if name in SHIPPED else Path(name)
+    return path.parent if path.name == "model.safetensors" else path
+
+
+def directory_of(name: str) -> Path:
+    """The directory of a model that load() takes."""
+    path = _path_of(name)
+    return path.parent if path.is_file() else path
 
 
 def save(directory: Path, model: GPT, tokenizer: CharTokenizer, record: dict) -> None:
@@ -126,8 +140,42 @@ def save(directory: Path, model: GPT, tokenizer: CharTokenizer, record: dict) ->
     config = asdict(model.config) | {"dropout": 0.0}
     write_file(directory / "config.json", (json.dumps(config, indent=1) + "\n").encode())
     tokenizer.write_meta_json(directory / "meta.json")
-    write_file(directory / SUMS, "".join(f"{_sum_line(directory / name)}\n" for name in SUMMED).encode())
+    (directory / DRAFT).unlink(missing_ok=True)  # of weights that are replaced
+    _write_sums(directory)
     save_record(directory, record)
+
+
+def save_draft(directory: Path, draft: Draft) -> Path:
+    """Write a draft beside a checkpoint; returns its path."""
+    path = draft.save(directory)
+    if (directory / SUMS).is_file():
+        _write_sums(directory)
+    return path
+
+
+def _write_sums(directory: Path) -> None:
+    names = [*SUMMED, *([DRAFT] if (directory / DRAFT).is_file() else ())]
+    write_file(directory / SUMS, "".join(f"{_sum_line(directory / name)}\n" for name in names).encode())
+
+
+def named_draft(name: str, tokenizer: Tokenizer) -> Draft:
+    """The draft of a shipped model, of a directory or in a file. Raises DraftError unless it fits."""
+    path = shipped(name) if name in SHIPPED else Path(name)
+    return load_draft(path / DRAFT if path.is_dir() else path, tokenizer)
+
+
+def _own_draft(directory: Path, tokenizer: Tokenizer) -> Draft | None:
+    """The draft beside a model; None without one. Warns of one that does not fit."""
+    path = directory / DRAFT
+    if not path.is_file():
+        return None
+    try:
+        if _changed(directory, (DRAFT,)):
+            raise DraftError(f"{path} does not match {SUMS}")
+        return load_draft(path, tokenizer)
+    except DraftError as error:
+        warnings.warn(f"{error}; it is ignored", stacklevel=3)
+        return None
 
 
 def save_record(directory: Path, record: dict) -> None:
@@ -135,12 +183,12 @@ def save_record(directory: Path, record: dict) -> None:
     write_file(directory / "training.json", (json.dumps(record) + "\n").encode())
 
 
-def _changed(directory: Path) -> list[str]:
-    """The files of SUMMED that do not match the directory's SHA256SUMS; none without SHA256SUMS."""
+def _changed(directory: Path, names: Sequence[str] = SUMMED) -> list[str]:
+    """Those of these files that do not match the directory's SHA256SUMS; none without SHA256SUMS."""
     if not (directory / SUMS).is_file():
         return []
     lines = (directory / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
-    files = [directory / name for name in SUMMED]
+    files = [directory / name for name in names]
     return [file.name for file in files if not file.is_file() or _sum_line(file) not in lines]
 
 

@@ -19,7 +19,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Serve": ("serve",),
     "Lab test": (*PARTS, "4Daccess", "parallel"),
     "Measure": ("bench", "explain", "profile", "race", "doctor"),
-    "Train": ("prepare", "train", "eval"),
+    "Train": ("prepare", "train", "draft", "eval"),
     "Show": ("web",),
 }
 COMMANDS = tuple(name for names in SECTIONS.values() for name in names)

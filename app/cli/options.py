@@ -333,6 +333,14 @@ kv_cache = choice(
     "--kv-cache", "Precision of the cached keys and values; bf16 halves their bytes.", of=CachePrecision
 )
 
+draft = option(
+    "--draft",
+    "What guesses the next tokens of one to four texts in the native engine: the model's draft, nothing, "
+    "or the draft of a model or in a file. It changes no text.",
+    default="auto",
+    metavar="auto|off|NAME",
+)
+
 # What is written.
 prompt = all_of(
     option("--prompt", "Text to continue.", show_default="a line end"),

@@ -24,7 +24,7 @@ TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype", "backward"}
 NOT_BACKWARD = {"br", "bc", "device", "kernel", "dtype"}
 NOT_WITH = {"inference": TEST_ONLY, "backward": NOT_BACKWARD, "interactive": ("num_samples", "as_json")}
 # Options of open_engine().
-ENGINE = ("engine", "simd", "br", "bc", "weights", "kv_cache", "device", "kernel", "threads")
+ENGINE = ("engine", "simd", "br", "bc", "weights", "kv_cache", "device", "kernel", "threads", "draft")
 
 MEASURED = ("new_tokens", "prefill_seconds", "decode_seconds", "tokens_per_second", "finish_reason")
 
@@ -57,6 +57,7 @@ inference_options = options.all_of(
     options.engine,
     options.weights,
     options.kv_cache,
+    options.draft,
     options.flag("--json", "as_json", "Print one JSON object per sample."),
     options.flag("--interactive", "Continue each line that you type."),
 )

@@ -6,8 +6,18 @@ import click
 
 from app.cli import options
 
-NOT_WITH_TRAIN = ("engine", "br", "bc", "weights", "kv_cache", "prompt_tokens", "tokens", "trace_file")
-ON_CPU = ("engine", "simd", "br", "bc", "trace_file", "threads", "train", "batch")
+NOT_WITH_TRAIN = (
+    "engine",
+    "br",
+    "bc",
+    "weights",
+    "kv_cache",
+    "draft",
+    "prompt_tokens",
+    "tokens",
+    "trace_file",
+)
+ON_CPU = ("engine", "simd", "br", "bc", "draft", "trace_file", "threads", "train", "batch")
 MOST_BATCH, MOST_TEXTS = 256, 4096
 
 
@@ -19,6 +29,7 @@ MOST_BATCH, MOST_TEXTS = 256, 4096
 @options.tiles(default="auto")
 @options.weights
 @options.kv_cache
+@options.draft
 @options.whole(
     "--prompt-tokens",
     "Tokens of the prompt, which is the model's own text.",

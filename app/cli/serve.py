@@ -37,6 +37,7 @@ serve_options = options.all_of(
     options.threads,
     options.weights,
     options.kv_cache,
+    options.draft,
     options.option("--api-key", "api_keys", "A key that clients must send; may be repeated.", multiple=True),
     options.file(
         "--api-key-file", "File with a key in each line; other users cannot see it in a list of processes."

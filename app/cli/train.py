@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from app.cli import options
+from app.cli.draft import make_draft
 from app.cli.terminal import notice, program, to_type
 from attention_ext import BuildError
 from attention_ext.parts import with_gradient
@@ -22,6 +23,7 @@ from training.recipe import OWN_TEXT, RECIPES
 # Options that do not go with a shipped recipe.
 OWN_ONLY = ("minutes", "init", "old_corpus", "block_size", "batch_chars")
 LONGEST = 100_000  # minutes
+TRAINED_SECONDS = 5.0  # in which a new model reads its text for a draft
 LARGEST_BLOCK, LARGEST_BATCH = 2**16, 2**24  # characters
 
 
@@ -99,6 +101,8 @@ def train(
         saved = (directory / FILE).is_file()
         notice(f"stopped; to go on: {command_to_resume()}" if saved else "stopped before the first step")
         raise
+    if drafted := make_draft(directory, text, TRAINED_SECONDS):
+        notice(f"wrote {drafted}, which guesses the next tokens")
     print_end(record, directory, text)
 
 

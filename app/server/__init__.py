@@ -13,7 +13,7 @@ class Settings:
     """A server's models, its address and its limits, fixed when it starts.
 
     models: names for model.checkpoint.load(); the first one is the page's example. part: the default part.
-    device: of the engines.
+    device, weights, kv_cache, draft: of the engines.
     slots: texts that each model and part writes at once. queue: texts that may wait for each. threads: of
     the engines. api_keys: if empty, no key is needed. origins: origins whose pages may call. hosts:
     additional names in the Host header; '*' admits any. grace: seconds for running requests when the server
@@ -34,6 +34,7 @@ class Settings:
     threads: int = 1
     weights: str = "fp32"
     kv_cache: str = "fp32"
+    draft: str = "auto"
     api_keys: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()

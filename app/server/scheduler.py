@@ -312,6 +312,7 @@ class Scheduler:
             device=s.device,
             weights=s.weights,
             kv_cache=s.kv_cache,
+            draft=s.draft,
             slots=s.slots + 1,
             threads=s.threads,
         )

@@ -15,6 +15,7 @@ constexpr int64_t DEPTH = 64;  // features of K transposed at a time: 24 KB
 
 namespace part4 {
 constexpr int64_t FEW = 3;     // at most this many queries are taken one at a time, with lanes that span keys
+constexpr int64_t FEW_TOGETHER = 8;  // the most queries of flash_decoding_together()
 constexpr int64_t STEP = 128;  // keys of a strip, not counting its diagonal
 }  // namespace part4
 
@@ -40,10 +41,12 @@ struct Kernel {
 };
 
 // takes: whether a call is for these functions. For at most `queries` queries they also take K transposed, and
-// then K and V in bf16, as attention.h describes.
+// then K and V in bf16, as attention.h describes. together: for a head's last queries, at most FEW_TOGETHER,
+// over panels of K; each result has the bits of the query's own call.
 struct FewQueries : Kernel<float> {
     bool (*takes)(const Attention&);
     int64_t queries;
+    Kernel<float> together;
 };
 
 struct Part {
@@ -77,6 +80,8 @@ EACH_PART(DECLARE_PART)
 int64_t flash_decoding_scratch(const Attention&);
 void flash_decoding_attention(const Attention&, float* scratch);
 bool flash_decoding_takes(const Attention&);
+int64_t flash_decoding_together_scratch(const Attention&);
+void flash_decoding_together(const Attention&, float* scratch);
 int64_t flash_bf16_scratch(const AttentionOf<Bf16>&);
 void flash_bf16_attention(const AttentionOf<Bf16>&, float* scratch);
 
@@ -88,7 +93,10 @@ struct None {
 };
 inline constexpr None none{};
 inline constexpr FewQueries flash_decoding{
-    {flash_decoding_scratch, flash_decoding_attention}, flash_decoding_takes, part4::FEW};
+    {flash_decoding_scratch, flash_decoding_attention},
+    flash_decoding_takes,
+    part4::FEW,
+    {flash_decoding_together_scratch, flash_decoding_together}};
 inline constexpr Kernel<Bf16> flash_bf16{flash_bf16_scratch, flash_bf16_attention};
 
 #define PART_ROW(number, name, few, bf16) {#number "_" #name, {name##_scratch, name##_attention}, few, bf16},

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "decoder.h"
+#include "ngrams.h"
 #include "simd/simd.h"
 #include "threads.h"
 
@@ -162,6 +163,27 @@ EXPORT bool write_rows(Handle* decoder, int64_t count, const int64_t* slots, int
         const auto made = decoder->write({slots, slots + count}, numbers, limit);
         *written = static_cast<int64_t>(made.size());
         for (const std::vector<int64_t>& row : made) tokens = std::copy(row.begin(), row.end(), tokens);
+    });
+}
+
+// first (vocab_size), starts (buckets + 1), records (bytes): NgramTables; a null `first` leaves no draft.
+EXPORT bool set_draft(Handle* decoder, int64_t vocab_size, const uint8_t* first, int64_t buckets,
+                      const uint32_t* starts, int64_t bytes, const uint8_t* records) {
+    return guarded([&] {
+        if (!first) return decoder->set_draft(nullptr);
+        NgramTables tables{
+            {first, first + vocab_size}, {starts, starts + buckets + 1}, {records, records + bytes}};
+        decoder->set_draft(std::make_shared<Ngrams>(std::move(tables), decoder->vocab_size()));
+    });
+}
+
+// to: the numbers of DraftCounts since the last call, in their order.
+EXPORT bool draft_counts(Handle* decoder, double* to) {
+    return guarded([&] {
+        const DraftCounts c = decoder->draft_counts();
+        for (const int64_t each : {c.steps, c.tokens, c.guesses, c.hits, c.drafted, c.accepted})
+            *to++ = static_cast<double>(each);
+        for (const double each : {c.guessing, c.verifying, c.wasted}) *to++ = each;
     });
 }
 

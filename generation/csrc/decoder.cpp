@@ -40,6 +40,7 @@ int64_t Decoder::choose(int64_t which, double uniform) {
     slot.pending = sample(slot.logits.data(), slot.text, uniform, slot.sampling);
     slot.text.seen[slot.pending] = 1;
     slot.text.written[slot.pending]++;
+    slot.tail.push(slot.pending);
     if (slot.top >= 0)
         slot.logprobs.push_back(token_logprob(slot.logits.data(), shape.vocab_size, slot.pending, slot.top));
     return slot.pending;
@@ -80,22 +81,26 @@ Decoder::Decoder(const ModelShape& s, const Tensors& tensors, Precision precisio
     Attention one = attention(1, capacity);
     if (cache_shape.transposed) one.Bc = cache_shape.panel, one.kv = kv;
     if (cache_shape.pairs() && !cache_shape.transposed) widened_floats = 2 * capacity * d;
+    int64_t attended = widened_floats + part.scratch(one);
+    if (cache_shape.transposed)
+        attended = std::max(attended, MOST_ROWS * d + part.few.together.scratch(one));
     const Layer& w = weights.layers[0];
+    const int64_t most = std::max(slot_count, MOST_ROWS);
     const auto lay_out = [&](Scratch at) {
-        Rows shared{slot_count,
-                    at.matrix(slot_count, w.proj.columns()),
-                    at.matrix(slot_count, w.qkv.columns()),
-                    at.matrix(slot_count, s.n_embd),
-                    at.matrix(slot_count, w.fc.columns()),
-                    at.matrix(slot_count, weights.head.columns()),
+        Rows shared{most,
+                    at.matrix(most, w.proj.columns()),
+                    at.matrix(most, w.qkv.columns()),
+                    at.matrix(most, s.n_embd),
+                    at.matrix(most, w.fc.columns()),
+                    at.matrix(most, weights.head.columns()),
                     {},
                     {}};
         rows.clear(), scratch.clear();
         for (int thread = 0; thread < threads; thread++) {
-            shared.N = at.matrix(slot_count, s.n_embd);
-            shared.O = at.matrix(slot_count, w.out.operand_words());  // the longest row
+            shared.N = at.matrix(most, s.n_embd);
+            shared.O = at.matrix(most, w.out.operand_words());  // the longest row
             rows.push_back(shared);
-            scratch.push_back(at.take(widened_floats + part.scratch(one)));
+            scratch.push_back(at.take(attended));
         }
         return at.taken();
     };
@@ -150,9 +155,12 @@ std::vector<std::vector<int64_t>> Decoder::write(const std::vector<int64_t>& whi
     }
     const double patience = seconds.value_or(all == 1 ? ONE_TEXT_SECONDS : BATCH_SECONDS);
     std::vector<std::vector<int64_t>> rows;
-    if (most > 1 && all >= LEAST_APART * threads) {
+    const int64_t limit = std::min(most, room);
+    const bool apart = all >= LEAST_APART * threads;
+    if (draft && limit > 0 && all > 0 && all <= MOST_DRAFTED_TEXTS && (threads == 1 || !apart))
+        return write_drafted(which, uniforms, limit, patience);
+    if (most > 1 && apart) {
         // Earlier rows tell how many more fit; the first one is tried alone.
-        const int64_t limit = std::min(most, room);
         int64_t fit = 1;
         if (group_seconds == 0) write_groups(which, uniforms, fit, rows);
         fit = static_cast<int64_t>(std::clamp<double>(patience / group_seconds, fit, limit));
@@ -164,7 +172,9 @@ std::vector<std::vector<int64_t>> Decoder::write(const std::vector<int64_t>& whi
     for (int64_t i = 0; i < most; i++) {
         const std::chrono::duration<double> spent = Clock::now() - start;
         if (i > 0 && (i >= room || spent.count() > patience)) break;
-        advance(which);
+        const std::vector<Token> tokens = behind(which.data(), which.data() + all);
+        if (!tokens.empty()) pass(tokens);
+        for (size_t r = 0; r < tokens.size(); r++) finish_row(tokens[r], static_cast<int64_t>(r));
         std::vector<int64_t>& row = rows.emplace_back();
         trace.timed("sampling", 0, [&] {
             for (int64_t s = 0; s < all; s++) row.push_back(choose(which[s], uniforms[i][s]));
@@ -178,7 +188,7 @@ void Decoder::copy(int64_t from, int64_t to) {
     Slot& b = slot_of("to", to);
     if (from == to) return;
     b.cache.copy(a.cache, a.length);
-    b.length = a.length, b.pending = a.pending, b.logits = a.logits, b.text = a.text;
+    b.length = a.length, b.pending = a.pending, b.logits = a.logits, b.text = a.text, b.tail = a.tail;
     b.prompt.reset();
 }
 

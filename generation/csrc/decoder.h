@@ -12,6 +12,7 @@
 #include <optional>
 #include <vector>
 
+#include "draft.h"
 #include "model/csrc/block.h"
 #include "model/csrc/cache.h"
 #include "pace.h"
@@ -90,10 +91,17 @@ struct Slot {
     int64_t pending = -1;  // the token chosen last, if it is not in the cache yet
     std::vector<float> logits;
     Occurrences text;
+    Tail tail;
     Sampling sampling;
+    Confidence confidence;
     std::unique_ptr<Prompt> prompt;      // the one being read
     int64_t top = -1;                    // alternatives in each log-probability; -1: none are kept
     std::vector<TokenLogprob> logprobs;  // not taken yet
+};
+
+// A row of a step: a token of a slot's text, at the position in the cache that its key and value go to.
+struct Token {
+    int64_t slot, id, position;
 };
 
 // Methods throw std::invalid_argument naming the wrong argument, on the page refuse(), and change nothing
@@ -133,6 +141,11 @@ class Decoder {
                                             const std::vector<std::vector<double>>& uniforms,
                                             std::optional<double> seconds = {});
 
+    // Guesses the tokens of at most MOST_DRAFTED_TEXTS texts of a write(); none at first, or with null. Changes
+    // no token.
+    void set_draft(std::shared_ptr<const Draft>);
+    DraftCounts draft_counts();  // since the last call
+
     // Copies a slot's text to another slot: cache, logits, counts of tokens and pending token, but neither the
     // sampling nor log-probabilities.
     void copy(int64_t from, int64_t to);
@@ -142,6 +155,7 @@ class Decoder {
     void record(bool on);       // whether threads record their spans; off at first
     std::vector<Span> spans();  // the spans since the last call, thread by thread, each in order
 
+    int64_t vocab_size() const { return shape.vocab_size; }
     int64_t length(int64_t slot) const;  // tokens read, and the one chosen last; 0 until all are read
 
   private:
@@ -165,6 +179,10 @@ class Decoder {
     std::vector<float*> scratch;
     int64_t widened_floats = 0;
 
+    std::shared_ptr<const Draft> draft;
+    DraftPace draft_pace;
+    DraftCounts counts;
+
     Trace trace;
     Pace pace;
     std::array<TeamSize, 32> sizes;            // by the binary logarithm of the rows
@@ -173,8 +191,13 @@ class Decoder {
 
     Slot& slot_of(const char* name, int64_t slot);  // checked
 
-    // Reads the pending tokens of those of these slots that have one, with the help of the team.
-    void advance(const std::vector<int64_t>& which);
+    // Takes these tokens through the model, with the help of the team. Those of a text follow each other.
+    void pass(const std::vector<Token>& tokens);
+
+    // As write() without groups, for `most` rows at most.
+    std::vector<std::vector<int64_t>> write_drafted(const std::vector<int64_t>& which,
+                                                    const std::vector<std::vector<double>>& uniforms,
+                                                    int64_t most, double patience);
 
     // Appends rows of tokens for these slots until there are `count`; row i comes from uniforms[i]. The slots
     // are divided into groups, each of which goes through all new rows on one thread.
@@ -191,11 +214,12 @@ class Decoder {
     }
 
     void prompt_piece(Slot& slot, int64_t stage, int64_t i, int64_t thread);
-    std::vector<int64_t> behind(const int64_t* begin, const int64_t* end) const;
-    void embed_rows(const std::vector<int64_t>& which, int64_t row);
-    void finish_rows(const std::vector<int64_t>& which, int64_t row);
-    void step(const Weights& model, const int64_t* which, const Rows& rows, Member& member);
-    void attend(const Slot& slot, int64_t layer, int64_t head, const float* q, float* to, int64_t thread) const;
+    std::vector<Token> behind(const int64_t* begin, const int64_t* end) const;
+    void embed_rows(const std::vector<Token>& tokens, int64_t row);
+    void finish_row(const Token& token, int64_t row);
+    void step(const Weights& model, const Token* tokens, bool apart, const Rows& rows, Member& member);
+    void attend(const Token& first, int64_t count, int64_t layer, int64_t head, const float* q, int64_t ldQ,
+                float* to, int64_t ld, int64_t thread) const;
     void pack_for(int members);
     // The start of each group of these slots, and the end of the last one.
     std::vector<int64_t> groups(const std::vector<int64_t>& which) const;

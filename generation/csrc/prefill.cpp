@@ -20,7 +20,8 @@ void Decoder::begin(int64_t which, const std::vector<int64_t>& ids, bool continu
         std::fill(slot.text.written.begin(), slot.text.written.end(), 0);
         slot.logprobs.clear();
     }
-    for (const int64_t id : ids) slot.text.seen[id] = 1;
+    slot.tail.clear();
+    for (const int64_t id : ids) slot.text.seen[id] = 1, slot.tail.push(id);
     const int64_t top = logprobs.value_or(-1);
     slot.length = 0, slot.pending = -1;
     slot.prompt.reset();
@@ -127,7 +128,7 @@ void Decoder::prompt_piece(Slot& slot, int64_t stage, int64_t i, int64_t thread)
         const int64_t t0 = i * PREFILL_ROWS;
         const Rows rows = some(t0, T);
         const int64_t skipped = t0 + rows.count > stages.from(layer) ? 0 : d;  // q only where it is needed
-        Block<Member>(rows, alone).qkv(w, skipped, [&](int64_t h, int64_t, int64_t) {
+        Block<Member>(rows, alone).qkv(w, skipped, true, [&](int64_t h, int64_t, int64_t) {
             float* k = rows.Q.data + h * w.qkv.width() + d;
             slot.cache.round(k, rows.Q.ld, rows.count);  // the prompt attends to the same K and V as steps
             slot.cache.append(layer, h, t0, k, rows.Q.ld, rows.count);

@@ -18,16 +18,32 @@ constexpr double MOST_PACKED_TWICE = 64 << 20;  // bytes of the matrices
 
 }  // namespace
 
-// One head of one text: q attends to the cache, whose last token is at slot.length.
-inline void Decoder::attend(const Slot& slot, int64_t layer, int64_t head, const float* q, float* to,
-                            int64_t thread) const {
+// One head of `count` rows of a text: each q attends to the cache up to its row's own token. q's rows are ldQ
+// apart, those of `to` ld.
+inline void Decoder::attend(const Token& first, int64_t count, int64_t layer, int64_t head, const float* q,
+                            int64_t ldQ, float* to, int64_t ld, int64_t thread) const {
+    const Slot& slot = slots[first.slot];
+    const int64_t seen = first.position + count;
     float* own = scratch[thread];
-    Attention a = attention(1, slot.length + 1);
-    a.q = {q, 0, 0, d, 1};
+    if (count > 1 && !cache_shape.transposed) {
+        for (Token token = first; token.position < seen; token.position++, q += ldQ, to += ld)
+            attend(token, 1, layer, head, q, ldQ, to, ld, thread);
+        return;
+    }
+    Attention a = attention(count, seen);
+    a.q = {q, 0, 0, ldQ, 1};
     a.out = to;
+    if (count > 1) {
+        a.k = slot.cache.keys(layer, head), a.v = slot.cache.values(layer, head);
+        a.Bc = cache_shape.panel, a.kv = cache_shape.precision;
+        a.out = own;
+        part.few.together.attention(a, own + MOST_ROWS * d);
+        for (int64_t r = 0; r < count; r++) std::copy_n(a.out + r * d, d, to + r * ld);
+        return;
+    }
     if (widened_floats > 0) {
         float *K = own, *V = own + capacity * d;
-        slot.cache.widen(layer, head, slot.length + 1, K, V);
+        slot.cache.widen(layer, head, seen, K, V);
         a.k = {K, 0, 0, d, 1}, a.v = {V, 0, 0, d, 1};
     } else {
         a.k = slot.cache.keys(layer, head), a.v = slot.cache.values(layer, head);
@@ -36,26 +52,23 @@ inline void Decoder::attend(const Slot& slot, int64_t layer, int64_t head, const
     part.attention(a, own + widened_floats);
 }
 
-// Row r of `rows` is the pending token of slots[which[r]].
-void Decoder::step(const Weights& model, const int64_t* which, const Rows& rows, Member& member) {
+// Row r of `rows` is tokens[r], which only pieces may read: a late member may come when they are gone. apart:
+// whether no two are of the same text.
+void Decoder::step(const Weights& model, const Token* tokens, bool apart, const Rows& rows, Member& member) {
     const NoDenormals flushed;
     Block<Member> block(rows, member);
     for (int64_t l = 0; l < shape.n_layer; l++) {
         const Layer& w = model.layers[l];
-        block.qkv(w, 0, [&](int64_t h, int64_t begin, int64_t end) {
+        block.qkv(w, 0, apart, [&](int64_t h, int64_t begin, int64_t end) {
             const float* q = rows.Q.data + h * w.qkv.width();
             // All are appended before the first attends: a vector load stalls on a number just stored.
-            for (int64_t r = begin; r < end; r++) {
-                const Slot& slot = slots[which[r]];
-                slot.cache.append(l, h, slot.length, q + r * rows.Q.ld + d, 0, 1);
-            }
-            for (int64_t r = begin; r < end; r++) {
-                if (r + 1 < end) {
-                    const Slot& following = slots[which[r + 1]];
-                    following.cache.prefetch(l, h, following.length);
-                }
-                attend(slots[which[r]], l, h, q + r * rows.Q.ld, rows.A.data + r * rows.A.ld + h * d,
-                       member.thread);
+            for (int64_t r = begin; r < end; r++)
+                slots[tokens[r].slot].cache.append(l, h, tokens[r].position, q + r * rows.Q.ld + d, 0, 1);
+            for (int64_t r = begin, next = begin; r < end; r = next) {
+                while (next < end && tokens[next].slot == tokens[r].slot) next++;
+                if (next < end) slots[tokens[next].slot].cache.prefetch(l, h, tokens[next].position);
+                attend(tokens[r], next - r, l, h, q + r * rows.Q.ld, rows.Q.ld,
+                       rows.A.data + r * rows.A.ld + h * d, rows.A.ld, member.thread);
             }
         });
         block.rest(w);
@@ -63,28 +76,25 @@ void Decoder::step(const Weights& model, const int64_t* which, const Rows& rows,
     block.logits(model);
 }
 
-// Those of the slots that have a pending token.
-std::vector<int64_t> Decoder::behind(const int64_t* begin, const int64_t* end) const {
-    std::vector<int64_t> found;
-    std::copy_if(begin, end, std::back_inserter(found), [&](int64_t slot) { return slots[slot].pending >= 0; });
+// The pending tokens of these slots.
+std::vector<Token> Decoder::behind(const int64_t* begin, const int64_t* end) const {
+    std::vector<Token> found;
+    for (const int64_t* slot = begin; slot < end; slot++)
+        if (slots[*slot].pending >= 0) found.push_back({*slot, slots[*slot].pending, slots[*slot].length});
     return found;
 }
 
-// The rows of these slots begin at `row`.
-void Decoder::embed_rows(const std::vector<int64_t>& which, int64_t row) {
-    for (size_t r = 0; r < which.size(); r++, row++) {
-        const Slot& slot = slots[which[r]];
-        weights.embed(rows[0].from(row, 1).X.data, slot.pending, slot.length);
-    }
+// The rows of these tokens begin at `row`.
+void Decoder::embed_rows(const std::vector<Token>& tokens, int64_t row) {
+    for (const Token& token : tokens) weights.embed(rows[0].from(row++, 1).X.data, token.id, token.position);
 }
 
-void Decoder::finish_rows(const std::vector<int64_t>& which, int64_t row) {
-    for (size_t r = 0; r < which.size(); r++, row++) {
-        Slot& slot = slots[which[r]];
-        std::copy_n(rows[0].from(row, 1).L.data, shape.vocab_size, slot.logits.begin());
-        slot.length++;
-        slot.pending = -1;
-    }
+// Lets the text of a row end with its token.
+void Decoder::finish_row(const Token& token, int64_t row) {
+    Slot& slot = slots[token.slot];
+    std::copy_n(rows[0].from(row, 1).L.data, shape.vocab_size, slot.logits.begin());
+    slot.length = token.position + 1;
+    slot.pending = -1;
 }
 
 void Decoder::pack_for(int members) {
@@ -97,10 +107,10 @@ void Decoder::pack_for(int members) {
     packed_until = packed + RARELY * (packed - start);
 }
 
-void Decoder::advance(const std::vector<int64_t>& which) {
-    const std::vector<int64_t> texts = behind(which.data(), which.data() + which.size());
-    const int64_t count = static_cast<int64_t>(texts.size());
-    if (count == 0) return;
+void Decoder::pass(const std::vector<Token>& tokens) {
+    const int64_t count = static_cast<int64_t>(tokens.size());
+    bool apart = true;
+    for (int64_t r = 1; r < count; r++) apart &= tokens[r].slot != tokens[r - 1].slot;
     size_t logarithm = 0;
     while (count >> (logarithm + 1)) logarithm++;
     TeamSize& size = sizes[logarithm];
@@ -110,15 +120,14 @@ void Decoder::advance(const std::vector<int64_t>& which) {
     if (helped && (size.on_trial() || Pace::Clock::now() >= packed_until)) pack_for(members);
     const auto start = Pace::Clock::now();
     if (!pace.together(count, start)) members = 1;
-    trace.timed("embedding", 0, [&] { embed_rows(texts, 0); });
-    team->run(members, [this, which = texts.data(), count](Member& member) {
+    trace.timed("embedding", 0, [&] { embed_rows(tokens, 0); });
+    team->run(members, [this, of = tokens.data(), count, apart](Member& member) {
         const bool shared = member.members > 1 && shared_by > 1;
-        step(shared ? shares : weights, which, rows[member.thread].from(0, count), member);
+        step(shared ? shares : weights, of, apart, rows[member.thread].from(0, count), member);
     });
     const auto end = Pace::Clock::now();
     if (helped) pace.took(count, members > 1, end - start, end);
     if (helped) size.took(members, threads, (end - start) / count, end);
-    finish_rows(texts, 0);
 }
 
 std::vector<int64_t> Decoder::groups(const std::vector<int64_t>& which) const {
@@ -147,13 +156,13 @@ void Decoder::write_groups(const std::vector<int64_t>& which, const std::vector<
     std::vector<Pace::Clock::duration> spent(starts.size() - 1);
     // A token for each slot of group g.
     const auto write = [&](int64_t g, int64_t thread, const double* uniform, int64_t* chosen) {
-        const std::vector<int64_t> texts = behind(which.data() + starts[g], which.data() + starts[g + 1]);
+        const std::vector<Token> texts = behind(which.data() + starts[g], which.data() + starts[g + 1]);
         const int64_t size = static_cast<int64_t>(texts.size());
         if (size > 0) {
             trace.timed("embedding", thread, [&] { embed_rows(texts, starts[g]); });
             Member alone(trace, static_cast<int>(thread));
-            step(weights, texts.data(), rows[thread].from(starts[g], size), alone);
-            finish_rows(texts, starts[g]);
+            step(weights, texts.data(), true, rows[thread].from(starts[g], size), alone);
+            for (int64_t r = 0; r < size; r++) finish_row(texts[r], starts[g] + r);
         }
         trace.timed("sampling", thread, [&] {
             for (int64_t s = starts[g]; s < starts[g + 1]; s++) chosen[s] = choose(which[s], uniform[s]);

@@ -36,10 +36,11 @@ class Block {
     Block(const Rows& rows, Member& member) : rows(rows), member(member) {}
 
     // q, k and v of each head h; then attend(h, begin, end) for these rows. The first `skipped` columns of a
-    // head need not be computed.
+    // head need not be computed. divisible: whether attend() may take some rows of a head before the k and v of
+    // the others are there.
     template <class Attend>
-    void qkv(const Layer& w, int64_t skipped, const Attend& attend) {
-        each(w.qkv, [&](int64_t h, int64_t begin, int64_t end) {
+    void qkv(const Layer& w, int64_t skipped, bool divisible, const Attend& attend) {
+        each(w.qkv, divisible, [&](int64_t h, int64_t begin, int64_t end) {
             normalize(w.ln_1, w.qkv, begin, end);
             member.timed("QKV",
                          [&] { w.qkv.multiply(at(rows.Q, begin), operand, end - begin, h, false, skipped); });
@@ -49,10 +50,10 @@ class Block {
 
     // What follows attention.
     void rest(const Layer& w) {
-        each(w.proj, [&](int64_t p, int64_t begin, int64_t end) {
+        each(w.proj, true, [&](int64_t p, int64_t begin, int64_t end) {
             member.timed("projection", [&] { add(w.proj, rows.A, begin, end, p); });
         });
-        each(w.fc, [&](int64_t p, int64_t begin, int64_t end) {
+        each(w.fc, true, [&](int64_t p, int64_t begin, int64_t end) {
             normalize(w.ln_2, w.fc, begin, end);
             member.timed("MLP up", [&] { w.fc.multiply(at(rows.Y, begin), operand, end - begin, p, false); });
             member.timed("MLP GELU", [&] {
@@ -60,13 +61,13 @@ class Block {
                 for (int64_t r = begin; r < end; r++, y += rows.Y.ld) portable::gelu(y, w.fc.columns(p));
             });
         });
-        each(w.out, [&](int64_t p, int64_t begin, int64_t end) {
+        each(w.out, true, [&](int64_t p, int64_t begin, int64_t end) {
             member.timed("MLP down", [&] { add(w.out, rows.Y, begin, end, p); });
         });
     }
 
     void logits(const Weights& w) {
-        each(w.head, [&](int64_t p, int64_t begin, int64_t end) {
+        each(w.head, true, [&](int64_t p, int64_t begin, int64_t end) {
             normalize(w.ln_f, w.head, begin, end);
             member.timed("head", [&] { w.head.multiply(at(rows.L, begin), operand, end - begin, p, false); });
         });
@@ -75,12 +76,12 @@ class Block {
   private:
     static simd::Matrix at(simd::Matrix m, int64_t r) { return {m.data + r * m.ld, m.ld}; }
 
-    // body(p, begin, end) for each panel p of w. The rows are divided too where there are fewer panels than
-    // members.
+    // body(p, begin, end) for each panel p of w. The rows are divided too, if they may be, where there are fewer
+    // panels than members.
     template <class Body>
-    void each(const Linear& w, const Body& body) {
-        const int64_t panels = w.panels();
-        const int64_t blocks = std::clamp<int64_t>((member.members + panels - 1) / panels, 1, rows.count);
+    void each(const Linear& w, bool divisible, const Body& body) {
+        const int64_t panels = w.panels(), most = divisible ? rows.count : 1;
+        const int64_t blocks = std::clamp<int64_t>((member.members + panels - 1) / panels, 1, most);
         made_from = -1;
         member.share(blocks * panels, [&](int64_t i) {
             const int64_t block = i / panels;

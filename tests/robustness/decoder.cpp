@@ -3,7 +3,8 @@
 //   decoder SEED COUNT
 //
 // runs the models of the seeds SEED .. SEED + COUNT - 1. It prints the seed and the shape of a model that fails
-// or ends the program. Threads, slices of prompts, log-probabilities and the C interface must change no bit.
+// or ends the program. Threads, drafts, slices of prompts, log-probabilities and the C interface must change no
+// bit.
 // Prefill and steps must agree to float32's precision.
 #include "generation/csrc/decoder.h"
 
@@ -85,6 +86,21 @@ void push(Decoder& decoder, int64_t token) {
     decoder.write({0}, {{0.5}});
 }
 
+// Guesses of which a share is right: it is told what each uniform number chooses, and all of these differ.
+struct Told : Draft {
+    mutable std::mt19937_64 random;
+    std::map<double, int64_t> tokens{};
+    double share;
+    int64_t V;
+
+    Told(uint64_t seed, double share, int64_t V) : random(seed), share(share), V(V) {}
+    Guess guess(const Tail&, double uniform, const Occurrences&, const Sampling&) const override {
+        const double chance = static_cast<double>(random() % 1000) / 1000;
+        const int64_t right = tokens.at(uniform), any = static_cast<int64_t>(random() % V);
+        return {chance < share ? right : any == right ? (any + 1) % V : any, chance / 2};
+    }
+};
+
 std::string attempt(uint64_t seed) {
     std::mt19937_64 random(seed);
     const auto from = [&](int64_t least, int64_t most) {
@@ -125,6 +141,9 @@ std::string attempt(uint64_t seed) {
     };
     Decoder many = decoder(slots, threads), one = decoder(slots, 1), steps = decoder(1, 1);
     many.record(recorded);
+    const double hitting[] = {0, 0.5, 0.9, 1};
+    const auto told = std::make_shared<Told>(random(), hitting[random() % 4], V);
+    if (from(0, 3)) many.set_draft(told);
     const double temperatures[] = {0, 0.01, 0.8, 5}, shares[] = {1, 0.9, 0.01}, penalties[] = {1, 1.1, 0.5};
     std::vector<int64_t> tops;  // of the log-probabilities that only `many` gives; -1 for none
     const auto top = [&](int64_t slot) {
@@ -206,12 +225,18 @@ std::string attempt(uint64_t seed) {
         std::vector<int64_t> some;
         for (int64_t slot = 0; slot < slots; slot++)  // the last token need not fit the cache
             if (many.length(slot) <= capacity && many.length(slot) > 0 && from(0, 3)) some.push_back(slot);
-        std::vector<std::vector<double>> uniforms(static_cast<size_t>(from(1, 3)));
+        std::vector<std::vector<double>> uniforms(static_cast<size_t>(from(1, 12)));
+        double other_number = 0;  // no two are the same
         for (std::vector<double>& row : uniforms)
-            for (size_t i = 0; i < some.size(); i++) row.push_back(static_cast<double>(from(0, 999)) / 1000);
+            for (size_t i = 0; i < some.size(); i++)
+                row.push_back(static_cast<double>(from(0, 999)) / 1000 + (other_number += 1e-9));
         constexpr double PATIENCE_SECONDS = 1e6;  // on a busy machine both still write the same number
-        const std::vector<std::vector<int64_t>> written = many.write(some, uniforms, PATIENCE_SECONDS);
-        if (written != one.write(some, uniforms, PATIENCE_SECONDS)) return "threads change what is chosen";
+        const std::vector<std::vector<int64_t>> written = one.write(some, uniforms, PATIENCE_SECONDS);
+        for (size_t row = 0; row < uniforms.size(); row++)  // of those that are not used any token
+            for (size_t i = 0; i < some.size(); i++)
+                told->tokens[uniforms[row][i]] = row < written.size() ? written[row][i] : 0;
+        if (many.write(some, uniforms, PATIENCE_SECONDS) != written)
+            return "threads or drafts change what is chosen";
         for (size_t i = 0; i < some.size(); i++) {
             const std::vector<TokenLogprob> given = many.take_logprobs(some[i]);
             if (given.size() != (tops[some[i]] < 0 ? 0 : written.size())) return "log-probabilities lack";
@@ -231,7 +256,7 @@ std::string attempt(uint64_t seed) {
             many.copy(slot, other), one.copy(slot, other);
         for (int64_t s = 0; s < slots; s++)
             if (many.length(s) > 0 && many.logits(s) != one.logits(s))
-                return "threads change what a step gives";
+                return "threads or drafts change what a step gives";
         if (recorded && from(0, 9) == 0 && many.spans().empty() && !some.empty()) return "nothing was recorded";
     }
     std::vector<const char*> names;

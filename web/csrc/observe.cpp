@@ -67,7 +67,7 @@ Observation* observe(const Checkpoint* checkpoint, int32_t precision, const int3
         o->qkv.emplace_back(T * o->ldQ);
         rows.Q = {o->qkv[l], o->ldQ};
         Block<Member> block(rows, alone);
-        block.qkv(weights.layers[l], 0, [&](int64_t h, int64_t, int64_t) {  // all rows: it is alone
+        block.qkv(weights.layers[l], 0, true, [&](int64_t h, int64_t, int64_t) {  // all rows: it is alone
             a.q = o->matrix(l, h, 0), a.k = o->matrix(l, h, 1), a.v = o->matrix(l, h, 2);
             FLASH.attention(a, scratch);
             for (int64_t t = 0; t < T; t++)

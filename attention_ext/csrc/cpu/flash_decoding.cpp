@@ -38,6 +38,12 @@ constexpr int64_t BLOCK = 512;  // keys of a query at a time, if Bc is not large
 // queries, the splits' results need less memory than K.
 constexpr int64_t MOST_STRIPS = 64, MOST_KEYS = 2048, SPLIT = 1024, LEAST_RATIO = 8;
 constexpr double MOST_NUMBERS = 0x1p40;  // numbers in the splits' results
+// Whether the helpers' products of several rows are those of each row.
+#if defined(SIMD_ELSEWHERE)
+constexpr bool ALIKE = false;
+#else
+constexpr bool ALIKE = !portable::SMALL;
+#endif
 constexpr float LOW = -std::numeric_limits<float>::infinity();
 
 // A head's keys and values for one query, a struct for each layout. block(): keys whose scores are computed
@@ -71,6 +77,17 @@ struct Transposed : Rows {
             simd::multiply({S + j, 0}, {Q, a.d, 1}, {K + (j0 + j) * a.d, ldK}, 1, some, a.d);
         }
     }
+    // The same for several rows of Q, S and O, of panels; row i adds its first min(n, first + i) keys.
+    void all_scores(simd::Matrix S, const float* Q, int64_t rows, int64_t j0, int64_t n) const {
+        for (int64_t j = 0; j < n; j += a.Bc) {
+            const int64_t some = std::min(a.Bc, round_up(n - j, simd::lanes()));
+            simd::multiply({S.data + j, S.ld}, {Q, a.d, 1}, {K + (j0 + j) * a.d, a.k.col_stride}, rows, some,
+                           a.d);
+        }
+    }
+    void add_all(simd::Matrix O, simd::ConstMatrix P, int64_t rows, int64_t j0, int64_t n, int64_t first) const {
+        portable::add_weighted_few(O, P, {V + j0 * a.v.row_stride, a.v.row_stride}, rows, n, first, a.d);
+    }
 };
 
 // Panels of K^T and rows of V in bfloat16, both as portable::Bf16Pairs.
@@ -87,6 +104,18 @@ struct Pairs : Rows {
     void add(float* O, const float* P, int64_t j0, int64_t n) const {
         const auto rows = reinterpret_cast<const uint32_t*>(V) + j0 * a.v.row_stride;
         portable::add_weighted_rows_bf16(O, P, {rows, a.v.row_stride}, n, columns());
+    }
+    void all_scores(simd::Matrix S, const float* Q, int64_t rows, int64_t j0, int64_t n) const {
+        for (int64_t j = 0; j < n; j += a.Bc) {
+            const auto panel = reinterpret_cast<const uint32_t*>(K) + (j0 + j) * a.d / 2;
+            const int64_t some = std::min(a.Bc, round_up(n - j, 2 * portable::lanes()));
+            portable::multiply_bf16({S.data + j, S.ld}, {Q, a.d}, {panel, a.k.col_stride}, rows, some, a.d,
+                                    false);
+        }
+    }
+    void add_all(simd::Matrix O, simd::ConstMatrix P, int64_t rows, int64_t j0, int64_t n, int64_t first) const {
+        const auto values = reinterpret_cast<const uint32_t*>(V) + j0 * a.v.row_stride;
+        portable::add_weighted_few_bf16(O, P, {values, a.v.row_stride}, rows, n, first, columns());
     }
 };
 
@@ -163,6 +192,46 @@ void attend_query(const Attention& a, int64_t head, int64_t i, float* scratch, O
 template <class Out>
 void attend_query(const AttentionOf<Bf16>& a, int64_t head, int64_t i, float* scratch, Out* out, float* lse) {
     attend_one<Widened>(a, head, i, scratch, out, lse);
+}
+
+// attend_one() of all queries of a head, over panels of K. Each has the bits of its own call, and all of them
+// read K and V once.
+template <class Keys>
+void attend_together(const Attention& a, float* scratch) {
+    Keys keys(a, 0, nullptr);
+    const int64_t d = a.d, rows = a.Nq, W = simd::lanes(), columns = keys.columns(), block = keys.block();
+    const int64_t ldS = round_up(std::max(a.Bc, BLOCK), W);
+    float *const Q = scratch, *const O = Q + rows * d, *const S = O + rows * columns;
+    float m[FEW_TOGETHER], l[FEW_TOGETHER] = {};
+    for (int64_t i = 0; i < rows; i++) {
+        m[i] = LOW;
+        for (int64_t c = 0; c < d; c++) Q[i * d + c] = a.q.data[i * a.q.row_stride + c] * a.scale;
+    }
+    std::fill_n(O, rows * columns, 0.0f);
+    for (int64_t j0 = 0; j0 < a.Nk; j0 += block) {
+        const int64_t n = std::min(block, a.Nk - j0);
+        const int64_t from = std::max<int64_t>(0, j0 - a.seen(0) + 1);  // earlier queries see none of the block
+        keys.all_scores({S + from * ldS, ldS}, Q + from * d, rows - from, j0, n);
+        for (int64_t i = from; i < rows; i++) {
+            const int64_t own = std::min(n, a.seen(i) - j0), whole = round_up(own, W);
+            float *const s = S + i * ldS, *const o = O + i * columns;
+            for (int64_t r = own; r < whole; r++) s[r] = LOW;
+            const float m_new = simd::row_max(s, whole, m[i]);
+            if (j0 > 0 && m_new > m[i]) {
+                const float correction = simd::exp_or_zero(m[i] - m_new);
+                simd::scale_row(o, columns, correction);
+                l[i] *= correction;
+            }
+            l[i] += simd::exp_sum(s, whole, finite_max(m_new));
+            m[i] = m_new;
+        }
+        keys.add_all({O + from * columns, columns}, {S + from * ldS, ldS}, rows - from, j0, n,
+                     a.seen(from) - j0);
+    }
+    for (int64_t i = 0; i < rows; i++) {
+        const float divisor = 1 / l[i];
+        for (int64_t c = 0; c < d; c++) a.out[i * d + c] = O[i * columns + c] * divisor;
+    }
 }
 
 // The splits of a call. All but the last end before the first query's own key, so every query sees them whole.
@@ -270,5 +339,28 @@ template void split_attention(const AttentionOf<Bf16>&, float*);
 }  // namespace part4
 
 bool flash_decoding_takes(const Attention& a) { return a.Nq <= part4::FEW || part4::Splits(a).count > 1; }
+
+// A head's last queries, each as its own call.
+void flash_decoding_together(const Attention& a, float* scratch) {
+    using namespace part4;
+    Attention one = a;
+    one.Nq = 1, one.Br = 1;
+    if (ALIKE && a.Nq > 1 && Splits(one).count == 1) {
+        const NoDenormals flushed;
+        return a.kv == CachePrecision::bf16 ? attend_together<Pairs>(a, scratch)
+                                            : attend_together<Transposed>(a, scratch);
+    }
+    for (int64_t i = 0; i < a.Nq; i++) {
+        one.Nk = a.seen(i);
+        one.q.data = a.q.data + i * a.q.row_stride, one.out = a.out + i * a.d;
+        split_attention(one, scratch);
+    }
+}
+int64_t flash_decoding_together_scratch(const Attention& a) {
+    using namespace part4;
+    Attention one = a;
+    one.Nq = 1, one.Br = 1;
+    return std::max(split_scratch(one), FEW_TOGETHER * one_floats(a));
+}
 int64_t flash_decoding_scratch(const Attention& a) { return part4::split_scratch(a); }
 void flash_decoding_attention(const Attention& a, float* scratch) { part4::split_attention(a, scratch); }

@@ -50,14 +50,25 @@ struct Bf16Pairs {
 void multiply_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth, bool add);
 
 // The same for at most FEW_ROWS rows, the fastest where B comes from memory; and in float32, where cols is a
-// multiple of W.
-constexpr int64_t FEW_ROWS = SMALL ? 0 : 8;
+// multiple of W. With 32 registers multiply()'s blocks are larger, and from 9 rows on faster.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int64_t FEW_ROWS = 8;
+#else
+constexpr int64_t FEW_ROWS = SMALL ? 0 : 64;
+#endif
 void multiply_few_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth,
                        bool add);
 void multiply_few(Matrix C, ConstMatrix A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth, bool add);
 
 // o <- o + sum_j p[j] * B[j]; cols is a multiple of 2 W.
 void add_weighted_rows_bf16(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols);
+
+// O[i] <- O[i] + sum_j P[i][j] * B[j] for j < min(n, first + i), with the bits of add_weighted_rows(): a causal
+// mask's last rows. first > 0; for bfloat16 cols is a multiple of 2 W.
+void add_weighted_few(Matrix O, ConstMatrix P, ConstMatrix B, int64_t rows, int64_t n, int64_t first,
+                      int64_t cols);
+void add_weighted_few_bf16(Matrix O, ConstMatrix P, Bf16Pairs B, int64_t rows, int64_t n, int64_t first,
+                           int64_t cols);
 
 // Products with int8 weights: the weights of an output that share a scale, and the bits of a whole number that
 // stands for an activation. The number plus half of 2^bits is three digits of 7 bits, each in a byte. Every

@@ -6,8 +6,11 @@ import json
 import re
 
 import pytest
+import tiny
+from training_texts import words
 
 from attention_ext import PARTS
+from model.checkpoint import DRAFT, save
 
 
 def test_inference_notices_go_to_stderr_and_text_to_stdout(cli, part):
@@ -126,3 +129,21 @@ def test_prompts_from_a_file_and_from_standard_input(cli, tmp_path):
         cli(*common, "--prompt", "Now is\n").stdout,
     }
     assert len(outputs) == 1 and outputs.pop().startswith("Now is\n")
+
+
+def test_a_draft_is_made_and_changes_no_text(cli, extension, tmp_path):
+    tiny_model = tmp_path / "mine"
+    save(tiny_model, tiny.gpt(), tiny.VOCABULARY, {})
+    (tmp_path / "text.txt").write_text(words(3000))
+    write = ("part4", "--inference", "-m", "mine", "--num-samples", 2, "--max-new-tokens", 30)
+    expected = cli(*write).stdout
+    for more in (("--corpus", "text.txt"), ()):
+        done = cli("draft", "-m", "mine", *more)
+        assert re.fullmatch(r"wrote mine/draft.safetensors: [\d,]+ bytes, \d+\.\d s\n", done.stdout), (
+            done.stderr
+        )
+        assert DRAFT in (tiny_model / "SHA256SUMS").read_text()
+        for draft in ("auto", "off", "mine"):
+            assert cli(*write, "--draft", draft).stdout == expected
+    done = cli(*write, "--draft", "shakes128")
+    assert done.returncode == 2 and done.stderr.endswith("it is for another vocabulary\n")

@@ -210,6 +210,52 @@ INLINE void weighted_columns(float* o, const float* p, const Element* B, int64_t
         store(o + v * W, load(o + v * W) + ((acc[0][v] + acc[1][v]) + (acc[2][v] + acc[3][v])));
 }
 
+// The same for R rows of O and P, which read B once. Row i takes the first min(n, first + i) rows of B, in the
+// order in which weighted_columns() takes them.
+template <int R, int VS, class Element>
+INLINE void weighted_block(float* O, int64_t ldO, const float* P, int64_t ldP, const Element* B, int64_t ldB,
+                           int64_t n, int64_t first) {
+    constexpr int CHAINS = 4;
+    Vec acc[R][CHAINS][VS] = {};
+    const int64_t shared = std::min(n, first) / CHAINS * CHAINS;
+    for (int64_t j = 0; j < shared; j += CHAINS) {
+        for (int k = 0; k < CHAINS; k++) {
+            Vec x[VS];
+            for (int v = 0; v < VS; v++) x[v] = kept(column(B + (j + k) * ldB, v));
+            for (int i = 0; i < R; i++)
+                for (int v = 0; v < VS; v++) acc[i][k][v] += P[i * ldP + j + k] * x[v];
+        }
+    }
+    for (int i = 0; i < R; i++) {
+        const int64_t rows = std::min(n, first + i);
+        const auto add = [&](int64_t j, int chain) {
+            for (int v = 0; v < VS; v++) acc[i][chain][v] += P[i * ldP + j] * column(B + j * ldB, v);
+        };
+        int64_t j = shared;
+        for (; j + CHAINS <= rows; j += CHAINS)
+            for (int k = 0; k < CHAINS; k++) add(j + k, k);
+        for (; j < rows; j++) add(j, 0);
+        float* o = O + i * ldO;
+        for (int v = 0; v < VS; v++)
+            store(o + v * W,
+                  load(o + v * W) + ((acc[i][0][v] + acc[i][1][v]) + (acc[i][2][v] + acc[i][3][v])));
+    }
+}
+
+// Rows i .. rows - 1, at most R at a time.
+template <int R, int VS, class Element>
+INLINE void weighted_rows(float* O, int64_t ldO, const float* P, int64_t ldP, const Element* B, int64_t ldB,
+                          int64_t rows, int64_t n, int64_t first) {
+    int64_t i = 0;
+    for (; i + R <= rows; i += R)
+        weighted_block<R, VS>(O + i * ldO, ldO, P + i * ldP, ldP, B, ldB, n, first + i);
+    if constexpr (R > 1)
+        if (i < rows)
+            weighted_rows<R - 1, VS>(O + i * ldO, ldO, P + i * ldP, ldP, B, ldB, rows - i, n, first + i);
+}
+
+constexpr int ROWS_BESIDE = REGISTERS == 32 ? 3 : 1;  // accumulators of two vectors in four chains each
+
 }  // namespace
 
 int64_t lanes() { return W; }
@@ -264,6 +310,22 @@ void add_weighted_rows(float* o, const float* p, ConstMatrix B, int64_t rows, in
     for (; c + 2 * W <= cols; c += 2 * W) weighted_columns<2>(o + c, p, B.data + c, B.ld, rows);
     for (; c + W <= cols; c += W) weighted_columns<1>(o + c, p, B.data + c, B.ld, rows);
     if (c < cols) last_columns<true>(o + c, 0, p, 0, 1, B.data + c, B.ld, 1, cols - c, rows, rows);
+}
+
+void add_weighted_few(Matrix O, ConstMatrix P, ConstMatrix B, int64_t rows, int64_t n, int64_t first,
+                      int64_t cols) {
+    for (int64_t c = 0; c + 2 * W <= cols; c += 2 * W)
+        weighted_rows<ROWS_BESIDE, 2>(O.data + c, O.ld, P.data, P.ld, B.data + c, B.ld, rows, n, first);
+    if (const int64_t c = cols / (2 * W) * 2 * W; c < cols)
+        for (int64_t i = 0; i < rows; i++)
+            add_weighted_rows(O.data + i * O.ld + c, P.data + i * P.ld, {B.data + c, B.ld},
+                              std::min(n, first + i), cols - c);
+}
+
+void add_weighted_few_bf16(Matrix O, ConstMatrix P, Bf16Pairs B, int64_t rows, int64_t n, int64_t first,
+                           int64_t cols) {
+    for (int64_t c = 0; c < cols; c += 2 * W)
+        weighted_rows<ROWS_BESIDE, 2>(O.data + c, O.ld, P.data, P.ld, columns(B.data, c), B.ld, rows, n, first);
 }
 
 void add_weighted_rows_bf16(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols) {

@@ -1,0 +1,115 @@
+"""The speed of writing one text with drafts, relative to the same engine without them.
+
+    python -m benchmarks.drafts [-m shakes2048] [--weights bf16] [--temperatures 0,0.8] [--corpus FILE]
+
+The native engine with part 4 and one thread. Each round writes the text of another seed and prompt, of a
+whole block, with and without drafts in turns; both must be the same text. Prompts: passages of the corpus's
+last 10 %, prose and source code that Shakespeare would not have written, and random characters. 'times' is
+the ratio of the medians of the quiet rounds, 'all' that of all rounds.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from app.cli import options
+from attention_ext import extension
+from benchmarks.measuring import QUIET, percent, quiet, show_table, take_turns, write
+from generation.engine import open_engine
+from generation.native import Decoder
+from generation.sampling import Sampling
+from generation.writer import Request
+from model import corpus, load
+from model.checkpoint import Checkpoint
+from model.tokenizer import CharTokenizer
+
+PROMPT = 24  # characters
+UNLIKE = (
+    "The server returns an error when the request exceeds the limit of the buffer, and the client retries",
+    "for i in range: total = total, x; if value is none: return; print the results, import data; class Model",
+    "Yesterday the parliament voted about the budget for schools and hospitals; analysts expect a small rise",
+)
+TITLES = f"prompts | temperature | tokens/s without | with | times | all | hits | tokens a step | {QUIET}"
+
+
+def prompts(kind: str, checkpoint: Checkpoint, text: str) -> Iterator[list[int]]:
+    """Endless prompts of a kind."""
+    rng, tokenizer = random.Random(0), checkpoint.tokenizer
+    assert isinstance(tokenizer, CharTokenizer)  # other models have no draft
+    held_out = corpus.split(text)[1]
+    for number in range(10**9):
+        if kind == "random":
+            yield [rng.randrange(checkpoint.config.vocab_size) for _ in range(PROMPT)]
+            continue
+        source = held_out if kind == "corpus" else UNLIKE[number % len(UNLIKE)]
+        at = rng.randrange(len(source) - PROMPT)
+        known = "".join(c for c in source[at : at + PROMPT] if c in tokenizer.characters)
+        yield tokenizer.encode(known or tokenizer.characters[0])
+
+
+class Contender:
+    """An engine that writes the next text at each call."""
+
+    def __init__(self, engine: Decoder, kind: str, checkpoint: Checkpoint, text: str, temperature: float):
+        self.engine, self.texts = engine, list[list[int]]()
+        self._prompts = prompts(kind, checkpoint, text)
+        self._sampling = Sampling(temperature)
+
+    def __call__(self) -> float:
+        """The seconds of the text."""
+        ids, seed = next(self._prompts), len(self.texts)
+        length = self.engine.capacity - len(ids)
+        start = time.perf_counter()
+        self.texts += write(self.engine, [Request(ids, seed, self._sampling, length)])
+        return time.perf_counter() - start
+
+
+@click.command(context_settings={"show_default": True})
+@options.model
+@options.path("--corpus", "corpus_file", "Text of the prompts.", show_default="what prepare got")
+@click.option("--temperatures", default="0,0.5,0.8,1,1.5", help="Temperatures, separated by commas.")
+@options.weights
+@options.kv_cache
+@options.draft
+@options.whole("--rounds", "Rounds of each.", least=2, default=40)
+def main(model: str, corpus_file: Path | None, temperatures: str, rounds: int, draft: str, **precisions: Any):
+    """Print how many times as fast one text is with drafts."""
+    checkpoint, text = load(model), options.read_corpus(corpus_file)
+    shown = ", ".join(f"{name} {value}" for name, value in precisions.items())
+    click.echo(
+        f"{extension.describe('auto')}; {model}, {shown}, texts of {checkpoint.config.block_size} tokens\n"
+    )
+
+    def row(kind: str, temperature: float) -> str:
+        def contender(guesses: str) -> Contender:
+            opened = open_engine(checkpoint, "native", draft=guesses, threads=1, **precisions)
+            assert isinstance(opened, Decoder)
+            return Contender(opened, kind, checkpoint, text, temperature)
+
+        off, on = contender("off"), contender(draft)
+        if on.engine.draft is None:
+            raise click.ClickException(f"{model} has no draft; gpt.py draft makes one")
+        times = take_turns({"off": off, "on": on}, rounds)
+        if off.texts != on.texts:
+            raise click.ClickException("drafts change a text")
+        counts = on.engine.draft_counts()
+        without, with_ = times["off"], times["on"]
+        tokens = off.engine.capacity - PROMPT
+        every = statistics.median(without.seconds) / statistics.median(with_.seconds)
+        return (
+            f"{kind} | {temperature:g} | {tokens / without.median:,.0f} | {tokens / with_.median:,.0f} "
+            f"| {without.median / with_.median:.2f} | {every:.2f} | {percent(counts.hits / counts.guesses)} "
+            f"| {counts.tokens / counts.steps:.2f} | {quiet(with_)}"
+        )
+
+    cases = ((kind, float(t)) for kind in ("corpus", "unlike", "random") for t in temperatures.split(","))
+    show_table(TITLES, (row(*case) for case in cases))
+
+
+if __name__ == "__main__":
+    main()

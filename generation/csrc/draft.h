@@ -1,0 +1,119 @@
+// Drafts: guesses of a text's next tokens, which the model reads together with the pending token.
+//
+// The uniform number of a token is known before its logits. So a draft draws its guess with the token's own
+// number, and agrees with the model wherever both distributions put that number on the same token. The model
+// chooses every token by its own logits: a wrong guess costs time and changes no text.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "sampling.h"
+
+constexpr int64_t MOST_ROWS = 8;           // of a step with drafts: pending tokens and drafts of all texts
+constexpr int64_t MOST_DRAFTED_TEXTS = 4;  // more texts share a step's weights among themselves
+
+// The last tokens of a text, the latest one first.
+class Tail {
+  public:
+    static constexpr int64_t MOST = 5;
+
+    int64_t size() const { return count; }
+    int64_t operator[](int64_t i) const { return tokens[i]; }
+    void push(int64_t token) {
+        std::copy_backward(tokens.begin(), tokens.end() - 1, tokens.end());
+        tokens[0] = token;
+        count = std::min(count + 1, MOST);
+    }
+    void clear() { count = 0; }
+
+  private:
+    std::array<int64_t, MOST> tokens{};
+    int64_t count = 0;
+};
+
+// token: -1 for none. margin: the distance from the number to the next boundary between two tokens in the
+// draft's distribution, 0 to 0.5: the model's boundaries lie elsewhere, and a small margin often misses.
+struct Guess {
+    int64_t token = -1;
+    double margin = 0;
+};
+
+class Draft {
+  public:
+    virtual ~Draft() = default;
+
+    // The token that follows `tail` in a text with these occurrences and settings, if `uniform` draws it.
+    virtual Guess guess(const Tail& tail, double uniform, const Occurrences&, const Sampling&) const = 0;
+};
+
+// How often the guesses of a text hit, by their margins.
+class Confidence {
+  public:
+    double of(const Guess& guess) const { return shares[bin(guess)]; }
+    void learn(const Guess& guess, bool hit) {
+        double& share = shares[bin(guess)];
+        share += RATE * ((hit ? 1.0 : 0.0) - share);
+    }
+
+  private:
+    static constexpr int BINS = 8;
+    static constexpr double RATE = 1.0 / 64;
+    static int bin(const Guess& guess) {
+        return std::clamp(static_cast<int>(guess.margin * 2 * BINS), 0, BINS - 1);
+    }
+    std::array<double, BINS> shares{0.5, 0.7, 0.8, 0.85, 0.9, 0.9, 0.95, 0.95};  // to begin with
+};
+
+// Decides how many rows a step has, from the measured times of steps and the tokens that they gave.
+class DraftPace {
+  public:
+    // Whether a row that gives a token with this probability saves time in a step of `rows` rows: the other way
+    // to that token is a later step.
+    bool pays(int64_t rows, double probability) const {
+        if (rows >= MOST_ROWS) return false;
+        double price = cost(rows + 1) - cost(rows);
+        // The row after it may be so cheap that both pay: products take rows in blocks.
+        if (rows + 2 <= MOST_ROWS) price = std::min(price, (cost(rows + 2) - cost(rows)) / 2);
+        return probability * seconds > price * tokens;
+    }
+
+    // The time of a step with so many rows; a guess until there was one.
+    double cost(int64_t rows) const {
+        int64_t known = rows;
+        while (known > 0 && costs[known] == 0) known--;
+        return known == 0 ? FIRST_ROW * static_cast<double>(rows)
+                          : costs[known] * (1 + FIRST_ROW * static_cast<double>(rows - known));
+    }
+
+    void took(int64_t rows, double elapsed, int64_t given) {
+        double& cost = costs[rows];
+        // A quarter of the steps take less: other programs only add to a time, and differences are needed.
+        if (cost == 0 || elapsed < cost / 2)
+            cost = elapsed;
+        else
+            cost *= elapsed < cost ? 1 - RATE : 1 + RATE / 3;
+        // What was not tried for long becomes cheap, and is tried again.
+        for (int64_t other = 2; other <= MOST_ROWS; other++)
+            if (other != rows) costs[other] *= 1 - FORGOTTEN;
+        const double share = std::max(SHARE, 1.0 / static_cast<double>(++steps));
+        seconds += share * (cost - seconds);
+        tokens += share * (static_cast<double>(given) - tokens);
+    }
+
+  private:
+    static constexpr double FIRST_ROW = 0.1;  // a row's share of a step, before it was measured
+    static constexpr double RATE = 1.0 / 32, SHARE = 1.0 / 64, FORGOTTEN = 1.0 / 16384;
+    int64_t steps = 0;
+    std::array<double, MOST_ROWS + 1> costs{};  // by the number of rows; 0 where unknown
+    double seconds = 0, tokens = 0;             // of a step, on average
+};
+
+// What drafts did. guesses: those of tokens that were then chosen, also where no row was spent on them, and hits
+// of them. drafted: rows that were spent on guesses, and the accepted ones. Seconds: of guessing, of the steps
+// with drafts, and of the rows of these steps that gave no token.
+struct DraftCounts {
+    int64_t steps = 0, tokens = 0, guesses = 0, hits = 0, drafted = 0, accepted = 0;
+    double guessing = 0, verifying = 0, wasted = 0;
+};

@@ -1,0 +1,121 @@
+#include "ngrams.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <numeric>
+#include <utility>
+
+#include "model/csrc/refuse.h"
+
+namespace {
+
+constexpr int64_t MOST_VOCABULARY = 256, HEAD = 3, MOST_BUCKETS = int64_t{1} << 24;
+constexpr uint64_t FACTOR = 0x9E3779B97F4A7C15;
+// The model sees more than the draft, so it is surer. With this exponent the guesses of shakes256 hit most.
+constexpr double SHARPNESS = 1.15;
+
+// The hash of a context with one more token in front.
+uint64_t extended(uint64_t hash, int64_t token) {
+    hash = (hash ^ static_cast<uint64_t>(token + 1)) * FACTOR;
+    return hash ^ hash >> 29;
+}
+
+}  // namespace
+
+Ngrams::Ngrams(NgramTables made, int64_t vocab_size) : tables(std::move(made)), vocab_size(vocab_size) {
+    const auto& [first, starts, records] = tables;
+    check("the draft's vocabulary", static_cast<int64_t>(first.size()), 1, MOST_VOCABULARY);
+    if (static_cast<int64_t>(first.size()) != vocab_size)
+        refuse("the draft's vocabulary", static_cast<int64_t>(first.size()),
+               "the model's, " + std::to_string(vocab_size));
+    const int64_t buckets = static_cast<int64_t>(starts.size()) - 1;
+    check("the draft's number of buckets", buckets, 2, MOST_BUCKETS);
+    while (int64_t{1} << bits < buckets) bits++;
+    if (int64_t{1} << bits != buckets) refuse("the draft's number of buckets is no power of 2");
+    if (std::all_of(first.begin(), first.end(), [](uint8_t code) { return code == 0; }))
+        refuse("the draft holds no probabilities");
+    if (starts[0] != 0 || starts[buckets] != records.size()) refuse("the draft's buckets do not fit its records");
+    for (int64_t b = 0; b < buckets; b++) {
+        if (starts[b] > starts[b + 1] || starts[b + 1] > records.size())
+            refuse("the draft's buckets are out of order");
+        for (int64_t at = starts[b], end = starts[b + 1]; at < end;) {
+            const int64_t next = at + HEAD <= end ? at + HEAD + 2 * (records[at + 1] >> 2) : end + 1;
+            if (next > end) refuse("a record of the draft leaves its bucket");
+            for (at += HEAD; at < next; at += 2)
+                if (records[at] >= vocab_size) refuse("a token of the draft is outside its vocabulary");
+        }
+    }
+}
+
+const Ngrams::Powers& Ngrams::powers(double exponent) const {
+    for (const Powers& each : cached)
+        if (each.exponent == exponent) return each;
+    Powers made{exponent, std::vector<float>(CODES), std::vector<float>(CODES)};
+    for (int code = 0; code < CODES; code++) {
+        made.share[code] = static_cast<float>(std::pow(code / 255.0, 2 * exponent));
+        made.factor[code] = static_cast<float>(std::pow(code / 128.0, 2 * exponent));
+    }
+    if (cached.size() < MOST_POWERS) return cached.emplace_back(std::move(made));
+    return cached[oldest++ % MOST_POWERS] = std::move(made);
+}
+
+// weight (V) <- the probabilities after `tail` to the power of `exponent`, not normalized.
+void Ngrams::weigh_all(const Tail& tail, double exponent, float* weight) const {
+    std::array<uint64_t, Tail::MOST> hashes;  // all first: their buckets come from afar
+    uint64_t hash = FACTOR;
+    for (int64_t n = 0; n < tail.size(); n++) {
+        hashes[n] = hash = extended(hash, tail[n]);
+        __builtin_prefetch(&tables.starts[hash >> (64 - bits)]);
+    }
+    for (int64_t n = 0; n < tail.size(); n++)
+        __builtin_prefetch(tables.records.data() + tables.starts[hashes[n] >> (64 - bits)]);
+    const Powers& of = powers(exponent);
+    for (int64_t i = 0; i < vocab_size; i++) weight[i] = of.share[tables.first[i]];
+    for (int64_t n = 0; n < tail.size(); n++) {
+        const uint64_t bucket = hashes[n] >> (64 - bits);
+        const auto tag = static_cast<int>(hashes[n] >> 20 & 1023);
+        const uint8_t* at = tables.records.data() + tables.starts[bucket];
+        const uint8_t* end = tables.records.data() + tables.starts[bucket + 1];
+        while (at < end && (at[0] | (at[1] & 3) << 8) != tag) at += HEAD + 2 * (at[1] >> 2);
+        if (at >= end) continue;
+        const float factor = of.factor[at[2]];
+        for (int64_t i = 0; i < vocab_size; i++) weight[i] *= factor;
+        const uint8_t* pair = at + HEAD;
+        for (int i = at[1] >> 2; i > 0; i--, pair += 2) weight[pair[0]] = of.share[pair[1]];
+    }
+}
+
+Guess Ngrams::guess(const Tail& tail, double uniform, const Occurrences& text, const Sampling& s) const {
+    float weight[MOST_VOCABULARY];
+    const bool plain = (s.top_k == 0 || s.top_k >= static_cast<double>(vocab_size)) && s.top_p == 1 &&
+                       s.min_p == 0 && s.typical_p == 1 && s.repetition_penalty == 1 &&
+                       s.presence_penalty == 0 && s.frequency_penalty == 0 && s.logit_bias.empty();
+    if (plain && s.temperature == 0) {
+        weigh_all(tail, 1, weight);
+        const float* best = std::max_element(weight, weight + vocab_size);
+        float second = 0, total = 0;
+        for (int64_t i = 0; i < vocab_size; i++) {
+            total += weight[i];
+            if (weight + i != best) second = std::max(second, weight[i]);
+        }
+        return {best - weight, total > 0 ? (*best - second) / total / 2 : 0};
+    }
+    if (!plain) {
+        weigh_all(tail, 1, weight);
+        for (int64_t i = 0; i < vocab_size; i++)
+            weight[i] = static_cast<float>(SHARPNESS * std::log(std::max(weight[i], 1e-30f)));
+        std::vector<double> weights;
+        weigh(weight, text, s, weights);
+        for (int64_t i = 0; i < vocab_size; i++) weight[i] = static_cast<float>(weights[i]);
+    } else {
+        weigh_all(tail, SHARPNESS / s.temperature, weight);
+    }
+    const float total = std::accumulate(weight, weight + vocab_size, 0.0f);
+    if (!(total > 0)) return {};
+    float below = 0, point = static_cast<float>(uniform) * total;
+    int64_t token = 0;
+    while (token + 1 < vocab_size && below + weight[token] <= point) below += weight[token++];
+    const float margin = std::min(point - below, below + weight[token] - point) / total;
+    return {token, std::max(margin, 0.0f)};
+}

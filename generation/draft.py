@@ -1,0 +1,258 @@
+"""Makes a model's draft from a text: what the model itself expects after each context of the text.
+
+A text of a million characters has each context a few times only. The model's probabilities after every one of
+them say more than the characters that followed, so their means become the draft's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from generation.engine import open_engine
+from generation.logprobs import MOST_TOP
+from generation.native import Decoder
+from generation.writer import Request, Writer
+from model.checkpoint import Checkpoint
+from model.draft import MOST_BYTES, Draft, code_points
+
+ORDER = 5  # the most tokens of a context, Tail::MOST of csrc/draft.h
+MOST_VOCABULARY = 256  # a token takes a byte
+LEAST_COUNT = 3  # occurrences of a context; rarer ones could be passages of the text
+MOST_CONTEXTS = 60_000  # of a length; a file cannot hold more
+SMOOTHING = 0.5  # occurrences that the shorter context counts for
+SHARPNESS = 1.4  # a guess takes the probabilities to about this power, so errors count after it
+OWN_TOKENS = 2**18  # of own_text(): seconds
+AT_ONCE = 32  # texts
+WINDOW = 256  # tokens that the model reads at once; three quarters of them see at least the first quarter
+HEAD, PAIR, START = 3, 2, 4  # bytes of a record, of a token in it, of a bucket
+MOST_LISTED = 63  # tokens of a record
+IN_BUCKET = 4  # records
+TRIES = 9  # sizes that are tried
+HEADER = 500  # bytes of the file beside the tables
+FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+
+class NoDraft(ValueError):
+    """The model's vocabulary is too large for a draft."""
+
+
+def make(checkpoint: Checkpoint, ids: Sequence[int], seconds: float = math.inf) -> Draft:
+    """The draft of a model from a text's tokens, at most MOST_BYTES.
+
+    seconds: the most time for the model's reading; of the rest of the text only the tokens count.
+    Raises NoDraft if the vocabulary is not of at most MOST_VOCABULARY characters, ValueError without a text.
+    """
+    vocabulary = code_points(checkpoint.tokenizer)
+    if not 0 < len(vocabulary) <= MOST_VOCABULARY:
+        raise NoDraft(
+            f"the model's vocabulary has {checkpoint.config.vocab_size} tokens; "
+            f"a draft needs one of at most {MOST_VOCABULARY} characters"
+        )
+    if len(ids) == 0:
+        raise ValueError("the text is empty; a draft needs one")
+    text = np.array(ids, np.int64)
+    levels = _levels(text, *_expected(checkpoint, text, seconds), len(vocabulary))
+    # What a token must change, in tokens of the text. A file of `low` is too large, one of `high` small.
+    low, high = 0.1, max(1.0, len(text) / 100)
+    best = _pruned(levels, high)
+    for _ in range(TRIES):
+        middle = math.sqrt(low * high)
+        tables = _pruned(levels, middle)
+        if sum(table.nbytes for table in tables) + vocabulary.nbytes + HEADER <= MOST_BYTES:
+            best, high = tables, middle
+        else:
+            low = middle
+    return Draft(vocabulary, *best)
+
+
+def own_text(checkpoint: Checkpoint, count: int = OWN_TOKENS) -> list[int]:
+    """At least so many tokens that the model writes itself: for make(), where its training text is not there."""
+    rng, block = np.random.default_rng(0), checkpoint.config.block_size
+    writer = Writer(open_engine(checkpoint, "native", slots=AT_ONCE, draft="off"))
+    ids: list[int] = []
+    while len(ids) < count:
+        firsts = rng.integers(checkpoint.config.vocab_size, size=AT_ONCE).tolist()
+        texts = [
+            writer.join(Request([first], len(ids) + i, max_new_tokens=max(1, block - 1)))
+            for i, first in enumerate(firsts)
+        ]
+        written = {text: [first] for text, first in zip(texts, firsts)}
+        while texts[0].remaining:
+            for text, tokens in writer.step():
+                written[text] += tokens.tolist()
+        for text in texts:
+            ids += written[text]
+            writer.leave(text)
+    return ids
+
+
+def _expected(
+    checkpoint: Checkpoint, text: NDArray[np.int64], seconds: float
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The likeliest tokens at each place of a text and their probabilities, (N, MOST_TOP) each.
+
+    Places that were not read have the text's own token alone.
+    """
+    tokens = np.zeros((len(text), MOST_TOP), np.int64)
+    shares = np.zeros((len(text), MOST_TOP), np.float32)
+    tokens[:, 0], shares[:, 0] = text, 1
+    size = min(WINDOW, checkpoint.config.block_size)
+    engine = open_engine(checkpoint, "native", capacity=size, draft="off")
+    assert isinstance(engine, Decoder)
+    starts = np.arange(0, max(1, len(text) - size // 4), max(1, size * 3 // 4))
+    end = time.monotonic() + seconds
+    for start in np.random.default_rng(0).permutation(starts):
+        if time.monotonic() > end:
+            break
+        ids = text[start : start + size].tolist()
+        engine.begin(0, ids, top=MOST_TOP)
+        engine.read(0)
+        found, logprobs = engine.take_logprob_arrays(0)
+        skipped = size // 4 - 1 if start else 0
+        at = slice(start + 1 + skipped, start + len(ids))
+        tokens[at] = np.maximum(found[skipped:, 1:], 0)
+        shares[at] = np.where(found[skipped:, 1:] >= 0, np.exp(logprobs[skipped:, 1:]), 0)
+    return tokens, shares
+
+
+@dataclass(frozen=True)
+class _Level:
+    """Contexts of one length: their keys, ascending; the place of each one's shorter context in the level
+    before; how often each occurs; and the sums of the tokens' probabilities after it (contexts, V)."""
+
+    keys: NDArray[np.int64]
+    shorter: NDArray[np.int64]
+    counts: NDArray[np.float64]
+    sums: NDArray[np.float32]
+
+
+def _levels(
+    text: NDArray[np.int64], tokens: NDArray[np.int64], shares: NDArray[np.float32], V: int
+) -> list[_Level]:
+    levels: list[_Level] = []
+    for n in range(ORDER + 1):
+        keys = _context_keys(text, n, V)
+        known, place, counts = np.unique(keys[n:], return_inverse=True, return_counts=True)
+        if n:
+            before = levels[-1].keys
+            shorter = np.minimum(np.searchsorted(before, known % V ** (n - 1)), len(before) - 1)
+            keep = (counts >= LEAST_COUNT) & (before[shorter] == known % V ** (n - 1))
+            if keep.sum() > MOST_CONTEXTS:
+                keep &= counts > np.partition(counts, -MOST_CONTEXTS)[-MOST_CONTEXTS]
+        else:
+            shorter, keep = np.zeros(1, np.int64), np.ones(1, bool)
+        if not keep.any():
+            break
+        number = np.where(keep, np.cumsum(keep) - 1, -1)[place]
+        seen = number >= 0
+        flat = number[seen, None] * V + tokens[n:][seen]
+        size = int(keep.sum())
+        sums = np.bincount(flat.ravel(), shares[n:][seen].ravel(), size * V).astype(np.float32)
+        levels.append(_Level(known[keep], shorter[keep], counts[keep].astype(float), sums.reshape(size, V)))
+    return levels
+
+
+def _context_keys(text: NDArray[np.int64], n: int, V: int) -> NDArray[np.int64]:
+    """The number of the n tokens before each place of a text, of which the first n places lack some."""
+    keys = np.zeros(len(text), np.int64)
+    for i in range(1, n + 1):
+        keys[n:] += text[n - i : len(text) - i] * V ** (i - 1)
+    return keys
+
+
+def _pruned(levels: list[_Level], least: float) -> tuple[NDArray[Any], ...]:
+    """The tables `first`, `starts` and `records` of what changes at least so many of the text's tokens."""
+    V = levels[0].sums.shape[1]
+    uniform = SMOOTHING / V
+    p = (levels[0].sums + uniform) / (levels[0].sums + uniform).sum()
+    first = np.clip(np.rint(255 * np.sqrt(p)), 1, 255).astype(np.uint8)[0]
+    Q = _share(first)[None]
+    Q /= Q.sum()
+    hashes: list[NDArray[np.uint64]] = []
+    heads, numbers, listed_tokens, listed_codes = [], [], [], []
+    for n, level in enumerate(levels[1:], 1):
+        lower = Q[level.shorter]
+        counts = level.counts[:, None]
+        # What the model gave to other tokens than its likeliest is shared out like after the shorter context.
+        rest = np.maximum(counts - level.sums.sum(1, keepdims=True), 0) + SMOOTHING
+        p = ((level.sums + rest * lower) / (counts + SMOOTHING)).astype(np.float32)
+        gain = counts * np.abs(_sharp(p) - _sharp(lower))
+        listed = gain >= least
+        crowded = listed.sum(1) > MOST_LISTED
+        if crowded.any():
+            smallest = np.sort(gain[crowded], 1)[:, -MOST_LISTED][:, None]
+            listed[crowded] &= gain[crowded] > smallest
+        amount = listed.sum(1)
+        kept = (gain * listed).sum(1) >= least * (amount + (HEAD + START / IN_BUCKET) / PAIR)
+        kept &= amount > 0
+        listed &= kept[:, None]
+        code = np.rint(255 * np.sqrt(np.clip(p, 0, 1))).astype(np.uint8)
+        left = np.maximum(1 - (p * listed).sum(1), 1e-6)
+        factor = np.clip(np.rint(128 * np.sqrt(left / np.maximum(1 - (lower * listed).sum(1), 1e-6))), 0, 255)
+        factor[~kept] = 128
+        Q = np.where(listed, _share(code), (factor[:, None] / 128) ** 2 * lower).astype(np.float32)
+        Q /= Q.sum(1, keepdims=True)
+        rows, tokens = np.nonzero(listed)
+        listed_tokens.append(tokens.astype(np.uint8))
+        listed_codes.append(code[rows, tokens])
+        hashes.append(_hashes(level.keys[kept], n, V))
+        numbers.append(listed[kept].sum(1))
+        heads.append(factor[kept].astype(np.uint8))
+    return first, *_packed(hashes, numbers, heads, listed_tokens, listed_codes)
+
+
+def _share(code: NDArray[np.uint8]) -> NDArray[Any]:
+    return (code.astype(np.float32) / 255) ** 2
+
+
+def _sharp(p: NDArray[np.float32]) -> NDArray[np.float32]:
+    powers = p**SHARPNESS
+    return powers / powers.sum(1, keepdims=True)
+
+
+def _hashes(keys: NDArray[np.int64], n: int, V: int) -> NDArray[np.uint64]:
+    """The hashes of contexts, as csrc/ngrams.cpp computes them: the latest token first."""
+    hashes = np.full(len(keys), FACTOR, np.uint64)
+    for _ in range(n):
+        hashes = (hashes ^ (keys % V + 1).astype(np.uint64)) * FACTOR
+        hashes ^= hashes >> np.uint64(29)
+        keys = keys // V
+    return hashes
+
+
+def _packed(
+    hashes: list[NDArray[np.uint64]],
+    numbers: list[NDArray[np.int64]],
+    factors: list[NDArray[np.uint8]],
+    tokens: list[NDArray[np.uint8]],
+    codes: list[NDArray[np.uint8]],
+) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
+    """The tables `starts` and `records`, from the parts of the records."""
+    none = np.empty(0, np.int64)
+    hash_, number = np.concatenate([*hashes, none.astype(np.uint64)]), np.concatenate([*numbers, none])
+    bits = max(1, math.ceil(math.log2(max(1, len(hash_) / IN_BUCKET))))
+    bucket = (hash_ >> np.uint64(64 - bits)).astype(np.int64)
+    order = np.argsort(bucket, kind="stable")
+    size = HEAD + PAIR * number
+    at = np.zeros(len(hash_), np.int64)
+    at[order] = np.r_[0, np.cumsum(size[order])[:-1]] if len(order) else none
+    records = np.zeros(int(size.sum()), np.uint8)
+    tag = (hash_ >> np.uint64(20) & np.uint64(1023)).astype(np.int64)
+    records[at] = tag & 255
+    records[at + 1] = tag >> 8 | number << 2
+    records[at + 2] = np.concatenate([*factors, none.astype(np.uint8)])
+    # The place of each pair: its record's, and its number in the record.
+    within = np.arange(int(number.sum())) - np.repeat(np.cumsum(number) - number, number)
+    pair = np.repeat(at + HEAD, number) + PAIR * within
+    records[pair] = np.concatenate([*tokens, none.astype(np.uint8)])
+    records[pair + 1] = np.concatenate([*codes, none.astype(np.uint8)])
+    starts = np.zeros(2**bits + 1, np.uint32)
+    starts[1:] = np.cumsum(np.bincount(bucket, size, 2**bits))
+    return starts, records

@@ -1,0 +1,191 @@
+"""Drafts change no text: in every part, whatever they guess, for any settings, alone and among others."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny
+
+from attention_ext import extension as built
+from attention_ext.parts import PARTS, BuildError
+from generation import draft as drafts
+from generation.engine import open_engine
+from generation.sampling import Sampling
+from generation.writer import Request, Writer
+from model import load
+from model.checkpoint import Checkpoint
+from model.draft import Draft, code_points
+
+PARTS_HERE = [name for name, part in PARTS.items() if part.operator]
+# Texts of a case in each batch: in the default tests, and in the full set.
+FEW, MANY = 2, 23
+
+
+@pytest.fixture(scope="module")
+def model(extension) -> Checkpoint:
+    gpt = tiny.gpt(block_size=40)
+    return Checkpoint(gpt.config, gpt.weights, tiny.VOCABULARY)
+
+
+def text_of(model: Checkpoint, count: int = 400) -> list[int]:
+    """A text of the model itself, in which its own draft hits often."""
+    writer = Writer(open_engine(model, draft="off"))
+    text = writer.join(Request([0], sampling=Sampling(0.5), max_new_tokens=count, context="reset"))
+    ids = [0]
+    while text.remaining:
+        ids += writer.step()[0][1].tolist()
+    return ids
+
+
+def certain(token: int) -> Draft:
+    """A draft that always guesses this token."""
+    first = np.zeros(len(tiny.VOCABULARY), np.uint8)
+    first[token] = 255
+    return Draft(code_points(tiny.VOCABULARY), first, np.zeros(3, np.uint32), np.empty(0, np.uint8))
+
+
+def scrambled(draft: Draft, seed: int) -> Draft:
+    """The same contexts with other tokens and probabilities."""
+    rng, records = np.random.default_rng(seed), draft.records.copy()
+    for begin, end in zip(draft.starts, draft.starts[1:]):
+        while begin < end:
+            n = records[begin + 1] >> 2
+            pairs = records[begin + 3 : begin + 3 + 2 * n].reshape(n, 2)
+            pairs[:, 0] = rng.integers(0, len(draft.first), n)
+            pairs[:, 1] = rng.integers(0, 256, n)
+            begin += 3 + 2 * n
+    return replace(draft, records=records, first=rng.integers(1, 256, len(draft.first)).astype(np.uint8))
+
+
+@pytest.fixture(scope="module")
+def kinds(model) -> dict[str, Draft]:
+    own = drafts.make(model, text_of(model))
+    return {"own": own, "scrambled": scrambled(own, 1), "certain": certain(3)}
+
+
+def any_request(rng: random.Random, vocab: int, longest: int) -> Request:
+    """A text with any settings; some slide or restart their window."""
+    some = rng.random() < 0.5
+    sampling = Sampling(
+        temperature=rng.choice([0, 0.5, 0.8, 1.0, 1.5]),
+        top_k=rng.choice([None, None, 1, 3]),
+        top_p=rng.choice([1, 0.9, 0.3]) if some else 1,
+        min_p=rng.choice([0, 0.1]) if some else 0,
+        typical_p=rng.choice([1, 0.5]) if some else 1,
+        repetition_penalty=rng.choice([1, 1.3, 0.7]) if some else 1,
+        presence_penalty=rng.choice([0, 0.5]) if some else 0,
+        frequency_penalty=rng.choice([0, 0.5, -0.5]) if some else 0,
+        logit_bias=((rng.randrange(vocab), rng.choice([3.0, -3.0])),) if rng.random() < 0.3 else (),
+    )
+    return Request(
+        [rng.randrange(vocab) for _ in range(rng.randint(1, longest))],
+        rng.randrange(2**40),
+        sampling,
+        rng.randint(1, longest),
+        context=rng.choice(["slide", "reset"]),
+        logprobs=rng.choice([None, None, 2]),
+    )
+
+
+def written(engine, requests: list[Request], seed: int) -> list[tuple]:
+    """The tokens and log-probabilities of all requests, which join and leave at random steps."""
+    rng, writer = random.Random(seed), Writer(engine)
+    waiting, growing, done = list(enumerate(requests)), {}, {}
+    while waiting or growing:
+        while waiting and writer.free and (not growing or rng.random() < 0.4):
+            number, request = waiting.pop(0)
+            growing[writer.join(request)] = number, []
+        for text, tokens in writer.step(rng.choice([1, 2, 5, 64])):
+            growing[text][1].extend(tokens.tolist())
+        for text in [text for text in growing if not text.remaining]:
+            number, tokens = growing.pop(text)
+            done[number] = tokens, text.logprobs
+            writer.leave(text)
+    return [done[number] for number in range(len(requests))]
+
+
+def same(model: Checkpoint, draft: Draft, count: int, seed: int, **options) -> None:
+    """Check that texts with and without a draft are the same, in batches of one to five."""
+    rng = random.Random(seed)
+    for slots in (1, 2, 5):
+        longest = min(48, model.config.block_size + 8)
+        requests = [any_request(rng, model.config.vocab_size, longest) for _ in range(count)]
+        some = dict(slots=slots, **options)
+        without, among = (open_engine(model, draft=each, **some) for each in ("off", draft))
+        expected = written(without, requests, seed)
+        assert written(among, requests, seed + 1) == expected  # other neighbours, too
+        assert written(without, requests, seed + 2) == expected
+
+
+@pytest.mark.parametrize("kind", ["own", "scrambled", "certain"])
+@pytest.mark.parametrize("part", PARTS_HERE)
+def test_a_draft_changes_no_text(part, kind, model, kinds):
+    same(model, kinds[kind], FEW, 0, part=part, threads=1)
+
+
+@pytest.mark.parametrize("options", [{"kv_cache": "bf16"}, {"weights": "int8"}, {"threads": 2}], ids=str)
+def test_nor_in_other_precisions_and_over_threads(options, model, kinds):
+    same(model, kinds["own"], FEW, 1, **options)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kv_cache", ["fp32", "bf16"])
+@pytest.mark.parametrize("simd", ["portable", "ispc", "off"])
+@pytest.mark.parametrize("part", PARTS_HERE)
+def test_ten_thousand_texts_are_the_same(part, simd, kv_cache, model, kinds):
+    """24 cases of 621 texts of the tiny model and 126 of a shipped one: 17,928 in all."""
+    try:
+        built.load_library("decoder", ("model", "generation"), simd)
+    except BuildError as error:  # no ispc
+        pytest.skip(str(error))
+    for seed, weights in enumerate(("fp32", "bf16", "int8")):
+        for draft in kinds.values():
+            same(model, draft, MANY, seed, part=part, simd=simd, kv_cache=kv_cache, weights=weights)
+    shakes = load("shakes128")
+    assert shakes.draft
+    same(shakes, shakes.draft, 42, 7, part=part, simd=simd, kv_cache=kv_cache)
+
+
+def test_the_draft_of_a_model_hits(model, kinds):
+    engine = open_engine(model, draft=kinds["own"], threads=1)
+    written(engine, [Request([0], seed, max_new_tokens=39) for seed in range(20)], 0)
+    counts = engine.draft_counts()
+    assert counts.hits > 0.4 * counts.guesses > 0  # 1 / 11 by chance
+    assert counts.tokens == counts.steps + counts.accepted
+    assert counts.accepted <= counts.drafted
+    assert engine.draft_counts().steps == 0
+
+
+def test_a_draft_holds_no_rare_context(model):
+    """Each pair of tokens occurs once in this text, so only single tokens are contexts of records."""
+    V = len(tiny.VOCABULARY)
+    text = [token for i in range(V) for token in (i, *(each for j in range(i + 1, V) for each in (i, j)))]
+    records, count, at = drafts.make(model, text).records, 0, 0
+    while at < len(records):
+        count, at = count + 1, at + 3 + 2 * (records[at + 1] >> 2)
+    assert 0 < count <= V
+
+
+def test_drafts_that_do_not_fit_are_refused_or_ignored(model, kinds):
+    own = kinds["own"]
+    for wrong in (
+        replace(own, first=own.first[:-1]),
+        replace(own, first=np.zeros_like(own.first)),
+        replace(own, starts=own.starts[:-1]),
+        replace(own, starts=own.starts[::-1].copy()),
+        replace(own, records=own.records[:-1]),
+        replace(own, records=np.full_like(own.records, 255)),
+    ):
+        with pytest.warns(UserWarning, match="the draft is ignored"):
+            assert open_engine(model, draft=wrong).draft is None
+    for value, engine in (("nowhere", "native"), ("shakes128", "native"), (own, "torch")):
+        with pytest.raises(ValueError, match="draft"):
+            open_engine(model, engine, draft=value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert open_engine(model, draft="auto").draft is None
+        assert open_engine(model, "torch", draft="auto")
