@@ -1,9 +1,9 @@
-"""The speed of writing text with 1, 2, 4 ... threads, relative to one thread.
+"""The speed of writing text with 1, 2, 4 ... threads, and of a step of several texts, relative to the first.
 
-    python -m benchmarks.threads [--threads 1,2,4] [--weights bf16] [--kv-cache bf16] [--texts 512]
+    python -m benchmarks.threads [--threads 1,2,4] [--weights bf16] [--kv-cache bf16] [--texts 1,2,4,8]
 
-The native engine, with part 4. All numbers of threads take turns, after their texts have been compared: they
-must be the same. A figure is the median of the rounds. The memory limit of one text is the rate at which the
+The native engine, with part 4. All cases take turns, after their texts have been compared: they must be the
+same. A figure is the median of the rounds. The memory limit of one text is the rate at which the
 threads together read a token's bytes, each repeatedly its own share, measured in the same run.
 """
 
@@ -27,7 +27,10 @@ from model.gpt import GPT
 
 LEAST_SECONDS = 0.2  # of one measurement: a virtual machine's cores change places within seconds
 WEIGHT_BYTES = {Precision.FP32: 4, Precision.BF16: 2, Precision.INT8: 1}  # without int8's scales
-TITLES = f"threads | tokens/s | spread | times the first | FMA peak | of memory limit | {QUIET}"
+TITLES = (
+    "texts | threads | tokens/s | times the first | a step, us | times the first | spread | FMA peak "
+    f"| of memory limit | {QUIET}"
+)
 
 
 def open_with(model: GPT, threads: int, weights: str, kv_cache: str, texts: int) -> Engine:
@@ -63,40 +66,47 @@ def memory_limit(model: GPT, weights: str, kv_cache: str, threads: int) -> float
 @click.command(context_settings={"show_default": True})
 @click.option("-m", "--model", type=click.Choice(SHIPPED), default="shakes256")
 @options.numbers("--threads", "Numbers of threads.", default=powers(processor.cores()))
-@options.whole("--texts", "Texts at a time.", default=1)
+@options.numbers("--texts", "Numbers of texts at a time.", default="1")
 @options.weights
 @options.kv_cache
 @options.whole("--rounds", "Rounds of each.", least=2, default=9)
-def main(model: str, threads: tuple[int, ...], texts: int, weights: str, kv_cache: str, rounds: int) -> None:
-    """Print tokens per second by the number of threads."""
+def main(
+    model: str, threads: tuple[int, ...], texts: tuple[int, ...], weights: str, kv_cache: str, rounds: int
+) -> None:
+    """Print tokens per second by the numbers of texts and threads."""
     gpt = load(model).model
-    engines = {count: open_with(gpt, count, weights, kv_cache, texts) for count in threads}
-    expected = texts_of(engines[threads[0]], texts)
-    for count, engine in engines.items():
-        if texts_of(engine, texts) != expected:
-            raise click.ClickException(f"{count} threads write another text, so nothing is timed")
-    peaks = {count: [fma_peak(count)] for count in threads}
-    seconds = take_turns(
-        {count: partial(mean_seconds, engine, texts) for count, engine in engines.items()}, rounds
-    )
-    tokens = texts * (gpt.config.block_size - 1)
-    rates = {count: tokens / times.median for count, times in seconds.items()}
-    for count in threads:
-        peaks[count].append(fma_peak(count))
+    length = gpt.config.block_size - 1
+    engines = {
+        (count, team): open_with(gpt, team, weights, kv_cache, count) for count in texts for team in threads
+    }
+    expected = texts_of(engines[max(texts), threads[0]], max(texts))
+    for (count, team), engine in engines.items():
+        if texts_of(engine, count) != expected[:count]:
+            raise click.ClickException(f"{count} at a time, {team} threads: another text, so nothing is timed")
+    peaks = {team: [fma_peak(team)] for team in threads}
+    cases = {case: partial(mean_seconds, engine, case[0]) for case, engine in engines.items()}
+    seconds = take_turns(cases, rounds)
+    steps = {case: times.median / length for case, times in seconds.items()}
+    first = next(iter(steps))
+    for team in threads:
+        peaks[team].append(fma_peak(team))
 
-    def row(count: int) -> str:
-        share = rates[count] / memory_limit(gpt, weights, kv_cache, count) if texts == 1 else None
+    def row(case: tuple[int, int]) -> str:
+        count, team = case
+        rate, times = count / steps[case], steps[case] / steps[first]
+        share = rate / memory_limit(gpt, weights, kv_cache, team) if count == 1 else None
         return (
-            f"{count} | {rates[count]:.0f} | {percent(spread(seconds[count].counted))} "
-            f"| {rates[count] / rates[threads[0]]:.2f} | {sum(peaks[count]) / sum(peaks[threads[0]]):.2f} "
-            f"| {percent(share) if share else ''} | {quiet(seconds[count])}"
+            f"{count} | {team} | {rate:.0f} | {rate * steps[first] / first[0]:.2f} | {1e6 * steps[case]:.1f} "
+            f"| {times:.2f} | {percent(spread(seconds[case].counted))} "
+            f"| {sum(peaks[team]) / sum(peaks[threads[0]]):.2f} | {percent(share) if share else ''} "
+            f"| {quiet(seconds[case])}"
         )
 
     click.echo(
         f"{extension.describe('auto')}, PyTorch {torch.__version__}; {model}, weights in {weights}, "
-        f"cache in {kv_cache}, {texts} at a time, {gpt.config.block_size - 1} tokens each\n"
+        f"cache in {kv_cache}, {length} tokens a text\n"
     )
-    show_table(TITLES, map(row, threads))
+    show_table(TITLES, map(row, steps))
 
 
 if __name__ == "__main__":

@@ -102,11 +102,13 @@ def test_start():
 
 
 def test_threads():
-    text = printed("threads", "--threads 1,3 --texts 7 --rounds 2 --weights bf16 --kv-cache bf16")
+    text = printed("threads", "--threads 1,3 --texts 2,7 --rounds 2 --weights bf16 --kv-cache bf16")
     assert "weights in bf16, cache in bf16" in text
     head, *rows = table(text)
-    assert head[:2] == ["threads", "tokens/s"] and [row[0] for row in rows] == ["1", "3"]
-    assert all(float(row[1]) > 0 and float(row[3]) > 0 for row in rows) and float(rows[0][3]) == 1
+    cases = [[texts, threads] for texts in "27" for threads in "13"]
+    assert head[:3] == ["texts", "threads", "tokens/s"] and [row[:2] for row in rows] == cases
+    assert all(float(figure) > 0 for row in rows for figure in row[2:6])
+    assert float(rows[0][3]) == float(rows[0][5]) == 1
 
 
 def test_training():

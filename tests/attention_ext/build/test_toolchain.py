@@ -49,6 +49,8 @@ def test_only_gcc_gets_the_flags_of_gcc(tmp_path):
         added = toolchain.FLAGS_OF_GCC if name == "gcc" else ()
         compiler = script(tmp_path / name, f"echo '{banner}'")
         assert toolchain.flags([compiler]) == (*toolchain.FLAGS, *added)
+        named = toolchain.flags([compiler, "-march=haswell"])
+        assert set(toolchain.flags([compiler])) - set(named) == {toolchain.NATIVE}
 
 
 def test_a_c_compiler_is_told_to_link_the_library_of_cxx():

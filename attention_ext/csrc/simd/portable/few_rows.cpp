@@ -1,10 +1,11 @@
-// Products of 2 to FEW_ROWS rows of activations with a panel of weights, in float32 or bfloat16.
+// Products of few rows of activations with a panel of weights, in float32 or bfloat16.
 //
 //   for each chunk of the panel's rows:
 //       for each block of rows of A, of columns of the panel:
-//           C's numbers stay in registers while the block reads the chunk, and it fetches from the next chunk
+//           C's numbers stay in registers while the block reads the chunk
 //
-// So the panel is read once from memory, whatever the number of rows: all of them read a chunk from L1. Each
+// So the panel is read once from memory, whatever the number of rows: all of them read a chunk from the core's
+// caches. A block that is narrower than the panel also fetches from the next chunk, as much as it reads. Each
 // sum goes from first to last in one chain, as in the other products, so a row's bits are the same.
 #include <algorithm>
 #include <type_traits>
@@ -15,32 +16,37 @@
 namespace portable {
 namespace {
 
-constexpr int64_t CHUNK_BYTES = 16 << 10;  // half of L1
-constexpr int64_t LEAST_CHUNK = 32;        // rows of B, so that C is seldom loaded and stored
+constexpr int PANEL = 8;                  // vectors of most panels
+constexpr int64_t CHUNK = 4 * REGISTERS;  // rows of B: a panel's are a fraction of L2
+constexpr int UNROLL = REGISTERS / 8;     // of the sums
+constexpr int64_t MOST = REGISTERS / 4;   // rows of a block, so that registers hold three vectors of each
 
 // Vectors in a block of R rows. Registers hold its accumulators, the numbers of A or the vectors of B,
 // whichever are fewer, one of the others, and a pair of bfloat16. A panel of 8 vectors is few blocks.
 template <class Element>
 constexpr int vectors_beside(int R) {
     constexpr bool pairs = !std::is_same_v<Element, float>;
-    for (const int VS : {8, 4, 3})
+    for (const int VS : {PANEL, 4, 3})
         if (R * VS + std::min(R, VS) + 1 + pairs <= REGISTERS && !(pairs && VS % 2)) return VS;
     return 2;
 }
 
-// Adds to columns [0, VS vectors) of R rows of C, and fetches as many bytes of the next chunk as it reads.
+// Adds to columns [0, VS vectors) of R rows of C. The processor's own prefetcher follows a block of a whole
+// panel.
 template <int R, int VS, class Element>
 INLINE void few_block(float* C, int64_t ldC, const float* A, int64_t ldA, const Element* B, int64_t ldB,
                       int64_t depth, const char*& next) {
-    constexpr int LINE = 64, BYTES = VS * W * (std::is_same_v<Element, float> ? 4 : 2);
+    constexpr int IN_L2 = 2, LINE = 64, BYTES = VS * W * (std::is_same_v<Element, float> ? 4 : 2);
     Vec acc[R][VS];
     for (int i = 0; i < R; i++)
         for (int v = 0; v < VS; v++) acc[i][v] = load(C + i * ldC + v * W);
     if (depth <= 0) __builtin_unreachable();
-#pragma GCC unroll 2
+#pragma GCC unroll UNROLL
     for (int64_t k = 0; k < depth; k++, B += ldB) {
-        for (int byte = 0; byte < BYTES; byte += LINE) __builtin_prefetch(next + byte);
-        next += (BYTES + LINE - 1) / LINE * LINE;
+        if constexpr (VS < PANEL) {
+            for (int byte = 0; byte < BYTES; byte += LINE) __builtin_prefetch(next + byte, 0, IN_L2);
+            next += (BYTES + LINE - 1) / LINE * LINE;
+        }
         if constexpr (R < VS) {
             Vec a[R];
             for (int i = 0; i < R; i++) a[i] = kept(A[i * ldA + k] - Vec{});
@@ -50,7 +56,7 @@ INLINE void few_block(float* C, int64_t ldC, const float* A, int64_t ldA, const 
             }
         } else {
             Vec x[VS];
-            for (int v = 0; v < VS; v++) x[v] = kept(column(B, v));
+            for (int v = 0; v < VS; v++) x[v] = column(B, v);
             for (int i = 0; i < R; i++)
                 for (int v = 0; v < VS; v++) acc[i][v] += A[i * ldA + k] * x[v];
         }
@@ -69,28 +75,30 @@ INLINE void few_columns(Matrix C, ConstMatrix A, const Element* B, int64_t ldB, 
     if constexpr (VS > LEAST) few_columns<R, VS == 3 ? 2 : VS / 2>(C, A, B, ldB, c, cols, depth, next);
 }
 
-// All rows, at most R at a time: as many as the registers of a block of three vectors hold.
+// The same for all of at most R rows.
 template <int R, class Element>
 void few_rows(Matrix C, ConstMatrix A, const Element* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth,
               const char* next) {
-    if (rows >= R) {
+    if (rows == R)
         few_columns<R, vectors_beside<Element>(R)>(C, A, B, ldB, 0, cols, depth, next);
-        if (rows > R)
-            few_rows<REGISTERS / 4>({C.data + R * C.ld, C.ld}, {A.data + R * A.ld, A.ld}, B, ldB, rows - R,
-                                    cols, depth, next);
-    } else if constexpr (R > 1) {
+    else if constexpr (R > 1)
         few_rows<R - 1>(C, A, B, ldB, rows, cols, depth, next);
-    }
 }
 
 template <class Element>
 void few_product(Matrix C, ConstMatrix A, const Element* B, int64_t ldB, int64_t rows, int64_t cols,
                  int64_t depth, bool add) {
     for (int64_t r = 0; !add && r < rows; r++) std::fill_n(C.data + r * C.ld, cols, 0.0f);
-    const int64_t chunk = std::max<int64_t>(LEAST_CHUNK, CHUNK_BYTES / (ldB * sizeof *B));
-    for (int64_t k = 0; k < depth; k += chunk, B += chunk * ldB)
-        few_rows<REGISTERS / 4>(C, {A.data + k, A.ld}, B, ldB, rows, cols, std::min(chunk, depth - k),
-                                reinterpret_cast<const char*>(B + chunk * ldB));
+    const int64_t blocks = (rows + MOST - 1) / MOST;
+    for (int64_t k = 0; k < depth; k += CHUNK) {
+        const int64_t terms = std::min(CHUNK, depth - k);
+        const Element *const chunk = B + k * ldB, *const next = chunk + terms * ldB;
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t r = rows * b / blocks, n = rows * (b + 1) / blocks - r;
+            few_rows<MOST>({C.data + r * C.ld, C.ld}, {A.data + r * A.ld + k, A.ld}, chunk, ldB, n, cols, terms,
+                           reinterpret_cast<const char*>(next));
+        }
+    }
 }
 
 }  // namespace
