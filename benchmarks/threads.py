@@ -82,7 +82,9 @@ def main(
     expected = texts_of(engines[max(texts), threads[0]], max(texts))
     for (count, team), engine in engines.items():
         if texts_of(engine, count) != expected[:count]:
-            raise click.ClickException(f"{count} at a time, {team} threads: another text, so nothing is timed")
+            raise click.ClickException(
+                f"{count} at a time, {team} threads: another text, so nothing is timed"
+            )
     peaks = {team: [fma_peak(team)] for team in threads}
     cases = {case: partial(mean_seconds, engine, case[0]) for case, engine in engines.items()}
     seconds = take_turns(cases, rounds)

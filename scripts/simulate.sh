@@ -79,12 +79,17 @@ echo "| processor | loop | instructions | cycles | of the peak |"
 echo "|---|---|---|---|---|"
 while IFS=';' read -r name arch compiled simulated multiply_add bytes; do
     [ $# = 0 ] || [[ " $* " == *" $name "* ]] || continue
+    if [ -z "$(peak "$arch" "$simulated" "$multiply_add")" ]; then
+        echo "| $name | not known to this llvm-mca | | | |"
+        continue
+    fi
     for file in products softmax int8; do
         .venv/bin/python -m ziglang c++ -target "$arch-linux-gnu" "-mcpu=$compiled" -std=c++17 -O3 -g0 \
             -fno-math-errno -fno-trapping-math -fvisibility=hidden -Iattention_ext/csrc \
             -S "$work/$file.cpp" -o "$work/$file.s" < /dev/null 2> "$work/log" || { cat "$work/log"; exit 1; }
     done
-    for row in "Q K^T;products;scores;fmla|vfmadd|mulps;$multiply_add" "P V;products;values;fmla|vfmadd|mulps;$multiply_add" \
+    for row in "Q K^T;products;scores;fmla|vfmadd|mulps;$multiply_add" \
+        "P V;products;values;fmla|vfmadd|mulps;$multiply_add" \
         "int8;int8;4int8E;sdot|vpmaddwd|vpdpbusd|pmaddwd;$bytes"; do
         IFS=';' read -r title file function operation instruction <<< "$row"
         loop "$work/$file.s" "$function" "$operation" > "$work/loop.s"
@@ -92,7 +97,8 @@ while IFS=';' read -r name arch compiled simulated multiply_add bytes; do
         count=$(grep -cE "$operation" "$work/loop.s") || true
         share=""
         [ "$instruction" = - ] ||
-            share=$(awk -v n="$count" -v c="${took:-0}" -v p="$(peak "$arch" "$simulated" "$instruction")" 'BEGIN { if (c * p > 0) printf "%.0f %%", 100 * n / c / p }')
+            share=$(awk -v n="$count" -v c="$took" -v p="$(peak "$arch" "$simulated" "$instruction")" \
+                'BEGIN { printf "%.0f %%", 100 * n / c / p }')
         echo "| $name | $title | $(wc -l < "$work/loop.s"), $count products | $took | $share |"
     done
     loop "$work/softmax.s" online_softmax 'fml|vfmadd|mulps' > "$work/loop.s"
