@@ -95,7 +95,7 @@ def version(*command: str) -> bytes:
 def flags(command: Sequence[str]) -> tuple[str, ...]:
     """FLAGS, and FLAGS_OF_GCC if the compiler is GCC. Raises BuildError if it does not run.
 
-    A command that names a processor, such as CXX="g++ -march=haswell", gets no NATIVE, which would override it.
+    A command that names a processor, as CXX="g++ -march=haswell", gets no NATIVE, which would override it.
     """
     chosen = (*FLAGS, *FLAGS_OF_GCC) if b"Free Software Foundation" in version(*command) else FLAGS
     named = any(word.startswith(("-march=", "-mcpu=")) for word in command)

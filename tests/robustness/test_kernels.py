@@ -30,6 +30,7 @@ ARM = platform.machine() in ("arm64", "aarch64")
 CHECKED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 RACES = ["-fsanitize=thread"]
 TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]  # they need no runtime library
+ZIG = [sys.executable, "-m", "ziglang", "c++"]
 PARTS = recipes.found(CSRC, *recipes.KERNELS)
 PORTABLE = [HERE / "kernels.cpp", *PARTS]
 BACKWARD = [HERE / "backward.cpp", *PARTS]
@@ -219,17 +220,23 @@ def test_no_case_is_wrong_or_out_of_bounds_or_races(name, races, native, link, f
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("compiler", ["gcc", "clang for the Apple M1"])
+@pytest.mark.parametrize("compiler", ["gcc", "clang for the Apple M1", "zig for the Apple M1"])
 def test_aarch64(compiler, link, full):
+    """gcc: without the dot products of bytes. zig brings its own libraries, so it needs no cross compiler."""
     if ARM:
         pytest.skip("this processor is one, so the other tests are about it")
-    if compiler != "gcc" and not full:
+    if compiler.startswith("clang") and not full:
         pytest.skip("only in the full set")
-    emulator = found("qemu-aarch64")
-    cross = found("aarch64-linux-gnu-g++")  # its package has the libraries that clang needs too
-    if compiler == "gcc":
-        command = [*cross, "-march=armv8-a", *TRAPS]
+    name = "qemu-aarch64" if shutil.which("qemu-aarch64") else "qemu-aarch64-static"
+    emulator = [*found(name), "-cpu", "max"]
+    if compiler.startswith("zig"):
+        if importlib.util.find_spec("ziglang") is None:
+            pytest.skip("there is no ziglang")
+        command = [*ZIG, "-target", "aarch64-linux-musl", "-mcpu=apple_m1"]
+    elif compiler == "gcc":
+        command = [*found("aarch64-linux-gnu-g++"), "-march=armv8-a", *TRAPS]
     else:
+        found("aarch64-linux-gnu-g++")  # its package has the libraries that clang needs too
         command = [*found("clang++"), "--target=aarch64-linux-gnu", "-mcpu=apple-m1"]
     command += ["-O3", "-static"]
     program = link(command, PORTABLE)
@@ -252,7 +259,7 @@ def test_programs_for_a_mac_compile_and_link(target, cpu, link, full):
         pytest.skip("there is no ziglang")
     if cpu != "apple_m1" and not full:
         pytest.skip("only in the full set")
-    command = [sys.executable, "-m", "ziglang", "c++", "-target", target, f"-mcpu={cpu}"]
+    command = [*ZIG, "-target", target, f"-mcpu={cpu}"]
     for sources in ([*PARTS, *recipes.found(CSRC, *recipes.PROGRAM)], PORTABLE, DECODER):
         program = link([*command, "-O3", "-Wall", "-Wextra", "-Wpedantic", "-Werror"], sources)
         assert program.read_bytes()[:4] == b"\xcf\xfa\xed\xfe"  # a 64-bit program of macOS

@@ -18,10 +18,12 @@ constexpr int ROWS = 8, VECS = 3;
 #elif defined(__AVX__)
 constexpr int ROWS = 4, VECS = 3;  // 16 registers
 #elif defined(__aarch64__)
-constexpr int ROWS = 8, VECS = 3;  // 32 registers
+constexpr int ROWS = 8, VECS = 2;  // with the numbers of A in lanes, 26 of 32 registers
 #else
-constexpr int ROWS = 4, VECS = 3;
+// SSE has no multiply-add, and broadcasts in two instructions: scripts/simulate.sh prefers few of them.
+constexpr int ROWS = SMALL ? 4 : 2, VECS = SMALL ? 3 : 4;
 #endif
+constexpr int PANEL = W == 4 && !SMALL ? 4 : VECS;  // vectors
 // Rows of a block of two vectors for sums of at least LONG products, where 32 registers hold it: B's columns
 // are read half as often, and more of them stay in L1. 5 % of a step of 32 texts, and 4 % of part 4's backward
 // pass (AMD Zen 5).
@@ -31,7 +33,7 @@ constexpr int64_t LONG = 48;
 constexpr int UNROLL = W == 8 ? 4 : 2;
 // Rows of a block of one vector, the last columns of many matrices. ROWS sums would not hide an addition's
 // latency, and 16 registers hold more.
-constexpr int NARROW = REGISTERS == 16 && !SMALL ? 2 * ROWS : ROWS;
+constexpr int NARROW = REGISTERS == 16 && !SMALL ? 8 : ROWS;
 constexpr int WIDE = 8;  // vectors in a block of one row: enough independent sums to hide an addition's latency
 
 // The functions below are inlined into loops that were tuned with them, so they take plain pointers and
@@ -58,6 +60,37 @@ INLINE void add_products(Vec (&acc)[R][VS], const float* a, int64_t row_stride, 
     }
 }
 
+// ARM multiplies by a lane of a register, but a load that broadcasts takes the place of a multiply-add.
+constexpr bool BY_LANE = W == 4 && REGISTERS == 32;
+
+// Adds the first products whose numbers of A are loaded W at a time, at most `all`; returns how many.
+template <int R, int VS, class Element>
+INLINE int64_t add_by_lane(Vec (&acc)[R][VS], const float* A, int64_t row_stride, int64_t depth_stride,
+                           const Element* B, int64_t ldB, int64_t all) {
+    Vec a[R];
+    const auto add = [&](const Element* b, auto number) {
+        Vec x[VS];
+        for (int v = 0; v < VS; v++) x[v] = column(b, v);
+        for (int i = 0; i < R; i++)
+            for (int v = 0; v < VS; v++) acc[i][v] += number(i) * x[v];
+    };
+    int64_t k = 0;
+    if (depth_stride == 1) {
+        for (; k + W <= all; k += W) {
+            for (int i = 0; i < R; i++) a[i] = load(A + i * row_stride + k);
+#pragma GCC unroll 4
+            for (int lane = 0; lane < W; lane++) add(B + (k + lane) * ldB, [&](int i) { return a[i][lane]; });
+        }
+    } else if (R % W == 0 && row_stride == 1) {
+#pragma GCC unroll UNROLL
+        for (; k < all; k++) {
+            for (int i = 0; i < R; i += W) a[i] = load(A + k * depth_stride + i);
+            add(B + k * ldB, [&](int i) { return a[i / W * W][i % W]; });
+        }
+    }
+    return k;
+}
+
 // The products from k on that only some lanes of vector G take. The vector's first column takes `first`
 // products.
 template <int G, int R, int VS, class Element>
@@ -79,9 +112,9 @@ INLINE void register_block(float* C, int64_t ldC, const float* A, int64_t row_st
     if (!STAIRS && depth <= 0)
         __builtin_unreachable();  // otherwise GCC keeps a copy of C on the stack for that case
     const int64_t all = STAIRS ? std::min(first, depth) : depth;
+    int64_t k = BY_LANE ? add_by_lane(acc, A, row_stride, depth_stride, B, ldB, all) : 0;
 #pragma GCC unroll UNROLL
-    for (int64_t k = 0; k < all; k++)
-        add_products<0, false>(acc, A + k * depth_stride, row_stride, B + k * ldB, 0);
+    for (; k < all; k++) add_products<0, false>(acc, A + k * depth_stride, row_stride, B + k * ldB, 0);
     if constexpr (STAIRS) descend<0>(acc, A, row_stride, depth_stride, B, ldB, all, depth, first);
     for (int i = 0; i < R; i++)
         for (int v = 0; v < VS; v++) store(C + i * ldC + v * W, acc[i][v]);
@@ -260,7 +293,7 @@ constexpr int ROWS_BESIDE = REGISTERS == 32 ? 3 : 1;  // accumulators of two vec
 
 int64_t lanes() { return W; }
 
-int64_t panel() { return VECS * W; }
+int64_t panel() { return PANEL * W; }
 
 int64_t rows() { return ROWS; }
 
