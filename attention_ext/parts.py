@@ -6,6 +6,7 @@ Its C++ side is csrc/parts.h. torch is not imported here, because `gpt.py --help
 import enum
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 class BuildError(RuntimeError):
@@ -48,6 +49,7 @@ class Part:
     gradient: the name of its PyTorch operator with a gradient, for float32 on the CPU; None without one.
     tiled: takes br and bc. threaded: uses all threads.
     dtypes: the dtypes that its tensors may have on each kind of device, by PyTorch's names.
+    file: the user's file that holds it, see own.py; None for those of PARTS.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Part:
     tiled: bool = False
     threaded: bool = True
     dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"cpu": ("float32",)})
+    file: Path | None = None
 
 
 DEVICES = {"cpu": "the CPU", "cuda": "CUDA"}  # the kinds of device, by PyTorch's names
@@ -155,7 +158,12 @@ def one_of(name: str, value: str, known: Collection[str]) -> None:
 
 
 def check_part(part: str) -> Part:
-    """The row of a part. Raises ValueError for a name that is not in PARTS."""
+    """The row of a part, or of a user's file. Raises ValueError for a name that is not in PARTS, nor a file."""
+    if part not in PARTS:
+        from attention_ext import own
+
+        if own.is_file(part):
+            return own.row(part)
     one_of("part", part, PARTS)
     return PARTS[part]
 
@@ -167,8 +175,12 @@ def check_dtype(part: str, dtype: str, device: str = "cpu") -> Dtype:
     """
     one_of("device", device, DEVICES)
     one_of("dtype", dtype, list(Dtype))
-    one_of("part", part, PARTS)
-    found = Dtype(dtype)
+    row, found = check_part(part), Dtype(dtype)
+    if row.file:
+        if found.torch_name not in row.dtypes.get(device, ()):
+            takes = " and ".join(f"fp32 on {DEVICES[device]}" for device in row.dtypes)
+            raise ValueError(f"dtype is {found.value!r} on {DEVICES[device]}; {part} takes {takes}")
+        return found
     who = taking(found, device)
     if not who:
         raise ValueError(f"dtype is {found.value!r}; no part takes it on {DEVICES[device]}")

@@ -176,6 +176,10 @@ def open_engine(
         engine = "torch"
     if engine is None:
         engine = default_engine(part)
+    if engine == "native" and row.file:
+        raise ValueError(
+            f"engine is 'native'; it must be 'torch' with {part}, which the decoder does not link"
+        )
     if engine == "torch":
         from generation.pytorch import open_torch
 

@@ -18,6 +18,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Write many texts": ("bulk",),
     "Serve": ("serve",),
     "Lab test": (*PARTS, "4Daccess", "parallel"),
+    "Your own attention": ("try",),
     "Measure": ("bench", "explain", "profile", "race", "doctor"),
     "Train": ("prepare", "train", "eval"),
     "Show": ("web",),
@@ -64,7 +65,8 @@ def command_of(name: str) -> click.Command:
         from app.cli import part
 
         return part.command_of(name)
-    module = importlib.import_module(f"app.cli.{name.replace('4D', 'four_d_')}")
+    # 4D and try cannot be names of modules
+    module = importlib.import_module(f"app.cli.{name.replace('4D', 'four_d_').replace('try', 'try_')}")
     commands = (found for found in vars(module).values() if isinstance(found, click.Command))
     return next(command for command in commands if command.name == name)
 

@@ -132,11 +132,11 @@ def _driver():
     return driver
 
 
-def _check(result: tuple):
-    """The values of a call of the driver. Raises BuildError if it failed."""
+def _check(result: tuple, all: bool = False):
+    """The value of a call of the driver, or all of them. Raises BuildError if it failed."""
     error, *values = result
     if error != 0:
         _, name = _driver().cuGetErrorName(error)
         _, text = _driver().cuGetErrorString(error)
         raise BuildError(f"the CUDA driver failed: {name.decode()}, {text.decode()}")
-    return values[0] if values else None
+    return values if all else values[0] if values else None

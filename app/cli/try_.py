@@ -1,0 +1,122 @@
+"""try: a kernel of your own, from a file: is it right, how fast is it, and what to do next."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from app.cli import options
+from app.cli.part import inference_options
+from app.cli.terminal import notice, to_type
+
+POLL_SECONDS = 0.05
+# Options of the engine that a file does not take, as open_engine() has them by default.
+FIXED = {"simd": "auto", "br": None, "bc": None, "kernel": None}
+OWN = {"file", "new", "watch", "as_json", "N", "d", "heads", "causal", "threads", "cachegrind", "seconds"}
+
+
+@click.command("try")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path), required=False)
+@options.file("--new", "Write a working start to this file: .cpp, .ispc, .cu or .py.")
+@options.flag("--watch", "Try again at every save, until Ctrl-C.")
+@options.size("-N", "N", "Number of keys and of queries of the timed call.", default=1024)
+@options.size("-d", "d", "Head width of the timed call.", most=options.WIDEST_HEAD, default=32)
+@options.size("--heads", "Number of heads of the timed call.", most=options.MOST_HEADS, default=4)
+@options.flag("--causal", "Use a causal mask in the timed call.")
+@options.size(
+    "-t",
+    "--threads",
+    "Threads of the timed call.",
+    show_default="1; all cores with --inference",
+    **options.BOUNDED,
+)
+@options.flag("--cachegrind", "Simulate the timed call's caches with valgrind.")
+@options.number("--seconds", "A call that takes longer is endless.", most=3600, above=True, default=10)
+@inference_options
+def attempt(file: Path | None, new: Path | None, watch: bool, threads: int | None, **asked: Any) -> bool:
+    """Try the attention in FILE: C++ (.cpp), ISPC (.ispc), CUDA (.cu) or Python (.py).
+
+    It is compared with float64 over shapes that break kernels; the first wrong case is shown with a diagnosis.
+    Sanitizers look for accesses out of bounds and for races. A right kernel is timed beside the parts and
+    PyTorch, with a hint. With --inference it writes text. Exit code 0: right; 1: wrong, crashed or endless; 2:
+    used wrongly.
+    """
+    from lab.trial import report, starts
+
+    if new:
+        if file:
+            raise click.UsageError("FILE does not go with --new")
+        report.checked_name(new)
+        starts.write(new)
+        notice(f"Wrote {new}. Now: {to_type()} try {new}")
+        return True
+    if file is None:
+        raise click.UsageError("Missing argument 'FILE'.")
+    report.checked_name(file)
+    if not file.is_file():
+        raise click.UsageError(f"FILE is {str(file)!r}; there is no such file")
+    if asked["inference"]:
+        options.refuse(OWN - {"file", "threads"}, "does not go with --inference")
+        return infer(file, threads, asked)
+    ignored = asked.keys() - OWN - {"inference"}
+    options.refuse(ignored, "goes with --inference only")
+    if watch:
+        options.refuse(("as_json",), "does not go with --watch")
+    from lab.trial.speed import Size
+
+    size = Size(*(asked[name] for name in ("N", "d", "heads", "causal")), threads or 1)
+    return try_once(file, size, asked, watch)
+
+
+def try_once(file: Path, size: Any, asked: dict[str, Any], watch: bool) -> bool:
+    """Try the file and print the report; with `watch` again at each save."""
+    from lab.trial import checking, report, speed
+
+    with checking.Checker() as checker:
+        while True:
+            before = file.stat().st_mtime_ns
+
+            def changed() -> bool:
+                return watch and file.exists() and file.stat().st_mtime_ns != before
+
+            start = time.perf_counter()
+            found = checker.check(file, asked["seconds"])
+            as_json, figures = asked["as_json"], None
+            if not as_json:
+                click.echo(report.verdict(file, found))
+                if watch:
+                    notice(f"verdict after {time.perf_counter() - start:.2f} s")
+            if not changed():
+                known = found.finding
+                checking.sanitize(file, found)
+                if not as_json:
+                    if found.finding != known:
+                        click.echo(report.verdict(file, found))
+                    if found.memory:
+                        click.echo(report.memory(found))
+            if found.right and not changed():
+                figures = speed.measure(file, size, asked["cachegrind"])
+                if not as_json:
+                    click.echo(report.speed(figures, size, file))
+            if as_json:
+                click.echo(json.dumps(report.as_json(file, found, figures, size)))
+            if not watch:
+                return found.right and not (isinstance(figures, str) and "crashed" in figures)
+            notice(f"waiting for {file.name} to be saved (Ctrl-C ends)")
+            checker.warm(file)
+            while not changed():
+                time.sleep(POLL_SECONDS)
+            click.echo("")
+
+
+def infer(file: Path, threads: int | None, asked: dict[str, Any]) -> bool:
+    """Let the file's kernel write text."""
+    from app.cli.part import Session, converse, write
+    from attention_ext import own
+
+    settings = asked | FIXED | {"device": own.device(file), "threads": options.threads_for(threads)}
+    session = Session(str(file), settings)
+    converse(session) if asked["interactive"] else write(session)
+    return True

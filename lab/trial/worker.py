@@ -1,0 +1,295 @@
+"""The process that runs a user's kernel: it knows the expected results, and forks a child for each trial.
+
+python -m lab.trial.worker [torch]
+
+Each line on standard input is a Request as JSON; the answers are lines of JSON, the last one {"end": ...}. A
+child may crash or run forever: the worker ends it and says so. `torch` imports it before the first request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import mmap
+import os
+import resource
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attention_ext import own
+from attention_ext.parts import BuildError
+from lab.trial import cases, diagnosis
+from lab.trial.cases import CASES, Case, Floats
+
+PAGE = mmap.PAGESIZE
+MOST_MEMORY = 4 << 30  # bytes that a child without CUDA may map beyond what it has at first
+DIAGNOSIS_SECONDS = 10.0
+SHARE = 0.3  # of the limit that a case may be expected to take, by the slowest one before it
+MEASURED_SECONDS = 0.02  # a shorter call says little
+PICTURE = 16, 64  # the most rows and columns of a picture
+FILL = 3.0  # of out before a call
+
+Send = Callable[..., None]
+
+
+def guarded(shape: Sequence[int], fill: float) -> NDArray[np.float32]:
+    """A matrix that ends where memory ends: reading or writing beyond it ends the process."""
+    count = int(np.prod(shape))
+    size = -(-4 * count // PAGE) * PAGE
+    memory = mmap.mmap(-1, size + PAGE)
+    array = np.frombuffer(memory, np.float32, count, size - 4 * count).reshape(shape)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + size), ctypes.c_size_t(PAGE), 0)
+    array[...] = fill
+    return array
+
+
+def guarded_inputs(case: Case) -> list[NDArray[np.float32]]:
+    """The inputs of a case, each before memory that may not be touched."""
+    given = cases.inputs(case)
+    if case.fused:
+        return list(given)
+    made = []
+    for t in given:
+        made.append(guarded(t.shape, 0))
+        made[-1][...] = t
+    return made
+
+
+class Trial:
+    """A kernel under test: how it is called for a case."""
+
+    def __init__(self, file: Path) -> None:
+        self.kernel = own.loaded(file)
+        self.device = own.device(file)
+
+    def run(
+        self,
+        case: Case,
+        inputs: Sequence[NDArray[np.float32]] | None = None,
+        fill: float = FILL,
+        scratch_fill: float = np.nan,
+        threads: int | None = None,
+    ) -> Floats:
+        """The output of a call (B, H, Nq, d), in float64."""
+        given = list(inputs or guarded_inputs(case))
+        shape = (case.B, case.H, case.Nq, case.d)
+        if isinstance(self.kernel, own.Native):
+            count = threads or case.threads
+            sizes = (case.B, case.H, case.Nq, case.Nk, case.d, case.causal, count)
+            scratch = guarded((self.kernel.scratch(*sizes),), scratch_fill)
+            out = guarded(shape, fill)
+            self.kernel(*given, case.causal, case.applied, threads=count, out=out, scratch=scratch)
+        elif self.kernel.takes_tensors:
+            out = self._by_torch(given, case, fill)
+        else:
+            out = self.kernel(*given, case.causal, case.applied)
+        return np.array(out, np.float64)
+
+    def _by_torch(self, given: list[NDArray[np.float32]], case: Case, fill: float) -> Floats:
+        import torch
+
+        tensors = [torch.from_numpy(t).to(self.device) for t in given]
+        if self.device == "cpu":
+            torch.set_num_threads(case.threads)
+        elif case.fused:  # the copies are contiguous
+            whole = torch.stack([t.transpose(1, 2) for t in tensors], 2)  # (B, N, 3, H, d)
+            tensors = [whole[:, :, i].transpose(1, 2) for i in range(3)]
+        options = {}
+        if isinstance(self.kernel, own.OnCuda):
+            options["out"] = torch.full((case.B, case.H, case.Nq, case.d), fill, device=self.device)
+        result = self.kernel(*tensors, case.causal, case.applied, **options)
+        if any(not torch.equal(t.cpu(), torch.from_numpy(g)) for t, g in zip(tensors, given)):
+            raise Changed
+        return result.detach().cpu().numpy()
+
+
+class Changed(Exception):
+    """The kernel wrote into q, k or v."""
+
+
+def chosen(request: dict[str, Any], device: str) -> list[Case]:
+    """The cases of a request; a simulated GPU is slow."""
+    slow = request.get("simulated", False)
+    return [case for case in CASES if not slow or case.work <= 60_000]
+
+
+def trial(request: dict[str, Any], send: Send) -> None:
+    """Try the kernel with all cases, and explain what is wrong."""
+    try:
+        kernel = Trial(Path(request["file"]))
+    except BuildError as error:
+        return send(refused=str(error))
+    limit, per_work = request["seconds"], 0.0
+    wrong: dict[Case, Floats] = {}
+    right: list[Case] = []
+    skipped: list[Case] = []
+    for case in chosen(request, kernel.device):
+        if per_work * case.work * case.repeats > SHARE * limit:
+            skipped.append(case)
+            continue
+        send(begin=str(case), at=CASES.index(case))
+        given = guarded_inputs(case)
+        copies = [t.copy() for t in given]
+        start = time.perf_counter()
+        finding = None
+        exact = cases.expected(case)
+        for _ in range(case.repeats):
+            try:
+                got = kernel.run(case, given)
+            except Changed:
+                finding = ("inputs", "the kernel writes into q, k or v")
+                break
+            except RuntimeError as error:
+                finding = ("raised", str(error).splitlines()[0])
+                break
+            if not np.abs(got - exact.out).max() <= exact.allowed:
+                wrong.setdefault(case, got)
+                break
+        else:
+            right.append(case)
+        took = time.perf_counter() - start
+        if took > MEASURED_SECONDS:
+            per_work = max(per_work, took / case.work / case.repeats)
+        if any(not np.array_equal(t, copy) for t, copy in zip(given, copies)):
+            finding = ("inputs", "the kernel writes into q, k or v")
+        if finding:
+            send(wrong=str(case), finding=finding)
+            break
+        if case in wrong and len(wrong) == 1:
+            send(**shown(case, wrong[case]))
+    send(tried=len(right) + len(wrong), right=len(right), skipped=[str(case) for case in skipped])
+    if wrong and not finding:
+        send(begin="", explaining=True)
+        with contextlib.suppress(RuntimeError, Changed):
+            if found := diagnosis.diagnose(kernel.run, wrong, right):
+                send(finding=(found.kind, found.sentence))
+
+
+def shown(case: Case, got: Floats) -> dict[str, Any]:
+    """What is shown of a wrong result: the worst number, a picture, and the numbers of the worst row."""
+    exact = cases.expected(case)
+    error = np.nan_to_num(np.abs(got - exact.out), nan=np.inf, posinf=np.inf)
+    b, h, i, c = (int(n) for n in np.unravel_index(error.argmax(), error.shape))
+    off = error > exact.allowed
+    first = max(0, min(c - 2, case.d - 5))
+    rows, columns = np.flatnonzero(off[b, h].any(1)), np.flatnonzero(off[b, h].any(0))
+    return {
+        "wrong": str(case),
+        "at": (b, h, i, c),
+        "off": int(off.sum()),
+        "of": off.size,
+        "heads": [int(n) for n in np.flatnonzero(off.any((2, 3)).ravel())],
+        "rows": [int(n) for n in rows],
+        "columns": [int(n) for n in columns],
+        "first": first,
+        "expected": exact.out[b, h, i, first : first + 5].tolist(),
+        "got": [float(x) for x in got[b, h, i, first : first + 5]],
+        "picture": picture(error[b, h] / exact.allowed),
+    }
+
+
+def picture(error: Floats) -> list[str]:
+    """The errors of a head (Nq, d), as multiples of the allowed one, a character each: the worst of a block."""
+    rows, columns = (-(-n // most) for n, most in zip(error.shape, PICTURE))
+    lines = []
+    for i in range(0, error.shape[0], rows):
+        line = ""
+        for c in range(0, error.shape[1], columns):
+            worst = error[i : i + rows, c : c + columns].max()
+            line += "?" if not np.isfinite(worst) else ".-+#"[int((worst > np.array([1, 100, 10_000])).sum())]
+        lines.append(line)
+    return lines
+
+
+def serve() -> None:
+    """Answer requests until standard input ends."""
+    if "torch" in sys.argv:
+        with contextlib.suppress(ImportError):
+            import torch  # noqa: F401
+    for case in CASES:
+        cases.expected(case)
+    for line in sys.stdin:
+        for answer in answers(json.loads(line)):
+            print(json.dumps(answer), flush=True)
+
+
+def answers(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a child sends, and how it ended: 'done', 'endless', or the name of a signal."""
+    read, write = os.pipe()
+    with tempfile.TemporaryFile() as said:
+        child = os.fork()
+        if child == 0:
+            os.close(read)
+            _child(request, write, said.fileno())
+        os.close(write)
+        held, deadline, end, explaining = b"", time.monotonic() + request["build_seconds"], "done", False
+        while True:
+            ready, _, _ = select.select([read], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                end = "done" if explaining else "endless"
+                os.kill(child, signal.SIGKILL)
+                break
+            data = os.read(read, 1 << 16)
+            if not data:
+                break
+            held += data
+            *lines, held = held.split(b"\n")
+            for line in lines:
+                answer = json.loads(line)
+                explaining = explaining or "explaining" in answer
+                deadline = time.monotonic() + (DIAGNOSIS_SECONDS if explaining else request["seconds"])
+                yield answer
+        os.close(read)
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status) and end == "done" and not explaining:
+            end = signal.Signals(os.WTERMSIG(status)).name
+        elif os.WIFEXITED(status) and os.WEXITSTATUS(status) != 0:
+            end = f"exit {os.WEXITSTATUS(status)}"
+        said.seek(0)
+        yield {"end": end, "said": said.read().decode(errors="replace")[-20_000:]}
+
+
+def _child(request: dict[str, Any], write: int, said: int) -> None:
+    """Run the trial, and end this process."""
+    code = 70  # unless the trial returns: a kernel may call exit()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for stream in (1, 2):
+        os.dup2(said, stream)
+    faulthandler.enable()
+    if not request.get("cuda"):
+        mapped = 1024 * int(Path("/proc/self/statm").read_text().split()[0]) * PAGE // 1024
+        with contextlib.suppress(ValueError):
+            resource.setrlimit(resource.RLIMIT_AS, (mapped + MOST_MEMORY,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    def send(**answer: Any) -> None:
+        os.write(write, json.dumps(answer).encode() + b"\n")
+
+    try:
+        trial(request, send)
+        code = 0
+    except SystemExit as error:
+        send(wrong="", finding=("raised", f"the kernel ended the program: exit code {error.code}"))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()
