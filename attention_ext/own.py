@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
+import linecache
 import re
 import shutil
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -332,9 +333,13 @@ class OnCuda:
             arguments = (ctypes.c_void_p * 1)(ctypes.addressof(call))
             stream = torch.cuda.current_stream().cuda_stream
             sizes = (B * H * -(-Nq // br), 1, 1, threads, 1, 1, shared)
-            driver._check(
-                driver._driver().cuLaunchKernel(function, *sizes, stream, ctypes.addressof(arguments), 0)
-            )
+            try:
+                driver._check(
+                    driver._driver().cuLaunchKernel(function, *sizes, stream, ctypes.addressof(arguments), 0)
+                )
+            except BuildError as error:
+                launch = f"{sizes[0]} blocks of {threads} threads and {shared} bytes of shared memory"
+                raise RuntimeError(f"the launch of {launch} failed: {error}") from None
         return out
 
 
@@ -350,12 +355,13 @@ class InPython:
             import os
 
             os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
-        spec = importlib.util.spec_from_file_location(f"own_{file.stem}", file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
+        module = ModuleType(f"own_{file.stem}")
+        module.__file__ = str(file)
+        sys.modules[module.__name__] = module
+        linecache.checkcache(str(file))
         sys.path.insert(0, str(file.parent))
-        try:
-            spec.loader.exec_module(module)
+        try:  # Python's own import may take bytecode of a version that was saved in the same second
+            exec(compile(text, str(file), "exec"), vars(module))
         except Exception as error:
             raise BuildError(f"{file.name} cannot be imported: {self.reason(error)}") from error
         finally:
@@ -364,6 +370,7 @@ class InPython:
         if not callable(function):
             raise BuildError(f"{file.name} must define {MISSING['.py']}")
         self._function, self._on_gpu = function, device(file) == "cuda"
+        self._simulated = uses_numba_cuda(text) and not self._on_gpu
         self.takes_tensors = (
             bool(re.search(r"^\s*(import|from)\s+(torch|triton)\b", text, re.M)) or self._on_gpu
         )
@@ -389,6 +396,8 @@ class InPython:
             from numba import cuda
 
             given = tuple(map(cuda.as_cuda_array, given))
+        elif self._simulated:  # Numba copies only contiguous arrays to a GPU
+            given = tuple(map(np.ascontiguousarray, given))
         try:
             out = self._function(*given, causal, scale)
         except Exception as error:

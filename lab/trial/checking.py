@@ -66,6 +66,7 @@ class Verdict:
     said: str = ""
     memory: list[str] = field(default_factory=list)
     case: Case | None = None
+    finished: bool = False
 
     @property
     def right(self) -> bool:
@@ -155,7 +156,7 @@ def take(found: Verdict, answer: dict[str, Any], seconds: float) -> None:
     if "finding" in answer:
         found.add(Finding(*answer["finding"]))
     if "tried" in answer:
-        found.tried, found.skipped = answer["tried"], answer["skipped"]
+        found.tried, found.skipped, found.finished = answer["tried"], answer["skipped"], True
     if "end" in answer:
         found.said = answer["said"]
         if answer["end"] == "endless":
@@ -167,6 +168,8 @@ def take(found: Verdict, answer: dict[str, Any], seconds: float) -> None:
             found.add(Finding("crash", f"it crashed, {why}{python_line(found.said)}"), over=False)
         elif answer["end"] != "done":
             found.add(Finding("crash", f"it ended the program: {answer['end']}"), over=False)
+        elif not (found.finished or found.wrong or found.refused):
+            found.add(Finding("crash", "it ended the program with exit(0)"))
 
 
 def python_line(said: str) -> str:
@@ -206,7 +209,7 @@ def _sanitize_cpp(file: Path, found: Verdict) -> None:
     text = file.read_text(errors="replace")
     if not THREADS.search(text):
         return
-    if "omp" in text:
+    if re.search(r"\bomp\b", text):
         found.memory.append("races were not searched: ThreadSanitizer does not know OpenMP's threads")
         return
     program = str(own.make(file.resolve(), "thread"))
@@ -272,7 +275,8 @@ def _sanitize_cuda(file: Path, found: Verdict) -> None:
         return
     for check in ("memcheck", "racecheck"):
         command = [tool, "--tool", check, "--print-limit", "3", sys.executable, "-m", "lab.trial.worker"]
-        _, out, err = run([*command, "once", str(file.resolve())], SANITIZER_SECONDS, **environment())
+        env = environment() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that each matrix has bounds
+        _, out, err = run([*command, "once", str(file.resolve())], SANITIZER_SECONDS, **env)
         if finding := of_compute_sanitizer(out + err, file.name):
             found.memory.append(f"compute-sanitizer: {finding.sentence}")
             return found.add(finding)

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import faulthandler
 import json
+import math
 import mmap
 import os
 import resource
@@ -36,8 +37,9 @@ from lab.trial.cases import CASES, Case, Floats
 PAGE = mmap.PAGESIZE
 MOST_MEMORY = 4 << 30  # bytes that a child without CUDA may map beyond what it has at first
 DIAGNOSIS_SECONDS = 10.0
-SHARE = 0.3  # of the limit that a case may be expected to take, by the slowest one before it
-MEASURED_SECONDS = 0.02  # a shorter call says little
+SHARE = 0.3  # of the limit that a case may be expected to take, by the fastest one before it
+MEASURED_WORK = 1000  # multiply-adds; a smaller call says little
+ONCE = 13  # cases that compute-sanitizer watches
 PICTURE = 16, 64  # the most rows and columns of a picture
 FILL = 3.0  # of out before a call
 
@@ -132,12 +134,12 @@ def trial(request: dict[str, Any], send: Send) -> None:
         kernel = Trial(Path(request["file"]))
     except BuildError as error:
         return send(refused=str(error))
-    limit, per_work = request["seconds"], 0.0
+    limit, per_work = request["seconds"], math.inf
     wrong: dict[Case, Floats] = {}
     right: list[Case] = []
     skipped: list[Case] = []
     for case in chosen(request, kernel.device):
-        if per_work * case.work * case.repeats > SHARE * limit:
+        if math.isfinite(per_work) and per_work * case.work * case.repeats > SHARE * limit:
             skipped.append(case)
             continue
         send(begin=str(case), at=CASES.index(case))
@@ -152,17 +154,20 @@ def trial(request: dict[str, Any], send: Send) -> None:
             except Changed:
                 finding = ("inputs", "the kernel writes into q, k or v")
                 break
+            except BuildError as error:
+                return send(refused=str(error))
             except RuntimeError as error:
-                finding = ("raised", str(error).splitlines()[0])
+                said = str(error).splitlines()[0]
+                bounds = "illegal memory access" in said or "misaligned address" in said
+                finding = ("bounds" if bounds else "raised", said)
                 break
             if not np.abs(got - exact.out).max() <= exact.allowed:
                 wrong.setdefault(case, got)
                 break
         else:
             right.append(case)
-        took = time.perf_counter() - start
-        if took > MEASURED_SECONDS:
-            per_work = max(per_work, took / case.work / case.repeats)
+        if case.work >= MEASURED_WORK:
+            per_work = min(per_work, (time.perf_counter() - start) / case.work / case.repeats)
         if any(not np.array_equal(t, copy) for t, copy in zip(given, copies)):
             finding = ("inputs", "the kernel writes into q, k or v")
         if finding:
@@ -212,6 +217,13 @@ def picture(error: Floats) -> list[str]:
             line += "?" if not np.isfinite(worst) else ".-+#"[int((worst > np.array([1, 100, 10_000])).sum())]
         lines.append(line)
     return lines
+
+
+def once(file: Path) -> None:
+    """Call a file's kernel in this process, for compute-sanitizer."""
+    kernel = Trial(file)
+    for case in CASES[:ONCE]:
+        kernel.run(case)
 
 
 def serve() -> None:
@@ -292,4 +304,4 @@ def _child(request: dict[str, Any], write: int, said: int) -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    once(Path(sys.argv[2])) if "once" in sys.argv else serve()

@@ -77,6 +77,7 @@ std::vector<Store> stores;
 std::mt19937 chance;
 Fiber* current;
 jmp_buf scheduler;
+unsigned first_block;        // the number of the first block that runs
 long long rounds, progress;  // progress: the last round in which something happened
 
 void yield() {
@@ -153,7 +154,7 @@ void deliver() {
 }  // namespace emulated
 
 #define threadIdx (Index{static_cast<unsigned>(emulated::current->thread)})
-#define blockIdx (Index{static_cast<unsigned>(emulated::current->block)})
+#define blockIdx (Index{emulated::first_block + emulated::current->block})
 #define gridDim (Index{static_cast<unsigned>(emulated::blocks.size())})
 
 inline void __syncthreads() { emulated::meet(emulated::block().meeting); }
@@ -205,6 +206,10 @@ using std::max;
 using std::min;
 
 #include KERNEL
+
+extern "C" __attribute__((visibility("default"))) void begin_at(unsigned block) {
+    emulated::first_block = block;
+}
 
 // Runs so many blocks; 1 if they wait forever, as seen after STUCK rounds.
 extern "C" __attribute__((visibility("default"))) int run(const Work* work, int count, unsigned seed) {
