@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Array = NDArray[np.float32]
-SUFFIXES = (".cpp", ".ispc", ".cu", ".py")
 NAME = "attention_ext_own"  # of the build directories
 MOST_KEPT = 16  # builds of users' files; each save makes one
 MISSING = {
@@ -46,11 +45,6 @@ extern "C" __global__ void attention(const Call call);
 #endif
 extern "C" {{ __device__ int attention_launch[3] = {{BR, THREADS, SHARED}}; }}
 """
-
-
-def is_file(part: str) -> bool:
-    """Whether a part's name is that of a user's file, by its suffix."""
-    return isinstance(part, str) and part.endswith(SUFFIXES)
 
 
 def row(part: str) -> Part:
@@ -88,8 +82,8 @@ def simulated() -> bool:
     return not (Path("/dev/nvidia0").exists() or Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists())
 
 
-def loaded(file: Path) -> Native | OnCuda | InPython:
-    """The kernel of a file; a changed file is compiled or imported again.
+def loaded(file: Path) -> Any:
+    """The kernel of a file, a Native, OnCuda or InPython; a changed file is compiled or imported again.
 
     Raises BuildError if it cannot be compiled or has no function `attention`.
     """
@@ -98,12 +92,12 @@ def loaded(file: Path) -> Native | OnCuda | InPython:
 
 
 @functools.lru_cache(8)
-def load(file: Path, *version: int) -> Native | OnCuda | InPython:
+def load(file: Path, *version: int) -> Any:
     """loaded() for a version of the file."""
     if not re.search(r"\battention\b", file.read_text(errors="replace")):
         raise BuildError(f"{file.name} has no function attention; it must define {MISSING[file.suffix]}")
-    kind = {".cu": OnCuda, ".py": InPython}.get(file.suffix, Native)
-    return kind(file)
+    kinds: dict[str, Any] = {".cu": OnCuda, ".py": InPython}
+    return kinds.get(file.suffix, Native)(file)
 
 
 def attend(file: Path, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
@@ -115,9 +109,9 @@ def attend(file: Path, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
 
     kernel = loaded(file)
     if isinstance(kernel, OnCuda) or kernel.takes_tensors:
-        return kernel(q.contiguous() if q.is_cuda else q, k, v, causal, scale)
-    arrays = (t.detach().numpy() for t in (q, k, v))
-    return torch.from_numpy(kernel(*arrays, causal, scale, threads=torch.get_num_threads()))
+        return kernel(q, k, v, causal, scale)
+    arrays = [t.detach().numpy() for t in (q, k, v)]
+    return torch.from_numpy(kernel(*arrays, causal=causal, scale=scale, threads=torch.get_num_threads()))
 
 
 def make(file: Path, program: str = "", march: str = "native") -> Path:
@@ -391,7 +385,7 @@ class InPython:
 
         Raises RuntimeError with what the function raised, and if its result has a wrong form.
         """
-        given = (q, k, v)
+        given: Any = (q, k, v)
         if self._on_gpu and not self._wants_tensors:
             from numba import cuda
 

@@ -119,6 +119,8 @@ PARTS = {
     )
 }
 
+SUFFIXES = (".cpp", ".ispc", ".cu", ".py")  # of users' files, see own.py
+
 # The SIMD helpers under the kernels. 'auto' is portable C++, a few percent faster than ISPC in parts 3 and 4
 # (gpt.py bench part3,part4 --simd ispc,portable).
 SIMD = ("auto", "ispc", "portable", "off")
@@ -157,13 +159,17 @@ def one_of(name: str, value: str, known: Collection[str]) -> None:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
 
 
+def is_file(part: str) -> bool:
+    """Whether a part's name is that of a user's file, by its suffix."""
+    return isinstance(part, str) and part.endswith(SUFFIXES)
+
+
 def check_part(part: str) -> Part:
-    """The row of a part, or of a user's file. Raises ValueError for a name that is not in PARTS, nor a file."""
-    if part not in PARTS:
+    """The row of a part, or of a user's file. Raises ValueError for another name."""
+    if is_file(part):
         from attention_ext import own
 
-        if own.is_file(part):
-            return own.row(part)
+        return own.row(part)
     one_of("part", part, PARTS)
     return PARTS[part]
 

@@ -50,10 +50,10 @@ class Refused(Exception):
 
 
 def misses(part: str, case: Case, simd: str, caches: tuple[Cache, Cache] | None, timeout: float) -> Misses:
-    """The bytes that one call of a part that is a kernel, or a file in C++ or ISPC, on one thread, brings into the caches.
+    """The bytes that one call of a part that is a kernel, on one thread, brings into the caches.
 
     All caches are emptied before the call, so each byte that must come in is counted, as in lab.traffic.
-    case: with as many queries as keys. simd: 'auto', 'portable' or 'off'.
+    part: also a file in C++ or ISPC. case: with as many queries as keys. simd: 'auto', 'portable' or 'off'.
     caches: None lets the processor count, through perf. Its last level is that of its LLC events, and it
     counts some of the prefetched lines. With a pair cachegrind simulates the first level and one other level,
     both with least recently used lines replaced; it is fifty times slower than the call. On x86 the part is

@@ -146,7 +146,8 @@ def measured_text(flops: float, result: Result, peak: float) -> str:
     rate = flops / result.median
     return (
         f"measured    {1e3 * result.median:.3g} ms (IQR {1e3 * (q3 - q1):.2g}), {rate / 1e9:.3g} GFLOP/s = "
-        f"{100 * rate / peak:.0f} % of the peak; scratch as allocated {size_text(result.scratch or 0)}"
+        f"{100 * rate / peak:.0f} % of the peak"
+        + ("" if result.scratch is None else f"; scratch as allocated {size_text(result.scratch)}")
     )
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import click
 
 from app.cli.terminal import notice, program
-from attention_ext import PARTS, SIMD, own
+from attention_ext import PARTS, SIMD
 from attention_ext.cuda.kernels import KERNELS
-from attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision, running_on
+from attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision, is_file, running_on
 from checkpoints import DEFAULT, PRESENT
 from generation.sampling import NUMBERS, Sampling
 from lab import saved
@@ -96,7 +96,7 @@ class PartOrFile(click.Choice):
         super().__init__(list(PARTS))
 
     def convert(self, value, parameter, context) -> str:
-        if own.is_file(value):
+        if is_file(value):
             return own_file(value)
         return super().convert(value, parameter, context)
 
@@ -119,12 +119,10 @@ class Names(click.ParamType):
     def convert(self, value, parameter, context) -> tuple[str, ...]:
         names = value if isinstance(value, tuple) else tuple(value.split(",") if value else ())
         for name in names:
-            if self.files and own.is_file(name):
+            if self.files and is_file(name):
                 own_file(name)
         wrong = [
-            name
-            for name in names
-            if self.of and name not in self.of and not (self.files and own.is_file(name))
+            name for name in names if self.of and name not in self.of and not (self.files and is_file(name))
         ]
         if wrong:
             self.fail(f"{wrong[0]!r} must be one of {', '.join(self.of)}", parameter, context)

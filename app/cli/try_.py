@@ -38,10 +38,10 @@ OWN = {"file", "new", "watch", "as_json", "N", "d", "heads", "causal", "threads"
 def attempt(file: Path | None, new: Path | None, watch: bool, threads: int | None, **asked: Any) -> bool:
     """Try the attention in FILE: C++ (.cpp), ISPC (.ispc), CUDA (.cu) or Python (.py).
 
-    It is compared with float64 over shapes that break kernels; the first wrong case is shown with a diagnosis.
-    Sanitizers look for accesses out of bounds and for races. A right kernel is timed beside the parts and
-    PyTorch, with a hint. With --inference it writes text. Exit code 0: right; 1: wrong, crashed or endless; 2:
-    used wrongly.
+    It is compared with float64 over shapes that break kernels; the first wrong case is shown with a
+    diagnosis. Sanitizers look for accesses out of bounds and for races. A right kernel is timed beside the
+    parts and PyTorch, with a hint. With --inference it writes text. Exit code 0: right; 1: wrong, crashed or
+    endless; 2: used wrongly.
     """
     from lab.trial import report, starts
 
@@ -66,7 +66,7 @@ def attempt(file: Path | None, new: Path | None, watch: bool, threads: int | Non
         options.refuse(("as_json",), "does not go with --watch")
     from lab.trial.speed import Size
 
-    size = Size(*(asked[name] for name in ("N", "d", "heads", "causal")), threads or 1)
+    size = Size(asked["N"], asked["d"], asked["heads"], asked["causal"], threads or 1)
     return try_once(file, size, asked, watch)
 
 

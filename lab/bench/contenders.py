@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention_ext import PARTS, attention, own
+from attention_ext import PARTS, attention
 from attention_ext.cuda.kernels import KERNELS
-from attention_ext.parts import Dtype, Part, check_part
+from attention_ext.parts import Dtype, Part, check_part, is_file
 
 if TYPE_CHECKING:
     from lab.bench.cases import Cell
@@ -59,7 +59,7 @@ class Contenders(dict[str, Contender]):
     """Contenders by name; a user's file is one too."""
 
     def __missing__(self, name: str) -> Contender:
-        if not own.is_file(name):
+        if not is_file(name):
             raise KeyError(name)
         return of_part(name, check_part(name))
 
@@ -67,7 +67,8 @@ class Contenders(dict[str, Contender]):
 def of_part(name: str, part: Part) -> Contender:
     """The contender of a row of PARTS, or of a user's file."""
     dtypes = {device: tuple(map(Dtype.of, names)) for device, names in part.dtypes.items()}
-    return Contender(name, attention_call, dtypes)
+    own_allocator = part.file is not None and "cpu" in part.dtypes
+    return Contender(name, attention_call, dtypes, own_allocator=own_allocator)
 
 
 def contenders() -> dict[str, Contender]:

@@ -1,4 +1,4 @@
-"""The calls that a user's kernel is tried with: their inputs, their float64 results, and the allowed errors."""
+"""The calls that a user's kernel is tried with: inputs, float64 results and allowed errors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Case:
     """A call: q is (B, H, Nq, d), k and v are (B, H, Nk, d).
 
     scale: None for 1/sqrt(d). scores: 'plain', 'large' (LARGE), or 'growing' (each key scores above those
-    before it). fused: q, k and v are views of one matrix (B, N, 3 H d), as in the model. threads: of the call.
-    repeats: calls, each of which must be right.
+    before it). fused: q, k and v are views of one matrix (B, N, 3 H d), as in the model. threads: of the
+    call. repeats: calls, each of which must be right.
     """
 
     B: int
@@ -127,11 +127,12 @@ def inputs(case: Case) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArra
 def expected(case: Case) -> Expected:
     """The result in float64, and what a float32 result may differ from it.
 
-    That is four times the error of NumPy's float32, plus four times the larger of 1e-6 and the largest score's
-    rounding, which is the relative error of a weight.
+    That is four times the error of NumPy's float32, plus four times the larger of 1e-6 and the largest
+    score's rounding, which is the relative error of a weight.
     """
     q, k, v = inputs(case)
-    exact = attention(*(t.astype(np.float64) for t in (q, k, v)), case.seen(), case.applied)
+    wide = [t.astype(np.float64) for t in (q, k, v)]
+    exact = attention(wide[0], wide[1], wide[2], case.seen(), case.applied)
     peer = attention(q, k, v, case.seen(), np.float32(case.applied))
     largest = case.applied * np.abs(q.astype(np.float64) @ k.swapaxes(2, 3)).max()
     floor = max(1e-6, 2.0**-24 * largest) * max(1.0, float(np.abs(exact).max()))

@@ -51,9 +51,10 @@ SIGNALS = {
 class Verdict:
     """Whether a kernel is right, and what was found.
 
-    refused: why it could not be compiled; then nothing was tried. tried: cases; skipped: those that would take
-    too long. at: the case that was running at a crash, or is the first wrong one. shown: worker.shown() of the
-    first wrong result. said: what the kernel printed. memory: what the sanitizers found or why they did not run.
+    refused: why it could not be compiled; then nothing was tried. tried: cases; skipped: those that would
+    take too long. at, case: the first wrong one, or that of a crash. finding: what explains it. shown:
+    worker.shown() of the first wrong result. said: what the kernel printed. memory: what the sanitizers
+    found, or why they did not run. finished: whether all cases were tried.
     """
 
     refused: str = ""
@@ -245,15 +246,11 @@ def of_address_sanitizer(said: str, name: str) -> Finding | None:
         return Finding("bounds" if kind == "SEGV" else "crash", f"{reason.get(kind, kind)}{where}")
     what = f"{access[1].lower()} of {access[2]} bytes {ACCESS[kind]}"
     if kind == "heap-buffer-overflow":
-        region = re.search(
-            r"located (\d+) bytes (\S+) (?:the right of |the left of |of )?.*?\[(0x[0-9a-f]+)", said
-        )
-        side = "before" if region and ("left" in region[0] or region[2] == "before") else "beyond"
-        what = f"{access[1].lower()} of {access[2]} bytes {side} the end of a matrix"
-        if region:
-            for matrix, address in re.findall(r"(\w+) at (0x[0-9a-f]+)", said):
-                if int(address, 16) == int(region[3], 16):
-                    what = f"{access[1].lower()} of {access[2]} bytes {'before' if side == 'before' else 'beyond'} {matrix}"
+        region = re.search(r"located \d+ bytes (.*?)\[(0x[0-9a-f]+)", said)
+        side = "before" if region and ("left" in region[1] or "before" in region[1]) else "beyond"
+        start = int(region[2], 16) if region else 0
+        named = (name for name, at in re.findall(r"(\w+) at (0x[0-9a-f]+)", said) if int(at, 16) == start)
+        what = f"{access[1].lower()} of {access[2]} bytes {side} {next(named, 'a matrix')}"
     return Finding("bounds", f"{what}{where}")
 
 

@@ -1,10 +1,11 @@
-"""Which usual mistake explains a wrong result: probes call the kernel again, guesses compute wrong results."""
+"""Which usual mistake explains a wrong result: probes call the kernel again, guesses compute results."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ UNCORRECTED = (
     (False, True, False, "the sum l is not rescaled when the maximum rises"),
     (True, True, True, "the correction is exp(m_new - m); it must be exp(m - m_new)"),
 )
+
+NOTHING = "nothing is written"
 
 # Runs the kernel, as worker.Trial.run() does.
 Run = Callable[..., Floats]
@@ -66,15 +69,20 @@ def diagnose(run: Run, wrong: Mapping[Case, Floats], right: Sequence[Case]) -> F
 
     right: the cases with right results.
     """
-    for case, got in wrong.items():
-        if found := of_memory(run, case, got):
-            return found
+    nothing = None
+    for case in wrong:
+        if found := of_memory(run, case):
+            if not found.sentence.startswith(NOTHING):
+                return found
+            nothing = nothing or found  # a larger case may show more
+    if nothing:
+        return nothing
     return (
         of_precision(wrong) or of_guesses(wrong) or of_rescaling(run, wrong, right) or by_cases(wrong, right)
     )
 
 
-def of_memory(run: Run, case: Case, got: Floats) -> Finding | None:
+def of_memory(run: Run, case: Case) -> Finding | None:
     """What another content of out, of the scratch, other strides or one thread changes."""
     exact = cases.expected(case)
 
@@ -103,7 +111,7 @@ def of_memory(run: Run, case: Case, got: Floats) -> Finding | None:
 
 def _unwritten(case: Case, left: NDArray[np.bool_]) -> Finding:
     """The mistake of a result of which a part is not written."""
-    rows, columns = left.all((0, 1, 3)), left.all((0, 1, 2))
+    rows, columns = np.asarray(left.all((0, 1, 3))), np.asarray(left.all((0, 1, 2)))
     for what, which in (("row", rows), ("column", columns)):
         at = np.flatnonzero(which)
         if len(at) and len(at) == len(which) - at[0] and left.sum() == which.sum() * left.size // len(which):
@@ -113,12 +121,12 @@ def _unwritten(case: Case, left: NDArray[np.bool_]) -> Finding:
             return Finding(
                 "tail", f"out's {what}s from {first} on are not written: the tail of a tile is left out"
             )
-    heads = left.all((2, 3)).ravel()
+    heads = np.asarray(left.all((2, 3))).ravel()
     if heads.any() and not heads.all():
         return Finding("heads", f"out is not written for {heads.sum()} of {len(heads)} heads")
     if left.all():
         n = case.Nq if case.Nq < case.Nk else case.Nk
-        return Finding("tail", f"nothing is written for N = {n}: is a tile larger than N left out?")
+        return Finding("tail", f"{NOTHING} for N = {n}: are tiles larger than N left out?")
     return Finding("tail", f"{left.sum()} of {left.size} numbers of out are not written")
 
 
@@ -326,7 +334,7 @@ def of_rescaling(run: Run, wrong: Mapping[Case, Floats], right: Sequence[Case]) 
         if np.abs(run(case, inputs=(q, *falling)) - exact.out).max() <= exact.allowed:
             return Finding(
                 "rescale",
-                "it is wrong only where the maximum rises with the keys: sums are not rescaled by exp(m - m_new)",
+                "it is wrong only where the maximum rises: sums are not rescaled by exp(m - m_new)",
             )
     return None
 
@@ -356,19 +364,19 @@ def by_cases(wrong: Mapping[Case, Floats], right: Sequence[Case]) -> Finding | N
             (
                 "tail",
                 f"it is wrong only where {tile} does not divide N: the tail of a tile",
-                lambda c, t=tile: c.Nk % t or c.Nq % t,
+                partial(_cut, tile),
             ),
             (
                 "tail",
-                f"it is wrong only where {tile} does not divide d: the tail of a tile",
-                lambda c, t=tile: c.d % t,
+                f"it is wrong only where {tile} does not divide d: the tail",
+                partial(_cut_columns, tile),
             ),
             (
                 "tail",
                 f"it is wrong only beyond {tile} keys: the tiles after the first",
-                lambda c, t=tile: c.Nk > t,
+                partial(_longer, tile),
             ),
-            ("tail", f"it is wrong only beyond d = {tile}", lambda c, t=tile: c.d > t),
+            ("tail", f"it is wrong only beyond d = {tile}", partial(_wider, tile)),
         ]
     for kind, sentence, has in properties:
         if only(has):
@@ -376,6 +384,22 @@ def by_cases(wrong: Mapping[Case, Floats], right: Sequence[Case]) -> Finding | N
     if all(case.scores == "growing" for case in wrong):
         return Finding("rescale", "it is wrong only where the maximum rises: sums are not rescaled")
     return None
+
+
+def _cut(tile: int, case: Case) -> bool:
+    return bool(case.Nk % tile or case.Nq % tile)
+
+
+def _cut_columns(tile: int, case: Case) -> bool:
+    return case.d % tile != 0
+
+
+def _longer(tile: int, case: Case) -> bool:
+    return case.Nk > tile
+
+
+def _wider(tile: int, case: Case) -> bool:
+    return case.d > tile
 
 
 def of_precision(wrong: Mapping[Case, Floats]) -> Finding | None:
@@ -389,8 +413,8 @@ def of_precision(wrong: Mapping[Case, Floats]) -> Finding | None:
         return None
     return Finding(
         "precision",
-        f"the results are near, but {max(errors):.0e} of the largest off: float32 gives 1e-6. Are numbers rounded to "
-        "16 bits, or products to TF32 (Triton: input_precision='ieee')?",
+        f"the results are near, but {max(errors):.0e} of the largest off; float32 gives 1e-6. Are numbers "
+        "rounded to 16 bits, or products to TF32 (Triton: input_precision='ieee')?",
     )
 
 

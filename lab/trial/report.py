@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from attention_ext import own
+from attention_ext.parts import SUFFIXES
 from lab.text import counted, size_text
 from lab.trial.checking import Verdict
 from lab.trial.speed import LADDER, PAGES, Figures, Size, hint, place
@@ -130,6 +130,6 @@ def as_json(file: Path, found: Verdict, figures: Figures | str | None, size: Siz
 
 def checked_name(file: Path) -> str:
     """A file's name. Raises ValueError if its suffix is none of a kernel's."""
-    if file.suffix not in own.SUFFIXES:
-        raise ValueError(f"FILE is {str(file)!r}; it must end with {', '.join(own.SUFFIXES)}")
+    if file.suffix not in SUFFIXES:
+        raise ValueError(f"FILE is {str(file)!r}; it must end with {', '.join(SUFFIXES)}")
     return file.name

@@ -195,23 +195,23 @@ def hint(figures: Figures, size: Size, text: str) -> tuple[str, str]:
         return f"{100 * figures.share:.0f} % of the peak: little is left. Part 4 shows what", "tiles"
     if lines:
         return (
-            "a cache line comes in for each number: V is read down its columns, with stride d. Let the inner loop run "
-            "along a row of V: O[c] += P[j] * V[j][c]",
+            "a cache line comes in for each number: V is read down its columns, with stride d. Let the inner "
+            "loop run along a row of V: O[c] += P[j] * V[j][c]",
             "lanes",
         )
     if rate < 1.5 * lane:
         each = 2 * threads / figures.latency
         chain = "one addition waits for the one before it" if rate < 4 * each else "one number at a time"
         return (
-            f"{chain}: {rate / 1e9:.3g} GFLOP/s, and one lane of {figures.lanes} gives {lane / 1e9:.3g}. Let the inner "
-            "loop run over neighbours with a sum each: O[c] += P[j] * V[j][c] reads V along its rows, and S[j] += Q[c] "
-            "* Kt[c][j] over a transposed tile of K",
+            f"{chain}: {rate / 1e9:.3g} GFLOP/s, and one lane of {figures.lanes} gives {lane / 1e9:.3g}. Let "
+            "the inner loop run over neighbours with a sum each: O[c] += P[j] * V[j][c] reads V along its "
+            "rows, and S[j] += Q[c] * Kt[c][j] takes a transposed tile of K",
             "lanes",
         )
     if grown > GROWN:
         return (
-            f"a score costs {grown:.1f} times as much as at N = {size.N // SMALLER}: the matrices leave the cache. Let "
-            "a tile of queries share each pass over K and V",
+            f"a score costs {grown:.1f} times as much as at N = {size.N // SMALLER}: the matrices leave the "
+            "cache. Let a tile of queries share each pass over K and V",
             "blocks",
         )
     if figures.scratch is not None and figures.scratch >= matrix and rate > figures.peak / 4:
@@ -222,7 +222,7 @@ def hint(figures: Figures, size: Size, text: str) -> tuple[str, str]:
             "rows",
         )
     return (
-        "the vectors wait: keep a block of sums in registers, four rows by a few vectors, as simd::multiply does",
+        "the vectors wait: keep a block of sums in registers, four rows by a few vectors, as simd::multiply",
         "blocks",
     )
 
@@ -232,7 +232,7 @@ def _hint_on_gpu(figures: Figures) -> tuple[str, str]:
     mine, steps = (
         figures.ms["own"],
         {
-            "kernel2": "one launch for all keys, and several scores a thread, so that shared memory is read less",
+            "kernel2": "one launch for all keys, and several scores a thread, which read shared memory less",
             "kernel3": "the row's state in registers, and keys that a whole warp reads at once",
             "kernel4": "8 x 8 scores a thread, vector loads, and copies that run beside the arithmetic",
         },

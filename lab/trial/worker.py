@@ -86,18 +86,20 @@ class Trial:
         threads: int | None = None,
     ) -> Floats:
         """The output of a call (B, H, Nq, d), in float64."""
-        given = list(inputs or guarded_inputs(case))
+        given, kernel = list(inputs or guarded_inputs(case)), self.kernel
+        q, k, v = given
         shape = (case.B, case.H, case.Nq, case.d)
-        if isinstance(self.kernel, own.Native):
+        out: Any
+        if isinstance(kernel, own.Native):
             count = threads or case.threads
             sizes = (case.B, case.H, case.Nq, case.Nk, case.d, case.causal, count)
-            scratch = guarded((self.kernel.scratch(*sizes),), scratch_fill)
+            scratch = guarded((kernel.scratch(*sizes),), scratch_fill)
             out = guarded(shape, fill)
-            self.kernel(*given, case.causal, case.applied, threads=count, out=out, scratch=scratch)
-        elif self.kernel.takes_tensors:
+            kernel(q, k, v, case.causal, case.applied, threads=count, out=out, scratch=scratch)
+        elif kernel.takes_tensors:
             out = self._by_torch(given, case, fill)
         else:
-            out = self.kernel(*given, case.causal, case.applied)
+            out = kernel(q, k, v, case.causal, case.applied)
         return np.array(out, np.float64)
 
     def _by_torch(self, given: list[NDArray[np.float32]], case: Case, fill: float) -> Floats:
@@ -109,10 +111,9 @@ class Trial:
         elif case.fused:  # the copies are contiguous
             whole = torch.stack([t.transpose(1, 2) for t in tensors], 2)  # (B, N, 3, H, d)
             tensors = [whole[:, :, i].transpose(1, 2) for i in range(3)]
-        options = {}
-        if isinstance(self.kernel, own.OnCuda):
-            options["out"] = torch.full((case.B, case.H, case.Nq, case.d), fill, device=self.device)
-        result = self.kernel(*tensors, case.causal, case.applied, **options)
+        kernel: Any = self.kernel
+        out = torch.full((case.B, case.H, case.Nq, case.d), fill, device=self.device)
+        result = kernel(*tensors, case.causal, case.applied, out=out)
         if any(not torch.equal(t.cpu(), torch.from_numpy(g)) for t, g in zip(tensors, given)):
             raise Changed
         return result.detach().cpu().numpy()
@@ -207,7 +208,7 @@ def shown(case: Case, got: Floats) -> dict[str, Any]:
 
 
 def picture(error: Floats) -> list[str]:
-    """The errors of a head (Nq, d), as multiples of the allowed one, a character each: the worst of a block."""
+    """The errors of a head (Nq, d), as multiples of the allowed one: the worst of a block is a character."""
     rows, columns = (-(-n // most) for n, most in zip(error.shape, PICTURE))
     lines = []
     for i in range(0, error.shape[0], rows):

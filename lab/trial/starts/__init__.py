@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def write(file: Path) -> None:
-    """Write the start for a file's suffix, one of own.SUFFIXES. Raises ValueError if the file exists."""
+    """Write the start for a file's suffix, one of parts.SUFFIXES. Raises ValueError if the file exists."""
     text = (Path(__file__).parent / f"start{file.suffix}").read_text().replace("start.", f"{file.stem}.")
     try:
         with open(file, "x") as made:

@@ -1,4 +1,4 @@
-"""Right kernels, and mistakes that are planted in them: (name, kernel, its text, the mistake's text, kind)."""
+"""Right kernels, and mistakes that are planted in them."""
 
 from __future__ import annotations
 
@@ -167,6 +167,7 @@ class Mistake(NamedTuple):
 
 
 N_SEEN = "const int64_t n = a.seen(i);"
+# fmt: off
 MISTAKES = [
     Mistake(*row)
     for row in (
@@ -194,56 +195,20 @@ MISTAKES = [
         ("keys in fours", "naive", "j < n; j++) o +=", "j < n / 4 * 4; j++) o +=", "tail"),
         ("a column too far", "naive", "K[j * ldK + c];", "K[j * ldK + c + 1];", "bounds"),
         ("scratch too small", "naive", "return a.Nq * a.Nk;", "return a.Nq * a.Nk - 1;", "bounds"),
-        (
-            "beyond a row",
-            "naive",
-            "for (int64_t c = 0; c < d; c++) {",
-            "for (int64_t c = 0; c <= d; c++) {",
-            "bounds",
-        ),
-        (
-            "local array",
-            "naive",
-            "float l = 0;",
-            "float few[8], l = 0; for (int64_t j = 0; j < n; j++) few[j] = S[i * Nk + j]; for (int64_t j = 0; j < n; j++) S[i * Nk + j] = few[j];",
-            "bounds crash",
-        ),
+        ("beyond a row", "naive", "for (int64_t c = 0; c < d; c++) {", "for (int64_t c = 0; c <= d; c++) {", "bounds"),
+        ("local array", "naive", "float l = 0;", "float few[8], l = 0; for (int64_t j = 0; j < n; j++) few[j] = S[i * Nk + j]; for (int64_t j = 0; j < n; j++) S[i * Nk + j] = few[j];", "bounds crash"),
         ("endless", "naive", "j++) S[i * Nk + j] /= l;", "j += j < n - 1) S[i * Nk + j] *= 0.5f;", "endless"),
         ("null", "naive", "float* O = a.out_at(b, h);", "float* O = nullptr;", "bounds crash"),
         ("division by 0", "naive", "d = a.d;", "d = a.d * Nk / (Nk - 1) - a.d / (Nk - 1);", "crash"),
-        (
-            "scratch not cleared",
-            "naive",
-            "S[i * Nk + j] = a.scale * s",
-            "S[i * Nk + j] += a.scale * s",
-            "scratch",
-        ),
+        ("scratch not cleared", "naive", "S[i * Nk + j] = a.scale * s", "S[i * Nk + j] += a.scale * s", "scratch"),
         ("an exception", "naive", "float* O = a", "if (Nk > Nq) throw 1; float* O = a", "raised"),
         ("exit", "naive", "float* O = a", "if (Nk > Nq) std::exit(0); float* O = a", "crash"),
-        (
-            "q is scaled",
-            "naive",
-            "const float *Q = a",
-            "const_cast<float*>(a.q.data)[0] += 1; const float *Q = a",
-            "inputs",
-        ),
-        (
-            "P in 12 bits",
-            "naive",
-            "S[i * Nk + j] /= l;",
-            "{ float x = S[i * Nk + j] / l; uint32_t u; __builtin_memcpy(&u, &x, 4); u &= ~0xfffu; __builtin_memcpy(&S[i * Nk + j], &u, 4); }",
-            "precision",
-        ),
+        ("q is scaled", "naive", "const float *Q = a", "const_cast<float*>(a.q.data)[0] += 1; const float *Q = a", "inputs"),
+        ("P in 12 bits", "naive", "S[i * Nk + j] /= l;", "{ float x = S[i * Nk + j] / l; uint32_t u; __builtin_memcpy(&u, &x, 4); u &= ~0xfffu; __builtin_memcpy(&S[i * Nk + j], &u, 4); }", "precision"),
         ("l not rescaled", "flash", "l[i] *= correction;", "", "rescale"),
         ("O not rescaled", "flash", "O[i * d + c] *= correction;", ";", "rescale"),
         ("no correction", "flash", "std::exp(m[i] - safe)", "1.0f", "rescale"),
-        (
-            "inverse correction",
-            "flash",
-            "std::exp(m[i] - safe)",
-            "m[i] == -INFINITY ? 0 : std::exp(safe - m[i])",
-            "rescale",
-        ),
+        ("inverse correction", "flash", "std::exp(m[i] - safe)", "m[i] == -INFINITY ? 0 : std::exp(safe - m[i])", "rescale"),
         ("rows in tiles", "flash", "(a.Nq + BR - 1) / BR", "a.Nq / BR", "tail"),
         ("keys in tiles", "flash", "j0 < keys; j0", "j0 + BC <= keys; j0", "tail"),
         ("columns not clipped", "flash", "cols = std::min(BC, keys - j0)", "cols = BC", "bounds"),
@@ -253,13 +218,7 @@ MISTAKES = [
         ("no mask in a tile", "flash", "j0 + j < a.seen(i0 + i) ?", "true ?", "mask"),
         ("first row's keys", "flash", "a.seen(i0 + rows - 1)", "a.seen(i0)", "mask"),
         ("l not cleared", "flash", "std::fill_n(l, rows, 0.0f);", "", "scratch"),
-        (
-            "m begins at 0",
-            "flash",
-            "std::fill_n(m, rows, -INFINITY)",
-            "std::fill_n(m, rows, 0.0f)",
-            "maximum",
-        ),
+        ("m begins at 0", "flash", "std::fill_n(m, rows, -INFINITY)", "std::fill_n(m, rows, 0.0f)", "maximum"),
         ("ispc not scaled", "ispc", "a.scale * s", "s", "scale"),
         ("ispc mask", "ispc", "n = seen(a, i)", "n = a.Nk", "mask"),
         ("not scaled", "torch", "scale * (q @ k.mT)", "q @ k.mT", "scale"),
@@ -270,13 +229,7 @@ MISTAKES = [
         ("no offset", "torch", ".tril(Nk - Nq)", ".tril()", "offset"),
         ("masked with 0", "torch", "-torch.inf)", "0)", "mask"),
         ("softmax of columns", "torch", "(P @ v) / l", "torch.softmax(S, -2) @ v", "transposed"),
-        (
-            "B, N, H, d",
-            "torch",
-            "(P @ v) / l",
-            "((P @ v) / l).transpose(1, 2).reshape(q.shape)",
-            "transposed",
-        ),
+        ("B, N, H, d", "torch", "(P @ v) / l", "((P @ v) / l).transpose(1, 2).reshape(q.shape)", "transposed"),
         ("no maximum", "torch", "S - m", "S", "maximum"),
         ("no division", "torch", "(P @ v) / l", "P @ v", "sum"),
         ("one head", "torch", "k.mT", "k[:, :1].mT", "heads"),
@@ -284,53 +237,23 @@ MISTAKES = [
         ("in bfloat16", "torch", "(q @ k.mT)", "(q.bfloat16() @ k.mT.bfloat16()).float()", "precision"),
         ("q is scaled", "torch", "S = scale * (q @ k.mT)", "q *= scale; S = q @ k.mT", "inputs"),
         ("a shape", "torch", "(P @ v) / l", "((P @ v) / l)[:, :, 0]", "raised"),
-        (
-            "an error",
-            "torch",
-            "if causal:",
-            "if causal and Nq < Nk: raise ValueError('no')\n    if causal:",
-            "raised",
-        ),
+        ("an error", "torch", "if causal:", "if causal and Nq < Nk: raise ValueError('no')\n    if causal:", "raised"),
         ("exit", "torch", "if causal:", "if causal: raise SystemExit(3)\n    if causal:", "raised"),
         ("endless", "torch", "if causal:", "while causal: pass\n    if causal:", "endless"),
         ("l not rescaled", "numpy", "l = correction * l", "l = l", "rescale"),
         ("O not rescaled", "numpy", "O = correction * O", "O = O", "rescale"),
         ("keys in tiles", "numpy", "range(0, Nk, TILE)", "range(0, Nk // TILE * TILE, TILE)", "tail"),
         ("the last key", "numpy", "range(0, Nk, TILE)", "range(0, Nk - 1, TILE)", "tail"),
-        (
-            "a crash",
-            "numpy",
-            "    Nq, Nk",
-            "    import ctypes; causal and ctypes.string_at(0); Nq, Nk",
-            "crash",
-        ),
+        ("a crash", "numpy", "    Nq, Nk", "    import ctypes; causal and ctypes.string_at(0); Nq, Nk", "crash"),
         ("not scaled", "cuda", "call.scale * s", "1.442695f * s", "scale"),
         ("e^x for 2^x", "cuda", "exp2_approx(", "expf(", "scale"),
         ("a key too few", "cuda", "n = keys_seen(call, i)", "n = keys_seen(call, i) - call.causal", "mask"),
         ("no mask", "cuda", "n = keys_seen(call, i)", "n = call.Nk", "mask"),
-        (
-            "no offset",
-            "cuda",
-            "n = keys_seen(call, i)",
-            "n = call.causal ? min(i + 1, call.Nk) : call.Nk",
-            "offset",
-        ),
-        (
-            "K by columns",
-            "cuda",
-            "block.k[j * call.k_strides.row + c]",
-            "block.k[c * call.Nk + j]",
-            "transposed",
-        ),
+        ("no offset", "cuda", "n = keys_seen(call, i)", "n = call.causal ? min(i + 1, call.Nk) : call.Nk", "offset"),
+        ("K by columns", "cuda", "block.k[j * call.k_strides.row + c]", "block.k[c * call.Nk + j]", "transposed"),
         ("no maximum", "cuda", "call.scale * s - m", "call.scale * s", "maximum"),
         ("no division", "cuda", "o[c] / l", "o[c]", "sum"),
-        (
-            "added to out",
-            "cuda",
-            "to_element(o[c] / l)",
-            "to_element(to_float(out[c]) + o[c] / l)",
-            "leftover",
-        ),
+        ("added to out", "cuda", "to_element(o[c] / l)", "to_element(to_float(out[c]) + o[c] / l)", "leftover"),
         ("V's stride", "cuda", "j * call.v_strides.row", "j * HEAD_DIM", "strides"),
         ("head 0", "cuda", "block.k[", "call.k[", "heads"),
         ("rows in warps", "cuda", "if (i >= call.Nq) return;", "if (i >= call.Nq / 32 * 32) return;", "tail"),
@@ -338,19 +261,14 @@ MISTAKES = [
         ("o not rescaled", "cuda tiles", "correction * o[c]", "o[c]", "rescale"),
         ("keys in tiles", "cuda tiles", "j0 < last; j0", "j0 + BC <= last; j0", "tail"),
         # What only a GPU shows
-        (
-            "beyond K",
-            "cuda",
-            "for (int j = 0; j < n; ++j) {",
-            "for (int j = 0; j < n + (1 << 20); ++j) {",
-            "bounds endless",
-        ),
+        ("beyond K", "cuda", "for (int j = 0; j < n; ++j) {", "for (int j = 0; j < n + (1 << 20); ++j) {", "bounds endless"),
         ("a row too far", "cuda", "if (i >= call.Nq) return;", "", "bounds"),
         ("endless", "cuda", "++j) {", "j += l < 1e30f ? 0 : 1) {", "endless"),
         ("no barrier", "cuda tiles", "        }\n        __syncthreads();", "        }", "race"),
         ("too many threads", "cuda", "#define THREADS 64", "#define THREADS 4096", "raised"),
     )
 ]
+# fmt: on
 ON_GPU_ONLY = ("beyond K", "a row too far", "endless", "no barrier", "too many threads")
 
 
