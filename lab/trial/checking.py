@@ -127,6 +127,7 @@ class Checker:
         on_gpu = own.device(file) == "cuda"
         request = {"file": str(file.resolve()), "seconds": seconds, "build_seconds": BUILD_SECONDS}
         request |= {"cuda": on_gpu, "simulated": own.uses_numba_cuda(text) and not on_gpu}
+        request["jit"] = bool(re.search(r"\b(numba|triton)\b", text)) and file.suffix == ".py"
         self._worker.stdin.write(json.dumps(request) + "\n")
         self._worker.stdin.flush()
         found = Verdict()

@@ -37,6 +37,7 @@ from lab.trial.cases import CASES, Case, Floats
 PAGE = mmap.PAGESIZE
 MOST_MEMORY = 4 << 30  # bytes that a child without CUDA may map beyond what it has at first
 DIAGNOSIS_SECONDS = 10.0
+JIT_SECONDS = 60.0  # more for the first call of Numba and Triton, which compile at it
 SHARE = 0.3  # of the limit that a case may be expected to take, by the fastest one before it
 MEASURED_WORK = 1000  # multiply-adds; a smaller call says little
 ONCE = 13  # cases that compute-sanitizer watches
@@ -263,7 +264,10 @@ def answers(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
             for line in lines:
                 answer = json.loads(line)
                 explaining = explaining or "explaining" in answer
-                deadline = time.monotonic() + (DIAGNOSIS_SECONDS if explaining else request["seconds"])
+                seconds = request["seconds"] + (
+                    JIT_SECONDS if request.get("jit") and answer.get("at") == 0 else 0
+                )
+                deadline = time.monotonic() + (DIAGNOSIS_SECONDS if explaining else seconds)
                 yield answer
         os.close(read)
         _, status = os.waitpid(child, 0)

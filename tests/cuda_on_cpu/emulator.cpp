@@ -218,8 +218,8 @@ extern "C" __attribute__((visibility("default"))) int run(const Work* work, int 
     static const Work* given;
     given = work;
     chance.seed(seed);
-    blocks = std::vector<Block>(count);
-    for (Block& b : blocks) {
+    blocks = std::vector<emulated::Block>(count);
+    for (emulated::Block& b : blocks) {
         b.shared = b.memory.get() + (128 - reinterpret_cast<uintptr_t>(b.memory.get()) % 128);
         std::memset(b.shared, 0xff, SHARED_BYTES);  // NaN
     }
