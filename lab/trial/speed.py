@@ -8,6 +8,7 @@ measures in this process, which the kernel may crash, and prints Figures as JSON
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,9 +25,11 @@ SECONDS = 600  # that the measurement may take
 ROUNDS, MIN_TIME = 6, 0.06
 LADDER = {"cpu": ("part1", "part2", "part3", "part4"), "cuda": ("kernel1", "kernel2", "kernel3", "kernel4")}
 SMALLER = 16  # N is so many times smaller in the call that fits the first caches
+WIDER = 2  # d is so many times larger in the call that tells the softmax's time from the products'
+MUCH = 0.4  # share of the time that a softmax should not take
 GROWN = 1.35  # by this much a score costs more at N than at N / SMALLER where the caches are the bound
 LINE_BYTES_PER_FLOP = 4  # bytes into a cache for an operation: 32 if each number comes with a line of 64
-NEAR = 0.55  # share of the peak that leaves little
+NEAR = 0.7  # share of the peak that leaves little
 # The passages that hints refer to.
 PAGES = {
     "lanes": "docs/attention.md#part-2-blocks",
@@ -58,18 +61,20 @@ class Figures:
     """What was measured.
 
     ms: the medians of a call, of the file ('own'), of the ladder's parts and of sdpa. small_ms: that of the
-    file at N / SMALLER. flops: of a call. peak: multiply-adds' on the threads. latency: seconds of a
-    multiply-add that waits for the one before. lanes: of a vector. scratch: bytes. moved:
-    bytes of one head into each of two caches, if they were simulated; least: the fewest possible.
+    file at N / SMALLER; wide_ms: at WIDER * d. flops: of a call. peak: multiply-adds' on the threads.
+    latency: seconds of a multiply-add that waits for the one before. lanes: of a vector. scratch, l2: bytes.
+    moved: bytes of one head into each of two caches, if they were simulated; least: the fewest possible.
     """
 
     ms: dict[str, float]
     small_ms: float | None
+    wide_ms: float | None
     flops: float
     peak: float
     latency: float
     lanes: int
     scratch: int | None
+    l2: int
     cpu: str
     device: str
     busy: str | None = None
@@ -80,6 +85,14 @@ class Figures:
     def share(self) -> float:
         """Of the peak."""
         return self.flops / (1e-3 * self.ms["own"]) / self.peak
+
+    @property
+    def softmax(self) -> float:
+        """Share of the time that does not grow with d: the softmax's, and 0 where it is not known."""
+        if self.wide_ms is None:
+            return 0.0
+        mine = self.ms["own"]
+        return min(1.0, max(0.0, (WIDER - self.wide_ms / mine) / (WIDER - 1)))
 
 
 def measure(file: Path, size: Size, cachegrind: bool = False) -> Figures | str:
@@ -116,6 +129,8 @@ def main(words: Sequence[str]) -> None:
     sizes |= {"device": device} | ({"l2s": ["warm"]} if device == "cuda" else {})
     cells: list[Cell] = plan([file, *LADDER[device], "sdpa"], lengths=[N], **sizes)
     small = plan([file], lengths=[max(1, N // SMALLER)], **sizes) if device == "cpu" else []
+    if device == "cpu":
+        small += plan([file], lengths=[N], **sizes | {"widths": [WIDER * d]})
     bench: Bench | GpuBench
     if device == "cuda":
         bench = GpuBench([*cells, *small], ROUNDS, MIN_TIME)
@@ -123,16 +138,18 @@ def main(words: Sequence[str]) -> None:
         bench = Bench([*cells, *small], ROUNDS, MIN_TIME)
     for _ in bench.run():
         pass
-    results = {(r.cell.contender, r.cell.N): r for r in bench.done.results}
-    mine = results[file, N]
+    results = {(r.cell.contender, r.cell.N, r.cell.d): r for r in bench.done.results}
+    mine = results[file, N, d]
     if mine.median is None:
         raise SystemExit(f"{mine.status}, {mine.note}")
     ms = {
         "own" if name == file else name: 1e3 * r.median
-        for (name, n), r in results.items()
-        if n == N and r.median is not None
+        for (name, *at), r in results.items()
+        if at == [N, d] and r.median is not None
     }
-    shrunk = results[file, small[0].N].median if small else None
+    shrunk, wide = (
+        each and each.median for each in map(results.get, ((file, N // SMALLER, d), (file, N, WIDER * d)))
+    )
     kernel = own.loaded(Path(file))
     scratch = mine.scratch
     if isinstance(kernel, own.Native):
@@ -141,11 +158,13 @@ def main(words: Sequence[str]) -> None:
     found = Figures(
         ms,
         shrunk and 1e3 * shrunk,
+        wide and 1e3 * wide,
         cell.flops,
         bench.done.peak(cell),
         machine.fma_latency() if device == "cpu" else 0.0,
         extension.size("lanes") if device == "cpu" else 1,
         scratch,
+        processor.caches()[:2][-1].size,
         processor.name() if device == "cpu" else torch.cuda.get_device_name(),
         device,
         bench.done.busy,
@@ -186,7 +205,8 @@ def hint(figures: Figures, size: Size, text: str) -> tuple[str, str]:
     """What bounds it, and what to do next; and one of PAGES. text: the kernel's source."""
     if figures.device == "cuda":
         return _hint_on_gpu(figures)
-    rate, threads = figures.flops / (1e-3 * figures.ms["own"]), size.threads
+    products = 1e-3 * figures.ms["own"] * max(0.01, 1 - figures.softmax)  # seconds
+    rate, threads = figures.flops / products, size.threads
     lane = figures.peak / figures.lanes
     matrix = 4 * size.N * size.N
     grown = figures.ms["own"] / figures.small_ms / SMALLER**2 if figures.small_ms else 1.0
@@ -199,13 +219,20 @@ def hint(figures: Figures, size: Size, text: str) -> tuple[str, str]:
             "loop run along a row of V: O[c] += P[j] * V[j][c]",
             "lanes",
         )
+    helped = re.search(r"softmax_row|exp_sum|online_softmax", text)
+    if figures.softmax > MUCH and figures.share < 0.5 and not helped:
+        return (
+            f"{100 * figures.softmax:.0f} % of the time does not grow with d: it is the softmax's. "
+            "softmax_row() of cpu/softmax.h takes the exponentials of a whole vector at a time",
+            "helpers",
+        )
     if rate < 1.5 * lane:
         each = 2 * threads / figures.latency
         chain = "one addition waits for the one before it" if rate < 4 * each else "one number at a time"
         return (
-            f"{chain}: {rate / 1e9:.3g} GFLOP/s, and one lane of {figures.lanes} gives {lane / 1e9:.3g}. Let "
-            "the inner loop run over neighbours with a sum each: O[c] += P[j] * V[j][c] reads V along its "
-            "rows, and S[j] += Q[c] * Kt[c][j] takes a transposed tile of K",
+            f"{chain} in the products: {rate / 1e9:.3g} GFLOP/s, and one lane of {figures.lanes} gives "
+            f"{lane / 1e9:.3g}. Let the inner loop run over neighbours with a sum each: O[c] += P[j] * "
+            "V[j][c] reads V along its rows, and S[j] += Q[c] * Kt[c][j] takes a transposed tile of K",
             "lanes",
         )
     if grown > GROWN:
@@ -216,6 +243,12 @@ def hint(figures: Figures, size: Size, text: str) -> tuple[str, str]:
         )
     if figures.scratch is not None and figures.scratch >= matrix and rate > figures.peak / 4:
         return f"S takes {size_text(matrix)}, written and read again: keep a row or a tile of it", "rows"
+    if figures.scratch is not None and 4 * figures.scratch > figures.l2 * threads and rate > figures.peak / 3:
+        return (
+            f"the scratch, {size_text(figures.scratch)}, leaves the first caches: take a tile of keys at a "
+            "time too, and correct the sums when the maximum rises",
+            "tiles",
+        )
     if threads > 1 and "thread" not in text and "for_each_item" not in text:
         return (
             f"one of {threads} threads works: rows of a head are independent (for_each_item of threads.h)",

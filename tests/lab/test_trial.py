@@ -196,11 +196,13 @@ def test_a_request_cannot_name_a_file():
 FIGURES = Figures(
     {"own": 50.0, "part1": 100.0, "part2": 3.0, "part3": 8.0, "part4": 2.5, "sdpa": 6.0},
     0.2,
+    None,
     0.537e9,
     120e9,
     1e-9,
     16,
     4 << 20,
+    1 << 20,
     "a processor",
     "cpu",
 )
@@ -220,8 +222,10 @@ def test_the_ladder_and_the_hints():
         (with_time(50, moved={"L1": 4e9}), "lanes", "a cache line comes in for each number"),
         (with_time(12, small_ms=0.01), "blocks", "the matrices leave the cache"),
         (with_time(14), "rows", "S takes 4 MiB"),
+        (with_time(14, wide_ms=18.0), "helpers", "71 % of the time"),
         (with_time(14, scratch=0), "blocks", "keep a block of sums in registers"),
-        (with_time(6.5), "tiles", "of the peak"),
+        (with_time(7, scratch=1 << 19), "tiles", "leaves the first caches"),
+        (with_time(5.5), "tiles", "of the peak"),
     ):
         what, where = speed.hint(figures, size, "")
         assert words in what and where == page, (what, where)
