@@ -96,16 +96,7 @@ class PartOrFile(click.Choice):
         super().__init__(list(PARTS))
 
     def convert(self, value, parameter, context) -> str:
-        if is_file(value):
-            return own_file(value)
-        return super().convert(value, parameter, context)
-
-
-def own_file(path: str) -> str:
-    """The path of a user's kernel. Raises BadParameter if there is no such file."""
-    if not Path(path).is_file():
-        raise click.BadParameter(f"{path!r} is no file")
-    return path
+        return value if is_file(value) else super().convert(value, parameter, context)
 
 
 class Names(click.ParamType):
@@ -118,12 +109,8 @@ class Names(click.ParamType):
 
     def convert(self, value, parameter, context) -> tuple[str, ...]:
         names = value if isinstance(value, tuple) else tuple(value.split(",") if value else ())
-        for name in names:
-            if self.files and is_file(name):
-                own_file(name)
-        wrong = [
-            name for name in names if self.of and name not in self.of and not (self.files and is_file(name))
-        ]
+        known = [*self.of, *(name for name in names if self.files and is_file(name))]
+        wrong = [name for name in names if self.of and name not in known]
         if wrong:
             self.fail(f"{wrong[0]!r} must be one of {', '.join(self.of)}", parameter, context)
         return names

@@ -40,8 +40,8 @@ def attempt(file: Path | None, new: Path | None, watch: bool, threads: int | Non
 
     It is compared with float64 over shapes that break kernels; the first wrong case is shown with a
     diagnosis. Sanitizers look for accesses out of bounds and for races. A right kernel is timed beside the
-    parts and PyTorch, with a hint. With --inference it writes text. Exit code 0: right; 1: wrong, crashed or
-    endless; 2: used wrongly.
+    parts and PyTorch, with a hint. --json prints all of it. With --inference the kernel writes text. Exit code
+    0: right; 1: wrong, crashed or endless; 2: used wrongly.
     """
     from lab.trial import report, starts
 
@@ -84,18 +84,16 @@ def try_once(file: Path, size: Any, asked: dict[str, Any], watch: bool) -> bool:
             start = time.perf_counter()
             found = checker.check(file, asked["seconds"])
             as_json, figures = asked["as_json"], None
-            if not as_json:
+            if watch:
                 click.echo(report.verdict(file, found))
-                if watch:
-                    notice(f"verdict after {time.perf_counter() - start:.2f} s")
+                notice(f"verdict after {time.perf_counter() - start:.2f} s")
             if not changed():
                 known = found.finding
                 checking.sanitize(file, found)
-                if not as_json:
-                    if found.finding != known:
-                        click.echo(report.verdict(file, found))
-                    if found.memory:
-                        click.echo(report.memory(found))
+                if not as_json and (not watch or found.finding != known):
+                    click.echo(report.verdict(file, found))
+                if not as_json and found.memory:
+                    click.echo(report.memory(found))
             if found.right and not changed():
                 figures = speed.measure(file, size, asked["cachegrind"])
                 if not as_json:

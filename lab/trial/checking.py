@@ -177,7 +177,7 @@ def take(found: Verdict, answer: dict[str, Any], seconds: float) -> None:
 def python_line(said: str) -> str:
     """The line of a user's Python that was running at a crash."""
     for name, line in re.findall(r'File "([^"]+)", line (\d+)', said):
-        if not name.startswith(str(ROOT)) and "site-packages" not in name:
+        if not name.startswith((str(ROOT), "<")) and "site-packages" not in name:
             return f", at {Path(name).name}:{line}"
     return ""
 

@@ -147,9 +147,11 @@ def main(words: Sequence[str]) -> None:
         for (name, *at), r in results.items()
         if at == [N, d] and r.median is not None
     }
-    shrunk, wide = (
-        each and each.median for each in map(results.get, ((file, N // SMALLER, d), (file, N, WIDER * d)))
-    )
+    others = [
+        results[at].median if at in results else None
+        for at in ((file, N // SMALLER, d), (file, N, WIDER * d))
+    ]
+    shrunk, wide = (1e3 * seconds if seconds else None for seconds in others)
     kernel = own.loaded(Path(file))
     scratch = mine.scratch
     if isinstance(kernel, own.Native):
@@ -157,8 +159,8 @@ def main(words: Sequence[str]) -> None:
     cell = mine.cell
     found = Figures(
         ms,
-        shrunk and 1e3 * shrunk,
-        wide and 1e3 * wide,
+        shrunk,
+        wide,
         cell.flops,
         bench.done.peak(cell),
         machine.fma_latency() if device == "cpu" else 0.0,

@@ -27,6 +27,7 @@ DOCUMENTS = {
     "docs/scale.md": (6, 10),
     "docs/serve.md": (4, 1),
     "docs/training.md": (1, 6),
+    "docs/try.md": (6, 8),
     "docs/web.md": (3, 4),
     "tests/robustness/README.md": (1, 0),
 }

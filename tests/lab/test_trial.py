@@ -289,7 +289,7 @@ def test_the_report_of_a_right_kernel(cli, extension):
 
 @pytest.mark.full
 def test_other_commands_take_a_file(cli, failed, extension):
-    assert "'none.cpp' is no file" in failed("explain", "none.cpp")
+    assert "part is 'none.cpp'; there is no such file" in failed("explain", "none.cpp")
     Path("mine.cpp").write_text(FLASH)
     assert "mine.cpp" in cli("explain", "mine.cpp", "-N", 64).stdout
     shown = cli("bench", "mine.cpp,part2", "-N", 64, "-r", 2, "--min-time", 0.01).stdout
