@@ -21,9 +21,9 @@ OWN = {"file", "new", "watch", "as_json", "N", "d", "heads", "causal", "threads"
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path), required=False)
 @options.file("--new", "Write a working start to this file: .cpp, .ispc, .cu or .py.")
 @options.flag("--watch", "Try again at every save, until Ctrl-C.")
-@options.size("-N", "N", "Number of keys and of queries of the timed call.", default=1024)
+@options.size("-N", "N", "Keys and queries of the timed call.", show_default="1024; 4096 on CUDA")
 @options.size("-d", "d", "Head width of the timed call.", most=options.WIDEST_HEAD, default=32)
-@options.size("--heads", "Number of heads of the timed call.", most=options.MOST_HEADS, default=4)
+@options.size("--heads", "Heads of the timed call.", most=options.MOST_HEADS, show_default="4; 100 on CUDA")
 @options.flag("--causal", "Use a causal mask in the timed call.")
 @options.size(
     "-t",
@@ -40,8 +40,8 @@ def attempt(file: Path | None, new: Path | None, watch: bool, threads: int | Non
 
     It is compared with float64 over shapes that break kernels; the first wrong case is shown with a
     diagnosis. Sanitizers look for accesses out of bounds and for races. A right kernel is timed beside the
-    parts and PyTorch, with a hint. --json prints all of it. With --inference the kernel writes text. Exit code
-    0: right; 1: wrong, crashed or endless; 2: used wrongly.
+    parts and PyTorch, with a hint. --json prints all of it. With --inference the kernel writes text. Exit
+    code 0: right; 1: wrong, crashed or endless; 2: used wrongly.
     """
     from lab.trial import report, starts
 
@@ -58,15 +58,17 @@ def attempt(file: Path | None, new: Path | None, watch: bool, threads: int | Non
     if not file.is_file():
         raise click.UsageError(f"FILE is {str(file)!r}; there is no such file")
     if asked["inference"]:
-        options.refuse(OWN - {"file", "threads"}, "does not go with --inference")
+        options.refuse(OWN - {"file", "threads", "as_json"}, "does not go with --inference")
         return infer(file, threads, asked)
     ignored = asked.keys() - OWN - {"inference"}
     options.refuse(ignored, "goes with --inference only")
     if watch:
         options.refuse(("as_json",), "does not go with --watch")
+    from attention_ext import own
     from lab.trial.speed import Size
 
-    size = Size(asked["N"], asked["d"], asked["heads"], asked["causal"], threads or 1)
+    N, heads = (4096, 100) if own.device(file) == "cuda" else (1024, 4)
+    size = Size(asked["N"] or N, asked["d"], asked["heads"] or heads, asked["causal"], threads or 1)
     return try_once(file, size, asked, watch)
 
 

@@ -40,6 +40,7 @@ DIAGNOSIS_SECONDS = 10.0
 JIT_SECONDS = 60.0  # more for the first call of Numba and Triton, which compile at it
 SHARE = 0.3  # of the limit that a case may be expected to take, by the fastest one before it
 MEASURED_WORK = 1000  # multiply-adds; a smaller call says little
+COMPILED_FOR = "sm_80"  # without a GPU
 ONCE = 13  # cases that compute-sanitizer watches
 PICTURE = 16, 64  # the most rows and columns of a picture
 FILL = 3.0  # of out before a call
@@ -77,6 +78,8 @@ class Trial:
     def __init__(self, file: Path) -> None:
         self.kernel = own.loaded(file)
         self.device = own.device(file)
+        if self.device == "cuda" and not isinstance(self.kernel, own.Native):
+            check_gpu(self.kernel)
 
     def run(
         self,
@@ -118,6 +121,20 @@ class Trial:
         if any(not torch.equal(t.cpu(), torch.from_numpy(g)) for t, g in zip(tensors, given)):
             raise Changed
         return result.detach().cpu().numpy()
+
+
+def check_gpu(kernel: own.OnCuda | own.InPython) -> None:
+    """Raise BuildError if there is no GPU, or if CUDA's compiler refuses the kernel."""
+    from attention_ext.cuda import driver
+
+    try:
+        driver.check_gpu()
+    except BuildError as error:
+        if not isinstance(kernel, own.OnCuda):
+            raise
+        _, resources = kernel.source(64, COMPILED_FOR).compile()
+        what = f"it compiles for {COMPILED_FOR}, with {resources.registers} registers, and is not tried"
+        raise BuildError(f"{what}: {error}") from None
 
 
 class Changed(Exception):

@@ -124,6 +124,15 @@ def test_kernels_in_cuda_compile(nvrtc, tmp_path):
                 assert resources.registers > 0
 
 
+def test_without_a_gpu_a_kernel_in_cuda_is_compiled(checker, nvrtc, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    found = tried(checker, tmp_path, "mine", ".cu", CUDA)
+    assert "it compiles for sm_80" in found.refused and "not tried" in found.refused
+    found = tried(checker, tmp_path, "mine", ".cu", CUDA.replace("call.scale", "call.nothing"))
+    assert "mine.cu(" in found.refused and "nothing" in found.refused
+
+
 def test_right_kernels_are_right(checker, tmp_path):
     for name in ("flash", "numpy"):
         suffix, text = RIGHT[name]
