@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import linecache
+import math
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -283,7 +285,9 @@ class OnCuda:
         if (d, index) not in self._on:
             from attention_ext.cuda import driver
 
-            major, minor = driver.gpu(index).capability
+            major, minor = (
+                driver.attribute(f"COMPUTE_CAPABILITY_{name}", index) for name in ("MAJOR", "MINOR")
+            )
             cuda, check = driver._driver(), driver._check
             code = self.source(d, f"sm_{major}{minor}").make()
             library = check(cuda.cuLibraryLoadData(code, [], [], 0, [], [], 0))
@@ -309,32 +313,49 @@ class OnCuda:
         **others: Any,
     ) -> Tensor:
         """The output (B, H, Nq, d) on q's GPU, in `out` if given. others are not used."""
-        import math
-
         import torch
 
+        q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
+        if out is None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        with torch.cuda.device(q.device):
+            pointers = [t.data_ptr() for t in (q, k, v, out)]
+            strides = [t.stride()[:3] for t in (q, k, v)]
+            at = q.device.index or 0, torch.cuda.current_stream().cuda_stream
+            self.launch(pointers, strides, (*q.shape, k.shape[2]), causal, scale, *at)
+        return out
+
+    def launch(
+        self,
+        pointers: Sequence[int],
+        strides: Sequence[Sequence[int]],
+        sizes: tuple[int, int, int, int, int],
+        causal: bool,
+        scale: float,
+        index: int = 0,
+        stream: int = 0,
+    ) -> None:
+        """Launch the kernel on a GPU, whose context must be current.
+
+        pointers: of q, k, v and out. strides: of q, k and v from a batch, head and row to the next, in
+        floats. sizes: B, H, Nq, d, Nk. Raises BuildError as compiled() does, and RuntimeError if the launch
+        fails.
+        """
         from attention_ext.cuda import driver
 
-        q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
-        (B, H, Nq, d), Nk = q.shape, k.shape[2]
-        if out is None:
-            out = q.new_empty(B, H, Nq, d)
-        with torch.cuda.device(q.device):
-            _, function, (br, threads, shared) = self.compiled(d, q.device.index or 0)
-            strides = (Strides(*t.stride()[:3]) for t in (q, k, v))
-            pointers = (t.data_ptr() for t in (q, k, v, out))
-            call = CudaCall(*pointers, None, *strides, B, H, Nq, Nk, causal, scale * math.log2(math.e))
-            arguments = (ctypes.c_void_p * 1)(ctypes.addressof(call))
-            stream = torch.cuda.current_stream().cuda_stream
-            sizes = (B * H * -(-Nq // br), 1, 1, threads, 1, 1, shared)
-            try:
-                driver._check(
-                    driver._driver().cuLaunchKernel(function, *sizes, stream, ctypes.addressof(arguments), 0)
-                )
-            except BuildError as error:
-                launch = f"{sizes[0]} blocks of {threads} threads and {shared} bytes of shared memory"
-                raise RuntimeError(f"the launch of {launch} failed: {error}") from None
-        return out
+        B, H, Nq, d, Nk = sizes
+        _, function, (br, threads, shared) = self.compiled(d, index)
+        shape = (B, H, Nq, Nk, causal, scale * math.log2(math.e))
+        call = CudaCall(*pointers, None, *(Strides(*each) for each in strides), *shape)
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(call))
+        grid = (B * H * -(-Nq // br), 1, 1, threads, 1, 1, shared)
+        try:
+            driver._check(
+                driver._driver().cuLaunchKernel(function, *grid, stream, ctypes.addressof(arguments), 0)
+            )
+        except BuildError as error:
+            what = f"{grid[0]} blocks of {threads} threads and {shared} bytes of shared memory"
+            raise RuntimeError(f"the launch of {what} failed: {error}") from None
 
 
 class InPython:

@@ -1,7 +1,9 @@
 """try: a kernel of your own, from a file: is it right, how fast is it, and what to do next."""
 
 import json
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,41 +76,69 @@ def attempt(file: Path | None, new: Path | None, watch: bool, threads: int | Non
 
 def try_once(file: Path, size: Any, asked: dict[str, Any], watch: bool) -> bool:
     """Try the file and print the report; with `watch` again at each save."""
-    from lab.trial import checking, report, speed
+    from lab.trial import checking, report
 
     with checking.Checker() as checker:
         while True:
-            before = file.stat().st_mtime_ns
-
-            def changed() -> bool:
-                return watch and file.exists() and file.stat().st_mtime_ns != before
-
-            start = time.perf_counter()
+            before, start = version(file), time.perf_counter()
             found = checker.check(file, asked["seconds"])
-            as_json, figures = asked["as_json"], None
-            if watch:
+            if not asked["as_json"]:
                 click.echo(report.verdict(file, found))
-                notice(f"verdict after {time.perf_counter() - start:.2f} s")
-            if not changed():
-                known = found.finding
-                checking.sanitize(file, found)
-                if not as_json and (not watch or found.finding != known):
-                    click.echo(report.verdict(file, found))
-                if not as_json and found.memory:
-                    click.echo(report.memory(found))
-            if found.right and not changed():
-                figures = speed.measure(file, size, asked["cachegrind"])
-                if not as_json:
-                    click.echo(report.speed(figures, size, file))
-            if as_json:
-                click.echo(json.dumps(report.as_json(file, found, figures, size)))
             if not watch:
-                return found.right and not (isinstance(figures, str) and "crashed" in figures)
-            notice(f"waiting for {file.name} to be saved (Ctrl-C ends)")
+                return explain(file, found, size, asked)
+            notice(f"verdict after {time.perf_counter() - start:.2f} s")
+
+            def changed(before: Any = before) -> bool:
+                return version(file) not in (before, None)
+
+            # a save does not wait for what a compiler still does for the last one
+            threading.Thread(target=explain, args=(file, found, size, asked, changed), daemon=True).start()
             checker.warm(file)
             while not changed():
                 time.sleep(POLL_SECONDS)
             click.echo("")
+
+
+def version(file: Path) -> tuple[int, int] | None:
+    """What changes at a save; None while there is no file."""
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+def explain(
+    file: Path, found: Any, size: Any, asked: dict[str, Any], stop: Callable[[], bool] | None = None
+) -> bool:
+    """What follows the verdict: sanitizers, speed and hint. Returns whether the kernel is right.
+
+    stop: whether the file was saved again; then nothing more is said.
+    """
+    from lab.command import Stopped
+    from lab.trial import checking, report, speed
+
+    figures, known, as_json = None, found.finding, asked["as_json"]
+
+    def say(text: str) -> None:
+        if text and not as_json and not (stop and stop()):
+            click.echo(text)
+
+    try:
+        checking.sanitize(file, found, stop)
+        if found.finding != known:
+            say(report.verdict(file, found))
+        say(report.memory(found))
+        if found.right:
+            figures = speed.measure(file, size, asked["cachegrind"], stop)
+            say(report.speed(figures, size, file))
+    except Stopped:
+        return False
+    if as_json:
+        click.echo(json.dumps(report.as_json(file, found, figures, size)))
+    if stop and not stop():
+        notice(f"waiting for {file.name} to be saved (Ctrl-C ends)")
+    return found.right and not (isinstance(figures, str) and "crashed" in figures)
 
 
 def infer(file: Path, threads: int | None, asked: dict[str, Any]) -> bool:

@@ -1,11 +1,12 @@
-"""CUDA's driver: what a GPU is, and the kernels of the table compiled and loaded on it."""
+"""CUDA's driver: what a GPU is, and the kernels of the table compiled and loaded on it.
+
+torch is imported by the functions that need it: a user's kernel is tried without it.
+"""
 
 import ctypes
 import functools
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from attention_ext.build import nvrtc
 from attention_ext.cuda.kernels import MOST_SPLIT, Gpu, Kernel, choose, few_queries
@@ -18,6 +19,8 @@ FORMATS = {dtype: number for number, dtype in enumerate(Dtype)}  # FORMAT of csr
 @functools.cache
 def gpu(index: int) -> Gpu:
     """The GPU with this number."""
+    import torch
+
     found: Any = torch.cuda.get_device_properties(index)  # PyTorch's types leave out some of its fields
     capability, shared = (found.major, found.minor), found.shared_memory_per_block_optin
     return Gpu(found.name, capability, shared, found.multi_processor_count)
@@ -32,6 +35,8 @@ def attribute(name: str, index: int) -> int:
 
 def check_gpu() -> None:
     """Raise BuildError, in one line, if PyTorch cannot use a GPU here."""
+    import torch
+
     if torch.version.cuda is None:
         raise BuildError(
             f"device is 'cuda', and this PyTorch ({torch.__version__}) is built without CUDA; pytorch.org "
@@ -65,6 +70,8 @@ class Compiled:
 
     def launch(self, name: str, blocks: int, *arguments: Any) -> None:
         """Launch a function on the current stream of the current device. arguments: ctypes objects."""
+        import torch
+
         driver, tile = _driver(), self.tile
         # where the arguments are, from where the driver copies them
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
@@ -115,6 +122,8 @@ def _compiled(kernel: str | None, d: int, dtype: Dtype, index: int, few: bool, q
 
 def describe(part: str, kernel: str | None, d: int, dtype: Dtype = Dtype.FP32) -> str:
     """What computes a part on the current GPU, in a line for people."""
+    import torch
+
     row, on = PARTS[part], gpu(torch.cuda.current_device())
     if row.operator is None:
         return f"Attention by {row.summary} on {on.name}"

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ class Checker:
 
     def __init__(self) -> None:
         self._worker: subprocess.Popen[str] | None = None
-        self._torch = False
+        self._has: set[str] = set()
 
     def __enter__(self) -> Checker:
         return self
@@ -103,18 +103,16 @@ class Checker:
 
     def warm(self, file: Path) -> None:
         """Start the worker that this file needs."""
-        torch = (
-            file.suffix == ".cu"
-            or file.suffix == ".py"
-            and bool(
-                re.search(r"^\s*(import|from)\s+(torch|triton)\b", file.read_text(errors="replace"), re.M)
-            )
-        )
-        if self._worker and (torch > self._torch or self._worker.poll() is not None):
+        text, needs = file.read_text(errors="replace"), set()
+        if own.device(file) == "cuda":
+            needs = {"cuda"} if file.suffix == ".cu" else {"cuda", "torch"}
+        elif file.suffix == ".py" and re.search(r"^\s*(import|from)\s+(torch|triton)\b", text, re.M):
+            needs = {"torch"}
+        if self._worker and (not needs <= self._has or self._worker.poll() is not None):
             self.close()
         if self._worker is None:
-            self._torch = torch
-            command = [sys.executable, "-m", "lab.trial.worker", *["torch"] * torch]
+            self._has = needs
+            command = [sys.executable, "-m", "lab.trial.worker", *sorted(needs)]
             self._worker = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
             )
@@ -182,28 +180,29 @@ def python_line(said: str) -> str:
     return ""
 
 
-def sanitize(file: Path, found: Verdict) -> None:
-    """Look for accesses out of bounds and for races; add them to the verdict."""
+def sanitize(file: Path, found: Verdict, stop: Callable[[], bool] | None = None) -> None:
+    """Look for accesses out of bounds and for races; add them to the verdict. Raises Stopped if stop()."""
     if found.refused or found.finding and found.finding.kind == "endless":
         return
     try:
         if file.suffix == ".cpp":
-            _sanitize_cpp(file, found)
+            _sanitize_cpp(file, found, stop)
         elif file.suffix == ".cu":
-            _sanitize_cuda(file, found)
+            _sanitize_cuda(file, found, stop)
     except BuildError as error:
         found.memory.append(f"not searched: {error}")
     except subprocess.TimeoutExpired:
         found.memory.append(f"not searched: a sanitizer took more than {SANITIZER_SECONDS} s")
 
 
-def _sanitize_cpp(file: Path, found: Verdict) -> None:
+def _sanitize_cpp(file: Path, found: Verdict, stop: Callable[[], bool] | None) -> None:
     program = str(own.make(file.resolve(), "address"))
     first = []
     if found.wrong and (case := found.case):  # the case that crashed
         first = [(case.Nq, case.Nk, case.d, case.B * case.H, int(case.causal), case.threads)]
     for sizes in (*first, *MEMORY):
-        _, _, said = _run_program(program, sizes, ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1")
+        options = "detect_leaks=0:allocator_may_return_null=1"
+        _, _, said = _run_program(program, sizes, stop, ASAN_OPTIONS=options)
         if finding := of_address_sanitizer(said, file.name):
             found.memory.append(f"AddressSanitizer: {finding.sentence}")
             return found.add(finding)
@@ -216,7 +215,7 @@ def _sanitize_cpp(file: Path, found: Verdict) -> None:
         return
     program = str(own.make(file.resolve(), "thread"))
     for sizes in RACES:
-        _, _, said = _run_program(program, sizes)
+        _, _, said = _run_program(program, sizes, stop)
         if "FATAL: ThreadSanitizer" in said:
             found.memory.append("races were not searched: ThreadSanitizer does not run here")
             return
@@ -226,11 +225,13 @@ def _sanitize_cpp(file: Path, found: Verdict) -> None:
     found.memory.append(f"no race in {len(RACES)} calls under ThreadSanitizer")
 
 
-def _run_program(program: str, sizes: Sequence[int], **env: str) -> tuple[int, str, str]:
+def _run_program(
+    program: str, sizes: Sequence[int], stop: Callable[[], bool] | None, **env: str
+) -> tuple[int, str, str]:
     """Run tools/alone.cpp for a call."""
     Nq, Nk, d, heads, causal, threads = sizes
     words = ("own", Nk, d, 64, 64, causal, heads, 1, 0, Nq, threads)
-    return run([program, *map(str, words)], SANITIZER_SECONDS, **env)
+    return run([program, *map(str, words)], SANITIZER_SECONDS, stop, **env)
 
 
 def of_address_sanitizer(said: str, name: str) -> Finding | None:
@@ -266,15 +267,15 @@ def of_thread_sanitizer(said: str, name: str) -> Finding | None:
     return None
 
 
-def _sanitize_cuda(file: Path, found: Verdict) -> None:
+def _sanitize_cuda(file: Path, found: Verdict, stop: Callable[[], bool] | None) -> None:
     tool = shutil.which("compute-sanitizer")
     if not tool:
         found.memory.append("not searched: compute-sanitizer was not found on PATH")
         return
     for check in ("memcheck", "racecheck"):
         command = [tool, "--tool", check, "--print-limit", "3", sys.executable, "-m", "lab.trial.worker"]
-        env = environment() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that each matrix has bounds
-        _, out, err = run([*command, "once", str(file.resolve())], SANITIZER_SECONDS, **env)
+        words = [*command, "once", str(file.resolve())]
+        _, out, err = run(words, SANITIZER_SECONDS, stop, **environment())
         if finding := of_compute_sanitizer(out + err, file.name):
             found.memory.append(f"compute-sanitizer: {finding.sentence}")
             return found.add(finding)

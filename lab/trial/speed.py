@@ -11,7 +11,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -95,12 +95,14 @@ class Figures:
         return min(1.0, max(0.0, (WIDER - self.wide_ms / mine) / (WIDER - 1)))
 
 
-def measure(file: Path, size: Size, cachegrind: bool = False) -> Figures | str:
-    """The figures of a right kernel, or why there are none."""
+def measure(
+    file: Path, size: Size, cachegrind: bool = False, stop: Callable[[], bool] | None = None
+) -> Figures | str:
+    """The figures of a right kernel, or why there are none. Raises Stopped if stop()."""
     words = (size.N, size.d, size.heads, int(size.causal), size.threads, int(cachegrind))
     command = [sys.executable, "-m", "lab.trial.speed", str(file.resolve()), *map(str, words)]
     try:
-        code, out, err = run(command, SECONDS, **environment())
+        code, out, err = run(command, SECONDS, stop, **environment())
     except subprocess.TimeoutExpired:
         return f"it was not timed: a call takes too long at N = {size.N}"
     if code < 0:

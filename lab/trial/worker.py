@@ -1,9 +1,10 @@
 """The process that runs a user's kernel: it knows the expected results, and forks a child for each trial.
 
-python -m lab.trial.worker [torch]
+python -m lab.trial.worker [torch] [cuda]
 
 Each line on standard input is a Request as JSON; the answers are lines of JSON, the last one {"end": ...}. A
-child may crash or run forever: the worker ends it and says so. `torch` imports it before the first request.
+child may crash or run forever: the worker ends it and says so. The child of the next request waits: with
+`torch` it has imported it, with `cuda` it has the GPU's context.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import json
 import math
 import mmap
 import os
+import re
 import resource
 import select
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +45,8 @@ SHARE = 0.3  # of the limit that a case may be expected to take, by the fastest 
 MEASURED_WORK = 1000  # multiply-adds; a smaller call says little
 COMPILED_FOR = "sm_80"  # without a GPU
 ONCE = 13  # cases that compute-sanitizer watches
+GUARD = 1024  # floats of NaN after each matrix on a GPU
+DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 PICTURE = 16, 64  # the most rows and columns of a picture
 FILL = 3.0  # of out before a call
 
@@ -78,6 +83,7 @@ class Trial:
     def __init__(self, file: Path) -> None:
         self.kernel = own.loaded(file)
         self.device = own.device(file)
+        self.guard = GUARD
         if self.device == "cuda" and not isinstance(self.kernel, own.Native):
             check_gpu(self.kernel)
 
@@ -100,11 +106,42 @@ class Trial:
             scratch = guarded((kernel.scratch(*sizes),), scratch_fill)
             out = guarded(shape, fill)
             kernel(q, k, v, case.causal, case.applied, threads=count, out=out, scratch=scratch)
+        elif isinstance(kernel, own.OnCuda):
+            out = self._on_gpu(given, case, fill)
         elif kernel.takes_tensors:
             out = self._by_torch(given, case, fill)
         else:
             out = kernel(q, k, v, case.causal, case.applied)
         return np.array(out, np.float64)
+
+    def _on_gpu(self, given: list[NDArray[np.float32]], case: Case, fill: float) -> Floats:
+        """Without PyTorch, whose start takes seconds. A matrix ends where NaN begins."""
+        from generation import cuda
+
+        driver, check, shape = cuda._driver(), cuda._check, (case.B, case.H, case.Nq, case.d)
+        sent, held = [], []
+        strides = [tuple(s // 4 for s in t.strides[:3]) for t in given]
+        for t in (*given, np.full(shape, fill, np.float32)):
+            count = 1 + sum((n - 1) * stride // 4 for n, stride in zip(t.shape, t.strides))
+            flat = np.lib.stride_tricks.as_strided(t, (count,), (4,))  # with what lies between its rows
+            sent.append(np.concatenate([flat, np.full(self.guard, np.nan, np.float32)]))
+            held.append(cuda.Memory(sent[-1].nbytes))
+            check(driver.cuMemcpyHtoD(held[-1].address, sent[-1].ctypes.data, sent[-1].nbytes))
+        sizes = (*shape, case.Nk)
+        self.kernel.launch([m.address for m in held], strides, sizes, case.causal, case.applied)
+        (error,) = driver.cuCtxSynchronize()
+        if error != 0:
+            raise RuntimeError(driver.cuGetErrorString(error)[1].decode())
+        for name, memory, before in zip(("q", "k", "v", "out"), held, sent):
+            after = np.empty_like(before)
+            check(driver.cuMemcpyDtoH(after.ctypes.data, memory.address, after.nbytes))
+            bits = before.view(np.uint32) == after.view(np.uint32)  # NaN is not equal to itself
+            end = len(bits) - self.guard
+            if not bits[end:].all():
+                raise RuntimeError(f"out of bounds: it writes beyond {name}")
+            if name != "out" and not bits.all():
+                raise Changed
+        return after[:end].reshape(shape)
 
     def _by_torch(self, given: list[NDArray[np.float32]], case: Case, fill: float) -> Floats:
         import torch
@@ -125,16 +162,24 @@ class Trial:
 
 def check_gpu(kernel: own.OnCuda | own.InPython) -> None:
     """Raise BuildError if there is no GPU, or if CUDA's compiler refuses the kernel."""
-    from attention_ext.cuda import driver
+    if isinstance(kernel, own.InPython):
+        from attention_ext.cuda import driver
+
+        return driver.check_gpu()
+    from generation import cuda
 
     try:
-        driver.check_gpu()
+        major, minor = cuda.gpu().capability
     except BuildError as error:
-        if not isinstance(kernel, own.OnCuda):
-            raise
         _, resources = kernel.source(64, COMPILED_FOR).compile()
         what = f"it compiles for {COMPILED_FOR}, with {resources.registers} registers, and is not tried"
         raise BuildError(f"{what}: {error}") from None
+    for d in dict.fromkeys(case.d for case in CASES):
+        if os.fork() == 0:  # NVRTC compiles one source at a time in a process
+            os.closerange(3, 1024)  # the worker waits for the end of the child's pipe
+            with contextlib.suppress(BuildError):
+                kernel.source(d, f"sm_{major}{minor}").make()
+            os._exit(0)
 
 
 class Changed(Exception):
@@ -177,7 +222,7 @@ def trial(request: dict[str, Any], send: Send) -> None:
                 return send(refused=str(error))
             except RuntimeError as error:
                 said = str(error).splitlines()[0]
-                bounds = "illegal memory access" in said or "misaligned address" in said
+                bounds = re.search("illegal memory access|misaligned address|out of bounds", said)
                 finding = ("bounds" if bounds else "raised", said)
                 break
             if not np.abs(got - exact.out).max() <= exact.allowed:
@@ -241,6 +286,7 @@ def picture(error: Floats) -> list[str]:
 def once(file: Path) -> None:
     """Call a file's kernel in this process, for compute-sanitizer."""
     kernel = Trial(file)
+    kernel.guard = 0
     for case in CASES[:ONCE]:
         kernel.run(case)
 
@@ -250,22 +296,36 @@ def serve() -> None:
     if "torch" in sys.argv:
         with contextlib.suppress(ImportError):
             import torch  # noqa: F401
-    for case in CASES:
-        cases.expected(case)
+    if "cuda" not in sys.argv:
+        _expect()
+    child = Child()  # with a GPU at once: its context takes as long as the expected results
+    _expect()
     for line in sys.stdin:
-        for answer in answers(json.loads(line)):
+        for answer in child.answers(line):
             print(json.dumps(answer), flush=True)
+        child = Child()
 
 
-def answers(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What a child sends, and how it ended: 'done', 'endless', or the name of a signal."""
-    read, write = os.pipe()
-    with tempfile.TemporaryFile() as said:
-        child = os.fork()
-        if child == 0:
-            os.close(read)
-            _child(request, write, said.fileno())
+class Child:
+    """The process of the next trial, which waits for its request."""
+
+    def __init__(self) -> None:
+        asked, self._ask = os.pipe()
+        self._read, write = os.pipe()
+        self._said = tempfile.TemporaryFile()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._ask)
+            os.close(self._read)
+            _child(asked, write, self._said.fileno())
+        os.close(asked)
         os.close(write)
+
+    def answers(self, asked: str) -> Iterator[dict[str, Any]]:
+        """What it sends, and how it ended: 'done', 'endless', or the name of a signal."""
+        request, child, read = json.loads(asked), self._pid, self._read
+        with os.fdopen(self._ask, "w") as ask:
+            ask.write(asked)
         held, deadline, end, explaining = b"", time.monotonic() + request["build_seconds"], "done", False
         while True:
             ready, _, _ = select.select([read], [], [], max(0.0, deadline - time.monotonic()))
@@ -292,16 +352,25 @@ def answers(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
             end = signal.Signals(os.WTERMSIG(status)).name
         elif os.WIFEXITED(status) and os.WEXITSTATUS(status) != 0:
             end = f"exit {os.WEXITSTATUS(status)}"
-        said.seek(0)
-        yield {"end": end, "said": said.read().decode(errors="replace")[-20_000:]}
+        with self._said as said:
+            said.seek(0)
+            yield {"end": end, "said": said.read().decode(errors="replace")[-20_000:]}
 
 
-def _child(request: dict[str, Any], write: int, said: int) -> None:
-    """Run the trial, and end this process."""
+def _child(asked: int, write: int, said: int) -> None:
+    """Wait for the request, run the trial, and end this process."""
     code = 70  # unless the trial returns: a kernel may call exit()
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream in (1, 2):
         os.dup2(said, stream)
+    _silent(_warm)
+    with os.fdopen(asked) as line:
+        text = line.read()
+    if not text:
+        os._exit(0)
+    request = json.loads(text)
     faulthandler.enable()
     if not request.get("cuda"):
         mapped = 1024 * int(Path("/proc/self/statm").read_text().split()[0]) * PAGE // 1024
@@ -323,6 +392,36 @@ def _child(request: dict[str, Any], write: int, said: int) -> None:
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def _warm() -> None:
+    """Make the GPU's context, which a child cannot have from its parent, and load the compiler."""
+    if "cuda" not in sys.argv:
+        return
+    if "torch" in sys.argv:
+        import torch
+
+        torch.zeros(1, device="cuda")
+        return _expect()
+    from attention_ext.build import nvrtc
+    from generation import cuda
+
+    made = threading.Thread(target=_silent, args=(cuda.gpu,))
+    made.start()
+    _silent(nvrtc.versions)
+    _expect()
+    made.join()
+    _silent(lambda: cuda.gpu().activate())
+
+
+def _silent(call: Callable[[], object]) -> None:
+    with contextlib.suppress(Exception):  # the trial says why
+        call()
+
+
+def _expect() -> None:
+    for case in CASES:
+        cases.expected(case)
 
 
 if __name__ == "__main__":
