@@ -94,13 +94,13 @@ def attention(q, k, v, causal, scale):
     return O / l
 """
 
-# A warp for each 32 queries; tiles of keys in shared memory, an online softmax.
+# Two warps for 64 queries; tiles of keys in shared memory, an online softmax.
 CUDA_TILES = """\
 #include "call.h"
 
-#define BR 32
+#define BR 64
 #define BC 16
-#define THREADS 32
+#define THREADS 64
 #define SHARED (2 * BC * HEAD_DIM * 4)
 
 extern "C" __global__ void attention(const Call call) {
@@ -269,6 +269,7 @@ MISTAKES = [
     )
 ]
 # fmt: on
+WITH_SANITIZER = ("no barrier",)  # needs compute-sanitizer
 ON_GPU_ONLY = ("beyond K", "a row too far", "endless", "no barrier", "too many threads")
 
 
