@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attention_ext.build import cache, nvrtc, recipes, toolchain
-from attention_ext.parts import BuildError, Part
+from attention_ext.parts import BuildError, Dtype, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 Array = NDArray[np.float32]
 NAME = "attention_ext_own"  # of the build directories
 MOST_KEPT = 16  # builds of users' files; each save makes one
+SHARED_BYTES = 163 * 1024  # of a block, for which a kernel of the ladder is compiled where there is no GPU
 MISSING = {
     ".cpp": "void attention(const Attention&, float* scratch)",
     ".ispc": "export void attention(const uniform Attention& a, uniform float scratch[])",
@@ -96,7 +98,10 @@ def loaded(file: Path) -> Any:
 @functools.lru_cache(8)
 def load(file: Path, *version: int) -> Any:
     """loaded() for a version of the file."""
-    if not re.search(r"\battention\b", file.read_text(errors="replace")):
+    text = file.read_text(errors="replace")
+    if file.suffix == ".cu" and of_ladder(text):
+        return OnLadder(file)
+    if not re.search(r"\battention\b", text):
         raise BuildError(f"{file.name} has no function attention; it must define {MISSING[file.suffix]}")
     kinds: dict[str, Any] = {".cu": OnCuda, ".py": InPython}
     return kinds.get(file.suffix, Native)(file)
@@ -110,7 +115,7 @@ def attend(file: Path, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
     import torch
 
     kernel = loaded(file)
-    if isinstance(kernel, OnCuda) or kernel.takes_tensors:
+    if kernel.takes_tensors:
         return kernel(q, k, v, causal, scale)
     arrays = [t.detach().numpy() for t in (q, k, v)]
     return torch.from_numpy(kernel(*arrays, causal=causal, scale=scale, threads=torch.get_num_threads()))
@@ -356,6 +361,56 @@ class OnCuda:
         except BuildError as error:
             what = f"{grid[0]} blocks of {threads} threads and {shared} bytes of shared memory"
             raise RuntimeError(f"the launch of {what} failed: {error}") from None
+
+
+def of_ladder(text: str) -> str | None:
+    """The kernel of the ladder that CUDA C++ defines, '1' to '6', as attention_kernel1 ...; else None."""
+    found = re.search(r"__global__[^;{]*?\battention_kernel(\d)\s*\(", text)
+    return found[1] if found else None
+
+
+class OnLadder:
+    """A kernel of the ladder in a file, such as attention_kernel4: it has that one's tiles and launches."""
+
+    takes_tensors = True
+
+    def __init__(self, file: Path) -> None:
+        from attention_ext.cuda.kernels import KERNELS
+
+        text = file.read_text()
+        number = of_ladder(text)
+        if number not in KERNELS:
+            raise BuildError(f"{file.name} defines attention_kernel{number}; the ladder has none")
+
+        def write(work: Path) -> Path:
+            (work / file.name).write_text(text)
+            return work / file.name
+
+        folder = cache.real(cache.directory()) / f"{NAME}_{cache.fingerprint([file.name, text])}"
+        made = folder / file.name
+        cache.make(made, file.name, write)
+        _prune(folder)
+        self._row = replace(KERNELS[number], name=str(made), sources={Dtype.FP32: str(made)})
+        KERNELS[self._row.name] = self._row  # where the launcher looks
+
+    def source(self, d: int, arch: str) -> nvrtc.Source:
+        """What NVRTC compiles for heads of width d and an architecture such as sm_90."""
+        from attention_ext.cuda import driver
+        from attention_ext.cuda.kernels import Gpu
+
+        capability = int(arch[3:-1]), int(arch[-1])
+        tile = self._row.tile(d, Dtype.FP32, Gpu(arch, capability, SHARED_BYTES, 1))
+        return driver.source(self._row, tile, d, Dtype.FP32, capability)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, **others: Any) -> Tensor:
+        """The output (B, H, Nq, d) on q's GPU. others are not used."""
+        from attention_ext.cuda import operators
+
+        try:
+            return operators.flash(q, k, v, causal, scale, self._row.name)
+        except RuntimeError as error:
+            operators.raise_reason(error)
+            raise
 
 
 class InPython:

@@ -19,7 +19,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Write many texts": ("bulk",),
     "Serve": ("serve",),
     "Lab test": (*PARTS, "4Daccess", "parallel"),
-    "Your own attention": ("try",),
+    "Your own attention": ("try", "course"),
     "Measure": ("bench", "explain", "profile", "race", "doctor"),
     "Train": ("prepare", "train", "eval"),
     "Show": ("web",),

@@ -6,6 +6,7 @@ torch is imported by the functions that need it: a user's kernel is tried withou
 import ctypes
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from attention_ext.build import nvrtc
@@ -51,7 +52,10 @@ def source(row: Kernel, tile: Tile, d: int, dtype: Dtype, capability: tuple[int,
     macros = {"FORMAT": FORMATS[dtype], "HEAD_DIM": row.padded(d), **tile.sizes}
     macros |= {"BR": tile.br, "BC": tile.bc, "THREADS": tile.threads}
     # instructions of one architecture alone need the suffix
-    return nvrtc.Source(row.sources[dtype], f"sm_{capability[0]}{capability[1]}{'a' * row.only}", macros)
+    file = Path(row.sources[dtype])  # a path, if it is a user's
+    folder = file.parent if file.is_absolute() else None
+    arch = f"sm_{capability[0]}{capability[1]}{'a' * row.only}"
+    return nvrtc.Source(file.name, arch, macros, folder, lines=folder is not None)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ class Verdict:
     refused: why it could not be compiled; then nothing was tried. tried: cases; skipped: those that would
     take too long. at, case: the first wrong one, or that of a crash. finding: what explains it. shown:
     worker.shown() of the first wrong result. said: what the kernel printed. memory: what the sanitizers
-    found, or why they did not run. finished: whether all cases were tried.
+    found, or why they did not run. finished: whether all cases were tried. passed: the numbers of the right
+    ones.
     """
 
     refused: str = ""
@@ -68,6 +69,7 @@ class Verdict:
     memory: list[str] = field(default_factory=list)
     case: Case | None = None
     finished: bool = False
+    passed: list[int] = field(default_factory=list)
 
     @property
     def right(self) -> bool:
@@ -105,7 +107,8 @@ class Checker:
         """Start the worker that this file needs."""
         text, needs = file.read_text(errors="replace"), set()
         if own.device(file) == "cuda":
-            needs = {"cuda"} if file.suffix == ".cu" else {"cuda", "torch"}
+            alone = file.suffix == ".cu" and not own.of_ladder(text)
+            needs = {"cuda"} if alone else {"cuda", "torch"}
         elif file.suffix == ".py" and re.search(r"^\s*(import|from)\s+(torch|triton)\b", text, re.M):
             needs = {"torch"}
         if self._worker and (not needs <= self._has or self._worker.poll() is not None):
@@ -150,6 +153,8 @@ def take(found: Verdict, answer: dict[str, Any], seconds: float) -> None:
     if "begin" in answer and answer["begin"]:
         if not found.wrong:
             found.at, found.case = answer["begin"], CASES[answer["at"]]
+    if "passed" in answer:
+        found.passed.append(answer["passed"])
     if "wrong" in answer:
         found.wrong, found.at = True, answer["wrong"] or found.at
         found.shown = answer if "picture" in answer else found.shown
@@ -275,7 +280,8 @@ def _sanitize_cuda(file: Path, found: Verdict, stop: Callable[[], bool] | None) 
     for check in ("memcheck", "racecheck"):
         command = [tool, "--tool", check, "--print-limit", "3", sys.executable, "-m", "lab.trial.worker"]
         words = [*command, "once", str(file.resolve())]
-        _, out, err = run(words, SANITIZER_SECONDS, stop, **environment())
+        env = environment() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that each matrix has bounds
+        _, out, err = run(words, SANITIZER_SECONDS, stop, **env)
         if finding := of_compute_sanitizer(out + err, file.name):
             found.memory.append(f"compute-sanitizer: {finding.sentence}")
             return found.add(finding)

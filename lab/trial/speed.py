@@ -1,6 +1,6 @@
 """How fast a user's kernel is, beside the parts and PyTorch, and what to do next.
 
-python -m lab.trial.speed FILE N d heads causal threads
+python -m lab.trial.speed FILE N d heads causal threads cachegrind alone
 
 measures in this process, which the kernel may crash, and prints Figures as JSON.
 """
@@ -96,10 +96,18 @@ class Figures:
 
 
 def measure(
-    file: Path, size: Size, cachegrind: bool = False, stop: Callable[[], bool] | None = None
+    file: Path,
+    size: Size,
+    cachegrind: bool = False,
+    stop: Callable[[], bool] | None = None,
+    *,
+    alone: bool = False,
 ) -> Figures | str:
-    """The figures of a right kernel, or why there are none. Raises Stopped if stop()."""
-    words = (size.N, size.d, size.heads, int(size.causal), size.threads, int(cachegrind))
+    """The figures of a right kernel, or why there are none. Raises Stopped if stop().
+
+    alone: only the file's call, for its share of the peak.
+    """
+    words = (size.N, size.d, size.heads, int(size.causal), size.threads, int(cachegrind), int(alone))
     command = [sys.executable, "-m", "lab.trial.speed", str(file.resolve()), *map(str, words)]
     try:
         code, out, err = run(command, SECONDS, stop, **environment())
@@ -125,13 +133,15 @@ def main(words: Sequence[str]) -> None:
     from lab.bench.cuda import GpuBench
     from lab.bench.measure import Bench
 
-    file, (N, d, heads, causal, threads, cachegrind) = words[0], map(int, words[1:])
+    file, (N, d, heads, causal, threads, cachegrind, alone) = words[0], map(int, words[1:])
     device = own.device(Path(file))
     sizes: dict[str, Any] = dict(widths=[d], heads=heads, masks=[bool(causal)], threads=[threads])
     sizes |= {"device": device} | ({"l2s": ["warm"]} if device == "cuda" else {})
-    cells: list[Cell] = plan([file, *LADDER[device], "sdpa"], lengths=[N], **sizes)
-    small = plan([file], lengths=[max(1, N // SMALLER)], **sizes) if device == "cpu" else []
-    if device == "cpu":
+    others = [] if alone else [*LADDER[device], "sdpa"]
+    cells: list[Cell] = plan([file, *others], lengths=[N], **sizes)
+    small: list[Cell] = []
+    if device == "cpu" and not alone:
+        small = plan([file], lengths=[max(1, N // SMALLER)], **sizes)
         small += plan([file], lengths=[N], **sizes | {"widths": [WIDER * d]})
     bench: Bench | GpuBench
     if device == "cuda":
@@ -149,11 +159,11 @@ def main(words: Sequence[str]) -> None:
         for (name, *at), r in results.items()
         if at == [N, d] and r.median is not None
     }
-    others = [
+    beside = [
         results[at].median if at in results else None
         for at in ((file, N // SMALLER, d), (file, N, WIDER * d))
     ]
-    shrunk, wide = (1e3 * seconds if seconds else None for seconds in others)
+    shrunk, wide = (1e3 * seconds if seconds else None for seconds in beside)
     kernel = own.loaded(Path(file))
     scratch = mine.scratch
     if isinstance(kernel, own.Native):
