@@ -252,7 +252,7 @@ def hint(figures: Figures, size: Size, text: str) -> tuple[str, str]:
     if grown > GROWN:
         return (
             f"a score costs {grown:.1f} times as much as at N = {size.N // SMALLER}: the matrices leave the "
-            "cache. Let a tile of queries share each pass over K and V",
+            "cache. Let a tile of queries share each pass over K and V (simd::multiply of simd/simd.h)",
             "blocks",
         )
     if figures.scratch is not None and figures.scratch >= matrix and rate > figures.peak / 4:

@@ -22,6 +22,7 @@ DOCUMENTS = {
     "docs/attention.md": (9, 5),
     "docs/benchmarking.md": (2, 3),
     "docs/cli.md": (0, len(COMMANDS)),
+    "docs/course.md": (0, 5),
     "docs/decoder.md": (3, 3),
     "docs/gpu.md": (7, 10),
     "docs/scale.md": (6, 10),
