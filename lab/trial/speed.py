@@ -268,6 +268,12 @@ def hint(figures: Figures, size: Size, text: str) -> tuple[str, str]:
             f"one of {threads} threads works: rows of a head are independent (for_each_item of threads.h)",
             "rows",
         )
+    if "simd::multiply" in text:
+        return (
+            "the products use the helpers, and wait for the cache: rows that are a multiple of 4 KiB apart share "
+            "a few of its sets. Let a tile of K^T or of S lie by itself, its rows one after the other",
+            "blocks",
+        )
     return (
         "the vectors wait: keep a block of sums in registers, four rows by a few vectors, as simd::multiply",
         "blocks",

@@ -254,6 +254,7 @@ def test_the_ladder_and_the_hints():
         what, where = speed.hint(figures, size, "")
         assert words in what and where == page, (what, where)
     assert speed.hint(with_time(14, scratch=0), Size(threads=2), "")[1] == "rows"
+    assert "4 KiB apart" in speed.hint(with_time(14, scratch=0), size, "simd::multiply(")[0]
     on_gpu = Figures(**vars(FIGURES) | {"device": "cuda", "ms": {"own": 5.0, "kernel1": 9.0, "kernel2": 1.0}})
     assert (
         speed.hint(on_gpu, size, "")[1] == "kernel2" and speed.place(on_gpu) == "between kernel1 and kernel2"
