@@ -270,7 +270,7 @@ def hint(figures: Figures, size: Size, text: str) -> tuple[str, str]:
         )
     if "simd::multiply" in text:
         return (
-            "the products use the helpers, and wait for the cache: rows that are a multiple of 4 KiB apart share "
+            "the products use the helpers, and wait for the cache: rows a multiple of 4 KiB apart share "
             "a few of its sets. Let a tile of K^T or of S lie by itself, its rows one after the other",
             "blocks",
         )
