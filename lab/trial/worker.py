@@ -170,10 +170,10 @@ def check_gpu(kernel: own.OnCuda | own.OnLadder | own.InPython) -> None:
 
     try:
         major, minor = cuda.gpu().capability
-    except BuildError as error:
+    except BuildError:
         _, resources = kernel.source(64, COMPILED_FOR).compile()
         what = f"it compiles for {COMPILED_FOR}, with {resources.registers} registers, and is not tried"
-        raise BuildError(f"{what}: {error}") from None
+        raise BuildError(f"{what}: no GPU and driver are found here (see nvidia-smi)") from None
     if isinstance(kernel, own.OnLadder):
         return
     for d in dict.fromkeys(case.d for case in CASES):
