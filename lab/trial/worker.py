@@ -177,10 +177,11 @@ def check_gpu(kernel: own.OnCuda | own.OnLadder | own.InPython) -> None:
     if isinstance(kernel, own.OnLadder):
         return
     for d in dict.fromkeys(case.d for case in CASES):
-        if os.fork() == 0:  # NVRTC compiles one source at a time in a process
+        source = kernel.source(d, f"sm_{major}{minor}")
+        if not source.path().exists() and os.fork() == 0:  # NVRTC compiles one at a time in a process
             os.closerange(3, 1024)  # the worker waits for the end of the child's pipe
             with contextlib.suppress(BuildError):
-                kernel.source(d, f"sm_{major}{minor}").make()
+                source.make()
             os._exit(0)
 
 
