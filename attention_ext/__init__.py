@@ -67,8 +67,9 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v by one of PARTS.
 
-    part: 'part0' to 'part4'. q: (B, H, Nq, d). k, v: (B, H, Nk, d). All float32, in part0 and part4 also all
-    bfloat16, on the CPU, with any strides and no empty dimension; in parts 1 to 4 Nq * Nk must be below 2^50.
+    part: 'part0' to 'part4', or the path of a file with a kernel of your own (docs/try.md), in float32.
+    q: (B, H, Nq, d). k, v: (B, H, Nk, d). All float32, in part0 and part4 also all bfloat16, on the CPU, with
+    any strides and no empty dimension; in parts 1 to 4 Nq * Nk must be below 2^50.
     part0 and part4 also take tensors on one CUDA device, float32, bfloat16 or float16; part4's d is then at
     most 256, and Nq and Nk below 2^31 - 1023.
     causal: query i sees the keys j <= i + (Nk - Nq); Nq must be at most Nk.
@@ -103,6 +104,15 @@ def attention(
         tiles.check_sides(br, bc)
     if row.operator is None:
         check_tensors(row, q, k, v, causal)
+    if row.file:
+        from attention_ext import own
+
+        if return_lse:
+            raise ValueError(f"return_lse is True; it must be False with {part}, which gives no logsumexp")
+        if torch.is_grad_enabled():
+            check_gradient(row, q, k, v)
+        applied = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+        return own.attend(row.file, q, k, v, causal, applied)
     try:
         on_cuda = q.is_cuda
         if kernel is not None and not on_cuda:

@@ -6,6 +6,7 @@ Its C++ side is csrc/parts.h. torch is not imported here, because `gpt.py --help
 import enum
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 class BuildError(RuntimeError):
@@ -48,6 +49,7 @@ class Part:
     gradient: the name of its PyTorch operator with a gradient, for float32 on the CPU; None without one.
     tiled: takes br and bc. threaded: uses all threads.
     dtypes: the dtypes that its tensors may have on each kind of device, by PyTorch's names.
+    file: the user's file that holds it, see own.py; None for those of PARTS.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Part:
     tiled: bool = False
     threaded: bool = True
     dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"cpu": ("float32",)})
+    file: Path | None = None
 
 
 DEVICES = {"cpu": "the CPU", "cuda": "CUDA"}  # the kinds of device, by PyTorch's names
@@ -116,6 +119,8 @@ PARTS = {
     )
 }
 
+SUFFIXES = (".cpp", ".ispc", ".cu", ".py")  # of users' files, see own.py
+
 # The SIMD helpers under the kernels. 'auto' is portable C++, a few percent faster than ISPC in parts 3 and 4
 # (gpt.py bench part3,part4 --simd ispc,portable).
 SIMD = ("auto", "ispc", "portable", "off")
@@ -154,8 +159,17 @@ def one_of(name: str, value: str, known: Collection[str]) -> None:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
 
 
+def is_file(part: str) -> bool:
+    """Whether a part's name is that of a user's file, by its suffix."""
+    return isinstance(part, str) and part.endswith(SUFFIXES)
+
+
 def check_part(part: str) -> Part:
-    """The row of a part. Raises ValueError for a name that is not in PARTS."""
+    """The row of a part, or of a user's file. Raises ValueError for another name."""
+    if is_file(part):
+        from attention_ext import own
+
+        return own.row(part)
     one_of("part", part, PARTS)
     return PARTS[part]
 
@@ -167,8 +181,12 @@ def check_dtype(part: str, dtype: str, device: str = "cpu") -> Dtype:
     """
     one_of("device", device, DEVICES)
     one_of("dtype", dtype, list(Dtype))
-    one_of("part", part, PARTS)
-    found = Dtype(dtype)
+    row, found = check_part(part), Dtype(dtype)
+    if row.file:
+        if found.torch_name not in row.dtypes.get(device, ()):
+            takes = " and ".join(f"fp32 on {DEVICES[device]}" for device in row.dtypes)
+            raise ValueError(f"dtype is {found.value!r} on {DEVICES[device]}; {part} takes {takes}")
+        return found
     who = taking(found, device)
     if not who:
         raise ValueError(f"dtype is {found.value!r}; no part takes it on {DEVICES[device]}")

@@ -182,6 +182,10 @@ def open_engine(
         engine = default_engine(part)
     if engine != "native" and not (isinstance(draft, str) and draft in ("auto", "off")):
         raise ValueError(f"draft is {draft!r}; it must be 'auto' or 'off' but in the native engine")
+    if engine == "native" and row.file:
+        raise ValueError(
+            f"engine is 'native'; it must be 'torch' with {part}, which the decoder does not link"
+        )
     if engine == "torch":
         from generation.pytorch import open_torch
 

@@ -4,23 +4,39 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(command: Sequence[str], seconds: float, **env: str) -> tuple[int, str, str]:
+POLL_SECONDS = 0.05
+
+
+class Stopped(Exception):
+    """A program was ended because its result is no longer wanted."""
+
+
+def run(
+    command: Sequence[str], seconds: float, stop: Callable[[], bool] | None = None, **env: str
+) -> tuple[int, str, str]:
     """The exit code, the standard output and the standard error of a command that runs in ROOT.
 
     Its output goes through files, because a pipe stays open as long as any child of the program has it.
-    Raises TimeoutExpired after `seconds`; then the program and its children are killed.
+    Raises TimeoutExpired after `seconds`, and Stopped when stop() is true; then the program and its children
+    are killed.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         settings: dict = {"cwd": ROOT, "env": os.environ | env, "start_new_session": True}
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, **settings)
         try:
-            code = process.wait(seconds)
+            end = time.monotonic() + seconds
+            while stop and process.poll() is None and time.monotonic() < end:
+                if stop():
+                    raise Stopped
+                time.sleep(POLL_SECONDS)
+            code = process.wait(max(0.0, end - time.monotonic()))
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

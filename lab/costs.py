@@ -1,6 +1,6 @@
 """The costs of a call beside its traffic: its scratch, and the sizes of the kernels' blocks."""
 
-from attention_ext import PARTS, extension
+from attention_ext import extension, own
 from attention_ext.parts import check_part
 from lab.traffic import FLOAT_BYTES, Block, Case
 
@@ -12,14 +12,21 @@ def block_of(simd: str | None = "auto") -> Block:
 
 
 def scratch(part: str, case: Case, simd: str | None = "auto") -> int:
-    """Bytes of scratch of a call of a part, counted by its kernel.
+    """Bytes of scratch of a call of a part, counted by its kernel; 0 of a user's file that does not say.
 
     Raises ValueError for a name that is not in PARTS, and BuildError as extension.load() does.
     """
-    if check_part(part).operator is None:  # PyTorch: S and P of all heads
+    row = check_part(part)
+    if row.file:
+        kernel = own.loaded(row.file)
+        if not isinstance(kernel, own.Native):
+            return 0
+        call = (1, case.heads, case.Nq, case.Nk, case.d, case.causal, case.threads)
+        return FLOAT_BYTES * kernel.scratch(*call)
+    if row.operator is None:  # PyTorch: S and P of all heads
         return FLOAT_BYTES * 2 * case.heads * case.Nq * case.Nk
     sizes = (1, case.heads, case.Nq, case.Nk, case.d)
-    tile = {"br": case.Br, "bc": case.Bc} if PARTS[part].tiled else {}
+    tile = {"br": case.Br, "bc": case.Bc} if row.tiled else {}
     return extension.scratch(
         part, *sizes, threads=case.threads, simd=simd or "auto", dtype=case.dtype, **tile
     )

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attention_ext import PARTS, BuildError, processor
+from attention_ext import BuildError, own, processor
 from attention_ext.build import recipes
+from attention_ext.parts import check_part
 from attention_ext.processor import Cache
 from lab.command import run
 from lab.costs import scratch
@@ -52,7 +53,7 @@ def misses(part: str, case: Case, simd: str, caches: tuple[Cache, Cache] | None,
     """The bytes that one call of a part that is a kernel, on one thread, brings into the caches.
 
     All caches are emptied before the call, so each byte that must come in is counted, as in lab.traffic.
-    case: with as many queries as keys. simd: 'auto', 'portable' or 'off'.
+    part: also a file in C++ or ISPC. case: with as many queries as keys. simd: 'auto', 'portable' or 'off'.
     caches: None lets the processor count, through perf. Its last level is that of its LLC events, and it
     counts some of the prefetched lines. With a pair cachegrind simulates the first level and one other level,
     both with least recently used lines replaced; it is fifty times slower than the call. On x86 the part is
@@ -68,9 +69,10 @@ def misses(part: str, case: Case, simd: str, caches: tuple[Cache, Cache] | None,
     swept = SWEPT_BYTES if caches is None else 2 * max(cache.size for cache in caches)
     need = 4 * FLOAT_BYTES * case.heads * case.K + scratch(part, case, simd) + swept
     check_memory(f"N is {case.Nk}; the matrices that are counted", need)
-    program = recipes.program(simd, "native" if caches is None else SIMULATED).make()
+    march, row = "native" if caches is None else SIMULATED, check_part(part)
+    program = own.make(row.file, "simulated", march) if row.file else recipes.program(simd, march).make()
 
-    asked = (program, PARTS[part].operator, case.Nk, case.d, case.br, case.bc, int(case.causal), case.heads)
+    asked = (program, row.operator, case.Nk, case.d, case.br, case.bc, int(case.causal), case.heads)
     commands = [[str(word) for word in (*asked, repeats, swept)] for repeats in (0, 1)]
     try:
         if caches is None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from attention_ext import PARTS, extension, processor
-from attention_ext.parts import Dtype
+from attention_ext import extension, processor
+from attention_ext.parts import Dtype, check_part
 from attention_ext.processor import Cache
 from lab import counters, machine
 from lab.bench.cases import Cell
@@ -60,13 +60,15 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
     cachegrind: simulate its cache misses; otherwise perf counts them if permitted.
     Raises ValueError if the part does not fit this machine, and the errors of counters.misses().
     """
-    part = PARTS[cell.contender]
-    if cachegrind and part.operator is None:
+    part = check_part(cell.contender)
+    compiled = part.operator or part.file and part.file.suffix in (".cpp", ".ispc")
+    if cachegrind and not compiled:
         raise ValueError("--cachegrind goes with parts that are kernels; PyTorch's are not simulated")
     if cachegrind and cell.dtype != Dtype.FP32:
         raise ValueError(f"--cachegrind goes with --dtype fp32; {cell.dtype} is not simulated")
     echo(heading(cell) + "\n")
-    echo(textwrap.fill(part.why, 100) + "\n")
+    if part.why:
+        echo(textwrap.fill(part.why, 100) + "\n")
     case = cell.case(threads=cell.threads if part.threaded else 1)
     echo(arithmetic_text(case))
     echo(f"scratch     {size_text(scratch(part.name, case, cell.simd))}")
@@ -83,7 +85,7 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
     peak = run.peak(cell) * case.threads / cell.threads
     echo("\n" + bound_text(limits(cell, case, bounds, peak)))
     echo(measured_text(case.flops, result, peak))
-    if part.operator and cell.dtype == Dtype.FP32:
+    if compiled and cell.dtype == Dtype.FP32:
         echo(misses_text(cell, cachegrind))
     if run.busy:
         echo(run.busy)
@@ -119,7 +121,7 @@ def softmax_text(cell: Cell) -> str | None:
 
 def heading(cell: Cell) -> str:
     """The part, the case and the processor."""
-    part, heads = PARTS[cell.contender], counted(cell.batch * cell.heads, "head")
+    part, heads = check_part(cell.contender), counted(cell.batch * cell.heads, "head")
     tile = f", Br = {cell.br}, Bc = {cell.bc}" if part.tiled else ""
     mask, threads = "causal" if cell.causal else "no mask", counted(cell.threads, "thread")
     what = f"{heads} of N = {cell.N}, d = {cell.d}{tile}, {mask}, {threads}"
@@ -144,7 +146,8 @@ def measured_text(flops: float, result: Result, peak: float) -> str:
     rate = flops / result.median
     return (
         f"measured    {1e3 * result.median:.3g} ms (IQR {1e3 * (q3 - q1):.2g}), {rate / 1e9:.3g} GFLOP/s = "
-        f"{100 * rate / peak:.0f} % of the peak; scratch as allocated {size_text(result.scratch or 0)}"
+        f"{100 * rate / peak:.0f} % of the peak"
+        + ("" if result.scratch is None else f"; scratch as allocated {size_text(result.scratch)}")
     )
 
 

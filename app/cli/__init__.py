@@ -11,6 +11,7 @@ import click
 from app.cli.terminal import notice, one_line, program
 from attention_ext import PARTS, BuildError, __version__
 from attention_ext.build import prebuilt
+from attention_ext.parts import is_file
 
 # The sections of `gpt.py --help`: (what to type, the sentence that describes it).
 WRITE = [(f"{name} --inference", f"Write text with {name}: {part.summary}.") for name, part in PARTS.items()]
@@ -18,6 +19,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Write many texts": ("bulk",),
     "Serve": ("serve",),
     "Lab test": (*PARTS, "4Daccess", "parallel"),
+    "Your own attention": ("try", "course"),
     "Measure": ("bench", "explain", "profile", "race", "doctor"),
     "Train": ("prepare", "train", "draft", "eval"),
     "Show": ("web",),
@@ -29,6 +31,8 @@ NEEDED = {
     "pooch": "pooch: pip install pooch",
     "rich": "rich: pip install rich",
 }
+APART = "ATTENTION_APART"  # set in the process that runs a user's kernel
+CTRL_C_SECONDS = 2  # until a process that does not end at Ctrl-C is killed
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 
 
@@ -64,7 +68,8 @@ def command_of(name: str) -> click.Command:
         from app.cli import part
 
         return part.command_of(name)
-    module = importlib.import_module(f"app.cli.{name.replace('4D', 'four_d_')}")
+    # 4D and try cannot be names of modules
+    module = importlib.import_module(f"app.cli.{name.replace('4D', 'four_d_').replace('try', 'try_')}")
     commands = (found for found in vars(module).values() if isinstance(found, click.Command))
     return next(command for command in commands if command.name == name)
 
@@ -98,6 +103,8 @@ def main(arguments: list[str] | None = None) -> None:
     # Kineto writes a line to stderr at each start and stop of the profiler unless told not to.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     warnings.showwarning = show_warning  # type: ignore[assignment]  # it takes fewer arguments
+    if arguments is None and (file := named_file(sys.argv[1:])):
+        run_apart(file)
     try:
         with cli.make_context(program(), sys.argv[1:] if arguments is None else list(arguments)) as context:
             if cli.invoke(context) is False:
@@ -123,6 +130,37 @@ def main(arguments: list[str] | None = None) -> None:
         if error.name not in NEEDED:
             raise
         fail(f"this command needs {NEEDED[error.name]}")
+
+
+def named_file(words: list[str]) -> str | None:
+    """The user's kernel that a command runs in its own process; None without one."""
+    if os.environ.get(APART) or words[:1] == ["try"] and "--inference" not in words:
+        return None
+    names = (name for word in words for name in word.split(","))
+    return next((name for name in names if is_file(name)), None)
+
+
+def run_apart(file: str) -> None:
+    """Run this command in another process and exit as it does: a user's kernel may crash."""
+    import signal
+    import subprocess
+
+    command = [sys.executable, *sys.orig_argv[1:]]
+    with subprocess.Popen(command, env=os.environ | {APART: "1"}) as child:
+        try:
+            code = child.wait()
+        except KeyboardInterrupt:  # the child has it too, but a kernel does not look
+            try:
+                code = child.wait(CTRL_C_SECONDS)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                code = 130
+    if code < 0:
+        name = signal.Signals(-code).name
+        file = one_line(file)
+        notice(f"{program()}: error: {file} crashed ({name}); {program()} try {file} says where")
+        code = 1
+    sys.exit(code)
 
 
 def fail(message: str) -> None:

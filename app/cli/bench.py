@@ -34,7 +34,7 @@ NOT_WITH = {
 }
 
 sweep_options = options.all_of(
-    click.argument("contenders", type=options.Names(), required=False, metavar="[CONTENDERS]"),
+    click.argument("contenders", type=options.Names(files=True), required=False, metavar="[CONTENDERS]"),
     options.numbers("-N", "lengths", "Numbers of keys.", default="1024", show_default="1024; 4096 on CUDA"),
     options.numbers("-d", "widths", "Head widths.", most=options.WIDEST_HEAD, default="32"),
     options.numbers("-br", "--br", "Rows of part4's tiles, in queries.", auto=True, default="auto"),

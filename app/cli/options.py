@@ -13,7 +13,7 @@ import click
 from app.cli.terminal import notice, program
 from attention_ext import PARTS, SIMD
 from attention_ext.cuda.kernels import KERNELS
-from attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision, running_on
+from attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision, is_file, running_on
 from checkpoints import DEFAULT, PRESENT
 from generation.sampling import NUMBERS, Sampling
 from lab import saved
@@ -89,17 +89,28 @@ class Numbers(click.ParamType):
         return tuple(dict.fromkeys(numbers))
 
 
+class PartOrFile(click.Choice):
+    """A name of PARTS, or the path of a user's kernel."""
+
+    def __init__(self) -> None:
+        super().__init__(list(PARTS))
+
+    def convert(self, value, parameter, context) -> str:
+        return value if is_file(value) else super().convert(value, parameter, context)
+
+
 class Names(click.ParamType):
-    """Names separated by commas, each one of `of`; an empty `of` admits any."""
+    """Names separated by commas, each one of `of`; an empty `of` admits any. files: also users' kernels."""
 
     name = "list"
 
-    def __init__(self, of: Collection[str] = ()) -> None:
-        self.of = of
+    def __init__(self, of: Collection[str] = (), files: bool = False) -> None:
+        self.of, self.files = of, files
 
     def convert(self, value, parameter, context) -> tuple[str, ...]:
         names = value if isinstance(value, tuple) else tuple(value.split(",") if value else ())
-        wrong = [name for name in names if self.of and name not in self.of]
+        known = [*self.of, *(name for name in names if self.files and is_file(name))]
+        wrong = [name for name in names if self.of and name not in known]
         if wrong:
             self.fail(f"{wrong[0]!r} must be one of {', '.join(self.of)}", parameter, context)
         return names
@@ -258,7 +269,7 @@ one_thread = size("-t", "--threads", "Threads to use.", default=1, **BOUNDED)
 some_threads = numbers("-t", "--threads", "Numbers of threads.", default="1", **BOUNDED)
 
 # Where and how attention is computed.
-part = click.argument("part", type=click.Choice(list(PARTS)), metavar="PART")
+part = click.argument("part", type=PartOrFile(), metavar="PART")
 simd = choice(
     "--simd", "SIMD helpers of attention's forward pass: auto is portable, off is scalar loops.", of=SIMD
 )

@@ -11,7 +11,7 @@ import click
 from app.cli import options
 from app.cli.terminal import notice
 from attention_ext import PARTS
-from attention_ext.parts import CachePrecision, helpers_of, running_on, with_gradient
+from attention_ext.parts import CachePrecision, check_part, helpers_of, running_on, with_gradient
 
 if TYPE_CHECKING:
     from generation.cuda import CudaEngine
@@ -166,8 +166,9 @@ class Session:
         notice(f"Running inference using dnn model {asked['model']}")
         notice(f"number of parameters: {config.num_params / 1e6:.2f}M")
         notice(f"Vocabulary of {len(tokenizer)} tokens from {tokenizer.source}")
-        kernel = f"Attention by {PARTS[self.part].summary}"
-        if asked["device"] == "cuda" and engine.name == "torch":
+        row = check_part(self.part)
+        kernel = f"Attention by {row.summary}"
+        if asked["device"] == "cuda" and engine.name == "torch" and not row.file:
             from attention_ext.cuda import driver
 
             kernel = driver.describe(self.part, asked["kernel"], config.head_dim)

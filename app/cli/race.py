@@ -9,7 +9,7 @@ from attention_ext.parts import running_on
 
 
 @click.command()
-@click.argument("parts", type=options.Names(PARTS), required=False)
+@click.argument("parts", type=options.Names(PARTS, files=True), required=False)
 @options.model
 @options.option("--prompt", "Text to continue.", default="\n", show_default="a line end")
 @options.whole(

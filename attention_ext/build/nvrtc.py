@@ -36,13 +36,15 @@ class Resources:
 class Source:
     """A kernel to compile: its file, its macros, and the architecture, such as sm_90a.
 
-    folder: of the file; None for SOURCES, whose headers every file may include.
+    folder: of the file; None for SOURCES, whose headers every file may include. lines: keep their numbers,
+    for compute-sanitizer.
     """
 
     file: str
     arch: str
     macros: Mapping[str, int]
     folder: Path | None = None
+    lines: bool = False
 
     def path(self) -> Path:
         """Where the compiled kernel is kept. Raises BuildError if NVRTC is missing."""
@@ -74,6 +76,7 @@ class Source:
             define_macro=[(name, str(value)) for name, value in self.macros.items()] or None,
             include_path=[str(SOURCES), *([str(self.folder)] if self.folder else [])],
             ptxas_options=["-v"],
+            lineinfo=self.lines or None,
             no_cache=True,  # the log would be empty
         )
         log = io.StringIO()

@@ -29,6 +29,10 @@ KERNELS = ("cpu/*.cpp", "simd/portable/*.cpp")  # the latter: simd/portable.h, u
 OPERATORS = ("bindings/operators.cpp", "tools/limits.cpp")
 LAUNCHER = ("bindings/launcher.cpp",)
 PROGRAM = ("tools/alone.cpp",)
+OWN = ("tools/own.cpp",)
+# Programs of a user's file beside its library, and their linker's arguments: under AddressSanitizer, under
+# ThreadSanitizer, and for a simulator of caches.
+OWN_PROGRAMS = {"address": ("-fsanitize=address",), "thread": ("-fsanitize=thread",), "simulated": ()}
 # Python has loaded its own functions before a library is loaded.
 LINK = ("-shared", "-undefined", "dynamic_lookup") if sys.platform == "darwin" else ("-shared",)
 
@@ -197,6 +201,27 @@ def program(simd: str = "auto", march: str = "native") -> Recipe:
         sources=(*over.sources, *found(CSRC, *PROGRAM)),
         link=(),
     )
+
+
+def own(in_ispc: bool, program: str = "", march: str = "native") -> Recipe:
+    """The object file that a user's file is linked with: what it may call, and what calls it.
+
+    in_ispc: it is in ISPC. program: one of OWN_PROGRAMS, or '' for a library. march: as in program(), for
+    'simulated'. Raises BuildError if there is no compiler.
+    """
+    over = kernels()
+    ours: tuple[str, ...] = ("-DOWN", *(("-DOWN_ISPC",) if in_ispc else ()))
+    made = replace(over, file="own.o", what="what your kernel is linked with", link=("-r", "-nostdlib"))
+    name = over.name.replace("kernels", f"base{'_ispc' * in_ispc}{'_' * bool(program)}{program}")
+    if program == "simulated":
+        sources = (*over.sources, *found(CSRC, *PROGRAM))
+        ours += ("-g",)
+        flags = tuple(f"-march={march}" if flag == toolchain.NATIVE else flag for flag in over.flags)
+        return replace(made, name=name, flags=(*flags, *ours), sources=sources)
+    if program:  # the kernels are not instrumented
+        ours += ("-g", "-O1", "-fno-omit-frame-pointer", *OWN_PROGRAMS[program])
+    sources = found(CSRC, *(PROGRAM if program else OWN))
+    return replace(made, name=name, flags=(*over.flags, *ours), sources=sources, kernels=over)
 
 
 def found(folder: Path, *patterns: str) -> tuple[Path, ...]:

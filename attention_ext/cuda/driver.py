@@ -1,11 +1,13 @@
-"""CUDA's driver: what a GPU is, and the kernels of the table compiled and loaded on it."""
+"""CUDA's driver: what a GPU is, and the kernels of the table compiled and loaded on it.
+
+torch is imported by the functions that need it: a user's kernel is tried without it.
+"""
 
 import ctypes
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-
-import torch
 
 from attention_ext.build import nvrtc
 from attention_ext.cuda.kernels import MOST_SPLIT, Gpu, Kernel, choose, few_queries
@@ -18,6 +20,8 @@ FORMATS = {dtype: number for number, dtype in enumerate(Dtype)}  # FORMAT of csr
 @functools.cache
 def gpu(index: int) -> Gpu:
     """The GPU with this number."""
+    import torch
+
     found: Any = torch.cuda.get_device_properties(index)  # PyTorch's types leave out some of its fields
     capability, shared = (found.major, found.minor), found.shared_memory_per_block_optin
     return Gpu(found.name, capability, shared, found.multi_processor_count)
@@ -32,6 +36,8 @@ def attribute(name: str, index: int) -> int:
 
 def check_gpu() -> None:
     """Raise BuildError, in one line, if PyTorch cannot use a GPU here."""
+    import torch
+
     if torch.version.cuda is None:
         raise BuildError(
             f"device is 'cuda', and this PyTorch ({torch.__version__}) is built without CUDA; pytorch.org "
@@ -46,7 +52,10 @@ def source(row: Kernel, tile: Tile, d: int, dtype: Dtype, capability: tuple[int,
     macros = {"FORMAT": FORMATS[dtype], "HEAD_DIM": row.padded(d), **tile.sizes}
     macros |= {"BR": tile.br, "BC": tile.bc, "THREADS": tile.threads}
     # instructions of one architecture alone need the suffix
-    return nvrtc.Source(row.sources[dtype], f"sm_{capability[0]}{capability[1]}{'a' * row.only}", macros)
+    file = Path(row.sources[dtype])  # a path, if it is a user's
+    folder = file.parent if file.is_absolute() else None
+    arch = f"sm_{capability[0]}{capability[1]}{'a' * row.only}"
+    return nvrtc.Source(file.name, arch, macros, folder, lines=folder is not None)
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,8 @@ class Compiled:
 
     def launch(self, name: str, blocks: int, *arguments: Any) -> None:
         """Launch a function on the current stream of the current device. arguments: ctypes objects."""
+        import torch
+
         driver, tile = _driver(), self.tile
         # where the arguments are, from where the driver copies them
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
@@ -115,6 +126,8 @@ def _compiled(kernel: str | None, d: int, dtype: Dtype, index: int, few: bool, q
 
 def describe(part: str, kernel: str | None, d: int, dtype: Dtype = Dtype.FP32) -> str:
     """What computes a part on the current GPU, in a line for people."""
+    import torch
+
     row, on = PARTS[part], gpu(torch.cuda.current_device())
     if row.operator is None:
         return f"Attention by {row.summary} on {on.name}"
@@ -132,11 +145,11 @@ def _driver():
     return driver
 
 
-def _check(result: tuple):
-    """The values of a call of the driver. Raises BuildError if it failed."""
+def _check(result: tuple, all: bool = False):
+    """The value of a call of the driver, or all of them. Raises BuildError if it failed."""
     error, *values = result
     if error != 0:
         _, name = _driver().cuGetErrorName(error)
         _, text = _driver().cuGetErrorString(error)
         raise BuildError(f"the CUDA driver failed: {name.decode()}, {text.decode()}")
-    return values[0] if values else None
+    return values if all else values[0] if values else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from attention_ext import AUTO, PARTS, SIMD, extension, tiles
 from attention_ext.cuda.kernels import MOST_SPLIT
-from attention_ext.parts import DEVICES, Dtype, check_dtype, one_of, resolve_simd
+from attention_ext.parts import DEVICES, Dtype, check_dtype, is_file, one_of, resolve_simd
 from lab import machine
 from lab.bench.contenders import SPLIT, contenders
 from lab.traffic import Case
@@ -121,14 +121,14 @@ def plan(
     choices = (("contender", names, known_on(device)), ("simd", simds, SIMD), ("l2", l2s, L2))
     for what, chosen, known in choices:
         for name in chosen:
-            if name not in known:
+            if name not in known and not is_file(name):
                 where = "" if device == "cpu" else f"on {DEVICES[device]} "
                 raise ValueError(f"{what} is {name!r}; {where}it must be one of {', '.join(known)}")
         if len(set(chosen)) < len(chosen) or not chosen:
             raise ValueError(f"{what} is {','.join(chosen)!r}; it must name one or more, each once")
     for name in names:
-        taken = contenders()[name].dtypes[device]
-        if name in PARTS:
+        taken = contenders()[name].dtypes.get(device, ())
+        if name in PARTS or is_file(name):
             check_dtype(name, dtype, device)
         elif dtype not in taken:
             raise ValueError(f"dtype is {dtype!r}; contender {name!r} takes {' and '.join(taken)} only")

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention_ext import PARTS, attention
 from attention_ext.cuda.kernels import KERNELS
-from attention_ext.parts import Dtype
+from attention_ext.parts import Dtype, Part, check_part, is_file
 
 if TYPE_CHECKING:
     from lab.bench.cases import Cell
@@ -55,12 +55,26 @@ class Contender:
     own_allocator: bool = False
 
 
+class Contenders(dict[str, Contender]):
+    """Contenders by name; a user's file is one too."""
+
+    def __missing__(self, name: str) -> Contender:
+        if not is_file(name):
+            raise KeyError(name)
+        return of_part(name, check_part(name))
+
+
+def of_part(name: str, part: Part) -> Contender:
+    """The contender of a row of PARTS, or of a user's file."""
+    dtypes = {device: tuple(map(Dtype.of, names)) for device, names in part.dtypes.items()}
+    own_allocator = part.file is not None and "cpu" in part.dtypes
+    return Contender(name, attention_call, dtypes, own_allocator=own_allocator)
+
+
 def contenders() -> dict[str, Contender]:
     """All contenders by name, the parts first."""
-    fp32, on_cuda, found = (Dtype.FP32,), {"cuda": tuple(Dtype)}, {}
-    for name, part in PARTS.items():
-        dtypes = {device: tuple(map(Dtype.of, names)) for device, names in part.dtypes.items()}
-        found[name] = Contender(name, attention_call, dtypes)
+    fp32, on_cuda = (Dtype.FP32,), {"cuda": tuple(Dtype)}
+    found = Contenders((name, of_part(name, part)) for name, part in PARTS.items())
     for name, kernel in OF_KERNEL.items():
         found[name] = Contender(f"kernel {kernel.name}", attention_call, {"cuda": kernel.dtypes})
     for state in ("spilled", "registers"):
@@ -69,7 +83,8 @@ def contenders() -> dict[str, Contender]:
     found["onnx"] = Contender("ONNX Runtime", onnx_call, {"cpu": fp32}, "onnxruntime", own_allocator=True)
     for name, (title, _, _) in SDPA.items():
         found[name] = Contender(f"SDPA, {title}", sdpa_backend_call, on_cuda)
-    return found | {"flash-attn": Contender("flash-attn", flash_attn_call, on_cuda, "flash_attn")}
+    found["flash-attn"] = Contender("flash-attn", flash_attn_call, on_cuda, "flash_attn")
+    return found
 
 
 def attention_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:

@@ -77,6 +77,7 @@ std::vector<Store> stores;
 std::mt19937 chance;
 Fiber* current;
 jmp_buf scheduler;
+unsigned first_block;        // the number of the first block that runs
 long long rounds, progress;  // progress: the last round in which something happened
 
 void yield() {
@@ -153,7 +154,7 @@ void deliver() {
 }  // namespace emulated
 
 #define threadIdx (Index{static_cast<unsigned>(emulated::current->thread)})
-#define blockIdx (Index{static_cast<unsigned>(emulated::current->block)})
+#define blockIdx (Index{emulated::first_block + emulated::current->block})
 #define gridDim (Index{static_cast<unsigned>(emulated::blocks.size())})
 
 inline void __syncthreads() { emulated::meet(emulated::block().meeting); }
@@ -206,6 +207,10 @@ using std::min;
 
 #include KERNEL
 
+extern "C" __attribute__((visibility("default"))) void begin_at(unsigned block) {
+    emulated::first_block = block;
+}
+
 // Runs so many blocks; 1 if they wait forever, as seen after STUCK rounds.
 extern "C" __attribute__((visibility("default"))) int run(const Work* work, int count, unsigned seed) {
     using namespace emulated;
@@ -213,8 +218,8 @@ extern "C" __attribute__((visibility("default"))) int run(const Work* work, int 
     static const Work* given;
     given = work;
     chance.seed(seed);
-    blocks = std::vector<Block>(count);
-    for (Block& b : blocks) {
+    blocks = std::vector<emulated::Block>(count);
+    for (emulated::Block& b : blocks) {
         b.shared = b.memory.get() + (128 - reinterpret_cast<uintptr_t>(b.memory.get()) % 128);
         std::memset(b.shared, 0xff, SHARED_BYTES);  // NaN
     }

@@ -22,11 +22,13 @@ DOCUMENTS = {
     "docs/attention.md": (9, 5),
     "docs/benchmarking.md": (2, 3),
     "docs/cli.md": (0, len(COMMANDS)),
+    "docs/course.md": (0, 5),
     "docs/decoder.md": (3, 3),
     "docs/gpu.md": (7, 10),
     "docs/scale.md": (6, 10),
     "docs/serve.md": (4, 1),
     "docs/training.md": (1, 6),
+    "docs/try.md": (6, 8),
     "docs/web.md": (3, 4),
     "tests/robustness/README.md": (1, 0),
 }

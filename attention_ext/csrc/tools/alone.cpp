@@ -1,12 +1,13 @@
 // One kernel in a process of its own, without Python or PyTorch: for a cache simulator (lab/counters.py),
 // `perf record` or a debugger.
 //
-//   alone PART N d BR BC CAUSAL HEADS REPEATS [SWEEP]
+//   alone PART N d BR BC CAUSAL HEADS REPEATS [SWEEP [QUERIES [THREADS]]]
 //
 // calls PART, a part's operator, REPEATS times on one thread and prints the sum of its output. q, k, v and out
-// are (1, HEADS, N, d), BR and BC part 4's tile, CAUSAL 0 or 1; REPEATS may be 0. Everything is allocated
-// before the first call, so two runs differ only by their calls. SWEEP bytes are written before the first call
-// and after the last one: caches of at most that size are cold for the first call and for the sum.
+// are (1, HEADS, N, d), q and out with QUERIES rows, BR and BC part 4's tile, CAUSAL 0 or 1; REPEATS may be 0.
+// Everything is allocated before the first call, so two runs differ only by their calls. SWEEP bytes are
+// written before the first call and after the last one: caches of at most that size are cold for the first call
+// and for the sum. Built with OWN, the kernel is that of a user's file, and has THREADS threads.
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
@@ -16,9 +17,17 @@
 #include "parts.h"
 #include "threads.h"
 
+#if defined(OWN)
+#include "tools/own.h"
+
+const Part own{"own", {own_scratch, own_attention}, none, none};
+const Part* part_of(const char*) { return &own; }
+#else
 void on_threads(int threads, const std::function<void(int)>& body) {
     for (int thread = 0; thread < threads; thread++) body(thread);
 }
+const Part* part_of(const char* name) { return find_part(name); }
+#endif
 
 namespace {
 
@@ -35,12 +44,13 @@ int64_t number(const char* name, const char* text, int64_t least, int64_t most) 
     std::exit(2);
 }
 
-// n zeros that live until the program ends.
+// n zeros that live until the program ends. No more bytes are allocated, so that a sanitizer finds the end.
 float* zeros(int64_t n) {
-    const int64_t lines = (n * static_cast<int64_t>(sizeof(float)) + LINE_BYTES - 1) / LINE_BYTES;
-    const int64_t bytes = std::max<int64_t>(lines, 1) * LINE_BYTES;
-    float* p = static_cast<float*>(std::aligned_alloc(LINE_BYTES, bytes));
-    if (!p) {
+    const int64_t bytes = n * static_cast<int64_t>(sizeof(float));
+    void* memory = nullptr;
+    const int failed = posix_memalign(&memory, LINE_BYTES, bytes);
+    float* p = static_cast<float*>(memory);
+    if (failed) {
         std::fprintf(stderr, "alone: no memory for %lld bytes\n", static_cast<long long>(bytes));
         std::exit(1);
     }
@@ -66,12 +76,12 @@ void write_lines(volatile float* p, int64_t bytes) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    if (argc != 9 && argc != 10) {
-        std::fputs("usage: alone PART N d BR BC CAUSAL HEADS REPEATS [SWEEP]\n", stderr);
+    if (argc < 9 || argc > 12) {
+        std::fputs("usage: alone PART N d BR BC CAUSAL HEADS REPEATS [SWEEP [QUERIES [THREADS]]]\n", stderr);
         return 2;
     }
     constexpr int64_t MOST = int64_t{1} << 20, MOST_TILE_SIDE = int64_t{1} << 31;
-    const Part* part = find_part(argv[1]);
+    const Part* part = part_of(argv[1]);
     if (!part) {
         std::fprintf(stderr, "alone: PART is %s; it must be one of", argv[1]);
         for (const Part& each : PARTS) std::fprintf(stderr, " %s", each.name);
@@ -82,23 +92,31 @@ int main(int argc, char** argv) {
     const int64_t Br = number("BR", argv[4], 1, MOST_TILE_SIDE), Bc = number("BC", argv[5], 1, MOST_TILE_SIDE);
     const bool causal = number("CAUSAL", argv[6], 0, 1);
     const int64_t H = number("HEADS", argv[7], 1, MOST), repeats = number("REPEATS", argv[8], 0, MOST);
-    const int64_t sweep = argc == 10 ? number("SWEEP", argv[9], 0, int64_t{1} << 40) : 0;
+    const int64_t sweep = argc > 9 ? number("SWEEP", argv[9], 0, int64_t{1} << 40) : 0;
+    const int64_t Nq = argc > 10 ? number("QUERIES", argv[10], 1, causal ? N : MOST) : N;
+    const int threads = argc > 11 ? static_cast<int>(number("THREADS", argv[11], 1, 1024)) : 1;
 
-    const int64_t size = H * N * d;
-    const auto matrices = [&](const float* data) { return Matrices{data, size, N * d, d, 1}; };
-    const float *q = noise(size, 1), *k = noise(size, 2), *v = noise(size, 3);
-    float* out = zeros(size);
+    const auto matrices = [&](const float* data, int64_t rows) {
+        return Matrices{data, H * rows * d, rows * d, d, 1};
+    };
+    const float *q = noise(H * Nq * d, 1), *k = noise(H * N * d, 2), *v = noise(H * N * d, 3);
+    float* out = zeros(H * Nq * d);
     const float scale = 1 / std::sqrt(static_cast<float>(d));
-    const AttentionSizes sizes{1, H, N, N, d, causal, scale, std::min(Br, N), std::min(Bc, N), /* threads */ 1};
-    Attention a{sizes, matrices(q), matrices(k), matrices(v), out, /* lse */ nullptr, CachePrecision::fp32};
+    const AttentionSizes sizes{1, H, Nq, N, d, causal, scale, std::min(Br, Nq), std::min(Bc, N), threads};
+    Attention a{sizes, matrices(q, Nq),   matrices(k, N),      matrices(v, N),
+                out,   /* lse */ nullptr, CachePrecision::fp32};
     float *scratch = zeros(part->scratch(a)), *other = zeros(sweep / sizeof(float));
 
+#if defined(OWN)  // for who reads a sanitizer's report
+    std::fprintf(stderr, "q at %p, k at %p, v at %p, out at %p, scratch at %p\n", (const void*)q,
+                 (const void*)k, (const void*)v, (const void*)out, (const void*)scratch);
+#endif
     write_lines(other, sweep);
     for (int64_t i = 0; i < repeats; i++) part->attention(a, scratch);
     write_lines(other, sweep);
 
     double sum = 0;
-    for (int64_t i = 0; i < size; i++) sum += out[i];
+    for (int64_t i = 0; i < H * Nq * d; i++) sum += out[i];
     std::printf("%.6f\n", sum);
     return 0;
 }

@@ -30,7 +30,7 @@ def test_commands_are_listed_in_sections(cli):
     lines = cli("--help").stdout.splitlines()
     headings = [line for line in lines if re.fullmatch(r"[A-Z].*:", line)]
     assert headings[:4] == ["Options:", "Write:", "Write many texts:", "Serve:"]
-    assert headings[4:] == ["Lab test:", "Measure:", "Train:", "Show:"]
+    assert headings[4:] == ["Lab test:", "Your own attention:", "Measure:", "Train:", "Show:"]
     names = [line[2:].split("  ")[0] for line in lines[lines.index("Write:") :] if re.match(r"  \w", line)]
     assert names == [*(f"{part} --inference" for part in PARTS), *COMMANDS]
 

@@ -1,0 +1,152 @@
+"""try: a kernel of your own, from a file: is it right, how fast is it, and what to do next."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from app.cli import options
+from app.cli.part import inference_options
+from app.cli.terminal import notice, to_type
+
+POLL_SECONDS = 0.05
+# Options of the engine that a file does not take, as open_engine() has them by default.
+FIXED = {"simd": "auto", "br": None, "bc": None, "kernel": None}
+OWN = {"file", "new", "watch", "as_json", "N", "d", "heads", "causal", "threads", "cachegrind", "seconds"}
+
+
+@click.command("try")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path), required=False)
+@options.file("--new", "Write a working start to this file: .cpp, .ispc, .cu or .py.")
+@options.flag("--watch", "Try again at every save, until Ctrl-C.")
+@options.size("-N", "N", "Keys and queries of the timed call.", show_default="1024; 4096 on CUDA")
+@options.size("-d", "d", "Head width of the timed call.", most=options.WIDEST_HEAD, default=32)
+@options.size("--heads", "Heads of the timed call.", most=options.MOST_HEADS, show_default="4; 100 on CUDA")
+@options.flag("--causal", "Use a causal mask in the timed call.")
+@options.size(
+    "-t",
+    "--threads",
+    "Threads of the timed call.",
+    show_default="1; all cores with --inference",
+    **options.BOUNDED,
+)
+@options.flag("--cachegrind", "Simulate the timed call's caches with valgrind.")
+@options.number("--seconds", "A call that takes longer is endless.", most=3600, above=True, default=10)
+@inference_options
+def attempt(file: Path | None, new: Path | None, watch: bool, threads: int | None, **asked: Any) -> bool:
+    """Try the attention in FILE: C++ (.cpp), ISPC (.ispc), CUDA (.cu) or Python (.py).
+
+    It is compared with float64 over shapes that break kernels; the first wrong case is shown with a
+    diagnosis. Sanitizers look for accesses out of bounds and for races. A right kernel is timed beside the
+    parts and PyTorch, with a hint. --json prints all of it. With --inference the kernel writes text. Exit
+    code 0: right; 1: wrong, crashed or endless; 2: used wrongly.
+    """
+    from lab.trial import report, starts
+
+    if new:
+        if file:
+            raise click.UsageError("FILE does not go with --new")
+        report.checked_name(new)
+        starts.write(new)
+        notice(f"Wrote {new}. Now: {to_type()} try {new}")
+        return True
+    if file is None:
+        raise click.UsageError("Missing argument 'FILE'.")
+    report.checked_name(file)
+    if not file.is_file():
+        raise click.UsageError(f"FILE is {str(file)!r}; there is no such file")
+    if asked["inference"]:
+        options.refuse(OWN - {"file", "threads", "as_json"}, "does not go with --inference")
+        return infer(file, threads, asked)
+    ignored = asked.keys() - OWN - {"inference"}
+    options.refuse(ignored, "goes with --inference only")
+    if watch:
+        options.refuse(("as_json",), "does not go with --watch")
+    from attention_ext import own
+    from lab.trial.speed import Size
+
+    N, heads = (4096, 100) if own.device(file) == "cuda" else (1024, 4)
+    size = Size(asked["N"] or N, asked["d"], asked["heads"] or heads, asked["causal"], threads or 1)
+    return try_once(file, size, asked, watch)
+
+
+def try_once(file: Path, size: Any, asked: dict[str, Any], watch: bool) -> bool:
+    """Try the file and print the report; with `watch` again at each save."""
+    from lab.trial import checking, report
+
+    with checking.Checker() as checker:
+        while True:
+            before, start = version(file), time.perf_counter()
+            found = checker.check(file, asked["seconds"])
+            if not asked["as_json"]:
+                click.echo(report.verdict(file, found))
+            if not watch:
+                return explain(file, found, size, asked)
+            notice(f"verdict after {time.perf_counter() - start:.2f} s")
+
+            def changed(before: Any = before) -> bool:
+                return version(file) not in (before, None)
+
+            # a save does not wait for what a compiler still does for the last one
+            threading.Thread(target=explain, args=(file, found, size, asked, changed), daemon=True).start()
+            checker.warm(file)
+            while not changed():
+                time.sleep(POLL_SECONDS)
+            click.echo("")
+
+
+def version(file: Path) -> tuple[int, int] | None:
+    """What changes at a save; None while there is no file."""
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+def explain(
+    file: Path, found: Any, size: Any, asked: dict[str, Any], stop: Callable[[], bool] | None = None
+) -> bool:
+    """What follows the verdict: sanitizers, speed and hint. Returns whether the kernel is right.
+
+    stop: whether the file was saved again; then nothing more is said.
+    """
+    from lab.command import Stopped
+    from lab.trial import checking, report, speed
+
+    figures, known, as_json = None, found.finding, asked["as_json"]
+
+    def say(text: str) -> None:
+        if text and not as_json and not (stop and stop()):
+            click.echo(text)
+
+    try:
+        checking.sanitize(file, found, stop)
+        if found.finding != known:
+            say(report.verdict(file, found))
+        say(report.memory(found))
+        if found.right:
+            figures = speed.measure(file, size, asked["cachegrind"], stop)
+            say(report.speed(figures, size, file))
+    except Stopped:
+        return False
+    if as_json:
+        click.echo(json.dumps(report.as_json(file, found, figures, size)))
+    if stop and not stop():
+        notice(f"waiting for {file.name} to be saved (Ctrl-C ends)")
+    return found.right and not (isinstance(figures, str) and "crashed" in figures)
+
+
+def infer(file: Path, threads: int | None, asked: dict[str, Any]) -> bool:
+    """Let the file's kernel write text."""
+    from app.cli.part import Session, converse, write
+    from attention_ext import own
+
+    settings = asked | FIXED | {"device": own.device(file), "threads": options.threads_for(threads)}
+    session = Session(str(file), settings)
+    converse(session) if asked["interactive"] else write(session)
+    return True

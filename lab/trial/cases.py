@@ -1,0 +1,146 @@
+"""The calls that a user's kernel is tried with: inputs, float64 results and allowed errors."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.floating]
+LARGE = 300.0  # the largest score of a case with large scores: e^89 is beyond float32
+STEEP = 40.0  # by how much the scores of a growing case rise from the first key to the last
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call: q is (B, H, Nq, d), k and v are (B, H, Nk, d).
+
+    scale: None for 1/sqrt(d). scores: 'plain', 'large' (LARGE), or 'growing' (each key scores above those
+    before it). fused: q, k and v are views of one matrix (B, N, 3 H d), as in the model. threads: of the
+    call. repeats: calls, each of which must be right.
+    """
+
+    B: int
+    H: int
+    Nq: int
+    Nk: int
+    d: int
+    causal: bool = False
+    scale: float | None = None
+    scores: str = "plain"
+    fused: bool = False
+    threads: int = 1
+    repeats: int = 1
+
+    @property
+    def applied(self) -> float:
+        """The scale."""
+        return 1 / math.sqrt(self.d) if self.scale is None else self.scale
+
+    @property
+    def work(self) -> int:
+        """Multiply-adds of a call without a mask."""
+        return 2 * self.B * self.H * self.Nq * self.Nk * self.d
+
+    def seen(self) -> NDArray[np.bool_]:
+        """The mask (Nq, Nk): True where a query sees a key."""
+        mask = np.ones((self.Nq, self.Nk), bool)
+        return np.tril(mask, self.Nk - self.Nq) if self.causal else mask
+
+    def __str__(self) -> str:
+        heads = f"{self.B * self.H} head{'s' * (self.B * self.H > 1)}"
+        rows = f"N = {self.Nk}" if self.Nq == self.Nk else f"Nq = {self.Nq}, Nk = {self.Nk}"
+        words = [f"{heads} of {rows}, d = {self.d}", "causal" if self.causal else "no mask"]
+        words += [f"scale = {self.scale}"] if self.scale is not None else []
+        words += [f"{self.scores} scores"] if self.scores != "plain" else []
+        words += ["q, k and v strided as in the model"] if self.fused else []
+        words += [f"{self.threads} threads"] if self.threads > 1 else []
+        return ", ".join(words)
+
+
+# Small ones first: the first wrong case is shown. Every property that a mistake depends on is in a case that
+# differs from another in little else.
+CASES = (
+    Case(1, 1, 1, 1, 4),
+    Case(1, 1, 4, 4, 8),
+    Case(1, 1, 4, 4, 8, causal=True),
+    Case(1, 1, 8, 8, 8, scale=0.5),
+    Case(1, 1, 3, 7, 8),
+    Case(1, 1, 3, 7, 8, causal=True),
+    Case(2, 3, 8, 8, 16),
+    Case(1, 1, 64, 64, 32),
+    Case(1, 1, 64, 64, 32, causal=True),
+    Case(1, 1, 63, 63, 32),
+    Case(1, 1, 63, 63, 24, causal=True),
+    Case(1, 1, 64, 64, 24),
+    Case(1, 2, 33, 33, 80, causal=True),
+    Case(1, 2, 8, 24, 16, scores="large"),
+    Case(1, 2, 24, 24, 16, causal=True, scores="large"),
+    Case(1, 1, 16, 160, 16, scores="growing"),
+    Case(1, 1, 160, 160, 16, causal=True, scores="growing"),
+    Case(2, 2, 20, 20, 8, causal=True, fused=True),
+    Case(1, 1, 1, 5, 1),
+    Case(1, 2, 1, 300, 32, causal=True),
+    Case(1, 2, 123, 123, 80),
+    Case(2, 1, 7, 40, 33, causal=True),
+    Case(1, 1, 128, 128, 64, causal=True),
+    Case(1, 1, 256, 256, 64),
+    Case(1, 1, 130, 1000, 64),
+    Case(1, 4, 200, 200, 16, causal=True, threads=4, repeats=8),
+    Case(1, 1, 512, 512, 16, threads=3, repeats=3),
+    Case(1, 1, 1025, 1025, 16),
+    Case(1, 1, 1025, 1025, 16, causal=True),
+)
+
+
+class Expected(NamedTuple):
+    """out: (B, H, Nq, d) in float64. allowed: the largest error of a right result."""
+
+    out: Floats
+    allowed: float
+
+
+@functools.cache
+def inputs(case: Case) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+    """q, k and v, always the same."""
+    random = np.random.default_rng(case.Nq * 10_007 + case.Nk * 101 + case.d)
+    B, H, d = case.B, case.H, case.d
+    if case.fused:
+        whole = random.standard_normal((B, case.Nk, 3, H, d), np.float32)
+        q, k, v = (whole[:, :, i].swapaxes(1, 2) for i in range(3))
+        return q, k, v
+    q, k, v = (random.standard_normal((B, H, n, d), np.float32) for n in (case.Nq, case.Nk, case.Nk))
+    if case.scores == "large":
+        q *= np.float32(LARGE / np.abs(case.applied * q @ k.swapaxes(2, 3)).max())
+    if case.scores == "growing":
+        q, rise = np.abs(q) + np.float32(0.5), np.linspace(0, 1, case.Nk, dtype=np.float32)
+        k = np.ones_like(k) * rise[:, None] + np.float32(0.01) * k
+        q *= np.float32(STEEP) / np.float32(np.abs(case.applied * q @ k.swapaxes(2, 3)).max())
+    return q, k, v
+
+
+@functools.cache
+def expected(case: Case) -> Expected:
+    """The result in float64, and what a float32 result may differ from it.
+
+    That is four times the error of NumPy's float32, plus four times the larger of 1e-6 and the largest
+    score's rounding, which is the relative error of a weight.
+    """
+    q, k, v = inputs(case)
+    wide = [t.astype(np.float64) for t in (q, k, v)]
+    exact = attention(wide[0], wide[1], wide[2], case.seen(), case.applied)
+    peer = attention(q, k, v, case.seen(), np.float32(case.applied))
+    largest = case.applied * np.abs(q.astype(np.float64) @ k.swapaxes(2, 3)).max()
+    floor = max(1e-6, 2.0**-24 * largest) * max(1.0, float(np.abs(exact).max()))
+    return Expected(exact, 4 * float(np.abs(peer - exact).max()) + 4 * floor)
+
+
+def attention(q: Floats, k: Floats, v: Floats, seen: NDArray[np.bool_], scale: float | np.float32) -> Floats:
+    """softmax(scale q k^T) v by the definition, in the inputs' type."""
+    s = np.where(seen, scale * (q @ k.swapaxes(-1, -2)), -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True)).astype(q.dtype)
+    return (p @ v) / p.sum(-1, keepdims=True)

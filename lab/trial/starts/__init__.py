@@ -1,0 +1,13 @@
+"""What `gpt.py try --new FILE` writes: the naive part in each language, with its loop nest explained."""
+
+from pathlib import Path
+
+
+def write(file: Path) -> None:
+    """Write the start for a file's suffix, one of parts.SUFFIXES. Raises ValueError if the file exists."""
+    text = (Path(__file__).parent / f"start{file.suffix}").read_text().replace("start.", f"{file.stem}.")
+    try:
+        with open(file, "x") as made:
+            made.write(text)
+    except FileExistsError:
+        raise ValueError(f"--new is {str(file)!r}; that file exists, and is not replaced") from None

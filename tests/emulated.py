@@ -1,0 +1,61 @@
+"""A user's CUDA kernel on the CPU, in the emulator of cuda_on_cpu: a block at a time, a thread as a fiber."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import cuda_on_cpu
+import numpy as np
+
+from attention_ext import own
+from attention_ext.build.nvrtc import SOURCES
+
+
+class Emulated(own.Native):
+    """What own.loaded() gives for a file in CUDA here; worker.Trial calls it as a kernel in C++."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._text, self._functions = file, file.read_text(), {}
+        self._threads, self._br = (
+            int(re.search(rf"#define {name} (\d+)", self._text)[1]) for name in ("THREADS", "BR")
+        )
+
+    def scratch(self, *sizes: int) -> int:
+        return 0
+
+    def _compiled(self, d: int):
+        if d not in self._functions:
+            work = self._file.parent / f"{self._file.stem}-{d}"
+            shutil.copytree(cuda_on_cpu.HERE, work)
+            ours = (SOURCES / "call.h").read_text()
+            shapes = ours[ours.index("// Elements from one batch") : ours.index("// A loop that is unrolled")]
+            blocks = ours[ours.index("// A tile of queries, and") :]
+            with open(work / "call.h", "a") as header:
+                header.write(shapes + blocks)
+            text = re.sub(r"extern __shared__ float (\w+)\[\]", r"static float \1[1 << 14]", self._text)
+            (work / "own.cu").write_text(text.replace("__shared__", "static"))
+            macros = {"FORMAT": 0, "HEAD_DIM": d, "THREADS": self._threads, "BLOCKS": 1, "SHARED_BYTES": 1}
+            macros |= {"KERNEL": '"own.cu"', "Work": "Call", "decode": "attention"}
+            flags = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"]
+            flags += [f"-D{name}={value}" for name, value in macros.items()]
+            command = ["g++", *flags, "emulator.cpp", "-o", "emulator.so"]
+            subprocess.run(command, cwd=work, check=True)
+            self._functions[d] = ctypes.CDLL(work / "emulator.so")
+        return self._functions[d]
+
+    def __call__(self, q, k, v, causal, scale, *, threads=1, out=None, scratch=None):
+        B, H, Nq, d = q.shape
+        strides = (own.Strides(*(n // 4 for n in t.strides[:3])) for t in (q, k, v))
+        data = (t.ctypes.data for t in (q, k, v, out))
+        sizes = (B, H, Nq, k.shape[2], causal, scale * math.log2(math.e))
+        call, library = own.CudaCall(*data, None, *strides, *sizes), self._compiled(d)
+        for block in range(B * H * -(-Nq // self._br)):
+            library.begin_at(block)
+            if library.run(ctypes.byref(call), 1, block):
+                raise RuntimeError("the threads wait for each other forever")
+        return np.asarray(out)
