@@ -35,7 +35,11 @@ def gpt(line: str) -> None:
     from IPython.display import Image, display
 
     command = [sys.executable, "-m", "gpt", *shlex.split(line)]
-    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    pipes: dict[str, Any] = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+    }
     env = environment() | {"PYTHONUNBUFFERED": "1"}  # lines appear as they are printed
     # In a session of its own an interrupt reaches the command once.
     with subprocess.Popen(

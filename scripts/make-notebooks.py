@@ -7,6 +7,7 @@ takes the packages of the extra `notebook`. --to: where they are written, by def
 instead of the document's command, and the cells that no document has, are the tables below.
 """
 
+import copy
 import os
 import re
 import sys
@@ -35,8 +36,8 @@ HEAD = """\
 
 [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({colab})
 
-The text of [{document}](../{document}), with its commands run here: every figure below a cell was measured when the \
-cell ran. `python scripts/make-notebooks.py` writes this notebook, so change the text in the document.
+The text of [{document}](../{document}), with its commands as cells, some of them shorter: a cell's output is of the \
+processor that it names, the text's figures are the document's. `python scripts/make-notebooks.py` writes this notebook.
 """
 INSTALL = """\
 # Colab has no copy of the project, so it is installed. The first command then compiles the kernels.
@@ -168,8 +169,8 @@ def attention(q, k, v, causal, scale):
 class Notebook:
     """A notebook of a document.
 
-    extras: what Colab installs. commands: what a cell runs instead of a block's command. figures: the command
-    that draws a figure; the others are drawn by an earlier one. more: (text, code) of cells after a section.
+    extras: what Colab installs. commands: what a cell runs instead of a block's command; "" for the block as
+    text. figures: the command that draws a figure; the others are drawn by an earlier one. more: (text, code) of cells after a section.
     left_out: sections.
     """
 
@@ -198,12 +199,16 @@ NOTEBOOK = {
         "docs/attention.md",
         "lab",
         commands={
-            "explain part1 -N 512 --heads 1 --cachegrind": "explain part1 -N 256 --heads 1 --cachegrind",
-            "explain part2 -N 512 --heads 1 --cachegrind": "explain part2 -N 256 --heads 1 --cachegrind",
+            "explain part1 -N 512 --heads 1 --cachegrind": "",
+            "explain part2 -N 512 --heads 1 --cachegrind": "",
+            "bench part1 -N 64:1024*4 -r 5": "bench part1 -N 64:1024*4 -r 3 --min-time 0.03",
+            "bench part2,part3,part4 -t 1,2": "bench part2,part3,part4 -t 1,2 -r 5",
+            "bench part2,part3,part4 --simd off,portable -r 5": "bench part2,part3,part4 --simd off,portable "
+            "-N 512 -r 3 --min-time 0.03",
         },
         figures={
             "tiles": "bench part4 -br 32,64,192 -bc 64,256 -r 3 --min-time 0.03 --plot out",
-            "time": "bench part0,part1,part2,part3,part4,sdpa,rows.cpp -N 128:1024*2 -r 3 --min-time 0.03 "
+            "time": "bench part0,part1,part2,part3,part4,sdpa,rows.cpp -N 64:1024*4 -r 3 --min-time 0.03 "
             "--plot out",
         },
         more={
@@ -334,14 +339,13 @@ def made(notebook: Notebook) -> nbformat.NotebookNode:
                 add(head)
                 add(INSTALL.format(extras=notebook.extras, repository=REPOSITORY), code=True)
                 text = ""
-        elif command or figure:
-            if heading in notebook.left_out:
-                continue
+        elif heading in notebook.left_out:
+            continue
+        elif words := notebook.commands.get(command, command) or notebook.figures.get(figure):
             add(links(text, notebook.document))
             text = ""
-            words = notebook.commands.get(command, command) if command else notebook.figures.get(figure)
-            add(f"%gpt {words}" if words else "", code=True)
-        else:
+            add(f"%gpt {words}", code=True)
+        elif not figure:
             text += piece[0]
     text += document[at:]
     end_section()
@@ -379,7 +383,7 @@ def execute(notebook: nbformat.NotebookNode) -> None:
     from nbclient import NotebookClient
 
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    metadata = notebook.metadata
+    metadata = copy.deepcopy(notebook.metadata)
     with tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(
             notebook,
@@ -408,11 +412,13 @@ def main(run: str | None, to: Path) -> None:
     to.mkdir(exist_ok=True)
     for number, notebook in NOTEBOOK.items():
         new, file = made(notebook), to / notebook.name
-        if run == str(number):
-            execute(new)
-        else:
-            keep_outputs(new, file)
-        nbformat.write(new, file)
+        try:
+            if run == str(number):
+                execute(new)
+            else:
+                keep_outputs(new, file)
+        finally:  # what was executed before an error shows its cause
+            nbformat.write(new, file)
 
 
 if __name__ == "__main__":
