@@ -1,10 +1,10 @@
 """Magics for notebooks: commands of gpt.py, and kernels of your own in cells.
 
     %load_ext lab.magic
-    %gpt explain part1 -N 512             a command and its output, with the pictures of --plot
-    %%attention mine.cpp --causal         the cell is saved as mine.cpp, and tried: gpt.py try mine.cpp --causal
+    %gpt explain part1 -N 512         a command and its output, with the pictures of --plot
+    %%attention mine.cpp --causal     the cell is saved as mine.cpp and tried: gpt.py try mine.cpp --causal
 
-Both run in a process of their own: a kernel that crashes does not end the notebook's. Only IPython loads this.
+Both run in a process of their own: a kernel that crashes does not end the notebook's.
 """
 
 from __future__ import annotations

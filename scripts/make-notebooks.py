@@ -2,9 +2,9 @@
 
 python scripts/make-notebooks.py [--run NUMBER] [--to FOLDER]
 
-A cell whose source has not changed keeps its output. --run also executes notebook 1, or 2, which needs a GPU; it
-takes the packages of the extra `notebook`. --to: where they are written, by default notebooks/. What a cell runs
-instead of the document's command, and the cells that no document has, are the tables below.
+A cell whose source has not changed keeps its output. --run also executes notebook 1, or 2, which needs a GPU.
+--to: where they are written, by default notebooks/. What a cell runs instead of the document's command, and
+the cells that no document has, are the tables below. The packages are those of the extra `notebook`.
 """
 
 import copy
@@ -20,6 +20,10 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from attention_ext import PARTS  # noqa: E402
+
 NOTEBOOKS = ROOT / "notebooks"
 # On GitHub; to be replaced by the project's address. No account's name begins with a hyphen.
 REPOSITORY = "-OWNER-/shakespeare-attention"
@@ -36,8 +40,8 @@ HEAD = """\
 
 [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({colab})
 
-The text of [{document}](../{document}), with its commands as cells, some of them shorter: a cell's output is of the \
-processor that it names, the text's figures are the document's. `python scripts/make-notebooks.py` writes this notebook.
+The text of [{document}](../{document}), with its commands as cells, some of them shorter. An output is of the
+processor that it names; the figures in the text are the document's.
 """
 INSTALL = """\
 # Colab has no copy of the project, so it is installed. The first command then compiles the kernels.
@@ -47,6 +51,29 @@ if importlib.util.find_spec("attention_ext") is None:
     %pip install --quiet "shakespeare-attention[{extras}] @ git+https://github.com/{repository}"
 
 %load_ext lab.magic"""
+
+# What is said before the cells that no document has.
+OWN = """\
+### A kernel of your own
+
+A cell that begins with `%%attention` is saved as a file, compiled{by} and [tried](../docs/try.md): is it right,
+how fast is it, what bounds it? The file's suffix is its language. This is {this}. Change it, and run the
+cell again.
+"""
+FIND = "This is NumPy, with a mistake. Find it before you read the diagnosis."
+CRASH = "A crash ends neither the trial nor the notebook, and AddressSanitizer names the line."
+ROWS = """\
+### Your next step
+
+This is `mine.cpp` with one loop changed, as its hint says: V is read along its rows.
+"""
+TILES = """\
+### Your next step
+
+The same with an online softmax: the keys are read once, in tiles that the block shares, and a row's state is
+in registers.
+"""
+TEXT = "-m shakes256 --num-samples 1 --max-new-tokens 200"
 
 START = (ROOT / "lab" / "trial" / "starts" / "start.cpp").read_text()
 START_ON_GPU = (ROOT / "lab" / "trial" / "starts" / "start.cu").read_text()
@@ -169,15 +196,16 @@ def attention(q, k, v, causal, scale):
 class Notebook:
     """A notebook of a document.
 
-    extras: what Colab installs. commands: what a cell runs instead of a block's command; "" for the block as
-    text. figures: the command that draws a figure; the others are drawn by an earlier one. more: (text, code) of cells after a section.
-    left_out: sections.
+    extras: what Colab installs. as_text: words of commands whose blocks stay as they are. shorter: words of
+    commands, and what a cell has instead. figures: the command that draws a figure; the others are drawn by
+    an earlier one. more: (text, code) of cells after a section. left_out: sections.
     """
 
     name: str
     document: str
     extras: str
-    commands: dict[str, str] = field(default_factory=dict)
+    as_text: tuple[str, ...] = ()
+    shorter: dict[str, str] = field(default_factory=dict)
     figures: dict[str, str] = field(default_factory=dict)
     more: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
@@ -198,50 +226,28 @@ NOTEBOOK = {
         "1-attention-on-a-cpu.ipynb",
         "docs/attention.md",
         "lab",
-        commands={
-            "explain part1 -N 512 --heads 1 --cachegrind": "",
-            "explain part2 -N 512 --heads 1 --cachegrind": "",
-            "bench part1 -N 64:1024*4 -r 5": "bench part1 -N 64:1024*4 -r 3 --min-time 0.03",
-            "bench part2,part3,part4 -t 1,2": "bench part2,part3,part4 -t 1,2 -r 5",
-            "bench part2,part3,part4 --simd off,portable -r 5": "bench part2,part3,part4 --simd off,portable "
-            "-N 512 -r 3 --min-time 0.03",
+        as_text=("--cachegrind",),
+        shorter={
+            "-N 64:1024*4 -r 5": "-N 64:1024*4 -r 3 --min-time 0.03",
+            "-t 1,2": "-t 1,2 -r 5",
+            "--simd off,portable -r 5": "--simd off,portable -N 512 -r 3 --min-time 0.03",
         },
         figures={
             "tiles": "bench part4 -br 32,64,192 -bc 64,256 -r 3 --min-time 0.03 --plot out",
-            "time": "bench part0,part1,part2,part3,part4,sdpa,rows.cpp -N 64:1024*4 -r 3 --min-time 0.03 "
-            "--plot out",
+            "time": f"bench {','.join(PARTS)},sdpa,rows.cpp -N 64:1024*4 -r 3 --min-time 0.03 --plot out",
         },
         more={
             "Part 1: the textbook": [
                 (
-                    "### A kernel of your own\n\nA cell that begins with `%%attention` is saved as a file, compiled "
-                    "and [tried](../docs/try.md): is it right, how fast is it, what bounds it? This one is part 1, "
-                    "as `gpt.py try --new mine.cpp` writes it. Change it, and run the cell again.",
+                    OWN.format(by="", this="part 1, as `gpt.py try --new` writes it"),
                     own("mine.cpp", "-N 512", START),
                 ),
-                (
-                    "The suffix is the language. This is NumPy, with a mistake. Find it before you read the "
-                    "diagnosis.",
-                    own("wrong.py", "", SHIFTED),
-                ),
-                (
-                    "A crash ends neither the trial nor the notebook, and AddressSanitizer names the line.",
-                    own("crash.cpp", "", BEYOND),
-                ),
+                (FIND, own("wrong.py", "", SHIFTED)),
+                (CRASH, own("crash.cpp", "", BEYOND)),
             ],
-            "Part 2: blocks": [
-                (
-                    "### Your next step\n\nThis is `mine.cpp` with one loop changed, as its hint says: V is read "
-                    "along its rows.",
-                    own("rows.cpp", "-N 512", START.replace(DOWN_A_COLUMN, ALONG_A_ROW)),
-                )
-            ],
+            "Part 2: blocks": [(ROWS, own("rows.cpp", "-N 512", START.replace(DOWN_A_COLUMN, ALONG_A_ROW)))],
             "In the model": [
-                (
-                    "Your kernel writes too:",
-                    "%gpt try rows.cpp --inference -m shakes256 --num-samples 1 --max-new-tokens 200 "
-                    '--prompt "ROMEO:"',
-                )
+                ("Your kernel writes too:", f"%gpt try rows.cpp --inference {TEXT} --prompt ROMEO:")
             ],
         },
     ),
@@ -249,60 +255,39 @@ NOTEBOOK = {
         "2-attention-on-a-gpu.ipynb",
         "docs/gpu.md",
         "cuda,lab",
-        commands={
-            "bench --device cuda --l2 warm -r 5 --save benchmarks/results/bench_cuda-nvidia-h200.json --plot "
-            "out": "bench --device cuda --l2 warm -r 5 --plot out",
-            "bench kernel3,kernel4,kernel5,sdpa-efficient,sdpa-math --device cuda -d 32,64,128 --mask none,causal "
-            "--l2 warm -r 5": "bench kernel3,kernel4,kernel5,sdpa-efficient --device cuda -d 32,128 "
-            "--mask none,causal --l2 warm -r 5",
-            "bench kernel5,sdpa-efficient --device cuda --batch 4 --heads 8 -N 2048 -d 160,192,224,256 --mask "
-            "none,causal --l2 warm -r 5": "bench kernel5,sdpa-efficient --device cuda --batch 4 --heads 8 -N 2048 "
-            "-d 256 --mask none,causal --l2 warm -r 5",
-            "bench split,sdpa-efficient,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16 --queries 1 -N "
-            "8192:131072*4 --batch 1 --heads 32 -d 64,128 --l2 cold -r 10": "bench split,sdpa-efficient,"
-            "sdpa-flash,sdpa-cudnn --device cuda --dtype bf16 --queries 1 -N 8192:131072*4 --batch 1 --heads 32 "
-            "-d 64 --l2 cold -r 10 --plot out",
-            "bench split,sdpa-efficient,sdpa-math --device cuda --queries 1 -N 8192:131072*4 --batch 1 --heads 32 "
-            "-d 64,128 --l2 cold -r 10": "bench split,sdpa-efficient,sdpa-math --device cuda --queries 1 -N "
-            "8192:131072*4 --batch 1 --heads 32 -d 64 --l2 cold -r 10",
+        shorter={
+            " --save benchmarks/results/bench_cuda-nvidia-h200.json": "",
+            ",sdpa-math --device cuda -d 32,64,128": " --device cuda -d 32,128",
+            "-d 160,192,224,256": "-d 256",
+            "--heads 32 -d 64,128": "--heads 32 -d 64",
+            "--dtype bf16 --queries 1 ": "--dtype bf16 --queries 1 --plot out ",
         },
         more={
             "Kernel 1: a launch for each tile of keys": [
                 (
-                    "### A kernel of your own\n\nA cell that begins with `%%attention` is saved as a file, compiled "
-                    "by NVRTC and [tried](../docs/try.md): is it right, how fast is it, what bounds it? This one is "
-                    "what `gpt.py try --new mine.cu` writes: a thread has a query, and reads all keys twice. Change "
-                    "it, and run the cell again.",
+                    OWN.format(by=" by NVRTC", this="what `gpt.py try --new` writes"),
                     own("mine.cu", "", START_ON_GPU),
                 )
             ],
             "Kernel 3: where a row's state is": [
+                (TILES, own("online.cu", "", ONLINE)),
                 (
-                    "### Your next step\n\nThe same, with an online softmax: the keys are read once, in tiles that "
-                    "the block shares, and the row's state is in registers.",
-                    own("online.cu", "", ONLINE),
-                ),
-                (
-                    "The suffix is the language. In a `.py` file PyTorch, Numba and Triton launch kernels. Triton:",
+                    "PyTorch, Numba and Triton launch kernels from a `.py` file. Triton:",
                     own("flash.py", "", TRITON),
                 ),
             ],
             "From one call to a whole text": [
                 (
-                    "The first of these commands, shorter, and a text by your kernel in PyTorch's model:",
+                    "The engine `cuda`, and a text by your kernel in PyTorch's model:",
                     "%gpt part4 --inference --device cuda -m shakes256 --num-samples 2 --max-new-tokens 250\n"
                     "%gpt race part0,part4 --device cuda -m shakes256\n"
                     "%gpt profile part4 --device cuda -m shakes256 --texts 1024\n"
-                    "%gpt try online.cu --inference -m shakes256 --num-samples 1 --max-new-tokens 200",
+                    f"%gpt try online.cu --inference {TEXT}",
                 ),
                 ("[The document](../docs/gpu.md#few-texts-a-cluster) goes on, into the one launch.", ""),
             ],
         },
-        left_out=(
-            "Few texts: a cluster",
-            "Many texts, and prompts: the grid",
-            "What is left",
-        ),
+        left_out=("Few texts: a cluster", "Many texts, and prompts: the grid", "What is left"),
         metadata={"accelerator": "GPU", "colab": {"gpuType": "T4"}},
     ),
 }
@@ -312,7 +297,15 @@ def made(notebook: Notebook) -> nbformat.NotebookNode:
     """The notebook without outputs. Raises ValueError if a table names what the document has not."""
     document = (ROOT / notebook.document).read_text()
     cells: list[nbformat.NotebookNode] = []
-    unused = {*notebook.commands, *notebook.figures, *notebook.more, *notebook.left_out}
+    of_blocks, of_pieces = [*notebook.as_text, *notebook.shorter], [*notebook.figures, *notebook.more]
+    found = [piece.groupdict() for piece in PIECE.finditer(document)]
+    commands = "\n".join(piece["command"] or "" for piece in found)
+    names = {name for piece in found for name in piece.values()}
+    for missing in (
+        *(words for words in of_blocks if words not in commands),
+        *(name for name in (*of_pieces, *notebook.left_out) if name not in names),
+    ):
+        raise ValueError(f"{notebook.document} has no {missing!r}")
     text, at, heading = "", 0, ""
 
     def add(source: str, code: bool = False) -> None:
@@ -329,7 +322,6 @@ def made(notebook: Notebook) -> nbformat.NotebookNode:
 
     for piece in PIECE.finditer(document):
         text, at = text + document[at : piece.start()], piece.end()
-        unused -= {*piece.groupdict().values()}
         command, figure = piece["command"], piece["figure"]
         if piece["heading"]:
             end_section()
@@ -341,7 +333,7 @@ def made(notebook: Notebook) -> nbformat.NotebookNode:
                 text = ""
         elif heading in notebook.left_out:
             continue
-        elif words := notebook.commands.get(command, command) or notebook.figures.get(figure):
+        elif words := in_cell(notebook, command) or notebook.figures.get(figure):
             add(links(text, notebook.document))
             text = ""
             add(f"%gpt {words}", code=True)
@@ -349,11 +341,18 @@ def made(notebook: Notebook) -> nbformat.NotebookNode:
             text += piece[0]
     text += document[at:]
     end_section()
-    if unused:
-        raise ValueError(f"{notebook.document} has no {sorted(unused)[0]!r}")
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}} | notebook.metadata
     return new_notebook(cells=cells, metadata=metadata)
+
+
+def in_cell(notebook: Notebook, command: str | None) -> str | None:
+    """What a cell runs instead of a block's command; None if there is none."""
+    if command is None or any(words in command for words in notebook.as_text):
+        return None
+    for words, instead in notebook.shorter.items():
+        command = command.replace(words, instead)
+    return command
 
 
 def links(text: str, document: str) -> str:
@@ -377,8 +376,8 @@ def keep_outputs(new: nbformat.NotebookNode, file: Path) -> None:
 def execute(notebook: nbformat.NotebookNode) -> None:
     """Run all cells in an empty folder. Outputs name the project's files as from its folder.
 
-    Raises nbclient's CellExecutionError for a cell that fails, and ValueError for an output that no reader should
-    see: an error of a command, or a path of this machine.
+    Raises nbclient's CellExecutionError for a cell that fails, and ValueError for an output with an error of
+    a command or a path of this machine.
     """
     from nbclient import NotebookClient
 

@@ -27,7 +27,7 @@ except ImportError:
 
 # Colour, marker and line of the contenders that are not parts.
 OTHER_LOOKS = {"sdpa": ("#CC79A7", "X", "--"), "onnx": ("#56B4E9", "P", "-.")}
-# The others take these in the order of contenders(), and users' files by their names; of different lengths, so
+# The others take these in the order of contenders(), users' files by their names; of different lengths, so
 # that no look soon comes again.
 COLOURS = ("#000000", "#D55E00", "#E69F00", "#009E73", "#0072B2")
 MARKERS = ("s", "v", "^", "D", "o", "<", ">")
