@@ -56,9 +56,9 @@ if importlib.util.find_spec("attention_ext") is None:
 OWN = """\
 ### A kernel of your own
 
-A cell that begins with `%%attention` is saved as a file, compiled{by} and [tried](../docs/try.md): is it right,
-how fast is it, what bounds it? The file's suffix is its language. This is {this}. Change it, and run the
-cell again.
+A cell that begins with `%%attention` is saved as a file, compiled{by} and [tried](../docs/try.md): is it
+right, how fast is it, what bounds it? The file's suffix is its language. This is {this}. Change it, and run
+the cell again.
 """
 FIND = "This is NumPy, with a mistake. Find it before you read the diagnosis."
 CRASH = "A crash ends neither the trial nor the notebook, and AddressSanitizer names the line."
