@@ -41,6 +41,7 @@ def gpt(line: str) -> None:
         "stderr": subprocess.STDOUT,
     }
     env = environment() | {"PYTHONUNBUFFERED": "1"}  # lines appear as they are printed
+    env.pop("FORCE_COLOR", None)  # ipykernel 6 sets it; it would show progress bars
     # In a session of its own an interrupt reaches the command once.
     with subprocess.Popen(
         command, **pipes, text=True, errors="replace", env=env, start_new_session=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -58,7 +59,7 @@ def test_a_commands_output_and_error_are_printed(magics, capsys):
 
 
 def test_an_interrupt_ends_the_command(magics):
-    timer = threading.Timer(3, signal.raise_signal, [signal.SIGINT])
+    timer = threading.Timer(3, os.kill, [os.getpid(), signal.SIGINT])
     timer.start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
