@@ -4,7 +4,7 @@ python := .venv/bin/python
 eslint := tests/web/node_modules/.bin/eslint
 cpp := $(shell git ls-files '*.cpp' '*.cu' '*.h' 2>/dev/null)
 
-.PHONY: help setup test test-all robustness lint format bench figures docs web wheels ci
+.PHONY: help setup test test-all robustness lint format bench figures docs notebooks web wheels ci
 
 help:  ## List these tasks
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -41,8 +41,12 @@ figures:  ## Remake the figures and the blocks of output in docs/, some six minu
 	docs/make_figures.sh $(python)
 	$(python) scripts/make-race-svg.py
 
-docs:  ## Rewrite the help texts in docs/cli.md, and the tables of results
+docs:  ## Rewrite the help texts in docs/cli.md, the tables of results, and the notebooks' text
 	$(python) scripts/make-docs.py
+	$(python) scripts/make-notebooks.py
+
+notebooks:  ## Execute the first notebook; scripts/make-notebooks.py --run 2 needs a GPU
+	$(python) scripts/make-notebooks.py --run 1
 
 web:  ## Make the page in out/page
 	$(python) gpt.py web --build --out out/page

@@ -4,6 +4,7 @@ Contenders differ by marker and line as well as by colour (Okabe & Ito's palette
 so that a picture is legible in black and white.
 """
 
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,8 @@ except ImportError:
 
 # Colour, marker and line of the contenders that are not parts.
 OTHER_LOOKS = {"sdpa": ("#CC79A7", "X", "--"), "onnx": ("#56B4E9", "P", "-.")}
-# The others take these in the order of contenders(); of different lengths, so that no look soon comes again.
+# The others take these in the order of contenders(), users' files by their names; of different lengths, so
+# that no look soon comes again.
 COLOURS = ("#000000", "#D55E00", "#E69F00", "#009E73", "#0072B2")
 MARKERS = ("s", "v", "^", "D", "o", "<", ">")
 LINES = ("-", "--", "-.", ":")
@@ -45,7 +47,8 @@ def look(contender: str) -> dict[str, str]:
     if contender in OTHER_LOOKS:
         chosen: tuple[str, ...] = OTHER_LOOKS[contender]
     else:
-        number = [name for name in contenders() if name not in OTHER_LOOKS].index(contender)
+        names = [name for name in contenders() if name not in OTHER_LOOKS]
+        number = names.index(contender) if contender in names else zlib.crc32(contender.encode())
         chosen = tuple(looks[number % len(looks)] for looks in (COLOURS, MARKERS, LINES))
     return dict(zip(("color", "marker", "linestyle"), chosen))
 

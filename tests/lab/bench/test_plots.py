@@ -36,3 +36,10 @@ def test_pictures_show_the_runs_figures(made):
     assert len({tuple(plots.look(name).values()) for name in contenders.contenders()}) == len(
         contenders.contenders()
     )
+
+
+def test_a_users_file_is_a_line(tmp_path, monkeypatch, made):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def attention(q, k, v, causal, scale): ...")
+    figure = plots.time(made(names=("part4", "mine.py")))
+    assert [line.get_label() for line in figure.axes[0].lines] == ["part4", "mine.py"]
