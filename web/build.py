@@ -188,9 +188,11 @@ def compiled(build: str) -> Path:
 
 
 def sources() -> dict[str, dict[str, str]]:
-    """The C++ of each part that is a kernel, for the page to show, and its loop nest as a script of Tiles, if any."""
+    """The C++ of each part that is a kernel, for the page, and its loop nest as a script of Tiles, if any."""
     paths = {name: CSRC / "cpu" / f"{part.operator}.cpp" for name, part in PARTS.items() if part.operator}
-    made = {name: {"name": path.name, "text": path.read_text(encoding="utf-8")} for name, path in paths.items()}
+    made = {
+        name: {"name": path.name, "text": path.read_text(encoding="utf-8")} for name, path in paths.items()
+    }
     for path in (WEB / "nests").glob("*.txt"):
         made[path.stem]["nest"] = path.read_text(encoding="utf-8").strip()
     return made

@@ -83,7 +83,10 @@ const calls = {
     const [own, made] = [of(tiling.frames(part, sizes)), of([...nest.frames()])].map((each) => JSON.stringify(each));
     return { isSame: own === made, computed: nest.computed(), matrices: nest.matrices, own: tiling.matrices(part, sizes) };
   },
-  script: ({ script, sizes }) => session.tiles({ part: "script", script, sizes, l1: 2048, l2: 8192 }),
+  script({ script, sizes }) {
+    const { frames, ...made } = session.tiles({ part: "script", script, sizes, l1: 2048, l2: 8192 });
+    return { ...made, titles: frames?.map(({ title }) => title), bytes: frames?.at(-1).bytes };
+  },
   walk(a) {
     const { frames } = session.tiles(a),
       scores = new Set(),

@@ -230,14 +230,14 @@ export class Nest {
     if (lines.length) fail(lines[0].at, "the spaces of the first line were expected before it");
     this.isFramed = /^\s*frame\b/m.test(script);
     const first = this.program.findIndex(({ isNaming }) => !isNaming);
-    if (first < 0) throw new ScriptError("A line was expected that reads, writes or multiplies.");
-    Array.from(this.all(this.program.splice(0, first)));
+    Array.from(this.all(this.program.splice(0, first < 0 ? Infinity : first)));
     this.hasBegun = true;
   }
 
   *frames() {
     yield* this.all(this.program);
-    if (this.frame) yield this.frame;
+    if (!this.frame) throw new ScriptError("A line that reads, writes or multiplies was expected.");
+    yield this.frame;
   }
 
   *all(statements) {

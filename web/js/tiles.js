@@ -171,8 +171,10 @@ export class TilesView extends Reading {
 
   // Says what is wrong with a script, or what it computes.
   judge({ why, computed }) {
-    $("script").ariaInvalid = String(Boolean(why));
-    if (why) {
+    const isWrong = Boolean(why);
+    $("script").ariaInvalid = String(isWrong);
+    $("script-status").classList.toggle("problem", isWrong);
+    if (isWrong) {
       this.playing = false;
       say("script-status", why);
       return;
