@@ -227,7 +227,7 @@ const scenarios = {
     await show("tiles");
     const made = {};
     await until("the frames", () => document.getElementById("tiles-at").max > 0);
-    for (const part of await page.$$eval("#tiles-part option", (all) => all.map(({ value }) => value).slice(0, -1))) {
+    for (const part of await page.$$eval("#tiles-part option", (all) => all.map(({ value }) => value).slice(0, -1))) { // without the script
       await page.selectOption("#tiles-part", part);
       await until(part, (name) => document.getElementById("source-title").textContent.includes(name), part);
       const titles = [];
