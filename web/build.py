@@ -32,6 +32,7 @@ FOLDERS = tuple(ROOT / package / "csrc" for package in ("model", "generation", "
 # The page does not train, its threads would wait for each other, and it has no Python.
 LEFT_OUT = ("part4_backward.cpp", "c_api.cpp")
 STATIC = ("index.html", "style.css", "sw.js")
+WORKERS = ("worker.js", "session.js", "caches.js", "nest.js", "tiling.js")  # modules that only the worker has
 MODEL = "shakes256"  # the page begins with it, and with the first of the precisions
 PRECISIONS = {"bf16": "bf16, smaller", "fp32": "fp32, exact"}  # how the page names them
 EMBEDDED = (MODEL, "shakes1024")  # in the one file; the race needs the long window
@@ -187,11 +188,14 @@ def compiled(build: str) -> Path:
 
 
 def sources() -> dict[str, dict[str, str]]:
-    """The C++ of each part that is a kernel, for the page to show."""
+    """The C++ of each part that is a kernel, for the page, and its loop nest as a script of Tiles, if any."""
     paths = {name: CSRC / "cpu" / f"{part.operator}.cpp" for name, part in PARTS.items() if part.operator}
-    return {
+    made = {
         name: {"name": path.name, "text": path.read_text(encoding="utf-8")} for name, path in paths.items()
     }
+    for path in (WEB / "nests").glob("*.txt"):
+        made[path.stem]["nest"] = path.read_text(encoding="utf-8").strip()
+    return made
 
 
 def write_models(folder: Path) -> None:
@@ -254,7 +258,7 @@ def hinted(html: str, folder: Path) -> str:
     early = early.replace("MODEL", MODEL).replace("PRECISION", next(iter(PRECISIONS)))
     links = ['<link rel="preload" as="fetch" crossorigin href="models/models.json">']
     for path in sorted((folder / "js").glob("*.js")):
-        if path.name not in ("worker.js", "session.js"):  # the worker's
+        if path.name not in WORKERS:
             links.append(f'<link rel="modulepreload" href="js/{path.name}">')
     html = bundle.replaced(html, "(?<=script-src 'self')", f" '{bundle.digest(early)}'")
     # A script behind a stylesheet waits for it.

@@ -27,7 +27,8 @@ def one_file(folder: Path, source: Path, models: tuple[str, ...]) -> str:
     index = json.loads((folder / "models" / "models.json").read_text(encoding="utf-8"))
     inside = {name: index[name] | {"files": {"bf16": index[name]["files"]["bf16"]}} for name in models}
     assets = {path.name: path.read_bytes() for path in sorted(folder.glob("kernels-*"))}
-    assets["sources.json"] = gzip.compress((folder / "sources.json").read_bytes(), 9, mtime=0)
+    packed = {"sources.json": (folder / "sources.json").read_bytes(), "worker.js": worker.encode()}
+    assets |= {name: gzip.compress(content, 9, mtime=0) for name, content in packed.items()}
     assets["models/models.json"] = json.dumps(inside).encode()
     for model in inside.values():
         path = model["files"]["bf16"]["path"]
@@ -43,7 +44,6 @@ def one_file(folder: Path, source: Path, models: tuple[str, ...]) -> str:
         f'<script type="text/plain" id="asset:{name}">{base64.b64encode(content).decode()}</script>'
         for name, content in assets.items()
     )
-    data += f'\n<script type="text/plain" id="asset:worker.js">{worker}</script>'
     return replaced(html, "</body>", f'{data}\n<script type="module">{script}</script>\n</body>')
 
 

@@ -227,7 +227,7 @@ const scenarios = {
     await show("tiles");
     const made = {};
     await until("the frames", () => document.getElementById("tiles-at").max > 0);
-    for (const part of await page.$$eval("#tiles-part option", (all) => all.map(({ value }) => value))) {
+    for (const part of await page.$$eval("#tiles-part option", (all) => all.map(({ value }) => value).slice(0, -1))) { // without the script
       await page.selectOption("#tiles-part", part);
       await until(part, (name) => document.getElementById("source-title").textContent.includes(name), part);
       const titles = [];
@@ -263,6 +263,48 @@ const scenarios = {
       await page.click("#tiles-play");
     }
     return { made, seconds };
+  },
+
+  // A part as a script, then another part's over it and undone, a wrong line, the link to all that, and another link.
+  async script({ part, other, line, link }) {
+    const bytes = () =>
+      page.$$eval("#bytes tr", (rows) =>
+        Object.fromEntries(
+          rows.map(({ firstChild, lastChild }) => [firstChild.textContent, lastChild.textContent]),
+        ),
+      );
+    const said = (start) =>
+      until(start, (text) => document.getElementById("script-status").textContent.startsWith(text), start);
+    const source = (name) =>
+      until(name, (text) => document.getElementById("source-title").textContent.includes(text), name);
+    await open({ length: 60, part }, 60);
+    await show("tiles");
+    await source(part);
+    const made = { part: await bytes() };
+    await page.click("#as-script");
+    await said("It computes");
+    made.own = await bytes();
+    made.first = await page.inputValue("#script");
+    await page.selectOption("#tiles-part", other);
+    await source(other);
+    await page.click("#as-script");
+    await source("Your loop nest");
+    made.second = await page.inputValue("#script");
+    await page.keyboard.press("Control+z");
+    made.undone = await page.inputValue("#script");
+    await page.keyboard.press("Control+End");
+    await page.keyboard.type(line);
+    await said("Line");
+    made.why = await textOf("script-status");
+    await until("the script in the address", (text) => decodeURIComponent(location.hash.replaceAll("+", " ")).includes(text), line);
+    const address = page.url();
+    for (const [name, to] of Object.entries({ again: address, linked: `${home}#tiles?${new URLSearchParams(link)}` })) {
+      await page.goto("about:blank");
+      await page.goto(to);
+      await said("Line");
+      made[name] = [await page.inputValue("#script"), await textOf("script-status")];
+    }
+    return made;
   },
 
   async measure() {
@@ -332,8 +374,11 @@ const scenarios = {
     const source = await readFile(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
     await open({ length: 40 }, 40);
     const found = [];
-    for (const view of ["write", "race", "attention", "tiles", "measure"]) {
-      await show(view);
+    for (const view of ["write", "race", "attention", "tiles", "script", "measure"]) {
+      if (view === "script") {
+        await page.click("#as-script");
+        await page.click("#editor summary");
+      } else await show(view);
       await page.evaluate(source);
       const { violations } = await page.evaluate(() => globalThis.axe.run());
       found.push(...violations.map(({ id, nodes }) => `${view}: ${id}: ${nodes[0].html}`));

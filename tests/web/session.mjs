@@ -4,9 +4,9 @@ import { createInterface } from "node:readline";
 
 const modules = process.argv[2];
 const load = (name) => import(`${modules}/${name}.js`);
-const [{ Session }, { readCheckpoint, encode }, tiling, formulas, caches, traffic, state, writer] =
+const [{ Session }, { readCheckpoint, encode }, { Nest }, tiling, formulas, board, traffic, state, writer] =
   await Promise.all(
-    ["session", "checkpoint", "tiling", "formulas", "caches", "traffic", "state", "writer"].map(load),
+    ["session", "checkpoint", "nest", "tiling", "formulas", "board", "traffic", "state", "writer"].map(load),
   );
 const { build } = await load("kernels");
 const session = new Session();
@@ -22,11 +22,6 @@ const files = ({ directory, weights }) => ({
 });
 
 const range = (from, to) => Array.from({ length: Math.max(0, to - from) }, (_, n) => from + n);
-const walk = ({ part, sizes, l1, l2 }) => {
-  const frames = tiling.frames(part, sizes),
-    { after } = caches.simulate(frames, tiling.matrices(part, sizes), l1, l2);
-  return frames.map((frame, n) => ({ ...frame, ...after[n] }));
-};
 
 const calls = {
   async load(a) {
@@ -81,8 +76,19 @@ const calls = {
     traffic.streams(part, new traffic.Case(...of), block).map((stream) => stream.traffic(cache)),
   flops: ({ of }) => new traffic.Case(...of).flops,
   anchors: ({ part, sizes }) => [...new Set(tiling.frames(part, sizes).map(({ anchor }) => anchor))],
+  // Whether each access of a part's script is the part's own, and each frame.
+  nest({ part, script, sizes }) {
+    const nest = new Nest(script, sizes),
+      of = (frames) => frames.map(({ makes, touch }) => ({ makes, touched: [...touch()] }));
+    const [own, made] = [of(tiling.frames(part, sizes)), of([...nest.frames()])].map((each) => JSON.stringify(each));
+    return { isSame: own === made, computed: nest.computed(), matrices: nest.matrices, own: tiling.matrices(part, sizes) };
+  },
+  script({ script, sizes }) {
+    const { frames, ...made } = session.tiles({ part: "script", script, sizes, l1: 2048, l2: 8192 });
+    return { ...made, titles: frames?.map(({ title }) => title), bytes: frames?.at(-1).bytes };
+  },
   walk(a) {
-    const frames = walk(a),
+    const { frames } = session.tiles(a),
       scores = new Set(),
       written = new Set();
     for (const { makes, area, boxes } of frames) {
@@ -99,7 +105,9 @@ const calls = {
         made = new Set(ofS.flatMap(({ i, c0, c1 }) => range(c0, c1).map((c) => `${i} ${c}`))),
         [i0, i1, j0, j1] = makes ? area : [0, 0, 0, 0];
       const all = range(i0, i1).flatMap((i) => range(j0, Math.min(j1, i + 1)).map((j) => [i, j]));
-      const lost = all.filter(([i, j]) => !made.has(tiling.scoreAt(part, sizes, i, j).join(" ")));
+      const { S } = tiling.matrices(part, sizes),
+        at = (i, j) => board.scoreAt(S, tiling.isTurned(part), i, j).join(" ");
+      const lost = all.filter(([i, j]) => !made.has(at(i, j)));
       return { title, lost: lost.length };
     });
   },

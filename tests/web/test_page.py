@@ -135,6 +135,19 @@ def test_tiles_shows_every_part(visit):
     assert re.match(r"m = -?\d", made["part4"]["online"])
 
 
+def test_a_script_is_shown_as_a_part_is_and_shared_by_its_address(visit):
+    nests = {name: source.get("nest") for name, source in build.sources().items()}
+    endless = "for i of 999999\n for j of 999999\n  if 0\n   read Q"
+    link = {"pace": 0, "length": 60, "part": "script", "script": endless}
+    made = visit("script", part="part2", other="part4", line="\nread P", link=link)
+    assert made["own"]["in all"] == made["own"]["part2"] == made["part"]["in all"]
+    assert made["first"] == made["undone"] == nests["part2"] and made["second"] == nests["part4"]
+    at = nests["part2"].count("\n") + 2
+    assert made["why"] == f"Line {at}: a known name was expected, not “P”."
+    assert made["again"] == [f"{nests['part2']}\nread P", made["why"]]
+    assert made["linked"] == [endless, made["linked"][1]] and "1,000,000 steps" in made["linked"][1]
+
+
 @pytest.mark.full
 def test_measure_draws_a_point_for_each_part(visit):
     assert visit("measure") == 4

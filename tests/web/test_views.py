@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+import re
 import shlex
 import subprocess
 import sys
@@ -55,6 +57,92 @@ def test_the_caches_take_in_about_what_explain_counts(node, part):
         came, _ = node("walk", part=part, sizes=sizes, l1=cache, l2=PLENTY)["bytes"][-1]
         low, high = (0.99, 1.07) if cache == PLENTY else (1 / 2.7, 2.7)
         assert low <= came / counted <= high, (sizes, cache, came, counted)
+
+
+@pytest.mark.parametrize("part", KERNELS)
+def test_a_parts_script_touches_the_same_memory_in_the_same_order(node, part):
+    script = build.sources()[part]["nest"]
+    for sizes in [*SIZES, {"N": 20, "d": 10, "Br": 6, "Bc": 7, "rows": 3}]:
+        made, N = node("nest", part=part, script=script, sizes=sizes), sizes["N"]
+        with naming(sizes):
+            assert made["isSame"] and list(made["matrices"].items()) == list(made["own"].items())
+            assert made["computed"] == [N * (N + 1) // 2] * 2 + [N, N]
+
+
+SMALL = {"N": 5, "d": 4, "Br": 2, "Bc": 2, "rows": 2}
+LINE_EACH = """
+for i of tiles(Q, Br)
+    read Q[i, 1:]
+    if 3 - end(i)  # the first tile
+        write O[i, :2]
+"""
+
+
+def test_a_script_without_frames_has_one_for_each_line(node):
+    made = node("script", script=LINE_EACH, sizes=SMALL)
+    first = ["read Q[i, 1:]: queries 1 to 2", "write O[i, :2]: queries 1 to 2"]
+    assert made["titles"] == [*first, "read Q[i, 1:]: queries 3 to 4", "read Q[i, 1:]: query 5"]
+    assert made["computed"] == [0, 15, 2, 5]
+    assert made["bytes"] == [2 * 64 + 64] * 2  # the lines of Q, and one of O
+    assert list(made["parts"]) == list(KERNELS)
+
+
+WRONG = [
+    ("", "A line that reads, writes or multiplies was expected."),
+    ("x = 3", "A line that reads, writes or multiplies was expected."),
+    ("read Q\nfor i in Q", "Line 2: “of” was expected, not “in”."),
+    ("for i of Q", "Line 1: after “for i of Q” a line was expected with more spaces before it."),
+    ("read Q\n  read K", "Line 2: 0 spaces before it were expected, not 2."),
+    ("  read Q\nread K", "Line 2: the spaces of the first line were expected before it."),
+    ("read", "Line 1: a matrix was expected, not the end of the line."),
+    ("read Q K", "Line 1: the end of the line was expected, not “K”."),
+    ("read N", "Line 1: a matrix was expected, not “N”."),
+    ("read P", "Line 1: a known name was expected, not “P”."),
+    ("read Q[]", "Line 1: a row, a column or “:” was expected, not “]”."),
+    ("read Q[4:6]", "Line 1: rows and columns of Q, 5 × 4, were expected, not 4:6, 0:4."),
+    ("read Q[Q + 1]", "Line 1: a number was expected, not the matrix Q."),
+    ("read Q[1 / (N - 5)]", "Line 1: a divisor that is not 0 was expected."),
+    ("read Q[seen(3)]", "Line 1: queries, as in seen(i), were expected."),
+    ("read Q[K in 1]", "Line 1: a part of 1:2 was expected before “in”, not 0:5."),
+    ("for i of tiles(Q, 0)\n read Q", "Line 1: tiles of 1 or more were expected, not of 0."),
+    ("Q = 3", "Line 1: a new name was expected, not “Q”."),
+    ("read Q\nS = matrix(1, 1)", "Line 2: matrix() was expected above all loops and frames."),
+    ("multiply O = Q * K", "Line 1: as many columns before “*” as rows behind it were expected, not 4"),
+    ("multiply O = Q * K'", "Line 1: a place of 5 × 5 was expected for the product, not of 5 × 4."),
+    ("multiply O = Q' * K'", "Line 1: at most one “'” was expected."),
+    # what a hostile link may hold
+    ("x = alert(1)", "Line 1: the end of the line was expected, not “(”."),
+    ("__proto__ = 1", "Line 1: for, if, frame, read, write, multiply or a name was expected, not “_”."),
+    ("read constructor", "Line 1: a known name was expected, not “constructor”."),
+    ("S = matrix(9999, 9999)", "Line 1: at most 16384 numbers were expected in a matrix, not"),
+    ("for i of 9 * 99999999\n if 0\n  read Q", "steps was expected, and this one goes on."),
+    ("for i of 9999\n read Q[0, 0]", "Line 2: at most 5,000 frames were expected"),
+    ("x = " + "(" * 1990, "Line 1: a value in at most 30 parentheses was expected, not “(”."),
+    ("x = 1" + "+1" * 1990 + "\nread Q[x]", "Line 2: rows and columns of Q, 5 × 4, were expected"),
+]
+
+
+def test_a_wrong_script_gets_a_sentence_with_its_line(node):
+    for script, why in WRONG:
+        made = node("script", script=script, sizes=SMALL)
+        assert why in made.get("why", ""), script[:80]
+
+
+def test_no_script_does_anything_but_walk_or_get_a_sentence(node):
+    """Our scripts with pieces lost, doubled and exchanged, and with names that JavaScript's objects have."""
+    chance = random.Random(1)
+    scripts = [build.sources()[part]["nest"] for part in KERNELS]
+    pieces = [piece for script in scripts for piece in re.findall(r"\w+|\n *|\S", script)]
+    pieces += ["constructor", "toString", "valueOf", "hasOwnProperty", "99999999999999999999", "0"]
+    walked = 0
+    for _ in range(200):
+        script = re.findall(r"\w+|\n *|\S| ", chance.choice(scripts))
+        for _ in range(chance.choice([0, 1, 1, 2, 5])):
+            script[chance.randrange(len(script))] = chance.choice(["", chance.choice(pieces)])
+        made = node("script", script="".join(script), sizes=SMALL)
+        walked += "titles" in made
+        assert "titles" in made or made["why"].endswith(".")
+    assert 20 < walked < 180
 
 
 @pytest.mark.usefixtures("wasm")

@@ -1,10 +1,9 @@
 // Draws the view Tiles: Q left of S, K above it, V below it, O right of it, scratch in the corners.
 import { colour } from "./dom.js";
-import { SCORES } from "./tiling.js";
 
 const GAP = 3; // between the matrices, in cells
 const EDGE = 4; // around them, in cells
-const SCRATCH = { Kt: "tile of Kᵀ", Qt: "tile of Qᵀ", Ot: "tile of Oᵀ", ml: "m and l" };
+const TITLES = { Kt: "tile of Kᵀ", Qt: "tile of Qᵀ", Ot: "tile of Oᵀ", ml: "m and l" };
 const SHADES = [0.18, 0.5, 1]; // in memory only, in L2, in L1
 
 const css = ([r, g, b], alpha = 1) => `rgb(${r} ${g} ${b} / ${alpha})`;
@@ -22,20 +21,22 @@ function fit(canvas, isSquare) {
   return { pen, width, height };
 }
 
-// view: {N, d, heads: {q, k, v}, results: {S, P, O}, boxes, kinds (N N): 0 empty, SCORES or WEIGHTS, weightOf(i, j),
-// progress (N): share of O, place(m, i, c): 0, 1 or 2, scoreAt(i, j): where S has a score,
-// matrices: {name: [rows, columns]}}.
+// The place of the score of query i and key j in S (rows, columns), which may have keys as rows and hold a tile of them all.
+export function scoreAt([rows, columns], isTurned, i, j) {
+  return isTurned ? [j % rows, i % columns] : [i % rows, j % columns];
+}
+
+// view: {N, d, heads: {q, k, v}, results: {S, P, O}, boxes, kinds (N N): "" empty, "scores" or "weights", weightOf(i, j),
+// progress (N): share of O, place(m, i, c): 0, 1 or 2, isTurned: whether S has keys as rows,
+// matrices: {name: [rows, columns]}, of which all but Q, K, V, O and S are scratch}.
 export function draw(canvas, view) {
   const { N, d, heads, results, kinds } = view,
-    scratch = Object.entries(view.matrices).filter(([m]) => m in SCRATCH);
+    scratch = Object.entries(view.matrices).filter(([m]) => !["Q", "K", "V", "O", "S"].includes(m));
   const { pen, width } = fit(canvas, true),
     size = width / (N + 2 * (d + GAP + EDGE));
   const [ink, red, blue, rule, soft] = ["--ink", "--red", "--blue", "--rule", "--soft"].map(colour);
   const start = EDGE + d + GAP, // of S, from the left and from the top
     end = start + N + GAP; // where O and V begin
-  // Scratch is at most as wide as a corner.
-  const narrow = Math.min(1, d / Math.max(1, ...scratch.map(([, [, columns]]) => columns)));
-  const wide = (m) => (m in SCRATCH ? narrow : 1);
   // The place of row r and column c of a matrix, in cells. K and V are transposed.
   const places = {
     Q: (r, c) => [EDGE + c, start + r],
@@ -43,15 +44,21 @@ export function draw(canvas, view) {
     K: (r, c) => [start + r, EDGE + c],
     V: (r, c) => [start + r, end + c],
     S: (r, c) => [start + c, start + r],
-    Kt: (r, c) => [EDGE + c * narrow, EDGE + r],
-    Qt: (r, c) => [EDGE + c * narrow, EDGE + r],
-    Ot: (r, c) => [end + c * narrow, EDGE + r],
-    ml: (r, c) => [end + c * narrow, end + 1 + r],
   };
+  // Each scratch has a corner, clockwise, and is at most as large.
+  const cells = new Map();
+  scratch.forEach(([m, [rows, columns]], n) => {
+    const [x, y] = [[EDGE, EDGE], [end, EDGE], [end, end + 1], [EDGE, end + 1]][n],
+      [wide, tall] = [columns, rows].map((count) => Math.min(1, d / count));
+    cells.set(m, [wide, tall]);
+    places[m] = (r, c) => [x + c * wide, y + r * tall];
+  });
+  const cellOf = (m) => cells.get(m) ?? [1, 1];
   const cell = (m, r, c, fill) => {
-    const [x, y] = places[m](r, c);
+    const [x, y] = places[m](r, c),
+      [wide, tall] = cellOf(m);
     pen.fillStyle = fill;
-    pen.fillRect(x * size, y * size, size * wide(m) * 1.02, size * 1.02);
+    pen.fillRect(x * size, y * size, size * wide * 1.02, size * tall * 1.02);
   };
   const shade = (m, r, c) => SHADES[view.place(m, r, c)];
   const each = (rows, columns, use) => {
@@ -71,17 +78,19 @@ export function draw(canvas, view) {
   each(N, N, (i, j) => {
     const kind = kinds[i * N + j];
     if (kind) {
-      const share = kind === SCORES ? Math.abs(results.S[i * N + j]) / largest : view.weightOf(i, j);
-      const dark = shade("S", ...view.scoreAt(i, j)) * (0.2 + 0.8 * Math.sqrt(share));
-      cell("S", i, j, css(kind === SCORES ? ink : red, dark));
+      const isScore = kind === "scores",
+        share = isScore ? Math.abs(results.S[i * N + j]) / largest : view.weightOf(i, j);
+      const dark = shade("S", ...scoreAt(view.matrices.S, view.isTurned, i, j)) * (0.2 + 0.8 * Math.sqrt(share));
+      cell("S", i, j, css(isScore ? ink : red, dark));
     } else if (j <= i) cell("S", i, j, css(rule, 0.35));
   });
   pen.lineWidth = Math.max(1.5, size / 3);
   for (const [m, { r, c, w }] of Object.entries(view.boxes)) {
     const [x0, y0] = places[m](r[0], c[0]),
-      [x1, y1] = places[m](r[1] - 1, c[1] - 1);
+      [x1, y1] = places[m](r[1] - 1, c[1] - 1),
+      [wide, tall] = cellOf(m);
     pen.strokeStyle = css(w ? red : blue);
-    pen.strokeRect(x0 * size, y0 * size, (x1 - x0 + wide(m)) * size, (y1 - y0 + 1) * size);
+    pen.strokeRect(x0 * size, y0 * size, (x1 - x0 + wide) * size, (y1 - y0 + tall) * size);
   }
   pen.fillStyle = css(soft);
   pen.font = `italic ${Math.max(11, size * 2.2)}px ${getComputedStyle(document.body).fontFamily}`;
@@ -96,7 +105,7 @@ export function draw(canvas, view) {
   label("S", "right", start - 0.6, start - 0.8);
   for (const [m] of scratch) {
     const [x, y] = places[m](0, 0);
-    label(SCRATCH[m], "left", x, y - 0.8);
+    label(Object.hasOwn(TITLES, m) ? TITLES[m] : m, "left", x, y - 0.8);
   }
 }
 

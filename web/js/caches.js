@@ -27,9 +27,10 @@ class Cache {
   }
 }
 
-// Runs frames over matrices {name: [rows, columns]} behind caches of l1 and l2 bytes. Returns `after` each frame
-// {places: of each line, 2 in L1, 1 in L2 only, 0 in memory only; bytes: what came into [L1, L2] so far; boxes: what the
-// frame touched, {name: {r, c, w}}, rows and columns [from, to)}, and line(name, row, column). Matrices begin at lines.
+// Runs frames over matrices {name: [rows, columns]} behind caches of l1 and l2 bytes. Returns the `frames`, without touch()
+// but with what follows each: {places: of each line, 2 in L1, 1 in L2 only, 0 in memory only; bytes: what came into
+// [L1, L2] so far; boxes: what the frame touched, {name: {r, c, w}}, rows and columns [from, to)}; and `first`, the place
+// of each matrix in floats. Matrices begin at lines.
 export function simulate(frames, matrices, l1, l2) {
   const first = {};
   let lines = 0;
@@ -40,8 +41,9 @@ export function simulate(frames, matrices, l1, l2) {
   const line = (m, i, c) => Math.floor((first[m] + i * matrices[m][1] + c) / LINE);
   const inner = new Cache(l1),
     outer = new Cache(l2);
-  const after = frames.map(({ touch, area }) => {
-    const boxes = {};
+  const shown = [];
+  for (const { touch, ...frame } of frames) {
+    const boxes = Object.create(null); // a script's matrix may have any name
     for (const { m, i, c0, c1, w } of touch()) {
       const box = (boxes[m] ??= { r: [i, i + 1], c: [c0, c1], w });
       box.r = [Math.min(box.r[0], i), Math.max(box.r[1], i + 1)];
@@ -50,11 +52,13 @@ export function simulate(frames, matrices, l1, l2) {
       const last = line(m, i, c1 - 1);
       for (let at = line(m, i, c0); at <= last; at++) if (!inner.use(at)) outer.use(at);
     }
+    const { area } = frame;
     if (area) boxes.S = { ...boxes.S, r: area.slice(0, 2), c: area.slice(2) };
+    else delete boxes.S; // nobody knows which scores these are
     const places = new Uint8Array(lines);
     for (const at of outer.lines()) places[at] = 1;
     for (const at of inner.lines()) places[at] = 2;
-    return { places, bytes: [inner.bytes, outer.bytes], boxes };
-  });
-  return { line, after };
+    shown.push({ ...frame, places, bytes: [inner.bytes, outer.bytes], boxes });
+  }
+  return { frames: shown, first };
 }

@@ -33,10 +33,9 @@ async function opened(name) {
 
 export const json = async (name) => JSON.parse(new TextDecoder().decode(await asset(name)));
 
-function newWorker() {
-  const element = inside("worker.js");
-  if (!element) return new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
-  return new Worker(URL.createObjectURL(new Blob([element.textContent], { type: "text/javascript" })));
+async function newWorker() {
+  if (!inside("worker.js")) return new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
+  return new Worker(URL.createObjectURL(new Blob([await asset("worker.js")], { type: "text/javascript" })));
 }
 
 // The error of a call of a closed Engine.
@@ -48,8 +47,12 @@ export class Engine {
   isPaced = true;
   by = "with part4";
 
-  constructor() {
-    this.worker = newWorker();
+  static async open() {
+    return new Engine(await newWorker());
+  }
+
+  constructor(worker) {
+    this.worker = worker;
     this.waiting = new Map();
     this.calls = 0;
     this.worker.onmessage = ({ data: { id, result, error } }) => {

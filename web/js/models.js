@@ -39,8 +39,8 @@ export class Models {
 
   // weights: a promise. The worker starts and compiles the kernels while they load.
   async engineOf(config, characters, weights, precision) {
-    const engine = new Engine();
     weights.catch(() => {}); // it is awaited below
+    const engine = await Engine.open();
     try {
       await engine.call("compile", { wasm: await this.wasm });
       const files = { config, characters, weights: await weights, precision };

@@ -1,7 +1,10 @@
 // The work of the page's worker: it holds a checkpoint and answers calls by name. It uses no DOM, so it runs in node.
 import { PRECISIONS, TILE } from "./facts.js";
-import { Kernels } from "./kernels.js";
+import { simulate } from "./caches.js";
 import { readCheckpoint } from "./checkpoint.js";
+import { Kernels } from "./kernels.js";
+import { Nest, ScriptError } from "./nest.js";
+import { frames, isTurned, matrices, WALKS } from "./tiling.js";
 import { Block } from "./traffic.js";
 import { Writer } from "./writer.js";
 
@@ -106,6 +109,26 @@ export class Session {
       [q, k, v] = [0, 1, 2].map(() => new Float32Array(T * d));
     for (const [which, to] of [q, k, v].entries()) this.kernels.call("observed", at, layer, head, which, to);
     return { q, k, v, T, d };
+  }
+
+  // The walk of a part, or of a script (part "script"), behind caches of l1 and l2 bytes: {frames, first, matrices,
+  // isTurned}; see tiling.js and caches.js. A script's has what it `computed` and the bytes of our `parts` too, or {why},
+  // a sentence.
+  tiles({ part, script, sizes, l1, l2 }) {
+    const own = (name) => ({
+      ...simulate(frames(name, sizes), matrices(name, sizes), l1, l2),
+      ...{ matrices: matrices(name, sizes), isTurned: isTurned(name) },
+    });
+    if (part !== "script") return own(part);
+    try {
+      const nest = new Nest(script, sizes),
+        walk = simulate(nest.frames(), nest.matrices, l1, l2),
+        parts = Object.fromEntries(Object.keys(WALKS).map((name) => [name, own(name).frames.at(-1).bytes]));
+      return { ...walk, matrices: nest.matrices, isTurned: nest.isTurned, computed: nest.computed(), parts };
+    } catch (error) {
+      if (error instanceof ScriptError) return { why: error.message };
+      throw error;
+    }
   }
 
   // The least milliseconds of a part's calls over noise, which fill `ms`, and its bytes of scratch.

@@ -12,6 +12,7 @@ function oneOf(of, value) {
   const [values, labels] = Array.isArray(of) ? [of, {}] : [Object.keys(of), of];
   return { value: value ?? values[0], values, labels, admits: (x) => values.includes(x) };
 }
+export const MOST_SCRIPT = 4000; // characters
 export const isSeed = (digits) => /^[0-9]{1,20}$/.test(digits) && BigInt(digits) < 2n ** 64n;
 
 // The settings of sampling that have a field: {name, choice: its name here, default, slider: [least, most, step]}.
@@ -39,7 +40,8 @@ export const CHOICES = {
   head: number(-1, -1, 1000),
   query: number(-1, -1, 100000), // -1: the last one
   key: number(-1, -1, 100000), // -1: the one with the largest weight
-  part: text("part4", (name) => /^part[0-9]{1,2}$/.test(name)), // the kernels' table decides which exist
+  part: text("part4", (name) => /^(part[0-9]{1,2}|script)$/.test(name)), // the kernels' table decides which exist
+  script: text("", (script) => script.length <= MOST_SCRIPT), // a loop nest for Tiles
   frame: number(0, 0, 1e6), // of Tiles
   tempo: oneOf(["slow", "normal", "fast"], "normal"), // pace of Tiles; `pace` is that of a text
   n: oneOf([16, 32, 48], 32),

@@ -1,13 +1,12 @@
 // The view Tiles: the frames of a part over the text's own Q, K and V, with two small caches.
 import { $, bytes, frame, make, number, on, option, say, tableRow } from "./dom.js";
 import { draw, drawRow } from "./board.js";
-import { simulate } from "./caches.js";
 import { json } from "./engine.js";
 import { fill } from "./fields.js";
 import { online, results } from "./formulas.js";
 import { allHeads, Reading } from "./reading.js";
-import { frames, matrices, scoreAt } from "./tiling.js";
-import { Case, streams, traffic } from "./traffic.js";
+import { MOST_SCRIPT } from "./state.js";
+import { Case, LINE, streams, traffic } from "./traffic.js";
 
 const A_FRAME_MS = { slow: 1200, normal: 450, fast: 120 };
 // In our words: standard attention, and FlashAttention-2's Algorithm 1 (Dao 2023, arXiv:2307.08691) by its line numbers.
@@ -33,7 +32,20 @@ export class TilesView extends Reading {
     on("tiles-form", "submit", (event) => event.preventDefault());
     on("tiles-part", "change", ({ target }) => {
       page.choose({ part: target.value, frame: 0 });
+      if (target.value === "script") page.choices.script ||= this.nest();
       this.make();
+    });
+    $("script").maxLength = MOST_SCRIPT;
+    on("script", "input", ({ target }) => {
+      page.choose({ script: target.value });
+      this.make(true);
+    });
+    on("as-script", "click", () => {
+      const script = this.nest();
+      page.choose({ part: "script" });
+      $("editor").hidden = false;
+      $("script").select();
+      document.execCommand("insertText", false, script); // as if typed: it can be undone
     });
     on("tiles-n", "change", () => {
       page.choose({ frame: 0 });
@@ -65,7 +77,7 @@ export class TilesView extends Reading {
   }
 
   redraw() {
-    if (this.frames) this.go(this.at, false);
+    this.go(this.at, false);
   }
 
   async read() {
@@ -74,7 +86,7 @@ export class TilesView extends Reading {
     this.block ??= await engine.call("block");
     if (!this.isCurrent()) return;
     const parts = engine.parts.map(({ name, algorithm }) => option(name, `${name}, ${algorithm}`));
-    $("tiles-part").replaceChildren(...parts);
+    $("tiles-part").replaceChildren(...parts, option("script", "your own script"));
     const { n_layer: layers, n_head: heads } = engine.config;
     const titles = allHeads({ layers, heads }).map(({ layer, head, title }) => option(`${layer},${head}`, title));
     $("tiles-head").replaceChildren(...titles);
@@ -94,12 +106,18 @@ export class TilesView extends Reading {
     this.make();
   }
 
-  // Makes the frames for the choices. keep: stay at about the same place.
-  make(keep = false) {
+  // The part that is shown as a script, or "".
+  nest() {
+    return this.sources?.[this.part]?.nest ?? "";
+  }
+
+  // Makes the frames for the choices, in the worker. keep: stay at about the same place. Of several calls the last counts.
+  async make(keep = false) {
     if (!this.heads) return;
     const { choices, engine } = this.page,
-      { N, d, block } = this;
-    const part = engine.parts.some(({ name }) => name === choices.part) ? choices.part : "part4",
+      { N, d, heads, block } = this,
+      { script } = choices;
+    const part = [...engine.parts.map(({ name }) => name), "script"].includes(choices.part) ? choices.part : "part4",
       Br = Math.min(choices.br, N),
       Bc = Math.min(choices.bc, N),
       sizes = { N, d, Br, Bc, rows: block.rows },
@@ -109,16 +127,23 @@ export class TilesView extends Reading {
     fill(choices);
     $("tiles-part").value = part;
     say("br-name", part === "part2" ? "T" : "Br");
-    $("br").disabled = part !== "part2" && part !== "part4";
-    $("bc").disabled = part !== "part4";
+    $("br").disabled = !["part2", "part4", "script"].includes(part);
+    $("bc").disabled = !["part4", "script"].includes(part);
     for (const [name, shown] of Object.entries({ br: Br, bc: Bc, l1: bytes(l1), l2: bytes(l2) })) say(`${name}-out`, shown);
+    const mine = (this.made = {});
+    await Promise.allSettled([this.making]);
+    if (this.made !== mine) return;
+    this.making = this.call("tiles", { part, script, sizes, l1, l2 });
+    const walk = await this.making;
+    if (this.heads !== heads) return;
     const share = keep && this.frames ? this.at / this.frames.length : null;
-    Object.assign(this, { part, sizes, frames: frames(part, sizes), matrices: matrices(part, sizes) });
-    Object.assign(this, simulate(this.frames, this.matrices, l1, l2));
+    Object.assign(this, { frames: null, part, script, sizes }, walk);
+    this.showCode();
+    if (part === "script") this.judge(walk);
+    if (!this.frames) return;
     const small = { ...block, part2_tile: Br, panel: Br, part4_step: Bc };
     const counted = streams(part, new Case(N, N, d, 1, true, Br, Bc), small);
     this.counted = counted && [l1, l2].map((cache) => traffic(counted, cache));
-    this.showCode();
     $("online").hidden = part !== "part4";
     $("row").max = N - 1;
     this.pinned &&= keep;
@@ -128,28 +153,48 @@ export class TilesView extends Reading {
   }
 
   showCode() {
-    const paper = Object.entries(this.part === "part4" ? FLASH : PLAIN);
+    const { part } = this,
+      isScript = part === "script",
+      own = Object.fromEntries(this.script.split("\n").map((line, n) => [n + 1, line]));
+    const paper = Object.entries(isScript ? own : part === "part4" ? FLASH : PLAIN);
     this.paper = new Map(paper.map(([n, text]) => [Number(n), make("li", {}, `${n.padStart(2)}  ${text}`)]));
     $("paper").replaceChildren(...this.paper.values());
-    const { name, text } = this.sources[this.part];
-    say("source-title", `Our C++: ${name}`);
+    const { name, text } = isScript ? { name: "", text: "" } : this.sources[part];
+    say("source-title", isScript ? "Your loop nest" : `Our C++: ${name}`);
     this.lines = text.split("\n").map((line) => make("span", {}, line || " "));
     $("source").replaceChildren(...this.lines);
     $("source").ariaLabel = name;
+    $("source").hidden = isScript;
+    $("editor").hidden = !isScript;
+    $("as-script").hidden = !this.nest();
+  }
+
+  // Says what is wrong with a script, or what it computes.
+  judge({ why, computed }) {
+    const isWrong = Boolean(why);
+    $("script").ariaInvalid = String(isWrong);
+    $("script-status").classList.toggle("problem", isWrong);
+    if (isWrong) {
+      this.playing = false;
+      say("script-status", why);
+      return;
+    }
+    const [scores, seen, rows, all] = computed.map((count) => number(count));
+    say("script-status", `It computes ${scores} of ${seen} scores and writes ${rows} of ${all} rows of O.`);
   }
 
   // Shows a frame. isChosen: a link shows it again.
   go(at, isChosen = true) {
+    if (!this.frames) return;
     this.at = Math.max(0, Math.min(at, this.frames.length - 1));
     if (isChosen) this.page.choose({ frame: this.at });
     const now = this.frames[this.at],
-      { places, bytes: moved, boxes } = this.after[this.at],
-      { N, d, heads, matrices } = this;
+      { places, bytes: moved, boxes } = now,
+      { N, d, heads, first, matrices, isTurned } = this;
     draw($("board"), {
-      ...{ N, d, heads, matrices, boxes, results: this.results },
+      ...{ N, d, heads, matrices, isTurned, boxes, results: this.results },
       ...this.stateAt(this.at),
-      place: (m, i, c) => places[this.line(m, i, c)],
-      scoreAt: (i, j) => scoreAt(this.part, this.sizes, i, j),
+      place: (m, i, c) => places[Math.floor((first[m] + i * matrices[m][1] + c) / LINE)],
       weightOf: (i, j) => this.weight(now, i, j),
     });
     $("tiles-at").value = this.at;
@@ -169,16 +214,17 @@ export class TilesView extends Reading {
   // The kinds of S's cells and the progress of O's rows after a frame.
   stateAt(at) {
     const { N } = this,
-      kinds = new Uint8Array(N * N),
+      kinds = Array(N * N).fill(""),
       progress = new Float32Array(N);
-    this.frames.slice(0, at + 1).forEach(({ frees, makes, area, done }, n) => {
-      if (frees) kinds.fill(0);
+    for (const { frees, makes, area, boxes } of this.frames.slice(0, at + 1)) {
+      if (frees) kinds.fill("");
       if (makes) {
         const [i0, i1, j0, j1] = area;
         for (let i = i0; i < i1; i++) kinds.fill(makes, i * N + j0, i * N + Math.max(j0, Math.min(j1, i + 1)));
       }
-      if (done) progress.fill(done, ...this.after[n].boxes.O.r);
-    });
+      const { O, V } = boxes; // a row of O is added up as far as V was read for it
+      if (O?.w) progress.fill(Math.min(1, (V ? V.r[1] : N) / O.r[1]), ...O.r);
+    }
     return { kinds, progress };
   }
 
@@ -192,8 +238,9 @@ export class TilesView extends Reading {
   }
 
   showBytes(moved) {
-    const rows = { "so far": moved, "in all": this.after.at(-1).bytes };
+    const rows = { "so far": moved, "in all": this.frames.at(-1).bytes };
     if (this.counted) rows["as explain counts"] = this.counted;
+    if (this.part === "script") Object.assign(rows, this.parts);
     const cells = Object.entries(rows).map(([name, values]) => tableRow(name, ...values.map(bytes)));
     $("bytes").replaceChildren(...cells);
   }
@@ -215,6 +262,7 @@ export class TilesView extends Reading {
   }
 
   async play() {
+    if (!this.frames) return;
     this.playing = true;
     if (this.at === this.frames.length - 1) this.at = -1;
     for (let last = -Infinity; this.isPlaying; await frame()) {

@@ -1,13 +1,10 @@
 // The frames in which Tiles shows a part: its walk over one head's Q, K and V (N, d), causal, with scaled scores.
 //
 // A frame is {title, text, anchor: a piece of the part's C++ line or null, paper: numbers of lines, area: the scores that
-// it works on, [i0, i1, j0, j1], makes: what they become, done: the share of O's rows that is added up, frees: whether
-// all scores before it are dropped, tile: part 4's [i0, i1, j], touch: the memory in the order of the loops}.
+// it works on, [i0, i1, j0, j1], makes: what they become, "scores" or "weights", frees: whether all scores before it are
+// dropped, tile: part 4's [i0, i1, j], touch: the memory in the order of the loops}.
 // An access {m, i, c0, c1, w} is the columns [c0, c1) of row i of a matrix; w: written.
 // rows: the rows that a product takes at a time. A part without frames here gets those of the formula.
-
-export const SCORES = 1,
-  WEIGHTS = 2;
 
 const SCRATCH = {
   part2: ({ N, d, Br }) => ({ S: [N, N], Kt: [d, Br] }),
@@ -22,11 +19,8 @@ export function matrices(part, sizes) {
   return { Q: io, K: io, V: io, O: io, ...(SCRATCH[part] ?? textbook)(sizes) };
 }
 
-// The place of the score of query i and key j in a part's S, as [row, column].
-export function scoreAt(part, { Br, Bc }, i, j) {
-  if (part === "part3") return [0, j];
-  return part === "part4" ? [j % Bc, i % Br] : [i, j]; // part 4 has the tile transposed
-}
+// Whether a part's S has keys as rows.
+export const isTurned = (part) => part === "part4";
 
 const read = (m, i, c0, c1) => ({ m, i, c0, c1, w: false });
 const write = (m, i, c0, c1) => ({ m, i, c0, c1, w: true });
@@ -56,7 +50,7 @@ function* part1({ N, d }) {
     text: "One row of Q is multiplied with every key that it may see. This one row reads all of K. The scores go to an N × N matrix in memory.",
     anchor: "s += Q[i * ldQ + c] * K[j * ldK + c]",
     paper: [1],
-    makes: SCORES,
+    makes: "scores",
     *touch() {
       for (let j = 0; j <= i; j++) yield* [read("Q", i, 0, d), read("K", j, 0, d), write("S", i, j, j + 1)];
     },
@@ -67,7 +61,6 @@ function* part1({ N, d }) {
     text: "Each number of the output adds up a whole row of weights times a column of V. It reads down the column, so a cache line of V is fetched for one number, and again for the next column.",
     anchor: "o += S[i * Nk + j] * V[j * ldV + c]",
     paper: [3],
-    done: 1,
     *touch() {
       for (let c = 0; c < d; c++) {
         for (let j = 0; j <= i; j++) yield* [read("S", i, j, j + 1), read("V", j, c, c + 1)];
@@ -82,7 +75,7 @@ const softmax = (i) => ({
   text: "The row is read for its largest score, again for the exponentials and their sum, and again to divide. The matrix was just written; if it does not fit the cache, it comes back from memory.",
   anchor: "const float log_sum = softmax_row(S + i * Nk",
   paper: [2],
-  makes: WEIGHTS,
+  makes: "weights",
   touch: () => [read, write, write].map((of) => of("S", i, 0, i + 1)),
 });
 
@@ -108,7 +101,7 @@ function* part2({ N, d, Br: T, rows: R }) {
         anchor: "simd::multiply({Sij, Nk}",
         paper: [1],
         area: [i0, i1, j0, j1],
-        makes: SCORES,
+        makes: "scores",
         *touch() {
           for (const [r0, r1] of pieces(i0, i1, R)) {
             for (let c = 0; c < d; c++) {
@@ -137,7 +130,6 @@ function* part2({ N, d, Br: T, rows: R }) {
           : "simd::multiply_add({O + i0 * d, d}",
         paper: [3],
         area: [i0, i1, j0, j1],
-        done: j1 / i1,
         *touch() {
           for (const [r0, r1] of pieces(i0, i1, R)) {
             for (let j = j0; j < Math.min(j1, r1); j++) {
@@ -160,7 +152,7 @@ const part3 = ({ N, d }) =>
       text: "The scores are computed one row at a time. The row is all the memory that they need, and it stays in L1. In return, each query reads all of K.",
       anchor: "simd::dot_rows(S, Q + i * ldQ",
       paper: [1],
-      makes: SCORES,
+      makes: "scores",
       frees: true,
       *touch() {
         for (let j = 0; j <= i; j++) yield* [read("Q", i, 0, d), read("K", j, 0, d), write("S", 0, j, j + 1)];
@@ -171,7 +163,7 @@ const part3 = ({ N, d }) =>
       text: "The largest score m is subtracted, so no exponential overflows; l is their sum. The row has not left L1 since it was written.",
       anchor: "l += simd::exp_sum(S + j, keys",
       paper: [2],
-      makes: WEIGHTS,
+      makes: "weights",
       touch: () => [read("S", 0, 0, i + 1), write("S", 0, 0, i + 1)],
     }),
     (i) => ({
@@ -179,7 +171,6 @@ const part3 = ({ N, d }) =>
       text: "The output is the weighted sum of the rows of V. The division by l comes last, for d numbers instead of N. Then the row of scores is dropped.",
       anchor: "simd::add_weighted_rows(O + i * d, S + j",
       paper: [3],
-      done: 1,
       *touch() {
         for (let j = 0; j <= i; j++) yield* [read("S", 0, j, j + 1), read("V", j, 0, d)];
         yield write("O", i, 0, d);
@@ -215,7 +206,7 @@ function* part4({ N, d, Br, Bc, rows: R }) {
         anchor: "scores(0, 0, std::min(keys, first + W));",
         paper: [6, 7, 8],
         area,
-        makes: SCORES,
+        makes: "scores",
         frees: true,
         tile: [i0, i1, j - 1],
         *touch() {
@@ -234,7 +225,7 @@ function* part4({ N, d, Br, Bc, rows: R }) {
         anchor: "if (simd::online_softmax({St, ldS}",
         paper: [9],
         area,
-        makes: WEIGHTS,
+        makes: "weights",
         tile: [i0, i1, j],
         *touch() {
           for (let pass = 0; pass < 2; pass++) yield* rows(write, "S", 0, j1 - j0, 0, n);
@@ -271,7 +262,6 @@ function* part4({ N, d, Br, Bc, rows: R }) {
       text: "The output is divided by l once, and written. The softmax leaves only m + log(l), which suffices to merge two results over different keys.",
       anchor: "simd::scale_columns({Ot, R}, a.d, n, correction);",
       paper: [12, 13, 14],
-      done: 1,
       frees: true,
       tile: [i0, i1, Math.ceil(i1 / Bc) - 1],
       *touch() {
@@ -289,7 +279,7 @@ function* formula(sizes) {
   for (const frame of part1(sizes)) yield { ...frame, text, anchor: null };
 }
 
-const WALKS = { part1, part2, part3, part4 };
+export const WALKS = { part1, part2, part3, part4 };
 
 // The frames of a part.
 export const frames = (part, sizes) => [...(WALKS[part] ?? formula)(sizes)];
