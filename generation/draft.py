@@ -73,7 +73,7 @@ def make(checkpoint: Checkpoint, ids: Sequence[int], seconds: float = math.inf) 
 
 
 def own_text(checkpoint: Checkpoint, count: int = OWN_TOKENS) -> list[int]:
-    """At least so many tokens that the model writes itself: for make(), where its training text is not there."""
+    """At least so many tokens that the model writes, for make() where its training text is not there."""
     rng, block = np.random.default_rng(0), checkpoint.config.block_size
     writer = Writer(open_engine(checkpoint, "native", slots=AT_ONCE, draft="off"))
     ids: list[int] = []

@@ -361,8 +361,8 @@ def table(f: dict[str, Any]) -> str:
             "",
             f"With drafts: {drafts['on_us_per_token']:.2f} µs per token, without: "
             f"{drafts['off_us_per_token']:.2f}. {drafts['hits_percent']:.0f} % of the guesses hit.",
-            f"A step has {drafts['drafted_per_step']:.2f} guesses, {drafts['accepted_percent']:.0f} % of them "
-            f"are accepted, and it gives {drafts['tokens_per_step']:.2f} tokens.",
+            f"A step has {drafts['drafted_per_step']:.2f} guesses, {drafts['accepted_percent']:.0f} % of "
+            f"them are accepted, and it gives {drafts['tokens_per_step']:.2f} tokens.",
             f"Of a step, guessing takes {drafts['guessing_us_per_step']:.2f} µs, and the verification "
             f"{drafts['verifying_us_per_step']:.2f} µs.",
             f"Rows that are thrown away take {drafts['wasted_us_per_step']:.2f} µs of it.",

@@ -263,7 +263,7 @@ MISTAKES = [
         # What only a GPU shows
         ("beyond K", "cuda", "for (int j = 0; j < n; ++j) {", "for (int j = 0; j < n + (1 << 20); ++j) {", "bounds endless"),
         ("a row too far", "cuda", "if (i >= call.Nq) return;", "", "bounds"),
-        ("endless", "cuda", "++j) {", "j += l < 1e30f ? 0 : 1) {", "endless"),
+        ("endless", "cuda", "++j) {", "j += m < 1e30f ? 0 : 1) {", "endless"),
         ("no barrier", "cuda tiles", "        }\n        __syncthreads();", "        }", "race"),
         ("too many threads", "cuda", "#define THREADS 64", "#define THREADS 4096", "raised"),
     )

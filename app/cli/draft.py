@@ -33,8 +33,8 @@ def draft(model: str, corpus_file: Path | None) -> None:
 def make_draft(directory: Path, text: str | None, seconds: float = math.inf) -> Path | None:
     """Make the draft of the model in a directory from a text's training part; returns its path.
 
-    text: None for one that the model writes. seconds: the most time of the model's reading. Returns None, with
-    a notice, where the kernels do not compile or no draft can have the model's vocabulary.
+    text: None for one that the model writes. seconds: the most time of the model's reading. Returns None,
+    with a notice, where the kernels do not compile or no draft can have the model's vocabulary.
     """
     from generation import draft
     from model import corpus, load

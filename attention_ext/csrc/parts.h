@@ -14,9 +14,9 @@ constexpr int64_t DEPTH = 64;  // features of K transposed at a time: 24 KB
 }  // namespace part2
 
 namespace part4 {
-constexpr int64_t FEW = 3;     // at most this many queries are taken one at a time, with lanes that span keys
+constexpr int64_t FEW = 3;  // at most this many queries are taken one at a time, with lanes that span keys
 constexpr int64_t FEW_TOGETHER = 8;  // the most queries of flash_decoding_together()
-constexpr int64_t STEP = 128;  // keys of a strip, not counting its diagonal
+constexpr int64_t STEP = 128;        // keys of a strip, not counting its diagonal
 }  // namespace part4
 
 namespace amx {
@@ -92,11 +92,10 @@ struct None {
     }
 };
 inline constexpr None none{};
-inline constexpr FewQueries flash_decoding{
-    {flash_decoding_scratch, flash_decoding_attention},
-    flash_decoding_takes,
-    part4::FEW,
-    {flash_decoding_together_scratch, flash_decoding_together}};
+inline constexpr FewQueries flash_decoding{{flash_decoding_scratch, flash_decoding_attention},
+                                           flash_decoding_takes,
+                                           part4::FEW,
+                                           {flash_decoding_together_scratch, flash_decoding_together}};
 inline constexpr Kernel<Bf16> flash_bf16{flash_bf16_scratch, flash_bf16_attention};
 
 #define PART_ROW(number, name, few, bf16) {#number "_" #name, {name##_scratch, name##_attention}, few, bf16},

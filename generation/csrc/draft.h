@@ -110,9 +110,9 @@ class DraftPace {
     double seconds = 0, tokens = 0;             // of a step, on average
 };
 
-// What drafts did. guesses: those of tokens that were then chosen, also where no row was spent on them, and hits
-// of them. drafted: rows that were spent on guesses, and the accepted ones. Seconds: of guessing, of the steps
-// with drafts, and of the rows of these steps that gave no token.
+// What drafts did. guesses: those of tokens that were then chosen, also where no row was spent on them, and
+// hits of them. drafted: rows that were spent on guesses, and the accepted ones. Seconds: of guessing, of the
+// steps with drafts, and of the rows of these steps that gave no token.
 struct DraftCounts {
     int64_t steps = 0, tokens = 0, guesses = 0, hits = 0, drafted = 0, accepted = 0;
     double guessing = 0, verifying = 0, wasted = 0;

@@ -109,7 +109,8 @@ std::vector<std::vector<int64_t>> Decoder::write_drafted(const std::vector<int64
                     const bool is_next = i == text.guesses.size();
                     const Guess& guess = is_next ? text.next : text.guesses[i];
                     const bool hit = guess.token == token;
-                    if (guess.token >= 0) slot.confidence.learn(guess, hit), counts.guesses++, counts.hits += hit;
+                    if (guess.token >= 0)
+                        slot.confidence.learn(guess, hit), counts.guesses++, counts.hits += hit;
                     given++;
                     if (is_next || !hit) break;
                     counts.accepted++;

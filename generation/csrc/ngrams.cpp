@@ -35,7 +35,8 @@ Ngrams::Ngrams(NgramTables made, int64_t vocab_size) : tables(std::move(made)), 
     if (int64_t{1} << bits != buckets) refuse("the draft's number of buckets is no power of 2");
     if (std::all_of(first.begin(), first.end(), [](uint8_t code) { return code == 0; }))
         refuse("the draft holds no probabilities");
-    if (starts[0] != 0 || starts[buckets] != records.size()) refuse("the draft's buckets do not fit its records");
+    if (starts[0] != 0 || starts[buckets] != records.size())
+        refuse("the draft's buckets do not fit its records");
     for (int64_t b = 0; b < buckets; b++) {
         if (starts[b] > starts[b + 1] || starts[b + 1] > records.size())
             refuse("the draft's buckets are out of order");

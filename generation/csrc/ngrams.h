@@ -1,7 +1,8 @@
 // A draft by n-grams: for contexts of up to Tail::MOST tokens the likeliest next tokens, each with its
 // probability; all others are as likely as after the context without its first token, times a factor.
 //
-// The file is made by generation/draft.py and may come from anywhere, so all of it is checked when it is opened.
+// The file is made by generation/draft.py and may come from anywhere, so all of it is checked when it is
+// opened.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +11,10 @@
 
 #include "draft.h"
 
-// The tables of a file. A context's record lies in the bucket that its hash names: bytes starts[b] .. starts[b +
-// 1] of records. A record is 3 bytes, the lower 8 bits of the context's tag, the upper 2 bits with the number n
-// of tokens in the other 6, and the code of the factor; then n pairs of a token and the code of its probability.
-// A code c stands for (c / 255)^2, of the factor for (c / 128)^2.
+// The tables of a file. A context's record lies in the bucket that its hash names: bytes starts[b] .. starts[b
+// + 1] of records. A record is 3 bytes, the lower 8 bits of the context's tag, the upper 2 bits with the number
+// n of tokens in the other 6, and the code of the factor; then n pairs of a token and the code of its
+// probability. A code c stands for (c / 255)^2, of the factor for (c / 128)^2.
 struct NgramTables {
     std::vector<uint8_t> first;    // (V), the codes of all tokens' probabilities without context
     std::vector<uint32_t> starts;  // (buckets + 1); the number of buckets is a power of 2

@@ -76,8 +76,8 @@ class Block {
   private:
     static simd::Matrix at(simd::Matrix m, int64_t r) { return {m.data + r * m.ld, m.ld}; }
 
-    // body(p, begin, end) for each panel p of w. The rows are divided too, if they may be, where there are fewer
-    // panels than members.
+    // body(p, begin, end) for each panel p of w. The rows are divided too, if they may be, where there are
+    // fewer panels than members.
     template <class Body>
     void each(const Linear& w, bool divisible, const Body& body) {
         const int64_t panels = w.panels(), most = divisible ? rows.count : 1;

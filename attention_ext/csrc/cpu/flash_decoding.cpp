@@ -85,7 +85,8 @@ struct Transposed : Rows {
                            a.d);
         }
     }
-    void add_all(simd::Matrix O, simd::ConstMatrix P, int64_t rows, int64_t j0, int64_t n, int64_t first) const {
+    void add_all(simd::Matrix O, simd::ConstMatrix P, int64_t rows, int64_t j0, int64_t n,
+                 int64_t first) const {
         portable::add_weighted_few(O, P, {V + j0 * a.v.row_stride, a.v.row_stride}, rows, n, first, a.d);
     }
 };
@@ -113,7 +114,8 @@ struct Pairs : Rows {
                                     false);
         }
     }
-    void add_all(simd::Matrix O, simd::ConstMatrix P, int64_t rows, int64_t j0, int64_t n, int64_t first) const {
+    void add_all(simd::Matrix O, simd::ConstMatrix P, int64_t rows, int64_t j0, int64_t n,
+                 int64_t first) const {
         const auto values = reinterpret_cast<const uint32_t*>(V) + j0 * a.v.row_stride;
         portable::add_weighted_few_bf16(O, P, {values, a.v.row_stride}, rows, n, first, columns());
     }

@@ -270,8 +270,7 @@ INLINE void weighted_block(float* O, int64_t ldO, const float* P, int64_t ldP, c
         for (; j < rows; j++) add(j, 0);
         float* o = O + i * ldO;
         for (int v = 0; v < VS; v++)
-            store(o + v * W,
-                  load(o + v * W) + ((acc[i][0][v] + acc[i][1][v]) + (acc[i][2][v] + acc[i][3][v])));
+            store(o + v * W, load(o + v * W) + ((acc[i][0][v] + acc[i][1][v]) + (acc[i][2][v] + acc[i][3][v])));
     }
 }
 
