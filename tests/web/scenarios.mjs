@@ -293,7 +293,7 @@ const scenarios = {
     await page.keyboard.press("Control+z");
     made.undone = await page.inputValue("#script");
     await page.keyboard.press("Control+End");
-    await page.keyboard.type(line);
+    await page.keyboard.insertText(line); // at once: a part of the line is wrong in another way
     await said("Line");
     made.why = await textOf("script-status");
     await until("the script in the address", (text) => decodeURIComponent(location.hash.replaceAll("+", " ")).includes(text), line);
