@@ -12,7 +12,7 @@ from attention_ext import BuildError
 
 
 @click.command()
-@options.model
+@options.option("-m", "--model", "The model: a directory, or a shipped one's name.", required=True)
 @options.path("--corpus", "corpus_file", "Text that the model learned.", show_default="what it writes itself")
 def draft(model: str, corpus_file: Path | None) -> None:
     """Make the draft of a model, and write it beside the model.

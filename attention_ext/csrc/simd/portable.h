@@ -50,12 +50,8 @@ struct Bf16Pairs {
 void multiply_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth, bool add);
 
 // The same for at most FEW_ROWS rows, the fastest where B comes from memory; and in float32, where cols is a
-// multiple of W. With 32 registers multiply()'s blocks are larger, and from 9 rows on faster.
-#if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int64_t FEW_ROWS = 8;
-#else
-constexpr int64_t FEW_ROWS = SMALL ? 0 : 64;
-#endif
+// multiple of W.
+constexpr int64_t FEW_ROWS = SMALL ? 0 : 8;
 void multiply_few_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth,
                        bool add);
 void multiply_few(Matrix C, ConstMatrix A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth, bool add);
