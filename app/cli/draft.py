@@ -9,10 +9,11 @@ import click
 from app.cli import options
 from app.cli.terminal import notice, program
 from attention_ext import BuildError
+from checkpoints import PRESENT
 
 
 @click.command()
-@options.option("-m", "--model", "The model: a directory, or a shipped one's name.", required=True)
+@options.option("-m", "--model", f"Model: {', '.join(PRESENT)} or a directory.", required=True)
 @options.path("--corpus", "corpus_file", "Text that the model learned.", show_default="what it writes itself")
 def draft(model: str, corpus_file: Path | None) -> None:
     """Make the draft of a model, and write it beside the model.
