@@ -1,11 +1,13 @@
 """The speed of writing one text with drafts, relative to the same engine without them.
 
     python -m benchmarks.drafts [-m shakes2048] [--weights bf16] [--temperatures 0,0.8] [--corpus FILE]
+        [--peer CTranslate2]
 
 The native engine with part 4 and one thread. Each round writes the text of another seed and prompt, of a
 whole block, with and without drafts in turns; both must be the same text. Prompts: passages of the corpus's
 last 10 %, prose and source code that Shakespeare would not have written, and random characters. 'times' is
-the ratio of the medians of the quiet rounds, 'all' that of all rounds.
+the ratio of the medians of the quiet rounds, 'all' that of all rounds. A peer takes its turn in each round
+with the same prompt; it writes greedily, which is its fastest path.
 """
 
 import random
@@ -19,7 +21,9 @@ import click
 
 from app.cli import options
 from attention_ext import extension
+from benchmarks.generation import PEERS
 from benchmarks.measuring import QUIET, percent, quiet, show_table, take_turns, write
+from benchmarks.peers import Peer
 from generation.engine import open_engine
 from generation.native import Decoder
 from generation.sampling import Sampling
@@ -55,17 +59,20 @@ def prompts(kind: str, checkpoint: Checkpoint, text: str) -> Iterator[list[int]]
 class Contender:
     """An engine that writes the next text at each call."""
 
-    def __init__(self, engine: Decoder, kind: str, checkpoint: Checkpoint, text: str, temperature: float):
+    def __init__(self, engine: Decoder | Peer, texts: Iterator[list[int]], length: int, temperature: float):
         self.engine, self.texts = engine, list[list[int]]()
-        self._prompts = prompts(kind, checkpoint, text)
+        self._prompts, self._length = texts, length
         self._sampling = Sampling(temperature)
 
     def __call__(self) -> float:
         """The seconds of the text."""
         ids, seed = next(self._prompts), len(self.texts)
-        length = self.engine.capacity - len(ids)
+        length = self._length - len(ids)
         start = time.perf_counter()
-        self.texts += write(self.engine, [Request(ids, seed, self._sampling, length)])
+        if isinstance(self.engine, Peer):
+            self.texts += self.engine.greedy_batch([ids], length)
+        else:
+            self.texts += write(self.engine, [Request(ids, seed, self._sampling, length)])
         return time.perf_counter() - start
 
 
@@ -76,8 +83,17 @@ class Contender:
 @options.weights
 @options.kv_cache
 @options.draft
+@options.choice("--peer", "Another engine to compare with.", of=tuple(PEERS), default=None)
 @options.whole("--rounds", "Rounds of each.", least=2, default=40)
-def main(model: str, corpus_file: Path | None, temperatures: str, rounds: int, draft: str, **precisions: Any):
+def main(
+    model: str,
+    corpus_file: Path | None,
+    temperatures: str,
+    rounds: int,
+    draft: str,
+    peer: str | None,
+    **precisions: Any,
+):
     """Print how many times as fast one text is with drafts."""
     checkpoint, text = load(model), options.read_corpus(corpus_file)
     shown = ", ".join(f"{name} {value}" for name, value in precisions.items())
@@ -85,30 +101,39 @@ def main(model: str, corpus_file: Path | None, temperatures: str, rounds: int, d
         f"{extension.describe('auto')}; {model}, {shown}, texts of {checkpoint.config.block_size} tokens\n"
     )
 
+    other = PEERS[peer](checkpoint.model, 1) if peer else None
+
     def row(kind: str, temperature: float) -> str:
-        def contender(guesses: str) -> Contender:
+        length = checkpoint.config.block_size
+
+        def contender(engine: Decoder | Peer) -> Contender:
+            return Contender(engine, prompts(kind, checkpoint, text), length, temperature)
+
+        def native(guesses: str) -> Decoder:
             opened = open_engine(checkpoint, "native", draft=guesses, threads=1, **precisions)
             assert isinstance(opened, Decoder)
-            return Contender(opened, kind, checkpoint, text, temperature)
+            return opened
 
-        off, on = contender("off"), contender(draft)
-        if on.engine.draft is None:
+        drafted = native(draft)
+        if drafted.draft is None:
             raise click.ClickException(f"{model} has no draft; gpt.py draft makes one")
-        times = take_turns({"off": off, "on": on}, rounds)
-        if off.texts != on.texts:
+        contenders = {"off": contender(native("off")), "on": contender(drafted)}
+        times = take_turns(contenders | ({"peer": contender(other)} if other else {}), rounds)
+        if contenders["off"].texts != contenders["on"].texts:
             raise click.ClickException("drafts change a text")
-        counts = on.engine.draft_counts()
+        counts = drafted.draft_counts()
         without, with_ = times["off"], times["on"]
-        tokens = off.engine.capacity - PROMPT
+        tokens = length - PROMPT
         every = statistics.median(without.seconds) / statistics.median(with_.seconds)
         return (
             f"{kind} | {temperature:g} | {tokens / without.median:,.0f} | {tokens / with_.median:,.0f} "
             f"| {without.median / with_.median:.2f} | {every:.2f} | {percent(counts.hits / counts.guesses)} "
             f"| {counts.tokens / counts.steps:.2f} | {quiet(with_)}"
+            + (f" | {times['peer'].median / with_.median:.2f}" if other else "")
         )
 
     cases = ((kind, float(t)) for kind in ("corpus", "unlike", "random") for t in temperatures.split(","))
-    show_table(TITLES, (row(*case) for case in cases))
+    show_table(TITLES + (f" | over {other.name}" if other else ""), (row(*case) for case in cases))
 
 
 if __name__ == "__main__":
